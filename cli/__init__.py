@@ -6,7 +6,9 @@ import signal
 
 def start() -> None:
     """The console script. Ctrl-C is one line and exit status 130 from here on, also while the rest is imported."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # and not ignored, as a background job has it
+    if (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    ):  # and not ignored, as a background job has it
         signal.signal(signal.SIGINT, end_at_once)
     from ycore_cli.main import main
 

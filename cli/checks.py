@@ -23,7 +23,13 @@ from ycore.launch.diagnostics import plan_steps
 from ycore.launch.layout import Site, site_of
 from ycore.launch.machine_checks import check_run
 from ycore.launch.scoring_models import check_scorers
-from ycore.models.names import ModelPlan, require_chat_template, require_sight, resolve_model, sighted_family
+from ycore.models.names import (
+    ModelPlan,
+    require_chat_template,
+    require_sight,
+    resolve_model,
+    sighted_family,
+)
 from ycore.rewards.builtin import is_code, is_environment, is_reference
 from ycore.rewards.worker_client import check_reward
 from ycore.round.curriculum import guesses_from
@@ -64,7 +70,11 @@ def checked_plan(
             "sees": sighted_family(config.model) is not None,
         },
         "devices": {"gpus": len(site.machine.devices), "cores": len(site.machine.cores)},
-        "ranks": {"world": site.layout.world, "here": site.layout.local, "machines": site.layout.num_machines},
+        "ranks": {
+            "world": site.layout.world,
+            "here": site.layout.local,
+            "machines": site.layout.num_machines,
+        },
         **details,
         "batch": asdict(batch) | {"in_words": str(batch)},
         "trl": redact(trl_arguments(config, batch, site.folder)),
@@ -76,18 +86,24 @@ def checked_plan(
 def _warnings(plan: Mapping[str, Any]) -> list[str]:
     """What would make a run less worth than it seems; each is a line."""
     config, dataset, evaluation = plan["config"], plan["dataset"], plan.get("evaluation")
-    num_held_out, measured = (evaluation["rows"], evaluation) if evaluation else (dataset.get("held_out"), dataset)
+    num_held_out, measured = (
+        (evaluation["rows"], evaluation) if evaluation else (dataset.get("held_out"), dataset)
+    )
     lines = []
     if measured.get("overlap"):
         rows = "prompts" if evaluation or "prompt" in dataset["columns"] else "rows"
         overlap = f"{measured['overlap']} of the {num_held_out} held-out {rows} are also trained on"
         lines.append(f"{overlap}: they do not show what the model does on others")
     if config.get("quantize") and not config["merge"]:
-        lines.append("adapters alone are another policy on the model's own weights; --merge saves this one")
+        lines.append(
+            "adapters alone are another policy on the model's own weights; --merge saves this one"
+        )
     return lines
 
 
-def _check_rollouts(config: RunConfig, model: ModelPlan, site: Site, *, done: int | None) -> dict[str, Any]:
+def _check_rollouts(
+    config: RunConfig, model: ModelPlan, site: Site, *, done: int | None
+) -> dict[str, Any]:
     engine = "replay"
     if config.replay is None:
         installed = engines.is_vllm_installed()
@@ -115,23 +131,34 @@ def _check_rollouts(config: RunConfig, model: ModelPlan, site: Site, *, done: in
     if engine == "vllm" and site.trains:
         saved = checkpoints_in(site.folder.checkpoints)
         done = step_of(saved[-1]) if saved and done is None else done or 0
-        forecast = plan_steps(config, site, prompt_tokens=_prompt_tokens(prompts.prompts), done=done)
+        forecast = plan_steps(
+            config, site, prompt_tokens=_prompt_tokens(prompts.prompts), done=done
+        )
     return {
-        "dataset": {"rows": num_rows, "columns": columns, "chat": prompts.is_chat, "fingerprint": prompts.fingerprint},
+        "dataset": {
+            "rows": num_rows,
+            "columns": columns,
+            "chat": prompts.is_chat,
+            "fingerprint": prompts.fingerprint,
+        },
         "evaluation": _check_evaluation(config, prompts),
         "engine": engine,
         "memory": None if sharing is None else sharing.line,
         "forecast": forecast,
         "scorers": check_scorers(config, columns, engine=engine),
         "sandbox": _sandbox_lines(config),
-        "batch": derive_batch(config, world_size=site.layout.world, on_cpu=not site.machine.devices),
+        "batch": derive_batch(
+            config, world_size=site.layout.world, on_cpu=not site.machine.devices
+        ),
     }
 
 
 def _prompt_tokens(prompts: Sequence[Prompt]) -> int:
     """Of a mean prompt, by its characters: to load a tokenizer takes longer than a plan may. A chat's marks are 20."""
     some = [prompts[row].content for row in range(0, len(prompts), max(1, len(prompts) // 64))]
-    texts = [one if isinstance(one, str) else "".join(turn["content"] for turn in one) for one in some]
+    texts = [
+        one if isinstance(one, str) else "".join(turn["content"] for turn in one) for one in some
+    ]
     return round(fmean(map(len, texts)) / 4) + (0 if isinstance(some[0], str) else 20)
 
 
@@ -140,7 +167,11 @@ def _check_rewards(config: RunConfig, prompts: PromptSet) -> None:
     for reward in config.rewards:
         if is_rule(reward):
             check_reward(
-                reward, columns, settings=config.reward_workers, sandbox=config.sandbox, run_folder=Path(config.output)
+                reward,
+                columns,
+                settings=config.reward_workers,
+                sandbox=config.sandbox,
+                run_folder=Path(config.output),
             )
         elif is_code(reward):
             from ycore.rewards.code import check_tests  # with asyncio, which no other dry run needs
@@ -151,7 +182,13 @@ def _check_rewards(config: RunConfig, prompts: PromptSet) -> None:
 
 def _check_evaluation(config: RunConfig, prompts: PromptSet) -> dict[str, Any] | None:
     """The held-out rows and when they are measured; None for a run without any."""
-    asks = (config.eval_every, config.eval_while_training, config.eval_rewards, config.keep_best, config.stop_when)
+    asks = (
+        config.eval_every,
+        config.eval_while_training,
+        config.eval_rewards,
+        config.keep_best,
+        config.stop_when,
+    )
     if not (config.eval_dataset or any(asks)):
         return None
     from ycore.round.held_out import check_evaluation
@@ -168,7 +205,9 @@ def _check_evaluation(config: RunConfig, prompts: PromptSet) -> dict[str, Any] |
         "rewards": [reward.reward for reward in held_out.rewards],
         "every": config.eval_every or -(-config.steps // 5),
         "while_training": config.eval_while_training,
-        "overlap": num_overlapping(*([[one.content, one.images] for one in of.prompts] for of in (rows, prompts))),
+        "overlap": num_overlapping(
+            *([[one.content, one.images] for one in of.prompts] for of in (rows, prompts))
+        ),
     }
 
 
@@ -176,7 +215,9 @@ def _check_turns(config: RunConfig, model: ModelPlan) -> None:
     """UserError where the run's tools or environment cannot work, or the model's chat template cannot use them."""
     has_world = bool(config.env) or config.agent is not None
     if any(is_environment(reward) for reward in config.rewards) and not has_world:
-        raise RewardError("the reward 'environment' is what an environment pays, and the run has none; say --env")
+        raise RewardError(
+            "the reward 'environment' is what an environment pays, and the run has none; say --env"
+        )
     if not config.tools and not has_world:
         return
     if any(is_reference(reward) for reward in config.rewards):
@@ -188,7 +229,9 @@ def _check_turns(config: RunConfig, model: ModelPlan) -> None:
 
         check_agent(config)
         return require_chat_template(model)
-    from ycore.environments.tool_pool import describe_tools  # these load transformers and TRL: only such runs pay it
+    from ycore.environments.tool_pool import (
+        describe_tools,
+    )  # these load transformers and TRL: only such runs pay it
 
     described = describe_tools(config, run_folder=Path(config.output))
     asked = [is_environment(reward) for reward in config.rewards]
@@ -196,7 +239,9 @@ def _check_turns(config: RunConfig, model: ModelPlan) -> None:
     for name, one in described.items():
         # Where some environments pay, another reward may score the completions of the others, as in TRL.
         if not one.pays and (all(asked) or (any(asked) and not some_pay)):
-            raise RewardError(f"environment {name!r} has no get_reward, and gives no reward; name one with --reward")
+            raise RewardError(
+                f"environment {name!r} has no get_reward, and gives no reward; name one with --reward"
+            )
         if config.advantage == BY_TURN and not one.pays_turns:
             raise RewardError(
                 f"environment {name!r} pays for no single turn: its class has no attribute turn_reward; "
@@ -219,7 +264,9 @@ def _sandbox_lines(config: RunConfig) -> list[str]:
     lines = [choose(config.sandbox.level).line]
     for reward in own:
         opened = [
-            word for word, is_open in (("network", reward.sandbox.network), ("GPU", reward.sandbox.gpu)) if is_open
+            word
+            for word, is_open in (("network", reward.sandbox.network), ("GPU", reward.sandbox.gpu))
+            if is_open
         ]
         opened += [f"reads {path}" for path in reward.sandbox.read]
         lines += [f"{reward.reward}: {', '.join(opened)}"] if opened else []
@@ -277,7 +324,12 @@ def plan_rows(plan: Mapping[str, Any], *, resume: bool = False) -> list[tuple[st
         when = f"before the first step, every {evaluation['every']} steps and after the last"
         when += ", while the trainer computes the next step" if evaluation["while_training"] else ""
         rewards = ", ".join(evaluation["rewards"])
-        rows.append(("held out", f"{evaluation['dataset']}: {evaluation['rows']} rows, by {rewards}, {when}"))
+        rows.append(
+            (
+                "held out",
+                f"{evaluation['dataset']}: {evaluation['rows']} rows, by {rewards}, {when}",
+            )
+        )
     rows += [("warning", line) for line in plan["warnings"]]
     if not evaluates:
         rows.append(("batch", plan["batch"]["in_words"]))
@@ -292,7 +344,10 @@ def plan_rows(plan: Mapping[str, Any], *, resume: bool = False) -> list[tuple[st
         acts = [*config["tools"], *config["env"], *([config["agent"]] if config["agent"] else [])]
         if acts:
             rows.append(("turns", f"at most {config['max_turns']}, with {', '.join(acts)}"))
-    return [*rows, ("output", config["output"] + (", going on from its last checkpoint" if resume else ""))]
+    return [
+        *rows,
+        ("output", config["output"] + (", going on from its last checkpoint" if resume else "")),
+    ]
 
 
 def _dataset_in_words(dataset: Mapping[str, Any]) -> str:
@@ -326,10 +381,22 @@ def _reward_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _run_in_words(plan: Mapping[str, Any]) -> str:
     config, batch = plan["config"], plan["batch"]
     if config["algorithm"] == "eval":
-        return "both answers of each row" if config["pairs"] else f"{config['num_samples']} completions of each prompt"
-    length = f"{batch['steps']} steps, {batch['epochs']:g} epochs," if "epochs" in batch else f"{config['steps']} steps"
+        return (
+            "both answers of each row"
+            if config["pairs"]
+            else f"{config['num_samples']} completions of each prompt"
+        )
+    length = (
+        f"{batch['steps']} steps, {batch['epochs']:g} epochs,"
+        if "epochs" in batch
+        else f"{config['steps']} steps"
+    )
     weights = "every weight" if config["lora"] is None else f"LoRA r={config['lora']['r']}"
-    if plan["model"]["sees"] and config["lora"] is not None and config["lora"]["target_modules"] == "all-linear":
+    if (
+        plan["model"]["sees"]
+        and config["lora"] is not None
+        and config["lora"]["target_modules"] == "all-linear"
+    ):
         weights += " of the language model (the vision tower and its projector stay frozen)"
     dtype = "bfloat16" if config["dtype"] == "auto" else config["dtype"]
     return f"{length} of {weights}, {dtype}, learning rate {plan['trl']['learning_rate']:g}"

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from ycore.run.claim import Resume
 
 FlowModel = o.text("Folder of a flow model as diffusers saves it, or flow-digits.", "--model")
-Conditions = o.text("Rows that each ask for a class; or `classes`, each once; e.g. prompts.jsonl.", "--dataset")
+Conditions = o.text(
+    "Rows that each ask for a class; or `classes`, each once; e.g. prompts.jsonl.", "--dataset"
+)
 PictureReward = o.texts(
     "A function of images, file.py:function, or a judge that sees, judge:FILE.yaml; may be repeated; e.g. "
     "rewards.py:score.",
@@ -30,8 +32,12 @@ HeldOutJudge = o.texts(
     "The same, measured beside the reward and not trained on; may be repeated; e.g. judge.py:reads.",
     "--eval-reward", metavar="NAME",
 )  # fmt: skip
-Method = o.text("How it learns: nft (DiffusionNFT) or grpo (Flow-GRPO); see docs/pictures.md.", metavar="NAME")
-LearningRate = o.number("Learning rate; 3e-4 with LoRA, 1e-5 for every weight if not given; e.g. 1e-4.")
+Method = o.text(
+    "How it learns: nft (DiffusionNFT) or grpo (Flow-GRPO); see docs/pictures.md.", metavar="NAME"
+)
+LearningRate = o.number(
+    "Learning rate; 3e-4 with LoRA, 1e-5 for every weight if not given; e.g. 1e-4."
+)
 
 _OPTIONS = {
     "model": FlowModel, "dataset": Conditions, "reward": PictureReward, "eval_reward": HeldOutJudge, "method": Method,
@@ -80,7 +86,9 @@ def flow_keys(options: Mapping[str, Any]) -> dict[str, Any]:
         try:
             keys["learning_rate"] = float(text)
         except ValueError:
-            raise ConfigError(f"--learning-rate takes a number; it is {text!r}; e.g. --learning-rate 1e-4") from None
+            raise ConfigError(
+                f"--learning-rate takes a number; it is {text!r}; e.g. --learning-rate 1e-4"
+            ) from None
     return keys
 
 
@@ -90,7 +98,9 @@ def go_on(
 ) -> None:  # fmt: skip
     """`ycore resume` of such a run; `typed` are words that are no options of that command."""
     if typed:
-        raise ConfigError(f"no option {typed[0]}; ycore resume takes keys of a run of ycore flow by --set KEY=VALUE")
+        raise ConfigError(
+            f"no option {typed[0]}; ycore resume takes keys of a run of ycore flow by --set KEY=VALUE"
+        )
     keys = o.config_keys(options) | {"output": str(folder)}
     train_flow(completed_flow(recipe=stored, sets=sets, options=keys), resume=True, **how)
 
@@ -104,7 +114,13 @@ def completed_flow(**layers: Any) -> "FlowConfig":
 
 
 def train_flow(
-    config: "FlowConfig", *, resume: bool, resume_from: str | None, accept_changes: bool, dry_run: bool, json: bool
+    config: "FlowConfig",
+    *,
+    resume: bool,
+    resume_from: str | None,
+    accept_changes: bool,
+    dry_run: bool,
+    json: bool,
 ) -> None:
     """Check, show the plan, and unless it is a dry run train in the foreground."""
     from ycore.launch.launcher import TRAINER, run_worker
@@ -112,7 +128,9 @@ def train_flow(
     from ycore.run.resuming import check_checkpoint, parse_checkpoint, settle
 
     if accept_changes and not resume:
-        raise ConfigError("--accept-changes is about a run that goes on; say --resume too, or leave it out")
+        raise ConfigError(
+            "--accept-changes is about a run that goes on; say --resume too, or leave it out"
+        )
     with stdout_for_json(json):
         folder = RunFolder(Path(config.output))
         step = None if resume_from is None else parse_checkpoint(resume_from, folder)
@@ -150,29 +168,51 @@ def flow_plan(config: "FlowConfig", *, resume: bool, how: "Resume") -> dict[str,
     folder = flow_model(config.model)
     known = FlowFolder(folder) if folder.is_dir() else None
     if known is not None and config.flow.guidance != 1 and known.no_class is None:
-        raise ConfigError(f"flow.guidance needs a class for none, which a {known.network} has not; leave it out")
-    prompts = load_conditions(config, num_classes=DIGITS_CLASSES if known is None else known.num_classes)
+        raise ConfigError(
+            f"flow.guidance needs a class for none, which a {known.network} has not; leave it out"
+        )
+    prompts = load_conditions(
+        config, num_classes=DIGITS_CLASSES if known is None else known.num_classes
+    )
     columns = [*prompts.columns, IMAGES]
     check_picture_judges(config, prompts.columns)
     for reward in (*config.rewards, *config.eval_rewards):
         if not is_judge(reward):
             check_reward(
-                reward, columns, settings=config.reward_workers, sandbox=config.sandbox, run_folder=Path(config.output)
+                reward,
+                columns,
+                settings=config.reward_workers,
+                sandbox=config.sandbox,
+                run_folder=Path(config.output),
             )
     check_claim(RunFolder(Path(config.output)), config, resume=resume, how=how)
     return {
         "config": redact(config.model_dump(mode="json")),
-        "model": {"folder": str(folder), "ready": known is not None, "network": known and known.network},
-        "dataset": {"rows": len(prompts.prompts), "columns": list(prompts.columns), "fingerprint": prompts.fingerprint},
+        "model": {
+            "folder": str(folder),
+            "ready": known is not None,
+            "network": known and known.network,
+        },
+        "dataset": {
+            "rows": len(prompts.prompts),
+            "columns": list(prompts.columns),
+            "fingerprint": prompts.fingerprint,
+        },
         "sandbox": choose(config.sandbox.level).line,
         "output": str(Path(config.output).absolute()),
     }
 
 
-def plan_rows(config: "FlowConfig", plan: Mapping[str, Any], *, resume: bool) -> list[tuple[str, str]]:
+def plan_rows(
+    config: "FlowConfig", plan: Mapping[str, Any], *, resume: bool
+) -> list[tuple[str, str]]:
     """The plan as a person reads it, a name and a text each."""
     flow, model = config.flow, plan["model"]
-    about = model["network"] if model["ready"] else "is made once, from scikit-learn's digits, in a minute or two"
+    about = (
+        model["network"]
+        if model["ready"]
+        else "is made once, from scikit-learn's digits, in a minute or two"
+    )
     weights = "every weight" if config.lora is None else f"LoRA r={config.lora.r}"
     sampler = flow.sampler or ("sde" if flow.method == "grpo" else "ode")
     noise = (
@@ -184,7 +224,10 @@ def plan_rows(config: "FlowConfig", plan: Mapping[str, Any], *, resume: bool) ->
     guidance = "without guidance" if flow.guidance == 1 else f"guidance {flow.guidance:g}"
     rows = [
         ("model", f"{config.model}: {about}"),
-        ("dataset", f"{config.dataset}: {plan['dataset']['rows']} rows, the class in {config.condition_column}"),
+        (
+            "dataset",
+            f"{config.dataset}: {plan['dataset']['rows']} rows, the class in {config.condition_column}",
+        ),
         ("rewards", ", ".join(f"{one.reward} (weight {one.weight:g})" for one in config.rewards)),
         ("sandbox", plan["sandbox"]),
         ("method", f"{flow.method}{distance}, {guidance}"),
@@ -193,11 +236,25 @@ def plan_rows(config: "FlowConfig", plan: Mapping[str, Any], *, resume: bool) ->
             "batch",
             f"{config.prompts_per_step} conditions x {config.group_size} pictures a step, {flow.updates} updates",
         ),
-        ("run", f"{config.steps} steps of {weights}, float32, learning rate {config.rate:g}, seed {config.seed}"),
+        (
+            "run",
+            f"{config.steps} steps of {weights}, float32, learning rate {config.rate:g}, seed {config.seed}",
+        ),
     ]
-    judges = ", ".join(one.reward for one in config.eval_rewards) or "the rewards alone (--eval-reward names a judge)"
-    rows.append(("held out", f"{judges}, {config.num_samples} pictures of each class, every {config.every} steps"))
-    return [*rows, ("output", config.output + (", going on from its last checkpoint" if resume else ""))]
+    judges = (
+        ", ".join(one.reward for one in config.eval_rewards)
+        or "the rewards alone (--eval-reward names a judge)"
+    )
+    rows.append(
+        (
+            "held out",
+            f"{judges}, {config.num_samples} pictures of each class, every {config.every} steps",
+        )
+    )
+    return [
+        *rows,
+        ("output", config.output + (", going on from its last checkpoint" if resume else "")),
+    ]
 
 
 def _closing_rows(config: "FlowConfig", summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -212,7 +269,11 @@ def _closing_rows(config: "FlowConfig", summary: Mapping[str, Any]) -> list[tupl
             spread = f"95 % interval {after[f'{name}/low']:.3f} to {after[f'{name}/high']:.3f}"
             rows.append((named[name], f"{before[name]:.3f} -> {after[name]:.3f}, {spread}"))
         right = bool(before["diversity_of_right"] and after["diversity_of_right"])
-        key, of = ("diversity_of_right", ", of the pictures that are right") if right else ("diversity", "")
+        key, of = (
+            ("diversity_of_right", ", of the pictures that are right")
+            if right
+            else ("diversity", "")
+        )
         rows.append(("diversity", f"{before[key]:.2f} -> {after[key]:.2f}{of}"))
     if "over_optimised" in held:
         rows.append(("warning", held["over_optimised"]))

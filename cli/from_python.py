@@ -41,7 +41,9 @@ class Run:
         """RunFolderError where the folder holds no run."""
         self.folder = Path(folder).expanduser()
         if not (self.folder / "run.json").is_file():
-            raise RunFolderError(f"{folder} has no run.json, so it is no run's folder; name the run's `output`")
+            raise RunFolderError(
+                f"{folder} has no run.json, so it is no run's folder; name the run's `output`"
+            )
 
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r})"
@@ -87,7 +89,9 @@ class Run:
         """Of an evaluation: every completion with its prompt and its rewards."""
         file = self.folder / "completions.jsonl"
         if not file.is_file():
-            raise RunFolderError(f"{self.folder} has no completions.jsonl, which only an evaluation writes")
+            raise RunFolderError(
+                f"{self.folder} has no completions.jsonl, which only an evaluation writes"
+            )
         return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
     def model(self, *, best: bool = False) -> Any:
@@ -143,7 +147,12 @@ class Comparison:
 
 
 def grpo(
-    *, model: str, dataset: Rows = "", reward: Reward | Sequence[Reward] = (), resume: bool = False, **settings: Any
+    *,
+    model: str,
+    dataset: Rows = "",
+    reward: Reward | Sequence[Reward] = (),
+    resume: bool = False,
+    **settings: Any,
 ) -> Run:
     """Train a model on a reward with GRPO; return when it has finished.
 
@@ -164,14 +173,24 @@ def grpo(
 
 
 def rloo(
-    *, model: str, dataset: Rows = "", reward: Reward | Sequence[Reward] = (), resume: bool = False, **settings: Any
+    *,
+    model: str,
+    dataset: Rows = "",
+    reward: Reward | Sequence[Reward] = (),
+    resume: bool = False,
+    **settings: Any,
 ) -> Run:
     """Train a model on a reward with RLOO; the arguments are those of `grpo`."""
     return _run("rloo", asking(model, dataset, reward, settings), resume=resume)
 
 
 def ppo(
-    *, model: str, dataset: Rows = "", reward: Reward | Sequence[Reward] = (), resume: bool = False, **settings: Any
+    *,
+    model: str,
+    dataset: Rows = "",
+    reward: Reward | Sequence[Reward] = (),
+    resume: bool = False,
+    **settings: Any,
 ) -> Run:
     """Train a model on a reward with PPO and a critic; the arguments are those of `grpo`."""
     return _run("ppo", asking(model, dataset, reward, settings), resume=resume)
@@ -190,11 +209,18 @@ def distill(
 
     The other arguments are those of `grpo`; `reward` may be left out.
     """
-    return _run("distill", asking(model, dataset, reward, {"teacher": teacher, **settings}), resume=resume)
+    return _run(
+        "distill", asking(model, dataset, reward, {"teacher": teacher, **settings}), resume=resume
+    )
 
 
 def online_dpo(
-    *, model: str, dataset: Rows = "", reward: Reward | Sequence[Reward] = (), resume: bool = False, **settings: Any
+    *,
+    model: str,
+    dataset: Rows = "",
+    reward: Reward | Sequence[Reward] = (),
+    resume: bool = False,
+    **settings: Any,
 ) -> Run:
     """Train a model on its own best and worst completions by reward; the arguments are those of `grpo`."""
     return _run("online-dpo", asking(model, dataset, reward, settings), resume=resume)
@@ -202,7 +228,12 @@ def online_dpo(
 
 @overload
 def evaluate(
-    *, model: str, benchmark: str = "", dataset: Rows = "", reward: Reward | Sequence[Reward] = (), **settings: Any
+    *,
+    model: str,
+    benchmark: str = "",
+    dataset: Rows = "",
+    reward: Reward | Sequence[Reward] = (),
+    **settings: Any,
 ) -> Run: ...
 
 
@@ -240,13 +271,19 @@ def evaluate(
 
     models = [model] if isinstance(model, str) else list(model)
     if not isinstance(model, str) and len(models) < 2:
-        raise ConfigError(f"a comparison takes two models or more; it has {len(models)}; give one by its name alone")
+        raise ConfigError(
+            f"a comparison takes two models or more; it has {len(models)}; give one by its name alone"
+        )
     check_models(models)
     named = {"benchmark": benchmark} if benchmark else {}
     keys = _as_typed("eval", asking(models[0], dataset, reward, named | settings))
-    configs = in_folders([require_rollouts(_resolved(keys | {"model": one})) for one in models], keys["output"])
+    configs = in_folders(
+        [require_rollouts(_resolved(keys | {"model": one})) for one in models], keys["output"]
+    )
     for config in configs:
-        plan = outside_a_loop(partial(eval_plan, config, benchmark=benchmark, has_dataset="dataset" in keys))
+        plan = outside_a_loop(
+            partial(eval_plan, config, benchmark=benchmark, has_dataset="dataset" in keys)
+        )
         tell_warnings(plan, depth=3)
     summaries = measured(configs)
     runs = {config.model: Run(config.output) for config in configs}
@@ -276,7 +313,9 @@ def reward_model(*, model: str, dataset: Rows, resume: bool = False, **settings:
     return _run("reward", {"model": model, "dataset": dataset, **settings}, resume=resume)
 
 
-def asking(model: str, dataset: Rows, reward: Reward | Sequence[Reward], settings: Mapping[str, Any]) -> dict[str, Any]:
+def asking(
+    model: str, dataset: Rows, reward: Reward | Sequence[Reward], settings: Mapping[str, Any]
+) -> dict[str, Any]:
     """The settings of a run with rollouts, with what was given of the dataset and the rewards."""
     several = isinstance(reward, Sequence) and not isinstance(reward, str)
     rewards = list(cast("Sequence[Reward]", reward)) if several else [reward]
@@ -331,10 +370,19 @@ def _as_typed(algorithm: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     settings = {**settings, "output": str(output)}
     for key in ("dataset", "eval_dataset"):
         if key in settings and not isinstance(settings[key], str | None):
-            settings[key] = str(_write_rows(settings[key], output.with_name(f"{output.name}.{key}.jsonl")))
-    for key, kind in (("rewards", "reward"), ("eval_rewards", "reward"), ("tools", "tool"), ("env", "environment")):
+            settings[key] = str(
+                _write_rows(settings[key], output.with_name(f"{output.name}.{key}.jsonl"))
+            )
+    for key, kind in (
+        ("rewards", "reward"),
+        ("eval_rewards", "reward"),
+        ("tools", "tool"),
+        ("env", "environment"),
+    ):
         if key in settings:
-            settings[key] = _names_of(settings[key], kind, output.with_name(f"{output.name}.{key}.py").absolute())
+            settings[key] = _names_of(
+                settings[key], kind, output.with_name(f"{output.name}.{key}.py").absolute()
+            )
     return keys_of(algorithm, settings)
 
 
@@ -349,7 +397,11 @@ def keys_of(algorithm: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(settings.get(key), str):
             settings[key] = {kind: settings[key]}
     fields = fields_of(row.trl_config)
-    own = {key: value for key, value in settings.items() if key in row.config.model_fields or key not in fields}
+    own = {
+        key: value
+        for key, value in settings.items()
+        if key in row.config.model_fields or key not in fields
+    }
     trl = {key: value for key, value in settings.items() if key not in own}
     return own | ({"trl": {**own.get("trl", {}), **trl}} if trl else {})
 
@@ -388,7 +440,9 @@ def _write_rows(rows: Iterable[Mapping[str, Any]], file: Path) -> Path:
         try:
             lines.append(json.dumps(dict(row), ensure_ascii=False))
         except (TypeError, ValueError) as problem:
-            raise ConfigError(f"row {number} of the dataset is no mapping of plain values: {problem}") from None
+            raise ConfigError(
+                f"row {number} of the dataset is no mapping of plain values: {problem}"
+            ) from None
     file.parent.mkdir(parents=True, exist_ok=True)
     data = "".join(line + "\n" for line in lines).encode()
     file = named_by_content(file, data)

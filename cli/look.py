@@ -15,31 +15,60 @@ from ycore.run.files import write_json_atomic
 if TYPE_CHECKING:
     from ycore.config.recipe_files import RecipeEntry
 
-Page = Annotated[Path | None, typer.Option(help="The page to write; report.html in the first run's folder.")]
-Engines = Annotated[bool, typer.Option("--engines", help="Start a real engine too, which takes half a minute.")]
-GpuParts = Annotated[bool, typer.Option("--gpu", help="Try a run's path on a GPU, with figures: ten minutes.")]
-OnDevice = Annotated[
-    Literal["gpu", "cpu"], typer.Option("--device", help="With --gpu: `cpu` runs the parts that a CPU can do.")
+Page = Annotated[
+    Path | None, typer.Option(help="The page to write; report.html in the first run's folder.")
 ]
-Quick = Annotated[bool, typer.Option("--quick", help="The only mode, and the default: about a minute.")]
+Engines = Annotated[
+    bool, typer.Option("--engines", help="Start a real engine too, which takes half a minute.")
+]
+GpuParts = Annotated[
+    bool, typer.Option("--gpu", help="Try a run's path on a GPU, with figures: ten minutes.")
+]
+OnDevice = Annotated[
+    Literal["gpu", "cpu"],
+    typer.Option("--device", help="With --gpu: `cpu` runs the parts that a CPU can do."),
+]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="The only mode, and the default: about a minute.")
+]
 Chaos = Annotated[bool, typer.Option("--chaos", hidden=True)]
-Seed = Annotated[int, typer.Option(min=0, help="Seed of the runs and of the step of the kill; e.g. 0.")]
+Seed = Annotated[
+    int, typer.Option(min=0, help="Seed of the runs and of the step of the kill; e.g. 0.")
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would run, start nothing.")]
 JsonFile = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON; e.g. card.json.")
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Write the result as JSON; e.g. card.json."),
 ]
-Output = Annotated[Path | None, typer.Option(help="Keep both runs in this folder; else they are removed at the end.")]
-DocsPage = Annotated[str | None, typer.Argument(metavar="[PAGE]", help="A page's name; e.g. rewards.")]
-Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="A shipped recipe's name, or a YAML file.")]
+Output = Annotated[
+    Path | None,
+    typer.Option(help="Keep both runs in this folder; else they are removed at the end."),
+]
+DocsPage = Annotated[
+    str | None, typer.Argument(metavar="[PAGE]", help="A page's name; e.g. rewards.")
+]
+Recipe = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A shipped recipe's name, or a YAML file.")
+]
 Seeds = Annotated[int, typer.Option(min=1, help="Runs, with the seeds 0, 1, ...; e.g. 3.")]
-Band = Annotated[Path | None, typer.Option("--band", help="The band to compare with; that of the recipe if not given.")]
-WriteBand = Annotated[Path | None, typer.Option("--write-band", help="Make a band of these runs; e.g. band.json.")]
-Runs = Annotated[Path | None, typer.Option("--output", help="Folder of the runs; e.g. runs/reproduce-quickstart.")]
+Band = Annotated[
+    Path | None,
+    typer.Option("--band", help="The band to compare with; that of the recipe if not given."),
+]
+WriteBand = Annotated[
+    Path | None, typer.Option("--write-band", help="Make a band of these runs; e.g. band.json.")
+]
+Runs = Annotated[
+    Path | None,
+    typer.Option("--output", help="Folder of the runs; e.g. runs/reproduce-quickstart."),
+]
 
 
 def watch(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, going on or ended.")],
-    once: Annotated[bool, typer.Option("--once", help="Show the run as it is now and return.")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="Show the run as it is now and return.")
+    ] = False,
 ) -> None:
     """Watch a run: reward, groups, slots. Ctrl-C only leaves it.
 
@@ -56,7 +85,10 @@ def watch(
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN [RUN2 ...]", help="Folders of runs, finished or not.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN [RUN2 ...]", help="Folders of runs, finished or not."),
+    ],
     output: Page = None,
     json: o.Json = False,
 ) -> None:
@@ -74,7 +106,9 @@ def report(
     page = output or runs[0] / "report.html"
     if page.suffix != ".html":
         example = page.with_suffix(".html")
-        raise RunFolderError(f"--output {page} is the page's file, which ends in .html; e.g. {example}")
+        raise RunFolderError(
+            f"--output {page} is the page's file, which ends in .html; e.g. {example}"
+        )
     made = make_report([read_run(root) for root in runs])
     written = write_report(made, page)
     if json:
@@ -120,9 +154,18 @@ def doctor(
     from ycore.tools.doctor import doctor_report
 
     if (device == "cpu" or dry_run) and not gpu:
-        raise ConfigError("--device and --dry-run are for doctor --gpu; add --gpu, or leave them out")
+        raise ConfigError(
+            "--device and --dry-run are for doctor --gpu; add --gpu, or leave them out"
+        )
     if dry_run and json:
-        print_json({"parts": {name: {"limit_s": part.limit_s, "on_cpu": part.on_cpu} for name, part in PARTS.items()}})
+        print_json(
+            {
+                "parts": {
+                    name: {"limit_s": part.limit_s, "on_cpu": part.on_cpu}
+                    for name, part in PARTS.items()
+                }
+            }
+        )
         return
     if dry_run:
         for name, part in PARTS.items():
@@ -137,7 +180,11 @@ def doctor(
     if not json:
         broken = sum(not check["ok"] for check in report["checks"])
         way_out = "docs/gpu.md says what each part does" if gpu else "each line ends with how"
-        works = "what ran has passed; no GPU was tried" if gpu and device == "cpu" else "everything works"
+        works = (
+            "what ran has passed; no GPU was tried"
+            if gpu and device == "cpu"
+            else "everything works"
+        )
         print(works if report["ok"] else f"{broken} to mend; {way_out}")
     if not report["ok"]:
         raise typer.Exit(1)
@@ -157,12 +204,19 @@ def recipes(json: o.Json = False) -> None:
     if json:
         keys = ("name", "description", "never_run")
         print_json(
-            {"recipes": [{key: getattr(entry, key) for key in keys} | {"band": band} for entry, band in entries]}
+            {
+                "recipes": [
+                    {key: getattr(entry, key) for key in keys} | {"band": band}
+                    for entry, band in entries
+                ]
+            }
         )
         return
     print_table((entry.line, entry.description + _mark(entry, band)) for entry, band in entries)
     print("Run one with `ycore` before its line; a path to your own YAML file works too.")
-    print("[band]: several seeds are on record, and `ycore reproduce` compares with them; the others have none.")
+    print(
+        "[band]: several seeds are on record, and `ycore reproduce` compares with them; the others have none."
+    )
 
 
 def _mark(entry: "RecipeEntry", band: Mapping[str, Any] | None) -> str:
@@ -183,20 +237,29 @@ def docs(page: DocsPage = None) -> None:
     from ycore.errors import ConfigError, nearest
 
     pages = {
-        entry.name.removesuffix(".md"): entry for entry in files("ycore_docs").iterdir() if entry.name.endswith(".md")
+        entry.name.removesuffix(".md"): entry
+        for entry in files("ycore_docs").iterdir()
+        if entry.name.endswith(".md")
     }
     if page is None:
         from ycore_cli.output import print_table
 
         print_table(
-            (name, ("\n" + pages[name].read_text(encoding="utf-8")).partition("\n# ")[2].partition("\n")[0])
+            (
+                name,
+                ("\n" + pages[name].read_text(encoding="utf-8"))
+                .partition("\n# ")[2]
+                .partition("\n")[0],
+            )
             for name in sorted(pages)
         )
         print("Print one with `ycore docs PAGE`.")
     elif page in pages:
         print(pages[page].read_text(encoding="utf-8"), end="")
     else:
-        raise ConfigError(f"no page {page!r}{nearest(page, sorted(pages)) or '; `ycore docs` lists them'}")
+        raise ConfigError(
+            f"no page {page!r}{nearest(page, sorted(pages)) or '; `ycore docs` lists them'}"
+        )
 
 
 def agents() -> None:
@@ -228,12 +291,18 @@ def selftest(
     from ycore.tools.selftest import selftest as run_selftest
 
     if chaos:
-        raise ConfigError("--chaos is now a test command of the repository: python -m tests.chaos --moments 30")
+        raise ConfigError(
+            "--chaos is now a test command of the repository: python -m tests.chaos --moments 30"
+        )
     if dry_run:
-        print("Two runs of a tiny model, one kill, one resume. Nothing was started; leave out --dry-run to begin.")
+        print(
+            "Two runs of a tiny model, one kill, one resume. Nothing was started; leave out --dry-run to begin."
+        )
         return 0
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)  # as Ctrl-C: the run that goes on is ended first
+        signal.signal(
+            number, signal.default_int_handler
+        )  # as Ctrl-C: the run that goes on is ended first
     result = run_selftest(seed=seed, output=output and output.expanduser(), say=print_line)
     if json is not None:
         write_json_atomic(json.expanduser().absolute(), result)
@@ -291,7 +360,9 @@ def reproduce(
         print_json({"recipe": recipe, "output": str(root), "seeds": list(range(seeds))})
         return 0
     if dry_run:
-        print(f"{seeds} runs of {recipe} in {root}. Nothing was started; leave out --dry-run to run them.")
+        print(
+            f"{seeds} runs of {recipe} in {root}. Nothing was started; leave out --dry-run to run them."
+        )
         return 0
     return _compare(name, root, seeds, sets=set_ or (), band=band, write_band=write_band, json=json)
 
@@ -311,20 +382,35 @@ def _run_seed(recipe: str, seed: int, root: Path, *, sets: Sequence[str], dry_ru
     folder, base = RunFolder(root), load_recipe(recipe)
     if "stages" in base:
         return _run_stages(base, seed, root, sets=sets, dry_run=dry_run)
-    told: dict[str, Any] = {"recipe": base, "sets": sets, "options": {"seed": seed, "output": str(root)}}
-    config = completed_flow(**told) if base.get("algorithm") == FLOW else o.completed(resolve(**told))
+    told: dict[str, Any] = {
+        "recipe": base,
+        "sets": sets,
+        "options": {"seed": seed, "output": str(root)},
+    }
+    config = (
+        completed_flow(**told) if base.get("algorithm") == FLOW else o.completed(resolve(**told))
+    )
     if is_finished(folder) and not changes(folder, config):
         return
     resume = folder.config.is_file()
     if isinstance(config, FlowConfig):
-        train_flow(config, resume=resume, resume_from=None, accept_changes=False, dry_run=dry_run, json=False)
+        train_flow(
+            config,
+            resume=resume,
+            resume_from=None,
+            accept_changes=False,
+            dry_run=dry_run,
+            json=False,
+        )
         return
     plan = checked_plan(config, resume=resume, how=AS_IT_WAS)
     if not dry_run:
         run_training(config, plan, resume=resume, how=AS_IT_WAS)
 
 
-def _run_stages(base: Mapping[str, Any], seed: int, root: Path, *, sets: Sequence[str], dry_run: bool) -> None:
+def _run_stages(
+    base: Mapping[str, Any], seed: int, root: Path, *, sets: Sequence[str], dry_run: bool
+) -> None:
     from ycore_cli.train import declared_stages, run_stages
 
     from ycore.run.files import read_json
@@ -333,11 +419,20 @@ def _run_stages(base: Mapping[str, Any], seed: int, root: Path, *, sets: Sequenc
     declared = declared_stages(base, sets, seed=seed, output=str(root))
     report = read_json(root / "pipeline.json") if (root / "pipeline.json").is_file() else {}
     if (report.get("status"), report.get("pipeline")) != ("finished", declared):
-        run_stages(parse_pipeline(declared, name=root.name), declared, resume=bool(report), dry_run=dry_run)
+        run_stages(
+            parse_pipeline(declared, name=root.name), declared, resume=bool(report), dry_run=dry_run
+        )
 
 
 def _compare(
-    name: str, root: Path, seeds: int, *, sets: Sequence[str], band: Path | None, write_band: Path | None, json: bool
+    name: str,
+    root: Path,
+    seeds: int,
+    *,
+    sets: Sequence[str],
+    band: Path | None,
+    write_band: Path | None,
+    json: bool,
 ) -> int:
     """Write the page of all runs and the band, and say which runs are inside the band that is known."""
     from dataclasses import replace
@@ -360,13 +455,24 @@ def _compare(
     notes = [] if known is None else tool.notes_on(known, sets)
     bands = [] if known is None else tool.banded(known, runs, verdicts)
     page = write_report(make_report(shown), root / "report.html", bands=bands, notes=notes)[0]
-    finals = {tool.name_of(seed, name): tool.final_of(rows) for seed, own in runs.items() for name, rows in own.items()}
-    result = {**about, "finals": finals, "verdicts": [one.as_json() for one in verdicts], "page": str(page)}
+    finals = {
+        tool.name_of(seed, name): tool.final_of(rows)
+        for seed, own in runs.items()
+        for name, rows in own.items()
+    }
+    result = {
+        **about,
+        "finals": finals,
+        "verdicts": [one.as_json() for one in verdicts],
+        "page": str(page),
+    }
     write_json_atomic(root / "reproduce.json", result)
     if json:
         print_json(result)
     else:
         print_table([(f"seed {name}", f"final {final:.3f}") for name, final in finals.items()])
-        print_table([("", one.in_words) for one in verdicts] or [("band", "none is stored for this recipe")])
+        print_table(
+            [("", one.in_words) for one in verdicts] or [("band", "none is stored for this recipe")]
+        )
         print_table([*(("note", note) for note in notes), ("page", str(page))])
     return int(any(not one.is_inside for one in verdicts))

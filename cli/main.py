@@ -35,7 +35,12 @@ app = typer.Typer(
 for algorithm in ALGORITHMS.values():
     app.command(algorithm.name, context_settings=_ANY_TRL_FIELD)(training_command(algorithm))
 app.command("flow")(flow)
-for name, command in {"resume": resume, "eval": evaluate, "plan": plan, "preflight": preflight}.items():
+for name, command in {
+    "resume": resume,
+    "eval": evaluate,
+    "plan": plan,
+    "preflight": preflight,
+}.items():
     app.command(name, context_settings=_ANY_TRL_FIELD)(command)
 _OTHERS: Sequence[Callable[..., Any]] = (
     *(pipeline, recipes, env, doctor, report, selftest, simulate, watch),
@@ -88,7 +93,9 @@ def main() -> None:
     if interrupts and status:
         status = Interrupted.exit_code
     if status:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in Python's own shutdown would hide the status
+        signal.signal(
+            signal.SIGINT, signal.SIG_IGN
+        )  # a Ctrl-C in Python's own shutdown would hide the status
     sys.exit(status)
 
 

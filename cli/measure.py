@@ -88,7 +88,9 @@ def fly_first(config: "RunConfig") -> None:
     "engine": o.EngineKind, "seed": o.Seed, "sandbox": o.Sandbox, "set_": o.Set, "recipe": o.Recipe, "output": o.Output,
     "wandb_project": o.WandbProject, "dry_run": o.DryRun, "json": o.Json,
 })  # fmt: skip
-def evaluate(context: typer.Context, *, output: str | None, dry_run: bool, json: bool, **_: Any) -> None:
+def evaluate(
+    context: typer.Context, *, output: str | None, dry_run: bool, json: bool, **_: Any
+) -> None:
     """Measure a model, or several on the same prompts.
 
     \b
@@ -108,7 +110,10 @@ def evaluate(context: typer.Context, *, output: str | None, dry_run: bool, json:
 
     with stdout_for_json(json):
         configs = _evaluations(context, output)
-        own = {"benchmark": context.params["benchmark"], "has_dataset": context.params["dataset"] is not None}
+        own = {
+            "benchmark": context.params["benchmark"],
+            "has_dataset": context.params["dataset"] is not None,
+        }
         result = {config.model: eval_plan(config, **own) for config in configs}
         if not (json and dry_run):
             for plan in result.values():
@@ -169,15 +174,25 @@ def _evaluations(context: typer.Context, output: str | None) -> "list[RunConfig]
 def check_models(models: Sequence[str | None]) -> None:
     """ConfigError where one is named twice."""
     if len(set(models)) < len(models):
-        raise ConfigError(f"the models to compare must differ; they are {', '.join(map(str, models))}; name each once")
+        raise ConfigError(
+            f"the models to compare must differ; they are {', '.join(map(str, models))}; name each once"
+        )
 
 
 def in_folders(configs: "Sequence[RunConfig]", root: str) -> "list[RunConfig]":
     """The evaluation in `root`, or each of several in a folder of its own there; ConfigError for several on pairs."""
     if len(configs) > 1 and configs[0].pairs:
-        raise ConfigError("pairs measure who scores, and several models write; give one --model, and several --reward")
-    names = [root] if len(configs) == 1 else [f"{root}/model-{count}" for count in range(1, len(configs) + 1)]
-    return [one.model_copy(update={"output": name}) for one, name in zip(configs, names, strict=True)]
+        raise ConfigError(
+            "pairs measure who scores, and several models write; give one --model, and several --reward"
+        )
+    names = (
+        [root]
+        if len(configs) == 1
+        else [f"{root}/model-{count}" for count in range(1, len(configs) + 1)]
+    )
+    return [
+        one.model_copy(update={"output": name}) for one, name in zip(configs, names, strict=True)
+    ]
 
 
 def eval_plan(config: "RunConfig", *, benchmark: str | None, has_dataset: bool) -> dict[str, Any]:
@@ -197,7 +212,9 @@ def eval_plan(config: "RunConfig", *, benchmark: str | None, has_dataset: bool) 
     return plan
 
 
-def compared(configs: "Sequence[RunConfig]", summaries: Mapping[str, Any]) -> tuple[dict[str, Any], list[list[str]]]:
+def compared(
+    configs: "Sequence[RunConfig]", summaries: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[list[str]]]:
     """The finished evaluations compared with the first, as JSON values and as a table; both are written down too."""
     from ycore.tools import side_by_side as tool
 
@@ -252,7 +269,9 @@ def _preflight_lines(result: Mapping[str, Any]) -> Iterator[str]:
         shown = text if len(text) <= _SAMPLE_WIDTH else text[: _SAMPLE_WIDTH - 3] + "..."
         yield f"{'masked' if sample['reward'] is None else format(sample['reward'], '.2f'):>7}  {shown}"
     yield from ["", result["in_words"]]
-    yield from (f"  also: {finding['what']}; {finding['mend']}" for finding in result["findings"][1:])
+    yield from (
+        f"  also: {finding['what']}; {finding['mend']}" for finding in result["findings"][1:]
+    )
 
 
 def _measured_rows(measured: "Measurements") -> Iterator[tuple[str, str]]:
@@ -260,9 +279,15 @@ def _measured_rows(measured: "Measurements") -> Iterator[tuple[str, str]]:
     yield "sampled", f"{size}, {measured.mean_tokens:.4g} tokens each on average"
     yield "cut off", f"{measured.truncated:.0%} of the completions, at {measured.max_tokens} tokens"
     yield "all equal", f"{measured.equal:.0%} of the groups, which teach nothing"
-    yield "time", f"{measured.generate_s:.1f} s to generate, {measured.reward_s:.1f} s more to score"
+    yield (
+        "time",
+        f"{measured.generate_s:.1f} s to generate, {measured.reward_s:.1f} s more to score",
+    )
     if lengths := measured.prompts:
-        yield "prompts", f"{lengths.rows}, the longest of {lengths.longest} tokens; {lengths.room} fit"
+        yield (
+            "prompts",
+            f"{lengths.rows}, the longest of {lengths.longest} tokens; {lengths.room} fit",
+        )
     if judges := measured.judges:
         yield "judges", f"{judges.calls} verdicts, {judges.unreadable} unreadable"
     if measured.logprob_gap is not None:

@@ -59,14 +59,18 @@ Dataset = text(
     "Hub id, JSONL, CSV or Parquet file, or a generated task; e.g. openai/gsm8k:main, task:addition?digits=2."
 )
 Reward = texts(
-    "Built-in name, file.py:function, judge:FILE.yaml or rm:MODEL; may be repeated; e.g. exact_answer.", metavar="NAME"
+    "Built-in name, file.py:function, judge:FILE.yaml or rm:MODEL; may be repeated; e.g. exact_answer.",
+    metavar="NAME",
 )
 Constraint = texts(
     "A reward that is to be kept instead of raised, and the share of completions that may break it; may be repeated; "
     "e.g. format:0.05.",
     metavar="NAME[:LIMIT]",
 )
-Teacher = text("Whose probabilities the policy learns: hub id, folder or run; e.g. runs/quickstart.", metavar="MODEL")
+Teacher = text(
+    "Whose probabilities the policy learns: hub id, folder or run; e.g. runs/quickstart.",
+    metavar="MODEL",
+)
 Tools = texts(
     "What the policy may call: file.py:function, python or mcp:COMMAND; may be repeated; see docs/agents.md.",
     metavar="NAME",
@@ -76,27 +80,48 @@ Env = texts(
     "`environment` names its own; see docs/agents.md.",
     metavar="[NAME=]ENV",
 )
-EnvPython = text("Another Python for tools and environment, with packages of its own.", metavar="PATH")
-Agent = text("A command that talks to the policy as an OpenAI client; see docs/agents.md.", metavar="COMMAND")
-MaxTurns = number("Turns of the policy in a completion with tools, an environment or an agent; e.g. 4.")
-Actions = text("How it calls tools: template (of its chat template) or calls (in its text).", metavar="HOW")
+EnvPython = text(
+    "Another Python for tools and environment, with packages of its own.", metavar="PATH"
+)
+Agent = text(
+    "A command that talks to the policy as an OpenAI client; see docs/agents.md.", metavar="COMMAND"
+)
+MaxTurns = number(
+    "Turns of the policy in a completion with tools, an environment or an agent; e.g. 4."
+)
+Actions = text(
+    "How it calls tools: template (of its chat template) or calls (in its text).", metavar="HOW"
+)
 PromptColumn = text("Column that holds the prompt; e.g. question.")
 AnswerColumn = text("Column that rewards get as `answer`; e.g. solution.")
 SystemPrompt = text("System prompt of every chat; e.g. 'Answer with a number.'")
 Models = texts(
-    "Hub id, folder or GGUF file; several are measured on the same prompts and compared.", "--model", metavar="MODEL"
+    "Hub id, folder or GGUF file; several are measured on the same prompts and compared.",
+    "--model",
+    metavar="MODEL",
 )
 Benchmark = text(
-    "Dataset, prompt and reward by name: gsm8k, math500, humaneval, ifeval, harmless-base or gym:NAME.", metavar="NAME"
+    "Dataset, prompt and reward by name: gsm8k, math500, humaneval, ifeval, harmless-base or gym:NAME.",
+    metavar="NAME",
 )
 Limit = number("Rows to take from the dataset; e.g. 200.")
 Split = text("Split of the dataset; e.g. test.")
 
 # Evaluation during a run
-EvalEvery = number("Steps between evaluations on held-out rows; a fifth of the run if not given; e.g. 20.")
-EvalWhileTraining = flag("Let the engines measure while the trainer computes the next step.", "--eval-while-training")
-EvalReward = texts("What scores them, if not the run's rewards; may be repeated; e.g. exact_answer.", metavar="NAME")
-KeepBest = text("Keep the model that was best by this figure of an evaluation; e.g. pass@1, or loss.", metavar="FIGURE")
+EvalEvery = number(
+    "Steps between evaluations on held-out rows; a fifth of the run if not given; e.g. 20."
+)
+EvalWhileTraining = flag(
+    "Let the engines measure while the trainer computes the next step.", "--eval-while-training"
+)
+EvalReward = texts(
+    "What scores them, if not the run's rewards; may be repeated; e.g. exact_answer.",
+    metavar="NAME",
+)
+KeepBest = text(
+    "Keep the model that was best by this figure of an evaluation; e.g. pass@1, or loss.",
+    metavar="FIGURE",
+)
 StopWhen = texts(
     "End early: no-gain:N evaluations, seconds:N, nothing-to-learn:N steps with rollouts; may be repeated; e.g. "
     "no-gain:5.",
@@ -108,12 +133,16 @@ PromptsPerStep = number("Prompts in one optimizer step; e.g. 8.")
 GroupSize = number("Completions of each prompt; e.g. 8.")
 NumSamples = number("Completions of each prompt; e.g. 4.")
 Pairs = switch(
-    "Score each row's chosen and rejected answer: how often a reward, judge or reward model agrees.", "--pairs"
+    "Score each row's chosen and rejected answer: how often a reward, judge or reward model agrees.",
+    "--pairs",
 )
 MaxTokens = number("Longest completion, in tokens; e.g. 256.")
-EngineKind = text("What generates the completions: auto, vllm or transformers.", "--engine", metavar="KIND")
+EngineKind = text(
+    "What generates the completions: auto, vllm or transformers.", "--engine", metavar="KIND"
+)
 Sandbox = text(
-    "What confines your reward functions: auto, namespaces, landlock or none; see docs/sandbox.md.", metavar="LEVEL"
+    "What confines your reward functions: auto, namespaces, landlock or none; see docs/sandbox.md.",
+    metavar="LEVEL",
 )
 DynamicSampling = flag(
     "Replace groups whose rewards are all equal (the default), or train on all groups.",
@@ -124,17 +153,28 @@ Curriculum = text(
     metavar="HOW",
 )
 Placement = text(
-    "How rollouts and judges share the slots: dynamic, colocated or split:3:1; see docs/placement.md.", metavar="HOW"
+    "How rollouts and judges share the slots: dynamic, colocated or split:3:1; see docs/placement.md.",
+    metavar="HOW",
 )
 KeepJournal = flag("Keep every round on disk, so that it can be replayed.", "--keep-journal")
 Replay = text("Train on the rounds of a run with a kept journal, without engines.", metavar="RUN")
 
 # The algorithm
-Preset = text("A paper's settings, under your own; e.g. dapo; see docs/algorithms.md.", metavar="NAME")
-Advantage = text("How rewards become advantages; e.g. rloo; see docs/algorithms.md.", metavar="NAME")
-Divergence = text("Distance to the reference that --beta weighs: reverse-kl, forward-kl or js.", metavar="NAME")
-TrustRegion = text("What bounds a step: clip, dppo-tv or dppo-kl; see docs/algorithms.md.", metavar="NAME")
-Preflight = switch("First check whether this run can learn (ycore preflight); train only if so.", "--preflight")
+Preset = text(
+    "A paper's settings, under your own; e.g. dapo; see docs/algorithms.md.", metavar="NAME"
+)
+Advantage = text(
+    "How rewards become advantages; e.g. rloo; see docs/algorithms.md.", metavar="NAME"
+)
+Divergence = text(
+    "Distance to the reference that --beta weighs: reverse-kl, forward-kl or js.", metavar="NAME"
+)
+TrustRegion = text(
+    "What bounds a step: clip, dppo-tv or dppo-kl; see docs/algorithms.md.", metavar="NAME"
+)
+Preflight = switch(
+    "First check whether this run can learn (ycore preflight); train only if so.", "--preflight"
+)
 
 # Given examples
 Examples = text("Hub id, or JSONL, CSV or Parquet file, with the columns named above.", "--dataset")
@@ -149,20 +189,29 @@ Steps = number("Optimizer steps; e.g. 100.")
 Lora = flag("Train low-rank adapters (the default), or every weight.", "--lora/--full")
 Quantize = text("Keep the frozen base of a LoRA run in 4 bits: 4bit.", metavar="BITS")
 MaxStaleness = number("Steps by which a round may be stale: 1 writes it while the last one trains.")
-Oversample = number("Groups in flight for each that is needed; what is not whole goes on in the next round; e.g. 1.5.")
+Oversample = number(
+    "Groups in flight for each that is needed; what is not whole goes on in the next round; e.g. 1.5."
+)
 Deterministic = flag("Same command, same run, to the bit; slower.", "--deterministic")
 Merge = flag("Also save the model with its adapters merged in.", "--merge")
-Processes = number("Training processes on this machine: auto is one a GPU, and one on a CPU; e.g. 2.")
+Processes = number(
+    "Training processes on this machine: auto is one a GPU, and one on a CPU; e.g. 2."
+)
 Accelerate = text(
     "How they share the work: ddp, zero1, zero2, zero3, fsdp2 or an accelerate config; see docs/parallel.md.",
     metavar="NAME|FILE",
 )
-ReportTo = text("Trackers that get the run's numbers, of wandb, trackio and tensorboard; e.g. wandb.", metavar="NAMES")
+ReportTo = text(
+    "Trackers that get the run's numbers, of wandb, trackio and tensorboard; e.g. wandb.",
+    metavar="NAMES",
+)
 WandbProject = text("Also log to Weights & Biases, in this project; e.g. sums.", metavar="NAME")
 Restarts = number("How often a trainer that dies is started again; 0 by default; e.g. 3.")
 Resume = switch("Go on from the newest whole checkpoint in --output.", "--resume")
 ResumeFrom = text("Go on from this checkpoint; 0 is the beginning; e.g. 40.", metavar="STEP|PATH")
-AcceptChanges = switch("Go on even though settings, dataset, model or rewards have changed.", "--accept-changes")
+AcceptChanges = switch(
+    "Go on even though settings, dataset, model or rewards have changed.", "--accept-changes"
+)
 
 # Plans, simulations, pipelines
 Devices = text("8x80GB, 4xH100, 2xcpu, cpu; this machine if not given.", metavar="NxKIND")
@@ -172,7 +221,9 @@ CompletionTokens = number("Mean tokens of a completion; --max-tokens if not give
 Trace = text("Play a run's trace.json again; e.g. runs/first.", metavar="RUN")
 MeanTokens = number("Mean length of a completion; a third of the longest.")
 Picture = text("Draw the last round of each; e.g. placements.png.", metavar="FILE")
-StageSet = texts("Any key of a stage; may be repeated; e.g. sft.steps=50.", "--set", metavar="STAGE.KEY=VALUE")
+StageSet = texts(
+    "Any key of a stage; may be repeated; e.g. sft.steps=50.", "--set", metavar="STAGE.KEY=VALUE"
+)
 StageResume = switch("Skip what is finished, go on with what was begun.", "--resume")
 
 _TEXTS = (
@@ -207,7 +258,11 @@ _FAMILIAR: Mapping[str, str] = {
 def takes(options: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Declare the options of a command to Typer, by the names under which the command gets them."""
     kind = inspect.Parameter.KEYWORD_ONLY
-    parameters = [inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
+    parameters = [
+        inspect.Parameter(
+            "context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context
+        )
+    ]
     for name, option in options.items():
         default = False if get_args(option)[0] is bool else None
         parameters.append(inspect.Parameter(name, kind, annotation=option, default=default))
@@ -250,12 +305,16 @@ def completed(config: "AnyConfig") -> "AnyConfig":
     return on_machine(config)
 
 
-def typed_keys(context: typer.Context, *, algorithm: str, arguments: Sequence[str] | None = None) -> dict[str, Any]:
+def typed_keys(
+    context: typer.Context, *, algorithm: str, arguments: Sequence[str] | None = None
+) -> dict[str, Any]:
     """The keys of a config that were typed; under `trl`, TRL's fields among `arguments`, or else `context.args`."""
     from ycore.config.algorithms import find_algorithm
 
     keys = config_keys(context.params)
-    declared = [name for option in context.command.params for name in (*option.opts, *option.secondary_opts)]
+    declared = [
+        name for option in context.command.params for name in (*option.opts, *option.secondary_opts)
+    ]
     words = context.args if arguments is None else arguments
     trl = _trl_options(words, declared=declared, trl_class=find_algorithm(algorithm).trl_config)
     return keys | ({"trl": {**keys.get("trl", {}), **trl}} if trl else {})
@@ -264,7 +323,9 @@ def typed_keys(context: typer.Context, *, algorithm: str, arguments: Sequence[st
 def config_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a config that the declared options set; options that were not given set none."""
     keys = {name: params[name] for name in _TEXTS if params.get(name) is not None}
-    keys |= {name: _parse_number(name, params[name]) for name in _NUMBERS if params.get(name) is not None}
+    keys |= {
+        name: _parse_number(name, params[name]) for name in _NUMBERS if params.get(name) is not None
+    }
     for option, key in (("reward", "rewards"), ("eval_reward", "eval_rewards")):
         if params.get(option):
             keys[key] = list(params[option])
@@ -278,7 +339,9 @@ def config_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     if params.get("wandb_project") is not None:
         keys["trl"] = {"report_to": ["wandb"], "project": params["wandb_project"]}
     if params.get("report_to") is not None:
-        keys["trl"] = keys.get("trl", {}) | {"report_to": [name.strip() for name in params["report_to"].split(",")]}
+        keys["trl"] = keys.get("trl", {}) | {
+            "report_to": [name.strip() for name in params["report_to"].split(",")]
+        }
     if params.get("engine") is not None:
         keys["engine"] = {"kind": params["engine"]}
     if params.get("sandbox") is not None:
@@ -298,7 +361,9 @@ def config_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     return keys
 
 
-def _trl_options(arguments: Sequence[str], *, declared: Iterable[str], trl_class: str) -> dict[str, Any]:
+def _trl_options(
+    arguments: Sequence[str], *, declared: Iterable[str], trl_class: str
+) -> dict[str, Any]:
     """The values of undeclared options, still as text; a ConfigError names the nearest option to an unknown one."""
     from ycore.config.trl_fields import fields_of
 
@@ -310,14 +375,20 @@ def _trl_options(arguments: Sequence[str], *, declared: Iterable[str], trl_class
         token = rest.pop(0)
         option, equals, text = token.partition("=")
         if not option.startswith("-") or option == "--":
-            raise ConfigError(f"{token!r} is not an option; a value follows its option, e.g. --steps 100")
+            raise ConfigError(
+                f"{token!r} is not an option; a value follows its option, e.g. --steps 100"
+            )
         name = option.lstrip("-").replace("-", "_")
         if not equals and name not in fields and name.startswith("no_") and name[3:] in flags:
             values[name[3:]] = False
         elif name not in fields or not option.startswith("--"):
             known = [*declared, *(field.option for field in fields.values())]
             familiar = _FAMILIAR.get(option.replace("_", "-"))
-            near = f"; did you mean {familiar!r}?" if familiar in known else nearest(option, known, limit=1)
+            near = (
+                f"; did you mean {familiar!r}?"
+                if familiar in known
+                else nearest(option, known, limit=1)
+            )
             raise ConfigError(f"no option {option}{near}")
         elif equals:
             values[name] = text
@@ -361,6 +432,9 @@ def _parse_number(name: str, text: str) -> float | str:
     try:
         return float(text) if name in _FRACTIONS else int(text)
     except ValueError:
-        option, kind = "--" + name.replace("_", "-"), "a number" if name in _FRACTIONS else "a whole number"
+        option, kind = (
+            "--" + name.replace("_", "-"),
+            "a number" if name in _FRACTIONS else "a whole number",
+        )
         kind += " or auto" if name == "processes" else ""
         raise ConfigError(f"{option} takes {kind}; it is {text!r}; e.g. {option} 8") from None

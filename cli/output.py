@@ -59,7 +59,11 @@ def aligned(rows: Iterable[Sequence[str]]) -> Iterator[str]:
 
 def figures(summary: Mapping[str, Any]) -> list[list[str]]:
     """The plain values of an evaluation's summary, for a person."""
-    return [[key, number(value)] for key, value in summary.items() if isinstance(value, int | float | str)]
+    return [
+        [key, number(value)]
+        for key, value in summary.items()
+        if isinstance(value, int | float | str)
+    ]
 
 
 def number(value: Any) -> str:
@@ -94,8 +98,17 @@ def _print_samples(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
 
     table = Table("prompt", "before", "after", show_lines=True)
     for before, after in zip(samples["before"], samples["after"], strict=True):
-        prompt = before["prompt"] if isinstance(before["prompt"], str) else before["prompt"][-1]["content"]
-        table.add_row(*(Text(printable(text.strip())) for text in (prompt, before["completion"], after["completion"])))
+        prompt = (
+            before["prompt"]
+            if isinstance(before["prompt"], str)
+            else before["prompt"][-1]["content"]
+        )
+        table.add_row(
+            *(
+                Text(printable(text.strip()))
+                for text in (prompt, before["completion"], after["completion"])
+            )
+        )
     Console().print(table)
 
 
@@ -106,11 +119,22 @@ def evaluation_rows(
     rows = [("ended early", str(summary["ended_early"]))] if "ended_early" in summary else []
     if ends := summary.get("held_out"):
         before, after = ends["before"], ends["after"]
-        known = [name for name in names or after if isinstance(before.get(name), float) and name in after]
+        known = [
+            name for name in names or after if isinstance(before.get(name), float) and name in after
+        ]
         for index, name in enumerate(name for name in known if names or f"{name}/low" in after):
-            reach = [f"{after[f'{name}/{end}']:.3f}" for end in ("low", "high") if f"{name}/{end}" in after]
+            reach = [
+                f"{after[f'{name}/{end}']:.3f}"
+                for end in ("low", "high")
+                if f"{name}/{end}" in after
+            ]
             spread = f", 95 % interval {' to '.join(reach)}" if reach else ""
-            rows.append(("" if index else "held out", f"{name} {before[name]:.3f} -> {after[name]:.3f}{spread}"))
+            rows.append(
+                (
+                    "" if index else "held out",
+                    f"{name} {before[name]:.3f} -> {after[name]:.3f}{spread}",
+                )
+            )
     if best := summary.get("best"):
         rows.append(("best model", f"{folder.best}, of step {best['step']}"))
     return rows
@@ -121,8 +145,14 @@ def _plan_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
     for row in summary.get("plan_and_measured", []):
         unit = row["unit"]
-        before = f"{row['planned_before']:.2f} {unit} before the run, " if "planned_before" in row else ""
-        planned = f"{row['what']} {before}{row['planned']:.2f} {unit} with its own lengths and draws"
+        before = (
+            f"{row['planned_before']:.2f} {unit} before the run, "
+            if "planned_before" in row
+            else ""
+        )
+        planned = (
+            f"{row['what']} {before}{row['planned']:.2f} {unit} with its own lengths and draws"
+        )
         rows.append(("" if rows else "planned", f"{planned}, was {row['measured']:.2f}"))
     return rows
 
@@ -130,7 +160,11 @@ def _plan_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _typed_rewards(folder: RunFolder) -> dict[str, str]:
     """What was typed for a judge, by its name: the settings keep a file's content and name, and not its path."""
     typed = read_json(folder.config)["command"] if folder.config.is_file() else []
-    words = [part for word in typed for part in (word.split("=", 1) if word.startswith("--reward=") else [word])]
+    words = [
+        part
+        for word in typed
+        for part in (word.split("=", 1) if word.startswith("--reward=") else [word])
+    ]
     files = [value.partition(":") for option, value in pairwise(words) if option == "--reward"]
     return {f"{kind}:{Path(file).stem}": f"{kind}:{file}" for kind, _, file in files}
 
@@ -143,12 +177,19 @@ def _eval_command(config: "RunConfig", folder: RunFolder) -> str:
         words += ["--split", "test"]
     typed = _typed_rewards(folder)
     for reward in config.rewards:
-        words += ["--constraint" if reward.constraint else "--reward", typed.get(reward.reward, reward.reward)]
+        words += [
+            "--constraint" if reward.constraint else "--reward",
+            typed.get(reward.reward, reward.reward),
+        ]
     for tool in config.tools:
         words += ["--tools", tool]
     if config.has_turns:
         words += ["--env-python", config.env_python] if config.env_python else []
-        words += [*(word for env in config.env for word in ("--env", env)), "--max-turns", str(config.max_turns)]
+        words += [
+            *(word for env in config.env for word in ("--env", env)),
+            "--max-turns",
+            str(config.max_turns),
+        ]
         words += ["--agent", config.agent] if config.agent else []
         words += ["--actions", config.turns.actions]
     return shlex.join([*words, "--max-tokens", str(config.max_tokens)])

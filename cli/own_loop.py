@@ -59,7 +59,9 @@ class Round:
         folder: the run's folder, with its metrics, checkpoints and, after `save`, its model.
     """
 
-    def __init__(self, *, model: str, dataset: "Rows", reward: "Reward | Sequence[Reward]", **settings: Any) -> None:
+    def __init__(
+        self, *, model: str, dataset: "Rows", reward: "Reward | Sequence[Reward]", **settings: Any
+    ) -> None:
         """The arguments are those of `grpo`; `steps` is what the schedule of the learning rate runs to.
 
         Raises:
@@ -73,7 +75,9 @@ class Round:
         own = asking(model, dataset, reward, {"processes": 1, **settings})
         config = require_rollouts(config_of("grpo", own, resume=False))
         if config.replay is not None or config.eval_dataset is not None:
-            raise ConfigError("a Round draws its own rounds and measures nothing; leave out replay and eval_dataset")
+            raise ConfigError(
+                "a Round draws its own rounds and measures nothing; leave out replay and eval_dataset"
+            )
         if config.sampling.max_staleness or config.sampling.oversample > 1:
             raise ConfigError(
                 "a Round's groups are written when they are asked for; leave out max_staleness, oversample"
@@ -81,7 +85,9 @@ class Round:
         plan = outside_a_loop(lambda: checked_plan(config))
         tell_warnings(plan, depth=3)
         if plan["ranks"]["world"] > 1:
-            raise ConfigError(f"a Round trains in this process alone; {plan['ranks']['world']} ranks need `grpo`")
+            raise ConfigError(
+                f"a Round trains in this process alone; {plan['ranks']['world']} ranks need `grpo`"
+            )
         self.config, self.folder, self.step = config, Path(config.output), 0
         self._weights = [reward.weight for reward in config.rewards]
         self.num_prompts = int(plan["batch"]["groups_per_rank"])
@@ -101,7 +107,11 @@ class Round:
 
         site = site_of(self.config)
         self._local = LocalRun(
-            TRAINER, self.config, site, PlainProgress(self.config.steps, "step", sys.stderr), time.monotonic()
+            TRAINER,
+            self.config,
+            site,
+            PlainProgress(self.config.steps, "step", sys.stderr),
+            time.monotonic(),
         )
         with ExitStack() as context:
             held = claim(site.folder, self.config, resume=False)
@@ -110,14 +120,18 @@ class Round:
             context.enter_context(guarded(site.folder, held))
             os.environ.update(secrets_environment(self.config.model_dump(mode="json")))
             self._engines = self._local.start_engines()
-            self._thread = threading.Thread(target=self._train_all, name="ycore-trainer", daemon=True)
+            self._thread = threading.Thread(
+                target=self._train_all, name="ycore-trainer", daemon=True
+            )
             context.callback(self._end)
             self._thread.start()
             self._answer()
             self._context = context.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
         self._error = error
         self._context.close()
 
@@ -144,11 +158,17 @@ class Round:
         from ycore.run.metrics import read_metrics
 
         if self.step >= self.config.steps:
-            raise ConfigError(f"the run has taken its {self.config.steps} steps; give Round more, as steps=")
+            raise ConfigError(
+                f"the run has taken its {self.config.steps} steps; give Round more, as steps="
+            )
         if len(asked) != self.num_prompts:
-            raise ConfigError(f"train takes {self.num_prompts} groups, as prompts_per_step says; it got {len(asked)}")
+            raise ConfigError(
+                f"train takes {self.num_prompts} groups, as prompts_per_step says; it got {len(asked)}"
+            )
         if any(not {*one.rewards} - {None} for one in asked):
-            raise ConfigError("a group has no reward at all; call score, or set its rewards yourself")
+            raise ConfigError(
+                "a group has no reward at all; call score, or set its rewards yourself"
+            )
         self._ask_thread([_with_rewards(one, self._weights) for one in asked])
         self.step = self._run.trainer.state.global_step
         return dict(read_metrics(self._run.home.metrics)[-1])
@@ -210,7 +230,9 @@ class Round:
         async def one(draw: Any) -> Group:
             start = await controller.turns.start(draw)
             size = range(controller.rules.group_size)
-            written: list[Completion] = await together([controller.complete(start, index) for index in size])
+            written: list[Completion] = await together(
+                [controller.complete(start, index) for index in size]
+            )
             return Group(start.draw, tuple(written), ())
 
         draws = [controller.draws.draw() for _ in range(num_prompts)]
@@ -231,10 +253,14 @@ class Round:
 
         async def one(group: "Group") -> "Group":
             tasks = [asyncio.create_task(written(completion)) for completion in group.completions]
-            scores_GR = await controller.scoring.score(Writing(group.draw, tasks, step, controller.slots))
+            scores_GR = await controller.scoring.score(
+                Writing(group.draw, tasks, step, controller.slots)
+            )
             return replace(group, scores_GR=tuple(map(tuple, scores_GR)))
 
-        return controller.run_round(together([one(group) for group in groups]), step=step, trains=False)
+        return controller.run_round(
+            together([one(group) for group in groups]), step=step, trains=False
+        )
 
     # -- between the threads -------------------------------------------------------------------------------------------
 
@@ -244,7 +270,9 @@ class Round:
 
     def _ask_thread(self, request: Any) -> Any:
         if not self._thread.is_alive():
-            raise RunError(f"the run in {self.folder} is over; open another Round with another output")
+            raise RunError(
+                f"the run in {self.folder} is over; open another Round with another output"
+            )
         self._requests.put(request)
         return self._answer()
 
@@ -261,12 +289,16 @@ class Round:
         self._thread.join()
 
     def _sum_up(self) -> None:
-        self._local.sum_up("finished" if self.step >= self.config.steps else "interrupted", error=self._error)
+        self._local.sum_up(
+            "finished" if self.step >= self.config.steps else "interrupted", error=self._error
+        )
 
 
 def _asked(group: "Group") -> Asked:
     texts = tuple(completion.transcript for completion in group.completions)
-    return Asked(group.draw.prompt.content, group.draw.prompt.columns, texts, [None] * len(texts), group)
+    return Asked(
+        group.draw.prompt.content, group.draw.prompt.columns, texts, [None] * len(texts), group
+    )
 
 
 def _totals(group: "Group", weights: Sequence[float]) -> list[float | None]:
@@ -287,7 +319,9 @@ def _with_rewards(one: Asked, weights: Sequence[float]) -> "Group":
         )
     source = next((index for index, weight in enumerate(weights) if weight), None)
     if source is None:
-        raise ConfigError("every reward has the weight 0, so yours cannot stand for one; give one a weight")
+        raise ConfigError(
+            "every reward has the weight 0, so yours cannot stand for one; give one a weight"
+        )
 
     def scores(value: float | None) -> tuple[Score, ...]:
         own = None if value is None else value / weights[source]

@@ -26,7 +26,11 @@ Top = Annotated[str, typer.Option(metavar="N", help="Ways to show.")]
 
 _GIB = 2**30
 _SCORER = {"judge": "judge", "reward_model": "scorer", "teacher": "teacher"}
-_EXAMPLE: dict[str, Any] = {"dataset": "task:addition", "rewards": ["exact_answer"], "output": "runs/planned"}
+_EXAMPLE: dict[str, Any] = {
+    "dataset": "task:addition",
+    "rewards": ["exact_answer"],
+    "output": "runs/planned",
+}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -73,7 +77,9 @@ def plan(
             sizes_of(context, recipe),
             devices=devices,
             judge=judge,
-            prompt_tokens=None if prompt_tokens is None else whole_number("--prompt-tokens", prompt_tokens),
+            prompt_tokens=None
+            if prompt_tokens is None
+            else whole_number("--prompt-tokens", prompt_tokens),
             completion_tokens=None
             if completion_tokens is None
             else whole_number("--completion-tokens", completion_tokens),
@@ -89,7 +95,12 @@ def plan(
 
 
 def dry_run(
-    algorithm: str, *, model: str, dataset: "Rows" = "", reward: "Reward | Sequence[Reward]" = (), **settings: Any
+    algorithm: str,
+    *,
+    model: str,
+    dataset: "Rows" = "",
+    reward: "Reward | Sequence[Reward]" = (),
+    **settings: Any,
 ) -> Planned:
     """Check a run as `--dry-run` does, and start nothing; rows and functions are written into files all the same.
 
@@ -140,7 +151,9 @@ def plan_run(
     return Planned(*shown(made, None, top=5))
 
 
-def planned(config: "RunConfig", *, devices: str | None, judge: str | None, **lengths: Any) -> "Plan":
+def planned(
+    config: "RunConfig", *, devices: str | None, judge: str | None, **lengths: Any
+) -> "Plan":
     """The plan, with what a launch checks; `lengths` are those of `make_plan`."""
     from ycore.judge.sources import with_declarations
     from ycore.launch import device_memory, machine_checks
@@ -175,7 +188,9 @@ def sizes_of(context: typer.Context, recipe: str | None, **fill_in: str) -> "Run
     return example_of(base, options, sets=context.params.get("set_") or ())
 
 
-def example_of(base: Mapping[str, Any], options: Mapping[str, Any], *, sets: Sequence[str] = ()) -> "RunConfig":
+def example_of(
+    base: Mapping[str, Any], options: Mapping[str, Any], *, sets: Sequence[str] = ()
+) -> "RunConfig":
     """The run of these keys, with an example in the place of what only a real run needs."""
     from ycore.config.resolve import require_rollouts, resolve
 
@@ -198,7 +213,9 @@ def _with_judge(config: "RunConfig", judge: str | None) -> "RunConfig":
         first = next((number for number, reward in enumerate(rewards) if is_judge(reward)), None)
         rewards = rewards if first is not None else [RewardConfig(reward="judge:cheerful")]
         one = rewards[first or 0]
-        rewards[first or 0] = one.model_copy(update={"args": {**one.args, "model": hub_id_of(judge)}})
+        rewards[first or 0] = one.model_copy(
+            update={"args": {**one.args, "model": hub_id_of(judge)}}
+        )
     return config.model_copy(update={"model": hub_id_of(config.model), "rewards": rewards})
 
 
@@ -212,7 +229,9 @@ def _command(made: "Plan", recipe: str | None) -> str | None:
         return None
     base = {"model": made.first.model} | _EXAMPLE | (load_recipe(recipe) if recipe else {})
     preset = {"preset": made.first.preset} if made.first.preset else {}
-    alone = require_rollouts(resolve(recipe=base, options=preset | {"algorithm": made.first.algorithm}))
+    alone = require_rollouts(
+        resolve(recipe=base, options=preset | {"algorithm": made.first.algorithm})
+    )
     if made.fleet.device.on_cpu or made.fleet.count == 1:
         alone = alone.model_copy(update={"processes": 1})  # what `auto` is there
     return command_line(made.first, alone, recipe=recipe)
@@ -230,7 +249,9 @@ def with_args(declared: "RunConfig", way: "RunConfig") -> "RunConfig":
 def whole_number(option: str, text: str) -> int:
     """An option's value, 1 or more."""
     if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise ConfigError(f"{option} takes a whole number of 1 or more; it is {text!r}; e.g. {option} 8")
+        raise ConfigError(
+            f"{option} takes a whole number of 1 or more; it is {text!r}; e.g. {option} 8"
+        )
     return int(text)
 
 
@@ -241,7 +262,11 @@ def _first_scorer(config: "RunConfig") -> dict[str, Any]:
     model = min(served_models(config)[1:], key=lambda model: model.role != "judge", default=None)
     if model is None:
         return {}
-    return {"judge": model.name, "judge_role": model.role, "judge_tokens": model.max_new_tokens or None}
+    return {
+        "judge": model.name,
+        "judge_role": model.role,
+        "judge_tokens": model.max_new_tokens or None,
+    }
 
 
 def _lines(made: "Plan", *, top: int) -> Iterator[str]:
@@ -255,7 +280,9 @@ def _lines(made: "Plan", *, top: int) -> Iterator[str]:
         for forecast in made.fitting[:top]:
             phase, peak = forecast.peak
             fullest = f"{peak / _GIB:.1f} of {forecast.capacity / _GIB:.1f} GiB, {phase}"
-            speed = f"{forecast.step_s:>7.1f} s  {forecast.tokens_per_step / forecast.step_s:>9,.0f}"
+            speed = (
+                f"{forecast.step_s:>7.1f} s  {forecast.tokens_per_step / forecast.step_s:>9,.0f}"
+            )
             yield f"{speed}  {fullest:<28}  {forecast.way.in_words}"
         yield from ["", *_memory_lines(best), "", "seconds of a step of the first"]
         yield "  " + ", ".join(f"{name} {seconds:.1f}" for name, seconds in best.seconds.items())
@@ -283,7 +310,11 @@ def _job_lines(made: "Plan") -> Iterator[str]:
     trained = "every weight" if job.lora_rank is None else f"LoRA r={job.lora_rank}"
     yield f"model    {job.policy.name}: {job.policy.num_params / 1e9:.2f} billion parameters, {trained}"
     if job.policy.eyes_params:
-        tokens = f"{job.policy.image_tokens} tokens of a prompt" if job.policy.image_tokens else "tokens by its size"
+        tokens = (
+            f"{job.policy.image_tokens} tokens of a prompt"
+            if job.policy.image_tokens
+            else "tokens by its size"
+        )
         yield f"pictures {job.policy.eyes_params / 1e6:.1f} million of these parameters see; a picture is {tokens}"
     if job.judge is not None:
         yield f"{_SCORER[job.judge_role]:<8} {job.judge.name}: {job.judge.num_params / 1e9:.2f} billion parameters"
@@ -302,7 +333,11 @@ def _memory_lines(forecast: "Forecast") -> Iterator[str]:
     for phase, sizes in forecast.phases.items():
         cells = [*(sizes.get(role, 0) for role in roles), sum(sizes.values())]
         yield f"  {phase:<18}" + "".join(f"{size / _GIB:>13.1f}" for size in cells)
-    parts = ", ".join(f"{part} {size / _GIB:.2f}" for part, size in forecast.trainer.items() if size >= 0.005 * _GIB)
+    parts = ", ".join(
+        f"{part} {size / _GIB:.2f}"
+        for part, size in forecast.trainer.items()
+        if size >= 0.005 * _GIB
+    )
     yield f"  trainer of a rank: {parts}"
     for role, engine in forecast.engines.items():
         yield (

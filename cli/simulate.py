@@ -16,18 +16,36 @@ if TYPE_CHECKING:
     from ycore.plan.recording import Request
     from ycore.plan.tails import Played
 
-Name = Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="Sizes from a recipe, by name or YAML file.")]
+Name = Annotated[
+    str | None,
+    typer.Argument(metavar="[RECIPE]", help="Sizes from a recipe, by name or YAML file."),
+]
 NumSlots = Annotated[str, typer.Option("--slots", metavar="N", help="Slots of a machine; e.g. 8.")]
-JudgeWork = Annotated[str, typer.Option(metavar="X", help="Judging time over writing time; e.g. 0.5; 0 is no judge.")]
-SwapSeconds = Annotated[str, typer.Option(metavar="S", help="Seconds of a sleep and a wake-up together; e.g. 6.8.")]
-StepTime = Annotated[str, typer.Option(metavar="BASE:EACH", help="Milliseconds of an engine's step, and per request.")]
+JudgeWork = Annotated[
+    str, typer.Option(metavar="X", help="Judging time over writing time; e.g. 0.5; 0 is no judge.")
+]
+SwapSeconds = Annotated[
+    str, typer.Option(metavar="S", help="Seconds of a sleep and a wake-up together; e.g. 6.8.")
+]
+StepTime = Annotated[
+    str,
+    typer.Option(metavar="BASE:EACH", help="Milliseconds of an engine's step, and per request."),
+]
 Machines = Annotated[str, typer.Option(metavar="N", help="Machines with so many slots each.")]
-JudgeDevices = Annotated[str, typer.Option(metavar="N", help="Devices of a slot: one judge, N engines of the policy.")]
+JudgeDevices = Annotated[
+    str, typer.Option(metavar="N", help="Devices of a slot: one judge, N engines of the policy.")
+]
 TrainSeconds = Annotated[
-    str | None, typer.Option(metavar="S", help="Also play whole steps; seconds of training on all slots; e.g. 40.")
+    str | None,
+    typer.Option(
+        metavar="S", help="Also play whole steps; seconds of training on all slots; e.g. 40."
+    ),
 ]
 Drafts = Annotated[
-    str | None, typer.Option(metavar="N:SHARE", help="With --train-s: drafts of N tokens, SHARE accepted; e.g. 4:0.5.")
+    str | None,
+    typer.Option(
+        metavar="N:SHARE", help="With --train-s: drafts of N tokens, SHARE accepted; e.g. 4:0.5."
+    ),
 ]
 Rounds = Annotated[str, typer.Option(metavar="N", help="Rounds to simulate.")]
 
@@ -67,7 +85,10 @@ def simulate(
     """
     from ycore.plan.comparison import Scenario, compare_assumed, compare_recorded, recommend
 
-    config, (base_ms, _, each_ms) = sizes_of(context, name, model="smollm2-135m"), step_time.partition(":")
+    config, (base_ms, _, each_ms) = (
+        sizes_of(context, name, model="smollm2-135m"),
+        step_time.partition(":"),
+    )
     scenario = Scenario(
         num_slots=whole_number("--slots", slots),
         swap_s=_number("--swap-s", swap_s),
@@ -78,9 +99,14 @@ def simulate(
         dynamic=config.sampling.dynamic,
         max_tries=config.sampling.max_tries,
         max_tokens=config.max_tokens,
-        mean_tokens=_number("--mean-tokens", mean_tokens, least=1) if mean_tokens else config.max_tokens / 3,
+        mean_tokens=_number("--mean-tokens", mean_tokens, least=1)
+        if mean_tokens
+        else config.max_tokens / 3,
         judge_work=_number("--judge-work", judge_work),
-        step_s=(_number("--step-time", base_ms) / 1000, _number("--step-time", each_ms or "0") / 1000),
+        step_s=(
+            _number("--step-time", base_ms) / 1000,
+            _number("--step-time", each_ms or "0") / 1000,
+        ),
         seed=config.seed,
         num_machines=whole_number("--machines", machines),
         engines=whole_number("--judge-devices", judge_devices),
@@ -95,7 +121,9 @@ def simulate(
 
 def _show(played: "Comparison", best: "Result", steps: "list[Played]", *, as_json: bool) -> None:
     if as_json:
-        print_json(_as_json(played, best) | ({"steps": [asdict(one) for one in steps]} if steps else {}))
+        print_json(
+            _as_json(played, best) | ({"steps": [asdict(one) for one in steps]} if steps else {})
+        )
         return
     _print_results(played, best)
     if steps:
@@ -116,19 +144,30 @@ def _steps(
     if drafts is not None:
         number, _, share = drafts.partition(":")
         drafted = whole_number("--drafts", number), min(1.0, _number("--drafts", share or "0.5"))
-    return compare_steps(scenario, requests, _number("--train-s", train_s), oversample=factor, drafts=drafted)
+    return compare_steps(
+        scenario, requests, _number("--train-s", train_s), oversample=factor, drafts=drafted
+    )
 
 
 def _print_steps(steps: "list[Played]") -> None:
     from rich.console import Console
     from rich.table import Table
 
-    print("whole steps, of writing and training alone; what is carried over is read again at no cost:")
+    print(
+        "whole steps, of writing and training alone; what is carried over is read again at no cost:"
+    )
     table = Table("way", "engine slots", "step", "faster", "tokens early", "tokens")
     for one in steps:
         slots = "all" if one.rolling is None else str(one.rolling)
         ratio = f"{steps[0].seconds / one.seconds:.2f}"
-        table.add_row(one.name, slots, f"{one.seconds:.1f} s", ratio, f"{one.early_tokens:.0f}", f"{one.tokens:.0f}")
+        table.add_row(
+            one.name,
+            slots,
+            f"{one.seconds:.1f} s",
+            ratio,
+            f"{one.early_tokens:.0f}",
+            f"{one.tokens:.0f}",
+        )
     Console().print(table)
 
 
@@ -139,7 +178,9 @@ def _recorded_requests(run: Path) -> "list[list[Request]]":
 
     spans = [span for span in read_trace(run / "trace.json") if span.rank == 0]
     if not spans:
-        raise RunFolderError(f"no trace in {run / 'trace.json'}; a run writes it while its engines are vLLM's")
+        raise RunFolderError(
+            f"no trace in {run / 'trace.json'}; a run writes it while its engines are vLLM's"
+        )
     return requests_of(spans)
 
 
@@ -162,7 +203,9 @@ def _print_results(played: "Comparison", best: "Result") -> None:
     Console().print(table)
     print(f"use --placement {best.placement}: {_why(best, played)}")
     if best.seconds > 1.01 * played.longest_first_s:
-        print(f"prompts that come again begin with the longest: then a round takes {played.longest_first_s:.1f} s")
+        print(
+            f"prompts that come again begin with the longest: then a round takes {played.longest_first_s:.1f} s"
+        )
 
 
 def _why(best: "Result", played: "Comparison") -> str:
@@ -202,7 +245,10 @@ def _draw(played: "Comparison", path: Path) -> None:
 
     ranked = sorted(played.results, key=lambda result: result.seconds)
     lasts = [(result.placement, result.rounds[-1]) for result in ranked]
-    draw_panels([(f"{placement}: {last.usage.seconds:.1f} s", last.lanes) for placement, last in lasts], path)
+    draw_panels(
+        [(f"{placement}: {last.usage.seconds:.1f} s", last.lanes) for placement, last in lasts],
+        path,
+    )
 
 
 def _number(option: str, text: str, *, least: float = 0) -> float:

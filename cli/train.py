@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from ycore_cli import options as o
-from ycore_cli.output import evaluation_rows, print_closing, print_json, print_line, print_table, stdout_for_json
+from ycore_cli.output import (
+    evaluation_rows,
+    print_closing,
+    print_json,
+    print_line,
+    print_table,
+    stdout_for_json,
+)
 
 from ycore.config.algorithms import FLOW, Algorithm, find_algorithm
 from ycore.errors import ConfigError, RunFolderError
@@ -70,7 +77,11 @@ def training_command(algorithm: Algorithm) -> Callable[..., None]:
     hidden = ["advantage"] if algorithm.preset or algorithm.name in ("ppo", "online-dpo") else []
     hidden += ["preset"] if algorithm.preset or algorithm.name == "online-dpo" else []
     hidden += ["teacher"] if algorithm.name != "distill" else []
-    declared = {name: option for name, option in ({"model": o.Model} | own | _TRAINING).items() if name not in hidden}
+    declared = {
+        name: option
+        for name, option in ({"model": o.Model} | own | _TRAINING).items()
+        if name not in hidden
+    }
     examples = "\n".join(f"ycore {algorithm.name} {example}" for example in algorithm.examples)
     command.__doc__ = f"{algorithm.summary}\n\n\b\n{algorithm.help}\n\n\b\n{examples}"
     o.takes(declared)(command)
@@ -121,7 +132,9 @@ def resume(
         go_on(stored, folder, sets=set_ or (), options=context.params, typed=words, **how)
         return
     keys = o.typed_keys(context, algorithm=str(stored["algorithm"]), arguments=words)
-    config = o.completed(resolve(recipe=stored, sets=set_ or (), options=keys | {"output": str(folder)}))
+    config = o.completed(
+        resolve(recipe=stored, sets=set_ or (), options=keys | {"output": str(folder)})
+    )
     train(config, resume=True, **how)
 
 
@@ -145,7 +158,9 @@ def _stored_training(folder: Path) -> dict[str, Any]:
     """The settings of a training run; paths in them are relative to the folder in which it was started."""
     stored: dict[str, Any] = o.stored_config(str(folder))
     if stored.get("algorithm") == "eval":
-        raise RunFolderError(f"{folder} holds an evaluation, which does not go on; run `ycore eval` again")
+        raise RunFolderError(
+            f"{folder} holds an evaluation, which does not go on; run `ycore eval` again"
+        )
     began_in = read_json(RunFolder(folder).config).get("directory")
     if isinstance(began_in, str) and Path(began_in).is_dir():
         os.chdir(began_in)
@@ -153,7 +168,13 @@ def _stored_training(folder: Path) -> dict[str, Any]:
 
 
 def train(
-    config: "AnyConfig", *, resume: bool, resume_from: str | None, accept_changes: bool, dry_run: bool, json: bool
+    config: "AnyConfig",
+    *,
+    resume: bool,
+    resume_from: str | None,
+    accept_changes: bool,
+    dry_run: bool,
+    json: bool,
 ) -> None:
     """Check, show the plan, and unless it is a dry run train in the foreground."""
     from ycore_cli.checks import checked_plan, plan_rows
@@ -163,9 +184,15 @@ def train(
     from ycore.run.resuming import parse_checkpoint
 
     if accept_changes and not resume:
-        raise ConfigError("--accept-changes is about a run that goes on; say --resume too, or leave it out")
+        raise ConfigError(
+            "--accept-changes is about a run that goes on; say --resume too, or leave it out"
+        )
     with stdout_for_json(json):
-        step = None if resume_from is None else parse_checkpoint(resume_from, RunFolder(Path(config.output)))
+        step = (
+            None
+            if resume_from is None
+            else parse_checkpoint(resume_from, RunFolder(Path(config.output)))
+        )
         how = Resume(step=step, accept_changes=accept_changes)
         result = checked_plan(config, resume=resume, how=how)
         check_checkpoints(config, how, world=result["ranks"]["world"] if resume else None)
@@ -206,7 +233,9 @@ def check_checkpoints(config: "AnyConfig", how: "Resume", *, world: int | None) 
         check_replay(replayed.root, replayed.journal)
 
 
-def run_training(config: "AnyConfig", plan: Mapping[str, Any], *, resume: bool, how: "Resume") -> dict[str, Any]:
+def run_training(
+    config: "AnyConfig", plan: Mapping[str, Any], *, resume: bool, how: "Resume"
+) -> dict[str, Any]:
     """Train in the foreground as the `checked_plan` says; the run's summary."""
     from ycore.launch.launcher import TRAINER, run_worker
     from ycore.run.resuming import settle
@@ -220,9 +249,27 @@ def run_training(config: "AnyConfig", plan: Mapping[str, Any], *, resume: bool, 
 def _closing_rows(config: "TuneConfig", summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What was measured, where things lie, what to try next."""
     folder = RunFolder(Path(config.output))
-    try_next = ["ycore", "eval", "--model", str(folder.model), "--dataset", "FILE", "--reward", "exact_answer"]
+    try_next = [
+        "ycore",
+        "eval",
+        "--model",
+        str(folder.model),
+        "--dataset",
+        "FILE",
+        "--reward",
+        "exact_answer",
+    ]
     if find_algorithm(config.algorithm).trains_reward_model:
-        try_next = ["ycore", "grpo", "--model", config.model, "--dataset", "FILE", "--reward", f"rm:{folder.model}"]
+        try_next = [
+            "ycore",
+            "grpo",
+            "--model",
+            config.model,
+            "--dataset",
+            "FILE",
+            "--reward",
+            f"rm:{folder.model}",
+        ]
     return [
         *evaluation_rows(folder, summary, find_algorithm(config.algorithm).figures),
         ("model", str(folder.model)),
@@ -233,7 +280,8 @@ def _closing_rows(config: "TuneConfig", summary: Mapping[str, Any]) -> list[tupl
 
 
 PipelineFile = Annotated[
-    str, typer.Argument(metavar="FILE|NAME", help="A YAML file of stages, or a shipped recipe's name.")
+    str,
+    typer.Argument(metavar="FILE|NAME", help="A YAML file of stages, or a shipped recipe's name."),
 ]
 
 
@@ -258,7 +306,9 @@ def pipeline(
     from ycore.tools.stages import parse_pipeline
 
     with stdout_for_json(json):
-        declared = declared_stages(load_recipe(file, command=PIPELINE), set_ or (), model=model, output=output)
+        declared = declared_stages(
+            load_recipe(file, command=PIPELINE), set_ or (), model=model, output=output
+        )
         parsed = parse_pipeline(declared, name=recipe_name(file))
         report = run_stages(parsed, declared, resume=resume, dry_run=dry_run)
     if json:
@@ -275,10 +325,14 @@ def declared_stages(recipe: Mapping[str, Any], sets: Sequence[str], **given: Any
     from ycore.tools.stages import with_sets
 
     own = {".".join(path): value for path, value in map(parse_set, sets)}
-    return with_sets(recipe, own | {key: value for key, value in given.items() if value is not None})
+    return with_sets(
+        recipe, own | {key: value for key, value in given.items() if value is not None}
+    )
 
 
-def run_stages(parsed: "Pipeline", declared: Mapping[str, Any], *, resume: bool, dry_run: bool) -> dict[str, Any]:
+def run_stages(
+    parsed: "Pipeline", declared: Mapping[str, Any], *, resume: bool, dry_run: bool
+) -> dict[str, Any]:
     """Check a pipeline and run it, or the rest of it; its report."""
     from ycore.tools.pipeline_run import check_folder, check_pipeline, run_pipeline
     from ycore.tools.stages import steps_of
@@ -294,7 +348,9 @@ def run_stages(parsed: "Pipeline", declared: Mapping[str, Any], *, resume: bool,
 def _check_stage(config: "AnyConfig", resume: bool) -> list[tuple[str, str]]:
     from ycore_cli.checks import checked_plan, plan_rows
 
-    rows: list[tuple[str, str]] = plan_rows(checked_plan(o.completed(config), resume=resume), resume=resume)
+    rows: list[tuple[str, str]] = plan_rows(
+        checked_plan(o.completed(config), resume=resume), resume=resume
+    )
     return rows
 
 

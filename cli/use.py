@@ -14,29 +14,55 @@ from ycore_cli.output import print_line, print_table
 from ycore.errors import ConfigError, RunFolderError
 from ycore.run.text import printable
 
-Name = Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run's folder, or a model; e.g. runs/first.")]
-RunFolderPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder; e.g. runs/first.")]
-Best = Annotated[bool, typer.Option("--best", help="The model that --keep-best kept, not the last one.")]
+Name = Annotated[
+    str, typer.Argument(metavar="RUN|MODEL", help="A run's folder, or a model; e.g. runs/first.")
+]
+RunFolderPath = Annotated[
+    Path, typer.Argument(metavar="RUN", help="A run's folder; e.g. runs/first.")
+]
+Best = Annotated[
+    bool, typer.Option("--best", help="The model that --keep-best kept, not the last one.")
+]
 MaxTokens = Annotated[int, typer.Option(min=1, help="Longest answer, in tokens; e.g. 256.")]
 Temperature = Annotated[float, typer.Option(min=0, help="0 takes the likeliest token; e.g. 0.7.")]
 Seed = Annotated[int, typer.Option(min=0, help="Fixes the answers; e.g. 0.")]
-Ask = Annotated[list[str] | None, typer.Option("--prompt", help="Say this and end; may be repeated; e.g. 'Hello.'")]
+Ask = Annotated[
+    list[str] | None,
+    typer.Option("--prompt", help="Say this and end; may be repeated; e.g. 'Hello.'"),
+]
 Against = Annotated[
-    str | None, typer.Option("--against", metavar="MODEL", help="Another run or model, side by side; e.g. runs/b.")
+    str | None,
+    typer.Option(
+        "--against", metavar="MODEL", help="Another run or model, side by side; e.g. runs/b."
+    ),
 ]
 SystemPrompt = Annotated[
-    str | None, typer.Option("--system-prompt", help="In place of the run's own; '' for none; e.g. 'Be brief.'")
+    str | None,
+    typer.Option(
+        "--system-prompt", help="In place of the run's own; '' for none; e.g. 'Be brief.'"
+    ),
 ]
 At = Annotated[
     str | None,
-    typer.Option("--at", metavar="URL", help="Where `ycore serve` serves it; e.g. http://127.0.0.1:8000/v1."),
+    typer.Option(
+        "--at", metavar="URL", help="Where `ycore serve` serves it; e.g. http://127.0.0.1:8000/v1."
+    ),
 ]
 Host = Annotated[str, typer.Option(help="Address to listen on; the default is this machine only.")]
 Port = Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on; e.g. 8000.")]
-Form = Annotated[Literal["merged", "gguf"], typer.Option("--format", help="A whole model's folder, or one GGUF file.")]
-Target = Annotated[Path | None, typer.Option("--output", help="What to write; a new name in the run's folder.")]
-Repo = Annotated[str, typer.Argument(metavar="REPO", help="Model repository of the hub; e.g. me/sums.")]
-Private = Annotated[bool, typer.Option("--private", help="Make the repository private, if it is made.")]
+Form = Annotated[
+    Literal["merged", "gguf"],
+    typer.Option("--format", help="A whole model's folder, or one GGUF file."),
+]
+Target = Annotated[
+    Path | None, typer.Option("--output", help="What to write; a new name in the run's folder.")
+]
+Repo = Annotated[
+    str, typer.Argument(metavar="REPO", help="Model repository of the hub; e.g. me/sums.")
+]
+Private = Annotated[
+    bool, typer.Option("--private", help="Make the repository private, if it is made.")
+]
 Merged = Annotated[bool, typer.Option("--merged", help="Push the whole model, not its adapter.")]
 
 
@@ -69,17 +95,24 @@ def chat(
 
     names = [model] if against is None else [model, against]
     if at is not None and against is not None:
-        raise ConfigError("--at is one server with one model, and --against needs two; leave one of them out")
+        raise ConfigError(
+            "--at is one server with one model, and --against needs two; leave one of them out"
+        )
     folders = [writing_model(name, best=best and name == model) for name in names]
     before = [turns_before(name, system_prompt=system_prompt) for name in names]
     how: Any = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     if at is not None:
         how |= {"address": at, "name": served_name(model)}
     talker = TransformersTalker if at is None else ServedTalker
-    talkers = [talker(folder, before=turns, **how) for folder, turns in zip(folders, before, strict=True)]
+    talkers = [
+        talker(folder, before=turns, **how) for folder, turns in zip(folders, before, strict=True)
+    ]
     is_asked = sys.stdin.isatty() and not prompt
     if is_asked:
-        said = [f"{name}{_begins_with(turns, system_prompt)}" for name, turns in zip(names, before, strict=True)]
+        said = [
+            f"{name}{_begins_with(turns, system_prompt)}"
+            for name, turns in zip(names, before, strict=True)
+        ]
         print_line(f"{' and '.join(said)}; Ctrl-D ends")
     for text in prompt or _typed(is_asked):
         if against is None:
@@ -101,7 +134,9 @@ def _begins_with(turns: Sequence[dict[str, str]], system_prompt: str | None) -> 
     """What is put before the conversation, in words."""
     is_system = [turn["role"] == "system" for turn in turns]
     whose = "its run's" if system_prompt is None else "your"
-    parts = [f"{whose} system prompt"] * any(is_system) + ["its run's examples"] * (not all(is_system))
+    parts = [f"{whose} system prompt"] * any(is_system) + ["its run's examples"] * (
+        not all(is_system)
+    )
     return f" with {' and '.join(parts)}" if parts else ""
 
 
@@ -117,7 +152,11 @@ def _typed(is_asked: bool) -> Iterator[str]:
 
 
 def serve(
-    model: Name, host: Host = "127.0.0.1", port: Port = 8000, best: Best = False, dry_run: o.DryRun = False
+    model: Name,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    best: Best = False,
+    dry_run: o.DryRun = False,
 ) -> int:
     """Serve a run's model with OpenAI's interface, by vLLM.
 
@@ -181,7 +220,9 @@ def push(
     from ycore.tools import trained
 
     if not (run / "run.json").is_file():
-        raise RunFolderError(f"{run} holds no run.json, so no run to write a card of; give the folder of a run")
+        raise RunFolderError(
+            f"{run} holds no run.json, so no run to write a card of; give the folder of a run"
+        )
     with trained.staged(run, best=best, merged=merged, repo=repo) as folder:
         print_table(trained.sizes(folder))
         if not dry_run:

@@ -40,8 +40,18 @@ def photograph(page: Path, picture: Path, *, width: int, height: int) -> None:
     if browser is None:
         sys.exit(f"no browser: none of {', '.join(BROWSERS)} is on the path; install Chromium")
     with tempfile.TemporaryDirectory() as profile:
-        size = [f"--window-size={width},{height}", "--hide-scrollbars", f"--user-data-dir={profile}"]
-        command = [browser, *QUIET.split(), *size, f"--screenshot={picture.resolve()}", page.resolve().as_uri()]
+        size = [
+            f"--window-size={width},{height}",
+            "--hide-scrollbars",
+            f"--user-data-dir={profile}",
+        ]
+        command = [
+            browser,
+            *QUIET.split(),
+            *size,
+            f"--screenshot={picture.resolve()}",
+            page.resolve().as_uri(),
+        ]
         subprocess.run(command, check=True, timeout=120, capture_output=True)
 
 
@@ -51,7 +61,9 @@ def live_view(run: Path, page: Path) -> tuple[int, int]:
     view = RunView(record.config.get("steps"), look=RunActivity(run).look)
     for row in record.metrics:
         view.add(row)
-    console = Console(record=True, width=80, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    console = Console(
+        record=True, width=80, file=io.StringIO(), force_terminal=True, color_system="truecolor"
+    )
     console.print(view)
     drawn = console.export_svg(title=f"ycore watch {record.name}")
     page.write_text(drawn, encoding="utf-8")
@@ -63,7 +75,11 @@ def live_view(run: Path, page: Path) -> tuple[int, int]:
 def seen(run: Path, picture: Path) -> bool:
     """Draw the run's samples, if their prompts show pictures; whether they do."""
     store, samples = ImageStore(RunFolder(run).images), read_run(run).samples
-    rows = [pair for pair in zip(samples["before"], samples["after"], strict=True) if pair[0].get("images")]
+    rows = [
+        pair
+        for pair in zip(samples["before"], samples["after"], strict=True)
+        if pair[0].get("images")
+    ]
     if not rows:
         return False
     columns = max(len(before["images"]) for before, _ in rows)
@@ -73,10 +89,14 @@ def seen(run: Path, picture: Path) -> bool:
             axes = figure.add_subplot(len(rows), columns + 2, number * (columns + 2) + place + 1)
             axes.imshow(store.open(name))
             axes.axis("off")
-        for place, (title, sample) in enumerate((("before", before), ("after", after)), columns + 1):
+        for place, (title, sample) in enumerate(
+            (("before", before), ("after", after)), columns + 1
+        ):
             axes = figure.add_subplot(len(rows), columns + 2, number * (columns + 2) + place)
             axes.axis("off")
-            axes.text(0, 0.5, textwrap.fill(sample["completion"].strip(), 24), va="center", fontsize=9)
+            axes.text(
+                0, 0.5, textwrap.fill(sample["completion"].strip(), 24), va="center", fontsize=9
+            )
             if number == 0:
                 axes.set_title(title, loc="left", fontsize=11)
     save_png(figure, picture)
@@ -84,7 +104,9 @@ def seen(run: Path, picture: Path) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path)
     parser.add_argument("--report-height", type=int, default=1900)
     told = parser.parse_args()

@@ -13,7 +13,10 @@ _STEPS, _BATCH, _RATE = 500, 64, 3e-3
 
 def hits(images: Sequence[Any], label: Sequence[int]) -> list[float]:
     """1 where a small convolutional network reads the digit that was asked for, else 0."""
-    return [float(logits.argmax() == asked) for logits, asked in zip(_logits(images), label, strict=True)]
+    return [
+        float(logits.argmax() == asked)
+        for logits, asked in zip(_logits(images), label, strict=True)
+    ]
 
 
 def thrift(images: Sequence[Any]) -> list[float]:
@@ -23,7 +26,10 @@ def thrift(images: Sequence[Any]) -> list[float]:
 
 def judge(images: Sequence[Any], label: Sequence[int]) -> list[float]:
     """1 where a support vector machine reads the digit that was asked for, else 0."""
-    return [float(read == asked) for read, asked in zip(_machine().predict(_pixels(images)), label, strict=True)]
+    return [
+        float(read == asked)
+        for read, asked in zip(_machine().predict(_pixels(images)), label, strict=True)
+    ]
 
 
 def _logits(images: Sequence[Any]) -> Any:
@@ -38,7 +44,11 @@ def _pixels(images: Sequence[Any]) -> Any:
     """In [-1, 1], 64 a picture."""
     import numpy as np
 
-    return np.stack([np.asarray(image.convert("L"), dtype=np.float32).ravel() for image in images]) / 127.5 - 1
+    return (
+        np.stack([np.asarray(image.convert("L"), dtype=np.float32).ravel() for image in images])
+        / 127.5
+        - 1
+    )
 
 
 def _part(start: int) -> tuple[Any, Any]:

@@ -28,9 +28,15 @@ def teacher_at(model: Path) -> Iterator[str]:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             answer: Any = {"error": self.path}
             if self.path == "/tokenize":
-                answer = {"tokens": tokenizer.encode(body["prompt"], add_special_tokens=body["add_special_tokens"]).ids}
+                answer = {
+                    "tokens": tokenizer.encode(
+                        body["prompt"], add_special_tokens=body["add_special_tokens"]
+                    ).ids
+                }
             elif self.path == "/v1/completions":
-                told = [{str(token): {"logprob": logprob_of(token)}} for token in body["prompt"][1:]]
+                told = [
+                    {str(token): {"logprob": logprob_of(token)}} for token in body["prompt"][1:]
+                ]
                 answer = {"choices": [{"prompt_logprobs": [None, *told]}]}
             sent = json.dumps(answer).encode()
             self.send_response(404 if "error" in answer else 200)

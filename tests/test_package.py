@@ -17,7 +17,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy of what git tracks, or would: a build in the checkout would leave its folders there."""
     source, output = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
     )
     for name in listed.stdout.decode().splitlines():
         if (ROOT / name).is_file():
@@ -27,7 +30,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     built = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert built.returncode == 0, built.stderr[-2000:]
     said = built.stdout + built.stderr
-    assert "would be ignored" not in said, "a folder with files is no package of pyproject.toml; pip warns of it"
+    assert "would be ignored" not in said, (
+        "a folder with files is no package of pyproject.toml; pip warns of it"
+    )
     return next(output.glob("*.whl"))
 
 
@@ -60,7 +65,12 @@ def test_the_command_works_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
     script = "import sys, ycore_cli.main as m; sys.argv = ['ycore', 'recipes']; print(m.__file__); sys.exit(m.main())"
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
-        [str(python), "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+        [str(python), "-c", script],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     assert str(site) in done.stdout.splitlines()[0]

@@ -32,5 +32,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'ycore' has no attribute {name!r}")
-    module = {"Round": "own_loop", "Planned": "plan", "dry_run": "plan", "plan_run": "plan"}.get(name, "from_python")
+    module = {"Round": "own_loop", "Planned": "plan", "dry_run": "plan", "plan_run": "plan"}.get(
+        name, "from_python"
+    )
     return getattr(importlib.import_module(f"ycore_cli.{module}"), name)

@@ -40,9 +40,13 @@ def in_blocks(content: Content, pictures: Sequence[Any] | None = None) -> list[d
 
     def blocks(text: str) -> list[dict[str, Any]]:
         first, *others = text.split(IMAGE_MARK)
-        found: list[dict[str, Any]] = [{"type": "text", "text": first}] if first or not others else []
+        found: list[dict[str, Any]] = (
+            [{"type": "text", "text": first}] if first or not others else []
+        )
         for part in others:
-            found.append({"type": "image"} if pictures is None else {"type": "image", "image": next(given)})
+            found.append(
+                {"type": "image"} if pictures is None else {"type": "image", "image": next(given)}
+            )
             found += [{"type": "text", "text": part}] if part else []
         return found
 
@@ -160,8 +164,15 @@ class Completion:
         """What was written one after the other, after `prompt_ids` and after each prompt of its own: one, or several
         where an agent asked in more than one conversation."""
         ends = itertools.accumulate(turn.num_tokens for turn in self.turns)
-        own = [(end - turn.num_tokens, end) for turn, end in zip(self.turns, ends, strict=True) if turn.begins]
-        prompts = [self.prompt_ids or prompt_ids, *(self.token_ids[start:end] for start, end in own)]
+        own = [
+            (end - turn.num_tokens, end)
+            for turn, end in zip(self.turns, ends, strict=True)
+            if turn.begins
+        ]
+        prompts = [
+            self.prompt_ids or prompt_ids,
+            *(self.token_ids[start:end] for start, end in own),
+        ]
         stops = [*(start for start, _ in own), len(self.token_ids)]
         return [*map(TokenSequence, prompts, [0, *(end for _, end in own)], stops)]
 
@@ -170,7 +181,11 @@ class Completion:
         """Where the policy's turns are in `token_ids`, and their rewards. The last turn is not there: what is paid for
         it is the outcome's, which all turns share."""
         ends = itertools.accumulate(turn.num_tokens for turn in self.turns)
-        own = [(end - turn.num_tokens, end, turn) for turn, end in zip(self.turns, ends, strict=True) if turn.by_policy]
+        own = [
+            (end - turn.num_tokens, end, turn)
+            for turn, end in zip(self.turns, ends, strict=True)
+            if turn.by_policy
+        ]
         return [(start, end, turn.reward) for start, end, turn in own[:-1]]
 
     @property
@@ -186,7 +201,9 @@ class Completion:
         so that none can speak for another."""
         if not self.turns:
             return self.text
-        return "\n".join("\n  ".join(f"{one['role']}: {said(one)}".splitlines()) for one in self.messages)
+        return "\n".join(
+            "\n  ".join(f"{one['role']}: {said(one)}".splitlines()) for one in self.messages
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,12 +226,18 @@ class Group:
     @property
     def turn_rewards(self) -> list[list[float | None]]:
         """Of each completion's turns but its last."""
-        return [[reward for _, _, reward in completion.paid_turns] for completion in self.completions]
+        return [
+            [reward for _, _, reward in completion.paid_turns] for completion in self.completions
+        ]
 
     @property
     def sequences(self) -> list[TokenSequence]:
         """Those of all its completions."""
-        return [one for completion in self.completions for one in completion.sequences(self.draw.token_ids)]
+        return [
+            one
+            for completion in self.completions
+            for one in completion.sequences(self.draw.token_ids)
+        ]
 
     @property
     def num_tokens(self) -> int:

@@ -31,7 +31,9 @@ from peft import LoraConfig, get_peft_model
 from shaped_models import SHAPES, write_model
 from transformers import AutoModelForCausalLM
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the tests' way to start an engine
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[2])
+)  # for the tests' way to start an engine
 from tests.engine.conftest import _serving
 from ycore.engine import Sampling
 from ycore.engine.commands import EngineSpec
@@ -53,7 +55,9 @@ async def figures(
     engine = VllmEngine(spec.name, spec.socket, Sampling(max_tokens=_TOKENS), request_timeout_s=600)
     if kind == "ipc":
         engine.source = Source(partial(engine_weights, policy, dtype=dtype), torch.device("cpu"))
-    stages: dict[str, list[float]] = {name: [] for name in ("merge_s", "sum_s", "write_s", "load_s", "proof_s")}
+    stages: dict[str, list[float]] = {
+        name: [] for name in ("merge_s", "sum_s", "write_s", "load_s", "proof_s")
+    }
     num_bytes = 0
     for version in (1, 2, 3):
         marks = [time.perf_counter()]
@@ -70,14 +74,20 @@ async def figures(
             assert engine.verified_share == 1.0
         for one, (begin, end) in zip(stages.values(), pairwise(marks), strict=loads):
             one.append(end - begin)
-    said: dict[str, Any] = {"MB": num_bytes / 1e6} | {name: min(times[1:]) for name, times in stages.items() if times}
+    said: dict[str, Any] = {"MB": num_bytes / 1e6} | {
+        name: min(times[1:]) for name, times in stages.items() if times
+    }
     if not loads:
         return said
     prompts = [[504, 3575, 282, 4649, 314, 100 + number] for number in range(_AT_ONCE)]
     for _ in range(2):
         began = time.perf_counter()
-        answers = await asyncio.gather(*(engine.complete(prompt, seed) for seed, prompt in enumerate(prompts)))
-        said["tokens_per_s"] = sum(len(one.token_ids) for one in answers) / (time.perf_counter() - began)
+        answers = await asyncio.gather(
+            *(engine.complete(prompt, seed) for seed, prompt in enumerate(prompts))
+        )
+        said["tokens_per_s"] = sum(len(one.token_ids) for one in answers) / (
+            time.perf_counter() - began
+        )
     said["greedy"] = [await engine.complete(prompt, 0, greedy=True) for prompt in prompts[:4]]
     await engine.close()
     return said
@@ -100,14 +110,18 @@ def measured(kind: str, model: Path, dtype: str, *, loads: bool) -> dict[str, An
     )  # fmt: skip
     try:
         with _serving(folder, [spec] if loads else []):
-            return asyncio.run(figures(kind, policy, spec, weights, getattr(torch, dtype), loads=loads))
+            return asyncio.run(
+                figures(kind, policy, spec, weights, getattr(torch, dtype), loads=loads)
+            )
     finally:
         shutil.rmtree(folder.root, ignore_errors=True)
         shutil.rmtree(weights, ignore_errors=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--kinds", default="merged,adapter,ipc")
     parser.add_argument("--writer", type=Path)
@@ -122,11 +136,23 @@ def main() -> None:
         model = fetch_model(resolve_model(name, trust_remote_code=False), log=Path(os.devnull))
         if job.model in SHAPES:
             model = write_model(job.model, Path(folder), tokenizer=model)
-        found = {kind: measured(kind, model, job.dtype, loads=not job.no_engine) for kind in job.kinds.split(",")}
+        found = {
+            kind: measured(kind, model, job.dtype, loads=not job.no_engine)
+            for kind in job.kinds.split(",")
+        }
     said = [one.pop("greedy", []) for one in found.values()]
-    print(json.dumps({"machine": describe_machine(), "model": job.model, "dtype": job.dtype, **found}, indent=2))
+    print(
+        json.dumps(
+            {"machine": describe_machine(), "model": job.model, "dtype": job.dtype, **found},
+            indent=2,
+        )
+    )
     for kind, answers in () if job.no_engine else list(zip(found, said, strict=True))[1:]:
-        print(json.dumps({f"{kind} against the first": compared(list(zip(said[0], answers, strict=True)))}))
+        print(
+            json.dumps(
+                {f"{kind} against the first": compared(list(zip(said[0], answers, strict=True)))}
+            )
+        )
 
 
 def compared(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
@@ -134,7 +160,9 @@ def compared(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
     gaps, same = [], 0
     for one, other in pairs:
         same += one.token_ids == other.token_ids
-        for a, b, first, second in zip(one.token_ids, other.token_ids, one.logprobs, other.logprobs, strict=False):
+        for a, b, first, second in zip(
+            one.token_ids, other.token_ids, one.logprobs, other.logprobs, strict=False
+        ):
             gaps.append(abs(first - second))
             if a != b:
                 gaps.pop()

@@ -42,7 +42,11 @@ def cut(lengths: Sequence[Lengths], *, batch_size: int) -> list[list[Lengths]]:
     """Longest first, in batches of at most `batch_size`, shorter where padding would pass `MAX_PADDING`."""
     batches: list[list[Lengths]] = []
     for sequence in sorted(lengths, key=lambda item: (-item.total, item.prompt)):
-        if not batches or len(batches[-1]) == batch_size or padding([*batches[-1], sequence]) > MAX_PADDING:
+        if (
+            not batches
+            or len(batches[-1]) == batch_size
+            or padding([*batches[-1], sequence]) > MAX_PADDING
+        ):
             batches.append([])
         batches[-1].append(sequence)
     return batches
@@ -77,9 +81,12 @@ def time_round(order: dict[str, Any]) -> dict[str, Any]:
 
     def measure(way: Way) -> float:
         batches = [
-            tensors(batch, vocabulary=model.config.vocab_size) for batch in cut(lengths, batch_size=way.batch_size)
+            tensors(batch, vocabulary=model.config.vocab_size)
+            for batch in cut(lengths, batch_size=way.batch_size)
         ]
-        train_on(model, batches[:1], autocast=way.autocast)  # warms up what is compiled or cached for a shape
+        train_on(
+            model, batches[:1], autocast=way.autocast
+        )  # warms up what is compiled or cached for a shape
         began = time.perf_counter()
         train_on(model, batches, autocast=way.autocast)
         return time.perf_counter() - began
@@ -108,7 +115,8 @@ def sequence_lengths(order: dict[str, Any]) -> list[Lengths]:
     tokenizer = AutoTokenizer.from_pretrained(order["model"])
     rows = [json.loads(line) for line in Path(order["prompts"]).read_text().splitlines()]
     encoded = [
-        tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True) for row in rows
+        tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)
+        for row in rows
     ]
     num_tokens = [len(item["input_ids"]) for item in encoded]
     return [Lengths(num_tokens[index], completion) for index, completion in order["completions"]]
@@ -123,7 +131,10 @@ def adapted_model(order: dict[str, Any]) -> Any:
     torch.manual_seed(order["seed"])
     base = AutoModelForCausalLM.from_pretrained(order["model"], dtype=order["dtype"])
     adapters = LoraConfig(
-        r=order["lora_r"], lora_alpha=order["lora_alpha"], target_modules="all-linear", task_type="CAUSAL_LM"
+        r=order["lora_r"],
+        lora_alpha=order["lora_alpha"],
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
     )
     return get_peft_model(base, adapters).get_base_model().train()
 

@@ -22,10 +22,16 @@ def distinct_characters(
     """Distinct characters of each completion, in hundreds."""
     lengths = [len(token_ids) for token_ids in completion_ids]
     line = {"step": trainer_state.global_step, "prompt_index": prompt_index, "tokens": lengths}
-    with Path(LENGTHS).open("a") as file:  # small appends do not interleave, also from several workers
+    with Path(LENGTHS).open(
+        "a"
+    ) as file:  # small appends do not interleave, also from several workers
         file.write(json.dumps(line) + "\n")
     return [len(set(_text(completion))) / 100 for completion in completions]
 
 
 def _text(completion: Any) -> str:
-    return completion if isinstance(completion, str) else "".join(str(turn["content"]) for turn in completion)
+    return (
+        completion
+        if isinstance(completion, str)
+        else "".join(str(turn["content"]) for turn in completion)
+    )

@@ -23,7 +23,12 @@ class Stopped(Exception):
 
 
 def run_bounded(
-    command: Sequence[str], *, folder: Path, environment: Mapping[str, str], timeout_s: float, stop: threading.Event
+    command: Sequence[str],
+    *,
+    folder: Path,
+    environment: Mapping[str, str],
+    timeout_s: float,
+    stop: threading.Event,
 ) -> float:
     """Run in `folder`, output to `folder/log.txt`; the seconds it took.
 
@@ -52,7 +57,9 @@ def run_bounded(
     return time.monotonic() - began
 
 
-def _wait(process: subprocess.Popen[bytes], stop: threading.Event, *, deadline: float) -> int | None:
+def _wait(
+    process: subprocess.Popen[bytes], stop: threading.Event, *, deadline: float
+) -> int | None:
     """The exit status, or None at the deadline; Stopped as soon as `stop` is set."""
     while (status := process.poll()) is None:
         if stop.wait(_POLL_S):

@@ -39,8 +39,16 @@ def run(told: argparse.Namespace, oversample: float, seed: int) -> dict[str, flo
             "--learning-rate", "1e-6", "--oversample", oversample, "--set", "max_truncated=1", "--output", folder,
             "--set", f"rewards.0.args.target={told.target}",
         ]  # fmt: skip
-        run_bounded([*YCORE, *map(str, words)], folder=logs, environment={}, timeout_s=told.timeout, stop=_NEVER)
-    steps = [row for row in read_metrics(folder / "metrics.jsonl") if "ycore/time/round" in row][_BEGIN:]
+        run_bounded(
+            [*YCORE, *map(str, words)],
+            folder=logs,
+            environment={},
+            timeout_s=told.timeout,
+            stop=_NEVER,
+        )
+    steps = [row for row in read_metrics(folder / "metrics.jsonl") if "ycore/time/round" in row][
+        _BEGIN:
+    ]
     seconds = sum(row["ycore/time/round"] for row in steps)
     return {
         "groups_an_hour": 3600 * told.prompts * len(steps) / seconds,
@@ -51,7 +59,9 @@ def run(told: argparse.Namespace, oversample: float, seed: int) -> dict[str, flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--oversample", type=float, default=2.0)
     add("--kind", default="additions", help="prompts of docs/benchmarks/prompts.py")
@@ -72,7 +82,12 @@ def main() -> None:
         found["with"].append(run(told, told.oversample, seed))
     pairs = zip(found["without"], found["with"], strict=True)
     times = median(carried["groups_an_hour"] / plain["groups_an_hour"] for plain, carried in pairs)
-    results = {"machine": describe_machine(), "oversample": told.oversample, "times": round(times, 3), **found}
+    results = {
+        "machine": describe_machine(),
+        "oversample": told.oversample,
+        "times": round(times, 3),
+        **found,
+    }
     (told.output / "results.json").write_text(json.dumps(results, indent=2))
     print(json.dumps(results, indent=2))
 

@@ -118,7 +118,11 @@ def _shared(settings: Settings) -> dict[str, Any]:
 
 
 def _options(options: Mapping[str, Any], *, dash: str) -> list[str]:
-    return [word for name, value in options.items() for word in ("--" + name.replace("_", dash), str(value))]
+    return [
+        word
+        for name, value in options.items()
+        for word in ("--" + name.replace("_", dash), str(value))
+    ]
 
 
 def environment() -> dict[str, str]:
@@ -165,7 +169,9 @@ def ycore_steps(folder: Path) -> list[Step]:
 def round_lengths(folder: Path, *, step: int) -> list[tuple[int, int]]:
     """The prompt and the number of tokens of each completion of one step, as the reward wrote them down."""
     calls = [line for line in read_lines(folder / LENGTHS) if line["step"] == step]
-    return [pair for call in calls for pair in zip(call["prompt_index"], call["tokens"], strict=True)]
+    return [
+        pair for call in calls for pair in zip(call["prompt_index"], call["tokens"], strict=True)
+    ]
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:

@@ -71,10 +71,14 @@ def control(rank: int, world: int, engines: Sequence[Path], job: Job, answer: Pa
     peers: Peers | TorchPeers = Peers()
     pool, line = SlotPool(len(engines)), None
     if world > 1:
-        dist.init_process_group("gloo", init_method=f"file://{job['meeting']}", rank=rank, world_size=world)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{job['meeting']}", rank=rank, world_size=world
+        )
         line = SocketLine(Path(job["allocator"]), pool, DYNAMIC, rank=rank, num_ranks=world)
         peers = MachinePeers(line) if job["tells"] else TorchPeers()
-    payload = tuple(random.Random(rank).randrange(10_000, 100_000) for _ in range(job["payload_bytes"] // 6))
+    payload = tuple(
+        random.Random(rank).randrange(10_000, 100_000) for _ in range(job["payload_bytes"] // 6)
+    )
     sampling = Sampling(max_tokens=64)
     rounds = Controller(
         engines=[VllmEngine(path.name, path, sampling, request_timeout_s=600) for path in engines],
@@ -86,7 +90,13 @@ def control(rank: int, world: int, engines: Sequence[Path], job: Job, answer: Pa
             max_prompt_tokens=len(payload),
             shard=Shard(rank, world),
         ),
-        rules=Rules(group_size=job["group_size"], seed=0, reward_weights=(1.0,), dynamic=True, max_in_flight=2),
+        rules=Rules(
+            group_size=job["group_size"],
+            seed=0,
+            reward_weights=(1.0,),
+            dynamic=True,
+            max_in_flight=2,
+        ),
         peers=peers,
         share_weights=None,
         slots=Slots(len(engines), line=line, rank=rank),
@@ -132,12 +142,17 @@ def measure(world: int, num_engines: int, job: Job) -> dict[str, Any]:
         job = job | {"meeting": str(folder / "meeting"), "allocator": str(folder / "allocator")}
         service = None
         if world > 1:
-            service = subprocess.Popen([sys.executable, "-m", "ycore.round.service", job["allocator"], str(world)])
+            service = subprocess.Popen(
+                [sys.executable, "-m", "ycore.round.service", job["allocator"], str(world)]
+            )
             job["allocator_pid"] = service.pid
         sockets = [folder / f"engine-{number}" for number in range(num_engines)]
         answers = [folder / f"controller-{rank}.json" for rank in range(world)]
         engines = [_start(serve, path, job["rounds"]) for path in sockets]
-        controllers = [_start(control, rank, world, sockets, job, answer) for rank, answer in enumerate(answers)]
+        controllers = [
+            _start(control, rank, world, sockets, job, answer)
+            for rank, answer in enumerate(answers)
+        ]
         try:
             for process in controllers:
                 process.join(job["timeout_s"])
@@ -152,7 +167,14 @@ def measure(world: int, num_engines: int, job: Job) -> dict[str, Any]:
                 service.kill()
                 service.wait()
     # Every request carries the payload; every controller makes group_size requests a group.
-    through_engines = job["rounds"] * job["groups"] * num_engines // world * job["group_size"] * job["payload_bytes"]
+    through_engines = (
+        job["rounds"]
+        * job["groups"]
+        * num_engines
+        // world
+        * job["group_size"]
+        * job["payload_bytes"]
+    )
     return {
         "controllers": world,
         "engines": num_engines,
@@ -171,21 +193,38 @@ def _start(work: Callable[..., None], *arguments: Any) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--controllers", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--groups", type=int, default=4, help="groups a controller and round")
     parser.add_argument("--group-size", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=2, help="counted rounds, after one that warms up")
-    parser.add_argument("--payload-mb", type=float, default=1.0, help="megabytes of a prompt, as the engine gets it")
-    parser.add_argument("--asks", action="store_true", help="share counts through torch's store, as between machines")
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one row of the table")
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="counted rounds, after one that warms up"
+    )
+    parser.add_argument(
+        "--payload-mb", type=float, default=1.0, help="megabytes of a prompt, as the engine gets it"
+    )
+    parser.add_argument(
+        "--asks",
+        action="store_true",
+        help="share counts through torch's store, as between machines",
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=900.0, help="seconds for one row of the table"
+    )
     parser.add_argument("--output", type=Path, default=Path("runs/coordination"))
     told = parser.parse_args()
     job: Job = {"groups": told.groups, "group_size": told.group_size, "rounds": told.rounds}
     job |= {"payload_bytes": int(told.payload_mb * 1e6), "timeout_s": told.timeout}
     job["tells"] = not told.asks
     told.output.mkdir(parents=True, exist_ok=True)
-    results: dict[str, Any] = {"job": job, "machine": describe_machine(), "parallel": [], "central": []}
+    results: dict[str, Any] = {
+        "job": job,
+        "machine": describe_machine(),
+        "parallel": [],
+        "central": [],
+    }
     for number in told.controllers:
         results["parallel"].append(measure(number, number, job))
         results["central"].append(measure(1, number, job))

@@ -40,11 +40,17 @@ def _completion(body: bytes) -> dict[str, object]:
     seed = _SEED.search(body, max(0, len(body) - 1000))
     number = int(seed[1]) if seed else 0
     tokens = [number % 1000] * (1 + number % 64)  # unequal, so that there is something to deal
-    choice = {"token_ids": tokens, "logprobs": {"token_logprobs": [-1.0] * len(tokens)}, "text": "made up"}
+    choice = {
+        "token_ids": tokens,
+        "logprobs": {"token_logprobs": [-1.0] * len(tokens)},
+        "text": "made up",
+    }
     return {"choices": [{**choice, "finish_reason": "stop"}]}
 
 
 def _answer(writer: asyncio.StreamWriter, value: object) -> None:
     body = json.dumps(value).encode()
-    head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = (
+        f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
     writer.write(head.encode() + body)

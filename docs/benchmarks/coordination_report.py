@@ -42,7 +42,9 @@ def _verdict(results: Mapping[str, Any]) -> str:
 
 
 def _machine(machine: Mapping[str, Any]) -> str:
-    return f"Machine: {machine['cores']} cores of {machine['processor']}, {machine['memory_gib']} GiB."
+    return (
+        f"Machine: {machine['cores']} cores of {machine['processor']}, {machine['memory_gib']} GiB."
+    )
 
 
 def draw(results: Mapping[str, Any], path: Path) -> None:
@@ -53,7 +55,10 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    for label, key in (("one central controller", "central"), ("N parallel controllers", "parallel")):
+    for label, key in (
+        ("one central controller", "central"),
+        ("N parallel controllers", "parallel"),
+    ):
         rows = results[key]
         over = [row["engines"] for row in rows]
         axes[0].plot(over, [row["cpu_s_busiest"] for row in rows], marker="o", label=label)

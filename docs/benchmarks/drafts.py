@@ -69,7 +69,9 @@ async def seconds_of(engine: VllmEngine, work: Work, prompts: Sequence[Sequence[
     return time.perf_counter() - began
 
 
-async def compare(engines: Sequence[VllmEngine], tokenizer: object, repeats: int) -> dict[str, object]:
+async def compare(
+    engines: Sequence[VllmEngine], tokenizer: object, repeats: int
+) -> dict[str, object]:
     """Each work by the engine without drafts and the one with them, in turn."""
     told: dict[str, object] = {}
     for work in works():
@@ -108,20 +110,26 @@ def running(model: Path, drafts: Sequence[int], output: Path) -> Iterator[list[V
     with served(folder, specs, output):
         sampling = Sampling(max_tokens=96)
         yield [
-            VllmEngine(spec.name, spec.socket, sampling, request_timeout_s=600, drafts=spec.drafts > 0)
+            VllmEngine(
+                spec.name, spec.socket, sampling, request_timeout_s=600, drafts=spec.drafts > 0
+            )
             for spec in specs
         ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--drafts", type=int, default=4, help="tokens that a pass checks")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output", type=Path, default=Path("runs/drafts"))
     job = parser.parse_args()
     job.output.mkdir(parents=True, exist_ok=True)
-    model = fetch_model(resolve_model(job.model, trust_remote_code=False), log=job.output / "model.log")
+    model = fetch_model(
+        resolve_model(job.model, trust_remote_code=False), log=job.output / "model.log"
+    )
     with running(model, (0, job.drafts), job.output) as engines:
         told = asyncio.run(compare(engines, AutoTokenizer.from_pretrained(model), job.repeats))
     told = {"machine": describe_machine(), "drafts": job.drafts, **told}

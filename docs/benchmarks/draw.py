@@ -34,13 +34,24 @@ def draw(results: Mapping[str, Any], file: Path) -> None:
         for row, parts in enumerate(bars(level).values()):
             left = 0.0
             for part, seconds in parts.items():
-                axes.barh(row, seconds, left=left, color=_COLOURS.get(part, "#bdbdbd"), edgecolor="white")
+                axes.barh(
+                    row, seconds, left=left, color=_COLOURS.get(part, "#bdbdbd"), edgecolor="white"
+                )
                 if seconds > 0.04 * level["trl"]["seconds"]:
-                    axes.text(left + seconds / 2, row, f"{part}\n{seconds:.1f}", ha="center", va="center", fontsize=7)
+                    axes.text(
+                        left + seconds / 2,
+                        row,
+                        f"{part}\n{seconds:.1f}",
+                        ha="center",
+                        va="center",
+                        fontsize=7,
+                    )
                 left += seconds
         axes.set_yticks(range(len(bars(level))), list(bars(level)))
         axes.invert_yaxis()
-        axes.set_title(f"{tokens} completion tokens: {level['ratio']:.2f} times TRL", loc="left", fontsize=9)
+        axes.set_title(
+            f"{tokens} completion tokens: {level['ratio']:.2f} times TRL", loc="left", fontsize=9
+        )
         axes.set_xlabel("seconds a step", fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(file, dpi=150)
@@ -49,8 +60,16 @@ def draw(results: Mapping[str, Any], file: Path) -> None:
 def bars(level: Mapping[str, Any]) -> dict[str, Mapping[str, float]]:
     """Seconds by part for each bar; the bare passes for as many tokens as ycore's median step has."""
     bare = level["bare"]
-    seconds = sorted(bare["seconds"])[len(bare["seconds"]) // 2] / bare["tokens"] * level["ycore"]["tokens"]
-    return {"TRL": level["trl"]["parts"], "ycore": level["ycore"]["parts"], "bare passes": {"bare": seconds}}
+    seconds = (
+        sorted(bare["seconds"])[len(bare["seconds"]) // 2]
+        / bare["tokens"]
+        * level["ycore"]["tokens"]
+    )
+    return {
+        "TRL": level["trl"]["parts"],
+        "ycore": level["ycore"]["parts"],
+        "bare passes": {"bare": seconds},
+    }
 
 
 if __name__ == "__main__":

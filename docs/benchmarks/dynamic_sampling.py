@@ -56,12 +56,30 @@ def mixed_rows() -> list[dict[str, Any]]:
 
 
 def command(told: argparse.Namespace, output: Path, side: str) -> list[str]:
-    sizes = {"--prompts-per-step": told.prompts, "--group-size": told.group_size, "--max-tokens": told.tokens}
+    sizes = {
+        "--prompts-per-step": told.prompts,
+        "--group-size": told.group_size,
+        "--max-tokens": told.tokens,
+    }
     reward = "sometimes.py:sometimes" if told.task == "flat" else "exact_answer"
     options: dict[str, Any] = {"--model": told.model, "--dataset": "rows.jsonl", "--reward": reward}
-    options |= {**sizes, "--steps": told.steps, "--seed": 0, "--engine": told.engine, "--output": output}
+    options |= {
+        **sizes,
+        "--steps": told.steps,
+        "--seed": 0,
+        "--engine": told.engine,
+        "--output": output,
+    }
     words = [str(word) for pair in options.items() for word in pair]
-    return [sys.executable, "-c", "from ycore_cli.main import main; main()", "grpo", *words, *SIDES[side], *told.more]
+    return [
+        sys.executable,
+        "-c",
+        "from ycore_cli.main import main; main()",
+        "grpo",
+        *words,
+        *SIDES[side],
+        *told.more,
+    ]
 
 
 def figures(metrics: Sequence[Mapping[str, Any]], *, prompts: int) -> dict[str, float]:
@@ -81,15 +99,18 @@ def figures(metrics: Sequence[Mapping[str, Any]], *, prompts: int) -> dict[str, 
 
 
 def as_markdown(results: Mapping[str, Any]) -> str:
-    head = (
-        "side | groups that teach, an hour | trained without variance | groups drawn a step | s a step | round | train"
-    )
+    head = "side | groups that teach, an hour | trained without variance | groups drawn a step | s a step | round | train"
     lines = [f"| {head} |", "| " + " | ".join("---" for _ in head.split("|")) + " |"]
     first, second = results["runs"]
     for side in results["runs"]:
-        one = {name: median(run[name] for run in results["runs"][side]) for name in results["runs"][side][0]}
+        one = {
+            name: median(run[name] for run in results["runs"][side])
+            for name in results["runs"][side][0]
+        }
         seconds = f"{one['step_s']:.1f} | {one['round_s']:.1f} | {one['train_s']:.1f}"
-        lines.append(f"| {side} | {one['per_hour']:.0f} | {one['zero_std']:.0%} | {one['drawn']:.1f} | {seconds} |")
+        lines.append(
+            f"| {side} | {one['per_hour']:.0f} | {one['zero_std']:.0%} | {one['drawn']:.1f} | {seconds} |"
+        )
     pairs = zip(results["runs"][second], results["runs"][first], strict=True)
     ratios = [mine["per_hour"] / theirs["per_hour"] for mine, theirs in pairs]
     held = "holds" if median(ratios) >= EXPECTED[first] else "misses"
@@ -100,7 +121,9 @@ def as_markdown(results: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--engine", default="vllm")
     parser.add_argument("--sides", default="without,dynamic", help="two of: " + ", ".join(SIDES))
@@ -121,7 +144,11 @@ def main() -> None:
     if Path(told.model).is_dir():
         told.model = str(Path(told.model).resolve())
     sizes = f"{told.model}, {told.prompts} prompts x {told.group_size} completions of at most {told.tokens} tokens"
-    results: dict[str, Any] = {"told": f"{sizes}, {told.steps} steps a run", "machine": describe_machine(), "busy": []}
+    results: dict[str, Any] = {
+        "told": f"{sizes}, {told.steps} steps a run",
+        "machine": describe_machine(),
+        "busy": [],
+    }
     results["runs"] = {side: [] for side in told.sides.split(",")}
     for repeat in range(told.repeats):
         for side in results["runs"]:  # in turn
@@ -129,7 +156,9 @@ def main() -> None:
             name = Path(f"{side}-{repeat}")
             stop = threading.Event()
             words = command(told, name, side)
-            run_bounded(words, folder=told.output, environment={}, timeout_s=told.timeout, stop=stop)
+            run_bounded(
+                words, folder=told.output, environment={}, timeout_s=told.timeout, stop=stop
+            )
             metrics = read_metrics(told.output / name / "metrics.jsonl")
             results["runs"][side].append(figures(metrics, prompts=told.prompts))
             (told.output / "results.json").write_text(json.dumps(results, indent=2))

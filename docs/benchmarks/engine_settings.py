@@ -58,7 +58,10 @@ def changed(
 
     try:
         placement_engines.engine_command = with_words
-        placement_engines.engine_environment = lambda engine: {**environment(engine), **(variables or {})}
+        placement_engines.engine_environment = lambda engine: {
+            **environment(engine),
+            **(variables or {}),
+        }
         placement_engines._engine = with_cores
         with engines_running(job, output) as sockets:
             yield clients(sockets, length_of=lambda seed: _TOKENS)
@@ -87,7 +90,9 @@ async def write_groups(engine: SeededEngine, prompt_tokens: int, *, groups: int 
 
 async def blocks(engine: SeededEngine, repeats: int) -> dict[str, list[float]]:
     return {
-        str(tokens): await seconds_of(lambda tokens=tokens: write_groups(engine, tokens), repeats=repeats)  # type: ignore[misc]
+        str(tokens): await seconds_of(
+            lambda tokens=tokens: write_groups(engine, tokens), repeats=repeats
+        )  # type: ignore[misc]
         for tokens in _PROMPTS
     }
 
@@ -142,12 +147,20 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--output", type=Path, default=Path("runs/settings"))
     parser.add_argument("--only", nargs="+", choices=tuple(PARTS), default=tuple(PARTS))
-    sizes = {"longest": 256, "prompt_tokens": 140, "judge_reads": 140, "judge_tokens": _TOKENS, "max_num_seqs": 64}
+    sizes = {
+        "longest": 256,
+        "prompt_tokens": 140,
+        "judge_reads": 140,
+        "judge_tokens": _TOKENS,
+        "max_num_seqs": 64,
+    }
     return argparse.Namespace(**sizes, **vars(parser.parse_args()))
 
 

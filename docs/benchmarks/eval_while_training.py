@@ -24,7 +24,16 @@ from machine import describe_machine
 from ycore.run.metrics import read_metrics
 
 SIDES = {"between": [], "beside": ["--eval-while-training"]}
-OPTIONS = ["--recipe", "quickstart", "--eval-dataset", "task:addition?digits=1", "--eval-every", "1", "--seed", "0"]
+OPTIONS = [
+    "--recipe",
+    "quickstart",
+    "--eval-dataset",
+    "task:addition?digits=1",
+    "--eval-every",
+    "1",
+    "--seed",
+    "0",
+]
 _LOOK_S = 0.5
 
 
@@ -35,7 +44,13 @@ def keep_apart(stop: threading.Event) -> None:
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, FileNotFoundError):
                 words = " ".join(process.cmdline())
-                cores = [first] if "ycore.trainer" in words else others if "vllm" in words.lower() else None
+                cores = (
+                    [first]
+                    if "ycore.trainer" in words
+                    else others
+                    if "vllm" in words.lower()
+                    else None
+                )
                 for thread in process.threads() if cores else ():
                     os.sched_setaffinity(thread.id, cores or ())
 
@@ -44,7 +59,15 @@ def measured(told: argparse.Namespace, side: str, folder: Path) -> dict[str, Any
     """One run of one side, without the evaluations before the first step and after the last, which are alike."""
     folder.mkdir(parents=True)
     sizes = ["--steps", str(told.steps), "--set", f"num_samples={told.num_samples}"]
-    command = [sys.executable, "-c", "import ycore_cli; ycore_cli.start()", "grpo", *OPTIONS, *sizes, *SIDES[side]]
+    command = [
+        sys.executable,
+        "-c",
+        "import ycore_cli; ycore_cli.start()",
+        "grpo",
+        *OPTIONS,
+        *sizes,
+        *SIDES[side],
+    ]
     environment = {"OMP_NUM_THREADS": "1"} if told.apart else {}
     over = threading.Event()
     pinning = threading.Thread(target=keep_apart, args=(over,))
@@ -53,7 +76,11 @@ def measured(told: argparse.Namespace, side: str, folder: Path) -> dict[str, Any
     try:
         command += ["--output", "run"]
         whole_s = run_bounded(
-            command, folder=folder, environment=environment, timeout_s=told.timeout, stop=threading.Event()
+            command,
+            folder=folder,
+            environment=environment,
+            timeout_s=told.timeout,
+            stop=threading.Event(),
         )
     finally:
         over.set()
@@ -79,15 +106,23 @@ def total(rows: Iterable[Mapping[str, Any]], name: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--num-samples", type=int, default=8, help="completions of each of the 20 held-out prompts")
-    parser.add_argument("--apart", action="store_true", help="the trainer on one core, the engines on the others")
+    parser.add_argument(
+        "--num-samples", type=int, default=8, help="completions of each of the 20 held-out prompts"
+    )
+    parser.add_argument(
+        "--apart", action="store_true", help="the trainer on one core, the engines on the others"
+    )
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one run")
     told = parser.parse_args()
-    order = [side for turn in range(told.repeats) for side in (list(SIDES), list(SIDES)[::-1])[turn % 2]]
+    order = [
+        side for turn in range(told.repeats) for side in (list(SIDES), list(SIDES)[::-1])[turn % 2]
+    ]
     runs = [measured(told, side, told.output / str(number)) for number, side in enumerate(order)]
     result = {"machine": describe_machine(), "apart": told.apart, "runs": runs}
     (told.output / "eval_while_training.json").write_text(json.dumps(result, indent=2))

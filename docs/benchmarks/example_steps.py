@@ -38,13 +38,26 @@ def spent() -> resource.struct_rusage:
 def measured(told: argparse.Namespace, side: str, folder: Path) -> dict[str, Any]:
     """One run of one side."""
     folder.mkdir(parents=True)
-    recipe = yaml.safe_load(Path(ycore_recipes.__file__).with_name(f"{told.recipe}.yaml").read_text())
-    options = ["--recipe", told.recipe, "--set", f"dataset={told.dataset.resolve()}", "--set", "held_out=0"]
+    recipe = yaml.safe_load(
+        Path(ycore_recipes.__file__).with_name(f"{told.recipe}.yaml").read_text()
+    )
+    options = [
+        "--recipe",
+        told.recipe,
+        "--set",
+        f"dataset={told.dataset.resolve()}",
+        "--set",
+        "held_out=0",
+    ]
     words = [recipe["algorithm"], *options, "--steps", str(told.steps), "--output", "run"]
     command = [sys.executable, "-c", COMMAND.format(change=SIDES[told.of][side]), *words]
-    path = {"PYTHONPATH": str(Path(__file__).parent)}  # where the trainer's process finds `whole_head`
+    path = {
+        "PYTHONPATH": str(Path(__file__).parent)
+    }  # where the trainer's process finds `whole_head`
     before = spent()
-    run_bounded(command, folder=folder, environment=path, timeout_s=told.timeout, stop=threading.Event())
+    run_bounded(
+        command, folder=folder, environment=path, timeout_s=told.timeout, stop=threading.Event()
+    )
     after = spent()
     output = folder / "run"
     metrics = read_metrics(output / "metrics.jsonl", say=print)
@@ -60,11 +73,15 @@ def measured(told: argparse.Namespace, side: str, folder: Path) -> dict[str, Any
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--of", choices=sorted(SIDES), required=True)
     parser.add_argument("--recipe", default="sft-chat", help="sft-chat or hh-dpo")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--dataset", type=Path, required=True, help="hh-rlhf's harmless-base test file")
+    parser.add_argument(
+        "--dataset", type=Path, required=True, help="hh-rlhf's harmless-base test file"
+    )
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one run")

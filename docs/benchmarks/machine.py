@@ -10,7 +10,9 @@ from ycore.run.claim import installed_versions
 
 def describe_machine() -> dict[str, Any]:
     """As a recipe's band describes it, and the versions."""
-    versions = {name: version for name, version in installed_versions().items() if version is not None}
+    versions = {
+        name: version for name, version in installed_versions().items() if version is not None
+    }
     return layout.describe_machine() | {"versions": versions}
 
 

@@ -38,7 +38,14 @@ from ycore.view.record import half_width
 YCORE = [sys.executable, "-c", "from ycore_cli.main import main; main()"]
 TASKS = {
     "sums": ["--dataset", "task:addition?digits=1", "--eval-dataset", "task:addition?digits=1"],
-    "gym": ["--dataset", "gym:{family}&size=400", "--eval-dataset", "gym:{family}&size=40", "--reward", "gym"],
+    "gym": [
+        "--dataset",
+        "gym:{family}&size=400",
+        "--eval-dataset",
+        "gym:{family}&size=40",
+        "--reward",
+        "gym",
+    ],
 }
 _FAMILY = "chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1"
 REWARDS = {"sums": "exact_answer", "gym": "gym"}
@@ -69,7 +76,14 @@ def command(told: argparse.Namespace, method: str, seed: int, output: Path) -> l
     """The same options for every method, but for those that are its own."""
     algorithm, *own = METHODS[method]
     task = [word.format(family=told.family) for word in TASKS[told.task]]
-    sizes = ["--prompts-per-step", told.prompts, "--group-size", told.group, "--max-tokens", told.tokens]
+    sizes = [
+        "--prompts-per-step",
+        told.prompts,
+        "--group-size",
+        told.group,
+        "--max-tokens",
+        told.tokens,
+    ]
     ends = ["--steps", _STEPS, "--eval-every", _STEPS, "--stop-when", f"seconds:{told.budget}"]
     fixed = [
         *ends,
@@ -82,7 +96,19 @@ def command(told: argparse.Namespace, method: str, seed: int, output: Path) -> l
         "--learning-rate",
         told.learning_rate,
     ]
-    words = [algorithm, "--recipe", "quickstart", *task, *own, *sizes, *fixed, "--seed", seed, "--output", output]
+    words = [
+        algorithm,
+        "--recipe",
+        "quickstart",
+        *task,
+        *own,
+        *sizes,
+        *fixed,
+        "--seed",
+        seed,
+        "--output",
+        output,
+    ]
     return [*YCORE, *map(str, words)]
 
 
@@ -108,7 +134,15 @@ def run_trl(told: argparse.Namespace, seed: int, folder: Path, logs: Path) -> di
     rows = write_rows(folder / "rows", train, REWARDS[told.task])
     dtype = format_of("auto", has_bfloat16=bfloat16_factor(core_flags()) is not None)
     settings = Settings(
-        model_folder(told.model), rows, told.tokens, _STEPS, told.prompts, told.group, told.learning_rate, seed, dtype
+        model_folder(told.model),
+        rows,
+        told.tokens,
+        _STEPS,
+        told.prompts,
+        told.group,
+        told.learning_rate,
+        seed,
+        dtype,
     )
     words = [
         word if word != "trl_probe.distinct_characters" else "trl_budget.score"
@@ -116,13 +150,38 @@ def run_trl(told: argparse.Namespace, seed: int, folder: Path, logs: Path) -> di
     ]
     wishes = {"METHOD_REWARD": REWARDS[told.task], "METHOD_BUDGET_S": str(told.budget)}
     run_bounded(
-        [*words, "--beta", "0.0"], folder=logs, environment=environment() | wishes, timeout_s=told.timeout, stop=_NEVER
+        [*words, "--beta", "0.0"],
+        folder=logs,
+        environment=environment() | wishes,
+        timeout_s=told.timeout,
+        stop=_NEVER,
     )
-    sizes = ["--split", "test", "--num-samples", _SAMPLES, "--max-tokens", told.tokens, "--reward", REWARDS[told.task]]
+    sizes = [
+        "--split",
+        "test",
+        "--num-samples",
+        _SAMPLES,
+        "--max-tokens",
+        told.tokens,
+        "--reward",
+        REWARDS[told.task],
+    ]
     known = {}
     for name, model in (("before", told.model), ("pass@1", logs / "run")):
-        measured = [*YCORE, "eval", "--model", model, "--dataset", held_out, *sizes, "--output", folder / name]
-        run_bounded([*map(str, measured)], folder=logs, environment={}, timeout_s=told.timeout, stop=_NEVER)
+        measured = [
+            *YCORE,
+            "eval",
+            "--model",
+            model,
+            "--dataset",
+            held_out,
+            *sizes,
+            "--output",
+            folder / name,
+        ]
+        run_bounded(
+            [*map(str, measured)], folder=logs, environment={}, timeout_s=told.timeout, stop=_NEVER
+        )
         known[name] = json.loads((folder / name / "eval.json").read_text())["pass@1"]
     found = json.loads((logs / "seconds.json").read_text()) | known
     (folder / "summary.json").write_text(json.dumps(found))
@@ -132,7 +191,11 @@ def run_trl(told: argparse.Namespace, seed: int, folder: Path, logs: Path) -> di
 def write_rows(folder: Path, dataset: str, reward: str) -> Path:
     """The task's training rows as `folder/train.jsonl`, for TRL."""
     config = RunConfig(
-        model="none", dataset=dataset, rewards=[RewardConfig(reward=reward)], output="none", split="train"
+        model="none",
+        dataset=dataset,
+        rewards=[RewardConfig(reward=reward)],
+        output="none",
+        split="train",
     )
     folder.mkdir(parents=True, exist_ok=True)
     prompts = load_prompts(config, as_chat=True).prompts
@@ -148,26 +211,36 @@ def runs_of(told: argparse.Namespace) -> Iterator[tuple[str, int, Path]]:
 
 
 def as_markdown(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
-    lines = ["| method | held-out pass@1 before | after the budget | seeds | steps | groups that taught, an hour |"]
+    lines = [
+        "| method | held-out pass@1 before | after the budget | seeds | steps | groups that taught, an hour |"
+    ]
     lines.append("|---|---|---|---|---|---|")
-    for method, found in sorted(runs.items(), key=lambda pair: -fmean(run["pass@1"] for run in pair[1])):
+    for method, found in sorted(
+        runs.items(), key=lambda pair: -fmean(run["pass@1"] for run in pair[1])
+    ):
         values = [run["pass@1"] for run in found]
         half = half_width(values)
         interval = f"{fmean(values):.3f}" + ("" if half is None else f" ± {half:.3f}")
         each = ", ".join(f"{value:.2f}" for value in values)
         before, steps = fmean(run["before"] for run in found), fmean(run["steps"] for run in found)
         hour = fmean(3600 * run["taught"] / max(run["seconds"], 1e-9) for run in found)
-        lines.append(f"| `{method}` | {before:.3f} | {interval} | {each} | {steps:.0f} | {hour:.0f} |")
+        lines.append(
+            f"| `{method}` | {before:.3f} | {interval} | {each} | {steps:.0f} | {hour:.0f} |"
+        )
     return "\n".join(lines)
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--task", choices=tuple(TASKS), default="sums")
     add("--family", default=_FAMILY, help="of reasoning-gym, with its arguments, for --task gym")
     add("--methods", default=",".join(METHODS), help="those to run, in this order")
-    add("--model", default="smollm2-135m", help="as `ycore grpo` takes it; it needs a chat template")
+    add(
+        "--model", default="smollm2-135m", help="as `ycore grpo` takes it; it needs a chat template"
+    )
     add("--seeds", type=int, default=3)
     add("--first-seed", type=int, default=0)
     add("--budget", type=int, default=120, help="seconds of steps")
@@ -223,7 +296,11 @@ def run_all(told: argparse.Namespace) -> Iterator[tuple[str, dict[str, float]]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     told = parsed(arguments)
     told.output.mkdir(parents=True, exist_ok=True)
-    settings = {name: value for name, value in vars(told).items() if name not in ("output", "methods", "timeout")}
+    settings = {
+        name: value
+        for name, value in vars(told).items()
+        if name not in ("output", "methods", "timeout")
+    }
     results: dict[str, Any] = {"machine": describe_machine(), "settings": settings, "runs": {}}
     for method, found in run_all(told):
         if found:

@@ -25,9 +25,13 @@ def by_transformers(folder: Path, chats: list[list[dict[str, str]]], num_tokens:
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     told = []
     for chat in chats:
-        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        ids = tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
         written = model.generate(**ids, max_new_tokens=num_tokens, do_sample=False)
-        told.append(tokenizer.decode(written[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
+        told.append(
+            tokenizer.decode(written[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+        )
     return told
 
 
@@ -41,7 +45,9 @@ def by_llama_cpp(file: Path, chats: list[list[dict[str, str]]], num_tokens: int)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("file", type=Path)
     parser.add_argument("--dataset", default="task:addition?digits=1")
@@ -53,7 +59,10 @@ def main() -> None:
         split="test", limit=told.limit,
     )  # fmt: skip
     chats: list[Any] = [prompt.content for prompt in load_prompts(config, as_chat=True).prompts]
-    ours, theirs = by_transformers(told.folder, chats, told.tokens), by_llama_cpp(told.file, chats, told.tokens)
+    ours, theirs = (
+        by_transformers(told.folder, chats, told.tokens),
+        by_llama_cpp(told.file, chats, told.tokens),
+    )
     pairs = list(zip(ours, theirs, strict=True))
     for chat, (one, other) in zip(chats, pairs, strict=True):
         if one != other:

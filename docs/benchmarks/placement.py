@@ -130,7 +130,9 @@ class OneList(DrawSource):
         super().__init__(
             [Prompt(row, "") for row in range(64)],
             seed=None,
-            encode=lambda prompt: tuple(1000 + (7 * prompt.row + place) % 9000 for place in range(job.prompt_tokens)),
+            encode=lambda prompt: tuple(
+                1000 + (7 * prompt.row + place) % 9000 for place in range(job.prompt_tokens)
+            ),
             max_prompt_tokens=job.prompt_tokens,
         )
         self._drawn = drawn
@@ -145,7 +147,9 @@ class OneList(DrawSource):
 
 def pool_of(job: argparse.Namespace) -> SlotPool:
     swap_s = statistics.fmean(PUBLISHED_S.values()) if job.asleep else 0.0
-    return SlotPool(2, ROLES, dict.fromkeys(ROLES, job.max_num_seqs), exclusive=job.asleep, swap_s=swap_s)
+    return SlotPool(
+        2, ROLES, dict.fromkeys(ROLES, job.max_num_seqs), exclusive=job.asleep, swap_s=swap_s
+    )
 
 
 def counters(job: argparse.Namespace) -> dict[str, Any]:
@@ -210,13 +214,18 @@ class Contestant:
 
 
 def simulated_group(position: int, job: argparse.Namespace) -> SimulatedGroup:
-    lengths = [length_of(completion_seed(0, position, index), job) for index in range(job.group_size)]
+    lengths = [
+        length_of(completion_seed(0, position, index), job) for index in range(job.group_size)
+    ]
     return SimulatedGroup(
-        tuple({ROLLOUT: float(length), JUDGE: float(job.judge_tokens)} for length in lengths), teaches(position, job)
+        tuple({ROLLOUT: float(length), JUDGE: float(job.judge_tokens)} for length in lengths),
+        teaches(position, job),
     )
 
 
-def predict(words: str, measured: Sequence[dict[str, Measured]], job: argparse.Namespace) -> list[float]:
+def predict(
+    words: str, measured: Sequence[dict[str, Measured]], job: argparse.Namespace
+) -> list[float]:
     """The simulator's seconds for the counted rounds of a placement."""
     mean = {role: mean_of([told[role] for told in measured]) for role in ROLES}
     result = simulate(
@@ -255,7 +264,10 @@ def replay(trace: Path, job: argparse.Namespace) -> dict[str, float]:
         seed=0,
     )
     rounds = requests_of([span for span in read_trace(trace) if span.rank == 0])[-job.rounds :]
-    told = {str(result.placement): result.seconds for result in compare_recorded(rounds, scenario).results}
+    told = {
+        str(result.placement): result.seconds
+        for result in compare_recorded(rounds, scenario).results
+    }
     return {words: told[words] for words in PLACEMENTS}
 
 
@@ -307,23 +319,32 @@ async def play_all(
 
 def rank_of(rank: int, folder: Path, drawn: Mapping[str, Any], job: argparse.Namespace) -> None:
     """A rank's process: all placements in turn. The first leaves what it saw in `folder`."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=job.ranks)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=job.ranks
+    )
     engines = clients(folder / "sockets", length_of=lambda seed: length_of(seed, job))
     contestants = [
-        Contestant(words, engines, job, job.output, drawn[words], line=line_of(number, rank, folder, job))
+        Contestant(
+            words, engines, job, job.output, drawn[words], line=line_of(number, rank, folder, job)
+        )
         for number, words in enumerate(PLACEMENTS)
     ]
     rows, measured = asyncio.run(play_all(contestants, engines, job))
     if rank == 0:
         summarised = summary_of(rows, measured, contestants, job)
-        told = {"measured": [{role: asdict(one) for role, one in told.items()} for told in measured], "rounds": rows}
+        told = {
+            "measured": [{role: asdict(one) for role, one in told.items()} for told in measured],
+            "rounds": rows,
+        }
         (folder / "told.json").write_text(json.dumps({**told, "summary": summarised}))
     dist.destroy_process_group()
 
 
 def line_of(number: int, rank: int, folder: Path, job: argparse.Namespace) -> SocketLine:
     placement = parse_placement(PLACEMENTS[number])
-    return SocketLine(folder / f"allocator-{number}", pool_of(job), placement, rank=rank, num_ranks=job.ranks)
+    return SocketLine(
+        folder / f"allocator-{number}", pool_of(job), placement, rank=rank, num_ranks=job.ranks
+    )
 
 
 def play_ranks(sockets: Path, job: argparse.Namespace) -> dict[str, Any]:
@@ -337,7 +358,10 @@ def play_ranks(sockets: Path, job: argparse.Namespace) -> dict[str, Any]:
             for number in range(len(PLACEMENTS))
         ]
         drawn = counters(job)
-        ranks = [FORK.Process(target=rank_of, args=(rank, folder, drawn, job)) for rank in range(job.ranks)]
+        ranks = [
+            FORK.Process(target=rank_of, args=(rank, folder, drawn, job))
+            for rank in range(job.ranks)
+        ]
         try:
             for process in ranks:
                 process.start()
@@ -368,23 +392,36 @@ def summary_of(
 
 
 def summarise(
-    rows: dict[str, list[dict[str, Any]]], predicted: dict[str, list[float]], replayed: dict[str, dict[str, float]]
+    rows: dict[str, list[dict[str, Any]]],
+    predicted: dict[str, list[float]],
+    replayed: dict[str, dict[str, float]],
 ) -> dict[str, Any]:
     """The figures that the page quotes."""
     mean = {words: statistics.fmean(row["seconds"] for row in told) for words, told in rows.items()}
     better = min(value for words, value in mean.items() if words != "dynamic")
     same = all(
-        len({row[key] for row in turn}) == 1 for turn in zip(*rows.values(), strict=True) for key in ("drawn", "tokens")
+        len({row[key] for row in turn}) == 1
+        for turn in zip(*rows.values(), strict=True)
+        for key in ("drawn", "tokens")
     )
     return {
         "seconds": mean,
         "range": {
-            words: [min(r["seconds"] for r in told), max(r["seconds"] for r in told)] for words, told in rows.items()
+            words: [min(r["seconds"] for r in told), max(r["seconds"] for r in told)]
+            for words, told in rows.items()
         },
-        "bound_ratio": {words: statistics.fmean(row["bound_ratio"] for row in told) for words, told in rows.items()},
-        "idle_share": {words: statistics.fmean(row["idle_share"] for row in told) for words, told in rows.items()},
+        "bound_ratio": {
+            words: statistics.fmean(row["bound_ratio"] for row in told)
+            for words, told in rows.items()
+        },
+        "idle_share": {
+            words: statistics.fmean(row["idle_share"] for row in told)
+            for words, told in rows.items()
+        },
         "simulated": {words: statistics.fmean(seconds) for words, seconds in predicted.items()},
-        "simulated_over_real": {words: statistics.fmean(predicted[words]) / mean[words] for words in rows},
+        "simulated_over_real": {
+            words: statistics.fmean(predicted[words]) / mean[words] for words in rows
+        },
         "replayed_over_real": {
             recorded: {words: seconds / mean[words] for words, seconds in told.items()}
             for recorded, told in replayed.items()
@@ -402,11 +439,17 @@ def main() -> None:
     with ExitStack() as stack:
         sockets = stack.enter_context(engines_running(job, job.output))
         played = play_ranks(sockets, job)
-    told = {"job": {key: str(value) for key, value in vars(job).items()}, "machine": describe_machine(), "busy": busy}
+    told = {
+        "job": {key: str(value) for key, value in vars(job).items()},
+        "machine": describe_machine(),
+        "busy": busy,
+    }
     (job.output / "results.json").write_text(json.dumps(told | played, indent=2))
     print(json.dumps(played["summary"], indent=2))
     traces = [(words, job.output / f"{words.replace(':', '-')}.json") for words in PLACEMENTS]
-    draw_panels([(words, _last_round(trace)) for words, trace in traces], job.output / "timeline.png")
+    draw_panels(
+        [(words, _last_round(trace)) for words, trace in traces], job.output / "timeline.png"
+    )
 
 
 def _end(*_: object) -> None:
@@ -422,22 +465,38 @@ def _last_round(trace: Path) -> list[Any]:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--rounds", type=int, default=10, help="counted rounds of each placement")
-    parser.add_argument("--warm-up", type=int, default=2, help="rounds before them, in which dynamic learns")
-    parser.add_argument("--ranks", type=int, default=2, help="training ranks that share the two slots")
-    parser.add_argument("--asleep", action="store_true", help="one engine of a slot is awake at a time (emulated)")
+    parser.add_argument(
+        "--warm-up", type=int, default=2, help="rounds before them, in which dynamic learns"
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=2, help="training ranks that share the two slots"
+    )
+    parser.add_argument(
+        "--asleep", action="store_true", help="one engine of a slot is awake at a time (emulated)"
+    )
     parser.add_argument("--need", type=int, default=32, help="groups that can teach, a round")
     parser.add_argument("--group-size", type=int, default=4)
     parser.add_argument("--teach-share", type=float, default=0.7)
     parser.add_argument("--mean", type=float, default=64.0, help="tokens of a completion")
-    parser.add_argument("--sigma", type=float, default=0.8, help="spread of the logarithm of a completion's length")
+    parser.add_argument(
+        "--sigma", type=float, default=0.8, help="spread of the logarithm of a completion's length"
+    )
     parser.add_argument("--longest", type=int, default=384)
     parser.add_argument("--prompt-tokens", type=int, default=24)
-    parser.add_argument("--judge-reads", type=int, default=32, help="tokens that the judge reads for a completion")
-    parser.add_argument("--judge-tokens", type=int, default=1, help="tokens that it writes; 1 is a label's")
-    parser.add_argument("--max-num-seqs", type=int, default=256, help="requests that an engine holds at once")
+    parser.add_argument(
+        "--judge-reads", type=int, default=32, help="tokens that the judge reads for a completion"
+    )
+    parser.add_argument(
+        "--judge-tokens", type=int, default=1, help="tokens that it writes; 1 is a label's"
+    )
+    parser.add_argument(
+        "--max-num-seqs", type=int, default=256, help="requests that an engine holds at once"
+    )
     parser.add_argument("--output", type=Path, default=Path("runs/placement"))
     return parser.parse_args()
 

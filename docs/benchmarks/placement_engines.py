@@ -35,12 +35,21 @@ class SeededEngine:
         self.server = Server(name, socket, request_timeout_s=600)
         self._length_of = length_of
 
-    async def complete(self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False) -> Completion:
+    async def complete(
+        self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False
+    ) -> Completion:
         return await self.write(prompt_ids, seed, self._length_of(seed))
 
     async def write(self, prompt_ids: Sequence[int], seed: int, length: int) -> Completion:
         """`length` tokens."""
-        body = {"model": "rollout", "prompt": list(prompt_ids), "n": 1, "seed": seed, "temperature": 1.0, "logprobs": 0}
+        body = {
+            "model": "rollout",
+            "prompt": list(prompt_ids),
+            "n": 1,
+            "seed": seed,
+            "temperature": 1.0,
+            "logprobs": 0,
+        }
         body |= {"max_tokens": length, "ignore_eos": True, "return_token_ids": True}
         answer = await self.server.request("POST", "/v1/completions", body)
         tokens = answer["choices"][0]["token_ids"]
@@ -94,7 +103,10 @@ def clients(sockets: Path, *, length_of: Callable[[int], int]) -> Engines:
     """A process's own clients of the four servers."""
     roles = [
         [SeededEngine(name, sockets / f"{name}.sock", of) for name in names]
-        for names, of in ((("rollout-0", "rollout-1"), length_of), (("judge-0", "judge-1"), lambda length: length))
+        for names, of in (
+            (("rollout-0", "rollout-1"), length_of),
+            (("judge-0", "judge-1"), lambda length: length),
+        )
     ]
     return Engines(*roles)
 
@@ -106,7 +118,9 @@ def engines_running(job: argparse.Namespace, output: Path) -> Iterator[Path]:
     model = fetch_model(resolve_model(job.model, trust_remote_code=False), log=output / "model.log")
     cores = sorted(os.sched_getaffinity(0))[:2]
     planned = [
-        _engine(f"{role}-{slot}", model, folder, job, cores[slot]) for role in ("rollout", "judge") for slot in (0, 1)
+        _engine(f"{role}-{slot}", model, folder, job, cores[slot])
+        for role in ("rollout", "judge")
+        for slot in (0, 1)
     ]
     with served(folder, planned, output):
         yield folder.sockets
@@ -142,7 +156,9 @@ def served(folder: RunFolder, planned: Sequence[EngineSpec], output: Path) -> It
         shutil.rmtree(folder.root, ignore_errors=True)
 
 
-def _engine(name: str, model: Path, folder: RunFolder, job: argparse.Namespace, core: int) -> EngineSpec:
+def _engine(
+    name: str, model: Path, folder: RunFolder, job: argparse.Namespace, core: int
+) -> EngineSpec:
     return EngineSpec(
         name=name,
         model=model,

@@ -32,7 +32,9 @@ class Measured:
 
 def mean_of(several: Sequence[Measured]) -> Measured:
     depths = several[0].speed.depths
-    seconds = tuple(map(statistics.fmean, zip(*(one.speed.seconds for one in several), strict=True)))
+    seconds = tuple(
+        map(statistics.fmean, zip(*(one.speed.seconds for one in several), strict=True))
+    )
     return Measured(_steps(depths, seconds), statistics.fmean(one.reading_s for one in several))
 
 
@@ -41,10 +43,16 @@ def _steps(depths: Sequence[int], seconds: Sequence[float]) -> Steps:
     return Steps(float(base), float(each), tuple(depths), tuple(seconds))
 
 
-async def measure(engines: Sequence[SeededEngine], prompt_tokens: int, depths: Sequence[int] = DEPTHS) -> Measured:
+async def measure(
+    engines: Sequence[SeededEngine], prompt_tokens: int, depths: Sequence[int] = DEPTHS
+) -> Measured:
     """A few seconds a depth; the first requests only warm up."""
     await _seconds(engines, 2, _FEW, prompt_tokens)
-    depths, steps, reads = [depth for depth in depths if depth * prompt_tokens <= _MOST_READ or depth <= 8], [], []
+    depths, steps, reads = (
+        [depth for depth in depths if depth * prompt_tokens <= _MOST_READ or depth <= 8],
+        [],
+        [],
+    )
     for depth in depths:
         few = await _seconds(engines, depth, _FEW, prompt_tokens)
         many = await _seconds(engines, depth, _MANY, prompt_tokens)
@@ -53,7 +61,9 @@ async def measure(engines: Sequence[SeededEngine], prompt_tokens: int, depths: S
     return Measured(_steps(depths, steps), max(0.0, statistics.median(reads)))
 
 
-async def _seconds(engines: Sequence[SeededEngine], depth: int, length: int, prompt_tokens: int) -> float:
+async def _seconds(
+    engines: Sequence[SeededEngine], depth: int, length: int, prompt_tokens: int
+) -> float:
     """Until a slot has written so many tokens for each of `depth` prompts that nobody has read before; their mean."""
 
     async def one(engine: SeededEngine) -> float:

@@ -78,7 +78,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder: Path = options.output.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     core, speed = calibrate()
-    results: dict[str, Any] = {"machine": describe_machine(), "core": asdict(speed), "busy": busy_share(), "runs": []}
+    results: dict[str, Any] = {
+        "machine": describe_machine(),
+        "core": asdict(speed),
+        "busy": busy_share(),
+        "runs": [],
+    }
     failed = False
     for name in options.combinations:
         try:
@@ -98,9 +103,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="plan against measured on this machine")
-    parser.add_argument("--output", type=Path, required=True, help="folder for models, runs and results.json")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="folder for models, runs and results.json"
+    )
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("combinations", nargs="*", default=list(COMBINATIONS), help="e.g. 135m-full-2-zero2")
+    parser.add_argument(
+        "combinations", nargs="*", default=list(COMBINATIONS), help="e.g. 135m-full-2-zero2"
+    )
     return parser.parse_args(arguments)
 
 
@@ -108,7 +117,10 @@ def calibrate() -> tuple[Device, Speed]:
     """One core as the plan wants it, measured by torch in a process of its own, so that its threads are its own."""
     here = Path(__file__).resolve().parent
     answer = subprocess.run(
-        [sys.executable, str(here / "processor_speed.py")], capture_output=True, text=True, check=True
+        [sys.executable, str(here / "processor_speed.py")],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     speed = Speed(**json.loads(answer.stdout.splitlines()[0]))
     told = measured_core()
@@ -119,7 +131,9 @@ def calibrate() -> tuple[Device, Speed]:
     return core, speed
 
 
-def run_one(name: str, folder: Path, core: Device, *, steps: int, stop: threading.Event) -> list[Row]:
+def run_one(
+    name: str, folder: Path, core: Device, *, steps: int, stop: threading.Event
+) -> list[Row]:
     """Run a combination unless its run is there already, and compare."""
     one, run = Combination.named(name), folder / name / "run"
     if not (run / "summary.json").is_file():
@@ -127,7 +141,9 @@ def run_one(name: str, folder: Path, core: Device, *, steps: int, stop: threadin
         environment = {"HF_HUB_OFFLINE": "1"}
         command = command_of(one, folder, run, steps=steps)
         with ProcessorClock(run) as clock:
-            run_bounded(command, folder=run.parent, environment=environment, timeout_s=_TIMEOUT_S, stop=stop)
+            run_bounded(
+                command, folder=run.parent, environment=environment, timeout_s=_TIMEOUT_S, stop=stop
+            )
         (run.parent / "processor.json").write_text(json.dumps(clock.a_step()))
     told = json.loads((run / "run.json").read_text())["config"]
     config = RunConfig.model_validate(told)
@@ -145,10 +161,37 @@ def command_of(one: Combination, folder: Path, run: Path, *, steps: int) -> list
     prompts = write_prompts(folder / "prompts.jsonl")
     rewards = folder / "rewards.py"
     rewards.write_text(_REWARD)
-    words = [str(BIN / "ycore"), "grpo", "--model", str(model), "--dataset", str(prompts), "--output", str(run)]
-    words += ["--reward", f"{rewards}:spread", "--full" if one.full else "--lora", "--no-dynamic-sampling"]
-    words += ["--prompts-per-step", "4", "--group-size", "4", "--max-tokens", "64", "--steps", str(steps)]
-    words += ["--processes", str(one.ranks), *(["--accelerate", one.sharding] if one.sharding else [])]
+    words = [
+        str(BIN / "ycore"),
+        "grpo",
+        "--model",
+        str(model),
+        "--dataset",
+        str(prompts),
+        "--output",
+        str(run),
+    ]
+    words += [
+        "--reward",
+        f"{rewards}:spread",
+        "--full" if one.full else "--lora",
+        "--no-dynamic-sampling",
+    ]
+    words += [
+        "--prompts-per-step",
+        "4",
+        "--group-size",
+        "4",
+        "--max-tokens",
+        "64",
+        "--steps",
+        str(steps),
+    ]
+    words += [
+        "--processes",
+        str(one.ranks),
+        *(["--accelerate", one.sharding] if one.sharding else []),
+    ]
     words += ["--set", "engine.max_model_len=512", "--set", f"checkpoint_every={steps}"]
     if one.judged:
         judge = folder / "judge.yaml"
@@ -167,7 +210,10 @@ def shaped(size: str, folder: Path) -> Path:
 
 def as_lines(name: str, rows: Sequence[Row]) -> str:
     """A row of a Markdown table: planned / measured and the error of each figure."""
-    cells = [f"{row.what} {row.planned:.2f} / {row.measured:.2f} {row.unit} ({row.error:+.0%})" for row in rows]
+    cells = [
+        f"{row.what} {row.planned:.2f} / {row.measured:.2f} {row.unit} ({row.error:+.0%})"
+        for row in rows
+    ]
     return f"| {name} | " + " | ".join(cells) + " |"
 
 

@@ -47,7 +47,13 @@ def _product(dtype: str, inner: int, outer: int, *, threads: int) -> float:
 
     left = torch.rand(ROWS, inner).to(getattr(torch, dtype))
     right = torch.rand(outer, inner).to(getattr(torch, dtype))
-    return 2.0 * ROWS * inner * outer / _median_s(lambda: torch.nn.functional.linear(left, right), threads)
+    return (
+        2.0
+        * ROWS
+        * inner
+        * outer
+        / _median_s(lambda: torch.nn.functional.linear(left, right), threads)
+    )
 
 
 def _median_s(work: Callable[[], Any], threads: int) -> float:

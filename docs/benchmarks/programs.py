@@ -26,7 +26,9 @@ TOLD = EXAM.request(CodeSettings(timeout_s=30.0))
 
 
 async def bare() -> None:
-    subprocess.run([sys.executable, "-I", "-S", "-c", PROGRAM], stdout=subprocess.DEVNULL, check=True)
+    subprocess.run(
+        [sys.executable, "-I", "-S", "-c", PROGRAM], stdout=subprocess.DEVNULL, check=True
+    )
 
 
 def processor_s() -> float:
@@ -51,7 +53,9 @@ async def measure(levels: list[str], repeats: int) -> None:
             await pool.start()
             pools.append(pool)
             kinds[f"{level}: a script"] = lambda pool=pool: pool.run(PROGRAM, deadline_s=30.0)
-            kinds[f"{level}: two asserts"] = lambda pool=pool: pool.examine(PROGRAM, TOLD, deadline_s=60.0)
+            kinds[f"{level}: two asserts"] = lambda pool=pool: pool.examine(
+                PROGRAM, TOLD, deadline_s=60.0
+            )
         seconds: dict[str, list[float]] = {name: [] for name in kinds}
         processor: dict[str, float] = dict.fromkeys(kinds, 0.0)
         for _ in range(repeats):

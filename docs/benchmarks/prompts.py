@@ -13,9 +13,27 @@ from ycore.data.prompts import load_prompts
 
 KINDS = ("additions", "explanations", "stories")
 
-_WHO = ("a lonely lighthouse keeper", "an old bear", "two sisters", "a clockmaker", "a small robot", "a lost sailor")
-_WHERE = ("on an island in the far north", "in a city under the sea", "at the edge of a desert", "in a forgotten mine")
-_WHAT = ("finds a letter", "learns to sing", "builds a bridge", "loses a friend", "hears a strange sound at night")
+_WHO = (
+    "a lonely lighthouse keeper",
+    "an old bear",
+    "two sisters",
+    "a clockmaker",
+    "a small robot",
+    "a lost sailor",
+)
+_WHERE = (
+    "on an island in the far north",
+    "in a city under the sea",
+    "at the edge of a desert",
+    "in a forgotten mine",
+)
+_WHAT = (
+    "finds a letter",
+    "learns to sing",
+    "builds a bridge",
+    "loses a friend",
+    "hears a strange sound at night",
+)
 
 
 def write_prompts(folder: Path, *, kind: str, num_prompts: int, seed: int) -> Path:
@@ -24,7 +42,10 @@ def write_prompts(folder: Path, *, kind: str, num_prompts: int, seed: int) -> Pa
     texts = make(num_prompts, seed=seed)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "train.jsonl"
-    rows = [{"prompt": [{"role": "user", "content": text}], "prompt_index": i} for i, text in enumerate(texts)]
+    rows = [
+        {"prompt": [{"role": "user", "content": text}], "prompt_index": i}
+        for i, text in enumerate(texts)
+    ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
 
@@ -51,6 +72,9 @@ def explanations(num_prompts: int, *, seed: int) -> list[str]:
 def stories(num_prompts: int, *, seed: int) -> list[str]:
     """Distinct requests for a story; the same ones for the same seed."""
     every = [
-        f"Tell a short story about {who} {where} who {what}." for who in _WHO for where in _WHERE for what in _WHAT
+        f"Tell a short story about {who} {where} who {what}."
+        for who in _WHO
+        for where in _WHERE
+        for what in _WHAT
     ]
     return random.Random(seed).sample(every, num_prompts)

@@ -26,7 +26,9 @@ def summarise(trl: Runs, ycore: Runs, bare: Mapping[str, Any]) -> dict[str, Any]
     return {
         **sides,
         "ratio": sides["trl"]["seconds"] / sides["ycore"]["seconds"],
-        "ratio_by_pair": [side([a])["seconds"] / side([b])["seconds"] for a, b in zip(trl, ycore, strict=True)],
+        "ratio_by_pair": [
+            side([a])["seconds"] / side([b])["seconds"] for a, b in zip(trl, ycore, strict=True)
+        ],
         "bare": dict(bare),
         "trainer_over_bare": trainer_over_bare(ycore, bare),
     }
@@ -51,13 +53,20 @@ def side(runs: Runs) -> dict[str, Any]:
 def trainer_over_bare(ycore: Runs, bare: Mapping[str, Any]) -> float:
     """Seconds in the trainer over what the bare passes would take for the tokens of the same step; median of steps."""
     per_token: float = median(bare["seconds"]) / bare["tokens"]
-    return median(step.parts["train"] / (step.tokens * per_token) for run in ycore for step in counted(run))
+    return median(
+        step.parts["train"] / (step.tokens * per_token) for run in ycore for step in counted(run)
+    )
 
 
 def as_markdown(results: Mapping[str, Any]) -> str:
     """The tables, ready to paste."""
     levels = {int(tokens): level for tokens, level in results["levels"].items()}
-    blocks = [_settings(results), _speed(levels, results["trl_batch_size"]), _parts(levels), _trainer(levels)]
+    blocks = [
+        _settings(results),
+        _speed(levels, results["trl_batch_size"]),
+        _parts(levels),
+        _trainer(levels),
+    ]
     return "\n\n".join([*blocks, _machine(results["machine"])]) + "\n"
 
 
@@ -77,7 +86,9 @@ def _speed(levels: Mapping[int, Mapping[str, Any]], batch_size: Mapping[str, int
             one = level[name]
             spread = f"{one['seconds']:.1f} | {one['min']:.1f} to {one['max']:.1f}"
             amount = f"{one['mean_completion']:.1f} | {one['tokens']:.0f}"
-            rows.append(f"{tokens} | {label} | {spread} | {one['steps_per_hour']:.0f} | {amount} | ")
+            rows.append(
+                f"{tokens} | {label} | {spread} | {one['steps_per_hour']:.0f} | {amount} | "
+            )
         pairs = level["ratio_by_pair"]
         held = _against(level["ratio"], FASTER_THAN_TRL.get(tokens), at_least=True)
         rows[-1] += f"**{level['ratio']:.2f}** ({min(pairs):.2f} to {max(pairs):.2f}){held}"
@@ -89,7 +100,9 @@ def _parts(levels: Mapping[int, Mapping[str, Any]]) -> str:
     rows = []
     for tokens, level in levels.items():
         for name in ("trl", "ycore"):
-            parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in level[name]["parts"].items())
+            parts = ", ".join(
+                f"{part} {seconds:.1f}" for part, seconds in level[name]["parts"].items()
+            )
             rows.append(f"{tokens} | {name} | {parts}")
     return _table("tokens | side | where a step's seconds go", rows)
 
@@ -99,12 +112,19 @@ def _trainer(levels: Mapping[int, Mapping[str, Any]]) -> str:
     for tokens, level in levels.items():
         bare, train = level["bare"], level["ycore"]["parts"]["train"]
         seconds = median(bare["seconds"])
-        way = f"batches of {bare['batch_size']}, {'with' if bare['autocast'] else 'without'} autocast"
-        speed = f"{seconds:.1f} ({way}, {bare['padding']:.1%} padding) | {bare['tokens'] / seconds:.0f}"
+        way = (
+            f"batches of {bare['batch_size']}, {'with' if bare['autocast'] else 'without'} autocast"
+        )
+        speed = (
+            f"{seconds:.1f} ({way}, {bare['padding']:.1%} padding) | {bare['tokens'] / seconds:.0f}"
+        )
         held = _against(level["trainer_over_bare"], TRAINER_OVER_BARE, at_least=False)
-        rows.append(f"{tokens} | {train:.1f} | {bare['tokens']} | {speed} | **{level['trainer_over_bare']:.2f}**{held}")
+        rows.append(
+            f"{tokens} | {train:.1f} | {bare['tokens']} | {speed} | **{level['trainer_over_bare']:.2f}**{held}"
+        )
     return _table(
-        "tokens | ycore's trainer, s a step | tokens of a round | bare, s | tokens/s | trainer over bare", rows
+        "tokens | ycore's trainer, s a step | tokens of a round | bare, s | tokens/s | trainer over bare",
+        rows,
     )
 
 

@@ -16,7 +16,9 @@ from ycore.config.schema import RewardConfig, RewardSettings, SandboxSettings
 from ycore.rewards.pool import RewardPool
 from ycore.sandbox.level import choose
 
-REWARD = "def length(completions, **columns):\n    return [float(len(text)) for text in completions]\n"
+REWARD = (
+    "def length(completions, **columns):\n    return [float(len(text)) for text in completions]\n"
+)
 NUM_CALLS = 500
 
 
@@ -35,7 +37,9 @@ async def measure(level: str, folder: Path) -> tuple[float, list[float]]:
         started_s = time.perf_counter() - began
         for _ in range(NUM_CALLS):
             began = time.perf_counter()
-            await pool.score(["?"] * 8, ["x" * 2000] * 8, [[1] * 500] * 8, {"answer": ["1"] * 8}, step=1)
+            await pool.score(
+                ["?"] * 8, ["x" * 2000] * 8, [[1] * 500] * 8, {"answer": ["1"] * 8}, step=1
+            )
             calls.append(time.perf_counter() - began)
     return started_s, calls
 
@@ -59,7 +63,9 @@ def main() -> None:
     for level in told.levels:
         least, middle = min(starts[level]), statistics.median(starts[level])
         print(f"{level:<11} start {least:.2f} s (median {middle:.2f} s)", end=", ")
-        print(f"call {min(calls[level]) * 1e6:.0f} us (median {statistics.median(calls[level]) * 1e6:.0f} us)")
+        print(
+            f"call {min(calls[level]) * 1e6:.0f} us (median {statistics.median(calls[level]) * 1e6:.0f} us)"
+        )
 
 
 if __name__ == "__main__":

@@ -27,15 +27,37 @@ def spread(completion_ids, **columns):
     """Differs with every token, so that one other token is seen."""
     return [sum((place + 1) * token for place, token in enumerate(ids)) % 997 / 997 for ids in completion_ids]
 '''
-WAYS = {"alone": [], **{name: ["--processes", "2", "--accelerate", name] for name in ("ddp", "zero2", "zero3")}}
-SAME_TOKENS = ("reward", "reward_std", "completions/mean_length", "completions/min_length", "completions/max_length")
+WAYS = {
+    "alone": [],
+    **{name: ["--processes", "2", "--accelerate", name] for name in ("ddp", "zero2", "zero3")},
+}
+SAME_TOKENS = (
+    "reward",
+    "reward_std",
+    "completions/mean_length",
+    "completions/min_length",
+    "completions/max_length",
+)
 Row = Mapping[str, Any]
 
 
 def command(told: argparse.Namespace, name: str, way: str, weights: str) -> list[str]:
-    options: dict[str, Any] = {"--model": told.model, "--dataset": "task:addition?digits=1", "--output": name}
-    options |= {"--reward": "spread.py:spread", "--prompts-per-step": told.prompts, "--group-size": told.group_size}
-    options |= {"--max-tokens": told.tokens, "--steps": told.steps, "--seed": 0, "--learning-rate": told.learning_rate}
+    options: dict[str, Any] = {
+        "--model": told.model,
+        "--dataset": "task:addition?digits=1",
+        "--output": name,
+    }
+    options |= {
+        "--reward": "spread.py:spread",
+        "--prompts-per-step": told.prompts,
+        "--group-size": told.group_size,
+    }
+    options |= {
+        "--max-tokens": told.tokens,
+        "--steps": told.steps,
+        "--seed": 0,
+        "--learning-rate": told.learning_rate,
+    }
     words = [str(word) for pair in options.items() for word in pair]
     fixed = ["--set", "dtype=float32", "--no-dynamic-sampling", "--engine", "vllm", f"--{weights}"]
     run = [sys.executable, "-c", "from ycore_cli.main import main; main()", "grpo"]
@@ -45,14 +67,18 @@ def command(told: argparse.Namespace, name: str, way: str, weights: str) -> list
 def compare(one: Sequence[Row], two: Sequence[Row]) -> dict[str, Any]:
     """Over the steps that wrote the same tokens: the largest differences, and the first step that did not."""
     same = 0
-    while same < min(len(one), len(two)) and all(_near(one[same][key], two[same][key]) for key in SAME_TOKENS):
+    while same < min(len(one), len(two)) and all(
+        _near(one[same][key], two[same][key]) for key in SAME_TOKENS
+    ):
         same += 1
     pairs = list(zip(one[:same], two[:same], strict=True))
     return {
         "steps": same,
         "of": len(one),
         "loss": max((abs(a["loss"] - b["loss"]) for a, b in pairs), default=float("nan")),
-        "grad_norm": max((abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in pairs), default=float("nan")),
+        "grad_norm": max(
+            (abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in pairs), default=float("nan")
+        ),
         "gap": max((row["ycore/logprob_gap"] for row in two), default=float("nan")),
         "moved": sum(row["ycore/bytes_moved"] for row in two),
         "balance": max((row.get("ycore/balance/after", 1.0) for row in two), default=1.0),
@@ -70,12 +96,16 @@ def as_markdown(results: Mapping[str, Any]) -> str:
     for name, one in results["compared"].items():
         weights, way = name.split("-")
         figures = f"{one['loss']:.1e} | {one['grad_norm']:.1e} | {one['gap']:.1e} | {one['moved'] / 1e3:.1f}"
-        lines.append(f"| {weights} | {way} | {one['steps']} of {one['of']} | {figures} | {one['balance']:.3f} |")
+        lines.append(
+            f"| {weights} | {way} | {one['steps']} of {one['of']} | {figures} | {one['balance']:.3f} |"
+        )
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--group-size", type=int, default=4)
@@ -97,7 +127,9 @@ def main() -> None:
         for way in ("alone", *told.ways):
             name = f"{weights}-{way}"
             words, stop = command(told, name, way, weights), threading.Event()
-            run_bounded(words, folder=told.output, environment={}, timeout_s=told.timeout, stop=stop)
+            run_bounded(
+                words, folder=told.output, environment={}, timeout_s=told.timeout, stop=stop
+            )
             rows[way] = read_metrics(told.output / name / "metrics.jsonl")
             if way != "alone":
                 results["compared"][name] = compare(rows["alone"], rows[way])

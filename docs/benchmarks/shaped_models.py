@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +66,8 @@ def write_model(name: str, folder: Path, *, tokenizer: Path, seed: int = 0) -> P
 def write_prompts(file: Path, *, num: int = 64) -> Path:
     """Prompts of about the same length."""
     rows = [
-        {"prompt": f"What is {100 + n} plus {200 + n}? Say the number, and then how you found it."} for n in range(num)
+        {"prompt": f"What is {100 + n} plus {200 + n}? Say the number, and then how you found it."}
+        for n in range(num)
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file

@@ -38,7 +38,15 @@ from sweep_picture import draw, table
 from ycore.placement.load import Speed
 from ycore.placement.placement import DYNAMIC, JUDGE, ROLLOUT, Placement, SlotPool
 from ycore.plan.comparison import Result, simulate
-from ycore.plan.simulation import Demand, GroupAt, Lengths, Machine, SimulatedGroup, Workload, of_engines
+from ycore.plan.simulation import (
+    Demand,
+    GroupAt,
+    Lengths,
+    Machine,
+    SimulatedGroup,
+    Workload,
+    of_engines,
+)
 from ycore.round.sampling import Yield
 
 ROLES = (ROLLOUT, JUDGE)
@@ -114,7 +122,11 @@ class Course:
     def play(self, wanted: Placement, swap_s: float = 0.0) -> Result:
         """The counted steps; one that learns plays some before each stretch, which are not counted."""
         before = self._warm_up if wanted.kind == "dynamic" else 0
-        told = [(step, step in run) for run in self._steps for step in range(run[0] - before, run[-1] + 1)]
+        told = [
+            (step, step in run)
+            for run in self._steps
+            for step in range(run[0] - before, run[-1] + 1)
+        ]
         result = simulate(
             wanted,
             SlotPool(
@@ -133,7 +145,9 @@ class Course:
             position_of=lambda number: told[number][0] * APART,
             yields=Known(),
         )
-        counted = tuple(outcome for outcome, (_, counts) in zip(result.rounds, told, strict=True) if counts)
+        counted = tuple(
+            outcome for outcome, (_, counts) in zip(result.rounds, told, strict=True) if counts
+        )
         return Result(wanted, counted)
 
     def static_splits(self) -> dict[int, Result]:
@@ -190,25 +204,36 @@ def point(course: Course, swaps: dict[str, float]) -> dict[str, Any]:
 
 def break_even(num_slots: int, per_slot: int, judge_work: float, job: Any) -> dict[str, Any]:
     """By the round's length in swaps: how far ahead of the best of all others, and from where ahead of the split."""
-    course = Course(num_slots, per_slot, judge_work, MODELS["8B"][0], stretches(job.even_steps, 4), job)
+    course = Course(
+        num_slots, per_slot, judge_work, MODELS["8B"][0], stretches(job.even_steps, 4), job
+    )
     best = best_of(course.static_splits())
     rows = [against(course, best, best.seconds / ratio) | {"ratio": ratio} for ratio in job.ratios]
     for row in rows:
         row["gain"] = 1 - row["dynamic_s"] / min(best.seconds, row["colocated_s"])
     pays = [row["ratio"] for row in rows if row["dynamic_over_split"] <= 0.99]
-    told = {"slots": num_slots, "per_slot": per_slot, "judge_work": judge_work, "best_split": str(best.placement)}
+    told = {
+        "slots": num_slots,
+        "per_slot": per_slot,
+        "judge_work": judge_work,
+        "best_split": str(best.placement),
+    }
     return told | {"best_split_s": best.seconds, "pays_from": min(pays, default=None), "rows": rows}
 
 
 def near_best_s(row: dict[str, Any]) -> float:
     """The mean of the best split and its neighbours among those tried: what the best one is without its luck."""
-    told = [seconds for _, seconds in sorted(row["splits_s"].items(), key=lambda item: int(item[0]))]
+    told = [
+        seconds for _, seconds in sorted(row["splits_s"].items(), key=lambda item: int(item[0]))
+    ]
     best = told.index(min(told))
     return statistics.fmean(told[max(0, best - 1) : best + 2])
 
 
 def summary(points: Sequence[dict[str, Any]]) -> dict[str, float]:
-    over_near = [values["dynamic_s"] / near_best_s(row) for row in points for values in row["swaps"].values()]
+    over_near = [
+        values["dynamic_s"] / near_best_s(row) for row in points for values in row["swaps"].values()
+    ]
     every = [values for row in points for values in row["swaps"].values()]
     over_split = [values["dynamic_over_split"] for values in every]
     over_colocated = [values["dynamic_over_colocated"] for values in every]
@@ -220,25 +245,49 @@ def summary(points: Sequence[dict[str, Any]]) -> dict[str, float]:
         "mean_over_best_and_neighbours": statistics.fmean(over_near),
         "worst_over_colocated": max(over_colocated),
         "mean_over_colocated": statistics.fmean(over_colocated),
-        "share_16_percent_ahead_of_colocated": statistics.fmean(ratio <= 0.84 for ratio in over_colocated),
+        "share_16_percent_ahead_of_colocated": statistics.fmean(
+            ratio <= 0.84 for ratio in over_colocated
+        ),
     }
 
 
 def parsed() -> Any:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--slots", type=int, nargs="+", default=[8, 64, 512])
-    parser.add_argument("--machines", type=int, nargs="+", default=[1, 1, 1], help="with --slots each, by --slots")
     parser.add_argument(
-        "--engines", type=int, nargs="+", default=[1, 1, 1], help="of the policy on a slot of a judge, by --slots"
+        "--machines", type=int, nargs="+", default=[1, 1, 1], help="with --slots each, by --slots"
+    )
+    parser.add_argument(
+        "--engines",
+        type=int,
+        nargs="+",
+        default=[1, 1, 1],
+        help="of the policy on a slot of a judge, by --slots",
     )
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--judge-work", type=float, nargs="+", default=[0.1, 0.3, 1.0, 3.0, 10.0])
-    parser.add_argument("--steps", type=int, nargs="+", default=[200, 24, 9], help="steps counted, by --slots")
-    parser.add_argument("--stretches", type=int, nargs="+", default=[1, 4, 3], help="runs of steps, by --slots")
-    parser.add_argument("--per-slot", type=int, nargs="+", default=[32, 32, 8], help="completions a slot, by --slots")
-    parser.add_argument("--warm-up", type=int, default=2, help="steps before each stretch, to learn from")
+    parser.add_argument(
+        "--steps", type=int, nargs="+", default=[200, 24, 9], help="steps counted, by --slots"
+    )
+    parser.add_argument(
+        "--stretches", type=int, nargs="+", default=[1, 4, 3], help="runs of steps, by --slots"
+    )
+    parser.add_argument(
+        "--per-slot",
+        type=int,
+        nargs="+",
+        default=[32, 32, 8],
+        help="completions a slot, by --slots",
+    )
+    parser.add_argument(
+        "--warm-up", type=int, default=2, help="steps before each stretch, to learn from"
+    )
     parser.add_argument("--no-dynamic-sampling", dest="dynamic", action="store_false")
-    parser.add_argument("--even-steps", type=int, default=12, help="steps in the search for the break-even")
+    parser.add_argument(
+        "--even-steps", type=int, default=12, help="steps in the search for the break-even"
+    )
     parser.add_argument("--ratios", type=float, nargs="*", default=[1, 3, 10, 30, 100, 300, 1000])
     parser.add_argument("--output", type=Path, default=Path("runs/sweep"))
     return parser.parse_args()
@@ -248,15 +297,39 @@ def main() -> None:
     job = parsed()
     gc.disable()  # the groups that are kept for all placements would be looked through again and again
     job.output.mkdir(parents=True, exist_ok=True)
-    told: dict[str, Any] = {"job": {key: str(value) for key, value in vars(job).items()}, "points": []}
+    told: dict[str, Any] = {
+        "job": {key: str(value) for key, value in vars(job).items()},
+        "points": [],
+    }
     began = time.monotonic()
     told["break_even"] = [break_even(*case, job) for case in (EVEN if job.ratios else ())]
-    sizes = list(zip(job.slots, job.per_slot, job.steps, job.stretches, job.machines, job.engines, strict=False))
-    for model, (num_slots, per_slot, num_steps, parts, machines, engines) in itertools.product(job.models, sizes):
+    sizes = list(
+        zip(
+            job.slots,
+            job.per_slot,
+            job.steps,
+            job.stretches,
+            job.machines,
+            job.engines,
+            strict=False,
+        )
+    )
+    for model, (num_slots, per_slot, num_steps, parts, machines, engines) in itertools.product(
+        job.models, sizes
+    ):
         speed, swaps = MODELS[model]
         for judge_work in job.judge_work:
             steps = stretches(num_steps, parts)
-            course = Course(num_slots, per_slot, judge_work, speed, steps, job, machines=machines, engines=engines)
+            course = Course(
+                num_slots,
+                per_slot,
+                judge_work,
+                speed,
+                steps,
+                job,
+                machines=machines,
+                engines=engines,
+            )
             row = point(course, swaps)
             layout = {"slots": num_slots, "machines": machines, "engines": engines}
             told["points"].append({"model": model, **layout, "judge_work": judge_work, **row})

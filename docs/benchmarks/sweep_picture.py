@@ -27,16 +27,33 @@ def _ratios(left: Any, middle: Any, points: list[dict[str, Any]]) -> None:
     lines: dict[tuple[str, int, str], list[tuple[float, float, float]]] = {}
     for row in points:
         for level, values in row["swaps"].items():
-            dot = (row["judge_work"], values["dynamic_over_split"], values["dynamic_over_colocated"])
+            dot = (
+                row["judge_work"],
+                values["dynamic_over_split"],
+                values["dynamic_over_colocated"],
+            )
             lines.setdefault((row["model"], row["slots"], level), []).append(dot)
     for (model, slots, level), dots in lines.items():
         works = [dot[0] for dot in dots]
-        look = {"color": _COLOURS.get(slots, _GREY), "linestyle": _LINES[model], "marker": _MARKS[level]}
-        left.plot(works, [dot[1] for dot in dots], markersize=4, label=f"{model}, {slots} slots, {level}", **look)
+        look = {
+            "color": _COLOURS.get(slots, _GREY),
+            "linestyle": _LINES[model],
+            "marker": _MARKS[level],
+        }
+        left.plot(
+            works,
+            [dot[1] for dot in dots],
+            markersize=4,
+            label=f"{model}, {slots} slots, {level}",
+            **look,
+        )
         middle.plot(works, [dot[2] for dot in dots], markersize=4, **look)
     left.axhline(1.02, color=_GREY, linestyle=":")
     middle.axhline(0.84, color=_GREY, linestyle=":")
-    for axes, title in ((left, "round: dynamic over the best split in hindsight"), (middle, "dynamic over colocated")):
+    for axes, title in (
+        (left, "round: dynamic over the best split in hindsight"),
+        (middle, "dynamic over colocated"),
+    ):
         axes.set(title=title, xscale="log", xlabel="judge's work over the rollouts'")
         axes.axhline(1.0, color="black", linewidth=0.8)
     left.legend(fontsize=7)
@@ -63,14 +80,31 @@ def _break_even(axes: Any, lines: list[dict[str, Any]]) -> None:
 def table(told: dict[str, Any]) -> str:
     """Markdown: a line for every point and cost of a swap, then one for every point of the break-even."""
     layout = "model, machines x slots x engines, judge work"
-    lines = _head(f"{layout}, best split, its s, swap s, dynamic s, colocated s, over split, over colocated, swaps")
+    lines = _head(
+        f"{layout}, best split, its s, swap s, dynamic s, colocated s, over split, over colocated, swaps"
+    )
     for row in told["points"]:
         for values in row["swaps"].values():
             where = f"{row['machines']} x {row['slots']} x {row['engines']}"
-            cells = [row["model"], where, row["judge_work"], row["best_split"], f"{row['best_split_s']:.0f}"]
-            cells += [values["swap_s"], f"{values['dynamic_s']:.0f}", f"{values['colocated_s']:.0f}"]
-            cells += [f"{values['dynamic_over_split']:.3f}", f"{values['dynamic_over_colocated']:.3f}"]
-            lines.append("| " + " | ".join(map(str, [*cells, f"{values['dynamic_swaps']:.1f}"])) + " |")
+            cells = [
+                row["model"],
+                where,
+                row["judge_work"],
+                row["best_split"],
+                f"{row['best_split_s']:.0f}",
+            ]
+            cells += [
+                values["swap_s"],
+                f"{values['dynamic_s']:.0f}",
+                f"{values['colocated_s']:.0f}",
+            ]
+            cells += [
+                f"{values['dynamic_over_split']:.3f}",
+                f"{values['dynamic_over_colocated']:.3f}",
+            ]
+            lines.append(
+                "| " + " | ".join(map(str, [*cells, f"{values['dynamic_swaps']:.1f}"])) + " |"
+            )
     lines += [
         "",
         *_head(
@@ -86,9 +120,17 @@ def table(told: dict[str, Any]) -> str:
                 line["best_split"],
                 f"{line['best_split_s']:.0f}",
             ]
-            cells += [f"{row['ratio']:g}", f"{row['dynamic_over_split']:.3f}", f"{row['dynamic_over_colocated']:.3f}"]
+            cells += [
+                f"{row['ratio']:g}",
+                f"{row['dynamic_over_split']:.3f}",
+                f"{row['dynamic_over_colocated']:.3f}",
+            ]
             lines.append(
-                "| " + " | ".join(map(str, [*cells, f"{row['gain']:.3f}", f"{row['dynamic_swaps']:.1f}"])) + " |"
+                "| "
+                + " | ".join(
+                    map(str, [*cells, f"{row['gain']:.3f}", f"{row['dynamic_swaps']:.1f}"])
+                )
+                + " |"
             )
     return "\n".join(lines)
 

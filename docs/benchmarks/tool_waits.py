@@ -72,7 +72,9 @@ def recipe(tool: Path, output: Path, told: argparse.Namespace) -> dict[str, Any]
     }
 
 
-def needed_s(spans: Iterable[Span], turns: Mapping[int, tuple[int, int, int]], call_s: float) -> tuple[float, float]:
+def needed_s(
+    spans: Iterable[Span], turns: Mapping[int, tuple[int, int, int]], call_s: float
+) -> tuple[float, float]:
     """Seconds that the longest completion and the busiest engine need. `turns`: place, index and turn of each seed."""
     chains: dict[tuple[int, int], float] = defaultdict(float)
     busy: dict[int, float] = defaultdict(float)
@@ -102,7 +104,9 @@ def measure(seconds: float, told: argparse.Namespace) -> None:
     place = told.output / f"{seconds:g}s"
     place.mkdir(parents=True)
     (place / "tools.py").write_text(_TOOL.format(seconds=seconds))
-    (place / "recipe.yaml").write_text(yaml.safe_dump(recipe(place / "tools.py", place / "run", told)))
+    (place / "recipe.yaml").write_text(
+        yaml.safe_dump(recipe(place / "tools.py", place / "run", told))
+    )
     command = [sys.executable, "-c", "from ycore_cli.main import main; main()", "grpo"]
     command += ["--recipe", str(place / "recipe.yaml"), "--engine", told.engine]
     most = (0, 0.0)
@@ -125,9 +129,13 @@ def measure(seconds: float, told: argparse.Namespace) -> None:
     for step, row in list(enumerate(read_metrics(folder.metrics)))[1:]:
         own = [one for one in spans if turns[one.details["seed"]][0] // told.prompts == step]
         chain_s, engines_s = needed_s(own, turns, seconds)
-        called = len({turns[one.details["seed"]][:2] for one in own if turns[one.details["seed"]][2]})
+        called = len(
+            {turns[one.details["seed"]][:2] for one in own if turns[one.details["seed"]][2]}
+        )
         rows.append((row["ycore/time/round"], chain_s, engines_s, called))
-    round_s, chain_s, engines_s, called = (statistics.median(values) for values in zip(*rows, strict=True))
+    round_s, chain_s, engines_s, called = (
+        statistics.median(values) for values in zip(*rows, strict=True)
+    )
     ratio = statistics.median(one[0] / max(one[1:3]) for one in rows)
     print(
         f"| {seconds:g} | {called:.0f} of {told.prompts * 8} | {round_s:.2f} | {chain_s:.2f} | {engines_s:.2f} "
@@ -137,8 +145,12 @@ def measure(seconds: float, told: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, nargs="+", default=[0.0, 0.5, 5.0], help="that a call sleeps")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seconds", type=float, nargs="+", default=[0.0, 0.5, 5.0], help="that a call sleeps"
+    )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--engine", default="auto")
     parser.add_argument("--prompts", type=int, default=8, help="a step, with 8 completions each")
@@ -147,8 +159,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     told = parser.parse_args()
     machine = describe_machine()
-    print(f"Machine: {machine['cores']} cores of {machine['processor']}. Medians of {told.steps - 1} steps.\n")
-    print("| tool, s | call | round, s | longest completion, s | busiest engine, s | round over need | tools |")
+    print(
+        f"Machine: {machine['cores']} cores of {machine['processor']}. Medians of {told.steps - 1} steps.\n"
+    )
+    print(
+        "| tool, s | call | round, s | longest completion, s | busiest engine, s | round over need | tools |"
+    )
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for seconds in told.seconds:
         measure(seconds, told)

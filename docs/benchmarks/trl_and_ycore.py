@@ -60,7 +60,10 @@ class Plan:
 def main(arguments: Sequence[str] | None = None) -> int:
     plan = parse(arguments)
     if plan.output.exists() and any(plan.output.iterdir()):
-        print(f"error: --output must be new or empty; {plan.output} is not; choose another", file=sys.stderr)
+        print(
+            f"error: --output must be new or empty; {plan.output} is not; choose another",
+            file=sys.stderr,
+        )
         return 2
     try:
         results = benchmark(plan)
@@ -77,19 +80,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str] | None) -> Plan:
     parser = argparse.ArgumentParser(description="trl grpo and ycore grpo in turn on the same work")
     add = parser.add_argument
-    add("--model", default="smollm2-135m", help="as `ycore grpo` takes it; it needs a chat template")
-    add("--tokens", action="append", metavar="N[:STEPS]", help="limit on a completion's tokens; may be repeated")
-    add("--steps", type=int, default=4, help="steps of a run, where --tokens does not say; the first is not counted")
+    add(
+        "--model", default="smollm2-135m", help="as `ycore grpo` takes it; it needs a chat template"
+    )
+    add(
+        "--tokens",
+        action="append",
+        metavar="N[:STEPS]",
+        help="limit on a completion's tokens; may be repeated",
+    )
+    add(
+        "--steps",
+        type=int,
+        default=4,
+        help="steps of a run, where --tokens does not say; the first is not counted",
+    )
     add("--repeats", type=int, default=3, help="runs of each side")
     add("--prompts", type=int, default=8, help="prompts of a step")
     add("--about", choices=KINDS, default="additions", help="what the prompts ask for")
     add("--group-size", type=int, default=8, help="completions of each prompt")
     add("--seed", type=int, default=0)
-    add("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="what both sides compute in")
+    add(
+        "--dtype",
+        default="bfloat16",
+        choices=("bfloat16", "float32"),
+        help="what both sides compute in",
+    )
     add("--learning-rate", type=float, default=1e-5)
     add("--engine", default="auto", help="ycore's engine: auto, vllm or transformers")
-    add("--trl-batch-size", type=int, action="append", help="TRL's micro-batch; the fastest of several is kept")
-    add("--bare-batch-size", type=int, action="append", help="micro-batches to try for the bare passes")
+    add(
+        "--trl-batch-size",
+        type=int,
+        action="append",
+        help="TRL's micro-batch; the fastest of several is kept",
+    )
+    add(
+        "--bare-batch-size",
+        type=int,
+        action="append",
+        help="micro-batches to try for the bare passes",
+    )
     add("--output", type=Path, default=Path("runs/benchmark"))
     add("--timeout", type=float, default=900.0, help="seconds that one run may take")
     given = parser.parse_args(arguments)
@@ -143,7 +173,10 @@ def model_folder(name: str) -> Path:
 
 def settings_of(plan: Plan, max_tokens: int, model: Path) -> Settings:
     prompts = write_prompts(
-        plan.output / f"prompts-{max_tokens}", kind=plan.about, num_prompts=plan.num_prompts, seed=plan.seed
+        plan.output / f"prompts-{max_tokens}",
+        kind=plan.about,
+        num_prompts=plan.num_prompts,
+        seed=plan.seed,
     )
     return Settings(
         model=model,
@@ -161,7 +194,9 @@ def settings_of(plan: Plan, max_tokens: int, model: Path) -> Settings:
 class Level:
     """One limit on tokens: `measure` adds it to `results`."""
 
-    def __init__(self, plan: Plan, settings: Settings, results: dict[str, Any], stop: threading.Event) -> None:
+    def __init__(
+        self, plan: Plan, settings: Settings, results: dict[str, Any], stop: threading.Event
+    ) -> None:
         self._plan = plan
         self._stop = stop
         self._settings = settings
@@ -175,7 +210,9 @@ class Level:
         for repeat in range(self._plan.repeats):
             trl.append(self._run_trl(f"trl-{repeat}", self._settings, batch_size))
             ycore.append(self._run_ycore(f"ycore-{repeat}"))
-        self._results["levels"][self._key] = summarise(trl, ycore, self._bare(f"ycore-{self._plan.repeats // 2}"))
+        self._results["levels"][self._key] = summarise(
+            trl, ycore, self._bare(f"ycore-{self._plan.repeats // 2}")
+        )
 
     def _fastest_batch_size(self) -> int:
         """TRL's best micro-batch, by one short run each; a size that fails, as for want of memory, is out."""
@@ -228,7 +265,10 @@ class Level:
         folder = self._folder(name)
         folder.mkdir(parents=True, exist_ok=True)
         busy = busy_share()
-        say(f"{self._key} tokens: {name}" + (f" (others use {busy:.0%} of the processor)" if busy > _QUIET else ""))
+        say(
+            f"{self._key} tokens: {name}"
+            + (f" (others use {busy:.0%} of the processor)" if busy > _QUIET else "")
+        )
         cache = {"HF_DATASETS_CACHE": str(self._plan.output / "datasets")}
         seconds = run_bounded(
             command,
@@ -237,13 +277,22 @@ class Level:
             timeout_s=self._plan.timeout_s,
             stop=self._stop,
         )
-        run = {"tokens": self._settings.max_tokens, "name": name, "busy_before": busy, "wall_s": seconds}
+        run = {
+            "tokens": self._settings.max_tokens,
+            "name": name,
+            "busy_before": busy,
+            "wall_s": seconds,
+        }
         self._results["runs"].append(run | {"command": list(command)})
         return folder
 
     def _note(self, name: str, steps: list[Step]) -> list[Step]:
         self._results["runs"][-1]["steps"] = [asdict(step) for step in steps]
-        say(f"  {name}: " + ", ".join(f"{step.seconds:.1f}" for step in steps) + f" s; {len(counted(steps))} counted")
+        say(
+            f"  {name}: "
+            + ", ".join(f"{step.seconds:.1f}" for step in steps)
+            + f" s; {len(counted(steps))} counted"
+        )
         return steps
 
     def _folder(self, name: str) -> Path:

@@ -19,7 +19,9 @@ DONE = "seconds.json"
 
 def score(prompts: list[Any], completions: list[Any], **columns: Any) -> list[Any]:
     given = {name: values for name, values in columns.items() if isinstance(values, list)}
-    rewards: list[Any] = getattr(builtin, os.environ["METHOD_REWARD"])(prompts, completions, **given)
+    rewards: list[Any] = getattr(builtin, os.environ["METHOD_REWARD"])(
+        prompts, completions, **given
+    )
     return rewards
 
 
@@ -29,19 +31,32 @@ class Budget(TrainerCallback):  # type: ignore[misc]
     def __init__(self, seconds: float) -> None:
         self._budget, self._seconds, self._began, self._taught = seconds, 0.0, 0.0, 0.0
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         self._began = time.perf_counter()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         self._seconds += time.perf_counter() - self._began
         mean = self._seconds / state.global_step
         control.should_training_stop |= self._seconds + mean > self._budget
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any],
+        **_: Any,
     ) -> None:
         if "frac_reward_zero_std" in logs:
-            groups = args.per_device_train_batch_size * args.gradient_accumulation_steps // args.num_generations
+            groups = (
+                args.per_device_train_batch_size
+                * args.gradient_accumulation_steps
+                // args.num_generations
+            )
             self._taught += groups * (1 - logs["frac_reward_zero_std"])
         found = {"steps": state.global_step, "seconds": self._seconds, "taught": self._taught}
         Path(DONE).write_text(json.dumps(found))

@@ -28,19 +28,33 @@ class StepClock(TrainerCallback):  # type: ignore[misc]
         self._began = 0.0
         self._took = 0.0
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         self.spans.clear()
         self._began = time.perf_counter()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         self._took = time.perf_counter() - self._began
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any],
+        **_: Any,
     ) -> None:
         if "step_time" not in logs:
             return  # the totals at the end of training
-        line = {"step": state.global_step, "seconds": self._took, "spans": dict(self.spans), "logs": logs}
+        line = {
+            "step": state.global_step,
+            "seconds": self._took,
+            "spans": dict(self.spans),
+            "logs": logs,
+        }
         with Path(CLOCK).open("a") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -50,7 +64,9 @@ def attach(clock: StepClock) -> None:
     log_metrics = ProfilingContext._log_metrics
 
     def log_and_count(self: Any, duration: float) -> None:
-        clock.spans[self.name.partition(".")[2]] += duration  # the name is `GRPOTrainer.compute_loss`
+        clock.spans[self.name.partition(".")[2]] += (
+            duration  # the name is `GRPOTrainer.compute_loss`
+        )
         log_metrics(self, duration)
 
     ProfilingContext._log_metrics = log_and_count

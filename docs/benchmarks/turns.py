@@ -73,11 +73,19 @@ def measure(num_ranks: int, job: dict[str, Any]) -> dict[str, float]:
     """All ranks at once; nothing is left of them."""
     with tempfile.TemporaryDirectory(prefix="yc-") as place:
         folder = Path(place)
-        command = [sys.executable, "-m", "ycore.round.service", str(folder / "allocator.sock"), str(num_ranks)]
+        command = [
+            sys.executable,
+            "-m",
+            "ycore.round.service",
+            str(folder / "allocator.sock"),
+            str(num_ranks),
+        ]
         service = subprocess.Popen(command)
         answers = [folder / f"rank-{rank}.json" for rank in range(num_ranks)]
         ranks = [
-            FORK.Process(target=rank_of, args=(rank, num_ranks, folder / "allocator.sock", job, answer))
+            FORK.Process(
+                target=rank_of, args=(rank, num_ranks, folder / "allocator.sock", job, answer)
+            )
             for rank, answer in enumerate(answers)
         ]
         try:
@@ -110,7 +118,9 @@ def measure(num_ranks: int, job: dict[str, Any]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--workers", type=int, default=8, help="requests that a rank has in flight")
     parser.add_argument("--mean", type=float, default=1.0, help="mean seconds of a request")
@@ -119,7 +129,9 @@ def main() -> None:
     told = parser.parse_args()
     machine = describe_machine()
     print(f"Machine: {machine['cores']} cores of {machine['processor']}.\n")
-    print("| ranks and slots | load | turns/s | median, us | 95 %, us | allocator: cores | us of it a turn |")
+    print(
+        "| ranks and slots | load | turns/s | median, us | 95 %, us | allocator: cores | us of it a turn |"
+    )
     print("| --- | --- | --- | --- | --- | --- | --- |")
     loads = [(f"{told.workers} a rank, {told.mean:g} s each", told.mean), ("at once", 0.0)]
     for load, mean_s in loads if told.at_once else loads[:1]:

@@ -34,16 +34,42 @@ def main() -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The options of the scorecard."""
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.chaos", description=__doc__, allow_abbrev=False
+    )
     add = parser.add_argument
-    add("--seed", type=int, default=0, help="every random choice of the scorecard follows from it (default 0)")
-    add("--moments", type=int, default=30, help="kills of each role; the other rows scale with it (default 30)")
-    add("--rows", default="", metavar="NAMES", help="only these rows, e.g. kill-trainer,kill-in-save")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        help="every random choice of the scorecard follows from it (default 0)",
+    )
+    add(
+        "--moments",
+        type=int,
+        default=30,
+        help="kills of each role; the other rows scale with it (default 30)",
+    )
+    add(
+        "--rows",
+        default="",
+        metavar="NAMES",
+        help="only these rows, e.g. kill-trainer,kill-in-save",
+    )
     add("--engine", default="scripted", help="scripted, vllm or both (default scripted)")
     add("--parallel", type=int, default=2, help="runs at a time (default 2)")
     add("--json", type=Path, metavar="FILE", help="write the scorecard as JSON")
-    add("--output", type=Path, metavar="FOLDER", help="keep every run here; else they are removed at the end")
-    add("--dry-run", action="store_true", help="list the rows and their first moments, and start nothing")
+    add(
+        "--output",
+        type=Path,
+        metavar="FOLDER",
+        help="keep every run here; else they are removed at the end",
+    )
+    add(
+        "--dry-run",
+        action="store_true",
+        help="list the rows and their first moments, and start nothing",
+    )
     return parser
 
 

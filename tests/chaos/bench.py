@@ -41,7 +41,9 @@ class Row:
 
     @property
     def passes(self) -> bool:
-        return self.total > 0 and self.wrong == 0 and (self.passed == self.total or not self.wants_all)
+        return (
+            self.total > 0 and self.wrong == 0 and (self.passed == self.total or not self.wants_all)
+        )
 
 
 def is_good(outcome: Outcome) -> bool:
@@ -78,12 +80,20 @@ class Bench:
         job = job or self.job
         if job not in self._oracles:
             self._oracles[job] = make_oracle(
-                job, self.setting, self.pool, name=f"whole-{len(self._oracles)}", times=self.oracle_runs
+                job,
+                self.setting,
+                self.pool,
+                name=f"whole-{len(self._oracles)}",
+                times=self.oracle_runs,
             )
         return self._oracles[job]
 
     def all(
-        self, work: Callable[[T], Outcome], over: Iterable[T], *, good: Callable[[Outcome], bool] = is_good
+        self,
+        work: Callable[[T], Outcome],
+        over: Iterable[T],
+        *,
+        good: Callable[[Outcome], bool] = is_good,
     ) -> list[Outcome]:
         """The outcomes in order, as many at a time as the pool has threads; each is printed as it comes."""
 
@@ -95,7 +105,9 @@ class Bench:
         return list(self.pool.map(attempt, over))
 
 
-def row_of(name: str, what: str, outcomes: Sequence[Outcome], *, good: Callable[[Outcome], bool] = is_good) -> Row:
+def row_of(
+    name: str, what: str, outcomes: Sequence[Outcome], *, good: Callable[[Outcome], bool] = is_good
+) -> Row:
     """A row from its trials; `good` says which pass."""
     failed = [outcome for outcome in outcomes if not good(outcome)]
     landed = Counter(outcome.phase for outcome in outcomes if outcome.landed and outcome.phase)
@@ -132,7 +144,9 @@ def as_lines(tiers: Tiers, *, seed: int) -> list[str]:
             shown = row.failures[:_SHOWN_FAILURES]
             lines += [f"    {row.name}: {failure}" for failure in shown]
             if len(row.failures) > len(shown):
-                lines.append(f"    {row.name}: and {len(row.failures) - len(shown)} more, in the JSON")
+                lines.append(
+                    f"    {row.name}: and {len(row.failures) - len(shown)} more, in the JSON"
+                )
     return lines
 
 
@@ -144,13 +158,18 @@ def _totals(rows: Sequence[Row]) -> list[str]:
     landed = {phase: sum(row.phases.get(phase, 0) for row in rows) for phase in PHASES}
     lines = []
     if any(landed.values()):
-        lines.append("  kills landed in: " + ", ".join(f"{phase} {count}" for phase, count in landed.items()))
+        lines.append(
+            "  kills landed in: " + ", ".join(f"{phase} {count}" for phase, count in landed.items())
+        )
     largest = largest_differences(rows)
     if largest:
         listed = ", ".join(f"{name} {value:g}" for name, value in largest.items())
         lines.append(f"  largest difference from the whole run: {listed}")
     wrong, left = sum(row.wrong for row in rows), sum(row.left for row in rows)
-    return [*lines, f"  wrong results with exit status 0: {wrong}; runs that left something: {left}"]
+    return [
+        *lines,
+        f"  wrong results with exit status 0: {wrong}; runs that left something: {left}",
+    ]
 
 
 def largest_differences(rows: Sequence[Row]) -> dict[str, float]:
@@ -186,7 +205,8 @@ def _row_json(row: Row) -> dict[str, Any]:
         "failures": list(row.failures),
         "phases": dict(row.phases),
         "largest_difference": {
-            name: value if math.isfinite(value) else "missing on one side" for name, value in row.worst.items()
+            name: value if math.isfinite(value) else "missing on one side"
+            for name, value in row.worst.items()
         },
         "wrong_with_exit_0": row.wrong,
         "runs_that_left_something": row.left,

@@ -20,7 +20,16 @@ ENGINE_MODULE = "tests.chaos.scripted_engine"
 def engine_words(engine: Any, options: Mapping[str, str]) -> list[str]:
     """The scripted engine's command line, where vLLM's would be."""
     own = [word for name, value in options.items() for word in (name, value)]
-    return [sys.executable, "-m", ENGINE_MODULE, "--model", str(engine.model), "--uds", str(engine.socket), *own]
+    return [
+        sys.executable,
+        "-m",
+        ENGINE_MODULE,
+        "--model",
+        str(engine.model),
+        "--uds",
+        str(engine.socket),
+        *own,
+    ]
 
 
 def main() -> None:

@@ -17,11 +17,15 @@ def write_place(root: Path) -> Path:
     (root / "train.jsonl").write_text("\n".join(lines) + "\n")
     (root / "malformed.jsonl").write_text("\n".join([*lines[:2], '{"prompt": ', *lines[2:]]) + "\n")
     (root / "empty.jsonl").write_text("")
-    (root / "null.jsonl").write_text("\n".join([*lines[:3], json.dumps({"prompt": None, "answer": "1"})]) + "\n")
+    (root / "null.jsonl").write_text(
+        "\n".join([*lines[:3], json.dumps({"prompt": None, "answer": "1"})]) + "\n"
+    )
     (root / "unanswered.jsonl").write_text(json.dumps({"prompt": "hello"}) + "\n")
     chat = {"prompt": [{"role": "user", "content": "1 + 1 ="}], "answer": "2"}
     (root / "chat.jsonl").write_text(json.dumps(chat) + "\n")
-    (root / "rewards.py").write_text("def one(prompts, completions, **columns):\n    return [1.0] * len(prompts)\n")
+    (root / "rewards.py").write_text(
+        "def one(prompts, completions, **columns):\n    return [1.0] * len(prompts)\n"
+    )
     (root / "broken.yaml").write_text("steps: 3\nmodel: [m\n")
     (root / "typo.yaml").write_text("steps: 3\ngroup-size: 4\n")
     (root / "object.yaml").write_text("steps: !!python/object/apply:os.getpid []\n")
@@ -35,7 +39,9 @@ def _write_models(root: Path) -> None:
     write_tiny_model(root / "model", chat=True)
     write_tiny_model(root / "untemplated", chat=False)
     write_tiny_model(root / "remote", chat=True)
-    (root / "remote" / "config.json").write_text(json.dumps({"model_type": "x", "auto_map": {"AutoModel": "m.M"}}))
+    (root / "remote" / "config.json").write_text(
+        json.dumps({"model_type": "x", "auto_map": {"AutoModel": "m.M"}})
+    )
     write_tiny_model(root / "mute", chat=True)
     for file in (root / "mute").glob("tokenizer*"):
         file.unlink()
@@ -52,8 +58,14 @@ BAD: tuple[tuple[str, str], ...] = (
         "--per-device-train-batch-size 7",
         "what works nearest: per_device_train_batch_size 4; or per_device_train_batch_",
     ),
-    ("--gradient-accumulation-steps 5", "gradient_accumulation_steps 4; or gradient_accumulation_steps 8"),
-    ("--num-generations 4 --group-size 8", "num_generations is TRL's name of group_size, and they differ: 4 and 8"),
+    (
+        "--gradient-accumulation-steps 5",
+        "gradient_accumulation_steps 4; or gradient_accumulation_steps 8",
+    ),
+    (
+        "--num-generations 4 --group-size 8",
+        "num_generations is TRL's name of group_size, and they differ: 4 and 8",
+    ),
     # options
     ("--lerning-rate 1e-4", "no option --lerning-rate; did you mean '--learning-rate'?"),
     ("--lerning_rate=1e-4", "no option --lerning_rate; did you mean '--learning-rate'?"),
@@ -71,7 +83,10 @@ BAD: tuple[tuple[str, str], ...] = (
     ("--report-to wandbb", "it is 'wandbb'; did you mean 'wandb'?"),
     ("--log-completions maybe", "log_completions takes true or false; it is 'maybe'"),
     ("--deepspeed {place}/zero9.json", "there is no file"),
-    ("--engine vlm", "engine.kind must be 'auto', 'vllm' or 'transformers'; it is 'vlm'; did you mean 'vllm'?"),
+    (
+        "--engine vlm",
+        "engine.kind must be 'auto', 'vllm' or 'transformers'; it is 'vlm'; did you mean 'vllm'?",
+    ),
     # what ycore keeps for itself
     ("--use-vllm", "use_vllm is not taken from TRL's fields: ycore starts"),
     ("--vllm-mode server", "vllm_mode is not taken from TRL's fields"),
@@ -86,7 +101,10 @@ BAD: tuple[tuple[str, str], ...] = (
     ("--set rewards.3.weight=1", "there is no element '3'; the list has 1"),
     # recipes
     ("--recipe quikstart", "no recipe 'quikstart'; did you mean 'quickstart'"),
-    ("--recipe {place}/brokn.yaml", "no such recipe file: {place}/brokn.yaml; did you mean 'broken.yaml'?"),
+    (
+        "--recipe {place}/brokn.yaml",
+        "no such recipe file: {place}/brokn.yaml; did you mean 'broken.yaml'?",
+    ),
     ("--recipe {place}/broken.yaml", "line 3: not YAML"),
     ("--recipe {place}/typo.yaml", "no key group-size; did you mean 'group_size'?"),
     # models

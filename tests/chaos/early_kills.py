@@ -53,7 +53,11 @@ def kill_early(root: Path, after_s: Sequence[float]) -> tuple[list[Path], list[P
             command = [sys.executable, "-S", "-c", MAKER]
             log = folder.log(f"maker-{number}")
             one = [*command, str(own), *words]
-            ends.append(ManagedProcess(f"m{number}", one, environment=os.environ, run_id=folder.run_id, log=log))
+            ends.append(
+                ManagedProcess(
+                    f"m{number}", one, environment=os.environ, run_id=folder.run_id, log=log
+                )
+            )
             time.sleep(_BETWEEN_S)
             ends.append(subprocess.Popen([*command, str(other), *words], stdout=subprocess.DEVNULL))
             runs.append(own)

@@ -73,7 +73,11 @@ class Witness:
         for process in self.processes():
             with suppress(psutil.Error):
                 words = process.cmdline()
-                if "ycore.launch.guardian" in words if name == "guardian" else has_role(words, name):
+                if (
+                    "ycore.launch.guardian" in words
+                    if name == "guardian"
+                    else has_role(words, name)
+                ):
                     found.append(process)
         return found
 
@@ -110,7 +114,9 @@ class Foreign:
         trainer = ["-m", "ycore.trainer", str(folder)]
         self.processes = [
             subprocess.Popen(
-                [sys.executable, "-c", _SLEEP, *words], env={**os.environ, RUN_MARKER: token}, start_new_session=True
+                [sys.executable, "-c", _SLEEP, *words],
+                env={**os.environ, RUN_MARKER: token},
+                start_new_session=True,
             )
             for words in (guardian, trainer)
         ]
@@ -124,7 +130,11 @@ class Foreign:
     def touched(self) -> list[str]:
         """What is not as it was, in words."""
         now = self._look()
-        return [f"foreign {name}: {now.get(name)}, was {was}" for name, was in self._state.items() if now[name] != was]
+        return [
+            f"foreign {name}: {now.get(name)}, was {was}"
+            for name, was in self._state.items()
+            if now[name] != was
+        ]
 
     def close(self) -> None:
         for process in self.processes:
@@ -148,7 +158,9 @@ class Foreign:
         files = [self.dataset, *(place / "mine" for place in self._folders)]
         files += [SHARED_MEMORY / segment.name.lstrip("/") for segment in self._segments]
         state = {str(path): _fingerprint(path) for path in files}
-        return state | {f"process {process.pid}": f"exit {process.poll()}" for process in self.processes}
+        return state | {
+            f"process {process.pid}": f"exit {process.poll()}" for process in self.processes
+        }
 
 
 def _fingerprint(path: Path) -> str:
@@ -208,12 +220,24 @@ class Twin:
         """What of it is gone while it should be there, and what it leaves when it ends."""
         if not self.told:
             return ["the run under the same path did not start"]
-        gone = [f"{path} of the run under the same path" for path in self.told["paths"] if not Path(path).exists()]
-        gone += [f"process {one.pid} of the run under the same path" for one in self._tree if not is_alive(one)]
+        gone = [
+            f"{path} of the run under the same path"
+            for path in self.told["paths"]
+            if not Path(path).exists()
+        ]
+        gone += [
+            f"process {one.pid} of the run under the same path"
+            for one in self._tree
+            if not is_alive(one)
+        ]
         self.close()
         if self._process.returncode:
             gone.append(f"the run under the same path ended with {self._process.returncode}")
-        left = [f"{path}, left by the run under the same path" for path in self.told["paths"] if Path(path).exists()]
+        left = [
+            f"{path}, left by the run under the same path"
+            for path in self.told["paths"]
+            if Path(path).exists()
+        ]
         return gone + left
 
     def close(self) -> None:

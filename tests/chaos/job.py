@@ -176,13 +176,30 @@ class Job:
         given = [str(word) for option, value in options.items() for word in (option, value)]
         sets = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
         judge = ["--reward", f"judge:{self.inputs / 'judge.yaml'}"] if self.has_judge else []
-        return ["grpo", *given, *judge, *sets, *(self._world() if self.has_world else []), *self.more]
+        return [
+            "grpo",
+            *given,
+            *judge,
+            *sets,
+            *(self._world() if self.has_world else []),
+            *self.more,
+        ]
 
     def _world(self) -> list[str]:
-        file, keys = self.inputs / "world.py", ("engine.max_model_len=512", "turns.at_once=4", "turns.call_s=30")
+        file, keys = (
+            self.inputs / "world.py",
+            ("engine.max_model_len=512", "turns.at_once=4", "turns.call_s=30"),
+        )
         told = ["--tools", f"{file}:double", "--env", f"{file}:Walk", "--actions", "calls"]
         told += ["--keep-journal"]  # each token and each answer of every round is compared
-        return [*told, "--max-turns", "4", "--max-tokens", "96", *(word for key in keys for word in ("--set", key))]
+        return [
+            *told,
+            "--max-turns",
+            "4",
+            "--max-tokens",
+            "96",
+            *(word for key in keys for word in ("--set", key)),
+        ]
 
 
 def write_inputs(folder: Path) -> Path:
@@ -193,7 +210,9 @@ def write_inputs(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     write_tiny_model(folder / "model")
     rows = [{"prompt": f"{row} + {row + 1} =", "dull": is_dull(row)} for row in range(NUM_ROWS)]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (folder / "train.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
     (folder / "rewards.py").write_text(_REWARD, encoding="utf-8")
     (folder / "world.py").write_text(_WORLD, encoding="utf-8")
     (folder / "judge.yaml").write_text(_JUDGE, encoding="utf-8")

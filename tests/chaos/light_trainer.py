@@ -28,7 +28,10 @@ def work(root: Path) -> None:
     on_stop(stop.set)
     folder = RunFolder(root)
     config = RunConfig.model_validate(read_json(folder.config)["config"])
-    with Path(config.dataset).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
+    with (
+        Path(config.dataset).open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ),
+    ):
         asyncio.run(_score(folder, config, stop))
 
 

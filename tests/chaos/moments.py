@@ -32,7 +32,9 @@ class Moment:
 
     def delay_s(self, pace: "Pace", *, of: int) -> float:
         """Seconds from the row of the last finished step to the kill, in a run of `of` steps."""
-        length = pace.start_s if self.steps == 0 else pace.end_s if self.steps == of else pace.step_s
+        length = (
+            pace.start_s if self.steps == 0 else pace.end_s if self.steps == of else pace.step_s
+        )
         return self.share * length
 
 
@@ -63,7 +65,9 @@ def pace_of(seconds_of_rows: Sequence[float], *, modelled: float, ended: float) 
     gaps = sorted(later - earlier for earlier, later in pairwise(seconds_of_rows))
     middle = gaps[len(gaps) // 2] if gaps else 1.0
     last = seconds_of_rows[-1]
-    return Pace(start_s=seconds_of_rows[0], step_s=middle, end_s=ended - last, until_model_s=modelled - last)
+    return Pace(
+        start_s=seconds_of_rows[0], step_s=middle, end_s=ended - last, until_model_s=modelled - last
+    )
 
 
 Phase = Literal["start", "sync", "round", "commit", "train", "save", "end"]
@@ -98,7 +102,9 @@ class Glimpse:
 def glimpse(folder: RunFolder) -> Glimpse:
     """Look now; files come and go meanwhile."""
     journal, shared = _times(folder.journal), _times(folder.shared_memory)
-    rounds = {int(name.split("-")[1]): at for name, at in journal.items() if name.startswith(_ROUND)}
+    rounds = {
+        int(name.split("-")[1]): at for name, at in journal.items() if name.startswith(_ROUND)
+    }
     weights = [at for name, at in shared.items() if name.endswith(".safetensors")]
     places = _times(folder.checkpoints)
     whole = [name for name in places if name.startswith(_CHECKPOINT)]

@@ -46,7 +46,9 @@ class Patch:
             text = path.read_text(encoding="utf-8") if path.is_file() else ""
             count = text.count(edit.old)
             if count != 1:
-                raise RunError(f"the patch {self.name!r} does not apply: its text is {count} times in {edit.file}")
+                raise RunError(
+                    f"the patch {self.name!r} does not apply: its text is {count} times in {edit.file}"
+                )
             path.write_text(text.replace(edit.old, edit.new), encoding="utf-8")
 
 
@@ -54,11 +56,15 @@ def copy_package(folder: Path, patches: Sequence[Patch] = ()) -> Path:
     """Copy the packages into `folder`, patched; with it in PYTHONPATH, a process imports these."""
     for name in _PACKAGES:
         place = folder.joinpath(*name.split("."))
-        shutil.copytree(_source(name), place, ignore=shutil.ignore_patterns("__pycache__", "test_*"))
+        shutil.copytree(
+            _source(name), place, ignore=shutil.ignore_patterns("__pycache__", "test_*")
+        )
     (folder / "sitecustomize.py").write_text(_FLUSHES, encoding="utf-8")
     for patch in patches:
         patch.apply(folder)
-    compileall.compile_dir(folder, quiet=1)  # once, and not in every process, where PYTHONDONTWRITEBYTECODE is set
+    compileall.compile_dir(
+        folder, quiet=1
+    )  # once, and not in every process, where PYTHONDONTWRITEBYTECODE is set
     return folder
 
 
@@ -80,7 +86,12 @@ _REQUEST = """            answer = await self.request("POST", "/v1/completions",
         finally:
             self._asked.discard(request_id)
 """
-_NOTHING = {"token_ids": [6], "logprobs": {"token_logprobs": [0.0]}, "text": "0", "finish_reason": "stop"}
+_NOTHING = {
+    "token_ids": [6],
+    "logprobs": {"token_logprobs": [0.0]},
+    "text": "0",
+    "finish_reason": "stop",
+}
 
 IN_PLACE = Patch(
     "checkpoint written in place",
@@ -118,7 +129,10 @@ MUTATIONS: tuple[Patch, ...] = (
             ),
         ),
     ),
-    Patch("optimizer not restored", (Edit(_RESTORE, _LOADED, f"{_LOADED}        self.optimizer.state.clear()\n"),)),
+    Patch(
+        "optimizer not restored",
+        (Edit(_RESTORE, _LOADED, f"{_LOADED}        self.optimizer.state.clear()\n"),),
+    ),
     Patch(
         "scheduler not restored",
         (
@@ -143,7 +157,13 @@ MUTATIONS: tuple[Patch, ...] = (
     ),
     Patch(
         "damaged round accepted",
-        (Edit("ycore/run/files.py", 'hashlib.sha256(body).hexdigest() != head.get("sha256")', "head is None"),),
+        (
+            Edit(
+                "ycore/run/files.py",
+                'hashlib.sha256(body).hexdigest() != head.get("sha256")',
+                "head is None",
+            ),
+        ),
     ),
     Patch(
         "a sync skipped",
@@ -190,7 +210,11 @@ MUTATIONS: tuple[Patch, ...] = (
                 '    key = f"{run_seed}/{position}/{index}" + (f"/{turn}" if turn else "")\n',
                 '    _DRAWN.append(1)\n    key = f"{run_seed}/{len(_DRAWN)}"\n',
             ),
-            Edit("ycore/round/sampling.py", "WHOLE = Shard()\n", "WHOLE = Shard()\n_DRAWN: list[int] = []\n"),
+            Edit(
+                "ycore/round/sampling.py",
+                "WHOLE = Shard()\n",
+                "WHOLE = Shard()\n_DRAWN: list[int] = []\n",
+            ),
         ),
     ),
     Patch(
@@ -237,15 +261,31 @@ POINTS: tuple[Point, ...] = (
     Point("engines have the weights", _LOOP, "        self._synced = version\n", before=False),
     Point("round made, not committed", _LOOP, _COMMIT, before=True),
     Point("round committed, not trained on", _LOOP, _COMMIT, before=False),
-    Point("file flushed, not renamed", "ycore/run/files.py", "        os.replace(partial, path)\n", before=True),
-    Point("step taken, not reported", _SAVER, "        self._trainer.refuse_broken_weights()\n", before=True),
+    Point(
+        "file flushed, not renamed",
+        "ycore/run/files.py",
+        "        os.replace(partial, path)\n",
+        before=True,
+    ),
+    Point(
+        "step taken, not reported",
+        _SAVER,
+        "        self._trainer.refuse_broken_weights()\n",
+        before=True,
+    ),
     Point(
         "row of metrics written",
         "ycore/run/metrics.py",
         "        self._file.write(_line(row))\n",
         before=False,
     ),
-    Point("checkpoint written, no manifest", _FOLDER, "    for path in files:\n", before=True, each_step=False),
+    Point(
+        "checkpoint written, no manifest",
+        _FOLDER,
+        "    for path in files:\n",
+        before=True,
+        each_step=False,
+    ),
     Point(
         "manifest written, no name",
         _FOLDER,
@@ -253,7 +293,13 @@ POINTS: tuple[Point, ...] = (
         before=True,
         each_step=False,
     ),
-    Point("name given, not flushed", _FOLDER, "    os.rename(staged, place)\n", before=False, each_step=False),
+    Point(
+        "name given, not flushed",
+        _FOLDER,
+        "    os.rename(staged, place)\n",
+        before=False,
+        each_step=False,
+    ),
     Point(
         "checkpoint published, older ones there",
         _SAVER,
@@ -261,7 +307,13 @@ POINTS: tuple[Point, ...] = (
         before=False,
         each_step=False,
     ),
-    Point("old checkpoint renamed", _FOLDER, "    os.rename(checkpoint, dying)\n", before=False, each_step=False),
+    Point(
+        "old checkpoint renamed",
+        _FOLDER,
+        "    os.rename(checkpoint, dying)\n",
+        before=False,
+        each_step=False,
+    ),
     Point(
         "rounds dropped",
         _SAVER,
@@ -281,20 +333,41 @@ def _timed(part: str, file: str, anchor: str, function: str, *, indent: str = ""
         f"time {part}",
         (
             Edit(file, f"\n{anchor}\n", f"\n{anchor}{_IMPORT}"),
-            Edit(file, f"\n{indent}def {function}(", f'\n{indent}@timed("{part}")\n{indent}def {function}('),
+            Edit(
+                file,
+                f"\n{indent}def {function}(",
+                f'\n{indent}@timed("{part}")\n{indent}def {function}(',
+            ),
         ),
     )
 
 
 PATIENT = Patch(
     "patient",
-    (Edit("ycore/rewards/worker_client.py", "_CHECK_DEADLINE_S = 60.0", "_CHECK_DEADLINE_S = 300.0"),),
+    (
+        Edit(
+            "ycore/rewards/worker_client.py",
+            "_CHECK_DEADLINE_S = 60.0",
+            "_CHECK_DEADLINE_S = 300.0",
+        ),
+    ),
 )
 """The check of a reward before a run may take long on a machine that others load; no row is about that limit."""
 
 PARTS: tuple[Patch, ...] = (
-    _timed("journal", "ycore/round/journal.py", "from ycore.run.paths import RunFolder", "commit", indent="    "),
-    _timed("sums of the weights", "ycore/engine/weight_proof.py", "from ycore.errors import SyncError", "tensor_sums"),
+    _timed(
+        "journal",
+        "ycore/round/journal.py",
+        "from ycore.run.paths import RunFolder",
+        "commit",
+        indent="    ",
+    ),
+    _timed(
+        "sums of the weights",
+        "ycore/engine/weight_proof.py",
+        "from ycore.errors import SyncError",
+        "tensor_sums",
+    ),
     _timed("read back", "ycore/engine/vllm_extension.py", "from typing import Any", "held_pieces"),
     _timed(
         "flush and manifest",

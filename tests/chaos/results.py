@@ -23,7 +23,15 @@ from ycore.data.prompts import PromptOrder
 from ycore.run.metrics import is_evaluation, read_metrics
 from ycore.run.paths import RunFolder
 
-COMPARED = ("loss", "grad_norm", "reward", "learning_rate", "entropy", "completions/mean_length", "ycore/reward")
+COMPARED = (
+    "loss",
+    "grad_norm",
+    "reward",
+    "learning_rate",
+    "entropy",
+    "completions/mean_length",
+    "ycore/reward",
+)
 """Of a step's metrics; the others are times or counts of restarts."""
 
 _WHERE_TOLD = ("ycore/reward",)
@@ -71,7 +79,9 @@ def read_result(folder: RunFolder) -> Result:
     samples = folder.samples.read_text(encoding="utf-8") if folder.samples.is_file() else None
     rounds = read_rounds(folder.journal) if folder.journal.is_dir() else []
     written = {round_["step"] + 1: _written(round_) for round_ in rounds}
-    steps = [row for row in read_metrics(folder.metrics) if not is_evaluation(row)]  # which has a row of its own
+    steps = [
+        row for row in read_metrics(folder.metrics) if not is_evaluation(row)
+    ]  # which has a row of its own
     return Result(steps, weights, samples, written)
 
 
@@ -82,7 +92,12 @@ def _written(round_: Mapping[str, Any]) -> list[Any]:
             _position(group),
             group["draw"]["token_ids"],
             *(
-                [one["token_ids"], one["logprobs"], [turn["messages"] for turn in one["turns"]], one["earned"]]
+                [
+                    one["token_ids"],
+                    one["logprobs"],
+                    [turn["messages"] for turn in one["turns"]],
+                    one["earned"],
+                ]
                 for one in group["completions"]
             ),
         ]
@@ -175,7 +190,9 @@ def _differences(expected: Result, seen: Result) -> dict[str, float]:
     for name in COMPARED:
         one, other = _column(expected, name), _column(seen, name)
         if name in _WHERE_TOLD and len(one) == len(other):
-            known = [pair for pair in zip(one, other, strict=True) if not any(map(math.isnan, pair))]
+            known = [
+                pair for pair in zip(one, other, strict=True) if not any(map(math.isnan, pair))
+            ]
             one, other = [first for first, _ in known], [second for _, second in known]
         found[name] = _largest(one, other)
     return found
@@ -204,10 +221,15 @@ def read_rounds(journal: Path) -> Rounds:
     rounds = []
     for first in sorted(journal.glob("round-*-rank-0.json")):
         label = json.loads(first.read_bytes().partition(b"\n")[0])
-        files = [first.with_name(first.name.replace("rank-0", f"rank-{rank}")) for rank in range(label["world"])]
+        files = [
+            first.with_name(first.name.replace("rank-0", f"rank-{rank}"))
+            for rank in range(label["world"])
+        ]
         parts = [json.loads(file.read_bytes().partition(b"\n")[2]) for file in files]
         groups = [group for part in parts for group in part["groups"]]
-        rounds.append({"step": label["step"], "groups": groups, "states": [part["state"] for part in parts]})
+        rounds.append(
+            {"step": label["step"], "groups": groups, "states": [part["state"] for part in parts]}
+        )
     return rounds
 
 
@@ -218,7 +240,9 @@ def account(rounds: Rounds, *, steps: int, seed: int) -> list[str]:
     states, order = rounds[-1]["states"], PromptOrder(seed=seed, num_rows=NUM_ROWS)
     taken = Counter(_position(group) for round_ in rounds for group in round_["groups"])
     taken.update(_position(item["group"]) for state in states for item in state["surplus"])
-    taken.update(_position(item) for state in states for item in state.get("carried", ()))  # not whole yet
+    taken.update(
+        _position(item) for state in states for item in state.get("carried", ())
+    )  # not whole yet
     drawn = _drawn(states)
     lost = [place for place in drawn if place not in taken and not is_dull(order.row_at(place))]
     twice = sorted(place for place, count in taken.items() if count > 1)
@@ -232,7 +256,11 @@ def _drawn(states: Sequence[Mapping[str, Any]]) -> list[int]:
     world, most = len(states), max(state["cursor"] for state in states)
     gaps, start = states[0].get("gaps", []), states[0].get("start", 0)
     turns = [*gaps, *range(start, start + (most + 1) * world)]
-    now = {place for rank, state in enumerate(states) for place in turns[rank::world][: state["cursor"]]}
+    now = {
+        place
+        for rank, state in enumerate(states)
+        for place in turns[rank::world][: state["cursor"]]
+    }
     return sorted(now | (set(range(start)) - set(gaps)))
 
 
@@ -245,7 +273,11 @@ _PREFIX = "checkpoint-"
 
 def published(checkpoints: Path) -> list[Path]:
     """Everything that has a checkpoint's name, oldest first."""
-    found = [path for path in checkpoints.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdigit()]
+    found = [
+        path
+        for path in checkpoints.glob(f"{_PREFIX}*")
+        if path.name.removeprefix(_PREFIX).isdigit()
+    ]
     return sorted(found, key=lambda path: int(path.name.removeprefix(_PREFIX)))
 
 

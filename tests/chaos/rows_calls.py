@@ -16,7 +16,14 @@ from tests.chaos.bench import Bench, Row, row_of
 from tests.chaos.job import Job
 from tests.chaos.moments import Moment, draw_moments, glimpse, phase_of
 from tests.chaos.patches import PARTS, copy_package
-from tests.chaos.results import Difference, account, compare, compare_steps, read_result, read_rounds
+from tests.chaos.results import (
+    Difference,
+    account,
+    compare,
+    compare_steps,
+    read_result,
+    read_rounds,
+)
 from tests.chaos.runs import Run, Setting, let_end
 from tests.chaos.trial import Oracle, Outcome, go_on, kill, until_it_lands, wait_for_moment
 from tests.chaos.witnesses import TIMES_VARIABLE, read_times
@@ -51,7 +58,9 @@ def stale_row(bench: Bench) -> Row:
     """The engine keeps old weights and says that it has the new ones: an error on that very step."""
     oracle = bench.oracle()
     loads = [1 + number % bench.job.steps for number in range(max(2, bench.count // 3))]
-    outcomes = bench.all(lambda case: stale_trial(oracle, bench.setting, *case), list(enumerate(loads)))
+    outcomes = bench.all(
+        lambda case: stale_trial(oracle, bench.setting, *case), list(enumerate(loads))
+    )
     return row_of("stale-weights", "an engine that skips a sync: an error on that step", outcomes)
 
 
@@ -68,13 +77,17 @@ def stale_trial(oracle: Oracle, setting: Setting, number: int, load: int) -> Out
 
 def _with_faults(oracle: Oracle, setting: Setting, name: str, faults: Mapping[str, Any]) -> Outcome:
     began, output = time.monotonic(), setting.place / name
-    troubled = replace(setting, scripted={**(setting.scripted or {}), "--faults": json.dumps(dict(faults))})
+    troubled = replace(
+        setting, scripted={**(setting.scripted or {}), "--faults": json.dumps(dict(faults))}
+    )
     run = Run(troubled, oracle.job.words(output), output)
     try:
         first, left = let_end(run, timeout_s=oracle.limit_s)
     finally:
         run.end()
-    outcome = Outcome(name, (first,), left=left, said=run.tail(1), steps_before_resume=run.num_steps())
+    outcome = Outcome(
+        name, (first,), left=left, said=run.tail(1), steps_before_resume=run.num_steps()
+    )
     if first not in (None, 0):
         outcome = go_on(outcome, oracle, setting)
     seen = compare(oracle.result, read_result(run.folder))
@@ -93,7 +106,9 @@ def dynamic(job: Job) -> Job:
 def account_row(bench: Bench) -> Row:
     """Kills of the trainer at random moments; in turn it goes on with as many ranks, with fewer and with more."""
     oracle = bench.oracle()
-    moments = draw_moments(max(len(_RANKS), bench.count // 3), steps=bench.job.steps, seed=bench.seed, row="account")
+    moments = draw_moments(
+        max(len(_RANKS), bench.count // 3), steps=bench.job.steps, seed=bench.seed, row="account"
+    )
 
     def one(case: tuple[int, Moment]) -> Outcome:
         number, moment = case
@@ -109,8 +124,12 @@ def carried_row(bench: Bench) -> Row:
     """Kills of the trainer at random moments, where completions go on in later rounds; one rank, whose engine takes its
     time for each token, so that rounds end with some under way."""
     oracle, name = bench.oracle(), "kill-carried"
-    moments = draw_moments(max(3, bench.count // 3), steps=bench.job.steps, seed=bench.seed, row=name)
-    setting = replace(bench.setting, scripted={**(bench.setting.scripted or {}), "--token-s": "0.03"})
+    moments = draw_moments(
+        max(3, bench.count // 3), steps=bench.job.steps, seed=bench.seed, row=name
+    )
+    setting = replace(
+        bench.setting, scripted={**(bench.setting.scripted or {}), "--token-s": "0.03"}
+    )
     slow = replace(oracle, job=replace(oracle.job, more=(*oracle.job.more, "--oversample", "2")))
 
     def one(case: tuple[int, Moment]) -> Outcome:
@@ -119,11 +138,15 @@ def carried_row(bench: Bench) -> Row:
         outcome = until_it_lands(attempt, f"{name}-{number}", moment)
         rounds = read_rounds(RunFolder(setting.place / outcome.name).journal)
         if not any(state["carried"] for round_ in rounds for state in round_["states"]):
-            return replace(outcome, difference=Difference(notes=("no round left a completion under way",)))
+            return replace(
+                outcome, difference=Difference(notes=("no round left a completion under way",))
+            )
         return outcome
 
     outcomes = bench.all(one, list(enumerate(moments)))
-    return row_of(name, "kill -9 where completions take several rounds: none is lost or taken twice", outcomes)
+    return row_of(
+        name, "kill -9 where completions take several rounds: none is lost or taken twice", outcomes
+    )
 
 
 _RANKS = ((1, 1), (2, 1), (1, 2))
@@ -137,7 +160,11 @@ def account_trial(
     run = Run(setting, job.words(setting.place / name), setting.place / name)
     try:
         landed = wait_for_moment(run, moment, oracle) and kill("trainer")(run)
-        phase = phase_of(run.glimpsed or glimpse(run.folder), steps=job.steps, checkpoint_every=job.checkpoint_every)
+        phase = phase_of(
+            run.glimpsed or glimpse(run.folder),
+            steps=job.steps,
+            checkpoint_every=job.checkpoint_every,
+        )
         status, left = let_end(run, timeout_s=oracle.limit_s)
         said, at_kill = run.tail(1), read_result(run.folder)
     finally:
@@ -169,7 +196,10 @@ def cost_row(bench: Bench) -> Row:
     setting = replace(bench.setting, package=package, environment={TIMES_VARIABLE: str(times)})
     output = bench.place / "cost"
     words = ["grpo", "--recipe", "quickstart", "--steps", str(_COST_STEPS), "--output", str(output)]
-    words += ["--set", f"engine.environment=[{TIMES_VARIABLE}]"]  # engines get no variable that is not named
+    words += [
+        "--set",
+        f"engine.environment=[{TIMES_VARIABLE}]",
+    ]  # engines get no variable that is not named
     run = Run(setting, words, output)
     try:
         status = run.wait(timeout_s=_COST_LIMIT_S)

@@ -135,9 +135,18 @@ ENDS: Mapping[str, End] = {
     "terminal-closed": End(_close_terminal, (INTERRUPTED,), early=(-signal.SIGHUP,)),
     "kill-launcher": End(signalled(signal.SIGKILL), (-signal.SIGKILL,)),
     "kill-trainer": End(killed("trainer"), (1,), ("trainer", "rewards", "steps")),
-    "kill-engine": End(killed("rollout", then=_ctrl_c), (INTERRUPTED, 1), ("engines", "trainer", "rewards", "steps")),
+    "kill-engine": End(
+        killed("rollout", then=_ctrl_c),
+        (INTERRUPTED, 1),
+        ("engines", "trainer", "rewards", "steps"),
+    ),
     "kill-guardian": End(killed("guardian", then=_ctrl_c), (INTERRUPTED,), _WITH_GUARDIAN),
-    "kill-both": End(killed("launcher", "guardian"), (-signal.SIGKILL,), _WITH_GUARDIAN, is_cleared_by_the_next=True),
+    "kill-both": End(
+        killed("launcher", "guardian"),
+        (-signal.SIGKILL,),
+        _WITH_GUARDIAN,
+        is_cleared_by_the_next=True,
+    ),
     "kill-reward": End(killed("reward", then=_ctrl_c), (INTERRUPTED,), ("rewards", "steps")),
 }
 
@@ -155,7 +164,9 @@ class Case:
     @property
     def name(self) -> str:
         hides = self.reward.replace("_", "-")
-        return f"end-{self.number}-{self.kind}-{self.stage}-{hides}" + ("" if self.is_light else "-real")
+        return f"end-{self.number}-{self.kind}-{self.stage}-{hides}" + (
+            "" if self.is_light else "-real"
+        )
 
     @property
     def is_light(self) -> bool:
@@ -186,9 +197,17 @@ def ends_row(bench: Bench) -> Row:
     place.mkdir()
     cases = draw_cases(bench.count, seed=bench.seed)
     outcomes = bench.all(lambda case: end_one(bench, place, case), cases, good=_is_good)
-    kinds = Counter(case.kind for case, outcome in zip(cases, outcomes, strict=True) if _is_good(outcome))
-    row = row_of("ends", "ended in any way at any moment: 0 left, 0 foreign touched", outcomes, good=_is_good)
-    touched = sum("foreign" in note or "same path" in note for one in outcomes for note in one.difference.notes)
+    kinds = Counter(
+        case.kind for case, outcome in zip(cases, outcomes, strict=True) if _is_good(outcome)
+    )
+    row = row_of(
+        "ends", "ended in any way at any moment: 0 left, 0 foreign touched", outcomes, good=_is_good
+    )
+    touched = sum(
+        "foreign" in note or "same path" in note
+        for one in outcomes
+        for note in one.difference.notes
+    )
     return replace(
         row,
         more={
@@ -216,7 +235,13 @@ def end_one(bench: Bench, place: Path, case: Case) -> Outcome:
     scripted |= {"trainer": light_trainer.MODULE} if case.is_light else {}
     setting = Setting(place.parent, scripted, bench.setting.package, stop=bench.setting.stop)
     with Foreign(output, job.inputs / "train.jsonl", Path(tempfile.gettempdir())) as foreign:
-        words = [*job.words(output), "--dataset", str(foreign.dataset), "--set", f"rewards.0.args.name={daemon}"]
+        words = [
+            *job.words(output),
+            "--dataset",
+            str(foreign.dataset),
+            "--set",
+            f"rewards.0.args.name={daemon}",
+        ]
         words += ["--learning-rate", "1e38"] if case.kind == "error" else []
         twin = Twin(output, setting.full_environment()) if can_make_twins() else None
         witness = _witness(case, daemon)
@@ -235,10 +260,20 @@ def end_one(bench: Bench, place: Path, case: Case) -> Outcome:
             witness.close()
             segment.unlink(missing_ok=True)
     right = (*end.exits, *(end.early if case.stage in ("start", "claimed") else ()))
-    notes += [] if status in right else [f"exit status {status}, not {' or '.join(map(str, right))}"]
+    notes += (
+        [] if status in right else [f"exit status {status}, not {' or '.join(map(str, right))}"]
+    )
     seconds = time.monotonic() - began
     difference = Difference(notes=tuple(notes))
-    return Outcome(case.name, (status,), difference, left=tuple(left), said=run.tail(1), seconds=seconds, landed=landed)
+    return Outcome(
+        case.name,
+        (status,),
+        difference,
+        left=tuple(left),
+        said=run.tail(1),
+        seconds=seconds,
+        landed=landed,
+    )
 
 
 def _witness(case: Case, daemon: str) -> Witness:
@@ -252,7 +287,9 @@ def _do(run: Run, witness: Witness, case: Case, foreign: Foreign) -> bool:
     """Wait for the moment, and do the deed; whether that was before the run had ended."""
     if case.kind in ("success", "error"):
         return True
-    if not run.wait_for(lambda: STAGES[case.stage](run.folder), timeout_s=_COMES_WITHIN_S, every_s=0.01):
+    if not run.wait_for(
+        lambda: STAGES[case.stage](run.folder), timeout_s=_COMES_WITHIN_S, every_s=0.01
+    ):
         return False
     time.sleep(case.delay_s)
     foreign.make_more()
@@ -265,7 +302,9 @@ def _run_next(setting: Setting, words: list[str], output: Path, witness: Witness
     run = Run(setting, told, output)
     witness.add(run.process.pid)
     try:
-        run.wait_for(lambda: bool(witness.role("guardian")), timeout_s=_COMES_WITHIN_S, every_s=0.05)
+        run.wait_for(
+            lambda: bool(witness.role("guardian")), timeout_s=_COMES_WITHIN_S, every_s=0.05
+        )
         time.sleep(_BETWEEN_S)
         run.process.send_signal(signal.SIGINT)
         status = run.wait(timeout_s=_COMES_WITHIN_S)

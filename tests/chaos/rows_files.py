@@ -18,7 +18,14 @@ import psutil
 
 from tests.chaos.bench import Bench, Row, row_of
 from tests.chaos.patches import IN_PLACE, copy_package
-from tests.chaos.results import Difference, compare, compare_steps, newest_problem, published, read_result
+from tests.chaos.results import (
+    Difference,
+    compare,
+    compare_steps,
+    newest_problem,
+    published,
+    read_result,
+)
 from tests.chaos.runs import Run, Setting, leftovers
 from tests.chaos.trial import Oracle, Outcome, kill, resume_words, whole_run
 from tests.chaos.witnesses import FLUSHES_VARIABLE, read_flushes
@@ -48,7 +55,12 @@ def delete(path: Path) -> None:
     path.unlink()
 
 
-DAMAGES: dict[str, Damage] = {"truncated": truncate, "flipped": flip, "emptied": empty, "deleted": delete}
+DAMAGES: dict[str, Damage] = {
+    "truncated": truncate,
+    "flipped": flip,
+    "emptied": empty,
+    "deleted": delete,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +97,12 @@ def go_on(oracle: Oracle, setting: Setting, output: Path, *more: str) -> Going:
         left = tuple(leftovers(run)) if status is not None else ("the run itself",)
     finally:
         run.end()
-    return Going(status, compare(oracle.result, read_result(run.folder)), left, run.log.read_text(errors="replace"))
+    return Going(
+        status,
+        compare(oracle.result, read_result(run.folder)),
+        left,
+        run.log.read_text(errors="replace"),
+    )
 
 
 def damaged_row(bench: Bench) -> Row:
@@ -97,7 +114,11 @@ def damaged_row(bench: Bench) -> Row:
     if bench.count < _FULL:
         cases = random.Random(f"damage/{bench.seed}").sample(cases, min(len(cases), bench.count))
     outcomes = bench.all(lambda case: damage_checkpoint(oracle, bench.setting, base, *case), cases)
-    return row_of("damaged-checkpoint", "a file of the newest checkpoint damaged: named and passed over", outcomes)
+    return row_of(
+        "damaged-checkpoint",
+        "a file of the newest checkpoint damaged: named and passed over",
+        outcomes,
+    )
 
 
 def damage_checkpoint(oracle: Oracle, setting: Setting, base: Path, file: str, how: str) -> Outcome:
@@ -106,9 +127,15 @@ def damage_checkpoint(oracle: Oracle, setting: Setting, base: Path, file: str, h
     newest = published(output / "checkpoints")[-1]
     DAMAGES[how](newest / file)
     going = go_on(oracle, setting, output)
-    notes = () if f"{newest.name} is damaged" in going.said else (f"{newest.name} is not said to be damaged",)
+    notes = (
+        ()
+        if f"{newest.name} is damaged" in going.said
+        else (f"{newest.name} is not said to be damaged",)
+    )
     difference = replace(going.difference, notes=(*going.difference.notes, *notes))
-    return Outcome(output.name, (going.status,), difference, left=going.left, said=_last(going.said))
+    return Outcome(
+        output.name, (going.status,), difference, left=going.left, said=_last(going.said)
+    )
 
 
 def damaged_round_row(bench: Bench) -> Row:
@@ -117,7 +144,9 @@ def damaged_round_row(bench: Bench) -> Row:
     base = stopped_run(oracle, bench.setting, "stopped-with-rounds", after=bench.job.steps - 2)
     cases = [how for how in DAMAGES if how != "deleted"]
     outcomes = bench.all(lambda how: damage_round(oracle, bench.setting, base, how), cases)
-    return row_of("damaged-round", "a committed round damaged: refused by name; without it, equal", outcomes)
+    return row_of(
+        "damaged-round", "a committed round damaged: refused by name; without it, equal", outcomes
+    )
 
 
 def damage_round(oracle: Oracle, setting: Setting, base: Path, how: str) -> Outcome:
@@ -126,14 +155,18 @@ def damage_round(oracle: Oracle, setting: Setting, base: Path, how: str) -> Outc
     DAMAGES[how](newest)
     refused = go_on(oracle, setting, output)
     if refused.status == 0:
-        difference = replace(refused.difference, notes=(*refused.difference.notes, "a damaged round was taken"))
+        difference = replace(
+            refused.difference, notes=(*refused.difference.notes, "a damaged round was taken")
+        )
         return Outcome(output.name, (0,), difference, left=refused.left)
     notes = () if newest.name in refused.said else (f"{newest.name} is not named",)
     newest.unlink(missing_ok=True)
     going = go_on(oracle, setting, output)
     difference = replace(going.difference, notes=(*going.difference.notes, *notes))
     left = (*refused.left, *going.left)
-    return Outcome(output.name, (refused.status, going.status), difference, left=left, said=_last(going.said))
+    return Outcome(
+        output.name, (refused.status, going.status), difference, left=left, said=_last(going.said)
+    )
 
 
 def resume_row(bench: Bench) -> Row:
@@ -153,9 +186,15 @@ def resume_row(bench: Bench) -> Row:
                 if int(path.name.split("-")[1]) >= step:
                     path.unlink()
         going = go_on(oracle, bench.setting, output, "--resume-from", str(step))
-        return Outcome(output.name, (going.status,), going.difference, left=going.left, said=_last(going.said))
+        return Outcome(
+            output.name, (going.status,), going.difference, left=going.left, said=_last(going.said)
+        )
 
-    return row_of("resume-every", "resume from every checkpoint, rounds replayed and made anew", bench.all(one, cases))
+    return row_of(
+        "resume-every",
+        "resume from every checkpoint, rounds replayed and made anew",
+        bench.all(one, cases),
+    )
 
 
 def flush_row(bench: Bench) -> Row:
@@ -214,7 +253,9 @@ def save_row(bench: Bench) -> Row:
     lengths = [min(_KILLS_A_RUN, total - start) for start in range(0, total, _KILLS_A_RUN)]
     oracle, name = _oracle(bench), "kill-in-save"
     chains = [
-        _Chain(oracle, bench.setting, f"{name}-{number}", kills, f"saves/{bench.seed}/{name}/{number}")
+        _Chain(
+            oracle, bench.setting, f"{name}-{number}", kills, f"saves/{bench.seed}/{name}/{number}"
+        )
         for number, kills in enumerate(lengths)
     ]
     return _row(bench, chains, name, "kill -9 in a save: the newest checkpoint verifies")
@@ -225,7 +266,15 @@ def in_place_row(bench: Bench) -> Row:
     package = copy_package(bench.place / "in-place-package", (IN_PLACE,))
     oracle, setting, name = _oracle(bench), replace(bench.setting, package=package), "in-place"
     chains = [
-        _Chain(oracle, setting, f"{name}-{number}", 1, f"saves/{bench.seed}/{name}/{number}", _LATER, is_resumed=False)
+        _Chain(
+            oracle,
+            setting,
+            f"{name}-{number}",
+            1,
+            f"saves/{bench.seed}/{name}/{number}",
+            _LATER,
+            is_resumed=False,
+        )
         for number in range(max(2, num_kills(bench.count) // 5))
     ]
     row = _row(bench, chains, name, "the same, of a writer that saves in place")
@@ -242,7 +291,9 @@ def in_place_row(bench: Bench) -> Row:
     )
 
 
-def killed_in_save(oracle: Oracle, setting: Setting, name: str, *, step: int, share: float) -> Outcome:
+def killed_in_save(
+    oracle: Oracle, setting: Setting, name: str, *, step: int, share: float
+) -> Outcome:
     """One run killed in the save of this step, and not resumed: whether its newest checkpoint verifies."""
     chain = _Chain(oracle, setting, name, 1, "", step, is_resumed=False)
     return _kill_in_save(chain, setting.place / name, step=step, share=share, aim=_Aim())
@@ -254,7 +305,9 @@ def num_kills(moments: int) -> int:
 
 
 def _oracle(bench: Bench) -> Oracle:
-    return bench.oracle(replace(bench.job, steps=_KILLS_A_RUN + 2 + _SPARE_SAVES, checkpoint_every=1))
+    return bench.oracle(
+        replace(bench.job, steps=_KILLS_A_RUN + 2 + _SPARE_SAVES, checkpoint_every=1)
+    )
 
 
 def _row(bench: Bench, chains: Sequence[_Chain], name: str, what: str) -> Row:
@@ -263,7 +316,11 @@ def _row(bench: Bench, chains: Sequence[_Chain], name: str, what: str) -> Row:
     wants_landing = any(chain.is_resumed for chain in chains)
 
     def is_good(outcome: Outcome) -> bool:
-        return outcome.difference.is_none and outcome.is_clean and (outcome.landed or not wants_landing)
+        return (
+            outcome.difference.is_none
+            and outcome.is_clean
+            and (outcome.landed or not wants_landing)
+        )
 
     return row_of(name, what, outcomes, good=is_good)
 
@@ -273,7 +330,9 @@ def _follow(chain: _Chain, bench: Bench) -> list[Outcome]:
     output, source = chain.setting.place / chain.name, random.Random(chain.seed)
     outcomes, aim = [], _Aim()
     for number in range(chain.kills):
-        outcome = _kill_in_save(chain, output, step=chain.first_save + number, share=source.random(), aim=aim)
+        outcome = _kill_in_save(
+            chain, output, step=chain.first_save + number, share=source.random(), aim=aim
+        )
         bench.say(f"  {'ok  ' if outcome.difference.is_none else 'FAIL'} {outcome}")
         outcomes.append(outcome)
         if outcome.exits[-1] not in (1, -signal.SIGKILL):
@@ -287,10 +346,16 @@ def _follow(chain: _Chain, bench: Bench) -> list[Outcome]:
     finally:
         run.end()
     last, result = outcomes[-1], read_result(run.folder)
-    seen = compare(chain.oracle.result, result) if chain.oracle.repeats else compare_steps(result, result)
+    seen = (
+        compare(chain.oracle.result, result)
+        if chain.oracle.repeats
+        else compare_steps(result, result)
+    )
     difference = Difference(seen.largest, (*last.difference.notes, *seen.notes))
     said = "" if status == 0 else run.tail(1)
-    outcomes[-1] = replace(last, exits=(*last.exits, status), difference=difference, left=tuple(left), said=said)
+    outcomes[-1] = replace(
+        last, exits=(*last.exits, status), difference=difference, left=tuple(left), said=said
+    )
     return outcomes
 
 
@@ -301,9 +366,13 @@ def _kill_in_save(chain: _Chain, output: Path, *, step: int, share: float, aim: 
     step = min(max(step, max(there, default=0) + 1), chain.oracle.job.steps)
     run = Run(chain.setting, resume_words(chain.oracle.job, output), output)
     try:
-        run.wait_for(lambda: run.num_steps() >= step - 1 and bool(run.role("trainer")), timeout_s=limit_s)
+        run.wait_for(
+            lambda: run.num_steps() >= step - 1 and bool(run.role("trainer")), timeout_s=limit_s
+        )
         trainers = run.role("trainer")
-        landed = bool(trainers) and _kill_while_saving(chain, run, trainers[0], step=step, share=share, aim=aim)
+        landed = bool(trainers) and _kill_while_saving(
+            chain, run, trainers[0], step=step, share=share, aim=aim
+        )
         status = run.wait(timeout_s=limit_s)
         left = leftovers(run)
     finally:
@@ -319,7 +388,9 @@ def _kill_in_save(chain: _Chain, output: Path, *, step: int, share: float, aim: 
     )
 
 
-def _kill_while_saving(chain: _Chain, run: Run, trainer: psutil.Process, *, step: int, share: float, aim: _Aim) -> bool:
+def _kill_while_saving(
+    chain: _Chain, run: Run, trainer: psutil.Process, *, step: int, share: float, aim: _Aim
+) -> bool:
     """Whether the kill landed in a save: the trainer is stopped, looked at, and killed only where it was saving.
 
     A writer that saves in place is killed once, wherever it is by then.
@@ -332,7 +403,9 @@ def _kill_while_saving(chain: _Chain, run: Run, trainer: psutil.Process, *, step
         try:
             trainer.suspend()
             time.sleep(_STOPS_WITHIN_S)
-            in_save = any(entry.startswith(".saving-") for entry in os.listdir(run.folder.checkpoints))
+            in_save = any(
+                entry.startswith(".saving-") for entry in os.listdir(run.folder.checkpoints)
+            )
             if in_save or not chain.is_resumed:
                 trainer.kill()
                 return in_save

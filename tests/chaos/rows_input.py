@@ -35,7 +35,12 @@ def bad_input_row(bench: Bench) -> Row:
     """Exit status 2, one line that says what is expected, nothing else, in 10 s."""
     place = write_place(bench.place / "bad-input")
     problems = list(bench.pool.map(lambda case: _problem_of_bad(bench.setting, place, *case), BAD))
-    return _row("bad-input", "wrong command lines refused in one line, in 10 s", [more for more, _ in BAD], problems)
+    return _row(
+        "bad-input",
+        "wrong command lines refused in one line, in 10 s",
+        [more for more, _ in BAD],
+        problems,
+    )
 
 
 def good_input_row(bench: Bench) -> Row:
@@ -60,7 +65,9 @@ def made_up_row(bench: Bench) -> Row:
 
 def _row(name: str, what: str, cases: Sequence[str], problems: Sequence[str | None]) -> Row:
     failures = tuple(
-        f"{case or '(nothing more)'}: {problem}" for case, problem in zip(cases, problems, strict=True) if problem
+        f"{case or '(nothing more)'}: {problem}"
+        for case, problem in zip(cases, problems, strict=True)
+        if problem
     )
     return Row(name, what, len(cases) - len(failures), len(cases), failures=failures)
 
@@ -81,10 +88,16 @@ def _problem_of_good(setting: Setting, place: Path, more: str) -> str | None:
     done, _ = _run(setting, place, more)
     if done is None:
         return f"no answer within {_SETTLED_S:.0f} s"
-    return None if done.returncode == 0 else f"exit status {done.returncode}: {done.stderr.strip()[:300]}"
+    return (
+        None
+        if done.returncode == 0
+        else f"exit status {done.returncode}: {done.stderr.strip()[:300]}"
+    )
 
 
-def _run(setting: Setting, place: Path, more: str) -> tuple["subprocess.CompletedProcess[str] | None", float]:
+def _run(
+    setting: Setting, place: Path, more: str
+) -> tuple["subprocess.CompletedProcess[str] | None", float]:
     words = (GRPO + more).format(place=place).split()
     began = time.monotonic()
     try:
@@ -103,8 +116,45 @@ def _run(setting: Setting, place: Path, more: str) -> tuple["subprocess.Complete
     return done, time.monotonic() - began
 
 
-_TEXTS = ("", "a", "auto", "none", "null", "true", "vllm", "8", "-1", "1e-5", "nan", "ünï", "a/b", "x" * 300, "{", "[1")
-_NUMBERS = (0, 1, 2, 3, 4, 7, 8, 16, 64, -1, 2**31, 2**64, 0.0, 0.5, -0.5, 1e-5, 1e308, float("inf"), float("nan"))
+_TEXTS = (
+    "",
+    "a",
+    "auto",
+    "none",
+    "null",
+    "true",
+    "vllm",
+    "8",
+    "-1",
+    "1e-5",
+    "nan",
+    "ünï",
+    "a/b",
+    "x" * 300,
+    "{",
+    "[1",
+)
+_NUMBERS = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    7,
+    8,
+    16,
+    64,
+    -1,
+    2**31,
+    2**64,
+    0.0,
+    0.5,
+    -0.5,
+    1e-5,
+    1e308,
+    float("inf"),
+    float("nan"),
+)
 _RIGHT: dict[str, tuple[Any, ...]] = {
     "steps": (1, 100),
     "seed": (0, 7, "3"),
@@ -162,7 +212,12 @@ def _within(seconds: float) -> Iterator[None]:
 
 def make_up(source: Source) -> tuple[dict[str, Any], list[str], dict[str, Any]]:
     """A recipe, `--set`s and options: mostly right, so that checks behind the first ones are reached too."""
-    recipe: dict[str, Any] = {"model": "m", "dataset": "d", "rewards": ["exact_answer"], "output": "o"}
+    recipe: dict[str, Any] = {
+        "model": "m",
+        "dataset": "d",
+        "rewards": ["exact_answer"],
+        "output": "o",
+    }
     for _ in range(source.randrange(_SEVERAL)):
         _put(recipe, _key(source), source)
     sets = [f"{_path(source)}={_value(source, depth=1)}" for _ in range(source.choice((0, 0, 1)))]
@@ -222,7 +277,9 @@ def _path(source: Source) -> str:
         "rewards.0.weight",
         "trl.beta",
     )
-    choose: Callable[[], str] = source.choice((lambda: _key(source), lambda: f"trl.{_trl_field(source)}", lambda: ""))
+    choose: Callable[[], str] = source.choice(
+        (lambda: _key(source), lambda: f"trl.{_trl_field(source)}", lambda: "")
+    )
     return source.choice(inner) if source.random() < 0.5 else choose()
 
 

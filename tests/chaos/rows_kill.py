@@ -40,7 +40,12 @@ RANK = "rank"
 ALLOCATOR = "allocator"
 _RANKS = 2
 _RANKED = 1 + _RANKS  # accelerate's launcher, then its ranks
-_CURRICULUM = ("--set", "sampling.curriculum=true", "--set", "limit=6")  # a few rows, which come again and again
+_CURRICULUM = (
+    "--set",
+    "sampling.curriculum=true",
+    "--set",
+    "limit=6",
+)  # a few rows, which come again and again
 _AHEAD = ("--max-staleness", "1")
 _SHORT_S = 3.0
 DEADLINES = {"engine.health_timeout_s": 8, "engine.request_timeout_s": 15, "step_timeout_s": 60}
@@ -56,7 +61,9 @@ def kill_row(bench: Bench, role: str) -> Row:
 
     def one(item: tuple[int, Moment]) -> Outcome:
         number, moment = item
-        return until_it_lands(lambda name, at: trial(name, oracle, at, kill(role)), f"{name}-{number}", moment)
+        return until_it_lands(
+            lambda name, at: trial(name, oracle, at, kill(role)), f"{name}-{number}", moment
+        )
 
     outcomes = bench.all(one, list(enumerate(moments)))
     return row_of(name, f"kill -9 of the {role} at a random moment", outcomes)
@@ -83,14 +90,20 @@ def ahead_row(bench: Bench) -> Row:
     roles, name = ("trainer", "rollout", "launcher"), "kill-ahead"
     oracle = bench.oracle(replace(bench.job, more=(*bench.job.more, *_AHEAD)))
     oracle = replace(oracle, pace=replace(oracle.pace, end_s=oracle.pace.until_model_s))
-    moments = draw_moments(max(len(roles), bench.count // 2), steps=bench.job.steps, seed=bench.seed, row=name)
+    moments = draw_moments(
+        max(len(roles), bench.count // 2), steps=bench.job.steps, seed=bench.seed, row=name
+    )
 
     def one(item: tuple[int, Moment]) -> Outcome:
         number, moment = item
         deed = kill(roles[number % len(roles)])
-        return until_it_lands(lambda name, at: trial(name, oracle, at, deed), f"{name}-{number}", moment)
+        return until_it_lands(
+            lambda name, at: trial(name, oracle, at, deed), f"{name}-{number}", moment
+        )
 
-    return row_of(name, "kill -9 where rounds are one step ahead", bench.all(one, list(enumerate(moments))))
+    return row_of(
+        name, "kill -9 where rounds are one step ahead", bench.all(one, list(enumerate(moments)))
+    )
 
 
 def interrupt_row(bench: Bench) -> Row:
@@ -104,7 +117,9 @@ def interrupt_row(bench: Bench) -> Row:
         return is_good(outcome) and (outcome.exits[0] == INTERRUPTED or outcome.had_finished)
 
     what = f"Ctrl-C of {_RANKS} ranks and a judge"
-    return _ranked(bench, "ctrl-c-ranks", what, lambda number: interrupt, least=2, has_judge=True, good=good)
+    return _ranked(
+        bench, "ctrl-c-ranks", what, lambda number: interrupt, least=2, has_judge=True, good=good
+    )
 
 
 def _ranked(
@@ -119,13 +134,19 @@ def _ranked(
     more: tuple[str, ...] = (),
 ) -> Row:
     """Trials with two ranks, half as many as of others. `deed_of`: by the trial's number."""
-    oracle = bench.oracle(replace(bench.job, ranks=_RANKS, has_judge=has_judge, more=(*bench.job.more, *more)))
+    oracle = bench.oracle(
+        replace(bench.job, ranks=_RANKS, has_judge=has_judge, more=(*bench.job.more, *more))
+    )
     oracle = replace(oracle, pace=replace(oracle.pace, end_s=oracle.pace.until_model_s))
-    moments = draw_moments(max(least, bench.count // 2), steps=bench.job.steps, seed=bench.seed, row=name)
+    moments = draw_moments(
+        max(least, bench.count // 2), steps=bench.job.steps, seed=bench.seed, row=name
+    )
 
     def one(item: tuple[int, Moment]) -> Outcome:
         number, moment = item
-        return until_it_lands(lambda name, at: trial(name, oracle, at, deed_of(number)), f"{name}-{number}", moment)
+        return until_it_lands(
+            lambda name, at: trial(name, oracle, at, deed_of(number)), f"{name}-{number}", moment
+        )
 
     outcomes = bench.all(one, list(enumerate(moments)), good=good)
     return row_of(name, what, outcomes, good=good)
@@ -136,11 +157,20 @@ def stop_row(bench: Bench, role: str) -> Row:
 
     A launcher that is stopped for good is a shell's Ctrl-Z, and nobody is there to notice: it is stopped for a while.
     """
-    deadlines = tuple(word for key, value in DEADLINES.items() for word in ("--set", f"{key}={value}"))
-    oracle = replace(bench.oracle(), job=replace(bench.job, more=deadlines))  # they change nothing of the result
+    deadlines = tuple(
+        word for key, value in DEADLINES.items() for word in ("--set", f"{key}={value}")
+    )
+    oracle = replace(
+        bench.oracle(), job=replace(bench.job, more=deadlines)
+    )  # they change nothing of the result
     name = f"stop-{role}"
-    moments = draw_moments(max(2, bench.count // 5), steps=bench.job.steps - 1, seed=bench.seed, row=name)
-    numbered = [(number, replace(moment, steps=max(1, moment.steps))) for number, moment in enumerate(moments)]
+    moments = draw_moments(
+        max(2, bench.count // 5), steps=bench.job.steps - 1, seed=bench.seed, row=name
+    )
+    numbered = [
+        (number, replace(moment, steps=max(1, moment.steps)))
+        for number, moment in enumerate(moments)
+    ]
 
     def one(item: tuple[int, Moment]) -> Outcome:
         number, moment = item
@@ -149,7 +179,9 @@ def stop_row(bench: Bench, role: str) -> Row:
         trial_name = f"{name}-{number}{'-for-good' if for_good else ''}"
         return until_it_lands(lambda name, at: trial(name, oracle, at, deed), trial_name, moment)
 
-    return row_of(name, f"SIGSTOP of the {role}: for {_SHORT_S:.0f} s, or for good", bench.all(one, numbered))
+    return row_of(
+        name, f"SIGSTOP of the {role}: for {_SHORT_S:.0f} s, or for good", bench.all(one, numbered)
+    )
 
 
 def pause(role: str) -> Deed:
@@ -161,7 +193,9 @@ def pause(role: str) -> Deed:
             return False
         time.sleep(_SHORT_S)
         for process in stopped or run.role(role)[:1]:
-            with suppress(psutil.NoSuchProcess):  # a tool's process may have been given up meanwhile
+            with suppress(
+                psutil.NoSuchProcess
+            ):  # a tool's process may have been given up meanwhile
                 process.send_signal(signal.SIGCONT)
         return True
 
@@ -171,7 +205,9 @@ def pause(role: str) -> Deed:
 def points_row(bench: Bench, *, more: tuple[str, ...] = (), name: str = "kill-at-points") -> Row:
     """Each point, at several of the times that a run comes there."""
     oracle = bench.oracle(replace(bench.job, more=(*bench.job.more, *more)))
-    package = copy_package(bench.place / f"package-of-{name}", tuple(point.patch for point in POINTS))
+    package = copy_package(
+        bench.place / f"package-of-{name}", tuple(point.patch for point in POINTS)
+    )
     setting = replace(bench.setting, package=package)
     cases = [(point, count) for point in POINTS for count in _counts(point, bench)]
     outcomes = bench.all(lambda case: _die_at(name, oracle, setting, *case), cases)
@@ -192,14 +228,18 @@ def _counts(point: Point, bench: Bench) -> list[int]:
 def _die_at(row: str, oracle: Oracle, setting: Setting, point: Point, count: int) -> Outcome:
     name, began = f"{row}-{point.name.replace(' ', '-').replace(',', '')}-{count}", time.monotonic()
     marker, output = setting.place / f"{name}.reached", setting.place / name
-    setting = replace(setting, environment={**setting.environment, **dies_at(point.name, count, marker)})
+    setting = replace(
+        setting, environment={**setting.environment, **dies_at(point.name, count, marker)}
+    )
     run = Run(setting, oracle.job.words(output), output)
     try:
         status, left = let_end(run, timeout_s=oracle.limit_s)
     finally:
         run.end()
     finished = has_finished(run.folder)
-    outcome = Outcome(name, (status,), left=left, said=run.tail(1), landed=marker.exists(), had_finished=finished)
+    outcome = Outcome(
+        name, (status,), left=left, said=run.tail(1), landed=marker.exists(), had_finished=finished
+    )
     if status not in (None, 0) and not finished:
         outcome = go_on(outcome, oracle, setting)
     difference = compare(oracle.result, read_result(run.folder))
@@ -241,11 +281,18 @@ def exits_row(bench: Bench) -> Row:
     """Processes, sockets, shared memory, temporary files: nothing."""
     bench.oracle()
     each = max(1, bench.count // 3)
-    moments = draw_moments(each * len(ENDS), steps=bench.job.steps - 1, seed=bench.seed, row="exits")
+    moments = draw_moments(
+        each * len(ENDS), steps=bench.job.steps - 1, seed=bench.seed, row="exits"
+    )
     kinds = [kind for kind in ENDS for _ in range(each)]
-    cases = [(number, kind, moment) for number, (kind, moment) in enumerate(zip(kinds, moments, strict=True))]
+    cases = [
+        (number, kind, moment)
+        for number, (kind, moment) in enumerate(zip(kinds, moments, strict=True))
+    ]
     outcomes = bench.all(lambda case: end_one(bench, *case), cases, good=_is_clean_end)
-    return row_of("leftovers", "nothing is left 10 s after an exit of each kind", outcomes, good=_is_clean_end)
+    return row_of(
+        "leftovers", "nothing is left 10 s after an exit of each kind", outcomes, good=_is_clean_end
+    )
 
 
 def end_one(bench: Bench, number: int, kind: str, moment: Moment) -> Outcome:
@@ -261,14 +308,27 @@ def end_one(bench: Bench, number: int, kind: str, moment: Moment) -> Outcome:
         landed = kind in ("success", "error") or wait_for_moment(run, moment, bench.oracle())
         end(run)
         status = run.wait(timeout_s=bench.oracle().limit_s)
-        left = [*leftovers(run), *(f"a daemon, process {process.pid}" for process in _named(daemon))]
+        left = [
+            *leftovers(run),
+            *(f"a daemon, process {process.pid}" for process in _named(daemon)),
+        ]
     finally:
         run.end()
         for process in _named(daemon):
             process.kill()
-    notes = () if status in right else (f"exit status {status}, not {' or '.join(map(str, right))}",)
+    notes = (
+        () if status in right else (f"exit status {status}, not {' or '.join(map(str, right))}",)
+    )
     difference, seconds = Difference(notes=notes), time.monotonic() - began
-    return Outcome(name, (status,), difference, left=tuple(left), said=run.tail(1), seconds=seconds, landed=landed)
+    return Outcome(
+        name,
+        (status,),
+        difference,
+        left=tuple(left),
+        said=run.tail(1),
+        seconds=seconds,
+        landed=landed,
+    )
 
 
 def _is_clean_end(outcome: Outcome) -> bool:
@@ -280,4 +340,8 @@ def _a_name_for_the_daemon(bench: Bench, name: str) -> str:
 
 
 def _named(daemon: str) -> list[psutil.Process]:
-    return [process for process in psutil.process_iter(["cmdline"]) if daemon in (process.info["cmdline"] or ())]
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if daemon in (process.info["cmdline"] or ())
+    ]

@@ -39,7 +39,11 @@ def _killed_trainer(suspect: Suspect) -> str | None:
     """In the middle of a round behind a checkpoint, and in the training behind that."""
     for share in (0.3, 0.9):
         moment = Moment(suspect.steps - 3, share)
-        found = _guilt(trial(f"trainer-{share}", suspect.oracle, moment, kill("trainer"), setting=suspect.setting))
+        found = _guilt(
+            trial(
+                f"trainer-{share}", suspect.oracle, moment, kill("trainer"), setting=suspect.setting
+            )
+        )
         if found:
             return found
     return None
@@ -47,7 +51,9 @@ def _killed_trainer(suspect: Suspect) -> str | None:
 
 def _killed_launcher(suspect: Suspect) -> str | None:
     moment = Moment(suspect.steps - 3, 0.5)
-    return _guilt(trial("launcher", suspect.oracle, moment, kill("launcher"), setting=suspect.setting))
+    return _guilt(
+        trial("launcher", suspect.oracle, moment, kill("launcher"), setting=suspect.setting)
+    )
 
 
 def _flushes(suspect: Suspect) -> str | None:
@@ -109,7 +115,10 @@ def mutation_row(bench: Bench) -> Row:
     began = time.monotonic()
     suspects = [_suspect(bench, oracle, patch) for patch in (None, *MUTATIONS)]
     found_by = list(bench.pool.map(lambda suspect: _examine(bench, suspect), suspects))
-    guilty, caught = found_by[0], {patch.name: found for patch, found in zip(MUTATIONS, found_by[1:], strict=True)}
+    guilty, caught = (
+        found_by[0],
+        {patch.name: found for patch, found in zip(MUTATIONS, found_by[1:], strict=True)},
+    )
     missed = [f"{name}: not noticed" for name, found in caught.items() if found is None]
     accused = [f"the package without a defect: {guilty}"] if guilty else []
     return Row(
@@ -129,7 +138,10 @@ def _suspect(bench: Bench, oracle: Oracle, patch: Patch | None) -> Suspect:
     package = copy_package(place / "package", () if patch is None else (patch,))
     environment = {**bench.setting.environment, FLUSHES_VARIABLE: str(place / "flushes.log")}
     return Suspect(
-        name, oracle, replace(bench.setting, place=place, package=package, environment=environment), bench.seed
+        name,
+        oracle,
+        replace(bench.setting, place=place, package=package, environment=environment),
+        bench.seed,
     )
 
 
@@ -138,7 +150,9 @@ def _examine(bench: Bench, suspect: Suspect) -> str | None:
     for test, look in BATTERY.items():
         try:
             found = look(suspect)
-        except RunError as error:  # a run that the battery needs could not be made with this package
+        except (
+            RunError
+        ) as error:  # a run that the battery needs could not be made with this package
             found = str(error)
         if found:
             bench.say(f"  {suspect.name}: found by {test}: {found}")

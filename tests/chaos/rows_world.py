@@ -34,16 +34,25 @@ def world_oracle(bench: Bench) -> Oracle:
     scripted = {**(bench.setting.scripted or {}), "--calls": ",".join(_FUNCTIONS)}
     job = replace(bench.job, has_world=True)
     oracle = replace(bench, job=job, setting=replace(bench.setting, scripted=scripted)).oracle()
-    turns = [one[2] for round_ in oracle.result.written.values() for _, _, *group in round_ for one in group]
+    turns = [
+        one[2]
+        for round_ in oracle.result.written.values()
+        for _, _, *group in round_
+        for one in group
+    ]
     if max(map(len, turns)) < 5 or not any(len(one) < 2 for one in turns):
-        raise RunError(f"equality with the whole run would prove nothing: {sorted(map(len, turns))} turns")
+        raise RunError(
+            f"equality with the whole run would prove nothing: {sorted(map(len, turns))} turns"
+        )
     return replace(oracle, pace=replace(oracle.pace, end_s=oracle.pace.until_model_s))
 
 
 def kill_world_row(bench: Bench) -> Row:
     """SIGKILL of the launcher and of the trainer, in turn."""
     deeds = {"launcher": kill("launcher"), "trainer": kill("trainer")}
-    return _row(bench, "kill-world", "kill -9 of launcher or trainer, with a tool and an environment", deeds)
+    return _row(
+        bench, "kill-world", "kill -9 of launcher or trainer, with a tool and an environment", deeds
+    )
 
 
 def _interrupt(run: Run) -> bool:
@@ -64,7 +73,9 @@ def stop_world_row(bench: Bench) -> Row:
         "trainer": pause("trainer"),
         "for-good": kill("trainer", signal.SIGSTOP),
     }
-    return _row(bench, "stop-world", "Ctrl-C or SIGSTOP, with a tool and an environment", deeds, stops=True)
+    return _row(
+        bench, "stop-world", "Ctrl-C or SIGSTOP, with a tool and an environment", deeds, stops=True
+    )
 
 
 def _stop_tools(run: Run) -> bool:
@@ -90,13 +101,17 @@ def _num_calls(log: Path) -> int:
 
 def _was_told(run_folder: Path) -> bool:
     """Whether the policy read somewhere that an answer came too late."""
-    return any(b"timeout after " in file.read_bytes() for file in RunFolder(run_folder).journal.iterdir())
+    return any(
+        b"timeout after " in file.read_bytes() for file in RunFolder(run_folder).journal.iterdir()
+    )
 
 
 def disk_world_row(bench: Bench) -> Row:
     """A small disk of the run's own becomes full at a random moment; with room again, it goes on."""
     oracle, name = world_oracle(bench), "full-disk-world"
-    moments = draw_moments(max(2, bench.count // 3), steps=bench.job.steps - 1, seed=bench.seed, row=name)
+    moments = draw_moments(
+        max(2, bench.count // 3), steps=bench.job.steps - 1, seed=bench.seed, row=name
+    )
 
     def one(item: tuple[int, Moment]) -> Outcome:
         number, moment = item
@@ -109,17 +124,25 @@ def disk_world_row(bench: Bench) -> Row:
         return until_it_lands(attempt, f"{name}-{number}", moment)
 
     outcomes = bench.all(one, list(enumerate(moments)))
-    return row_of(name, "a disk that is full at a random moment, with a tool and an environment", outcomes)
+    return row_of(
+        name, "a disk that is full at a random moment, with a tool and an environment", outcomes
+    )
 
 
-def _row(bench: Bench, name: str, what: str, deeds: Mapping[str, Deed], *, stops: bool = False) -> Row:
+def _row(
+    bench: Bench, name: str, what: str, deeds: Mapping[str, Deed], *, stops: bool = False
+) -> Row:
     """The deeds in turn, after the start where they are to be noticed by what goes on."""
     oracle = world_oracle(bench)
     if stops:  # the deadlines change nothing of the result
-        words = tuple(word for key, value in DEADLINES.items() for word in ("--set", f"{key}={value}"))
+        words = tuple(
+            word for key, value in DEADLINES.items() for word in ("--set", f"{key}={value}")
+        )
         oracle = replace(oracle, job=replace(oracle.job, more=words))
     steps = bench.job.steps - stops
-    moments = draw_moments(max(len(deeds), bench.count // 3), steps=steps, seed=bench.seed, row=name)
+    moments = draw_moments(
+        max(len(deeds), bench.count // 3), steps=steps, seed=bench.seed, row=name
+    )
 
     def attempt(name: str, at: Moment, kind: str) -> Outcome:
         if kind != _TOOL_FOR_GOOD:
@@ -131,7 +154,9 @@ def _row(bench: Bench, name: str, what: str, deeds: Mapping[str, Deed], *, stops
         number, moment = item
         kind = list(deeds)[number % len(deeds)]
         moment = replace(moment, steps=max(1, moment.steps)) if stops else moment
-        return until_it_lands(lambda name, at: attempt(name, at, kind), f"{name}-{number}-{kind}", moment)
+        return until_it_lands(
+            lambda name, at: attempt(name, at, kind), f"{name}-{number}-{kind}", moment
+        )
 
     return row_of(name, what, bench.all(one, list(enumerate(moments))))
 

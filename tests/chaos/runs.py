@@ -31,7 +31,9 @@ _CHUNK = 65536
 class Terminal:
     """`process` is the session's leader; what it prints goes to `log`, and nobody types anything."""
 
-    def __init__(self, command: Sequence[str], *, cwd: Path, environment: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self, command: Sequence[str], *, cwd: Path, environment: Mapping[str, str], log: Path
+    ) -> None:
         self._ours, theirs = pty.openpty()
         self._closing = threading.Event()
         self.process = subprocess.Popen(
@@ -78,7 +80,9 @@ def has_role(words: Sequence[str], role: str) -> bool:
     """Whether a process with this command line is one of the role; the launcher is the process that we started."""
     if role in _MODULES:
         return any(module in words for module in _MODULES[role])
-    return any(module in words for module in _ENGINES) and any(f"/{role}-" in word for word in words)
+    return any(module in words for module in _ENGINES) and any(
+        f"/{role}-" in word for word in words
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +105,21 @@ class Setting:
     def command(self, words: Sequence[str]) -> list[str]:
         if self.scripted is None:
             return [sys.executable, "-c", _INSTALLED, *words]
-        return [sys.executable, "-m", "tests.chaos.command", json.dumps(dict(self.scripted)), *words]
+        return [
+            sys.executable,
+            "-m",
+            "tests.chaos.command",
+            json.dumps(dict(self.scripted)),
+            *words,
+        ]
 
     def full_environment(self) -> dict[str, str]:
         """One thread a process, for the sake of exact repetition."""
-        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        threads = {
+            "OMP_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         package = {"PYTHONPATH": str(self.package or _REPOSITORY)}
         return {**os.environ, **threads, **package, "COLUMNS": "100", **self.environment}
 
@@ -113,7 +127,9 @@ class Setting:
 class Run:
     """One `ycore` process in its own session, and the folder that it works in."""
 
-    def __init__(self, setting: Setting, words: Sequence[str], output: Path, *, in_terminal: bool = False) -> None:
+    def __init__(
+        self, setting: Setting, words: Sequence[str], output: Path, *, in_terminal: bool = False
+    ) -> None:
         self.folder = RunFolder(output)
         self.log = setting.place / f"{output.name}.log"
         self.began = time.monotonic()
@@ -125,7 +141,9 @@ class Run:
         self._terminal: Terminal | None = None
         command, environment = setting.command(words), setting.full_environment()
         if in_terminal:
-            self._terminal = Terminal(command, cwd=setting.place, environment=environment, log=self.log)
+            self._terminal = Terminal(
+                command, cwd=setting.place, environment=environment, log=self.log
+            )
             self.process = self._terminal.process
             return
         with self.log.open("ab") as log:
@@ -145,16 +163,22 @@ class Run:
 
     def wait(self, *, timeout_s: float) -> int | None:
         """The exit status; None where it still runs then."""
-        self._look_until(lambda: self.exit_code is not None, timeout_s=timeout_s, every_s=_WAIT_POLL_S)
+        self._look_until(
+            lambda: self.exit_code is not None, timeout_s=timeout_s, every_s=_WAIT_POLL_S
+        )
         return self.exit_code
 
     def num_steps(self) -> int:
         """Rows of metrics.jsonl, now."""
         return count_rows(self.folder.metrics)
 
-    def wait_for(self, what: Callable[[], bool], *, timeout_s: float, every_s: float = _POLL_S) -> bool:
+    def wait_for(
+        self, what: Callable[[], bool], *, timeout_s: float, every_s: float = _POLL_S
+    ) -> bool:
         """Whether it came true while the run was alive."""
-        self._look_until(lambda: what() or self.exit_code is not None, timeout_s=timeout_s, every_s=every_s)
+        self._look_until(
+            lambda: what() or self.exit_code is not None, timeout_s=timeout_s, every_s=every_s
+        )
         return what()
 
     def _look_until(self, what: Callable[[], bool], *, timeout_s: float, every_s: float) -> None:
@@ -170,7 +194,11 @@ class Run:
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
                 mark = process.environ().get(RUN_MARKER)
-                is_guardian = mark is None and process.cmdline()[-2:] == guards and _sees_our_files(process.pid)
+                is_guardian = (
+                    mark is None
+                    and process.cmdline()[-2:] == guards
+                    and _sees_our_files(process.pid)
+                )
                 if (mark == self.folder.run_id or is_guardian) and is_alive(process):
                     found.append(process)
         self.seen |= {process.pid: process for process in found}
@@ -183,7 +211,9 @@ class Run:
         found = [process for process in self.members() if has_role(_words(process), name)]
         return sorted(found, key=lambda process: int(process.pid))
 
-    def send(self, role: str, number: signal.Signals, *, which: int = 0, timeout_s: float = 60.0) -> bool:
+    def send(
+        self, role: str, number: signal.Signals, *, which: int = 0, timeout_s: float = 60.0
+    ) -> bool:
         """Signal one process of a role, the first unless said, once it is there; False where it never came."""
         sent: list[bool] = []
 
@@ -215,7 +245,10 @@ class Run:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         deadline = time.monotonic() + _GUARDIAN_WITHIN_S
-        while any("ycore.launch.guardian" in _words(one) for one in self.members()) and time.monotonic() < deadline:
+        while (
+            any("ycore.launch.guardian" in _words(one) for one in self.members())
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.1)
         for process in self.members():
             with contextlib.suppress(psutil.Error):
@@ -249,7 +282,11 @@ def let_end(run: Run, *, timeout_s: float) -> tuple[int | None, tuple[str, ...]]
 
 def _left(run: Run) -> list[str]:
     run.members()
-    processes = [f"process {pid} ({_name(process)})" for pid, process in run.seen.items() if is_alive(process)]
+    processes = [
+        f"process {pid} ({_name(process)})"
+        for pid, process in run.seen.items()
+        if is_alive(process)
+    ]
     folder = run.folder
     paths = [folder.sockets, folder.shared_memory, folder.temporary]
     return processes + [str(path) for path in dict.fromkeys(paths) if path.exists()]

@@ -21,7 +21,14 @@ from tests.chaos.moments import draw_moments
 from tests.chaos.patches import PATIENT, copy_package
 from tests.chaos.rows_calls import account_row, calls_row, carried_row, cost_row, stale_row
 from tests.chaos.rows_ends import ends_row
-from tests.chaos.rows_files import damaged_round_row, damaged_row, flush_row, in_place_row, resume_row, save_row
+from tests.chaos.rows_files import (
+    damaged_round_row,
+    damaged_row,
+    flush_row,
+    in_place_row,
+    resume_row,
+    save_row,
+)
 from tests.chaos.rows_input import bad_input_row, good_input_row, made_up_row
 from tests.chaos.rows_kill import (
     ALLOCATOR,
@@ -78,7 +85,10 @@ _SCRIPTED: dict[str, MakeRow] = {
     "good-input": good_input_row,
     "made-up": made_up_row,
 }
-ROWS: Mapping[Tier, Mapping[str, MakeRow]] = {"scripted": {**_BOTH, **_SCRIPTED}, "vllm": {**_BOTH, "cost": cost_row}}
+ROWS: Mapping[Tier, Mapping[str, MakeRow]] = {
+    "scripted": {**_BOTH, **_SCRIPTED},
+    "vllm": {**_BOTH, "cost": cost_row},
+}
 TITLES: Mapping[Tier, str] = {
     "scripted": "real trainer, scripted engine that speaks vLLM's protocol",
     "vllm": "real trainer, real vLLM",
@@ -86,14 +96,23 @@ TITLES: Mapping[Tier, str] = {
 
 
 def run_scorecard(
-    tiers: Sequence[Tier], *, names: Sequence[str], seed: int, count: int, parallel: int, output: Path | None, say: Say
+    tiers: Sequence[Tier],
+    *,
+    names: Sequence[str],
+    seed: int,
+    count: int,
+    parallel: int,
+    output: Path | None,
+    say: Say,
 ) -> dict[str, Any]:
     """The rows of these names, or all, of each tier; a row that could not be made has failed."""
     _check_names(names, tiers)
     began, results = time.monotonic(), []
     for tier in tiers:
         place = None if output is None else output / tier
-        with _bench(tier, seed=seed, count=count, parallel=parallel, output=place, say=say) as bench:
+        with _bench(
+            tier, seed=seed, count=count, parallel=parallel, output=place, say=say
+        ) as bench:
             wanted = {name: make for name, make in ROWS[tier].items() if not names or name in names}
             results.append((TITLES[tier], _make(wanted, bench)))
     return _finish(results, seed=seed, say=say, began=began)
@@ -127,7 +146,9 @@ def _make(wanted: Mapping[str, MakeRow], bench: Bench) -> list[Row]:
     return rows
 
 
-def _finish(tiers: Sequence[tuple[str, Sequence[Row]]], *, seed: int, say: Say, began: float) -> dict[str, Any]:
+def _finish(
+    tiers: Sequence[tuple[str, Sequence[Row]]], *, seed: int, say: Say, began: float
+) -> dict[str, Any]:
     for line in as_lines(tiers, seed=seed):
         say(line)
     return as_json(tiers, seed=seed, seconds=time.monotonic() - began)
@@ -141,7 +162,9 @@ def tiers_of(engine: str) -> tuple[Tier, ...]:
         "both": ("scripted", "vllm"),
     }
     if engine not in tiers:
-        raise ConfigError(f"--engine is scripted, vllm or both; it is {engine!r}{nearest(engine, tiers)}")
+        raise ConfigError(
+            f"--engine is scripted, vllm or both; it is {engine!r}{nearest(engine, tiers)}"
+        )
     return tiers[engine]
 
 
@@ -155,7 +178,9 @@ def _check_names(names: Sequence[str], tiers: Sequence[Tier]) -> None:
 
 
 @contextmanager
-def _bench(tier: Tier, *, seed: int, count: int, parallel: int, output: Path | None, say: Say) -> Iterator[Bench]:
+def _bench(
+    tier: Tier, *, seed: int, count: int, parallel: int, output: Path | None, say: Say
+) -> Iterator[Bench]:
     """A place with a copy of the package and everything that the runs read; a stop ends every run of it."""
     with tempfile.TemporaryDirectory(prefix="ycore-chaos-") as temporary:
         place = _new_folder(output) if output is not None else Path(temporary)
@@ -189,6 +214,8 @@ def _stopping(setting: Setting) -> Iterator[None]:
 
 def _new_folder(folder: Path) -> Path:
     if folder.exists() and os.listdir(folder):
-        raise ConfigError(f"--output must be new or empty, and {folder} is not; choose another --output")
+        raise ConfigError(
+            f"--output must be new or empty, and {folder} is not; choose another --output"
+        )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder.resolve()

@@ -106,8 +106,13 @@ class ScriptedEngine:
         length = source.randint(min(2, most), most)
         written = [source.choice(self.letters) for _ in range(length)]
         if self.calls and source.random() < 0.7:
-            numbers, call = {letter: number for number, letter in self.letters}, source.choice(self.calls)
-            written = [(numbers[letter], letter) for letter in f"{call}({source.randint(0, 9)})"][:most]
+            numbers, call = (
+                {letter: number for number, letter in self.letters},
+                source.choice(self.calls),
+            )
+            written = [(numbers[letter], letter) for letter in f"{call}({source.randint(0, 9)})"][
+                :most
+            ]
             length = len(written)
         ids, ends = [number for number, _ in written], request.get("stop_token_ids") or []
         if length < most and ends:
@@ -152,7 +157,10 @@ class ScriptedEngine:
             for name, schema_ in schema["properties"].items()
         }
         message = {"role": "assistant", "content": json.dumps(verdict)}
-        return {"choices": [{"message": message, "finish_reason": "stop"}], "usage": {"total_tokens": 1}}
+        return {
+            "choices": [{"message": message, "finish_reason": "stop"}],
+            "usage": {"total_tokens": 1},
+        }
 
     def digest(self) -> str:
         digests = sorted((name, tensor.digest) for name, tensor in self.weights.items())
@@ -160,7 +168,9 @@ class ScriptedEngine:
 
     def read_back(self) -> list[tuple[str, int, int, int, int, int]]:
         """What it holds, as `PolicyWorker.load_policy` answers it."""
-        return [(name, 0, 0, held.width, held.rows, held.columns) for name, held in self.weights.items()]
+        return [
+            (name, 0, 0, held.width, held.rows, held.columns) for name, held in self.weights.items()
+        ]
 
     def sleep(self, level: int) -> None:
         """All memory sleeps; what is in it is kept at level 1, but for the cache, and lost at level 2."""
@@ -197,7 +207,9 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         for name, entry in json.loads(data[8:start]).items():
             if name != "__metadata__":
                 begin, end = entry["data_offsets"]
-                tensors[name] = _tensor(entry["dtype"], entry["shape"], data[start + begin : start + end])
+                tensors[name] = _tensor(
+                    entry["dtype"], entry["shape"], data[start + begin : start + end]
+                )
     if not tensors:
         raise FileNotFoundError(f"no safetensors in {folder}")
     return tensors
@@ -213,7 +225,9 @@ def _tensor(dtype: str, shape: Sequence[int], body: bytes) -> Tensor:
     by_row = (sum(words[row * num_words : (row + 1) * num_words]) for row in range(shape[0]))
     by_column = (sum(words[column::num_words]) for column in range(num_words))
     digest = hashlib.sha256(f"{dtype} {list(shape)} ".encode() + body).hexdigest()
-    return Tensor(digest, width, _hash(by_row, 0x5851F42D4C957F2D), _hash(by_column, 0x14057B7EF767814F))
+    return Tensor(
+        digest, width, _hash(by_row, 0x5851F42D4C957F2D), _hash(by_column, 0x14057B7EF767814F)
+    )
 
 
 def _hash(sums: Iterable[int], base: int) -> int:
@@ -222,8 +236,12 @@ def _hash(sums: Iterable[int], base: int) -> int:
 
 def read_letters(model: Path) -> tuple[tuple[int, str], ...]:
     """The tokens of one character, with their numbers, of a tokenizer that has one token a character."""
-    vocabulary = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
-    return tuple((number, token) for token, number in vocabulary.items() if len(token) == _CHARACTERS_AT_MOST)
+    vocabulary = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))["model"][
+        "vocab"
+    ]
+    return tuple(
+        (number, token) for token, number in vocabulary.items() if len(token) == _CHARACTERS_AT_MOST
+    )
 
 
 class Server:
@@ -243,7 +261,10 @@ class Server:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
                 _, path, _ = head[0].split()
-                headers = {line.partition(":")[0].lower(): line.partition(":")[2].strip() for line in head[1:]}
+                headers = {
+                    line.partition(":")[0].lower(): line.partition(":")[2].strip()
+                    for line in head[1:]
+                }
                 length = int(headers.get("content-length", 0))
                 body = json.loads(await reader.readexactly(length)) if length else {}
                 status, answer = await self._answer(path, body)
@@ -320,7 +341,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--faults", type=json.loads, default={})
     parser.add_argument("--think-s", type=float, default=0.0)
     parser.add_argument("--token-s", type=float, default=0.0)
-    parser.add_argument("--calls", default="", help="functions, with commas between, that completions call")
+    parser.add_argument(
+        "--calls", default="", help="functions, with commas between, that completions call"
+    )
     parser.add_argument("--segment", help="hold shared memory of this name, and leave it")
     options, _ = parser.parse_known_args(arguments)
     held = options.segment and _segment(options.segment)

@@ -53,7 +53,10 @@ def test_what_is_touched_of_the_foreign_is_named(tmp_path: Path) -> None:
         process.kill()
         process.wait()
         touched = foreign.touched()
-        assert len(touched) == 3 and f"foreign process {process.pid}: exit -9, was exit None" in touched
+        assert (
+            len(touched) == 3
+            and f"foreign process {process.pid}: exit -9, was exit None" in touched
+        )
         dataset = foreign.dataset
     assert not dataset.exists()
 
@@ -63,6 +66,8 @@ def test_cases_are_dealt_evenly_and_follow_from_the_seed() -> None:
     assert cases[:100] == draw_cases(100, seed=0) != draw_cases(100, seed=1)
     counts = Counter(case.kind for case in cases)
     assert set(counts) == set(ENDS) and max(counts.values()) - min(counts.values()) <= 1
-    assert {case.stage for case in cases} == set(STAGES) and {case.reward for case in cases} == set(REWARDS)
+    assert {case.stage for case in cases} == set(STAGES) and {case.reward for case in cases} == set(
+        REWARDS
+    )
     assert all(case.stage in ENDS[case.kind].stages for case in cases)
     assert len({case.name for case in cases}) == 500

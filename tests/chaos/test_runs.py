@@ -30,9 +30,7 @@ def small(place: Path, *words: str) -> Run:
 
 
 def test_a_closed_terminal_is_a_hangup(tmp_path: Path) -> None:
-    code = (
-        "import signal, sys, time; signal.signal(1, lambda *_: sys.exit(7)); print('ready', flush=True); time.sleep(60)"
-    )
+    code = "import signal, sys, time; signal.signal(1, lambda *_: sys.exit(7)); print('ready', flush=True); time.sleep(60)"
     log = tmp_path / "log"
     terminal = Terminal([sys.executable, "-c", code], cwd=tmp_path, environment={}, log=log)
     deadline = time.monotonic() + 120
@@ -103,9 +101,21 @@ def test_stopping_the_selftest_ends_a_wait(tmp_path: Path) -> None:
 
 
 def test_roles_are_known_by_their_command_lines() -> None:
-    engine = ["python", "-m", "vllm.entrypoints.openai.api_server", "--uds", "/runs/a/sockets/rollout-0.sock"]
+    engine = [
+        "python",
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--uds",
+        "/runs/a/sockets/rollout-0.sock",
+    ]
     assert has_role(engine, "rollout") and not has_role(engine, "judge")
-    scripted = ["python", "-m", "tests.chaos.scripted_engine", "--uds", "/runs/a/sockets/judge-0.sock"]
+    scripted = [
+        "python",
+        "-m",
+        "tests.chaos.scripted_engine",
+        "--uds",
+        "/runs/a/sockets/judge-0.sock",
+    ]
     assert has_role(scripted, "judge") and not has_role(scripted, "rollout")
     assert has_role(["python", "-m", "ycore.trainer", "/runs/a"], "trainer")
     assert has_role(["python", "-P", "-m", "ycore.rewards.worker"], "reward")

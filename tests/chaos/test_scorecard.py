@@ -19,7 +19,15 @@ from tests.chaos.bench import Row, as_json, as_lines, row_of
 from tests.chaos.job import Job, is_dull
 from tests.chaos.moments import Glimpse, Moment, Pace, draw_moments, pace_of, phase_of
 from tests.chaos.patches import MUTATIONS, PARTS, POINTS, Edit, Patch, copy_package
-from tests.chaos.results import SAME, Difference, Result, account, compare, is_lively, newest_problem
+from tests.chaos.results import (
+    SAME,
+    Difference,
+    Result,
+    account,
+    compare,
+    is_lively,
+    newest_problem,
+)
 from tests.chaos.rows_files import num_kills
 from tests.chaos.rows_input import check_made_up
 from tests.chaos.runs import Setting
@@ -44,7 +52,12 @@ def test_moments_are_dealt_evenly_over_start_steps_and_end() -> None:
 
 def test_a_moment_is_as_far_into_a_step_as_the_pace_says() -> None:
     pace = pace_of([5.0, 5.2, 5.4, 9.0], modelled=9.5, ended=10.0)
-    assert (pace.start_s, round(pace.step_s, 6), pace.end_s, pace.until_model_s) == (5.0, 0.2, 1.0, 0.5)
+    assert (pace.start_s, round(pace.step_s, 6), pace.end_s, pace.until_model_s) == (
+        5.0,
+        0.2,
+        1.0,
+        0.5,
+    )
     pace = Pace(start_s=8, step_s=0.2, end_s=2)
     assert [Moment(steps, 0.5).delay_s(pace, of=4) for steps in (0, 1, 4)] == [4, 0.1, 1]
 
@@ -91,7 +104,9 @@ def test_every_kind_of_difference_is_found() -> None:
     assert compare(whole, result([1])).largest["loss"] == math.inf
     assert compare(whole, result([1, math.nan])).largest["loss"] == math.inf
     assert compare(whole, result([1, 2], steps=[1, 1])).notes == ("steps [1, 1] for [1, 2]",)
-    told, other = ({1: [[0, [5], [[7], [-1.0], [{"content": text}], None]]], 2: []} for text in "ab")
+    told, other = (
+        {1: [[0, [5], [[7], [-1.0], [{"content": text}], None]]], 2: []} for text in "ab"
+    )
     notes = compare(replace(whole, written=told), replace(whole, written=other)).notes
     assert notes == ("what was written for steps [1] differs",)
     assert compare(replace(whole, written=told), replace(whole, written={1: told[1]})).notes == (
@@ -103,8 +118,12 @@ def test_every_kind_of_difference_is_found() -> None:
 def test_rounds_are_compared_by_their_steps_where_one_journal_goes_back_further() -> None:
     """An interrupted run saves one checkpoint more, and an older one goes with its rounds."""
     whole = result([1, 2, 3])
-    assert compare(replace(whole, written={2: ["b"], 3: ["c"]}), replace(whole, written={3: ["c"]})).is_none
-    notes = compare(replace(whole, written={2: ["b"], 3: ["c"]}), replace(whole, written={3: ["d"]})).notes
+    assert compare(
+        replace(whole, written={2: ["b"], 3: ["c"]}), replace(whole, written={3: ["c"]})
+    ).is_none
+    notes = compare(
+        replace(whole, written={2: ["b"], 3: ["c"]}), replace(whole, written={3: ["d"]})
+    ).notes
     assert notes == ("what was written for steps [3] differs",)
 
 
@@ -115,17 +134,25 @@ def test_a_run_that_could_not_tell_is_no_oracle() -> None:
 
 def test_exit_0_with_another_result_is_the_worst_there_is() -> None:
     other = Difference({"loss": 0.5})
-    wrong, failed, same = Outcome("a", (1, 0), other), Outcome("b", (1, 1), other), Outcome("c", (0,), SAME)
+    wrong, failed, same = (
+        Outcome("a", (1, 0), other),
+        Outcome("b", (1, 1), other),
+        Outcome("c", (0,), SAME),
+    )
     row = row_of("r", "what", [wrong, failed, same])
     assert (row.passed, row.total, row.wrong, row.passes) == (1, 3, 1, False)
     assert row.worst["loss"] == 0.5
     assert not Outcome("d", (0,), SAME, left=("process 7",)).passes
-    assert Outcome("e", (-9,), SAME, had_finished=True).passes, "a launcher that is killed as it goes"
+    assert Outcome("e", (-9,), SAME, had_finished=True).passes, (
+        "a launcher that is killed as it goes"
+    )
     assert not Outcome("f", (-9,), other, had_finished=True).passes
 
 
 def test_kills_that_landed_are_counted_by_phase() -> None:
-    row = row_of("r", "w", [Outcome("a", (0,), phase="save"), Outcome("b", (0,), phase="save", landed=False)])
+    row = row_of(
+        "r", "w", [Outcome("a", (0,), phase="save"), Outcome("b", (0,), phase="save", landed=False)]
+    )
     assert (row.phases["save"], row.phases["round"]) == (1, 0)
 
 
@@ -152,7 +179,9 @@ def test_every_point_applies_to_the_package_and_all_of_them_at_once(tmp_path: Pa
         compile(text, file, "exec")
         assert text.count(".reach(") == sum(point.file == file for point in POINTS)
     assert len({point.name for point in POINTS}) == len(POINTS) >= 12
-    assert not any("/" in point.name for point in POINTS), "the variable has its parts between slashes"
+    assert not any("/" in point.name for point in POINTS), (
+        "the variable has its parts between slashes"
+    )
 
 
 def test_what_is_timed_applies_to_the_package_as_it_is(tmp_path: Path) -> None:
@@ -166,14 +195,19 @@ def test_a_process_dies_where_it_was_told_to_and_once(tmp_path: Path) -> None:
     environment = {**os.environ, **dies_at("a", 2, tmp_path / "died")}
     for name, status in (("b", 0), ("a", -signal.SIGKILL), ("a", 0)):
         changed = {**environment, **(dies_at("b", 2, tmp_path / "never") if name == "b" else {})}
-        assert subprocess.run([sys.executable, "-c", code], env=changed, check=False).returncode == status
+        assert (
+            subprocess.run([sys.executable, "-c", code], env=changed, check=False).returncode
+            == status
+        )
     assert (tmp_path / "died").exists() and not (tmp_path / "never").exists()
 
 
 def test_a_patch_whose_text_is_gone_says_so(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("x = 1\nx = 1\n")
     for old, count in (("y = 1", 0), ("x = 1", 2)):
-        with pytest.raises(RunError, match=f"the patch 'p' does not apply: its text is {count} times in a.py"):
+        with pytest.raises(
+            RunError, match=f"the patch 'p' does not apply: its text is {count} times in a.py"
+        ):
             Patch("p", (Edit("a.py", old, ""),)).apply(tmp_path)
 
 
@@ -188,7 +222,9 @@ def test_an_account_of_prompts_is_even_or_says_what_is_not(monkeypatch: pytest.M
     even = [round_of(0, 1, cursor=3, surplus=(2,)), round_of(2, 3, cursor=4)]
     assert account(even, steps=2, seed=0) == []
     assert account(even, steps=3, seed=0) == ["2 rounds for 3 steps"]
-    assert account([round_of(0, 1, cursor=4)], steps=1, seed=0) == ["prompts lost, at positions [2, 3]"]
+    assert account([round_of(0, 1, cursor=4)], steps=1, seed=0) == [
+        "prompts lost, at positions [2, 3]"
+    ]
     twice = [round_of(0, 1, cursor=2), round_of(1, cursor=2)]
     assert account(twice, steps=2, seed=0) == ["prompts taken twice, at positions [1]"]
     two = [{"cursor": 1, "surplus": [], "gaps": [1], "start": 3}, {"cursor": 1, "surplus": []}]
@@ -215,7 +251,9 @@ def test_a_checkpoint_is_looked_at_with_other_eyes(tmp_path: Path) -> None:
     assert "no whole manifest" in str(newest_problem(tmp_path))
     (checkpoint / "a").write_bytes(b"a")
     digest = "ca978112ca1bbdcafac231b39a23dc4da786eff8147c4e72b9807785afee48bb"
-    (checkpoint / "manifest.json").write_text("{}\n" + json.dumps({"files": {"a": {"bytes": 1, "sha256": digest}}}))
+    (checkpoint / "manifest.json").write_text(
+        "{}\n" + json.dumps({"files": {"a": {"bytes": 1, "sha256": digest}}})
+    )
     assert newest_problem(tmp_path) is None
     (checkpoint / "a").write_bytes(b"b")
     assert newest_problem(tmp_path) == "checkpoint-2: a is not what was written"
@@ -234,7 +272,9 @@ def test_the_table_says_everything_and_keeps_the_tiers_apart() -> None:
     assert "ok   kill-x       1/1      killed" in shown and "FAIL made-up      1/2" in shown
     assert "train 1" in shown and "largest difference" in shown and "seed 7" in shown
     assert "made-up: and 2 more, in the JSON" in shown
-    card = json.loads(json.dumps(as_json([("scripted", [good, bad])], seed=7, seconds=1.0), allow_nan=False))
+    card = json.loads(
+        json.dumps(as_json([("scripted", [good, bad])], seed=7, seconds=1.0), allow_nan=False)
+    )
     assert card["passes"] is False and card["tiers"]["scripted"][1]["failures"] == list("0123456")
 
 
@@ -262,9 +302,12 @@ def test_a_hundred_kills_in_saves_at_full_size() -> None:
 
 def test_rows_and_engines_that_do_not_exist_are_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"there is no row 'kill-trainr'; did you mean 'kill-trainer'.*the rows are kill-launcher"
+        ConfigError,
+        match=r"there is no row 'kill-trainr'; did you mean 'kill-trainer'.*the rows are kill-launcher",
     ):
-        run_scorecard(["scripted"], names=["kill-trainr"], seed=0, count=1, parallel=1, output=None, say=print)
+        run_scorecard(
+            ["scripted"], names=["kill-trainr"], seed=0, count=1, parallel=1, output=None, say=print
+        )
     with pytest.raises(ConfigError, match="--engine is scripted, vllm or both; it is 'vlm'"):
         tiers_of("vlm")
     assert set(ROWS["vllm"]) - {"cost"} < set(ROWS["scripted"])

@@ -46,12 +46,16 @@ def start(model: Path, tmp_path: Path) -> Iterator[Start]:
             "--token-s",
             str(token_s),
         ]
-        started.append(subprocess.Popen([sys.executable, "-m", "tests.chaos.scripted_engine", *words]))
+        started.append(
+            subprocess.Popen([sys.executable, "-m", "tests.chaos.scripted_engine", *words])
+        )
         deadline = time.monotonic() + 120
         while not socket.exists():
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        return VllmEngine("scripted", socket, Sampling(max_tokens=12, stop_token_ids=(2,)), request_timeout_s=10)
+        return VllmEngine(
+            "scripted", socket, Sampling(max_tokens=12, stop_token_ids=(2,)), request_timeout_s=10
+        )
 
     yield begin
     for process in started:
@@ -69,7 +73,9 @@ def shared(model: Path, folder: Path, *, version: int, more: float = 0.0) -> Pat
     return folder
 
 
-def test_a_completion_follows_from_weights_prompt_and_seed(start: Start, model: Path, tmp_path: Path) -> None:
+def test_a_completion_follows_from_weights_prompt_and_seed(
+    start: Start, model: Path, tmp_path: Path
+) -> None:
     async def ask(engine: VllmEngine) -> None:
         await engine.wait_ready(timeout_s=10)
         await engine.load_weights(shared(model, tmp_path / "weights", version=0), 0)
@@ -102,7 +108,9 @@ def test_a_completion_that_is_aborted_is_the_beginning_of_the_whole_one(
     parts = asyncio.run(ask(start(token_s=0.25), aborts=True))
     assert {one.finish_reason for one in parts} == {"abort"}
     for part, one in zip(parts, whole, strict=True):
-        assert part.token_ids == one.token_ids[: len(part.token_ids)] and 1 <= len(part.token_ids) < len(one.token_ids)
+        assert part.token_ids == one.token_ids[: len(part.token_ids)] and 1 <= len(
+            part.token_ids
+        ) < len(one.token_ids)
         assert part.text == one.text[: len(part.text)]
 
 
@@ -118,7 +126,9 @@ def test_its_sums_are_those_of_the_trainer_and_a_skipped_sync_is_told(
     asyncio.run(sync(start(stale_from=1)))
 
 
-def test_calls_that_are_dropped_or_late_are_answered_in_the_end(start: Start, model: Path, tmp_path: Path) -> None:
+def test_calls_that_are_dropped_or_late_are_answered_in_the_end(
+    start: Start, model: Path, tmp_path: Path
+) -> None:
     async def ask(engine: VllmEngine) -> list[tuple[int, ...]]:
         await engine.load_weights(shared(model, tmp_path / "weights", version=0), 0)
         answers = await asyncio.gather(*(engine.complete([7], seed) for seed in range(16)))
@@ -143,4 +153,6 @@ def test_faults_follow_from_their_seed() -> None:
     drawn = [faults.of_call(number) for number in range(200)]
     assert drawn == [faults.of_call(number) for number in range(200)]
     assert set(drawn) == {None, "close", "error", "late"}
-    assert drawn != [Faults(seed=2, close=0.2, error=0.2, late=0.2).of_call(number) for number in range(200)]
+    assert drawn != [
+        Faults(seed=2, close=0.2, error=0.2, late=0.2).of_call(number) for number in range(200)
+    ]

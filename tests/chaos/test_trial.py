@@ -63,9 +63,13 @@ def test_what_came_after_a_runs_end_is_done_again_sooner(
     job, setting = Job(tmp_path), Setting(tmp_path)
     pace = Pace(start_s=1, step_s=1, end_s=1)
     oracle = Oracle(job, setting, Result([], {}), RunFolder(tmp_path), pace, limit_s=1)
-    monkeypatch.setattr(Bench, "oracle", lambda self, wanted=None: replace(oracle, job=wanted or job))
+    monkeypatch.setattr(
+        Bench, "oracle", lambda self, wanted=None: replace(oracle, job=wanted or job)
+    )
     with ThreadPoolExecutor(1) as pool:
         made = ROWS["scripted"][row](Bench(job, setting, pool, seed=0, count=2, say=print))
     assert made.passed == made.total > 0 and len(shares) == 2 * made.total
-    again = {name.partition("-again-")[0]: share for name, share in shares.items() if "-again-" in name}
+    again = {
+        name.partition("-again-")[0]: share for name, share in shares.items() if "-again-" in name
+    }
     assert again == {name: share / 2 for name, share in shares.items() if "-again-" not in name}

@@ -13,7 +13,15 @@ from pathlib import Path
 
 from tests.chaos.job import Job
 from tests.chaos.moments import Moment, Pace, Phase, glimpse, pace_of, phase_of
-from tests.chaos.results import SAME, Difference, Result, compare, compare_steps, is_lively, read_result
+from tests.chaos.results import (
+    SAME,
+    Difference,
+    Result,
+    compare,
+    compare_steps,
+    is_lively,
+    read_result,
+)
 from tests.chaos.runs import Run, Setting, leftovers, let_end
 from ycore.errors import RunError
 from ycore.run.files import read_json
@@ -40,18 +48,26 @@ class Oracle:
     """Whether a second whole run was the same; a real engine may answer otherwise the second time."""
 
 
-def make_oracle(job: Job, setting: Setting, pool: Executor, *, name: str = "whole", times: int = 2) -> Oracle:
+def make_oracle(
+    job: Job, setting: Setting, pool: Executor, *, name: str = "whole", times: int = 2
+) -> Oracle:
     """RunError where the run fails, leaves something, cannot tell right from wrong, or (scripted) does not repeat."""
-    runs = [pool.submit(whole_run, job, setting, name=f"{name}-{number}") for number in range(times)]
+    runs = [
+        pool.submit(whole_run, job, setting, name=f"{name}-{number}") for number in range(times)
+    ]
     (folder, pace), *others = [run.result() for run in runs]
     result = read_result(folder)
     problem = is_lively(result)
     if problem is not None:
-        raise RunError(f"equality with the whole run would prove nothing: {problem}; see {folder.root}")
+        raise RunError(
+            f"equality with the whole run would prove nothing: {problem}; see {folder.root}"
+        )
     differences = [compare(result, read_result(other)) for other, _ in others]
     repeats = all(difference.is_none for difference in differences)
     if not repeats and job.tier == "scripted":
-        raise RunError(f"the whole run does not repeat: {differences[0]}; see {folder.root} and {others[0][0].root}")
+        raise RunError(
+            f"the whole run does not repeat: {differences[0]}; see {folder.root} and {others[0][0].root}"
+        )
     length = pace.start_s + job.steps * pace.step_s + pace.end_s
     limit_s = max(_LEAST_LIMIT_S, _PATIENCE * length)
     return Oracle(job, setting, result, folder, pace, limit_s=limit_s, repeats=repeats)
@@ -150,10 +166,15 @@ def wait_for_moment(run: Run, moment: Moment, oracle: Oracle) -> bool:
     if not run.wait_for(lambda: run.num_steps() >= moment.steps, timeout_s=oracle.limit_s):
         return False
     due = time.monotonic() + moment.delay_s(oracle.pace, of=oracle.job.steps)
-    return run.wait_for(lambda: time.monotonic() >= due, timeout_s=oracle.limit_s) and run.exit_code is None
+    return (
+        run.wait_for(lambda: time.monotonic() >= due, timeout_s=oracle.limit_s)
+        and run.exit_code is None
+    )
 
 
-def trial(name: str, oracle: Oracle, moment: Moment, deed: Deed, *, setting: Setting | None = None) -> Outcome:
+def trial(
+    name: str, oracle: Oracle, moment: Moment, deed: Deed, *, setting: Setting | None = None
+) -> Outcome:
     """Start, do the deed at the moment, let it end, resume it once where it did not finish, and compare."""
     setting, job, began = setting or oracle.setting, oracle.job, time.monotonic()
     output = setting.place / name
@@ -161,20 +182,28 @@ def trial(name: str, oracle: Oracle, moment: Moment, deed: Deed, *, setting: Set
     try:
         in_time = wait_for_moment(run, moment, oracle)
         landed = in_time and deed(run)
-        phase = phase_of(run.glimpsed or glimpse(run.folder), steps=job.steps, checkpoint_every=job.checkpoint_every)
+        phase = phase_of(
+            run.glimpsed or glimpse(run.folder),
+            steps=job.steps,
+            checkpoint_every=job.checkpoint_every,
+        )
         first, left = let_end(run, timeout_s=oracle.limit_s)
         said, before = run.tail(1), read_result(run.folder)
     finally:
         run.end()
     finished = has_finished(run.folder)
-    outcome = Outcome(name, (first,), phase=phase, left=left, said=said, landed=landed, had_finished=finished)
+    outcome = Outcome(
+        name, (first,), phase=phase, left=left, said=said, landed=landed, had_finished=finished
+    )
     if first not in (None, 0) and not finished:
         outcome = go_on(outcome, oracle, setting)
     after = read_result(run.folder)
     seen = compare(oracle.result, after)
     difference = seen if oracle.repeats else compare_steps(before, after)
     seconds = time.monotonic() - began
-    return replace(outcome, difference=difference, differs_from_whole=not seen.is_none, seconds=seconds)
+    return replace(
+        outcome, difference=difference, differs_from_whole=not seen.is_none, seconds=seconds
+    )
 
 
 _AIMS = 4

@@ -42,7 +42,9 @@ def watch_flushes() -> None:
     def watched(original: Any) -> Any:
         def move(source: Any, place: Any, **more: Any) -> None:
             if _is_watched(Path(os.fspath(place))):
-                _write_flush(target, Path(os.fspath(place)), _unflushed(Path(os.fspath(source)), flushed))
+                _write_flush(
+                    target, Path(os.fspath(place)), _unflushed(Path(os.fspath(source)), flushed)
+                )
             original(source, place, **more)
 
         return move
@@ -53,7 +55,9 @@ def watch_flushes() -> None:
 def read_flushes(log: Path) -> tuple[int, list[str]]:
     """How many files got their name flushed, and those that did not."""
     lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
-    return sum(line.startswith("ok ") for line in lines), [line for line in lines if not line.startswith("ok ")]
+    return sum(line.startswith("ok ") for line in lines), [
+        line for line in lines if not line.startswith("ok ")
+    ]
 
 
 def _is_watched(place: Path) -> bool:
@@ -72,7 +76,9 @@ def _is_unflushed(status: os.stat_result, flushed: dict[tuple[int, int], int]) -
 
 def _write_flush(target: str, place: Path, unflushed: list[str]) -> None:
     with open(target, "a", encoding="utf-8") as log:
-        log.write(f"not flushed: {place} ({', '.join(unflushed)})\n" if unflushed else f"ok {place}\n")
+        log.write(
+            f"not flushed: {place} ({', '.join(unflushed)})\n" if unflushed else f"ok {place}\n"
+        )
 
 
 POINT_VARIABLE = "YCORE_SELFTEST_POINT"

@@ -21,11 +21,17 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("place")
     write_tiny_model(root / "model", chat=True)
     write_tiny_model(root / "untemplated", chat=False)
-    rows = [json.dumps({"prompt": f"{number} + 1 =", "answer": str(number + 1)}) for number in range(8)]
+    rows = [
+        json.dumps({"prompt": f"{number} + 1 =", "answer": str(number + 1)}) for number in range(8)
+    ]
     (root / "train.jsonl").write_text("\n".join(rows) + "\n")
     (root / "asked.jsonl").write_text(json.dumps({"ask": "1 + 1 =", "solution": "2"}) + "\n")
-    (root / "rewards.py").write_text("def one(prompts, completions, **columns):\n    return [1.0] * len(prompts)\n")
-    (root / "mine.yaml").write_text(f"description: mine\nmodel: {root}/model\nsteps: 7\ntrl:\n  beta: 0.5\n")
+    (root / "rewards.py").write_text(
+        "def one(prompts, completions, **columns):\n    return [1.0] * len(prompts)\n"
+    )
+    (root / "mine.yaml").write_text(
+        f"description: mine\nmodel: {root}/model\nsteps: 7\ntrl:\n  beta: 0.5\n"
+    )
     return root
 
 
@@ -44,23 +50,41 @@ GOOD: list[tuple[str, tuple[str | int, ...], Any]] = [
     ("--log-completions false --steps 3", ("config", "steps"), 3),
     ("--report-to wandb,tensorboard", ("trl", "report_to"), ["wandb", "tensorboard"]),
     ("--epsilon-high none --delta 4", ("trl", "delta"), 4.0),
-    ("--reward {place}/rewards.py:one --set rewards.1.weight=0.5", ("config", "rewards", 1, "weight"), 0.5),
+    (
+        "--reward {place}/rewards.py:one --set rewards.1.weight=0.5",
+        ("config", "rewards", 1, "weight"),
+        0.5,
+    ),
     ("--recipe {place}/mine.yaml", ("trl", "beta"), 0.5),
     ("--recipe quickstart --steps 2", ("trl", "max_steps"), 2),
     ("--engine transformers --set dtype=float32", ("engine",), "transformers"),
     ("--model {place}/untemplated", ("dataset", "chat"), False),
     ("--system-prompt Add.", ("dataset", "chat"), True),
     ("--system_prompt --my_text", ("config", "system_prompt"), "--my_text"),
-    ("--dataset {place}/asked.jsonl --prompt-column ask --answer-column solution", ("dataset", "rows"), 1),
+    (
+        "--dataset {place}/asked.jsonl --prompt-column ask --answer-column solution",
+        ("dataset", "rows"),
+        1,
+    ),
     ("--dataset task:addition?digits=1 --max-tokens 16", ("trl", "max_completion_length"), 16),
     ("--trust-remote-code --merge", ("config", "merge"), True),
-    ("--eval-dataset task:addition?digits=1 --eval-every 5 --keep-best pass@4", ("evaluation", "rows"), 20),
+    (
+        "--eval-dataset task:addition?digits=1 --eval-every 5 --keep-best pass@4",
+        ("evaluation", "rows"),
+        20,
+    ),
 ]
 
 
-@pytest.mark.parametrize(("more", "path", "expected"), GOOD, ids=[more or "nothing more" for more, _, _ in GOOD])
+@pytest.mark.parametrize(
+    ("more", "path", "expected"), GOOD, ids=[more or "nothing more" for more, _, _ in GOOD]
+)
 def test_a_good_command_line_gives_its_plan(
-    more: str, path: tuple[str | int, ...], expected: object, place: Path, capfd: pytest.CaptureFixture[str]
+    more: str,
+    path: tuple[str | int, ...],
+    expected: object,
+    place: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     assert run((GRPO + "--json " + more).format(place=place).split()) == 0
     value = json.loads(capfd.readouterr().out)
@@ -71,7 +95,9 @@ def test_a_good_command_line_gives_its_plan(
 
 
 def test_the_plan_in_words(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    more = "--prompts-per-step 4 --max-tokens 64 --engine transformers --use-cpu --set dtype=bfloat16"
+    more = (
+        "--prompts-per-step 4 --max-tokens 64 --engine transformers --use-cpu --set dtype=bfloat16"
+    )
     assert run((GRPO + more).format(place=place).split()) == 0
     out, err = capfd.readouterr()
     assert err == ""
@@ -83,10 +109,19 @@ def test_the_plan_in_words(place: Path, capfd: pytest.CaptureFixture[str]) -> No
     assert "100 steps of LoRA r=16, bfloat16, learning rate 2e-05, seed 0" in out
 
 
-def test_resume_needs_only_the_folder(tmp_path: Path, place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_resume_needs_only_the_folder(
+    tmp_path: Path, place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     output = str(tmp_path / "run")
-    options = {"model": f"{place}/model", "dataset": f"{place}/train.jsonl", "rewards": ["exact_answer"], "steps": 9}
-    config = resolve(options={**options, "output": output, "trl": {"beta": 0.25, "hub_token": "secret"}})
+    options = {
+        "model": f"{place}/model",
+        "dataset": f"{place}/train.jsonl",
+        "rewards": ["exact_answer"],
+        "steps": 9,
+    }
+    config = resolve(
+        options={**options, "output": output, "trl": {"beta": 0.25, "hub_token": "secret"}}
+    )
     claim(RunFolder(Path(output)), config, resume=False).release()
     resume = ["grpo", "--resume", "--output", output, "--dry-run", "--json"]
     assert run([*resume, "--hub-token", "secret"]) == 0
@@ -104,10 +139,19 @@ def test_eval_checks_the_same_things(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "eval-train-model").mkdir(parents=True)
     line = "eval --model {place}/model --dataset {place}/train.jsonl --reward exact_answer --num-samples 2 --limit 3"
-    assert run([*line.format(place=place).split(), "--temperature", "0.7", "--dry-run", "--json"]) == 0
+    assert (
+        run([*line.format(place=place).split(), "--temperature", "0.7", "--dry-run", "--json"]) == 0
+    )
     plan = json.loads(capfd.readouterr().out)
-    assert (plan["config"]["algorithm"], plan["config"]["num_samples"], plan["dataset"]["rows"]) == ("eval", 2, 3)
-    assert (plan["config"]["output"], plan["trl"]["temperature"]) == ("runs/eval-train-model-2", 0.7)
+    assert (
+        plan["config"]["algorithm"],
+        plan["config"]["num_samples"],
+        plan["dataset"]["rows"],
+    ) == ("eval", 2, 3)
+    assert (plan["config"]["output"], plan["trl"]["temperature"]) == (
+        "runs/eval-train-model-2",
+        0.7,
+    )
 
 
 def test_eval_of_a_recipe_leaves_the_training_run_alone(
@@ -120,10 +164,15 @@ def test_eval_of_a_recipe_leaves_the_training_run_alone(
 
 
 @pytest.mark.parametrize(
-    ("words", "key"), [("reproduce quickstart --seeds 2", "seeds"), ("doctor --gpu --device cpu", "parts")]
+    ("words", "key"),
+    [("reproduce quickstart --seeds 2", "seeds"), ("doctor --gpu --device cpu", "parts")],
 )
 def test_other_dry_runs_print_one_json_object_too(
-    words: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    words: str,
+    key: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert run([*words.split(), "--dry-run", "--json"]) == 0
@@ -139,7 +188,11 @@ def test_a_local_dry_run_imports_nothing_heavy(place: Path) -> None:
     )
     arguments = (GRPO + "--learning-rate 1e-5").format(place=place).split()
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert done.stdout.splitlines()[-1] == "0 []"
 
@@ -148,13 +201,18 @@ def test_rows_that_are_trained_on_and_measured_on_are_counted_in_a_warning(
     place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (place / "held.jsonl").write_text(
-        "".join(json.dumps({"prompt": f"{number} + 1 =", "answer": "0"}) + "\n" for number in range(6, 12))
+        "".join(
+            json.dumps({"prompt": f"{number} + 1 =", "answer": "0"}) + "\n"
+            for number in range(6, 12)
+        )
     )
     assert run((GRPO + "--eval-dataset {place}/held.jsonl").format(place=place).split()) == 0
     assert "warning   2 of the 6 held-out prompts are also trained on" in capfd.readouterr().out
 
 
-def test_a_run_in_4_bits_that_saves_adapters_alone_is_warned(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_in_4_bits_that_saves_adapters_alone_is_warned(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("bitsandbytes")
     said = []
     for merge in ("", " --merge"):

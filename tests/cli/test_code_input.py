@@ -10,32 +10,51 @@ from ycore.models.tiny import write_tiny_model
 from ycore.sandbox import Level, level
 
 GRPO = "grpo --model model --output out --reward code --dry-run "
-GOOD, BAD = {"prompt": "Write f.", "tests": ["assert f(1) == 2"]}, {"prompt": "Write g.", "tests": ["assert g("]}
+GOOD, BAD = (
+    {"prompt": "Write f.", "tests": ["assert f(1) == 2"]},
+    {"prompt": "Write g.", "tests": ["assert g("]},
+)
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_tiny_model(tmp_path / "model")
-    for name, rows in {"good": [GOOD], "bad": [GOOD, BAD], "none": [{"prompt": "Write f.", "answer": "x"}]}.items():
+    for name, rows in {
+        "good": [GOOD],
+        "bad": [GOOD, BAD],
+        "none": [{"prompt": "Write f.", "answer": "x"}],
+    }.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def with_levels(monkeypatch: pytest.MonkeyPatch, *holding: Level) -> None:
-    monkeypatch.setattr(level, "tried", lambda one: None if one in holding else "no bwrap is installed")
+    monkeypatch.setattr(
+        level, "tried", lambda one: None if one in holding else "no bwrap is installed"
+    )
 
 
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("--dataset none.jsonl", "needs a column with tests (tests or test_list or test), and the dataset has answer"),
+        (
+            "--dataset none.jsonl",
+            "needs a column with tests (tests or test_list or test), and the dataset has answer",
+        ),
         ("--dataset bad.jsonl", "row 1, counted from 0: a test is no Python"),
-        ("--dataset good.jsonl --set rewards.0.args={'timeout_s':-1}", "timeout_s must be greater than 0"),
+        (
+            "--dataset good.jsonl --set rewards.0.args={'timeout_s':-1}",
+            "timeout_s must be greater than 0",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(
-    place: Path, line: str, problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: Path,
+    line: str,
+    problem: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     with_levels(monkeypatch, Level.NAMESPACES)
     assert run((GRPO + line).split()) == 2

@@ -19,17 +19,47 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     save_tiny_model(tmp_path / "tiny")
     (tmp_path / "rewards.py").write_text(REWARD)
     there = "base_url: http://localhost:9/v1\nmodel: eyes\n"
-    for name, keys in (("here", ""), ("pairs", f"{there}mode: pairwise\n"), ("column", f"{there}{ASKS}")):
-        (tmp_path / f"{name}.yaml").write_text(f"{keys}rubric: Is it right?\nverdict: {{kind: score}}\n")
+    for name, keys in (
+        ("here", ""),
+        ("pairs", f"{there}mode: pairwise\n"),
+        ("column", f"{there}{ASKS}"),
+    ):
+        (tmp_path / f"{name}.yaml").write_text(
+            f"{keys}rubric: Is it right?\nverdict: {{kind: score}}\n"
+        )
     (tmp_path / "prompts.jsonl").write_text('{"label": 0}\n{"label": 2}\n')
     return tmp_path
 
 
-GIVEN = ["flow", "--model", "tiny", "--dataset", "prompts.jsonl", "--reward", "rewards.py:bright", "--dry-run"]
+GIVEN = [
+    "flow",
+    "--model",
+    "tiny",
+    "--dataset",
+    "prompts.jsonl",
+    "--reward",
+    "rewards.py:bright",
+    "--dry-run",
+]
 
 
-def test_a_dry_run_shows_the_plan_and_writes_nothing(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run([*GIVEN, "--method", "grpo", "--set", "flow.window=2", "--eval-reward", "rewards.py:bright"]) == 0
+def test_a_dry_run_shows_the_plan_and_writes_nothing(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        run(
+            [
+                *GIVEN,
+                "--method",
+                "grpo",
+                "--set",
+                "flow.window=2",
+                "--eval-reward",
+                "rewards.py:bright",
+            ]
+        )
+        == 0
+    )
     out = capfd.readouterr().out
     assert "DiTTransformer2DModel" in out and "sde, 10 steps with noise 0.7 in 2 of them" in out
     assert "LoRA r=16, float32, learning rate 0.0003" in out and not (folder / "runs").exists()
@@ -37,7 +67,10 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(folder: Path, capfd: pytest
     plan = json.loads(capfd.readouterr().out)
     assert plan["config"]["learning_rate"] == 1e-3 and plan["dataset"]["rows"] == 2
     assert run([*GIVEN, "--json", "--report-to", "none, none", "--wandb-project", "sums"]) == 0
-    assert json.loads(capfd.readouterr().out)["config"]["trl"] == {"report_to": ["none", "none"], "project": "sums"}
+    assert json.loads(capfd.readouterr().out)["config"]["trl"] == {
+        "report_to": ["none", "none"],
+        "project": "sums",
+    }
 
 
 @pytest.mark.parametrize(
@@ -54,21 +87,31 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(folder: Path, capfd: pytest
         (["--recipe", "quickstart"], "is for `ycore grpo`, not flow"),
         (["--set", "flow.guidance=x"], "flow.guidance must be a number"),
         (["--accept-changes"], "is about a run that goes on"),
-        (["--set", "trl.beta=0.1"], "ycore flow takes report_to and project of TRL's fields, not beta"),
+        (
+            ["--set", "trl.beta=0.1"],
+            "ycore flow takes report_to and project of TRL's fields, not beta",
+        ),
         (["--set", "tracker_files=[model]"], "tracker_files needs a tracker that keeps files"),
-        (["--reward", "judge:here.yaml"], "would be served here, where judges read text only; give it a base_url"),
+        (
+            ["--reward", "judge:here.yaml"],
+            "would be served here, where judges read text only; give it a base_url",
+        ),
         (["--eval-reward", "judge:pairs.yaml"], "is pairwise, and pictures are judged one by one"),
         (["--reward", "judge:column.yaml"], "a field of its messages is 'labl'"),
         (["--reward", "judge:nothing.yaml"], "nothing.yaml"),
     ],
 )
-def test_bad_input_is_one_line(folder: Path, change: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(
+    folder: Path, change: list[str], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert run([*GIVEN, *change]) == 2
     err = capfd.readouterr().err
     assert said in err and err.count("\n") == 1, err
 
 
-def test_resuming_takes_only_keys_of_such_a_run(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_resuming_takes_only_keys_of_such_a_run(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert run([*GIVEN, "--json", "--output", "runs/x"]) == 0
     config = json.loads(capfd.readouterr().out)["config"]
     (folder / "runs" / "x").mkdir(parents=True)
@@ -76,17 +119,34 @@ def test_resuming_takes_only_keys_of_such_a_run(folder: Path, capfd: pytest.Capt
     assert run(["resume", "runs/x", "--dry-run"]) == 0
     assert "going on from its last checkpoint" in capfd.readouterr().out
     assert run(["resume", "runs/x", "--dry-run", "--beta", "0.1"]) == 2
-    assert "no option --beta; ycore resume takes keys of a run of ycore flow by --set" in capfd.readouterr().err
+    assert (
+        "no option --beta; ycore resume takes keys of a run of ycore flow by --set"
+        in capfd.readouterr().err
+    )
     assert run(["resume", "runs/x", "--dry-run", "--set", "flow.kl=1"]) == 2
     assert "flow.kl: 0.0 there, 1.0 here" in capfd.readouterr().err
 
 
-def test_plan_is_for_other_runs_and_says_whose_recipe_it_is(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_plan_is_for_other_runs_and_says_whose_recipe_it_is(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert run(["plan", "--recipe", "digits"]) == 2
     assert "say ycore flow --recipe" in capfd.readouterr().err
 
 
-def test_a_recipe_that_draws_is_reproduced_like_any_other(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    words = ["reproduce", "digits", "--seeds", "3", "--set", "steps=1", "--output", "runs/three", "--dry-run"]
+def test_a_recipe_that_draws_is_reproduced_like_any_other(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "reproduce",
+        "digits",
+        "--seeds",
+        "3",
+        "--set",
+        "steps=1",
+        "--output",
+        "runs/three",
+        "--dry-run",
+    ]
     assert run(words) == 0
     assert "3 runs of digits in runs/three" in capfd.readouterr().out

@@ -34,7 +34,9 @@ def test_a_judge_is_trained_and_the_plan_says_so(
 ) -> None:
     monkeypatch.chdir(place)
     row = {"prompt": "Hi", "chosen": "Hello", "rejected": "No"}
-    (place / "pairs.jsonl").write_text("".join(json.dumps({**row, "prompt": f"Hi {n}"}) + "\n" for n in range(8)))
+    (place / "pairs.jsonl").write_text(
+        "".join(json.dumps({**row, "prompt": f"Hi {n}"}) + "\n" for n in range(8))
+    )
     line = "grpo --model model --dataset pairs.jsonl --reward agrees:pairs.yaml --output out --dry-run --json "
     line += "--eval-dataset pairs.jsonl --engine transformers"
     assert run(line.split()) == 0
@@ -65,7 +67,10 @@ def test_the_plan_shows_every_judge(
         "judge cheerful: the policy's base weights, pointwise, verdict by labels",
     ]
     first = told["config"]["rewards"][0]
-    assert (first["reward"], first["args"]) == ("judge:good", {"rubric": "Is it right?", "verdict": {"kind": "score"}})
+    assert (first["reward"], first["args"]) == (
+        "judge:good",
+        {"rubric": "Is it right?", "verdict": {"kind": "score"}},
+    )
     assert "canary" not in out
 
 
@@ -85,7 +90,10 @@ def test_the_plan_shows_every_judge(
             "must divide this run's slots (1) among its roles (rollout, judge); take --placement dynamic or colocated",
         ),
         ("--set engine.count=3", "engine.count 3 is more than the 2 cores here; lower it"),
-        ("--processes 3", "--processes 3 is more than the 2 cores of this machine, and every process needs one"),
+        (
+            "--processes 3",
+            "--processes 3 is more than the 2 cores of this machine, and every process needs one",
+        ),
         ("--set dtype=float32", "/dev/shm must hold the policy's weights"),
     ],
 )
@@ -98,7 +106,9 @@ def test_a_dry_run_refuses_the_placements_that_a_launch_would(
 ) -> None:
     """The slots are the machine's, whatever the number of ranks."""
     monkeypatch.chdir(place)
-    monkeypatch.setattr("ycore.launch.layout.this_machine", lambda: Machine((0, 1), (), shm_bytes=_SHM))
+    monkeypatch.setattr(
+        "ycore.launch.layout.this_machine", lambda: Machine((0, 1), (), shm_bytes=_SHM)
+    )
     monkeypatch.setattr("ycore.launch.engines.is_vllm_installed", lambda: True)
     status = run((GRPO + "--reward judge:good.yaml " + line).split())
     _, err = capsys.readouterr()
@@ -112,20 +122,39 @@ def test_a_dry_run_refuses_the_placements_that_a_launch_would(
         ("--reward judge:god.yaml", "no such judge file: god.yaml; did you mean 'good.yaml'?"),
         ("--reward judge:typo.yaml", "no key rubrick; did you mean 'rubric'?"),
         ("--reward judge:range.yaml", "min must be below its max; they are 7 and 7"),
-        ("--reward judge:column.yaml", "'anwser', which is no column of the dataset; did you mean 'answer'?"),
+        (
+            "--reward judge:column.yaml",
+            "'anwser', which is no column of the dataset; did you mean 'answer'?",
+        ),
         ("--reward judge:missing.yaml", "must have the field {completion}"),
         ("--reward judge:labels.yaml", 'quote the labels: {"yes": 1, "no": 0}'),
         ("--reward judge:far.yaml", "YCORE_TEST_ABSENT_KEY (api_key_env) is not set; export it"),
-        ("--reward judge:good.yaml --set rewards.0.args.scale=[1,1]", "scale gives the rewards of min and max"),
-        ("--reward judge:good.yaml --engine transformers", "runs in a vLLM engine, and this run generates with"),
-        ("--reward agrees:pairs.yaml", "with or without prompt; it has prompt, answer; rename a column in the dataset"),
-        ("--reward agrees:good.yaml", "agrees:good is pointwise, with a verdict by score; say mode: pairwise"),
+        (
+            "--reward judge:good.yaml --set rewards.0.args.scale=[1,1]",
+            "scale gives the rewards of min and max",
+        ),
+        (
+            "--reward judge:good.yaml --engine transformers",
+            "runs in a vLLM engine, and this run generates with",
+        ),
+        (
+            "--reward agrees:pairs.yaml",
+            "with or without prompt; it has prompt, answer; rename a column in the dataset",
+        ),
+        (
+            "--reward agrees:good.yaml",
+            "agrees:good is pointwise, with a verdict by score; say mode: pairwise",
+        ),
         ("--reward rm:model", "must be a sequence classifier with one label"),
         ("--reward rm:no-such/folder/here", "reward model no-such/folder/here: "),
     ],
 )
 def test_a_bad_one_is_one_line(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str, told: str
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    line: str,
+    told: str,
 ) -> None:
     monkeypatch.chdir(place)
     monkeypatch.delenv("YCORE_TEST_ABSENT_KEY", raising=False)

@@ -37,7 +37,13 @@ def test_three_kinds_of_rewards_in_one_run(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "from ycore_cli.main import main; main()", *LINE.split()]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=800, check=False
+        command,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["status"] == "finished"
@@ -51,7 +57,10 @@ def test_three_kinds_of_rewards_in_one_run(tmp_path: Path) -> None:
     assert len(rows) == 2
     for row in rows:
         # A random model does not write its question's code: each question is asked twice, and has no verdict.
-        assert row["ycore/judge/calls"] >= 16 and row["ycore/judge/parse_failures"] == row["ycore/judge/calls"]
+        assert (
+            row["ycore/judge/calls"] >= 16
+            and row["ycore/judge/parse_failures"] == row["ycore/judge/calls"]
+        )
         assert row["ycore/judge/latency_s"] > 0 and row["ycore/judge/tokens"] > 0
         assert 2 * row["ycore/reward_model/calls"] == row["ycore/judge/calls"]
         assert not (row.get("rewards/word/mean") or 0) > 0, "masked, and not rewarded"
@@ -81,7 +90,13 @@ def test_a_run_whose_teacher_is_the_policy_learns_nothing(tmp_path: Path) -> Non
     command.append("rewards=['teacher:model', {reward: 'teacher:other', weight: 0}]")
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=800, check=False
+        command,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     out = tmp_path / "out"

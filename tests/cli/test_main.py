@@ -39,7 +39,9 @@ VISIBLE = {
         "--benchmark", "--pairs", "--constraint", "--json", "--wandb-project",
     ],
 }  # fmt: skip
-VISIBLE["rloo"] = [option for option in VISIBLE["grpo"] if option not in ("--preset", "--advantage")]
+VISIBLE["rloo"] = [
+    option for option in VISIBLE["grpo"] if option not in ("--preset", "--advantage")
+]
 """Of the commands that people meet first; what the others take is held to the docs (tests/docs)."""
 
 
@@ -83,7 +85,9 @@ def test_pages_are_listed_and_printed(capfd: pytest.CaptureFixture[str]) -> None
     assert "sandbox      Sandbox\n" in listed and "skill        ycore in one page\n" in listed
     assert run(["agents"]) == 0
     _, front, page = capfd.readouterr().out.split("---\n", 2)
-    assert yaml.safe_load(front).keys() == {"name", "description"} and page.startswith("\n# ycore in one page\n")
+    assert yaml.safe_load(front).keys() == {"name", "description"} and page.startswith(
+        "\n# ycore in one page\n"
+    )
     assert run(["docs", "reward"]) == 2
     assert capfd.readouterr().err == "error: no page 'reward'; did you mean 'rewards'?\n"
 
@@ -108,13 +112,19 @@ def test_help_imports_none_of_the_stack(arguments: str) -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize("module", ["typer", "typer.core", "ycore.config.algorithms", "ycore.config.schema"])
+@pytest.mark.parametrize(
+    "module", ["typer", "typer.core", "ycore.config.algorithms", "ycore.config.schema"]
+)
 def test_ctrl_c_while_the_command_is_imported_is_one_line(module: str, tmp_path: Path) -> None:
     """At the import of the first module that it needs, of two in between, and of one that it needs when it runs."""
     begun = tmp_path / "begun"
-    code = _STOPS_IN.format(module=module, begun=str(begun)) + "from ycore_cli import start; start()"
+    code = (
+        _STOPS_IN.format(module=module, begun=str(begun)) + "from ycore_cli import start; start()"
+    )
     words = [sys.executable, "-c", code, "grpo", "--recipe", "quickstart", "--dry-run"]
-    process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     deadline = time.monotonic() + 120
     while not begun.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -38,7 +38,9 @@ retries: 0
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("place")
     write_tiny_model(root / "model")
-    rows = [json.dumps({"prompt": f"{number} + 1 =", "answer": str(number + 1)}) for number in range(20)]
+    rows = [
+        json.dumps({"prompt": f"{number} + 1 =", "answer": str(number + 1)}) for number in range(20)
+    ]
     (root / "train.jsonl").write_text("\n".join(rows) + "\n")
     (root / "rewards.py").write_text(REWARD)
     (root / "babble.yaml").write_text(JUDGE)
@@ -50,7 +52,9 @@ def typed(place: Path, output: str, more: str) -> list[str]:
     return (line + "--set dtype=float32 --set reward_workers.workers=1 " + more).split()
 
 
-def test_a_dry_run_checks_and_starts_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_checks_and_starts_nothing(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = typed(place, "dry", f"--reward {place}/rewards.py:spread --dry-run")
     assert run(["preflight", *words]) == 0
     told = capsys.readouterr().out
@@ -63,9 +67,13 @@ def test_a_mistake_is_one_line(place: Path, capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().err.startswith("error: ")
 
 
-def test_a_run_is_not_started_where_nothing_can_be_learned(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_not_started_where_nothing_can_be_learned(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = typed(
-        place, "run", f"--reward {place}/rewards.py:nothing --engine transformers --max-tokens 4 --steps 1 --preflight"
+        place,
+        "run",
+        f"--reward {place}/rewards.py:nothing --engine transformers --max-tokens 4 --steps 1 --preflight",
     )
     assert run(["grpo", *words]) == 1
     told = capsys.readouterr().err
@@ -81,7 +89,9 @@ def test_a_sampled_completion_is_printed_as_data(
     result["samples"] = [{"completion": "\x1b[2J[/INST]\x07", "reward": 1.0}]
     monkeypatch.setattr(measure, "_run_preflight", lambda config: result)
     monkeypatch.setattr("ycore_cli.checks.checked_plan", lambda config, **more: {})
-    measure.fly_first(RunConfig(model="m", dataset="d", rewards=[RewardConfig(reward="length")], output="out"))
+    measure.fly_first(
+        RunConfig(model="m", dataset="d", rewards=[RewardConfig(reward="length")], output="out")
+    )
     assert r"   1.00  \x1b[2J[/INST]\x07" in capsys.readouterr().err
 
 
@@ -109,12 +119,20 @@ def test_weights_that_never_arrive_and_a_judge_that_never_parses_are_found_in_re
 def test_a_benchmark_is_its_row_of_the_table_under_the_users_options(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (place / "test.jsonl").write_text(json.dumps({"question": "1 + 1?", "answer": "It is two.\n#### 2"}) + "\n")
+    (place / "test.jsonl").write_text(
+        json.dumps({"question": "1 + 1?", "answer": "It is two.\n#### 2"}) + "\n"
+    )
     words = f"--model {place}/model --benchmark gsm8k --dataset {place}/test.jsonl --output {place}/b --dry-run --json"
     assert run(["eval", *words.split(), "--max-tokens", "32"]) == 0
     config = json.loads(capsys.readouterr().out)["config"]
-    assert (config["prompt_column"], config["split"], config["max_tokens"]) == ("question", "test", 32)
-    assert [reward["reward"] for reward in config["rewards"]] == ["math"] and "boxed" in config["system_prompt"]
+    assert (config["prompt_column"], config["split"], config["max_tokens"]) == (
+        "question",
+        "test",
+        32,
+    )
+    assert [reward["reward"] for reward in config["rewards"]] == ["math"] and "boxed" in config[
+        "system_prompt"
+    ]
 
 
 def test_a_benchmark_out_of_reach_or_unknown_is_one_line(
@@ -122,22 +140,40 @@ def test_a_benchmark_out_of_reach_or_unknown_is_one_line(
 ) -> None:
     answer = HubAnswer("unreachable", problem="no network")
     monkeypatch.setattr("ycore.data.source.ask_hub", lambda ask: answer)
-    words = ["eval", "--model", f"{place}/model", "--output", f"{place}/c", "--max-tokens", "64", "--dry-run"]
+    words = [
+        "eval",
+        "--model",
+        f"{place}/model",
+        "--output",
+        f"{place}/c",
+        "--max-tokens",
+        "64",
+        "--dry-run",
+    ]
     assert run([*words, "--benchmark", "math500"]) == 2
     told = capsys.readouterr().err
     assert told.startswith("error: ") and told.count("\n") == 1
-    assert "no network; fetch test.jsonl of huggingface.co/datasets/HuggingFaceH4/MATH-500, and add --dataset" in told
+    assert (
+        "no network; fetch test.jsonl of huggingface.co/datasets/HuggingFaceH4/MATH-500, and add --dataset"
+        in told
+    )
     assert run([*words, "--benchmark", "gsm8"]) == 2
     assert "did you mean 'gsm8k'?" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the data sets that developers share are not on this machine")
+@pytest.mark.skipif(
+    not SHARED.is_dir(), reason="the data sets that developers share are not on this machine"
+)
 @pytest.mark.parametrize(
     ("name", "file", "rows"),
     [
         ("gsm8k", "gsm8k/train.jsonl", 7473),
         ("humaneval", "humaneval/HumanEval.jsonl.gz", 164),
-        ("harmless-base", "hh-rlhf/harmless-base-test.jsonl.gz", 2303),  # nine are equal or part too early
+        (
+            "harmless-base",
+            "hh-rlhf/harmless-base-test.jsonl.gz",
+            2303,
+        ),  # nine are equal or part too early
     ],
 )
 def test_a_benchmarks_real_rows_fit_its_row_of_the_table(
@@ -149,8 +185,13 @@ def test_a_benchmarks_real_rows_fit_its_row_of_the_table(
     assert json.loads(capsys.readouterr().out)["dataset"]["rows"] == rows
 
 
-def test_pairs_are_a_benchmark_of_who_scores(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    row = {"chosen": "\n\nHuman: Hi\n\nAssistant: Good", "rejected": "\n\nHuman: Hi\n\nAssistant: Bad"}
+def test_pairs_are_a_benchmark_of_who_scores(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {
+        "chosen": "\n\nHuman: Hi\n\nAssistant: Good",
+        "rejected": "\n\nHuman: Hi\n\nAssistant: Bad",
+    }
     (place / "harmless.jsonl").write_text(json.dumps(row) + "\n")
     words = f"eval --model {place}/model --benchmark harmless-base --dataset {place}/harmless.jsonl --output {place}/h"
     assert run([*words.split(), "--reward", "length", "--dry-run", "--json"]) == 0
@@ -163,12 +204,30 @@ def test_pairs_are_a_benchmark_of_who_scores(place: Path, capsys: pytest.Capture
     assert "give one --model, and several --reward" in capsys.readouterr().err
 
 
-def test_a_family_of_reasoning_gym_is_a_benchmark(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("reasoning_gym", reason="the optional package reasoning-gym is not installed")
-    words = ["eval", "--model", f"{place}/model", "--output", f"{place}/g", "--max-tokens", "64", "--dry-run", "--json"]
+def test_a_family_of_reasoning_gym_is_a_benchmark(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip(
+        "reasoning_gym", reason="the optional package reasoning-gym is not installed"
+    )
+    words = [
+        "eval",
+        "--model",
+        f"{place}/model",
+        "--output",
+        f"{place}/g",
+        "--max-tokens",
+        "64",
+        "--dry-run",
+        "--json",
+    ]
     assert run([*words, "--benchmark", "gym:chain_sum"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert (plan["dataset"]["rows"], plan["config"]["split"], plan["config"]["seed"]) == (100, "test", 0)
+    assert (plan["dataset"]["rows"], plan["config"]["split"], plan["config"]["seed"]) == (
+        100,
+        "test",
+        0,
+    )
     assert [reward["reward"] for reward in plan["config"]["rewards"]] == ["gym"]
     assert run([*words, "--benchmark", "gym:chain_sun"]) == 2
     assert "did you mean 'chain_sum'" in capsys.readouterr().err
@@ -176,32 +235,51 @@ def test_a_family_of_reasoning_gym_is_a_benchmark(place: Path, capsys: pytest.Ca
     assert "a benchmark is one of gsm8k" in capsys.readouterr().err
 
 
-def test_a_reward_is_measured_on_pairs_without_any_policy(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_reward_is_measured_on_pairs_without_any_policy(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """`length` prefers what is longer: of 12 pairs 9 times the better, twice the worse, once neither."""
     lengths = [(9, 3)] * 9 + [(3, 9)] * 2 + [(5, 5)]
-    rows = [{"prompt": "Hi", "chosen": "a" * long, "rejected": "b" * short} for long, short in lengths]
+    rows = [
+        {"prompt": "Hi", "chosen": "a" * long, "rejected": "b" * short} for long, short in lengths
+    ]
     (place / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (place / "long.py").write_text("def long(completions):\n    return [float(len(str(one))) for one in completions]\n")
+    (place / "long.py").write_text(
+        "def long(completions):\n    return [float(len(str(one))) for one in completions]\n"
+    )
     line = f"eval --model {place}/model --pairs --dataset {place}/pairs.jsonl --reward {place}/long.py:long --seed 1 "
-    line += "--max-tokens 8 --engine transformers --set dtype=float32 --set reward_workers.workers=1"
+    line += (
+        "--max-tokens 8 --engine transformers --set dtype=float32 --set reward_workers.workers=1"
+    )
     assert run([*line.split(), "--output", f"{place}/pairs"]) == 0
     assert "both answers of each row" in capsys.readouterr().out
     found = json.loads((place / "pairs/eval.json").read_text())
-    assert (found["num_pairs"], found["accuracy"], found["equal"], found["masked"]) == (12, 9.5 / 12, 1 / 12, 0)
+    assert (found["num_pairs"], found["accuracy"], found["equal"], found["masked"]) == (
+        12,
+        9.5 / 12,
+        1 / 12,
+        0,
+    )
     assert found["accuracy/low"] < 9.5 / 12 < found["accuracy/high"] and "pass@1" not in found
     assert run([*line.split(), "--model", "other", "--dry-run"]) == 2
     assert "give one --model" in capsys.readouterr().err
 
 
 def test_a_judges_position_bias_is_that_of_all_rounds() -> None:
-    counted = [("ycore/judge/pairs", 60.0), ("ycore/judge/position_bias", 0.5), ("ycore/judge/calls", 9.0)]
-    assert _position_bias([*counted, ("ycore/judge/pairs", 20.0), ("ycore/judge/position_bias", 0.1)]) == {
-        "position_bias": pytest.approx(32 / 80)
-    }
+    counted = [
+        ("ycore/judge/pairs", 60.0),
+        ("ycore/judge/position_bias", 0.5),
+        ("ycore/judge/calls", 9.0),
+    ]
+    assert _position_bias(
+        [*counted, ("ycore/judge/pairs", 20.0), ("ycore/judge/position_bias", 0.1)]
+    ) == {"position_bias": pytest.approx(32 / 80)}
     assert _position_bias(counted[2:]) == {}
 
 
-def test_two_models_are_compared_on_the_same_prompts(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_models_are_compared_on_the_same_prompts(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_tiny_model(place / "other", seed=1)
     words = f"eval --model {place}/model --model {place}/other --dataset {place}/train.jsonl --limit 6 --num-samples 2"
     words += f" --reward {place}/rewards.py:spread --engine transformers --max-tokens 8 --output {place}/side"
@@ -211,7 +289,14 @@ def test_two_models_are_compared_on_the_same_prompts(place: Path, capsys: pytest
     assert advice.count("of the completions of ") == 2 and "are cut off at 8 tokens" in advice
     assert f"{place}/model" in told and f"{place}/other" in told
     rows = [line.partition("  ")[0] for line in told.splitlines()]
-    assert {"reward", "rewards/spread", "pass@2", "reward less the first's", "cut off", "written"} <= set(rows)
+    assert {
+        "reward",
+        "rewards/spread",
+        "pass@2",
+        "reward less the first's",
+        "cut off",
+        "written",
+    } <= set(rows)
     compared = json.loads((place / "side/comparison.json").read_text())
     first, other = (compared["models"][f"{place}/{name}"] for name in ("model", "other"))
     gap = compared["differences"][f"{place}/other"]
@@ -222,11 +307,24 @@ def test_two_models_are_compared_on_the_same_prompts(place: Path, capsys: pytest
 
 def test_more_than_a_quarter_that_are_cut_off_are_told_with_a_length_to_try() -> None:
     models = {"few": 0.25, "many": 0.26}
-    plain = RunConfig(model="m", dataset="d", rewards=[RewardConfig(reward="length")], output="out", max_tokens=100)
+    plain = RunConfig(
+        model="m",
+        dataset="d",
+        rewards=[RewardConfig(reward="length")],
+        output="out",
+        max_tokens=100,
+    )
     configs = [plain.model_copy(update={"model": model}) for model in models]
-    (line,) = measure._too_short(configs, {model: {"cut_off": cut} for model, cut in models.items()})
-    assert line.startswith("26% of the completions of many are cut off at 100 tokens") and "--max-tokens 400" in line
-    assert measure._too_short(configs, {model: {"accuracy": 0.5} for model in models}) == []  # of pairs, or a plan
+    (line,) = measure._too_short(
+        configs, {model: {"cut_off": cut} for model, cut in models.items()}
+    )
+    assert (
+        line.startswith("26% of the completions of many are cut off at 100 tokens")
+        and "--max-tokens 400" in line
+    )
+    assert (
+        measure._too_short(configs, {model: {"accuracy": 0.5} for model in models}) == []
+    )  # of pairs, or a plan
 
 
 @pytest.mark.parametrize(("given", "group"), [(None, "both"), ("family", "family")])
@@ -245,13 +343,17 @@ def test_evaluations_of_several_models_are_one_group_of_trackers(
     if given is not None:
         monkeypatch.setenv(TRACKER_GROUP, given)
     (place / "other").symlink_to(place / "model") if not (place / "other").exists() else None
-    words = f"eval --model {place}/model --dataset {place}/train.jsonl --reward exact_answer".split()
+    words = (
+        f"eval --model {place}/model --dataset {place}/train.jsonl --reward exact_answer".split()
+    )
     assert run([*words, "--model", f"{place}/other", "--output", str(place / "both")]) == 0
     assert run([*words, "--output", str(place / "one")]) == 0
     assert groups == [group, group, given] and os.environ.get(TRACKER_GROUP) == given
 
 
-def test_a_model_is_not_compared_with_itself(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_is_not_compared_with_itself(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = f"eval --model {place}/model --model {place}/model --dataset {place}/train.jsonl --reward length --dry-run"
     assert run(words.split()) == 2
     assert "must differ" in capsys.readouterr().err

@@ -30,13 +30,22 @@ def test_one_line_says_the_rule_the_value_and_the_way_out(
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("grpo", "no model and no dataset and no rewards given; say e.g. --model smollm2-135m --dataset"),
-        ("grpo --model {place}/model --reward exact_answer", "no dataset given; say e.g. --dataset"),
+        (
+            "grpo",
+            "no model and no dataset and no rewards given; say e.g. --model smollm2-135m --dataset",
+        ),
+        (
+            "grpo --model {place}/model --reward exact_answer",
+            "no dataset given; say e.g. --dataset",
+        ),
         (
             "eval --model {place}/model --dataset {place}/train.jsonl",
             "no rewards given; say e.g. --reward",
         ),
-        ("eval --model m --dataset d --reward r --num-samples 0", "num_samples must be greater than 0"),
+        (
+            "eval --model m --dataset d --reward r --num-samples 0",
+            "num_samples must be greater than 0",
+        ),
         (
             "eval --model m --dataset d --reward r --temprature 1",
             "did you mean '--temperature'?",
@@ -45,7 +54,10 @@ def test_one_line_says_the_rule_the_value_and_the_way_out(
         ("recipes --jsn", "no such option: --jsn"),
         ("recipes extra", "extra"),
         ("--verison", "no such option: --verison"),
-        ("selftest --chaos", "a test command of the repository: python -m tests.chaos --moments 30"),
+        (
+            "selftest --chaos",
+            "a test command of the repository: python -m tests.chaos --moments 30",
+        ),
         ("pipeline nope", "no recipe 'nope'; there are iterative-dpo, rlhf-pipeline"),
         ("grpo --recipe nope.yaml", "no such recipe file: nope.yaml; `ycore recipes` lists"),
         (
@@ -54,22 +66,30 @@ def test_one_line_says_the_rule_the_value_and_the_way_out(
         ),
     ],
 )
-def test_other_commands(line: str, words: str, place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_other_commands(
+    line: str, words: str, place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     status = run(line.format(place=place).split())
     _assert_one_error_line(status, capfd.readouterr(), words)
 
 
-def test_an_error_does_nothing_to_the_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_error_does_nothing_to_the_terminal(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert run(["report", str(tmp_path / "\x1b[2J")]) == 2
     said = capfd.readouterr().err
     assert r"\x1b[2J has no run.json" in said and "\x1b" not in said
 
 
-@pytest.mark.parametrize("more", ["--lerning-rate 1e-4", "--model /no/such/model", "--json --group-size 1"])
+@pytest.mark.parametrize(
+    "more", ["--lerning-rate 1e-4", "--model /no/such/model", "--json --group-size 1"]
+)
 def test_the_installed_command_ends_the_same_way(more: str, place: Path) -> None:
     command = [sys.executable, "-c", "from ycore_cli.main import main; main()"]
     arguments = (GRPO + more).format(place=place).split()
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: ")

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 from ycore_cli.main import run
-from ycore_cli.output import evaluation_rows, number, print_closing, print_json, print_table, stdout_for_json
+from ycore_cli.output import (
+    evaluation_rows,
+    number,
+    print_closing,
+    print_json,
+    print_table,
+    stdout_for_json,
+)
 
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.plan.step_forecast import Row
@@ -39,9 +46,26 @@ def test_without_json_nothing_moves(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_evaluations_found_is_told_by_its_figures(tmp_path: Path) -> None:
-    before = {"step": 0, "n": 9, "loss": 2.0, "accuracy": 0.25, "accuracy/low": 0.1, "accuracy/high": 0.4}
-    after = before | {"step": 8, "loss": 1.0, "accuracy": 0.75, "accuracy/low": 0.5, "accuracy/high": 0.875}
-    summary = {"held_out": {"before": before, "after": after}, "best": after, "ended_early": "no gain"}
+    before = {
+        "step": 0,
+        "n": 9,
+        "loss": 2.0,
+        "accuracy": 0.25,
+        "accuracy/low": 0.1,
+        "accuracy/high": 0.4,
+    }
+    after = before | {
+        "step": 8,
+        "loss": 1.0,
+        "accuracy": 0.75,
+        "accuracy/low": 0.5,
+        "accuracy/high": 0.875,
+    }
+    summary = {
+        "held_out": {"before": before, "after": after},
+        "best": after,
+        "ended_early": "no gain",
+    }
     rows = evaluation_rows(RunFolder(tmp_path), summary, ("loss", "accuracy", "margin"))
     assert rows == [
         ("ended early", "no gain"),
@@ -55,14 +79,18 @@ def test_what_evaluations_found_is_told_by_its_figures(tmp_path: Path) -> None:
 
 def test_recipes_as_json(capfd: pytest.CaptureFixture[str]) -> None:
     assert run(["recipes", "--json"]) == 0
-    assert "quickstart" in [entry["name"] for entry in json.loads(capfd.readouterr().out)["recipes"]]
+    assert "quickstart" in [
+        entry["name"] for entry in json.loads(capfd.readouterr().out)["recipes"]
+    ]
 
 
 def test_numbers_as_people_read_them() -> None:
     assert [number(value) for value in (0.41666, 60, 1e-5, "x")] == ["0.4167", "60", "1e-05", "x"]
 
 
-def closing(folder: Path, completion: str, prompt: object = "1 + 1 =", rewards: Sequence[RewardConfig] = ()) -> None:
+def closing(
+    folder: Path, completion: str, prompt: object = "1 + 1 =", rewards: Sequence[RewardConfig] = ()
+) -> None:
     """The closing page of a run whose samples hold this completion."""
     sample = {"prompt": prompt, "completion": completion}
     write_json_atomic(RunFolder(folder).samples, {"before": [sample], "after": [sample]})
@@ -82,7 +110,11 @@ def closing(folder: Path, completion: str, prompt: object = "1 + 1 =", rewards: 
     ],
 )
 def test_a_completion_is_data(
-    completion: str, shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    completion: str,
+    shown: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     closing(tmp_path, completion)
@@ -91,8 +123,14 @@ def test_a_completion_is_data(
     assert not {"\x1b", "\r", "\x07"} & set(out)
 
 
-def test_a_chats_last_turn_is_its_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    closing(tmp_path, "2", [{"role": "system", "content": "Add."}, {"role": "user", "content": "[b]1 + 1 ="}])
+def test_a_chats_last_turn_is_its_prompt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    closing(
+        tmp_path,
+        "2",
+        [{"role": "system", "content": "Add."}, {"role": "user", "content": "[b]1 + 1 ="}],
+    )
     out = capsys.readouterr().out
     assert "[b]1 + 1 =" in out and "Add." not in out
     assert "ycore eval --model" in out and "--split test" in out
@@ -102,20 +140,30 @@ def test_what_was_planned_before_the_run_is_told_apart_from_what_is_planned_afte
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [Row("time/train", "s", 3.0, 4.0, 2.0), Row("time/step", "s", 6.25, 12.2)]
-    write_json_atomic(RunFolder(tmp_path).summary, {"plan_and_measured": [row.as_json() for row in rows]})
+    write_json_atomic(
+        RunFolder(tmp_path).summary, {"plan_and_measured": [row.as_json() for row in rows]}
+    )
     closing(tmp_path, "2")
     first, second = [line for line in capsys.readouterr().out.splitlines() if "time/" in line]
-    assert first == "planned   time/train 2.00 s before the run, 3.00 s with its own lengths and draws, was 4.00"
+    assert (
+        first
+        == "planned   time/train 2.00 s before the run, 3.00 s with its own lengths and draws, was 4.00"
+    )
     assert second.strip() == "time/step 6.25 s with its own lengths and draws, was 12.20"
 
 
-@pytest.mark.parametrize("typed", [["--reward", "judge:mine/kind.yaml"], ["--reward=judge:mine/kind.yaml"]])
+@pytest.mark.parametrize(
+    "typed", [["--reward", "judge:mine/kind.yaml"], ["--reward=judge:mine/kind.yaml"]]
+)
 def test_the_next_command_names_a_judges_file(
     typed: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The run's settings keep its content and its name, with which it cannot be loaded again."""
     write_json_atomic(RunFolder(tmp_path).config, {"command": ["ycore", "grpo", *typed]})
-    judge, rule = RewardConfig(reward="judge:kind"), RewardConfig(reward="format", constraint=True, weight=0.0)
+    judge, rule = (
+        RewardConfig(reward="judge:kind"),
+        RewardConfig(reward="format", constraint=True, weight=0.0),
+    )
     closing(tmp_path, "2", rewards=[judge, rule])
     out = capsys.readouterr().out.replace("\n", "")
     assert "--reward judge:mine/kind.yaml --constraint format" in out and "exact_answer" not in out
@@ -138,7 +186,11 @@ def test_a_table_is_data_too(capsys: pytest.CaptureFixture[str]) -> None:
 def test_how_a_command_ends(raised: str, status: int, last_line: str) -> None:
     code = _MAIN.format(body=f"(_ for _ in ()).throw({raised})")
     done = subprocess.run(
-        [sys.executable, "-c", code, "recipes"], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code, "recipes"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert (done.returncode, done.stderr.splitlines()[-1]) == (status, last_line)
     assert ("Traceback" in done.stderr) == ("bug" in raised)
@@ -146,7 +198,9 @@ def test_how_a_command_ends(raised: str, status: int, last_line: str) -> None:
 
 
 @pytest.mark.parametrize(("status", "ignored"), [(130, "True"), (1, "True"), (0, "False")])
-def test_a_ctrl_c_does_not_hide_that_another_was_heard_or_that_the_run_failed(status: int, ignored: str) -> None:
+def test_a_ctrl_c_does_not_hide_that_another_was_heard_or_that_the_run_failed(
+    status: int, ignored: str
+) -> None:
     """It came while Python was shutting down, where it kills the process: the shell sees a signal, not the status."""
     code = f"""
 import atexit, signal

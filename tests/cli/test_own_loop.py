@@ -37,7 +37,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_tiny_model(tmp_path_factory.mktemp("model")))
 
 
-def test_the_same_loop_gives_the_same_steps_as_the_command(tmp_path: Path, model: str, letters: str) -> None:
+def test_the_same_loop_gives_the_same_steps_as_the_command(
+    tmp_path: Path, model: str, letters: str
+) -> None:
     settings = {"model": model, "dataset": ROWS, "reward": letters, **SMALL}
     whole = grpo(output=str(tmp_path / "whole"), **settings)
     with Round(output=str(tmp_path / "own"), **settings) as run:
@@ -49,17 +51,26 @@ def test_the_same_loop_gives_the_same_steps_as_the_command(tmp_path: Path, model
             rows.append(run.train(asked))
         saved = run.save()
     for mine, theirs in zip(rows, whole.metrics, strict=True):
-        assert all(mine[name] == theirs[name] for name in ("step", "loss", "grad_norm", "reward", "ycore/reward"))
+        assert all(
+            mine[name] == theirs[name]
+            for name in ("step", "loss", "grad_norm", "reward", "ycore/reward")
+        )
     file = "adapter_model.safetensors"
     first, second = load_file(saved / file), load_file(whole.folder / "model" / file)
     assert all((first[name] == second[name]).all() for name in second)
     assert json.loads((tmp_path / "own/summary.json").read_text())["status"] == "finished"
 
 
-def test_rewards_of_ones_own_and_an_end_before_the_last_step(tmp_path: Path, model: str, letters: str) -> None:
-    with Round(model=model, dataset=ROWS, reward=letters, output=str(tmp_path / "run"), **SMALL) as run:
+def test_rewards_of_ones_own_and_an_end_before_the_last_step(
+    tmp_path: Path, model: str, letters: str
+) -> None:
+    with Round(
+        model=model, dataset=ROWS, reward=letters, output=str(tmp_path / "run"), **SMALL
+    ) as run:
         asked = run.ask(3)
-        with pytest.raises(ConfigError, match="train takes 2 groups, as prompts_per_step says; it got 3"):
+        with pytest.raises(
+            ConfigError, match="train takes 2 groups, as prompts_per_step says; it got 3"
+        ):
             run.train(asked)
         chosen = asked[:2]
         with pytest.raises(ConfigError, match="no reward at all"):
@@ -78,14 +89,27 @@ def test_rewards_of_ones_own_and_an_end_before_the_last_step(tmp_path: Path, mod
 
 def test_what_a_round_cannot_do_is_refused(tmp_path: Path, model: str, letters: str) -> None:
     with pytest.raises(ConfigError, match="leave out replay and eval_dataset"):
-        Round(model=model, dataset=ROWS, reward=letters, eval_dataset=ROWS, output=str(tmp_path / "run"), **SMALL)
+        Round(
+            model=model,
+            dataset=ROWS,
+            reward=letters,
+            eval_dataset=ROWS,
+            output=str(tmp_path / "run"),
+            **SMALL,
+        )
 
 
-def test_the_loop_of_the_documentation_runs(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_loop_of_the_documentation_runs(
+    tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "use.md").read_text(encoding="utf-8")
     text = page.partition("## A loop of your own")[2].partition("```\n")[2].partition("```")[0]
     settings = SMALL | {"steps": 1, "output": str(tmp_path / "run")}
-    text = text.replace('model="smollm2-135m"', "model=model, **settings").replace(", steps=20", "").replace("20", "1")
+    text = (
+        text.replace('model="smollm2-135m"', "model=model, **settings")
+        .replace(", steps=20", "")
+        .replace("20", "1")
+    )
     exec(compile(text, "use.md", "exec"), {"model": model, "settings": settings})
     assert [row["step"] for row in read_metrics(tmp_path / "run/metrics.jsonl")] == [1]
     assert (tmp_path / "run/model/adapter_model.safetensors").is_file()

@@ -18,17 +18,25 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tiny_model(root / "text")
     Pillow.new("RGB", (8, 8), "red").save(root / "red.png")
     row = {"prompt": "Which colour?", "answer": "red"}
-    for name, image in {"rows": "red.png", "missing": "blue.png", "url": "https://example.org/red.png"}.items():
+    for name, image in {
+        "rows": "red.png",
+        "missing": "blue.png",
+        "url": "https://example.org/red.png",
+    }.items():
         (root / f"{name}.jsonl").write_text(json.dumps(row | {"image": image}))
-    judge = {"model": str(root / "text"), "rubric": "Is it red?", "verdict": {"kind": "score", "max": 1}}
+    judge = {
+        "model": str(root / "text"),
+        "rubric": "Is it red?",
+        "verdict": {"kind": "score", "max": 1},
+    }
     (root / "blind.yaml").write_text(json.dumps(judge))
-    (root / "rewards.py").write_text("def seen(completions, images, **_):\n    return [1.0] * len(images)\n")
+    (root / "rewards.py").write_text(
+        "def seen(completions, images, **_):\n    return [1.0] * len(images)\n"
+    )
     return root
 
 
-COMMAND = (
-    "grpo --model {place}/model --dataset {place}/rows.jsonl --reward exact_answer --output {place}/out --dry-run "
-)
+COMMAND = "grpo --model {place}/model --dataset {place}/rows.jsonl --reward exact_answer --output {place}/out --dry-run "
 
 
 def test_the_plan_says_what_stays_frozen(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -44,7 +52,10 @@ def test_the_plan_says_what_stays_frozen(place: Path, capfd: pytest.CaptureFixtu
     ("command", "says"),
     [
         ("--model {place}/text", "row 0 has a picture, and {place}/text reads text only"),
-        ("--dataset {place}/missing.jsonl", "image of row 0 (line 1) of {place}/missing.jsonl cannot be read"),
+        (
+            "--dataset {place}/missing.jsonl",
+            "image of row 0 (line 1) of {place}/missing.jsonl cannot be read",
+        ),
         ("--dataset {place}/url.jsonl", "URLs are not fetched"),
         ("--reward rm:{place}/text", "rm:{place}/text reads text only"),
         (
@@ -70,6 +81,8 @@ def test_a_judge_that_is_served_here_may_see(capfd: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("command", ["ppo", "online-dpo"])
-def test_other_learners_do_not_see_yet(command: str, place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_other_learners_do_not_see_yet(
+    command: str, place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert run((command + COMMAND[4:]).format(place=place).split()) == 2
     assert "take ycore grpo or ycore rloo" in capfd.readouterr().err

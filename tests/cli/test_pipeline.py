@@ -37,11 +37,26 @@ stages:
     return file
 
 
-def test_a_dry_run_shows_every_stages_plan(stages: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["pipeline", str(stages), "--model", str(model), "--output", "out", "--set", "pairs.num_samples=6"]
+def test_a_dry_run_shows_every_stages_plan(
+    stages: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [
+        "pipeline",
+        str(stages),
+        "--model",
+        str(model),
+        "--output",
+        "out",
+        "--set",
+        "pairs.num_samples=6",
+    ]
     assert run([*asked, "--dry-run"]) == 0
     shown = capsys.readouterr().out
-    names = [line.split(": ")[1].split(" ")[0] for line in shown.splitlines() if line.startswith("stage ")]
+    names = [
+        line.split(": ")[1].split(" ")[0]
+        for line in shown.splitlines()
+        if line.startswith("stage ")
+    ]
     assert names == ["sft", "pairs-1", "dpo-1", "pairs-2", "dpo-2"]
     assert shown.count("6 completions of each prompt") == 2
     assert "takes out/pairs-1/pairs.jsonl from an earlier stage" in shown
@@ -70,8 +85,12 @@ def test_what_cannot_work_is_one_line_before_anything_runs(
     assert not Path("out").exists()
 
 
-def test_a_pipeline_is_no_recipe_of_another_command(stages: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipeline_is_no_recipe_of_another_command(
+    stages: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["grpo", "--recipe", str(stages)]) == 2
-    assert f"is for `ycore pipeline`, not grpo; say ycore pipeline {stages}" in capsys.readouterr().err
+    assert (
+        f"is for `ycore pipeline`, not grpo; say ycore pipeline {stages}" in capsys.readouterr().err
+    )
     assert run(["pipeline", "quickstart"]) == 2
     assert "say ycore grpo --recipe quickstart" in capsys.readouterr().err

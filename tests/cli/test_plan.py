@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 from ycore_cli.main import run
 
-HEAVY = ("torch", "transformers", "trl", "vllm", "datasets", "accelerate", "peft", "deepspeed", "matplotlib")
+HEAVY = (
+    "torch",
+    "transformers",
+    "trl",
+    "vllm",
+    "datasets",
+    "accelerate",
+    "peft",
+    "deepspeed",
+    "matplotlib",
+)
 
 
 def typed(line: str) -> int:
@@ -16,7 +26,9 @@ def typed(line: str) -> int:
 
 
 def test_a_plan_for_devices_that_are_not_here(capsys: pytest.CaptureFixture[str]) -> None:
-    line = "plan --model Qwen/Qwen2.5-7B-Instruct --devices 8x80GB --judge Qwen3-8B --max-tokens 1024"
+    line = (
+        "plan --model Qwen/Qwen2.5-7B-Instruct --devices 8x80GB --judge Qwen3-8B --max-tokens 1024"
+    )
     assert run([*line.split(), "--prompts-per-step", "64", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     best = told["fits"][0]
@@ -34,16 +46,22 @@ def test_a_reward_model_that_engines_serve_is_planned(capsys: pytest.CaptureFixt
     assert typed(f"{line} --json") == 0
     best = json.loads(capsys.readouterr().out)["fits"][0]
     assert best["engines"]["reward_model"]["weights"] > 0.8 * 2**30
-    assert best["seconds"]["score"] > 0 and {"trainer", "reward_model"} <= set(best["memory"]["score"])
+    assert best["seconds"]["score"] > 0 and {"trainer", "reward_model"} <= set(
+        best["memory"]["score"]
+    )
     assert typed(line) == 0
     assert "scorer   Qwen/Qwen2.5-0.5B: 0.49 billion parameters" in capsys.readouterr().out
 
 
-def test_a_teacher_that_engines_serve_is_planned(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_teacher_that_engines_serve_is_planned(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """The teacher is a run's adapter, which has the sizes of its base."""
     adapter = tmp_path / "model"
     adapter.mkdir()
-    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "Qwen/Qwen2.5-7B-Instruct"}))
+    (adapter / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": "Qwen/Qwen2.5-7B-Instruct"})
+    )
     line = f"plan --recipe distill-quickstart --set rewards.0.reward=teacher:{adapter} --devices 1x80GB --json"
     assert typed(line) == 0
     best = json.loads(capsys.readouterr().out)["fits"][0]
@@ -51,7 +69,10 @@ def test_a_teacher_that_engines_serve_is_planned(capsys: pytest.CaptureFixture[s
 
 
 def test_the_table_says_what_a_person_wants_to_know(capsys: pytest.CaptureFixture[str]) -> None:
-    assert typed("plan --model llama-3.1-8b --devices 4xH100 --accelerate zero3 --full --beta 0.1") == 0
+    assert (
+        typed("plan --model llama-3.1-8b --devices 4xH100 --accelerate zero3 --full --beta 0.1")
+        == 0
+    )
     told = capsys.readouterr().out
     assert "8.03 billion parameters, every weight" in told and "4 x H100" in told
     assert "zero3" in told and "zero2" not in told and "reference" in told
@@ -92,10 +113,19 @@ def test_a_recipe_is_planned_for_the_machine_here(capsys: pytest.CaptureFixture[
             "--model smollm2-135m --devices 8xT4 --set dtype=bfloat16",
             "device T4 has none; train with --set dtype=float32",
         ),
-        ("--model smollm2-135m --devices 2x24GB --per-device-train-batch-size 5", "5 does not divide it"),
+        (
+            "--model smollm2-135m --devices 2x24GB --per-device-train-batch-size 5",
+            "5 does not divide it",
+        ),
         ("--devices 8x80GB", "model"),
-        ("--model smollm2-135m --devices 1x80GB --prompt-tokens few", "--prompt-tokens takes a whole number"),
-        ("--model smollm2-135m --devices 1x80GB --judge nosuch/judge", "no config of 'nosuch/judge'"),
+        (
+            "--model smollm2-135m --devices 1x80GB --prompt-tokens few",
+            "--prompt-tokens takes a whole number",
+        ),
+        (
+            "--model smollm2-135m --devices 1x80GB --judge nosuch/judge",
+            "no config of 'nosuch/judge'",
+        ),
     ],
 )
 def test_mistakes_are_one_line(
@@ -113,5 +143,7 @@ def test_nothing_heavy_is_imported(tmp_path: Path) -> None:
         "run('plan --model smollm2-135m --devices 1x80GB --json'.split()); "
         f"print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path
+    )
     assert done.stderr.strip().splitlines()[-1] == "[]"

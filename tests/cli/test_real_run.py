@@ -21,7 +21,9 @@ def test_train_then_measure(tmp_path: Path) -> None:
     summary = _ycore(tmp_path, f"grpo --model model --output out {sizes} {COMMON}")
     assert (summary["status"], summary["steps"]) == ("finished", 2)
     assert (tmp_path / "out" / "model" / "config.json").is_file()
-    measured = _ycore(tmp_path, f"eval --model out/model --limit 3 --num-samples 2 --set dtype=float32 {COMMON}")
+    measured = _ycore(
+        tmp_path, f"eval --model out/model --limit 3 --num-samples 2 --set dtype=float32 {COMMON}"
+    )
     assert (measured["status"], measured["num_prompts"]) == ("finished", 3)
     assert 0.0 <= measured["pass@1"] <= measured["pass@2"] <= 1.0
 
@@ -30,7 +32,13 @@ def _ycore(folder: Path, line: str) -> dict[str, Any]:
     command = [sys.executable, "-c", "from ycore_cli.main import main; main()", *line.split()]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400, check=False
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") == 1

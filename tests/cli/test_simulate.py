@@ -8,10 +8,22 @@ from ycore_cli.main import run
 
 from ycore.run.trace import ROUND, Span, TraceWriter
 
-SMALL = ["simulate", "--slots", "2", "--rounds", "2", "--prompts-per-step", "4", "--group-size", "4"]
+SMALL = [
+    "simulate",
+    "--slots",
+    "2",
+    "--rounds",
+    "2",
+    "--prompts-per-step",
+    "4",
+    "--group-size",
+    "4",
+]
 
 
-def test_every_placement_and_which_to_use(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_every_placement_and_which_to_use(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert run([*SMALL, "--picture", str(tmp_path / "lanes.png")]) == 0
     out = capfd.readouterr().out
     assert all(words in out for words in ("dynamic", "colocated", "split:1:1", "use --placement"))
@@ -25,7 +37,9 @@ def test_json_is_one_object(capfd: pytest.CaptureFixture[str]) -> None:
     assert all(row["round_s"] > 0 and row["bound_ratio"] >= 1 for row in told["placements"])
 
 
-def test_whole_steps_are_played_with_what_shortens_their_tails(capfd: pytest.CaptureFixture[str]) -> None:
+def test_whole_steps_are_played_with_what_shortens_their_tails(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     assert run([*SMALL, "--judge-work", "0", "--train-s", "5", "--oversample", "2", "--json"]) == 0
     told = json.loads(capfd.readouterr().out)["steps"]
     names = [one["name"] for one in told]
@@ -66,7 +80,9 @@ def test_a_run_is_played_again(capfd: pytest.CaptureFixture[str], tmp_path: Path
         (["nothing"], "no recipe 'nothing'"),
     ],
 )
-def test_what_is_wrong_is_said_in_a_line(arguments: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_is_wrong_is_said_in_a_line(
+    arguments: list[str], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert run(["simulate", *arguments]) == 2
     err = capfd.readouterr().err
     assert err.startswith("error: ") and said in err and err.count("\n") == 1

@@ -23,10 +23,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tiny_model(root / "model")
     write_tiny_model(root / "untemplated", chat=False)
     (root / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS))
-    (root / "chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "hello"}]}) + "\n")
+    (root / "chats.jsonl").write_text(
+        json.dumps({"messages": [{"role": "user", "content": "hello"}]}) + "\n"
+    )
     (root / "texts.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     (root / "empty.jsonl").write_text("")
-    (root / "mine.yaml").write_text(f"algorithm: dpo\nmodel: {root}/model\ndataset: {root}/pairs.jsonl\nsteps: 3\n")
+    (root / "mine.yaml").write_text(
+        f"algorithm: dpo\nmodel: {root}/model\ndataset: {root}/pairs.jsonl\nsteps: 3\n"
+    )
     return root
 
 
@@ -45,7 +49,11 @@ GOOD: list[tuple[str, tuple[str | int, ...], Any]] = [
     ("reward --steps 12", ("dataset", "eval_every"), None),
     ("reward --held-out 0", ("dataset", "eval_every"), None),
     ("kto --keep-best rewards/margins", ("config", "keep_best"), "rewards/margins"),
-    ("sft --set columns.completion=chosen --stop-when no-gain:2", ("config", "stop_when"), ["no-gain:2"]),
+    (
+        "sft --set columns.completion=chosen --stop-when no-gain:2",
+        ("config", "stop_when"),
+        ["no-gain:2"],
+    ),
     ("dpo --wandb-project sums", ("trl", "project"), "sums"),
     ("dpo --full", ("trl", "learning_rate"), 1e-6),
     ("dpo --loss-type ipo,sft --beta 0.05", ("trl", "loss_type"), ["ipo", "sft"]),
@@ -55,7 +63,11 @@ GOOD: list[tuple[str, tuple[str | int, ...], Any]] = [
     ("kto --undesirable-weight 1.5", ("dataset", "rows"), 36),
     ("sft --set columns.completion=chosen --packing", ("trl", "packing"), True),
     ("sft --dataset {place}/texts.jsonl", ("dataset", "chat"), False),
-    ("sft --dataset task:addition?digits=1 --limit 30", ("dataset", "columns"), ["prompt", "completion"]),
+    (
+        "sft --dataset task:addition?digits=1 --limit 30",
+        ("dataset", "columns"),
+        ["prompt", "completion"],
+    ),
     ("dpo --recipe {place}/mine.yaml", ("trl", "max_steps"), 3),
     ("dpo --set lora.r=4 --merge", ("config", "lora", "r"), 4),
     ("dpo --processes 2 --accelerate zero2", ("ranks", "world"), 2),
@@ -64,7 +76,11 @@ GOOD: list[tuple[str, tuple[str | int, ...], Any]] = [
 
 @pytest.mark.parametrize(("words", "path", "expected"), GOOD, ids=[words for words, _, _ in GOOD])
 def test_a_good_line_gives_its_plan(
-    words: str, path: tuple[str | int, ...], expected: object, place: Path, capfd: pytest.CaptureFixture[str]
+    words: str,
+    path: tuple[str | int, ...],
+    expected: object,
+    place: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     assert run([*line(place, words), "--json"]) == 0
     value = json.loads(capfd.readouterr().out)
@@ -75,10 +91,20 @@ def test_a_good_line_gives_its_plan(
 
 
 def test_the_plan_in_words(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(line(place, "reward --batch-size 6 --max-length 128 --use-cpu --set dtype=bfloat16")) == 0
+    assert (
+        run(line(place, "reward --batch-size 6 --max-length 128 --use-cpu --set dtype=bfloat16"))
+        == 0
+    )
     out, err = capfd.readouterr()
     assert err == ""
-    assert [text.split()[0] for text in out.splitlines()] == ["model", "dataset", "batch", "run", "output", "Nothing"]
+    assert [text.split()[0] for text in out.splitlines()] == [
+        "model",
+        "dataset",
+        "batch",
+        "run",
+        "output",
+        "Nothing",
+    ]
     assert "18 rows to train on, 2 held out, chats, columns prompt, chosen, rejected" in out
     assert "3 steps, 1 epochs, of LoRA r=16, bfloat16, learning rate 0.0001, seed 0" in out
 
@@ -86,17 +112,33 @@ def test_the_plan_in_words(place: Path, capfd: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("words", "rows", "said"),
     [
-        ("sft --set columns.completion=chosen", PAIRS[:2], "2 of the 2 held-out prompts are also trained on"),
-        ("dpo", [{**PAIRS[0], "chosen": "one"}, {**PAIRS[1], "prompt": " 99?"}], "1 of the 2 held-out prompts"),
+        (
+            "sft --set columns.completion=chosen",
+            PAIRS[:2],
+            "2 of the 2 held-out prompts are also trained on",
+        ),
+        (
+            "dpo",
+            [{**PAIRS[0], "chosen": "one"}, {**PAIRS[1], "prompt": " 99?"}],
+            "1 of the 2 held-out prompts",
+        ),
         ("reward", [{**PAIRS[0], "prompt": "0  +\n1? "}], "1 of the 1 held-out prompts"),
         ("kto", PAIRS[:1], "2 of the 2 held-out prompts"),
-        ("sft --dataset {place}/texts.jsonl", [{"text": "two "}, {"text": "three"}], "1 of the 2 held-out rows"),
+        (
+            "sft --dataset {place}/texts.jsonl",
+            [{"text": "two "}, {"text": "three"}],
+            "1 of the 2 held-out rows",
+        ),
         ("dpo", [{**PAIRS[0], "prompt": "99?"}], None),
         ("dpo --held-out 0", PAIRS[:1], None),
     ],
 )
 def test_held_out_rows_that_are_also_trained_on_are_counted_in_a_warning(
-    words: str, rows: list[dict[str, Any]], said: str | None, place: Path, capfd: pytest.CaptureFixture[str]
+    words: str,
+    rows: list[dict[str, Any]],
+    said: str | None,
+    place: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     (place / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = [*line(place, words), "--eval-dataset", f"{place}/held.jsonl"]
@@ -113,7 +155,10 @@ BAD = [
     ("reward --dataset {place}/empty.jsonl", "is empty; a run needs at least one row"),
     ("reward --dataset {place}/pair.jsonl", "did you mean 'pairs.jsonl'"),
     ("sft --dataset {place}/chats.jsonl", "no row of"),
-    ("sft --dataset {place}/chats.jsonl --model {place}/untemplated --completion-only-loss false", "no chat template"),
+    (
+        "sft --dataset {place}/chats.jsonl --model {place}/untemplated --completion-only-loss false",
+        "no chat template",
+    ),
     ("dpo --loss-typ ipo", "no option --loss-typ; did you mean '--loss-type'"),
     ("dpo --group-size 4", "no option --group-size"),
     ("dpo --eval-steps 4", "say `--held-out 200` and `--eval-every`, or `--keep-best loss`"),
@@ -121,16 +166,28 @@ BAD = [
     ("dpo --held-out 0 --eval-every 4", "--eval-every needs rows to measure on"),
     ("dpo --stop-when nothing-to-learn:2", "counts groups of completions, and ycore dpo has none"),
     ("dpo --batch-size 0", "batch_size must be greater than 0; it is 0"),
-    ("dpo --batch-size 64", "a step takes 64 rows and the dataset has 18 to train on; e.g. --batch-size 18"),
+    (
+        "dpo --batch-size 64",
+        "a step takes 64 rows and the dataset has 18 to train on; e.g. --batch-size 18",
+    ),
     ("dpo --batch-size eight", "--batch-size takes a whole number; it is 'eight'"),
     ("dpo --epochs many", "--epochs takes a number; it is 'many'"),
-    ("dpo --max-length 4096", "max_length must fit into the model's context of 512 tokens; it is 4096"),
+    (
+        "dpo --max-length 4096",
+        "max_length must fit into the model's context of 512 tokens; it is 4096",
+    ),
     ("kto --per-device-train-batch-size 1", "kto needs 2 rows or more in a micro-batch"),
-    ("dpo --processes 2 --batch-size 5", "batch_size must be a multiple of the 2 ranks; it is 5; e.g. 4 or 6"),
+    (
+        "dpo --processes 2 --batch-size 5",
+        "batch_size must be a multiple of the 2 ranks; it is 5; e.g. 4 or 6",
+    ),
     ("dpo --recipe quickstart", "the recipe quickstart is for `ycore grpo`, not dpo"),
     ("sft --recipe {place}/mine.yaml", "is for `ycore dpo`, not sft; say ycore dpo --recipe"),
     ("dpo --set columns.chosen=best", "has no column 'best' (columns.chosen)"),
-    ("reward --processes 2 --accelerate zero3", "a reward model is saved whole, and --accelerate zero3 splits it"),
+    (
+        "reward --processes 2 --accelerate zero3",
+        "a reward model is saved whole, and --accelerate zero3 splits it",
+    ),
     ("dpo --held-out 20", "20 held-out rows of 20 leave none to train on; lower --held-out"),
     ("dpo --model_name_or_path x", "no option --model_name_or_path; did you mean '--model'?"),
     ("dpo --lr 1", "no option --lr; did you mean '--learning-rate'?"),
@@ -148,7 +205,9 @@ def test_a_bad_line_ends_with_one_line(
     assert message in err
 
 
-def test_rloo_is_a_preset_of_the_group_algorithms(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_rloo_is_a_preset_of_the_group_algorithms(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     words = f"rloo --recipe quickstart --model {place}/model --output {place}/out --dry-run --json"
     assert run(words.split()) == 0
     plan = json.loads(capfd.readouterr().out)
@@ -164,14 +223,19 @@ def test_the_plan_says_how_long_a_run_will_take(
     words = f"grpo --recipe quickstart --model {place}/model --output {place}/out --dry-run"
     assert run(words.split()) == 0
     shown = re.search(
-        r"^time +about [\d.]+ s a step, .+ for 40 steps, with (.+)$", capfd.readouterr().out, re.MULTILINE
+        r"^time +about [\d.]+ s a step, .+ for 40 steps, with (.+)$",
+        capfd.readouterr().out,
+        re.MULTILINE,
     )
     # 43 characters and a chat's marks; dynamic sampling draws half as many again
     assert (
-        shown is not None and shown[1] == "prompts of 31 tokens, completions of 16 (the most), 12 groups drawn a step"
+        shown is not None
+        and shown[1] == "prompts of 31 tokens, completions of 16 (the most), 12 groups drawn a step"
     )
     assert run([*words.split(), "--engine", "transformers", "--json"]) == 0
-    assert json.loads(capfd.readouterr().out)["forecast"] is None, "the formulas are of vLLM's engines"
+    assert json.loads(capfd.readouterr().out)["forecast"] is None, (
+        "the formulas are of vLLM's engines"
+    )
 
 
 # -- going on with a run ------------------------------------------------------------------------------------------
@@ -189,22 +253,39 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stopped(begun: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run that was started in `begun` with paths relative to it, and then stopped."""
     monkeypatch.chdir(begun)
-    options = {"model": "model", "dataset": "train.jsonl", "rewards": ["exact_answer"], "steps": 9, "processes": 1}
+    options = {
+        "model": "model",
+        "dataset": "train.jsonl",
+        "rewards": ["exact_answer"],
+        "steps": 9,
+        "processes": 1,
+    }
     config = resolve(options={**options, "output": str(tmp_path / "run"), "trl": {"beta": 0.25}})
     claim(RunFolder(tmp_path / "run"), config, resume=False).release()
     monkeypatch.chdir(tmp_path)
     return tmp_path / "run"
 
 
-def test_resume_needs_nothing_but_the_folder(stopped: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_resume_needs_nothing_but_the_folder(
+    stopped: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Not even the folder in which the run was started."""
     assert run(["resume", "run", "--dry-run", "--json"]) == 0
     plan = json.loads(capfd.readouterr().out)
-    assert (plan["trl"]["max_steps"], plan["trl"]["beta"], plan["output"]) == (9, 0.25, str(stopped))
+    assert (plan["trl"]["max_steps"], plan["trl"]["beta"], plan["output"]) == (
+        9,
+        0.25,
+        str(stopped),
+    )
 
 
 def test_more_steps_are_no_change(stopped: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(["resume", str(stopped), "--steps", "20", "--logging-steps", "5", "--dry-run", "--json"]) == 0
+    assert (
+        run(
+            ["resume", str(stopped), "--steps", "20", "--logging-steps", "5", "--dry-run", "--json"]
+        )
+        == 0
+    )
     assert json.loads(capfd.readouterr().out)["config"]["steps"] == 20
 
 
@@ -219,7 +300,9 @@ def test_more_steps_are_no_change(stopped: Path, capfd: pytest.CaptureFixture[st
         ("--save-total-limit 1", "save_total_limit must be 2 or more"),
     ],
 )
-def test_another_run_is_refused_by_name(more: str, said: str, stopped: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_another_run_is_refused_by_name(
+    more: str, said: str, stopped: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert run(["resume", str(stopped), "--dry-run", *more.split()]) == 2
     err = capfd.readouterr().err
     assert said in err and err.count("\n") == 1
@@ -254,18 +337,24 @@ def test_options_without_a_folder_are_refused_with_what_resume_takes(
     assert "say ycore resume runs/first --learning-rate ..." in err
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_run_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert run(["resume", str(tmp_path / "nothing")]) == 2
     assert "holds no run.json" in capfd.readouterr().err
 
 
-def test_changes_are_accepted_only_of_a_run_that_goes_on(begun: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_changes_are_accepted_only_of_a_run_that_goes_on(
+    begun: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     line = f"grpo --model {begun}/model --dataset {begun}/train.jsonl --reward exact_answer --output {begun}/new"
     assert run([*line.split(), "--dry-run", "--accept-changes"]) == 2
     assert "say --resume too" in capfd.readouterr().err
 
 
-def test_a_replay_takes_its_settings_from_the_run(stopped: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_replay_takes_its_settings_from_the_run(
+    stopped: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     replay = ["grpo", "--replay", str(stopped), "--learning-rate", "1e-3", "--dry-run", "--json"]
     journal = RunFolder(stopped).journal
     journal.mkdir()
@@ -282,5 +371,9 @@ def test_a_replay_takes_its_settings_from_the_run(stopped: Path, capfd: pytest.C
         round_file(journal, 0, 0).write_text("")
         assert run(replay) == 0
     plan = json.loads(capfd.readouterr().out)
-    assert (plan["engine"], plan["trl"]["learning_rate"], plan["trl"]["beta"]) == ("replay", 1e-3, 0.25)
+    assert (plan["engine"], plan["trl"]["learning_rate"], plan["trl"]["beta"]) == (
+        "replay",
+        1e-3,
+        0.25,
+    )
     assert plan["output"] == f"{stopped}-replay"

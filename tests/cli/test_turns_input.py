@@ -53,35 +53,75 @@ LINE = "grpo --model model --dataset task:addition --max-tokens 32 --output run 
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ("--reward exact_answer --tools acts.py:bare --actions calls", "tool 'bare' cannot be shown to a model"),
-        ("--reward exact_answer --tools acts.py:add --tools acts.py:add", "two tools are named 'add'"),
-        ("--reward exact_answer --tools acts.py:add", "shows no tool calls to the model; say --actions calls"),
+        (
+            "--reward exact_answer --tools acts.py:bare --actions calls",
+            "tool 'bare' cannot be shown to a model",
+        ),
+        (
+            "--reward exact_answer --tools acts.py:add --tools acts.py:add",
+            "two tools are named 'add'",
+        ),
+        (
+            "--reward exact_answer --tools acts.py:add",
+            "shows no tool calls to the model; say --actions calls",
+        ),
         (
             "--reward exact_answer --tools mcp:no-such-program --actions calls",
             "no MCP server started: 'no-such-program'",
         ),
-        ("--env acts.py:Paying --env-python no/python", "does not start (No such file or directory); give the path"),
-        ("--env openenv:https://host", "OpenEnv's environments run in the sandbox here, without server"),
+        (
+            "--env acts.py:Paying --env-python no/python",
+            "does not start (No such file or directory); give the path",
+        ),
+        (
+            "--env openenv:https://host",
+            "OpenEnv's environments run in the sandbox here, without server",
+        ),
         ("--env gym:chain_sm", "reasoning-gym has no task 'chain_sm'; did you mean 'chain_sum'"),
         ("--env acts.py:Endless", "has no reset(self, **row)"),
         ("--env acts.py:Game", "has no get_reward, and gives no reward; name one with --reward"),
-        ("--env acts.py:Game --reward environment --reward length", "'Game' has no get_reward, and gives no reward"),
-        ("--env acts.py:Paying --env Game=acts.py:Game", "names its own in the column 'environment': one of Paying, G"),
-        ("--env acts.py:Paying --env acts.py:Paying", "have one name; give them names: --env NAME=file.py:Class"),
-        ("--dataset= --env acts.py:Paying", "'acts.py:Paying' says nothing at its reset, and there is no dataset"),
+        (
+            "--env acts.py:Game --reward environment --reward length",
+            "'Game' has no get_reward, and gives no reward",
+        ),
+        (
+            "--env acts.py:Paying --env Game=acts.py:Game",
+            "names its own in the column 'environment': one of Paying, G",
+        ),
+        (
+            "--env acts.py:Paying --env acts.py:Paying",
+            "have one name; give them names: --env NAME=file.py:Class",
+        ),
+        (
+            "--dataset= --env acts.py:Paying",
+            "'acts.py:Paying' says nothing at its reset, and there is no dataset",
+        ),
         ("--dataset= --reward exact_answer", "--dataset is empty; give a file"),
         ("--reward acts.py:score", "needs the column 'environments', and the dataset has answer"),
         ("--reward environment", "is what an environment pays, and the run has none; say --env"),
-        ("--env acts.py:Paying --reward reference_probability --answer-column answer", "reads one turn"),
+        (
+            "--env acts.py:Paying --reward reference_probability --answer-column answer",
+            "reads one turn",
+        ),
         ("--reward exact_answer --agent no-such-program", "no program 'no-such-program'"),
-        ("--reward exact_answer --agent true --tools python", "leave out --tools and --env, or --agent"),
+        (
+            "--reward exact_answer --agent true --tools python",
+            "leave out --tools and --env, or --agent",
+        ),
         ("--agent true --reward reference_probability --answer-column answer", "reads one turn"),
         ("--reward exact_answer --max-tool-calling-iterations 3", "say `--max-turns`"),
-        ("--reward exact_answer --tools python --actions text", "turns.actions must be 'template' or 'calls'"),
+        (
+            "--reward exact_answer --tools python --actions text",
+            "turns.actions must be 'template' or 'calls'",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(
-    place: Path, words: str, problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: Path,
+    words: str,
+    problem: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(place)
     assert run((LINE + words).split()) == 2
@@ -97,4 +137,6 @@ def test_what_works_is_in_the_plan(
     line = LINE + rewards + "--env acts.py:Paying --tools acts.py:add --actions calls --max-turns 3"
     assert run(line.split()) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "at most 3, with acts.py:add, acts.py:Paying" in shown and "environment (weight 1)" in shown
+    assert (
+        "at most 3, with acts.py:add, acts.py:Paying" in shown and "environment (weight 1)" in shown
+    )

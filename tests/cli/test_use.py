@@ -47,7 +47,11 @@ def raise_end() -> str:
     ("words", "head", "answer"),
     [
         ("a", "a with its run's system prompt and its run's examples; Ctrl-D ends", "Add.|1|1|hi"),
-        ("a --system-prompt Mul.", "a with your system prompt and its run's examples; Ctrl-D ends", "Mul.|1|1|hi"),
+        (
+            "a --system-prompt Mul.",
+            "a with your system prompt and its run's examples; Ctrl-D ends",
+            "Mul.|1|1|hi",
+        ),
         ("b --system-prompt Mul.", "b with your system prompt; Ctrl-D ends", "Mul.|hi"),
         ("b", "b; Ctrl-D ends", "hi"),
     ],
@@ -59,32 +63,47 @@ def test_the_head_says_what_the_conversation_begins_with(
     assert capsys.readouterr().out.splitlines() == [head, answer]
 
 
-def test_of_two_models_each_has_its_own_runs_prompt(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_two_models_each_has_its_own_runs_prompt(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["chat", "a", "--against", "b", "--system-prompt", "", "--prompt", "2"]) == 0
     row = capsys.readouterr().out.splitlines()[-2]
     assert [cell.strip() for cell in row.strip("│").split("│")] == ["1|1|2", "2"]
 
 
-def test_a_server_of_one_model_is_not_asked_for_two(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_of_one_model_is_not_asked_for_two(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["chat", "a", "--against", "b", "--at", "http://127.0.0.1:1/v1"]) == 2
     assert "--at is one server with one model" in capsys.readouterr().err
 
 
-def test_an_address_where_nothing_listens_is_told_in_a_line(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_address_where_nothing_listens_is_told_in_a_line(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["chat", "a", "--prompt", "hi", "--at", "http://127.0.0.1:1/v1"]) == 1
     error = capsys.readouterr().err
-    assert "no answer from http://127.0.0.1:1/v1" in error and "start it with `ycore serve a`" in error
+    assert (
+        "no answer from http://127.0.0.1:1/v1" in error and "start it with `ycore serve a`" in error
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "called"), [(".", "b"), ("../b", "b"), ("../latest", "latest"), ("v1.5", "v1.5"), ("me/sums", "sums")]
+    ("name", "called"),
+    [(".", "b"), ("../b", "b"), ("../latest", "latest"), ("v1.5", "v1.5"), ("me/sums", "sums")],
 )
 def test_a_model_is_called_by_the_last_part_of_its_name(
-    root: Path, name: str, called: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    root: Path,
+    name: str,
+    called: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     written: list[tuple[str, str]] = []
     monkeypatch.chdir(root / "b")
     (root / "latest").symlink_to(root / "a")
-    monkeypatch.setattr(trained, "export", lambda folder, target, form, name: written.append((target.name, name)))
+    monkeypatch.setattr(
+        trained, "export", lambda folder, target, form, name: written.append((target.name, name))
+    )
     assert run(["export", name, "--format", "gguf"]) == 0
     assert written == [(f"{called}.gguf", called)]

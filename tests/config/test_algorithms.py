@@ -36,8 +36,15 @@ def test_an_unknown_algorithm_is_refused_with_those_that_exist(name: object) -> 
 
 def test_a_new_row_is_a_new_command() -> None:
     app = typer.Typer()
-    app.command("orpo")(training_command(replace(ALGORITHMS["dpo"], name="orpo", summary="Train with ORPO.")))
+    app.command("orpo")(
+        training_command(replace(ALGORITHMS["dpo"], name="orpo", summary="Train with ORPO."))
+    )
     app.command("dpo")(training_command(ALGORITHMS["dpo"]))
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    assert [option.name for option in commands["orpo"].params] == [option.name for option in commands["dpo"].params]
-    assert commands["orpo"].help.startswith("Train with ORPO.") and "ycore orpo --recipe" in commands["orpo"].help
+    assert [option.name for option in commands["orpo"].params] == [
+        option.name for option in commands["dpo"].params
+    ]
+    assert (
+        commands["orpo"].help.startswith("Train with ORPO.")
+        and "ycore orpo --recipe" in commands["orpo"].help
+    )

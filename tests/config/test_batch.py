@@ -75,7 +75,9 @@ def _assert_equations(sizes: Sizes, on_cpu: bool) -> None:
 
 def _config(**keys: object) -> RunConfig:
     rewards = [RewardConfig(reward="exact_answer")]
-    return RunConfig.model_validate({"model": "m", "dataset": "d", "rewards": rewards, "output": "o", **keys})
+    return RunConfig.model_validate(
+        {"model": "m", "dataset": "d", "rewards": rewards, "output": "o", **keys}
+    )
 
 
 @pytest.mark.parametrize(
@@ -89,9 +91,14 @@ def _config(**keys: object) -> RunConfig:
         (256, False, 64, 1),
     ],
 )
-def test_the_micro_batch_is_the_largest_that_fits(max_tokens: int, on_cpu: bool, size: int, accumulation: int) -> None:
+def test_the_micro_batch_is_the_largest_that_fits(
+    max_tokens: int, on_cpu: bool, size: int, accumulation: int
+) -> None:
     plan = derive_batch(_config(max_tokens=max_tokens), world_size=1, on_cpu=on_cpu)
-    assert (plan.per_device_train_batch_size, plan.gradient_accumulation_steps) == (size, accumulation)
+    assert (plan.per_device_train_batch_size, plan.gradient_accumulation_steps) == (
+        size,
+        accumulation,
+    )
     assert plan.steps_per_generation == accumulation
     assert plan.steps_per_round == 1
 
@@ -107,33 +114,49 @@ def test_a_refusal_says_the_rule_the_values_and_both_neighbours() -> None:
 
 def test_trl_s_own_fields_are_respected_or_refused_with_what_fits() -> None:
     plan = derive_batch(_config(trl={"per_device_train_batch_size": 4}), world_size=2, on_cpu=True)
-    assert (plan.per_device_train_batch_size, plan.gradient_accumulation_steps, plan.groups_per_rank) == (4, 8, 4)
-    with pytest.raises(ConfigError, match="gradient_accumulation_steps 4; or gradient_accumulation_steps 8"):
+    assert (
+        plan.per_device_train_batch_size,
+        plan.gradient_accumulation_steps,
+        plan.groups_per_rank,
+    ) == (4, 8, 4)
+    with pytest.raises(
+        ConfigError, match="gradient_accumulation_steps 4; or gradient_accumulation_steps 8"
+    ):
         derive_batch(_config(trl={"gradient_accumulation_steps": 7}), world_size=1, on_cpu=True)
-    with pytest.raises(ConfigError, match=r"is 4 \* 4; what works nearest: .*per_device_train_batch_size 16"):
+    with pytest.raises(
+        ConfigError, match=r"is 4 \* 4; what works nearest: .*per_device_train_batch_size 16"
+    ):
         trl = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
         derive_batch(_config(trl=trl), world_size=1, on_cpu=True)
 
 
 def test_several_optimizer_steps_a_round() -> None:
-    plan = derive_batch(_config(max_tokens=256, trl={"steps_per_generation": 16}), world_size=1, on_cpu=True)
+    plan = derive_batch(
+        _config(max_tokens=256, trl={"steps_per_generation": 16}), world_size=1, on_cpu=True
+    )
     assert (plan.steps_per_round, plan.groups_per_rank) == (2, 16)
     assert str(plan).endswith("8 micro-batches of 8, 2 optimizer steps a round")
 
 
 def test_the_plan_in_words() -> None:
     plan = derive_batch(_config(), world_size=2, on_cpu=True)
-    assert str(plan) == "8 prompts x 8 completions = 64 a step on 2 ranks: 4 micro-batches of 8 each"
+    assert (
+        str(plan) == "8 prompts x 8 completions = 64 a step on 2 ranks: 4 micro-batches of 8 each"
+    )
 
 
 # -- given examples ------------------------------------------------------------------------------------------------
 
 
 def resolved(method: str = "sft", **keys: Any) -> TuneConfig:
-    return resolve(options={"algorithm": method, "model": "m", "dataset": "d", "output": "o", **keys})
+    return resolve(
+        options={"algorithm": method, "model": "m", "dataset": "d", "output": "o", **keys}
+    )
 
 
-def sizes(config: TuneConfig, *, num_rows: int = 100, world_size: int = 1, on_cpu: bool = True) -> TuneBatch:
+def sizes(
+    config: TuneConfig, *, num_rows: int = 100, world_size: int = 1, on_cpu: bool = True
+) -> TuneBatch:
     return derive_tune_batch(config, num_rows=num_rows, world_size=world_size, on_cpu=on_cpu)
 
 
@@ -149,7 +172,10 @@ def test_a_step_is_split_into_micro_batches_that_fit() -> None:
 
 
 def test_trls_batch_fields_mean_what_they_mean_there() -> None:
-    batch = sizes(resolved(trl={"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}), world_size=2)
+    batch = sizes(
+        resolved(trl={"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}),
+        world_size=2,
+    )
     assert (batch.batch_size, batch.steps) == (12, 9)
     assert sizes(resolved(trl={"per_device_train_batch_size": 3})).batch_size == 3
 
@@ -160,25 +186,46 @@ def test_few_rows_make_a_small_batch() -> None:
 
 def test_the_longest_sequence_is_the_contexts_where_that_is_shorter() -> None:
     def batch(**keys: Any) -> TuneBatch:
-        return derive_tune_batch(resolved(**keys), num_rows=9, world_size=1, on_cpu=True, context_length=512)
+        return derive_tune_batch(
+            resolved(**keys), num_rows=9, world_size=1, on_cpu=True, context_length=512
+        )
 
     assert batch().max_length == 512
     assert batch(trl={"max_length": 64}).max_length == 64
     assert batch(trl={"max_length": None}).max_length is None
-    with pytest.raises(ConfigError, match=r"context of 512 tokens; it is 900; e\.g\. --max-length 512"):
+    with pytest.raises(
+        ConfigError, match=r"context of 512 tokens; it is 900; e\.g\. --max-length 512"
+    ):
         batch(trl={"max_length": 900})
 
 
 SIZES_REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     ("sft", {"batch_size": 9}, 2, r"multiple of the 2 ranks; it is 9; e.g. 8 or 10"),
-    ("sft", {"batch_size": 200}, 1, r"a step takes 200 rows and the dataset has 100 .*--batch-size 100"),
-    ("sft", {"batch_size": 8, "trl": {"per_device_train_batch_size": 3}}, 1, r"3 \* 2; leave one .*--batch-size 6"),
-    ("kto", {"trl": {"per_device_train_batch_size": 1}}, 1, "kto needs 2 rows or more in a micro-batch"),
+    (
+        "sft",
+        {"batch_size": 200},
+        1,
+        r"a step takes 200 rows and the dataset has 100 .*--batch-size 100",
+    ),
+    (
+        "sft",
+        {"batch_size": 8, "trl": {"per_device_train_batch_size": 3}},
+        1,
+        r"3 \* 2; leave one .*--batch-size 6",
+    ),
+    (
+        "kto",
+        {"trl": {"per_device_train_batch_size": 1}},
+        1,
+        "kto needs 2 rows or more in a micro-batch",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("method", "keys", "world_size", "message"), SIZES_REFUSED)
-def test_impossible_sizes_name_what_works(method: str, keys: dict[str, Any], world_size: int, message: str) -> None:
+def test_impossible_sizes_name_what_works(
+    method: str, keys: dict[str, Any], world_size: int, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         sizes(resolved(method, **keys), world_size=world_size)
 

@@ -11,22 +11,37 @@ from ycore.config.flow_settings import FlowConfig, FlowSettings, resolve_flow
 from ycore.config.recipe_files import load_recipe
 from ycore.errors import ConfigError
 
-GIVEN: dict[str, Any] = {"model": "flow-digits", "dataset": "classes", "rewards": ["r.py:f"], "output": "runs/x"}
+GIVEN: dict[str, Any] = {
+    "model": "flow-digits",
+    "dataset": "classes",
+    "rewards": ["r.py:f"],
+    "output": "runs/x",
+}
 
 
 def test_options_win_over_set_which_wins_over_the_recipe() -> None:
     config = resolve_flow(recipe=GIVEN | {"steps": 3, "flow": {"kl": 0.5}}, sets=["steps=4", "flow.b=0.5"],
                           options={"steps": 5})  # fmt: skip
-    assert (config.steps, config.flow.kl, config.flow.b, config.rewards[0].reward) == (5, 0.5, 0.5, "r.py:f")
+    assert (config.steps, config.flow.kl, config.flow.b, config.rewards[0].reward) == (
+        5,
+        0.5,
+        0.5,
+        "r.py:f",
+    )
     weighed = resolve_flow(recipe=GIVEN, sets=["rewards.0.weight=2"])
     assert weighed.rewards[0].weight == 2 and weighed.rate == 3e-4 and weighed.every == 4
-    assert resolve_flow(recipe={key: GIVEN[key] for key in GIVEN if key != "output"}).output.startswith("runs/")
+    assert resolve_flow(
+        recipe={key: GIVEN[key] for key in GIVEN if key != "output"}
+    ).output.startswith("runs/")
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"flow": {"method": "grpo", "noise": 0}}, "which only steps with noise have, and flow.noise is 0"),
+        (
+            {"flow": {"method": "grpo", "noise": 0}},
+            "which only steps with noise have, and flow.noise is 0",
+        ),
         ({"flow": {"method": "grpo", "sampler": "ode"}}, "and flow.sampler is ode"),
         ({"flow": {"window": 2}}, "flow.window is of --method grpo"),
         ({"flow": {"method": "grpo", "window": 10}}, "must be below flow.steps, 10"),
@@ -42,10 +57,22 @@ def test_options_win_over_set_which_wins_over_the_recipe() -> None:
         ({"lora": {"dropout": 0.1}}, "lora.dropout would make"),
         ({"quantize": "4bit"}, "takes no quantize"),
         ({"trl": {"beta": 0.1}}, "takes report_to and project of TRL's fields, not beta"),
-        ({"sampling": {"curriculum": True}}, "ycore flow takes no sampling.curriculum; leave it out"),
-        ({"sampling": {"oversample": 1.5}}, "ycore flow takes no sampling.oversample; leave it out"),
-        ({"sampling": {"max_staleness": 1}}, "ycore flow takes no sampling.max_staleness; leave it out"),
-        ({"rewards": None}, "no rewards given; say e.g. --reward rewards.py:score, or --recipe digits"),
+        (
+            {"sampling": {"curriculum": True}},
+            "ycore flow takes no sampling.curriculum; leave it out",
+        ),
+        (
+            {"sampling": {"oversample": 1.5}},
+            "ycore flow takes no sampling.oversample; leave it out",
+        ),
+        (
+            {"sampling": {"max_staleness": 1}},
+            "ycore flow takes no sampling.max_staleness; leave it out",
+        ),
+        (
+            {"rewards": None},
+            "no rewards given; say e.g. --reward rewards.py:score, or --recipe digits",
+        ),
         ({"model": ""}, "no model given"),
     ],
 )
@@ -61,12 +88,18 @@ def test_the_page_of_pictures_has_every_key_with_its_default() -> None:
     for names, defaults in re.findall(r"^\| (`flow\..*?) \| (.*?) \|", page, re.MULTILINE):
         cells = re.findall(r"`([^`]+)`", defaults) or ["null"]
         told |= dict(zip(re.findall(r"`flow\.(\w+)`", names), cells, strict=True))
-    assert {name: yaml.safe_load(text) for name, text in told.items()} == FlowSettings().model_dump()
+    assert {
+        name: yaml.safe_load(text) for name, text in told.items()
+    } == FlowSettings().model_dump()
 
 
 @pytest.mark.parametrize("name", ["digits", "digits-grpo", "digits-overoptimised"])
 def test_the_shipped_recipes_are_of_this_command_and_no_other(name: str) -> None:
     config = resolve_flow(recipe=load_recipe(name, command="flow"))
-    assert isinstance(config, FlowConfig) and config.eval_rewards and config.output == f"runs/{name}"
-    with pytest.raises(ConfigError, match=f"is for `ycore flow`, not grpo; say ycore flow --recipe {name}"):
+    assert (
+        isinstance(config, FlowConfig) and config.eval_rewards and config.output == f"runs/{name}"
+    )
+    with pytest.raises(
+        ConfigError, match=f"is for `ycore flow`, not grpo; say ycore flow --recipe {name}"
+    ):
         load_recipe(name, command="grpo")

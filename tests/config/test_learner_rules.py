@@ -34,76 +34,182 @@ def test_ppo_has_a_critic_and_the_kl_in_the_reward() -> None:
 
 def test_a_teacher_is_the_first_of_the_rewards() -> None:
     found = config(**DISTILL)
-    assert [one.reward for one in found.rewards] == ["teacher:t", "exact_answer"] and teaches_alone(found)
+    assert [one.reward for one in found.rewards] == ["teacher:t", "exact_answer"] and teaches_alone(
+        found
+    )
     assert resolve(recipe=found.model_dump(mode="json")) == found, "a resumed run is the same run"
-    weighted = {**found.model_dump(mode="json"), "rewards": [{"reward": "teacher:t", "weight": 0.5}, "length"]}
+    weighted = {
+        **found.model_dump(mode="json"),
+        "rewards": [{"reward": "teacher:t", "weight": 0.5}, "length"],
+    }
     again = resolve(recipe=weighted, options={"teacher": "t"})
     other = resolve(recipe=weighted, options={"teacher": "u"})
     assert isinstance(again, RunConfig) and isinstance(other, RunConfig)
-    assert [(one.reward, one.weight) for one in again.rewards] == [("teacher:t", 0.5), ("length", 1)]
+    assert [(one.reward, one.weight) for one in again.rewards] == [
+        ("teacher:t", 0.5),
+        ("length", 1),
+    ]
     assert [(one.reward, one.weight) for one in other.rewards] == [("teacher:u", 1), ("length", 1)]
     alone = resolve(options={"model": "m", "dataset": "d", "group_size": 1, **DISTILL})
     assert isinstance(alone, RunConfig) and [one.reward for one in alone.rewards] == ["teacher:t"]
 
 
 def test_where_every_scored_completion_teaches() -> None:
-    assert teaches_alone(config(algorithm="ppo")) and teaches_alone(config(advantage="remax", group_size=1))
+    assert teaches_alone(config(algorithm="ppo")) and teaches_alone(
+        config(advantage="remax", group_size=1)
+    )
     assert not teaches_alone(config()) and not teaches_alone(config(advantage="reinforce++"))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"group_size": 1}, "group_size must be 2 or more with advantage group, which compares a completion"),
-        ({"group_size": 1, "advantage": "rloo"}, "group_size must be 2 or more with advantage rloo"),
+        (
+            {"group_size": 1},
+            "group_size must be 2 or more with advantage group, which compares a completion",
+        ),
+        (
+            {"group_size": 1, "advantage": "rloo"},
+            "group_size must be 2 or more with advantage rloo",
+        ),
         ({"critic": {}}, "critic is of ycore ppo, and this is grpo; take ycore ppo, or leave"),
         ({"algorithm": "ppo", "critic": None}, "ycore ppo needs its critic, and critic is null"),
-        ({"algorithm": "ppo", "advantage": "rloo"}, "advantages come from its critic; leave --advantage rloo out"),
+        (
+            {"algorithm": "ppo", "advantage": "rloo"},
+            "advantages come from its critic; leave --advantage rloo out",
+        ),
         ({"algorithm": "ppo", "preset": "gmpo"}, "the loss gmpo takes one advantage a completion"),
-        ({"algorithm": "ppo", "trl": {"loss_type": "vespo"}}, "the loss vespo takes one advantage a completion"),
-        ({"algorithm": "ppo", "trl": {"importance_sampling_level": "sequence"}}, "an advantage for each token"),
-        ({"algorithm": "ppo", "trl": {"off_policy_mask_threshold": 0.5}}, "an advantage for each token"),
+        (
+            {"algorithm": "ppo", "trl": {"loss_type": "vespo"}},
+            "the loss vespo takes one advantage a completion",
+        ),
+        (
+            {"algorithm": "ppo", "trl": {"importance_sampling_level": "sequence"}},
+            "an advantage for each token",
+        ),
+        (
+            {"algorithm": "ppo", "trl": {"off_policy_mask_threshold": 0.5}},
+            "an advantage for each token",
+        ),
         ({"algorithm": "ppo", "accelerate": "zero2"}, "which zero2 cannot; take --accelerate ddp"),
-        ({"algorithm": "ppo", "quantize": "4bit"}, "which is not tried in 4 bits; leave --quantize out"),
-        ({"algorithm": "ppo", "divergence": "js", "trl": {"beta": 0.1}}, "say --set kl_in=loss, or leave --divergence"),
-        ({"algorithm": "ppo", "critic": {"range": [1, 0]}}, "the lowest and the highest value; it is 1, 0"),
-        ({"algorithm": "ppo", "critic": {"range": [0, 1], "init": "runs/rm"}}, "give one of the two"),
+        (
+            {"algorithm": "ppo", "quantize": "4bit"},
+            "which is not tried in 4 bits; leave --quantize out",
+        ),
+        (
+            {"algorithm": "ppo", "divergence": "js", "trl": {"beta": 0.1}},
+            "say --set kl_in=loss, or leave --divergence",
+        ),
+        (
+            {"algorithm": "ppo", "critic": {"range": [1, 0]}},
+            "the lowest and the highest value; it is 1, 0",
+        ),
+        (
+            {"algorithm": "ppo", "critic": {"range": [0, 1], "init": "runs/rm"}},
+            "give one of the two",
+        ),
         ({"algorithm": "ppo", "critic": {"lamda": 1}}, "no key critic.lamda; did you mean"),
         ({"algorithm": "distill"}, "ycore distill needs a teacher; say --teacher MODEL"),
-        ({"distill": {"divergence": "js"}}, "distill.divergence is of ycore distill, and this is grpo; leave it out"),
+        (
+            {"distill": {"divergence": "js"}},
+            "distill.divergence is of ycore distill, and this is grpo; leave it out",
+        ),
         (
             {**DISTILL, "distill": {"divergence": "top-k"}},
             "top-k is no divergence: over the likeliest tokens alone",
         ),
-        ({**DISTILL, "distill": {"beta": 0.3}}, "distill.beta is of the divergence js, and it is sampled; leave"),
+        (
+            {**DISTILL, "distill": {"beta": 0.3}},
+            "distill.beta is of the divergence js, and it is sampled; leave",
+        ),
         (
             {**DISTILL, "distill": {"divergence": "js"}, "accelerate": "zero3"},
             "which zero3 shards; take --accelerate zero2 or ddp",
         ),
-        ({**DISTILL, "distill": {"divergence": "js"}, "loss_average": "prompts"}, "leave loss_average=prompts out"),
+        (
+            {**DISTILL, "distill": {"divergence": "js"}, "loss_average": "prompts"},
+            "leave loss_average=prompts out",
+        ),
         ({"teacher": "t"}, "a teacher is of ycore distill, and this is grpo; take ycore distill"),
-        ({**DISTILL, "critic": {}}, "critic is of ycore ppo, and this is distill; leave critic out"),
-        ({**DISTILL, "advantage": "reinforce++"}, "compares rewards within groups, which --advantage reinforce++"),
-        ({**DISTILL, "group_size": 1}, "group_size must be 2 or more with exact_answer, which is compared"),
-        ({**DISTILL, "trl": {"temperature": 0.7}}, "those at temperature 1, and temperature is 0.7; leave temperature"),
+        (
+            {**DISTILL, "critic": {}},
+            "critic is of ycore ppo, and this is distill; leave critic out",
+        ),
+        (
+            {**DISTILL, "advantage": "reinforce++"},
+            "compares rewards within groups, which --advantage reinforce++",
+        ),
+        (
+            {**DISTILL, "group_size": 1},
+            "group_size must be 2 or more with exact_answer, which is compared",
+        ),
+        (
+            {**DISTILL, "trl": {"temperature": 0.7}},
+            "those at temperature 1, and temperature is 0.7; leave temperature",
+        ),
         ({**DISTILL, "trl": {"top_k": 20}}, "and top_k is 20; leave top_k out"),
-        ({**DISTILL, "trl": {"scale_rewards": "group"}}, "leave scale_rewards out, and say --advantage"),
-        ({**DISTILL, "trl": {"loss_type": "vespo"}}, "takes one advantage a completion, and ycore distill has one a"),
-        ({**DISTILL, "kl_in": "reward", "trl": {"beta": 0.1}}, "kl_in=reward needs advantages by token"),
-        ({"loss_from": "ipo"}, "are of ycore online-dpo, which has no other; this is grpo with loss_from ipo"),
-        ({"algorithm": "online-dpo", "loss_from": "grpo"}, "this is online-dpo with loss_from grpo; leave loss_from"),
-        ({"algorithm": "online-dpo", "advantage": "rloo"}, "has no advantages; leave --advantage rloo out"),
-        ({"algorithm": "online-dpo", "group_size": 1}, "group_size must be 2 or more with advantage group"),
-        ({"algorithm": "online-dpo", "trl": {"beta": 0.0}}, "the loss dpo needs beta above 0; say --beta 0.1"),
-        ({"algorithm": "online-dpo", "loss_from": "rrhf"}, "the loss rrhf compares with no reference; say --beta 0"),
-        ({"algorithm": "online-dpo", "trust_region": "dppo-tv"}, "they are dpo and reverse-kl; leave it out"),
+        (
+            {**DISTILL, "trl": {"scale_rewards": "group"}},
+            "leave scale_rewards out, and say --advantage",
+        ),
+        (
+            {**DISTILL, "trl": {"loss_type": "vespo"}},
+            "takes one advantage a completion, and ycore distill has one a",
+        ),
+        (
+            {**DISTILL, "kl_in": "reward", "trl": {"beta": 0.1}},
+            "kl_in=reward needs advantages by token",
+        ),
+        (
+            {"loss_from": "ipo"},
+            "are of ycore online-dpo, which has no other; this is grpo with loss_from ipo",
+        ),
+        (
+            {"algorithm": "online-dpo", "loss_from": "grpo"},
+            "this is online-dpo with loss_from grpo; leave loss_from",
+        ),
+        (
+            {"algorithm": "online-dpo", "advantage": "rloo"},
+            "has no advantages; leave --advantage rloo out",
+        ),
+        (
+            {"algorithm": "online-dpo", "group_size": 1},
+            "group_size must be 2 or more with advantage group",
+        ),
+        (
+            {"algorithm": "online-dpo", "trl": {"beta": 0.0}},
+            "the loss dpo needs beta above 0; say --beta 0.1",
+        ),
+        (
+            {"algorithm": "online-dpo", "loss_from": "rrhf"},
+            "the loss rrhf compares with no reference; say --beta 0",
+        ),
+        (
+            {"algorithm": "online-dpo", "trust_region": "dppo-tv"},
+            "they are dpo and reverse-kl; leave it out",
+        ),
         ({"kl_in": "reward", "trl": {"beta": 0.1}}, "kl_in=reward needs advantages by token"),
-        ({"advantage": "reinforce++", "preset": "gspo"}, "--advantage reinforce++ has an advantage for each token"),
-        ({"advantage": "turn"}, "--advantage turn learns from rewards of turns, which only an environment gives"),
-        ({"advantage": "turn", "env": "a.py:A", "loss_from": "gmpo"}, "the loss gmpo takes one advantage a completion"),
-        ({"advantage": "reinforce++", "loss_from": "gmpo"}, "the loss gmpo takes one advantage a completion"),
+        (
+            {"advantage": "reinforce++", "preset": "gspo"},
+            "--advantage reinforce++ has an advantage for each token",
+        ),
+        (
+            {"advantage": "turn"},
+            "--advantage turn learns from rewards of turns, which only an environment gives",
+        ),
+        (
+            {"advantage": "turn", "env": "a.py:A", "loss_from": "gmpo"},
+            "the loss gmpo takes one advantage a completion",
+        ),
+        (
+            {"advantage": "reinforce++", "loss_from": "gmpo"},
+            "the loss gmpo takes one advantage a completion",
+        ),
         ({"pairs": True}, "--pairs is of ycore eval, and this is grpo"),
-        ({"pairs": True, "algorithm": "eval", "env": ["a.py:A"]}, "leave --tools, --env and --agent out"),
+        (
+            {"pairs": True, "algorithm": "eval", "env": ["a.py:A"]},
+            "leave --tools, --env and --agent out",
+        ),
         (
             {"pairs": True, "algorithm": "eval", "rewards": [{"reward": "teacher:m"}]},
             "no policy that writes, and teacher:m is of one",
@@ -112,17 +218,29 @@ def test_where_every_scored_completion_teaches() -> None:
             {"pairs": True, "algorithm": "eval", "rewards": [{"reward": "agrees:j"}]},
             "no policy that writes, and agrees:j is of one",
         ),
-        ({"rewards": ["agrees:j"], "env": ["a.py:A"]}, "agrees:j asks the judge's own question, in one turn; leave"),
+        (
+            {"rewards": ["agrees:j"], "env": ["a.py:A"]},
+            "agrees:j asks the judge's own question, in one turn; leave",
+        ),
         ({"rewards": ["agrees:j"], "tools": ["a.py:A"]}, "leave out --tools, --env, --agent"),
         ({"rewards": ["agrees:j"], "agent": "a.py:A"}, "leave out --tools, --env, --agent"),
         ({"rewards": ["agrees:j"], "system_prompt": "Hi"}, "system_prompt and few_shot"),
-        ({"rewards": ["agrees:j", "agrees:k"]}, "asked as one judge, and the rewards are agrees:j and agrees:k; leave"),
-        ({"trust_region": "clip-completion", "advantage": "reinforce++"}, "leave --trust-region clip-completion out"),
+        (
+            {"rewards": ["agrees:j", "agrees:k"]},
+            "asked as one judge, and the rewards are agrees:j and agrees:k; leave",
+        ),
+        (
+            {"trust_region": "clip-completion", "advantage": "reinforce++"},
+            "leave --trust-region clip-completion out",
+        ),
         (
             {"loss_average": "prompts", "trl": {"loss_type": "grpo"}},
             "and this is grpo; take --loss-type dapo, or leave",
         ),
-        ({"trust_region": "dppo-tv", "preset": "cispo"}, "they are cispo and reverse-kl; leave it out"),
+        (
+            {"trust_region": "dppo-tv", "preset": "cispo"},
+            "they are cispo and reverse-kl; leave it out",
+        ),
         (
             {"sampling": {"curriculum": True}, "group_size": 1, "advantage": "remax"},
             "here every completion does; leave it",
@@ -135,18 +253,45 @@ def test_where_every_scored_completion_teaches() -> None:
             {"sampling": {"oversample": 1.5}, "advantage": "remax"},
             "remax compares with a greedy one of the same weights",
         ),
-        ({"sampling": {"oversample": 1.5}, "deterministic": True}, "leave --deterministic or --oversample out"),
-        ({"engine": {"drafts": 4}, "deterministic": True}, "leave --deterministic or engine.drafts out"),
+        (
+            {"sampling": {"oversample": 1.5}, "deterministic": True},
+            "leave --deterministic or --oversample out",
+        ),
+        (
+            {"engine": {"drafts": 4}, "deterministic": True},
+            "leave --deterministic or engine.drafts out",
+        ),
         ({"engine": {"drafts": 4}, "trl": {"min_p": 0.1}}, "leave --min-p or engine.drafts out"),
         ({"engine": {"drafts": 4, "args": {"speculative_config": {}}}}, "leave one out"),
-        ({"algorithm": "ppo", "sampling": {"curriculum": "rate"}}, "--curriculum learns which groups teach"),
-        ({"advantage": "crpg"}, "--advantage crpg is CGPO's, and there is no constraint; say --constraint NAME"),
-        ({"constraint": ["exact_answer"]}, "exact_answer is a constraint, and there is no reward to raise beside it"),
-        ({"constraint": ["format"], "group_size": 1, "advantage": "reinforce++"}, "and group_size is 1; say --group"),
-        ({"constraint": ["format"], "advantage": "remax"}, "--advantage remax takes no constraints, and format is one"),
-        ({**DISTILL, "constraint": ["format"]}, "ycore distill takes no constraints, and format is one"),
+        (
+            {"algorithm": "ppo", "sampling": {"curriculum": "rate"}},
+            "--curriculum learns which groups teach",
+        ),
+        (
+            {"advantage": "crpg"},
+            "--advantage crpg is CGPO's, and there is no constraint; say --constraint NAME",
+        ),
+        (
+            {"constraint": ["exact_answer"]},
+            "exact_answer is a constraint, and there is no reward to raise beside it",
+        ),
+        (
+            {"constraint": ["format"], "group_size": 1, "advantage": "reinforce++"},
+            "and group_size is 1; say --group",
+        ),
+        (
+            {"constraint": ["format"], "advantage": "remax"},
+            "--advantage remax takes no constraints, and format is one",
+        ),
+        (
+            {**DISTILL, "constraint": ["format"]},
+            "ycore distill takes no constraints, and format is one",
+        ),
         ({"constraint": ["format:2"]}, "rewards.1.limit must be less than 1; it is 2.0"),
-        ({"constraint": [":0.1"]}, "--constraint takes the name of a reward, or NAME:LIMIT; it is ':0.1'"),
+        (
+            {"constraint": [":0.1"]},
+            "--constraint takes the name of a reward, or NAME:LIMIT; it is ':0.1'",
+        ),
         (
             {"rewards": ["exact_answer", {"reward": "format", "constraint": True, "weight": 2.0}]},
             "the constraint format is kept, not added up, and its weight is 2; leave weight out",
@@ -155,7 +300,10 @@ def test_where_every_scored_completion_teaches() -> None:
             {"constraint": ["format"], "advantage": "crpg", "constraints": {"by": "lagrangian"}},
             "--advantage crpg gates the reward; leave constraints.by out",
         ),
-        ({"advantage": "raft", "kl_in": "reward", "trl": {"beta": 0.1}}, "is CGPO's, and there is no constraint"),
+        (
+            {"advantage": "raft", "kl_in": "reward", "trl": {"beta": 0.1}},
+            "is CGPO's, and there is no constraint",
+        ),
         ({"trust_region": "dppo"}, "'icepop' or 'geometric'; it is 'dppo'"),
     ],
 )

@@ -9,7 +9,15 @@ from trl.experimental.gmpo import GMPOConfig
 
 from ycore.config.algorithms import ALGORITHMS
 from ycore.config.learner_rules import BY_TOKEN, BY_TURN
-from ycore.config.presets import Advantage, Preset, TrustRegion, find_preset, preset_layer, preset_lines, presets
+from ycore.config.presets import (
+    Advantage,
+    Preset,
+    TrustRegion,
+    find_preset,
+    preset_layer,
+    preset_lines,
+    presets,
+)
 from ycore.config.resolve import resolve
 from ycore.config.trl_arguments import aliases, refusal
 from ycore.config.trl_fields import coerce, fields_of
@@ -141,7 +149,14 @@ CRITICS: dict[str, dict[str, Any]] = {
         "value_clip": 0.2,
         "whiten": True,
     },
-    "vapo": {"lr_ratio": 2.0, "warmup_steps": 50, "lam": 1.0, "alpha": 0.05, "target_lam": 1.0, "whiten": True},
+    "vapo": {
+        "lr_ratio": 2.0,
+        "warmup_steps": 50,
+        "lam": 1.0,
+        "alpha": 0.05,
+        "target_lam": 1.0,
+        "whiten": True,
+    },
     "bpco": {
         "lr_ratio": 10.0,
         "warmup_steps": 15,
@@ -168,19 +183,38 @@ RUNS: dict[str, dict[str, Any]] = {
     "scalerl": {
         "advantage": "reinforce++-baseline",
         "loss_average": "prompts",
-        "sampling": {"dynamic": True, "curriculum": True, "drop_at": 0.9, "drop_after": 1, "least": 1.0},
+        "sampling": {
+            "dynamic": True,
+            "curriculum": True,
+            "drop_at": 0.9,
+            "drop_after": 1,
+            "least": 1.0,
+        },
     },
     **{name: {"kl_in": "reward", "critic": critic} for name, critic in CRITICS.items()},
 }
 RUNS["bpco"]["trust_region"] = "dppo-tv"
 # What an algorithm here is made of. The exceptions are losses that do not read the field.
-CORE = {"loss_type", "importance_sampling_level", "scale_rewards", "epsilon", "epsilon_high", "beta"}
+CORE = {
+    "loss_type",
+    "importance_sampling_level",
+    "scale_rewards",
+    "epsilon",
+    "epsilon_high",
+    "beta",
+}
 UNREAD = {"cispo": {"epsilon"}, "scalerl": {"epsilon"}, "gmpo": {"loss_type"}}
 
 
 def resolved(preset: Preset, folder: Path, **user_trl: Any) -> GRPOConfig:
     config = GMPOConfig if preset.run.get("loss_from") == "gmpo" else GRPOConfig
-    return config(output_dir=str(folder), use_cpu=True, bf16=False, report_to="none", **{**preset.trl, **user_trl})
+    return config(
+        output_dir=str(folder),
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        **{**preset.trl, **user_trl},
+    )
 
 
 @pytest.mark.parametrize("name", sorted(presets()))
@@ -210,28 +244,42 @@ def test_fields_are_trls_and_the_users_to_set(name: str) -> None:
 
 
 def test_run_keys_are_those_that_presets_may_set() -> None:
-    allowed = {"advantage", "sampling", "loss_from", "kl_in", "critic", "trust_region", "loss_average"}
+    allowed = {
+        "advantage",
+        "sampling",
+        "loss_from",
+        "kl_in",
+        "critic",
+        "trust_region",
+        "loss_average",
+    }
     assert {key for preset in presets().values() for key in preset.run} <= allowed
     assert all(preset.run.get("advantage", "group") in ESTIMATORS for preset in presets().values())
 
 
 def test_names_for_the_command_line_are_those_of_the_functions() -> None:
-    assert tuple(ESTIMATORS) == tuple(name for name in get_args(Advantage) if name not in (BY_TOKEN, BY_TURN))
-    assert {*LIMITS, *BOUNDS, "clip", "clip-completion"} == set(get_args(TrustRegion)) and BY_TOKEN in get_args(
-        Advantage
+    assert tuple(ESTIMATORS) == tuple(
+        name for name in get_args(Advantage) if name not in (BY_TOKEN, BY_TURN)
     )
+    assert {*LIMITS, *BOUNDS, "clip", "clip-completion"} == set(
+        get_args(TrustRegion)
+    ) and BY_TOKEN in get_args(Advantage)
 
 
 def test_trl_alone_would_cap_cispo_at_a_fifth(tmp_path: Path) -> None:
     """The trap: left alone, the cap is None here and becomes epsilon = 0.2 in the trainer."""
-    bare = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", loss_type="cispo")
+    bare = GRPOConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", loss_type="cispo"
+    )
     assert bare.epsilon_high is None and bare.epsilon == 0.2
     assert resolved(presets()["cispo"], tmp_path).epsilon_high == 5.0
 
 
 def test_the_users_values_win_and_the_lines_say_so() -> None:
     said = {"model": "m", "dataset": "d", "rewards": ["r"], "preset": "dapo"}
-    config = resolve(options={**said, "trl": {"epsilon_high": "0.3"}, "sampling": {"dynamic": False}})
+    config = resolve(
+        options={**said, "trl": {"epsilon_high": "0.3"}, "sampling": {"dynamic": False}}
+    )
     assert config.trl == {**presets()["dapo"].trl, "epsilon_high": 0.3}
     assert config.sampling.dynamic is False and config.preset == "dapo"
     lines = preset_lines(presets()["dapo"], trl=config.trl, run=config.model_dump())
@@ -260,23 +308,36 @@ def test_dapo_brings_its_overlong_punishment_and_the_user_can_change_it() -> Non
     assert config.rewards[1].model_dump(exclude_defaults=True) == brought
     assert resolve(options=said, sets=["rewards.1.weight=0"]).rewards[1].weight == 0
     own = {"reward": "overlong", "args": {"max_tokens": 100, "cache_tokens": 50}}
-    assert len(resolve(options={**said, "rewards": [own]}).rewards) == 1, "a run's own is not doubled"
+    assert len(resolve(options={**said, "rewards": [own]}).rewards) == 1, (
+        "a run's own is not doubled"
+    )
     assert resolve(recipe=config.model_dump(mode="json")) == config, "a resumed run is the same run"
-    assert len(resolve(options={**said, "algorithm": "eval"}).rewards) == 1, "a measurement is not trained"
+    assert len(resolve(options={**said, "algorithm": "eval"}).rewards) == 1, (
+        "a measurement is not trained"
+    )
     assert len(resolve(options={**said, "preset": "gspo"}).rewards) == 1
 
 
 @pytest.mark.parametrize("name", ["forward-kl", "js"])
 def test_another_divergence_needs_its_weight(name: str) -> None:
     said = {"model": "m", "dataset": "d", "rewards": ["r"], "divergence": name}
-    with pytest.raises(ConfigError, match=f"--divergence {name} needs beta above 0, its weight; it is 0; say --beta"):
+    with pytest.raises(
+        ConfigError,
+        match=f"--divergence {name} needs beta above 0, its weight; it is 0; say --beta",
+    ):
         resolve(options=said)
     assert resolve(options={**said, "trl": {"beta": "0.1"}}).divergence == name
     assert resolve(options={**said, "preset": "grpo"}).trl["beta"] == 0.04
 
 
 def test_a_recipe_lies_on_the_preset_it_names() -> None:
-    recipe = {"model": "m", "dataset": "d", "rewards": ["r"], "preset": "scalerl", "trl": {"beta": 0.1}}
+    recipe = {
+        "model": "m",
+        "dataset": "d",
+        "rewards": ["r"],
+        "preset": "scalerl",
+        "trl": {"beta": 0.1},
+    }
     config = resolve(recipe=recipe, sets=["advantage=rloo"])
     assert (config.trl["beta"], config.trl["loss_type"], config.advantage) == (0.1, "cispo", "rloo")
 
@@ -293,7 +354,9 @@ def test_an_unknown_preset_names_the_nearest() -> None:
 
 
 def test_the_command_line_can_read_presets_without_torch() -> None:
-    code = "import sys, ycore.config.presets; sys.exit('torch' in sys.modules or 'trl' in sys.modules)"
+    code = (
+        "import sys, ycore.config.presets; sys.exit('torch' in sys.modules or 'trl' in sys.modules)"
+    )
     root = Path(__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, timeout=240).returncode == 0
 

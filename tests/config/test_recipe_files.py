@@ -12,7 +12,10 @@ def test_shipped_recipes_have_names_and_descriptions() -> None:
     entries = list_recipes()
     assert "quickstart" in [entry.name for entry in entries]
     assert all(entry.description for entry in entries)
-    assert [entry.name for entry in entries if "GPU" in entry.never_run] == ["gsm8k-dapo", "gsm8k-grpo"]
+    assert [entry.name for entry in entries if "GPU" in entry.never_run] == [
+        "gsm8k-dapo",
+        "gsm8k-grpo",
+    ]
 
 
 def test_a_file_is_a_recipe_too(tmp_path: Path) -> None:
@@ -67,7 +70,9 @@ def test_unknown_names_get_the_nearest(tmp_path: Path) -> None:
         ("model: " + "x" * 1_000_001, "longer than 1000000 characters"),
     ],
 )  # fmt: skip
-def test_what_would_fill_the_memory_or_the_stack_is_one_line(text: str, words: str, tmp_path: Path) -> None:
+def test_what_would_fill_the_memory_or_the_stack_is_one_line(
+    text: str, words: str, tmp_path: Path
+) -> None:
     (tmp_path / "mine.yaml").write_text(text)
     with pytest.raises(ConfigError, match=words) as caught:
         load_recipe(str(tmp_path / "mine.yaml"))

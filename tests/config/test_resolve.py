@@ -23,20 +23,36 @@ def _resolve(**options: object) -> RunConfig:
 
 
 def test_the_later_layer_wins() -> None:
-    recipe = {**BASE, "steps": 1, "seed": 1, "max_tokens": 1, "engine": {"count": 1, "kind": "vllm"}}
-    config = resolve(recipe=recipe, sets=["seed=2", "max_tokens=2", "engine.count=2"], options={"max_tokens": 3})
+    recipe = {
+        **BASE,
+        "steps": 1,
+        "seed": 1,
+        "max_tokens": 1,
+        "engine": {"count": 1, "kind": "vllm"},
+    }
+    config = resolve(
+        recipe=recipe, sets=["seed=2", "max_tokens=2", "engine.count=2"], options={"max_tokens": 3}
+    )
     assert (config.steps, config.seed, config.max_tokens) == (1, 2, 3)
     assert (config.engine.count, config.engine.kind) == (2, "vllm")
 
 
 def test_mappings_merge_and_lists_are_replaced() -> None:
-    assert merge({"a": {"b": 1, "c": [1]}, "d": 1}, {"a": {"c": [2]}}) == {"a": {"b": 1, "c": [2]}, "d": 1}
+    assert merge({"a": {"b": 1, "c": [1]}, "d": 1}, {"a": {"c": [2]}}) == {
+        "a": {"b": 1, "c": [2]},
+        "d": 1,
+    }
 
 
 def test_an_indexed_set_changes_what_an_option_gave() -> None:
     options = {"rewards": ["exact_answer", "length"]}
-    config = resolve(recipe=BASE, sets=["rewards.1.weight=0.5", "rewards.1.args.target=9"], options=options)
-    assert [(reward.reward, reward.weight) for reward in config.rewards] == [("exact_answer", 1.0), ("length", 0.5)]
+    config = resolve(
+        recipe=BASE, sets=["rewards.1.weight=0.5", "rewards.1.args.target=9"], options=options
+    )
+    assert [(reward.reward, reward.weight) for reward in config.rewards] == [
+        ("exact_answer", 1.0),
+        ("length", 0.5),
+    ]
     assert config.rewards[1].args == {"target": 9}
     assert options == {"rewards": ["exact_answer", "length"]}
 
@@ -64,7 +80,9 @@ def test_lora_can_be_kept_changed_and_dropped() -> None:
         ("trust_remote_code", True, "trust_remote_code", True),
     ],
 )
-def test_trl_s_spelling_of_a_key_of_ycore(name: str, value: object, key: str, expected: object) -> None:
+def test_trl_s_spelling_of_a_key_of_ycore(
+    name: str, value: object, key: str, expected: object
+) -> None:
     config = _resolve(trl={name: value})
     assert config.model_dump()[key] == expected
     assert config.trl == {}
@@ -72,12 +90,19 @@ def test_trl_s_spelling_of_a_key_of_ycore(name: str, value: object, key: str, ex
 
 def test_two_spellings_may_agree_and_a_later_layer_may_differ() -> None:
     assert _resolve(trl={"num_generations": "4"}, group_size=4).group_size == 4
-    assert resolve(recipe={**BASE, "group_size": 8}, options={"trl": {"num_generations": "4"}}).group_size == 4
+    assert (
+        resolve(
+            recipe={**BASE, "group_size": 8}, options={"trl": {"num_generations": "4"}}
+        ).group_size
+        == 4
+    )
 
 
 def test_trl_fields_take_their_types() -> None:
     config = resolve(
-        recipe={**BASE, "trl": {"beta": 0.1}}, sets=["trl.learning_rate=1e-4"], options={"trl": {"beta": "0"}}
+        recipe={**BASE, "trl": {"beta": 0.1}},
+        sets=["trl.learning_rate=1e-4"],
+        options={"trl": {"beta": "0"}},
     )
     assert config.trl == {"beta": 0.0, "learning_rate": 1e-4}
 
@@ -86,7 +111,11 @@ def test_trl_fields_take_their_types() -> None:
     ("recipe", "run_name", "output"),
     [
         ({}, "quickstart", "runs/quickstart"),
-        ({"dataset": "task:addition?digits=1", "model": "smollm2-135m"}, None, "runs/addition-digits-1-smollm2-135m"),
+        (
+            {"dataset": "task:addition?digits=1", "model": "smollm2-135m"},
+            None,
+            "runs/addition-digits-1-smollm2-135m",
+        ),
         ({"dataset": "data/train.jsonl", "model": "/m/Tiny/"}, None, "runs/train-tiny"),
         (
             {"dataset": "openai/gsm8k:main", "model": "Qwen/Qwen2.5", "algorithm": "eval"},
@@ -96,7 +125,9 @@ def test_trl_fields_take_their_types() -> None:
         ({"output": "here"}, "quickstart", "here"),
     ],
 )
-def test_the_output_has_a_default(recipe: dict[str, str], run_name: str | None, output: str) -> None:
+def test_the_output_has_a_default(
+    recipe: dict[str, str], run_name: str | None, output: str
+) -> None:
     assert resolve(recipe={**BASE, **recipe}, run_name=run_name).output == output
 
 
@@ -108,12 +139,18 @@ def test_the_output_has_a_default(recipe: dict[str, str], run_name: str | None, 
         ({"kind": "vllm"}, "no key kind; did you mean 'engine.kind'?"),
         ({"engine": {"kidn": "x"}}, "no key engine.kidn; did you mean 'kind'?"),
         ({"lora": {"rank": 3}}, "no key lora.rank; known here: r, alpha, dropout, target_modules"),
-        ({"rewards": [{"reward": "a", "wieght": 1}]}, "no key rewards.0.wieght; did you mean 'weight'?"),
+        (
+            {"rewards": [{"reward": "a", "wieght": 1}]},
+            "no key rewards.0.wieght; did you mean 'weight'?",
+        ),
         (
             {"rewards": [{"weight": 1}]},
             "rewards.0.reward is missing; a reward needs its name, e.g. {reward: exact_answer}",
         ),
-        ({"rewards": []}, "rewards must be a list of 1 or more; it is []; name one, e.g. --reward exact_answer"),
+        (
+            {"rewards": []},
+            "rewards must be a list of 1 or more; it is []; name one, e.g. --reward exact_answer",
+        ),
         ({"engine": {"count": 0}}, "engine.count must be 'auto' or greater than 0; it is 0"),
         (
             {"engine": {"kind": "vlm"}},
@@ -135,7 +172,10 @@ def test_the_output_has_a_default(recipe: dict[str, str], run_name: str | None, 
         ({"steps": True}, "steps must be a whole number; it is True"),
         ({"steps": 2.5}, "steps must be a whole number; it is 2.5"),
         ({"model": 3}, "model must be text; it is 3"),
-        ({"trl": 3}, "trl must be a mapping of TRL's fields; it is 3; e.g. trl: {learning_rate: 1.0e-5}"),
+        (
+            {"trl": 3},
+            "trl must be a mapping of TRL's fields; it is 3; e.g. trl: {learning_rate: 1.0e-5}",
+        ),
         (
             {"trl": {"num_generations": 4}, "group_size": 8},
             "num_generations is TRL's name of group_size, and they differ: 4 and 8; give one",
@@ -205,7 +245,9 @@ def test_everything_that_is_missing_is_said_at_once() -> None:
 
 
 def resolved(method: str = "sft", **keys: Any) -> TuneConfig:
-    return resolve(options={"algorithm": method, "model": "m", "dataset": "d", "output": "o", **keys})
+    return resolve(
+        options={"algorithm": method, "model": "m", "dataset": "d", "output": "o", **keys}
+    )
 
 
 @pytest.mark.parametrize("algorithm", FROM_EXAMPLES, ids=lambda row: row.name)
@@ -216,15 +258,26 @@ def test_trls_names_for_our_keys_are_fields_of_its_class(algorithm: Algorithm) -
 
 
 def test_trls_spelling_is_understood_and_contradictions_are_not() -> None:
-    config = resolved(trl={"max_steps": "7", "num_train_epochs": "2", "bf16": "false", "save_steps": 3})
-    assert (config.steps, config.epochs, config.dtype, config.checkpoint_every) == (7, 2.0, "float32", 3)
+    config = resolved(
+        trl={"max_steps": "7", "num_train_epochs": "2", "bf16": "false", "save_steps": 3}
+    )
+    assert (config.steps, config.epochs, config.dtype, config.checkpoint_every) == (
+        7,
+        2.0,
+        "float32",
+        3,
+    )
     assert resolved(trl={"max_steps": "-1"}).steps is None
     with pytest.raises(ConfigError, match="max_steps is TRL's name of steps, and they differ"):
         resolved(steps=3, trl={"max_steps": 4})
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("sft", {"trl": {"eval_steps": 3}}, r"eval_steps is not taken from TRL's fields: .*--held-out 200"),
+    (
+        "sft",
+        {"trl": {"eval_steps": 3}},
+        r"eval_steps is not taken from TRL's fields: .*--held-out 200",
+    ),
     ("sft", {"trl": {"beta": 0.1}}, "TRL has no field beta"),
     ("dpo", {"trl": {"loss_type": "ippo"}}, r"loss_type is one of sigmoid, .*did you mean 'ipo'"),
     ("sft", {"trl": {"loss_type": "dapo"}}, "loss_type is one of nll, dft, chunked_nll"),
@@ -244,19 +297,24 @@ def test_what_is_wrong_is_named(method: str, keys: dict[str, Any], message: str)
 
 
 def test_a_missing_dataset_is_asked_for_in_the_methods_words() -> None:
-    with pytest.raises(ConfigError, match=r"no model and no dataset given; say e.g. .* --dataset pairs.jsonl"):
+    with pytest.raises(
+        ConfigError, match=r"no model and no dataset given; say e.g. .* --dataset pairs.jsonl"
+    ):
         resolve(options={"algorithm": "dpo"})
 
 
 def test_refusals_name_real_fields() -> None:
-    refused = {name for row in FROM_EXAMPLES for name in fields_of(row.trl_config) if refusal(name, row)}
+    refused = {
+        name for row in FROM_EXAMPLES for name in fields_of(row.trl_config) if refusal(name, row)
+    }
     assert refused >= {"eval_steps", "fp16", "dataset_text_field"}
 
 
 def test_a_command_with_rollouts_takes_no_run_on_examples() -> None:
     assert require_rollouts(_resolve()) == _resolve()
     with pytest.raises(
-        ConfigError, match="sft learns from given examples, without rollouts; take a run of `ycore grpo`"
+        ConfigError,
+        match="sft learns from given examples, without rollouts; take a run of `ycore grpo`",
     ):
         require_rollouts(resolved())
 
@@ -275,7 +333,9 @@ def _with_trl(**trl: object) -> RunConfig:
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="fsdp_config is a JSON file or JSON text; there is no file"):
+    with pytest.raises(
+        ConfigError, match="fsdp_config is a JSON file or JSON text; there is no file"
+    ):
         check_needs(_with_trl(fsdp_config=str(tmp_path / "none.json")))
     (tmp_path / "fsdp.json").write_text("{}")
     check_needs(_with_trl(fsdp_config=str(tmp_path / "fsdp.json")))
@@ -285,7 +345,9 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     check_needs(_with_trl(report_to="none"))
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr("ycore.config.resolve.find_spec", lambda name: None if name == "wandb" else find_spec(name))
+    monkeypatch.setattr(
+        "ycore.config.resolve.find_spec", lambda name: None if name == "wandb" else find_spec(name)
+    )
     with pytest.raises(ConfigError, match=r"wandb is not installed; pip install 'ycore\[wandb\]'"):
         check_needs(_with_trl(report_to="tensorboard,wandb"))
 
@@ -294,7 +356,10 @@ def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPa
     ("given", "said"),
     [
         ({"tracker_files": ["model"]}, "name one, e.g. --report-to wandb"),
-        ({"tracker_files": ["model"], "trl": {"report_to": "tensorboard"}}, "a tracker that keeps files"),
+        (
+            {"tracker_files": ["model"], "trl": {"report_to": "tensorboard"}},
+            "a tracker that keeps files",
+        ),
         ({"tracker_files": ["journal"], "trl": {"report_to": "wandb"}}, "with --keep-journal"),
     ],
 )
@@ -305,7 +370,10 @@ def test_files_for_a_tracker_need_one_that_keeps_them(given: dict[str, Any], sai
         check_needs(resolve(options=told | given))
     assert said in str(caught.value)
     check_needs(
-        resolve(options=told | {"tracker_files": ["journal"], "keep_journal": True, "trl": {"report_to": "wandb"}})
+        resolve(
+            options=told
+            | {"tracker_files": ["journal"], "keep_journal": True, "trl": {"report_to": "wandb"}}
+        )
     )
 
 
@@ -313,11 +381,22 @@ def test_files_for_a_tracker_need_one_that_keeps_them(given: dict[str, Any], sai
     ("changes", "message"),
     [
         ({"lora": None}, "--quantize 4bit is for the frozen base of a LoRA run; leave --full out"),
-        ({"accelerate": "zero3"}, "each rank keeps the base whole, and zero3 shards it; take zero2"),
+        (
+            {"accelerate": "zero3"},
+            "each rank keeps the base whole, and zero3 shards it; take zero2",
+        ),
     ],
 )
-def test_a_base_in_4_bits_is_refused_where_it_cannot_be(changes: dict[str, Any], message: str) -> None:
-    told = {"model": "m", "dataset": "task:addition", "output": "o", "rewards": ["exact_answer"], "quantize": "4bit"}
+def test_a_base_in_4_bits_is_refused_where_it_cannot_be(
+    changes: dict[str, Any], message: str
+) -> None:
+    told = {
+        "model": "m",
+        "dataset": "task:addition",
+        "output": "o",
+        "rewards": ["exact_answer"],
+        "quantize": "4bit",
+    }
     check_needs(resolve(options=told))
     with pytest.raises(ConfigError) as refused:
         check_needs(resolve(options=told | changes))
@@ -344,12 +423,23 @@ def test_the_length_is_sampled_where_no_layer_gave_it(
 
 
 def test_an_environment_has_the_name_that_was_given_or_its_own() -> None:
-    given = ["walk=a.py:Walk", "a.py:Hunt", "openenv:b.py:Grid", "textarena:Sudoku-v0?clues=20", "gym:chain_sum?x=a:b"]
+    given = [
+        "walk=a.py:Walk",
+        "a.py:Hunt",
+        "openenv:b.py:Grid",
+        "textarena:Sudoku-v0?clues=20",
+        "gym:chain_sum?x=a:b",
+    ]
     found = resolve(recipe=BASE | {"env": given}).environments
     assert list(found) == ["walk", "Hunt", "Grid", "Sudoku-v0", "chain_sum"]
     assert list(found.values()) == ["a.py:Walk", *given[1:]]
-    assert resolve(recipe=BASE | {"env": "a.py:Walk"}).env == ["a.py:Walk"], "as in a run.json of an earlier version"
-    with pytest.raises(ConfigError, match=r"two environments of a\.py:Walk, b\.py:Walk have one name; give them names"):
+    assert resolve(recipe=BASE | {"env": "a.py:Walk"}).env == ["a.py:Walk"], (
+        "as in a run.json of an earlier version"
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"two environments of a\.py:Walk, b\.py:Walk have one name; give them names",
+    ):
         resolve(recipe=BASE | {"env": ["a.py:Walk", "b.py:Walk"]})
     bare = {key: value for key, value in BASE.items() if key != "dataset"} | {"env": "a.py:Walk"}
     assert resolve(recipe=bare).dataset == ""

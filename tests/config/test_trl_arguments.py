@@ -17,18 +17,30 @@ from ycore.run.paths import RunFolder
 
 
 def _config(**options: object) -> RunConfig:
-    return resolve(options={"model": "m", "dataset": "d", "rewards": ["exact_answer"], "output": "o", **options})
+    return resolve(
+        options={
+            "model": "m",
+            "dataset": "d",
+            "rewards": ["exact_answer"],
+            "output": "o",
+            **options,
+        }
+    )
 
 
 def _arguments(config: RunConfig, folder: Path, *, on_cpu: bool = True) -> dict[str, Any]:
-    return trl_arguments(config, derive_batch(config, world_size=1, on_cpu=on_cpu), RunFolder(folder))
+    return trl_arguments(
+        config, derive_batch(config, world_size=1, on_cpu=on_cpu), RunFolder(folder)
+    )
 
 
 def test_trl_s_own_class_takes_them_and_agrees_on_the_round(tmp_path: Path) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     from trl.trainer.grpo_config import GRPOConfig
 
-    config = _config(prompts_per_step=6, group_size=4, max_tokens=200, trl={"beta": "0.1"}, dtype="float32")
+    config = _config(
+        prompts_per_step=6, group_size=4, max_tokens=200, trl={"beta": "0.1"}, dtype="float32"
+    )
     built = GRPOConfig(**_arguments(config, tmp_path))
     assert built.generation_batch_size == 24
     assert built.steps_per_generation == built.gradient_accumulation_steps
@@ -38,12 +50,16 @@ def test_trl_s_own_class_takes_them_and_agrees_on_the_round(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("lora", "rate"), [({}, 2e-5), (None, 1e-6)])
-def test_the_learning_rate_follows_what_is_trained(lora: object, rate: float, tmp_path: Path) -> None:
+def test_the_learning_rate_follows_what_is_trained(
+    lora: object, rate: float, tmp_path: Path
+) -> None:
     assert _arguments(_config(lora=lora), tmp_path)["learning_rate"] == rate
 
 
 def test_the_user_s_fields_win_over_defaults_and_survive_json(tmp_path: Path) -> None:
-    config = _config(trl={"learning_rate": "3e-4", "report_to": "tensorboard", "save_total_limit": "5"}, steps=12)
+    config = _config(
+        trl={"learning_rate": "3e-4", "report_to": "tensorboard", "save_total_limit": "5"}, steps=12
+    )
     arguments = _arguments(RunConfig.model_validate_json(config.model_dump_json()), tmp_path)
     assert (arguments["learning_rate"], arguments["report_to"]) == (3e-4, "tensorboard")
     assert (arguments["save_total_limit"], arguments["save_steps"]) == (5, 3)
@@ -56,11 +72,18 @@ def test_a_gpu_keeps_trl_s_own_choices(tmp_path: Path) -> None:
     assert arguments["bf16"] is True
 
 
-LEARNING_RATES = {"sft": (2e-5, 2e-4), "reward": (1e-5, 1e-4), "dpo": (1e-6, 2e-5), "kto": (1e-6, 2e-5)}
+LEARNING_RATES = {
+    "sft": (2e-5, 2e-4),
+    "reward": (1e-5, 1e-4),
+    "dpo": (1e-6, 2e-5),
+    "kto": (1e-6, 2e-5),
+}
 
 
 @pytest.mark.parametrize(
-    "algorithm", [row for row in ALGORITHMS.values() if row.learns_from == "examples"], ids=lambda row: row.name
+    "algorithm",
+    [row for row in ALGORITHMS.values() if row.learns_from == "examples"],
+    ids=lambda row: row.name,
 )
 def test_trls_class_takes_what_ycore_says(algorithm: Algorithm, tmp_path: Path) -> None:
     import trl
@@ -81,7 +104,12 @@ def test_trls_class_takes_what_ycore_says(algorithm: Algorithm, tmp_path: Path) 
 def test_a_collective_may_wait_for_a_slow_save(tmp_path: Path) -> None:
     """The limit of a round's exchanges is minutes, and a checkpoint of hundreds of GB takes longer."""
     assert _arguments(_config(), tmp_path)["ddp_timeout"] == 3600
-    assert _arguments(_config(step_timeout_s=7200.0, collective_timeout_s=60.0), tmp_path)["ddp_timeout"] == 7200
+    assert (
+        _arguments(_config(step_timeout_s=7200.0, collective_timeout_s=60.0), tmp_path)[
+            "ddp_timeout"
+        ]
+        == 7200
+    )
     assert _arguments(_config(trl={"ddp_timeout": 900}), tmp_path)["ddp_timeout"] == 900
 
 
@@ -101,7 +129,9 @@ def test_a_deterministic_run_needs_deterministic_kernels_on_gpus_alone(tmp_path:
 
 def test_flex_attention_is_for_gpus(tmp_path: Path) -> None:
     config = _config(trl={"model_init_kwargs": {"attn_implementation": "flex_attention"}})
-    assert _arguments(config, tmp_path, on_cpu=False)["model_init_kwargs"] == {"attn_implementation": "flex_attention"}
+    assert _arguments(config, tmp_path, on_cpu=False)["model_init_kwargs"] == {
+        "attn_implementation": "flex_attention"
+    }
     with pytest.raises(ConfigError, match=r"flex_attention needs a GPU: .* leave it out"):
         _arguments(config, tmp_path)
 

@@ -41,7 +41,11 @@ def test_names_and_defaults_are_those_of_the_installed_class(class_name: str) ->
 
 def test_the_words_listed_here_are_in_trl_s_trainers_or_configs() -> None:
     trl, transformers = (Path(find_spec(name).origin).parent for name in ("trl", "transformers"))
-    files = [*(trl / "trainer").glob("*.py"), *(trl / "experimental").rglob("*.py"), transformers / "training_args.py"]
+    files = [
+        *(trl / "trainer").glob("*.py"),
+        *(trl / "experimental").rglob("*.py"),
+        transformers / "training_args.py",
+    ]
     source = "".join(file.read_text() for file in files)
     for choices in CHOICES.values():
         for word in (word for words in choices.values() for word in words):
@@ -53,7 +57,9 @@ def test_reading_the_fields_imports_neither_trl_nor_torch() -> None:
         "import sys; from ycore.config.trl_fields import fields_of; assert len(fields_of('GRPOConfig')) > 100; "
         "print([m for m in ('trl', 'transformers', 'torch', 'pydantic') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -133,7 +139,9 @@ def test_values_take_the_field_s_type(name: str, value: object, expected: object
         ("epsilon", None, "takes a number"),
     ],
 )
-def test_values_of_the_wrong_type_are_refused_on_one_line(name: str, value: object, words: str) -> None:
+def test_values_of_the_wrong_type_are_refused_on_one_line(
+    name: str, value: object, words: str
+) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
         coerce(FIELDS[name], value)
     assert str(caught.value).startswith(name)
@@ -161,10 +169,17 @@ def test_values_of_the_wrong_type_are_refused_on_one_line(name: str, value: obje
 def test_numbers_out_of_their_range_are_refused(name: str, value: object, rule: str) -> None:
     with pytest.raises(ConfigError) as caught:
         coerce(FIELDS[name], value)
-    assert str(caught.value) == f"{name} must be {rule}; it is {value}; TRL's default is {FIELDS[name].default!r}"
+    assert (
+        str(caught.value)
+        == f"{name} must be {rule}; it is {value}; TRL's default is {FIELDS[name].default!r}"
+    )
 
 
 def test_ranges_are_of_fields_that_exist() -> None:
-    fields = {field.name: field for row in ALGORITHMS.values() for field in fields_of(row.trl_config).values()}
+    fields = {
+        field.name: field
+        for row in ALGORITHMS.values()
+        for field in fields_of(row.trl_config).values()
+    }
     assert LIMITS.keys() <= fields.keys()
     assert all({"int", "float"} & set(fields[name].kinds) for name in LIMITS)

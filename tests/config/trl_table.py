@@ -18,14 +18,25 @@ _NOT_NEGATIVE, _POSITIVE, _COUNT = {"ge": 0}, {"gt": 0}, {"ge": 1}
 _SHARE = {"ge": 0, "le": 1}
 LIMITS: Mapping[str, Mapping[str, Any]] = {
     # optimizer and data
-    **dict.fromkeys(("learning_rate", "weight_decay", "warmup_steps", "max_grad_norm"), _NOT_NEGATIVE),
-    **dict.fromkeys(("neftune_noise_alpha", "router_aux_loss_coef", "dataloader_num_workers"), _NOT_NEGATIVE),
+    **dict.fromkeys(
+        ("learning_rate", "weight_decay", "warmup_steps", "max_grad_norm"), _NOT_NEGATIVE
+    ),
+    **dict.fromkeys(
+        ("neftune_noise_alpha", "router_aux_loss_coef", "dataloader_num_workers"), _NOT_NEGATIVE
+    ),
     **dict.fromkeys(("adam_beta1", "adam_beta2", "label_smoothing_factor"), _SHARE),
     **dict.fromkeys(("adam_epsilon", "logging_steps"), _POSITIVE),
     **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), _COUNT),
-    **dict.fromkeys(("gradient_accumulation_steps", "steps_per_generation", "precompute_ref_batch_size"), _COUNT),
-    **dict.fromkeys(("save_total_limit", "torch_empty_cache_steps", "max_length", "pad_to_multiple_of"), _COUNT),
-    **dict.fromkeys(("dataloader_prefetch_factor", "dataset_num_proc", "ddp_bucket_cap_mb", "ddp_timeout"), _COUNT),
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "steps_per_generation", "precompute_ref_batch_size"), _COUNT
+    ),
+    **dict.fromkeys(
+        ("save_total_limit", "torch_empty_cache_steps", "max_length", "pad_to_multiple_of"), _COUNT
+    ),
+    **dict.fromkeys(
+        ("dataloader_prefetch_factor", "dataset_num_proc", "ddp_bucket_cap_mb", "ddp_timeout"),
+        _COUNT,
+    ),
     # sampling
     **dict.fromkeys(("temperature", "repetition_penalty"), _POSITIVE),
     "top_p": {"gt": 0, "le": 1},
@@ -33,13 +44,28 @@ LIMITS: Mapping[str, Mapping[str, Any]] = {
     "min_p": _SHARE,
     **dict.fromkeys(("num_completions_to_print", "num_iterations", "ref_model_sync_steps"), _COUNT),
     # losses
-    **dict.fromkeys(("beta", "epsilon", "epsilon_high", "off_policy_mask_threshold"), _NOT_NEGATIVE),
-    **dict.fromkeys(("vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg"), _NOT_NEGATIVE),
-    **dict.fromkeys(("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"), _NOT_NEGATIVE),
-    **dict.fromkeys(("desirable_weight", "undesirable_weight", "center_rewards_coefficient"), _NOT_NEGATIVE),
-    **dict.fromkeys(("vllm_importance_sampling_clip_min", "max_tool_calling_iterations"), _NOT_NEGATIVE),
-    **dict.fromkeys(("vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap"), _POSITIVE),
-    **dict.fromkeys(("delta", "sapo_temperature_neg", "sapo_temperature_pos", "discopop_tau"), _POSITIVE),
+    **dict.fromkeys(
+        ("beta", "epsilon", "epsilon_high", "off_policy_mask_threshold"), _NOT_NEGATIVE
+    ),
+    **dict.fromkeys(
+        ("vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg"), _NOT_NEGATIVE
+    ),
+    **dict.fromkeys(
+        ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
+        _NOT_NEGATIVE,
+    ),
+    **dict.fromkeys(
+        ("desirable_weight", "undesirable_weight", "center_rewards_coefficient"), _NOT_NEGATIVE
+    ),
+    **dict.fromkeys(
+        ("vllm_importance_sampling_clip_min", "max_tool_calling_iterations"), _NOT_NEGATIVE
+    ),
+    **dict.fromkeys(
+        ("vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap"), _POSITIVE
+    ),
+    **dict.fromkeys(
+        ("delta", "sapo_temperature_neg", "sapo_temperature_pos", "discopop_tau"), _POSITIVE
+    ),
     **dict.fromkeys(("top_entropy_quantile", "ref_model_mixup_alpha", "ld_alpha"), _SHARE),
     "label_smoothing": {"ge": 0, "le": 0.5},
 }
@@ -82,7 +108,9 @@ def build_table() -> dict[str, Any]:
     base = dict(_rows(transformers.TrainingArguments))
     fields = {BASE: base}
     for name in dict.fromkeys(row.trl_config for row in ALGORITHMS.values()):
-        fields[name] = {field: row for field, row in _rows(getattr(trl, name)) if base.get(field) != row}
+        fields[name] = {
+            field: row for field, row in _rows(getattr(trl, name)) if base.get(field) != row
+        }
     return {"trl": trl.__version__, "transformers": transformers.__version__, "fields": fields}
 
 
@@ -101,7 +129,10 @@ def _rows(config_class: type[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         default = field.default_factory() if callable(field.default_factory) else field.default
         words = [item.value for member in members if _is_enum(member) for item in member]
         words = words or list(choices.get(field.name, ()))
-        row = {"type": " | ".join(kinds), "default": default.value if isinstance(default, Enum) else default}
+        row = {
+            "type": " | ".join(kinds),
+            "default": default.value if isinstance(default, Enum) else default,
+        }
         row |= {"choices": words} if words else {}
         yield field.name, row | ({"limits": LIMITS[field.name]} if field.name in LIMITS else {})
 
@@ -117,7 +148,13 @@ def _kind(member: Any) -> str | None:
     origin = get_origin(member) or member
     if origin is list:
         return "list[float]" if get_args(member) == (float,) else "list[str]"
-    return "str" if _is_enum(member) else origin.__name__ if origin in (bool, int, float, str, dict) else None
+    return (
+        "str"
+        if _is_enum(member)
+        else origin.__name__
+        if origin in (bool, int, float, str, dict)
+        else None
+    )
 
 
 def table_text(table: Mapping[str, Any]) -> str:
@@ -128,7 +165,9 @@ def table_text(table: Mapping[str, Any]) -> str:
         + "\n  }"
         for name, rows in table["fields"].items()
     ]
-    versions = "".join(f' "{package}": "{table[package]}",\n' for package in ("trl", "transformers"))
+    versions = "".join(
+        f' "{package}": "{table[package]}",\n' for package in ("trl", "transformers")
+    )
     return "{\n" + versions + ' "fields": {\n' + ",\n".join(classes) + "\n }\n}\n"
 
 

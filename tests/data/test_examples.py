@@ -19,10 +19,19 @@ USER, ANSWER = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "con
 TALK = "\n\nHuman: hello\n\nAssistant: hi there\n\nHuman: colour of the sky?\n\nAssistant:"
 
 
-def load(folder: Path, method: str, rows: list[dict[str, Any]], *, as_chat: bool = True, **keys: Any) -> ExampleSet:
+def load(
+    folder: Path, method: str, rows: list[dict[str, Any]], *, as_chat: bool = True, **keys: Any
+) -> ExampleSet:
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = {"algorithm": method, "model": "m", "dataset": str(file), "output": "o", "held_out": 0, **keys}
+    options = {
+        "algorithm": method,
+        "model": "m",
+        "dataset": str(file),
+        "output": "o",
+        "held_out": 0,
+        **keys,
+    }
     return load_examples(resolve(options=options), as_chat=as_chat)
 
 
@@ -46,7 +55,9 @@ SFT: list[tuple[dict[str, Any], bool, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("row", "as_chat", "expected"), SFT)
-def test_rows_of_sft(row: dict[str, Any], as_chat: bool, expected: dict[str, Any], tmp_path: Path) -> None:
+def test_rows_of_sft(
+    row: dict[str, Any], as_chat: bool, expected: dict[str, Any], tmp_path: Path
+) -> None:
     assert load(tmp_path, "sft", [row], as_chat=as_chat).train == [expected]
 
 
@@ -72,8 +83,16 @@ def test_pairs_with_their_prompt(tmp_path: Path) -> None:
     assert row == {
         "prompt": [USER], "chosen": [ANSWER], "rejected": [{"role": "assistant", "content": "5"}], "margin": 2.0,
     }  # fmt: skip
-    repeated = [{"prompt": "2 + 2?", "chosen": [USER, ANSWER], "rejected": [USER, {**ANSWER, "content": "5"}]}]
-    assert load(tmp_path, "dpo", repeated).train == [{name: value for name, value in row.items() if name != "margin"}]
+    repeated = [
+        {
+            "prompt": "2 + 2?",
+            "chosen": [USER, ANSWER],
+            "rejected": [USER, {**ANSWER, "content": "5"}],
+        }
+    ]
+    assert load(tmp_path, "dpo", repeated).train == [
+        {name: value for name, value in row.items() if name != "margin"}
+    ]
 
 
 @pytest.mark.parametrize("as_chat", [True, False])
@@ -101,7 +120,10 @@ def test_texts_without_a_dialogue_are_cut_at_the_last_blank_they_share(tmp_path:
 
 
 def test_texts_that_share_no_beginning_are_left_out(tmp_path: Path) -> None:
-    rows = [{"chosen": "The sky is blue.", "rejected": "The sky is red."}, {"chosen": "red wine", "rejected": "A wine"}]
+    rows = [
+        {"chosen": "The sky is blue.", "rejected": "The sky is red."},
+        {"chosen": "red wine", "rejected": "A wine"},
+    ]
     examples = load(tmp_path, "dpo", rows)
     assert len(examples.train) == 1
     assert examples.left_out_note == "1 left out (1 conversations part before the last answer)"
@@ -122,9 +144,14 @@ def test_pairs_that_say_nothing_are_left_out_and_counted(tmp_path: Path) -> None
 
 
 def test_labels_and_pairs_for_kto_come_shuffled(tmp_path: Path) -> None:
-    labelled = [{"prompt": "2 + 2?", "completion": str(n), "label": "true" if n == 4 else 0} for n in range(8)]
+    labelled = [
+        {"prompt": "2 + 2?", "completion": str(n), "label": "true" if n == 4 else 0}
+        for n in range(8)
+    ]
     rows = load(tmp_path, "kto", labelled).train
-    assert {(row["completion"][0]["content"], row["label"]) for row in rows} == {(str(n), n == 4) for n in range(8)}
+    assert {(row["completion"][0]["content"], row["label"]) for row in rows} == {
+        (str(n), n == 4) for n in range(8)
+    }
     pairs = [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no"} for n in range(20)]
     labels = [row["label"] for row in load(tmp_path, "kto", pairs).train]
     assert sorted(labels) == [False] * 20 + [True] * 20
@@ -139,15 +166,35 @@ def test_columns_may_have_other_names(tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[str, list[dict[str, Any]], str]] = [
-    ("sft", [{"a": "b"}], r"lacks the columns that sft reads.*it has a; name yours, e.g. --set columns.completion=a"),
-    ("dpo", [{"prompt": "p", "chosen": "c"}], r"has no column rejected; wanted are chosen and rejected"),
+    (
+        "sft",
+        [{"a": "b"}],
+        r"lacks the columns that sft reads.*it has a; name yours, e.g. --set columns.completion=a",
+    ),
+    (
+        "dpo",
+        [{"prompt": "p", "chosen": "c"}],
+        r"has no column rejected; wanted are chosen and rejected",
+    ),
     ("kto", [{"prompt": "p", "completion": "c"}], r"has no column label"),
     ("kto", [{"prompt": "p", "completion": "c", "label": True}], r"every label of .* is True"),
-    ("kto", [{"prompt": "p", "completion": "c", "label": "good"}], r"'label' is 'good' in row 0 \(line 1\)"),
+    (
+        "kto",
+        [{"prompt": "p", "completion": "c", "label": "good"}],
+        r"'label' is 'good' in row 0 \(line 1\)",
+    ),
     ("sft", [{"text": 3}], r"'text' is int in row 0 \(line 1\)"),
     ("sft", [{"messages": "hello"}], r"'messages' is text in row 0"),
-    ("sft", [{"messages": [{"role": "user"}]}], r"turn 0 of 'messages' has role: str in row 0 \(line 1\)"),
-    ("sft", [{"messages": [USER, ANSWER]}, {"messages": [USER]}, {"messages": 3}], r"'messages' is int in row 2"),
+    (
+        "sft",
+        [{"messages": [{"role": "user"}]}],
+        r"turn 0 of 'messages' has role: str in row 0 \(line 1\)",
+    ),
+    (
+        "sft",
+        [{"messages": [USER, ANSWER]}, {"messages": [USER]}, {"messages": 3}],
+        r"'messages' is int in row 2",
+    ),
     ("sft", [], r"is empty; a run needs at least one row"),
 ]
 
@@ -178,7 +225,13 @@ def test_held_out_rows_share_no_prompt_with_the_others_and_the_seed_decides(tmp_
 
 def test_held_out_rows_may_come_from_another_file(tmp_path: Path) -> None:
     (tmp_path / "other.jsonl").write_text(json.dumps({"text": "other"}) + "\n")
-    examples = load(tmp_path, "sft", [{"text": "one"}], held_out=None, eval_dataset=str(tmp_path / "other.jsonl"))
+    examples = load(
+        tmp_path,
+        "sft",
+        [{"text": "one"}],
+        held_out=None,
+        eval_dataset=str(tmp_path / "other.jsonl"),
+    )
     assert (examples.train, examples.held_out) == ([{"text": "one"}], [{"text": "other"}])
 
 
@@ -189,9 +242,13 @@ def test_too_many_held_out_rows_are_refused(tmp_path: Path) -> None:
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=30), st.integers(0, 30), st.integers(0, 3))
 def test_holding_out_loses_nothing(prompts: list[int], count: int, seed: int) -> None:
-    rows = [{"prompt": str(prompt), "completion": str(number)} for number, prompt in enumerate(prompts)]
+    rows = [
+        {"prompt": str(prompt), "completion": str(number)} for number, prompt in enumerate(prompts)
+    ]
     train, apart = hold_out(rows, count, random.Random(seed))
-    assert sorted(row["completion"] for row in train + apart) == sorted(row["completion"] for row in rows)
+    assert sorted(row["completion"] for row in train + apart) == sorted(
+        row["completion"] for row in rows
+    )
     assert len(apart) >= min(count, len(rows))
 
 
@@ -206,23 +263,38 @@ def test_rows_with_pictures_are_in_blocks_and_rows_without_have_none(tmp_path: P
         {"prompt": "2 + 2?", "completion": "4", "image": None},
     ]
     found = load(tmp_path, "sft", rows)
-    assert found.shows and found.fingerprint != load(tmp_path, "sft", [rows[1], rows[1]]).fingerprint
+    assert (
+        found.shows and found.fingerprint != load(tmp_path, "sft", [rows[1], rows[1]]).fingerprint
+    )
     by_answer = {row["completion"][0]["content"][0]["text"]: row for row in found.train}
-    kinds = [[block["type"] for block in by_answer[name]["prompt"][0]["content"]] for name in ("red", "4")]
+    kinds = [
+        [block["type"] for block in by_answer[name]["prompt"][0]["content"]]
+        for name in ("red", "4")
+    ]
     assert kinds == [["text", "image", "text"], ["text"]]
     assert [len(by_answer[name]["images"]) for name in ("red", "4")] == [1, 0]
 
 
 def test_one_question_about_two_pictures_is_two_questions(tmp_path: Path) -> None:
     colours = ("red", "blue", "red")
-    rows = [{"prompt": "Which?", "completion": name, "image": picture(tmp_path, name)} for name in colours]
+    rows = [
+        {"prompt": "Which?", "completion": name, "image": picture(tmp_path, name)}
+        for name in colours
+    ]
     found = load(tmp_path, "sft", rows, held_out=1)
     assert {len(found.train), len(found.held_out)} == {1, 2}
-    assert {row["images"][0] for row in found.train}.isdisjoint({row["images"][0] for row in found.held_out})
+    assert {row["images"][0] for row in found.train}.isdisjoint(
+        {row["images"][0] for row in found.held_out}
+    )
 
 
 def test_pairs_about_a_picture(tmp_path: Path) -> None:
-    row = {"prompt": "Which?", "chosen": "red", "rejected": "blue", "images": [picture(tmp_path, "red")]}
+    row = {
+        "prompt": "Which?",
+        "chosen": "red",
+        "rejected": "blue",
+        "images": [picture(tmp_path, "red")],
+    }
     (made,) = load(tmp_path, "dpo", [row]).train
     assert [block["type"] for block in made["prompt"][0]["content"]] == ["image", "text"]
     assert made["chosen"][0]["content"] == [{"type": "text", "text": "red"}]
@@ -230,8 +302,16 @@ def test_pairs_about_a_picture(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["reward", "kto"])
 def test_who_reads_text_only_refuses_pictures(method: str, tmp_path: Path) -> None:
-    row = {"prompt": "Which?", "chosen": "red", "rejected": "blue", "image": picture(tmp_path, "red")}
-    with pytest.raises(ConfigError, match=f"row 0 .*has a picture, and ycore {method} reads text only; take ycore sft"):
+    row = {
+        "prompt": "Which?",
+        "chosen": "red",
+        "rejected": "blue",
+        "image": picture(tmp_path, "red"),
+    }
+    with pytest.raises(
+        ConfigError,
+        match=f"row 0 .*has a picture, and ycore {method} reads text only; take ycore sft",
+    ):
         load(tmp_path, method, [row])
 
 
@@ -241,7 +321,10 @@ def test_a_picture_beside_plain_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_prompts_that_differ_only_in_white_space_are_held_out_together() -> None:
-    rows = [{"prompt": [{"role": "user", "content": text}], "completion": "4"} for text in ("2 + 2?", " 2 +\n2?", "3")]
+    rows = [
+        {"prompt": [{"role": "user", "content": text}], "completion": "4"}
+        for text in ("2 + 2?", " 2 +\n2?", "3")
+    ]
     for seed in range(8):
         train, apart = hold_out(rows, 1, random.Random(seed))
         assert sorted((len(train), len(apart))) == [1, 2] and ExampleSet(train, apart).overlap == 0
@@ -250,4 +333,7 @@ def test_prompts_that_differ_only_in_white_space_are_held_out_together() -> None
 def test_prompts_that_are_also_trained_on_are_counted() -> None:
     train = [[{"role": "user", "content": f"{n} + 1"}] for n in range(5)]
     turned = [{"content": "4  +\t1\n", "role": "user"}]
-    assert num_overlapping([*train[:2], turned, "0 + 1", [{"role": "user", "content": "4 +1"}]], train) == 3
+    assert (
+        num_overlapping([*train[:2], turned, "0 + 1", [{"role": "user", "content": "4 +1"}]], train)
+        == 3
+    )

@@ -23,10 +23,14 @@ def refused(text: str, *, split: str = "train") -> str:
 
 
 @pytest.mark.parametrize("digits", [1, 2, 9])
-@pytest.mark.parametrize(("task", "sign"), [("addition", "+"), ("subtraction", "-"), ("multiplication", "*")])
+@pytest.mark.parametrize(
+    ("task", "sign"), [("addition", "+"), ("subtraction", "-"), ("multiplication", "*")]
+)
 def test_arithmetic_is_right(task: str, sign: str, digits: int) -> None:
     for prompt, answer in rows(f"task:{task}?digits={digits}&size=200"):
-        found = re.fullmatch(rf"What is (\d+) {re.escape(sign)} (\d+)\? Answer with just the number\.", prompt)
+        found = re.fullmatch(
+            rf"What is (\d+) {re.escape(sign)} (\d+)\? Answer with just the number\.", prompt
+        )
         assert found is not None
         a, b = int(found[1]), int(found[2])
         assert len(found[1]) == len(found[2]) == digits
@@ -52,16 +56,25 @@ def test_reversing_is_right() -> None:
 
 
 def test_one_digit_addition_is_all_there() -> None:
-    train, test = rows("task:addition?digits=1&size=2000"), rows("task:addition?digits=1&size=2000", split="test")
+    train, test = (
+        rows("task:addition?digits=1&size=2000"),
+        rows("task:addition?digits=1&size=2000", split="test"),
+    )
     assert (len(train), len(test)) == (80, 20)
     assert len({*train, *test}) == 100
 
 
-@pytest.mark.parametrize("task", [*TASKS, "addition?digits=9", "sort?count=20", "reverse?length=20"])
+@pytest.mark.parametrize(
+    "task", [*TASKS, "addition?digits=9", "sort?count=20", "reverse?length=20"]
+)
 def test_splits_do_not_overlap_whatever_the_seed(task: str) -> None:
     size = "&size=3000" if "?" in task else "?size=3000"
     train = {prompt for seed in range(3) for prompt, _ in rows(f"task:{task}{size}", seed=seed)}
-    test = {prompt for seed in range(3) for prompt, _ in rows(f"task:{task}{size}", split="test", seed=seed)}
+    test = {
+        prompt
+        for seed in range(3)
+        for prompt, _ in rows(f"task:{task}{size}", split="test", seed=seed)
+    }
     assert train and test and not train & test
 
 
@@ -79,8 +92,12 @@ def test_questions_are_distinct(task: str) -> None:
 
 
 def test_the_seed_decides_the_rows() -> None:
-    assert rows("task:addition?digits=4&size=50", seed=3) == rows("task:addition?digits=4&size=50", seed=3)
-    assert rows("task:addition?digits=4&size=50", seed=3) != rows("task:addition?digits=4&size=50", seed=4)
+    assert rows("task:addition?digits=4&size=50", seed=3) == rows(
+        "task:addition?digits=4&size=50", seed=3
+    )
+    assert rows("task:addition?digits=4&size=50", seed=3) != rows(
+        "task:addition?digits=4&size=50", seed=4
+    )
 
 
 def test_a_smaller_size_is_the_beginning_of_a_larger_one() -> None:
@@ -109,7 +126,9 @@ def test_names_that_mean_nothing(text: str, found: str) -> None:
 
 
 def test_a_split_that_is_not_there() -> None:
-    assert "has the splits train and test, not 'tset'; did you mean 'test'" in refused("task:addition", split="tset")
+    assert "has the splits train and test, not 'tset'; did you mean 'test'" in refused(
+        "task:addition", split="tset"
+    )
 
 
 WITHOUT = """
@@ -133,20 +152,29 @@ def refused_gym(text: str, *, split: str = "train") -> str:
 
 
 def test_without_the_package_the_way_out_is_named() -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=240, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=240, check=True
+    )
     assert "pip install 'ycore[gym]'" in done.stdout
 
 
 class TestWithThePackage:
     @pytest.fixture(autouse=True)
     def _needs(self) -> None:
-        pytest.importorskip("reasoning_gym", reason="the optional package reasoning-gym is not installed")
+        pytest.importorskip(
+            "reasoning_gym", reason="the optional package reasoning-gym is not installed"
+        )
 
     def test_entries_can_be_scored_from_the_columns_alone(self) -> None:
         import reasoning_gym
 
         table = gym_table("gym:chain_sum?size=30&min_terms=2&max_terms=3", split="train", seed=5)
-        assert len(table.rows) == 30 and table.columns == ("prompt", "answer", "gym_task", "gym_entry")
+        assert len(table.rows) == 30 and table.columns == (
+            "prompt",
+            "answer",
+            "gym_task",
+            "gym_entry",
+        )
         for row in table.rows:
             entry = json.loads(row["gym_entry"])
             assert entry["question"] == row["prompt"] and entry["metadata"]["num_terms"] in (2, 3)
@@ -166,7 +194,9 @@ class TestWithThePackage:
         assert train and test and not train & test
 
     def test_the_seed_decides_the_rows(self) -> None:
-        same, again, other = (gym_table("gym:gcd?size=20", split="train", seed=seed).rows for seed in (1, 1, 2))
+        same, again, other = (
+            gym_table("gym:gcd?size=20", split="train", seed=seed).rows for seed in (1, 1, 2)
+        )
         assert same == again != other
 
     def test_entries_that_json_cannot_hold_lose_only_that(self) -> None:

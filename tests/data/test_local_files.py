@@ -18,12 +18,17 @@ from ycore.config.schema import RewardConfig, RunConfig
 from ycore.data.prompts import PromptSet, load_prompts
 from ycore.errors import DataError
 
-ROWS = [{"prompt": "Two\u2028lines?", "answer": "a"}, {"prompt": 'A "quoted",\nprompt', "answer": "b"}]
+ROWS = [
+    {"prompt": "Two\u2028lines?", "answer": "a"},
+    {"prompt": 'A "quoted",\nprompt', "answer": "b"},
+]
 
 
 def load(path: Path | str) -> PromptSet:
     return load_prompts(
-        RunConfig(model="m", dataset=str(path), rewards=[RewardConfig(reward="exact_answer")], output="o")
+        RunConfig(
+            model="m", dataset=str(path), rewards=[RewardConfig(reward="exact_answer")], output="o"
+        )
     )
 
 
@@ -51,12 +56,16 @@ def write(path: Path, rows: list[dict[str, str]] = ROWS) -> Path:
         data = plain.read_bytes()
         path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
     else:
-        text = json.dumps(rows, indent=1) if ".json" in name and ".jsonl" not in name else jsonl(rows)
+        text = (
+            json.dumps(rows, indent=1) if ".json" in name and ".jsonl" not in name else jsonl(rows)
+        )
         path.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
     return path
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet", "jsonl.gz", "json.gz", "csv.gz", "JSONL"])
+@pytest.mark.parametrize(
+    "suffix", ["jsonl", "json", "csv", "parquet", "jsonl.gz", "json.gz", "csv.gz", "JSONL"]
+)
 def test_every_kind_of_file_reads_the_same(tmp_path: Path, suffix: str) -> None:
     found = load(write(tmp_path / f"data.{suffix}"))
     assert [prompt.content for prompt in found.prompts] == [row["prompt"] for row in ROWS]
@@ -86,7 +95,9 @@ except Exception as error:
     [(suffix, "emptied") for suffix in ("jsonl", "json", "csv", "parquet", "jsonl.gz")]
     + [(suffix, "rewritten") for suffix in ("jsonl", "json", "csv")],
 )
-def test_rows_stay_what_they_were_when_the_file_is_edited(tmp_path: Path, suffix: str, change: str) -> None:
+def test_rows_stay_what_they_were_when_the_file_is_edited(
+    tmp_path: Path, suffix: str, change: str
+) -> None:
     """In a process of its own: where a file is mapped, reading what is no longer there ends it with SIGBUS."""
     path = tmp_path / f"data.{suffix}"
     rows = [{"prompt": f"row {number} " + "x" * 5000} for number in range(4)]
@@ -95,7 +106,9 @@ def test_rows_stay_what_they_were_when_the_file_is_edited(tmp_path: Path, suffix
 
 
 @pytest.mark.parametrize(("change", "line"), [("emptied", 1), ("rewritten", 3)])
-def test_a_changed_row_of_a_file_too_large_for_memory_is_refused(tmp_path: Path, change: str, line: int) -> None:
+def test_a_changed_row_of_a_file_too_large_for_memory_is_refused(
+    tmp_path: Path, change: str, line: int
+) -> None:
     path = write(tmp_path / "data.jsonl", [{"prompt": f"row {number}"} for number in range(4)])
     said = f"{path}, line {line}: the file was changed while it was in use; bring back what it was, and resume"
     assert edit_and_read(path, change, 0) == f"DataError: {said}"
@@ -114,7 +127,9 @@ def test_jsonl_under_a_json_suffix(tmp_path: Path) -> None:
 
 
 def test_a_byte_order_mark_and_blank_lines_are_no_trouble(tmp_path: Path) -> None:
-    (tmp_path / "data.jsonl").write_text('\ufeff\n{"prompt": "a"}\n\n{"prompt": "b"}\n\n', encoding="utf-8")
+    (tmp_path / "data.jsonl").write_text(
+        '\ufeff\n{"prompt": "a"}\n\n{"prompt": "b"}\n\n', encoding="utf-8"
+    )
     assert [prompt.content for prompt in load(tmp_path / "data.jsonl").prompts] == ["a", "b"]
 
 
@@ -123,7 +138,9 @@ def test_malformed_jsonl_names_its_line(tmp_path: Path) -> None:
     assert f"{tmp_path / 'data.jsonl'}, line 3: malformed JSON" in refused(tmp_path / "data.jsonl")
 
 
-@pytest.mark.parametrize(("line", "kind"), [('"text"', "str"), ("[1]", "list"), ("null", "NoneType"), ("7", "int")])
+@pytest.mark.parametrize(
+    ("line", "kind"), [('"text"', "str"), ("[1]", "list"), ("null", "NoneType"), ("7", "int")]
+)
 def test_a_row_that_is_no_object(tmp_path: Path, line: str, kind: str) -> None:
     (tmp_path / "data.jsonl").write_text('{"prompt": "a"}\n' + line + "\n")
     message = refused(tmp_path / "data.jsonl")
@@ -147,7 +164,9 @@ def test_text_that_is_not_utf8_names_its_line(tmp_path: Path) -> None:
 
 def test_a_null_prompt_names_row_and_line(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text('{"prompt": "a"}\n\n{"prompt": null}\n')
-    assert f"is null in row 1 (line 3) of {tmp_path / 'data.jsonl'}" in refused(tmp_path / "data.jsonl")
+    assert f"is null in row 1 (line 3) of {tmp_path / 'data.jsonl'}" in refused(
+        tmp_path / "data.jsonl"
+    )
 
 
 def test_a_row_without_the_column_is_a_null_prompt(tmp_path: Path) -> None:
@@ -215,7 +234,9 @@ def test_no_such_file_names_the_nearest(tmp_path: Path) -> None:
     assert message.startswith("no such dataset file") and "did you mean 'train.jsonl'?" in message
 
 
-@pytest.mark.parametrize("name", ["./none", "nowhere/none.csv", "none.parquet", "/a/b/c", "x" * 300 + ".jsonl"])
+@pytest.mark.parametrize(
+    "name", ["./none", "nowhere/none.csv", "none.parquet", "/a/b/c", "x" * 300 + ".jsonl"]
+)
 def test_no_such_file(name: str) -> None:
     assert refused(name).startswith("no such dataset file")
 
@@ -230,10 +251,14 @@ def test_a_file_of_another_kind(tmp_path: Path) -> None:
     assert "one of .jsonl, .json, .csv" in refused(tmp_path / "data.xlsx")
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+)
 @given(data=st.data())
 def test_mutated_lines_are_read_or_refused_in_one_line(tmp_path: Path, data: st.DataObject) -> None:
-    line = bytearray(json.dumps({"prompt": "What is 3 + 4?", "answer": "7", "extra": [1, None]}).encode())
+    line = bytearray(
+        json.dumps({"prompt": "What is 3 + 4?", "answer": "7", "extra": [1, None]}).encode()
+    )
     for _ in range(data.draw(st.integers(1, 4))):
         place = data.draw(st.integers(0, len(line) - 1))
         line[place] = data.draw(st.integers(0, 255) | st.sampled_from(string.printable.encode()))

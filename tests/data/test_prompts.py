@@ -32,7 +32,11 @@ print(len(found.prompts), took, *({"torch", "transformers", "trl", "datasets"} &
 
 def config(dataset: str | Path, **options: Any) -> RunConfig:
     return RunConfig(
-        model="m", dataset=str(dataset), rewards=[RewardConfig(reward="exact_answer")], output="o", **options
+        model="m",
+        dataset=str(dataset),
+        rewards=[RewardConfig(reward="exact_answer")],
+        output="o",
+        **options,
     )
 
 
@@ -56,14 +60,26 @@ def test_turns_of_an_example_stand_between_system_and_prompt(tmp_path: Path) -> 
     turns = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "2 + 2?"}\n')
-    told = {"model": "m", "dataset": str(file), "output": "o", "rewards": [{"reward": "exact_answer"}]}
+    told = {
+        "model": "m",
+        "dataset": str(file),
+        "output": "o",
+        "rewards": [{"reward": "exact_answer"}],
+    }
     for system, before in ((None, []), ("Be brief.", [{"role": "system", "content": "Be brief."}])):
         found = load_prompts(RunConfig(**told, few_shot=turns, system_prompt=system))
         assert found.is_chat
         assert found.prompts[0].content == [*before, *turns, {"role": "user", "content": "2 + 2?"}]
-    file.write_text('{"prompt": [{"role": "system", "content": "Mine."}, {"role": "user", "content": "3?"}]}\n')
+    file.write_text(
+        '{"prompt": [{"role": "system", "content": "Mine."}, {"role": "user", "content": "3?"}]}\n'
+    )
     content = load_prompts(RunConfig(**told, few_shot=turns)).prompts[0].content
-    assert [turn["content"] for turn in content if isinstance(turn, dict)] == ["Mine.", "1 + 1?", "2", "3?"]
+    assert [turn["content"] for turn in content if isinstance(turn, dict)] == [
+        "Mine.",
+        "1 + 1?",
+        "2",
+        "3?",
+    ]
 
 
 def test_limit_takes_the_first_rows(tmp_path: Path) -> None:
@@ -77,7 +93,9 @@ def test_the_fingerprint_is_the_contents(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]
     path = write(tmp_path / "d.jsonl", *rows)
     first = load(path).fingerprint
-    assert first == load(path).fingerprint == load(write(tmp_path / "other.jsonl", *rows)).fingerprint
+    assert (
+        first == load(path).fingerprint == load(write(tmp_path / "other.jsonl", *rows)).fingerprint
+    )
     changed = {
         load(write(tmp_path / "1.jsonl", rows[1], rows[0])).fingerprint,
         load(write(tmp_path / "2.jsonl", rows[0])).fingerprint,
@@ -95,11 +113,18 @@ def test_the_fingerprint_takes_what_json_cannot(tmp_path: Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    row = {"prompt": "a", "when": datetime.date(2020, 1, 1), "cost": decimal.Decimal("1.5"), "raw": b"\xff"}
+    row = {
+        "prompt": "a",
+        "when": datetime.date(2020, 1, 1),
+        "cost": decimal.Decimal("1.5"),
+        "raw": b"\xff",
+    }
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "d.parquet")
     found = load(tmp_path / "d.parquet")
     assert found.prompts[0].columns["when"] == row["when"]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{**row, "raw": b"\xfe"}]), tmp_path / "e.parquet")
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([{**row, "raw": b"\xfe"}]), tmp_path / "e.parquet"
+    )
     assert load(tmp_path / "e.parquet").fingerprint != found.fingerprint
 
 
@@ -108,7 +133,10 @@ def test_as_chat_and_system_prompt(tmp_path: Path) -> None:
     assert not load_prompts(plain).is_chat
     assert load_prompts(plain, as_chat=True).is_chat
     briefed = load_prompts(config("task:addition?size=1", system_prompt="Be brief."))
-    assert briefed.is_chat and briefed.prompts[0].content[0] == {"role": "system", "content": "Be brief."}
+    assert briefed.is_chat and briefed.prompts[0].content[0] == {
+        "role": "system",
+        "content": "Be brief.",
+    }
     again = load_prompts(config("task:addition?size=1", system_prompt="Be brief."))
     assert list(briefed.prompts) == list(again.prompts)
 
@@ -134,7 +162,11 @@ def test_ten_thousand_rows_are_checked_in_two_seconds_without_torch(tmp_path: Pa
     rows = [{"prompt": f"What is {n} + {n}? " * 10, "answer": str(2 * n)} for n in range(10_000)]
     path = write(tmp_path / "d.jsonl", *rows)
     done = subprocess.run(
-        [sys.executable, "-c", COLD, str(path)], capture_output=True, text=True, timeout=240, check=True
+        [sys.executable, "-c", COLD, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
     )
     num_rows, seconds, *loaded = done.stdout.split()
     assert (num_rows, loaded) == ("10000", [])
@@ -147,7 +179,9 @@ def test_gsm8k_works_as_it_is() -> None:
     assert time.process_time() - begin < 10
     assert len(found.prompts) == 7473 and found.columns == ("answer",)
     assert all("#### " in prompt.columns["answer"] for prompt in found.prompts)
-    assert isinstance(found.prompts[0].content, str) and found.prompts[0].content.startswith("Natalia sold clips")
+    assert isinstance(found.prompts[0].content, str) and found.prompts[0].content.startswith(
+        "Natalia sold clips"
+    )
 
 
 def test_real_preference_pairs_ask_with_what_is_before_the_last_answer() -> None:
@@ -226,20 +260,28 @@ def test_no_asking_column_lists_what_is_there() -> None:
 
 def test_a_mistyped_column_names_the_nearest() -> None:
     assert "did you mean 'question'?" in refused_rows({"question": "q"}, prompt_column="qestion")
-    assert "did you mean 'solution'?" in refused_rows({"prompt": "q", "solution": "s"}, answer_column="soluton")
+    assert "did you mean 'solution'?" in refused_rows(
+        {"prompt": "q", "solution": "s"}, answer_column="soluton"
+    )
 
 
 def test_the_answer_column_is_renamed_and_wins() -> None:
-    prompts, columns = prompts_of({"prompt": "p", "answer": "long", "final": "short"}, answer_column="final")
+    prompts, columns = prompts_of(
+        {"prompt": "p", "answer": "long", "final": "short"}, answer_column="final"
+    )
     assert prompts[0].columns == {"answer": "short"} and columns == ("answer",)
 
 
 def test_names_that_a_reward_is_called_with_are_not_columns() -> None:
-    assert prompts_of({"question": "q", "prompts": 1, "completions": 2, "completion": 3, "kept": 4})[1] == ("kept",)
+    assert prompts_of(
+        {"question": "q", "prompts": 1, "completions": 2, "completion": 3, "kept": 4}
+    )[1] == ("kept",)
 
 
 def test_a_missing_value_is_none() -> None:
-    assert prompts_of({"prompt": "a", "answer": "1"}, {"prompt": "b"})[0][1].columns == {"answer": None}
+    assert prompts_of({"prompt": "a", "answer": "1"}, {"prompt": "b"})[0][1].columns == {
+        "answer": None
+    }
 
 
 def test_an_empty_dataset(tmp_path: Path) -> None:
@@ -248,7 +290,8 @@ def test_an_empty_dataset(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "found"), [(None, "null"), (3, "int"), (1.5, "float"), ({"role": "user"}, "dict"), (b"x", "bytes")]
+    ("value", "found"),
+    [(None, "null"), (3, "int"), (1.5, "float"), ({"role": "user"}, "dict"), (b"x", "bytes")],
 )
 def test_prompts_of_another_type(value: Any, found: str) -> None:
     assert f"is {found} in row 1 of data" in refused_rows({"prompt": "a"}, {"prompt": value})
@@ -290,7 +333,8 @@ def test_the_last_answer_of_a_conversation_is_dropped() -> None:
 
 
 @pytest.mark.parametrize(
-    "talk", [[USER, ANSWER, USER, ANSWER], "\n\nHuman: hi\n\nAssistant: hello\n\nHuman: hi\n\nAssistant: "]
+    "talk",
+    [[USER, ANSWER, USER, ANSWER], "\n\nHuman: hi\n\nAssistant: hello\n\nHuman: hi\n\nAssistant: "],
 )
 def test_a_pair_of_conversations_asks_with_what_is_before_the_last_answer(talk: Any) -> None:
     (prompt,), names = prompts_of({"chosen": talk, "rejected": talk})
@@ -307,7 +351,9 @@ def test_a_pair_of_answers_without_their_conversation_cannot_ask() -> None:
 
 def test_a_prompt_does_not_end_with_an_answer() -> None:
     assert "ends with an assistant turn in row 0" in refused_rows({"prompt": [USER, ANSWER]})
-    assert "ends with an assistant turn in row 0" in refused_rows({"messages": [USER, ANSWER, ANSWER]})
+    assert "ends with an assistant turn in row 0" in refused_rows(
+        {"messages": [USER, ANSWER, ANSWER]}
+    )
 
 
 @pytest.mark.parametrize("value", [[], [ANSWER]])
@@ -364,7 +410,9 @@ def test_every_row_once_an_epoch(seed: int, num_rows: int, epoch: int) -> None:
 
 
 @given(seed=seeds, num_rows=sizes, start=st.integers(0, 200), world=st.integers(1, 5))
-def test_a_restart_and_a_shard_see_the_same(seed: int, num_rows: int, start: int, world: int) -> None:
+def test_a_restart_and_a_shard_see_the_same(
+    seed: int, num_rows: int, start: int, world: int
+) -> None:
     whole = PromptOrder(seed=seed, num_rows=num_rows)
     rows = [whole.row_at(position) for position in range(start + 40)]
 
@@ -394,7 +442,24 @@ def test_epochs_and_seeds_differ() -> None:
 def test_the_order_of_a_seed_is_written_down() -> None:
     """A run of last month must resume with the numpy of today."""
     order = PromptOrder(seed=7, num_rows=8)
-    assert [order.row_at(position) for position in range(16)] == [0, 6, 7, 2, 4, 5, 1, 3, 6, 3, 1, 0, 2, 4, 7, 5]
+    assert [order.row_at(position) for position in range(16)] == [
+        0,
+        6,
+        7,
+        2,
+        4,
+        5,
+        1,
+        3,
+        6,
+        3,
+        1,
+        0,
+        2,
+        4,
+        7,
+        5,
+    ]
 
 
 @pytest.mark.parametrize(("seed", "num_rows"), [(0, 0), (-1, 3)])
@@ -412,17 +477,25 @@ SEVERAL = {"env": ["one=a.py:Env", "a.py:Two"]}
 
 
 def test_of_several_environments_each_row_names_its_own(tmp_path: Path) -> None:
-    file = write(tmp_path / "rows.jsonl", {"environment": "Two", "topic": "owls"}, {"environment": "one", "topic": ""})
+    file = write(
+        tmp_path / "rows.jsonl",
+        {"environment": "Two", "topic": "owls"},
+        {"environment": "one", "topic": ""},
+    )
     found = load(file, **SEVERAL)
     assert [prompt.columns["environment"] for prompt in found.prompts] == ["Two", "one"]
     assert found.prompts[0].content == [{"role": "user", "content": ""}], "TRL's placeholder"
     write(file, {"environment": "Two"}, {"environment": "Two"}, {"environment": "a.py:Two"})
-    with pytest.raises(DataError, match=r"one of one, Two; it is 'a.py:Two' in row 2 \(line 3\) of"):
+    with pytest.raises(
+        DataError, match=r"one of one, Two; it is 'a.py:Two' in row 2 \(line 3\) of"
+    ):
         load(file, **SEVERAL)
     write(file, {"environment": "Two"}, {"prompt": "2 + 2?"})
     with pytest.raises(DataError, match=r"it is None in .*line 2"):
         load(file, **SEVERAL)
-    with pytest.raises(DataError, match=r"task:addition has prompt, answer; add the column, or give one --env"):
+    with pytest.raises(
+        DataError, match=r"task:addition has prompt, answer; add the column, or give one --env"
+    ):
         load("task:addition", **SEVERAL)
 
 
@@ -433,4 +506,6 @@ def test_environments_that_ask_need_no_dataset() -> None:
     ):
         found = load("", env=env)
         assert [prompt.columns for prompt in found.prompts] == rows
-        assert {str(prompt.content) for prompt in found.prompts} == {"[{'role': 'user', 'content': ''}]"}
+        assert {str(prompt.content) for prompt in found.prompts} == {
+            "[{'role': 'user', 'content': ''}]"
+        }

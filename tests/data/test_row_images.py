@@ -21,9 +21,13 @@ RED, BLUE = (png_of(Pillow.new("RGB", (2, 2), colour)) for colour in ("red", "bl
 CONFIG = RunConfig(model="m", dataset="d", rewards=[{"reward": "r"}], output="o")
 
 
-def prompts(*rows: dict[str, Any], folder: Path | None = None, store: ImageStore | None = None) -> PromptSet:
+def prompts(
+    *rows: dict[str, Any], folder: Path | None = None, store: ImageStore | None = None
+) -> PromptSet:
     columns = tuple(dict.fromkeys(name for row in rows for name in row))
-    return to_prompts(Table("data", rows, columns, folder=folder), CONFIG, as_chat=True, store=store)
+    return to_prompts(
+        Table("data", rows, columns, folder=folder), CONFIG, as_chat=True, store=store
+    )
 
 
 def user(content: Any) -> list[dict[str, Any]]:
@@ -39,9 +43,15 @@ def refused(**row: Any) -> str:
 
 def test_a_picture_is_kept_and_the_prompt_has_its_hash(tmp_path: Path) -> None:
     store = ImageStore(tmp_path / "images")
-    found = prompts({"prompt": "Which colour?", "image": RED}, {"prompt": "And now?", "image": None}, store=store)
+    found = prompts(
+        {"prompt": "Which colour?", "image": RED},
+        {"prompt": "And now?", "image": None},
+        store=store,
+    )
     first, second = found.prompts
-    assert first.content == user(f"{IMAGE_MARK}Which colour?") and second.content == user("And now?")
+    assert first.content == user(f"{IMAGE_MARK}Which colour?") and second.content == user(
+        "And now?"
+    )
     assert store.open(first.images[0].sha256).getpixel((0, 0)) == (255, 0, 0)
     assert (found.shows, second.images) == (0, ())
     assert found.columns == ("images",) and first.columns == {}
@@ -53,7 +63,13 @@ def text(words: str) -> dict[str, str]:
 
 def blocks(*pictures: dict[str, Any]) -> list[dict[str, Any]]:
     first, second = pictures
-    return [text("Is "), {"type": "image", **first}, text(" as "), {"type": "image", **second}, text("?")]
+    return [
+        text("Is "),
+        {"type": "image", **first},
+        text(" as "),
+        {"type": "image", **second},
+        text("?"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -73,13 +89,25 @@ def test_pictures_stand_where_the_turns_have_them(row: dict[str, Any]) -> None:
     ]
     kinds = [block["type"] for block in in_blocks(prompt.content)[0]["content"]]
     assert kinds == ["text", "image", "text", "image", "text"]
-    assert [block.get("image") for block in in_blocks(prompt.content, [1, 2])[0]["content"]] == [None, 1, None, 2, None]
+    assert [block.get("image") for block in in_blocks(prompt.content, [1, 2])[0]["content"]] == [
+        None,
+        1,
+        None,
+        2,
+        None,
+    ]
 
 
 def test_every_form_of_a_picture_is_the_same_one(tmp_path: Path) -> None:
     (tmp_path / "red.png").write_bytes(RED)
     url = "data:image/png;base64," + base64.b64encode(RED).decode()
-    forms: list[Any] = ["red.png", RED, url, {"bytes": RED, "path": None}, {"bytes": None, "path": "red.png"}]
+    forms: list[Any] = [
+        "red.png",
+        RED,
+        url,
+        {"bytes": RED, "path": None},
+        {"bytes": None, "path": "red.png"},
+    ]
     forms.append(Pillow.new("RGB", (2, 2), "red"))
     made = prompts(*({"prompt": "?", "image": form} for form in forms), folder=tmp_path).prompts
     assert len({prompt.images for prompt in made}) == 1
@@ -96,7 +124,9 @@ def test_paths_begin_at_the_dataset(tmp_path: Path) -> None:
 
 
 def test_the_fingerprint_has_the_pictures() -> None:
-    one, other, none = (prompts({"prompt": "?", "image": image}).fingerprint for image in (RED, BLUE, None))
+    one, other, none = (
+        prompts({"prompt": "?", "image": image}).fingerprint for image in (RED, BLUE, None)
+    )
     assert len({one, other, none}) == 3
 
 
@@ -105,7 +135,11 @@ def test_a_hub_dataset_keeps_its_pictures_as_files() -> None:
 
     from ycore.data.source import _undecoded
 
-    rows = {"prompt": ["a"], "image": [{"bytes": RED, "path": None}], "images": [[{"bytes": BLUE, "path": None}]]}
+    rows = {
+        "prompt": ["a"],
+        "image": [{"bytes": RED, "path": None}],
+        "images": [[{"bytes": BLUE, "path": None}]],
+    }
     features = Features({"prompt": Value("string"), "image": Image(), "images": List(Image())})
     kept = _undecoded(Dataset.from_dict(rows, features=features))
     assert kept[0]["image"]["bytes"] == RED and kept[0]["images"][0]["bytes"] == BLUE
@@ -115,7 +149,9 @@ def test_bad_rows_are_refused_in_one_line() -> None:
     assert "cannot be read" in refused_in_a_folder("nowhere.png")
     assert "URLs are not fetched" in refused(prompt="?", image="https://example.org/cat.png")
     assert "brings its own" in refused(prompt="?", image="cat.png")
-    assert "1 images for 2 places" in refused(prompt=user([{"type": "image"}, {"type": "image"}]), image=RED)
+    assert "1 images for 2 places" in refused(
+        prompt=user([{"type": "image"}, {"type": "image"}]), image=RED
+    )
     assert "no image" in refused(prompt=user([{"type": "image"}, {"type": "text", "text": "?"}]))
     assert "no image" in refused(prompt="What is <image>?", image=None)
     assert "image 1 is null" in refused(prompt="?", images=[RED, None])
@@ -168,7 +204,9 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[st
         listening.shutdown()
 
 
-def test_a_picture_at_an_address_is_fetched_once_where_it_is_allowed(server: tuple[str, list[str]]) -> None:
+def test_a_picture_at_an_address_is_fetched_once_where_it_is_allowed(
+    server: tuple[str, list[str]],
+) -> None:
     address, asked = server
     allowed = CONFIG.model_copy(update={"fetch_images": True})
     for _ in range(2):
@@ -177,7 +215,11 @@ def test_a_picture_at_an_address_is_fetched_once_where_it_is_allowed(server: tup
         assert found.prompts[0].images == (ImageStore(None).put(RED, ""),)
     assert asked == ["/red.png"], "a resumed run needs no network"
     assert "say --set fetch_images=true" in refused(prompt="?", image=f"{address}/red.png")
-    for path, problem in (("none.png", "404"), ("page", "no picture of a known kind"), ("a\0b", "cannot be fetched")):
+    for path, problem in (
+        ("none.png", "404"),
+        ("page", "no picture of a known kind"),
+        ("a\0b", "cannot be fetched"),
+    ):
         rows = [{"prompt": "?", "image": f"{address}/{path}"}]
         with pytest.raises(DataError, match=problem):
             to_prompts(Table("data", rows, ("prompt", "image")), allowed, as_chat=True)

@@ -90,7 +90,9 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         rows = [{"question": f"{split} {row}?", "answer": str(row)} for row in range(number)]
         (Hub.root / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (Hub.root / "safe").mkdir()
-    (Hub.root / "safe" / "pairs.jsonl").write_text(json.dumps({"question": "safe?", "answer": "yes"}) + "\n")
+    (Hub.root / "safe" / "pairs.jsonl").write_text(
+        json.dumps({"question": "safe?", "answer": "yes"}) + "\n"
+    )
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_address[1]}"
@@ -98,11 +100,15 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server.server_close()
 
 
-def ask(home: Path, endpoint: str, name: str, *, split: str = "train", limit: int = 0, **more: str) -> str:
+def ask(
+    home: Path, endpoint: str, name: str, *, split: str = "train", limit: int = 0, **more: str
+) -> str:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     environment |= {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, **more}
     command = [sys.executable, "-c", ASK, name, split, str(limit)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment, check=True)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=400, env=environment, check=True
+    )
     said, torch_loaded = done.stdout.strip().splitlines()
     assert torch_loaded == "False"
     return said
@@ -118,11 +124,15 @@ def test_a_hub_dataset_is_loaded_and_then_found_offline(hub: str, tmp_path: Path
 
 def test_a_file_of_a_hub_dataset(hub: str, tmp_path: Path) -> None:
     assert ask(tmp_path, hub, "some/data:safe/pairs.jsonl") == "1|safe?|{'answer': 'yes'}"
-    assert ask(tmp_path, hub, "some/data:safe/pairs.jsonl", HF_HUB_OFFLINE="1").startswith("1|safe?")
+    assert ask(tmp_path, hub, "some/data:safe/pairs.jsonl", HF_HUB_OFFLINE="1").startswith(
+        "1|safe?"
+    )
     said = ask(tmp_path, hub, "some/data:safe/other.jsonl")
     assert said.startswith("error: no file safe/other.jsonl of the hub dataset some/data: 404")
     said = ask(tmp_path, hub, "some/data:other.jsonl", HF_HUB_OFFLINE="1")
-    assert said.startswith("error: no file other.jsonl of the hub dataset some/data: HF_HUB_OFFLINE is set; give")
+    assert said.startswith(
+        "error: no file other.jsonl of the hub dataset some/data: HF_HUB_OFFLINE is set; give"
+    )
 
 
 def test_what_the_dataset_does_not_have(hub: str, tmp_path: Path) -> None:
@@ -134,13 +144,22 @@ def test_what_the_dataset_does_not_have(hub: str, tmp_path: Path) -> None:
 
 def test_a_dataset_the_hub_does_not_have(hub: str, tmp_path: Path) -> None:
     said = ask(tmp_path, hub, "some/other")
-    assert said.startswith("error: no dataset file and no hub dataset 'some/other'") and "give a local file" in said
+    assert (
+        said.startswith("error: no dataset file and no hub dataset 'some/other'")
+        and "give a local file" in said
+    )
 
 
-@pytest.mark.parametrize("name", ["some/data", "some/data:main", "gsm8k", "-not-/a-name..", "x" * 300])
+@pytest.mark.parametrize(
+    "name", ["some/data", "some/data:main", "gsm8k", "-not-/a-name..", "x" * 300]
+)
 def test_offline_says_so(tmp_path: Path, name: str) -> None:
     said = ask(tmp_path, "http://127.0.0.1:9", name, HF_HUB_OFFLINE="1")
-    assert said.startswith("error: no dataset file") and "HF_HUB_OFFLINE is set" in said and "task:addition" in said
+    assert (
+        said.startswith("error: no dataset file")
+        and "HF_HUB_OFFLINE is set" in said
+        and "task:addition" in said
+    )
 
 
 def test_a_hub_that_never_answers(hub: str, tmp_path: Path) -> None:

@@ -42,8 +42,12 @@ def recorded_round(step: int, *, num_groups: int, group_size: int) -> list[Group
             token_ids = tuple(dice.randrange(6, 90) for _ in range(length))
             logprobs = tuple(-4.6 + dice.uniform(-0.2, 0.2) for _ in range(length))
             completions.append(Completion(token_ids, logprobs, "", "length", step))
-            taught = tuple(one + 0.3 * math.sin(token) for one, token in zip(logprobs, token_ids, strict=True))
-            scores.append((Score(dice.random(), logprobs=taught),))  # the teacher's, of the run that has one
+            taught = tuple(
+                one + 0.3 * math.sin(token) for one, token in zip(logprobs, token_ids, strict=True)
+            )
+            scores.append(
+                (Score(dice.random(), logprobs=taught),)
+            )  # the teacher's, of the run that has one
         prompt = Prompt(row=index, content=f"step {step} group {index}", columns={})
         groups.append(Group(Draw(index, prompt, prompt_ids), tuple(completions), tuple(scores)))
     return groups
@@ -54,7 +58,9 @@ class Recorded:
         self._rank, self._world, self._group_size = rank, world, group_size
 
     def next_round(self, *, step: int, num_groups: int) -> list[Group]:
-        groups = recorded_round(step, num_groups=num_groups * self._world, group_size=self._group_size)
+        groups = recorded_round(
+            step, num_groups=num_groups * self._world, group_size=self._group_size
+        )
         return groups[self._rank :: self._world]
 
 
@@ -101,12 +107,19 @@ def run(config: RunConfig, gather_object: Any) -> None:
     trainer.train()
     share(trainer, folder, config, "after", writes=rank.number == 0)
     trainer.save_model(str(folder.model))
-    told = {"prompts_gathered": sum(asked_for), "prompts_held": sorted(set(trainer._logs["prompt"]))}
+    told = {
+        "prompts_gathered": sum(asked_for),
+        "prompts_held": sorted(set(trainer._logs["prompt"])),
+    }
     (folder.root / f"rank-{rank.number}.json").write_text(json.dumps(told))
 
 
-def share(trainer: object, folder: RunFolder, config: RunConfig, name: str, *, writes: bool) -> None:
-    write_weights(trainer.bare_model, folder.root / name, dtype=compute_dtype(config), writes=writes)  # type: ignore[attr-defined]
+def share(
+    trainer: object, folder: RunFolder, config: RunConfig, name: str, *, writes: bool
+) -> None:
+    write_weights(
+        trainer.bare_model, folder.root / name, dtype=compute_dtype(config), writes=writes
+    )  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

@@ -45,8 +45,16 @@ def start(tmp_path: Path, model: Path) -> Iterator[Start]:
 
     def start_ycore(more: str, rows: list[str] | None = None) -> "subprocess.Popen[str]":
         asked = rows or [f"{n} + 1 =" for n in range(16)]
-        (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": ask}) + "\n" for ask in asked))
-        command = [sys.executable, "-c", "from ycore_cli.main import main; main()", "grpo", *COMMON.split()]
+        (tmp_path / "rows.jsonl").write_text(
+            "".join(json.dumps({"prompt": ask}) + "\n" for ask in asked)
+        )
+        command = [
+            sys.executable,
+            "-c",
+            "from ycore_cli.main import main; main()",
+            "grpo",
+            *COMMON.split(),
+        ]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
         process = subprocess.Popen(
             [*command, *more.split()],
@@ -86,13 +94,18 @@ def marked(place: Path) -> list[str]:
 def wait_for_step(place: Path, step: int, process: "subprocess.Popen[str]") -> None:
     deadline = time.monotonic() + WITHIN_S
     while len(read_metrics(place / "run" / "metrics.jsonl")) < step:
-        assert time.monotonic() < deadline and process.poll() is None, process.communicate(timeout=120)
+        assert time.monotonic() < deadline and process.poll() is None, process.communicate(
+            timeout=120
+        )
         time.sleep(0.1)
 
 
 def ranks(place: Path) -> dict[int, int]:
     """Process ids by rank, as the ranks report them."""
-    reports = [json.loads(path.read_text()) for path in RunFolder(place / "run").sockets.glob("rank-*.json")]
+    reports = [
+        json.loads(path.read_text())
+        for path in RunFolder(place / "run").sockets.glob("rank-*.json")
+    ]
     return {report["number"]: report["pid"] for report in reports}
 
 
@@ -117,10 +130,15 @@ def test_one_interrupt_saves_on_both_ranks_and_resume_goes_on(tmp_path: Path, st
     second = start("--steps 40 --resume")
     _, said = second.communicate(timeout=WITHIN_S)
     assert second.returncode == 0, said
-    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 41))
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == list(
+        range(1, 41)
+    )
     assert sum(state(tmp_path, 40, rank)["cursor"] for rank in (0, 1)) >= 160
     assert (tmp_path / "run" / "model" / "adapter_model.safetensors").is_file()
-    assert {path.name for path in (tmp_path / "run" / "logs").iterdir()} >= {"trainer-0.log", "trainer-1.log"}
+    assert {path.name for path in (tmp_path / "run" / "logs").iterdir()} >= {
+        "trainer-0.log",
+        "trainer-1.log",
+    }
 
 
 def test_a_bad_row_on_one_rank_is_one_line_and_exit_status_2(tmp_path: Path, start: Start) -> None:
@@ -133,7 +151,9 @@ def test_a_bad_row_on_one_rank_is_one_line_and_exit_status_2(tmp_path: Path, sta
     assert "Traceback" not in said
 
 
-def test_a_rank_that_is_killed_ends_the_run_at_once_and_is_named(tmp_path: Path, start: Start) -> None:
+def test_a_rank_that_is_killed_ends_the_run_at_once_and_is_named(
+    tmp_path: Path, start: Start
+) -> None:
     process = start("--steps 4000")
     wait_for_step(tmp_path, 2, process)
     killed_at = time.monotonic()
@@ -154,7 +174,10 @@ def test_a_rank_that_is_killed_ends_the_run_at_once_and_is_named(tmp_path: Path,
             "error: --accelerate takes ddp, zero1, zero2, zero3, fsdp2 or an accelerate config file",
         ),
         ("--accelerate fsdp2", "error: --accelerate fsdp2 needs GPUs"),
-        ("--accelerate zero3 --steps 1", "error: transformers generates with the trainer's own weights"),
+        (
+            "--accelerate zero3 --steps 1",
+            "error: transformers generates with the trainer's own weights",
+        ),
         ("--prompts-per-step 3", "error: prompts_per_step must be a multiple of the 2 ranks"),
         ("--processes 64", "error: --processes 64 is more than the "),
         ("--processes two", "error: --processes takes a whole number or auto"),

@@ -36,7 +36,9 @@ WITHIN_S = 400
 def start(place: Path, words: str) -> "subprocess.Popen[str]":
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return subprocess.Popen([*COMMAND, *words.split()], cwd=place, env=environment, text=True, **pipes)
+    return subprocess.Popen(
+        [*COMMAND, *words.split()], cwd=place, env=environment, text=True, **pipes
+    )
 
 
 def finish(place: Path, words: str) -> str:
@@ -52,7 +54,9 @@ def finish(place: Path, words: str) -> str:
 def test_two_ranks_then_one_then_two_take_every_prompt_once_and_in_order(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "model")
     (tmp_path / "their_rewards.py").write_text(REWARD)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{n} + 1 ="}) + "\n" for n in range(50)))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{n} + 1 ="}) + "\n" for n in range(50))
+    )
     metrics, journal = tmp_path / "run/metrics.jsonl", tmp_path / "run/journal"
 
     first = start(tmp_path, WORDS)
@@ -66,14 +70,24 @@ def test_two_ranks_then_one_then_two_take_every_prompt_once_and_in_order(tmp_pat
     assert first.returncode == 1, said
 
     said = finish(tmp_path, "resume run --processes 1")
-    assert "1 rank instead of 2: the prompts come in the same order, each once, and from here on" in said
+    assert (
+        "1 rank instead of 2: the prompts come in the same order, each once, and from here on"
+        in said
+    )
     assert json.loads((tmp_path / "run/run.json").read_text())["config"]["processes"] == 1
     said = finish(tmp_path, "resume --processes 2 run --steps 8")
     assert "2 ranks instead of 1" in said
 
-    positions = [sorted(group["draw"]["position"] for group in round_["groups"]) for round_ in read_rounds(journal)]
+    positions = [
+        sorted(group["draw"]["position"] for group in round_["groups"])
+        for round_ in read_rounds(journal)
+    ]
     assert positions == [list(range(4 * step, 4 * step + 4)) for step in range(8)]
     rows = read_metrics(metrics)
-    assert [row["step"] for row in rows] == list(range(1, 9)) and all(row["grad_norm"] > 0 for row in rows)
-    assert any("ycore/replayed" in row for row in rows), "no round of two ranks was taken again by one"
+    assert [row["step"] for row in rows] == list(range(1, 9)) and all(
+        row["grad_norm"] > 0 for row in rows
+    )
+    assert any("ycore/replayed" in row for row in rows), (
+        "no round of two ranks was taken again by one"
+    )
     assert {path.name[-6] for path in journal.glob("round-000007-*")} == {"0", "1"}

@@ -29,14 +29,25 @@ COMMON = (
 def test_engines_hold_what_the_shards_hold(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "model")
     (tmp_path / "their_rewards.py").write_text(REWARD)
-    command = [sys.executable, "-c", "from ycore_cli.main import main; main()", "grpo", *COMMON.split()]
+    command = [
+        sys.executable,
+        "-c",
+        "from ycore_cli.main import main; main()",
+        "grpo",
+        *COMMON.split(),
+    ]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == 3
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert all(row["ycore/logprob_gap"] < 1e-3 for row in rows)
     assert all(row["grad_norm"] > 0 for row in rows)
-    assert json.loads((tmp_path / "run" / "engines.json").read_text())["engines"] == ["rollout-0", "rollout-1"]
+    assert json.loads((tmp_path / "run" / "engines.json").read_text())["engines"] == [
+        "rollout-0",
+        "rollout-1",
+    ]
     for engine in ("rollout-0", "rollout-1"):
         assert (tmp_path / "run" / "logs" / f"{engine}.log").stat().st_size > 0

@@ -12,7 +12,13 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from ycore.config.schema import CriticSettings, DistillSettings, LoraSettings, RewardConfig, RunConfig
+from ycore.config.schema import (
+    CriticSettings,
+    DistillSettings,
+    LoraSettings,
+    RewardConfig,
+    RunConfig,
+)
 from ycore.launch.layout import accelerate_config
 from ycore.models.tiny import write_tiny_model
 from ycore.run.metrics import read_metrics
@@ -58,7 +64,9 @@ def config_of(place: Path, name: str, job: str) -> RunConfig:
         critic=CriticSettings(warmup_steps=1, lam=0.9) if job == "ppo" else None,
         model=str(place / "model"),
         dataset="none",
-        rewards=[RewardConfig(reward=f"teacher:{place / 'teacher'}" if "distill" in job else "made_up")],
+        rewards=[
+            RewardConfig(reward=f"teacher:{place / 'teacher'}" if "distill" in job else "made_up")
+        ],
         output=str(place / name / job),
         prompts_per_step=4,
         group_size=4,
@@ -67,7 +75,12 @@ def config_of(place: Path, name: str, job: str) -> RunConfig:
         dtype="float32",
         lora=None if job == "full" else LoraSettings(r=4),
         # A large epsilon: where a gradient is nothing but rounding, Adam would make a whole step of its sign.
-        trl={"learning_rate": 1e-2, "adam_epsilon": 1e-3, "per_device_train_batch_size": 4, **JOBS[job]},
+        trl={
+            "learning_rate": 1e-2,
+            "adam_epsilon": 1e-3,
+            "per_device_train_batch_size": 4,
+            **JOBS[job],
+        },
     )
 
 
@@ -76,13 +89,20 @@ def run(place: Path, name: str, job: str) -> Path:
     if (place / name).exists():
         return place / name / job
     jobs = place / f"{name}.json"
-    jobs.write_text(json.dumps([config_of(place, name, one).model_dump(mode="json") for one in RUNS[name]]))
+    jobs.write_text(
+        json.dumps([config_of(place, name, one).model_dump(mode="json") for one in RUNS[name]])
+    )
     launch: list[str] = []
     if name != "alone":
         told = accelerate_config(name, processes=2, on_cpu=True, dtype="float32")  # type: ignore[arg-type]
         (place / f"{name}.yaml").write_text(yaml.safe_dump(told))
         launch = ["-m", "accelerate.commands.launch", "--config_file", str(place / f"{name}.yaml")]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     done = subprocess.run(
         [sys.executable, *launch, str(WORKER), str(jobs)],
         env=environment,
@@ -97,7 +117,11 @@ def run(place: Path, name: str, job: str) -> Path:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    return {
+        name: tensor
+        for path in folder.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
 
 
 @pytest.mark.parametrize("job", ["full", "lora"])
@@ -105,7 +129,9 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def test_two_ranks_learn_what_one_learns(place: Path, name: str, job: str) -> None:
     one = run(place, "alone", job)
     compare(one, run(place, name, job))
-    assert job == "lora" or read_metrics(one / "metrics.jsonl")[-1]["kl"] > 1e-4, "the reference moved with the policy"
+    assert job == "lora" or read_metrics(one / "metrics.jsonl")[-1]["kl"] > 1e-4, (
+        "the reference moved with the policy"
+    )
 
 
 def test_zero3_computes_adapters_again_from_their_shards(place: Path) -> None:
@@ -114,17 +140,27 @@ def test_zero3_computes_adapters_again_from_their_shards(place: Path) -> None:
 
 def compare(one: Path, two: Path) -> None:
     first, second = (read_metrics(folder / "metrics.jsonl") for folder in (one, two))
-    assert [row["step"] for row in second] == [row["step"] for row in first] == list(range(1, STEPS + 1))
+    assert (
+        [row["step"] for row in second]
+        == [row["step"] for row in first]
+        == list(range(1, STEPS + 1))
+    )
     for expected, row in zip(first, second, strict=True):
         for key in ("loss", "grad_norm", "reward"):
             assert row[key] == pytest.approx(expected[key], rel=2e-5, abs=2e-6), (row["step"], key)
-    assert same(weights(one / "before"), weights(two / "before"), atol=0.0), "the engines' first weights differ"
+    assert same(weights(one / "before"), weights(two / "before"), atol=0.0), (
+        "the engines' first weights differ"
+    )
     assert same(weights(one / "after"), weights(two / "after"), atol=2e-5)
-    assert not same(weights(one / "before"), weights(one / "after"), atol=1e-3), "nothing was learned"
+    assert not same(weights(one / "before"), weights(one / "after"), atol=1e-3), (
+        "nothing was learned"
+    )
 
 
 @pytest.mark.parametrize("job", LEARNERS)
-def test_the_other_learners_learn_on_two_ranks_what_they_learn_on_one(place: Path, job: str) -> None:
+def test_the_other_learners_learn_on_two_ranks_what_they_learn_on_one(
+    place: Path, job: str
+) -> None:
     """PPO whitens advantages over both ranks' tokens and has two gradients; teachers and pairs are counted on both."""
     one, two = (run(place, name, job) for name in ("alone", "ddp"))
     compare(one, two)
@@ -148,7 +184,9 @@ def test_what_is_saved_is_what_the_engines_had(place: Path) -> None:
 
 def test_no_rank_holds_the_prompts_of_another(place: Path) -> None:
     two = run(place, "ddp", "lora")
-    told: list[dict[str, Any]] = [json.loads((two / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    told: list[dict[str, Any]] = [
+        json.loads((two / f"rank-{rank}.json").read_text()) for rank in (0, 1)
+    ]
     assert [rank["prompts_gathered"] for rank in told] == [0, 0]
     for rank, mine in enumerate(told):
         own = {f"step {step} group {group}" for step in range(STEPS) for group in (rank, rank + 2)}

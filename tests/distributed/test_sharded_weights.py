@@ -56,7 +56,12 @@ def shard(folder: Path, kind: str) -> tuple[dict[str, torch.Tensor], Path]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    common = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": "1",
+    }
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", WORKER, str(folder / "model"), str(folder), kind],
@@ -73,19 +78,27 @@ def shard(folder: Path, kind: str) -> tuple[dict[str, torch.Tensor], Path]:
         for rank in ranks:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
-    seen = {name: value for file in (folder / "seen").glob("*.safetensors") for name, value in load_file(file).items()}
+    seen = {
+        name: value
+        for file in (folder / "seen").glob("*.safetensors")
+        for name, value in load_file(file).items()
+    }
     return seen, folder
 
 
 def test_full_weights_are_whole_again(tmp_path: Path) -> None:
     seen, folder = shard(tmp_path, "full")
-    expected = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).state_dict()
+    expected = AutoModelForCausalLM.from_pretrained(
+        folder / "model", dtype=torch.float32
+    ).state_dict()
     assert seen.keys() == expected.keys() - {"lm_head.weight"}, "tied weights come once"
     assert all(torch.equal(seen[name], expected[name]) for name in seen)
 
 
 def test_adapters_are_merged_from_their_shards(tmp_path: Path) -> None:
     seen, folder = shard(tmp_path, "lora")
-    expected = AutoModelForCausalLM.from_pretrained(folder / "expected", dtype=torch.float32).state_dict()
+    expected = AutoModelForCausalLM.from_pretrained(
+        folder / "expected", dtype=torch.float32
+    ).state_dict()
     assert seen.keys() == expected.keys() - {"lm_head.weight"}
     assert all(torch.allclose(seen[name], expected[name], atol=1e-6) for name in seen)

@@ -65,11 +65,19 @@ def test_each_slot_serves_both_ranks_and_they_learn_what_one_learns(tmp_path: Pa
     turns = [span for span in read_trace(two.trace) if span.name in ("rollout", "judge")]
     who = {(span.name, span.slot, span.details["asked_by"]) for span in turns}
     assert who == {("rollout", 0, 0), ("rollout", 0, 1), ("judge", 1, 0), ("judge", 1, 1)}
-    assert len(turns) == 2 * 2 * 16, "a turn for each completion and each verdict, none lost and none twice"
+    assert len(turns) == 2 * 2 * 16, (
+        "a turn for each completion and each verdict, none lost and none twice"
+    )
     seen = read_metrics(two.metrics)
     assert all(row["ycore/sync_proved"] == 1.0 and row["ycore/logprob_gap"] < 1e-3 for row in seen)
     expected = read_metrics(run(tmp_path, 1).metrics)
     assert [row["step"] for row in seen] == [1, 2]
     for one, row in zip(expected, seen, strict=True):
-        for key in ("loss", "grad_norm", "reward", "rewards/spread/mean", "completions/mean_length"):
+        for key in (
+            "loss",
+            "grad_norm",
+            "reward",
+            "rewards/spread/mean",
+            "completions/mean_length",
+        ):
             assert row[key] == pytest.approx(one[key], rel=1e-3, abs=1e-4), (row["step"], key)

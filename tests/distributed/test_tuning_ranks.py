@@ -11,14 +11,32 @@ from transformers import AutoModelForCausalLM
 from ycore.models.tiny import write_tiny_model
 from ycore.run.metrics import read_metrics
 
-COMMAND = [sys.executable, "-c", "import sys; from ycore_cli.main import main; sys.exit(main())", "sft"]
-SETTINGS = "--dataset task:addition?digits=1 --steps 6 --batch-size 8 --held-out 8 --set dtype=float32 \
+COMMAND = [
+    sys.executable,
+    "-c",
+    "import sys; from ycore_cli.main import main; sys.exit(main())",
+    "sft",
+]
+SETTINGS = (
+    "--dataset task:addition?digits=1 --steps 6 --batch-size 8 --held-out 8 --set dtype=float32 \
 --eval-every 3 --keep-best loss --stop-when seconds:9000"
+)
 
 
 def losses(model: Path, output: Path, *more: str) -> list[float]:
-    words = [*SETTINGS.split(), "--model", str(model), "--output", str(output), "--learning-rate", "1e-3", *more]
-    done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=800, env={**os.environ})
+    words = [
+        *SETTINGS.split(),
+        "--model",
+        str(model),
+        "--output",
+        str(output),
+        "--learning-rate",
+        "1e-3",
+        *more,
+    ]
+    done = subprocess.run(
+        [*COMMAND, *words], capture_output=True, text=True, timeout=800, env={**os.environ}
+    )
     assert done.returncode == 0, done.stderr
     rows = read_metrics(output / "metrics.jsonl")
     assert [row["step"] for row in rows if "ycore/eval/loss" in row] == [0, 3, 6]

@@ -52,14 +52,30 @@ def place(tmp_path: Path) -> Iterator[Path]:
 
 
 def run(
-    place: Path, outputs: list[str], asked: list[str], *, steps: int = 3, interrupt_after: int | None = None
+    place: Path,
+    outputs: list[str],
+    asked: list[str],
+    *,
+    steps: int = 3,
+    interrupt_after: int | None = None,
 ) -> list[tuple[int, str]]:
     """Exit status and standard error of each machine's command; the second may get a Ctrl-C after so many steps."""
     (place / "rows.jsonl").write_text("".join(json.dumps({"prompt": ask}) + "\n" for ask in asked))
     nodes = []
     for number, output in enumerate(outputs):
-        command = [sys.executable, "-c", "from ycore_cli.main import main; main()", "grpo", *COMMON.split()]
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "NODE": str(number)}
+        command = [
+            sys.executable,
+            "-c",
+            "from ycore_cli.main import main; main()",
+            "grpo",
+            *COMMON.split(),
+        ]
+        environment = {
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "NODE": str(number),
+        }
         node = subprocess.Popen(
             [*command, "--output", output, "--steps", str(steps)],
             cwd=place,
@@ -94,10 +110,15 @@ def test_an_interrupt_of_one_machine_stops_both(place: Path) -> None:
     assert [code for code, _ in ends] == [130, 130], ends
     step = json.loads((place / "run" / "summary.json").read_text())["steps"]
     saved = place / "run" / "checkpoints" / f"checkpoint-{step}"
-    assert {path.name for path in saved.glob("controller-*.json")} == {"controller-0.json", "controller-1.json"}
+    assert {path.name for path in saved.glob("controller-*.json")} == {
+        "controller-0.json",
+        "controller-1.json",
+    }
 
 
-@pytest.mark.parametrize("outputs", [["run", "run"], ["one", "two"]], ids=["shared folder", "own folders"])
+@pytest.mark.parametrize(
+    "outputs", [["run", "run"], ["one", "two"]], ids=["shared folder", "own folders"]
+)
 def test_two_machines_make_one_run(place: Path, outputs: list[str]) -> None:
     ends = run(place, outputs, [f"{n} + 1 =" for n in range(16)])
     assert [code for code, _ in ends] == [0, 0], ends

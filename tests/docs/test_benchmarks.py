@@ -33,7 +33,9 @@ def parts() -> Any:
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 16])
-def test_bare_batches_hold_every_sequence_once_and_hardly_any_padding(parts: Any, batch_size: int) -> None:
+def test_bare_batches_hold_every_sequence_once_and_hardly_any_padding(
+    parts: Any, batch_size: int
+) -> None:
     draw = random.Random(batch_size)
     lengths = [parts.bare.Lengths(draw.randrange(20, 40), draw.randrange(1, 17)) for _ in range(64)]
     batches = parts.bare.cut(lengths, batch_size=batch_size)
@@ -69,7 +71,9 @@ def test_bare_keeps_the_cast_that_is_faster_and_tries_every_size(parts: Any) -> 
 
 
 def test_bare_predicts_every_completion_token_and_no_other(parts: Any) -> None:
-    ids, predicts = parts.bare.tensors([parts.bare.Lengths(4, 3), parts.bare.Lengths(2, 2)], vocabulary=9)
+    ids, predicts = parts.bare.tensors(
+        [parts.bare.Lengths(4, 3), parts.bare.Lengths(2, 2)], vocabulary=9
+    )
     assert ids.shape == (2, 7)
     assert predicts.int().tolist() == [[0, 0, 0, 1, 1, 1, 0], [0, 1, 1, 0, 0, 0, 0]]
 
@@ -89,7 +93,9 @@ def test_summary_leaves_out_first_steps_and_scales_bare_by_tokens(parts: Any) ->
 
 def _run(parts: Any, *seconds: float) -> list[Any]:
     return [
-        parts.contestants.Step(value, {"round": value / 2, "train": value / 2}, tokens=100.0, mean_completion=7.5)
+        parts.contestants.Step(
+            value, {"round": value / 2, "train": value / 2}, tokens=100.0, mean_completion=7.5
+        )
         for value in seconds
     ]
 
@@ -107,9 +113,27 @@ def _results(parts: Any, *, trl_seconds: float) -> dict[str, Any]:
     way = {"batch_size": 4, "autocast": True, "padding": 0.01}
     bare = {"seconds": [10.0], "tokens": 100, **way}
     level = parts.report.summarise([_run(parts, 1.0, trl_seconds)], [_run(parts, 1.0, 20.0)], bare)
-    settings = {"model": "m", "dtype": "bfloat16", "num_prompts": 8, "group_size": 8, "repeats": 1, "steps": {"16": 2}}
-    machine = {"cores": 2, "processor": "p", "flags": ["avx2"], "memory_gib": 1.0, "versions": {"trl": "1.16.0"}}
-    return {"settings": settings, "machine": machine, "trl_batch_size": {"16": 32}, "levels": {"16": level}}
+    settings = {
+        "model": "m",
+        "dtype": "bfloat16",
+        "num_prompts": 8,
+        "group_size": 8,
+        "repeats": 1,
+        "steps": {"16": 2},
+    }
+    machine = {
+        "cores": 2,
+        "processor": "p",
+        "flags": ["avx2"],
+        "memory_gib": 1.0,
+        "versions": {"trl": "1.16.0"},
+    }
+    return {
+        "settings": settings,
+        "machine": machine,
+        "trl_batch_size": {"16": 32},
+        "levels": {"16": level},
+    }
 
 
 def test_bars_are_drawn(parts: Any, tmp_path: Path) -> None:
@@ -118,7 +142,9 @@ def test_bars_are_drawn(parts: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["additions", "explanations", "stories"])
-def test_prompts_are_distinct_and_the_same_for_the_same_seed(parts: Any, tmp_path: Path, kind: str) -> None:
+def test_prompts_are_distinct_and_the_same_for_the_same_seed(
+    parts: Any, tmp_path: Path, kind: str
+) -> None:
     files = [
         parts.prompts.write_prompts(tmp_path / name, kind=kind, num_prompts=8, seed=seed)
         for name, seed in (("a", 3), ("b", 3), ("c", 4))
@@ -138,23 +164,41 @@ def test_both_are_told_the_same(parts: Any) -> None:
     assert trl["gradient_accumulation_steps"] == "2"
     same = {"learning_rate", "lr_scheduler_type", "gradient_checkpointing", "report_to", "seed"}
     assert {name: trl[name] for name in same} == {name: ycore[name] for name in same}
-    pairs = {"model_name_or_path": "model", "num_generations": "group_size", "max_completion_length": "max_tokens"}
-    pairs |= {"max_steps": "steps", "lora_r": "lora.r", "lora_alpha": "lora.alpha", "dtype": "dtype"}
+    pairs = {
+        "model_name_or_path": "model",
+        "num_generations": "group_size",
+        "max_completion_length": "max_tokens",
+    }
+    pairs |= {
+        "max_steps": "steps",
+        "lora_r": "lora.r",
+        "lora_alpha": "lora.alpha",
+        "dtype": "dtype",
+    }
     assert {trl[theirs] for theirs in pairs} == {"m", "4", "16", "3", "32", "bfloat16"}
     assert all(trl[theirs] == ycore[ours] for theirs, ours in pairs.items())
 
 
 def _options(command: list[str]) -> dict[str, str]:
     words = command[2:]
-    pairs = dict(zip([word.lstrip("-").replace("-", "_") for word in words[::2]], words[1::2], strict=True))
-    sets = (word.partition("=") for option, word in zip(words[::2], words[1::2], strict=True) if option == "--set")
+    pairs = dict(
+        zip([word.lstrip("-").replace("-", "_") for word in words[::2]], words[1::2], strict=True)
+    )
+    sets = (
+        word.partition("=")
+        for option, word in zip(words[::2], words[1::2], strict=True)
+        if option == "--set"
+    )
     return pairs | {key: value for key, _, value in sets}
 
 
 def test_methods_are_compared_at_the_same_seconds(parts: Any) -> None:
     """Steps of 10 s, of which a quarter of the groups teach nothing, measured before the first and after the last."""
     rows: list[dict[str, float]] = [{"step": 0, "ycore/eval/pass@1": 0.2}]
-    rows += [{"step": step, "ycore/time/step": 10.0, "frac_reward_zero_std": 0.25} for step in range(1, 6)]
+    rows += [
+        {"step": step, "ycore/time/step": 10.0, "frac_reward_zero_std": 0.25}
+        for step in range(1, 6)
+    ]
     assert parts.methods.of_run(rows, 8) == {}, "a run that was stopped has no figure"
     found = parts.methods.of_run([*rows, {"step": 5, "ycore/eval/pass@1": 0.75}], 8)
     assert found == {"steps": 5, "seconds": 50, "taught": 5 * 6.0, "before": 0.2, "pass@1": 0.75}
@@ -162,11 +206,17 @@ def test_methods_are_compared_at_the_same_seconds(parts: Any) -> None:
     assert shown.splitlines()[2].startswith("| `fast` | 0.200 | 0.900") and "| 5 | 2160 |" in shown
     told = parts.methods.parsed(["--methods", "gspo", "--task", "gym", "--budget", "40"])
     words = parts.methods.command(told, "gspo", 3, Path("out"))
-    assert words[3:6] == ["grpo", "--recipe", "quickstart"] and words[-3:] == ["3", "--output", "out"]
+    assert words[3:6] == ["grpo", "--recipe", "quickstart"] and words[-3:] == [
+        "3",
+        "--output",
+        "out",
+    ]
     assert "gspo" in words and "seconds:40" in words
 
 
-def test_runs_that_go_on_at_once_have_cores_of_their_own(parts: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_runs_that_go_on_at_once_have_cores_of_their_own(
+    parts: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
     cores: dict[str, set[int]] = {}
 
     def run_one(told: Any, method: str, seed: int, folder: Path) -> dict[str, float]:
@@ -178,7 +228,16 @@ def test_runs_that_go_on_at_once_have_cores_of_their_own(parts: Any, tmp_path: P
     meeting = threading.Barrier(lanes)
     monkeypatch.setattr(parts.methods, "run_one", run_one)
     names = ["grpo", "gspo"][:lanes]
-    told = ["--methods", ",".join(names), "--seeds", "1", "--lanes", str(lanes), "--output", str(tmp_path)]
+    told = [
+        "--methods",
+        ",".join(names),
+        "--seeds",
+        "1",
+        "--lanes",
+        str(lanes),
+        "--output",
+        str(tmp_path),
+    ]
     found = list(parts.methods.run_all(parts.methods.parsed(told)))
     assert [method for method, _ in found] == names
     assert set.union(*cores.values()) == os.sched_getaffinity(0)
@@ -189,7 +248,11 @@ def test_a_run_that_takes_too_long_is_ended_with_its_children(parts: Any, tmp_pa
     script = "sleep 600 & echo child $!; wait"
     with pytest.raises(parts.bounded.RunFailed, match=r"still running after 1 s"):
         parts.bounded.run_bounded(
-            ["bash", "-c", script], folder=tmp_path, environment={}, timeout_s=1.0, stop=threading.Event()
+            ["bash", "-c", script],
+            folder=tmp_path,
+            environment={},
+            timeout_s=1.0,
+            stop=threading.Event(),
         )
     child = int((tmp_path / "log.txt").read_text().split()[1])
     _assert_gone(child)
@@ -241,7 +304,9 @@ def _assert_gone(pid: int) -> None:
 @pytest.mark.slow
 def test_the_script_measures_both_and_the_bare_passes(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "model")
-    done = subprocess.run(_command(tmp_path), capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(
+        _command(tmp_path), capture_output=True, text=True, timeout=900, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "| 8 | TRL, micro-batch 8 |" in done.stdout
     results = json.loads((tmp_path / "out" / "results.json").read_text())
@@ -252,13 +317,22 @@ def test_the_script_measures_both_and_the_bare_passes(tmp_path: Path) -> None:
         for step in runs[name]["steps"]:
             assert sum(step["parts"].values()) == pytest.approx(step["seconds"])
         assert min(runs[name]["steps"][-1]["parts"].values()) >= 0
-    lengths = [_lengths(tmp_path / "out" / f"8-{name}" / "completions.jsonl") for name in ("trl-0", "ycore-0")]
-    assert lengths[0].keys() == lengths[1].keys() == {(step, index) for step in (0, 1) for index in (0, 1)}
+    lengths = [
+        _lengths(tmp_path / "out" / f"8-{name}" / "completions.jsonl")
+        for name in ("trl-0", "ycore-0")
+    ]
+    assert (
+        lengths[0].keys()
+        == lengths[1].keys()
+        == {(step, index) for step in (0, 1) for index in (0, 1)}
+    )
     assert all(count == 4 for side in lengths for count in side.values())
     bare = results["levels"]["8"]["bare"]
     assert bare["num_sequences"] == 8
     assert bare["tokens"] == runs["ycore-0"]["steps"][-1]["tokens"]
-    again = subprocess.run(_command(tmp_path), capture_output=True, text=True, timeout=240, check=False)
+    again = subprocess.run(
+        _command(tmp_path), capture_output=True, text=True, timeout=240, check=False
+    )
     assert again.returncode == 2
     assert "new or empty" in again.stderr
 
@@ -273,7 +347,9 @@ def _lengths(file: Path) -> dict[tuple[int, int], int]:
 
 
 def _command(folder: Path) -> list[str]:
-    sizes = "--tokens 8:2 --repeats 1 --prompts 2 --group-size 4 --trl-batch-size 8 --bare-batch-size 4"
+    sizes = (
+        "--tokens 8:2 --repeats 1 --prompts 2 --group-size 4 --trl-batch-size 8 --bare-batch-size 4"
+    )
     given = f"--model {folder / 'model'} --output {folder / 'out'} --dtype float32 --engine transformers {sizes}"
     assert os.access(BENCHMARKS / "trl_and_ycore.py", os.R_OK)
     return [sys.executable, str(BENCHMARKS / "trl_and_ycore.py"), *given.split()]

@@ -78,7 +78,10 @@ class Block:
 
 def blocks(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
-    return [Block(match.group(1), match.group(2), text[: match.start()]) for match in _BLOCK.finditer(text)]
+    return [
+        Block(match.group(1), match.group(2), text[: match.start()])
+        for match in _BLOCK.finditer(text)
+    ]
 
 
 def files_of(page: Path) -> dict[str, str]:
@@ -92,7 +95,9 @@ def commands() -> list[tuple[Path, str]]:
         for block in blocks(page):
             if block.language == "sh":
                 lines = re.sub(r"\\\n\s*", "", block.text).splitlines()
-                found |= dict.fromkeys((page, line.strip()) for line in lines if line.strip() and line[0] != "#")
+                found |= dict.fromkeys(
+                    (page, line.strip()) for line in lines if line.strip() and line[0] != "#"
+                )
     return list(found)
 
 
@@ -106,7 +111,10 @@ def table(page: str, heading: str) -> list[list[str]]:
     section = (ROOT / page).read_text(encoding="utf-8").partition(f"{heading}\n")[2]
     lines = re.search(r"(?:^\|.*\n)+", section, re.MULTILINE)
     assert lines is not None, f"{page} has no table under {heading!r}"
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines.group().splitlines()[2:]]
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in lines.group().splitlines()[2:]
+    ]
 
 
 def quoted(text: str) -> list[str]:
@@ -120,7 +128,13 @@ COMMANDS = tuple(typer.main.get_command(app).commands)  # type: ignore[attr-defi
 
 
 def test_there_is_something_to_test() -> None:
-    assert {page.name for page in PAGES} >= {"README.md", "overview.md", "options.md", "rewards.md", "recipes.md"}
+    assert {page.name for page in PAGES} >= {
+        "README.md",
+        "overview.md",
+        "options.md",
+        "rewards.md",
+        "recipes.md",
+    }
     assert len(of_program("ycore")) >= 15
     assert {"train.jsonl", "rewards.py", "test.jsonl"} <= files_of(ROOT / "README.md").keys()
 
@@ -132,10 +146,21 @@ def test_every_command_is_of_a_program_that_is_checked_here() -> None:
 @pytest.mark.parametrize(("page", "line"), of_program("python"))
 def test_lines_of_the_scorecard_name_rows_that_are_there(page: Path, line: str) -> None:
     words = shlex.split(line, comments=True)
-    known = ("tests.chaos", "tests.chaos.early_kills", "tests.chaos.power", "tests.fuzz", "tests.sandbox")
+    known = (
+        "tests.chaos",
+        "tests.chaos.early_kills",
+        "tests.chaos.power",
+        "tests.fuzz",
+        "tests.sandbox",
+    )
     assert words[:2] == ["python", "-m"] and words[2] in known
     done = subprocess.run(
-        [sys.executable, *words[1:], "--dry-run"], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, *words[1:], "--dry-run"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "Nothing was started" in done.stdout
@@ -153,10 +178,14 @@ def test_ycore_lines_work(page: Path, line: str, tmp_path: Path) -> None:
     if HARMLESS in line:
         texts = [f"\n\nHuman: What is {number}?\n\nAssistant: " for number in range(1000)]
         with gzip.open(tmp_path / HARMLESS, "wt") as file:
-            file.writelines(json.dumps({"chosen": f"{text}a", "rejected": f"{text}b"}) + "\n" for text in texts)
+            file.writelines(
+                json.dumps({"chosen": f"{text}a", "rejected": f"{text}b"}) + "\n" for text in texts
+            )
     words = shlex.split(line, comments=True)
     if "--resume" in line or words[1] == "resume":
-        write_unfinished_run(page, words[2] if words[1] == "resume" else option(line, "--output"), tmp_path)
+        write_unfinished_run(
+            page, words[2] if words[1] == "resume" else option(line, "--output"), tmp_path
+        )
     if words[1] == "distill" or "distill-quickstart" in words:
         write_stand_in(tmp_path / "runs" / "quickstart")
     if words[1] in ("watch", "report"):
@@ -172,7 +201,9 @@ def test_ycore_lines_work(page: Path, line: str, tmp_path: Path) -> None:
     done = dry_run(line, tmp_path)
     if needs_hub(line):
         assert done.returncode == 2
-        assert re.match(r"error: no (model folder|dataset file) .*: HF_HUB_OFFLINE is set; .*\n\Z", done.stderr)
+        assert re.match(
+            r"error: no (model folder|dataset file) .*: HF_HUB_OFFLINE is set; .*\n\Z", done.stderr
+        )
     else:
         assert done.returncode == 0, done.stderr
         assert "Nothing was started" in done.stdout or line.split()[1] not in STARTS
@@ -212,20 +243,33 @@ def write_unfinished_run(page: Path, output: str, folder: Path) -> None:
     plan = dry_run(f"{began} --json", folder)
     assert plan.returncode == 0, plan.stderr
     (folder / output).mkdir(parents=True)
-    (folder / output / "run.json").write_text(json.dumps({"config": json.loads(plan.stdout)["config"]}))
+    (folder / output / "run.json").write_text(
+        json.dumps({"config": json.loads(plan.stdout)["config"]})
+    )
 
 
 def write_first_step(folder: Path) -> None:
     """As much of a run as somebody who looks at it needs."""
     folder.mkdir(parents=True)
-    (folder / "run.json").write_text(json.dumps({"config": {"steps": 1, "model": "tiny", "prompts_per_step": 1}}))
-    (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": 0.5, "step_time": 1.0}) + "\n")
+    (folder / "run.json").write_text(
+        json.dumps({"config": {"steps": 1, "model": "tiny", "prompts_per_step": 1}})
+    )
+    (folder / "metrics.jsonl").write_text(
+        json.dumps({"step": 1, "reward": 0.5, "step_time": 1.0}) + "\n"
+    )
 
 
 def write_trained_run(folder: Path) -> None:
     write_random_model(folder / "model", "llama")
-    (folder / "model" / "chat_template.jinja").write_text("{% for turn in messages %}{{ turn.content }}\n{% endfor %}")
-    config = {"algorithm": "grpo", "model": "tiny", "dataset": "d.jsonl", "rewards": [{"reward": "exact_answer"}]}
+    (folder / "model" / "chat_template.jinja").write_text(
+        "{% for turn in messages %}{{ turn.content }}\n{% endfor %}"
+    )
+    config = {
+        "algorithm": "grpo",
+        "model": "tiny",
+        "dataset": "d.jsonl",
+        "rewards": [{"reward": "exact_answer"}],
+    }
     (folder / "run.json").write_text(json.dumps({"config": config}))
 
 
@@ -235,7 +279,9 @@ def write_stand_in(folder: Path) -> None:
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True)
-    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "smollm2-135m"}))
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": "smollm2-135m"})
+    )
     save_file({"weight": numpy.zeros(1)}, folder / "adapter_model.safetensors")
 
 
@@ -257,7 +303,9 @@ def test_make_lines_are_targets(page: Path, line: str) -> None:
 
 
 def test_make_demo_is_a_run_that_works(tmp_path: Path) -> None:
-    runs = [line.replace("$(BIN)/", "") for line in makefile_lines("demo") if "$(BIN)/ycore" in line]
+    runs = [
+        line.replace("$(BIN)/", "") for line in makefile_lines("demo") if "$(BIN)/ycore" in line
+    ]
     assert runs
     for line in runs:
         done = dry_run(line, tmp_path)
@@ -267,8 +315,14 @@ def test_make_demo_is_a_run_that_works(tmp_path: Path) -> None:
 def test_make_prints_sentences_and_no_commands_to_a_newcomer() -> None:
     installs, demo = makefile_lines("$(READY)")[1:], makefile_lines("demo")[1:]
     assert installs and demo and all(line.startswith("@") for line in [*installs, *demo])
-    slow = [number for number, line in enumerate(installs) if "pip install -qq --editable" in line or "torch==" in line]
-    assert len(slow) == 2 and all(any("echo" in line for line in installs[number - 3 : number]) for number in slow)
+    slow = [
+        number
+        for number, line in enumerate(installs)
+        if "pip install -qq --editable" in line or "torch==" in line
+    ]
+    assert len(slow) == 2 and all(
+        any("echo" in line for line in installs[number - 3 : number]) for number in slow
+    )
 
 
 def makefile_lines(target: str) -> list[str]:
@@ -307,13 +361,30 @@ def test_blocks_are_what_they_say(page: Path) -> None:
 @pytest.mark.parametrize(
     ("page", "reward", "texts", "answers", "expected"),
     [
-        ("README.md", "rewards.py:short_and_right", ["blue", "It is blue", "red"], ["blue"] * 3, [0.98, 0.94, -0.02]),
+        (
+            "README.md",
+            "rewards.py:short_and_right",
+            ["blue", "It is blue", "red"],
+            ["blue"] * 3,
+            [0.98, 0.94, -0.02],
+        ),
         ("docs/rewards.md", "polite.py:polite", ["Thank you", "No"], ["7"] * 2, [1.0, 0.0]),
-        ("docs/rewards.md", "polite.py:near", ["It is 7.", "12", "seven", "7"], ["7"] * 3 + [None], [1, 0, 0, None]),
+        (
+            "docs/rewards.md",
+            "polite.py:near",
+            ["It is 7.", "12", "seven", "7"],
+            ["7"] * 3 + [None],
+            [1, 0, 0, None],
+        ),
     ],
 )
 def test_reward_functions_of_the_pages_score(
-    page: str, reward: str, texts: list[str], answers: list[str], expected: list[float | None], tmp_path: Path
+    page: str,
+    reward: str,
+    texts: list[str],
+    answers: list[str],
+    expected: list[float | None],
+    tmp_path: Path,
 ) -> None:
     file, _, name = reward.partition(":")
     (tmp_path / file).write_text(files_of(ROOT / page)[file], encoding="utf-8")
@@ -329,7 +400,11 @@ def test_reward_functions_of_the_pages_score(
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_links_resolve(page: Path) -> None:
-    links = [link for link in _LINK.findall(page.read_text(encoding="utf-8")) if not link.startswith("https://")]
+    links = [
+        link
+        for link in _LINK.findall(page.read_text(encoding="utf-8"))
+        if not link.startswith("https://")
+    ]
     missing = [link for link in links if not resolves(page, link)]
     assert missing == []
 
@@ -340,7 +415,9 @@ def resolves(page: Path, link: str) -> bool:
     if not anchor or not target.is_file():
         return target.exists()
     headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
-    return anchor in [re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings]
+    return anchor in [
+        re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings
+    ]
 
 
 # -- what the pages list -------------------------------------------------------------------------------------------
@@ -348,31 +425,50 @@ def resolves(page: Path, link: str) -> bool:
 
 def declared(command: str) -> set[str]:
     parameters = typer.main.get_command(app).commands[command].params  # type: ignore[attr-defined]
-    return {"--help"} | {name for parameter in parameters for name in (*parameter.opts, *parameter.secondary_opts)}
+    return {"--help"} | {
+        name for parameter in parameters for name in (*parameter.opts, *parameter.secondary_opts)
+    }
 
 
 @pytest.mark.parametrize("command", ["grpo", "eval"])
 def test_every_option_is_documented_and_no_other(command: str) -> None:
     rows = table("docs/options.md", "## Options")
-    assert {option for names, where, _ in rows if command in where.split(", ") for option in quoted(names)} == declared(
-        command
-    )
+    assert {
+        option
+        for names, where, _ in rows
+        if command in where.split(", ")
+        for option in quoted(names)
+    } == declared(command)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_options_that_a_page_mentions_exist(page: Path) -> None:
     of_scorecard = set(re.findall(r"--[a-z-]+", scorecard_parser().format_help()))
-    known = {"--version"} | OF_TRL | of_scorecard | {option for name in COMMANDS for option in declared(name)}
-    known |= {field.option for row in ALGORITHMS.values() for field in fields_of(row.trl_config).values()}
+    known = (
+        {"--version"}
+        | OF_TRL
+        | of_scorecard
+        | {option for name in COMMANDS for option in declared(name)}
+    )
+    known |= {
+        field.option for row in ALGORITHMS.values() for field in fields_of(row.trl_config).values()
+    }
     prose = _BLOCK.sub("", page.read_text(encoding="utf-8"))
-    mentioned = {word.replace("_", "-") for text in quoted(prose) for word in re.findall(r"(?<!\S)--[a-z][\w-]+", text)}
+    mentioned = {
+        word.replace("_", "-")
+        for text in quoted(prose)
+        for word in re.findall(r"(?<!\S)--[a-z][\w-]+", text)
+    }
     assert mentioned <= known
 
 
 def config_keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every key by its path, with its default; `PydanticUndefined` where it must be given."""
     for name, field in model.model_fields.items():
-        inner = next((part for part in (field.annotation, *get_args(field.annotation)) if is_model(part)), None)
+        inner = next(
+            (part for part in (field.annotation, *get_args(field.annotation)) if is_model(part)),
+            None,
+        )
         if name == "eval_rewards":  # the keys of one are those of `rewards`
             inner = None
         if name in ("rewards", "lora") or inner is None:
@@ -406,7 +502,9 @@ def test_the_trainers_page_has_their_options_keys_and_aliases() -> None:
     for key, field in fields.items():
         default = {} if key == "lora" else field.default
         expected = "required" if default is PydanticUndefined else default
-        assert (yaml.safe_load(quoted(told[key])[0]) if "`" in told[key] else told[key]) == expected, key
+        assert (
+            yaml.safe_load(quoted(told[key])[0]) if "`" in told[key] else told[key]
+        ) == expected, key
     page = (ROOT / "docs" / "trainers.md").read_text(encoding="utf-8")
     spelled, own = (
         re.findall(r"`max_steps`.*? are TRL's names of (.*)\.\n", page, re.DOTALL),
@@ -428,10 +526,14 @@ def test_learning_rates_are_documented_as_they_are() -> None:
     documented = {}
     for commands_of, every, adapters, _ in table("docs/algorithms.md", "## Learning rates"):
         documented |= dict.fromkeys(quoted(commands_of), (float(every), float(adapters)))
-    assert documented == {name: (row.learning_rate, row.lora_learning_rate) for name, row in ALGORITHMS.items()}
+    assert documented == {
+        name: (row.learning_rate, row.lora_learning_rate) for name, row in ALGORITHMS.items()
+    }
 
 
-def test_the_python_lines_of_the_page_for_agents_are_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_lines_of_the_page_for_agents_are_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = (ROOT / "docs" / "skill.md").read_text(encoding="utf-8")
     lines = page.partition("## From Python")[2].partition("```\n")[2].partition("```")[0]
     configs = []
@@ -447,10 +549,16 @@ def test_the_python_lines_of_the_page_for_agents_are_runs(tmp_path: Path, monkey
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(from_python, "_run", plan)
-    monkeypatch.setattr(measure, "eval_plan", lambda config, **_: configs.append(config) or {"warnings": []})
-    monkeypatch.setattr(measure, "measured", lambda evaluations: [written(Path(one.output)) for one in evaluations])
+    monkeypatch.setattr(
+        measure, "eval_plan", lambda config, **_: configs.append(config) or {"warnings": []}
+    )
+    monkeypatch.setattr(
+        measure, "measured", lambda evaluations: [written(Path(one.output)) for one in evaluations]
+    )
     exec(compile(lines, "skill.md", "exec"), {})
-    assert [config.algorithm for config in configs] == ["grpo", "eval"] and len(lines.splitlines()) == 3
+    assert [config.algorithm for config in configs] == ["grpo", "eval"] and len(
+        lines.splitlines()
+    ) == 3
 
 
 def test_benchmarks_are_documented_as_they_are() -> None:
@@ -458,7 +566,11 @@ def test_benchmarks_are_documented_as_they_are() -> None:
     for name, data, reward, _, tokens, source in rows:
         known = load_benchmark(quoted(name)[0])
         run = known["run"]
-        assert quoted(data) == [run["dataset"]] and run.get("split", "") in data and source in known["source"]
+        assert (
+            quoted(data) == [run["dataset"]]
+            and run.get("split", "") in data
+            and source in known["source"]
+        )
         assert int(tokens) == run["max_tokens"] if "max_tokens" in run else run["pairs"]
         assert [name for name in quoted(reward) if name in BUILTIN or name == CODE] == [
             one["reward"] for one in run.get("rewards", [])[:1]
@@ -468,23 +580,36 @@ def test_benchmarks_are_documented_as_they_are() -> None:
 
 
 def test_built_in_rewards_are_documented_with_their_arguments() -> None:
-    told = {quoted(name)[0]: arguments for name, arguments, _ in table("docs/rewards.md", "## Built-in rewards")}
+    told = {
+        quoted(name)[0]: arguments
+        for name, arguments, _ in table("docs/rewards.md", "## Built-in rewards")
+    }
     assert told.keys() == BUILTIN.keys() | {CODE, ENVIRONMENT}
     for name, function in BUILTIN.items():
         given = [argument.partition("=")[0] for argument in quoted(told[name])]
-        wanted = sorted(function.__kwdefaults__ or {}) or ["max_tokens", "cache_tokens"] * (name == "overlong")
+        wanted = sorted(function.__kwdefaults__ or {}) or ["max_tokens", "cache_tokens"] * (
+            name == "overlong"
+        )
         assert sorted(argument for argument in given if "<" not in argument) == sorted(wanted)
-        for argument, _, default in (item.partition("=") for item in quoted(told[name]) if "=" in item):
+        for argument, _, default in (
+            item.partition("=") for item in quoted(told[name]) if "=" in item
+        ):
             assert yaml.safe_load(default) == (function.__kwdefaults__ or {})[argument]
 
 
 def test_the_code_rewards_settings_and_metrics_are_documented() -> None:
     section = (
-        (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8").partition("\n## Code\n")[2].partition("\n## ")[0]
+        (ROOT / "docs" / "rewards.md")
+        .read_text(encoding="utf-8")
+        .partition("\n## Code\n")[2]
+        .partition("\n## ")[0]
     )
     told = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", section, re.MULTILINE))
     defaults = {name: field.default for name, field in CodeSettings.model_fields.items()}
-    assert {name: yaml.safe_load(text) for name, text in told.items()} == {**defaults, "packages": []}
+    assert {name: yaml.safe_load(text) for name, text in told.items()} == {
+        **defaults,
+        "packages": [],
+    }
     metrics = set(re.findall(r"`(ycore/code/\w+)`", section))
     assert metrics == set(CodeMeter().metrics(CodeMeter().take()))
     assert all(f"`{name}`" in section for name in TEST_COLUMNS)
@@ -502,4 +627,6 @@ def test_shipped_recipes_and_tasks_are_documented() -> None:
     tasks = {quoted(name)[0]: quoted(arguments) for name, arguments, _ in rows}
     limits = {f"task:{name}": task.limits for name, task in TASKS.items()}
     limits |= {f"task:{name}": {"wrong": (0, 0, 1)} for name in QUESTIONS}
-    assert tasks == {name: [f"{key}={limit[1]}" for key, limit in limits[name].items()] for name in limits}
+    assert tasks == {
+        name: [f"{key}={limit[1]}" for key, limit in limits[name].items()] for name in limits
+    }

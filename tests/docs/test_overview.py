@@ -29,6 +29,8 @@ def test_the_way_in(row: list[str]) -> None:
 def test_every_room_is_on_the_page() -> None:
     listed = {name for row in rows("Rooms") for name in re.findall(r"`([^`]+)`", row[0])}
     rooms = {
-        path.name for path in (ROOT / "ycore").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+        path.name
+        for path in (ROOT / "ycore").iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").exists()
     }
     assert listed == rooms - {"__init__.py"} | {"cli", "recipes"}

@@ -30,7 +30,9 @@ class MadeUpEngine:
     def __init__(self, length_of: Any) -> None:
         self._length_of = length_of
 
-    async def complete(self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False) -> Completion:
+    async def complete(
+        self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False
+    ) -> Completion:
         return await self.write(prompt_ids, seed, self._length_of(seed))
 
     async def write(self, prompt_ids: Sequence[int], seed: int, length: int) -> Completion:
@@ -40,7 +42,15 @@ class MadeUpEngine:
 
 @pytest.fixture
 def job() -> argparse.Namespace:
-    sizes = {"rounds": 2, "warm_up": 1, "need": 4, "group_size": 4, "teach_share": 0.6, "mean": 40.0, "sigma": 0.8}
+    sizes = {
+        "rounds": 2,
+        "warm_up": 1,
+        "need": 4,
+        "group_size": 4,
+        "teach_share": 0.6,
+        "mean": 40.0,
+        "sigma": 0.8,
+    }
     return argparse.Namespace(
         **sizes,
         longest=200,
@@ -54,18 +64,29 @@ def job() -> argparse.Namespace:
     )
 
 
-def test_every_placement_draws_and_writes_the_same(script: Any, job: argparse.Namespace, tmp_path: Path) -> None:
+def test_every_placement_draws_and_writes_the_same(
+    script: Any, job: argparse.Namespace, tmp_path: Path
+) -> None:
     engines = SimpleNamespace(
         rollouts=[MadeUpEngine(lambda seed: script.length_of(seed, job)) for _ in range(2)],
         judges=[MadeUpEngine(lambda length: length) for _ in range(2)],
     )
     drawn = script.counters(job)
-    contestants = [script.Contestant(words, engines, job, tmp_path, drawn[words]) for words in script.PLACEMENTS]
+    contestants = [
+        script.Contestant(words, engines, job, tmp_path, drawn[words])
+        for words in script.PLACEMENTS
+    ]
     rows, measured = asyncio.run(script.play_all(contestants, engines, job))
     assert {words: len(told) for words, told in rows.items()} == dict.fromkeys(script.PLACEMENTS, 2)
     assert len(measured) == 2, "before the counted rounds and after them"
-    assert all(len(one.speed.seconds) == 7 and one.reading_s >= 0 for told in measured for one in told.values())
-    steady = script.Measured(Steps(1e-4, 1e-6, (1.0,), (1e-4,)), 0.0)  # what was measured of such short waits is noise
+    assert all(
+        len(one.speed.seconds) == 7 and one.reading_s >= 0
+        for told in measured
+        for one in told.values()
+    )
+    steady = script.Measured(
+        Steps(1e-4, 1e-6, (1.0,), (1e-4,)), 0.0
+    )  # what was measured of such short waits is noise
     measured = [dict.fromkeys(script.ROLES, steady)]
     predicted = {words: script.predict(words, measured, job) for words in script.PLACEMENTS}
     replayed = {one.words: script.replay(one.trace, job) for one in contestants}
@@ -77,7 +98,9 @@ def test_every_placement_draws_and_writes_the_same(script: Any, job: argparse.Na
     assert {span.name for span in script._last_round(contestants[2].trace)} >= {"rollout", "judge"}
 
 
-def test_prompts_that_do_not_teach_are_replaced_one_for_one(script: Any, job: argparse.Namespace) -> None:
+def test_prompts_that_do_not_teach_are_replaced_one_for_one(
+    script: Any, job: argparse.Namespace
+) -> None:
     """So the prompts drawn are the first that hold as many teachers as are needed, whatever ends first."""
     position, teachers = 3 * script.APART, 0
     while teachers < job.need:
@@ -88,7 +111,9 @@ def test_prompts_that_do_not_teach_are_replaced_one_for_one(script: Any, job: ar
     from ycore.plan.simulation import Demand, Machine, SimulatedRound
 
     for words in script.PLACEMENTS:
-        allocator = Allocator(SlotPool(2, script.ROLES, dict.fromkeys(script.ROLES, 8)), parse_placement(words))
+        allocator = Allocator(
+            SlotPool(2, script.ROLES, dict.fromkeys(script.ROLES, 8)), parse_placement(words)
+        )
         outcome = SimulatedRound(
             [allocator],
             Machine(dict.fromkeys(script.ROLES, Speed(0.01, 0.001)), {}),
@@ -105,7 +130,13 @@ def test_the_sweep_compares_and_draws(tmp_path: Path) -> None:
         "--slots 2 --models 0.6B --judge-work 0.5 --steps 2 --stretches 1 --per-slot 16 --warm-up 1 "
         "--even-steps 1 --ratios 10"
     )
-    command = [sys.executable, str(BENCHMARKS / "simulate_sweep.py"), *sizes.split(), "--output", str(tmp_path)]
+    command = [
+        sys.executable,
+        str(BENCHMARKS / "simulate_sweep.py"),
+        *sizes.split(),
+        "--output",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
     told = json.loads((tmp_path / "results.json").read_text())

@@ -35,7 +35,9 @@ def parts() -> Any:
 def test_a_combinations_name_says_what_is_run(parts: Any) -> None:
     named = parts.plan_and_measured.Combination.named
     assert named("135m-full") == parts.plan_and_measured.Combination("135m", True)
-    assert named("30m-lora-2-zero2") == parts.plan_and_measured.Combination("30m", False, 2, "zero2")
+    assert named("30m-lora-2-zero2") == parts.plan_and_measured.Combination(
+        "30m", False, 2, "zero2"
+    )
     assert named("135m-lora-judge").judged
 
 
@@ -44,15 +46,25 @@ def test_every_combination_has_a_shape_of_about_its_name(parts: Any) -> None:
         size = parts.plan_and_measured.Combination.named(name).size
         shape = parts.shaped_models.SHAPES[size]
         config = {field: getattr(shape, field) for field in type(shape).__slots__}
-        facts = facts_of(config | {"vocab_size": 49152, "tie_word_embeddings": True, "head_dim": 64}, name=size)
+        facts = facts_of(
+            config | {"vocab_size": 49152, "tie_word_embeddings": True, "head_dim": 64}, name=size
+        )
         assert facts.num_params == pytest.approx(float(size.removesuffix("m")) * 1e6, rel=0.12)
 
 
-def test_the_command_of_a_combination(parts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts.plan_and_measured, "shaped", lambda size, folder: folder / f"model-{size}")
+def test_the_command_of_a_combination(
+    parts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        parts.plan_and_measured, "shaped", lambda size, folder: folder / f"model-{size}"
+    )
     one = parts.plan_and_measured.Combination.named("135m-full-2-judge")
     words = parts.plan_and_measured.command_of(one, tmp_path, tmp_path / "run", steps=3)
-    assert words[words.index("--processes") + 1] == "2" and "--full" in words and "--no-dynamic-sampling" in words
+    assert (
+        words[words.index("--processes") + 1] == "2"
+        and "--full" in words
+        and "--no-dynamic-sampling" in words
+    )
     assert f"judge:{tmp_path / 'judge.yaml'}" in words
     assert "model-30m" in (tmp_path / "judge.yaml").read_text()
     assert len((tmp_path / "prompts.jsonl").read_text().splitlines()) == 64
@@ -61,12 +73,21 @@ def test_the_command_of_a_combination(parts: Any, tmp_path: Path, monkeypatch: p
 def test_a_row_of_the_table(parts: Any) -> None:
     rows = [Row("memory/trainer", "GiB", 2.2, 2.0), Row("time/step", "s", 4.0, 5.0)]
     told = parts.plan_and_measured.as_lines("135m-lora", rows)
-    assert told == "| 135m-lora | memory/trainer 2.20 / 2.00 GiB (+10%) | time/step 4.00 / 5.00 s (-20%) |"
+    assert (
+        told
+        == "| 135m-lora | memory/trainer 2.20 / 2.00 GiB (+10%) | time/step 4.00 / 5.00 s (-20%) |"
+    )
 
 
-def test_a_step_costs_what_was_added_between_the_first_and_the_last(parts: Any, tmp_path: Path) -> None:
+def test_a_step_costs_what_was_added_between_the_first_and_the_last(
+    parts: Any, tmp_path: Path
+) -> None:
     clock = parts.processor_clock.ProcessorClock(tmp_path)
-    clock._at_step = {1: Counter(trainer=10.0), 2: Counter(trainer=13.0), 3: Counter(trainer=16.0, rewards=1.0)}
+    clock._at_step = {
+        1: Counter(trainer=10.0),
+        2: Counter(trainer=13.0),
+        3: Counter(trainer=16.0, rewards=1.0),
+    }
     assert clock.a_step() == {"trainer": 3.0, "rewards": 0.5}
     clock._at_step = {1: Counter(trainer=10.0)}
     assert clock.a_step() == {}
@@ -97,7 +118,10 @@ def test_the_clock_reads_a_run_that_goes_on(parts: Any, tmp_path: Path) -> None:
 
 def test_the_processors_speed_is_measured_on_one_core(parts: Any) -> None:
     done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "processor_speed.py")], capture_output=True, text=True, timeout=400
+        [sys.executable, str(BENCHMARKS / "processor_speed.py")],
+        capture_output=True,
+        text=True,
+        timeout=400,
     )
     told = [json.loads(line) for line in done.stdout.splitlines()]
     assert told[0]["threads"] == 1 and min(told[0].values()) > 0

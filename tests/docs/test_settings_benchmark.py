@@ -29,7 +29,11 @@ class MadeUpEngine:
 def test_every_prompt_length_is_timed_with_whole_groups(script: Any) -> None:
     engine = MadeUpEngine()
     told = asyncio.run(script.blocks(engine, 2))
-    assert {tokens: len(seconds) for tokens, seconds in told.items()} == {"40": 2, "70": 2, "140": 2}
+    assert {tokens: len(seconds) for tokens, seconds in told.items()} == {
+        "40": 2,
+        "70": 2,
+        "140": 2,
+    }
     assert engine.prompts.count(40) == 3 * 8 * 8
 
 
@@ -40,11 +44,15 @@ def test_two_engines_work_in_turn_and_at_once(script: Any) -> None:
     assert len(engines[0].prompts) == len(engines[1].prompts) == 2 * 2 * 8
 
 
-def test_both_ways_to_start_are_timed_in_turn(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_ways_to_start_are_timed_in_turn(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = []
 
     @contextmanager
-    def changed(job: argparse.Namespace, output: Path, *, variables: dict[str, str]) -> Iterator[None]:
+    def changed(
+        job: argparse.Namespace, output: Path, *, variables: dict[str, str]
+    ) -> Iterator[None]:
         seen.append(variables[script.FORKED])
         yield
 
@@ -62,15 +70,23 @@ def test_an_engine_is_started_with_what_is_compared(
     @contextmanager
     def running(job: argparse.Namespace, output: Path) -> Iterator[Path]:
         engine = module._engine(
-            "rollout-0", tmp_path, SimpleNamespace(socket=tmp_path.joinpath, run_id="a", temporary=tmp_path), job, 0
+            "rollout-0",
+            tmp_path,
+            SimpleNamespace(socket=tmp_path.joinpath, run_id="a", temporary=tmp_path),
+            job,
+            0,
         )
-        seen.append((module.engine_command(engine), module.engine_environment(engine), engine.cores))
+        seen.append(
+            (module.engine_command(engine), module.engine_environment(engine), engine.cores)
+        )
         yield tmp_path
 
     monkeypatch.setattr(script, "engines_running", running)
     monkeypatch.setattr(sys, "argv", ["engine_settings.py"])
     job, before = script.arguments(), module.engine_command
-    with script.changed(job, tmp_path, words={"--block-size": "128"}, variables={"A": "1"}, cores=(0, 1)):
+    with script.changed(
+        job, tmp_path, words={"--block-size": "128"}, variables={"A": "1"}, cores=(0, 1)
+    ):
         pass
     command, environment, cores = seen[0]
     assert command[-2:] == ["--block-size", "128"], "the last one counts"

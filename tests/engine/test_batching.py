@@ -38,7 +38,9 @@ def test_an_error_ends_its_batch_and_not_the_next() -> None:
 
     async def work() -> list[Completion | BaseException]:
         own = written(batches)
-        return await asyncio.gather(*(own.ask(number) for number in (13, 1, 2)), return_exceptions=True)
+        return await asyncio.gather(
+            *(own.ask(number) for number in (13, 1, 2)), return_exceptions=True
+        )
 
     broken, beside, fine = asyncio.run(asyncio.wait_for(work(), 30))
     assert isinstance(broken, RuntimeError) and isinstance(beside, RuntimeError)

@@ -70,7 +70,9 @@ def test_the_command_on_a_device() -> None:
     assert "OMP_NUM_THREADS" not in engine_environment(gpu, base={})
     assert "--enable-sleep-mode" not in command
     assert "--enable-sleep-mode" in engine_command(replace(gpu, sleeps=True))
-    assert engine_environment(replace(gpu, sleeps=True), base={}) == engine_environment(gpu, base={})
+    assert engine_environment(replace(gpu, sleeps=True), base={}) == engine_environment(
+        gpu, base={}
+    )
 
 
 def test_what_makes_an_engine_repeat_itself_to_the_bit() -> None:
@@ -78,7 +80,9 @@ def test_what_makes_an_engine_repeat_itself_to_the_bit() -> None:
     gpu = replace(CPU, cores=None, devices=("3",), gpu_memory_utilization=0.3)
     assert engine_environment(CPU, base={})["VLLM_CPU_ATTN_SPLIT_KV"] == "0"
     assert "VLLM_BATCH_INVARIANT" not in engine_environment(gpu, base={})
-    assert engine_environment(replace(gpu, deterministic=True), base={})["VLLM_BATCH_INVARIANT"] == "1"
+    assert (
+        engine_environment(replace(gpu, deterministic=True), base={})["VLLM_BATCH_INVARIANT"] == "1"
+    )
     on_cpu = engine_environment(replace(CPU, deterministic=True), base={})
     assert on_cpu[REPEATABLE] == "1" and "VLLM_BATCH_INVARIANT" not in on_cpu
     assert REPEATABLE not in engine_environment(CPU, base={})
@@ -88,7 +92,11 @@ def test_an_engine_that_drafts_looks_them_up() -> None:
     assert "--speculative-config" not in engine_command(CPU)
     command = engine_command(replace(CPU, drafts=6))
     how = json.loads(command[command.index("--speculative-config") + 1])
-    assert how == {"method": "custom_class", "model": "ycore.engine.drafts.Lookup", "num_speculative_tokens": 6}
+    assert how == {
+        "method": "custom_class",
+        "model": "ycore.engine.drafts.Lookup",
+        "num_speculative_tokens": 6,
+    }
 
 
 def test_an_engine_that_gets_adapters_has_one_place_for_them() -> None:
@@ -102,7 +110,13 @@ def test_an_engine_that_gets_adapters_has_one_place_for_them() -> None:
 
 
 def test_the_environment_carries_the_marker_and_no_secrets() -> None:
-    base = {"PATH": "/bin", "HF_TOKEN": "canary", "WANDB_API_KEY": "canary", "OMP_NUM_THREADS": "64", "TMPDIR": "/t"}
+    base = {
+        "PATH": "/bin",
+        "HF_TOKEN": "canary",
+        "WANDB_API_KEY": "canary",
+        "OMP_NUM_THREADS": "64",
+        "TMPDIR": "/t",
+    }
     environment = engine_environment(CPU, base=base)
     assert "canary" not in environment.values()
     assert environment["PATH"] == "/bin"
@@ -157,7 +171,10 @@ def test_what_is_secret_it_does_not_get(name: str, value: str) -> None:
 
 
 def test_threads_are_not_the_users_to_set() -> None:
-    assert inherited({"OMP_NUM_THREADS": "64", "KMP_BLOCKTIME": "1", "VLLM_CPU_KVCACHE_SPACE": "9"}) == {}
+    assert (
+        inherited({"OMP_NUM_THREADS": "64", "KMP_BLOCKTIME": "1", "VLLM_CPU_KVCACHE_SPACE": "9"})
+        == {}
+    )
 
 
 def test_what_the_user_names_it_gets() -> None:
@@ -167,12 +184,21 @@ def test_what_the_user_names_it_gets() -> None:
 
 def test_threads_wait_with_little_spinning_where_another_engine_wants_their_cores() -> None:
     assert "GOMP_SPINCOUNT" not in engine_environment(CPU, base={"GOMP_SPINCOUNT": "7"})
-    assert engine_environment(replace(CPU, has_neighbours=True), base={})["GOMP_SPINCOUNT"] == "1000"
-    assert "GOMP_SPINCOUNT" not in engine_environment(replace(CPU, cores=(0,), has_neighbours=True), base={})
+    assert (
+        engine_environment(replace(CPU, has_neighbours=True), base={})["GOMP_SPINCOUNT"] == "1000"
+    )
+    assert "GOMP_SPINCOUNT" not in engine_environment(
+        replace(CPU, cores=(0,), has_neighbours=True), base={}
+    )
 
 
 def test_kv_cache_follows_the_models_shape() -> None:
-    smollm2 = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}
+    smollm2 = {
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "hidden_size": 576,
+    }
     per_token = 2 * 30 * 3 * 64 * 2
     assert kv_cache_gib(smollm2, 2**30 // per_token) == 1
     assert kv_cache_gib(smollm2, 2**30 // per_token + 1) == 2
@@ -214,8 +240,12 @@ def test_a_real_engine_starts_answers_and_leaves_nothing(tmp_path: Path, cpu_eng
         assert len(living) >= 2  # the server and its engine core
         # Only a fork has the environment that the server began with: a spawned core gets what vLLM has added since.
         own = started_with(process.pid)
-        assert [one.pid for one in living if one.pid != process.pid and started_with(one.pid) == own]
-        for member in living:  # the worst way to end: everything at once, and nobody cleans up after itself
+        assert [
+            one.pid for one in living if one.pid != process.pid and started_with(one.pid) == own
+        ]
+        for (
+            member
+        ) in living:  # the worst way to end: everything at once, and nobody cleans up after itself
             member.kill()
         process.wait(timeout_s=20)
     finally:
@@ -241,7 +271,11 @@ def unused(files: set[Path]) -> set[Path]:
     mapped: set[int] = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
-            mapped |= {int(line.split()[4]) for line in maps.read_text().splitlines() if " /dev/shm/" in line}
+            mapped |= {
+                int(line.split()[4])
+                for line in maps.read_text().splitlines()
+                if " /dev/shm/" in line
+            }
         except OSError:
             continue
     return {path for path in files if path.exists() and path.stat().st_ino not in mapped}
@@ -255,12 +289,26 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def test_any_argument_comes_from_a_setting() -> None:
-    given = ["engine.args.max_num_seqs=256", "engine.args.enable_prefix_caching=false", "engine.args.block_size=32"]
+    given = [
+        "engine.args.max_num_seqs=256",
+        "engine.args.enable_prefix_caching=false",
+        "engine.args.block_size=32",
+    ]
     config = resolve(
-        recipe={"model": "m", "dataset": "task:addition", "output": "o", "rewards": ["exact_answer"]}, sets=given
+        recipe={
+            "model": "m",
+            "dataset": "task:addition",
+            "output": "o",
+            "rewards": ["exact_answer"],
+        },
+        sets=given,
     )
     assert isinstance(config, RunConfig)
-    assert config.engine.args == {"max_num_seqs": 256, "enable_prefix_caching": False, "block_size": 32}
+    assert config.engine.args == {
+        "max_num_seqs": 256,
+        "enable_prefix_caching": False,
+        "block_size": 32,
+    }
 
 
 def test_the_words_are_those_of_vllms_command_line() -> None:
@@ -290,18 +338,24 @@ def test_the_words_are_those_of_vllms_command_line() -> None:
 def test_what_ycore_sets_is_refused_with_what_to_say_instead(name: str, way_out: str) -> None:
     with pytest.raises(ConfigError) as refused:
         check_arguments(["max_num_seqs", name])
-    assert str(refused.value).startswith(f"engine.args.{name} is not passed on: ") and way_out in str(refused.value)
+    assert str(refused.value).startswith(
+        f"engine.args.{name} is not passed on: "
+    ) and way_out in str(refused.value)
 
 
 def test_what_vllm_does_not_know_is_refused_with_the_nearest() -> None:
     if not vllm_arguments():
         pytest.skip("vLLM is not installed")
     check_arguments(["max_num_seqs", "block_size", "speculative_config", "compilation_config"])
-    with pytest.raises(ConfigError, match=r"no argument max_num_seq \(engine\.args\); did you mean 'max_num_seqs'"):
+    with pytest.raises(
+        ConfigError, match=r"no argument max_num_seq \(engine\.args\); did you mean 'max_num_seqs'"
+    ):
         check_arguments(["max_num_seq"])
 
 
 @pytest.mark.engine
 def test_the_names_read_from_vllms_source_are_its_own() -> None:
     arg_utils = pytest.importorskip("vllm.engine.arg_utils")
-    assert vllm_arguments() == {one.name for one in fields(arg_utils.EngineArgs) if one.name[0] != "_"}
+    assert vllm_arguments() == {
+        one.name for one in fields(arg_utils.EngineArgs) if one.name[0] != "_"
+    }

@@ -78,14 +78,18 @@ def drafting(
     engine = cpu_engine(folder, model, arguments=(("speculative_config", how),))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(module.parent))
-        patch.setenv("VLLM_CONFIGURE_LOGGING", "1")  # whatever the shell says: the drafter is found in the log below
+        patch.setenv(
+            "VLLM_CONFIGURE_LOGGING", "1"
+        )  # whatever the shell says: the drafter is found in the log below
         patch.setenv("VLLM_LOGGING_LEVEL", "INFO")
         with serve(folder, [engine]):
             assert "Loading drafter model" in folder.log("rollout-0").read_text()
             yield engine.socket
 
 
-def ask(socket: Path, sampling: Sampling, times: int, *, greedy: bool) -> tuple[list[list[Completion]], Drafted | None]:
+def ask(
+    socket: Path, sampling: Sampling, times: int, *, greedy: bool
+) -> tuple[list[list[Completion]], Drafted | None]:
     """So many completions of each prompt, a prompt at a time, and what drafts did for them; None of another model's."""
 
     async def work() -> tuple[list[list[Completion]], Drafted | None]:
@@ -94,7 +98,10 @@ def ask(socket: Path, sampling: Sampling, times: int, *, greedy: bool) -> tuple[
             await engine.take_drafts()
         answers = []
         for number, prompt in enumerate(PROMPTS):
-            asked = (engine.complete(prompt, 1000 * number + seed, greedy=greedy) for seed in range(times))
+            asked = (
+                engine.complete(prompt, 1000 * number + seed, greedy=greedy)
+                for seed in range(times)
+            )
             answers.append(list(await asyncio.gather(*asked)))
         counts = None
         with contextlib.suppress(EngineError):  # only ycore's own drafter counts
@@ -105,7 +112,9 @@ def ask(socket: Path, sampling: Sampling, times: int, *, greedy: bool) -> tuple[
     return asyncio.run(asyncio.wait_for(work(), 250))
 
 
-def probabilities(model: Any, prompt: list[int], written: Completion, temperature: float) -> torch.Tensor:
+def probabilities(
+    model: Any, prompt: list[int], written: Completion, temperature: float
+) -> torch.Tensor:
     """`[T, V]` of the model itself, at each place of the completion."""
     ids = torch.tensor([[*prompt, *written.token_ids]])
     with torch.no_grad():
@@ -130,15 +139,21 @@ def test_sampled_tokens_have_the_distribution_of_the_model_alone(
     log-probabilities are the model's."""
     sampling = Sampling(max_tokens=16, temperature=temperature)
     answers, counts = ask(drafting, sampling, 40, greedy=False)
-    assert counts is None or (counts.tokens > 1000 and counts.accepted > (5 if temperature == 1 else 100))
+    assert counts is None or (
+        counts.tokens > 1000 and counts.accepted > (5 if temperature == 1 else 100)
+    )
     loaded, source = AutoModelForCausalLM.from_pretrained(model), torch.Generator().manual_seed(0)
     places, gaps = list[float](), list[float]()
-    for prompt, written in ((prompt, one) for prompt, group in zip(PROMPTS, answers, strict=True) for one in group):
+    for prompt, written in (
+        (prompt, one) for prompt, group in zip(PROMPTS, answers, strict=True) for one in group
+    ):
         own = probabilities(loaded, prompt, written, temperature)
         tokens = torch.tensor(written.token_ids).unsqueeze(1)
         chosen = own.gather(1, tokens).squeeze(1)
         below = (own.cumsum(-1).gather(1, tokens)).squeeze(1) - chosen
-        places += (below + chosen * torch.rand(len(chosen), generator=source, dtype=torch.double)).tolist()
+        places += (
+            below + chosen * torch.rand(len(chosen), generator=source, dtype=torch.double)
+        ).tolist()
         assert written.logprobs is not None
         gaps += (torch.tensor(written.logprobs) - chosen.log()).abs().tolist()
     assert max(gaps) < 1e-3

@@ -47,14 +47,18 @@ def test_what_was_not_seen_for_longest_is_forgotten() -> None:
     assert memory.draft([105, 106, 107], 2) == []
 
 
-@pytest.mark.parametrize(("cost", "least", "most"), [(0.5, 0.98, 1.0), (0.99, 0.0, 0.3), (3.0, 0.0, 0.01)])
+@pytest.mark.parametrize(
+    ("cost", "least", "most"), [(0.5, 0.98, 1.0), (0.99, 0.0, 0.3), (3.0, 0.0, 0.01)]
+)
 def test_drafts_are_made_while_they_pay(cost: float, least: float, most: float) -> None:
     """`cost`: of a token in passes with drafts, over that without; the noise is a tenth. What does not pay is tried
     again, now and then, and the more it costs the more seldom."""
     pace, source, choices = Pace(), random.Random(0), list[bool]()
     for _ in range(4000):
         choices.append(drafted := pace.wants(4))
-        pace.note(4, drafted=drafted, seconds=0.02 * (cost if drafted else 1.0) * source.uniform(0.9, 1.1))
+        pace.note(
+            4, drafted=drafted, seconds=0.02 * (cost if drafted else 1.0) * source.uniform(0.9, 1.1)
+        )
     assert least <= sum(choices[200:]) / len(choices[200:]) <= most
     assert 0 < sum(choices[200:]) < len(choices[200:])
 
@@ -111,8 +115,13 @@ class Rows:
 
 def drafter(monkeypatch: pytest.MonkeyPatch, *, most: int = 4, limit: int = 64) -> Lookup:
     monkeypatch.setattr(Pace, "wants", lambda self, number: True)
-    sizes = {"speculative_config": {"num_speculative_tokens": most}, "model_config": {"max_model_len": limit}}
-    return Lookup(SimpleNamespace(**{name: SimpleNamespace(**values) for name, values in sizes.items()}))
+    sizes = {
+        "speculative_config": {"num_speculative_tokens": most},
+        "model_config": {"max_model_len": limit},
+    }
+    return Lookup(
+        SimpleNamespace(**{name: SimpleNamespace(**values) for name, values in sizes.items()})
+    )
 
 
 def test_a_completion_is_drafted_from_its_siblings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +144,9 @@ def test_rows_that_change_places_keep_their_texts(monkeypatch: pytest.MonkeyPatc
     assert rows.write(lookup, [20, 21, 22], [12])[0] == [20, 21, 22, 20]
 
 
-def test_while_drafts_do_not_pay_texts_are_not_read_and_later_caught_up_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_drafts_do_not_pay_texts_are_not_read_and_later_caught_up_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     lookup, rows = drafter(monkeypatch), Rows([1, 2, 3, 4])
     rows.write(lookup, [5])
     monkeypatch.setattr(Pace, "wants", lambda self, number: False)

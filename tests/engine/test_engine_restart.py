@@ -56,7 +56,11 @@ def start(command: list[str], model: Path, output: Path, *sets: str) -> subproce
     own = ["dtype=float32", "sampling.dynamic=false", "engine.max_model_len=64", *sets]
     words = [*command, "grpo", *given, *(word for value in own for word in ("--set", value))]
     return subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "COLUMNS": "300"}
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "COLUMNS": "300"},
     )
 
 
@@ -80,7 +84,9 @@ def process_of(run: subprocess.Popen[str], name: str) -> psutil.Process:
 
 
 @pytest.mark.slow
-def test_a_run_whose_trainer_and_engine_were_killed_equals_one_in_peace(model: Path, tmp_path: Path) -> None:
+def test_a_run_whose_trainer_and_engine_were_killed_equals_one_in_peace(
+    model: Path, tmp_path: Path
+) -> None:
     whole, harmed = tmp_path / "whole", tmp_path / "harmed"
     sets = ("engine.count=2", "checkpoint_every=2", "restarts=1")
     run = start(SCRIPTED, model, whole, *sets)
@@ -94,13 +100,22 @@ def test_a_run_whose_trainer_and_engine_were_killed_equals_one_in_peace(model: P
     process_of(run, "rollout-0.sock").send_signal(signal.SIGKILL)
     shown, _ = run.communicate(timeout=600)
     assert run.returncode == 0, shown
-    assert "trainer ended with killed by SIGKILL" in shown and "resuming from the newest checkpoint (1 of 1)" in shown
-    assert "rollout-0 ended with killed by SIGKILL" in shown and "starting it again (1 of 3)" in shown
+    assert (
+        "trainer ended with killed by SIGKILL" in shown
+        and "resuming from the newest checkpoint (1 of 1)" in shown
+    )
+    assert (
+        "rollout-0 ended with killed by SIGKILL" in shown and "starting it again (1 of 3)" in shown
+    )
 
     expected, seen = rows(whole), rows(harmed)
-    assert [{key: row[key] for key in SAME} for row in seen] == [{key: row[key] for key in SAME} for row in expected]
+    assert [{key: row[key] for key in SAME} for row in seen] == [
+        {key: row[key] for key in SAME} for row in expected
+    ]
     assert len({row["loss"] for row in expected}) == len(expected) == STEPS
-    assert [sum(row.get("ycore/engine_restarts", 0) for row in one) for one in (expected, seen)] == [0, 1]
+    assert [
+        sum(row.get("ycore/engine_restarts", 0) for row in one) for one in (expected, seen)
+    ] == [0, 1]
     assert {row["ycore/sync_proved"] for row in seen if "ycore/sync_proved" in row} == {1.0}
 
 
@@ -122,4 +137,6 @@ def test_a_real_engine_that_loses_its_core_in_a_round_is_back_with_the_policys_w
     assert [row["step"] for row in seen] == list(range(1, STEPS + 1))
     assert sum(row["ycore/engine_restarts"] for row in seen) == 1, shown
     # At this learning rate an engine with the first weights would be off by far more (test_real_engine).
-    assert all(row["ycore/logprob_gap"] < 0.01 for row in seen), [row["ycore/logprob_gap"] for row in seen]
+    assert all(row["ycore/logprob_gap"] < 0.01 for row in seen), [
+        row["ycore/logprob_gap"] for row in seen
+    ]

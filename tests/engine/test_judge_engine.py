@@ -10,7 +10,14 @@ import pytest
 
 from ycore.config.schema import RewardConfig
 from ycore.engine import judge_engine
-from ycore.engine.judge_engine import Refused, RemoteJudge, RemoteTeacher, backoff_s, build_chat_request, parse_reply
+from ycore.engine.judge_engine import (
+    Refused,
+    RemoteJudge,
+    RemoteTeacher,
+    backoff_s,
+    build_chat_request,
+    parse_reply,
+)
 from ycore.errors import EngineError
 from ycore.judge.declaration import Judge
 from ycore.judge.sources import Teacher, judge_of
@@ -28,7 +35,12 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_judge(**declared: Any) -> Judge:
-    args = {"base_url": "http://judges.test/v1", "model": "big", "verdict": {"kind": "score"}, **declared}
+    args = {
+        "base_url": "http://judges.test/v1",
+        "model": "big",
+        "verdict": {"kind": "score"},
+        **declared,
+    }
     return judge_of(RewardConfig(reward="judge:test", args=args))
 
 
@@ -108,7 +120,9 @@ def test_what_will_not_pass_ends_at_once(status: int) -> None:
         calls += 1
         return httpx.Response(status, text="no such\nkey")
 
-    with pytest.raises(EngineError, match=f"answered {status}: no such key; check base_url, model and key"):
+    with pytest.raises(
+        EngineError, match=f"answered {status}: no such key; check base_url, model and key"
+    ):
         ask(make_judge(), handle)
     assert calls == 1
 
@@ -124,13 +138,18 @@ def test_one_question_refused_costs_it_and_many_in_a_row_end_the_run() -> None:
         await engine.close()
         return seen
 
-    assert run(work(lambda request: httpx.Response(400), 3)) == ["the address refused the question"] * 3
+    assert (
+        run(work(lambda request: httpx.Response(400), 3))
+        == ["the address refused the question"] * 3
+    )
     assert run(work(lambda request: httpx.Response(503), 2)) == ["the address did not answer"] * 2
     with pytest.raises(EngineError, match="the last 16 questions had no answer"):
         run(work(lambda request: httpx.Response(422, text="too long"), 16))
 
 
-def test_a_wait_grows_and_is_no_shorter_than_the_address_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_grows_and_is_no_shorter_than_the_address_asks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(judge_engine, "FIRST_WAIT_S", 1)
     monkeypatch.setattr(judge_engine, "LONGEST_WAIT_S", 30)
     assert all(0.5 * 2**attempt <= backoff_s(attempt) <= 2**attempt for attempt in range(5))
@@ -150,7 +169,9 @@ def test_no_more_are_in_flight_than_the_judge_allows() -> None:
             return httpx.Response(200, json=answer())
 
         judge = make_judge(concurrency=3)
-        engine = RemoteJudge("test", judge, request_timeout_s=5, transport=httpx.MockTransport(handle))
+        engine = RemoteJudge(
+            "test", judge, request_timeout_s=5, transport=httpx.MockTransport(handle)
+        )
         await asyncio.gather(*(engine.ask(judge, QUESTION, seed=n) for n in range(12)))
         await engine.close()
         return most
@@ -158,7 +179,9 @@ def test_no_more_are_in_flight_than_the_judge_allows() -> None:
     assert run(work()) == 3
 
 
-@pytest.mark.parametrize("body", [[], {}, {"choices": []}, {"choices": [{"message": {}}]}, {"choices": [7]}])
+@pytest.mark.parametrize(
+    "body", [[], {}, {"choices": []}, {"choices": [{"message": {}}]}, {"choices": [7]}]
+)
 def test_an_answer_that_is_no_completion_is_an_error(body: Any) -> None:
     with pytest.raises(EngineError, match="no chat completion"):
         parse_reply(body, name="test")
@@ -170,11 +193,20 @@ def test_labels_ask_for_every_tokens_probabilities() -> None:
     assert (body["max_tokens"], body["logprobs"], body["top_logprobs"]) == (67, True, 20)
     schema = body["response_format"]["json_schema"]["schema"]
     assert schema["required"] == ["code", "label"] and schema["additionalProperties"] is False
-    assert schema["properties"]["code"] == {"type": "string", "maxLength": 20}, "the judge writes the code itself"
+    assert schema["properties"]["code"] == {"type": "string", "maxLength": 20}, (
+        "the judge writes the code itself"
+    )
     assert schema["properties"]["label"] == {"type": "string", "enum": ["yes", "no"]}
-    top = [{"token": "yes", "logprob": -0.1}, {"token": "no", "logprob": -2.0}, {"token": "yes", "logprob": -9.0}]
+    top = [
+        {"token": "yes", "logprob": -0.1},
+        {"token": "no", "logprob": -2.0},
+        {"token": "yes", "logprob": -9.0},
+    ]
     reply = parse_reply(
-        answer("yes", logprobs={"content": [{"token": "yes", "top_logprobs": top}, {"token": "!"}]}), name="test"
+        answer(
+            "yes", logprobs={"content": [{"token": "yes", "top_logprobs": top}, {"token": "!"}]}
+        ),
+        name="test",
     )
     assert reply.tokens == [ReplyToken("yes", {"yes": -0.1, "no": -2.0}), ReplyToken("!", {})]
 
@@ -183,7 +215,10 @@ def test_json_verdicts_go_with_their_schema() -> None:
     judge = make_judge(verdict={"kind": "json", "reason": True, "min": 1, "max": 5})
     body = build_chat_request(judge, QUESTION, model="big", seed=0, again=True)
     schema = body["response_format"]["json_schema"]["schema"]
-    assert schema["required"] == ["reason", "score", "code"] and schema["additionalProperties"] is False
+    assert (
+        schema["required"] == ["reason", "score", "code"]
+        and schema["additionalProperties"] is False
+    )
     assert schema["properties"]["code"] == {"type": "string", "maxLength": 20}, (
         "the judge writes the code, not the schema"
     )
@@ -194,7 +229,9 @@ def test_json_verdicts_go_with_their_schema() -> None:
 def taught(handle: Callable[[httpx.Request], httpx.Response]) -> tuple[float, ...]:
     async def work() -> tuple[float, ...]:
         teacher = Teacher(model="big", base_url="http://teachers.test/v1")
-        engine = RemoteTeacher("teacher:big", teacher, request_timeout_s=5, transport=httpx.MockTransport(handle))
+        engine = RemoteTeacher(
+            "teacher:big", teacher, request_timeout_s=5, transport=httpx.MockTransport(handle)
+        )
         try:
             return await engine.logprobs_of([5, 6], [7, 8])
         finally:
@@ -208,17 +245,32 @@ def test_a_teacher_at_an_address_says_how_likely_the_given_tokens_are() -> None:
 
     def handle(request: httpx.Request) -> httpx.Response:
         asked.append((request.url.path, json.loads(request.content)))
-        told = [None, {"6": {"logprob": -9}}, {"7": {"logprob": -1.5}, "4": {"logprob": -0.1}}, {"8": {"logprob": -2}}]
+        told = [
+            None,
+            {"6": {"logprob": -9}},
+            {"7": {"logprob": -1.5}, "4": {"logprob": -0.1}},
+            {"8": {"logprob": -2}},
+        ]
         return httpx.Response(200, json={"choices": [{"prompt_logprobs": told}]})
 
     assert taught(handle) == (-1.5, -2)
-    body = {"model": "big", "prompt": [5, 6, 7, 8], "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+    body = {
+        "model": "big",
+        "prompt": [5, 6, 7, 8],
+        "max_tokens": 1,
+        "temperature": 0.0,
+        "prompt_logprobs": 0,
+    }
     assert asked == [("/v1/completions", body)]
 
 
-@pytest.mark.parametrize("told", [{}, {"prompt_logprobs": None}, {"prompt_logprobs": [None, {}, {}, {}]}])
+@pytest.mark.parametrize(
+    "told", [{}, {"prompt_logprobs": None}, {"prompt_logprobs": [None, {}, {}, {}]}]
+)
 def test_an_address_without_a_prompts_probabilities_is_no_teacher(told: Any) -> None:
-    with pytest.raises(EngineError, match=r"gives no probabilities of a prompt's tokens .*is a vLLM server"):
+    with pytest.raises(
+        EngineError, match=r"gives no probabilities of a prompt's tokens .*is a vLLM server"
+    ):
         taught(lambda request: httpx.Response(200, json={"choices": [told]}))
     with pytest.raises(Refused):
         taught(lambda request: httpx.Response(400, text="too long"))

@@ -52,16 +52,24 @@ def spread(completion_ids):
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model, with the sums of its tensors beside it, as if a trainer had written it as version 0."""
     folder = write_tiny_model(tmp_path_factory.mktemp("model"))
-    write_manifest(folder, 0, {name: tensor_sums(tensor) for name, tensor in stored_in(folder).items()})
+    write_manifest(
+        folder, 0, {name: tensor_sums(tensor) for name, tensor in stored_in(folder).items()}
+    )
     return folder
 
 
 def stored_in(folder: Path) -> dict[str, Any]:
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    return {
+        name: tensor
+        for path in folder.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, tmp_path_factory: pytest.TempPathFactory, serve: Any, cpu_engine: Any) -> Iterator[Path]:
+def server(
+    model: Path, tmp_path_factory: pytest.TempPathFactory, serve: Any, cpu_engine: Any
+) -> Iterator[Path]:
     """The socket of a vLLM server with the tiny model in float32; killed in any case."""
     folder = RunFolder(tmp_path_factory.mktemp("run"))
     engine = cpu_engine(folder, model, max_model_len=256)
@@ -111,7 +119,9 @@ def test_logprobs_are_the_trainers_own(server: Path, model: Path, temperature: f
         abs(ours - theirs)
         for prompt, completion in zip(prompts, completions, strict=True)
         for ours, theirs in zip(
-            trainer_logprobs(model, prompt, completion, temperature), logprobs(completion), strict=True
+            trainer_logprobs(model, prompt, completion, temperature),
+            logprobs(completion),
+            strict=True,
         )
     ]
     print(f"mean gap {sum(gaps) / len(gaps):.2g}, largest {max(gaps):.2g}, over {len(gaps)} tokens")
@@ -120,7 +130,9 @@ def test_logprobs_are_the_trainers_own(server: Path, model: Path, temperature: f
 
 def test_the_same_seeds_give_the_same_tokens_and_others_do_not(server: Path, model: Path) -> None:
     first, second = ask(server, model, SAMPLING, times=2)
-    assert [completion.token_ids for completion in first] == [completion.token_ids for completion in second]
+    assert [completion.token_ids for completion in first] == [
+        completion.token_ids for completion in second
+    ]
     assert len({completion.token_ids for completion in first}) > 28
 
 
@@ -131,7 +143,9 @@ def test_a_completion_ends_with_its_end_token_or_at_its_limit(server: Path, mode
     for completion in completions:
         assert not set(completion.token_ids[:-1]) & set(ends)
         assert (completion.token_ids[-1] in ends) == (completion.finish_reason == "stop")
-        assert len(completion.token_ids) <= 12 and len(logprobs(completion)) == len(completion.token_ids)
+        assert len(completion.token_ids) <= 12 and len(logprobs(completion)) == len(
+            completion.token_ids
+        )
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
@@ -155,7 +169,13 @@ def test_without_the_sync_they_drift_apart(
 
 
 def train(
-    server: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, lora: bool, syncs: bool
+    server: Path,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    lora: bool,
+    syncs: bool,
 ) -> tuple[list[float], str]:
     """Four steps at a large learning rate; the gap of each, and the version that the engine says it holds."""
     import torch
@@ -200,16 +220,23 @@ def train(
         trainer.train()
     finally:
         rounds.close()
-    told = ("ycore/logprob_gap", "ycore/stale_gap")  # one or the other, by the version that the engine says it holds
+    told = (
+        "ycore/logprob_gap",
+        "ycore/stale_gap",
+    )  # one or the other, by the version that the engine says it holds
     gaps = [row[name] for row in trainer.state.log_history for name in told if name in row]
     return gaps, told_version(server)
 
 
-def test_a_sync_that_does_not_arrive_is_an_error_on_that_step(server: Path, model: Path, tmp_path: Path) -> None:
+def test_a_sync_that_does_not_arrive_is_an_error_on_that_step(
+    server: Path, model: Path, tmp_path: Path
+) -> None:
     """Each weight moved a little; then all of it sent, one tensor left out, half of one, and some at wrong places."""
     import torch
 
-    moved = {name: tensor + 1e-3 * torch.ones_like(tensor) for name, tensor in stored_in(model).items()}
+    moved = {
+        name: tensor + 1e-3 * torch.ones_like(tensor) for name, tensor in stored_in(model).items()
+    }
     sums = {name: tensor_sums(tensor) for name, tensor in moved.items()}
     left_out = "model.layers.1.self_attn.k_proj.weight"
     half = "model.layers.0.mlp.down_proj.weight"
@@ -230,20 +257,29 @@ def test_a_sync_that_does_not_arrive_is_an_error_on_that_step(server: Path, mode
 
     old = stored_in(model)
     all_of_them = f"{len(sums)} of {len(sums)}"
-    with pytest.raises(SyncError, match=rf"rollout-0: policy version 1: {all_of_them} tensors are not the trainer's"):
+    with pytest.raises(
+        SyncError,
+        match=rf"rollout-0: policy version 1: {all_of_them} tensors are not the trainer's",
+    ):
         send(old, 1)  # a file that nobody had written anew
-    with pytest.raises(SyncError, match=r"policy version 2: 1 of .*layers.1.self_attn.k_proj.weight"):
+    with pytest.raises(
+        SyncError, match=r"policy version 2: 1 of .*layers.1.self_attn.k_proj.weight"
+    ):
         send({name: tensor for name, tensor in moved.items() if name != left_out}, 2)
     with pytest.raises(SyncError, match=r"policy version 3: 1 of .*layers.0.mlp.down_proj.weight"):
         send({**moved, half: torch.cat([moved[half][:10], old[half][10:]])}, 3)
     key, value = (f"model.layers.0.self_attn.{part}_proj.weight" for part in "kv")
-    with pytest.raises(SyncError, match=r"policy version 4: 2 of .*k_proj.weight, model.*v_proj.weight"):
+    with pytest.raises(
+        SyncError, match=r"policy version 4: 2 of .*k_proj.weight, model.*v_proj.weight"
+    ):
         send({**moved, key: moved[value], value: moved[key]}, 4)
     with pytest.raises(SyncError, match=r"policy version 5: 1 of .*layers.0.mlp.down_proj.weight"):
         send({**moved, half: moved[half].roll(1, 0)}, 5)
     assert send(moved, 6) == 1.0
     assert told_version(server) == "6"
-    with pytest.raises(SyncError, match=r"stale weights: .* holds policy version 6, and 7 was to be sent"):
+    with pytest.raises(
+        SyncError, match=r"stale weights: .* holds policy version 6, and 7 was to be sent"
+    ):
         asyncio.run(engine_at(server).load_weights(tmp_path, 7))
 
 
@@ -258,7 +294,10 @@ class Counted(Bucket):
 
 class LeftOut(Bucket):
     def fill(self) -> Iterator[list[Entry]]:
-        return (entries[:-1] if number == 1 else entries for number, entries in enumerate(super().fill()))
+        return (
+            entries[:-1] if number == 1 else entries
+            for number, entries in enumerate(super().fill())
+        )
 
 
 class Ended(Bucket):
@@ -315,9 +354,15 @@ def test_weights_from_the_trainers_memory_are_those_of_files(
     ours, others = send(shared, 1, Counted), send(files, 2, None)
     assert len(counts) > 2 and sum(counts) == len(list(source.weights()))
     assert [file.stat().st_size for file in shared.glob("*.bucket")] == [largest]
-    assert [(one.token_ids, one.logprobs) for one in ours] == [(one.token_ids, one.logprobs) for one in others]
-    for version, (bucket, message) in enumerate([(LeftOut, "1 of"), (Ended, r"\d\d of"), (Shrunk, r"\d\d of")], 3):
-        with pytest.raises(SyncError, match=rf"rollout-0: policy version {version}: {message} .* not the trainer's"):
+    assert [(one.token_ids, one.logprobs) for one in ours] == [
+        (one.token_ids, one.logprobs) for one in others
+    ]
+    for version, (bucket, message) in enumerate(
+        [(LeftOut, "1 of"), (Ended, r"\d\d of"), (Shrunk, r"\d\d of")], 3
+    ):
+        with pytest.raises(
+            SyncError, match=rf"rollout-0: policy version {version}: {message} .* not the trainer's"
+        ):
             send(shared, version, bucket)
     assert [one.logprobs for one in send(shared, 6, Bucket)] != [one.logprobs for one in ours]
     assert told_version(server) == "6"
@@ -335,9 +380,19 @@ def test_adapters_alone_give_what_merged_weights_give(
     from ycore.engine.weights import write_adapters, write_weights
 
     torch.manual_seed(0)
-    lora = LoraConfig(r=6, lora_alpha=24, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    lora = LoraConfig(
+        r=6,
+        lora_alpha=24,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+        init_lora_weights=False,
+    )
     policy = get_peft_model(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), lora)
-    base = next(parameter for name, parameter in policy.named_parameters() if name.endswith("q_proj.base_layer.weight"))
+    base = next(
+        parameter
+        for name, parameter in policy.named_parameters()
+        if name.endswith("q_proj.base_layer.weight")
+    )
     merged, alone = tmp_path / "merged", tmp_path / "alone"
 
     async def ask_both(version: int) -> list[list[Completion]]:
@@ -346,7 +401,9 @@ def test_adapters_alone_give_what_merged_weights_give(
             engine = engine_at(socket)
             try:
                 await engine.load_weights(folder, version)
-                answers.append([await engine.complete(prompt, 0, greedy=True) for prompt in PROMPTS])
+                answers.append(
+                    [await engine.complete(prompt, 0, greedy=True) for prompt in PROMPTS]
+                )
                 assert engine.verified_share == 1.0
             finally:
                 await engine.close()
@@ -380,13 +437,17 @@ def test_adapters_alone_give_what_merged_weights_give(
     change()
     write_adapters(policy, alone, dtype=torch.float32, version=3)
     (alone / "adapter_model.safetensors").write_bytes(stale)
-    with pytest.raises(SyncError, match=r"rollout-0: policy version 3: 28 of .* not the trainer's .*lora_A.weight"):
+    with pytest.raises(
+        SyncError, match=r"rollout-0: policy version 3: 28 of .* not the trainer's .*lora_A.weight"
+    ):
         asyncio.run(send(3))
     with torch.no_grad():
         base.add_(1e-3)
     weights._BASE_SUMS.clear()
     write_adapters(policy, alone, dtype=torch.float32, version=4)
-    with pytest.raises(SyncError, match=r"policy version 4: 1 of .* not the trainer's .*q_proj.weight"):
+    with pytest.raises(
+        SyncError, match=r"policy version 4: 1 of .* not the trainer's .*q_proj.weight"
+    ):
         asyncio.run(send(4))
 
 
@@ -423,12 +484,19 @@ def test_the_openai_client_is_answered_as_an_environment_inside_is(
     tokenizer = AutoTokenizer.from_pretrained(model)
     inside = Dialogue(tokenizer, Description((), takes_text=True), actions="template")
     through = Dialogue(tokenizer, Description(()), actions="template", users_answer=True)
-    given: Any = {"model": "m", "dataset": "d", "output": "run", "rewards": [{"reward": "environment"}]}
+    given: Any = {
+        "model": "m",
+        "dataset": "d",
+        "output": "run",
+        "rewards": [{"reward": "environment"}],
+    }
     where: Any = {"log": tmp_path / "log", "run_id": "t", "run_folder": tmp_path / "run"}
     limits: Any = {"max_turns": 3, "max_tokens": 200, "turn_tokens": 24, "max_prompt_tokens": 50}
     slow: Any = {"call_s": 60, "completion_s": 280}
     pool = ToolPool(RunConfig(**given, env="world.py:World", turns=slow), **where)
-    agents = AgentPool(RunConfig(**given, agent=f"{sys.executable} my_agent.py", turns=slow), **where)
+    agents = AgentPool(
+        RunConfig(**given, agent=f"{sys.executable} my_agent.py", turns=slow), **where
+    )
     kinds = [
         Turns(lambda _: inside, pool, pays=False, **limits),
         Agents(lambda tools: through, agents, call_s=60, **limits),
@@ -452,13 +520,19 @@ def test_the_openai_client_is_answered_as_an_environment_inside_is(
 
     ours, theirs = asyncio.run(play())
     for one, other in zip(ours, theirs, strict=True):
-        assert (one.prompt_ids, one.token_ids, one.mask) == (other.prompt_ids, other.token_ids, other.mask)
+        assert (one.prompt_ids, one.token_ids, one.mask) == (
+            other.prompt_ids,
+            other.token_ids,
+            other.mask,
+        )
         assert logprobs(one) == pytest.approx(logprobs(other), abs=1e-4)
     assert max(sum(turn.by_policy for turn in one.turns) for one in ours) == 3
 
 
 def told_version(server: Path) -> str:
-    with httpx.Client(transport=httpx.HTTPTransport(uds=str(server)), base_url="http://rollout-0") as client:
+    with httpx.Client(
+        transport=httpx.HTTPTransport(uds=str(server)), base_url="http://rollout-0"
+    ) as client:
         return str(client.get("/weight_info").json()["weight_version"])
 
 
@@ -493,7 +567,9 @@ def make_trainer(model: Path, output: Path, *, lora: bool) -> Any:
         ),
         train_dataset=Dataset.from_dict({"prompt": ["tick"] * 16}),
         processing_class=AutoTokenizer.from_pretrained(model),
-        peft_config=LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM") if lora else None,
+        peft_config=LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+        if lora
+        else None,
     )
 
 
@@ -502,19 +578,25 @@ def logprobs(completion: Completion) -> tuple[float, ...]:
     return completion.logprobs
 
 
-def trainer_logprobs(model: Path, prompt: list[int], completion: Completion, temperature: float) -> list[float]:
+def trainer_logprobs(
+    model: Path, prompt: list[int], completion: Completion, temperature: float
+) -> list[float]:
     import torch
     from transformers import AutoModelForCausalLM
 
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype="float32")
     tokens = list(completion.token_ids)
     with torch.no_grad():
-        logits = loaded(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1] / temperature
+        logits = (
+            loaded(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1] / temperature
+        )
     values: list[float] = logits.log_softmax(-1)[range(len(tokens)), tokens].tolist()
     return values
 
 
-def test_the_probability_of_given_tokens_and_greedy_completions_are_the_models_own(server: Path, model: Path) -> None:
+def test_the_probability_of_given_tokens_and_greedy_completions_are_the_models_own(
+    server: Path, model: Path
+) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -533,7 +615,9 @@ def test_the_probability_of_given_tokens_and_greedy_completions_are_the_models_o
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
         rows = policy(torch.tensor([[*context, *target]])).logits[0].log_softmax(-1)
-    assert logprobs == pytest.approx([rows[2 + place, token].item() for place, token in enumerate(target)], abs=1e-3)
+    assert logprobs == pytest.approx(
+        [rows[2 + place, token].item() for place, token in enumerate(target)], abs=1e-3
+    )
     assert first.token_ids == second.token_ids, "the seed plays no part"
     assert first.token_ids[0] == int(rows[2].argmax())
 
@@ -568,15 +652,22 @@ def test_a_completion_that_is_carried_over_has_each_versions_logprobs(
 ) -> None:
     """Aborted under one version and continued under the next, against a whole recomputation under each."""
     newer = write_tiny_model(tmp_path / "newer", seed=1)
-    write_manifest(newer, 1, {name: tensor_sums(tensor) for name, tensor in stored_in(newer).items()})
+    write_manifest(
+        newer, 1, {name: tensor_sums(tensor) for name, tensor in stored_in(newer).items()}
+    )
     turn = CarriedTurn(lambda ids: str(len(ids)), max_tokens=200, max_age=9)
 
     async def work() -> list[Completion]:
         engine = engine_at(server, Sampling(max_tokens=200))
-        starts = [await turn.start(Draw(at, Prompt(at, ""), tuple(ids))) for at, ids in enumerate(PROMPTS)]
+        starts = [
+            await turn.start(Draw(at, Prompt(at, ""), tuple(ids))) for at, ids in enumerate(PROMPTS)
+        ]
 
         def play() -> list[asyncio.Task[Completion]]:
-            return [asyncio.create_task(turn.play(start, 0, engine.complete, seed=0)) for start in starts]
+            return [
+                asyncio.create_task(turn.play(start, 0, engine.complete, seed=0))
+                for start in starts
+            ]
 
         try:
             await engine.load_weights(model, 0)
@@ -602,4 +693,6 @@ def test_a_completion_that_is_carried_over_has_each_versions_logprobs(
         assert (version, one.policy_version) == (0, 1) and 0 < end < len(one.token_ids) <= 200
         old, new = (trainer_logprobs(folder, prompt, one, 1.0) for folder in (model, newer))
         assert logprobs(one) == pytest.approx([*old[:end], *new[end:]], abs=2e-3)
-        assert max(abs(a - b) for a, b in zip(old[end:], new[end:], strict=True)) > 0.05, "the versions are the same"
+        assert max(abs(a - b) for a, b in zip(old[end:], new[end:], strict=True)) > 0.05, (
+            "the versions are the same"
+        )

@@ -21,7 +21,10 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed"),
 ]
-PROMPTS = [[first + place for place in range(length)] for first, length in ((5, 3), (7, 9), (11, 34), (6, 40))]
+PROMPTS = [
+    [first + place for place in range(length)]
+    for first, length in ((5, 3), (7, 9), (11, 34), (6, 40))
+]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +32,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two layers as wide as SmolLM2-135M's: for small ones, every number of rows takes the same kernel."""
     folder: Path = write_tiny_model(tmp_path_factory.mktemp("model"))
     config = AutoConfig.from_pretrained(folder)
-    wide = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
+    wide = {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+    }
     config.update(wide | {"head_dim": 64, "num_hidden_layers": 2})
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
@@ -37,7 +45,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def socket(model: Path, tmp_path_factory: pytest.TempPathFactory, serve: Any, cpu_engine: Any) -> Iterator[Path]:
+def socket(
+    model: Path, tmp_path_factory: pytest.TempPathFactory, serve: Any, cpu_engine: Any
+) -> Iterator[Path]:
     folder = RunFolder(tmp_path_factory.mktemp("run"))
     engine = cpu_engine(folder, model, dtype="bfloat16", deterministic=True, max_num_seqs=64)
     with serve(folder, [engine]):
@@ -52,7 +62,9 @@ def ask(socket: Path, gaps_s: list[float]) -> list[Completion]:
         asked = []
         for number, gap in enumerate(gaps_s):
             await asyncio.sleep(gap)
-            asked.append(asyncio.create_task(engine.complete(PROMPTS[number % len(PROMPTS)], number)))
+            asked.append(
+                asyncio.create_task(engine.complete(PROMPTS[number % len(PROMPTS)], number))
+            )
         answers = await asyncio.gather(*asked)
         await engine.close()
         return answers
@@ -63,7 +75,11 @@ def ask(socket: Path, gaps_s: list[float]) -> list[Completion]:
 def test_answers_do_not_depend_on_what_else_is_in_the_batch(socket: Path) -> None:
     together = ask(socket, [0.0] * 60)
     source = random.Random(0)
-    for gaps_s in ([0.0] * 3, [0.4] * 12, [source.choice((0.0, 0.0, 0.0, 0.02, 0.1)) for _ in together]):
+    for gaps_s in (
+        [0.0] * 3,
+        [0.4] * 12,
+        [source.choice((0.0, 0.0, 0.0, 0.02, 0.1)) for _ in together],
+    ):
         for number, (own, other) in enumerate(zip(ask(socket, gaps_s), together, strict=False)):
             assert own.token_ids == other.token_ids, number
             assert own.logprobs == other.logprobs, number

@@ -54,18 +54,25 @@ def classifier(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config_of(model: Path, classifier: Path) -> RunConfig:
     judge = {"reward": "judge:test", "args": {"verdict": LABELS}}
     rewards: list[Any] = [judge, {"reward": f"rm:{classifier}"}]
-    return RunConfig(model=str(model), dataset="task:addition", rewards=rewards, output="unused", dtype="float32")
+    return RunConfig(
+        model=str(model), dataset="task:addition", rewards=rewards, output="unused", dtype="float32"
+    )
 
 
 @pytest.fixture(scope="module")
-def servers(model: Path, classifier: Path, tmp_path_factory: pytest.TempPathFactory, serve: Any) -> Iterator[RunFolder]:
+def servers(
+    model: Path, classifier: Path, tmp_path_factory: pytest.TempPathFactory, serve: Any
+) -> Iterator[RunFolder]:
     """The folder of a run whose judge and reward model answer; its rollout engine is planned and not started."""
     folder = RunFolder(tmp_path_factory.mktemp("run"))
     site = Site(folder, ONE_RANK, Machine((min(os.sched_getaffinity(0)),), ()))
     config = config_of(model, classifier)
     plans = plan_engines(config, site, fetch=Path).served[1:]
     planned = [engine for plan in plans for engine in plan.engines]
-    assert [(one.name, one.role) for one in planned] == [("judge-0", "judge"), ("reward-model-0", "reward_model")]
+    assert [(one.name, one.role) for one in planned] == [
+        ("judge-0", "judge"),
+        ("reward-model-0", "reward_model"),
+    ]
     with serve(folder, planned):
         yield folder
 
@@ -87,13 +94,17 @@ def test_a_reward_model_gives_transformers_logits(servers: RunFolder, classifier
     asked = [encode(PROMPT, text) for text in TEXTS]
 
     async def logits() -> list[float]:
-        engine = VllmRewardModel("reward-model-0", servers.socket("reward-model-0"), request_timeout_s=60)
+        engine = VllmRewardModel(
+            "reward-model-0", servers.socket("reward-model-0"), request_timeout_s=60
+        )
         told = await asyncio.gather(*(engine.logit(ids) for ids in asked))
         await engine.close()
         return list(told)
 
     ours = run(logits())
-    reference = AutoModelForSequenceClassification.from_pretrained(classifier, dtype=torch.float32).eval()
+    reference = AutoModelForSequenceClassification.from_pretrained(
+        classifier, dtype=torch.float32
+    ).eval()
     with torch.inference_mode():
         theirs = [float(reference(torch.tensor([ids])).logits[0, 0]) for ids in asked]
     print(f"vLLM {ours}, transformers {theirs}")
@@ -115,14 +126,18 @@ def test_a_judges_label_probabilities_are_the_models_own(servers: RunFolder, mod
 
     async def ask() -> list[Reply]:
         engine = judge_engine(servers)
-        replies = await asyncio.gather(*(engine.ask(judge, question, seed=seed) for seed in range(32)))
+        replies = await asyncio.gather(
+            *(engine.ask(judge, question, seed=seed) for seed in range(32))
+        )
         await engine.close()
         return list(replies)
 
     def is_plain(reply: Reply) -> bool:
         """Without escapes, and without special tokens, which a random model writes and the text leaves out."""
         told = "".join(token.text for token in reply.tokens or ())
-        return reply.finish_reason == "stop" and "\\" not in reply.text and told.startswith(reply.text)
+        return (
+            reply.finish_reason == "stop" and "\\" not in reply.text and told.startswith(reply.text)
+        )
 
     whole = [reply for reply in run(ask()) if is_plain(reply)]
     assert whole, "at least one of them came to its end"
@@ -135,7 +150,9 @@ def test_a_judges_label_probabilities_are_the_models_own(servers: RunFolder, mod
             ids = torch.tensor([asked + tokenizer.convert_tokens_to_ids(list(before))])
             logits = reference(ids).logits[0, -1]
         expected = float(torch.sigmoid(logits[a] - logits[b]))
-        assert read_value(judge, reply, code=json.loads(reply.text)["code"]) == pytest.approx(expected, abs=1e-4)
+        assert read_value(judge, reply, code=json.loads(reply.text)["code"]) == pytest.approx(
+            expected, abs=1e-4
+        )
         with pytest.raises(Unreadable, match="lacks the code"):
             read_value(judge, reply, code="c0de")
 
@@ -143,7 +160,11 @@ def test_a_judges_label_probabilities_are_the_models_own(servers: RunFolder, mod
 def test_structured_output_holds_a_judge_to_its_json(servers: RunFolder, model: Path) -> None:
     """A random model writes no JSON by itself; and the schema does not write the code for it, so it has no verdict."""
     judge = judge_of(config_of(model, model).rewards[0]).model_copy(
-        update={"verdict": judge_of(_json_reward(model)).verdict, "temperature": 1.0, "max_tokens": 80}
+        update={
+            "verdict": judge_of(_json_reward(model)).verdict,
+            "temperature": 1.0,
+            "max_tokens": 80,
+        }
     )
 
     async def ask() -> list[Reply]:
@@ -161,7 +182,9 @@ def test_structured_output_holds_a_judge_to_its_json(servers: RunFolder, model: 
     whole = [reply for reply in replies if reply.finish_reason == "stop"]
     assert whole, "at least one of them came to its end"
     for reply in whole:
-        assert 0 <= json.loads(reply.text)["score"] <= 10 and reply.text.index("score") < reply.text.index("code")
+        assert 0 <= json.loads(reply.text)["score"] <= 10 and reply.text.index(
+            "score"
+        ) < reply.text.index("code")
         with pytest.raises(Unreadable, match="lacks the code"):
             read_value(judge, reply, code="c0de")
 
@@ -182,4 +205,8 @@ def test_a_question_that_is_too_long_is_refused_alone(servers: RunFolder, model:
 
 
 def _json_reward(model: Path) -> Any:
-    return config_of(model, model).rewards[0].model_copy(update={"args": {"verdict": {"kind": "json"}}})
+    return (
+        config_of(model, model)
+        .rewards[0]
+        .model_copy(update={"args": {"verdict": {"kind": "json"}}})
+    )

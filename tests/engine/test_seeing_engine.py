@@ -43,36 +43,57 @@ SAMPLING = Sampling(max_tokens=8, stop_token_ids=(2,))
 
 def prompts_of(sight: Sight) -> list[Prompt]:
     """Two pictures under the same words, two side by side, and none."""
-    red, blue = (sight.store.put(png_of(Pillow.new("RGB", (12, 9), name)), "") for name in ("red", "blue"))
+    red, blue = (
+        sight.store.put(png_of(Pillow.new("RGB", (12, 9), name)), "") for name in ("red", "blue")
+    )
     one, two = f"Which is {IMAGE_MARK}?", f"{IMAGE_MARK}{IMAGE_MARK} alike?"
     asked = [(one, (red,)), (one, (blue,)), (two, (red, blue)), ("Which?", ())]
-    return [Prompt(row, [{"role": "user", "content": text}], {}, images) for row, (text, images) in enumerate(asked)]
+    return [
+        Prompt(row, [{"role": "user", "content": text}], {}, images)
+        for row, (text, images) in enumerate(asked)
+    ]
 
 
 async def written(engine: VllmEngine, sight: Sight, prompts: Sequence[Prompt]) -> list[Completion]:
     def ask(prompt: Prompt, seed: int) -> Any:
-        return engine.complete(sight.prompt_ids(prompt), seed, **({"prompt": prompt} if prompt.images else {}))
+        return engine.complete(
+            sight.prompt_ids(prompt), seed, **({"prompt": prompt} if prompt.images else {})
+        )
 
-    return list(await asyncio.gather(*(ask(prompt, seed) for seed, prompt in enumerate(prompts * 4))))
+    return list(
+        await asyncio.gather(*(ask(prompt, seed) for seed, prompt in enumerate(prompts * 4)))
+    )
 
 
-def largest_gap(model: Any, sight: Sight, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> float:
+def largest_gap(
+    model: Any, sight: Sight, prompts: Sequence[Prompt], completions: Sequence[Completion]
+) -> float:
     gaps = []
     for prompt, completion in zip([*prompts] * 4, completions, strict=True):
-        inputs = sight.inputs([prompt]) if prompt.images else {"input_ids": torch.tensor([sight.prompt_ids(prompt)])}
+        inputs = (
+            sight.inputs([prompt])
+            if prompt.images
+            else {"input_ids": torch.tensor([sight.prompt_ids(prompt)])}
+        )
         ids = torch.tensor([completion.token_ids])
         whole = torch.cat([inputs["input_ids"], ids], dim=1)
         with torch.no_grad():
-            logits = model(input_ids=whole, pixel_values=inputs.get("pixel_values")).logits[0, -ids.size(1) - 1 : -1]
+            logits = model(input_ids=whole, pixel_values=inputs.get("pixel_values")).logits[
+                0, -ids.size(1) - 1 : -1
+            ]
         logps = logits.float().log_softmax(-1).gather(-1, ids[0][:, None])[:, 0]
         gaps.append((logps - torch.tensor(completion.logprobs)).abs().max().item())
     return max(gaps)
 
 
-def test_what_vllm_sees_is_what_the_trainer_sees(tmp_path: Path, serve: Any, cpu_engine: Any) -> None:
+def test_what_vllm_sees_is_what_the_trainer_sees(
+    tmp_path: Path, serve: Any, cpu_engine: Any
+) -> None:
     folder, run = write_tiny_vision_model(tmp_path / "model"), RunFolder(tmp_path / "run")
     run.root.mkdir()
-    sight = load_sight(folder, ImageStore(run.images), load_tokenizer(folder, trust_remote_code=False))
+    sight = load_sight(
+        folder, ImageStore(run.images), load_tokenizer(folder, trust_remote_code=False)
+    )
     model = AutoModelForImageTextToText.from_pretrained(folder)
     never = image_token_ids(model.config.to_dict())
     never_write(model, never)
@@ -85,7 +106,9 @@ def test_what_vllm_sees_is_what_the_trainer_sees(tmp_path: Path, serve: Any, cpu
         for version in (0, 1):
             with torch.no_grad():
                 for name, weight in model.named_parameters():
-                    weight.mul_(1.5 if version and weight.ndim > 1 and "embed_tokens" not in name else 1.0)
+                    weight.mul_(
+                        1.5 if version and weight.ndim > 1 and "embed_tokens" not in name else 1.0
+                    )
             write_weights(model, tmp_path / "sent", dtype=torch.float32, version=version)
             await engine.load_weights(tmp_path / "sent", version)
             completions = await written(engine, sight, prompts)
@@ -93,7 +116,9 @@ def test_what_vllm_sees_is_what_the_trainer_sees(tmp_path: Path, serve: Any, cpu
             assert largest_gap(model, sight, prompts, completions) < 0.001
             assert not any(set(one.token_ids) & set(never) for one in completions)
         await engine.close()
-        of_text = VllmEngine("rollout-0", spec.socket, sampling, request_timeout_s=60)  # a run without pictures
+        of_text = VllmEngine(
+            "rollout-0", spec.socket, sampling, request_timeout_s=60
+        )  # a run without pictures
         await of_text.load_weights(tmp_path / "sent", 1)
         assert of_text.verified_share == 1.0
         await of_text.close()
@@ -115,10 +140,12 @@ def test_a_judge_that_is_served_sees(tmp_path: Path, serve: Any, cpu_engine: Any
     judge = Judge.model_validate({"model": str(folder), "rubric": "Is it red?", "verdict": labels})
     store = ImageStore(run.images)
     urls = [
-        store.url(store.put(png_of(Pillow.new("RGB", (12, 9), name)), "").sha256) for name in ("red", "blue", "red")
+        store.url(store.put(png_of(Pillow.new("RGB", (12, 9), name)), "").sha256)
+        for name in ("red", "blue", "red")
     ]
     asked = [
-        with_pictures([{"role": "user", "content": "Is it red?"}], shown) for shown in ([], *([url] for url in urls))
+        with_pictures([{"role": "user", "content": "Is it red?"}], shown)
+        for shown in ([], *([url] for url in urls))
     ]
 
     async def work() -> list[Reply]:
@@ -129,6 +156,8 @@ def test_a_judge_that_is_served_sees(tmp_path: Path, serve: Any, cpu_engine: Any
 
     with serve(run, [spec]):
         without, red, blue, again = asyncio.run(asyncio.wait_for(work(), 200))
-    likely = [[token.likeliest for token in reply.tokens or ()] for reply in (without, red, blue, again)]
+    likely = [
+        [token.likeliest for token in reply.tokens or ()] for reply in (without, red, blue, again)
+    ]
     assert likely[1] == likely[3]
     assert likely[0] != likely[1] != likely[2] != likely[0]

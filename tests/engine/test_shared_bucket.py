@@ -38,23 +38,32 @@ def test_weights_come_out_as_they_went_in(tmp_path: Path, monkeypatch: pytest.Mo
     for entries in bucket.fill():
         filled.append(entries)
         read |= dict(weights_in(memory, entries))
-    assert [[name for name, *_ in entries] for entries in filled] == [["odd", "turned", "scalar"], ["large"]]
+    assert [[name for name, *_ in entries] for entries in filled] == [
+        ["odd", "turned", "scalar"],
+        ["large"],
+    ]
     assert list(read) == list(WEIGHTS)
     for name, weight in WEIGHTS.items():
         assert read[name].dtype == weight.dtype and torch.equal(read[name], weight)
 
 
-def test_memory_that_is_less_than_was_said_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_less_than_was_said_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shared_bucket, "BUCKET_BYTES", 4096)
     bucket = bucket_in(tmp_path)
     with pytest.raises(SyncError, match=r"rollout-0.bucket has 4096 bytes and not 4097"):
         opened(bucket.handle, 4097, CPU)
 
 
-def test_a_machine_without_room_for_a_bucket_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_room_for_a_bucket_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without the check the first byte beyond the room ends the process by SIGBUS."""
     monkeypatch.setattr(shared_bucket, "BUCKET_BYTES", 2**55)
-    with pytest.raises(SyncError, match=rf"a bucket of {2**55} bytes for weights: .*rollout-0.bucket"):
+    with pytest.raises(
+        SyncError, match=rf"a bucket of {2**55} bytes for weights: .*rollout-0.bucket"
+    ):
         bucket_in(tmp_path)
 
 
@@ -68,4 +77,6 @@ def test_a_weight_that_the_policy_lacks_now_ends_the_walk(tmp_path: Path) -> Non
 
 
 def test_torch_still_has_the_device_where_it_is_replaced() -> None:
-    assert list(signature(rebuild_cuda_tensor).parameters)[shared_bucket._DEVICE] == "storage_device"
+    assert (
+        list(signature(rebuild_cuda_tensor).parameters)[shared_bucket._DEVICE] == "storage_device"
+    )

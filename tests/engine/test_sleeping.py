@@ -71,7 +71,9 @@ def test_kept_weights_are_not_loaded_again_and_each_level_is_measured(tmp_path: 
 
 
 @pytest.mark.parametrize(("level", "calls"), [(KEEP, WAKE), (DROP, WITH_RELOAD)])
-def test_whoever_put_it_to_sleep_it_wakes_from_that_level(tmp_path: Path, level: int, calls: list[str]) -> None:
+def test_whoever_put_it_to_sleep_it_wakes_from_that_level(
+    tmp_path: Path, level: int, calls: list[str]
+) -> None:
     socket, levels = tmp_path / "e.sock", SleepLevels()
     server = ScriptedServer(socket)
     mark_asleep(socket, level)
@@ -96,8 +98,12 @@ class KilledAfter(ScriptedServer):
             raise SystemExit
 
 
-@pytest.mark.parametrize("num_calls", [1, 2, 3], ids=["as-it-fell-asleep", "before-the-load", "before-the-cache"])
-def test_weights_that_may_be_lost_are_loaded_by_the_next_trainer(tmp_path: Path, num_calls: int) -> None:
+@pytest.mark.parametrize(
+    "num_calls", [1, 2, 3], ids=["as-it-fell-asleep", "before-the-load", "before-the-cache"]
+)
+def test_weights_that_may_be_lost_are_loaded_by_the_next_trainer(
+    tmp_path: Path, num_calls: int
+) -> None:
     socket, levels = tmp_path / "e.sock", SleepLevels()
     killed = KilledAfter(socket, num_calls)
     levels.observe(KEEP, 9.0)
@@ -111,7 +117,9 @@ def test_weights_that_may_be_lost_are_loaded_by_the_next_trainer(tmp_path: Path,
         asyncio.run(work())
     assert killed.calls[0] == "POST /sleep?level=2"
     assert slept_and_woken(socket, SleepLevels()) == ["POST /sleep?level=2", *WITH_RELOAD]
-    assert slept_and_woken(socket, SleepLevels()) == ["POST /sleep?level=1", *WAKE], "and then it is over"
+    assert slept_and_woken(socket, SleepLevels()) == ["POST /sleep?level=1", *WAKE], (
+        "and then it is over"
+    )
 
 
 def test_the_models_of_a_role_sleep_and_wake_together(tmp_path: Path) -> None:
@@ -158,14 +166,18 @@ def serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Serving:
                     if path != "/health":
                         asked.append(path + (f" {body['method']}" if "method" in body else ""))
                     answer = json.dumps(told.get(path)).encode()
-                    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(answer) + answer)
+                    writer.write(
+                        b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(answer) + answer
+                    )
             finally:
                 writer.close()
 
         async def all_of_it() -> None:
             server = await asyncio.start_unix_server(handle, "e.sock")
             socket = Path("e.sock")
-            engine = VllmEngine("rollout-0", socket, Sampling(max_tokens=1), request_timeout_s=5, sleeps=True)
+            engine = VllmEngine(
+                "rollout-0", socket, Sampling(max_tokens=1), request_timeout_s=5, sleeps=True
+            )
             try:
                 await work(engine)
             finally:
@@ -178,7 +190,12 @@ def serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Serving:
     return run
 
 
-SENT = ["/collective_rpc load_policy", "/reset_prefix_cache", "/update_weight_version", "/weight_info"]
+SENT = [
+    "/collective_rpc load_policy",
+    "/reset_prefix_cache",
+    "/update_weight_version",
+    "/weight_info",
+]
 
 
 def test_weights_for_an_engine_that_sleeps_are_sent_between_its_memorys_two_halves(
@@ -262,9 +279,22 @@ def run_with_devices(place: Path, name: str, *sets: str) -> str:
     words = [str(word) for option, value in options.items() for word in (option, value)]
     own = ["dtype=float32", "sampling.dynamic=false", "engine.max_model_len=64", *sets]
     words += [word for value in own for word in ("--set", value)]
-    command = [sys.executable, "-c", COMMAND, "0,1", json.dumps({"--think-s": "0.01"}), "grpo", *words]
+    command = [
+        sys.executable,
+        "-c",
+        COMMAND,
+        "0,1",
+        json.dumps({"--think-s": "0.01"}),
+        "grpo",
+        *words,
+    ]
     ran = subprocess.run(
-        command, capture_output=True, text=True, timeout=600, env={**os.environ, "COLUMNS": "300"}, check=False
+        command,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "COLUMNS": "300"},
+        check=False,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout + ran.stderr
@@ -287,16 +317,24 @@ def test_a_run_whose_engines_sleep_learns_the_same(place: Path, placement: str) 
     awake, asleep = place / "awake", place / placement.partition(":")[0]
     assert "engines sleep while the trainer trains" in shown
     expected, seen = rows(awake), rows(asleep)
-    assert [{key: row[key] for key in SAME} for row in seen] == [{key: row[key] for key in SAME} for row in expected]
+    assert [{key: row[key] for key in SAME} for row in seen] == [
+        {key: row[key] for key in SAME} for row in expected
+    ]
     assert len({row["loss"] for row in expected}) == 3
     assert "sleeps at level 2" not in rests(awake, "rollout-0")
     policy = rests(asleep, "rollout-0")
     a_turn = ["wakes: weights", "loads", "wakes: kv_cache", "sleeps at level 2"]
     assert policy[0] == "sleeps at level 2" and len(policy) > 8
-    assert policy[1:] == a_turn * (len(policy) // 4), "weights before the cache, and asleep at the end"
+    assert policy[1:] == a_turn * (len(policy) // 4), (
+        "weights before the cache, and asleep at the end"
+    )
     if placement == "split:1:1":
-        assert len(policy) == 1 + 4 * (3 + 2), "a turn a round, and one each for the samples before and after"
-        assert rests(asleep, "judge-0") == ["sleeps at level 1"], "a role that has no part of the slot is never woken"
+        assert len(policy) == 1 + 4 * (3 + 2), (
+            "a turn a round, and one each for the samples before and after"
+        )
+        assert rests(asleep, "judge-0") == ["sleeps at level 1"], (
+            "a role that has no part of the slot is never woken"
+        )
     judges = [";".join(rests(asleep, f"judge-{slot}")) for slot in (0, 1)]
     assert all(re.fullmatch(f"({A_NAP};)*{ASLEEP}", rested) for rested in judges), judges
     said = {word for rested in judges for word in rested.split(";")}

@@ -52,7 +52,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = write_tiny_model(tmp_path_factory.mktemp("model"))
-    config = LlamaConfig.from_pretrained(folder, num_attention_heads=4, num_key_value_heads=1, head_dim=32)
+    config = LlamaConfig.from_pretrained(
+        folder, num_attention_heads=4, num_key_value_heads=1, head_dim=32
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         LlamaForCausalLM(config).save_pretrained(folder)
@@ -60,7 +62,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engines(model: Path, tmp_path_factory: pytest.TempPathFactory, serve: Any, cpu_engine: Any) -> Iterator[list[Path]]:
+def engines(
+    model: Path, tmp_path_factory: pytest.TempPathFactory, serve: Any, cpu_engine: Any
+) -> Iterator[list[Path]]:
     """The sockets of the engine of one worker and of that of two."""
     folder = RunFolder(tmp_path_factory.mktemp("run"))
     modules = tmp_path_factory.mktemp("modules")
@@ -72,10 +76,14 @@ def engines(model: Path, tmp_path_factory: pytest.TempPathFactory, serve: Any, c
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{modules}:{os.environ.get('PYTHONPATH', '')}")
-        patch.setitem(commands._ROLE_OPTIONS[ROLLOUT], "--worker-extension-cls", "skipping.SkippingWorker")
+        patch.setitem(
+            commands._ROLE_OPTIONS[ROLLOUT], "--worker-extension-cls", "skipping.SkippingWorker"
+        )
         before = segments()
         with serve(folder, [one, two]):
-            assert bool(segments() - before) == ("avx512f" in core_flags()), "a segment, where vLLM can use one"
+            assert bool(segments() - before) == ("avx512f" in core_flags()), (
+                "a segment, where vLLM can use one"
+            )
             yield [one.socket, two.socket]
     assert segments() <= before
 
@@ -84,7 +92,9 @@ def segments() -> set[str]:
     return {path.name for path in SHARED_MEMORY.iterdir() if path.name.startswith("vllm_dist_")}
 
 
-def send(sockets: list[Path], folder: Path, tensors: dict[str, Any], version: int) -> list[list[Completion]]:
+def send(
+    sockets: list[Path], folder: Path, tensors: dict[str, Any], version: int
+) -> list[list[Completion]]:
     """Write the weights, have every engine load them, and take its completions."""
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     write_manifest(folder, version, {name: tensor_sums(tensor) for name, tensor in tensors.items()})
@@ -116,15 +126,23 @@ def test_two_workers_are_one_policy_and_a_skipped_shard_is_found(
     answers = []
     for version, tensors in enumerate((first, moved)):
         one, two = send(engines, tmp_path, tensors, version)
-        assert [completion.token_ids for completion in two] == [completion.token_ids for completion in one]
+        assert [completion.token_ids for completion in two] == [
+            completion.token_ids for completion in one
+        ]
         pairs = zip(one, two, strict=True)
-        gap = max(abs(a - b) for x, y in pairs for a, b in zip(x.logprobs or (), y.logprobs or (), strict=True))
+        gap = max(
+            abs(a - b)
+            for x, y in pairs
+            for a, b in zip(x.logprobs or (), y.logprobs or (), strict=True)
+        )
         print(f"version {version}: largest difference of a log-probability {gap:.2g}")
         assert gap < 5e-5
         answers.append(two)
     assert [one.logprobs for one in answers[0]] != [one.logprobs for one in answers[1]]
     (tmp_path / "skip").touch()
-    with pytest.raises(SyncError, match=r"rollout-1: policy version 2: \d+ of \d+ tensors are not the trainer's"):
+    with pytest.raises(
+        SyncError, match=r"rollout-1: policy version 2: \d+ of \d+ tensors are not the trainer's"
+    ):
         send(engines[1:], tmp_path, first, 2)
     (tmp_path / "skip").unlink()
     send(engines[1:], tmp_path, first, 3)

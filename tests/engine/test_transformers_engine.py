@@ -38,7 +38,11 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
 
 
 def complete(
-    parts: tuple[Any, Any], sampling: Sampling, asked: Sequence[tuple[list[int], int]], *, version: int = 0
+    parts: tuple[Any, Any],
+    sampling: Sampling,
+    asked: Sequence[tuple[list[int], int]],
+    *,
+    version: int = 0,
 ) -> list[Completion]:
     async def work() -> list[Completion]:
         engine = TransformersEngine(*parts, sampling)
@@ -57,7 +61,9 @@ def test_the_generators_of_other_devices_are_left_alone(
     """To save the state of a device's generator makes a context on it, and every rank would on all."""
     saved: list[object] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: saved.append(device) or torch.zeros(1))
+    monkeypatch.setattr(
+        torch.cuda, "get_rng_state", lambda device: saved.append(device) or torch.zeros(1)
+    )
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: None)
     complete(parts, Sampling(max_tokens=2), [(PROMPTS[0], 1)])
     assert saved == []
@@ -76,7 +82,9 @@ def test_completions_have_the_shape_of_an_engines(parts: tuple[Any, Any]) -> Non
     assert len({completion.token_ids for completion in completions}) > 20
 
 
-def test_the_same_request_gives_the_same_completions_and_another_seed_does_not(parts: tuple[Any, Any]) -> None:
+def test_the_same_request_gives_the_same_completions_and_another_seed_does_not(
+    parts: tuple[Any, Any],
+) -> None:
     sampling = Sampling(max_tokens=12)
     first = complete(parts, sampling, [(prompt, 5) for prompt in PROMPTS])
     assert complete(parts, sampling, [(prompt, 5) for prompt in PROMPTS]) == first
@@ -104,7 +112,9 @@ def by_hand(model: Any, prompt: list[int], num_tokens: int) -> tuple[int, ...]:
     return tuple(tokens[len(prompt) :])
 
 
-def test_the_trainers_model_and_random_numbers_are_left_as_they_were(parts: tuple[Any, Any]) -> None:
+def test_the_trainers_model_and_random_numbers_are_left_as_they_were(
+    parts: tuple[Any, Any],
+) -> None:
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
@@ -138,13 +148,17 @@ def test_pictures_are_seen_and_never_written(tmp_path: Path) -> None:
     never_write(model, image_token_ids(model.config.to_dict()))
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     sight = load_sight(model_folder, ImageStore(tmp_path / "images"), tokenizer)
-    pictures = [sight.store.put(png_of(Pillow.new("RGB", (8, 8), name)), "") for name in ("red", "blue")]
+    pictures = [
+        sight.store.put(png_of(Pillow.new("RGB", (8, 8), name)), "") for name in ("red", "blue")
+    ]
     chat = [{"role": "user", "content": f"{IMAGE_MARK}What?"}]
     prompts = [Prompt(0, chat, {}, (one,)) for one in pictures]
 
     async def work() -> list[Completion]:
         engine = TransformersEngine(model, tokenizer, Sampling(max_tokens=6), sight)
-        seen = [engine.complete(sight.prompt_ids(one), 0, greedy=True, prompt=one) for one in prompts]
+        seen = [
+            engine.complete(sight.prompt_ids(one), 0, greedy=True, prompt=one) for one in prompts
+        ]
         return list(await asyncio.gather(*seen, engine.complete(PROMPTS[0], 0, greedy=True)))
 
     red, blue, text = asyncio.run(asyncio.wait_for(work(), 60))

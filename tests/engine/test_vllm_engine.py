@@ -42,7 +42,9 @@ async def serving(socket: Path, answer: Answer) -> AsyncIterator[None]:
                     length = int(value) if name.lower() == b"content-length" else length
                 await reader.readexactly(length)
                 status, body = await answer(line.split()[1].decode())
-                writer.write(b"HTTP/1.1 %d x\r\ncontent-length: %d\r\n\r\n" % (status, len(body)) + body)
+                writer.write(
+                    b"HTTP/1.1 %d x\r\ncontent-length: %d\r\n\r\n" % (status, len(body)) + body
+                )
                 await writer.drain()
         except (ConnectionError, asyncio.IncompleteReadError):
             pass
@@ -58,7 +60,9 @@ async def serving(socket: Path, answer: Answer) -> AsyncIterator[None]:
             writer.close()
 
 
-def engine_at(socket: Path, *, timeout_s: float = 5.0, sampling: Sampling = SAMPLING, **settings: float) -> VllmEngine:
+def engine_at(
+    socket: Path, *, timeout_s: float = 5.0, sampling: Sampling = SAMPLING, **settings: float
+) -> VllmEngine:
     settings = {"restart_timeout_s": 20.0, **settings}
     return VllmEngine("rollout-7", socket, sampling, request_timeout_s=timeout_s, **settings)
 
@@ -83,7 +87,9 @@ async def says_version(told: str, path: str, held: object = HELD) -> tuple[int, 
     return 200, json.dumps(answers[path]).encode() if path in answers else b""
 
 
-def sync(socket: Path, weights: Path, answer: Answer, *, version: int = 3, min_verified: float = 1.0) -> VllmEngine:
+def sync(
+    socket: Path, weights: Path, answer: Answer, *, version: int = 3, min_verified: float = 1.0
+) -> VllmEngine:
     async def work() -> VllmEngine:
         async with serving(socket, answer):
             engine = engine_at(socket, min_verified=min_verified)
@@ -97,7 +103,9 @@ def sync(socket: Path, weights: Path, answer: Answer, *, version: int = 3, min_v
 
 
 @pytest.mark.parametrize("told", ["2", "4", "", "default"])
-def test_an_engine_that_names_another_version_is_a_sync_error(socket: Path, weights: Path, told: str) -> None:
+def test_an_engine_that_names_another_version_is_a_sync_error(
+    socket: Path, weights: Path, told: str
+) -> None:
     with pytest.raises(SyncError, match=f"rollout-7: holds policy version {told}, not 3"):
         sync(socket, weights, lambda path: says_version(told, path))
 
@@ -111,7 +119,10 @@ def test_a_tensor_that_the_engine_cannot_tell_of_is_refused_unless_that_is_accep
     socket: Path, weights: Path
 ) -> None:
     answer = lambda path: says_version("3", path, HELD[1:])  # noqa: E731
-    with pytest.raises(SyncError, match=r"rollout-7: policy version 3: 2 of 3 tensors \(40.0% of the bytes\).*q_proj"):
+    with pytest.raises(
+        SyncError,
+        match=r"rollout-7: policy version 3: 2 of 3 tensors \(40.0% of the bytes\).*q_proj",
+    ):
         sync(socket, weights, answer)
     assert sync(socket, weights, answer, min_verified=0.4).verified_share == pytest.approx(0.4)
 
@@ -119,20 +130,29 @@ def test_a_tensor_that_the_engine_cannot_tell_of_is_refused_unless_that_is_accep
 @pytest.mark.parametrize(
     ("held", "said"),
     [
-        ([[*HELD[0][:4], 4, 1], [*HELD[1][:4], 1, 2], HELD[2]], r"2 of 3 tensors .*: k_proj.weight, q_proj.weight$"),
+        (
+            [[*HELD[0][:4], 4, 1], [*HELD[1][:4], 1, 2], HELD[2]],
+            r"2 of 3 tensors .*: k_proj.weight, q_proj.weight$",
+        ),
         ([*HELD[:2], [*HELD[2][:4], 5, 7]], r"1 of 3 tensors .*: norm.weight$"),
         ([], r"0 of 3 tensors \(0.0% of the bytes\) are verified"),
         (None, r"0 of 3 tensors \(0.0% of the bytes\) are verified"),
         ([["other.weight", 0, 0, 8, 1, 1]], "0 of 3 tensors"),
     ],
 )
-def test_sums_that_are_not_the_trainers_are_a_sync_error(socket: Path, weights: Path, held: object, said: str) -> None:
+def test_sums_that_are_not_the_trainers_are_a_sync_error(
+    socket: Path, weights: Path, held: object, said: str
+) -> None:
     with pytest.raises(SyncError, match=f"rollout-7: policy version 3: .*{said}"):
         sync(socket, weights, lambda path: says_version("3", path, held))
 
 
-def test_weights_that_were_not_written_are_not_sent(socket: Path, weights: Path, tmp_path: Path) -> None:
-    with pytest.raises(SyncError, match=r"stale weights: .* holds policy version 3, and 4 was to be sent"):
+def test_weights_that_were_not_written_are_not_sent(
+    socket: Path, weights: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        SyncError, match=r"stale weights: .* holds policy version 3, and 4 was to be sent"
+    ):
         sync(socket, weights, lambda path: says_version("4", path), version=4)
     (tmp_path / "weights.json").unlink()
     with pytest.raises(SyncError, match="no weights to send"):
@@ -181,7 +201,9 @@ def healthy(answer: Answer) -> Answer:
     ],
     ids=["refuses", "bad-request", "babbles", "hangs", "hangs-up", "dead"],
 )
-def test_whatever_goes_wrong_is_an_engine_error_in_time(socket: Path, answer: Answer | None, said: str) -> None:
+def test_whatever_goes_wrong_is_an_engine_error_in_time(
+    socket: Path, answer: Answer | None, said: str
+) -> None:
     async def ask() -> None:
         engine = engine_at(socket, timeout_s=1.0, restart_timeout_s=1.0)
         with pytest.raises(EngineError, match=said):
@@ -222,7 +244,9 @@ def test_a_server_that_closes_every_connection_is_given_up_at_the_deadline(socke
 def test_waiting_ends_when_the_engine_comes_or_the_time_is_over(socket: Path) -> None:
     async def work() -> None:
         engine = engine_at(socket)
-        with pytest.raises(EngineError, match=r"rollout-7: not ready after 1 s; see logs/rollout-7\.log"):
+        with pytest.raises(
+            EngineError, match=r"rollout-7: not ready after 1 s; see logs/rollout-7\.log"
+        ):
             await engine.wait_ready(timeout_s=1)
         waiting = asyncio.create_task(engine.wait_ready(timeout_s=20))
         await asyncio.sleep(0.3)
@@ -246,7 +270,9 @@ class Incarnations:
             died, paths = asyncio.Event(), list[str]()
             self.seen.append(paths)
 
-            async def answer(path: str, *, at: int | None = dies_at, e: asyncio.Event = died) -> tuple[int, bytes]:
+            async def answer(
+                path: str, *, at: int | None = dies_at, e: asyncio.Event = died
+            ) -> tuple[int, bytes]:
                 if path == "/health":
                     return (503 if e.is_set() else 200), b""
                 self.seen[-1].append(path)
@@ -269,7 +295,9 @@ class Incarnations:
                 await asyncio.sleep(0.3)
 
 
-def test_a_new_process_gets_the_weights_before_the_unfinished_requests(socket: Path, weights: Path) -> None:
+def test_a_new_process_gets_the_weights_before_the_unfinished_requests(
+    socket: Path, weights: Path
+) -> None:
     async def work() -> None:
         engines = Incarnations(dies_at=[3, 1, None])
         living = asyncio.create_task(engines.live(socket))
@@ -300,9 +328,9 @@ def test_a_new_process_is_noticed_though_nothing_was_under_way(socket: Path, wei
             living.cancel()
             await asyncio.gather(living, return_exceptions=True)
             (paths,) = engines.seen
-            assert paths.index("/collective_rpc") < len(paths) - 1 - paths[::-1].index("/v1/completions"), (
-                "what it wrote before it had the weights was taken"
-            )
+            assert paths.index("/collective_rpc") < len(paths) - 1 - paths[::-1].index(
+                "/v1/completions"
+            ), "what it wrote before it had the weights was taken"
         assert engine.restarts == 1
         await engine.close()
 

@@ -61,14 +61,18 @@ def repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def stock_multiplication(layer: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+def stock_multiplication(
+    layer: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> Any:
     return layer.cpu_linear(x, weight, bias)
 
 
 @pytest.mark.usefixtures("repeatable")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(576, 960), (576, 576), (576, 3072), (1536, 576), (576, 49152)])
-def test_what_a_row_is_multiplied_to_does_not_depend_on_the_others(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def test_what_a_row_is_multiplied_to_does_not_depend_on_the_others(
+    dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
     """SmolLM2-135M's layers. In float32 a row alone takes another kernel; in bfloat16 with AMX few rows do."""
     from vllm.model_executor.layers import utils
 
@@ -78,8 +82,12 @@ def test_what_a_row_is_multiplied_to_does_not_depend_on_the_others(dtype: torch.
     multiply = utils.dispatch_unquantized_gemm()
     together = multiply(layer, rows, layer.weight)
     for count in (1, 2, 3, 8, 17, 31, 48):
-        assert torch.equal(multiply(layer, rows[:count].clone(), layer.weight), together[:count]), count
-        assert torch.equal(multiply(layer, rows[None, 5 : 5 + count], layer.weight)[0], together[5 : 5 + count]), count
+        assert torch.equal(multiply(layer, rows[:count].clone(), layer.weight), together[:count]), (
+            count
+        )
+        assert torch.equal(
+            multiply(layer, rows[None, 5 : 5 + count], layer.weight)[0], together[5 : 5 + count]
+        ), count
 
 
 def test_tokens_come_as_often_as_they_are_likely(sampler: stock.TopKTopPSampler) -> None:
@@ -120,7 +128,9 @@ def test_logprobs_are_those_that_were_drawn_from(sampler: stock.TopKTopPSampler)
 
 
 def test_requests_without_a_seed_may_stand_beside_others(sampler: stock.TopKTopPSampler) -> None:
-    tokens, _ = sampler.forward(torch.zeros(2, 100), {1: torch.Generator().manual_seed(3)}, None, None)
+    tokens, _ = sampler.forward(
+        torch.zeros(2, 100), {1: torch.Generator().manual_seed(3)}, None, None
+    )
     alone, _ = sampler.forward(torch.zeros(1, 100), generators(3), None, None)
     assert tokens[1] == alone[0]
 
@@ -128,7 +138,11 @@ def test_requests_without_a_seed_may_stand_beside_others(sampler: stock.TopKTopP
 def test_nobody_wins_by_a_zero() -> None:
     rows = np.empty((40, 50_000), dtype=np.float32)
     fill_with_exponentials(rows, list(range(40)))
-    assert rows.min() > 0 and abs(rows.mean() - 1) < 0.01 and abs((rows < 0.001).mean() - 0.001) < 0.0002
+    assert (
+        rows.min() > 0
+        and abs(rows.mean() - 1) < 0.01
+        and abs((rows < 0.001).mean() - 0.001) < 0.0002
+    )
 
 
 def test_a_bias_that_a_cpu_keeps_in_float32_is_known_by_its_value() -> None:
@@ -151,7 +165,9 @@ def test_the_eyes_are_named_as_the_trainer_names_them() -> None:
     names = checkpoint_names("vision_tower.vision_model.encoder.layers.0.mlp.fc1.bias", {}, NAMES)
     assert names == ["model.vision_tower.encoder.layers.0.mlp.fc1.bias"]
     fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
-    first, *_ = checkpoint_names("language_model.model.layers.0.self_attn.qkv_proj.weight", fused, NAMES)
+    first, *_ = checkpoint_names(
+        "language_model.model.layers.0.self_attn.qkv_proj.weight", fused, NAMES
+    )
     assert first == "model.language_model.layers.0.self_attn.q_proj.weight"
 
 
@@ -172,21 +188,30 @@ def shards_of(layers: list[Any], names: list[str], shards: list[torch.Tensor]) -
     return [
         piece
         for layer, shard in zip(layers, shards, strict=True)
-        for piece in pieces_of(names, part_sums(shard, parts_of(layer)), column_shard=column_shard_of(layer, "weight"))
+        for piece in pieces_of(
+            names, part_sums(shard, parts_of(layer)), column_shard=column_shard_of(layer, "weight")
+        )
     ]
 
 
 @pytest.mark.parametrize(("kv_heads", "copies"), [(4, 1), (2, 2), (1, 4)])
 def test_query_key_and_value_of_four_workers_add_up(kv_heads: int, copies: int) -> None:
     """Layers as vLLM's `QKVParallelLinear` describes itself; with few KV heads several workers have the same one."""
-    tensors = {"q": torch.randn(64, 16), "k": torch.randn(8 * kv_heads, 16), "v": torch.randn(8 * kv_heads, 16)}
+    tensors = {
+        "q": torch.randn(64, 16),
+        "k": torch.randn(8 * kv_heads, 16),
+        "v": torch.randn(8 * kv_heads, 16),
+    }
     layers = [
-        SimpleNamespace(tp_rank=rank, tp_size=4, output_partition_sizes=[16, 8, 8], num_kv_head_replicas=copies)
+        SimpleNamespace(
+            tp_rank=rank, tp_size=4, output_partition_sizes=[16, 8, 8], num_kv_head_replicas=copies
+        )
         for rank in range(4)
     ]
     heads = {name: tensor.split(16 if name == "q" else 8) for name, tensor in tensors.items()}
     shards = [
-        torch.cat([heads["q"][rank], heads["k"][rank // copies], heads["v"][rank // copies]]) for rank in range(4)
+        torch.cat([heads["q"][rank], heads["k"][rank // copies], heads["v"][rank // copies]])
+        for rank in range(4)
     ]
     sent = {name: tensor_sums(tensor) for name, tensor in tensors.items()}
     assert check_read_back(sent, shards_of(layers, ["q", "k", "v"], shards)) == 1.0
@@ -203,7 +228,11 @@ def test_columns_and_the_vocabulary_of_two_workers_add_up() -> None:
     padded = torch.cat([embedding, torch.zeros(28, 16)])
     columns = [
         SimpleNamespace(
-            tp_rank=rank, tp_size=2, output_partition_sizes=[16], input_size=64, input_size_per_partition=32
+            tp_rank=rank,
+            tp_size=2,
+            output_partition_sizes=[16],
+            input_size=64,
+            input_size_per_partition=32,
         )
         for rank in range(2)
     ]

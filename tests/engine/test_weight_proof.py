@@ -5,7 +5,15 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ycore.engine.weight_proof import Part, Piece, TensorSums, check_read_back, part_sums, pieces_of, tensor_sums
+from ycore.engine.weight_proof import (
+    Part,
+    Piece,
+    TensorSums,
+    check_read_back,
+    part_sums,
+    pieces_of,
+    tensor_sums,
+)
 from ycore.errors import SyncError
 
 DTYPES = [torch.bfloat16, torch.float32]
@@ -43,7 +51,9 @@ def swapped(one: str, other: str) -> Callable[[dict[str, torch.Tensor]], dict[st
     return lambda tensors: {**tensors, one: tensors[other], other: tensors[one]}
 
 
-def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., dict[str, torch.Tensor]]:
+def changed(
+    name: str, change: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[..., dict[str, torch.Tensor]]:
     return lambda tensors: {**tensors, name: change(tensors[name])}
 
 
@@ -79,7 +89,9 @@ def test_the_same_numbers_at_other_places_are_not_the_trainers(
     wrong: Callable[..., dict[str, torch.Tensor]], named: list[str], dtype: torch.dtype
 ) -> None:
     tensors = made(dtype)
-    with pytest.raises(SyncError, match=f"^{len(named)} of 6 tensors are not the trainer's .*{sorted(named)[0]}"):
+    with pytest.raises(
+        SyncError, match=f"^{len(named)} of 6 tensors are not the trainer's .*{sorted(named)[0]}"
+    ):
         check_read_back(sums_of(tensors), held(wrong(tensors)))
 
 
@@ -88,7 +100,9 @@ def test_q_k_and_v_in_another_order_are_seen_where_their_sizes_are_equal() -> No
     sent = {"q": tensor_sums(q), "k": tensor_sums(k), "v": tensor_sums(v)}
     for order in ([k, q, v], [v, k, q], [q, v, k], [k, v, q]):
         with pytest.raises(SyncError, match="of 3 tensors are not the trainer's"):
-            check_read_back(sent, pieces_of(["q", "k", "v"], part_sums(torch.cat(order), whole(8, 8, 8))))
+            check_read_back(
+                sent, pieces_of(["q", "k", "v"], part_sums(torch.cat(order), whole(8, 8, 8)))
+            )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -122,18 +136,36 @@ def test_the_sums_are_the_polynomials_that_the_module_names() -> None:
 def piece(name: str, shard: torch.Tensor, *, row: int = 0, column: int = 0) -> Piece:
     """`column` in numbers of the shard."""
     sums = tensor_sums(shard)
-    return name, row, column * shard.element_size() // sums.width, sums.width, sums.rows, sums.columns
+    return (
+        name,
+        row,
+        column * shard.element_size() // sums.width,
+        sums.width,
+        sums.rows,
+        sums.columns,
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_shards_of_rows_and_of_columns_add_up_by_their_places(dtype: torch.dtype) -> None:
     tensors = made(dtype)
     first, second = tensors[Q].split(24), tensors[O_PROJ].split(16, dim=1)
-    shards = [piece(Q, first[0]), piece(O_PROJ, second[0]), piece(NORM, tensors[NORM]), piece(K, tensors[K])]
-    shards += [piece(Q, first[1], row=24), piece(O_PROJ, second[1], column=16), piece(NORM, tensors[NORM])]
+    shards = [
+        piece(Q, first[0]),
+        piece(O_PROJ, second[0]),
+        piece(NORM, tensors[NORM]),
+        piece(K, tensors[K]),
+    ]
+    shards += [
+        piece(Q, first[1], row=24),
+        piece(O_PROJ, second[1], column=16),
+        piece(NORM, tensors[NORM]),
+    ]
     sent = {name: tensor_sums(tensors[name]) for name in (Q, O_PROJ, NORM, K)}
     assert check_read_back(sent, shards) == 1.0
-    assert check_read_back(sent, [*shards, piece(K, tensors[K])]) == 1.0  # k and v again on a second worker
+    assert (
+        check_read_back(sent, [*shards, piece(K, tensors[K])]) == 1.0
+    )  # k and v again on a second worker
 
 
 def test_shards_in_each_others_place_are_seen() -> None:
@@ -164,7 +196,12 @@ def test_what_is_told_twice_of_one_place_must_be_equal() -> None:
 
 def test_a_checkpoints_merged_tensor_is_known_by_all_of_its_parts() -> None:
     merged = torch.randn(24, 16)
-    assert check_read_back({"qkv": tensor_sums(merged)}, pieces_of(["qkv"], part_sums(merged, whole(8, 8, 8)))) == 1.0
+    assert (
+        check_read_back(
+            {"qkv": tensor_sums(merged)}, pieces_of(["qkv"], part_sums(merged, whole(8, 8, 8)))
+        )
+        == 1.0
+    )
 
 
 # -- the share -------------------------------------------------------------------------------------------------------
@@ -186,7 +223,10 @@ def test_the_share_is_the_lesser_one_of_tensors_and_of_bytes_and_the_way_out_wor
     tensors = made()
     sent = sums_of(tensors)
     told = [one for one in held(tensors) if one[0] != NORM]
-    with pytest.raises(SyncError, match=r"5 of 6 tensors \(99\.3% of the bytes\).* accept that with --set .*=0\.833$"):
+    with pytest.raises(
+        SyncError,
+        match=r"5 of 6 tensors \(99\.3% of the bytes\).* accept that with --set .*=0\.833$",
+    ):
         check_read_back(sent, told)
     assert check_read_back(sent, told, at_least=0.833) == pytest.approx(5 / 6)
     assert check_read_back(sent, [], at_least=0.0) == 0.0

@@ -18,7 +18,13 @@ from ycore.engine.weights import engine_weights, save_merged, write_adapters, wr
 from ycore.errors import SyncError
 from ycore.models.tiny import write_tiny_model
 
-SMALL = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 9}
+SMALL = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 9,
+}
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +36,9 @@ def policy(checkpoint: Path, *, lora: bool, dtype: torch.dtype = torch.float32) 
     """A policy that has learned something: every trainable weight moved."""
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
     if lora:
-        model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+        model = get_peft_model(
+            model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+        )
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -56,11 +64,15 @@ def test_merged_adapters_equal_pefts_own_merge(checkpoint: Path) -> None:
     for name, weight in given.items():
         assert (weight - merged[name]).abs().max() <= 1e-6
     moved = [name for name, weight in given.items() if not torch.equal(weight, base[name])]
-    assert len(moved) == 14 and all("proj" in name for name in moved)  # seven linear layers in each of two
+    assert len(moved) == 14 and all(
+        "proj" in name for name in moved
+    )  # seven linear layers in each of two
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_base_stays_bit_for_bit_after_many_writes(checkpoint: Path, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_the_base_stays_bit_for_bit_after_many_writes(
+    checkpoint: Path, dtype: torch.dtype, tmp_path: Path
+) -> None:
     model = policy(checkpoint, lora=True, dtype=dtype)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     for _ in range(10):
@@ -69,7 +81,9 @@ def test_the_base_stays_bit_for_bit_after_many_writes(checkpoint: Path, dtype: t
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-def test_a_model_loaded_from_what_was_written_is_the_policy(checkpoint: Path, lora: bool, tmp_path: Path) -> None:
+def test_a_model_loaded_from_what_was_written_is_the_policy(
+    checkpoint: Path, lora: bool, tmp_path: Path
+) -> None:
     model = policy(checkpoint, lora=lora).eval()
     num_bytes = write_weights(model, tmp_path, dtype=torch.float32)
     stored = stored_in(tmp_path)
@@ -90,7 +104,9 @@ def test_the_files_hold_every_weight_in_place_of_those_of_the_last_sync(
     num_bytes = write_weights(model, tmp_path, dtype=torch.bfloat16)
     files = sorted(tmp_path.iterdir())
     assert len(files) == weights.NUM_FILES
-    assert max(path.stat().st_size for path in files) < num_bytes / 2, "the threads have about as much each"
+    assert max(path.stat().st_size for path in files) < num_bytes / 2, (
+        "the threads have about as much each"
+    )
     stored, whole = stored_in(tmp_path), dict(engine_weights(model, dtype=torch.bfloat16))
     assert stored.keys() == whole.keys()
     assert all(torch.equal(stored[name], tensor) for name, tensor in whole.items())
@@ -117,7 +133,12 @@ def test_a_write_that_is_cut_off_leaves_nothing_to_load(
 
 def test_an_adapter_of_the_embedding_is_merged(tmp_path: Path) -> None:
     config = LlamaConfig(**SMALL, num_hidden_layers=1, tie_word_embeddings=False)
-    lora = LoraConfig(r=4, target_modules=["embed_tokens", "q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    lora = LoraConfig(
+        r=4,
+        target_modules=["embed_tokens", "q_proj"],
+        task_type="CAUSAL_LM",
+        init_lora_weights=False,
+    )
     model: Any = get_peft_model(AutoModelForCausalLM.from_config(config), lora)
     given = dict(engine_weights(model, dtype=torch.float32))
     merged = model.merge_and_unload().state_dict()
@@ -130,18 +151,25 @@ def test_adapters_alone_add_up_to_what_is_merged(checkpoint: Path, tmp_path: Pat
     """Times the base of the manifest: B has the scale, and both are padded to a rank that vLLM allocates."""
     model = policy(checkpoint, lora=True)
     num_bytes = write_adapters(model, tmp_path, dtype=torch.float32, version=7)
-    sent = {name.removeprefix("base_model.model."): tensor for name, tensor in stored_in(tmp_path).items()}
+    sent = {
+        name.removeprefix("base_model.model."): tensor
+        for name, tensor in stored_in(tmp_path).items()
+    }
     assert num_bytes == sum(tensor.nbytes for tensor in sent.values())
     base = dict(engine_weights(model, dtype=torch.float32, merges=False))
     merged = dict(engine_weights(model, dtype=torch.float32))
     for name, weight in base.items():
-        down, up = (sent.get(f"{name.removesuffix('weight')}lora_{letter}.weight") for letter in "AB")
+        down, up = (
+            sent.get(f"{name.removesuffix('weight')}lora_{letter}.weight") for letter in "AB"
+        )
         if down is not None and up is not None:
             assert down.size(0) == up.size(1) == 8
             weight = weight + up @ down
         torch.testing.assert_close(weight, merged[name], rtol=0, atol=1e-6)
     assert len(sent) == 2 * 14
-    assert read_manifest(tmp_path, version=7) == {name: tensor_sums(one) for name, one in (base | sent).items()}
+    assert read_manifest(tmp_path, version=7) == {
+        name: tensor_sums(one) for name, one in (base | sent).items()
+    }
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (8, 8)
     assert config["target_modules"] == sorted({name.split(".")[-3] for name in sent})
@@ -169,12 +197,19 @@ def test_what_an_engine_cannot_add_to_its_base_is_refused(
 
 
 def test_a_rank_that_does_not_write_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
-    assert write_weights(policy(checkpoint, lora=True), tmp_path, dtype=torch.float32, writes=False) == 0
+    assert (
+        write_weights(policy(checkpoint, lora=True), tmp_path, dtype=torch.float32, writes=False)
+        == 0
+    )
     assert list(tmp_path.iterdir()) == []
 
 
 def stored_in(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    return {
+        name: tensor
+        for path in folder.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
 
 
 def test_untied_embeddings_are_both_written(tmp_path: Path, checkpoint: Path) -> None:
@@ -195,7 +230,9 @@ def test_what_is_written_says_its_version_last(tmp_path: Path) -> None:
     write_weights(model, folder, dtype=torch.float32, version=4)
     sums = read_manifest(folder, version=4)
     names = {name for name, _ in model.named_parameters()}
-    assert sums.keys() == names and sums["model.norm.weight"] == tensor_sums(model.model.norm.weight)
+    assert sums.keys() == names and sums["model.norm.weight"] == tensor_sums(
+        model.model.norm.weight
+    )
     with pytest.raises(SyncError, match="stale weights"):
         read_manifest(folder, version=5)
     write_weights(model, folder, dtype=torch.float32)
@@ -209,9 +246,15 @@ def test_of_a_base_in_4_bits_what_the_trainer_computes_with_is_sent(
 ) -> None:
     """After a forward, which packs the base on some processors. So engines sample from the policy that is trained."""
     pytest.importorskip("bitsandbytes")
-    small = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
-    base: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, quantization_config=small)
-    model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+    small = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
+    )
+    base: Any = AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=dtype, quantization_config=small
+    )
+    model = get_peft_model(
+        base, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
     exact = policy(checkpoint, lora=True)
     adapters = {name: value for name, value in exact.state_dict().items() if "lora_" in name}
     assert len(adapters) == 28 and not model.load_state_dict(adapters, strict=False).unexpected_keys
@@ -221,6 +264,8 @@ def test_of_a_base_in_4_bits_what_the_trainer_computes_with_is_sent(
         save_merged(model, tmp_path, dtype=torch.float32, writes=True)
         merged = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
         assert not hasattr(merged.config, "quantization_config")
-        gap, unrounded = (float((one(input_ids=ids).logits - expected).abs().mean()) for one in (merged, exact))
+        gap, unrounded = (
+            float((one(input_ids=ids).logits - expected).abs().mean()) for one in (merged, exact)
+        )
     print(f"mean gap of logits {gap:.2g}; with a base that was not rounded {unrounded:.2g}")
     assert gap < 0.005 and unrounded > 4 * gap

@@ -68,7 +68,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(agent: str, **keys: Any) -> RunConfig:
-    common: dict[str, Any] = {"model": "m", "dataset": "d", "output": "run", "rewards": [{"reward": "environment"}]}
+    common: dict[str, Any] = {
+        "model": "m",
+        "dataset": "d",
+        "output": "run",
+        "rewards": [{"reward": "environment"}],
+    }
     return RunConfig(**common, agent=agent, **keys)
 
 
@@ -80,8 +85,13 @@ def play(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...,
     def with_agent(agent: str, work: Any, completion_s: float = 60.0, **columns: Any) -> Any:
         async def whole() -> Any:
             config = config_of(agent, turns={"completion_s": completion_s})
-            pool = AgentPool(config, log=place / "run" / "agents.log", run_id="t", run_folder=place / "run")
-            async with asyncio.timeout(400), pool.run(Prompt(0, "go", columns), position=4, index=1) as run:
+            pool = AgentPool(
+                config, log=place / "run" / "agents.log", run_id="t", run_folder=place / "run"
+            )
+            async with (
+                asyncio.timeout(400),
+                pool.run(Prompt(0, "go", columns), position=4, index=1) as run,
+            ):
                 return await work(run)
 
         return asyncio.run(whole())
@@ -91,15 +101,22 @@ def play(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...,
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 
 
-def test_an_agent_sees_its_row_and_its_address_and_nothing_else(play: Callable[..., Any], place: Path) -> None:
+def test_an_agent_sees_its_row_and_its_address_and_nothing_else(
+    play: Callable[..., Any], place: Path
+) -> None:
     async def work(run: AgentRun) -> Any:
         first = await run.next()
         assert isinstance(first, Asked)
         second = await run.next({"number": first.number, "status": 200, "body": {}})
         assert isinstance(second, Asked)
         message = {"role": "assistant", "content": "hi", "tool_calls": [{"id": "a"}]}
-        body = {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}], "usage": {"total_tokens": 3}}
-        return first.body["told"], await run.next({"number": second.number, "status": 200, "body": body})
+        body = {
+            "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+            "usage": {"total_tokens": 3},
+        }
+        return first.body["told"], await run.next(
+            {"number": second.number, "status": 200, "body": body}
+        )
 
     with socket.create_server(("127.0.0.1", 0)) as outside:
         told, end = play("python agent.py all", work, port=outside.getsockname()[1])
@@ -108,14 +125,25 @@ def test_an_agent_sees_its_row_and_its_address_and_nothing_else(play: Callable[.
     assert no_json == [400, "the body is no JSON object"] and other_path[0] == 404
     assert json.loads(models[1])["data"][0]["id"] == variables["OPENAI_MODEL"] == "policy"
     row = json.loads(variables["YCORE_ROW"])
-    assert row["prompt"] == "go" and "HF_TOKEN" not in variables and variables["YCORE_SEED"].isdigit()
+    assert (
+        row["prompt"] == "go" and "HF_TOKEN" not in variables and variables["YCORE_SEED"].isdigit()
+    )
     if choose().level is Level.NAMESPACES:
         assert not reaches and files == [str(place / "agent.py"), str(place / "run")]
     assert end == Ended(0, " 0.25 ") and end.score == Score(0.25)
     log = (place / "run" / "agents.log").read_text()
-    chunks = [json.loads(line[6:]) for line in log.replace("said data", "data").splitlines() if line[:7] == "data: {"]
-    assert chunks[0]["choices"][0]["delta"]["tool_calls"] == [{"id": "a", "index": 0}] and "data: [DONE]" in log
-    assert chunks[0]["object"] == "chat.completion.chunk" and chunks[1]["usage"] == {"total_tokens": 3}
+    chunks = [
+        json.loads(line[6:])
+        for line in log.replace("said data", "data").splitlines()
+        if line[:7] == "data: {"
+    ]
+    assert (
+        chunks[0]["choices"][0]["delta"]["tool_calls"] == [{"id": "a", "index": 0}]
+        and "data: [DONE]" in log
+    )
+    assert chunks[0]["object"] == "chat.completion.chunk" and chunks[1]["usage"] == {
+        "total_tokens": 3
+    }
 
 
 def test_agents_that_hang_fail_or_end_their_process(play: Callable[..., Any]) -> None:
@@ -151,13 +179,17 @@ def test_a_row_that_no_variable_holds_fails_the_agent(play: Callable[..., Any]) 
         ("true", {"tools": ["python"]}, "leave out --tools and --env"),
     ],
 )
-def test_commands_that_cannot_be_started_are_refused(agent: str, keys: dict[str, Any], problem: str) -> None:
+def test_commands_that_cannot_be_started_are_refused(
+    agent: str, keys: dict[str, Any], problem: str
+) -> None:
     with pytest.raises(ConfigError, match=problem):
         check_agent(config_of(agent, **keys))
 
 
 def test_landlock_has_no_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ycore.environments.agent_pool.choose", lambda wanted: Choice(Level.LANDLOCK, {}))
+    monkeypatch.setattr(
+        "ycore.environments.agent_pool.choose", lambda wanted: Choice(Level.LANDLOCK, {})
+    )
     with pytest.raises(ConfigError, match="loopback, which the sandbox's level landlock closes"):
         check_agent(config_of("true"))
     check_agent(config_of("true", turns={"sandbox": {"network": True}}))

@@ -12,7 +12,9 @@ from ycore.environments.tool_host import Host
 
 
 def host_of(name: str) -> Host:
-    pytest.importorskip("reasoning_gym" if name.startswith("gym:") else "textarena", reason="an optional package")
+    pytest.importorskip(
+        "reasoning_gym" if name.startswith("gym:") else "textarena", reason="an optional package"
+    )
     return Host([], name)
 
 
@@ -30,7 +32,12 @@ def reward(host: Host) -> Any:
 
 def test_a_game_of_textarena_is_played_to_its_end_and_says_only_what_is_new() -> None:
     host = host_of("textarena:GuessTheNumber-v0")
-    assert host.describe(schemas=True) == {"tools": [], "takes_text": True, "pays": True, "pays_turns": False}
+    assert host.describe(schemas=True) == {
+        "tools": [],
+        "takes_text": True,
+        "pays": True,
+        "pays_turns": False,
+    }
     said = reset(host, 5)
     assert "Guess The Number" in said
     low, high = 1, 20
@@ -50,8 +57,12 @@ def test_a_games_own_arguments_are_set_by_its_name_and_parts_of_a_win_are_left_o
     name = "textarena:GuessTheNumber-v0?max_number=7"
     for host, least in ((host_of(name), 0.1), (host_of(f"{name}&partial=false"), 0.0)):
         assert "between 1 and 7" in reset(host, 5)
-        answers = [step(host, f"[{guess}]") for guess in (4, 9, 9)]  # the second nonsense ends the game
-        assert answers[-1] is None and least <= reward(host) < 1 and (reward(host) > 0) == (least > 0)
+        answers = [
+            step(host, f"[{guess}]") for guess in (4, 9, 9)
+        ]  # the second nonsense ends the game
+        assert (
+            answers[-1] is None and least <= reward(host) < 1 and (reward(host) > 0) == (least > 0)
+        )
     reset(host, 5)
     assert None in [step(host, f"[{guess}]") for guess in range(1, 8)] and reward(host) == 1.0
 
@@ -91,8 +102,14 @@ def test_the_question_is_the_rows_where_the_dataset_is_of_reasoning_gym() -> Non
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("textarena:GuesTheNumber-v0", "TextArena has no game 'GuesTheNumber-v0'; did you mean 'GuessTheNumber-v0'"),
-        ("textarena:TicTacToe-v0", "does not start here with one player: AssertionError: The number of players has to"),
+        (
+            "textarena:GuesTheNumber-v0",
+            "TextArena has no game 'GuesTheNumber-v0'; did you mean 'GuessTheNumber-v0'",
+        ),
+        (
+            "textarena:TicTacToe-v0",
+            "does not start here with one player: AssertionError: The number of players has to",
+        ),
         ("textarena:GuessTheNumber-v0?most=7", "got an unexpected keyword argument 'most'"),
         ("textarena:GuessTheNumber-v0?most", "arguments are written `?name=value&name=value`"),
         ("gym:chain_sm", "did you mean 'chain_sum'"),
@@ -107,6 +124,8 @@ def test_an_unknown_game_is_refused_in_one_line(name: str, problem: str) -> None
 
 def test_a_library_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "textarena", None)
-    with pytest.raises(Refused, match=r"needs the package textarena: pip install 'ycore\[textarena\]'"):
+    with pytest.raises(
+        Refused, match=r"needs the package textarena: pip install 'ycore\[textarena\]'"
+    ):
         Host([], "textarena:GuessTheNumber-v0")
     random.seed()

@@ -86,14 +86,26 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def config_of(*tools: str) -> RunConfig:
-    return RunConfig(model="m", dataset="d", output="run", rewards=[{"reward": "exact_answer"}], tools=list(tools))
+    return RunConfig(
+        model="m",
+        dataset="d",
+        output="run",
+        rewards=[{"reward": "exact_answer"}],
+        tools=list(tools),
+    )
 
 
-def test_what_a_server_says_is_read_by_the_protocol(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_a_server_says_is_read_by_the_protocol(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     server = McpServer(f"mcp:{sys.executable} odd.py")
     try:
         assert list(server.tools) == ["t_1", "t_2", "t_3"]
-        function = {"name": "t_1", "description": "", "parameters": {"type": "object", "properties": {}}}
+        function = {
+            "name": "t_1",
+            "description": "",
+            "parameters": {"type": "object", "properties": {}},
+        }
         assert server.schemas[0] == {"type": "function", "function": function}
         assert server.call("t_1", {}) == "héllo\n[image]\nr"
         assert server.call("t_2", {}) == '{"pong": {"jsonrpc": "2.0", "id": "p", "result": {}}}'
@@ -113,7 +125,10 @@ def test_what_a_server_says_is_read_by_the_protocol(place: Path, capfd: pytest.C
     [
         ("", "has no command; say what starts"),
         ("'python", "No closing quotation; quote the words"),
-        ("no-such-program --here", "no MCP server started: 'no-such-program': No such file or directory; the command"),
+        (
+            "no-such-program --here",
+            "no MCP server started: 'no-such-program': No such file or directory; the command",
+        ),
         ("sleep 100", "it did not answer within 0.3 s"),
         ("sh -c 'exit 5'", "it ended with status 5"),
         ("cat", "no MCP server started"),
@@ -130,15 +145,21 @@ def test_a_server_of_the_official_library_is_described_once_before_a_run(place: 
     found = describe_tools(config_of("mcp:python notes.py"))[None]
     assert found.names == ("add_note", "fail", "look", "end")
     function = found.tools[0]["function"]
-    assert function["description"] == "Keep a note." and list(function["parameters"]["properties"]) == ["text", "times"]
-    with pytest.raises(ConfigError, match=r"two tools are named 'fail', one of them 'mcp:python notes\.py'"):
+    assert function["description"] == "Keep a note." and list(
+        function["parameters"]["properties"]
+    ) == ["text", "times"]
+    with pytest.raises(
+        ConfigError, match=r"two tools are named 'fail', one of them 'mcp:python notes\.py'"
+    ):
         describe_tools(config_of("tools.py:fail", "mcp:python notes.py"))
     with pytest.raises(ConfigError, match="no MCP server started: it ended with status 2"):
         describe_tools(config_of("mcp:python none.py"))
 
 
 def test_what_the_recipe_opens_is_open_to_servers_too(place: Path) -> None:
-    config = config_of("mcp:python notes.py").model_copy(update={"turns": TurnSettings(sandbox={"network": True})})
+    config = config_of("mcp:python notes.py").model_copy(
+        update={"turns": TurnSettings(sandbox={"network": True})}
+    )
     pool = ToolPool(config, log=place / "log", run_id="t", run_folder=place / "run")
     assert pool._own.view.network and not pool._code.view.network
 
@@ -152,7 +173,12 @@ def test_each_completion_has_a_server_of_its_own_held_as_tools_are(place: Path) 
             return [await episode.call(name, arguments) for name, arguments in calls]
 
     async def work() -> tuple[list[Answer], list[Answer]]:
-        pool = ToolPool(config_of("mcp:python notes.py"), log=place / "log", run_id="t", run_folder=place / "run")
+        pool = ToolPool(
+            config_of("mcp:python notes.py"),
+            log=place / "log",
+            run_id="t",
+            run_folder=place / "run",
+        )
         try:
             async with asyncio.timeout(400):
                 note = ("add_note", {"text": "a", "times": 2})
@@ -165,7 +191,11 @@ def test_each_completion_has_a_server_of_its_own_held_as_tools_are(place: Path) 
 
     first, second = asyncio.run(work())
     assert first[0] == Answer("a, a") and first[3] == Answer("a, a, a, a")
-    assert first[1].failed and "no such page" in first[1].text and first[2] == Answer("no token\nFalse")
+    assert (
+        first[1].failed
+        and "no such page" in first[1].text
+        and first[2] == Answer("no token\nFalse")
+    )
     assert second[0] == Answer("a, a") and second[1].failed  # a new server, which then ends itself
     assert second[2] == Answer("a, a, a, a")  # and comes back with what it was asked
     assert second[3] == Answer("{'error': 'Tool none not found.'}", failed=True)

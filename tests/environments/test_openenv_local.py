@@ -130,7 +130,9 @@ class Neither:
 def openenv_python() -> str:
     """A Python with openenv: this one, or that of the variable OPENENV_PYTHON."""
     python = os.environ.get("OPENENV_PYTHON", sys.executable)
-    if subprocess.run([python, "-c", "import openenv"], capture_output=True, timeout=400, check=False).returncode:
+    if subprocess.run(
+        [python, "-c", "import openenv"], capture_output=True, timeout=400, check=False
+    ).returncode:
         pytest.skip("no Python with the package openenv; name one in OPENENV_PYTHON")
     return python
 
@@ -144,7 +146,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def config_of(env: str, python: str | None) -> RunConfig:
     rewards = [{"reward": "environment"}]
-    return RunConfig(model="m", dataset="d", output="run", rewards=rewards, env=env, env_python=python)
+    return RunConfig(
+        model="m", dataset="d", output="run", rewards=rewards, env=env, env_python=python
+    )
 
 
 def played(place: Path, name: str, play: Callable[[Episode], Awaitable[Any]]) -> Any:
@@ -167,7 +171,9 @@ def test_a_typed_action_is_the_tool_step(place: Path) -> None:
     found = describe_tools(config_of("openenv:envs.py:Grid", openenv_python()))["Grid"]
     assert found.names == ("step",) and found.pays
     function = found.tools[0]["function"]
-    assert function["description"] == "One move." and list(function["parameters"]["properties"]) == ["by", "why"]
+    assert function["description"] == "One move." and list(
+        function["parameters"]["properties"]
+    ) == ["by", "why"]
 
     async def play(episode: Episode) -> list[Any]:
         begun = await episode.begin()
@@ -179,12 +185,19 @@ def test_a_typed_action_is_the_tool_step(place: Path) -> None:
     begun, first, wrong, last, beyond, reward, *paid = played(place, "Grid", play)
     assert found.pays_turns and paid == [0.1, 0.3]
     assert begun == "0" and first == Answer("1") and wrong.failed and last == Answer("3")
-    assert beyond == Answer("{'error': 'the episode is over'}", failed=True) and reward == Score(0.3)
+    assert beyond == Answer("{'error': 'the episode is over'}", failed=True) and reward == Score(
+        0.3
+    )
 
 
 def test_an_action_of_one_text_is_the_whole_turn(place: Path) -> None:
     async def play(episode: Episode) -> list[Any]:
-        return [await episode.begin(), await episode.step("a"), await episode.step("b"), await episode.reward()]
+        return [
+            await episode.begin(),
+            await episode.step("a"),
+            await episode.step("b"),
+            await episode.reward(),
+        ]
 
     begun, said, ended, reward = played(place, "Echo", play)
     assert begun.startswith(" 7 ") and int(begun[3:]) > 0
@@ -217,17 +230,23 @@ def test_a_session_begins_with_its_messages_and_is_verified(place: Path) -> None
 
 
 def test_what_is_no_environment_of_openenv_is_refused_in_one_line(place: Path) -> None:
-    with pytest.raises(ConfigError, match="is neither an Environment nor a ResourceSessionFactory of OpenEnv"):
+    with pytest.raises(
+        ConfigError, match="is neither an Environment nor a ResourceSessionFactory of OpenEnv"
+    ):
         describe_tools(config_of("openenv:envs.py:Neither", openenv_python()))
 
 
-@pytest.mark.parametrize("name", ["openenv:https://host/echo", "openenv:echo-env", "openenv:docker://echo"])
+@pytest.mark.parametrize(
+    "name", ["openenv:https://host/echo", "openenv:echo-env", "openenv:docker://echo"]
+)
 def test_servers_and_containers_are_refused(name: str) -> None:
     with pytest.raises(Refused, match="without server, hub or container; name a class"):
         openenv_local(name, lambda target: None)
 
 
-def test_a_python_without_openenv_is_told_how_to_come_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_without_openenv_is_told_how_to_come_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(Refused, match="cannot be beside vLLM; install it in a virtual environment"):
         openenv_local("openenv:envs.py:Grid", lambda target: None)

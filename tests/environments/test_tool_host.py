@@ -141,8 +141,16 @@ def test_an_environments_public_methods_are_tools_and_the_seed_is_the_worlds() -
 
 def test_an_environment_whose_only_method_is_step_takes_text() -> None:
     host = Host([], "tools.py:Steps")
-    assert host.describe(schemas=True) == {"tools": [], "takes_text": True, "pays": False, "pays_turns": False}
-    assert host.answer({"op": "step", "text": "go"}) == "GO" and host.answer({"op": "step", "text": "end"}) is None
+    assert host.describe(schemas=True) == {
+        "tools": [],
+        "takes_text": True,
+        "pays": False,
+        "pays_turns": False,
+    }
+    assert (
+        host.answer({"op": "step", "text": "go"}) == "GO"
+        and host.answer({"op": "step", "text": "end"}) is None
+    )
     assert not Host([], "tools.py:Game").describe(schemas=False)["takes_text"]
 
 
@@ -151,14 +159,18 @@ def test_what_calls_paid_is_added_up_until_it_is_asked_for() -> None:
     assert host.describe(schemas=False)["pays_turns"] and sorted(host._tools) == ["go", "rest"]
     for _ in range(2):
         host.answer({"op": "reset", "row": {}})
-        assert host.answer({"op": "turn_reward"}) == 100.0, "once: what reset pays is the first turn's"
+        assert host.answer({"op": "turn_reward"}) == 100.0, (
+            "once: what reset pays is the first turn's"
+        )
         call(host, "rest")
         assert host.answer({"op": "turn_reward"}) is None
         call(host, "go", by=1)
         with pytest.raises(ValueError, match="too far"):
             call(host, "go", by=3)
         call(host, "rest")
-        assert host.answer({"op": "turn_reward"}) == 1.0 and host.answer({"op": "turn_reward"}) is None
+        assert (
+            host.answer({"op": "turn_reward"}) == 1.0 and host.answer({"op": "turn_reward"}) is None
+        )
         call(host, "go", by=2)  # another completion's, which ended without asking
 
 
@@ -171,11 +183,17 @@ def test_what_calls_paid_is_added_up_until_it_is_asked_for() -> None:
         (["add"], None, "needs both sides of its colon"),
         ([], "tools.py:NoReset", "has no reset"),
         ([], "tools.py:add", "has no reset"),
-        ([], "tools.py:Texts", "get_reward of environment 'tools.py:Texts' returns str; a reward is a number"),
+        (
+            [],
+            "tools.py:Texts",
+            "get_reward of environment 'tools.py:Texts' returns str; a reward is a number",
+        ),
         ([], "tools.py:Breaks", "raised ValueError: no server"),
     ],
 )
-def test_what_is_no_tool_or_environment_is_refused_in_one_line(given: list[str], env: str | None, problem: str) -> None:
+def test_what_is_no_tool_or_environment_is_refused_in_one_line(
+    given: list[str], env: str | None, problem: str
+) -> None:
     with pytest.raises(Refused) as refused:
         Host(given, env)
     assert problem in str(refused.value) and "\n" not in str(refused.value)
@@ -183,7 +201,9 @@ def test_what_is_no_tool_or_environment_is_refused_in_one_line(given: list[str],
 
 @pytest.mark.parametrize("name", ["untyped", "undescribed"])
 def test_a_tool_without_types_or_docstring_is_refused(name: str) -> None:
-    with pytest.raises(Refused, match=f"tool '{name}' cannot be shown to a model: .*; give it a docstring"):
+    with pytest.raises(
+        Refused, match=f"tool '{name}' cannot be shown to a model: .*; give it a docstring"
+    ):
         Host([f"tools.py:{name}"], None).describe(schemas=True)
 
 
@@ -191,7 +211,9 @@ def test_schemas_are_those_of_transformers() -> None:
     from transformers.utils import get_json_schema
 
     (schema,) = Host(["tools.py:add"], None).describe(schemas=True)["tools"]
-    assert schema["function"]["name"] == "add" and schema == schema_of(tool_host.load("tools.py:add", "tool"))
+    assert schema["function"]["name"] == "add" and schema == schema_of(
+        tool_host.load("tools.py:add", "tool")
+    )
     assert schema == get_json_schema(tool_host.load("tools.py:add", "tool"))
 
 

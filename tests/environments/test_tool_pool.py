@@ -137,7 +137,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config_of(place: Path, **keys: Any) -> RunConfig:
     keys = {"tools": [], "turns": {"call_s": 1.0}, **keys}
-    return RunConfig(model="m", dataset="d", output=str(place / "run"), rewards=[{"reward": "environment"}], **keys)
+    return RunConfig(
+        model="m",
+        dataset="d",
+        output=str(place / "run"),
+        rewards=[{"reward": "environment"}],
+        **keys,
+    )
 
 
 Work = Callable[[ToolPool], Awaitable[Any]]
@@ -153,7 +159,10 @@ def run(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., 
     def in_pool(work: Work, **keys: Any) -> Any:
         async def whole() -> Any:
             pool = ToolPool(
-                config_of(place, **keys), log=place / "run" / "tools.log", run_id="t", run_folder=place / "run"
+                config_of(place, **keys),
+                log=place / "run" / "tools.log",
+                run_id="t",
+                run_folder=place / "run",
             )
             try:
                 async with asyncio.timeout(400):
@@ -178,7 +187,9 @@ def test_whatever_a_tool_does_is_an_answer(run: Callable[..., Any]) -> None:
         async with episode(pool) as one:
             assert await one.begin() is None
             names = ("add", "hang", "end", "leave", "nothing")
-            answers = [await one.call(name, {"x": 1, "y": 2} if name == "add" else {}) for name in names]
+            answers = [
+                await one.call(name, {"x": 1, "y": 2} if name == "add" else {}) for name in names
+            ]
             answers.append(await one.call("add", {"x": 1}))
             answers.append(await one.call("add", {"x": 20, "y": 3}))
         assert [host.restarts for host in pool.hosts] == [2]
@@ -198,10 +209,16 @@ def test_the_same_row_and_completion_meet_the_same_world(run: Callable[..., Any]
     async def play(pool: ToolPool, index: int, *moves: int) -> list[Any]:
         async with episode(pool, index=index, start=50) as one:
             said = await one.begin()
-            return [said, *[(await one.call("step_on", {"by": by})).text for by in moves], await one.reward()]
+            return [
+                said,
+                *[(await one.call("step_on", {"by": by})).text for by in moves],
+                await one.reward(),
+            ]
 
     async def work(pool: ToolPool) -> list[list[Any]]:
-        return list(await asyncio.gather(play(pool, 0, 1, 2), play(pool, 0, 1, 2), play(pool, 1, 1, 2)))
+        return list(
+            await asyncio.gather(play(pool, 0, 1, 2), play(pool, 0, 1, 2), play(pool, 1, 1, 2))
+        )
 
     first, again, other = run(work, env="tools.py:Walk")
     assert first == again and first[0] == other[0] and first[1:] != other[1:]
@@ -209,11 +226,16 @@ def test_the_same_row_and_completion_meet_the_same_world(run: Callable[..., Any]
 
 
 @pytest.mark.parametrize("by", [13, 14])
-def test_an_environment_that_hangs_or_dies_comes_back_as_it_was(run: Callable[..., Any], by: int) -> None:
+def test_an_environment_that_hangs_or_dies_comes_back_as_it_was(
+    run: Callable[..., Any], by: int
+) -> None:
     async def play(pool: ToolPool, *moves: int) -> list[Any]:
         async with episode(pool, start=50) as one:
             await one.begin()
-            return [*[await one.call("step_on", {"by": move}) for move in moves], await one.reward()]
+            return [
+                *[await one.call("step_on", {"by": move}) for move in moves],
+                await one.reward(),
+            ]
 
     async def work(pool: ToolPool) -> list[list[Any]]:
         return [await play(pool, 1, 2), await play(pool, 1, 2, by)]
@@ -223,7 +245,9 @@ def test_an_environment_that_hangs_or_dies_comes_back_as_it_was(run: Callable[..
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_process_that_is_lost_between_two_completions_costs_neither(run: Callable[..., Any], number: int) -> None:
+def test_a_process_that_is_lost_between_two_completions_costs_neither(
+    run: Callable[..., Any], number: int
+) -> None:
     async def play(pool: ToolPool) -> tuple[str | None, Score]:
         async with episode(pool, start=50) as one:
             return await one.begin(), await one.reward()
@@ -241,7 +265,9 @@ def test_a_process_that_is_lost_between_two_completions_costs_neither(run: Calla
     assert restarts == [1]
 
 
-def test_a_reward_function_sees_the_environment_as_it_was_at_its_end(run: Callable[..., Any]) -> None:
+def test_a_reward_function_sees_the_environment_as_it_was_at_its_end(
+    run: Callable[..., Any],
+) -> None:
     """TRL's `environments`: there the instances, here their public attributes, each completion's own."""
 
     async def played(pool: ToolPool) -> list[str | None]:
@@ -262,7 +288,10 @@ def test_a_reward_function_sees_the_environment_as_it_was_at_its_end(run: Callab
     worlds = run(played, env="tools.py:Walk")
     request = {"source": 0, "step": 1, "count": 3, "inputs": {"environments": worlds}}
     values = answer(Source(reward, inputs_of(reward)), request)["values"]
-    assert values == [*(json.loads(world)["at"] for world in worlds[:2]), None] and values[0] != values[1]
+    assert (
+        values == [*(json.loads(world)["at"] for world in worlds[:2]), None]
+        and values[0] != values[1]
+    )
 
 
 def test_a_completion_has_a_limit_for_all_its_calls(run: Callable[..., Any]) -> None:
@@ -278,7 +307,9 @@ def test_a_completion_has_a_limit_for_all_its_calls(run: Callable[..., Any]) -> 
     run(work, tools=["tools.py:hang"], turns={"call_s": 0.5, "completion_s": 1.5})
 
 
-def test_an_environment_that_cannot_begin_masks_its_completion_alone(run: Callable[..., Any]) -> None:
+def test_an_environment_that_cannot_begin_masks_its_completion_alone(
+    run: Callable[..., Any],
+) -> None:
     async def work(pool: ToolPool) -> tuple[Any, Answer, Score]:
         async with episode(pool) as one:  # the row has no `start`
             return await one.begin(), await one.call("step_on", {"by": 1}), await one.reward()
@@ -303,15 +334,27 @@ def test_the_interpreter_keeps_variables_for_one_completion_and_sees_no_file(
         return said
 
     said = run(work, tools=["python"])
-    assert said[:2] == ["", "42"] and "error" in said[2] and "tools.py" not in said[2] and "timeout" in said[3]
-    assert said[4] == "(the interpreter began anew: its variables are gone)\n1" and "not defined" in said[-1]
+    assert (
+        said[:2] == ["", "42"]
+        and "error" in said[2]
+        and "tools.py" not in said[2]
+        and "timeout" in said[3]
+    )
+    assert (
+        said[4] == "(the interpreter began anew: its variables are gone)\n1"
+        and "not defined" in said[-1]
+    )
 
 
 @pytest.mark.parametrize("level", ["auto", "landlock"])
 def test_another_python_runs_them_with_its_own_packages_alone(
     run: Callable[..., Any], tmp_path: Path, level: str
 ) -> None:
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / ".other"], check=True, timeout=400)
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", tmp_path / ".other"],
+        check=True,
+        timeout=400,
+    )
     (packages,) = (tmp_path / ".other").glob("lib/*/site-packages")
     (packages / "greeting.py").write_text("WORD = 'hello'")
     (tmp_path / "other.py").write_text(OTHER)
@@ -321,7 +364,9 @@ def test_another_python_runs_them_with_its_own_packages_alone(
             return [await one.begin(), await one.step("look"), await one.reward()]
 
     python = str(tmp_path / ".other" / "bin" / "python")
-    said, seen, paid = run(work, env=f"{tmp_path}/other.py:Other", env_python=python, sandbox={"level": level})
+    said, seen, paid = run(
+        work, env=f"{tmp_path}/other.py:Other", env_python=python, sandbox={"level": level}
+    )
     assert said == "hello" and paid == Score(1.0)
     assert seen == Answer(f"{tmp_path}/.other none, of ycore's own: none")
 
@@ -336,7 +381,9 @@ def test_another_python_runs_them_with_its_own_packages_alone(
         ("true", "env_python 'true' does not start"),
     ],
 )
-def test_what_is_no_other_python_is_refused_in_one_line(place: Path, python: str, problem: str) -> None:
+def test_what_is_no_other_python_is_refused_in_one_line(
+    place: Path, python: str, problem: str
+) -> None:
     with pytest.raises(ConfigError, match=problem):
         describe_tools(config_of(place, env="tools.py:Walk", env_python=python))
 
@@ -352,7 +399,12 @@ def test_a_turn_is_paid_once_also_by_an_environment_that_came_back(run: Callable
                 paid.append(await one.turn_reward())
             return paid
 
-    assert run(work, env="tools.py:Walk") == [None, 3.0, 3.0, None]  # 14 ended the process, and paid nothing
+    assert run(work, env="tools.py:Walk") == [
+        None,
+        3.0,
+        3.0,
+        None,
+    ]  # 14 ended the process, and paid nothing
 
 
 def test_a_tool_finds_no_secret_and_nothing_of_the_run(run: Callable[..., Any]) -> None:
@@ -364,25 +416,34 @@ def test_a_tool_finds_no_secret_and_nothing_of_the_run(run: Callable[..., Any]) 
     assert "tools.py" in said and "hf_secret" not in said and "run.json" not in said
 
 
-def test_a_run_s_tools_are_described_once_or_refused_in_one_line(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_s_tools_are_described_once_or_refused_in_one_line(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(place)
-    (found,) = describe_tools(config_of(place, tools=["tools.py:add", "python"], env="tools.py:Walk")).values()
+    (found,) = describe_tools(
+        config_of(place, tools=["tools.py:add", "python"], env="tools.py:Walk")
+    ).values()
     assert found.names == ("add", "python", "step_on") and found.pays and not found.takes_text
     assert describe_tools(config_of(place)) == {}
     with pytest.raises(ConfigError, match="two tools are named 'add'"):
         describe_tools(config_of(place, tools=["tools.py:add", "tools.py:add"]))
 
 
-def test_each_row_meets_the_environment_that_it_names_as_in_trl(place: Path, run: Callable[..., Any]) -> None:
+def test_each_row_meets_the_environment_that_it_names_as_in_trl(
+    place: Path, run: Callable[..., Any]
+) -> None:
     """What TRL's own trainer lets the policy read of the same rows and classes, to the token."""
     from trl import GRPOTrainer
 
     rows = [
-        {"environment": name, "topic": topic} for name, topic in (("ask", "a mole"), ("Spell", "owl"), ("ask", "x"))
+        {"environment": name, "topic": topic}
+        for name, topic in (("ask", "a mole"), ("Spell", "owl"), ("ask", "x"))
     ]
     (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     env = ["ask=tools.py:Ask", "tools.py:Spell"]
-    config = config_of(place, env=env, turns={"call_s": 30}).model_copy(update={"dataset": "rows.jsonl"})
+    config = config_of(place, env=env, turns={"call_s": 30}).model_copy(
+        update={"dataset": "rows.jsonl"}
+    )
     described = describe_tools(config)
     assert {name: one.names for name, one in described.items()} == {
         "ask": ("look_up",),
@@ -390,24 +451,40 @@ def test_each_row_meets_the_environment_that_it_names_as_in_trl(place: Path, run
     }
     assert [one.pays for one in described.values()] == [False, True]
     talks = {name: dialogue_of("qwen3", one) for name, one in described.items() if name is not None}
-    limits = {"max_turns": 2, "max_tokens": 64, "turn_tokens": None, "max_prompt_tokens": 9999, "pays": True}
+    limits = {
+        "max_turns": 2,
+        "max_tokens": 64,
+        "turn_tokens": None,
+        "max_prompt_tokens": 9999,
+        "pays": True,
+    }
 
     async def ours(pool: ToolPool) -> list[Any]:
         how = Turns(lambda prompt: talks[prompt.columns["environment"]][1], pool, **limits)
-        starts = [await how.start(Draw(at, prompt, ())) for at, prompt in enumerate(load_prompts(config).prompts)]
+        starts = [
+            await how.start(Draw(at, prompt, ()))
+            for at, prompt in enumerate(load_prompts(config).prompts)
+        ]
         assert len(pool.hosts) == 1, "a process whose environment nobody waits for makes room"
         last = Episode(pool, starts[1].prompt, position=1, index=0)
         async with last:
             await last.begin()
-            assert (await last.call("letters", {})).text == "3" and await last.reward() == Score(0.5)
+            assert (await last.call("letters", {})).text == "3" and await last.reward() == Score(
+                0.5
+            )
         prompts = [start.draw.prompt for start in starts]
-        return [list(talks[one.columns["environment"]][1].prompt_ids(one.content)) for one in prompts]
+        return [
+            list(talks[one.columns["environment"]][1].prompt_ids(one.content)) for one in prompts
+        ]
 
     found = run(ours, env=env, turns={"call_s": 30, "at_once": 1})
     namespace: dict[str, Any] = {"__file__": str(place / "tools.py")}
     exec((place / "tools.py").read_text(), namespace)
     classes = {"ask": namespace["Ask"], "Spell": namespace["Spell"]}
-    tools = {"ask": [classes["ask"]().look_up], "Spell": [(one := classes["Spell"]()).letters, one.look_up]}
+    tools = {
+        "ask": [classes["ask"]().look_up],
+        "Spell": [(one := classes["Spell"]()).letters, one.look_up],
+    }
     heard: list[Any] = []
     theirs = SimpleNamespace(
         accelerator=SimpleNamespace(device="cpu"), model=SimpleNamespace(training=True), tools=[],

@@ -25,7 +25,9 @@ def marginal(rule: Rule, level: float, path: Grid) -> tuple[float, float]:
     for now, then in zip(path.times, path.times[1:], strict=False):
         x = torch.tensor([[[[0.0]]], [[[1.0]]]])
         times = [torch.full((2,), time) for time in (now, then)]
-        made = step(rule, x, gaussian_velocity(x, times[0]), *times, level=level, near_one=path.times[1])
+        made = step(
+            rule, x, gaussian_velocity(x, times[0]), *times, level=level, near_one=path.times[1]
+        )
         at_zero, at_one = made.mean.flatten().tolist()
         mean = at_zero + (at_one - at_zero) * mean
         variance = (at_one - at_zero) ** 2 * variance + float(made.std.flatten()[0]) ** 2
@@ -60,7 +62,9 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), nn.SiLU(), nn.Conv2d(8, 1, 3, padding=1))
+        self.layers = nn.Sequential(
+            nn.Conv2d(2, 8, 3, padding=1), nn.SiLU(), nn.Conv2d(8, 1, 3, padding=1)
+        )
 
     def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.layers(torch.cat([x, t.view(-1, 1, 1, 1).expand_as(x)], dim=1))
@@ -82,7 +86,9 @@ def test_the_ratio_of_the_first_pass_is_one_to_the_bit(rule: Rule) -> None:
                 drawn.points[rows, number], drawn.points[rows, number + 1], times[places], times[places + 1]
             )  # fmt: skip
             v = net(x, now)
-            made = step(rule, x, v, now, then, level=how.level, near_one=how.near_one, reached=reached)
+            made = step(
+                rule, x, v, now, then, level=how.level, near_one=how.near_one, reached=reached
+            )
             found = grpo_loss(made.logprob, drawn.logprobs[rows, number], torch.ones(len(x)))
             assert torch.equal(found.ratio, torch.ones(len(x)))
 
@@ -94,7 +100,9 @@ def test_a_seed_gives_the_same_picture_in_any_batch() -> None:
         part = draw(net, how, [9, 5], (1, 8, 8), firsts=[1, 1])
     assert torch.equal(whole.pictures[[3, 1]], part.pictures)
     assert torch.equal(whole.logprobs[[3, 1]], part.logprobs)
-    assert torch.equal(noise_of(5, (3,)), noise_of(5, (3,))) and not torch.equal(noise_of(5, (3,)), noise_of(6, (3,)))
+    assert torch.equal(noise_of(5, (3,)), noise_of(5, (3,))) and not torch.equal(
+        noise_of(5, (3,)), noise_of(6, (3,))
+    )
 
 
 def test_euler_and_heun_follow_the_same_way_and_heun_is_nearer_to_its_end() -> None:
@@ -138,7 +146,10 @@ def test_the_policy_gradient_is_that_of_autograd() -> None:
             now, then = (times[place].expand(2) for place in (number, number + 1))
             made = step("sde", x, v, now, then, level=level, near_one=path.times[1])
             slope = (made.mean[1] - made.mean[0]).squeeze()
-            mean, variance = made.mean[0].squeeze() + slope * mean, slope**2 * variance + made.std[0].squeeze() ** 2
+            mean, variance = (
+                made.mean[0].squeeze() + slope * mean,
+                slope**2 * variance + made.std[0].squeeze() ** 2,
+            )
         return -(variance + (mean - 2) ** 2)
 
     wanted = torch.autograd.functional.jacobian(exact, weights).flatten()
@@ -147,9 +158,13 @@ def test_the_policy_gradient_is_that_of_autograd() -> None:
         w = weights[number].expand(len(x), 2).clone().requires_grad_()
         now, then = (times[place].expand(len(x)) for place in (number, number + 1))
         v = w[:, 0].view(-1, 1, 1, 1) + w[:, 1].view(-1, 1, 1, 1) * x
-        made = step("sde", x, v, now, then, level=level, near_one=path.times[1], noise=torch.randn_like(x))
+        made = step(
+            "sde", x, v, now, then, level=level, near_one=path.times[1], noise=torch.randn_like(x)
+        )
         reached = made.point.detach()
-        replayed = step("sde", x, v, now, then, level=level, near_one=path.times[1], reached=reached)
+        replayed = step(
+            "sde", x, v, now, then, level=level, near_one=path.times[1], reached=reached
+        )
         scores.append(torch.autograd.grad(replayed.logprob.sum(), w)[0])
         x = reached
     reward = -((x.flatten() - 2) ** 2)

@@ -13,8 +13,15 @@ from ycore.flow.measuring import conditions, diversity, judge_fell
 
 def row(step: int, judge: float, trained: float, width: float = 0.02) -> dict[str, float]:
     figures = {"reward": judge, "trained_reward": trained}
-    ends = {f"{name}/{end}": value + sign * width for name, value in figures.items() for end, sign in ENDS}
-    return {"step": step, **{f"ycore/eval/{name}": value for name, value in (figures | ends).items()}}
+    ends = {
+        f"{name}/{end}": value + sign * width
+        for name, value in figures.items()
+        for end, sign in ENDS
+    }
+    return {
+        "step": step,
+        **{f"ycore/eval/{name}": value for name, value in (figures | ends).items()},
+    }
 
 
 ENDS = (("low", -1), ("high", 1))
@@ -25,9 +32,14 @@ def test_a_judge_that_falls_while_the_reward_stays_is_told() -> None:
     assert judge_fell(good) is None
     assert judge_fell([*good, row(10, 0.72, 1.0)]) == pytest.approx(0.23)
     assert judge_fell([*good, row(10, 0.93, 1.0)]) is None  # within the intervals
-    assert judge_fell([*good, row(10, 0.72, 0.7)]) is None  # the reward fell too: unlearned, not over-optimised
+    assert (
+        judge_fell([*good, row(10, 0.72, 0.7)]) is None
+    )  # the reward fell too: unlearned, not over-optimised
     assert judge_fell(good[:1]) is None
-    assert judge_fell([{"step": 0, "ycore/eval/reward": 1.0}, {"step": 1, "ycore/eval/reward": 0.0}]) is None
+    assert (
+        judge_fell([{"step": 0, "ycore/eval/reward": 1.0}, {"step": 1, "ycore/eval/reward": 0.0}])
+        is None
+    )
 
 
 def test_diversity_is_the_mean_distance_within_a_class() -> None:
@@ -38,20 +50,31 @@ def test_diversity_is_the_mean_distance_within_a_class() -> None:
 
 def config_of(dataset: str, **keys: object) -> FlowConfig:
     return FlowConfig.model_validate(
-        {"model": "m", "dataset": dataset, "output": "o", "rewards": [{"reward": "r.py:f"}], **keys}, strict=False
+        {
+            "model": "m",
+            "dataset": dataset,
+            "output": "o",
+            "rewards": [{"reward": "r.py:f"}],
+            **keys,
+        },
+        strict=False,
     )
 
 
 def test_rows_ask_for_classes_and_pass_their_other_columns_on(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
-    file.write_text('{"prompt": "a three", "label": 2, "style": "bold"}\n{"label": "0", "style": "thin"}\n')
+    file.write_text(
+        '{"prompt": "a three", "label": 2, "style": "bold"}\n{"label": "0", "style": "thin"}\n'
+    )
     found = load_conditions(config_of(str(file)), num_classes=3)
     assert [(one.content, dict(one.columns)) for one in found.prompts] == [
         ("a three", {"label": 2, "style": "bold"}),
         ("0", {"label": 0, "style": "thin"}),
     ]
     every = load_conditions(config_of("classes", condition_column="digit"), num_classes=3)
-    assert [one.columns["digit"] for one in conditions([*every.prompts, *every.prompts], "digit")] == [0, 1, 2]
+    assert [
+        one.columns["digit"] for one in conditions([*every.prompts, *every.prompts], "digit")
+    ] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +83,10 @@ def test_rows_ask_for_classes_and_pass_their_other_columns_on(tmp_path: Path) ->
         ('{"label": 1}\n{"prompt": "x"}\n', "the condition 'label' is missing in row 1"),
         ('{"label": 3}\n', "'label' is 3 in row 0 .*a whole number from 0 to 2"),
         ('{"label": "seven"}\n', "'label' is 'seven' in row 0"),
-        ('{"labels": 1}\n', "has no column 'label', the class to draw; it has labels; did you mean 'labels'"),
+        (
+            '{"labels": 1}\n',
+            "has no column 'label', the class to draw; it has labels; did you mean 'labels'",
+        ),
     ],
 )
 def test_a_row_without_its_condition_is_one_line(tmp_path: Path, text: str, said: str) -> None:

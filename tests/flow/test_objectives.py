@@ -21,7 +21,10 @@ def test_the_optimum_of_the_plain_loss_is_the_improved_velocity(b: float) -> Non
     """At one point of a mixture of five pictures: v_old + (2 / b) E[r] (v_good - v_old), to rounding."""
     torch.manual_seed(0)
     x0 = torch.randn(5, 1, 1, 3, dtype=torch.float64)
-    weights, rewards = torch.rand(5, dtype=torch.float64).softmax(0), torch.rand(5, dtype=torch.float64)
+    weights, rewards = (
+        torch.rand(5, dtype=torch.float64).softmax(0),
+        torch.rand(5, dtype=torch.float64),
+    )
     time, x = 0.6, torch.randn(1, 1, 1, 3, dtype=torch.float64)
     velocities = (x - x0) / time  # of the straight ways through x to each picture
     shaped = weights.view(-1, 1, 1, 1)
@@ -53,9 +56,13 @@ def test_the_adaptive_weight_has_no_gradient_and_makes_errors_of_all_sizes_count
     miss = noised(x0, noise, times) - times.view(-1, 1, 1, 1) * v_old - x0
     weight = miss.abs().flatten(1).mean(1)
     assert torch.allclose(loss, (miss**2).flatten(1).mean(1) / weight)
-    signs = torch.tensor([1.0, -1.0])  # of v- at its own v_old the error is that of the mirrored velocity
+    signs = torch.tensor(
+        [1.0, -1.0]
+    )  # of v- at its own v_old the error is that of the mirrored velocity
     by_hand = signs * -2 * times / weight / 4
-    assert v.grad is not None and torch.allclose(v.grad, by_hand.view(-1, 1, 1, 1) * miss, atol=1e-6)
+    assert v.grad is not None and torch.allclose(
+        v.grad, by_hand.view(-1, 1, 1, 1) * miss, atol=1e-6
+    )
 
 
 def test_advantages_compare_within_groups_and_scale_by_the_round() -> None:
@@ -78,9 +85,17 @@ def test_the_kl_of_a_step_is_that_of_its_gaussians() -> None:
     torch.manual_seed(0)
     x, v, other = (torch.randn(2, 1, 2, 2) for _ in range(3))
     now, then = torch.tensor([0.9, 0.5]), torch.tensor([0.8, 0.4])
-    made, reference = (step("sde", x, one, now, then, level=0.7, near_one=0.9) for one in (v, other))
-    wanted = kl_divergence(Normal(made.mean, made.std), Normal(reference.mean, reference.std)).flatten(1).sum(1)
+    made, reference = (
+        step("sde", x, one, now, then, level=0.7, near_one=0.9) for one in (v, other)
+    )
+    wanted = (
+        kl_divergence(Normal(made.mean, made.std), Normal(reference.mean, reference.std))
+        .flatten(1)
+        .sum(1)
+    )
     assert torch.allclose(step_kl(made, reference), wanted, rtol=1e-4)
     density = Normal(made.mean, made.std).log_prob(x).flatten(1).sum(1)
-    assert torch.allclose(step("sde", x, v, now, then, level=0.7, near_one=0.9, reached=x).logprob, density, rtol=1e-4)
+    assert torch.allclose(
+        step("sde", x, v, now, then, level=0.7, near_one=0.9, reached=x).logprob, density, rtol=1e-4
+    )
     assert torch.equal(velocity_penalty(v, v), torch.zeros(2))

@@ -21,13 +21,19 @@ def asked(number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return x, torch.rand(number, generator=generator), torch.arange(number) % 3
 
 
-def test_a_policy_with_new_adapters_is_the_model_and_keeps_it_as_its_reference(tiny_model: Path) -> None:
+def test_a_policy_with_new_adapters_is_the_model_and_keeps_it_as_its_reference(
+    tiny_model: Path,
+) -> None:
     folder = FlowFolder(tiny_model)
     plain, adapted = Policy(folder, lora=None), Policy(folder, lora=LoraSettings(r=2, alpha=4))
     with torch.no_grad():
         before = plain.velocity(*asked(6))
         assert torch.equal(adapted.velocity(*asked(6)), before)
-        assert 0 < sum(map(torch.numel, adapted.trained.values())) < sum(map(torch.numel, plain.trained.values()))
+        assert (
+            0
+            < sum(map(torch.numel, adapted.trained.values()))
+            < sum(map(torch.numel, plain.trained.values()))
+        )
         for policy in (plain, adapted):
             for weight in policy.trained.values():
                 weight.add_(0.05)
@@ -53,36 +59,63 @@ def test_guidance_moves_away_from_no_class(tiny_model: Path) -> None:
     x, times, classes = asked(6)
     with torch.no_grad():
         plain, guided = Policy(folder, lora=None), Policy(folder, lora=None, guidance=3.0)
-        v, without = plain.velocity(x, times, classes), plain.velocity(x, times, torch.full_like(classes, 3))
-        assert torch.allclose(guided.velocity(x, times, classes), without + 3 * (v - without), atol=1e-5)
+        v, without = (
+            plain.velocity(x, times, classes),
+            plain.velocity(x, times, torch.full_like(classes, 3)),
+        )
+        assert torch.allclose(
+            guided.velocity(x, times, classes), without + 3 * (v - without), atol=1e-5
+        )
         assert not torch.allclose(v, without)
 
 
-def test_the_ratio_of_the_first_pass_is_one_in_other_batches_and_not_with_half_the_digits(tiny_model: Path) -> None:
+def test_the_ratio_of_the_first_pass_is_one_in_other_batches_and_not_with_half_the_digits(
+    tiny_model: Path,
+) -> None:
     policy, how = Policy(FlowFolder(tiny_model), lora=None), Sampling(grid(6), "sde", 0.7, length=2)
     classes, times = torch.arange(24) % 3, torch.tensor(how.path.times)
     with torch.no_grad():
         drawn = draw(lambda x, t: policy.velocity(x, t, classes), how, list(range(24)), (1, 4, 4))
         for rows in (slice(0, 4), slice(4, 24)):
-            x, now, then = drawn.points[rows, 0], times[:1].expand(24)[rows], times[1:2].expand(24)[rows]
+            x, now, then = (
+                drawn.points[rows, 0],
+                times[:1].expand(24)[rows],
+                times[1:2].expand(24)[rows],
+            )
             v = policy.velocity(x, now, classes[rows])
             reached = drawn.points[rows, 1]
             made = step("sde", x, v, now, then, level=0.7, near_one=how.near_one, reached=reached)
             ratio = grpo_loss(made.logprob, drawn.logprobs[rows, 0], torch.ones(len(x))).ratio
             assert torch.allclose(ratio, torch.ones(len(x)), atol=1e-5)
-            halved = step("sde", x, v, now, then, level=0.7, near_one=how.near_one, reached=reached.bfloat16().float())
+            halved = step(
+                "sde",
+                x,
+                v,
+                now,
+                then,
+                level=0.7,
+                near_one=how.near_one,
+                reached=reached.bfloat16().float(),
+            )
             off = grpo_loss(halved.logprob, drawn.logprobs[rows, 0], torch.ones(len(x))).ratio
             assert (off - 1).abs().max() > 1e-3  # trajectories are kept in float32
 
 
-def test_folders_that_are_no_flow_model_are_refused_in_one_line(tiny_model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"has no transformer/config\.json and no unet/config\.json"):
+def test_folders_that_are_no_flow_model_are_refused_in_one_line(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        ModelError, match=r"has no transformer/config\.json and no unet/config\.json"
+    ):
         FlowFolder(tmp_path)
     with pytest.raises(ModelError, match="is no folder"):
         flow_model(str(tmp_path / "missing"))
     folder = tmp_path / "other"
     shutil.copytree(tiny_model, folder)
-    scheduler, config = folder / "scheduler" / "scheduler_config.json", folder / "transformer" / "config.json"
+    scheduler, config = (
+        folder / "scheduler" / "scheduler_config.json",
+        folder / "transformer" / "config.json",
+    )
     scheduler.write_text(json.dumps({"_class_name": "DDPMScheduler"}))
     with pytest.raises(ModelError, match="its scheduler is DDPMScheduler, not a FlowMatch one"):
         FlowFolder(folder)
@@ -95,14 +128,23 @@ def test_folders_that_are_no_flow_model_are_refused_in_one_line(tiny_model: Path
         ({"num_embeds_ada_norm": None}, "draws without a condition"),
         ({"in_channels": 16}, "so a latent"),
     ):
-        config.write_text(json.dumps(json.loads((tiny_model / "transformer" / "config.json").read_text()) | change))
+        config.write_text(
+            json.dumps(
+                json.loads((tiny_model / "transformer" / "config.json").read_text()) | change
+            )
+        )
         with pytest.raises(ModelError, match=said):
             FlowFolder(folder)
 
 
 def test_what_is_not_installed_is_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ycore.models.flow_folder.find_spec", lambda name: None if name == "diffusers" else object())
-    with pytest.raises(ConfigError, match=r"needs diffusers, which is not installed; pip install 'ycore\[pictures\]'"):
+    monkeypatch.setattr(
+        "ycore.models.flow_folder.find_spec", lambda name: None if name == "diffusers" else object()
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"needs diffusers, which is not installed; pip install 'ycore\[pictures\]'",
+    ):
         check_flow_needs("flow-digits")
 
 

@@ -18,18 +18,26 @@ from ycore.run.paths import RunFolder
 
 def engine_in(root: Path, model: Path, *, batch: int = 4) -> PictureEngine:
     how = Sampling(grid(4), "sde", 0.7, length=2)
-    return PictureEngine(Policy(FlowFolder(model), lora=None), how, Sampling(grid(5)), RunFolder(root), batch=batch)
+    return PictureEngine(
+        Policy(FlowFolder(model), lora=None), how, Sampling(grid(5)), RunFolder(root), batch=batch
+    )
 
 
-def ask(engine: PictureEngine, *requests: tuple[int, int, int], greedy: bool = False) -> list[Picture]:
+def ask(
+    engine: PictureEngine, *requests: tuple[int, int, int], greedy: bool = False
+) -> list[Picture]:
     async def all_of_them() -> list[Picture]:
-        asked = [engine.complete((label, first), seed, greedy=greedy) for label, first, seed in requests]
+        asked = [
+            engine.complete((label, first), seed, greedy=greedy) for label, first, seed in requests
+        ]
         return [Picture.of(one.text) for one in await asyncio.gather(*asked)]
 
     return asyncio.run(all_of_them())
 
 
-def test_a_picture_is_a_reference_and_the_same_in_any_batch(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_picture_is_a_reference_and_the_same_in_any_batch(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     engine = engine_in(tmp_path, tiny_model)
     many = ask(engine, *[(number % 3, number % 2, 100 + number) for number in range(7)])
     (alone,) = ask(engine_in(tmp_path, tiny_model), (2, 1, 105))
@@ -43,7 +51,9 @@ def test_a_picture_is_a_reference_and_the_same_in_any_batch(tiny_model: Path, tm
     assert Picture.of(text) == alone and len(text) < 250 and json.loads(text)["first"] == 1
 
 
-def test_measuring_keeps_nothing_to_learn_from_and_has_no_noise_in_its_steps(tiny_model: Path, tmp_path: Path) -> None:
+def test_measuring_keeps_nothing_to_learn_from_and_has_no_noise_in_its_steps(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     engine = engine_in(tmp_path, tiny_model)
     (measured,) = ask(engine, (1, -1, 3), greedy=True)
     assert measured.kept == "" and not (tmp_path / "trajectories").exists()
@@ -51,7 +61,9 @@ def test_measuring_keeps_nothing_to_learn_from_and_has_no_noise_in_its_steps(tin
     assert again == measured
 
 
-def test_other_weights_draw_other_pictures_from_the_same_seed(tiny_model: Path, tmp_path: Path) -> None:
+def test_other_weights_draw_other_pictures_from_the_same_seed(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     engine = engine_in(tmp_path, tiny_model)
     (before,) = ask(engine, (0, 0, 1))
     engine.weights = {name: weight + 0.1 for name, weight in engine._policy.reference.items()}

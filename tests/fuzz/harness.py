@@ -62,9 +62,15 @@ def _try(target: Target, data: bytes, place: Path, outcome: Outcome) -> None:
         if len(str(refusal)) > 20_000:
             outcome.defects.setdefault(f"a message of {len(str(refusal))} characters", data)
     except Exception as problem:  # noqa: BLE001, any of them is a find
-        ours = [frame for frame in traceback.extract_tb(problem.__traceback__) if "ycore/" in frame.filename]
+        ours = [
+            frame
+            for frame in traceback.extract_tb(problem.__traceback__)
+            if "ycore/" in frame.filename
+        ]
         where = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else "?"
-        outcome.defects.setdefault(f"{type(problem).__name__} at {where}: {str(problem)[:100]!r}"[:200], data)
+        outcome.defects.setdefault(
+            f"{type(problem).__name__} at {where}: {str(problem)[:100]!r}"[:200], data
+        )
     taken = time.process_time() - began
     outcome.slowest_s = max(outcome.slowest_s, taken)
     if taken > LONGEST_S:

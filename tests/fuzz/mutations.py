@@ -52,7 +52,8 @@ BYTES = (
     b"\x1a",
 )
 LENGTHS = tuple(
-    value.to_bytes(8, "little") for value in (0, 1, 2**16, 2**24 + 1, 2**31, 2**32 - 1, 2**53, 2**63, 2**64 - 1)
+    value.to_bytes(8, "little")
+    for value in (0, 1, 2**16, 2**24 + 1, 2**31, 2**32 - 1, 2**53, 2**63, 2**64 - 1)
 )
 
 
@@ -102,7 +103,9 @@ def _splice(data: bytes, chance: random.Random, others: tuple[bytes, ...]) -> by
 def _insert(data: bytes, chance: random.Random, others: tuple[bytes, ...]) -> bytes:
     place = chance.randrange(len(data) + 1)
     text = chance.choice(TEXTS).encode("utf-8", "surrogatepass")
-    added = chance.choice((*BYTES, text, b"9" * chance.choice((3, 30, 5000)), b"-", b"NaN", b"1e999", b"null", b'"'))
+    added = chance.choice(
+        (*BYTES, text, b"9" * chance.choice((3, 30, 5000)), b"-", b"NaN", b"1e999", b"null", b'"')
+    )
     return data[:place] + added + data[place:]
 
 

@@ -73,7 +73,9 @@ class Target:
 
 def gguf(values: Sequence[tuple[str, int, bytes]]) -> bytes:
     """A GGUF file of metadata alone: key, type and the value's bytes."""
-    body = b"".join(_gguf_text(key) + struct.pack("<I", kind) + value for key, kind, value in values)
+    body = b"".join(
+        _gguf_text(key) + struct.pack("<I", kind) + value for key, kind, value in values
+    )
     return b"GGUF" + struct.pack("<IQQ", 3, 0, len(values)) + body
 
 
@@ -94,12 +96,28 @@ GGUF = gguf(
 
 def _draw_gguf(chance: random.Random) -> bytes:
     """The right keys with values of any type."""
-    kinds = {0: b"\1", 1: b"\xff", 4: b"\xff" * 4, 6: struct.pack("<f", float("nan")), 7: b"\1", 10: b"\xff" * 8}
-    kinds |= {8: _gguf_text("x"), 9: struct.pack("<IQ", 4, 1) + b"\0" * 4, 12: struct.pack("<d", float("inf"))}
+    kinds = {
+        0: b"\1",
+        1: b"\xff",
+        4: b"\xff" * 4,
+        6: struct.pack("<f", float("nan")),
+        7: b"\1",
+        10: b"\xff" * 8,
+    }
+    kinds |= {
+        8: _gguf_text("x"),
+        9: struct.pack("<IQ", 4, 1) + b"\0" * 4,
+        12: struct.pack("<d", float("inf")),
+    }
     kinds |= {5: b"\xff" * 4, 11: b"\0" * 7 + b"\x80"}
     depth = chance.choice((2, 100, 2000))
     nest = struct.pack("<IQ", 9, 1) * depth + struct.pack("<IQ", 4, 0)
-    keys = ["general.architecture", "llama.context_length", "tokenizer.ggml.model", "tokenizer.ggml.pre"]
+    keys = [
+        "general.architecture",
+        "llama.context_length",
+        "tokenizer.ggml.model",
+        "tokenizer.ggml.pre",
+    ]
     values = []
     for key in [*keys, "tokenizer.ggml.tokens", "tokenizer.chat_template"]:
         kind = chance.choice(list(kinds))
@@ -112,7 +130,12 @@ def read_gguf(data: bytes, place: Path) -> None:
     resolve_model(str(place / "model.gguf"))
 
 
-CONFIG = {"model_type": "llama", "hidden_size": 8, "max_position_embeddings": 128, "text_config": {"n_ctx": 5}}
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 8,
+    "max_position_embeddings": 128,
+    "text_config": {"n_ctx": 5},
+}
 INDEX = {"metadata": {"total_size": 4}, "weight_map": {"a": "model.safetensors"}}
 _HEAD = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
 SAFETENSORS = struct.pack("<Q", len(_HEAD)) + _HEAD + b"\0" * 4
@@ -125,7 +148,11 @@ def read_weights(data: bytes, place: Path) -> None:
 def read_model_settings(data: bytes, place: Path) -> None:
     """The first line is which file it is of."""
     name, _, content = data.partition(b"\n")
-    names = {b"config": "config.json", b"index": "model.safetensors.index.json", b"tokenizer": "tokenizer_config.json"}
+    names = {
+        b"config": "config.json",
+        b"index": "model.safetensors.index.json",
+        b"tokenizer": "tokenizer_config.json",
+    }
     _model_folder(place, **{names.get(name, "adapter_config.json"): content})
 
 
@@ -143,7 +170,12 @@ def _model_folder(place: Path, weights: bytes = SAFETENSORS, **files: bytes) -> 
 def _draw_model_settings(chance: random.Random) -> bytes:
     adapter = {"base_model_name_or_path": chance.choice((".", "..", "/", "task:x", "", "a/b/c"))}
     name, value = chance.choice(
-        [("config", CONFIG), ("index", INDEX), ("tokenizer", {"chat_template": "x"}), ("adapter", adapter)]
+        [
+            ("config", CONFIG),
+            ("index", INDEX),
+            ("tokenizer", {"chat_template": "x"}),
+            ("adapter", adapter),
+        ]
     )
     return name.encode() + b"\n" + _dump(changed_value(value, chance))
 
@@ -152,8 +184,15 @@ def _draw_model_settings(chance: random.Random) -> bytes:
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": "What is 1 + 1?", "answer": "2", "level": 1},
-    {"prompt": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}], "answer": ["x", None]},
-    {"chosen": "\n\nHuman: Hi\n\nAssistant: Ho", "rejected": "\n\nHuman: Hi\n\nAssistant: No", "margin": 1.5},
+    {
+        "prompt": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}],
+        "answer": ["x", None],
+    },
+    {
+        "chosen": "\n\nHuman: Hi\n\nAssistant: Ho",
+        "rejected": "\n\nHuman: Hi\n\nAssistant: No",
+        "margin": 1.5,
+    },
     {"messages": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}], "text": "é"},
     {"prompt": "Is it?", "completion": "Yes", "label": True},
 ]
@@ -167,7 +206,9 @@ def parquet() -> bytes:
     import pyarrow.parquet
 
     out = io.BytesIO()
-    table = pyarrow.Table.from_pylist([{"prompt": "What is 1 + 1?", "answer": "2", "turns": [{"role": "user"}]}] * 4)
+    table = pyarrow.Table.from_pylist(
+        [{"prompt": "What is 1 + 1?", "answer": "2", "turns": [{"role": "user"}]}] * 4
+    )
     pyarrow.parquet.write_table(table, out)
     return out.getvalue()
 
@@ -182,7 +223,9 @@ def read_dataset(suffix: str) -> Callable[[bytes, Path], None]:
             list(load_prompts(run, as_chat=False).prompts)
         for algorithm in ("sft", "dpo", "kto"):
             with suppress(YcoreError):
-                _ = load_examples(TuneConfig(**config, algorithm=algorithm), as_chat=algorithm == "dpo").fingerprint
+                _ = load_examples(
+                    TuneConfig(**config, algorithm=algorithm), as_chat=algorithm == "dpo"
+                ).fingerprint
 
     return read
 
@@ -196,7 +239,9 @@ def _draw_csv(chance: random.Random) -> bytes:
     out = io.StringIO()
     cells = [*TEXTS, "prompt", "answer", "1", '"']
     with suppress(csv.Error):
-        csv.writer(out).writerows([chance.choices(cells, k=chance.choice((1, 2, 3))) for _ in range(3)])
+        csv.writer(out).writerows(
+            [chance.choices(cells, k=chance.choice((1, 2, 3))) for _ in range(3)]
+        )
     return out.getvalue().encode("utf-8", "surrogatepass")
 
 
@@ -225,11 +270,13 @@ messages:
   - {role: user, content: '{completion} {rubric} {how_to_answer}'}
 """
 BOMB = b"a: &a [x, x, x, x, x, x, x, x, x]\n" + b"".join(
-    b"%c: &%c [%s]\n" % (letter, letter, b", ".join([b"*%c" % (letter - 1)] * 9)) for letter in b"bcdefghij"
+    b"%c: &%c [%s]\n" % (letter, letter, b", ".join([b"*%c" % (letter - 1)] * 9))
+    for letter in b"bcdefghij"
 )
 YAMLS = (
     BOMB,
-    BOMB + b"model: smollm2-135m\ndataset: task:addition\nrewards: [{reward: exact_answer, args: {x: *j}}]\n",
+    BOMB
+    + b"model: smollm2-135m\ndataset: task:addition\nrewards: [{reward: exact_answer, args: {x: *j}}]\n",
     BOMB.replace(b"a: &a", b"trl: &a", 1),
     BOMB + b"verdict: {kind: labels, labels: *j}\n",
     b"model: &a [*a]\n",
@@ -273,17 +320,46 @@ def _draw_yaml(seed: bytes) -> Draw:
 
 # -- a run's folder ----------------------------------------------------------------------------------------------------
 
-_COMPLETION = {"text": "4", "token_ids": [1, 2], "logprobs": [-0.5, -0.5], "finish_reason": "stop", "version": 1}
+_COMPLETION = {
+    "text": "4",
+    "token_ids": [1, 2],
+    "logprobs": [-0.5, -0.5],
+    "finish_reason": "stop",
+    "version": 1,
+}
 _SCORES = [[{"value": 1.0, "problem": None}], [{"value": None, "problem": "raised"}]]
 _PROMPT = {"row": 0, "content": [{"role": "user", "content": "2 + 2?"}], "columns": {"answer": "4"}}
 ROUND = {
-    "groups": [{"draw": {"position": 0, "prompt": _PROMPT}, "completions": [_COMPLETION] * 2, "scores_GR": _SCORES}]
+    "groups": [
+        {
+            "draw": {"position": 0, "prompt": _PROMPT},
+            "completions": [_COMPLETION] * 2,
+            "scores_GR": _SCORES,
+        }
+    ]
 }
-_SETTINGS = {"algorithm": "grpo", "model": "m", "dataset": "d", "prompts_per_step": 2, "rewards": [{"weight": 2.0}]}
+_SETTINGS = {
+    "algorithm": "grpo",
+    "model": "m",
+    "dataset": "d",
+    "prompts_per_step": 2,
+    "rewards": [{"weight": 2.0}],
+}
 FOLDER: dict[str, Any] = {
-    "run.json": {"config": _SETTINGS, "command": ["ycore", "grpo"], "versions": {"torch": "1"}, "started": "x"},
+    "run.json": {
+        "config": _SETTINGS,
+        "command": ["ycore", "grpo"],
+        "versions": {"torch": "1"},
+        "started": "x",
+    },
     "engines.json": {"engines": ["rollout-0"]},
-    "summary.json": {"status": "finished", "steps": 1, "wall_s": 3.0, "reward_first": 0.1, "reward_last": 0.2},
+    "summary.json": {
+        "status": "finished",
+        "steps": 1,
+        "wall_s": 3.0,
+        "reward_first": 0.1,
+        "reward_last": 0.2,
+    },
     "metrics.jsonl": {
         "step": 1,
         "reward": 0.5,
@@ -291,8 +367,19 @@ FOLDER: dict[str, Any] = {
         "ycore/time/round": 1.0,
         "ycore/reward_problems": {"x": 1},
     },
-    "trace.json": {"name": "rollout", "ph": "X", "ts": 1000, "dur": 10, "pid": 0, "tid": 0, "args": {"step": 1}},
-    "samples.json": {"before": [{"prompt": "a", "completion": "b"}], "after": [{"prompt": "a", "completion": "c"}]},
+    "trace.json": {
+        "name": "rollout",
+        "ph": "X",
+        "ts": 1000,
+        "dur": 10,
+        "pid": 0,
+        "tid": 0,
+        "args": {"step": 1},
+    },
+    "samples.json": {
+        "before": [{"prompt": "a", "completion": "b"}],
+        "after": [{"prompt": "a", "completion": "c"}],
+    },
     "round": ROUND,
 }
 
@@ -351,7 +438,10 @@ def _judges() -> list[Judge]:
         judge_of(
             RewardConfig(
                 reward="judge:t",
-                args={"verdict": kind, "mode": "groupwise" if kind["kind"] == "ranking" else "pointwise"},
+                args={
+                    "verdict": kind,
+                    "mode": "groupwise" if kind["kind"] == "ranking" else "pointwise",
+                },
             )
         )
         for kind in kinds
@@ -400,19 +490,55 @@ def _draw_worker_reply(chance: random.Random) -> bytes:
 
 # -- what a person sees ------------------------------------------------------------------------------------------------
 
-HARMLESS = {"html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "table", "tr", "th", "td", "span", "pre"}
-PICTURES = {"svg", "g", "path", "defs", "use", "rect", "clippath", "text", "tspan", "a", "img", "rdf:rdf", "cc:work"}
-_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+HARMLESS = {
+    "html",
+    "head",
+    "meta",
+    "title",
+    "style",
+    "body",
+    "h1",
+    "h2",
+    "p",
+    "table",
+    "tr",
+    "th",
+    "td",
+    "span",
+    "pre",
+}
+PICTURES = {
+    "svg",
+    "g",
+    "path",
+    "defs",
+    "use",
+    "rect",
+    "clippath",
+    "text",
+    "tspan",
+    "a",
+    "img",
+    "rdf:rdf",
+    "cc:work",
+}
+_UNSEEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 class _Page(HTMLParser):
     """Fails on whatever a page could do more than show."""
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert tag in HARMLESS | PICTURES | {"metadata", "dc:type", "dc:title"} or tag.startswith(("dc:", "cc:")), tag
+        assert tag in HARMLESS | PICTURES | {"metadata", "dc:type", "dc:title"} or tag.startswith(
+            ("dc:", "cc:")
+        ), tag
         for name, value in attrs:
             assert not name.startswith("on"), f"<{tag} {name}>"
-            assert name not in ("src", "href") or str(value).startswith(("#", "data:image/png")), f"{name}={value}"
+            assert name not in ("src", "href") or str(value).startswith(("#", "data:image/png")), (
+                f"{name}={value}"
+            )
 
 
 def read_page(data: bytes, place: Path) -> None:
@@ -460,7 +586,11 @@ def _draw_rows_of_metrics(chance: random.Random) -> bytes:
 
 
 def targets() -> list[Target]:
-    lines = [name.encode() + b"\n" + json.dumps(value).encode() for name, value in FOLDER.items() if name != "round"]
+    lines = [
+        name.encode() + b"\n" + json.dumps(value).encode()
+        for name, value in FOLDER.items()
+        if name != "round"
+    ]
     return [
         Target("gguf", [GGUF], read_gguf, _draw_gguf, rounds=2000),
         Target("safetensors", [SAFETENSORS], read_weights, rounds=2000),
@@ -481,6 +611,8 @@ def targets() -> list[Target]:
         Target("run-folder", lines, read_folder, _draw_folder, flips=False),
         Target("worker-reply", [WORKER_REPLY], read_worker_reply, _draw_worker_reply, rounds=2000),
         Target("judge-reply", REPLIES, read_reply, rounds=2000),
-        Target("terminal", [_dump(FOLDER["metrics.jsonl"]), *JSONL], read_rows, _draw_rows_of_metrics),
+        Target(
+            "terminal", [_dump(FOLDER["metrics.jsonl"]), *JSONL], read_rows, _draw_rows_of_metrics
+        ),
         Target("report-page", lines, read_page, _draw_folder, rounds=15, flips=False),
     ]

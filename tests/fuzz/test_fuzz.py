@@ -20,7 +20,9 @@ def test_nothing_but_a_refusal_comes_out(name: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     target = TARGETS[name]
     outcome = attack(target, inputs(target, seed=0, rounds=target.rounds))
-    print(f"{name}: {outcome.tried} tried, {outcome.refused} refused, slowest {outcome.slowest_s:.2f} s")
+    print(
+        f"{name}: {outcome.tried} tried, {outcome.refused} refused, slowest {outcome.slowest_s:.2f} s"
+    )
     assert outcome.tried >= target.rounds
     assert outcome.defects == {}
 
@@ -42,14 +44,17 @@ def test_defects_are_found() -> None:
 def test_the_same_seed_draws_the_same() -> None:
     target = TARGETS["jsonl"]
     first = list(inputs(target, seed=3, rounds=50))
-    assert first == list(inputs(target, seed=3, rounds=50)) != list(inputs(target, seed=4, rounds=50))
+    assert (
+        first == list(inputs(target, seed=3, rounds=50)) != list(inputs(target, seed=4, rounds=50))
+    )
     assert len(set(first)) > 40
 
 
 def test_every_bit_is_flipped_once() -> None:
     flipped = list(bit_flips(b"ab"))
     assert len(set(flipped)) == 16 and all(
-        sum((one ^ other).bit_count() for one, other in zip(b"ab", data, strict=True)) == 1 for data in flipped
+        sum((one ^ other).bit_count() for one, other in zip(b"ab", data, strict=True)) == 1
+        for data in flipped
     )
 
 
@@ -59,4 +64,6 @@ def test_the_seeds_are_right_themselves() -> None:
         target = TARGETS[name]
         outcome = attack(target, target.seeds[:1])
         assert (outcome.tried, outcome.refused, outcome.defects) == (1, 0, {}), name
-    assert random.Random(0).random() == pytest.approx(0.8444218515250481), "draws do not change from Python to Python"
+    assert random.Random(0).random() == pytest.approx(0.8444218515250481), (
+        "draws do not change from Python to Python"
+    )

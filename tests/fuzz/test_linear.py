@@ -19,8 +19,44 @@ from ycore.types import Prompt
 
 LENGTH = 16_000
 HOSTILE = [
-    *(" ", "\n", "\t ", "<think>", "</think>", "<answer>", "</answer>", "\\boxed{", "{", "}", "[", "(", "<", ">", "< "),
-    *("1", "1,111", ",", ".", ".1", "1e", "-", "$", "-$", "1-", "a", "ab ", "_", "'", '"', '{"', '\\"', "\\", "```\n"),
+    *(
+        " ",
+        "\n",
+        "\t ",
+        "<think>",
+        "</think>",
+        "<answer>",
+        "</answer>",
+        "\\boxed{",
+        "{",
+        "}",
+        "[",
+        "(",
+        "<",
+        ">",
+        "< ",
+    ),
+    *(
+        "1",
+        "1,111",
+        ",",
+        ".",
+        ".1",
+        "1e",
+        "-",
+        "$",
+        "-$",
+        "1-",
+        "a",
+        "ab ",
+        "_",
+        "'",
+        '"',
+        '{"',
+        '\\"',
+        "\\",
+        "```\n",
+    ),
     *(
         "```json\n",
         "<|",
@@ -36,7 +72,12 @@ HOSTILE = [
         "\u202e",
     ),
 ]
-SHAPES = [lambda text: text, lambda text: f"x{text}x", lambda text: f"<think>{text}", lambda text: f"```{text}```"]
+SHAPES = [
+    lambda text: text,
+    lambda text: f"x{text}x",
+    lambda text: f"<think>{text}",
+    lambda text: f"```{text}```",
+]
 
 
 def read(**declared: object) -> Callable[[str], object]:
@@ -46,7 +87,9 @@ def read(**declared: object) -> Callable[[str], object]:
     return lambda text: read_value(judge, Reply(text), code="c0de")
 
 
-QUESTIONER = Questioner(judge_of(RewardConfig(reward="judge:t", args={"verdict": {"kind": "score"}})), ("<|im_end|>",))
+QUESTIONER = Questioner(
+    judge_of(RewardConfig(reward="judge:t", args={"verdict": {"kind": "score"}})), ("<|im_end|>",)
+)
 READERS: dict[str, Callable[[str], object]] = {
     "answer_text": answers.answer_text,
     "numbers_in": answers.numbers_in,
@@ -70,7 +113,12 @@ READERS: dict[str, Callable[[str], object]] = {
 
 @pytest.mark.parametrize("name", READERS)
 def test_reading_is_linear(name: str) -> None:
-    slow = [(part, taken) for part in HOSTILE for shape in SHAPES if (taken := growth(READERS[name], part, shape))]
+    slow = [
+        (part, taken)
+        for part in HOSTILE
+        for shape in SHAPES
+        if (taken := growth(READERS[name], part, shape))
+    ]
     assert slow == []
 
 
@@ -83,7 +131,9 @@ def square(text: str) -> list[str]:
     return [text[:place].title() for place in range(0, len(text), 20)]
 
 
-def growth(reader: Callable[[str], object], part: str, shape: Callable[[str], str]) -> tuple[float, float] | None:
+def growth(
+    reader: Callable[[str], object], part: str, shape: Callable[[str], str]
+) -> tuple[float, float] | None:
     """The seconds at the length and at twice it, where they grow by more than three; measured up to four times."""
     short, long = (shape((part * length)[:length]) for length in (LENGTH, 2 * LENGTH))
     if seconds(reader, long) < 0.008:

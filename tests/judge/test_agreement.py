@@ -22,12 +22,20 @@ ROWS = [{"prompt": f"{n} + 1?", "chosen": f"good{n}", "rejected": f"bad{n}"} for
 
 def config_of(tmp_path: Path, rows: list[dict[str, Any]], **settings: Any) -> RunConfig:
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = {"model": "m", "dataset": str(tmp_path / "pairs.jsonl"), "output": "o", "rewards": [AGREES], **settings}
+    given = {
+        "model": "m",
+        "dataset": str(tmp_path / "pairs.jsonl"),
+        "output": "o",
+        "rewards": [AGREES],
+        **settings,
+    }
     return RunConfig.model_validate(given)
 
 
 def questions(tmp_path: Path, rows: list[dict[str, Any]], **settings: Any) -> PromptSet:
-    return load_questions(config_of(tmp_path, rows, **settings), as_chat=True, special_tokens=("<|end|>",))
+    return load_questions(
+        config_of(tmp_path, rows, **settings), as_chat=True, special_tokens=("<|end|>",)
+    )
 
 
 def test_each_pair_is_the_judges_own_question(tmp_path: Path) -> None:
@@ -36,7 +44,9 @@ def test_each_pair_is_the_judges_own_question(tmp_path: Path) -> None:
     key = asked.columns[KEY]
     shown = ["good<|end|>", "bad0"] if shows_chosen_first(key) else ["bad0", "good<|end|>"]
     prompt = Prompt(0, [{"role": "user", "content": "0 + 1?"}])
-    assert asked.content == Questioner(agreement_of(AGREES), ("<|end|>",)).pairwise(prompt, *shown, key=key)
+    assert asked.content == Questioner(agreement_of(AGREES), ("<|end|>",)).pairwise(
+        prompt, *shown, key=key
+    )
     text = asked.content[1]["content"]
     assert f"<score-{verdict_code(key)}>" in text and "good< |end|>" in text and found.is_chat
     assert found.columns == ("chosen", "rejected"), "the key is no column that a reward may ask for"
@@ -51,31 +61,48 @@ def test_half_of_the_pairs_are_in_each_order_always_the_same(tmp_path: Path) -> 
         assert (text.index("\ngood") < text.index("\nbad")) == chosen_first
     assert len({one.columns[KEY] for one in asked}) == len(ROWS)
     backwards = [*questions(tmp_path, ROWS[::-1]).prompts]
-    assert [one.content for one in backwards[::-1]] == [one.content for one in asked], "whatever its row is"
-    other = [shows_chosen_first(one.columns[KEY]) for one in questions(tmp_path, ROWS, seed=1).prompts]
+    assert [one.content for one in backwards[::-1]] == [one.content for one in asked], (
+        "whatever its row is"
+    )
+    other = [
+        shows_chosen_first(one.columns[KEY]) for one in questions(tmp_path, ROWS, seed=1).prompts
+    ]
     assert 120 < sum(one != two for one, two in zip(first, other, strict=True)) < 280
 
 
 def keys() -> tuple[str, str]:
     """Of a question with the chosen answer first, and of one with it second."""
     names = [f"key{number}" for number in range(20)]
-    return next(filter(shows_chosen_first, names)), next(name for name in names if not shows_chosen_first(name))
+    return next(filter(shows_chosen_first, names)), next(
+        name for name in names if not shows_chosen_first(name)
+    )
 
 
-@pytest.mark.parametrize(("number", "when_first"), [("10", 1.0), ("5.1", 1.0), ("5", 0.5), ("4.9", 0.0), ("0", 0.0)])
+@pytest.mark.parametrize(
+    ("number", "when_first"), [("10", 1.0), ("5.1", 1.0), ("5", 0.5), ("4.9", 0.0), ("0", 0.0)]
+)
 def test_a_verdict_for_the_chosen_answer_is_rewarded(number: str, when_first: float) -> None:
     judge = agreement_of(AGREES)
     for key, reward in zip(keys(), (when_first, 1 - when_first), strict=True):
         tag = f"score-{verdict_code(key)}"
         assert agreement(judge, key, f"It is longer. <{tag}>{number}</{tag}>") == reward
-    by_json = agreement_of(RewardConfig(reward="agrees:j", args={**PAIRWISE, "verdict": {"kind": "json"}}))
+    by_json = agreement_of(
+        RewardConfig(reward="agrees:j", args={**PAIRWISE, "verdict": {"kind": "json"}})
+    )
     text = json.dumps({"score": float(number), "code": verdict_code(keys()[0])})
     assert agreement(by_json, keys()[0], text) == when_first
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "The first.", "<score>10</score>", "<score-000000>10</score-000000>", "<{tag}>11</{tag}>", "<{tag}>10"],
+    [
+        "",
+        "The first.",
+        "<score>10</score>",
+        "<score-000000>10</score-000000>",
+        "<{tag}>11</{tag}>",
+        "<{tag}>10",
+    ],
 )
 def test_an_unreadable_verdict_is_none(text: str) -> None:
     key = keys()[0]
@@ -91,8 +118,12 @@ def test_an_unreadable_verdict_is_none(text: str) -> None:
         {"mode": "groupwise", "verdict": {"kind": "ranking"}},
     ],
 )
-def test_a_judge_that_writes_no_verdict_on_two_answers_is_refused(args: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"say mode: pairwise, and verdict: \{kind: score\}") as caught:
+def test_a_judge_that_writes_no_verdict_on_two_answers_is_refused(
+    args: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(
+        UserError, match=r"say mode: pairwise, and verdict: \{kind: score\}"
+    ) as caught:
         questions(tmp_path, ROWS[:1], rewards=[RewardConfig(reward="agrees:mine", args=args)])
     assert "\n" not in str(caught.value)
 
@@ -100,14 +131,22 @@ def test_a_judge_that_writes_no_verdict_on_two_answers_is_refused(args: dict[str
 def test_other_rows_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no column chosen and no rejected"):
         questions(tmp_path, [{"prompt": "1 + 1?", "answer": "2"}])
-    with pytest.raises(UserError, match=r"agrees:mine reads the columns chosen and rejected; .* leave --answer-column"):
+    with pytest.raises(
+        UserError,
+        match=r"agrees:mine reads the columns chosen and rejected; .* leave --answer-column",
+    ):
         questions(tmp_path, ROWS[:1], answer_column="chosen")
 
 
 def test_a_run_carries_its_judge_and_others_keep_their_prompts(tmp_path: Path) -> None:
     (tmp_path / "j.yaml").write_text("mode: pairwise\nverdict: {kind: json}\n")
-    config = config_of(tmp_path, ROWS[:2], rewards=[RewardConfig(reward=f"agrees:{tmp_path}/j.yaml")])
+    config = config_of(
+        tmp_path, ROWS[:2], rewards=[RewardConfig(reward=f"agrees:{tmp_path}/j.yaml")]
+    )
     (spec,) = with_declarations(config).rewards
-    assert (spec.reward, spec.args) == ("agrees:j", {"mode": "pairwise", "verdict": {"kind": "json"}})
+    assert (spec.reward, spec.args) == (
+        "agrees:j",
+        {"mode": "pairwise", "verdict": {"kind": "json"}},
+    )
     plain = questions(tmp_path, ROWS[:2], rewards=[RewardConfig(reward="length")])
     assert plain.prompts[0].content == [{"role": "user", "content": "0 + 1?"}]

@@ -29,38 +29,80 @@ def messages(*texts: str) -> list[dict[str, str]]:
     [
         ({"rubrik": "x"}, "judge mine: no key rubrik; did you mean 'rubric'?"),
         ({"verdict": {"kind": "score", "mx": 3}}, "no key verdict.mx"),
-        ({"verdict": {"kind": "scores"}}, "verdict must say its kind: 'score', 'json', 'labels', 'ranking'"),
+        (
+            {"verdict": {"kind": "scores"}},
+            "verdict must say its kind: 'score', 'json', 'labels', 'ranking'",
+        ),
         ({"verdict": {}}, "verdict must say its kind"),
-        ({"verdict": {"kind": "score", "min": 5, "max": 5}}, "min must be below its max; they are 5 and 5"),
-        ({"verdict": {"kind": "score", "max": float("inf")}}, "verdict.max must be a finite number"),
+        (
+            {"verdict": {"kind": "score", "min": 5, "max": 5}},
+            "min must be below its max; they are 5 and 5",
+        ),
+        (
+            {"verdict": {"kind": "score", "max": float("inf")}},
+            "verdict.max must be a finite number",
+        ),
         ({"verdict": {"kind": "score", "tag": "b>"}}, "verdict.tag"),
-        ({"verdict": {"kind": "labels", "labels": {True: 1, False: 0}}}, 'quote the labels: {"yes": 1, "no": 0}'),
+        (
+            {"verdict": {"kind": "labels", "labels": {True: 1, False: 0}}},
+            'quote the labels: {"yes": 1, "no": 0}',
+        ),
         ({"verdict": {"kind": "labels", "labels": {"yes": 1}}}, "list of 2 or more"),
         ({"verdict": {"kind": "labels", "labels": {"yes": 1, "no": 1}}}, "two different values"),
-        ({"verdict": {"kind": "labels", "labels": {"good": 1, "goodish": 0}}}, "no label may begin with another"),
-        ({"verdict": {"kind": "labels", "labels": {"A": 1, "a": 0}}}, "no label may begin with another"),
-        ({"verdict": {"kind": "labels", "labels": {"\u043do": 1, "yes": 0}}}, "a label is a plain word"),
+        (
+            {"verdict": {"kind": "labels", "labels": {"good": 1, "goodish": 0}}},
+            "no label may begin with another",
+        ),
+        (
+            {"verdict": {"kind": "labels", "labels": {"A": 1, "a": 0}}},
+            "no label may begin with another",
+        ),
+        (
+            {"verdict": {"kind": "labels", "labels": {"\u043do": 1, "yes": 0}}},
+            "a label is a plain word",
+        ),
         ({"messages": messages("{prompt}")}, "must have the field {completion}"),
         ({"messages": messages("{completoin}")}, "{completion}; did you mean 'completoin'?"),
-        ({"messages": messages("{completion} {first}")}, "{first} is no field of a pointwise judge"),
+        (
+            {"messages": messages("{completion} {first}")},
+            "{first} is no field of a pointwise judge",
+        ),
         ({"messages": messages("{completion} {a.b}")}, "plain name in braces, not {a.b}"),
         ({"messages": messages("{completion} {0}")}, "plain name in braces, not {0}"),
         ({"messages": messages("{completion!r}")}, "plain name in braces"),
         ({"messages": messages("{completion")}, "braces do not match"),
-        ({"messages": messages("{completion}")}, "must have the field {how_to_answer}: it tells the judge the code"),
         (
-            {"verdict": {"kind": "labels", "labels": {"yes": 1, "no": 0}}, "messages": messages("{completion}")},
+            {"messages": messages("{completion}")},
+            "must have the field {how_to_answer}: it tells the judge the code",
+        ),
+        (
+            {
+                "verdict": {"kind": "labels", "labels": {"yes": 1, "no": 0}},
+                "messages": messages("{completion}"),
+            },
             "the code without which no labels verdict is read",
         ),
-        ({"verdict": {"kind": "labels", "labels": {'"yes"': 1, "no": 0}}}, "a label is a plain word"),
-        ({"messages": messages("{completion} {how_to_answer}"), "rubric": "x"}, "no message has the field {rubric}"),
+        (
+            {"verdict": {"kind": "labels", "labels": {'"yes"': 1, "no": 0}}},
+            "a label is a plain word",
+        ),
+        (
+            {"messages": messages("{completion} {how_to_answer}"), "rubric": "x"},
+            "no message has the field {rubric}",
+        ),
         ({"messages": messages("{completion} {rubric} {how_to_answer}")}, "there is no rubric"),
         ({"verdict": {"kind": "json", "field": "code"}}, "field must not be 'code'"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "judge", "content": "{completion}"}]}, "messages.0.role must be 'system', 'user'"),
+        (
+            {"messages": [{"role": "judge", "content": "{completion}"}]},
+            "messages.0.role must be 'system', 'user'",
+        ),
         ({"mode": "groupwise"}, "say verdict: {kind: ranking}"),
         ({"verdict": {"kind": "ranking"}}, "say mode: groupwise"),
-        ({"mode": "listwise"}, "mode must be 'pointwise', 'pairwise' or 'groupwise'; it is 'listwise'"),
+        (
+            {"mode": "listwise"},
+            "mode must be 'pointwise', 'pairwise' or 'groupwise'; it is 'listwise'",
+        ),
         ({"scale": [1, 1]}, "scale gives the rewards of min and max, which must differ"),
         ({"temperature": -1}, "temperature must be at least 0; it is -1"),
         ({"retries": 11}, "retries must be at most 10; it is 11"),
@@ -91,11 +133,14 @@ def test_a_verdict_becomes_a_reward() -> None:
 
 def test_columns_are_those_of_the_dataset() -> None:
     judge = declare(
-        messages=messages("{prompt} {completion} {reference} {level} {how_to_answer}"), reference_column="gold"
+        messages=messages("{prompt} {completion} {reference} {level} {how_to_answer}"),
+        reference_column="gold",
     )
     assert judge.columns == {"gold", "level"}
     require_columns("mine", judge, ["gold", "level", "other"])
-    with pytest.raises(RewardError, match=r"reference_column is 'gold', which is no column .*columns are level"):
+    with pytest.raises(
+        RewardError, match=r"reference_column is 'gold', which is no column .*columns are level"
+    ):
         require_columns("mine", judge, ["level"])
 
 
@@ -119,7 +164,8 @@ def test_a_file_that_is_no_judge_is_one_line(
 
 
 @pytest.mark.parametrize(
-    "name", [entry.name.removesuffix(".yaml") for entry in (files("ycore_recipes") / "judges").iterdir()]
+    "name",
+    [entry.name.removesuffix(".yaml") for entry in (files("ycore_recipes") / "judges").iterdir()],
 )
 def test_every_judge_that_comes_with_ycore_is_one(name: str) -> None:
     judge = judge_of(RewardConfig(reward=f"judge:{name}"))
@@ -130,7 +176,9 @@ def test_every_key_is_documented_and_no_other() -> None:
     page = (Path(__file__).parents[2] / "docs" / "judges.md").read_text(encoding="utf-8")
     table = page.partition("These are the keys:")[2].partition("A judge can also")[0]
     told = [
-        key for line in table.splitlines() for key in re.findall(r"`(\w+)`", line.split("|")[1] if "|" in line else "")
+        key
+        for line in table.splitlines()
+        for key in re.findall(r"`(\w+)`", line.split("|")[1] if "|" in line else "")
     ]
     assert sorted(told) == sorted(Judge.model_fields)
 
@@ -156,7 +204,12 @@ def test_reward_models_are_declared_by_their_name() -> None:
 
 @pytest.mark.parametrize(
     ("args", "reward"),
-    [({}, 2.5), ({"combine": "min"}, 0.5), ({"combine": "lower"}, 0.867007), ({"combine": "lower", "k": 0}, 2.5)],
+    [
+        ({}, 2.5),
+        ({"combine": "min"}, 0.5),
+        ({"combine": "lower"}, 0.867007),
+        ({"combine": "lower", "k": 0}, 2.5),
+    ],
 )
 def test_an_ensemble_is_combined(args: dict[str, Any], reward: float) -> None:
     """Less 1 and halved the logits are 0.5, 2.5 and 4.5: their mean is 2.5, their deviation 1.632993."""
@@ -175,7 +228,11 @@ def test_the_judge_of_reasoning_accepts_by_1_alone() -> None:
     """As a constraint that marks nothing else: a doubt of 0.9 is a refusal."""
     spec = RewardConfig(reward="judge:reasoning", constraint=True)
     judge = judge_of(spec)
-    replies = [Reply(f"Step 2 follows.\n<score-c0de>{text}</score-c0de>") for text in ("1", "0.9", "0")]
-    rewards = [judge.reward(judge.fraction(read_value(judge, reply, code="c0de"))) for reply in replies]
+    replies = [
+        Reply(f"Step 2 follows.\n<score-c0de>{text}</score-c0de>") for text in ("1", "0.9", "0")
+    ]
+    rewards = [
+        judge.reward(judge.fraction(read_value(judge, reply, code="c0de"))) for reply in replies
+    ]
     assert [reward >= spec.least for reward in rewards] == [True, False, False]
     assert judge.columns == set()  # any dataset of questions will do

@@ -18,12 +18,16 @@ SPECIAL = ("<|im_end|>", "<eos>", "[MASK]")
 
 
 def make_judge(**declared: object) -> Judge:
-    return judge_of(RewardConfig(reward="judge:test", args={"verdict": {"kind": "score"}, **declared}))
+    return judge_of(
+        RewardConfig(reward="judge:test", args={"verdict": {"kind": "score"}, **declared})
+    )
 
 
 def test_a_template_is_filled_with_prompt_answer_reference_and_columns() -> None:
     text = "{rubric}|{prompt}|{completion}|{reference}|{level}|{more}|{{as it is}}|{how_to_answer}"
-    judge = make_judge(rubric=" Be strict. ", fence=False, messages=[{"role": "user", "content": text}])
+    judge = make_judge(
+        rubric=" Be strict. ", fence=False, messages=[{"role": "user", "content": text}]
+    )
     assert judge.columns == {"answer", "level", "more"}
     (turn,) = Questioner(judge).pointwise(PROMPT, "Ada {prompt}", key="1")
     assert turn["content"] == (
@@ -41,7 +45,11 @@ def test_marks_differ_from_request_to_request_and_are_repeatable() -> None:
 
 def test_the_code_differs_from_request_to_request_and_follows_what_engines_cache() -> None:
     assert verdict_code("1") == verdict_code("1") != verdict_code("2")
-    for declared in ({"verdict": {"kind": "json"}}, {}, {"mode": "groupwise", "verdict": {"kind": "ranking"}}):
+    for declared in (
+        {"verdict": {"kind": "json"}},
+        {},
+        {"mode": "groupwise", "verdict": {"kind": "ranking"}},
+    ):
         questioner = Questioner(make_judge(**declared))
         ask = questioner.groupwise if "mode" in declared else questioner.pointwise
         answer = ["Ada"] if "mode" in declared else "Ada"
@@ -51,11 +59,22 @@ def test_the_code_differs_from_request_to_request_and_follows_what_engines_cache
 
 
 def test_pairs_and_groups_show_everybody_once() -> None:
-    pair = Questioner(make_judge(mode="pairwise")).pairwise(PROMPT, "one", "two", key="1")[-1]["content"]
-    assert pair.index("First answer") < pair.index("one") < pair.index("Second answer") < pair.index("two")
+    pair = Questioner(make_judge(mode="pairwise")).pairwise(PROMPT, "one", "two", key="1")[-1][
+        "content"
+    ]
+    assert (
+        pair.index("First answer")
+        < pair.index("one")
+        < pair.index("Second answer")
+        < pair.index("two")
+    )
     ranking = make_judge(mode="groupwise", verdict={"kind": "ranking"})
     group = Questioner(ranking).groupwise(PROMPT, ["red", "green", "blue"], key="1")[-1]["content"]
-    assert re.findall(r"Answer (\d):\n<text-\w+>\n(\w+)", group) == [("1", "red"), ("2", "green"), ("3", "blue")]
+    assert re.findall(r"Answer (\d):\n<text-\w+>\n(\w+)", group) == [
+        ("1", "red"),
+        ("2", "green"),
+        ("3", "blue"),
+    ]
 
 
 @pytest.mark.parametrize(

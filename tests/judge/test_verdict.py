@@ -29,7 +29,9 @@ from ycore.judge.verdict import (
 
 def make_judge(kind: str, **verdict: object) -> Judge:
     mode = "groupwise" if kind == "ranking" else "pointwise"
-    return judge_of(RewardConfig(reward="judge:test", args={"verdict": {"kind": kind, **verdict}, "mode": mode}))
+    return judge_of(
+        RewardConfig(reward="judge:test", args={"verdict": {"kind": kind, **verdict}, "mode": mode})
+    )
 
 
 CODE = "c0de"  # of the question
@@ -74,7 +76,10 @@ def test_a_score_is_read_wherever_it_stands(text: str, value: float) -> None:
         ("<score-c0de>-1</score-c0de>", "range"),
         ("<think>it is <score-c0de>7</score-c0de>", "no end"),
         ("it is <think>hm</think><score-c0de>7</score-c0de>", "no end"),
-        ("<think>3</think><score-c0de>3</score-c0de></think><score-c0de>8</score-c0de>", "more than once"),
+        (
+            "<think>3</think><score-c0de>3</score-c0de></think><score-c0de>8</score-c0de>",
+            "more than once",
+        ),
         ("<score-c0de>3</score-c0de> of </think><score-c0de>8</score-c0de>", "more than one"),
         ("x" * 300_000, "too much"),
     ],
@@ -86,7 +91,11 @@ def test_what_is_no_score_says_why(text: str, problem: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ['{"score": 7, "code": "c0de"}', ' {"code": "c0de", "score": 7.0}\n', '```json\n{"score": 7, "code": "c0de"}\n```'],
+    [
+        '{"score": 7, "code": "c0de"}',
+        ' {"code": "c0de", "score": 7.0}\n',
+        '```json\n{"score": 7, "code": "c0de"}\n```',
+    ],
 )
 def test_a_json_field_is_read(text: str) -> None:
     assert read_value(JSON, Reply(text), code=CODE) == 7.0
@@ -121,19 +130,45 @@ def test_what_is_no_json_verdict_says_why(text: str, problem: str) -> None:
 
 def labelled(likeliest: Mapping[str, float], *, label: str = "yes", code: str = CODE) -> Reply:
     """A reply of several tokens; `likeliest` are those where the label begins."""
-    pieces = ['{"', "code", '":', ' "', code, '",', ' "', "label", '":', ' "', label, '"}', "<|im_end|>"]
-    tokens = [ReplyToken(piece, likeliest if n == 10 else {piece: 0.0}) for n, piece in enumerate(pieces)]
+    pieces = [
+        '{"',
+        "code",
+        '":',
+        ' "',
+        code,
+        '",',
+        ' "',
+        "label",
+        '":',
+        ' "',
+        label,
+        '"}',
+        "<|im_end|>",
+    ]
+    tokens = [
+        ReplyToken(piece, likeliest if n == 10 else {piece: 0.0}) for n, piece in enumerate(pieces)
+    ]
     return Reply("".join(pieces[:-1]), tokens=tokens)
 
 
 def test_labels_are_weighed_by_their_probabilities() -> None:
-    tokens = {"Yes": math.log(0.3), " yes": math.log(0.1), "No": math.log(0.1), "The": math.log(0.5)}
+    tokens = {
+        "Yes": math.log(0.3),
+        " yes": math.log(0.1),
+        "No": math.log(0.1),
+        "The": math.log(0.5),
+    }
     assert read_value(YES_NO, labelled(tokens), code=CODE) == pytest.approx(0.8)
 
 
 def test_a_token_that_begins_a_label_counts_for_it() -> None:
     judge = make_judge("labels", labels={"excellent": 1, "poor": -1})
-    tokens = {"exc": math.log(0.75), "p": math.log(0.125), 'poor"': math.log(0.125), 'p"': math.log(0.5)}
+    tokens = {
+        "exc": math.log(0.75),
+        "p": math.log(0.125),
+        'poor"': math.log(0.125),
+        'p"': math.log(0.5),
+    }
     assert read_value(judge, labelled(tokens, label="excellent"), code=CODE) == pytest.approx(0.5)
 
 
@@ -141,24 +176,45 @@ def test_a_token_that_begins_a_label_counts_for_it() -> None:
     ("pieces", "likeliest"),
     [
         (['{"code":"c0de","label":"', "yes", '"}'], {"yes": -0.1, "no": -3.0}),
-        (['{\n  "code": "c0de",\n  "label": ', '"yes', '"\n}'], {'"yes': -0.1, '"no': -3.0, "yes": -1.0, '"': -1.0}),
-        (["{", '"code', '":', '"c0', 'de",', '"label', '":"', "y", "es", '"}'], {"y": -0.1, "n": -3.0}),
-        (["\u2581{", '"code":', '\u2581"c0de",', '\u0120"label":', '\u0120"', "yes", '"}'], {"yes": -0.1, "no": -3.0}),
+        (
+            ['{\n  "code": "c0de",\n  "label": ', '"yes', '"\n}'],
+            {'"yes': -0.1, '"no': -3.0, "yes": -1.0, '"': -1.0},
+        ),
+        (
+            ["{", '"code', '":', '"c0', 'de",', '"label', '":"', "y", "es", '"}'],
+            {"y": -0.1, "n": -3.0},
+        ),
+        (
+            ["\u2581{", '"code":', '\u2581"c0de",', '\u0120"label":', '\u0120"', "yes", '"}'],
+            {"yes": -0.1, "no": -3.0},
+        ),
         (['{"code": "c0de", "label": "', "", " ", " yes", '"}'], {" yes": -0.1, "\u0120no": -3.0}),
     ],
 )
-def test_the_token_where_the_label_begins_is_found(pieces: list[str], likeliest: dict[str, float]) -> None:
+def test_the_token_where_the_label_begins_is_found(
+    pieces: list[str], likeliest: dict[str, float]
+) -> None:
     """However the tokenizer cuts the reply, and whether or not it shows its spaces; only that token's counts."""
     text = '{"code": "c0de", "label": "yes"}' if "\u2581{" in pieces else "".join(pieces)
     at = next(n for n, piece in enumerate(pieces) if re.fullmatch('[ "]*y(es)?', piece))
-    tokens = [ReplyToken(piece, likeliest if n == at else {"no": 0.0}) for n, piece in enumerate(pieces)]
+    tokens = [
+        ReplyToken(piece, likeliest if n == at else {"no": 0.0}) for n, piece in enumerate(pieces)
+    ]
     wanted = math.exp(-0.1) / (math.exp(-0.1) + math.exp(-3.0))
     assert read_value(YES_NO, Reply(text, tokens=tokens), code=CODE) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize(
     "tokens",
-    [{}, {"The": -0.1}, {"yes": -9.0}, {"\u0443es": -0.1}, {"yesterday": -0.1}, {" ": -0.1}, {"yes": math.nan}],
+    [
+        {},
+        {"The": -0.1},
+        {"yes": -9.0},
+        {"\u0443es": -0.1},
+        {"yesterday": -0.1},
+        {" ": -0.1},
+        {"yes": math.nan},
+    ],
 )
 def test_no_probability_on_the_labels_is_no_verdict(tokens: dict[str, float]) -> None:
     with pytest.raises(Unreadable, match="none of the labels"):
@@ -225,19 +281,33 @@ def test_whatever_is_written_the_verdict_is_in_range_or_not_read(text: str) -> N
 
 
 @given(
-    st.floats(0, 10), st.text(alphabet=st.characters(exclude_characters="<>\uff1c\uff1e", categories=["L", "N", "P"]))
+    st.floats(0, 10),
+    st.text(
+        alphabet=st.characters(exclude_characters="<>\uff1c\uff1e", categories=["L", "N", "P"])
+    ),
 )
 def test_a_verdict_is_found_in_any_words_without_brackets(value: float, words: str) -> None:
     text = f"{words} <score-c0de>{value:.3f}</score-c0de> {words}"
     assert read_value(SCORE, Reply(text), code=CODE) == pytest.approx(value, abs=1e-3)
 
 
-@given(st.dictionaries(st.sampled_from(["yes", "Yes", " no", "No", "maybe", "\u043do"]), st.floats(-20, 0)))
+@given(
+    st.dictionaries(
+        st.sampled_from(["yes", "Yes", " no", "No", "maybe", "\u043do"]), st.floats(-20, 0)
+    )
+)
 def test_a_label_verdict_lies_between_its_labels(tokens: dict[str, float]) -> None:
     try:
         assert 0 <= read_value(YES_NO, labelled(tokens), code=CODE) <= 1
     except Unreadable:
-        assert sum(math.exp(p) for token, p in tokens.items() if token.strip().casefold() in ("yes", "no")) < 0.1 + 1e-9
+        assert (
+            sum(
+                math.exp(p)
+                for token, p in tokens.items()
+                if token.strip().casefold() in ("yes", "no")
+            )
+            < 0.1 + 1e-9
+        )
 
 
 # -- pairs and rankings ------------------------------------------------------------------------------------------------
@@ -282,7 +352,9 @@ def test_one_alone_and_none() -> None:
 
 
 @given(st.integers(2, 9), st.integers(1, 5), st.integers(0, 2**31))
-def test_orders_are_permutations_and_the_second_is_the_first_backwards(size: int, count: int, seed: int) -> None:
+def test_orders_are_permutations_and_the_second_is_the_first_backwards(
+    size: int, count: int, seed: int
+) -> None:
     orders = shuffled_orders(size, count, seed=seed)
     assert len(orders) == count and all(sorted(order) == list(range(size)) for order in orders)
     assert orders == shuffled_orders(size, count, seed=seed)

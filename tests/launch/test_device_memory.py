@@ -19,12 +19,18 @@ from ycore.plan.model_facts import KNOWN_CONFIGS
 from ycore.run.paths import RunFolder
 
 GIB = 2**30
-H100 = Machine(tuple(range(64)), tuple("01234567"), 79.6 * GIB, 79.1 * GIB, host_bytes=1e12, shm_bytes=5e11)
+H100 = Machine(
+    tuple(range(64)), tuple("01234567"), 79.6 * GIB, 79.1 * GIB, host_bytes=1e12, shm_bytes=5e11
+)
 ONE_80 = replace(H100, devices=("0",))
-TWO_24 = Machine(tuple(range(16)), ("0", "1"), 24.0 * GIB, 23.6 * GIB, host_bytes=64e9, shm_bytes=32e9)
+TWO_24 = Machine(
+    tuple(range(16)), ("0", "1"), 24.0 * GIB, 23.6 * GIB, host_bytes=64e9, shm_bytes=32e9
+)
 ONE_24 = replace(TWO_24, devices=("0",))
 SLICES = Machine(tuple(range(16)), ("MIG-a", "MIG-b"), 10e9, host_bytes=64e9, shm_bytes=32e9)
-WSL2 = Machine(tuple(range(16)), ("0",), 12.0 * GIB, 10.5 * GIB, host_bytes=32e9, shm_bytes=16e9)  # a screen has some
+WSL2 = Machine(
+    tuple(range(16)), ("0",), 12.0 * GIB, 10.5 * GIB, host_bytes=32e9, shm_bytes=16e9
+)  # a screen has some
 HALF, THREE, SEVEN, EIGHT, FOURTEEN = (
     "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-3B-Instruct", "Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen3-8B",
     "Qwen/Qwen2.5-14B-Instruct",
@@ -36,7 +42,9 @@ def vllm_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "is_vllm_installed", lambda: True)
 
 
-def config_of(model: str, *, judge: str | None = None, engine: dict[str, Any] | None = None, **more: Any) -> RunConfig:
+def config_of(
+    model: str, *, judge: str | None = None, engine: dict[str, Any] | None = None, **more: Any
+) -> RunConfig:
     rewards = [RewardConfig(reward="exact_answer")]
     if judge is not None:
         args = {"rubric": "right?", "verdict": {"kind": "score"}, "model": judge}
@@ -59,7 +67,9 @@ def plan(config: RunConfig, machine: Machine, folder: Path, *, trains: bool = Tr
     made = plan_engines(config, site_on(config, machine, trains=trains), fetch=fetch)
     checked = check_run(config, site_on(config, machine, trains=trains), vllm=True)
     assert checked is not None and made.sharing is not None
-    assert (checked.shares, checked.sleeps) == (made.sharing.shares, made.sharing.sleeps), "the dry run says the same"
+    assert (checked.shares, checked.sleeps) == (made.sharing.shares, made.sharing.sleeps), (
+        "the dry run says the same"
+    )
     return made
 
 
@@ -79,7 +89,9 @@ def test_a_14b_model_fits_on_80_gb(tmp_path: Path) -> None:
     made = plan(config_of(FOURTEEN), ONE_80, tmp_path)
     assert share_of(made) * 79.6 > 27.5 + 1.5 and cache_gib(made, ONE_80, FOURTEEN) > 4
     fixed = config_of(FOURTEEN, engine={"gpu_memory_utilization": 0.3})
-    with pytest.raises(ConfigError, match=r"30\.6 GiB .*gets 0\.3 of a device's 79\.6 GiB; say --set engine\.gpu"):
+    with pytest.raises(
+        ConfigError, match=r"30\.6 GiB .*gets 0\.3 of a device's 79\.6 GiB; say --set engine\.gpu"
+    ):
         check_run(fixed, site_on(fixed, ONE_80), vllm=True)
 
 
@@ -91,9 +103,14 @@ def test_a_3b_model_on_24_gb_has_a_cache_that_suffices(tmp_path: Path) -> None:
 
 
 def test_what_fits_together_stays_awake_and_what_does_not_sleeps(tmp_path: Path) -> None:
-    small, large = plan(config_of(HALF), ONE_80, tmp_path), plan(config_of(FOURTEEN), ONE_80, tmp_path)
+    small, large = (
+        plan(config_of(HALF), ONE_80, tmp_path),
+        plan(config_of(FOURTEEN), ONE_80, tmp_path),
+    )
     assert not small.sleeps and "offload" not in small.as_json()
-    assert small.note.endswith("engines stay awake beside the trainer, and the optimizer's state stays on the device")
+    assert small.note.endswith(
+        "engines stay awake beside the trainer, and the optimizer's state stays on the device"
+    )
     assert large.sleeps and "engines sleep while the trainer trains" in large.note
     told = plan(config_of(HALF, engine={"sleep": True, "offload": "weights"}), ONE_80, tmp_path)
     assert told.sleeps and told.as_json()["offload"] == "weights"
@@ -105,8 +122,12 @@ def test_only_what_has_to_leaves_the_device(tmp_path: Path) -> None:
     assert "offload" not in plan(full, large, tmp_path).as_json()
     crowded = plan(full, small, tmp_path)
     assert crowded.as_json()["offload"] == "optimizer", "nothing else is frozen, or leaves"
-    assert "train needs 61.1 and 60.8 can be used: lower --per-device-train-batch-size" in crowded.note
-    assert plan(config_of(THREE), ONE_24, tmp_path).as_json()["offload"] == "none", "to sleep is enough"
+    assert (
+        "train needs 61.1 and 60.8 can be used: lower --per-device-train-batch-size" in crowded.note
+    )
+    assert plan(config_of(THREE), ONE_24, tmp_path).as_json()["offload"] == "none", (
+        "to sleep is enough"
+    )
     assert plan(config_of(SEVEN), ONE_24, tmp_path).as_json()["offload"] == "weights"
 
 
@@ -122,12 +143,20 @@ def test_eight_devices_with_a_judge(tmp_path: Path) -> None:
     for one in specs:
         assert engine_environment(one, base={})["CUDA_VISIBLE_DEVICES"] == one.name[-1]
         assert "--enable-sleep-mode" in engine_command(one)
-    assert site.layout.local == 8 and site.trainer_environment["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
+    assert (
+        site.layout.local == 8
+        and site.trainer_environment["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
+    )
 
 
 def test_two_small_devices_share_a_small_model_with_a_judge(tmp_path: Path) -> None:
     made = plan(config_of(HALF, judge=HALF), TWO_24, tmp_path)
-    assert [one.devices for model in made.served for one in model.engines] == [("0",), ("1",), ("0",), ("1",)]
+    assert [one.devices for model in made.served for one in model.engines] == [
+        ("0",),
+        ("1",),
+        ("0",),
+        ("1",),
+    ]
     if not made.sleeps:
         assert share_of(made) + share_of(made, "judge") < 0.95
 
@@ -135,7 +164,10 @@ def test_two_small_devices_share_a_small_model_with_a_judge(tmp_path: Path) -> N
 def test_slices_of_a_device_are_devices(tmp_path: Path) -> None:
     config = config_of(HALF, judge=HALF, placement="split:1:1")
     made = plan(config, SLICES, tmp_path)
-    assert [engine_environment(one, base={})["CUDA_VISIBLE_DEVICES"] for one in made.engines] == ["MIG-a", "MIG-b"]
+    assert [engine_environment(one, base={})["CUDA_VISIBLE_DEVICES"] for one in made.engines] == [
+        "MIG-a",
+        "MIG-b",
+    ]
     assert site_on(config, SLICES).trainer_environment["CUDA_VISIBLE_DEVICES"] == "MIG-a"
 
 
@@ -144,15 +176,23 @@ def test_what_others_hold_of_a_device_is_not_shared_out(tmp_path: Path) -> None:
     made = plan(config_of(HALF), WSL2, tmp_path)
     assert share_of(made) * 12.0 < 10.5
     crowded = replace(WSL2, free_bytes=6.5 * GIB)
-    with pytest.raises(ConfigError, match=r"an engine needs .* and 6\.5 of a device's 12\.0 GiB are left;"):
-        check_run(config_of(THREE, algorithm="eval"), site_on(config_of(THREE), crowded, trains=False), vllm=True)
+    with pytest.raises(
+        ConfigError, match=r"an engine needs .* and 6\.5 of a device's 12\.0 GiB are left;"
+    ):
+        check_run(
+            config_of(THREE, algorithm="eval"),
+            site_on(config_of(THREE), crowded, trains=False),
+            vllm=True,
+        )
 
 
 def test_an_evaluation_gives_the_whole_device_to_engines(tmp_path: Path) -> None:
     config = config_of(FOURTEEN, algorithm="eval", num_samples=64)
     made = plan(config, ONE_80, tmp_path, trains=False)
     assert not made.sleeps and share_of(made) > 0.5
-    judged = plan(config_of(FOURTEEN, judge=FOURTEEN, algorithm="eval"), ONE_80, tmp_path, trains=False)
+    judged = plan(
+        config_of(FOURTEEN, judge=FOURTEEN, algorithm="eval"), ONE_80, tmp_path, trains=False
+    )
     assert 0.7 < share_of(judged) + share_of(judged, "judge") < 0.95
 
 
@@ -166,7 +206,9 @@ def test_a_teacher_in_the_trainer_takes_room_from_the_engines(tmp_path: Path) ->
     taught = {"algorithm": "distill", "rewards": [RewardConfig(reward=f"teacher:{SEVEN}")]}
     beside = plan(config_of(HALF, distill={"divergence": "js"}, **taught), ONE_24, tmp_path)
     alone = plan(config_of(HALF), ONE_24, tmp_path)
-    assert (alone.sleeps, beside.sleeps) == (False, True) and beside.as_json()["offload"] == "weights"
+    assert (alone.sleeps, beside.sleeps) == (False, True) and beside.as_json()[
+        "offload"
+    ] == "weights"
 
 
 def test_a_size_that_is_not_known_keeps_the_careful_shares() -> None:
@@ -174,9 +216,17 @@ def test_a_size_that_is_not_known_keeps_the_careful_shares() -> None:
     shared = check_run(config, site_on(config, ONE_80), known=lambda name: None, vllm=True)
     assert shared is not None and shared.sleeps and shared.offload == "optimizer"
     assert dict(shared.shares) == {"rollout": [0.3], "judge": [0.3]}
-    awake = config_of("somebody/model", judge="somebody/judge", engine={"sleep": False, "gpu_memory_utilization": 0.4})
+    awake = config_of(
+        "somebody/model",
+        judge="somebody/judge",
+        engine={"sleep": False, "gpu_memory_utilization": 0.4},
+    )
     shared = check_run(awake, site_on(awake, ONE_80), known=lambda name: None, vllm=True)
-    assert shared is not None and not shared.sleeps and dict(shared.shares) == {"rollout": [0.4], "judge": [0.4]}
+    assert (
+        shared is not None
+        and not shared.sleeps
+        and dict(shared.shares) == {"rollout": [0.4], "judge": [0.4]}
+    )
 
 
 def test_more_sequences_at_once_get_more_cache(tmp_path: Path) -> None:

@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 
 from ycore.config.schema import RewardConfig, RunConfig
-from ycore.launch.diagnostics import MemoryPeaks, compared, peak_bytes, plan_and_measured, plan_steps, role_of
+from ycore.launch.diagnostics import (
+    MemoryPeaks,
+    compared,
+    peak_bytes,
+    plan_and_measured,
+    plan_steps,
+    role_of,
+)
 from ycore.launch.layout import ONE_RANK, Layout, Machine, Site
 from ycore.plan.devices import GIB, Device
 from ycore.plan.model_facts import known_config
@@ -27,7 +34,10 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
     [
         ("python -m ycore.trainer runs/x", "trainer"),
         ("python -P -m ycore.rewards.worker", "rewards"),
-        ("python -m vllm.entrypoints.openai.api_server --model m --uds /tmp/x/rollout-1.sock", "rollout-1"),
+        (
+            "python -m vllm.entrypoints.openai.api_server --model m --uds /tmp/x/rollout-1.sock",
+            "rollout-1",
+        ),
         ("python -m accelerate.commands.launch --config_file a -m ycore.trainer x", "helper"),
         ("VLLM::EngineCore", None),
     ],
@@ -39,9 +49,7 @@ def test_whose_process_a_command_line_is(command: str, role: str | None) -> None
 def test_the_peak_of_a_running_process_is_kept_after_its_memory_is_given_back() -> None:
     """A process with a child, as an engine has one: both count, what they held at most, and nobody else's."""
     child = "import time; held = bytearray(60 << 20); time.sleep(60)"
-    code = (
-        f"import subprocess as s, sys; held = bytearray(80 << 20); del held; s.run([sys.executable, '-c', {child!r}])"
-    )
+    code = f"import subprocess as s, sys; held = bytearray(80 << 20); del held; s.run([sys.executable, '-c', {child!r}])"
     process = subprocess.Popen(
         [sys.executable, "-c", code, "--uds", "/tmp/rollout-0.sock"],
         env={**os.environ, RUN_MARKER: "peaks-test"},
@@ -66,7 +74,9 @@ def test_a_process_that_is_gone_has_no_peak() -> None:
 
 
 CORE = Device("core", 24 * GIB, 4e11, 3e10, 1e10, "a test's", on_cpu=True)
-METRICS = [{"step": step, "ycore/time/step": 3.0, "completions/mean_length": 40.0} for step in (1, 2)]
+METRICS = [
+    {"step": step, "ycore/time/step": 3.0, "completions/mean_length": 40.0} for step in (1, 2)
+]
 
 
 @pytest.fixture
@@ -75,14 +85,25 @@ def site(tmp_path: Path) -> Site:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(known_config("smollm2-135m")))
     folder = RunFolder(tmp_path)
-    told = {"kind": "vllm", "engines": ["rollout-0", "rollout-1"], "model": str(tmp_path / "model"), "max_num_seqs": 8}
+    told = {
+        "kind": "vllm",
+        "engines": ["rollout-0", "rollout-1"],
+        "model": str(tmp_path / "model"),
+        "max_num_seqs": 8,
+    }
     (tmp_path / "engines.json").write_text(json.dumps(told))
-    folder.memory.write_text(json.dumps({"trainer": 3 * GIB, "rollout-0": 3 * GIB, "rollout-1": 3 * GIB}))
+    folder.memory.write_text(
+        json.dumps({"trainer": 3 * GIB, "rollout-0": 3 * GIB, "rollout-1": 3 * GIB})
+    )
     return Site(folder, ONE_RANK, Machine(cores=(0, 1), devices=()))
 
 
 def config(**settings: object) -> RunConfig:
-    told = {"model": "m", "dataset": "task:addition", "rewards": [RewardConfig(reward="exact_answer")]}
+    told = {
+        "model": "m",
+        "dataset": "task:addition",
+        "rewards": [RewardConfig(reward="exact_answer")],
+    }
     return RunConfig.model_validate(told | {"output": "runs/x"} | settings)
 
 
@@ -122,7 +143,11 @@ def test_a_run_is_planned_before_it_starts(tmp_path: Path) -> None:
     )
     assert json.loads(json.dumps(plan)) == plan
     fixed = planned(new_run(tmp_path), sampling={"dynamic": False})
-    assert fixed is not None and fixed["figures"]["time/step"] < step_s and "drawn" not in fixed["in_words"]
+    assert (
+        fixed is not None
+        and fixed["figures"]["time/step"] < step_s
+        and "drawn" not in fixed["in_words"]
+    )
 
 
 def test_a_run_that_goes_on_is_planned_with_its_own_lengths(tmp_path: Path) -> None:
@@ -130,8 +155,13 @@ def test_a_run_that_goes_on_is_planned_with_its_own_lengths(tmp_path: Path) -> N
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 10, **row}) + "\n")
     plan, fresh = planned(new_run(tmp_path), done=10), planned(new_run(tmp_path))
     assert plan is not None and fresh is not None
-    assert " for 30 steps, with " in plan["in_words"] and plan["in_words"].endswith("64 groups drawn a step, as so far")
-    assert (plan["completion_tokens"], plan["groups"]) == (4, 64) and (fresh["completion_tokens"], fresh["groups"]) == (
+    assert " for 30 steps, with " in plan["in_words"] and plan["in_words"].endswith(
+        "64 groups drawn a step, as so far"
+    )
+    assert (plan["completion_tokens"], plan["groups"]) == (4, 64) and (
+        fresh["completion_tokens"],
+        fresh["groups"],
+    ) == (
         16,
         12,
     )
@@ -143,13 +173,21 @@ def test_a_judge_counts_by_the_form_of_its_verdict(tmp_path: Path) -> None:
         args = {"model": "smollm2-135m", "rubric": "Is it right?", "verdict": verdict, **declared}
         return planned(new_run(tmp_path), rewards=[{"reward": "judge:mine", "args": args}])
 
-    by_labels, by_words, alone = judged(), judged(verdict={"kind": "score"}), planned(new_run(tmp_path))
+    by_labels, by_words, alone = (
+        judged(),
+        judged(verdict={"kind": "score"}),
+        planned(new_run(tmp_path)),
+    )
     assert by_labels is not None and by_words is not None and alone is not None
-    assert "verdicts of 16, " in by_labels["in_words"] and "verdicts of 256, " in by_words["in_words"]
+    assert (
+        "verdicts of 16, " in by_labels["in_words"] and "verdicts of 256, " in by_words["in_words"]
+    )
     rounds = [one["figures"]["time/round"] for one in (alone, by_labels, by_words)]
     assert rounds == sorted(rounds)
     assert judged(mode="pairwise") is None
-    assert judged(base_url="http://localhost:8000/v1") is None, "nobody knows how fast an address is"
+    assert judged(base_url="http://localhost:8000/v1") is None, (
+        "nobody knows how fast an address is"
+    )
 
 
 @pytest.mark.parametrize(
@@ -164,7 +202,9 @@ def test_a_judge_counts_by_the_form_of_its_verdict(tmp_path: Path) -> None:
         {"rewards": [{"reward": "code"}]},
     ],
 )
-def test_nothing_is_planned_where_the_formulas_do_not_count_the_step(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_nothing_is_planned_where_the_formulas_do_not_count_the_step(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
     assert planned(new_run(tmp_path), **settings) is None
 
 
@@ -175,7 +215,10 @@ def test_nothing_is_planned_for_gpus_whose_speed_nobody_measured(tmp_path: Path)
 def test_what_was_planned_before_stands_beside_what_is_planned_afterwards(site: Site) -> None:
     before = planned(site)
     assert before is not None
-    rows = {row["what"]: row for row in plan_and_measured(config(), site, METRICS, before=before["figures"])}
+    rows = {
+        row["what"]: row
+        for row in plan_and_measured(config(), site, METRICS, before=before["figures"])
+    }
     assert rows["time/step"]["planned_before"] == before["figures"]["time/step"]
     assert rows["memory/rollout"]["planned_before"] == before["figures"]["memory/rollout"]
 
@@ -200,5 +243,7 @@ def test_a_model_that_cannot_be_planned_costs_no_run_its_summary(site: Site) -> 
         ({"distributed_type": "FSDP"}, "fsdp2"),
     ],
 )
-def test_how_training_is_cut_up_is_read_from_accelerates_config(told: dict[str, object] | None, sharding: str) -> None:
+def test_how_training_is_cut_up_is_read_from_accelerates_config(
+    told: dict[str, object] | None, sharding: str
+) -> None:
     assert Layout(world=2, accelerate=told).sharding == sharding

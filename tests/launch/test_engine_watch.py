@@ -60,7 +60,9 @@ def in_vllms_place(monkeypatch: pytest.MonkeyPatch, *, refuses: str = "/nothing"
     monkeypatch.setattr(engine_watch, "engine_command", command)
 
 
-def planned(folder: RunFolder, sockets: Path, name: str, device: str | None = None, sleeps: bool = True) -> EngineSpec:
+def planned(
+    folder: RunFolder, sockets: Path, name: str, device: str | None = None, sleeps: bool = True
+) -> EngineSpec:
     return EngineSpec(
         name=name, role=name.rpartition("-")[0], model=folder.root, socket=sockets / f"{name}.sock",
         temporary=folder.root, run_id=folder.run_id, dtype="float32", max_model_len=64, max_num_seqs=1, seed=0,
@@ -76,21 +78,39 @@ def folder(tmp_path: Path) -> Iterator[RunFolder]:
     RunWatch(folder.run_id).kill(grace_s=0)
 
 
-def start_all(folder: RunFolder, planned: list[EngineSpec], say: Callable[[str], None] = print) -> list[LiveEngine]:
+def start_all(
+    folder: RunFolder, planned: list[EngineSpec], say: Callable[[str], None] = print
+) -> list[LiveEngine]:
     return start_engines(planned, folder, health_timeout_s=60, start_timeout_s=60, say=say)
 
 
 def test_a_turn_has_one_engine_of_each_device(sockets: Path, folder: RunFolder) -> None:
-    named = [("rollout-0", "4"), ("rollout-1", "5"), ("judge-0", "4"), ("judge-1", "5"), ("judge-2", "4")]
-    told = [[one.name for one in turn] for turn in turns([planned(folder, sockets, *one) for one in named])]
+    named = [
+        ("rollout-0", "4"),
+        ("rollout-1", "5"),
+        ("judge-0", "4"),
+        ("judge-1", "5"),
+        ("judge-2", "4"),
+    ]
+    told = [
+        [one.name for one in turn]
+        for turn in turns([planned(folder, sockets, *one) for one in named])
+    ]
     assert told == [["rollout-0", "rollout-1"], ["judge-0", "judge-1"], ["judge-2"]]
     wide = [("rollout-0", "4"), ("rollout-1", "5"), ("judge-0", "45"), ("reward-model-0", "5")]
-    told = [[one.name for one in turn] for turn in turns([planned(folder, sockets, *one) for one in wide])]
+    told = [
+        [one.name for one in turn]
+        for turn in turns([planned(folder, sockets, *one) for one in wide])
+    ]
     assert told == [["rollout-0", "rollout-1"], ["judge-0"], ["reward-model-0"]]
 
 
-def test_each_is_asleep_before_the_next_one_of_its_device_starts(sockets: Path, folder: RunFolder) -> None:
-    wanted = [planned(folder, sockets, name, "0") for name in ("rollout-0", "judge-0", "reward-model-0")]
+def test_each_is_asleep_before_the_next_one_of_its_device_starts(
+    sockets: Path, folder: RunFolder
+) -> None:
+    wanted = [
+        planned(folder, sockets, name, "0") for name in ("rollout-0", "judge-0", "reward-model-0")
+    ]
     said: list[str] = []
     started = start_all(folder, wanted, say=said.append)
     assert [engine.name for engine in started] == [one.name for one in wanted]
@@ -104,18 +124,25 @@ def test_each_is_asleep_before_the_next_one_of_its_device_starts(sockets: Path, 
     assert EngineWatch(started).are_ready and len(said) == 3
 
 
-def test_those_that_stay_awake_on_a_device_start_in_turn_too(sockets: Path, folder: RunFolder) -> None:
+def test_those_that_stay_awake_on_a_device_start_in_turn_too(
+    sockets: Path, folder: RunFolder
+) -> None:
     """vLLM measures its memory while it starts; what a neighbour takes meanwhile would be counted for it."""
     named = [("rollout-0", "0"), ("rollout-1", "1"), ("judge-0", "0")]
     started = start_all(folder, [planned(folder, sockets, *one, sleeps=False) for one in named])
     assert all(engine.is_ready for engine in started), "the trainer starts next, and last"
     lines = (sockets / "log").read_text().splitlines()
-    assert lines[2] == "judge-0 starts" and sorted(lines[:2]) == ["rollout-0 starts", "rollout-1 starts"]
+    assert lines[2] == "judge-0 starts" and sorted(lines[:2]) == [
+        "rollout-0 starts",
+        "rollout-1 starts",
+    ]
     assert len(lines) == 3, "nobody sleeps"
 
 
 def test_engines_on_cores_all_start_at_once(sockets: Path, folder: RunFolder) -> None:
-    started = start_all(folder, [planned(folder, sockets, name) for name in ("rollout-0", "rollout-1")])
+    started = start_all(
+        folder, [planned(folder, sockets, name) for name in ("rollout-0", "rollout-1")]
+    )
     assert not any(engine.is_ready for engine in started)
 
 
@@ -127,7 +154,9 @@ def test_one_that_refuses_to_sleep_is_named_with_the_way_out(
         start_all(folder, [planned(folder, sockets, "rollout-0", "0")])
 
 
-def test_one_that_dies_asleep_is_started_again_when_it_is_woken(sockets: Path, folder: RunFolder) -> None:
+def test_one_that_dies_asleep_is_started_again_when_it_is_woken(
+    sockets: Path, folder: RunFolder
+) -> None:
     one, said = planned(folder, sockets, "judge-0", "0"), list[str]()
     engine = LiveEngine(one, folder, health_timeout_s=60.0)
     watch = EngineWatch([engine], max_restarts=1, start_timeout_s=60, say=said.append)

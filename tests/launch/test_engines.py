@@ -27,7 +27,13 @@ Plan = Callable[..., EnginePlan]
 
 
 def config_with(*, engine: dict[str, Any] | None = None, **changes: Any) -> RunConfig:
-    values = {"model": "m", "dataset": "d", "output": "o", "rewards": [RewardConfig(reward="exact_answer")], **changes}
+    values = {
+        "model": "m",
+        "dataset": "d",
+        "output": "o",
+        "rewards": [RewardConfig(reward="exact_answer")],
+        **changes,
+    }
     return RunConfig(engine=EngineSettings(**(engine or {})), **values)
 
 
@@ -61,8 +67,13 @@ def test_on_two_cores_each_engine_has_one(plan: Plan) -> None:
 
 
 def test_on_many_cores_two_engines_share_them(plan: Plan) -> None:
-    assert [engine.cores for engine in plan(config_with(), EIGHT_CORES).engines] == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    assert [engine.cores for engine in plan(config_with(engine={"count": 3}), EIGHT_CORES).engines] == [
+    assert [engine.cores for engine in plan(config_with(), EIGHT_CORES).engines] == [
+        (0, 1, 2, 3),
+        (4, 5, 6, 7),
+    ]
+    assert [
+        engine.cores for engine in plan(config_with(engine={"count": 3}), EIGHT_CORES).engines
+    ] == [
         (0, 1),
         (2, 3, 4),
         (5, 6, 7),
@@ -71,7 +82,10 @@ def test_on_many_cores_two_engines_share_them(plan: Plan) -> None:
 
 def test_on_devices_one_engine_each(plan: Plan) -> None:
     made = plan(config_with(algorithm="eval"), TWO_DEVICES, trains=False)
-    assert [(engine.cores, engine.devices) for engine in made.engines] == [(None, ("4",)), (None, ("5",))]
+    assert [(engine.cores, engine.devices) for engine in made.engines] == [
+        (None, ("4",)),
+        (None, ("5",)),
+    ]
     assert made.note == (
         "generating with vLLM: 2 engines on devices 4, 5; the sizes of a model or device are not known"
     )
@@ -93,7 +107,9 @@ def test_more_engines_than_slots_are_refused(machine: Machine, what: str, plan: 
 def test_memory_grows_with_what_runs_at_once_and_gives_way_to_what_is_said(plan: Plan) -> None:
     small = plan(config_with(), TWO_CORES).engines[0]
     large = plan(config_with(prompts_per_step=64, max_tokens=1024), TWO_CORES).engines[0]
-    wide = plan(config_with(dtype="float32", prompts_per_step=64, max_tokens=1024), TWO_CORES).engines[0]
+    wide = plan(
+        config_with(dtype="float32", prompts_per_step=64, max_tokens=1024), TWO_CORES
+    ).engines[0]
     assert small.memory_gib < large.memory_gib < wide.memory_gib
     assert plan(config_with(engine={"memory_gib": 5}), TWO_CORES).engines[0].memory_gib == 5
 
@@ -102,7 +118,9 @@ def test_the_longest_sequence_is_the_models_or_what_is_said(plan: Plan) -> None:
     assert plan(config_with(), TWO_CORES).max_model_len == 4096
     assert model_length(None, {"max_position_embeddings": 512}, option="max_model_len") == 512
     assert plan(config_with(engine={"max_model_len": 128}), TWO_CORES).max_model_len == 128
-    with pytest.raises(ConfigError, match=r"engine.max_model_len 9000 is more than the model's 8192"):
+    with pytest.raises(
+        ConfigError, match=r"engine.max_model_len 9000 is more than the model's 8192"
+    ):
         plan(config_with(engine={"max_model_len": 9000}), TWO_CORES)
 
 
@@ -119,12 +137,17 @@ def test_of_policies_that_see_vllm_serves_what_was_held_to_the_trainer(plan: Pla
     assert choose_kind("auto", vllm_installed=True, sighted="llava")[0] == "vllm"
     kind, note = choose_kind("auto", vllm_installed=True, sighted="idefics3")
     assert kind == "transformers" and "not for idefics3" in note
-    with pytest.raises(ConfigError, match="for llava, not for idefics3; take --engine transformers"):
+    with pytest.raises(
+        ConfigError, match="for llava, not for idefics3; take --engine transformers"
+    ):
         choose_kind("vllm", vllm_installed=True, sighted="idefics3")
 
 
 def test_an_evaluation_holds_its_samples_at_once(plan: Plan) -> None:
-    made = plan(config_with(algorithm="eval", prompts_per_step=8, num_samples=16), Machine(cores=(0,), devices=()))
+    made = plan(
+        config_with(algorithm="eval", prompts_per_step=8, num_samples=16),
+        Machine(cores=(0,), devices=()),
+    )
     assert made.engines[0].max_num_seqs == 128
 
 
@@ -139,37 +162,66 @@ TWELVE_HEADS = {**SMOLLM2, "num_attention_heads": 12, "num_key_value_heads": 4}
 
 
 def judged(width: int, **changes: Any) -> RunConfig:
-    args = {"rubric": "right?", "verdict": {"kind": "score"}, "model": "wide", "tensor_parallel": width}
+    args = {
+        "rubric": "right?",
+        "verdict": {"kind": "score"},
+        "model": "wide",
+        "tensor_parallel": width,
+    }
     return config_with(rewards=[RewardConfig(reward="judge:mine", args=args)], **changes)
 
 
 def test_an_engine_of_two_devices_has_neighbours(plan: Plan, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**TWELVE_HEADS, "intermediate_size": 1536, "vocab_size": 49152}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**TWELVE_HEADS, "intermediate_size": 1536, "vocab_size": 49152})
+    )
     made = plan(config_with(engine={"tensor_parallel": 2}), EIGHT_DEVICES)
-    assert [engine.devices for engine in made.engines] == [("0", "1"), ("2", "3"), ("4", "5"), ("6", "7")]
+    assert [engine.devices for engine in made.engines] == [
+        ("0", "1"),
+        ("2", "3"),
+        ("4", "5"),
+        ("6", "7"),
+    ]
     assert {engine.tensor_parallel for engine in made.engines} == {2} and made.num_slots == 4
     assert "4 engines on devices 0, 1, 2, 3, 4, 5, 6, 7, tensor parallel over 2;" in made.note
     on_cores = plan(config_with(engine={"tensor_parallel": 2}), TWO_CORES)
-    assert [(one.cores, one.tensor_parallel) for one in on_cores.engines] == [((0, 1), 2)] and on_cores.num_slots == 1
+    assert [(one.cores, one.tensor_parallel) for one in on_cores.engines] == [
+        ((0, 1), 2)
+    ] and on_cores.num_slots == 1
 
 
-def test_beside_a_judge_of_four_devices_a_slot_has_four_policy_engines(plan: Plan, tmp_path: Path) -> None:
+def test_beside_a_judge_of_four_devices_a_slot_has_four_policy_engines(
+    plan: Plan, tmp_path: Path
+) -> None:
     """Slots are aligned blocks, and all engines of a role on a slot are on its devices and on no others."""
-    (tmp_path / "config.json").write_text(json.dumps({**TWELVE_HEADS, "intermediate_size": 1536, "vocab_size": 49152}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**TWELVE_HEADS, "intermediate_size": 1536, "vocab_size": 49152})
+    )
     made = plan(judged(4), EIGHT_DEVICES)
     rollouts, judges = (model.engines for model in made.served)
     assert [one.devices for one in rollouts] == [(device,) for device in "01234567"]
     assert [one.devices for one in judges] == [tuple("0123"), tuple("4567")]
     assert made.num_slots == made.as_json()["num_slots"] == 2
-    assert {one.max_num_seqs for one in rollouts} == {8} and {one.max_num_seqs for one in judges} == {32}
+    assert {one.max_num_seqs for one in rollouts} == {8} and {
+        one.max_num_seqs for one in judges
+    } == {32}
     turns_of = [[one.name for one in turn] for turn in turns([*rollouts, *judges])]
     assert turns_of == [[f"rollout-{n}" for n in range(8)], ["judge-0", "judge-1"]]
 
 
 def test_a_width_that_is_no_share_of_the_widest_is_refused(plan: Plan, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
-        json.dumps({**TWELVE_HEADS, "num_key_value_heads": 12, "intermediate_size": 1536, "vocab_size": 49152})
+        json.dumps(
+            {
+                **TWELVE_HEADS,
+                "num_key_value_heads": 12,
+                "intermediate_size": 1536,
+                "vocab_size": 49152,
+            }
+        )
     )
     twelve = Machine(cores=(0,), devices=tuple("0123456789ab"))
-    with pytest.raises(ConfigError, match=r"widest engine spans, 3, and engines of m span 2, which does not divide"):
+    with pytest.raises(
+        ConfigError, match=r"widest engine spans, 3, and engines of m span 2, which does not divide"
+    ):
         plan(judged(3, engine={"tensor_parallel": 2}), twelve)

@@ -70,7 +70,10 @@ def processes_of(folder: RunFolder) -> list[psutil.Process]:
     for process in psutil.process_iter():
         try:
             marked = process.environ().get(RUN_MARKER) == folder.run_id
-            guardian = "ycore.launch.guardian" in process.cmdline() and str(folder.root) in process.cmdline()
+            guardian = (
+                "ycore.launch.guardian" in process.cmdline()
+                and str(folder.root) in process.cmdline()
+            )
         except psutil.Error:
             continue
         if (marked or guardian) and process.status() != psutil.STATUS_ZOMBIE:
@@ -78,7 +81,9 @@ def processes_of(folder: RunFolder) -> list[psutil.Process]:
     return found
 
 
-def start_launcher(folder: RunFolder, seconds: float) -> tuple["subprocess.Popen[bytes]", list[psutil.Process]]:
+def start_launcher(
+    folder: RunFolder, seconds: float
+) -> tuple["subprocess.Popen[bytes]", list[psutil.Process]]:
     launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(folder.root), str(seconds)])
     wait_for(lambda: (folder.root / "ready").exists())
     children: list[psutil.Process] = []
@@ -93,7 +98,13 @@ def start_launcher(folder: RunFolder, seconds: float) -> tuple["subprocess.Popen
 
 def assert_nothing_is_left(folder: RunFolder, children: list[psutil.Process]) -> None:
     assert len(children) == 4  # guardian, worker and two sleepers, each in a session of its own
-    wait_for(lambda: not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children))
+    wait_for(
+        lambda: (
+            not any(
+                child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children
+            )
+        )
+    )
     wait_for(lambda: not processes_of(folder))
     assert not folder.sockets.exists()
     assert not folder.shared_memory.exists()
@@ -101,7 +112,9 @@ def assert_nothing_is_left(folder: RunFolder, children: list[psutil.Process]) ->
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
-def test_a_launcher_killed_by_a_signal_leaves_nothing(folder: RunFolder, number: signal.Signals) -> None:
+def test_a_launcher_killed_by_a_signal_leaves_nothing(
+    folder: RunFolder, number: signal.Signals
+) -> None:
     launcher, children = start_launcher(folder, 600)
     launcher.send_signal(number)
     launcher.wait(WITHIN_S)
@@ -128,7 +141,9 @@ def test_the_folder_stays_claimed_until_the_run_is_cleared_away(folder: RunFolde
     launcher.kill()
     launcher.wait(WITHIN_S)
     claim = Claim(folder)
-    alive = [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    alive = [
+        child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE
+    ]
     claim.release()
     assert [child for child in alive if child.name() == "sleep"] == []
 
@@ -142,9 +157,16 @@ def test_what_an_earlier_run_left_is_cleared_before_the_next(folder: RunFolder) 
     with guarded(folder, held):
         assert left.wait(WITHIN_S) == -signal.SIGTERM
         assert list(folder.temporary.iterdir()) == []
-        assert [path.stat().st_mode & 0o777 for path in (folder.sockets, folder.temporary)] == [0o700, 0o700]
+        assert [path.stat().st_mode & 0o777 for path in (folder.sockets, folder.temporary)] == [
+            0o700,
+            0o700,
+        ]
         process = ManagedProcess(
-            "new", ["sleep", "600"], environment=os.environ, run_id=folder.run_id, log=folder.log("new")
+            "new",
+            ["sleep", "600"],
+            environment=os.environ,
+            run_id=folder.run_id,
+            log=folder.log("new"),
         )
         assert process.exit_code is None
     held.release()
@@ -160,9 +182,17 @@ def test_files_where_the_user_stands_are_not_imported(
     held = Claim(folder)
     try:
         with guarded(folder, held):
-            code = [sys.executable, "-m", "ycore.trainer"]  # without its argument it says how it is used
+            code = [
+                sys.executable,
+                "-m",
+                "ycore.trainer",
+            ]  # without its argument it says how it is used
             trainer = ManagedProcess(
-                "trainer", code, environment=os.environ, run_id=folder.run_id, log=folder.log("trainer")
+                "trainer",
+                code,
+                environment=os.environ,
+                run_id=folder.run_id,
+                log=folder.log("trainer"),
             )
             assert trainer.wait(timeout_s=60.0) == 2, trainer.log.read_text()
     finally:
@@ -170,7 +200,9 @@ def test_files_where_the_user_stands_are_not_imported(
     assert folder.log("guardian").read_text() == ""
 
 
-def test_a_guardian_that_does_not_start_ends_the_run(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_guardian_that_does_not_start_ends_the_run(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (folder.root / "sitecustomize.py").write_text("raise SystemExit('cannot start')")
     monkeypatch.setenv("PYTHONPATH", str(folder.root))
     held = Claim(folder)
@@ -199,7 +231,9 @@ def marked(tmp_path: Path) -> Iterator[RunFolder]:
 
 def start(marked: RunFolder, code: str, *arguments: str) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-c", code, *arguments]
-    return subprocess.Popen(command, env={**os.environ, RUN_MARKER: marked.run_id}, start_new_session=True)
+    return subprocess.Popen(
+        command, env={**os.environ, RUN_MARKER: marked.run_id}, start_new_session=True
+    )
 
 
 def test_marked_processes_end_and_others_live(marked: RunFolder) -> None:
@@ -218,7 +252,9 @@ def test_marked_processes_end_and_others_live(marked: RunFolder) -> None:
 def test_what_ignores_sigterm_or_is_stopped_is_killed(marked: RunFolder, tmp_path: Path) -> None:
     code = "import os, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     deaf = start(
-        marked, code + "print(os.getpid(), file=open(sys.argv[1], 'w')); time.sleep(600)", str(tmp_path / "pid")
+        marked,
+        code + "print(os.getpid(), file=open(sys.argv[1], 'w')); time.sleep(600)",
+        str(tmp_path / "pid"),
     )
     pid_in(tmp_path / "pid")
     stopped = start(marked, "import time; time.sleep(600)")
@@ -244,7 +280,9 @@ time.sleep(float(sys.argv[2]))
 """
 
 
-def test_a_descendant_that_cleared_its_environment_is_found(marked: RunFolder, tmp_path: Path) -> None:
+def test_a_descendant_that_cleared_its_environment_is_found(
+    marked: RunFolder, tmp_path: Path
+) -> None:
     parent = start(marked, DAEMON, str(tmp_path / "pid"), "600")
     hidden = psutil.Process(pid_in(tmp_path / "pid"))
     assert RunWatch(marked.run_id).kill() == 2
@@ -283,7 +321,11 @@ def test_a_daemon_that_nobody_saw_start_is_ended(
     with guarded(folder, held):
         command = [sys.executable, "-c", ESCAPES, str(tmp_path / "pid")]
         starter = ManagedProcess(
-            "starter", command, environment=os.environ, run_id=folder.run_id, log=folder.log("starter")
+            "starter",
+            command,
+            environment=os.environ,
+            run_id=folder.run_id,
+            log=folder.log("starter"),
         )
         hidden = psutil.Process(pid_in(tmp_path / "pid"))
         assert starter.wait(timeout_s=WITHIN_S) == 0
@@ -314,7 +356,9 @@ time.sleep(600)
 """
 
 
-@pytest.mark.skipif(born_at(Path("/dev/shm")) is None, reason="no /dev/shm, or it has no times of birth")
+@pytest.mark.skipif(
+    born_at(Path("/dev/shm")) is None, reason="no /dev/shm, or it has no times of birth"
+)
 def test_only_shared_memory_that_the_run_made_is_removed(folder: RunFolder, tmp_path: Path) -> None:
     """A user's dataset in /dev/shm is mapped by the run too: from before, made meanwhile, or named like a library's."""
     random = secrets.token_hex(4)
@@ -330,9 +374,17 @@ def test_only_shared_memory_that_the_run_made_is_removed(folder: RunFolder, tmp_
             meanwhile.write_bytes(b"{}\n" * 4096)
             command = [sys.executable, "-c", SHARED, str(tmp_path / "name"), *map(str, users)]
             worker = ManagedProcess(
-                "worker", command, environment=os.environ, run_id=folder.run_id, log=folder.log("worker")
+                "worker",
+                command,
+                environment=os.environ,
+                run_id=folder.run_id,
+                log=folder.log("worker"),
             )
-            wait_for(lambda: (tmp_path / "name").is_file() and (tmp_path / "name").read_text().endswith("\n"))
+            wait_for(
+                lambda: (
+                    (tmp_path / "name").is_file() and (tmp_path / "name").read_text().endswith("\n")
+                )
+            )
             segment = SHARED_MEMORY / (tmp_path / "name").read_text().strip()
             assert segment.exists()
         held.release()
@@ -347,16 +399,26 @@ def test_only_shared_memory_that_the_run_made_is_removed(folder: RunFolder, tmp_
         others.unlink()
 
 
-@pytest.mark.skipif(born_at(Path("/dev/shm")) is None, reason="no /dev/shm, or it has no times of birth")
-def test_shared_memory_of_a_process_that_was_killed_early_is_removed(folder: RunFolder, tmp_path: Path) -> None:
+@pytest.mark.skipif(
+    born_at(Path("/dev/shm")) is None, reason="no /dev/shm, or it has no times of birth"
+)
+def test_shared_memory_of_a_process_that_was_killed_early_is_removed(
+    folder: RunFolder, tmp_path: Path
+) -> None:
     """It lived for less than the time between two looks of the guardian."""
     held = Claim(folder)
     with guarded(folder, held):
         command = [sys.executable, "-c", SHARED, str(tmp_path / "name")]
         worker = ManagedProcess(
-            "worker", command, environment=os.environ, run_id=folder.run_id, log=folder.log("worker")
+            "worker",
+            command,
+            environment=os.environ,
+            run_id=folder.run_id,
+            log=folder.log("worker"),
         )
-        wait_for(lambda: (tmp_path / "name").is_file() and (tmp_path / "name").read_text().endswith("\n"))
+        wait_for(
+            lambda: (tmp_path / "name").is_file() and (tmp_path / "name").read_text().endswith("\n")
+        )
         segment = SHARED_MEMORY / (tmp_path / "name").read_text().strip()
         time.sleep(2.0)
         worker.send(signal.SIGKILL)
@@ -376,20 +438,27 @@ guardian.guard(RunFolder(Path(sys.argv[1])))
 """
 
 
-@pytest.mark.skipif(born_at(Path("/dev/shm")) is None, reason="no /dev/shm, or it has no times of birth")
+@pytest.mark.skipif(
+    born_at(Path("/dev/shm")) is None, reason="no /dev/shm, or it has no times of birth"
+)
 def test_whose_shared_memory_is_known_when_it_is_made_and_not_at_a_look(folder: RunFolder) -> None:
     """The guardian takes no look while the makers live; how soon it knows is measured by tests.chaos.early_kills."""
     held = Claim(folder)
     held.begin()
     guardian = subprocess.Popen(
-        [sys.executable, "-c", WITHOUT_LOOKS, str(folder.root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", WITHOUT_LOOKS, str(folder.root)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     assert guardian.stdout is not None and guardian.stdout.readline() == b"ready\n"
     time.sleep(0.1)  # the file system's clock has coarse ticks
     runs, other = (SHARED_MEMORY / f"psm_{secrets.token_hex(4)}" for _ in range(2))
     try:
         makers = [
-            subprocess.Popen([sys.executable, "-c", MAKER, str(path), "0", "2"], env={**os.environ, RUN_MARKER: mark})
+            subprocess.Popen(
+                [sys.executable, "-c", MAKER, str(path), "0", "2"],
+                env={**os.environ, RUN_MARKER: mark},
+            )
             for path, mark in ((runs, folder.run_id), (other, "another"))
         ]
         assert [maker.wait(WITHIN_S) for maker in makers] == [-signal.SIGKILL] * 2

@@ -43,7 +43,12 @@ STEPS = """
 def model(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
-    shape = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 8, "max_position_embeddings": 64}
+    shape = {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "hidden_size": 8,
+        "max_position_embeddings": 64,
+    }
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", **shape}))
     (folder / "tokenizer.json").write_text("{}")
     header = b"{}"
@@ -112,7 +117,9 @@ def test_a_run_that_finishes(worker: Callable[..., Worker], config: RunConfig) -
 def test_run_json_names_what_confines_the_runs_own_rewards(
     worker: Callable[..., Worker], config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launcher, "choose", lambda wanted: Choice(Level.LANDLOCK, {Level.NAMESPACES: "no bwrap"}))
+    monkeypatch.setattr(
+        launcher, "choose", lambda wanted: Choice(Level.LANDLOCK, {Level.NAMESPACES: "no bwrap"})
+    )
     run(worker(""), config.model_copy(update={"rewards": [RewardConfig(reward="mine.py:score")]}))
     told = read_json(RunFolder(Path(config.output)).config)["sandbox"]
     assert told.startswith("landlock, the weaker level: ") and "no bwrap" in told
@@ -123,7 +130,9 @@ def test_one_rank_on_a_machine_with_several_devices_sees_one(
 ) -> None:
     monkeypatch.setattr(layout, "this_machine", lambda: Machine(cores=(0, 1), devices=("2", "0")))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    code = """assert os.environ["CUDA_VISIBLE_DEVICES"] == "2", os.environ["CUDA_VISIBLE_DEVICES"]"""
+    code = (
+        """assert os.environ["CUDA_VISIBLE_DEVICES"] == "2", os.environ["CUDA_VISIBLE_DEVICES"]"""
+    )
     summary, _ = run(worker(code), config.model_copy(update={"processes": 1, "dtype": "float32"}))
     assert summary["status"] == "finished"
 
@@ -134,24 +143,32 @@ def test_training_on_given_examples_keeps_what_it_frees_on_a_cpu(
 ) -> None:
     monkeypatch.delenv("MALLOC_TOP_PAD_", raising=False)
     monkeypatch.setenv("MALLOC_MMAP_MAX_", "7")
-    told = worker_environment(TuneConfig(algorithm="sft", model="m", dataset="d", output=str(tmp_path)), on_cpu=on_cpu)
+    told = worker_environment(
+        TuneConfig(algorithm="sft", model="m", dataset="d", output=str(tmp_path)), on_cpu=on_cpu
+    )
     assert ("MALLOC_TOP_PAD_" in told) == on_cpu
     assert told["MALLOC_MMAP_MAX_"] == "7", "what the user has set counts first"
 
 
-def test_a_run_with_engines_leaves_malloc_alone(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_with_engines_leaves_malloc_alone(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("MALLOC_TOP_PAD_", raising=False)
     assert "MALLOC_TOP_PAD_" not in worker_environment(config, on_cpu=True)
 
 
-def test_run_json_has_the_number_of_processes(worker: Callable[..., Worker], config: RunConfig) -> None:
+def test_run_json_has_the_number_of_processes(
+    worker: Callable[..., Worker], config: RunConfig
+) -> None:
     """So that a resumed run has as many, wherever it goes on."""
     run(worker(""), config)
     assert config.processes == "auto"
     assert read_json(RunFolder(Path(config.output)).config)["config"]["processes"] == 1
 
 
-def test_an_evaluators_result_is_part_of_the_summary(worker: Callable[..., Worker], config: RunConfig) -> None:
+def test_an_evaluators_result_is_part_of_the_summary(
+    worker: Callable[..., Worker], config: RunConfig
+) -> None:
     code = """(root / "eval.json").write_text(json.dumps({"pass@1": 0.5}))"""
     summary, shown = run(worker(code, name="evaluator", result="eval.json"), config)
     assert summary["pass@1"] == 0.5
@@ -164,7 +181,8 @@ def test_a_trainer_that_fails_is_told_with_its_last_line_and_log(
     worker: Callable[..., Worker], config: RunConfig
 ) -> None:
     with pytest.raises(
-        TrainerError, match=r"trainer ended with exit status 1: ValueError: no good \(see .*trainer\.log\)"
+        TrainerError,
+        match=r"trainer ended with exit status 1: ValueError: no good \(see .*trainer\.log\)",
     ):
         run(worker("raise ValueError('no good')"), config)
     summary = read_json(RunFolder(Path(config.output)).summary)
@@ -179,7 +197,9 @@ def test_a_trainer_that_is_killed_is_told(worker: Callable[..., Worker], config:
     assert_nothing_is_left(config)
 
 
-def test_a_users_mistake_is_passed_on_as_it_is(worker: Callable[..., Worker], config: RunConfig) -> None:
+def test_a_users_mistake_is_passed_on_as_it_is(
+    worker: Callable[..., Worker], config: RunConfig
+) -> None:
     code = "print('error: row 3 has no prompt; fill it in', file=sys.stderr); sys.exit(2)"
     with pytest.raises(UserError, match=r"^row 3 has no prompt; fill it in$"):
         run(worker(code), config)
@@ -194,12 +214,20 @@ def in_vllms_place(monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
 def test_an_engine_that_dies_is_named(
     worker: Callable[..., Worker], config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dying = [sys.executable, "-c", "import sys, time; time.sleep(1); sys.exit('RuntimeError: no memory')"]
+    dying = [
+        sys.executable,
+        "-c",
+        "import sys, time; time.sleep(1); sys.exit('RuntimeError: no memory')",
+    ]
     in_vllms_place(monkeypatch, dying)
     with pytest.raises(
-        EngineError, match=r"rollout-\d ended with exit status 1: RuntimeError: no memory \(see .*rollout-"
+        EngineError,
+        match=r"rollout-\d ended with exit status 1: RuntimeError: no memory \(see .*rollout-",
     ):
-        run(worker("time.sleep(600)"), config.model_copy(update={"engine": EngineSettings(kind="vllm")}))
+        run(
+            worker("time.sleep(600)"),
+            config.model_copy(update={"engine": EngineSettings(kind="vllm")}),
+        )
     assert read_json(RunFolder(Path(config.output)).summary)["status"] == "failed"
     assert_nothing_is_left(config)
 
@@ -284,7 +312,9 @@ def test_a_second_signal_stops_at_once(worker: Callable[..., Worker], config: Ru
     assert_nothing_is_left(config)
 
 
-def test_a_save_that_fails_after_ctrl_c_fails_the_run(worker: Callable[..., Worker], config: RunConfig) -> None:
+def test_a_save_that_fails_after_ctrl_c_fails_the_run(
+    worker: Callable[..., Worker], config: RunConfig
+) -> None:
     worker("""
         import signal
         def fails(number, frame):
@@ -298,7 +328,10 @@ def test_a_save_that_fails_after_ctrl_c_fails_the_run(worker: Callable[..., Work
     started.send_signal(signal.SIGINT)
     shown, _ = started.communicate(timeout=WITHIN_S)
     assert started.returncode == TrainerError.exit_code == 1
-    assert "stopping: the trainer finishes its step and saves a checkpoint; press Ctrl-C again to stop at once" in shown
+    assert (
+        "stopping: the trainer finishes its step and saves a checkpoint; press Ctrl-C again to stop at once"
+        in shown
+    )
     summary = read_json(RunFolder(Path(config.output)).summary)
     assert summary["status"] == "failed"
     assert "trainer ended with exit status 1: failed: no room left on the disk" in summary["error"]
@@ -346,7 +379,9 @@ def test_a_save_without_progress_fails_the_run(
 ) -> None:
     monkeypatch.setattr(supervise, "_SAVE_STALLS_AFTER_S", 1.5)
     made = worker(textwrap.dedent(IS_STOPPED) + "time.sleep(600)")
-    with pytest.raises(TrainerError, match=r"trainer did not save and end within \d+ s .*stacks-step-4"):
+    with pytest.raises(
+        TrainerError, match=r"trainer did not save and end within \d+ s .*stacks-step-4"
+    ):
         run(made, config)
     assert read_json(RunFolder(Path(config.output)).summary)["status"] == "failed"
     assert_nothing_is_left(config)

@@ -47,7 +47,13 @@ main_process_port: 29500
 
 def config(**settings: Any) -> RunConfig:
     settings = {"dtype": "float32", **settings}
-    return RunConfig(model="m", dataset="d", rewards=[RewardConfig(reward="exact_answer")], output="o", **settings)
+    return RunConfig(
+        model="m",
+        dataset="d",
+        rewards=[RewardConfig(reward="exact_answer")],
+        output="o",
+        **settings,
+    )
 
 
 def written(folder: Path, text: str) -> str:
@@ -80,7 +86,9 @@ def test_several_processes_are_ddp_unless_told() -> None:
         (EIGHT, {"accelerate": "nodes.yaml"}, "auto"),
     ],
 )
-def test_every_gpu_is_a_rank_unless_told(machine: Machine, settings: dict[str, Any], processes: int | str) -> None:
+def test_every_gpu_is_a_rank_unless_told(
+    machine: Machine, settings: dict[str, Any], processes: int | str
+) -> None:
     """A file for accelerate has its own number; a process sees one slice of MIG only."""
     assert on_machine(config(**settings), machine).processes == processes
 
@@ -108,23 +116,42 @@ def test_every_rank_sees_the_devices_of_the_ranks_and_no_others(tmp_path: Path) 
             "--processes 9 is more than the 8 devices of this machine, and every process needs one of its own; "
             "take --processes 8",
         ),
-        (TWO, {"processes": 3, "prompts_per_step": 9}, "more than the 2 devices .*; take --processes 1"),
-        (CORES, {"processes": 64}, "--processes 64 is more than the 8 cores of this machine.*; take --processes 8"),
-        (SLICES, {"processes": 2}, "--processes 2 needs whole GPUs: these devices are slices of MIG.*--processes 1"),
+        (
+            TWO,
+            {"processes": 3, "prompts_per_step": 9},
+            "more than the 2 devices .*; take --processes 1",
+        ),
+        (
+            CORES,
+            {"processes": 64},
+            "--processes 64 is more than the 8 cores of this machine.*; take --processes 8",
+        ),
+        (
+            SLICES,
+            {"processes": 2},
+            "--processes 2 needs whole GPUs: these devices are slices of MIG.*--processes 1",
+        ),
     ],
 )
-def test_more_processes_than_devices(machine: Machine, settings: dict[str, Any], message: str) -> None:
+def test_more_processes_than_devices(
+    machine: Machine, settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         layout_of(config(**settings), machine)
 
 
 def test_more_processes_in_a_file_than_devices(tmp_path: Path) -> None:
     file = written(tmp_path, "distributed_type: MULTI_GPU\nnum_machines: 1\nnum_processes: 4\n")
-    with pytest.raises(ConfigError, match=r"nodes.yaml: 4 processes here is more than the 2 devices.*num_processes: 2"):
+    with pytest.raises(
+        ConfigError,
+        match=r"nodes.yaml: 4 processes here is more than the 2 devices.*num_processes: 2",
+    ):
         layout_of(config(accelerate=file), TWO)
 
 
-@pytest.mark.parametrize(("name", "shards"), [("zero1", False), ("zero2", False), ("zero3", True), ("fsdp2", True)])
+@pytest.mark.parametrize(
+    ("name", "shards"), [("zero1", False), ("zero2", False), ("zero3", True), ("fsdp2", True)]
+)
 def test_only_zero3_and_fsdp_leave_no_rank_the_whole_policy(name: str, shards: bool) -> None:
     assert layout_of(config(processes=2, accelerate=name), EIGHT).shards_weights is shards
 
@@ -135,15 +162,33 @@ def test_a_file_serves_every_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     found = layout_of(config(accelerate=written(tmp_path, FILE)), EIGHT)
     assert (found.world, found.local, found.num_machines, found.machine_rank) == (4, 2, 2, 1)
     assert found.accelerate is not None
-    assert (found.accelerate["main_process_ip"], found.accelerate["mixed_precision"]) == ("10.0.0.1", "no")
+    assert (found.accelerate["main_process_ip"], found.accelerate["mixed_precision"]) == (
+        "10.0.0.1",
+        "no",
+    )
 
 
 BAD = [
-    (FILE.replace("$MAIN", "$NOT_SET_ANYWHERE"), "names the environment variable NOT_SET_ANYWHERE, which is not set"),
-    (FILE + "mixed_precision: bf16\n", "mixed_precision is 'bf16', and the run computes in float32"),
-    (FILE.replace("num_processes: 4", "num_processes: 3"), "num_processes must be a multiple of num_machines"),
-    (FILE.replace("num_processes: 4", "num_processes: many"), "num_processes is a whole number, 1 or more"),
-    (FILE.replace("main_process_port: 29500", ""), "several machines meet at main_process_ip and main_process_port"),
+    (
+        FILE.replace("$MAIN", "$NOT_SET_ANYWHERE"),
+        "names the environment variable NOT_SET_ANYWHERE, which is not set",
+    ),
+    (
+        FILE + "mixed_precision: bf16\n",
+        "mixed_precision is 'bf16', and the run computes in float32",
+    ),
+    (
+        FILE.replace("num_processes: 4", "num_processes: 3"),
+        "num_processes must be a multiple of num_machines",
+    ),
+    (
+        FILE.replace("num_processes: 4", "num_processes: many"),
+        "num_processes is a whole number, 1 or more",
+    ),
+    (
+        FILE.replace("main_process_port: 29500", ""),
+        "several machines meet at main_process_ip and main_process_port",
+    ),
     (FILE.replace("MULTI_GPU", "DEEPSPEED"), "deepspeed_multinode_launcher must be 'standard'"),
     ("steps: 3\n", "no accelerate config: it has no distributed_type"),
     ("a: [\n", "is not YAML"),
@@ -151,7 +196,9 @@ BAD = [
 
 
 @pytest.mark.parametrize(("text", "message"), BAD, ids=[message for _, message in BAD])
-def test_a_file_that_cannot_work(text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_work(
+    text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NODE", "0")
     monkeypatch.setenv("MAIN", "10.0.0.1")
     with pytest.raises(ConfigError, match=message):
@@ -166,7 +213,9 @@ def test_a_bare_no_is_no_mixed_precision(tmp_path: Path) -> None:
 
 def test_processes_that_contradict_the_file(tmp_path: Path) -> None:
     text = "distributed_type: MULTI_GPU\nnum_machines: 1\nnum_processes: 2\n"
-    with pytest.raises(ConfigError, match=r"--processes 4 is not what .* says: 2 processes on 1 machine"):
+    with pytest.raises(
+        ConfigError, match=r"--processes 4 is not what .* says: 2 processes on 1 machine"
+    ):
         layout_of(config(processes=4, accelerate=written(tmp_path, text)), CORES)
 
 
@@ -177,8 +226,12 @@ def test_an_unknown_name() -> None:
 
 def test_without_deepspeed_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"DeepSpeed is not installed; pip install 'ycore\[deepspeed\]'"):
-        check_deepspeed(config(accelerate="zero2"), layout_of(config(processes=2, accelerate="zero2"), CORES))
+    with pytest.raises(
+        ConfigError, match=r"DeepSpeed is not installed; pip install 'ycore\[deepspeed\]'"
+    ):
+        check_deepspeed(
+            config(accelerate="zero2"), layout_of(config(processes=2, accelerate="zero2"), CORES)
+        )
 
 
 KINDS = {
@@ -213,14 +266,18 @@ def test_accelerate_reads_it(name: Sharding, dtype: Dtype, on_cpu: bool, tmp_pat
         assert seen.deepspeed_config["zero3_init_flag"] is (name == "zero3")
 
 
-def test_bfloat16_is_refused_on_a_device_without_it_and_auto_is_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_is_refused_on_a_device_without_it_and_auto_is_float32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     old = Gpu("1", "GPU-b", "Tesla T4", "535.129.03", 15.0, 14.0, (7, 5))
     gpus = [replace(old, id="0", capability=(8, 0), memory_gib=80.0), old]
     monkeypatch.setattr(layout, "visible_gpus", lambda: tuple(gpus))
     monkeypatch.setattr("importlib.metadata.version", lambda name: "2.13.0+cu130")
     machine = layout.this_machine()
     assert (machine.devices, machine.device_bytes) == (("0", "1"), 15 * 2**30)
-    with pytest.raises(ConfigError, match=r"device 1 \(Tesla T4\) has none; train with --set dtype=float32"):
+    with pytest.raises(
+        ConfigError, match=r"device 1 \(Tesla T4\) has none; train with --set dtype=float32"
+    ):
         check_bfloat16("bfloat16", machine.without_bfloat16)
     check_bfloat16("auto", machine.without_bfloat16)
     assert on_machine(config(processes=1, dtype="auto"), machine).dtype == "float32"
@@ -236,7 +293,9 @@ def test_cores_without_bfloat16_compute_in_float32_unless_told() -> None:
         and on_machine(config(dtype="auto"), old).dtype == "float32"
     )
     assert on_machine(config(dtype="bfloat16"), old).dtype == "bfloat16"
-    assert on_machine(config(algorithm="flow", dtype="auto"), old).dtype == "auto"  # float32 on every machine
+    assert (
+        on_machine(config(algorithm="flow", dtype="auto"), old).dtype == "auto"
+    )  # float32 on every machine
     assert (layout_of(config(accelerate="zero2", processes=2, dtype="auto"), old).accelerate or {})[
         "mixed_precision"
     ] == "no"
@@ -247,5 +306,7 @@ def test_a_machine_is_described_by_what_figures_depend_on(monkeypatch: pytest.Mo
     assert told["cores"] >= 1 and told["processor"] and told["memory_gib"] > 0
     assert set(told["flags"]) <= core_flags() and json.loads(json.dumps(told)) == told
     monkeypatch.setattr(layout, "this_machine", lambda: TWO)
-    monkeypatch.setattr(layout, "visible_gpus", lambda: [Gpu(one, one, "NVIDIA H200", "1") for one in TWO.devices])
+    monkeypatch.setattr(
+        layout, "visible_gpus", lambda: [Gpu(one, one, "NVIDIA H200", "1") for one in TWO.devices]
+    )
     assert layout.describe_machine()["devices"] == ["NVIDIA H200", "NVIDIA H200"]

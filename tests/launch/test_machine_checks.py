@@ -17,9 +17,13 @@ from ycore.launch.machine_checks import check_run
 from ycore.run.paths import RunFolder
 
 GIB = 2**30
-H100 = Machine(tuple(range(64)), tuple("01234567"), device_bytes=80e9, host_bytes=1e12, shm_bytes=500e9)
+H100 = Machine(
+    tuple(range(64)), tuple("01234567"), device_bytes=80e9, host_bytes=1e12, shm_bytes=500e9
+)
 TWO_24 = Machine(tuple(range(16)), ("0", "1"), device_bytes=24e9, host_bytes=64e9, shm_bytes=32e9)
-SLICES = Machine(tuple(range(16)), ("MIG-3333", "MIG-4444"), device_bytes=10e9, host_bytes=64e9, shm_bytes=32e9)
+SLICES = Machine(
+    tuple(range(16)), ("MIG-3333", "MIG-4444"), device_bytes=10e9, host_bytes=64e9, shm_bytes=32e9
+)
 CORES = Machine((0, 1), (), host_bytes=16e9, shm_bytes=8e9)
 SMALL_SHM = Machine((0, 1), (), host_bytes=16e9, shm_bytes=64 * 2.0**20)
 BIG, SMALL = "Qwen/Qwen2.5-72B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"
@@ -30,14 +34,19 @@ def test_a_deterministic_run_has_one_rank() -> None:
     check(CORES, deterministic=True)
     with pytest.raises(ConfigError, match="--deterministic is for one, not 2; take --processes 1"):
         check(CORES, deterministic=True, processes=2)
-    with pytest.raises(ConfigError, match=r"wait together from one seed.*leave --deterministic out, or install vLLM"):
+    with pytest.raises(
+        ConfigError,
+        match=r"wait together from one seed.*leave --deterministic out, or install vLLM",
+    ):
         check(CORES, deterministic=True, engine={"kind": "transformers"})
 
 
 def test_rounds_ahead_need_engines_that_are_awake_while_the_trainer_trains() -> None:
     ahead: dict[str, Any] = {"sampling": {"max_staleness": 1}}
     check(CORES, **ahead)
-    with pytest.raises(ConfigError, match="engines and trainer take turns on a device; leave --max-staleness out"):
+    with pytest.raises(
+        ConfigError, match="engines and trainer take turns on a device; leave --max-staleness out"
+    ):
         check(H100, engine={"sleep": True}, **ahead)
     with pytest.raises(ConfigError, match="transformers writes with the trainer's own model"):
         check(CORES, engine={"kind": "transformers"}, **ahead)
@@ -50,11 +59,15 @@ def test_rounds_ahead_need_engines_that_are_awake_while_the_trainer_trains() -> 
 def test_evaluations_beside_the_trainer_need_engines_that_idle_meanwhile() -> None:
     beside: dict[str, Any] = {"eval_while_training": True}
     check(CORES, **beside)
-    with pytest.raises(ConfigError, match="take turns on a device; leave --eval-while-training out"):
+    with pytest.raises(
+        ConfigError, match="take turns on a device; leave --eval-while-training out"
+    ):
         check(H100, engine={"sleep": True}, **beside)
     with pytest.raises(ConfigError, match="transformers writes with the trainer's own model"):
         check(CORES, engine={"kind": "transformers"}, **beside)
-    with pytest.raises(ConfigError, match="with --max-staleness 1 they write the next round; leave one of them out"):
+    with pytest.raises(
+        ConfigError, match="with --max-staleness 1 they write the next round; leave one of them out"
+    ):
         check(CORES, sampling={"max_staleness": 1}, **beside)
     with pytest.raises(ConfigError, match="DeepSpeed changes the weights within the backward pass"):
         check(CORES, processes=2, accelerate="zero2", **beside)
@@ -62,13 +75,17 @@ def test_evaluations_beside_the_trainer_need_engines_that_idle_meanwhile() -> No
 
 def test_completions_of_several_rounds_need_engines_that_give_back_what_they_began() -> None:
     check(CORES, sampling={"oversample": 1.5})
-    with pytest.raises(ConfigError, match="give back what they have begun, and transformers does not"):
+    with pytest.raises(
+        ConfigError, match="give back what they have begun, and transformers does not"
+    ):
         check(CORES, engine={"kind": "transformers"}, sampling={"oversample": 1.5})
 
 
 def test_drafts_are_of_vllms_engines_and_of_text() -> None:
     check(CORES, engine={"drafts": 4})
-    with pytest.raises(ConfigError, match="drafts is of vLLM's engines, and of models that read text only"):
+    with pytest.raises(
+        ConfigError, match="drafts is of vLLM's engines, and of models that read text only"
+    ):
         check(CORES, engine={"drafts": 4, "kind": "transformers"})
 
 
@@ -82,7 +99,11 @@ def check(
 ) -> None:
     rewards = [RewardConfig(reward="exact_answer")]
     if judge is not None:
-        rewards = [RewardConfig(reward="judge:mine", args={"rubric": "right?", "verdict": {"kind": "score"}})]
+        rewards = [
+            RewardConfig(
+                reward="judge:mine", args={"rubric": "right?", "verdict": {"kind": "score"}}
+            )
+        ]
         rewards[0].args["model"] = judge
         if judge_width is not None:
             rewards[0].args["tensor_parallel"] = judge_width
@@ -160,7 +181,11 @@ def test_what_works_passes(machine: Machine, settings: dict[str, Any]) -> None:
             {"model": EIGHT, "engine": {"tensor_parallel": 4}, "prompts_per_step": 6},
             "engine.tensor_parallel 4 does not divide the 6 devices of this machine; the nearest that works is 2",
         ),
-        (SLICES, {"engine": {"tensor_parallel": 2}}, "is more than the 1 devices that an engine can span here"),
+        (
+            SLICES,
+            {"engine": {"tensor_parallel": 2}},
+            "is more than the 1 devices that an engine can span here",
+        ),
         (
             H100,
             {"judge": EIGHT, "judge_width": 8, "placement": "split:1:1"},
@@ -188,7 +213,11 @@ def test_what_works_passes(machine: Machine, settings: dict[str, Any]) -> None:
             f"the engines' weights take 13.3 GiB (2 of each: rollout {SMALL} 0.9, judge Qwen/Qwen2.5-3B-Instruct 5.7), "
             "and this machine has 11.2 GiB; say --set engine.count=1",
         ),
-        (CORES, {"judge": BIG}, f"and this machine has 14.9 GiB; take a smaller model than judge {BIG}"),
+        (
+            CORES,
+            {"judge": BIG},
+            f"and this machine has 14.9 GiB; take a smaller model than judge {BIG}",
+        ),
         (H100, {"prompts_per_step": 12}, "prompts_per_step must be a multiple of the 8 ranks"),
         (TWO_24, {"processes": 3}, "--processes 3 is more than the 2 devices of this machine"),
         (
@@ -199,20 +228,48 @@ def test_what_works_passes(machine: Machine, settings: dict[str, Any]) -> None:
         ),
         (CORES, {"engine": {"count": 3}}, "engine.count 3 is more than the 2 cores here; lower it"),
         *(
-            (machine, {**settings, "engine": {"sync": "adapter", **settings.get("engine", {})}}, f"here: {reason}")
+            (
+                machine,
+                {**settings, "engine": {"sync": "adapter", **settings.get("engine", {})}},
+                f"here: {reason}",
+            )
             for machine, settings, reason in [
                 (CORES, {"lora": None}, "all weights are trained (--full)"),
                 (CORES, {"quantize": "4bit"}, "the trainer's base is quantised"),
                 (CORES, {"accelerate": "zero3", "processes": 2}, "zero3 and fsdp2 cut up the base"),
-                (CORES, {"engine": {"tensor_parallel": 2}}, "workers of a wide engine divide the adapters"),
-                (TWO_24, {"engine": {"sleep": True}}, "engines that sleep drop their base (engine.sleep)"),
+                (
+                    CORES,
+                    {"engine": {"tensor_parallel": 2}},
+                    "workers of a wide engine divide the adapters",
+                ),
+                (
+                    TWO_24,
+                    {"engine": {"sleep": True}},
+                    "engines that sleep drop their base (engine.sleep)",
+                ),
                 (CORES, {"engine": {"kind": "transformers"}}, "transformers is sent no weights"),
             ]
         ),
-        (H100, {"processes": 1, "engine": {"sync": "ipc"}}, "here: an engine is on another device than the trainer"),
-        (CORES, {"processes": 2, "engine": {"sync": "ipc"}}, "here: engines copy from the memory of one training"),
-        (CORES, {"engine": {"sync": "ipc", "tensor_parallel": 2}}, "here: a worker of a wide engine cannot open"),
-        (CORES, {"engine": {"sync": "ipc", "kind": "transformers"}}, "here: transformers is sent no weights"),
+        (
+            H100,
+            {"processes": 1, "engine": {"sync": "ipc"}},
+            "here: an engine is on another device than the trainer",
+        ),
+        (
+            CORES,
+            {"processes": 2, "engine": {"sync": "ipc"}},
+            "here: engines copy from the memory of one training",
+        ),
+        (
+            CORES,
+            {"engine": {"sync": "ipc", "tensor_parallel": 2}},
+            "here: a worker of a wide engine cannot open",
+        ),
+        (
+            CORES,
+            {"engine": {"sync": "ipc", "kind": "transformers"}},
+            "here: transformers is sent no weights",
+        ),
         (
             CORES,
             {"engine": {"kind": "transformers"}, "accelerate": "zero3"},
@@ -220,7 +277,9 @@ def test_what_works_passes(machine: Machine, settings: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_what_cannot_work_is_one_line(machine: Machine, settings: dict[str, Any], message: str) -> None:
+def test_what_cannot_work_is_one_line(
+    machine: Machine, settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         check(machine, **settings)
     assert message in str(refused.value) and "\n" not in str(refused.value)
@@ -231,7 +290,11 @@ def test_a_sync_takes_as_much_shared_memory_as_is_asked_for(tmp_path: Path) -> N
     model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(8)))
     for _ in range(2):
         assert weights.write_weights(model, tmp_path, dtype=torch.float32) == 8192
-        assert 8192 < sum(file.stat().st_size for file in tmp_path.iterdir()) < 8192 + weights.NUM_FILES * 2048
+        assert (
+            8192
+            < sum(file.stat().st_size for file in tmp_path.iterdir())
+            < 8192 + weights.NUM_FILES * 2048
+        )
 
 
 def test_sizes_are_known_of_models_here_and_of_the_usual_form(tmp_path: Path) -> None:

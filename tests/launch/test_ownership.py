@@ -26,11 +26,18 @@ def sleeper() -> Iterator["subprocess.Popen[bytes]"]:
     process.wait()
 
 
-def test_a_limit_marks_a_process_and_what_it_starts_and_limits_nothing(sleeper: "subprocess.Popen[bytes]") -> None:
+def test_a_limit_marks_a_process_and_what_it_starts_and_limits_nothing(
+    sleeper: "subprocess.Popen[bytes]",
+) -> None:
     assert not is_owned(psutil.Process(sleeper.pid), RUN)
     own(sleeper.pid, RUN)
-    assert is_owned(psutil.Process(sleeper.pid), RUN) and not is_owned(psutil.Process(sleeper.pid), "another")
-    assert resource.prlimit(sleeper.pid, resource.RLIMIT_RTTIME) == (mark_of(RUN), resource.RLIM_INFINITY)
+    assert is_owned(psutil.Process(sleeper.pid), RUN) and not is_owned(
+        psutil.Process(sleeper.pid), "another"
+    )
+    assert resource.prlimit(sleeper.pid, resource.RLIMIT_RTTIME) == (
+        mark_of(RUN),
+        resource.RLIM_INFINITY,
+    )
     assert mark_of(RUN) > 10**6 * 3600 * 24 * 365 * 1000, "microseconds of a thousand years"
     ended = subprocess.Popen(["true"])
     ended.wait()
@@ -54,7 +61,9 @@ def test_a_cgroup_holds_what_the_limit_does_not_and_goes_when_it_is_empty(
         own(sleeper.pid, RUN)
         own(sleeper.pid, "another")
         assert len(groups) == 1 and is_owned(psutil.Process(sleeper.pid), RUN)
-        assert not is_owned(psutil.Process(sleeper.pid), RUN[:-1]) and not is_owned(psutil.Process(), RUN)
+        assert not is_owned(psutil.Process(sleeper.pid), RUN[:-1]) and not is_owned(
+            psutil.Process(), RUN
+        )
         (groups[0] / "inner").mkdir()
     finally:
         ownership.kill_group(RUN)
@@ -78,7 +87,11 @@ def test_where_nothing_can_be_marked_nothing_fails(
 @pytest.mark.parametrize(
     ("mounts", "groups", "expected"),
     [
-        ("30 1 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw", "0::/user.slice/s.scope", ["user.slice/s.scope"]),
+        (
+            "30 1 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw",
+            "0::/user.slice/s.scope",
+            ["user.slice/s.scope"],
+        ),
         ("30 1 0:26 /job/7 /sys/fs/cgroup rw - cgroup2 cgroup2 rw", "0::/job/7/step", ["step"]),
         ("30 1 0:26 /job/7 /sys/fs/cgroup rw - cgroup2 cgroup2 rw", "0::/elsewhere", []),
         (

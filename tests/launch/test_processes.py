@@ -33,7 +33,8 @@ def start(tmp_path: Path, code: str, *, cores: list[int] | None = None) -> Manag
 
 def test_output_exit_status_and_error_are_told(tmp_path: Path) -> None:
     process = start(
-        tmp_path, "import sys; print('hello'); print('error: no room; make some', file=sys.stderr); sys.exit(2)"
+        tmp_path,
+        "import sys; print('hello'); print('error: no room; make some', file=sys.stderr); sys.exit(2)",
     )
     assert process.wait(timeout_s=WITHIN_S) == 2
     assert process.how_it_ended() == "exit status 2"
@@ -50,12 +51,16 @@ def test_a_signal_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert process.how_it_ended() == "killed by SIGKILL"
     count = processes.out_of_memory_kills()
     monkeypatch.setattr(processes, "out_of_memory_kills", lambda: count + 1)
-    assert process.how_it_ended().startswith("killed by SIGKILL, and the machine ran out of memory meanwhile")
+    assert process.how_it_ended().startswith(
+        "killed by SIGKILL, and the machine ran out of memory meanwhile"
+    )
     process.send(signal.SIGKILL)
 
 
 def test_the_marker_and_a_session_of_its_own(tmp_path: Path) -> None:
-    process = start(tmp_path, "import os; print(os.environ['YCORE_RUN'], os.getsid(0) == os.getpid())")
+    process = start(
+        tmp_path, "import os; print(os.environ['YCORE_RUN'], os.getsid(0) == os.getpid())"
+    )
     process.wait(timeout_s=WITHIN_S)
     assert process.log.read_text() == "r1 True\n"
 
@@ -63,7 +68,11 @@ def test_the_marker_and_a_session_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="affinity is Linux's")
 def test_a_process_is_kept_on_its_cores(tmp_path: Path) -> None:
     core = psutil.Process().cpu_affinity()[-1]
-    process = start(tmp_path, "import os, time; time.sleep(0.5); print(sorted(os.sched_getaffinity(0)))", cores=[core])
+    process = start(
+        tmp_path,
+        "import os, time; time.sleep(0.5); print(sorted(os.sched_getaffinity(0)))",
+        cores=[core],
+    )
     process.wait(timeout_s=WITHIN_S)
     assert process.log.read_text() == f"[{core}]\n"
 
@@ -84,16 +93,25 @@ nanobind: leaked 4 instances!
 
 
 def test_the_cause_is_picked_out_of_a_servers_log() -> None:
-    assert meaningful_line(TRACEBACK.splitlines()) == "ValueError: Available memory is less than requested."
+    assert (
+        meaningful_line(TRACEBACK.splitlines())
+        == "ValueError: Available memory is less than requested."
+    )
 
 
 def test_without_an_error_the_last_line_counts() -> None:
-    assert meaningful_line(["INFO 11-20 05:35:07 [utils.py:343] loading", "", "^^^^", "  "]) == "loading"
+    assert (
+        meaningful_line(["INFO 11-20 05:35:07 [utils.py:343] loading", "", "^^^^", "  "])
+        == "loading"
+    )
     assert meaningful_line([]) == ""
 
 
 def test_a_steps_figures_are_no_reason() -> None:
-    assert meaningful_line(["the last words", "{'loss': '0.5', 'ycore/time/sync': '1.8e-06'}"]) == "the last words"
+    assert (
+        meaningful_line(["the last words", "{'loss': '0.5', 'ycore/time/sync': '1.8e-06'}"])
+        == "the last words"
+    )
 
 
 SLEEPER = "import time; time.sleep(60)"
@@ -130,7 +148,11 @@ def rank(folder: RunFolder) -> Iterator[Callable[[int, str], "subprocess.Popen[b
 @pytest.fixture
 def trainer(folder: RunFolder) -> Iterator[RankedTrainer]:
     launcher = ManagedProcess(
-        "trainer", [sys.executable, "-c", SLEEPER], environment={}, run_id="test-ranks", log=folder.log("trainer")
+        "trainer",
+        [sys.executable, "-c", SLEEPER],
+        environment={},
+        run_id="test-ranks",
+        log=folder.log("trainer"),
     )
     yield RankedTrainer(launcher, folder, num_ranks=2)
     launcher.send(signal.SIGKILL)
@@ -145,14 +167,25 @@ def exit_code(trainer: RankedTrainer) -> int:
     return code
 
 
-def fail(folder: RunFolder, local: int, code: int, message: str, *, at: float, expected: bool = True) -> None:
+def fail(
+    folder: RunFolder, local: int, code: int, message: str, *, at: float, expected: bool = True
+) -> None:
     there = read_report(folder, local)
     assert there is not None
-    report = {"number": local, "pid": there.pid, "exit_code": code, "message": message, "at": at, "expected": expected}
+    report = {
+        "number": local,
+        "pid": there.pid,
+        "exit_code": code,
+        "message": message,
+        "at": at,
+        "expected": expected,
+    }
     write_json_atomic(report_file(folder, local), report)
 
 
-def test_while_all_work_there_is_no_exit_code(trainer: RankedTrainer, rank: Callable[[int, str], object]) -> None:
+def test_while_all_work_there_is_no_exit_code(
+    trainer: RankedTrainer, rank: Callable[[int, str], object]
+) -> None:
     rank(0, SLEEPER), rank(1, SLEEPER)
     assert trainer.exit_code is None
     assert trainer.name == "trainer"
@@ -165,7 +198,11 @@ def test_the_first_failure_is_the_runs(
     fail(folder, 0, 1, "another rank failed: rank 1: no such row", at=2.0)
     fail(folder, 1, 2, "no such row", at=1.0)
     assert exit_code(trainer) == 2
-    assert (trainer.name, trainer.user_error(), trainer.last_line()) == ("trainer rank 1", "no such row", "no such row")
+    assert (trainer.name, trainer.user_error(), trainer.last_line()) == (
+        "trainer rank 1",
+        "no such row",
+        "no such row",
+    )
     assert trainer.log == folder.log("trainer-1")
 
 
@@ -186,7 +223,13 @@ def test_an_allocator_that_vanished_is_the_cause_of_what_ranks_then_met(
     folder: RunFolder, rank: Callable[[int, str], object]
 ) -> None:
     launcher, allocator = (
-        ManagedProcess(name, [sys.executable, "-c", SLEEPER], environment={}, run_id="test-ranks", log=folder.log(name))
+        ManagedProcess(
+            name,
+            [sys.executable, "-c", SLEEPER],
+            environment={},
+            run_id="test-ranks",
+            log=folder.log(name),
+        )
         for name in ("trainer", "allocator")
     )
     trainer = RankedTrainer(launcher, folder, num_ranks=2, allocator=allocator)
@@ -197,7 +240,11 @@ def test_an_allocator_that_vanished_is_the_cause_of_what_ranks_then_met(
         allocator.send(signal.SIGKILL)
         fail(folder, 0, 1, "the allocator of this machine's slots is gone", at=1.0)
         assert exit_code(trainer) == 1
-        assert (trainer.name, trainer.how_it_ended(), trainer.last_line()) == ("allocator", "killed by SIGKILL", "")
+        assert (trainer.name, trainer.how_it_ended(), trainer.last_line()) == (
+            "allocator",
+            "killed by SIGKILL",
+            "",
+        )
         assert trainer.log == folder.log("allocator")
     finally:
         launcher.send(signal.SIGKILL)
@@ -208,7 +255,9 @@ def test_what_only_says_that_another_rank_is_gone_is_no_cause() -> None:
     from ycore.errors import EngineError, PeerError
     from ycore.trainer.__main__ import _is_a_cause
 
-    assert not _is_a_cause(PeerError("another rank is gone")) and not _is_a_cause(RuntimeError("closed by peer"))
+    assert not _is_a_cause(PeerError("another rank is gone")) and not _is_a_cause(
+        RuntimeError("closed by peer")
+    )
     assert _is_a_cause(EngineError("rollout-0 did not answer"))
 
 
@@ -220,10 +269,14 @@ def test_an_interrupt_goes_to_the_ranks_and_not_to_torchrun(
     assert [process.wait(WITHIN_S) for process in ranks] == [7, 7]
     for local in (0, 1):
         fail(folder, local, 130, "stopped", at=1.0)
-    assert trainer.exit_code is None, "torchrun still runs, and may have ranks that write a checkpoint"
+    assert trainer.exit_code is None, (
+        "torchrun still runs, and may have ranks that write a checkpoint"
+    )
 
 
-def test_an_interrupt_before_any_rank_is_there_ends_torchrun_and_counts_as_one(trainer: RankedTrainer) -> None:
+def test_an_interrupt_before_any_rank_is_there_ends_torchrun_and_counts_as_one(
+    trainer: RankedTrainer,
+) -> None:
     time.sleep(0.5)  # Python has a handler for SIGINT by now
     trainer.send(signal.SIGINT)
     assert exit_code(trainer) == 130
@@ -234,7 +287,12 @@ def test_a_report_comes_back_as_it_was_written(folder: RunFolder) -> None:
     report_end(folder, Rank(3, 4, 1, 2), 2, "no such row", expected=True)
     report = read_report(folder, 1)
     assert isinstance(report, Report)
-    assert (report.number, report.exit_code, report.message, report.expected) == (3, 2, "no such row", True)
+    assert (report.number, report.exit_code, report.message, report.expected) == (
+        3,
+        2,
+        "no such row",
+        True,
+    )
 
 
 def test_ranks_are_known_by_name_and_forgotten_before_others_come(

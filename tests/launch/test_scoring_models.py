@@ -29,7 +29,12 @@ CONFIG = {
 
 
 def config_of(*rewards: Any, **settings: Any) -> RunConfig:
-    told: dict[str, Any] = {"model": "policy", "dataset": "task:addition", "output": "out", **settings}
+    told: dict[str, Any] = {
+        "model": "policy",
+        "dataset": "task:addition",
+        "output": "out",
+        **settings,
+    }
     return RunConfig(**told, rewards=list(rewards))
 
 
@@ -76,13 +81,22 @@ def test_judges_of_one_model_share_engines_and_addresses_have_none() -> None:
 
 
 def test_an_ensemble_is_served_model_by_model() -> None:
-    config = config_of({"reward": "rm:a"}, {"reward": "rm:a+b"}, {"reward": "rm:b+c", "args": {"max_model_len": 99}})
+    config = config_of(
+        {"reward": "rm:a"},
+        {"reward": "rm:a+b"},
+        {"reward": "rm:b+c", "args": {"max_model_len": 99}},
+    )
     told = {one.name: (one.role, one.sources) for one in served_models(config)[1:]}
-    assert told == {name: ("reward_model", sources) for name, sources in {"a": (0, 1), "b": (1, 2), "c": (2,)}.items()}
+    assert told == {
+        name: ("reward_model", sources)
+        for name, sources in {"a": (0, 1), "b": (1, 2), "c": (2,)}.items()
+    }
 
 
 def test_every_slot_has_an_engine_of_every_model_beside_its_rollout_engine(folder: Path) -> None:
-    config = config_of(judge("a"), judge("b", model="other", max_model_len=300), {"reward": "rm:scalar"})
+    config = config_of(
+        judge("a"), judge("b", model="other", max_model_len=300), {"reward": "rm:scalar"}
+    )
     fetched: list[str] = []
 
     def fetch(name: str) -> Path:
@@ -109,7 +123,9 @@ def test_commands_are_those_of_the_role(folder: Path) -> None:
     specs = [engine for model in made.served for engine in model.engines]
     rollout, one_judge, reward_model = map(engine_command, specs)
     assert "ycore.engine.vllm_extension.PolicyWorker" in rollout
-    assert "ycore.engine.vllm_extension.Worker" in one_judge, "nothing can send a judge other weights"
+    assert "ycore.engine.vllm_extension.Worker" in one_judge, (
+        "nothing can send a judge other weights"
+    )
     assert reward_model[reward_model.index("--runner") + 1] == "pooling"
     assert engine_environment(specs[1])["VLLM_CPU_KVCACHE_SPACE"] == "1"
 
@@ -128,7 +144,9 @@ def test_on_a_device_each_scorer_has_the_share_that_was_planned(
     assert [one.gpu_memory_utilization for one in specs] == [0.6, 0.3, 0.2, 0.1]
     assert all(one.sleeps == sleeps and one.devices == ("0",) for one in specs)
     assert {"--enable-sleep-mode" in engine_command(one) for one in specs} == {sleeps}
-    assert made.note.endswith("1 engine on device 0, beside judge-0, judge-1, reward-model-0; who sleeps")
+    assert made.note.endswith(
+        "1 engine on device 0, beside judge-0, judge-1, reward-model-0; who sleeps"
+    )
 
 
 def test_a_judged_run_on_a_cpu_says_that_nothing_sleeps(folder: Path) -> None:
@@ -148,7 +166,9 @@ def classifier(folder: Path, model: Path, **changes: Any) -> str:
     target.mkdir()
     for file in model.iterdir():
         (target / file.name).write_bytes(file.read_bytes())
-    told = json.loads((model / "config.json").read_text()) | {"id2label": {"0": "LABEL_0"}} | changes
+    told = (
+        json.loads((model / "config.json").read_text()) | {"id2label": {"0": "LABEL_0"}} | changes
+    )
     (target / "config.json").write_text(json.dumps(told))
     return str(target)
 
@@ -170,13 +190,23 @@ def test_a_run_that_can_be_scored_is_told_line_by_line(tmp_path: Path, model: Pa
             {"messages": [{"role": "user", "content": "{completion} {lvel} {how_to_answer}"}]},
             "'lvel', .*did you mean 'level'",
         ),
-        ({"mode": "pairwise", "against": "reference", "reference_column": "gold"}, "reference_column is 'gold'"),
-        ({"base_url": "http://x/v1", "model": "m", "api_key_env": "YCORE_NO_SUCH_KEY"}, "YCORE_NO_SUCH_KEY .* not set"),
+        (
+            {"mode": "pairwise", "against": "reference", "reference_column": "gold"},
+            "reference_column is 'gold'",
+        ),
+        (
+            {"base_url": "http://x/v1", "model": "m", "api_key_env": "YCORE_NO_SUCH_KEY"},
+            "YCORE_NO_SUCH_KEY .* not set",
+        ),
     ],
 )
-def test_a_judge_that_cannot_score_the_run_is_refused(model: Path, declared: dict[str, Any], problem: str) -> None:
+def test_a_judge_that_cannot_score_the_run_is_refused(
+    model: Path, declared: dict[str, Any], problem: str
+) -> None:
     with pytest.raises(UserError, match=problem):
-        check_scorers(config_of(judge("a", **declared), model=str(model)), ["answer", "level"], engine="vllm")
+        check_scorers(
+            config_of(judge("a", **declared), model=str(model)), ["answer", "level"], engine="vllm"
+        )
 
 
 def test_a_model_without_a_chat_template_cannot_judge(tmp_path: Path) -> None:
@@ -191,7 +221,9 @@ def test_without_vllm_only_an_address_can_judge(model: Path) -> None:
         "judge a: m at http://x/v1, pointwise, verdict by score"
     ]
     for reward in (judge("a"), {"reward": f"rm:{model}"}):
-        with pytest.raises(UserError, match="runs in a vLLM engine, and this run generates with transformers"):
+        with pytest.raises(
+            UserError, match="runs in a vLLM engine, and this run generates with transformers"
+        ):
             check_scorers(config_of(reward, model=str(model)), [], engine="transformers")
 
 
@@ -199,20 +231,32 @@ def test_without_vllm_only_an_address_can_judge(model: Path) -> None:
     ("changes", "problem"),
     [
         ({}, "must be a sequence classifier with one label .* are LlamaForCausalLM"),
-        ({"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "a", "1": "b"}}, "has 2 labels"),
-        ({"architectures": ["NoveltyForSequenceClassification"]}, "vLLM has no NoveltyForSequenceClassification"),
+        (
+            {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "a", "1": "b"}},
+            "has 2 labels",
+        ),
+        (
+            {"architectures": ["NoveltyForSequenceClassification"]},
+            "vLLM has no NoveltyForSequenceClassification",
+        ),
     ],
 )
 def test_a_model_that_gives_no_single_number_is_refused(
     tmp_path: Path, model: Path, changes: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(UserError, match=problem):
-        check_scorers(config_of({"reward": f"rm:{classifier(tmp_path, model, **changes)}"}), [], engine="vllm")
+        check_scorers(
+            config_of({"reward": f"rm:{classifier(tmp_path, model, **changes)}"}), [], engine="vllm"
+        )
 
 
-def test_a_run_carries_the_whole_declaration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_carries_the_whole_declaration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("strict.yaml").write_text("description: mine\nrubric: Is it right?\nverdict: {kind: score, max: 5}\n")
+    Path("strict.yaml").write_text(
+        "description: mine\nrubric: Is it right?\nverdict: {kind: score, max: 5}\n"
+    )
     spec = {"reward": "judge:strict.yaml", "weight": 0.5, "args": {"retries": 3}}
     config = config_of(spec, {"reward": "length"})
     config = with_declarations(config.model_copy(update={"eval_rewards": config.rewards}))
@@ -228,7 +272,11 @@ def test_a_run_carries_the_whole_declaration(tmp_path: Path, monkeypatch: pytest
 
 def placed(placement: str) -> RunConfig:
     return RunConfig(
-        model="m", dataset="d", rewards=[RewardConfig(reward="exact_answer")], output="o", placement=placement
+        model="m",
+        dataset="d",
+        rewards=[RewardConfig(reward="exact_answer")],
+        output="o",
+        placement=placement,
     )
 
 
@@ -247,7 +295,10 @@ def test_nonsense_is_refused_before_slots_are_known() -> None:
 def test_a_teacher_has_an_engine_of_its_own_role_on_every_slot(folder: Path) -> None:
     config = config_of({"reward": f"teacher:{folder}"}, {"reward": "length"}, algorithm="distill")
     _, served = planned(config, folder).served
-    assert [one.name for one in served.engines] == ["teacher-0", "teacher-1"] and served.sources == (0,)
+    assert [one.name for one in served.engines] == [
+        "teacher-0",
+        "teacher-1",
+    ] and served.sources == (0,)
     words = engine_command(served.engines[0])
     assert words[words.index("--logprobs-mode") + 1] == "raw_logprobs"
     assert words[words.index("--served-model-name") + 1] == "teacher"
@@ -276,7 +327,9 @@ def test_a_teacher_with_another_tokenizer_is_refused_before_anything_starts(tmp_
         planned(config, tmp_path, fetch=Path)
 
 
-def test_a_teacher_in_the_trainer_has_no_engine_and_is_compared_before_anything_starts(tmp_path: Path) -> None:
+def test_a_teacher_in_the_trainer_has_no_engine_and_is_compared_before_anything_starts(
+    tmp_path: Path,
+) -> None:
     policy, teacher = (write_tiny_model(tmp_path / name) for name in ("policy", "teacher"))
     how = {"model": str(policy), "algorithm": "distill", "distill": {"divergence": "js"}}
     config = config_of({"reward": f"teacher:{teacher}"}, **how)
@@ -294,7 +347,9 @@ def test_a_teacher_in_the_trainer_has_no_engine_and_is_compared_before_anything_
         check_scorers(served, [], engine="transformers")
 
 
-def test_a_teacher_at_an_address_reads_as_the_policy_or_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_a_teacher_at_an_address_reads_as_the_policy_or_is_refused_before_anything_starts(
+    tmp_path: Path,
+) -> None:
     policy, other = write_tiny_model(tmp_path / "policy"), write_tiny_model(tmp_path / "other")
     written = json.loads((other / "tokenizer.json").read_text())
     vocab = written["model"]["vocab"]
@@ -302,17 +357,22 @@ def test_a_teacher_at_an_address_reads_as_the_policy_or_is_refused_before_anythi
     (other / "tokenizer.json").write_text(json.dumps(written))
 
     def config(address: str, **how: Any) -> RunConfig:
-        return config_of({"reward": "teacher:big", "args": {"base_url": address}}, model=str(policy), **how)
+        return config_of(
+            {"reward": "teacher:big", "args": {"base_url": address}}, model=str(policy), **how
+        )
 
     with teacher_at(policy) as address:
         line = f"teacher big: at {address}, the probability of each token"
         assert check_scorers(config(address), [], engine="transformers") == [line]
-        assert [model.role for model in planned(config(address), tmp_path, fetch=Path).served] == ["rollout"]
+        assert [model.role for model in planned(config(address), tmp_path, fetch=Path).served] == [
+            "rollout"
+        ]
         exact = config(address, algorithm="distill", distill={"divergence": "js"})
         with pytest.raises(ConfigError, match="needs the teacher's weights, and it is at http"):
             check_scorers(exact, [], engine="vllm")
         with pytest.raises(
-            ConfigError, match=r"nowhere/tokenize gives no tokens to compare with the policy's \(Client"
+            ConfigError,
+            match=r"nowhere/tokenize gives no tokens to compare with the policy's \(Client",
         ):
             check_scorers(config(f"{address}/nowhere"), [], engine="vllm")
     with teacher_at(other) as address:
@@ -329,7 +389,10 @@ def test_a_teacher_at_an_address_reads_as_the_policy_or_is_refused_before_anythi
     ("spec", "message"),
     [
         ({"reward": "teacher:"}, "teacher: needs a model's name: --teacher MODEL"),
-        ({"reward": "teacher:t", "args": {"were": {}}}, "teacher t: no key were; did you mean 'where'"),
+        (
+            {"reward": "teacher:t", "args": {"were": {}}},
+            "teacher t: no key were; did you mean 'where'",
+        ),
     ],
 )
 def test_a_teacher_that_cannot_be_read(spec: dict[str, Any], message: str) -> None:

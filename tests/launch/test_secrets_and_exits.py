@@ -22,7 +22,11 @@ from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER
 
 SCRIPTED = [sys.executable, "-m", "tests.chaos.command", json.dumps({"--think-s": "0.05"})]
-SECRETS = {"HF_TOKEN": "hf_" + "c4n4ry" * 5, "WANDB_API_KEY": "w4ndb" * 8, "MY_SECRET": "s3cr3t-c4n4ry"}
+SECRETS = {
+    "HF_TOKEN": "hf_" + "c4n4ry" * 5,
+    "WANDB_API_KEY": "w4ndb" * 8,
+    "MY_SECRET": "s3cr3t-c4n4ry",
+}
 REWARD = """
 import os, subprocess, sys, time
 print("environment of the reward:", sorted(os.environ))
@@ -71,7 +75,9 @@ def words(model: Path, output: Path) -> list[str]:
 def start(model: Path, output: Path, **pipes: Any) -> "subprocess.Popen[Any]":
     log = (output.parent / "shown").open("ab")
     environment = {**os.environ, **SECRETS, "WANDB_MODE": "offline"}
-    run = subprocess.Popen(words(model, output), env=environment, **({"stdout": log, "stderr": log} | pipes))
+    run = subprocess.Popen(
+        words(model, output), env=environment, **({"stdout": log, "stderr": log} | pipes)
+    )
     wait_for(lambda: rows(output) >= 1 or run.poll() is not None, within_s=150)
     assert run.poll() is None, (output.parent / "shown").read_text()
     return run
@@ -95,7 +101,9 @@ def of_run(folder: RunFolder) -> list[psutil.Process]:
     for process in psutil.process_iter():
         try:
             command = process.cmdline()
-            ours = process.environ().get(RUN_MARKER) == folder.run_id or any(str(folder.root) in w for w in command)
+            ours = process.environ().get(RUN_MARKER) == folder.run_id or any(
+                str(folder.root) in w for w in command
+            )
             if (ours or command == ["sleep", "601"]) and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except psutil.Error:
@@ -107,31 +115,53 @@ def assert_nothing_is_left(output: Path) -> None:
     folder = RunFolder(output)
     deadline = time.monotonic() + 30  # ten seconds are what is promised, on a machine that has time
     while left := of_run(folder):
-        assert time.monotonic() < deadline, [(process.pid, process.name(), process.status()) for process in left]
+        assert time.monotonic() < deadline, [
+            (process.pid, process.name(), process.status()) for process in left
+        ]
         time.sleep(0.1)
     for path in (folder.sockets, folder.shared_memory, folder.temporary):
         assert not path.exists(), path
 
 
 @pytest.mark.slow
-def test_secrets_stay_where_they_were_given_and_a_killed_launcher_leaves_nothing(model: Path, output: Path) -> None:
+def test_secrets_stay_where_they_were_given_and_a_killed_launcher_leaves_nothing(
+    model: Path, output: Path
+) -> None:
     run = start(model, output)
     folder = RunFolder(output)
     try:
-        assert len(of_run(folder)) >= 6, "launcher, guardian, engine, trainer, reward worker, its grandchild"
+        assert len(of_run(folder)) >= 6, (
+            "launcher, guardian, engine, trainer, reward worker, its grandchild"
+        )
         seen: dict[str, set[str]] = {}
         for process in of_run(folder):
             command = " ".join(process.cmdline())
             assert not any(secret in command for secret in SECRETS.values())
             role = re.search(r"rewards\.worker|scripted_engine|ycore\.trainer", command)
             if role:
-                held = {name for name, secret in SECRETS.items() if secret in process.environ().values()}
+                held = {
+                    name for name, secret in SECRETS.items() if secret in process.environ().values()
+                }
                 seen.setdefault(role[0], set()).update(held)
-        assert seen == {"rewards.worker": set(), "scripted_engine": set(), "ycore.trainer": set(SECRETS)}
-        assert stat.S_IMODE(folder.sockets.stat().st_mode) == stat.S_IMODE(output.stat().st_mode) == 0o700
-        below = [run.pid, *(child.pid for child in psutil.Process(run.pid).children(recursive=True))]
+        assert seen == {
+            "rewards.worker": set(),
+            "scripted_engine": set(),
+            "ycore.trainer": set(SECRETS),
+        }
+        assert (
+            stat.S_IMODE(folder.sockets.stat().st_mode)
+            == stat.S_IMODE(output.stat().st_mode)
+            == 0o700
+        )
+        below = [
+            run.pid,
+            *(child.pid for child in psutil.Process(run.pid).children(recursive=True)),
+        ]
         listening = [
-            one for pid in below for one in psutil.Process(pid).net_connections("inet") if one.status == "LISTEN"
+            one
+            for pid in below
+            for one in psutil.Process(pid).net_connections("inet")
+            if one.status == "LISTEN"
         ]
         assert listening == []
     finally:
@@ -150,7 +180,15 @@ def test_secrets_stay_where_they_were_given_and_a_killed_launcher_leaves_nothing
 def test_a_terminal_that_is_closed_ends_the_run_in_order(model: Path, output: Path) -> None:
     """The launcher leads a session on a terminal of its own; closing that is SIGHUP, and nowhere to write to."""
     ours, theirs = pty.openpty()
-    run = start(model, output, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, preexec_fn=lead)
+    run = start(
+        model,
+        output,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=lead,
+    )
     os.close(theirs)
     os.close(ours)
     run.wait(60)

@@ -14,7 +14,15 @@ import pytest
 
 from ycore.launch.guardian import RunWatch
 from ycore.launch.ownership import groups_of, make_group, own, remove_group
-from ycore.launch.segments import LIBRARY_NAME, SHARED_MEMORY, Candidate, Creations, born_at, held_segments, is_left
+from ycore.launch.segments import (
+    LIBRARY_NAME,
+    SHARED_MEMORY,
+    Candidate,
+    Creations,
+    born_at,
+    held_segments,
+    is_left,
+)
 
 BEGAN = 1000.0
 LEFT = Candidate("psm_0123abcd", (26, 7), uid=0, born=1001.0)
@@ -23,8 +31,16 @@ HELD = {(26, 7)}
 
 def test_a_file_is_left_by_the_run_only_where_everything_says_so() -> None:
     assert is_left(LEFT, began=BEGAN, held=HELD, in_use=set(), users=[0])
-    others = [replace(LEFT, name="train.jsonl"), replace(LEFT, born=999.0), replace(LEFT, born=None)]
-    others += [replace(LEFT, segment=(26, 8)), replace(LEFT, segment=(27, 7)), replace(LEFT, uid=1000)]
+    others = [
+        replace(LEFT, name="train.jsonl"),
+        replace(LEFT, born=999.0),
+        replace(LEFT, born=None),
+    ]
+    others += [
+        replace(LEFT, segment=(26, 8)),
+        replace(LEFT, segment=(27, 7)),
+        replace(LEFT, uid=1000),
+    ]
     for other in others:
         assert not is_left(other, began=BEGAN, held=HELD, in_use=set(), users=[0]), other
     assert not is_left(LEFT, began=BEGAN, held=HELD, in_use=HELD, users=[0])
@@ -50,13 +66,23 @@ def test_names_that_libraries_make_up_are_known(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["train.jsonl", "psm_notes.jsonl", "psm_0123abcd.jsonl", "torch_data", "torch_1_2_3.pt", "nccl-results", "sem.txt"],
+    [
+        "train.jsonl",
+        "psm_notes.jsonl",
+        "psm_0123abcd.jsonl",
+        "torch_data",
+        "torch_1_2_3.pt",
+        "nccl-results",
+        "sem.txt",
+    ],
 )
 def test_names_that_people_give_are_not(name: str) -> None:
     assert not LIBRARY_NAME.fullmatch(name)
 
 
-@pytest.mark.skipif(born_at(Path("/dev/shm")) is None, reason="no /dev/shm, or it has no times of birth")
+@pytest.mark.skipif(
+    born_at(Path("/dev/shm")) is None, reason="no /dev/shm, or it has no times of birth"
+)
 def test_birth_is_not_change_and_what_a_process_holds_is_known_by_device_and_inode() -> None:
     path = Path("/dev/shm") / f"ycore-test-{os.getpid()}"
     before = time.time() - 0.1  # the file system's clock has coarse ticks
@@ -85,7 +111,9 @@ def test_new_files_are_told_at_once_where_a_library_may_have_named_them(
         monkeypatch.setattr("ycore.launch.segments._FAN_CLOEXEC", -1)  # refused, as in a container
     creations, number = Creations(), os.getpid()
     made = SHARED_MEMORY / f"nccl-{number % 1000000:06d}"
-    linked, gone, other = (SHARED_MEMORY / f"{name}{number}" for name in ("sem.mp-", "sem.loky-", "ycore-test-"))
+    linked, gone, other = (
+        SHARED_MEMORY / f"{name}{number}" for name in ("sem.mp-", "sem.loky-", "ycore-test-")
+    )
     assert not select.select(creations.descriptors, [], [], 0)[0] and creations.read() == {}
     try:
         gone.touch()
@@ -119,7 +147,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.skipif(born_at(Path("/dev/shm")) is None, reason="no /dev/shm, or it has no times of birth")
+@pytest.mark.skipif(
+    born_at(Path("/dev/shm")) is None, reason="no /dev/shm, or it has no times of birth"
+)
 def test_whose_a_file_is_is_known_of_a_maker_that_is_gone_at_once() -> None:
     """The kernel names the maker, to root; nobody looks while the makers are there with what they made."""
     run_id, began = secrets.token_hex(6), time.time()
@@ -129,7 +159,9 @@ def test_whose_a_file_is_is_known_of_a_maker_that_is_gone_at_once() -> None:
     makers = []
     try:
         for path in (runs, other):
-            makers.append(subprocess.Popen([sys.executable, "-c", ON_WORD, str(path)], stdin=subprocess.PIPE))
+            makers.append(
+                subprocess.Popen([sys.executable, "-c", ON_WORD, str(path)], stdin=subprocess.PIPE)
+            )
         own(makers[0].pid, run_id)
         watch.look_at_new_segments()
         for maker in makers:

@@ -104,13 +104,17 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{root}")
     monkeypatch.setattr(engines, "is_vllm_installed", lambda: True)
     command = [sys.executable, "-c", ENGINE]
-    monkeypatch.setattr(engine_watch, "engine_command", lambda engine: [*command, str(engine.socket)])
+    monkeypatch.setattr(
+        engine_watch, "engine_command", lambda engine: [*command, str(engine.socket)]
+    )
     stream = io.StringIO()
 
     def work(code: str, config: RunConfig, **given: Any) -> str:
         (tmp_path / "made_worker.py").write_text(textwrap.dedent(WORKER) + textwrap.dedent(code))
         try:
-            run_worker(Worker("trainer", "made_worker"), config, resume=False, stream=stream, **given)
+            run_worker(
+                Worker("trainer", "made_worker"), config, resume=False, stream=stream, **given
+            )
         finally:
             assert_nothing_is_left(config)
         return stream.getvalue()
@@ -136,7 +140,10 @@ def assert_nothing_is_left(config: RunConfig) -> None:
     ("harm", "said"),
     [
         ("os.kill(server, signal.SIGKILL)", r"rollout-0 ended with killed by SIGKILL"),
-        ("os.kill(part, signal.SIGKILL)", r"rollout-0 lost its process sleep \(\d+\), killed or out of memory"),
+        (
+            "os.kill(part, signal.SIGKILL)",
+            r"rollout-0 lost its process sleep \(\d+\), killed or out of memory",
+        ),
         ("os.kill(server, signal.SIGSTOP)", r"rollout-0 has been stopped \(SIGSTOP\) for \d+ s"),
         ("os.kill(part, signal.SIGSTOP)", r"rollout-0 has been stopped \(SIGSTOP\) for \d+ s"),
     ],
@@ -182,7 +189,8 @@ def test_the_budget_of_restarts_is_the_runs(run: Callable[..., str], config: Run
             os.kill(pids[0], signal.SIGKILL)
     """
     with pytest.raises(
-        EngineError, match=r"rollout-0 ended with killed by SIGKILL.*the run's 1 restarts are used up.*`ycore resume "
+        EngineError,
+        match=r"rollout-0 ended with killed by SIGKILL.*the run's 1 restarts are used up.*`ycore resume ",
     ):
         run(code, with_engine(config, restarts=1))
 
@@ -196,7 +204,9 @@ def test_a_compiler_that_an_engine_starts_for_its_first_request_is_none_of_its_p
     )
     with tempfile.TemporaryDirectory(prefix="yc-") as place:
         socket = Path(place) / "e.sock"
-        monkeypatch.setattr(engine_watch, "engine_command", lambda engine: [sys.executable, "-c", slow, str(socket)])
+        monkeypatch.setattr(
+            engine_watch, "engine_command", lambda engine: [sys.executable, "-c", slow, str(socket)]
+        )
         spec = EngineSpec(
             name="rollout-0", model=tmp_path, socket=socket, temporary=tmp_path, run_id=folder.run_id,
             dtype="float32", max_model_len=64, max_num_seqs=1, seed=0,
@@ -220,9 +230,15 @@ def wait_for(happens: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_a_run_says_once_that_its_steps_are_not_as_planned(run: Callable[..., str], config: RunConfig) -> None:
+def test_a_run_says_once_that_its_steps_are_not_as_planned(
+    run: Callable[..., str], config: RunConfig
+) -> None:
     """And keeps what was planned before it in its summary."""
-    planned = {"figures": {"time/step": 0.01, "memory/trainer": 1.0}, "groups": 8.0, "completion_tokens": 16}
+    planned = {
+        "figures": {"time/step": 0.01, "memory/trainer": 1.0},
+        "groups": 8.0,
+        "completion_tokens": 16,
+    }
     steps = "ask()\nfor number in range(1, 5): step(number)"
     shown = run(steps, config.model_copy(update={"steps": 40}), planned=planned)
     (line,) = [line for line in shown.splitlines() if line.startswith("planned")]
@@ -249,18 +265,26 @@ DIES_ONCE = """
 """
 
 
-def test_a_dead_trainer_is_started_again_beside_its_engines(run: Callable[..., str], config: RunConfig) -> None:
+def test_a_dead_trainer_is_started_again_beside_its_engines(
+    run: Callable[..., str], config: RunConfig
+) -> None:
     shown = run(DIES_ONCE, config.model_copy(update={"restarts": 1}))
     assert "trainer ended with killed by SIGKILL" in shown
     assert "in step 2; resuming from the newest checkpoint (1 of 1)" in shown
     assert [row["step"] for row in read_metrics(RunFolder(Path(config.output)).metrics)] == [1, 2]
 
 
-def test_without_restarts_the_error_names_the_command_that_goes_on(run: Callable[..., str], config: RunConfig) -> None:
+def test_without_restarts_the_error_names_the_command_that_goes_on(
+    run: Callable[..., str], config: RunConfig
+) -> None:
     with pytest.raises(
-        TrainerError, match=r"killed by SIGKILL \(see .*trainer.log\), in step 2; `ycore resume .*/r` continues$"
+        TrainerError,
+        match=r"killed by SIGKILL \(see .*trainer.log\), in step 2; `ycore resume .*/r` continues$",
     ):
-        run("print({'loss': '0.5', 'entropy': '2.1'}, flush=True)\n" + textwrap.dedent(DIES_ONCE), config)
+        run(
+            "print({'loss': '0.5', 'entropy': '2.1'}, flush=True)\n" + textwrap.dedent(DIES_ONCE),
+            config,
+        )
 
 
 def test_the_step_is_told_from_the_checkpoint_on_that_the_trainer_goes_on_from(
@@ -281,7 +305,9 @@ def test_the_step_is_told_from_the_checkpoint_on_that_the_trainer_goes_on_from(
         run(code, config.model_copy(update={"restarts": 1}))
 
 
-def test_a_stopped_trainer_is_named_with_its_step(run: Callable[..., str], config: RunConfig) -> None:
+def test_a_stopped_trainer_is_named_with_its_step(
+    run: Callable[..., str], config: RunConfig
+) -> None:
     code = """
         def busy_with_step_two():
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -290,15 +316,20 @@ def test_a_stopped_trainer_is_named_with_its_step(run: Callable[..., str], confi
         busy_with_step_two()
     """
     with pytest.raises(
-        TrainerError, match=r"trainer has been stopped \(SIGSTOP\) for \d+ s, in step 2 .*stacks-step-2"
+        TrainerError,
+        match=r"trainer has been stopped \(SIGSTOP\) for \d+ s, in step 2 .*stacks-step-2",
     ):
         run(code, config)
     told = (RunFolder(Path(config.output)).logs / "stacks-step-2.txt").read_text()
     assert "busy_with_step_two" in told, "it was let go on to say where it was"
-    assert "cannot be asked for its stack; state S (sleeping)" in told, "the engine has no handler, and lives"
+    assert "cannot be asked for its stack; state S (sleeping)" in told, (
+        "the engine has no handler, and lives"
+    )
 
 
-def test_a_trainer_may_take_longer_to_start_than_for_a_step(run: Callable[..., str], config: RunConfig) -> None:
+def test_a_trainer_may_take_longer_to_start_than_for_a_step(
+    run: Callable[..., str], config: RunConfig
+) -> None:
     shown = run("time.sleep(3); step(1)", config.model_copy(update={"step_timeout_s": 1.0}))
     assert "not finished a step" not in shown
 
@@ -306,11 +337,15 @@ def test_a_trainer_may_take_longer_to_start_than_for_a_step(run: Callable[..., s
 def test_a_trainer_that_never_begins_is_named_with_the_limit_of_its_start(
     run: Callable[..., str], config: RunConfig
 ) -> None:
-    with pytest.raises(TrainerError, match=r"trainer has been starting for \d+ s \(engine.start_timeout_s\)"):
+    with pytest.raises(
+        TrainerError, match=r"trainer has been starting for \d+ s \(engine.start_timeout_s\)"
+    ):
         run("time.sleep(60)", with_engine(config, start_timeout_s=4.0))
 
 
-def test_a_trainer_that_does_not_get_on_is_named_with_its_stack(run: Callable[..., str], config: RunConfig) -> None:
+def test_a_trainer_that_does_not_get_on_is_named_with_its_stack(
+    run: Callable[..., str], config: RunConfig
+) -> None:
     code = """
         def waits_for_godot():
             time.sleep(60)

@@ -17,7 +17,9 @@ from ycore.models.names import BUILTIN, resolve_model
 from ycore.models.tiny import write_tiny_model
 
 HIDDEN, HEADS, MIDDLE = 32, 2, 64
-TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{% endfor %}"
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{% endfor %}"
+)
 
 
 def byte_letters() -> list[str]:
@@ -27,7 +29,9 @@ def byte_letters() -> list[str]:
     return [chr(byte) for byte in plain] + [chr(256 + number) for number in range(len(others))]
 
 
-def write_gguf(path: Path, *, rule: str = "smollm", template: str | None = TEMPLATE, tokenizer: bool = True) -> Path:
+def write_gguf(
+    path: Path, *, rule: str = "smollm", template: str | None = TEMPLATE, tokenizer: bool = True
+) -> Path:
     """A two-layer llama with a byte-level tokenizer, small enough to convert in a test."""
     from gguf import GGUFWriter
 
@@ -56,9 +60,15 @@ def write_gguf(path: Path, *, rule: str = "smollm", template: str | None = TEMPL
     shapes = {"token_embd": (len(tokens), HIDDEN), "output_norm": (HIDDEN,)}
     for layer in range(2):
         square = dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_output"), (HIDDEN, HIDDEN))
-        middle = {"ffn_gate": (MIDDLE, HIDDEN), "ffn_up": (MIDDLE, HIDDEN), "ffn_down": (HIDDEN, MIDDLE)}
+        middle = {
+            "ffn_gate": (MIDDLE, HIDDEN),
+            "ffn_up": (MIDDLE, HIDDEN),
+            "ffn_down": (HIDDEN, MIDDLE),
+        }
         norms = {"attn_norm": (HIDDEN,), "ffn_norm": (HIDDEN,)}
-        shapes |= {f"blk.{layer}.{name}": shape for name, shape in {**square, **middle, **norms}.items()}
+        shapes |= {
+            f"blk.{layer}.{name}": shape for name, shape in {**square, **middle, **norms}.items()
+        }
     for name, shape in shapes.items():
         writer.add_tensor(f"{name}.weight", random.normal(size=shape).astype(np.float32))
     writer.write_header_to_file()
@@ -83,12 +93,20 @@ def refused(path: Path) -> str:
 
 def test_the_header_answers_before_the_conversion(tmp_path: Path) -> None:
     plan = resolve_model(str(write_gguf(tmp_path / "m.gguf")))
-    assert (plan.kind, plan.ready, plan.context_length, plan.has_chat_template) == ("gguf", False, 128, True)
+    assert (plan.kind, plan.ready, plan.context_length, plan.has_chat_template) == (
+        "gguf",
+        False,
+        128,
+        True,
+    )
     assert "torch" not in plan.note and str(plan.folder) in plan.note
 
 
 def test_a_file_without_chat_template_is_known(tmp_path: Path) -> None:
-    assert resolve_model(str(write_gguf(tmp_path / "m.gguf", template=None))).has_chat_template is False
+    assert (
+        resolve_model(str(write_gguf(tmp_path / "m.gguf", template=None))).has_chat_template
+        is False
+    )
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
@@ -122,7 +140,10 @@ def test_it_is_converted_once(tmp_path: Path, cache: Path) -> None:
     log = tmp_path / "convert.log"
     folder = fetch_model(resolve_model(str(source)), log=log)
     assert folder.is_relative_to(cache) and log.exists()
-    assert sorted(path.name for path in folder.parent.iterdir()) == [folder.name, f"{folder.name}.lock"]
+    assert sorted(path.name for path in folder.parent.iterdir()) == [
+        folder.name,
+        f"{folder.name}.lock",
+    ]
 
     again = resolve_model(str(source))
     assert again.ready and again.folder == folder
@@ -138,7 +159,12 @@ def test_it_is_converted_once(tmp_path: Path, cache: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.chat_template == TEMPLATE
     # Digits are split off before anything is merged, so two spaces before one are one token.
-    assert tokenizer.convert_ids_to_tokens(tokenizer("a  12").input_ids) == ["a", "\u0120\u0120", "1", "2"]
+    assert tokenizer.convert_ids_to_tokens(tokenizer("a  12").input_ids) == [
+        "a",
+        "\u0120\u0120",
+        "1",
+        "2",
+    ]
 
 
 def test_weights_survive_the_conversion(tmp_path: Path) -> None:
@@ -150,10 +176,15 @@ def test_weights_survive_the_conversion(tmp_path: Path) -> None:
     convert("gguf", source, tmp_path / "m")
     saved = load_file(tmp_path / "m" / "model.safetensors")
     raw = {tensor.name: tensor.data for tensor in GGUFReader(source).tensors}
-    pairs = {"model.layers.1.mlp.up_proj.weight": "blk.1.ffn_up.weight", "model.norm.weight": "output_norm.weight"}
+    pairs = {
+        "model.layers.1.mlp.up_proj.weight": "blk.1.ffn_up.weight",
+        "model.norm.weight": "output_norm.weight",
+    }
     for name, raw_name in pairs.items():
         assert np.allclose(saved[name].float().numpy(), raw[raw_name], rtol=1 / 128)
-    assert "lm_head.weight" not in saved, "the file has no output weights: they are the embedding's, saved once"
+    assert "lm_head.weight" not in saved, (
+        "the file has no output weights: they are the embedding's, saved once"
+    )
 
 
 def test_a_failed_conversion_leaves_nothing(tmp_path: Path, cache: Path) -> None:
@@ -187,8 +218,12 @@ def test_the_built_in_model_from_its_package(tmp_path: Path) -> None:
     policy: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
     assert tokenizer.eos_token == "<|im_end|>"
     chat = [{"role": "user", "content": "What is the capital of France?"}]
-    asked = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    written = policy.generate(**asked, max_new_tokens=40, do_sample=False)[0, asked.input_ids.shape[1] :]
+    asked = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    written = policy.generate(**asked, max_new_tokens=40, do_sample=False)[
+        0, asked.input_ids.shape[1] :
+    ]
     assert tokenizer.decode(written) == "The capital of France is Paris.<|im_end|>"
     shutil.rmtree(tmp_path / "m")
 
@@ -207,7 +242,9 @@ def adapter(tmp_path: Path) -> Path:
 
     base = write_tiny_model(tmp_path / "base")
     config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(tmp_path / "adapter")
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(
+        tmp_path / "adapter"
+    )
     return tmp_path / "adapter"
 
 
@@ -233,7 +270,9 @@ def test_an_adapter_of_an_adapter_has_both_merged(adapter: Path, tmp_path: Path)
     second = tmp_path / "second"
     shutil.copytree(adapter, second)
     settings = json.loads((second / "adapter_config.json").read_text())
-    (second / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": str(adapter)}))
+    (second / "adapter_config.json").write_text(
+        json.dumps({**settings, "base_model_name_or_path": str(adapter)})
+    )
     once = AutoModelForCausalLM.from_pretrained(fetch_model(resolve_model(str(adapter))))
     twice = PeftModel.from_pretrained(once, str(second)).eval()
     merged = AutoModelForCausalLM.from_pretrained(fetch_model(resolve_model(str(second)))).eval()
@@ -243,8 +282,12 @@ def test_an_adapter_of_an_adapter_has_both_merged(adapter: Path, tmp_path: Path)
 
 def test_an_adapter_without_its_base(adapter: Path) -> None:
     settings = json.loads((adapter / "adapter_config.json").read_text())
-    (adapter / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": "./gone"}))
-    with pytest.raises(ModelError, match=r"adapter of \./gone, which cannot be found: no such model folder"):
+    (adapter / "adapter_config.json").write_text(
+        json.dumps({**settings, "base_model_name_or_path": "./gone"})
+    )
+    with pytest.raises(
+        ModelError, match=r"adapter of \./gone, which cannot be found: no such model folder"
+    ):
         resolve_model(str(adapter))
 
 

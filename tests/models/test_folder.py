@@ -42,7 +42,9 @@ def test_a_whole_folder_is_ready(model: Path) -> None:
     require_chat_template(plan)
 
 
-@pytest.mark.parametrize("name", ["./nothing", "../nothing", "~/nothing-here", "/nothing/here", "a/b/c"])
+@pytest.mark.parametrize(
+    "name", ["./nothing", "../nothing", "~/nothing-here", "/nothing/here", "a/b/c"]
+)
 def test_a_path_that_is_not_there(name: str) -> None:
     assert f"no such model folder: {name}" in refused(name)
 
@@ -118,7 +120,9 @@ def test_weights_that_are_something_else(model: Path, content: bytes) -> None:
 
 
 def test_a_git_lfs_pointer(model: Path) -> None:
-    (model / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    (model / "model.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
+    )
     assert "Git LFS pointer" in refused(model)
 
 

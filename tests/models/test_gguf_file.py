@@ -16,7 +16,11 @@ from ycore.models.tiny import write_tiny_model
 
 QUESTIONS = [f"{n} + {m} =" for n in (1, 3, 5, 7, 9) for m in (2, 4, 6, 8)]
 # transformers reads no size of a head, so qwen3 has its default here.
-KINDS = {"llama": ("LlamaConfig", {}), "qwen2": ("Qwen2Config", {}), "qwen3": ("Qwen3Config", {"head_dim": 128})}
+KINDS = {
+    "llama": ("LlamaConfig", {}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {"head_dim": 128}),
+}
 
 
 def write_random_model(folder: Path, kind: str, *, only_ascii: bool = False) -> Path:
@@ -32,22 +36,40 @@ def write_random_model(folder: Path, kind: str, *, only_ascii: bool = False) -> 
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    alphabet = [one for one in pre_tokenizers.ByteLevel.alphabet() if not only_ascii or one.isascii() or one in "ĠĊ"]
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<|begin|>", "<|end|>"], initial_alphabet=alphabet)
+    alphabet = [
+        one
+        for one in pre_tokenizers.ByteLevel.alphabet()
+        if not only_ascii or one.isascii() or one in "ĠĊ"
+    ]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<|begin|>", "<|end|>"], initial_alphabet=alphabet
+    )
     backend.train_from_iterator([f"{question} and some words" for question in QUESTIONS], trainer)
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<|begin|>", eos_token="<|end|>"
     )
     name, more = KINDS[kind]
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "max_position_embeddings": 256}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 256,
+    }
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": len(tokenizer)}
     config = getattr(transformers, name)(
-        **sizes, **heads, bos_token_id=0, eos_token_id=1, tie_word_embeddings=kind != "qwen2", **more
+        **sizes,
+        **heads,
+        bos_token_id=0,
+        eos_token_id=1,
+        tie_word_embeddings=kind != "qwen2",
+        **more,
     )
     model = transformers.AutoModelForCausalLM.from_config(config)
     for weight in model.parameters():  # large enough that the choice of a token is clear
-        weight.data = (torch.randn_like(weight) * 0.3 + (weight.ndim == 1)).to(torch.bfloat16).float()
+        weight.data = (
+            (torch.randn_like(weight) * 0.3 + (weight.ndim == 1)).to(torch.bfloat16).float()
+        )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -62,7 +84,9 @@ def test_transformers_reads_the_same_weights_back(kind: str, tmp_path: Path) -> 
     write_gguf(folder, file, name="random")
     assert not list(tmp_path.glob(".*"))
     ours = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=file.name, dtype=torch.float32
+    )
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for question in QUESTIONS:
         ids = tokenizer(question, return_tensors="pt").input_ids
@@ -80,7 +104,9 @@ def test_ycore_reads_it_back_with_the_same_tokens(tmp_path: Path) -> None:
     (tmp_path / "back").mkdir()
     convert("gguf", file, tmp_path / "back")
     one, other = (AutoTokenizer.from_pretrained(tmp_path / name) for name in ("model", "back"))
-    assert [one(text).input_ids for text in QUESTIONS] == [other(text).input_ids for text in QUESTIONS]
+    assert [one(text).input_ids for text in QUESTIONS] == [
+        other(text).input_ids for text in QUESTIONS
+    ]
 
 
 def greedy(folder: Path, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
@@ -103,14 +129,21 @@ def test_llama_cpp_writes_the_same_answers(kind: str, tmp_path: Path) -> None:
     import xllamacpp
     from transformers import AutoTokenizer
 
-    folder, file = write_random_model(tmp_path / "model", kind, only_ascii=True), tmp_path / "model.gguf"
+    folder, file = (
+        write_random_model(tmp_path / "model", kind, only_ascii=True),
+        tmp_path / "model.gguf",
+    )
     write_gguf(folder, file, name="random")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     same = same_answers(xllamacpp, folder, file, [tokenizer(text).input_ids for text in QUESTIONS])
-    assert same >= len(QUESTIONS) - 4  # random weights: two tokens are about as likely once in a hundred
+    assert (
+        same >= len(QUESTIONS) - 4
+    )  # random weights: two tokens are about as likely once in a hundred
 
 
-def same_answers(xllamacpp: Any, folder: Path, file: Path, prompts: list[list[int]], *, num_tokens: int = 12) -> int:
+def same_answers(
+    xllamacpp: Any, folder: Path, file: Path, prompts: list[list[int]], *, num_tokens: int = 12
+) -> int:
     """How many prompts both runtimes answer with the same text."""
     from transformers import AutoTokenizer
 
@@ -138,7 +171,9 @@ def same_answers(xllamacpp: Any, folder: Path, file: Path, prompts: list[list[in
         ({"num_local_experts": 4}, "mixture of experts"),
     ],
 )
-def test_what_cannot_be_written_is_refused_by_name(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_refused_by_name(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
     folder = write_tiny_model(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))

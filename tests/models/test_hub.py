@@ -98,7 +98,9 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         folder = root / "some" / name
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(change))
-        (folder / ("pytorch_model.bin" if name == "pickled" else "model.safetensors")).write_bytes(b"")
+        (folder / ("pytorch_model.bin" if name == "pickled" else "model.safetensors")).write_bytes(
+            b""
+        )
     Hub.root = root
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     serving = threading.Thread(target=server.serve_forever, daemon=True)
@@ -117,7 +119,9 @@ def write_adapter(folder: Path, *, of: Path, named: str) -> None:
     get_peft_model(AutoModelForCausalLM.from_pretrained(of), config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(of).save_pretrained(folder)
     settings = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": named}))
+    (folder / "adapter_config.json").write_text(
+        json.dumps({**settings, "base_model_name_or_path": named})
+    )
 
 
 def ask(home: Path, endpoint: str, *arguments: str, **more: str) -> list[str]:
@@ -137,7 +141,9 @@ def ask(home: Path, endpoint: str, *arguments: str, **more: str) -> list[str]:
 def test_a_hub_model_is_planned_then_downloaded_then_found(hub: str, tmp_path: Path) -> None:
     planned, folder = ask(tmp_path, hub, "some/model", "fetch")
     assert planned == "hub|False|True|will be downloaded from the hub"
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in Path(folder).iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
+        path.name for path in Path(folder).iterdir()
+    }
     (found,) = ask(tmp_path, hub, "some/model", HF_HUB_OFFLINE="1")
     assert found.startswith("hub|True|True|found in")
 
@@ -151,12 +157,18 @@ def test_an_adapter_of_the_hub_is_merged_with_its_base(hub: str, tmp_path: Path)
     assert planned == "hub|False|True|will be downloaded from the hub"
     base = AutoModelForCausalLM.from_pretrained(Hub.root / "some" / "model")
     apart = PeftModel.from_pretrained(base, str(Hub.root / "some" / "adapter")).eval()
-    merged, ids = AutoModelForCausalLM.from_pretrained(folder).eval(), torch.arange(3, 20).unsqueeze(0)
+    merged, ids = (
+        AutoModelForCausalLM.from_pretrained(folder).eval(),
+        torch.arange(3, 20).unsqueeze(0),
+    )
     torch.testing.assert_close(merged(ids).logits, apart(ids).logits, atol=1e-5, rtol=1e-5)
 
     shutil.rmtree(tmp_path / "adapters")
     planned, again = ask(tmp_path, hub, "some/adapter", "fetch", HF_HUB_OFFLINE="1")
-    assert planned.startswith("hub|False|True|will be merged with its base some/model once") and again == folder
+    assert (
+        planned.startswith("hub|False|True|will be merged with its base some/model once")
+        and again == folder
+    )
     shutil.rmtree(tmp_path / "hub" / "models--some--model")  # the merged model needs it no more
     (found,) = ask(tmp_path, hub, "some/adapter", HF_HUB_OFFLINE="1")
     assert found.startswith("adapter|True|True|found in")
@@ -171,7 +183,9 @@ def test_half_a_download_is_not_ready(hub: str, tmp_path: Path) -> None:
 
 def test_a_model_the_hub_does_not_have(hub: str, tmp_path: Path) -> None:
     (said,) = ask(tmp_path, hub, "some/other")
-    assert said.startswith("error: no model folder and no hub model 'some/other' that can be loaded: ")
+    assert said.startswith(
+        "error: no model folder and no hub model 'some/other' that can be loaded: "
+    )
     assert "give a local folder" in said
 
 
@@ -189,7 +203,11 @@ def test_code_and_pickles_are_refused_before_the_download(hub: str, tmp_path: Pa
 @pytest.mark.parametrize("name", ["some/model", "-bad-/name..", "gpt2"])
 def test_offline_says_so(tmp_path: Path, name: str) -> None:
     (said,) = ask(tmp_path, "http://127.0.0.1:9", name, HF_HUB_OFFLINE="1")
-    assert said.startswith("error: no model folder") and "HF_HUB_OFFLINE is set" in said and "smollm2-135m" in said
+    assert (
+        said.startswith("error: no model folder")
+        and "HF_HUB_OFFLINE is set" in said
+        and "smollm2-135m" in said
+    )
 
 
 def test_a_hub_that_cannot_be_reached(tmp_path: Path) -> None:

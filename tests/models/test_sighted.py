@@ -39,11 +39,14 @@ def test_it_is_made_the_same_twice_and_reads_other_digits(
     kept = one["language_model.model.embed_tokens.weight"]
     torch.testing.assert_close(kept[: len(words)], words.bfloat16(), atol=0, rtol=0)
     assert (
-        resolve_model(str(tmp_path / "first")).has_chat_template and sighted_family(str(tmp_path / "first")) == "llava"
+        resolve_model(str(tmp_path / "first")).has_chat_template
+        and sighted_family(str(tmp_path / "first")) == "llava"
     )
 
 
-def test_eyes_that_do_not_read_are_no_model(language: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eyes_that_do_not_read_are_no_model(
+    language: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sighted, "STEPS", 1)
     with pytest.raises(ModelError, match="of the digits kept aside"):
         sighted.make_sighted(language, tmp_path / "blind")
@@ -58,7 +61,10 @@ def test_the_splits_share_no_digit() -> None:
 @pytest.mark.parametrize(("name", "count"), [("see-digit", 1), ("see-and-add", 2)])
 def test_questions_about_digits(name: str, count: int) -> None:
     def rows(text: str, split: str = "train", seed: int = 0) -> list[dict[str, object]]:
-        return [dict(row) for row in read_table(f"task:{name}{text}", split=split, seed=seed, limit=None).rows]
+        return [
+            dict(row)
+            for row in read_table(f"task:{name}{text}", split=split, seed=seed, limit=None).rows
+        ]
 
     first = rows("?size=40")
     assert len(first) == 40 and {len(row["images"]) for row in first} == {count}  # type: ignore[arg-type]
@@ -68,7 +74,9 @@ def test_questions_about_digits(name: str, count: int) -> None:
     assert [row["images"] for row in rows("?size=40&wrong=1")] != [row["images"] for row in first]
 
 
-def test_the_made_model_is_known_before_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_made_model_is_known_before_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("YCORE_CACHE", str(tmp_path / "cache"))
     for name, base in MADE.items():
         plan = resolve_model(name)

@@ -25,8 +25,12 @@ from ycore.plan.simulation import Demand, Lengths, Machine, SimulatedRound, Work
 ROLES = (ROLLOUT, JUDGE)
 
 
-def pool(num_slots: int = 2, capacity: int = 4, *, exclusive: bool = True, swap_s: float = 1.0) -> SlotPool:
-    return SlotPool(num_slots, ROLES, dict.fromkeys(ROLES, capacity), exclusive=exclusive, swap_s=swap_s)
+def pool(
+    num_slots: int = 2, capacity: int = 4, *, exclusive: bool = True, swap_s: float = 1.0
+) -> SlotPool:
+    return SlotPool(
+        num_slots, ROLES, dict.fromkeys(ROLES, capacity), exclusive=exclusive, swap_s=swap_s
+    )
 
 
 class Play:
@@ -53,10 +57,14 @@ class Play:
             self.actions.append(action)
             if isinstance(action, Swap):
                 if self.allocator.pool.exclusive:
-                    assert all(slot != action.slot for _, slot in self.flying.values()), "swapped with work in flight"
+                    assert all(slot != action.slot for _, slot in self.flying.values()), (
+                        "swapped with work in flight"
+                    )
                 self.swapping.append((self.now + self._swap_s, action.slot))
             else:
-                assert action.slot not in [slot for _, slot in self.swapping], "asked while it swaps"
+                assert action.slot not in [slot for _, slot in self.swapping], (
+                    "asked while it swaps"
+                )
                 role = self.roles[action.request]
                 assert self.allocator.mode == "shared" or self.allocator.awake[action.slot] == role
                 self.flying[action.request] = (role, action.slot)
@@ -137,7 +145,10 @@ def assert_nobody_wastes(allocator: Allocator, play: Play) -> None:
     """By hand: a slot with nothing to do, whose role has nothing to come either, leaves no share worth a swap."""
     flying, awake = [role for role, _ in play.flying.values()], allocator.awake
     started = {action.request for action in play.actions if isinstance(action, Start)}
-    waiting = {role: sum(kind == role and n not in started for n, kind in play.roles.items()) for role in ROLES}
+    waiting = {
+        role: sum(kind == role and n not in started for n, kind in play.roles.items())
+        for role in ROLES
+    }
     swapping = {slot for _, slot in play.swapping}
     busy = {slot for _, slot in play.flying.values()}
     for slot in set(range(len(awake))) - busy - swapping:
@@ -154,8 +165,12 @@ def assert_nobody_wastes(allocator: Allocator, play: Play) -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(2, 5), st.lists(st.integers(1, 30), min_size=2, max_size=4), st.integers(0, 10**6))
-def test_controllers_that_know_the_same_numbers_start_alike(num_slots: int, rollouts: list[int], seed: int) -> None:
+@given(
+    st.integers(2, 5), st.lists(st.integers(1, 30), min_size=2, max_size=4), st.integers(0, 10**6)
+)
+def test_controllers_that_know_the_same_numbers_start_alike(
+    num_slots: int, rollouts: list[int], seed: int
+) -> None:
     """Each has had its own events; the sums decide, and all of them get the same sums."""
     controllers = [Allocator(pool(num_slots)) for _ in rollouts]
     for _ in range(3):
@@ -165,7 +180,9 @@ def test_controllers_that_know_the_same_numbers_start_alike(num_slots: int, roll
             for _ in range(amount):
                 play.ask(ROLLOUT)
             play.run_out(random.Random(seed + index))
-        gathered = [sum(values) for values in zip(*(one.numbers() for one in controllers), strict=True)]
+        gathered = [
+            sum(values) for values in zip(*(one.numbers() for one in controllers), strict=True)
+        ]
         for allocator in controllers:
             allocator.learn(gathered)
         assert len({tuple(allocator.division.items()) for allocator in controllers}) == 1
@@ -201,7 +218,10 @@ def test_colocated_changes_phase_when_nothing_is_left() -> None:
     for _ in range(3):
         play.ask(ROLLOUT)
     play.run_out(random.Random(1))
-    kinds = ["swap" if isinstance(action, Swap) else play.roles[action.request] for action in play.actions]
+    kinds = [
+        "swap" if isinstance(action, Swap) else play.roles[action.request]
+        for action in play.actions
+    ]
     assert kinds == [ROLLOUT] * 3 + ["swap"] * 2 + [JUDGE] * 3
 
 
@@ -222,7 +242,10 @@ def test_a_learned_plan_says_how_slots_change(mode: str, swaps: int) -> None:
     for _ in range(8):
         again.ask(ROLLOUT)
     again.run_out(random.Random(1))
-    kinds = ["swap" if isinstance(action, Swap) else again.roles[action.request] for action in again.actions]
+    kinds = [
+        "swap" if isinstance(action, Swap) else again.roles[action.request]
+        for action in again.actions
+    ]
     assert kinds.count("swap") == swaps
     if mode == "phases":
         assert kinds == [ROLLOUT] * 8 + ["swap"] * 2 + [JUDGE] * 8
@@ -237,7 +260,9 @@ def learned(mode: str, one: Allocator) -> Allocator:
         play.ask(ROLLOUT)
     play.run_out(random.Random(1))
     one.learn(one.numbers())
-    one.restore({**one.state(), "manner": mode, "division": {ROLLOUT: one.pool.num_slots, JUDGE: 0}})
+    one.restore(
+        {**one.state(), "manner": mode, "division": {ROLLOUT: one.pool.num_slots, JUDGE: 0}}
+    )
     one.begin_round(0.0)
     return one
 
@@ -259,7 +284,12 @@ def test_a_shared_slot_holds_no_more_of_a_role_than_its_engine_can() -> None:
     allocator = learned("shared", Allocator(pool(1, 2, exclusive=False, swap_s=0.0)))
     for number, role in enumerate([ROLLOUT] * 3 + [JUDGE] * 3):
         allocator.ask(number, role)
-    assert [action.request for action in allocator.decide(0.0) if isinstance(action, Start)] == [0, 1, 3, 4]
+    assert [action.request for action in allocator.decide(0.0) if isinstance(action, Start)] == [
+        0,
+        1,
+        3,
+        4,
+    ]
     allocator.ended(3, 1.0)
     assert allocator.decide(1.0) == [Start(5, 0)]
 
@@ -269,11 +299,15 @@ def test_speeds_of_engines_that_shared_a_slot_are_learned_as_they_are_alone() ->
     work = Workload(Lengths(120, 0.7, 600), {JUDGE: 40.0}, group_size=4)
     allocator = learned("shared", Allocator(pool(1, 64, exclusive=False, swap_s=0.0)))
     for number in range(6):
-        one = SimulatedRound([allocator], Machine(dict.fromkeys(ROLES, speed), {}), work.group_at, Demand(6))
+        one = SimulatedRound(
+            [allocator], Machine(dict.fromkeys(ROLES, speed), {}), work.group_at, Demand(6)
+        )
         one.position = 10 * number
         assert allocator.mode == "shared" and one.run().usage.swaps == 0
         allocator.learn(allocator.numbers())
-        allocator.restore({**allocator.state(), "manner": "shared", "division": {ROLLOUT: 1, JUDGE: 0}})
+        allocator.restore(
+            {**allocator.state(), "manner": "shared", "division": {ROLLOUT: 1, JUDGE: 0}}
+        )
     for role in ROLES:
         assert allocator.loads[role].speed.step_s(8) == pytest.approx(speed.step_s(8), rel=0.1)
 
@@ -290,7 +324,9 @@ def test_side_by_side_a_slot_that_is_nearly_empty_helps_at_once() -> None:
         allocator.ask(number, ROLLOUT)
     allocator.decide(0.0)
     allocator.ask(2, JUDGE)
-    assert allocator.decide(1.0) == [Swap(0, ROLLOUT, JUDGE)], "two of eight are in flight, and are kept"
+    assert allocator.decide(1.0) == [Swap(0, ROLLOUT, JUDGE)], (
+        "two of eight are in flight, and are kept"
+    )
     allocator.swapped(0, 1.0)
     assert allocator.decide(1.0) == [Start(2, 0)]
     allocator.ended(0, 2.0)

@@ -26,7 +26,9 @@ def test_a_forecast_is_the_arithmetic_where_that_is_simple() -> None:
     """All alike, one wave, no judge's work to speak of: the rollouts' time, and a verdict after it."""
     loads = {"rollout": load(64, 100), "judge": load(64, 1)}
     expected = 100 * SPEED.step_s(32) + 1 * SPEED.step_s(64)
-    assert forecast_s(loads, {"rollout": 2, "judge": 1}, slots(3)) == pytest.approx(expected, rel=0.02)
+    assert forecast_s(loads, {"rollout": 2, "judge": 1}, slots(3)) == pytest.approx(
+        expected, rel=0.02
+    )
     waits = forecast_s(loads, {"rollout": 3, "judge": 0}, slots(3, swap_s=100.0))
     assert waits > 100 * SPEED.step_s(64 / 3) + 100, "without a judge's slot a swap is paid"
 
@@ -34,11 +36,16 @@ def test_a_forecast_is_the_arithmetic_where_that_is_simple() -> None:
 def test_two_roles_at_once_on_a_slot_do_all_their_work_and_no_more() -> None:
     """Where every token costs the same whatever is beside it, a round is its tokens."""
     every_token = Speed(0.0, 0.001)
-    loads = {"rollout": replace(load(12, 100, spread=0.5), speed=every_token), "judge": load(12, 50)}
+    loads = {
+        "rollout": replace(load(12, 100, spread=0.5), speed=every_token),
+        "judge": load(12, 50),
+    }
     loads["judge"] = replace(loads["judge"], speed=every_token)
     seconds = forecast_s(loads, {"rollout": 1, "judge": 0}, slots(1), shared=True)
     assert seconds == pytest.approx(0.001 * 12 * (100 + 50))
-    assert forecast_s(loads, {"rollout": 2, "judge": 0}, slots(2), shared=True) == pytest.approx(seconds / 2, rel=0.2)
+    assert forecast_s(loads, {"rollout": 2, "judge": 0}, slots(2), shared=True) == pytest.approx(
+        seconds / 2, rel=0.2
+    )
 
 
 def test_late_verdicts_cost_more_where_prompts_wait_for_them() -> None:
@@ -73,10 +80,15 @@ def test_cohorts_have_the_loads_mean_and_longest(size: float, spread: float) -> 
 def test_slots_that_have_written_help_a_judge_whose_queue_is_worth_the_swap() -> None:
     """Half of a long queue is taken over; where that is worth less than the swap, nothing moves."""
     every_token = Speed(0.0, 0.001)
-    loads = {"rollout": replace(load(12, 100), speed=every_token), "judge": replace(load(12, 1000), speed=every_token)}
+    loads = {
+        "rollout": replace(load(12, 100), speed=every_token),
+        "judge": replace(load(12, 1000), speed=every_token),
+    }
     pool = replace(slots(2, swap_s=0.5), capacity={"rollout": 12, "judge": 1})
     half = {"rollout": 1, "judge": 1}
-    assert forecast_s(loads, half, pool) == pytest.approx(12.0, rel=0.12), "twelve verdicts of a second, one by one"
+    assert forecast_s(loads, half, pool) == pytest.approx(12.0, rel=0.12), (
+        "twelve verdicts of a second, one by one"
+    )
     helped = 1.2 + (12 + 0.5) / 2  # written, then twelve verdicts and a swap on two slots
     assert helped <= forecast_s(loads, half, pool, moves=True) <= helped + 1, "to a whole verdict"
     dear = replace(pool, swap_s=20.0)

@@ -5,7 +5,15 @@ import json
 import pytest
 
 from ycore.placement.allocator import Allocator
-from ycore.placement.learning import ALL_AWAKE, DROP, KEEP, ONE_AWAKE, Calibration, Prior, SleepLevels
+from ycore.placement.learning import (
+    ALL_AWAKE,
+    DROP,
+    KEEP,
+    ONE_AWAKE,
+    Calibration,
+    Prior,
+    SleepLevels,
+)
 from ycore.placement.load import Speed
 from ycore.placement.placement import JUDGE, ROLLOUT, SlotPool, parse_placement
 from ycore.plan.simulation import Demand, Lengths, Machine, Outcome, SimulatedRound, Workload
@@ -18,13 +26,19 @@ APART = 1000
 
 def allocator(words: str = "dynamic", num_slots: int = 4) -> Allocator:
     capacity = dict.fromkeys(ROLES, 64)
-    return Allocator(SlotPool(num_slots, ROLES, capacity, exclusive=True, swap_s=1.0), parse_placement(words))
+    return Allocator(
+        SlotPool(num_slots, ROLES, capacity, exclusive=True, swap_s=1.0), parse_placement(words)
+    )
 
 
 def play(one: Allocator, number: int) -> Outcome:
     """Rounds that drift, so that the division has to follow; some groups cannot teach."""
-    work = Workload(Lengths(100 + 60 * number, 0.8, 2000), {JUDGE: 250.0}, group_size=4, teach_share=0.7)
-    outcome = SimulatedRound([one], MACHINE, work.group_at, Demand(12, dynamic=True), position=APART * number).run()
+    work = Workload(
+        Lengths(100 + 60 * number, 0.8, 2000), {JUDGE: 250.0}, group_size=4, teach_share=0.7
+    )
+    outcome = SimulatedRound(
+        [one], MACHINE, work.group_at, Demand(12, dynamic=True), position=APART * number
+    ).run()
     one.learn(one.numbers())
     return outcome
 

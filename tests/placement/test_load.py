@@ -45,7 +45,28 @@ def test_one_depth_alone_is_no_evidence_of_free_batching() -> None:
     assert load.speed.base == pytest.approx(0) and load.speed.step_s(8) == pytest.approx(0.2)
 
 
-BURST = [1.1, 1.1, 2.2, 2.2, 3.3, 3.3, 4.5, 4.5, 5.6, 5.6, 6.8, 6.8, 7.9, 7.9, 9.0, 9.0, 10.1, 10.1, 11.2, 11.2]
+BURST = [
+    1.1,
+    1.1,
+    2.2,
+    2.2,
+    3.3,
+    3.3,
+    4.5,
+    4.5,
+    5.6,
+    5.6,
+    6.8,
+    6.8,
+    7.9,
+    7.9,
+    9.0,
+    9.0,
+    10.1,
+    10.1,
+    11.2,
+    11.2,
+]
 BURST += [12.4, 12.4, 13.5, 13.5]
 """Seconds of verdicts that were asked for at one moment, of a judge that reads 720 tokens, on a CPU core."""
 
@@ -75,7 +96,9 @@ def test_completions_of_one_moment_are_no_queue() -> None:
     """They are written side by side: the short ones end first, and a token took as long for all."""
     sums = Sums(rounds=1.0)
     for served in range(1, 33):
-        sums.observe(seconds=0.05 * 10 * served, depth=32 - served / 2, size=10.0 * served, served=served)
+        sums.observe(
+            seconds=0.05 * 10 * served, depth=32 - served / 2, size=10.0 * served, served=served
+        )
     load = sums.load()
     assert load is not None and load.speed.base == pytest.approx(0.05)
 
@@ -87,7 +110,10 @@ def test_sums_of_an_older_state_are_read() -> None:
 
 
 def test_sums_of_two_controllers_say_what_one_with_all_would() -> None:
-    one, two = {"rollout": observed(0.01, 0.001, seed=1)}, {"rollout": observed(0.01, 0.001, seed=2)}
+    one, two = (
+        {"rollout": observed(0.01, 0.001, seed=1)},
+        {"rollout": observed(0.01, 0.001, seed=2)},
+    )
     added = [a + b for a, b in zip(as_numbers(one, ROLES), as_numbers(two, ROLES), strict=True)]
     both = from_numbers(added, ROLES)
     load, alone = both["rollout"].load(), one["rollout"].load()
@@ -119,13 +145,19 @@ def test_late_requests_are_counted_by_moment_and_carried_over() -> None:
     now.observe(seconds=1.0, depth=1.0, size=10.0)
     carried = as_late_as(before, now).load()
     assert carried is not None
-    assert (carried.num_late, carried.num_times_late, carried.late_at) == (2.0, 1.0, pytest.approx(0.7))
+    assert (carried.num_late, carried.num_times_late, carried.late_at) == (
+        2.0,
+        1.0,
+        pytest.approx(0.7),
+    )
     assert carried.num_requests == 1.0 and now.late == 0.0
 
 
 def test_a_slot_holds_no_more_than_its_engine_needs_where_others_may_come_to_help() -> None:
     """256 requests on 2 slots: 128 each, or what gives 95 % of the highest throughput, at least a quarter of 128."""
-    shallow = Load(256, 100, 0.0, 100, Speed(0.01, 0.004), 0.0)  # half of the throughput with 2.5 in flight
+    shallow = Load(
+        256, 100, 0.0, 100, Speed(0.01, 0.004), 0.0
+    )  # half of the throughput with 2.5 in flight
     assert shallow.depth(2, 512) == 128 and shallow.depth(2, 512, moves=True) == 50
     assert Load(256, 100, 0.0, 100, Speed(0.01, 0.01), 0.0).depth(2, 512, moves=True) == 32
     assert Load(256, 100, 0.0, 100, Speed(0.01, 1e-6), 0.0).depth(2, 512, moves=True) == 512

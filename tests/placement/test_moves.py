@@ -36,7 +36,9 @@ def test_work_to_come_keeps_the_last_slot_of_a_role() -> None:
     idle_judge = Backlog(0, 100, 1, 1.0)
     assert best_move(idle_judge, {"rollout": Backlog(30, 0, 7, 1.0)}, swap_s=1.0) is None
     assert best_move(idle_judge, {"rollout": Backlog(900, 0, 1, 1.0)}, swap_s=1.0) == "rollout"
-    assert best_move(idle_judge, {"rollout": Backlog(900, 0, 1, 1.0)}, swap_s=1.0, late_s=1e6) is None
+    assert (
+        best_move(idle_judge, {"rollout": Backlog(900, 0, 1, 1.0)}, swap_s=1.0, late_s=1e6) is None
+    )
 
 
 def test_a_role_without_a_slot_comes_first() -> None:
@@ -45,7 +47,9 @@ def test_a_role_without_a_slot_comes_first() -> None:
 
 
 @given(COUNTS, COUNTS, st.integers(1, 64), SECONDS, SECONDS)
-def test_no_move_without_a_waiting_request(coming: int, here: int, slots: int, engine_s: float, swap_s: float) -> None:
+def test_no_move_without_a_waiting_request(
+    coming: int, here: int, slots: int, engine_s: float, swap_s: float
+) -> None:
     there = Backlog(0, coming, slots, engine_s)
     assert best_move(Backlog(0, here, 2, engine_s), {"judge": there}, swap_s=swap_s) is None
 
@@ -80,7 +84,11 @@ def slots(num_slots: int, swap_s: float = 6.8) -> SlotPool:
 LOADS = st.fixed_dictionaries(
     {
         "rollout": st.builds(
-            load, st.floats(1, 4000), st.floats(1, 4000), late=st.floats(0, 500), spread=st.floats(0, 1.5)
+            load,
+            st.floats(1, 4000),
+            st.floats(1, 4000),
+            late=st.floats(0, 500),
+            spread=st.floats(0, 1.5),
         ),
         "judge": st.builds(load, st.floats(1, 4000), st.floats(1, 4000)),
     }
@@ -88,14 +96,19 @@ LOADS = st.fixed_dictionaries(
 
 
 def choose(
-    current: Schedule | None, loads: dict[str, Load], where: SlotPool, factors: dict[str, float] | None = None
+    current: Schedule | None,
+    loads: dict[str, Load],
+    where: SlotPool,
+    factors: dict[str, float] | None = None,
 ) -> Schedule:
     return next_schedule(current, loads, where, {**ONE_AWAKE.factors, **(factors or {})})  # type: ignore[dict-item]
 
 
 @settings(max_examples=60, deadline=None)
 @given(LOADS, st.integers(1, 40), st.floats(0, 20))
-def test_constant_load_changes_the_schedule_once_at_most(loads: dict[str, Load], num_slots: int, swap_s: float) -> None:
+def test_constant_load_changes_the_schedule_once_at_most(
+    loads: dict[str, Load], num_slots: int, swap_s: float
+) -> None:
     where = slots(num_slots, swap_s)
     chosen = choose(None, loads, where)
     assert sum(chosen.division.values()) == num_slots
@@ -114,13 +127,18 @@ def test_constant_load_changes_the_schedule_once_at_most(loads: dict[str, Load],
 def test_loads_that_waver_do_not_move_slots() -> None:
     now = choose(None, {"rollout": load(512, 400), "judge": load(512, 200)}, slots(8))
     for sign in (1, -1, 1, -1, 1):
-        wavering = {"rollout": load(512, 400 * (1 + 0.02 * sign)), "judge": load(512, 200 * (1 - 0.02 * sign))}
+        wavering = {
+            "rollout": load(512, 400 * (1 + 0.02 * sign)),
+            "judge": load(512, 200 * (1 - 0.02 * sign)),
+        }
         assert choose(now, wavering, slots(8)) == now
 
 
 def test_more_to_judge_means_more_judges() -> None:
     judges = [
-        best_division({"rollout": load(512, 400), "judge": load(512, size)}, slots(8, 500.0))["judge"]
+        best_division({"rollout": load(512, 400), "judge": load(512, size)}, slots(8, 500.0))[
+            "judge"
+        ]
         for size in (20, 400, 4000)
     ]
     assert judges == sorted(judges) and judges[0] < judges[-1]
@@ -128,7 +146,10 @@ def test_more_to_judge_means_more_judges() -> None:
 
 def test_short_verdicts_share_the_slots_where_all_engines_stay_up() -> None:
     """A label's worth of judging is not worth a slot of its own, and a round that waits for it has idle slots."""
-    loads = {"rollout": replace(load(80, 96), deviation=80, longest=512, num_late=24), "judge": load(80, 1)}
+    loads = {
+        "rollout": replace(load(80, 96), deviation=80, longest=512, num_late=24),
+        "judge": load(80, 1),
+    }
     one_awake = slots(2, 0.0)
     assert choose(None, loads, replace(one_awake, exclusive=False)).mode == "shared"
     assert choose(None, loads, one_awake).mode != "shared"
@@ -157,5 +178,8 @@ def test_shares_are_whole_and_complete() -> None:
 def test_many_slots_are_divided_quickly_and_well() -> None:
     loads = {"rollout": load(16384, 400, spread=0.8), "judge": load(16384, 200)}
     chosen = best_division(loads, slots(512))
-    best = min(forecast_s(loads, divide(rollout, loads, slots(512)), slots(512)) for rollout in range(1, 512, 16))
+    best = min(
+        forecast_s(loads, divide(rollout, loads, slots(512)), slots(512))
+        for rollout in range(1, 512, 16)
+    )
     assert forecast_s(loads, chosen, slots(512)) <= best * AS_GOOD

@@ -22,7 +22,10 @@ def test_words_are_read_and_said_alike() -> None:
     for text in ("colocated", "dynamic", "split:3:1", "split:5:2:1"):
         assert str(parse_placement(text)) == text
     assert parse_placement("split:3:1") == Placement("split", (3, 1))
-    assert Allocator(SlotPool(4, TWO), parse_placement("split:3:1")).division == {ROLLOUT: 3, JUDGE: 1}
+    assert Allocator(SlotPool(4, TWO), parse_placement("split:3:1")).division == {
+        ROLLOUT: 3,
+        JUDGE: 1,
+    }
 
 
 @pytest.mark.parametrize(
@@ -57,7 +60,12 @@ def test_what_is_no_placement_is_refused_in_a_line(text: str, said: str) -> None
         ("split:1:1", (ROLLOUT,), 2, "slots (2) among its roles (rollout); leave --placement out"),
         ("split:2", TWO, 2, "placement split:2 must divide"),
         ("split:2", TWO, 2, "is --placement split:1:1"),
-        ("split:1:1", TWO, 1, "slots (1) among its roles (rollout, judge); take --placement dynamic or colocated"),
+        (
+            "split:1:1",
+            TWO,
+            1,
+            "slots (1) among its roles (rollout, judge); take --placement dynamic or colocated",
+        ),
         ("split:1:1:2", (*TWO, REWARD_MODEL), 8, "is --placement split:5:1:2"),
         ("split:5:4", TWO, 8, "is --placement split:4:4"),
         ("split:3:2", TWO, 8, "is --placement split:6:2"),

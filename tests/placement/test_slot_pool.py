@@ -16,7 +16,12 @@ ROLES = (ROLLOUT, JUDGE)
 
 
 def pool_of(
-    num_ranks: int, words: str = "split:1:1", *, num_slots: int = 2, capacity: int = 2, exclusive: bool = False
+    num_ranks: int,
+    words: str = "split:1:1",
+    *,
+    num_slots: int = 2,
+    capacity: int = 2,
+    exclusive: bool = False,
 ) -> Pool:
     slots = SlotPool(num_slots, ROLES, dict.fromkeys(ROLES, capacity), exclusive=exclusive)
     return Pool(Allocator(slots, parse_placement(words)), num_ranks)
@@ -53,7 +58,14 @@ def test_who_asks_again_at_once_waits_behind_the_others() -> None:
 
 def test_of_a_ranks_own_the_longest_is_served_first_and_of_equals_the_first() -> None:
     queue = Queue()
-    for request, rank, length in [(0, 0, 5.0), (2, 0, 9.0), (1, 1, 1.0), (4, 0, 9.0), (3, 1, 2.0), (6, 0, 7.0)]:
+    for request, rank, length in [
+        (0, 0, 5.0),
+        (2, 0, 9.0),
+        (1, 1, 1.0),
+        (4, 0, 9.0),
+        (3, 1, 2.0),
+        (6, 0, 7.0),
+    ]:
         queue.put(request, rank, length)
     queue.remove(4, 0)
     assert [queue.take() for _ in range(5)] == [2, 3, 6, 1, 0] and len(queue) == 0
@@ -73,7 +85,9 @@ def test_what_is_likely_long_starts_first_where_slots_are_full() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=60))
-def test_nobody_waits_for_more_than_one_turn_of_each_other_rank(events: list[tuple[int, bool]]) -> None:
+def test_nobody_waits_for_more_than_one_turn_of_each_other_rank(
+    events: list[tuple[int, bool]],
+) -> None:
     queue, passed = Queue(), Counter[int]()
     waiting: dict[int, int] = Counter()
     for number, (rank, takes) in enumerate(events):
@@ -141,7 +155,11 @@ def test_a_round_ends_when_all_have_ended_and_counts_once() -> None:
     kind, numbers, spent = over
     assert over == same and (kind, spent) == ("over", [8.0, 6.0, 0.0, 0.0])
     ((rank, (kind, state)),) = pool.receive(0, ["learn", numbers], 5.0)
-    assert (rank, kind) == (0, "learned") and state == pool.allocator.state() and state["sums"][JUDGE][0] == 1.0
+    assert (
+        (rank, kind) == (0, "learned")
+        and state == pool.allocator.state()
+        and state["sums"][JUDGE][0] == 1.0
+    )
 
 
 def test_a_lost_rank_gives_its_turns_back() -> None:
@@ -158,10 +176,21 @@ def test_a_lost_rank_gives_its_turns_back() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 4), st.integers(0, 10**6), st.sampled_from(["dynamic", "colocated", "split:2:1"]), st.booleans())
-def test_no_turn_is_lost_or_given_twice(num_ranks: int, seed: int, words: str, exclusive: bool) -> None:
+@given(
+    st.integers(1, 4),
+    st.integers(0, 10**6),
+    st.sampled_from(["dynamic", "colocated", "split:2:1"]),
+    st.booleans(),
+)
+def test_no_turn_is_lost_or_given_twice(
+    num_ranks: int, seed: int, words: str, exclusive: bool
+) -> None:
     """Ranks ask, end, give up and vanish at random."""
-    source, now, pool = random.Random(seed), 0.0, begun(pool_of(num_ranks, words, num_slots=3, exclusive=exclusive))
+    source, now, pool = (
+        random.Random(seed),
+        0.0,
+        begun(pool_of(num_ranks, words, num_slots=3, exclusive=exclusive)),
+    )
     asked: dict[int, str] = {}
     running: dict[int, int] = {}
     swapping: list[int] = []

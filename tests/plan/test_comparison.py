@@ -35,7 +35,9 @@ def test_dynamic_is_never_far_behind_and_often_ahead() -> None:
         }
         best = min(result.seconds for words, result in results.items() if words.startswith("split"))
         ratios.append(results["dynamic"].seconds / best)
-        assert recommend(list(results.values())).seconds <= 1.02 * min(one.seconds for one in results.values())
+        assert recommend(list(results.values())).seconds <= 1.02 * min(
+            one.seconds for one in results.values()
+        )
     assert max(ratios) < 1.1, ratios
 
 
@@ -84,7 +86,9 @@ def test_where_a_judge_reads_long_prompts_one_after_another_dynamic_learns_to_sh
     assert results[0].swaps > 0, "slots move within a round"
 
 
-def test_where_verdicts_are_short_and_all_engines_stay_up_dynamic_learns_to_share_the_slots() -> None:
+def test_where_verdicts_are_short_and_all_engines_stay_up_dynamic_learns_to_share_the_slots() -> (
+    None
+):
     work = Workload(Lengths(96, 0.8, 512), {JUDGE: 1.0}, teach_share=0.7, seed=1)
     speed = Speed(0.04, 0.002)
     machine = Machine(dict.fromkeys(ROLES, speed), {}, {ROLLOUT: 0.08, JUDGE: 0.05})
@@ -121,6 +125,10 @@ def test_where_prompts_come_again_the_longest_are_begun_first() -> None:
 
     def seconds(*, known: bool) -> float:
         demand = Demand(4, known_lengths=known)
-        return SimulatedRound([Allocator(slots)], machine, groups.__getitem__, demand).run().usage.seconds
+        return (
+            SimulatedRound([Allocator(slots)], machine, groups.__getitem__, demand)
+            .run()
+            .usage.seconds
+        )
 
     assert (seconds(known=False), seconds(known=True)) == (40.0, 30.0)

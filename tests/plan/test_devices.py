@@ -4,7 +4,16 @@ import pytest
 
 from ycore.errors import ConfigError
 from ycore.plan import devices
-from ycore.plan.devices import GB, GIB, Device, Fleet, bfloat16_factor, format_on, measured_core, parse_devices
+from ycore.plan.devices import (
+    GB,
+    GIB,
+    Device,
+    Fleet,
+    bfloat16_factor,
+    format_on,
+    measured_core,
+    parse_devices,
+)
 
 CORE = Device("core", 24 * GIB, 4e11, 3e10, 1e10, "a test's", on_cpu=True)
 
@@ -18,9 +27,15 @@ CORE = Device("core", 24 * GIB, 4e11, 3e10, 1e10, "a test's", on_cpu=True)
         ("2 x 24gb", 2, "24 GB device", 24),
     ],
 )
-def test_devices_are_a_number_and_a_size_or_name(text: str, count: int, name: str, gigabytes: float) -> None:
+def test_devices_are_a_number_and_a_size_or_name(
+    text: str, count: int, name: str, gigabytes: float
+) -> None:
     fleet = parse_devices(text, core=CORE, num_cores=2)
-    assert (fleet.count, fleet.device.name, fleet.device.memory_bytes) == (count, name, gigabytes * GB)
+    assert (fleet.count, fleet.device.name, fleet.device.memory_bytes) == (
+        count,
+        name,
+        gigabytes * GB,
+    )
     assert fleet.device.source
 
 
@@ -41,7 +56,9 @@ def test_this_processor_is_measured() -> None:
 
 
 def test_a_processors_bfloat16_follows_from_its_flags() -> None:
-    assert bfloat16_factor({"amx_bf16", "avx512_bf16"}) == 6 and bfloat16_factor({"avx512_bf16"}) == 8
+    assert (
+        bfloat16_factor({"amx_bf16", "avx512_bf16"}) == 6 and bfloat16_factor({"avx512_bf16"}) == 8
+    )
     assert bfloat16_factor({"avx512f", "avx2"}) is None and bfloat16_factor({"asimd", "bf16"}) == 2
 
 
@@ -53,7 +70,9 @@ def test_a_core_is_as_fast_as_it_is_in_the_runs_format(monkeypatch: pytest.Monke
         core = measured_core(dtype)
         return core.flops, core.format
 
-    assert speed({"avx512_bf16"}, "auto") == speed({"avx512_bf16"}, "bfloat16") == (8e11, "bfloat16")
+    assert (
+        speed({"avx512_bf16"}, "auto") == speed({"avx512_bf16"}, "bfloat16") == (8e11, "bfloat16")
+    )
     assert speed({"avx512_bf16"}, "float32") == speed({"avx2"}, "auto") == (1e11, "float32")
     assert speed({"avx2"}, "bfloat16") == (1e11 / 8, "bfloat16")
 
@@ -67,6 +86,8 @@ def test_a_core_is_as_fast_as_it_is_in_the_runs_format(monkeypatch: pytest.Monke
         ("float32", True, "float32"),
     ],
 )
-def test_auto_is_bfloat16_where_the_cores_multiply_it(dtype: str, has_bfloat16: bool, computes_in: str) -> None:
+def test_auto_is_bfloat16_where_the_cores_multiply_it(
+    dtype: str, has_bfloat16: bool, computes_in: str
+) -> None:
     core = Device("core", 2**30, 1e9, 1e9, 1e9, "told", on_cpu=True, has_bfloat16=has_bfloat16)
     assert format_on(core, dtype) == computes_in

@@ -13,17 +13,39 @@ SMALL = model_facts("smollm2-135m")
 
 
 def run_of(**settings: object) -> RunConfig:
-    base = {"model": "smollm2-135m", "dataset": "task:addition", "rewards": ["exact_answer"], **settings}
+    base = {
+        "model": "smollm2-135m",
+        "dataset": "task:addition",
+        "rewards": ["exact_answer"],
+        **settings,
+    }
     config = resolve(recipe=base, sets=(), options={"algorithm": "grpo"})
     assert isinstance(config, RunConfig)
     return config
 
 
 def test_a_job_is_the_runs_sizes() -> None:
-    config = run_of(prompts_per_step=4, group_size=2, max_tokens=32, lora=None, dtype="float32", trl={"beta": 0.1})
+    config = run_of(
+        prompts_per_step=4,
+        group_size=2,
+        max_tokens=32,
+        lora=None,
+        dtype="float32",
+        trl={"beta": 0.1},
+    )
     job = job_of(config, SMALL, completion_tokens=100)
-    assert (job.prompts_per_step, job.group_size, job.max_tokens, job.completion_tokens) == (4, 2, 32, 32)
-    assert (job.lora_rank, job.bytes_per_value, job.has_reference, job.draws) == (None, 4, True, 1.5)
+    assert (job.prompts_per_step, job.group_size, job.max_tokens, job.completion_tokens) == (
+        4,
+        2,
+        32,
+        32,
+    )
+    assert (job.lora_rank, job.bytes_per_value, job.has_reference, job.draws) == (
+        None,
+        4,
+        True,
+        1.5,
+    )
     assert job_of(run_of(sampling={"dynamic": False}), SMALL).draws == 1.0
 
 
@@ -35,12 +57,19 @@ def test_a_critic_is_trained_beside_the_policy_and_every_group_counts() -> None:
     job = job_of(config, SMALL)
     assert (job.has_critic, job.draws) == (True, 1.0)
     assert job.trainable == 2 * 4_884_480 + 577
-    assert replace(job, lora_rank=None).trainable == 2 * SMALL.num_params + 577, "its embeddings are also its head"
+    assert replace(job, lora_rank=None).trainable == 2 * SMALL.num_params + 577, (
+        "its embeddings are also its head"
+    )
     untied = replace(job, lora_rank=None, policy=model_facts("Qwen3-8B"))
-    assert untied.trainable == 2 * untied.policy.num_params - untied.policy.head_params + untied.policy.hidden_size + 1
+    assert (
+        untied.trainable
+        == 2 * untied.policy.num_params - untied.policy.head_params + untied.policy.hidden_size + 1
+    )
 
 
-@pytest.mark.parametrize(("settings", "ranks", "size"), [({}, 1, 8), ({"prompts_per_step": 3}, 2, 1)])
+@pytest.mark.parametrize(
+    ("settings", "ranks", "size"), [({}, 1, 8), ({"prompts_per_step": 3}, 2, 1)]
+)
 def test_a_micro_batch_is_the_runs_or_one_where_its_sizes_do_not_work(
     settings: dict[str, object], ranks: int, size: int
 ) -> None:

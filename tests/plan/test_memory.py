@@ -19,7 +19,9 @@ from ycore.plan.step_forecast import forecast
 
 CORE = Device("core", 24 * GIB, 4e11, 3e10, 1e10, "a test's", on_cpu=True)
 SMALL = model_facts("smollm2-135m")
-JOB = Job(SMALL, prompts_per_step=4, group_size=4, prompt_tokens=50, completion_tokens=64, max_tokens=64)
+JOB = Job(
+    SMALL, prompts_per_step=4, group_size=4, prompt_tokens=50, completion_tokens=64, max_tokens=64
+)
 WAY = Way(1, 2, "ddp", 16)
 
 
@@ -54,9 +56,9 @@ def test_a_teacher_in_the_trainer_is_held_whole_and_leaves_with_the_frozen_weigh
     assert trainer_states(taught, WAY)["teachers"] == JOB.policy.num_params * JOB.bytes_per_value
     assert activations(taught, WAY)["logits"] == 2 * activations(JOB, WAY)["logits"]
     memory, alone = trainer_memory(taught, WAY), trainer_memory(JOB, WAY)
-    assert memory.resting["optimizer"] > alone.resting["optimizer"] and memory.resting["weights"] == pytest.approx(
-        alone.resting["weights"]
-    )
+    assert memory.resting["optimizer"] > alone.resting["optimizer"] and memory.resting[
+        "weights"
+    ] == pytest.approx(alone.resting["weights"])
 
 
 def test_a_mixtures_tokens_pass_through_few_experts() -> None:
@@ -80,6 +82,8 @@ def test_the_sync_holds_one_whole_weight() -> None:
 
 
 def test_processes_add_up_over_ranks_and_engines() -> None:
-    one, two = (forecast(JOB, Way(ranks, 2, "ddp", 16 // ranks), Fleet(CORE, 2)) for ranks in (1, 2))
+    one, two = (
+        forecast(JOB, Way(ranks, 2, "ddp", 16 // ranks), Fleet(CORE, 2)) for ranks in (1, 2)
+    )
     assert one.phases["all at once"]["rollout"] == two.phases["all at once"]["rollout"]
     assert 1.5 < two.phases["all at once"]["trainer"] / one.phases["all at once"]["trainer"] < 2.2

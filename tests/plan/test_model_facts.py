@@ -43,10 +43,17 @@ def test_a_model_that_sees_is_counted_with_its_eyes(tmp_path: Path) -> None:
     weights = AutoModelForImageTextToText.from_pretrained(folder).state_dict()
     sizes = {name: weight.numel() for name, weight in weights.items() if name != "lm_head.weight"}
     assert facts.num_params == sum(sizes.values())
-    assert facts.eyes_params == sum(size for name, size in sizes.items() if "language_model" not in name)
+    assert facts.eyes_params == sum(
+        size for name, size in sizes.items() if "language_model" not in name
+    )
     assert facts.image_tokens == 4
     plain = facts_of(
-        {key: one for key, one in read_json(folder / "config.json").items() if key != "vision_config"}, name=""
+        {
+            key: one
+            for key, one in read_json(folder / "config.json").items()
+            if key != "vision_config"
+        },
+        name="",
     )
     assert (plain.eyes_params, plain.image_tokens) == (0, 0)
     config = RunConfig(model="m", dataset="d", rewards=[{"reward": "r"}], output="o")
@@ -71,9 +78,13 @@ def test_a_config_comes_from_a_file_or_a_folder(tmp_path: Path) -> None:
     assert by_folder.num_params == by_file.num_params == model_facts("qwen3-0.6b").num_params
 
 
-def test_a_cached_adapter_of_the_hub_is_read_by_its_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_adapter_of_the_hub_is_read_by_its_base(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    adapter, base = (tmp_path / f"models--me--{name}" / "snapshots" / "0123" for name in ("lora", "seeing"))
+    adapter, base = (
+        tmp_path / f"models--me--{name}" / "snapshots" / "0123" for name in ("lora", "seeing")
+    )
     for folder, file, settings in (
         (adapter, "adapter_config.json", {"base_model_name_or_path": "me/seeing"}),
         (base, "config.json", {"model_type": "llava", "vision_config": {}}),
@@ -88,12 +99,18 @@ def test_a_cached_adapter_of_the_hub_is_read_by_its_base(tmp_path: Path, monkeyp
 
 def test_a_text_model_inside_another_is_the_one_that_is_counted() -> None:
     config = known_config("Qwen3-0.6B")
-    assert facts_of({"text_config": config, "vision_config": {}}, name="x") == facts_of(config or {}, name="x")
+    assert facts_of({"text_config": config, "vision_config": {}}, name="x") == facts_of(
+        config or {}, name="x"
+    )
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [("{}", "needs num_attention_heads"), ("[]", "must hold a JSON object"), ("{", "cannot be read as JSON")],
+    [
+        ("{}", "needs num_attention_heads"),
+        ("[]", "must hold a JSON object"),
+        ("{", "cannot be read as JSON"),
+    ],
 )
 def test_a_config_without_sizes_is_refused(tmp_path: Path, content: str, said: str) -> None:
     (tmp_path / "config.json").write_text(content)

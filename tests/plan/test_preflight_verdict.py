@@ -42,10 +42,30 @@ def test_a_good_run_has_nothing_to_mend() -> None:
 
 
 STOPS = [
-    ("everything truncated", {"truncated": 1.0}, "100% of the completions are cut off", "--max-tokens 512"),
-    ("all rewards zero", {"equal": 1.0, "rewards": (0.0,) * 64}, "every reward is 0", "easier prompts"),
-    ("all rewards one", {"equal": 1.0, "rewards": (1.0,) * 64}, "every reward is 1", "harder prompts"),
-    ("equal in every group", {"equal": 1.0}, "differ between prompts but in no group", "--temperature"),
+    (
+        "everything truncated",
+        {"truncated": 1.0},
+        "100% of the completions are cut off",
+        "--max-tokens 512",
+    ),
+    (
+        "all rewards zero",
+        {"equal": 1.0, "rewards": (0.0,) * 64},
+        "every reward is 0",
+        "easier prompts",
+    ),
+    (
+        "all rewards one",
+        {"equal": 1.0, "rewards": (1.0,) * 64},
+        "every reward is 1",
+        "harder prompts",
+    ),
+    (
+        "equal in every group",
+        {"equal": 1.0},
+        "differ between prompts but in no group",
+        "--temperature",
+    ),
     (
         "a judge that never parses",
         {"judges": JudgeCount(calls=64, unreadable=64), "rewards": (), "masked": 1.0},
@@ -54,7 +74,11 @@ STOPS = [
     ),
     (
         "a wrong chat template",
-        {"template": TemplateCheck(problems=("it writes <|im_start|>, which this tokenizer does not have",))},
+        {
+            "template": TemplateCheck(
+                problems=("it writes <|im_start|>, which this tokenizer does not have",)
+            )
+        },
         "not this model's: it writes <|im_start|>",
         "chat_template.jinja",
     ),
@@ -71,12 +95,21 @@ STOPS = [
         "sync_every",
     ),
     ("other weights in the engine", {"logprob_gap": 2.0}, "differ by 2.00", "dtype"),
-    ("no reward at all", {"rewards": (), "masked": 1.0, "problems": {"mine: TypeError": 64}}, "mine: TypeError", "log"),
+    (
+        "no reward at all",
+        {"rewards": (), "masked": 1.0, "problems": {"mine: TypeError": 64}},
+        "mine: TypeError",
+        "log",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("change", "what", "mend"), [row[1:] for row in STOPS], ids=[row[0] for row in STOPS])
-def test_what_stops_a_run_is_named_with_its_mend(change: dict[str, object], what: str, mend: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "what", "mend"), [row[1:] for row in STOPS], ids=[row[0] for row in STOPS]
+)
+def test_what_stops_a_run_is_named_with_its_mend(
+    change: dict[str, object], what: str, mend: str
+) -> None:
     judged = verdict(replace(GOOD, **change))  # type: ignore[arg-type]
     assert not judged.learns
     assert judged.in_words.startswith("this run will not learn: ")
@@ -96,7 +129,9 @@ WARNS = [
 
 
 @pytest.mark.parametrize(("change", "what"), WARNS, ids=[what for _, what in WARNS])
-def test_what_slows_a_run_is_reported_and_does_not_stop_it(change: dict[str, object], what: str) -> None:
+def test_what_slows_a_run_is_reported_and_does_not_stop_it(
+    change: dict[str, object], what: str
+) -> None:
     judged = verdict(replace(GOOD, **change))  # type: ignore[arg-type]
     assert judged.learns and [finding.level for finding in judged.findings] == ["warns"]
     assert what in judged.in_words
@@ -136,7 +171,9 @@ def test_measurements_survive_json() -> None:
         (0.1, 16, 0.99),
     ],
 )
-def test_a_mask_of_whole_completions_keeps_less_of_longer_ones(spread: float, tokens: int, kept: float) -> None:
+def test_a_mask_of_whole_completions_keeps_less_of_longer_ones(
+    spread: float, tokens: int, kept: float
+) -> None:
     assert kept_share(spread, tokens=tokens, limit=3.0) == pytest.approx(kept, abs=0.005)
     assert kept_share(0.0, tokens=tokens, limit=3.0) == 1.0
 
@@ -144,8 +181,13 @@ def test_a_mask_of_whole_completions_keeps_less_of_longer_ones(spread: float, to
 def test_the_length_trap_is_told_before_the_run() -> None:
     trapped = replace(GOOD, mean_tokens=1024.0, max_tokens=8192, gap_spread=0.05, weight_limit=3.0)
     judged = verdict(trapped)
-    assert judged.learns and judged.findings[0].what.startswith("a completion of 1024 tokens keeps 45% of its gradient")
-    assert "one of 8192 keeps 2%" in judged.findings[0].what and "token_truncate" in judged.findings[0].mend
+    assert judged.learns and judged.findings[0].what.startswith(
+        "a completion of 1024 tokens keeps 45% of its gradient"
+    )
+    assert (
+        "one of 8192 keeps 2%" in judged.findings[0].what
+        and "token_truncate" in judged.findings[0].mend
+    )
     assert (
         not verdict(replace(trapped, weight_limit=None)).findings
         and not verdict(replace(GOOD, weight_limit=3.0)).findings

@@ -26,7 +26,9 @@ def of_size(num_params: float) -> ModelFacts:
     hidden = 1024
     layers = round(num_params / 12.6e6)
     facts = ModelFacts("sized", hidden, layers, 16, 16, 64, 2 * hidden, 32, tied=True)
-    return replace(facts, intermediate_size=round((num_params / layers - 4 * hidden**2) / 3 / hidden))
+    return replace(
+        facts, intermediate_size=round((num_params / layers - 4 * hidden**2) / 3 / hidden)
+    )
 
 
 @dataclass(frozen=True)
@@ -53,13 +55,17 @@ STATES = [
 ]
 
 
-@pytest.mark.parametrize("row", STATES, ids=[f"{r.num_params / 1e9:.1f}B {r.devices}x {r.sharding}" for r in STATES])
+@pytest.mark.parametrize(
+    "row", STATES, ids=[f"{r.num_params / 1e9:.1f}B {r.devices}x {r.sharding}" for r in STATES]
+)
 def test_model_states_are_those_published(row: States) -> None:
     facts = of_size(row.num_params)
     assert facts.num_params == pytest.approx(row.num_params, rel=0.01)
     job = Job(facts, lora_rank=None)
     parts = trainer_states(job, Way(row.devices, row.devices, row.sharding))
-    ours = sum(size for name, size in parts.items() if name != "copies")  # what the sources leave out
+    ours = sum(
+        size for name, size in parts.items() if name != "copies"
+    )  # what the sources leave out
     assert ours == pytest.approx(row.published, rel=row.within), row.source
 
 
@@ -91,13 +97,38 @@ SETTINGS = [
     Setting("Qwen/Qwen2.5-32B-Instruct", "H100", 4, True, True, _VERL),
     Setting("Qwen/Qwen2.5-72B-Instruct", "H100", 8, True, True, _VERL),
     Setting("Qwen/Qwen2.5-72B-Instruct", "H800", 32, False, True, _VERL),
-    Setting("Qwen/Qwen2.5-3B-Instruct", "H100", 1, False, True, "huggingface/trl#2927: one device of 80 GB is enough"),
-    Setting("Qwen/Qwen2.5-7B-Instruct", "H100", 4, False, False, "huggingface/trl#2927: out of memory", ("ddp",)),
-    Setting("Qwen/Qwen2.5-7B-Instruct", "H20", 4, False, False, "huggingface/trl#2972: at the second step", ("ddp",)),
+    Setting(
+        "Qwen/Qwen2.5-3B-Instruct",
+        "H100",
+        1,
+        False,
+        True,
+        "huggingface/trl#2927: one device of 80 GB is enough",
+    ),
+    Setting(
+        "Qwen/Qwen2.5-7B-Instruct",
+        "H100",
+        4,
+        False,
+        False,
+        "huggingface/trl#2927: out of memory",
+        ("ddp",),
+    ),
+    Setting(
+        "Qwen/Qwen2.5-7B-Instruct",
+        "H20",
+        4,
+        False,
+        False,
+        "huggingface/trl#2972: at the second step",
+        ("ddp",),
+    ),
 ]
 
 
-@pytest.mark.parametrize("row", SETTINGS, ids=[f"{r.model} {r.devices}x{r.device} {r.shardings[0]}" for r in SETTINGS])
+@pytest.mark.parametrize(
+    "row", SETTINGS, ids=[f"{r.model} {r.devices}x{r.device} {r.shardings[0]}" for r in SETTINGS]
+)
 def test_what_trained_elsewhere_fits_and_what_did_not_does_not(row: Setting) -> None:
     facts, fleet = model_facts(row.model), Fleet(DEVICES[row.device.lower()], row.devices)
     job = Job(facts, prompts_per_step=32, group_size=4, prompt_tokens=256, completion_tokens=400, max_tokens=512,
@@ -114,8 +145,12 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize(("model", "devices", "tokens", "published_s"), STEPS, ids=[row[0] for row in STEPS])
-def test_a_step_is_of_the_size_published(model: str, devices: int, tokens: int, published_s: float) -> None:
+@pytest.mark.parametrize(
+    ("model", "devices", "tokens", "published_s"), STEPS, ids=[row[0] for row in STEPS]
+)
+def test_a_step_is_of_the_size_published(
+    model: str, devices: int, tokens: int, published_s: float
+) -> None:
     """Theirs computes log-probabilities twice more, of old policy and reference; ours is a plan, so within twice."""
     fleet = Fleet(DEVICES["h100"], devices)
     job = Job(model_facts(model), prompts_per_step=64, group_size=32, prompt_tokens=100,

@@ -9,7 +9,14 @@ import pytest
 from ycore.errors import DataError
 from ycore.placement.allocator import Allocator
 from ycore.placement.load import Speed
-from ycore.placement.placement import JUDGE, REWARD_MODEL, ROLLOUT, Placement, SlotPool, parse_placement
+from ycore.placement.placement import (
+    JUDGE,
+    REWARD_MODEL,
+    ROLLOUT,
+    Placement,
+    SlotPool,
+    parse_placement,
+)
 from ycore.plan.comparison import Scenario, compare_recorded
 from ycore.plan.recording import Request, Seen, curve, recorded, requests_of
 from ycore.plan.simulation import Demand, Lengths, Machine, SimulatedRound, Workload
@@ -28,7 +35,9 @@ def record(words: str, *, tokens: bool = True) -> list[list[Request]]:
     allocator = Allocator(SlotPool(2, ROLES, dict.fromkeys(ROLES, 64)), parse_placement(words))
     rounds = []
     for number in range(4):
-        one = SimulatedRound([allocator], Machine(dict.fromkeys(ROLES, SPEED), {}), WORK.group_at, Demand(6))
+        one = SimulatedRound(
+            [allocator], Machine(dict.fromkeys(ROLES, SPEED), {}), WORK.group_at, Demand(6)
+        )
         one.position = 100 * number
         outcome = one.run()
         lanes = [lane for lane in outcome.lanes if lane.name != "swap"]
@@ -46,36 +55,64 @@ def record(words: str, *, tokens: bool = True) -> list[list[Request]]:
 
 def _requests(lanes: list, first: int, *, tokens: bool) -> list[Request]:  # type: ignore[type-arg]
     """Rollouts are numbered in the order they were asked, by matching lengths to lanes that began at 0."""
-    lengths = [one[ROLLOUT] for position in range(first, first + 6) for one in WORK.group_at(position).completions]
+    lengths = [
+        one[ROLLOUT]
+        for position in range(first, first + 6)
+        for one in WORK.group_at(position).completions
+    ]
     order = sorted(range(len(lengths)), key=lambda index: lengths[index])
-    rollouts = sorted((lane for lane in lanes if lane.name == ROLLOUT), key=lambda lane: lane.seconds)
+    rollouts = sorted(
+        (lane for lane in lanes if lane.name == ROLLOUT), key=lambda lane: lane.seconds
+    )
     numbered = [
-        Request(index, ROLLOUT, lane.slot, 0.0, lane.began, lane.began + lane.seconds, lengths[index] if tokens else 0)
+        Request(
+            index,
+            ROLLOUT,
+            lane.slot,
+            0.0,
+            lane.began,
+            lane.began + lane.seconds,
+            lengths[index] if tokens else 0,
+        )
         for index, lane in zip(order, rollouts, strict=True)
     ]
     judged = sorted((lane for lane in lanes if lane.name == JUDGE), key=lambda lane: lane.began)
     return numbered + [
-        Request(100 + number, JUDGE, lane.slot, lane.began, lane.began, lane.began + lane.seconds, 40 if tokens else 0)
+        Request(
+            100 + number,
+            JUDGE,
+            lane.slot,
+            lane.began,
+            lane.began,
+            lane.began + lane.seconds,
+            40 if tokens else 0,
+        )
         for number, lane in enumerate(judged)
     ]
 
 
 def _later(one: Request, seconds: float) -> Request:
-    return replace(one, queued=one.queued + seconds, began=one.began + seconds, ended=one.ended + seconds)
+    return replace(
+        one, queued=one.queued + seconds, began=one.began + seconds, ended=one.ended + seconds
+    )
 
 
 def test_speeds_are_found_again() -> None:
     recording = recorded(record("split:1:1"), group_size=4)
     for role in ROLES:
         for depth in (8, 16, 24):  # what it met; of one request alone the rounds say little
-            assert recording.speeds[role].step_s(depth) == pytest.approx(SPEED.step_s(depth), rel=0.05)
+            assert recording.speeds[role].step_s(depth) == pytest.approx(
+                SPEED.step_s(depth), rel=0.05
+            )
     assert len(recording.rounds) == 4 and all(len(groups) == 6 for groups in recording.rounds)
 
 
 @pytest.mark.parametrize("tokens", [True, False], ids=["tokens", "no tokens"])
 def test_the_recorded_placement_takes_as_long_as_it_took(tokens: bool) -> None:
     played = compare_recorded(record("split:1:1", tokens=tokens), SCENARIO)
-    (again,) = [result for result in played.results if result.placement == Placement("split", (1, 1))]
+    (again,) = [
+        result for result in played.results if result.placement == Placement("split", (1, 1))
+    ]
     assert played.recorded_s is not None
     assert again.seconds == pytest.approx(played.recorded_s, rel=0.1)
 
@@ -89,7 +126,9 @@ def test_groups_that_came_later_come_later_again() -> None:
 
 def test_scorers_come_in_the_same_order_in_every_process() -> None:
     roles = (ROLLOUT, REWARD_MODEL, JUDGE)
-    requests = [Request(number, role, 0, 0.0, float(number), 9.0, 5) for number, role in enumerate(roles)]
+    requests = [
+        Request(number, role, 0, 0.0, float(number), 9.0, 5) for number, role in enumerate(roles)
+    ]
     ((group,),) = recorded([requests], group_size=1).rounds
     assert [list(sizes) for sizes in group.completions] == [[ROLLOUT, JUDGE, REWARD_MODEL]]
 
@@ -106,14 +145,20 @@ def seen(*met: tuple[float, float]) -> list[Seen]:
 
 def test_points_are_what_was_met_and_lines_lie_between() -> None:
     recording = curve(LINE, seen((1, 0.05), (8, 0.06), (32, 0.14)))
-    assert [recording.step_s(depth) for depth in (1, 8, 20, 32)] == pytest.approx([0.05, 0.06, 0.10, 0.14])
+    assert [recording.step_s(depth) for depth in (1, 8, 20, 32)] == pytest.approx(
+        [0.05, 0.06, 0.10, 0.14]
+    )
 
 
 def test_beyond_the_ends_the_line_leads_on() -> None:
     recording = curve(LINE, seen((8, 0.06), (32, 0.14)))
-    assert recording.step_s(42) == pytest.approx(0.17) and recording.step_s(4) == pytest.approx(0.048)
+    assert recording.step_s(42) == pytest.approx(0.17) and recording.step_s(4) == pytest.approx(
+        0.048
+    )
     assert curve(LINE, seen((60, 0.2))).step_s(1) == pytest.approx(0.023)
-    assert curve(Speed(0.9, 0.003), seen((60, 0.2))).step_s(1) == pytest.approx(0.2), "never longer than when deeper"
+    assert curve(Speed(0.9, 0.003), seen((60, 0.2))).step_s(1) == pytest.approx(0.2), (
+        "never longer than when deeper"
+    )
 
 
 def test_requests_count_by_their_tokens_and_few_join_others() -> None:
@@ -133,7 +178,9 @@ def test_the_trace_of_live_slots_is_read_back(tmp_path: Path) -> None:
 
     async def play() -> None:
         slots = Slots(
-            2, allocator=Allocator(SlotPool(2, ROLES), parse_placement("split:1:1")), trace=TraceWriter(trace)
+            2,
+            allocator=Allocator(SlotPool(2, ROLES), parse_placement("split:1:1")),
+            trace=TraceWriter(trace),
         )
         async with slots.round():
             for role, tokens in ((ROLLOUT, 5), (JUDGE, 0)):

@@ -12,7 +12,14 @@ from ycore.plan.step_forecast import forecast
 
 CORE = Device("core", 24 * GIB, 4e11, 3e10, 1e10, "a test's", on_cpu=True)
 SEVEN = model_facts("Qwen/Qwen2.5-7B-Instruct")
-JOB = Job(SEVEN, prompts_per_step=64, group_size=8, prompt_tokens=256, completion_tokens=700, max_tokens=1024)
+JOB = Job(
+    SEVEN,
+    prompts_per_step=64,
+    group_size=8,
+    prompt_tokens=256,
+    completion_tokens=700,
+    max_tokens=1024,
+)
 EIGHT = Fleet(DEVICES["a100"], 8)
 
 
@@ -33,7 +40,9 @@ def test_a_judge_can_be_apart_or_on_the_same_devices() -> None:
     assert kinds == {"colocated", "split", "dynamic"}
     asleep_ways = [one for one in fitting if one.way.sleeps]
     best = {kind: min(one.step_s for one in asleep_ways if one.way.kind == kind) for kind in kinds}
-    assert best["dynamic"] <= best["colocated"], "slots that move in the middle of a round wait less"
+    assert best["dynamic"] <= best["colocated"], (
+        "slots that move in the middle of a round wait less"
+    )
     apart = next(one for one in asleep_ways if one.way.kind == "split")
     assert set(apart.phases) == {"train", "sync", "generate", "judge"}
     asleep = apart.phases["generate"]["judge"]
@@ -61,7 +70,9 @@ def test_what_fits_nowhere_comes_with_the_nearest_that_does() -> None:
 def test_two_changes_are_tried_where_one_is_not_enough() -> None:
     job = Job(model_facts("Qwen/Qwen2.5-72B-Instruct"), prompts_per_step=8, lora_rank=None)
     one = Fleet(DEVICES["a100"], 1)
-    assert [change.change for change in nearest(job, one, micro_batch=8)] == ["--devices 8x of the same and --lora"]
+    assert [change.change for change in nearest(job, one, micro_batch=8)] == [
+        "--devices 8x of the same and --lora"
+    ]
 
 
 def test_on_cores_every_process_counts_at_once() -> None:

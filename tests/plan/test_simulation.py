@@ -89,14 +89,19 @@ def test_one_slot_colocated_is_write_swap_judge() -> None:
     outcome = SimulatedRound([allocator], MACHINE, lambda position: alike(100, 50), Demand(4)).run()
     written, judged = 100 * SPEED.step_s(8), 50 * SPEED.step_s(8)
     assert written_s(outcome) == pytest.approx(written)
-    assert outcome.usage.seconds == pytest.approx(written + 3.0 + judged), "half of each role's swap"
+    assert outcome.usage.seconds == pytest.approx(written + 3.0 + judged), (
+        "half of each role's swap"
+    )
     assert outcome.usage.swaps == 1 and outcome.drawn == 4
     assert outcome.usage.idle_share == pytest.approx(0, abs=1e-9)
 
 
 def test_a_split_overlaps_and_never_swaps() -> None:
     outcome = SimulatedRound(
-        [Allocator(pool(2), parse_placement("split:1:1"))], MACHINE, lambda position: alike(100, 50), Demand(4)
+        [Allocator(pool(2), parse_placement("split:1:1"))],
+        MACHINE,
+        lambda position: alike(100, 50),
+        Demand(4),
     ).run()
     assert outcome.usage.swaps == 0
     assert outcome.usage.seconds == pytest.approx(100 * SPEED.step_s(8) + 50 * SPEED.step_s(8))
@@ -109,7 +114,9 @@ def test_groups_that_cannot_teach_are_replaced_by_the_live_rules() -> None:
 
     def group_at(position: int) -> SimulatedGroup:
         asked.append(position)
-        return SimulatedGroup(({ROLLOUT: 10.0, JUDGE: 1.0},) * 2, teaches=teaches.get(position, True))
+        return SimulatedGroup(
+            ({ROLLOUT: 10.0, JUDGE: 1.0},) * 2, teaches=teaches.get(position, True)
+        )
 
     outcome = SimulatedRound([Allocator(pool(2))], MACHINE, group_at, Demand(3, dynamic=True)).run()
     assert outcome.drawn == len(asked) >= 4 and asked == list(range(len(asked)))
@@ -125,7 +132,14 @@ def test_groups_that_cannot_teach_are_replaced_by_the_live_rules() -> None:
 def test_the_same_rounds_under_the_same_placement_are_the_same() -> None:
     work = Workload(Lengths(200, 0.8, 1000), {JUDGE: 80}, group_size=4, teach_share=0.7, seed=3)
     twice = [
-        simulate(DYNAMIC, pool(3), MACHINE, lambda number: work.group_at, Demand(6, dynamic=True), num_rounds=3)
+        simulate(
+            DYNAMIC,
+            pool(3),
+            MACHINE,
+            lambda number: work.group_at,
+            Demand(6, dynamic=True),
+            num_rounds=3,
+        )
         for _ in range(2)
     ]
     assert [one.usage for one in twice[0].rounds] == [one.usage for one in twice[1].rounds]
@@ -146,12 +160,22 @@ def test_machines_share_a_round_and_learn_the_same() -> None:
         num_rounds=3, num_machines=3, ranks=4,
     )  # fmt: skip
     for outcome in told.rounds:
-        assert len(outcome.usage.busy_s) == 12 and {lane.slot for lane in outcome.lanes} == set(range(12))
+        assert len(outcome.usage.busy_s) == 12 and {lane.slot for lane in outcome.lanes} == set(
+            range(12)
+        )
         assert outcome.drawn >= 24
     alone = simulate(
-        DYNAMIC, pool(4), MACHINE, lambda number: work.group_at, Demand(8, dynamic=True), num_rounds=3, ranks=4
+        DYNAMIC,
+        pool(4),
+        MACHINE,
+        lambda number: work.group_at,
+        Demand(8, dynamic=True),
+        num_rounds=3,
+        ranks=4,
     )
-    assert told.seconds == pytest.approx(alone.seconds, rel=0.35), "a third of the groups on a third of the slots"
+    assert told.seconds == pytest.approx(alone.seconds, rel=0.35), (
+        "a third of the groups on a third of the slots"
+    )
 
 
 def test_a_slot_with_several_engines_is_as_fast_as_all_of_them() -> None:
@@ -159,7 +183,10 @@ def test_a_slot_with_several_engines_is_as_fast_as_all_of_them() -> None:
     machine = Machine({ROLLOUT: of_engines(SPEED, 4), JUDGE: SPEED}, {})
     block = SlotPool(1, ROLES, {ROLLOUT: 256, JUDGE: 64}, exclusive=True)
     outcome = SimulatedRound(
-        [Allocator(block, parse_placement("colocated"))], machine, lambda position: alike(100, 50), Demand(20)
+        [Allocator(block, parse_placement("colocated"))],
+        machine,
+        lambda position: alike(100, 50),
+        Demand(20),
     ).run()
     assert written_s(outcome) == pytest.approx(100 * SPEED.step_s(10))
     assert outcome.usage.seconds == pytest.approx(100 * SPEED.step_s(10) + 50 * SPEED.step_s(40))

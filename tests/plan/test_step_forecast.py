@@ -8,7 +8,9 @@ from ycore.plan.model_facts import model_facts
 from ycore.plan.step_forecast import as_it_was, compare, figures_of, forecast
 
 CORE = Device("core", 24 * GIB, 4e11, 3e10, 1e10, "a test's", on_cpu=True)
-JOB = Job(model_facts("smollm2-135m"), prompts_per_step=4, group_size=4, prompt_tokens=256, max_tokens=64)
+JOB = Job(
+    model_facts("smollm2-135m"), prompts_per_step=4, group_size=4, prompt_tokens=256, max_tokens=64
+)
 WAY = Way(1, 2, micro_batch=16)
 CORES = Fleet(CORE, 2)
 METRICS = [
@@ -42,7 +44,9 @@ def test_each_role_and_phase_is_compared_once() -> None:
 
 def test_what_was_planned_before_is_kept_beside_the_runs_own_lengths() -> None:
     before = figures_of(forecast(JOB, WAY, CORES))
-    (row,) = compare(JOB, WAY, CORES, peaks={}, metrics=[{"step": 1, "ycore/time/step": 3.0}], before=before)
+    (row,) = compare(
+        JOB, WAY, CORES, peaks={}, metrics=[{"step": 1, "ycore/time/step": 3.0}], before=before
+    )
     assert (row.planned, row.planned_before) == (before["time/step"], before["time/step"])
     rows = compare(JOB, WAY, CORES, peaks={"trainer": GIB}, metrics=METRICS, before=before)
     assert [row.planned_before for row in rows] == [before[row.what] for row in rows]

@@ -19,7 +19,9 @@ def test_a_step_by_hand() -> None:
     """One completion of 10 tokens and one of 30 on two slots, a second a token; training takes 8 s on both."""
     lengths = [[10.0], [30.0]]
     steps = Steps(Speed(1.0, 0.0), num_slots=2, need=2, train_s=8.0, swap_s=2.0, num_steps=4)
-    now, carried, divided, ahead, _ = compare_tails(steps, lambda at: lengths[at % 2], oversample=2.0)
+    now, carried, divided, ahead, _ = compare_tails(
+        steps, lambda at: lengths[at % 2], oversample=2.0
+    )
     assert now.seconds == 30 + 8 + 2 and now.tokens == 20
     assert divided.seconds == 30 + 16 and divided.rolling == 1
     assert ahead.seconds == 30
@@ -45,7 +47,9 @@ def test_drafts_pay_where_few_requests_are_in_flight() -> None:
     """By hand for one request; off where a pass is bound by arithmetic, and where nothing is accepted."""
     one = Drafting(1.0, 0.25, num_drafted=1, accepted=0.5)
     assert one.step_s(1) == (1 + 0.25 * 2) / 1.5 and one.step_s(100) == Speed(1.0, 0.25).step_s(100)
-    named = {way.name: way for way in compare_tails(LONG, lognormal, oversample=1.5, drafts=(4, 0.5))}
+    named = {
+        way.name: way for way in compare_tails(LONG, lognormal, oversample=1.5, drafts=(4, 0.5))
+    }
     assert 0.4 < named["engine.drafts=4"].seconds / named["as it is"].seconds < 1
     assert named["engine.drafts=4"].tokens == named["as it is"].tokens
     useless = compare_tails(LONG, lognormal, oversample=1.5, drafts=(4, 0.0))

@@ -11,7 +11,9 @@ from ycore.plan.memory import activations, micro_batch_tokens, trainer_states
 from ycore.plan.model_facts import model_facts
 
 H100 = DEVICES["h100"]
-JOB = Job(model_facts("Qwen/Qwen2.5-7B-Instruct"), prompts_per_step=32, prompt_tokens=256, max_tokens=512)
+JOB = Job(
+    model_facts("Qwen/Qwen2.5-7B-Instruct"), prompts_per_step=32, prompt_tokens=256, max_tokens=512
+)
 WAY = Way(8, 8, "zero2", 8)
 
 
@@ -34,13 +36,19 @@ def test_a_critic_costs_up_to_two_passes_and_a_half_with_adapters() -> None:
 
 def test_sharded_weights_are_gathered_in_every_pass() -> None:
     full = replace(JOB, lora_rank=None)
-    assert timing.gather_s(full, replace(WAY, sharding="zero3"), H100) > timing.gather_s(full, WAY, H100) > 0
+    assert (
+        timing.gather_s(full, replace(WAY, sharding="zero3"), H100)
+        > timing.gather_s(full, WAY, H100)
+        > 0
+    )
     assert timing.gather_s(full, replace(WAY, ranks=1), H100) == 0
 
 
 def test_a_full_batch_decodes_more_tokens_a_second_than_one_sequence() -> None:
     def step(sequences: float) -> float:
-        return timing.Serving(JOB.policy, H100, 2, tensor_parallel=1).decode_step_s(sequences, context=512)
+        return timing.Serving(JOB.policy, H100, 2, tensor_parallel=1).decode_step_s(
+            sequences, context=512
+        )
 
     assert 64 / step(64) > 20 / step(1)
     # One sequence reads every weight once: 15 GB at 3.35 TB/s are 4.5 ms, and no device is faster than its memory.
@@ -74,7 +82,10 @@ def test_a_published_swap_is_met() -> None:
 
 def test_states_are_cut_up_as_zero_says() -> None:
     full = replace(JOB, lora_rank=None)
-    states = {name: trainer_states(full, replace(WAY, sharding=name)) for name in ("zero1", "zero2", "zero3")}
+    states = {
+        name: trainer_states(full, replace(WAY, sharding=name))
+        for name in ("zero1", "zero2", "zero3")
+    }
     assert states["zero1"]["gradients"] == 8 * states["zero2"]["gradients"]
     assert states["zero2"]["weights"] == 8 * states["zero3"]["weights"]
     assert states["zero1"]["optimizer"] == states["zero3"]["optimizer"]

@@ -64,16 +64,25 @@ def drawn(chance: random.Random) -> tuple[dict[str, Any], str]:
     }
     config |= {"lora": None} if chance.random() < 0.3 else {}
     config |= {"dtype": "float32"} if chance.random() < 0.2 else {}
-    config |= {"accelerate": chance.choice(["ddp", "zero2", "zero3"])} if chance.random() < 0.2 else {}
+    config |= (
+        {"accelerate": chance.choice(["ddp", "zero2", "zero3"])} if chance.random() < 0.2 else {}
+    )
     if chance.random() < 0.4:
         config["rewards"] = [{"reward": "judge:cheerful", "args": {"model": chance.choice(models)}}]
-    kind = chance.choice([*(f"{row.name}" for row in DEVICES.values()), "24GB", "80GB", "cpu", "cpu"])
+    kind = chance.choice(
+        [*(f"{row.name}" for row in DEVICES.values()), "24GB", "80GB", "cpu", "cpu"]
+    )
     return config, f"{chance.choice([1, 2, 3, 4, 5, 6, 8, 8, 16])}x{kind}"
 
 
 def config_with(keys: dict[str, Any]) -> RunConfig:
     return RunConfig.model_validate(
-        {"dataset": "task:addition", "rewards": [{"reward": "exact_answer"}], "output": "runs/planned"} | keys
+        {
+            "dataset": "task:addition",
+            "rewards": [{"reward": "exact_answer"}],
+            "output": "runs/planned",
+        }
+        | keys
     )
 
 
@@ -98,12 +107,16 @@ def check_as_launched(line: str, way: Way, made: Plan, monkeypatch: pytest.Monke
     check_run(config, site, vllm=True)
     models, slots, _ = arrange(config, site, facts_here)
     if not fleet.device.on_cpu and len(models) <= 2:
-        assert [one.width for one in models] == [way.tensor_parallel, way.judge_tensor_parallel][: len(models)], line
+        assert [one.width for one in models] == [way.tensor_parallel, way.judge_tensor_parallel][
+            : len(models)
+        ], line
     assert (site.layout.world, len(slots)) == (way.ranks, way.slots), line
     assert way.ranks == 1 or site.layout.sharding == way.sharding, line
     batch = derive_batch(config, world_size=site.layout.world, on_cpu=fleet.device.on_cpu)
     assert batch.per_device_train_batch_size == way.micro_batch, line
-    assert config.trl.get("gradient_checkpointing", not fleet.device.on_cpu) == way.checkpointing, line
+    assert config.trl.get("gradient_checkpointing", not fleet.device.on_cpu) == way.checkpointing, (
+        line
+    )
     assert (config.lora is None) == (job.lora_rank is None) and config.max_tokens == job.max_tokens
     assert config.trl["learning_rate"] == 3e-6
     if job.judge is not None:
@@ -118,7 +131,9 @@ def test_every_way_of_hundreds_of_plans_can_be_run(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(search, "nearest", lambda *settings, **more: [])
     monkeypatch.setattr(search, "_smaller_model", lambda *settings: [])
     monkeypatch.setattr(search, "usable_cores", lambda: range(16))
-    monkeypatch.setattr(sources, "parse_yaml", lambda text, **more: dict(parsed(text)))  # one file, hundreds of times
+    monkeypatch.setattr(
+        sources, "parse_yaml", lambda text, **more: dict(parsed(text))
+    )  # one file, hundreds of times
     chance, counts = random.Random(0), Counter[str]()
     for _ in range(JOBS):
         keys, devices = drawn(chance)
@@ -146,7 +161,9 @@ def test_every_way_of_hundreds_of_plans_can_be_run(monkeypatch: pytest.MonkeyPat
 
 def test_a_command_has_what_differs_from_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     config = resolve(
-        recipe=load_recipe("gsm8k-dapo"), sets=["lora.r=4", "system_prompt=one 'two'"], run_name="gsm8k-dapo"
+        recipe=load_recipe("gsm8k-dapo"),
+        sets=["lora.r=4", "system_prompt=one 'two'"],
+        run_name="gsm8k-dapo",
     )
     assert isinstance(config, RunConfig)
     made = make_plan(config, devices="4xH100", check=check_described)
@@ -163,17 +180,27 @@ def test_ways_over_several_devices_are_listed_with_their_widths() -> None:
     made = planned({"model": "Qwen/Qwen2.5-72B-Instruct", "prompts_per_step": 64}, "8xB200")
     assert not made.refused
     assert {one.way.tensor_parallel for one in made.fitting} >= {2, 4, 8}
-    judged = {"rewards": [{"reward": "judge:cheerful", "args": {"model": "Qwen/Qwen2.5-72B-Instruct"}}]}
+    judged = {
+        "rewards": [{"reward": "judge:cheerful", "args": {"model": "Qwen/Qwen2.5-72B-Instruct"}}]
+    }
     keys = {"model": "Qwen/Qwen2.5-7B-Instruct", "prompts_per_step": 64} | judged
     made = planned(keys, "8xH100")
-    one = next(one for one in made.fitting if (one.way.tensor_parallel, one.way.judge_tensor_parallel) == (1, 4))
-    line = command._command(replace(made, first=config_of(config_with(keys), made.job, one, made.fleet)), None)
+    one = next(
+        one
+        for one in made.fitting
+        if (one.way.tensor_parallel, one.way.judge_tensor_parallel) == (1, 4)
+    )
+    line = command._command(
+        replace(made, first=config_of(config_with(keys), made.job, one, made.fleet)), None
+    )
     assert line is not None
     assert "engine.tensor_parallel=1" in line and "rewards.0.args.tensor_parallel=4" in line
 
 
 def test_a_declared_width_is_kept() -> None:
-    made = planned({"model": "Qwen/Qwen2.5-7B-Instruct", "engine": {"tensor_parallel": 2}}, "4xH100")
+    made = planned(
+        {"model": "Qwen/Qwen2.5-7B-Instruct", "engine": {"tensor_parallel": 2}}, "4xH100"
+    )
     assert {one.way.tensor_parallel for one in made.fitting} == {2}
     assert {why for _, why in made.refused} == {"engine.tensor_parallel is 2"}
 

@@ -10,12 +10,17 @@ def test_both_readers_read_digits_that_they_have_not_seen() -> None:
     pillow = pytest.importorskip("PIL.Image")
     found = load_digits()
     rows = np.random.default_rng(0).permutation(len(found.target))[1400:]
-    images = [pillow.fromarray((picture * 255 / 16).round().astype(np.uint8)) for picture in found.images[rows]]
+    images = [
+        pillow.fromarray((picture * 255 / 16).round().astype(np.uint8))
+        for picture in found.images[rows]
+    ]
     labels = found.target[rows].tolist()
     assert np.mean(digits.hits(images, labels)) > 0.97
     assert np.mean(digits.judge(images, labels)) > 0.97
     wrong = [(label + 1) % 10 for label in labels]
-    assert np.mean(digits.hits(images, wrong)) < 0.02 and np.mean(digits.judge(images, wrong)) < 0.02
+    assert (
+        np.mean(digits.hits(images, wrong)) < 0.02 and np.mean(digits.judge(images, wrong)) < 0.02
+    )
 
 
 def test_thrift_is_for_ink_that_is_not_there() -> None:

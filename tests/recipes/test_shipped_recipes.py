@@ -15,7 +15,9 @@ FROM_EXAMPLES = [
 ]
 
 
-@pytest.mark.parametrize("name", [entry.name for entry in list_recipes() if entry.command == "grpo"])
+@pytest.mark.parametrize(
+    "name", [entry.name for entry in list_recipes() if entry.command == "grpo"]
+)
 def test_the_recipe_is_a_whole_run(name: str) -> None:
     config = resolve(recipe=load_recipe(name), run_name=name)
     assert config.output == f"runs/{name}"
@@ -33,11 +35,19 @@ def test_the_recipe_of_a_trainer_without_rollouts_is_a_whole_run(entry: RecipeEn
 
 
 def test_a_recipe_is_for_its_own_command() -> None:
-    with pytest.raises(ConfigError, match="hh-dpo is for `ycore dpo`, not sft; say ycore dpo --recipe hh-dpo"):
+    with pytest.raises(
+        ConfigError, match="hh-dpo is for `ycore dpo`, not sft; say ycore dpo --recipe hh-dpo"
+    ):
         load_recipe("hh-dpo", command="sft")
     assert load_recipe("quickstart", command="rloo") == load_recipe("quickstart", command="eval")
 
 
 def test_every_recipe_file_is_shipped_and_has_a_description() -> None:
-    assert {entry.name for entry in list_recipes()} >= {"quickstart", "gsm8k-grpo", "sft-chat", "hh-dpo", "hh-reward"}
+    assert {entry.name for entry in list_recipes()} >= {
+        "quickstart",
+        "gsm8k-grpo",
+        "sft-chat",
+        "hh-dpo",
+        "hh-reward",
+    }
     assert all(entry.description for entry in list_recipes())

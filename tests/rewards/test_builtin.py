@@ -128,8 +128,12 @@ def test_format(completion: str, settings: dict[str, Any], expected: float) -> N
     assert score("format", completion, **settings) == expected
 
 
-@pytest.mark.parametrize(("num_words", "expected"), [(0, 0.0), (5, 0.5), (10, 1.0), (15, 0.5), (20, 0.0), (99, 0.0)])
-def test_length_is_one_at_its_target_and_falls_off_on_both_sides(num_words: int, expected: float) -> None:
+@pytest.mark.parametrize(
+    ("num_words", "expected"), [(0, 0.0), (5, 0.5), (10, 1.0), (15, 0.5), (20, 0.0), (99, 0.0)]
+)
+def test_length_is_one_at_its_target_and_falls_off_on_both_sides(
+    num_words: int, expected: float
+) -> None:
     assert score("length", "word " * num_words, target=10) == pytest.approx(expected)
 
 
@@ -147,13 +151,22 @@ def test_repetition(completion: str, settings: dict[str, Any], expected: float) 
     assert score("repetition", completion, **settings) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("num_tokens", "expected"), [(1, 0), (80, 0), (90, -0.5), (100, -1), (150, -1)])
+@pytest.mark.parametrize(
+    ("num_tokens", "expected"), [(1, 0), (80, 0), (90, -0.5), (100, -1), (150, -1)]
+)
 def test_overlong_is_dapos_equation(num_tokens: int, expected: float) -> None:
     reward = score("overlong", "text", ids=[0] * num_tokens, max_tokens=100, cache_tokens=20)
     assert reward == pytest.approx(expected)
 
 
-HOSTILE = ["1" * 50_000 + "!", "1," * 20_000, "<answer>" * 20_000, "<think>" * 20_000, "((((" * 10_000, "1 " * 20_000]
+HOSTILE = [
+    "1" * 50_000 + "!",
+    "1," * 20_000,
+    "<answer>" * 20_000,
+    "<think>" * 20_000,
+    "((((" * 10_000,
+    "1 " * 20_000,
+]
 
 
 @pytest.mark.timeout(20)
@@ -169,7 +182,9 @@ def gym_row(task: str) -> dict[str, Any]:
     return {"gym_task": task, "gym_entry": json.dumps(entry), "answer": entry["answer"]}
 
 
-@pytest.mark.parametrize("task", ["chain_sum", *sorted(EVALUATED_LISTS), "polynomial_multiplication"])
+@pytest.mark.parametrize(
+    "task", ["chain_sum", *sorted(EVALUATED_LISTS), "polynomial_multiplication"]
+)
 def test_gym_rewards_the_right_answer_of_a_task(task: str) -> None:
     row = gym_row(task)
     assert score("gym", f"<answer>{row['answer']}</answer>", **row) == 1.0
@@ -193,7 +208,11 @@ def test_gym_never_lets_a_completion_run_code(task: str, tmp_path: Any) -> None:
 def test_every_gym_task_that_evaluates_text_is_known() -> None:
     factory = pytest.importorskip("reasoning_gym.factory")
     evaluates = re.compile(r"(?<![\w.])eval\(|parse_expr\(|sympify\(|\bexec\(")
-    found = {name for name, (task, _) in factory.DATASETS.items() if evaluates.search(inspect.getsource(task))}
+    found = {
+        name
+        for name, (task, _) in factory.DATASETS.items()
+        if evaluates.search(inspect.getsource(task))
+    }
     assert found == EVALUATED_LISTS | EVALUATED_FORMULAS | EVALUATES_ONLY_ITS_OWN_TEXT
 
 
@@ -211,7 +230,9 @@ def test_every_gym_task_that_evaluates_text_is_known() -> None:
         ("<think>7</think> 8", "work #### 8", {}, 1.0),
     ],
 )
-def test_numeric_answer(completion: str, answer: str, settings: dict[str, Any], expected: float | None) -> None:
+def test_numeric_answer(
+    completion: str, answer: str, settings: dict[str, Any], expected: float | None
+) -> None:
     assert BUILTIN["numeric_answer"]([""], [completion], answer=[answer], **settings) == [expected]
 
 
@@ -227,7 +248,9 @@ def test_similarity_by_hand() -> None:
 def test_word_order_counts_for_similarity_from_two_words_on() -> None:
     assert similarity([""] * 2, ["a b c", "c b a"]) == [1.0, 1.0]
     assert similarity([""] * 2, ["a b c", "c b a"], n=2) == [0.0, 0.0]
-    assert similarity([""] * 2, ["7", "7"], n=2) == [1.0, 1.0], "an answer shorter than n words is one gram"
+    assert similarity([""] * 2, ["7", "7"], n=2) == [1.0, 1.0], (
+        "an answer shorter than n words is one gram"
+    )
 
 
 def test_similarity_compares_only_the_answers() -> None:
@@ -245,8 +268,12 @@ def test_similarity_wants_n_of_at_least_one() -> None:
         similarity([""] * 2, ["a", "b"], n=0)
 
 
-@given(st.lists(st.text("ab ", max_size=8), min_size=2, max_size=6), st.randoms(use_true_random=False))
-def test_similarity_follows_its_completion_through_any_order(texts: list[str], chance: random.Random) -> None:
+@given(
+    st.lists(st.text("ab ", max_size=8), min_size=2, max_size=6), st.randoms(use_true_random=False)
+)
+def test_similarity_follows_its_completion_through_any_order(
+    texts: list[str], chance: random.Random
+) -> None:
     order = list(range(len(texts)))
     chance.shuffle(order)
     straight = similarity([""] * len(texts), texts)
@@ -278,7 +305,9 @@ def test_reference_probability_by_hand() -> None:
     reasoned, bare = [math.log(0.5), math.log(0.25)], [math.log(0.125)] * 2
     assert reference_reward(reasoned, None) == pytest.approx(0.375)
     assert reference_reward(reasoned, bare) == pytest.approx(0.25)
-    assert reference_reward(bare, reasoned) == 0.0, "reasoning that makes it less likely earns nothing"
+    assert reference_reward(bare, reasoned) == 0.0, (
+        "reasoning that makes it less likely earns nothing"
+    )
 
 
 @given(LOGPROBS, LOGPROBS)
@@ -295,14 +324,24 @@ def test_reference_probability_is_checked_before_the_run() -> None:
     with pytest.raises(RewardError, match=r"needs the column 'answer', .* --answer-column"):
         check_reward(RewardConfig(reward="reference_probability"), ["solution"])
     with pytest.raises(RewardError, match="it takes debias, bridge"):
-        check_reward(RewardConfig(reward="reference_probability", args={"debiased": True}), ["answer"])
+        check_reward(
+            RewardConfig(reward="reference_probability", args={"debiased": True}), ["answer"]
+        )
     with pytest.raises(RewardError, match="did you mean 'reference_probability'"):
         check_reward(RewardConfig(reward="reference_probabilty"), ["answer"])
 
 
 INSTRUCTED = {
-    "instruction_id_list": ["punctuation:no_comma", "keywords:frequency", "language:response_language"],
-    "kwargs": [{"keyword": None}, {"keyword": "sun", "frequency": 2, "relation": "at least"}, {"language": "en"}],
+    "instruction_id_list": [
+        "punctuation:no_comma",
+        "keywords:frequency",
+        "language:response_language",
+    ],
+    "kwargs": [
+        {"keyword": None},
+        {"keyword": "sun", "frequency": 2, "relation": "at least"},
+        {"language": "en"},
+    ],
 }
 
 
@@ -328,17 +367,28 @@ def without_sentences(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     ],
 )
 def test_ifeval_counts_the_instructions_that_are_followed(
-    without_sentences: Any, tmp_path: Path, completion: str, strict: float, loose: float, share: float
+    without_sentences: Any,
+    tmp_path: Path,
+    completion: str,
+    strict: float,
+    loose: float,
+    share: float,
 ) -> None:
-    (tmp_path / "tokenizers/punkt_tab/english").mkdir(parents=True)  # these instructions read no sentences
+    (tmp_path / "tokenizers/punkt_tab/english").mkdir(
+        parents=True
+    )  # these instructions read no sentences
     without_sentences.path.append(str(tmp_path))
     for name, expected in (("strict", strict), ("loose", loose), ("share", share)):
-        assert score("ifeval", completion, **INSTRUCTED, score=name) == pytest.approx(expected), name
+        assert score("ifeval", completion, **INSTRUCTED, score=name) == pytest.approx(expected), (
+            name
+        )
     assert score("ifeval", completion, instruction_id_list=[], kwargs=[]) is None
 
 
 def test_ifeval_says_before_a_run_what_it_needs(without_sentences: Any) -> None:
-    with pytest.raises(RewardError, match=r"sentences is not in .*nltk_data; fetch it once: .*nltk\.downloader -d"):
+    with pytest.raises(
+        RewardError, match=r"sentences is not in .*nltk_data; fetch it once: .*nltk\.downloader -d"
+    ):
         load_reward(RewardConfig(reward="ifeval"))
     with pytest.raises(RewardError, match="score must be strict, loose or share: 'all'"):
         load_reward(RewardConfig(reward="ifeval", args={"score": "all"}))

@@ -63,14 +63,18 @@ def test_extraction_is_linear_in_the_text() -> None:
 def test_a_block_with_the_function_follows_the_prompts_imports_and_helpers() -> None:
     tests = row_tests(row(PROMPT, test=CHECK, entry_point="area"), SETTINGS)
     assert isinstance(tests, Exam) and tests.given == PROMPT
-    program = program_of("Sure:\n```python\ndef area(r):\n    return math.pi * helper(r)\n```", tests)
+    program = program_of(
+        "Sure:\n```python\ndef area(r):\n    return math.pi * helper(r)\n```", tests
+    )
     assert program.startswith("import math") and program.count("def area") == 1
     compile(program, "", "exec")
 
 
 def test_any_other_text_continues_the_prompt_up_to_the_functions_end() -> None:
     tests = row_tests(row(PROMPT, test=CHECK, entry_point="area"), SETTINGS)
-    program = program_of("    if r:\n        return 1\n\n    return 2\nprint('done')\n    return 3\n", tests)
+    program = program_of(
+        "    if r:\n        return 1\n\n    return 2\nprint('done')\n    return 3\n", tests
+    )
     assert program == PROMPT + "    if r:\n        return 1\n\n    return 2\n"
 
 
@@ -87,13 +91,23 @@ def test_a_prompt_in_a_chat_is_found_in_its_block_too() -> None:
         ({"tests": '["assert f(1) == 2"]'}, Exam(("assert f(1) == 2",))),
         ({"tests": "assert f(1) == 2\n"}, Exam(("assert f(1) == 2\n",))),
         (
-            {"test_list": ["assert f(1)"], "test_imports": ["import math"], "test_setup_code": "x = 1"},
+            {
+                "test_list": ["assert f(1)"],
+                "test_imports": ["import math"],
+                "test_setup_code": "x = 1",
+            },
             Exam(("assert f(1)",), ("import math", "x = 1")),
         ),
         ({"tests": [{"input": "1\n", "output": "2\n"}]}, Pairs((("1\n", "2\n"),))),
         ({"tests": {"inputs": ["1"], "outputs": ["2"]}}, Pairs((("1", "2"),))),
-        ({"tests": [{"input": [1, 2], "output": 3}], "entry_point": "f"}, Exam(entry_point="f", calls=(([1, 2], 3),))),
-        ({"tests": [{"input": "[1]", "output": "[1]"}], "fn_name": "f"}, Exam(entry_point="f", calls=(([1], [1]),))),
+        (
+            {"tests": [{"input": [1, 2], "output": 3}], "entry_point": "f"},
+            Exam(entry_point="f", calls=(([1, 2], 3),)),
+        ),
+        (
+            {"tests": [{"input": "[1]", "output": "[1]"}], "fn_name": "f"},
+            Exam(entry_point="f", calls=(([1], [1]),)),
+        ),
         (
             {"tests": json.dumps({"inputs": [[1], 5], "outputs": ["a", None], "fn_name": "g"})},
             Exam(entry_point="g", calls=(([1], "a"), ([5], None))),
@@ -121,13 +135,16 @@ def test_shapes_of_tests(columns: dict[str, Any], tests: Exam | Pairs) -> None:
 )
 def test_malformed_tests_are_refused_with_their_row(columns: dict[str, Any], problem: str) -> None:
     with pytest.raises(RewardError, match="row 4, counted from 0") as refused:
-        check_tests(RewardConfig(reward="code"), list(columns), [row(tests=["assert f(0)"]), row(**columns)])
+        check_tests(
+            RewardConfig(reward="code"), list(columns), [row(tests=["assert f(0)"]), row(**columns)]
+        )
     assert problem in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_a_dataset_without_tests_is_refused() -> None:
     with pytest.raises(
-        RewardError, match=r"needs a column with tests .tests or test_list or test., and the dataset has answer"
+        RewardError,
+        match=r"needs a column with tests .tests or test_list or test., and the dataset has answer",
     ):
         check_tests(RewardConfig(reward="code"), ["answer"], [])
     with pytest.raises(RewardError, match=r"needs a column with tests .*checks"):
@@ -149,7 +166,9 @@ def test_wrong_settings_are_one_line(args: dict[str, Any], problem: str) -> None
 
 def test_a_package_that_is_not_installed_is_refused() -> None:
     with pytest.raises(RewardError, match="'no_such_package' is not installed"):
-        check_tests(RewardConfig(reward="code", args={"packages": ["no_such_package"]}), ["tests"], [])
+        check_tests(
+            RewardConfig(reward="code", args={"packages": ["no_such_package"]}), ["tests"], []
+        )
 
 
 @pytest.mark.parametrize(
@@ -164,7 +183,9 @@ def test_a_package_that_is_not_installed_is_refused() -> None:
         ((), True, 0.0, False),
     ],
 )
-def test_what_a_verdict_is_worth(units: tuple[bool | None, ...], ended: bool, share: float, passed: bool) -> None:
+def test_what_a_verdict_is_worth(
+    units: tuple[bool | None, ...], ended: bool, share: float, passed: bool
+) -> None:
     verdict = Verdict("ok", "ready", units=units, ended=ended)
     assert (share_passed(verdict), passes_all(verdict)) == (share, passed)
 

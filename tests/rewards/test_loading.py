@@ -67,7 +67,9 @@ def test_a_persons_function_is_found_with_its_arguments_bound(folder: Path, sour
 
 
 def test_a_module_that_makes_its_names_on_demand_works(folder: Path) -> None:
-    (folder / "lazy_module.py").write_text("def __getattr__(name):\n    return lambda completions: [name]\n")
+    (folder / "lazy_module.py").write_text(
+        "def __getattr__(name):\n    return lambda completions: [name]\n"
+    )
     assert str(import_function("lazy_module:anything")(completions=["a"])) == "['anything']"
 
 
@@ -79,7 +81,11 @@ def test_a_module_that_makes_its_names_on_demand_works(folder: Path) -> None:
         ("my_rewards.plain", {}, "package.module:function"),
         ("length", {"taget": 3}, "no argument 'taget'; did you mean 'target'"),
         ("exact_answer", {"answer": ["1"]}, "no argument 'answer'; it takes none"),
-        ("length", {"target": "long"}, "argument 'target' of reward 'length' is of type int: 'long'"),
+        (
+            "length",
+            {"target": "long"},
+            "argument 'target' of reward 'length' is of type int: 'long'",
+        ),
         ("length", {"target": True}, "is of type int: True"),
         ("length", {"target": 0}, "target must be above 0: 0"),
         ("format", {"pattern": "("}, "pattern must be a regular expression"),
@@ -91,8 +97,16 @@ def test_a_module_that_makes_its_names_on_demand_works(folder: Path) -> None:
         ("my_rewards.py:constant", {}, "'constant' is a int; it must be a function"),
         ("my_rewards.py:", {}, "both sides of its colon"),
         ("my_rewards.py:plain", {"bonnus": 1}, "no argument 'bonnus'; did you mean 'bonus'"),
-        ("my_rewards.py:plain", {"completions": []}, "'completions' of reward .* is given by the run"),
-        ("package_her.scores:plain", {}, "no module 'package_her'; did you mean 'package_here.scores'"),
+        (
+            "my_rewards.py:plain",
+            {"completions": []},
+            "'completions' of reward .* is given by the run",
+        ),
+        (
+            "package_her.scores:plain",
+            {},
+            "no module 'package_her'; did you mean 'package_here.scores'",
+        ),
         ("raises.py:plain", {}, "importing raises.py raised ZeroDivisionError: division by zero"),
         ("raises:plain", {}, "importing raises raised ZeroDivisionError"),
     ],
@@ -115,15 +129,23 @@ def test_what_cannot_be_loaded_is_refused_in_one_line(
         ("noisy.py:f", []),
     ],
 )
-def test_check_accepts_what_can_score_the_dataset(folder: Path, reward: str, columns: list[str]) -> None:
+def test_check_accepts_what_can_score_the_dataset(
+    folder: Path, reward: str, columns: list[str]
+) -> None:
     check_reward(spec(reward), columns)
 
 
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        ("exact_answer", "column 'answer', and the dataset has question, target; .*--answer-column"),
-        ("my_rewards.py:plain", "column 'answer', and the dataset has question, target; .*--answer-column"),
+        (
+            "exact_answer",
+            "column 'answer', and the dataset has question, target; .*--answer-column",
+        ),
+        (
+            "my_rewards.py:plain",
+            "column 'answer', and the dataset has question, target; .*--answer-column",
+        ),
         ("my_rewards.py:singular", "column 'completion', .*did you mean 'completions'"),
         ("gym", "column 'gym_task'"),
         ("raises.py:plain", "raised ZeroDivisionError"),
@@ -131,24 +153,39 @@ def test_check_accepts_what_can_score_the_dataset(folder: Path, reward: str, col
         ("no_such.py:plain", "no file no_such.py"),
     ],
 )
-def test_check_refuses_what_cannot_score_the_dataset(folder: Path, reward: str, message: str) -> None:
+def test_check_refuses_what_cannot_score_the_dataset(
+    folder: Path, reward: str, message: str
+) -> None:
     with pytest.raises(RewardError, match=message) as caught:
         check_reward(spec(reward), ["target", "question"])
     assert "\n" not in str(caught.value)
 
 
-def test_check_does_not_wait_for_an_import_that_hangs_and_leaves_nothing_of_it(folder: Path) -> None:
+def test_check_does_not_wait_for_an_import_that_hangs_and_leaves_nothing_of_it(
+    folder: Path,
+) -> None:
     start = time.monotonic()
     with pytest.raises(RewardError, match="did not end within 2 s"):
         check_reward(spec("hangs.py:plain"), [], deadline_s=2.0)
     assert time.monotonic() - start < 60
     assert not [
-        process for process in psutil.process_iter(["cmdline"]) if str(folder) in (process.info["cmdline"] or [])
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if str(folder) in (process.info["cmdline"] or [])
     ]
 
 
 def test_check_imports_neither_torch_nor_the_rewards_own_libraries() -> None:
-    heavy = ("torch", "transformers", "trl", "datasets", "vllm", "math_verify", "reasoning_gym", "sympy")
+    heavy = (
+        "torch",
+        "transformers",
+        "trl",
+        "datasets",
+        "vllm",
+        "math_verify",
+        "reasoning_gym",
+        "sympy",
+    )
     code = (
         "import sys\n"
         "from ycore.config.schema import RewardConfig\n"
@@ -156,7 +193,9 @@ def test_check_imports_neither_torch_nor_the_rewards_own_libraries() -> None:
         "for name in ('math', 'exact_answer', 'format'): check_reward(RewardConfig(reward=name), ['answer'])\n"
         f"print([name for name in {heavy!r} if name in sys.modules])\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 

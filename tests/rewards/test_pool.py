@@ -85,7 +85,10 @@ def pool_of(
     *functions: str, deadline_s: float = 10.0, workers: int = 2, args: dict[str, Any] | None = None
 ) -> RewardPool:
     specs = [
-        RewardConfig(reward=name if name in ("length", "exact_answer") else f"their_rewards.py:{name}", args=args or {})
+        RewardConfig(
+            reward=name if name in ("length", "exact_answer") else f"their_rewards.py:{name}",
+            args=args or {},
+        )
         for name in functions
     ]
     settings = RewardSettings(workers=workers, deadline_s=deadline_s)
@@ -116,12 +119,16 @@ def bounded(coroutine: Coroutine[Any, Any, Any], *, limit_s: float = 90.0) -> An
 
 def started_by_rewards(folder: Path) -> list[int]:
     """What `by_text` starts names the folder in its command line."""
-    return [p.pid for p in psutil.process_iter(["cmdline"]) if str(folder) in (p.info["cmdline"] or [])]
+    return [
+        p.pid for p in psutil.process_iter(["cmdline"]) if str(folder) in (p.info["cmdline"] or [])
+    ]
 
 
 def workers() -> list[psutil.Process]:
     """The reward workers under this process; what other tests of the session have started is not ours to count."""
-    children = [c for c in psutil.Process().children(recursive=True) if c.status() != psutil.STATUS_ZOMBIE]
+    children = [
+        c for c in psutil.Process().children(recursive=True) if c.status() != psutil.STATUS_ZOMBIE
+    ]
     return [child for child in children if "ycore.rewards.worker" in child.cmdline()]
 
 
@@ -139,7 +146,9 @@ def test_chat_turns_arrive_as_they_are(folder: Path) -> None:
     async def run() -> list[list[Score]]:
         async with pool_of("in_a_chat") as pool:
             prompts: list[Content] = [[{"role": "user", "content": "4"}]]
-            return await pool.score(prompts, [[{"role": "assistant", "content": "2"}]], [[1]], {}, step=1)
+            return await pool.score(
+                prompts, [[{"role": "assistant", "content": "2"}]], [[1]], {}, step=1
+            )
 
     assert bounded(run()) == [[Score(42.0)]]
 
@@ -150,13 +159,20 @@ def test_a_reward_gets_pictures_and_sees_nothing_else_of_the_run(folder: Path) -
     image = store.put(png_of(Pillow.new("RGB", (2, 2), (200, 0, 0))), "row 0")
     run.config.write_text("{}")
     spec = RewardConfig(reward="their_rewards.py:sees")
-    pool = RewardPool([spec], settings=RewardSettings(), log=Path("rewards.log"), run_id="r", run_folder=run.root)
+    pool = RewardPool(
+        [spec], settings=RewardSettings(), log=Path("rewards.log"), run_id="r", run_folder=run.root
+    )
     prompt = Prompt(0, [{"role": "user", "content": f"{IMAGE_MARK}Which colour?"}], {}, (image,))
 
     async def run_it() -> list[list[Score]]:
-        written = [asyncio.create_task(asyncio.sleep(0, Completion((1,), None, "red", "stop", 0))) for _ in range(2)]
+        written = [
+            asyncio.create_task(asyncio.sleep(0, Completion((1,), None, "red", "stop", 0)))
+            for _ in range(2)
+        ]
         async with pool:
-            return await RuleScorer(pool, store).score(Writing(Draw(0, prompt, (1,)), written, 1, Slots(1)))
+            return await RuleScorer(pool, store).score(
+                Writing(Draw(0, prompt, (1,)), written, 1, Slots(1))
+            )
 
     assert bounded(run_it()) == [[Score(200.0)], [Score(200.0)]]
 
@@ -173,7 +189,9 @@ def test_a_reward_gets_pictures_and_sees_nothing_else_of_the_run(folder: Path) -
         ("text", "not a number: the str '1.0'"),
     ],
 )
-def test_only_the_guilty_item_of_the_guilty_source_is_masked(folder: Path, guilty: str, problem: str) -> None:
+def test_only_the_guilty_item_of_the_guilty_source_is_masked(
+    folder: Path, guilty: str, problem: str
+) -> None:
     pool = pool_of("by_text", "good", deadline_s=1.0 if guilty == "hang" else 30.0)
     scores = scored(pool, ["a", guilty, "b"])
     assert [row[0] for row in scores] == [Score(1.0), Score(None, problem), Score(1.0)]
@@ -189,7 +207,11 @@ def test_not_applicable_is_no_problem(folder: Path, harmless: str) -> None:
 
 def test_a_wrong_length_is_found_item_by_item(folder: Path) -> None:
     # With "short" in the group the function returns one value for it all; alone, that is the right number of them.
-    assert scored(pool_of("by_text"), ["a", "short", "b"]) == [[Score(1.0)], [Score(1.0)], [Score(1.0)]]
+    assert scored(pool_of("by_text"), ["a", "short", "b"]) == [
+        [Score(1.0)],
+        [Score(1.0)],
+        [Score(1.0)],
+    ]
 
 
 @pytest.mark.parametrize("text", ["print", "read", "fork"])
@@ -222,7 +244,9 @@ def test_many_groups_with_bad_items_never_starve_the_pool(folder: Path) -> None:
             return list(await asyncio.gather(*(score(pool, list(group)) for group in groups)))
 
     for group, scores in zip(groups, bounded(run()), strict=True):
-        assert [row[0].value is None for row in scores] == [text in ("raise", "_exit", "hang") for text in group]
+        assert [row[0].value is None for row in scores] == [
+            text in ("raise", "_exit", "hang") for text in group
+        ]
     assert alive(folder) == []
 
 
@@ -254,11 +278,15 @@ def test_a_worker_that_was_killed_while_idle_costs_nothing(folder: Path, which: 
 def test_a_column_that_json_cannot_carry_stops_only_who_needs_it(folder: Path) -> None:
     scores = scored(pool_of("good", "dated"), ["a"], when=[object()])
     assert scores[0][0] == Score(1.0)
-    assert scores[0][1].problem is not None and "column 'when' cannot be sent" in scores[0][1].problem
+    assert (
+        scores[0][1].problem is not None and "column 'when' cannot be sent" in scores[0][1].problem
+    )
 
 
 def test_a_builtins_setting_is_not_taken_from_a_column_of_its_name(folder: Path) -> None:
-    assert scored(pool_of("length", args={"target": 2}), ["two words"], target=["9"]) == [[Score(1.0)]]
+    assert scored(pool_of("length", args={"target": 2}), ["two words"], target=["9"]) == [
+        [Score(1.0)]
+    ]
 
 
 def test_a_reward_that_cannot_be_loaded_is_an_error_that_says_why(folder: Path) -> None:
@@ -309,12 +337,16 @@ def test_workers_die_with_a_parent_that_is_killed(folder: Path) -> None:
         "    await asyncio.sleep(60)\n"
         "asyncio.run(main())\n"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as parent:
         assert parent.stdout is not None and parent.stdout.readline() == "started\n"
         (worker,) = psutil.Process(parent.pid).children()
         parent.kill()
     end = time.monotonic() + 10
-    while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE and time.monotonic() < end:
+    while (
+        worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE and time.monotonic() < end
+    ):
         time.sleep(0.02)
     assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
 
@@ -329,14 +361,20 @@ def score(completions, **columns):
 """
 
 
-def test_a_daemon_that_left_every_group_ends_with_the_worker_and_with_the_check(tmp_path: Path) -> None:
+def test_a_daemon_that_left_every_group_ends_with_the_worker_and_with_the_check(
+    tmp_path: Path,
+) -> None:
     seconds = str(100_000 + os.getpid())  # recognised by its argument
     file = tmp_path / "daemon.py"
     file.write_text(DAEMON.format(seconds=seconds))
     spec = RewardConfig(reward=f"{file}:score")
 
     def living() -> list[int]:
-        return [p.pid for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", seconds]]
+        return [
+            p.pid
+            for p in psutil.process_iter(["cmdline"])
+            if p.info["cmdline"] == ["sleep", seconds]
+        ]
 
     check_reward(spec, [])
     wait_until_gone(living)

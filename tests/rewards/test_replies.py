@@ -12,7 +12,9 @@ NONCE = "5f0c"
 
 
 def line(**changed: Any) -> bytes:
-    return json.dumps({"nonce": NONCE, "values": [0.5, None], "problems": [None, None], **changed}).encode()
+    return json.dumps(
+        {"nonce": NONCE, "values": [0.5, None], "problems": [None, None], **changed}
+    ).encode()
 
 
 def test_an_answer_in_its_shape_is_believed() -> None:
@@ -70,7 +72,11 @@ def test_every_flip_of_one_bit_is_refused_or_still_two_numbers() -> None:
 @pytest.mark.parametrize("value", [1e16, -1e300, 10**400])
 def test_a_number_that_would_overflow_masks_its_item_alone(value: float) -> None:
     scores = scores_in(line(values=[value, 1.0]), nonce=NONCE, count=2)
-    assert scores[0].value is None and scores[0].problem is not None and scores[0].problem.startswith("too large")
+    assert (
+        scores[0].value is None
+        and scores[0].problem is not None
+        and scores[0].problem.startswith("too large")
+    )
     assert scores[1] == Score(1.0)
 
 

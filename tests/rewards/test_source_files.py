@@ -59,7 +59,10 @@ def outside(completions: list[str], **columns: Any) -> list[float]:
 
 
 def test_a_function_of_a_module_is_its_file_and_name(tmp_path: Path) -> None:
-    named = as_named([outside, "exact_answer", {"reward": outside, "weight": 0.5}, length], tmp_path / "rewards.py")
+    named = as_named(
+        [outside, "exact_answer", {"reward": outside, "weight": 0.5}, length],
+        tmp_path / "rewards.py",
+    )
     own = f"{Path(__file__).resolve()}:outside"
     assert named[:3] == [own, "exact_answer", {"reward": own, "weight": 0.5}]
     assert named[3].endswith("builtin.py:length") and not (tmp_path / "rewards.py").exists()
@@ -75,7 +78,9 @@ def script(tmp_path: Path) -> dict[str, Any]:
     return module.__dict__
 
 
-def test_a_function_of_a_script_goes_with_what_it_uses(script: dict[str, Any], tmp_path: Path) -> None:
+def test_a_function_of_a_script_goes_with_what_it_uses(
+    script: dict[str, Any], tmp_path: Path
+) -> None:
     file = tmp_path / "own" / "rewards.py"
     (named,) = as_named([script["score"]], file)
     file = Path(named.removesuffix(":score"))
@@ -92,7 +97,9 @@ def test_a_class_of_a_script_goes_with_what_it_uses(script: dict[str, Any], tmp_
     exec(text, found)
     assert found["Game"]().reset() == "a-b-cmath" and found["Game"]().get_reward() == 0.5
     assert "__name__ =" not in text, "every class looks its module up, and each file has its own"
-    assert as_named([Scores], tmp_path / "env.py", kind="environment") == [f"{Path(__file__).resolve()}:Scores"]
+    assert as_named([Scores], tmp_path / "env.py", kind="environment") == [
+        f"{Path(__file__).resolve()}:Scores"
+    ]
     for given, said in (
         (Scores(), "the environment Scores is a Scores and no plain class"),
         (dict, "the environment dict"),
@@ -190,24 +197,47 @@ def loaded(name: str) -> Callable[..., Any]:
         (made(1, names=["x", {"y": (None, b"z")}], share=2), "wrapper", [14.0, 18.0]),
         (calls_itself(), "score", [1.0, 1.0]),
         (by_length, "reward", [2.0, 3.0]),
-        (functools.partial(lambda scale, completions: [scale * len(one) for one in completions], 3), "reward", [6, 9]),
+        (
+            functools.partial(
+                lambda scale, completions: [scale * len(one) for one in completions], 3
+            ),
+            "reward",
+            [6, 9],
+        ),
         (functools.partial(outside, answer=7), "outside_2", [2.0, 3.0]),
     ],
-    ids=["decorated", "infinite", "held", "recursive", "lambda", "partial", "partial of a module's"],
+    ids=[
+        "decorated",
+        "infinite",
+        "held",
+        "recursive",
+        "lambda",
+        "partial",
+        "partial of a module's",
+    ],
 )
 def test_a_function_that_no_name_finds_goes_with_what_it_holds(
     reward: Any, name: str, scores: list[float], tmp_path: Path
 ) -> None:
     (named,) = as_named([reward], tmp_path / "rewards.py")
     assert named.endswith(f".py:{name}") and Path(named.rpartition(":")[0]).parent == tmp_path
-    assert loaded(named)(completions=["ab", "abc"]) == scores == list(reward(completions=["ab", "abc"]))
+    assert (
+        loaded(named)(completions=["ab", "abc"])
+        == scores
+        == list(reward(completions=["ab", "abc"]))
+    )
 
 
 def test_functions_of_one_maker_are_two_rewards(tmp_path: Path) -> None:
     given = [made(1.0), {"reward": made(2.0), "weight": 0.5}, outside]
     first, second, third = as_named(given, tmp_path / "rewards.py")
-    assert (first.rpartition(":")[2], second["reward"].rpartition(":")[2]) == ("wrapper", "wrapper_2")
-    assert loaded(first)(completions=[""]) == [2.0] and loaded(second["reward"])(completions=[""]) == [4.0]
+    assert (first.rpartition(":")[2], second["reward"].rpartition(":")[2]) == (
+        "wrapper",
+        "wrapper_2",
+    )
+    assert loaded(first)(completions=[""]) == [2.0] and loaded(second["reward"])(
+        completions=[""]
+    ) == [4.0]
     text = Path(first.rpartition(":")[0]).read_text()
     assert "from typing import Any as Any" in text and f"from {__name__} import LOCK" in text
     assert third == f"{Path(__file__).resolve()}:outside"
@@ -253,7 +283,9 @@ def plain(text):
     given = {name: script[name] for name in ("mine", "loud", "both", "held")}
     named = as_named(list(given.values()), tmp_path / "rewards.py")
     assert [one.rpartition(":")[2] for one in named] == ["score", "loud", "both", "score_2"]
-    for one, (name, scores) in zip(named, {"mine": 5.0, "loud": 10.0, "both": 15.0, "held": 2.0}.items(), strict=True):
+    for one, (name, scores) in zip(
+        named, {"mine": 5.0, "loud": 10.0, "both": 15.0, "held": 2.0}.items(), strict=True
+    ):
         assert loaded(one)(completions=["ab"]) == given[name](completions=["ab"]) == [scores]
 
 
@@ -261,11 +293,17 @@ def plain(text):
     ("reward", "said"),
     [
         (closure(), "closure.<locals>.score holds lock (a lock), and a worker is another process"),
-        (functools.partial(outside, answer=LOCK), "outside holds answer (a lock), and a worker is another process"),
+        (
+            functools.partial(outside, answer=LOCK),
+            "outside holds answer (a lock), and a worker is another process",
+        ),
         (made(names=LOCK), "made.<locals>.score holds default_unit (a tuple)"),
         (made(Path()), "holds default_least (a PosixPath)"),
         (made(types.SimpleNamespace()), "holds default_least (a SimpleNamespace)"),
-        (call_each_other(), "call_each_other.<locals>.one holds itself by way of call_each_other.<locals>.other"),
+        (
+            call_each_other(),
+            "call_each_other.<locals>.one holds itself by way of call_each_other.<locals>.other",
+        ),
         (pair[0], "<lambda> is one of several on line"),
         (eval("lambda completions: [1.0]"), "<lambda> has no source that can be found"),
         (Scores.method, "Scores.method is not at the top of its module"),
@@ -278,12 +316,16 @@ def plain(text):
 def test_what_no_worker_can_have_is_refused_by_name(reward: Any, said: str, tmp_path: Path) -> None:
     with pytest.raises(RewardError, match=re.escape(said)) as refused:
         as_named([reward], tmp_path / "rewards.py")
-    assert str(refused.value).endswith(("; write it into a file, with what it uses, and give file.py:name", "with def"))
+    assert str(refused.value).endswith(
+        ("; write it into a file, with what it uses, and give file.py:name", "with def")
+    )
     assert not list(tmp_path.iterdir())
 
 
 def test_two_things_of_one_name_are_refused(script: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(RewardError, match="the reward code uses two different things called math; rename one"):
+    with pytest.raises(
+        RewardError, match="the reward code uses two different things called math; rename one"
+    ):
         as_named([script["score"], made_of(math.floor)], tmp_path / "rewards.py")
 
 
@@ -292,13 +334,19 @@ def test_a_tool_is_no_partial(tmp_path: Path) -> None:
         as_named([functools.partial(outside)], tmp_path / "tools.py", kind="tool")
 
 
-def test_a_lock_around_a_scripts_function_is_refused_by_name(script: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(RewardError, match="the reward locked uses LOCK, a lock, which a worker cannot have"):
+def test_a_lock_around_a_scripts_function_is_refused_by_name(
+    script: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(
+        RewardError, match="the reward locked uses LOCK, a lock, which a worker cannot have"
+    ):
         as_named([script["locked"]], tmp_path / "rewards.py")
 
 
 def test_importing_ycore_is_light() -> None:
     code = "import ycore, sys, json; ycore.grpo; print(json.dumps(sorted(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True
+    )
     loaded = set(json.loads(done.stdout))
     assert not loaded & {"torch", "transformers", "trl", "vllm", "datasets", "numpy", "typer"}

@@ -53,13 +53,19 @@ def test_an_array_a_generator_and_an_async_function_are_all_rewards() -> None:
     async def later(completions: Any) -> Any:
         return [1.0, 2.0]
 
-    for reward in (lambda completions: numpy.array([1.0, 2.0]), lambda completions: iter([1.0, 2.0]), later):
+    for reward in (
+        lambda completions: numpy.array([1.0, 2.0]),
+        lambda completions: iter([1.0, 2.0]),
+        later,
+    ):
         assert ask(reward)["values"] == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("result", [None, 1.0, "ab", {"a": 1, "b": 2}])
 def test_anything_but_a_list_fails_the_call(result: object) -> None:
-    assert ask(lambda completions: result)["failed"].startswith("raised TypeError: a reward returns a list")
+    assert ask(lambda completions: result)["failed"].startswith(
+        "raised TypeError: a reward returns a list"
+    )
 
 
 def test_a_wrong_length_fails_the_call() -> None:
@@ -79,7 +85,9 @@ def test_an_exception_is_one_line_and_sys_exit_is_an_exception() -> None:
 
 def test_a_worker_imports_no_torch() -> None:
     code = "import sys, ycore.rewards.worker; print('torch' in sys.modules, 'transformers' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True
+    )
     assert done.stdout.split() == ["False", "False"]
 
 

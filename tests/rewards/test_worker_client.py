@@ -163,7 +163,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (place / "inner").mkdir()
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "secret").write_text("s")
-    for name in ("runs/one/run.json", "runs/one/metrics.jsonl", ".env", "inner/.netrc", "words.txt"):
+    for name in (
+        "runs/one/run.json",
+        "runs/one/metrics.jsonl",
+        ".env",
+        "inner/.netrc",
+        "words.txt",
+    ):
         (place / name).write_text("some\n")
     (place / "theirs.py").write_text(ATTEMPTS)
     (place / "parent").write_text(str(os.getpid()))
@@ -198,13 +204,19 @@ def _greet_forever(server: socket.socket) -> None:
 def outside(folder: Path, what: str) -> dict[str, Any]:
     told = os.environ | {"HF_TOKEN": "x"}
     command = [sys.executable, str(folder / "theirs.py"), what]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=told, cwd=folder)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=240, env=told, cwd=folder
+    )
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer
 
 
 def pool_of(
-    *specs: RewardConfig, level: str = "auto", workers: int = 1, deadline_s: float = 30.0, memory_gib: float = 4.0
+    *specs: RewardConfig,
+    level: str = "auto",
+    workers: int = 1,
+    deadline_s: float = 30.0,
+    memory_gib: float = 4.0,
 ) -> RewardPool:
     return RewardPool(
         specs,
@@ -220,7 +232,8 @@ def asked(pool: RewardPool, *groups: list[str]) -> list[list[list[Score]]]:
     async def run() -> list[list[list[Score]]]:
         async with asyncio.timeout(400), pool:
             return [
-                await pool.score(["?"] * len(group), list(group), [[1]] * len(group), {}, step=1) for group in groups
+                await pool.score(["?"] * len(group), list(group), [[1]] * len(group), {}, step=1)
+                for group in groups
             ]
 
     return asyncio.run(run())
@@ -238,7 +251,9 @@ def test_what_a_reward_must_not_do_it_cannot(folder: Path, level: str) -> None:
     assert score.problem is not None
     got = score.problem.rpartition("|")[2]
     through = [name for name, result in zip(control, got, strict=True) if result != "0"]
-    assert through == (["lists the run"] if level == "landlock" else [])  # names are what that level does not hide
+    assert through == (
+        ["lists the run"] if level == "landlock" else []
+    )  # names are what that level does not hide
     assert not (folder / "written").exists()
 
 
@@ -253,7 +268,9 @@ def test_honest_rewards_work(folder: Path, level: str) -> None:
     assert scores == [[[Score(1.0)]]], (folder / "runs/one/rewards.log").read_text()
 
 
-def test_the_check_before_a_run_is_confined_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_before_a_run_is_confined_too(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tail = "got = ''.join(str(int(found is True)) for found in tried(ATTEMPTED).values())\n"
     tail += "raise RuntimeError(f'uid {os.getuid()} |{got}')\n"
     (folder / "eager.py").write_text(ATTEMPTS.partition("if __name__")[0] + tail)
@@ -268,8 +285,12 @@ def test_a_file_that_goes_away_while_it_is_being_hidden_refuses_no_reward(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another run in the folder writes files under names that last for milliseconds."""
-    assert tried(Level.NAMESPACES) is None  # and is remembered, so that the first start below is the reward's
-    (folder / "plain.py").write_text("def one(completions, **columns):\n    return [1.0 for _ in completions]\n")
+    assert (
+        tried(Level.NAMESPACES) is None
+    )  # and is remembered, so that the first start below is the reward's
+    (folder / "plain.py").write_text(
+        "def one(completions, **columns):\n    return [1.0 for _ in completions]\n"
+    )
     binds, starts = namespaces._binds, list[int]()
 
     def with_one_that_went(shown: Iterable[Path], hidden: Iterable[Path]) -> list[str]:
@@ -279,7 +300,9 @@ def test_a_file_that_goes_away_while_it_is_being_hidden_refuses_no_reward(
 
     monkeypatch.setattr(namespaces, "_binds", with_one_that_went)
     sandbox = SandboxSettings(level="namespaces")
-    check_reward(RewardConfig(reward="plain.py:one"), [], sandbox=sandbox, run_folder=Path("runs/one"))
+    check_reward(
+        RewardConfig(reward="plain.py:one"), [], sandbox=sandbox, run_folder=Path("runs/one")
+    )
     assert starts == [0, 1]
 
 
@@ -328,7 +351,9 @@ def forger(completions, how, **columns):
 """
 
 
-def test_a_reward_that_writes_answers_of_its_own_masks_its_items_and_the_next_call_scores(folder: Path) -> None:
+def test_a_reward_that_writes_answers_of_its_own_masks_its_items_and_the_next_call_scores(
+    folder: Path,
+) -> None:
     (folder / "forgers.py").write_text(FORGERS)
 
     async def run() -> None:
@@ -441,7 +466,10 @@ def mean(completions, **columns):
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or os.uname().machine != "x86_64", reason="imitates root in a container, x86-64")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or os.uname().machine != "x86_64",
+    reason="imitates root in a container, x86-64",
+)
 @pytest.mark.parametrize(("also_absent", "level"), [([], "landlock"), ([444], "none")])
 def test_with_a_containers_rights_a_worker_is_another_user_or_says_why_not(
     folder: Path, also_absent: list[int], level: str

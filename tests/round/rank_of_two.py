@@ -42,7 +42,9 @@ class ScriptedEngine:
 
     name = "scripted"
 
-    def __init__(self, *, wait_s: float = 0.0, breaks_after: int | None = None, hangs: bool = False) -> None:
+    def __init__(
+        self, *, wait_s: float = 0.0, breaks_after: int | None = None, hangs: bool = False
+    ) -> None:
         self.num_asked = 0
         self.version = 0
         self._wait_s, self._breaks_after, self._hangs = wait_s, breaks_after, hangs
@@ -50,7 +52,9 @@ class ScriptedEngine:
     async def wait_ready(self, *, timeout_s: float) -> None:
         pass
 
-    async def logprobs_of(self, context_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[float, ...]:
+    async def logprobs_of(
+        self, context_ids: Sequence[int], target_ids: Sequence[int]
+    ) -> tuple[float, ...]:
         return tuple(-1.0 for _ in target_ids)
 
     async def load_weights(self, folder: Path, version: int) -> None:
@@ -59,7 +63,9 @@ class ScriptedEngine:
     async def close(self) -> None:
         pass
 
-    async def complete(self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False) -> Completion:
+    async def complete(
+        self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False
+    ) -> Completion:
         self.num_asked += 1
         if self._hangs:
             await asyncio.Event().wait()
@@ -67,7 +73,9 @@ class ScriptedEngine:
         if self._breaks_after is not None and self.num_asked > self._breaks_after:
             raise EngineError("scripted: gone")
         length = 1 + seed % 37
-        return Completion((seed % 10,) * length, (-1.0,) * length, str(seed % 10), "stop", self.version)
+        return Completion(
+            (seed % 10,) * length, (-1.0,) * length, str(seed % 10), "stop", self.version
+        )
 
 
 def make_rounds(
@@ -91,7 +99,11 @@ def make_rounds(
             )
         ),
         draws=DrawSource(
-            rows, seed=None, encode=lambda p: (p.row + 1,), max_prompt_tokens=5, shard=Shard(peers.rank, peers.world)
+            rows,
+            seed=None,
+            encode=lambda p: (p.row + 1,),
+            max_prompt_tokens=5,
+            shard=Shard(peers.rank, peers.world),
         ),
         rules=Rules(**{"group_size": 4, "seed": 5, "reward_weights": (1.0,), **settings}),
         peers=peers,
@@ -102,11 +114,16 @@ def make_rounds(
 
 
 def told(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    return [{"position": g.draw.position, "row": g.draw.prompt.row, "tokens": g.num_tokens} for g in groups]
+    return [
+        {"position": g.draw.position, "row": g.draw.prompt.row, "tokens": g.num_tokens}
+        for g in groups
+    ]
 
 
 def a_round(peers: TorchPeers, folder: Path, **settings: Any) -> dict[str, Any]:
-    wait_s = 0.4 if peers.rank else 0.05  # rank 0 is idle by the time that rank 1 finds its groups wanting
+    wait_s = (
+        0.4 if peers.rank else 0.05
+    )  # rank 0 is idle by the time that rank 1 finds its groups wanting
     rounds, metrics = make_rounds(peers, ScriptedEngine(wait_s=wait_s), folder, **settings), {}
     rounds.record = metrics.__setitem__
     try:
@@ -118,7 +135,13 @@ def a_round(peers: TorchPeers, folder: Path, **settings: Any) -> dict[str, Any]:
         again.close()
     finally:
         rounds.close()
-    return {"groups": told(groups), "metrics": metrics, "drawn": state["cursor"], "state": state, "restored": restored}
+    return {
+        "groups": told(groups),
+        "metrics": metrics,
+        "drawn": state["cursor"],
+        "state": state,
+        "restored": restored,
+    }
 
 
 def dynamic(peers: TorchPeers, folder: Path) -> dict[str, Any]:
@@ -131,7 +154,9 @@ def plain(peers: TorchPeers, folder: Path) -> dict[str, Any]:
 
 def slow_and_fast(peers: TorchPeers, folder: Path) -> dict[str, Any]:
     """Engines of unequal speed that take one group at a time: what is not begun is whoever's is free."""
-    rounds = make_rounds(peers, ScriptedEngine(wait_s=0.4 if peers.rank else 0.02), folder, max_in_flight=1)
+    rounds = make_rounds(
+        peers, ScriptedEngine(wait_s=0.4 if peers.rank else 0.02), folder, max_in_flight=1
+    )
     try:
         groups = rounds.next_round(step=0, num_groups=6)
     finally:
@@ -169,12 +194,19 @@ def curriculum(peers: TorchPeers, folder: Path) -> dict[str, Any]:
 def ahead(peers: TorchPeers, folder: Path) -> dict[str, Any]:
     """Rounds one step ahead, while this thread adds up gradients with the other rank."""
     make = partial(ControllerAhead, num_steps=4)
-    rounds = make_rounds(peers, ScriptedEngine(wait_s=0.02 * (1 + peers.rank)), folder, make=make, dynamic=True)
+    rounds = make_rounds(
+        peers, ScriptedEngine(wait_s=0.02 * (1 + peers.rank)), folder, make=make, dynamic=True
+    )
     seen, sums = [], []
     try:
         for step in range(4):
             groups = rounds.next_round(step=step, num_groups=4)
-            seen.append({"groups": told(groups), "version": max(g.completions[0].policy_version for g in groups)})
+            seen.append(
+                {
+                    "groups": told(groups),
+                    "version": max(g.completions[0].policy_version for g in groups),
+                }
+            )
             for _ in range(50):
                 gradient = torch.ones(1000) * (peers.rank + 1)
                 dist.all_reduce(gradient)
@@ -191,18 +223,30 @@ def carried(peers: TorchPeers, folder: Path) -> dict[str, Any]:
     turns = CarriedTurn(lambda ids: str(len(ids) % 10), max_tokens=MAX_TOKENS, max_age=9)
     make = partial(Controller, turns=turns)
     rounds = make_rounds(
-        peers, TickingEngine(tick_s=0.01), folder, make=make, dynamic=True, oversample=2.0, max_tries=8
+        peers,
+        TickingEngine(tick_s=0.01),
+        folder,
+        make=make,
+        dynamic=True,
+        oversample=2.0,
+        max_tries=8,
     )
     try:
         seen = [told(rounds.next_round(step=step, num_groups=2)) for step in range(5)]
     finally:
         rounds.close()
     left = [draw.position for draw in turns.waiting]
-    return {"steps": seen, "left": left, "kept": [item.group.draw.position for item in rounds.surplus.waiting]}
+    return {
+        "steps": seen,
+        "left": left,
+        "kept": [item.group.draw.position for item in rounds.surplus.waiting],
+    }
 
 
 def broken(peers: TorchPeers, folder: Path) -> dict[str, Any]:
-    engine = ScriptedEngine(wait_s=0.05, breaks_after=3) if peers.rank else ScriptedEngine(hangs=True)
+    engine = (
+        ScriptedEngine(wait_s=0.05, breaks_after=3) if peers.rank else ScriptedEngine(hangs=True)
+    )
     return fails(peers, engine, folder)
 
 
@@ -254,7 +298,11 @@ def outcome(rounds: Controller, peers: TorchPeers, *, tells: bool) -> dict[str, 
     except YcoreError as error:
         if tells:
             peers.fail(f"{type(error).__name__}: {error}")
-        return {"error": type(error).__name__, "message": str(error), "after_s": time.monotonic() - began}
+        return {
+            "error": type(error).__name__,
+            "message": str(error),
+            "after_s": time.monotonic() - began,
+        }
     return {"error": None}
 
 
@@ -262,8 +310,12 @@ def main() -> None:
     names, folder = sys.argv[1].split(","), Path(sys.argv[2])
     dist.init_process_group("gloo")
     peers = TorchPeers()
-    if "ALLOCATOR" in os.environ:  # counts, meetings and stops are told, in one scenario: a line has one event loop
-        line = SocketLine(Path(os.environ["ALLOCATOR"]), SlotPool(1), DYNAMIC, rank=peers.rank, num_ranks=2)
+    if (
+        "ALLOCATOR" in os.environ
+    ):  # counts, meetings and stops are told, in one scenario: a line has one event loop
+        line = SocketLine(
+            Path(os.environ["ALLOCATOR"]), SlotPool(1), DYNAMIC, rank=peers.rank, num_ranks=2
+        )
         peers = MachinePeers(line, start_timeout_s=60)
     for name in names:
         seen = globals()[name](peers, folder)

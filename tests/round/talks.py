@@ -20,7 +20,10 @@ ADD: dict[str, Any] = {
         "description": "Add two numbers.",
         "parameters": {
             "type": "object",
-            "properties": {"x": {"type": "integer", "description": "One."}, "y": {"type": "integer"}},
+            "properties": {
+                "x": {"type": "integer", "description": "One."},
+                "y": {"type": "integer"},
+            },
             "required": ["x", "y"],
         },
     },
@@ -37,7 +40,14 @@ SMOL = (
 
 LETTERS = [chr(code) for code in range(32, 127)] + ["\n"]
 SPECIAL = (
-    *("<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|begin_of_text|>"),
+    *(
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|eot_id|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|begin_of_text|>",
+    ),
     *("<|endoftext|>", "<|python_tag|>"),
 )
 
@@ -50,7 +60,9 @@ def tokenizer_of(template: str, end: str) -> PreTrainedTokenizerFast:
     """Letters, and pairs of letters as merges: most random token ids become others when they are written and read."""
     lower = [letter for letter in LETTERS if letter.islower()]
     pairs = [(one, other) for one in lower for other in lower]
-    vocabulary = {token: number for number, token in enumerate([*LETTERS, *(a + b for a, b in pairs)])}
+    vocabulary = {
+        token: number for number, token in enumerate([*LETTERS, *(a + b for a, b in pairs)])
+    }
     backend = Tokenizer(models.BPE(vocabulary, pairs))
     backend.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
@@ -73,7 +85,9 @@ TALKS = {
 }
 
 
-def dialogue_of(name: str, described: Description = ADDS) -> tuple[PreTrainedTokenizerFast, Dialogue]:
+def dialogue_of(
+    name: str, described: Description = ADDS
+) -> tuple[PreTrainedTokenizerFast, Dialogue]:
     template, end, actions = TALKS[name]
     tokenizer = tokenizer_of(template, end)
     return tokenizer, Dialogue(tokenizer, described, actions=actions)
@@ -94,14 +108,18 @@ class Writer:
         self._tokenizer, self._turns = tokenizer, list(turns)
         self.asked: list[tuple[list[int], int, int]] = []
 
-    async def __call__(self, token_ids: Sequence[int], seed: int, *, max_tokens: int | None = None) -> Completion:
+    async def __call__(
+        self, token_ids: Sequence[int], seed: int, *, max_tokens: int | None = None
+    ) -> Completion:
         assert max_tokens is not None and max_tokens > 0
         self.asked.append((list(token_ids), seed, max_tokens))
         whole = list(self._turns.pop(0))
         ids = whole[:max_tokens]
         text = self._tokenizer.decode(ids, skip_special_tokens=True)
         stops = len(ids) == len(whole)
-        return Completion(tuple(ids), tuple(-0.5 for _ in ids), text, "stop" if stops else "length", 3)
+        return Completion(
+            tuple(ids), tuple(-0.5 for _ in ids), text, "stop" if stops else "length", 3
+        )
 
 
 def ids_of(tokenizer: Any, text: str) -> list[int]:

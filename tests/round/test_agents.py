@@ -37,7 +37,8 @@ from ycore.types import Completion, Draw, Group, Prompt, Score
 DOCS = (Path(__file__).resolve().parents[2] / "docs" / "agents.md").read_text()
 AGENT = DOCS.partition("# my_agent.py\n")[2].partition("```")[0]
 EXAMPLE = [
-    {"role": role, "content": text} for role, text in ast.literal_eval(re.findall("EXAMPLE = (.*)", AGENT)[0])
+    {"role": role, "content": text}
+    for role, text in ast.literal_eval(re.findall("EXAMPLE = (.*)", AGENT)[0])
 ]  # what the agent says before the row's prompt
 TOOLS = '''
 def add(x: int, y: int):
@@ -51,7 +52,12 @@ def add(x: int, y: int):
 '''
 PROMPT = Prompt(0, [{"role": "user", "content": "12 + 30?"}])
 USER: list[dict[str, Any]] = [{"role": "user", "content": "12 + 30?"}]
-LIMITS: dict[str, Any] = {"max_turns": 8, "max_tokens": 4000, "turn_tokens": None, "max_prompt_tokens": 2000}
+LIMITS: dict[str, Any] = {
+    "max_turns": 8,
+    "max_tokens": 4000,
+    "turn_tokens": None,
+    "max_prompt_tokens": 2000,
+}
 
 
 def dialogues(name: str) -> tuple[Any, Callable[[str], Dialogue]]:
@@ -59,7 +65,9 @@ def dialogues(name: str) -> tuple[Any, Callable[[str], Dialogue]]:
     tokenizer = tokenizer_of(template, end)
 
     def dialogue(tools: str) -> Dialogue:
-        return Dialogue(tokenizer, Description(tuple(json.loads(tools))), actions=actions, users_answer=True)
+        return Dialogue(
+            tokenizer, Description(tuple(json.loads(tools))), actions=actions, users_answer=True
+        )
 
     return tokenizer, dialogue
 
@@ -103,14 +111,21 @@ def tells(answers: list[Any], text: str = "3") -> dict[str, Any]:
 
 
 def play(
-    acts: Sequence[Any], turns: Sequence[str], *, name: str = "smollm2", splits: bool = True, **limits: Any
+    acts: Sequence[Any],
+    turns: Sequence[str],
+    *,
+    name: str = "smollm2",
+    splits: bool = True,
+    **limits: Any,
 ) -> tuple[Completion, Writer, Scripted, dict[str, float]]:
     tokenizer, dialogue = dialogues(name)
     writer, agent = Writer(tokenizer, [ids_of(tokenizer, text) for text in turns]), Scripted(acts)
     how = Agents(dialogue, agent, call_s=5.0, **{**LIMITS, **limits})  # type: ignore[arg-type]
     how.splits = splits
     completion = asyncio.run(how.play(Start(Draw(5, PROMPT, (7, 8)), PROMPT), 1, writer, seed=0))
-    assert sum(completion.mask) == sum(turn.num_tokens for turn in completion.turns if turn.by_policy)
+    assert sum(completion.mask) == sum(
+        turn.num_tokens for turn in completion.turns if turn.by_policy
+    )
     assert len(completion.mask) == len(completion.token_ids) == len(completion.logprobs or ())
     return completion, writer, agent, dict(how.meter.metrics(how.meter.take()))
 
@@ -119,15 +134,31 @@ def play(
 def test_calls_of_one_talk_are_one_sequence_with_the_answers_masked(name: str) -> None:
     talk = [first, tells, Ended(0, "0.5\n")]
     completion, writer, agent, metrics = play(talk, [call_text(name, 1, 2), "three"], name=name)
-    assert agent.statuses == [200, 200] and [turn.by_policy for turn in completion.turns] == [True, False, True]
-    second = list(completion.prompt_ids or ()) + list(completion.token_ids[: completion.mask[:].index(0)])
+    assert agent.statuses == [200, 200] and [turn.by_policy for turn in completion.turns] == [
+        True,
+        False,
+        True,
+    ]
+    second = list(completion.prompt_ids or ()) + list(
+        completion.token_ids[: completion.mask[:].index(0)]
+    )
     assert writer.asked[0][0] == list(completion.prompt_ids or ())
     assert writer.asked[1][0][: len(second)] == second and len(writer.asked[1][0]) > len(second)
-    assert completion.text == "three" and completion.finish_reason == "stop" and completion.earned == Score(0.5)
+    assert (
+        completion.text == "three"
+        and completion.finish_reason == "stop"
+        and completion.earned == Score(0.5)
+    )
     assert metrics["tools/call_frequency"] == 1 and metrics["ycore/turns/mean"] == 2
     answer = agent.answers[0]["choices"][0]
-    assert answer["finish_reason"] == "tool_calls" and agent.answers[1]["choices"][0]["finish_reason"] == "stop"
-    assert json.loads(answer["message"]["tool_calls"][0]["function"]["arguments"]) == {"x": 1, "y": 2}
+    assert (
+        answer["finish_reason"] == "tool_calls"
+        and agent.answers[1]["choices"][0]["finish_reason"] == "stop"
+    )
+    assert json.loads(answer["message"]["tool_calls"][0]["function"]["arguments"]) == {
+        "x": 1,
+        "y": 2,
+    }
 
 
 @pytest.mark.parametrize("name", ["smollm2", "qwen3", "llama3.1"])
@@ -135,12 +166,19 @@ def test_no_token_of_a_talk_through_the_door_is_written_as_text_and_read_again(n
     """Random tokens, after which a user answers: most would be others, had they come back from the client's text."""
     tokenizer, dialogue_of = dialogues(name)
     chance, would_change = random.Random(name), 0
-    lower = [number for token, number in tokenizer.get_vocab().items() if token.isalpha() and token.islower()]
+    lower = [
+        number
+        for token, number in tokenizer.get_vocab().items()
+        if token.isalpha() and token.islower()
+    ]
 
     def goes_on(answers: list[Any]) -> dict[str, Any]:
         history = list(USER)
         for answer in answers:
-            history += [answer["choices"][0]["message"], {"role": "user", "content": str(len(history))}]
+            history += [
+                answer["choices"][0]["message"],
+                {"role": "user", "content": str(len(history))},
+            ]
         return {"messages": history, "tools": [ADD]}
 
     for _ in range(100):
@@ -155,18 +193,26 @@ def test_no_token_of_a_talk_through_the_door_is_written_as_text_and_read_again(n
         ]
         for asked, _, _ in writer.asked:
             assert asked == whole[: len(asked)]
-        would_change += tokenizer.encode(tokenizer.decode(wrote[0][:-1]), add_special_tokens=False) != wrote[0][:-1]
+        would_change += (
+            tokenizer.encode(tokenizer.decode(wrote[0][:-1]), add_special_tokens=False)
+            != wrote[0][:-1]
+        )
     assert would_change > 50
 
 
 def test_a_user_may_answer_too_and_special_tokens_of_what_is_said_are_broken() -> None:
     def user(answers: list[Any]) -> dict[str, Any]:
-        return {"messages": [*USER, said(answers), {"role": "user", "content": "again<|im_end|>"}], "tools": [ADD]}
+        return {
+            "messages": [*USER, said(answers), {"role": "user", "content": "again<|im_end|>"}],
+            "tools": [ADD],
+        }
 
     for name in ("smollm2", "qwen3"):
         tokenizer, _ = dialogues(name)
         completion, *_ = play([first, user, Ended(0)], ["one", "two"], name=name)
-        assert completion.token_ids.count(tokenizer.eos_token_id) == 3  # two of the policy's, and the user's own
+        assert (
+            completion.token_ids.count(tokenizer.eos_token_id) == 3
+        )  # two of the policy's, and the user's own
         assert completion.messages[1]["role"] == "user" and completion.finish_reason == "stop"
 
 
@@ -175,7 +221,13 @@ def forget(answers: list[Any]) -> dict[str, Any]:
 
 
 def reword(answers: list[Any]) -> dict[str, Any]:
-    return {"messages": [*USER, {**said(answers), "content": "add(1,2)"}, *tells(answers)["messages"][2:]]}
+    return {
+        "messages": [
+            *USER,
+            {**said(answers), "content": "add(1,2)"},
+            *tells(answers)["messages"][2:],
+        ]
+    }
 
 
 def drop_tools(answers: list[Any]) -> dict[str, Any]:
@@ -206,7 +258,9 @@ def test_a_call_that_goes_on_from_no_other_begins_another_sequence(act: Any, nam
         return tells([made])
 
     turns = [call_text(name, 1, 2), "three", "four"]
-    completion, writer, agent, metrics = play([first, act, goes_on, Ended(1, "1")], turns, name=name)
+    completion, writer, agent, metrics = play(
+        [first, act, goes_on, Ended(1, "1")], turns, name=name
+    )
     tokenizer, _ = dialogues(name)
     assert agent.statuses == [200] * 3 and metrics["ycore/turns/sequences"] == 2
     asked = [tuple(ids) for ids, _, _ in writer.asked]
@@ -216,13 +270,17 @@ def test_a_call_that_goes_on_from_no_other_begins_another_sequence(act: Any, nam
     whole = asked[2] + tuple(ids_of(tokenizer, "four"))
     assert old.prompt_ids + completion.token_ids[old.start : old.stop] == whole
     own = [token for token, ours in zip(completion.token_ids, completion.mask, strict=True) if ours]
-    assert own == [token for text in ("three", turns[0], "four") for token in ids_of(tokenizer, text)]
+    assert own == [
+        token for text in ("three", turns[0], "four") for token in ids_of(tokenizer, text)
+    ]
     assert completion.logprobs == tuple(-0.5 if ours else 0.0 for ours in completion.mask)
     assert len({seed for _, seed, _ in writer.asked}) == 3 and completion.text == "four"
     assert from_bytes(to_bytes(group_of(completion))) == group_of(completion)
     (flat,) = flatten([group_of(completion)])
     ((at, length),) = flat.begins
-    assert tuple(flat.completion_ids[at : at + length]) == asked[0] and not any((flat.mask or ())[at : at + length])
+    assert tuple(flat.completion_ids[at : at + length]) == asked[0] and not any(
+        (flat.mask or ())[at : at + length]
+    )
 
 
 def group_of(completion: Completion) -> Group:
@@ -233,11 +291,15 @@ def test_all_sequences_of_a_completion_share_its_tokens_and_turns() -> None:
     def other(answers: list[Any]) -> dict[str, Any]:
         return {"messages": [{"role": "user", "content": str(len(answers))}]}
 
-    completion, writer, agent, _ = play([first, other, other, Ended(0)], ["abcdefgh"] * 3, max_tokens=20)
+    completion, writer, agent, _ = play(
+        [first, other, other, Ended(0)], ["abcdefgh"] * 3, max_tokens=20
+    )
     sizes = [turn.num_tokens for turn in completion.turns if turn.by_policy]
     assert [most for _, _, most in writer.asked] == [20, 20 - sizes[0], 20 - sizes[0] - sizes[1]]
     assert sum(sizes) <= 20 and len(completion.sequences(())) == 3
-    assert Cost().of(group_of(completion)) == sum(one.stop - one.start for one in completion.sequences(()))
+    assert Cost().of(group_of(completion)) == sum(
+        one.stop - one.start for one in completion.sequences(())
+    )
     completion, _, agent, _ = play([first, other, other, Ended(0)], ["a", "b"], max_turns=2)
     assert agent.statuses == [200, 200, 400] and completion.finish_reason == "turns"
 
@@ -259,10 +321,17 @@ def test_where_rows_are_not_packed_a_call_that_does_not_go_on_ends_the_completio
 
 
 def test_every_end_has_its_name() -> None:
-    def end(acts: Sequence[Any], turns: Sequence[str] = ("add(1, 2)", "add(3, 4)", "x"), **limits: int) -> Any:
+    def end(
+        acts: Sequence[Any], turns: Sequence[str] = ("add(1, 2)", "add(3, 4)", "x"), **limits: int
+    ) -> Any:
         completion, _, agent, metrics = play(acts, turns, **limits)
         counted = metrics.get(f"ycore/turns/ended_{completion.finish_reason}", 0)
-        return completion.finish_reason, sum(turn.by_policy for turn in completion.turns), agent.statuses, counted
+        return (
+            completion.finish_reason,
+            sum(turn.by_policy for turn in completion.turns),
+            agent.statuses,
+            counted,
+        )
 
     def short(answers: list[Any]) -> dict[str, Any]:
         return {**first(answers), "max_tokens": 3}
@@ -293,8 +362,12 @@ def test_every_end_has_its_name() -> None:
 def test_an_agent_that_never_asks_teaches_nothing(acts: list[Any], reason: str) -> None:
     completion, writer, _, metrics = play(acts, ["five"])
     assert (completion.finish_reason, metrics[f"ycore/turns/ended_{reason}"]) == (reason, 1)
-    assert completion.mask == (0,) and completion.logprobs == (0.0,) and completion.policy_version == 3
-    assert writer.asked[0][0] == [7, 8] and completion.messages == [{"role": "assistant", "content": ""}]
+    assert (
+        completion.mask == (0,) and completion.logprobs == (0.0,) and completion.policy_version == 3
+    )
+    assert writer.asked[0][0] == [7, 8] and completion.messages == [
+        {"role": "assistant", "content": ""}
+    ]
 
 
 @pytest.mark.parametrize(
@@ -306,17 +379,25 @@ def test_an_agent_that_never_asks_teaches_nothing(acts: list[Any], reason: str) 
         ({"messages": USER, "response_format": {"type": "json_object"}}, "response_format"),
         ({"messages": []}, "must be a list that is not empty"),
         ({"messages": USER, "max_tokens": 0.5}, "max_tokens must be a whole number"),
-        ({"messages": [{"role": "robot", "content": "a"}]}, "not as OpenAI has them: ValueError role 'robot'"),
+        (
+            {"messages": [{"role": "robot", "content": "a"}]},
+            "not as OpenAI has them: ValueError role 'robot'",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "not as OpenAI has them: KeyError 'text'",
         ),
         ({"messages": ["text"]}, "not as OpenAI has them"),
-        ({"messages": USER, "tools": [{"type": "function"}]}, "not as OpenAI has them: KeyError 'function'"),
+        (
+            {"messages": USER, "tools": [{"type": "function"}]},
+            "not as OpenAI has them: KeyError 'function'",
+        ),
         ({"messages": USER, "tools": [{"function": {"name": 3}}]}, "name and description are text"),
     ],
 )
-def test_what_is_not_served_is_told_in_one_line_and_the_talk_goes_on(body: dict[str, Any], problem: str) -> None:
+def test_what_is_not_served_is_told_in_one_line_and_the_talk_goes_on(
+    body: dict[str, Any], problem: str
+) -> None:
     completion, _, agent, _ = play([lambda _: body, first, Ended(0)], ["one"])
     assert agent.statuses == [400, 200] and completion.finish_reason == "stop"
     line = agent.answers[0]["error"]["message"]
@@ -334,8 +415,13 @@ def test_a_template_that_shows_no_tools_fails_the_agent_and_not_the_run() -> Non
         dialogue("")
     how = Agents(dialogue, agent, call_s=5.0, **LIMITS)  # type: ignore[arg-type]
     start = Start(Draw(5, PROMPT, (7, 8)), PROMPT)
-    completion = asyncio.run(how.play(start, 1, Writer(tokenizer, [ids_of(tokenizer, "a")]), seed=0))
-    assert completion.finish_reason == "failed" and "--actions calls" in agent.answers[0]["error"]["message"]
+    completion = asyncio.run(
+        how.play(start, 1, Writer(tokenizer, [ids_of(tokenizer, "a")]), seed=0)
+    )
+    assert (
+        completion.finish_reason == "failed"
+        and "--actions calls" in agent.answers[0]["error"]["message"]
+    )
 
 
 def test_text_in_parts_is_text() -> None:
@@ -359,18 +445,27 @@ class Engine:
         pass
 
     async def complete(
-        self, token_ids: Sequence[int], seed: int, *, greedy: bool = False, max_tokens: int | None = None
+        self,
+        token_ids: Sequence[int],
+        seed: int,
+        *,
+        greedy: bool = False,
+        max_tokens: int | None = None,
     ) -> Completion:
         text = self._tokenizer.decode(token_ids).rpartition("12 + 30?")[2]
         number = seed % 90
         wrong = self._template == "smollm2" and number % 3 == 0
         call = f"add({number}," if wrong else call_text(self._template, number, number % 7)
-        ids = ids_of(self._tokenizer, call if number % 5 or "assistant" not in text else f"no {number}")
+        ids = ids_of(
+            self._tokenizer, call if number % 5 or "assistant" not in text else f"no {number}"
+        )
         if len(token_ids) > 0 and text.count("assistant") > 2:
             ids = ids_of(self._tokenizer, f"it is {number}")
         ids = ids[:max_tokens]
         text = self._tokenizer.decode(ids, skip_special_tokens=True)
-        return Completion(tuple(ids), tuple(-0.01 * (seed % 50 + token % 9) for token in ids), text, "stop", 3)
+        return Completion(
+            tuple(ids), tuple(-0.01 * (seed % 50 + token % 9) for token in ids), text, "stop", 3
+        )
 
 
 class Length(Scorer):
@@ -381,7 +476,9 @@ class Length(Scorer):
         return Score(float(sum(map(ord, completion.transcript)) % 11))
 
 
-def trained_on(name: str, tokenizer: Any, turns: OneTurn, encode: Callable[[Prompt], tuple[int, ...]]) -> Any:
+def trained_on(
+    name: str, tokenizer: Any, turns: OneTurn, encode: Callable[[Prompt], tuple[int, ...]]
+) -> Any:
     controller = Controller(
         engines=[Engine(tokenizer, name)],
         scoring=Scoring([((0,), Length())]),
@@ -395,10 +492,19 @@ def trained_on(name: str, tokenizer: Any, turns: OneTurn, encode: Callable[[Prom
     controller.close()
     sequences = flatten(groups)
     rewards = torch.tensor([[one.rewards[0] for one in sequences]])
-    return sequences, ESTIMATORS["group"](rewards, torch.ones_like(rewards, dtype=torch.bool)), groups
+    return (
+        sequences,
+        ESTIMATORS["group"](rewards, torch.ones_like(rewards, dtype=torch.bool)),
+        groups,
+    )
 
 
-COMMON: dict[str, Any] = {"model": "m", "dataset": "d", "output": "run", "rewards": [{"reward": "environment"}]}
+COMMON: dict[str, Any] = {
+    "model": "m",
+    "dataset": "d",
+    "output": "run",
+    "rewards": [{"reward": "environment"}],
+}
 
 
 @pytest.fixture(scope="module")
@@ -415,7 +521,9 @@ def described(place: Path) -> Description:
         return describe_tools(RunConfig(**COMMON, tools=["tools.py:add"]))[None]
 
 
-@pytest.mark.skipif(find_spec("openai") is None, reason="the client openai comes with vLLM, which is not installed")
+@pytest.mark.skipif(
+    find_spec("openai") is None, reason="the client openai comes with vLLM, which is not installed"
+)
 @pytest.mark.parametrize("name", ["smollm2", "qwen3"])
 def test_the_openai_client_through_the_door_is_the_same_as_tools_inside(
     name: str, place: Path, described: Description, monkeypatch: pytest.MonkeyPatch
@@ -429,11 +537,20 @@ def test_the_openai_client_through_the_door_is_the_same_as_tools_inside(
     inside = Turns(lambda _: inside_dialogue, pool, pays=False, **LIMITS)
 
     def bare(prompt: Prompt) -> tuple[int, ...]:
-        return tuple(tokenizer.apply_chat_template(prompt.content, tokenize=True, return_dict=False))
+        return tuple(
+            tokenizer.apply_chat_template(prompt.content, tokenize=True, return_dict=False)
+        )
 
-    found = trained_on(name, tokenizer, inside, lambda prompt: inside_dialogue.prompt_ids([*EXAMPLE, *prompt.content]))
+    found = trained_on(
+        name,
+        tokenizer,
+        inside,
+        lambda prompt: inside_dialogue.prompt_ids([*EXAMPLE, *prompt.content]),
+    )
     config = RunConfig(**COMMON, agent=f"{sys.executable} my_agent.py", turns={"completion_s": 300})
-    agents = Agents(dialogue_of, AgentPool(config, log=place / "agents.log", **where), call_s=60.0, **LIMITS)
+    agents = Agents(
+        dialogue_of, AgentPool(config, log=place / "agents.log", **where), call_s=60.0, **LIMITS
+    )
     through = trained_on(name, tokenizer, agents, bare)
 
     def learned(one: FlatSequence) -> tuple[Any, ...]:
@@ -442,5 +559,8 @@ def test_the_openai_client_through_the_door_is_the_same_as_tools_inside(
     assert [learned(one) for one in through[0]] == [learned(one) for one in found[0]]
     assert torch.equal(through[1], found[1]) and found[1].abs().max() > 0.5
     assert any(0 in (one.mask or ()) for one in found[0])
-    ends = [[(one.finish_reason, one.transcript) for one in group.completions] for group in (*found[2], *through[2])]
+    ends = [
+        [(one.finish_reason, one.transcript) for one in group.completions]
+        for group in (*found[2], *through[2])
+    ]
     assert ends[0] == ends[1]

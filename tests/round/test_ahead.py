@@ -39,7 +39,12 @@ class Engine:
         self.version = version
 
     async def complete(
-        self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False, max_tokens: int | None = None
+        self,
+        prompt_ids: Sequence[int],
+        seed: int,
+        *,
+        greedy: bool = False,
+        max_tokens: int | None = None,
     ) -> Completion:
         if self.fails_at == self.version:
             raise EngineError("scripted: gone")
@@ -48,7 +53,9 @@ class Engine:
         token = (seed + self.differs * self.version) % 10
         return Completion((token,), (-1.0,), str(token), "stop", self.version)
 
-    async def logprobs_of(self, context_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[float, ...]:
+    async def logprobs_of(
+        self, context_ids: Sequence[int], target_ids: Sequence[int]
+    ) -> tuple[float, ...]:
         return ()
 
     async def close(self) -> None:
@@ -96,7 +103,9 @@ def make(tmp_path: Path) -> Iterator[Make]:
                 encode=lambda prompt: (prompt.row + 1,),
                 max_prompt_tokens=2,
             ),
-            "rules": Rules(group_size=2, seed=1, reward_weights=(1.0,), dynamic=dynamic, in_order=True),
+            "rules": Rules(
+                group_size=2, seed=1, reward_weights=(1.0,), dynamic=dynamic, in_order=True
+            ),
             "peers": Peers(),
             "share_weights": lambda version: tmp_path,
             "sync_every": sync_every,
@@ -123,7 +132,9 @@ def take(controller: Controller, steps: Sequence[int]) -> list[list[Group]]:
     return rounds
 
 
-def test_a_round_is_written_by_the_version_before_its_step_and_the_first_by_its_own(make: Make) -> None:
+def test_a_round_is_written_by_the_version_before_its_step_and_the_first_by_its_own(
+    make: Make,
+) -> None:
     written = [max(versions(groups)) for groups in take(make(), range(STEPS))]
     assert written == [0, 0, 1, 2, 3]
 
@@ -146,7 +157,9 @@ def test_with_weights_that_do_not_change_the_rounds_are_those_of_no_lag(make: Ma
     engine.differs = 0
 
     def plain(groups: Sequence[Group]) -> object:
-        return [(group.draw.position, [one.token_ids for one in group.completions]) for group in groups]
+        return [
+            (group.draw.position, [one.token_ids for one in group.completions]) for group in groups
+        ]
 
     ahead = take(make("a", engine=engine, dynamic=True), range(STEPS))
     level = take(make("b", engine=engine, ahead=False, dynamic=True), range(STEPS))
@@ -158,7 +171,10 @@ def test_what_is_left_over_ages_by_the_version_that_wrote_it(make: Make) -> None
     rounds = take(make(dynamic=True), range(STEPS))
     positions = sorted(group.draw.position for groups in rounds for group in groups)
     taken_later = [
-        group for step, groups in enumerate(rounds) for group in groups if versions([group]) == {max(0, step - 2)}
+        group
+        for step, groups in enumerate(rounds)
+        for group in groups
+        if versions([group]) == {max(0, step - 2)}
     ]
     assert taken_later and len(set(positions)) == len(positions)
 
@@ -196,14 +212,18 @@ def test_a_checkpoint_has_the_state_before_the_round_ahead_whose_commit_it_waits
     assert take(again, range(2, STEPS)) == whole[2:]
 
 
-def test_a_kill_at_any_commit_gives_the_same_rounds_and_versions(make: Make, tmp_path: Path) -> None:
+def test_a_kill_at_any_commit_gives_the_same_rounds_and_versions(
+    make: Make, tmp_path: Path
+) -> None:
     whole = take(make("whole", dynamic=True), range(STEPS))
     for last in range(STEPS):
         folder = f"killed-{last}"
         take(
             make(folder, steps=last + 1, dynamic=True), range(last + 1)
         )  # what a run has written when it is killed there
-        assert take(make(folder, dynamic=True), range(STEPS)) == whole, f"killed after the commit of round {last}"
+        assert take(make(folder, dynamic=True), range(STEPS)) == whole, (
+            f"killed after the commit of round {last}"
+        )
 
 
 def test_a_longer_run_later_writes_its_first_round_without_lag(make: Make) -> None:

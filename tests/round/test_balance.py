@@ -17,7 +17,9 @@ from ycore.types import Completion, Draw, Group, Prompt, Score
 WORLD, PER_RANK, GROUP_SIZE = 8, 8, 8
 
 
-def long_tailed(dice: random.Random, *, num_offers: int = WORLD * PER_RANK, world: int = WORLD) -> list[Offer]:
+def long_tailed(
+    dice: random.Random, *, num_offers: int = WORLD * PER_RANK, world: int = WORLD
+) -> list[Offer]:
     def tokens() -> int:
         return sum(min(4096, 1 + int(dice.lognormvariate(5, 1))) for _ in range(GROUP_SIZE))
 
@@ -33,37 +35,51 @@ def tables(draw: st.DrawFn) -> tuple[list[Offer], int, int]:
     offers = []
     for position in range(num_offers):
         rank = draw(st.integers(0, world - 1))
-        offers.append(Offer(rank, counts[rank], position, draw(st.integers(1, 10_000)), draw(st.booleans())))
+        offers.append(
+            Offer(rank, counts[rank], position, draw(st.integers(1, 10_000)), draw(st.booleans()))
+        )
         counts[rank] += 1
     return offers, world, per_rank
 
 
 @given(tables())
-def test_every_chosen_group_is_dealt_once_and_every_rank_has_its_number(table: tuple[list[Offer], int, int]) -> None:
+def test_every_chosen_group_is_dealt_once_and_every_rank_has_its_number(
+    table: tuple[list[Offer], int, int],
+) -> None:
     offers, world, per_rank = table
     deal = deal_groups(offers, world=world, per_rank=per_rank)
     assert [len(hand) for hand in deal.chosen] == [per_rank] * world
     dealt = [offer for hand in deal.chosen for offer in hand]
-    assert sorted(dealt, key=lambda o: o.position) == sorted(choose(offers, world * per_rank), key=lambda o: o.position)
+    assert sorted(dealt, key=lambda o: o.position) == sorted(
+        choose(offers, world * per_rank), key=lambda o: o.position
+    )
     assert len({(offer.rank, offer.index) for offer in dealt}) == world * per_rank
     assert all(offer.rank != receiver for offer, receiver in deal.moves)
 
 
 @given(tables())
-def test_what_teaches_comes_first_and_the_earlier_drawn_before_the_later(table: tuple[list[Offer], int, int]) -> None:
+def test_what_teaches_comes_first_and_the_earlier_drawn_before_the_later(
+    table: tuple[list[Offer], int, int],
+) -> None:
     offers, world, per_rank = table
     chosen = choose(offers, world * per_rank)
     left = [offer for offer in offers if offer not in chosen]
     for offer in left:
-        assert all((not one.teaches, one.position) < (not offer.teaches, offer.position) for one in chosen)
+        assert all(
+            (not one.teaches, one.position) < (not offer.teaches, offer.position) for one in chosen
+        )
 
 
 @given(tables(), st.randoms(use_true_random=False))
-def test_every_rank_computes_the_same_deal(table: tuple[list[Offer], int, int], dice: random.Random) -> None:
+def test_every_rank_computes_the_same_deal(
+    table: tuple[list[Offer], int, int], dice: random.Random
+) -> None:
     offers, world, per_rank = table
     shuffled = list(offers)
     dice.shuffle(shuffled)
-    assert deal_groups(shuffled, world=world, per_rank=per_rank) == deal_groups(offers, world=world, per_rank=per_rank)
+    assert deal_groups(shuffled, world=world, per_rank=per_rank) == deal_groups(
+        offers, world=world, per_rank=per_rank
+    )
 
 
 @given(tables())
@@ -71,7 +87,9 @@ def test_with_even_counts_dealing_never_makes_it_worse(table: tuple[list[Offer],
     offers, world, per_rank = table
     even = [Offer(n % world, n // world, n, offer.cost, True) for n, offer in enumerate(offers)]
     even = even[: world * per_rank]
-    assert imbalance(loads(deal_groups(even, world=world, per_rank=per_rank))) <= imbalance(loads_before(even, world))
+    assert imbalance(loads(deal_groups(even, world=world, per_rank=per_rank))) <= imbalance(
+        loads_before(even, world)
+    )
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -84,7 +102,11 @@ def test_long_tails_over_eight_ranks_come_out_even(seed: int) -> None:
 
 
 def test_an_even_table_moves_nothing() -> None:
-    offers = [Offer(rank, index, 4 * index + rank, 100 + index, True) for rank in range(4) for index in range(6)]
+    offers = [
+        Offer(rank, index, 4 * index + rank, 100 + index, True)
+        for rank in range(4)
+        for index in range(6)
+    ]
     assert deal_groups(offers, world=4, per_rank=6).moves == []
 
 
@@ -103,8 +125,12 @@ QWEN_HALF_B = {
 
 
 def of_length(position: int, lengths: list[int]) -> Group:
-    written = tuple(Completion((5,) * length, (-1.0,) * length, "", "stop", 0) for length in lengths)
-    return Group(Draw(position, Prompt(position, ""), (1,) * 64), written, ((Score(1.0),),) * len(lengths))
+    written = tuple(
+        Completion((5,) * length, (-1.0,) * length, "", "stop", 0) for length in lengths
+    )
+    return Group(
+        Draw(position, Prompt(position, ""), (1,) * 64), written, ((Score(1.0),),) * len(lengths)
+    )
 
 
 def spread_of(cost: Cost, by: Cost, *, longest: int, seed: int) -> float:
@@ -115,19 +141,27 @@ def spread_of(cost: Cost, by: Cost, *, longest: int, seed: int) -> float:
         groups.append(of_length(position, [max(1, min(longest, length)) for length in drawn]))
     offers = [Offer(n % 4, n // 4, n, by.of(group), True) for n, group in enumerate(groups)]
     deal = deal_groups(offers, world=4, per_rank=8)
-    return imbalance([sum(cost.of(groups[offer.position]) for offer in hand) for hand in deal.chosen])
+    return imbalance(
+        [sum(cost.of(groups[offer.position]) for offer in hand) for hand in deal.chosen]
+    )
 
 
 def test_long_groups_are_dealt_by_what_they_cost_and_not_by_their_tokens() -> None:
     cost = Cost.of_model(QWEN_HALF_B)
-    assert cost.attention * 32768 / 2 == pytest.approx(1.43, abs=0.02), "at 32k attention costs more than the rest"
+    assert cost.attention * 32768 / 2 == pytest.approx(1.43, abs=0.02), (
+        "at 32k attention costs more than the rest"
+    )
     by_cost = [spread_of(cost, cost, longest=32768, seed=seed) for seed in range(10)]
     by_tokens = [spread_of(cost, Cost(), longest=32768, seed=seed) for seed in range(10)]
     assert max(by_cost) < 1.03 and sum(by_tokens) / 10 > 1.03
-    short = [spread_of(cost, by, longest=512, seed=seed) for by in (cost, Cost()) for seed in range(10)]
+    short = [
+        spread_of(cost, by, longest=512, seed=seed) for by in (cost, Cost()) for seed in range(10)
+    ]
     assert max(short) < 1.025, "short ones alike"
 
 
 def test_a_group_costs_its_tokens_where_the_model_is_not_known() -> None:
     group = of_length(0, [10, 300])
-    assert Cost().of(group) == group.num_tokens == 310 and Cost.of_model({"hidden_size": 8}) == Cost()
+    assert (
+        Cost().of(group) == group.num_tokens == 310 and Cost.of_model({"hidden_size": 8}) == Cost()
+    )

@@ -43,7 +43,12 @@ class TickingEngine:
         self.version = version
 
     async def complete(
-        self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False, max_tokens: int | None = None
+        self,
+        prompt_ids: Sequence[int],
+        seed: int,
+        *,
+        greedy: bool = False,
+        max_tokens: int | None = None,
     ) -> Completion:
         self.in_flight += 1
         self.seeds.append(seed)
@@ -68,7 +73,9 @@ class TickingEngine:
         self._aborted.set()
         self._aborted = asyncio.Event()
 
-    async def logprobs_of(self, context_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[float, ...]:
+    async def logprobs_of(
+        self, context_ids: Sequence[int], target_ids: Sequence[int]
+    ) -> tuple[float, ...]:
         return ()
 
     async def close(self) -> None:
@@ -98,7 +105,12 @@ def make(tmp_path: Path) -> Iterator[Make]:
     made: list[Controller] = []
 
     def controller(
-        folder: str = "journal", *, oversample: float = 2.0, max_age: int = 99, ahead: bool = False, **more: Any
+        folder: str = "journal",
+        *,
+        oversample: float = 2.0,
+        max_age: int = 99,
+        ahead: bool = False,
+        **more: Any,
     ) -> Controller:
         parts: dict[str, Any] = {
             "engines": [TickingEngine()],
@@ -113,7 +125,9 @@ def make(tmp_path: Path) -> Iterator[Make]:
             "peers": Peers(),
             "share_weights": lambda version: tmp_path,
             "journal": Journal(tmp_path / folder, rank=0),
-            "turns": CarriedTurn(lambda ids: " ".join(map(str, ids)), max_tokens=MAX_TOKENS, max_age=max_age),
+            "turns": CarriedTurn(
+                lambda ids: " ".join(map(str, ids)), max_tokens=MAX_TOKENS, max_age=max_age
+            ),
             **more,
         }
         one = ControllerAhead(num_steps=99, **parts) if ahead else Controller(**parts)
@@ -156,7 +170,9 @@ def test_a_carried_completion_is_whole_and_each_token_has_its_versions_logprob(m
         starts = [0, *ends, len(one.token_ids)]
         for version, begin, end in zip(written_by, starts, starts[1:], strict=False):
             assert {*one.token_ids[begin:end]} == {version}
-        assert one.first_version < one.policy_version and one.text == " ".join(map(str, one.token_ids))
+        assert one.first_version < one.policy_version and one.text == " ".join(
+            map(str, one.token_ids)
+        )
 
 
 def test_no_group_is_lost_or_comes_twice_and_the_long_ones_come_too(make: Make) -> None:
@@ -210,22 +226,31 @@ def test_the_pool_is_plain_json_and_comes_back_from_a_checkpoint(make: Make) -> 
 def test_what_is_too_old_begins_anew(make: Make) -> None:
     controller = make(max_age=1, oversample=4.0)
     recorded: dict[str, float] = {}
-    controller.record = lambda name, value: recorded.__setitem__(name, recorded.get(name, 0.0) + value)
+    controller.record = lambda name, value: recorded.__setitem__(
+        name, recorded.get(name, 0.0) + value
+    )
     rounds = take(controller, range(10))
     assert all(one.policy_version - one.first_version <= 1 for one in completions(rounds))
     assert recorded["ycore/carried/dropped"] > 0 and recorded["ycore/carried/tokens"] > 0
 
 
-def test_the_metrics_tell_what_was_carried_and_how_long_what_was_begun_already_is(make: Make) -> None:
+def test_the_metrics_tell_what_was_carried_and_how_long_what_was_begun_already_is(
+    make: Make,
+) -> None:
     controller = make()
     recorded: dict[str, float] = {}
     controller.record = recorded.__setitem__
     (groups,) = take(controller, [0])
-    begun = [len(one["token_ids"]) for group in controller.turns.state for one in group["begun"].values()]
+    begun = [
+        len(one["token_ids"]) for group in controller.turns.state for one in group["begun"].values()
+    ]
     left = [item.group for item in controller.surplus.waiting]
     whole = [len(one.token_ids) for one in completions([groups, left])]
     assert recorded["ycore/carried/groups"] == len(controller.turns.waiting) > 0
-    assert recorded["ycore/carried/mean_length"] >= sum([*whole, *begun]) / len([*whole, *begun]) - 1e-9
+    assert (
+        recorded["ycore/carried/mean_length"]
+        >= sum([*whole, *begun]) / len([*whole, *begun]) - 1e-9
+    )
     assert recorded["ycore/carried/tokens"] <= sum(begun)
 
 

@@ -30,14 +30,20 @@ def group(*scores: tuple[float | None, float | None, float | None]) -> Group:
 
 def test_a_gate_puts_what_breaks_one_below_all_others() -> None:
     held = Constraints([FORMAT, SHORT])
-    found = compared_rewards(group((2.0, 1, 0.5), (3.0, 0.9, 1), (1.0, 1, 1), (0.5, 1, 0.4)), WEIGHTS, held)
+    found = compared_rewards(
+        group((2.0, 1, 0.5), (3.0, 0.9, 1), (1.0, 1, 1), (0.5, 1, 0.4)), WEIGHTS, held
+    )
     assert found == [2.0, -0.5, 1.0, -0.5]
 
 
 def test_what_is_not_known_breaks_nothing_and_teaches_nothing() -> None:
     held = Constraints([FORMAT, SHORT])
-    found = compared_rewards(group((2.0, None, 1), (2.0, None, 0), (None, 1, 1), (2.0, 1, 1)), WEIGHTS, held)
-    assert found == [None, 1.0, None, 2.0], "the second breaks another constraint; the third has no reward"
+    found = compared_rewards(
+        group((2.0, None, 1), (2.0, None, 0), (None, 1, 1), (2.0, 1, 1)), WEIGHTS, held
+    )
+    assert found == [None, 1.0, None, 2.0], (
+        "the second breaks another constraint; the third has no reward"
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,7 +90,12 @@ def controller() -> Controller:
         engines=[],
         scoring=Scoring([]),
         draws=DrawSource([], seed=None, encode=lambda prompt: (), max_prompt_tokens=1),
-        rules=Rules(group_size=2, seed=0, reward_weights=WEIGHTS, constraints=Constraints([FORMAT], by="lagrangian")),
+        rules=Rules(
+            group_size=2,
+            seed=0,
+            reward_weights=WEIGHTS,
+            constraints=Constraints([FORMAT], by="lagrangian"),
+        ),
         peers=Peers(),
     )
 
@@ -107,7 +118,11 @@ def test_the_weights_are_part_of_a_checkpoint_and_of_a_round() -> None:
 
 
 def test_a_constraint_is_named_or_marked_and_has_no_weight(tmp_path: Path) -> None:
-    recipe = {"model": "m", "dataset": "d", "rewards": ["exact_answer", {"reward": "length", "weight": 0.5}]}
+    recipe = {
+        "model": "m",
+        "dataset": "d",
+        "rewards": ["exact_answer", {"reward": "length", "weight": 0.5}],
+    }
     found = resolve(recipe=recipe, options={"constraint": ["length:0.2", "format"]})
     assert isinstance(found, RunConfig)
     assert [(one.reward, one.weight, one.constraint, one.limit) for one in found.rewards] == [
@@ -116,7 +131,10 @@ def test_a_constraint_is_named_or_marked_and_has_no_weight(tmp_path: Path) -> No
         ("format", 0.0, True, 0.05),
     ]
     held = Constraints.of(found)
-    assert held is not None and [(one.source, one.name) for one in held.held] == [(1, "length"), (2, "format")]
+    assert held is not None and [(one.source, one.name) for one in held.held] == [
+        (1, "length"),
+        (2, "format"),
+    ]
     assert resolve(recipe=found.model_dump(mode="json")) == found, "a resumed run is the same run"
     assert Constraints.of(found.model_copy(update={"algorithm": "eval"})) is None
     assert math.isclose(held.held[1].least, 1.0)

@@ -14,7 +14,8 @@ from ycore.types import Prompt
 
 LEAST = 0.1
 TOLD = st.lists(
-    st.tuples(st.integers(0, 9), st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([0.0, 1.0])), max_size=40
+    st.tuples(st.integers(0, 9), st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([0.0, 1.0])),
+    max_size=40,
 )
 
 
@@ -25,7 +26,9 @@ def test_the_chance_is_that_of_drawing_the_group_again(totals: list[float]) -> N
     assert chance_of(totals) == pytest.approx(sum(len(set(one)) > 1 for one in again) / len(again))
 
 
-@pytest.mark.parametrize(("right", "chance"), [(0, 0.0), (1, 0.656391), (4, 0.992188), (7, 0.656391), (8, 0.0)])
+@pytest.mark.parametrize(
+    ("right", "chance"), [(0, 0.0), (1, 0.656391), (4, 0.992188), (7, 0.656391), (8, 0.0)]
+)
 def test_groups_of_eight(right: int, chance: float) -> None:
     """1 - (k/8)^8 - (1 - k/8)^8, worked by hand: 7^8 = 5,764,801 of 8^8 = 16,777,216."""
     totals = [1.0] * right + [0.0] * (8 - right)
@@ -36,7 +39,9 @@ def test_groups_of_eight(right: int, chance: float) -> None:
 def test_a_lesson_is_of_the_scored_completions() -> None:
     assert lesson_of([1.0, None, 0.0]) == (0.5, 0.5)
     assert lesson_of([1.0, None]) is None
-    assert lesson_of([0.3, 0.1 + 0.2]) == (0.0, pytest.approx(0.3)), "rewards that differ by dust are the same"
+    assert lesson_of([0.3, 0.1 + 0.2]) == (0.0, pytest.approx(0.3)), (
+        "rewards that differ by dust are the same"
+    )
 
 
 def test_what_taught_nothing_comes_seldom_and_what_taught_comes_often() -> None:
@@ -48,7 +53,9 @@ def test_what_taught_nothing_comes_seldom_and_what_taught_comes_often() -> None:
     assert order.weight(3) == pytest.approx((0.1 + 0.656) / (0.5 + 1 + 0.1))
 
 
-def test_a_prompt_is_dropped_when_it_was_solved_often_enough_and_not_when_it_was_only_hopeless() -> None:
+def test_a_prompt_is_dropped_when_it_was_solved_often_enough_and_not_when_it_was_only_hopeless() -> (
+    None
+):
     order = Curriculum(seed=0, drop_after=2)
     order.learn([(0, 0.0, 1.0), (1, 0.0, 0.0)])
     assert order.weight(0) == order.weight(1) == LEAST
@@ -65,7 +72,9 @@ def test_a_prompt_may_be_dropped_at_a_share_of_the_best_and_no_other_come_less_o
     assert [order.weight(row) for row in range(5)] == [0.0, 1.0, 1.0, 0.0, 1.0]
     below_zero = Curriculum(seed=0, drop_after=1, drop_at=0.9)
     below_zero.learn([(0, 0.5, -1.0), (1, 0.5, -1.05)])
-    assert below_zero.num_dropped == 1, "a share of a reward below zero has no meaning: the best itself counts"
+    assert below_zero.num_dropped == 1, (
+        "a share of a reward below zero has no meaning: the best itself counts"
+    )
 
 
 @given(TOLD, TOLD)
@@ -88,7 +97,9 @@ def test_ranks_together_draw_what_one_would(world: int, told: list) -> None:  # 
         order = Curriculum(seed=2)
         order.learn(told)
         rows = [Prompt(row, "x") for row in range(10)]
-        return DrawSource(rows, seed=2, encode=lambda _: (1,), max_prompt_tokens=1, shard=shard, curriculum=order)
+        return DrawSource(
+            rows, seed=2, encode=lambda _: (1,), max_prompt_tokens=1, shard=shard, curriculum=order
+        )
 
     def upto(source: DrawSource, end: int) -> dict[int, int]:
         found = {}
@@ -99,7 +110,9 @@ def test_ranks_together_draw_what_one_would(world: int, told: list) -> None:  # 
     if all(draws(Shard()).curriculum.weight(row) == 0 for row in range(10)):  # type: ignore[union-attr]
         return
     parts = [upto(draws(Shard(rank, world)), 100) for rank in range(world)]
-    assert {place: row for part in parts for place, row in part.items()} == upto(draws(Shard()), 100)
+    assert {place: row for part in parts for place, row in part.items()} == upto(
+        draws(Shard()), 100
+    )
 
 
 def test_where_all_are_dropped_prompts_still_come() -> None:
@@ -111,12 +124,20 @@ def test_where_all_are_dropped_prompts_still_come() -> None:
 
 
 def test_a_column_gives_the_first_guess() -> None:
-    rows = [Prompt(0, "x", {"rate": 0.5}), Prompt(1, "y", {"rate": 1}), Prompt(2, "z", {"rate": 0.0})]
+    rows = [
+        Prompt(0, "x", {"rate": 0.5}),
+        Prompt(1, "y", {"rate": 1}),
+        Prompt(2, "z", {"rate": 0.0}),
+    ]
     order = Curriculum(seed=0, guesses=guesses_from(rows, "rate", 8))
-    assert [order.weight(row) for row in range(3)] == pytest.approx([0.992188, LEAST, LEAST], abs=1e-6)
+    assert [order.weight(row) for row in range(3)] == pytest.approx(
+        [0.992188, LEAST, LEAST], abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("value", [None, "0.5", True, 1.5, -0.1])
 def test_a_column_that_is_no_share_is_refused_with_its_row(value: object) -> None:
-    with pytest.raises(DataError, match=r"row 7: --curriculum rate takes the share of right completions"):
+    with pytest.raises(
+        DataError, match=r"row 7: --curriculum rate takes the share of right completions"
+    ):
         guesses_from([Prompt(7, "x", {"rate": value})], "rate", 8)

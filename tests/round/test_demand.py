@@ -14,7 +14,9 @@ COUNTS = st.integers(0, 500)
 
 @given(COUNTS, COUNTS, COUNTS, COUNTS, st.integers(1, 8), st.floats(LEAST, 1.0))
 def test_bounds(need: int, kept: int, in_flight: int, drawn: int, tries: int, rate: float) -> None:
-    wanted = num_to_draw(need=need, kept=kept, in_flight=in_flight, drawn=drawn, max_draws=need * tries, rate=rate)
+    wanted = num_to_draw(
+        need=need, kept=kept, in_flight=in_flight, drawn=drawn, max_draws=need * tries, rate=rate
+    )
     assert wanted >= 0
     assert drawn + wanted <= max(drawn, need * tries)
     if kept >= need:

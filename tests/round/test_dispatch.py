@@ -20,7 +20,9 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(asyncio.wait_for(work, 20))
 
 
-def placed(words: str, *, num_slots: int = 2, capacity: int = 2, exclusive: bool = False) -> Allocator:
+def placed(
+    words: str, *, num_slots: int = 2, capacity: int = 2, exclusive: bool = False
+) -> Allocator:
     pool = SlotPool(num_slots, ROLES, dict.fromkeys(ROLES, capacity), exclusive=exclusive)
     return Allocator(pool, parse_placement(words))
 
@@ -66,7 +68,9 @@ class BrokenSleeper(SlowSleeper):
 def test_without_roles_to_place_any_role_gets_the_least_busy_slot() -> None:
     async def work() -> list[int]:
         log = Log(Slots(3))
-        return await asyncio.gather(*(log.turn(role) for role in [ROLLOUT, JUDGE, "reward_model"] * 2))
+        return await asyncio.gather(
+            *(log.turn(role) for role in [ROLLOUT, JUDGE, "reward_model"] * 2)
+        )
 
     assert run(work()) == [0, 1, 2, 0, 1, 2]
 
@@ -87,7 +91,10 @@ def test_all_roles_get_through_with_engines_that_sleep(words: str) -> None:
     changed: list[str] = []
 
     async def work() -> dict[str, float]:
-        sleepers = {role: {slot: SlowSleeper(calls, f"{role} {slot}") for slot in range(2)} for role in ROLES}
+        sleepers = {
+            role: {slot: SlowSleeper(calls, f"{role} {slot}") for slot in range(2)}
+            for role in ROLES
+        }
         slots = Slots(2, allocator=placed(words, exclusive=True), sleepers=sleepers)
         log = Log(slots)
         async with slots.round():
@@ -100,7 +107,9 @@ def test_all_roles_get_through_with_engines_that_sleep(words: str) -> None:
     metrics = run(work())
     assert changed[:2] == ["wake rollout 0", "wake rollout 1"]
     changed = changed[2:]
-    assert changed[0].startswith("sleep rollout") and any(call.startswith("wake judge") for call in changed)
+    assert changed[0].startswith("sleep rollout") and any(
+        call.startswith("wake judge") for call in changed
+    )
     assert metrics["ycore/swaps"] == len([call for call in changed if call.startswith("wake")]) >= 1
     assert metrics["ycore/swap_s"] > 0.015 * metrics["ycore/swaps"]
 
@@ -108,7 +117,9 @@ def test_all_roles_get_through_with_engines_that_sleep(words: str) -> None:
 def test_a_swap_that_fails_fails_those_who_wait() -> None:
     async def work() -> None:
         sleepers = {role: {0: BrokenSleeper([], role)} for role in ROLES}
-        slots = Slots(1, allocator=placed("dynamic", num_slots=1, exclusive=True), sleepers=sleepers)
+        slots = Slots(
+            1, allocator=placed("dynamic", num_slots=1, exclusive=True), sleepers=sleepers
+        )
         with pytest.raises(EngineError, match="judge: gone"):
             await Log(slots).turn(JUDGE)
 
@@ -204,7 +215,9 @@ def test_who_is_cancelled_frees_the_place() -> None:
 
 def test_a_round_is_recorded_and_measured(tmp_path: Path) -> None:
     async def work() -> dict[str, float]:
-        slots = Slots(2, allocator=placed("dynamic"), trace=TraceWriter(tmp_path / "trace.json"), rank=3)
+        slots = Slots(
+            2, allocator=placed("dynamic"), trace=TraceWriter(tmp_path / "trace.json"), rank=3
+        )
         log = Log(slots)
         for step in range(2):
             async with slots.round():
@@ -218,12 +231,16 @@ def test_a_round_is_recorded_and_measured(tmp_path: Path) -> None:
     spans = read_trace(tmp_path / "trace.json")
     assert {span.rank for span in spans} == {3}
     turns = [span for span in spans if span.name in ROLES]
-    assert len(turns) == 16 and all(span.details["tokens"] == 7 and span.seconds > 0 for span in turns)
+    assert len(turns) == 16 and all(
+        span.details["tokens"] == 7 and span.seconds > 0 for span in turns
+    )
     assert [span.details["step"] for span in spans if span.name == ROUND] == [0, 1]
     assert all(span.details["awake"] in ROLES for span in spans if span.name == SWAP)
 
 
-def test_queue_depths_are_told_while_the_round_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queue_depths_are_told_while_the_round_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Soon after they change, and once more at the round's end, when nothing is left."""
     monkeypatch.setattr("ycore.round.line._DEPTHS_EVERY_S", 0.02)
     path = tmp_path / "trace.json"
@@ -248,7 +265,12 @@ def test_queue_depths_are_told_while_the_round_goes_on(tmp_path: Path, monkeypat
     sync, begun, waiting, flying = run(work())
     assert [sync.name, begun.name] == [SYNC, ROUND]
     assert isinstance(waiting, Levels) and waiting.values == {ROLLOUT: 3, JUDGE: 0}
-    assert isinstance(flying, Levels) and flying.values == {"rollout 0": 2, "rollout 1": 0, "judge 0": 0, "judge 1": 0}
+    assert isinstance(flying, Levels) and flying.values == {
+        "rollout 0": 2,
+        "rollout 1": 0,
+        "judge 0": 0,
+        "judge 1": 0,
+    }
     assert set(flying.oldest_s) == {"rollout 0"} and flying.rank == 3
     last = told()[-1]
     assert isinstance(last, Levels) and set(last.values.values()) == {0} and not last.oldest_s

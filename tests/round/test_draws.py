@@ -15,8 +15,15 @@ def encode(prompt: Prompt) -> tuple[int, ...]:
     return tuple(range(len(str(prompt.content))))
 
 
-def source(*, seed: int | None = 3, shard: Shard = Shard(), max_prompt_tokens: int = 99) -> DrawSource:  # noqa: B008
-    return DrawSource(PROMPTS, seed=seed, encode=encode, max_prompt_tokens=max_prompt_tokens, shard=shard)
+WHOLE = Shard()
+
+
+def source(
+    *, seed: int | None = 3, shard: Shard = WHOLE, max_prompt_tokens: int = 99
+) -> DrawSource:
+    return DrawSource(
+        PROMPTS, seed=seed, encode=encode, max_prompt_tokens=max_prompt_tokens, shard=shard
+    )
 
 
 @given(st.integers(1, 4), st.integers(0, 50))
@@ -69,7 +76,10 @@ def test_an_empty_prompt_is_refused() -> None:
 
 def test_completion_seeds_are_never_shared() -> None:
     seeds = [
-        completion_seed(run, position, index) for run in (0, 1) for position in range(20_000) for index in range(8)
+        completion_seed(run, position, index)
+        for run in (0, 1)
+        for position in range(20_000)
+        for index in range(8)
     ]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)

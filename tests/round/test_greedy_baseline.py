@@ -38,10 +38,14 @@ class Engine:
     async def close(self) -> None:
         pass
 
-    async def logprobs_of(self, context_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[float, ...]:
+    async def logprobs_of(
+        self, context_ids: Sequence[int], target_ids: Sequence[int]
+    ) -> tuple[float, ...]:
         raise AssertionError("no reward of this run asks")
 
-    async def complete(self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False) -> Completion:
+    async def complete(
+        self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False
+    ) -> Completion:
         self.asked.append((prompt_ids[0], greedy))
         return Completion((1,), (-1.0,), str(prompt_ids[0] % 10) if greedy else "1", "stop", 0)
 
@@ -51,8 +55,12 @@ async def run_round(engine: Engine, folder: Path, *, greedy: bool) -> list[Finis
     draws = DrawSource(prompts, seed=None, encode=lambda p: (p.row + 10,), max_prompt_tokens=5)
     rules = Rules(group_size=2, seed=5, reward_weights=(1.0,), greedy_baseline=greedy)
     specs, settings = [RewardConfig(reward=f"{folder}/their.py:digit")], RewardSettings(workers=1)
-    async with RewardPool(specs, settings=settings, log=folder / "log", run_id="test-greedy") as pool:
-        controller = Controller(engines=[engine], scoring=rules_alone(pool), draws=draws, rules=rules, peers=Peers())
+    async with RewardPool(
+        specs, settings=settings, log=folder / "log", run_id="test-greedy"
+    ) as pool:
+        controller = Controller(
+            engines=[engine], scoring=rules_alone(pool), draws=draws, rules=rules, peers=Peers()
+        )
         return await asyncio.wait_for(controller.fill(need=3, ready=0, step=0), 30)
 
 
@@ -64,7 +72,9 @@ def test_one_greedy_completion_a_prompt(greedy: bool, tmp_path: Path) -> None:
     assert sorted(engine.asked) == sorted(
         (row + 10, kind) for row in range(3) for kind in [False, False, True][: 2 + greedy]
     )
-    assert all(len(group.completions) == len(group.scores_GR) == 2 for group in groups), "it is not trained on"
+    assert all(len(group.completions) == len(group.scores_GR) == 2 for group in groups), (
+        "it is not trained on"
+    )
     baselines = [group.greedy_scores_R for group in groups]
     assert baselines == ([(Score(0.0),), (Score(1.0),), (Score(2.0),)] if greedy else [None] * 3)
     assert [from_bytes(to_bytes(group)) for group in groups] == groups, "the journal keeps it"

@@ -26,18 +26,28 @@ from ycore.types import Completion, Draw, Group, Prompt, Score
 
 
 def config(**settings: Any) -> RunConfig:
-    base = {"model": "m", "dataset": "d", "output": "o", "rewards": [{"reward": "exact_answer"}], "num_samples": 4}
+    base = {
+        "model": "m",
+        "dataset": "d",
+        "output": "o",
+        "rewards": [{"reward": "exact_answer"}],
+        "num_samples": 4,
+    }
     return RunConfig.model_validate({**base, **settings})
 
 
 def group(position: int, texts: Sequence[str], rewards: Sequence[float | None]) -> Group:
-    completions = tuple(Completion((1, 2), None, text, "stop" if text else "length", 0) for text in texts)
+    completions = tuple(
+        Completion((1, 2), None, text, "stop" if text else "length", 0) for text in texts
+    )
     draw = Draw(position, Prompt(position, "p"), (1,))
     return Group(draw, completions, tuple((Score(reward),) for reward in rewards))
 
 
 GROUPS = [
-    group(0, ["It is 7", "7", "8", "the answer: 9"], [1.0, 1.0, 0.0, 0.0]),  # the vote is 7, and right
+    group(
+        0, ["It is 7", "7", "8", "the answer: 9"], [1.0, 1.0, 0.0, 0.0]
+    ),  # the vote is 7, and right
     group(1, ["3", "4", "4.", "four"], [1.0, 0.0, 0.0, 0.0]),  # 4, and wrong
     group(2, ["1", "", "", "2"], [None, 0.0, 0.0, 0.0]),  # no answer at all
 ]
@@ -49,19 +59,42 @@ def test_figures_of_three_prompts() -> None:
     assert found["pass@1"] == pytest.approx((2 / 4 + 1 / 4 + 0) / 3)
     assert found["pass@2"] == pytest.approx(((1 - 1 / 6) + 1 / 2 + 0) / 3)
     assert found["pass@4"] == pytest.approx(2 / 3) and found["majority@4"] == pytest.approx(1 / 3)
-    assert found["masked"] == 1 and found["cut_off"] == pytest.approx(2 / 12) and found["mean_length"] == 2
+    assert (
+        found["masked"] == 1
+        and found["cut_off"] == pytest.approx(2 / 12)
+        and found["mean_length"] == 2
+    )
     assert found["pass@4/low"] == 0.0 and found["pass@4/high"] == 1.0
 
 
 def test_right_by_right_reasons() -> None:
     """Of four right completions a judge of the reasoning accepts one, rejects two, and gives no verdict on one."""
-    scores = [(1.0, 1.0), (1.0, 0.4), (1.0, 0.0), (1.0, None), (0.0, 1.0), (0.0, 1.0), (0.0, 0.0), (0.0, 0.0)]
+    scores = [
+        (1.0, 1.0),
+        (1.0, 0.4),
+        (1.0, 0.0),
+        (1.0, None),
+        (0.0, 1.0),
+        (0.0, 1.0),
+        (0.0, 0.0),
+        (0.0, 0.0),
+    ]
     completions = tuple(Completion((1, 2), None, "7", "stop", 0) for _ in scores)
-    one = Group(Draw(0, Prompt(0, "p"), (1,)), completions, tuple((Score(a), Score(b)) for a, b in scores))
-    rewards = [{"reward": "exact_answer"}, {"reward": "judge:reasons", "constraint": True, "weight": 0.0}]
+    one = Group(
+        Draw(0, Prompt(0, "p"), (1,)), completions, tuple((Score(a), Score(b)) for a, b in scores)
+    )
+    rewards = [
+        {"reward": "exact_answer"},
+        {"reward": "judge:reasons", "constraint": True, "weight": 0.0},
+    ]
     settings = config(rewards=rewards, num_samples=8)
     found = figures(table_of([one], settings), settings)
-    assert (found["pass@1"], found["cot-pass@1"], found["pass@8"], found["cot-pass@8"]) == (0.5, 0.125, 1.0, 1.0)
+    assert (found["pass@1"], found["cot-pass@1"], found["pass@8"], found["cot-pass@8"]) == (
+        0.5,
+        0.125,
+        1.0,
+        1.0,
+    )
     assert found["cot-pass@2"] == pytest.approx(1 - 21 / 28) and "cot-pass@4" in names_of(settings)
     assert not any("cot" in name for name in names_of(config()))
 
@@ -69,7 +102,9 @@ def test_right_by_right_reasons() -> None:
 def test_how_often_a_reward_agrees_with_pairs() -> None:
     """Right, equal, wrong, masked, right: 2.5 of 4."""
     rewards = [[2.0, 1.0], [0.5, 0.5], [0.0, 0.1], [None, 1.0], [-1.0, -2.0]]
-    found = pair_figures([group(n, ["a", "b"], pair) for n, pair in enumerate(rewards)], config(pairs=True))
+    found = pair_figures(
+        [group(n, ["a", "b"], pair) for n, pair in enumerate(rewards)], config(pairs=True)
+    )
     assert (found["accuracy"], found["equal"], found["masked"]) == (0.625, 0.25, 1.0)
     assert 0 < found["accuracy/low"] < 0.625 < found["accuracy/high"] <= 1
     assert "accuracy/exact_answer" not in found
@@ -77,7 +112,11 @@ def test_how_often_a_reward_agrees_with_pairs() -> None:
     scores = tuple((Score(value), Score(3.0 - value)) for value in (2.0, 1.0))
     both = replace(group(0, ["a", "b"], [0, 0]), scores_GR=scores)
     found = pair_figures([both], config(pairs=True, rewards=two))
-    assert (found["accuracy"], found["accuracy/exact_answer"], found["accuracy/length"]) == (0.0, 1.0, 0.0)
+    assert (found["accuracy"], found["accuracy/exact_answer"], found["accuracy/length"]) == (
+        0.0,
+        1.0,
+        0.0,
+    )
     assert pair_figures([], config(pairs=True)) == {"equal": 0.0, "masked": 0.0}
 
 
@@ -86,7 +125,10 @@ def test_several_who_score_are_compared_on_the_pairs_that_both_score() -> None:
     two = [RewardConfig(reward="exact_answer"), RewardConfig(reward="length")]
     better: list[float | None] = [None, *([0.0, 2.0, 2.0, 2.0] * 10)]
     groups = [
-        replace(group(n, ["a", "b"], [0, 0]), scores_GR=((Score(mine), Score(2.0)), (Score(1.0), Score(1.0))))
+        replace(
+            group(n, ["a", "b"], [0, 0]),
+            scores_GR=((Score(mine), Score(2.0)), (Score(1.0), Score(1.0))),
+        )
         for n, mine in enumerate(better)
     ]
     found = pair_figures(groups, config(pairs=True, rewards=two))
@@ -108,7 +150,11 @@ def test_an_interval_covers_the_truth_about_as_often_as_it_says() -> None:
 
 
 def test_answers_that_are_equal_vote_together() -> None:
-    assert final_answer("so 3 + 4 = 7.") == final_answer("<think>8</think>7.0") == final_answer(r"\boxed{7}")
+    assert (
+        final_answer("so 3 + 4 = 7.")
+        == final_answer("<think>8</think>7.0")
+        == final_answer(r"\boxed{7}")
+    )
     assert final_answer(r"\boxed{\frac{1}{2}}") == r"\frac{1}{2}"
     assert final_answer("It is:\nParis.") == final_answer("PARIS") != final_answer("Rome")
     assert final_answer("") == "" == final_answer(r"\boxed{")
@@ -120,7 +166,9 @@ def test_a_reward_that_compares_no_answers_has_no_majority() -> None:
 
 
 def rows(*values: float, every: int = 2) -> list[dict[str, Any]]:
-    return [{"step": every * index, "ycore/eval/reward": value} for index, value in enumerate(values)]
+    return [
+        {"step": every * index, "ycore/eval/reward": value} for index, value in enumerate(values)
+    ]
 
 
 def test_no_gain_ends_a_run_after_so_many_evaluations() -> None:
@@ -128,20 +176,29 @@ def test_no_gain_ends_a_run_after_so_many_evaluations() -> None:
     assert why_stop(rows(0.1, 0.5, 0.4), run) is None
     told = why_stop(rows(0.1, 0.5, 0.4, 0.5), run)
     assert told == "no gain in 2 evaluations over reward 0.5 of step 2"
-    assert best_of(rows(0.1, 0.5, 0.4, 0.5), "ycore/eval/reward") == {"step": 2, "ycore/eval/reward": 0.5}
+    assert best_of(rows(0.1, 0.5, 0.4, 0.5), "ycore/eval/reward") == {
+        "step": 2,
+        "ycore/eval/reward": 0.5,
+    }
 
 
 def test_nothing_to_learn_ends_a_run_after_so_many_steps() -> None:
     run, steps = config(stop_when=["nothing-to-learn:3"]), [0.0, 1.0, 1.0, 0.0, 1.0, 1.0]
     told = [{"step": n, "ycore/skipped": value} for n, value in enumerate(steps)]
-    assert why_stop(told, run) is None and why_stop([*told, {"step": 6, "ycore/eval/reward": 1.0}], run) is None
+    assert (
+        why_stop(told, run) is None
+        and why_stop([*told, {"step": 6, "ycore/eval/reward": 1.0}], run) is None
+    )
     assert "3 steps in a row" in str(why_stop([*told, {"step": 6, "ycore/skipped": 1.0}], run))
 
 
 def test_seconds_end_a_run_before_the_step_that_would_pass_them() -> None:
     run = config(stop_when=["seconds:30"])
     told = [{"step": n, "ycore/time/step": value} for n, value in enumerate([6.0, 10.0, 8.0], 1)]
-    assert why_stop([], run) is None and why_stop([*told[:2], {"step": 2, "ycore/eval/reward": 1.0}], run) is None
+    assert (
+        why_stop([], run) is None
+        and why_stop([*told[:2], {"step": 2, "ycore/eval/reward": 1.0}], run) is None
+    )
     assert why_stop(told, run) == "3 steps took 24 s of 30, and one more is likely to pass them"
 
 
@@ -151,11 +208,16 @@ def test_an_evaluation_is_due_before_the_first_step_and_after_the_last() -> None
 
 
 def tuning(method: str = "sft", **settings: Any) -> TuneConfig:
-    return TuneConfig.model_validate({"algorithm": method, "model": "m", "dataset": "d", "output": "o", **settings})
+    return TuneConfig.model_validate(
+        {"algorithm": method, "model": "m", "dataset": "d", "output": "o", **settings}
+    )
 
 
 def test_a_loss_is_best_where_it_is_lowest() -> None:
-    told = [{"step": n, "ycore/eval/loss": loss, "ycore/eval/accuracy": 0.5} for n, loss in enumerate([2.0, 1.0, 1.5])]
+    told = [
+        {"step": n, "ycore/eval/loss": loss, "ycore/eval/accuracy": 0.5}
+        for n, loss in enumerate([2.0, 1.0, 1.5])
+    ]
     assert why_stop(told[:2], tuning(stop_when=["no-gain:1"])) is None
     found = why_stop(told, tuning(stop_when=["no-gain:1"]))
     assert found == "no gain in 1 evaluations over loss 1 of step 1"
@@ -170,9 +232,19 @@ def test_a_loss_is_best_where_it_is_lowest() -> None:
     [
         ("sft", {"eval_every": 5}, 0, "--eval-every needs rows to measure on; hold some out"),
         ("sft", {"stop_when": ["no-gain:2"]}, 0, "--stop-when no-gain needs rows"),
-        ("dpo", {"keep_best": "accuracy"}, 9, "(loss, rewards/accuracies, rewards/margins); it is 'accuracy'"),
+        (
+            "dpo",
+            {"keep_best": "accuracy"},
+            9,
+            "(loss, rewards/accuracies, rewards/margins); it is 'accuracy'",
+        ),
         ("reward", {"keep_best": "acuracy"}, 9, "did you mean 'accuracy'?"),
-        ("kto", {"stop_when": ["no-gain:2", "nothing-to-learn:2"]}, 9, "ycore kto has none; take no-gain:N"),
+        (
+            "kto",
+            {"stop_when": ["no-gain:2", "nothing-to-learn:2"]},
+            9,
+            "ycore kto has none; take no-gain:N",
+        ),
         ("kto", {"stop_when": ["no-gain:2", "bored:2"]}, 9, "it is 'bored:2'"),
     ],
 )
@@ -180,7 +252,9 @@ def test_what_an_evaluation_of_examples_cannot_have_is_refused_by_name(
     method: str, settings: dict[str, Any], num_held_out: int, said: str
 ) -> None:
     check_measuring(tuning(stop_when=["seconds:60"]), 0)
-    check_measuring(tuning(eval_every=5, keep_best="mean_token_accuracy", stop_when=["no-gain:2"]), 9)
+    check_measuring(
+        tuning(eval_every=5, keep_best="mean_token_accuracy", stop_when=["no-gain:2"]), 9
+    )
     with pytest.raises(ConfigError) as caught:
         check_measuring(tuning(method, **settings), num_held_out)
     assert said in str(caught.value)
@@ -188,7 +262,11 @@ def test_what_an_evaluation_of_examples_cannot_have_is_refused_by_name(
 
 def test_the_report_has_both_ends_and_the_best() -> None:
     told = report(rows(0.1, 0.5, 0.4), config(eval_dataset="t", keep_best="reward"))
-    assert (told["held_out"]["before"]["reward"], told["held_out"]["after"]["step"], told["best"]["step"]) == (
+    assert (
+        told["held_out"]["before"]["reward"],
+        told["held_out"]["after"]["step"],
+        told["best"]["step"],
+    ) == (
         0.1,
         4,
         2,
@@ -201,16 +279,24 @@ def test_the_report_has_both_ends_and_the_best() -> None:
     [
         ({"keep_best": "pass@1"}, "--keep-best needs rows to measure on"),
         ({"eval_dataset": "t", "keep_best": "accuracy"}, "it is 'accuracy'"),
-        ({"eval_dataset": "t", "keep_best": "pass@3"}, "pass@1, pass@2, pass@4, majority@4); it is 'pass@3'"),
+        (
+            {"eval_dataset": "t", "keep_best": "pass@3"},
+            "pass@1, pass@2, pass@4, majority@4); it is 'pass@3'",
+        ),
         ({"stop_when": ["no-gain:2"]}, "--stop-when no-gain needs rows"),
         ({"eval_dataset": "t", "stop_when": ["no-gain"]}, "it is 'no-gain'"),
         ({"eval_dataset": "t", "stop_when": ["no-gain:0"]}, "N from 1"),
         ({"stop_when": ["bored:3"]}, "takes no-gain:N"),
-        ({"eval_dataset": "t", "eval_rewards": [{"reward": "judge:x"}]}, "give it as a reward too, with weight 0"),
+        (
+            {"eval_dataset": "t", "eval_rewards": [{"reward": "judge:x"}]},
+            "give it as a reward too, with weight 0",
+        ),
         ({"eval_dataset": "t", "replay": "runs/a"}, "starts none"),
     ],
 )
-def test_what_an_evaluation_cannot_have_is_refused_by_name(settings: dict[str, Any], said: str) -> None:
+def test_what_an_evaluation_cannot_have_is_refused_by_name(
+    settings: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         check_evaluation(config(**settings))
     assert said in str(caught.value)
@@ -221,7 +307,14 @@ def test_no_more_is_drawn_than_is_left_to_learn() -> None:
     yields = Yield(kept=0.5, finished=25.0)
     assert yields.rate == LEAST and (yields.left(80), yields.left(8000)) == (2, 160)
     drawn = [
-        num_to_draw(need=8, kept=0, in_flight=0, drawn=0, rate=yields.rate, max_draws=max(8, min(8, left) * 4))
+        num_to_draw(
+            need=8,
+            kept=0,
+            in_flight=0,
+            drawn=0,
+            rate=yields.rate,
+            max_draws=max(8, min(8, left) * 4),
+        )
         for left in (yields.left(80), yields.left(8000))
     ]
     assert drawn == [8, 32]

@@ -7,7 +7,9 @@ def opened(num_ranks: int = 2) -> Hub:
     hub = Hub(num_ranks)
     letters = [hub.receive(rank, ["open", 1, 3, 9]) for rank in range(num_ranks)]
     assert letters[:-1] == [[]] * (num_ranks - 1), "nobody goes on before all have come"
-    assert letters[-1] == [(rank, ["opened", num_ranks, 3 * num_ranks, 3 * num_ranks]) for rank in range(num_ranks)]
+    assert letters[-1] == [
+        (rank, ["opened", num_ranks, 3 * num_ranks, 3 * num_ranks]) for rank in range(num_ranks)
+    ]
     return hub
 
 
@@ -47,4 +49,6 @@ def test_a_meeting_is_over_when_all_have_come_and_says_whether_any_is_stopping()
 def test_a_stop_reaches_all_and_a_failure_the_others() -> None:
     hub = Hub(3)
     assert hub.receive(1, ["stop"]) == [(rank, ["stop"]) for rank in range(3)]
-    assert hub.receive(1, ["fail", "rank 1: gone"]) == [(rank, ["failed", "rank 1: gone"]) for rank in (0, 2)]
+    assert hub.receive(1, ["fail", "rank 1: gone"]) == [
+        (rank, ["failed", "rank 1: gone"]) for rank in (0, 2)
+    ]

@@ -18,7 +18,9 @@ from ycore.types import Completion, Draw, Group, Prompt, Score, Turn
 
 def group(position: int) -> Group:
     completion = Completion((5, 6), (-0.1 - 1e-17, -2.0 / 3.0), "ok ü", "stop", 3)
-    prompt = Prompt(position, [{"role": "user", "content": "hi"}], {"answer": "4", "numbers": [1, 2.5]})
+    prompt = Prompt(
+        position, [{"role": "user", "content": "hi"}], {"answer": "4", "numbers": [1, 2.5]}
+    )
     return Group(
         Draw(position, prompt, (1, 2)),
         (completion,),
@@ -37,10 +39,14 @@ class Echo:
     async def load_weights(self, folder: Path, version: int) -> None:
         pass
 
-    async def logprobs_of(self, context_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[float, ...]:
+    async def logprobs_of(
+        self, context_ids: Sequence[int], target_ids: Sequence[int]
+    ) -> tuple[float, ...]:
         raise AssertionError("no reward of these runs needs them")
 
-    async def complete(self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False) -> Completion:
+    async def complete(
+        self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False
+    ) -> Completion:
         return group(0).completions[0]
 
     async def close(self) -> None:
@@ -67,12 +73,17 @@ Make = Callable[..., Controller]
 def make() -> Iterator[Make]:
     made: list[Controller] = []
 
-    def controller(folder: Path, recorded: dict[str, float] | None = None, peers: Peers | None = None) -> Controller:
+    def controller(
+        folder: Path, recorded: dict[str, float] | None = None, peers: Peers | None = None
+    ) -> Controller:
         one = Controller(
             engines=[Echo()],
             scoring=Scoring([((0, 1), Constant())]),
             draws=DrawSource(
-                [group(row).draw.prompt for row in range(20)], seed=None, encode=lambda _: (1, 2), max_prompt_tokens=2
+                [group(row).draw.prompt for row in range(20)],
+                seed=None,
+                encode=lambda _: (1, 2),
+                max_prompt_tokens=2,
             ),
             rules=Rules(group_size=1, seed=0, reward_weights=(1.0, 1.0)),
             peers=peers or Peers(),
@@ -88,7 +99,9 @@ def make() -> Iterator[Make]:
         one.close()
 
 
-def test_a_committed_round_is_given_again_and_the_cursor_with_it(make: Make, tmp_path: Path) -> None:
+def test_a_committed_round_is_given_again_and_the_cursor_with_it(
+    make: Make, tmp_path: Path
+) -> None:
     first = make(tmp_path)
     rounds = [first.next_round(step=step, num_groups=2) for step in range(3)]
 
@@ -104,7 +117,9 @@ def test_a_committed_round_is_given_again_and_the_cursor_with_it(make: Make, tmp
     assert [one.draw.position for one in new] == [6, 7] and "ycore/replayed" not in recorded
 
 
-def test_a_round_from_the_journal_has_the_metrics_of_when_it_was_new_but_its_times(make: Make, tmp_path: Path) -> None:
+def test_a_round_from_the_journal_has_the_metrics_of_when_it_was_new_but_its_times(
+    make: Make, tmp_path: Path
+) -> None:
     new, again = dict[str, float](), dict[str, float]()
     make(tmp_path, new).next_round(step=0, num_groups=1)
     make(tmp_path, again).next_round(step=0, num_groups=1)
@@ -137,21 +152,31 @@ def test_pruning_keeps_what_a_checkpoint_still_needs(make: Make, tmp_path: Path)
     ("damage", "said"),
     [
         (lambda data: data[: len(data) // 2], "its sha256 is not the one that was written"),
-        (lambda data: data.replace(b'"position": 0', b'"position": 8'), "its sha256 is not the one"),
+        (
+            lambda data: data.replace(b'"position": 0', b'"position": 8'),
+            "its sha256 is not the one",
+        ),
         (lambda data: b"", "its first line is not JSON"),
         (lambda data: data.replace(b'"schema": 1', b'"schema": 9', 1), "its schema is not 1"),
         (lambda data: data.replace(b'"step": 0', b'"step": 5', 1), "it is of {'step': 5"),
-        (lambda data: data.replace(b'"world": 1', b'"world": 3', 1), "it is of {'step': 0, 'rank': 0, 'world': 3}"),
+        (
+            lambda data: data.replace(b'"world": 1', b'"world": 3', 1),
+            "it is of {'step': 0, 'rank': 0, 'world': 3}",
+        ),
     ],
     ids=["cut", "a digit", "empty", "schema", "another step", "other ranks"],
 )
-def test_damage_is_named(make: Make, tmp_path: Path, damage: Callable[[bytes], bytes], said: str) -> None:
+def test_damage_is_named(
+    make: Make, tmp_path: Path, damage: Callable[[bytes], bytes], said: str
+) -> None:
     source, journal = make(tmp_path), Journal(tmp_path, rank=0)
     source.next_round(step=0, num_groups=1)
     whole = journal.path(0).read_bytes()
     assert damage(whole) != whole
     journal.path(0).write_bytes(damage(whole))
-    with pytest.raises(RunFolderError, match=r"round-000000-rank-0\.json is damaged .* remove it and resume") as error:
+    with pytest.raises(
+        RunFolderError, match=r"round-000000-rank-0\.json is damaged .* remove it and resume"
+    ) as error:
         journal.read(0)
     assert said in str(error.value)
 
@@ -173,7 +198,15 @@ def test_turns_come_back_and_journals_without_them_are_still_read(tmp_path: Path
         Turn(False, 2, ({"role": "user", "content": "3"},), calls=1, failures=0, seconds=0.25),
         Turn(True, 1, ({"role": "assistant", "content": "3"},)),
     )
-    told = Completion((5, 6, 7, 8), (-0.1, 0.0, 0.0, -0.2), "3", "stop", 3, turns, Score(None, "get_reward raised"))
+    told = Completion(
+        (5, 6, 7, 8),
+        (-0.1, 0.0, 0.0, -0.2),
+        "3",
+        "stop",
+        3,
+        turns,
+        Score(None, "get_reward raised"),
+    )
     one = replace(group(0), completions=(told,))
     journal = Journal(tmp_path, rank=0)
     journal.commit(0, [one], {})
@@ -182,7 +215,9 @@ def test_turns_come_back_and_journals_without_them_are_still_read(tmp_path: Path
     assert one.num_tokens == 4 and one.num_written == 2
 
     early = to_json(group(0))
-    assert early["completions"][0].pop("turns") == [] and early["completions"][0].pop("earned") is None
+    assert (
+        early["completions"][0].pop("turns") == [] and early["completions"][0].pop("earned") is None
+    )
     assert group_from_json(early) == group(0) and group(0).completions[0].mask == (1, 1)
 
 
@@ -209,7 +244,9 @@ def test_a_journal_tells_whose_it_is(tmp_path: Path) -> None:
     assert journal.read(3) is None, "rank 0 has not committed its part"
 
 
-def test_rounds_are_replayed_from_a_journal_that_goes_back_to_the_start(make: Make, tmp_path: Path) -> None:
+def test_rounds_are_replayed_from_a_journal_that_goes_back_to_the_start(
+    make: Make, tmp_path: Path
+) -> None:
     run, recorded = tmp_path / "run", dict[str, float]()
     source = make(run / "journal")
     rounds = [source.next_round(step=step, num_groups=2) for step in range(3)]

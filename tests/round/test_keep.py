@@ -47,7 +47,9 @@ def test_a_masked_source_counts_for_nothing() -> None:
 
 
 @given(st.lists(REWARDS, min_size=2, max_size=8), st.floats(-10, 10), st.randoms())
-def test_a_shift_or_another_order_changes_nothing(rewards: list[float | None], shift: float, dice: object) -> None:
+def test_a_shift_or_another_order_changes_nothing(
+    rewards: list[float | None], shift: float, dice: object
+) -> None:
     known = [reward for reward in rewards if reward is not None]
     span = max(known) - min(known) if known else 0.0
     if abs(span - TOLERANCE) < 1e-9:
@@ -68,9 +70,13 @@ def test_rewards_of_turns_that_differ_teach_though_the_outcomes_are_equal() -> N
         return can_teach(Group(draw, completions, tuple((Score(one),) for one in scores)), [1.0])
 
     assert teaches(paid(0.5, None, None), paid(0.0, None))
-    assert not teaches(paid(0.5, None), paid(0.5, None)) and not teaches(paid(0.5, None), paid(None, None))
+    assert not teaches(paid(0.5, None), paid(0.5, None)) and not teaches(
+        paid(0.5, None), paid(None, None)
+    )
     assert not teaches(paid(None, 0.5), paid(None, 0.0)), "the last turn's is the outcome's"
-    assert not teaches(paid(0.5, None, None), paid(0.0, None), scores=(1.0, None)), "one counts nowhere"
+    assert not teaches(paid(0.5, None, None), paid(0.0, None), scores=(1.0, None)), (
+        "one counts nowhere"
+    )
 
 
 def test_rewards_that_differ_by_dust_do_not_teach() -> None:
@@ -84,7 +90,10 @@ def test_rewards_that_differ_by_dust_do_not_teach() -> None:
 
 
 def test_the_range_of_a_sum_is_weighted_and_what_declares_none_counts_as_told() -> None:
-    specs = [RewardConfig(reward="r.py:f", range=(-1, 3), weight=-0.5), RewardConfig(reward="r.py:g", weight=2)]
+    specs = [
+        RewardConfig(reward="r.py:f", range=(-1, 3), weight=-0.5),
+        RewardConfig(reward="r.py:g", weight=2),
+    ]
     assert dust_of(specs, 0.1) == pytest.approx(0.2)
     assert dust_of(specs, 0.1, span=1.0) == pytest.approx(0.4)
     assert dust_of(specs, 0.0, span=1.0) == 0.0

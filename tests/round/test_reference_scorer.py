@@ -22,14 +22,18 @@ TEXTS = ["<think>a</think> <answer>9</answer>", "it is 8"]
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     folder = write_tiny_model(tmp_path_factory.mktemp("model"))
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32
+    ), AutoTokenizer.from_pretrained(folder)
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def scored(parts: tuple[Any, Any], *, answer: str = "#### 42", longest: int = 64, **settings: Any) -> list[list[Score]]:
+def scored(
+    parts: tuple[Any, Any], *, answer: str = "#### 42", longest: int = 64, **settings: Any
+) -> list[list[Score]]:
     model, tokenizer = parts
     engine = TransformersEngine(model, tokenizer, Sampling(max_tokens=4))
     scorer = ReferenceScorer(Reference(**settings), Policy([engine], tokenizer, longest))
@@ -58,13 +62,20 @@ def probability(parts: tuple[Any, Any], text: str) -> float:
 
 def test_the_answer_stands_where_the_completion_had_its_own(parts: tuple[Any, Any]) -> None:
     scores = scored(parts, debias=False)
-    wanted = [probability(parts, "<think>a</think> <answer>"), probability(parts, "it is 8\nAnswer: ")]
+    wanted = [
+        probability(parts, "<think>a</think> <answer>"),
+        probability(parts, "it is 8\nAnswer: "),
+    ]
     assert [row[0].value for row in scores] == pytest.approx(wanted, rel=1e-4)
 
 
 def test_what_the_policy_knew_without_reasoning_is_taken_off(parts: tuple[Any, Any]) -> None:
     bare = probability(parts, "")
-    wanted = [max(0.0, row[0].value - bare) for row in scored(parts, debias=False) if row[0].value is not None]
+    wanted = [
+        max(0.0, row[0].value - bare)
+        for row in scored(parts, debias=False)
+        if row[0].value is not None
+    ]
     assert [row[0].value for row in scored(parts)] == pytest.approx(wanted, rel=1e-3, abs=1e-6)
 
 
@@ -74,5 +85,8 @@ def test_a_row_without_an_answer_is_not_scored(parts: tuple[Any, Any]) -> None:
 
 def test_what_does_not_fit_is_masked_with_its_reason(parts: tuple[Any, Any]) -> None:
     (first,), (second,) = scored(parts, longest=22)
-    assert first.value is None and first.problem == "reference_probability: longer than the engine's context"
+    assert (
+        first.value is None
+        and first.problem == "reference_probability: longer than the engine's context"
+    )
     assert second.value is not None

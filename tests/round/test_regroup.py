@@ -18,7 +18,9 @@ WORLDS = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 
 def group(position: int, num_tokens: int = 2) -> Group:
     completion = Completion((5,) * num_tokens, (-0.5,) * num_tokens, "ok", "stop", 3)
-    return Group(Draw(position, Prompt(position, "hi", {}), (1, 2)), (completion,), ((Score(1.0),),))
+    return Group(
+        Draw(position, Prompt(position, "hi", {}), (1, 2)), (completion,), ((Score(1.0),),)
+    )
 
 
 def item(position: int) -> dict[str, Any]:
@@ -27,7 +29,13 @@ def item(position: int) -> dict[str, Any]:
 
 def state(cursor: int, surplus: tuple[int, ...] = (), **more: Any) -> dict[str, Any]:
     waiting = [item(position) for position in surplus]
-    return {"cursor": cursor, "surplus": waiting, "yield": {"kept": 1.0, "finished": 1.0}, "placement": None, **more}
+    return {
+        "cursor": cursor,
+        "surplus": waiting,
+        "yield": {"kept": 1.0, "finished": 1.0},
+        "placement": None,
+        **more,
+    }
 
 
 def positions(items: list[dict[str, Any]]) -> list[int]:
@@ -36,7 +44,9 @@ def positions(items: list[dict[str, Any]]) -> list[int]:
 
 @settings(deadline=None)
 @given(st.data(), WORLDS)
-def test_through_any_ranks_each_position_is_drawn_once_and_in_order(data: st.DataObject, worlds: list[int]) -> None:
+def test_through_any_ranks_each_position_is_drawn_once_and_in_order(
+    data: st.DataObject, worlds: list[int]
+) -> None:
     """Each of several runs draws unevenly, and the next one has another number of ranks."""
     drawn: list[int] = []
     states = [state(0) for _ in range(worlds[0])]
@@ -60,14 +70,20 @@ def test_through_any_ranks_each_position_is_drawn_once_and_in_order(data: st.Dat
 
 @settings(deadline=None)
 @given(st.data(), st.integers(1, 5), st.integers(1, 5))
-def test_the_ranks_together_draw_what_is_to_come_in_turn(data: st.DataObject, before: int, world: int) -> None:
+def test_the_ranks_together_draw_what_is_to_come_in_turn(
+    data: st.DataObject, before: int, world: int
+) -> None:
     cursors = [data.draw(st.integers(0, 9)) for _ in range(before)]
     gaps, start = to_come(cursors, (), 0)
     alone = Shard(gaps=gaps, start=start)
     shards = [Shard(rank, world, gaps, start) for rank in range(world)]
     together = [shard.position(index) for index in range(12) for shard in shards]
     assert together == [alone.position(index) for index in range(12 * world)]
-    taken = {Shard(rank, before).position(index) for rank, cursor in enumerate(cursors) for index in range(cursor)}
+    taken = {
+        Shard(rank, before).position(index)
+        for rank, cursor in enumerate(cursors)
+        for index in range(cursor)
+    }
     assert together == [place for place in range(200) if place not in taken][: 12 * world]
 
 
@@ -83,27 +99,35 @@ def test_surplus_and_what_was_learned_go_along() -> None:
     before = [state(5, (4, 6), placement=learned), state(4, (1,))]
     one, two, three = regroup_states(before, world=3)
     assert [positions(each["surplus"]) for each in (one, two, three)] == [[1], [4], [6]]
-    assert one["placement"] == two["placement"] == learned, "the first rank of each machine takes it"
+    assert one["placement"] == two["placement"] == learned, (
+        "the first rank of each machine takes it"
+    )
     assert one["yield"] == before[0]["yield"]
     assert json.loads(json.dumps(one)) == one
 
 
 @settings(deadline=None)
 @given(
-    st.lists(st.integers(1, 50), min_size=12, max_size=12), st.sampled_from([1, 2, 3, 4, 6]), st.sampled_from([1, 2, 3])
+    st.lists(st.integers(1, 50), min_size=12, max_size=12),
+    st.sampled_from([1, 2, 3, 4, 6]),
+    st.sampled_from([1, 2, 3]),
 )
 def test_a_round_is_dealt_whole(lengths: list[int], world: int, before: int) -> None:
     groups = [group(position, length) for position, length in enumerate(lengths)]
     hands = regroup_round([groups[rank::before] for rank in range(before)], world=world)
     assert [len(hand) for hand in hands] == [12 // world] * world
-    assert sorted((one for hand in hands for one in hand), key=lambda one: one.draw.position) == groups
+    assert (
+        sorted((one for hand in hands for one in hand), key=lambda one: one.draw.position) == groups
+    )
     assert all(hand == sorted(hand, key=lambda one: one.draw.position) for hand in hands)
 
 
 def commit(folder: Path, step: int, world: int, *, but: int | None = None) -> None:
     for rank in set(range(world)) - {but}:
         own = [group(4 * step + number) for number in range(rank, 4, world)]
-        Journal(folder, rank=rank, world=world).commit(step, own, state((step + 1) * 4 // world), {"reward": 1.0})
+        Journal(folder, rank=rank, world=world).commit(
+            step, own, state((step + 1) * 4 // world), {"reward": 1.0}
+        )
 
 
 @pytest.mark.parametrize(("before", "world"), [(1, 2), (2, 1), (2, 4), (4, 1)])
@@ -113,7 +137,10 @@ def test_the_journal_gives_other_ranks_their_part(tmp_path: Path, before: int, w
     assert all(part is not None for part in parts)
     found = [part for part in parts if part is not None]
     assert sorted(one.draw.position for part in found for one in part.groups) == [12, 13, 14, 15]
-    assert all((part.state["start"], part.state["gaps"], part.state["cursor"]) == (16, [], 0) for part in found)
+    assert all(
+        (part.state["start"], part.state["gaps"], part.state["cursor"]) == (16, [], 0)
+        for part in found
+    )
 
 
 def test_a_round_that_lacks_a_part_was_never_made(tmp_path: Path) -> None:
@@ -139,4 +166,7 @@ def test_files_of_ranks_that_are_no_more_go_with_the_others(tmp_path: Path) -> N
     journal.forget_from(3)
     assert sorted(path.name[6:12] for path in tmp_path.iterdir()) == ["000001"] * 3 + ["000002"] * 3
     Journal(tmp_path, rank=1, world=2).forget_from(2)
-    assert not (tmp_path / "round-000002-rank-1.json").exists() and (tmp_path / "round-000002-rank-0.json").exists()
+    assert (
+        not (tmp_path / "round-000002-rank-1.json").exists()
+        and (tmp_path / "round-000002-rank-0.json").exists()
+    )

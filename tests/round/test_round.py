@@ -44,7 +44,9 @@ class TestEngine:
 
     __test__ = False
 
-    def __init__(self, name: str = "one", *, wait_s: Callable[[Sequence[int]], float] = lambda prompt: 0.0) -> None:
+    def __init__(
+        self, name: str = "one", *, wait_s: Callable[[Sequence[int]], float] = lambda prompt: 0.0
+    ) -> None:
         self.name = name
         self.asked: list[tuple[tuple[int, ...], int]] = []
         self.most_in_flight = 0
@@ -54,7 +56,9 @@ class TestEngine:
     async def wait_ready(self, *, timeout_s: float) -> None:
         pass
 
-    async def logprobs_of(self, context_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[float, ...]:
+    async def logprobs_of(
+        self, context_ids: Sequence[int], target_ids: Sequence[int]
+    ) -> tuple[float, ...]:
         return tuple(-1.0 for _ in target_ids)
 
     async def load_weights(self, folder: Path, version: int) -> None:
@@ -63,7 +67,9 @@ class TestEngine:
     async def close(self) -> None:
         pass
 
-    async def complete(self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False) -> Completion:
+    async def complete(
+        self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False
+    ) -> Completion:
         self.asked.append((tuple(prompt_ids), seed))
         self._in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self._in_flight)
@@ -74,7 +80,9 @@ class TestEngine:
 
 
 class BrokenEngine(TestEngine):
-    async def complete(self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False) -> Completion:
+    async def complete(
+        self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False
+    ) -> Completion:
         await asyncio.sleep(0.01)
         raise EngineError(f"{self.name}: gone")
 
@@ -89,7 +97,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def prompts(num: int) -> list[Prompt]:
     return [
         Prompt(
-            row=row, content=f"prompt {row}", columns={"answer": str(row % 2), "environment": ("even", "odd")[row % 2]}
+            row=row,
+            content=f"prompt {row}",
+            columns={"answer": str(row % 2), "environment": ("even", "odd")[row % 2]},
         )
         for row in range(num)
     ]
@@ -109,7 +119,9 @@ async def run_round(
 ) -> tuple[list[Finished], RoundMeter]:
     specs = [RewardConfig(reward=f"their_rewards.py:{name}") for name in rewards]
     settings = RewardSettings(workers=2, deadline_s=10)
-    async with RewardPool(specs, settings=settings, log=Path("rewards.log"), run_id="test-round") as pool:
+    async with RewardPool(
+        specs, settings=settings, log=Path("rewards.log"), run_id="test-round"
+    ) as pool:
         controller = Controller(
             engines=engines,
             scoring=rules_alone(pool, num_sources=len(specs)),
@@ -135,22 +147,32 @@ def test_groups_come_in_the_order_drawn_whichever_ends_first(folder: Path) -> No
     assert [item.group.draw.position for item in finished] == [0, 1, 2, 3]
     for item in finished:
         seeds = [completion_seed(5, item.group.draw.position, index) for index in range(3)]
-        assert [completion.text for completion in item.group.completions] == [str(seed)[-2:] for seed in seeds]
-        assert all(asked in engine.asked for asked in ((item.group.draw.token_ids, seed) for seed in seeds))
+        assert [completion.text for completion in item.group.completions] == [
+            str(seed)[-2:] for seed in seeds
+        ]
+        assert all(
+            asked in engine.asked for asked in ((item.group.draw.token_ids, seed) for seed in seeds)
+        )
     assert (stats.drawn, stats.num_tokens, stats.num_masked) == (4, 24, 0)
 
 
 def test_rewards_get_their_columns_and_masked_ones_are_counted(folder: Path) -> None:
-    finished, stats = run(run_round([TestEngine()], rules(reward_weights=(1.0, 1.0)), rewards=["parity", "same"]))
+    finished, stats = run(
+        run_round([TestEngine()], rules(reward_weights=(1.0, 1.0)), rewards=["parity", "same"])
+    )
     masked = 0
     for item in finished:
-        for completion, (parity, same) in zip(item.group.completions, item.group.scores_GR, strict=True):
+        for completion, (parity, same) in zip(
+            item.group.completions, item.group.scores_GR, strict=True
+        ):
             assert same.value == 1.0
             if "7" in completion.text:
                 masked += 1
                 assert parity.value is None and "seven" in str(parity.problem)
             else:
-                assert parity.value == float(int(completion.text) % 2 == item.group.draw.prompt.row % 2)
+                assert parity.value == float(
+                    int(completion.text) % 2 == item.group.draw.prompt.row % 2
+                )
     assert masked > 0, "the seeds of this test write no 7"
     assert sum(stats.problems.values()) == masked
     assert stats.num_masked == 0, "a completion with one reward left is not masked"
@@ -190,9 +212,15 @@ def test_what_was_long_before_is_begun_first(folder: Path) -> None:
     """An engine with one seat. Prompts 10 to 13 get completions of 1 to 4 tokens; at first nobody knows that."""
 
     class Lengthy(TestEngine):
-        async def complete(self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False) -> Completion:
+        async def complete(
+            self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False
+        ) -> Completion:
             written = await super().complete(prompt_ids, seed, greedy=greedy)
-            return replace(written, token_ids=(1,) * (prompt_ids[0] - 9), logprobs=(-1.0,) * (prompt_ids[0] - 9))
+            return replace(
+                written,
+                token_ids=(1,) * (prompt_ids[0] - 9),
+                logprobs=(-1.0,) * (prompt_ids[0] - 9),
+            )
 
     engine = Lengthy()
     settings = RewardSettings(workers=1, deadline_s=10)
@@ -224,23 +252,33 @@ def test_engines_share_the_work_evenly(folder: Path) -> None:
 
 
 def test_groups_that_cannot_teach_are_replaced(folder: Path) -> None:
-    finished, stats = run(run_round([TestEngine()], rules(dynamic=True), rewards=["last_digit"], need=4))
+    finished, stats = run(
+        run_round([TestEngine()], rules(dynamic=True), rewards=["last_digit"], need=4)
+    )
     assert sum(item.teaches for item in finished) >= 4
     for item in finished:
-        assert item.teaches == (len({completion.text[-1] for completion in item.group.completions}) > 1)
+        assert item.teaches == (
+            len({completion.text[-1] for completion in item.group.completions}) > 1
+        )
     assert stats.drawn == len(finished)
 
 
 def test_in_order_the_draws_do_not_depend_on_which_group_ends_first(folder: Path) -> None:
     """The groups end in three orders. Taken as they end, each order draws other groups."""
-    waits = [lambda prompt: 0.0, lambda prompt: 0.02 * (prompt[0] % 5), lambda prompt: 0.02 * (-prompt[0] % 5)]
+    waits = [
+        lambda prompt: 0.0,
+        lambda prompt: 0.02 * (prompt[0] % 5),
+        lambda prompt: 0.02 * (-prompt[0] % 5),
+    ]
     drawn = []
     for in_order in (True, False):
         some = [
             run(
                 run_round(
                     [TestEngine(wait_s=wait)],
-                    rules(dynamic=True, in_order=in_order, group_size=2, max_in_flight=4, max_tries=20),
+                    rules(
+                        dynamic=True, in_order=in_order, group_size=2, max_in_flight=4, max_tries=20
+                    ),
                     rewards=["parity"],
                     need=8,
                 )
@@ -252,7 +290,9 @@ def test_in_order_the_draws_do_not_depend_on_which_group_ends_first(folder: Path
 
 
 def test_tries_are_limited_when_nothing_can_teach(folder: Path) -> None:
-    finished, stats = run(run_round([TestEngine()], rules(dynamic=True, max_tries=3), rewards=["same"], need=2))
+    finished, stats = run(
+        run_round([TestEngine()], rules(dynamic=True, max_tries=3), rewards=["same"], need=2)
+    )
     assert stats.drawn == len(finished) == 6
     assert not any(item.teaches for item in finished)
 
@@ -262,7 +302,9 @@ def test_groups_from_before_are_not_drawn_again(folder: Path) -> None:
     assert stats.drawn == 1
 
 
-def test_an_engine_that_breaks_is_one_plain_error(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_that_breaks_is_one_plain_error(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """All of its requests fail at once: one error is raised, and no other is left to be printed by asyncio."""
     with pytest.raises(EngineError, match="one: gone") as caught:
         run(run_round([BrokenEngine()], rules()))

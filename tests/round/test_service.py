@@ -33,7 +33,11 @@ def start(socket: Path) -> Iterator[Start]:
     started: list[subprocess.Popen[bytes]] = []
 
     def one(num_ranks: int) -> subprocess.Popen[bytes]:
-        started.append(subprocess.Popen([sys.executable, "-m", "ycore.round.service", str(socket), str(num_ranks)]))
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "ycore.round.service", str(socket), str(num_ranks)]
+            )
+        )
         return started[-1]
 
     yield one
@@ -43,7 +47,13 @@ def start(socket: Path) -> Iterator[Start]:
 
 
 def slots_of(
-    rank: int, socket: Path, *, num_ranks: int = 2, words: str = "split:1:1", trace: Path | None = None, first: int = 0
+    rank: int,
+    socket: Path,
+    *,
+    num_ranks: int = 2,
+    words: str = "split:1:1",
+    trace: Path | None = None,
+    first: int = 0,
 ) -> Slots:
     pool = SlotPool(2, ROLES, dict.fromkeys(ROLES, 2))
     line = SocketLine(socket, pool, parse_placement(words), rank=rank, num_ranks=num_ranks)
@@ -69,12 +79,16 @@ async def turns(slots: Slots, role: str, count: int, seconds: float = 0.01) -> s
     return set(await asyncio.gather(*(one() for _ in range(count))))
 
 
-def test_every_rank_asks_every_slot_and_they_learn_as_one(socket: Path, start: Start, tmp_path: Path) -> None:
+def test_every_rank_asks_every_slot_and_they_learn_as_one(
+    socket: Path, start: Start, tmp_path: Path
+) -> None:
     trace, process = tmp_path / "trace.json", start(2)
 
     async def rank(slots: Slots, ended: list[int]) -> dict[str, float]:
         async with slots.round():
-            rollouts, judges = await asyncio.gather(turns(slots, ROLLOUT, 6), turns(slots, JUDGE, 6))
+            rollouts, judges = await asyncio.gather(
+                turns(slots, ROLLOUT, 6), turns(slots, JUDGE, 6)
+            )
         assert (rollouts, judges) == ({0}, {1})
         ended.append(1)
         while len(ended) < 2:
@@ -83,7 +97,10 @@ def test_every_rank_asks_every_slot_and_they_learn_as_one(socket: Path, start: S
         return await slots.end_round(lambda values: list(values), step=4)
 
     async def work() -> tuple[list[dict[str, float]], list[Any]]:
-        ranks, ended = await opened(*(slots_of(rank, socket, trace=trace, first=2) for rank in (0, 1))), []
+        ranks, ended = (
+            await opened(*(slots_of(rank, socket, trace=trace, first=2) for rank in (0, 1))),
+            [],
+        )
         metrics = await asyncio.gather(*(rank(slots, ended) for slots in ranks))
         states = [slots.state for slots in ranks]
         for slots in ranks:
@@ -91,10 +108,16 @@ def test_every_rank_asks_every_slot_and_they_learn_as_one(socket: Path, start: S
         return metrics, states
 
     metrics, states = run(work())
-    assert metrics[0]["ycore/bound_ratio"] >= 1 and metrics[1]["ycore/bound_ratio"] == 1.0, "counted once"
-    assert states[0]["sums"][ROLLOUT][0] == states[0]["sums"][JUDGE][0] == 12.0 and states[1] is None
+    assert metrics[0]["ycore/bound_ratio"] >= 1 and metrics[1]["ycore/bound_ratio"] == 1.0, (
+        "counted once"
+    )
+    assert (
+        states[0]["sums"][ROLLOUT][0] == states[0]["sums"][JUDGE][0] == 12.0 and states[1] is None
+    )
     assert process.wait(10) == 0, "it goes when all ranks have gone"
-    events = [event for line in trace.read_text().splitlines() if (event := parse_event(line)) is not None]
+    events = [
+        event for line in trace.read_text().splitlines() if (event := parse_event(line)) is not None
+    ]
     spans = [event for event in events if isinstance(event, Span)]
     turned = [span for span in spans if span.name in ROLES]
     assert {(span.rank, span.slot, span.details["asked_by"]) for span in turned} == {
@@ -102,7 +125,9 @@ def test_every_rank_asks_every_slot_and_they_learn_as_one(socket: Path, start: S
     }, "a lane a slot of the machine, and who asked"
     assert len({span.details["request"] for span in turned}) == 24
     assert sorted(span.rank for span in spans if span.name == ROUND) == [2, 3]
-    assert {event.rank for event in events if isinstance(event, Levels) and event.name == IN_FLIGHT} == {2}
+    assert {
+        event.rank for event in events if isinstance(event, Levels) and event.name == IN_FLIGHT
+    } == {2}
 
 
 def test_what_was_learned_comes_back(socket: Path, start: Start) -> None:
@@ -123,7 +148,9 @@ def test_what_was_learned_comes_back(socket: Path, start: Start) -> None:
     assert again["sums"][ROLLOUT][0] == pytest.approx(0.7 * 3 + 3)
 
 
-def test_when_the_allocator_dies_whoever_waits_and_whoever_asks_hears_it(socket: Path, start: Start) -> None:
+def test_when_the_allocator_dies_whoever_waits_and_whoever_asks_hears_it(
+    socket: Path, start: Start
+) -> None:
     async def work() -> None:
         process = start(2)
         one, other = await opened(slots_of(0, socket), slots_of(1, socket))
@@ -136,7 +163,9 @@ def test_when_the_allocator_dies_whoever_waits_and_whoever_asks_hears_it(socket:
         await asyncio.sleep(0.5)
         os.kill(process.pid, signal.SIGKILL)
         for ended in await asyncio.gather(*playing, return_exceptions=True):
-            assert isinstance(ended, RunError) and "the allocator of this machine's slots is gone" in str(ended)
+            assert isinstance(
+                ended, RunError
+            ) and "the allocator of this machine's slots is gone" in str(ended)
         with pytest.raises(RunError, match=r"gone \(see logs/allocator.log\)"):
             await turns(one, JUDGE, 1)
 
@@ -174,7 +203,9 @@ def test_a_rank_that_dies_gives_its_turns_back(socket: Path, start: Start) -> No
 
 def test_a_rank_that_comes_with_other_slots_ends_it_in_words(socket: Path, tmp_path: Path) -> None:
     log = (tmp_path / "log").open("wb")
-    process = subprocess.Popen([sys.executable, "-m", "ycore.round.service", str(socket), "2"], stderr=log)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ycore.round.service", str(socket), "2"], stderr=log
+    )
 
     async def work() -> None:
         await opened(slots_of(0, socket), slots_of(1, socket, words="dynamic"))
@@ -187,7 +218,9 @@ def test_a_rank_that_comes_with_other_slots_ends_it_in_words(socket: Path, tmp_p
 
 def test_an_allocator_that_never_comes_is_an_error_in_time(socket: Path) -> None:
     async def work() -> None:
-        with pytest.raises(RunError, match=r"the allocator was not there after 0 s; see logs/allocator\.log"):
+        with pytest.raises(
+            RunError, match=r"the allocator was not there after 0 s; see logs/allocator\.log"
+        ):
             await slots_of(0, socket).open(timeout_s=0.2)
 
     run(work())

@@ -36,7 +36,9 @@ class TestEngine:
 
     __test__ = False
 
-    def __init__(self, name: str = "one", *, hangs: bool = False, fails: bool = False, stale: bool = False) -> None:
+    def __init__(
+        self, name: str = "one", *, hangs: bool = False, fails: bool = False, stale: bool = False
+    ) -> None:
         self.name = name
         self.version = 0
         self.loaded: list[tuple[Path, int]] = []
@@ -46,7 +48,9 @@ class TestEngine:
     async def wait_ready(self, *, timeout_s: float) -> None:
         pass
 
-    async def logprobs_of(self, context_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[float, ...]:
+    async def logprobs_of(
+        self, context_ids: Sequence[int], target_ids: Sequence[int]
+    ) -> tuple[float, ...]:
         return tuple(-1.0 for _ in target_ids)
 
     async def load_weights(self, folder: Path, version: int) -> None:
@@ -55,7 +59,9 @@ class TestEngine:
         self.loaded.append((folder, version))
         self.version = version
 
-    async def complete(self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False) -> Completion:
+    async def complete(
+        self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False
+    ) -> Completion:
         if self._fails:
             raise EngineError(f"{self.name}: /v1/completions failed")
         if self._hangs:
@@ -112,10 +118,14 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRounds
     yield make_rounds
     for rounds in made:
         rounds.close()
-    assert set(psutil.Process().children(recursive=True)) <= before, "reward workers outlived their round"
+    assert set(psutil.Process().children(recursive=True)) <= before, (
+        "reward workers outlived their round"
+    )
 
 
-def test_weights_reach_every_engine_before_the_round_and_once_a_version(make: MakeRounds, tmp_path: Path) -> None:
+def test_weights_reach_every_engine_before_the_round_and_once_a_version(
+    make: MakeRounds, tmp_path: Path
+) -> None:
     engines = [TestEngine("one"), TestEngine("two")]
     rounds = make(*engines)
     groups = rounds.next_round(step=0, num_groups=3)
@@ -137,7 +147,11 @@ def test_frozen_weights_are_never_sent(make: MakeRounds) -> None:
 
 def test_the_draws_go_on_from_round_to_round(make: MakeRounds) -> None:
     rounds = make(TestEngine())
-    positions = [group.draw.position for step in range(3) for group in rounds.next_round(step=step, num_groups=2)]
+    positions = [
+        group.draw.position
+        for step in range(3)
+        for group in rounds.next_round(step=step, num_groups=2)
+    ]
     assert positions == list(range(6))
 
 
@@ -146,12 +160,19 @@ def test_metrics_of_a_round(make: MakeRounds) -> None:
     told: dict[str, float] = {}
     rounds.record = told.__setitem__
     rounds.next_round(step=0, num_groups=2)
-    assert {"ycore/time/sync", "ycore/time/round", "ycore/tokens_per_s", "ycore/masked"} <= told.keys()
+    assert {
+        "ycore/time/sync",
+        "ycore/time/round",
+        "ycore/tokens_per_s",
+        "ycore/masked",
+    } <= told.keys()
     assert told["ycore/masked"] == 0
     assert told["ycore/time/round"] >= told["ycore/time/generate"] > 0
 
 
-@pytest.mark.parametrize(("hangs", "reward"), [(True, "last_digit"), (False, "slow")], ids=["generating", "scoring"])
+@pytest.mark.parametrize(
+    ("hangs", "reward"), [(True, "last_digit"), (False, "slow")], ids=["generating", "scoring"]
+)
 def test_a_stop_ends_the_round(make: MakeRounds, hangs: bool, reward: str) -> None:
     rounds = make(TestEngine(hangs=hangs), reward=reward)
     asked_at = []
@@ -194,7 +215,10 @@ def test_samples_are_the_same_whenever_they_are_asked(make: MakeRounds) -> None:
 
 def test_groups_left_over_start_the_next_round_unless_too_old(make: MakeRounds) -> None:
     rounds = make(TestEngine(), dynamic=True)
-    rounds.yields.kept, rounds.yields.finished = 10.0, 30.0  # a third taught so far: three times are drawn
+    rounds.yields.kept, rounds.yields.finished = (
+        10.0,
+        30.0,
+    )  # a third taught so far: three times are drawn
     first = rounds.next_round(step=0, num_groups=2)
     left = [item.group.draw.position for item in rounds.surplus.waiting]
     assert left, "the seeds of this test leave nothing over"

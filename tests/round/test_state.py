@@ -74,10 +74,14 @@ def test_a_round_begins_with_what_was_restored_and_learns_from_there() -> None:
 
     after, before = asyncio.run(work()), learned()
     num = after["sums"][JUDGE][1]
-    assert num == pytest.approx(0.7 * before["sums"][JUDGE][1] + 1), "earlier rounds and the one verdict"
+    assert num == pytest.approx(0.7 * before["sums"][JUDGE][1] + 1), (
+        "earlier rounds and the one verdict"
+    )
 
 
-def test_a_checkpoint_from_before_placement_was_in_it_is_taken(make: Callable[[], Controller]) -> None:
+def test_a_checkpoint_from_before_placement_was_in_it_is_taken(
+    make: Callable[[], Controller],
+) -> None:
     state = make().state()
     del state["placement"]
     again = make()

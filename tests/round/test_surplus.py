@@ -7,7 +7,9 @@ from ycore.types import Completion, Draw, Finished, Group, Prompt, Score
 def finished(position: int, *versions: int, teaches: bool = True) -> Finished:
     completions = tuple(Completion((1,), (-1.0,), "a", "stop", version) for version in versions)
     scores = ((Score(1.0),),) * len(versions)
-    return Finished(Group(Draw(position, Prompt(position, "a"), (1,)), completions, scores), teaches)
+    return Finished(
+        Group(Draw(position, Prompt(position, "a"), (1,)), completions, scores), teaches
+    )
 
 
 def positions(items: list[Finished]) -> list[int]:

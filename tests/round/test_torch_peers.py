@@ -29,7 +29,12 @@ def run(folder: Path, *scenarios: str, allocator: Path | None = None) -> Seen:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     told = {} if allocator is None else {"ALLOCATOR": str(allocator)}
-    common = told | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    common = told | {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
     ranks = [
         subprocess.Popen(
             [sys.executable, str(WORKER), ",".join(scenarios), str(folder)],
@@ -46,7 +51,10 @@ def run(folder: Path, *scenarios: str, allocator: Path | None = None) -> Seen:
         for rank in ranks:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
-    return {name: [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in (0, 1)] for name in scenarios}
+    return {
+        name: [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in (0, 1)]
+        for name in scenarios
+    }
 
 
 @pytest.fixture
@@ -54,7 +62,9 @@ def allocator() -> Iterator[Path]:
     """The socket of a running one, of two ranks."""
     with tempfile.TemporaryDirectory(prefix="yc-") as folder:
         socket_path = Path(folder) / "allocator.sock"
-        process = subprocess.Popen([sys.executable, "-m", "ycore.round.service", str(socket_path), "2"])
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ycore.round.service", str(socket_path), "2"]
+        )
         try:
             yield socket_path
         finally:
@@ -86,7 +96,10 @@ def test_dealing_evens_out_the_tokens_and_says_what_it_moved(seen: Seen) -> None
     for told in metrics:
         assert told["ycore/balance/after"] == pytest.approx(max(loads) * 2 / sum(loads))
         assert 1.0 <= told["ycore/balance/after"] <= told["ycore/balance/before"]
-    foreign = [sum(group["position"] % 2 != rank for group in seen["plain"][rank]["groups"]) for rank in (0, 1)]
+    foreign = [
+        sum(group["position"] % 2 != rank for group in seen["plain"][rank]["groups"])
+        for rank in (0, 1)
+    ]
     assert (metrics[0]["ycore/bytes_moved"] > 0) == (sum(foreign) > 0)
     assert metrics[0]["ycore/bytes_moved"] == metrics[1]["ycore/bytes_moved"]
 
@@ -95,11 +108,15 @@ def test_a_rank_whose_groups_teach_helps_one_whose_groups_do_not(seen: Seen) -> 
     """Rank 1 keeps one group in four: alone it would have to draw sixteen for its four."""
     ranks = seen["dynamic"]
     rows = [group["row"] for rank in ranks for group in rank["groups"]]
-    assert len(rows) == 8 and all(row % 2 == 0 or row % 8 == 1 for row in rows), "a group that cannot teach was taken"
+    assert len(rows) == 8 and all(row % 2 == 0 or row % 8 == 1 for row in rows), (
+        "a group that cannot teach was taken"
+    )
     assert ranks[0]["drawn"] > 4, "rank 0 did not help"
     assert ranks[1]["drawn"] < 16
     assert [len(rank["groups"]) for rank in ranks] == [4, 4]
-    assert any(group["position"] % 2 == 0 for group in ranks[1]["groups"]), "no whole group was dealt to the late rank"
+    assert any(group["position"] % 2 == 0 for group in ranks[1]["groups"]), (
+        "no whole group was dealt to the late rank"
+    )
     assert ranks[0]["metrics"]["ycore/sampling/filled"] == 0.0
     assert ranks[0]["metrics"]["ycore/sampling/drawn"] == sum(rank["drawn"] for rank in ranks)
 
@@ -118,23 +135,31 @@ def test_ranks_learn_the_same_curriculum_and_leave_out_what_does_not_teach(seen:
     asked = [one for rank in ranks for one in rank["asked"]]
     assert all(position % 64 == row for position, row in asked)
     assert len({position for position, _ in asked}) == len(asked), "a position was drawn twice"
-    later = [row for position, row in asked if position >= 80]  # a round draws ahead of what it learns
+    later = [
+        row for position, row in asked if position >= 80
+    ]  # a round draws ahead of what it learns
     flat = sum(row % 2 == 1 and row % 8 != 1 for row in later) / len(later)
-    assert len(later) > 0 and flat < 0.25, f"{flat:.2f} of the later draws are flat, 0.375 without a curriculum"
+    assert len(later) > 0 and flat < 0.25, (
+        f"{flat:.2f} of the later draws are flat, 0.375 without a curriculum"
+    )
 
 
 def test_rounds_one_step_ahead_beside_the_collectives_of_training(seen: Seen) -> None:
     ranks = seen["ahead"]
     assert [rank["sums"] for rank in ranks] == [[3.0] * 200] * 2
     assert [[step["version"] for step in rank["steps"]] for rank in ranks] == [[0, 0, 1, 2]] * 2
-    drawn = [group["position"] for rank in ranks for step in rank["steps"] for group in step["groups"]]
+    drawn = [
+        group["position"] for rank in ranks for step in rank["steps"] for group in step["groups"]
+    ]
     assert len(drawn) == 32 and len({*drawn}) == 32, "a group was trained on twice"
 
 
 def test_a_controllers_state_comes_back_exactly(seen: Seen) -> None:
     for name in ("plain", "dynamic"):
         assert [rank["restored"] for rank in seen[name]] == [True, True]
-    assert [rank["state"]["cursor"] for rank in seen["dynamic"]] == [rank["drawn"] for rank in seen["dynamic"]]
+    assert [rank["state"]["cursor"] for rank in seen["dynamic"]] == [
+        rank["drawn"] for rank in seen["dynamic"]
+    ]
 
 
 def test_groups_pass_whole_and_sums_are_everybodys(seen: Seen) -> None:
@@ -165,7 +190,9 @@ def test_a_failure_on_one_rank_ends_the_other_within_seconds(tmp_path: Path) -> 
     assert waiting["after_s"] < failed["after_s"] + 5
 
 
-def test_on_one_machine_a_free_engine_hears_what_a_busy_one_has_not_begun(tmp_path: Path, allocator: Path) -> None:
+def test_on_one_machine_a_free_engine_hears_what_a_busy_one_has_not_begun(
+    tmp_path: Path, allocator: Path
+) -> None:
     ranks = run(tmp_path, "slow_and_fast", allocator=allocator)["slow_and_fast"]
     assert ranks[0]["drawn"] > ranks[1]["drawn"] >= 1
     assert sum(rank["drawn"] for rank in ranks) == 12
@@ -180,16 +207,22 @@ def test_unfinished_groups_go_on_with_the_rank_that_began_them(
     trained = [group["position"] for rank in ranks for step in rank["steps"] for group in step]
     left = [position for rank in ranks for position in rank["left"]]
     everything = trained + left + [position for rank in ranks for position in rank["kept"]]
-    assert len(trained) == 20 and left and len({*everything}) == len(everything), "a group came twice"
+    assert len(trained) == 20 and left and len({*everything}) == len(everything), (
+        "a group came twice"
+    )
 
 
-def test_on_one_machine_rounds_are_written_one_step_ahead_too(tmp_path: Path, allocator: Path) -> None:
+def test_on_one_machine_rounds_are_written_one_step_ahead_too(
+    tmp_path: Path, allocator: Path
+) -> None:
     ranks = run(tmp_path, "ahead", allocator=allocator)["ahead"]
     assert [[step["version"] for step in rank["steps"]] for rank in ranks] == [[0, 0, 1, 2]] * 2
 
 
 @pytest.mark.parametrize("scenario", ["stopped_while_waited_for", "broken"])
-def test_on_one_machine_a_stop_and_a_failure_are_heard_of(tmp_path: Path, allocator: Path, scenario: str) -> None:
+def test_on_one_machine_a_stop_and_a_failure_are_heard_of(
+    tmp_path: Path, allocator: Path, scenario: str
+) -> None:
     ranks = run(tmp_path, scenario, allocator=allocator)[scenario]
     if scenario == "broken":
         waiting, failed = ranks

@@ -20,14 +20,24 @@ COMPLETIONS = st.builds(
     policy_version=st.integers(0, 1000),
     prompt_ids=st.one_of(st.none(), st.lists(st.integers(0, 99), max_size=3).map(tuple)),
 )
-COLUMNS = st.dictionaries(TEXT, st.one_of(TEXT, st.integers(), st.booleans(), st.none(), st.lists(TEXT, max_size=3)))
+COLUMNS = st.dictionaries(
+    TEXT, st.one_of(TEXT, st.integers(), st.booleans(), st.none(), st.lists(TEXT, max_size=3))
+)
 CHAT = st.lists(st.fixed_dictionaries({"role": TEXT, "content": TEXT}), max_size=3)
-IMAGES = st.lists(st.builds(Image, TEXT, st.integers(1, 99), st.integers(1, 99)), max_size=2).map(tuple)
-PROMPTS = st.builds(Prompt, row=st.integers(0, 99), content=st.one_of(TEXT, CHAT), columns=COLUMNS, images=IMAGES)
-SCORES = st.builds(Score, value=st.one_of(st.none(), st.floats(-10, 10)), problem=st.one_of(st.none(), TEXT))
+IMAGES = st.lists(st.builds(Image, TEXT, st.integers(1, 99), st.integers(1, 99)), max_size=2).map(
+    tuple
+)
+PROMPTS = st.builds(
+    Prompt, row=st.integers(0, 99), content=st.one_of(TEXT, CHAT), columns=COLUMNS, images=IMAGES
+)
+SCORES = st.builds(
+    Score, value=st.one_of(st.none(), st.floats(-10, 10)), problem=st.one_of(st.none(), TEXT)
+)
 GROUPS = st.builds(
     Group,
-    draw=st.builds(Draw, st.integers(0, 99), PROMPTS, st.lists(st.integers(0, 99), max_size=5).map(tuple)),
+    draw=st.builds(
+        Draw, st.integers(0, 99), PROMPTS, st.lists(st.integers(0, 99), max_size=5).map(tuple)
+    ),
     completions=st.lists(COMPLETIONS, max_size=3).map(tuple),
     scores_GR=st.lists(st.lists(SCORES, max_size=2).map(tuple), max_size=3).map(tuple),
 )
@@ -36,11 +46,17 @@ GROUPS = st.builds(
 @given(GROUPS, st.booleans())
 def test_a_group_comes_back_as_it_went(group: Group, teaches: bool) -> None:
     assert from_bytes(to_bytes(group)) == group
-    assert finished_from_json(finished_to_json(Finished(group, teaches))) == Finished(group, teaches)
+    assert finished_from_json(finished_to_json(Finished(group, teaches))) == Finished(
+        group, teaches
+    )
 
 
 def test_a_logprob_that_is_no_number_stays_none() -> None:
-    group = Group(Draw(0, Prompt(0, "a"), (1,)), (Completion((1,), (math.nan,), "a", "stop", 0),), ((Score(1.0),),))
+    group = Group(
+        Draw(0, Prompt(0, "a"), (1,)),
+        (Completion((1,), (math.nan,), "a", "stop", 0),),
+        ((Score(1.0),),),
+    )
     (logprob,) = from_bytes(to_bytes(group)).completions[0].logprobs or ()
     assert math.isnan(logprob)
 

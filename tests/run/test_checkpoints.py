@@ -82,7 +82,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_every_damage_to_every_file_is_found_named_and_passed_over(tmp_path: Path, name: str, damage: str) -> None:
+def test_every_damage_to_every_file_is_found_named_and_passed_over(
+    tmp_path: Path, name: str, damage: str
+) -> None:
     for step in (2, 4, 6):
         save(tmp_path, step)
     hurt, said = DAMAGES[damage]
@@ -105,7 +107,9 @@ def test_every_damage_to_every_file_is_found_named_and_passed_over(tmp_path: Pat
     ],
     ids=["gone", "cut", "another schema", "another step"],
 )
-def test_damage_to_the_manifest_too(tmp_path: Path, damage: Callable[[Path], object], said: str) -> None:
+def test_damage_to_the_manifest_too(
+    tmp_path: Path, damage: Callable[[Path], object], said: str
+) -> None:
     save(tmp_path, 4)
     damage(save(tmp_path, 6) / "manifest.json")
     lines: list[str] = []
@@ -113,16 +117,23 @@ def test_damage_to_the_manifest_too(tmp_path: Path, damage: Callable[[Path], obj
     assert said in lines[0]
 
 
-def test_a_run_of_which_every_checkpoint_is_damaged_does_not_begin_again_by_itself(tmp_path: Path) -> None:
+def test_a_run_of_which_every_checkpoint_is_damaged_does_not_begin_again_by_itself(
+    tmp_path: Path,
+) -> None:
     assert newest_whole(tmp_path, say=print) is None
     for step in (2, 4):
         flip(save(tmp_path, step) / "optimizer.pt")
     with pytest.raises(RunFolderError, match=r"no checkpoint .* verifies .*--resume-from 0"):
         newest_whole(tmp_path, say=print)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged-checkpoint-2", "damaged-checkpoint-4"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "damaged-checkpoint-2",
+        "damaged-checkpoint-4",
+    ]
 
 
-@pytest.mark.parametrize(("keep", "left"), [(None, [1, 2, 3, 4]), (3, [2, 3, 4]), (2, [3, 4]), (1, [3, 4])])
+@pytest.mark.parametrize(
+    ("keep", "left"), [(None, [1, 2, 3, 4]), (3, [2, 3, 4]), (2, [3, 4]), (1, [3, 4])]
+)
 def test_two_are_always_kept(tmp_path: Path, keep: int | None, left: list[int]) -> None:
     for step in (1, 2, 3, 4):
         save(tmp_path, step)
@@ -140,7 +151,10 @@ def test_what_a_killed_save_or_removal_left_is_cleared(tmp_path: Path) -> None:
 def test_later_checkpoints_can_be_set_aside(tmp_path: Path) -> None:
     for step in (2, 4, 6, 10):
         save(tmp_path, step)
-    assert [path.name for path in set_aside_after(tmp_path, 4)] == ["aside-checkpoint-6", "aside-checkpoint-10"]
+    assert [path.name for path in set_aside_after(tmp_path, 4)] == [
+        "aside-checkpoint-6",
+        "aside-checkpoint-10",
+    ]
     assert steps(tmp_path) == [2, 4]
     save(tmp_path, 6)
     assert [path.name for path in set_aside_after(tmp_path, 4)] == ["aside-checkpoint-6-2"]
@@ -174,7 +188,9 @@ def test_killed_at_any_moment_of_a_save_the_newest_checkpoint_verifies(tmp_path:
     moments, last, half = random.Random(5), 0, 0
     for _ in range(12):
         code = WRITER.format(tests=str(Path(__file__).parent))
-        process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(last)], stdout=subprocess.PIPE)
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path), str(last)], stdout=subprocess.PIPE
+        )
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
         time.sleep(moments.random() * 0.1)
         process.send_signal(signal.SIGKILL)
@@ -189,7 +205,9 @@ def test_killed_at_any_moment_of_a_save_the_newest_checkpoint_verifies(tmp_path:
     assert half > 0, "no kill landed in a save"
 
 
-def test_a_write_that_fails_leaves_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_leaves_the_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(tmp_path, 2)
 
     def no_room(path: Path, value: object) -> None:
@@ -219,7 +237,11 @@ def test_every_flipped_bit_of_a_manifest_is_found_and_named_in_one_line(tmp_path
         data[bit // 8] ^= 1 << bit % 8
         (saved / "manifest.json").write_bytes(data)
         problem = problem_of(saved)
-        assert problem is not None and problem.startswith("manifest.json is damaged (") and "\n" not in problem, bit
+        assert (
+            problem is not None
+            and problem.startswith("manifest.json is damaged (")
+            and "\n" not in problem
+        ), bit
     (saved / "manifest.json").write_bytes(whole)
     assert problem_of(saved) is None
 
@@ -236,14 +258,19 @@ def test_every_flipped_bit_of_a_manifest_is_found_and_named_in_one_line(tmp_path
         ({"files": {"a": {"bytes": 1, "sha256": "0"}}}, "is damaged (files.a.sha256: "),
     ],
 )
-def test_a_manifest_that_says_too_little_is_no_manifest(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+def test_a_manifest_that_says_too_little_is_no_manifest(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
     problem = problem_of(manifest_of(tmp_path, **changes))
     assert problem is not None and said in problem and "\n" not in problem
 
 
 def test_weights_belong_to_every_checkpoint(tmp_path: Path) -> None:
     saved = save(tmp_path, 6)
-    files = {name: read_manifest(saved).files[name].model_dump() for name in ("trainer_state.json", "rng_state.pth")}
+    files = {
+        name: read_manifest(saved).files[name].model_dump()
+        for name in ("trainer_state.json", "rng_state.pth")
+    }
     assert problem_of(manifest_of(tmp_path, files=files)) == (
         "manifest.json lists no weights, without which no run goes on"
     )
@@ -256,4 +283,7 @@ def test_a_manifest_of_an_earlier_version_still_counts(tmp_path: Path) -> None:
     (saved / "manifest.json").write_text(json.dumps(content, indent=2) + "\n")
     assert problem_of(saved) is None and newest_whole(tmp_path, say=print) == saved
     (saved / "manifest.json").write_text(json.dumps({**content, "files": {}}, indent=2) + "\n")
-    assert problem_of(saved) == "manifest.json lists no trainer_state.json, without which no run goes on"
+    assert (
+        problem_of(saved)
+        == "manifest.json lists no trainer_state.json, without which no run goes on"
+    )

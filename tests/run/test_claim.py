@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 
-from ycore.config.schema import EngineSettings, RewardConfig, RewardSettings, RunConfig, SandboxSettings, TurnSettings
+from ycore.config.schema import (
+    EngineSettings,
+    RewardConfig,
+    RewardSettings,
+    RunConfig,
+    SandboxSettings,
+    TurnSettings,
+)
 from ycore.config.trl_fields import fields_of
 from ycore.errors import RunFolderError
 from ycore.run.claim import (
@@ -33,7 +40,12 @@ from ycore.run.run_record import read_record
 
 
 def config_for(folder: RunFolder, **changes: Any) -> RunConfig:
-    values = {"model": "m", "dataset": "d", "rewards": [RewardConfig(reward="exact_answer")], **changes}
+    values = {
+        "model": "m",
+        "dataset": "d",
+        "rewards": [RewardConfig(reward="exact_answer")],
+        **changes,
+    }
     return RunConfig(output=str(folder.root), **values)
 
 
@@ -62,14 +74,21 @@ def test_a_new_folder_is_made_private_and_described(folder: RunFolder) -> None:
 
 def test_checking_imports_no_torch() -> None:
     code = "import sys, ycore.run.claim as p; p.installed_versions(); print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "False\n"
+    )
 
 
 def test_another_run_is_refused_and_the_difference_named(folder: RunFolder) -> None:
     claim_and_release(folder)
     with pytest.raises(RunFolderError, match=r"another run \(seed: 0 there, 7 here\).*--output"):
         check_claim(folder, config_for(folder, seed=7), resume=False)
-    with pytest.raises(RunFolderError, match=r"another run \(seed: 0 there, 7 here\).*--accept-changes"):
+    with pytest.raises(
+        RunFolderError, match=r"another run \(seed: 0 there, 7 here\).*--accept-changes"
+    ):
         check_claim(folder, config_for(folder, seed=7), resume=True)
     check_claim(folder, config_for(folder, seed=7), resume=True, how=Resume(accept_changes=True))
 
@@ -83,7 +102,11 @@ def test_a_nested_difference_is_named_by_its_whole_key(folder: RunFolder) -> Non
 
 def test_what_changes_nothing_that_is_learned_may_change(folder: RunFolder) -> None:
     claim_and_release(folder)
-    more = {"steps": 200, "checkpoint_every": 3, "trl": {"logging_steps": 5, "report_to": "tensorboard"}}
+    more = {
+        "steps": 200,
+        "checkpoint_every": 3,
+        "trl": {"logging_steps": 5, "report_to": "tensorboard"},
+    }
     check_claim(folder, config_for(folder, **more), resume=True)
     with pytest.raises(RunFolderError, match="steps: 100 there, 50 here"):
         check_claim(folder, config_for(folder, steps=50), resume=True)
@@ -128,7 +151,10 @@ def test_a_finished_run_is_refused(folder: RunFolder) -> None:
 def test_an_evaluation_never_goes_on(folder: RunFolder, status: str) -> None:
     claim_and_release(folder, algorithm="eval")
     write_json_atomic(folder.summary, {"status": status})
-    with pytest.raises(RunFolderError, match="holds this evaluation already, and none goes on; choose another --outp"):
+    with pytest.raises(
+        RunFolderError,
+        match="holds this evaluation already, and none goes on; choose another --outp",
+    ):
         check_claim(folder, config_for(folder, algorithm="eval"), resume=False)
 
 
@@ -154,7 +180,9 @@ def test_nothing_to_resume_is_said(folder: RunFolder) -> None:
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunFolderError, match="is a file"):
-        check_claim(RunFolder(tmp_path / "file"), config_for(RunFolder(tmp_path / "file")), resume=False)
+        check_claim(
+            RunFolder(tmp_path / "file"), config_for(RunFolder(tmp_path / "file")), resume=False
+        )
 
 
 def test_a_running_run_holds_its_folder(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +228,10 @@ held.release()
 def test_of_two_commands_on_one_folder_one_is_refused(tmp_path: Path) -> None:
     """Both find the folder empty before either has it; the second must look again once it has the lock."""
     command = [sys.executable, "-c", CLAIMS, str(tmp_path / "run")]
-    both = [subprocess.Popen([*command, str(seed)], stdout=subprocess.PIPE, text=True) for seed in (1, 2)]
+    both = [
+        subprocess.Popen([*command, str(seed)], stdout=subprocess.PIPE, text=True)
+        for seed in (1, 2)
+    ]
     said = [one.communicate(timeout=240)[0] for one in both]
     assert sorted(one.returncode for one in both) == [0, 2]
     winner = 1 + [one.returncode for one in both].index(0)
@@ -265,10 +296,15 @@ print(Claim(RunFolder(Path(sys.argv[1]) / "run")).record.run_id)
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare"
+)
 def test_one_path_in_two_mount_namespaces_has_two_ids(tmp_path: Path) -> None:
     command = ["unshare", "-m", "sh", "-c", NAMESPACE, sys.executable, CLAIM_HERE, str(tmp_path)]
-    ids = [subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stdout for _ in range(2)]
+    ids = [
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stdout
+        for _ in range(2)
+    ]
     assert len(set(ids)) == 2 and all(len(line) == 13 for line in ids)
 
 
@@ -281,15 +317,27 @@ def test_a_link_in_place_of_a_private_folder_is_refused(tmp_path: Path) -> None:
 
 def test_secrets_are_not_written(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     canary = "hf_" + "q7" * 12
-    command = ["ycore", "grpo", "--hub-token", "plain-1", "--set", "trl.hub_token=plain-2", f"--x={canary}"]
+    command = [
+        "ycore",
+        "grpo",
+        "--hub-token",
+        "plain-1",
+        "--set",
+        "trl.hub_token=plain-2",
+        f"--x={canary}",
+    ]
     monkeypatch.setattr(sys, "argv", command)
-    claim_and_release(folder, trl={"hub_token": "plain-3"}, dataset="https://me:plain-4@example.org/d.jsonl")
+    claim_and_release(
+        folder, trl={"hub_token": "plain-3"}, dataset="https://me:plain-4@example.org/d.jsonl"
+    )
     text = folder.config.read_text()
     assert canary not in text
     assert "plain-" not in text
     assert "example.org/d.jsonl" in text
     check_claim(
-        folder, config_for(folder, trl={"hub_token": "x"}, dataset="https://me:y@example.org/d.jsonl"), resume=True
+        folder,
+        config_for(folder, trl={"hub_token": "x"}, dataset="https://me:y@example.org/d.jsonl"),
+        resume=True,
     )
 
 
@@ -309,7 +357,11 @@ def test_what_may_change_is_what_there_is() -> None:
         ({"seed": 0}, {"seed": 1}, "seed: 0 there, 1 here"),
         ({"trl": {"beta": 0.1}}, {"trl": {}}, "trl.beta: 0.1 there, None here"),
         ({"lora": {"r": 16}}, {"lora": None}, "lora.r: 16 there, None here"),
-        ({"rewards": [{"weight": 1}]}, {"rewards": [{"weight": 2}]}, "rewards: [{'weight': 1}] there"),
+        (
+            {"rewards": [{"weight": 1}]},
+            {"rewards": [{"weight": 2}]},
+            "rewards: [{'weight': 1}] there",
+        ),
         ({"steps": 9}, {"steps": 8}, "steps: 9 there, 8 here"),
         ({"steps": 9}, {"steps": 10}, ""),
         ({"engine": {"count": 1}}, {"engine": {"count": 2}}, ""),
@@ -323,7 +375,10 @@ def test_differences_are_named(old: dict[str, object], new: dict[str, object], s
 
 def test_many_differences_are_counted() -> None:
     found = settings_that_differ({}, dict.fromkeys("abcde", 1))
-    assert in_words(found) == "a: None there, 1 here; b: None there, 1 here; c: None there, 1 here; and 2 more"
+    assert (
+        in_words(found)
+        == "a: None there, 1 here; b: None there, 1 here; c: None there, 1 here; and 2 more"
+    )
 
 
 def test_a_model_is_known_by_its_content(tmp_path: Path) -> None:
@@ -340,7 +395,9 @@ def test_a_model_is_known_by_its_content(tmp_path: Path) -> None:
     assert str(difference).startswith("model: '1000 bytes, sha256 ")
 
 
-def test_a_large_file_is_known_by_blocks_over_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_file_is_known_by_blocks_over_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ycore.run.claim._WHOLE_BYTES", 100)
     monkeypatch.setattr("ycore.run.claim._BLOCK_BYTES", 8)
     file = tmp_path / "weights"
@@ -354,9 +411,13 @@ def test_a_large_file_is_known_by_blocks_over_all_of_it(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize(("run_as", "level"), [("auto", "auto"), ("same", "none")])
-def test_a_run_of_a_version_without_a_sandbox_goes_on(tmp_path: Path, run_as: str, level: str) -> None:
+def test_a_run_of_a_version_without_a_sandbox_goes_on(
+    tmp_path: Path, run_as: str, level: str
+) -> None:
     folder = RunFolder(tmp_path)
     settings = {"model": "m", "dataset": "d", "rewards": [{"reward": "length"}], "output": "o"}
-    write_json_atomic(folder.config, {"config": {**settings, "reward_workers": {"workers": 3, "run_as": run_as}}})
+    write_json_atomic(
+        folder.config, {"config": {**settings, "reward_workers": {"workers": 3, "run_as": run_as}}}
+    )
     config = RunConfig.model_validate(held_config(folder))
     assert config.reward_workers.workers == 3 and config.sandbox.level == level

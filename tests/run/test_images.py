@@ -10,7 +10,9 @@ from ycore.errors import DataError, RunFolderError
 from ycore.run.images import MOST_PIXELS, ImageStore, png_of
 
 
-def picture(mode: str = "RGB", size: tuple[int, int] = (4, 3), colour: object = None) -> Pillow.Image:
+def picture(
+    mode: str = "RGB", size: tuple[int, int] = (4, 3), colour: object = None
+) -> Pillow.Image:
     return Pillow.new(mode, size, colour or 0)  # type: ignore[arg-type]
 
 
@@ -61,10 +63,17 @@ def bomb(width: int, height: int) -> bytes:
     """A PNG file of a few bytes that says it has so many pixels."""
 
     def chunk(name: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        return (
+            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        )
 
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(b""))
+        + chunk(b"IEND", b"")
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,10 +86,15 @@ def bomb(width: int, height: int) -> bytes:
         (bomb(5000, 5000), f"5000 x 5000 pixels, {MOST_PIXELS} at most"),
         (bomb(60000, 60000), f"more than {MOST_PIXELS} pixels"),
         (saved(picture("I;16"), "PNG"), "more than 8 bits"),
-        (saved(picture(), "GIF", save_all=True, append_images=[picture(colour=(9, 9, 9))]), "animated"),
+        (
+            saved(picture(), "GIF", save_all=True, append_images=[picture(colour=(9, 9, 9))]),
+            "animated",
+        ),
     ],
 )
-def test_what_is_no_plain_picture_is_refused_in_one_line(data: bytes, says: str, tmp_path: Path) -> None:
+def test_what_is_no_plain_picture_is_refused_in_one_line(
+    data: bytes, says: str, tmp_path: Path
+) -> None:
     with pytest.raises(DataError, match=says) as caught:
         ImageStore(tmp_path / "images").put(data, "row 7 of pairs.jsonl")
     assert "row 7 of pairs.jsonl" in str(caught.value)

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ycore.run.metrics import MetricsFollower, MetricsWriter, number, pass_at_k, read_metrics, summarise, wilson_95
+from ycore.run.metrics import (
+    MetricsFollower,
+    MetricsWriter,
+    number,
+    pass_at_k,
+    read_metrics,
+    summarise,
+    wilson_95,
+)
 
 
 def test_rows_come_back_and_nan_is_null(tmp_path: Path) -> None:
@@ -53,7 +61,9 @@ def damaged(path: Path) -> Path:
     return path
 
 
-def test_a_damaged_line_that_is_not_the_last_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_line_that_is_not_the_last_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     said: list[str] = []
     path = damaged(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in read_metrics(path, say=said.append)] == [1, 3]
@@ -141,7 +151,11 @@ def test_a_run_without_steps_has_no_rewards() -> None:
 
 
 def test_rows_without_a_reward_do_not_count() -> None:
-    metrics = [{"step": 1, "reward": 1.0}, {"step": 2, "reward": None}, {"step": 2, "train_loss": 0.1}]
+    metrics = [
+        {"step": 1, "reward": 1.0},
+        {"step": 2, "reward": None},
+        {"step": 2, "train_loss": 0.1},
+    ]
     summary = summarise(metrics, "interrupted", 1.0)
     assert (summary["steps"], summary["reward_last"]) == (2, 1.0)
 
@@ -164,7 +178,12 @@ def test_the_summary_has_the_ends_of_the_loss() -> None:
 
 @pytest.mark.parametrize(
     ("right", "total", "low", "high"),
-    [(8, 10, 0.4902, 0.9433), (0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (50, 100, 0.4038, 0.5962)],
+    [
+        (8, 10, 0.4902, 0.9433),
+        (0, 10, 0.0, 0.2775),
+        (10, 10, 0.7225, 1.0),
+        (50, 100, 0.4038, 0.5962),
+    ],
 )
 def test_known_values(right: int, total: int, low: float, high: float) -> None:
     assert wilson_95(right, total) == pytest.approx((low, high), abs=1e-4)

@@ -39,7 +39,9 @@ def test_a_tree_ends_with_its_daemons_and_with_what_left_it() -> None:
 
 
 def test_a_group_outlives_its_leader_and_ends_all_the_same() -> None:
-    leader = subprocess.Popen(["sh", "-c", "sleep 600 & echo $!"], start_new_session=True, stdout=subprocess.PIPE)
+    leader = subprocess.Popen(
+        ["sh", "-c", "sleep 600 & echo $!"], start_new_session=True, stdout=subprocess.PIPE
+    )
     assert leader.stdout is not None
     orphan = psutil.Process(int(leader.stdout.readline()))
     wait_for(lambda: not is_alive(psutil.Process(leader.pid)))

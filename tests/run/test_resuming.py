@@ -12,11 +12,23 @@ from ycore.run.checkpoints import checkpoint_of, checkpoints_in, publish, stagin
 from ycore.run.claim import Resume, claim, settings_that_differ
 from ycore.run.files import read_json, write_json_atomic
 from ycore.run.paths import RunFolder
-from ycore.run.resuming import check_world, parse_checkpoint, read_round, round_file, rounds_in, settle
+from ycore.run.resuming import (
+    check_world,
+    parse_checkpoint,
+    read_round,
+    round_file,
+    rounds_in,
+    settle,
+)
 
 
 def config_for(folder: RunFolder, **changes: Any) -> RunConfig:
-    values = {"model": "m", "dataset": "d", "rewards": [RewardConfig(reward="exact_answer")], **changes}
+    values = {
+        "model": "m",
+        "dataset": "d",
+        "rewards": [RewardConfig(reward="exact_answer")],
+        **changes,
+    }
     return RunConfig(output=str(folder.root), **values)
 
 
@@ -45,10 +57,16 @@ def settled(
     """What was said, and the steps of the checkpoints and rounds that are left."""
     said: list[str] = []
     settle(folder, config_for(folder, **changes), how, world=world, say=said.append)
-    return said, [step_of(path) for path in checkpoints_in(folder.checkpoints)], list(rounds_in(folder.journal))
+    return (
+        said,
+        [step_of(path) for path in checkpoints_in(folder.checkpoints)],
+        list(rounds_in(folder.journal)),
+    )
 
 
-def test_by_itself_it_goes_on_from_the_newest_and_takes_begun_rounds_again(folder: RunFolder) -> None:
+def test_by_itself_it_goes_on_from_the_newest_and_takes_begun_rounds_again(
+    folder: RunFolder,
+) -> None:
     assert settled(folder, Resume()) == (["going on from step 6"], [2, 4, 6], [2, 3, 4, 5, 6, 7])
     assert folder.identity.is_file()
 
@@ -88,7 +106,9 @@ def test_accepted_changes_are_named_and_the_old_future_is_dropped(folder: RunFol
 
 def test_a_finished_run_goes_on_for_longer_with_accepted_changes(folder: RunFolder) -> None:
     write_json_atomic(folder.summary, {"status": "finished"})
-    with pytest.raises(RunFolderError, match=r"finished; go on for longer with `ycore resume .*/run --steps N`"):
+    with pytest.raises(
+        RunFolderError, match=r"finished; go on for longer with `ycore resume .*/run --steps N`"
+    ):
         settled(folder, Resume())
     settled(folder, Resume(accept_changes=True), steps=101)
     claim(folder, config_for(folder, steps=101), resume=True).release()
@@ -99,14 +119,20 @@ def test_a_checkpoint_is_named_by_step_or_path(folder: RunFolder, asked: str, st
     assert parse_checkpoint(asked.format(checkpoints=folder.checkpoints), folder) == step
 
 
-@pytest.mark.parametrize("asked", ["last", "elsewhere/checkpoint-6", "-1", "{checkpoints}/damaged-checkpoint-6"])
+@pytest.mark.parametrize(
+    "asked", ["last", "elsewhere/checkpoint-6", "-1", "{checkpoints}/damaged-checkpoint-6"]
+)
 def test_other_names_are_refused(folder: RunFolder, asked: str) -> None:
-    with pytest.raises(RunFolderError, match=r"--resume-from takes a step or a folder.*checkpoints of step 2, 4, 6"):
+    with pytest.raises(
+        RunFolderError, match=r"--resume-from takes a step or a folder.*checkpoints of step 2, 4, 6"
+    ):
         parse_checkpoint(asked.format(checkpoints=folder.checkpoints), folder)
 
 
 def test_a_checkpoint_that_is_not_there_is_refused(folder: RunFolder) -> None:
-    with pytest.raises(RunFolderError, match=r"no checkpoint of step 3; there are checkpoints of step 2, 4, 6"):
+    with pytest.raises(
+        RunFolderError, match=r"no checkpoint of step 3; there are checkpoints of step 2, 4, 6"
+    ):
         settled(folder, Resume(step=3))
     assert len(checkpoints_in(folder.checkpoints)) == 3
 
@@ -140,7 +166,9 @@ def save(folder: RunFolder, step: int, *names: str, world: int) -> None:
 def test_another_number_of_ranks_is_said(folder: RunFolder) -> None:
     save(folder, 8, "controller-0.json", "controller-1.json", "optimizer.pt", world=2)
     said, *_ = settled(folder, Resume(), world=1, processes=1)
-    assert said[0] == "going on from step 8" and said[1].startswith("1 rank instead of 2: the prompts come in the same")
+    assert said[0] == "going on from step 8" and said[1].startswith(
+        "1 rank instead of 2: the prompts come in the same"
+    )
     assert settled(folder, Resume(), world=2)[0] == ["going on from step 8"]
 
 
@@ -149,12 +177,20 @@ def test_another_number_of_ranks_is_said(folder: RunFolder) -> None:
     [
         (("optimizer.pt",), "a run on given examples keeps its number of ranks"),
         (("controller-0.json",), "the optimizer's state is in shards, one a rank"),
-        (("controller-0.json", "optimizer.pt", "round-0.safetensors"), "later steps still learn from its round"),
+        (
+            ("controller-0.json", "optimizer.pt", "round-0.safetensors"),
+            "later steps still learn from its round",
+        ),
     ],
 )
-def test_what_cannot_go_on_with_other_ranks_is_refused(folder: RunFolder, names: tuple[str, ...], why: str) -> None:
+def test_what_cannot_go_on_with_other_ranks_is_refused(
+    folder: RunFolder, names: tuple[str, ...], why: str
+) -> None:
     save(folder, 8, *names, world=2)
-    for refuse in (lambda: settled(folder, Resume(), world=3), lambda: check_world(folder, Resume(), world=3)):
+    for refuse in (
+        lambda: settled(folder, Resume(), world=3),
+        lambda: check_world(folder, Resume(), world=3),
+    ):
         with pytest.raises(
             RunFolderError, match=f"checkpoint-8 was saved by 2 ranks, and this run has 3; {why}"
         ) as error:

@@ -44,10 +44,34 @@ HIDES = {
     "-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END": f"-----BEGIN RSA PRIVATE KEY-----{HIDDEN}-----END",
 }
 KEEPS = [
-    *["tokenizer", "max_tokens=16", "--max-tokens", "task:addition?digits=1", "gym:x?seed=3&tokens=2", "sk-short"],
-    *["https://host:8000/v1", "https://host/a?max_tokens=5&n=1", "https://pypi.org/project/a@1.0", "***", ""],
-    *["a password is asked for", "write to me@host.org", "pad_token=<pad>", "eos_token=<|endoftext|>", "sort_key=name"],
-    *["meta-llama/Llama-3.1-8B-Instruct", "/opt/sk-learn/lib", "The bearer of this letter is a friend", "key=answer"],
+    *[
+        "tokenizer",
+        "max_tokens=16",
+        "--max-tokens",
+        "task:addition?digits=1",
+        "gym:x?seed=3&tokens=2",
+        "sk-short",
+    ],
+    *[
+        "https://host:8000/v1",
+        "https://host/a?max_tokens=5&n=1",
+        "https://pypi.org/project/a@1.0",
+        "***",
+        "",
+    ],
+    *[
+        "a password is asked for",
+        "write to me@host.org",
+        "pad_token=<pad>",
+        "eos_token=<|endoftext|>",
+        "sort_key=name",
+    ],
+    *[
+        "meta-llama/Llama-3.1-8B-Instruct",
+        "/opt/sk-learn/lib",
+        "The bearer of this letter is a friend",
+        "key=answer",
+    ],
     *["def f(tokens=3): return tokenizer(text)", "5f86d081884c7d659a2feaa0c55ad015a3bf4f1b"],
 ]
 
@@ -84,11 +108,18 @@ def test_names_of_secrets(name: str) -> None:
 
 @pytest.mark.parametrize("name", OTHERS.split())
 def test_names_of_other_things(name: str) -> None:
-    assert not is_secret(name, "<pad>") and redact({name: "<pad>", "n": 3}) == {name: "<pad>", "n": 3}
+    assert not is_secret(name, "<pad>") and redact({name: "<pad>", "n": 3}) == {
+        name: "<pad>",
+        "n": 3,
+    }
 
 
 def test_a_random_value_of_an_unclear_name_is_hidden() -> None:
-    assert looks_random(RANDOM) and not looks_random("<|endoftext|>") and not looks_random("a_long_column_of_names_2")
+    assert (
+        looks_random(RANDOM)
+        and not looks_random("<|endoftext|>")
+        and not looks_random("a_long_column_of_names_2")
+    )
     assert redact({"weather_token": RANDOM, "key": RANDOM, "digest": RANDOM}) == {
         "weather_token": HIDDEN,
         "key": HIDDEN,
@@ -118,12 +149,22 @@ def test_a_command_with_new_shapes() -> None:
 
 
 def test_ordinary_settings_stay() -> None:
-    settings = {"max_tokens": 16, "pad_token": "<pad>", "num_tokens": 3, "mask": ["a"], "text": "sk-short", "n": None}
+    settings = {
+        "max_tokens": 16,
+        "pad_token": "<pad>",
+        "num_tokens": 3,
+        "mask": ["a"],
+        "text": "sk-short",
+        "n": None,
+    }
     assert redact(settings) == settings
 
 
 def test_secrets_go_whatever_they_are_nested_in() -> None:
-    nested = {"trl": [{"hub_token": "a", "openai_api_key": "b", "password": "c"}], "hub_token": None}
+    nested = {
+        "trl": [{"hub_token": "a", "openai_api_key": "b", "password": "c"}],
+        "hub_token": None,
+    }
     assert redact(nested) == {
         "trl": [{"hub_token": HIDDEN, "openai_api_key": HIDDEN, "password": HIDDEN}],
         "hub_token": None,

@@ -24,6 +24,8 @@ def test_any_text_can_be_encoded_and_is_one_line_when_asked(text: str) -> None:
     assert len(shown.encode().decode().splitlines()) <= 1 and "\x1b" not in shown
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (200, "3 min 20 s"), (7500, "2 h 05 min")])
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0 s"), (200, "3 min 20 s"), (7500, "2 h 05 min")]
+)
 def test_durations_read_well(seconds: float, text: str) -> None:
     assert as_duration(seconds) == text

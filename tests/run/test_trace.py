@@ -18,7 +18,10 @@ from ycore.run.trace import (
 
 
 def spans(num: int = 5) -> list[Span]:
-    return [Span("rollout", 0, number % 2, 100.0 + number, 0.5, {"request": number}) for number in range(num)]
+    return [
+        Span("rollout", 0, number % 2, 100.0 + number, 0.5, {"request": number})
+        for number in range(num)
+    ]
 
 
 def write(path: Path, told: list[Span]) -> None:
@@ -40,7 +43,11 @@ def test_what_is_written_is_read_again_finished_or_not(tmp_path: Path) -> None:
 
 def test_moments_are_for_followers_and_viewers_and_are_no_spans(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    told = [Levels(IN_FLIGHT, 1, 100.5, {"judge 0": 3}, {"judge 0": 1.25}), Mark("sync", 1, 100.0), *spans(1)]
+    told = [
+        Levels(IN_FLIGHT, 1, 100.5, {"judge 0": 3}, {"judge 0": 1.25}),
+        Mark("sync", 1, 100.0),
+        *spans(1),
+    ]
     writer = TraceWriter(path)
     for event in told:
         writer.add(event)
@@ -88,7 +95,10 @@ def test_a_trace_stops_growing(tmp_path: Path) -> None:
 
 
 def test_stretches_are_joined() -> None:
-    told = [Span("judge", 0, 0, began, seconds) for began, seconds in ((0, 2), (1, 3), (1.5, 0.5), (6, 1))]
+    told = [
+        Span("judge", 0, 0, began, seconds)
+        for began, seconds in ((0, 2), (1, 3), (1.5, 0.5), (6, 1))
+    ]
     assert busy_stretches(told) == [(0, 4), (6, 1)]
 
 

@@ -37,7 +37,9 @@ def run_trial(
         *more,
     ]
     environment = {**os.environ, "TOKEN": CANARY, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=_WITHIN_S)
+    done = subprocess.run(
+        line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=_WITHIN_S
+    )
     if done.returncode != 0:
         raise RuntimeError(f"{rights}: {done.stderr[-4000:]}")
     return [json.loads(one) for one in done.stdout.splitlines() if one.startswith("{")]
@@ -73,7 +75,10 @@ def main() -> None:
             if "refused" in line:
                 print(f"{rights:20} {line['level']:11} refused: {line['refused']}", flush=True)
         for (_, level, where), (passed, total, through) in score(done).items():
-            print(f"{rights:20} {level:11} {where:8} {passed}/{total}  {'; '.join(through)}", flush=True)
+            print(
+                f"{rights:20} {level:11} {where:8} {passed}/{total}  {'; '.join(through)}",
+                flush=True,
+            )
     if given.json is not None:
         given.json.write_text(json.dumps(lines, indent=1))
 

@@ -61,7 +61,12 @@ MUTATIONS = [
     Mutation("no change of user", "three times the threads", _steps(uid=None), "root"),
     Mutation("inherited environment", "a secret in its own environment", _inherited_environment),
     Mutation("a wide tree of files", "read /etc/passwd", _command(_wide)),
-    Mutation("a root that can be written to", "a file in the sandbox's root", _command(_writable_root), "user"),
+    Mutation(
+        "a root that can be written to",
+        "a file in the sandbox's root",
+        _command(_writable_root),
+        "user",
+    ),
     Mutation("no size of the scratch folder", "three times the disk", _steps(tmpfs={})),
     Mutation("the host's network", "a server on loopback", _command(_own_network)),
 ]

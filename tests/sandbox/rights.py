@@ -23,7 +23,22 @@ _KEPT = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 27, 29, 31})
 _REFUSED = (
     *(272, 308, 165, 166, 155, 428, 429, 430, 431, 432, 433, 442),  # namespaces and mounts
     *(250, 248, 249, 321, 425, 426, 427, 298, 323),  # keys, bpf, io_uring, perf, userfaultfd
-    *(304, 163, 103, 169, 167, 168, 175, 313, 176, 246, 170, 171, 179, 300),  # what needs capabilities that it lacks
+    *(
+        304,
+        163,
+        103,
+        169,
+        167,
+        168,
+        175,
+        313,
+        176,
+        246,
+        170,
+        171,
+        179,
+        300,
+    ),  # what needs capabilities that it lacks
 )
 _CLONE, _CLONE3, _PERSONALITY, _NEW_NAMESPACE = 56, 435, 135, 0x7E020080
 _PR_CAPBSET_DROP = 24
@@ -44,7 +59,9 @@ def main() -> None:
         os.setgroups([])
         os.setresgid(UID, UID, UID)
         os.setresuid(UID, UID, UID)
-    os.execve(command[0], command, {**os.environ, "HOME": "/nonexistent", "PYTHONDONTWRITEBYTECODE": "1"})
+    os.execve(
+        command[0], command, {**os.environ, "HOME": "/nonexistent", "PYTHONDONTWRITEBYTECODE": "1"}
+    )
 
 
 def _contain() -> None:
@@ -85,7 +102,11 @@ def _open_closed_homes() -> None:
 def _python() -> list[Path]:
     prefixes = {sys.prefix, sys.base_prefix, *(entry for entry in sys.path if os.path.isdir(entry))}
     paths = sorted(Path(prefix).resolve() for prefix in prefixes)
-    return [path for path in paths if not any(path != other and path.is_relative_to(other) for other in paths)]
+    return [
+        path
+        for path in paths
+        if not any(path != other and path.is_relative_to(other) for other in paths)
+    ]
 
 
 def _closed_above(path: Path) -> Iterator[Path]:

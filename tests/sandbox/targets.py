@@ -89,7 +89,15 @@ class Targets:
             "memory": LIMITS.memory, "memory_half": LIMITS.memory // 2, "processes": LIMITS.processes,
             "scratch": LIMITS.scratch, "files": LIMITS.files,
         }  # fmt: skip
-        for name in ("writable", "unlinkable", "renamable", "linkable", "changed", "truncate-open", "truncate-name"):
+        for name in (
+            "writable",
+            "unlinkable",
+            "renamable",
+            "linkable",
+            "changed",
+            "truncate-open",
+            "truncate-name",
+        ):
             self.names[name.replace("-", "_")] = f"{base}/project/data/{name}"
 
     def told(self) -> dict[str, Any]:
@@ -101,7 +109,11 @@ class Targets:
         for folder in ("home", "project"):
             for path in sorted((self.base / folder).rglob("*"), reverse=True):
                 name = str(path.relative_to(self.base))
-                if path.is_socket() or name in self.files or any(one.startswith(f"{name}/") for one in self.files):
+                if (
+                    path.is_socket()
+                    or name in self.files
+                    or any(one.startswith(f"{name}/") for one in self.files)
+                ):
                     continue
                 path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
         for name, text in self.files.items():
@@ -123,7 +135,9 @@ class Targets:
                 Path(self.names[name]).write_text(CANARY)
         if self._processes:
             for index, one in enumerate((self.victim, self.expendable)):
-                if one[0].poll() is not None or (index == 0 and self._victim_state() != self._state):
+                if one[0].poll() is not None or (
+                    index == 0 and self._victim_state() != self._state
+                ):
                     one[0].kill()
                     one[0].wait()
                     fresh = self._victim()
@@ -202,7 +216,15 @@ class Targets:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _victim(self) -> tuple["subprocess.Popen[str]", int]:
-        line = [sys.executable, "-I", "-S", "-c", _VICTIM, CANARY, str(self.base / "home/secret.txt")]
+        line = [
+            sys.executable,
+            "-I",
+            "-S",
+            "-c",
+            _VICTIM,
+            CANARY,
+            str(self.base / "home/secret.txt"),
+        ]
         process = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env={"TOKEN": CANARY})
         assert process.stdout is not None
         self._processes.append(process)
@@ -211,12 +233,19 @@ class Targets:
     def _victim_state(self) -> tuple[Any, ...]:
         process = psutil.Process(self.victim[0].pid)
         with suppress(psutil.Error):
-            return process.nice(), process.cpu_affinity(), process.rlimit(psutil.RLIMIT_NOFILE), process.ionice()
+            return (
+                process.nice(),
+                process.cpu_affinity(),
+                process.rlimit(psutil.RLIMIT_NOFILE),
+                process.ionice(),
+            )
         return ()
 
     def _serve(self) -> None:
         """Servers that greet with the canary, and sockets that note what comes."""
-        folder = self._short = Path(tempfile.mkdtemp(prefix="ycore-s-"))  # short: a socket's name has at most 107 bytes
+        folder = self._short = Path(
+            tempfile.mkdtemp(prefix="ycore-s-")
+        )  # short: a socket's name has at most 107 bytes
         folder.chmod(0o777)
         inside = self.base / "project/runs/mine/sockets/rollout-0.sock"
         streams: list[tuple[str, int, Any]] = [
@@ -271,12 +300,19 @@ class Targets:
     def _visit(self) -> None:
         """Knock at a port on which nobody but a probe could answer."""
         while not self._closed:
-            with suppress(OSError), socket.create_connection(("127.0.0.1", self.names["free_port"]), timeout=0.1):
+            with (
+                suppress(OSError),
+                socket.create_connection(("127.0.0.1", self.names["free_port"]), timeout=0.1),
+            ):
                 self._received["a port of the host"] = 1
             time.sleep(0.05)
 
     def _shared(self) -> None:
-        for name, folder in (("shared", "/dev/shm"), ("shared_writable", "/dev/shm"), ("temporary", "/tmp")):
+        for name, folder in (
+            ("shared", "/dev/shm"),
+            ("shared_writable", "/dev/shm"),
+            ("temporary", "/tmp"),
+        ):
             path = Path(folder) / f"{self.mark}-{name}"
             path.write_text(CANARY)
             path.chmod(0o666)

@@ -34,15 +34,25 @@ def lines(rights: str, level: str) -> list[dict]:
 
 @cache
 def attempts(rights: str, level: str, where: str) -> dict[str, dict]:
-    return {line["probe"]: line for line in lines(rights, level) if line.get("where") == where and "probe" in line}
+    return {
+        line["probe"]: line
+        for line in lines(rights, level)
+        if line.get("where") == where and "probe" in line
+    }
 
 
 @pytest.mark.parametrize("place", PLACES, ids=" ".join)
-def test_honest_work_ran_and_the_machine_could_make_every_attempt(place: tuple[str, str, str]) -> None:
+def test_honest_work_ran_and_the_machine_could_make_every_attempt(
+    place: tuple[str, str, str],
+) -> None:
     tried_here = attempts(*place)
     assert tried_here.keys() == {probe.name for probe in PROBES}
     controls = next(line["controls"] for line in lines(*place[:2]) if "controls" in line)
-    assert [probe.name for probe in PROBES if probe.must_get_through(place[0]) and not controls[probe.name]] == []
+    assert [
+        probe.name
+        for probe in PROBES
+        if probe.must_get_through(place[0]) and not controls[probe.name]
+    ] == []
     assert sum(controls.values()) >= 100
 
 
@@ -62,7 +72,9 @@ def test_a_defect_is_found(mutation: Mutation) -> None:
         pytest.skip("needs root")
     if (answer := tried(Level.NAMESPACES)) is not None:
         pytest.skip(f"namespaces: {answer}")
-    broken = run_trial(rights, "--mutation", mutation.name, "--no-control", levels="namespaces", where="worker")
+    broken = run_trial(
+        rights, "--mutation", mutation.name, "--no-control", levels="namespaces", where="worker"
+    )
     assert [line["through"] for line in broken if "probe" in line] == [True]
 
 

@@ -20,7 +20,15 @@ DOCKERS = sum(1 << number for number in (0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 27,
 
 
 def test_the_environment_holds_a_few_harmless_variables_and_no_more(tmp_path: Path) -> None:
-    parent = {"HF_TOKEN": "x", "LANG": "C", "LC_ALL": "C", "HOME": "/h", "PATH": "/p", "SSL_CERT_FILE": "c", "A": "b"}
+    parent = {
+        "HF_TOKEN": "x",
+        "LANG": "C",
+        "LC_ALL": "C",
+        "HOME": "/h",
+        "PATH": "/p",
+        "SSL_CERT_FILE": "c",
+        "A": "b",
+    }
     seen = confined_environment(View(), run_id="one", scratch=tmp_path, parent=parent)
     assert {"HF_TOKEN", "A", "SSL_CERT_FILE"} & set(seen) == set()
     assert seen["LANG"] == "C" and seen["LC_ALL"] == "C" and seen["YCORE_RUN"] == "one"
@@ -53,14 +61,25 @@ def test_what_is_closed_to_others_is_found_by_every_folder_on_the_way(tmp_path: 
     ("rights", "closed", "uid", "keep", "words"),
     [
         (ALL_RIGHTS, None, 61184, None, "runs as uid 61184, without any right of root's"),
-        (ALL_RIGHTS, Path("/h"), 61184, CAP_DAC_READ_SEARCH, "because /h is closed to others, it may read every file"),
+        (
+            ALL_RIGHTS,
+            Path("/h"),
+            61184,
+            CAP_DAC_READ_SEARCH,
+            "because /h is closed to others, it may read every file",
+        ),
         (DOCKERS, None, 61184, None, "runs as uid 61184, without any right of root's"),
         (DOCKERS, Path("/h"), None, None, "stays root: /h is closed to others; `chmod o+rx`"),
         (0, None, None, None, "stays root: this system gives no right to change the user"),
     ],
 )
 def test_root_becomes_another_user_wholly_or_not_at_all(
-    rights: int, closed: Path | None, uid: int | None, keep: int | None, words: str, monkeypatch: pytest.MonkeyPatch
+    rights: int,
+    closed: Path | None,
+    uid: int | None,
+    keep: int | None,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(drop_rights, "capabilities", lambda: rights)
     monkeypatch.setattr(confine, "closed_path", lambda _paths: closed)
@@ -70,7 +89,9 @@ def test_root_becomes_another_user_wholly_or_not_at_all(
     assert rights >> CAP_SETUID & rights >> CAP_SETGID & 1 or uid is None
 
 
-def test_a_container_leaves_one_right_to_read_what_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_container_leaves_one_right_to_read_what_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found = []
     for rights, abi in ((ALL_RIGHTS, 2), (DOCKERS, 7), (DOCKERS, 2), (0, 7)):
         monkeypatch.setattr(confine, "capabilities", lambda rights=rights: rights)
@@ -87,7 +108,9 @@ def words_after(line: list[str], option: str) -> list[str]:
     return [line[number + 1] for number, word in enumerate(line) if word == option]
 
 
-def test_every_parent_is_made_open_and_a_folder_in_a_shown_one_is_not_bound_again(tmp_path: Path) -> None:
+def test_every_parent_is_made_open_and_a_folder_in_a_shown_one_is_not_bound_again(
+    tmp_path: Path,
+) -> None:
     inner = tmp_path / "project" / "inner"
     inner.mkdir(parents=True)
     line = bound(View(read=(inner, tmp_path / "project", tmp_path / "absent")))
@@ -102,7 +125,10 @@ def test_what_is_hidden_in_a_shown_folder_can_hold_a_shown_one(tmp_path: Path) -
     python = tmp_path / ".pixi" / "python"
     python.mkdir(parents=True)
     (tmp_path / ".env").write_text("SECRET=1")
-    line = bound(View(read=(tmp_path,), hidden=(tmp_path / ".pixi", tmp_path / ".env", Path("/elsewhere"))), python)
+    line = bound(
+        View(read=(tmp_path,), hidden=(tmp_path / ".pixi", tmp_path / ".env", Path("/elsewhere"))),
+        python,
+    )
     order = [line.index(word) for word in (str(tmp_path), str(tmp_path / ".pixi"), str(python))]
     assert order == sorted(order)
     assert line[line.index(str(tmp_path / ".env")) - 1] == os.devnull
@@ -137,16 +163,24 @@ print(json.dumps({
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root has something to give up")
 def test_where_nothing_confines_root_keeps_the_right_to_read_at_most(tmp_path: Path) -> None:
     source = WHO.replace("PARENT", str(os.getpid())).replace("FOLDER", str(tmp_path))
-    plain = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=240)
+    plain = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=240
+    )
     control = json.loads(plain.stdout)
-    assert control["uid"] == 0 and all(control[name] for name in ("root", "signal", "look", "write"))
+    assert control["uid"] == 0 and all(
+        control[name] for name in ("root", "signal", "look", "write")
+    )
     at_once = ["-n1", "-r1", source]
     launch = launch_of("timeit", at_once, Confinement(Level.NONE, "x"))
-    done = subprocess.run(launch.command, env=launch.environment, cwd=launch.working, capture_output=True, timeout=240)
+    done = subprocess.run(
+        launch.command, env=launch.environment, cwd=launch.working, capture_output=True, timeout=240
+    )
     launch.clear()
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout.splitlines()[0])
-    assert seen["uid"] != 0 and seen["new"] == "1" and seen["rights"] in (0, 1 << CAP_DAC_READ_SEARCH)
+    assert (
+        seen["uid"] != 0 and seen["new"] == "1" and seen["rights"] in (0, 1 << CAP_DAC_READ_SEARCH)
+    )
     assert not any(seen[name] for name in ("root", "signal", "write")), seen
 
 
@@ -156,7 +190,9 @@ def test_a_launch_runs_a_module_and_removes_its_scratch(level: Level) -> None:
     if (reason := tried(level)) is not None:
         pytest.skip(reason)
     launch = launch_of("timeit", ["-n1", "-r1", "print(6*7)"], Confinement(level, "x"))
-    done = subprocess.run(launch.command, env=launch.environment, cwd=launch.working, capture_output=True, timeout=240)
+    done = subprocess.run(
+        launch.command, env=launch.environment, cwd=launch.working, capture_output=True, timeout=240
+    )
     assert done.returncode == 0 and done.stdout.startswith(b"42\n"), done.stderr
     launch.clear()
     assert launch.scratch is None or not launch.scratch.exists()

@@ -19,7 +19,9 @@ from ycore.sandbox.namespaces import python_folders
 pytestmark = pytest.mark.skipif(refusal() is not None, reason=str(refusal()))
 MIB = 2**20
 UID = 61999 if os.geteuid() == 0 else None
-BOOT = "import sys; sys.path[:] = {paths}; from ycore.sandbox.landlock import main; main(sys.argv[1:])"
+BOOT = (
+    "import sys; sys.path[:] = {paths}; from ycore.sandbox.landlock import main; main(sys.argv[1:])"
+)
 
 
 @pytest.fixture
@@ -35,7 +37,11 @@ def scratch() -> Iterator[Path]:
 def open_path(tmp_path: Path) -> Path:
     """A folder that another user may enter, which pytest's own is not."""
     for folder in (tmp_path, *tmp_path.parents):
-        if folder.stat().st_uid == os.geteuid() and folder != Path("/") and not folder.stat().st_mode & 0o001:
+        if (
+            folder.stat().st_uid == os.geteuid()
+            and folder != Path("/")
+            and not folder.stat().st_mode & 0o001
+        ):
             folder.chmod(folder.stat().st_mode | 0o055)
     return tmp_path
 
@@ -46,9 +52,20 @@ def start(
     (folder / "confined_code.py").write_text(code)
     view = view or View()
     view = View(read=(*view.read, folder), hidden=view.hidden, working=view.working)
-    this = rules_of(view, Limits(**(limits or {})), scratch=scratch, python=python_folders(), uid=UID)
+    this = rules_of(
+        view, Limits(**(limits or {})), scratch=scratch, python=python_folders(), uid=UID
+    )
     paths = [str(folder), *(entry for entry in sys.path if os.path.isabs(entry))]
-    line = [sys.executable, "-I", "-S", "-B", "-c", BOOT.format(paths=paths), json.dumps(asdict(this)), "confined_code"]
+    line = [
+        sys.executable,
+        "-I",
+        "-S",
+        "-B",
+        "-c",
+        BOOT.format(paths=paths),
+        json.dumps(asdict(this)),
+        "confined_code",
+    ]
     return subprocess.Popen(line, env={"PATH": "/usr/bin:/bin"}, stdout=-1, stderr=-1, text=True)
 
 
@@ -102,7 +119,9 @@ for name in ("data.txt", ".env", "runs/other.txt", "runs/mine/log"):
         print(type(error).__name__)
 print(os.getcwd())
 """
-    view = View(read=(project,), hidden=(project / ".env", project / "runs" / "mine"), working=project)
+    view = View(
+        read=(project,), hidden=(project / ".env", project / "runs" / "mine"), working=project
+    )
     _, output, errors = run(code, scratch, open_path, view=view)
     expected = ["data.txt", "PermissionError", "runs/other.txt", "PermissionError", str(project)]
     assert output.splitlines() == expected, errors
@@ -119,7 +138,9 @@ def test_a_link_in_a_folder_opens_nothing_beyond(scratch: Path, open_path: Path)
     folder = open_path / "code"
     folder.mkdir()
     for hidden in ((), (project / ".env",)):
-        status, output, errors = run(code, scratch, folder, view=View(read=(project,), hidden=hidden))
+        status, output, errors = run(
+            code, scratch, folder, view=View(read=(project,), hidden=hidden)
+        )
         assert (status, output) == (1, "") and "PermissionError" in errors
 
 
@@ -138,12 +159,18 @@ def test_a_link_in_a_folder_opens_nothing_beyond(scratch: Path, open_path: Path)
         ),
     ],
 )  # fmt: skip
-def test_what_holds_too_much_is_ended(scratch: Path, open_path: Path, code: str, limits: dict, word: str) -> None:
-    status, _, errors = run(f"{code}\nimport time; time.sleep(30)", scratch, open_path, limits=limits)
+def test_what_holds_too_much_is_ended(
+    scratch: Path, open_path: Path, code: str, limits: dict, word: str
+) -> None:
+    status, _, errors = run(
+        f"{code}\nimport time; time.sleep(30)", scratch, open_path, limits=limits
+    )
     assert status == EXIT_EXCESS and word in errors.splitlines()[-1]
 
 
-def test_nothing_is_left_after_the_end_and_after_the_stages_parent(scratch: Path, open_path: Path) -> None:
+def test_nothing_is_left_after_the_end_and_after_the_stages_parent(
+    scratch: Path, open_path: Path
+) -> None:
     code = """
 import os, time
 for _ in range(5):
@@ -188,6 +215,9 @@ while True:
     process.communicate(timeout=240)  # too many processes: the stage ends them by itself
     left = []
     for one in psutil.process_iter(["cmdline", "status"]):
-        if str(scratch) in " ".join(one.info["cmdline"] or []) and one.info["status"] != psutil.STATUS_ZOMBIE:
+        if (
+            str(scratch) in " ".join(one.info["cmdline"] or [])
+            and one.info["status"] != psutil.STATUS_ZOMBIE
+        ):
             left.append(one)
     assert left == []

@@ -15,13 +15,18 @@ NO_NAMESPACES = "bwrap: Creating new namespace failed: Operation not permitted"
 
 def test_a_level_holds_when_honest_work_runs_and_nothing_got_through() -> None:
     assert verdict({HONEST: True, "a file of the user": False, MEMORY: False}, OUTSIDE, "") is None
-    assert verdict({HONEST: True, "a file of the user": False}, OUTSIDE, "") is None  # the attempt on memory ended it
+    assert (
+        verdict({HONEST: True, "a file of the user": False}, OUTSIDE, "") is None
+    )  # the attempt on memory ended it
 
 
 def test_a_level_is_refused_on_any_doubt() -> None:
     assert verdict({}, OUTSIDE, f"warning\n{NO_NAMESPACES}\n") == NO_NAMESPACES
     assert verdict({HONEST: False}, OUTSIDE, "") == "no answer"
-    assert verdict({HONEST: True, "a file of the user": True}, OUTSIDE, "") == "reached from inside: a file of the user"
+    assert (
+        verdict({HONEST: True, "a file of the user": True}, OUTSIDE, "")
+        == "reached from inside: a file of the user"
+    )
     assert verdict({HONEST: True}, OUTSIDE, "") == "ended before it could try a file of the user"
     assert verdict({HONEST: True}, {}, "") == "honest work fails outside too"
 
@@ -44,12 +49,18 @@ def test_auto_takes_the_strongest_and_says_what_was_tried(answers: dict) -> None
     answers[Level.LANDLOCK] = "the kernel has no Landlock"
     choice = choose("auto")
     assert choice.level is Level.NONE
-    assert "unconfined" in choice.line and "the kernel has no Landlock" in choice.line and "\n" not in choice.line
+    assert (
+        "unconfined" in choice.line
+        and "the kernel has no Landlock" in choice.line
+        and "\n" not in choice.line
+    )
 
 
 def test_a_level_asked_for_by_name_is_never_replaced(answers: dict) -> None:
     answers[Level.NAMESPACES] = NO_NAMESPACES
-    with pytest.raises(ConfigError, match=r"cannot be had at level namespaces: bwrap: .*--security-opt"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be had at level namespaces: bwrap: .*--security-opt"
+    ):
         choose("namespaces")
     assert choose("landlock").level is Level.LANDLOCK
     assert choose("none").line == "none, as was asked for"
@@ -57,7 +68,9 @@ def test_a_level_asked_for_by_name_is_never_replaced(answers: dict) -> None:
 
 def test_a_models_programs_never_fall_to_none_by_themselves(answers: dict) -> None:
     answers |= {Level.NAMESPACES: NO_NAMESPACES, Level.LANDLOCK: "the kernel has no Landlock"}
-    with pytest.raises(ConfigError, match="the code reward needs a sandbox, and there is none here"):
+    with pytest.raises(
+        ConfigError, match="the code reward needs a sandbox, and there is none here"
+    ):
         require(choose("auto"), "the code reward")
     assert require(choose("none"), "the code reward") is Level.NONE
 
@@ -89,7 +102,9 @@ def test_an_inherited_environment_is_found(one: Level, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(level, "launch_of", leaky)
     answer = self_test(one)
-    assert answer is not None and answer.startswith("reached from inside: a variable of the environment")
+    assert answer is not None and answer.startswith(
+        "reached from inside: a variable of the environment"
+    )
 
 
 @pytest.mark.skipif(Level.NAMESPACES not in REAL, reason="no namespaces here")
@@ -99,7 +114,9 @@ def test_an_open_tree_of_files_is_found(monkeypatch: pytest.MonkeyPatch) -> None
     def leaky(*arguments, **keywords):
         launch = launch_of(*arguments, **keywords)
         at = launch.command.index("--chdir")
-        wide = [part for name in ("/etc", "/home", "/var") for part in ("--ro-bind-try", name, name)]
+        wide = [
+            part for name in ("/etc", "/home", "/var") for part in ("--ro-bind-try", name, name)
+        ]
         return replace(launch, command=[*launch.command[:at], *wide, *launch.command[at:]])
 
     monkeypatch.setattr(level, "launch_of", leaky)
@@ -108,9 +125,13 @@ def test_an_open_tree_of_files_is_found(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("one", REAL)
-def test_a_sandbox_in_which_python_cannot_start_is_refused(one: Level, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sandbox_in_which_python_cannot_start_is_refused(
+    one: Level, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launch_of = level.launch_of
-    monkeypatch.setattr(level, "launch_of", lambda module, *a, **k: launch_of("no.such.module", *a, **k))
+    monkeypatch.setattr(
+        level, "launch_of", lambda module, *a, **k: launch_of("no.such.module", *a, **k)
+    )
     answer = self_test(one)
     assert answer is not None and "No module named" in answer
 
@@ -122,4 +143,8 @@ def test_a_machine_whose_system_calls_are_not_known_is_named(
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     answer = tried.__wrapped__(one)
-    assert answer is not None and answer.startswith("the filter of system calls knows") and "riscv64" in answer
+    assert (
+        answer is not None
+        and answer.startswith("the filter of system calls knows")
+        and "riscv64" in answer
+    )

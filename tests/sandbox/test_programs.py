@@ -50,7 +50,9 @@ class Bench:
 
 
 @pytest.fixture(scope="module", params=LEVELS)
-def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def bench(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Bench]:
     if (answer := tried(request.param)) is not None:
         pytest.skip(f"level {request.param} does not hold here: {answer}")
     made = Bench(request.param, tmp_path_factory.mktemp("programs"))
@@ -74,8 +76,14 @@ def passes(verdict: Verdict) -> bool:
 
 
 def test_an_honest_program_reads_and_prints(bench: Bench) -> None:
-    outcome = bench.run("import json, math, sys\nprint(json.dumps([math.pi, sys.stdin.read()]))", stdin=b"hi")
-    assert (outcome.status, outcome.output, outcome.errors) == ("ok", b'[3.141592653589793, "hi"]\n', b"")
+    outcome = bench.run(
+        "import json, math, sys\nprint(json.dumps([math.pi, sys.stdin.read()]))", stdin=b"hi"
+    )
+    assert (outcome.status, outcome.output, outcome.errors) == (
+        "ok",
+        b'[3.141592653589793, "hi"]\n',
+        b"",
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,7 +101,9 @@ def test_how_a_program_ends_is_named(bench: Bench, source: str, status: str) -> 
     assert bench.run(source).status == status
 
 
-def test_a_program_has_temporary_files_and_modules_that_were_not_loaded_before(bench: Bench) -> None:
+def test_a_program_has_temporary_files_and_modules_that_were_not_loaded_before(
+    bench: Bench,
+) -> None:
     source = "import mmap, tempfile\nwith tempfile.TemporaryDirectory() as folder: print(len(folder) > 4)"
     assert bench.run(source).output == b"True\n"
 
@@ -107,7 +117,9 @@ def test_a_program_that_hangs_is_ended(bench: Bench) -> None:
 
 
 def test_memory_of_many_processes_is_bounded_together(bench: Bench) -> None:
-    source = "import os, time\nfor _ in range(4): os.fork()\nkept = bytearray(100 << 20)\ntime.sleep(30)"
+    source = (
+        "import os, time\nfor _ in range(4): os.fork()\nkept = bytearray(100 << 20)\ntime.sleep(30)"
+    )
     assert bench.run(source).status == "memory"
 
 
@@ -115,12 +127,18 @@ def test_nothing_lives_on(bench: Bench) -> None:
     before = {process.pid for process in psutil.process_iter()}
     source = "import os, time\nfor _ in range(20):\n    if not os.fork(): os.setsid(), time.sleep(100)\nprint(1)"
     assert bench.run(source).output == b"1\n"
-    names = [process.info for process in psutil.process_iter(["pid", "cmdline"]) if process.pid not in before]
+    names = [
+        process.info
+        for process in psutil.process_iter(["pid", "cmdline"])
+        if process.pid not in before
+    ]
     assert not [info for info in names if any("program_" in part for part in info["cmdline"] or ())]
 
 
 def test_a_fork_bomb_leaves_the_next_program_its_place(bench: Bench) -> None:
-    assert bench.run("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", deadline_s=1.5).status in (
+    assert bench.run(
+        "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", deadline_s=1.5
+    ).status in (
         "timeout",
         "memory",
     )
@@ -134,7 +152,10 @@ def test_folders_within_folders_cost_their_program_alone(bench: Bench) -> None:
 
 
 def test_nothing_passes_from_one_program_to_the_next(bench: Bench) -> None:
-    assert bench.run("open('left.txt', 'w').write('x'); import builtins; builtins.print = None").status == "ok"
+    assert (
+        bench.run("open('left.txt', 'w').write('x'); import builtins; builtins.print = None").status
+        == "ok"
+    )
     outcome = bench.run("import os; print(os.path.exists('left.txt'))")
     assert outcome.output == b"False\n"
 
@@ -143,7 +164,10 @@ def test_a_program_sees_an_empty_environment_and_no_module_of_ours(in_namespaces
     ours = "[name for name in sys.modules if 'ycore' in name]"
     source = f"import os, sys\nprint(sorted(os.environ))\nprint({ours}, os.listdir('/proc'))"
     lines = in_namespaces.run(source).output.splitlines()
-    assert lines == [b"['HOME', 'LANG', 'OMP_NUM_THREADS', 'PATH', 'PYTHONHASHSEED', 'TMPDIR']", b"[] []"]
+    assert lines == [
+        b"['HOME', 'LANG', 'OMP_NUM_THREADS', 'PATH', 'PYTHONHASHSEED', 'TMPDIR']",
+        b"[] []",
+    ]
 
 
 def test_a_server_that_died_is_asked_again_and_then_named(in_namespaces: Bench) -> None:
@@ -155,7 +179,9 @@ def test_a_server_that_died_is_asked_again_and_then_named(in_namespaces: Bench) 
     assert in_namespaces.programs.restarts == 1
 
 
-def test_what_cannot_be_made_is_nobodys_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_made_is_nobodys_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if tried(Level.NAMESPACES) is not None:
         pytest.skip("no namespaces here")
     monkeypatch.setattr("ycore.sandbox.program_runners.filter_bytes", lambda level: b"not a filter")
@@ -173,7 +199,9 @@ def test_what_cannot_be_made_is_nobodys_fault(tmp_path: Path, monkeypatch: pytes
 
 def test_tests_call_the_program_in_another_process(bench: Bench) -> None:
     source = "def add(a, b):\n    return a + b\n"
-    verdict = bench.examine(source, "assert add(1, 2) == 3", "assert add([1], [2]) == [1, 2]", "assert add(1, 1) == 3")
+    verdict = bench.examine(
+        source, "assert add(1, 2) == 3", "assert add([1], [2]) == [1, 2]", "assert add(1, 1) == 3"
+    )
     assert verdict.units == (True, True, False) and verdict.ended
 
 
@@ -186,7 +214,9 @@ def test_tests_call_the_program_in_another_process(bench: Bench) -> None:
         ("import os; os._exit(0)\n", "gone"),
     ],
 )
-def test_a_program_that_does_not_begin_passes_nothing(bench: Bench, source: str, began: str) -> None:
+def test_a_program_that_does_not_begin_passes_nothing(
+    bench: Bench, source: str, began: str
+) -> None:
     verdict = bench.examine(source, "assert f(1) == 1")
     assert verdict.began == began and not passes(verdict) and verdict.status == "ok"
 
@@ -197,10 +227,15 @@ def test_a_call_that_hangs_is_a_timeout(bench: Bench) -> None:
 
 
 def test_tests_that_cannot_run_are_called_broken(bench: Bench) -> None:
-    assert bench.examine("def f(x): return x", "assert f(1) == 1", setup=["import no_such_module"]).broken
+    assert bench.examine(
+        "def f(x): return x", "assert f(1) == 1", setup=["import no_such_module"]
+    ).broken
 
 
-CHEATS = dict(part.split("\n", 1) for part in Path(__file__).with_name("cheats.txt").read_text().split("### ")[1:])
+CHEATS = dict(
+    part.split("\n", 1)
+    for part in Path(__file__).with_name("cheats.txt").read_text().split("### ")[1:]
+)
 
 
 @pytest.mark.parametrize("cheat", CHEATS)
@@ -268,7 +303,14 @@ def _wait_for(found: Callable[[], list[Any]], within_s: float = 60.0) -> list[An
 def test_cheats_pass_where_program_and_tests_share_a_process() -> None:
     """The control: exit status 0 of the program with its asserts below it, which is how such tests are often run."""
     asserts = "\nassert f('SECRET') == 7919\nassert f('SECRET') == f('SECRET')\nassert abs(f(2) - 0.5) < 1e-6\n"
-    cheats = ["exit", "hard exit", "hard exit at once", "exit in a thread", "compares all ways", "a signal handler"]
+    cheats = [
+        "exit",
+        "hard exit",
+        "hard exit at once",
+        "exit in a thread",
+        "compares all ways",
+        "a signal handler",
+    ]
     for cheat in cheats:
         line = [sys.executable, "-I", "-S", "-c", CHEATS[cheat] + asserts]
         assert subprocess.run(line, capture_output=True, timeout=240).returncode == 0, cheat

@@ -15,7 +15,12 @@ from hypothesis import strategies as st
 
 from ycore.sandbox.remote_calls import Gone, Handle, Link, NoPlainData, Silent
 
-NUMBERS = st.integers() | st.floats(allow_nan=False) | st.complex_numbers(allow_nan=False) | st.fractions()
+NUMBERS = (
+    st.integers()
+    | st.floats(allow_nan=False)
+    | st.complex_numbers(allow_nan=False)
+    | st.fractions()
+)
 TEXTS = st.text() | st.binary()
 PLAIN = st.recursive(
     st.none()
@@ -25,7 +30,9 @@ PLAIN = st.recursive(
     | st.decimals(allow_nan=False)
     | st.frozensets(NUMBERS)
     | st.sets(TEXTS),
-    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(TEXTS | NUMBERS, inner),
+    lambda inner: (
+        st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(TEXTS | NUMBERS, inner)
+    ),
     max_leaves=20,
 )
 
@@ -166,7 +173,9 @@ def test_what_is_no_data_and_no_function_cannot_be_passed(call: Callable[..., An
         call("same", AlwaysEqual())
 
 
-def test_an_argument_changes_only_where_the_function_returns_nothing(call: Callable[..., Any]) -> None:
+def test_an_argument_changes_only_where_the_function_returns_nothing(
+    call: Callable[..., Any],
+) -> None:
     items = [3, 1, 2]
     assert call("sorts", items) is None and items == [1, 2, 3]
     assert call("empties", items) == [] and items == [1, 2, 3]
@@ -187,7 +196,8 @@ def test_the_program_may_call_functions_it_was_given_and_ask_for_nothing_else() 
 
 
 @pytest.mark.parametrize(
-    "line", [b"[]\n", b"4\n", b"{\n", b'{"value": {"exec": "1"}}\n', b"[" * 100_000 + b"\n", b"\xff\n"]
+    "line",
+    [b"[]\n", b"4\n", b"{\n", b'{"value": {"exec": "1"}}\n', b"[" * 100_000 + b"\n", b"\xff\n"],
 )
 def test_garbage_is_no_value(line: bytes) -> None:
     mine, theirs = socket.socketpair()

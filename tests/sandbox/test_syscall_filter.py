@@ -21,7 +21,11 @@ ALWAYS: Mapping[str, list[int | None]] = {
 TABLES: list[Mapping[str, Sequence[int | None]]] = [
     ALWAYS,
     *(table for name, table in REFUSED.items() if name != "always"),
-    {"clone": syscall_filter._CLONE, "clone3": syscall_filter._CLONE3, "socket": syscall_filter._SOCKET},
+    {
+        "clone": syscall_filter._CLONE,
+        "clone3": syscall_filter._CLONE3,
+        "socket": syscall_filter._SOCKET,
+    },
     {"ioctl": syscall_filter._IOCTL, "prlimit64": syscall_filter._PRLIMIT},
 ]
 
@@ -39,7 +43,11 @@ def answer(program: bytes, number: int, *arguments: int, architecture: int = 0xC
         elif operation == 0x06:
             return int(constant)
         else:
-            holds = {0x15: loaded == constant, 0x35: loaded >= constant, 0x45: bool(loaded & constant)}[operation]
+            holds = {
+                0x15: loaded == constant,
+                0x35: loaded >= constant,
+                0x45: bool(loaded & constant),
+            }[operation]
             at += if_true if holds else if_false
 
 
@@ -47,7 +55,9 @@ def refused(error: int) -> int:
     return 0x00050000 | error
 
 
-@pytest.mark.parametrize(("machine", "column", "architecture"), [(m, *v) for m, v in MACHINES.items()])
+@pytest.mark.parametrize(
+    ("machine", "column", "architecture"), [(m, *v) for m, v in MACHINES.items()]
+)
 @pytest.mark.parametrize("level", [Level.NAMESPACES, Level.LANDLOCK])
 def test_every_call_of_the_table_is_refused_and_no_other(
     machine: str, column: int, architecture: int, level: Level
@@ -55,7 +65,9 @@ def test_every_call_of_the_table_is_refused_and_no_other(
     program = filter_bytes(level, machine=machine)
     named = {numbers[column] for numbers in ALWAYS.values()}
     for number in named - {None}:
-        assert number is not None and answer(program, number, architecture=architecture) == refused(errno.EPERM)
+        assert number is not None and answer(program, number, architecture=architecture) == refused(
+            errno.EPERM
+        )
     others = {n[column] for table in TABLES for n in table.values()}
     for number in set(range(470)) - others:
         assert answer(program, number, architecture=architecture) == ALLOWED
@@ -78,7 +90,9 @@ def test_another_architecture_is_killed_and_x32_is_not_there() -> None:
         (Level.LANDLOCK, True, {2, 10, 16}),
     ],
 )
-def test_only_the_families_of_the_level_make_sockets(level: Level, network: bool, families: set[int]) -> None:
+def test_only_the_families_of_the_level_make_sockets(
+    level: Level, network: bool, families: set[int]
+) -> None:
     program = filter_bytes(level, machine="x86_64", network=network)
     assert {family for family in range(50) if answer(program, 41, family) == ALLOWED} == families
 
@@ -95,7 +109,11 @@ def test_limits_of_others_and_typing_into_a_terminal_are_refused() -> None:
     program = filter_bytes(Level.NAMESPACES, machine="x86_64")
     assert answer(program, 302, 0, 7) == ALLOWED and answer(program, 302, 1) == refused(errno.EPERM)
     assert answer(program, 16, 0, 0x5413) == ALLOWED
-    assert answer(program, 16, 0, 0x5412) == answer(program, 16, 0, 0xF00005412) == refused(errno.EPERM)
+    assert (
+        answer(program, 16, 0, 0x5412)
+        == answer(program, 16, 0, 0xF00005412)
+        == refused(errno.EPERM)
+    )
 
 
 def test_landlocks_gaps_are_closed_and_copying_a_file_seems_to_work() -> None:
@@ -104,12 +122,18 @@ def test_landlocks_gaps_are_closed_and_copying_a_file_seems_to_work() -> None:
     assert answer(program, 62) == answer(program, 76) == ALLOWED
     old = filter_bytes(Level.LANDLOCK, machine="x86_64", landlock_abi=2)
     assert answer(old, 62) == answer(old, 76) == refused(errno.EPERM)
-    assert answer(filter_bytes(Level.LANDLOCK, machine="x86_64", landlock_abi=2, own_user=True), 62) == ALLOWED
+    assert (
+        answer(filter_bytes(Level.LANDLOCK, machine="x86_64", landlock_abi=2, own_user=True), 62)
+        == ALLOWED
+    )
 
 
 @pytest.mark.parametrize(
     ("file", "column"),
-    [("/usr/include/x86_64-linux-gnu/asm/unistd_64.h", 0), ("/usr/include/asm-generic/unistd.h", 1)],
+    [
+        ("/usr/include/x86_64-linux-gnu/asm/unistd_64.h", 0),
+        ("/usr/include/asm-generic/unistd.h", 1),
+    ],
 )
 def test_the_numbers_are_the_kernels(file: str, column: int) -> None:
     if not Path(file).exists():

@@ -22,7 +22,9 @@ def start() -> Iterator:
     started = []
 
     def run(code: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen([sys.executable, "-I", "-S", "-c", code], stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", code], stdout=subprocess.PIPE, text=True
+        )
         started.append(process)
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         return process

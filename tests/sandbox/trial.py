@@ -121,7 +121,13 @@ class Trial:
         line = [sys.executable, "-c", CONTROL]
         environment = {name: value for name, value in os.environ.items() if name != "TMPDIR"}
         plain = subprocess.Popen(
-            line, stdin=-1, stdout=-1, cwd=folder, env=environment, text=True, start_new_session=True
+            line,
+            stdin=-1,
+            stdout=-1,
+            cwd=folder,
+            env=environment,
+            text=True,
+            start_new_session=True,
         )
         assert plain.stdin is not None and plain.stdout is not None
         try:
@@ -131,7 +137,9 @@ class Trial:
                 plain.stdin.flush()
                 ready, _, _ = select.select([plain.stdout], [], [], DEADLINE_S)
                 value = float(plain.stdout.readline()) if ready else -1002.0
-                through = value == 1.0 or (value == 2.0 and self.targets.harmed(within_s=0.0) is not None)
+                through = value == 1.0 or (
+                    value == 2.0 and self.targets.harmed(within_s=0.0) is not None
+                )
                 self.controls[probe.name] = through
                 if not ready:
                     raise RuntimeError(f"the control of {probe.name!r} hangs")
@@ -152,7 +160,11 @@ class Trial:
         specs = [RewardConfig(reward=f"{project}/rewards/attack.py:attack")]
         settings = RewardSettings(workers=1, deadline_s=DEADLINE_S)
         results = []
-        keywords = {"settings": settings, "sandbox": SandboxSettings(level=level), "run_folder": run}
+        keywords = {
+            "settings": settings,
+            "sandbox": SandboxSettings(level=level),
+            "run_folder": run,
+        }
         log = run / "logs" / "rewards.log"
         async with RewardPool(specs, log=log, run_id="trial", **keywords) as scorer:
 
@@ -163,17 +175,24 @@ class Trial:
             value, problem = await value_of(Probe("honest", "", HONEST.strip()))
             if value != 1.0:
                 printed = log.read_text()[-2000:] if log.exists() else ""
-                raise RuntimeError(f"honest work fails at {level} as a reward: {value} {problem}\n{printed}")
-            last = [probe for probe in self.probes if "daemon" in probe.name]  # these live as long as their worker
+                raise RuntimeError(
+                    f"honest work fails at {level} as a reward: {value} {problem}\n{printed}"
+                )
+            last = [
+                probe for probe in self.probes if "daemon" in probe.name
+            ]  # these live as long as their worker
             for probe in self.probes:
                 if probe not in last:
                     value, problem = await value_of(probe)
-                    results.append(self.judge(probe, level, "worker", value, problem, daemons=False))
+                    results.append(
+                        self.judge(probe, level, "worker", value, problem, daemons=False)
+                    )
             for probe in last:
                 await value_of(probe)
         harm = self.targets.harmed()
         results += [
-            Result(self.rights, level, "worker", probe.name, True, harm is not None, harm or "") for probe in last
+            Result(self.rights, level, "worker", probe.name, True, harm is not None, harm or "")
+            for probe in last
         ]
         self.targets.reset()
         return iter(results)
@@ -183,7 +202,9 @@ class Trial:
         results = []
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder) / "programs.log"
-            programs = Programs(level, at_once=1, log=log, run_id="trial", limits=LIMITS, packages=["numpy"])
+            programs = Programs(
+                level, at_once=1, log=log, run_id="trial", limits=LIMITS, packages=["numpy"]
+            )
             try:
                 for probe in [Probe("honest", "", HONEST.strip()), *self.probes]:
                     source = f"{REWARD}\nvalue = _try(*json.loads({self.text(probe)!r}))\nprint('\\n{CANARY}', value)"
@@ -203,14 +224,18 @@ class Trial:
                 await programs.close()
         return iter(results)
 
-    def judge(self, probe: Probe, level: Level, where: str, value: float, note: str, *, daemons: bool) -> Result:
+    def judge(
+        self, probe: Probe, level: Level, where: str, value: float, note: str, *, daemons: bool
+    ) -> Result:
         """Whether a probe got through, by its own account or by what it has done outside."""
         harm = self.targets.harmed(daemons=daemons)
         if harm is not None:
             self.targets.reset()
         through = value == 1.0 or harm is not None
         note = harm or (note if value == -1003.0 else f"{value:g}")
-        return Result(self.rights, level, where, probe.name, self.controls[probe.name], through, note[:300])
+        return Result(
+            self.rights, level, where, probe.name, self.controls[probe.name], through, note[:300]
+        )
 
 
 def main() -> None:
@@ -219,7 +244,10 @@ def main() -> None:
     parser.add_argument("--levels", default="namespaces,landlock")
     parser.add_argument("--where", default="worker,program")
     parser.add_argument("--only", default="")
-    parser.add_argument("--mutation", help="break the sandbox in this way first, and try the probe that must find it")
+    parser.add_argument(
+        "--mutation",
+        help="break the sandbox in this way first, and try the probe that must find it",
+    )
     parser.add_argument("--no-control", action="store_true")
     given = parser.parse_args()
     confinement.Limits = lambda memory: LIMITS  # type: ignore[attr-defined]
@@ -237,10 +265,16 @@ def main() -> None:
             trial.controls = {probe.name: True for probe in probes}
         else:
             trial.control()
-        print(json.dumps({"controls": trial.controls, "seconds": time.monotonic() - began}), flush=True)
+        print(
+            json.dumps({"controls": trial.controls, "seconds": time.monotonic() - began}),
+            flush=True,
+        )
         for level in map(Level, given.levels.split(",")):
             if given.mutation is None and (answer := tried(level)) is not None:
-                print(json.dumps({"rights": given.rights, "level": level, "refused": answer}), flush=True)
+                print(
+                    json.dumps({"rights": given.rights, "level": level, "refused": answer}),
+                    flush=True,
+                )
                 continue
             for where in given.where.split(","):
                 began = time.monotonic()

@@ -39,7 +39,9 @@ def test_both_paths_score_the_same_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(one["seconds"] > 0 for one in found)
 
 
-@pytest.mark.parametrize(("other", "message"), [({}, None), ({"loss": 0.6}, "losses within 1.0e-01")])
+@pytest.mark.parametrize(
+    ("other", "message"), [({}, None), ({"loss": 0.6}, "losses within 1.0e-01")]
+)
 def test_a_replay_that_differs_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: dict[str, float], message: str | None
 ) -> None:
@@ -79,19 +81,27 @@ def _forget_the_driver() -> Iterator[None]:
     ask_driver.cache_clear()
 
 
-def test_a_part_that_fails_or_hangs_is_told_and_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_fails_or_hangs_is_told_and_the_others_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(PARTS, "sync", Part("nowhere.work", 30, "nothing"))
     monkeypatch.setitem(PARTS, "attention", Part("device_training.attention", 0.01, "nothing"))
     said: list[str] = []
     report = device_report(said.append, on="cpu", parts=("device", "sync", "attention"))
     first, second = report["checks"]
-    assert not report["ok"] and "No module named" in first["value"] and "no end after" in second["value"]
+    assert (
+        not report["ok"]
+        and "No module named" in first["value"]
+        and "no end after" in second["value"]
+    )
     assert any(line.startswith("  FAIL") for line in said)
     assert report["not_run"]["device"] == PARTS["device"].left_out
 
 
 @pytest.mark.usefixtures("_forget_the_driver")
-def test_a_device_that_torch_does_not_see_is_no_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_torch_does_not_see_is_no_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The driver lists one. The parts after it would run on the CPU, and pass."""
     if torch.cuda.is_available():
         pytest.skip("torch sees a device here")
@@ -104,7 +114,9 @@ def test_a_device_that_torch_does_not_see_is_no_device(tmp_path: Path, monkeypat
 
 
 @pytest.mark.usefixtures("_forget_the_driver")
-def test_the_driver_is_asked_again_for_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_driver_is_asked_again_for_free_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Elsewhere its first answer is kept; with that a sleep would seem to free nothing, and its check be left out."""
     driver(tmp_path, monkeypatch)
     first, second = device_engines._free_gib(), device_engines._free_gib()
@@ -121,10 +133,17 @@ def test_a_sleep_that_keeps_the_memory_fails(monkeypatch: pytest.MonkeyPatch) ->
     assert "of 7.0 GiB 6.0 were free" in device_engines._check_freed(1, held=7.0, freed=6.0)
 
 
-def test_the_command_shows_the_parts(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_shows_the_parts(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     def report(say: Any, *, on: str) -> dict[str, Any]:
         say("replay-lora ...")
-        return {"ok": True, "device": None, "checks": [device_check.check("replay-lora", "fine")], "not_run": {}}
+        return {
+            "ok": True,
+            "device": None,
+            "checks": [device_check.check("replay-lora", "fine")],
+            "not_run": {},
+        }
 
     monkeypatch.setattr(device_check, "device_report", report)
     assert run(["doctor", "--gpu", "--device", "cpu"]) == 0
@@ -134,7 +153,9 @@ def test_the_command_shows_the_parts(monkeypatch: pytest.MonkeyPatch, capfd: pyt
     assert json.loads(capfd.readouterr().out)["checks"][0]["name"] == "replay-lora"
 
 
-def test_without_a_gpu_one_line_says_so(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_one_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert run(["doctor", "--gpu"]) == 2
     lines = capfd.readouterr().err.strip().splitlines()

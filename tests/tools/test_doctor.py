@@ -26,18 +26,24 @@ def test_this_machine_can_bind_lock_and_connect(tmp_path: Path) -> None:
     assert all(checks[name]["ok"] for name in ("unix sockets", "loopback", "file locks"))
 
 
-def test_a_cache_that_is_not_there_yet_is_on_its_parents_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_is_not_there_yet_is_on_its_parents_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(doctor, "cache_dir", lambda: tmp_path / "later" / "still")
     values = {check["name"]: check["value"] for check in machine_checks(tmp_path)}
     assert values["disk of the cache"] == values["disk here"]
 
 
-def test_few_open_files_come_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_open_files_come_with_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 4096))
     assert broken(tmp_path)["open files"] == "ulimit -n 4096"
 
 
-def test_a_weaker_sandbox_comes_with_what_mends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_weaker_sandbox_comes_with_what_mends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(doctor, "choose", lambda: Choice(Level.NAMESPACES, {}))
     checks = {check["name"]: check for check in machine_checks(tmp_path)}
     assert checks["sandbox"]["ok"] and checks["sandbox"]["value"] == "namespaces"
@@ -70,7 +76,9 @@ def test_a_role_that_fails_says_its_last_line() -> None:
     assert "No module named 'no_such_module'" in check["value"]
 
 
-def test_a_role_does_not_import_from_where_the_user_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_role_does_not_import_from_where_the_user_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "json.py").write_text("raise SystemExit('the local file was imported')")
     monkeypatch.chdir(tmp_path)
     assert doctor._role("trainer", "import json; json.dumps(1)", mend="")["ok"]
@@ -99,7 +107,11 @@ def test_the_command_ends_with_1_where_something_is_broken(
 def test_the_command_ends_with_0_where_nothing_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    good = {"ok": True, "platform": "a test's", "checks": [{"name": "x", "ok": True, "value": "fine", "mend": None}]}
+    good = {
+        "ok": True,
+        "platform": "a test's",
+        "checks": [{"name": "x", "ok": True, "value": "fine", "mend": None}],
+    }
     monkeypatch.setattr(doctor, "doctor_report", lambda **_: good)
     assert run(["doctor"]) == 0
     assert "everything works" in capsys.readouterr().out
@@ -138,23 +150,33 @@ def test_what_is_missing_or_wrong_comes_with_its_command() -> None:
 
 def test_cuda_builds_beside_a_cpu_torch_are_found() -> None:
     bad = check_versions(GOOD, {"torchvision": "0.28.0", "torchaudio": "2.11.0+cpu"}, on_gpu=False)
-    assert [check["mend"] for check in bad if not check["ok"]] == ["pip uninstall -y torchvision torchaudio torchcodec"]
-    assert all(check["ok"] for check in check_versions(GOOD, {"torchvision": "0.28.0+cpu"}, on_gpu=False))
+    assert [check["mend"] for check in bad if not check["ok"]] == [
+        "pip uninstall -y torchvision torchaudio torchcodec"
+    ]
+    assert all(
+        check["ok"] for check in check_versions(GOOD, {"torchvision": "0.28.0+cpu"}, on_gpu=False)
+    )
 
 
 def test_a_cpu_torch_beside_a_gpu_is_found() -> None:
-    assert [check["mend"] for check in check_versions(GOOD, {}, on_gpu=True) if not check["ok"]] == [
-        "pip install 'ycore[gpu]'"
-    ]
+    assert [
+        check["mend"] for check in check_versions(GOOD, {}, on_gpu=True) if not check["ok"]
+    ] == ["pip install 'ycore[gpu]'"]
 
 
 def lines_of(gpus: list[Gpu], **said: Any) -> dict[str, tuple[bool, str]]:
-    return {one["name"]: (one["ok"], one["value"]) for one in gpu_checks(gpus, **{"torch_cuda": "13.0", **said})}
+    return {
+        one["name"]: (one["ok"], one["value"])
+        for one in gpu_checks(gpus, **{"torch_cuda": "13.0", **said})
+    }
 
 
 def test_each_device_is_listed_with_its_memory() -> None:
     found = lines_of(
-        [Gpu("0", "GPU-a", "NVIDIA H200", "580.82.07", 140.0, 139.0, (9, 0)), Gpu("1", "GPU-b", "GB10", "580.82.07")]
+        [
+            Gpu("0", "GPU-a", "NVIDIA H200", "580.82.07", 140.0, 139.0, (9, 0)),
+            Gpu("1", "GPU-b", "GB10", "580.82.07"),
+        ]
     )
     assert found["devices"] == (True, "NVIDIA H200, 140 GiB, GB10")
     assert found["driver"][0] and found["memory of device 0"] == (True, "139.0 of 140.0 GiB free")
@@ -164,7 +186,10 @@ def test_each_device_is_listed_with_its_memory() -> None:
 def test_a_driver_that_is_too_old_a_card_without_bfloat16_and_a_full_device_are_named() -> None:
     found = lines_of([Gpu("0", "GPU-a", "Tesla T4", "535.129.03", 15.0, 3.0, (7, 5))])
     assert found["driver"] == (False, "535.129.03; torch's CUDA 13.0 needs 580.65.06 or newer")
-    assert found["bfloat16"][1].endswith("so runs compute in float32") and not found["memory of device 0"][0]
+    assert (
+        found["bfloat16"][1].endswith("so runs compute in float32")
+        and not found["memory of device 0"][0]
+    )
     assert lines_of([Gpu("0", "GPU-a", "Tesla T4", "535.129.03")], torch_cuda="12.6")["driver"][0]
 
 
@@ -179,7 +204,12 @@ def test_the_report_imports_nothing_heavy() -> None:
         "import sys; from ycore.tools.doctor import environment_report as r; r(); "
         "print([m for m in ('torch', 'vllm', 'trl', 'transformers', 'datasets') if m in sys.modules])"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "[]\n"
+    )
 
 
 def test_the_report_tells_of_every_part() -> None:

@@ -61,8 +61,13 @@ class Scripted:
             write_json_atomic(folder.summary, {"status": "interrupted", "wall_s": 1.0})
             raise stop
         if config.algorithm == "eval":
-            rows = [{"row": 0, "prompt": "p", "completion": str(n), "rewards": [float(n)]} for n in range(2)]
-            (folder.root / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            rows = [
+                {"row": 0, "prompt": "p", "completion": str(n), "rewards": [float(n)]}
+                for n in range(2)
+            ]
+            (folder.root / "completions.jsonl").write_text(
+                "".join(json.dumps(row) + "\n" for row in rows)
+            )
         else:
             folder.model.mkdir()
         summary = {"status": "finished", "wall_s": 2.0, "reward_first": 0.25, "reward_last": 0.5}
@@ -70,10 +75,17 @@ class Scripted:
         return summary
 
 
-def run(root: Path, commands: Scripted, *, resume: bool = False, declared: dict[str, Any] = DECLARED) -> dict[str, Any]:
+def run(
+    root: Path, commands: Scripted, *, resume: bool = False, declared: dict[str, Any] = DECLARED
+) -> dict[str, Any]:
     pipeline = parse_pipeline({**declared, "output": str(root)}, name="mine")
     return run_pipeline(
-        pipeline, steps_of(pipeline), commands.run, declared=declared, resume=resume, say=lambda line: None
+        pipeline,
+        steps_of(pipeline),
+        commands.run,
+        declared=declared,
+        resume=resume,
+        say=lambda line: None,
     )
 
 
@@ -81,8 +93,14 @@ def test_each_stage_gets_what_the_last_one_made(tmp_path: Path) -> None:
     root, commands = tmp_path / "out", Scripted()
     report = run(root, commands)
     assert commands.ran == [("sft", False), ("pairs", False), ("dpo", False)]
-    assert commands.checked == ["m d", f"{root}/sft/model d", f"{root}/sft/model {root}/pairs/pairs.jsonl"]
-    assert json.loads((root / "pairs" / "pairs.jsonl").read_text())["chosen_reward"] == 2.0, "by the stage's weights"
+    assert commands.checked == [
+        "m d",
+        f"{root}/sft/model d",
+        f"{root}/sft/model {root}/pairs/pairs.jsonl",
+    ]
+    assert json.loads((root / "pairs" / "pairs.jsonl").read_text())["chosen_reward"] == 2.0, (
+        "by the stage's weights"
+    )
     assert report == json.loads((root / "pipeline.json").read_text())
     assert (report["status"], report["wall_s"]) == ("finished", 6.0)
     assert table_rows(report) == [
@@ -93,7 +111,9 @@ def test_each_stage_gets_what_the_last_one_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", [None, "family"])
-def test_stages_are_one_group_of_trackers(given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_are_one_group_of_trackers(
+    given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(TRACKER_GROUP, raising=False)
     if given is not None:
         monkeypatch.setenv(TRACKER_GROUP, given)
@@ -107,13 +127,17 @@ def test_an_interrupt_is_one_line_and_the_stage_goes_on_inside(
     stopped: str, stop: BaseException, tmp_path: Path
 ) -> None:
     commands = Scripted(**{stopped: stop})
-    with pytest.raises(Interrupted, match=f"stopped in {stopped}; the same command goes on with --resume"):
+    with pytest.raises(
+        Interrupted, match=f"stopped in {stopped}; the same command goes on with --resume"
+    ):
         run(tmp_path / "out", commands)
     told = json.loads((tmp_path / "out" / "pipeline.json").read_text())
     assert told["status"] == "interrupted"
     before = list(commands.ran)
     assert run(tmp_path / "out", commands, resume=True)["status"] == "finished"
-    assert commands.ran[len(before)] == (stopped, True), "the stopped stage resumes, the finished ones are left alone"
+    assert commands.ran[len(before)] == (stopped, True), (
+        "the stopped stage resumes, the finished ones are left alone"
+    )
     assert [name for name, _ in commands.ran].count("pairs") == 1
 
 
@@ -125,7 +149,9 @@ def test_a_measurement_that_was_stopped_begins_anew(tmp_path: Path) -> None:
     assert commands.ran == [("sft", False), ("pairs", False), ("pairs", False), ("dpo", False)]
 
 
-def test_pairs_that_were_not_written_yet_are_written_from_the_finished_measurement(tmp_path: Path) -> None:
+def test_pairs_that_were_not_written_yet_are_written_from_the_finished_measurement(
+    tmp_path: Path,
+) -> None:
     """As after a kill between the measurement's end and the file."""
     commands = Scripted(dpo=Interrupted("stopped"))
     with pytest.raises(Interrupted):
@@ -183,13 +209,21 @@ def test_the_folder_is_this_pipelines_or_refused(tmp_path: Path) -> None:
 
 
 def test_everything_that_can_be_checked_is_checked_before_the_first_stage(tmp_path: Path) -> None:
-    declared = {"model": "m", "stages": {**DECLARED["stages"], "after": {"command": "sft", "dataset": "nowhere"}}}
+    declared = {
+        "model": "m",
+        "stages": {**DECLARED["stages"], "after": {"command": "sft", "dataset": "nowhere"}},
+    }
     pipeline = parse_pipeline({**declared, "output": str(tmp_path / "out")}, name="mine")
     commands, shown = Scripted(), list[str]()
     with pytest.raises(DataError, match="stage after: no such dataset"):
         check_pipeline(pipeline, steps_of(pipeline), commands.check, show=shown.append)
-    assert commands.checked == ["m d", "m d", "m nowhere"], "a policy to come is checked as what it begins from"
-    assert any("pairs.jsonl from an earlier stage; checked in full when that is there" in line for line in shown)
+    assert commands.checked == ["m d", "m d", "m nowhere"], (
+        "a policy to come is checked as what it begins from"
+    )
+    assert any(
+        "pairs.jsonl from an earlier stage; checked in full when that is there" in line
+        for line in shown
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -201,7 +235,14 @@ def test_a_stop_that_comes_as_a_stage_ends_ends_the_pipeline_too(tmp_path: Path)
     pipeline = parse_pipeline({**DECLARED, "output": str(tmp_path / "out")}, name="p")
     commands = Stopped()
     with pytest.raises(Interrupted, match="stopped in sft; the same command goes on"):
-        run_pipeline(pipeline, steps_of(pipeline), commands.run, declared=DECLARED, resume=False, say=lambda line: None)
+        run_pipeline(
+            pipeline,
+            steps_of(pipeline),
+            commands.run,
+            declared=DECLARED,
+            resume=False,
+            say=lambda line: None,
+        )
     assert [name for name, _ in commands.ran] == ["sft"]
 
 
@@ -216,11 +257,17 @@ def configs(**told: Any) -> list[AnyConfig]:
 def test_a_stage_is_the_run_that_its_command_would_make_of_the_same_keys() -> None:
     sft, rloo, pairs = configs(
         defaults={"seed": 3, "group_size": 4},
-        stages={"sft": {"dataset": "d", "trl": {"max_length": "64"}}, "rloo": ROLLOUTS, "pairs": ROLLOUTS},
+        stages={
+            "sft": {"dataset": "d", "trl": {"max_length": "64"}},
+            "rloo": ROLLOUTS,
+            "pairs": ROLLOUTS,
+        },
     )
     assert isinstance(sft, TuneConfig) and sft.trl == {"max_length": 64}
     assert (sft.algorithm, rloo.algorithm, pairs.algorithm) == ("sft", "rloo", "eval")
-    assert {sft.seed, rloo.seed, pairs.seed} == {3}, "a default is for every stage that knows its key"
+    assert {sft.seed, rloo.seed, pairs.seed} == {3}, (
+        "a default is for every stage that knows its key"
+    )
     assert rloo.model_dump()["group_size"] == 4 and rloo.model_dump()["advantage"] == "rloo"
     assert [config.output for config in (sft, rloo, pairs)] == ["out/sft", "out/rloo", "out/pairs"]
 
@@ -228,7 +275,10 @@ def test_a_stage_is_the_run_that_its_command_would_make_of_the_same_keys() -> No
 def test_a_preset_works_in_a_stage_as_on_the_command_line() -> None:
     (grpo,) = configs(stages={"grpo": {**ROLLOUTS, "preset": "dapo", "max_tokens": 100}})
     assert grpo.trl["epsilon_high"] == 0.28
-    assert [reward["reward"] for reward in grpo.model_dump()["rewards"]] == ["exact_answer", "overlong"]
+    assert [reward["reward"] for reward in grpo.model_dump()["rewards"]] == [
+        "exact_answer",
+        "overlong",
+    ]
 
 
 def test_an_error_names_its_stage() -> None:
@@ -252,7 +302,9 @@ def test_what_is_not_there_yet_is_with_stand_ins_for_where_that_can_be() -> None
     sft, pairs, dpo = steps_of(pipeline)
     assert with_stand_ins(sft) == sft
     ready = with_stand_ins(pairs)
-    assert ready is not None and ready.keys["model"] == "m" and pairs.keys["model"] == "out/sft/model"
+    assert (
+        ready is not None and ready.keys["model"] == "m" and pairs.keys["model"] == "out/sft/model"
+    )
     assert with_stand_ins(dpo) is None
 
 
@@ -262,11 +314,18 @@ def test_what_is_not_there_yet_is_with_stand_ins_for_where_that_can_be() -> None
         ({"reward_first": 0.2, "reward_last": 0.9, "steps": 40}, "reward 0.200 -> 0.900"),
         ({"loss_first": 2.0, "loss_last": 1.0}, "loss 2.000 -> 1.000"),
         (
-            {"loss_first": 2.0, "loss_last": 1.0, "held_out": {"before": {"loss": 2.5}, "after": {"loss": 1.5}}},
+            {
+                "loss_first": 2.0,
+                "loss_last": 1.0,
+                "held_out": {"before": {"loss": 2.5}, "after": {"loss": 1.5}},
+            },
             "held-out loss 2.500 -> 1.500",
         ),
         (
-            {"loss_first": 2.0, "held_out": {"before": {"accuracy": 0.5}, "after": {"accuracy": 0.75}}},
+            {
+                "loss_first": 2.0,
+                "held_out": {"before": {"accuracy": 0.5}, "after": {"accuracy": 0.75}},
+            },
             "held-out accuracy 0.500 -> 0.750",
         ),
         ({"reward": 0.25, "pass@1": 0.25, "num_pairs": 12}, "12 pairs, reward 0.250, pass@1 0.250"),

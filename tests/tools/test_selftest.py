@@ -20,12 +20,17 @@ def run_folder(root: Path, *losses: float, weight: float = 1.0) -> RunFolder:
     save_file({"w": torch.tensor([weight])}, folder.model / "model.safetensors")
     with closing(MetricsWriter(folder.metrics)) as metrics:
         for step, loss in enumerate(losses, start=1):
-            metrics.write({"step": step, "loss": loss, "grad_norm": 1.0, "reward": 0.5, "learning_rate": 1e-3})
+            metrics.write(
+                {"step": step, "loss": loss, "grad_norm": 1.0, "reward": 0.5, "learning_rate": 1e-3}
+            )
     return folder
 
 
 def test_equal_runs_have_no_difference(tmp_path: Path) -> None:
-    assert compare_runs(run_folder(tmp_path / "a", 1.0, 2.0), run_folder(tmp_path / "b", 1.0, 2.0)) == []
+    assert (
+        compare_runs(run_folder(tmp_path / "a", 1.0, 2.0), run_folder(tmp_path / "b", 1.0, 2.0))
+        == []
+    )
 
 
 def test_every_kind_of_difference_is_found(tmp_path: Path) -> None:
@@ -34,7 +39,9 @@ def test_every_kind_of_difference_is_found(tmp_path: Path) -> None:
     assert metrics.startswith("step, loss, grad_norm") and "2.000000000001" in metrics
     (steps,) = compare_runs(whole, run_folder(tmp_path / "steps", 1.0))
     assert "by step" in steps
-    assert compare_runs(whole, run_folder(tmp_path / "weights", 1.0, 2.0, weight=1.5)) == ["the weights differ"]
+    assert compare_runs(whole, run_folder(tmp_path / "weights", 1.0, 2.0, weight=1.5)) == [
+        "the weights differ"
+    ]
     empty = run_folder(tmp_path / "empty", 1.0, 2.0)
     (empty.model / "model.safetensors").unlink()
     assert compare_runs(whole, empty) == compare_runs(empty, empty) == ["no weights were saved"]
@@ -66,5 +73,11 @@ def test_a_killed_run_resumes_exactly_here(tmp_path: Path) -> None:
     assert [row["name"] for row in result["checks"]] == ["run", "kill and resume", "leftovers"]
     assert "SIGKILL" in (tmp_path / "runs" / "killed.log").read_text()
     assert (
-        len({json.loads(row)["loss"] for row in (tmp_path / "runs/whole/metrics.jsonl").read_text().splitlines()}) > 1
+        len(
+            {
+                json.loads(row)["loss"]
+                for row in (tmp_path / "runs/whole/metrics.jsonl").read_text().splitlines()
+            }
+        )
+        > 1
     )

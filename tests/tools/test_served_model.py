@@ -17,7 +17,10 @@ from ycore.launch.engines import is_vllm_installed
 from ycore.models.tiny import write_tiny_model
 from ycore.tools.trained import ServedTalker
 
-pytestmark = [pytest.mark.engine, pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed")]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed"),
+]
 
 PORT = 8000 + os.getpid() % 20_000
 HOW: dict[str, Any] = {"max_tokens": 24, "temperature": 1.0, "seed": 0}
@@ -34,7 +37,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[subprocess.Popen[bytes]]:
     words = [sys.executable, "-c", "from ycore_cli.main import main; main()"]
-    process = subprocess.Popen([*words, "serve", str(model), "--port", str(PORT)], start_new_session=True)
+    process = subprocess.Popen(
+        [*words, "serve", str(model), "--port", str(PORT)], start_new_session=True
+    )
     until = time.monotonic() + 300
     try:
         while not _answers():

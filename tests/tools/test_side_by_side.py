@@ -13,7 +13,13 @@ def folder_of(place: Path, name: str, rewards: list[list[list[float | None]]]) -
     folder = place / name
     folder.mkdir()
     lines = [
-        {"row": row, "prompt": f"p{row}", "completion": f"{name} {index}", "finish_reason": "stop", "rewards": values}
+        {
+            "row": row,
+            "prompt": f"p{row}",
+            "completion": f"{name} {index}",
+            "finish_reason": "stop",
+            "rewards": values,
+        }
         for row, of_prompt in enumerate(rewards)
         for index, values in enumerate(of_prompt)
     ]
@@ -24,14 +30,20 @@ def folder_of(place: Path, name: str, rewards: list[list[list[float | None]]]) -
 def test_a_prompts_figures_are_those_of_its_completions(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "a", [[[1.0, 0.5], [0.0, None]], [[None, None], [None, None]]])
     answers = read_answers(folder, [1.0, 2.0])
-    assert (answers[0].reward, answers[0].right, answers[0].completions) == (1.0, 0.5, ("a 0", "a 1"))
+    assert (answers[0].reward, answers[0].right, answers[0].completions) == (
+        1.0,
+        0.5,
+        ("a 0", "a 1"),
+    )
     assert (answers[1].reward, answers[1].right) == (None, 0.0)  # masked: no reward, and not right
 
 
 def test_differences_are_paired(tmp_path: Path) -> None:
     """Prompts differ by a lot, models by 0.1 on every prompt: apart from each other only in pairs."""
     first = read_answers(folder_of(tmp_path, "a", [[[n % 2 * 1.0]] for n in range(40)]), [1.0])
-    other = read_answers(folder_of(tmp_path, "b", [[[n % 2 * 1.0 + 0.1]] for n in range(40)]), [1.0])
+    other = read_answers(
+        folder_of(tmp_path, "b", [[[n % 2 * 1.0 + 0.1]] for n in range(40)]), [1.0]
+    )
     found = difference(first, other)
     assert found["num_prompts"] == 40
     assert found["reward"] == pytest.approx(0.1) == found["reward/low"] == found["reward/high"]
@@ -40,7 +52,9 @@ def test_differences_are_paired(tmp_path: Path) -> None:
     assert back["reward"] == pytest.approx(-0.1)
 
 
-def test_a_prompt_that_one_could_not_be_scored_on_is_in_no_difference_of_rewards(tmp_path: Path) -> None:
+def test_a_prompt_that_one_could_not_be_scored_on_is_in_no_difference_of_rewards(
+    tmp_path: Path,
+) -> None:
     first = read_answers(folder_of(tmp_path, "a", [[[0.0]], [[None]]]), [1.0])
     other = read_answers(folder_of(tmp_path, "b", [[[1.0]], [[1.0]]]), [1.0])
     found = difference(first, other)
@@ -65,7 +79,9 @@ def test_the_table_has_a_column_for_each_model_and_a_row_for_each_figure() -> No
     summary = {key: value for name in names for key, value in spread_of(name, 0.5).items()}
     gap = {"num_prompts": 9, "reward": 0.1, "reward/low": -0.05, "reward/high": 0.2}
     fewer = {name: value for name, value in summary.items() if not name.startswith("majority")}
-    head, *rows = table_lines({"m": fewer | {"cut_off": 0.0}, "n": summary | {"cut_off": 0.25}}, {"n": gap})
+    head, *rows = table_lines(
+        {"m": fewer | {"cut_off": 0.0}, "n": summary | {"cut_off": 0.25}}, {"n": gap}
+    )
     assert head == ["", "m", "n"]
     assert [row[0] for row in rows] == [*names, "reward less the first's", "cut off"]
     assert all(row[1:] == ["0.500 (0.400 to 0.600)"] * 2 for row in rows[:5])

@@ -17,7 +17,10 @@ def parsed(**told: Any) -> Any:
 
 def test_stages_keep_their_order_and_are_called_like_their_command_or_say_it() -> None:
     found = parsed(stages={"sft": SFT, "judge": {"command": "reward", "dataset": "pairs.jsonl"}})
-    assert found.stages == (Stage("sft", "sft", SFT), Stage("judge", "reward", {"dataset": "pairs.jsonl"}))
+    assert found.stages == (
+        Stage("sft", "sft", SFT),
+        Stage("judge", "reward", {"dataset": "pairs.jsonl"}),
+    )
     assert found.output == "runs/mine"
 
 
@@ -27,7 +30,10 @@ def test_a_loop_is_its_stages_in_every_round() -> None:
     assert found.stages == tuple(
         stage
         for number in (1, 2, 3)
-        for stage in (Stage("pairs", "pairs", {"num_samples": 4}, "all", number), Stage("dpo", "dpo", {}, round=number))
+        for stage in (
+            Stage("pairs", "pairs", {"num_samples": 4}, "all", number),
+            Stage("dpo", "dpo", {}, round=number),
+        )
     )
 
 
@@ -42,10 +48,19 @@ def test_a_loop_is_its_stages_in_every_round() -> None:
         ({"stages": {"a/b": {"command": "sft"}}}, "a name is letters, digits, - and _"),
         ({"stages": {"sft": {"output": "x"}}}, "stage sft: output is the pipeline's own"),
         ({"stages": {"sft": 3}}, "stage sft must be a mapping of keys; it is 3"),
-        ({"stages": {"again": {"repeat": 0, "stages": {"sft": SFT}}}}, "loop again: repeat must be a whole number"),
+        (
+            {"stages": {"again": {"repeat": 0, "stages": {"sft": SFT}}}},
+            "loop again: repeat must be a whole number",
+        ),
         ({"stages": {"again": {"repeat": 2, "stages": {}}}}, "loop again: it needs stages"),
-        ({"stages": {"again": {"times": 2, "stages": {"sft": SFT}}}}, "loop again has no key times"),
-        ({"stages": {"sft": SFT, "l": {"repeat": 2, "stages": {"sft": SFT}}}}, "stage sft: there are two of this name"),
+        (
+            {"stages": {"again": {"times": 2, "stages": {"sft": SFT}}}},
+            "loop again has no key times",
+        ),
+        (
+            {"stages": {"sft": SFT, "l": {"repeat": 2, "stages": {"sft": SFT}}}},
+            "stage sft: there are two of this name",
+        ),
         ({"stages": {"pairs": {"compare": "some"}}}, "compare is best-worst or all; it is 'some'"),
     ],
 )
@@ -56,8 +71,19 @@ def test_what_is_wrong_is_said_with_its_place(told: dict[str, Any], said: str) -
 
 
 def test_set_finds_its_stage_wherever_it_stands() -> None:
-    told = {"stages": {"sft": {"trl": {"beta": 1}}, "loop": {"repeat": 2, "stages": {"dpo": {"steps": 5}}}}}
-    sets = {"sft.trl.learning_rate": 0.1, "dpo.steps": 7, "loop.repeat": 4, "model": "m", "defaults.seed": 3}
+    told = {
+        "stages": {
+            "sft": {"trl": {"beta": 1}},
+            "loop": {"repeat": 2, "stages": {"dpo": {"steps": 5}}},
+        }
+    }
+    sets = {
+        "sft.trl.learning_rate": 0.1,
+        "dpo.steps": 7,
+        "loop.repeat": 4,
+        "model": "m",
+        "defaults.seed": 3,
+    }
     assert with_sets(told, sets) == {
         "model": "m",
         "defaults": {"seed": 3},
@@ -141,7 +167,9 @@ def test_a_loop_is_unrolled_and_its_references_are_to_the_latest_run() -> None:
         "out/pairs-1/pairs.jsonl",
         "out/pairs-2/pairs.jsonl",
     ]
-    assert [(step.keys["seed"], step.keys["split"]) for step in found if step.command == "pairs"] == [
+    assert [
+        (step.keys["seed"], step.keys["split"]) for step in found if step.command == "pairs"
+    ] == [
         (1, "part-1"),
         (2, "part-2"),
     ]
@@ -151,9 +179,15 @@ def test_a_loop_is_unrolled_and_its_references_are_to_the_latest_run() -> None:
 @pytest.mark.parametrize(
     ("reference", "said"),
     [
-        ("${later.model}", "stage first: ${later.model} names no stage that has run by then; by then there are no"),
+        (
+            "${later.model}",
+            "stage first: ${later.model} names no stage that has run by then; by then there are no",
+        ),
         ("${first.model}", "stage first: ${first.model} names no stage that has run by then"),
-        ("${round}", "stage first: ${round} counts the rounds of a loop, and this stage is in none"),
+        (
+            "${round}",
+            "stage first: ${round} counts the rounds of a loop, and this stage is in none",
+        ),
         ("${model}", "stage first: ${model}: there is no model by then"),
     ],
 )
@@ -172,5 +206,8 @@ def test_a_reference_says_what_its_stage_makes() -> None:
 
 
 def test_a_pipeline_begins_from_a_model() -> None:
-    with pytest.raises(ConfigError, match="stage sft: it has no model, and no stage before it makes one; say model:"):
+    with pytest.raises(
+        ConfigError,
+        match="stage sft: it has no model, and no stage before it makes one; say model:",
+    ):
         steps(stages={"sft": {"dataset": "d"}})

@@ -23,10 +23,16 @@ def run(tmp_path: Path) -> Path:
     folder = tmp_path / "runs" / "sums"
     write_tiny_model(folder / "model")
     (folder / "model" / "training_args.bin").write_bytes(b"pickled")
-    told = {"config": CONFIG, "command": ["ycore", "grpo", "--recipe", "quickstart"], "versions": {"trl": "1.16.0"}}
+    told = {
+        "config": CONFIG,
+        "command": ["ycore", "grpo", "--recipe", "quickstart"],
+        "versions": {"trl": "1.16.0"},
+    }
     (folder / "run.json").write_text(json.dumps(told))
     ends = {"before": {**FIGURES, "pass@1": 0.25}, "after": FIGURES}
-    (folder / "summary.json").write_text(json.dumps({"held_out": ends, "reward_first": 0.2, "reward_last": 0.8}))
+    (folder / "summary.json").write_text(
+        json.dumps({"held_out": ends, "reward_first": 0.2, "reward_last": 0.8})
+    )
     (folder / "curve.png").write_bytes(b"png")
     return folder
 
@@ -60,10 +66,15 @@ def test_a_run_is_asked_as_it_was_trained(run: Path) -> None:
     few_shot = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]
     assert trained.turns_before(str(run)) == [] == trained.turns_before("smollm2-135m")
     for text in ("Add.", ""):  # an empty one is a turn too
-        (run / "run.json").write_text(json.dumps({"config": {**CONFIG, "system_prompt": text, "few_shot": few_shot}}))
+        (run / "run.json").write_text(
+            json.dumps({"config": {**CONFIG, "system_prompt": text, "few_shot": few_shot}})
+        )
         assert trained.turns_before(str(run)) == [{"role": "system", "content": text}, *few_shot]
     assert trained.turns_before(str(run), system_prompt="") == few_shot
-    assert trained.turns_before(str(run), system_prompt="Be brief.")[0] == {"role": "system", "content": "Be brief."}
+    assert trained.turns_before(str(run), system_prompt="Be brief.")[0] == {
+        "role": "system",
+        "content": "Be brief.",
+    }
 
 
 class Recorder(trained.Talker):
@@ -85,7 +96,9 @@ def test_a_conversation_goes_on_from_the_turns_before_it(run: Path, tmp_path: Pa
     assert [talker.say(user["content"]) for user in users] == ["a", "a"]
     assert talker.asked == [([system, users[0]], 7), ([system, users[0], answer, users[1]], 9)]
     untemplated = write_tiny_model(tmp_path / "text", chat=False)
-    with pytest.raises(ModelError, match="has no chat template, so no system prompt either; leave it out"):
+    with pytest.raises(
+        ModelError, match="has no chat template, so no system prompt either; leave it out"
+    ):
         Recorder(untemplated, before=[system])
     talker = Recorder(untemplated)
     assert talker.say("1") + talker.say("2") == "aa" and talker.asked == [(["1"], 5), (["2"], 5)]
@@ -102,14 +115,23 @@ def test_what_is_shown_while_it_is_written_is_the_answer(run: Path) -> None:
 def test_a_card_says_what_it_is_and_how_it_was_made(run: Path) -> None:
     told = trained.card(run, repo="me/sums", base="some/model", adapter=False, has_curve=True)
     assert told.startswith("---\nbase_model: some/model\nlibrary_name: transformers\n")
-    for part in ("# sums", "`exact_answer`", "(curve.png)", "grpo --recipe quickstart", "trl 1.16.0", "steps: 40"):
+    for part in (
+        "# sums",
+        "`exact_answer`",
+        "(curve.png)",
+        "grpo --recipe quickstart",
+        "trl 1.16.0",
+        "steps: 40",
+    ):
         assert part in told
     assert "| pass@1 | 0.250 | 0.750 | 0.600 to 0.900 |" in told
     assert "runs/sums" not in told and "engine" not in told, "what is only about the machine"
 
 
 def test_a_card_tells_the_system_prompt_to_ask_with(run: Path) -> None:
-    (run / "run.json").write_text(json.dumps({"config": {**CONFIG, "system_prompt": "Add, please."}}))
+    (run / "run.json").write_text(
+        json.dumps({"config": {**CONFIG, "system_prompt": "Add, please."}})
+    )
     told = trained.card(run, repo="me/sums", base=None, adapter=False, has_curve=False)
     assert "\nycore chat me/sums --system-prompt 'Add, please.'\n" in told
 
@@ -125,7 +147,10 @@ def test_what_is_sent_has_no_pickle_and_the_card(run: Path) -> None:
     with trained.staged(run, best=False, merged=False, repo="me/sums") as folder:
         names = dict(trained.sizes(folder))
         assert {"README.md", "curve.png", "model.safetensors", "tokenizer.json"} <= names.keys()
-        assert "training_args.bin" not in names and "peft's own" not in (folder / "README.md").read_text()
+        assert (
+            "training_args.bin" not in names
+            and "peft's own" not in (folder / "README.md").read_text()
+        )
     assert not folder.exists()
 
 
@@ -142,7 +167,10 @@ def test_an_adapter_names_its_base_as_the_hub_does(run: Path, tmp_path: Path) ->
     snapshot = tmp_path / "hub" / "models--some--model" / "snapshots" / "0123"
     builtin = tmp_path / "cache" / "builtin" / "smollm2-135m"
     whole = "HuggingFaceTB/SmolLM2-135M-Instruct"
-    for name, loaded, base in (("some/model", snapshot, "some/model"), ("smollm2-135m", builtin, whole)):
+    for name, loaded, base in (
+        ("some/model", snapshot, "some/model"),
+        ("smollm2-135m", builtin, whole),
+    ):
         began_with(run, name, loaded)
         with trained.staged(run, best=False, merged=False, repo="me/sums") as folder:
             settings = json.loads((folder / "adapter_config.json").read_text())
@@ -150,7 +178,9 @@ def test_an_adapter_names_its_base_as_the_hub_does(run: Path, tmp_path: Path) ->
             head = f"---\nbase_model: {base}\nlibrary_name: peft\n"
             assert (folder / "README.md").read_text().startswith(head)
             texts = [file.read_bytes() for file in folder.iterdir()]
-            assert not any(str(tmp_path).encode() in text for text in texts), "a path of this machine"
+            assert not any(str(tmp_path).encode() in text for text in texts), (
+                "a path of this machine"
+            )
 
 
 def test_an_adapter_of_what_the_hub_does_not_have_is_sent_merged(
@@ -165,11 +195,15 @@ def test_an_adapter_of_what_the_hub_does_not_have_is_sent_merged(
         pass
     with trained.staged(run, best=False, merged=True, repo="me/sums") as folder:
         told = (folder / "README.md").read_text()
-        assert told.startswith("---\nlibrary_name: transformers\n") and "`base` trained with" in told
+        assert (
+            told.startswith("---\nlibrary_name: transformers\n") and "`base` trained with" in told
+        )
         assert (folder / "config.json").is_file() and not (folder / "adapter_config.json").exists()
 
 
-def test_a_push_makes_the_repository_and_sends_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_push_makes_the_repository_and_sends_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[Any] = []
 
     class Api:
@@ -190,19 +224,29 @@ def test_a_push_makes_the_repository_and_sends_the_folder(tmp_path: Path, monkey
         raise ValueError("401: not logged in\nmore")
 
     monkeypatch.setattr(Api, "create_repo", refused)
-    with pytest.raises(RunError, match="could not push to me/sums: 401: not logged in; log in with"):
+    with pytest.raises(
+        RunError, match="could not push to me/sums: 401: not logged in; log in with"
+    ):
         trained.push(tmp_path, repo="me/sums", private=True, say=asked.append)
 
 
 def test_a_server_listens_where_it_is_told_and_cannot_be_changed(run: Path) -> None:
     words, spec = trained.serve_command(run / "model", name="sums", host="127.0.0.1", port=9000)
     line = " ".join(words)
-    assert "--host 127.0.0.1 --port 9000" in line and "--served-model-name sums" in line and "--uds" not in line
-    assert "--max-model-len 512" in line and "PolicyWorker" not in line and spec.max_model_len == 512
+    assert (
+        "--host 127.0.0.1 --port 9000" in line
+        and "--served-model-name sums" in line
+        and "--uds" not in line
+    )
+    assert (
+        "--max-model-len 512" in line and "PolicyWorker" not in line and spec.max_model_len == 512
+    )
 
 
 def test_an_export_never_writes_over_anything(run: Path, tmp_path: Path) -> None:
     trained.export(run / "model", tmp_path / "out", form="merged", name="sums")
-    assert (tmp_path / "out" / "model.safetensors").is_file() and not (tmp_path / "out" / "training_args.bin").exists()
+    assert (tmp_path / "out" / "model.safetensors").is_file() and not (
+        tmp_path / "out" / "training_args.bin"
+    ).exists()
     with pytest.raises(RunFolderError, match="exists; choose another --output"):
         trained.export(run / "model", tmp_path / "out", form="merged", name="sums")

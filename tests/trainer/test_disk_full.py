@@ -91,7 +91,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make(place: Path, model: Path) -> RunFolder:
     (place / "rewards.py").write_text(REWARD)
-    (place / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{n} + 1 ="}) + "\n" for n in range(8)))
+    (place / "rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{n} + 1 ="}) + "\n" for n in range(8))
+    )
     folder = RunFolder(place / "run")
     for path in (folder.root, folder.logs, folder.checkpoints):
         path.mkdir()
@@ -128,14 +130,18 @@ def training(folder: RunFolder, *callbacks: TrainerCallback) -> Iterator[Rollout
         run.close()
 
 
-@pytest.mark.parametrize("looks_first", [True, False], ids=["seen before", "in the middle of a save"])
+@pytest.mark.parametrize(
+    "looks_first", [True, False], ids=["seen before", "in the middle of a save"]
+)
 def test_a_full_disk_leaves_the_last_checkpoint_whole(
     looks_first: bool, disk: Disk, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not looks_first:
         monkeypatch.setattr(Checkpoints, "_look_for_room", lambda self: None)
     folder = make(disk.place, model)
-    half = FillsAfter(disk, step=3, leave=lambda: size_of(checkpoints_in(folder.checkpoints)[-1]) // 2)
+    half = FillsAfter(
+        disk, step=3, leave=lambda: size_of(checkpoints_in(folder.checkpoints)[-1]) // 2
+    )
     said = r"no room for the checkpoint of step 3 .*; checkpoint-2 is whole: make room, and go on with --resume"
     with training(folder, half) as run, pytest.raises(RunError, match=said) as error:
         run.train()

@@ -30,7 +30,16 @@ from ycore.trainer.rollout_run import RolloutRun
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 STEPS = 6
-SAME = ("loss", "grad_norm", "reward", "entropy", "completions/mean_length", "learning_rate", "epoch", "num_tokens")
+SAME = (
+    "loss",
+    "grad_norm",
+    "reward",
+    "entropy",
+    "completions/mean_length",
+    "learning_rate",
+    "epoch",
+    "num_tokens",
+)
 REWARD = """
 def variety(prompts, completions, **columns):
     texts = [completion[0]["content"] for completion in completions]
@@ -41,7 +50,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "one step a round": {},
     "accumulation": {"per_device_train_batch_size": 4},
     "several steps a round": {"per_device_train_batch_size": 4, "steps_per_generation": 6},
-    "several, twice": {"num_iterations": 2, "per_device_train_batch_size": 4, "steps_per_generation": 4},
+    "several, twice": {
+        "num_iterations": 2,
+        "per_device_train_batch_size": 4,
+        "steps_per_generation": 4,
+    },
     "shuffled by TRL": {"loss_type": "bnpo", "per_device_train_batch_size": 4},
 }
 
@@ -70,7 +83,9 @@ def make(place: Path, model: Path, trl: dict[str, Any], **settings: Any) -> RunF
     """What the launcher leaves for the trainer."""
     place.mkdir(parents=True, exist_ok=True)
     (place / "rewards.py").write_text(REWARD)
-    (place / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{n} + 1 ="}) + "\n" for n in range(11)))
+    (place / "rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{n} + 1 ="}) + "\n" for n in range(11))
+    )
     folder = RunFolder(place / "run")
     for path in (folder.root, folder.logs, folder.checkpoints):
         path.mkdir(exist_ok=True)
@@ -85,7 +100,10 @@ def make(place: Path, model: Path, trl: dict[str, Any], **settings: Any) -> RunF
         "steps": STEPS,
         "checkpoint_every": 1,
         "dtype": "float32",
-        "lora": {"r": 4, "dropout": 0.2},  # dropout draws in training: without the generators the curves part at once
+        "lora": {
+            "r": 4,
+            "dropout": 0.2,
+        },  # dropout draws in training: without the generators the curves part at once
         "engine": {"kind": "transformers"},
         "reward_workers": {"workers": 1},
         "trl": {"learning_rate": 1e-2, **trl},
@@ -95,7 +113,8 @@ def make(place: Path, model: Path, trl: dict[str, Any], **settings: Any) -> RunF
     write_json_atomic(folder.config, {"config": config.model_dump(mode="json")})
     kind = "replay" if config.replay else "transformers"
     write_json_atomic(
-        folder.root / "engines.json", {"kind": kind, "engines": [], "model": str(model), "max_model_len": 64}
+        folder.root / "engines.json",
+        {"kind": kind, "engines": [], "model": str(model), "max_model_len": 64},
     )
     return folder
 
@@ -129,7 +148,9 @@ def weights(folder: RunFolder) -> dict[str, torch.Tensor]:
 def assert_same(one: RunFolder, other: RunFolder) -> None:
     assert numbers(one) == numbers(other)
     first, second = weights(one), weights(other)
-    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    assert first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
 
 
 @pytest.fixture(scope="module")
@@ -139,11 +160,15 @@ def reference(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Callable
 
     def of(variant: str) -> RunFolder:
         if variant not in made:
-            folder = make(tmp_path_factory.mktemp("whole"), model, VARIANTS[variant], keep_journal=True)
+            folder = make(
+                tmp_path_factory.mktemp("whole"), model, VARIANTS[variant], keep_journal=True
+            )
             train(folder)
             seen = numbers(folder)
             assert [row["step"] for row in seen] == list(range(1, STEPS + 1))
-            assert len({row["loss"] for row in seen}) == STEPS and all(row["grad_norm"] > 0 for row in seen)
+            assert len({row["loss"] for row in seen}) == STEPS and all(
+                row["grad_norm"] > 0 for row in seen
+            )
             made[variant] = folder
         return made[variant]
 
@@ -179,7 +204,9 @@ class Edits(TrainerCallback):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "".join('{"prompt": "2 + 2 ="}\n' for _ in range(11))], ids=["emptied", "rewritten"]
+    "text",
+    ["", "".join('{"prompt": "2 + 2 ="}\n' for _ in range(11))],
+    ids=["emptied", "rewritten"],
 )
 def test_a_run_goes_on_with_its_own_rows_when_the_dataset_is_edited(
     tmp_path: Path, model: Path, reference: Callable[[str], RunFolder], text: str
@@ -191,20 +218,27 @@ def test_a_run_goes_on_with_its_own_rows_when_the_dataset_is_edited(
 
 
 def test_a_dataset_too_large_for_memory_that_is_edited_ends_the_run_which_resumes_once_it_is_back(
-    tmp_path: Path, model: Path, reference: Callable[[str], RunFolder], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    model: Path,
+    reference: Callable[[str], RunFolder],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(local_files, "_IN_MEMORY_BYTES", 0)
     folder = make(tmp_path, model, {})
     path = tmp_path / "rows.jsonl"
     rows = path.read_text()
-    with pytest.raises(DataError, match=r"rows.jsonl, line \d+: the file was changed while it was in use"):
+    with pytest.raises(
+        DataError, match=r"rows.jsonl, line \d+: the file was changed while it was in use"
+    ):
         train(folder, Edits(path, rows.replace("+", "-")))
     path.write_text(rows)
     train(folder)
     assert_same(folder, reference("one step a round"))
 
 
-def test_the_curve_depends_on_the_generators(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_curve_depends_on_the_generators(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The control: neither seeded for every step nor restored from the checkpoint, they make another curve."""
     seam = "ycore.trl.seam.SeamGRPOTrainer"
     monkeypatch.setattr(f"{seam}._seed_generators", lambda self, use: None)
@@ -218,13 +252,18 @@ def test_the_curve_depends_on_the_generators(tmp_path: Path, model: Path, monkey
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_the_run_still_exact(
-    tmp_path: Path, model: Path, reference: Callable[[str], RunFolder], capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    model: Path,
+    reference: Callable[[str], RunFolder],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     folder = make(tmp_path, model, VARIANTS["accumulation"])
     die(folder, after=5)
     optimizer = checkpoint_of(folder.checkpoints, 4) / "optimizer.pt"
     optimizer.write_bytes(optimizer.read_bytes()[:-1])
-    (staging(folder.checkpoints, 5) / "checkpoint-5").mkdir(parents=True)  # as a save that was killed leaves it
+    (staging(folder.checkpoints, 5) / "checkpoint-5").mkdir(
+        parents=True
+    )  # as a save that was killed leaves it
     train(folder)
     assert "checkpoint-4 is damaged (optimizer.pt has " in capfd.readouterr().out
     assert (folder.checkpoints / "damaged-checkpoint-4").is_dir()
@@ -262,7 +301,9 @@ def test_what_the_run_learns_from_may_not_change_unnoticed(tmp_path: Path, model
     for name, file in told.items():
         before = file.read_text()
         file.write_text(before.replace("1", "2"))
-        with pytest.raises(RunFolderError, match=rf"\({name}.*sha256 \w+' there, .* here\).*--accept-changes"):
+        with pytest.raises(
+            RunFolderError, match=rf"\({name}.*sha256 \w+' there, .* here\).*--accept-changes"
+        ):
             RolloutRun(assemble(folder.root))
         file.write_text(before)
     folder.identity.unlink()  # what --accept-changes does
@@ -278,7 +319,10 @@ def test_the_journal_is_pruned_with_the_checkpoints_or_kept(
 ) -> None:
     folder = make(tmp_path, model, {})
     train(folder)
-    assert [path.name for path in checkpoints_in(folder.checkpoints)] == ["checkpoint-5", "checkpoint-6"]
+    assert [path.name for path in checkpoints_in(folder.checkpoints)] == [
+        "checkpoint-5",
+        "checkpoint-6",
+    ]
     assert list(rounds_in(folder.journal)) == [5]
     assert list(rounds_in(reference("one step a round").journal)) == list(range(STEPS))
 
@@ -300,7 +344,9 @@ def test_a_replay_with_other_settings_learns_otherwise_from_the_same_rollouts(
     tmp_path: Path, model: Path, reference: Callable[[str], RunFolder]
 ) -> None:
     whole = reference("one step a round")
-    folder = make(tmp_path, model, {"learning_rate": 1e-3, "loss_type": "dr_grpo"}, replay=str(whole.root))
+    folder = make(
+        tmp_path, model, {"learning_rate": 1e-3, "loss_type": "dr_grpo"}, replay=str(whole.root)
+    )
     train(folder)
     mine, theirs = read_metrics(folder.metrics), read_metrics(whole.metrics)
     assert [row["reward"] for row in mine] == [row["reward"] for row in theirs]
@@ -317,16 +363,22 @@ class Poison(TrainerCallback):
     def __init__(self, value: float, *, at_the_end: bool) -> None:
         self._value, self._at_the_end = value, at_the_end
 
-    def on_substep_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_substep_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
         if state.global_step == 3 and not self._at_the_end:
             self._put_into(model)
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_optimizer_step(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
         if state.global_step == 3 and self._at_the_end:
             self._put_into(model)
 
     def _put_into(self, model: torch.nn.Module) -> None:
-        next(weight for weight in model.parameters() if weight.requires_grad).data[0, 0] = self._value
+        next(weight for weight in model.parameters() if weight.requires_grad).data[0, 0] = (
+            self._value
+        )
 
 
 @pytest.mark.parametrize(
@@ -347,6 +399,9 @@ def test_a_number_that_is_none_stops_the_run_before_it_is_saved(
     assert [path.name for path in saved] == ["checkpoint-2", "checkpoint-3"]
     assert all(problem_of(path) is None for path in saved)
     for path in saved:
-        assert all(tensor.isfinite().all() for tensor in load_file(path / "adapter_model.safetensors").values())
+        assert all(
+            tensor.isfinite().all()
+            for tensor in load_file(path / "adapter_model.safetensors").values()
+        )
     assert not folder.model.exists()
     assert TrainerError.exit_code == 1 and issubclass(TrainerError, RunError)

@@ -36,16 +36,30 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def evaluated(place: Path, model: Path, trl: dict[str, Any] | None = None, **settings: Any) -> RunFolder:
+def evaluated(
+    place: Path, model: Path, trl: dict[str, Any] | None = None, **settings: Any
+) -> RunFolder:
     place.mkdir(parents=True, exist_ok=True)
-    (place / "held.jsonl").write_text("".join(json.dumps({"prompt": f"{n} + 2 ="}) + "\n" for n in range(5)))
+    (place / "held.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{n} + 2 ="}) + "\n" for n in range(5))
+    )
     return make(
-        place, model, trl or {}, eval_dataset=str(place / "held.jsonl"), eval_every=2, num_samples=2, **settings
+        place,
+        model,
+        trl or {},
+        eval_dataset=str(place / "held.jsonl"),
+        eval_every=2,
+        num_samples=2,
+        **settings,
     )
 
 
 def held_out(folder: RunFolder) -> dict[int, float]:
-    return {row["step"]: row["ycore/eval/reward"] for row in read_metrics(folder.metrics) if "ycore/eval/reward" in row}
+    return {
+        row["step"]: row["ycore/eval/reward"]
+        for row in read_metrics(folder.metrics)
+        if "ycore/eval/reward" in row
+    }
 
 
 class Keeps(TrainerCallback):
@@ -56,14 +70,19 @@ class Keeps(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         weights = self.model_of().named_parameters()
-        self.steps[state.global_step] = {name: one.detach().clone() for name, one in weights if one.requires_grad}
+        self.steps[state.global_step] = {
+            name: one.detach().clone() for name, one in weights if one.requires_grad
+        }
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[RunFolder, RunFolder]:
     """The same run without evaluations, and with them."""
     place = tmp_path_factory.mktemp("whole")
-    plain, folder = make(place / "plain", model, {}), evaluated(place / "evaluated", model, keep_best="reward")
+    plain, folder = (
+        make(place / "plain", model, {}),
+        evaluated(place / "evaluated", model, keep_best="reward"),
+    )
     train(plain)
     train(folder)
     return plain, folder
@@ -88,7 +107,10 @@ def test_a_run_that_dies_measures_the_same_when_it_goes_on(
     die(folder, after=4)
     train(folder)
     assert held_out(folder) == held_out(whole[1])
-    plain, rows = make(tmp_path / "bare", model, {}), [row for row in numbers(folder) if row["loss"] is not None]
+    plain, rows = (
+        make(tmp_path / "bare", model, {}),
+        [row for row in numbers(folder) if row["loss"] is not None],
+    )
     assert rows == numbers(whole[0]) and plain.root.is_dir()
     best = json.loads((folder.best / "evaluation.json").read_text())
     assert best["step"] == max(held_out(folder), key=lambda step: (held_out(folder)[step], -step))
@@ -101,7 +123,9 @@ def test_the_best_model_is_kept_beside_the_last(
 ) -> None:
     """The measured values are the test's own: the second evaluation is the best."""
     told = {0: 0.1, 2: 0.9, 4: 0.3, 6: 0.2}
-    monkeypatch.setattr("ycore.trainer.evaluation.measure", lambda *_, step, config: {"reward": told[step]})
+    monkeypatch.setattr(
+        "ycore.trainer.evaluation.measure", lambda *_, step, config: {"reward": told[step]}
+    )
     folder = evaluated(tmp_path, model, keep_best="reward", eval_while_training=while_training)
     run = RolloutRun(assemble(folder.root))
     keeps = Keeps(lambda: run.trainer.bare_model)
@@ -122,7 +146,9 @@ def test_the_best_model_is_kept_beside_the_last(
 def test_a_run_without_gain_ends_early_and_is_finished(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ycore.trainer.evaluation.measure", lambda *_, step, config: {"reward": 0.5})
+    monkeypatch.setattr(
+        "ycore.trainer.evaluation.measure", lambda *_, step, config: {"reward": 0.5}
+    )
     folder = evaluated(tmp_path, model, stop_when=["no-gain:2"])
     train(folder)
     assert [row["step"] for row in read_metrics(folder.metrics)] == [0, 1, 2, 3, 4]
@@ -143,7 +169,9 @@ class Measures:
         """Of this step it only ends when the run is told to stop."""
         monkeypatch.setattr("ycore.trainer.evaluation.measure", self)
 
-    def __call__(self, controller: Any, num_prompts: int, *, step: int, config: Any) -> dict[str, float]:
+    def __call__(
+        self, controller: Any, num_prompts: int, *, step: int, config: Any
+    ) -> dict[str, float]:
         self.threads[step] = threading.current_thread().name.partition("_")[0]
         if step == self.fails_at:
             raise EngineError("the engine is gone")
@@ -160,32 +188,58 @@ def measures(monkeypatch: pytest.MonkeyPatch) -> Measures:
 
 def rows_of(folder: RunFolder) -> list[tuple[int, bool, bool]]:
     """Of each row: its step, whether it has a loss, whether it has what an evaluation measured."""
-    return [(row["step"], "loss" in row, "ycore/eval/reward" in row) for row in read_metrics(folder.metrics)]
+    return [
+        (row["step"], "loss" in row, "ycore/eval/reward" in row)
+        for row in read_metrics(folder.metrics)
+    ]
 
 
 @pytest.mark.parametrize(
-    "trl", [{}, {"per_device_train_batch_size": 4, "steps_per_generation": 4}], ids=["a step a round", "two steps"]
+    "trl",
+    [{}, {"per_device_train_batch_size": 4, "steps_per_generation": 4}],
+    ids=["a step a round", "two steps"],
 )
 def test_a_step_is_measured_while_the_next_one_is_computed(
     trl: dict[str, Any], tmp_path: Path, model: Path, measures: Measures
 ) -> None:
     folder = evaluated(tmp_path, model, trl, eval_while_training=True)
     train(folder)
-    assert measures.threads == {0: "MainThread", 2: "evaluation", 4: "evaluation", STEPS: "MainThread"}
-    expected = [(0, False, True), (1, True, False), (2, True, False), (2, False, True), (3, True, False)]
-    assert rows_of(folder) == [*expected, (4, True, False), (4, False, True), (5, True, False), (6, True, True)]
+    assert measures.threads == {
+        0: "MainThread",
+        2: "evaluation",
+        4: "evaluation",
+        STEPS: "MainThread",
+    }
+    expected = [
+        (0, False, True),
+        (1, True, False),
+        (2, True, False),
+        (2, False, True),
+        (3, True, False),
+    ]
+    assert rows_of(folder) == [
+        *expected,
+        (4, True, False),
+        (4, False, True),
+        (5, True, False),
+        (6, True, True),
+    ]
     waits = [row["step"] for row in read_metrics(folder.metrics) if "ycore/time/waited" in row]
     assert waits == [3, 5]
 
 
-def test_an_early_end_is_decided_a_step_later(tmp_path: Path, model: Path, measures: Measures) -> None:
+def test_an_early_end_is_decided_a_step_later(
+    tmp_path: Path, model: Path, measures: Measures
+) -> None:
     folder = evaluated(tmp_path, model, stop_when=["no-gain:1"], eval_while_training=True)
     train(folder)
     assert rows_of(folder)[-3:] == [(2, False, True), (3, True, False), (3, False, True)]
     assert json.loads(folder.held_out.read_text())["held_out"]["after"]["step"] == 3
 
 
-def stop_beside(run: RolloutRun, measures: Measures, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def stop_beside(
+    run: RolloutRun, measures: Measures, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ask the run to stop from the first forward after this step on, once it is being measured."""
     compute = SeamGRPOTrainer._compute_loss
 
@@ -249,7 +303,9 @@ def test_whole_runs_measure_the_same_while_training(ranks: str, tmp_path: Path) 
     """The scripted engine in vLLM's place: what it writes follows from the weights, so both runs must be the same."""
     write_tiny_model(tmp_path / "model")
     line = f"grpo --model model {SIZES} --max-tokens 8 --steps 5 --eval-dataset task:addition?digits=1 --eval-every 2"
-    line += f" --keep-best reward --set num_samples=2 --set eval_limit=6 --no-dynamic-sampling {ranks}"
+    line += (
+        f" --keep-best reward --set num_samples=2 --set eval_limit=6 --no-dynamic-sampling {ranks}"
+    )
     for name, more in (("between", ""), ("beside", "--eval-while-training")):
         done = ycore(tmp_path, f"{line} --output {name} {more}", scripted=True)
         assert done.returncode == 0, done.stderr
@@ -264,7 +320,10 @@ def test_whole_runs_measure_the_same_while_training(ranks: str, tmp_path: Path) 
 
 def measured(folder: RunFolder) -> dict[int, dict[str, float]]:
     rows = [row for row in read_metrics(folder.metrics) if "ycore/eval/reward" in row]
-    return {row["step"]: {name: row[name] for name in row if name.startswith("ycore/eval/")} for row in rows}
+    return {
+        row["step"]: {name: row[name] for name in row if name.startswith("ycore/eval/")}
+        for row in rows
+    }
 
 
 # -- what ends a run ---------------------------------------------------------------------------------------------------
@@ -273,7 +332,9 @@ def measured(folder: RunFolder) -> dict[int, dict[str, float]]:
 def constant(place: Path, model: Path, **settings: Any) -> RunFolder:
     place.mkdir(parents=True, exist_ok=True)
     (place / "same.py").write_text(SAME)
-    return make(place, model, {}, rewards=[{"reward": f"{place / 'same.py'}:same"}], steps=3, **settings)
+    return make(
+        place, model, {}, rewards=[{"reward": f"{place / 'same.py'}:same"}], steps=3, **settings
+    )
 
 
 def test_steps_without_a_group_that_can_teach_take_no_forward_and_end_a_run(
@@ -303,10 +364,16 @@ def test_steps_without_a_group_that_can_teach_take_no_forward_and_end_a_run(
     train(ending)
     assert [row["step"] for row in read_metrics(ending.metrics)] == [1, 2]
     short = constant(tmp_path / "short", model, stop_when=["seconds:1"])
-    monkeypatch.setattr(StepMetrics, "seconds", property(lambda _: 0.7, lambda *_: None), raising=False)
+    monkeypatch.setattr(
+        StepMetrics, "seconds", property(lambda _: 0.7, lambda *_: None), raising=False
+    )
     train(short)
     assert [row["step"] for row in read_metrics(short.metrics)] == [1]
 
 
-def test_a_round_with_one_group_that_can_teach_is_trained_on(whole: tuple[RunFolder, RunFolder]) -> None:
-    assert all(row["ycore/skipped"] == 0 and row["grad_norm"] > 0 for row in read_metrics(whole[0].metrics))
+def test_a_round_with_one_group_that_can_teach_is_trained_on(
+    whole: tuple[RunFolder, RunFolder],
+) -> None:
+    assert all(
+        row["ycore/skipped"] == 0 and row["grad_norm"] > 0 for row in read_metrics(whole[0].metrics)
+    )

@@ -60,8 +60,13 @@ def sighted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_tiny_vision_model(tmp_path_factory.mktemp("sighted"))
     (folder / "pictures").mkdir()
     for number in range(12):
-        Pillow.new("RGB", (8, 8), (20 * number, 255 - 20 * number, 90)).save(folder / f"pictures/{number}.png")
-    lines = [{"prompt": "Is <image> as <image>?", "images": [f"{n}.png", f"{(n + 5) % 12}.png"]} for n in range(12)]
+        Pillow.new("RGB", (8, 8), (20 * number, 255 - 20 * number, 90)).save(
+            folder / f"pictures/{number}.png"
+        )
+    lines = [
+        {"prompt": "Is <image> as <image>?", "images": [f"{n}.png", f"{(n + 5) % 12}.png"]}
+        for n in range(12)
+    ]
     (folder / "pictures" / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
     return folder
 
@@ -100,7 +105,10 @@ def words(algorithm: str, model: Path, teacher: str, output: Path) -> list[str]:
 def start(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
     with log.open("ab") as output:
         return subprocess.Popen(
-            [*COMMAND, *arguments], stdout=output, stderr=output, env={**os.environ, "COLUMNS": "80"}
+            [*COMMAND, *arguments],
+            stdout=output,
+            stderr=output,
+            env={**os.environ, "COLUMNS": "80"},
         )
 
 
@@ -111,13 +119,19 @@ def rows(output: Path) -> list[dict[str, Any]]:
 def wait_for_row(output: Path, number: int, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + 600
     while len(rows(output)) < number:
-        assert process.poll() is None and time.monotonic() < deadline, "the run ended before it could be killed"
+        assert process.poll() is None and time.monotonic() < deadline, (
+            "the run ended before it could be killed"
+        )
         time.sleep(0.005)
 
 
 def trainer(run: subprocess.Popen[bytes]) -> psutil.Process:
     """The run's trainer: the process with the model in it."""
-    (found,) = [c for c in psutil.Process(run.pid).children(recursive=True) if "ycore.trainer" in c.cmdline()]
+    (found,) = [
+        c
+        for c in psutil.Process(run.pid).children(recursive=True)
+        if "ycore.trainer" in c.cmdline()
+    ]
     return found
 
 
@@ -129,8 +143,14 @@ def kill_and_resume(arguments: list[str], killed: Path) -> None:
     assert run.wait(30) == 1
     resumed = start(["resume", str(killed)], logs / "resumed.log")
     assert resumed.wait(200) == 0, (logs / "resumed.log").read_text()
-    shown = [line.split()[1] for line in (logs / "resumed.log").read_text().splitlines() if line[:5] == "step "]
-    assert shown == [f"{step}/{STEPS}" for step in range(3, STEPS + 1)], "steps that were shown before are not again"
+    shown = [
+        line.split()[1]
+        for line in (logs / "resumed.log").read_text().splitlines()
+        if line[:5] == "step "
+    ]
+    assert shown == [f"{step}/{STEPS}" for step in range(3, STEPS + 1)], (
+        "steps that were shown before are not again"
+    )
 
 
 @pytest.mark.slow
@@ -143,19 +163,32 @@ def test_killed_and_resumed_is_never_killed(
     sees = algorithm == PICTURES
     algorithm, model = ("grpo", sighted) if sees else (algorithm, model)
     more = ["--dataset", str(sighted / "pictures" / "rows.jsonl")] if sees else []
-    arguments = {run: [algorithm, *words(algorithm, model, teacher, run), *more] for run in (whole, killed)}
+    arguments = {
+        run: [algorithm, *words(algorithm, model, teacher, run), *more] for run in (whole, killed)
+    }
     with start(arguments[whole], tmp_path / "whole.log") as never_killed:
         kill_and_resume(arguments[killed], killed)
         assert never_killed.wait(200) == 0, (tmp_path / "whole.log").read_text()
 
     expected, seen = rows(whole), rows(killed)
-    moved, same = "ycore/critic/grad_norm" if algorithm == "ppo" else "grad_norm", (*SAME, *OWN[algorithm])
+    moved, same = (
+        "ycore/critic/grad_norm" if algorithm == "ppo" else "grad_norm",
+        (*SAME, *OWN[algorithm]),
+    )
     assert [row["step"] for row in seen] == list(range(1, STEPS + 1))
-    assert [{key: row[key] for key in same} for row in seen] == [{key: row[key] for key in same} for row in expected]
-    assert len({row["loss"] for row in expected}) == STEPS and all(row[moved] > 0 for row in expected)
-    assert any("ycore/replayed" in row for row in seen), "no round came from the journal: the kill missed its window"
+    assert [{key: row[key] for key in same} for row in seen] == [
+        {key: row[key] for key in same} for row in expected
+    ]
+    assert len({row["loss"] for row in expected}) == STEPS and all(
+        row[moved] > 0 for row in expected
+    )
+    assert any("ycore/replayed" in row for row in seen), (
+        "no round came from the journal: the kill missed its window"
+    )
 
-    for file in ["model/adapter_model.safetensors"] + ["critic/critic.safetensors"] * (algorithm == "ppo"):
+    for file in ["model/adapter_model.safetensors"] + ["critic/critic.safetensors"] * (
+        algorithm == "ppo"
+    ):
         one, other = (load_file(run / file) for run in (whole, killed))
         assert one.keys() == other.keys()
         assert all((one[name] == other[name]).all() for name in one), file

@@ -86,7 +86,10 @@ def measured(output: Path) -> dict[int, dict[str, float]]:
     """Of each evaluation, by its step, what it found but for its seconds."""
     rows = [row for row in read_metrics(RunFolder(output).metrics) if is_evaluation(row)]
     assert not any("loss" in row for row in rows), "an evaluation has a row of its own"
-    return {row["step"]: {name: row[name] for name in row if name.startswith("ycore/eval/")} for row in rows}
+    return {
+        row["step"]: {name: row[name] for name in row if name.startswith("ycore/eval/")}
+        for row in rows
+    }
 
 
 def adapter(folder: Path) -> dict[str, torch.Tensor]:
@@ -101,7 +104,15 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     ("method", "keys", "better"),
     [
         ("sft", {"columns": {"text": "chosen"}}, "mean_token_accuracy"),
-        ("sft", {"columns": {"text": "chosen"}, "lora": None, "trl": {"packing": True, "max_length": 64}}, "loss"),
+        (
+            "sft",
+            {
+                "columns": {"text": "chosen"},
+                "lora": None,
+                "trl": {"packing": True, "max_length": 64},
+            },
+            "loss",
+        ),
         ("reward", {}, "loss"),
         ("reward", {"lora": None, "trl": {"learning_rate": 1e-3}}, "loss"),
         ("dpo", {}, "rewards/accuracies"),
@@ -120,10 +131,14 @@ def test_it_learns_and_its_model_loads(
     before, after = told["held_out"]["before"], told["held_out"]["after"]
     assert after["n"] == before["n"] > 0
     assert after["loss"] < before["loss"] if better == "loss" else after[better] > before[better]
-    assert list(measured(output)) == [0, 2, 4, 6, 8] and set(find_algorithm(method).figures) <= set(after)
+    assert list(measured(output)) == [0, 2, 4, 6, 8] and set(find_algorithm(method).figures) <= set(
+        after
+    )
     assert measured(output)[8]["ycore/eval/loss"] == after["loss"] and after["step"] == 8
     if method == "reward":
-        assert after["accuracy"] == 1.0 == after["accuracy/high"] and 0.5 < after["accuracy/low"] < 1.0
+        assert (
+            after["accuracy"] == 1.0 == after["accuracy/high"] and 0.5 < after["accuracy/low"] < 1.0
+        )
     assert loads(output, method, place)
     assert [path.name for path in sorted(RunFolder(output).checkpoints.glob("checkpoint-*"))] == [
         "checkpoint-4", "checkpoint-8",
@@ -149,12 +164,15 @@ def ranks_right(folder: Path) -> bool:
     assert model.config.num_labels == 1 and model.config.pad_token_id == tokenizer.pad_token_id
     assert tokenizer.pad_token_id != tokenizer.eos_token_id
     talks = [
-        [{"role": "user", "content": "3 + 4?"}, {"role": "assistant", "content": text}] for text in ("it is 7", "NO")
+        [{"role": "user", "content": "3 + 4?"}, {"role": "assistant", "content": text}]
+        for text in ("it is 7", "NO")
     ]
     texts = [tokenizer.apply_chat_template(talk, tokenize=False) for talk in talks]
     with torch.no_grad():
         alone = [model(**tokenizer(text, return_tensors="pt")).logits.item() for text in texts]
-        batch = model(**tokenizer(texts, return_tensors="pt", padding=True)).logits.squeeze(-1).tolist()
+        batch = (
+            model(**tokenizer(texts, return_tensors="pt", padding=True)).logits.squeeze(-1).tolist()
+        )
     assert batch == pytest.approx(alone, abs=1e-4)
     return alone[0] > alone[1]
 
@@ -162,13 +180,23 @@ def ranks_right(folder: Path) -> bool:
 @pytest.mark.parametrize("lora", [None, {"r": 4}], ids=["whole", "adapter"])
 @pytest.mark.parametrize("method", ["sft", "dpo", "kto"])
 def test_the_compact_head_changes_no_figure_of_trls(
-    method: str, lora: dict[str, int] | None, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str,
+    lora: dict[str, int] | None,
+    place: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Losses, gradients, entropies, accuracies and mean logits, in training and on held-out rows."""
-    keys: dict[str, Any] = {"lora": lora, "steps": 3, "columns": {"text": "chosen"} if method == "sft" else {}}
+    keys: dict[str, Any] = {
+        "lora": lora,
+        "steps": 3,
+        "columns": {"text": "chosen"} if method == "sft" else {},
+    }
     names, heads = build_trainer.__globals__, list[Any]()
     add = names["add_compact_head"]
-    monkeypatch.setitem(names, "add_compact_head", lambda model, **how: (heads.append(model), add(model, **how)))
+    monkeypatch.setitem(
+        names, "add_compact_head", lambda model, **how: (heads.append(model), add(model, **how))
+    )
     for side, is_ours in (("ours", True), ("trl", False)):
         monkeypatch.setitem(names, "needs_compact_head", lambda trainer, is_ours=is_ours: is_ours)
         trained(opened(place, tmp_path / side, method, **keys))
@@ -181,7 +209,10 @@ def figures(output: Path) -> list[dict[str, float]]:
     """Of every step and of both measurements, without what depends on the machine's speed."""
     ends = read_json(RunFolder(output).held_out)["held_out"]
     rows = [*read_metrics(RunFolder(output).metrics), ends["before"], ends["after"]]
-    return [{name: value for name, value in row.items() if not name.startswith("ycore/time")} for row in rows]
+    return [
+        {name: value for name, value in row.items() if not name.startswith("ycore/time")}
+        for row in rows
+    ]
 
 
 def test_an_adapter_of_one_stage_is_the_model_of_the_next(place: Path, tmp_path: Path) -> None:
@@ -189,7 +220,12 @@ def test_an_adapter_of_one_stage_is_the_model_of_the_next(place: Path, tmp_path:
     model = RunFolder(tmp_path / "one").model
     assert (model / "merged" / "config.json").is_file()
     assert resolve_model(str(model)).kind == "adapter"
-    assert AutoModelForCausalLM.from_pretrained(fetch_model(resolve_model(str(model)))).config.vocab_size > 0
+    assert (
+        AutoModelForCausalLM.from_pretrained(
+            fetch_model(resolve_model(str(model)))
+        ).config.vocab_size
+        > 0
+    )
 
 
 def test_stopped_and_gone_on_with_is_never_stopped(place: Path, tmp_path: Path) -> None:
@@ -219,7 +255,9 @@ def test_stopped_and_gone_on_with_is_never_stopped(place: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("method", ["sft", "dpo", "reward"])
-def test_a_stop_ends_a_measurement_and_the_run_goes_on(method: str, place: Path, tmp_path: Path) -> None:
+def test_a_stop_ends_a_measurement_and_the_run_goes_on(
+    method: str, place: Path, tmp_path: Path
+) -> None:
     """Before the first step nothing is left behind; later all steps are kept and only the figures are missing."""
     rows = {"columns": {"text": "chosen"}} if method == "sft" else {}
     trained(opened(place, tmp_path / "whole", method, **rows))
@@ -239,13 +277,18 @@ def test_a_stop_ends_a_measurement_and_the_run_goes_on(method: str, place: Path,
         run.save_checkpoint()
         run.close()
         assert list(measured(tmp_path / "run")) == [0, 2, 4, 6][: step // 2]
-        assert read_json(RunFolder(tmp_path / "run").checkpoints / f"checkpoint-{step}" / "trainer_state.json")
+        assert read_json(
+            RunFolder(tmp_path / "run").checkpoints / f"checkpoint-{step}" / "trainer_state.json"
+        )
     assert not RunFolder(tmp_path / "run").held_out.is_file()
 
     trained(opened(place, tmp_path / "run", method, **rows))
     assert read_json(RunFolder(tmp_path / "run").held_out)["held_out"]["after"]["n"] == 6
     assert measured(tmp_path / "run") == measured(tmp_path / "whole")
-    steps = [[numbers(row) for row in read_metrics(tmp_path / run / "metrics.jsonl")] for run in ("run", "whole")]
+    steps = [
+        [numbers(row) for row in read_metrics(tmp_path / run / "metrics.jsonl")]
+        for run in ("run", "whole")
+    ]
     assert [row for row in steps[0] if "loss" in row] == [row for row in steps[1] if "loss" in row]
 
 
@@ -277,7 +320,9 @@ def scripted(run: ExampleRun, told: dict[int, float]) -> ExampleRun:
     return run
 
 
-def test_evaluations_change_nothing_of_the_training_and_the_best_model_is_kept(place: Path, tmp_path: Path) -> None:
+def test_evaluations_change_nothing_of_the_training_and_the_best_model_is_kept(
+    place: Path, tmp_path: Path
+) -> None:
     """The least loss is that of step 2. Dropout draws random numbers, and evaluations must draw none of them."""
     keys: dict[str, Any] = {"lora": {"dropout": 0.2}, "columns": {"text": "chosen"}, "steps": 6}
     trained(opened(place, tmp_path / "plain", "sft", **keys, eval_every=None))
@@ -286,14 +331,25 @@ def test_evaluations_change_nothing_of_the_training_and_the_best_model_is_kept(p
     weights = Keeps(run)
     run.trainer.add_callback(weights)
     trained(run)
-    assert list(measured(tmp_path / "plain")) == [0, 6] and list(measured(tmp_path / "best")) == [0, 2, 4, 6]
+    assert list(measured(tmp_path / "plain")) == [0, 6] and list(measured(tmp_path / "best")) == [
+        0,
+        2,
+        4,
+        6,
+    ]
     assert losses(tmp_path / "plain") == losses(tmp_path / "best")
     plain, best = RunFolder(tmp_path / "plain"), RunFolder(tmp_path / "best")
-    assert same(adapter(plain.model), adapter(best.model)) and not same(adapter(best.best), adapter(best.model))
+    assert same(adapter(plain.model), adapter(best.model)) and not same(
+        adapter(best.best), adapter(best.model)
+    )
     kept = list(adapter(best.best).values())
     assert len(kept) == len(weights.steps[2])
     assert all(any(torch.equal(one, other) for other in kept) for one in weights.steps[2])
-    assert read_json(best.best / "evaluation.json")["step"] == 2 == read_json(best.held_out)["best"]["step"]
+    assert (
+        read_json(best.best / "evaluation.json")["step"]
+        == 2
+        == read_json(best.held_out)["best"]["step"]
+    )
 
 
 class Keeps(TrainerCallback):
@@ -304,12 +360,16 @@ class Keeps(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         weights = self._run.trainer.bare_model.parameters()
-        self.steps[state.global_step] = [one.detach().clone() for one in weights if one.requires_grad]
+        self.steps[state.global_step] = [
+            one.detach().clone() for one in weights if one.requires_grad
+        ]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
-def test_a_reward_model_that_is_kept_trains_on_as_it_was(dtype: str, lora: bool, place: Path, tmp_path: Path) -> None:
+def test_a_reward_model_that_is_kept_trains_on_as_it_was(
+    dtype: str, lora: bool, place: Path, tmp_path: Path
+) -> None:
     """It is saved merged, or in the dtype of its result, and the model in training must stay what it is."""
     keys: dict[str, Any] = {"steps": 4, "dtype": dtype, **({} if lora else {"lora": None})}
     trained(opened(place, tmp_path / "plain", "reward", **keys, eval_every=2))
@@ -318,15 +378,23 @@ def test_a_reward_model_that_is_kept_trains_on_as_it_was(dtype: str, lora: bool,
     assert measured(tmp_path / "plain") == measured(tmp_path / "best")
     best = RunFolder(tmp_path / "best").best
     assert AutoModelForSequenceClassification.from_pretrained(best).config.num_labels == 1
-    assert (best / "adapter").is_dir() == lora and read_json(best / "evaluation.json")["ycore/eval/n"] == 6
+    assert (best / "adapter").is_dir() == lora and read_json(best / "evaluation.json")[
+        "ycore/eval/n"
+    ] == 6
 
 
-def test_a_run_without_gain_ends_early_also_where_it_was_stopped_before(place: Path, tmp_path: Path) -> None:
+def test_a_run_without_gain_ends_early_also_where_it_was_stopped_before(
+    place: Path, tmp_path: Path
+) -> None:
     """The loss of step 2 is the least. A run that is stopped while step 4 is measured ends there, as one never stopped.
 
     So does one that is killed after that decision: its checkpoint of step 4 is that of a run that was over.
     """
-    keys: dict[str, Any] = {"columns": {"text": "chosen"}, "stop_when": ["no-gain:1"], "checkpoint_every": 4}
+    keys: dict[str, Any] = {
+        "columns": {"text": "chosen"},
+        "stop_when": ["no-gain:1"],
+        "checkpoint_every": 4,
+    }
     told = {0: 3.0, 2: 1.0, 4: 1.0, 6: 0.5}
     for name in ("whole", "stopped", "killed"):
         run = scripted(opened(place, tmp_path / name, "sft", **keys), told)
@@ -342,8 +410,13 @@ def test_a_run_without_gain_ends_early_also_where_it_was_stopped_before(place: P
             run = scripted(opened(place, tmp_path / name, "sft", **keys), told)
         trained(run)
         folder = RunFolder(tmp_path / name)
-        assert len(losses(tmp_path / name)) == 4 and list(measured(tmp_path / name)) == [0, 2, 4], name
-        assert read_json(folder.held_out)["ended_early"] == "no gain in 1 evaluations over loss 1 of step 2"
+        assert len(losses(tmp_path / name)) == 4 and list(measured(tmp_path / name)) == [0, 2, 4], (
+            name
+        )
+        assert (
+            read_json(folder.held_out)["ended_early"]
+            == "no gain in 1 evaluations over loss 1 of step 2"
+        )
     models = [adapter(RunFolder(tmp_path / name).model) for name in ("whole", "stopped", "killed")]
     assert same(models[0], models[1]) and same(models[0], models[2])
 
@@ -363,7 +436,9 @@ def test_a_damaged_checkpoint_is_passed_over(place: Path, tmp_path: Path) -> Non
     with pytest.raises(Interrupted):
         run.train()
     run.close()
-    (RunFolder(tmp_path).checkpoints / "checkpoint-4" / "adapter_model.safetensors").write_bytes(b"half")
+    (RunFolder(tmp_path).checkpoints / "checkpoint-4" / "adapter_model.safetensors").write_bytes(
+        b"half"
+    )
     trained(opened(place, tmp_path, "sft", columns={"text": "chosen"}, steps=6, checkpoint_every=2))
     assert len(losses(tmp_path)) == 6 and list(measured(tmp_path)) == [0, 2, 4, 6]
     assert (RunFolder(tmp_path).checkpoints / "damaged-checkpoint-4").is_dir()
@@ -379,7 +454,9 @@ def test_other_rows_are_another_run(place: Path, tmp_path: Path) -> None:
 
 
 def test_rows_that_are_all_too_long_end_the_run_in_a_line(place: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"rows do not fit into max_length, 4 tokens, and 0 are left"):
+    with pytest.raises(
+        DataError, match=r"rows do not fit into max_length, 4 tokens, and 0 are left"
+    ):
         opened(place, tmp_path / "run", "reward", trl={"max_length": 4})
 
 
@@ -400,19 +477,31 @@ def test_rows_with_pictures_teach(method: str, lora: bool, tmp_path: Path) -> No
     """A colour for each picture, under one question; the eyes learn too, or stay what they were under LoRA."""
     model, colours = write_tiny_vision_model(tmp_path / "eyes"), ("red", "lime", "blue", "white")
     for colour in colours:
-        Pillow.new("L" if colour == "white" else "RGB", (8, 8), colour).save(tmp_path / f"{colour}.png")
+        Pillow.new("L" if colour == "white" else "RGB", (8, 8), colour).save(
+            tmp_path / f"{colour}.png"
+        )
     rows = [{"prompt": "Which?", "image": f"{name}.png", "completion": name} for name in colours]
-    pairs = [{**row, "chosen": row.pop("completion"), "rejected": "none"} for row in map(dict, rows)]
+    pairs = [
+        {**row, "chosen": row.pop("completion"), "rejected": "none"} for row in map(dict, rows)
+    ]
     file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in (pairs if method == "dpo" else rows) * 4))
+    file.write_text(
+        "".join(json.dumps(row) + "\n" for row in (pairs if method == "dpo" else rows) * 4)
+    )
     how: dict[str, Any] = {"model": str(model), "dataset": str(file), "held_out": 0}
     run = opened(tmp_path, tmp_path / "out", method, **how, **({} if lora else {"lora": None}))
-    before = {name: weight.detach().clone() for name, weight in run.trainer.model.named_parameters()}
+    before = {
+        name: weight.detach().clone() for name, weight in run.trainer.model.named_parameters()
+    }
     seen = next(iter(run.trainer.get_train_dataloader()))["pixel_values"]
     assert len({one.numpy().tobytes() for one in seen}) > 1
     trained(run)
     losses = [row["loss"] for row in read_metrics(tmp_path / "out" / "metrics.jsonl")]
     assert losses[-1] < losses[0]
-    moved = {name for name, weight in run.trainer.model.named_parameters() if not torch.equal(weight, before[name])}
+    moved = {
+        name
+        for name, weight in run.trainer.model.named_parameters()
+        if not torch.equal(weight, before[name])
+    }
     assert any("vision_tower" in name or "projector" in name for name in moved) != lora
     assert (tmp_path / "out" / "model" / "processor_config.json").is_file()

@@ -64,13 +64,24 @@ def finish(run: FlowRun) -> dict[str, torch.Tensor]:
     try:
         run.train()
         run.save()
-        return {name: weight.clone() for name, weight in (run.learner.policy.copy() | run.learner.old).items()}
+        return {
+            name: weight.clone()
+            for name, weight in (run.learner.policy.copy() | run.learner.old).items()
+        }
     finally:
         run.close()
 
 
 FLOWS = {
-    "nft": {"method": "nft", "sampler": "heun", "steps": 3, "kl": 0.1, "eval_steps": 3, "batch": 4, "updates": 2},
+    "nft": {
+        "method": "nft",
+        "sampler": "heun",
+        "steps": 3,
+        "kl": 0.1,
+        "eval_steps": 3,
+        "batch": 4,
+        "updates": 2,
+    },
     "grpo": {"method": "grpo", "window": 2, "steps": 4, "kl": 0.1, "eval_steps": 3, "batch": 4},
 }
 
@@ -99,7 +110,10 @@ def test_a_run_that_was_killed_goes_on_to_the_bit(
     assert all(torch.equal(found[name], whole[name]) for name in whole)
     rows = {name: read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "killed")}
     kept = [
-        [{key: row.get(key) for key in ("step", "loss", "reward", "ycore/eval/reward")} for row in rows[name]]
+        [
+            {key: row.get(key) for key in ("step", "loss", "reward", "ycore/eval/reward")}
+            for row in rows[name]
+        ]
         for name in rows
     ]
     assert kept[0] == kept[1]
@@ -111,12 +125,22 @@ def test_a_run_that_was_killed_goes_on_to_the_bit(
     assert left < 60, "pictures of rounds that are over are gone"
 
 
-def test_the_first_pass_of_grpo_has_ratio_one_and_the_reward_is_measured(model: Path, tmp_path: Path) -> None:
+def test_the_first_pass_of_grpo_has_ratio_one_and_the_reward_is_measured(
+    model: Path, tmp_path: Path
+) -> None:
     finish(start(tmp_path / "run", model, flow=FLOWS["grpo"], steps=1))
     before, row = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert row["ycore/flow/ratio_off"] < 1e-5 and row["ycore/flow/ratio"] == pytest.approx(1, abs=1e-5)
+    assert row["ycore/flow/ratio_off"] < 1e-5 and row["ycore/flow/ratio"] == pytest.approx(
+        1, abs=1e-5
+    )
     assert row["kl"] == pytest.approx(0, abs=1e-6)
-    assert {"loss", "grad_norm", "reward", "ycore/time/step", "ycore/flow/pictures_per_s"} <= row.keys()
+    assert {
+        "loss",
+        "grad_norm",
+        "reward",
+        "ycore/time/step",
+        "ycore/flow/pictures_per_s",
+    } <= row.keys()
     assert before["step"] == 0 and before["ycore/eval/diversity"] > 0
     ends = json.loads((tmp_path / "run" / "held_out.json").read_text())["held_out"]
     assert ends["after"]["reward"] == row["ycore/eval/reward"]
@@ -133,7 +157,9 @@ def test_rewards_that_differ_by_dust_teach_nothing(model: Path, tmp_path: Path) 
     after = finish(run)
     assert all(torch.equal(after[name], before[name]) for name in before)
     row = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
-    assert row["ycore/skipped"] == 1.0 and row["frac_reward_zero_std"] == 1.0 and row["reward_std"] > 0
+    assert (
+        row["ycore/skipped"] == 1.0 and row["frac_reward_zero_std"] == 1.0 and row["reward_std"] > 0
+    )
 
 
 def test_a_run_that_is_stopped_keeps_its_last_step(model: Path, tmp_path: Path) -> None:
@@ -159,14 +185,20 @@ def test_a_picture_in_the_journal_is_named_by_its_sha256(model: Path, tmp_path: 
     completions = [one for group in json.loads(body)["groups"] for one in group["completions"]]
     pictures = [Picture.of(one["text"]) for one in completions]
     assert len({picture.image.sha256 for picture in pictures}) > 1
-    assert all((tmp_path / "run" / "images" / picture.image.sha256).is_file() for picture in pictures)
+    assert all(
+        (tmp_path / "run" / "images" / picture.image.sha256).is_file() for picture in pictures
+    )
 
 
 @pytest.mark.parametrize("method", ["nft", "grpo"])
 def test_a_run_learns(method: str, model: Path, tmp_path: Path) -> None:
     finish(start(tmp_path / "run", model, flow=FLOWS[method] | {"kl": 0.0, "updates": 3, "batch": 32}, steps=6,
                  prompts_per_step=3, group_size=8, num_samples=8, eval_every=6))  # fmt: skip
-    measured = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "ycore/eval/reward" in row]
+    measured = [
+        row
+        for row in read_metrics(tmp_path / "run" / "metrics.jsonl")
+        if "ycore/eval/reward" in row
+    ]
     assert measured[-1]["ycore/eval/reward/low"] > measured[0]["ycore/eval/reward"]
 
 
@@ -184,7 +216,10 @@ def judge_that_sees() -> Iterator[tuple[str, list[dict[str, Any]]]]:
             light = Image.open(io.BytesIO(data)).convert("L").resize((1, 1)).getpixel((0, 0))
             tag = re.findall(r"<(score-[0-9a-f]{6})>", text["text"])[-1]
             message = {"role": "assistant", "content": f"<{tag}>{light / 25.5:.1f}</{tag}>"}
-            answer = {"choices": [{"message": message, "finish_reason": "stop"}], "usage": {"completion_tokens": 5}}
+            answer = {
+                "choices": [{"message": message, "finish_reason": "stop"}],
+                "usage": {"completion_tokens": 5},
+            }
             data = json.dumps(answer).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(data)))
@@ -211,13 +246,18 @@ def test_a_judge_at_an_address_is_shown_each_picture(
     reward = {"reward": "judge:bright", "args": judge}
     run = start(tmp_path / "run", model, flow=FLOWS["nft"], rewards=[reward], steps=2)
     finish(run)
-    rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "ycore/time/step" in row]
+    rows = [
+        row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "ycore/time/step" in row
+    ]
     assert len(rows) == 2 and all(
         row["ycore/judge/calls"] >= 8 and row["ycore/judge/parse_failures"] == 0 for row in rows
     )
     assert 0 < rows[0]["reward"] < 1 and rows[0]["ycore/skipped"] == 0
     pictures = {body["messages"][-1]["content"][0]["image_url"]["url"] for body in asked}
     assert len(pictures) > 8, "each question shows its own picture"
-    codes = {re.findall(r"score-[0-9a-f]{6}", body["messages"][-1]["content"][1]["text"])[-1] for body in asked}
+    codes = {
+        re.findall(r"score-[0-9a-f]{6}", body["messages"][-1]["content"][1]["text"])[-1]
+        for body in asked
+    }
     assert len(codes) >= len(pictures), "and no verdict can be copied from another"
     assert "[picture 1]" in asked[0]["messages"][-1]["content"][1]["text"]

@@ -59,7 +59,11 @@ def trained(
             "engine": {"kind": "transformers"},
             "reward_workers": {"workers": 1},
             **settings,
-            "trl": {"learning_rate": 1e-2, "gradient_checkpointing": False, **settings.get("trl", {})},
+            "trl": {
+                "learning_rate": 1e-2,
+                "gradient_checkpointing": False,
+                **settings.get("trl", {}),
+            },
         }
     )
     write_json_atomic(folder.config, {"config": config.model_dump(mode="json")})
@@ -92,9 +96,15 @@ def test_a_preset_trains(name: str, spread: str, model: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "name", sorted({*get_args(Advantage)} - {"group", "dr-grpo", "lite-ppo", "reinforce++-baseline", "turn", "crpg"})
+    "name",
+    sorted(
+        {*get_args(Advantage)}
+        - {"group", "dr-grpo", "lite-ppo", "reinforce++-baseline", "turn", "crpg"}
+    ),
 )
-def test_an_estimator_that_no_preset_has_trains(name: str, spread: str, model: Path, tmp_path: Path) -> None:
+def test_an_estimator_that_no_preset_has_trains(
+    name: str, spread: str, model: Path, tmp_path: Path
+) -> None:
     assert all(row["grad_norm"] > 0 for row in trained(tmp_path, model, [spread], advantage=name))
 
 
@@ -115,16 +125,26 @@ def test_ppo_trains_on_groups_of_one_and_saves_its_critic_beside_the_policy(
     """One completion a prompt and a warm-up of one step; its group teaches, although nothing is beside it."""
     sizes = {"prompts_per_step": 4, "group_size": 1, "checkpoint_every": 1}
     first, second = trained(
-        tmp_path, model, [spread], algorithm="ppo", critic={"warmup_steps": 1}, **sizes, trl={"beta": 0.05}
+        tmp_path,
+        model,
+        [spread],
+        algorithm="ppo",
+        critic={"warmup_steps": 1},
+        **sizes,
+        trl={"beta": 0.05},
     )
-    assert first["grad_norm"] == 0 and second["grad_norm"] > 0 and first["ycore/critic/grad_norm"] > 0
+    assert (
+        first["grad_norm"] == 0 and second["grad_norm"] > 0 and first["ycore/critic/grad_norm"] > 0
+    )
     assert first["ycore/sampling/drawn"] == second["ycore/sampling/drawn"] == 4
     assert first["kl"] == pytest.approx(0, abs=1e-6)
     assert (tmp_path / "run" / "checkpoints" / "checkpoint-2" / "critic.safetensors").is_file()
 
 
 @pytest.mark.parametrize("loss", ["dpo", "ipo", "rrhf"])
-def test_pairs_of_the_policys_own_completions_train(loss: str, spread: str, model: Path, tmp_path: Path) -> None:
+def test_pairs_of_the_policys_own_completions_train(
+    loss: str, spread: str, model: Path, tmp_path: Path
+) -> None:
     beta: dict[str, Any] = {"trl": {"beta": 0.0}} if loss == "rrhf" else {}
     metrics = trained(tmp_path, model, [spread], algorithm="online-dpo", loss_from=loss, **beta)
     assert all(row["grad_norm"] > 0 for row in metrics)
@@ -138,7 +158,10 @@ def test_a_divergence_trains(name: str, spread: str, model: Path, tmp_path: Path
 
 
 def test_similarity_and_the_references_probability_train(model: Path, tmp_path: Path) -> None:
-    rewards = ["similarity", {"reward": "reference_probability", "args": {"debias": False}, "weight": 10.0}]
+    rewards = [
+        "similarity",
+        {"reward": "reference_probability", "args": {"debias": False}, "weight": 10.0},
+    ]
     metrics = trained(tmp_path, model, rewards)
     assert all(row["grad_norm"] > 0 and row["ycore/masked"] == 0 for row in metrics)
     assert all(0 < row["rewards/reference_probability/mean"] < 1 for row in metrics)
@@ -157,12 +180,17 @@ def test_a_code_reward_trains(model: Path, tmp_path: Path) -> None:
         }
         for n in range(8)
     ]
-    metrics = trained(tmp_path, model, [{"reward": "code", "args": {"timeout_s": 30.0}}, "length"], rows=rows)
+    metrics = trained(
+        tmp_path, model, [{"reward": "code", "args": {"timeout_s": 30.0}}, "length"], rows=rows
+    )
     for row in metrics:
         assert row["ycore/masked"] == row["ycore/code/infra_errors"] == 0
         assert row["ycore/code/programs"] >= 8 and row["ycore/code/latency_s"] > 0
         assert 0 <= row["rewards/code/mean"] <= 1
-        failed = sum(row[f"ycore/code/{name}"] for name in ("compile_errors", "run_errors", "timeouts", "memory"))
+        failed = sum(
+            row[f"ycore/code/{name}"]
+            for name in ("compile_errors", "run_errors", "timeouts", "memory")
+        )
         assert row["ycore/code/passed"] + failed == row["ycore/code/programs"]
     assert sum(row["ycore/code/passed"] for row in metrics) > 0
 
@@ -170,5 +198,9 @@ def test_a_code_reward_trains(model: Path, tmp_path: Path) -> None:
 def test_adapters_learn_on_a_base_in_4_bits(tmp_path: Path, model: Path) -> None:
     pytest.importorskip("bitsandbytes")
     (tmp_path / "spread.py").write_text(SPREAD)
-    rows = trained(tmp_path, model, [{"reward": f"{tmp_path / 'spread.py'}:spread"}], quantize="4bit")
-    assert len(rows) == 2 and all(math.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in rows)
+    rows = trained(
+        tmp_path, model, [{"reward": f"{tmp_path / 'spread.py'}:spread"}], quantize="4bit"
+    )
+    assert len(rows) == 2 and all(
+        math.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in rows
+    )

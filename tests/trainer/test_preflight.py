@@ -33,7 +33,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def run_folder(tmp_path: Path, model: Path, *, reward: str, longest: int = 4, **settings: Any) -> RunFolder:
+def run_folder(
+    tmp_path: Path, model: Path, *, reward: str, longest: int = 4, **settings: Any
+) -> RunFolder:
     """What the launcher leaves for the role."""
     rows = [{"prompt": "+".join("1" * (longest if n == 7 else 3))} for n in range(20)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -64,7 +66,12 @@ def run_folder(tmp_path: Path, model: Path, *, reward: str, longest: int = 4, **
 def preflight(folder: RunFolder) -> tuple[Measurements, list[dict[str, Any]]]:
     done = subprocess.run(
         [sys.executable, "-m", "ycore.trainer.preflight_round", str(folder.root)],
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env={
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        },
         capture_output=True,
         text=True,
         timeout=600,
@@ -74,14 +81,22 @@ def preflight(folder: RunFolder) -> tuple[Measurements, list[dict[str, Any]]]:
     return from_json(told["preflight"]), told["samples"]
 
 
-def test_truncation_equal_rewards_and_a_long_prompt_are_measured(tmp_path: Path, model: Path) -> None:
+def test_truncation_equal_rewards_and_a_long_prompt_are_measured(
+    tmp_path: Path, model: Path
+) -> None:
     measured, shown = preflight(run_folder(tmp_path, model, reward="nothing", longest=60))
     assert (measured.num_prompts, measured.group_size) == (16, 4)
     assert measured.truncated > 0.9 and measured.equal == 1.0
     assert measured.rewards == (0.0,) * 64 and len(shown) == 4
     assert measured.prompts is not None
-    assert (measured.prompts.rows, measured.prompts.too_long, measured.prompts.longest_row) == (20, 1, 7)
-    assert measured.logprob_gap is None and measured.sync_gap is None  # the trainer's own weights generate
+    assert (measured.prompts.rows, measured.prompts.too_long, measured.prompts.longest_row) == (
+        20,
+        1,
+        7,
+    )
+    assert (
+        measured.logprob_gap is None and measured.sync_gap is None
+    )  # the trainer's own weights generate
     assert measured.template.problems == () and measured.template.end_of_turn is None
     found = [finding.what for finding in verdict(measured).findings]
     assert "1 of 20 prompts are longer than the 62 tokens" in found[0]
@@ -124,7 +139,9 @@ def checked(
 ) -> tuple[tuple[str, ...], str | None]:
     changed = templated(tokenizer, template)
     try:
-        told = check_template(tokenizer, ASKED, ends=(tokenizer.eos_token_id,) if ends is None else ends)
+        told = check_template(
+            tokenizer, ASKED, ends=(tokenizer.eos_token_id,) if ends is None else ends
+        )
     finally:
         changed.restore()
     return told.problems, told.end_of_turn
@@ -143,12 +160,18 @@ CHATML = (
 @pytest.mark.parametrize(
     ("template", "told"),
     [
-        (CHATML, "it writes <|im_end|>, <|im_start|>, which this tokenizer does not have as a token"),
+        (
+            CHATML,
+            "it writes <|im_end|>, <|im_start|>, which this tokenizer does not have as a token",
+        ),
         (
             "<|user|>{% if add_generation_prompt %}<|assistant|>{% endif %}",
             "what the user says is not in what it writes",
         ),
-        ("{% for m in messages %}<|user|>{{ m['content'] }}<|end|>{% endfor %}", "assistant's turn begins"),
+        (
+            "{% for m in messages %}<|user|>{{ m['content'] }}<|end|>{% endfor %}",
+            "assistant's turn begins",
+        ),
     ],
 )
 def test_a_template_of_another_model_is_found(tokenizer: Any, template: str, told: str) -> None:
@@ -173,6 +196,10 @@ def test_an_end_of_turn_that_ends_no_completion_is_found(tokenizer: Any) -> None
         ({"trust_region": "icepop"}, None),
     ],
 )
-def test_when_a_completions_weight_can_leave_it_out(settings: dict[str, Any], limit: float | None) -> None:
-    config = RunConfig(model="m", dataset="d", output="o", rewards=[RewardConfig(reward="length")], **settings)
+def test_when_a_completions_weight_can_leave_it_out(
+    settings: dict[str, Any], limit: float | None
+) -> None:
+    config = RunConfig(
+        model="m", dataset="d", output="o", rewards=[RewardConfig(reward="length")], **settings
+    )
     assert weight_limit(config) == limit

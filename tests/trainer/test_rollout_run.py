@@ -17,7 +17,13 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ycore.config.schema import EngineSettings, LoraSettings, RewardConfig, RewardSettings, RunConfig
+from ycore.config.schema import (
+    EngineSettings,
+    LoraSettings,
+    RewardConfig,
+    RewardSettings,
+    RunConfig,
+)
 from ycore.models.tiny import write_tiny_model
 from ycore.round.journal import Journal
 from ycore.run.files import write_json_atomic
@@ -70,7 +76,12 @@ def run_folder(tmp_path: Path, model: Path, **settings: Any) -> RunFolder:
 def start(folder: RunFolder) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [sys.executable, "-m", "ycore.trainer", str(folder.root)],
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env={
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        },
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -98,7 +109,11 @@ def finish(folder: RunFolder, ended: list["subprocess.Popen[str]"]) -> tuple[int
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    return {
+        name: tensor
+        for path in folder.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
@@ -111,12 +126,21 @@ def test_a_run_leaves_its_model_metrics_and_samples(
     assert code == 0, told
     rows = read_metrics(folder.metrics)
     assert [row["step"] for row in rows] == [1, 2]
-    names = {"reward", "loss", "grad_norm", "rewards/spread/mean", "ycore/time/sync", "ycore/time/round"}
+    names = {
+        "reward",
+        "loss",
+        "grad_norm",
+        "rewards/spread/mean",
+        "ycore/time/sync",
+        "ycore/time/round",
+    }
     assert (names | {"ycore/time/train", "ycore/time/step", "ycore/tokens_per_s"}) <= rows[0].keys()
     assert all(row["grad_norm"] > 0 for row in rows)
     assert all(row["ycore/time/train"] > 0 for row in rows)
     samples = json.loads(folder.samples.read_text())
-    assert [sample["row"] for sample in samples["before"]] == [sample["row"] for sample in samples["after"]]
+    assert [sample["row"] for sample in samples["before"]] == [
+        sample["row"] for sample in samples["after"]
+    ]
     assert len(samples["before"]) == 4
     check_model(folder, model, lora=lora)
 
@@ -146,7 +170,9 @@ def test_a_policy_is_trained_as_a_judge_of_pairs(
         assert row["rewards/mine/mean"] == 0 and row["grad_norm"] > 0 and row["ycore/masked"] == 0
         assert row["ycore/judge/parse_failures"] >= 8 and row["ycore/judge/calls"] == 0
     asked = [sample["prompt"] for sample in json.loads(folder.samples.read_text())["before"]]
-    assert all(" or " in str(prompt) and "the first answer is better" in str(prompt) for prompt in asked)
+    assert all(
+        " or " in str(prompt) and "the first answer is better" in str(prompt) for prompt in asked
+    )
 
 
 def check_model(folder: RunFolder, model: Path, *, lora: bool) -> None:
@@ -186,7 +212,9 @@ def test_an_interrupted_run_leaves_a_checkpoint_and_goes_on_from_it(
     assert process.returncode == 130, told
     done = len(read_metrics(folder.metrics))
     assert [path.name for path in folder.checkpoints.glob("checkpoint-*")] == [f"checkpoint-{done}"]
-    _, others = psutil.wait_procs(children, timeout=5)  # what the kernel ends with a worker, it ends a moment later
+    _, others = psutil.wait_procs(
+        children, timeout=5
+    )  # what the kernel ends with a worker, it ends a moment later
     assert children and not any(is_alive(child) for child in others)
 
     shorter = json.loads(folder.config.read_text())
@@ -247,25 +275,43 @@ def test_a_policy_learns_in_two_environments_of_several_turns_without_a_dataset(
         "turns": {"max_tokens": 12},
     }
     folder = run_folder(tmp_path, model, **settings, rewards=[RewardConfig(reward="environment")])
-    write_json_atomic(folder.engines, {**json.loads(folder.engines.read_text()), "max_model_len": 256})
+    write_json_atomic(
+        folder.engines, {**json.loads(folder.engines.read_text()), "max_model_len": 256}
+    )
     code, told = finish(folder, ended)
     assert code == 0, told
     found = Journal(folder.journal, rank=0).read(0)
     assert found is not None
     written = [completion for group in found.groups for completion in group.completions]
-    assert all(group.draw.prompt.content[-1]["content"].endswith(" Go on.") for group in found.groups)
-    assert max(len(completion.turns) for completion in written) == 5  # three of the policy's, and two answers
+    assert all(
+        group.draw.prompt.content[-1]["content"].endswith(" Go on.") for group in found.groups
+    )
+    assert (
+        max(len(completion.turns) for completion in written) == 5
+    )  # three of the policy's, and two answers
     for completion in written:
-        answers = [message["content"] for turn in completion.turns if not turn.by_policy for message in turn.messages]
+        answers = [
+            message["content"]
+            for turn in completion.turns
+            if not turn.by_policy
+            for message in turn.messages
+        ]
         assert answers == [f"{number} so far" for number in range(1, len(answers) + 1)]
         texts = [turn for turn in completion.turns if turn.by_policy]
-        assert [turn.reward for turn in texts[:-1]] == [len(turn.messages[0]["content"]) / 12 for turn in texts[:-1]]
+        assert [turn.reward for turn in texts[:-1]] == [
+            len(turn.messages[0]["content"]) / 12 for turn in texts[:-1]
+        ]
         assert 0 < sum(completion.mask) <= 4 * 12 and completion.earned is not None
     rows = read_metrics(folder.metrics)
     assert len(rows) == 2 and all(row["ycore/turns/mean"] > 1.2 for row in rows)
     assert all(0 < row["ycore/turns/reward"] <= 1 for row in rows)
-    assert any("ycore/reward/Echo" in row for row in rows) and any("ycore/reward/less" in row for row in rows)
-    assert all(row.get("ycore/reward/Echo", 0) >= 0 and row.get("ycore/reward/less", -6) <= -6 for row in rows)
+    assert any("ycore/reward/Echo" in row for row in rows) and any(
+        "ycore/reward/less" in row for row in rows
+    )
+    assert all(
+        row.get("ycore/reward/Echo", 0) >= 0 and row.get("ycore/reward/less", -6) <= -6
+        for row in rows
+    )
     assert all(row["ycore/turns/masked_tokens"] > 5 and row["ycore/masked"] == 0 for row in rows)
     samples = json.loads(folder.samples.read_text())
     assert "\nuser: 1 so far\n" in "".join(sample["completion"] for sample in samples["after"])
@@ -303,9 +349,16 @@ def test_a_policy_learns_with_an_agent_that_writes_its_own_prompts(
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     (tmp_path / "talker.py").write_text(TALKER)
     agent = f"python {tmp_path / 'talker.py'}"
-    settings = {"agent": agent, "max_tokens": 120, "keep_journal": True, "turns": {"max_tokens": 12}}
+    settings = {
+        "agent": agent,
+        "max_tokens": 120,
+        "keep_journal": True,
+        "turns": {"max_tokens": 12},
+    }
     folder = run_folder(tmp_path, model, **settings, rewards=[RewardConfig(reward="environment")])
-    write_json_atomic(folder.engines, {**json.loads(folder.engines.read_text()), "max_model_len": 256})
+    write_json_atomic(
+        folder.engines, {**json.loads(folder.engines.read_text()), "max_model_len": 256}
+    )
     code, told = finish(folder, ended)
     assert code == 0, told
     found = Journal(folder.journal, rank=0).read(0)
@@ -313,10 +366,18 @@ def test_a_policy_learns_with_an_agent_that_writes_its_own_prompts(
     written = [completion for group in found.groups for completion in group.completions]
     prompts = {completion.prompt_ids for completion in written}
     assert len(prompts - {None}) > 1, "each agent writes a prompt of its own"
-    assert all(completion.finish_reason == "failed" for completion in written if completion.prompt_ids is None)
+    assert all(
+        completion.finish_reason == "failed"
+        for completion in written
+        if completion.prompt_ids is None
+    )
     sizes = [len(completion.sequences(())) for completion in written]
     assert any(len(completion.turns) == 5 for completion in written) and set(sizes) == {1, 2}
     rows = read_metrics(folder.metrics)
-    assert len(rows) == 2 and all(row["ycore/logprob_gap"] < 1e-3 for row in rows if "ycore/logprob_gap" in row)
-    assert all(1 < row["ycore/turns/sequences"] <= 2 for row in rows), "a step may be without a failed agent"
+    assert len(rows) == 2 and all(
+        row["ycore/logprob_gap"] < 1e-3 for row in rows if "ycore/logprob_gap" in row
+    )
+    assert all(1 < row["ycore/turns/sequences"] <= 2 for row in rows), (
+        "a step may be without a failed agent"
+    )
     assert rows[0]["ycore/turns/sequences"] < 2 and 0 < rows[0]["ycore/turns/ended_failed"] < 64

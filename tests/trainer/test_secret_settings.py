@@ -30,11 +30,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tiny_model(root / "tiny")
     rows = [{"prompt": f"{n} + 1 =", "completion": f"{n + 1}", "answer": "1"} for n in range(8)]
     (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (root / "rewards.py").write_text("def constant(completions, api_key, **columns):\n    return [1.0] * 4\n")
+    (root / "rewards.py").write_text(
+        "def constant(completions, api_key, **columns):\n    return [1.0] * 4\n"
+    )
     return root
 
 
-def started(place: Path, output: Path, algorithm: str, monkeypatch: pytest.MonkeyPatch, **keys: Any) -> RunFolder:
+def started(
+    place: Path, output: Path, algorithm: str, monkeypatch: pytest.MonkeyPatch, **keys: Any
+) -> RunFolder:
     """A run's folder as the launcher leaves it, and this process's environment as the launcher sets the trainer's."""
     config: Any = resolve(
         options={
@@ -50,7 +54,12 @@ def started(place: Path, output: Path, algorithm: str, monkeypatch: pytest.Monke
     )
     folder = RunFolder(output)
     claim(folder, config, resume=False).release()
-    told = {"kind": "transformers", "engines": [], "model": str(place / "tiny"), "max_model_len": 64}
+    told = {
+        "kind": "transformers",
+        "engines": [],
+        "model": str(place / "tiny"),
+        "max_model_len": 64,
+    }
     write_json_atomic(output / "engines.json", {**told, "home": str(output)})
     for name, value in worker_environment(config).items():
         monkeypatch.setenv(name, value)
@@ -59,7 +68,11 @@ def started(place: Path, output: Path, algorithm: str, monkeypatch: pytest.Monke
 
 
 def files_with(secret: str, output: Path) -> list[str]:
-    return [path.name for path in output.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
+    return [
+        path.name
+        for path in output.rglob("*")
+        if path.is_file() and secret.encode() in path.read_bytes()
+    ]
 
 
 def test_given_examples(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,8 +91,15 @@ def test_given_examples(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_rollouts(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reward = {"reward": f"{place / 'rewards.py'}:constant", "args": {"api_key": KEY}}
-    keys: dict[str, Any] = {"rewards": [reward], "prompts_per_step": 1, "group_size": 4, "max_tokens": 8}
-    folder = started(place, tmp_path / "run", "grpo", monkeypatch, engine={"kind": "transformers"}, **keys)
+    keys: dict[str, Any] = {
+        "rewards": [reward],
+        "prompts_per_step": 1,
+        "group_size": 4,
+        "max_tokens": 8,
+    }
+    folder = started(
+        place, tmp_path / "run", "grpo", monkeypatch, engine={"kind": "transformers"}, **keys
+    )
     parts = assemble(folder.root)
     assert parts.config.trl["hub_token"] == TOKEN
     assert parts.config.rewards[0].args == {"api_key": KEY}
@@ -87,7 +107,9 @@ def test_rollouts(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert files_with(TOKEN, folder.root) == [] == files_with(KEY, folder.root)
 
 
-@pytest.mark.parametrize("resumed", [["resume"], ["sft", "--resume", "--output"]], ids=["resume", "--resume"])
+@pytest.mark.parametrize(
+    "resumed", [["resume"], ["sft", "--resume", "--output"]], ids=["resume", "--resume"]
+)
 def test_a_run_does_not_go_on_without_its_secret(
     resumed: list[str],
     place: Path,

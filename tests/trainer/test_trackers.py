@@ -42,7 +42,9 @@ print(json.dumps(told))
 def trackio_page(place: Path) -> dict[str, Any]:
     """The one page of the project `sums`, read in a process of its own, because trackio keeps its folder."""
     words = [sys.executable, "-c", TRACKIO]
-    done = subprocess.run(words, env=environment(place), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        words, env=environment(place), capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout))
 
@@ -56,7 +58,12 @@ def environment(place: Path) -> dict[str, str]:
 def run(words: Sequence[Any], place: Path) -> None:
     """ycore in `place`."""
     done = subprocess.run(
-        [*YCORE, *map(str, words)], cwd=place, env=environment(place), capture_output=True, text=True, timeout=800
+        [*YCORE, *map(str, words)],
+        cwd=place,
+        env=environment(place),
+        capture_output=True,
+        text=True,
+        timeout=800,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -71,7 +78,9 @@ def records_of(file: Path) -> list[Any]:
 
     data, at, parts, records = file.read_bytes(), 7, b"", []
     while at + 7 <= len(data):
-        if (room := 32768 - at % 32768) < 7:  # a block ends with zeros where no record's header fits
+        if (
+            room := 32768 - at % 32768
+        ) < 7:  # a block ends with zeros where no record's header fits
             at += room
             continue
         size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
@@ -89,14 +98,20 @@ def test_trackers_that_keep_files_get_model_and_journal_and_report(tmp_path: Pat
     pytest.importorskip("trackio")
     output = tmp_path / "run"
     sizes = {"--steps": 2, "--prompts-per-step": 2, "--group-size": 2, "--output": output}
-    tracked = {"--report-to": "wandb,trackio", "--project": "sums", "--set": "tracker_files=[model,journal]"}
+    tracked = {
+        "--report-to": "wandb,trackio",
+        "--project": "sums",
+        "--set": "tracker_files=[model,journal]",
+    }
     options = {"--model": write_tiny_model(tmp_path / "model")} | SMALL | sizes | tracked
     run(["grpo", *words_of(options), "--keep-journal"], tmp_path)
 
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     artifacts = [record.artifact for record in records_of(file) if record.HasField("artifact")]
     artifacts += [
-        record.request.log_artifact.artifact for record in records_of(file) if record.request.HasField("log_artifact")
+        record.request.log_artifact.artifact
+        for record in records_of(file)
+        if record.request.HasField("log_artifact")
     ]
     files = {one.name: {entry.path for entry in one.manifest.contents} for one in artifacts}
     assert "adapter_model.safetensors" in files["run-model"] and files["run-journal"]
@@ -105,7 +120,9 @@ def test_trackers_that_keep_files_get_model_and_journal_and_report(tmp_path: Pat
 
     page = trackio_page(tmp_path)
     assert (page["name"], page["group"]) == ("run", None), "one page, named like the folder"
-    assert {"ycore/curve", "ycore/report", "ycore/completions", "train/reward"} <= set(page["logged"])
+    assert {"ycore/curve", "ycore/report", "ycore/completions", "train/reward"} <= set(
+        page["logged"]
+    )
     assert set(page["artifacts"]) == {"run-model", "run-journal"}
 
 
@@ -115,8 +132,19 @@ def test_evaluations_and_runs_on_examples_have_pages_too(tmp_path: Path) -> None
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     model = write_tiny_model(tmp_path / "model")
-    measured = {"--num-samples": 2, "--limit": 3, "--report-to": "wandb,tensorboard", "--project": "sums"}
-    run(["eval", *words_of({"--model": model, "--output": tmp_path / "measured"} | SMALL | measured)], tmp_path)
+    measured = {
+        "--num-samples": 2,
+        "--limit": 3,
+        "--report-to": "wandb,tensorboard",
+        "--project": "sums",
+    }
+    run(
+        [
+            "eval",
+            *words_of({"--model": model, "--output": tmp_path / "measured"} | SMALL | measured),
+        ],
+        tmp_path,
+    )
     figures = json.loads((tmp_path / "measured" / "eval.json").read_text())
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     told = {
@@ -131,10 +159,24 @@ def test_evaluations_and_runs_on_examples_have_pages_too(tmp_path: Path) -> None
     assert scalars.Scalars("ycore/eval/pass@1")[0].value == pytest.approx(figures["pass@1"])
 
     (tmp_path / "rows.jsonl").write_text(
-        "".join(json.dumps({"prompt": f"{n} + 2 =", "completion": f"{n + 2}"}) + "\n" for n in range(8))
+        "".join(
+            json.dumps({"prompt": f"{n} + 2 =", "completion": f"{n + 2}"}) + "\n" for n in range(8)
+        )
     )
-    examples = {"--model": model, "--dataset": "rows.jsonl", "--output": "tuned", "--steps": 2, "--batch-size": 2}
-    run(["sft", *words_of(examples | {"--held-out": 2, "--report-to": "wandb", "--project": "sums"})], tmp_path)
+    examples = {
+        "--model": model,
+        "--dataset": "rows.jsonl",
+        "--output": "tuned",
+        "--steps": 2,
+        "--batch-size": 2,
+    }
+    run(
+        [
+            "sft",
+            *words_of(examples | {"--held-out": 2, "--report-to": "wandb", "--project": "sums"}),
+        ],
+        tmp_path,
+    )
     assert len(list(tmp_path.glob("wandb/offline-run-*/files/media/html/ycore/report_*.html"))) == 1
 
 
@@ -149,30 +191,56 @@ def test_a_flow_model_has_a_page_with_its_numbers_and_pictures(tmp_path: Path) -
     (tmp_path / "reward.py").write_text(
         "import numpy\n\n\ndef bright(images):\n    return [numpy.asarray(one).mean() / 255 for one in images]\n"
     )
-    sizes = {"--steps": 2, "--prompts-per-step": 2, "--group-size": 2, "--num-samples": 2, "--eval-every": 1}
-    options = {"--model": save_tiny_model(tmp_path / "tiny"), "--dataset": "classes", "--reward": "reward.py:bright"}
+    sizes = {
+        "--steps": 2,
+        "--prompts-per-step": 2,
+        "--group-size": 2,
+        "--num-samples": 2,
+        "--eval-every": 1,
+    }
+    options = {
+        "--model": save_tiny_model(tmp_path / "tiny"),
+        "--dataset": "classes",
+        "--reward": "reward.py:bright",
+    }
     tracked = {"--report-to": "wandb,tensorboard", "--wandb-project": "sums", "--output": "drawn"}
     run(["flow", *words_of(options | sizes | tracked)], tmp_path)
     run(["resume", "drawn", "--steps", "3", "--set", "trl.report_to=tensorboard"], tmp_path)
 
-    rows = [json.loads(line) for line in (tmp_path / "drawn" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "drawn" / "metrics.jsonl").read_text().splitlines()
+    ]
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    assert file.name == f"run-{RunFolder(tmp_path / 'drawn').run_id}.wandb" and b"ycore/config" in file.read_bytes()
+    assert (
+        file.name == f"run-{RunFolder(tmp_path / 'drawn').run_id}.wandb"
+        and b"ycore/config" in file.read_bytes()
+    )
     told = [
-        {item.nested_key[0] if item.nested_key else item.key: item.value_json for item in record.history.item}
+        {
+            item.nested_key[0] if item.nested_key else item.key: item.value_json
+            for item in record.history.item
+        }
         for record in records_of(file)
         if record.HasField("history")
     ]
     sent = [{name: json.loads(row[name]) for name in row if name[:6] == "train/"} for row in told]
     sent = [row for row in sent if len(row) > 1]  # what comes last has the step alone
-    assert [row["train/global_step"] for row in sent] == [row["step"] for row in rows if row["step"] < 3]
+    assert [row["train/global_step"] for row in sent] == [
+        row["step"] for row in rows if row["step"] < 3
+    ]
     for mine, row in zip(sent, rows, strict=False):
         assert mine["train/ycore/eval/reward"] == pytest.approx(row["ycore/eval/reward"])
     assert {"train/loss", "train/reward"} <= set(sent[1])
-    for kind in ("html/ycore/report_*.html", "images/ycore/curve_*.png", "images/ycore/pictures_*.png"):
+    for kind in (
+        "html/ycore/report_*.html",
+        "images/ycore/curve_*.png",
+        "images/ycore/pictures_*.png",
+    ):
         assert len(list(file.parent.glob(f"files/media/{kind}"))) == 1, kind
 
-    page = EventAccumulator(str(tmp_path / "drawn" / "events"), size_guidance={"tensors": 0}).Reload()
+    page = EventAccumulator(
+        str(tmp_path / "drawn" / "events"), size_guidance={"tensors": 0}
+    ).Reload()
     scalars = {event.step: event.value for event in page.Scalars("train/ycore/eval/reward")}
     assert scalars == pytest.approx({row["step"]: row["ycore/eval/reward"] for row in rows})
     assert {"ycore/curve", "ycore/pictures"} <= set(page.Tags()["images"])
@@ -186,18 +254,33 @@ def test_a_tracker_that_fails_at_the_end_costs_its_page_alone(
     def no_network(**_: Any) -> None:
         raise ConnectionError("nobody answers")
 
-    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(__name__="trackio", init=no_network))
-    monkeypatch.setattr("ycore.trainer.trackers.get_available_reporting_integrations", lambda: ["trackio"])
+    monkeypatch.setitem(
+        sys.modules, "trackio", SimpleNamespace(__name__="trackio", init=no_network)
+    )
+    monkeypatch.setattr(
+        "ycore.trainer.trackers.get_available_reporting_integrations", lambda: ["trackio"]
+    )
     folder = RunFolder(tmp_path)
     folder.config.write_text("{}")
     (tmp_path / "completions.jsonl").write_text("")
-    told = {"algorithm": "eval", "model": "m", "dataset": "d", "rewards": ["length"], "output": str(tmp_path)}
+    told = {
+        "algorithm": "eval",
+        "model": "m",
+        "dataset": "d",
+        "rewards": ["length"],
+        "output": str(tmp_path),
+    }
     tell_evaluation(resolve(options=told | {"trl": {"report_to": names}}), folder, {"reward": 1.0})
-    assert capfd.readouterr().out == "trackio did not take what came last: ConnectionError: nobody answers\n"
+    assert (
+        capfd.readouterr().out
+        == "trackio did not take what came last: ConnectionError: nobody answers\n"
+    )
 
 
 @pytest.mark.slow
-def test_a_resumed_run_goes_on_with_its_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_goes_on_with_its_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("wandb")
     pytest.importorskip("trackio")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -224,21 +307,32 @@ def test_a_resumed_run_goes_on_with_its_pages(tmp_path: Path, monkeypatch: pytes
     assert (page["name"], page["group"], page["steps"]) == ("run", "family", [1, 2, 3])
 
     # A second file of the same page, whose id is the folder's.
-    files = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime)
+    files = sorted(
+        tmp_path.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime
+    )
     run_id = RunFolder(output).run_id
     assert [path.name for path in files] == [f"run-{run_id}.wandb"] * 2
-    tables = list(tmp_path.glob("wandb/offline-run-*/files/media/table/ycore/completions_*.table.json"))
+    tables = list(
+        tmp_path.glob("wandb/offline-run-*/files/media/table/ycore/completions_*.table.json")
+    )
     assert len(tables) == 2
     table = json.loads(tables[0].read_text())
     samples = json.loads((output / "samples.json").read_text())
-    assert table["columns"] == ["prompt", "before", "after"] and len(table["data"]) == len(samples["before"])
+    assert table["columns"] == ["prompt", "before", "after"] and len(table["data"]) == len(
+        samples["before"]
+    )
 
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3]
     wandb_file = files[0]
     told = wandb_file.read_bytes()
     assert b"ycore/time/round" in told and b"frac_reward_zero_std" in told
-    assert b"sums" in told and b"ycore/config" in told and b"prompts_per_step" in told and b"ycore/curve" in told
+    assert (
+        b"sums" in told
+        and b"ycore/config" in told
+        and b"prompts_per_step" in told
+        and b"ycore/curve" in told
+    )
     assert list(wandb_file.parent.glob("files/media/images/ycore/curve_*.png"))
 
     found = (path for path in tmp_path.rglob("events.out.tfevents.*") if path.suffix != ".ycore")

@@ -23,19 +23,30 @@ from ycore.trl.offload import Offload
 
 NAME, DEVICE = "pretended", "pretended:0"
 PROMPTS, COMPLETIONS = [tuple(range(9)), tuple(range(9)), (3, 4)], [(1, 2, 3), (4, 5, 6, 7), (8,)]
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 def on_the_device() -> Any:
     config = LlamaConfig(**SIZES, vocab_size=90, num_hidden_layers=2)
     with unset_fake_temporarily():
-        model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
-        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+        model: Any = AutoModelForCausalLM.from_config(
+            config, attn_implementation="sdpa", dtype=torch.bfloat16
+        )
+        model = get_peft_model(
+            model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+        )
     for module in model.modules():
         for name, value in module._parameters.items():
             if value is not None:
                 empty = torch.empty(value.shape, dtype=value.dtype, device=DEVICE)
-                module._parameters[name] = torch.nn.Parameter(empty, requires_grad=value.requires_grad)
+                module._parameters[name] = torch.nn.Parameter(
+                    empty, requires_grad=value.requires_grad
+                )
         for name, value in module._buffers.items():
             module._buffers[name] = torch.empty(value.shape, dtype=value.dtype, device=DEVICE)
     return model
@@ -49,7 +60,9 @@ def score() -> None:
     forward._unpad = lambda *_: (PROMPTS, COMPLETIONS, [0, 4, 8])  # type: ignore[assignment]  # reads values
     forward.score_tokens = untiled  # type: ignore[assignment]  # splits by a number that is a value
     ids = torch.zeros(3, 13, dtype=torch.long, device=DEVICE)
-    logps, entropies = forward.score_completions(model, ids, torch.ones_like(ids), 4, path="segments")
+    logps, entropies = forward.score_completions(
+        model, ids, torch.ones_like(ids), 4, path="segments"
+    )
     assert str(logps.device) == str(entropies.device) == DEVICE
     logps.sum().backward()
     assert {str(one.grad.device) for one in model.parameters() if one.grad is not None} == {DEVICE}

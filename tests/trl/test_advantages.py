@@ -20,15 +20,27 @@ REWARDS = torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 0.0, NAN, 0.0]])
 MASK = torch.tensor([[True, True, True, True], [True, True, False, True]])
 GREEDY = torch.tensor([1.0, 0.25])
 HAND = {
-    "group": [[0.8658754, -0.8658754, -0.8658754, 0.8658754], [1.1545005, -0.5772503, 0.0, -0.5772503]],
+    "group": [
+        [0.8658754, -0.8658754, -0.8658754, 0.8658754],
+        [1.1545005, -0.5772503, 0.0, -0.5772503],
+    ],
     "dr-grpo": [[0.5, -0.5, -0.5, 0.5], [0.6666667, -0.3333333, 0.0, -0.3333333]],
     "rloo": [[0.6666667, -0.6666667, -0.6666667, 0.6666667], [1.0, -0.5, 0.0, -0.5]],
-    "lite-ppo": [[0.9352394, -0.9352394, -0.9352394, 0.9352394], [1.2469859, -0.6234929, 0.0, -0.6234929]],
-    "reinforce++-baseline": [[0.9485034, -0.9485034, -0.9485034, 0.9485034], [1.2646711, -0.6323356, 0.0, -0.6323356]],
+    "lite-ppo": [
+        [0.9352394, -0.9352394, -0.9352394, 0.9352394],
+        [1.2469859, -0.6234929, 0.0, -0.6234929],
+    ],
+    "reinforce++-baseline": [
+        [0.9485034, -0.9485034, -0.9485034, 0.9485034],
+        [1.2646711, -0.6323356, 0.0, -0.6323356],
+    ],
     "remax": [[0.0, -1.0, -1.0, 0.0], [0.75, -0.25, 0.0, -0.25]],
     "maxrl": [[1.0, -1.0, -1.0, 1.0], [2.0, -1.0, 0.0, -1.0]],
     "raft": [[0.5, 0.0, 0.0, 0.5], [1.0, 0.0, 0.0, 0.0]],
-    "crpg": [[0.5714286, -0.4285714, -0.4285714, 0.5714286], [0.5714286, -0.4285714, 0.0, -0.4285714]],
+    "crpg": [
+        [0.5714286, -0.4285714, -0.4285714, 0.5714286],
+        [0.5714286, -0.4285714, 0.0, -0.4285714],
+    ],
 }
 NAMES = sorted(ESTIMATORS)
 WITHIN_GROUP = ["dr-grpo", "group", "maxrl", "rloo"]
@@ -64,11 +76,17 @@ def test_batch_deviation_of_rewards_is_not_that_of_centred_rewards() -> None:
     """Groups 0 1 and 10 11: by hand, deviation of rewards sqrt((5.5^2 * 2 + 4.5^2 * 2) / 3) = 5.8022984, of centred
     ones sqrt(4 * 0.25 / 3) = 0.5773503."""
     rewards, mask = torch.tensor([[0.0, 1.0], [10.0, 11.0]]), torch.ones(2, 2, dtype=torch.bool)
-    assert run("lite-ppo", rewards, mask)[0, 1].item() == pytest.approx(0.5 / (5.8022984 + 1e-4), abs=1e-7)
-    assert run("reinforce++-baseline", rewards, mask)[0, 1].item() == pytest.approx(0.5 / (0.5773503 + 1e-4), abs=1e-6)
+    assert run("lite-ppo", rewards, mask)[0, 1].item() == pytest.approx(
+        0.5 / (5.8022984 + 1e-4), abs=1e-7
+    )
+    assert run("reinforce++-baseline", rewards, mask)[0, 1].item() == pytest.approx(
+        0.5 / (0.5773503 + 1e-4), abs=1e-6
+    )
 
 
-@pytest.mark.parametrize(("name", "scale"), [("group", "group"), ("lite-ppo", "batch"), ("dr-grpo", "none")])
+@pytest.mark.parametrize(
+    ("name", "scale"), [("group", "group"), ("lite-ppo", "batch"), ("dr-grpo", "none")]
+)
 def test_what_trl_knows_too_gives_trls_numbers(name: str, scale: str) -> None:
     """TRL's own deviation, in its formula, on random rewards with some unscorable."""
     draw = torch.Generator().manual_seed(0)
@@ -79,7 +97,9 @@ def test_what_trl_knows_too_gives_trls_numbers(name: str, scale: str) -> None:
     if scale != "none":
         deviation = nanstd(theirs, dim=1, keepdim=True) if scale == "group" else nanstd(theirs)
         advantages = advantages / (deviation + 1e-4)
-    torch.testing.assert_close(run(name, rewards, mask), torch.nan_to_num(advantages, nan=0.0), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        run(name, rewards, mask), torch.nan_to_num(advantages, nan=0.0), rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -111,12 +131,16 @@ def test_one_or_no_completion_left_in_a_group(name: str) -> None:
 
 
 def test_remax_without_a_greedy_reward_gives_nothing() -> None:
-    advantages = run("remax", torch.ones(2, 2), torch.ones(2, 2, dtype=torch.bool), torch.tensor([NAN, 0.0]))
+    advantages = run(
+        "remax", torch.ones(2, 2), torch.ones(2, 2, dtype=torch.bool), torch.tensor([NAN, 0.0])
+    )
     assert advantages.tolist() == [[0.0, 0.0], [1.0, 1.0]]
 
 
 def test_maxrl_needs_a_positive_mean() -> None:
-    advantages = run("maxrl", torch.tensor([[0.0, 0.0], [-1.0, 0.0]]), torch.ones(2, 2, dtype=torch.bool))
+    advantages = run(
+        "maxrl", torch.tensor([[0.0, 0.0], [-1.0, 0.0]]), torch.ones(2, 2, dtype=torch.bool)
+    )
     assert torch.equal(advantages, torch.zeros(2, 2))
 
 
@@ -128,7 +152,9 @@ def test_maxrl_expects_the_gradient_of_the_cut_log_likelihood(rate: float, size:
     for outcome in itertools.product((0.0, 1.0), repeat=size):
         rewards = torch.tensor([outcome])
         advantages = run("maxrl", rewards, torch.ones(1, size, dtype=torch.bool))[0].tolist()
-        scores = [1 / rate if reward else -1 / (1 - rate) for reward in outcome]  # d log probability / d p
+        scores = [
+            1 / rate if reward else -1 / (1 - rate) for reward in outcome
+        ]  # d log probability / d p
         chance = math.prod(rate if reward else 1 - rate for reward in outcome)
         total += chance * sum(map(math.prod, zip(advantages, scores, strict=True))) / size
     assert total == pytest.approx(sum((1 - rate) ** (k - 1) for k in range(1, size)), rel=1e-5)
@@ -136,7 +162,9 @@ def test_maxrl_expects_the_gradient_of_the_cut_log_likelihood(rate: float, size:
 
 # -- properties --------------------------------------------------------------------------------------------------------
 
-rewards_of_a_group = st.lists(st.integers(-8, 8).map(lambda eighths: eighths / 8), min_size=4, max_size=4)
+rewards_of_a_group = st.lists(
+    st.integers(-8, 8).map(lambda eighths: eighths / 8), min_size=4, max_size=4
+)
 
 
 @st.composite
@@ -144,7 +172,9 @@ def batches(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
     num_prompts = draw(st.integers(1, 4))
     rewards = [draw(rewards_of_a_group) for _ in range(num_prompts)]
     mask = [draw(st.lists(st.booleans(), min_size=4, max_size=4)) for _ in range(num_prompts)]
-    greedy = draw(st.lists(st.integers(0, 8).map(float), min_size=num_prompts, max_size=num_prompts))
+    greedy = draw(
+        st.lists(st.integers(0, 8).map(float), min_size=num_prompts, max_size=num_prompts)
+    )
     return torch.tensor(rewards), torch.tensor(mask), torch.tensor(greedy)
 
 
@@ -159,7 +189,10 @@ def test_permuting_a_group_permutes_its_advantages(
     name: str, batch: tuple[Tensor, Tensor, Tensor], order: list[int]
 ) -> None:
     rewards, mask, greedy = batch
-    close(run(name, rewards[:, order], mask[:, order], greedy), run(name, rewards, mask, greedy)[:, order])
+    close(
+        run(name, rewards[:, order], mask[:, order], greedy),
+        run(name, rewards, mask, greedy)[:, order],
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -178,7 +211,9 @@ def test_masked_completions_are_zero_and_change_nothing(
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=30, deadline=None)
 @given(batch=batches())
-def test_a_masked_completion_is_as_if_never_drawn(name: str, batch: tuple[Tensor, Tensor, Tensor]) -> None:
+def test_a_masked_completion_is_as_if_never_drawn(
+    name: str, batch: tuple[Tensor, Tensor, Tensor]
+) -> None:
     rewards, _, greedy = batch
     mask = torch.ones_like(rewards, dtype=torch.bool)
     padded = torch.cat([rewards, torch.full_like(rewards[:, :2], NAN)], dim=1)
@@ -189,7 +224,9 @@ def test_a_masked_completion_is_as_if_never_drawn(name: str, batch: tuple[Tensor
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {"maxrl"}))
 @settings(max_examples=30, deadline=None)
 @given(batch=batches(), shift=st.sampled_from([-4.0, 0.5, 32.0]))
-def test_a_shift_of_all_rewards_changes_nothing(name: str, batch: tuple[Tensor, Tensor, Tensor], shift: float) -> None:
+def test_a_shift_of_all_rewards_changes_nothing(
+    name: str, batch: tuple[Tensor, Tensor, Tensor], shift: float
+) -> None:
     rewards, mask, greedy = batch
     close(run(name, rewards + shift, mask, greedy + shift), run(name, rewards, mask, greedy))
 
@@ -197,7 +234,9 @@ def test_a_shift_of_all_rewards_changes_nothing(name: str, batch: tuple[Tensor, 
 @pytest.mark.parametrize("name", ["dr-grpo", "group", "reinforce++-baseline", "rloo"])
 @settings(max_examples=30, deadline=None)
 @given(batch=batches(), shifts=st.lists(st.sampled_from([-4.0, 0.0, 32.0]), min_size=4, max_size=4))
-def test_each_group_may_shift_on_its_own(name: str, batch: tuple[Tensor, Tensor, Tensor], shifts: list[float]) -> None:
+def test_each_group_may_shift_on_its_own(
+    name: str, batch: tuple[Tensor, Tensor, Tensor], shifts: list[float]
+) -> None:
     rewards, mask, _ = batch
     moved = rewards + torch.tensor(shifts[: len(rewards)]).unsqueeze(1)
     close(run(name, moved, mask), run(name, rewards, mask))
@@ -217,9 +256,13 @@ def test_normalised_estimators_do_not_see_the_scale(
 @pytest.mark.parametrize("name", ["dr-grpo", "remax", "rloo"])
 @settings(max_examples=30, deadline=None)
 @given(batch=batches(), scale=st.sampled_from([0.5, -2.0, 256.0]))
-def test_other_estimators_scale_with_the_rewards(name: str, batch: tuple[Tensor, Tensor, Tensor], scale: float) -> None:
+def test_other_estimators_scale_with_the_rewards(
+    name: str, batch: tuple[Tensor, Tensor, Tensor], scale: float
+) -> None:
     rewards, mask, greedy = batch
-    close(run(name, rewards * scale, mask, greedy * scale), run(name, rewards, mask, greedy) * scale)
+    close(
+        run(name, rewards * scale, mask, greedy * scale), run(name, rewards, mask, greedy) * scale
+    )
 
 
 @pytest.mark.parametrize("name", [*WITHIN_GROUP, "lite-ppo", "reinforce++-baseline"])

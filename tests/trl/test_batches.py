@@ -15,7 +15,12 @@ def rounds(draw: st.DrawFn) -> tuple[list[int], int, int, int]:
     in_window = groups_per_window * group_size
     per_batch = draw(st.sampled_from([n for n in range(1, in_window + 1) if in_window % n == 0]))
     total = groups_per_window * windows
-    return draw(st.lists(st.integers(1, 99), min_size=total, max_size=total)), group_size, per_batch, windows
+    return (
+        draw(st.lists(st.integers(1, 99), min_size=total, max_size=total)),
+        group_size,
+        per_batch,
+        windows,
+    )
 
 
 @given(rounds(), st.integers(0, 9))
@@ -23,10 +28,16 @@ def test_every_sequence_is_dealt_once_into_full_micro_batches(
     dealt: tuple[list[int], int, int, int], seed: int
 ) -> None:
     tokens, group_size, per_batch, windows = dealt
-    batches = deal(tokens, group_size=group_size, per_batch=per_batch, num_windows=windows, seed=seed)
-    assert sorted(index for batch in batches for index in batch) == list(range(len(tokens) * group_size))
+    batches = deal(
+        tokens, group_size=group_size, per_batch=per_batch, num_windows=windows, seed=seed
+    )
+    assert sorted(index for batch in batches for index in batch) == list(
+        range(len(tokens) * group_size)
+    )
     assert {len(batch) for batch in batches} == {per_batch}
-    assert batches == deal(tokens, group_size=group_size, per_batch=per_batch, num_windows=windows, seed=seed)
+    assert batches == deal(
+        tokens, group_size=group_size, per_batch=per_batch, num_windows=windows, seed=seed
+    )
 
 
 @given(rounds(), st.integers(0, 9))
@@ -34,7 +45,9 @@ def test_groups_stay_whole_and_the_longest_of_a_window_come_first(
     dealt: tuple[list[int], int, int, int], seed: int
 ) -> None:
     tokens, group_size, per_batch, windows = dealt
-    batches = deal(tokens, group_size=group_size, per_batch=per_batch, num_windows=windows, seed=seed)
+    batches = deal(
+        tokens, group_size=group_size, per_batch=per_batch, num_windows=windows, seed=seed
+    )
     order = [index // group_size for batch in batches for index in batch]
     groups = order[::group_size]
     assert order == [group for group in groups for _ in range(group_size)]
@@ -43,7 +56,9 @@ def test_groups_stay_whole_and_the_longest_of_a_window_come_first(
         lengths = [tokens[group] for group in groups[start : start + per_window]]
         assert lengths == sorted(lengths, reverse=True)
     if per_batch % group_size == 0:
-        assert all(len({i // group_size for i in batch}) == per_batch // group_size for batch in batches)
+        assert all(
+            len({i // group_size for i in batch}) == per_batch // group_size for batch in batches
+        )
 
 
 def test_windows_are_drawn_not_sorted() -> None:
@@ -53,5 +68,13 @@ def test_windows_are_drawn_not_sorted() -> None:
         batches = deal(tokens, group_size=2, per_batch=40, num_windows=2, seed=seed)
         means.append(sum(tokens[index // 2] for index in batches[0]) / 40)
     assert sum(means) / 50 == pytest.approx(20.5, abs=1.0)
-    assert len({tuple(deal(tokens, group_size=2, per_batch=80, num_windows=1, seed=s)[0]) for s in range(3)}) == 1
+    assert (
+        len(
+            {
+                tuple(deal(tokens, group_size=2, per_batch=80, num_windows=1, seed=s)[0])
+                for s in range(3)
+            }
+        )
+        == 1
+    )
     assert max(means) < 30 and min(means) > 11

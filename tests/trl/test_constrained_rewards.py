@@ -24,7 +24,9 @@ HELD = (Constraint(1, "format", 1.0, 0.1),)
 
 
 def close(found: Tensor, expected: list[float]) -> None:
-    torch.testing.assert_close(found.double(), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        found.double(), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-6
+    )
 
 
 def test_the_policy_gradients_rewards() -> None:
@@ -38,16 +40,25 @@ def test_the_policy_gradients_rewards() -> None:
 
 def test_the_pair_is_the_best_that_keeps_and_the_worst_that_breaks() -> None:
     best, worst, differ = best_and_worst(REWARDS.view(1, 5), KEPT.view(1, 5))
-    assert (best.item(), worst.item(), differ.item()) == (3, 4, True), "not the second, which has the highest reward"
+    assert (best.item(), worst.item(), differ.item()) == (3, 4, True), (
+        "not the second, which has the highest reward"
+    )
 
 
 @pytest.mark.parametrize(
     ("kept_G", "pair"),
-    [([1, 1, 1, 1, 1], (1, 4)), ([0, 0, 0, 0, 0], None), ([0, NAN, 1, 0, 0], (2, 4)), ([NAN, NAN, 1, NAN, NAN], None)],
+    [
+        ([1, 1, 1, 1, 1], (1, 4)),
+        ([0, 0, 0, 0, 0], None),
+        ([0, NAN, 1, 0, 0], (2, 4)),
+        ([NAN, NAN, 1, NAN, NAN], None),
+    ],
 )
 def test_where_none_breaks_or_all_do(kept_G: list[float], pair: tuple[int, int] | None) -> None:
     best, worst, differ = best_and_worst(REWARDS.view(1, 5), torch.tensor([kept_G]))
-    assert differ.item() == (pair is not None) and (pair is None or (best.item(), worst.item()) == pair)
+    assert differ.item() == (pair is not None) and (
+        pair is None or (best.item(), worst.item()) == pair
+    )
 
 
 def test_the_pairs_loss_with_the_likelihood_of_the_best() -> None:
@@ -61,9 +72,13 @@ def test_all_constraints_must_hold_and_unknown_is_not_broken() -> None:
     rewards = torch.tensor([[9, 1, 0.5], [9, 0.9, 1], [9, 1, 0.4], [9, NAN, 0.4], [9, NAN, 1.0]])
     found = kept(broken(rewards, two))
     assert found[:4].tolist() == [1, 0, 0, 0] and found[4].isnan()
-    gates = gated(torch.tensor([2.0, 3.0, 1.0, 2.0, NAN, 1.0]), torch.tensor([1.0, 0, 1, NAN, 1, 1]), 3)
+    gates = gated(
+        torch.tensor([2.0, 3.0, 1.0, 2.0, NAN, 1.0]), torch.tensor([1.0, 0, 1, NAN, 1, 1]), 3
+    )
     close(gates[:3], [0.5, 0.0, torch.sigmoid(torch.tensor(-1.0)).item()])
-    assert gates[3:5].isnan().all() and gates[5].item() == pytest.approx(torch.sigmoid(torch.tensor(-0.5)).item())
+    assert gates[3:5].isnan().all() and gates[5].item() == pytest.approx(
+        torch.sigmoid(torch.tensor(-0.5)).item()
+    )
 
 
 # -- in the trainers ---------------------------------------------------------------------------------------------------
@@ -83,7 +98,11 @@ class Rounds:
             for place in range(len(SCORES))
         ]
         draw = Draw(0, Prompt(row=0, content="prompt"), PROMPT)
-        return [Group(draw, tuple(completions), tuple(tuple(Score(one) for one in row) for row in SCORES))]
+        return [
+            Group(
+                draw, tuple(completions), tuple(tuple(Score(one) for one in row) for row in SCORES)
+            )
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -91,11 +110,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def made(kind: type[Any], model: Path, output: Path, *, own: dict[str, Any], **settings: Any) -> Any:
+def made(
+    kind: type[Any], model: Path, output: Path, *, own: dict[str, Any], **settings: Any
+) -> Any:
     sizes = {"num_generations": 6, "per_device_train_batch_size": 6, "reward_weights": [1.0, 0.0]}
     own = {"constraints": Constraints(HELD), **own}
     settings = {"scale_rewards": "none", **sizes, **settings}
-    return small_trainer(kind, model, output, Rounds(), rewards=("mine", "format"), own=own, **settings)
+    return small_trainer(
+        kind, model, output, Rounds(), rewards=("mine", "format"), own=own, **settings
+    )
 
 
 def advantages(trainer: Any) -> Tensor:
@@ -112,7 +135,9 @@ def test_the_trainer_gates_rewards_before_the_estimator(model: Path, tmp_path: P
     found = advantages(made(Trainer, model, tmp_path, own={"advantage": ESTIMATORS["crpg"]}))
     mean = sum(GATES) / 5
     close(found, [*(gate - mean for gate in GATES[:5]), 0.0])
-    plain = advantages(made(Trainer, model, tmp_path, own={"advantage": ESTIMATORS["crpg"], "constraints": None}))
+    plain = advantages(
+        made(Trainer, model, tmp_path, own={"advantage": ESTIMATORS["crpg"], "constraints": None})
+    )
     assert plain[1] > 0 > found[1]
 
 
@@ -153,7 +178,10 @@ def test_a_broken_constraint_costs_its_weight(model: Path, tmp_path: Path) -> No
     own = {"advantage": ESTIMATORS["dr-grpo"], "constraints": Constraints(HELD, by="lagrangian")}
     totals = [2.0, 3.0 - 0.75, 1.0, 2.5, 0.5 - 0.75]
     mean = sum(totals) / 5
-    close(advantages(made(Trainer, model, tmp_path, own=own)), [*(total - mean for total in totals), 0.0])
+    close(
+        advantages(made(Trainer, model, tmp_path, own=own)),
+        [*(total - mean for total in totals), 0.0],
+    )
 
 
 def test_the_pair_in_the_trainer(model: Path, tmp_path: Path) -> None:
@@ -161,6 +189,8 @@ def test_the_pair_in_the_trainer(model: Path, tmp_path: Path) -> None:
     trainer = made(TRAINERS["dpo"], model, tmp_path, own={"likelihood": 0.1}, beta=0.1, max_steps=1)
     loss = trainer.training_step(trainer.model, [{"prompt": "tick"}] * 6, None)
     ids = Rounds().next_round(step=0, num_groups=1)[0].completions[3].token_ids
-    logits = trainer.bare_model(input_ids=torch.tensor([[*PROMPT, *ids]])).logits[0, len(PROMPT) - 1 : -1]
+    logits = trainer.bare_model(input_ids=torch.tensor([[*PROMPT, *ids]])).logits[
+        0, len(PROMPT) - 1 : -1
+    ]
     mean = logits.log_softmax(-1).gather(1, torch.tensor(ids).unsqueeze(1)).mean()
     assert float(loss) == pytest.approx(0.693147 - 0.1 * mean.item(), abs=1e-5)

@@ -34,7 +34,15 @@ SIGNATURES = {
 }
 SAVING = {"_save_checkpoint": ["self", "model", "trial"], "_get_output_dir": ["self", "trial"]}
 OWN_NAMES = (
-    *("writer", "way_out", "save_checkpoint", "refuse_broken_weights", "_saves_in", "_save_more", "_stop"),
+    *(
+        "writer",
+        "way_out",
+        "save_checkpoint",
+        "refuse_broken_weights",
+        "_saves_in",
+        "_save_more",
+        "_stop",
+    ),
     *("config_class", "task_type", "prepare_tokenizer", "bare_model", "measure", "write_model"),
 )
 TRAINERS = (GRPOTrainer, SFTTrainer, RewardTrainer, DPOTrainer, KTOTrainer)
@@ -62,7 +70,14 @@ ATTRIBUTES = {
     "vllm_importance_sampling_clip_min": type(None),
     "vllm_importance_sampling_clip_max": float,
 }
-KEYS = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "num_items_in_batch"}
+KEYS = {
+    "prompt_ids",
+    "prompt_mask",
+    "completion_ids",
+    "completion_mask",
+    "advantages",
+    "num_items_in_batch",
+}
 ENGINE_KEYS = {"old_per_token_logps", "importance_sampling_ratio", "sampling_per_token_logps"}
 
 
@@ -71,7 +86,11 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> GRPOTrainer:
     folder = write_tiny_model(tmp_path_factory.mktemp("model"))
 
     def played_back(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
-        return {"prompt_ids": [[9, 8]] * 4, "completion_ids": [[7, 6, 5]] * 4, "logprobs": [[-1.0] * 3] * 4}
+        return {
+            "prompt_ids": [[9, 8]] * 4,
+            "completion_ids": [[7, 6, 5]] * 4,
+            "logprobs": [[-1.0] * 3] * 4,
+        }
 
     trainer = GRPOTrainer(
         model=str(folder),
@@ -95,14 +114,18 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> GRPOTrainer:
 
 def test_the_version_is_the_pinned_one() -> None:
     version = importlib.metadata.version("trl")
-    assert version.startswith("1.16."), f"TRL is {version}; ycore is written against 1.16: go through seam.py first"
+    assert version.startswith("1.16."), (
+        f"TRL is {version}; ycore is written against 1.16: go through seam.py first"
+    )
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_a_method_has_its_signature(name: str) -> None:
     assert name in dir(GRPOTrainer), f"TRL's GRPOTrainer.{name} is gone"
     parameters = list(inspect.signature(inspect.getattr_static(GRPOTrainer, name)).parameters)
-    assert parameters == SIGNATURES[name], f"TRL's GRPOTrainer.{name} takes {parameters}, not {SIGNATURES[name]}"
+    assert parameters == SIGNATURES[name], (
+        f"TRL's GRPOTrainer.{name} takes {parameters}, not {SIGNATURES[name]}"
+    )
 
 
 @pytest.mark.parametrize("kind", TRAINERS)
@@ -110,8 +133,12 @@ def test_every_trainer_saves_by_the_same_members(kind: type[Any]) -> None:
     for name, expected in SAVING.items():
         assert name in dir(kind), f"TRL's {kind.__name__}.{name} is gone"
         parameters = list(inspect.signature(inspect.getattr_static(kind, name)).parameters)
-        assert parameters == expected, f"TRL's {kind.__name__}.{name} takes {parameters}, not {expected}"
-    assert not {*OWN_NAMES} & {*dir(kind)}, f"TRL's {kind.__name__} has names that are ours in `BaseTrainer`"
+        assert parameters == expected, (
+            f"TRL's {kind.__name__}.{name} takes {parameters}, not {expected}"
+        )
+    assert not {*OWN_NAMES} & {*dir(kind)}, (
+        f"TRL's {kind.__name__} has names that are ours in `BaseTrainer`"
+    )
 
 
 def test_reward_batches_are_prepared_by_the_trainer() -> None:
@@ -122,28 +149,38 @@ def test_reward_batches_are_prepared_by_the_trainer() -> None:
 def test_a_function_has_its_signature(name: str) -> None:
     assert name in dir(utils), f"trl.trainer.utils.{name} is gone"
     parameters = list(inspect.signature(inspect.getattr_static(utils, name)).parameters)
-    assert parameters == FUNCTIONS[name], f"trl.trainer.utils.{name} takes {parameters}, not {FUNCTIONS[name]}"
+    assert parameters == FUNCTIONS[name], (
+        f"trl.trainer.utils.{name} takes {parameters}, not {FUNCTIONS[name]}"
+    )
 
 
 @pytest.mark.parametrize("name", ATTRIBUTES)
 def test_the_trainer_has_the_attribute(name: str, trainer: GRPOTrainer) -> None:
     assert name in vars(trainer), f"TRL's GRPOTrainer no longer sets {name}"
     kind = type(vars(trainer)[name])
-    assert kind is ATTRIBUTES[name], f"TRL's GRPOTrainer.{name} is of {kind}, not {ATTRIBUTES[name]}"
+    assert kind is ATTRIBUTES[name], (
+        f"TRL's GRPOTrainer.{name} is of {kind}, not {ATTRIBUTES[name]}"
+    )
 
 
 @pytest.mark.parametrize("name", ["_last_loaded_step", "use_vllm", "rollout_func"])
 def test_generation_reads_what_the_seam_sets(name: str) -> None:
-    assert f"self.{name}" in inspect.getsource(GRPOTrainer._generate), f"GRPOTrainer._generate no longer reads {name}"
+    assert f"self.{name}" in inspect.getsource(GRPOTrainer._generate), (
+        f"GRPOTrainer._generate no longer reads {name}"
+    )
 
 
 def test_the_constructor_takes_a_rollout_function() -> None:
-    assert "rollout_func" in inspect.signature(GRPOTrainer.__init__).parameters, "GRPOTrainer takes no rollout_func"
+    assert "rollout_func" in inspect.signature(GRPOTrainer.__init__).parameters, (
+        "GRPOTrainer takes no rollout_func"
+    )
 
 
 def test_a_fused_head_answers_log_probs_and_entropy() -> None:
     fields = inspect.signature(utils.FusedCausalLMOutput).parameters
-    assert {"log_probs", "entropy"} <= set(fields), f"FusedCausalLMOutput has the fields {sorted(fields)}"
+    assert {"log_probs", "entropy"} <= set(fields), (
+        f"FusedCausalLMOutput has the fields {sorted(fields)}"
+    )
 
 
 def test_the_batch_has_the_keys_that_the_seam_deals(trainer: GRPOTrainer) -> None:
@@ -151,9 +188,15 @@ def test_the_batch_has_the_keys_that_the_seam_deals(trainer: GRPOTrainer) -> Non
     trainer.model.train()
     trainer.use_vllm = False
     own = trainer._generate_and_score_completions(rows)
-    assert set(own) == KEYS | {"sampling_per_token_logps"}, f"the batch without an engine has the keys {sorted(own)}"
+    assert set(own) == KEYS | {"sampling_per_token_logps"}, (
+        f"the batch without an engine has the keys {sorted(own)}"
+    )
     trainer.use_vllm, trainer._last_loaded_step = True, trainer.state.global_step
     batch = trainer._generate_and_score_completions(rows)
-    assert set(batch) == KEYS | ENGINE_KEYS, f"the batch with an engine has the keys {sorted(batch)}"
+    assert set(batch) == KEYS | ENGINE_KEYS, (
+        f"the batch with an engine has the keys {sorted(batch)}"
+    )
     sizes = {key: value.shape[0] if value.ndim else None for key, value in batch.items()}
-    assert sizes == {**dict.fromkeys(KEYS | ENGINE_KEYS, 4), "num_items_in_batch": None}, f"rows by key: {sizes}"
+    assert sizes == {**dict.fromkeys(KEYS | ENGINE_KEYS, 4), "num_items_in_batch": None}, (
+        f"rows by key: {sizes}"
+    )

@@ -30,10 +30,16 @@ TASK = (1.0, 0.0, 0.25, 0.5)
 
 def test_the_advantage_of_each_token() -> None:
     """With the trainer's own probabilities of a sequence, and with those of its engine."""
-    trainer, engine, teacher = (torch.tensor([p]).log() for p in ([0.5, 0.25, 0.8], [0.5, 0.2, 0.8], [0.4, 0.5, 0.9]))
+    trainer, engine, teacher = (
+        torch.tensor([p]).log() for p in ([0.5, 0.25, 0.8], [0.5, 0.2, 0.8], [0.4, 0.5, 0.9])
+    )
     mask = torch.ones(1, 3)
-    assert log_ratios(teacher, trainer, mask)[0].tolist() == pytest.approx([-0.223144, 0.693147, 0.117783], abs=1e-6)
-    assert log_ratios(teacher, engine, mask)[0].tolist() == pytest.approx([-0.223144, 0.916291, 0.117783], abs=1e-6)
+    assert log_ratios(teacher, trainer, mask)[0].tolist() == pytest.approx(
+        [-0.223144, 0.693147, 0.117783], abs=1e-6
+    )
+    assert log_ratios(teacher, engine, mask)[0].tolist() == pytest.approx(
+        [-0.223144, 0.916291, 0.117783], abs=1e-6
+    )
     assert (log_ratios(trainer, trainer, mask) == 0).all(), "a teacher that is the policy"
 
 
@@ -55,7 +61,9 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl() -> None:
     one = torch.ones(1, 4)
     advantages = log_ratios(TEACHER.log().unsqueeze(0), POLICY.log().unsqueeze(0), one)[0]
     assert (POLICY * advantages).sum().item() == pytest.approx(-0.051430, abs=1e-6)
-    assert gradient(lambda logps: -(POLICY * advantages * logps).sum()) == pytest.approx(REVERSE, abs=1e-6)
+    assert gradient(lambda logps: -(POLICY * advantages * logps).sum()) == pytest.approx(
+        REVERSE, abs=1e-6
+    )
     by_definition = gradient(lambda logps: (logps.exp() * (logps - TEACHER.log())).sum())
     assert by_definition == pytest.approx(REVERSE, abs=1e-6)
     k1_as_a_loss = gradient(lambda logps: (POLICY * (logps - TEACHER.log())).sum())
@@ -82,7 +90,11 @@ class Rounds:
             completions.append(Completion(ids, flat, "", "stop", step))
             taught = tuple(own + by for own, by in zip(flat, shifts, strict=True) if by is not None)
             scores.append((Score(0.0, logprobs=taught) if taught else Score(None), Score(task)))
-        return [Group(Draw(0, Prompt(row=0, content="prompt"), PROMPT), tuple(completions), tuple(scores))]
+        return [
+            Group(
+                Draw(0, Prompt(row=0, content="prompt"), PROMPT), tuple(completions), tuple(scores)
+            )
+        ]
 
 
 def made(model: Path, output: Path, rounds: Rounds, *, weights: list[float], **own: Any) -> Trainer:
@@ -116,15 +128,23 @@ def step(trainer: Trainer) -> tuple[float, dict[str, Tensor], float]:
     """The loss, the batch, and the largest gradient."""
     loss = trainer.training_step(trainer.model, [{"prompt": "tick"}] * 4, None)
     gradients = [one.grad for one in trainer.bare_model.parameters() if one.grad is not None]
-    return float(loss), dict(trainer._buffered_inputs[0]), max(float(one.abs().max()) for one in gradients)
+    return (
+        float(loss),
+        dict(trainer._buffered_inputs[0]),
+        max(float(one.abs().max()) for one in gradients),
+    )
 
 
 def by_place(batch: dict[str, Tensor]) -> dict[int, list[float]]:
-    rows = zip(batch["completion_ids"], batch["completion_mask"].bool(), batch["advantages"], strict=True)
+    rows = zip(
+        batch["completion_ids"], batch["completion_mask"].bool(), batch["advantages"], strict=True
+    )
     return {int(ids[0]) - 10: advantages[mask].tolist() for ids, mask, advantages in rows}
 
 
-def test_a_teacher_that_is_the_policy_leaves_no_loss_and_no_gradient(model: Path, tmp_path: Path) -> None:
+def test_a_teacher_that_is_the_policy_leaves_no_loss_and_no_gradient(
+    model: Path, tmp_path: Path
+) -> None:
     trainer = made(model, tmp_path, Rounds(lambda place, n: 0.0), weights=[1.0, 0.0])
     loss, _, largest = step(trainer)
     assert (loss, largest) == (0, 0)
@@ -146,11 +166,15 @@ def test_teacher_and_task_are_added_by_weight(model: Path, tmp_path: Path) -> No
         assert found == pytest.approx(expected, abs=1e-6)
     assert largest > 0
     known = [shift(place, n) or 0 for place in range(3) for n in range(2 + place)]
-    assert trainer._metrics["train"]["ycore/teacher/kl"] == [pytest.approx(-sum(known) / len(known), abs=1e-6)]
+    assert trainer._metrics["train"]["ycore/teacher/kl"] == [
+        pytest.approx(-sum(known) / len(known), abs=1e-6)
+    ]
 
 
 def test_the_gradient_is_that_of_the_definition(model: Path, tmp_path: Path) -> None:
-    trainer = made(model, tmp_path, Rounds(lambda place, n: 0.3 * place - 0.2 * n), weights=[1.0, 0.0])
+    trainer = made(
+        model, tmp_path, Rounds(lambda place, n: 0.3 * place - 0.2 * n), weights=[1.0, 0.0]
+    )
     _, batch, _ = step(trainer)
     parameters = [one for one in trainer.bare_model.parameters() if one.grad is not None]
     found = [one.grad.clone() for one in parameters]
@@ -208,14 +232,22 @@ def defined(exact: DistillSettings, p: Tensor, q: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("exact", EXACT, ids=lambda exact: exact.divergence)
 def test_the_exact_loss_and_gradient_are_those_of_the_definition(
-    exact: DistillSettings, model: Path, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    exact: DistillSettings,
+    model: Path,
+    teacher: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By autograd on whole logits, sequence by sequence; the trainer has the logits of 3 tokens at a time."""
     rows = []
     tile = forward._logits
     monkeypatch.setattr(forward, "TILE", 3)
-    monkeypatch.setattr(forward, "_logits", lambda hidden, *rest: (rows.append(len(hidden)), tile(hidden, *rest))[1])
-    trainer = made(model, tmp_path, Rounds(taught), weights=[0.5, 0.0], exact=exact, folders=[teacher])
+    monkeypatch.setattr(
+        forward, "_logits", lambda hidden, *rest: (rows.append(len(hidden)), tile(hidden, *rest))[1]
+    )
+    trainer = made(
+        model, tmp_path, Rounds(taught), weights=[0.5, 0.0], exact=exact, folders=[teacher]
+    )
     loss, _, _ = step(trainer)
     assert rows and max(rows) == 3
     parameters = [one for one in trainer.bare_model.parameters() if one.grad is not None]
@@ -228,7 +260,9 @@ def test_the_exact_loss_and_gradient_are_those_of_the_definition(
         logits = trainer.bare_model(input_ids=ids).logits[0, len(PROMPT) - 1 : -1]
         theirs = other(input_ids=ids).logits[0, len(PROMPT) - 1 : -1, : logits.size(-1)].detach()
         seen += defined(exact, logits.softmax(-1), theirs.softmax(-1))
-    total = 0.5 * torch.stack(seen).sum() / (2 + 3 + 4 + 5)  # the tokens of the fourth completion count too
+    total = (
+        0.5 * torch.stack(seen).sum() / (2 + 3 + 4 + 5)
+    )  # the tokens of the fourth completion count too
     assert loss == pytest.approx(total.item(), abs=1e-6) and loss > 0.001
     metric = trainer._metrics["train"]["ycore/teacher/divergence"]
     assert metric == [pytest.approx(torch.stack(seen).mean().item(), abs=1e-6)]
@@ -241,30 +275,53 @@ def test_the_exact_loss_and_gradient_are_those_of_the_definition(
 def test_an_exact_teacher_that_is_the_policy_leaves_no_loss_and_no_gradient(
     exact: DistillSettings, model: Path, tmp_path: Path
 ) -> None:
-    trainer = made(model, tmp_path, Rounds(taught), weights=[1.0, 0.0], exact=exact, folders=[model])
+    trainer = made(
+        model, tmp_path, Rounds(taught), weights=[1.0, 0.0], exact=exact, folders=[model]
+    )
     loss, _, largest = step(trainer)
     assert (loss, largest) == (0, 0)
     assert not any("teacher" in name for name in trainer.model.state_dict())
 
 
-def test_an_exact_divergence_and_rewards_are_added_by_weight(model: Path, teacher: Path, tmp_path: Path) -> None:
+def test_an_exact_divergence_and_rewards_are_added_by_weight(
+    model: Path, teacher: Path, tmp_path: Path
+) -> None:
     """The gradient of both is the sum of the gradients of each alone."""
     found = []
     for weights in ([0.5, 0.0], [0.0, 2.0], [0.5, 2.0]):
         own = {"exact": EXACT[1], "folders": [teacher], "advantage": ESTIMATORS["rloo"]}
         trainer = made(model, tmp_path, Rounds(taught), weights=weights, **own)
         step(trainer)
-        found.append(torch.cat([one.grad.flatten() for one in trainer.bare_model.parameters() if one.grad is not None]))
+        found.append(
+            torch.cat(
+                [
+                    one.grad.flatten()
+                    for one in trainer.bare_model.parameters()
+                    if one.grad is not None
+                ]
+            )
+        )
     alone, rewards, both = found
-    assert torch.allclose(both, alone + rewards, rtol=0, atol=1e-6) and alone.any() and rewards.any()
+    assert (
+        torch.allclose(both, alone + rewards, rtol=0, atol=1e-6) and alone.any() and rewards.any()
+    )
 
 
 def test_a_teacher_that_caps_its_logits_is_refused(model: Path, tmp_path: Path) -> None:
     capped = AutoModelForCausalLM.from_pretrained(model)
     capped.config.final_logit_softcapping = 30.0
     capped.save_pretrained(tmp_path / "capped")
-    with pytest.raises(ConfigError, match=r"caps or scales its logits; leave distill\.divergence out"):
-        made(model, tmp_path, Rounds(taught), weights=[1.0, 0.0], exact=EXACT[0], folders=[tmp_path / "capped"])
+    with pytest.raises(
+        ConfigError, match=r"caps or scales its logits; leave distill\.divergence out"
+    ):
+        made(
+            model,
+            tmp_path,
+            Rounds(taught),
+            weights=[1.0, 0.0],
+            exact=EXACT[0],
+            folders=[tmp_path / "capped"],
+        )
 
 
 def test_a_teacher_whose_attention_cannot_be_packed_is_refused(

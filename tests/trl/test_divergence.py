@@ -18,7 +18,9 @@ def divergence(name: str, logps: torch.Tensor, ref_logps: torch.Tensor) -> torch
 
 POLICY, REFERENCE = [0.5, 0.25, 0.125, 0.125], [0.125, 0.25, 0.5, 0.125]
 
-logits = st.lists(st.floats(-3, 3, width=32), min_size=5, max_size=5).map(lambda row: torch.tensor(row).double())
+logits = st.lists(st.floats(-3, 3, width=32), min_size=5, max_size=5).map(
+    lambda row: torch.tensor(row).double()
+)
 
 
 def kl(left: Tensor, right: Tensor) -> Tensor:
@@ -42,10 +44,15 @@ def test_single_values_by_hand() -> None:
     by_hand = {
         "reverse-kl": [2 - 1 - 0.6931472, 0.5 - 1 + 0.6931472],
         "forward-kl": [2 * 0.6931472 - 1, -0.5 * 0.6931472 + 0.5],
-        "js": [(2 * 0.6931472 - 3 * 0.4054651) / 2, (-0.5 * 0.6931472 + 1.5 * 0.2876821) / 2],  # log 0.75 = -0.2876821
+        "js": [
+            (2 * 0.6931472 - 3 * 0.4054651) / 2,
+            (-0.5 * 0.6931472 + 1.5 * 0.2876821) / 2,
+        ],  # log 0.75 = -0.2876821
     }
     for name, values in by_hand.items():
-        torch.testing.assert_close(divergence(name, logps, ref_logps), torch.tensor(values), rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            divergence(name, logps, ref_logps), torch.tensor(values), rtol=0, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize(
@@ -70,11 +77,15 @@ def test_reverse_kl_is_trls_formula() -> None:
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=60, deadline=None)
 @given(weights=logits, reference_weights=logits)
-def test_expectation_is_the_exact_divergence(name: str, weights: Tensor, reference_weights: Tensor) -> None:
+def test_expectation_is_the_exact_divergence(
+    name: str, weights: Tensor, reference_weights: Tensor
+) -> None:
     policy, reference = weights.softmax(-1), reference_weights.softmax(-1)
     values = divergence(name, policy.log(), reference.log())
     assert (values >= 0).all()
-    torch.testing.assert_close((policy * values).sum(), exact(name, policy, reference), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        (policy * values).sum(), exact(name, policy, reference), rtol=1e-9, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -95,14 +106,20 @@ def test_without_the_ratio_reverse_kl_has_the_gradient_of_forward_kl() -> None:
     weights = torch.tensor([1.0, -0.5, 0.25]).double().requires_grad_(True)
     policy, reference = weights.softmax(-1), torch.tensor([0.2, 0.3, 0.5]).double()
     loss = (policy.detach() * divergence("reverse-kl", policy.log(), reference.log())).sum()
-    torch.testing.assert_close(gradient(loss, weights), gradient(exact("forward-kl", policy, reference), weights))
-    assert not torch.allclose(gradient(loss, weights), gradient(exact("reverse-kl", policy, reference), weights))
+    torch.testing.assert_close(
+        gradient(loss, weights), gradient(exact("forward-kl", policy, reference), weights)
+    )
+    assert not torch.allclose(
+        gradient(loss, weights), gradient(exact("reverse-kl", policy, reference), weights)
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=100, deadline=None)
 @given(logp=st.floats(-40, 0, width=32), ref_logp=st.floats(-40, 0, width=32))
-def test_float32_values_are_finite_and_never_negative(name: str, logp: float, ref_logp: float) -> None:
+def test_float32_values_are_finite_and_never_negative(
+    name: str, logp: float, ref_logp: float
+) -> None:
     logps = torch.tensor([logp], requires_grad=True)
     value = divergence(name, logps, torch.tensor([ref_logp]))
     (slope,) = torch.autograd.grad(value.sum(), logps)
@@ -148,7 +165,9 @@ def test_the_stand_in_gives_trls_formula_the_divergences_value_and_gradient(name
     trls = torch.exp(stood_in) - stood_in - 1  # as in TRL's loss
     wanted = divergence(name, logps, reference)
     torch.testing.assert_close(trls, wanted, rtol=1e-6, atol=1e-15)
-    torch.testing.assert_close(gradient(trls.sum(), logps), gradient(wanted.sum(), logps), rtol=2e-5, atol=1e-12)
+    torch.testing.assert_close(
+        gradient(trls.sum(), logps), gradient(wanted.sum(), logps), rtol=2e-5, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -161,10 +180,15 @@ def test_the_stand_in_is_finite_in_float32(name: str, logp: float, ref_logp: flo
     assert torch.isfinite(stood_in).all() and torch.isfinite(slope).all()
 
 
-STUDENT, TEACHER = torch.tensor([0.5, 0.3, 0.15, 0.05]).double(), torch.tensor([0.4, 0.4, 0.1, 0.1]).double()
+STUDENT, TEACHER = (
+    torch.tensor([0.5, 0.3, 0.15, 0.05]).double(),
+    torch.tensor([0.4, 0.4, 0.1, 0.1]).double(),
+)
 
 
-def of_logits(name: str, policy: Tensor, teacher: Tensor, beta: float = 0.5) -> tuple[float, list[float]]:
+def of_logits(
+    name: str, policy: Tensor, teacher: Tensor, beta: float = 0.5
+) -> tuple[float, list[float]]:
     """The exact divergence, and its gradient by the policy's logits."""
     logits = policy.log().requires_grad_(True)
     value = over_the_vocabulary(name, logits.log_softmax(-1), teacher.log(), beta=beta)
@@ -181,7 +205,9 @@ def of_logits(name: str, policy: Tensor, teacher: Tensor, beta: float = 0.5) -> 
         ("js", 0.9, 0.004643),
     ],
 )
-def test_exact_values_by_hand_and_their_gradients_by_definition(name: str, beta: float, value: float) -> None:
+def test_exact_values_by_hand_and_their_gradients_by_definition(
+    name: str, beta: float, value: float
+) -> None:
     found, slopes = of_logits(name, STUDENT, TEACHER, beta)
     assert found == pytest.approx(value, abs=1e-6)
     logits = STUDENT.log().requires_grad_(True)
@@ -193,7 +219,10 @@ def test_exact_values_by_hand_and_their_gradients_by_definition(name: str, beta:
 
 
 def test_exact_gradients_by_hand() -> None:
-    by_hand = {"reverse-kl": [0.085857, -0.101733, 0.053105, -0.037229], "forward-kl": [0.1, -0.1, 0.05, -0.05]}
+    by_hand = {
+        "reverse-kl": [0.085857, -0.101733, 0.053105, -0.037229],
+        "forward-kl": [0.1, -0.1, 0.05, -0.05],
+    }
     for name, slopes in by_hand.items():
         assert of_logits(name, STUDENT, TEACHER)[1] == pytest.approx(slopes, abs=1e-6)
 
@@ -202,23 +231,33 @@ def test_exact_gradients_by_hand() -> None:
 def test_equal_models_are_at_distance_0_with_gradient_0(name: str) -> None:
     """Exactly, in float32: of rounding Adam would make a step."""
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0)).requires_grad_(True)
-    values = over_the_vocabulary(name, logits.log_softmax(-1), logits.detach().log_softmax(-1), beta=0.3)
+    values = over_the_vocabulary(
+        name, logits.log_softmax(-1), logits.detach().log_softmax(-1), beta=0.3
+    )
     assert values.tolist() == [0, 0, 0] and not gradient(values.sum(), logits).any()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_far_apart_it_is_finite_in_float32(name: str) -> None:
     logits = torch.tensor([200.0, 0.0, -200.0]).requires_grad_(True)
-    value = over_the_vocabulary(name, logits.log_softmax(-1), torch.tensor([-200.0, 0.0, 200.0]).log_softmax(-1))
+    value = over_the_vocabulary(
+        name, logits.log_softmax(-1), torch.tensor([-200.0, 0.0, 200.0]).log_softmax(-1)
+    )
     assert value.item() == pytest.approx(math.log(2) if name == "js" else 400, rel=1e-5)
     assert gradient(value, logits).isfinite().all()
 
 
 def test_the_likeliest_tokens_alone_give_no_divergence() -> None:
     """Which is why no top-k is offered: by hand, it is below 0, or lower the less mass they have."""
-    for tokens, reverse, forward in (([0, 1, 2], 0.086087, -0.014731), ([0, 1, 3], -0.009390, 0.095130)):
+    for tokens, reverse, forward in (
+        ([0, 1, 2], 0.086087, -0.014731),
+        ([0, 1, 3], -0.009390, 0.095130),
+    ):
         p, q = STUDENT[tokens], TEACHER[tokens]
-        raw = [over_the_vocabulary(name, p.log(), q.log()).item() for name in ("reverse-kl", "forward-kl")]
+        raw = [
+            over_the_vocabulary(name, p.log(), q.log()).item()
+            for name in ("reverse-kl", "forward-kl")
+        ]
         assert raw == pytest.approx([reverse, forward], abs=1e-6) and min(raw) < 0
     p, q = STUDENT[:3], TEACHER[:3]
     whole = [of_logits(name, p / p.sum(), q / q.sum())[0] for name in ("reverse-kl", "forward-kl")]

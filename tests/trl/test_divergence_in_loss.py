@@ -29,11 +29,15 @@ class EqualRewards:
     """A RoundSource of one group whose rewards are all equal, so that every advantage is 0."""
 
     def next_round(self, *, step: int, num_groups: int) -> list[Group]:
-        completions = tuple(Completion((10 + member, 30, 7), None, "", "stop", step) for member in range(4))
+        completions = tuple(
+            Completion((10 + member, 30, 7), None, "", "stop", step) for member in range(4)
+        )
         return [Group(Draw(0, Prompt(0, "prompt"), (9, 8)), completions, ((Score(1.0),),) * 4)]
 
 
-def trainer(kind: type[SeamGRPOTrainer], model: Path, output: Path, *, name: str, **trl: Any) -> SeamGRPOTrainer:
+def trainer(
+    kind: type[SeamGRPOTrainer], model: Path, output: Path, *, name: str, **trl: Any
+) -> SeamGRPOTrainer:
     settings = {"max_steps": 2, "learning_rate": 1e-3, "logging_steps": 1, "beta": BETA, **trl}
     return small_trainer(kind, model, output, EqualRewards(), own={"divergence": name}, **settings)
 
@@ -48,12 +52,17 @@ def moved_away(made: SeamGRPOTrainer) -> SeamGRPOTrainer:
 
 
 def loss_and_slopes(made: SeamGRPOTrainer, loss: torch.Tensor) -> list[torch.Tensor]:
-    return [loss.detach(), *torch.autograd.grad(loss, list(made.model.parameters()), allow_unused=False)]
+    return [
+        loss.detach(),
+        *torch.autograd.grad(loss, list(made.model.parameters()), allow_unused=False),
+    ]
 
 
 @pytest.mark.parametrize("name", list(DIVERGENCES))
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
-def test_loss_and_gradient_are_those_of_the_definition(name: str, loss_type: str, model: Path, tmp_path: Path) -> None:
+def test_loss_and_gradient_are_those_of_the_definition(
+    name: str, loss_type: str, model: Path, tmp_path: Path
+) -> None:
     made = moved_away(trainer(SeamGRPOTrainer, model, tmp_path, name=name, loss_type=loss_type))
     batch = made._generate_and_score_completions([{"prompt": "tick"}] * 4)
     made.current_gradient_accumulation_steps = 1

@@ -52,7 +52,11 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        parts = ["lora" if self.lora else "full", f"micro{self.per_device}", *map(str, self.settings.values())]
+        parts = [
+            "lora" if self.lora else "full",
+            f"micro{self.per_device}",
+            *map(str, self.settings.values()),
+        ]
         return "-".join(parts + ([] if self.engine_logprobs else ["own"]))
 
 
@@ -108,12 +112,18 @@ def groups(model: Path) -> list[Group]:
             noisy = (logps + 0.25 * torch.randn(length, generator=draw)).tolist()
             if (index, member) == (1, 2):
                 noisy[0] = float("nan")
-            completions.append(Completion(tuple(token_ids), tuple(noisy), "", "stop" if ends else "length", 0))
+            completions.append(
+                Completion(tuple(token_ids), tuple(noisy), "", "stop" if ends else "length", 0)
+            )
             first, second = torch.rand(2, generator=draw).tolist()
             masked = (index, member) == (2, 1)
-            scores.append((Score(None if masked else first), Score(None if masked or member == 3 else second)))
+            scores.append(
+                (Score(None if masked else first), Score(None if masked or member == 3 else second))
+            )
         prompt = Prompt(row=index, content=f"prompt {index}", columns={"answer": str(index)})
-        made.append(Group(Draw(index, prompt, tuple(prompt_ids)), tuple(completions), tuple(scores)))
+        made.append(
+            Group(Draw(index, prompt, tuple(prompt_ids)), tuple(completions), tuple(scores))
+        )
     return made
 
 
@@ -129,19 +139,29 @@ def talks(groups: list[Group]) -> list[Group]:
             return completion
         logprobs[before : before + answer] = [0.0] * answer
         sizes = {True: before, False: answer} if before + answer == length else None
-        turns = [Turn(by_policy, size, ()) for by_policy, size in (sizes or {True: before, False: answer}).items()]
+        turns = [
+            Turn(by_policy, size, ())
+            for by_policy, size in (sizes or {True: before, False: answer}).items()
+        ]
         turns += [Turn(True, length - before - answer, ())] if sizes is None else []
         return replace(completion, logprobs=tuple(logprobs), turns=tuple(turns))
 
     return [
-        replace(group, completions=tuple(in_turns(one, member) for member, one in enumerate(group.completions)))
+        replace(
+            group,
+            completions=tuple(
+                in_turns(one, member) for member, one in enumerate(group.completions)
+            ),
+        )
         for group in groups
     ]
 
 
 def true_logprobs(model: Any, prompt_ids: list[int], token_ids: list[int]) -> torch.Tensor:
     with torch.no_grad():
-        logits = model(torch.tensor([[*prompt_ids, *token_ids]])).logits[0, len(prompt_ids) - 1 : -1]
+        logits = model(torch.tensor([[*prompt_ids, *token_ids]])).logits[
+            0, len(prompt_ids) - 1 : -1
+        ]
     return logits.log_softmax(-1).gather(-1, torch.tensor(token_ids)[:, None])[:, 0]
 
 
@@ -162,7 +182,9 @@ def looks_up(name: str) -> Callable[..., list[float | None]]:
     return reward
 
 
-def build(case: Case, model: Path, groups: list[Group], output: Path) -> tuple[GRPOTrainer, SeamGRPOTrainer]:
+def build(
+    case: Case, model: Path, groups: list[Group], output: Path
+) -> tuple[GRPOTrainer, SeamGRPOTrainer]:
     """TRL's own trainer, and ours, with the same arguments."""
     arguments = {
         "output_dir": str(output),
@@ -186,7 +208,9 @@ def build(case: Case, model: Path, groups: list[Group], output: Path) -> tuple[G
             "args": GRPOConfig(**arguments),
             "train_dataset": Dataset.from_dict({"prompt": ["tick"] * (GROUPS * GROUP_SIZE)}),
             "processing_class": AutoTokenizer.from_pretrained(model),
-            "peft_config": LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM") if case.lora else None,
+            "peft_config": LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+            if case.lora
+            else None,
         }
 
     completions = [completion for group in groups for completion in group.completions]
@@ -194,21 +218,35 @@ def build(case: Case, model: Path, groups: list[Group], output: Path) -> tuple[G
 
     def play_back(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
         return {
-            "prompt_ids": [list(group.draw.token_ids) for group in groups for _ in range(GROUP_SIZE)],
+            "prompt_ids": [
+                list(group.draw.token_ids) for group in groups for _ in range(GROUP_SIZE)
+            ],
             "completion_ids": [list(completion.token_ids) for completion in completions],
             "logprobs": logprobs if case.engine_logprobs else None,
-            **({"env_mask": [list(one.mask) for one in completions]} if any(one.turns for one in completions) else {}),
+            **(
+                {"env_mask": [list(one.mask) for one in completions]}
+                if any(one.turns for one in completions)
+                else {}
+            ),
         }
 
-    plain = GRPOTrainer(reward_funcs=[looks_up(name) for name in NAMES], rollout_func=play_back, **common())
-    plain.use_vllm = case.engine_logprobs  # its own correction applies, on log-probabilities that it computes itself
+    plain = GRPOTrainer(
+        reward_funcs=[looks_up(name) for name in NAMES], rollout_func=play_back, **common()
+    )
+    plain.use_vllm = (
+        case.engine_logprobs
+    )  # its own correction applies, on log-probabilities that it computes itself
     plain._last_loaded_step = 0
     ours = SeamGRPOTrainer(reward_funcs=placeholder_rewards(NAMES), **common())
-    ours.rounds = Recorded(groups if case.engine_logprobs else [without_logprobs(group) for group in groups])
+    ours.rounds = Recorded(
+        groups if case.engine_logprobs else [without_logprobs(group) for group in groups]
+    )
     for trainer in (plain, ours):
         trainer.current_gradient_accumulation_steps = case.accumulation
         if case.lora:
-            disturb(trainer, 0.05, only="lora_B")  # they start at zero, which would hide the gradient of lora_A
+            disturb(
+                trainer, 0.05, only="lora_B"
+            )  # they start at zero, which would hide the gradient of lora_A
     ours._seed_generators = lambda use: None  # TRL's shuffle is seeded here, for both
     return plain, ours
 
@@ -227,12 +265,18 @@ def disturb(trainer: GRPOTrainer, scale: float, *, only: str = "") -> None:
                 parameter.add_(scale * torch.randn(parameter.shape, generator=draw))
 
 
-def train(trainer: GRPOTrainer, rows: list[dict[str, Any]], num_micro_batches: int) -> tuple[float, dict[str, Any]]:
+def train(
+    trainer: GRPOTrainer, rows: list[dict[str, Any]], num_micro_batches: int
+) -> tuple[float, dict[str, Any]]:
     """Summed loss and gradients of that many micro-batches."""
     trainer.model.zero_grad()
     torch.manual_seed(5)  # TRL's shuffle
-    loss = sum(trainer.training_step(trainer.model, rows, None).item() for _ in range(num_micro_batches))
-    grads = {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
+    loss = sum(
+        trainer.training_step(trainer.model, rows, None).item() for _ in range(num_micro_batches)
+    )
+    grads = {
+        name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None
+    }
     return loss, grads
 
 
@@ -275,7 +319,9 @@ ONE_WINDOW = [
 
 
 @pytest.mark.parametrize("case", ONE_WINDOW, ids=str)
-def test_one_window_equals_trl(case: Case, model: Path, groups: list[Group], tmp_path: Path) -> None:
+def test_one_window_equals_trl(
+    case: Case, model: Path, groups: list[Group], tmp_path: Path
+) -> None:
     plain, ours = build(case, model, groups, tmp_path)
     rows = flat_rows(groups)
     expected = train(plain, rows, case.accumulation)
@@ -305,17 +351,30 @@ OTHER_SETTINGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("settings", OTHER_SETTINGS, ids=str)
 def test_other_settings_equal_trl(
-    settings: dict[str, Any], lora: bool, engine_logprobs: bool, model: Path, groups: list[Group], tmp_path: Path
+    settings: dict[str, Any],
+    lora: bool,
+    engine_logprobs: bool,
+    model: Path,
+    groups: list[Group],
+    tmp_path: Path,
 ) -> None:
     case = Case(lora=lora, engine_logprobs=engine_logprobs, settings=settings)
     plain, ours = build(case, model, groups, tmp_path)
     rows = flat_rows(groups)
     expected = train(plain, rows, case.accumulation)
-    assert difference(train(ours, rows, case.accumulation), expected) <= TOLERANCE * 2  # some raise ratios to powers
+    assert (
+        difference(train(ours, rows, case.accumulation), expected) <= TOLERANCE * 2
+    )  # some raise ratios to powers
 
 
 SEVERAL_USES = [
-    Case(lora=lora, per_device=per_device, accumulation=accumulation, steps_per_generation=steps, settings=settings)
+    Case(
+        lora=lora,
+        per_device=per_device,
+        accumulation=accumulation,
+        steps_per_generation=steps,
+        settings=settings,
+    )
     for lora in (False, True)
     for per_device, accumulation, steps in ((8, 1, 2), (4, 2, 4), (4, 1, 4))
     for settings in (
@@ -328,7 +387,9 @@ SEVERAL_USES = [
 
 
 @pytest.mark.parametrize("case", SEVERAL_USES, ids=str)
-def test_all_windows_of_a_round_equal_trl(case: Case, model: Path, groups: list[Group], tmp_path: Path) -> None:
+def test_all_windows_of_a_round_equal_trl(
+    case: Case, model: Path, groups: list[Group], tmp_path: Path
+) -> None:
     plain, ours = build(case, model, groups, tmp_path)
     windows = (case.steps_per_generation or 0) // case.accumulation
     rows, results = flat_rows(groups), []
@@ -337,7 +398,10 @@ def test_all_windows_of_a_round_equal_trl(case: Case, model: Path, groups: list[
         disturb(trainer, 0.01)
         results.append(train(trainer, rows, case.steps_per_generation or 0))
     assert difference(results[1], results[0]) <= TOLERANCE * windows
-    kept = [torch.cat([batch["old_per_token_logps"] for batch in t._buffered_inputs]) for t in (plain, ours)]
+    kept = [
+        torch.cat([batch["old_per_token_logps"] for batch in t._buffered_inputs])
+        for t in (plain, ours)
+    ]
     assert torch.allclose(*(logps.sum(dim=1).sort().values for logps in kept), atol=1e-5)
 
 
@@ -365,13 +429,18 @@ TALKS = [
 
 
 @pytest.mark.parametrize("case", TALKS, ids=str)
-def test_completions_in_turns_equal_trl(case: Case, model: Path, talks: list[Group], tmp_path: Path) -> None:
+def test_completions_in_turns_equal_trl(
+    case: Case, model: Path, talks: list[Group], tmp_path: Path
+) -> None:
     """TRL is told which tokens are the environment's by `env_mask`, as its own loop of tools marks them."""
     plain, ours = build(case, model, talks, tmp_path)
     rows = flat_rows(talks)
     expected = train(plain, rows, case.accumulation)
     assert difference(train(ours, rows, case.accumulation), expected) <= TOLERANCE * 2
-    masks = [torch.cat([batch["tool_mask"] for batch in trainer._buffered_inputs]) for trainer in (plain, ours)]
+    masks = [
+        torch.cat([batch["tool_mask"] for batch in trainer._buffered_inputs])
+        for trainer in (plain, ours)
+    ]
     assert masks[0].shape == masks[1].shape and 0 < (masks[0] == 0).sum() == (masks[1] == 0).sum()
 
 
@@ -400,22 +469,30 @@ def test_the_gap_and_the_correction_see_the_policys_tokens_alone(
         found = true_logprobs(loaded, list(group.draw.token_ids), list(completion.token_ids)) + 0.5
         return replace(completion, logprobs=tuple((found * torch.tensor(completion.mask)).tolist()))
 
-    told = [replace(one, completions=tuple(wrong(one, c) for c in one.completions)) for one in talks]
+    told = [
+        replace(one, completions=tuple(wrong(one, c) for c in one.completions)) for one in talks
+    ]
     _, ours = build(case, model, told, tmp_path)
     ours.packed_by = ours.packed_by if packs else None
     train(ours, flat_rows(told), case.accumulation)
     metrics = ours._metrics["train"]
     assert metrics["ycore/logprob_gap"] == pytest.approx([0.5, 0.5], abs=1e-3)
-    assert metrics["sampling/importance_sampling_ratio/mean"] == pytest.approx([0.6065, 0.6065], abs=1e-3)
+    assert metrics["sampling/importance_sampling_ratio/mean"] == pytest.approx(
+        [0.6065, 0.6065], abs=1e-3
+    )
 
 
-def test_an_lm_head_in_float32_stays_with_trl(model: Path, groups: list[Group], tmp_path: Path) -> None:
+def test_an_lm_head_in_float32_stays_with_trl(
+    model: Path, groups: list[Group], tmp_path: Path
+) -> None:
     """In bfloat16 the head's dtype shows, so the seam leaves it to TRL; plain TRL cannot do it with an adapter."""
     case = Case(settings={"cast_lm_head_to_fp32": True, "bf16": True})
     ids = torch.randint(6, 90, (4, 12), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         plain, ours = (
-            trainer._get_per_token_logps_and_entropies(trainer.model.train(), ids, torch.ones_like(ids), 6)[0]
+            trainer._get_per_token_logps_and_entropies(
+                trainer.model.train(), ids, torch.ones_like(ids), 6
+            )[0]
             for trainer in build(case, model, groups, tmp_path)
         )
     assert (plain - ours).abs().max() < 1e-4  # 0.003 with a head in bfloat16
@@ -427,7 +504,9 @@ def test_a_wrong_logprob_is_seen(model: Path, groups: list[Group], tmp_path: Pat
     plain, ours = build(case, model, groups, tmp_path)
     first = groups[0].completions[0]
     assert first.logprobs is not None
-    changed = Completion(first.token_ids, (first.logprobs[0] + 0.01, *first.logprobs[1:]), "", "stop", 0)
+    changed = Completion(
+        first.token_ids, (first.logprobs[0] + 0.01, *first.logprobs[1:]), "", "stop", 0
+    )
     group = Group(groups[0].draw, (changed, *groups[0].completions[1:]), groups[0].scores_GR)
     ours.rounds = Recorded([group, *groups[1:]])
     rows = flat_rows(groups)

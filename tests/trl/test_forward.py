@@ -43,7 +43,9 @@ def _loaded(folder: Path) -> PreTrainedModel:
     return model
 
 
-def padded(prompts: list[list[int]], completions: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor, int]:
+def padded(
+    prompts: list[list[int]], completions: list[list[int]]
+) -> tuple[torch.Tensor, torch.Tensor, int]:
     """As TRL builds it: prompts padded left, completions padded right."""
     before, after = max(map(len, prompts)), max(1, *map(len, completions))
     ids, mask = [], []
@@ -61,7 +63,9 @@ def one_by_one(
     width = max(1, *map(len, completions))
     logps, entropies = torch.zeros(len(prompts), width), torch.zeros(len(prompts), width)
     for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
+        logits = (
+            model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
+        )
         log_p = logits.log_softmax(-1)
         logps[index, : len(completion)] = log_p[range(len(completion)), completion]
         entropies[index, : len(completion)] = -(log_p.exp() * log_p).sum(-1)
@@ -75,7 +79,9 @@ def random_batch(seed: int) -> tuple[list[list[int]], list[list[int]]]:
         prompt = [draw.randint(6, 90) for _ in range(draw.choice([1, 2, 7, 20]))]
         prompts += [prompt] * draw.randint(1, 4)
     draw.shuffle(prompts)
-    return prompts, [[draw.randint(6, 90) for _ in range(draw.choice([1, 2, 5, 13]))] for _ in prompts]
+    return prompts, [
+        [draw.randint(6, 90) for _ in range(draw.choice([1, 2, 5, 13]))] for _ in prompts
+    ]
 
 
 @pytest.mark.parametrize(("path", "whole"), [("segments", 512), ("segments", 0), ("varlen", 0)])
@@ -112,13 +118,17 @@ def test_flex_attention_gives_the_scores_and_gradients_of_segments(
             model.zero_grad()
             logps, _ = score_completions(model, ids, mask, width, path=path)
             (logps * weights).sum().backward()
-            gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+            gradients = [
+                parameter.grad for parameter in model.parameters() if parameter.grad is not None
+            ]
             found.append([logps.detach(), *(gradient.clone() for gradient in gradients)])
         torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("prompt_length", [1, 4])
-def test_masked_out_completions_score_zero_beside_others(model: PreTrainedModel, prompt_length: int) -> None:
+def test_masked_out_completions_score_zero_beside_others(
+    model: PreTrainedModel, prompt_length: int
+) -> None:
     """`mask_truncated_completions` takes completions out whole: two of a group, or all of them."""
     prompt = [9, 8, 7, 6][:prompt_length]
     for completions in ([[5, 6, 7], [], [], [8]], [[], [], [], []]):
@@ -127,9 +137,14 @@ def test_masked_out_completions_score_zero_beside_others(model: PreTrainedModel,
         with torch.no_grad():
             expected, _ = one_by_one(model, [prompt] * 4, [c or [5] for c in completions])
         for index, completion in enumerate(completions):
-            assert torch.equal(logps[index, len(completion) :], torch.zeros(width - len(completion)))
+            assert torch.equal(
+                logps[index, len(completion) :], torch.zeros(width - len(completion))
+            )
             torch.testing.assert_close(
-                logps[index, : len(completion)], expected[index, : len(completion)], rtol=0, atol=1e-5
+                logps[index, : len(completion)],
+                expected[index, : len(completion)],
+                rtol=0,
+                atol=1e-5,
             )
         model.zero_grad()
         logps.sum().backward()  # also where nothing is scored: DDP waits for every rank's backward
@@ -150,10 +165,14 @@ def test_calls_without_the_fused_head_and_generation_are_as_before(model: PreTra
     both = model.generate(prompts, attention_mask=mask, max_new_tokens=6, do_sample=False)
     alone = model.generate(prompts[:1, 2:], max_new_tokens=6, do_sample=False)
     assert both[0, 4:].tolist() == alone[0, 2:].tolist()
-    assert model._supports_logits_to_keep()  # read from the signature: else generation projects the whole prompt
+    assert (
+        model._supports_logits_to_keep()
+    )  # read from the signature: else generation projects the whole prompt
 
 
-@pytest.mark.parametrize("outputs", [("log_probs",), ("log_probs", "entropy")], ids=["reference", "policy"])
+@pytest.mark.parametrize(
+    "outputs", [("log_probs",), ("log_probs", "entropy")], ids=["reference", "policy"]
+)
 @pytest.mark.parametrize("as_on_a_device", [False, True])
 def test_packed_rows_fit_trls_own_head(
     tmp_path: Path, outputs: tuple[str, ...], as_on_a_device: bool, monkeypatch: pytest.MonkeyPatch
@@ -206,17 +225,29 @@ def test_gradients_equal_those_of_each_sequence_alone(tmp_path: Path, checkpoint
 N, HIDDEN, VOCABULARY = 11, 8, 23
 
 
-def made(bias: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+def made(
+    bias: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(N, HIDDEN, generator=draw)
     weight = torch.randn(VOCABULARY, HIDDEN, generator=draw)
     targets = torch.randint(0, VOCABULARY, (N,), generator=draw)
     upstream = torch.randn(N, generator=draw)
-    return hidden, weight, torch.randn(VOCABULARY, generator=draw) if bias else None, targets, upstream
+    return (
+        hidden,
+        weight,
+        torch.randn(VOCABULARY, generator=draw) if bias else None,
+        targets,
+        upstream,
+    )
 
 
 def by_the_book(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, temperature: float
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    temperature: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     logits = torch.nn.functional.linear(hidden, weight, bias) / temperature
     log_p = logits.log_softmax(-1)
@@ -235,7 +266,11 @@ def test_values_and_gradients_equal_a_plain_softmax_in_float64(
     exact_hidden = hidden.double().requires_grad_()
     exact_weight = weight.double().requires_grad_(not frozen)
     expected, entropy = by_the_book(
-        exact_hidden, exact_weight, None if offset is None else offset.double(), targets, temperature
+        exact_hidden,
+        exact_weight,
+        None if offset is None else offset.double(),
+        targets,
+        temperature,
     )
     expected.backward(upstream.double())
     hidden.requires_grad_()
@@ -257,7 +292,9 @@ def test_values_and_gradients_equal_a_plain_softmax_in_float64(
 def test_a_head_without_a_backward_gives_the_same_values(frozen: bool) -> None:
     hidden, weight, offset, targets, _ = made(True)
     weight.requires_grad_(not frozen)
-    with_grad, _ = score_tokens(hidden.clone().requires_grad_(), weight, offset, targets, temperature=0.9)
+    with_grad, _ = score_tokens(
+        hidden.clone().requires_grad_(), weight, offset, targets, temperature=0.9
+    )
     with torch.no_grad():
         without, _ = score_tokens(hidden, weight, offset, targets, temperature=0.9)
     torch.testing.assert_close(with_grad.detach(), without)
@@ -293,7 +330,9 @@ def test_the_mean_of_the_logits_and_the_likeliest_token(
     targets[::2] = logits.argmax(-1)[::2]
     given: Any = {"temperature": 0.9, "with_logits": True}
     weight.requires_grad_(not frozen)
-    _, _, means, are_likeliest = score_tokens(hidden.clone().requires_grad_(), weight, offset, targets, **given)
+    _, _, means, are_likeliest = score_tokens(
+        hidden.clone().requires_grad_(), weight, offset, targets, **given
+    )
     torch.testing.assert_close(means, logits.mean(-1))
     assert are_likeliest.tolist() == (logits.argmax(-1) == targets).tolist() and any(are_likeliest)
     assert not means.requires_grad
@@ -303,7 +342,9 @@ def test_the_mean_of_the_logits_and_the_likeliest_token(
 def test_nothing_to_score_still_has_a_backward(frozen: bool) -> None:
     hidden, weight, offset, targets, _ = made(False)
     hidden.requires_grad_()
-    logps, entropies = score_tokens(hidden[:0], weight.requires_grad_(not frozen), offset, targets[:0], temperature=1.0)
+    logps, entropies = score_tokens(
+        hidden[:0], weight.requires_grad_(not frozen), offset, targets[:0], temperature=1.0
+    )
     logps.sum().backward()
     assert logps.shape == entropies.shape == (0,)
     assert hidden.grad is not None and hidden.grad.abs().max() == 0
@@ -313,6 +354,10 @@ def test_entropies_carry_no_gradient() -> None:
     hidden, weight, offset, targets, _ = made(False)
     for frozen in (True, False):
         _, entropies = score_tokens(
-            hidden.clone().requires_grad_(), weight.clone().requires_grad_(not frozen), offset, targets, temperature=1.0
+            hidden.clone().requires_grad_(),
+            weight.clone().requires_grad_(not frozen),
+            offset,
+            targets,
+            temperature=1.0,
         )
         assert not entropies.requires_grad

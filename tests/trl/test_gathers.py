@@ -14,7 +14,9 @@ def test_trl_gathers_texts_by_the_name_that_is_swapped() -> None:
     assert 'self._logs["prompt"].extend(gather_object(prompts))' in source
     assert 'self._logs["completion"].extend(gather_object(completions))' in source
     module = inspect.getsource(grpo_trainer)
-    assert source.count("gather_object(") == module.count("gather_object("), "TRL gathers objects elsewhere too"
+    assert source.count("gather_object(") == module.count("gather_object("), (
+        "TRL gathers objects elsewhere too"
+    )
 
 
 @pytest.fixture

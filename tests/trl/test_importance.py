@@ -36,7 +36,9 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("mode", "clip_min", "clip_max", "expected"), TABLE)
-def test_ratios_by_hand(mode: str, clip_min: float | None, clip_max: float | None, expected: list[list[float]]) -> None:
+def test_ratios_by_hand(
+    mode: str, clip_min: float | None, clip_max: float | None, expected: list[list[float]]
+) -> None:
     ratio = importance_ratio(TRAINER, ENGINE, MASK, mode=mode, clip_min=clip_min, clip_max=clip_max)
     torch.testing.assert_close(ratio, torch.tensor(expected, dtype=torch.float32))
 
@@ -49,7 +51,9 @@ def test_equal_logprobs_weigh_one_in_every_mode() -> None:
 
 def test_the_gap_leaves_out_padding_and_unknown_tokens() -> None:
     gap = absolute_gap(TRAINER, ENGINE, MASK)
-    torch.testing.assert_close(gap, torch.tensor([math.log(2), math.log(3), math.log(4), math.log(2)]))
+    torch.testing.assert_close(
+        gap, torch.tensor([math.log(2), math.log(3), math.log(4), math.log(2)])
+    )
 
 
 def test_no_known_token_has_no_gap() -> None:
@@ -68,13 +72,19 @@ REGION = [  # probability when written, now, sign of the advantage; kept by TV a
 
 
 @pytest.mark.parametrize(("old", "new", "sign", "by_tv", "by_kl", "kl"), REGION)
-def test_which_tokens_are_dropped(old: float, new: float, sign: int, by_tv: bool, by_kl: bool, kl: float) -> None:
+def test_which_tokens_are_dropped(
+    old: float, new: float, sign: int, by_tv: bool, by_kl: bool, kl: float
+) -> None:
     logps, behaviour = torch.tensor([[math.log(new)]]), torch.tensor([[math.log(old)]])
     advantages = torch.tensor([[float(sign)]])
     assert keeps("dppo-tv", logps, behaviour, advantages).item() == by_tv
     assert keeps("dppo-kl", logps, behaviour, advantages).item() == by_kl
-    assert all(keeps(name, logps, behaviour, -advantages).item() for name in ("dppo-tv", "dppo-kl")), "it leads back"
-    assert old * math.log(old / new) + (1 - old) * math.log((1 - old) / (1 - new)) == pytest.approx(kl, abs=1e-5)
+    assert all(
+        keeps(name, logps, behaviour, -advantages).item() for name in ("dppo-tv", "dppo-kl")
+    ), "it leads back"
+    assert old * math.log(old / new) + (1 - old) * math.log((1 - old) / (1 - new)) == pytest.approx(
+        kl, abs=1e-5
+    )
     weight = region_weights("dppo-tv", logps, behaviour, advantages, torch.ones(1, 1)).item()
     assert weight == pytest.approx(min(new / old, 20.0) if by_tv else 0.0)
 
@@ -95,7 +105,9 @@ def test_the_effective_share_of_the_tokens() -> None:
 def test_who_wrote_the_tokens() -> None:
     now, old = torch.tensor([-1.0, -2.0]), torch.tensor([-3.0, -4.0])
     assert behaviour_logps(torch.tensor([math.nan, -5.0]), old, now).tolist() == [-1.0, -5.0]
-    assert torch.equal(behaviour_logps(None, old, now), old) and torch.equal(behaviour_logps(None, None, now), now)
+    assert torch.equal(behaviour_logps(None, old, now), old) and torch.equal(
+        behaviour_logps(None, None, now), now
+    )
 
 
 LOG_RATIOS = torch.tensor([[0.1, -0.2, 0.5, 1.2]], dtype=torch.float64)
@@ -112,7 +124,9 @@ WEIGHTS = [1.105171, 0.818731, 1.648721, 3.320117]
         ("sequence_mask", None, 3.0, [0.0]),
     ],
 )
-def test_weights_of_one_completion(mode: str, low: float | None, high: float | None, expected: list[float]) -> None:
+def test_weights_of_one_completion(
+    mode: str, low: float | None, high: float | None, expected: list[float]
+) -> None:
     none, mask = torch.zeros_like(LOG_RATIOS), torch.ones_like(LOG_RATIOS)
     found = importance_ratio(LOG_RATIOS, none, mask, mode=mode, clip_min=low, clip_max=high)
     assert found[0].tolist() == pytest.approx(expected, abs=1e-6)
@@ -121,10 +135,12 @@ def test_weights_of_one_completion(mode: str, low: float | None, high: float | N
 def test_regions_of_weights() -> None:
     """The geometric mean of the four is exp(0.4) = 1.491825; of the same with their negatives it is 1."""
     none, advantages, mask = torch.zeros_like(LOG_RATIOS), torch.ones(1, 1), torch.ones(1, 8)
-    assert region_weights("icepop", LOG_RATIOS, none, advantages, mask[:, :4])[0].tolist() == pytest.approx(
-        WEIGHTS, abs=1e-6
+    assert region_weights("icepop", LOG_RATIOS, none, advantages, mask[:, :4])[
+        0
+    ].tolist() == pytest.approx(WEIGHTS, abs=1e-6)
+    outside = region_weights(
+        "icepop", torch.tensor([[1.7, -0.8, 0.0]]), torch.zeros(1, 3), advantages, mask[:, :3]
     )
-    outside = region_weights("icepop", torch.tensor([[1.7, -0.8, 0.0]]), torch.zeros(1, 3), advantages, mask[:, :3])
     assert outside.tolist() == [[0.0, 0.0, 1.0]], "above 5 and below a half"
     assert not region_weights("geometric", LOG_RATIOS, none, advantages, mask[:, :4]).any()
     both = torch.cat([LOG_RATIOS, -LOG_RATIOS], dim=1)

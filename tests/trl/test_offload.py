@@ -10,7 +10,9 @@ from ycore.errors import EngineError, Interrupted
 from ycore.trl.offload import Offload, deepspeed_can
 
 
-def trained(steps: int, *, away_after: int | None = None) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
+def trained(
+    steps: int, *, away_after: int | None = None
+) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
     """Parameters after so many steps of AdamW, of which one was followed by a time away."""
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
@@ -40,7 +42,11 @@ def test_every_tensor_of_the_state_is_another_while_away_and_has_its_dtype_and_n
     back = Offload("optimizer", of="cpu").move_moments(optimizer)
     for (parameter, key), value in before.items():
         away = optimizer.state[parameter][key]
-        assert away.data_ptr() != value.data_ptr() and away.dtype == value.dtype and torch.equal(away, value)
+        assert (
+            away.data_ptr() != value.data_ptr()
+            and away.dtype == value.dtype
+            and torch.equal(away, value)
+        )
     back()
     assert all(torch.equal(optimizer.state[p][key], value) for (p, key), value in before.items())
     assert list(optimizer.state) == parameters, "the optimizer still finds its parameters' state"
@@ -84,7 +90,9 @@ class Zero:
 class DeepSpeedEngine:
     """What is asked of DeepSpeed's engine, written down."""
 
-    def __init__(self, stage: int, *, optimizer: Any = None, cpu: bool = False, params: Device | None = None) -> None:
+    def __init__(
+        self, stage: int, *, optimizer: Any = None, cpu: bool = False, params: Device | None = None
+    ) -> None:
         self.calls: list[Any] = []
         self.optimizer = optimizer or Zero(FusedAdam([torch.nn.Parameter(torch.ones(1))]))
         self._stage, self._cpu, self._params = stage, cpu, params
@@ -127,7 +135,9 @@ def test_deepspeed_is_not_asked_for_what_it_asserts_against() -> None:
     assert not deepspeed_can(DeepSpeedEngine(1, optimizer=object()))
 
 
-def test_under_zero3_another_optimizers_moments_are_moved_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_zero3_another_optimizers_moments_are_moved_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     _, optimizer = trained(1)
     moved: list[torch.optim.Optimizer] = []
     monkeypatch.setattr(Offload, "move_moments", lambda self, one: lambda: moved.append(one))
@@ -152,8 +162,12 @@ def test_deepspeeds_source_has_what_was_read_there() -> None:
     assert "FusedAdam" in Stage3.offload_states.__code__.co_names
 
 
-@pytest.mark.parametrize(("error", "comes_back"), [(Interrupted("stopped"), True), (EngineError("lost"), False)])
-def test_it_comes_back_for_a_checkpoint_and_not_after_an_error(error: Exception, comes_back: bool) -> None:
+@pytest.mark.parametrize(
+    ("error", "comes_back"), [(Interrupted("stopped"), True), (EngineError("lost"), False)]
+)
+def test_it_comes_back_for_a_checkpoint_and_not_after_an_error(
+    error: Exception, comes_back: bool
+) -> None:
     pytest.importorskip("deepspeed")
     engine = DeepSpeedEngine(2)
     with pytest.raises(type(error)), Offload("optimizer").away(None, engine):
@@ -174,8 +188,13 @@ def test_frozen_weights_leave_and_come_back_and_their_copy_on_the_host_is_made_o
     hosts = []
     for _ in range(2):
         with room.away(None):
-            assert frozen.data_ptr() != on_device and torch.equal(frozen, before), "a sync reads it there"
-            assert frozen is model[0].weight and trained_weight.data_ptr() == model[1].weight.data_ptr()
+            assert frozen.data_ptr() != on_device and torch.equal(frozen, before), (
+                "a sync reads it there"
+            )
+            assert (
+                frozen is model[0].weight
+                and trained_weight.data_ptr() == model[1].weight.data_ptr()
+            )
             hosts.append(frozen.data_ptr())
         assert frozen.data_ptr() != hosts[-1] and torch.equal(frozen, before)
         on_device = frozen.data_ptr()

@@ -11,7 +11,14 @@ from torch import Tensor
 from tests.trl.small_trainer import small_trainer
 from ycore.errors import ConfigError
 from ycore.models.tiny import write_tiny_model
-from ycore.trl.online_dpo import TRAINERS, Trainer, best_and_worst, margins_of, preference_losses, ranking_losses
+from ycore.trl.online_dpo import (
+    TRAINERS,
+    Trainer,
+    best_and_worst,
+    margins_of,
+    preference_losses,
+    ranking_losses,
+)
 from ycore.types import Completion, Draw, Group, Prompt, Score
 
 NAN = float("nan")
@@ -20,7 +27,9 @@ SCORES = ((0.25, 1.0, None, 0.0), (0.5, 0.5, 0.5, 0.5), (0.0, 0.5, 1.0, 0.5))
 
 
 def test_the_best_and_the_worst_are_the_first_of_their_group() -> None:
-    totals = torch.tensor([[0.5, 1.0, NAN, 1.0], [2.0, 2.0, NAN, 2.0], [NAN] * 4, [3.0, 1.0, 1.0, 2.0]])
+    totals = torch.tensor(
+        [[0.5, 1.0, NAN, 1.0], [2.0, 2.0, NAN, 2.0], [NAN] * 4, [3.0, 1.0, 1.0, 2.0]]
+    )
     best, worst, differ = best_and_worst(totals)
     assert differ.tolist() == [True, False, False, True]
     assert (best[differ].tolist(), worst[differ].tolist()) == ([1, 0], [0, 1])
@@ -37,14 +46,19 @@ def test_the_loss_of_a_pair(kind: str, margin: float, loss: float, slope: float)
     margins = torch.tensor([margin], dtype=torch.float64, requires_grad=True)
     found = preference_losses(margins, beta=0.1, kind=kind)
     (gradient,) = torch.autograd.grad(found.sum(), margins)
-    assert (found.item(), gradient.item()) == (pytest.approx(loss, abs=1e-6), pytest.approx(slope, abs=1e-6))
+    assert (found.item(), gradient.item()) == (
+        pytest.approx(loss, abs=1e-6),
+        pytest.approx(slope, abs=1e-6),
+    )
 
 
 def test_the_ranking_of_a_group() -> None:
     """Means -1, -0.5, -2, -3: of the pairs in the wrong order, 0.5 (second over first), 1 (first over third), 1.5."""
     sums, lengths = torch.tensor([[-2.0, -1.0, -4.0, -6.0]] * 2), torch.full((2, 4), 2)
     totals = torch.tensor([[0.5, 0.0, 1.0, NAN], [0.5, 0.5, 0.5, 0.5]])
-    assert ranking_losses(sums, lengths, totals).tolist() == pytest.approx([0.5 + 1.0 + 1.5 + 4.0], abs=1e-6)
+    assert ranking_losses(sums, lengths, totals).tolist() == pytest.approx(
+        [0.5 + 1.0 + 1.5 + 4.0], abs=1e-6
+    )
 
 
 @pytest.fixture(scope="module")
@@ -57,22 +71,36 @@ class Rounds:
         groups = []
         for number, scores in enumerate(SCORES):
             completions = [
-                Completion(tuple(10 + 4 * number + place + 3 * n for n in range(2 + place)), None, "", "stop", step)
+                Completion(
+                    tuple(10 + 4 * number + place + 3 * n for n in range(2 + place)),
+                    None,
+                    "",
+                    "stop",
+                    step,
+                )
                 for place in range(4)
             ]
             draw = Draw(number, Prompt(row=number, content=f"prompt {number}"), PROMPT)
-            groups.append(Group(draw, tuple(completions), tuple((Score(score),) for score in scores)))
+            groups.append(
+                Group(draw, tuple(completions), tuple((Score(score),) for score in scores))
+            )
         return groups
 
 
 def made(model: Path, output: Path, kind: str, **settings: Any) -> Trainer:
-    settings = {"beta": 0.0 if kind == "rrhf" else 0.1, "gradient_accumulation_steps": 3, **settings}
+    settings = {
+        "beta": 0.0 if kind == "rrhf" else 0.1,
+        "gradient_accumulation_steps": 3,
+        **settings,
+    }
     return small_trainer(TRAINERS[kind], model, output, Rounds(), scale_rewards="none", **settings)
 
 
 def log_probability(trainer: Trainer, ids: tuple[int, ...], like: Any = None) -> Tensor:
     whole = torch.tensor([[*PROMPT, *ids]])
-    logits = (trainer.bare_model if like is None else like)(input_ids=whole).logits[0, len(PROMPT) - 1 : -1]
+    logits = (trainer.bare_model if like is None else like)(input_ids=whole).logits[
+        0, len(PROMPT) - 1 : -1
+    ]
     return logits.log_softmax(-1).gather(1, torch.tensor(ids).unsqueeze(1)).sum()
 
 
@@ -103,17 +131,24 @@ def test_the_gradient_is_that_of_the_definition(model: Path, tmp_path: Path, kin
             for i in known:
                 for j in known:
                     if (scores[i] or 0) < (scores[j] or 0):
-                        total = total + (logps[i] / len(ids[i]) - logps[j] / len(ids[j])).clamp(min=0)
+                        total = total + (logps[i] / len(ids[i]) - logps[j] / len(ids[j])).clamp(
+                            min=0
+                        )
             continue
         ratios = [
-            log_probability(trainer, ids[one]) - log_probability(trainer, ids[one], trainer.ref_model).detach()
+            log_probability(trainer, ids[one])
+            - log_probability(trainer, ids[one], trainer.ref_model).detach()
             for one in (best, worst)
         ]
         margin = ratios[0] - ratios[1]
-        total = total + (-torch.nn.functional.logsigmoid(0.1 * margin) if kind == "dpo" else (margin - 5) ** 2)
+        total = total + (
+            -torch.nn.functional.logsigmoid(0.1 * margin) if kind == "dpo" else (margin - 5) ** 2
+        )
     (total / 2).backward()  # type: ignore[no-untyped-call]
     for one, gradient in zip(parameters, found, strict=True):
-        assert one.grad is not None and torch.allclose(gradient, one.grad, atol=2e-5 * max(1, one.grad.abs().max()))
+        assert one.grad is not None and torch.allclose(
+            gradient, one.grad, atol=2e-5 * max(1, one.grad.abs().max())
+        )
     assert any(gradient.abs().max() > 1e-3 for gradient in found)
     if kind == "dpo":
         accuracies = trainer._metrics["train"]["ycore/pairs/accuracy"]
@@ -121,11 +156,15 @@ def test_the_gradient_is_that_of_the_definition(model: Path, tmp_path: Path, kin
 
 
 def test_at_the_start_the_loss_is_log_two(model: Path, tmp_path: Path) -> None:
-    trainer = made(model, tmp_path, "dpo", per_device_train_batch_size=12, gradient_accumulation_steps=1)
+    trainer = made(
+        model, tmp_path, "dpo", per_device_train_batch_size=12, gradient_accumulation_steps=1
+    )
     loss = trainer.training_step(trainer.model, [{"prompt": "tick"}] * 12, None)
     assert float(loss) == pytest.approx(math.log(2), abs=1e-6)
 
 
 def test_a_micro_batch_holds_whole_groups(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="per_device_train_batch_size 2 does not hold whole groups of 4; say"):
+    with pytest.raises(
+        ConfigError, match="per_device_train_batch_size 2 does not hold whole groups of 4; say"
+    ):
         made(model, tmp_path, "dpo", per_device_train_batch_size=2, gradient_accumulation_steps=6)

@@ -34,7 +34,10 @@ class Fixed:
         return [
             Group(
                 Draw(number, Prompt(number, f"prompt {number}"), (9, 8)),
-                tuple(Completion((10, 11 + member), (-4.0, -4.0), "", "stop", step) for member in range(4)),
+                tuple(
+                    Completion((10, 11 + member), (-4.0, -4.0), "", "stop", step)
+                    for member in range(4)
+                ),
                 tuple((Score(None if reward != reward else reward),) for reward in rewards),
             )
             for number, rewards in enumerate(REWARDS)
@@ -47,29 +50,38 @@ def trainer(kind: type[SeamGRPOTrainer], model: Path, output: Path, **own: Any) 
 
 
 @pytest.mark.parametrize("name", ["rloo", "reinforce++-baseline", "maxrl"])
-def test_the_trainer_learns_from_the_estimators_advantages(name: str, model: Path, tmp_path: Path) -> None:
+def test_the_trainer_learns_from_the_estimators_advantages(
+    name: str, model: Path, tmp_path: Path
+) -> None:
     made = trainer(SeamGRPOTrainer, model, tmp_path, advantage=ESTIMATORS[name])
     batch = made._generate_and_score_completions([{"prompt": "tick"}] * 8)
     rewards = torch.tensor(REWARDS)
     expected = ESTIMATORS[name](rewards, ~torch.isnan(rewards)).flatten()
     torch.testing.assert_close(batch["advantages"], expected)
-    plain = trainer(SeamGRPOTrainer, model, tmp_path)._generate_and_score_completions([{"prompt": "tick"}] * 8)
+    plain = trainer(SeamGRPOTrainer, model, tmp_path)._generate_and_score_completions(
+        [{"prompt": "tick"}] * 8
+    )
     assert not torch.allclose(batch["advantages"], plain["advantages"])
 
 
-def test_remax_compares_with_each_prompts_own_greedy_completion(model: Path, tmp_path: Path) -> None:
+def test_remax_compares_with_each_prompts_own_greedy_completion(
+    model: Path, tmp_path: Path
+) -> None:
     class WithGreedy(Fixed):
         def next_round(self, *, step: int, num_groups: int) -> list[Group]:
             groups = super().next_round(step=step, num_groups=num_groups)
             return [
-                replace(group, greedy_scores_R=(Score(own),)) for group, own in zip(groups, [1.0, None], strict=True)
+                replace(group, greedy_scores_R=(Score(own),))
+                for group, own in zip(groups, [1.0, None], strict=True)
             ]
 
     made = trainer(SeamGRPOTrainer, model, tmp_path, advantage=ESTIMATORS["remax"])
     made.rounds = WithGreedy()
     batch = made._generate_and_score_completions([{"prompt": "tick"}] * 8)
     # the first prompt's greedy completion earned 1; the second's could not be scored: no baseline, nothing learned
-    torch.testing.assert_close(batch["advantages"], torch.tensor([-1.0, 0.0, -0.5, 0.0, 0.0, 0.0, 0.0, 0.0]))
+    torch.testing.assert_close(
+        batch["advantages"], torch.tensor([-1.0, 0.0, -0.5, 0.0, 0.0, 0.0, 0.0, 0.0])
+    )
 
 
 def test_gmpo_trains_behind_the_seam(model: Path, tmp_path: Path) -> None:

@@ -27,7 +27,12 @@ from ycore.types import IMAGE_MARK, Completion, Draw, Group, Prompt, Score, in_b
 
 GROUP_SIZE, MAX_TOKENS, TOLERANCE = 4, 7, 1e-6
 COLOURS = ("red", "lime", "blue", "white", "black", "orange")
-QUESTIONS = [f"{IMAGE_MARK}?", f"{IMAGE_MARK} + {IMAGE_MARK}", f"{IMAGE_MARK} + {IMAGE_MARK}", "none"]
+QUESTIONS = [
+    f"{IMAGE_MARK}?",
+    f"{IMAGE_MARK} + {IMAGE_MARK}",
+    f"{IMAGE_MARK} + {IMAGE_MARK}",
+    "none",
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -66,7 +71,10 @@ def prompts_of(sight: Sight) -> list[Prompt]:
     colours = iter(COLOURS)
     made = []
     for row, question in enumerate(QUESTIONS):
-        files = [png_of(Pillow.new("RGB", (8, 8), next(colours))) for _ in range(question.count(IMAGE_MARK))]
+        files = [
+            png_of(Pillow.new("RGB", (8, 8), next(colours)))
+            for _ in range(question.count(IMAGE_MARK))
+        ]
         images = tuple(sight.store.put(file, f"row {row}") for file in files)
         made.append(Prompt(row, [{"role": "user", "content": question}], {}, images))
     return made
@@ -82,7 +90,13 @@ def groups_of(sight: Sight, prompts: list[Prompt]) -> list[Group]:
             ids = torch.randint(6, 90, (length,), generator=draw).tolist()
             completions.append(Completion(tuple(ids), None, "", "length", 0))
             scores.append((Score(float(torch.rand(1, generator=draw))),))
-        made.append(Group(Draw(prompt.row, prompt, sight.prompt_ids(prompt)), tuple(completions), tuple(scores)))
+        made.append(
+            Group(
+                Draw(prompt.row, prompt, sight.prompt_ids(prompt)),
+                tuple(completions),
+                tuple(scores),
+            )
+        )
     return made
 
 
@@ -96,7 +110,9 @@ class Recorded:
         return self.groups
 
 
-def build(model: Path, sight: Sight, groups: list[Group], output: Path, *, lora: bool, **settings: Any) -> Any:
+def build(
+    model: Path, sight: Sight, groups: list[Group], output: Path, *, lora: bool, **settings: Any
+) -> Any:
     """TRL's own trainer, whose model never writes a picture's token either, and ours."""
     arguments = {
         "output_dir": str(output),
@@ -113,7 +129,11 @@ def build(model: Path, sight: Sight, groups: list[Group], output: Path, *, lora:
     }
 
     def common() -> dict[str, Any]:
-        peft = LoraConfig(r=4, target_modules="all-linear", exclude_modules=not_of_the_eyes(model)) if lora else None
+        peft = (
+            LoraConfig(r=4, target_modules="all-linear", exclude_modules=not_of_the_eyes(model))
+            if lora
+            else None
+        )
         return {
             "model": str(model),
             "args": GRPOConfig(**arguments),
@@ -125,12 +145,18 @@ def build(model: Path, sight: Sight, groups: list[Group], output: Path, *, lora:
         }
 
     def play_back(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
-        written = [list(completion.token_ids) for group in groups for completion in group.completions]
+        written = [
+            list(completion.token_ids) for group in groups for completion in group.completions
+        ]
         asked = [list(group.draw.token_ids) for group in groups for _ in range(GROUP_SIZE)]
         return {"prompt_ids": asked, "completion_ids": written, "logprobs": None}
 
     plain = GRPOTrainer(reward_funcs=[told], rollout_func=play_back, **common())
-    bare = [one for one in (plain.accelerator.unwrap_model(plain.model), plain.ref_model) if one is not None]
+    bare = [
+        one
+        for one in (plain.accelerator.unwrap_model(plain.model), plain.ref_model)
+        if one is not None
+    ]
     for one in bare:
         never_write(one.get_base_model() if lora else one, image_token_ids(one.config.to_dict()))
     ours = SeamGRPOTrainer(reward_funcs=placeholder_rewards(["told"]), **common())
@@ -166,17 +192,28 @@ def rows_for_trl(sight: Sight, groups: list[Group]) -> list[dict[str, Any]]:
     ]
 
 
-def train(trainer: GRPOTrainer, rows: list[dict[str, Any]]) -> tuple[float, dict[str, torch.Tensor]]:
+def train(
+    trainer: GRPOTrainer, rows: list[dict[str, Any]]
+) -> tuple[float, dict[str, torch.Tensor]]:
     trainer.model.zero_grad()
     torch.manual_seed(5)
     loss = sum(trainer.training_step(trainer.model, rows, None).item() for _ in range(2))
-    return loss, {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
+    return loss, {
+        name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None
+    }
 
 
 CASES = [
-    pytest.param(lora, packs, settings, id=f"{'lora' if lora else 'full'}-{'packed' if packs else 'padded'}-{settings}")
+    pytest.param(
+        lora,
+        packs,
+        settings,
+        id=f"{'lora' if lora else 'full'}-{'packed' if packs else 'padded'}-{settings}",
+    )
     for lora, packs, settings in itertools.product(
-        (False, True), (True, False), ({}, {"beta": 0.05}, {"loss_type": "grpo", "temperature": 0.7})
+        (False, True),
+        (True, False),
+        ({}, {"beta": 0.05}, {"loss_type": "grpo", "temperature": 0.7}),
     )
 ]
 
@@ -195,21 +232,25 @@ def test_loss_and_gradients_equal_trl(
     norm = torch.stack([one.norm() for one in slopes.values()]).norm().item()
     assert norm > 1e-3
     assert abs(found - expected) <= TOLERANCE * max(1.0, abs(expected))
-    assert max((own_slopes[name] - one).abs().max().item() for name, one in slopes.items()) <= TOLERANCE * max(
-        1.0, norm
-    )
+    assert max(
+        (own_slopes[name] - one).abs().max().item() for name, one in slopes.items()
+    ) <= TOLERANCE * max(1.0, norm)
     seen = [name for name in slopes if "vision_tower" in name or "projector" in name]
     assert bool(seen) != lora, "the eyes are frozen under LoRA, and trained with every weight"
 
 
 @pytest.mark.parametrize("packs", [True, False], ids=["packed", "padded"])
-def test_other_pictures_give_other_log_probabilities(packs: bool, model: Path, sight: Sight, tmp_path: Path) -> None:
+def test_other_pictures_give_other_log_probabilities(
+    packs: bool, model: Path, sight: Sight, tmp_path: Path
+) -> None:
     """The same words and the same completions in one micro-batch: only what is seen differs."""
     one, other = prompts_of(sight)[1:3]
     assert sight.prompt_ids(one) == sight.prompt_ids(other)
     first, _ = groups_of(sight, [one, other])
     second = Group(Draw(1, other, first.draw.token_ids), first.completions, first.scores_GR)
-    _, ours = build(model, sight, [first, second], tmp_path, lora=False, per_device_train_batch_size=4)
+    _, ours = build(
+        model, sight, [first, second], tmp_path, lora=False, per_device_train_batch_size=4
+    )
     ours.packs_pictures = packs
     batch = ours._generate_and_score_completions([{"prompt": "tick"}] * (2 * GROUP_SIZE))
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
@@ -219,7 +260,9 @@ def test_other_pictures_give_other_log_probabilities(packs: bool, model: Path, s
         logps, _, _ = ours._get_per_token_logps_and_entropies(
             ours.model, ids, mask, batch["completion_ids"].size(1), **seen
         )
-    gaps = ((logps[:GROUP_SIZE] - logps[GROUP_SIZE:]).abs() * batch["completion_mask"][:GROUP_SIZE]).sum(dim=1)
+    gaps = (
+        (logps[:GROUP_SIZE] - logps[GROUP_SIZE:]).abs() * batch["completion_mask"][:GROUP_SIZE]
+    ).sum(dim=1)
     assert gaps.min() > 0.01
     alone = true_logprobs(model, sight, second)
     for row, expected in zip(logps[GROUP_SIZE:], alone, strict=True):
@@ -235,7 +278,9 @@ def true_logprobs(model: Path, sight: Sight, group: Group) -> list[torch.Tensor]
         inputs, ids = sight.inputs([group.draw.prompt]), torch.tensor([completion.token_ids])
         whole = torch.cat([inputs["input_ids"], ids], dim=1)
         with torch.no_grad():
-            logits = loaded(input_ids=whole, pixel_values=inputs["pixel_values"]).logits[0, -ids.size(1) - 1 : -1]
+            logits = loaded(input_ids=whole, pixel_values=inputs["pixel_values"]).logits[
+                0, -ids.size(1) - 1 : -1
+            ]
         found.append(logits.log_softmax(-1).gather(-1, ids[0][:, None])[:, 0])
     return found
 
@@ -248,7 +293,9 @@ def test_a_picture_is_never_written_and_the_others_share_its_part(model: Path) -
         before = loaded(input_ids=ids).logits
         never_write(loaded, [token])
         after = loaded(input_ids=ids).logits
-    assert after[..., token].max() < NEVER / 2 and after.log_softmax(-1).exp()[..., token].max() == 0
+    assert (
+        after[..., token].max() < NEVER / 2 and after.log_softmax(-1).exp()[..., token].max() == 0
+    )
     rest = [number for number in range(before.size(-1)) if number != token]
     torch.testing.assert_close(after[..., rest], before[..., rest])
     assert not any("lm_head.bias" in name for name in loaded.state_dict())

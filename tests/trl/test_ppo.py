@@ -43,13 +43,21 @@ class Rounds:
         return groups[:num_groups]
 
 
-def made(model: Path, output: Path, *, lora: bool = True, kl_in: str = "reward", **settings: Any) -> Trainer:
+def made(
+    model: Path, output: Path, *, lora: bool = True, kl_in: str = "reward", **settings: Any
+) -> Trainer:
     """A trainer with a critic whose head is not zero, before its first step."""
     of_critic = CriticSettings.model_fields.keys() - {"max_grad_norm"}
     own = {name: settings.pop(name) for name in list(settings) if name in of_critic}
     adapters = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM") if lora else None
     critic = CriticSettings(**{"warmup_steps": 0, **own})
-    settings = {"loss_type": "dapo", "scale_rewards": "none", "max_steps": 4, "num_generations": 8, **settings}
+    settings = {
+        "loss_type": "dapo",
+        "scale_rewards": "none",
+        "max_steps": 4,
+        "num_generations": 8,
+        **settings,
+    }
     settings = {"per_device_train_batch_size": 8, **settings}
     given = {"peft_config": adapters, "critic": critic, "kl_in": kl_in}
     trainer = small_trainer(Trainer, model, output, Rounds(), own=given, alone=True, **settings)
@@ -83,34 +91,48 @@ def plain(trainer: Trainer, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, T
     logps, values = torch.zeros(8, width), torch.zeros(8, width + 1)
     for row in range(8):
         own = batch["completion_ids"][row][batch["completion_mask"][row].bool()]
-        ids = torch.cat([batch["prompt_ids"][row][batch["prompt_mask"][row].bool()], own]).unsqueeze(0)
+        ids = torch.cat(
+            [batch["prompt_ids"][row][batch["prompt_mask"][row].bool()], own]
+        ).unsqueeze(0)
         start = ids.size(1) - len(own) - 1
         logits = trainer.bare_model(input_ids=ids).logits[0, start:-1]
         logps[row, : len(own)] = logits.log_softmax(-1).gather(1, own.unsqueeze(1)).squeeze(1)
-        values[row, : len(own) + 1] = trainer.critic(input_ids=ids, use_cache=False)[VALUES][0, start:]
+        values[row, : len(own) + 1] = trainer.critic(input_ids=ids, use_cache=False)[VALUES][
+            0, start:
+        ]
     return logps, values, batch["value_mask"].bool()
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["adapters", "every weight"])
-def test_both_gradients_are_those_of_the_definition(model: Path, tmp_path: Path, lora: bool) -> None:
+def test_both_gradients_are_those_of_the_definition(
+    model: Path, tmp_path: Path, lora: bool
+) -> None:
     trainer = made(model, tmp_path, lora=lora, lam=0.9, value_clip=0.05)
     batch = step(trainer)
-    named = [(name, one) for name, one in trainer.bare_model.named_parameters() if one.requires_grad]
+    named = [
+        (name, one) for name, one in trainer.bare_model.named_parameters() if one.requires_grad
+    ]
     found = {name: one.grad.clone() for name, one in named if one.grad is not None}
-    assert any(name.startswith(NAME) for name in found) and any(not name.startswith(NAME) for name in found)
+    assert any(name.startswith(NAME) for name in found) and any(
+        not name.startswith(NAME) for name in found
+    )
     trainer.bare_model.zero_grad()
     logps, values, mask = plain(trainer, batch)
     values = values[:, :-1]
     policy = -(logps * batch["advantages"])[mask].sum()
     near = batch["old_values"] + (values - batch["old_values"]).clamp(-0.05, 0.05)
-    errors = torch.maximum((values - batch["value_targets"]).square(), (near - batch["value_targets"]).square())
+    errors = torch.maximum(
+        (values - batch["value_targets"]).square(), (near - batch["value_targets"]).square()
+    )
     ((policy + errors[mask].sum() / 2) / batch["completion_mask"].sum()).backward()  # type: ignore[no-untyped-call]
     for name, parameter in named:
         if parameter.grad is not None:
             assert torch.allclose(found[name], parameter.grad, atol=1e-6), name
 
 
-def test_the_value_after_a_cut_completion_is_that_of_its_last_token(model: Path, tmp_path: Path) -> None:
+def test_the_value_after_a_cut_completion_is_that_of_its_last_token(
+    model: Path, tmp_path: Path
+) -> None:
     trainer = made(model, tmp_path, bootstrap=True, whiten=False)
     batch = step(trainer)
     with torch.no_grad():
@@ -126,12 +148,16 @@ def test_the_value_after_a_cut_completion_is_that_of_its_last_token(model: Path,
         assert target == pytest.approx([score + after] * int(lengths[row]), abs=1e-5)
 
 
-def test_with_a_head_of_zeros_the_first_step_is_reinforce_over_tokens(model: Path, tmp_path: Path) -> None:
+def test_with_a_head_of_zeros_the_first_step_is_reinforce_over_tokens(
+    model: Path, tmp_path: Path
+) -> None:
     trainer = made(model, tmp_path)
     torch.nn.init.zeros_(trainer.critic.head.weight)
     torch.nn.init.zeros_(trainer.critic.head.bias)
     batch = step(trainer)
-    expected = whitened(scores_of(batch).double() * batch["value_mask"], batch["value_mask"], lambda total: total)
+    expected = whitened(
+        scores_of(batch).double() * batch["value_mask"], batch["value_mask"], lambda total: total
+    )
     assert torch.allclose(batch["advantages"].double(), expected, atol=1e-6)
 
 
@@ -155,26 +181,38 @@ def test_the_kl_is_in_the_reward_and_not_in_the_loss(model: Path, tmp_path: Path
     assert torch.allclose(batch["advantages"], expected, atol=1e-5)
 
 
-def test_neither_an_engine_nor_the_saved_policy_gets_the_critic(model: Path, tmp_path: Path) -> None:
+def test_neither_an_engine_nor_the_saved_policy_gets_the_critic(
+    model: Path, tmp_path: Path
+) -> None:
     for lora in (True, False):
         trainer = made(model, tmp_path, lora=lora, learning_rate=1e-2)
         policy = trainer.bare_model
         before = dict(engine_weights(policy, dtype=torch.float32))
-        assert not any(NAME in name for name in before) and not any(NAME in name for name in policy.state_dict())
+        assert not any(NAME in name for name in before) and not any(
+            NAME in name for name in policy.state_dict()
+        )
         own = {id(one) for one in trainer.critic.trained.values()}
         shared = [one for one in trainer.critic.parameters() if id(one) not in own]
         everything = {id(one) for one in trainer._policy_parameters}
         assert not own & everything, "nothing that is trained is shared"
-        assert bool(shared) == lora and all(any(one is other for other in policy.parameters()) for one in shared)
+        assert bool(shared) == lora and all(
+            any(one is other for other in policy.parameters()) for one in shared
+        )
         step(trainer)
         trainer.create_optimizer()
         for parameter in trainer._policy_parameters:
             parameter.grad = None
         trainer.optimizer.step()
         after = dict(engine_weights(policy, dtype=torch.float32))
-        assert all(torch.equal(before[name], after[name]) for name in before), "the critic moved, the policy did not"
+        assert all(torch.equal(before[name], after[name]) for name in before), (
+            "the critic moved, the policy did not"
+        )
         if lora:  # the control: the critic's own tree has the same names, and other weights
-            trained = {name: one for name, one in trainer.critic.backbone.named_parameters() if "lora_B" in name}
+            trained = {
+                name: one
+                for name, one in trainer.critic.backbone.named_parameters()
+                if "lora_B" in name
+            }
             assert any(one.abs().max() > 0 for one in trained.values())
         trainer.write_model(tmp_path / "model", dtype=torch.float32, merge=False)
         assert (tmp_path / "critic" / "critic.safetensors").is_file()
@@ -182,9 +220,17 @@ def test_neither_an_engine_nor_the_saved_policy_gets_the_critic(model: Path, tmp
 
 
 @pytest.mark.parametrize("max_grad_norm", [1.0, 0.0], ids=["clipped", "not clipped"])
-def test_in_the_warm_up_only_the_critic_moves(model: Path, tmp_path: Path, max_grad_norm: float) -> None:
+def test_in_the_warm_up_only_the_critic_moves(
+    model: Path, tmp_path: Path, max_grad_norm: float
+) -> None:
     trainer = made(
-        model, tmp_path, warmup_steps=1, lr_ratio=5.0, weight_decay=0.5, learning_rate=1e-2, max_grad_norm=max_grad_norm
+        model,
+        tmp_path,
+        warmup_steps=1,
+        lr_ratio=5.0,
+        weight_decay=0.5,
+        learning_rate=1e-2,
+        max_grad_norm=max_grad_norm,
     )
     trainer.create_optimizer()
     rates = {group["lr"] for group in trainer.optimizer.param_groups if group["params"]}
@@ -195,13 +241,22 @@ def test_in_the_warm_up_only_the_critic_moves(model: Path, tmp_path: Path, max_g
     norm = trainer._clip_grad_norm(trainer.model) if max_grad_norm else None
     trainer._get_grad_norm(trainer.model, grad_norm=norm)
     trainer.optimizer.step()
-    assert all(torch.equal(one, old) for one, old in zip(trainer._policy_parameters, before, strict=True))
-    assert not any(one in trainer.optimizer.state for one in trainer._policy_parameters), "no moment, and no step count"
+    assert all(
+        torch.equal(one, old) for one, old in zip(trainer._policy_parameters, before, strict=True)
+    )
+    assert not any(one in trainer.optimizer.state for one in trainer._policy_parameters), (
+        "no moment, and no step count"
+    )
     assert any(not torch.equal(one, values[name]) for name, one in trainer.critic.trained.items())
-    for one in trainer._policy_parameters:  # the control: a gradient of zeros lets the weights decay
+    for (
+        one
+    ) in trainer._policy_parameters:  # the control: a gradient of zeros lets the weights decay
         one.grad = torch.zeros_like(one)
     trainer.optimizer.step()
-    assert any(not torch.equal(one, old) for one, old in zip(trainer._policy_parameters, before, strict=True))
+    assert any(
+        not torch.equal(one, old)
+        for one, old in zip(trainer._policy_parameters, before, strict=True)
+    )
 
 
 def test_the_critic_draws_no_random_number(model: Path, tmp_path: Path) -> None:
@@ -222,10 +277,14 @@ def test_a_bounded_head_stays_in_its_range(model: Path, tmp_path: Path) -> None:
         trainer.critic.head.weight.zero_()
         trainer.critic.head.bias.zero_()
         middle = trainer.critic(input_ids=torch.tensor([[1, 2]]), use_cache=False)[VALUES]
-    assert bool((values > -1).all()) and bool((values < 3).all()) and middle.tolist() == [[1.0, 1.0]]
+    assert (
+        bool((values > -1).all()) and bool((values < 3).all()) and middle.tolist() == [[1.0, 1.0]]
+    )
 
 
-def test_a_saved_critic_is_read_again_and_a_damaged_one_refused(model: Path, tmp_path: Path) -> None:
+def test_a_saved_critic_is_read_again_and_a_damaged_one_refused(
+    model: Path, tmp_path: Path
+) -> None:
     trainer = made(model, tmp_path)
     trainer.critic.save(tmp_path)
     saved = {name: one.detach().clone() for name, one in trainer.critic.trained.items()}
@@ -242,10 +301,14 @@ def test_a_saved_critic_is_read_again_and_a_damaged_one_refused(model: Path, tmp
         trainer.critic.load(tmp_path)
 
 
-def reward_run(folder: RunFolder, model: Path, *, r: int = 4, algorithm: str = "reward") -> torch.nn.Module:
+def reward_run(
+    folder: RunFolder, model: Path, *, r: int = 4, algorithm: str = "reward"
+) -> torch.nn.Module:
     """What a run of `ycore reward` leaves for a critic; the reward model, whose adapters are not zero."""
     bare = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1)
-    classifier = get_peft_model(bare, LoraConfig(r=r, lora_alpha=8, target_modules="all-linear", task_type="SEQ_CLS"))
+    classifier = get_peft_model(
+        bare, LoraConfig(r=r, lora_alpha=8, target_modules="all-linear", task_type="SEQ_CLS")
+    )
     with torch.no_grad():
         for name, parameter in classifier.named_parameters():
             if "lora_B" in name:
@@ -265,12 +328,18 @@ def test_a_critic_begins_as_a_reward_model(model: Path, tmp_path: Path) -> None:
     ids = torch.tensor([[*PROMPT, 10, 13, 16]])
     with torch.no_grad():
         score = classifier(input_ids=ids).logits.item()
-        assert trainer.critic(input_ids=ids, use_cache=False)[VALUES][0, -1].item() != pytest.approx(score, abs=1e-2)
+        assert trainer.critic(input_ids=ids, use_cache=False)[VALUES][
+            0, -1
+        ].item() != pytest.approx(score, abs=1e-2)
         start_from_reward_model(trainer.critic, run.root, base=model)
-        assert trainer.critic(input_ids=ids, use_cache=False)[VALUES][0, -1].item() == pytest.approx(score, abs=1e-5)
+        assert trainer.critic(input_ids=ids, use_cache=False)[VALUES][
+            0, -1
+        ].item() == pytest.approx(score, abs=1e-5)
 
 
-def test_a_reward_model_that_does_not_fit_is_refused_in_one_line(model: Path, tmp_path: Path) -> None:
+def test_a_reward_model_that_does_not_fit_is_refused_in_one_line(
+    model: Path, tmp_path: Path
+) -> None:
     trainer, run = made(model, tmp_path / "own"), RunFolder(tmp_path / "rm")
     run.model.mkdir(parents=True)
 
@@ -297,5 +366,8 @@ def test_several_steps_a_round_keep_the_rounds_values(model: Path, tmp_path: Pat
     trainer.optimizer.step()
     trainer.state.global_step = 1
     second = step(trainer)
-    assert all(torch.equal(first[name], second[name]) for name in ("advantages", "old_values", "value_targets"))
+    assert all(
+        torch.equal(first[name], second[name])
+        for name in ("advantages", "old_values", "value_targets")
+    )
     assert trainer.place.micro_batches is None and trainer._step == 2

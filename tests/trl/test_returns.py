@@ -25,12 +25,16 @@ def alone(total: Tensor) -> Tensor:
     return total
 
 
-def one(rewards: list[float], values: list[float], *, after: float | None = None, **settings: float) -> list[Tensor]:
+def one(
+    rewards: list[float], values: list[float], *, after: float | None = None, **settings: float
+) -> list[Tensor]:
     """Advantages and targets of one completion; lam stands for both unless the target's is given."""
     rows = [torch.tensor([row], dtype=torch.float64) for row in (rewards, values)]
     settings = {"target_lam": settings.get("lam", 1.0), "lam": 1.0, **settings}
     bootstrap = None if after is None else torch.tensor([after])
-    found = advantages_and_targets(*rows, torch.ones_like(rows[0]), bootstrap_B=bootstrap, **settings)  # type: ignore[arg-type]
+    found = advantages_and_targets(
+        *rows, torch.ones_like(rows[0]), bootstrap_B=bootstrap, **settings
+    )  # type: ignore[arg-type]
     return [row[0] for row in found]
 
 
@@ -95,7 +99,9 @@ def test_padding_is_no_action() -> None:
     rewards, values, mask = padded()
     advantages, _ = advantages_and_targets(rewards, values, mask, lam=0.95, target_lam=1.0)
     near(advantages[1], [-0.0755, -0.29, -0.2, 0])
-    unmasked, _ = advantages_and_targets(rewards, values, torch.ones_like(mask), lam=0.95, target_lam=1.0)
+    unmasked, _ = advantages_and_targets(
+        rewards, values, torch.ones_like(mask), lam=0.95, target_lam=1.0
+    )
     near(unmasked[1], [-0.034888, -0.24725, -0.155, -0.9])  # the control
 
 
@@ -141,13 +147,19 @@ def test_whitening_is_over_the_tokens_of_all_ranks() -> None:
 
         alone_here = whitened(advantages[rank : rank + 1], mask[rank : rank + 1], note)
         if rank == 0:
-            near(alone_here[0], [1.187963, 0.229314, -0.192974, -1.224303])  # the control: signs flip
+            near(
+                alone_here[0], [1.187963, 0.229314, -0.192974, -1.224303]
+            )  # the control: signs flip
     for rank in (0, 1):
         counts = sums[0][0] + sums[1][0]
         mean = counts[1] / counts[0]
         squares = torch.where(mask.bool(), advantages - mean, 0).square().sum().reshape(1)
         answers = iter([counts, squares])
-        together = whitened(advantages[rank : rank + 1], mask[rank : rank + 1], lambda _: next(answers))  # noqa: B023
+        together = whitened(
+            advantages[rank : rank + 1],
+            mask[rank : rank + 1],
+            lambda _, answers=answers: next(answers),
+        )
         assert torch.allclose(together, both[rank : rank + 1])
 
 
@@ -181,13 +193,20 @@ def test_explained_variance_jumps_where_the_reward_is_settled() -> None:
     first = [0.5, 1, 1, 1, 0.5, 0.5, 9]
     values = torch.tensor([first, [0.5, 9, 0, 0, 0, 0, 0]], dtype=torch.float64)
     found = explained_by_position(values, returns, mask, alone, most=8)
-    assert found == {0: pytest.approx(0), 1: pytest.approx(1), 2: pytest.approx(1), 4: pytest.approx(0.75)}
+    assert found == {
+        0: pytest.approx(0),
+        1: pytest.approx(1),
+        2: pytest.approx(1),
+        4: pytest.approx(0.75),
+    }
     assert explained_by_position(values, returns, mask, alone, most=1) == {
         0: pytest.approx(explained_variance(values, returns, mask, alone))
     }
     assert explained_by_position(values, returns * 0, mask, alone, most=8) == {}
     calls: list[int] = []
-    explained_by_position(values, returns, mask * 0, lambda one: calls.append(len(one)) or one, most=8)  # type: ignore[func-returns-value]
+    explained_by_position(
+        values, returns, mask * 0, lambda one: calls.append(len(one)) or one, most=8
+    )  # type: ignore[func-returns-value]
     assert len(calls) == 2 * 4, "a rank without such tokens takes part in every sum"
 
 
@@ -205,7 +224,9 @@ def test_the_value_loss_and_its_gradient(
 ) -> None:
     for clip, expected, gradient in ((0.2, loss, slope), (0.5, wide_loss, wide_slope)):
         moving = torch.tensor(value, dtype=torch.float64, requires_grad=True)
-        found = value_losses(moving, torch.tensor(0.5).double(), torch.tensor(target).double(), clip)
+        found = value_losses(
+            moving, torch.tensor(0.5).double(), torch.tensor(target).double(), clip
+        )
         found.backward()  # type: ignore[no-untyped-call]
         assert (found.item(), moving.grad.item()) == pytest.approx((expected, gradient), abs=1e-6)  # type: ignore[union-attr]
 

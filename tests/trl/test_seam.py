@@ -48,15 +48,23 @@ class Once:
         return self.groups
 
 
-def group(position: int, *, gap: float | None, version: int = 0, rewards: tuple[float | None, ...]) -> Group:
+def group(
+    position: int, *, gap: float | None, version: int = 0, rewards: tuple[float | None, ...]
+) -> Group:
     """A group of unequal lengths, by an engine that was off by `gap` at every token."""
     flat = -math.log(VOCABULARY)
     completions = []
     for member in range(GROUP_SIZE):
         ids = tuple(10 + position + member + n for n in range(member + 2))
-        completions.append(Completion(ids, None if gap is None else (flat + gap,) * len(ids), "", "stop", version))
+        completions.append(
+            Completion(ids, None if gap is None else (flat + gap,) * len(ids), "", "stop", version)
+        )
     prompt = Prompt(row=position, content=f"prompt {position}")
-    return Group(Draw(position, prompt, (9, 8)), tuple(completions), tuple((Score(value),) for value in rewards))
+    return Group(
+        Draw(position, prompt, (9, 8)),
+        tuple(completions),
+        tuple((Score(value),) for value in rewards),
+    )
 
 
 def trained(model: Path, output: Path, groups: list[Group], **settings: Any) -> SeamGRPOTrainer:
@@ -94,24 +102,35 @@ def metric(trainer: SeamGRPOTrainer, name: str) -> list[float]:
 PLAIN: tuple[float | None, ...] = (0.0, 1.0, 0.5, 0.25)
 
 
-@pytest.mark.parametrize("settings", [{}, {"num_iterations": 2}], ids=["one step", "two steps a round"])
-def test_the_gap_is_measured_on_every_round(model: Path, tmp_path: Path, settings: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "settings", [{}, {"num_iterations": 2}], ids=["one step", "two steps a round"]
+)
+def test_the_gap_is_measured_on_every_round(
+    model: Path, tmp_path: Path, settings: dict[str, int]
+) -> None:
     groups = [group(n, gap=0.5, rewards=PLAIN) for n in range(2)]
     assert metric(trained(model, tmp_path, groups, **settings), GAP) == [pytest.approx(0.5)]
 
 
-@pytest.mark.parametrize("settings", [{}, {"num_iterations": 2}], ids=["one step", "two steps a round"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"num_iterations": 2}], ids=["one step", "two steps a round"]
+)
 def test_groups_left_over_from_an_older_policy_are_not_in_the_gap(
     model: Path, tmp_path: Path, settings: dict[str, int]
 ) -> None:
-    groups = [group(0, gap=2.0, version=-1, rewards=PLAIN), group(1, gap=0.5, version=0, rewards=PLAIN)]
+    groups = [
+        group(0, gap=2.0, version=-1, rewards=PLAIN),
+        group(1, gap=0.5, version=0, rewards=PLAIN),
+    ]
     trainer = trained(model, tmp_path, groups, **settings)
     assert metric(trainer, GAP) == [pytest.approx(0.5)]
     assert metric(trainer, "ycore/stale_gap") == [pytest.approx(2.0)]
     assert metric(trainer, "ycore/staleness") == [0.5]
 
 
-def test_without_engine_logprobs_there_is_no_gap_and_no_correction(model: Path, tmp_path: Path) -> None:
+def test_without_engine_logprobs_there_is_no_gap_and_no_correction(
+    model: Path, tmp_path: Path
+) -> None:
     trainer = trained(model, tmp_path, [group(n, gap=None, rewards=PLAIN) for n in range(2)])
     assert metric(trainer, GAP) == []
     assert not trainer.use_vllm
@@ -122,11 +141,18 @@ def test_the_mean_importance_weight_is_over_real_tokens(model: Path, tmp_path: P
     groups = [group(n, gap=math.log(2), rewards=PLAIN) for n in range(2)]
     trainer = trained(model, tmp_path, groups, vllm_importance_sampling_mode="token_truncate")
     assert metric(trainer, "sampling/importance_sampling_ratio/mean") == [pytest.approx(0.5)]
-    assert trainer.vllm_importance_sampling_correction, "the switch is back on after the batch was built"
+    assert trainer.vllm_importance_sampling_correction, (
+        "the switch is back on after the batch was built"
+    )
 
 
-def test_rewards_are_the_rounds_and_masked_ones_stay_out_of_the_mean(model: Path, tmp_path: Path) -> None:
-    groups = [group(0, gap=0.0, rewards=(1.0, 0.0, None, 0.5)), group(1, gap=0.0, rewards=(None, None, None, None))]
+def test_rewards_are_the_rounds_and_masked_ones_stay_out_of_the_mean(
+    model: Path, tmp_path: Path
+) -> None:
+    groups = [
+        group(0, gap=0.0, rewards=(1.0, 0.0, None, 0.5)),
+        group(1, gap=0.0, rewards=(None, None, None, None)),
+    ]
     trainer = trained(model, tmp_path, groups)
     assert metric(trainer, "reward") == [pytest.approx(0.5)]
     assert metric(trainer, "rewards/mine/mean") == [pytest.approx(0.5)]
@@ -138,13 +164,17 @@ def test_a_reference_whose_head_gives_no_entropies_trains(
 ) -> None:
     """On a GPU, and under ZeRO-3, TRL's own heads score; the one that it gives the reference has no entropies."""
     monkeypatch.setattr(seam, "add_compact_head", lambda *_args, **_settings: None)
-    trainer = trained(model, tmp_path, [group(n, gap=0.0, rewards=PLAIN) for n in range(2)], beta=0.1)
+    trainer = trained(
+        model, tmp_path, [group(n, gap=0.0, rewards=PLAIN) for n in range(2)], beta=0.1
+    )
     assert trainer.ref_model is not None and trainer.packed_by == "segments"
     assert metric(trainer, "kl") == [pytest.approx(0.0, abs=1e-6)]
 
 
 def test_the_reference_is_stored_in_the_dtype_it_computes_in(model: Path, tmp_path: Path) -> None:
-    trainer = trained(model, tmp_path, [group(n, gap=0.0, rewards=PLAIN) for n in range(2)], beta=0.1, bf16=True)
+    trainer = trained(
+        model, tmp_path, [group(n, gap=0.0, rewards=PLAIN) for n in range(2)], beta=0.1, bf16=True
+    )
     assert {parameter.dtype for parameter in trainer.ref_model.parameters()} == {torch.bfloat16}
     assert {parameter.dtype for parameter in trainer.bare_model.parameters()} == {torch.float32}
 

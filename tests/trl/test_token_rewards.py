@@ -37,7 +37,9 @@ class Rounds:
 
 
 def made(model: Path, output: Path, *, own: dict[str, Any], **settings: Any) -> Trainer:
-    return small_trainer(Trainer, model, output, Rounds(), own=own, **{"loss_type": "dapo", **settings})
+    return small_trainer(
+        Trainer, model, output, Rounds(), own=own, **{"loss_type": "dapo", **settings}
+    )
 
 
 def logps_of(trainer: Trainer, batch: dict[str, Any]) -> torch.Tensor:
@@ -68,7 +70,9 @@ def test_the_gradient_under_dppo_is_that_of_its_definition(
     model: Path, tmp_path: Path, name: str, iterations: int
 ) -> None:
     """Weight times advantage times d log p, anchored at the engine's log-probabilities in every step of the round."""
-    trainer = made(model, tmp_path, own={"trust_region": name}, num_iterations=iterations, learning_rate=1e-1)
+    trainer = made(
+        model, tmp_path, own={"trust_region": name}, num_iterations=iterations, learning_rate=1e-1
+    )
     for number in range(iterations):
         trainer.model.zero_grad()
         trainer.training_step(trainer.model, [{"prompt": "tick"}] * 4, None)
@@ -78,7 +82,9 @@ def test_the_gradient_under_dppo_is_that_of_its_definition(
         trainer.model.zero_grad()
         logps, mask = logps_of(trainer, batch), batch["completion_mask"].bool()
         advantages = batch["advantages"].unsqueeze(1)
-        weights = region_weights(name, logps.detach(), batch["sampling_per_token_logps"], advantages, mask)
+        weights = region_weights(
+            name, logps.detach(), batch["sampling_per_token_logps"], advantages, mask
+        )
         assert (weights[mask] > 1).any(), "the engine and the trainer differ"
         (-(weights * advantages * logps)[mask].sum() / mask.sum()).backward()  # type: ignore[no-untyped-call]
         for one, gradient in zip(parameters, found, strict=True):
@@ -114,15 +120,23 @@ def test_two_steps_a_round_clip_whole_completions(model: Path, tmp_path: Path) -
     trainer = made(model, tmp_path, own=own, num_iterations=2, loss_type="dr_grpo", **correction)
     parameters, found = second_step(trainer)
     batch = trainer._buffered_inputs[0]
-    ratios = ((logps_of(trainer, batch) - batch["old_per_token_logps"]) * batch["completion_mask"]).sum(1).exp()
+    ratios = (
+        ((logps_of(trainer, batch) - batch["old_per_token_logps"]) * batch["completion_mask"])
+        .sum(1)
+        .exp()
+    )
     assert (ratios > 1.2).any() or (ratios < 0.8).any()
-    losses = -torch.minimum(ratios * batch["advantages"], ratios.clamp(0.8, 1.2) * batch["advantages"])
+    losses = -torch.minimum(
+        ratios * batch["advantages"], ratios.clamp(0.8, 1.2) * batch["advantages"]
+    )
     (losses.sum() / 4 / trainer.max_completion_length).backward()  # type: ignore[no-untyped-call]
     for one, gradient in zip(parameters, found, strict=True):
         assert one.grad is not None and torch.allclose(gradient, one.grad, atol=1e-6)
 
 
-def decoupled(new: torch.Tensor, prox: torch.Tensor, behaviour: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
+def decoupled(
+    new: torch.Tensor, prox: torch.Tensor, behaviour: torch.Tensor, advantage: torch.Tensor
+) -> torch.Tensor:
     """Of each token (Hilton et al., arXiv 2110.00641): the clip is around the proximal policy, not who sampled."""
     ratio = (new - prox).exp()
     clipped = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
@@ -131,12 +145,17 @@ def decoupled(new: torch.Tensor, prox: torch.Tensor, behaviour: torch.Tensor, ad
 
 def test_later_steps_of_a_round_are_decoupled_ppo(model: Path, tmp_path: Path) -> None:
     """The engine sampled, the weights at the round's start are the proximal policy, and the first step moved them."""
-    new, prox, behaviour = (torch.tensor(pair).log() for pair in ([0.39, 0.45], [0.3, 0.5], [0.25, 0.7]))
+    new, prox, behaviour = (
+        torch.tensor(pair).log() for pair in ([0.39, 0.45], [0.3, 0.5], [0.25, 0.7])
+    )
     by_hand = [decoupled(new, prox, behaviour, torch.tensor(sign)).tolist() for sign in (1.0, -1.0)]
     assert by_hand[0] == pytest.approx([1.44, 0.642857], abs=1e-6)
     assert by_hand[1] == pytest.approx([-1.56, -0.642857], abs=1e-6)
 
-    correction = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 3.0}
+    correction = {
+        "vllm_importance_sampling_mode": "token_truncate",
+        "vllm_importance_sampling_clip_max": 3.0,
+    }
     trainer = made(model, tmp_path, own={}, num_iterations=2, learning_rate=1e-1, **correction)
     parameters, found = second_step(trainer)
     batch = trainer._buffered_inputs[0]
@@ -168,7 +187,9 @@ def test_the_trainer_averages_over_prompts(model: Path, tmp_path: Path) -> None:
     found = [float(one.training_step(one.model, [{"prompt": "tick"}] * 4, None)) for one in over]
     assert found[0] == pytest.approx(found[1], abs=1e-6) and found[0] != 0
     two = made(model, tmp_path, own={"loss_average": "prompts"})
-    two._add_up = lambda sums: sums + torch.tensor([20.0, 1.0])  # another rank's prompt of 20 tokens
+    two._add_up = lambda sums: (
+        sums + torch.tensor([20.0, 1.0])
+    )  # another rank's prompt of 20 tokens
     batch = two._generate_and_score_completions([{"prompt": "tick"}] * 4)
     alone = over[0]._generate_and_score_completions([{"prompt": "tick"}] * 4)["advantages"]
     tokens = int(batch["completion_mask"].sum())

@@ -40,13 +40,24 @@ def completion(*turns: tuple[tuple[int, ...], str], version: int = 0) -> Complet
 
 
 COMPLETIONS = (
-    completion(((30, 31, 32), "p"), ((40, 41), "e"), ((33, 34), "p"), ((50, 51, 52), "n"), ((35, 36, 37, 38), "p")),
+    completion(
+        ((30, 31, 32), "p"),
+        ((40, 41), "e"),
+        ((33, 34), "p"),
+        ((50, 51, 52), "n"),
+        ((35, 36, 37, 38), "p"),
+    ),
     completion(((30, 60), "p")),
-    completion(((61, 62, 63), "p"), (PROMPT, "n"), ((64,), "p"), ((50, 51, 52), "n"), ((65, 66), "p")),
+    completion(
+        ((61, 62, 63), "p"), (PROMPT, "n"), ((64,), "p"), ((50, 51, 52), "n"), ((65, 66), "p")
+    ),
     completion(((67,), "p"), ((42,), "e"), ((68, 69), "p")),
 )
 ALONE = [
-    [(PROMPT, (30, 31, 32, 40, 41, 33, 34), (1, 1, 1, 0, 0, 1, 1)), ((50, 51, 52), (35, 36, 37, 38), (1, 1, 1, 1))],
+    [
+        (PROMPT, (30, 31, 32, 40, 41, 33, 34), (1, 1, 1, 0, 0, 1, 1)),
+        ((50, 51, 52), (35, 36, 37, 38), (1, 1, 1, 1)),
+    ],
     [(PROMPT, (30, 60), (1, 1))],
     [(PROMPT, (61, 62, 63), (1, 1, 1)), (PROMPT, (64,), (1,)), ((50, 51, 52), (65, 66), (1, 1))],
     [(PROMPT, (67, 42, 68, 69), (1, 0, 1, 1))],
@@ -62,9 +73,13 @@ class Fixed:
         return [Group(Draw(0, Prompt(0, "prompt"), PROMPT), COMPLETIONS, scores)]
 
 
-def made(model: Path, output: Path, kind: type[SeamGRPOTrainer] = SeamGRPOTrainer, **args: Any) -> SeamGRPOTrainer:
+def made(
+    model: Path, output: Path, kind: type[SeamGRPOTrainer] = SeamGRPOTrainer, **args: Any
+) -> SeamGRPOTrainer:
     own = args.pop("given", {})
-    return small_trainer(kind, model, output, Fixed(), own=own, vllm_importance_sampling_correction=False, **args)
+    return small_trainer(
+        kind, model, output, Fixed(), own=own, vllm_importance_sampling_correction=False, **args
+    )
 
 
 def logprobs_alone(model: Any) -> list[list[torch.Tensor]]:
@@ -73,8 +88,14 @@ def logprobs_alone(model: Any) -> list[list[torch.Tensor]]:
     for sequences in ALONE:
         of_one = []
         for prompt, tokens, ours in sequences:
-            logits = model(input_ids=torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0].float()
-            logps = torch.log_softmax(logits[len(prompt) - 1 : -1], -1).gather(-1, torch.tensor(tokens).unsqueeze(-1))
+            logits = (
+                model(input_ids=torch.tensor([[*prompt, *tokens]]), use_cache=False)
+                .logits[0]
+                .float()
+            )
+            logps = torch.log_softmax(logits[len(prompt) - 1 : -1], -1).gather(
+                -1, torch.tensor(tokens).unsqueeze(-1)
+            )
             of_one.append(logps.squeeze(-1)[torch.tensor(ours).bool()])
         found.append(of_one)
     return found
@@ -89,13 +110,24 @@ def test_the_sequences_of_a_completion_share_its_advantage_and_are_one_in_the_lo
     batch = trainer._generate_and_score_completions([{"prompt": "tick"}] * 4)
     loss = trainer._compute_loss(trainer.model, batch)
     loss.backward()
-    seen = {name: one.grad.clone() for name, one in trainer.model.named_parameters() if one.grad is not None}
+    seen = {
+        name: one.grad.clone()
+        for name, one in trainer.model.named_parameters()
+        if one.grad is not None
+    }
     trainer.model.zero_grad()
     rewards = torch.tensor(REWARDS)
     advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
     logps = [torch.cat(of_one) for of_one in logprobs_alone(trainer.model)]
-    sums = [-advantage * (one - one.detach()).exp() for advantage, one in zip(advantages, logps, strict=True)]
-    expected = torch.stack([one.mean() for one in sums]).mean() if loss_type == "grpo" else torch.cat(sums).mean()
+    sums = [
+        -advantage * (one - one.detach()).exp()
+        for advantage, one in zip(advantages, logps, strict=True)
+    ]
+    expected = (
+        torch.stack([one.mean() for one in sums]).mean()
+        if loss_type == "grpo"
+        else torch.cat(sums).mean()
+    )
     assert [len(one) for one in logps] == [9, 2, 6, 3]
     expected.backward()
     torch.testing.assert_close(loss, expected, atol=1e-6, rtol=0)
@@ -118,10 +150,17 @@ def test_no_sequence_reads_another(model: Path, tmp_path: Path) -> None:
             torch.testing.assert_close(row[ours], known, atol=1e-5, rtol=0)
     del batch["begins"]
     trainer._micro_batch = batch
-    ids, attended = (torch.cat([batch[f"prompt_{of}"], batch[f"completion_{of}"]], dim=1) for of in ("ids", "mask"))
+    ids, attended = (
+        torch.cat([batch[f"prompt_{of}"], batch[f"completion_{of}"]], dim=1)
+        for of in ("ids", "mask")
+    )
     with torch.no_grad():
-        told = trainer._get_per_token_logps_and_entropies(trainer.model, ids, attended, mask.size(1))[0]
-    assert float((told[0][mask[0].bool()] - expected[0]).abs().max()) > 1e-2, "one sequence would be another"
+        told = trainer._get_per_token_logps_and_entropies(
+            trainer.model, ids, attended, mask.size(1)
+        )[0]
+    assert float((told[0][mask[0].bool()] - expected[0]).abs().max()) > 1e-2, (
+        "one sequence would be another"
+    )
 
 
 NAN = float("nan")
@@ -139,16 +178,27 @@ def test_a_turns_advantage_is_among_the_groups_turns_of_its_number() -> None:
         [0, -1 / (spread + 1e-4), 0],
         [0, 1 / (spread + 1e-4), 0],
     ]
-    torch.testing.assert_close(torch.tensor(turn_advantages(rewards, group_size=3)), torch.tensor(expected))
+    torch.testing.assert_close(
+        torch.tensor(turn_advantages(rewards, group_size=3)), torch.tensor(expected)
+    )
     assert turn_advantages([[], []], group_size=2) == [[0.0], [0.0]]
 
 
-def paid(completions: tuple[Completion, ...], rewards: list[list[float | None]]) -> tuple[Completion, ...]:
+def paid(
+    completions: tuple[Completion, ...], rewards: list[list[float | None]]
+) -> tuple[Completion, ...]:
     """The completions, with rewards of the policy's turns."""
     found = []
     for one, given in zip(completions, rewards, strict=True):
         left = list(given)
-        found.append(replace(one, turns=tuple(replace(t, reward=left.pop(0)) if t.by_policy else t for t in one.turns)))
+        found.append(
+            replace(
+                one,
+                turns=tuple(
+                    replace(t, reward=left.pop(0)) if t.by_policy else t for t in one.turns
+                ),
+            )
+        )
     return tuple(found)
 
 
@@ -157,18 +207,32 @@ class Paid(Fixed):
         self.completions = paid(COMPLETIONS, rewards)
 
     def next_round(self, *, step: int, num_groups: int) -> list[Group]:
-        return [replace(group, completions=self.completions) for group in super().next_round(step=0, num_groups=1)]
+        return [
+            replace(group, completions=self.completions)
+            for group in super().next_round(step=0, num_groups=1)
+        ]
 
 
-def test_rewards_of_turns_are_beside_the_outcomes_advantage_at_their_own_tokens(model: Path, tmp_path: Path) -> None:
-    trainer = made(model, tmp_path, TokenRewardTrainer, given={"by_turn": True}, loss_type="dapo", beta=0.0)
+def test_rewards_of_turns_are_beside_the_outcomes_advantage_at_their_own_tokens(
+    model: Path, tmp_path: Path
+) -> None:
+    trainer = made(
+        model, tmp_path, TokenRewardTrainer, given={"by_turn": True}, loss_type="dapo", beta=0.0
+    )
     trainer.rounds = Paid([[1.0, 2.0, 9.0], [], [0.0, None, 9.0], [0.5, 9.0]])
     batch = trainer._generate_and_score_completions([{"prompt": "tick"}] * 4)
     outcome = torch.tensor(REWARDS)
     outcome = (outcome - outcome.mean()) / (outcome.std() + 1e-4)
     first = torch.tensor([1.0, 0.0, 0.5])
-    first = (first - first.mean()) / (first.std() + 1e-4)  # of three: the second completion has one turn, its last
-    of_turns = [[first[0]] * 3 + [0.0] * 6, [0.0] * 2, [first[1]] * 3 + [0.0] * 3, [first[2]] + [0.0] * 2]
+    first = (first - first.mean()) / (
+        first.std() + 1e-4
+    )  # of three: the second completion has one turn, its last
+    of_turns = [
+        [first[0]] * 3 + [0.0] * 6,
+        [0.0] * 2,
+        [first[1]] * 3 + [0.0] * 3,
+        [first[2]] + [0.0] * 2,
+    ]
     expected = [outcome[row] + torch.tensor(of_turns[row]) for row in range(4)]
     mask = (batch["completion_mask"] * batch["tool_mask"]).bool()
     for row, ours, known in zip(batch["advantages"], mask, expected, strict=True):
@@ -176,26 +240,44 @@ def test_rewards_of_turns_are_beside_the_outcomes_advantage_at_their_own_tokens(
     assert not batch["advantages"][~mask].any()
     loss = trainer._compute_loss(trainer.model, batch)
     loss.backward()
-    seen = {name: one.grad.clone() for name, one in trainer.model.named_parameters() if one.grad is not None}
+    seen = {
+        name: one.grad.clone()
+        for name, one in trainer.model.named_parameters()
+        if one.grad is not None
+    }
     trainer.model.zero_grad()
     logps = [torch.cat(of_one) for of_one in logprobs_alone(trainer.model)]
-    terms = [-advantage * (one - one.detach()).exp() for advantage, one in zip(expected, logps, strict=True)]
+    terms = [
+        -advantage * (one - one.detach()).exp()
+        for advantage, one in zip(expected, logps, strict=True)
+    ]
     torch.cat(terms).mean().backward()
     for name, one in trainer.model.named_parameters():
         torch.testing.assert_close(seen[name], one.grad, atol=1e-6, rtol=1e-5, msg=name)
 
 
-def test_rewards_at_the_last_turn_alone_are_the_groups_advantage(model: Path, tmp_path: Path) -> None:
+def test_rewards_at_the_last_turn_alone_are_the_groups_advantage(
+    model: Path, tmp_path: Path
+) -> None:
     trainer = made(model, tmp_path, TokenRewardTrainer, given={"by_turn": True}, beta=0.0)
     trainer.rounds = Paid([[None, None, 1.0], [], [None, None, 0.25], [None, 0.5]])
     batch = trainer._generate_and_score_completions([{"prompt": "tick"}] * 4)
-    plain = made(model, tmp_path / "plain", beta=0.0)._generate_and_score_completions([{"prompt": "tick"}] * 4)
+    plain = made(model, tmp_path / "plain", beta=0.0)._generate_and_score_completions(
+        [{"prompt": "tick"}] * 4
+    )
     mask = batch["completion_mask"] * batch["tool_mask"]
     torch.testing.assert_close(batch["advantages"], plain["advantages"].unsqueeze(1) * mask)
 
 
 def test_a_critic_reads_each_sequence_alone(model: Path, tmp_path: Path) -> None:
-    trainer = made(model, tmp_path, PPO, given={"critic": CriticSettings(whiten=False)}, loss_type="dapo", beta=0.0)
+    trainer = made(
+        model,
+        tmp_path,
+        PPO,
+        given={"critic": CriticSettings(whiten=False)},
+        loss_type="dapo",
+        beta=0.0,
+    )
     assert isinstance(trainer, PPO)
     torch.nn.init.normal_(trainer.critic.head.weight)
     batch = trainer._generate_and_score_completions([{"prompt": "tick"}] * 4)
@@ -204,7 +286,9 @@ def test_a_critic_reads_each_sequence_alone(model: Path, tmp_path: Path) -> None
         alone = []
         for prompt, tokens, own in sequences:
             with torch.no_grad():
-                states = trainer.critic.backbone(torch.tensor([[*prompt, *tokens]])).last_hidden_state[0]
+                states = trainer.critic.backbone(
+                    torch.tensor([[*prompt, *tokens]])
+                ).last_hidden_state[0]
                 values = trainer.critic.head(states).squeeze(-1)[len(prompt) - 1 : -1]
             alone.append(values[torch.tensor(own).bool()])
         torch.testing.assert_close(row[ours], torch.cat(alone), atol=1e-5, rtol=0)

@@ -14,4 +14,9 @@ _TRAINERS = "from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer,
 def test_a_trainer_comes_without_vllm() -> None:
     lines = ["import sys", "import ycore.trl.build", _TRAINERS]
     lines.append("sys.exit('vllm' in sys.modules)")
-    assert subprocess.run([sys.executable, "-c", "\n".join(lines)], timeout=400, check=False).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", "\n".join(lines)], timeout=400, check=False
+        ).returncode
+        == 0
+    )

@@ -5,7 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from ycore.run.trace import FULL, IN_FLIGHT, ROUND, SWAP, SYNC, WAITING, Event, Levels, Mark, Span, TraceWriter
+from ycore.run.trace import (
+    FULL,
+    IN_FLIGHT,
+    ROUND,
+    SWAP,
+    SYNC,
+    WAITING,
+    Event,
+    Levels,
+    Mark,
+    Span,
+    TraceWriter,
+)
 from ycore.view.activity import Activity, RunActivity, Scene
 
 T = 1000.0
@@ -15,17 +27,26 @@ def levels(at: float, *, rank: int = 0, waiting: int = 0, **flying: int) -> list
     """`judge=[3, 0]` would be `judge_0=3`: so many in flight of a role on a slot, the oldest for 20 s."""
     counts = {name.replace("_", " "): count for name, count in flying.items()}
     oldest = {name: 20.0 for name, count in counts.items() if count}
-    return [Levels(WAITING, rank, at, {"rollout": waiting}), Levels(IN_FLIGHT, rank, at, counts, oldest)]
+    return [
+        Levels(WAITING, rank, at, {"rollout": waiting}),
+        Levels(IN_FLIGHT, rank, at, counts, oldest),
+    ]
 
 
-def scene(*events: Event, until: float = T + 30, began: float | None = T, ended: float | None = None) -> Scene:
+def scene(
+    *events: Event, until: float = T + 30, began: float | None = T, ended: float | None = None
+) -> Scene:
     activity = Activity()
     activity.add(list(events))
     return Scene(activity, until, False, began, ended)
 
 
 def test_turns_and_swaps_become_lanes() -> None:
-    turns = [Span("rollout", 0, 1, T, 5), Span("rollout", 0, 1, T + 4, 3), Span("judge", 0, 0, T + 8, 1)]
+    turns = [
+        Span("rollout", 0, 1, T, 5),
+        Span("rollout", 0, 1, T + 4, 3),
+        Span("judge", 0, 0, T + 8, 1),
+    ]
     swap = Span(SWAP, 0, 0, T + 7, 0.5, {"awake": "judge"})
     lanes = scene(*turns, swap, Span(ROUND, 0, -1, T, 9)).activity.lanes
     assert set(lanes) == {(0, 0), (0, 1)}
@@ -34,7 +55,10 @@ def test_turns_and_swaps_become_lanes() -> None:
 
 
 def test_queues_are_those_of_all_ranks() -> None:
-    told = [*levels(T + 1, waiting=5, rollout_0=8, judge_0=1), *levels(T + 1, rank=1, waiting=2, rollout_0=4)]
+    told = [
+        *levels(T + 1, waiting=5, rollout_0=8, judge_0=1),
+        *levels(T + 1, rank=1, waiting=2, rollout_0=4),
+    ]
     now = scene(*told)
     assert now.queues() == {"rollout": (12, 7), "judge": (1, 0)}
     assert now.flying((0, 0)) == 9 and now.flying((1, 0)) == 4
@@ -44,7 +68,11 @@ def test_queues_are_those_of_all_ranks() -> None:
 def test_what_an_earlier_step_left_in_flight_is_gone() -> None:
     """A trainer that was killed in a round says nothing more; the next one begins another step."""
     now = scene(*levels(T - 5, waiting=5, rollout_0=8))
-    assert now.queues() == {"rollout": (0, 0)} and now.flying((0, 0)) == 0 and now.open_since((0, 0)) == {}
+    assert (
+        now.queues() == {"rollout": (0, 0)}
+        and now.flying((0, 0)) == 0
+        and now.open_since((0, 0)) == {}
+    )
 
 
 ROUND_OVER = Span(ROUND, 0, -1, T + 2, 8)
@@ -61,9 +89,15 @@ ROUND_OVER = Span(ROUND, 0, -1, T + 2, 8)
             [Mark(ROUND, 0, T + 2), *levels(T + 29, rollout_0=3, judge_0=1)],
             "generating, judging for 28 s, one request for 21 s",
         ),
-        ([Mark(ROUND, 0, T + 2), *levels(T + 29, rollout_0=0)], "scoring for 28 s, 30 s into the step"),
+        (
+            [Mark(ROUND, 0, T + 2), *levels(T + 29, rollout_0=0)],
+            "scoring for 28 s, 30 s into the step",
+        ),
         ([Mark(ROUND, 0, T + 2), ROUND_OVER], "training for 20 s, 30 s into the step"),
-        ([ROUND_OVER, Mark(ROUND, 1, T + 2)], "rank 1: generating and scoring for 28 s, 30 s into the step"),
+        (
+            [ROUND_OVER, Mark(ROUND, 1, T + 2)],
+            "rank 1: generating and scoring for 28 s, 30 s into the step",
+        ),
     ],
 )
 def test_it_is_said_what_a_step_waits_for(events: list[Event], said: str) -> None:
@@ -91,7 +125,12 @@ def test_a_folder_is_followed(tmp_path: Path) -> None:
     (tmp_path / "step_began").touch()
     os.utime(tmp_path / "step_began", (T, T))
     look = RunActivity(tmp_path).look()
-    assert look.has_begun and look.shows_lanes and look.step_began == T and look.queues() == {"rollout": (2, 0)}
+    assert (
+        look.has_begun
+        and look.shows_lanes
+        and look.step_began == T
+        and look.queues() == {"rollout": (2, 0)}
+    )
     (tmp_path / "summary.json").touch()
     look = RunActivity(tmp_path).look()
     assert look.is_over and look.until == T + 7 and look.queues() == {"rollout": (0, 0)}

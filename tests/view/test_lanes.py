@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from ycore.run.trace import joined
 from ycore.view.lanes import Lane, Window, cell_seconds, draw_lane, draw_legend, lane_names
 
-WINDOW = Window(until=110.0, cell_s=1.0, num_cells=10)  # the seconds 101 to 110, and the one that has just begun
+WINDOW = Window(
+    until=110.0, cell_s=1.0, num_cells=10
+)  # the seconds 101 to 110, and the one that has just begun
 
 times = st.floats(0, 100, allow_nan=False)
 stretches = st.lists(st.tuples(times, st.floats(0, 20, allow_nan=False)), max_size=20)
@@ -18,7 +20,10 @@ whole_numbers = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 9)), max_s
 
 def styles(lane: Lane, window: Window = WINDOW) -> list[str]:
     drawn = draw_lane(lane, window)
-    return [str(next((span.style for span in drawn.spans if span.start <= at < span.end), "")) for at in range(10)]
+    return [
+        str(next((span.style for span in drawn.spans if span.start <= at < span.end), ""))
+        for at in range(10)
+    ]
 
 
 def test_a_cell_has_the_colour_of_whoever_worked_most_and_the_height_of_how_much() -> None:
@@ -29,7 +34,10 @@ def test_a_cell_has_the_colour_of_whoever_worked_most_and_the_height_of_how_much
 
 
 def test_a_swap_is_marked_in_the_colour_of_the_role_that_woke() -> None:
-    lane = Lane({"rollout": [(101.0, 9.0)]}, swaps=[(103.5, 0.0, "judge"), (106.0, 1.5, "rollout"), (50.0, 1, "judge")])
+    lane = Lane(
+        {"rollout": [(101.0, 9.0)]},
+        swaps=[(103.5, 0.0, "judge"), (106.0, 1.5, "rollout"), (50.0, 1, "judge")],
+    )
     assert draw_lane(lane, WINDOW).plain == "▇▇┃▇▇┃┃▇▇·"
     assert styles(lane)[2] == "dark_orange" and styles(lane)[5] == "bright_blue"
 
@@ -48,7 +56,9 @@ def test_cells_stand_still_until_a_new_one_begins() -> None:
 
 
 @given(whole_numbers, whole_numbers)
-def test_stretches_may_come_in_any_order(first: list[tuple[int, int]], then: list[tuple[int, int]]) -> None:
+def test_stretches_may_come_in_any_order(
+    first: list[tuple[int, int]], then: list[tuple[int, int]]
+) -> None:
     lane = Lane()
     lane.add("rollout", first)
     lane.add("rollout", then)
@@ -65,7 +75,9 @@ def test_shares_add_up_to_the_seconds_covered(
     assert until - cell_s <= window.since + window.cell_s * window.num_cells - cell_s <= until
     lengths = [min(cell_s, until - window.since - place * cell_s) for place in range(num_cells)]
     covered = math.fsum(max(0.0, min(until, a + s) - max(window.since, a)) for a, s in whole)
-    assert math.fsum(map(math.prod, zip(shares, lengths, strict=True))) == pytest.approx(covered, abs=1e-6)
+    assert math.fsum(map(math.prod, zip(shares, lengths, strict=True))) == pytest.approx(
+        covered, abs=1e-6
+    )
 
 
 @pytest.mark.parametrize(("step_s", "cell"), [(0, 1), (60, 1), (61, 2), (400, 10), (10**6, 600)])

@@ -34,11 +34,16 @@ def shown(view: RunView, *, width: int = 80) -> str:
     return console.export_text()
 
 
-def scene(num_slots: int, *, until: float = 1030.0, num_ranks: int = 1, is_over: bool = False) -> Scene:
+def scene(
+    num_slots: int, *, until: float = 1030.0, num_ranks: int = 1, is_over: bool = False
+) -> Scene:
     """Half a minute into a step: rollouts, then a swap to a judge on every slot, two requests in flight on each."""
     activity = Activity()
     for rank in range(num_ranks):
-        events: list[Event] = [Mark(ROUND, rank, 1001.0), Levels(WAITING, rank, 1029.0, {"rollout": 5, "judge": 40})]
+        events: list[Event] = [
+            Mark(ROUND, rank, 1001.0),
+            Levels(WAITING, rank, 1029.0, {"rollout": 5, "judge": 40}),
+        ]
         for slot in range(num_slots):
             events.append(Span("rollout", rank, slot, 1002.0, 10.0))
             events.append(Span(SWAP, rank, slot, 1012.5, 0.1, {"awake": "judge"}))
@@ -55,7 +60,14 @@ def test_a_row_is_told_in_full() -> None:
     text = shown(view)
     assert "2 reward workers started again" in text
     assert restarted_workers({"ycore/reward_restarts": 0.5}) == "1 reward worker started again"
-    for part in ("step 3/10", "1 min 10 s left", "0.417 ± 0.210  ▁█", "zero-variance 25%", "drawn 24", "432 a second"):
+    for part in (
+        "step 3/10",
+        "1 min 10 s left",
+        "0.417 ± 0.210  ▁█",
+        "zero-variance 25%",
+        "drawn 24",
+        "432 a second",
+    ):
         assert part in text
     assert "step 10.0 s:  sync 0.5  round 2.0  train 7.5" in text
     assert "training, 75% of the step" in text and "3 x raised KeyError" in text
@@ -70,7 +82,10 @@ def told_of(rows: list[dict[str, Any]], *, num_steps: int = 43) -> list[str]:
 
 
 def test_the_first_steps_are_told_once_where_they_take_another_time_than_planned() -> None:
-    rows = [{**ROW, "step": step, "ycore/time/step": 12.2, "ycore/sampling/drawn": 64.0} for step in range(1, 8)]
+    rows = [
+        {**ROW, "step": step, "ycore/time/step": 12.2, "ycore/sampling/drawn": 64.0}
+        for step in range(1, 8)
+    ]
     said = told_of([{"step": 0, "ycore/eval/reward": 0.1}, *rows])
     assert said[3] == (
         "planned 7.4 s a step; 3 steps took about 12.2 s each (64 groups drawn, not 12): 8 min 08 s left"
@@ -79,14 +94,21 @@ def test_the_first_steps_are_told_once_where_they_take_another_time_than_planned
 
 
 def test_a_reason_is_named_only_where_it_explains_the_difference() -> None:
-    short = [{"step": n, "ycore/time/step": 12.0, "completions/mean_length": 4.0} for n in (11, 12, 13)]
-    assert told_of(short)[2] == "planned 7.4 s a step; 3 steps took about 12.0 s each: 6 min 00 s left"
+    short = [
+        {"step": n, "ycore/time/step": 12.0, "completions/mean_length": 4.0} for n in (11, 12, 13)
+    ]
+    assert (
+        told_of(short)[2] == "planned 7.4 s a step; 3 steps took about 12.0 s each: 6 min 00 s left"
+    )
     quick = [{**row, "ycore/time/step": 3.0} for row in short]
     assert "took about 3.0 s each (completions of 4 tokens, not 16): " in told_of(quick)[2]
 
 
 def test_first_steps_as_planned_are_not_told_nor_is_one_that_compiles() -> None:
-    assert told_of([{"step": n, "ycore/time/step": 60.0 if n == 1 else 8.0} for n in range(1, 6)]) == [""] * 5
+    assert (
+        told_of([{"step": n, "ycore/time/step": 60.0 if n == 1 else 8.0} for n in range(1, 6)])
+        == [""] * 5
+    )
 
 
 def test_what_a_row_has_not_is_not_shown() -> None:
@@ -103,7 +125,10 @@ HOSTILE = "raised ValueError: no number in '[/INST] 7' \x1b[2J :boom:\nand [bold
 def test_what_a_reward_wrote_is_shown_as_it_is() -> None:
     view = RunView(10)
     view.add({**ROW, "ycore/reward_problems": {HOSTILE: 1}})
-    assert r"1 x raised ValueError: no number in '[/INST] 7' \x1b[2J :boom:\nand [bold]more" in shown(view, width=200)
+    assert (
+        r"1 x raised ValueError: no number in '[/INST] 7' \x1b[2J :boom:\nand [bold]more"
+        in shown(view, width=200)
+    )
 
 
 def test_slots_have_a_lane_each_under_what_the_step_waits_for() -> None:
@@ -134,7 +159,9 @@ def test_past_eight_lanes_the_rest_is_counted() -> None:
 
 
 def test_a_run_without_slots_has_no_lanes() -> None:
-    view = RunView(10, look=lambda: Scene(Activity(), 1030.0, False, step_began=1000.0, step_ended=None))
+    view = RunView(
+        10, look=lambda: Scene(Activity(), 1030.0, False, step_began=1000.0, step_ended=None)
+    )
     view.add({"step": 1, "loss": 2.5})
     assert [line.split()[0] for line in shown(view).splitlines()] == ["step", "loss", "now"]
 
@@ -143,7 +170,14 @@ def test_an_evaluation_of_held_out_rows_is_shown_beside_the_loss() -> None:
     view = RunView(10)
     for step, loss in ((1, 2.5), (2, 2.25)):
         view.add({"step": step, "loss": loss})
-    view.add({"step": 2, "ycore/eval/loss": 2.375, "ycore/eval/rewards/accuracies": 0.75, "ycore/time/eval": 1.0})
+    view.add(
+        {
+            "step": 2,
+            "ycore/eval/loss": 2.375,
+            "ycore/eval/rewards/accuracies": 0.75,
+            "ycore/time/eval": 1.0,
+        }
+    )
     lines = [line.strip().split(maxsplit=1) for line in shown(view).splitlines()]
     assert lines[1] == ["loss", "2.250  █▁"], "the last step's, which the evaluation is not"
     assert lines[2] == ["held", "out  loss 2.3750 accuracy 75% at step 2"]
@@ -159,8 +193,16 @@ def test_it_never_shrinks_while_the_run_goes_on() -> None:
     now = scene(3)
     view = RunView(10, look=lambda: now)
     view.add({**ROW, "ycore/reward_problems": {"raised KeyError": 3}})
-    heights = {shown(view).splitlines().index(next(line for line in shown(view).splitlines() if "slot 2" in line))}
-    for moment in (replace(now, step_ended=1020.0), replace(now, step_began=None), replace(now, until=1100.0)):
+    heights = {
+        shown(view)
+        .splitlines()
+        .index(next(line for line in shown(view).splitlines() if "slot 2" in line))
+    }
+    for moment in (
+        replace(now, step_ended=1020.0),
+        replace(now, step_began=None),
+        replace(now, until=1100.0),
+    ):
         now = moment
         view.add({**ROW, "step": 4})
         lines = shown(view).splitlines()
@@ -170,7 +212,11 @@ def test_it_never_shrinks_while_the_run_goes_on() -> None:
 
 def test_cells_get_longer_with_the_steps_and_never_shorter() -> None:
     view = RunView(10, look=lambda: scene(1))
-    for step, seconds, told in ((1, 10.0, "the last 60 s"), (2, 150.0, "the last 5 min"), (3, 10.0, "the last 5 min")):
+    for step, seconds, told in (
+        (1, 10.0, "the last 60 s"),
+        (2, 150.0, "the last 5 min"),
+        (3, 10.0, "the last 5 min"),
+    ):
         view.add({**ROW, "step": step, "ycore/time/step": seconds})
         assert told in shown(view)
 
@@ -183,7 +229,9 @@ def test_it_fits(width: int, num_ranks: int) -> None:
         view.add({**ROW, "step": step, "ycore/reward": step / 200})
     lines = shown(view, width=width).splitlines()
     assert max(map(len, lines)) <= width
-    assert all(line.rstrip().endswith("·  2") for line in lines if line.startswith(("slot ", "rank ")))
+    assert all(
+        line.rstrip().endswith("·  2") for line in lines if line.startswith(("slot ", "rank "))
+    )
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.integers(1, 60))
@@ -198,5 +246,8 @@ def test_a_sparkline_rises_with_its_values() -> None:
 
 
 def test_the_slowest_part_is_named() -> None:
-    assert slowest_part({"ycore/time/round": 6.0, "ycore/time/train": 2.0}) == "generating and scoring, 75% of the step"
+    assert (
+        slowest_part({"ycore/time/round": 6.0, "ycore/time/train": 2.0})
+        == "generating and scoring, 75% of the step"
+    )
     assert slowest_part({"reward": 1.0}) == ""

@@ -24,7 +24,9 @@ from ycore.view.pictures import Banded, curves, over_bands
 from ycore.view.record import ScoredCompletion, read_run
 
 HOSTILE = "<script>document.title = 'taken'</script> & <b>bold</b> \x1b[2J"
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 QUIET = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
 
 
@@ -36,11 +38,22 @@ def run(tmp_path: Path) -> Path:
 def make_run(root: Path, *, seconds: float = 10.0, text: str = HOSTILE, num_ranks: int = 1) -> Path:
     """A run's folder as ycore writes it: twelve steps, one round in the journal."""
     root.mkdir()
-    config = {"algorithm": "grpo", "model": "tiny", "dataset": "task:addition", "prompts_per_step": 4}
+    config = {
+        "algorithm": "grpo",
+        "model": "tiny",
+        "dataset": "task:addition",
+        "prompts_per_step": 4,
+    }
     config["rewards"] = [{"reward": "exact_answer", "weight": 2.0}]
-    told = {"config": config, "command": ["ycore", "grpo", "--model", "tiny model"], "versions": {"torch": "2.13.0"}}
+    told = {
+        "config": config,
+        "command": ["ycore", "grpo", "--model", "tiny model"],
+        "versions": {"torch": "2.13.0"},
+    }
     (root / "run.json").write_text(json.dumps({**told, "started": "2026-01-01T00:00:00+00:00"}))
-    (root / "engines.json").write_text(json.dumps({"kind": "vllm", "engines": ["rollout-0", "rollout-1"]}))
+    (root / "engines.json").write_text(
+        json.dumps({"kind": "vllm", "engines": ["rollout-0", "rollout-1"]})
+    )
     with closing(MetricsWriter(root / "metrics.jsonl")) as writer:
         for number in range(1, 13):
             writer.write(_step(number, seconds))
@@ -62,7 +75,13 @@ def _group(text: str) -> Group:
 def _step(number: int, seconds: float) -> dict[str, Any]:
     parts = {"ycore/time/sync": 0.1, "ycore/time/round": 0.5, "ycore/time/train": 0.3}
     told = {name: share * seconds for name, share in parts.items()}
-    return {"step": number, "reward": number / 12, "grad_norm": 1.0, "ycore/time/step": seconds, **told}
+    return {
+        "step": number,
+        "reward": number / 12,
+        "grad_norm": 1.0,
+        "ycore/time/step": seconds,
+        **told,
+    }
 
 
 def test_what_a_model_wrote_stays_text(run: Path) -> None:
@@ -111,11 +130,19 @@ def test_the_turns_of_a_completion_are_told_apart_by_who_wrote_them(run: Path) -
         Turn(False, 1, ({"role": "tool", "name": "add", "content": "<b>3"},), calls=1, seconds=0.5),
         Turn(True, 1, ({"role": "assistant", "content": "three"},)),
     )
-    told = replace(_group("4"), completions=(Completion((1, 2, 3), (-0.5, 0.0, -0.5), "three", "stop", 1, turns),))
-    Journal(run / "journal", rank=0).commit(12, [replace(told, scores_GR=((Score(1.0),),))], state={})
+    told = replace(
+        _group("4"),
+        completions=(Completion((1, 2, 3), (-0.5, 0.0, -0.5), "three", "stop", 1, turns),),
+    )
+    Journal(run / "journal", rank=0).commit(
+        12, [replace(told, scores_GR=((Score(1.0),),))], state={}
+    )
     page = as_page(make_report([read_run(run)]))
     assert '<pre class="policy"><b>assistant</b> let me see\nadd({&#39;x&#39;: 1})</pre>' in page
-    assert '<pre class="world"><b>tool</b> &lt;b&gt;3</pre><pre class="policy"><b>assistant</b> three</pre>' in page
+    assert (
+        '<pre class="world"><b>tool</b> &lt;b&gt;3</pre><pre class="policy"><b>assistant</b> three</pre>'
+        in page
+    )
 
 
 def damage(file: Path) -> None:
@@ -133,7 +160,10 @@ def test_the_plan_stands_beside_what_was_measured(run: Path) -> None:
     """Under the key, and with the rows, that the launcher writes into summary.json."""
     assert "Planned and measured" not in as_page(make_report([read_run(run)]))
     summary = json.loads((run / "summary.json").read_text())
-    rows = [Row("memory/trainer", "GiB", 2.2, 2.0).as_json(), Row("time/step", "s", 4.0, 5.0, 3.5).as_json()]
+    rows = [
+        Row("memory/trainer", "GiB", 2.2, 2.0).as_json(),
+        Row("time/step", "s", 4.0, 5.0, 3.5).as_json(),
+    ]
     (run / "summary.json").write_text(json.dumps(summary | {"plan_and_measured": rows}))
     page = as_page(make_report([read_run(run)]))
     assert "Planned and measured: first" in page
@@ -142,10 +172,15 @@ def test_the_plan_stands_beside_what_was_measured(run: Path) -> None:
         for line in page.splitlines()
         if "/trainer" in line or "/step," in line
     ]
-    assert told == [["memory/trainer, GiB", "", "2.2", "2", "+10%"], ["time/step, s", "3.5", "4", "5", "-20%"]]
+    assert told == [
+        ["memory/trainer, GiB", "", "2.2", "2", "+10%"],
+        ["time/step, s", "3.5", "4", "5", "-20%"],
+    ]
 
 
-def test_a_band_lies_behind_the_curves_with_a_verdict_for_each_run(run: Path, tmp_path: Path) -> None:
+def test_a_band_lies_behind_the_curves_with_a_verdict_for_each_run(
+    run: Path, tmp_path: Path
+) -> None:
     report = make_report([read_run(run)])
     band = Banded(
         "sft",
@@ -155,44 +190,74 @@ def test_a_band_lies_behind_the_curves_with_a_verdict_for_each_run(run: Path, tm
         curves={"seed 0": [n / 12 for n in range(12)]},
         verdicts=[("seed 0/sft", "OUTSIDE", "25%", "0.917")],
     )
-    measured = Banded("after", "reward", [(0.1, 0.3)], (0.1, 0.3), {"seed 0": [0.2]}, [("seed 0", "inside", "1", "2")])
+    measured = Banded(
+        "after",
+        "reward",
+        [(0.1, 0.3)],
+        (0.1, 0.3),
+        {"seed 0": [0.2]},
+        [("seed 0", "inside", "1", "2")],
+    )
     page = as_page(report, [band, measured], ["the band is of 3 seeds"])
     assert "Against the band" not in as_page(report)
-    told = re.findall(r"<td[^>]*>([^<]*)</td>", next(line for line in page.splitlines() if "OUTSIDE" in line))
+    told = re.findall(
+        r"<td[^>]*>([^<]*)</td>", next(line for line in page.splitlines() if "OUTSIDE" in line)
+    )
     assert told == ["OUTSIDE", "25%", "0.917", "0.200 to 0.450"] and "seed 0/sft</td>" in page
     assert '<p class="note">the band is of 3 seeds</p>' in page
     assert page.count("<svg") == as_page(report).count("<svg") + 1
     figure = over_bands([band, measured])
     shaded = [len(axes.collections) + len(axes.patches) for axes in figure.axes]
     assert shaded == [2, 1], "of the steps and of the final value; and of the one value"
-    assert len(curves(report, [band, measured]).axes) == len(curves(report).axes) + 2, "in the picture too"
+    assert len(curves(report, [band, measured]).axes) == len(curves(report).axes) + 2, (
+        "in the picture too"
+    )
     assert write_report(report, tmp_path / "page.html", bands=[band])[0].is_file()
 
 
 def test_samples_judges_and_versions_are_shown(run: Path) -> None:
     asked = [{"role": "user", "content": "3 + 3?"}]
-    samples = {"before": [{"prompt": asked, "completion": "5"}], "after": [{"prompt": asked, "completion": "<6>"}]}
+    samples = {
+        "before": [{"prompt": asked, "completion": "5"}],
+        "after": [{"prompt": asked, "completion": "<6>"}],
+    }
     (run / "samples.json").write_text(json.dumps(samples))
     with closing(MetricsWriter(run / "metrics.jsonl")) as writer:
         writer.write({"step": 13, "reward": 1.0, "ycore/judge/fair/tokens": 1.5})
     page = as_page(make_report([read_run(run)]))
-    for cell in ("<pre>3 + 3?</pre>", "<pre>5</pre>", "<pre>&lt;6&gt;</pre>", "<td>fair/tokens</td>", "1.5 a step"):
+    for cell in (
+        "<pre>3 + 3?</pre>",
+        "<pre>5</pre>",
+        "<pre>&lt;6&gt;</pre>",
+        "<td>fair/tokens</td>",
+        "1.5 a step",
+    ):
         assert cell in page
-    assert "torch 2.13.0</p>" in page and ">13</td>" in page and "2 min 10 s" in page and "0.1 → 0.9" in page
+    assert (
+        "torch 2.13.0</p>" in page
+        and ">13</td>" in page
+        and "2 min 10 s" in page
+        and "0.1 → 0.9" in page
+    )
 
 
 def test_samples_show_the_pictures_of_their_prompts(run: Path) -> None:
     kept = hashlib.sha256(b"a picture").hexdigest()
     (run / "images").mkdir()
     (run / "images" / kept).write_bytes(b"a picture")
-    asked = {"prompt": [{"role": "user", "content": f"Is {IMAGE_MARK} a cat?"}], "images": [kept, "0" * 64]}
+    asked = {
+        "prompt": [{"role": "user", "content": f"Is {IMAGE_MARK} a cat?"}],
+        "images": [kept, "0" * 64],
+    }
     samples = {when: [asked | {"completion": "no"}] for when in ("before", "after")}
     (run / "samples.json").write_text(json.dumps(samples))
     page = as_page(make_report([read_run(run)]))
     assert "<pre>Is [picture] a cat?</pre>" in page, "the mark is no letter that a browser has"
     assert page.count('<img class="seen"') == 1 and base64.b64encode(b"a picture").decode() in page
     (run / "samples.json").write_text(json.dumps(samples).replace(kept, "../run.json"))
-    assert "Is [picture]" not in as_page(make_report([read_run(run)])), "only names of pictures are read"
+    assert "Is [picture]" not in as_page(make_report([read_run(run)])), (
+        "only names of pictures are read"
+    )
 
 
 def test_what_judges_took_is_read_from_the_trace(run: Path) -> None:
@@ -201,7 +266,9 @@ def test_what_judges_took_is_read_from_the_trace(run: Path) -> None:
         trace.add(span)
     trace.flush()
     told = read_run(run).spent.seconds
-    assert told["judging"] == pytest.approx(0.25 * 12 * 5.0 * 2)  # of twelve rounds of 5 s on two slots
+    assert told["judging"] == pytest.approx(
+        0.25 * 12 * 5.0 * 2
+    )  # of twelve rounds of 5 s on two slots
     assert told["useful tokens"] == pytest.approx(0.75 * 12 * 5.0 * 2)
 
 
@@ -213,7 +280,9 @@ def test_a_run_that_is_still_going_has_a_report(run: Path) -> None:
     assert "still running" in as_page(report)
 
 
-def test_several_runs_side_by_side(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_runs_side_by_side(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     other, page = make_run(tmp_path / "second", seconds=20.0), tmp_path / "both.html"
     assert ycore(["report", str(run), str(other), "--output", str(page), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["runs"]
@@ -224,7 +293,9 @@ def test_several_runs_side_by_side(run: Path, tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("problem", ["no run.json", "no step"])
-def test_what_is_no_run_is_refused(problem: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_run_is_refused(
+    problem: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (run / ("run.json" if problem == "no run.json" else "metrics.jsonl")).unlink()
     assert ycore(["report", str(run)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
@@ -234,7 +305,13 @@ def test_what_is_no_run_is_refused(problem: str, run: Path, capsys: pytest.Captu
 def test_a_browser_draws_it(run: Path, tmp_path: Path) -> None:
     """The page as Chromium has it once scripts would have run: hostile text did nothing, every picture has a size."""
     (page, *_) = write_report(make_report([read_run(run)]), tmp_path / "report.html")
-    command = [str(CHROMIUM), *QUIET.split(), f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page.as_uri()]
+    command = [
+        str(CHROMIUM),
+        *QUIET.split(),
+        f"--user-data-dir={tmp_path / 'profile'}",
+        "--dump-dom",
+        page.as_uri(),
+    ]
     drawn = subprocess.run(command, capture_output=True, text=True, timeout=400, check=True).stdout
     assert "<title>first</title>" in drawn and '<h2 id="spent">' in drawn
     assert drawn.count("<svg") == 2 and "<b>bold" not in drawn

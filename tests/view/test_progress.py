@@ -15,7 +15,14 @@ import pytest
 from ycore_cli.main import run as ycore
 
 from ycore.run.metrics import MetricsWriter
-from ycore.view.progress import LiveProgress, PlainProgress, describe_step, open_progress, steps_as_html, watch
+from ycore.view.progress import (
+    LiveProgress,
+    PlainProgress,
+    describe_step,
+    open_progress,
+    steps_as_html,
+    watch,
+)
 
 ROW = {
     "step": 3,
@@ -76,20 +83,31 @@ def test_what_others_wrote_is_data_in_a_pipe_and_in_a_terminal(
     stream = kind()
     progress = open_progress(10, stream=stream)
     progress.say("the trainer failed: ValueError: '[/INST] \x1b]0;title\x07 :smile:'")
-    progress.step(ROW | {"ycore/reward_problems": {"raised ValueError: no number in '[/INST] 7'\x1b[2J": 2}})
+    progress.step(
+        ROW | {"ycore/reward_problems": {"raised ValueError: no number in '[/INST] 7'\x1b[2J": 2}}
+    )
     progress.close()
     assert r"ValueError: '[/INST] \x1b]0;title\x07 :smile:'" in stream.getvalue()
     assert r"2 x raised ValueError: no number in '[/INST] 7'\x1b[2J" in stream.getvalue()
 
 
 LOSSES: list[dict[str, Any]] = [
-    {"step": step, "loss": 1.0 / step, "accuracy": 0.5, "margin": 0.1, "learning_rate": 1e-4} for step in range(1, 7)
+    {"step": step, "loss": 1.0 / step, "accuracy": 0.5, "margin": 0.1, "learning_rate": 1e-4}
+    for step in range(1, 7)
 ]
 
 
 def test_the_plain_line_tells_the_loss_where_there_is_no_reward() -> None:
-    assert describe_step(LOSSES[1]) == ["loss 0.5000", "accuracy 50%", "margin 0.100", "rate 1.0e-04"]
-    assert describe_step({"step": 1, "loss": 0.5, "mean_token_accuracy": 0.25}) == ["loss 0.5000", "token accuracy 25%"]
+    assert describe_step(LOSSES[1]) == [
+        "loss 0.5000",
+        "accuracy 50%",
+        "margin 0.100",
+        "rate 1.0e-04",
+    ]
+    assert describe_step({"step": 1, "loss": 0.5, "mean_token_accuracy": 0.25}) == [
+        "loss 0.5000",
+        "token accuracy 25%",
+    ]
     assert describe_step({"step": 1, "loss": 0.5, "reward": 0.25}) == ["reward 0.250"]
 
 
@@ -99,8 +117,12 @@ class Shown:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, kernel: object) -> None:
         self.calls: list[str] = []
         shell = types.SimpleNamespace(kernel=kernel)
-        monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
-        monkeypatch.setitem(sys.modules, "IPython.display", types.SimpleNamespace(display=self.display))
+        monkeypatch.setitem(
+            sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell)
+        )
+        monkeypatch.setitem(
+            sys.modules, "IPython.display", types.SimpleNamespace(display=self.display)
+        )
 
     def display(self, data: dict[str, str], *, raw: bool, display_id: bool) -> "Shown":
         assert raw and display_id
@@ -130,8 +152,14 @@ def test_a_notebook_gets_one_table_that_every_step_updates(
     assert shown.last["text/plain"] == "step 13/14  10 s left"
     table = shown.last["text/html"]
     assert table.count("<tr>") == 11 and "<p>step 13/14  10 s left</p>" in table
-    assert "<tr><th>step</th><th>reward</th><th>length</th><th>zero-variance</th><th>sync s</th>" in table
-    assert "<tr><td>13</td><td>1.300</td><td>12</td><td>25%</td><td>0.5</td>" in table and "<td>3</td>" not in table
+    assert (
+        "<tr><th>step</th><th>reward</th><th>length</th><th>zero-variance</th><th>sync s</th>"
+        in table
+    )
+    assert (
+        "<tr><td>13</td><td>1.300</td><td>12</td><td>25%</td><td>0.5</td>" in table
+        and "<td>3</td>" not in table
+    )
 
 
 def test_a_terminals_ipython_is_no_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,13 +168,20 @@ def test_a_terminals_ipython_is_no_notebook(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_table_has_the_numbers_that_its_steps_have() -> None:
-    assert "<tr><th>step</th><th>loss</th><th>accuracy</th><th>margin</th><th>rate</th></tr>" in steps_as_html(
-        "sft", LOSSES
+    assert (
+        "<tr><th>step</th><th>loss</th><th>accuracy</th><th>margin</th><th>rate</th></tr>"
+        in steps_as_html("sft", LOSSES)
     )
-    rows = [dict(ROW), {"step": 4, "reward": None, "ycore/eval/reward": 0.5, "ycore/eval/reward/low": 0.25}]
+    rows = [
+        dict(ROW),
+        {"step": 4, "reward": None, "ycore/eval/reward": 0.5, "ycore/eval/reward/low": 0.25},
+    ]
     rows[0]["ycore/reward_problems"] = {"raised KeyError: '<b>\x1b'": 2}
     table = steps_as_html("<run>", rows)
-    assert table.startswith("<p>&lt;run&gt;</p>") and "<th>held-out reward</th><th>problems</th>" in table
+    assert (
+        table.startswith("<p>&lt;run&gt;</p>")
+        and "<th>held-out reward</th><th>problems</th>" in table
+    )
     assert r"<td>2 x raised KeyError: &#x27;&lt;b&gt;\x1b&#x27;</td>" in table
     assert table.endswith("<td>4</td>" + "<td></td>" * 8 + "<td>0.500</td><td></td></tr></table>")
     assert steps_as_html("empty", []) == "<p>empty</p><table><tr></tr></table>"
@@ -202,14 +237,20 @@ def test_a_run_that_goes_on_is_followed_to_its_end(run: Path) -> None:
         (run / "summary.json").write_text(json.dumps({"status": "finished", "steps": 3}))
     watcher.join(timeout=60)
     assert not watcher.is_alive()
-    assert stream.getvalue().splitlines()[-2:] == ["step 3/4  reward 0.300", "finished after 3 steps"]
+    assert stream.getvalue().splitlines()[-2:] == [
+        "step 3/4  reward 0.300",
+        "finished after 3 steps",
+    ]
 
 
 def test_once_returns_while_the_run_goes_on(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with (run / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert ycore(["watch", str(run), "--once"]) == 0
-    assert capsys.readouterr().out.splitlines()[-2:] == ["step 2/4  reward 0.200", "the run goes on"]
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "step 2/4  reward 0.200",
+        "the run goes on",
+    ]
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,4 +263,6 @@ def test_a_damaged_row_is_named_while_watching(run: Path) -> None:
     metrics.write_bytes(metrics.read_bytes().replace(b'{"step": 1', b"\0" * 10))
     stream = io.StringIO()
     watch(run, stream=stream)
-    assert f"line 1 of {metrics} is damaged" in stream.getvalue() and "step 2/4" in stream.getvalue()
+    assert (
+        f"line 1 of {metrics} is damaged" in stream.getvalue() and "step 2/4" in stream.getvalue()
+    )

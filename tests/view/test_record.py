@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from ycore.config.schema import CriticSettings, RewardConfig, RunConfig, SamplingSettings
 from ycore.run.trace import Span
-from ycore.view.record import PARTS, advice, at_equal_seconds, half_width, judging_share, reward_curve, spent
+from ycore.view.record import (
+    PARTS,
+    advice,
+    at_equal_seconds,
+    half_width,
+    judging_share,
+    reward_curve,
+    spent,
+)
 
 STEP = {
     "step": 1,
@@ -59,7 +67,12 @@ def test_the_price_of_a_group_that_taught() -> None:
     half = {**STEP, "frac_reward_zero_std": 0.5}
     assert spent([STEP], prompts_per_step=8, num_slots=1).per_informative_group == 2.5
     assert spent([half], prompts_per_step=8, num_slots=1).per_informative_group == 5.0
-    assert spent([{**STEP, "frac_reward_zero_std": 1.0}], prompts_per_step=8, num_slots=1).per_informative_group is None
+    assert (
+        spent(
+            [{**STEP, "frac_reward_zero_std": 1.0}], prompts_per_step=8, num_slots=1
+        ).per_informative_group
+        is None
+    )
 
 
 def test_rows_that_are_no_steps_cost_nothing() -> None:
@@ -72,7 +85,9 @@ def test_rows_that_are_no_steps_cost_nothing() -> None:
     drawn=st.integers(0, 100),
     slots=st.integers(1, 9),
 )
-def test_every_second_is_counted_once(parts: list[float], shares: list[float], drawn: int, slots: int) -> None:
+def test_every_second_is_counted_once(
+    parts: list[float], shares: list[float], drawn: int, slots: int
+) -> None:
     sync, in_round, train, other = parts
     row = {
         "ycore/time/step": sync + in_round + train + other,
@@ -90,14 +105,27 @@ def test_every_second_is_counted_once(parts: list[float], shares: list[float], d
 
 
 def rows(seconds: float, *rewards: float) -> list[dict[str, float]]:
-    return [{"step": n, "ycore/time/step": seconds, "reward": reward} for n, reward in enumerate(rewards, 1)]
+    return [
+        {"step": n, "ycore/time/step": seconds, "reward": reward}
+        for n, reward in enumerate(rewards, 1)
+    ]
 
 
 def test_a_slower_run_is_seen_at_fewer_steps() -> None:
-    fast, slow = reward_curve(rows(1, *range(1, 21)), num_slots=2), reward_curve(rows(4, *range(1, 21)), num_slots=2)
+    fast, slow = (
+        reward_curve(rows(1, *range(1, 21)), num_slots=2),
+        reward_curve(rows(4, *range(1, 21)), num_slots=2),
+    )
     of_fast, of_slow = at_equal_seconds([fast, slow])
-    assert [one.device_s for one in of_fast] == [one.device_s for one in of_slow] == [10, 20, 30, 40]
-    assert [one.step for one in of_fast] == [5, 10, 15, 20] and [one.step for one in of_slow] == [1, 2, 3, 5]
+    assert (
+        [one.device_s for one in of_fast] == [one.device_s for one in of_slow] == [10, 20, 30, 40]
+    )
+    assert [one.step for one in of_fast] == [5, 10, 15, 20] and [one.step for one in of_slow] == [
+        1,
+        2,
+        3,
+        5,
+    ]
     assert of_fast[-1].reward == statistics.fmean(range(11, 21)) and of_slow[-1].reward == 3
 
 
@@ -110,18 +138,27 @@ def test_the_interval_is_students() -> None:
 
 
 def test_steps_without_a_reward_or_a_time_are_left_out() -> None:
-    found = reward_curve([{"step": 1, "reward": 1.0}, *rows(1, 2.0), {"step": 3, "step_time": 1.0}], num_slots=1)
+    found = reward_curve(
+        [{"step": 1, "reward": 1.0}, *rows(1, 2.0), {"step": 3, "step_time": 1.0}], num_slots=1
+    )
     assert found == [(1.0, 1, 2.0)]
     assert at_equal_seconds([found, []]) == [[], []]
 
 
-CONFIG = RunConfig(model="m", dataset="task:addition", output="o", rewards=[RewardConfig(reward="exact_answer")])
+CONFIG = RunConfig(
+    model="m", dataset="task:addition", output="o", rewards=[RewardConfig(reward="exact_answer")]
+)
 
 
-def around(reward: Callable[[int], float], *, steps: int = 30, **others: float) -> list[dict[str, Any]]:
+def around(
+    reward: Callable[[int], float], *, steps: int = 30, **others: float
+) -> list[dict[str, Any]]:
     """Steps whose rewards go up and down by 0.02 around `reward`."""
     own = {"learning_rate": 2e-5, "frac_reward_zero_std": 0.5} | others
-    return [{"step": step, "ycore/reward": reward(step) + 0.02 * (-1) ** step, **own} for step in range(steps)]
+    return [
+        {"step": step, "ycore/reward": reward(step) + 0.02 * (-1) ** step, **own}
+        for step in range(steps)
+    ]
 
 
 def flat(step: int) -> float:
@@ -130,7 +167,9 @@ def flat(step: int) -> float:
 
 def test_a_reward_that_rose_needs_no_advice() -> None:
     assert advice(around(lambda step: 0.2 + step / 100), CONFIG) is None
-    assert advice(around(lambda step: min(1.0, 0.2 + step / 10)), CONFIG) is None, "it is where it can be, since long"
+    assert advice(around(lambda step: min(1.0, 0.2 + step / 10)), CONFIG) is None, (
+        "it is where it can be, since long"
+    )
 
 
 def test_where_groups_taught_the_rate_is_raised_first() -> None:
@@ -144,7 +183,9 @@ def test_where_groups_taught_the_rate_is_raised_first() -> None:
 
 def test_where_hardly_a_group_taught_the_prompts_are_to_blame() -> None:
     told = advice(around(flat, frac_reward_zero_std=0.0, **{"ycore/sampling/drawn": 100.0}), CONFIG)
-    assert told is not None and "within only 240 of 3000 groups; try prompts" in told, "eight a step taught"
+    assert told is not None and "within only 240 of 3000 groups; try prompts" in told, (
+        "eight a step taught"
+    )
     told = advice(around(flat, frac_reward_zero_std=1.0), CONFIG)
     assert told is not None and "within only 0 of 240 groups" in told
 
@@ -169,7 +210,11 @@ def test_a_short_run_is_not_judged() -> None:
     assert advice(around(flat, steps=11), CONFIG) is None
 
 
-@pytest.mark.parametrize("changes", [{"group_size": 1}, {"algorithm": "ppo", "critic": CriticSettings()}])
-def test_where_a_completion_teaches_by_itself_groups_need_not_differ(changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "changes", [{"group_size": 1}, {"algorithm": "ppo", "critic": CriticSettings()}]
+)
+def test_where_a_completion_teaches_by_itself_groups_need_not_differ(
+    changes: dict[str, Any],
+) -> None:
     told = advice(around(flat, frac_reward_zero_std=1.0), CONFIG.model_copy(update=changes))
     assert told is not None and "although groups taught" in told

@@ -30,7 +30,9 @@ class Algorithm:
     learning_rate: float  # the default for every weight; TRL's own default serves one of the two kinds of weights only
     lora_learning_rate: float  # the default for adapters, which start at zero and need larger steps
     preset: str | None = None  # the preset that its name stands for
-    settings: Mapping[str, Any] = field(default_factory=dict)  # keys of the config under every other layer
+    settings: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # keys of the config under every other layer
     # What an example is: an answer, a better and a worse answer, or an answer with a label.
     rows: Literal["answers", "pairs", "labelled"] | None = None
     # What `--keep-best` may compare of its held-out rows; the first is what `--stop-when no-gain` compares by default.
@@ -86,10 +88,17 @@ _ROWS = (
             "Every field of TRL's GRPOConfig is an option too; the critic's are --set critic.NAME=VALUE.\n"
             "Presets: ppo-n-plus, vapo, bpco, ma-rlhf; see docs/algorithms.md."
         ),
-        examples=("--recipe ppo-quickstart", "--recipe ppo-quickstart --preset vapo --group-size 1"),
+        examples=(
+            "--recipe ppo-quickstart",
+            "--recipe ppo-quickstart --preset vapo --group-size 1",
+        ),
         module="ycore.trl.ppo",
         # TRL's own advantages are replaced, and its deviation of a group of one would not exist.
-        settings={"critic": {}, "kl_in": "reward", "trl": {"loss_type": "dapo", "scale_rewards": "none"}},
+        settings={
+            "critic": {},
+            "kl_in": "reward",
+            "trl": {"loss_type": "dapo", "scale_rewards": "none"},
+        },
     ),
     replace(
         _GRPO,
@@ -116,7 +125,10 @@ _ROWS = (
             "Rewards, judges or reward models choose the best and the worst completion of each group; DPO's loss\n"
             "learns from the two. --set loss_from=ipo or rrhf takes another loss; --beta is DPO's."
         ),
-        examples=("--recipe quickstart --beta 0.1", "--recipe judge-chat --beta 0.1 --set loss_from=ipo"),
+        examples=(
+            "--recipe quickstart --beta 0.1",
+            "--recipe judge-chat --beta 0.1 --set loss_from=ipo",
+        ),
         module="ycore.trl.online_dpo",
         settings={"loss_from": "dpo", "trl": {"beta": 0.1, "scale_rewards": "none"}},
     ),
@@ -127,7 +139,10 @@ _ROWS = (
             "Columns: messages; or prompt and completion (question and answer, instruction and output);\n"
             "or text. Any field of TRL's SFTConfig is an option too, e.g. --max-length 2048."
         ),
-        examples=("--recipe sft-chat", "--model smollm2-135m --dataset chats.jsonl --output runs/sft"),
+        examples=(
+            "--recipe sft-chat",
+            "--model smollm2-135m --dataset chats.jsonl --output runs/sft",
+        ),
         learns_from="examples",
         trl_config="SFTConfig",
         module="ycore.trl.sft",
@@ -145,7 +160,10 @@ _ROWS = (
             "Human: ... Assistant: ..., are split into turns. The summary has the accuracy on held-out pairs.\n"
             "Any field of TRL's RewardConfig is an option too, e.g. --center-rewards-coefficient 0.01."
         ),
-        examples=("--recipe hh-reward", "--model smollm2-135m --dataset pairs.jsonl --output runs/rm"),
+        examples=(
+            "--recipe hh-reward",
+            "--model smollm2-135m --dataset pairs.jsonl --output runs/rm",
+        ),
         learns_from="examples",
         trl_config="RewardConfig",
         module="ycore.trl.reward",
@@ -165,7 +183,10 @@ _ROWS = (
             "Human: ... Assistant: ..., are split into turns.\n"
             "Any field of TRL's DPOConfig is an option too, e.g. --loss-type ipo, --beta 0.05."
         ),
-        examples=("--recipe hh-dpo", "--model runs/sft/model --dataset pairs.jsonl --output runs/dpo"),
+        examples=(
+            "--recipe hh-dpo",
+            "--model runs/sft/model --dataset pairs.jsonl --output runs/dpo",
+        ),
         learns_from="examples",
         trl_config="DPOConfig",
         module="ycore.trl.dpo",
@@ -207,7 +228,9 @@ def find_algorithm(name: object) -> Algorithm:
     """The row of a config's `algorithm`, or a ConfigError; an evaluation samples with GRPO's settings."""
     known = [*ALGORITHMS, "eval"]
     if name == FLOW:
-        raise ConfigError("a run of ycore flow is for `ycore flow` and `ycore resume`; say ycore flow --recipe NAME")
+        raise ConfigError(
+            "a run of ycore flow is for `ycore flow` and `ycore resume`; say ycore flow --recipe NAME"
+        )
     if name not in known:
         near = nearest(str(name), known, limit=1)
         raise ConfigError(f"algorithm must be one of {', '.join(known)}; it is {name!r}{near}")

@@ -75,8 +75,12 @@ class BatchPlan(_Batch):
 
     def __str__(self) -> str:
         completions = self.prompts_per_step * self.group_size
-        total = self._in_words(f"{self.prompts_per_step} prompts x {self.group_size} completions = {completions}")
-        return total + ("" if self.steps_per_round == 1 else f", {self.steps_per_round} optimizer steps a round")
+        total = self._in_words(
+            f"{self.prompts_per_step} prompts x {self.group_size} completions = {completions}"
+        )
+        return total + (
+            "" if self.steps_per_round == 1 else f", {self.steps_per_round} optimizer steps a round"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +99,9 @@ class TuneBatch(_Batch):
 def derive_batch(config: RunConfig, *, world_size: int, on_cpu: bool) -> BatchPlan:
     """TRL's batch fields for a run with rollouts; ConfigError with the nearest sizes that work where these do not."""
     given = {name: config.trl.get(name) for name in (*_PER_RANK, "steps_per_generation")}
-    sizes = Sizes(world_size, config.prompts_per_step, config.group_size, config.max_tokens, **given)
+    sizes = Sizes(
+        world_size, config.prompts_per_step, config.group_size, config.max_tokens, **given
+    )
     return plan_batch(sizes, on_cpu=on_cpu)
 
 
@@ -119,7 +125,12 @@ def plan_batch(sizes: Sizes, *, on_cpu: bool) -> BatchPlan:
 
 
 def derive_tune_batch(
-    config: TuneConfig, *, num_rows: int, world_size: int, on_cpu: bool, context_length: int | None = None
+    config: TuneConfig,
+    *,
+    num_rows: int,
+    world_size: int,
+    on_cpu: bool,
+    context_length: int | None = None,
 ) -> TuneBatch:
     """TRL's batch fields and the number of steps for a run on given examples; ConfigError where they do not work.
 
@@ -136,12 +147,21 @@ def derive_tune_batch(
         total = (size or 1) * (accumulation or 1) * world_size
     if size is None and accumulation is None:
         tokens = algorithm.sequences_per_row * (max_length or context_length or MAX_LENGTH)
-        size = _micro_batch(total // world_size, max(algorithm.min_micro_batch, _token_budget(on_cpu) // tokens))
+        size = _micro_batch(
+            total // world_size, max(algorithm.min_micro_batch, _token_budget(on_cpu) // tokens)
+        )
     size, accumulation = _split(total // world_size, size, accumulation)
     _check_rows(algorithm, total, size, accumulation, num_rows=num_rows, world_size=world_size)
     steps = config.steps or max(1, math.ceil(config.epochs * num_rows / total))
     return TuneBatch(
-        world_size, on_cpu, size, accumulation, total, steps, round(steps * total / num_rows, 2), max_length
+        world_size,
+        on_cpu,
+        size,
+        accumulation,
+        total,
+        steps,
+        round(steps * total / num_rows, 2),
+        max_length,
     )
 
 
@@ -157,12 +177,20 @@ def _max_length(config: TuneConfig, context_length: int | None) -> int | None:
 
 
 def _check_rows(
-    algorithm: Algorithm, total: int, size: int, accumulation: int, *, num_rows: int, world_size: int
+    algorithm: Algorithm,
+    total: int,
+    size: int,
+    accumulation: int,
+    *,
+    num_rows: int,
+    world_size: int,
 ) -> None:
     if total % world_size:
         below = total // world_size * world_size
         ways = " or ".join(str(way) for way in (below, below + world_size) if way)
-        raise ConfigError(f"batch_size must be a multiple of the {world_size} ranks; it is {total}; e.g. {ways}")
+        raise ConfigError(
+            f"batch_size must be a multiple of the {world_size} ranks; it is {total}; e.g. {ways}"
+        )
     if size * accumulation != total // world_size:
         raise ConfigError(
             f"batch_size / ranks must be per_device_train_batch_size * gradient_accumulation_steps; they are {total} / "
@@ -189,7 +217,11 @@ def _token_budget(on_cpu: bool) -> int:
 
 def _micro_batch(local: int, most: int, *, group: int = 1) -> int:
     """The largest divisor of a rank's share up to `most` that keeps groups whole or cuts them evenly."""
-    fitting = (size for size in _divisors(local) if size <= most and (size % group == 0 or group % size == 0))
+    fitting = (
+        size
+        for size in _divisors(local)
+        if size <= most and (size % group == 0 or group % size == 0)
+    )
     return max(fitting, default=1)
 
 
@@ -212,7 +244,9 @@ def _fill(sizes: Sizes, *, on_cpu: bool) -> tuple[int, int, int]:
     local = sizes.completions_per_rank
     size, accumulation = sizes.per_device_train_batch_size, sizes.gradient_accumulation_steps
     if size is None and accumulation is None:
-        size = _micro_batch(local, _token_budget(on_cpu) // sizes.max_tokens, group=sizes.group_size)
+        size = _micro_batch(
+            local, _token_budget(on_cpu) // sizes.max_tokens, group=sizes.group_size
+        )
     size, accumulation = _split(local, size, accumulation)
     return size, accumulation, sizes.steps_per_generation or accumulation
 
@@ -224,7 +258,9 @@ def problem_of(sizes: Sizes, *, on_cpu: bool) -> str | None:
         return f"prompts_per_step must be a multiple of the {ranks} ranks, for whole groups on each; it is {prompts}"
     size, accumulation, per_generation = _fill(sizes, on_cpu=on_cpu)
     if size * accumulation != local:
-        given = f"per_device_train_batch_size * gradient_accumulation_steps is {size} * {accumulation}"
+        given = (
+            f"per_device_train_batch_size * gradient_accumulation_steps is {size} * {accumulation}"
+        )
         if sizes.gradient_accumulation_steps is None:
             given = f"per_device_train_batch_size {size} does not divide it"
         elif sizes.per_device_train_batch_size is None:
@@ -240,12 +276,25 @@ def problem_of(sizes: Sizes, *, on_cpu: bool) -> str | None:
 
 def neighbours(sizes: Sizes, *, on_cpu: bool) -> list[Sizes]:
     """Accepted sizes near refused ones: one key changed where that is enough, else TRL's keys left to ycore."""
-    found = [way for key in (*_PER_RANK, "prompts_per_step") for way in _nearest(sizes, key, on_cpu=on_cpu)]
+    found = [
+        way
+        for key in (*_PER_RANK, "prompts_per_step")
+        for way in _nearest(sizes, key, on_cpu=on_cpu)
+    ]
     found = found or _nearest(sizes, "steps_per_generation", on_cpu=on_cpu)
     if found:
         return found[:3]
-    free = replace(sizes, per_device_train_batch_size=None, gradient_accumulation_steps=None, steps_per_generation=None)
-    return [free] if problem_of(free, on_cpu=on_cpu) is None else _nearest(free, "prompts_per_step", on_cpu=on_cpu)
+    free = replace(
+        sizes,
+        per_device_train_batch_size=None,
+        gradient_accumulation_steps=None,
+        steps_per_generation=None,
+    )
+    return (
+        [free]
+        if problem_of(free, on_cpu=on_cpu) is None
+        else _nearest(free, "prompts_per_step", on_cpu=on_cpu)
+    )
 
 
 def _nearest(sizes: Sizes, key: str, *, on_cpu: bool) -> list[Sizes]:
@@ -266,15 +315,21 @@ def _candidates(sizes: Sizes, key: str, value: int) -> tuple[Iterable[int], Iter
     local = sizes.completions_per_rank
     if key in _PER_RANK and local:
         divisors = sorted(set(_divisors(local)))
-        return [one for one in reversed(divisors) if one < value], [one for one in divisors if one > value]
+        return [one for one in reversed(divisors) if one < value], [
+            one for one in divisors if one > value
+        ]
     step = sizes.world_size if key == "prompts_per_step" else 1
     floor = (value - 1) // step * step
     ceiling = floor + step if floor + step > value else floor + 2 * step
-    return range(floor, max(0, floor - _SEARCH * step), -step), range(ceiling, ceiling + _SEARCH * step, step)
+    return range(floor, max(0, floor - _SEARCH * step), -step), range(
+        ceiling, ceiling + _SEARCH * step, step
+    )
 
 
 def _in_words(sizes: Sizes, way: Sizes) -> str:
     """What changes from `sizes` to `way`."""
     before = asdict(sizes)
     changed = {key: value for key, value in asdict(way).items() if value != before[key]}
-    return " with ".join(f"no {key}" if value is None else f"{key} {value}" for key, value in changed.items())
+    return " with ".join(
+        f"no {key}" if value is None else f"{key} {value}" for key, value in changed.items()
+    )

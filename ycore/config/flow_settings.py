@@ -34,16 +34,24 @@ class FlowSettings(Strict):
     sampler: Literal["ode", "heun", "sde", "dance", "cps"] | None = None
     steps: Positive = 10  # of denoising, in a round
     eval_steps: Positive = 20  # of denoising without noise, where the model is measured
-    shift: Annotated[float, Field(gt=0)] | None = None  # of the times towards the noise; None is the scheduler's
+    shift: Annotated[float, Field(gt=0)] | None = (
+        None  # of the times towards the noise; None is the scheduler's
+    )
     noise: Annotated[float, Field(ge=0)] = 0.7  # a of `sde`, eta of `dance` and `cps`
     # Of grpo: steps with noise, which are those that learn (MixGRPO, arXiv 2507.21802). None is all but the last.
     window: Positive | None = None
-    guidance: Annotated[float, Field(ge=0)] = 1.0  # classifier-free, in rounds and in measuring alike; 1 is without
+    guidance: Annotated[float, Field(ge=0)] = (
+        1.0  # classifier-free, in rounds and in measuring alike; 1 is without
+    )
     # Distance to the model that the run began with, as a part of the loss: the mean of (v - v_ref)^2 with nft, the
     # exact KL of a step with grpo.
     kl: Annotated[float, Field(ge=0)] = 0.0
-    b: Annotated[float, Field(gt=0, le=1)] = 1.0  # of nft: how far v+ and v- lie from the old velocity
-    clip: Annotated[float, Field(gt=0, lt=1)] = 0.2  # of grpo: bound of the ratio of densities of whole pictures
+    b: Annotated[float, Field(gt=0, le=1)] = (
+        1.0  # of nft: how far v+ and v- lie from the old velocity
+    )
+    clip: Annotated[float, Field(gt=0, lt=1)] = (
+        0.2  # of grpo: bound of the ratio of densities of whole pictures
+    )
     updates: Positive = 1  # of the weights by one round
     # Of nft: the sampled policy keeps min(old_rate * step, old_most) of itself at a step.
     old_rate: Share = 0.001
@@ -56,14 +64,18 @@ class FlowConfig(BaseConfig):
 
     algorithm: Literal["flow"] = "flow"
     rewards: Annotated[list[RewardConfig], Field(min_length=1)]
-    eval_rewards: list[RewardConfig] = Field(default=[])  # the held-out judge: measured, never trained on
+    eval_rewards: list[RewardConfig] = Field(
+        default=[]
+    )  # the held-out judge: measured, never trained on
     eval_every: Positive | None = None  # steps between measurements; None is a fifth of the run
     num_samples: Positive = 16  # pictures of each condition that are measured
     condition_column: str = "label"  # the column with the class that is asked for
     steps: Positive = 20
     prompts_per_step: Count = 8
     group_size: Annotated[Count, Field(ge=2)] = 16
-    learning_rate: Annotated[float, Field(gt=0)] | None = None  # None is 3e-4 with LoRA, and 1e-5 for every weight
+    learning_rate: Annotated[float, Field(gt=0)] | None = (
+        None  # None is 3e-4 with LoRA, and 1e-5 for every weight
+    )
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     sampling: SamplingSettings = SamplingSettings()
     flow: FlowSettings = FlowSettings()
@@ -100,7 +112,11 @@ def resolve_flow(
             merged[key] = [as_reward(item) for item in merged[key]]
     for path, value in indexed:
         set_key(merged, path, value)
-    for key, option in (("model", "flow-digits"), ("dataset", "prompts.jsonl"), ("rewards", "rewards.py:score")):
+    for key, option in (
+        ("model", "flow-digits"),
+        ("dataset", "prompts.jsonl"),
+        ("rewards", "rewards.py:score"),
+    ):
         if not merged.get(key):
             said = f"--{key.removesuffix('s')} {option}"
             raise ConfigError(f"no {key} given; say e.g. {said}, or --recipe digits")
@@ -122,29 +138,41 @@ def _check(config: FlowConfig) -> None:
     flow = config.flow
     for key, default in _NOT_TAKEN.items():
         if getattr(config, key) != default:
-            raise ConfigError(f"ycore flow takes no {key}, and it is {getattr(config, key)!r}; leave it out")
+            raise ConfigError(
+                f"ycore flow takes no {key}, and it is {getattr(config, key)!r}; leave it out"
+            )
     for field in config.trl:
         if field not in _OF_TRACKERS:
             raise ConfigError(
                 f"ycore flow takes {' and '.join(_OF_TRACKERS)} of TRL's fields, not {field}; leave it out"
             )
     if config.processes not in ("auto", 1):
-        raise ConfigError(f"ycore flow trains in one process, and --processes is {config.processes}; leave it out")
+        raise ConfigError(
+            f"ycore flow trains in one process, and --processes is {config.processes}; leave it out"
+        )
     if config.dtype == "bfloat16":
-        raise ConfigError("ycore flow computes in float32: densities of trajectories need it; leave dtype out")
+        raise ConfigError(
+            "ycore flow computes in float32: densities of trajectories need it; leave dtype out"
+        )
     if config.lora is not None and config.lora != LoraSettings(
         r=config.lora.r, alpha=config.lora.alpha, target_modules=config.lora.target_modules
     ):
         raise ConfigError("lora.dropout would make sampler and trainer disagree; leave it at 0")
     is_noisy = flow.sampler in ("sde", "dance", "cps")
     if flow.method == "grpo" and (flow.noise == 0 or (flow.sampler is not None and not is_noisy)):
-        given = f"flow.noise is {flow.noise:g}" if flow.noise == 0 else f"flow.sampler is {flow.sampler}"
+        given = (
+            f"flow.noise is {flow.noise:g}"
+            if flow.noise == 0
+            else f"flow.sampler is {flow.sampler}"
+        )
         raise ConfigError(
             f"--method grpo compares densities of steps, which only steps with noise have, and {given}; "
             "say --set flow.sampler=sde --set flow.noise=0.7, or take --method nft"
         )
     if flow.sampler == "cps" and flow.noise > 1:
-        raise ConfigError(f"flow.noise of cps is a share, 1 at most; it is {flow.noise:g}; e.g. --set flow.noise=0.5")
+        raise ConfigError(
+            f"flow.noise of cps is a share, 1 at most; it is {flow.noise:g}; e.g. --set flow.noise=0.5"
+        )
     if flow.method == "nft" and flow.window is not None:
         raise ConfigError("flow.window is of --method grpo, and this is nft; leave it out")
     if flow.window is not None and flow.window >= flow.steps:
@@ -155,10 +183,14 @@ def _check(config: FlowConfig) -> None:
         if getattr(config.sampling, key) != SamplingSettings.model_fields[key].default:
             raise ConfigError(f"ycore flow takes no sampling.{key}; leave it out")
     for spec in (*config.rewards, *config.eval_rewards):
-        if ":" not in spec.reward or spec.reward.startswith(("rm:", "teacher:", "agrees:", "task:")):
+        if ":" not in spec.reward or spec.reward.startswith(
+            ("rm:", "teacher:", "agrees:", "task:")
+        ):
             raise ConfigError(
                 "a reward of ycore flow is a function of images, file.py:function or package.module:function, or "
                 f"judge:FILE.yaml; it is {spec.reward!r}{nearest(spec.reward, [])}"
             )
         if spec.constraint:
-            raise ConfigError(f"ycore flow has no constraints, and {spec.reward} is one; leave constraint out")
+            raise ConfigError(
+                f"ycore flow has no constraints, and {spec.reward} is one; leave constraint out"
+            )

@@ -44,9 +44,13 @@ def check_learner(config: RunConfig) -> None:
     _check_carried(config)
     _check_drafts(config)
     if config.algorithm != "distill" and config.distill.divergence != "sampled":
-        raise ConfigError(f"distill.divergence is of ycore distill, and this is {config.algorithm}; leave it out")
+        raise ConfigError(
+            f"distill.divergence is of ycore distill, and this is {config.algorithm}; leave it out"
+        )
     if config.divergence != "reverse-kl" and not config.trl.get("beta"):
-        raise ConfigError(f"--divergence {config.divergence} needs beta above 0, its weight; it is 0; say --beta 0.04")
+        raise ConfigError(
+            f"--divergence {config.divergence} needs beta above 0, its weight; it is 0; say --beta 0.04"
+        )
     if config.algorithm == "ppo":
         _check_ppo(config)
     elif config.algorithm == "eval":
@@ -58,7 +62,9 @@ def check_learner(config: RunConfig) -> None:
             f"critic is of ycore ppo, and this is {config.algorithm}; take ycore ppo, or leave critic out"
         )
     elif any(reward.reward.startswith(TEACHER) for reward in config.rewards):
-        raise ConfigError(f"a teacher is of ycore distill, and this is {config.algorithm}; take ycore distill")
+        raise ConfigError(
+            f"a teacher is of ycore distill, and this is {config.algorithm}; take ycore distill"
+        )
     elif config.group_size == 1 and config.advantage not in ALONE:
         raise ConfigError(
             f"group_size must be 2 or more with advantage {config.advantage}, which compares a completion with the "
@@ -80,10 +86,16 @@ def check_learner(config: RunConfig) -> None:
             f"--advantage {BY_TURN} learns from rewards of turns, which only an environment gives; say --env with "
             "ycore grpo, or take another advantage"
         )
-    if config.critic is not None or config.advantage in (BY_TOKEN, BY_TURN) or config.algorithm == "distill":
+    if (
+        config.critic is not None
+        or config.advantage in (BY_TOKEN, BY_TURN)
+        or config.algorithm == "distill"
+    ):
         _check_token_advantages(config)
     loss = config.trl.get("loss_type", "dapo") if config.loss_from == "grpo" else config.loss_from
-    if config.trust_region != "clip" and (loss not in _CLIPPED or config.divergence != "reverse-kl"):
+    if config.trust_region != "clip" and (
+        loss not in _CLIPPED or config.divergence != "reverse-kl"
+    ):
         raise ConfigError(
             f"--trust-region {config.trust_region} takes the place of the clip in the losses {', '.join(_CLIPPED)}, "
             f"with --divergence reverse-kl; they are {loss} and {config.divergence}; leave it out"
@@ -100,11 +112,17 @@ def _check_carried(config: RunConfig) -> None:
         return
     rule = "with --oversample a completion may take several rounds"
     if config.tools or config.env or config.agent is not None:
-        raise ConfigError(f"{rule}, and tools, environments and agents answer within one; leave --oversample out")
+        raise ConfigError(
+            f"{rule}, and tools, environments and agents answer within one; leave --oversample out"
+        )
     if config.advantage == "remax":
-        raise ConfigError(f"{rule}, and remax compares with a greedy one of the same weights; leave --oversample out")
+        raise ConfigError(
+            f"{rule}, and remax compares with a greedy one of the same weights; leave --oversample out"
+        )
     if config.deterministic:
-        raise ConfigError(f"{rule}, and which do depends on what ends first; leave --deterministic or --oversample out")
+        raise ConfigError(
+            f"{rule}, and which do depends on what ends first; leave --deterministic or --oversample out"
+        )
 
 
 def _check_drafts(config: RunConfig) -> None:
@@ -116,9 +134,13 @@ def _check_drafts(config: RunConfig) -> None:
             "engine.drafts out"
         )
     if config.trl.get("min_p"):
-        raise ConfigError("vLLM does not apply min_p to drafted tokens; leave --min-p or engine.drafts out")
+        raise ConfigError(
+            "vLLM does not apply min_p to drafted tokens; leave --min-p or engine.drafts out"
+        )
     if "speculative_config" in config.engine.args:
-        raise ConfigError("engine.drafts and engine.args.speculative_config both say what is drafted; leave one out")
+        raise ConfigError(
+            "engine.drafts and engine.args.speculative_config both say what is drafted; leave one out"
+        )
 
 
 def _check_given_pairs(config: RunConfig) -> None:
@@ -127,9 +149,14 @@ def _check_given_pairs(config: RunConfig) -> None:
     if config.algorithm != "eval":
         raise ConfigError(f"--pairs is of ycore eval, and this is {config.algorithm}; leave it out")
     if config.has_turns:
-        raise ConfigError("--pairs scores answers that are written; leave --tools, --env and --agent out")
+        raise ConfigError(
+            "--pairs scores answers that are written; leave --tools, --env and --agent out"
+        )
     for reward in config.rewards:
-        if reward.reward.startswith((TEACHER, AGREES)) or reward.reward in ("reference_probability", "environment"):
+        if reward.reward.startswith((TEACHER, AGREES)) or reward.reward in (
+            "reference_probability",
+            "environment",
+        ):
             raise ConfigError(
                 f"--pairs has no policy that writes, and {reward.reward} is of one; "
                 "give judge:FILE.yaml, rm:MODEL or a function"
@@ -139,7 +166,9 @@ def _check_given_pairs(config: RunConfig) -> None:
 def _check_agrees(config: RunConfig) -> None:
     found = [reward.reward for reward in config.rewards if reward.reward.startswith(AGREES)]
     if len(found) > 1:
-        raise ConfigError(f"the policy is asked as one judge, and the rewards are {' and '.join(found)}; leave one")
+        raise ConfigError(
+            f"the policy is asked as one judge, and the rewards are {' and '.join(found)}; leave one"
+        )
     if found and (config.has_turns or config.system_prompt is not None or config.few_shot):
         raise ConfigError(
             f"{found[0]} asks the judge's own question, in one turn; leave out --tools, --env, --agent, "
@@ -159,15 +188,21 @@ def _check_kl_in_reward(config: RunConfig) -> None:
             "take ycore ppo, --advantage reinforce++, or --set kl_in=loss"
         )
     if config.advantage == "raft" and not any(reward.constraint for reward in config.rewards):
-        raise ConfigError("kl_in=reward with --advantage raft is CGPO's, and there is no constraint; say --constraint")
+        raise ConfigError(
+            "kl_in=reward with --advantage raft is CGPO's, and there is no constraint; say --constraint"
+        )
 
 
 def _check_constraints(config: RunConfig) -> None:
     held = [reward.reward for reward in config.rewards if reward.constraint]
     if not held:
-        raise ConfigError(f"--advantage {CRPG} is CGPO's, and there is no constraint; say --constraint NAME")
+        raise ConfigError(
+            f"--advantage {CRPG} is CGPO's, and there is no constraint; say --constraint NAME"
+        )
     if len(held) == len(config.rewards):
-        raise ConfigError(f"{held[0]} is a constraint, and there is no reward to raise beside it; say --reward NAME")
+        raise ConfigError(
+            f"{held[0]} is a constraint, and there is no reward to raise beside it; say --reward NAME"
+        )
     for reward in config.rewards:
         if reward.constraint and reward.weight:
             raise ConfigError(
@@ -176,37 +211,55 @@ def _check_constraints(config: RunConfig) -> None:
             )
     if config.algorithm == "distill" or config.advantage == "remax":
         name = "ycore distill" if config.algorithm == "distill" else "--advantage remax"
-        raise ConfigError(f"{name} takes no constraints, and {held[0]} is one; leave --constraint out")
+        raise ConfigError(
+            f"{name} takes no constraints, and {held[0]} is one; leave --constraint out"
+        )
     if config.constraints.by == "gate" and config.group_size == 1:
         raise ConfigError(
             f"the constraint {held[0]} gates rewards that are compared with their group's mean, and group_size is 1; "
             "say --group-size 4, or --set constraints.by=lagrangian"
         )
     if config.constraints.by == "lagrangian" and config.advantage == CRPG:
-        raise ConfigError(f"--advantage {CRPG} gates the reward; leave constraints.by out, or take another advantage")
+        raise ConfigError(
+            f"--advantage {CRPG} gates the reward; leave constraints.by out, or take another advantage"
+        )
 
 
 def _check_token_advantages(config: RunConfig) -> None:
     by_command = config.algorithm in ("ppo", "distill")
-    trl, name = config.trl, f"ycore {config.algorithm}" if by_command else f"--advantage {config.advantage}"
+    trl, name = (
+        config.trl,
+        f"ycore {config.algorithm}" if by_command else f"--advantage {config.advantage}",
+    )
     loss = config.loss_from if config.loss_from != "grpo" else trl.get("loss_type")
     if loss in ("gmpo", "vespo", "luspo"):
-        raise ConfigError(f"the loss {loss} takes one advantage a completion, and {name} has one a token; take dapo")
-    if trl.get("importance_sampling_level", "token") != "token" or trl.get("off_policy_mask_threshold") is not None:
+        raise ConfigError(
+            f"the loss {loss} takes one advantage a completion, and {name} has one a token; take dapo"
+        )
+    if (
+        trl.get("importance_sampling_level", "token") != "token"
+        or trl.get("off_policy_mask_threshold") is not None
+    ):
         raise ConfigError(
             f"{name} has an advantage for each token; leave importance_sampling_level at token, and "
             "off_policy_mask_threshold out"
         )
     if config.trust_region == "clip-completion":
-        raise ConfigError(f"{name} has an advantage for each token; leave --trust-region clip-completion out")
+        raise ConfigError(
+            f"{name} has an advantage for each token; leave --trust-region clip-completion out"
+        )
 
 
 def _check_ppo(config: RunConfig) -> None:
     trl = config.trl
     if config.critic is None:
-        raise ConfigError("ycore ppo needs its critic, and critic is null; leave it out, or take ycore grpo")
+        raise ConfigError(
+            "ycore ppo needs its critic, and critic is null; leave it out, or take ycore grpo"
+        )
     if config.advantage != "group":
-        raise ConfigError(f"ycore ppo's advantages come from its critic; leave --advantage {config.advantage} out")
+        raise ConfigError(
+            f"ycore ppo's advantages come from its critic; leave --advantage {config.advantage} out"
+        )
     if config.accelerate in _SHARDED or trl.get("deepspeed") or trl.get("fsdp"):
         raise ConfigError(
             f"ycore ppo clips and warms up its critic apart, which {config.accelerate or 'deepspeed or fsdp'} cannot; "
@@ -218,9 +271,13 @@ def _check_ppo(config: RunConfig) -> None:
         )
     low, high = config.critic.range or (0.0, 1.0)
     if low >= high:
-        raise ConfigError(f"critic.range is the lowest and the highest value; it is {low:g}, {high:g}; e.g. [0, 1]")
+        raise ConfigError(
+            f"critic.range is the lowest and the highest value; it is {low:g}, {high:g}; e.g. [0, 1]"
+        )
     if config.critic.range is not None and config.critic.init is not None:
-        raise ConfigError("critic.init brings a head without bounds, and critic.range sets some; give one of the two")
+        raise ConfigError(
+            "critic.init brings a head without bounds, and critic.range sets some; give one of the two"
+        )
 
 
 def _check_pairs(config: RunConfig) -> None:
@@ -231,9 +288,15 @@ def _check_pairs(config: RunConfig) -> None:
             f"{config.algorithm} with loss_from {loss}; leave loss_from out, or take ycore online-dpo"
         )
     if config.advantage != "group":
-        raise ConfigError(f"ycore online-dpo has no advantages; leave --advantage {config.advantage} out")
+        raise ConfigError(
+            f"ycore online-dpo has no advantages; leave --advantage {config.advantage} out"
+        )
     if (loss == "rrhf") == (beta > 0):
-        needs = "compares with no reference; say --beta 0" if beta else "needs beta above 0; say --beta 0.1"
+        needs = (
+            "compares with no reference; say --beta 0"
+            if beta
+            else "needs beta above 0; say --beta 0.1"
+        )
         raise ConfigError(f"the loss {loss} {needs}")
 
 
@@ -242,13 +305,21 @@ _SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repet
 
 
 def _check_distill(config: RunConfig) -> None:
-    others = [reward for reward in config.rewards if not reward.reward.startswith(TEACHER) and reward.weight]
+    others = [
+        reward
+        for reward in config.rewards
+        if not reward.reward.startswith(TEACHER) and reward.weight
+    ]
     if not any(reward.reward.startswith(TEACHER) for reward in config.rewards):
-        raise ConfigError("ycore distill needs a teacher; say --teacher MODEL, a folder, a hub id or a run's folder")
+        raise ConfigError(
+            "ycore distill needs a teacher; say --teacher MODEL, a folder, a hub id or a run's folder"
+        )
     if config.critic is not None:
         raise ConfigError("critic is of ycore ppo, and this is distill; leave critic out")
     if config.advantage == BY_TOKEN:
-        raise ConfigError(f"ycore distill compares rewards within groups, which --advantage {BY_TOKEN} does not")
+        raise ConfigError(
+            f"ycore distill compares rewards within groups, which --advantage {BY_TOKEN} does not"
+        )
     if config.group_size == 1 and others and config.advantage not in ALONE:
         raise ConfigError(
             f"group_size must be 2 or more with {others[0].reward}, which is compared within its group; it is 1; "
@@ -261,14 +332,20 @@ def _check_distill(config: RunConfig) -> None:
                 f"a teacher's probabilities are those at temperature 1, and {name} is {given}; leave {name} out"
             )
     if config.trl.get("scale_rewards", "none") not in ("none", False):
-        raise ConfigError("ycore distill computes advantages itself; leave scale_rewards out, and say --advantage")
+        raise ConfigError(
+            "ycore distill computes advantages itself; leave scale_rewards out, and say --advantage"
+        )
     exact, beta = config.distill.divergence, config.distill.beta
     if exact != "js" and beta != DistillSettings().beta:
-        raise ConfigError(f"distill.beta is of the divergence js, and it is {exact}; leave distill.beta out")
+        raise ConfigError(
+            f"distill.beta is of the divergence js, and it is {exact}; leave distill.beta out"
+        )
     if config.teaches_exactly and config.accelerate in ("zero3", "fsdp2"):
         raise ConfigError(
             f"distill.divergence={exact} reads a whole output layer, which {config.accelerate} shards; "
             "take --accelerate zero2 or ddp, or leave it out"
         )
     if config.teaches_exactly and config.loss_average == "prompts":
-        raise ConfigError(f"distill.divergence={exact} is a mean over tokens; leave loss_average=prompts out")
+        raise ConfigError(
+            f"distill.divergence={exact} is a mean over tokens; leave loss_average=prompts out"
+        )

@@ -33,7 +33,9 @@ class Preset:
     title: str
     source: str
     trl: Mapping[str, Any]  # fields of TRL's config
-    run: Mapping[str, Any] = field(default_factory=dict)  # keys of RunConfig: `advantage`, `sampling`, `loss_from`
+    run: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # keys of RunConfig: `advantage`, `sampling`, `loss_from`
     notes: Sequence[str] = ()  # differences from the paper, a line each
     # Share of `max_tokens` over which the reward `overlong` falls from 0 to -1; None is without that reward.
     overlong_share: float | None = None
@@ -52,7 +54,9 @@ def find_preset(name: str) -> Preset:
     """The preset of that name; ConfigError for an unknown one names the nearest."""
     known = presets()
     if name not in known:
-        raise ConfigError(f"a preset is one of {', '.join(known)}; it is {name!r}{nearest(name, known)}")
+        raise ConfigError(
+            f"a preset is one of {', '.join(known)}; it is {name!r}{nearest(name, known)}"
+        )
     return known[name]
 
 
@@ -70,7 +74,10 @@ def preset_rewards(preset: Preset, rewards: Sequence[Any], *, max_tokens: int) -
     cache_tokens = 0 if preset.overlong_share is None else int(max_tokens * preset.overlong_share)
     if not cache_tokens or "overlong" in names:
         return list(rewards)
-    return [*rewards, {"reward": "overlong", "args": {"max_tokens": max_tokens, "cache_tokens": cache_tokens}}]
+    return [
+        *rewards,
+        {"reward": "overlong", "args": {"max_tokens": max_tokens, "cache_tokens": cache_tokens}},
+    ]
 
 
 def preset_lines(preset: Preset, *, trl: Mapping[str, Any], run: Mapping[str, Any]) -> list[str]:
@@ -86,4 +93,10 @@ def preset_lines(preset: Preset, *, trl: Mapping[str, Any], run: Mapping[str, An
 
 
 def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+    return (
+        str(value).lower()
+        if isinstance(value, bool)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )

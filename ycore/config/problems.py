@@ -35,7 +35,9 @@ _WAYS_OUT: Mapping[str, str] = {
 }
 
 
-def config_error(problem: ValidationError, data: Mapping[str, Any], algorithm: Algorithm) -> ConfigError:
+def config_error(
+    problem: ValidationError, data: Mapping[str, Any], algorithm: Algorithm
+) -> ConfigError:
     """The first thing that is wrong: unknown keys before missing ones before bad values."""
     details = problem.errors(include_url=False)
     for detail in details:
@@ -48,7 +50,9 @@ def config_error(problem: ValidationError, data: Mapping[str, Any], algorithm: A
     same = [detail for detail in details if _existing(detail["loc"], data)[0] == path]
     rules = " or ".join(dict.fromkeys(_rule(detail) for detail in same))
     known = _WAYS_OUT.get(str(path[-1])) if path else None
-    way_out = f"; {known}" if known else nearest(str(value), re.findall(r"'([^']+)'", rules), limit=1)
+    way_out = (
+        f"; {known}" if known else nearest(str(value), re.findall(r"'([^']+)'", rules), limit=1)
+    )
     return ConfigError(f"{_dotted(path)} must be {rules}; it is {shown(value)}{way_out}")
 
 
@@ -59,11 +63,15 @@ def unknown_key(path: Path, algorithm: Algorithm) -> ConfigError:
     if parents == ["trl"]:
         return ConfigError(f"TRL has no field {text}{nearest(text, trl_names)}")
     model: type[BaseModel] | None = algorithm.config
-    for part in filter(lambda part: isinstance(part, str), parents):  # not the numbers of list elements
+    for part in filter(
+        lambda part: isinstance(part, str), parents
+    ):  # not the numbers of list elements
         field = model.model_fields.get(str(part)) if model else None
         model = _model_in(field.annotation) if field else None
     known = list(model.model_fields) if model else []
-    elsewhere = [other for other in _dotted_names(algorithm.config, "") if other.split(".")[-1] == text]
+    elsewhere = [
+        other for other in _dotted_names(algorithm.config, "") if other.split(".")[-1] == text
+    ]
     if not parents and text in trl_names:
         elsewhere.append(f"trl.{text}")
     hint = nearest(elsewhere[0], elsewhere) if elsewhere else nearest(text, known)
@@ -85,7 +93,9 @@ def declared_error(
     name, kind = _dotted(path), detail["type"]
     if kind == "extra_forbidden":
         known = [key for key in model.model_fields if key not in data] if len(path) == 1 else []
-        hint = nearest(str(path[-1]), known) or (f"; known are {', '.join(model.model_fields)}" if known else "")
+        hint = nearest(str(path[-1]), known) or (
+            f"; known are {', '.join(model.model_fields)}" if known else ""
+        )
         return ConfigError(f"{what}: no key {name}{hint}")
     if kind == "value_error":
         return ConfigError(f"{what}: {detail['msg'].removeprefix('Value error, ')}")
@@ -105,9 +115,13 @@ def _missing(places: Sequence[Path], algorithm: Algorithm) -> ConfigError:
     }
     top = [str(place[0]) for place in places if len(place) == 1 and place[0] in options]
     if not top:
-        return ConfigError(f"{_dotted(places[0])} is missing; a reward needs its name, e.g. {{reward: exact_answer}}")
+        return ConfigError(
+            f"{_dotted(places[0])} is missing; a reward needs its name, e.g. {{reward: exact_answer}}"
+        )
     said = " ".join(options[name] for name in top)
-    return ConfigError(f"no {' and no '.join(top)} given; say e.g. {said}, or --recipe (`ycore recipes` lists them)")
+    return ConfigError(
+        f"no {' and no '.join(top)} given; say e.g. {said}, or --recipe (`ycore recipes` lists them)"
+    )
 
 
 def _rule(detail: ErrorDetails) -> str:
@@ -141,7 +155,9 @@ def shown(value: Any) -> str:
 def _model_in(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for part in get_args(annotation) if (found := _model_in(part)) is not None), None)
+    return next(
+        (found for part in get_args(annotation) if (found := _model_in(part)) is not None), None
+    )
 
 
 def _dotted_names(model: type[BaseModel], prefix: str) -> Iterator[str]:

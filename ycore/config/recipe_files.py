@@ -16,7 +16,9 @@ PIPELINE = "pipeline"
 _LONGEST, _MOST_VALUES = 1_000_000, 100_000  # characters of a file, and values in it
 
 
-def read_yaml_file(file: Path, *, what: str, way_out: str, error: type[UserError] = ConfigError) -> str:
+def read_yaml_file(
+    file: Path, *, what: str, way_out: str, error: type[UserError] = ConfigError
+) -> str:
     """The text of a YAML file; an `error` where it does not exist or is no text.
 
     Args:
@@ -33,12 +35,16 @@ def read_yaml_file(file: Path, *, what: str, way_out: str, error: type[UserError
         return text
     except FileNotFoundError:
         siblings = [path.name for path in file.parent.glob("*") if path.suffix in SUFFIXES]
-        raise error(f"no such {what} file: {file}{nearest(file.name, siblings, limit=1) or f'; {way_out}'}") from None
+        raise error(
+            f"no such {what} file: {file}{nearest(file.name, siblings, limit=1) or f'; {way_out}'}"
+        ) from None
     except (OSError, UnicodeDecodeError) as problem:
         raise error(f"the {what} {file} cannot be read as text: {problem}") from None
 
 
-def parse_yaml(text: str, *, what: str, example: str, error: type[UserError] = ConfigError) -> dict[str, Any]:
+def parse_yaml(
+    text: str, *, what: str, example: str, error: type[UserError] = ConfigError
+) -> dict[str, Any]:
     """The keys of a YAML text; an `error` where it is no mapping of keys.
 
     Args:
@@ -55,10 +61,17 @@ def parse_yaml(text: str, *, what: str, example: str, error: type[UserError] = C
         raise error(f"{what} is not YAML: {' '.join(str(problem).split())}") from None
     except RecursionError:
         raise error(f"{what} is nested too deeply, or in itself; write it flat") from None
-    except (ValueError, OverflowError, TypeError, AttributeError) as problem:  # of dates and numbers out of range
+    except (
+        ValueError,
+        OverflowError,
+        TypeError,
+        AttributeError,
+    ) as problem:  # of dates and numbers out of range
         raise error(f"{what} is not YAML: {problem}") from None
     if not is_small:
-        raise error(f"{what} has more than {_MOST_VALUES} values once its aliases (*name) are written out; use fewer")
+        raise error(
+            f"{what} has more than {_MOST_VALUES} values once its aliases (*name) are written out; use fewer"
+        )
     if not isinstance(parsed, dict) or not all(isinstance(key, str) for key in parsed):
         kind = "empty" if parsed is None else f"a {type(parsed).__name__}"
         raise error(f"{what} must be a mapping of keys such as `{example}: ...`; it is {kind}")
@@ -67,7 +80,14 @@ def parse_yaml(text: str, *, what: str, example: str, error: type[UserError] = C
 
 def _count_values(value: Any, *, most: int) -> int:
     """How many values there are, each alias counted as what it stands for; 0 where there are more than `most`."""
-    count, inner = 1, value.values() if isinstance(value, dict) else value if isinstance(value, list | set) else ()
+    count, inner = (
+        1,
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, list | set)
+        else (),
+    )
     for item in inner:
         below = _count_values(item, most=most - count)
         if not below:
@@ -100,7 +120,12 @@ def list_recipes() -> list[RecipeEntry]:
     """The shipped recipes, by name."""
     entries = ((name, _parsed(text, name)) for name, text in _shipped())
     return [
-        RecipeEntry(name, str(recipe.get("description", "")), _command(recipe) or "grpo", recipe.get("never_run", ""))
+        RecipeEntry(
+            name,
+            str(recipe.get("description", "")),
+            _command(recipe) or "grpo",
+            recipe.get("never_run", ""),
+        )
         for name, recipe in sorted(entries)
     ]
 
@@ -114,7 +139,11 @@ def load_recipe(name_or_file: str, *, command: str | None = None) -> dict[str, A
         way_out = "`ycore recipes` lists those that come with ycore"
         text = read_yaml_file(Path(name_or_file).expanduser(), what="recipe", way_out=way_out)
     else:
-        known = [name for name in sorted(shipped) if _serves(_command(_parsed(shipped[name], name)), command)]
+        known = [
+            name
+            for name in sorted(shipped)
+            if _serves(_command(_parsed(shipped[name], name)), command)
+        ]
         near = nearest(name_or_file, known) or f"; there are {', '.join(known)}"
         raise ConfigError(f"no recipe {name_or_file!r}{near}")
     recipe = _parsed(text, name_or_file)
@@ -123,7 +152,9 @@ def load_recipe(name_or_file: str, *, command: str | None = None) -> dict[str, A
     wanted = _command(recipe)
     if not _serves(wanted, command):
         said = f"say ycore {_line(str(wanted), name_or_file)}"
-        raise ConfigError(f"the recipe {name_or_file} is for `ycore {wanted}`, not {command}; {said}")
+        raise ConfigError(
+            f"the recipe {name_or_file} is for `ycore {wanted}`, not {command}; {said}"
+        )
     return recipe
 
 
@@ -133,7 +164,9 @@ def load_benchmark(name: str) -> dict[str, Any]:
     key = "gym:NAME" if name.startswith("gym:") and "?" not in name else name
     if key not in rows:
         way_out = "other data is evaluated with --dataset and --reward"
-        raise ConfigError(f"a benchmark is one of {', '.join(rows)}; it is {name!r}{nearest(name, rows)}; {way_out}")
+        raise ConfigError(
+            f"a benchmark is one of {', '.join(rows)}; it is {name!r}{nearest(name, rows)}; {way_out}"
+        )
     row: dict[str, Any] = rows[key]
     row["run"]["dataset"] = row["run"]["dataset"].replace(key, name)
     return row
@@ -151,7 +184,11 @@ def _serves(wanted: str | None, command: str | None) -> bool:
     """A recipe with rollouts serves every command that has them; another recipe serves its own command."""
     if wanted is None or command is None or wanted == command:
         return True
-    others = {PIPELINE, FLOW, *(name for name, row in ALGORITHMS.items() if row.learns_from == "examples")}
+    others = {
+        PIPELINE,
+        FLOW,
+        *(name for name, row in ALGORITHMS.items() if row.learns_from == "examples"),
+    }
     return wanted not in others and command not in others
 
 

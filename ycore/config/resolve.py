@@ -114,10 +114,15 @@ def _add_constraints(merged: dict[str, Any]) -> None:
 
 
 def _add_preset_rewards(merged: dict[str, Any]) -> None:
-    rewards, max_tokens = merged.get("rewards"), merged.get("max_tokens", RunConfig.model_fields["max_tokens"].default)
+    rewards, max_tokens = (
+        merged.get("rewards"),
+        merged.get("max_tokens", RunConfig.model_fields["max_tokens"].default),
+    )
     trains = merged.get("preset") is not None and merged.get("algorithm") != "eval"
     if trains and isinstance(rewards, list) and isinstance(max_tokens, int):
-        merged["rewards"] = preset_rewards(find_preset(str(merged["preset"])), rewards, max_tokens=max_tokens)
+        merged["rewards"] = preset_rewards(
+            find_preset(str(merged["preset"])), rewards, max_tokens=max_tokens
+        )
 
 
 def _settle_length(merged: dict[str, Any], layers: Sequence[Mapping[str, Any]]) -> None:
@@ -165,7 +170,9 @@ def parse_set(item: str) -> tuple[list[str], Any]:
     try:
         return path, yaml.safe_load(text)
     except yaml.YAMLError:
-        raise ConfigError(f"--set {key}: {text!r} is not a YAML value; quote it, e.g. --set {key}='\"text\"'") from None
+        raise ConfigError(
+            f"--set {key}: {text!r} is not a YAML value; quote it, e.g. --set {key}='\"text\"'"
+        ) from None
 
 
 def set_key(keys: Any, path: Sequence[str], value: Any) -> None:
@@ -185,7 +192,9 @@ def set_key(keys: Any, path: Sequence[str], value: Any) -> None:
 
 def _no_element(path: Sequence[str], part: str, place: Any) -> ConfigError:
     count = len(place) if isinstance(place, list) else 0
-    return ConfigError(f"--set {'.'.join(path)}: there is no element {part!r}; the list has {count}, counted from 0")
+    return ConfigError(
+        f"--set {'.'.join(path)}: there is no element {part!r}; the list has {count}, counted from 0"
+    )
 
 
 def _normalised(layer: Mapping[str, Any], algorithm: Algorithm) -> dict[str, Any]:
@@ -200,9 +209,13 @@ def _normalised(layer: Mapping[str, Any], algorithm: Algorithm) -> dict[str, Any
     fields = {**{name: layer[name] for name in layer if keys.get(name, name) != name}, **given}
     for alias in [name for name in fields if name in keys]:
         key = keys[alias]
-        value = alias_value(alias, coerce(fields_of(algorithm.trl_config)[alias], fields.pop(alias)), algorithm)
+        value = alias_value(
+            alias, coerce(fields_of(algorithm.trl_config)[alias], fields.pop(alias)), algorithm
+        )
         if key in own and own[key] != value:
-            raise ConfigError(f"{alias} is TRL's name of {key}, and they differ: {value!r} and {own[key]!r}; give one")
+            raise ConfigError(
+                f"{alias} is TRL's name of {key}, and they differ: {value!r} and {own[key]!r}; give one"
+            )
         own[key] = value
     if "trl" in layer:
         own["trl"] = fields
@@ -214,7 +227,13 @@ def _normalised(layer: Mapping[str, Any], algorithm: Algorithm) -> dict[str, Any
 
 def as_reward(item: Any) -> Any:
     """A reward by its name, or a copy of a mapping, which `--set rewards.0.weight` may change."""
-    return {"reward": item} if isinstance(item, str) else dict(item) if isinstance(item, Mapping) else item
+    return (
+        {"reward": item}
+        if isinstance(item, str)
+        else dict(item)
+        if isinstance(item, Mapping)
+        else item
+    )
 
 
 def _validated(merged: dict[str, Any], algorithm: Algorithm) -> AnyConfig:
@@ -234,7 +253,9 @@ def _validated(merged: dict[str, Any], algorithm: Algorithm) -> AnyConfig:
     if isinstance(resolved, RunConfig):
         if len(resolved.environments) < len(resolved.env):
             shown = ", ".join(resolved.env)
-            raise ConfigError(f"two environments of {shown} have one name; give them names: --env NAME=file.py:Class")
+            raise ConfigError(
+                f"two environments of {shown} have one name; give them names: --env NAME=file.py:Class"
+            )
         check_learner(resolved)
     return resolved
 
@@ -271,25 +292,39 @@ def check_needs(config: AnyConfig) -> None:
 
 def check_trackers(config: BaseConfig) -> None:
     """ConfigError for trackers that are not installed, or that cannot get what they are to get."""
-    trackers = {"wandb": "'ycore[wandb]'", "trackio": "'ycore[trackio]'", "tensorboard": "tensorboard"}
+    trackers = {
+        "wandb": "'ycore[wandb]'",
+        "trackio": "'ycore[trackio]'",
+        "tensorboard": "tensorboard",
+    }
     given = config.trl.get("report_to")
     names = given if isinstance(given, list) else [given]
     if config.tracker_files and not {"wandb", "trackio", "all"} & {*names}:
-        raise ConfigError("tracker_files needs a tracker that keeps files; name one, e.g. --report-to wandb")
+        raise ConfigError(
+            "tracker_files needs a tracker that keeps files; name one, e.g. --report-to wandb"
+        )
     if "journal" in config.tracker_files and not getattr(config, "keep_journal", False):
-        raise ConfigError("tracker_files: [journal] sends every round of a run; keep them, with --keep-journal")
+        raise ConfigError(
+            "tracker_files: [journal] sends every round of a run; keep them, with --keep-journal"
+        )
     for name in names:
         if name in trackers and find_spec(name) is None:
-            raise ConfigError(f"--report-to {name}: {name} is not installed; pip install {trackers[name]}")
+            raise ConfigError(
+                f"--report-to {name}: {name} is not installed; pip install {trackers[name]}"
+            )
 
 
 def _check_quantize(config: AnyConfig) -> None:
     if config.lora is None:
         raise ConfigError("--quantize 4bit is for the frozen base of a LoRA run; leave --full out")
     if find_algorithm(config.algorithm).trains_reward_model:
-        raise ConfigError("a reward model is saved whole, which a base in 4 bits cannot be; leave --quantize out")
+        raise ConfigError(
+            "a reward model is saved whole, which a base in 4 bits cannot be; leave --quantize out"
+        )
     if config.accelerate in ("zero3", "fsdp2"):
         rule = f"each rank keeps the base whole, and {config.accelerate} shards it"
         raise ConfigError(f"--quantize 4bit: {rule}; take zero2")
     if find_spec("bitsandbytes") is None:
-        raise ConfigError("--quantize 4bit: bitsandbytes is not installed; pip install 'ycore[qlora]'")
+        raise ConfigError(
+            "--quantize 4bit: bitsandbytes is not installed; pip install 'ycore[qlora]'"
+        )

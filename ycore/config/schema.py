@@ -58,7 +58,9 @@ class RewardConfig(Strict):
     # True: not added to the others, but to be kept; `constraints` says how. Its weight is 0.
     constraint: bool = False
     least: float = 1.0  # a completion keeps the constraint where it gets so much or more
-    limit: Annotated[float, Field(ge=0, lt=1)] = 0.05  # share of completions that may break it (`lagrangian`)
+    limit: Annotated[float, Field(ge=0, lt=1)] = (
+        0.05  # share of completions that may break it (`lagrangian`)
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -74,7 +76,9 @@ class ConstraintSettings(Strict):
     # `gate`: a completion that breaks one is worth nothing. `lagrangian`: it costs the constraint's weight, which
     # grows while more completions break it than its `limit`.
     by: Literal["gate", "lagrangian"] = "gate"
-    rate: Annotated[float, Field(gt=0)] = 1.0  # of `lagrangian`: what a weight gains a step where all break it
+    rate: Annotated[float, Field(gt=0)] = (
+        1.0  # of `lagrangian`: what a weight gains a step where all break it
+    )
     start: Annotated[float, Field(ge=0)] = 0.0  # of `lagrangian`: the weights at the start
     # Of `ycore online-dpo`: weight of the mean log-probability of the best completion's tokens (CODPO, eq. 14).
     likelihood: Annotated[float, Field(ge=0)] = 0.0
@@ -110,7 +114,9 @@ class EngineSettings(Strict):
     sleep: Literal["auto"] | bool = "auto"
     # What leaves a GPU for host memory during a round, where engines sleep; `auto`: no more than is needed.
     offload: Literal["auto"] | Offload = "auto"
-    args: dict[str, Any] = {}  # any other argument of vLLM's for the policy's engines, by vLLM's own name
+    args: dict[
+        str, Any
+    ] = {}  # any other argument of vLLM's for the policy's engines, by vLLM's own name
     # Limit for an engine to become ready, and then for the trainer to reach its first step.
     start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     # Limit for an engine to answer a request, including its retries.
@@ -134,10 +140,14 @@ class EngineSettings(Strict):
 class SamplingSettings(Strict):
     """Which groups a step trains on (dynamic sampling: DAPO, arXiv 2503.14476)."""
 
-    dynamic: bool = True  # replace groups whose rewards are all equal, because they have no gradient
+    dynamic: bool = (
+        True  # replace groups whose rewards are all equal, because they have no gradient
+    )
     # A group whose rewards deviate by less than this share of their range does not teach: scaling would make it noise.
     dust: Annotated[float, Field(ge=0, lt=1)] = 1e-3
-    max_tries: Positive = 4  # groups drawn for each one needed, at most; then the step trains on fewer
+    max_tries: Positive = (
+        4  # groups drawn for each one needed, at most; then the step trains on fewer
+    )
     # Policy versions by which a surplus group of an earlier round may lag; 0 drops surplus groups.
     max_age: Annotated[int, Field(ge=0)] = 1
     # Steps by which the policy that writes a round may lag behind the one that learns from it. 1: a round is written
@@ -151,9 +161,15 @@ class SamplingSettings(Strict):
     # True: a prompt whose groups taught nothing is drawn less often. A column's name: the same, with each row's share
     # of right completions to begin with.
     curriculum: bool | str = False
-    drop_after: Annotated[int, Field(ge=0, strict=True)] = 3  # solved groups in a row that drop a prompt; 0: never
-    drop_at: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of the best reward with which a group is solved
-    least: Annotated[float, Field(gt=0, le=1)] = 0.1  # share of its positions at which any prompt is drawn; 1: at all
+    drop_after: Annotated[int, Field(ge=0, strict=True)] = (
+        3  # solved groups in a row that drop a prompt; 0: never
+    )
+    drop_at: Annotated[float, Field(gt=0, le=1)] = (
+        1.0  # share of the best reward with which a group is solved
+    )
+    least: Annotated[float, Field(gt=0, le=1)] = (
+        0.1  # share of its positions at which any prompt is drawn; 1: at all
+    )
 
 
 class CriticSettings(Strict):
@@ -169,12 +185,18 @@ class CriticSettings(Strict):
     # Above 0, lambda follows the length l of a completion: 1 - 1 / (alpha * l), at least 0.
     alpha: Annotated[float, Field(gt=0)] | None = None
     target_lam: Annotated[float, Field(ge=0, le=1)] = 1.0  # of the value targets; 1 is Monte Carlo
-    value_clip: Annotated[float, Field(gt=0)] | None = None  # how far a value may move from the round's
-    whiten: bool = True  # advantages less their mean, over their deviation, among the tokens of all ranks
+    value_clip: Annotated[float, Field(gt=0)] | None = (
+        None  # how far a value may move from the round's
+    )
+    whiten: bool = (
+        True  # advantages less their mean, over their deviation, among the tokens of all ranks
+    )
     macro_tokens: Positive = 1  # tokens that share one advantage (MA-RLHF)
     # What follows a completion that was cut at `max_tokens`: its value, instead of nothing.
     bootstrap: bool = False
-    range: tuple[float, float] | None = None  # bounds of a value, those of the reward; None is unbounded
+    range: tuple[float, float] | None = (
+        None  # bounds of a value, those of the reward; None is unbounded
+    )
 
 
 class DistillSettings(Strict):
@@ -219,10 +241,18 @@ class TurnSettings(Strict):
     # `template`: it calls tools as its chat template shows them. `calls`: it writes `name(1, word="x")` on a line of
     # its own, and is answered as by a user. An environment whose only tool is `step(text)` gets whole turns.
     actions: Literal["template", "calls"] = "template"
-    max_tokens: Positive | None = None  # longest turn of the policy; None is what is left of the completion
-    call_s: Annotated[float, Field(gt=0)] = 10.0  # limit for one call; the policy is told that it took too long
-    completion_s: Annotated[float, Field(gt=0)] = 120.0  # limit for all calls of a completion, which then ends
-    at_once: Positive = 64  # processes of tools and environments, at most: completions that are with one
+    max_tokens: Positive | None = (
+        None  # longest turn of the policy; None is what is left of the completion
+    )
+    call_s: Annotated[float, Field(gt=0)] = (
+        10.0  # limit for one call; the policy is told that it took too long
+    )
+    completion_s: Annotated[float, Field(gt=0)] = (
+        120.0  # limit for all calls of a completion, which then ends
+    )
+    at_once: Positive = (
+        64  # processes of tools and environments, at most: completions that are with one
+    )
     memory_gib: Annotated[float, Field(ge=0.125)] = 1.0  # of each such process
     sandbox: RewardSandbox = RewardSandbox()  # of your own tools and environment
 
@@ -243,7 +273,9 @@ class BaseConfig(Strict):
     output: str  # the run's folder; it must be new, empty, or the same run's
     split: str = "train"
     limit: Positive | None = None  # rows to take from the dataset; None takes all
-    fetch_images: bool = False  # pictures that rows name by an http(s) address, once, into the cache
+    fetch_images: bool = (
+        False  # pictures that rows name by an http(s) address, once, into the cache
+    )
     trust_remote_code: bool = False
     seed: Annotated[int, Field(ge=0, lt=2**32, strict=True)] = 0
     # What trainer and engine compute in; `auto` is bfloat16 where the machine multiplies it, else float32. Adapters and
@@ -255,7 +287,9 @@ class BaseConfig(Strict):
     # `4bit`: the frozen base of a LoRA run in NF4 (QLoRA, arXiv 2305.14314); engines get it whole, as rounded.
     quantize: Literal["4bit"] | None = None
     merge: bool = False  # also save the model with its adapters merged in; a reward model is always saved whole
-    checkpoint_every: Positive | None = None  # steps between checkpoints; None is a fifth of the run
+    checkpoint_every: Positive | None = (
+        None  # steps between checkpoints; None is a fifth of the run
+    )
     # Training ranks on this machine, each with its own share of the prompts; `auto` is one a GPU, and one on a CPU.
     processes: Literal["auto"] | Count = "auto"
     # `ddp`, `zero1`, `zero2`, `zero3`, `fsdp2`, or an accelerate config file; None is `ddp` for several processes.
@@ -275,14 +309,20 @@ class RunConfig(BaseConfig):
     # What it acts in: `file.py:Class`, as TRL's `environment_factory`: `reset`, public methods, `get_reward`. Of
     # several, a row's column `environment` names its own: the NAME in `NAME=file.py:Class`, or else the class.
     env: Annotated[list[str], BeforeValidator(_as_list)] = []
-    env_python: str | None = None  # another Python for tools and environment, one with packages of its own
+    env_python: str | None = (
+        None  # another Python for tools and environment, one with packages of its own
+    )
     # A command that is started once a completion, and talks to the policy as an OpenAI client.
     agent: str | None = None
-    max_turns: Positive = 8  # turns of the policy in a completion, where it has tools, an environment or an agent
+    max_turns: Positive = (
+        8  # turns of the policy in a completion, where it has tools, an environment or an agent
+    )
     turns: TurnSettings = TurnSettings()
     # None looks for `prompt`, `messages`, `question`, `problem`, `instruction`, in this order.
     prompt_column: str | None = None
-    answer_column: str | None = None  # renamed to `answer` for the rewards; None keeps the columns as they are
+    answer_column: str | None = (
+        None  # renamed to `answer` for the rewards; None keeps the columns as they are
+    )
     system_prompt: str | None = None
     # Turns before every prompt, after the system's: a worked example, `{role: user, content: ...}` and so on.
     few_shot: list[dict[Literal["role", "content"], str]] = []
@@ -301,13 +341,21 @@ class RunConfig(BaseConfig):
     eval_split: str = "test"
     eval_limit: Positive | None = None  # rows to take from it; None takes all
     eval_every: Positive | None = None  # None is a fifth of the run
-    eval_while_training: bool = False  # measure a step's policy while the trainer computes the next step
+    eval_while_training: bool = (
+        False  # measure a step's policy while the trainer computes the next step
+    )
     eval_rewards: list[RewardConfig] = []  # what scores those completions; empty takes `rewards`
-    keep_best: str | None = None  # a figure of an evaluation, e.g. `pass@1`: its best model is kept in `best/`
-    stop_when: list[str] = []  # ends a run early: `no-gain:N` evaluations, `nothing-to-learn:N` steps, `seconds:N`
+    keep_best: str | None = (
+        None  # a figure of an evaluation, e.g. `pass@1`: its best model is kept in `best/`
+    )
+    stop_when: list[
+        str
+    ] = []  # ends a run early: `no-gain:N` evaluations, `nothing-to-learn:N` steps, `seconds:N`
     # The name of a paper's settings (`presets`); values that are given explicitly win over it.
     preset: str | None = None
-    advantage: Advantage = "group"  # the advantage estimator; `group` leaves it to TRL's `scale_rewards`
+    advantage: Advantage = (
+        "group"  # the advantage estimator; `group` leaves it to TRL's `scale_rewards`
+    )
     # The distance to the reference that TRL's `beta` weighs; the others need a `beta` above 0.
     divergence: Divergence = "reverse-kl"
     # What bounds a step: the loss's clip, or a mask by the distance to the policy that wrote the tokens.
@@ -316,7 +364,9 @@ class RunConfig(BaseConfig):
     loss_average: Literal["tokens", "prompts"] = "tokens"
     # Where `beta` puts the KL: a term of the loss, or a part of each token's reward.
     kl_in: Literal["loss", "reward"] = "loss"
-    constraints: ConstraintSettings = ConstraintSettings()  # of the rewards that are marked as constraints
+    constraints: ConstraintSettings = (
+        ConstraintSettings()
+    )  # of the rewards that are marked as constraints
     critic: CriticSettings | None = None  # of `ycore ppo` only, which always has one
     distill: DistillSettings = DistillSettings()  # of `ycore distill` only
     # Which of TRL's trainers computes the loss; `dpo`, `ipo` and `rrhf` are of `ycore online-dpo`.
@@ -358,7 +408,11 @@ class RunConfig(BaseConfig):
     def environments(self) -> dict[str, str]:
         """What the policy acts in, by name."""
         named = (re.fullmatch(r"(?:([\w-]+)=)?(.+)", one) for one in self.env)
-        return {one[1] or one[2].partition("?")[0].rpartition(":")[2]: one[2] for one in named if one is not None}
+        return {
+            one[1] or one[2].partition("?")[0].rpartition(":")[2]: one[2]
+            for one in named
+            if one is not None
+        }
 
     def environment_of(self, columns: Mapping[str, Any]) -> str | None:
         """The name of a row's own environment; None without any."""
@@ -369,7 +423,9 @@ class RunConfig(BaseConfig):
         if self.eval_dataset is None:
             return None
         rows = {"dataset": self.eval_dataset, "split": self.eval_split, "limit": self.eval_limit}
-        return self.model_copy(update={"algorithm": "eval", "rewards": self.eval_rewards or self.rewards, **rows})
+        return self.model_copy(
+            update={"algorithm": "eval", "rewards": self.eval_rewards or self.rewards, **rows}
+        )
 
     def with_max_tokens(self, chosen: int) -> "RunConfig":
         """With the length that was chosen; a reward `overlong` that a preset added keeps its part of it."""
@@ -378,10 +434,14 @@ class RunConfig(BaseConfig):
             if reward.reward != "overlong" or reward.args.get("max_tokens") != self.max_tokens:
                 return reward
             cache = reward.args.get("cache_tokens", 0) * chosen // self.max_tokens
-            return reward.model_copy(update={"args": reward.args | {"max_tokens": chosen, "cache_tokens": cache}})
+            return reward.model_copy(
+                update={"args": reward.args | {"max_tokens": chosen, "cache_tokens": cache}}
+            )
 
         rewards = [scaled(reward) for reward in self.rewards]
-        return self.model_copy(update={"max_tokens": chosen, "sample_max_tokens": False, "rewards": rewards})
+        return self.model_copy(
+            update={"max_tokens": chosen, "sample_max_tokens": False, "rewards": rewards}
+        )
 
 
 class TuneConfig(BaseConfig):
@@ -395,8 +455,12 @@ class TuneConfig(BaseConfig):
     # Rows to measure on before the first step, every `eval_every` steps and after the last. None is a tenth of the
     # rows, at most 256; 0 measures nothing.
     held_out: Annotated[int, Field(ge=0, strict=True)] | None = None
-    eval_every: Positive | None = None  # None: a fifth of the run where the next two ask, else only the two ends
-    keep_best: str | None = None  # a figure of the held-out rows, e.g. `loss`: its best model is kept in `best/`
+    eval_every: Positive | None = (
+        None  # None: a fifth of the run where the next two ask, else only the two ends
+    )
+    keep_best: str | None = (
+        None  # a figure of the held-out rows, e.g. `loss`: its best model is kept in `best/`
+    )
     stop_when: list[str] = []  # ends a run early: `no-gain:N` evaluations, `seconds:N`
     # Rows (a pair is one) in an optimizer step, over all ranks; None is 8, or the product of TRL's batch fields.
     batch_size: Positive | None = None

@@ -11,7 +11,9 @@ from ycore.errors import ConfigError
 from ycore.run.paths import RunFolder
 
 
-def trl_arguments(config: AnyConfig, batch: BatchPlan | TuneBatch, folder: RunFolder) -> dict[str, Any]:
+def trl_arguments(
+    config: AnyConfig, batch: BatchPlan | TuneBatch, folder: RunFolder
+) -> dict[str, Any]:
     """Plain JSON values for the config class of the run's trainer; the user's fields win over ycore's defaults.
 
     Args:
@@ -21,9 +23,17 @@ def trl_arguments(config: AnyConfig, batch: BatchPlan | TuneBatch, folder: RunFo
         ConfigError: Liger's kernels or flex attention on a CPU.
     """
     if batch.on_cpu and config.trl.get("use_liger_kernel"):
-        raise ConfigError("use_liger_kernel needs a GPU: Liger's kernels are written in Triton; leave it out")
-    if batch.on_cpu and (config.trl.get("model_init_kwargs") or {}).get("attn_implementation") == "flex_attention":
-        raise ConfigError("attn_implementation=flex_attention needs a GPU: on a CPU it has no gradients; leave it out")
+        raise ConfigError(
+            "use_liger_kernel needs a GPU: Liger's kernels are written in Triton; leave it out"
+        )
+    if (
+        batch.on_cpu
+        and (config.trl.get("model_init_kwargs") or {}).get("attn_implementation")
+        == "flex_attention"
+    ):
+        raise ConfigError(
+            "attn_implementation=flex_attention needs a GPU: on a CPU it has no gradients; leave it out"
+        )
     return {**_defaults(config, batch, folder), **config.trl, **_owned(config, batch, folder)}
 
 
@@ -33,7 +43,9 @@ _SAVE_S = 3600.0
 def _defaults(config: AnyConfig, batch: BatchPlan | TuneBatch, folder: RunFolder) -> dict[str, Any]:
     algorithm = find_algorithm(config.algorithm)
     defaults: dict[str, Any] = {
-        "learning_rate": algorithm.learning_rate if config.lora is None else algorithm.lora_learning_rate,
+        "learning_rate": algorithm.learning_rate
+        if config.lora is None
+        else algorithm.lora_learning_rate,
         "logging_steps": 1,  # TRL's 10 leaves short runs without a curve
         "report_to": "none",
         "run_name": folder.root.resolve().name,  # of a tracker's page; trackio makes up a new one after a resume
@@ -44,13 +56,19 @@ def _defaults(config: AnyConfig, batch: BatchPlan | TuneBatch, folder: RunFolder
         defaults |= {"use_cpu": True, "gradient_checkpointing": False}
     # A rank waits in a collective while another saves a checkpoint of perhaps hundreds of GB: the step's limit is what
     # ends a hang there, and the limit of a round's own exchanges (`collective_timeout_s`) would end a slow save.
-    limits = (config.step_timeout_s, config.collective_timeout_s) if isinstance(config, RunConfig) else (_SAVE_S,)
+    limits = (
+        (config.step_timeout_s, config.collective_timeout_s)
+        if isinstance(config, RunConfig)
+        else (_SAVE_S,)
+    )
     defaults["ddp_timeout"] = math.ceil(max(limits))
     if config.deterministic and not batch.on_cpu:
         defaults["full_determinism"] = True
     if isinstance(batch, TuneBatch):
         defaults["max_length"] = batch.max_length
-        defaults["per_device_eval_batch_size"] = batch.per_device_train_batch_size  # transformers' 8 may not fit
+        defaults["per_device_eval_batch_size"] = (
+            batch.per_device_train_batch_size
+        )  # transformers' 8 may not fit
     return defaults
 
 
@@ -91,11 +109,22 @@ _ALIASES: Mapping[str, str] = {
     "bf16": "dtype",
 }
 
-_EVALUATION = ("do_eval", "do_predict", "eval_strategy", "eval_steps", "eval_on_start", "load_best_model_at_end")
-_NO_EVALUATION = "ycore evaluates by rollouts; say `--eval-dataset` and `--eval-every`, or `--keep-best pass@1`"
+_EVALUATION = (
+    "do_eval",
+    "do_predict",
+    "eval_strategy",
+    "eval_steps",
+    "eval_on_start",
+    "load_best_model_at_end",
+)
+_NO_EVALUATION = (
+    "ycore evaluates by rollouts; say `--eval-dataset` and `--eval-every`, or `--keep-best pass@1`"
+)
 _HELD_OUT = "ycore measures on held-out rows; say `--held-out 200` and `--eval-every`, or `--keep-best loss`"
 _DATA_ORDER = "ycore owns the order of the data, by `--seed`"
-_COMPILED_ANEW = "a packed row has another length at every pass, and each would be compiled anew; leave it out"
+_COMPILED_ANEW = (
+    "a packed row has another length at every pass, and each would be compiled anew; leave it out"
+)
 _ENGINE = "ycore starts, feeds and stops the engines itself; say `--engine vllm` or `--engine transformers`"
 
 _REFUSED: Mapping[str, Mapping[str, str]] = {
@@ -111,7 +140,9 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
         "remove_unused_columns": "rewards read the dataset's columns, so they are always kept",
         "shuffle_dataset": _DATA_ORDER,
         "do_train": "`ycore grpo` trains",
-        **dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile_mode"), _COMPILED_ANEW),
+        **dict.fromkeys(
+            ("torch_compile", "torch_compile_backend", "torch_compile_mode"), _COMPILED_ANEW
+        ),
         **dict.fromkeys((*_EVALUATION, "num_generations_eval"), _NO_EVALUATION),
     },
     "examples": {
@@ -144,7 +175,9 @@ def alias_value(name: str, value: Any, algorithm: Algorithm) -> Any:
         return None  # epochs count
     if name == "save_steps":
         if value < 1 or value != int(value):
-            raise ConfigError(f"save_steps is a whole number of steps between checkpoints, at least 1; it is {value}")
+            raise ConfigError(
+                f"save_steps is a whole number of steps between checkpoints, at least 1; it is {value}"
+            )
         return int(value)
     return value
 
@@ -152,6 +185,10 @@ def alias_value(name: str, value: Any, algorithm: Algorithm) -> Any:
 def refusal(name: str, algorithm: Algorithm) -> str | None:
     """Why a field of TRL's cannot be given, and what to say instead; None where it can."""
     reason = _REFUSED[algorithm.learns_from].get(name, _ALWAYS_REFUSED.get(name))
-    if reason is None and name.startswith("vllm_") and not name.startswith("vllm_importance_sampling_"):
+    if (
+        reason is None
+        and name.startswith("vllm_")
+        and not name.startswith("vllm_importance_sampling_")
+    ):
         return _ENGINE
     return reason

@@ -52,7 +52,9 @@ def fields_of(class_name: str) -> Mapping[str, TrlField]:
     """Every field of the TRL config class `class_name`, by name, in TRL's order."""
     classes = json.loads(TABLE.read_text(encoding="utf-8"))["fields"]
     if class_name not in classes:
-        raise ConfigError(f"{TABLE.name} has no {class_name}; write it again with `python -m tests.config.trl_table`")
+        raise ConfigError(
+            f"{TABLE.name} has no {class_name}; write it again with `python -m tests.config.trl_table`"
+        )
     fields = {}
     for name, row in {**classes[BASE], **classes[class_name]}.items():
         choices = tuple(row.get("choices", ()))
@@ -118,7 +120,11 @@ def _parse(field: TrlField, text: str) -> Any:
             return json.loads(text)
         except ValueError:
             raise _refusal(field, text) from None
-    return [part.strip() for part in text.split(",")] if is_list and ("," in text or "str" not in kinds) else text
+    return (
+        [part.strip() for part in text.split(",")]
+        if is_list and ("," in text or "str" not in kinds)
+        else text
+    )
 
 
 def _word_of(field: TrlField, value: bool) -> str:
@@ -134,7 +140,9 @@ def _check_choices(field: TrlField, value: Any) -> None:
     for item in value if isinstance(value, list) else [value]:
         if isinstance(item, str) and field.choices and item not in field.choices:
             known = ", ".join(field.choices)
-            raise ConfigError(f"{field.name} is one of {known}; it is {item!r}{nearest(item, field.choices, limit=1)}")
+            raise ConfigError(
+                f"{field.name} is one of {known}; it is {item!r}{nearest(item, field.choices, limit=1)}"
+            )
 
 
 def _check_number(field: TrlField, value: Any, error_type: str) -> None:
@@ -143,12 +151,20 @@ def _check_number(field: TrlField, value: Any, error_type: str) -> None:
     if error_type in ("greater_than", "greater_than_equal", "less_than_equal"):
         rule = " and ".join(f"{_BOUNDS[bound]} {limit:g}" for bound, limit in field.limits.items())
     if rule:
-        raise ConfigError(f"{field.name} must be {rule}; it is {value}; TRL's default is {field.default!r}")
+        raise ConfigError(
+            f"{field.name} must be {rule}; it is {value}; TRL's default is {field.default!r}"
+        )
 
 
 def _refusal(field: TrlField, value: Any) -> ConfigError:
     words = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text"}
-    words |= {"list[float]": "a comma list", "list[str]": "a comma list", "dict": "JSON like '{\"key\": 1}'"}
+    words |= {
+        "list[float]": "a comma list",
+        "list[str]": "a comma list",
+        "dict": "JSON like '{\"key\": 1}'",
+    }
     taken = [text for kind, text in (words | {"None": "none"}).items() if kind in field.kinds]
     usual = ", ".join(field.choices) if field.choices else " or ".join(taken)
-    return ConfigError(f"{field.name} takes {usual}; it is {value!r}; TRL's default is {field.default!r}")
+    return ConfigError(
+        f"{field.name} takes {usual}; it is {value!r}; TRL's default is {field.default!r}"
+    )

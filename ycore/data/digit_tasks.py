@@ -14,7 +14,9 @@ QUESTIONS = {
 """By the task's name. The answer is the sum of the digits that are shown."""
 
 
-def digit_rows(name: str, arguments: Mapping[str, int], split: str, chance: random.Random) -> Iterator[dict[str, Any]]:
+def digit_rows(
+    name: str, arguments: Mapping[str, int], split: str, chance: random.Random
+) -> Iterator[dict[str, Any]]:
     """Rows without end: `prompt`, `images` as files, `answer`. With `wrong` the pictures are others than are asked
     about, drawn at random: what a model then gets right it did not see."""
     from PIL import Image
@@ -24,6 +26,12 @@ def digit_rows(name: str, arguments: Mapping[str, int], split: str, chance: rand
     count = question.count("<image>")
     while True:
         asked = [chance.randrange(len(digits)) for _ in range(count)]
-        shown = [chance.randrange(len(digits)) for _ in range(count)] if arguments["wrong"] else asked
+        shown = (
+            [chance.randrange(len(digits)) for _ in range(count)] if arguments["wrong"] else asked
+        )
         files = [png_of(Image.fromarray(pictures[number])) for number in shown]
-        yield {"prompt": question, "images": files, "answer": str(sum(int(digits[number]) for number in asked))}
+        yield {
+            "prompt": question,
+            "images": files,
+            "answer": str(sum(int(digits[number]) for number in asked)),
+        }

@@ -25,7 +25,9 @@ SIGHTED = ("sft", "dpo")
 """The algorithms whose rows may have pictures."""
 
 Example = dict[str, Any]  # one row of TRL's: its columns depend on the trainer
-ToExample = Callable[[TableRow], Example | str]  # the example of a row, or why nothing can be learned from it
+ToExample = Callable[
+    [TableRow], Example | str
+]  # the example of a row, or why nothing can be learned from it
 
 CONVERSATION_COLUMNS = ("messages", "conversations", "conversation")
 COMPLETION_COLUMNS = ("completion", "response", "output", "answer", "solution")
@@ -76,7 +78,9 @@ class ExampleSet:
         return f"{self.left_out.total()} left out ({listed})" if self.left_out else ""
 
 
-def load_examples(config: TuneConfig, *, as_chat: bool, store: ImageStore | None = None) -> ExampleSet:
+def load_examples(
+    config: TuneConfig, *, as_chat: bool, store: ImageStore | None = None
+) -> ExampleSet:
     """The examples of `config.dataset`, all of them checked; DataError where a row is malformed, or none is left.
 
     Where any row has pictures, each has a list of `images` (`types.Image`, kept in the `store`), and turns in blocks.
@@ -92,7 +96,11 @@ def load_examples(config: TuneConfig, *, as_chat: bool, store: ImageStore | None
         held_out, _ = _read_examples(config, name, split, **how)
         chance.shuffle(examples)
         return ExampleSet(examples, held_out[: config.held_out], left_out)
-    count = min(len(examples) // _HELD_OUT_SHARE, _MAX_HELD_OUT) if config.held_out is None else config.held_out
+    count = (
+        min(len(examples) // _HELD_OUT_SHARE, _MAX_HELD_OUT)
+        if config.held_out is None
+        else config.held_out
+    )
     train, held_out = hold_out(examples, count, chance)
     if not train:
         raise DataError(
@@ -103,7 +111,9 @@ def load_examples(config: TuneConfig, *, as_chat: bool, store: ImageStore | None
     return ExampleSet(train, held_out, left_out)
 
 
-def hold_out(examples: Sequence[Example], count: int, chance: random.Random) -> tuple[list[Example], list[Example]]:
+def hold_out(
+    examples: Sequence[Example], count: int, chance: random.Random
+) -> tuple[list[Example], list[Example]]:
     """Train and held-out examples, shuffled. Those of one prompt stay together, so a few more may be held out."""
     groups: dict[str, list[Example]] = {}
     for example in examples:
@@ -143,24 +153,33 @@ def _with_single_spaces(value: Any) -> Any:
 def _read_examples(
     config: TuneConfig, name: str, split: str, *, as_chat: bool, store: ImageStore
 ) -> tuple[list[Example], Counter[str]]:
-    table = _rename_columns(read_table(name, split=split, seed=config.seed, limit=config.limit), config.columns)
+    table = _rename_columns(
+        read_table(name, split=split, seed=config.seed, limit=config.limit), config.columns
+    )
     to_example = _converter(config, table, as_chat)
     made = [to_example(table.row(number)) for number in range(len(table.rows))]
     _add_pictures(config, table, made, store)
     left_out = Counter(example for example in made if isinstance(example, str))
     examples = [example for example in made if not isinstance(example, str)]
     if not examples:
-        raise DataError(f"no row of {table.name} can be learned from ({', '.join(left_out)}); give another dataset")
+        raise DataError(
+            f"no row of {table.name} can be learned from ({', '.join(left_out)}); give another dataset"
+        )
     if find_algorithm(config.algorithm).rows == "labelled":
         examples = _labelled(table, examples)
     # TRL decides by the first row whether all of them are chats.
-    kinds = {frozenset((key, type(value)) for key, value in row.items() if key != "margin") for row in examples}
+    kinds = {
+        frozenset((key, type(value)) for key, value in row.items() if key != "margin")
+        for row in examples
+    }
     if len(kinds) > 1:
         raise DataError(f"{table.name} mixes text and chats; make every row the same kind")
     return examples, left_out
 
 
-def _add_pictures(config: TuneConfig, table: Table, made: Sequence[Example | str], store: ImageStore) -> None:
+def _add_pictures(
+    config: TuneConfig, table: Table, made: Sequence[Example | str], store: ImageStore
+) -> None:
     """Give the examples the pictures of their rows, where any row has some."""
     columns = [name for name in (*CONVERSATION_COLUMNS, *QUESTION_COLUMNS) if name in table.columns]
     found: list[tuple[Example, TableRow, tuple[Image, ...]]] = []
@@ -180,7 +199,9 @@ def _add_pictures(config: TuneConfig, table: Table, made: Sequence[Example | str
     for example, row, images in found:
         asked = "prompt" if "prompt" in example else "messages"
         if asked not in example:
-            raise DataError(f"a picture and plain text in {row.place}; make it a question and an answer")
+            raise DataError(
+                f"a picture and plain text in {row.place}; make it a question and an answer"
+            )
         example[asked] = with_marks(example[asked], images, row.place)
         for name, content in example.items():
             example[name] = in_blocks(content) if isinstance(content, list) else content
@@ -195,7 +216,10 @@ def _rename_columns(table: Table, columns: dict[str, str]) -> Table:
         return table
     names = {given: wanted for wanted, given in columns.items()}
     hidden = set(columns) - set(names)  # columns that had one of these names before
-    rows = [{names.get(name, name): value for name, value in row.items() if name not in hidden} for row in table.rows]
+    rows = [
+        {names.get(name, name): value for name, value in row.items() if name not in hidden}
+        for row in table.rows
+    ]
     kept = tuple(names.get(name, name) for name in table.columns if name not in hidden)
     return replace(table, rows=rows, columns=kept)
 
@@ -204,7 +228,10 @@ def _converter(config: TuneConfig, table: Table, as_chat: bool) -> ToExample:
     question = next((name for name in QUESTION_COLUMNS if name in table.columns), None)
     rows = find_algorithm(config.algorithm).rows
     if rows == "answers":
-        whole = bool(config.trl.get("assistant_only_loss")) or config.trl.get("completion_only_loss") is False
+        whole = (
+            bool(config.trl.get("assistant_only_loss"))
+            or config.trl.get("completion_only_loss") is False
+        )
         return _sft_converter(table, question, as_chat=as_chat, whole=whole)
     has_pairs = {"chosen", "rejected"} <= set(table.columns)
     if rows == "labelled" and ("label" in table.columns or not has_pairs):
@@ -237,7 +264,9 @@ def _conversation_example(row: TableRow, column: str, *, whole: bool) -> Example
     """
     turns = row.conversation(column)
     if isinstance(turns, str):
-        raise DataError(f"{column!r} is text in {row.place}; it must be a list of {{role, content}} turns")
+        raise DataError(
+            f"{column!r} is text in {row.place}; it must be a list of {{role, content}} turns"
+        )
     if whole and not _is_empty(turns):
         return {"messages": turns}
     while turns and turns[-1]["role"] != "assistant":
@@ -245,10 +274,17 @@ def _conversation_example(row: TableRow, column: str, *, whole: bool) -> Example
     return "no answer" if _is_empty(turns) else {"prompt": turns[:-1], "completion": turns[-1:]}
 
 
-def _completion_example(row: TableRow, question: str, completion: str, *, as_chat: bool) -> Example | str:
+def _completion_example(
+    row: TableRow, question: str, completion: str, *, as_chat: bool
+) -> Example | str:
     prompt, answer = row.conversation(question), row.conversation(completion)
     extra = row.values.get("input")  # Alpaca's second column of the question
-    if question == "instruction" and isinstance(prompt, str) and isinstance(extra, str) and extra.strip():
+    if (
+        question == "instruction"
+        and isinstance(prompt, str)
+        and isinstance(extra, str)
+        and extra.strip()
+    ):
         prompt = f"{prompt}\n\n{extra}"
     if _is_empty(answer):
         return "no answer"
@@ -274,7 +310,9 @@ def _pair_example(row: TableRow, question: str | None, *, as_chat: bool) -> Exam
     if chosen == rejected:
         return "answers equal"
     if question is not None:
-        pair: Example | None = _with_prompt(row.conversation(question), as_chat, chosen=chosen, rejected=rejected)
+        pair: Example | None = _with_prompt(
+            row.conversation(question), as_chat, chosen=chosen, rejected=rejected
+        )
     elif isinstance(chosen, str) or isinstance(rejected, str) or not as_chat:
         pair = _split_texts(_raw_text(row, "chosen"), _raw_text(row, "rejected"))
     else:
@@ -292,7 +330,9 @@ def pair_table(table: Table, prompt_column: str | None, *, as_chat: bool) -> Tab
     """Its pairs with `prompt`, and `chosen` and `rejected` as the answers' texts; DataError where none is left."""
     way_out = f"it has {table.listed_columns}; rename a column in the dataset"  # such a run has no setting for it
     _require_columns(table, ("chosen", "rejected"), "with or without prompt", way_out=way_out)
-    question = prompt_column or next((name for name in QUESTION_COLUMNS if name in table.columns), None)
+    question = prompt_column or next(
+        (name for name in QUESTION_COLUMNS if name in table.columns), None
+    )
     if question is not None:
         table.require_column(question, "--prompt-column")
     rows: list[dict[str, Any]] = []
@@ -312,9 +352,17 @@ def _text_of(answer: Content) -> str:
 
 def _split_texts(chosen: str, rejected: str) -> Example | None:
     """Cut where the assistant's last turn begins, else at the last space of what the two have in common."""
-    differing = (place for place, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other)
+    differing = (
+        place
+        for place, (one, other) in enumerate(zip(chosen, rejected, strict=False))
+        if one != other
+    )
     common = chosen[: next(differing, min(len(chosen), len(rejected)))]
-    end = common.rfind(_ANSWER_MARK) + len(_ANSWER_MARK) if _ANSWER_MARK in common else common.rfind(" ")
+    end = (
+        common.rfind(_ANSWER_MARK) + len(_ANSWER_MARK)
+        if _ANSWER_MARK in common
+        else common.rfind(" ")
+    )
     if end <= 0 or not chosen[end:].strip() or not rejected[end:].strip():
         return None
     return {"prompt": chosen[:end], "chosen": chosen[end:], "rejected": rejected[end:]}
@@ -380,7 +428,9 @@ def _turns(content: Content, role: str) -> list[Message]:
     return [{"role": role, "content": content}] if isinstance(content, str) else content
 
 
-def _require_columns(table: Table, required: Sequence[str], note: str, *, way_out: str = "") -> None:
+def _require_columns(
+    table: Table, required: Sequence[str], note: str, *, way_out: str = ""
+) -> None:
     missing = [name for name in required if name not in table.columns]
     if missing:
         absent, wanted = " and no ".join(missing), " and ".join(required)

@@ -20,9 +20,13 @@ from ycore.errors import DataError, nearest
 
 _SPLITS = ("train", "test")
 _TEST_SHARE = 5  # about every fifth question is held out
-_SALT = "2 "  # chosen so that the smallest tasks hold out a fifth too: 20 of the 100 sums of two digits
+_SALT = (
+    "2 "  # chosen so that the smallest tasks hold out a fifth too: 20 of the 100 sums of two digits
+)
 _MAX_SIZE = 1_000_000
-_MAX_LISTED = 1 << 18  # up to so many questions a task is listed and shuffled; beyond, questions are drawn
+_MAX_LISTED = (
+    1 << 18
+)  # up to so many questions a task is listed and shuffled; beyond, questions are drawn
 _JSON = (str, int, float, bool, Mapping, list, tuple, type(None))
 _GYM_DRAWS_PER_ROW = 12  # a test question is one of five: draws enough to find as many as wanted
 
@@ -54,11 +58,16 @@ def task_table(text: str, *, split: str, seed: int) -> Table:
     if name not in known:
         way_out = nearest(name, known) or "; take one of them"
         raise DataError(f"no task {name!r}; there are {', '.join(known)}{way_out}")
-    limits = {**(TASKS[name].limits if name in TASKS else {"wrong": (0, 0, 1)}), "size": (1, 1000, _MAX_SIZE)}
+    limits = {
+        **(TASKS[name].limits if name in TASKS else {"wrong": (0, 0, 1)}),
+        "size": (1, 1000, _MAX_SIZE),
+    }
     for key in given:
         if key not in limits:
             way_out = nearest(key, limits) or "; take one of them"
-            raise DataError(f"the task {name!r} has no argument {key!r}; it has {', '.join(limits)}{way_out}")
+            raise DataError(
+                f"the task {name!r} has no argument {key!r}; it has {', '.join(limits)}{way_out}"
+            )
     arguments = {
         key: _whole_number(text, key, given[key], low=low, high=high) if key in given else default
         for key, (low, default, high) in limits.items()
@@ -68,7 +77,10 @@ def task_table(text: str, *, split: str, seed: int) -> Table:
         pictured = list(islice(digit_rows(name, arguments, split, chance), arguments["size"]))
         return Table(text, pictured, ("prompt", "images", "answer"))
     questions = _questions(name, TASKS[name], arguments, split, chance)
-    rows = [{"prompt": made.prompt, "answer": made.answer} for made in islice(questions, arguments["size"])]
+    rows = [
+        {"prompt": made.prompt, "answer": made.answer}
+        for made in islice(questions, arguments["size"])
+    ]
     return Table(text, rows, ("prompt", "answer"))
 
 
@@ -108,7 +120,9 @@ def parse_name(text: str) -> tuple[str, dict[str, str]]:
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True) if query else []
     except ValueError:
-        raise DataError(f"{text}: arguments are written `?name=value&name=value`, not `?{query}`") from None
+        raise DataError(
+            f"{text}: arguments are written `?name=value&name=value`, not `?{query}`"
+        ) from None
     if len(dict(pairs)) != len(pairs):
         raise DataError(f"{text}: an argument is given twice; give each one once")
     return name, dict(pairs)
@@ -173,13 +187,17 @@ def _arithmetic(sign: str, compute: Callable[[int, int], int]) -> Task:
         prompt = f"What is {a} {sign} {b}? Answer with just the number."
         return Question(prompt, str(compute(a, b)), key=f"{min(a, b)} {max(a, b)}")
 
-    return Task({"digits": (1, 1, 9)}, lambda arguments: _range(arguments["digits"])[1] ** 2, question)
+    return Task(
+        {"digits": (1, 1, 9)}, lambda arguments: _range(arguments["digits"])[1] ** 2, question
+    )
 
 
 def _larger(arguments: Mapping[str, int], number: int) -> Question:
     low, span = _range(arguments["digits"])
     a, b = low + number // span, low + number % span
-    prompt = f"Is {a} larger than {b}? Begin with yes or no, and then explain at length how you know."
+    prompt = (
+        f"Is {a} larger than {b}? Begin with yes or no, and then explain at length how you know."
+    )
     return Question(prompt, "yes" if a > b else "no", key=f"{min(a, b)} {max(a, b)}")
 
 
@@ -192,7 +210,9 @@ def _sort(arguments: Mapping[str, int], number: int) -> Question:
 
 
 def _reverse(arguments: Mapping[str, int], number: int) -> Question:
-    letters = "".join(chr(ord("a") + number // 26**place % 26) for place in range(arguments["length"]))
+    letters = "".join(
+        chr(ord("a") + number // 26**place % 26) for place in range(arguments["length"])
+    )
     prompt = f"Write the letters of '{letters}' in reverse order. Answer with just the letters."
     return Question(prompt, letters[::-1], key=min(letters, letters[::-1]))
 
@@ -201,13 +221,17 @@ TASKS: dict[str, Task] = {
     "addition": _arithmetic("+", lambda a, b: a + b),
     "subtraction": _arithmetic("-", lambda a, b: a - b),
     "multiplication": _arithmetic("*", lambda a, b: a * b),
-    "larger": Task({"digits": (1, 1, 9)}, lambda arguments: _range(arguments["digits"])[1] ** 2, _larger),
+    "larger": Task(
+        {"digits": (1, 1, 9)}, lambda arguments: _range(arguments["digits"])[1] ** 2, _larger
+    ),
     "sort": Task(
         {"count": (2, 4, 20), "digits": (1, 1, 9)},
         lambda arguments: int(_range(arguments["digits"])[1] ** arguments["count"]),
         _sort,
     ),
-    "reverse": Task({"length": (2, 4, 20)}, lambda arguments: int(26 ** arguments["length"]), _reverse),
+    "reverse": Task(
+        {"length": (2, 4, 20)}, lambda arguments: int(26 ** arguments["length"]), _reverse
+    ),
 }
 
 
@@ -215,15 +239,24 @@ def _gym_dataset(text: str, name: str, given: Mapping[str, str], *, size: int, s
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError:
-        raise DataError(f"{text} needs the package reasoning-gym: pip install 'ycore[gym]'") from None
+        raise DataError(
+            f"{text} needs the package reasoning-gym: pip install 'ycore[gym]'"
+        ) from None
     if name not in DATASETS:
-        way_out = nearest(name, DATASETS) or f"; there are {len(DATASETS)}, such as chain_sum and countdown"
+        way_out = (
+            nearest(name, DATASETS)
+            or f"; there are {len(DATASETS)}, such as chain_sum and countdown"
+        )
         raise DataError(f"reasoning-gym has no task {name!r}{way_out}")
-    known = [field.name for field in fields(DATASETS[name][1]) if field.name not in ("size", "seed")]
+    known = [
+        field.name for field in fields(DATASETS[name][1]) if field.name not in ("size", "seed")
+    ]
     for key in given:
         if key not in known:
             way_out = nearest(key, known) or "; take one of them"
-            raise DataError(f"{text}: no argument {key!r}; there are size, {', '.join(known)}{way_out}")
+            raise DataError(
+                f"{text}: no argument {key!r}; there are size, {', '.join(known)}{way_out}"
+            )
     try:
         return create_dataset(name, size=size, seed=seed, **as_json(given))
     except (ValueError, TypeError, AssertionError) as problem:
@@ -233,7 +266,11 @@ def _gym_dataset(text: str, name: str, given: Mapping[str, str], *, size: int, s
 def _without_objects(value: Any) -> Any:
     """`value` without what JSON cannot hold."""
     if isinstance(value, Mapping):
-        return {str(key): _without_objects(item) for key, item in value.items() if isinstance(item, _JSON)}
+        return {
+            str(key): _without_objects(item)
+            for key, item in value.items()
+            if isinstance(item, _JSON)
+        }
     if isinstance(value, list | tuple):
         return [_without_objects(item) for item in value if isinstance(item, _JSON)]
     return value

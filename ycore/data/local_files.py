@@ -21,7 +21,9 @@ from typing import Any
 from ycore.data.table import Table, columns_of
 from ycore.errors import DataError, nearest
 
-_IN_MEMORY_BYTES = 16 * 2**20  # largest JSONL file that every process holds; it reads a larger one row by row
+_IN_MEMORY_BYTES = (
+    16 * 2**20
+)  # largest JSONL file that every process holds; it reads a larger one row by row
 _SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz", ".json.gz", ".csv.gz")
 
 # A .gz is unpacked into memory: as much as this, or as many times its own size, and never more than the last.
@@ -31,7 +33,10 @@ _FREE_BYTES, _MOST_TIMES, _MOST_BYTES = 64 << 20, 40, 4 << 30
 def file_suffix(path: Path) -> str | None:
     """The suffix that decides how `path` is read, or None where it has no known one."""
     name = path.name.lower()
-    return next((suffix for suffix in sorted(_SUFFIXES, key=len, reverse=True) if name.endswith(suffix)), None)
+    return next(
+        (suffix for suffix in sorted(_SUFFIXES, key=len, reverse=True) if name.endswith(suffix)),
+        None,
+    )
 
 
 def file_table(path: Path) -> Table:
@@ -43,7 +48,9 @@ def file_table(path: Path) -> Table:
     if not os.path.isfile(path):
         known = os.listdir(path.parent) if os.path.isdir(path.parent) else []
         way_out = nearest(path.name, known) or "; give an existing file"
-        raise DataError(f"no such dataset file: {path} (looked in {path.absolute().parent}){way_out}")
+        raise DataError(
+            f"no such dataset file: {path} (looked in {path.absolute().parent}){way_out}"
+        )
     if suffix is None:
         raise DataError(
             f"--dataset {path}: the suffix says how a file is read; rename it to one of {', '.join(_SUFFIXES)}"
@@ -65,7 +72,9 @@ def _read_text(path: Path, suffix: str) -> Table:
     if suffix.startswith(".jsonl") or not is_array:
         return _lines_table(JsonLines(path, io.BytesIO(data)))
     entries = _parse_json(str(path), _decoded(path, data))
-    objects = [_json_object(f"{path}, entry {number}", entry) for number, entry in enumerate(entries)]
+    objects = [
+        _json_object(f"{path}, entry {number}", entry) for number, entry in enumerate(entries)
+    ]
     return Table(str(path), objects, columns_of(objects), folder=path.parent)
 
 
@@ -93,7 +102,9 @@ def _decoded(path: Path, data: bytes) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as problem:
         line = data.count(b"\n", 0, problem.start) + 1
-        raise DataError(f"{path}, line {line}: not UTF-8 text ({problem.reason}); convert the file to UTF-8") from None
+        raise DataError(
+            f"{path}, line {line}: not UTF-8 text ({problem.reason}); convert the file to UTF-8"
+        ) from None
 
 
 class JsonLines(Sequence[Mapping[str, Any]]):
@@ -127,7 +138,9 @@ class JsonLines(Sequence[Mapping[str, Any]]):
         try:
             text = line.decode("utf-8")
         except UnicodeDecodeError as problem:
-            raise DataError(f"{place}: not UTF-8 text ({problem.reason}); convert the file to UTF-8") from None
+            raise DataError(
+                f"{place}: not UTF-8 text ({problem.reason}); convert the file to UTF-8"
+            ) from None
         return _json_object(place, _parse_json(place, text))
 
     def _line(self, index: int, place: str) -> bytes:
@@ -136,7 +149,9 @@ class JsonLines(Sequence[Mapping[str, Any]]):
             return bytes(self._held[start : start + length])
         line = os.pread(self._source.fileno(), length, start)
         if _digest(line) != self._digests[index]:
-            raise DataError(f"{place}: the file was changed while it was in use; bring back what it was, and resume")
+            raise DataError(
+                f"{place}: the file was changed while it was in use; bring back what it was, and resume"
+            )
         return line
 
 
@@ -148,14 +163,18 @@ def _parse_json(place: str, text: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as problem:
-        raise DataError(f"{place}: malformed JSON: {problem.msg} (character {problem.pos + 1}); correct it") from None
+        raise DataError(
+            f"{place}: malformed JSON: {problem.msg} (character {problem.pos + 1}); correct it"
+        ) from None
     except (ValueError, RecursionError) as problem:
         raise DataError(f"{place}: malformed JSON: {problem}; correct it") from None
 
 
 def _json_object(place: str, entry: Any) -> dict[str, Any]:
     if not isinstance(entry, dict):
-        raise DataError(f'{place}: a row is a JSON object such as {{"prompt": "..."}}, not {type(entry).__name__}')
+        raise DataError(
+            f'{place}: a row is a JSON object such as {{"prompt": "..."}}, not {type(entry).__name__}'
+        )
     return entry
 
 
@@ -164,7 +183,9 @@ def _parse_csv(path: Path, text: str) -> Table:
     records = _csv_records(path, text)
     _, header = next(records, (1, []))
     if len(set(header)) != len(header) or "" in header:
-        raise DataError(f"{path}, line 1: a CSV file begins with a line of distinct column names, not {header}")
+        raise DataError(
+            f"{path}, line 1: a CSV file begins with a line of distinct column names, not {header}"
+        )
     rows, lines = [], []
     for line, record in records:
         if len(record) != len(header):
@@ -209,5 +230,7 @@ def _read_parquet(path: Path) -> Table:
         table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as problem:
         reason = str(problem).splitlines()[0]
-        raise DataError(f"{path} cannot be read as Parquet: {reason}; write the file again") from None
+        raise DataError(
+            f"{path} cannot be read as Parquet: {reason}; write the file again"
+        ) from None
     return Table(str(path), _ParquetRows(table), tuple(table.column_names), folder=path.parent)

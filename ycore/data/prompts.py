@@ -42,7 +42,9 @@ class PromptSet:
     shows: int | None = None
 
 
-def load_prompts(config: RunConfig, *, as_chat: bool = False, store: ImageStore | None = None) -> PromptSet:
+def load_prompts(
+    config: RunConfig, *, as_chat: bool = False, store: ImageStore | None = None
+) -> PromptSet:
     """The prompts of `config.dataset`, all of them checked; DataError with the first row that cannot be one.
 
     `as_chat` makes a text prompt a user's turn, for a model with a chat template. Pictures go into the `store`.
@@ -50,7 +52,9 @@ def load_prompts(config: RunConfig, *, as_chat: bool = False, store: ImageStore 
     if config.dataset or not config.env:
         table = read_table(config.dataset, split=config.split, seed=config.seed, limit=config.limit)
     elif len(config.env) > 1:
-        table = Table("no dataset", [{"environment": name} for name in config.environments], ("environment",))
+        table = Table(
+            "no dataset", [{"environment": name} for name in config.environments], ("environment",)
+        )
     else:
         table = Table("no dataset", [{}], ())
     if config.pairs or any(reward.reward.startswith(AGREES) for reward in config.rewards):
@@ -66,7 +70,9 @@ class PromptOrder:
 
     def __init__(self, *, seed: int, num_rows: int) -> None:
         if num_rows < 1 or seed < 0:
-            raise ValueError(f"an order needs at least one row and a seed from 0: num_rows={num_rows}, seed={seed}")
+            raise ValueError(
+                f"an order needs at least one row and a seed from 0: num_rows={num_rows}, seed={seed}"
+            )
         self.seed, self.num_rows = seed, num_rows
 
     def row_at(self, position: int) -> int:
@@ -82,20 +88,35 @@ def _permutation(seed: int, epoch: int, num_rows: int) -> npt.NDArray[np.int64]:
     return np.random.default_rng([seed, epoch]).permutation(num_rows)
 
 
-def to_prompts(table: Table, config: RunConfig, *, as_chat: bool, store: ImageStore | None = None) -> PromptSet:
+def to_prompts(
+    table: Table, config: RunConfig, *, as_chat: bool, store: ImageStore | None = None
+) -> PromptSet:
     """Every row as a prompt; the answer column is passed on to rewards under the name `answer`."""
-    column, answer = _prompt_column(table, config.prompt_column, optional=bool(config.env)), config.answer_column
+    column, answer = (
+        _prompt_column(table, config.prompt_column, optional=bool(config.env)),
+        config.answer_column,
+    )
     if len(config.env) > 1:
         _check_environments(table, list(config.environments))
-    passed = {name: name for name in table.columns if name not in {*RESERVED_COLUMNS, *IMAGE_COLUMNS, column, answer}}
+    passed = {
+        name: name
+        for name in table.columns
+        if name not in {*RESERVED_COLUMNS, *IMAGE_COLUMNS, column, answer}
+    }
     if answer is not None:
         table.require_column(answer, "--answer-column")
         passed["answer"] = answer
     if any(turn.keys() != {"role", "content"} for turn in config.few_shot):
-        raise DataError("few_shot is a list of turns with a role and a content each, e.g. {role: user, content: 'Hi'}")
-    before: list[Message] = [{str(key): text for key, text in turn.items()} for turn in config.few_shot]
+        raise DataError(
+            "few_shot is a list of turns with a role and a content each, e.g. {role: user, content: 'Hi'}"
+        )
+    before: list[Message] = [
+        {str(key): text for key, text in turn.items()} for turn in config.few_shot
+    ]
     how: Any = {"system_prompt": config.system_prompt, "few_shot": before, "as_chat": as_chat}
-    prompts = PromptRows(table, column, passed, store=store or ImageStore(None), fetch=config.fetch_images, **how)
+    prompts = PromptRows(
+        table, column, passed, store=store or ImageStore(None), fetch=config.fetch_images, **how
+    )
     fingerprint = _fingerprint(prompts)
     columns = (*passed, *(["images"] if prompts.with_images else []))
     shows = min(prompts.with_images, default=None)
@@ -160,12 +181,16 @@ class PromptRows(Sequence[Prompt]):
         content = _without_answer(row) if is_pair else row.content(column)
         if isinstance(content, str):
             if not content.strip():
-                raise DataError(f"the prompt ({column!r}) is empty in {row.place}; correct or remove the row")
+                raise DataError(
+                    f"the prompt ({column!r}) is empty in {row.place}; correct or remove the row"
+                )
             return content
         if content and content[-1]["role"] == "assistant" and column != "prompt":
             content = content[:-1]  # a whole conversation: the policy is to write its last answer
         if not content:
-            raise DataError(f"the prompt ({column!r}) has no turns in {row.place}; correct or remove the row")
+            raise DataError(
+                f"the prompt ({column!r}) has no turns in {row.place}; correct or remove the row"
+            )
         if content[-1]["role"] == "assistant":
             raise DataError(
                 f"the prompt ({column!r}) ends with an assistant turn in {row.place}; "
@@ -173,7 +198,9 @@ class PromptRows(Sequence[Prompt]):
             )
         for number, turn in enumerate(content):
             if turn["role"] != "system" and not turn["content"].strip():
-                raise DataError(f"turn {number} of {column!r} is empty in {row.place}; correct or remove the row")
+                raise DataError(
+                    f"turn {number} of {column!r} is empty in {row.place}; correct or remove the row"
+                )
         return content
 
     def _for_policy(self, content: Content) -> Content:
@@ -189,7 +216,9 @@ class PromptRows(Sequence[Prompt]):
 def _check_environments(table: Table, names: Sequence[str]) -> None:
     rule = f"of several environments, a row names its own in the column 'environment': one of {', '.join(names)}"
     if "environment" not in table.columns:
-        raise DataError(f"{rule}; {table.name} has {table.listed_columns}; add the column, or give one --env")
+        raise DataError(
+            f"{rule}; {table.name} has {table.listed_columns}; add the column, or give one --env"
+        )
     for number in range(len(table.rows)):
         row = table.row(number)
         if (name := row.values.get("environment")) not in names:

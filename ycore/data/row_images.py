@@ -21,7 +21,13 @@ _FETCH_S = 30.0  # without a byte from the server
 
 
 def images_of(
-    row: TableRow, content: Content, column: str | None, folder: Path | None, store: ImageStore, *, fetch: bool
+    row: TableRow,
+    content: Content,
+    column: str | None,
+    folder: Path | None,
+    store: ImageStore,
+    *,
+    fetch: bool,
 ) -> tuple[Image, ...]:
     """The pictures that a row has, kept in the store; DataError with the row for one that is missing or no picture.
 
@@ -34,10 +40,16 @@ def images_of(
     values = values or list(_in_turns(row.values.get(column or "")))
     if not values and isinstance(content, list):
         places = _count(content, IMAGE_MARK) if _has_blocks(row, column) else 0
-        places = places or (_count(content, _HUB_MARK) if not set(IMAGE_COLUMNS).isdisjoint(row.values) else 0)
+        places = places or (
+            _count(content, _HUB_MARK) if not set(IMAGE_COLUMNS).isdisjoint(row.values) else 0
+        )
         if places:
-            raise DataError(f"{places} places for an image and no image in {row.place}; add it, or remove the row")
-    return tuple(store.put(_bytes_of(value, folder, row.place, fetch), row.place) for value in values)
+            raise DataError(
+                f"{places} places for an image and no image in {row.place}; add it, or remove the row"
+            )
+    return tuple(
+        store.put(_bytes_of(value, folder, row.place, fetch), row.place) for value in values
+    )
 
 
 def with_marks(content: Content, images: Sequence[Image], place: str) -> Content:
@@ -54,10 +66,15 @@ def with_marks(content: Content, images: Sequence[Image], place: str) -> Content
     if not found:
         first = next((turn for turn in content if turn["role"] == "user"), None)
         marks = IMAGE_MARK * len(images)
-        content = [{**turn, "content": marks + turn["content"]} if turn is first else turn for turn in content]
+        content = [
+            {**turn, "content": marks + turn["content"]} if turn is first else turn
+            for turn in content
+        ]
         found = len(images) if first is not None else 0
     if found != len(images):
-        raise DataError(f"{len(images)} images for {found} places in the turns of {place}; make them as many")
+        raise DataError(
+            f"{len(images)} images for {found} places in the turns of {place}; make them as many"
+        )
     return content
 
 
@@ -73,7 +90,9 @@ def _listed(value: Any, row: TableRow) -> list[Any]:
     """A cell as a list of pictures; an empty cell has none."""
     listed = value if isinstance(value, list | tuple) else [value]
     if len(listed) > 1 and any(one is None for one in listed):
-        raise DataError(f"image {listed.index(None)} is null in {row.place}; add it, or remove its place")
+        raise DataError(
+            f"image {listed.index(None)} is null in {row.place}; add it, or remove its place"
+        )
     return [one for one in listed if one is not None and one != ""]
 
 
@@ -81,7 +100,9 @@ def _in_turns(turns: Any) -> Any:
     """What the image blocks of a conversation carry."""
     for turn in turns if isinstance(turns, Sequence) and not isinstance(turns, str | bytes) else ():
         content = turn.get("content") if isinstance(turn, Mapping) else None
-        for block in content if isinstance(content, Sequence) and not isinstance(content, str) else ():
+        for block in (
+            content if isinstance(content, Sequence) and not isinstance(content, str) else ()
+        ):
             if isinstance(block, Mapping) and block.get("type") in IMAGE_BLOCKS:
                 yield from (block[key] for key in _KEYS if block.get(key) is not None)
 
@@ -89,7 +110,9 @@ def _in_turns(turns: Any) -> Any:
 def _has_blocks(row: TableRow, column: str | None) -> bool:
     """Whether marks in the row's turns stand for blocks, and are no letters of its texts."""
     turns = row.values.get(column or "")
-    return not isinstance(turns, str) and any(not isinstance(turn.get("content", ""), str) for turn in turns or ())
+    return not isinstance(turns, str) and any(
+        not isinstance(turn.get("content", ""), str) for turn in turns or ()
+    )
 
 
 def _bytes_of(value: Any, folder: Path | None, place: str, fetch: bool) -> bytes:
@@ -103,7 +126,9 @@ def _bytes_of(value: Any, folder: Path | None, place: str, fetch: bool) -> bytes
         return _fetched(value, place) if is_fetched else _read(value, folder, place)
     if hasattr(value, "save") and hasattr(value, "mode"):
         return png_of(value)
-    raise DataError(f"the image of {place} is {type(value).__name__}; give a path, bytes or an image of datasets")
+    raise DataError(
+        f"the image of {place} is {type(value).__name__}; give a path, bytes or an image of datasets"
+    )
 
 
 def _read(name: str, folder: Path | None, place: str) -> bytes:
@@ -111,21 +136,27 @@ def _read(name: str, folder: Path | None, place: str) -> bytes:
         try:
             return base64.b64decode(name.partition(",")[2], validate=True)
         except binascii.Error as problem:
-            raise DataError(f"the image of {place} is no base64 ({problem}); write it again") from None
+            raise DataError(
+                f"the image of {place} is no base64 ({problem}); write it again"
+            ) from None
     if "://" in name:
         raise DataError(
             f"the image of {place} is at {name:.80}, and URLs are not fetched; "
             "give a file, or say --set fetch_images=true"
         )
     if folder is None:
-        raise DataError(f"the image of {place} is the file {name:.80}; a dataset of the hub brings its own as bytes")
+        raise DataError(
+            f"the image of {place} is the file {name:.80}; a dataset of the hub brings its own as bytes"
+        )
     path = folder / Path(name).expanduser()
     try:
         with path.open("rb") as file:
             return file.read(MOST_BYTES + 1)
     except (OSError, ValueError) as problem:
         reason = getattr(problem, "strerror", None) or problem
-        raise DataError(f"the image of {place} cannot be read: {path} ({reason}); correct the path") from None
+        raise DataError(
+            f"the image of {place} cannot be read: {path} ({reason}); correct the path"
+        ) from None
 
 
 def _fetched(url: str, place: str) -> bytes:
@@ -145,10 +176,14 @@ def _fetched(url: str, place: str) -> bytes:
                     return bytes(data)  # which the store refuses
     except (httpx.HTTPError, httpx.InvalidURL) as problem:
         reason = f"{first_line(problem):.120}"
-        raise DataError(f"the image of {place} cannot be fetched from {url:.80} ({reason}); correct the row") from None
+        raise DataError(
+            f"the image of {place} cannot be fetched from {url:.80} ({reason}); correct the row"
+        ) from None
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
         write_bytes_atomic(cached, bytes(data))
     except OSError as problem:
-        raise DataError(f"cannot write the cache of images: {problem}; set YCORE_CACHE to a folder with room") from None
+        raise DataError(
+            f"cannot write the cache of images: {problem}; set YCORE_CACHE to a folder with room"
+        ) from None
     return bytes(data)

@@ -15,7 +15,9 @@ from ycore.data.table import Table
 from ycore.errors import DataError, nearest
 from ycore.models.hub import ANSWER_WITHIN_S, ask_hub, first_line
 
-_NO_HUB_NEEDED = "give a local file (.jsonl, .csv, .parquet), `task:addition` or another task, which need no hub"
+_NO_HUB_NEEDED = (
+    "give a local file (.jsonl, .csv, .parquet), `task:addition` or another task, which need no hub"
+)
 
 
 def read_table(name: str, *, split: str, seed: int, limit: int | None) -> Table:
@@ -67,7 +69,9 @@ def _hub_table(text: str, *, split: str, limit: int | None) -> Table:
     rows = _load(name, config or None, split, offline=is_offline)
     if limit is not None:
         rows = rows.select(range(min(limit, len(rows))))
-    return Table(name=text, rows=_undecoded(rows).with_format(None), columns=tuple(rows.column_names))
+    return Table(
+        name=text, rows=_undecoded(rows).with_format(None), columns=tuple(rows.column_names)
+    )
 
 
 def _hub_file(name: str, file: str, *, unreachable: str) -> Path:
@@ -77,10 +81,14 @@ def _hub_file(name: str, file: str, *, unreachable: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        return Path(hf_hub_download(name, file, repo_type="dataset", local_files_only=bool(unreachable)))
+        return Path(
+            hf_hub_download(name, file, repo_type="dataset", local_files_only=bool(unreachable))
+        )
     except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError) as problem:
         why = unreachable or first_line(problem)
-        raise DataError(f"no file {file} of the hub dataset {name}: {why}; {_NO_HUB_NEEDED}") from None
+        raise DataError(
+            f"no file {file} of the hub dataset {name}: {why}; {_NO_HUB_NEEDED}"
+        ) from None
 
 
 def _undecoded(rows: Any) -> Any:
@@ -118,6 +126,8 @@ def _load(name: str, config: str | None, split: str, *, offline: bool) -> Any:
         return datasets.load_dataset(name, config, split=split)
     except (DatasetsError, ValueError, RuntimeError, OSError) as problem:
         reason = " ".join(str(problem).split())[:300]
-        raise DataError(f"the hub dataset {name}{f':{config}' if config else ''}, split {split}: {reason}") from None
+        raise DataError(
+            f"the hub dataset {name}{f':{config}' if config else ''}, split {split}: {reason}"
+        ) from None
     finally:
         datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before

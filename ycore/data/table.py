@@ -42,7 +42,9 @@ class Table:
         """DataError where the table lacks a column that the user named by `option`."""
         if name not in self.columns:
             way_out = nearest(name, self.columns) or "; take one of them"
-            raise DataError(f"{self.name} has no column {name!r} ({option}); it has {self.listed_columns}{way_out}")
+            raise DataError(
+                f"{self.name} has no column {name!r} ({option}); it has {self.listed_columns}{way_out}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,10 @@ class TableRow:
             self._check_characters(value, repr(column))
             return value
         if isinstance(value, Sequence) and not isinstance(value, bytes):
-            return [self._turn(turn, f"turn {number} of {column!r}") for number, turn in enumerate(value)]
+            return [
+                self._turn(turn, f"turn {number} of {column!r}")
+                for number, turn in enumerate(value)
+            ]
         found = "null" if value is None else type(value).__name__
         raise DataError(
             f"{column!r} is {found} in {self.place}; it must be text or a list of {{role, content}} turns: "
@@ -69,7 +74,9 @@ class TableRow:
     def conversation(self, column: str) -> Content:
         """`content`, with a dialogue that is written as one text taken apart into turns."""
         content = self.content(column)
-        return to_messages(content) if isinstance(content, str) and is_dialogue(content) else content
+        return (
+            to_messages(content) if isinstance(content, str) and is_dialogue(content) else content
+        )
 
     def _turn(self, turn: Any, what: str) -> Message:
         """A turn with `role` and `content`, or with `from` and `value` as ShareGPT files have them."""
@@ -80,10 +87,17 @@ class TableRow:
         role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
         content = self._without_blocks(content, what)
         if not isinstance(role, str) or not isinstance(content, str) or not role:
-            found = ", ".join(f"{key}: {type(item).__name__}" for key, item in turn.items()) or "nothing"
-            raise DataError(f"{what} has {found} in {self.place}; a turn has role and content, both text")
+            found = (
+                ", ".join(f"{key}: {type(item).__name__}" for key, item in turn.items())
+                or "nothing"
+            )
+            raise DataError(
+                f"{what} has {found} in {self.place}; a turn has role and content, both text"
+            )
         if turn.get("tool_calls"):
-            raise DataError(f"{what} calls tools in {self.place}, which ycore does not support yet; remove the row")
+            raise DataError(
+                f"{what} calls tools in {self.place}, which ycore does not support yet; remove the row"
+            )
         self._check_characters(content, what)
         return {"role": _SHAREGPT_ROLES.get(role, role), "content": content}
 
@@ -93,8 +107,13 @@ class TableRow:
             return content
         kinds = [block.get("type") if isinstance(block, Mapping) else None for block in content]
         if other := [kind for kind in kinds if kind not in ("text", *IMAGE_BLOCKS)]:
-            raise DataError(f"{what} has a block of type {other[0]!r} in {self.place}; a block is a text or an image")
-        texts = [one.get("text") if kind == "text" else IMAGE_MARK for kind, one in zip(kinds, content, strict=True)]
+            raise DataError(
+                f"{what} has a block of type {other[0]!r} in {self.place}; a block is a text or an image"
+            )
+        texts = [
+            one.get("text") if kind == "text" else IMAGE_MARK
+            for kind, one in zip(kinds, content, strict=True)
+        ]
         return "".join(texts) if texts and all(isinstance(text, str) for text in texts) else content
 
     def _check_characters(self, text: str, what: str) -> None:

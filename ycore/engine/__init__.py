@@ -53,7 +53,9 @@ class Engine(Protocol):
             prompt: With pictures, which are in no token ids; None without any.
         """
 
-    async def logprobs_of(self, context_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[float, ...]:
+    async def logprobs_of(
+        self, context_ids: Sequence[int], target_ids: Sequence[int]
+    ) -> tuple[float, ...]:
         """The log-probability of each target token under the policy, given the context and the targets before it."""
 
     async def load_weights(self, folder: Path, version: int) -> None:

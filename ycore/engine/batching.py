@@ -46,7 +46,9 @@ class Batches(Generic[R]):
             batch = self._take()
             try:
                 async with self.lock:
-                    completions = await asyncio.to_thread(self._write, [request for request, _ in batch])
+                    completions = await asyncio.to_thread(
+                        self._write, [request for request, _ in batch]
+                    )
             except Exception as error:  # noqa: BLE001 -- handed to everyone who waits for this batch
                 for _, answer in batch:
                     if not answer.done():

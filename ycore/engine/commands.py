@@ -65,19 +65,29 @@ _ROLE_OPTIONS: dict[str, dict[str, str]] = {
 
 # Arguments of vLLM's on which ycore's protocol, proofs or memory plan rest: what to say in place of `engine.args`.
 _SOCKET = "ycore talks to an engine over a socket of its own"
-_ONE_ENGINE = "say --set engine.count=2 for more engines, or --set engine.tensor_parallel=2 for wider ones"
+_ONE_ENGINE = (
+    "say --set engine.count=2 for more engines, or --set engine.tensor_parallel=2 for wider ones"
+)
 _WEIGHTS = "an engine holds the policy's weights as they are sent, which is proved after each sync; leave it out"
 _ADAPTERS = "say --set engine.sync=adapter, which sends the policy's adapters without merging them"
 _ROLE = "ycore sets it by the engine's role; leave it out"
 
 _OWNED: Mapping[str, str] = {
-    **dict.fromkeys(("model", "model_weights", "tokenizer", "hf_config_path", "revision"), "say --model"),
-    **dict.fromkeys(("host", "port", "uds", "api_key", "root_path", "ssl_keyfile", "ssl_certfile"), _SOCKET),
-    **dict.fromkeys(("served_model_name", "runner", "convert", "logprobs_mode", "worker_extension_cls"), _ROLE),
+    **dict.fromkeys(
+        ("model", "model_weights", "tokenizer", "hf_config_path", "revision"), "say --model"
+    ),
+    **dict.fromkeys(
+        ("host", "port", "uds", "api_key", "root_path", "ssl_keyfile", "ssl_certfile"), _SOCKET
+    ),
+    **dict.fromkeys(
+        ("served_model_name", "runner", "convert", "logprobs_mode", "worker_extension_cls"), _ROLE
+    ),
     **dict.fromkeys(("worker_cls", "generation_config", "override_generation_config"), _ROLE),
     **dict.fromkeys(("quantization", "quantization_config", "load_format"), _WEIGHTS),
     **dict.fromkeys(("data_parallel_size", "pipeline_parallel_size", "device_ids"), _ONE_ENGINE),
-    **dict.fromkeys(("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype"), _ADAPTERS),
+    **dict.fromkeys(
+        ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype"), _ADAPTERS
+    ),
     "dtype": "say --set dtype=float32",
     "seed": "say --seed",
     "trust_remote_code": "say --trust-remote-code",
@@ -113,11 +123,17 @@ class EngineSpec:
     role: str = ROLLOUT  # or another of `placement.ROLES`
     has_neighbours: bool = False  # engines of other roles use the same cores or device
     arguments: tuple[tuple[str, Any], ...] = ()  # of vLLM, by name, beside those that ycore sets
-    variables: tuple[str, ...] = ()  # of the environment, that the user lets it have beside the usual ones
+    variables: tuple[
+        str, ...
+    ] = ()  # of the environment, that the user lets it have beside the usual ones
     deterministic: bool = False  # a sequence gets the same in any batch, at a price
-    lora_rank: int = 0  # of the policy's adapters, where they are sent alone; 0 where they are merged
+    lora_rank: int = (
+        0  # of the policy's adapters, where they are sent alone; 0 where they are merged
+    )
     sees: bool = False  # prompts come with pictures
-    drafts: int = 0  # tokens that one pass checks of what followed the same words before; see `drafts`
+    drafts: int = (
+        0  # tokens that one pass checks of what followed the same words before; see `drafts`
+    )
 
     @property
     def on_cpu(self) -> bool:
@@ -145,17 +161,28 @@ def engine_command(engine: EngineSpec) -> list[str]:
         options["--tensor-parallel-size"] = engine.tensor_parallel
     if engine.drafts:
         how = {"method": "custom_class", "model": "ycore.engine.drafts.Lookup"}
-        options["--speculative-config"] = json.dumps(how | {"num_speculative_tokens": engine.drafts})
+        options["--speculative-config"] = json.dumps(
+            how | {"num_speculative_tokens": engine.drafts}
+        )
     if engine.lora_rank:
-        options |= {"--max-lora-rank": engine_rank(engine.lora_rank), "--max-loras": 1, "--max-cpu-loras": 1}
+        options |= {
+            "--max-lora-rank": engine_rank(engine.lora_rank),
+            "--max-loras": 1,
+            "--max-cpu-loras": 1,
+        }
         flags.append("--enable-lora")
     if engine.on_cpu:
         options |= {"--distributed-executor-backend": "uni"} if engine.tensor_parallel == 1 else {}
         # No chunked prefill: when a prompt is read in parts, vLLM rewinds its seeded generator, which a CPU generator
         # cannot do, and the engine dies. So one pass must hold the longest prompt.
         options["--block-size"] = 32  # tokens; the CPU kernels need a multiple of this
-        options["--max-num-batched-tokens"] = max(2048, engine.max_model_len)  # vLLM's default, or more
-        flags += ["--no-enable-chunked-prefill", "--enforce-eager"]  # the latter: nothing to compile or to warm up
+        options["--max-num-batched-tokens"] = max(
+            2048, engine.max_model_len
+        )  # vLLM's default, or more
+        flags += [
+            "--no-enable-chunked-prefill",
+            "--enforce-eager",
+        ]  # the latter: nothing to compile or to warm up
     else:
         options["--gpu-memory-utilization"] = engine.gpu_memory_utilization
         flags += ["--enable-sleep-mode"] if engine.sleeps else []
@@ -163,7 +190,9 @@ def engine_command(engine: EngineSpec) -> list[str]:
         flags.append("--enable-scale-out")  # the route that takes token ids with pictures
     if engine.trust_remote_code:
         flags.append("--trust-remote-code")
-    given = words_of(engine.arguments)  # last, since of an option that comes twice the last one counts
+    given = words_of(
+        engine.arguments
+    )  # last, since of an option that comes twice the last one counts
     words = [word for option, value in options.items() for word in (option, str(value))]
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, *flags, *given]
 
@@ -172,19 +201,27 @@ def engine_rank(rank: int) -> int:
     """The least rank that vLLM allocates for adapters of this one (`MaxLoRARanks`); ConfigError above the largest."""
     fits = next((one for one in (1, 8, 16, 32, 64, 128, 256, 320, 512) if one >= rank), None)
     if fits is None:
-        raise ConfigError(f"engine.sync=adapter: vLLM's engines take adapters of rank 512 at most, not {rank}")
+        raise ConfigError(
+            f"engine.sync=adapter: vLLM's engines take adapters of rank 512 at most, not {rank}"
+        )
     return fits
 
 
-def engine_environment(engine: EngineSpec, *, base: Mapping[str, str] | None = None) -> dict[str, str]:
+def engine_environment(
+    engine: EngineSpec, *, base: Mapping[str, str] | None = None
+) -> dict[str, str]:
     """The server's whole environment: what it may need of `base`, or of this process's, no secrets; and its own."""
     base = os.environ if base is None else base
     environment = inherited(base, also=engine.variables)
     environment |= {
         RUN_MARKER: engine.run_id,
         "SPT_NOENV": "1",  # a process title must not overwrite the environment: the run's processes are found by it
-        "TMPDIR": str(engine.temporary),  # vLLM leaves sockets and rendezvous files behind when it is killed
-        "TORCHINDUCTOR_CACHE_DIR": str(cache_dir() / "inductor"),  # by default it is lost with TMPDIR every time
+        "TMPDIR": str(
+            engine.temporary
+        ),  # vLLM leaves sockets and rendezvous files behind when it is killed
+        "TORCHINDUCTOR_CACHE_DIR": str(
+            cache_dir() / "inductor"
+        ),  # by default it is lost with TMPDIR every time
         "VLLM_SERVER_DEV_MODE": "1",  # the routes for loading weights and for sleep
         "VLLM_LOGGING_COLOR": "0",
         "VLLM_NO_USAGE_STATS": "1",
@@ -199,7 +236,11 @@ def engine_environment(engine: EngineSpec, *, base: Mapping[str, str] | None = N
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if not engine.on_cpu:
         environment |= {"VLLM_BATCH_INVARIANT": "1"} if engine.deterministic else {}
-        return {**environment, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(engine.devices)}
+        return {
+            **environment,
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+            "CUDA_VISIBLE_DEVICES": ",".join(engine.devices),
+        }
     if engine.deterministic:
         environment[REPEATABLE] = "1"
     shares = split_evenly(engine.cores or (0,), engine.tensor_parallel)
@@ -211,7 +252,9 @@ def engine_environment(engine: EngineSpec, *, base: Mapping[str, str] | None = N
     if engine.tensor_parallel == 1:
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     else:  # each worker binds its threads by itself; by default vLLM wants a memory node for each
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(
+            ",".join(map(str, share)) for share in shares
+        )
     return environment | {
         "CUDA_VISIBLE_DEVICES": "",
         FORKED: "1",
@@ -230,13 +273,19 @@ def inherited(base: Mapping[str, str], *, also: Sequence[str] = ()) -> dict[str,
     Of the known families, what is named like a secret or has the shape of one is left out (`VLLM_API_KEY`, a proxy's
     password). What the user names is not looked at.
     """
-    return {name: value for name, value in base.items() if _may_have(name, value) or _is_named(name, also)}
+    return {
+        name: value
+        for name, value in base.items()
+        if _may_have(name, value) or _is_named(name, also)
+    }
 
 
 def _may_have(name: str, value: str) -> bool:
     if _PATHS.fullmatch(name):
         return True
-    is_hidden = name.endswith(_SECRET_ENDINGS) or is_secret(name, value) or redact_text(value) != value
+    is_hidden = (
+        name.endswith(_SECRET_ENDINGS) or is_secret(name, value) or redact_text(value) != value
+    )
     return _OTHERS.fullmatch(name) is not None and not is_hidden
 
 
@@ -251,7 +300,11 @@ def split_evenly(items: Sequence[T], count: int) -> list[tuple[T, ...]]:
 
 
 def kv_cache_gib(
-    model_config: Mapping[str, Any], num_tokens: int, *, bytes_per_value: int = 2, tensor_parallel: int = 1
+    model_config: Mapping[str, Any],
+    num_tokens: int,
+    *,
+    bytes_per_value: int = 2,
+    tensor_parallel: int = 1,
 ) -> int:
     """GiB of the keys and values of `num_tokens` tokens, rounded up; ConfigError where the config lacks a size.
 
@@ -262,7 +315,9 @@ def kv_cache_gib(
         num_heads = int(text["num_attention_heads"])
         num_kv_heads = max(int(text.get("num_key_value_heads") or num_heads), tensor_parallel)
         head_dim = int(text.get("head_dim") or int(text["hidden_size"]) // num_heads)
-        values_per_token = 2 * int(text["num_hidden_layers"]) * num_kv_heads * head_dim  # a key and a value each
+        values_per_token = (
+            2 * int(text["num_hidden_layers"]) * num_kv_heads * head_dim
+        )  # a key and a value each
     except KeyError as missing:
         rule = "the KV cache's size is derived from the model's config"
         raise ConfigError(f"{rule}, which has no {missing}; set engine.memory_gib") from None
@@ -276,7 +331,10 @@ def check_arguments(arguments: Iterable[str]) -> None:
             raise ConfigError(f"engine.args.{name} is not passed on: {_OWNED[name]}")
         known = vllm_arguments()
         if known and name not in known:
-            hint = nearest(name, known - _OWNED.keys()) or "; names are those of vLLM's EngineArgs, with _"
+            hint = (
+                nearest(name, known - _OWNED.keys())
+                or "; names are those of vLLM's EngineArgs, with _"
+            )
             raise ConfigError(f"vLLM has no argument {name} (engine.args){hint}")
 
 
@@ -287,12 +345,18 @@ def vllm_arguments() -> frozenset[str]:
     if spec is None or spec.origin is None:
         return frozenset()
     source = (Path(spec.origin).parent / "engine" / "arg_utils.py").read_text(encoding="utf-8")
-    classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs")
+    classes = (
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"
+    )
     return frozenset(
         field.target.id
         for node in classes
         for field in node.body
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.target.id[0] != "_"
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and field.target.id[0] != "_"
     )
 
 
@@ -306,5 +370,8 @@ def words_of(arguments: Iterable[tuple[str, Any]]) -> list[str]:
         elif isinstance(value, list):
             words += [f"--{option}", *map(str, value)]
         elif value is not None:
-            words += [f"--{option}", json.dumps(value) if isinstance(value, Mapping) else str(value)]
+            words += [
+                f"--{option}",
+                json.dumps(value) if isinstance(value, Mapping) else str(value),
+            ]
     return words

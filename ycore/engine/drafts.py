@@ -39,7 +39,9 @@ class Memory:
         for token in tokens:
             if len(text) >= LEAST:
                 key = tuple(text[-LEAST:])
-                places = self._places.pop(key, None)  # put back last: what was not seen for longest goes first
+                places = self._places.pop(
+                    key, None
+                )  # put back last: what was not seen for longest goes first
                 self._places[key] = places = deque(maxlen=_PLACES) if places is None else places
                 places.append((text, len(text)))
             text.append(token)
@@ -51,7 +53,11 @@ class Memory:
         best, longest = None, 0
         for there, at in reversed(self._places.get(tuple(text[-LEAST:]), ())):
             same = LEAST
-            while same < _MOST and same < min(at, len(text)) and there[at - 1 - same] == text[-1 - same]:
+            while (
+                same < _MOST
+                and same < min(at, len(text))
+                and there[at - 1 - same] == text[-1 - same]
+            ):
                 same += 1
             if same > longest:
                 best, longest = (there, at), same
@@ -163,7 +169,11 @@ class Lookup:
         return list(counts)
 
     def propose(
-        self, sampled: Sequence[Sequence[int]], lengths: Any, token_ids: Any, slot_mappings: object = None
+        self,
+        sampled: Sequence[Sequence[int]],
+        lengths: Any,
+        token_ids: Any,
+        slot_mappings: object = None,
     ) -> list[list[int]]:
         """A draft for each row, [] for none. `sampled` is what the last pass gave each, `lengths` with it, and
         `token_ids` `[rows, T]`."""

@@ -42,14 +42,18 @@ class _CountsRefusals:
         self._num_refused += 1
         if self._num_refused >= _MAX_REFUSALS:
             details = " ".join(details[:300].split())
-            raise EngineError(f"{self.name}: the last {self._num_refused} questions had no answer, {why}: {details}")
+            raise EngineError(
+                f"{self.name}: the last {self._num_refused} questions had no answer, {why}: {details}"
+            )
         raise Refused(why)
 
 
 class VllmJudge(_CountsRefusals, Server):
     """Example: `VllmJudge("judge-0", folder.socket("judge-0"), request_timeout_s=600)`."""
 
-    async def ask(self, judge: Judge, question: Question, *, seed: int, again: bool = False) -> Reply:
+    async def ask(
+        self, judge: Judge, question: Question, *, seed: int, again: bool = False
+    ) -> Reply:
         """Ask one question.
 
         Args:
@@ -79,7 +83,12 @@ class _Remote(_CountsRefusals):
     """
 
     def __init__(
-        self, name: str, served: Served, *, request_timeout_s: float, transport: httpx.AsyncBaseTransport | None = None
+        self,
+        name: str,
+        served: Served,
+        *,
+        request_timeout_s: float,
+        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         assert served.base_url is not None
         self.name = name
@@ -105,11 +114,15 @@ class _Remote(_CountsRefusals):
         self._num_refused = 0
         if status != httpx.codes.OK:
             text = " ".join(response.text[:200].split())
-            raise EngineError(f"{self.name}: {self._address} answered {status}: {text}; check base_url, model and key")
+            raise EngineError(
+                f"{self.name}: {self._address} answered {status}: {text}; check base_url, model and key"
+            )
         try:
             return response.json()
         except ValueError:
-            raise EngineError(f"{self.name}: {self._address} answered no JSON; check base_url") from None
+            raise EngineError(
+                f"{self.name}: {self._address} answered no JSON; check base_url"
+            ) from None
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -125,16 +138,23 @@ class _Remote(_CountsRefusals):
                 problem = str(error) or type(error).__name__
                 continue
             except httpx.HTTPError as error:
-                raise EngineError(f"{self.name}: {self._address} cannot be asked: {error}; check base_url") from None
+                raise EngineError(
+                    f"{self.name}: {self._address} cannot be asked: {error}; check base_url"
+                ) from None
             if response.status_code not in _TRANSIENT_STATUS:
                 return response
             after = response.headers.get("retry-after", "")
-            problem, retry_after_s = f"status {response.status_code}", float(after) if after.isdigit() else 0.0
+            problem, retry_after_s = (
+                f"status {response.status_code}",
+                float(after) if after.isdigit() else 0.0,
+            )
         self._refuse("the address did not answer", details=f"{self._address}, {problem}")
 
 
 class RemoteJudge(_Remote):
-    async def ask(self, judge: Judge, question: Question, *, seed: int, again: bool = False) -> Reply:
+    async def ask(
+        self, judge: Judge, question: Question, *, seed: int, again: bool = False
+    ) -> Reply:
         """As `VllmJudge.ask`."""
         body = build_chat_request(judge, question, model=judge.model, seed=seed, again=again)
         return parse_reply(await self._answer("chat/completions", body), name=self.name)
@@ -147,8 +167,12 @@ class RemoteTeacher(_Remote):
         super().__init__(name, teacher, **how)
         self._model = teacher.model
 
-    async def logprobs_of(self, context_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[float, ...]:
-        answer = await self._answer("completions", prompt_request(self._model, context_ids, target_ids))
+    async def logprobs_of(
+        self, context_ids: Sequence[int], target_ids: Sequence[int]
+    ) -> tuple[float, ...]:
+        answer = await self._answer(
+            "completions", prompt_request(self._model, context_ids, target_ids)
+        )
         try:
             return prompt_logprobs(answer, context_ids, target_ids)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
@@ -158,16 +182,28 @@ class RemoteTeacher(_Remote):
             ) from None
 
 
-def prompt_request(model: str, context_ids: Sequence[int], target_ids: Sequence[int]) -> dict[str, Any]:
+def prompt_request(
+    model: str, context_ids: Sequence[int], target_ids: Sequence[int]
+) -> dict[str, Any]:
     """Asks for the log-probability of each target token after those before it, at temperature 1 (vLLM's field)."""
     prompt = [*context_ids, *target_ids]
-    return {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+    return {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": 1,
+        "temperature": 0.0,
+        "prompt_logprobs": 0,
+    }
 
 
-def prompt_logprobs(answer: Any, context_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[float, ...]:
+def prompt_logprobs(
+    answer: Any, context_ids: Sequence[int], target_ids: Sequence[int]
+) -> tuple[float, ...]:
     """What was asked for by `prompt_request`."""
     by_place = answer["choices"][0]["prompt_logprobs"][len(context_ids) :]
-    return tuple(found[str(token)]["logprob"] for found, token in zip(by_place, target_ids, strict=True))
+    return tuple(
+        found[str(token)]["logprob"] for found, token in zip(by_place, target_ids, strict=True)
+    )
 
 
 JudgeEngine = VllmJudge | RemoteJudge
@@ -179,7 +215,9 @@ def key_header(served: Served, *, name: str) -> dict[str, str]:
     if variable is None:
         return {}
     if not (key := os.environ.get(variable, "")):
-        raise EngineError(f"{name}: the environment variable {variable} is not set; export it (api_key_env)")
+        raise EngineError(
+            f"{name}: the environment variable {variable} is not set; export it (api_key_env)"
+        )
     return {"Authorization": f"Bearer {key}"}
 
 
@@ -189,17 +227,23 @@ def backoff_s(attempt: int, *, at_least_s: float = 0.0) -> float:
     return min(LONGEST_WAIT_S, max(grown, at_least_s))
 
 
-def build_chat_request(judge: Judge, question: Question, *, model: str, seed: int, again: bool) -> dict[str, Any]:
+def build_chat_request(
+    judge: Judge, question: Question, *, model: str, seed: int, again: bool
+) -> dict[str, Any]:
     """The body of a request, with fields of OpenAI's API only."""
     verdict = judge.verdict
-    temperature = max(judge.temperature, 0.7) if again else judge.temperature  # at 0, a seed changes nothing
+    temperature = (
+        max(judge.temperature, 0.7) if again else judge.temperature
+    )  # at 0, a seed changes nothing
     body: dict[str, Any] = {"model": model, "messages": question, "seed": seed}
     body |= {"temperature": temperature, "max_tokens": judge.max_tokens}
     if isinstance(verdict, LabelVerdict):
         longest = max(map(len, verdict.labels))
         body |= {"max_tokens": _FORM_TOKENS + longest, "logprobs": True}
         body["top_logprobs"] = 20  # the most that vLLM and OpenAI give
-        body["response_format"] = _json_object({"code": _CODE, "label": {"type": "string", "enum": [*verdict.labels]}})
+        body["response_format"] = _json_object(
+            {"code": _CODE, "label": {"type": "string", "enum": [*verdict.labels]}}
+        )
     elif isinstance(verdict, JsonVerdict):
         number = {"type": "number", "minimum": verdict.min, "maximum": verdict.max}
         # The reason comes first, so that the model writes it before it decides on the number.
@@ -213,8 +257,16 @@ _CODE = {"type": "string", "maxLength": 20}
 
 
 def _json_object(fields: Mapping[str, Any]) -> dict[str, Any]:
-    schema = {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
-    return {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": schema}}
+    schema = {
+        "type": "object",
+        "properties": fields,
+        "required": list(fields),
+        "additionalProperties": False,
+    }
+    return {
+        "type": "json_schema",
+        "json_schema": {"name": "verdict", "strict": True, "schema": schema},
+    }
 
 
 def parse_reply(answer: Any, *, name: str) -> Reply:
@@ -227,12 +279,17 @@ def parse_reply(answer: Any, *, name: str) -> Reply:
         return Reply(
             text="" if text is None else str(text),
             finish_reason=str(choice.get("finish_reason")),
-            tokens=[ReplyToken(str(token["token"]), _likeliest(token.get("top_logprobs") or ())) for token in tokens]
+            tokens=[
+                ReplyToken(str(token["token"]), _likeliest(token.get("top_logprobs") or ()))
+                for token in tokens
+            ]
             or None,
             num_tokens=int(usage.get("total_tokens") or 0),
         )
     except (KeyError, IndexError, TypeError, AttributeError) as problem:
-        raise EngineError(f"{name}: its answer is no chat completion ({problem!r}); is it an OpenAI API?") from None
+        raise EngineError(
+            f"{name}: its answer is no chat completion ({problem!r}); is it an OpenAI API?"
+        ) from None
 
 
 def _likeliest(candidates: Any) -> dict[str, float]:

@@ -42,7 +42,9 @@ def is_healthy(socket: Path, *, timeout_s: float = 1.0) -> bool:
 
 def request_succeeds(socket: Path, method: str, path: str, *, timeout_s: float) -> bool:
     """Send one request without a body, for callers without an event loop; True for status 200."""
-    transport = httpx.HTTPTransport(uds=str(socket), verify=False)  # loading certificates would take 0.1 s
+    transport = httpx.HTTPTransport(
+        uds=str(socket), verify=False
+    )  # loading certificates would take 0.1 s
     try:
         with httpx.Client(transport=transport, timeout=timeout_s) as client:
             return client.request(method, f"http://engine{path}").status_code == httpx.codes.OK
@@ -67,7 +69,9 @@ class Server:
         in_flight: Requests of this client without an answer.
     """
 
-    def __init__(self, name: str, socket: Path, *, request_timeout_s: float, restart_timeout_s: float = 900.0) -> None:
+    def __init__(
+        self, name: str, socket: Path, *, request_timeout_s: float, restart_timeout_s: float = 900.0
+    ) -> None:
         self.name = name
         self.socket = socket
         self.restarts = self.in_flight = 0
@@ -90,7 +94,9 @@ class Server:
                 await self._wait_healthy()
         except TimeoutError:
             way_out = f"see logs/{self.name}.log, or raise engine.start_timeout_s"
-            raise EngineError(f"{self.name}: not ready after {timeout_s:.0f} s; {way_out}") from None
+            raise EngineError(
+                f"{self.name}: not ready after {timeout_s:.0f} s; {way_out}"
+            ) from None
 
     async def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """Send a request, and again after a restart, until a prepared process answers; its JSON, or None where empty.
@@ -114,7 +120,9 @@ class Server:
             answer.cancel()
         if is_lost:
             within = f"{self._timeout_s + self._restart_timeout_s:.0f} s; see logs/{self.name}.log"
-            raise EngineError(f"{self.name}: lost, and no answer to {path} from another process within {within}")
+            raise EngineError(
+                f"{self.name}: lost, and no answer to {path} from another process within {within}"
+            )
         why = f", sent {len(failures) + 1} times; first failure: {failures[0]}" if failures else ""
         within = f"{self._timeout_s:.0f} s (engine.request_timeout_s)"
         raise EngineError(f"{self.name}: no answer to {path} within {within}{why}")
@@ -127,15 +135,23 @@ class Server:
             response = await self._client.request(method, path, json=body)
         except httpx.HTTPError as error:
             why = str(error) or type(error).__name__
-            raise NoAnswer(f"{self.name}: {path} failed, {why}; see logs/{self.name}.log") from error
+            raise NoAnswer(
+                f"{self.name}: {path} failed, {why}; see logs/{self.name}.log"
+            ) from error
         if response.is_error:
-            rejected = BadRequest if response.status_code == httpx.codes.BAD_REQUEST else EngineError
+            rejected = (
+                BadRequest if response.status_code == httpx.codes.BAD_REQUEST else EngineError
+            )
             kind = NoAnswer if response.is_server_error else rejected
-            raise kind(f"{self.name}: {path} answered {response.status_code}: {response.text[:300]}")
+            raise kind(
+                f"{self.name}: {path} answered {response.status_code}: {response.text[:300]}"
+            )
         try:
             return response.json() if response.content and is_json else None
         except ValueError:
-            raise EngineError(f"{self.name}: {path} answered {response.text[:300]!r}, which is not JSON") from None
+            raise EngineError(
+                f"{self.name}: {path} answered {response.text[:300]!r}, which is not JSON"
+            ) from None
 
     async def prepare(self) -> bool:
         """What a new process needs before its first request; it may use `request_once`. Nothing, unless overridden.
@@ -150,7 +166,9 @@ class Server:
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def _retry(self, method: str, path: str, body: Mapping[str, Any] | None, failures: list[str]) -> Any:
+    async def _retry(
+        self, method: str, path: str, body: Mapping[str, Any] | None, failures: list[str]
+    ) -> Any:
         """Send the request until it is answered, without a deadline; appends each failure to `failures`."""
         pauses = iter(_RETRY_PAUSES_S)
         while True:
@@ -194,6 +212,9 @@ class Server:
     async def _wait_healthy(self) -> None:
         while True:
             with contextlib.suppress(httpx.HTTPError):
-                if self.socket.exists() and (await self._client.get("/health", timeout=5)).is_success:
+                if (
+                    self.socket.exists()
+                    and (await self._client.get("/health", timeout=5)).is_success
+                ):
                     return
             await asyncio.sleep(0.2)

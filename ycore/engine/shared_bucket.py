@@ -52,12 +52,18 @@ class Bucket:
             return
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, self.num_bytes)  # a full /dev/shm is an error here, and no signal later
+            os.posix_fallocate(
+                descriptor, 0, self.num_bytes
+            )  # a full /dev/shm is an error here, and no signal later
         except OSError as problem:
-            raise SyncError(f"a bucket of {self.num_bytes} bytes for weights: {problem.strerror}: {file}") from None
+            raise SyncError(
+                f"a bucket of {self.num_bytes} bytes for weights: {problem.strerror}: {file}"
+            ) from None
         finally:
             os.close(descriptor)
-        self._memory = torch.from_file(str(file), shared=True, size=self.num_bytes, dtype=torch.uint8)
+        self._memory = torch.from_file(
+            str(file), shared=True, size=self.num_bytes, dtype=torch.uint8
+        )
         self.handle = str(file)
 
     def fill(self) -> Iterator[list[Entry]]:
@@ -92,7 +98,9 @@ def opened(handle: str, num_bytes: int, device: torch.device) -> torch.Tensor:
     return memory
 
 
-def weights_in(memory: torch.Tensor, entries: Iterable[Entry]) -> Iterator[tuple[str, torch.Tensor]]:
+def weights_in(
+    memory: torch.Tensor, entries: Iterable[Entry]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Copies of the weights, since vLLM keeps what it is given until all of a layer is there."""
     for name, dtype_name, shape, begin in entries:
         dtype: torch.dtype = getattr(torch, dtype_name)

@@ -16,7 +16,11 @@ from ycore.types import Content, Prompt, in_blocks
 
 def image_token_ids(config: Mapping[str, Any]) -> list[int]:
     """The tokens that stand for pictures or frames, by a model's config. None is ever written: nothing is behind it."""
-    found = (config.get(f"{kind}_token_{name}") for kind in ("image", "video") for name in ("id", "index"))
+    found = (
+        config.get(f"{kind}_token_{name}")
+        for kind in ("image", "video")
+        for name in ("id", "index")
+    )
     return sorted({one for one in found if isinstance(one, int)})
 
 
@@ -29,7 +33,9 @@ class Sight:
         template_arguments: further ones of the chat template.
     """
 
-    def __init__(self, processor: Any, store: ImageStore, template_arguments: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, processor: Any, store: ImageStore, template_arguments: Mapping[str, Any] | None = None
+    ) -> None:
         self.processor, self.store = processor, store
         self._template_arguments = dict(template_arguments or {})
         self._ids = lru_cache(maxsize=4096)(self._encoded)
@@ -45,18 +51,29 @@ class Sight:
 
     def short_ids(self, prompt: Prompt) -> tuple[int, ...]:
         """The same with one token a picture, as vLLM takes it: longer ones it would lengthen once more."""
-        return tuple(self.processor.tokenizer(self.text(prompt.content), add_special_tokens=False)["input_ids"])
+        return tuple(
+            self.processor.tokenizer(self.text(prompt.content), add_special_tokens=False)[
+                "input_ids"
+            ]
+        )
 
     def inputs(self, prompts: Sequence[Prompt]) -> Any:
         """What transformers' model takes of prompts with pictures, (B, P) token ids padded left, and their pixels."""
-        return self._processed([self.text(prompt.content) for prompt in prompts], [one.images for one in prompts])
+        return self._processed(
+            [self.text(prompt.content) for prompt in prompts], [one.images for one in prompts]
+        )
 
     def _encoded(self, text: str, images: tuple[Any, ...]) -> tuple[int, ...]:
         return tuple(self._processed([text], [images])["input_ids"][0].tolist())
 
     def _processed(self, texts: list[str], images: Sequence[Sequence[Any]]) -> Any:
         pictures = [[self.store.open(one.sha256) for one in of_prompt] for of_prompt in images]
-        how = {"add_special_tokens": False, "padding": True, "padding_side": "left", "return_tensors": "pt"}
+        how = {
+            "add_special_tokens": False,
+            "padding": True,
+            "padding_side": "left",
+            "return_tensors": "pt",
+        }
         return self.processor(text=texts, images=pictures, **how)
 
 
@@ -75,9 +92,15 @@ def load_sight(
         processor = AutoProcessor.from_pretrained(model, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as problem:
         reason = " ".join(str(problem).split())[:200]
-        raise ModelError(f"the pictures need the model's processor, which cannot be loaded: {reason}") from None
-    if not isinstance(processor, ProcessorMixin) or not image_token_ids(read_json(model / "config.json")):
-        raise ModelError(f"the prompts have pictures, and {model} reads text only; take a vision-language model")
+        raise ModelError(
+            f"the pictures need the model's processor, which cannot be loaded: {reason}"
+        ) from None
+    if not isinstance(processor, ProcessorMixin) or not image_token_ids(
+        read_json(model / "config.json")
+    ):
+        raise ModelError(
+            f"the prompts have pictures, and {model} reads text only; take a vision-language model"
+        )
     processor.tokenizer = tokenizer
     if getattr(processor, "chat_template", None) is None:
         processor.chat_template = tokenizer.chat_template

@@ -50,10 +50,17 @@ class SleepingEngine:
     """
 
     def __init__(
-        self, server: Server, *, refill: Callable[[], Awaitable[None]] | None = None, levels: SleepLevels | None = None
+        self,
+        server: Server,
+        *,
+        refill: Callable[[], Awaitable[None]] | None = None,
+        levels: SleepLevels | None = None,
     ) -> None:
         self._server = server
-        self._asleep, self._changing = asleep_file(server.socket), server.socket.with_suffix(_CHANGING)
+        self._asleep, self._changing = (
+            asleep_file(server.socket),
+            server.socket.with_suffix(_CHANGING),
+        )
         self._refill = refill or partial(reload_from_disk, server)
         self._levels = levels
         self._sleep_s: float | None = None
@@ -65,7 +72,9 @@ class SleepingEngine:
             return
         began = time.perf_counter()
         level = DROP if self._levels is None else self._levels.choose()
-        if self._changing.exists():  # a change was cut off; the deepest level where its file is empty
+        if (
+            self._changing.exists()
+        ):  # a change was cut off; the deepest level where its file is empty
             level = max(level, int(self._changing.read_text() or DROP))
         self._changing.write_text(str(level))
         await self._server.request("POST", SLEEP.format(level=level))
@@ -78,7 +87,9 @@ class SleepingEngine:
         if not self._asleep.exists():
             return
         began, level = time.perf_counter(), int(self._asleep.read_text())
-        self._asleep.replace(self._changing)  # first: from now on the launcher restarts the engine if it has died
+        self._asleep.replace(
+            self._changing
+        )  # first: from now on the launcher restarts the engine if it has died
         await self._server.request("POST", "/wake_up?tags=weights")
         self.has_weights = True
         if level == DROP:

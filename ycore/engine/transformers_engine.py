@@ -37,13 +37,17 @@ class TransformersEngine:
 
     name = "transformers"
 
-    def __init__(self, model: Any, tokenizer: Any, sampling: Sampling, sight: Sight | None = None) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, sampling: Sampling, sight: Sight | None = None
+    ) -> None:
         self.version = 0
         self._sight = sight
         self._model = model
         self._tokenizer = tokenizer
         self._sampling = sampling
-        self._batches = Batches[_Request](self._generate, kind=lambda request: request.kind, most=MAX_BATCH)
+        self._batches = Batches[_Request](
+            self._generate, kind=lambda request: request.kind, most=MAX_BATCH
+        )
 
     async def wait_ready(self, *, timeout_s: float) -> None:
         """Nothing to wait for."""
@@ -66,14 +70,18 @@ class TransformersEngine:
         limit = max_tokens or self._sampling.max_tokens
         return await self._batches.ask(_Request(prompt_ids, seed, greedy, limit, prompt))
 
-    async def logprobs_of(self, context_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[float, ...]:
+    async def logprobs_of(
+        self, context_ids: Sequence[int], target_ids: Sequence[int]
+    ) -> tuple[float, ...]:
         async with self._batches.lock:  # one use of the model at a time, as each has its own thread
             return await asyncio.to_thread(self._score, list(context_ids), list(target_ids))
 
     def _score(self, context_ids: list[int], target_ids: list[int]) -> tuple[float, ...]:
         ids = torch.tensor([[*context_ids, *target_ids]], device=self._model.device)
         with self._inference():
-            logits = self._model(input_ids=ids, use_cache=False).logits[0, len(context_ids) - 1 : -1]
+            logits = self._model(input_ids=ids, use_cache=False).logits[
+                0, len(context_ids) - 1 : -1
+            ]
         chosen = logits.float().log_softmax(-1).gather(1, ids[0, len(context_ids) :].unsqueeze(1))
         return tuple(chosen.squeeze(1).tolist())
 
@@ -81,9 +89,13 @@ class TransformersEngine:
         inputs = self._inputs(batch).to(self._model.device)
         sampling = self._sampling
         greedy = batch[0].greedy or sampling.temperature == 0
-        own = [self._model.device] if self._model.device.type == "cuda" else []  # by default every device, on each rank
+        own = (
+            [self._model.device] if self._model.device.type == "cuda" else []
+        )  # by default every device, on each rank
         with torch.random.fork_rng(devices=own), self._inference():
-            torch.manual_seed(batch[0].seed)  # the batch has one generator, seeded by its first request
+            torch.manual_seed(
+                batch[0].seed
+            )  # the batch has one generator, seeded by its first request
             outputs = self._model.generate(
                 **inputs,
                 max_new_tokens=max(request.max_tokens for request in batch),
@@ -98,7 +110,10 @@ class TransformersEngine:
                 use_cache=True,
             )
         rows = outputs[:, inputs["input_ids"].size(1) :].tolist()
-        return [self._completion(row[: request.max_tokens]) for row, request in zip(rows, batch, strict=True)]
+        return [
+            self._completion(row[: request.max_tokens])
+            for row, request in zip(rows, batch, strict=True)
+        ]
 
     def _inputs(self, batch: Sequence[_Request]) -> Any:
         """Token ids padded left, and the pixels of those that have pictures."""
@@ -116,13 +131,20 @@ class TransformersEngine:
         is_half = self._model.dtype == torch.bfloat16
         self._model.eval()
         try:
-            with torch.no_grad(), torch.autocast(self._model.device.type, dtype=torch.bfloat16, enabled=is_half):
+            with (
+                torch.no_grad(),
+                torch.autocast(self._model.device.type, dtype=torch.bfloat16, enabled=is_half),
+            ):
                 yield
         finally:
             self._model.train(was_training)
 
     def _completion(self, tokens: list[int]) -> Completion:
-        ends = [position for position, token in enumerate(tokens) if token in self._sampling.stop_token_ids]
+        ends = [
+            position
+            for position, token in enumerate(tokens)
+            if token in self._sampling.stop_token_ids
+        ]
         kept = tokens[: ends[0] + 1] if ends else tokens
         return Completion(
             token_ids=tuple(kept),

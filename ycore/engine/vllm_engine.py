@@ -19,7 +19,13 @@ from ycore.engine.shared_bucket import Bucket, Source
 from ycore.engine.sight import Sight
 from ycore.engine.sleeping import SleepingEngine, reload_from_disk
 from ycore.engine.vllm_plugin import NOT_HELD
-from ycore.engine.weight_proof import Piece, TensorSums, check_read_back, has_adapters, read_manifest
+from ycore.engine.weight_proof import (
+    Piece,
+    TensorSums,
+    check_read_back,
+    has_adapters,
+    read_manifest,
+)
 from ycore.errors import EngineError, SyncError
 from ycore.placement.placement import REWARD_MODEL, ROLLOUT, TEACHER
 from ycore.types import Completion, Prompt
@@ -58,7 +64,9 @@ class VllmEngine(Server):
         sight: Sight | None = None,
         drafts: bool = False,
     ) -> None:
-        super().__init__(name, socket, request_timeout_s=request_timeout_s, restart_timeout_s=restart_timeout_s)
+        super().__init__(
+            name, socket, request_timeout_s=request_timeout_s, restart_timeout_s=restart_timeout_s
+        )
         self.version = 0
         self.verified_share = 0.0
         self.sleeper = SleepingEngine(self, refill=self._refill) if sleeps else None
@@ -90,7 +98,12 @@ class VllmEngine(Server):
         }
         if prompt is not None:
             return await self._complete_seen(prompt, sampling, version)
-        request = {"request_id": request_id, "model": self._model, "prompt": list(prompt_ids), **sampling}
+        request = {
+            "request_id": request_id,
+            "model": self._model,
+            "prompt": list(prompt_ids),
+            **sampling,
+        }
         request["return_token_ids"] = True
         self._asked.add(request_id)
         try:
@@ -117,7 +130,9 @@ class VllmEngine(Server):
             ids = [f"cmpl-{request_id}-0" for request_id in self._asked]
             await self.request("POST", "/abort_requests", {"request_ids": ids})
 
-    async def _complete_seen(self, prompt: Prompt, sampling: Mapping[str, Any], version: int) -> Completion:
+    async def _complete_seen(
+        self, prompt: Prompt, sampling: Mapping[str, Any], version: int
+    ) -> Completion:
         """A completion of a prompt with pictures, which go beside ids that have one token for each."""
         assert self._sight is not None
         urls = [self._sight.store.url(image.sha256) for image in prompt.images]
@@ -137,14 +152,18 @@ class VllmEngine(Server):
             policy_version=version,
         )
 
-    async def logprobs_of(self, context_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[float, ...]:
+    async def logprobs_of(
+        self, context_ids: Sequence[int], target_ids: Sequence[int]
+    ) -> tuple[float, ...]:
         return await _logprobs_of(self, self._model, context_ids, target_ids)
 
     async def load_weights(self, folder: Path, version: int) -> None:
         sums = read_manifest(folder, version=version)
         self._weights = folder, version
         self._model = f"{ROLLOUT}-{version}" if has_adapters(sums) else ROLLOUT
-        if not self.is_home:  # its home sends them; the next request's preparation checks that it has
+        if (
+            not self.is_home
+        ):  # its home sends them; the next request's preparation checks that it has
             self.prepare_again()
             self.version = version
         elif self._can_take_weights:
@@ -166,7 +185,9 @@ class VllmEngine(Server):
         self.prepare_again()
         held = (await self.request("GET", _WEIGHT_INFO))["weight_version"]
         if held != str(version):
-            raise SyncError(f"{self.name}: holds policy version {held}, not {version}, after the weights were sent")
+            raise SyncError(
+                f"{self.name}: holds policy version {held}, not {version}, after the weights were sent"
+            )
         self.version = version
 
     async def prepare(self) -> bool:
@@ -199,7 +220,9 @@ class VllmEngine(Server):
         except SyncError as error:
             raise SyncError(f"{self.name}: policy version {version}: {error}") from None
         await self.request_once("POST", "/reset_prefix_cache")
-        if self._sight is not None:  # what was seen with the weights before is still known by the pictures' hashes
+        if (
+            self._sight is not None
+        ):  # what was seen with the weights before is still known by the pictures' hashes
             await self.request_once("POST", "/reset_mm_cache")
             await self.request_once("POST", "/reset_encoder_cache")
         await self.request_once("POST", "/update_weight_version", {"new_version": str(version)})
@@ -207,7 +230,9 @@ class VllmEngine(Server):
     async def _call(self, method: str, **arguments: Any) -> list[list[Piece] | None]:
         """A method of the process's workers; what each returns."""
         call = {"method": method, "kwargs": arguments}
-        answers: list[list[Piece] | None] = (await self.request_once("POST", "/collective_rpc", call))["results"]
+        answers: list[list[Piece] | None] = (
+            await self.request_once("POST", "/collective_rpc", call)
+        )["results"]
         return answers
 
     async def _load_by_bucket(
@@ -227,7 +252,9 @@ class VllmEngine(Server):
         for model in models:
             if model["parent"] is not None:
                 await self.request_once("POST", _UNLOAD, {"lora_name": model["id"]}, is_json=False)
-        await self.request_once("POST", _LOAD, {"lora_name": self._model, "lora_path": str(folder)}, is_json=False)
+        await self.request_once(
+            "POST", _LOAD, {"lora_name": self._model, "lora_path": str(folder)}, is_json=False
+        )
 
 
 @asynccontextmanager
@@ -249,12 +276,16 @@ async def locked(file: Path) -> AsyncIterator[None]:
 async def _logprobs_of(
     server: Server, role: str, context_ids: Sequence[int], target_ids: Sequence[int]
 ) -> tuple[float, ...]:
-    answer = await server.request("POST", "/v1/completions", prompt_request(role, context_ids, target_ids))
+    answer = await server.request(
+        "POST", "/v1/completions", prompt_request(role, context_ids, target_ids)
+    )
     return prompt_logprobs(answer, context_ids, target_ids)
 
 
 class VllmTeacher(Server):
-    async def logprobs_of(self, context_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[float, ...]:
+    async def logprobs_of(
+        self, context_ids: Sequence[int], target_ids: Sequence[int]
+    ) -> tuple[float, ...]:
         return await _logprobs_of(self, TEACHER, context_ids, target_ids)
 
 
@@ -262,10 +293,16 @@ class VllmRewardModel(Server):
     async def logit(self, token_ids: Sequence[int]) -> float:
         """The classifier's only logit, without an activation; NaN where it gives no number."""
         # Without `use_activation: false` vLLM returns the logit's sigmoid.
-        body: dict[str, Any] = {"model": REWARD_MODEL, "input": list(token_ids), "use_activation": False}
+        body: dict[str, Any] = {
+            "model": REWARD_MODEL,
+            "input": list(token_ids),
+            "use_activation": False,
+        }
         answer = await self.request("POST", "/classify", body)
         try:
             (number,) = answer["data"][0]["probs"]
             return math.nan if number is None else float(number)
         except (KeyError, IndexError, TypeError, ValueError):
-            raise EngineError(f"{self.name}: /classify answered {str(answer)[:200]}, not one number") from None
+            raise EngineError(
+                f"{self.name}: /classify answered {str(answer)[:200]}, not one number"
+            ) from None

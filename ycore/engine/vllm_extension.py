@@ -16,7 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config import set_current_vllm_config
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 from vllm.platforms import current_platform
 
 from ycore.engine.commands import REPEATABLE
@@ -75,7 +78,9 @@ class PolicyWorker(Worker):
     def held_policy(self: Any) -> list[Piece]:
         """`held_pieces` of the model and of its adapters, if it has some."""
         model, workers = self.model_runner.get_model(), self.parallel_config.tensor_parallel_size
-        return held_pieces(model, dtype=self.model_config.dtype, workers=workers) + adapter_pieces(model)
+        return held_pieces(model, dtype=self.model_config.dtype, workers=workers) + adapter_pieces(
+            model
+        )
 
 
 def pack_heads(model: Any) -> None:
@@ -102,10 +107,14 @@ def held_pieces(model: Any, *, dtype: Any, workers: int = 1) -> list[Piece]:
             name, parameter = f"{module_name}.{leaf}", given
             if parameter.numel():
                 name = first_name.setdefault(parameter.data_ptr(), name)
-            if leaf == "bias" and parameter.dtype == torch.float32:  # a CPU keeps it so, and its value is the same
+            if (
+                leaf == "bias" and parameter.dtype == torch.float32
+            ):  # a CPU keeps it so, and its value is the same
                 parameter = parameter.to(dtype)
             packed = PACKED_SUMS.get(module) if leaf == "weight" else None
-            is_known = workers == 1 or hasattr(module, "tp_rank") or leaf in ("weight", "bias")  # the latter: norms
+            is_known = (
+                workers == 1 or hasattr(module, "tp_rank") or leaf in ("weight", "bias")
+            )  # the latter: norms
             if parameter.dtype == dtype and is_known and (packed or parameter.numel()):
                 sums = packed or part_sums(parameter, parts_of(module))
                 names = checkpoint_names(name, fused_parts, renamed)
@@ -147,7 +156,8 @@ def parts_of(layer: Any) -> list[Part]:
     if (replicas := getattr(layer, "num_kv_head_replicas", 1)) > 1:
         copies[1:] = [replicas] * (len(copies) - 1)
     return [
-        Part(rows, rows * size // same, rank // same * rows) for rows, same in zip(rows_of_parts, copies, strict=True)
+        Part(rows, rows * size // same, rank // same * rows)
+        for rows, same in zip(rows_of_parts, copies, strict=True)
     ]
 
 
@@ -157,16 +167,27 @@ def column_shard_of(layer: Any, leaf: str) -> int:
 
 
 def _divides_columns(layer: Any) -> bool:
-    size = getattr(layer, "input_size_per_partition", None)  # a tower's convolution has none, and no `tp_rank`
+    size = getattr(
+        layer, "input_size_per_partition", None
+    )  # a tower's convolution has none, and no `tp_rank`
     return size is not None and size != layer.input_size
 
 
-def checkpoint_names(name: str, fused_parts: dict[str, list[str]], renamed: Mapping[str, str] = _AS_IT_IS) -> list[str]:
+def checkpoint_names(
+    name: str, fused_parts: dict[str, list[str]], renamed: Mapping[str, str] = _AS_IT_IS
+) -> list[str]:
     """`a.qkv_proj.weight` is the checkpoint's `a.q_proj.weight`, `a.k_proj.weight` and `a.v_proj.weight`.
 
     `renamed`: how names begin in the checkpoint, by how they begin here.
     """
-    name = next((theirs + name.removeprefix(ours) for ours, theirs in renamed.items() if name.startswith(ours)), name)
+    name = next(
+        (
+            theirs + name.removeprefix(ours)
+            for ours, theirs in renamed.items()
+            if name.startswith(ours)
+        ),
+        name,
+    )
     *owner, module, leaf = name.replace(".base_layer.", ".").split(".")
     return [".".join([*owner, part, leaf]) for part in fused_parts.get(module, [module])]
 
@@ -198,11 +219,15 @@ def multiply_rows_alike() -> None:
     stock = utils.cpu_unquantized_gemm
     in_blocks = os.environ.get(REPEATABLE) == "1" and torch.cpu._is_amx_tile_supported()
 
-    def multiply(layer: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+    def multiply(
+        layer: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> Any:
         rows = x.reshape(-1, x.shape[-1])
         if in_blocks and x.dtype == torch.bfloat16:
             padded = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % _BLOCK))
-            made = torch.cat([stock(layer, block, weight, bias) for block in padded.split(_BLOCK)])[: len(rows)]
+            made = torch.cat([stock(layer, block, weight, bias) for block in padded.split(_BLOCK)])[
+                : len(rows)
+            ]
         elif len(rows) == 1:
             made = stock(layer, rows.repeat(2, 1), weight, bias)[:1]
         else:
@@ -218,16 +243,23 @@ def use_faster_sampler() -> None:
 
     stock = TopKTopPSampler.forward_cpu
 
-    def forward_cpu(self: Any, logits: Any, generators: Mapping[int, Any], k: Any, p: Any) -> tuple[Any, Any]:
+    def forward_cpu(
+        self: Any, logits: Any, generators: Mapping[int, Any], k: Any, p: Any
+    ) -> tuple[Any, Any]:
         sample = stock if not generators or self.use_fp64_gumbel else _sample
         return tuple(sample(self, logits, generators, k, p))
 
     TopKTopPSampler.forward_cpu = forward_cpu
 
 
-def _sample(self: Any, logits: Any, generators: Mapping[int, Any], k: Any, p: Any) -> tuple[Any, Any]:
+def _sample(
+    self: Any, logits: Any, generators: Mapping[int, Any], k: Any, p: Any
+) -> tuple[Any, Any]:
     """Instead of `TopKTopPSampler.forward_cpu`: token ids `[B]`, and what the logprobs mode wants, `[B, V]` or None."""
-    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p, sample_with_exponential_noise
+    from vllm.v1.sample.ops.topk_topp_sampler import (
+        apply_top_k_top_p,
+        sample_with_exponential_noise,
+    )
 
     logits = apply_top_k_top_p(logits, k, p)
     returned = logits if self.logprobs_mode == "processed_logits" else None
@@ -236,7 +268,9 @@ def _sample(self: Any, logits: Any, generators: Mapping[int, Any], k: Any, p: An
     probabilities = logits.softmax(dim=-1, dtype=torch.float32)
     noise = torch.empty_like(probabilities)
     # A request without a seed has no generator; the process's own then gives the seed of its row.
-    seeds = [int(torch.randint(2**62, (1,), generator=generators.get(row))) for row in range(len(noise))]
+    seeds = [
+        int(torch.randint(2**62, (1,), generator=generators.get(row))) for row in range(len(noise))
+    ]
     fill_with_exponentials(noise.numpy(), seeds)
     return sample_with_exponential_noise(probabilities, noise), returned
 
@@ -252,7 +286,9 @@ def sample_drafted_positions() -> None:
     CPU leaves the numbers uninitialised: everything but temperature 0 would be sampled wrongly."""
     from vllm.v1.sample import rejection_sampler
 
-    def expand(x: Any, ends: Any, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Any:
+    def expand(
+        x: Any, ends: Any, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+    ) -> Any:
         counts = torch.diff(ends, prepend=ends.new_zeros(1))
         replaced = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
         return torch.repeat_interleave(replaced, counts, output_size=num_tokens)

@@ -52,8 +52,12 @@ def _fork_the_core() -> None:
 
 def _serve_llava() -> None:
     if find_spec("torchvision") is None:
-        sys.modules[_PIXTRAL] = importlib.import_module("transformers.models.pixtral.image_processing_pil_pixtral")
+        sys.modules[_PIXTRAL] = importlib.import_module(
+            "transformers.models.pixtral.image_processing_pil_pixtral"
+        )
     from vllm.model_executor.models.llava import LlavaForConditionalGeneration
 
     known = LlavaForConditionalGeneration.hf_to_vllm_mapper.orig_to_new_prefix
-    known.update({f"vision_tower.{part}": f"vision_tower.vision_model.{part}" for part in _OF_TOWER})
+    known.update(
+        {f"vision_tower.{part}": f"vision_tower.vision_model.{part}" for part in _OF_TOWER}
+    )

@@ -49,7 +49,12 @@ def tensor_sums(tensor: torch.Tensor) -> TensorSums:
     width = 8 if matrix.size(1) * matrix.element_size() % 8 == 0 else matrix.element_size()
     words = matrix.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width])
     sums = [
-        int((words.sum(dim=1 - dim, dtype=torch.int64) * _powers(base, words.size(dim), words.device)).sum())
+        int(
+            (
+                words.sum(dim=1 - dim, dtype=torch.int64)
+                * _powers(base, words.size(dim), words.device)
+            ).sum()
+        )
         for dim, base in enumerate((ROW_BASE, COLUMN_BASE))
     ]
     return TensorSums(matrix.nbytes, width, sums[0] % _MODULUS, sums[1] % _MODULUS)
@@ -79,19 +84,34 @@ def part_sums(matrix: torch.Tensor, parts: Sequence[Part]) -> list[PartSums]:
     """The sums of each part of a matrix; of the whole, as a tensor of its own, if the parts are not its rows."""
     if sum(part.rows for part in parts) != matrix.size(0):
         parts = [Part(matrix.size(0), matrix.size(0))]
-    return list(zip(parts, map(tensor_sums, matrix.split([part.rows for part in parts])), strict=True))
+    return list(
+        zip(parts, map(tensor_sums, matrix.split([part.rows for part in parts])), strict=True)
+    )
 
 
-def pieces_of(names: Sequence[str], parts: Sequence[PartSums], *, column_shard: int = 0) -> list[Piece]:
+def pieces_of(
+    names: Sequence[str], parts: Sequence[PartSums], *, column_shard: int = 0
+) -> list[Piece]:
     """The parts of a parameter as the checkpoint's tensors: one each, or all of them in one; none if neither fits.
 
     `column_shard`: how many shards as wide as this one are to its left.
     """
     if len(names) not in (1, len(parts)):
         return []
-    before = accumulate((part.whole for part, _ in parts), initial=0) if len(names) == 1 else [0] * len(parts)
+    before = (
+        accumulate((part.whole for part, _ in parts), initial=0)
+        if len(names) == 1
+        else [0] * len(parts)
+    )
     return [
-        (name, row + part.first, column_shard * sums.num_words // part.rows, sums.width, sums.rows, sums.columns)
+        (
+            name,
+            row + part.first,
+            column_shard * sums.num_words // part.rows,
+            sums.width,
+            sums.rows,
+            sums.columns,
+        )
         for name, row, (part, sums) in zip(cycle(names), before, parts, strict=False)
     ]
 
@@ -110,11 +130,15 @@ def read_manifest(folder: Path, *, version: int) -> dict[str, TensorSums]:
     """Each tensor's sums by its checkpoint name; SyncError where the folder does not hold this version."""
     path = folder / _MANIFEST
     if not path.is_file():
-        raise SyncError(f"no weights to send: there is no {path}, which the trainer writes after the weights")
+        raise SyncError(
+            f"no weights to send: there is no {path}, which the trainer writes after the weights"
+        )
     manifest = read_json(path)
     if manifest["version"] != version:
         held = manifest["version"]
-        raise SyncError(f"stale weights: {folder} holds policy version {held}, and {version} was to be sent")
+        raise SyncError(
+            f"stale weights: {folder} holds policy version {held}, and {version} was to be sent"
+        )
     return {name: TensorSums(**one) for name, one in manifest["tensors"].items()}
 
 
@@ -123,7 +147,9 @@ def has_adapters(sums: Iterable[str]) -> bool:
     return any(".lora_" in name for name in sums)
 
 
-def check_read_back(sent: Mapping[str, TensorSums], held: Iterable[Piece], *, at_least: float = 1.0) -> float:
+def check_read_back(
+    sent: Mapping[str, TensorSums], held: Iterable[Piece], *, at_least: float = 1.0
+) -> float:
     """The verified share of the tensors that were sent: the lesser one of their number and of their bytes.
 
     Args:
@@ -141,10 +167,16 @@ def check_read_back(sent: Mapping[str, TensorSums], held: Iterable[Piece], *, at
             place = places.setdefault(name, {})
             if place.setdefault((row, column), (rows, columns)) != (rows, columns):
                 differ.add(name)
-    differ |= {name for name, parts in places.items() if _added_up(parts) != (sent[name].rows, sent[name].columns)}
+    differ |= {
+        name
+        for name, parts in places.items()
+        if _added_up(parts) != (sent[name].rows, sent[name].columns)
+    }
     if differ:
         listed = _listed(differ)
-        raise SyncError(f"{len(differ)} of {len(sent)} tensors are not the trainer's after they were loaded: {listed}")
+        raise SyncError(
+            f"{len(differ)} of {len(sent)} tensors are not the trainer's after they were loaded: {listed}"
+        )
     num_bytes = sum(one.num_bytes for one in sent.values())
     by_bytes = sum(sent[name].num_bytes for name in places) / num_bytes if num_bytes else 1.0
     share = min(by_bytes, len(places) / len(sent)) if sent else 0.0
@@ -161,7 +193,9 @@ def check_read_back(sent: Mapping[str, TensorSums], held: Iterable[Piece], *, at
 
 def _added_up(parts: Mapping[tuple[int, int], tuple[int, int]]) -> tuple[int, int]:
     rows = sum(pow(ROW_BASE, row, _MODULUS) * sums for (row, _), (sums, _) in parts.items())
-    columns = sum(pow(COLUMN_BASE, column, _MODULUS) * sums for (_, column), (_, sums) in parts.items())
+    columns = sum(
+        pow(COLUMN_BASE, column, _MODULUS) * sums for (_, column), (_, sums) in parts.items()
+    )
     return rows % _MODULUS, columns % _MODULUS
 
 

@@ -33,14 +33,25 @@ from ycore.errors import SyncError
 
 NUM_FILES = 4  # written at the same time
 QUEUED_BYTES = 2**29  # of weights that wait to be written, unless one weight has more
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # as safetensors names them
+_DTYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+}  # as safetensors names them
 _TILE = 2**19  # numbers of a weight that are merged at a time on a CPU: 2 MiB
 _ENTRY = 200  # bytes of a tensor's entry in a header, at most, beside its name
-_BASE_SUMS: WeakKeyDictionary[torch.nn.Module, dict[str, TensorSums]] = WeakKeyDictionary()  # they are frozen
+_BASE_SUMS: WeakKeyDictionary[torch.nn.Module, dict[str, TensorSums]] = (
+    WeakKeyDictionary()
+)  # they are frozen
 
 
 def write_weights(
-    model: torch.nn.Module, folder: Path, *, dtype: torch.dtype, writes: bool = True, version: int | None = None
+    model: torch.nn.Module,
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    writes: bool = True,
+    version: int | None = None,
 ) -> int:
     """Write the policy into `folder` as safetensors, in `NUM_FILES` files. All ranks must call it.
 
@@ -89,7 +100,9 @@ def note_weights(model: torch.nn.Module, folder: Path, *, dtype: torch.dtype, ve
     return sum(one.num_bytes for one in sums.values())
 
 
-def write_adapters(model: torch.nn.Module, folder: Path, *, dtype: torch.dtype, version: int) -> int:
+def write_adapters(
+    model: torch.nn.Module, folder: Path, *, dtype: torch.dtype, version: int
+) -> int:
     """Write the policy's adapters into `folder` for an engine that has the base; their bytes. For whole weights only.
 
     The manifest has the sums of the adapters and of the base. The scale is in B, and ranks are padded with zeros, so
@@ -99,34 +112,67 @@ def write_adapters(model: torch.nn.Module, folder: Path, *, dtype: torch.dtype, 
         SyncError: An engine cannot add what is trained to its base: no plain LoRA of linear layers.
     """
     if not isinstance(model, PeftModel):
-        raise SyncError("engine.sync=adapter sends adapters, and all weights are trained; leave it out")
+        raise SyncError(
+            "engine.sync=adapter sends adapters, and all weights are trained; leave it out"
+        )
     base = model.get_base_model()
     tensors: dict[str, torch.Tensor] = {}
     for owner, layer in base.named_modules():
         if not isinstance(layer, LoraLayer):
             continue
         (name,) = layer.active_adapters
-        if name not in layer.lora_A or name in layer.lora_variant or getattr(layer, "fan_in_fan_out", False):
-            raise SyncError(f"engine.sync=adapter sends plain LoRA of linear layers, and {owner} has another kind")
-        down, up = layer.lora_A[name].weight.detach(), layer.lora_B[name].weight.detach() * layer.scaling[name]
+        if (
+            name not in layer.lora_A
+            or name in layer.lora_variant
+            or getattr(layer, "fan_in_fan_out", False)
+        ):
+            raise SyncError(
+                f"engine.sync=adapter sends plain LoRA of linear layers, and {owner} has another kind"
+            )
+        down, up = (
+            layer.lora_A[name].weight.detach(),
+            layer.lora_B[name].weight.detach() * layer.scaling[name],
+        )
         pad = engine_rank(len(down)) - len(down)
-        tensors[f"{owner}.lora_A.weight"] = torch.nn.functional.pad(down, (0, 0, 0, pad)).to("cpu", dtype)
+        tensors[f"{owner}.lora_A.weight"] = torch.nn.functional.pad(down, (0, 0, 0, pad)).to(
+            "cpu", dtype
+        )
         tensors[f"{owner}.lora_B.weight"] = torch.nn.functional.pad(up, (0, pad)).to("cpu", dtype)
-    trained = [name for name, weight in base.named_parameters() if weight.requires_grad and ".lora_" not in name]
+    trained = [
+        name
+        for name, weight in base.named_parameters()
+        if weight.requires_grad and ".lora_" not in name
+    ]
     if trained := [name for name in trained if not name.startswith("critic.")]:
-        raise SyncError(f"engine.sync=adapter sends adapters alone, and {trained[0]} is trained too")
+        raise SyncError(
+            f"engine.sync=adapter sends adapters alone, and {trained[0]} is trained too"
+        )
     if model not in _BASE_SUMS:
         _BASE_SUMS[model] = {
-            name: tensor_sums(weight) for name, weight in engine_weights(model, dtype=dtype, merges=False)
+            name: tensor_sums(weight)
+            for name, weight in engine_weights(model, dtype=dtype, merges=False)
         }
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     remove_manifest(folder)
-    save_file({f"base_model.model.{name}": one for name, one in tensors.items()}, folder / "adapter_model.safetensors")
+    save_file(
+        {f"base_model.model.{name}": one for name, one in tensors.items()},
+        folder / "adapter_model.safetensors",
+    )
     rank = max(tensor.size(0) for name, tensor in tensors.items() if name.endswith("lora_A.weight"))
     modules = sorted({name.split(".")[-3] for name in tensors})
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules, "bias": "none"}
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": modules,
+        "bias": "none",
+    }
     (folder / "adapter_config.json").write_text(json.dumps(config))
-    write_manifest(folder, version, _BASE_SUMS[model] | {name: tensor_sums(one) for name, one in tensors.items()})
+    write_manifest(
+        folder,
+        version,
+        _BASE_SUMS[model] | {name: tensor_sums(one) for name, one in tensors.items()},
+    )
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
@@ -139,11 +185,17 @@ class _File:
         self._entries: dict[str, dict[str, object]] = {}
         self._start = self.end = -(-(8 + 2 + room) // 64) * 64
 
-    def add(self, name: str, weight: torch.Tensor, sums: dict[str, TensorSums]) -> Callable[[], None]:
+    def add(
+        self, name: str, weight: torch.Tensor, sums: dict[str, TensorSums]
+    ) -> Callable[[], None]:
         """Place the weight in the file, and begin to copy it to the host; the result writes it and adds its sums."""
         begin, self.end = self.end, self.end + weight.nbytes
         offsets = [begin - self._start, self.end - self._start]
-        self._entries[name] = {"dtype": _DTYPES[weight.dtype], "shape": [*weight.shape], "data_offsets": offsets}
+        self._entries[name] = {
+            "dtype": _DTYPES[weight.dtype],
+            "shape": [*weight.shape],
+            "data_offsets": offsets,
+        }
         host, wait = copied_to_host(weight)
 
         def write() -> None:
@@ -182,7 +234,9 @@ def save_merged(model: PeftModel, folder: Path, *, dtype: torch.dtype, writes: b
     for file in sorted(folder.glob("model-*.safetensors")):
         with safe_open(file, framework="pt") as opened:
             files |= dict.fromkeys(opened.keys(), file.name)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}, indent=2))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": files}, indent=2)
+    )
     base = model.get_base_model()
     config = copy.deepcopy(base.config)
     if hasattr(config, "quantization_config"):  # what was merged is whole again
@@ -207,12 +261,18 @@ def engine_weights(
     for name, parameter in base.named_parameters(remove_duplicate=False):
         if ".lora_" in name or ".modules_to_save." in name or id(parameter) in seen:
             continue
-        if name.startswith("critic."):  # of PPO; it is the trainer's own, and lies here where all weights train
+        if name.startswith(
+            "critic."
+        ):  # of PPO; it is the trainer's own, and lies here where all weights train
             continue
         seen.add(id(parameter))
         owner, _, leaf = name.partition(".base_layer.")
         layer = adapted.get(owner) if leaf == "weight" else None
-        adapters = [] if layer is None else [value for key, value in layer.named_parameters() if "lora_" in key]
+        adapters = (
+            []
+            if layer is None
+            else [value for key, value in layer.named_parameters() if "lora_" in key]
+        )
         with _gathered([parameter, *adapters]):
             if not writes and not isinstance(parameter, DTensor):
                 continue
@@ -223,7 +283,9 @@ def engine_weights(
             if layer is not None:
                 weight = _merged(layer, weight, dtype)
             if writes:  # a copy of what is gathered, which is freed at the end of this block
-                weight = weight.to(dtype, copy=layer is None and "ds_id" in vars(parameter)).contiguous()
+                weight = weight.to(
+                    dtype, copy=layer is None and "ds_id" in vars(parameter)
+                ).contiguous()
                 yield (f"{owner}.{leaf}" if leaf else name), weight
 
 
@@ -232,7 +294,9 @@ def _dequantised(parameter: Any) -> torch.Tensor:
     from bitsandbytes import functional
 
     data, state = parameter.data, copy.copy(parameter.quant_state)
-    if getattr(state, "packing_format_for_cpu", False):  # by the first forward; its scales are no longer in 8 bits
+    if getattr(
+        state, "packing_format_for_cpu", False
+    ):  # by the first forward; its scales are no longer in 8 bits
         state.original_nested = False
         data, state = functional._convert_weight_packed_for_cpu_inverse(data, state)
         state.absmax = state.absmax.T.reshape(-1).float()
@@ -264,10 +328,21 @@ def _merged(layer: LoraLayer, weight: torch.Tensor, dtype: torch.dtype) -> torch
     factors = []
     for name in layer.active_adapters:
         if name in layer.lora_A:
-            factors.append((layer.lora_B[name].weight, layer.lora_A[name].weight, layer.scaling[name]))
+            factors.append(
+                (layer.lora_B[name].weight, layer.lora_A[name].weight, layer.scaling[name])
+            )
         elif name in layer.lora_embedding_A:
-            factors.append((layer.lora_embedding_A[name].T, layer.lora_embedding_B[name].T, layer.scaling[name]))
-    whole = [(_unsharded(left).float(), _unsharded(right).float(), scale) for left, right, scale in factors]
+            factors.append(
+                (
+                    layer.lora_embedding_A[name].T,
+                    layer.lora_embedding_B[name].T,
+                    layer.scaling[name],
+                )
+            )
+    whole = [
+        (_unsharded(left).float(), _unsharded(right).float(), scale)
+        for left, right, scale in factors
+    ]
     if getattr(layer, "fan_in_fan_out", False) and layer.lora_A:
         whole = [(right.T, left.T, scale) for left, right, scale in whole]
     if whole:  # where the adapters are: frozen weights may be in host memory

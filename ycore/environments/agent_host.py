@@ -67,7 +67,9 @@ class _Call(BaseHTTPRequestHandler):
         """The list of models, for clients that ask for it first."""
         found = self.path.rstrip("/").endswith("/models")
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "ycore"}
-        self._send(200, {"object": "list", "data": [model]}) if found else self._send(*_refusal(404, "no such path"))
+        self._send(200, {"object": "list", "data": [model]}) if found else self._send(
+            *_refusal(404, "no such path")
+        )
 
     def do_POST(self) -> None:
         try:
@@ -76,13 +78,19 @@ class _Call(BaseHTTPRequestHandler):
             length = -1
         if not 0 <= length <= MOST_BODY:
             self.close_connection = True
-            return self._send(*_refusal(413, f"a request needs a Content-Length of at most {MOST_BODY} bytes"))
+            return self._send(
+                *_refusal(413, f"a request needs a Content-Length of at most {MOST_BODY} bytes")
+            )
         data = self.rfile.read(length)
         given = self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
         if not hmac.compare_digest(given.encode(errors="replace"), self.server.key.encode()):
-            return self._send(*_refusal(401, "the key is not that of this completion; take OPENAI_API_KEY"))
+            return self._send(
+                *_refusal(401, "the key is not that of this completion; take OPENAI_API_KEY")
+            )
         if not self.path.rstrip("/").endswith("/chat/completions"):
-            return self._send(*_refusal(404, "only POST /v1/chat/completions and GET /v1/models are served"))
+            return self._send(
+                *_refusal(404, "only POST /v1/chat/completions and GET /v1/models are served")
+            )
         try:
             body = json.loads(data)
             assert isinstance(body, dict)
@@ -101,12 +109,19 @@ class _Call(BaseHTTPRequestHandler):
         choice = answer["choices"][0]
         delta = dict(choice["message"])
         if delta.get("tool_calls"):
-            delta["tool_calls"] = [{**call, "index": index} for index, call in enumerate(delta["tool_calls"])]
+            delta["tool_calls"] = [
+                {**call, "index": index} for index, call in enumerate(delta["tool_calls"])
+            ]
         head = {**answer, "object": "chat.completion.chunk"}
-        first = {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": choice["finish_reason"]}]}
+        first = {
+            **head,
+            "choices": [{"index": 0, "delta": delta, "finish_reason": choice["finish_reason"]}],
+        }
         first.pop("usage")
         lines = [json.dumps(first), json.dumps({**head, "choices": []}), "[DONE]"]
-        self._write(200, "text/event-stream", "".join(f"data: {line}\n\n" for line in lines).encode())
+        self._write(
+            200, "text/event-stream", "".join(f"data: {line}\n\n" for line in lines).encode()
+        )
 
     def _write(self, status: int, kind: str, data: bytes) -> None:
         self.send_response(status)
@@ -129,7 +144,10 @@ def start(first: dict[str, Any], door: Door) -> None:
     variables = {"OPENAI_BASE_URL": door.url, "OPENAI_API_KEY": door.key, "OPENAI_MODEL": MODEL}
     variables |= {"YCORE_REWARD_FILE": str(paid), **first["variables"]}
     agent = subprocess.Popen(
-        first["command"], env={**os.environ, **variables}, stdin=subprocess.DEVNULL, stdout=sys.stderr
+        first["command"],
+        env={**os.environ, **variables},
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr,
     )
 
     def wait() -> None:

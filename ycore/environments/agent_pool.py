@@ -26,7 +26,9 @@ from ycore.sandbox.confine import own_variables
 from ycore.sandbox.level import choose
 from ycore.types import Prompt, Score
 
-_MOST_EVENT = 3 * MOST_BODY + 4096  # bytes: JSON takes six for a letter of two, and twelve for one of four
+_MOST_EVENT = (
+    3 * MOST_BODY + 4096
+)  # bytes: JSON takes six for a letter of two, and twelve for one of four
 
 
 class Asked(NamedTuple):
@@ -51,7 +53,10 @@ class Ended(NamedTuple):
         except ValueError:
             pass
         shown = "nothing" if self.paid is None else plain_text(repr(self.paid), most=60)
-        return Score(None, problem=f"environment: the agent wrote {shown} to YCORE_REWARD_FILE, and no number")
+        return Score(
+            None,
+            problem=f"environment: the agent wrote {shown} to YCORE_REWARD_FILE, and no number",
+        )
 
 
 def words_of(agent: str) -> list[str]:
@@ -59,14 +64,22 @@ def words_of(agent: str) -> list[str]:
     try:
         words = shlex.split(agent)
     except ValueError as error:
-        raise ConfigError(f"agent {agent!r} is no command: {error}; write it as in a shell") from None
+        raise ConfigError(
+            f"agent {agent!r} is no command: {error}; write it as in a shell"
+        ) from None
     if not words:
-        raise ConfigError("agent is an empty command; write it as in a shell, for example 'python my_agent.py'")
+        raise ConfigError(
+            "agent is an empty command; write it as in a shell, for example 'python my_agent.py'"
+        )
     if shutil.which(words[0], path=own_variables("", Path("/"))["PATH"]) is None:
-        raise ConfigError(f"agent {agent!r}: no program {words[0]!r}; give its path, or one on PATH in the sandbox")
+        raise ConfigError(
+            f"agent {agent!r}: no program {words[0]!r}; give its path, or one on PATH in the sandbox"
+        )
     missing = [word for word in words if word.endswith(".py") and not Path(word).is_file()]
     if missing:
-        raise ConfigError(f"agent {agent!r}: no file {missing[0]}; give its path from the working folder")
+        raise ConfigError(
+            f"agent {agent!r}: no file {missing[0]}; give its path from the working folder"
+        )
     return words
 
 
@@ -76,7 +89,9 @@ def check_agent(config: RunConfig) -> None:
         return
     words_of(config.agent)
     if config.tools or config.env:
-        raise ConfigError("an agent brings its own tools and world; leave out --tools and --env, or --agent")
+        raise ConfigError(
+            "an agent brings its own tools and world; leave out --tools and --env, or --agent"
+        )
     chosen = choose(config.sandbox.level)
     if chosen.level is Level.LANDLOCK and not config.turns.sandbox.network:
         raise ConfigError(
@@ -99,7 +114,9 @@ class AgentRun:
         self._host, self._completion_s = host, completion_s
         self._has_begun = False
 
-    async def next(self, reply: Mapping[str, Any] | None = None, *, within_s: float = math.inf) -> Asked | Ended:
+    async def next(
+        self, reply: Mapping[str, Any] | None = None, *, within_s: float = math.inf
+    ) -> Asked | Ended:
         """What the agent does next, after the `reply` to its last call.
 
         Raises:
@@ -112,7 +129,9 @@ class AgentRun:
             if not self._has_begun:
                 self._has_begun = True
                 await self._host.start()
-            return await self._host.exchange({"reply": reply}, _event, most=_MOST_EVENT, timeout_s=max(0.01, left))
+            return await self._host.exchange(
+                {"reply": reply}, _event, most=_MOST_EVENT, timeout_s=max(0.01, left)
+            )
         except CallFailed as failure:
             if str(failure).startswith("timeout"):
                 raise OutOfTime from None
@@ -127,7 +146,9 @@ class AgentPool:
     At most `turns.at_once` agents run at a time.
     """
 
-    def __init__(self, config: RunConfig, *, log: Path, run_id: str, run_folder: Path | None = None) -> None:
+    def __init__(
+        self, config: RunConfig, *, log: Path, run_id: str, run_folder: Path | None = None
+    ) -> None:
         assert config.agent is not None
         self._config, self._log, self._words = config, log, words_of(config.agent)
         names = [f"{word}:agent" for word in self._words if Path(word).is_file()]
@@ -143,7 +164,9 @@ class AgentPool:
         variables = {"YCORE_ROW": json.dumps(row), "YCORE_SEED": seed, "PYTHONHASHSEED": seed}
         first = {"command": self._words, "variables": variables}
         async with self._room:
-            host = AgentHost(first, _ready, self._held, log=self._log, name=f"agent.{next(self._numbers)}")
+            host = AgentHost(
+                first, _ready, self._held, log=self._log, name=f"agent.{next(self._numbers)}"
+            )
             try:
                 yield AgentRun(host, self._config.turns.completion_s)
             finally:
@@ -167,4 +190,8 @@ def _event(line: bytes, nonce: str) -> Asked | Ended:
 
 def agent_files(agent: str | None) -> Sequence[Path]:
     """The files that a command names."""
-    return [] if agent is None else [Path(word) for word in words_of(agent)[1:] if Path(word).is_file()]
+    return (
+        []
+        if agent is None
+        else [Path(word) for word in words_of(agent)[1:] if Path(word).is_file()]
+    )

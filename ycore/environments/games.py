@@ -33,7 +33,9 @@ class TextArena:
         self._pays_parts = self._arguments.pop("partial", True) is not False
         known = textarena.envs.registration.ENV_REGISTRY
         if self._id not in known:
-            way_out = nearest(self._id, known) or f"; there are {len(known)}, such as GuessTheNumber-v0"
+            way_out = (
+                nearest(self._id, known) or f"; there are {len(known)}, such as GuessTheNumber-v0"
+            )
             raise Refused(f"TextArena has no game {self._id!r}{way_out}")
         try:
             self.reset()

@@ -35,9 +35,13 @@ class McpServer:
         try:
             self._words = shlex.split(name.removeprefix(PREFIX))
         except ValueError as error:
-            raise Refused(f"tool {name!r}: {error}; quote the words of the command as for a shell") from None
+            raise Refused(
+                f"tool {name!r}: {error}; quote the words of the command as for a shell"
+            ) from None
         if not self._words:
-            raise Refused(f"tool {name!r} has no command; say what starts the server, e.g. mcp:python server.py")
+            raise Refused(
+                f"tool {name!r} has no command; say what starts the server, e.g. mcp:python server.py"
+            )
         self._process: subprocess.Popen[bytes] | None = None
         self._held, self._number = b"", 0
 
@@ -81,7 +85,9 @@ class McpServer:
         until = time.monotonic() + self._start_s
         try:
             if self._process is None:
-                self._process = subprocess.Popen(self._words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+                self._process = subprocess.Popen(
+                    self._words, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+                )
                 who = {"name": "ycore", "version": "1"}
                 hello = {"protocolVersion": _VERSION, "capabilities": {}, "clientInfo": who}
                 self._ask("initialize", hello, until=until)
@@ -104,8 +110,14 @@ class McpServer:
         self._send({"id": self._number, "method": method, "params": params})
         while True:
             message = self._message(until)
-            if "method" in message and "id" in message:  # the server asks us: it may ping, and nothing else
-                pong = {"result": {}} if message["method"] == "ping" else {"error": {"code": -32601, "message": "no"}}
+            if (
+                "method" in message and "id" in message
+            ):  # the server asks us: it may ping, and nothing else
+                pong = (
+                    {"result": {}}
+                    if message["method"] == "ping"
+                    else {"error": {"code": -32601, "message": "no"}}
+                )
                 self._send({"id": message["id"], **pong})
             elif message.get("id") == self._number:
                 if "error" in message:
@@ -155,7 +167,11 @@ class McpServer:
 
 def _schema(name: str, tool: Mapping[str, Any]) -> dict[str, Any]:
     parameters = {"type": "object", "properties": {}, **tool.get("inputSchema", {})}
-    described = {"name": name, "description": tool.get("description") or "", "parameters": parameters}
+    described = {
+        "name": name,
+        "description": tool.get("description") or "",
+        "parameters": parameters,
+    }
     return {"type": "function", "function": described}
 
 

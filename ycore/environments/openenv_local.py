@@ -61,7 +61,10 @@ class Local:
     @property
     def schemas(self) -> list[dict[str, Any]]:
         return [
-            {"type": "function", "function": {"name": name, "description": told, "parameters": schema}}
+            {
+                "type": "function",
+                "function": {"name": name, "description": told, "parameters": schema},
+            }
             for name, (told, schema) in self.tools.items()
         ]
 
@@ -92,7 +95,9 @@ class Steps(Local):
         self._env = env
         self._action = None if isinstance(env, MCPEnvironment) else _action_of(type(env))
         if self._action is None and not isinstance(env, MCPEnvironment):
-            raise Refused(f"{name!r} does not say which action it takes; write Environment[Action, Observation, State]")
+            raise Refused(
+                f"{name!r} does not say which action it takes; write Environment[Action, Observation, State]"
+            )
         fields = {} if self._action is None else dict(self._action.model_fields)
         fields.pop("metadata", None)
         needed = [key for key, field in fields.items() if field.is_required()]
@@ -104,7 +109,10 @@ class Steps(Local):
         if self._action is None:
             from openenv.core.env_server.mcp_types import ListToolsAction
 
-            return {one.name: (one.description, one.input_schema) for one in self._env.step(ListToolsAction()).tools}
+            return {
+                one.name: (one.description, one.input_schema)
+                for one in self._env.step(ListToolsAction()).tools
+            }
         schema = self._action.model_json_schema()
         schema["properties"].pop("metadata", None)
         return {"step": (inspect.getdoc(self._action) or "", schema)}
@@ -132,11 +140,17 @@ class Steps(Local):
             raise RuntimeError(observation.error.message)
         self._note(reward=observation.reward, done=observation.done)
         blocks = getattr(observation.result, "content", None)
-        return _text(observation.result) if blocks is None else "\n".join(getattr(one, "text", "") for one in blocks)
+        return (
+            _text(observation.result)
+            if blocks is None
+            else "\n".join(getattr(one, "text", "") for one in blocks)
+        )
 
     def _said(self, observation: Any) -> str:
         self._note(reward=observation.reward, done=observation.done)
-        values = observation.model_dump(mode="json", exclude={"done", "reward", "metadata"}, exclude_none=True)
+        values = observation.model_dump(
+            mode="json", exclude={"done", "reward", "metadata"}, exclude_none=True
+        )
         return _text(next(iter(values.values())) if len(values) == 1 else values)
 
 

@@ -67,9 +67,13 @@ class Host:
         self._tools: dict[str, Callable[..., Any]] = {}
         self._runner = asyncio.Runner()
         self._env: Any = None
-        self._paid: float | None = None  # for calls and steps since the turn's reward was last asked for
+        self._paid: float | None = (
+            None  # for calls and steps since the turn's reward was last asked for
+        )
         self._servers = [McpServer(name) for name in tools if name.startswith(PREFIX)]
-        self._declared: list[McpServer | Local] = [*self._servers]  # who say themselves what tools they have
+        self._declared: list[McpServer | Local] = [
+            *self._servers
+        ]  # who say themselves what tools they have
         for name in tools:
             if not name.startswith(PREFIX):
                 self._add(python if name == PYTHON else load(name, "tool"), of=name)
@@ -109,7 +113,9 @@ class Host:
         returned = getattr(get_reward, "__annotations__", {}).get("return")
         if returned in (str, "str", bytes, "bytes", list, "list", dict, "dict"):
             shown = returned if isinstance(returned, str) else returned.__name__
-            raise Refused(f"get_reward of environment {env!r} returns {shown}; a reward is a number, or None")
+            raise Refused(
+                f"get_reward of environment {env!r} returns {shown}; a reward is a number, or None"
+            )
 
     def describe(self, *, schemas: bool) -> dict[str, Any]:
         """What a run must know of the tools: their JSON schemas as transformers makes them, for the chat template."""
@@ -118,7 +124,11 @@ class Host:
         found = [schema_of(tool) for tool in self._tools.values()] if schemas else []
         for server in self._declared if schemas else ():
             for schema in server.schemas:
-                _require_new(schema["function"]["name"], [one["function"]["name"] for one in found], of=server.name)
+                _require_new(
+                    schema["function"]["name"],
+                    [one["function"]["name"] for one in found],
+                    of=server.name,
+                )
                 found.append(schema)
         return {
             "tools": found,
@@ -135,7 +145,9 @@ class Host:
         try:
             return self._answered(request)
         finally:
-            if request["op"] in ("reset", "step", "call") and hasattr(type(self._env), _TURN_REWARD):
+            if request["op"] in ("reset", "step", "call") and hasattr(
+                type(self._env), _TURN_REWARD
+            ):
                 self._collect()
 
     def _collect(self) -> None:
@@ -165,7 +177,11 @@ class Host:
                 paid, self._paid = self._paid, None
                 return paid
             case "reward":
-                value = self._waited(self._env.get_reward()) if hasattr(self._env, "get_reward") else None
+                value = (
+                    self._waited(self._env.get_reward())
+                    if hasattr(self._env, "get_reward")
+                    else None
+                )
                 if isinstance(value, str | bytes):
                     raise TypeError(
                         f"get_reward returns a number or None, not the {type(value).__name__} {value!r:.60}"
@@ -182,7 +198,9 @@ class Host:
                     kept[name] = json.loads(json.dumps(value))
         text = json.dumps(kept)
         if len(text) > MOST_TEXT:
-            raise ValueError(f"the environment's attributes take {len(text)} letters as JSON, of {MOST_TEXT} at most")
+            raise ValueError(
+                f"the environment's attributes take {len(text)} letters as JSON, of {MOST_TEXT} at most"
+            )
         return text
 
     def _called(self, name: str, arguments: Mapping[str, Any]) -> Any:
@@ -209,19 +227,25 @@ def _environment(env: str) -> Any:
             return openenv_local(env, partial(load, kind="environment"))
         made = named(env) if env.partition(":")[0] in GAMES else load(env, "environment")
         if not callable(getattr(made, "reset", None)):
-            raise Refused(f"environment {env!r} has no reset(self, **row), which begins an episode; define it")
+            raise Refused(
+                f"environment {env!r} has no reset(self, **row), which begins an episode; define it"
+            )
         if not (inspect.isclass(made) and inspect.isfunction(getattr(made, "reset", None))):
             raise Refused(f"environment {env!r} must be a class; it is a {type(made).__name__}")
         return made()
     except Refused:
         raise
     except BaseException as error:
-        raise Refused(f"environment {env!r}: {env.rpartition(':')[2]}() raised {one_line(error)}") from error
+        raise Refused(
+            f"environment {env!r}: {env.rpartition(':')[2]}() raised {one_line(error)}"
+        ) from error
 
 
 def _require_new(name: str, names: Collection[str], *, of: str) -> None:
     if name in names:
-        raise Refused(f"two tools are named {name!r}, one of them {of!r}; rename one: a model calls them by name")
+        raise Refused(
+            f"two tools are named {name!r}, one of them {of!r}; rename one: a model calls them by name"
+        )
 
 
 async def _as_coroutine(result: Any) -> Any:
@@ -232,13 +256,17 @@ def load(name: str, kind: str) -> Any:
     """The object of `file.py:name` or `package.module:name`; Refused where there is none."""
     source, _, attribute = name.rpartition(":")
     if not source or not attribute:
-        raise Refused(f"{kind} {name!r} needs both sides of its colon: file.py:name or package.module:name")
+        raise Refused(
+            f"{kind} {name!r} needs both sides of its colon: file.py:name or package.module:name"
+        )
     sys.path[:0] = [folder for folder in (str(Path.cwd()),) if folder not in sys.path]
     try:
         if source.endswith(".py") or "/" in source:
             path = Path(source).expanduser()
             if not path.is_file():
-                raise Refused(f"{kind} {name!r}: no file {path}; give its path from the working folder")
+                raise Refused(
+                    f"{kind} {name!r}: no file {path}; give its path from the working folder"
+                )
             sys.path.insert(0, str(path.resolve().parent))
             spec = importlib.util.spec_from_file_location(f"ycore_{kind}_{path.stem}", path)
             assert spec is not None and spec.loader is not None
@@ -252,7 +280,11 @@ def load(name: str, kind: str) -> Any:
         raise Refused(f"{kind} {name!r}: importing {source} raised {one_line(error)}") from error
     found = getattr(module, attribute, None)
     if not callable(found):
-        public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        public = [
+            key
+            for key, value in vars(module).items()
+            if callable(value) and not key.startswith("_")
+        ]
         raise Refused(
             f"{kind} {name!r}: {source} has no {attribute!r} to call; it has {', '.join(public[:8]) or 'none'}"
         )
@@ -305,7 +337,9 @@ def main() -> None:
         folder = str(Path(__file__).resolve().parent.parent)
         os.execv(sys.argv[2], [sys.argv[2], "-I", "-B", "-c", _IN_ANOTHER, folder, sys.argv[1]])
     channel = Channel(int(sys.argv[1]))
-    faulthandler.register(signal.SIGUSR2, all_threads=True)  # with this signal, the launcher asks for stacks
+    faulthandler.register(
+        signal.SIGUSR2, all_threads=True
+    )  # with this signal, the launcher asks for stacks
     requests = iter(channel)
     first = next(requests)
     try:

@@ -32,7 +32,9 @@ from ycore.sandbox.level import choose, require
 from ycore.sandbox.programs import PROGRAM_LIMITS
 from ycore.types import NO_PROMPT, Prompt, Score
 
-_CHECK_DEADLINE_S = 300.0  # it imports transformers, for the schemas, which takes long where a machine is busy
+_CHECK_DEADLINE_S = (
+    300.0  # it imports transformers, for the schemas, which takes long where a machine is busy
+)
 _BYTES_A_LETTER = 12  # in JSON, a letter beyond the first plane
 
 
@@ -77,14 +79,18 @@ class ToolHost(Answerer[Description]):
         **how: Any,
     ) -> None:
         """`python` is another one to run in, `describe` asks for schemas (seconds), `how` is `Answerer`'s."""
-        super().__init__({"tools": list(tools), "env": env, "describe": describe}, _description, held, **how)
+        super().__init__(
+            {"tools": list(tools), "env": env, "describe": describe}, _description, held, **how
+        )
         self.arguments = () if python is None else (_other_python(python)[0],)
         self.env = env
 
     async def ask(self, op: str, *, deadline_s: float, **request: Any) -> Any:
         """The value that an operation gives; CallFailed where it raised, hung or ended the process."""
         message = {"op": op, **request}
-        return await self.exchange(message, _value, most=_BYTES_A_LETTER * MOST_TEXT + 4096, timeout_s=deadline_s)
+        return await self.exchange(
+            message, _value, most=_BYTES_A_LETTER * MOST_TEXT + 4096, timeout_s=deadline_s
+        )
 
 
 def _description(line: bytes, nonce: str) -> Description:
@@ -116,7 +122,9 @@ class Raised(CallFailed):
     """The code raised, and its process goes on."""
 
 
-def describe_tools(config: RunConfig, *, run_folder: Path | None = None) -> dict[str | None, Description]:
+def describe_tools(
+    config: RunConfig, *, run_folder: Path | None = None
+) -> dict[str | None, Description]:
     """What the policy may call in each environment, by its name: loaded once in confined processes; {} without tools.
 
     Raises:
@@ -129,7 +137,10 @@ def describe_tools(config: RunConfig, *, run_folder: Path | None = None) -> dict
     held = _confinement(config, run_folder=run_folder, run_id="check")
     if not config.env:
         return {None: asyncio.run(_described(config, None, held))}
-    return {name: asyncio.run(_described(config, env, held)) for name, env in config.environments.items()}
+    return {
+        name: asyncio.run(_described(config, env, held))
+        for name, env in config.environments.items()
+    }
 
 
 async def _described(config: RunConfig, env: str | None, held: Confinement) -> Description:
@@ -137,14 +148,22 @@ async def _described(config: RunConfig, env: str | None, held: Confinement) -> D
     host = ToolHost(config.tools, env, held, python=config.env_python, describe=True, **how)
     try:
         found = await host.start()
-        asks = config.dataset or await host.ask("reset", deadline_s=config.turns.call_s, row={"prompt": NO_PROMPT})
+        asks = config.dataset or await host.ask(
+            "reset", deadline_s=config.turns.call_s, row={"prompt": NO_PROMPT}
+        )
     except CallFailed as failure:
-        where = f" (its last words: {host.last_words})" if str(failure).startswith(("worker died", "timeout")) else ""
+        where = (
+            f" (its last words: {host.last_words})"
+            if str(failure).startswith(("worker died", "timeout"))
+            else ""
+        )
         raise ConfigError(f"{failure}{where}") from None
     finally:
         await host.close()
     if not asks:
-        raise ConfigError(f"environment {env!r} says nothing at its reset, and there is no dataset; say --dataset")
+        raise ConfigError(
+            f"environment {env!r} says nothing at its reset, and there is no dataset; say --dataset"
+        )
     if not found.tools and not found.takes_text and env is None:
         raise ConfigError("there is no tool and no environment; name one with --tools or --env")
     return found
@@ -155,17 +174,23 @@ def _confinement(config: RunConfig, *, run_folder: Path | None, run_id: str) -> 
     if config.env_python is not None:
         read = [*config.turns.sandbox.read, *_other_python(config.env_python)[1:]]
         opened = config.turns.sandbox.model_copy(update={"read": read})
-        config = config.model_copy(update={"turns": config.turns.model_copy(update={"sandbox": opened})})
+        config = config.model_copy(
+            update={"turns": config.turns.model_copy(update={"sandbox": opened})}
+        )
     names = [PREFIX if name.startswith(PREFIX) else name for name in config.tools if name != PYTHON]
     names += [env.removeprefix(OPENENV) for env in config.environments.values()]
     return held_like_rewards(config, names, run_folder=run_folder, run_id=run_id)
 
 
-def held_like_rewards(config: RunConfig, names: Sequence[str], *, run_folder: Path | None, run_id: str) -> Confinement:
+def held_like_rewards(
+    config: RunConfig, names: Sequence[str], *, run_folder: Path | None, run_id: str
+) -> Confinement:
     """The confinement of a person's own code of these names, by `turns.sandbox`."""
     specs = [RewardConfig(reward=name, sandbox=config.turns.sandbox) for name in names]
     settings = RewardSettings(memory_gib=config.turns.memory_gib)
-    return confinement_of(specs, settings=settings, sandbox=config.sandbox, run_folder=run_folder, run_id=run_id)
+    return confinement_of(
+        specs, settings=settings, sandbox=config.sandbox, run_folder=run_folder, run_id=run_id
+    )
 
 
 @cache
@@ -181,9 +206,13 @@ def _other_python(python: str) -> tuple[str, ...]:
         version, paths = json.loads(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         why = getattr(error, "strerror", None) or type(error).__name__
-        raise ConfigError(f"env_python {python!r} does not start ({why}); give the path of a Python") from None
+        raise ConfigError(
+            f"env_python {python!r} does not start ({why}); give the path of a Python"
+        ) from None
     if tuple(version) < (3, 11):
-        raise ConfigError(f"env_python {python!r} is Python {version[0]}.{version[1]}; tools need 3.11 or later")
+        raise ConfigError(
+            f"env_python {python!r} is Python {version[0]}.{version[1]}; tools need 3.11 or later"
+        )
     found = dict.fromkeys(os.path.abspath(path) for path in paths if os.path.exists(path))
     return (paths[0], *(path for path in found if not f"{path}/".startswith("/usr/")))
 
@@ -195,7 +224,9 @@ class ToolPool:
     environment, and those of the tool `python`, which see no file and serve one completion each.
     """
 
-    def __init__(self, config: RunConfig, *, log: Path, run_id: str, run_folder: Path | None = None) -> None:
+    def __init__(
+        self, config: RunConfig, *, log: Path, run_id: str, run_folder: Path | None = None
+    ) -> None:
         self.config, self._log = config, log
         self._own = _confinement(config, run_folder=run_folder, run_id=run_id)
         limits: Limits = replace(PROGRAM_LIMITS, memory=int(config.turns.memory_gib * 2**30))
@@ -218,7 +249,9 @@ class ToolPool:
             if host is not None:
                 self._idle.remove(host)
             else:
-                if len(self.hosts) >= self.config.turns.at_once and self._idle:  # of other environments
+                if (
+                    len(self.hosts) >= self.config.turns.at_once and self._idle
+                ):  # of other environments
                     self.hosts.remove(oldest := self._idle.pop(0))
                     await oldest.close()
                 host = self._new(self._own_tools, env, self._own, python=self.config.env_python)
@@ -248,8 +281,12 @@ class ToolPool:
     def _own_tools(self) -> list[str]:
         return [name for name in self.config.tools if name != PYTHON]
 
-    def _new(self, tools: Sequence[str], env: str | None, held: Confinement, *, python: str | None) -> ToolHost:
-        host = ToolHost(tools, env, held, python=python, log=self._log, name=f"tools.{next(self._numbers)}")
+    def _new(
+        self, tools: Sequence[str], env: str | None, held: Confinement, *, python: str | None
+    ) -> ToolHost:
+        host = ToolHost(
+            tools, env, held, python=python, log=self._log, name=f"tools.{next(self._numbers)}"
+        )
         self.hosts.append(host)
         return host
 
@@ -274,7 +311,9 @@ class Episode:
         self._stack = AsyncExitStack()
         self._own: ToolHost | None = None
         self._interpreter: ToolHost | None = None
-        self._done: list[tuple[str, dict[str, Any], int]] = []  # operations that changed the environment, numbered
+        self._done: list[
+            tuple[str, dict[str, Any], int]
+        ] = []  # operations that changed the environment, numbered
         self._number = 0
         self._lost: str | None = None
 
@@ -377,9 +416,15 @@ class Episode:
         await self._interpreter.ready()
         value = await self._ask(self._interpreter, "call", request)
         began_anew = not was_running and self._interpreter.restarts
-        return f"(the interpreter began anew: its variables are gone)\n{value}" if began_anew else value
+        return (
+            f"(the interpreter began anew: its variables are gone)\n{value}"
+            if began_anew
+            else value
+        )
 
-    async def _ask(self, host: ToolHost, op: str, request: Mapping[str, Any], number: int | None = None) -> Any:
+    async def _ask(
+        self, host: ToolHost, op: str, request: Mapping[str, Any], number: int | None = None
+    ) -> Any:
         """`number`: of an operation that is taken again."""
         left = self._pool.config.turns.completion_s - self.seconds
         if left <= 0:
@@ -407,7 +452,11 @@ class Episode:
         if self._env is None:
             return None
         several = len(self._pool.config.env) > 1  # then `environment` is not passed on, as in TRL
-        row = {name: value for name, value in self._prompt.columns.items() if not several or name != "environment"}
+        row = {
+            name: value
+            for name, value in self._prompt.columns.items()
+            if not several or name != "environment"
+        }
         row["prompt"] = self._prompt.content
         ask = partial(host.ask, deadline_s=self._pool.config.turns.call_s)
         observation: str | None = await ask("reset", seed=seed_of(self._key), row=plain(row))

@@ -29,7 +29,10 @@ def load_conditions(config: FlowConfig, *, num_classes: int) -> PromptSet:
     else:
         table = read_table(config.dataset, split=config.split, seed=config.seed, limit=config.limit)
     if column not in table.columns:
-        near = nearest(column, table.columns) or "; name the one with the class by --set condition_column=NAME"
+        near = (
+            nearest(column, table.columns)
+            or "; name the one with the class by --set condition_column=NAME"
+        )
         raise DataError(
             f"{table.name} has no column {column!r}, the class to draw; it has {table.listed_columns}{near}"
         )

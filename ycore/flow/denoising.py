@@ -90,7 +90,9 @@ def step(
     dt = then - now
     if rule == "cps":
         std = then * math.sin(level * math.pi / 2)
-        mean = (1 - then) * (x - now * v) + (then**2 - std**2).clamp_min(0).sqrt() * (x + (1 - now) * v)
+        mean = (1 - then) * (x - now * v) + (then**2 - std**2).clamp_min(0).sqrt() * (
+            x + (1 - now) * v
+        )
     elif rule in ("sde", "dance"):
         spread = torch.full_like(now, level)
         if rule == "sde":
@@ -109,7 +111,9 @@ def log_density(point: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> t
     """Of a Gaussian with one std for all values, summed over each picture's, [B]; 0 where the std is 0."""
     safe = std.clamp_min(1e-20)
     each = -((point - mean) ** 2) / (2 * safe**2) - safe.log() - 0.5 * math.log(2 * math.pi)
-    return torch.where((std > 0).flatten(), each.flatten(1).sum(1), torch.zeros(len(point), dtype=each.dtype))
+    return torch.where(
+        (std > 0).flatten(), each.flatten(1).sum(1), torch.zeros(len(point), dtype=each.dtype)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +149,12 @@ class Drawn:
 
 
 def draw(
-    velocity: Velocity, how: Sampling, seeds: Sequence[int], shape: Sequence[int], *, firsts: Sequence[int] = ()
+    velocity: Velocity,
+    how: Sampling,
+    seeds: Sequence[int],
+    shape: Sequence[int],
+    *,
+    firsts: Sequence[int] = (),
 ) -> Drawn:
     """Draw a picture for each seed. Pictures in one batch may have their steps with noise at different places.
 
@@ -153,8 +162,13 @@ def draw(
         firsts: where each one's steps with noise begin; none are needed without such steps.
     """
     firsts = firsts or [0] * len(seeds)
-    noises = [noise_of(seed, (how.length + 1 if how.rule in NOISY else 1, *shape)) for seed in seeds]
-    x, times = torch.stack([noise[0] for noise in noises]), torch.tensor(how.path.times, dtype=torch.float32)
+    noises = [
+        noise_of(seed, (how.length + 1 if how.rule in NOISY else 1, *shape)) for seed in seeds
+    ]
+    x, times = (
+        torch.stack([noise[0] for noise in noises]),
+        torch.tensor(how.path.times, dtype=torch.float32),
+    )
     points: list[list[torch.Tensor]] = [[] for _ in seeds]
     logprobs: list[list[torch.Tensor]] = [[] for _ in seeds]
     for number in range(how.path.num_steps):
@@ -162,7 +176,15 @@ def draw(
         v, before = velocity(x, now), x
         x = step("ode", x, v, now, then, level=0.0, near_one=how.near_one).point
         if how.rule == "heun" and number + 1 < how.path.num_steps:
-            x = step("ode", before, (v + velocity(x, then)) / 2, now, then, level=0.0, near_one=how.near_one).point
+            x = step(
+                "ode",
+                before,
+                (v + velocity(x, then)) / 2,
+                now,
+                then,
+                level=0.0,
+                near_one=how.near_one,
+            ).point
         noisy = [place for place, first in enumerate(firsts) if how.rule_at(number, first) in NOISY]
         if not noisy:
             continue
@@ -173,12 +195,18 @@ def draw(
         )  # fmt: skip
         x = x.clone()
         x[noisy] = made.point
-        for place, start, point, logprob in zip(noisy, before[noisy], made.point, made.logprob, strict=True):
+        for place, start, point, logprob in zip(
+            noisy, before[noisy], made.point, made.logprob, strict=True
+        ):
             points[place] += [point] if points[place] else [start, point]
             logprobs[place].append(logprob)
     if how.rule not in NOISY:
         return Drawn(x, x[:, None][:, :0], torch.zeros(len(seeds), 0))
-    return Drawn(x, torch.stack([torch.stack(one) for one in points]), torch.stack([torch.stack(o) for o in logprobs]))
+    return Drawn(
+        x,
+        torch.stack([torch.stack(one) for one in points]),
+        torch.stack([torch.stack(o) for o in logprobs]),
+    )
 
 
 def noise_of(seed: int, shape: Sequence[int]) -> torch.Tensor:

@@ -22,7 +22,9 @@ def digits() -> tuple[torch.Tensor, torch.Tensor]:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise ConfigError(f"{DIGITS} is made from scikit-learn's digits, which is not installed; {INSTALL}") from None
+        raise ConfigError(
+            f"{DIGITS} is made from scikit-learn's digits, which is not installed; {INSTALL}"
+        ) from None
     found = load_digits()
     pictures = torch.tensor(found.images, dtype=torch.float32)[:, None] / 8 - 1
     return pictures, torch.tensor(found.target)
@@ -48,7 +50,9 @@ def make(folder: Path, *, steps: int = _STEPS, seed: int = 0) -> None:
         rows = torch.randint(len(pictures), (_BATCH,))
         x0, times = pictures[rows], torch.rand(_BATCH)
         noise = torch.randn_like(x0)
-        v = network(noised(x0, noise, times), times * 1000, class_labels=labels[rows], return_dict=False)[0]
+        v = network(
+            noised(x0, noise, times), times * 1000, class_labels=labels[rows], return_dict=False
+        )[0]
         loss = ((v - (noise - x0)) ** 2).mean()
         optimizer.zero_grad()
         loss.backward()

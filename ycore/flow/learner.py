@@ -10,7 +10,15 @@ import torch
 
 from ycore.config.flow_settings import FlowConfig
 from ycore.flow.denoising import NOISY, Rule, Sampling, Step, grid, step
-from ycore.flow.objectives import group_advantages, grpo_loss, nft_loss, noised, share_of, step_kl, velocity_penalty
+from ycore.flow.objectives import (
+    group_advantages,
+    grpo_loss,
+    nft_loss,
+    noised,
+    share_of,
+    step_kl,
+    velocity_penalty,
+)
 from ycore.flow.policy import Policy, Weights
 from ycore.flow.sampler import Picture, Trajectories
 from ycore.round.sampling import can_teach, dust_of, total_reward
@@ -51,11 +59,15 @@ class Learner:
         kept: where the trajectories of the pictures are.
     """
 
-    def __init__(self, policy: Policy, config: FlowConfig, how: Sampling, kept: Trajectories) -> None:
+    def __init__(
+        self, policy: Policy, config: FlowConfig, how: Sampling, kept: Trajectories
+    ) -> None:
         self.policy, self._config, self._how, self._kept = policy, config, how, kept
         self.old = policy.copy()
         """Of nft: the weights that draw."""
-        self.optimizer = torch.optim.AdamW(policy.trained.values(), lr=config.rate, weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(
+            policy.trained.values(), lr=config.rate, weight_decay=0.0
+        )
 
     @property
     def drawing(self) -> Weights | None:
@@ -67,10 +79,15 @@ class Learner:
         config = self._config
         weights = [reward.weight for reward in config.rewards]
         dust = dust_of(config.rewards, config.sampling.dust, span=1.0)
-        rewards = [[total_reward(scores, weights) for scores in group.scores_GR] for group in groups]
+        rewards = [
+            [total_reward(scores, weights) for scores in group.scores_GR] for group in groups
+        ]
         taught = [can_teach(group, weights, dust=dust) for group in groups]
         known = [value for group in rewards for value in group if value is not None]
-        found = {"frac_reward_zero_std": 1 - sum(taught) / len(groups), "learning_rate": config.rate}
+        found = {
+            "frac_reward_zero_std": 1 - sum(taught) / len(groups),
+            "learning_rate": config.rate,
+        }
         if known:
             found |= {"reward": fmean(known), "reward_std": pstdev(known)}
         if not any(taught):
@@ -85,7 +102,9 @@ class Learner:
         return found | {"ycore/skipped": 0.0}
 
     def _batch(self, groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> Batch:
-        drawn = [Picture.of(completion.text) for group in groups for completion in group.completions]
+        drawn = [
+            Picture.of(completion.text) for group in groups for completion in group.completions
+        ]
         files = {name: self._kept.get(name) for name in {one.kept for one in drawn}}
 
         def stacked(name: str) -> torch.Tensor:
@@ -110,7 +129,9 @@ class Learner:
             loss.backward()
             for name, value in ({"loss": loss.item()} | measured).items():
                 sums[name] = sums.get(name, 0.0) + value
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.trained.values(), self._config.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(
+            self.policy.trained.values(), self._config.max_grad_norm
+        )
         self.optimizer.step()
         return sums | {"grad_norm": float(norm)}
 
@@ -119,7 +140,9 @@ class Learner:
         flow, size = self._config.flow, len(batch)
         generator = _generator(seed)
         times = torch.rand(size, generator=generator)
-        points = noised(batch.pictures, torch.randn(batch.pictures.shape, generator=generator), times)
+        points = noised(
+            batch.pictures, torch.randn(batch.pictures.shape, generator=generator), times
+        )
         shares = share_of(batch.advantages)
         for rows in _parts(size, flow.batch):
             x, t, classes = points[rows], times[rows], batch.classes[rows]
@@ -133,7 +156,10 @@ class Learner:
                 with torch.no_grad():
                     v_reference = self.policy.velocity(x, t, classes, self.policy.reference)
                 gap = velocity_penalty(v, v_reference)
-                loss, measured = loss + flow.kl * gap, {"ycore/flow/velocity_gap": gap.sum().item() / size}
+                loss, measured = (
+                    loss + flow.kl * gap,
+                    {"ycore/flow/velocity_gap": gap.sum().item() / size},
+                )
             yield loss.sum() / size, measured
 
     def _grpo(self, batch: Batch) -> Iterator[tuple[torch.Tensor, dict[str, float]]]:
@@ -142,7 +168,10 @@ class Learner:
         share = 1 / (len(batch) * length)
         for number, rows in itertools.product(range(length), _parts(len(batch), flow.batch)):
             made = self._replay(batch, rows, number, None)
-            old, gains = (one.to(made.logprob.device) for one in (batch.logprobs[rows, number], batch.advantages[rows]))
+            old, gains = (
+                one.to(made.logprob.device)
+                for one in (batch.logprobs[rows, number], batch.advantages[rows])
+            )
             clipped = grpo_loss(made.logprob, old, gains, clip=flow.clip)
             loss = clipped.loss
             measured = {
@@ -166,7 +195,9 @@ class Learner:
         )  # fmt: skip
         v = self.policy.velocity(x, now, batch.classes[rows], weights)
         x, reached, now, then = (one.to(v.device) for one in (x, reached, now, then))
-        return step(how.rule, x, v, now, then, level=how.level, near_one=how.near_one, reached=reached)
+        return step(
+            how.rule, x, v, now, then, level=how.level, near_one=how.near_one, reached=reached
+        )
 
 
 def _parts(size: int, most: int) -> list[slice]:

@@ -48,25 +48,45 @@ async def measure(
 
     async def one(prompt: Prompt) -> tuple[list[Completion], list[list[Score]], list[list[Score]]]:
         label = prompt.columns[column]
-        seeds = [completion_seed(config.seed, -1 - label, index) for index in range(config.num_samples)]
-        tasks = [asyncio.create_task(engine.complete((label, NOWHERE), seed, greedy=True)) for seed in seeds]
+        seeds = [
+            completion_seed(config.seed, -1 - label, index) for index in range(config.num_samples)
+        ]
+        tasks = [
+            asyncio.create_task(engine.complete((label, NOWHERE), seed, greedy=True))
+            for seed in seeds
+        ]
         writing = Writing(Draw(prompt.row, prompt, (label,)), tasks, step, slots)
-        scores = await together([scoring.score(writing) for scoring in (trained, judge) if scoring is not None])
+        scores = await together(
+            [scoring.score(writing) for scoring in (trained, judge) if scoring is not None]
+        )
         return [await task for task in tasks], scores[0], scores[-1]
 
     groups = await together([one(prompt) for prompt in asked])
     specs = config.eval_rewards or config.rewards
     figures = _means("reward", [scores for _, _, judged in groups for scores in judged], specs)
     if judge is not None:
-        figures |= _means("trained_reward", [scores for _, own, _ in groups for scores in own], config.rewards)
-    drawn = [Picture.of(one.text).image.sha256 for completions, _, _ in groups for one in completions]
-    values = np.array([np.asarray(images.open(name), dtype=np.float64) for name in drawn]) / 127.5 - 1
+        figures |= _means(
+            "trained_reward", [scores for _, own, _ in groups for scores in own], config.rewards
+        )
+    drawn = [
+        Picture.of(one.text).image.sha256 for completions, _, _ in groups for one in completions
+    ]
+    values = (
+        np.array([np.asarray(images.open(name), dtype=np.float64) for name in drawn]) / 127.5 - 1
+    )
     if bool((values[..., :1] == values).all()):
         values = values[..., :1]  # grey, which the store opens in colours
     labels = np.repeat([prompt.columns[column] for prompt in asked], config.num_samples)
-    totals = [total_reward(scores, [spec.weight for spec in specs]) for _, _, judged in groups for scores in judged]
+    totals = [
+        total_reward(scores, [spec.weight for spec in specs])
+        for _, _, judged in groups
+        for scores in judged
+    ]
     right = np.array([total is not None and total >= RIGHT_FROM for total in totals])
-    figures |= {"diversity": diversity(values, labels), "diversity_of_right": diversity(values[right], labels[right])}
+    figures |= {
+        "diversity": diversity(values, labels),
+        "diversity_of_right": diversity(values[right], labels[right]),
+    }
     return as_metrics(figures)
 
 
@@ -76,7 +96,10 @@ def _means(name: str, scores: Sequence[Sequence[Score]], specs: Sequence[Any]) -
     columns: dict[str, list[float | None]] = {name: totals}
     if len(specs) > 1:
         names = reward_names(specs)
-        columns |= {f"{name}s/{one}": [row[place].value for row in scores] for place, one in enumerate(names)}
+        columns |= {
+            f"{name}s/{one}": [row[place].value for row in scores]
+            for place, one in enumerate(names)
+        }
     found: dict[str, float] = {}
     for key, values in columns.items():
         known = np.array([value for value in values if value is not None])
@@ -91,7 +114,9 @@ def diversity(values: Any, classes: Any) -> float:
         flat = values[classes == one].reshape(int((classes == one).sum()), -1)
         if len(flat) > 1:
             squares = (flat**2).sum(1)
-            distances = np.sqrt(np.clip(squares[:, None] + squares[None] - 2 * flat @ flat.T, 0, None))
+            distances = np.sqrt(
+                np.clip(squares[:, None] + squares[None] - 2 * flat @ flat.T, 0, None)
+            )
             means.append(distances.sum() / (len(flat) * (len(flat) - 1)))
     return float(np.mean(means)) if means else 0.0
 
@@ -103,7 +128,9 @@ def judge_fell(rows: Sequence[Row]) -> float | None:
     Args:
         rows: of the run's metrics, the last of them measured now.
     """
-    measured = [row for row in rows if number(row, TRAINED) is not None and number(row, JUDGED) is not None]
+    measured = [
+        row for row in rows if number(row, TRAINED) is not None and number(row, JUDGED) is not None
+    ]
     if len(measured) < 2:
         return None
     *before, now = measured

@@ -13,7 +13,9 @@ from ycore.flow.denoising import Step
 LEAST_STD = 1e-4
 
 
-def group_advantages(rewards: Sequence[Sequence[float | None]], *, limit: float = 5.0) -> list[list[float]]:
+def group_advantages(
+    rewards: Sequence[Sequence[float | None]], *, limit: float = 5.0
+) -> list[list[float]]:
     """A reward less its group's mean, over the deviation of all the round's rewards (Flow-GRPO, arXiv 2505.05470),
     within `limit`; 0 for a picture without a reward."""
     centred: list[list[float | None]] = []
@@ -25,7 +27,10 @@ def group_advantages(rewards: Sequence[Sequence[float | None]], *, limit: float 
     mean = sum(flat) / len(flat) if flat else 0.0
     std = (sum((value - mean) ** 2 for value in flat) / len(flat)) ** 0.5 if flat else 0.0
     scale = std + LEAST_STD
-    return [[0.0 if one is None else max(-limit, min(limit, one / scale)) for one in group] for group in centred]
+    return [
+        [0.0 if one is None else max(-limit, min(limit, one / scale)) for one in group]
+        for group in centred
+    ]
 
 
 def noised(x0: torch.Tensor, noise: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
@@ -56,7 +61,11 @@ def nft_loss(
 
     def error(velocity: torch.Tensor) -> torch.Tensor:
         miss = x - t * velocity - x0
-        weight = miss.detach().abs().flatten(1).mean(1).clamp_min(1e-5) if adaptive else torch.ones(len(x))
+        weight = (
+            miss.detach().abs().flatten(1).mean(1).clamp_min(1e-5)
+            if adaptive
+            else torch.ones(len(x))
+        )
         return (miss**2).flatten(1).mean(1) / weight
 
     better, worse = (1 - b) * v_old + b * v, (1 + b) * v_old - b * v

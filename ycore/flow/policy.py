@@ -36,7 +36,9 @@ class Policy:
         device: str = "cpu",
     ) -> None:
         if guidance != 1 and folder.no_class is None:
-            raise ConfigError(f"flow.guidance needs a class for none, which a {folder.network} has not; leave it out")
+            raise ConfigError(
+                f"flow.guidance needs a class for none, which a {folder.network} has not; leave it out"
+            )
         self.folder, self.guidance, self.device = folder, guidance, torch.device(device)
         self.network = folder.load()
         if lora is not None:
@@ -46,11 +48,16 @@ class Policy:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 settings = LoraConfig(
-                    r=lora.r, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=_targets(self.network, lora)
+                    r=lora.r,
+                    lora_alpha=lora.alpha,
+                    lora_dropout=0.0,
+                    target_modules=_targets(self.network, lora),
                 )
                 inject_adapter_in_model(settings, self.network)
         self.network.eval().to(self.device)
-        self.trained = {name: weight for name, weight in self.network.named_parameters() if weight.requires_grad}
+        self.trained = {
+            name: weight for name, weight in self.network.named_parameters() if weight.requires_grad
+        }
         self.reference = self.copy()
 
     def copy(self) -> dict[str, torch.Tensor]:
@@ -60,27 +67,39 @@ class Policy:
     def put(self, weights: Weights) -> None:
         """Set what is trained; ModelError for weights of another model."""
         if weights.keys() != self.trained.keys():
-            raise ModelError("the weights are of another model; give the model that the run began with")
+            raise ModelError(
+                "the weights are of another model; give the model that the run began with"
+            )
         with torch.no_grad():
             for name, weight in self.trained.items():
                 weight.copy_(weights[name])
 
     def velocity(
-        self, x: torch.Tensor, times: torch.Tensor, classes: torch.Tensor, weights: Weights | None = None
+        self,
+        x: torch.Tensor,
+        times: torch.Tensor,
+        classes: torch.Tensor,
+        weights: Weights | None = None,
     ) -> torch.Tensor:
         """[B, C, H, W] in float32, at times [B] for classes [B]; with `weights` instead of the policy's own."""
         v = self._asked(x, times, classes, weights)
         if self.guidance == 1:
             return v
-        without = self._asked(x, times, torch.full_like(classes, self.folder.no_class or 0), weights)
+        without = self._asked(
+            x, times, torch.full_like(classes, self.folder.no_class or 0), weights
+        )
         return without + self.guidance * (v - without)
 
-    def _asked(self, x: torch.Tensor, times: torch.Tensor, classes: torch.Tensor, weights: Weights | None) -> Any:
+    def _asked(
+        self, x: torch.Tensor, times: torch.Tensor, classes: torch.Tensor, weights: Weights | None
+    ) -> Any:
         x, times, classes = (one.to(self.device) for one in (x, times, classes))
         asked = {"class_labels": classes, "return_dict": False}
         if weights is None:
             return self.network(x, times * _SCALE, **asked)[0].float()
-        return torch.func.functional_call(self.network, dict(weights), (x, times * _SCALE), asked)[0].float()
+        return torch.func.functional_call(self.network, dict(weights), (x, times * _SCALE), asked)[
+            0
+        ].float()
 
     def save(self, root: Path) -> None:
         """A folder that `--model` takes, whole: adapters are merged in."""

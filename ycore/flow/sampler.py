@@ -75,7 +75,9 @@ class Trajectories:
         try:
             data = path.read_bytes()
         except OSError as problem:
-            raise RunFolderError(f"a trajectory of the journal cannot be read ({problem}); resume from 0") from None
+            raise RunFolderError(
+                f"a trajectory of the journal cannot be read ({problem}); resume from 0"
+            ) from None
         if hashlib.sha256(data).hexdigest() != name:
             raise RunFolderError(f"{path} has changed: its sha256 is not its name; resume from 0")
         tensors: dict[str, torch.Tensor] = load(data)
@@ -105,14 +107,18 @@ class PictureEngine:
 
     name = "sampler"
 
-    def __init__(self, policy: Policy, how: Sampling, plain: Sampling, folder: RunFolder, *, batch: int) -> None:
+    def __init__(
+        self, policy: Policy, how: Sampling, plain: Sampling, folder: RunFolder, *, batch: int
+    ) -> None:
         self.version = 0
         self.weights: Weights | None = None
         """Those to draw with; None for the policy's own."""
         self.num_drawn = 0
         self._policy, self._how, self._plain, self._batch = policy, how, plain, batch
         self._images, self._kept = ImageStore(folder.images), Trajectories(folder.trajectories)
-        self._batches = Batches[_Request](self._draw, kind=lambda request: request.measures, most=batch, wait_s=JOIN_S)
+        self._batches = Batches[_Request](
+            self._draw, kind=lambda request: request.measures, most=batch, wait_s=JOIN_S
+        )
 
     async def wait_ready(self, *, timeout_s: float) -> None:
         """Nothing to wait for."""
@@ -136,7 +142,9 @@ class PictureEngine:
         label, first = prompt_ids
         return await self._batches.ask(_Request(label, NOWHERE if greedy else first, seed))
 
-    async def logprobs_of(self, context_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[float, ...]:
+    async def logprobs_of(
+        self, context_ids: Sequence[int], target_ids: Sequence[int]
+    ) -> tuple[float, ...]:
         raise NotImplementedError("a picture has no tokens")
 
     def _draw(self, requests: Sequence[_Request]) -> list[Completion]:
@@ -167,7 +175,11 @@ class PictureEngine:
 
 
 def _velocity(
-    policy: Policy, classes: torch.Tensor, weights: Weights | None, x: torch.Tensor, times: torch.Tensor
+    policy: Policy,
+    classes: torch.Tensor,
+    weights: Weights | None,
+    x: torch.Tensor,
+    times: torch.Tensor,
 ) -> torch.Tensor:
     """On the CPU, where the noise is drawn and the steps are made."""
     return policy.velocity(x, times, classes, weights).cpu()
@@ -178,7 +190,9 @@ def as_pil(values: torch.Tensor) -> Any:
     from PIL import Image as Pillow
 
     bytes_ = ((values.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
-    return Pillow.fromarray(bytes_[0].numpy() if len(bytes_) == 1 else bytes_.permute(1, 2, 0).numpy())
+    return Pillow.fromarray(
+        bytes_[0].numpy() if len(bytes_) == 1 else bytes_.permute(1, 2, 0).numpy()
+    )
 
 
 class OnePicture(OneTurn):
@@ -189,7 +203,9 @@ class OnePicture(OneTurn):
 
     async def play(self, start: Start, index: int, write: Write, *, seed: int) -> Completion:
         position = start.draw.position
-        first = window_of(seed, position, num_steps=self._how.path.num_steps, length=self._how.length)
+        first = window_of(
+            seed, position, num_steps=self._how.path.num_steps, length=self._how.length
+        )
         return await write((*start.draw.token_ids, first), completion_seed(seed, position, index))
 
 
@@ -209,7 +225,9 @@ def drop_pictures(folder: RunFolder) -> int:
     return len(gone)
 
 
-def contact_sheet(policy: Policy, how: Sampling, classes: Sequence[int], path: Path, *, each: int = 8) -> None:
+def contact_sheet(
+    policy: Policy, how: Sampling, classes: Sequence[int], path: Path, *, each: int = 8
+) -> None:
     """A PNG with `each` pictures of every class, by the model that the run began with and by the policy, side by side
     and from the same noise."""
     from ycore.view.pictures import new_figure, save_png
@@ -225,10 +243,16 @@ def contact_sheet(policy: Policy, how: Sampling, classes: Sequence[int], path: P
         halves.append(torch.nn.functional.pad(rows, (1, 1, 1, 1), value=-1.0))
     figure = new_figure(9, 0.45 * len(classes) + 0.6)
     for axes, half, title in zip(figure.subplots(1, 2), halves, ("before", "after"), strict=True):
-        sheet = half.permute(0, 3, 1, 4, 2).flatten(0, 1).flatten(1, 2)  # rows of pictures beneath each other
-        axes.imshow((sheet + 1) / 2, cmap="gray_r" if sheet.shape[-1] == 1 else None, vmin=0, vmax=1)
+        sheet = (
+            half.permute(0, 3, 1, 4, 2).flatten(0, 1).flatten(1, 2)
+        )  # rows of pictures beneath each other
+        axes.imshow(
+            (sheet + 1) / 2, cmap="gray_r" if sheet.shape[-1] == 1 else None, vmin=0, vmax=1
+        )
         axes.set_title(title, loc="left", fontsize=11)
         height = sheet.shape[0] / len(classes)
-        axes.set_yticks([(place + 0.5) * height for place in range(len(classes))], [str(one) for one in classes])
+        axes.set_yticks(
+            [(place + 0.5) * height for place in range(len(classes))], [str(one) for one in classes]
+        )
         axes.set_xticks([])
     save_png(figure, path)

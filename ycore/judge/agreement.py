@@ -39,7 +39,11 @@ def agreement_of(spec: RewardConfig) -> Judge:
 
 
 def load_questions(
-    config: RunConfig, *, as_chat: bool, special_tokens: tuple[str, ...] = (), store: ImageStore | None = None
+    config: RunConfig,
+    *,
+    as_chat: bool,
+    special_tokens: tuple[str, ...] = (),
+    store: ImageStore | None = None,
 ) -> PromptSet:
     """The run's prompts: with an `agrees:` reward its judge's questions about the dataset's pairs; DataError.
 

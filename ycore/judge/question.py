@@ -37,10 +37,14 @@ _SPECIAL = re.compile(
     re.IGNORECASE,
 )
 # Only where a run of brackets begins: from each of them anew, a long run would cost its length squared.
-_BRACKETED = re.compile(rf"(?<![{_OPENING}])[{_OPENING}]++([^{_OPENING}{_CLOSING}]{{1,60}})([{_CLOSING}]*+)")
+_BRACKETED = re.compile(
+    rf"(?<![{_OPENING}])[{_OPENING}]++([^{_OPENING}{_CLOSING}]{{1,60}})([{_CLOSING}]*+)"
+)
 
 _INVISIBLE = ("Cc", "Cf", "Cs", "Co")  # controls, directions, joiners, tags
-_SELECTORS = frozenset(map(chr, [*range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0), 0x034F, 0x115F, 0x1160, 0x3164]))
+_SELECTORS = frozenset(
+    map(chr, [*range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0), 0x034F, 0x115F, 0x1160, 0x3164])
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +60,16 @@ class Questioner:
 
     def pairwise(self, prompt: Prompt, first: str, second: str, *, key: str) -> Question:
         """The question which of two completions is better; `key` as in `pointwise`."""
-        return self._fill(prompt, {"first": self._shown(first, key), "second": self._shown(second, key)}, key)
+        return self._fill(
+            prompt, {"first": self._shown(first, key), "second": self._shown(second, key)}, key
+        )
 
     def groupwise(self, prompt: Prompt, completions: Sequence[str], *, key: str) -> Question:
         """The question to rank a group; `key` as in `pointwise`."""
-        shown = (f"Answer {number}:\n{self._shown(text, key)}" for number, text in enumerate(completions, start=1))
+        shown = (
+            f"Answer {number}:\n{self._shown(text, key)}"
+            for number, text in enumerate(completions, start=1)
+        )
         return self._fill(prompt, {"completions": "\n\n".join(shown)}, key)
 
     def _fill(self, prompt: Prompt, shown: Mapping[str, str], key: str) -> Question:
@@ -69,7 +78,9 @@ class Questioner:
         fields = {
             **dict.fromkeys(judge.columns, ""),  # a row may lack a column that others have
             **columns,
-            "prompt": self._sanitized(numbered(as_text(prompt.content)) if prompt.images else as_text(prompt.content)),
+            "prompt": self._sanitized(
+                numbered(as_text(prompt.content)) if prompt.images else as_text(prompt.content)
+            ),
             "reference": columns.get(judge.reference_column, ""),
             "rubric": judge.rubric.strip(),
             "how_to_answer": _how_to_answer(judge, verdict_code(key)),
@@ -90,7 +101,9 @@ class Questioner:
 
     def _sanitized(self, text: str) -> str:
         verdict = self.judge.verdict
-        tags = (_MARK, verdict.tag) if isinstance(verdict, ScoreVerdict | RankingVerdict) else (_MARK,)
+        tags = (
+            (_MARK, verdict.tag) if isinstance(verdict, ScoreVerdict | RankingVerdict) else (_MARK,)
+        )
         return sanitize(text, tags=tags, special_tokens=self.special_tokens)
 
 
@@ -102,14 +115,20 @@ def verdict_code(key: str) -> str:
 def numbered(text: str) -> str:
     """With `[picture 1]` and so on where a picture stands."""
     first, *others = text.split(IMAGE_MARK)
-    return first + "".join(f"[picture {number}]{part}" for number, part in enumerate(others, start=1))
+    return first + "".join(
+        f"[picture {number}]{part}" for number, part in enumerate(others, start=1)
+    )
 
 
 def with_pictures(question: Question, urls: Sequence[str]) -> Question:
     """The question with pictures before its last turn's text, as OpenAI's API takes them."""
     *before, last = question
     shown = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-    return [*before, {**last, "content": [*shown, {"type": "text", "text": last["content"]}]}] if shown else question
+    return (
+        [*before, {**last, "content": [*shown, {"type": "text", "text": last["content"]}]}]
+        if shown
+        else question
+    )
 
 
 def _how_to_answer(judge: Judge, code: str) -> str:
@@ -133,7 +152,11 @@ def _how_to_answer(judge: Judge, code: str) -> str:
 
 def _number_range(judge: Judge, verdict: ScoreVerdict | JsonVerdict) -> str:
     low, high = f"{verdict.min:g}", f"{verdict.max:g}"
-    meaning = f" ({high}: the first answer is better, {low}: the second)" if judge.mode == "pairwise" else ""
+    meaning = (
+        f" ({high}: the first answer is better, {low}: the second)"
+        if judge.mode == "pairwise"
+        else ""
+    )
     return f"from {low} to {high}{meaning}"
 
 
@@ -170,7 +193,9 @@ def sanitize(text: str, *, tags: Sequence[str] = (), special_tokens: Sequence[st
 
 def break_special_tokens(text: str, special_tokens: Sequence[str]) -> str:
     """Put a space into everything that a tokenizer would read as one of these tokens."""
-    for token in sorted((token for token in special_tokens if len(token) > 1), key=len, reverse=True):
+    for token in sorted(
+        (token for token in special_tokens if len(token) > 1), key=len, reverse=True
+    ):
         text = text.replace(token, f"{token[0]} {token[1:]}")
     return text
 
@@ -196,7 +221,9 @@ class _ByLetter(dict[int, str]):
 
 
 def _seen(letter: str) -> str:
-    hidden = letter not in "\n\t" and (unicodedata.category(letter) in _INVISIBLE or letter in _SELECTORS)
+    hidden = letter not in "\n\t" and (
+        unicodedata.category(letter) in _INVISIBLE or letter in _SELECTORS
+    )
     return "" if hidden else letter
 
 

@@ -34,18 +34,26 @@ class RewardModel(Strict):
     """
 
     model: str  # a hub id or folder; several with a + between them
-    combine: Literal["mean", "min", "lower"] = "mean"  # of several; `lower` is their mean - k * their deviation
+    combine: Literal["mean", "min", "lower"] = (
+        "mean"  # of several; `lower` is their mean - k * their deviation
+    )
     k: Annotated[float, Field(ge=0)] = 1.0
     center: float = 0.0  # subtracted from the logit; for example its mean over ordinary completions
     multiplier: Annotated[float, Field(gt=0)] = 1.0
     clip: tuple[float, float] | None = None  # the least and the most reward, after both
-    max_model_len: Positive | None = None  # prompt plus completion, in tokens; None: the model's own, 4096 at most
-    tensor_parallel: Width = "auto"  # devices that one of its engines spans; `auto`: the fewest that fit, on a CPU 1
+    max_model_len: Positive | None = (
+        None  # prompt plus completion, in tokens; None: the model's own, 4096 at most
+    )
+    tensor_parallel: Width = (
+        "auto"  # devices that one of its engines spans; `auto`: the fewest that fit, on a CPU 1
+    )
 
     @model_validator(mode="after")
     def _check_clip(self) -> Self:
         if self.clip is not None and self.clip[0] >= self.clip[1]:
-            raise ValueError(f"clip is the least and the most, in this order; it is {list(self.clip)}")
+            raise ValueError(
+                f"clip is the least and the most, in this order; it is {list(self.clip)}"
+            )
         return self
 
     @model_validator(mode="after")
@@ -54,7 +62,9 @@ class RewardModel(Strict):
         if not all(models) or len(set(models)) < len(models):
             raise ValueError(f"an ensemble names each of its models once, A+B; it is {self.model}")
         if len(models) == 1 and self.combine != "mean":
-            raise ValueError(f"combine {self.combine} needs several models, rm:A+B; it is {self.model}")
+            raise ValueError(
+                f"combine {self.combine} needs several models, rm:A+B; it is {self.model}"
+            )
         return self
 
     @property
@@ -117,7 +127,9 @@ def is_rule(spec: RewardConfig) -> bool:
 def with_declarations(config: _Scored) -> _Scored:
     """Read every judge's file into its reward's `args`; RewardError where a declaration cannot work."""
     keys = {"rewards": config.rewards, "eval_rewards": config.eval_rewards}
-    return config.model_copy(update={key: [_declared(spec) for spec in specs] for key, specs in keys.items()})
+    return config.model_copy(
+        update={key: [_declared(spec) for spec in specs] for key, specs in keys.items()}
+    )
 
 
 def _declared(spec: RewardConfig) -> RewardConfig:
@@ -151,7 +163,9 @@ def teacher_of(spec: RewardConfig) -> Teacher:
     """The declaration of a `teacher:` source; RewardError. The folder of a run stands for the model that it trained."""
     name = spec.reward.removeprefix(TEACHER)
     if not name:
-        raise RewardError("teacher: needs a model's name: --teacher MODEL, a hub id, a folder, or the folder of a run")
+        raise RewardError(
+            "teacher: needs a model's name: --teacher MODEL, a hub id, a folder, or the folder of a run"
+        )
     run = RunFolder(Path(name).expanduser())
     model = str(run.model) if run.config.is_file() else name
     return _validated(Teacher, {"model": model, **spec.args}, what=f"teacher {name}")
@@ -161,21 +175,37 @@ def check_pictures(config: RunConfig) -> None:
     """ConfigError where a part of the run would not see the pictures of its prompts, and would judge without them."""
     judges = {spec.reward: judge_of(spec) for spec in config.rewards if is_judge(spec)}
     blind = {
-        **{spec.reward: "reads text only" for spec in config.rewards if not (is_rule(spec) or is_judge(spec))},
+        **{
+            spec.reward: "reads text only"
+            for spec in config.rewards
+            if not (is_rule(spec) or is_judge(spec))
+        },
         **{
             name: f"asks {model_name(judge, config)}, which reads text only; name a model that sees"
             for name, judge in judges.items()
             if judge.base_url is None and reads_text_only(_plan_of(judge, config))
         },
-        **{spec.reward: "asks the policy about text only" for spec in config.rewards if is_reference(spec)},
-        **({"a run with tools, an environment or an agent": "writes prompts of text"} if config.has_turns else {}),
+        **{
+            spec.reward: "asks the policy about text only"
+            for spec in config.rewards
+            if is_reference(spec)
+        },
+        **(
+            {"a run with tools, an environment or an agent": "writes prompts of text"}
+            if config.has_turns
+            else {}
+        ),
     }
     if config.sampling.oversample > 1:
         blind["a run with --oversample"] = "goes on with what was written after text only"
     if config.algorithm not in ("grpo", "rloo", "eval"):
-        blind[f"ycore {config.algorithm}"] = "has parts that read text only; take ycore grpo or ycore rloo"
+        blind[f"ycore {config.algorithm}"] = (
+            "has parts that read text only; take ycore grpo or ycore rloo"
+        )
     for who, why in blind.items():
-        raise ConfigError(f"the prompts have pictures, and {who} {why}; leave it out, or remove the pictures")
+        raise ConfigError(
+            f"the prompts have pictures, and {who} {why}; leave it out, or remove the pictures"
+        )
 
 
 def model_name(judge: Judge, config: RunConfig) -> str:
@@ -192,9 +222,13 @@ def check_picture_judges(config: FlowConfig, columns: Sequence[str]) -> None:
     for spec in filter(is_judge, (*config.rewards, *config.eval_rewards)):
         judge = judge_of(spec)
         if judge.base_url is None:
-            raise ConfigError(f"{spec.reward} would be served here, where judges read text only; give it a base_url")
+            raise ConfigError(
+                f"{spec.reward} would be served here, where judges read text only; give it a base_url"
+            )
         if judge.mode != "pointwise":
-            raise ConfigError(f"{spec.reward} is {judge.mode}, and pictures are judged one by one; say mode: pointwise")
+            raise ConfigError(
+                f"{spec.reward} is {judge.mode}, and pictures are judged one by one; say mode: pointwise"
+            )
         require_columns(spec.reward, judge, columns)
 
 
@@ -204,7 +238,9 @@ def require_columns(name: str, judge: Judge, columns: Iterable[str]) -> None:
     for column in sorted(judge.columns - set(known)):
         what = "reference_column" if column == judge.reference_column else "a field of its messages"
         near = nearest(column, known, limit=1) or f"; the columns are {', '.join(known) or 'none'}"
-        raise RewardError(f"judge {name}: {what} is {column!r}, which is no column of the dataset{near}")
+        raise RewardError(
+            f"judge {name}: {what} is {column!r}, which is no column of the dataset{near}"
+        )
 
 
 def _validated(model: type[_Declared], data: Mapping[str, Any], *, what: str) -> _Declared:
@@ -216,17 +252,24 @@ def _validated(model: type[_Declared], data: Mapping[str, Any], *, what: str) ->
 
 def _load_yaml(name: str, args: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a judge's file, or of a judge that comes with ycore; none where `args` declare it all."""
-    shipped = {entry.name.removesuffix(".yaml"): entry for entry in (files("ycore_recipes") / "judges").iterdir()}
+    shipped = {
+        entry.name.removesuffix(".yaml"): entry
+        for entry in (files("ycore_recipes") / "judges").iterdir()
+    }
     if name.endswith(SUFFIXES):
         way_out = f"ycore's own are {', '.join(f'judge:{known}' for known in sorted(shipped))}"
-        text = read_yaml_file(Path(name).expanduser(), what="judge", way_out=way_out, error=RewardError)
+        text = read_yaml_file(
+            Path(name).expanduser(), what="judge", way_out=way_out, error=RewardError
+        )
     elif name in shipped:
         text = shipped[name].read_text(encoding="utf-8")
     elif "verdict" in args:
         return {}
     else:
         near = nearest(name, shipped) or f"; ycore's own are {', '.join(sorted(shipped))}"
-        raise RewardError(f"no judge {name!r}: use judge:FILE.yaml, or write the judge under the reward's args{near}")
+        raise RewardError(
+            f"no judge {name!r}: use judge:FILE.yaml, or write the judge under the reward's args{near}"
+        )
     declared = parse_yaml(text, what=f"the judge {name}", example="rubric", error=RewardError)
     declared.pop("description", None)
     return declared

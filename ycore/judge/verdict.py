@@ -20,9 +20,12 @@ _NUMBER = r"[+-]?[0-9]{1,9}(?:\.[0-9]{1,9})?"
 _RANKING = r"\s*[0-9]{1,3}(?:\s*[,>]\s*[0-9]{1,3}|\s+[0-9]{1,3})*\s*"
 _MAX_LENGTH = 200_000  # characters
 _LABELLED = re.compile(
-    r'\s*\{\s*"code"\s*:\s*"(?P<code>[^"\\]*)"\s*,\s*"label"\s*:\s*"(?P<label>[^"\\]*)"\s*\}\s*', re.ASCII
+    r'\s*\{\s*"code"\s*:\s*"(?P<code>[^"\\]*)"\s*,\s*"label"\s*:\s*"(?P<label>[^"\\]*)"\s*\}\s*',
+    re.ASCII,
 )
-_SPACES = re.compile("[\\s\u0120\u010a\u2581]+")  # also as byte-level and SentencePiece tokenizers write them
+_SPACES = re.compile(
+    "[\\s\u0120\u010a\u2581]+"
+)  # also as byte-level and SentencePiece tokenizers write them
 
 
 class Unreadable(ValueError):
@@ -32,7 +35,9 @@ class Unreadable(ValueError):
 @dataclass(frozen=True, slots=True)
 class ReplyToken:
     text: str
-    likeliest: Mapping[str, float]  # the log-probability of every likely token in its place, by its text
+    likeliest: Mapping[
+        str, float
+    ]  # the log-probability of every likely token in its place, by its text
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +190,11 @@ def _mean_label(verdict: LabelVerdict, reply: Reply, code: str) -> float:
         start, ended, _ = word.removeprefix(before).casefold().partition('"')
         if not start or not word.startswith(before) or not math.isfinite(logprob):
             continue
-        begun = [label for label, name in names.items() if (name == start if ended else name.startswith(start))]
+        begun = [
+            label
+            for label, name in names.items()
+            if (name == start if ended else name.startswith(start))
+        ]
         if len(begun) == 1:
             mass[begun[0]] += math.exp(min(0.0, logprob))
     total = sum(mass.values())
@@ -194,7 +203,9 @@ def _mean_label(verdict: LabelVerdict, reply: Reply, code: str) -> float:
     return sum(mass[label] * value for label, value in verdict.labels.items()) / total
 
 
-def _token_at(tokens: Sequence[ReplyToken], text: str, place: int) -> tuple[str, Mapping[str, float]]:
+def _token_at(
+    tokens: Sequence[ReplyToken], text: str, place: int
+) -> tuple[str, Mapping[str, float]]:
     """The token that holds the first letter at or after `place`: what of it stands before, and the likeliest tokens.
 
     Spaces are left out: some tokenizers drop them where a token is decoded alone.

@@ -25,7 +25,10 @@ from ycore.plan.sharing import Shared, Sharing, room_of, share_device, share_unk
 FactsOf = Callable[[str], ModelFacts | None]
 """The sizes of a model by its name; None where they are not known before it is fetched."""
 
-_UNUSUAL = {"quantization_config", "kv_lora_rank"}  # fewer bytes a value; other sizes of the attention
+_UNUSUAL = {
+    "quantization_config",
+    "kv_lora_rank",
+}  # fewer bytes a value; other sizes of the attention
 MAX_MODEL_LEN = 4096  # tokens, where neither the user nor the model asks for less
 PROMPT_TOKENS = 512  # tokens of KV cache for a sequence's prompt; longer prompts wait for room
 MAX_ROLLOUT_SEQS = 256
@@ -38,7 +41,9 @@ def facts_here(location: str, *, name: str | None = None) -> ModelFacts | None:
 
     `name`: what messages call it, where that is not its location.
     """
-    with suppress(ModelError, ValueError, TypeError, OverflowError):  # an unusual config.json is the engine's to read
+    with suppress(
+        ModelError, ValueError, TypeError, OverflowError
+    ):  # an unusual config.json is the engine's to read
         config = model_config(location, ask=False)
         return None if config.keys() & _UNUSUAL else facts_of(config, name=name or location)
     return None
@@ -49,7 +54,9 @@ def slot_width(models: Sequence[ServedModel]) -> int:
     return max(model.width for model in models)
 
 
-def sequences_at_once(config: RunConfig, role: str, *, num_policy: int, num_engines: int, num_machines: int) -> int:
+def sequences_at_once(
+    config: RunConfig, role: str, *, num_policy: int, num_engines: int, num_machines: int
+) -> int:
     """Of one engine. All completions of a round are written at once, unless the user says how many, and scored as fast.
 
     Args:
@@ -61,7 +68,11 @@ def sequences_at_once(config: RunConfig, role: str, *, num_policy: int, num_engi
         each = config.num_samples if config.algorithm == "eval" else config.group_size
         share = math.ceil(config.prompts_per_step * each / (num_policy * num_machines))
         written = max(1, min(MAX_ROLLOUT_SEQS, share))
-    return written if role == ROLLOUT else min(math.ceil(written * num_policy / num_engines), MAX_SCORER_SEQS)
+    return (
+        written
+        if role == ROLLOUT
+        else min(math.ceil(written * num_policy / num_engines), MAX_SCORER_SEQS)
+    )
 
 
 class RunMemory:
@@ -73,14 +84,18 @@ class RunMemory:
         self.ways: list[Shared] = [(False, "none")]
         self._trainer = NO_TRAINER
         if policy is not None and config.algorithm != "eval":
-            self._trainer = self._of_training(policy) if site.trains else _of_preflight(policy, config)
+            self._trainer = (
+                self._of_training(policy) if site.trains else _of_preflight(policy, config)
+            )
         elif site.trains and config.algorithm != "eval":
             self.ways += [(True, "none"), (True, "optimizer")]
         self.ways = _as_asked(self.ways, config)
 
     def _of_training(self, policy: ModelFacts) -> TrainerMemory:
         config, layout = self._config, self._site.layout
-        size = derive_batch(config, world_size=layout.world, on_cpu=False).per_device_train_batch_size
+        size = derive_batch(
+            config, world_size=layout.world, on_cpu=False
+        ).per_device_train_batch_size
         checkpointing = bool(config.trl.get("gradient_checkpointing", True))
         way = Way(layout.world, 1, layout.sharding, size, checkpointing=checkpointing)
         teachers = [facts for facts in map(self._known, own_teachers(config)) if facts is not None]
@@ -95,14 +110,26 @@ class RunMemory:
         """
         machine, count = self._site.machine, self._config.engine.count
         fills_all = bool(machine.devices) and count == "auto"
-        most = 1 if machine.is_sliced else max(1, len(machine.parts[0]) // (1 if count == "auto" else count))
+        most = (
+            1
+            if machine.is_sliced
+            else max(1, len(machine.parts[0]) // (1 if count == "auto" else count))
+        )
         whole = [width for width in range(1, most + 1) if not fills_all or most % width == 0]
         found = []
         for model in models:
             facts = self._known(model.name)
-            works = [width for width in whole if width == 1 or facts is None or not facts.undivided(width)]
+            works = [
+                width
+                for width in whole
+                if width == 1 or facts is None or not facts.undivided(width)
+            ]
             if model.tensor_parallel == "auto":
-                fewest = (width for width in works if self._has_room(replace(model, width=width), facts, models))
+                fewest = (
+                    width
+                    for width in works
+                    if self._has_room(replace(model, width=width), facts, models)
+                )
                 found.append(replace(model, width=next(fewest, works[-1])))
             elif model.tensor_parallel in works:
                 found.append(replace(model, width=model.tensor_parallel))
@@ -118,7 +145,9 @@ class RunMemory:
                 )
         return found
 
-    def _has_room(self, model: ServedModel, facts: ModelFacts | None, models: Sequence[ServedModel]) -> bool:
+    def _has_room(
+        self, model: ServedModel, facts: ModelFacts | None, models: Sequence[ServedModel]
+    ) -> bool:
         """Whether a device has room for an engine of the model, beside those of `models` that are awake with it at
         least; True where sizes are not known."""
         machine, engine = self._site.machine, self._config.engine
@@ -131,9 +160,13 @@ class RunMemory:
         else:
             room = engine.gpu_memory_utilization * machine.device_bytes
         sharing = 1
-        if model.role != ROLLOUT:  # the scorers of a role share the device, or all scorers where no engine sleeps
+        if (
+            model.role != ROLLOUT
+        ):  # the scorers of a role share the device, or all scorers where no engine sleeps
             all_share = engine.sleep is False or self._config.algorithm == "eval"
-            sharing = sum(one.role == model.role or (all_share and one.role != ROLLOUT) for one in models)
+            sharing = sum(
+                one.role == model.role or (all_share and one.role != ROLLOUT) for one in models
+            )
         return least_engine(self._need(model, facts, num_policy=1, num_engines=1)) <= room / sharing
 
     def share(self, models: Sequence[ServedModel], *, num_slots: int) -> Sharing:
@@ -141,7 +174,9 @@ class RunMemory:
         machine, told = self._site.machine, self._config.engine.gpu_memory_utilization
         device_bytes, share = machine.device_bytes, None if told == "auto" else told
         needs: dict[str, list[Need]] = {}
-        num_engines = [num_slots * (max(one.width for one in models) // model.width) for model in models]
+        num_engines = [
+            num_slots * (max(one.width for one in models) // model.width) for model in models
+        ]
         for model, count in zip(models, num_engines, strict=True):
             facts = self._known(model.name)
             if device_bytes is None or facts is None:
@@ -153,7 +188,12 @@ class RunMemory:
 
         def shared(trainer: TrainerMemory) -> Sharing:
             return share_device(
-                needs, trainer, self.ways, device_bytes=device_bytes, free_bytes=machine.free_bytes, share=share
+                needs,
+                trainer,
+                self.ways,
+                device_bytes=device_bytes,
+                free_bytes=machine.free_bytes,
+                share=share,
             )
 
         try:
@@ -161,9 +201,13 @@ class RunMemory:
         except ConfigError:
             if self._site.trains or self._trainer is NO_TRAINER:
                 raise
-            return replace(shared(NO_TRAINER), has_trainer=False)  # a preflight then computes on the host
+            return replace(
+                shared(NO_TRAINER), has_trainer=False
+            )  # a preflight then computes on the host
 
-    def _need(self, model: ServedModel, facts: ModelFacts, *, num_policy: int, num_engines: int) -> Need:
+    def _need(
+        self, model: ServedModel, facts: ModelFacts, *, num_policy: int, num_engines: int
+    ) -> Need:
         """Of an engine; the numbers are those of this machine, of the policy's engines and of this model's."""
         config = self._config
         at_once = sequences_at_once(
@@ -177,7 +221,13 @@ class RunMemory:
 
 
 def _refusal(
-    model: ServedModel, width: int, facts: ModelFacts | None, works: Sequence[int], machine: Machine, *, most: int
+    model: ServedModel,
+    width: int,
+    facts: ModelFacts | None,
+    works: Sequence[int],
+    machine: Machine,
+    *,
+    most: int,
 ) -> ConfigError:
     parts, kind = machine.parts
     nearest = min(works, key=lambda other: (abs(other - width), other))
@@ -187,7 +237,9 @@ def _refusal(
         rule = f"is more than the {most} {kind} that an engine can span here"
     else:
         rule = f"does not divide the {len(parts)} {kind} of this machine"
-    return ConfigError(f"{model.option('tensor_parallel')} {width} {rule}; the nearest that works is {nearest}")
+    return ConfigError(
+        f"{model.option('tensor_parallel')} {width} {rule}; the nearest that works is {nearest}"
+    )
 
 
 def _of_preflight(policy: ModelFacts, config: RunConfig) -> TrainerMemory:
@@ -196,7 +248,11 @@ def _of_preflight(policy: ModelFacts, config: RunConfig) -> TrainerMemory:
     states = trainer_memory(job, Way(1, 1)).parts
     weights = float(policy.num_params * job.bytes_per_value)
     logits = float(_LOGITS * policy.vocab_size * (job.prompt_tokens + job.max_tokens))
-    parts: Mapping[str, float] = {"weights": weights, "logits": logits, "libraries": states["libraries"]}
+    parts: Mapping[str, float] = {
+        "weights": weights,
+        "logits": logits,
+        "libraries": states["libraries"],
+    }
     return TrainerMemory(parts, {"none": weights + states["libraries"]}, 0.0)
 
 

@@ -39,9 +39,16 @@ from ycore.run.reports import RUN_MARKER
 from ycore.run.text import as_duration
 
 _LOOK_EVERY_S = 1.0
-_SETTLED_AFTER_S = 1.0  # until then a new process may still have the command line of the one that started it
+_SETTLED_AFTER_S = (
+    1.0  # until then a new process may still have the command line of the one that started it
+)
 _HELPER = "helper"
-_HELPERS = ("accelerate.commands.launch", "ycore.launch.guardian", "resource_tracker", "ycore.models")
+_HELPERS = (
+    "accelerate.commands.launch",
+    "ycore.launch.guardian",
+    "resource_tracker",
+    "ycore.models",
+)
 _STACK_WITHIN_S = 1.0
 _STACK_ENDS_AFTER_S = 0.05  # a stack is complete when its log has not grown for so long
 _LABEL_TOKENS = 16  # a verdict by labels: `{"code": "7f3ab2", "label": "positive"}`
@@ -65,10 +72,16 @@ class RunProcesses:
         if process.pid in self._roles:
             return self._roles[process.pid]
         try:
-            is_ours = process.pid != os.getpid() and process.environ().get(RUN_MARKER) == self._run_id
+            is_ours = (
+                process.pid != os.getpid() and process.environ().get(RUN_MARKER) == self._run_id
+            )
             if time.time() - process.create_time() < _SETTLED_AFTER_S:
                 return None
-            role = (role_of(process.cmdline()) or self._roles.get(process.ppid()) or _HELPER) if is_ours else None
+            role = (
+                (role_of(process.cmdline()) or self._roles.get(process.ppid()) or _HELPER)
+                if is_ours
+                else None
+            )
         except psutil.Error:
             return None  # ended, or another user's
         self._roles[process.pid] = role
@@ -135,8 +148,15 @@ def plan_steps(
     figures = figures_of(forecast(job, way, _fleet(site, core or measured_core(config.dtype))))
     left, groups = max(0, config.steps - done), job.draws * job.prompts_per_step
     most = " (the most)" if job.completion_tokens == config.max_tokens else ""
-    sizes = [f"prompts of {job.prompt_tokens} tokens", f"completions of {job.completion_tokens}{most}"]
-    sizes += [f"verdicts of {job.judge_tokens}"] if job.judge is not None and job.judge_role == JUDGE else []
+    sizes = [
+        f"prompts of {job.prompt_tokens} tokens",
+        f"completions of {job.completion_tokens}{most}",
+    ]
+    sizes += (
+        [f"verdicts of {job.judge_tokens}"]
+        if job.judge is not None and job.judge_role == JUDGE
+        else []
+    )
     sizes += [f"{groups:.0f} groups drawn a step"] if groups > job.prompts_per_step else []
     step_s = figures["time/step"]
     return {
@@ -153,9 +173,15 @@ def _counted_job(config: RunConfig, site: Site, prompt_tokens: int) -> Job | Non
     """A step's work; None where a step is more than to write a round, to score it by rules and at most one model in
     engines, and to learn from it, all on the cores of one machine."""
     policy, scorers = facts_here(config.model), served_models(config)[1:]
-    known = [(scorer, facts) for scorer in scorers if (facts := facts_here(scorer.name)) is not None]
+    known = [
+        (scorer, facts) for scorer in scorers if (facts := facts_here(scorer.name)) is not None
+    ]
     served = {source for scorer in scorers for source in scorer.sources}
-    rules = {source for source, one in enumerate(config.rewards) if is_rule(one) and not is_reference(one)}
+    rules = {
+        source
+        for source, one in enumerate(config.rewards)
+        if is_rule(one) and not is_reference(one)
+    }
     others = (
         config.algorithm not in _PLANNED,
         site.machine.devices or site.layout.num_machines > 1,
@@ -174,12 +200,18 @@ def _counted_job(config: RunConfig, site: Site, prompt_tokens: int) -> Job | Non
         return job
     judge = judge_of(config.rewards[scorers[0].sources[0]])
     tokens = _LABEL_TOKENS if judge.verdict.kind == "labels" else judge.max_tokens
-    job = replace(job, judge_prompt_tokens=prompt_tokens, judge_tokens=tokens)  # its own words are read once
+    job = replace(
+        job, judge_prompt_tokens=prompt_tokens, judge_tokens=tokens
+    )  # its own words are read once
     return job if judge.mode == "pointwise" else None
 
 
 def plan_and_measured(
-    config: RunConfig, site: Site, metrics: Sequence[Mapping[str, Any]], *, before: Mapping[str, float] | None = None
+    config: RunConfig,
+    site: Site,
+    metrics: Sequence[Mapping[str, Any]],
+    *,
+    before: Mapping[str, float] | None = None,
 ) -> list[dict[str, Any]]:
     """What a finished run took beside the plan, with the run's own lengths and `before` it (the figures of
     `plan_steps`); nothing where these cannot be compared."""
@@ -211,10 +243,19 @@ def compared(
     policy = facts_of(read_json(Path(engines["model"]) / "config.json"), name=config.model)
     scorers = [
         (declared, facts_of(read_json(Path(scorer["model"]) / "config.json"), name=declared.name))
-        for scorer, declared in zip(engines.get("scorers", []), served_models(config)[1:], strict=False)
+        for scorer, declared in zip(
+            engines.get("scorers", []), served_models(config)[1:], strict=False
+        )
     ]
     job, way = _job(config, policy, scorers), _way(config, site, max(1, len(engines["engines"])))
-    return compare(job, way, _fleet(site, core), peaks=read_json(site.folder.memory), metrics=metrics, before=before)
+    return compare(
+        job,
+        way,
+        _fleet(site, core),
+        peaks=read_json(site.folder.memory),
+        metrics=metrics,
+        before=before,
+    )
 
 
 def _job(
@@ -226,7 +267,11 @@ def _job(
     """A step's work. Of several models that score, a judge counts before the others."""
     how: dict[str, Any] = {"prompt_tokens": prompt_tokens}
     for scorer, facts in sorted(scorers, key=lambda pair: pair[0].role != JUDGE)[:1]:
-        how |= {"judge": facts, "judge_role": scorer.role, "judge_tokens": scorer.max_new_tokens or None}
+        how |= {
+            "judge": facts,
+            "judge_role": scorer.role,
+            "judge_tokens": scorer.max_new_tokens or None,
+        }
     return job_of(config, policy, **how)
 
 
@@ -252,7 +297,9 @@ def write_stacks(processes: Iterable[psutil.Process], path: Path, *, why: str) -
     ycore's processes, and vLLM's engine core, write their stacks to their logs on SIGUSR2 (Python's faulthandler),
     even in the middle of a call that never ends. Of any other process, its state in the kernel is written instead.
     """
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w", encoding="utf-8") as file:
+    with open(
+        os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w", encoding="utf-8"
+    ) as file:
         file.write(f"{why}\n")
         for process in processes:
             try:
@@ -266,7 +313,9 @@ def write_stacks(processes: Iterable[psutil.Process], path: Path, *, why: str) -
 def _stack(pid: int) -> str:
     where = _proc(pid, "wchan").strip("0\n")
     state = f"state {_status(pid, 'State') or 'gone'}" + (f", in {where}" if where else "")
-    catches = int(_status(pid, "SigCgt") or "0", 16) >> (signal.SIGUSR2 - 1) & 1  # else the signal would end it
+    catches = (
+        int(_status(pid, "SigCgt") or "0", 16) >> (signal.SIGUSR2 - 1) & 1
+    )  # else the signal would end it
     log = Path(os.path.realpath(f"/proc/{pid}/fd/2"))  # of standard error
     if not catches or not os.path.isfile(log):
         return f"cannot be asked for its stack; {state}"
@@ -276,7 +325,9 @@ def _stack(pid: int) -> str:
         os.kill(pid, signal.SIGCONT)  # it is killed next in any case, and can say where it was
         state += "; continued, to write its stack"
     stack = _appended(log, before)
-    return f"{state}\n{stack}" if stack else f"wrote no stack within {_STACK_WITHIN_S:.0f} s; {state}"
+    return (
+        f"{state}\n{stack}" if stack else f"wrote no stack within {_STACK_WITHIN_S:.0f} s; {state}"
+    )
 
 
 def _status(pid: int, name: str) -> str:

@@ -76,7 +76,11 @@ class LiveEngine:
         self._start()
 
     def processes(self) -> list[psutil.Process]:
-        return [process for process in [*self._process.tree(), *self._parts.values()] if is_alive(process)]
+        return [
+            process
+            for process in [*self._process.tree(), *self._parts.values()]
+            if is_alive(process)
+        ]
 
     def last_line(self) -> str:
         return self._process.last_line()
@@ -84,7 +88,9 @@ class LiveEngine:
     def poll(self) -> bool:
         """Ask the server for its health when it is time to; True when it has just become ready."""
         now = time.monotonic()
-        every_s = min(_POLL_READY_S, self.health_timeout_s / 4) if self.is_ready else _POLL_STARTING_S
+        every_s = (
+            min(_POLL_READY_S, self.health_timeout_s / 4) if self.is_ready else _POLL_STARTING_S
+        )
         if now - self._polled < every_s:
             return False
         self._polled = now
@@ -113,7 +119,9 @@ class LiveEngine:
         if asleep_file(self.engine.socket).exists():
             return None
         if self._process.exit_code is not None:
-            return Trouble(f"ended with {self._process.how_it_ended()}: {self.last_line()}".removesuffix(": "))
+            return Trouble(
+                f"ended with {self._process.how_it_ended()}: {self.last_line()}".removesuffix(": ")
+            )
         for name, part in self._parts.items():
             if not is_alive(part):
                 return Trouble(f"lost its process {name}, killed or out of memory")
@@ -122,9 +130,15 @@ class LiveEngine:
         silent_s = 0.0 if self._silent_since is None else time.monotonic() - self._silent_since
         is_silent = self.is_ready and silent_s > self.health_timeout_s
         if stopped_s is not None or (is_silent and any(map(is_stopped, pids))):
-            return Trouble(f"has been stopped (SIGSTOP) for {max(stopped_s or 0.0, silent_s):.0f} s", hangs=True)
+            return Trouble(
+                f"has been stopped (SIGSTOP) for {max(stopped_s or 0.0, silent_s):.0f} s",
+                hangs=True,
+            )
         if is_silent:
-            return Trouble(f"has not answered /health for {silent_s:.0f} s (engine.health_timeout_s)", hangs=True)
+            return Trouble(
+                f"has not answered /health for {silent_s:.0f} s (engine.health_timeout_s)",
+                hangs=True,
+            )
         return None
 
 
@@ -173,7 +187,11 @@ class EngineWatch:
             self.on_hang(what)
         if not engine.was_ready or self.num_restarts >= self.max_restarts:
             is_spent = engine.was_ready and self.max_restarts
-            spent = f"; the run's {self.max_restarts} restarts are used up (engine.restarts)" if is_spent else ""
+            spent = (
+                f"; the run's {self.max_restarts} restarts are used up (engine.restarts)"
+                if is_spent
+                else ""
+            )
             raise EngineError(f"{what} (see {engine.log}){spent}")
         self.num_restarts += 1
         self.say(f"{what}; starting it again ({self.num_restarts} of {self.max_restarts})")
@@ -188,7 +206,12 @@ class EngineWatch:
 
 
 def start_engines(
-    planned: Sequence[EngineSpec], folder: RunFolder, *, health_timeout_s: float, start_timeout_s: float, say: Say
+    planned: Sequence[EngineSpec],
+    folder: RunFolder,
+    *,
+    health_timeout_s: float,
+    start_timeout_s: float,
+    say: Say,
 ) -> list[LiveEngine]:
     """Start engines on cores at once; those on devices in turn, each ready, or asleep, before the next one starts.
 
@@ -207,8 +230,12 @@ def start_engines(
         for engine in turn if turn[0].sleeps else ():
             # The policy's weights are sent before their first use anyway; frozen ones are kept.
             level = DROP if engine.role == ROLLOUT else KEEP
-            if not request_succeeds(engine.socket, "POST", SLEEP.format(level=level), timeout_s=start_timeout_s):
-                way_out = f"see logs/{engine.name}.log, or let engines stay awake: engine.sleep=false"
+            if not request_succeeds(
+                engine.socket, "POST", SLEEP.format(level=level), timeout_s=start_timeout_s
+            ):
+                way_out = (
+                    f"see logs/{engine.name}.log, or let engines stay awake: engine.sleep=false"
+                )
                 raise EngineError(f"{engine.name} does not sleep; {way_out}")
             mark_asleep(engine.socket, level)
         started |= {engine.name: engine for engine in live}

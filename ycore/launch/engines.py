@@ -68,7 +68,11 @@ class EnginePlan:
 
     @property
     def num_slots(self) -> int:
-        return len(self.engines) * self.served[0].width // slot_width(self.served) if self.served else 0
+        return (
+            len(self.engines) * self.served[0].width // slot_width(self.served)
+            if self.served
+            else 0
+        )
 
     @property
     def sleeps(self) -> bool:
@@ -83,7 +87,9 @@ class EnginePlan:
         if self.sharing is not None:
             notes.append(self.sharing.line)
         elif scorers and self.engines[0].on_cpu:
-            notes.append("no engine sleeps (vLLM cannot on a CPU), so placement only routes requests")
+            notes.append(
+                "no engine sleeps (vLLM cannot on a CPU), so placement only routes requests"
+            )
         return "; ".join(notes)
 
     def as_json(self) -> dict[str, Any]:
@@ -96,8 +102,16 @@ class EnginePlan:
             "max_num_seqs": self.engines[0].max_num_seqs if self.engines else None,
             "scorers": [_as_json(model) for model in self.served[1:]],
             **({"sleeps": True} if self.sleeps else {}),
-            **({"offload": self.sharing.offload} if self.sharing is not None and self.sleeps else {}),
-            **({"on_host": True} if self.sharing is not None and not self.sharing.has_trainer else {}),
+            **(
+                {"offload": self.sharing.offload}
+                if self.sharing is not None and self.sleeps
+                else {}
+            ),
+            **(
+                {"on_host": True}
+                if self.sharing is not None and not self.sharing.has_trainer
+                else {}
+            ),
         }
 
 
@@ -115,7 +129,9 @@ def is_vllm_installed() -> bool:
     return find_spec("vllm") is not None
 
 
-def choose_kind(requested: str, *, vllm_installed: bool, sighted: str | None = None) -> tuple[Kind, str]:
+def choose_kind(
+    requested: str, *, vllm_installed: bool, sighted: str | None = None
+) -> tuple[Kind, str]:
     """What generates on this machine, by `engine.kind`, and a note about it; ConfigError where vLLM is missing.
 
     `sighted`: the family of a policy that reads pictures (`names.sighted_family`), of which vLLM serves a few here.
@@ -133,7 +149,10 @@ def choose_kind(requested: str, *, vllm_installed: bool, sighted: str | None = N
         raise ConfigError(
             f"engine.kind is vllm, and vLLM is not installed; {_INSTALL_VLLM}, or set engine.kind=transformers"
         )
-    return "transformers", f"vLLM is not installed, so transformers generates, which is slower; {_INSTALL_VLLM}"
+    return (
+        "transformers",
+        f"vLLM is not installed, so transformers generates, which is slower; {_INSTALL_VLLM}",
+    )
 
 
 def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch) -> EnginePlan:
@@ -143,35 +162,51 @@ def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch) -> EnginePlan:
     if config.replay is None or config.teaches_exactly:
         check_teachers(config, fetch(config.model), fetch)
     if config.replay is not None:
-        return EnginePlan("replay", length, f"reading the rounds of {config.replay} from its journal: no generation")
+        return EnginePlan(
+            "replay",
+            length,
+            f"reading the rounds of {config.replay} from its journal: no generation",
+        )
     sighted = str(model_config.get("model_type")) if "vision_config" in model_config else None
     kind, how = choose_kind(config.engine.kind, vllm_installed=is_vllm_installed(), sighted=sighted)
     how = "scoring the answers of each row with vLLM" if config.pairs and kind == "vllm" else how
     if kind == "transformers":
         return EnginePlan(kind, length, how)
-    models, slots, sharing = arrange(config, site, lambda name: facts_here(str(fetch(name)), name=name))
+    models, slots, sharing = arrange(
+        config, site, lambda name: facts_here(str(fetch(name)), name=name)
+    )
     width, served = slot_width(models), list[ServedModel]()
     for model in models:
         earlier = [one for one in served if one.role == model.role]
         parts = [part for slot in slots for part in slot.parts(width // model.width)]
         num_policy = len(slots) * (width // models[0].width)
-        spec = _spec(model, config, site, fetch(model.name), num_policy=num_policy, num_engines=len(parts))
+        spec = _spec(
+            model, config, site, fetch(model.name), num_policy=num_policy, num_engines=len(parts)
+        )
         if sharing is not None:
             share = sharing.shares[model.role][len(earlier)]
             spec = replace(spec, gpu_memory_utilization=share, sleeps=sharing.sleeps)
         spec = replace(spec, has_neighbours=len(models) > 1)
         first = sum(len(one.engines) for one in earlier)
         served.append(replace(model, engines=_on(parts, spec, site.folder, first=first)))
-    return EnginePlan(kind, length, f"{how}: {_describe(served[0].engines)}", tuple(served), sharing)
+    return EnginePlan(
+        kind, length, f"{how}: {_describe(served[0].engines)}", tuple(served), sharing
+    )
 
 
-def arrange(config: RunConfig, site: Site, known: FactsOf) -> tuple[list[ServedModel], list[Slot], Sharing | None]:
+def arrange(
+    config: RunConfig, site: Site, known: FactsOf
+) -> tuple[list[ServedModel], list[Slot], Sharing | None]:
     """The models with their widths, the slots, and how engines share devices, where there are some; ConfigError where
     the machine has no room."""
     memory = RunMemory(config, site, known)
     models = memory.with_widths(served_models(config))
     slots = slots_of(config, site, slot_width(models))
-    return models, slots, memory.share(models, num_slots=len(slots)) if site.machine.devices else None
+    return (
+        models,
+        slots,
+        memory.share(models, num_slots=len(slots)) if site.machine.devices else None,
+    )
 
 
 def model_length(requested: int | None, model_config: Mapping[str, Any], *, option: str) -> int:
@@ -185,7 +220,13 @@ def model_length(requested: int | None, model_config: Mapping[str, Any], *, opti
 
 
 def _spec(
-    model: ServedModel, config: RunConfig, site: Site, folder: Path, *, num_policy: int, num_engines: int
+    model: ServedModel,
+    config: RunConfig,
+    site: Site,
+    folder: Path,
+    *,
+    num_policy: int,
+    num_engines: int,
 ) -> EngineSpec:
     """What all engines of a model have in common; the numbers of engines are those of this machine."""
     settings, is_policy = read_json(folder / "config.json"), model.role == ROLLOUT
@@ -196,9 +237,15 @@ def _spec(
         temporary=site.folder.temporary,
         run_id=site.folder.run_id,
         dtype="float32" if config.dtype == "float32" else "bfloat16",
-        max_model_len=model_length(model.max_model_len, settings, option=model.option("max_model_len")),
+        max_model_len=model_length(
+            model.max_model_len, settings, option=model.option("max_model_len")
+        ),
         max_num_seqs=sequences_at_once(
-            config, model.role, num_policy=num_policy, num_engines=num_engines, num_machines=site.layout.num_machines
+            config,
+            model.role,
+            num_policy=num_policy,
+            num_engines=num_engines,
+            num_machines=site.layout.num_machines,
         ),
         seed=config.seed,
         tensor_parallel=model.width,
@@ -209,17 +256,26 @@ def _spec(
         arguments=tuple(config.engine.args.items()) if is_policy else (),
         sees=model.role in (ROLLOUT, JUDGE) and "vision_config" in settings,
         drafts=config.engine.drafts if is_policy else 0,
-        lora_rank=config.lora.r if is_policy and config.lora and config.engine.sync == "adapter" else 0,
+        lora_rank=config.lora.r
+        if is_policy and config.lora and config.engine.sync == "adapter"
+        else 0,
     )
     if site.machine.devices:  # there, vLLM sizes its cache by itself
         return spec
     told = config.engine.memory_gib if is_policy else None
-    return replace(spec, memory_gib=told or _cache_gib(spec, settings, config.max_tokens + model.max_new_tokens))
+    return replace(
+        spec,
+        memory_gib=told or _cache_gib(spec, settings, config.max_tokens + model.max_new_tokens),
+    )
 
 
-def _on(parts: Sequence[Slot], spec: EngineSpec, folder: RunFolder, *, first: int) -> tuple[EngineSpec, ...]:
+def _on(
+    parts: Sequence[Slot], spec: EngineSpec, folder: RunFolder, *, first: int
+) -> tuple[EngineSpec, ...]:
     """One engine of a model on every part of a slot, named after its role: `judge-2`, `judge-3`."""
-    names = [f"{spec.role.replace('_', '-')}-{number}" for number in range(first, first + len(parts))]
+    names = [
+        f"{spec.role.replace('_', '-')}-{number}" for number in range(first, first + len(parts))
+    ]
     return tuple(
         replace(spec, name=name, socket=folder.socket(name), cores=part.cores, devices=part.devices)
         for name, part in zip(names, parts, strict=True)
@@ -238,9 +294,14 @@ def slots_of(config: RunConfig, site: Site, width: int = 1) -> list[Slot]:
     number = wanted if count == "auto" else count
     if number > most:
         each = f", of which a slot has {width}" if width > 1 else ""
-        raise ConfigError(f"engine.count {number} is more than the {len(parts)} {kind} here{each}; lower it")
+        raise ConfigError(
+            f"engine.count {number} is more than the {len(parts)} {kind} here{each}; lower it"
+        )
     if machine.devices:
-        return [Slot(None, machine.devices[first : first + width]) for first in range(0, number * width, width)]
+        return [
+            Slot(None, machine.devices[first : first + width])
+            for first in range(0, number * width, width)
+        ]
     return [Slot(cores) for cores in machine.split_cores(number)]
 
 

@@ -55,7 +55,9 @@ def ask_driver(arguments: tuple[str, ...]) -> str:
     return ""
 
 
-def visible_gpus(environment: Mapping[str, str] | None = None, *, ask: Ask = ask_driver) -> tuple[Gpu, ...]:
+def visible_gpus(
+    environment: Mapping[str, str] | None = None, *, ask: Ask = ask_driver
+) -> tuple[Gpu, ...]:
     """The devices that this process may use, in the order of CUDA_VISIBLE_DEVICES or else the driver's."""
     present = _present_gpus(ask)
     visible = (os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES")
@@ -65,7 +67,9 @@ def visible_gpus(environment: Mapping[str, str] | None = None, *, ask: Ask = ask
     for name in (part.strip() for part in visible.split(",")):
         # CUDA ends its list at the first name that it does not know. A UUID may be cut short.
         found = [
-            gpu for gpu in present if name == gpu.id or (not name.isdigit() and name and gpu.uuid.startswith(name))
+            gpu
+            for gpu in present
+            if name == gpu.id or (not name.isdigit() and name and gpu.uuid.startswith(name))
         ]
         if len(found) != 1:
             break
@@ -76,7 +80,9 @@ def visible_gpus(environment: Mapping[str, str] | None = None, *, ask: Ask = ask
 def _present_gpus(ask: Ask) -> tuple[Gpu, ...]:
     rows = [
         line.split(", ")
-        for line in ask((f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")).splitlines()
+        for line in ask(
+            (f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
+        ).splitlines()
     ]
     whole = [_gpu(row) for row in rows if len(row) == len(_FIELDS)]
     slices = _slices(ask(("-L",))) if whole else {}
@@ -91,7 +97,15 @@ def _gpu(row: list[str]) -> Gpu:
     index, uuid, name, total, free, capability, driver = (value.strip() for value in row)
     major, _, minor = capability.partition(".")
     known = major.isdigit() and minor.isdigit()
-    return Gpu(index, uuid, name, driver, _gib(total), _gib(free), (int(major), int(minor)) if known else None)
+    return Gpu(
+        index,
+        uuid,
+        name,
+        driver,
+        _gib(total),
+        _gib(free),
+        (int(major), int(minor)) if known else None,
+    )
 
 
 def _gib(mebibytes: str) -> float | None:

@@ -23,7 +23,13 @@ import psutil
 
 from ycore.errors import RunError
 from ycore.launch.ownership import is_owned, kill_group, make_group, members_of, remove_group
-from ycore.launch.segments import Creations, Segment, held_segments, remove_segments, segments_changed_ns
+from ycore.launch.segments import (
+    Creations,
+    Segment,
+    held_segments,
+    remove_segments,
+    segments_changed_ns,
+)
 from ycore.run.claim import Claim
 from ycore.run.files import make_private
 from ycore.run.paths import RunFolder
@@ -45,13 +51,19 @@ _READY = b"ready\n"
 class RunWatch:
     """The processes and shared memory of a run, remembered from look to look; without `keep` and this process."""
 
-    def __init__(self, run_id: str, *, keep: Collection[int] = (), creations: Creations | None = None) -> None:
+    def __init__(
+        self, run_id: str, *, keep: Collection[int] = (), creations: Creations | None = None
+    ) -> None:
         self._run_id = run_id
         self._keep = {os.getpid(), *keep}
-        self._known: dict[tuple[int, float], psutil.Process] = {}  # by process id and start time: ids are used again
+        self._known: dict[
+            tuple[int, float], psutil.Process
+        ] = {}  # by process id and start time: ids are used again
         self._segments: set[Segment] = set()
         self._creations = creations
-        self._members: tuple[set[int], ...] = ()  # process ids in the run's cgroup, now and a moment ago
+        self._members: tuple[
+            set[int], ...
+        ] = ()  # process ids in the run's cgroup, now and a moment ago
         self._counted = 0.0
         self._others: set[int] = set()  # process ids that were not the run's at the last look
         self._users = {os.geteuid()}
@@ -84,16 +96,22 @@ class RunWatch:
         """
         if self._creations is None:
             return
-        if time.monotonic() - self._counted > _COUNT_EVERY_S:  # before reading: then a maker is in one of the two
+        if (
+            time.monotonic() - self._counted > _COUNT_EVERY_S
+        ):  # before reading: then a maker is in one of the two
             self._members = (members_of(self._run_id), *self._members[:1])
             self._counted = time.monotonic()
         makers = self._creations.read()
-        self._segments |= {segment for segment, maker in makers.items() if any(maker in of for of in self._members)}
+        self._segments |= {
+            segment for segment, maker in makers.items() if any(maker in of for of in self._members)
+        }
         made = makers.keys() - self._segments
         if not made:
             return
         known = {pid for pid, _ in self._known}
-        for pid in sorted({*psutil.pids()} - self._others, key=lambda pid: (pid in known, pid), reverse=True):
+        for pid in sorted(
+            {*psutil.pids()} - self._others, key=lambda pid: (pid in known, pid), reverse=True
+        ):
             with suppress(psutil.Error):
                 if pid in known or self._meet(psutil.Process(pid), self._others):
                     held = held_segments(pid) & made
@@ -129,7 +147,9 @@ class RunWatch:
             met |= self._known.keys()
             if now > force_from + _KILL_WITHIN_S:
                 break
-            time.sleep(0.05)  # psutil.wait_procs would take the exit codes of this process's children
+            time.sleep(
+                0.05
+            )  # psutil.wait_procs would take the exit codes of this process's children
         return len(met)
 
     def remove_segments(self, *, began: float) -> None:
@@ -146,7 +166,9 @@ class RunWatch:
 def _kill(process: psutil.Process, *, tracker_too: bool) -> None:
     """SIGKILL. Python's resource tracker may end by itself, after it has cleaned up for the processes it serves."""
     with suppress(psutil.Error):
-        if tracker_too or not any("multiprocessing.resource_tracker" in word for word in process.cmdline()):
+        if tracker_too or not any(
+            "multiprocessing.resource_tracker" in word for word in process.cmdline()
+        ):
             process.kill()
 
 
@@ -160,7 +182,9 @@ def clear_run(watch: RunWatch, folder: RunFolder, record: RunRecord) -> None:
 
 def remove_leftovers(folder: RunFolder) -> None:
     """Remove the run's sockets, temporary files and shared memory folder."""
-    scratch = folder.temporary.parent.glob(f"{folder.temporary.name}-scratch-*")  # of confined processes
+    scratch = folder.temporary.parent.glob(
+        f"{folder.temporary.name}-scratch-*"
+    )  # of confined processes
     for path in (folder.sockets, folder.temporary, folder.shared_memory, *scratch):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -173,7 +197,9 @@ def guarded(folder: RunFolder, held: Claim) -> Iterator[None]:
     The guardian keeps the claim on the folder until everything is cleared away. RunError where it does not start.
     """
     run_id = folder.run_id
-    clear_run(RunWatch(run_id), folder, held.record)  # what is left of a run whose guardian was killed too
+    clear_run(
+        RunWatch(run_id), folder, held.record
+    )  # what is left of a run whose guardian was killed too
     held.begin()
     guardian = _start_guardian(folder, held)
     try:
@@ -219,7 +245,9 @@ def guard(folder: RunFolder) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     record = read_record(folder.lock)
-    assert record is not None and record.run_id == folder.run_id, "the launcher has claimed the folder"
+    assert record is not None and record.run_id == folder.run_id, (
+        "the launcher has claimed the folder"
+    )
     creations = Creations()
     watch = RunWatch(record.run_id, creations=creations)
     with suppress(BrokenPipeError):  # the launcher is gone already
@@ -228,7 +256,9 @@ def guard(folder: RunFolder) -> None:
     while pipe not in select.select([pipe, *creations.descriptors], [], [], _SEGMENTS_EVERY_S)[0]:
         used = time.process_time()
         watch.look_at_new_segments()
-        time.sleep(4 * (time.process_time() - used))  # a fifth of a core at most, however many others make
+        time.sleep(
+            4 * (time.process_time() - used)
+        )  # a fifth of a core at most, however many others make
         changed = segments_changed_ns()
         if time.monotonic() - looked > (_LOOK_EVERY_S if changed == seen else _BETWEEN_LOOKS_S):
             watch.look()

@@ -97,7 +97,9 @@ def run_worker(
     held = claim(site.folder, config, resume=resume)
     _note_sandbox(site.folder, config)
     if worker.trains:
-        progress = open_progress(config.steps or num_steps, stream=stream, look=RunActivity(site.folder.root).look)
+        progress = open_progress(
+            config.steps or num_steps, stream=stream, look=RunActivity(site.folder.root).look
+        )
     else:
         progress = open_progress(None, unit="prompts", stream=stream)
     run = LocalRun(worker, config, site, progress, began, planned)
@@ -105,7 +107,10 @@ def run_worker(
         with StopRequests() as stops, guarded(site.folder, held):
             run.work(stops)
     except BaseException as error:
-        run.sum_up("interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed", error=error)
+        run.sum_up(
+            "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed",
+            error=error,
+        )
         raise
     else:
         return run.sum_up("finished") | ({"stop_asked": True} if stops.count else {})
@@ -186,13 +191,19 @@ class LocalRun:
             start_timeout_s=settings.start_timeout_s,
             say=say,
         )
-        return EngineWatch(live, max_restarts=settings.restarts, start_timeout_s=settings.start_timeout_s, say=say)
+        return EngineWatch(
+            live, max_restarts=settings.restarts, start_timeout_s=settings.start_timeout_s, say=say
+        )
 
     def _fetch(self, name: str) -> Path:
         """A model's folder. A process that makes or converts it carries the run's marker, and ends with the run."""
         if isinstance(self.config, FlowConfig):
             there, fetch = flow_model(name), partial(fetch_flow_model, name)
-            note = f"found in {there}" if there.is_dir() else "is made once, from scikit-learn's digits, in two minutes"
+            note = (
+                f"found in {there}"
+                if there.is_dir()
+                else "is made once, from scikit-learn's digits, in two minutes"
+            )
         else:
             model = resolve_model(name, trust_remote_code=self.config.trust_remote_code)
             note, fetch = model.note, partial(fetch_model, model)
@@ -213,7 +224,9 @@ class LocalRun:
             settings = folder.root / "accelerate.yaml"
             settings.write_text(yaml.safe_dump(dict(layout.accelerate)), encoding="utf-8")
             launch = ["-m", "accelerate.commands.launch", "--config_file", str(settings.resolve())]
-            environment["OMP_NUM_THREADS"] = str(max(1, len(self.site.machine.cores) // layout.local))
+            environment["OMP_NUM_THREADS"] = str(
+                max(1, len(self.site.machine.cores) // layout.local)
+            )
         process = ManagedProcess(
             worker.name,
             [sys.executable, *launch, "-m", worker.module, str(folder.root.resolve())],
@@ -223,7 +236,9 @@ class LocalRun:
         )
         if layout.accelerate is None:
             return process
-        return RankedTrainer(process, folder, num_ranks=layout.local, allocator=self._start_allocator(environment))
+        return RankedTrainer(
+            process, folder, num_ranks=layout.local, allocator=self._start_allocator(environment)
+        )
 
     def _start_allocator(self, environment: Mapping[str, str]) -> ManagedProcess | None:
         """Of the slots that several ranks share. It lives as long as they do."""
@@ -244,10 +259,14 @@ class LocalRun:
         """Write summary.json and draw the curve. Only the first machine has the metrics of a run."""
         folder, say = self.site.folder, self.progress.say
         has_steps = self.worker.trains and self.site.layout.machine_rank == 0
-        measure: Literal["reward", "loss"] = "loss" if isinstance(self.config, TuneConfig) else "reward"
+        measure: Literal["reward", "loss"] = (
+            "loss" if isinstance(self.config, TuneConfig) else "reward"
+        )
         metrics = read_metrics(folder.metrics, say=say)
         message = None if error is None else redact(str(error) or type(error).__name__)
-        summary = summarise(metrics, status, time.monotonic() - self.began, measure=measure, error=message)
+        summary = summarise(
+            metrics, status, time.monotonic() - self.began, measure=measure, error=message
+        )
         if not has_steps:
             summary = {key: summary[key] for key in ("status", "wall_s", "error") if key in summary}
         if status == "finished":
@@ -257,7 +276,11 @@ class LocalRun:
             self._draw(metrics)
             means = [summary[f"{measure}_first"], summary[f"{measure}_last"]]
             change = " -> ".join("?" if mean is None else f"{mean:.3f}" for mean in means)
-            where = f"; model in {folder.model}, curve in {folder.curve}" if status == "finished" else ""
+            where = (
+                f"; model in {folder.model}, curve in {folder.curve}"
+                if status == "finished"
+                else ""
+            )
             say(
                 f"{status} after {summary['steps']} steps, {as_duration(summary['wall_s'])}: "
                 f"{measure} {change} (means of up to five steps at either end){where}"
@@ -276,7 +299,9 @@ class LocalRun:
         if isinstance(config, RunConfig) and config.sample_max_tokens:
             config = config.with_max_tokens(read_json(folder.config)["config"]["max_tokens"])
         before = self.planned and self.planned["figures"]
-        compared = isinstance(config, RunConfig) and plan_and_measured(config, self.site, metrics, before=before)
+        compared = isinstance(config, RunConfig) and plan_and_measured(
+            config, self.site, metrics, before=before
+        )
         advised = advice(metrics, config) if isinstance(config, RunConfig) else None
         found = {"plan_and_measured": compared, "advice": advised}
         return held_out | {name: value for name, value in found.items() if value}
@@ -293,7 +318,11 @@ class LocalRun:
             self.progress.say(f"no curve was drawn: {problem}")
 
 
-_KEEP_FREED = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "8000000000", "MALLOC_TOP_PAD_": "67108864"}
+_KEEP_FREED = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "8000000000",
+    "MALLOC_TOP_PAD_": "67108864",
+}
 """glibc keeps the large blocks that a step frees. By default the kernel takes them, and clears them for the next."""
 
 

@@ -140,7 +140,9 @@ def on_machine(config: _Config, machine: Machine | None = None) -> _Config:
     if config.dtype == "auto" and config.algorithm != FLOW:
         settled["dtype"] = format_of(config.dtype, has_bfloat16=machine.has_bfloat16)
     if config.processes == "auto" and (config.accelerate is None or config.accelerate in SHARDINGS):
-        trains_on_all = config.algorithm not in ("eval", FLOW) and machine.devices and not machine.is_sliced
+        trains_on_all = (
+            config.algorithm not in ("eval", FLOW) and machine.devices and not machine.is_sliced
+        )
         settled["processes"] = len(machine.devices) if trains_on_all else 1
     return config.model_copy(update=settled)
 
@@ -164,8 +166,16 @@ def check_ranks(config: BaseConfig, layout: Layout, machine: Machine) -> None:
         return
     shared = config.prompts_per_step if isinstance(config, RunConfig) else 1
     works = max(number for number in range(1, most + 1) if not shared % number or number == 1)
-    way_out = f"take --processes {works}" if config.processes == count else f"say num_processes: {works} there"
-    asked = f"--processes {count}" if config.processes == count else f"{config.accelerate}: {count} processes here"
+    way_out = (
+        f"take --processes {works}"
+        if config.processes == count
+        else f"say num_processes: {works} there"
+    )
+    asked = (
+        f"--processes {count}"
+        if config.processes == count
+        else f"{config.accelerate}: {count} processes here"
+    )
     rule = f"is more than the {len(parts)} {kind} of this machine, and every process needs one of its own"
     if machine.is_sliced:
         rule = "needs whole GPUs: these devices are slices of MIG, of which a process sees one"
@@ -176,13 +186,17 @@ def check_deepspeed(config: BaseConfig, layout: Layout) -> None:
     """ConfigError where the ranks need DeepSpeed, and it is not installed."""
     if layout.uses_deepspeed and find_spec("deepspeed") is None:
         way_out = "pip install 'ycore[deepspeed]'"
-        raise ConfigError(f"--accelerate {config.accelerate}: DeepSpeed is not installed; {way_out}")
+        raise ConfigError(
+            f"--accelerate {config.accelerate}: DeepSpeed is not installed; {way_out}"
+        )
 
 
 def this_machine() -> Machine:
     """The cores and devices of this process; no device where torch is a CPU build."""
     try:
-        is_cpu_build = importlib.metadata.version("torch").endswith("+cpu")  # importing torch would take seconds
+        is_cpu_build = importlib.metadata.version("torch").endswith(
+            "+cpu"
+        )  # importing torch would take seconds
     except importlib.metadata.PackageNotFoundError:
         is_cpu_build = True
     gpus = () if is_cpu_build else visible_gpus()
@@ -208,7 +222,9 @@ def describe_machine() -> dict[str, Any]:
     """What figures depend on, as JSON values: processor, cores, instructions, memory, devices; no names of hosts."""
     here, flags = this_machine(), core_flags()
     info = Path("/proc/cpuinfo")
-    named = re.search(r"^model name\s*:\s*(.*)", info.read_text() if info.is_file() else "", re.MULTILINE)
+    named = re.search(
+        r"^model name\s*:\s*(.*)", info.read_text() if info.is_file() else "", re.MULTILINE
+    )
     described: dict[str, Any] = {
         "cores": len(here.cores),
         "processor": named[1] if named else platform.processor() or platform.machine(),
@@ -229,23 +245,35 @@ def layout_of(config: BaseConfig, machine: Machine) -> Layout:
         layout = _layout_from_file(Path(str(config.accelerate)).expanduser(), config, dtype=dtype)
     else:
         world = int(config.processes)
-        layout = Layout(world, accelerate=accelerate_config(name, processes=world, on_cpu=on_cpu, dtype=dtype))
+        layout = Layout(
+            world, accelerate=accelerate_config(name, processes=world, on_cpu=on_cpu, dtype=dtype)
+        )
     check_ranks(config, layout, machine)
     return layout
 
 
-def accelerate_config(name: Sharding, *, processes: int, on_cpu: bool, dtype: Dtype) -> dict[str, Any]:
+def accelerate_config(
+    name: Sharding, *, processes: int, on_cpu: bool, dtype: Dtype
+) -> dict[str, Any]:
     """The content of the file for `accelerate launch --config_file`; ConfigError for fsdp2 on a CPU."""
     if name == "fsdp2" and on_cpu:
-        raise ConfigError("--accelerate fsdp2 needs GPUs: on CPU accelerate would shard nothing; take zero3")
-    own = {"mixed_precision": _MIXED_PRECISION[dtype], "num_processes": processes, "use_cpu": on_cpu}
+        raise ConfigError(
+            "--accelerate fsdp2 needs GPUs: on CPU accelerate would shard nothing; take zero3"
+        )
+    own = {
+        "mixed_precision": _MIXED_PRECISION[dtype],
+        "num_processes": processes,
+        "use_cpu": on_cpu,
+    }
     return deepcopy(_accelerate_files()[name]) | own
 
 
 @cache
 def _accelerate_files() -> dict[str, dict[str, Any]]:
     """By name; a plan asks for hundreds of layouts."""
-    found: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("accelerate.yaml").read_text("utf-8"))
+    found: dict[str, dict[str, Any]] = yaml.safe_load(
+        Path(__file__).with_name("accelerate.yaml").read_text("utf-8")
+    )
     return found
 
 
@@ -266,7 +294,9 @@ def _layout_from_file(path: Path, config: BaseConfig, *, dtype: Dtype) -> Layout
         )
     wanted = _MIXED_PRECISION[dtype]
     found = settings.get("mixed_precision", wanted)
-    if found != wanted and not (found is False and wanted == "no"):  # YAML reads a bare `no` as False
+    if found != wanted and not (
+        found is False and wanted == "no"
+    ):  # YAML reads a bare `no` as False
         raise ConfigError(
             f"{path}: mixed_precision is {found!r}, and the run computes in {dtype}; say {wanted!r} there, "
             f"or --set dtype={'bfloat16' if found == 'bf16' else 'float32'}"
@@ -285,19 +315,25 @@ def _read_accelerate_file(path: Path) -> dict[str, Any]:
     """The file's mapping. `$NAME` and `${NAME}` come from the environment, so that one file serves all nodes."""
     text = os.path.expandvars(path.read_text(encoding="utf-8"))
     if unset := re.search(r"\$\{?(\w+)", text):
-        raise ConfigError(f"{path} names the environment variable {unset[1]}, which is not set; export {unset[1]}=...")
+        raise ConfigError(
+            f"{path} names the environment variable {unset[1]}, which is not set; export {unset[1]}=..."
+        )
     try:
         settings = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(settings, dict) or "distributed_type" not in settings:
-        raise ConfigError(f"{path} is no accelerate config: it has no distributed_type; `accelerate config` writes one")
+        raise ConfigError(
+            f"{path} is no accelerate config: it has no distributed_type; `accelerate config` writes one"
+        )
     return settings
 
 
 def _check_machines_meet(settings: Mapping[str, Any], path: Path) -> None:
     if not (settings.get("main_process_ip") and settings.get("main_process_port")):
-        raise ConfigError(f"{path}: several machines meet at main_process_ip and main_process_port; say both there")
+        raise ConfigError(
+            f"{path}: several machines meet at main_process_ip and main_process_port; say both there"
+        )
     if settings["distributed_type"] == "DEEPSPEED":
         launcher = (settings.get("deepspeed_config") or {}).get("deepspeed_multinode_launcher")
         if launcher != "standard":

@@ -37,7 +37,9 @@ def check_run(
     if config.algorithm != "eval":
         batch = derive_batch(config, world_size=site.layout.world, on_cpu=not site.machine.devices)
     is_installed = engines.is_vllm_installed() if vllm is None else vllm
-    kind, _ = engines.choose_kind(config.engine.kind, vllm_installed=is_installed, sighted=sighted_family(config.model))
+    kind, _ = engines.choose_kind(
+        config.engine.kind, vllm_installed=is_installed, sighted=sighted_family(config.model)
+    )
     if config.sampling.max_staleness and batch is not None:
         _check_ahead(config, batch, kind)
     if config.eval_while_training:
@@ -62,7 +64,11 @@ def check_run(
     models, slots, sharing = engines.arrange(config, site, known)
     check_run_placement(config, models, num_slots=len(slots))
     asked = {_AHEAD: config.sampling.max_staleness, _MEASURES: config.eval_while_training}
-    for rule in (rule for rule, is_asked in asked.items() if is_asked and sharing is not None and sharing.sleeps):
+    for rule in (
+        rule
+        for rule, is_asked in asked.items()
+        if is_asked and sharing is not None and sharing.sleeps
+    ):
         option = rule.split()[1]
         raise ConfigError(
             f"{rule}, and here engines and trainer take turns on a device; leave {option} out, or say "
@@ -72,7 +78,9 @@ def check_run(
         _check_sync(config, site, models, slots, sharing)
     if not site.machine.devices:
         _check_host(config, site.machine, len(slots), models, known)
-    in_files = config.engine.sync == "merged" or (config.engine.sync == "ipc" and not site.machine.devices)
+    in_files = config.engine.sync == "merged" or (
+        config.engine.sync == "ipc" and not site.machine.devices
+    )
     if config.algorithm != "eval" and config.sync_every and in_files:
         _check_shared_memory(config, site.machine, known)
     return sharing
@@ -103,7 +111,9 @@ def _check_evaluation(config: RunConfig, layout: Layout, kind: str) -> None:
         rule = f"{_MEASURES}, and transformers writes with the trainer's own model"
         raise ConfigError(f"{rule}; leave --eval-while-training out, or {_INSTALL}")
     if config.sampling.max_staleness:
-        raise ConfigError(f"{_MEASURES}, and with --max-staleness 1 they write the next round; leave one of them out")
+        raise ConfigError(
+            f"{_MEASURES}, and with --max-staleness 1 they write the next round; leave one of them out"
+        )
     if layout.uses_deepspeed:
         raise ConfigError(
             f"{_MEASURES}, and DeepSpeed changes the weights within the backward pass, before the best model could be "
@@ -113,7 +123,9 @@ def _check_evaluation(config: RunConfig, layout: Layout, kind: str) -> None:
 
 def _check_transformers(config: RunConfig, site: Site) -> None:
     if (how := config.engine.sync) != "merged":
-        raise ConfigError(f"engine.sync={how} cannot be used here: transformers is sent no weights; leave it out")
+        raise ConfigError(
+            f"engine.sync={how} cannot be used here: transformers is sent no weights; leave it out"
+        )
     if config.deterministic:
         rule = "transformers writes the requests that wait together from one seed, and which do depends on the machine"
         raise ConfigError(f"{rule}; leave --deterministic out, or {_INSTALL}")
@@ -138,10 +150,14 @@ def described(fleet: Fleet) -> Machine:
     device, count = fleet.device, fleet.count
     if device.on_cpu:
         cores = tuple(range(count))
-        return Machine(cores, (), host_bytes=device.memory_bytes, cores_have_bfloat16=device.has_bfloat16)
+        return Machine(
+            cores, (), host_bytes=device.memory_bytes, cores_have_bfloat16=device.has_bfloat16
+        )
     devices = tuple(map(str, range(count)))
     old = () if device.has_bfloat16 else (device.name,)
-    return Machine(tuple(range(count)), devices, device_bytes=device.memory_bytes, without_bfloat16=old)
+    return Machine(
+        tuple(range(count)), devices, device_bytes=device.memory_bytes, without_bfloat16=old
+    )
 
 
 def _weights(role: str, facts: ModelFacts, config: RunConfig) -> float:
@@ -156,11 +172,16 @@ def _value_bytes(config: RunConfig) -> int:
 
 
 def _check_host(
-    config: RunConfig, machine: Machine, num_slots: int, models: Sequence[ServedModel], known: FactsOf
+    config: RunConfig,
+    machine: Machine,
+    num_slots: int,
+    models: Sequence[ServedModel],
+    known: FactsOf,
 ) -> None:
     """On a CPU the engines of all roles and slots stay up."""
     weights = {
-        f"{model.role} {model.name}": _weights(model.role, facts, config) * (slot_width(models) // model.width)
+        f"{model.role} {model.name}": _weights(model.role, facts, config)
+        * (slot_width(models) // model.width)
         for model in models
         if (facts := known(model.name))
     }
@@ -178,7 +199,11 @@ def _check_host(
 
 
 def _check_sync(
-    config: RunConfig, site: Site, models: Sequence[ServedModel], slots: Sequence[engines.Slot], sharing: Sharing | None
+    config: RunConfig,
+    site: Site,
+    models: Sequence[ServedModel],
+    slots: Sequence[engines.Slot],
+    sharing: Sharing | None,
 ) -> None:
     own, on_others = site.machine.devices[:1], {device for slot in slots for device in slot.devices}
     reasons: dict[str, dict[str, bool]] = {
@@ -187,17 +212,22 @@ def _check_sync(
             "the trainer's base is quantised, and the engine's is not": config.quantize is not None,
             "zero3 and fsdp2 cut up the base, whose sums are compared": site.layout.shards_weights,
             "workers of a wide engine divide the adapters": models[0].width > 1,
-            "engines that sleep drop their base (engine.sleep)": sharing is not None and sharing.sleeps,
+            "engines that sleep drop their base (engine.sleep)": sharing is not None
+            and sharing.sleeps,
         },
         "ipc": {
-            "engines copy from the memory of one training process (--processes 1)": site.layout.world > 1,
+            "engines copy from the memory of one training process (--processes 1)": site.layout.world
+            > 1,
             "a worker of a wide engine cannot open another device's memory": models[0].width > 1,
-            "an engine is on another device than the trainer (engine.count=1 leaves one)": not on_others <= {*own},
+            "an engine is on another device than the trainer (engine.count=1 leaves one)": not on_others
+            <= {*own},
         },
     }
     for reason, holds in reasons[config.engine.sync].items():
         if holds:
-            raise ConfigError(f"engine.sync={config.engine.sync} cannot be used here: {reason}; leave it out")
+            raise ConfigError(
+                f"engine.sync={config.engine.sync} cannot be used here: {reason}; leave it out"
+            )
 
 
 def _check_shared_memory(config: RunConfig, machine: Machine, known: FactsOf) -> None:

@@ -106,7 +106,11 @@ def _places() -> list[Path]:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
-    own_path = {name: path for _, names, path in (line.split(":", 2) for line in lines) for name in names.split(",")}
+    own_path = {
+        name: path
+        for _, names, path in (line.split(":", 2) for line in lines)
+        for name in names.split(",")
+    }
     found: dict[str, Path] = {}
     for mount in mounts:
         root, point, (kind, _, options) = mount[3], mount[4], mount[mount.index("-") + 1 :]

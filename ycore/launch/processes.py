@@ -23,7 +23,9 @@ from ycore.run.reports import RUN_MARKER, Report, read_report
 
 _TAIL_BYTES = 64 * 1024
 _UNWATCHED_AFTER_S = 10.0
-_OTHER_RANKS_WITHIN_S = 3.0  # how long the other ranks have to end by themselves after one has failed
+_OTHER_RANKS_WITHIN_S = (
+    3.0  # how long the other ranks have to end by themselves after one has failed
+)
 
 _PREFIX = re.compile(
     r"^(?:\([A-Za-z_]+(?:[-_ ]?\w+)*(?: pid=\d+)?\)\s*)?"  # (EngineCore pid=12)
@@ -35,7 +37,9 @@ _NOISE = re.compile(
     r"|^\s*\{'[\w/]+': "  # a step's metrics, as TRL prints them
     r"|During handling of|direct cause of|\[shutdown\]|^[\s─╭╰│═*=.-]*$|it/s\]|Exception ignored|destroy_process_group"
 )
-_ERROR = re.compile(r"^(?:[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Failure)\b|error:|fatal)", re.IGNORECASE)
+_ERROR = re.compile(
+    r"^(?:[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Failure)\b|error:|fatal)", re.IGNORECASE
+)
 
 
 class ManagedProcess:
@@ -128,7 +132,10 @@ class ManagedProcess:
     def user_error(self) -> str | None:
         """The message of the last line that starts with `error: `."""
         lines = reversed(self._tail())
-        return next((line.removeprefix("error: ").strip() for line in lines if line.startswith("error: ")), None)
+        return next(
+            (line.removeprefix("error: ").strip() for line in lines if line.startswith("error: ")),
+            None,
+        )
 
     def _tail(self) -> list[str]:
         with self.log.open("rb") as file:
@@ -151,7 +158,11 @@ class StopWatch:
         """
         now = time.monotonic()
         unwatched_s, self._looked = max(0.0, now - self._looked - _UNWATCHED_AFTER_S), now
-        self._since = {pid: self._since.get(pid, now - unwatched_s) + unwatched_s for pid in pids if is_stopped(pid)}
+        self._since = {
+            pid: self._since.get(pid, now - unwatched_s) + unwatched_s
+            for pid in pids
+            if is_stopped(pid)
+        }
         longest_s = max((now - since for since in self._since.values()), default=0.0)
         return longest_s if longest_s > self._allowed_s else None
 
@@ -188,13 +199,20 @@ class RankedTrainer:
     """
 
     def __init__(
-        self, launcher: ManagedProcess, folder: RunFolder, *, num_ranks: int, allocator: ManagedProcess | None = None
+        self,
+        launcher: ManagedProcess,
+        folder: RunFolder,
+        *,
+        num_ranks: int,
+        allocator: ManagedProcess | None = None,
     ) -> None:
         self._launcher = launcher
         self._allocator = allocator
         self._folder = folder
         self._num_ranks = num_ranks
-        self._ranks: dict[int, psutil.Process | None] = {}  # by process id; None when it had ended at the first look
+        self._ranks: dict[
+            int, psutil.Process | None
+        ] = {}  # by process id; None when it had ended at the first look
         self._failed_at: float | None = None
         self._interrupted_early = False
 
@@ -219,19 +237,27 @@ class RankedTrainer:
         if self._lost_allocator is not None:
             return self._lost_allocator.name
         culprit = self._culprit()
-        return self._launcher.name if culprit is None else f"{self._launcher.name} rank {culprit.number}"
+        return (
+            self._launcher.name
+            if culprit is None
+            else f"{self._launcher.name} rank {culprit.number}"
+        )
 
     @property
     def log(self) -> Path:
         if self._lost_allocator is not None:
             return self._lost_allocator.log
         culprit = self._culprit()
-        return self._launcher.log if culprit is None else self._folder.log(f"trainer-{culprit.number}")
+        return (
+            self._launcher.log if culprit is None else self._folder.log(f"trainer-{culprit.number}")
+        )
 
     def send(self, number: signal.Signals) -> None:
         """Signal every rank. torchrun gets SIGKILL only, unless it has no rank yet: it would end the ranks."""
         self._reports()
-        alive = [process for process in self._ranks.values() if process is not None and is_alive(process)]
+        alive = [
+            process for process in self._ranks.values() if process is not None and is_alive(process)
+        ]
         for process in alive:
             process.send_signal(number)
         self._interrupted_early |= number == signal.SIGINT and not self._ranks
@@ -242,7 +268,9 @@ class RankedTrainer:
         """Process ids of the ranks that work, and of their allocator, by name."""
         working = [report for report in self._reports() if report.exit_code is None]
         allocator = self._allocator.members() if self._allocator is not None else {}
-        return {f"{self._launcher.name} rank {report.number}": report.pid for report in working} | allocator
+        return {
+            f"{self._launcher.name} rank {report.number}": report.pid for report in working
+        } | allocator
 
     def tree(self) -> list[psutil.Process]:
         return self._launcher.tree()
@@ -253,7 +281,11 @@ class RankedTrainer:
         culprit = self._culprit()
         if culprit is None:
             return self._launcher.how_it_ended()
-        return "a signal, killed or out of memory" if culprit.exit_code is None else f"exit status {culprit.exit_code}"
+        return (
+            "a signal, killed or out of memory"
+            if culprit.exit_code is None
+            else f"exit status {culprit.exit_code}"
+        )
 
     def last_line(self) -> str:
         if self._lost_allocator is not None:
@@ -268,7 +300,9 @@ class RankedTrainer:
     @property
     def _lost_allocator(self) -> ManagedProcess | None:
         """The process that places the ranks' requests, where it has failed. It ends well when all ranks have gone."""
-        return self._allocator if self._allocator is not None and self._allocator.exit_code else None
+        return (
+            self._allocator if self._allocator is not None and self._allocator.exit_code else None
+        )
 
     def _reports(self) -> list[Report]:
         reports = [read_report(self._folder, local) for local in range(self._num_ranks)]
@@ -287,11 +321,19 @@ class RankedTrainer:
 
     def _lost(self, reports: list[Report]) -> Report | None:
         """A rank that is gone and has not reported its end."""
-        gone = {pid for pid, process in self._ranks.items() if process is None or not is_alive(process)}
-        return next((report for report in reports if report.exit_code is None and report.pid in gone), None)
+        gone = {
+            pid for pid, process in self._ranks.items() if process is None or not is_alive(process)
+        }
+        return next(
+            (report for report in reports if report.exit_code is None and report.pid in gone), None
+        )
 
 
 def _first_failed(reports: list[Report]) -> Report | None:
     """The earliest failure; an interrupted rank only where no rank has failed otherwise."""
     failed = [report for report in reports if report.exit_code]
-    return min(failed, key=lambda report: (report.exit_code == Interrupted.exit_code, report.at), default=None)
+    return min(
+        failed,
+        key=lambda report: (report.exit_code == Interrupted.exit_code, report.at),
+        default=None,
+    )

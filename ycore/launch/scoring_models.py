@@ -31,7 +31,15 @@ from ycore.judge.sources import (
 )
 from ycore.models.folder import read_json
 from ycore.models.names import ModelPlan, resolve_model
-from ycore.placement.placement import JUDGE, REWARD_MODEL, ROLLOUT, TEACHER, check_placement, in_order, parse_placement
+from ycore.placement.placement import (
+    JUDGE,
+    REWARD_MODEL,
+    ROLLOUT,
+    TEACHER,
+    check_placement,
+    in_order,
+    parse_placement,
+)
 
 _ANSWER_S = 20.0
 _WITHOUT_ENGINES = "install vLLM, or hold it in the trainer: --set distill.divergence=reverse-kl"
@@ -65,7 +73,10 @@ def served_models(config: RunConfig) -> list[ServedModel]:
     """
     engine = config.engine
     policy = ServedModel(
-        ROLLOUT, config.model, max_model_len=engine.max_model_len, tensor_parallel=engine.tensor_parallel
+        ROLLOUT,
+        config.model,
+        max_model_len=engine.max_model_len,
+        tensor_parallel=engine.tensor_parallel,
     )
     models: dict[tuple[str, str], ServedModel] = {(ROLLOUT, config.model): policy}
     for source, spec in enumerate(config.rewards):
@@ -74,7 +85,12 @@ def served_models(config: RunConfig) -> list[ServedModel]:
             if judge.base_url is not None:
                 continue
             lengths = judge.max_model_len, judge.max_tokens
-            _add(ServedModel(JUDGE, model_name(judge, config), (source,), *lengths, judge.tensor_parallel), models)
+            _add(
+                ServedModel(
+                    JUDGE, model_name(judge, config), (source,), *lengths, judge.tensor_parallel
+                ),
+                models,
+            )
         elif is_reward_model(spec) or (is_teacher(spec) and not config.teaches_exactly):
             role = REWARD_MODEL if is_reward_model(spec) else TEACHER
             declared = reward_model_of(spec) if role == REWARD_MODEL else teacher_of(spec)
@@ -89,14 +105,22 @@ def served_models(config: RunConfig) -> list[ServedModel]:
 
 def own_teachers(config: RunConfig) -> list[str]:
     """The teachers that every rank of the trainer holds itself."""
-    return [teacher_of(spec).model for spec in config.rewards if is_teacher(spec)] if config.teaches_exactly else []
+    return (
+        [teacher_of(spec).model for spec in config.rewards if is_teacher(spec)]
+        if config.teaches_exactly
+        else []
+    )
 
 
-def check_run_placement(config: RunConfig, models: Sequence[ServedModel], *, num_slots: int | None = None) -> None:
+def check_run_placement(
+    config: RunConfig, models: Sequence[ServedModel], *, num_slots: int | None = None
+) -> None:
     """ConfigError where the models' roles cannot be placed so on `num_slots`, None where these are not known yet."""
     placement = parse_placement(config.placement)
     roles = in_order([model.role for model in models])
-    check_placement(placement, roles=roles, num_slots=sum(placement.shares) if num_slots is None else num_slots)
+    check_placement(
+        placement, roles=roles, num_slots=sum(placement.shares) if num_slots is None else num_slots
+    )
 
 
 def check_scorers(config: RunConfig, columns: Sequence[str], *, engine: str) -> list[str]:
@@ -110,11 +134,15 @@ def check_scorers(config: RunConfig, columns: Sequence[str], *, engine: str) -> 
         elif is_agreement(spec):
             judge = agreement_of(spec)
             require_columns(spec.reward, judge, columns)
-            lines.append(f"{spec.reward}: the policy is the judge, pairwise, verdict by {judge.verdict.kind}")
+            lines.append(
+                f"{spec.reward}: the policy is the judge, pairwise, verdict by {judge.verdict.kind}"
+            )
         elif is_reward_model(spec):
             way_out = "score with a function: --reward FILE.py:FUNCTION"
             for model in reward_model_of(spec).models:
-                plan = _served(f"reward model {model}", model, config, engine, f"install vLLM, or {way_out}")
+                plan = _served(
+                    f"reward model {model}", model, config, engine, f"install vLLM, or {way_out}"
+                )
                 if plan.config is not None:
                     _check_classifier(model, plan.config)
                 lines.append(f"reward model {model}: {plan.note}, one number a completion")
@@ -139,7 +167,11 @@ def _check_teacher(teacher: Teacher, config: RunConfig, engine: str) -> str:
     plan = _served(name, teacher.model, config, "vllm" if exact else engine, _WITHOUT_ENGINES)
     if plan.ready and plan.folder is not None and policy.ready and policy.folder is not None:
         check_same_tokens(policy.folder, plan.folder, name=teacher.model)
-    gives = f"{config.distill.divergence}, exact, in the trainer" if exact else "the probability of each token"
+    gives = (
+        f"{config.distill.divergence}, exact, in the trainer"
+        if exact
+        else "the probability of each token"
+    )
     return f"{name}: {plan.note}, {gives}"
 
 
@@ -171,7 +203,9 @@ def _merge(one: ServedModel, other: ServedModel) -> ServedModel:
 
 def _check_key(name: str, served: Served) -> None:
     if served.api_key_env is not None and not os.environ.get(served.api_key_env):
-        raise RewardError(f"{name}: the environment variable {served.api_key_env} (api_key_env) is not set; export it")
+        raise RewardError(
+            f"{name}: the environment variable {served.api_key_env} (api_key_env) is not set; export it"
+        )
 
 
 def _check_judge(name: str, judge: Judge, config: RunConfig, engine: str) -> str:
@@ -182,7 +216,9 @@ def _check_judge(name: str, judge: Judge, config: RunConfig, engine: str) -> str
     model = model_name(judge, config)
     plan = _served(name, model, config, engine, "give it a base_url, or install vLLM")
     if plan.has_chat_template is False:
-        raise ModelError(f"{name} is asked in chats, and {model} has no chat template; take an instruct model")
+        raise ModelError(
+            f"{name} is asked in chats, and {model} has no chat template; take an instruct model"
+        )
     if judge.max_model_len and plan.context_length and judge.max_model_len > plan.context_length:
         raise RewardError(
             f"{name}: max_model_len is {judge.max_model_len}, and its model has {plan.context_length}; lower it"
@@ -193,7 +229,9 @@ def _check_judge(name: str, judge: Judge, config: RunConfig, engine: str) -> str
 
 def _served(name: str, model: str, config: RunConfig, engine: str, way_out: str) -> ModelPlan:
     if engine == "transformers":
-        raise ConfigError(f"{name} runs in a vLLM engine, and this run generates with {engine}; {way_out}")
+        raise ConfigError(
+            f"{name} runs in a vLLM engine, and this run generates with {engine}; {way_out}"
+        )
     try:
         return resolve_model(model, trust_remote_code=config.trust_remote_code)
     except ModelError as problem:
@@ -203,23 +241,34 @@ def _served(name: str, model: str, config: RunConfig, engine: str, way_out: str)
 def _check_classifier(name: str, model_config: Mapping[str, Any]) -> None:
     """Whether a model's config.json is that of a sequence classifier with one label, which vLLM can serve."""
     architectures = [str(architecture) for architecture in model_config.get("architectures") or []]
-    if not any(architecture.endswith("ForSequenceClassification") for architecture in architectures):
+    if not any(
+        architecture.endswith("ForSequenceClassification") for architecture in architectures
+    ):
         raise ModelError(
             f"rm:{name} must be a sequence classifier with one label (...ForSequenceClassification); its architectures "
             f"are {', '.join(architectures) or 'none'}; train one with TRL's RewardTrainer, or use the model as a "
             "judge: --reward judge:FILE.yaml"
         )
-    num_labels = model_config.get("num_labels") or len(model_config.get("id2label") or {}) or 2  # transformers' default
+    num_labels = (
+        model_config.get("num_labels") or len(model_config.get("id2label") or {}) or 2
+    )  # transformers' default
     if num_labels != 1:
-        raise ModelError(f"rm:{name} must give one number, and has {num_labels} labels; take a model with num_labels=1")
+        raise ModelError(
+            f"rm:{name} must give one number, and has {num_labels} labels; take a model with num_labels=1"
+        )
     spec = find_spec("vllm")
     if spec is None or spec.origin is None:
         return
     # By the text of vLLM's registry: importing vLLM takes many seconds.
-    registry = (Path(spec.origin).parent / "model_executor" / "models" / "registry.py").read_text(encoding="utf-8")
+    registry = (Path(spec.origin).parent / "model_executor" / "models" / "registry.py").read_text(
+        encoding="utf-8"
+    )
     for architecture in architectures:
         base = architecture.removesuffix("ForSequenceClassification")
-        if not any(f'"{base}{kind}"' in registry for kind in ("ForSequenceClassification", "ForCausalLM", "Model")):
+        if not any(
+            f'"{base}{kind}"' in registry
+            for kind in ("ForSequenceClassification", "ForCausalLM", "Model")
+        ):
             raise ModelError(
                 f"vLLM has no {architecture}, so it cannot serve rm:{name}; take a classifier on a decoder that vLLM "
                 "has (Llama, Qwen2, Qwen3, Gemma, ...), or score with a function that loads it: --reward FILE.py:NAME"
@@ -231,7 +280,10 @@ def check_same_tokens(policy: Path, teacher: Path, *, name: str) -> None:
     ours, theirs = _token_ids(policy), _token_ids(teacher)
     if ours is None or theirs is None or ours == theirs:
         return
-    token = min((token for token, _ in ours.items() ^ theirs.items()), key=lambda one: ours.get(one, len(ours)))
+    token = min(
+        (token for token, _ in ours.items() ^ theirs.items()),
+        key=lambda one: ours.get(one, len(ours)),
+    )
     raise ConfigError(
         f"teacher {name} has another tokenizer than the policy: {token!r} is {ours.get(token, 'no token')} in the "
         f"policy's and {theirs.get(token, 'no token')} in the teacher's; take a teacher of the same family of models"
@@ -253,10 +305,18 @@ def check_tokens_at(policy: Path, teacher: Teacher) -> None:
     text = own.decode(some, skip_special_tokens=False) + "".join(
         one.content for _, one in sorted(own.get_added_tokens_decoder().items())[:64]
     )
-    ours, address = own.encode(text, add_special_tokens=False).ids, teacher.base_url.rstrip("/").removesuffix("/v1")
+    ours, address = (
+        own.encode(text, add_special_tokens=False).ids,
+        teacher.base_url.rstrip("/").removesuffix("/v1"),
+    )
     body = {"model": teacher.model, "prompt": text, "add_special_tokens": False}
     try:
-        answer = httpx.post(f"{address}/tokenize", json=body, headers=key_header(teacher, name=name), timeout=_ANSWER_S)
+        answer = httpx.post(
+            f"{address}/tokenize",
+            json=body,
+            headers=key_header(teacher, name=name),
+            timeout=_ANSWER_S,
+        )
         theirs = answer.raise_for_status().json()["tokens"]
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as problem:
         raise ConfigError(
@@ -264,7 +324,9 @@ def check_tokens_at(policy: Path, teacher: Teacher) -> None:
             "base_url is that of a vLLM server, with /v1"
         ) from None
     if ours != theirs:
-        place = next((at for at, pair in enumerate(zip(ours, theirs, strict=False)) if len(set(pair)) > 1), 0)
+        place = next(
+            (at for at, pair in enumerate(zip(ours, theirs, strict=False)) if len(set(pair)) > 1), 0
+        )
         raise ConfigError(
             f"{name} at {teacher.base_url} has another tokenizer than the policy: {own.id_to_token(ours[place])!r} is "
             f"{ours[place]} in the policy's, and it reads {theirs[place : place + 1]}; take one of the same family"

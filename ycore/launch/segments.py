@@ -33,7 +33,9 @@ Segment = tuple[int, int]
 
 _CREATE = 0x100  # IN_CREATE and FAN_CREATE
 _INOTIFY_EVENT = struct.Struct("=iIII")  # watch, mask, cookie, length of the name that follows
-_FANOTIFY_EVENT = struct.Struct("=IBBHQii")  # length, version, reserved, own length, mask, file, process id
+_FANOTIFY_EVENT = struct.Struct(
+    "=IBBHQii"
+)  # length, version, reserved, own length, mask, file, process id
 _FAN_CLOEXEC, _FAN_NONBLOCK, _FAN_REPORT_DFID_NAME, _FAN_MARK_ADD = 0x1, 0x2, 0xC00, 0x1
 _HANDLE = 12  # where a file's handle begins in the event's second part, behind a header and the file system's id
 _STATX_BTIME, _AT_FDCWD, _AT_SYMLINK_NOFOLLOW = 0x800, -100, 0x100
@@ -50,7 +52,9 @@ class Candidate:
     born: float | None
 
 
-def is_left(file: Candidate, *, began: float, held: set[Segment], in_use: set[Segment], users: Iterable[int]) -> bool:
+def is_left(
+    file: Candidate, *, began: float, held: set[Segment], in_use: set[Segment], users: Iterable[int]
+) -> bool:
     """Whether a file was left by a run that began then. Pure.
 
     Args:
@@ -99,7 +103,9 @@ class Creations:
             libc, place = ctypes.CDLL(None, use_errno=True), os.fsencode(SHARED_MEMORY)
             flags = _FAN_CLOEXEC | _FAN_NONBLOCK | _FAN_REPORT_DFID_NAME
             descriptor, mask = libc.fanotify_init(flags, os.O_RDONLY), ctypes.c_uint64(_CREATE)
-            if not self._keep(descriptor, libc.fanotify_mark(descriptor, _FAN_MARK_ADD, mask, _AT_FDCWD, place)):
+            if not self._keep(
+                descriptor, libc.fanotify_mark(descriptor, _FAN_MARK_ADD, mask, _AT_FDCWD, place)
+            ):
                 self._events = _inotify_events
                 descriptor = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
                 self._keep(descriptor, libc.inotify_add_watch(descriptor, place, _CREATE))
@@ -164,7 +170,9 @@ def born_at(path: Path) -> float | None:
     """When a file was made, by statx(2), which Python does not offer; None where kernel or file system does not say."""
     statx = getattr(ctypes.CDLL(None, use_errno=True), "statx", None)
     answer = ctypes.create_string_buffer(256)
-    if statx is None or statx(_AT_FDCWD, os.fsencode(path), _AT_SYMLINK_NOFOLLOW, _STATX_BTIME, answer):
+    if statx is None or statx(
+        _AT_FDCWD, os.fsencode(path), _AT_SYMLINK_NOFOLLOW, _STATX_BTIME, answer
+    ):
         return None
     (mask,) = struct.unpack_from("=I", answer, 0)
     seconds, nanoseconds = struct.unpack_from("=qI", answer, _BTIME_OFFSET)

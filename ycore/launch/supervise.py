@@ -33,7 +33,9 @@ Trainer = ManagedProcess | RankedTrainer
 
 _POLL_S = 0.2
 _BLAME_WITHIN_S = 2.0  # a trainer may notice an engine's end before the engine's process is gone
-_SAVE_WITHIN_S = 7200.0  # after Ctrl-C: finish the step, then save a checkpoint of perhaps hundreds of GB
+_SAVE_WITHIN_S = (
+    7200.0  # after Ctrl-C: finish the step, then save a checkpoint of perhaps hundreds of GB
+)
 _SAVE_STALLS_AFTER_S = 300.0
 _END_WITHIN_S = 60.0  # after Ctrl-C when there is nothing to save
 _WORKING_CPU_S = 5.0  # processor time that counts as progress; a process that only waits uses less
@@ -50,9 +52,13 @@ class StopRequests:
         self._terminals = [descriptor for descriptor in (0, 1, 2) if os.isatty(descriptor)]
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
+        if (
+            threading.current_thread() is threading.main_thread()
+        ):  # Python allows handlers nowhere else
             numbers = [signal.SIGINT, signal.SIGTERM]
-            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup the run outlives its terminal
+            if (
+                signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+            ):  # under nohup the run outlives its terminal
                 numbers.append(signal.SIGHUP)
             self._previous = {number: signal.signal(number, self._count) for number in numbers}
         return self
@@ -81,7 +87,9 @@ class StopRequests:
         self.count += 1
         if self._raises:
             self._raises = False
-            raise Interrupted("stopped before the first step; the same command with --resume starts again")
+            raise Interrupted(
+                "stopped before the first step; the same command with --resume starts again"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +184,9 @@ class Supervisor:
         mark = self.folder.step_began
         began_ns = mark.stat().st_mtime_ns if mark.exists() else 0
         if began_ns > self._step_began_ns:
-            if not self._step_began_ns and self.home.config.is_file():  # of another machine, it may lie there alone
+            if (
+                not self._step_began_ns and self.home.config.is_file()
+            ):  # of another machine, it may lie there alone
                 about = read_json(self.home.config).get("max_tokens")
                 if about:
                     self.progress.say(about["in_words"])
@@ -187,25 +197,41 @@ class Supervisor:
         members = self._trainer.members()
         stopped_s = self._stopped.look(list(members.values()))
         if stopped_s is not None:
-            name = next((name for name, pid in members.items() if is_stopped(pid)), self._trainer.name)
+            name = next(
+                (name for name, pid in members.items() if is_stopped(pid)), self._trainer.name
+            )
             self._give_up(f"{name} has been stopped (SIGSTOP) for {stopped_s:.0f} s")
         if not self.engines.are_ready:
             self._progressed = time.monotonic()
         silent_s = time.monotonic() - self._progressed
         if not self._step_began_ns and silent_s > self.limits.start_s:
-            self._give_up(f"{self._trainer.name} has been starting for {silent_s:.0f} s (engine.start_timeout_s)")
+            self._give_up(
+                f"{self._trainer.name} has been starting for {silent_s:.0f} s (engine.start_timeout_s)"
+            )
         if self._step_began_ns and silent_s > self.limits.step_s:
-            self._give_up(f"{self._trainer.name} has not finished a step for {silent_s:.0f} s (step_timeout_s)")
+            self._give_up(
+                f"{self._trainer.name} has not finished a step for {silent_s:.0f} s (step_timeout_s)"
+            )
 
     def _stop(self) -> None:
         """Ask the trainer to save and end, and wait while it makes progress. A second request kills it."""
-        what = "the trainer finishes its step and saves a checkpoint" if self._will_save else "there is nothing to save"
+        what = (
+            "the trainer finishes its step and saves a checkpoint"
+            if self._will_save
+            else "there is nothing to save"
+        )
         self.progress.say(f"stopping: {what}; press Ctrl-C again to stop at once")
         self._trainer.send(signal.SIGINT)
-        saving, began, asked_ns = SaveWatch(self._trainer, self.home), time.monotonic(), time.time_ns()
+        saving, began, asked_ns = (
+            SaveWatch(self._trainer, self.home),
+            time.monotonic(),
+            time.time_ns(),
+        )
         while self._trainer.exit_code is None:
             self._show_progress()
-            if self._step_began_ns > asked_ns:  # the signal was lost, as Python may lose one in the midst of an import
+            if (
+                self._step_began_ns > asked_ns
+            ):  # the signal was lost, as Python may lose one in the midst of an import
                 self._trainer.send(signal.SIGINT)
                 asked_ns = time.time_ns()
             waited_s = time.monotonic() - began
@@ -213,7 +239,9 @@ class Supervisor:
                 self._trainer.send(signal.SIGKILL)
                 raise Interrupted(f"stopped at once in step {self._step + 1}{self._hint}")
             if waited_s > _SAVE_WITHIN_S or saving.stalled_s() > _SAVE_STALLS_AFTER_S:
-                self._give_up(f"{self._trainer.name} did not save and end within {waited_s:.0f} s of being stopped")
+                self._give_up(
+                    f"{self._trainer.name} did not save and end within {waited_s:.0f} s of being stopped"
+                )
             time.sleep(_POLL_S)
 
     @property
@@ -238,13 +266,19 @@ class Supervisor:
             time.sleep(_POLL_S)
         line = f": {self._trainer.last_line()}".removesuffix(": ")
         error = f"{self._trainer.name} ended with {self._trainer.how_it_ended()}{line} (see {self._trainer.log})"
-        error += f", while stopping after step {self._step}" if self.stops.count else f", in step {self._step + 1}"
+        error += (
+            f", while stopping after step {self._step}"
+            if self.stops.count
+            else f", in step {self._step + 1}"
+        )
         if _DEADLINE_MISSED.search(error):
             error += f" (the stack of every process is in {self._write_stacks(error)})"
         raise TrainerError(error)
 
     def _give_up(self, why: str) -> NoReturn:
-        activity = self._activity()  # read first: stopped processes are continued to write their stacks
+        activity = (
+            self._activity()
+        )  # read first: stopped processes are continued to write their stacks
         stacks = self._write_stacks(why)
         where = f"it was {activity}; the stack of every process is in {stacks}"
         raise TrainerError(f"{why}, in step {self._step + 1} ({where})")
@@ -278,6 +312,10 @@ class SaveWatch:
                 times = process.cpu_times()
                 cpu_s += times.user + times.system
                 waits_for_disk |= process.status() == psutil.STATUS_DISK_SLEEP
-        if num_bytes != self._seen[0] or abs(cpu_s - self._seen[1]) > _WORKING_CPU_S or waits_for_disk:
+        if (
+            num_bytes != self._seen[0]
+            or abs(cpu_s - self._seen[1]) > _WORKING_CPU_S
+            or waits_for_disk
+        ):
             self._seen, self._progressed = (num_bytes, cpu_s), time.monotonic()
         return time.monotonic() - self._progressed

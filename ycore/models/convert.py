@@ -19,16 +19,30 @@ from ycore.models.sighted import make_sighted
 ADAPTER_CONFIG = "adapter_config.json"
 
 _MAGIC = b"GGUF"
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 _STRING, _ARRAY = 8, 9
 _MAX_STRING, _MAX_ITEMS = 1 << 26, 1 << 24  # bytes; values of an array
 
-_KINDS = {"general.architecture": str, "tokenizer.chat_template": str, "tokenizer.ggml.tokens": list}
+_KINDS = {
+    "general.architecture": str,
+    "tokenizer.chat_template": str,
+    "tokenizer.ggml.tokens": list,
+}
 _KINDS |= {"tokenizer.ggml.pre": str, "tokenizer.ggml.model": str}
 
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 # How byte-pair tokenizers split text, by GGUF's `tokenizer.ggml.pre`; None is the splitting of GPT-2.
 SPLITTING = {"gpt-2": None, "smollm": None, "llama-bpe": _WORDS % "{1,3}", "qwen2": _WORDS % ""}
 
@@ -40,7 +54,9 @@ def read_header(path: Path) -> dict[str, Any]:
     """The metadata of a GGUF file by key; ModelError where the file is damaged, or ycore cannot convert it."""
     with path.open("rb") as file:
         if file.read(4) != _MAGIC:
-            raise ModelError(f"{path} is not a GGUF file (it does not begin with 'GGUF'); download or export it again")
+            raise ModelError(
+                f"{path} is not a GGUF file (it does not begin with 'GGUF'); download or export it again"
+            )
         try:
             (version,) = _unpack(file, "I")
             if version not in (2, 3):
@@ -52,17 +68,25 @@ def read_header(path: Path) -> dict[str, Any]:
                 f"{path} is a damaged GGUF file (no type {problem}); download or export it again"
             ) from None
         except (struct.error, UnicodeDecodeError, EOFError) as problem:
-            raise ModelError(f"{path} is a damaged GGUF file ({problem}); download or export it again") from None
+            raise ModelError(
+                f"{path} is a damaged GGUF file ({problem}); download or export it again"
+            ) from None
     instead = "use the model's folder with config.json and safetensors instead"
     if "tokenizer.ggml.tokens" not in header:
         raise ModelError(f"{path} carries no tokenizer; {instead}")
     for key, kind in _KINDS.items():
         if not isinstance(value := header.get(key, kind()), kind):
-            raise ModelError(f"{path} is a damaged GGUF file ({key} is {value!r:.40}); download or export it again")
+            raise ModelError(
+                f"{path} is a damaged GGUF file ({key} is {value!r:.40}); download or export it again"
+            )
     rule = header.get("tokenizer.ggml.pre", "gpt-2")
     if header.get("tokenizer.ggml.model") == "gpt2" and rule not in SPLITTING:
-        known = ", ".join(SPLITTING)  # with another rule, the model would train on other tokens than it knows
-        raise ModelError(f"{path} splits text by the rule {rule!r}, and the rules known here are {known}; {instead}")
+        known = ", ".join(
+            SPLITTING
+        )  # with another rule, the model would train on other tokens than it knows
+        raise ModelError(
+            f"{path} splits text by the rule {rule!r}, and the rules known here are {known}; {instead}"
+        )
     return header
 
 
@@ -74,7 +98,9 @@ def _value(file: BinaryIO, kind: int) -> Any:
     kind, count = _unpack(file, "IQ")
     if count > _MAX_ITEMS:
         raise EOFError(f"an array of {count} values")
-    if kind == _ARRAY:  # no model has them, and their depth would be bounded by the file's size alone
+    if (
+        kind == _ARRAY
+    ):  # no model has them, and their depth would be bounded by the file's size alone
         raise EOFError("an array of arrays")
     if kind in _SCALARS:
         return list(_unpack(file, f"{count}{_SCALARS[kind]}"))
@@ -105,7 +131,9 @@ def is_adapter(folder: Path) -> bool:
 
 def main() -> int:
     """The child process; its last line is `error: ...` where the conversion failed."""
-    write: Any = {"gguf": _convert_gguf, "adapter": _merge_adapter, "made": make_sighted}[sys.argv[1]]
+    write: Any = {"gguf": _convert_gguf, "adapter": _merge_adapter, "made": make_sighted}[
+        sys.argv[1]
+    ]
     try:
         write(*map(Path, sys.argv[2:]))
     except (OSError, ValueError, RuntimeError) as problem:
@@ -118,10 +146,20 @@ def main() -> int:
 def _merge_adapter(source: Path, folder: Path, base: Path) -> None:
     """Adapter and base as one model, in the base's dtype, with the adapter's tokenizer or else the base's."""
     from peft import PeftModel
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoProcessor,
+        AutoTokenizer,
+    )
 
     sees = hasattr(AutoConfig.from_pretrained(base), "vision_config")
-    kind, reader = (AutoModelForImageTextToText, AutoProcessor) if sees else (AutoModelForCausalLM, AutoTokenizer)
+    kind, reader = (
+        (AutoModelForImageTextToText, AutoProcessor)
+        if sees
+        else (AutoModelForCausalLM, AutoTokenizer)
+    )
     model = PeftModel.from_pretrained(kind.from_pretrained(base, dtype="auto"), source)
     model.merge_and_unload().save_pretrained(folder)
     has_tokenizer = (source / "tokenizer_config.json").is_file()
@@ -144,8 +182,13 @@ def _convert_gguf(source: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     # transformers may load a family's own tokenizer in place of the saved one: its tokens must be the same.
     again = AutoTokenizer.from_pretrained(folder)
-    if again(PROBE).input_ids != tokenizer(PROBE).input_ids or again.eos_token_id != tokenizer.eos_token_id:
-        raise ModelError(f"{source}: its tokenizer is another one once saved; use the model's own folder")
+    if (
+        again(PROBE).input_ids != tokenizer(PROBE).input_ids
+        or again.eos_token_id != tokenizer.eos_token_id
+    ):
+        raise ModelError(
+            f"{source}: its tokenizer is another one once saved; use the model's own folder"
+        )
 
 
 def _tokenizer(source: Path, header: dict[str, Any]) -> Any:
@@ -160,7 +203,9 @@ def _tokenizer(source: Path, header: dict[str, Any]) -> Any:
         set_splitting(tokenizer.backend_tokenizer, header.get("tokenizer.ggml.pre", "gpt-2"))
     decoded = str(tokenizer.decode(tokenizer(PROBE, add_special_tokens=False).input_ids))
     if decoded.strip() != PROBE:
-        raise ModelError(f"{source}: its tokenizer does not give text back ({decoded!r}); use the model's own folder")
+        raise ModelError(
+            f"{source}: its tokenizer does not give text back ({decoded!r}); use the model's own folder"
+        )
     return tokenizer
 
 
@@ -195,7 +240,9 @@ def _plain_model(source: Path) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    loaded = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.bfloat16)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        source.parent, gguf_file=source.name, dtype=torch.bfloat16
+    )
     settings = loaded.config.to_dict()
     for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):
         settings.pop(key, None)
@@ -205,7 +252,9 @@ def _plain_model(source: Path) -> Any:
     model.to(torch.bfloat16).to_empty(device="cpu").tie_weights()
     missing, unexpected = model.load_state_dict(loaded.state_dict(), strict=False)
     if missing or unexpected:
-        raise ModelError(f"{source}: weights that do not fit {type(loaded).__name__}: {missing or unexpected}")
+        raise ModelError(
+            f"{source}: weights that do not fit {type(loaded).__name__}: {missing or unexpected}"
+        )
     return model
 
 

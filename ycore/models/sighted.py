@@ -19,7 +19,10 @@ from ycore.errors import ModelError
 
 IMAGE_TOKEN = "<image>"
 STEPS, BATCH, RATE = 1600, 64, 2e-3
-_NOISE, _SHIFT = 0.1, 1  # of the pixels, which are from -1 to 1; and how far pictures move, in pixels of the tower
+_NOISE, _SHIFT = (
+    0.1,
+    1,
+)  # of the pixels, which are from -1 to 1; and how far pictures move, in pixels of the tower
 _TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['content'] is string %}"
     "{{ message['content'] }}{% else %}{% for block in message['content'] %}{% if block['type'] == 'image' %}"
@@ -39,27 +42,43 @@ def read_digits(split: str) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise ModelError("the digits come with scikit-learn: pip install 'ycore[pictures]'") from None
+        raise ModelError(
+            "the digits come with scikit-learn: pip install 'ycore[pictures]'"
+        ) from None
     found = load_digits()
     order = np.random.default_rng(0).permutation(len(found.target))
     chosen = order[:NUM_TEST] if split == "test" else order[NUM_TEST:]
-    return np.round(found.images[chosen] * (255 / 16)).astype(np.uint8), found.target[chosen].astype(np.int64)
+    return np.round(found.images[chosen] * (255 / 16)).astype(np.uint8), found.target[
+        chosen
+    ].astype(np.int64)
 
 
 def make_sighted(base: Path, folder: Path) -> None:
     """Write the model of the language model in `base` into `folder`; the same on the same machine at every call."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlavaForConditionalGeneration, SiglipVisionConfig
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        LlavaForConditionalGeneration,
+        SiglipVisionConfig,
+    )
 
     torch.manual_seed(0)
     torch.set_num_threads(1)  # sums of several threads depend on how many there are
     tokenizer: Any = AutoTokenizer.from_pretrained(base)
-    tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE_TOKEN]}, replace_extra_special_tokens=False)
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": [IMAGE_TOKEN]}, replace_extra_special_tokens=False
+    )
     language: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     token_id = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
     if token_id >= language.config.vocab_size:
         language.resize_token_embeddings(token_id + 1, mean_resizing=False)
-    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 512,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+    }
     tower = SiglipVisionConfig(**sizes, image_size=16, patch_size=8, vision_use_head=False)
     config = vision_config(language.config, tower, token_id)
     model: Any = LlavaForConditionalGeneration(config)
@@ -68,7 +87,9 @@ def make_sighted(base: Path, folder: Path) -> None:
     processor = processor_of(tower, tokenizer, _TEMPLATE)
     share = _align(model, processor)
     if share < 0.95:
-        raise ModelError(f"the eyes of {folder} read {share:.0%} of the digits kept aside; try another language model")
+        raise ModelError(
+            f"the eyes of {folder} read {share:.0%} of the digits kept aside; try another language model"
+        )
     model.to(torch.bfloat16).save_pretrained(folder)
     processor.save_pretrained(folder)
 
@@ -123,9 +144,13 @@ def _align(model: Any, processor: Any) -> float:
         chosen = torch.randint(len(labels), (BATCH,), generator=draw)
         moved = _moved(pixels[chosen], draw)
         seen = torch.stack(model.model.get_image_features(moved).pooler_output)
-        wanted = torch.cat([words[labels[chosen]].unsqueeze(1), space.expand(BATCH, seen.size(1) - 1, -1)], dim=1)
+        wanted = torch.cat(
+            [words[labels[chosen]].unsqueeze(1), space.expand(BATCH, seen.size(1) - 1, -1)], dim=1
+        )
         distances = (seen[:, :1] - words).square().mean(-1) / scale
-        loss = (seen - wanted).square().mean() / scale + torch.nn.functional.cross_entropy(-distances, labels[chosen])
+        loss = (seen - wanted).square().mean() / scale + torch.nn.functional.cross_entropy(
+            -distances, labels[chosen]
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -141,7 +166,9 @@ def _targets(model: Any, tokenizer: Any) -> tuple[Any, Any]:
     """The embeddings of the ten digits, (10, H), and of a space, (H,)."""
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (*"0123456789", " ")]
     if any(len(one) != 1 for one in ids):
-        raise ModelError("the eyes learn words of one token, and this tokenizer cuts a digit or a space in several")
+        raise ModelError(
+            "the eyes learn words of one token, and this tokenizer cuts a digit or a space in several"
+        )
     rows = model.get_input_embeddings().weight.detach()[[one[0] for one in ids]]
     return rows[:10], rows[10]
 
@@ -161,5 +188,8 @@ def _moved(pixels: Any, draw: Any) -> Any:
     import torch
 
     shifts = torch.randint(-_SHIFT, _SHIFT + 1, (len(pixels), 2), generator=draw).tolist()
-    moved = [torch.roll(one, (down, right), dims=(1, 2)) for one, (down, right) in zip(pixels, shifts, strict=True)]
+    moved = [
+        torch.roll(one, (down, right), dims=(1, 2))
+        for one, (down, right) in zip(pixels, shifts, strict=True)
+    ]
     return torch.stack(moved) + _NOISE * torch.randn(pixels.shape, generator=draw)

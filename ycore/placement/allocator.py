@@ -14,7 +14,17 @@ from typing import Any
 from ycore.placement.learning import Learning, moving_average
 from ycore.placement.load import UNKNOWN, Load, Reading, SlotClock, Sums, Usage, as_numbers
 from ycore.placement.moves import Backlog, best_move
-from ycore.placement.placement import DYNAMIC, ROLLOUT, Action, Division, Mode, Placement, SlotPool, Start, Swap
+from ycore.placement.placement import (
+    DYNAMIC,
+    ROLLOUT,
+    Action,
+    Division,
+    Mode,
+    Placement,
+    SlotPool,
+    Start,
+    Swap,
+)
 
 _SPARE = 4  # where all engines stay awake, a slot that is less than a quarter full can serve another role
 
@@ -32,8 +42,12 @@ class Queue:
     one that ends last decides when the round is over, and of equals the one that was asked first."""
 
     def __init__(self) -> None:
-        self._of_rank: dict[int, dict[int, float]] = {}  # by rank, the one whose turn it is first: request, length
-        self._ordered: dict[int, list[tuple[float, int, int]]] = {}  # the same, as heaps that also have what is gone
+        self._of_rank: dict[
+            int, dict[int, float]
+        ] = {}  # by rank, the one whose turn it is first: request, length
+        self._ordered: dict[
+            int, list[tuple[float, int, int]]
+        ] = {}  # the same, as heaps that also have what is gone
         self._num, self._numbers = 0, count()
 
     def __len__(self) -> int:
@@ -90,7 +104,9 @@ class Allocator:
         self._awake = [role for role, count in self.division.items() for _ in range(count)]
         speeds = {role: self.loads[role].speed if role in self.loads else UNKNOWN for role in roles}
         self._clocks = [SlotClock(speeds, now) for _ in self._awake]
-        self._free: dict[str, list[tuple[int, int]]] = {role: [] for role in roles}  # heaps of (in flight, slot)
+        self._free: dict[str, list[tuple[int, int]]] = {
+            role: [] for role in roles
+        }  # heaps of (in flight, slot)
         self._spare: dict[str, set[int]] = {role: set() for role in roles}
         self._waking = dict.fromkeys(roles, 0)
         self._num_slots = {role: self._awake.count(role) for role in roles}
@@ -105,8 +121,12 @@ class Allocator:
         self._waiting[role].put(request, rank, length)
         self._requested[role] += 1
         if role == ROLLOUT and self._has_verdict:
-            verdicts = sum(self._sums[other].num for other in self.pool.roles[1:]) / (len(self.pool.roles) - 1)
-            self._sums[ROLLOUT].observe_late(verdicts / self._requested[ROLLOUT], is_first=self._has_news)
+            verdicts = sum(self._sums[other].num for other in self.pool.roles[1:]) / (
+                len(self.pool.roles) - 1
+            )
+            self._sums[ROLLOUT].observe_late(
+                verdicts / self._requested[ROLLOUT], is_first=self._has_news
+            )
             self._has_news = False
 
     def withdraw(self, request: int, role: str, now: float, rank: int = 0) -> None:
@@ -124,7 +144,9 @@ class Allocator:
         self._has_verdict |= running.role != ROLLOUT
         self._has_news = True
         if seconds > 0:
-            self._sums[running.role].observe(seconds=seconds, depth=depth, size=max(size, 1.0), served=served)
+            self._sums[running.role].observe(
+                seconds=seconds, depth=depth, size=max(size, 1.0), served=served
+            )
 
     def swapped(self, slot: int, now: float) -> None:
         """A `Swap` of this slot is done: its new role can serve requests."""
@@ -142,7 +164,10 @@ class Allocator:
         for clock in self._clocks:
             clock.advance(now)
         self._seconds = now - self._began
-        busy_s, swap_s = [clock.busy_s for clock in self._clocks], [clock.swap_s for clock in self._clocks]
+        busy_s, swap_s = (
+            [clock.busy_s for clock in self._clocks],
+            [clock.swap_s for clock in self._clocks],
+        )
         return Usage(self._seconds, busy_s, swap_s, self._swaps)
 
     def numbers(self) -> list[float]:
@@ -220,7 +245,9 @@ class Allocator:
             waiting = self._waiting[role]
             while waiting and (slot := self._pick(role, waiting.next_rank)) is not None:
                 request = waiting.take()
-                self._running[request] = _Running(role, slot, now, self._clocks[slot].change(role, 1, now))
+                self._running[request] = _Running(
+                    role, slot, now, self._clocks[slot].change(role, 1, now)
+                )
                 self._note(slot)
                 actions.append(Start(request, slot))
         if self.mode == "phases":
@@ -240,10 +267,14 @@ class Allocator:
         while free:
             in_flight, slot = free[0]
             clock = self._clocks[slot]
-            can_take = self._awake[slot] == role and clock.swap_began is None and clock.in_flight < depth
+            can_take = (
+                self._awake[slot] == role and clock.swap_began is None and clock.in_flight < depth
+            )
             if can_take and in_flight == clock.in_flight:
                 return own if self._is_as_free(own, slot, role) else slot
-            heapq.heappop(free)  # an old entry or a full slot, which is noted again when it gets room
+            heapq.heappop(
+                free
+            )  # an old entry or a full slot, which is noted again when it gets room
         return None
 
     def _is_as_free(self, slot: int, other: int, role: str) -> bool:
@@ -275,7 +306,9 @@ class Allocator:
             spare = self._spare[role]
             while spare and not self._waiting[role]:
                 others = {other: self._backlog(other) for other in self.pool.roles if other != role}
-                target = best_move(self._backlog(role), others, swap_s=self.swap_s, late_s=self._late_s(role))
+                target = best_move(
+                    self._backlog(role), others, swap_s=self.swap_s, late_s=self._late_s(role)
+                )
                 if target is None:
                     break
                 slot = min(spare, key=lambda slot: (self._clocks[slot].in_flight, slot))
@@ -286,7 +319,9 @@ class Allocator:
         load = self.loads.get(role)
         if load is None:  # nothing is known yet: more than one request a slot is worth a try
             return Backlog(min(waiting, 1), 0, 0 if waiting > slots else slots, 0.0)
-        return Backlog(waiting, self._coming(role, load), slots, load.engine_s(self._learned.depth[role]))
+        return Backlog(
+            waiting, self._coming(role, load), slots, load.engine_s(self._learned.depth[role])
+        )
 
     def _coming(self, role: str, load: Load) -> float:
         """Requests still to come in this round: verdicts on running completions, and late rollouts as learned."""
@@ -306,7 +341,11 @@ class Allocator:
     def _next_phase(self, now: float, actions: list[Action]) -> None:
         """Change all slots together, once their role has nothing left anywhere."""
         role = self._awake[0]
-        if self._waiting[role] or self._running or any(clock.swap_began is not None for clock in self._clocks):
+        if (
+            self._waiting[role]
+            or self._running
+            or any(clock.swap_began is not None for clock in self._clocks)
+        ):
             return
         target = max(self.pool.roles, key=lambda other: len(self._waiting[other]))
         for slot in range(self.pool.num_slots):

@@ -21,11 +21,18 @@ from ycore.placement.placement import ROLLOUT, Division, SlotPool
 COHORTS = 12
 _LEAST = 0.5  # with fewer late requests than this, there is no second wave
 _QUANTILES = [NormalDist().inv_cdf((index + 0.5) / COHORTS) for index in range(COHORTS)]
-_ORDER = [index * 5 % COHORTS for index in range(COHORTS)]  # the second wave draws new lengths: in another order
+_ORDER = [
+    index * 5 % COHORTS for index in range(COHORTS)
+]  # the second wave draws new lengths: in another order
 
 
 def forecast_s(
-    loads: Mapping[str, Load], division: Division, pool: SlotPool, *, shared: bool = False, moves: bool = False
+    loads: Mapping[str, Load],
+    division: Division,
+    pool: SlotPool,
+    *,
+    shared: bool = False,
+    moves: bool = False,
 ) -> float:
     """Seconds of a round that starts with this division; infinite where no slot rolls out. `pool` has each role's depth
     as its capacity. `shared`: every slot serves all roles at once. `moves`: slots without rollouts help the others."""
@@ -46,7 +53,9 @@ class _Server:
     now: float = 0.0
     tokens: float = 0.0
     in_flight: float = 0.0
-    running: list[tuple[float, int, float]] = field(default_factory=list)  # tokens at its end, cohort, weight
+    running: list[tuple[float, int, float]] = field(
+        default_factory=list
+    )  # tokens at its end, cohort, weight
     waiting: deque[tuple[float, int, float]] = field(default_factory=deque)  # size, cohort, weight
 
     def advance(self, now: float) -> None:
@@ -84,7 +93,13 @@ class _Server:
 
 class _Round:
     def __init__(
-        self, loads: Mapping[str, Load], division: Division, pool: SlotPool, *, shared: bool, moves: bool
+        self,
+        loads: Mapping[str, Load],
+        division: Division,
+        pool: SlotPool,
+        *,
+        shared: bool,
+        moves: bool,
     ) -> None:
         self._pool, self._moves = pool, moves
         self._rollout_load = rollout = loads[ROLLOUT]
@@ -141,9 +156,17 @@ class _Round:
             self._score(cohort, num)
         elif server.load is self._first_scorer and cohort in self._late_cohorts:
             self._draw_late(cohort, num * self._late_share / self._rollout.num_slots)
-        if not self._rollout.running and self._help_at == math.inf and self._needs_help() is not None:
+        if (
+            not self._rollout.running
+            and self._help_at == math.inf
+            and self._needs_help() is not None
+        ):
             self._help_at = self._now + self._pool.swap_s
-        elif self._helpers and self._rollout.waiting and not any(helper.running for helper in self._helpers.values()):
+        elif (
+            self._helpers
+            and self._rollout.waiting
+            and not any(helper.running for helper in self._helpers.values())
+        ):
             self._back_at = min(self._back_at, self._now + self._pool.swap_s)
 
     def _draw_late(self, cohort: int, weight: float) -> None:
@@ -160,7 +183,9 @@ class _Round:
             load = scorer.load
             requests = num * load.num_requests / max(1.0, self._rollout_load.num_requests)
             helper = self._helpers.get(role)
-            servers = [server for server in (scorer, helper) if server is not None and server.num_slots]
+            servers = [
+                server for server in (scorer, helper) if server is not None and server.num_slots
+            ]
             if not servers:  # they wait until the rollouts' slots come
                 scorer.waiting.append((load.size, cohort, requests))
             for server in servers:
@@ -204,7 +229,9 @@ def late_cohorts(load: Load) -> set[int]:
         return set()
     times = max(1, round(min(load.num_times_late, COHORTS)))
     late_at = min(0.99, max(0.01, load.late_at))
-    power = (1 - late_at) / late_at  # evenly spaced numbers from 0 to 1, raised to this, have the mean `late_at`
+    power = (
+        1 - late_at
+    ) / late_at  # evenly spaced numbers from 0 to 1, raised to this, have the mean `late_at`
     return {int(((place + 0.5) / times) ** power * COHORTS) for place in range(times)}
 
 

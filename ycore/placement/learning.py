@@ -35,8 +35,13 @@ class SleepLevels:
         self.seconds[level] = moving_average(self.seconds.get(level), seconds)
 
 
-_CALIBRATION_MEMORY = 0.97  # weight that a round keeps when the next one comes, of any mode: about the last 33 count
-_LEAST, _MOST = 0.6, 1.5  # measured over forecast is clipped to this: beyond it, something else disturbed the round
+_CALIBRATION_MEMORY = (
+    0.97  # weight that a round keeps when the next one comes, of any mode: about the last 33 count
+)
+_LEAST, _MOST = (
+    0.6,
+    1.5,
+)  # measured over forecast is clipped to this: beyond it, something else disturbed the round
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +52,15 @@ class Prior:
     weight: float
 
 
-ONE_AWAKE = Prior({"divided": 1.0, "held": 1.02, "phases": 1.1, "together": 1.25, "shared": 1.0}, weight=5.0)
+ONE_AWAKE = Prior(
+    {"divided": 1.0, "held": 1.02, "phases": 1.1, "together": 1.25, "shared": 1.0}, weight=5.0
+)
 """Where one engine of a slot is awake at a time, from simulated rounds of 1 to 8 slots. The forecast leaves out that
 single slots wait for each other or leave early."""
 
-ALL_AWAKE = Prior({"divided": 1.0, "held": 1.1, "phases": 1.35, "together": 1.3, "shared": 1.2}, weight=2.0)
+ALL_AWAKE = Prior(
+    {"divided": 1.0, "held": 1.1, "phases": 1.35, "together": 1.3, "shared": 1.2}, weight=2.0
+)
 """Where the engines of all roles stay awake, so that moves cost nothing and batches get shallower. The mean of 12 loads
 in simulated rounds of 2 slots as fast as two cores."""
 
@@ -61,7 +70,9 @@ class Calibration:
     """`measured`: by mode, how many rounds count, and their sum of measured over forecast."""
 
     prior: Prior = ONE_AWAKE
-    measured: dict[Mode, tuple[float, float]] = field(default_factory=lambda: dict.fromkeys(MODES, (0.0, 0.0)))
+    measured: dict[Mode, tuple[float, float]] = field(
+        default_factory=lambda: dict.fromkeys(MODES, (0.0, 0.0))
+    )
 
     def observe(self, mode: Mode, *, seconds: float, forecast_s: float) -> None:
         """Add a round: what it took, and the forecast from its own requests."""
@@ -138,7 +149,8 @@ class Learning:
         if self._is_dynamic:
             moves = self.schedule.mode in ("divided", "together")
             self.depth = {
-                role: with_depths(self.loads, self._pool, moves=moves).capacity_of(role) for role in self.depth
+                role: with_depths(self.loads, self._pool, moves=moves).capacity_of(role)
+                for role in self.depth
             }
 
     def state(self) -> dict[str, Any]:
@@ -156,7 +168,9 @@ class Learning:
         self._sums = {role: Sums(*state["sums"][role]) for role in roles if role in state["sums"]}
         self._update_loads()
         division = {role: state["division"].get(role, 0) for role in roles}
-        is_same = set(state["division"]) == set(roles) and sum(division.values()) == self._pool.num_slots
+        is_same = (
+            set(state["division"]) == set(roles) and sum(division.values()) == self._pool.num_slots
+        )
         if self._is_dynamic and is_same:
             self._calibration.restore(state["experience"])
             self.schedule, self._was_chosen = Schedule(division, state["manner"]), state["chosen"]
@@ -164,4 +178,6 @@ class Learning:
 
 
 def _loads(sums: Mapping[str, Sums]) -> dict[str, Load]:
-    return {role: load for role, role_sums in sums.items() if (load := role_sums.load()) is not None}
+    return {
+        role: load for role, role_sums in sums.items() if (load := role_sums.load()) is not None
+    }

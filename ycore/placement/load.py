@@ -11,7 +11,9 @@ from dataclasses import astuple, dataclass, fields, replace
 from typing import NamedTuple
 
 MEMORY = 0.7  # weight that earlier rounds keep when a new one is added: about the last three count
-_GOOD_DEPTH = 4.0  # in units of base / each: there an engine reaches four fifths of its highest throughput
+_GOOD_DEPTH = (
+    4.0  # in units of base / each: there an engine reaches four fifths of its highest throughput
+)
 _FULL_DEPTH = 20.0  # there it reaches 95 %
 _LEAST_HELD = 0.25  # of a slot's share of a round's requests: a speed that was measured at one depth may be wrong
 _SERIAL = 0.25  # of the line's squared error: with less, the number served explains the seconds, and not the line
@@ -65,7 +67,9 @@ class Load:
         """
         share = float(math.ceil(self.num_requests / num_slots))
         if moves:
-            share = min(share, max(share * _LEAST_HELD, _FULL_DEPTH / _GOOD_DEPTH * self.speed.good_depth))
+            share = min(
+                share, max(share * _LEAST_HELD, _FULL_DEPTH / _GOOD_DEPTH * self.speed.good_depth)
+            )
         return max(1, int(min(capacity, max(share, self.speed.good_depth))))
 
 
@@ -144,7 +148,11 @@ class Sums:
         each = covariance / spread if spread > 0.01 * depth * depth else step_s / depth
         each = min(max(each, 0.0), step_s / depth)
         # The squared errors of both, a token. Sums of an older state lack what the second one needs.
-        line = self.step_s_squared / self.size - step_s * step_s - each * (2 * covariance - each * spread)
+        line = (
+            self.step_s_squared / self.size
+            - step_s * step_s
+            - each * (2 * covariance - each * spread)
+        )
         served = self.served_step_s**2 / self.served_squared if self.served_squared else 0.0
         waited = (self.step_s_squared - served) / self.size
         if waited < _SERIAL * line:
@@ -160,7 +168,10 @@ def as_numbers(sums: Mapping[str, Sums], roles: Sequence[str]) -> list[float]:
 def from_numbers(numbers: Sequence[float], roles: Sequence[str]) -> dict[str, Sums]:
     """The inverse of `as_numbers`, also for added rows: their load is that of the mean controller."""
     width = len(fields(Sums))
-    return {role: Sums(*numbers[index * width : (index + 1) * width]) for index, role in enumerate(roles)}
+    return {
+        role: Sums(*numbers[index * width : (index + 1) * width])
+        for index, role in enumerate(roles)
+    }
 
 
 def as_late_as(before: Sums, now: Sums) -> Sums:
@@ -172,7 +183,9 @@ def as_late_as(before: Sums, now: Sums) -> Sums:
 
 def faded(before: Sums, now: Sums) -> Sums:
     """Earlier rounds and this one, the earlier ones with less weight."""
-    return Sums(*(MEMORY * old + new for old, new in zip(astuple(before), astuple(now), strict=True)))
+    return Sums(
+        *(MEMORY * old + new for old, new in zip(astuple(before), astuple(now), strict=True))
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,10 +246,16 @@ class SlotClock:
         self.busy_s += passed
         at_work = [role for role, num in self.in_flight_of.items() if num]
         for role in at_work:
-            seconds, depth, before = passed / len(at_work), self.in_flight_of[role], self._totals[role]
+            seconds, depth, before = (
+                passed / len(at_work),
+                self.in_flight_of[role],
+                self._totals[role],
+            )
             steps = seconds / self._speeds[role].step_s(depth)
             self._totals[role] = before._replace(
-                seconds=before.seconds + seconds, steps=before.steps + steps, depth=before.depth + depth * steps
+                seconds=before.seconds + seconds,
+                steps=before.steps + steps,
+                depth=before.depth + depth * steps,
             )
 
     def change(self, role: str, by: int, now: float) -> Reading:

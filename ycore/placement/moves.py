@@ -29,7 +29,9 @@ class Backlog:
         return work / slots if slots else (math.inf if work else 0.0)
 
 
-def best_move(here: Backlog, others: Mapping[str, Backlog], *, swap_s: float, late_s: float = 0.0) -> str | None:
+def best_move(
+    here: Backlog, others: Mapping[str, Backlog], *, swap_s: float, late_s: float = 0.0
+) -> str | None:
     """The role that an idle slot should wake: where it gains most, at a tie the first; None where it should stay.
 
     The part of the backlog that the slot would take must also be worth more than the swap. `late_s`: seconds that
@@ -38,7 +40,8 @@ def best_move(here: Backlog, others: Mapping[str, Backlog], *, swap_s: float, la
     gains = {
         role: gain_s(here, there, swap_s=swap_s, late_s=late_s)
         for role, there in others.items()
-        if there.num_slots == 0 or (there.work_s - there.num_slots * swap_s) / (there.num_slots + 1) > swap_s
+        if there.num_slots == 0
+        or (there.work_s - there.num_slots * swap_s) / (there.num_slots + 1) > swap_s
     }
     best = max(gains, key=lambda role: gains[role], default=None)
     return best if best is not None and gains[best] > 0 else None
@@ -72,7 +75,10 @@ _MOST = 24  # divisions to forecast
 
 
 def next_schedule(
-    current: Schedule | None, loads: Mapping[str, Load], pool: SlotPool, factors: Mapping[Mode, float]
+    current: Schedule | None,
+    loads: Mapping[str, Load],
+    pool: SlotPool,
+    factors: Mapping[Mode, float],
 ) -> Schedule:
     """The current schedule, unless another promises a round that is shorter by more than the margin and its swaps.
 
@@ -93,13 +99,20 @@ def schedule_s(loads: Mapping[str, Load], schedule: Schedule, pool: SlotPool) ->
     """The forecast of a round that goes so."""
     mode = schedule.mode
     pool = with_depths(loads, pool, moves=mode == "divided")
-    return forecast_s(loads, schedule.division, pool, shared=mode == "shared", moves=mode == "divided")
+    return forecast_s(
+        loads, schedule.division, pool, shared=mode == "shared", moves=mode == "divided"
+    )
 
 
 def with_depths(loads: Mapping[str, Load], pool: SlotPool, *, moves: bool = False) -> SlotPool:
     """The pool with what a slot should hold of each role as its capacity."""
-    depths = {role: load.depth(pool.num_slots, pool.capacity_of(role), moves=moves) for role, load in loads.items()}
-    return replace(pool, capacity={role: depths.get(role, pool.capacity_of(role)) for role in pool.roles})
+    depths = {
+        role: load.depth(pool.num_slots, pool.capacity_of(role), moves=moves)
+        for role, load in loads.items()
+    }
+    return replace(
+        pool, capacity={role: depths.get(role, pool.capacity_of(role)) for role in pool.roles}
+    )
 
 
 def _schedules(loads: Mapping[str, Load], pool: SlotPool) -> list[Schedule]:
@@ -111,7 +124,9 @@ def _schedules(loads: Mapping[str, Load], pool: SlotPool) -> list[Schedule]:
     if pool.num_slots == 1:
         return found
     divided = best_division(loads, pool)
-    held = [Schedule(divided, "held")] if min(divided.values()) > 0 else []  # a role without a slot needs a move
+    held = (
+        [Schedule(divided, "held")] if min(divided.values()) > 0 else []
+    )  # a role without a slot needs a move
     return [Schedule(divided, "divided"), *held, *found]
 
 
@@ -147,6 +162,8 @@ def shares(work: Mapping[str, float], num_slots: int) -> dict[str, int]:
     total = sum(work.values())
     exact = {role: num_slots * amount / total for role, amount in work.items()}
     whole = {role: math.floor(share) for role, share in exact.items()}
-    for role in sorted(exact, key=lambda role: whole[role] - exact[role])[: num_slots - sum(whole.values())]:
+    for role in sorted(exact, key=lambda role: whole[role] - exact[role])[
+        : num_slots - sum(whole.values())
+    ]:
         whole[role] += 1
     return whole

@@ -51,7 +51,11 @@ def check_placement(placement: Placement, *, roles: Sequence[str], num_slots: in
     elif num_slots < num_roles:
         way_out = "take --placement dynamic or colocated, where roles share a slot"
     else:
-        nearest = [min(share, num_slots) for share in shares] if len(shares) == num_roles else [1] * num_roles
+        nearest = (
+            [min(share, num_slots) for share in shares]
+            if len(shares) == num_roles
+            else [1] * num_roles
+        )
         while (over := sum(nearest) - num_slots) > 0:
             nearest[nearest.index(max(nearest))] -= 1
         nearest[0] -= over
@@ -96,9 +100,13 @@ class SlotPool:
 
     num_slots: int
     roles: tuple[str, ...] = (ROLLOUT,)  # the rollout first
-    capacity: Mapping[str, int] | None = None  # requests that a slot may hold of each role; None is no limit
+    capacity: Mapping[str, int] | None = (
+        None  # requests that a slot may hold of each role; None is no limit
+    )
     exclusive: bool = False
-    swap_s: float = 0.0  # one engine to sleep, another awake; the allocator replaces it by what it measures
+    swap_s: float = (
+        0.0  # one engine to sleep, another awake; the allocator replaces it by what it measures
+    )
 
     def capacity_of(self, role: str) -> int:
         return 10**9 if self.capacity is None else self.capacity[role]

@@ -75,7 +75,10 @@ class Pool:
             case ["end"]:
                 if self._all_have_come(rank, "end"):
                     usage = allocator.end_round(now)
-                    return [(0, self.depths(now)), *self._to_all(["over", allocator.numbers(), spent(usage)])]
+                    return [
+                        (0, self.depths(now)),
+                        *self._to_all(["over", allocator.numbers(), spent(usage)]),
+                    ]
             case ["learn", sums]:
                 allocator.learn(sums)
                 return [(rank, ["learned", allocator.state()])]
@@ -90,7 +93,9 @@ class Pool:
         letters: list[Letter] = []
         for action in self.allocator.decide(now):
             if isinstance(action, Start):
-                letters.append((action.request % self.num_ranks, ["start", action.request, action.slot]))
+                letters.append(
+                    (action.request % self.num_ranks, ["start", action.request, action.slot])
+                )
             else:
                 home = home_of(action.slot, self.num_ranks)
                 letters.append((home, ["swap", action.slot, action.asleep, action.awake]))
@@ -106,7 +111,9 @@ class Pool:
         pool, running = self.allocator.pool, self.allocator.in_flight()
         in_flight = {f"{role} {slot}": 0 for role in pool.roles for slot in range(pool.num_slots)}
         in_flight |= {f"{role} {slot}": count for (role, slot), (count, _) in running.items()}
-        oldest_s = {f"{role} {slot}": round(now - began, 3) for (role, slot), (_, began) in running.items()}
+        oldest_s = {
+            f"{role} {slot}": round(now - began, 3) for (role, slot), (_, began) in running.items()
+        }
         return ["depths", self.allocator.waiting(), in_flight, oldest_s]
 
     def _begin(self, now: float) -> list[Letter]:

@@ -8,10 +8,21 @@ from ycore.placement.allocator import Allocator
 from ycore.placement.load import Speed
 from ycore.placement.placement import DYNAMIC, JUDGE, ROLLOUT, Placement, SlotPool, in_order
 from ycore.plan.recording import Request, recorded
-from ycore.plan.simulation import Demand, GroupAt, Lengths, Machine, Outcome, SimulatedRound, Workload, of_engines
+from ycore.plan.simulation import (
+    Demand,
+    GroupAt,
+    Lengths,
+    Machine,
+    Outcome,
+    SimulatedRound,
+    Workload,
+    of_engines,
+)
 from ycore.round.sampling import Yield
 
-_APART = 10**6  # positions from round to round: each placement gets the same groups, however many it draws
+_APART = (
+    10**6
+)  # positions from round to round: each placement gets the same groups, however many it draws
 GOOD_ENOUGH = 1.02  # `dynamic` is recommended within this factor of the shortest
 CAPACITY = 256  # requests that a slot holds of a role at most: vLLM's own limit
 _SIGMA = 0.8
@@ -68,14 +79,22 @@ def simulate(
         num_rounds: counted rounds, after `warm_up` rounds that only teach.
         position_of: a round's first position; by default the rounds are far apart.
     """
-    allocators, yields = [Allocator(pool, placement) for _ in range(num_machines)], yields or Yield()
+    allocators, yields = (
+        [Allocator(pool, placement) for _ in range(num_machines)],
+        yields or Yield(),
+    )
     outcomes = []
     for number in range(warm_up + num_rounds):
         position = _APART * number if position_of is None else position_of(number)
         groups = groups_of_round(number)
-        one = SimulatedRound(allocators, machine, groups, demand, ranks=ranks, position=position, yields=yields)
+        one = SimulatedRound(
+            allocators, machine, groups, demand, ranks=ranks, position=position, yields=yields
+        )
         outcomes.append(one.run())
-        added = [sum(values) for values in zip(*(allocator.numbers() for allocator in allocators), strict=True)]
+        added = [
+            sum(values)
+            for values in zip(*(allocator.numbers() for allocator in allocators), strict=True)
+        ]
         for allocator in allocators:
             allocator.learn(added)
     return Result(placement, tuple(outcomes[warm_up:]))
@@ -103,7 +122,9 @@ class Scenario:
         capacity = None
         if len(roles) > 1:
             capacity = {role: CAPACITY * (self.engines if role == ROLLOUT else 1) for role in roles}
-        return SlotPool(self.num_slots, roles, capacity, exclusive=self.swap_s > 0, swap_s=self.swap_s)
+        return SlotPool(
+            self.num_slots, roles, capacity, exclusive=self.swap_s > 0, swap_s=self.swap_s
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +157,10 @@ def compare_assumed(scenario: Scenario) -> Comparison:
             placement,
             scenario.pool(roles),
             Machine(
-                {role: of_engines(speed, scenario.engines) if role == ROLLOUT else speed for role in roles},
+                {
+                    role: of_engines(speed, scenario.engines) if role == ROLLOUT else speed
+                    for role in roles
+                },
                 dict.fromkeys(roles, scenario.swap_s),
             ),
             lambda number: work.group_at,
@@ -152,7 +176,11 @@ def compare_assumed(scenario: Scenario) -> Comparison:
         f"the mean, judge work {scenario.judge_work:g} of it, a step {speed.base * 1e3:g} ms and "
         f"{speed.each * 1e3:g} ms more for each request, a swap {scenario.swap_s:g} s, {scenario.num_slots} slots"
         + (f" on each of {scenario.num_machines} machines" if scenario.num_machines > 1 else "")
-        + (f", a judge over {scenario.engines} devices and a policy on each" if scenario.engines > 1 else "")
+        + (
+            f", a judge over {scenario.engines} devices and a policy on each"
+            if scenario.engines > 1
+            else ""
+        )
     )
     return _compared(note, play, roles, scenario)
 
@@ -189,7 +217,9 @@ def splits(roles: Sequence[str], num_slots: int, *, most: int = 9) -> list[Place
     found = []
     for first in firsts:
         each, more = divmod(num_slots - first, others)
-        found.append(Placement("split", (first, *(each + (index < more) for index in range(others)))))
+        found.append(
+            Placement("split", (first, *(each + (index < more) for index in range(others))))
+        )
     return found
 
 

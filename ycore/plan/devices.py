@@ -39,9 +39,7 @@ class Device:
     def in_words(self) -> str:
         if not self.on_cpu:
             return self.source
-        return (
-            f"{self.flops / GB:.0f} GFLOP/s in {self.format} and {self.bandwidth / GB:.1f} GB/s a core, {self.source}"
-        )
+        return f"{self.flops / GB:.0f} GFLOP/s in {self.format} and {self.bandwidth / GB:.1f} GB/s a core, {self.source}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +66,20 @@ def check_bfloat16(dtype: str, without: Sequence[str]) -> None:
     """ConfigError for a run that is told to compute in bfloat16 on devices that have none, which `without` names."""
     if without and dtype == "bfloat16":
         old = ", ".join(without)
-        raise ConfigError(f"the run computes in bfloat16, and device {old} has none; train with --set dtype=float32")
+        raise ConfigError(
+            f"the run computes in bfloat16, and device {old} has none; train with --set dtype=float32"
+        )
 
 
-_COMMON = ("t4", "a10", "a100-40gb", "l40s", "a100", "h20", "h200")  # the nearest in size, where only that is given
+_COMMON = (
+    "t4",
+    "a10",
+    "a100-40gb",
+    "l40s",
+    "a100",
+    "h20",
+    "h200",
+)  # the nearest in size, where only that is given
 _PATTERN = re.compile(r"^(?:(\d+)\s*[xX*]\s*)?([\w.-]+)$")
 _MEMORY = re.compile(r"^(\d+(?:\.\d+)?)\s*(gb|gib|g)$", re.IGNORECASE)
 
@@ -89,19 +97,27 @@ def parse_devices(text: str, *, core: Device, num_cores: int) -> Fleet:
         )
     count = int(match[1] or (num_cores if kind == "cpu" else 1))
     if count == 0:
-        raise ConfigError(f"--devices {text}: a plan needs one device or more; e.g. --devices 1x80GB")
+        raise ConfigError(
+            f"--devices {text}: a plan needs one device or more; e.g. --devices 1x80GB"
+        )
     if kind != "cpu":
         return Fleet(_of_memory(float(memory[1])) if memory else DEVICES[kind], count)
     if count > num_cores:
-        raise ConfigError(f"--devices {text}: this machine has {num_cores} cores; e.g. --devices {num_cores}xcpu")
+        raise ConfigError(
+            f"--devices {text}: this machine has {num_cores} cores; e.g. --devices {num_cores}xcpu"
+        )
     return Fleet(core, count)
 
 
 def _of_memory(gigabytes: float) -> Device:
     size = gigabytes * GB
-    alike = min((DEVICES[name] for name in _COMMON), key=lambda device: abs(device.memory_bytes - size))
+    alike = min(
+        (DEVICES[name] for name in _COMMON), key=lambda device: abs(device.memory_bytes - size)
+    )
     source = f"speed taken as {alike.name}'s, since only the size was given ({alike.source})"
-    return replace(alike, name=f"{gigabytes:g} GB device", memory_bytes=size, source=source, has_bfloat16=True)
+    return replace(
+        alike, name=f"{gigabytes:g} GB device", memory_bytes=size, source=source, has_bfloat16=True
+    )
 
 
 _SIZE = 1024
@@ -145,7 +161,11 @@ def core_flags() -> set[str]:
 
 def usable_cores() -> tuple[int, ...]:
     """Those that this process may use."""
-    return tuple(sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
+    return tuple(
+        sorted(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else range(os.cpu_count() or 1)
+    )
 
 
 def bfloat16_factor(flags: set[str]) -> float | None:

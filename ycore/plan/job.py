@@ -32,8 +32,12 @@ class Job:
     quantized: bool = False  # the frozen base of a LoRA run in 4 bits
     bytes_per_value: int = 2  # 2 computes in bfloat16, 4 in float32
     draws: float = 1.0  # groups generated for each one trained on (dynamic sampling)
-    has_reference: bool = False  # for the KL term; with LoRA, the policy without adapters, so it costs nothing
-    has_critic: bool = False  # PPO's: the policy's frozen weights with adapters of its own, or every weight again
+    has_reference: bool = (
+        False  # for the KL term; with LoRA, the policy without adapters, so it costs nothing
+    )
+    has_critic: bool = (
+        False  # PPO's: the policy's frozen weights with adapters of its own, or every weight again
+    )
     teachers: tuple[ModelFacts, ...] = ()  # that every rank holds itself
     judge: ModelFacts | None = None  # or a reward model or a teacher, which an engine serves
     judge_role: str = JUDGE
@@ -50,7 +54,10 @@ class Job:
         """Of the policy, and of its critic."""
         facts = self.policy
         if self.lora_rank is None:
-            own, critic = facts.num_params, facts.num_params - (0 if facts.tied else facts.head_params)
+            own, critic = (
+                facts.num_params,
+                facts.num_params - (0 if facts.tied else facts.head_params),
+            )
         else:
             own = critic = facts.lora_params(self.lora_rank)
         return own + (critic + facts.hidden_size + 1 if self.has_critic else 0)
@@ -66,7 +73,9 @@ class Way:
     micro_batch: int = 8  # completions in one forward pass of a rank
     checkpointing: bool = False
     tensor_parallel: int = 1  # devices that an engine of the policy spans
-    judge_tensor_parallel: int = 1  # and one of the judge; a slot is as wide as the wider of the two
+    judge_tensor_parallel: int = (
+        1  # and one of the judge; a slot is as wide as the wider of the two
+    )
     kind: Kind = "colocated"
     judge_slots: int = 0  # slots of the judge in a split
     sleeps: bool = False  # engines free their memory while the trainer trains
@@ -93,7 +102,11 @@ class Way:
         placed: str = self.kind
         if self.kind == "split":
             placed = f"split {self.slots - self.judge_slots}:{self.judge_slots}"
-        words = [placed, self.sharding if self.ranks > 1 else "one rank", f"micro-batch {self.micro_batch}"]
+        words = [
+            placed,
+            self.sharding if self.ranks > 1 else "one rank",
+            f"micro-batch {self.micro_batch}",
+        ]
         words += ["gradient checkpointing"] if self.checkpointing else []
         policy, judge = self.tensor_parallel, self.judge_tensor_parallel
         if policy != judge:
@@ -102,14 +115,18 @@ class Way:
             words += [f"engines over {policy} devices"]
         words += ["engines asleep while training"] if self.sleeps else []
         away = {"optimizer": "optimizer's state", "weights": "optimizer's state and frozen weights"}
-        words += [f"{away[self.offload]} in host memory during rounds"] if self.offload != "none" else []
+        words += (
+            [f"{away[self.offload]} in host memory during rounds"] if self.offload != "none" else []
+        )
         return ", ".join(words)
 
 
 PROMPT_TOKENS = 256  # the length of a prompt where none is given
 LONGEST = 4096
 _VERDICT_TOKENS = 128
-_DYNAMIC_DRAWS = 1.5  # groups drawn for each one kept, before anything is measured (DAPO, arXiv 2503.14476, 3.2)
+_DYNAMIC_DRAWS = (
+    1.5  # groups drawn for each one kept, before anything is measured (DAPO, arXiv 2503.14476, 3.2)
+)
 
 
 def job_of(

@@ -17,11 +17,16 @@ Parts = Mapping[str, float]  # bytes by what they are for
 HEAD_TILE = 512  # positions whose logits exist at a time (`TILE` in ycore/trl/forward.py)
 _LOGIT_BYTES = 14  # one logit of a tile: in bfloat16, in float32, its log-softmax and its softmax
 _PREFILL_TOKENS = 8192  # prompt tokens that vLLM takes into one step at most, by default
-_SYNC_BYTES = 0.5 * GIB  # what the writing rank holds of the policy (`QUEUED_BYTES` in ycore/engine/weights.py)
+_SYNC_BYTES = (
+    0.5 * GIB
+)  # what the writing rank holds of the policy (`QUEUED_BYTES` in ycore/engine/weights.py)
 _MOST_SEQUENCES = 256
 _NF4_BITS = 4.127  # with doubly quantised scales of blocks of 64 (arXiv 2305.14314, section 3)
 _CPU_CACHE_STEP = GIB  # on a CPU, vLLM's cache is whole GiB
-DEVICE_SHARE, _HOST_SHARE = 0.95, 0.9  # share of a GPU's and of the host's memory that a plan may use
+DEVICE_SHARE, _HOST_SHARE = (
+    0.95,
+    0.9,
+)  # share of a GPU's and of the host's memory that a plan may use
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +65,30 @@ def capacity_of(fleet: Fleet) -> float:
     return fleet.device.memory_bytes * (_HOST_SHARE if fleet.device.on_cpu else DEVICE_SHARE)
 
 
-def step_memory(job: Job, way: Way, fleet: Fleet) -> tuple[Parts, Mapping[str, Engine], Mapping[str, Parts]]:
+def step_memory(
+    job: Job, way: Way, fleet: Fleet
+) -> tuple[Parts, Mapping[str, Engine], Mapping[str, Parts]]:
     """One rank's trainer at its peak; the engines by role; the bytes by phase and role, on the fullest device."""
     trainer = trainer_memory(job, way, on_cpu=fleet.device.on_cpu)
     needs = _needs(job, way)
     if fleet.device.on_cpu:
         on_cpu = {role: _engine_on_cpu(need) for role, need in needs.items()}
         policy_bytes = float(job.policy.num_params * job.bytes_per_value)
-        peak = max(trainer.peak, trainer.resting["none"] + trainer.gather + min(_SYNC_BYTES, policy_bytes))
+        peak = max(
+            trainer.peak, trainer.resting["none"] + trainer.gather + min(_SYNC_BYTES, policy_bytes)
+        )
         processes = {role: engine.awake * way.slots for role, engine in on_cpu.items()}
         return trainer.parts, on_cpu, {"all at once": {"trainer": peak * way.ranks, **processes}}
     alone = {role: [need] for role, need in needs.items()}
-    engines = engines_on_gpu(alone, trainer, capacity_of(fleet), sleeps=way.sleeps, offload=way.offload)
+    engines = engines_on_gpu(
+        alone, trainer, capacity_of(fleet), sleeps=way.sleeps, offload=way.offload
+    )
     by_role = {role: of_role[0] for role, of_role in engines.items()}
-    return trainer.parts, by_role, gpu_phases(engines, trainer, sleeps=way.sleeps, offload=way.offload)
+    return (
+        trainer.parts,
+        by_role,
+        gpu_phases(engines, trainer, sleeps=way.sleeps, offload=way.offload),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +117,9 @@ def trainer_memory(job: Job, way: Way, *, on_cpu: bool = False) -> TrainerMemory
     }
     resting["optimizer"] = resting["none"] - states.get("optimizer", 0.0)
     if not way.shards_weights:
-        resting["weights"] = resting["optimizer"] - states.get("frozen weights", 0.0) - states.get("reference", 0.0)
+        resting["weights"] = (
+            resting["optimizer"] - states.get("frozen weights", 0.0) - states.get("reference", 0.0)
+        )
         resting["weights"] -= states.get("teachers", 0.0)
     peak = {**parts, "allocator": footing.slack * sum(parts.values()), "libraries": libraries}
     return TrainerMemory(peak, resting, largest_weight(job.policy))
@@ -134,18 +151,30 @@ class Need:
 
 
 def engines_on_gpu(
-    needs: Mapping[str, Sequence[Need]], trainer: TrainerMemory, capacity: float, *, sleeps: bool, offload: Offload
+    needs: Mapping[str, Sequence[Need]],
+    trainer: TrainerMemory,
+    capacity: float,
+    *,
+    sleeps: bool,
+    offload: Offload,
 ) -> Mapping[str, list[Engine]]:
     """Engines by role, as many on a device as the role has models, with the cache that they need or that fits.
 
     Those of a role are awake together; of several roles one is at a time where engines sleep, and all are where not.
     """
     if not sleeps:
-        awake = iter(_filled([need for of_role in needs.values() for need in of_role], capacity - trainer.peak))
+        awake = iter(
+            _filled(
+                [need for of_role in needs.values() for need in of_role], capacity - trainer.peak
+            )
+        )
         return {role: [next(awake) for _ in of_role] for role, of_role in needs.items()}
     num_models = sum(map(len, needs.values()))
     return {
-        role: _filled(of_role, capacity - trainer.resting[offload] - ON_GPU.asleep * (num_models - len(of_role)))
+        role: _filled(
+            of_role,
+            capacity - trainer.resting[offload] - ON_GPU.asleep * (num_models - len(of_role)),
+        )
         for role, of_role in needs.items()
     }
 
@@ -156,24 +185,37 @@ def _filled(needs: Sequence[Need], room: float) -> list[Engine]:
     fixed = [need.fixed for need in needs]
     least = [need.token_bytes * need.longest for need in needs]
     more = [
-        max(0.0, need.token_bytes * need.tokens * need.sequences - one) for need, one in zip(needs, least, strict=True)
+        max(0.0, need.token_bytes * need.tokens * need.sequences - one)
+        for need, one in zip(needs, least, strict=True)
     ]
-    left = room - sum(weights + workspace + ON_GPU.engine for weights, workspace in fixed) - sum(least)
+    left = (
+        room - sum(weights + workspace + ON_GPU.engine for weights, workspace in fixed) - sum(least)
+    )
     share = min(1.0, max(0.0, left) / max(1.0, sum(more)))
     found = []
     for need, (weights, workspace), one, rest in zip(needs, fixed, least, more, strict=True):
         cache = one + share * rest
-        at_once = int(min(need.sequences, cache // (need.token_bytes * need.tokens))) if left >= 0 else 0
+        at_once = (
+            int(min(need.sequences, cache // (need.token_bytes * need.tokens))) if left >= 0 else 0
+        )
         found.append(Engine(weights, cache, workspace, ON_GPU.engine, at_once))
     return found
 
 
 def gpu_phases(
-    engines: Mapping[str, Sequence[Engine]], trainer: TrainerMemory, *, sleeps: bool, offload: Offload
+    engines: Mapping[str, Sequence[Engine]],
+    trainer: TrainerMemory,
+    *,
+    sleeps: bool,
+    offload: Offload,
 ) -> Mapping[str, Parts]:
     """The phases of a device. In a split too it has an engine of every role, of which one is never used."""
     awake = {role: sum(engine.awake for engine in of_role) for role, of_role in engines.items()}
-    idle = {role: ON_GPU.asleep * len(of_role) for role, of_role in engines.items()} if sleeps else awake
+    idle = (
+        {role: ON_GPU.asleep * len(of_role) for role, of_role in engines.items()}
+        if sleeps
+        else awake
+    )
     resting = trainer.resting[offload]
 
     def working(role: str) -> Parts:
@@ -181,7 +223,10 @@ def gpu_phases(
 
     phases: dict[str, Parts] = {
         "train": {"trainer": trainer.peak, **idle},
-        "sync": {"trainer": resting + trainer.gather, **idle},  # weights are written before an engine wakes
+        "sync": {
+            "trainer": resting + trainer.gather,
+            **idle,
+        },  # weights are written before an engine wakes
         "generate": working("rollout"),
     }
     return phases | {name: working(role) for role, name in PHASES.items() if role in engines}
@@ -197,10 +242,17 @@ def trainer_states(job: Job, way: Way) -> Parts:
     trained, size, ranks = job.trainable, job.bytes_per_value, way.ranks
     weight_ranks = ranks if way.shards_weights else 1
     two_layers = 2.0 * size * job.policy.layer_params  # gathered: the one at work and the next
-    parts: dict[str, float] = {"frozen weights": (0.0 if job.lora_rank is None else frozen_bytes(job)) / weight_ranks}
+    parts: dict[str, float] = {
+        "frozen weights": (0.0 if job.lora_rank is None else frozen_bytes(job)) / weight_ranks
+    }
     if way.sharding == "ddp":
         copies = (2.0 * trained if size == 2 else 0.0) + (4.0 * trained if ranks > 1 else 0.0)
-        parts |= {"weights": 4.0 * trained, "gradients": 4.0 * trained, "optimizer": 8.0 * trained, "copies": copies}
+        parts |= {
+            "weights": 4.0 * trained,
+            "gradients": 4.0 * trained,
+            "optimizer": 8.0 * trained,
+            "copies": copies,
+        }
     elif way.sharding == "fsdp2":
         parts |= {"weights": 4.0 * trained / ranks, "gradients": 4.0 * trained / ranks}
         parts |= {"optimizer": 8.0 * trained / ranks, "copies": two_layers}
@@ -211,7 +263,9 @@ def trainer_states(job: Job, way: Way) -> Parts:
         parts["copies"] = 4.0 * trained / ranks + (two_layers if way.shards_weights else 0.0)
     if job.quantized:  # the weight at work, in the dtype of the computation
         facts = job.policy
-        parts["copies"] += float(size * facts.hidden_size * max(facts.intermediate_size, facts.query_size))
+        parts["copies"] += float(
+            size * facts.hidden_size * max(facts.intermediate_size, facts.query_size)
+        )
     if job.has_reference and job.lora_rank is None:
         parts["reference"] = float(size) * job.policy.num_params / weight_ranks
     parts["teachers"] = float(size) * sum(facts.num_params for facts in job.teachers)
@@ -239,9 +293,15 @@ def saved_per_token(job: Job) -> float:
     facts, size = job.policy, job.bytes_per_value
     norms = 2 * 4 * facts.hidden_size  # the float32 that each norm squares
     inputs = 2 * size * facts.hidden_size  # inputs of the linear layers after each norm
-    attention = size * 4 * facts.query_size + 4 * facts.num_attention_heads  # queries, repeated keys and values, output
-    mlp = 4 * size * facts.intermediate_size * facts.num_experts_per_token  # gate, its activation, up, their product
-    residual = 2 * 4 * facts.hidden_size if job.lora_rank is None else 0  # norms with trained weights keep more
+    attention = (
+        size * 4 * facts.query_size + 4 * facts.num_attention_heads
+    )  # queries, repeated keys and values, output
+    mlp = (
+        4 * size * facts.intermediate_size * facts.num_experts_per_token
+    )  # gate, its activation, up, their product
+    residual = (
+        2 * 4 * facts.hidden_size if job.lora_rank is None else 0
+    )  # norms with trained weights keep more
     adapters = 0.0 if job.lora_rank is None else 7 * 4 * job.lora_rank
     return norms + inputs + attention + size * facts.query_size + mlp + residual + adapters
 
@@ -257,12 +317,22 @@ def activations(job: Job, way: Way) -> Parts:
 
     Checkpointing keeps every layer's input and the activations of one layer (arXiv 2205.05198, section 5).
     """
-    facts, tokens = job.policy, micro_batch_tokens(job, way) * (2 if job.has_critic else 1)  # one backward for both
+    facts, tokens = (
+        job.policy,
+        micro_batch_tokens(job, way) * (2 if job.has_critic else 1),
+    )  # one backward for both
     a_layer = tokens * saved_per_token(job)
     inputs = tokens * job.bytes_per_value * facts.hidden_size
-    kept = a_layer + facts.num_hidden_layers * inputs if way.checkpointing else facts.num_hidden_layers * a_layer
+    kept = (
+        a_layer + facts.num_hidden_layers * inputs
+        if way.checkpointing
+        else facts.num_hidden_layers * a_layer
+    )
     tile = min(HEAD_TILE, way.micro_batch * job.max_tokens)
-    return {"activations": kept, "logits": float(tile * facts.vocab_size * _LOGIT_BYTES * (1 + len(job.teachers)))}
+    return {
+        "activations": kept,
+        "logits": float(tile * facts.vocab_size * _LOGIT_BYTES * (1 + len(job.teachers))),
+    }
 
 
 def trainer_peak(job: Job, way: Way) -> Parts:
@@ -275,7 +345,9 @@ def trainer_peak(job: Job, way: Way) -> Parts:
 
 def largest_weight(facts: ModelFacts) -> float:
     """Bytes of the largest weight in float32: a sync gathers one weight at a time."""
-    return 4.0 * max(facts.head_params, facts.expert_params / 3, facts.hidden_size * facts.query_size)
+    return 4.0 * max(
+        facts.head_params, facts.expert_params / 3, facts.hidden_size * facts.query_size
+    )
 
 
 def _needs(job: Job, way: Way) -> Mapping[str, Need]:
@@ -284,10 +356,16 @@ def _needs(job: Job, way: Way) -> Mapping[str, Need]:
     def need(role: str, facts: ModelFacts, slots: int, tokens: int, longest: int) -> Need:
         num_engines = max(1, slots * way.engines(role))
         wanted = max(1, min(_MOST_SEQUENCES, round(job.completions * job.draws / num_engines)))
-        return Need(facts, job.bytes_per_value, way.width(role), wanted, tokens, max(tokens, longest))
+        return Need(
+            facts, job.bytes_per_value, way.width(role), wanted, tokens, max(tokens, longest)
+        )
 
     tokens = job.prompt_tokens + job.max_tokens
-    needs = {"rollout": need("rollout", job.policy, way.slots - way.judge_slots, tokens, job.max_model_len)}
+    needs = {
+        "rollout": need(
+            "rollout", job.policy, way.slots - way.judge_slots, tokens, job.max_model_len
+        )
+    }
     if job.judge is not None:
         tokens = job.judge_prompt_tokens + job.max_tokens + job.judge_tokens
         judging = way.judge_slots if way.kind == "split" else way.slots
@@ -299,13 +377,17 @@ def _needs(job: Job, way: Way) -> Mapping[str, Need]:
 def _engine_on_cpu(need: Need) -> Engine:
     a_sequence = need.facts.kv_values * need.bytes_per_value / need.tensor_parallel * need.tokens
     cache = max(1, -(-(a_sequence * need.sequences) // _CPU_CACHE_STEP)) * _CPU_CACHE_STEP
-    weights = engine_weights(need.facts, need.bytes_per_value, tensor_parallel=need.tensor_parallel, on_cpu=True)
+    weights = engine_weights(
+        need.facts, need.bytes_per_value, tensor_parallel=need.tensor_parallel, on_cpu=True
+    )
     return Engine(weights, cache, 0.0, ON_CPU.engine, need.sequences)
 
 
 def _workspace(facts: ModelFacts, size: int, *, sequences: int, tensor_parallel: int) -> float:
     """The widest tensors of a prefill step, and 12 bytes for every logit of a decoding step."""
-    widest = _PREFILL_TOKENS * (2 * facts.intermediate_size * facts.num_experts_per_token + 4 * facts.hidden_size)
+    widest = _PREFILL_TOKENS * (
+        2 * facts.intermediate_size * facts.num_experts_per_token + 4 * facts.hidden_size
+    )
     return widest * size / tensor_parallel + 3.0 * 4 * sequences * facts.vocab_size
 
 
@@ -314,6 +396,8 @@ def least_engine(need: Need) -> float:
     return sum(need.fixed) + need.token_bytes * need.longest + ON_GPU.engine
 
 
-def engine_weights(facts: ModelFacts, bytes_per_value: int, *, tensor_parallel: int, on_cpu: bool = False) -> float:
+def engine_weights(
+    facts: ModelFacts, bytes_per_value: int, *, tensor_parallel: int, on_cpu: bool = False
+) -> float:
     """On a CPU three times: the weights, vLLM's packed copies of them, and the mapped file of the last sync."""
     return facts.num_params * bytes_per_value / tensor_parallel * (3 if on_cpu else 1)

@@ -14,7 +14,9 @@ from ycore.models.folder import read_json
 from ycore.models.hub import ANSWER_WITHIN_S, ask_hub, cached_snapshot
 from ycore.models.names import BUILTIN, MADE, made_folder
 
-KNOWN_CONFIGS: Mapping[str, dict[str, Any]] = json.loads(Path(__file__).with_name("models.json").read_text())
+KNOWN_CONFIGS: Mapping[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("models.json").read_text()
+)
 """By hub id."""
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -97,9 +99,13 @@ class ModelFacts:
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if heads % width:
             return f"{heads} attention heads"
-        if max(kv_heads, width) % min(kv_heads, width):  # with fewer KV heads than workers, several have the same one
+        if max(kv_heads, width) % min(
+            kv_heads, width
+        ):  # with fewer KV heads than workers, several have the same one
             return f"{kv_heads} KV heads"
-        return f"{self.intermediate_size} columns of an MLP" if self.intermediate_size % width else ""
+        return (
+            f"{self.intermediate_size} columns of an MLP" if self.intermediate_size % width else ""
+        )
 
     def lora_params(self, rank: int) -> int:
         """LoRA parameters on every linear layer but the head (arXiv 2106.09685, section 4.1; PEFT's `all-linear`).
@@ -203,15 +209,25 @@ def model_config(name: str, *, ask: bool = True) -> dict[str, Any]:
         if isinstance(base, str) and not (path / "config.json").is_file():
             return model_config(base, ask=ask)
         return _read(path / "config.json")
-    if known := known_config(name):  # first: to look into the hub's cache, its client must be imported
+    if known := known_config(
+        name
+    ):  # first: to look into the hub's cache, its client must be imported
         return known
-    snapshot = cached_snapshot(BUILTIN[name].hub_id if name in BUILTIN else name) if name.count("/") < 2 else None
-    return model_config(str(snapshot), ask=ask) if snapshot is not None else _from_hub(name, ask=ask)
+    snapshot = (
+        cached_snapshot(BUILTIN[name].hub_id if name in BUILTIN else name)
+        if name.count("/") < 2
+        else None
+    )
+    return (
+        model_config(str(snapshot), ask=ask) if snapshot is not None else _from_hub(name, ask=ask)
+    )
 
 
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise ModelError(f"a plan reads a model's config.json, and {path} does not exist; give a folder that has one")
+        raise ModelError(
+            f"a plan reads a model's config.json, and {path} does not exist; give a folder that has one"
+        )
     return read_json(path)
 
 

@@ -42,7 +42,9 @@ class TemplateCheck:
     """What is wrong with the conversations that the chat template writes; nothing where prompts are plain text."""
 
     problems: tuple[str, ...] = ()
-    end_of_turn: str | None = None  # the token that ends an answer in the template, where it does not end a completion
+    end_of_turn: str | None = (
+        None  # the token that ends an answer in the template, where it does not end a completion
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,9 @@ class Measurements:
     equal: float  # share of groups whose rewards are all equal
     rewards: tuple[float, ...]  # of every scored completion: the weighted sum of its sources
     masked: float  # share of completions that no source could score
-    problems: Mapping[str, int] = field(default_factory=dict)  # how often each problem kept a source from scoring
+    problems: Mapping[str, int] = field(
+        default_factory=dict
+    )  # how often each problem kept a source from scoring
     means: Mapping[str, float | None] = field(default_factory=dict)
     """Mean of each reward source; None where it scored nothing."""
     generate_s: float = 0.0
@@ -69,7 +73,9 @@ class Measurements:
     the trainer itself generates."""
 
     gap_spread: float = 0.0  # standard deviation of that difference, signed
-    weight_limit: float | None = None  # of a whole completion's weight, beyond which it is left out; None: no such mask
+    weight_limit: float | None = (
+        None  # of a whole completion's weight, beyond which it is left out; None: no such mask
+    )
     sync_gap: float | None = None
     stale_gap: float | None = None
     """The same after changed weights were sent: the engine against the changed model, and against the one before."""
@@ -95,7 +101,9 @@ def verdict(measured: Measurements) -> Verdict:
     found.sort(key=lambda finding: finding.level != "stops")
     learns = not any(finding.level == "stops" for finding in found)
     if not found:
-        words = f"this run can learn: {1 - measured.equal:.0%} of the groups have something to compare"
+        words = (
+            f"this run can learn: {1 - measured.equal:.0%} of the groups have something to compare"
+        )
     elif learns:
         count = "one thing" if len(found) == 1 else f"{len(found)} things"
         words = f"this run can learn, with {count} to mend first: {found[0].what}; {found[0].mend}"
@@ -182,7 +190,10 @@ def _engine_rules(measured: Measurements) -> Iterator[_Rule]:
     )
     if measured.weight_limit is not None:
         sizes = (measured.mean_tokens, measured.max_tokens)
-        kept, of_longest = (kept_share(measured.gap_spread, tokens=size, limit=measured.weight_limit) for size in sizes)
+        kept, of_longest = (
+            kept_share(measured.gap_spread, tokens=size, limit=measured.weight_limit)
+            for size in sizes
+        )
         yield (
             None if kept >= KEPT_WARNS else "warns",
             f"a completion of {sizes[0]:.0f} tokens keeps {kept:.0%} of its gradient, and one of {sizes[1]} keeps "
@@ -217,7 +228,11 @@ def _reward_rules(measured: Measurements) -> Iterator[_Rule]:
         yield _level(measured.masked, MASKED_WARNS), words, look
         yield _equal_rule(measured.equal, min(rewards), max(rewards))
     else:
-        yield "stops", f"no completion could be scored ({problem or 'no reward gave a value'})", look
+        yield (
+            "stops",
+            f"no completion could be scored ({problem or 'no reward gave a value'})",
+            look,
+        )
     yield (
         "warns" if measured.reward_s > max(1.0, measured.generate_s) else None,
         f"scoring takes {measured.reward_s:.1f} s after {measured.generate_s:.1f} s of generating",
@@ -236,7 +251,11 @@ def _equal_rule(equal: float, low: float, high: float) -> _Rule:
         )
     if low != high:
         what = "rewards differ between prompts but in no group, so there is no gradient"
-        return "stops", what, "raise --temperature or --group-size, or check that the reward looks at the completion"
+        return (
+            "stops",
+            what,
+            "raise --temperature or --group-size, or check that the reward looks at the completion",
+        )
     if low == 0.0:
         way_out = "look at the completions below, then take easier prompts, another reward, or a --system-prompt"
     else:

@@ -62,7 +62,9 @@ class Recording:
 
 def recorded(rounds: Sequence[Sequence[Request]], *, group_size: int) -> Recording:
     """The speeds and groups of recorded rounds; DataError where no round is whole."""
-    rounds = [requests for requests in rounds if any(request.role == ROLLOUT for request in requests)]
+    rounds = [
+        requests for requests in rounds if any(request.role == ROLLOUT for request in requests)
+    ]
     if not rounds:
         raise DataError("the trace has no whole round; let the run finish a step first")
     flat = [request for requests in rounds for request in requests]
@@ -71,8 +73,13 @@ def recorded(rounds: Sequence[Sequence[Request]], *, group_size: int) -> Recordi
         replace(one, tokens=one.tokens or max(1e-6, seconds / speeds[one.role].step_s(depth)))
         for one, (seconds, depth) in zip(flat, met, strict=True)
     )
-    groups = tuple(tuple(_groups(list(islice(sized, len(requests))), group_size)) for requests in rounds)
-    seconds = [max(one.ended for one in requests) - min(one.queued for one in requests) for requests in rounds]
+    groups = tuple(
+        tuple(_groups(list(islice(sized, len(requests))), group_size)) for requests in rounds
+    )
+    seconds = [
+        max(one.ended for one in requests) - min(one.queued for one in requests)
+        for requests in rounds
+    ]
     return Recording(speeds, groups, tuple(seconds))
 
 
@@ -91,7 +98,10 @@ def _groups(requests: Sequence[Request], group_size: int) -> list[SimulatedGroup
     chunks = [rollouts[first : first + group_size] for first in range(0, len(rollouts), group_size)]
     ends = [max(ended[one.number] for one in chunk) for chunk in chunks]
     return [
-        SimulatedGroup(tuple(sizes[one.number] for one in chunk), after=sum(end <= chunk[0].queued for end in ends))
+        SimulatedGroup(
+            tuple(sizes[one.number] for one in chunk),
+            after=sum(end <= chunk[0].queued for end in ends),
+        )
         for chunk in chunks
     ]
 
@@ -108,7 +118,10 @@ class Steps(Speed):
         if place == len(self.depths):
             return self.seconds[-1] + self.each * (in_flight - self.depths[-1])
         if place == 0:
-            return max(min(self.base, self.seconds[0]), self.seconds[0] - self.each * (self.depths[0] - in_flight))
+            return max(
+                min(self.base, self.seconds[0]),
+                self.seconds[0] - self.each * (self.depths[0] - in_flight),
+            )
         before, after = self.depths[place - 1], self.depths[place]
         share = (in_flight - before) / (after - before)
         return (1 - share) * self.seconds[place - 1] + share * self.seconds[place]
@@ -127,7 +140,9 @@ def curve(line: Speed, seen: Sequence[Seen]) -> Steps:
     The last few requests, too few for a point, join the point before them.
     """
     points: list[list[Seen]] = []
-    for _, of_edge in groupby(sorted(seen, key=lambda one: one.depth), key=lambda one: bisect_left(_EDGES, one.depth)):
+    for _, of_edge in groupby(
+        sorted(seen, key=lambda one: one.depth), key=lambda one: bisect_left(_EDGES, one.depth)
+    ):
         if not points or len(points[-1]) >= _ENOUGH:
             points.append([])
         points[-1].extend(of_edge)
@@ -135,12 +150,19 @@ def curve(line: Speed, seen: Sequence[Seen]) -> Steps:
         few = points.pop()
         points[-1].extend(few)
     tokens = [sum(one.tokens for one in point) for point in points]
-    depths = [sum(one.tokens * one.depth for one in point) / all_ for point, all_ in zip(points, tokens, strict=True)]
-    steps = [sum(one.seconds for one in point) / all_ for point, all_ in zip(points, tokens, strict=True)]
+    depths = [
+        sum(one.tokens * one.depth for one in point) / all_
+        for point, all_ in zip(points, tokens, strict=True)
+    ]
+    steps = [
+        sum(one.seconds for one in point) / all_ for point, all_ in zip(points, tokens, strict=True)
+    ]
     return Steps(line.base, line.each, tuple(depths), tuple(accumulate(steps, max)))
 
 
-_Met = list[tuple[float, float]]  # for each request: its engine's own seconds, and the mean depth in them
+_Met = list[
+    tuple[float, float]
+]  # for each request: its engine's own seconds, and the mean depth in them
 
 
 def _fit(requests: Sequence[Request]) -> tuple[dict[str, Steps], _Met]:
@@ -166,7 +188,9 @@ def _fit(requests: Sequence[Request]) -> tuple[dict[str, Steps], _Met]:
 def _met(requests: Sequence[Request], speeds: Mapping[str, Speed]) -> _Met:
     begins = [(one.began, 1, index) for index, one in enumerate(requests)]
     ends = [(one.ended, 0, index) for index, one in enumerate(requests)]
-    of_role = {role: speeds.get(role, UNKNOWN) for role in dict.fromkeys(one.role for one in requests)}
+    of_role = {
+        role: speeds.get(role, UNKNOWN) for role in dict.fromkeys(one.role for one in requests)
+    }
     clocks: dict[int, SlotClock] = {}
     begun: dict[int, Reading] = {}
     met: _Met = [(0.0, 1.0)] * len(requests)

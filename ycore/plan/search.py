@@ -8,7 +8,15 @@ from typing import Any
 from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError
 from ycore.placement.placement import JUDGE
-from ycore.plan.devices import GIB, Device, Fleet, format_on, measured_core, parse_devices, usable_cores
+from ycore.plan.devices import (
+    GIB,
+    Device,
+    Fleet,
+    format_on,
+    measured_core,
+    parse_devices,
+    usable_cores,
+)
 from ycore.plan.job import SHARDINGS, Job, Way, job_of, micro_batch_of
 from ycore.plan.model_facts import KNOWN_CONFIGS, model_facts
 from ycore.plan.sharing import sharings
@@ -37,7 +45,9 @@ class Plan:
     fitting: tuple[Forecast, ...]  # ways that fit, fastest first
     others: tuple[Forecast, ...]  # those that do not, least over first
     nearest: tuple[Change, ...]  # where nothing fits, the nearest settings that do
-    refused: tuple[tuple[Forecast, str], ...] = ()  # ways that fit and that no command starts, and why
+    refused: tuple[
+        tuple[Forecast, str], ...
+    ] = ()  # ways that fit and that no command starts, and why
     first: RunConfig | None = None  # the run that goes the first way
 
     def as_json(self, *, top: int) -> dict[str, Any]:
@@ -46,7 +56,11 @@ class Plan:
             "model": asdict(self.job.policy) | {"num_params": self.job.policy.num_params},
             "judge": None if self.job.judge is None else self.job.judge.name,
             "devices": asdict(self.fleet.device) | {"count": self.fleet.count},
-            "job": {key: value for key, value in asdict(self.job).items() if key not in ("policy", "judge")},
+            "job": {
+                key: value
+                for key, value in asdict(self.job).items()
+                if key not in ("policy", "judge")
+            },
             "fits": [_as_json(one) for one in self.fitting[:top]],
             "does_not_fit": [_as_json(one) | {"why": why_not(one)} for one in self.others[:top]],
             "cannot_be_run": [_as_json(one) | {"why": why} for one, why in self.refused[:top]],
@@ -61,7 +75,10 @@ def _as_json(one: Forecast) -> dict[str, Any]:
         "peak_phase": phase,
         "peak_bytes": round(peak),
         "capacity_bytes": round(one.capacity),
-        "memory": {name: {role: round(size) for role, size in roles.items()} for name, roles in one.phases.items()},
+        "memory": {
+            name: {role: round(size) for role, size in roles.items()}
+            for name, roles in one.phases.items()
+        },
         "trainer": {part: round(size) for part, size in one.trainer.items()},
         "engines": {role: asdict(engine) for role, engine in one.engines.items()},
         "seconds": {name: round(seconds, 3) for name, seconds in one.seconds.items()},
@@ -111,12 +128,20 @@ def make_plan(
             return False
         return True
 
-    fitting, others = ranked(job, fleet, _candidates(config, job, fleet, micro_batch), can_run=can_run)
+    fitting, others = ranked(
+        job, fleet, _candidates(config, job, fleet, micro_batch), can_run=can_run
+    )
     if "per_device_train_batch_size" not in config.trl and not fleet.device.on_cpu:
-        for size in _divisors(config.prompts_per_step * config.group_size // most_ranks(job, fleet), micro_batch):
+        for size in _divisors(
+            config.prompts_per_step * config.group_size // most_ranks(job, fleet), micro_batch
+        ):
             if fitting:  # a larger one is faster
                 break
-            smaller = [way for way in _candidates(config, job, fleet, size) if way.ranks == most_ranks(job, fleet)]
+            smaller = [
+                way
+                for way in _candidates(config, job, fleet, size)
+                if way.ranks == most_ranks(job, fleet)
+            ]
             fitting, _ = ranked(job, fleet, smaller, can_run=can_run)
     left_out = tuple(sorted(refused, key=lambda pair: pair[0].step_s))
     near: list[Change] = []
@@ -132,7 +157,11 @@ def make_plan(
 
 def _candidates(config: RunConfig, job: Job, fleet: Fleet, micro_batch: int) -> list[Way]:
     """The ways that the config allows."""
-    shardings = [name for name in SHARDINGS if config.accelerate in (None, name) or config.accelerate not in SHARDINGS]
+    shardings = [
+        name
+        for name in SHARDINGS
+        if config.accelerate in (None, name) or config.accelerate not in SHARDINGS
+    ]
     if job.quantized:
         shardings = [name for name in shardings if name not in ("zero3", "fsdp2")]
     found, told = (
@@ -152,7 +181,9 @@ def most_ranks(job: Job, fleet: Fleet) -> int:
     return max(ranks for ranks in range(1, fleet.count + 1) if not job.prompts_per_step % ranks)
 
 
-def ways(job: Job, fleet: Fleet, *, micro_batch: int, shardings: Iterable[str] | None = None) -> list[Way]:
+def ways(
+    job: Job, fleet: Fleet, *, micro_batch: int, shardings: Iterable[str] | None = None
+) -> list[Way]:
     """Every way worth a forecast: how training is sharded, how many devices an engine spans, who has which slots.
 
     `micro_batch`: completions in one forward pass of a rank, at most. `shardings`: only these; by default all.
@@ -167,8 +198,17 @@ def ways(job: Job, fleet: Fleet, *, micro_batch: int, shardings: Iterable[str] |
         size = min(micro_batch, job.completions // ranks)
         for sharding in sharded if ranks > 1 else SHARDINGS[:1]:
             for policy, judge in widths:
-                slots = max(min(count, _MOST_ON_CPU), ranks) if on_cpu else count // max(policy, judge)
-                base = Way(ranks, slots, sharding, size, tensor_parallel=policy, judge_tensor_parallel=judge)
+                slots = (
+                    max(min(count, _MOST_ON_CPU), ranks) if on_cpu else count // max(policy, judge)
+                )
+                base = Way(
+                    ranks,
+                    slots,
+                    sharding,
+                    size,
+                    tensor_parallel=policy,
+                    judge_tensor_parallel=judge,
+                )
                 for checkpointing in (False,) if on_cpu else (True, False):
                     found += _placed(job, replace(base, checkpointing=checkpointing), on_cpu)
     return found
@@ -181,21 +221,36 @@ def widths_of(job: Job, count: int) -> list[tuple[int, int]]:
     if job.judge is None:
         return [(width, width) for width in alone]
     judges = [width for width in widths if not job.judge.undivided(width)]
-    return [(policy, judge) for policy in alone for judge in judges if policy == judge or 1 in (policy, judge)]
+    return [
+        (policy, judge)
+        for policy in alone
+        for judge in judges
+        if policy == judge or 1 in (policy, judge)
+    ]
 
 
 def _placed(job: Job, base: Way, on_cpu: bool) -> list[Way]:
     """The way with its engines awake or asleep while training, and with a judge under each placement."""
-    shared = [base] if on_cpu else [replace(base, sleeps=asleep, offload=away) for asleep, away in sharings(job, base)]
+    shared = (
+        [base]
+        if on_cpu
+        else [replace(base, sleeps=asleep, offload=away) for asleep, away in sharings(job, base)]
+    )
     if job.judge is None or base.slots < 2:
         return shared
     found = [*shared, *(replace(one, kind="dynamic") for one in shared)]
     splits = sorted({1, base.slots // 4, base.slots // 2, base.slots - 1} - {0})
-    return found + [replace(one, kind="split", judge_slots=alone) for alone in splits for one in shared]
+    return found + [
+        replace(one, kind="split", judge_slots=alone) for alone in splits for one in shared
+    ]
 
 
 def ranked(
-    job: Job, fleet: Fleet, candidates: Iterable[Way], *, can_run: CanRun = lambda job, fleet, one: True
+    job: Job,
+    fleet: Fleet,
+    candidates: Iterable[Way],
+    *,
+    can_run: CanRun = lambda job, fleet, one: True,
 ) -> tuple[list[Forecast], list[Forecast]]:
     """Forecasts that fit and that a run can take, fastest first, and those that do not fit, least over first."""
     forecasts = [forecast(job, way, fleet) for way in candidates]
@@ -207,9 +262,15 @@ def ranked(
             way = one.way
             widths = way.tensor_parallel, way.judge_tensor_parallel
             best.setdefault((way.kind, way.judge_slots, way.slots, widths, way.sleeps), one)
-        enough_s = 1.5 * min((one.step_s for one in best.values()), default=0.0)  # of the fastest by the simple bound
-        fitting = _by_time(simulated(job, one, fleet) for one in best.values() if one.step_s <= enough_s)
-    others = sorted((one for one in forecasts if not one.fits), key=lambda one: one.peak[1] - one.capacity)
+        enough_s = 1.5 * min(
+            (one.step_s for one in best.values()), default=0.0
+        )  # of the fastest by the simple bound
+        fitting = _by_time(
+            simulated(job, one, fleet) for one in best.values() if one.step_s <= enough_s
+        )
+    others = sorted(
+        (one for one in forecasts if not one.fits), key=lambda one: one.peak[1] - one.capacity
+    )
     return fitting, others
 
 
@@ -226,7 +287,11 @@ def why_not(one: Forecast) -> str:
         return f"no room for one sequence of the {role} engine beside the trainer"
     roles = one.phases[phase]
     role = max(roles, key=lambda name: roles[name])
-    part = max(one.trainer, key=lambda name: one.trainer[name]) if role == "trainer" else "weights and cache"
+    part = (
+        max(one.trainer, key=lambda name: one.trainer[name])
+        if role == "trainer"
+        else "weights and cache"
+    )
     return (
         f"{phase}: {bytes_needed / GIB:.1f} GiB of {one.capacity / GIB:.1f}; most of it the {role}, "
         f"{roles[role] / GIB:.1f} GiB, and of that {part}"
@@ -268,7 +333,9 @@ def _changes(job: Job, fleet: Fleet, micro_batch: int) -> list[tuple[str, _Setti
     for factor in (2, 4, 8, 16, 32):
         more = fleet.count * factor
         if more <= 64 and not fleet.device.on_cpu and job.prompts_per_step % more == 0:
-            found.append((f"--devices {more}x of the same", (job, replace(fleet, count=more), micro_batch)))
+            found.append(
+                (f"--devices {more}x of the same", (job, replace(fleet, count=more), micro_batch))
+            )
     return found
 
 
@@ -278,14 +345,18 @@ def _fitting(changes: Iterable[tuple[str, _Settings]], can_run: CanRun) -> list[
     for change, (job, fleet, micro_batch) in changes:
         options = " ".join(word for word in change.split() if word.startswith("--"))
         if options not in found:
-            fitting, _ = ranked(job, fleet, ways(job, fleet, micro_batch=micro_batch), can_run=can_run)
+            fitting, _ = ranked(
+                job, fleet, ways(job, fleet, micro_batch=micro_batch), can_run=can_run
+            )
             if fitting:
                 found[options] = Change(change, fitting[0])
     return list(found.values())
 
 
 def _smaller_model(job: Job, fleet: Fleet, micro_batch: int, can_run: CanRun) -> list[Change]:
-    for facts in sorted(map(model_facts, sorted(KNOWN_CONFIGS)), key=lambda facts: -facts.num_params):
+    for facts in sorted(
+        map(model_facts, sorted(KNOWN_CONFIGS)), key=lambda facts: -facts.num_params
+    ):
         change = (f"--model {facts.name}", (replace(job, policy=facts), fleet, micro_batch))
         if facts.num_params < job.policy.num_params and (found := _fitting([change], can_run)):
             return found

@@ -59,7 +59,9 @@ class Workload:
 
     def group_at(self, position: int) -> SimulatedGroup:
         source = random.Random(f"{self.seed}/{position}")
-        completions = tuple({ROLLOUT: self.lengths.draw(source), **self.scoring} for _ in range(self.group_size))
+        completions = tuple(
+            {ROLLOUT: self.lengths.draw(source), **self.scoring} for _ in range(self.group_size)
+        )
         return SimulatedGroup(completions, teaches=source.random() < self.teach_share)
 
 
@@ -71,9 +73,13 @@ class _Engine:
     speed: Speed
     reading_s: float
     tokens: float = 0.0
-    reading: deque[tuple[float, int]] = field(default_factory=deque)  # (size, request), the first is being read
+    reading: deque[tuple[float, int]] = field(
+        default_factory=deque
+    )  # (size, request), the first is being read
     read_s: float = 0.0  # of the first
-    ends: list[tuple[float, int]] = field(default_factory=list)  # a heap of (tokens at its end, request)
+    ends: list[tuple[float, int]] = field(
+        default_factory=list
+    )  # a heap of (tokens at its end, request)
 
     @property
     def step_s(self) -> float:
@@ -114,8 +120,12 @@ class _Engine:
 class VirtualSlot:
     """The engines of all roles on one slot, with continuous batching. Engines that have work share the slot evenly."""
 
-    def __init__(self, speeds: Mapping[str, Speed], reading_s: Mapping[str, float] | None = None) -> None:
-        self._engines = {role: _Engine(speed, (reading_s or {}).get(role, 0.0)) for role, speed in speeds.items()}
+    def __init__(
+        self, speeds: Mapping[str, Speed], reading_s: Mapping[str, float] | None = None
+    ) -> None:
+        self._engines = {
+            role: _Engine(speed, (reading_s or {}).get(role, 0.0)) for role, speed in speeds.items()
+        }
         self._now = 0.0
 
     def start(self, request: int, role: str, size: float, now: float) -> None:
@@ -132,7 +142,10 @@ class VirtualSlot:
         """(time, request, role) of the request that ends first if no other starts."""
         busy = self._busy()
         ends = [(*engine.next_end(), role) for role, engine in busy.items()]
-        return min(((self._now + seconds * len(busy), request, role) for seconds, request, role in ends), default=None)
+        return min(
+            ((self._now + seconds * len(busy), request, role) for seconds, request, role in ends),
+            default=None,
+        )
 
     def _advance(self, now: float) -> None:
         passed, self._now = now - self._now, now
@@ -141,7 +154,9 @@ class VirtualSlot:
             engine.work(passed / len(busy))
 
     def _busy(self) -> dict[str, _Engine]:
-        return {role: engine for role, engine in self._engines.items() if engine.ends or engine.reading}
+        return {
+            role: engine for role, engine in self._engines.items() if engine.ends or engine.reading
+        }
 
 
 def of_engines(one: Speed, count: int) -> Speed:
@@ -154,7 +169,9 @@ class Machine:
     """How fast the engines of each role are."""
 
     speeds: Mapping[str, Speed]
-    swap_s: Mapping[str, float]  # a sleep and the wake after it; a swap costs half of each of its two roles
+    swap_s: Mapping[
+        str, float
+    ]  # a sleep and the wake after it; a swap costs half of each of its two roles
     reading_s: Mapping[str, float] = field(default_factory=dict)
     """Of one prompt and for its first token, while the engine's other requests wait; nothing where sizes include it."""
 
@@ -164,7 +181,9 @@ class Demand:
     need: int  # groups, by the same rules as a live round's
     dynamic: bool = False
     max_tries: int = 4
-    known_lengths: bool = False  # of each prompt, from its groups of earlier rounds: the longest are begun first
+    known_lengths: bool = (
+        False  # of each prompt, from its groups of earlier rounds: the longest are begun first
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,9 +234,13 @@ class SimulatedRound:
     def __post_init__(self) -> None:
         speeds, reading_s = self.machine.speeds, self.machine.reading_s
         self._num_slots = self.allocators[0].pool.num_slots  # of a machine
-        self._slots = [VirtualSlot(speeds, reading_s) for _ in range(len(self.allocators) * self._num_slots)]
+        self._slots = [
+            VirtualSlot(speeds, reading_s) for _ in range(len(self.allocators) * self._num_slots)
+        ]
         self._stamps = [0] * len(self._slots)  # a slot's events with an older stamp no longer hold
-        self._events: list[tuple[float, int, int, int, int]] = []  # a heap of (time, order, slot, stamp, request)
+        self._events: list[
+            tuple[float, int, int, int, int]
+        ] = []  # a heap of (time, order, slot, stamp, request)
         self._order = itertools.count()  # among events of one moment
         self._requests: list[_Request] = []
         self._open: dict[int, _OpenGroup] = {}  # by position
@@ -267,7 +290,9 @@ class SimulatedRound:
             rank = self._drawn // len(self.allocators) % self.ranks
             self._drawn += 1
             self._num_open[machine] += 1
-            self._open[self.position] = _OpenGroup(group, machine, rank, unwritten=len(group.completions))
+            self._open[self.position] = _OpenGroup(
+                group, machine, rank, unwritten=len(group.completions)
+            )
             for index in range(len(group.completions)):
                 self._ask(ROLLOUT, self.position, index)
             self.position += 1
@@ -279,12 +304,18 @@ class SimulatedRound:
         length = fmean(sizes[ROLLOUT] for sizes in opened.group.completions) if known else 0.0
         self.allocators[opened.machine].ask(len(self._requests), role, opened.rank, length=length)
         self._has_news.add(opened.machine)
-        self._requests.append(_Request(role, position, index, opened.group.completions[index][role]))
+        self._requests.append(
+            _Request(role, position, index, opened.group.completions[index][role])
+        )
 
     def _act(self, now: float, *, changed: Iterable[int]) -> None:
         """Carry out what the allocator decides, then find each changed slot's next end once."""
         slots = set(changed)
-        decided = [(machine, action) for machine in self._has_news for action in self.allocators[machine].decide(now)]
+        decided = [
+            (machine, action)
+            for machine in self._has_news
+            for action in self.allocators[machine].decide(now)
+        ]
         self._has_news.clear()
         for machine, action in decided:
             slot = machine * self._num_slots + action.slot
@@ -317,7 +348,9 @@ class SimulatedRound:
         if request.role == ROLLOUT:
             opened.unwritten -= 1
             indices: Iterable[int] = [request.index]
-            if allocator.gathers:  # the scorers are asked about all completions once the last is written
+            if (
+                allocator.gathers
+            ):  # the scorers are asked about all completions once the last is written
                 indices = [] if opened.unwritten else range(len(opened.group.completions))
             for index in indices:
                 for role in opened.group.completions[index]:

@@ -36,7 +36,9 @@ class Forecast:
 
     @property
     def fits(self) -> bool:
-        return self.peak[1] <= self.capacity and all(engine.at_once >= 1 for engine in self.engines.values())
+        return self.peak[1] <= self.capacity and all(
+            engine.at_once >= 1 for engine in self.engines.values()
+        )
 
     @property
     def step_s(self) -> float:
@@ -63,7 +65,9 @@ def simulated(job: Job, one: Forecast, fleet: Fleet) -> Forecast:
     judge = replace(writer, facts=job.judge, tensor_parallel=way.judge_tensor_parallel)
     role = job.judge_role
     on_slot = {each: way.engines(each) for each in (ROLLOUT, role)}
-    writing = of_engines(_speed(writer, context=job.prompt_tokens, most=at_once[ROLLOUT]), on_slot[ROLLOUT])
+    writing = of_engines(
+        _speed(writer, context=job.prompt_tokens, most=at_once[ROLLOUT]), on_slot[ROLLOUT]
+    )
     judging = of_engines(_speed(judge, context=reads, most=at_once[role]), on_slot[role])
     # Reading a question counts as so many tokens.
     verdict = max(1.0, job.judge_tokens + judge.prefill_s(reads) / judging.step_s(1))
@@ -96,7 +100,10 @@ def simulated(job: Job, one: Forecast, fleet: Fleet) -> Forecast:
 def _speed(engine: timing.Serving, *, context: int, most: int) -> Speed:
     """The line through a step with one request and a step with as many as fit."""
     full = max(2, most)
-    one_s, full_s = engine.decode_step_s(1, context=context), engine.decode_step_s(full, context=context)
+    one_s, full_s = (
+        engine.decode_step_s(1, context=context),
+        engine.decode_step_s(full, context=context),
+    )
     each = max(1e-9, (full_s - one_s) / (full - 1))
     return Speed(max(1e-9, one_s - each), each)
 
@@ -117,7 +124,11 @@ class Row:
     def as_json(self) -> dict[str, Any]:
         figures = {"planned": self.planned, "measured": self.measured, "error": self.error}
         figures |= {} if self.planned_before is None else {"planned_before": self.planned_before}
-        return {"what": self.what, "unit": self.unit, **{name: round(value, 3) for name, value in figures.items()}}
+        return {
+            "what": self.what,
+            "unit": self.unit,
+            **{name: round(value, 3) for name, value in figures.items()},
+        }
 
 
 def compare(
@@ -144,7 +155,13 @@ def compare(
         seconds = _values(metrics[1:] or metrics, f"ycore/time/{phase}")
         measured |= {f"time/{phase}": median_high(seconds)} if seconds else {}
     return [
-        Row(what, "GiB" if what.startswith("memory") else "s", expected[what], value, (before or {}).get(what))
+        Row(
+            what,
+            "GiB" if what.startswith("memory") else "s",
+            expected[what],
+            value,
+            (before or {}).get(what),
+        )
         for what, value in measured.items()
         if value and what in expected
     ]

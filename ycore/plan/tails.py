@@ -74,7 +74,11 @@ class _Group:
 
 
 def compare_tails(
-    steps: Steps, lengths_at: LengthsAt, *, oversample: float, drafts: tuple[int, float] | None = None
+    steps: Steps,
+    lengths_at: LengthsAt,
+    *,
+    oversample: float,
+    drafts: tuple[int, float] | None = None,
 ) -> list[Played]:
     """Every way; those with engines apart from training by the division that is shortest. `drafts`: tokens, and the
     share of them that is accepted."""
@@ -106,15 +110,23 @@ def compare_steps(
     ConfigError where there is no slot to divide.
     """
     if scenario.num_slots < 2:
-        raise ConfigError("--train-s divides slots between engines and training, and there is one; say --slots 2")
+        raise ConfigError(
+            "--train-s divides slots between engines and training, and there is one; say --slots 2"
+        )
     if requests is None:
         work = assumed_work(scenario)
-        steps = Steps(Speed(*scenario.step_s), scenario.num_slots, scenario.need, train_s, scenario.swap_s)
-        return compare_tails(steps, lambda at: _lengths(work.group_at(at)), oversample=oversample, drafts=drafts)
+        steps = Steps(
+            Speed(*scenario.step_s), scenario.num_slots, scenario.need, train_s, scenario.swap_s
+        )
+        return compare_tails(
+            steps, lambda at: _lengths(work.group_at(at)), oversample=oversample, drafts=drafts
+        )
     recording = recorded(requests, group_size=scenario.group_size)
     need = max(1, round(fmean(map(len, recording.rounds))))
     steps = Steps(recording.speeds[ROLLOUT], scenario.num_slots, need, train_s, scenario.swap_s)
-    return compare_tails(steps, recorded_lengths(recording.rounds), oversample=oversample, drafts=drafts)
+    return compare_tails(
+        steps, recorded_lengths(recording.rounds), oversample=oversample, drafts=drafts
+    )
 
 
 def recorded_lengths(rounds: Sequence[Sequence[SimulatedGroup]]) -> LengthsAt:
@@ -143,11 +155,17 @@ def _divided(steps: Steps, lengths_at: LengthsAt, oversample: float, *, ahead: b
         train_s = steps.train_s * steps.num_slots / (steps.num_slots - rolling)
         each = [max(round_s, train_s) if ahead else round_s + train_s for round_s in rounds]
         name = "both" if oversample > 1 else "--max-staleness 1" if ahead else "apart, in turn"
-        found.append(Played(name, fmean(each), fmean(lengths[: _EARLY * steps.need]), fmean(lengths), rolling))
+        found.append(
+            Played(
+                name, fmean(each), fmean(lengths[: _EARLY * steps.need]), fmean(lengths), rolling
+            )
+        )
     return min(found, key=lambda one: one.seconds)
 
 
-def _rounds(steps: Steps, lengths_at: LengthsAt, num_slots: int, oversample: float) -> tuple[list[float], list[float]]:
+def _rounds(
+    steps: Steps, lengths_at: LengthsAt, num_slots: int, oversample: float
+) -> tuple[list[float], list[float]]:
     """Seconds of each round, and the mean tokens of each group trained on, in their order."""
     pool: list[_Group] = []
     seconds, trained, position = [], list[float](), 0
@@ -166,7 +184,10 @@ def _rounds(steps: Steps, lengths_at: LengthsAt, num_slots: int, oversample: flo
 def _round(pool: Sequence[_Group], need: int, num_slots: int, speed: Speed) -> float:
     """Write until `need` groups of the pool are whole; what the others have is kept. All begin at once."""
     asked = [(left, group, index) for group in pool for index, left in group.left.items()]
-    slots = [_Slot(sorted(asked[first::num_slots], key=lambda one: one[0]), speed) for first in range(num_slots)]
+    slots = [
+        _Slot(sorted(asked[first::num_slots], key=lambda one: one[0]), speed)
+        for first in range(num_slots)
+    ]
     ends = heapq.merge(*(slot.ends() for slot in slots), key=lambda end: end[0])
     done, now = sum(not group.left for group in pool), 0.0
     while done < need:
@@ -189,7 +210,9 @@ class _Slot:
         self._times = [0.0]
         for number, (left, _, _) in enumerate(asked):
             before = asked[number - 1][0] if number else 0.0
-            self._times.append(self._times[-1] + (left - before) * speed.step_s(len(asked) - number))
+            self._times.append(
+                self._times[-1] + (left - before) * speed.step_s(len(asked) - number)
+            )
 
     def ends(self) -> Iterator[tuple[float, _Group, int]]:
         for at, (_, group, index) in zip(self._times[1:], self.asked, strict=True):
@@ -200,4 +223,8 @@ class _Slot:
         ended = bisect_right(self._times, now) - 1
         before = self.asked[ended - 1][0] if ended else 0.0
         in_flight = len(self.asked) - ended
-        return before + (now - self._times[ended]) / self._speed.step_s(in_flight) if in_flight else before
+        return (
+            before + (now - self._times[ended]) / self._speed.step_s(in_flight)
+            if in_flight
+            else before
+        )

@@ -50,22 +50,33 @@ def pace_of(device: Device) -> Pace:
     return ON_CPU if device.on_cpu else ON_GPU
 
 
-def step_seconds(job: Job, way: Way, fleet: Fleet, *, at_once: Mapping[str, int]) -> Mapping[str, float]:
+def step_seconds(
+    job: Job, way: Way, fleet: Fleet, *, at_once: Mapping[str, int]
+) -> Mapping[str, float]:
     """Seconds of `sync`, `generate`, `judge` (or `score`, or `teach`), `swaps`, `round`, `train` and the whole `step`.
 
     `at_once`: by role, the sequences that one engine holds.
     """
     device, in_split = fleet.device, way.kind == "split"
     writing = max(1, way.slots - (way.judge_slots if in_split else 0)) * way.engines("rollout")
-    generate = generate_s(job, device, slots=writing, tensor_parallel=way.tensor_parallel, at_once=at_once["rollout"])
-    judge, swaps = 0.0, (swap_s(job.policy, job, device) if way.sleeps else 0.0) + offload_s(job, way, device)
+    generate = generate_s(
+        job, device, slots=writing, tensor_parallel=way.tensor_parallel, at_once=at_once["rollout"]
+    )
+    judge, swaps = (
+        0.0,
+        (swap_s(job.policy, job, device) if way.sleeps else 0.0) + offload_s(job, way, device),
+    )
     if job.judge is not None:
         judging = max(1, way.judge_slots if in_split else way.slots) * way.engines(job.judge_role)
         wide = way.judge_tensor_parallel
-        judge = judge_s(job, device, slots=judging, tensor_parallel=wide, at_once=at_once[job.judge_role])
+        judge = judge_s(
+            job, device, slots=judging, tensor_parallel=wide, at_once=at_once[job.judge_role]
+        )
         swaps += 0.0 if in_split else swap_s(job.judge, job, device)
     if way.kind == "dynamic":
-        both = (generate + judge) * 1.05  # near the sum of the work over all slots; the simulator knows how near
+        both = (
+            generate + judge
+        ) * 1.05  # near the sum of the work over all slots; the simulator knows how near
     elif in_split:
         # Judging overlaps generating once the first group has ended.
         both = max(generate, judge) + min(generate, judge) / max(1, job.prompts_per_step)
@@ -74,7 +85,14 @@ def step_seconds(job: Job, way: Way, fleet: Fleet, *, at_once: Mapping[str, int]
     train = train_s(job, way, device, cores=fleet.count // way.ranks if device.on_cpu else 1)
     sync, round_s = sync_s(job, device), both + swaps
     judged = {PHASES[job.judge_role]: judge} if judge else {}
-    times = {"sync": sync, "generate": generate, **judged, "swaps": swaps, "round": round_s, "train": train}
+    times = {
+        "sync": sync,
+        "generate": generate,
+        **judged,
+        "swaps": swaps,
+        "round": round_s,
+        "train": train,
+    }
     return times | {"step": sync + round_s + train}
 
 
@@ -96,17 +114,39 @@ def train_s(job: Job, way: Way, device: Device, *, cores: int = 1) -> float:
     # The critic's forward and backward, and before them a forward pass for its values alone.
     passes = 1.0 if not job.has_critic else 2.0 + 2.0 / per_token
     linear = passes * per_token * facts.linear_params * tokens
-    row = job.prompt_tokens + way.micro_batch * job.completion_tokens / max(1.0, way.micro_batch / job.group_size)
-    attention = passes * (per_token / 2 + 1) * 4 * facts.num_hidden_layers * facts.query_size * tokens * row / 2
+    row = job.prompt_tokens + way.micro_batch * job.completion_tokens / max(
+        1.0, way.micro_batch / job.group_size
+    )
+    attention = (
+        passes
+        * (per_token / 2 + 1)
+        * 4
+        * facts.num_hidden_layers
+        * facts.query_size
+        * tokens
+        * row
+        / 2
+    )
     head = (4.0 if has_lora else 8.0) * facts.head_params * completion_tokens
-    adapters = 0.0 if job.lora_rank is None else 6.0 * passes * facts.lora_params(job.lora_rank) * tokens
-    layers = passes * pace.passes * facts.num_hidden_layers * saved_per_token(job) * tokens  # bytes, as the next two
+    adapters = (
+        0.0 if job.lora_rank is None else 6.0 * passes * facts.lora_params(job.lora_rank) * tokens
+    )
+    layers = (
+        passes * pace.passes * facts.num_hidden_layers * saved_per_token(job) * tokens
+    )  # bytes, as the next two
     logits = 20.0 * facts.vocab_size * completion_tokens
     casts = (10.0 if job.bytes_per_value == 2 else 4.0) * job.trainable
-    products_s, moves_s = (linear + attention + head + adapters) / flops, (layers + logits + casts) / bandwidth
+    products_s, moves_s = (
+        (linear + attention + head + adapters) / flops,
+        (layers + logits + casts) / bandwidth,
+    )
     # Adam reads and writes weights, gradients and two moments, and clipping reads the gradients again: 40 bytes.
     optimizer_s = 40.0 * (job.trainable / (1 if way.sharding == "ddp" else way.ranks)) / bandwidth
-    return way.num_passes(job) * (products_s + moves_s + pace.micro_batch_s) + optimizer_s + gather_s(job, way, device)
+    return (
+        way.num_passes(job) * (products_s + moves_s + pace.micro_batch_s)
+        + optimizer_s
+        + gather_s(job, way, device)
+    )
 
 
 def gather_s(job: Job, way: Way, device: Device) -> float:
@@ -147,27 +187,42 @@ class Serving:
         weights = facts.linear_params + facts.head_params
         read = size * min(facts.num_params, weights * max(1.0, min(sequences, facts.num_experts)))
         product = max(2.0 * weights * sequences / flops, read / bandwidth)
-        cache = sequences * (size * facts.kv_values * context + 4.0 * 6 * facts.vocab_size) / bandwidth
+        cache = (
+            sequences * (size * facts.kv_values * context + 4.0 * 6 * facts.vocab_size) / bandwidth
+        )
         return product + cache + pace.decode_s + pace.sequence_s * sequences
 
-    def decode_s(self, sequences: float, *, lengths: list[float], context: int, at_once: int) -> float:
+    def decode_s(
+        self, sequences: float, *, lengths: list[float], context: int, at_once: int
+    ) -> float:
         """Decoding sequences of these lengths in equal numbers, in waves of `at_once`; short ones leave first."""
         together = max(1.0, min(sequences, at_once))
         seconds, done = 0.0, 0.0
         for index, length in enumerate(sorted(lengths)):
             running = together * (1 - index / len(lengths))
-            seconds += (length - done) * self.decode_step_s(running, context=context + (done + length) / 2)
+            seconds += (length - done) * self.decode_step_s(
+                running, context=context + (done + length) / 2
+            )
             done = length
         return seconds * sequences / together
 
 
-def generate_s(job: Job, device: Device, *, slots: int, tensor_parallel: int, at_once: int) -> float:
+def generate_s(
+    job: Job, device: Device, *, slots: int, tensor_parallel: int, at_once: int
+) -> float:
     """All completions of a round on `slots` engines, each of which writes `at_once` at a time."""
     engine = Serving(job.policy, device, job.bytes_per_value, tensor_parallel)
     sequences = -(-job.completions * job.draws // slots)
-    reads = sequences * pace_of(device).request_s + engine.prefill_s(sequences / job.group_size * job.prompt_tokens)
-    lengths = [min(job.max_tokens, length) for length in spread_lengths(job.completion_tokens, job.max_tokens)]
-    return reads + engine.decode_s(sequences, lengths=lengths, context=job.prompt_tokens, at_once=at_once)
+    reads = sequences * pace_of(device).request_s + engine.prefill_s(
+        sequences / job.group_size * job.prompt_tokens
+    )
+    lengths = [
+        min(job.max_tokens, length)
+        for length in spread_lengths(job.completion_tokens, job.max_tokens)
+    ]
+    return reads + engine.decode_s(
+        sequences, lengths=lengths, context=job.prompt_tokens, at_once=at_once
+    )
 
 
 def judge_s(job: Job, device: Device, *, slots: int, tensor_parallel: int, at_once: int) -> float:
@@ -178,7 +233,9 @@ def judge_s(job: Job, device: Device, *, slots: int, tensor_parallel: int, at_on
     verdicts = -(-job.completions * job.draws // slots)
     context = job.judge_prompt_tokens + job.completion_tokens
     reads = verdicts * pace_of(device).request_s + engine.prefill_s(verdicts * context)
-    return reads + engine.decode_s(verdicts, lengths=[job.judge_tokens], context=context, at_once=at_once)
+    return reads + engine.decode_s(
+        verdicts, lengths=[job.judge_tokens], context=context, at_once=at_once
+    )
 
 
 def spread_lengths(mean: float, longest: int) -> list[float]:

@@ -37,7 +37,11 @@ def config_of(config: RunConfig, job: Job, one: Forecast, fleet: Fleet) -> RunCo
         rewards = [_with_width(spec, way.judge_tensor_parallel) for spec in rewards]
     if not on_cpu:
         engine |= {"sleep": way.sleeps, "offload": way.offload}
-    lora = None if job.lora_rank is None else (config.lora or LoraSettings()).model_copy(update={"r": job.lora_rank})
+    lora = (
+        None
+        if job.lora_rank is None
+        else (config.lora or LoraSettings()).model_copy(update={"r": job.lora_rank})
+    )
     changes: dict[str, Any] = {
         "model": job.policy.name,
         "max_tokens": job.max_tokens,
@@ -71,7 +75,11 @@ def _with_width(spec: RewardConfig, width: int) -> RewardConfig:
 
 
 def placement_of(way: Way) -> str:
-    return f"split:{way.slots - way.judge_slots}:{way.judge_slots}" if way.kind == "split" else way.kind
+    return (
+        f"split:{way.slots - way.judge_slots}:{way.judge_slots}"
+        if way.kind == "split"
+        else way.kind
+    )
 
 
 def command_line(config: RunConfig, base: RunConfig, *, recipe: str | None) -> str:
@@ -97,7 +105,9 @@ def command_line(config: RunConfig, base: RunConfig, *, recipe: str | None) -> s
         changed |= _changed(*pair, f"rewards.{number}.")
     options = [word for key in _OPTIONS if key in changed for word in _words(key, changed[key])]
     others = [key for key in changed if key not in (*_OPTIONS, "output", "lora")]
-    return shlex.join([*words, *options, *extra, *(word for key in others for word in _words(key, changed[key]))])
+    return shlex.join(
+        [*words, *options, *extra, *(word for key in others for word in _words(key, changed[key]))]
+    )
 
 
 def _changed(now: Mapping[str, Any], before: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

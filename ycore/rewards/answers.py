@@ -20,7 +20,9 @@ def text_of(completion: Content) -> str:
     if isinstance(completion, str):
         return completion
     content: Any = completion[-1].get("content") if completion else ""
-    if isinstance(content, list):  # chat templates allow typed parts, and None where a message only calls a tool
+    if isinstance(
+        content, list
+    ):  # chat templates allow typed parts, and None where a message only calls a tool
         return "".join(part["text"] for part in content if part.get("type") == "text")
     return content if isinstance(content, str) else ""
 
@@ -92,7 +94,9 @@ def gives(text: str, gold: str) -> bool:
     if not folded:  # the answer is punctuation
         return text.strip().endswith(gold)
     lines = text.rstrip(_CLOSING).splitlines()
-    return bool(lines) and re.search(rf"(?<!\w){re.escape(folded)}$", _folded(lines[-1])) is not None
+    return (
+        bool(lines) and re.search(rf"(?<!\w){re.escape(folded)}$", _folded(lines[-1])) is not None
+    )
 
 
 def holds(text: str, gold: str) -> bool:

@@ -19,7 +19,16 @@ from pydantic import ValidationError
 
 from ycore.config.schema import RewardConfig, Strict
 from ycore.errors import RewardError
-from ycore.rewards.answers import answer_text, gives, gold_of, holds, number_of, numbers_in, text_of, without_thinking
+from ycore.rewards.answers import (
+    answer_text,
+    gives,
+    gold_of,
+    holds,
+    number_of,
+    numbers_in,
+    text_of,
+    without_thinking,
+)
 from ycore.types import Content
 
 Contents = list[Content]
@@ -35,7 +44,13 @@ CODE = "code"  # scored by `ycore.round.code_scorer`, its pure part is `ycore.re
 # writes that text, so only what cannot call or reach anything is passed on.
 EVALUATED_LISTS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
 EVALUATED_FORMULAS = frozenset(
-    {"countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"}
+    {
+        "countdown",
+        "intermediate_integration",
+        "polynomial_multiplication",
+        "puzzle24",
+        "simple_integration",
+    }
 )
 _DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[")
 _WORD = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{2}")
@@ -46,18 +61,27 @@ _PLAIN_FORMULA = re.compile(
 )
 
 
-def exact_answer(prompts: Contents, completions: Contents, answer: list[Any], **_columns: Any) -> Rewards:
+def exact_answer(
+    prompts: Contents, completions: Contents, answer: list[Any], **_columns: Any
+) -> Rewards:
     """1 where the completion ends with the answer (see `answers.gives`), else 0; None where the row has no answer."""
     return _compared(completions, answer, gives)
 
 
-def contains_answer(prompts: Contents, completions: Contents, answer: list[Any], **_columns: Any) -> Rewards:
+def contains_answer(
+    prompts: Contents, completions: Contents, answer: list[Any], **_columns: Any
+) -> Rewards:
     """1 where the answer occurs anywhere (see `answers.holds`), else 0; None where the row has no answer."""
     return _compared(completions, answer, holds)
 
 
 def numeric_answer(
-    prompts: Contents, completions: Contents, answer: list[Any], *, tolerance: float = 1e-6, **_columns: Any
+    prompts: Contents,
+    completions: Contents,
+    answer: list[Any],
+    *,
+    tolerance: float = 1e-6,
+    **_columns: Any,
 ) -> Rewards:
     """1 where the last number given is within `tolerance` of the answer, else 0; None where the answer is no number.
 
@@ -69,7 +93,9 @@ def numeric_answer(
     for completion, row_answer in zip(completions, answer, strict=True):
         right, given = number_of(gold_of(row_answer)), numbers_in(answer_text(completion))
         allowed = Decimal(str(tolerance)) * max(Decimal(1), abs(right or Decimal(0)))
-        scores.append(None if right is None else float(bool(given) and abs(given[-1] - right) <= allowed))
+        scores.append(
+            None if right is None else float(bool(given) and abs(given[-1] - right) <= allowed)
+        )
     return scores
 
 
@@ -78,15 +104,25 @@ def math(prompts: Contents, completions: Contents, answer: list[Any], **_columns
 
     It may take forever on a hostile formula: the worker's deadline is its only limit.
     """
-    return [_math_score(completion, gold_of(gold)) for completion, gold in zip(completions, answer, strict=True)]
+    return [
+        _math_score(completion, gold_of(gold))
+        for completion, gold in zip(completions, answer, strict=True)
+    ]
 
 
 def gym(
-    prompts: Contents, completions: Contents, gym_task: list[str], gym_entry: list[str], **_columns: Any
+    prompts: Contents,
+    completions: Contents,
+    gym_task: list[str],
+    gym_entry: list[str],
+    **_columns: Any,
 ) -> Rewards:
     """The score of reasoning-gym's own scorer of the task."""
     rows = zip(completions, gym_task, gym_entry, strict=True)
-    return [_gym_score(answer_text(completion), task, json.loads(entry)) for completion, task, entry in rows]
+    return [
+        _gym_score(answer_text(completion), task, json.loads(entry))
+        for completion, task, entry in rows
+    ]
 
 
 def ifeval(
@@ -106,12 +142,22 @@ def ifeval(
     if score not in ("strict", "loose", "share"):
         raise ValueError(f"score must be strict, loose or share: {score!r}")
     checker = _ifeval_checker()
-    check = checker.test_instruction_following_loose if score == "loose" else checker.test_instruction_following_strict
+    check = (
+        checker.test_instruction_following_loose
+        if score == "loose"
+        else checker.test_instruction_following_strict
+    )
     scores: Rewards = []
-    for prompt, completion, names, given in zip(prompts, completions, instruction_id_list, kwargs, strict=True):
-        row = checker.InputExample(key=0, instruction_id_list=names, prompt=text_of(prompt), kwargs=given)
+    for prompt, completion, names, given in zip(
+        prompts, completions, instruction_id_list, kwargs, strict=True
+    ):
+        row = checker.InputExample(
+            key=0, instruction_id_list=names, prompt=text_of(prompt), kwargs=given
+        )
         followed = check(row, text_of(without_thinking(completion))).follow_instruction_list
-        scores.append(None if not followed else fmean(followed) if score == "share" else float(all(followed)))
+        scores.append(
+            None if not followed else fmean(followed) if score == "share" else float(all(followed))
+        )
     return scores
 
 
@@ -123,7 +169,9 @@ def _ifeval_checker() -> Any:
         nltk.data.find("tokenizers/punkt_tab/english/")
     except LookupError:  # lm-eval would fetch it in the worker, which has no network
         fetch = f"{sys.executable} -m nltk.downloader -d {sys.prefix}/nltk_data punkt_tab"
-        raise ValueError(f"NLTK's data of sentences is not in {sys.prefix}/nltk_data; fetch it once: {fetch}") from None
+        raise ValueError(
+            f"NLTK's data of sentences is not in {sys.prefix}/nltk_data; fetch it once: {fetch}"
+        ) from None
     import langdetect
     from lm_eval.tasks.ifeval import utils
 
@@ -131,7 +179,9 @@ def _ifeval_checker() -> Any:
     return utils
 
 
-def _compared(completions: Contents, answers: list[Any], is_right: Callable[[str, str], bool]) -> Rewards:
+def _compared(
+    completions: Contents, answers: list[Any], is_right: Callable[[str, str], bool]
+) -> Rewards:
     golds = [gold_of(answer) for answer in answers]
     return [
         float(is_right(answer_text(completion), gold)) if gold else None
@@ -161,11 +211,19 @@ def _parsed_gold(gold: str) -> tuple[Any, ...]:
 
 
 def _gym_score(given: str, task: str, entry: dict[str, Any]) -> float:
-    allowed = _PLAIN_LIST if task in EVALUATED_LISTS else _PLAIN_FORMULA if task in EVALUATED_FORMULAS else None
+    allowed = (
+        _PLAIN_LIST
+        if task in EVALUATED_LISTS
+        else _PLAIN_FORMULA
+        if task in EVALUATED_FORMULAS
+        else None
+    )
     if allowed is not None and allowed.fullmatch(given) is None:
         return 0.0
     right = entry.get("answer")
-    wants_number = isinstance(right, str) and number_of(right) is not None and task not in EVALUATED_FORMULAS
+    wants_number = (
+        isinstance(right, str) and number_of(right) is not None and task not in EVALUATED_FORMULAS
+    )
     if wants_number and numbers_in(given):
         # The scorers want the bare answer; small models say "The answer is 7.".
         given = str(right) if gives(given, str(right)) else str(numbers_in(given)[-1])
@@ -179,7 +237,9 @@ def _gym_scorer(task: str) -> Any:
     return get_score_answer_fn(task)
 
 
-def format(prompts: Contents, completions: Contents, *, pattern: str = THINK_THEN_ANSWER, **_columns: Any) -> Rewards:
+def format(
+    prompts: Contents, completions: Contents, *, pattern: str = THINK_THEN_ANSWER, **_columns: Any
+) -> Rewards:
     """1 where the whole completion, without the white space around it, matches `pattern`, else 0.
 
     `.` matches line ends too. The default wants `<think>...</think>` and then an answer.
@@ -188,10 +248,15 @@ def format(prompts: Contents, completions: Contents, *, pattern: str = THINK_THE
         whole = re.compile(pattern, re.DOTALL)
     except re.error as error:
         raise ValueError(f"pattern must be a regular expression: {pattern!r}: {error}") from error
-    return [float(whole.fullmatch(text_of(completion).strip()) is not None) for completion in completions]
+    return [
+        float(whole.fullmatch(text_of(completion).strip()) is not None)
+        for completion in completions
+    ]
 
 
-def length(prompts: Contents, completions: Contents, *, target: int = 100, **_columns: Any) -> Rewards:
+def length(
+    prompts: Contents, completions: Contents, *, target: int = 100, **_columns: Any
+) -> Rewards:
     """1 at `target` words, falling linearly to 0 at no words and at twice as many."""
     _require_positive("target", target)
     counts = [len(text_of(completion).split()) for completion in completions]
@@ -199,7 +264,12 @@ def length(prompts: Contents, completions: Contents, *, target: int = 100, **_co
 
 
 def repetition(
-    prompts: Contents, completions: Contents, *, n: int = 3, max_penalty: float = 1.0, **_columns: Any
+    prompts: Contents,
+    completions: Contents,
+    *,
+    n: int = 3,
+    max_penalty: float = 1.0,
+    **_columns: Any,
 ) -> Rewards:
     """Minus the share of a completion's word n-grams that repeat an earlier one, times `max_penalty`."""
     _require_positive("n", n)
@@ -243,9 +313,12 @@ def similarity(prompts: Contents, completions: Contents, *, n: int = 1, **_colum
     if len(completions) < 2:
         return [None] * len(completions)
     words = [answer_text(completion).casefold().split() for completion in completions]
-    grams = [Counter(_ngrams(mine, min(n, len(mine)) or 1)) for mine in words]  # a shorter answer is one gram
+    grams = [
+        Counter(_ngrams(mine, min(n, len(mine)) or 1)) for mine in words
+    ]  # a shorter answer is one gram
     return [
-        sum(_f1(mine, theirs) for other, theirs in enumerate(grams) if other != index) / (len(grams) - 1)
+        sum(_f1(mine, theirs) for other, theirs in enumerate(grams) if other != index)
+        / (len(grams) - 1)
         for index, mine in enumerate(grams)
     ]
 
@@ -303,7 +376,9 @@ def reference_of(spec: RewardConfig) -> Reference:
         detail = problem.errors(include_url=False)[0]
         key = ".".join(str(part) for part in detail["loc"])
         takes = ", ".join(Reference.model_fields)
-        raise RewardError(f"reward {REFERENCE!r}: argument {key}: {detail['msg']}; it takes {takes}") from None
+        raise RewardError(
+            f"reward {REFERENCE!r}: argument {key}: {detail['msg']}; it takes {takes}"
+        ) from None
 
 
 def before_the_answer(text: str, *, bridge: str) -> str:

@@ -33,8 +33,12 @@ _PYTHON = frozenset({"python", "py", "python3"})
 class CodeSettings(Strict):
     """Settings of `code`: `args` of the reward."""
 
-    tests: str | None = None  # the column with the tests; None takes the first there is of `TEST_COLUMNS`
-    credit: Literal["all", "share"] = "all"  # 1 for a program that passes every test, or the share of those it passes
+    tests: str | None = (
+        None  # the column with the tests; None takes the first there is of `TEST_COLUMNS`
+    )
+    credit: Literal["all", "share"] = (
+        "all"  # 1 for a program that passes every test, or the share of those it passes
+    )
     timeout_s: Annotated[float, Field(gt=0, le=600)] = 5.0  # of each test
     memory_mb: Annotated[int, Field(ge=64)] = 512
     packages: tuple[str, ...] = ()  # that programs and tests may import beside the standard library
@@ -138,7 +142,9 @@ def row_tests(prompt: Prompt, settings: CodeSettings) -> Exam | Pairs:
     if isinstance(tests, str):
         return _check_exam(prompt, tests, function)
     if not isinstance(tests, Sequence) or not tests:
-        raise ValueError(f"{name} is a {type(tests).__name__}, not a list of asserts or of inputs and outputs")
+        raise ValueError(
+            f"{name} is a {type(tests).__name__}, not a list of asserts or of inputs and outputs"
+        )
     if all(isinstance(test, str) for test in tests):
         for test in tests:
             _require_python(test)
@@ -177,7 +183,9 @@ def program_of(completion: Content, tests: Exam | Pairs) -> str:
 def share_passed(verdict: Verdict) -> float:
     """The share of the tests that a program passes; one that did not run counts, unless the tests went round it."""
     passed = sum(unit is True for unit in verdict.units)
-    counted = sum(unit is not None for unit in verdict.units) if verdict.ended else len(verdict.units)
+    counted = (
+        sum(unit is not None for unit in verdict.units) if verdict.ended else len(verdict.units)
+    )
     return passed / counted if counted else 0.0
 
 
@@ -200,7 +208,9 @@ def _same_line(given: str, right: str, tolerance: float) -> bool:
     if given.rstrip() == right.rstrip():
         return True
     one, other = given.split(), right.split()
-    return len(one) == len(other) and all(_same_word(*words, tolerance) for words in zip(one, other, strict=True))
+    return len(one) == len(other) and all(
+        _same_word(*words, tolerance) for words in zip(one, other, strict=True)
+    )
 
 
 def _same_word(given: str, right: str, tolerance: float) -> bool:
@@ -265,7 +275,9 @@ def _check_exam(prompt: Prompt, text: str, function: str) -> Exam:
     if "check" not in defined:
         return Exam((text,))
     if not function:
-        raise ValueError("its tests define check(candidate), and no column entry_point names the function")
+        raise ValueError(
+            "its tests define check(candidate), and no column entry_point names the function"
+        )
     content = prompt.content
     shown = content if isinstance(content, str) else str(content[-1]["content"]) if content else ""
     _, fenced = _blocks(shown)
@@ -276,18 +288,31 @@ def _check_exam(prompt: Prompt, text: str, function: str) -> Exam:
 def _pairs(tests: Sequence[Any], function: str) -> Exam | Pairs:
     for number, test in enumerate(tests):
         if not isinstance(test, Mapping) or not {"input", "output"} <= set(test):
-            raise ValueError(f"test {number} is no text and has no input and output: {str(test)[:80]}")
-    if all(isinstance(test["input"], str) and isinstance(test["output"], str) for test in tests) and not function:
+            raise ValueError(
+                f"test {number} is no text and has no input and output: {str(test)[:80]}"
+            )
+    if (
+        all(isinstance(test["input"], str) and isinstance(test["output"], str) for test in tests)
+        and not function
+    ):
         return Pairs(tuple((test["input"], test["output"]) for test in tests))
     if not function:
         raise ValueError("its inputs are arguments, and no column entry_point names the function")
     calls = [(_from_json(test["input"]), _from_json(test["output"])) for test in tests]
-    return Exam(entry_point=function, calls=tuple((a if isinstance(a, list) else [a], wanted) for a, wanted in calls))
+    return Exam(
+        entry_point=function,
+        calls=tuple((a if isinstance(a, list) else [a], wanted) for a, wanted in calls),
+    )
 
 
 def _zipped(tests: Mapping[str, Any]) -> list[dict[str, Any]]:
     inputs, outputs = tests.get("inputs"), tests.get("outputs")
-    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs) or not inputs:
+    if (
+        not isinstance(inputs, list)
+        or not isinstance(outputs, list)
+        or len(inputs) != len(outputs)
+        or not inputs
+    ):
         raise ValueError("its tests need inputs and outputs, lists of the same length")
     return [{"input": one, "output": other} for one, other in zip(inputs, outputs, strict=True)]
 

@@ -20,8 +20,18 @@ from ycore.sandbox.namespaces import SCRATCH, python_paths
 
 _MOST_ENTRIES = 20_000  # looked at
 _MOST_HIDDEN = 1_000  # a command line of bwrap takes 9000 words
-_HARMLESS = frozenset({".gitignore", ".gitattributes", ".gitkeep", ".python-version", ".editorconfig"})
-_NEVER_WHOLE = (Path("/"), SCRATCH, Path("/home"), Path("/var/tmp"), Path("/dev/shm"), Path("/dev"), Path("/etc"))
+_HARMLESS = frozenset(
+    {".gitignore", ".gitattributes", ".gitkeep", ".python-version", ".editorconfig"}
+)
+_NEVER_WHOLE = (
+    Path("/"),
+    SCRATCH,
+    Path("/home"),
+    Path("/var/tmp"),
+    Path("/dev/shm"),
+    Path("/dev"),
+    Path("/etc"),
+)
 """Folders of which a reward sees the Python files that lie beside it, and nothing else."""
 
 
@@ -42,9 +52,22 @@ def confinement_of(
 def view_of(specs: Sequence[RewardConfig], *, run_folder: Path | None) -> View:
     """What the process of these rewards may see; of the run's folder its pictures alone, and rewards that lie in it."""
     here = Path.cwd()
-    asked = [Path(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(entry)]
-    files = [Path(spec.reward.rpartition(":")[0]).expanduser().absolute() for spec in specs if is_file(spec.reward)]
-    folders = [here, *asked, *(file.parent for file in files), *(file.resolve().parent for file in files)]
+    asked = [
+        Path(entry)
+        for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        if os.path.isabs(entry)
+    ]
+    files = [
+        Path(spec.reward.rpartition(":")[0]).expanduser().absolute()
+        for spec in specs
+        if is_file(spec.reward)
+    ]
+    folders = [
+        here,
+        *asked,
+        *(file.parent for file in files),
+        *(file.resolve().parent for file in files),
+    ]
     named = [Path(name).expanduser().absolute() for spec in specs for name in spec.sandbox.read]
     shown = [path for folder in dict.fromkeys(folders) for path in _parts(folder)]
     own = None if run_folder is None else run_folder.absolute()
@@ -71,7 +94,9 @@ def _parts(folder: Path) -> list[Path]:
     return [folder]
 
 
-def _hidden_in(shown: Iterable[Path], run_folder: Path | None, kept: Collection[Path]) -> Iterator[Path]:
+def _hidden_in(
+    shown: Iterable[Path], run_folder: Path | None, kept: Collection[Path]
+) -> Iterator[Path]:
     """What stays hidden in these folders. `kept` is shown wherever it lies; what only lies around it is not."""
     if run_folder is not None:
         yield run_folder

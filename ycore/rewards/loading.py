@@ -34,12 +34,18 @@ class Inputs:
 
     def accepts(self, name: str) -> bool:
         """Whether a call should pass `name`. A bound argument wins over a column of its name."""
-        return name not in self.bound and (self.takes_any or name in self.required or name in self.optional)
+        return name not in self.bound and (
+            self.takes_any or name in self.required or name in self.optional
+        )
 
 
 def load_reward(spec: RewardConfig) -> Reward:
     """The function of a reward with its `args` bound, imported here; RewardError where one does not fit the other."""
-    return _bind_custom(spec, import_function(spec.reward)) if ":" in spec.reward else _bind_builtin(spec)
+    return (
+        _bind_custom(spec, import_function(spec.reward))
+        if ":" in spec.reward
+        else _bind_builtin(spec)
+    )
 
 
 def reward_names(specs: Sequence[RewardConfig]) -> list[str]:
@@ -55,11 +61,23 @@ def reward_names(specs: Sequence[RewardConfig]) -> list[str]:
 def inputs_of(function: Callable[..., Any]) -> Inputs:
     """The parameters in the signature; of a partial, the keywords it holds are bound."""
     bound = tuple(function.keywords) if isinstance(function, functools.partial) else ()
-    free = [parameter for name, parameter in inspect.signature(function).parameters.items() if name not in bound]
-    named = [parameter for parameter in free if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)]
+    free = [
+        parameter
+        for name, parameter in inspect.signature(function).parameters.items()
+        if name not in bound
+    ]
+    named = [
+        parameter
+        for parameter in free
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
     return Inputs(
-        required=tuple(parameter.name for parameter in named if parameter.default is parameter.empty),
-        optional=tuple(parameter.name for parameter in named if parameter.default is not parameter.empty),
+        required=tuple(
+            parameter.name for parameter in named if parameter.default is parameter.empty
+        ),
+        optional=tuple(
+            parameter.name for parameter in named if parameter.default is not parameter.empty
+        ),
         bound=bound,
         takes_any=any(parameter.kind is parameter.VAR_KEYWORD for parameter in free),
     )
@@ -69,17 +87,31 @@ def import_function(name: str) -> Reward:
     """The function that `name` names; modules are found in the working folder and in a file's own folder too."""
     source, _, function = name.rpartition(":")
     if not source or not function:
-        raise RewardError(f"reward {name!r} needs both sides of its colon: file.py:function or package.module:function")
+        raise RewardError(
+            f"reward {name!r} needs both sides of its colon: file.py:function or package.module:function"
+        )
     _add_to_path(Path.cwd())
-    module = _import_file(name, Path(source).expanduser()) if is_file(name) else _import_module(name, source)
+    module = (
+        _import_file(name, Path(source).expanduser())
+        if is_file(name)
+        else _import_module(name, source)
+    )
     try:
-        found = getattr(module, function)  # not vars(): a module may make its names on demand, as trl.rewards does
+        found = getattr(
+            module, function
+        )  # not vars(): a module may make its names on demand, as trl.rewards does
     except AttributeError:
-        public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        public = [
+            key
+            for key, value in vars(module).items()
+            if callable(value) and not key.startswith("_")
+        ]
         near = nearest(function, public) or f"; it has {', '.join(public[:8]) or 'none'}"
         raise RewardError(f"reward {name!r}: no function {function!r} there{near}") from None
     if not callable(found):
-        raise RewardError(f"reward {name!r}: {function!r} is a {type(found).__name__}; it must be a function")
+        raise RewardError(
+            f"reward {name!r}: {function!r} is a {type(found).__name__}; it must be a function"
+        )
     return cast(Reward, found)
 
 
@@ -98,7 +130,9 @@ def one_line(error: BaseException) -> str:
 def _import_file(name: str, path: Path) -> ModuleType:
     if not path.is_file():
         near = nearest(path.name, (file.name for file in path.parent.glob("*.py")))
-        raise RewardError(f"reward {name!r}: no file {path}{near or '; give its path from the working folder'}")
+        raise RewardError(
+            f"reward {name!r}: no file {path}{near or '; give its path from the working folder'}"
+        )
     _add_to_path(path.resolve().parent)
     # The prefix keeps a file called math.py or types.py from taking the place of another module.
     spec = importlib.util.spec_from_file_location(f"ycore_reward_{path.stem}", path)
@@ -119,9 +153,14 @@ def _import_module(name: str, source: str) -> ModuleType:
     except (Exception, SystemExit) as error:
         absent = error.name if isinstance(error, ModuleNotFoundError) else None
         if absent is None or not f"{source}.".startswith(f"{absent}."):
-            raise RewardError(f"reward {name!r}: importing {source} raised {one_line(error)}") from error
+            raise RewardError(
+                f"reward {name!r}: importing {source} raised {one_line(error)}"
+            ) from error
         here = Path.cwd()
-        files = (file.relative_to(here).with_suffix("") for file in [*here.glob("*.py"), *here.glob("*/*.py")])
+        files = (
+            file.relative_to(here).with_suffix("")
+            for file in [*here.glob("*.py"), *here.glob("*/*.py")]
+        )
         near = nearest(source, [".".join(file.parts) for file in files])
         way_out = near or "; it must be installed, or lie under the working folder"
         raise RewardError(f"reward {name!r}: no module {absent!r}{way_out}") from error
@@ -142,18 +181,32 @@ def _bind_builtin(spec: RewardConfig) -> Reward:
     if module and importlib.util.find_spec(module) is None:
         raise RewardError(f"reward {name!r} needs {module}, which is not installed; {install}")
     parameters = inspect.signature(BUILTIN[name]).parameters.values()
-    settings = {parameter.name: parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+    settings = {
+        parameter.name: parameter
+        for parameter in parameters
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
     for argument, value in spec.args.items():
         if argument not in settings:
             raise RewardError(_unknown_argument(name, argument, settings))
         wanted = settings[argument].annotation
-        if isinstance(value, bool) or not isinstance(value, (int, float) if wanted is float else wanted):
-            raise RewardError(f"argument {argument!r} of reward {name!r} is of type {wanted.__name__}: {value!r}")
-    defaults = {key: setting.default for key, setting in settings.items() if setting.default is not setting.empty}
+        if isinstance(value, bool) or not isinstance(
+            value, (int, float) if wanted is float else wanted
+        ):
+            raise RewardError(
+                f"argument {argument!r} of reward {name!r} is of type {wanted.__name__}: {value!r}"
+            )
+    defaults = {
+        key: setting.default
+        for key, setting in settings.items()
+        if setting.default is not setting.empty
+    }
     bound = functools.partial(BUILTIN[name], **{**defaults, **spec.args})
     missing = [setting for setting in settings if setting not in bound.keywords]
     if missing:
-        raise RewardError(f"reward {name!r} needs the arguments {', '.join(missing)}; give them under its `args`")
+        raise RewardError(
+            f"reward {name!r} needs the arguments {', '.join(missing)}; give them under its `args`"
+        )
     try:
         if settings:  # with no completions, only the settings can be refused
             bound(**{column: [] for column in inputs_of(bound).required})
@@ -166,11 +219,15 @@ def _bind_custom(spec: RewardConfig, function: Reward) -> Reward:
     try:
         inputs = inputs_of(function)
     except (TypeError, ValueError) as error:
-        raise RewardError(f"reward {spec.reward!r} has no signature to call it by; wrap it in a def") from error
+        raise RewardError(
+            f"reward {spec.reward!r} has no signature to call it by; wrap it in a def"
+        ) from error
     free = [name for name in (*inputs.required, *inputs.optional) if name not in SUPPLIED]
     for argument in spec.args:
         if argument in SUPPLIED:
-            raise RewardError(f"argument {argument!r} of reward {spec.reward!r} is given by the run; remove it")
+            raise RewardError(
+                f"argument {argument!r} of reward {spec.reward!r} is given by the run; remove it"
+            )
         if not inputs.accepts(argument):
             raise RewardError(_unknown_argument(spec.reward, argument, free))
     return functools.partial(function, **spec.args) if spec.args else function
@@ -191,6 +248,11 @@ def require_columns(reward: str, required: Iterable[str], columns: Iterable[str]
         if name == "answer":
             way_out = "; name the column that holds the right answer with --answer-column"
         else:
-            way_out = nearest(name, [*SUPPLIED, *known]) or "; rename a column, or give the parameter a default"
+            way_out = (
+                nearest(name, [*SUPPLIED, *known])
+                or "; rename a column, or give the parameter a default"
+            )
         listed = ", ".join(known) or "no columns"
-        raise RewardError(f"reward {reward!r} needs the column {name!r}, and the dataset has {listed}{way_out}")
+        raise RewardError(
+            f"reward {reward!r} needs the column {name!r}, and the dataset has {listed}{way_out}"
+        )

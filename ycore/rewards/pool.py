@@ -27,7 +27,9 @@ class _Batch:
 
     def item(self, index: int) -> "_Batch":
         """One completion alone."""
-        return _Batch({name: [values[index]] for name, values in self.offered.items()}, self.step, size=1)
+        return _Batch(
+            {name: [values[index]] for name, values in self.offered.items()}, self.step, size=1
+        )
 
     def request(self, inputs: Inputs) -> dict[str, Any]:
         """A worker's request, with only what the reward takes and JSON can carry (no image, no date)."""
@@ -38,7 +40,9 @@ class _Batch:
                 sent[name] = self.offered[name]
             except (TypeError, ValueError) as error:
                 if name in inputs.required:
-                    raise CallFailed(f"column {name!r} cannot be sent to a worker: {error}") from error
+                    raise CallFailed(
+                        f"column {name!r} cannot be sent to a worker: {error}"
+                    ) from error
         return {"step": self.step, "inputs": sent}
 
 
@@ -79,7 +83,9 @@ class RewardPool:
         callers: dict[int, _Caller] = {}
         for number, sources in enumerate(_by_sandbox(specs)):
             group, idle = [specs[source] for source in sources], asyncio.Queue[Worker]()
-            held = confinement_of(group, settings=settings, sandbox=sandbox, run_folder=run_folder, run_id=run_id)
+            held = confinement_of(
+                group, settings=settings, sandbox=sandbox, run_folder=run_folder, run_id=run_id
+            )
             for slot in range(settings.workers):
                 worker = Worker(group, held, log=log, name=f"{number}.{slot}")
                 self._workers.append(worker)
@@ -116,9 +122,16 @@ class RewardPool:
         """
         if not completions:
             return []
-        offered = {**columns, "prompts": prompts, "completions": completions, "completion_ids": completion_ids}
+        offered = {
+            **columns,
+            "prompts": prompts,
+            "completions": completions,
+            "completion_ids": completion_ids,
+        }
         batch = _Batch(offered, step, len(completions))
-        scores_RG = await together([self._score(source, batch) for source in range(len(self._callers))])
+        scores_RG = await together(
+            [self._score(source, batch) for source in range(len(self._callers))]
+        )
         return [list(scores_R) for scores_R in zip(*scores_RG, strict=True)]
 
     async def close(self) -> None:
@@ -142,13 +155,17 @@ class RewardPool:
         try:
             inputs = await worker.ready()
             request = batch.request(inputs[caller.source])
-            return await worker.ask(caller.source, request, count=batch.size, deadline_s=self._deadline_s)
+            return await worker.ask(
+                caller.source, request, count=batch.size, deadline_s=self._deadline_s
+            )
         except CallFailed as failure:
             if batch.size == 1:
                 return [Score(None, problem=str(failure))]
         finally:
             caller.idle.put_nowait(worker)
-        scores = await together([self._score(source, batch.item(index)) for index in range(batch.size)])
+        scores = await together(
+            [self._score(source, batch.item(index)) for index in range(batch.size)]
+        )
         return [score for (score,) in scores]
 
 

@@ -27,7 +27,9 @@ class CallFailed(Exception):
     """One call gave no list of rewards; the message is the problem that its items will carry."""
 
 
-def scores_in(line: bytes, *, nonce: str, count: int, bounds: Sequence[tuple[float, float]] = ()) -> list[Score]:
+def scores_in(
+    line: bytes, *, nonce: str, count: int, bounds: Sequence[tuple[float, float]] = ()
+) -> list[Score]:
     """The scores of one call; CallFailed where the reward failed, or where the line is anything else.
 
     `bounds` has the lowest and the highest reward that the recipe allows, or nothing.
@@ -38,7 +40,11 @@ def scores_in(line: bytes, *, nonce: str, count: int, bounds: Sequence[tuple[flo
     if set(reply) != {"nonce", "values", "problems"}:
         raise CallFailed("no answer of a worker: it has other keys")
     values, problems = reply["values"], reply["problems"]
-    if not isinstance(values, list) or not isinstance(problems, list) or not len(values) == len(problems) == count:
+    if (
+        not isinstance(values, list)
+        or not isinstance(problems, list)
+        or not len(values) == len(problems) == count
+    ):
         raise CallFailed(f"no answer of a worker: not {count} values and {count} problems")
     return [_score(value, problem, bounds) for value, problem in zip(values, problems, strict=True)]
 
@@ -66,7 +72,9 @@ def object_in(line: bytes, nonce: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CallFailed(f"no answer of a worker: {plain_text(str(error), most=80)}") from None
     given = reply.get("nonce") if isinstance(reply, dict) else None
-    if not isinstance(given, str) or not hmac.compare_digest(given.encode(errors="replace"), nonce.encode()):
+    if not isinstance(given, str) or not hmac.compare_digest(
+        given.encode(errors="replace"), nonce.encode()
+    ):
         raise CallFailed("no answer of a worker: it does not belong to this call")
     return reply  # type: ignore[no-any-return]
 
@@ -82,16 +90,24 @@ def _score(value: object, problem: object, bounds: Sequence[tuple[float, float]]
         return Score(None, problem=f"too large: beyond {_LARGEST:g} either way")
     for lowest, highest in bounds:
         if not lowest <= value <= highest:
-            return Score(None, problem=f"out of range: {value:g} is not within {lowest:g} and {highest:g}")
+            return Score(
+                None, problem=f"out of range: {value:g} is not within {lowest:g} and {highest:g}"
+            )
     return Score(float(value))
 
 
 def _inputs(given: object) -> Inputs:
     names = ("required", "optional", "bound")
-    if not isinstance(given, dict) or set(given) != {*names, "takes_any"} or not isinstance(given["takes_any"], bool):
+    if (
+        not isinstance(given, dict)
+        or set(given) != {*names, "takes_any"}
+        or not isinstance(given["takes_any"], bool)
+    ):
         raise CallFailed("no answer of a worker: no list of parameters")
     lists = [given[name] for name in names]
-    if not all(isinstance(one, list) and all(isinstance(name, str) for name in one) for one in lists):
+    if not all(
+        isinstance(one, list) and all(isinstance(name, str) for name in one) for one in lists
+    ):
         raise CallFailed("no answer of a worker: no list of parameters")
     required, optional, bound = (tuple(one) for one in lists)
     return Inputs(required=required, optional=optional, bound=bound, takes_any=given["takes_any"])

@@ -80,7 +80,9 @@ class _Code:
         """The function or class beneath its decorators."""
         name = getattr(one, "__qualname__", type(one).__name__)
         if not isinstance(one, wanted) or one.__module__ == "builtins":
-            self._refuse(f"{name} is a {type(one).__name__} and no plain {'class' if wanted is type else 'function'}")
+            self._refuse(
+                f"{name} is a {type(one).__name__} and no plain {'class' if wanted is type else 'function'}"
+            )
         if "." in (name if wanted is type else name.rpartition("<locals>.")[2]):
             self._refuse(f"{name} is not at the top of its module, where a worker looks for it")
         return _below(one)
@@ -127,7 +129,9 @@ class _Code:
             value = around[used]
             if one.__module__ == "__main__":
                 self._add_value(
-                    used, value, f"{name} uses {used}, a {type(value).__name__}, which a worker cannot have"
+                    used,
+                    value,
+                    f"{name} uses {used}, a {type(value).__name__}, which a worker cannot have",
                 )
             elif self._is_new(used, value):
                 self.texts[used] = _import_of(used, value) or f"from {one.__module__} import {used}"
@@ -137,7 +141,9 @@ class _Code:
         if _is_ours(value) and getattr(value, "__name__", "") == name and _is_found(_below(value)):
             self._expression(name, value, problem)
         elif self._is_new(name, value):
-            self.texts[name] = _import_of(name, value) or f"{name} = {self._expression(name, value, problem)}"
+            self.texts[name] = (
+                _import_of(name, value) or f"{name} = {self._expression(name, value, problem)}"
+            )
 
     def _expression(self, name: str, value: Any, problem: str) -> str:
         """What stands for a value in the file; what it needs is written, some of it by this name."""
@@ -186,7 +192,9 @@ class _Code:
         name = self._unused(f"make_{self._name_of(one)}")
         self._values[name] = one
         maker: Any = ast.parse(f"def {name}({', '.join(values)}): pass").body[0]
-        maker.body = [ast.Return(node)] if is_lambda else [node, ast.Return(ast.Name(one.__code__.co_name))]
+        maker.body = (
+            [ast.Return(node)] if is_lambda else [node, ast.Return(ast.Name(one.__code__.co_name))]
+        )
         text = ast.unparse(maker)
         self._add_used(one.__qualname__, compile(text, name, "exec"), one)
         self._open.pop()
@@ -203,7 +211,9 @@ class _Code:
         wanted = ast.Lambda if is_lambda else ast.FunctionDef
         found = [node for node in nodes if isinstance(node, wanted) and _first_line(node) == line]
         if len(found) > 1:
-            self._refuse(f"{one.__qualname__} is one of several on line {line}", "write it with def")
+            self._refuse(
+                f"{one.__qualname__} is one of several on line {line}", "write it with def"
+            )
         if not found:
             self._refuse(f"{one.__qualname__} has no source that can be found")
         return found[0]
@@ -253,17 +263,25 @@ def _take_defaults(arguments: ast.arguments, one: types.FunctionType) -> dict[st
         return ast.Name(f"default_{argument.arg}")
 
     places = [*arguments.posonlyargs, *arguments.args]
-    arguments.defaults = [name_of(place) for place in places[len(places) - len(arguments.defaults) :]]
+    arguments.defaults = [
+        name_of(place) for place in places[len(places) - len(arguments.defaults) :]
+    ]
     keywords = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     arguments.kw_defaults = [default and name_of(argument) for argument, default in keywords]
     parameters = inspect.signature(one, follow_wrapped=False).parameters
-    return {f"default_{name}": one.default for name, one in parameters.items() if one.default is not one.empty}
+    return {
+        f"default_{name}": one.default
+        for name, one in parameters.items()
+        if one.default is not one.empty
+    }
 
 
 def _source(one: Any, methods: Sequence[types.FunctionType]) -> str:
     if isinstance(one, types.FunctionType):
         return textwrap.dedent(inspect.getsource(one))
-    lines, _ = inspect.findsource(methods[0] if methods else one)  # a class of a notebook is found by its methods alone
+    lines, _ = inspect.findsource(
+        methods[0] if methods else one
+    )  # a class of a notebook is found by its methods alone
     found = [node for node in ast.parse("".join(lines)).body if isinstance(node, ast.ClassDef)]
     node = next(node for node in reversed(found) if node.name == one.__name__)
     first = min([node.lineno, *(one.lineno for one in node.decorator_list)])

@@ -44,7 +44,9 @@ class Source(NamedTuple):
 
 def main() -> None:
     channel = Channel(int(sys.argv[1]))
-    faulthandler.register(signal.SIGUSR2, all_threads=True)  # with this signal, the launcher asks for stacks
+    faulthandler.register(
+        signal.SIGUSR2, all_threads=True
+    )  # with this signal, the launcher asks for stacks
     requests = iter(channel)
     first = next(requests)
     try:
@@ -72,7 +74,9 @@ def answer(source: Source, request: Mapping[str, Any]) -> dict[str, Any]:
         if inspect.isawaitable(result):
             result = asyncio.run(_awaited(result))
         if isinstance(result, str | bytes | dict | set) or not isinstance(result, Iterable):
-            raise TypeError(f"a reward returns a list with one number per completion, not {_shown(result)}")
+            raise TypeError(
+                f"a reward returns a list with one number per completion, not {_shown(result)}"
+            )
         scores = [number(value) for value in result]
     except BaseException as error:  # noqa: BLE001 (a process boundary: sys.exit in a reward is its problem, not ours)
         traceback.print_exc()
@@ -106,12 +110,20 @@ def number(value: object) -> tuple[float | None, str | None]:
 def _arguments(source: Source, request: Mapping[str, Any]) -> dict[str, Any]:
     """The keyword arguments of one call: of what is offered, what the function takes."""
     offered = dict(request["inputs"])
-    if source.strips_thinking and "completions" in offered:  # its token ids stay those of the whole completion
-        offered["completions"] = [without_thinking(completion) for completion in offered["completions"]]
-    if "environments" in offered:  # in TRL the instances themselves; here they are in other processes
+    if (
+        source.strips_thinking and "completions" in offered
+    ):  # its token ids stay those of the whole completion
+        offered["completions"] = [
+            without_thinking(completion) for completion in offered["completions"]
+        ]
+    if (
+        "environments" in offered
+    ):  # in TRL the instances themselves; here they are in other processes
         worlds = [json.loads(world or "{}") for world in offered["environments"]]
         offered["environments"] = [SimpleNamespace(**world) for world in worlds]
-    if "images" in offered:  # in TRL the pictures themselves; here they are read where they are asked for
+    if (
+        "images" in offered
+    ):  # in TRL the pictures themselves; here they are read where they are asked for
         offered["images"] = [_pictures(names) for names in offered["images"]]
         if any(isinstance(names, list) for names in request["inputs"]["images"]):
             offered["prompts"] = [in_blocks(prompt) for prompt in offered.get("prompts", ())]

@@ -18,13 +18,23 @@ from ycore.errors import RewardError
 from ycore.rewards.builtin import REFERENCE, is_reference, reference_of
 from ycore.rewards.confinement import confinement_of
 from ycore.rewards.loading import Inputs, inputs_of, load_reward, require_columns
-from ycore.rewards.replies import BYTES_A_VALUE, MOST_BYTES, START_BYTES, CallFailed, inputs_in, plain_text, scores_in
+from ycore.rewards.replies import (
+    BYTES_A_VALUE,
+    MOST_BYTES,
+    START_BYTES,
+    CallFailed,
+    inputs_in,
+    plain_text,
+    scores_in,
+)
 from ycore.rewards.worker_process import WorkerProcess
 from ycore.sandbox import Confinement
 from ycore.types import Score
 
 START_TIMEOUT_S = 120.0
-_CHECK_DEADLINE_S = 60.0  # a file that imports trl, as TRL's examples do, takes long where a machine is busy
+_CHECK_DEADLINE_S = (
+    60.0  # a file that imports trl, as TRL's examples do, takes long where a machine is busy
+)
 _MAX_STARTS = 3
 _NONCE_BYTES = 16
 _TAIL = 1000  # bytes of output, of which an error shows the last line
@@ -52,12 +62,16 @@ def check_reward(
         deadline_s: the limit of importing the user's code, which happens in a worker.
     """
     if spec.range is not None and spec.range[0] >= spec.range[1]:
-        raise RewardError(f"range of reward {spec.reward!r} must be its lowest value, then its highest: {spec.range}")
+        raise RewardError(
+            f"range of reward {spec.reward!r} must be its lowest value, then its highest: {spec.range}"
+        )
     if is_reference(spec):
         reference_of(spec)
         require_columns(REFERENCE, ["answer"], columns)
     elif ":" in spec.reward:
-        held = confinement_of([spec], settings=settings, sandbox=sandbox, run_folder=run_folder, run_id="check")
+        held = confinement_of(
+            [spec], settings=settings, sandbox=sandbox, run_folder=run_folder, run_id="check"
+        )
         (inputs,) = asyncio.run(_first_answer(spec, held, deadline_s))
         require_columns(spec.reward, inputs.required, columns)
     else:
@@ -115,7 +129,12 @@ class Answerer(Generic[R]):
             name: tells the processes of a run apart.
         """
         self.restarts = 0
-        self._first, self._read_first, self._confinement, self._name = first, read_first, confinement, name
+        self._first, self._read_first, self._confinement, self._name = (
+            first,
+            read_first,
+            confinement,
+            name,
+        )
         self._start_timeout_s = start_timeout_s
         self._log = log
         self._room = confinement.limits.output  # bytes that may still be logged
@@ -166,11 +185,17 @@ class Answerer(Generic[R]):
         await self._reap()
         self._require_open()
         held = self._confinement
-        self._running = await WorkerProcess.start(self.module, self.arguments, held, self._name, self._printed)
+        self._running = await WorkerProcess.start(
+            self.module, self.arguments, held, self._name, self._printed
+        )
         self._require_open()  # it may have been closed while the process was being made
-        self._printed(f"{self.kind} {self._running.process.pid}: {self._running.launch.words}\n".encode())
+        self._printed(
+            f"{self.kind} {self._running.process.pid}: {self._running.launch.words}\n".encode()
+        )
         timeout_s = self._start_timeout_s
-        return await self.exchange(self._first, self._read_first, most=START_BYTES, timeout_s=timeout_s, ends=True)
+        return await self.exchange(
+            self._first, self._read_first, most=START_BYTES, timeout_s=timeout_s, ends=True
+        )
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -191,7 +216,9 @@ class Answerer(Generic[R]):
         With `ends`, a failure ends the process too, because it never became ready.
         """
         running = self._running
-        assert running is not None and running.process.stdin is not None, f"ask a {self.kind} only when it is ready"
+        assert running is not None and running.process.stdin is not None, (
+            f"ask a {self.kind} only when it is ready"
+        )
         stdin = running.process.stdin
         nonce = secrets.token_hex(_NONCE_BYTES)
         answered = False
@@ -248,10 +275,17 @@ class Worker(Answerer[list[Inputs]]):
     def __init__(self, specs: Sequence[RewardConfig], confinement: Confinement, **how: Any) -> None:
         """`how` is `Answerer`'s."""
         first = {"specs": [spec.model_dump(mode="json") for spec in specs]}
-        super().__init__(first, lambda line, nonce: inputs_in(line, nonce=nonce, count=len(specs)), confinement, **how)
+        super().__init__(
+            first,
+            lambda line, nonce: inputs_in(line, nonce=nonce, count=len(specs)),
+            confinement,
+            **how,
+        )
         self._bounds = [[] if spec.range is None else [spec.range] for spec in specs]
 
-    async def ask(self, source: int, request: dict[str, Any], *, count: int, deadline_s: float) -> list[Score]:
+    async def ask(
+        self, source: int, request: dict[str, Any], *, count: int, deadline_s: float
+    ) -> list[Score]:
         """One call's scores; CallFailed where it raised, or hung or ended the process (which is then gone)."""
         bounds = self._bounds[source]
         return await self.exchange(

@@ -59,13 +59,20 @@ class Replies:
 class WorkerProcess:
     """A started process, its pipes and its watch."""
 
-    def __init__(self, launch: Launch, process: Process, replies: Replies, output: PipeReader, watch: Watch) -> None:
+    def __init__(
+        self, launch: Launch, process: Process, replies: Replies, output: PipeReader, watch: Watch
+    ) -> None:
         self.launch, self.process, self.replies = launch, process, replies
         self._output, self._watch = output, watch
 
     @classmethod
     async def start(
-        cls, module: str, arguments: Sequence[str], held: Confinement, name: str, printed: Callable[[bytes], None]
+        cls,
+        module: str,
+        arguments: Sequence[str],
+        held: Confinement,
+        name: str,
+        printed: Callable[[bytes], None],
     ) -> "WorkerProcess":
         answers, to_answers = socket.socketpair()
         output, to_output = os.pipe()
@@ -107,7 +114,9 @@ class WorkerProcess:
         if sys.platform != "linux":
             return self.process.returncode is None
         try:
-            return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+            return (
+                os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+            )
         except ChildProcessError:
             return False
 

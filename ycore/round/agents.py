@@ -62,7 +62,9 @@ def read_request(body: Mapping[str, Any]) -> Request:
         read = [_message(one, names) for one in messages]
         return Request(read, json.dumps([_tool(one) for one in tools]), limit)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise Refused(f"a message or a tool is not as OpenAI has them: {type(error).__name__} {error!s:.80}") from None
+        raise Refused(
+            f"a message or a tool is not as OpenAI has them: {type(error).__name__} {error!s:.80}"
+        ) from None
 
 
 def _message(one: Mapping[str, Any], names: dict[str, str]) -> dict[str, Any]:
@@ -77,8 +79,12 @@ def _message(one: Mapping[str, Any], names: dict[str, str]) -> dict[str, Any]:
     calls = [(call["id"], call["function"]) for call in one.get("tool_calls") or ()]
     names |= {number: function["name"] for number, function in calls}
     if calls and role == "assistant":
-        functions = [{"name": one["name"], "arguments": _arguments(one["arguments"])} for _, one in calls]
-        message["tool_calls"] = [{"type": "function", "function": function} for function in functions]
+        functions = [
+            {"name": one["name"], "arguments": _arguments(one["arguments"])} for _, one in calls
+        ]
+        message["tool_calls"] = [
+            {"type": "function", "function": function} for function in functions
+        ]
     if role == "tool":
         message["name"] = names.get(one.get("tool_call_id", ""), one.get("name", "tool"))
     return message
@@ -125,13 +131,20 @@ class Agents(OneTurn):
         self.meter = TurnMeter()
         self.meters = [self.meter]
         self.dialogues, self._pool, self._call_s = dialogues, pool, call_s
-        self.max_turns, self.max_tokens, self.turn_tokens = max_turns, max_tokens, turn_tokens or max_tokens
+        self.max_turns, self.max_tokens, self.turn_tokens = (
+            max_turns,
+            max_tokens,
+            turn_tokens or max_tokens,
+        )
         self.max_prompt_tokens = max_prompt_tokens
 
     async def play(self, start: Start, index: int, write: Write, *, seed: int) -> Completion:
         position = start.draw.position
         door = _Door(self, write, lambda turn: completion_seed(seed, position, index, turn))
-        earned, ended = Score(None, problem="environment: the agent did not end by itself"), "failed"
+        earned, ended = (
+            Score(None, problem="environment: the agent did not end by itself"),
+            "failed",
+        )
         async with self._pool.run(start.prompt, position=position, index=index) as agent:
             try:
                 end = await self._served(agent, door)
@@ -168,7 +181,9 @@ class _Conversation:
 
     def goes_on(self, request: Request) -> bool:
         new = request.messages[len(self.said) :]
-        is_the_same = request.messages[: len(self.said)] == self.said and request.tools == self.tools
+        is_the_same = (
+            request.messages[: len(self.said)] == self.said and request.tools == self.tools
+        )
         return is_the_same and bool(new) and all(one["role"] in ("tool", "user") for one in new)
 
 
@@ -191,18 +206,28 @@ class _Door:
             return 200, await self._written(one, request)
         except Refused as refusal:
             self.ended = self.ended or refusal.ends
-            return 400, {"error": {"message": str(refusal), "type": "invalid_request_error", "code": refusal.ends}}
+            return 400, {
+                "error": {
+                    "message": str(refusal),
+                    "type": "invalid_request_error",
+                    "code": refusal.ends,
+                }
+            }
 
     def _room(self, one: _Conversation | None = None) -> int:
         """Tokens that a conversation may have in all, where the others leave that many."""
-        return self._limits.max_tokens - sum(other.talk.num_tokens for other in self._all if other is not one)
+        return self._limits.max_tokens - sum(
+            other.talk.num_tokens for other in self._all if other is not one
+        )
 
     def _begun(self, request: Request) -> _Conversation:
         """A conversation that goes on from no other."""
         if request.messages[-1]["role"] == "assistant":
             raise Refused("the last message is the policy's, and nobody answers it")
         if self._all and not self._limits.splits:
-            raise Refused("the messages or tools do not go on from those of the call before", ends="forked")
+            raise Refused(
+                "the messages or tools do not go on from those of the call before", ends="forked"
+            )
         try:
             dialogue = self._limits.dialogues(request.tools)
         except ConfigError as error:
@@ -211,20 +236,30 @@ class _Door:
         prompt_ids = dialogue.prompt_ids([*heard])
         num, most = len(prompt_ids), self._limits.max_prompt_tokens
         if not 0 < num <= most:
-            raise Refused(f"the messages have {num} tokens, and between 1 and {most} fit", ends="length")
+            raise Refused(
+                f"the messages have {num} tokens, and between 1 and {most} fit", ends="length"
+            )
         if self._room() <= 0:
             raise Refused("the completion has no room for another turn (max_tokens)", ends="length")
-        return _Conversation(Talk(prompt_ids, self._room()), prompt_ids, dialogue, request.tools, heard)
+        return _Conversation(
+            Talk(prompt_ids, self._room()), prompt_ids, dialogue, request.tools, heard
+        )
 
     def _continued(self, request: Request, seconds: float) -> _Conversation | None:
         """The longest conversation that the call goes on from, with what its messages add; None where there is none."""
         if self.ended is not None:
             raise Refused(f"the completion is over ({self.ended})")
         if self._last is not None and self._last.talk.ended == "length":
-            raise Refused("the turn before was cut off, and the completion ends with it", ends="length")
+            raise Refused(
+                "the turn before was cut off, and the completion ends with it", ends="length"
+            )
         if self._turns == self._limits.max_turns:
             raise Refused(f"the policy has had its {self._turns} turns (max_turns)", ends="turns")
-        one = max((one for one in self._all if one.goes_on(request)), key=lambda one: len(one.said), default=None)
+        one = max(
+            (one for one in self._all if one.goes_on(request)),
+            key=lambda one: len(one.said),
+            default=None,
+        )
         if one is None:
             return None
         new = request.messages[len(one.said) :]
@@ -239,8 +274,14 @@ class _Door:
     async def _written(self, one: _Conversation, request: Request) -> dict[str, Any]:
         """The policy's next turn, as an answer to the call."""
         talk = one.talk
-        limits = [self._limits.turn_tokens, talk.room, *([request.max_tokens] if request.max_tokens else [])]
-        part = await self._write(talk.token_ids, self._seed_of_turn(self._turns), max_tokens=min(limits))
+        limits = [
+            self._limits.turn_tokens,
+            talk.room,
+            *([request.max_tokens] if request.max_tokens else []),
+        ]
+        part = await self._write(
+            talk.token_ids, self._seed_of_turn(self._turns), max_tokens=min(limits)
+        )
         message, calls = one.dialogue.read(part.token_ids, part.text, prefix=talk.token_ids)
         before = len(talk.token_ids)
         talk.add(part, message)
@@ -251,7 +292,11 @@ class _Door:
         one.said = [*request.messages, _message(said, {})]
         self._turns += 1
         reason = "tool_calls" if said.get("tool_calls") else part.finish_reason
-        used = {"prompt_tokens": before, "completion_tokens": len(part.token_ids), "total_tokens": len(talk.token_ids)}
+        used = {
+            "prompt_tokens": before,
+            "completion_tokens": len(part.token_ids),
+            "total_tokens": len(talk.token_ids),
+        }
         return {
             "id": f"chatcmpl-{self._turns}",
             "object": "chat.completion",
@@ -268,10 +313,14 @@ class _Door:
             logprobs = None if part.logprobs is None else (0.0,) * len(part.token_ids)
             turn = Turn(False, len(part.token_ids), ({"role": "assistant", "content": ""},))
             reason = self.ended or ("failed" if ended == "stop" else ended)
-            return Completion(part.token_ids, logprobs, "", reason, part.policy_version, (turn,), earned)
+            return Completion(
+                part.token_ids, logprobs, "", reason, part.policy_version, (turn,), earned
+            )
         last = self._last.talk
         last.ended = self.ended or (last.ended if ended == "stop" else ended)
-        first, *others = sorted(self._all, key=lambda one: one is self._last)  # how it ended is told of its end
+        first, *others = sorted(
+            self._all, key=lambda one: one is self._last
+        )  # how it ended is told of its end
         whole = first.talk.completion(earned, first.prompt_ids)
         for one in others:
             whole = _followed(whole, one, one.talk.completion(earned))
@@ -303,7 +352,10 @@ def answer_of(message: Mapping[str, Any], calls: Sequence[Call], *, turn: int) -
             {
                 "id": f"call_{turn}_{number}",
                 "type": "function",
-                "function": {"name": call.name, "arguments": call.problem or json.dumps(dict(call.arguments))},
+                "function": {
+                    "name": call.name,
+                    "arguments": call.problem or json.dumps(dict(call.arguments)),
+                },
             }
             for number, call in enumerate(calls)
         ]

@@ -44,7 +44,10 @@ class ControllerAhead(Controller):
         self._ahead: _Ahead | None = None
         self._is_under_way = False
         self._waited_s = 0.0
-        self._of_step: tuple[dict[str, int], list[float] | None] = {}, None  # problems, weights of the constraints
+        self._of_step: tuple[dict[str, int], list[float] | None] = (
+            {},
+            None,
+        )  # problems, weights of the constraints
 
     def next_round(self, *, step: int, num_groups: int) -> list[Group]:
         """As the base's, of a round that was written ahead; then the next one's begins."""
@@ -66,7 +69,9 @@ class ControllerAhead(Controller):
         with self.phase(SYNC):
             self.sync_for_round(version)
         self._is_under_way = True
-        work = self._thread.submit(self.make_round, step=step, num_groups=num_groups, version=version)
+        work = self._thread.submit(
+            self.make_round, step=step, num_groups=num_groups, version=version
+        )
         self._ahead = _Ahead(step, before, work)
 
     def settle(self) -> None:
@@ -77,7 +82,9 @@ class ControllerAhead(Controller):
         try:
             self._ahead.work.result()
         except YcoreError as error:
-            raise type(error)(f"the round of step {self._ahead.step}, one ahead: {error}") from error
+            raise type(error)(
+                f"the round of step {self._ahead.step}, one ahead: {error}"
+            ) from error
         finally:
             self._is_under_way = False
             waited = time.perf_counter() - began

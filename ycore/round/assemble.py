@@ -51,7 +51,9 @@ from ycore.run.trace import TraceWriter
 from ycore.types import Prompt
 
 S = TypeVar("S")
-_AT_ONCE = 64  # requests of a role that a slot takes at once, where the engines' own limit is not known
+_AT_ONCE = (
+    64  # requests of a role that a slot takes at once, where the engines' own limit is not known
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,9 @@ class Assembly:
             scoring=build_scoring(self.config, self.folder, self.started.scorers, policy=policy),
             draws=draws or self.draws(Shard(peers.rank, peers.world)),
             rules=rules
-            or self.rules(num_engines=self._share_of(self.started.engines if self.config.pairs else engines)),
+            or self.rules(
+                num_engines=self._share_of(self.started.engines if self.config.pairs else engines)
+            ),
             peers=peers,
             share_weights=share_weights,
             sync_every=max(1, self.config.sync_every),
@@ -131,7 +135,10 @@ class Assembly:
             return GivenPairs(partial(self.tokenizer.encode, add_special_tokens=False))
         where: Any = {"run_id": folder.run_id, "run_folder": folder.root}
         limits: Any = {"max_turns": config.max_turns, "max_tokens": config.max_tokens}
-        limits |= {"turn_tokens": config.turns.max_tokens, "max_prompt_tokens": self.max_prompt_tokens}
+        limits |= {
+            "turn_tokens": config.turns.max_tokens,
+            "max_prompt_tokens": self.max_prompt_tokens,
+        }
         if config.agent is not None:
             agents = AgentPool(config, log=folder.log("agents"), **where)
             return Agents(self.dialogue_of, agents, call_s=config.turns.call_s, **limits)
@@ -162,13 +169,17 @@ class Assembly:
     def dialogue_of(self, tools: str) -> Dialogue:
         """How the policy talks with an agent that has these tools, as JSON; ConfigError where its template cannot."""
         if tools not in self._dialogues:
-            self._dialogues[tools] = self._dialogue(Description(tuple(json.loads(tools))), users_answer=True)
+            self._dialogues[tools] = self._dialogue(
+                Description(tuple(json.loads(tools))), users_answer=True
+            )
         return self._dialogues[tools]
 
     def _dialogue(self, described: Description, **how: Any) -> Dialogue:
         arguments = self.config.trl.get("chat_template_kwargs")
         actions = self.config.turns.actions
-        return Dialogue(self.tokenizer, described, actions=actions, template_arguments=arguments, **how)
+        return Dialogue(
+            self.tokenizer, described, actions=actions, template_arguments=arguments, **how
+        )
 
     def evaluation(self, controller: Controller) -> Controller | None:
         """Beside the run's controller, that of its held-out rows; None where the run has none."""
@@ -218,7 +229,11 @@ class Assembly:
             return tuple(self.tokenizer(prompt.content)["input_ids"])
         template_arguments = self.config.trl.get("chat_template_kwargs") or {}
         ids = self.tokenizer.apply_chat_template(
-            prompt.content, add_generation_prompt=True, tokenize=True, return_dict=False, **template_arguments
+            prompt.content,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+            **template_arguments,
         )
         return tuple(ids)
 
@@ -229,7 +244,9 @@ class Assembly:
         if (model / "generation_config.json").is_file():
             declared = GenerationConfig.from_pretrained(model).eos_token_id
         declared = [declared] if isinstance(declared, int) else declared or []
-        never = image_token_ids(read_json(model / "config.json"))  # the trainer's head does not write them either
+        never = image_token_ids(
+            read_json(model / "config.json")
+        )  # the trainer's head does not write them either
         return Sampling(
             max_tokens=self.config.max_tokens,
             temperature=trl.get("temperature", 1.0),
@@ -326,20 +343,35 @@ class Assembly:
         Where engines stay awake, a change of role only changes who gets requests. Where they sleep, one role of a slot
         is awake at a time, and a change of role is a sleep and a wake.
         """
-        roles, rank = in_order([ROLLOUT, *(scorer.role for scorer in self.started.scorers)]), this_rank()
-        at_once = (self.started.max_num_seqs or _AT_ONCE) * max(1, len(self.started.engines)) // self._num_slots
+        roles, rank = (
+            in_order([ROLLOUT, *(scorer.role for scorer in self.started.scorers)]),
+            this_rank(),
+        )
+        at_once = (
+            (self.started.max_num_seqs or _AT_ONCE)
+            * max(1, len(self.started.engines))
+            // self._num_slots
+        )
         capacity = None if len(roles) == 1 else dict.fromkeys(roles, at_once)
         pool = SlotPool(self._num_slots, roles, capacity, exclusive=self.started.sleeps)
         placement = parse_placement(self.config.placement)
         if not self._shares_slots or rank.local_world == 1:
             return OwnLine(Allocator(pool, placement), shows_depths=True)
-        return SocketLine(self.folder.socket(ALLOCATOR), pool, placement, rank=rank.local, num_ranks=rank.local_world)
+        return SocketLine(
+            self.folder.socket(ALLOCATOR),
+            pool,
+            placement,
+            rank=rank.local,
+            num_ranks=rank.local_world,
+        )
 
     def slots(self, engines: Sequence[Engine], line: Line) -> Slots:
         """The slots behind this line."""
         sleepers = self._sleepers(engines) if self.started.sleeps else None
         trace = TraceWriter(self.folder.trace)
-        return Slots(self._num_slots, line=line, sleepers=sleepers, trace=trace, rank=this_rank().number)
+        return Slots(
+            self._num_slots, line=line, sleepers=sleepers, trace=trace, rank=this_rank().number
+        )
 
     def _sleepers(self, engines: Sequence[Engine]) -> Mapping[str, Mapping[int, Sleeper]]:
         """The engines that sleep on this rank's own slots, by role and slot.
@@ -350,14 +382,22 @@ class Assembly:
         policy = [engine.sleeper for engine in engines if isinstance(engine, VllmEngine)]
         models: dict[str, list[Sequence[SleepingEngine | None]]] = {ROLLOUT: [policy]}
         for scorer in self.started.scorers:
-            levels, servers = SleepLevels(), scorer_servers(self.config, self.folder, scorer, Server)
-            models.setdefault(scorer.role, []).append([SleepingEngine(server, levels=levels) for server in servers])
+            levels, servers = (
+                SleepLevels(),
+                scorer_servers(self.config, self.folder, scorer, Server),
+            )
+            models.setdefault(scorer.role, []).append(
+                [SleepingEngine(server, levels=levels) for server in servers]
+            )
 
         def on_slot(engines: Sequence[SleepingEngine | None], slot: int) -> list[SleepingEngine]:
             return [engine for engine in self._on_slot(engines, slot) if engine is not None]
 
         return {
-            role: {slot: SleepTogether([on_slot(engines, slot) for engines in of_role]) for slot in self._homes}
+            role: {
+                slot: SleepTogether([on_slot(engines, slot) for engines in of_role])
+                for slot in self._homes
+            }
             for role, of_role in models.items()
         }
 
@@ -373,7 +413,9 @@ class Assembly:
     def _homes(self) -> list[int]:
         """The slots whose engines this rank wakes, puts to sleep and sends weights; each slot is of one rank."""
         rank = this_rank()
-        return [slot for slot in range(self._num_slots) if home_of(slot, rank.local_world) == rank.local]
+        return [
+            slot for slot in range(self._num_slots) if home_of(slot, rank.local_world) == rank.local
+        ]
 
 
 def assemble(root: Path) -> Assembly:
@@ -387,7 +429,10 @@ def assemble(root: Path) -> Assembly:
     sight = None
     if prompts.shows is not None:
         template_arguments = config.trl.get("chat_template_kwargs")
-        how: Any = {"trust_remote_code": config.trust_remote_code, "template_arguments": template_arguments}
+        how: Any = {
+            "trust_remote_code": config.trust_remote_code,
+            "template_arguments": template_arguments,
+        }
         sight = load_sight(started.model, store, tokenizer, **how)
     described = describe_tools(config, run_folder=root) if config.replay is None else {}
     return Assembly(folder, config, started, tokenizer, prompts, described, sight)
@@ -395,7 +440,9 @@ def assemble(root: Path) -> Assembly:
 
 def _prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase, store: ImageStore) -> PromptSet:
     as_chat = tokenizer.chat_template is not None
-    return load_questions(config, as_chat=as_chat, special_tokens=special_tokens(tokenizer), store=store)
+    return load_questions(
+        config, as_chat=as_chat, special_tokens=special_tokens(tokenizer), store=store
+    )
 
 
 def load_tokenizer(model: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:

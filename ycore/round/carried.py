@@ -47,7 +47,9 @@ class CarryMeter(Counts):
 @dataclass
 class _Unfinished:
     draw: Draw
-    begun: dict[int, Completion] = field(default_factory=dict)  # whole, or as far as they are, by their index
+    begun: dict[int, Completion] = field(
+        default_factory=dict
+    )  # whole, or as far as they are, by their index
 
 
 class CarriedTurn(OneTurn):
@@ -59,7 +61,9 @@ class CarriedTurn(OneTurn):
         max_age: versions by which a completion's first token may lag behind. An older one begins anew.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], *, max_tokens: int, max_age: int) -> None:
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], *, max_tokens: int, max_age: int
+    ) -> None:
         self._decode, self._max_tokens, self._max_age = decode, max_tokens, max_age
         self._groups: dict[int, _Unfinished] = {}  # by position
         self._meter = CarryMeter()
@@ -85,9 +89,16 @@ class CarriedTurn(OneTurn):
         if so_far is None or so_far.finish_reason == ABORTED:
             tokens = () if so_far is None else so_far.token_ids
             own_seed = completion_seed(seed, position, index, len(tokens))
-            rest = await write((*start.draw.token_ids, *tokens), own_seed, max_tokens=self._max_tokens - len(tokens))
+            rest = await write(
+                (*start.draw.token_ids, *tokens),
+                own_seed,
+                max_tokens=self._max_tokens - len(tokens),
+            )
             if len(tokens) + len(rest.token_ids) >= self._max_tokens:
-                rest = replace(rest, finish_reason="length" if rest.finish_reason == ABORTED else rest.finish_reason)
+                rest = replace(
+                    rest,
+                    finish_reason="length" if rest.finish_reason == ABORTED else rest.finish_reason,
+                )
             begun[index] = rest if so_far is None else joined(so_far, rest, self._decode)
         if begun[index].finish_reason == ABORTED:
             await asyncio.Event().wait()  # until its group is cancelled
@@ -104,19 +115,28 @@ class CarriedTurn(OneTurn):
         meter = self._meter
         for group in self._groups.values():
             for index, one in list(group.begun.items()):
-                meter.completions, meter.written = meter.completions + 1, meter.written + len(one.token_ids)
+                meter.completions, meter.written = (
+                    meter.completions + 1,
+                    meter.written + len(one.token_ids),
+                )
                 if not one.token_ids or one.first_version < version + 1 - self._max_age:
                     meter.dropped += bool(one.token_ids)
                     del group.begun[index]
                 elif one.finish_reason == ABORTED:
-                    meter.carried, meter.tokens = meter.carried + 1, meter.tokens + len(one.token_ids)
+                    meter.carried, meter.tokens = (
+                        meter.carried + 1,
+                        meter.tokens + len(one.token_ids),
+                    )
         meter.groups += len(self._groups)
 
     @property
     def state(self) -> list[dict[str, Any]]:
         """As plain JSON values."""
         return [
-            {"draw": to_json(group.draw), "begun": {str(index): to_json(one) for index, one in group.begun.items()}}
+            {
+                "draw": to_json(group.draw),
+                "begun": {str(index): to_json(one) for index, one in group.begun.items()},
+            }
             for _, group in sorted(self._groups.items())
         ]
 
@@ -131,7 +151,9 @@ class CarriedTurn(OneTurn):
         self._groups = {group.draw.position: group for group in groups}
 
 
-def joined(begun: Completion, rest: Completion, decode: Callable[[Sequence[int]], str]) -> Completion:
+def joined(
+    begun: Completion, rest: Completion, decode: Callable[[Sequence[int]], str]
+) -> Completion:
     """One completion of what earlier versions wrote and what came after it."""
     if not rest.token_ids:
         return begun

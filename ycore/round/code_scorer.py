@@ -44,7 +44,11 @@ class CodeMeter(Counts):
 
     def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
         total = CodeMeter(*sums)
-        counted = {one.name: float(getattr(total, one.name)) for one in fields(total) if one.name != "seconds"}
+        counted = {
+            one.name: float(getattr(total, one.name))
+            for one in fields(total)
+            if one.name != "seconds"
+        }
         metrics = {f"ycore/code/{name}": value for name, value in counted.items()}
         return {**metrics, "ycore/code/latency_s": total.seconds / max(1.0, total.programs)}
 
@@ -114,20 +118,26 @@ class CodeScorer(Scorer):
         if not source.strip():
             self.meter.no_code += 1
             return Score(0.0)
-        score = await (self._examined(source, tests) if isinstance(tests, Exam) else self._fed(source, tests))
+        score = await (
+            self._examined(source, tests) if isinstance(tests, Exam) else self._fed(source, tests)
+        )
         self.meter.passed += score.value == 1.0
         return score
 
     async def _examined(self, source: str, tests: Exam) -> Score:
         deadline_s = tests.deadline_s(self.settings)
-        verdict: Verdict = await self.programs.examine(source, tests.request(self.settings), deadline_s=deadline_s)
+        verdict: Verdict = await self.programs.examine(
+            source, tests.request(self.settings), deadline_s=deadline_s
+        )
         self.meter.seconds += verdict.seconds
         self.meter.note(verdict.status if verdict.status != "ok" else verdict.began)
         if verdict.status == "infra_error":
             return self._masked(verdict.problem or "the sandbox failed")
         if verdict.broken is not None:
             return self._masked(f"the row's tests cannot run: {verdict.broken}")
-        return Score(share_passed(verdict) if self.settings.credit == "share" else float(passes_all(verdict)))
+        return Score(
+            share_passed(verdict) if self.settings.credit == "share" else float(passes_all(verdict))
+        )
 
     async def _fed(self, source: str, tests: Pairs) -> Score:
         """Once for each input. Outputs are compared here: the program never gets one."""
@@ -141,7 +151,9 @@ class CodeScorer(Scorer):
                 self.meter.note(outcome.status)
                 return self._masked(outcome.problem or "the sandbox failed")
             worst = _kind(outcome) if worst == "ok" else worst
-            right = outcome.status == "ok" and same_output(outcome.output, wanted, self.settings.tolerance)
+            right = outcome.status == "ok" and same_output(
+                outcome.output, wanted, self.settings.tolerance
+            )
             passed += right
             if not right and self.settings.credit == "all":
                 break
@@ -156,5 +168,7 @@ class CodeScorer(Scorer):
 def _kind(outcome: Outcome) -> str:
     """A script's status; one that Python could not compile ends with a SyntaxError as its last words."""
     last = outcome.errors.rstrip().rpartition(b"\n")[2]
-    is_compile = outcome.status == "error" and last.startswith((b"SyntaxError", b"IndentationError", b"TabError"))
+    is_compile = outcome.status == "error" and last.startswith(
+        (b"SyntaxError", b"IndentationError", b"TabError")
+    )
     return "compile_error" if is_compile else outcome.status

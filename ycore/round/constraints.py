@@ -32,7 +32,11 @@ class Constraint:
 def constraints_of(config: RunConfig) -> list[Constraint]:
     """The rewards that are constraints."""
     named = enumerate(zip(reward_names(config.rewards), config.rewards, strict=True))
-    return [Constraint(source, name, spec.least, spec.limit) for source, (name, spec) in named if spec.constraint]
+    return [
+        Constraint(source, name, spec.least, spec.limit)
+        for source, (name, spec) in named
+        if spec.constraint
+    ]
 
 
 class Constraints:
@@ -69,7 +73,9 @@ class Constraints:
     def _broken(self, scores_R: Sequence[Score]) -> list[bool | None]:
         return [one.is_broken(scores_R) for one in self.held]
 
-    def compared(self, totals_G: Sequence[float | None], scores_GR: Sequence[Sequence[Score]]) -> list[float | None]:
+    def compared(
+        self, totals_G: Sequence[float | None], scores_GR: Sequence[Sequence[Score]]
+    ) -> list[float | None]:
         """The rewards of a group's completions as they are compared with one another."""
         known = [total for total in totals_G if total is not None]
         worst = min(known, default=0.0) - 1.0
@@ -81,7 +87,10 @@ class Constraints:
             elif total is None or None in broken:
                 found.append(None)
             else:
-                found.append(total - sum(weight for weight, one in zip(self.weights, broken, strict=True) if one))
+                found.append(
+                    total
+                    - sum(weight for weight, one in zip(self.weights, broken, strict=True) if one)
+                )
         return found
 
     # -- over the rounds ---------------------------------------------------------------------------------------------
@@ -109,7 +118,11 @@ class Constraints:
             if asked:
                 found[f"ycore/violations/{one.name}"] = broken / asked
             if self.by == "lagrangian":
-                moved = self.weights[place] + self._rate * (broken / asked - one.limit) if asked else 0.0
+                moved = (
+                    self.weights[place] + self._rate * (broken / asked - one.limit)
+                    if asked
+                    else 0.0
+                )
                 self.weights[place] = max(0.0, moved)
                 found[f"ycore/constraint_weight/{one.name}"] = self.weights[place]
         return found

@@ -92,7 +92,11 @@ class Curriculum:
 
     @property
     def num_dropped(self) -> int:
-        return sum(seen.solved >= self._drop_after for seen in self._seen.values()) if self._drop_after else 0
+        return (
+            sum(seen.solved >= self._drop_after for seen in self._seen.values())
+            if self._drop_after
+            else 0
+        )
 
     @property
     def news(self) -> dict[str, Any]:
@@ -110,7 +114,10 @@ class Curriculum:
         if saved is not None and "told" in saved:
             self.learn((int(row), chance, reward) for row, chance, reward in saved["told"])
         elif saved is not None:
-            self._seen = {int(row): _Seen(taught, groups, solved) for row, taught, groups, solved in saved["rows"]}
+            self._seen = {
+                int(row): _Seen(taught, groups, solved)
+                for row, taught, groups, solved in saved["rows"]
+            }
             self._best = float("-inf") if saved["best"] is None else saved["best"]
 
 

@@ -57,10 +57,19 @@ def names_of(config: AnyConfig) -> list[str]:
     """The figures of an evaluation with these settings; the first is compared where the run names none."""
     if isinstance(config, TuneConfig):
         return list(find_algorithm(config.algorithm).figures)
-    kinds = ["pass", "cot-pass"] if any(reward.constraint for reward in config.rewards) else ["pass"]
+    kinds = (
+        ["pass", "cot-pass"] if any(reward.constraint for reward in config.rewards) else ["pass"]
+    )
     passes = [f"{kind}@{k}" for kind in kinds for k in _ks(config.num_samples)]
-    majority = [f"majority@{config.num_samples}"] if _votes(config.rewards, config.num_samples) else []
-    return ["reward", *(f"rewards/{name}" for name in reward_names(config.rewards)), *passes, *majority]
+    majority = (
+        [f"majority@{config.num_samples}"] if _votes(config.rewards, config.num_samples) else []
+    )
+    return [
+        "reward",
+        *(f"rewards/{name}" for name in reward_names(config.rewards)),
+        *passes,
+        *majority,
+    ]
 
 
 def _ks(num_samples: int) -> list[int]:
@@ -72,7 +81,9 @@ def _votes(rewards: Sequence[RewardConfig], num_samples: int) -> bool:
     return num_samples > 1 and rewards[0].reward in _COMPARABLE
 
 
-def measure(controller: "Controller", num_prompts: int, *, step: int, config: RunConfig) -> dict[str, float]:
+def measure(
+    controller: "Controller", num_prompts: int, *, step: int, config: RunConfig
+) -> dict[str, float]:
     """The figures of the policy whose weights the engines hold, over all ranks; all of them call this together."""
     rank, world = controller.peers.rank, controller.peers.world
     controller.draws.cursor = 0
@@ -112,7 +123,9 @@ def _row(group: Group, config: RunConfig) -> list[float]:
     A masked completion is left out of the means, and counts as wrong; an unscored constraint counts as broken.
     """
     weights = [reward.weight for reward in config.rewards]
-    totals = [total for scores in group.scores_GR if (total := total_reward(scores, weights)) is not None]
+    totals = [
+        total for scores in group.scores_GR if (total := total_reward(scores, weights)) is not None
+    ]
     row = [len(totals), sum(totals)]
     for source in range(len(weights)):
         values = [scores[source].value for scores in group.scores_GR]
@@ -123,7 +136,9 @@ def _row(group: Group, config: RunConfig) -> list[float]:
     keeps = [all(one.is_broken(scores) is False for one in held) for scores in group.scores_GR]
     both = sum(right and kept for right, kept in zip(is_right, keeps, strict=True))
     answers = [final_answer(completion.text) for completion in group.completions]
-    (winner, _), *_ = Counter(answers).most_common(1)  # of several with as many votes, the first that was written
+    (winner, _), *_ = Counter(answers).most_common(
+        1
+    )  # of several with as many votes, the first that was written
     cut = sum(completion.finish_reason == "length" for completion in group.completions)
     return [*row, sum(is_right), both, is_right[answers.index(winner)], group.num_written, cut]
 
@@ -139,13 +154,21 @@ def figures(table: Table, config: RunConfig) -> dict[str, float]:
         parts[f"rewards/{name}"] = (table[:, 3 + 2 * source], table[:, 2 + 2 * source])
     for name in names_of(config)[len(parts) :]:
         kind, k = name.split("@")
-        chances = [pass_at_k(size, int(count), int(k)) for count in numbers[kind]] if kind in numbers else vote
+        chances = (
+            [pass_at_k(size, int(count), int(k)) for count in numbers[kind]]
+            if kind in numbers
+            else vote
+        )
         parts[name] = (np.array(chances), ones)
     measured: dict[str, float] = {}
     for name, (sums, counts) in parts.items():
         measured |= with_interval(name, sums, counts)
     num = len(table) * size
-    counted = {"mean_length": tokens.sum() / num, "cut_off": cut.sum() / num, "masked": num - table[:, 0].sum()}
+    counted = {
+        "mean_length": tokens.sum() / num,
+        "cut_off": cut.sum() / num,
+        "masked": num - table[:, 0].sum(),
+    }
     return {name: float(value) for name, value in {**measured, **counted}.items()}
 
 
@@ -157,7 +180,11 @@ def with_interval(name: str, sums: Counted, counts: Counted) -> dict[str, float]
     scored = counts[drawn].sum(axis=1)
     means = sums[drawn].sum(axis=1)[scored > 0] / scored[scored > 0]
     low, high = np.percentile(means, (2.5, 97.5))
-    return {name: float(sums.sum() / counts.sum()), f"{name}/low": float(low), f"{name}/high": float(high)}
+    return {
+        name: float(sums.sum() / counts.sum()),
+        f"{name}/low": float(low),
+        f"{name}/high": float(high),
+    }
 
 
 def pair_figures(groups: Sequence[Group], config: RunConfig) -> dict[str, float]:
@@ -168,21 +195,28 @@ def pair_figures(groups: Sequence[Group], config: RunConfig) -> dict[str, float]
     totals = [[total_reward(scores, weights) for scores in group.scores_GR] for group in groups]
     wins = {"accuracy": _wins(totals)}
     for source, name in enumerate(names if len(names) > 1 else ()):
-        wins[f"accuracy/{name}"] = _wins([[scores[source].value for scores in group.scores_GR] for group in groups])
+        wins[f"accuracy/{name}"] = _wins(
+            [[scores[source].value for scores in group.scores_GR] for group in groups]
+        )
     for name in names[1:]:
         wins[f"accuracy_gain/{name}"] = wins[f"accuracy/{name}"] - wins[f"accuracy/{names[0]}"]
     measured: dict[str, float] = {}
     for figure, values in wins.items():
         measured |= with_interval(figure, np.nan_to_num(values), 1.0 - np.isnan(values))
     masked, equal = np.isnan(wins["accuracy"]).sum(), (wins["accuracy"] == 0.5).sum()
-    return measured | {"equal": float(equal / max(1, len(totals) - masked)), "masked": float(masked)}
+    return measured | {
+        "equal": float(equal / max(1, len(totals) - masked)),
+        "masked": float(masked),
+    }
 
 
 def _wins(pairs: Sequence[Sequence[float | None]]) -> Counted:
     """1 where the better answer has the higher reward, 0 where the lower, 0.5 where equal; NaN where one is masked."""
     return np.array(
         [
-            np.nan if better is None or worse is None else (better > worse) + 0.5 * (better == worse)
+            np.nan
+            if better is None or worse is None
+            else (better > worse) + 0.5 * (better == worse)
             for better, worse in pairs
         ]
     )
@@ -195,8 +229,13 @@ def check_evaluation(config: RunConfig) -> None:
     """ConfigError for a figure, a rule or a reward that an evaluation of this run cannot have."""
     held_out = config.for_evaluation()
     if held_out is not None and config.replay is not None:
-        raise ConfigError("--eval-dataset needs engines, and a run with --replay starts none; leave one of them out")
-    more = {"--eval-while-training": config.eval_while_training, "--eval-reward": config.eval_rewards}
+        raise ConfigError(
+            "--eval-dataset needs engines, and a run with --replay starts none; leave one of them out"
+        )
+    more = {
+        "--eval-while-training": config.eval_while_training,
+        "--eval-reward": config.eval_rewards,
+    }
     _check_asked(config, held_out, more, "name them, e.g. --eval-dataset test.jsonl")
     for spec in config.eval_rewards:
         if spec.reward.startswith(("judge:", "rm:", "teacher:")) and spec not in config.rewards:
@@ -216,10 +255,16 @@ def check_measuring(config: TuneConfig, num_held_out: int) -> None:
         )
 
 
-def _check_asked(config: AnyConfig, measured: AnyConfig | None, more: Mapping[str, Any], way_out: str) -> None:
+def _check_asked(
+    config: AnyConfig, measured: AnyConfig | None, more: Mapping[str, Any], way_out: str
+) -> None:
     """Refuse what is asked of an evaluation. `measured`: the settings of one, None without rows to measure on."""
     rules = [name for name, _ in map(parse_rule, config.stop_when)]
-    asking: dict[str, Any] = {"--keep-best": config.keep_best, "--eval-every": config.eval_every, **more}
+    asking: dict[str, Any] = {
+        "--keep-best": config.keep_best,
+        "--eval-every": config.eval_every,
+        **more,
+    }
     asking["--stop-when no-gain"] = NO_GAIN in rules
     if measured is None:
         for option, value in asking.items():
@@ -239,7 +284,9 @@ def parse_rule(text: str) -> tuple[str, int]:
     name, _, count = text.partition(":")
     if name not in _RULES or not count.isdigit() or int(count) < 1:
         rules = ", ".join(f"{rule}:N ({of_what})" for rule, of_what in _RULES.items())
-        raise ConfigError(f"--stop-when takes {rules}, N from 1; it is {text!r}; e.g. --stop-when {NO_GAIN}:5")
+        raise ConfigError(
+            f"--stop-when takes {rules}, N from 1; it is {text!r}; e.g. --stop-when {NO_GAIN}:5"
+        )
     return name, int(count)
 
 
@@ -292,7 +339,9 @@ def as_metrics(measured: Mapping[str, float]) -> dict[str, float]:
 
 def figures_of(row: Row) -> dict[str, Any]:
     """The step of a row and what was measured, by the figures' own names."""
-    values = {name.removeprefix(EVALUATION): row[name] for name in row if name.startswith(EVALUATION)}
+    values = {
+        name.removeprefix(EVALUATION): row[name] for name in row if name.startswith(EVALUATION)
+    }
     return {"step": row["step"], **values}
 
 

@@ -15,7 +15,15 @@ from ycore.errors import ConfigError, RunFolderError
 from ycore.round.regroup import regroup_round, regroup_states
 from ycore.run.files import make_folder
 from ycore.run.paths import RunFolder
-from ycore.run.resuming import check_replay, damaged_round, drop_rounds, read_label, read_round, round_file, write_round
+from ycore.run.resuming import (
+    check_replay,
+    damaged_round,
+    drop_rounds,
+    read_label,
+    read_round,
+    round_file,
+    write_round,
+)
 from ycore.types import Completion, Draw, Finished, Group, Image, Prompt, Score, Turn
 
 
@@ -48,7 +56,11 @@ class Journal:
         return world if is_whole else None
 
     def commit(
-        self, step: int, groups: list[Group], state: dict[str, Any], metrics: Mapping[str, float] | None = None
+        self,
+        step: int,
+        groups: list[Group],
+        state: dict[str, Any],
+        metrics: Mapping[str, float] | None = None,
     ) -> None:
         """Write the round of this step, with the controller's state after it, as plain JSON values.
 
@@ -76,7 +88,9 @@ class Journal:
             return None
         if world == self._world:
             return self._part(step, self._rank, world)
-        parts = [part for rank in range(world) if (part := self._part(step, rank, world)) is not None]
+        parts = [
+            part for rank in range(world) if (part := self._part(step, rank, world)) is not None
+        ]
         if len(parts) < world:
             return None
         groups = regroup_round([part.groups for part in parts], world=self._world)
@@ -121,7 +135,13 @@ class ReplayedRounds:
     """Rounds for TRL's trainer from the journal of another run, which is never changed: no engine, no reward runs."""
 
     def __init__(
-        self, run: Path, *, rank: int, world: int, group_size: int, record: Callable[[str, float], None]
+        self,
+        run: Path,
+        *,
+        rank: int,
+        world: int,
+        group_size: int,
+        record: Callable[[str, float], None],
     ) -> None:
         self._run, self._folder = run, RunFolder(run).journal
         self._group_size, self._record = group_size, record
@@ -142,7 +162,9 @@ class ReplayedRounds:
         """The round of this step; RunFolderError where there is none, ConfigError where it has another size."""
         found = self._journal.read(step)
         if found is None:
-            raise RunFolderError(f"the journal of {self._run} has no round of step {step}; say --steps {step}")
+            raise RunFolderError(
+                f"the journal of {self._run} has no round of step {step}; say --steps {step}"
+            )
         groups = found.groups
         sizes = {len(group.completions) for group in groups}
         if len(groups) != num_groups or sizes != {self._group_size}:
@@ -189,8 +211,12 @@ def group_from_json(value: Mapping[str, Any]) -> Group:
 
 def draw_from_json(value: Mapping[str, Any]) -> Draw:
     prompt = value["prompt"]
-    images = tuple(Image(*image) for image in prompt.get("images", ()))  # absent from journals of early versions
-    return Draw(value["position"], Prompt(**{**prompt, "images": images}), tuple(value["token_ids"]))
+    images = tuple(
+        Image(*image) for image in prompt.get("images", ())
+    )  # absent from journals of early versions
+    return Draw(
+        value["position"], Prompt(**{**prompt, "images": images}), tuple(value["token_ids"])
+    )
 
 
 def _score(value: Mapping[str, Any]) -> Score:

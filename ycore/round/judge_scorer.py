@@ -62,13 +62,19 @@ class JudgeScorer(Scorer):
 
     async def score_one(self, writing: Writing, index: int) -> Score:
         try:
-            return Score(self.judge.reward(await self._value(writing, await writing.tasks_G[index])))
+            return Score(
+                self.judge.reward(await self._value(writing, await writing.tasks_G[index]))
+            )
         except Unreadable as problem:
             return self._score(None, otherwise=str(problem))
 
     async def _value(self, writing: Writing, completion: Completion) -> float:
         """What the judge says of one completion, or of it against the row's reference; from 0 to 1."""
-        prompt, text, key = writing.draw.prompt, self.text_of(completion), self._key(writing, completion)
+        prompt, text, key = (
+            writing.draw.prompt,
+            self.text_of(completion),
+            self._key(writing, completion),
+        )
         if self.judge.mode == "pairwise":
             reference = as_text(prompt.columns.get(self.judge.reference_column))
             if not reference.strip():
@@ -104,7 +110,9 @@ class JudgeScorer(Scorer):
         verdicts = []
         for shown, order_key in (((one, other), f"{key}/0"), ((other, one), f"{key}/1")):
             question = self.questioner.pairwise(writing.draw.prompt, *shown, key=order_key)
-            verdicts.append(self._verdict(question, writing, key=order_key, read=self._fraction(order_key)))
+            verdicts.append(
+                self._verdict(question, writing, key=order_key, read=self._fraction(order_key))
+            )
         shown_first, shown_second = await together(verdicts)
         self.meter.pairs += 1
         self.meter.pairs_by_position += follows_position(shown_first, shown_second)
@@ -115,7 +123,8 @@ class JudgeScorer(Scorer):
         key = self._key(writing, *completions)
         orders = shuffled_orders(len(completions), self.judge.orders, seed=_number(key))
         asked = [
-            self._shares(writing, [completions[i] for i in order], key=f"{key}/{n}") for n, order in enumerate(orders)
+            self._shares(writing, [completions[i] for i in order], key=f"{key}/{n}")
+            for n, order in enumerate(orders)
         ]
         shares_by_answer: list[list[float]] = [[] for _ in completions]
         for order, shares in zip(orders, await together(asked), strict=True):
@@ -124,7 +133,9 @@ class JudgeScorer(Scorer):
         means = [mean(shares) for shares in shares_by_answer]
         return [self._score(share, otherwise="no ranking was read") for share in means]
 
-    async def _shares(self, writing: Writing, shown: Sequence[Completion], *, key: str) -> list[float] | None:
+    async def _shares(
+        self, writing: Writing, shown: Sequence[Completion], *, key: str
+    ) -> list[float] | None:
         texts = [self.text_of(completion) for completion in shown]
         question = self.questioner.groupwise(writing.draw.prompt, texts, key=key)
         read = partial(read_ranking, self.judge, code=verdict_code(key), count=len(texts))
@@ -133,13 +144,19 @@ class JudgeScorer(Scorer):
         except Unreadable:
             return None
 
-    async def _verdict(self, question: Question, writing: Writing, *, key: str, read: Callable[[Reply], V]) -> V:
+    async def _verdict(
+        self, question: Question, writing: Writing, *, key: str, read: Callable[[Reply], V]
+    ) -> V:
         """The value read from the reply. An unreadable reply is retried; after the last try Unreadable is raised."""
-        question = with_pictures(question, [self.images.url(one.sha256) for one in writing.draw.prompt.images])
+        question = with_pictures(
+            question, [self.images.url(one.sha256) for one in writing.draw.prompt.images]
+        )
         problem = ""
         for attempt in range(1 + self.judge.retries):
             try:
-                reply = await self._ask(question, writing, seed=_number(f"{key}/{attempt}"), again=attempt > 0)
+                reply = await self._ask(
+                    question, writing, seed=_number(f"{key}/{attempt}"), again=attempt > 0
+                )
             except Refused as refusal:
                 raise Unreadable(str(refusal)) from None
             try:
@@ -157,7 +174,9 @@ class JudgeScorer(Scorer):
             slot.num_tokens = reply.num_tokens
             return reply
 
-    async def _timed(self, engine: JudgeEngine, question: Question, *, seed: int, again: bool) -> Reply:
+    async def _timed(
+        self, engine: JudgeEngine, question: Question, *, seed: int, again: bool
+    ) -> Reply:
         started = time.perf_counter()
         self.meter.calls += 1
         try:
@@ -169,7 +188,9 @@ class JudgeScorer(Scorer):
 
     def _fraction(self, key: str) -> Callable[[Reply], float]:
         """Reads the verdict to the question of this key, as a share of the verdict's range."""
-        return lambda reply: self.judge.fraction(read_value(self.judge, reply, code=verdict_code(key)))
+        return lambda reply: self.judge.fraction(
+            read_value(self.judge, reply, code=verdict_code(key))
+        )
 
     def _key(self, writing: Writing, *completions: Completion) -> str:
         """Identifies what is judged, also in a resumed run. It depends on the text: no policy can predict it."""
@@ -195,7 +216,9 @@ class AgreementScorer(Scorer):
     async def score_one(self, writing: Writing, index: int) -> Score:
         completion = await writing.tasks_G[index]
         try:
-            return Score(agreement(self.judge, writing.draw.prompt.columns[KEY], self.text_of(completion)))
+            return Score(
+                agreement(self.judge, writing.draw.prompt.columns[KEY], self.text_of(completion))
+            )
         except Unreadable:
             self.meter.parse_failures += 1
             return Score(0.0)

@@ -51,7 +51,9 @@ class Desk:
     `shows_depths`: send the queues' depths to the first rank, a second at most after they change.
     """
 
-    def __init__(self, pool: Pool, deliver: Callable[[int, Message], None], *, shows_depths: bool = True) -> None:
+    def __init__(
+        self, pool: Pool, deliver: Callable[[int, Message], None], *, shows_depths: bool = True
+    ) -> None:
         self._pool, self._deliver, self._shows_depths = pool, deliver, shows_depths
         self._is_due = False
         self._depths_due: asyncio.TimerHandle | None = None
@@ -70,7 +72,9 @@ class Desk:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._decide)
         if self._shows_depths and self._depths_due is None:
-            self._depths_due = asyncio.get_running_loop().call_later(_DEPTHS_EVERY_S, self._show_depths)
+            self._depths_due = asyncio.get_running_loop().call_later(
+                _DEPTHS_EVERY_S, self._show_depths
+            )
 
     def _decide(self) -> None:
         self._is_due = False
@@ -90,7 +94,9 @@ class OwnLine:
     def __init__(self, allocator: Allocator, *, shows_depths: bool = False) -> None:
         self.pool = allocator.pool
         self._receive: Receive = lambda letter: None
-        self._desk = Desk(Pool(allocator), lambda rank, letter: self._receive(letter), shows_depths=shows_depths)
+        self._desk = Desk(
+            Pool(allocator), lambda rank, letter: self._receive(letter), shows_depths=shows_depths
+        )
 
     def listen(self, receive: Receive, lose: Lose) -> None:
         self._receive = receive
@@ -108,7 +114,9 @@ class OwnLine:
 class SocketLine(asyncio.Protocol):
     """To the allocator's process: a JSON list a line, both ways. The first message says which rank this is."""
 
-    def __init__(self, socket: Path, pool: SlotPool, placement: Placement, *, rank: int, num_ranks: int) -> None:
+    def __init__(
+        self, socket: Path, pool: SlotPool, placement: Placement, *, rank: int, num_ranks: int
+    ) -> None:
         self.pool, self.rank, self.num_ranks = pool, rank, num_ranks
         self._socket = socket
         self._hello: Message = ["hello", rank, asdict(pool), str(placement)]
@@ -129,7 +137,9 @@ class SocketLine(asyncio.Protocol):
                 await loop.create_unix_connection(lambda: self, str(self._socket))
                 return
             if time.monotonic() > deadline:
-                raise RunError(f"the allocator was not there after {timeout_s:.0f} s; see logs/allocator.log")
+                raise RunError(
+                    f"the allocator was not there after {timeout_s:.0f} s; see logs/allocator.log"
+                )
             await asyncio.sleep(_LOOK_EVERY_S)
 
     def send(self, message: Message) -> None:

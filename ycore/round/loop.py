@@ -14,7 +14,13 @@ from typing import Any, Self, TypeVar
 from ycore.engine import Engine, Halting
 from ycore.errors import Interrupted, YcoreError
 from ycore.placement.placement import ROLLOUT
-from ycore.round.journal import Committed, Journal, finished_from_json, finished_to_json, record_again
+from ycore.round.journal import (
+    Committed,
+    Journal,
+    finished_from_json,
+    finished_to_json,
+    record_again,
+)
 from ycore.round.meters import RoundMeter, collect
 from ycore.round.peers import Offer, Peers
 from ycore.round.sampling import DrawSource, Lengths, Rules, Surplus, Yield
@@ -70,7 +76,13 @@ class RankLoop:
         """
         self.stop = threading.Event()
         self.record: Callable[[str, float], None] = lambda name, value: None
-        self.engines, self.scoring, self.draws, self.rules, self.peers = engines, scoring, draws, rules, peers
+        self.engines, self.scoring, self.draws, self.rules, self.peers = (
+            engines,
+            scoring,
+            draws,
+            rules,
+            peers,
+        )
         self.slots = slots or Slots(len(engines))
         self.turns = turns or OneTurn()
         self.surplus = Surplus(max_age=max_surplus_age)
@@ -104,7 +116,9 @@ class RankLoop:
             folder = self._share_weights(version)
 
             async def load() -> None:
-                await asyncio.gather(*(engine.load_weights(folder, version) for engine in self.engines))
+                await asyncio.gather(
+                    *(engine.load_weights(folder, version) for engine in self.engines)
+                )
 
             self.run(load())
         self._synced = version
@@ -114,7 +128,9 @@ class RankLoop:
         if self._synced is None or version - self._synced >= self._sync_every:
             self.sync(version)
 
-    def sample(self, prompts: Sequence[tuple[Prompt, tuple[int, ...]]], *, version: int) -> list[dict[str, Any]]:
+    def sample(
+        self, prompts: Sequence[tuple[Prompt, tuple[int, ...]]], *, version: int
+    ) -> list[dict[str, Any]]:
         """A completion of each prompt (and its token ids) by this version, with the same seeds at every call.
 
         Returns a dict of `row`, `prompt`, `images` (sha256), `completion` and `finish_reason` for each prompt.
@@ -179,7 +195,9 @@ class RankLoop:
         self.meter.begin()
         result = self.run(with_engines_awake())
         self.meter.end()
-        self.note_all(self._runner.run(self.slots.end_round(self.peers.add_up, step=step, trains=trains)))
+        self.note_all(
+            self._runner.run(self.slots.end_round(self.peers.add_up, step=step, trains=trains))
+        )
         return result
 
     @contextmanager
@@ -218,12 +236,17 @@ class RankLoop:
             return None
         committed = self._journal.read(step)
         if committed is not None and len(committed.groups) != num_groups:
-            print(_OTHER_SIZE.format(step=step, there=len(committed.groups), here=num_groups), flush=True)
+            print(
+                _OTHER_SIZE.format(step=step, there=len(committed.groups), here=num_groups),
+                flush=True,
+            )
             committed = None
         num_ranks = self.peers.add_up([float(committed is not None)])
         if num_ranks == [float(self.peers.world)]:
             return committed
-        self._journal.forget_from(step)  # before the deal, where the ranks meet: none has committed anything new yet
+        self._journal.forget_from(
+            step
+        )  # before the deal, where the ranks meet: none has committed anything new yet
         self._generates = True
         return None
 
@@ -236,11 +259,22 @@ class RankLoop:
     def commit(self, step: int, groups: list[Group]) -> Committed:
         """Write the round to the journal before the optimizer sees it."""
         held = [] if self.rules.constraints is None else [self.rules.constraints]
-        self.note_all(collect([self.meter, *self.scoring.meters, *self.turns.meters, *held], self.peers.add_up))
-        self.note_all(self.meter.own_metrics(rate=self.yields.rate, syncs=self._share_weights is not None))
+        self.note_all(
+            collect(
+                [self.meter, *self.scoring.meters, *self.turns.meters, *held], self.peers.add_up
+            )
+        )
+        self.note_all(
+            self.meter.own_metrics(rate=self.yields.rate, syncs=self._share_weights is not None)
+        )
         metrics, self._metrics = self._metrics, {}
-        curriculum = self.draws.curriculum  # its memory grows: a round's record has what the round added
-        news = {"curriculum": None if curriculum is None else curriculum.news, "lengths": self.lengths.news}
+        curriculum = (
+            self.draws.curriculum
+        )  # its memory grows: a round's record has what the round added
+        news = {
+            "curriculum": None if curriculum is None else curriculum.news,
+            "lengths": self.lengths.news,
+        }
         state = self._state_now() | news
         if self._journal is not None:
             self._journal.commit(step, groups, state, metrics)
@@ -267,11 +301,16 @@ class RankLoop:
             "curriculum": None if self.draws.curriculum is None else self.draws.curriculum.state,
             "lengths": self.lengths.state,
             "carried": self.turns.state,
-            "constraint_weights": None if self.rules.constraints is None else list(self.rules.constraints.weights),
+            "constraint_weights": None
+            if self.rules.constraints is None
+            else list(self.rules.constraints.weights),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        gaps, start = tuple(state.get("gaps", ())), state.get("start", 0)  # absent from earlier versions
+        gaps, start = (
+            tuple(state.get("gaps", ())),
+            state.get("start", 0),
+        )  # absent from earlier versions
         self.draws.shard = replace(self.draws.shard, gaps=gaps, start=start)
         self.draws.cursor = state["cursor"]
         self.yields = Yield(**state["yield"])
@@ -281,7 +320,9 @@ class RankLoop:
             self.draws.curriculum.restore(state.get("curriculum"))
         self.lengths.restore(state.get("lengths", {"rows": []}))  # absent from earlier versions
         self.turns.restore(state.get("carried", ()))  # absent from earlier versions
-        weights = state.get("constraint_weights")  # absent from earlier versions, and from a run without constraints
+        weights = state.get(
+            "constraint_weights"
+        )  # absent from earlier versions, and from a run without constraints
         if self.rules.constraints is not None and weights is not None:
             self.rules.constraints.weights = list(weights)
 
@@ -333,7 +374,9 @@ class RankLoop:
         draws = self.draws
         self.lengths.learn((draws.row_at(one.position), one.cost) for one in offers)
         if draws.curriculum is not None:
-            draws.curriculum.learn((draws.row_at(one.position), *one.lesson) for one in offers if one.lesson)
+            draws.curriculum.learn(
+                (draws.row_at(one.position), *one.lesson) for one in offers if one.lesson
+            )
             self.note_all({"ycore/curriculum/dropped": draws.curriculum.num_dropped})
 
     def should_stop(self) -> bool:
@@ -383,5 +426,8 @@ async def _watch(stop: threading.Event, peers: Peers) -> Any:
 
 def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The error to show of several that came at once: ycore's own before others, else the first."""
-    leaves = [_first_error(one) if isinstance(one, BaseExceptionGroup) else one for one in group.exceptions]
+    leaves = [
+        _first_error(one) if isinstance(one, BaseExceptionGroup) else one
+        for one in group.exceptions
+    ]
     return next((leaf for leaf in leaves if isinstance(leaf, YcoreError)), leaves[0])

@@ -42,7 +42,11 @@ class RoundMeter:
     """What this rank wrote and scored in the round that is under way, or in the last one."""
 
     def __init__(
-        self, engines: Sequence[Engine], peers: Peers, surplus: Sized, environments: Sequence[str] = ()
+        self,
+        engines: Sequence[Engine],
+        peers: Peers,
+        surplus: Sized,
+        environments: Sequence[str] = (),
     ) -> None:
         self._environments = environments
         self._vllm = [engine for engine in engines if isinstance(engine, VllmEngine)]
@@ -65,7 +69,9 @@ class RoundMeter:
     async def note_drafts(self) -> None:
         """Ask this rank's own engines what their drafts did in the round."""
         drafting = [engine for engine in self._vllm if engine.drafts and engine.is_home]
-        self.drafted = sum(await asyncio.gather(*(engine.take_drafts() for engine in drafting)), Drafted())
+        self.drafted = sum(
+            await asyncio.gather(*(engine.take_drafts() for engine in drafting)), Drafted()
+        )
 
     def count(self, group: Group, weights_R: Sequence[float]) -> None:
         totals = [total_reward(scores_R, weights_R) for scores_R in group.scores_GR]
@@ -75,7 +81,9 @@ class RoundMeter:
         self.rewards += known
         if self._environments:
             self.rewards_in[group.draw.prompt.columns["environment"]] += known
-        self.problems.update(score.problem for scores_R in group.scores_GR for score in scores_R if score.problem)
+        self.problems.update(
+            score.problem for scores_R in group.scores_GR for score in scores_R if score.problem
+        )
 
     def end(self) -> None:
         self.seconds = time.perf_counter() - self._began
@@ -85,19 +93,34 @@ class RoundMeter:
         self._bytes_reported += moved
         restarts = sum(engine.restarts for engine in self._vllm)
         new_restarts, self._restarts_reported = restarts - self._restarts_reported, restarts
-        reward_sum = math.fsum(self.rewards)  # exact, so that the order in which groups finish does not matter
-        counts = (self.num_tokens, self.num_masked, self.drawn, len(self._surplus), moved, new_restarts)
+        reward_sum = math.fsum(
+            self.rewards
+        )  # exact, so that the order in which groups finish does not matter
+        counts = (
+            self.num_tokens,
+            self.num_masked,
+            self.drawn,
+            len(self._surplus),
+            moved,
+            new_restarts,
+        )
         each = [count for one in self.rewards_in.values() for count in (math.fsum(one), len(one))]
         return [reward_sum, len(self.rewards), *self.drafted, *counts, *each]
 
     def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
-        reward_sum, num_scored, *drafts, num_tokens, num_masked, drawn, surplus, moved, restarts = sums[:12]
+        reward_sum, num_scored, *drafts, num_tokens, num_masked, drawn, surplus, moved, restarts = (
+            sums[:12]
+        )
         drafted, each = Drafted(*drafts), sums[12:]
         in_each = zip(self._environments, each[::2], each[1::2], strict=True)
         return {
             **({"ycore/reward": reward_sum / num_scored} if num_scored else {}),
             **{f"ycore/reward/{name}": total / number for name, total, number in in_each if number},
-            **({"ycore/drafts/accepted": drafted.accepted / drafted.tokens} if drafted.tokens else {}),
+            **(
+                {"ycore/drafts/accepted": drafted.accepted / drafted.tokens}
+                if drafted.tokens
+                else {}
+            ),
             **({"ycore/drafts/gain": drafted.plain_s / drafted.seconds} if drafted.seconds else {}),
             "ycore/tokens_per_s": num_tokens / self.seconds,
             "ycore/masked": num_masked,
@@ -136,7 +159,11 @@ class RewardModelMeter(Counts):
     tokens: float = 0
 
     def count(self, *, seconds: float, tokens: int) -> None:
-        self.calls, self.seconds, self.tokens = self.calls + 1, self.seconds + seconds, self.tokens + tokens
+        self.calls, self.seconds, self.tokens = (
+            self.calls + 1,
+            self.seconds + seconds,
+            self.tokens + tokens,
+        )
 
     def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
         return RewardModelMeter(*sums).named("reward_model")

@@ -27,7 +27,9 @@ class Offer:
     position: int
     cost: int  # of training on it: `sampling.Cost`
     teaches: bool
-    lesson: tuple[float, float] | None = None  # for the curriculum, of a group of this round: `curriculum.lesson_of`
+    lesson: tuple[float, float] | None = (
+        None  # for the curriculum, of a group of this round: `curriculum.lesson_of`
+    )
 
     @property
     def key(self) -> tuple[int, int]:
@@ -67,7 +69,9 @@ class Tally:
     async def news(self, *, idle_s: float, is_busy: bool) -> None:
         """Return when it is time to look again. The longer the last result is ago, the longer: a long wait costs few
         looks. `is_busy`: this rank writes groups itself."""
-        await asyncio.sleep((4 if is_busy else 1) * min(_LOOK_LONGEST_S, max(_LOOK_S, _PATIENCE * idle_s)))
+        await asyncio.sleep(
+            (4 if is_busy else 1) * min(_LOOK_LONGEST_S, max(_LOOK_S, _PATIENCE * idle_s))
+        )
 
 
 class Peers:
@@ -90,7 +94,9 @@ class Peers:
         """Every rank's offers; all ranks get the same list."""
         return list(offers)
 
-    def exchange(self, moves: Sequence[tuple[Offer, int]], own: Sequence[Group]) -> dict[tuple[int, int], Group]:
+    def exchange(
+        self, moves: Sequence[tuple[Offer, int]], own: Sequence[Group]
+    ) -> dict[tuple[int, int], Group]:
         """Send and receive the groups that change ranks; returns those received, by the key of their offer.
 
         `moves` are offers and the ranks that receive them, in an order that all ranks share. An offer's `index` counts
@@ -146,13 +152,21 @@ class Hub:
             case ["open", ready, starts, need]:
                 self._opened.append((ready, starts, need))
                 if len(self._opened) == self._num_ranks:
-                    (ready, starts, self._need), self._opened = map(sum, zip(*self._opened, strict=True)), []
+                    (ready, starts, self._need), self._opened = (
+                        map(sum, zip(*self._opened, strict=True)),
+                        [],
+                    )
                     self._counts, self.has_news = [ready, starts, starts], False
                     return self._to_all(["opened", *self._counts])
             case ["count", kept, in_flight, drawn]:
-                self._counts = [now + more for now, more in zip(self._counts, (kept, in_flight, drawn), strict=True)]
+                self._counts = [
+                    now + more
+                    for now, more in zip(self._counts, (kept, in_flight, drawn), strict=True)
+                ]
                 # Of groups that end and teach nobody needs to hear, until they are enough, or were the last.
-                self.has_news |= in_flight < 0 and (not kept or not self._counts[1] or self._counts[0] == self._need)
+                self.has_news |= in_flight < 0 and (
+                    not kept or not self._counts[1] or self._counts[0] == self._need
+                )
                 return [(rank, ["counted", *self._counts])]
             case ["meet", stopping]:
                 self._stopping.append(stopping)
@@ -162,7 +176,9 @@ class Hub:
             case ["stop"]:
                 return self._to_all(["stop"])
             case ["fail", text]:
-                return [(other, ["failed", text]) for other in range(self._num_ranks) if other != rank]
+                return [
+                    (other, ["failed", text]) for other in range(self._num_ranks) if other != rank
+                ]
         return []
 
     def take_news(self) -> list[Letter]:
@@ -186,16 +202,25 @@ class Deal:
     @property
     def moves(self) -> list[tuple[Offer, int]]:
         """(offer, receiving rank) of every group that changes ranks, in an order that all ranks share."""
-        return [(offer, rank) for rank, offers in enumerate(self.chosen) for offer in offers if offer.rank != rank]
+        return [
+            (offer, rank)
+            for rank, offers in enumerate(self.chosen)
+            for offer in offers
+            if offer.rank != rank
+        ]
 
     def metrics(self) -> dict[str, float]:
         """Groups that fill up the step without teaching, and the imbalance of costs before and after the deal."""
         chosen = [offer for hand in self.chosen for offer in hand]
         metrics = {"ycore/sampling/filled": float(sum(not offer.teaches for offer in chosen))}
         if len(self.chosen) > 1:
-            before = [sum(o.cost for o in chosen if o.rank == rank) for rank in range(len(self.chosen))]
+            before = [
+                sum(o.cost for o in chosen if o.rank == rank) for rank in range(len(self.chosen))
+            ]
             metrics["ycore/balance/before"] = imbalance(before)
-            metrics["ycore/balance/after"] = imbalance([sum(o.cost for o in hand) for hand in self.chosen])
+            metrics["ycore/balance/after"] = imbalance(
+                [sum(o.cost for o in hand) for hand in self.chosen]
+            )
         return metrics
 
 
@@ -224,7 +249,10 @@ def deal_groups(offers: Sequence[Offer], *, world: int, per_rank: int) -> Deal:
         (hands[offer.rank] if len(hands[offer.rank]) < per_rank else over).append(offer)
     loads = [sum(offer.cost for offer in hand) for hand in hands]
     for offer in sorted(over, key=lambda offer: (-offer.cost, offer.position)):
-        rank = min((rank for rank in range(world) if len(hands[rank]) < per_rank), key=lambda r: (loads[r], r))
+        rank = min(
+            (rank for rank in range(world) if len(hands[rank]) < per_rank),
+            key=lambda r: (loads[r], r),
+        )
         hands[rank].append(offer)
         loads[rank] += offer.cost
     _swap_while_it_helps(hands, loads)
@@ -247,7 +275,9 @@ def _swap_while_it_helps(hands: list[list[Offer]], loads: list[int]) -> None:
         loads[rank] += delta
 
 
-def _best_swap(hands: list[list[Offer]], loads: list[int], heavy: int) -> tuple[int, int, int] | None:
+def _best_swap(
+    hands: list[list[Offer]], loads: list[int], heavy: int
+) -> tuple[int, int, int] | None:
     best, best_peak = None, loads[heavy]
     for rank in range(len(hands)):
         for ours, offer in enumerate(hands[heavy]):

@@ -18,12 +18,26 @@ def regroup_states(states: Sequence[Mapping[str, Any]], *, world: int) -> list[d
     known to the first rank of each machine, and given to all.
     """
     first = states[0]
-    gaps, start = to_come([state["cursor"] for state in states], first.get("gaps", ()), first.get("start", 0))
+    gaps, start = to_come(
+        [state["cursor"] for state in states], first.get("gaps", ()), first.get("start", 0)
+    )
     waiting = sorted((item for state in states for item in state["surplus"]), key=_position)
-    placement = next((state["placement"] for state in states if state.get("placement") is not None), None)
-    common = {"cursor": 0, "gaps": list(gaps), "start": start, "yield": first["yield"], "placement": placement}
-    common |= {name: first.get(name) for name in ("curriculum", "constraint_weights")}  # the same on all ranks
-    carried = sorted((group for state in states for group in state.get("carried", ())), key=_drawn_at)
+    placement = next(
+        (state["placement"] for state in states if state.get("placement") is not None), None
+    )
+    common = {
+        "cursor": 0,
+        "gaps": list(gaps),
+        "start": start,
+        "yield": first["yield"],
+        "placement": placement,
+    }
+    common |= {
+        name: first.get(name) for name in ("curriculum", "constraint_weights")
+    }  # the same on all ranks
+    carried = sorted(
+        (group for state in states for group in state.get("carried", ())), key=_drawn_at
+    )
     each = [(waiting[rank::world], carried[rank::world]) for rank in range(world)]
     return [{**common, "surplus": surplus, "carried": unfinished} for surplus, unfinished in each]
 
@@ -37,7 +51,11 @@ def to_come(cursors: Sequence[int], gaps: Sequence[int], start: int) -> tuple[tu
     """
     world, everything = len(cursors), Shard(gaps=tuple(gaps), start=start)
     end = max(len(gaps), max(cursors) * world)
-    left = [everything.position(place) for place in range(end) if place // world >= cursors[place % world]]
+    left = [
+        everything.position(place)
+        for place in range(end)
+        if place // world >= cursors[place % world]
+    ]
     start = everything.position(end)
     while left and left[-1] == start - 1:
         start = left.pop()
@@ -49,7 +67,9 @@ def regroup_round(parts: Sequence[Sequence[Group]], *, world: int) -> list[list[
 
     Groups are dropped from the end where they cannot be divided evenly; such a round has another size and is not used.
     """
-    groups = sorted((group for part in parts for group in part), key=lambda group: group.draw.position)
+    groups = sorted(
+        (group for part in parts for group in part), key=lambda group: group.draw.position
+    )
     offers = [
         Offer(number % world, number // world, group.draw.position, group.num_tokens, teaches=True)
         for number, group in enumerate(groups)

@@ -17,8 +17,12 @@ from ycore.round.curriculum import Curriculum
 from ycore.round.peers import Counts, Peers, Tally
 from ycore.types import Draw, Finished, Group, Prompt, Score
 
-TOLERANCE = 1e-6  # rewards nearer than this count as equal: sums of floats are seldom equal to the bit
-MEMORY = 0.97  # weight that an observation keeps when the next one comes: about the last 33 groups count
+TOLERANCE = (
+    1e-6  # rewards nearer than this count as equal: sums of floats are seldom equal to the bit
+)
+MEMORY = (
+    0.97  # weight that an observation keeps when the next one comes: about the last 33 groups count
+)
 LEAST = 0.05  # lower bound of the estimated yield, so that one bad stretch does not start a flood of groups
 
 
@@ -51,7 +55,9 @@ class Cost:
 
     def of(self, group: Group) -> int:
         sizes = [(len(one.prompt_ids), one.stop - one.start) for one in group.sequences]
-        return round(sum(length * (1 + self.attention * (prompt + length / 2)) for prompt, length in sizes))
+        return round(
+            sum(length * (1 + self.attention * (prompt + length / 2)) for prompt, length in sizes)
+        )
 
 
 class Lengths:
@@ -137,7 +143,9 @@ class Rules:
 def dust_of(rewards: Sequence[RewardConfig], share: float, *, span: float = 0.0) -> float:
     """So much of the range of the rewards' weighted sum; a reward that declares none counts with `span`."""
     spans = [spec.range[1] - spec.range[0] if spec.range is not None else span for spec in rewards]
-    return share * math.fsum(abs(spec.weight) * own for spec, own in zip(rewards, spans, strict=True))
+    return share * math.fsum(
+        abs(spec.weight) * own for spec, own in zip(rewards, spans, strict=True)
+    )
 
 
 def total_reward(scores_R: Sequence[Score], weights_R: Sequence[float]) -> float | None:
@@ -146,7 +154,11 @@ def total_reward(scores_R: Sequence[Score], weights_R: Sequence[float]) -> float
     A source of weight 0 is measured only: it is no reward where the others gave none, unless there are no others.
     """
     counted = [place for place, weight in enumerate(weights_R) if weight] or range(len(weights_R))
-    known = [weights_R[place] * value for place in counted if (value := scores_R[place].value) is not None]
+    known = [
+        weights_R[place] * value
+        for place in counted
+        if (value := scores_R[place].value) is not None
+    ]
     return sum(known) if known else None
 
 
@@ -180,10 +192,14 @@ def can_teach(
         return baseline is not None and any(abs(total - baseline) > TOLERANCE for total in known)
     if alone or len(known) < 2:
         return alone and bool(known)
-    counted = [own for own, total in zip(group.turn_rewards, totals, strict=True) if total is not None]
+    counted = [
+        own for own, total in zip(group.turn_rewards, totals, strict=True) if total is not None
+    ]
     at_turns = [[one for one in rewards if one is not None] for rewards in zip_longest(*counted)]
     return any(
-        max(rewards) - min(rewards) > TOLERANCE and pstdev(rewards) >= dust for rewards in (known, *at_turns) if rewards
+        max(rewards) - min(rewards) > TOLERANCE and pstdev(rewards) >= dust
+        for rewards in (known, *at_turns)
+        if rewards
     )
 
 
@@ -207,7 +223,9 @@ class Yield:
         self.finished = self.finished * MEMORY + 1.0
 
 
-def num_to_draw(*, need: int, kept: int, in_flight: int, drawn: int, max_draws: int, rate: float) -> int:
+def num_to_draw(
+    *, need: int, kept: int, in_flight: int, drawn: int, max_draws: int, rate: float
+) -> int:
     """Groups to start now, so that those in flight are expected to yield what is missing, at this `rate` above 0."""
     missing = need - kept
     if missing <= 0:
@@ -227,7 +245,9 @@ class Quota:
         self._last_result = time.monotonic()
 
     @classmethod
-    async def open(cls, rules: Rules, yields: Yield, peers: Peers, *, need: int, ready: int) -> Self:
+    async def open(
+        cls, rules: Rules, yields: Yield, peers: Peers, *, need: int, ready: int
+    ) -> Self:
         quota = cls(rules, yields, peers.world)
         # Every rank starts its own share before it knows of any other.
         quota._first = quota._room(quota._num_wanted(need, Counts(ready, 0, 0)), 0)
@@ -257,7 +277,11 @@ class Quota:
         if self._rules.oversample > 1 and counts.kept >= self._tally.need:
             return None
         wanted = self._num_wanted(self._tally.need, counts)
-        if not num_writing and not wanted and (counts.kept >= self._tally.need or not counts.in_flight):
+        if (
+            not num_writing
+            and not wanted
+            and (counts.kept >= self._tally.need or not counts.in_flight)
+        ):
             return None
         return await self._take(wanted, num_writing)
 
@@ -265,13 +289,17 @@ class Quota:
         """Where fewer prompts than needed can still teach, the draws that find those are all that is worth their time:
         the round fills up with what it has."""
         rules, dynamic = self._rules, self._rules.dynamic
-        found = need if rules.num_prompts is None else min(need, self._yields.left(rules.num_prompts))
+        found = (
+            need if rules.num_prompts is None else min(need, self._yields.left(rules.num_prompts))
+        )
         return num_to_draw(
             need=need,
             kept=counts.kept,
             in_flight=counts.in_flight,
             drawn=counts.drawn,
-            max_draws=max(need, found * rules.max_tries) if dynamic else math.ceil(need * rules.oversample),
+            max_draws=max(need, found * rules.max_tries)
+            if dynamic
+            else math.ceil(need * rules.oversample),
             rate=(self._yields.rate if dynamic else 1.0) / rules.oversample,
         )
 
@@ -303,13 +331,19 @@ class Surplus:
         return len(self.waiting)
 
     def put(self, finished: Sequence[Finished]) -> None:
-        self.waiting += [replace(item, lesson=None) for item in finished if item.teaches]  # one lesson a group
+        self.waiting += [
+            replace(item, lesson=None) for item in finished if item.teaches
+        ]  # one lesson a group
 
     def take(self, version: int) -> list[Finished]:
         """Remove all groups, and return those young enough for this version of the policy."""
         waiting, self.waiting = self.waiting, []
         oldest = version - self._max_age
-        return [item for item in waiting if all(one.policy_version >= oldest for one in item.group.completions)]
+        return [
+            item
+            for item in waiting
+            if all(one.policy_version >= oldest for one in item.group.completions)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,7 +384,9 @@ class DrawSource:
     cursor: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self._order = None if self.seed is None else PromptOrder(seed=self.seed, num_rows=len(self.prompts))
+        self._order = (
+            None if self.seed is None else PromptOrder(seed=self.seed, num_rows=len(self.prompts))
+        )
 
     def row_at(self, position: int) -> int:
         return position % len(self.prompts) if self._order is None else self._order.row_at(position)
@@ -360,7 +396,9 @@ class DrawSource:
 
     def draw(self) -> Draw:
         """The next prompt of this shard; DataError where it does not fit the engine's context."""
-        last = self.cursor + len(self.prompts)  # there every prompt was dropped, and this one is as good as any
+        last = self.cursor + len(
+            self.prompts
+        )  # there every prompt was dropped, and this one is as good as any
         while self.cursor < last and not self._takes(self.shard.position(self.cursor)):
             self.cursor += 1
         position = self.shard.position(self.cursor)

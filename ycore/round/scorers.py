@@ -78,7 +78,11 @@ class Policy:
 
 
 def build_scoring(
-    config: RunConfig, folder: RunFolder, started: Sequence[ScorerEngines], *, policy: Policy | None = None
+    config: RunConfig,
+    folder: RunFolder,
+    started: Sequence[ScorerEngines],
+    *,
+    policy: Policy | None = None,
 ) -> Scoring:
     """Every reward source of the run, with clients for the machine's engines. Call `start` before use.
 
@@ -86,11 +90,25 @@ def build_scoring(
     """
     names = reward_names(config.rewards)
     ensembles = [[one for one in started if source in one.sources] for source in range(len(names))]
-    rules = [source for source, spec in enumerate(config.rewards) if is_rule(spec) and not is_reference(spec)]
-    judges, reward_models, teachers, code = JudgeMeter(), RewardModelMeter(), TeacherMeter(), CodeMeter()
+    rules = [
+        source
+        for source, spec in enumerate(config.rewards)
+        if is_rule(spec) and not is_reference(spec)
+    ]
+    judges, reward_models, teachers, code = (
+        JudgeMeter(),
+        RewardModelMeter(),
+        TeacherMeter(),
+        CodeMeter(),
+    )
     scorers: list[tuple[Sequence[int], Scorer]] = []
-    kinds: list[tuple[Callable[[RewardConfig], bool], Meter]] = [(_is_read, judges), (is_reward_model, reward_models)]
-    kinds += [(is_code, code)] if config.teaches_exactly else [(is_teacher, teachers), (is_code, code)]
+    kinds: list[tuple[Callable[[RewardConfig], bool], Meter]] = [
+        (_is_read, judges),
+        (is_reward_model, reward_models),
+    ]
+    kinds += (
+        [(is_code, code)] if config.teaches_exactly else [(is_teacher, teachers), (is_code, code)]
+    )
     meters: list[Meter] = [meter for kind, meter in kinds if any(map(kind, config.rewards))]
     if rules:
         pool = pool_of(config, folder, [config.rewards[source] for source in rules])
@@ -98,18 +116,30 @@ def build_scoring(
         meters.append(WorkerMeter(lambda: pool.restarts, NUMBERS[pool.level]))
     for source, spec in enumerate(config.rewards):
         trusts = config.trust_remote_code
-        tokenizers = [AutoTokenizer.from_pretrained(one.model, trust_remote_code=trusts) for one in ensembles[source]]
+        tokenizers = [
+            AutoTokenizer.from_pretrained(one.model, trust_remote_code=trusts)
+            for one in ensembles[source]
+        ]
         model, tokenizer = next(iter(ensembles[source]), None), next(iter(tokenizers), None)
         if is_judge(spec):
             judge = judge_of(spec)
             engines: Sequence[JudgeEngine]
             if model is None:
-                engines = [RemoteJudge(names[source], judge, request_timeout_s=config.engine.request_timeout_s)]
+                engines = [
+                    RemoteJudge(
+                        names[source], judge, request_timeout_s=config.engine.request_timeout_s
+                    )
+                ]
             else:
                 engines = scorer_servers(config, folder, model, VllmJudge)
             questioner = Questioner(judge, () if tokenizer is None else special_tokens(tokenizer))
             text = text_of(spec)
-            how: Any = {"meter": judges, "seed": config.seed, "text_of": text, "images": ImageStore(folder.images)}
+            how: Any = {
+                "meter": judges,
+                "seed": config.seed,
+                "text_of": text,
+                "images": ImageStore(folder.images),
+            }
             one: Scorer = JudgeScorer(names[source], questioner, engines, **how)
         elif is_agreement(spec):
             one = AgreementScorer(agreement_of(spec), meter=judges, text_of=text_of(spec))
@@ -117,12 +147,16 @@ def build_scoring(
             assert model is not None, "the launcher starts every reward model"
             members = [
                 Member(
-                    scorer_servers(config, folder, one, VllmRewardModel), reward_model_encoder(own), one.max_model_len
+                    scorer_servers(config, folder, one, VllmRewardModel),
+                    reward_model_encoder(own),
+                    one.max_model_len,
                 )
                 for one, own in zip(ensembles[source], tokenizers, strict=True)
             ]
             text = text_of(spec)
-            one = RewardModelScorer(names[source], reward_model_of(spec), members, meter=reward_models, text_of=text)
+            one = RewardModelScorer(
+                names[source], reward_model_of(spec), members, meter=reward_models, text_of=text
+            )
         elif is_teacher(spec) and config.teaches_exactly:
             one = OwnTeacherScorer(teacher_of(spec))
         elif is_teacher(spec):
@@ -144,16 +178,25 @@ def _is_read(spec: RewardConfig) -> bool:
 
 
 def _teacher_scorer(
-    config: RunConfig, folder: RunFolder, teacher: Teacher, model: ScorerEngines | None, name: str, meter: TeacherMeter
+    config: RunConfig,
+    folder: RunFolder,
+    teacher: Teacher,
+    model: ScorerEngines | None,
+    name: str,
+    meter: TeacherMeter,
 ) -> "TeacherScorer":
     if model is not None:
         servers = scorer_servers(config, folder, model, VllmTeacher)
         return TeacherScorer(name, teacher, servers, max_model_len=model.max_model_len, meter=meter)
     remote = RemoteTeacher(name, teacher, request_timeout_s=config.engine.request_timeout_s)
-    return TeacherScorer(name, teacher, [remote], max_model_len=teacher.max_model_len or sys.maxsize, meter=meter)
+    return TeacherScorer(
+        name, teacher, [remote], max_model_len=teacher.max_model_len or sys.maxsize, meter=meter
+    )
 
 
-def pool_of(config: RunConfig | FlowConfig, folder: RunFolder, specs: Sequence[RewardConfig]) -> RewardPool:
+def pool_of(
+    config: RunConfig | FlowConfig, folder: RunFolder, specs: Sequence[RewardConfig]
+) -> RewardPool:
     """The workers of these reward functions; they see the run's pictures, and nothing else of it."""
     return RewardPool(
         specs,
@@ -165,7 +208,9 @@ def pool_of(config: RunConfig | FlowConfig, folder: RunFolder, specs: Sequence[R
     )
 
 
-def scorer_servers(config: RunConfig, folder: RunFolder, model: ScorerEngines, kind: type[S]) -> list[S]:
+def scorer_servers(
+    config: RunConfig, folder: RunFolder, model: ScorerEngines, kind: type[S]
+) -> list[S]:
     """Clients of one model's servers, slot by slot."""
     settings = config.engine
     return [
@@ -188,7 +233,9 @@ def after_thinking(completion: Completion) -> str:
     """The transcript with only what follows the thinking in each of the policy's turns."""
 
     def after(turn: Turn) -> Turn:
-        said = ({**one, "content": without_thinking(one.get("content") or "")} for one in turn.messages)
+        said = (
+            {**one, "content": without_thinking(one.get("content") or "")} for one in turn.messages
+        )
         return replace(turn, messages=tuple(said)) if turn.by_policy else turn
 
     turns = tuple(map(after, completion.turns))
@@ -253,7 +300,9 @@ class RewardModelScorer(Scorer):
             return self._masked("longer than its context")
         async with writing.turn(REWARD_MODEL) as slot:
             started = time.perf_counter()
-            logits = await together([slot.pick(member.engines).logit(token_ids) for member, token_ids in asked])
+            logits = await together(
+                [slot.pick(member.engines).logit(token_ids) for member, token_ids in asked]
+            )
             slot.num_tokens = sum(len(token_ids) for _, token_ids in asked)
         self.meter.count(seconds=time.perf_counter() - started, tokens=slot.num_tokens)
         if not all(map(math.isfinite, logits)):
@@ -284,22 +333,35 @@ class TeacherScorer(Scorer):
         sizes = [len(one.prompt_ids) + one.stop - one.start for one in parts]
         if not self.teacher.teaches(writing.draw.prompt.columns):
             return Score(None)
-        if max(sizes) >= self.max_model_len:  # vLLM has to write a token behind those that it scores
+        if (
+            max(sizes) >= self.max_model_len
+        ):  # vLLM has to write a token behind those that it scores
             return Score(None, problem=f"teacher {self.name}: longer than its context")
         try:
             logprobs = await self._logprobs(writing, completion, parts, num_tokens=sum(sizes))
         except Refused as refusal:
             return Score(None, problem=f"teacher {self.name}: {refusal}")
-        gaps = [log_p - log_q for log_p, log_q, ours in zip(logprobs, own, completion.mask, strict=True) if ours]
+        gaps = [
+            log_p - log_q
+            for log_p, log_q, ours in zip(logprobs, own, completion.mask, strict=True)
+            if ours
+        ]
         value = math.fsum(gaps) / max(1, len(gaps))
         if not math.isfinite(value):
             return Score(None, problem=f"teacher {self.name}: a log-probability is not finite")
         return Score(value, logprobs=logprobs)
 
     async def _logprobs(
-        self, writing: Writing, completion: Completion, parts: Sequence[TokenSequence], *, num_tokens: int
+        self,
+        writing: Writing,
+        completion: Completion,
+        parts: Sequence[TokenSequence],
+        *,
+        num_tokens: int,
     ) -> tuple[float, ...]:
-        found = [0.0] * len(completion.token_ids)  # also at the prompts of other sequences than the first
+        found = [0.0] * len(
+            completion.token_ids
+        )  # also at the prompts of other sequences than the first
         async with contextlib.AsyncExitStack() as stack:
             engine = self.engines[0]
             if self.teacher.base_url is None:
@@ -307,7 +369,9 @@ class TeacherScorer(Scorer):
                 engine, slot.num_tokens = slot.pick(self.engines), num_tokens
             started = time.perf_counter()
             for context, start, stop in parts:
-                found[start:stop] = await engine.logprobs_of(context, completion.token_ids[start:stop])
+                found[start:stop] = await engine.logprobs_of(
+                    context, completion.token_ids[start:stop]
+                )
         self.meter.count(seconds=time.perf_counter() - started, tokens=num_tokens)
         return tuple(found)
 
@@ -340,19 +404,27 @@ class ReferenceScorer(Scorer):
     async def score(self, writing: Writing) -> list[list[Score]]:
         answer_ids = self._tokenize(gold_of(writing.draw.prompt.columns.get("answer")))
         if not answer_ids:
-            return [[Score(None)] for _ in range(len(writing))]  # without an answer the reward does not apply
+            return [
+                [Score(None)] for _ in range(len(writing))
+            ]  # without an answer the reward does not apply
         bare = await self._logprobs(writing, "", answer_ids) if self.reference.debias else None
-        scores = await together([self._one(writing, index, answer_ids, bare) for index in range(len(writing))])
+        scores = await together(
+            [self._one(writing, index, answer_ids, bare) for index in range(len(writing))]
+        )
         return [[score] for score in scores]
 
-    async def _one(self, writing: Writing, index: int, answer_ids: list[int], bare: Sequence[float] | None) -> Score:
+    async def _one(
+        self, writing: Writing, index: int, answer_ids: list[int], bare: Sequence[float] | None
+    ) -> Score:
         completion = await writing.tasks_G[index]
         logprobs = await self._logprobs(writing, completion.text, answer_ids)
         if logprobs is None or (bare is None and self.reference.debias):
             return Score(None, problem="reference_probability: longer than the engine's context")
         return Score(reference_reward(logprobs, bare))
 
-    async def _logprobs(self, writing: Writing, text: str, answer_ids: list[int]) -> Sequence[float] | None:
+    async def _logprobs(
+        self, writing: Writing, text: str, answer_ids: list[int]
+    ) -> Sequence[float] | None:
         """Of the answer's tokens after the prompt and this text; None where they do not fit the context."""
         before = before_the_answer(text, bridge=self.reference.bridge if text else "")
         context = [*writing.draw.token_ids, *self._tokenize(before)]

@@ -79,7 +79,9 @@ class Scoring:
     Example: `Scoring([((0, 2), RuleScorer(pool)), ((1,), judge)])`: of three sources, the second is a judge.
     """
 
-    def __init__(self, scorers: Sequence[tuple[Sequence[int], Scorer]], meters: Sequence[Meter] = ()) -> None:
+    def __init__(
+        self, scorers: Sequence[tuple[Sequence[int], Scorer]], meters: Sequence[Meter] = ()
+    ) -> None:
         self.meters, self._scorers = meters, scorers
         self._num_sources = sum(len(sources) for sources, _ in scorers)
 
@@ -119,7 +121,10 @@ class RuleScorer(Scorer):
         columns |= self.beside(draw.prompt, completions)
         return await self._pool.score(
             [draw.prompt.content] * size,
-            [completion.messages if draw.prompt.is_chat else completion.text for completion in completions],
+            [
+                completion.messages if draw.prompt.is_chat else completion.text
+                for completion in completions
+            ],
             [list(completion.token_ids) for completion in completions],
             columns,
             step=writing.step,
@@ -129,7 +134,9 @@ class RuleScorer(Scorer):
         """What the functions may ask for beside the dataset's columns and the completions themselves."""
         columns: dict[str, list[Any]] = {}
         if prompt.images:
-            columns["images"] = [[self.file_of(image) for image in prompt.images]] * len(completions)
+            columns["images"] = [[self.file_of(image) for image in prompt.images]] * len(
+                completions
+            )
         if any(completion.world is not None for completion in completions):
             columns["environments"] = [completion.world for completion in completions]
         return columns

@@ -33,14 +33,18 @@ class Service:
         self._slots: tuple[Any, str] | None = None
         self._desk: Desk | None = None
 
-    def come(self, rank: int, pool: dict[str, Any], placement: str, transport: asyncio.WriteTransport) -> Desk:
+    def come(
+        self, rank: int, pool: dict[str, Any], placement: str, transport: asyncio.WriteTransport
+    ) -> Desk:
         """The desk, for a rank that has just connected."""
         if self._desk is None:
             slots = SlotPool(**{**pool, "roles": tuple(pool["roles"])})
             whole = Pool(Allocator(slots, parse_placement(placement)), self.num_ranks)
             self._slots, self._desk = (pool, placement), Desk(whole, self.deliver)
         if (pool, placement) != self._slots or rank in self._ranks:
-            raise ValueError(f"rank {rank} comes with {pool} and {placement}; the slots are {self._slots}")
+            raise ValueError(
+                f"rank {rank} comes with {pool} and {placement}; the slots are {self._slots}"
+            )
         self._ranks[rank] = transport
         return self._desk
 

@@ -46,7 +46,10 @@ class Turn(int):
     def pick(self, engines: Sequence[E]) -> E:
         """Of one model's engines, slot by slot: that of this slot; of several there, the one least busy with us."""
         each = len(engines) // self.num_slots
-        return min(engines[self * each : (self + 1) * each], key=lambda engine: getattr(engine, "in_flight", 0))
+        return min(
+            engines[self * each : (self + 1) * each],
+            key=lambda engine: getattr(engine, "in_flight", 0),
+        )
 
 
 class Slots:
@@ -81,7 +84,9 @@ class Slots:
         self._sleepers, self._rank, self._lanes = sleepers, rank, rank - self._line.rank
         self._numbers = itertools.count(self._line.rank, self._line.num_ranks)
         self._granted: dict[int, asyncio.Future[int]] = {}
-        self._answers: dict[str, asyncio.Future[Message]] = {}  # by the kind of letter that is waited for
+        self._answers: dict[
+            str, asyncio.Future[Message]
+        ] = {}  # by the kind of letter that is waited for
         self._swaps: set[asyncio.Task[None]] = set()
         self._error: BaseException | None = None
         self._awake: Sequence[str] = ()
@@ -123,7 +128,11 @@ class Slots:
             self._granted.pop(request, None)
         now = time.perf_counter()
         self._tell(["ended", request, float(turn.num_tokens or 1)])
-        details = {"request": request, "tokens": turn.num_tokens, "waited_s": round(began - asked, 6)}
+        details = {
+            "request": request,
+            "tokens": turn.num_tokens,
+            "waited_s": round(began - asked, 6),
+        }
         details |= {} if turn.seed is None else {"seed": turn.seed}
         self._record(role, turn, began, now, **details, asked_by=self._rank)
 
@@ -140,7 +149,9 @@ class Slots:
         """
         self.begin_phase(phase)
         self._began = time.perf_counter()
-        self._since_epoch = time.time() - self._began  # measured anew: over days the two clocks drift apart
+        self._since_epoch = (
+            time.time() - self._began
+        )  # measured anew: over days the two clocks drift apart
         restored, self._restored = self._restored, None
         _, self._awake, self.gathers = await self._ask(["begin", restored], "begun")
         async with self.awake():
@@ -149,7 +160,9 @@ class Slots:
             _, numbers, spent = await self._ask(["end"], "over")
             self._over = numbers, spent
 
-    async def end_round(self, add_up: AddUp, *, step: int = 0, trains: bool = True) -> dict[str, float]:
+    async def end_round(
+        self, add_up: AddUp, *, step: int = 0, trains: bool = True
+    ) -> dict[str, float]:
         """The round's metrics over all machines. What all of them learned decides how the next round starts on each.
 
         Every rank calls this once a round, since `add_up` is a collective.
@@ -181,7 +194,9 @@ class Slots:
             if self._sleepers is not None:
                 slots = self._sleepers[ROLLOUT]
                 awake = {slot: self._awake[slot] if role is None else role for slot in slots}
-                await asyncio.gather(*(self._sleepers[placed][slot].wake() for slot, placed in awake.items()))
+                await asyncio.gather(
+                    *(self._sleepers[placed][slot].wake() for slot, placed in awake.items())
+                )
             yield
         except asyncio.CancelledError:
             await self.sleep()
@@ -192,7 +207,9 @@ class Slots:
         """Put all engines of this rank's own slots to sleep, once no swap is under way."""
         await asyncio.gather(*self._swaps, return_exceptions=True)
         sleepers = (self._sleepers or {}).values()
-        await asyncio.gather(*(engine.sleep() for engines in sleepers for engine in engines.values()))
+        await asyncio.gather(
+            *(engine.sleep() for engines in sleepers for engine in engines.values())
+        )
 
     def _tell(self, message: Message) -> None:
         if self._error is not None:
@@ -250,7 +267,9 @@ class Slots:
         """What happened on a slot; all slots of a machine are lanes of its first rank."""
         self._trace.add(self._span(name, self._lanes, slot, began, ended, **details))
 
-    def _span(self, name: str, rank: int, slot: int, began: float, ended: float, **details: object) -> Span:
+    def _span(
+        self, name: str, rank: int, slot: int, began: float, ended: float, **details: object
+    ) -> Span:
         return Span(name, rank, int(slot), began + self._since_epoch, ended - began, details)
 
 

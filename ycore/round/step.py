@@ -42,7 +42,9 @@ class Controller(RankLoop):
             YcoreError: an engine, a scorer or another rank failed.
         """
         committed = self.committed(step, num_groups)
-        if committed is not None:  # the run was killed after the commit: train on the very same completions
+        if (
+            committed is not None
+        ):  # the run was killed after the commit: train on the very same completions
             return self.take_again(committed)
         with self.phase(SYNC):
             self.sync_for_round(step)
@@ -52,7 +54,9 @@ class Controller(RankLoop):
         """Have the engines, which hold this version, write the round of a step, and commit it."""
         with self.phase(ROUND):
             ready = self.surplus.take(version)
-            written = self.run_round(self.fill(need=num_groups, ready=len(ready), step=step), step=step)
+            written = self.run_round(
+                self.fill(need=num_groups, ready=len(ready), step=step), step=step
+            )
             self.turns.carry(version)
             groups = self.deal([*ready, *written], num_groups)
         return self.commit(step, groups)
@@ -91,7 +95,9 @@ class Controller(RankLoop):
         """Generate and score every completion of one prompt; scorers start as soon as a completion is written."""
         rules, start = self.rules, await self.turns.start(draw)
         draw = start.draw
-        sampled = [asyncio.create_task(self.complete(start, index)) for index in range(rules.group_size)]
+        sampled = [
+            asyncio.create_task(self.complete(start, index)) for index in range(rules.group_size)
+        ]
         greedy = []
         if rules.greedy_baseline:
             greedy.append(asyncio.create_task(self.complete(start, rules.group_size, greedy=True)))
@@ -108,7 +114,9 @@ class Controller(RankLoop):
         self.count(group)
         self.turns.ended(draw)
         weights, constraints = rules.reward_weights, rules.constraints
-        teaches = can_teach(group, weights, alone=rules.teaches_alone, dust=rules.dust, constraints=constraints)
+        teaches = can_teach(
+            group, weights, alone=rules.teaches_alone, dust=rules.dust, constraints=constraints
+        )
         return Finished(group, teaches, lesson_of(compared_rewards(group, weights, constraints)))
 
     async def complete(self, start: Start, index: int, *, greedy: bool = False) -> Completion:
@@ -119,7 +127,13 @@ class Controller(RankLoop):
         return completion
 
     async def write(
-        self, token_ids: Sequence[int], seed: int, *, greedy: bool, prompt: Prompt, max_tokens: int | None = None
+        self,
+        token_ids: Sequence[int],
+        seed: int,
+        *,
+        greedy: bool,
+        prompt: Prompt,
+        max_tokens: int | None = None,
     ) -> Completion:
         """What the policy writes after these tokens, by the engine of the slot whose turn it is."""
         wishes = {"max_tokens": max_tokens, "prompt": prompt if prompt.images else None}
@@ -138,11 +152,15 @@ class Controller(RankLoop):
             Offer(at, index, item.group.draw.position, cost(item.group), item.teaches, item.lesson)
             for index, item in enumerate(finished)
         ]
-        deal = deal_groups(all_offers := peers.gather_offers(offers), world=peers.world, per_rank=num_groups)
+        deal = deal_groups(
+            all_offers := peers.gather_offers(offers), world=peers.world, per_rank=num_groups
+        )
         self.learn_order(all_offers)
         received = peers.exchange(deal.moves, [item.group for item in finished])
         dealt = {offer.key for hand in deal.chosen for offer in hand}
-        self.surplus.put([item for item, offer in zip(finished, offers, strict=True) if offer.key not in dealt])
+        self.surplus.put(
+            [item for item, offer in zip(finished, offers, strict=True) if offer.key not in dealt]
+        )
         self.note_all(deal.metrics())
         return [
             finished[offer.index].group if offer.rank == peers.rank else received[offer.key]

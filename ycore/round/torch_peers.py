@@ -25,7 +25,9 @@ from ycore.types import Group
 _FAILURE, _STOP = "failure", "stop"
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.005, 0.2
 _PATIENCE = 0.05  # of the time waited so far, to the next look: waiting long costs little, waiting short ends soon
-_FIELD = 1 << 20  # of a round's three counts, which share one 64-bit number so that one request reads and changes all
+_FIELD = (
+    1 << 20
+)  # of a round's three counts, which share one 64-bit number so that one request reads and changes all
 
 
 class TorchTally(Tally):
@@ -63,7 +65,9 @@ class TorchPeers(Peers):
         if self.rank == 0 and self._num_rounds > 2:
             self._store.delete_key(f"round{self._num_rounds - 2}")
         all_need = need * self.world
-        tally = TorchTally(self._store, f"round{self._num_rounds}", need=all_need, ready=ready, starts=starts)
+        tally = TorchTally(
+            self._store, f"round{self._num_rounds}", need=all_need, ready=ready, starts=starts
+        )
         with self._in_time("beginning a round"):
             dist.barrier(self._on_cpu)  # no rank reads counts to which another has not yet added
         return tally
@@ -76,10 +80,14 @@ class TorchPeers(Peers):
         began = time.monotonic()
         while arrived % _FIELD < self.world:
             self._check()
-            await asyncio.sleep(min(_LAST_LOOK_S, max(_FIRST_LOOK_S, _PATIENCE * (time.monotonic() - began))))
+            await asyncio.sleep(
+                min(_LAST_LOOK_S, max(_FIRST_LOOK_S, _PATIENCE * (time.monotonic() - began)))
+            )
             arrived = int(self._store.add(f"meeting{number}", 0))
         if self.rank == 0 and number > 1:
-            self._store.delete_key(f"meeting{number - 1}")  # all have left it, since all have come to this one
+            self._store.delete_key(
+                f"meeting{number - 1}"
+            )  # all have left it, since all have come to this one
         return arrived >= _FIELD
 
     def gather_offers(self, offers: Sequence[Offer]) -> list[Offer]:
@@ -108,7 +116,9 @@ class TorchPeers(Peers):
             for index, position, cost, teaches, chance, mean in table[: int(count)].tolist()
         ]
 
-    def exchange(self, moves: Sequence[tuple[Offer, int]], own: Sequence[Group]) -> dict[tuple[int, int], Group]:
+    def exchange(
+        self, moves: Sequence[tuple[Offer, int]], own: Sequence[Group]
+    ) -> dict[tuple[int, int], Group]:
         received: dict[tuple[int, int], Group] = {}
         for offer, receiver in moves:  # the same order on every rank, so no two wait for each other
             if offer.rank == self.rank:
@@ -142,7 +152,9 @@ class TorchPeers(Peers):
 
     def _send(self, data: bytes, receiver: int) -> None:
         dist.send(torch.tensor([len(data)]), receiver, group=self._on_cpu)
-        dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), receiver, group=self._on_cpu)
+        dist.send(
+            torch.frombuffer(bytearray(data), dtype=torch.uint8), receiver, group=self._on_cpu
+        )
         self.bytes_sent += len(data)
 
     def _receive(self, sender: int) -> bytes:
@@ -172,12 +184,16 @@ class TorchPeers(Peers):
 class MachinePeers(TorchPeers):
     """All ranks of a run on one machine. Groups, offers and sums go from rank to rank, as between machines."""
 
-    def __init__(self, line: Line, *, timeout_s: float = 300.0, start_timeout_s: float = 900.0) -> None:
+    def __init__(
+        self, line: Line, *, timeout_s: float = 300.0, start_timeout_s: float = 900.0
+    ) -> None:
         super().__init__(timeout_s=timeout_s)
         self.line, self._start_timeout_s = line, start_timeout_s
         line.listen(self._hear, self._fail)
         self.tally: LineTally | None = None
-        self._answers: dict[str, asyncio.Future[Message]] = {}  # by the kind of letter that is waited for
+        self._answers: dict[
+            str, asyncio.Future[Message]
+        ] = {}  # by the kind of letter that is waited for
         self._error: BaseException | None = None
         self._is_stopping = False
 

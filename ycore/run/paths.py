@@ -16,20 +16,30 @@ class RunFolder:
         self.lock = root / LOCK
         self._run_id: str | None = None
         self.config = root / "run.json"
-        self.identity = root / "identity.json"  # fingerprints of the rows, model and reward files it began with
+        self.identity = (
+            root / "identity.json"
+        )  # fingerprints of the rows, model and reward files it began with
         self.engines = root / "engines.json"  # what the launcher has started, for the trainer
         self.metrics = root / "metrics.jsonl"
         self.trace = root / "trace.json"
         self.summary = root / "summary.json"
         self.memory = root / "memory.json"  # the most that each process of each role held, in bytes
-        self.samples = root / "samples.json"  # completions to the same few prompts, before and after training
-        self.held_out = root / "held_out.json"  # measured on held-out rows before and after, and of the best model
+        self.samples = (
+            root / "samples.json"
+        )  # completions to the same few prompts, before and after training
+        self.held_out = (
+            root / "held_out.json"
+        )  # measured on held-out rows before and after, and of the best model
         self.curve = root / "curve.png"
         self.timeline = root / "timeline.png"
         self.checkpoints = root / "checkpoints"
-        self.journal = root / "journal"  # the rounds since the oldest checkpoint that is kept, or all of them
+        self.journal = (
+            root / "journal"
+        )  # the rounds since the oldest checkpoint that is kept, or all of them
         self.images = root / "images"  # every picture once, named by its sha256
-        self.trajectories = root / "trajectories"  # of pictures that a flow model drew, files named by their sha256
+        self.trajectories = (
+            root / "trajectories"
+        )  # of pictures that a flow model drew, files named by their sha256
         self.pictures = root / "pictures.png"  # drawn from the same noise before and after training
         self.model = root / "model"
         self.best = root / "best"  # the model that an evaluation found best, where the run keeps it

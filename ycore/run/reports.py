@@ -90,7 +90,9 @@ def forget_reports(folder: RunFolder) -> None:
 
 def take_place(folder: RunFolder, rank: Rank, *, cores: list[int] | None) -> None:
     """Make this process the rank: with the rank's log for its output, its process id in its report, on its cores."""
-    log = os.open(folder.log(f"trainer-{rank.number}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    log = os.open(
+        folder.log(f"trainer-{rank.number}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600
+    )
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
         os.dup2(log, stream.fileno())
@@ -103,7 +105,9 @@ def take_place(folder: RunFolder, rank: Rank, *, cores: list[int] | None) -> Non
     write_json_atomic(report_file(folder, rank.local), asdict(Report(rank.number, os.getpid())))
 
 
-def report_end(folder: RunFolder, rank: Rank, exit_code: int, message: str = "", *, expected: bool = True) -> None:
+def report_end(
+    folder: RunFolder, rank: Rank, exit_code: int, message: str = "", *, expected: bool = True
+) -> None:
     """Write how this rank ended. Of several ranks that failed, the launcher shows the first.
 
     Args:

@@ -71,7 +71,9 @@ def read_label(path: Path) -> dict[str, Any]:
 
 
 def damaged_round(path: Path, problem: str) -> RunFolderError:
-    return RunFolderError(f"{path} is damaged ({problem}); remove it and resume: its round is generated again")
+    return RunFolderError(
+        f"{path} is damaged ({problem}); remove it and resume: its round is generated again"
+    )
 
 
 def rounds_in(journal: Path) -> dict[int, set[int]]:
@@ -83,7 +85,11 @@ def rounds_in(journal: Path) -> dict[int, set[int]]:
 
 
 def drop_rounds(
-    journal: Path, *, before: int = 0, after: int | None = None, of: Callable[[int], bool] = lambda rank: True
+    journal: Path,
+    *,
+    before: int = 0,
+    after: int | None = None,
+    of: Callable[[int], bool] = lambda rank: True,
 ) -> None:
     """Remove rounds from the journal, for good before anything else is written.
 
@@ -107,7 +113,9 @@ def check_replay(run: Path, journal: Path) -> None:
     """RunFolderError unless the journal of `run` goes back to its first step."""
     rounds = rounds_in(journal)
     if not rounds:
-        raise RunFolderError(f"--replay needs a run with a journal, and {run} has none; train it with --keep-journal")
+        raise RunFolderError(
+            f"--replay needs a run with a journal, and {run} has none; train it with --keep-journal"
+        )
     if 0 not in rounds:
         raise RunFolderError(
             f"--replay begins at the first step, and the journal of {run} begins at step {min(rounds)}; older rounds "
@@ -125,7 +133,10 @@ def parse_checkpoint(text: str, folder: RunFolder) -> int:
     if text.isdigit():
         return int(text)
     path = Path(text).expanduser()
-    if path.resolve().parent != folder.checkpoints.resolve() or not path.name.removeprefix("checkpoint-").isdigit():
+    if (
+        path.resolve().parent != folder.checkpoints.resolve()
+        or not path.name.removeprefix("checkpoint-").isdigit()
+    ):
         raise RunFolderError(
             f"--resume-from takes a step or a folder of {folder.checkpoints}; it is {text!r}; {_listed(folder)}"
         )
@@ -167,7 +178,11 @@ def settle(folder: RunFolder, config: BaseModel, how: Resume, *, world: int, say
         if newest is not None:
             check_ranks(newest, world=world)
         folder.summary.unlink(missing_ok=True)  # a finished run that goes on is not finished
-        say(f"going on from step {step}" if step else "going on from the first step: no checkpoint was saved yet")
+        say(
+            f"going on from step {step}"
+            if step
+            else "going on from the first step: no checkpoint was saved yet"
+        )
         if (before := _world_before(folder, newest)) not in (None, world):
             say(
                 f"{world} rank{'s' if world > 1 else ''} instead of {before}: the prompts come in the same order, each "
@@ -207,4 +222,8 @@ def _world_before(folder: RunFolder, newest: Path | None) -> int | None:
 
 def _listed(folder: RunFolder) -> str:
     steps = [str(step_of(path)) for path in checkpoints_in(folder.checkpoints)]
-    return f"there are checkpoints of step {', '.join(steps)}" if steps else "no checkpoint was saved yet"
+    return (
+        f"there are checkpoints of step {', '.join(steps)}"
+        if steps
+        else "no checkpoint was saved yet"
+    )

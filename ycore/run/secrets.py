@@ -77,7 +77,12 @@ def is_secret(name: str, value: Any = None) -> bool:
 
 def looks_random(text: str) -> bool:
     letters, digits = (sum(map(kind, text)) for kind in (str.isalpha, str.isdigit))
-    return len(text) >= 20 and letters >= 3 and digits >= 3 and re.fullmatch(r"[\w.~+/=-]+", text) is not None
+    return (
+        len(text) >= 20
+        and letters >= 3
+        and digits >= 3
+        and re.fullmatch(r"[\w.~+/=-]+", text) is not None
+    )
 
 
 def redact_text(text: str) -> str:
@@ -168,7 +173,9 @@ def check_secrets(config: Mapping[str, Any]) -> None:
     for path, value in _leaves(config):
         if isinstance(value, str) and has_hidden_part(value):
             name, named = ".".join(map(str, path)), path[1:] if path[0] == "trl" else path
-            option = f"--{str(named[0]).replace('_', '-')}" if len(named) == 1 else f"--set {name}=..."
+            option = (
+                f"--{str(named[0]).replace('_', '-')}" if len(named) == 1 else f"--set {name}=..."
+            )
             raise ConfigError(
                 f"run.json does not keep {name}, a secret; give {option} again"
                 + (", or set the environment variable HF_TOKEN" if name == "trl.hub_token" else "")

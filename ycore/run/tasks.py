@@ -26,7 +26,9 @@ async def together(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         return await asyncio.gather(*tasks)
 
 
-async def next_finished(tasks: Collection[asyncio.Task[T]], news: Coroutine[Any, Any, None]) -> list[asyncio.Task[T]]:
+async def next_finished(
+    tasks: Collection[asyncio.Task[T]], news: Coroutine[Any, Any, None]
+) -> list[asyncio.Task[T]]:
     """Wait for the next results, and return the tasks that have them; none where `news` came first."""
     told = asyncio.create_task(news)
     async with ending([told]):

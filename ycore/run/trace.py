@@ -89,7 +89,9 @@ class TraceWriter:
                 lines = [full.ljust(max(0, self._max_bytes - size))]
             file.seek(size)
             file.truncate()
-            file.write((("" if size else _OPENING) + "".join(line + ",\n" for line in lines)).encode())
+            file.write(
+                (("" if size else _OPENING) + "".join(line + ",\n" for line in lines)).encode()
+            )
 
 
 def finish_trace(path: Path) -> None:
@@ -148,10 +150,19 @@ def parse_event(line: str) -> Event | None:
         name, rank, at = str(found["name"]), int(found["pid"]), _seconds(found["ts"] / 1e6)
         match found["ph"]:
             case "X":
-                return Span(name, rank, int(found["tid"]), at, _seconds(found["dur"] / 1e6), {**found["args"]})
+                return Span(
+                    name,
+                    rank,
+                    int(found["tid"]),
+                    at,
+                    _seconds(found["dur"] / 1e6),
+                    {**found["args"]},
+                )
             case "C":
                 ages = {key: _seconds(age) for key, age in found["oldest_s"].items()}
-                return Levels(name, rank, at, {key: int(count) for key, count in found["args"].items()}, ages)
+                return Levels(
+                    name, rank, at, {key: int(count) for key, count in found["args"].items()}, ages
+                )
             case "i":
                 return Mark(name, rank, at)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
@@ -172,9 +183,20 @@ def _to_json(event: Event) -> dict[str, Any]:
     match event:
         case Span():
             duration = round(event.seconds * 1e6)
-            return {**common, "ph": "X", "dur": duration, "tid": event.slot, "args": dict(event.details)}
+            return {
+                **common,
+                "ph": "X",
+                "dur": duration,
+                "tid": event.slot,
+                "args": dict(event.details),
+            }
         case Levels():  # viewers ignore a key that they do not know, as `oldest_s`
-            return {**common, "ph": "C", "args": dict(event.values), "oldest_s": dict(event.oldest_s)}
+            return {
+                **common,
+                "ph": "C",
+                "args": dict(event.values),
+                "oldest_s": dict(event.oldest_s),
+            }
         case Mark():
             return {**common, "ph": "i", "tid": -1, "s": "t"}
 

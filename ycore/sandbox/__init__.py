@@ -21,7 +21,9 @@ GIB, MIB = 2**30, 2**20
 class Level(StrEnum):
     """What holds a confined process, from the strongest to nothing. `auto` of a recipe becomes one of these once."""
 
-    NAMESPACES = "namespaces"  # its own mounts, network, processes; a filter of system calls; limits
+    NAMESPACES = (
+        "namespaces"  # its own mounts, network, processes; a filter of system calls; limits
+    )
     LANDLOCK = "landlock"  # rules on files instead of mounts: names, sizes and times of files can still be learned
     NONE = "none"  # limits, and for root a user of its own; every file that this user may read is open to it
 
@@ -60,4 +62,6 @@ class Confinement:
     run_id: str
     view: View = View()
     limits: Limits = Limits()
-    own_user: bool = True  # whether root becomes a user of the process' own also at the level `none`
+    own_user: bool = (
+        True  # whether root becomes a user of the process' own also at the level `none`
+    )

@@ -48,7 +48,10 @@ def attempts(this: Attempts) -> Iterator[tuple[str, Callable[[], bool]]]:
     yield "a variable of the environment", lambda: this["word"] in str(os.environ)
     yield "the environment of the parent", lambda: _opens(f"/proc/{this['parent']}/environ")
     yield "a signal to the parent", lambda: _signals(this["parent"])
-    yield "a server on loopback", lambda: _greeted(this, socket.AF_INET, ("127.0.0.1", this["port"]))
+    yield (
+        "a server on loopback",
+        lambda: _greeted(this, socket.AF_INET, ("127.0.0.1", this["port"])),
+    )
     yield "a socket file", lambda: _greeted(this, socket.AF_UNIX, this["socket"])
     yield MEMORY, lambda: _holds(this["memory"])
     yield PROCESSES, lambda: _forks(this["processes"])

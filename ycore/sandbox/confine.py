@@ -23,14 +23,25 @@ from ycore.errors import RunError
 from ycore.run.process_tree import kill_tree
 from ycore.run.reports import RUN_MARKER
 from ycore.sandbox import MIB, Confinement, Level, Limits, View
-from ycore.sandbox.drop_rights import CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, Steps, capabilities, missing_rights
+from ycore.sandbox.drop_rights import (
+    CAP_DAC_OVERRIDE,
+    CAP_DAC_READ_SEARCH,
+    Steps,
+    capabilities,
+    missing_rights,
+)
 from ycore.sandbox.landlock import LEAST_ABI, abi, rules_of
 from ycore.sandbox.namespaces import SCRATCH, bwrap_command, find_bwrap, python_paths
 from ycore.sandbox.syscall_filter import filter_bytes
 from ycore.sandbox.watch import remove_tree
 
-FIRST_UID, NUM_UIDS = 61184, 4336  # the range that systemd sets apart for users that exist only while they run
-_PASSED_ON = frozenset({"LANG", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "PYTHONHASHSEED", "OMP_NUM_THREADS"})
+FIRST_UID, NUM_UIDS = (
+    61184,
+    4336,
+)  # the range that systemd sets apart for users that exist only while they run
+_PASSED_ON = frozenset(
+    {"LANG", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "PYTHONHASHSEED", "OMP_NUM_THREADS"}
+)
 _WITH_NETWORK = frozenset({"SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"})
 _SHARED_MEMORY = 16 * MIB
 
@@ -52,7 +63,13 @@ class Launch:
 
     def start(self, **descriptors: Any) -> "Popen[bytes]":
         """Start it; `stdin`, `stdout`, `stderr` and `pass_fds` are those of Popen."""
-        return Popen(self.command, env=self.environment, cwd=self.working, start_new_session=True, **descriptors)
+        return Popen(
+            self.command,
+            env=self.environment,
+            cwd=self.working,
+            start_new_session=True,
+            **descriptors,
+        )
 
     def end(self, pid: int) -> None:
         """End the started process with all below it. Our own stage does so itself: no new process escapes it."""
@@ -99,7 +116,9 @@ class PipeReader:
         return bool(data)
 
 
-def launch_of(module: str, arguments: Sequence[str], held: Confinement, *, name: str = "") -> Launch:
+def launch_of(
+    module: str, arguments: Sequence[str], held: Confinement, *, name: str = ""
+) -> Launch:
     """How to start `python -m module arguments...` confined.
 
     `name` tells one confined process of a run from another: where ycore is root, each is another user.
@@ -110,7 +129,9 @@ def launch_of(module: str, arguments: Sequence[str], held: Confinement, *, name:
         uid = FIRST_UID + zlib.crc32(f"{run_id} {os.getpid()} {name}".encode()) % NUM_UIDS
     if held.level is Level.NAMESPACES:
         return _in_namespaces(module, arguments, held, uid)
-    scratch = Path(tempfile.mkdtemp(prefix=f"ycore-{run_id}-scratch-"))  # the guardian knows it by this name
+    scratch = Path(
+        tempfile.mkdtemp(prefix=f"ycore-{run_id}-scratch-")
+    )  # the guardian knows it by this name
     environment = confined_environment(view, run_id=run_id, scratch=scratch)
     python = [sys.executable, "-P", "-m"]
     if uid is not None:
@@ -120,26 +141,47 @@ def launch_of(module: str, arguments: Sequence[str], held: Confinement, *, name:
         rules = rules_of(view, limits, scratch=scratch, python=python_paths(), uid=uid, keep=keep)
         stage = ["ycore.sandbox.landlock", json.dumps(asdict(rules))]
         command = [*python, *stage, module, *arguments]
-        return Launch(command, environment, scratch, scratch, "confined by Landlock", has_stage=True)
+        return Launch(
+            command, environment, scratch, scratch, "confined by Landlock", has_stage=True
+        )
     steps, words = unconfined(view, limits, uid)
     stage = ["ycore.sandbox.drop_rights", json.dumps(steps)]
-    return Launch([*python, *stage, module, *arguments], environment, view.working or scratch, scratch, words)
+    return Launch(
+        [*python, *stage, module, *arguments], environment, view.working or scratch, scratch, words
+    )
 
 
-def _in_namespaces(module: str, arguments: Sequence[str], held: Confinement, uid: int | None) -> Launch:
+def _in_namespaces(
+    module: str, arguments: Sequence[str], held: Confinement, uid: int | None
+) -> Launch:
     bwrap = find_bwrap()
     if bwrap is None:
-        raise RunError("no bwrap is installed; install the package bubblewrap, or --sandbox landlock")
+        raise RunError(
+            "no bwrap is installed; install the package bubblewrap, or --sandbox landlock"
+        )
     view, limits, python = held.view, held.limits, python_paths()
-    closed = uid is not None and closed_path((*python, *_interpreter(), *view.read), roots=(*python, *view.read))
+    closed = uid is not None and closed_path(
+        (*python, *_interpreter(), *view.read), roots=(*python, *view.read)
+    )
     steps = Steps(
-        tmpfs={str(SCRATCH): (limits.scratch, limits.files), "/dev/shm": (_SHARED_MEMORY, limits.files)},
+        tmpfs={
+            str(SCRATCH): (limits.scratch, limits.files),
+            "/dev/shm": (_SHARED_MEMORY, limits.files),
+        },
         limits=asdict(limits),
         uid=uid,
         keep=CAP_DAC_READ_SEARCH if closed else None,
         filter=filter_bytes(Level.NAMESPACES, network=view.network).hex(),
     )
-    program = [sys.executable, "-P", "-m", "ycore.sandbox.drop_rights", json.dumps(steps), module, *arguments]
+    program = [
+        sys.executable,
+        "-P",
+        "-m",
+        "ycore.sandbox.drop_rights",
+        json.dumps(steps),
+        module,
+        *arguments,
+    ]
     command = bwrap_command(program, view, bwrap=bwrap, as_root=uid is not None, python=python)
     environment = confined_environment(view, run_id=held.run_id, scratch=SCRATCH)
     return Launch(command, environment, None, None, "confined in namespaces of its own")
@@ -162,8 +204,12 @@ def unconfined(view: View, limits: Limits, uid: int | None) -> tuple[Steps, str]
         if missing:
             uid = keep = None
     if uid is None:
-        limits = replace(limits, processes=2**22)  # a user's limit would count all of their processes
-    return Steps(tmpfs={}, limits=asdict(replace(limits, scratch=2**62)), uid=uid, keep=keep, filter=""), words
+        limits = replace(
+            limits, processes=2**22
+        )  # a user's limit would count all of their processes
+    return Steps(
+        tmpfs={}, limits=asdict(replace(limits, scratch=2**62)), uid=uid, keep=keep, filter=""
+    ), words
 
 
 def confined_environment(
@@ -171,7 +217,9 @@ def confined_environment(
 ) -> dict[str, str]:
     """A few variables of `parent`, never a token or a key; home and temporary files are the scratch folder."""
     names = _PASSED_ON | _WITH_NETWORK if view.network else _PASSED_ON
-    kept = {name: value for name, value in parent.items() if name in names or name.startswith("LC_")}
+    kept = {
+        name: value for name, value in parent.items() if name in names or name.startswith("LC_")
+    }
     cache = Path(parent.get("HF_HOME") or Path("~/.cache/huggingface").expanduser())
     if any(cache.is_relative_to(path) for path in view.read):
         kept["HF_HOME"] = str(cache)
@@ -194,7 +242,11 @@ def closed_path(paths: Iterable[Path], *, roots: Sequence[Path] = ()) -> Path | 
     """
     for path in paths:
         path = path.absolute()
-        above = [step for step in path.parents if not roots or any(step.is_relative_to(root) for root in roots)]
+        above = [
+            step
+            for step in path.parents
+            if not roots or any(step.is_relative_to(root) for root in roots)
+        ]
         for step in (path, *above):
             with suppress(OSError):  # what is not there need not be read
                 mode = step.stat().st_mode
@@ -213,7 +265,9 @@ def _reading_right() -> int | None:
     """
     if capabilities() >> CAP_DAC_READ_SEARCH & 1:
         return CAP_DAC_READ_SEARCH
-    return CAP_DAC_OVERRIDE if capabilities() >> CAP_DAC_OVERRIDE & 1 and abi() >= LEAST_ABI else None
+    return (
+        CAP_DAC_OVERRIDE if capabilities() >> CAP_DAC_OVERRIDE & 1 and abi() >= LEAST_ABI else None
+    )
 
 
 def _interpreter() -> list[Path]:

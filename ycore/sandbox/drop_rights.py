@@ -21,7 +21,13 @@ from ycore.sandbox import Limits
 
 # Linux: mount(2), prctl(2), capset(2)
 MS_NOSUID, MS_NODEV, _MS_REMOUNT = 2, 4, 32
-PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_SET_SECCOMP, _PR_CAPBSET_DROP = 1, 4, 8, 22, 24
+PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_SET_SECCOMP, _PR_CAPBSET_DROP = (
+    1,
+    4,
+    8,
+    22,
+    24,
+)
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 36, 38, 47
 _PR_CAP_AMBIENT_RAISE, _PR_CAP_AMBIENT_CLEAR_ALL, _SECCOMP_MODE_FILTER = 2, 4, 2
 _CAPABILITY_VERSION_3 = 0x20080522
@@ -44,7 +50,9 @@ def enter(steps: Steps) -> None:
     """Take all steps, in the one order that works: each takes away what an earlier one needs."""
     for folder, (size, files) in steps["tmpfs"].items():
         # bwrap bounds its bytes, and not its files
-        mount(None, folder, None, MS_NOSUID | MS_NODEV | _MS_REMOUNT, f"size={size},nr_inodes={files}")
+        mount(
+            None, folder, None, MS_NOSUID | MS_NODEV | _MS_REMOUNT, f"size={size},nr_inodes={files}"
+        )
     limit_resources(Limits(**steps["limits"]))
     give_up_rights(steps["uid"], keep=steps["keep"], refused=bytes.fromhex(steps["filter"]))
     end_with_parent()  # the kernel forgets this with a change of user
@@ -145,13 +153,17 @@ def end_with_parent() -> None:
         with suppress(OSError):
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         with suppress(OSError):
-            prctl(PR_SET_CHILD_SUBREAPER, 1)  # daemons stay below this process, so that they are found
+            prctl(
+                PR_SET_CHILD_SUBREAPER, 1
+            )  # daemons stay below this process, so that they are found
         with suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def _empty_bounding_set(keep: int | None = None) -> None:
-    with suppress(OSError):  # EPERM without CAP_SETPCAP; EINVAL behind the last one that the kernel knows
+    with suppress(
+        OSError
+    ):  # EPERM without CAP_SETPCAP; EINVAL behind the last one that the kernel knows
         for number in set(range(64)) - {keep}:
             prctl(_PR_CAPBSET_DROP, number)
 

@@ -60,9 +60,13 @@ class Units(ast.NodeTransformer):
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
         if isinstance(node.test, ast.Constant):
             return node  # `assert True` tests nothing, `assert False` marks a place not to reach
-        passed, failed = (ast.parse(f"{_RECORD}({self.count}, {did})").body[0] for did in (True, False))
+        passed, failed = (
+            ast.parse(f"{_RECORD}({self.count}, {did})").body[0] for did in (True, False)
+        )
         self.count += 1
-        handler = ast.ExceptHandler(type=ast.Name("Exception", ast.Load()), name=None, body=[failed])
+        handler = ast.ExceptHandler(
+            type=ast.Name("Exception", ast.Load()), name=None, body=[failed]
+        )
         wrapped = ast.Try(body=[node], handlers=[handler], orelse=[passed], finalbody=[])
         return ast.fix_missing_locations(ast.copy_location(wrapped, node))
 
@@ -197,7 +201,9 @@ def _bind(tree: ast.AST, space: dict[str, Any], link: Link) -> None:
             with suppress(ImportError):
                 space[name] = importlib.import_module(module)
                 continue
-        with suppress(Exception):  # where the program has none, the test ends with its own NameError
+        with suppress(
+            Exception
+        ):  # where the program has none, the test ends with its own NameError
             space[name] = link.ask("name", name)
 
 
@@ -219,5 +225,7 @@ def same(value: Any, expected: Any, tolerance: float) -> bool:
         if not isinstance(value, dict):
             return False
         named = {str(key): item for key, item in value.items()}
-        return named.keys() == expected.keys() and all(same(named[key], expected[key], tolerance) for key in named)
+        return named.keys() == expected.keys() and all(
+            same(named[key], expected[key], tolerance) for key in named
+        )
     return type(value) is type(expected) and bool(value == expected)

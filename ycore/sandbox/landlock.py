@@ -53,10 +53,18 @@ _TCP = 3  # bind and connect, from ABI 4 on
 _SCOPES = 3  # abstract sockets and signals, from ABI 6 on
 _READ = _EXECUTE | _READ_FILE | _READ_DIR
 _OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEV
-_DEVICES = {"/dev/null": _READ_FILE | _WRITE_FILE, "/dev/zero": _READ_FILE, "/dev/urandom": _READ_FILE}
+_DEVICES = {
+    "/dev/null": _READ_FILE | _WRITE_FILE,
+    "/dev/zero": _READ_FILE,
+    "/dev/urandom": _READ_FILE,
+}
 _SYSTEM = tuple(
     Path(name)
-    for name in (*("/usr", "/bin", "/lib", "/lib32", "/lib64"), *("/etc/ld.so.cache", "/etc/localtime"), *_DEVICES)
+    for name in (
+        *("/usr", "/bin", "/lib", "/lib32", "/lib64"),
+        *("/etc/ld.so.cache", "/etc/localtime"),
+        *_DEVICES,
+    )
 )
 
 
@@ -80,7 +88,13 @@ class Rules:
 
 
 def rules_of(
-    view: View, limits: Limits, *, scratch: Path, python: Iterable[Path], uid: int | None, keep: int | None = None
+    view: View,
+    limits: Limits,
+    *,
+    scratch: Path,
+    python: Iterable[Path],
+    uid: int | None,
+    keep: int | None = None,
 ) -> Rules:
     """The rules of a process that may see `view` and Python, and write in `scratch` alone.
 
@@ -88,7 +102,9 @@ def rules_of(
     entries, those that are there now, and for the rest its names can be listed.
     """
     own_user = uid is not None
-    program = filter_bytes(Level.LANDLOCK, network=view.network, landlock_abi=abi(), own_user=own_user)
+    program = filter_bytes(
+        Level.LANDLOCK, network=view.network, landlock_abi=abi(), own_user=own_user
+    )
     hidden = frozenset(path.resolve() for path in view.hidden)
     shown = [path.resolve() for path in (*_SYSTEM, *python, *view.read) if path.exists()]
     files = sorted({name for path in shown for name in _around(path, hidden)})
@@ -177,7 +193,9 @@ def change_user(this: Rules) -> Reach:
 
 def confine(this: Rules, reach: Reach) -> None:
     """Confine the calling process, which has one thread, and all that it will start. It cannot be undone."""
-    others = _tasks_of(os.getuid()) if this.uid is None else 2  # the kernel counts by user; our own count is by tree
+    others = (
+        _tasks_of(os.getuid()) if this.uid is None else 2
+    )  # the kernel counts by user; our own count is by tree
     _restrict_files(this, reach)
     reach.reroute()
     limits = Limits(**this.limits)

@@ -38,7 +38,13 @@ _ASKED_FOR = "none, as was asked for"
 _ELSEWHERE = "/var/tmp"
 _VARIABLE = "YCORE_CANARY"
 _RESTRICTED = Path("/proc/sys/kernel/apparmor_restrict_unprivileged_userns")
-_BLOCKED = ("creating new namespace", "no permissions to create", "unshare", "clone", "operation not permitted")
+_BLOCKED = (
+    "creating new namespace",
+    "no permissions to create",
+    "unshare",
+    "clone",
+    "operation not permitted",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +63,11 @@ class Choice:
             return f"landlock, the weaker level: {_WEAKER}" + (
                 f" ({self.answers}; {self.mend})" if self.refused else ""
             )
-        return f"none: reward functions run unconfined ({self.answers}; {self.mend})" if self.refused else _ASKED_FOR
+        return (
+            f"none: reward functions run unconfined ({self.answers}; {self.mend})"
+            if self.refused
+            else _ASKED_FOR
+        )
 
     @property
     def answers(self) -> str:
@@ -79,7 +89,9 @@ def choose(wanted: str = AUTO) -> Choice:
     if wanted != AUTO:
         answer = tried(Level(wanted))
         if answer is not None:
-            raise ConfigError(f"the sandbox cannot be had at level {wanted}: {answer}; {mend(answer)}, or sandbox auto")
+            raise ConfigError(
+                f"the sandbox cannot be had at level {wanted}: {answer}; {mend(answer)}, or sandbox auto"
+            )
         return Choice(Level(wanted), {})
     refused: dict[Level, str] = {}
     for level in (Level.NAMESPACES, Level.LANDLOCK):
@@ -151,7 +163,10 @@ def self_test(level: Level) -> str | None:
             plain = [sys.executable, "-I", "-S", canaries.__file__, json.dumps(this)]
             at = {**os.environ, "TMPDIR": str(folder)}
             streams = {"stdin": DEVNULL, "stdout": PIPE, "stderr": PIPE}
-            with Popen(plain, stdout=PIPE, stderr=DEVNULL, env=at) as outside, launch.start(**streams) as inside:
+            with (
+                Popen(plain, stdout=PIPE, stderr=DEVNULL, env=at) as outside,
+                launch.start(**streams) as inside,
+            ):
                 try:
                     seen, complaint = inside.communicate(timeout=_WITHIN_S)
                     control, _ = outside.communicate(timeout=_WITHIN_S)

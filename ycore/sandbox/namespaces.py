@@ -19,9 +19,25 @@ from ycore.sandbox import View
 SCRATCH = Path("/tmp")
 """Where confined code may write, as it sees it."""
 
-_SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")  # folders of the root, or links into /usr
+_SYSTEM = (
+    "bin",
+    "sbin",
+    "lib",
+    "lib32",
+    "lib64",
+    "libx32",
+)  # folders of the root, or links into /usr
 _ETC = ("ld.so.cache", "ld.so.conf", "localtime", "alternatives")
-_ETC_NETWORK = ("resolv.conf", "hosts", "nsswitch.conf", "host.conf", "gai.conf", "ssl", "pki", "ca-certificates")
+_ETC_NETWORK = (
+    "resolv.conf",
+    "hosts",
+    "nsswitch.conf",
+    "host.conf",
+    "gai.conf",
+    "ssl",
+    "pki",
+    "ca-certificates",
+)
 _DEVICES = ("null", "zero", "random", "urandom", "full")
 _GPU_DEVICES = ("nvidia*", "dri", "kfd")
 # What the first steps inside need, and give up: mounts, another user, an empty bounding set.
@@ -59,14 +75,25 @@ def python_paths(paths: Iterable[str] | None = None) -> tuple[Path, ...]:
     """
     import ycore
 
-    prefixes = [sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, *sysconfig.get_paths().values()]
+    prefixes = [
+        sys.prefix,
+        sys.base_prefix,
+        sys.exec_prefix,
+        sys.base_exec_prefix,
+        *sysconfig.get_paths().values(),
+    ]
     files = [sys.executable, os.path.realpath(sys.executable), str(Path(ycore.__file__).parent)]
     if paths is None:
-        own = {os.getcwd(), os.path.dirname(os.path.abspath(sys.argv[0]))}  # what this process alone looks in
+        own = {
+            os.getcwd(),
+            os.path.dirname(os.path.abspath(sys.argv[0])),
+        }  # what this process alone looks in
         asked = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         paths = [entry for entry in sys.path if entry not in own or entry in asked]
     entries = [entry for entry in paths if os.path.isabs(entry)]
-    found = dict.fromkeys(Path(name).absolute() for name in (*prefixes, *entries, *files) if os.path.exists(name))
+    found = dict.fromkeys(
+        Path(name).absolute() for name in (*prefixes, *entries, *files) if os.path.exists(name)
+    )
     return tuple(path for path in found if not path.is_relative_to("/usr"))
 
 
@@ -123,7 +150,9 @@ def _binds(shown: Iterable[Path], hidden: Iterable[Path]) -> list[str]:
     line: list[str] = []
     made = {Path("/"), Path("/usr"), Path("/dev"), Path("/dev/shm"), SCRATCH}
     covered: list[str] = []
-    for path in sorted((path for path in paths if path.exists()), key=lambda path: (len(path.parts), path)):
+    for path in sorted(
+        (path for path in paths if path.exists()), key=lambda path: (len(path.parts), path)
+    ):
         around = next((other for other in path.parents if other in paths and other.exists()), None)
         is_seen = around is not None and paths[around]
         if path in made or paths[path] == is_seen:
@@ -131,7 +160,12 @@ def _binds(shown: Iterable[Path], hidden: Iterable[Path]) -> list[str]:
         if not is_seen:
             for parent in reversed(path.parents):
                 if parent not in made:
-                    line += ["--perms", "0755", "--dir", str(parent)]  # which leaves alone what is there
+                    line += [
+                        "--perms",
+                        "0755",
+                        "--dir",
+                        str(parent),
+                    ]  # which leaves alone what is there
                     made.add(parent)
             line += ["--ro-bind", str(path), str(path)]
         elif path.is_dir():
@@ -150,4 +184,14 @@ def _devices(*, gpus: bool) -> list[str]:
     for node in nodes:
         line += ["--dev-bind-try", str(node), str(node)]
     line += ["--symlink", "/proc/self/fd", "/dev/fd"] if gpus else []
-    return [*line, "--dir", "/dev/shm", "--remount-ro", "/dev", "--perms", "1777", "--tmpfs", "/dev/shm"]
+    return [
+        *line,
+        "--dir",
+        "/dev/shm",
+        "--remount-ro",
+        "/dev",
+        "--perms",
+        "1777",
+        "--tmpfs",
+        "/dev/shm",
+    ]

@@ -87,7 +87,12 @@ def _module(name: str, text: str) -> ModuleType:
     module = ModuleType(name)
     module.__file__ = NAME
     sys.modules[name] = module
-    linecache.cache[NAME] = (len(text), None, text.splitlines(keepends=True), NAME)  # for tracebacks and inspect
+    linecache.cache[NAME] = (
+        len(text),
+        None,
+        text.splitlines(keepends=True),
+        NAME,
+    )  # for tracebacks and inspect
     return module
 
 

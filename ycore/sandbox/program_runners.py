@@ -49,7 +49,14 @@ class Runner:
     """A server of programs, seen from its parent. It has no process until `ready`, and none after `close`."""
 
     def __init__(
-        self, level: Level, number: int, log: Path, *, run_id: str, limits: Limits, packages: Sequence[str]
+        self,
+        level: Level,
+        number: int,
+        log: Path,
+        *,
+        run_id: str,
+        limits: Limits,
+        packages: Sequence[str],
     ) -> None:
         self._level, self._number, self._log, self._run_id = level, number, log, run_id
         self._limits, self._packages = limits, packages
@@ -70,11 +77,18 @@ class Runner:
         with theirs, self._log.open("ab") as log:
             environment = server_environment(self._run_id)
             self._process = Popen(
-                command, env=environment, stdin=theirs.fileno(), stdout=log, stderr=log, start_new_session=True
+                command,
+                env=environment,
+                stdin=theirs.fileno(),
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
         asyncio.get_running_loop().add_reader(self._control, self._read)
         prefix = f"ycore-{self._run_id}-scratch-"  # the guardian knows scratch folders by this name
-        self._send(server_settings(self._level, self._limits, self._packages, self._number, prefix), ())
+        self._send(
+            server_settings(self._level, self._limits, self._packages, self._number, prefix), ()
+        )
         await self._answer(_START_TIMEOUT_S)
         self._num_starts += 1
         return int(self._num_starts > 1)
@@ -82,12 +96,18 @@ class Runner:
     def send(self, job: Job) -> None:
         """Begin a job. The programs have descriptors of their own afterwards."""
         self._num_jobs += 1
-        message = {"id": self._num_jobs, "kinds": job.kinds, "num_fds": [len(fds) for fds in job.fds]}
+        message = {
+            "id": self._num_jobs,
+            "kinds": job.kinds,
+            "num_fds": [len(fds) for fds in job.fds],
+        }
         self._send({**message, "deadline_s": job.deadline_s}, [fd for fds in job.fds for fd in fds])
 
     async def ended(self, job: Job) -> list[dict[str, Any]]:
         """How each program of the job ended: `status`, `reason`, `problem`. Lost where that cannot be known."""
-        ended: list[dict[str, Any]] = (await self._answer(job.deadline_s + _ANSWER_GRACE_S))["ended"]
+        ended: list[dict[str, Any]] = (await self._answer(job.deadline_s + _ANSWER_GRACE_S))[
+            "ended"
+        ]
         return ended
 
     def kill_job(self) -> None:
@@ -104,7 +124,9 @@ class Runner:
             self._control.close()
             self._control = None
         if self._process is not None:
-            if self._level is not Level.NAMESPACES:  # which end with their first process; a plain server ends all below
+            if (
+                self._level is not Level.NAMESPACES
+            ):  # which end with their first process; a plain server ends all below
                 self._process.terminate()
                 with suppress(TimeoutExpired):
                     self._process.wait(_END_WITHIN_S)
@@ -178,9 +200,15 @@ def server_environment(run_id: str) -> dict[str, str]:
     return {**own_variables(run_id, SCRATCH), **fixed}
 
 
-def server_settings(level: Level, limits: Limits, packages: Sequence[str], number: int, prefix: str) -> Settings:
+def server_settings(
+    level: Level, limits: Limits, packages: Sequence[str], number: int, prefix: str
+) -> Settings:
     """The first message to the server of runner `number`, whose programs' users are no other runner's."""
-    standard = [entry for entry in sys.path if entry.startswith(sys.base_prefix) and "-packages" not in entry]
+    standard = [
+        entry
+        for entry in sys.path
+        if entry.startswith(sys.base_prefix) and "-packages" not in entry
+    ]
     site = _site() if packages else []
     uid = FIRST_UID + (os.getpid() * 16 + number * 2) % NUM_UIDS if os.geteuid() == 0 else None
     keep, refused, readable = None, b"", list[str]()
@@ -192,7 +220,9 @@ def server_settings(level: Level, limits: Limits, packages: Sequence[str], numbe
     else:
         steps, _ = unconfined(View(), limits, uid)
         uid, keep, limits = steps["uid"], steps["keep"], Limits(**steps["limits"])
-    under_scratch = [path for path in python_folders(site) if path.is_relative_to(SCRATCH) and path != _package()]
+    under_scratch = [
+        path for path in python_folders(site) if path.is_relative_to(SCRATCH) and path != _package()
+    ]
     return Settings(
         level=level,
         uid=uid,

@@ -40,8 +40,31 @@ from ycore.sandbox.program_run import Kind, run
 
 MAX_MESSAGE = 65536  # bytes
 _STDLIB = (
-    *("math", "re", "json", "random", "string", "itertools", "functools", "collections", "heapq", "bisect", "copy"),
-    *("typing", "dataclasses", "enum", "operator", "datetime", "decimal", "fractions", "statistics", "hashlib", "io"),
+    *(
+        "math",
+        "re",
+        "json",
+        "random",
+        "string",
+        "itertools",
+        "functools",
+        "collections",
+        "heapq",
+        "bisect",
+        "copy",
+    ),
+    *(
+        "typing",
+        "dataclasses",
+        "enum",
+        "operator",
+        "datetime",
+        "decimal",
+        "fractions",
+        "statistics",
+        "hashlib",
+        "io",
+    ),
     *("linecache", "abc", "textwrap", "calendar", "cmath", "time", "array", "queue"),
 )
 
@@ -55,7 +78,9 @@ class Settings(TypedDict):
     """The first message to the server."""
 
     level: str
-    uid: int | None  # root's programs become this user and those after it; None makes a user namespace for each
+    uid: (
+        int | None
+    )  # root's programs become this user and those after it; None makes a user namespace for each
     keep: int | None  # a capability that they keep all the same
     limits: dict[str, int]  # of each program with all that it starts: `Limits`
     filter: str  # of system calls, as hexadecimal digits; empty for none
@@ -126,7 +151,9 @@ class Server:
             if "id" not in message:
                 continue  # a kill that came too late
             ended = self.run(message, fds)
-            self.control.send(json.dumps({"id": message["id"], "ended": [one.report() for one in ended]}).encode())
+            self.control.send(
+                json.dumps({"id": message["id"], "ended": [one.report() for one in ended]}).encode()
+            )
 
     def run(self, job: Mapping[str, Any], fds: Sequence[int]) -> list[Running]:
         deadline = time.monotonic() + job["deadline_s"]
@@ -152,7 +179,9 @@ class Server:
         while left := [program for program in programs if program.status is None]:
             waits_s = max(0.0, min(deadline - time.monotonic(), watch.INTERVAL_S))
             control = self.control.fileno()
-            ready, _, _ = select.select([control, *(program.ended_fd for program in left)], [], [], waits_s)
+            ready, _, _ = select.select(
+                [control, *(program.ended_fd for program in left)], [], [], waits_s
+            )
             for program in left:
                 if program.ended_fd in ready:
                     program.reap()
@@ -169,9 +198,13 @@ class Server:
     def look(self, programs: Sequence[Running]) -> None:
         """Kill what holds too much. What has left its parent's tree counts for every program of the job."""
         limits, everything = Limits(**self.settings["limits"]), watch.below(os.getpid())
-        trees = {one.pid: {one.pid, *watch.below(one.pid)} for one in programs if one.status is None}
+        trees = {
+            one.pid: {one.pid, *watch.below(one.pid)} for one in programs if one.status is None
+        }
         for program in programs:
-            others = {pid for leader, tree in trees.items() if leader != program.pid for pid in tree}
+            others = {
+                pid for leader, tree in trees.items() if leader != program.pid for pid in tree
+            }
             held = [pid for pid in everything if pid not in others]
             if program.status is None and watch.usage(held, limits, program.scratch).excess(limits):
                 program.kill("memory")
@@ -181,7 +214,9 @@ class Server:
         uid, scratch = self.settings["uid"], None
         if self.settings["level"] != Level.NAMESPACES:
             folder, prefix = os.path.split(self.settings["prefix"])
-            scratch = tempfile.mkdtemp(prefix=prefix, dir=folder)  # without `dir`, programs would inherit the default
+            scratch = tempfile.mkdtemp(
+                prefix=prefix, dir=folder
+            )  # without `dir`, programs would inherit the default
             if uid is not None:
                 os.chown(scratch, uid + index, uid + index)
         report, written = os.pipe()
@@ -191,7 +226,9 @@ class Server:
         os.close(written)
         return Starting(child, report, scratch)
 
-    def _begin(self, kind: Kind, fds: Sequence[int], index: int, written: int, scratch: str | None) -> NoReturn:
+    def _begin(
+        self, kind: Kind, fds: Sequence[int], index: int, written: int, scratch: str | None
+    ) -> NoReturn:
         if scratch is None:
             self._enter_namespaces(written)
         else:
@@ -230,11 +267,15 @@ class Server:
             os.environ["HOME"] = os.environ["TMPDIR"] = scratch
             os.chdir(scratch)
         if this["level"] == Level.LANDLOCK and scratch is not None:
-            rules = landlock.Rules(this["files"], scratch, scratch, uid, this["keep"], this["filter"], this["limits"])
+            rules = landlock.Rules(
+                this["files"], scratch, scratch, uid, this["keep"], this["filter"], this["limits"]
+            )
             landlock.confine(rules, landlock.change_user(rules))
         else:
             drop_rights.limit_resources(limits)
-            drop_rights.give_up_rights(uid, keep=this["keep"], refused=bytes.fromhex(this["filter"]))
+            drop_rights.give_up_rights(
+                uid, keep=this["keep"], refused=bytes.fromhex(this["filter"])
+            )
         if scratch is not None:
             drop_rights.prctl(drop_rights.PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -287,7 +328,9 @@ def _in_child(written: int, work: Any) -> NoReturn:
         work()
     except BaseException as error:  # noqa: BLE001 (the border of a process)
         with suppress(OSError):
-            os.write(written, f"{type(error).__name__}: {error}".replace("\n", " ").encode() + b"\n")
+            os.write(
+                written, f"{type(error).__name__}: {error}".replace("\n", " ").encode() + b"\n"
+            )
     finally:
         os._exit(70)
 
@@ -307,8 +350,17 @@ def _mount_all(scratch: int, files: int, kept: Sequence[str]) -> None:
     """Empty, bounded folders in memory over what earlier programs could write to, and nothing in /proc."""
     mount("none", "/", None, _MS_REC | _MS_PRIVATE, "")
     with _held(kept) as folders:
-        mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"size={scratch},nr_inodes={files},mode=1777")
-        for folder, descriptor in folders.items():  # Python's own, where it lies in the scratch folder
+        mount(
+            "tmpfs",
+            "/tmp",
+            "tmpfs",
+            MS_NOSUID | MS_NODEV,
+            f"size={scratch},nr_inodes={files},mode=1777",
+        )
+        for (
+            folder,
+            descriptor,
+        ) in folders.items():  # Python's own, where it lies in the scratch folder
             os.makedirs(folder, exist_ok=True)
             mount(f"/proc/self/fd/{descriptor}", folder, None, _MS_BIND | _MS_REC, "")
     mount("tmpfs", "/dev/shm", "tmpfs", MS_NOSUID | MS_NODEV, "size=16m,nr_inodes=1000,mode=1777")

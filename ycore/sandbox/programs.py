@@ -92,7 +92,8 @@ class Programs:
         self.restarts = 0
         self._limits = limits
         self._runners = [
-            Runner(level, number, log, run_id=run_id, limits=limits, packages=packages) for number in range(at_once)
+            Runner(level, number, log, run_id=run_id, limits=limits, packages=packages)
+            for number in range(at_once)
         ]
         self._idle: asyncio.Queue[Runner] = asyncio.Queue()
         for runner in self._runners:
@@ -103,8 +104,13 @@ class Programs:
         honest = [self.run("print(6 * 7)", deadline_s=20.0) for _ in self._runners]
         for outcome in await asyncio.gather(*honest):
             if outcome.status != "ok" or outcome.output != b"42\n":
-                why = outcome.problem or (outcome.errors or outcome.output).decode(errors="replace").strip()[-300:]
-                raise RunError(f"an honest program does not run in the sandbox: {outcome.status}, {why}")
+                why = (
+                    outcome.problem
+                    or (outcome.errors or outcome.output).decode(errors="replace").strip()[-300:]
+                )
+                raise RunError(
+                    f"an honest program does not run in the sandbox: {outcome.status}, {why}"
+                )
 
     async def run(self, source: str, *, stdin: bytes = b"", deadline_s: float) -> Outcome:
         """Run a program as a script with this standard input."""
@@ -113,7 +119,10 @@ class Programs:
             (output, written), (errors, complaints) = _pipe(files), _pipe(files)
             count = _Count(self._limits.output, too_much)
             fds = [_sealed(files, stdin), written, complaints, _sealed(files, _bytes(source))]
-            return Job(["script"], [fds], deadline_s), [_Reader(output, count), _Reader(errors, count)]
+            return Job(["script"], [fds], deadline_s), [
+                _Reader(output, count),
+                _Reader(errors, count),
+            ]
 
         done = await self._do(make)
         if isinstance(done, str):
@@ -184,7 +193,9 @@ class Programs:
                 reader.close()
 
 
-def read_verdict(data: bytes, examiner: Mapping[str, Any], callee: Mapping[str, Any], *, seconds: float) -> Verdict:
+def read_verdict(
+    data: bytes, examiner: Mapping[str, Any], callee: Mapping[str, Any], *, seconds: float
+) -> Verdict:
     """The examiner's lines as a verdict. One that was cut short has not ended, and so has not passed."""
     began, broken, ended, hung = "gone", None, False, examiner["reason"] == "deadline"
     units: list[bool | None] = []
@@ -199,7 +210,9 @@ def read_verdict(data: bytes, examiner: Mapping[str, Any], callee: Mapping[str, 
         broken = found.get("broken", broken)
         ended, hung = found.get("ended", ended), found.get("timed_out", hung)
     if not data:
-        return Verdict("infra_error", problem="the tests of a program did not begin", seconds=seconds)
+        return Verdict(
+            "infra_error", problem="the tests of a program did not begin", seconds=seconds
+        )
     status: Status = "memory" if "memory" in (examiner["reason"], callee["reason"]) else "ok"
     status = "timeout" if hung else status
     return Verdict(status, began, tuple(units), ended, broken, seconds)
@@ -254,7 +267,9 @@ def _sealed(files: ExitStack, data: bytes) -> int:
         file.write(data)
     os.lseek(descriptor, 0, os.SEEK_SET)
     fcntl.fcntl(
-        descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+        descriptor,
+        fcntl.F_ADD_SEALS,
+        fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL,
     )
     return descriptor
 

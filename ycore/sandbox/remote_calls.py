@@ -77,7 +77,9 @@ class Handle:
         return str(self._link.ask("text", self._number))
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Handle) and self._link.ask("equals", self._number, other) is True)
+        return self is other or (
+            isinstance(other, Handle) and self._link.ask("equals", self._number, other) is True
+        )
 
     def __hash__(self) -> int:
         return hash(self._number)
@@ -102,9 +104,13 @@ class Link:
     The tests' end exports functions alone, which the other end may call. The program's end exports everything.
     """
 
-    def __init__(self, descriptor: int, *, exports_all: bool = False, names: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, descriptor: int, *, exports_all: bool = False, names: Mapping[str, Any] | None = None
+    ) -> None:
         """`names`: what the other end may ask for by name."""
-        self.deadline: float | None = None  # of `time.monotonic`, for an answer; None waits for ever
+        self.deadline: float | None = (
+            None  # of `time.monotonic`, for an answer; None waits for ever
+        )
         self.is_gone = False
         self.num_asked = 0
         self._descriptor, self._buffer = descriptor, bytearray()
@@ -119,7 +125,14 @@ class Link:
             raise Gone
         self.num_asked += 1
         sent = [self.encode(value) for value in args]
-        self.send({"ask": operation, "of": of, "args": sent, "kwargs": {k: self.encode(v) for k, v in kwargs.items()}})
+        self.send(
+            {
+                "ask": operation,
+                "of": of,
+                "args": sent,
+                "kwargs": {k: self.encode(v) for k, v in kwargs.items()},
+            }
+        )
         while True:
             message = self.receive()
             if "ask" in message:
@@ -144,7 +157,10 @@ class Link:
                 value = self.encode(_OPERATIONS[operation](self._objects[of], *args, **kwargs))
                 reply = {"value": value}
                 if value is None and operation == "call":
-                    reply["changed"] = [self.encode(arg) if isinstance(arg, list | dict | set) else 0 for arg in args]
+                    reply["changed"] = [
+                        self.encode(arg) if isinstance(arg, list | dict | set) else 0
+                        for arg in args
+                    ]
             else:
                 raise PermissionError(operation)
         except (Silent, Gone):
@@ -229,13 +245,19 @@ class Link:
             return {type(value).__name__: str(value)}
         if isinstance(value, Handle):
             return {"yours": value._number}
-        if type(value).__module__ == "numpy" and hasattr(value, "item") and not getattr(value, "shape", ()):
+        if (
+            type(value).__module__ == "numpy"
+            and hasattr(value, "item")
+            and not getattr(value, "shape", ())
+        ):
             return self.encode(value.item(), depth + 1)
         if self._exports_all or isinstance(value, _FUNCTIONS):
             return {"mine": self._export(value)}
         if isinstance(value, Iterator):
             return {"iterator": all_of(value)}
-        raise NoPlainData(f"a test passes a {type(value).__name__} to the program, which is no plain data")
+        raise NoPlainData(
+            f"a test passes a {type(value).__name__} to the program, which is no plain data"
+        )
 
     def decode(self, encoded: Any) -> Any:
         """The value of `encode`; ValueError for anything else."""

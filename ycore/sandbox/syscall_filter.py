@@ -20,14 +20,21 @@ from ycore.sandbox import Level
 
 _CLONE, _CLONE3, _SOCKET, _IOCTL, _PRLIMIT = (56, 220), (435, 435), (41, 198), (16, 29), (302, 261)
 _NEW_NAMESPACE = 0x7E020080  # every CLONE_NEW* bit that clone takes
-_TERMINAL_INPUT = (0x5412, 0x541C, 0x5423)  # TIOCSTI, TIOCLINUX, TIOCSETD: typing into the terminal of whoever watches
+_TERMINAL_INPUT = (
+    0x5412,
+    0x541C,
+    0x5423,
+)  # TIOCSTI, TIOCLINUX, TIOCSETD: typing into the terminal of whoever watches
 _AF_UNIX, _AF_INET, _AF_INET6, _AF_NETLINK = 1, 2, 10, 16
 
 # seccomp(2), linux/bpf_common.h; offsets into `struct seccomp_data`
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16
 _ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
-_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # the column above, AUDIT_ARCH_*
+_ARCHITECTURES = {
+    "x86_64": (0, 0xC000003E),
+    "aarch64": (1, 0xC00000B7),
+}  # the column above, AUDIT_ARCH_*
 _X32 = 0x40000000  # the numbers of x86-64's second, 32-bit set of calls
 
 Instruction = tuple[int, int, int, int]
@@ -35,7 +42,12 @@ Instruction = tuple[int, int, int, int]
 
 
 def filter_bytes(
-    level: Level, *, machine: str | None = None, network: bool = False, landlock_abi: int = 7, own_user: bool = False
+    level: Level,
+    *,
+    machine: str | None = None,
+    network: bool = False,
+    landlock_abi: int = 7,
+    own_user: bool = False,
 ) -> bytes:
     """The filter for `prctl(PR_SET_SECCOMP)`, or for bwrap's `--seccomp`.
 
@@ -50,7 +62,9 @@ def filter_bytes(
     """
     machine = machine or platform.machine()
     if machine not in _ARCHITECTURES:
-        raise NotImplementedError(f"the filter of system calls knows {', '.join(_ARCHITECTURES)}, not {machine}")
+        raise NotImplementedError(
+            f"the filter of system calls knows {', '.join(_ARCHITECTURES)}, not {machine}"
+        )
     column, architecture = _ARCHITECTURES[machine]
     program: list[Instruction] = [
         (_LOAD, 0, 0, _ARCHITECTURE_AT), (_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL),
@@ -61,11 +75,15 @@ def filter_bytes(
     calls = json.loads(Path(__file__).with_name("syscalls.json").read_text(encoding="utf-8"))
     for group in calls["always"].values():
         program += _refusals(group, column, errno.EPERM)
-    program += _refusals({"clone3": _CLONE3}, column, errno.ENOSYS)  # its flags cannot be read; libc then takes clone
+    program += _refusals(
+        {"clone3": _CLONE3}, column, errno.ENOSYS
+    )  # its flags cannot be read; libc then takes clone
     families = [_AF_INET, _AF_INET6]
     if level is Level.LANDLOCK:
         families = [*families, _AF_NETLINK] if network else []
-        program += _refusals(calls["file attributes"], column, 0)  # these only seem to work, or shutil.copy fails
+        program += _refusals(
+            calls["file attributes"], column, 0
+        )  # these only seem to work, or shutil.copy fails
         program += _refusals(calls["extended attributes"], column, errno.EOPNOTSUPP)
         program += _refusals(calls["shared system"], column, errno.EPERM)
         if landlock_abi < 3:
@@ -75,14 +93,22 @@ def filter_bytes(
     else:
         families += [_AF_UNIX, _AF_NETLINK] if network else [_AF_UNIX]
     program += _checked(_CLONE[column], 0, [(_ANY_BIT, _NEW_NAMESPACE)], refuse_on_match=True)
-    program += _checked(_SOCKET[column], 0, [(_EQUAL, family) for family in families], refuse_on_match=False)
-    program += _checked(_IOCTL[column], 1, [(_EQUAL, request) for request in _TERMINAL_INPUT], refuse_on_match=True)
-    program += _checked(_PRLIMIT[column], 0, [(_EQUAL, 0)], refuse_on_match=False)  # its own limits only
+    program += _checked(
+        _SOCKET[column], 0, [(_EQUAL, family) for family in families], refuse_on_match=False
+    )
+    program += _checked(
+        _IOCTL[column], 1, [(_EQUAL, request) for request in _TERMINAL_INPUT], refuse_on_match=True
+    )
+    program += _checked(
+        _PRLIMIT[column], 0, [(_EQUAL, 0)], refuse_on_match=False
+    )  # its own limits only
     program.append((_RETURN, 0, 0, _ALLOW))
     return b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
 
 
-def _refusals(calls: Mapping[str, Sequence[int | None]], column: int, error: int) -> Iterable[Instruction]:
+def _refusals(
+    calls: Mapping[str, Sequence[int | None]], column: int, error: int
+) -> Iterable[Instruction]:
     """Answer each call with an error at once, because a jump reaches no further than 255 instructions."""
     for numbers in calls.values():
         number = numbers[column]

@@ -49,7 +49,9 @@ def below(pid: int) -> list[int]:
     waiting = [pid]
     children = None if _HAS_CHILDREN else _children_by_scan()
     while waiting:
-        for child in _children(waiting.pop()) if children is None else children.get(waiting.pop(), []):
+        for child in (
+            _children(waiting.pop()) if children is None else children.get(waiting.pop(), [])
+        ):
             found.append(child)
             waiting.append(child)
     return found
@@ -148,7 +150,9 @@ class Watch(threading.Thread):
     what was too much, or None.
     """
 
-    def __init__(self, pid: int, limits: Limits, kill: Callable[[], object], *, scratch: str | None = None) -> None:
+    def __init__(
+        self, pid: int, limits: Limits, kill: Callable[[], object], *, scratch: str | None = None
+    ) -> None:
         """Start nothing yet.
 
         Args:

@@ -39,12 +39,21 @@ class Part:
 
 
 PARTS = {
-    "device": Part("device_training.device", 120, "torch's view of the device, and a product on it", on_cpu=False),
+    "device": Part(
+        "device_training.device",
+        120,
+        "torch's view of the device, and a product on it",
+        on_cpu=False,
+    ),
     "replay-lora": Part("device_training.replay_lora", 120, "losses of a device against the CPU's"),
     "replay-full": Part("device_training.replay_full", 120, "losses of a device against the CPU's"),
-    "attention": Part("device_training.attention", 180, "flash attention, 2k to 32k tokens, the device's memory"),
+    "attention": Part(
+        "device_training.attention", 180, "flash attention, 2k to 32k tokens, the device's memory"
+    ),
     "sync": Part("device_training.sync", 90, "1.3 billion weights over the bus"),
-    "engines": Part("device_engines.engines", 300, "memory that a sleep frees, and another process in it"),
+    "engines": Part(
+        "device_engines.engines", 300, "memory that a sleep frees, and another process in it"
+    ),
     "steps": Part("device_training.steps", 300, "memory and time of a device against the plan"),
 }
 
@@ -63,7 +72,11 @@ def device_report(
         raise ConfigError("doctor --gpu needs an NVIDIA GPU, and the driver lists none; add --device cpu for the parts "
                           "that a CPU can do")  # fmt: skip
     name = gpus[0].name if gpus else None
-    say(f"on {name}, the first of {len(gpus)}" if gpus else "on the CPU: nothing of this is shown of a GPU")
+    say(
+        f"on {name}, the first of {len(gpus)}"
+        if gpus
+        else "on the CPU: nothing of this is shown of a GPU"
+    )
     checks: list[Check] = _driver_checks(gpus, say) if gpus else []
     not_run: dict[str, str] = {}
     for part in parts:
@@ -79,12 +92,21 @@ def device_report(
             checks.append(found)
         if part in not_run:
             say(f"  not run: {not_run[part]}")
-    return {"ok": all(one["ok"] for one in checks), "device": name, "checks": checks, "not_run": not_run}
+    return {
+        "ok": all(one["ok"] for one in checks),
+        "device": name,
+        "checks": checks,
+        "not_run": not_run,
+    }
 
 
 def _driver_checks(gpus: Sequence[Gpu], say: Say) -> list[Check]:
     """Driver, compute capability and free memory, as `ycore env` has them."""
-    found = list(gpu_checks(gpus, torch_cuda=torch_cuda(), links=ask_driver(("topo", "-m")) if len(gpus) > 1 else ""))
+    found = list(
+        gpu_checks(
+            gpus, torch_cuda=torch_cuda(), links=ask_driver(("topo", "-m")) if len(gpus) > 1 else ""
+        )
+    )
     for one in found:
         mend = f"; {one['mend']}" if one["mend"] else ""
         say(f"  {'pass' if one['ok'] else 'FAIL'}: {one['name']}: {one['value']}{mend}")
@@ -93,7 +115,10 @@ def _driver_checks(gpus: Sequence[Gpu], say: Say) -> list[Check]:
 
 def _run(name: str, folder: Path, *, device: str | None) -> Check:
     """One part in a process; the check holds its last line."""
-    shown = {"CUDA_VISIBLE_DEVICES": device or "", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # the driver's order
+    shown = {
+        "CUDA_VISIBLE_DEVICES": device or "",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    }  # the driver's order
     slow = PARTS[name].limit_s * (1 if device is not None else 3)
     part = subprocess.Popen(
         [sys.executable, "-P", "-m", "ycore.tools.device_check", PARTS[name].work, str(folder)],
@@ -106,9 +131,16 @@ def _run(name: str, folder: Path, *, device: str | None) -> Check:
     try:
         said, _ = part.communicate(timeout=slow)
         last = said.strip().rpartition("\n")[2] or f"exit status {part.returncode}"
-        return check(name, last, ok=part.returncode == 0, mend="see docs/gpu.md for what this part does")
+        return check(
+            name, last, ok=part.returncode == 0, mend="see docs/gpu.md for what this part does"
+        )
     except subprocess.TimeoutExpired:
-        return check(name, f"no end after {slow:.0f} s", ok=False, mend="see docs/gpu.md for what this part does")
+        return check(
+            name,
+            f"no end after {slow:.0f} s",
+            ok=False,
+            mend="see docs/gpu.md for what this part does",
+        )
     finally:
         part.terminate()  # as Ctrl-C: it ends what it has started
         with suppress(subprocess.TimeoutExpired):

@@ -35,7 +35,9 @@ from ycore.run.files import make_private
 from ycore.run.paths import RunFolder
 
 _READY_WITHIN_S = 240.0
-_KEPT_GIB = 2.0  # at most, by an engine asleep: its CUDA context and what NCCL holds; the plan counts 1.2
+_KEPT_GIB = (
+    2.0  # at most, by an engine asleep: its CUDA context and what NCCL holds; the plan counts 1.2
+)
 _WITHIN_S = 60.0
 _SHARE = 0.3  # of the device, for each engine
 _HOLD = "import torch; torch.empty(int({bytes}), dtype=torch.uint8, device='cuda').fill_(1); torch.cuda.synchronize()"
@@ -86,7 +88,9 @@ async def _sleep_and_wake(
         if held is not None and awake is not None:
             freed = _check_freed(level, held, (_free_gib() or 0.0) - awake)
         await sleeper.wake()
-        said.append(f"level {level}: asleep and awake in {time.perf_counter() - began:.1f} s{freed}")
+        said.append(
+            f"level {level}: asleep and awake in {time.perf_counter() - began:.1f} s{freed}"
+        )
         if await _tokens(engine) != expected:
             raise RunError(f"after a sleep at level {level} the same requests give other tokens")
 
@@ -104,7 +108,9 @@ async def _sleep_and_wake(
         engine.source = Source(partial(engine_weights, policy, dtype=torch.float32), device)
         began = time.perf_counter()
         await engine.load_weights(weights / "noted", 2)
-        said.append(f"from this process's memory, loaded and proved in {time.perf_counter() - began:.2f} s")
+        said.append(
+            f"from this process's memory, loaded and proved in {time.perf_counter() - began:.2f} s"
+        )
         await checked(2, engine.sleeper)
         await engine.sleeper.sleep()
     finally:
@@ -137,23 +143,32 @@ class _Always(SleepLevels):
 
 
 def _client(spec: EngineSpec) -> VllmEngine:
-    return VllmEngine(spec.name, spec.socket, Sampling(max_tokens=12), request_timeout_s=120, sleeps=True)
+    return VllmEngine(
+        spec.name, spec.socket, Sampling(max_tokens=12), request_timeout_s=120, sleeps=True
+    )
 
 
 async def _tokens(engine: VllmEngine) -> list[tuple[int, ...]]:
     """One request at a time: an engine's arithmetic depends on what else is in its batch, and so do a few tokens."""
-    return [(await engine.complete([9, 8, 7, prompt], seed=prompt)).token_ids for prompt in range(10, 18)]
+    return [
+        (await engine.complete([9, 8, 7, prompt], seed=prompt)).token_ids
+        for prompt in range(10, 18)
+    ]
 
 
 def _check_freed(level: int, held: float, freed: float) -> str:
     """What of the memory is free now, in words; another process takes nine tenths of it for a moment."""
     if held - freed > _KEPT_GIB:
-        raise RunError(f"asleep at level {level}, the engine keeps {held - freed:.1f} of its {held:.1f} GiB")
+        raise RunError(
+            f"asleep at level {level}, the engine keeps {held - freed:.1f} of its {held:.1f} GiB"
+        )
     command = [sys.executable, "-c", _HOLD.format(bytes=0.9 * freed * 2**30)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=2 * _WITHIN_S)
     if done.returncode != 0:
         why = done.stderr.strip().rpartition("\n")[2]
-        raise RunError(f"asleep at level {level}, another process cannot use {0.9 * freed:.1f} GiB: {why}")
+        raise RunError(
+            f"asleep at level {level}, another process cannot use {0.9 * freed:.1f} GiB: {why}"
+        )
     return f", and of {held:.1f} GiB {freed:.1f} were free for another process"
 
 
@@ -221,5 +236,7 @@ def _wait_for_free(gib: float) -> None:
     deadline = time.monotonic() + _WITHIN_S
     while (free := _free_gib() or 0.0) < gib:
         if time.monotonic() > deadline:
-            raise RunError(f"{_WITHIN_S:.0f} s after the engines ended, {free:.1f} GiB are free, not {gib:.1f}")
+            raise RunError(
+                f"{_WITHIN_S:.0f} s after the engines ended, {free:.1f} GiB are free, not {gib:.1f}"
+            )
         time.sleep(0.5)

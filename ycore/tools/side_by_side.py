@@ -42,7 +42,9 @@ def read_answers(folder: Path, weights: Sequence[float]) -> dict[int, Answered]:
         row: Answered(
             prompt=written[0]["prompt"],
             completions=tuple(one["completion"] for one in written),
-            reward=mean(total_reward([Score(value) for value in one["rewards"]], weights) for one in written),
+            reward=mean(
+                total_reward([Score(value) for value in one["rewards"]], weights) for one in written
+            ),
             right=sum((one["rewards"][0] or 0.0) >= RIGHT_FROM for one in written) / len(written),
         )
         for row, written in by_row.items()
@@ -70,7 +72,9 @@ def write_differences(answers: Mapping[str, Mapping[int, Answered]], file: Path)
     rows = set.intersection(*(set(of_model) for of_model in answers.values()))
 
     def spread(row: int) -> float:
-        rewards = [known for of_model in answers.values() if (known := of_model[row].reward) is not None]
+        rewards = [
+            known for of_model in answers.values() if (known := of_model[row].reward) is not None
+        ]
         return max(rewards) - min(rewards) if rewards else 0.0
 
     lines = []
@@ -85,7 +89,10 @@ def write_differences(answers: Mapping[str, Mapping[int, Answered]], file: Path)
         }
         prompt = next(iter(answers.values()))[row].prompt
         lines.append(
-            json.dumps({"row": row, "spread": spread(row), "prompt": prompt, "models": models}, ensure_ascii=False)
+            json.dumps(
+                {"row": row, "spread": spread(row), "prompt": prompt, "models": models},
+                ensure_ascii=False,
+            )
         )
     write_bytes_atomic(file, "".join(line + "\n" for line in lines).encode())
 
@@ -100,13 +107,20 @@ def table_lines(
             return "" if sign else "-"
         return f"{values[name]:{sign}.3f} ({values[f'{name}/low']:{sign}.3f} to {values[f'{name}/high']:{sign}.3f})"
 
-    measured = dict.fromkeys(name for one in summaries.values() for name in one if f"{name}/low" in one)
-    compared = [name for name in ("reward", "pass@1") if any(name in one for one in differences.values())]
+    measured = dict.fromkeys(
+        name for one in summaries.values() for name in one if f"{name}/low" in one
+    )
+    compared = [
+        name for name in ("reward", "pass@1") if any(name in one for one in differences.values())
+    ]
     return [
         ["", *summaries],
         *([name, *(cell(one, name) for one in summaries.values())] for name in measured),
         *(
-            [f"{name} less the first's", *(cell(differences.get(model, {}), name, "+") for model in summaries)]
+            [
+                f"{name} less the first's",
+                *(cell(differences.get(model, {}), name, "+") for model in summaries),
+            ]
             for name in compared
         ),
         ["cut off", *(f"{one['cut_off']:.0%}" for one in summaries.values())],

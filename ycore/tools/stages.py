@@ -93,13 +93,20 @@ class Step:
 def parse_pipeline(declared: Mapping[str, Any], *, name: str) -> Pipeline:
     """Parse the keys of a pipeline's file, with `--set` applied; `name` is that of its folder, where it names none."""
     _check_keys(declared, _TOP, "a pipeline")
-    entries = [_parse_entry(str(key), value) for key, value in _mapping(declared.get("stages"), "stages").items()]
+    entries = [
+        _parse_entry(str(key), value)
+        for key, value in _mapping(declared.get("stages"), "stages").items()
+    ]
     if not entries:
         raise ConfigError("a pipeline needs stages; e.g. stages: {sft: {dataset: chats.jsonl}}")
-    names = Counter(stage_name for stages in entries for stage_name in {stage.name for stage in stages})
+    names = Counter(
+        stage_name for stages in entries for stage_name in {stage.name for stage in stages}
+    )
     for stage_name, count in names.items():
         if count > 1:
-            raise ConfigError(f"stage {stage_name}: there are two of this name; references would not know which")
+            raise ConfigError(
+                f"stage {stage_name}: there are two of this name; references would not know which"
+            )
     return Pipeline(
         model=None if declared.get("model") is None else str(declared["model"]),
         output=str(declared.get("output") or f"runs/{name}"),
@@ -119,7 +126,11 @@ def with_sets(declared: Mapping[str, Any], sets: Mapping[str, Any]) -> dict[str,
     """A copy with `--set` applied, values by dotted path; `sft.steps=5` finds its stage inside loops too."""
     merged = deepcopy(dict(declared))
     stages = merged["stages"] = _mapping(merged.get("stages"), "stages")
-    loops = [entry["stages"] for entry in stages.values() if isinstance(entry, Mapping) and "stages" in entry]
+    loops = [
+        entry["stages"]
+        for entry in stages.values()
+        if isinstance(entry, Mapping) and "stages" in entry
+    ]
     holders = {name: inner for inner in (*loops, stages) for name in inner}
     for key, value in sets.items():
         first, dot, rest = key.partition(".")
@@ -131,7 +142,9 @@ def with_sets(declared: Mapping[str, Any], sets: Mapping[str, Any]) -> dict[str,
             set_key(holder, key.split("."), value)
         else:
             way_out = nearest(first, holders) or f"; the stages are {', '.join(holders)}"
-            raise ConfigError(f"--set {key}: say STAGE.KEY=VALUE, with a stage of the file{way_out}")
+            raise ConfigError(
+                f"--set {key}: say STAGE.KEY=VALUE, with a stage of the file{way_out}"
+            )
     return merged
 
 
@@ -147,7 +160,10 @@ class _Expansion:
     def __init__(self, pipeline: Pipeline) -> None:
         self._output = Path(pipeline.output)
         self._policy = pipeline.model
-        self._seed, self._default_seed = pipeline.seed * _SEEDS_APART, pipeline.defaults.get("seed", 0)
+        self._seed, self._default_seed = (
+            pipeline.seed * _SEEDS_APART,
+            pipeline.defaults.get("seed", 0),
+        )
         self._latest: dict[str, Step] = {}
         self._stand_ins: dict[str, str | None] = {}
         self._used: set[str] = set()
@@ -157,14 +173,20 @@ class _Expansion:
         keys = map_texts(stage.keys, lambda text: self._replace(text, stage))
         if "model" not in keys:
             if self._policy is None:
-                raise ConfigError(f"stage {stage.name}: it has no model, and no stage before it makes one; say model:")
+                raise ConfigError(
+                    f"stage {stage.name}: it has no model, and no stage before it makes one; say model:"
+                )
             keys["model"] = self._policy
             self._used.add(self._policy)
         own = keys.get("seed", self._default_seed)
-        if self._seed and isinstance(own, int):  # what is no number is refused when the stage's keys are
+        if self._seed and isinstance(
+            own, int
+        ):  # what is no number is refused when the stage's keys are
             keys["seed"] = own + self._seed
         name = stage.name if stage.round is None else f"{stage.name}-{stage.round}"
-        stand_ins = {path: self._stand_ins[path] for path in sorted(self._used) if path in self._stand_ins}
+        stand_ins = {
+            path: self._stand_ins[path] for path in sorted(self._used) if path in self._stand_ins
+        }
         step = Step(name, stage.command, keys, self._output / name, stand_ins, stage.compare)
         self._latest[stage.name] = step
         model = str(keys["model"])
@@ -188,18 +210,25 @@ class _Expansion:
             return str(stage.round)
         found = self._policy if reference == "model" else self._made(reference, where)
         if found is None:
-            raise ConfigError(f"{where}: there is no model by then; say model: at the top of the file")
+            raise ConfigError(
+                f"{where}: there is no model by then; say model: at the top of the file"
+            )
         self._used.add(found)
         return found
 
     def _made(self, reference: str, where: str) -> str:
         name, _, kind = reference.partition(".")
         if name not in self._latest:
-            way_out = nearest(name, self._latest) or f"; by then there are {', '.join(self._latest) or 'no stages'}"
+            way_out = (
+                nearest(name, self._latest)
+                or f"; by then there are {', '.join(self._latest) or 'no stages'}"
+            )
             raise ConfigError(f"{where} names no stage that has run by then{way_out}")
         made = self._latest[name].makes
         if kind not in made:
-            raise ConfigError(f"{where}: a {self._latest[name].command} stage makes {', '.join(made)}; say one of them")
+            raise ConfigError(
+                f"{where}: a {self._latest[name].command} stage makes {', '.join(made)}; say one of them"
+            )
         return made[kind]
 
 
@@ -220,7 +249,9 @@ def _parse_entry(name: str, value: Any) -> list[Stage]:
     _check_keys(keys, ("repeat", "stages"), f"loop {name}")
     repeat = keys.get("repeat")
     if not isinstance(repeat, int) or isinstance(repeat, bool) or repeat < 1:
-        raise ConfigError(f"loop {name}: repeat must be a whole number of rounds, 1 or more; it is {repeat!r}")
+        raise ConfigError(
+            f"loop {name}: repeat must be a whole number of rounds, 1 or more; it is {repeat!r}"
+        )
     inner = _mapping(keys["stages"], f"loop {name}: stages")
     if not inner:
         raise ConfigError(f"loop {name}: it needs stages")
@@ -231,17 +262,23 @@ def _parse_entry(name: str, value: Any) -> list[Stage]:
 def _parse_stage(name: str, value: Any) -> Stage:
     keys = _mapping(value, f"stage {name}")
     if not name.replace("-", "").replace("_", "").isalnum():
-        raise ConfigError(f"stage {name!r}: a name is letters, digits, - and _; it becomes a folder's")
+        raise ConfigError(
+            f"stage {name!r}: a name is letters, digits, - and _; it becomes a folder's"
+        )
     command = str(keys.pop("command", name))
     if command not in COMMANDS:
         way_out = nearest(command, COMMANDS) or f"; e.g. {name}: {{command: sft, ...}}"
-        raise ConfigError(f"stage {name}: its command is one of {', '.join(COMMANDS)}; it is {command!r}{way_out}")
+        raise ConfigError(
+            f"stage {name}: its command is one of {', '.join(COMMANDS)}; it is {command!r}{way_out}"
+        )
     for key in ("output", "algorithm", "recipe", "resume"):
         if key in keys:
             raise ConfigError(f"stage {name}: {key} is the pipeline's own; take it out")
     compare: Any = keys.pop("compare", "best-worst") if command == PAIRS else "best-worst"
     if compare not in get_args(Compare):
-        raise ConfigError(f"stage {name}: compare is {' or '.join(get_args(Compare))}; it is {compare!r}")
+        raise ConfigError(
+            f"stage {name}: compare is {' or '.join(get_args(Compare))}; it is {compare!r}"
+        )
     return Stage(name, command, keys, compare)
 
 
@@ -254,4 +291,6 @@ def _mapping(value: Any, what: str) -> dict[str, Any]:
 def _check_keys(declared: Mapping[str, Any], known: tuple[str, ...], what: str) -> None:
     for key in declared:
         if key not in known:
-            raise ConfigError(f"{what} has no key {key}{nearest(str(key), known) or '; known are ' + ', '.join(known)}")
+            raise ConfigError(
+                f"{what} has no key {key}{nearest(str(key), known) or '; known are ' + ', '.join(known)}"
+            )

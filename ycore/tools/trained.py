@@ -42,8 +42,14 @@ def trained_model(name: str, *, best: bool = False) -> str:
         return name
     model = folder.best if best else folder.model
     if not model.is_dir():
-        why = "kept no best model; say --keep-best when it trains" if best else "has saved no model yet"
-        raise RunFolderError(f"the run {folder.root} {why}; `ycore resume {folder.root}` goes on with a stopped run")
+        why = (
+            "kept no best model; say --keep-best when it trains"
+            if best
+            else "has saved no model yet"
+        )
+        raise RunFolderError(
+            f"the run {folder.root} {why}; `ycore resume {folder.root}` goes on with a stopped run"
+        )
     return str(model)
 
 
@@ -53,7 +59,9 @@ def writing_model(name: str, *, best: bool = False) -> Path:
     folder = fetch_model(resolve_model(model))
     kinds = read_settings(folder / "config.json").get("architectures") or []
     if any("SequenceClassification" in kind for kind in kinds):
-        raise ModelError(f"{model} is a reward model, which scores and does not write; give a policy's run or model")
+        raise ModelError(
+            f"{model} is a reward model, which scores and does not write; give a policy's run or model"
+        )
     return folder
 
 
@@ -65,19 +73,30 @@ def turns_before(name: str, *, system_prompt: str | None = None) -> list[dict[st
     run = RunFolder(Path(name).expanduser())
     config = read_json(run.config)["config"] if run.config.is_file() else {}
     text = config.get("system_prompt") if system_prompt is None else system_prompt or None
-    return [*([] if text is None else [{"role": "system", "content": text}]), *config.get("few_shot", [])]
+    return [
+        *([] if text is None else [{"role": "system", "content": text}]),
+        *config.get("few_shot", []),
+    ]
 
 
 class Talker:
     """One model and its side of a conversation, which begins with the turns `before`. `talker.say("2 + 2?")`"""
 
     def __init__(
-        self, folder: Path, *, max_tokens: int, temperature: float, seed: int, before: Sequence[dict[str, str]] = ()
+        self,
+        folder: Path,
+        *,
+        max_tokens: int,
+        temperature: float,
+        seed: int,
+        before: Sequence[dict[str, str]] = (),
     ) -> None:
         self._is_chat, self._turns = has_chat_template(folder), list(before)
         self._max_tokens, self._temperature, self._seed = max_tokens, temperature, seed
         if before and not self._is_chat:
-            raise ModelError(f"the model in {folder} has no chat template, so no system prompt either; leave it out")
+            raise ModelError(
+                f"the model in {folder} has no chat template, so no system prompt either; leave it out"
+            )
 
     def say(self, text: str, *, show: Say | None = None) -> str:
         """The answer to the next turn; the same for the same turns and seed. `show` gets its words meanwhile."""
@@ -103,7 +122,9 @@ class TransformersTalker(Talker):
         super().__init__(folder, **how)
         dtype = "auto" if this_machine().has_bfloat16 else "float32"
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device)
+        self._model: Any = (
+            AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device)
+        )
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
 
     def _write(self, asked: str | list[dict[str, str]], *, seed: int, show: Say | None) -> str:
@@ -126,7 +147,11 @@ class TransformersTalker(Talker):
                 streamer=self._shown_by(show),
                 **sampling,
             )
-        return str(self._tokenizer.decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+        return str(
+            self._tokenizer.decode(
+                written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+            )
+        )
 
     def _shown_by(self, show: Say | None) -> Any:
         """What `generate` hands its tokens to, or None."""
@@ -150,7 +175,10 @@ class ServedTalker(Talker):
         is_text = isinstance(asked, str)
         route, key = ("completions", "prompt") if is_text else ("chat/completions", "messages")
         sampling = {"max_tokens": self._max_tokens, "temperature": self._temperature, "seed": seed}
-        sampling |= {"top_p": 1, "top_k": 0}  # and not what the model's folder says, as transformers is asked
+        sampling |= {
+            "top_p": 1,
+            "top_k": 0,
+        }  # and not what the model's folder says, as transformers is asked
         body = {"model": self._name, key: asked, "stream": True, **sampling}
         answer = []
         for choice in self._streamed(route, body):
@@ -166,7 +194,9 @@ class ServedTalker(Talker):
         headers = {"Authorization": f"Bearer {secret}"} if secret else {}
         timeout = httpx.Timeout(_ANSWER_WITHIN_S, connect=5.0)
         try:
-            with httpx.stream("POST", f"{self._address}/{route}", json=body, headers=headers, timeout=timeout) as reply:
+            with httpx.stream(
+                "POST", f"{self._address}/{route}", json=body, headers=headers, timeout=timeout
+            ) as reply:
                 if reply.is_error:
                     why = f"{reply.status_code}: {reply.read().decode(errors='replace')[:300]}"
                     raise RunError(f"{self._address} answered {why}; is {self._name} served there?")
@@ -203,8 +233,12 @@ def serve(words: Sequence[str], spec: EngineSpec) -> int:
     """Serve until Ctrl-C; the exit status. The key that clients must give is the one in VLLM_API_KEY, if any."""
     with tempfile.TemporaryDirectory(prefix="ycore-serve-") as temporary:
         environment = engine_environment(spec) | {"TMPDIR": temporary}
-        del environment["VLLM_SERVER_DEV_MODE"]  # its routes change the model, and a port is for everybody here
-        environment |= {"VLLM_API_KEY": os.environ["VLLM_API_KEY"]} if "VLLM_API_KEY" in os.environ else {}
+        del environment[
+            "VLLM_SERVER_DEV_MODE"
+        ]  # its routes change the model, and a port is for everybody here
+        environment |= (
+            {"VLLM_API_KEY": os.environ["VLLM_API_KEY"]} if "VLLM_API_KEY" in os.environ else {}
+        )
         process = subprocess.Popen(list(words), env=environment)
         try:
             return process.wait()
@@ -244,7 +278,9 @@ def staged(run: Path, *, best: bool, merged: bool, repo: str) -> Iterator[Path]:
         source = writing_model(str(run), best=best)
     with tempfile.TemporaryDirectory(prefix="ycore-push-") as temporary:
         folder = Path(temporary) / "model"
-        shutil.copytree(source, folder, ignore=shutil.ignore_patterns(*_LEFT_OUT, "README.md", "merged"))
+        shutil.copytree(
+            source, folder, ignore=shutil.ignore_patterns(*_LEFT_OUT, "README.md", "merged")
+        )
         if (curve := RunFolder(run).curve).is_file():
             shutil.copyfile(curve, folder / "curve.png")
         base = _base_id(RunFolder(run))
@@ -252,8 +288,12 @@ def staged(run: Path, *, best: bool, merged: bool, repo: str) -> Iterator[Path]:
             what = f"{run} trained an adapter of a model that the hub does not have, so nobody else could load it"
             raise ModelError(f"{what}; push the whole model with --merged")
         for path in folder.rglob(ADAPTER_CONFIG):  # it names a folder of this machine
-            path.write_text(json.dumps(read_json(path) | {"base_model_name_or_path": base}, indent=2))
-        about = card(run, repo=repo, base=base, adapter=is_adapter(folder), has_curve=curve.is_file())
+            path.write_text(
+                json.dumps(read_json(path) | {"base_model_name_or_path": base}, indent=2)
+            )
+        about = card(
+            run, repo=repo, base=base, adapter=is_adapter(folder), has_curve=curve.is_file()
+        )
         (folder / "README.md").write_text(about, encoding="utf-8")
         yield folder
 
@@ -273,7 +313,10 @@ def card(run: Path, *, repo: str, base: str | None, adapter: bool, has_curve: bo
     config, command = told["config"], told.get("command", [])
     summary = read_json(folder.summary) if folder.summary.is_file() else {}
     rewards = ", ".join(f"`{printable(one['reward'])}`" for one in config.get("rewards", []))
-    head = {"library_name": "peft" if adapter else "transformers", "tags": ["ycore", config["algorithm"]]}
+    head = {
+        "library_name": "peft" if adapter else "transformers",
+        "tags": ["ycore", config["algorithm"]],
+    }
     head |= {"base_model": base} if base else {}
     method = find_algorithm(config["algorithm"]).name.upper()
     by = f", rewarded by {rewards}" if rewards else ""
@@ -285,7 +328,9 @@ def card(run: Path, *, repo: str, base: str | None, adapter: bool, has_curve: bo
         "![the run's curve](curve.png)" if has_curve else "",
         _measured(summary),
         f"## Use\n\n```sh\n{printable(shlex.join(['ycore', 'chat', repo, *asked_with]))}\n```",
-        f"## How it was trained\n\n```sh\n{printable(shlex.join(map(str, command)))}\n```" if command else "",
+        f"## How it was trained\n\n```sh\n{printable(shlex.join(map(str, command)))}\n```"
+        if command
+        else "",
         f"```yaml\n{yaml.safe_dump(_settings(config), sort_keys=False)}```",
         f"Versions: {', '.join(f'{name} {version}' for name, version in told.get('versions', {}).items() if version)}.",
     ]
@@ -295,14 +340,22 @@ def card(run: Path, *, repo: str, base: str | None, adapter: bool, has_curve: bo
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Without what is empty, and what is only about the machine."""
     own = ("output", "processes", "restarts", "engine", "reward_workers", "sandbox", "replay")
-    return {name: value for name, value in config.items() if name not in own and value not in (None, [], {})}
+    return {
+        name: value
+        for name, value in config.items()
+        if name not in own and value not in (None, [], {})
+    }
 
 
 def _measured(summary: Mapping[str, Any]) -> str:
     """The evaluation on held-out rows as a table; the training reward where there was none."""
     ends = summary.get("held_out") or {}
     before, after = ends.get("before") or {}, ends.get("after") or {}
-    names = [name for name, value in after.items() if isinstance(value, float) and not name.endswith(("/low", "/high"))]
+    names = [
+        name
+        for name, value in after.items()
+        if isinstance(value, float) and not name.endswith(("/low", "/high"))
+    ]
     rows = []
     for name in names:
         low, high = after.get(f"{name}/low"), after.get(f"{name}/high")
@@ -327,10 +380,14 @@ def push(folder: Path, *, repo: str, private: bool, say: Say) -> None:
     api = HfApi()
     try:
         api.create_repo(repo, private=private, exist_ok=True)
-        sent = api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload a model trained with ycore")
+        sent = api.upload_folder(
+            repo_id=repo, folder_path=folder, commit_message="Upload a model trained with ycore"
+        )
     except (HfHubHTTPError, OSError, ValueError) as problem:
         first = str(problem).strip().splitlines()[0]
-        raise RunError(f"could not push to {repo}: {first}; log in with `hf auth login`, or set HF_TOKEN") from None
+        raise RunError(
+            f"could not push to {repo}: {first}; log in with `hf auth login`, or set HF_TOKEN"
+        ) from None
     say(f"pushed to {sent}")
 
 

@@ -13,7 +13,15 @@ from ycore.config.algorithms import FLOW, find_algorithm
 from ycore.errors import Interrupted, PeerError, RunError, YcoreError
 from ycore.run.files import is_disk_full, read_json
 from ycore.run.paths import RunFolder
-from ycore.run.reports import Rank, dump_stacks_on_signal, on_stop, print_error, report_end, take_place, this_rank
+from ycore.run.reports import (
+    Rank,
+    dump_stacks_on_signal,
+    on_stop,
+    print_error,
+    report_end,
+    take_place,
+    this_rank,
+)
 
 if TYPE_CHECKING:
     from ycore.trainer.flow_run import FlowRun
@@ -107,7 +115,9 @@ def _train_and_save(run: "TrainingRun | FlowRun", report: Callable[[BaseExceptio
         print(f"interrupted: {stopped}", file=sys.stderr)
         return stopped.exit_code
     except Exception as error:
-        report(error)  # the launcher first: the other ranks then fail with errors that are not the cause
+        report(
+            error
+        )  # the launcher first: the other ranks then fail with errors that are not the cause
         run.fail_others(error)
         raise
     finally:

@@ -21,7 +21,16 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from ycore.config.schema import AnyConfig, RunConfig
 from ycore.errors import Interrupted
-from ycore.round.held_out import as_metrics, best_of, is_due, measure, report, watched, why_stop, worth
+from ycore.round.held_out import (
+    as_metrics,
+    best_of,
+    is_due,
+    measure,
+    report,
+    watched,
+    why_stop,
+    worth,
+)
 from ycore.round.step import Controller
 from ycore.run.files import read_json, sync, write_json_atomic
 from ycore.run.metrics import STEP_SECONDS, is_evaluation, read_metrics
@@ -46,10 +55,14 @@ class Evaluation(TrainerCallback, ABC):
     def _figures(self, step: int) -> dict[str, float]:
         """The metrics of the model of this step; all ranks call it together."""
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         """Take the rows up to the checkpoint. What is due there and was not measured, as step 0, is measured now."""
         step = state.global_step
-        self._rows = [row for row in read_metrics(self._folder.metrics) if row.get("step", 0) <= step]
+        self._rows = [
+            row for row in read_metrics(self._folder.metrics) if row.get("step", 0) <= step
+        ]
         if self._best_step() > step and self._run.leads:
             shutil.rmtree(self._folder.best)  # of a step that is taken again
         if self._is_due(step) and not self._has(step):
@@ -57,7 +70,9 @@ class Evaluation(TrainerCallback, ABC):
         if not self._is_later(step) and self._ends(step):
             raise EndedEarly
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         step = state.global_step
         if control.should_training_stop and step < args.max_steps:
             return  # stopped: the step itself is whole, it is logged and saved, and measured when the run goes on
@@ -84,7 +99,9 @@ class Evaluation(TrainerCallback, ABC):
             write_json_atomic(self._folder.held_out, found)
 
     def _is_due(self, step: int) -> bool:
-        return self._measures and is_due(step, self._config.eval_every, self._run.trainer.args.max_steps)
+        return self._measures and is_due(
+            step, self._config.eval_every, self._run.trainer.args.max_steps
+        )
 
     def _is_later(self, step: int) -> bool:
         """Whether the model of this step is measured beside the next one."""
@@ -157,7 +174,11 @@ class RolloutEvaluation(Evaluation):
     """
 
     def __init__(
-        self, run: TrainingRun, config: RunConfig, controller: Controller, held_out: Controller | None
+        self,
+        run: TrainingRun,
+        config: RunConfig,
+        controller: Controller,
+        held_out: Controller | None,
     ) -> None:
         super().__init__(run, config, measures=held_out is not None)
         self._controller, self._held_out = controller, held_out
@@ -171,7 +192,9 @@ class RolloutEvaluation(Evaluation):
         if self._held_out is not None and self._held_out.scoring is not self._controller.scoring:
             self._controller.run(self._held_out.scoring.start(timeout_s=timeout_s))
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         self._waits = self._is_later(state.global_step)
         super().on_step_end(args, state, control)
 
@@ -204,12 +227,20 @@ class RolloutEvaluation(Evaluation):
         self._thread.shutdown()
 
     def _is_later(self, step: int) -> bool:
-        return self._while_training and self._is_due(step) and 0 < step < self._run.trainer.args.max_steps
+        return (
+            self._while_training
+            and self._is_due(step)
+            and 0 < step < self._run.trainer.args.max_steps
+        )
 
     def _row(self, step: int) -> dict[str, Any]:
         seconds, leads = self._run.step_metrics.seconds, float(self._run.leads)
         (seconds,) = self._controller.peers.add_up([leads * seconds])
-        return {"step": step, "ycore/skipped": float(not self._run.trainer.teaches), STEP_SECONDS[0]: seconds}
+        return {
+            "step": step,
+            "ycore/skipped": float(not self._run.trainer.teaches),
+            STEP_SECONDS[0]: seconds,
+        }
 
     def _tell_with_step(self, figures: dict[str, float]) -> None:
         for name, value in figures.items():
@@ -222,10 +253,14 @@ class RolloutEvaluation(Evaluation):
 
     def _ask(self, step: int, *, then: str | None = None) -> dict[str, float]:
         """The metrics of the policy that the engines hold. `then`: the phase of the step that goes on afterwards."""
-        assert self._held_out is not None and self._settings is not None, "it is due only where there are rows"
+        assert self._held_out is not None and self._settings is not None, (
+            "it is due only where there are rows"
+        )
         began = time.perf_counter()
         prompts = self._held_out.draws.prompts
-        figures = as_metrics(measure(self._held_out, len(prompts), step=step, config=self._settings))
+        figures = as_metrics(
+            measure(self._held_out, len(prompts), step=step, config=self._settings)
+        )
         if then is not None:
             self._controller.slots.begin_phase(then)
         return figures | {"ycore/time/eval": time.perf_counter() - began}

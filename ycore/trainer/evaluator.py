@@ -33,18 +33,24 @@ def _evaluate(root: Path) -> None:
     parts = assemble(root)
     pairs = parts.config.pairs
     local = pairs or parts.started.kind == "vllm"
-    controller = parts.controller([] if pairs else open_engines(parts, None if local else load_policy(parts)))
+    controller = parts.controller(
+        [] if pairs else open_engines(parts, None if local else load_policy(parts))
+    )
     judged: list[tuple[str, float]] = []
     controller.record = lambda name, value: judged.append((name, value))
     on_stop(controller.stop.set)
     try:
         controller.start(timeout_s=parts.config.engine.start_timeout_s)
         parts.folder.step_began.touch()
-        groups = _all_groups(controller, len(parts.prompts.prompts), parts.folder.metrics, root / "completions.jsonl")
+        groups = _all_groups(
+            controller, len(parts.prompts.prompts), parts.folder.metrics, root / "completions.jsonl"
+        )
     finally:
         controller.close()
     if pairs:
-        found = {"num_pairs": len(groups)} | pair_figures(groups, parts.config) | _position_bias(judged)
+        found = (
+            {"num_pairs": len(groups)} | pair_figures(groups, parts.config) | _position_bias(judged)
+        )
     else:
         sizes = {"num_prompts": len(groups), "num_samples": parts.config.num_samples}
         found = sizes | figures(table_of(groups, parts.config), parts.config)
@@ -57,7 +63,9 @@ def _evaluate(root: Path) -> None:
 
 def _position_bias(judged: Sequence[tuple[str, float]]) -> dict[str, float]:
     """Of all rounds: the share of the pairs in which a judge preferred the same position in both orders."""
-    counts, shares = ([value for name, value in judged if name == f"ycore/judge/{key}"] for key in _OF_PAIRS)
+    counts, shares = (
+        [value for name, value in judged if name == f"ycore/judge/{key}"] for key in _OF_PAIRS
+    )
     followed = sum(count * share for count, share in zip(counts, shares, strict=True))
     return {"position_bias": followed / sum(counts)} if counts else {}
 
@@ -73,7 +81,9 @@ def load_policy(parts: "Assembly") -> Any:
 
     kind = AutoModelForCausalLM if parts.sight is None else AutoModelForImageTextToText
     model = kind.from_pretrained(
-        parts.started.model, dtype=compute_dtype(parts.config), trust_remote_code=parts.config.trust_remote_code
+        parts.started.model,
+        dtype=compute_dtype(parts.config),
+        trust_remote_code=parts.config.trust_remote_code,
     )
     never_write(model, image_token_ids(model.config.to_dict()))
     return model.to("cuda") if torch.cuda.is_available() and not parts.started.on_host else model
@@ -88,11 +98,15 @@ def open_engines(parts: "Assembly", model: Any) -> "list[Engine]":
     return [TransformersEngine(model, parts.tokenizer, parts.sampling(), parts.sight)]
 
 
-def _all_groups(controller: "Controller", num_prompts: int, metrics: Path, completions: Path) -> list[Group]:
+def _all_groups(
+    controller: "Controller", num_prompts: int, metrics: Path, completions: Path
+) -> list[Group]:
     done: list[Group] = []
     with closing(MetricsWriter(metrics)) as writer, completions.open("w", encoding="utf-8") as file:
         while len(done) < num_prompts:
-            groups = controller.next_round(step=0, num_groups=min(_PROMPTS_AT_ONCE, num_prompts - len(done)))
+            groups = controller.next_round(
+                step=0, num_groups=min(_PROMPTS_AT_ONCE, num_prompts - len(done))
+            )
             _write_completions(groups, file)
             done += groups
             first_rewards = [scores[0].value for group in done for scores in group.scores_GR]

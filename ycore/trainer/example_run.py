@@ -43,7 +43,11 @@ class ExampleRun(TrainingRun):
         store = ImageStore(folder.images)
         examples = load_examples(config, as_chat=tokenizer.chat_template is not None, store=store)
         trusts = config.trust_remote_code
-        sight = load_sight(model, store, tokenizer, trust_remote_code=trusts) if examples.shows else None
+        sight = (
+            load_sight(model, store, tokenizer, trust_remote_code=trusts)
+            if examples.shows
+            else None
+        )
         rows = f"{len(examples.train)} + {len(examples.held_out)} rows, sha256 {examples.fingerprint[:16]}"
         super().__init__(
             config,
@@ -58,7 +62,9 @@ class ExampleRun(TrainingRun):
         self.save_with(Checkpoints(self.home, self.trainer))
         self._num_too_long = self._check_lengths(examples)
         self._evaluation = HeldOutRows(self, config, measures=bool(self.trainer.eval_dataset))
-        self.trainer.add_callback(self._evaluation)  # after the checkpoints', which look at the step's weights
+        self.trainer.add_callback(
+            self._evaluation
+        )  # after the checkpoints', which look at the step's weights
 
     def _check_lengths(self, examples: ExampleSet) -> int:
         """How many rows TRL dropped because they are longer than `max_length`; it does not report them itself."""
@@ -70,7 +76,10 @@ class ExampleRun(TrainingRun):
                 "than a micro-batch; raise --max-length"
             )
         if too_long > 0 and not self.config.trl.get("packing"):
-            print(f"{too_long} rows do not fit into max_length, {longest} tokens, and are left out", flush=True)
+            print(
+                f"{too_long} rows do not fit into max_length, {longest} tokens, and are left out",
+                flush=True,
+            )
         return max(0, too_long)
 
     def should_stop(self) -> bool:
@@ -85,19 +94,25 @@ class ExampleRun(TrainingRun):
     def fail_others(self, error: BaseException) -> None:
         """The others wait in a collective: torchrun ends them, or the collective's timeout does."""
         if self.trainer.accelerator.num_processes > 1:
-            print(f"rank {os.environ.get('RANK')} failed: {type(error).__name__}: {error}", flush=True)
+            print(
+                f"rank {os.environ.get('RANK')} failed: {type(error).__name__}: {error}", flush=True
+            )
 
     def begin(self, *, resumes: bool) -> None:
         """Nothing: it is measured once the trainer is set up. Earlier, DeepSpeed measures only under ZeRO-3."""
 
     def finish(self) -> None:
-        self._evaluation.finish(rows=len(self.trainer.train_dataset), rows_too_long=self._num_too_long)
+        self._evaluation.finish(
+            rows=len(self.trainer.train_dataset), rows_too_long=self._num_too_long
+        )
 
 
 class HeldOutRows(Evaluation):
     """Measures on the trainer's held-out rows."""
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         logs = control.should_log
         super().on_step_end(args, state, control)
         control.should_log = logs  # figures were logged, and the step was not
@@ -123,9 +138,13 @@ class HeldOutRows(Evaluation):
         model = trainer.model
         if find_algorithm(self._config.algorithm).trains_reward_model and self._run.leads:
             bare = trainer.bare_model
-            memo: dict[int, Any] = {id(one): one.detach().to("cpu", copy=True) for one in bare.buffers()}
+            memo: dict[int, Any] = {
+                id(one): one.detach().to("cpu", copy=True) for one in bare.buffers()
+            }
             for one in bare.parameters():
-                memo[id(one)] = torch.nn.Parameter(one.detach().to("cpu", copy=True), one.requires_grad)
+                memo[id(one)] = torch.nn.Parameter(
+                    one.detach().to("cpu", copy=True), one.requires_grad
+                )
             trainer.model = copy.deepcopy(bare, memo)
         try:
             super()._save(folder)

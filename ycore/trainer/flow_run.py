@@ -24,7 +24,14 @@ from ycore.flow.conditions import IMAGES, load_conditions
 from ycore.flow.learner import Learner, sampling_of
 from ycore.flow.measuring import FELL, TRAINED, conditions, judge_fell, measure
 from ycore.flow.policy import Policy
-from ycore.flow.sampler import OnePicture, Picture, PictureEngine, Trajectories, contact_sheet, drop_pictures
+from ycore.flow.sampler import (
+    OnePicture,
+    Picture,
+    PictureEngine,
+    Trajectories,
+    contact_sheet,
+    drop_pictures,
+)
 from ycore.judge.question import Questioner
 from ycore.judge.sources import is_judge, judge_of
 from ycore.models.flow_folder import FlowFolder
@@ -70,7 +77,9 @@ class PictureScorer(RuleScorer):
     """Reward functions of pictures: in `images` they get the one that each completion is."""
 
     def beside(self, prompt: Prompt, completions: Sequence[Completion]) -> dict[str, list[Any]]:
-        return {IMAGES: [self.file_of(Picture.of(completion.text).image) for completion in completions]}
+        return {
+            IMAGES: [self.file_of(Picture.of(completion.text).image) for completion in completions]
+        }
 
 
 class PictureJudge(JudgeScorer):
@@ -79,7 +88,9 @@ class PictureJudge(JudgeScorer):
     async def score_one(self, writing: Writing, index: int) -> Score:
         drawn = Picture.of((await writing.tasks_G[index]).text).image
         prompt = replace(writing.draw.prompt, images=(drawn,))
-        return await super().score_one(replace(writing, draw=replace(writing.draw, prompt=prompt)), index)
+        return await super().score_one(
+            replace(writing, draw=replace(writing.draw, prompt=prompt)), index
+        )
 
 
 class FlowRun:
@@ -93,7 +104,9 @@ class FlowRun:
         check_contents(self.home, _contents(config, self._folder, prompts))
         device = "cuda" if torch.cuda.is_available() else "cpu"
         flow = config.flow
-        policy = Policy(self._folder, lora=config.lora, guidance=flow.guidance, seed=config.seed, device=device)
+        policy = Policy(
+            self._folder, lora=config.lora, guidance=flow.guidance, seed=config.seed, device=device
+        )
         how, self._plain = sampling_of(config, shift=self._folder.shift)
         kept = Trajectories(self.home.trajectories)
         self.learner = Learner(policy, config, how, kept)
@@ -104,7 +117,11 @@ class FlowRun:
         self._journal = Journal(self.home.journal, rank=0, seed=config.seed)
         self.controller = self._make_controller(prompts, how)
         self.stop = self.controller.stop
-        self._judge = _scoring(config, config.eval_rewards, self.home, self._images) if config.eval_rewards else None
+        self._judge = (
+            _scoring(config, config.eval_rewards, self.home, self._images)
+            if config.eval_rewards
+            else None
+        )
         self._asked = conditions(prompts.prompts, config.condition_column)
         self._metrics, self._page = MetricsWriter(self.home.metrics), _page(config, self.home)
         self._rows: list[dict[str, Any]] = []
@@ -126,7 +143,10 @@ class FlowRun:
             engines=[self._engine],
             scoring=_scoring(config, config.rewards, self.home, self._images),
             draws=DrawSource(
-                prompts.prompts, seed=config.seed, encode=lambda one: (one.columns[column],), max_prompt_tokens=1
+                prompts.prompts,
+                seed=config.seed,
+                encode=lambda one: (one.columns[column],),
+                max_prompt_tokens=1,
             ),
             rules=rules,
             peers=Peers(),
@@ -143,18 +163,25 @@ class FlowRun:
         if newest is not None:
             self._restore(newest)
         self._metrics.forget_after(self._done)
-        drop_pictures(self.home)  # those of a round that was cut short may be damaged after a loss of power
+        drop_pictures(
+            self.home
+        )  # those of a round that was cut short may be damaged after a loss of power
         self._rows = read_metrics(self.home.metrics)
         self.controller.start(timeout_s=config.step_timeout_s)
         if self._judge is not None:
             self.controller.run(self._judge.start(timeout_s=config.step_timeout_s))
-        if self._is_due(self._done) and not any(row["step"] == self._done and is_evaluation(row) for row in self._rows):
+        if self._is_due(self._done) and not any(
+            row["step"] == self._done and is_evaluation(row) for row in self._rows
+        ):
             self._write({"step": self._done, **self._measured(self._done)})
         while self._done < config.steps:
             if self.stop.is_set():
                 raise Interrupted(f"stopped after step {self._done}")
             self._take_step()
-            if self._done % (config.checkpoint_every or a_fifth(config.steps)) == 0 or self._done == config.steps:
+            if (
+                self._done % (config.checkpoint_every or a_fifth(config.steps)) == 0
+                or self._done == config.steps
+            ):
                 self.save_checkpoint()
         self._finish()
 
@@ -162,15 +189,24 @@ class FlowRun:
         began, step, row = time.perf_counter(), self._done, dict[str, Any]()
         self.home.step_began.touch()
         self.controller.record = row.__setitem__
-        self._engine.weights, self._engine.version, self._engine.num_drawn = self.learner.drawing, step, 0
+        self._engine.weights, self._engine.version, self._engine.num_drawn = (
+            self.learner.drawing,
+            step,
+            0,
+        )
         groups = self.controller.next_round(step=step, num_groups=self.config.prompts_per_step)
         row |= self.learner.learn(groups, step=step)
         if not all(torch.isfinite(weight).all() for weight in self.learner.policy.trained.values()):
-            raise RunError(f"the weights are no longer finite after step {step + 1}; lower --learning-rate, and resume")
+            raise RunError(
+                f"the weights are no longer finite after step {step + 1}; lower --learning-rate, and resume"
+            )
         self._done, self._state = step + 1, self.controller.state()
         row.pop("ycore/tokens_per_s", None)  # pictures have none
         seconds = time.perf_counter() - began
-        row |= {"ycore/time/step": seconds, "ycore/time/train": seconds - self.controller.take_seconds()}
+        row |= {
+            "ycore/time/step": seconds,
+            "ycore/time/train": seconds - self.controller.take_seconds(),
+        }
         row["ycore/flow/pictures_per_s"] = self._engine.num_drawn / seconds
         if problems := dict(self.controller.meter.problems):
             row["ycore/reward_problems"] = problems
@@ -210,7 +246,10 @@ class FlowRun:
         asked, policy = self._asked[:12], self.learner.policy
         contact_sheet(policy, self._plain, self._asked_classes(asked), self.home.pictures)
         measured = [row for row in self._rows if is_evaluation(row)]
-        ends = {name: figures_of(row) for name, row in (("before", measured[0]), ("after", measured[-1]))}
+        ends = {
+            name: figures_of(row)
+            for name, row in (("before", measured[0]), ("after", measured[-1]))
+        }
         found: dict[str, Any] = {"held_out": ends}
         if fallen := [row for row in measured if FELL in row]:
             found["over_optimised"] = (
@@ -249,7 +288,9 @@ class FlowRun:
             torch.save(self.learner.optimizer.state_dict(), inner / "optimizer.pt")
             torch.save(torch.get_rng_state(), inner / "rng_state.pth")
             write_json_atomic(inner / "trainer_state.json", {"global_step": step})
-            write_json_atomic(inner / controller_file(0), {"policy_version": step, "controller": self._state})
+            write_json_atomic(
+                inner / controller_file(0), {"policy_version": step, "controller": self._state}
+            )
             sync(self.home.metrics)
             publish(folder, step, world=1)
         except (OSError, RuntimeError) as error:
@@ -269,12 +310,18 @@ class FlowRun:
         weights = load_file(checkpoint / "model.safetensors")
         learner = self.learner
         own, old = (
-            {name.removeprefix(f"{kind}/"): value for name, value in weights.items() if name.startswith(f"{kind}/")}
+            {
+                name.removeprefix(f"{kind}/"): value
+                for name, value in weights.items()
+                if name.startswith(f"{kind}/")
+            }
             for kind in ("policy", "old")
         )
         learner.policy.put(own)
         learner.old = {name: value.to(learner.policy.device) for name, value in old.items()}
-        state = torch.load(checkpoint / "optimizer.pt", map_location=learner.policy.device, weights_only=True)
+        state = torch.load(
+            checkpoint / "optimizer.pt", map_location=learner.policy.device, weights_only=True
+        )
         learner.optimizer.load_state_dict(state)
         self._done = self._saved = step_of(checkpoint)
         self._state = read_json(checkpoint / controller_file(0))["controller"]
@@ -301,7 +348,9 @@ def _page(config: FlowConfig, home: RunFolder) -> "OwnPage | None":
     return OwnPage(config, home)
 
 
-def _scoring(config: FlowConfig, specs: Sequence[RewardConfig], home: RunFolder, images: ImageStore) -> Scoring:
+def _scoring(
+    config: FlowConfig, specs: Sequence[RewardConfig], home: RunFolder, images: ImageStore
+) -> Scoring:
     """Of the run's rewards, or of its held-out judges."""
     names, judges = reward_names(specs), JudgeMeter()
     rules = [source for source, spec in enumerate(specs) if not is_judge(spec)]
@@ -314,14 +363,18 @@ def _scoring(config: FlowConfig, specs: Sequence[RewardConfig], home: RunFolder,
     for source, spec in enumerate(specs):
         if is_judge(spec):
             judge = judge_of(spec)
-            engine = RemoteJudge(names[source], judge, request_timeout_s=EngineSettings().request_timeout_s)
+            engine = RemoteJudge(
+                names[source], judge, request_timeout_s=EngineSettings().request_timeout_s
+            )
             how: Any = {
                 "meter": judges,
                 "seed": config.seed,
                 "text_of": lambda completion: "[picture 1]",
                 "images": images,
             }
-            scorers.append(((source,), PictureJudge(names[source], Questioner(judge), [engine], **how)))
+            scorers.append(
+                ((source,), PictureJudge(names[source], Questioner(judge), [engine], **how))
+            )
     return Scoring(scorers, meters)
 
 

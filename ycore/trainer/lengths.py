@@ -34,12 +34,16 @@ JUDGED_FROM = 64
 
 _MOST_CUT = 0.1
 _MOST_TOKENS = MICRO_BATCH_TOKENS_CPU  # so that one completion is within the plan's micro-batch on every device
-_NUM_MEASURED = 64  # prompts with the most characters, of which the one with the most tokens is looked for
+_NUM_MEASURED = (
+    64  # prompts with the most characters, of which the one with the most tokens is looked for
+)
 _LOOK_S = 0.2
 
 
 class Write(Protocol):
-    def __call__(self, token_ids: Sequence[int], seed: int, /, *, max_tokens: int) -> Awaitable[Completion]: ...
+    def __call__(
+        self, token_ids: Sequence[int], seed: int, /, *, max_tokens: int
+    ) -> Awaitable[Completion]: ...
 
 
 def with_length(parts: Assembly) -> Assembly:
@@ -62,7 +66,9 @@ def with_length(parts: Assembly) -> Assembly:
     deadline = time.monotonic() + 2 * parts.config.engine.start_timeout_s
     while _held(parts.home)["sample_max_tokens"]:
         if time.monotonic() > deadline:
-            raise RunError("the first rank has not chosen max_tokens in time; see its log, or give --max-tokens")
+            raise RunError(
+                "the first rank has not chosen max_tokens in time; see its log, or give --max-tokens"
+            )
         time.sleep(_LOOK_S)
     return replace(parts, config=parts.config.with_max_tokens(_held(parts.home)["max_tokens"]))
 
@@ -76,26 +82,35 @@ def choose(shares: Mapping[int, float], config: RunConfig) -> tuple[int, str]:
             f"{cut:.0%} of {NUM_SAMPLED} sampled completions do not end within {tokens} tokens, and max_truncated is "
             f"{config.max_truncated:g}; take a model that ends its answers, or choose a length with --max-tokens"
         )
-    return tokens, f"max_tokens is {tokens}: of {NUM_SAMPLED} sampled completions are cut off {seen}"
+    return (
+        tokens,
+        f"max_tokens is {tokens}: of {NUM_SAMPLED} sampled completions are cut off {seen}",
+    )
 
 
 def judge_cut(num_cut: int, num_sampled: int, config: RunConfig) -> str:
     """A line about the sampled completions that a given `max_tokens` cuts off; ConfigError for too many."""
     cut = num_cut / num_sampled
-    words = f"{cut:.0%} of {num_sampled} sampled completions are cut off at {config.max_tokens} tokens"
+    words = (
+        f"{cut:.0%} of {num_sampled} sampled completions are cut off at {config.max_tokens} tokens"
+    )
     if cut > config.max_truncated:
         raise ConfigError(
             f"{words}, and max_truncated is {config.max_truncated:g}; say --max-tokens {4 * config.max_tokens} (with "
             "another --output), leave it out, or go on with --resume --set max_truncated=1"
         )
-    return words + ("; a longer --max-tokens would lose fewer rewards" if cut >= TRUNCATED_WARNS else "")
+    return words + (
+        "; a longer --max-tokens would lose fewer rewards" if cut >= TRUNCATED_WARNS else ""
+    )
 
 
 def is_judged(parts: Assembly) -> bool:
     """Whether the run's length was given and nothing is known of it yet; turns end in other ways too."""
     config = parts.config
     return (
-        config.max_tokens >= JUDGED_FROM and not config.has_turns and "max_tokens" not in read_json(parts.home.config)
+        config.max_tokens >= JUDGED_FROM
+        and not config.has_turns
+        and "max_tokens" not in read_json(parts.home.config)
     )
 
 
@@ -113,22 +128,34 @@ def _held(folder: RunFolder) -> dict[str, Any]:
 async def _sample(parts: Assembly) -> dict[int, float]:
     """By length, the share of a few completions that are cut off there."""
     prompts, config = parts.prompts.prompts, parts.config
-    longest = sorted(prompts, key=lambda prompt: len(str(prompt.content)), reverse=True)[:_NUM_MEASURED]
+    longest = sorted(prompts, key=lambda prompt: len(str(prompt.content)), reverse=True)[
+        :_NUM_MEASURED
+    ]
     room = parts.started.max_model_len - max(len(parts.encode(prompt)) for prompt in longest)
-    rows = random.Random(f"{config.seed}/lengths").sample(range(len(prompts)), min(NUM_SAMPLED, len(prompts)))
-    fitting = [ids for row in rows if len(ids := parts.encode(prompts[row])) <= parts.max_prompt_tokens]
+    rows = random.Random(f"{config.seed}/lengths").sample(
+        range(len(prompts)), min(NUM_SAMPLED, len(prompts))
+    )
+    fitting = [
+        ids for row in rows if len(ids := parts.encode(prompts[row])) <= parts.max_prompt_tokens
+    ]
     if not fitting:
         parts.draws().draw()  # says which prompt does not fit
     asked = list(itertools.islice(itertools.cycle(fitting), NUM_SAMPLED))
     engines = open_engines(parts, None if parts.started.kind == "vllm" else load_policy(parts))
-    sleepers = [engine.sleeper for engine in engines if isinstance(engine, VllmEngine) and engine.sleeper]
+    sleepers = [
+        engine.sleeper for engine in engines if isinstance(engine, VllmEngine) and engine.sleeper
+    ]
     try:
-        await asyncio.gather(*(one.wait_ready(timeout_s=config.engine.start_timeout_s) for one in engines))
+        await asyncio.gather(
+            *(one.wait_ready(timeout_s=config.engine.start_timeout_s) for one in engines)
+        )
         for sleeper in sleepers[:1]:
             await sleeper.wake()
         awake: Sequence[Engine] = engines[:1] if sleepers else engines
         writes = [awake[index % len(awake)].complete for index in range(NUM_SAMPLED)]
-        return await grow(asked, writes, first=config.max_tokens, most=min(room, _MOST_TOKENS), seed=config.seed)
+        return await grow(
+            asked, writes, first=config.max_tokens, most=min(room, _MOST_TOKENS), seed=config.seed
+        )
     finally:
         for sleeper in sleepers[:1]:
             await sleeper.sleep()
@@ -145,13 +172,17 @@ async def grow(
     texts, cut, shares, length = list(asked), set(range(len(asked))), dict[int, float](), first
 
     async def go_on(index: int, new_tokens: int) -> None:
-        part = await writes[index](texts[index], completion_seed(seed, -1 - index, length), max_tokens=new_tokens)
+        part = await writes[index](
+            texts[index], completion_seed(seed, -1 - index, length), max_tokens=new_tokens
+        )
         texts[index] = (*texts[index], *part.token_ids)
         if part.finish_reason != "length":
             cut.discard(index)
 
     while True:
-        await asyncio.gather(*(go_on(index, length - max(shares, default=0)) for index in sorted(cut)))
+        await asyncio.gather(
+            *(go_on(index, length - max(shares, default=0)) for index in sorted(cut))
+        )
         shares[length] = len(cut) / len(asked)
         if shares[length] <= _MOST_CUT or 2 * length > most:
             return shares

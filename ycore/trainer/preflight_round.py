@@ -15,7 +15,13 @@ from statistics import stdev
 from typing import TYPE_CHECKING, Any
 
 from ycore.config.trl_fields import fields_of
-from ycore.plan.preflight_verdict import NUM_PROMPTS, JudgeCount, Measurements, PromptCount, TemplateCheck
+from ycore.plan.preflight_verdict import (
+    NUM_PROMPTS,
+    JudgeCount,
+    Measurements,
+    PromptCount,
+    TemplateCheck,
+)
 from ycore.round.sampling import total_reward
 from ycore.run.files import write_json_atomic
 from ycore.run.reports import on_stop, run_alone
@@ -29,7 +35,9 @@ if TYPE_CHECKING:
 
 _SYNC_PROMPTS = 2
 _SCORED = 16  # completions whose log-probabilities the model computes again, each in its own pass
-_SHARPER = 2.0  # the last norm is multiplied by it: so is every logit, and every log-probability moves
+_SHARPER = (
+    2.0  # the last norm is multiplied by it: so is every logit, and every log-probability moves
+)
 _NUM_SAMPLES = 4
 
 
@@ -65,7 +73,9 @@ class Preflight:
             rewards=(),
             masked=0.0,
             prompts=self._lengths,
-            template=TemplateCheck() if isinstance(first, str) else check_template(parts.tokenizer, first, ends=ends),
+            template=TemplateCheck()
+            if isinstance(first, str)
+            else check_template(parts.tokenizer, first, ends=ends),
         )
         if not self._prompts:
             return measured, []
@@ -76,12 +86,16 @@ class Preflight:
             parts.folder.step_began.touch()
             groups = controller.next_round(step=0, num_groups=min(NUM_PROMPTS, len(self._prompts)))
             figures = self._of_round(controller)
-            compares = self._uses_vllm and parts.sight is None  # the trainer's side here reads text only
+            compares = (
+                self._uses_vllm and parts.sight is None
+            )  # the trainer's side here reads text only
             figures |= self._gaps(controller, groups) if compares else {}
         finally:
             controller.close()
         weights = parts.rules().reward_weights
-        figures |= of_groups(groups, weights=weights, names=[reward.reward for reward in config.rewards])
+        figures |= of_groups(
+            groups, weights=weights, names=[reward.reward for reward in config.rewards]
+        )
         return replace(measured, **figures), samples(groups, weights=weights)
 
     def _fitting_prompts(self) -> tuple[list[Prompt], PromptCount]:
@@ -89,9 +103,13 @@ class Preflight:
         prompts, room = self._parts.prompts.prompts, self._parts.max_prompt_tokens
         lengths = [len(self._parts.encode(prompt)) for prompt in prompts]
         longest = max(range(len(lengths)), key=lambda index: lengths[index])
-        fitting = [prompt for prompt, length in zip(prompts, lengths, strict=True) if 0 < length <= room]
+        fitting = [
+            prompt for prompt, length in zip(prompts, lengths, strict=True) if 0 < length <= room
+        ]
         too_long = sum(length > room for length in lengths)
-        return fitting, PromptCount(len(prompts), lengths[longest], prompts[longest].row, too_long, room)
+        return fitting, PromptCount(
+            len(prompts), lengths[longest], prompts[longest].row, too_long, room
+        )
 
     def _make_controller(self) -> "Controller":
         from ycore.round.sampling import DrawSource
@@ -99,13 +117,18 @@ class Preflight:
         parts = self._parts
         engines = open_engines(parts, self._model)
         draws = DrawSource(
-            self._prompts, seed=parts.config.seed, encode=parts.encode, max_prompt_tokens=parts.max_prompt_tokens
+            self._prompts,
+            seed=parts.config.seed,
+            encode=parts.encode,
+            max_prompt_tokens=parts.max_prompt_tokens,
         )
         controller = parts.controller(
             engines,
             draws=draws,
             rules=replace(parts.rules(num_engines=len(engines)), dynamic=False, oversample=1.0),
-            share_weights=self._share_weights if self._uses_vllm and parts.config.sync_every else None,
+            share_weights=self._share_weights
+            if self._uses_vllm and parts.config.sync_every
+            else None,
         )
         controller.record = self._recorded.__setitem__
         return controller
@@ -122,11 +145,15 @@ class Preflight:
         """Seconds and the judges' counts, as the round recorded them."""
         recorded = self._recorded
         generate = recorded.get("ycore/time/generate", 0.0)
-        calls, failures = (int(recorded.get(f"ycore/judge/{name}", 0)) for name in ("calls", "parse_failures"))
+        calls, failures = (
+            int(recorded.get(f"ycore/judge/{name}", 0)) for name in ("calls", "parse_failures")
+        )
         return {
             "generate_s": generate,
             "reward_s": max(0.0, recorded.get("ycore/time/round", 0.0) - generate),
-            "judges": JudgeCount(calls, failures, recorded.get("ycore/judge/latency_s", 0.0)) if calls else None,
+            "judges": JudgeCount(calls, failures, recorded.get("ycore/judge/latency_s", 0.0))
+            if calls
+            else None,
             "problems": dict(controller.meter.problems),
         }
 
@@ -149,7 +176,11 @@ class Preflight:
 
     def _log_ratios(self, groups: Sequence[Group]) -> list[float]:
         """Of some tokens, the model's log-probability less the engine's."""
-        pairs = [(group.prompt_ids(completion), completion) for group in groups for completion in group.completions]
+        pairs = [
+            (group.prompt_ids(completion), completion)
+            for group in groups
+            for completion in group.completions
+        ]
         pairs = [pair for pair in pairs if not any(turn.begins for turn in pair[1].turns)]
         temperature = float(self._parts.config.trl.get("temperature", 1.0)) or 1.0
         return [
@@ -168,12 +199,20 @@ class Preflight:
 def weight_limit(config: "RunConfig") -> float | None:
     """Of TRL's `sequence_mask`, which leaves out whole completions and is its default; None where it does not act."""
     names = [f"vllm_importance_sampling_{name}" for name in ("correction", "mode", "clip_max")]
-    corrects, mode, limit = (config.trl.get(name, fields_of("GRPOConfig")[name].default) for name in names)
+    corrects, mode, limit = (
+        config.trl.get(name, fields_of("GRPOConfig")[name].default) for name in names
+    )
     masks = config.trust_region in ("clip", "clip-completion") and config.loss_from == "grpo"
-    return float(limit) if masks and corrects and mode == "sequence_mask" and limit is not None else None
+    return (
+        float(limit)
+        if masks and corrects and mode == "sequence_mask" and limit is not None
+        else None
+    )
 
 
-def of_groups(groups: Sequence[Group], *, weights: Sequence[float], names: Sequence[str]) -> dict[str, Any]:
+def of_groups(
+    groups: Sequence[Group], *, weights: Sequence[float], names: Sequence[str]
+) -> dict[str, Any]:
     """What a round's groups show: shares, rewards, and the mean of every source."""
     completions = [completion for group in groups for completion in group.completions]
     rows = [scores for group in groups for scores in group.scores_GR]
@@ -181,7 +220,8 @@ def of_groups(groups: Sequence[Group], *, weights: Sequence[float], names: Seque
     rewards = [reward for group in by_group for reward in group if reward is not None]
     return {
         "num_prompts": len(groups),
-        "truncated": sum(completion.finish_reason == "length" for completion in completions) / len(completions),
+        "truncated": sum(completion.finish_reason == "length" for completion in completions)
+        / len(completions),
         "equal": sum(len({*group} - {None}) < 2 for group in by_group) / len(groups),
         "rewards": tuple(rewards),
         "masked": 1 - len(rewards) / len(rows),
@@ -206,15 +246,22 @@ def samples(groups: Sequence[Group], *, weights: Sequence[float]) -> list[dict[s
     ]  # fmt: skip
 
 
-def _logprobs(model: Any, prompt_ids: Sequence[int], completion: Completion, *, temperature: float) -> list[float]:
+def _logprobs(
+    model: Any, prompt_ids: Sequence[int], completion: Completion, *, temperature: float
+) -> list[float]:
     """The model's log-probability of every token of a completion."""
     import torch
 
     ids = torch.tensor([[*prompt_ids, *completion.token_ids]], device=model.device)
     with torch.no_grad():
-        logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt_ids) - 1 : -1].float() / temperature
+        logits = (
+            model(input_ids=ids, use_cache=False).logits[0, len(prompt_ids) - 1 : -1].float()
+            / temperature
+        )
     chosen = torch.tensor(completion.token_ids, device=model.device).unsqueeze(-1)
-    return [float(value) for value in torch.log_softmax(logits, dim=-1).gather(-1, chosen).squeeze(-1)]
+    return [
+        float(value) for value in torch.log_softmax(logits, dim=-1).gather(-1, chosen).squeeze(-1)
+    ]
 
 
 @contextmanager
@@ -231,11 +278,15 @@ def _sharpened(model: Any) -> Iterator[None]:
 
 # -- the chat template -------------------------------------------------------------------------------------------------
 
-_MARKER = re.compile(r"<\|[^|<>\s]{1,40}\|>|\[/?INST\]|<(?:start|end)_of_turn>|<\|(?:im_start|im_end)\|>")
+_MARKER = re.compile(
+    r"<\|[^|<>\s]{1,40}\|>|\[/?INST\]|<(?:start|end)_of_turn>|<\|(?:im_start|im_end)\|>"
+)
 _ANSWER = "yes"
 
 
-def check_template(tokenizer: Any, messages: Sequence[Message], *, ends: Collection[int]) -> TemplateCheck:
+def check_template(
+    tokenizer: Any, messages: Sequence[Message], *, ends: Collection[int]
+) -> TemplateCheck:
     """What is wrong with the tokenizer's chat template, on one prompt of the dataset.
 
     Args:
@@ -249,27 +300,37 @@ def check_template(tokenizer: Any, messages: Sequence[Message], *, ends: Collect
     pieces = {marker: encode(marker) for marker in sorted(set(_MARKER.findall(prompt)))}
     foreign = [marker for marker, ids in pieces.items() if len(ids) != 1 or ids[0] == unknown]
     if foreign:
-        problems.append(f"it writes {', '.join(foreign)}, which this tokenizer does not have as a token")
+        problems.append(
+            f"it writes {', '.join(foreign)}, which this tokenizer does not have as a token"
+        )
     lost = [turn["role"] for turn in messages if turn["content"].strip() not in prompt]
     if lost:
         problems.append(f"what the {lost[-1]} says is not in what it writes")
     if prompt == _rendered(tokenizer, messages, add_generation_prompt=False):
         problems.append("nothing in it says that the assistant's turn begins")
     ids = encode(prompt)
-    if ids.count(unknown) > 0.2 * len(ids):  # a few are rare letters of the prompt; many, another vocabulary's template
+    if ids.count(unknown) > 0.2 * len(
+        ids
+    ):  # a few are rare letters of the prompt; many, another vocabulary's template
         problems.append(f"{ids.count(unknown)} of its {len(ids)} tokens are unknown to the model")
     return TemplateCheck(tuple(problems), _end_of_turn(tokenizer, messages, ends=ends))
 
 
 def _rendered(tokenizer: Any, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-    text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt)
+    text = tokenizer.apply_chat_template(
+        list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+    )
     return str(text)
 
 
-def _end_of_turn(tokenizer: Any, messages: Sequence[Message], *, ends: Collection[int]) -> str | None:
+def _end_of_turn(
+    tokenizer: Any, messages: Sequence[Message], *, ends: Collection[int]
+) -> str | None:
     """The first token after an answer, if it is special and does not end a completion."""
     answer: Message = {"role": "assistant", "content": _ANSWER}
-    _, found, after = _rendered(tokenizer, [*messages, answer], add_generation_prompt=False).rpartition(_ANSWER)
+    _, found, after = _rendered(
+        tokenizer, [*messages, answer], add_generation_prompt=False
+    ).rpartition(_ANSWER)
     ids = tokenizer.encode(after, add_special_tokens=False) if found and after else []
     if not ids or ids[0] in ends or ids[0] not in tokenizer.all_special_ids:
         return None

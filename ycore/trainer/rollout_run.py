@@ -50,7 +50,9 @@ class RolloutRun(TrainingRun):
         held_out = parts.evaluation(self.controller)
         self._evaluation = RolloutEvaluation(self, parts.config, self.controller, held_out)
         self.trainer.after_round = self._evaluation.begin
-        self.trainer.add_callback(self._evaluation)  # after the checkpoints', which remember the step's end
+        self.trainer.add_callback(
+            self._evaluation
+        )  # after the checkpoints', which remember the step's end
 
     def _make_peers(self) -> Peers:
         config, rank = self._parts.config, this_rank()
@@ -59,12 +61,16 @@ class RolloutRun(TrainingRun):
         if self._line.num_ranks < rank.world:  # on other machines too, or without shared slots
             return TorchPeers(timeout_s=config.collective_timeout_s)
         start_timeout_s = config.engine.start_timeout_s
-        return MachinePeers(self._line, timeout_s=config.collective_timeout_s, start_timeout_s=start_timeout_s)
+        return MachinePeers(
+            self._line, timeout_s=config.collective_timeout_s, start_timeout_s=start_timeout_s
+        )
 
     def _make_controller(self) -> Controller:
         parts, peers, engines = self._parts, self._peers, self._engines()
         sends_weights = parts.started.kind == "vllm" and parts.config.sync_every > 0
-        self._journal = Journal(parts.home.journal, rank=peers.rank, world=peers.world, seed=parts.config.seed)
+        self._journal = Journal(
+            parts.home.journal, rank=peers.rank, world=peers.world, seed=parts.config.seed
+        )
         controller = parts.controller(
             engines,
             peers=peers,
@@ -72,8 +78,14 @@ class RolloutRun(TrainingRun):
             journal=self._journal,
             slots=parts.slots(engines, self._line),
         )
-        controller.record, controller.turns.splits = self.trainer.record, self.trainer.packed_by is not None
-        self.trainer.shares_device, self.trainer.offload = parts.started.sleeps, parts.started.offload
+        controller.record, controller.turns.splits = (
+            self.trainer.record,
+            self.trainer.packed_by is not None,
+        )
+        self.trainer.shares_device, self.trainer.offload = (
+            parts.started.sleeps,
+            parts.started.offload,
+        )
         return controller
 
     def _take_rounds(self) -> Checkpoints:
@@ -84,7 +96,11 @@ class RolloutRun(TrainingRun):
             journal = None if config.keep_journal else self._journal
             return Checkpoints(self.home, trainer, RoundState(trainer, self.controller), journal)
         rounds = ReplayedRounds(
-            Path(config.replay), rank=peers.rank, world=peers.world, group_size=config.group_size, record=trainer.record
+            Path(config.replay),
+            rank=peers.rank,
+            world=peers.world,
+            group_size=config.group_size,
+            record=trainer.record,
         )
         rounds.check(steps=config.steps, steps_per_round=trainer.steps_per_round)
         trainer.rounds = rounds
@@ -96,16 +112,26 @@ class RolloutRun(TrainingRun):
         if parts.started.kind == "vllm":
             engines = parts.vllm_engines()
             if parts.config.engine.sync == "ipc":
-                walk = partial(engine_weights, self.trainer.bare_model, dtype=compute_dtype(self.config))
+                walk = partial(
+                    engine_weights, self.trainer.bare_model, dtype=compute_dtype(self.config)
+                )
                 for engine in engines:
                     engine.source = Source(walk, self.trainer.accelerator.device)
             return [*engines]
-        return [TransformersEngine(self.trainer.bare_model, parts.tokenizer, parts.sampling(), parts.sight)]
+        return [
+            TransformersEngine(
+                self.trainer.bare_model, parts.tokenizer, parts.sampling(), parts.sight
+            )
+        ]
 
     def _share_weights(self, version: int) -> Path:
         """Write the policy's weights for the engines: the first rank of a machine does, and the others wait."""
         folder, accelerator = self._parts.folder.shared_memory, self.trainer.accelerator
-        model, dtype, writes = self.trainer.bare_model, compute_dtype(self.config), accelerator.is_local_main_process
+        model, dtype, writes = (
+            self.trainer.bare_model,
+            compute_dtype(self.config),
+            accelerator.is_local_main_process,
+        )
         how = self._parts.config.engine.sync
         if how == "merged":
             num_bytes = write_weights(model, folder, dtype=dtype, writes=writes, version=version)
@@ -153,14 +179,19 @@ class RolloutRun(TrainingRun):
             return
         written = self._sample(version=0, count=NUM_SAMPLED)
         if self.leads:
-            config, num_cut = self._parts.config, sum(one["finish_reason"] == "length" for one in written)
+            config, num_cut = (
+                self._parts.config,
+                sum(one["finish_reason"] == "length" for one in written),
+            )
             words = judge_cut(num_cut, len(written), config)
             note(self.home, config, words, {config.max_tokens: num_cut / len(written)})
 
     def _sample(self, *, version: int, count: int = NUM_SAMPLES) -> list[dict[str, Any]]:
         """One completion of each of the same few prompts, always with the same seeds, on the first rank."""
         prompts = self._parts.prompts.prompts
-        rows = random.Random(self._parts.config.seed).sample(range(len(prompts)), min(count, len(prompts)))
+        rows = random.Random(self._parts.config.seed).sample(
+            range(len(prompts)), min(count, len(prompts))
+        )
         asked = [(prompts[row], self._parts.encode(prompts[row])) for row in rows if self.leads]
         with self.trainer.room_for_engines():
             return self.controller.sample(asked, version=version)
@@ -191,4 +222,6 @@ def _contents(parts: Assembly) -> dict[str, str]:
         file = Path(name.rpartition(":")[0]).expanduser()
         if file.suffix == ".py" and file.is_file():
             contents[f"{kind} {name}"] = files_fingerprint([file])
-    return contents | {f"agent {file}": files_fingerprint([file]) for file in agent_files(parts.config.agent)}
+    return contents | {
+        f"agent {file}": files_fingerprint([file]) for file in agent_files(parts.config.agent)
+    }

@@ -80,7 +80,9 @@ class RoundState:
         if saved == world:
             state, batches = _read_state(checkpoint, rank), _files_of(checkpoint, rank)[1]
             trainer = state["trainer"]
-            unfinished = _nested({**load_file(batches), **trainer["lists"]}) if batches.is_file() else None
+            unfinished = (
+                _nested({**load_file(batches), **trainer["lists"]}) if batches.is_file() else None
+            )
             self._place = Place(trainer["micro_step"], trainer["corrects"], unfinished)
             self._state = state["controller"]
         else:
@@ -88,7 +90,11 @@ class RoundState:
             # Micro-batches have another size now, and are counted anew: the next one begins a round.
             self._place = Place(0, states[0]["trainer"]["corrects"])
             controllers = [state["controller"] for state in states]
-            self._state = regroup_states(controllers, world=world)[rank] if self._controller is not None else {}
+            self._state = (
+                regroup_states(controllers, world=world)[rank]
+                if self._controller is not None
+                else {}
+            )
         self._trainer.go_to(self._place)
         if self._controller is not None:
             self._controller.restore(self._state)
@@ -103,7 +109,11 @@ class Checkpoints(TrainerCallback):
     """
 
     def __init__(
-        self, home: RunFolder, trainer: BaseTrainer, rounds: RoundState | None = None, journal: Journal | None = None
+        self,
+        home: RunFolder,
+        trainer: BaseTrainer,
+        rounds: RoundState | None = None,
+        journal: Journal | None = None,
     ) -> None:
         make_folder(home.checkpoints)
         self._folder, self._metrics = home.checkpoints, home.metrics
@@ -114,7 +124,9 @@ class Checkpoints(TrainerCallback):
         self._meet = trainer.accelerator.wait_for_everyone
         self.saved_step = 0
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         self._trainer.refuse_broken_weights()
         if self._rounds is not None:
             self._rounds.remember()
@@ -133,7 +145,9 @@ class Checkpoints(TrainerCallback):
             self._meet()
             yield staged
             if self._rounds is not None:
-                self._rounds.write(staged / checkpoint_of(self._folder, step).name, self._rank, step)
+                self._rounds.write(
+                    staged / checkpoint_of(self._folder, step).name, self._rank, step
+                )
             self._meet()
             if leads:
                 sync(self._metrics)  # its steps are not taken again from here on
@@ -144,7 +158,9 @@ class Checkpoints(TrainerCallback):
             raise
         except (OSError, RuntimeError, SafetensorError) as error:
             if leads:
-                shutil.rmtree(staged, ignore_errors=True)  # room for the last lines of logs and summary
+                shutil.rmtree(
+                    staged, ignore_errors=True
+                )  # room for the last lines of logs and summary
             if is_disk_full(error) or self._is_nearly_full():
                 raise RunError(self._no_room(step)) from error
             raise
@@ -185,7 +201,11 @@ class Checkpoints(TrainerCallback):
 
     def _no_room(self, step: int) -> str:
         whole = checkpoints_in(self._folder)
-        last = f"{whole[-1].name} is whole" if whole else "there is none yet, and the journal holds the rounds"
+        last = (
+            f"{whole[-1].name} is whole"
+            if whole
+            else "there is none yet, and the journal holds the rounds"
+        )
         return (
             f"no room for the checkpoint of step {step} in {self._folder} ({self._free_bytes() / 1e6:.1f} MB free); "
             f"{last}: make room, and go on with --resume"
@@ -196,7 +216,11 @@ class Checkpoints(TrainerCallback):
 
     def _expected_bytes(self) -> int:
         """Roughly: the trained weights and, for each, two averages of the optimizer's, in float32."""
-        return sum(12 * int(weight.numel()) for weight in self._trainer.model.parameters() if weight.requires_grad)
+        return sum(
+            12 * int(weight.numel())
+            for weight in self._trainer.model.parameters()
+            if weight.requires_grad
+        )
 
 
 def check_contents(home: RunFolder, contents: dict[str, str]) -> None:
@@ -219,7 +243,11 @@ def check_contents(home: RunFolder, contents: dict[str, str]) -> None:
 @cache  # torch keeps a sorted list, and two of the same priority cannot be sorted
 def accept_numbered_cpus() -> None:
     """Let `torch.load` take `cpu:1` for the CPU: accelerate names it by rank, and transformers loads optimizers so."""
-    register_package(50, lambda storage: None, lambda storage, where: storage if where.startswith("cpu:") else None)
+    register_package(
+        50,
+        lambda storage: None,
+        lambda storage, where: storage if where.startswith("cpu:") else None,
+    )
 
 
 def _files_of(checkpoint: Path, rank: int) -> tuple[Path, Path]:
@@ -239,8 +267,14 @@ def _read_state(checkpoint: Path, rank: int) -> Any:
 
 def _flat(batches: MicroBatches) -> tuple[dict[str, torch.Tensor], dict[str, list[Any]]]:
     """`3/advantages` -> tensor, each with its own memory, as safetensors wants it; and the same for plain lists."""
-    named = [(f"{number}/{name}", value) for number, batch in enumerate(batches) for name, value in batch.items()]
-    tensors = {key: value.detach().cpu().clone() for key, value in named if isinstance(value, torch.Tensor)}
+    named = [
+        (f"{number}/{name}", value)
+        for number, batch in enumerate(batches)
+        for name, value in batch.items()
+    ]
+    tensors = {
+        key: value.detach().cpu().clone() for key, value in named if isinstance(value, torch.Tensor)
+    }
     return tensors, {key: value for key, value in named if isinstance(value, list)}
 
 

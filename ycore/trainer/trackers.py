@@ -42,7 +42,12 @@ Table = tuple[Sequence[str], Sequence[Sequence[Any]]]
 _KNOWN = ("wandb", "trackio", "tensorboard")
 _PROJECT = "huggingface"  # transformers' own, where none is named
 _MOST_COMPLETIONS = 1000  # of an evaluation, in a table
-_SAMPLES, _REPORT, _CURVE, _PICTURES = "ycore/completions", "ycore/report", "ycore/curve", "ycore/pictures"
+_SAMPLES, _REPORT, _CURVE, _PICTURES = (
+    "ycore/completions",
+    "ycore/report",
+    "ycore/curve",
+    "ycore/pictures",
+)
 _STEP = "train/global_step"  # as transformers names it, and the numbers beside it
 
 
@@ -50,23 +55,35 @@ class TrackerPage(TrainerCallback):
     """Add it after the trackers' own callbacks, which open their runs when training begins."""
 
     def __init__(self, folder: RunFolder, handler: CallbackHandler, config: AnyConfig) -> None:
-        if (project := config.trl.get("project")) is not None:  # transformers passes it on to every tracker but wandb
+        if (
+            project := config.trl.get("project")
+        ) is not None:  # transformers passes it on to every tracker but wandb
             os.environ.setdefault("WANDB_PROJECT", project)
         if any(isinstance(callback, WandbCallback) for callback in handler.callbacks):
-            os.environ.setdefault("WANDB_RUN_ID", folder.run_id)  # the folder's: a resumed run goes on with its page
+            os.environ.setdefault(
+                "WANDB_RUN_ID", folder.run_id
+            )  # the folder's: a resumed run goes on with its page
             os.environ.setdefault("WANDB_RESUME", "allow")
         for callback in handler.callbacks:
             if isinstance(callback, TrackioCallback):  # wandb reads the variable itself
-                callback._trackio.init = partial(callback._trackio.init, group=os.environ.get(TRACKER_GROUP))
+                callback._trackio.init = partial(
+                    callback._trackio.init, group=os.environ.get(TRACKER_GROUP)
+                )
         self._folder, self._handler, self._config = folder, handler, config
         self._events: str | None = None
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         if not state.is_world_process_zero:
             return
         description = read_json(self._folder.config)
-        for tracker in _modules(args.report_to):  # prefixed, since TRL's arguments and the model's config are there too
-            tracker.config.update({f"ycore/{key}": description[key] for key in description}, allow_val_change=True)
+        for tracker in _modules(
+            args.report_to
+        ):  # prefixed, since TRL's arguments and the model's config are there too
+            tracker.config.update(
+                {f"ycore/{key}": description[key] for key in description}, allow_val_change=True
+            )
         for callback in self._handler.callbacks:
             if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
                 _describe(callback.tb_writer, description)
@@ -77,7 +94,12 @@ class TrackerPage(TrainerCallback):
         if not set(args.report_to) & set(_KNOWN):
             return
         _send_last(
-            self._folder, self._config, partial(_opened, args=args), _modules(args.report_to), self._events, step
+            self._folder,
+            self._config,
+            partial(_opened, args=args),
+            _modules(args.report_to),
+            self._events,
+            step,
         )
 
 
@@ -99,7 +121,11 @@ class OwnPage:
     def log(self, row: Row) -> None:
         """The numbers of a row of metrics.jsonl, which may be of an evaluation."""
         self._step = int(row["step"])
-        told = {f"train/{name}": value for name in row if (value := number(row, name)) is not None and name != "step"}
+        told = {
+            f"train/{name}": value
+            for name in row
+            if (value := number(row, name)) is not None and name != "step"
+        }
         for tracker in self._trackers:
             tracker.log(told | {_STEP: self._step})
         if self._writer is not None:
@@ -124,8 +150,15 @@ def tell_evaluation(config: AnyConfig, folder: RunFolder, figures: Mapping[str, 
     told = {f"ycore/eval/{name}": value for name, value in figures.items()}
     for tracker in _modules(names):
         with _spared(tracker.__name__):
-            _open(tracker, config, folder, **({"job_type": "eval"} if tracker.__name__ == "wandb" else {}))
-            tracker.log(told | {_SAMPLES: tracker.Table(columns=list(table[0]), data=list(table[1]))})
+            _open(
+                tracker,
+                config,
+                folder,
+                **({"job_type": "eval"} if tracker.__name__ == "wandb" else {}),
+            )
+            tracker.log(
+                told | {_SAMPLES: tracker.Table(columns=list(table[0]), data=list(table[1]))}
+            )
             tracker.finish()
     if "tensorboard" in names:
         with _spared("tensorboard"):
@@ -144,7 +177,12 @@ def _names(config: BaseConfig) -> Sequence[str]:
 def _open(tracker: Any, config: BaseConfig, folder: RunFolder, **more: Any) -> None:
     """Open the folder's page, or go on with it."""
     project = config.trl.get("project") or os.environ.get("WANDB_PROJECT") or _PROJECT
-    about = {"project": project, "name": folder.root.name, "resume": "allow", "group": os.environ.get(TRACKER_GROUP)}
+    about = {
+        "project": project,
+        "name": folder.root.name,
+        "resume": "allow",
+        "group": os.environ.get(TRACKER_GROUP),
+    }
     own = {"id": folder.run_id} if tracker.__name__ == "wandb" else {}
     described = {f"ycore/{key}": value for key, value in read_json(folder.config).items()}
     tracker.init(**about, **own, **more, config=described)
@@ -161,12 +199,20 @@ def _send_last(
     """Send what a finished run has. `opened` opens a tracker's page again, where it is closed."""
     table, curve = _samples(folder), folder.root / ".curve-for-trackers.png"
     draw_curve(read_metrics(folder.metrics), curve, folder.root.name)
-    drawn = {name: str(file) for name, file in ((_CURVE, curve), (_PICTURES, folder.pictures)) if file.is_file()}
+    drawn = {
+        name: str(file)
+        for name, file in ((_CURVE, curve), (_PICTURES, folder.pictures))
+        if file.is_file()
+    }
     for tracker in trackers:
         with _spared(tracker.__name__), opened(tracker):
             found = {_REPORT: tracker.Html(_report(folder, config))}
             found |= {name: tracker.Image(file) for name, file in drawn.items()}
-            found |= {_SAMPLES: tracker.Table(columns=list(table[0]), data=list(table[1]))} if table[1] else {}
+            found |= (
+                {_SAMPLES: tracker.Table(columns=list(table[0]), data=list(table[1]))}
+                if table[1]
+                else {}
+            )
             tracker.log(found)
             for kind in config.tracker_files:
                 _send(tracker, folder, kind)
@@ -186,7 +232,10 @@ def _spared(tracker: str) -> Iterator[None]:
     try:
         yield
     except Exception as problem:  # noqa: BLE001 (whatever a tracker or its network raises)
-        print(f"{tracker} did not take what came last: {type(problem).__name__}: {problem}", flush=True)
+        print(
+            f"{tracker} did not take what came last: {type(problem).__name__}: {problem}",
+            flush=True,
+        )
 
 
 @contextmanager
@@ -195,7 +244,9 @@ def _opened(tracker: Any, args: TrainingArguments) -> Iterator[None]:
     if tracker.__name__ == "wandb":
         yield
         return
-    tracker.init(project=args.project, name=args.run_name, space_id=args.trackio_space_id, resume="allow")
+    tracker.init(
+        project=args.project, name=args.run_name, space_id=args.trackio_space_id, resume="allow"
+    )
     try:
         yield
     finally:
@@ -204,7 +255,9 @@ def _opened(tracker: Any, args: TrainingArguments) -> Iterator[None]:
 
 def _send(tracker: Any, folder: RunFolder, kind: str) -> None:
     """The run's `model` or `journal` as an artifact."""
-    artifact = tracker.Artifact(re.sub(r"[^\w.-]+", "-", f"{folder.root.resolve().name}-{kind}"), type=kind)
+    artifact = tracker.Artifact(
+        re.sub(r"[^\w.-]+", "-", f"{folder.root.resolve().name}-{kind}"), type=kind
+    )
     artifact.add_dir(str(getattr(folder, kind)))
     tracker.log_artifact(artifact)
 
@@ -215,14 +268,21 @@ def _report(folder: RunFolder, config: AnyConfig | FlowConfig) -> str:
     run = read_run(folder.root)
     seconds = sum(number(row, *STEP_SECONDS) or 0.0 for row in run.metrics)
     measure: Literal["reward", "loss"] = "loss" if isinstance(config, TuneConfig) else "reward"
-    return as_page(make_report([replace(run, summary=summarise(run.metrics, "finished", seconds, measure=measure))]))
+    return as_page(
+        make_report(
+            [replace(run, summary=summarise(run.metrics, "finished", seconds, measure=measure))]
+        )
+    )
 
 
 def _samples(folder: RunFolder) -> Table:
     """Completions before and after training, to the same prompts."""
     told = read_json(folder.samples) if folder.samples.is_file() else {"before": [], "after": []}
     pairs = zip(told["before"], told["after"], strict=True)
-    rows = [[as_text(before["prompt"]), before["completion"], after["completion"]] for before, after in pairs]
+    rows = [
+        [as_text(before["prompt"]), before["completion"], after["completion"]]
+        for before, after in pairs
+    ]
     return ("prompt", "before", "after"), rows
 
 
@@ -232,7 +292,14 @@ def _completions(folder: RunFolder) -> Table:
     with (folder.root / "completions.jsonl").open(encoding="utf-8") as lines:
         for line in map(json.loads, islice(lines, _MOST_COMPLETIONS)):
             rewards = json.dumps(line["rewards"])
-            rows.append([as_text(line["prompt"]), as_text(line["completion"]), rewards, line["finish_reason"]])
+            rows.append(
+                [
+                    as_text(line["prompt"]),
+                    as_text(line["completion"]),
+                    rewards,
+                    line["finish_reason"],
+                ]
+            )
     return ("prompt", "completion", "rewards", "finish_reason"), rows
 
 
@@ -257,9 +324,13 @@ def _write_events(events: str, table: Table, drawn: Mapping[str, str], *, step: 
     from torch.utils.tensorboard import SummaryWriter
 
     columns, rows = table
-    lines = ["|".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in row) for row in rows]
+    lines = [
+        "|".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in row) for row in rows
+    ]
     with SummaryWriter(events, filename_suffix=".ycore") as writer:
         if rows:
-            writer.add_text(_SAMPLES, "\n".join(["|".join(columns), "|".join("---" for _ in columns), *lines]))
+            writer.add_text(
+                _SAMPLES, "\n".join(["|".join(columns), "|".join("---" for _ in columns), *lines])
+            )
         for name, file in drawn.items():
             writer.add_image(name, imread(file), step, dataformats="HWC")

@@ -12,7 +12,13 @@ from typing import Any
 
 import torch
 from peft.helpers import disable_input_dtype_casting
-from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from ycore.config.schema import AnyConfig
 from ycore.data.examples import ExampleSet
@@ -40,19 +46,30 @@ class StepMetrics(TrainerCallback):
         self._writer = writer
         self._began = self.seconds = 0.0
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         self._began = time.perf_counter()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         if self.controller is not None:
             self.controller.settle()
         self.seconds = time.perf_counter() - self._began
         if self.controller is not None:
             self.controller.record("ycore/time/step", self.seconds)
-            self.controller.record("ycore/time/train", self.seconds - self.controller.take_seconds())
+            self.controller.record(
+                "ycore/time/train", self.seconds - self.controller.take_seconds()
+            )
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any],
+        **_: Any,
     ) -> None:
         if not state.is_world_process_zero:
             return
@@ -129,14 +146,18 @@ class TrainingRun(ABC, TrainerCallback):
         self.checkpoints, self.trainer.saving = checkpoints, checkpoints.saving
         self.trainer.add_callback(checkpoints)
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         self.mark_progress()
 
     def mark_progress(self) -> None:
         """The launcher limits the time to the first step, and of each step and evaluation, by this file."""
         self._step_began.touch()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         control.should_training_stop |= self.should_stop()
 
     @abstractmethod
@@ -162,8 +183,14 @@ class TrainingRun(ABC, TrainerCallback):
             Interrupted: the run was asked to stop before the last step.
         """
         ranks = self.trainer.accelerator.num_processes
-        newest = newest_for(self.home.checkpoints, world=ranks, say=partial(print, flush=True)) if self.leads else None
-        step = int(self.sum_over_ranks(0 if newest is None else step_of(newest)))  # all ranks take the first one's
+        newest = (
+            newest_for(self.home.checkpoints, world=ranks, say=partial(print, flush=True))
+            if self.leads
+            else None
+        )
+        step = int(
+            self.sum_over_ranks(0 if newest is None else step_of(newest))
+        )  # all ranks take the first one's
         checkpoint = checkpoint_of(self.home.checkpoints, step) if step else None
         accept_numbered_cpus()
         if checkpoint is not None:
@@ -177,7 +204,10 @@ class TrainingRun(ABC, TrainerCallback):
             except EndedEarly:
                 handler = self.trainer.callback_handler  # whose trackers end with the training
                 handler.on_train_end(self.trainer.args, self.trainer.state, self.trainer.control)
-        if self.trainer.state.global_step < self.trainer.args.max_steps and self.ended_early is None:
+        if (
+            self.trainer.state.global_step < self.trainer.args.max_steps
+            and self.ended_early is None
+        ):
             raise Interrupted(f"stopped after step {self.trainer.state.global_step}")
         self.finish()
 

@@ -14,4 +14,6 @@ def _no_vllm(min_version: str | None = None) -> bool:
 
 
 import_utils.is_vllm_available = _no_vllm
-os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # `rollout_func` and GMPO are experimental, and used knowingly
+os.environ.setdefault(
+    "TRL_EXPERIMENTAL_SILENCE", "1"
+)  # `rollout_func` and GMPO are experimental, and used knowingly

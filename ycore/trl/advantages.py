@@ -31,17 +31,31 @@ class Estimator:
     function: Callable[..., Tensor]
     needs_greedy: bool  # whether it takes the reward of each prompt's greedy completion
 
-    def __call__(self, rewards_PG: Tensor, mask_PG: Tensor, *, greedy_P: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, rewards_PG: Tensor, mask_PG: Tensor, *, greedy_P: Tensor | None = None
+    ) -> Tensor:
         """Advantages, (P, G) float32, without gradient, on the device of the rewards."""
-        if rewards_PG.dim() != 2 or mask_PG.shape != rewards_PG.shape or mask_PG.dtype != torch.bool:
+        if (
+            rewards_PG.dim() != 2
+            or mask_PG.shape != rewards_PG.shape
+            or mask_PG.dtype != torch.bool
+        ):
             given = f"{tuple(rewards_PG.shape)} and {tuple(mask_PG.shape)} of {mask_PG.dtype}"
-            raise ValueError(f"rewards and mask must be (P, G), the mask of bools; they are {given}")
+            raise ValueError(
+                f"rewards and mask must be (P, G), the mask of bools; they are {given}"
+            )
         if self.needs_greedy != (greedy_P is not None):
-            raise ValueError(f"{self.name} {'needs' if self.needs_greedy else 'takes no'} greedy rewards")
+            raise ValueError(
+                f"{self.name} {'needs' if self.needs_greedy else 'takes no'} greedy rewards"
+            )
         if greedy_P is not None and greedy_P.shape != rewards_PG.shape[:1]:
-            raise ValueError(f"greedy rewards must be (P,) = {rewards_PG.shape[:1]}; they are {greedy_P.shape}")
+            raise ValueError(
+                f"greedy rewards must be (P,) = {rewards_PG.shape[:1]}; they are {greedy_P.shape}"
+            )
         with torch.no_grad():
-            counted = torch.where(mask_PG, rewards_PG, 0).float().double()  # float32 is what rewards are stored in
+            counted = (
+                torch.where(mask_PG, rewards_PG, 0).float().double()
+            )  # float32 is what rewards are stored in
             advantages = self.function(counted, mask_PG, *([] if greedy_P is None else [greedy_P]))
             return torch.where(mask_PG, advantages, 0).float()
 
@@ -49,7 +63,9 @@ class Estimator:
 ESTIMATORS: dict[str, Estimator] = {}
 
 
-def _named(name: str, *, needs_greedy: bool = False) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+def _named(
+    name: str, *, needs_greedy: bool = False
+) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
     def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         ESTIMATORS[name] = Estimator(name, function, needs_greedy)
         return function
@@ -195,11 +211,15 @@ def near(log_ratios_N: Tensor, kl_max: float) -> Tensor:
 
 
 def _mean(values: Tensor, mask: Tensor, axes: tuple[int, ...]) -> Tensor:
-    return torch.where(mask, values, 0).sum(axes, keepdim=True) / mask.sum(axes, keepdim=True).clamp(min=1)
+    return torch.where(mask, values, 0).sum(axes, keepdim=True) / mask.sum(
+        axes, keepdim=True
+    ).clamp(min=1)
 
 
 def _deviation(values: Tensor, mask: Tensor, axes: tuple[int, ...]) -> Tensor:
-    squares = torch.where(mask, values - _mean(values, mask, axes), 0).square().sum(axes, keepdim=True)
+    squares = (
+        torch.where(mask, values - _mean(values, mask, axes), 0).square().sum(axes, keepdim=True)
+    )
     return (squares / (mask.sum(axes, keepdim=True) - 1).clamp(min=1)).sqrt()
 
 

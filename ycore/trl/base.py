@@ -20,7 +20,14 @@ from ycore.engine.weights import save_merged
 from ycore.errors import ConfigError, TrainerError
 
 REFERENCE = "reference.safetensors"
-_NOT_A_MEASURE = {"runtime", "samples_per_second", "steps_per_second", "epoch", "num_tokens", "model_preparation_time"}
+_NOT_A_MEASURE = {
+    "runtime",
+    "samples_per_second",
+    "steps_per_second",
+    "epoch",
+    "num_tokens",
+    "model_preparation_time",
+}
 
 
 class BaseTrainer(Trainer):
@@ -52,7 +59,10 @@ class BaseTrainer(Trainer):
     def measure(self) -> dict[str, Any]:
         """TRL's figures of the model on the held-out rows, and `n`, their number. All ranks call it together."""
         figures = {name.removeprefix("eval_"): value for name, value in self.evaluate().items()}
-        return {"n": len(self.eval_dataset), **{name: figures[name] for name in figures if name not in _NOT_A_MEASURE}}
+        return {
+            "n": len(self.eval_dataset),
+            **{name: figures[name] for name in figures if name not in _NOT_A_MEASURE},
+        }
 
     def write_model(self, folder: Path, *, dtype: torch.dtype, merge: bool) -> None:
         """Save the trained model and its tokenizer. All ranks call it together.
@@ -100,9 +110,18 @@ class BaseTrainer(Trainer):
 
     def refuse_broken_weights(self) -> None:
         """TrainerError if a trained weight is not finite, so that no checkpoint or model is made of it."""
-        weights = {name: _local(weight) for name, weight in self.model.named_parameters() if weight.requires_grad}
-        if not torch.isfinite(get_total_norm(list(weights.values()))):  # one pass over them, and one number to wait for
-            broken = next((name for name, weight in weights.items() if not torch.isfinite(weight).all()), "of them all")
+        weights = {
+            name: _local(weight)
+            for name, weight in self.model.named_parameters()
+            if weight.requires_grad
+        }
+        if not torch.isfinite(
+            get_total_norm(list(weights.values()))
+        ):  # one pass over them, and one number to wait for
+            broken = next(
+                (name for name, weight in weights.items() if not torch.isfinite(weight).all()),
+                "of them all",
+            )
             self._stop(f"after step {self.state.global_step} the weight {broken} is not finite")
 
     def _stop(self, problem: str) -> NoReturn:
@@ -150,7 +169,9 @@ class DurableTrainer(BaseTrainer):
         self._losses.clear()
         if norm is not None:
             value = float(norm)
-            self._refuse(math.inf if value < 0 else value, "the gradient norm")  # DeepSpeed's -1: it has no number
+            self._refuse(
+                math.inf if value < 0 else value, "the gradient norm"
+            )  # DeepSpeed's -1: it has no number
         return norm
 
     def _refuse(self, value: float, name: str) -> None:

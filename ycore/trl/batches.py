@@ -21,7 +21,9 @@ class Place:
 
     micro_step: int  # micro-batches taken since the run began
     corrects: bool  # whether the round came with the engine's log-probabilities: TRL's `use_vllm`
-    micro_batches: MicroBatches | None = None  # those of the round, if later steps still learn from it
+    micro_batches: MicroBatches | None = (
+        None  # those of the round, if later steps still learn from it
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +34,28 @@ class FlatSequence:
     prompt_ids: list[int]
     completion_ids: list[int]
     logprobs: list[float] | None
-    mask: list[int] | None  # 1 at the policy's tokens, 0 at its environment's; None where all are the policy's
-    begins: list[tuple[int, int]]  # where the prompt of another sequence than the first begins, and its length
-    turns: list[tuple[int, int, float]]  # the policy's but its last: their tokens, and rewards; NaN where none was paid
+    mask: (
+        list[int] | None
+    )  # 1 at the policy's tokens, 0 at its environment's; None where all are the policy's
+    begins: list[
+        tuple[int, int]
+    ]  # where the prompt of another sequence than the first begins, and its length
+    turns: list[
+        tuple[int, int, float]
+    ]  # the policy's but its last: their tokens, and rewards; NaN where none was paid
     rewards: list[float]  # one per source; NaN where a source gave none
-    taught: list[tuple[float, ...] | None]  # one per source: a teacher's log-probabilities of the tokens
+    taught: list[
+        tuple[float, ...] | None
+    ]  # one per source: a teacher's log-probabilities of the tokens
     greedy_rewards: list[float]
     policy_version: int  # which wrote its first token
     is_cut: bool  # at `max_tokens`, before it ended
     shown: int = 0  # other pictures, another number; 0 without any
 
 
-def flatten(groups: Sequence[Group], open_image: Callable[[str], Any] | None = None) -> list[FlatSequence]:
+def flatten(
+    groups: Sequence[Group], open_image: Callable[[str], Any] | None = None
+) -> list[FlatSequence]:
     """One sequence per completion, group by group: the order TRL sees.
 
     With `open_image`, which gives the picture of a sha256, every row has its `images`, and a prompt in blocks.
@@ -56,8 +68,14 @@ def flatten(groups: Sequence[Group], open_image: Callable[[str], Any] | None = N
             completion_ids=list(completion.token_ids),
             logprobs=None if completion.logprobs is None else list(completion.logprobs),
             mask=list(completion.mask) if completion.turns else None,
-            begins=[(one.start - len(one.prompt_ids), len(one.prompt_ids)) for one in completion.sequences(())[1:]],
-            turns=[(start, end, math.nan if paid is None else paid) for start, end, paid in completion.paid_turns],
+            begins=[
+                (one.start - len(one.prompt_ids), len(one.prompt_ids))
+                for one in completion.sequences(())[1:]
+            ],
+            turns=[
+                (start, end, math.nan if paid is None else paid)
+                for start, end, paid in completion.paid_turns
+            ],
             rewards=_values(scores),
             taught=[score.logprobs for score in scores],
             greedy_rewards=_values(group.greedy_scores_R or ()),
@@ -75,7 +93,11 @@ def _row(prompt: Prompt, open_image: Callable[[str], Any] | None) -> dict[str, A
     if open_image is None:
         return row
     pictures = [open_image(image.sha256) for image in prompt.images]
-    return {**row, "prompt": in_blocks(prompt.content) if pictures else prompt.content, "images": pictures}
+    return {
+        **row,
+        "prompt": in_blocks(prompt.content) if pictures else prompt.content,
+        "images": pictures,
+    }
 
 
 def _number_of(images: Sequence[Image]) -> int:
@@ -125,5 +147,7 @@ def deal(
     sequences: list[int] = []
     for start in range(0, len(order), per_window):
         window = sorted(order[start : start + per_window], key=lambda group: -group_tokens[group])
-        sequences += [group * group_size + member for group in window for member in range(group_size)]
+        sequences += [
+            group * group_size + member for group in window for member in range(group_size)
+        ]
     return [sequences[start : start + per_batch] for start in range(0, len(sequences), per_batch)]

@@ -34,7 +34,9 @@ EYES = "vision|visual|projector|connector|merger|aligner"
 def load_trainer_class(config: AnyConfig) -> type[BaseTrainer]:
     """The class of the run's algorithm: `Trainer` of the module that the table of algorithms names."""
     module = importlib.import_module(find_algorithm(config.algorithm).module)
-    found: type[BaseTrainer] = module.TRAINERS[config.loss_from] if isinstance(config, RunConfig) else module.Trainer
+    found: type[BaseTrainer] = (
+        module.TRAINERS[config.loss_from] if isinstance(config, RunConfig) else module.Trainer
+    )
     return found
 
 
@@ -73,18 +75,28 @@ def build_trainer(
         data["quantization_config"] = _quantization(compute_dtype(config))
     settings: Any = trainer_class.config_class(**arguments)
     if isinstance(config, RunConfig):
-        settings.num_generations = config.group_size  # TRL's class takes no groups of one, and its trainer does
+        settings.num_generations = (
+            config.group_size
+        )  # TRL's class takes no groups of one, and its trainer does
     trainer = trainer_class(
         model=str(model),
         args=settings,
         processing_class=tokenizer,
-        peft_config=None if config.lora is None else _lora(config.lora, trainer_class.task_type, model),
+        peft_config=None
+        if config.lora is None
+        else _lora(config.lora, trainer_class.task_type, model),
         callbacks=list(callbacks),
         **data,
     )
-    if examples is not None or config.quantize is not None:  # TRL makes adapters of a quantised base bfloat16
+    if (
+        examples is not None or config.quantize is not None
+    ):  # TRL makes adapters of a quantised base bfloat16
         _store_trained_in_float32(trainer.model)
-    if examples is not None and trainer_class.task_type == "CAUSAL_LM" and needs_compact_head(trainer):
+    if (
+        examples is not None
+        and trainer_class.task_type == "CAUSAL_LM"
+        and needs_compact_head(trainer)
+    ):
         _add_compact_heads(trainer)
     return trainer
 
@@ -94,7 +106,9 @@ def _add_compact_heads(trainer: Any) -> None:
     models = (trainer.model, getattr(trainer, "ref_model", None))
     for model in models if not getattr(trainer, "use_weighting", False) else ():
         if model is not None:
-            add_compact_head(bare(trainer.accelerator.unwrap_model(model)), temperature=1.0, with_logits=True)
+            add_compact_head(
+                bare(trainer.accelerator.unwrap_model(model)), temperature=1.0, with_logits=True
+            )
 
 
 def _for_rollouts(
@@ -109,7 +123,11 @@ def _for_rollouts(
         arguments["num_generations"] = max(2, rows_per_round)
     return arguments, {
         **({} if config.critic is None else {"critic": config.critic, "base": model}),
-        **({"likelihood": config.constraints.likelihood} if config.algorithm == "online-dpo" else {}),
+        **(
+            {"likelihood": config.constraints.likelihood}
+            if config.algorithm == "online-dpo"
+            else {}
+        ),
         **(_teaching(config) if config.algorithm == "distill" else {}),
         "kl_in": config.kl_in,
         "by_token": config.advantage == BY_TOKEN,
@@ -132,7 +150,11 @@ def _teaching(config: RunConfig) -> dict[str, Any]:
         return {"teachers": teachers}
     names = [teacher_of(config.rewards[source]).model for source in teachers]
     plans = [resolve_model(name, trust_remote_code=config.trust_remote_code) for name in names]
-    return {"teachers": teachers, "exact": config.distill, "folders": [fetch_model(plan) for plan in plans]}
+    return {
+        "teachers": teachers,
+        "exact": config.distill,
+        "folders": [fetch_model(plan) for plan in plans],
+    }
 
 
 def _estimator(config: RunConfig) -> Estimator | None:
@@ -169,7 +191,9 @@ def _for_examples(
         on_cpu=not torch.cuda.is_available(),
         context_length=context_length(read_json(model / "config.json")),
     )
-    train, held_out = (_rows(rows, folder) if rows else None for rows in (examples.train, examples.held_out))
+    train, held_out = (
+        _rows(rows, folder) if rows else None for rows in (examples.train, examples.held_out)
+    )
     return trl_arguments(config, batch, folder), {"train_dataset": train, "eval_dataset": held_out}
 
 
@@ -178,7 +202,9 @@ def _rows(rows: Sequence[Example], folder: RunFolder) -> Dataset:
     if "images" not in rows[0]:
         return Dataset.from_list([dict(row) for row in rows])
     paths = [[str(folder.images / image.sha256) for image in row["images"]] for row in rows]
-    made = Dataset.from_list([{**row, "images": named} for row, named in zip(rows, paths, strict=True)])
+    made = Dataset.from_list(
+        [{**row, "images": named} for row, named in zip(rows, paths, strict=True)]
+    )
     return made.cast_column("images", List(Image(mode="RGB")))
 
 
@@ -201,7 +227,10 @@ def _lora(settings: LoraSettings, task_type: str, model: Path) -> LoraConfig:
 def _quantization(dtype: torch.dtype) -> BitsAndBytesConfig:
     """NF4 with doubly quantised scales (QLoRA, arXiv 2305.14314, section 3)."""
     return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
     )
 
 

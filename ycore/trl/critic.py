@@ -39,7 +39,9 @@ class Critic(nn.Module):
         value_range: the lowest and the highest value (arXiv 2608.23566, eq. 9); None leaves it unbounded.
     """
 
-    def __init__(self, backbone: nn.Module, *, width: int, value_range: tuple[float, float] | None = None) -> None:
+    def __init__(
+        self, backbone: nn.Module, *, width: int, value_range: tuple[float, float] | None = None
+    ) -> None:
         super().__init__()
         self.backbone = backbone
         self.value_range = value_range
@@ -48,7 +50,9 @@ class Critic(nn.Module):
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
-    def forward(self, shift_labels: Any = None, fused_lm_head: Any = None, **row: Any) -> dict[str, Tensor]:
+    def forward(
+        self, shift_labels: Any = None, fused_lm_head: Any = None, **row: Any
+    ) -> dict[str, Tensor]:
         """{VALUES: (1, L)} of a packed row (1, L); labels are not used."""
         hidden = self.backbone(**row).last_hidden_state
         with torch.autocast(hidden.device.type, enabled=False):
@@ -65,7 +69,9 @@ class Critic(nn.Module):
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {name: one.detach().cpu().clone().contiguous() for name, one in self.trained.items()}
+        tensors = {
+            name: one.detach().cpu().clone().contiguous() for name, one in self.trained.items()
+        }
         save_file(tensors, folder / FILE)
 
     def load(self, folder: Path) -> None:
@@ -73,7 +79,9 @@ class Critic(nn.Module):
         try:
             saved = load_file(folder / FILE)
         except (OSError, SafetensorError) as error:
-            raise RunError(f"{folder} has no whole critic ({error}); go on from another with --resume-from") from error
+            raise RunError(
+                f"{folder} has no whole critic ({error}); go on from another with --resume-from"
+            ) from error
         self.take(saved, f"the critic in {folder}")
 
     def take(self, saved: Mapping[str, Tensor], what: str) -> None:
@@ -99,7 +107,9 @@ def add_critic(policy: Any, *, value_range: tuple[float, float] | None = None) -
     bare = policy.get_base_model() if isinstance(policy, PeftModel) else policy
     frozen = {id(one): one for one in bare.parameters() if not one.requires_grad}
     backbone = copy.deepcopy(bare.base_model, frozen)  # frozen parameters stay the very same
-    critic = Critic(backbone, width=bare.config.get_text_config().hidden_size, value_range=value_range)
+    critic = Critic(
+        backbone, width=bare.config.get_text_config().hidden_size, value_range=value_range
+    )
     inner = policy.forward
     policy.add_module(NAME, critic.to(next(bare.parameters()).device))
 
@@ -109,7 +119,10 @@ def add_critic(policy: Any, *, value_range: tuple[float, float] | None = None) -
         if not with_values:
             return outputs
         values = critic(**{name: kwargs[name] for name in kwargs if name != "fused_lm_head"})
-        return {**outputs, **values}  # DDP builds the output again, which a class without a field for values refuses
+        return {
+            **outputs,
+            **values,
+        }  # DDP builds the output again, which a class without a field for values refuses
 
     policy.forward = types.MethodType(forward, policy)
     policy.register_state_dict_post_hook(_leave_out)
@@ -123,7 +136,9 @@ def _leave_out(module: nn.Module, state: dict[str, Any], prefix: str, metadata: 
 
 
 def _miss_nothing(module: nn.Module, incompatible: Any) -> None:
-    incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if not name.startswith(f"{NAME}.")]
+    incompatible.missing_keys[:] = [
+        name for name in incompatible.missing_keys if not name.startswith(f"{NAME}.")
+    ]
 
 
 def start_from_reward_model(critic: Critic, run: Path, *, base: Path) -> None:
@@ -138,8 +153,13 @@ def start_from_reward_model(critic: Critic, run: Path, *, base: Path) -> None:
     """
     folder = RunFolder(run)
     given = f"critic.init {run}"
-    if not folder.identity.is_file() or read_json(folder.config)["config"].get("algorithm") != "reward":
-        raise ConfigError(f"{given} must be the folder of a finished run of `ycore reward`, and it is not")
+    if (
+        not folder.identity.is_file()
+        or read_json(folder.config)["config"].get("algorithm") != "reward"
+    ):
+        raise ConfigError(
+            f"{given} must be the folder of a finished run of `ycore reward`, and it is not"
+        )
     began_with, here = read_json(folder.identity)["model"], model_fingerprint(base)
     if began_with != here:
         raise ConfigError(
@@ -150,7 +170,9 @@ def start_from_reward_model(critic: Critic, run: Path, *, base: Path) -> None:
     files = sorted(source.glob("*.safetensors"))
     if not files or has_adapter != (folder.model / "adapter").is_dir():
         kind = "adapters" if has_adapter else "every weight"
-        raise ConfigError(f"{given} has no trained weights in {source}, and this run trains {kind}; train both alike")
+        raise ConfigError(
+            f"{given} has no trained weights in {source}, and this run trains {kind}; train both alike"
+        )
     if has_adapter:
         there, own = read_json(source / "adapter_config.json"), _adapters_of(critic)
         if (there["r"], there["lora_alpha"]) != own:

@@ -65,7 +65,9 @@ class Trainer(TokenRewardTrainer):
         """A teacher's model, frozen, whose attention is packed as the policy's; ConfigError where it cannot be."""
         way_out = "leave distill.divergence out, and the teacher has engines"
         if is_deepspeed_zero3_enabled() or self.is_fsdp_enabled:
-            raise ConfigError(f"an exact divergence reads whole output layers, which are sharded here; {way_out}")
+            raise ConfigError(
+                f"an exact divergence reads whole output layers, which are sharded here; {way_out}"
+            )
         policy = self.accelerator.unwrap_model(self.model)
         attention = "sdpa" if self.packed_by == "segments" else policy.config._attn_implementation
         teacher: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
@@ -75,7 +77,9 @@ class Trainer(TokenRewardTrainer):
             trust_remote_code=self.args.trust_remote_code,
         )
         if self.packed_by is None or path_of(teacher) != self.packed_by:
-            raise ConfigError(f"the attention of policy and teacher {folder} cannot both be packed; {way_out}")
+            raise ConfigError(
+                f"the attention of policy and teacher {folder} cannot both be packed; {way_out}"
+            )
         if not (has_plain_logits(teacher) and has_plain_logits(policy)):
             raise ConfigError(f"policy or teacher {folder} caps or scales its logits; {way_out}")
         if self.packed_by == "segments":
@@ -115,14 +119,20 @@ class Trainer(TokenRewardTrainer):
 
     def _own_and_taught(self, mask: Tensor) -> dict[str, Tensor]:
         """The advantages of the rewards, and the weight of each teacher's divergence, (B, S); 0 where it has none."""
-        rewards = torch.tensor([one.rewards for one in self._round], device=mask.device)[:, self._teachers]
+        rewards = torch.tensor([one.rewards for one in self._round], device=mask.device)[
+            :, self._teachers
+        ]
         weights = self.reward_weights.to(mask.device)[self._teachers]
         return {"advantages": self._of_rewards(mask).float(), "taught": weights * ~rewards.isnan()}
 
     def _score(self, model: torch.nn.Module, *inputs: Any, **how: Any) -> tuple[Tensor, Tensor]:
         if self._micro_batch is None or not self.beside:
             return super()._score(model, *inputs, **how)
-        names = ("log_probs", "entropy", *(f"teacher-{number}" for number in range(len(self.beside))))
+        names = (
+            "log_probs",
+            "entropy",
+            *(f"teacher-{number}" for number in range(len(self.beside))),
+        )
         logps, entropies, *self._divergences = packed_scores(
             model, *inputs, path=self.packed_by, names=names, with_teachers=True, **how
         )
@@ -134,7 +144,9 @@ class Trainer(TokenRewardTrainer):
         if not self.beside:
             return loss
         mask = loss_mask(inputs)
-        tokens = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes  # of the round, a rank
+        tokens = (
+            inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
+        )  # of the round, a rank
         a_step = tokens * self.current_gradient_accumulation_steps / self.args.steps_per_generation
         for found, weights in zip(self._divergences, inputs["taught"].unbind(1), strict=True):
             loss = loss + (found * mask * weights.unsqueeze(1)).sum() / a_step
@@ -146,7 +158,9 @@ class Trainer(TokenRewardTrainer):
     def _taught(self, source: int, width: int) -> Tensor:
         """A teacher's log-probabilities of this rank's tokens, (B, T); NaN where it gave none."""
         rows = (sequence.taught[source] or () for sequence in self._round)
-        return torch.tensor([[*row, *[torch.nan] * (width - len(row))] for row in rows], dtype=torch.float64)
+        return torch.tensor(
+            [[*row, *[torch.nan] * (width - len(row))] for row in rows], dtype=torch.float64
+        )
 
     def _totals(self, rewards: Tensor) -> Tensor:
         """The weighted sums of the sources that are no teachers."""
@@ -171,15 +185,29 @@ def add_teachers(policy: Any, teachers: Sequence[PreTrainedModel], compare: Comp
         labels, _ = kwargs.pop("shift_labels"), kwargs.pop("fused_lm_head")
         wanted, head = labels != IGNORE, self.get_output_embeddings()
         with torch.no_grad():
-            rows = [teacher.base_model(*args, **kwargs).last_hidden_state[wanted] for teacher in teachers]
-        others = [(row, teacher.get_output_embeddings()) for row, teacher in zip(rows, teachers, strict=True)]
+            rows = [
+                teacher.base_model(*args, **kwargs).last_hidden_state[wanted]
+                for teacher in teachers
+            ]
+        others = [
+            (row, teacher.get_output_embeddings())
+            for row, teacher in zip(rows, teachers, strict=True)
+        ]
         hidden = self.base_model(*args, **kwargs).last_hidden_state[wanted]
         names = ["log_probs", "entropy", *(f"teacher-{number}" for number in range(len(teachers)))]
         found = score_tokens(
-            hidden, head.weight, head.bias, labels[wanted], temperature=1.0, others=others, compare=compare
+            hidden,
+            head.weight,
+            head.bias,
+            labels[wanted],
+            temperature=1.0,
+            others=others,
+            compare=compare,
         )
         empty = torch.zeros(labels.shape, device=labels.device)
-        return {name: empty.masked_scatter(wanted, one) for name, one in zip(names, found, strict=True)}
+        return {
+            name: empty.masked_scatter(wanted, one) for name, one in zip(names, found, strict=True)
+        }
 
     policy.forward = types.MethodType(forward, policy)
 

@@ -51,7 +51,9 @@ def stand_in(name: str, logps: Tensor, ref_logps: Tensor) -> Tensor:
         (slope,) = torch.autograd.grad(value.sum(), x)
     x, value = x.detach(), value.detach().clamp(min=0)
     y = torch.where(x < 0, -_inverse(value, sign=-1), _inverse(value, sign=1))
-    near = x.abs() < _NEAR_EQUALITY  # both are parabolas there, and the quotient below would be 0 / 0
+    near = (
+        x.abs() < _NEAR_EQUALITY
+    )  # both are parabolas there, and the quotient below would be 0 / 0
     flatness = _CURVATURES[name] ** 0.5
     y = torch.where(near, flatness * x, y)
     y_slope = torch.where(near, flatness, slope / torch.where(near, 1.0, torch.expm1(y)))
@@ -78,7 +80,10 @@ def exact(name: str, log_p: Tensor, log_q: Tensor, *, beta: float = 0.5) -> Tens
         elif name == "forward-kl":
             terms, slopes = q * gap, p - q
         else:
-            below, above = torch.log1p(beta * torch.expm1(gap)), gap + torch.log1p((1 - beta) * torch.expm1(-gap))
+            below, above = (
+                torch.log1p(beta * torch.expm1(gap)),
+                gap + torch.log1p((1 - beta) * torch.expm1(-gap)),
+            )
             mixed = torch.where(gap > 0, above, below)  # log(m / p)
             slopes = (beta - 1) * p * mixed
             terms = beta * q * (gap - mixed) + slopes

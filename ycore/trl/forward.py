@@ -69,7 +69,9 @@ def score_completions(
         gives none.
     """
     how: Any = {"path": path, "names": ("log_probs", "entropy"), "size": size, "pictures": pictures}
-    logps, entropies = packed_scores(model, input_ids, attention_mask, completion_width, wanted, begins, **how)
+    logps, entropies = packed_scores(
+        model, input_ids, attention_mask, completion_width, wanted, begins, **how
+    )
     return logps, entropies
 
 
@@ -132,7 +134,10 @@ def packed_scores(
 
 
 def _unpad(
-    input_ids: torch.Tensor, attention_mask: torch.Tensor, completion_width: int, begins: Sequence[Sequence[int]]
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    completion_width: int,
+    begins: Sequence[Sequence[int]],
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], list[int]]:
     """Token ids of every sequence's prompt and completion, without padding, and its place among (B, T) outputs."""
     split = input_ids.size(1) - completion_width
@@ -142,7 +147,9 @@ def _unpad(
         prompt, written = (row[:split][mask[:split]].tolist(), row[split:][mask[split:]].tolist())
         start = 0
         for at, length in ((at, length) for at, length in enumerate(of_row) if length):
-            found.append((tuple(prompt), tuple(written[start:at]), index * completion_width + start))
+            found.append(
+                (tuple(prompt), tuple(written[start:at]), index * completion_width + start)
+            )
             prompt, start = written[at : at + length], at + length
         found.append((tuple(prompt), tuple(written[start:]), index * completion_width + start))
     prompts, completions, starts = zip(*found, strict=True)
@@ -177,10 +184,16 @@ def needs_compact_head(trainer: Any) -> bool:
     Ours computes in the head's own dtype, and it needs a whole head. On GPUs TRL's Triton kernel is compact itself.
     """
     is_whole = not is_deepspeed_zero3_enabled() and not trainer.is_fsdp_enabled
-    return is_whole and not trainer.aux_loss_enabled and trainer.accelerator.device.type not in ("cuda", "xpu")
+    return (
+        is_whole
+        and not trainer.aux_loss_enabled
+        and trainer.accelerator.device.type not in ("cuda", "xpu")
+    )
 
 
-def add_compact_head(model: PreTrainedModel, *, temperature: float, with_logits: bool = False) -> None:
+def add_compact_head(
+    model: PreTrainedModel, *, temperature: float, with_logits: bool = False
+) -> None:
     """Let `score_tokens` answer the calls with `fused_lm_head=True`, on the labelled positions only.
 
     Args:
@@ -194,7 +207,9 @@ def add_compact_head(model: PreTrainedModel, *, temperature: float, with_logits:
     trl_forward = model.forward
 
     @functools.wraps(type(model).forward)  # `generate` looks at the signature
-    def forward(self: PreTrainedModel, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+    def forward(
+        self: PreTrainedModel, *args: Any, fused_lm_head: bool = False, **kwargs: Any
+    ) -> Any:
         shifted, labels = kwargs.pop("shift_labels", None), kwargs.pop("labels", None)
         if not fused_lm_head or (shifted is None and labels is None):
             given = {"shift_labels": shifted, "labels": labels}
@@ -253,7 +268,9 @@ def score_tokens(
     return tuple(torch.cat(parts) for parts in zip(*tiles, strict=True))
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float) -> torch.Tensor:
+def _logits(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float
+) -> torch.Tensor:
     return torch.nn.functional.linear(hidden, weight, bias).float() / temperature
 
 
@@ -281,7 +298,10 @@ def _score_tile(
         assert compare is not None
         log_q = _logits(states, head.weight, head.bias, temperature).log_softmax(-1)
         size = min(log_p.size(-1), log_q.size(-1))
-        both = (one if one.size(-1) == size else one[..., :size].log_softmax(-1) for one in (log_p, log_q))
+        both = (
+            one if one.size(-1) == size else one[..., :size].log_softmax(-1)
+            for one in (log_p, log_q)
+        )
         found.append(compare(*both))
     return found
 

@@ -69,7 +69,9 @@ def keeps(name: str, logps: Tensor, behaviour_logps: Tensor, advantages: Tensor)
         distance = (new - old).abs()
     else:
         other_old, other_new = (1 - old).clamp(min=1e-12), (1 - new).clamp(min=1e-12)
-        distance = old * (behaviour_logps - logps).double() + other_old * (other_old.log() - other_new.log())
+        distance = old * (behaviour_logps - logps).double() + other_old * (
+            other_old.log() - other_new.log()
+        )
     return ~(leads_away & (distance > LIMITS[name]))
 
 
@@ -81,7 +83,9 @@ def effective_share(log_weights: Tensor) -> float:
     return float(weights.sum().square() / weights.square().sum() / weights.numel())
 
 
-def region_weights(name: str, logps: Tensor, behaviour_logps: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+def region_weights(
+    name: str, logps: Tensor, behaviour_logps: Tensor, advantages: Tensor, mask: Tensor
+) -> Tensor:
     """What each token's advantage is multiplied with: the truncated importance weight, or 0 outside of the region.
 
     Args:

@@ -29,7 +29,9 @@ class Offload:
         of: the type of the devices that are left.
     """
 
-    def __init__(self, what: str, models: Iterable[torch.nn.Module] = (), *, of: str = "cuda") -> None:
+    def __init__(
+        self, what: str, models: Iterable[torch.nn.Module] = (), *, of: str = "cuda"
+    ) -> None:
         self._what, self._of = what, of
         self._models = list(models)
         self._hosts: dict[Any, torch.Tensor] = {}
@@ -79,7 +81,11 @@ class Offload:
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
                 pages_itself = getattr(value, "is_paged", False)
-                if isinstance(value, torch.Tensor) and value.device.type == self._of and not pages_itself:
+                if (
+                    isinstance(value, torch.Tensor)
+                    and value.device.type == self._of
+                    and not pages_itself
+                ):
                     moved.append((state, key, value.device))
                     state[key] = self._on_host((parameter, key), value)
 
@@ -93,7 +99,11 @@ class Offload:
         """Frozen weights never change, so their copies on the host are made once."""
         moved: list[tuple[torch.nn.Parameter, torch.device]] = []
         for parameter in (weight for model in self._models for weight in model.parameters()):
-            if parameter.requires_grad or parameter.device.type != self._of or hasattr(parameter, "ds_id"):
+            if (
+                parameter.requires_grad
+                or parameter.device.type != self._of
+                or hasattr(parameter, "ds_id")
+            ):
                 continue
             if parameter not in self._frozen:
                 self._frozen[parameter] = self._on_host((parameter, ""), parameter.data)
@@ -117,7 +127,9 @@ class Offload:
 def deepspeed_can(engine: Any) -> bool:
     """Whether DeepSpeed moves the optimizer's state itself; elsewhere its call asserts."""
     offloaded = engine.zero_offload_param()
-    if engine.zero_use_cpu_optimizer() or (offloaded is not None and offloaded.device.value != "none"):
+    if engine.zero_use_cpu_optimizer() or (
+        offloaded is not None and offloaded.device.value != "none"
+    ):
         return False
     stage = engine.zero_optimization_stage()
     if stage == 3:

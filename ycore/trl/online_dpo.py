@@ -34,7 +34,9 @@ class _PairLoss(GRPOTrainer):
         logps = self._get_per_token_logps_and_entropies(model, *packed_inputs(inputs), width)[0]
         mask, totals = loss_mask(inputs), inputs["totals"].view(-1, size)
         if self.kind == "rrhf":
-            losses = ranking_losses((logps * mask).sum(1).view(-1, size), mask.sum(1).view(-1, size), totals)
+            losses = ranking_losses(
+                (logps * mask).sum(1).view(-1, size), mask.sum(1).view(-1, size), totals
+            )
         else:
             ratios = ((logps - inputs["ref_per_token_logps"]) * mask).sum(1).view(-1, size)
             keeps = inputs["kept"].view(-1, size) if "kept" in inputs else None
@@ -43,10 +45,14 @@ class _PairLoss(GRPOTrainer):
             if self.likelihood:
                 means = ((logps * mask).sum(1) / mask.sum(1).clamp(min=1)).view(-1, size)
                 best, _, differ = best_and_worst(totals, keeps)
-                losses = losses - self.likelihood * means.gather(1, best.unsqueeze(1)).squeeze(1)[differ]
+                losses = (
+                    losses - self.likelihood * means.gather(1, best.unsqueeze(1)).squeeze(1)[differ]
+                )
             if margins.numel():
                 self._metrics["train"]["ycore/pairs/margin"].append(margins.detach().mean().item())
-                self._metrics["train"]["ycore/pairs/accuracy"].append((margins > 0).float().mean().item())
+                self._metrics["train"]["ycore/pairs/accuracy"].append(
+                    (margins > 0).float().mean().item()
+                )
         return losses.sum() / inputs["pairs_a_step"][0].clamp(min=1) + 0.0 * logps.sum()
 
 
@@ -74,10 +80,16 @@ class Trainer(TokenRewardTrainer, _PairLoss):
             more["kept"] = self._of_this_rank(kept(broken(self._rewards, self._constraints.held)))
         totals = self._of_this_rank(found).masked_fill(loss_mask(batch).sum(dim=1) == 0, torch.nan)
         size = self.num_generations
-        differ = best_and_worst(totals.view(-1, size), more["kept"].view(-1, size) if more else None)[2]
+        differ = best_and_worst(
+            totals.view(-1, size), more["kept"].view(-1, size) if more else None
+        )[2]
         pairs = self._add_up(differ.sum().double()) / self.accelerator.num_processes
         share = self.args.gradient_accumulation_steps / self.args.steps_per_generation
-        return {**more, "totals": totals, "pairs_a_step": torch.full_like(totals, float(pairs) * share)}
+        return {
+            **more,
+            "totals": totals,
+            "pairs_a_step": torch.full_like(totals, float(pairs) * share),
+        }
 
 
 class _TrainerOfIPO(Trainer):
@@ -96,7 +108,9 @@ TRAINERS = {"dpo": _TrainerOfDPO, "ipo": _TrainerOfIPO, "rrhf": _TrainerOfRRHF}
 """By `loss_from`."""
 
 
-def best_and_worst(totals_PG: Tensor, kept_PG: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def best_and_worst(
+    totals_PG: Tensor, kept_PG: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Of each group the first completion with the highest reward, the first with the lowest, and whether they differ.
 
     NaN is a completion without a reward; it is neither. With `kept_PG` (`advantages.kept`) the best keeps all
@@ -108,7 +122,9 @@ def best_and_worst(totals_PG: Tensor, kept_PG: Tensor | None = None) -> tuple[Te
     good, bad = ~missing & (kept_PG == 1), ~missing & (kept_PG == 0)
     some_bad = bad.any(dim=1)
     highest, best = totals_PG.masked_fill(~good, -torch.inf).max(dim=1)
-    lowest, worst = totals_PG.masked_fill(~torch.where(some_bad.unsqueeze(1), bad, good), torch.inf).min(dim=1)
+    lowest, worst = totals_PG.masked_fill(
+        ~torch.where(some_bad.unsqueeze(1), bad, good), torch.inf
+    ).min(dim=1)
     return best, worst, good.any(dim=1) & (some_bad | (highest - lowest > TOLERANCE))
 
 
@@ -130,6 +146,8 @@ def ranking_losses(sums_PG: Tensor, num_tokens_PG: Tensor, totals_PG: Tensor) ->
     """RRHF's loss of each group whose rewards differ, from its completions' log-probabilities and lengths."""
     best, _, differ = best_and_worst(totals_PG)
     means = sums_PG / num_tokens_PG.clamp(min=1)
-    worse = totals_PG.unsqueeze(2) < totals_PG.unsqueeze(1) - TOLERANCE  # NaN is neither better nor worse
+    worse = (
+        totals_PG.unsqueeze(2) < totals_PG.unsqueeze(1) - TOLERANCE
+    )  # NaN is neither better nor worse
     hinges = (means.unsqueeze(2) - means.unsqueeze(1)).clamp(min=0) * worse
     return (hinges.sum(dim=(1, 2)) - sums_PG.gather(1, best.unsqueeze(1)).squeeze(1))[differ]

@@ -61,8 +61,14 @@ def path_of(model: PreTrainedModel) -> str | None:
     Packing needs full attention in every layer, computed by one of transformers' attention functions.
     """
     text = model.config.get_text_config()
-    layer_types = set(text.layer_types) if "layer_types" in text and text.layer_types else {"full_attention"}
-    windowed = "sliding_window" in text and text.sliding_window is not None and layer_types != {"full_attention"}
+    layer_types = (
+        set(text.layer_types) if "layer_types" in text and text.layer_types else {"full_attention"}
+    )
+    windowed = (
+        "sliding_window" in text
+        and text.sliding_window is not None
+        and layer_types != {"full_attention"}
+    )
     if layer_types != {"full_attention"} or windowed or not model._can_set_attn_implementation():
         return None
     attention = model.config._attn_implementation
@@ -109,7 +115,11 @@ def plan_blocks(
             key = (prompt, shown and shown[index])
             groups.setdefault(key if share else index, []).append(index)
     return [
-        Block(tuple(members), len(prompts[members[0]]) - 1, tuple(len(completions[index]) for index in members))
+        Block(
+            tuple(members),
+            len(prompts[members[0]]) - 1,
+            tuple(len(completions[index]) for index in members),
+        )
         for members in groups.values()
     ]
 
@@ -156,25 +166,43 @@ def attention_inputs(path: str, blocks: Sequence[Block], device: torch.device) -
         return {"attention_mask": flex_mask(blocks, device)}
     if path == "segments":
         # transformers makes no mask of its own where it is given one of four dimensions; nobody reads this one.
-        return {"attention_mask": torch.ones(1, 1, 1, 1, device=device), "segments": Segments(list(blocks))}
+        return {
+            "attention_mask": torch.ones(1, 1, 1, 1, device=device),
+            "segments": Segments(list(blocks)),
+        }
     lengths = [block.shared + length for block in blocks for length in block.lengths] or [1]
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
     longest = max(lengths)
-    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+    return {
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
 
 
 def block_mask(block: Block) -> torch.Tensor:
     """(1, 1, L, L), True where a token of the block may see another: its own sequence and the prompt before it."""
-    owners = torch.repeat_interleave(torch.arange(1 + len(block.lengths)), torch.tensor([block.shared, *block.lengths]))
+    owners = torch.repeat_interleave(
+        torch.arange(1 + len(block.lengths)), torch.tensor([block.shared, *block.lengths])
+    )
     may_see = (owners.unsqueeze(1) == owners) | (owners == 0)
     return may_see.tril()[None, None]
 
 
 def flex_mask(blocks: Sequence[Block], device: torch.device) -> BlockMask:
     """(1, 1, L, L): the same of a whole row. Only tiles are stored, each seen whole, in part or not at all."""
-    parts = [(number, member) for number, block in enumerate(blocks) for member in range(1 + len(block.lengths))]
-    lengths = torch.tensor([length for block in blocks for length in (block.shared, *block.lengths)] or [1])
-    owners, members = torch.tensor(parts or [(0, 0)]).repeat_interleave(lengths, dim=0).to(device).unbind(1)
+    parts = [
+        (number, member)
+        for number, block in enumerate(blocks)
+        for member in range(1 + len(block.lengths))
+    ]
+    lengths = torch.tensor(
+        [length for block in blocks for length in (block.shared, *block.lengths)] or [1]
+    )
+    owners, members = (
+        torch.tensor(parts or [(0, 0)]).repeat_interleave(lengths, dim=0).to(device).unbind(1)
+    )
 
     def may_see(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         own = (members[query] == members[key]) | (members[key] == 0)
@@ -182,7 +210,9 @@ def flex_mask(blocks: Sequence[Block], device: torch.device) -> BlockMask:
 
     size = len(owners)
     # Compiled, it needs no memory for L x L entries on the way.
-    return create_block_mask(may_see, None, None, size, size, device=device, _compile=device.type == "cuda")
+    return create_block_mask(
+        may_see, None, None, size, size, device=device, _compile=device.type == "cuda"
+    )
 
 
 def segment_attention(
@@ -201,11 +231,16 @@ def segment_attention(
     sequence. Every other completion attends to the prompt's
     keys and its own, aligned at the last token.
     """
-    attend: Callable[..., tuple[torch.Tensor, None]] = functools.partial(sdpa_attention_forward, module, **kwargs)
+    attend: Callable[..., tuple[torch.Tensor, None]] = functools.partial(
+        sdpa_attention_forward, module, **kwargs
+    )
     if segments is None:
         return attend(query, key, value, attention_mask)
     segments.num_served += 1
-    query, key = query.to(value.dtype), key.to(value.dtype)  # as autocast would, which does not see the bias's call
+    query, key = (
+        query.to(value.dtype),
+        key.to(value.dtype),
+    )  # as autocast would, which does not see the bias's call
     outputs, start = [], 0
     for block in segments.blocks:
         size = block.shared + sum(block.lengths)
@@ -213,18 +248,28 @@ def segment_attention(
             if start not in segments.masks:
                 segments.masks[start] = block_mask(block).to(query.device)
             held = slice(start, start + size)
-            outputs.append(attend(query[:, :, held], key[:, :, held], value[:, :, held], segments.masks[start])[0])
+            outputs.append(
+                attend(
+                    query[:, :, held], key[:, :, held], value[:, :, held], segments.masks[start]
+                )[0]
+            )
             start += size
             continue
         for number, length in enumerate(block.lengths):
             if number == 0:
-                held, bias, end = slice(start, start + block.shared + length), None, start + block.shared + length
+                held, bias, end = (
+                    slice(start, start + block.shared + length),
+                    None,
+                    start + block.shared + length,
+                )
                 parts = query[:, :, held], key[:, :, held], value[:, :, held]
                 prompt = slice(start, start + block.shared)
             else:
                 end = start + length
                 own = slice(start, end)
-                keys, values = (torch.cat([one[:, :, prompt], one[:, :, own]], dim=2) for one in (key, value))
+                keys, values = (
+                    torch.cat([one[:, :, prompt], one[:, :, own]], dim=2) for one in (key, value)
+                )
                 parts = query[:, :, own], keys, values
                 # One query sees every key, and needs no bias.
                 bias = causal_lower_right(length, block.shared + length) if length > 1 else None

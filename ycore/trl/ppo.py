@@ -36,7 +36,9 @@ class Trainer(TokenRewardTrainer):
     config_class = GRPOConfig
     skips_equal_rewards = False
 
-    def __init__(self, *args: Any, critic: CriticSettings, base: Path | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, critic: CriticSettings, base: Path | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         if self.packed_by is None:
             raise ConfigError(
@@ -57,7 +59,9 @@ class Trainer(TokenRewardTrainer):
         """Advantages, old values and value targets, (B, T), fixed for all optimizer steps of the round."""
         settings = self._settings
         rewards, mask = self._token_rewards(batch)
-        cut = torch.tensor([one.is_cut for one in self._round], device=mask.device) & bool(settings.bootstrap)
+        cut = torch.tensor([one.is_cut for one in self._round], device=mask.device) & bool(
+            settings.bootstrap
+        )
         values, after = self._values_of(batch, cut & mask.any(dim=1))
         advantages, targets = advantages_and_targets(
             rewards,
@@ -81,7 +85,9 @@ class Trainer(TokenRewardTrainer):
         if explained is not None:
             self.record("ycore/critic/explained_variance", explained)
         most = self.args.max_completion_length or 1
-        for first, one in explained_by_position(values, returns, mask, self._add_up, most=most).items():
+        for first, one in explained_by_position(
+            values, returns, mask, self._add_up, most=most
+        ).items():
             self.record(f"ycore/critic/explained_from/{first}", one)
 
     def _values_of(self, batch: dict[str, Any], cut: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,7 +106,15 @@ class Trainer(TokenRewardTrainer):
         with torch.no_grad(), self.accelerator.autocast():
             size = self.args.per_device_train_batch_size
             (values,) = packed_scores(
-                self.critic, ids, mask, width + 1, None, begins, path=self.packed_by, names=(VALUES,), size=size
+                self.critic,
+                ids,
+                mask,
+                width + 1,
+                None,
+                begins,
+                path=self.packed_by,
+                names=(VALUES,),
+                size=size,
             )
         return values[:, :width], values[rows, lengths] * cut
 
@@ -120,9 +134,14 @@ class Trainer(TokenRewardTrainer):
         loss = super()._compute_loss(model, inputs)
         mask = inputs["value_mask"].bool()
         losses = value_losses(
-            self._values[mask], inputs["old_values"][mask], inputs["value_targets"][mask], self._settings.value_clip
+            self._values[mask],
+            inputs["old_values"][mask],
+            inputs["value_targets"][mask],
+            self._settings.value_clip,
         )
-        tokens = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes  # of the round, a rank
+        tokens = (
+            inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
+        )  # of the round, a rank
         a_step = tokens * self.current_gradient_accumulation_steps / self.args.steps_per_generation
         if losses.numel():
             self.record("ycore/critic/loss", losses.detach().mean().item())
@@ -139,13 +158,17 @@ class Trainer(TokenRewardTrainer):
             moved = [one for one in group["params"] if id(one) in own]
             group["params"] = [one for one in group["params"] if id(one) not in own]
             if moved:
-                optimizer.add_param_group({**group, "params": moved, "lr": group["lr"] * self._settings.lr_ratio})
+                optimizer.add_param_group(
+                    {**group, "params": moved, "lr": group["lr"] * self._settings.lr_ratio}
+                )
         return optimizer
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
         """transformers calls it before the optimizer's step: each of the two is clipped by its own norm."""
         self._warm_up()
-        norm = torch.nn.utils.clip_grad_norm_(self.critic.trained.values(), self._settings.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(
+            self.critic.trained.values(), self._settings.max_grad_norm
+        )
         self._refuse(float(norm), "the norm of the critic's gradient")
         self.record("ycore/critic/grad_norm", float(norm))
         return self.accelerator.clip_grad_norm_(self._policy_parameters, self.args.max_grad_norm)

@@ -57,7 +57,9 @@ def advantages_and_targets(
     num_tokens = torch.zeros(mask.shape, dtype=torch.float64, device=mask.device)
     sizes = num_tokens.scatter_add(1, place, mask.double())
     rewards = num_tokens.scatter_add(1, place, torch.where(mask, rewards_BT.double(), 0))
-    values = num_tokens.scatter_add(1, place, torch.where(mask, values_BT.double(), 0)) / sizes.clamp(min=1)
+    values = num_tokens.scatter_add(
+        1, place, torch.where(mask, values_BT.double(), 0)
+    ) / sizes.clamp(min=1)
     is_action = sizes > 0
     length = is_action.sum(dim=1)
     after = torch.zeros_like(values[:, 0]) if bootstrap_B is None else bootstrap_B.double()
@@ -69,19 +71,25 @@ def advantages_and_targets(
         found, next_value, sum_B = torch.zeros_like(values), after, torch.zeros_like(after)
         for step in range(int(length.max()) - 1, -1, -1):
             here = is_action[:, step]
-            sum_B = torch.where(here, rewards[:, step] + next_value - values[:, step] + lam_B * sum_B, sum_B)
+            sum_B = torch.where(
+                here, rewards[:, step] + next_value - values[:, step] + lam_B * sum_B, sum_B
+            )
             next_value = torch.where(here, values[:, step], next_value)
             found[:, step] = torch.where(here, sum_B, 0)
         return found
 
     advantages = estimate(policy_lam)
     targets = values + (
-        advantages if alpha is None and target_lam == lam else estimate(torch.full_like(after, target_lam))
+        advantages
+        if alpha is None and target_lam == lam
+        else estimate(torch.full_like(after, target_lam))
     )
     return tuple(torch.where(mask, one.gather(1, place), 0) for one in (advantages, targets))
 
 
-def whitened(advantages_BT: Tensor, mask_BT: Tensor, add_up: AddUp, *, epsilon: float = EPSILON) -> Tensor:
+def whitened(
+    advantages_BT: Tensor, mask_BT: Tensor, add_up: AddUp, *, epsilon: float = EPSILON
+) -> Tensor:
     """(A - mean) / (deviation + epsilon) over the tokens of all ranks (n - 1), 0 outside of the mask.
 
     Per rank it would be wrong: two ranks with different rewards would then push in opposite directions.
@@ -93,7 +101,9 @@ def whitened(advantages_BT: Tensor, mask_BT: Tensor, add_up: AddUp, *, epsilon: 
     return centred / (variance.sqrt() + epsilon)
 
 
-def explained_variance(values_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor, add_up: AddUp) -> float | None:
+def explained_variance(
+    values_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor, add_up: AddUp
+) -> float | None:
     """1 - Var(R - V) / Var(R) over the tokens of all ranks; None where all returns are equal.
 
     Above 0 the critic's advantages vary less than those of the batch's mean (arXiv 2604.19485). `returns_BT` must be
@@ -104,7 +114,9 @@ def explained_variance(values_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor, a
     counts = torch.tensor(float(returns.numel()), dtype=torch.float64, device=returns.device)
     count, total, total_rest = add_up(torch.stack([counts, returns.sum(), rest.sum()]))
     count = count.clamp(min=1)
-    spread = torch.stack([(returns - total / count).square().sum(), (rest - total_rest / count).square().sum()])
+    spread = torch.stack(
+        [(returns - total / count).square().sum(), (rest - total_rest / count).square().sum()]
+    )
     of_returns, of_rest = add_up(spread).tolist()
     return 1 - of_rest / of_returns if of_returns > EPSILON * float(count) else None
 
@@ -120,7 +132,9 @@ def explained_by_position(
         most: tokens of the longest completion, the same on all ranks; the last range has those beyond it.
     """
     mask = mask_BT.bool()
-    firsts = torch.tensor([2**place for place in range(max(0, most - 1).bit_length())], device=mask.device)
+    firsts = torch.tensor(
+        [2**place for place in range(max(0, most - 1).bit_length())], device=mask.device
+    )
     ranges = torch.bucketize((mask.cumsum(dim=1) - 1).clamp(min=0), firsts, right=True)
     found = {}
     for place in range(len(firsts) + 1):

@@ -27,7 +27,10 @@ class Trainer(BaseTrainer, RewardTrainer):
         transformers reads the reward at the last token that is not padding, vLLM at the last token. If padding were
         the end token, they would read at different places.
         """
-        if tokenizer.pad_token_id == tokenizer.eos_token_id and tokenizer.unk_token not in (None, tokenizer.eos_token):
+        if tokenizer.pad_token_id == tokenizer.eos_token_id and tokenizer.unk_token not in (
+            None,
+            tokenizer.eos_token,
+        ):
             tokenizer.pad_token = tokenizer.unk_token
 
     def measure(self) -> dict[str, Any]:
@@ -58,7 +61,9 @@ class Trainer(BaseTrainer, RewardTrainer):
                 scores = self.model(**batch).logits.squeeze(-1).float()
             chosen, rejected = scores.chunk(2)
             margins.append(self.accelerator.gather_for_metrics(chosen - rejected).cpu())
-            self.callback_handler.on_prediction_step(self.args, self.state, self.control)  # it may stop here
+            self.callback_handler.on_prediction_step(
+                self.args, self.state, self.control
+            )  # it may stop here
         self.model.train()
         return torch.cat(margins)
 

@@ -27,7 +27,13 @@ from ycore.trl.advantages import Estimator
 from ycore.trl.base import DurableTrainer, bare
 from ycore.trl.batches import FlatSequence, Place, begins_of, deal, flatten, loss_mask
 from ycore.trl.divergence import stand_in
-from ycore.trl.forward import Pictures, add_compact_head, needs_compact_head, never_write, score_completions
+from ycore.trl.forward import (
+    Pictures,
+    add_compact_head,
+    needs_compact_head,
+    never_write,
+    score_completions,
+)
 from ycore.trl.importance import absolute_gap, importance_ratio
 from ycore.trl.offload import Offload
 from ycore.trl.packing import packs_pictures, path_of, use_segments
@@ -74,7 +80,11 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
     vllm_importance_sampling_correction: bool
 
     def __init__(
-        self, *args: Any, advantage: Estimator | None = None, divergence: str = "reverse-kl", **kwargs: Any
+        self,
+        *args: Any,
+        advantage: Estimator | None = None,
+        divergence: str = "reverse-kl",
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, rollout_func=self._return_round, **kwargs)
         self._advantage = advantage
@@ -93,7 +103,9 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         # The compact head gives no gradient of the entropy.
         is_plain = not self._entropy_bonus_enabled and not self.args.cast_lm_head_to_fp32
         if self.args.bf16 and self.ref_model is not None and not self._moves_or_shards_reference:
-            self.ref_model.to(torch.bfloat16)  # TRL loads it like the policy, whose weights in training are in float32
+            self.ref_model.to(
+                torch.bfloat16
+            )  # TRL loads it like the policy, whose weights in training are in float32
         for model in bare_models:
             never_write(model, image_token_ids(model.config.to_dict()))
             if self.packed_by == "segments":
@@ -110,7 +122,9 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         if not self.shares_device:
             return nullcontext()
         if self._away is None:
-            reference = None if self.args.sync_ref_model else self.ref_model  # one that moves is not frozen
+            reference = (
+                None if self.args.sync_ref_model else self.ref_model
+            )  # one that moves is not frozen
             held = (self.model, reference, *self.beside)
             self._away = Offload(self.offload, [one for one in held if one is not None])
         return self._away.away(self.optimizer, self.deepspeed)
@@ -132,7 +146,10 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         device = self.accelerator.device
         self._step, self.use_vllm = place.micro_step, place.corrects
         self._buffered_inputs = place.micro_batches and [
-            {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+            {
+                name: value.to(device) if isinstance(value, torch.Tensor) else value
+                for name, value in batch.items()
+            }
             for batch in place.micro_batches
         ]
 
@@ -157,21 +174,31 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         """TRL calls it to generate a round and score it as one batch. ycore makes the round; TRL builds the batch."""
         step = self.state.global_step
         with self.room_for_engines():
-            groups = self.rounds.next_round(step=step, num_groups=len(inputs) // self.num_generations)
+            groups = self.rounds.next_round(
+                step=step, num_groups=len(inputs) // self.num_generations
+            )
         self.after_round()
-        self._seed_generators("round")  # what follows is the same, whether the round was generated or read
+        self._seed_generators(
+            "round"
+        )  # what follows is the same, whether the round was generated or read
         self._round = flatten(groups, self.open_image)
         self.use_vllm = self._round[0].logprobs is not None
         self._last_loaded_step = step  # TRL would sync its own engine otherwise
         texts = texts_stay_local(len(self._round), logs_completions=self.log_completions)
         with self._correction_left_to_the_loss(), texts:
-            batch: dict[str, Any] = super()._generate_and_score_completions([seq.row for seq in self._round])
+            batch: dict[str, Any] = super()._generate_and_score_completions(
+                [seq.row for seq in self._round]
+            )
         self.teaches = self._some_rewards_differ()
         begins = begins_of(self._round, batch["completion_ids"].size(1))
         batch |= {} if begins is None else {"begins": begins.to(self.accelerator.device)}
         batch |= self._own_advantages(batch)
-        versions = torch.tensor([sequence.policy_version for sequence in self._round], device=self.accelerator.device)
-        batch["teaches"] = torch.full_like(versions, self.teaches)  # with the batch, for a resume within its round
+        versions = torch.tensor(
+            [sequence.policy_version for sequence in self._round], device=self.accelerator.device
+        )
+        batch["teaches"] = torch.full_like(
+            versions, self.teaches
+        )  # with the batch, for a resume within its round
         batch["is_fresh"] = versions == step  # the others were written by earlier versions
         self.record("ycore/staleness", (step - gather(versions).float()).mean().item())
         if "pixel_values" in batch:
@@ -201,16 +228,26 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         }
 
     def _calculate_rewards(
-        self, inputs: list[Any], prompts: list[Any], completions: list[Any], completion_ids_list: list[Any]
+        self,
+        inputs: list[Any],
+        prompts: list[Any],
+        completions: list[Any],
+        completion_ids_list: list[Any],
     ) -> torch.Tensor:
         """TRL calls it to run the reward functions, and gathers all ranks' rewards: ycore returns the round's."""
-        rewards = torch.tensor([sequence.rewards for sequence in self._round], device=self.accelerator.device)
+        rewards = torch.tensor(
+            [sequence.rewards for sequence in self._round], device=self.accelerator.device
+        )
         self._rewards = gather(rewards.float())
         return self._rewards
 
     def _own_advantages(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
         """What replaces TRL's advantages in the batch, and what else the loss needs; nothing keeps TRL's."""
-        return {} if self._advantage is None else {"advantages": self._estimated_advantages(self._advantage)}
+        return (
+            {}
+            if self._advantage is None
+            else {"advantages": self._estimated_advantages(self._advantage)}
+        )
 
     def _estimated_advantages(self, estimate: Estimator) -> torch.Tensor:
         """This rank's advantages, (N,), from the weighted rewards of all ranks."""
@@ -218,9 +255,13 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         greedy_P = None
         if estimate.needs_greedy:
             first_of_groups = self._round[:: self.num_generations]
-            greedy = torch.tensor([one.greedy_rewards for one in first_of_groups], device=self.accelerator.device)
+            greedy = torch.tensor(
+                [one.greedy_rewards for one in first_of_groups], device=self.accelerator.device
+            )
             greedy_P = self._totals(gather(greedy.float()))
-        advantages = estimate(totals_PG.nan_to_num(), ~totals_PG.isnan(), greedy_P=greedy_P).flatten()
+        advantages = estimate(
+            totals_PG.nan_to_num(), ~totals_PG.isnan(), greedy_P=greedy_P
+        ).flatten()
         self.teaches = bool(advantages.any())  # other estimators compare with more than the group
         first = self.accelerator.process_index * len(self._round)
         return advantages[first : first + len(self._round)]
@@ -236,7 +277,9 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
     def _totals(self, rewards: torch.Tensor) -> torch.Tensor:
         """Weighted sums over the sources that gave a reward; NaN where none did. (N, R) -> (N,)."""
         weights = self.reward_weights.to(rewards.device)
-        rewards = rewards.masked_fill((weights == 0) & bool(weights.any()), math.nan)  # these are measured only
+        rewards = rewards.masked_fill(
+            (weights == 0) & bool(weights.any()), math.nan
+        )  # these are measured only
         return (rewards * weights).nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), math.nan)
 
     # -- micro-batches ---------------------------------------------------------------------------------------------
@@ -260,13 +303,19 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
 
         Restoring their states is not enough: a round that is generated draws from them, and one that is read does not.
         """
-        identity = f"{use}/{self.args.seed}/{self.state.global_step}/{self.accelerator.process_index}"
+        identity = (
+            f"{use}/{self.args.seed}/{self.state.global_step}/{self.accelerator.process_index}"
+        )
         set_seed(int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=4).digest(), "big"))
 
     def _dealt(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The batch in the order of its micro-batches."""
         # Losses that depend on who shares a micro-batch keep TRL's own random ones.
-        if self.loss_type == "bnpo" or self.top_entropy_quantile < 1.0 or self._entropy_bonus_enabled:
+        if (
+            self.loss_type == "bnpo"
+            or self.top_entropy_quantile < 1.0
+            or self._entropy_bonus_enabled
+        ):
             shuffled: dict[str, Any] = shuffle_sequence_dict(batch)
             return shuffled
         size = self.num_generations
@@ -274,7 +323,9 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
             batch["completion_mask"].sum(dim=1).view(-1, size).sum(dim=1).tolist(),
             group_size=size,
             per_batch=self.args.per_device_train_batch_size,
-            num_windows=max(1, self.args.steps_per_generation // self.args.gradient_accumulation_steps),
+            num_windows=max(
+                1, self.args.steps_per_generation // self.args.gradient_accumulation_steps
+            ),
             seed=self.args.seed + self.state.global_step,
         )
         indices = [index for of_batch in batches for index in of_batch]
@@ -301,14 +352,19 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         Where no group can teach, the gradient is zero without a forward; the optimizer's step is what it would be.
         """
         adds_terms = (
-            not self.skips_equal_rewards or self.beta != 0.0 or self._entropy_bonus_enabled or self.aux_loss_enabled
+            not self.skips_equal_rewards
+            or self.beta != 0.0
+            or self._entropy_bonus_enabled
+            or self.aux_loss_enabled
         )
         self.teaches = adds_terms or bool(inputs["teaches"].any())
         self.record("ycore/skipped", float(not self.teaches))
         if not self.teaches and self._may_skip:
             weights = (weight for weight in model.parameters() if weight.requires_grad)
             return torch.stack([weight.flatten()[:0].sum() for weight in weights]).sum().float()
-        self._micro_batch = dict(inputs)  # a copy: the buffer keeps the round's values for the next use
+        self._micro_batch = dict(
+            inputs
+        )  # a copy: the buffer keeps the round's values for the next use
         try:
             loss: torch.Tensor = super()._compute_loss(model, self._micro_batch)
         finally:
@@ -324,20 +380,28 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """TRL calls it for every forward, on padded rows (B, P + T): ycore packs them, where the model allows it."""
-        if self.packed_by is not None and (self.packs_pictures or kwargs.get("pixel_values") is None):
+        if self.packed_by is not None and (
+            self.packs_pictures or kwargs.get("pixel_values") is None
+        ):
             inputs = (input_ids, attention_mask, logits_to_keep, *self._marks(logits_to_keep))
             pictures = self._pictures(kwargs)
             with self.accelerator.autocast():
-                logps, entropies = self._score(model, *inputs, size=kwargs.get("batch_size"), pictures=pictures)
+                logps, entropies = self._score(
+                    model, *inputs, size=kwargs.get("batch_size"), pictures=pictures
+                )
             aux_loss = None
         else:
             inherited = super()._get_per_token_logps_and_entropies
-            logps, entropies, aux_loss = inherited(model, input_ids, attention_mask, logits_to_keep, **kwargs)
+            logps, entropies, aux_loss = inherited(
+                model, input_ids, attention_mask, logits_to_keep, **kwargs
+            )
         if self._micro_batch is not None:
             self._fill_in_correction(self._micro_batch, logps.detach())
             if "ref_per_token_logps" in self._micro_batch:
                 reference = self._micro_batch["ref_per_token_logps"]
-                self._micro_batch["ref_per_token_logps"] = stand_in(self._divergence, logps, reference)
+                self._micro_batch["ref_per_token_logps"] = stand_in(
+                    self._divergence, logps, reference
+                )
         return logps, entropies, aux_loss
 
     def _pictures(self, passed: dict[str, Any]) -> Pictures | None:
@@ -369,7 +433,9 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
             return None
         return [sequence.mask or [1] * len(sequence.completion_ids) for sequence in self._round]
 
-    def _score(self, model: torch.nn.Module, *inputs: Any, **how: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def _score(
+        self, model: torch.nn.Module, *inputs: Any, **how: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and entropies of a packed micro-batch."""
         assert self.packed_by is not None
         return score_completions(model, *inputs, path=self.packed_by, **how)
@@ -397,7 +463,9 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         """The mean gap between engine and trainer: on the same weights, and on those of an earlier version."""
         is_fresh = inputs["is_fresh"].unsqueeze(1)
         for name, counts in (("ycore/logprob_gap", is_fresh), ("ycore/stale_gap", ~is_fresh)):
-            gap = absolute_gap(logps, inputs["sampling_per_token_logps"], loss_mask(inputs) * counts)
+            gap = absolute_gap(
+                logps, inputs["sampling_per_token_logps"], loss_mask(inputs) * counts
+            )
             if gap.numel():
                 self.record(name, gap.mean().item())
 

@@ -95,18 +95,28 @@ class TokenRewardTrainer(SeamGRPOTrainer):
         if self._constraints.by == "gate":
             gates = gated(totals, kept(found), self.num_generations)
             return gates if self._nearness is None else gates * self._nearness
-        weights = torch.tensor(self.rounds.constraint_weights, dtype=torch.float64, device=rewards.device)
+        weights = torch.tensor(
+            self.rounds.constraint_weights, dtype=torch.float64, device=rewards.device
+        )
         return totals - (found * weights).sum(dim=1)
 
     def _estimated_advantages(self, estimate: Estimator) -> Tensor:
         advantages = super()._estimated_advantages(estimate)
-        if estimate.name == "raft" and self._constraints is not None and self._constraints.by == "gate":
-            advantages = advantages * self._of_this_rank(self._totals(self._rewards)).nan_to_num().float()  # eq. 18
+        if (
+            estimate.name == "raft"
+            and self._constraints is not None
+            and self._constraints.by == "gate"
+        ):
+            advantages = (
+                advantages * self._of_this_rank(self._totals(self._rewards)).nan_to_num().float()
+            )  # eq. 18
         return advantages
 
     def _how_near(self, batch: dict[str, Any]) -> Tensor:
         """Of all ranks' completions eq. 11's factor, where `beta` is 1 / KL_max; for RAFT eq. 17: 1 up to KL_max."""
-        log_ratios = (self._old_logps(batch) - batch.pop("ref_per_token_logps")).double() * loss_mask(batch)
+        log_ratios = (
+            self._old_logps(batch) - batch.pop("ref_per_token_logps")
+        ).double() * loss_mask(batch)
         of_all = gather(log_ratios.sum(dim=1))
         self.record("kl", of_all.mean().item())
         is_raft = self._advantage is not None and self._advantage.name == "raft"
@@ -136,10 +146,17 @@ class TokenRewardTrainer(SeamGRPOTrainer):
         """
         super()._fill_in_correction(inputs, logps)
         mask = loss_mask(inputs)
-        behaviour = behaviour_logps(inputs.get("sampling_per_token_logps"), inputs.get("old_per_token_logps"), logps)
+        behaviour = behaviour_logps(
+            inputs.get("sampling_per_token_logps"), inputs.get("old_per_token_logps"), logps
+        )
         self.record("ycore/effective_share", effective_share((logps - behaviour)[mask.bool()]))
-        if self._trust_region == "clip-completion" and inputs.get("old_per_token_logps") is not None:
-            inputs["old_per_token_logps"] = old_by_completion(logps, inputs["old_per_token_logps"], mask)
+        if (
+            self._trust_region == "clip-completion"
+            and inputs.get("old_per_token_logps") is not None
+        ):
+            inputs["old_per_token_logps"] = old_by_completion(
+                logps, inputs["old_per_token_logps"], mask
+            )
         if self._trust_region in ("clip", "clip-completion"):
             return
         advantages = inputs["advantages"]
@@ -164,7 +181,9 @@ class TokenRewardTrainer(SeamGRPOTrainer):
         if self._kl_in_reward:
             log_ratio = (self._old_logps(batch) - batch.pop("ref_per_token_logps")).double() * mask
             rewards = rewards - self.beta * log_ratio
-            total, count = self._add_up(torch.stack([log_ratio.sum(), mask.sum().double()])).tolist()
+            total, count = self._add_up(
+                torch.stack([log_ratio.sum(), mask.sum().double()])
+            ).tolist()
             self.record("kl", total / max(1.0, count))
         return rewards, mask
 
@@ -176,7 +195,9 @@ class TokenRewardTrainer(SeamGRPOTrainer):
         ids, mask = packed_inputs(batch)
         size, width = self.args.per_device_train_batch_size, batch["completion_ids"].size(1)
         with torch.no_grad():
-            return self._get_per_token_logps_and_entropies(self.model, ids, mask, width, batch_size=size)[0]
+            return self._get_per_token_logps_and_entropies(
+                self.model, ids, mask, width, batch_size=size
+            )[0]
 
     def _add_up(self, values: Tensor) -> Tensor:
         """The sum over all ranks of a vector; in float64 where the device has it."""
@@ -199,11 +220,15 @@ def turn_advantages(rewards: Sequence[Sequence[float]], *, group_size: int) -> l
     rows = [[*of_one, *[math.nan] * (width - len(of_one))] for of_one in rewards]
     by_turn = torch.tensor(rows).view(-1, group_size, width).transpose(1, 2).reshape(-1, group_size)
     found = ESTIMATORS["group"](by_turn, ~by_turn.isnan())
-    spread: list[list[float]] = found.view(-1, width, group_size).transpose(1, 2).reshape(-1, width).tolist()
+    spread: list[list[float]] = (
+        found.view(-1, width, group_size).transpose(1, 2).reshape(-1, width).tolist()
+    )
     return spread
 
 
-def prompt_weights(advantages_BT: Tensor, mask_BT: Tensor, group_size: int, add_up: AddUp) -> Tensor:
+def prompt_weights(
+    advantages_BT: Tensor, mask_BT: Tensor, group_size: int, add_up: AddUp
+) -> Tensor:
     """(B,): what turns a mean over the tokens of all ranks into one over each prompt's tokens, and then over prompts.
 
     A group without any advantage is no prompt of the mean.

@@ -28,11 +28,20 @@ from ycore.run.trace import (
 )
 from ycore.view.lanes import Lane, Place, in_order
 
-PHASES: Mapping[str, str] = {SYNC: "sending weights", ROUND: "generating and scoring", TRAIN: "training"}
+PHASES: Mapping[str, str] = {
+    SYNC: "sending weights",
+    ROUND: "generating and scoring",
+    TRAIN: "training",
+}
 """In the order of a step."""
 _SAID = {**PHASES, EVALUATION: "evaluating"}
 
-_DOES = {"rollout": "generating", "judge": "judging", "reward_model": "scoring by model", "teacher": "teaching"}
+_DOES = {
+    "rollout": "generating",
+    "judge": "judging",
+    "reward_model": "scoring by model",
+    "teacher": "teaching",
+}
 _LONG_S = 10.0
 _CLOCK_S = 0.05  # a file's time is a few milliseconds behind the clock
 
@@ -60,7 +69,9 @@ class Activity:
                     swaps.append((event.began, event.seconds, str(event.details.get("awake", ""))))
                     del swaps[:-1000]
                 case Span():
-                    turns.setdefault(((event.rank, event.slot), event.name), []).append((event.began, event.seconds))
+                    turns.setdefault(((event.rank, event.slot), event.name), []).append(
+                        (event.began, event.seconds)
+                    )
                     self.newest = max(self.newest, event.began + event.seconds)
                 case Mark(name=name) if name == FULL:
                     self.is_full = True
@@ -122,7 +133,11 @@ class Scene:
 
     def _is_now(self, levels: Levels) -> bool:
         """Whether they were reported in this step: the requests of an earlier one are gone, and count as none."""
-        return not self.is_over and self.step_began is not None and levels.at >= self.step_began - _CLOCK_S
+        return (
+            not self.is_over
+            and self.step_began is not None
+            and levels.at >= self.step_began - _CLOCK_S
+        )
 
     def now(self) -> str:
         """`training for 12 s, 28 s into the step`: the phase of the rank that is least far in this step."""
@@ -141,10 +156,14 @@ class Scene:
         place, minus_since, rank = min(known)
         does = _SAID[order[place]]
         if order[place] == ROUND:
-            if queues := self.queues():  # with nothing in flight and nothing waiting it is the reward functions' turn
+            if (
+                queues := self.queues()
+            ):  # with nothing in flight and nothing waiting it is the reward functions' turn
                 busy = [_DOES.get(role, role) for role, counts in queues.items() if any(counts)]
                 does = ", ".join(busy) or "scoring"
-            began = [began for slot in self.activity.lanes for began in self.open_since(slot).values()]
+            began = [
+                began for slot in self.activity.lanes for began in self.open_since(slot).values()
+            ]
             if began and self.until - min(began) >= _LONG_S:
                 into = f"one request for {self._for(min(began))}"
         who = "" if all(other == place for other, *_ in known) else f"rank {rank}: "
@@ -152,7 +171,10 @@ class Scene:
 
     def queue_words(self) -> list[str]:
         queues = self.queues().items()
-        return [f"{role.replace('_', ' ')} {fly} in flight, {wait} waiting" for role, (fly, wait) in queues]
+        return [
+            f"{role.replace('_', ' ')} {fly} in flight, {wait} waiting"
+            for role, (fly, wait) in queues
+        ]
 
     def _for(self, since: float) -> str:
         return as_duration(max(0.0, self.until - since))

@@ -67,10 +67,19 @@ class Window:
             if began + seconds < since:
                 break
             left, right = max(0.0, began - since), min(self.until, began + seconds) - since
-            for cell in range(int(left // self.cell_s), min(self.num_cells, int(right // self.cell_s) + 1)):
-                covered[cell] += max(0.0, min(right, (cell + 1) * self.cell_s) - max(left, cell * self.cell_s))
-        lengths = [self.cell_s] * (self.num_cells - 1) + [self.until - since - self.cell_s * (self.num_cells - 1)]
-        return [min(1.0, part / length) if length > 0 else 0.0 for part, length in zip(covered, lengths, strict=True)]
+            for cell in range(
+                int(left // self.cell_s), min(self.num_cells, int(right // self.cell_s) + 1)
+            ):
+                covered[cell] += max(
+                    0.0, min(right, (cell + 1) * self.cell_s) - max(left, cell * self.cell_s)
+                )
+        lengths = [self.cell_s] * (self.num_cells - 1) + [
+            self.until - since - self.cell_s * (self.num_cells - 1)
+        ]
+        return [
+            min(1.0, part / length) if length > 0 else 0.0
+            for part, length in zip(covered, lengths, strict=True)
+        ]
 
 
 def cell_seconds(at_least_s: float) -> float:
@@ -85,17 +94,26 @@ def draw_lane(lane: Lane, window: Window, *, open_since: Mapping[str, float] | N
     for role in sorted({*lane.busy, *open_since}):  # where roles share a slot, the judge shows
         in_flight = [(open_since[role], math.inf)] if role in open_since else []
         shares[role] = window.shares(joined([*lane.busy.get(role, []), *in_flight]))
-    swapped, cells = dict[int, str](), []  # the cells with a swap under way, and the role awake after the last one
+    swapped, cells = (
+        dict[int, str](),
+        [],
+    )  # the cells with a swap under way, and the role awake after the last one
     for began, seconds, awake in lane.swaps:
         first = math.floor((began - window.since) / window.cell_s)
         last = math.floor((began + seconds - window.since) / window.cell_s)
         swapped |= dict.fromkeys(range(max(0, first), min(window.num_cells, last + 1)), awake)
     for cell in range(window.num_cells):
-        role, share = max(((role, own[cell]) for role, own in shares.items()), key=lambda one: one[1], default=("", 0))
+        role, share = max(
+            ((role, own[cell]) for role, own in shares.items()),
+            key=lambda one: one[1],
+            default=("", 0),
+        )
         if cell in swapped:
             cells.append((_SWAP, colour(swapped[cell])))
         elif share > 0:
-            cells.append((_HEIGHTS[min(len(_HEIGHTS) - 1, int(share * len(_HEIGHTS)))], colour(role)))
+            cells.append(
+                (_HEIGHTS[min(len(_HEIGHTS) - 1, int(share * len(_HEIGHTS)))], colour(role))
+            )
         else:
             cells.append((_IDLE, "bright_black"))
     alike = groupby(cells, key=lambda cell: cell[1])  # one change of colour where one is enough
@@ -105,7 +123,9 @@ def draw_lane(lane: Lane, window: Window, *, open_since: Mapping[str, float] | N
 def draw_legend(roles: Iterable[str], window: Window, *, swaps: bool) -> Text:
     """`the last 60 s: ▇ rollout  ▇ judge  · idle  ┃ swap`."""
     seconds = window.cell_s * window.num_cells
-    drawn = Text(f"the last {seconds:.0f} s: " if seconds <= 120 else f"the last {seconds / 60:.0f} min: ")
+    drawn = Text(
+        f"the last {seconds:.0f} s: " if seconds <= 120 else f"the last {seconds / 60:.0f} min: "
+    )
     for role in in_order(roles):
         drawn.append(_HEIGHTS[-1], colour(role)).append(f" {role.replace('_', ' ')}  ")
     drawn.append(_IDLE, "bright_black").append(" idle")
@@ -121,7 +141,9 @@ def lane_names(places: Sequence[Place]) -> list[str]:
 def in_order(roles: Iterable[str]) -> list[str]:
     """The roles that have their own colour first."""
     known = list(_COLOURS)
-    return sorted(set(roles), key=lambda role: (known.index(role) if role in known else len(known), role))
+    return sorted(
+        set(roles), key=lambda role: (known.index(role) if role in known else len(known), role)
+    )
 
 
 def colour(role: str) -> str:

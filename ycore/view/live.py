@@ -18,7 +18,15 @@ from rich.text import Text
 from ycore.run.metrics import REWARD, STEP_SECONDS, Row, is_evaluation, number
 from ycore.run.text import as_duration, printable
 from ycore.view.activity import PHASES, Scene
-from ycore.view.lanes import MAX_CELLS, MAX_LANES, Window, cell_seconds, draw_lane, draw_legend, lane_names
+from ycore.view.lanes import (
+    MAX_CELLS,
+    MAX_LANES,
+    Window,
+    cell_seconds,
+    draw_lane,
+    draw_legend,
+    lane_names,
+)
 
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -58,7 +66,10 @@ EVALUATED = (
 )
 
 _STEP = "ycore/time/step"
-_FIRST_STEPS, _APART = 3, 0.25  # steps that are compared with the plan; the share of it from which they differ
+_FIRST_STEPS, _APART = (
+    3,
+    0.25,
+)  # steps that are compared with the plan; the share of it from which they differ
 _REASONS = (
     ("{:.0f} groups drawn, not {:.0f}", "ycore/sampling/drawn", "groups"),
     ("completions of {:.0f} tokens, not {:.0f}", "completions/mean_length", "completion_tokens"),
@@ -71,7 +82,9 @@ Line = tuple[str, Text | str]
 class RunView:
     """A renderable of rich; its arguments are those of `open_progress`. `view.add(row); console.print(view)`"""
 
-    def __init__(self, num_steps: int | None, *, unit: str = "step", look: Look | None = None) -> None:
+    def __init__(
+        self, num_steps: int | None, *, unit: str = "step", look: Look | None = None
+    ) -> None:
         self._num_steps, self._unit, self._look = num_steps, unit, look
         self._clock, self._left = TimeLeft(num_steps), ""
         self._last: Row = {}
@@ -102,10 +115,19 @@ class RunView:
         """Whether there is anything to show: a row, or a first step under way."""
         return bool(self._last) or (self._look is not None and self._look().has_begun)
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        step, total = int(number(self._last, "step") or 0), "" if self._num_steps is None else f"/{self._num_steps}"
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        step, total = (
+            int(number(self._last, "step") or 0),
+            "" if self._num_steps is None else f"/{self._num_steps}",
+        )
         head = Table.grid(padding=(0, 2))
-        bar = ProgressBar(total=self._num_steps, completed=step, width=24) if self._num_steps else Text("")
+        bar = (
+            ProgressBar(total=self._num_steps, completed=step, width=24)
+            if self._num_steps
+            else Text("")
+        )
         head.add_row(f"{self._unit} {step}{total}", bar, self._left)
         yield head
         table = Table.grid(padding=(0, 2))
@@ -122,13 +144,22 @@ class RunView:
         if self._values:
             spread = number(row, "reward_std")
             last = f"{self._values[-1]:.3f}" + ("" if spread is None else f" ± {spread:.3f}")
-            lines.append((self._watched, Text.assemble(f"{last}  ", (sparkline(self._values, width=32), "green"))))
+            lines.append(
+                (
+                    self._watched,
+                    Text.assemble(f"{last}  ", (sparkline(self._values, width=32), "green")),
+                )
+            )
         lines += [(name, "  ".join(parts(row, wanted))) for name, wanted in _NUMBERS.items()]
         if self._evaluated:
             figures = " ".join(parts(self._evaluated, EVALUATED)).removeprefix("held-out ")
             lines.append(("held out", f"{figures} at step {self._evaluated['step']}"))
         masked = (", ".join(reward_problems(row)) or "none") if self._has_masked else ""
-        lines += [("slowest", slowest_part(row)), ("masked", masked), ("workers", restarted_workers(row))]
+        lines += [
+            ("slowest", slowest_part(row)),
+            ("masked", masked),
+            ("workers", restarted_workers(row)),
+        ]
         return [(name, text) for name, text in lines if text]
 
     def _scene_lines(self, scene: Scene, width: int) -> list[Line]:
@@ -144,11 +175,15 @@ class RunView:
         lanes = scene.activity.lanes
         places = sorted(lanes)[:MAX_LANES]
         names = lane_names(places)
-        taken = max(map(len, ["slowest", *names])) + 7  # columns: the name, two gaps, and the number in flight
+        taken = (
+            max(map(len, ["slowest", *names])) + 7
+        )  # columns: the name, two gaps, and the number in flight
         num_cells = min(MAX_CELLS, max(10, width - taken))
         window = Window(scene.until, cell_seconds(self._longest_s), num_cells)
         roles = {role for lane in lanes.values() for role in lane.busy} | set(scene.queues())
-        lines: list[Line] = [("slots", draw_legend(roles, window, swaps=any(lane.swaps for lane in lanes.values())))]
+        lines: list[Line] = [
+            ("slots", draw_legend(roles, window, swaps=any(lane.swaps for lane in lanes.values())))
+        ]
         for name, place in zip(names, places, strict=True):
             drawn = draw_lane(lanes[place], window, open_since=scene.open_since(place))
             flying = "" if scene.is_over else f"  {scene.flying(place)}"
@@ -185,7 +220,11 @@ class FirstSteps:
         if number(row, _STEP) is None or len(self._rows) == _FIRST_STEPS:
             return ""
         self._rows.append(row)
-        left, planned_s, took_s = self._clock.after(row), self._planned["figures"]["time/step"], self._median(_STEP)
+        left, planned_s, took_s = (
+            self._clock.after(row),
+            self._planned["figures"]["time/step"],
+            self._median(_STEP),
+        )
         if len(self._rows) < _FIRST_STEPS or not _is_apart(took_s, planned_s):
             return ""
         found = [(form, self._median(name), self._planned[key]) for form, name, key in _REASONS]
@@ -194,7 +233,9 @@ class FirstSteps:
             for form, value, planned in found
             if value and _is_apart(value, planned) and (value > planned) == (took_s > planned_s)
         ]
-        line = f"planned {planned_s:.1f} s a step; {_FIRST_STEPS} steps took about {took_s:.1f} s each"
+        line = (
+            f"planned {planned_s:.1f} s a step; {_FIRST_STEPS} steps took about {took_s:.1f} s each"
+        )
         return line + (f" ({', '.join(why)})" if why else "") + (f": {left}" if left else "")
 
     def _median(self, name: str) -> float:
@@ -208,7 +249,9 @@ def _is_apart(value: float, planned: float) -> bool:
 
 def parts(row: Row, wanted: Sequence[Sequence[str]]) -> list[str]:
     """The numbers of a row in words; of each `(form, name, ...)` the first name that the row has."""
-    return [form.format(value) for form, *names in wanted if (value := number(row, *names)) is not None]
+    return [
+        form.format(value) for form, *names in wanted if (value := number(row, *names)) is not None
+    ]
 
 
 def sparkline(values: Sequence[float], *, width: int) -> str:
@@ -219,25 +262,37 @@ def sparkline(values: Sequence[float], *, width: int) -> str:
     low, high = min(values), max(values)
     if high == low:
         return _BARS[3] * len(values)
-    return "".join(_BARS[round((value - low) / (high - low) * (len(_BARS) - 1))] for value in values)
+    return "".join(
+        _BARS[round((value - low) / (high - low) * (len(_BARS) - 1))] for value in values
+    )
 
 
 def reward_problems(row: Row) -> list[str]:
     """`3 x raised KeyError: 'answer'`, by problem: a reward's own words, safe to print, each on one line."""
     problems = row.get("ycore/reward_problems")
     counts = problems.items() if isinstance(problems, Mapping) else ()
-    return [f"{count} x {printable(problem, one_line=True)}" for problem, count in counts if isinstance(count, int)]
+    return [
+        f"{count} x {printable(problem, one_line=True)}"
+        for problem, count in counts
+        if isinstance(count, int)
+    ]
 
 
 def restarted_workers(row: Row) -> str:
     """Whether a reward hung or ended its process; its items were scored again, so they need not be masked."""
-    count = math.ceil(number(row, "ycore/reward_restarts") or 0)  # the mean, where a row is of several steps
+    count = math.ceil(
+        number(row, "ycore/reward_restarts") or 0
+    )  # the mean, where a row is of several steps
     return f"{count} reward worker{'s' * (count > 1)} started again" if count else ""
 
 
 def slowest_part(row: Row) -> str:
     """`training, 62 % of the step`: what to look at first; nothing where a row has no times of its parts."""
-    seconds = {said: value for name, said in PHASES.items() if (value := number(row, f"ycore/time/{name}")) is not None}
+    seconds = {
+        said: value
+        for name, said in PHASES.items()
+        if (value := number(row, f"ycore/time/{name}")) is not None
+    }
     whole = number(row, *STEP_SECONDS) or math.fsum(seconds.values())
     if not seconds or whole <= 0:
         return ""

@@ -33,13 +33,23 @@ _SHOWN = 4  # completions at either end of the last round, and in its middle
 def make_report(runs: Sequence[RunRecord]) -> list[RunRecord]:
     """The runs by different names; where there are several, with what each had reached at equal device seconds."""
     names = [run.name for run in runs]
-    numbered = [name if names.count(name) == 1 else f"{name} ({place})" for place, name in enumerate(names, 1)]
+    numbered = [
+        name if names.count(name) == 1 else f"{name} ({place})"
+        for place, name in enumerate(names, 1)
+    ]
     reached = at_equal_seconds([run.reward_curve for run in runs]) if len(runs) > 1 else [()]
-    return [replace(run, name=name, reached=own) for run, name, own in zip(runs, numbered, reached, strict=True)]
+    return [
+        replace(run, name=name, reached=own)
+        for run, name, own in zip(runs, numbered, reached, strict=True)
+    ]
 
 
 def write_report(
-    runs: Sequence[RunRecord], page: Path, *, bands: Sequence[Banded] = (), notes: Sequence[str] = ()
+    runs: Sequence[RunRecord],
+    page: Path,
+    *,
+    bands: Sequence[Banded] = (),
+    notes: Sequence[str] = (),
 ) -> list[Path]:
     """Write the page, and beside it the same as `.json` and the curves as `.png`; return the files written.
 
@@ -80,7 +90,9 @@ def as_json(runs: Sequence[RunRecord]) -> dict[str, Any]:
     }
 
 
-def as_page(runs: Sequence[RunRecord], bands: Sequence[Banded] = (), notes: Sequence[str] = ()) -> str:
+def as_page(
+    runs: Sequence[RunRecord], bands: Sequence[Banded] = (), notes: Sequence[str] = ()
+) -> str:
     """HTML that needs no network and no other file; whatever a model wrote is shown as text."""
     from jinja2 import Environment
 
@@ -121,10 +133,20 @@ def as_page(runs: Sequence[RunRecord], bands: Sequence[Banded] = (), notes: Sequ
 
 def chosen(completions: Sequence[ScoredCompletion]) -> list[ScoredCompletion]:
     """A few of them: the lowest rewards, the middle ones, the highest, in this order; then one without a reward."""
-    ranked = sorted((one for one in completions if one.reward is not None), key=lambda one: one.reward or 0.0)
+    ranked = sorted(
+        (one for one in completions if one.reward is not None), key=lambda one: one.reward or 0.0
+    )
     middle = len(ranked) // 2
-    places = [*range(_SHOWN), *range(middle - _SHOWN // 2, middle + _SHOWN // 2), *range(-_SHOWN, 0)]
-    kept = sorted({place % len(ranked) for place in places if -len(ranked) <= place < len(ranked)}) if ranked else []
+    places = [
+        *range(_SHOWN),
+        *range(middle - _SHOWN // 2, middle + _SHOWN // 2),
+        *range(-_SHOWN, 0),
+    ]
+    kept = (
+        sorted({place % len(ranked) for place in places if -len(ranked) <= place < len(ranked)})
+        if ranked
+        else []
+    )
     masked = [one for one in completions if one.reward is None][:1]
     return [ranked[place] for place in kept] + masked
 

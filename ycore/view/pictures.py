@@ -48,10 +48,29 @@ _BENEATH_A_LOSS = (
 HELD_OUT, HELD_OUT_LOSS = "ycore/eval/reward", "ycore/eval/loss"
 _MAX_LANES = 64
 
-RUN_COLOURS = ("#2456a6", "#c2571a", "#3f8f5f", "#8a4fa3", "#b03a48", "#4a9aa8", "#77622a", "#5c6470")
+RUN_COLOURS = (
+    "#2456a6",
+    "#c2571a",
+    "#3f8f5f",
+    "#8a4fa3",
+    "#b03a48",
+    "#4a9aa8",
+    "#77622a",
+    "#5c6470",
+)
 """Of runs, in their order; more runs begin again."""
 
-_PART_COLOURS = ("#2456a6", "#7da3d6", "#c9d3e0", "#8a4fa3", "#b03a48", "#e4e6ea", "#d9a441", "#3f8f5f", "#9aa0a8")
+_PART_COLOURS = (
+    "#2456a6",
+    "#7da3d6",
+    "#c9d3e0",
+    "#8a4fa3",
+    "#b03a48",
+    "#e4e6ea",
+    "#d9a441",
+    "#3f8f5f",
+    "#9aa0a8",
+)
 _PANELS = (
     ("reward", REWARD),
     ("reward on held-out prompts", (HELD_OUT,)),
@@ -143,14 +162,25 @@ def smooth(values: Sequence[float], *, window: int | None = None) -> list[float]
     """The mean within half a window (by default a tenth of all) on either side; shorter at the ends: never shifted."""
     half = (max(3, len(values) // 10) if window is None else window) // 2
     reaches = [min(half, index, len(values) - 1 - index) for index in range(len(values))]
-    return [statistics.fmean(values[at - reach : at + reach + 1]) for at, reach in enumerate(reaches)]
+    return [
+        statistics.fmean(values[at - reach : at + reach + 1]) for at, reach in enumerate(reaches)
+    ]
 
 
 def _draw_main(axes: Any, series: Points, name: str) -> None:
     """Every step in grey, and smoothed in blue; a reward within 0 and 1 on an axis from 0 to 1."""
     steps, values = series
     marker = "o" if len(values) <= 60 else None
-    axes.plot(steps, values, color=GREY, linewidth=1, alpha=0.7, label="each step", marker=marker, markersize=3)
+    axes.plot(
+        steps,
+        values,
+        color=GREY,
+        linewidth=1,
+        alpha=0.7,
+        label="each step",
+        marker=marker,
+        markersize=3,
+    )
     axes.plot(steps, smooth(values), color=BLUE, linewidth=2.6, label="smoothed")
     axes.set_ylabel(name)
     if name == "reward" and min(values) >= 0 and max(values) <= 1:
@@ -164,14 +194,28 @@ def _draw_held_out(axes: Any, metrics: Sequence[Row], name: str) -> None:
     if not steps:
         return
     ends = [dict(zip(*points(metrics, f"{name}/{end}"), strict=True)) for end in ("low", "high")]
-    spread = [[abs(end.get(step, value) - value) for step, value in zip(steps, values, strict=True)] for end in ends]
-    axes.errorbar(steps, values, yerr=spread, color=GREEN, capsize=4, marker="s", linewidth=1.8, label="held out")
+    spread = [
+        [abs(end.get(step, value) - value) for step, value in zip(steps, values, strict=True)]
+        for end in ends
+    ]
+    axes.errorbar(
+        steps,
+        values,
+        yerr=spread,
+        color=GREEN,
+        capsize=4,
+        marker="s",
+        linewidth=1.8,
+        label="held out",
+    )
 
 
 def _draw_time(axes: Any, metrics: Sequence[Row]) -> None:
     layers = [points(metrics, name) for name, _, _ in _PHASES]
     steps = sorted({step for at, _ in layers for step in at})
-    heights = [[dict(zip(*series, strict=True)).get(step, 0.0) for step in steps] for series in layers]
+    heights = [
+        [dict(zip(*series, strict=True)).get(step, 0.0) for step in steps] for series in layers
+    ]
     axes.set_title("seconds a step", fontsize=11, loc="left")
     if not steps:
         return
@@ -205,7 +249,9 @@ def draw_panels(panels: Sequence[tuple[str, Sequence[Span]]], path: Path) -> Non
 
 def last_rounds(spans: Sequence[Span], num_rounds: int = 4) -> list[Span]:
     """What happened on slots since the beginning of the last rounds, without the rounds themselves."""
-    begins = sorted({span.details.get("step", 0): span.began for span in spans if span.name == ROUND}.values())
+    begins = sorted(
+        {span.details.get("step", 0): span.began for span in spans if span.name == ROUND}.values()
+    )
     since = begins[-num_rounds:][0] if begins else 0.0
     return [span for span in spans if span.name != ROUND and span.began >= since]
 
@@ -215,12 +261,26 @@ def _draw_lanes(axes: Any, spans: Sequence[Span], lanes: Sequence[tuple[int, int
     for row, (rank, slot) in enumerate(lanes):
         own = [span for span in spans if (span.rank, span.slot) == (rank, slot)]
         # Backwards, so that rollouts come first: where roles share a slot, the others lie over them; swaps over all.
-        for name in sorted({span.name for span in own}, key=lambda name: (name != SWAP, name), reverse=True):
+        for name in sorted(
+            {span.name for span in own}, key=lambda name: (name != SWAP, name), reverse=True
+        ):
             stretches = busy_stretches(span for span in own if span.name == name)
-            bars, colour = [(began - start, seconds) for began, seconds in stretches], ROLE_COLOURS.get(name, GREY)
+            bars, colour = (
+                [(began - start, seconds) for began, seconds in stretches],
+                ROLE_COLOURS.get(name, GREY),
+            )
             if name == SWAP:
-                axes.broken_barh(bars, (row - 0.4, 0.8), facecolor="white", edgecolor=colour, hatch="////", linewidth=1)
-                axes.vlines([began for began, _ in bars], row - 0.45, row + 0.45, color=colour, linewidth=1)
+                axes.broken_barh(
+                    bars,
+                    (row - 0.4, 0.8),
+                    facecolor="white",
+                    edgecolor=colour,
+                    hatch="////",
+                    linewidth=1,
+                )
+                axes.vlines(
+                    [began for began, _ in bars], row - 0.45, row + 0.45, color=colour, linewidth=1
+                )
             else:
                 axes.broken_barh(bars, (row - 0.4, 0.8), facecolor=colour, alpha=0.8)
     axes.set_yticks(range(len(lanes)), lane_names(lanes), fontsize=9)
@@ -233,11 +293,21 @@ def _draw_lanes(axes: Any, spans: Sequence[Span], lanes: Sequence[tuple[int, int
 def _add_legend(figure: Any, names: set[str]) -> None:
     from matplotlib.patches import Patch
 
-    known = [name for name in (*ROLE_COLOURS, *sorted(names - ROLE_COLOURS.keys())) if name in names]
-    hatched: dict[str, Any] = {"facecolor": "white", "edgecolor": ROLE_COLOURS[SWAP], "hatch": "////"}
-    looks = {name: hatched if name == SWAP else {"color": ROLE_COLOURS.get(name, GREY)} for name in known}
+    known = [
+        name for name in (*ROLE_COLOURS, *sorted(names - ROLE_COLOURS.keys())) if name in names
+    ]
+    hatched: dict[str, Any] = {
+        "facecolor": "white",
+        "edgecolor": ROLE_COLOURS[SWAP],
+        "hatch": "////",
+    }
+    looks = {
+        name: hatched if name == SWAP else {"color": ROLE_COLOURS.get(name, GREY)} for name in known
+    }
     patches = [Patch(**look, label=name.replace("_", " ")) for name, look in looks.items()]
-    figure.legend(handles=patches, loc="outside upper right", ncols=len(patches), frameon=False, fontsize=10)
+    figure.legend(
+        handles=patches, loc="outside upper right", ncols=len(patches), frameon=False, fontsize=10
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +345,9 @@ def over_bands(bands: Sequence[Banded]) -> Any:
     return figure
 
 
-def _in_a_grid(panels: Sequence[Callable[[Any], None]], *, columns: int, width: float, height: float) -> Any:
+def _in_a_grid(
+    panels: Sequence[Callable[[Any], None]], *, columns: int, width: float, height: float
+) -> Any:
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
     figure = new_figure(width * columns, height * rows)
@@ -297,7 +369,9 @@ def _draw_banded(axes: Any, band: Banded) -> None:
     shade: dict[str, Any] = {"color": GREY, "alpha": 0.25, "linewidth": 0, "label": "the band"}
     if has_steps:
         axes.fill_between(range(1, last + 1), *zip(*band.steps, strict=True), **shade)
-        axes.vlines(last * 1.02, *band.final, color=GREY, alpha=0.7, linewidth=5, label="of the final value")
+        axes.vlines(
+            last * 1.02, *band.final, color=GREY, alpha=0.7, linewidth=5, label="of the final value"
+        )
     else:
         axes.axhspan(*band.final, **shade)
     for index, (name, values) in enumerate(band.curves.items()):
@@ -319,7 +393,10 @@ def over_seconds(runs: Sequence[RunRecord]) -> Any | None:
     figure = new_figure(11, 3.6)
     axes = figure.add_subplot()
     for index, run in enumerate(runs):
-        series = [at for at, _, _ in run.reward_curve], [reward for _, _, reward in run.reward_curve]
+        series = (
+            [at for at, _, _ in run.reward_curve],
+            [reward for _, _, reward in run.reward_curve],
+        )
         _draw_smoothed(axes, series, index, label=literal(run.name))
     axes.set_ylabel("reward")
     axes.legend(frameon=False)
@@ -347,8 +424,19 @@ def seconds_went(runs: Sequence[RunRecord]) -> Any:
         axes.barh(names, widths, left=left, color=colour, label=part, height=0.62)
         for place, width in enumerate(widths):
             if width >= 6:
-                ink = "white" if part in ("useful tokens", "judging", "swaps", "training") else "#20242a"
-                axes.text(left[place] + width / 2, place, f"{width:.0f}%", ha="center", va="center", color=ink)
+                ink = (
+                    "white"
+                    if part in ("useful tokens", "judging", "swaps", "training")
+                    else "#20242a"
+                )
+                axes.text(
+                    left[place] + width / 2,
+                    place,
+                    f"{width:.0f}%",
+                    ha="center",
+                    va="center",
+                    color=ink,
+                )
         left = [start + width for start, width in zip(left, widths, strict=True)]
     style(axes, below="% of device seconds")
     axes.set_xlim(0, 100)

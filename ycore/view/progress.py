@@ -24,7 +24,15 @@ from ycore.run.metrics import REWARD, MetricsFollower, Row, number
 from ycore.run.paths import RunFolder
 from ycore.run.text import as_duration, printable, topic
 from ycore.view.activity import RunActivity
-from ycore.view.live import EVALUATED, Look, RunView, TimeLeft, parts, restarted_workers, reward_problems
+from ycore.view.live import (
+    EVALUATED,
+    Look,
+    RunView,
+    TimeLeft,
+    parts,
+    restarted_workers,
+    reward_problems,
+)
 
 _STEP = (
     ("length {:.0f}", "completions/mean_length"),
@@ -41,7 +49,11 @@ _MOST_ROWS = 10  # of a table
 
 
 def open_progress(
-    num_steps: int | None, *, unit: str = "step", stream: TextIO | None = None, look: Look | None = None
+    num_steps: int | None,
+    *,
+    unit: str = "step",
+    stream: TextIO | None = None,
+    look: Look | None = None,
 ) -> "RunProgress":
     """The live view where `stream` is a terminal, a table in a notebook, plain lines elsewhere.
 
@@ -82,7 +94,9 @@ class PlainProgress:
 class LiveProgress:
     """The live view, redrawn twice a second beneath the lines about the run as a whole."""
 
-    def __init__(self, num_steps: int | None, unit: str, stream: TextIO, look: Look | None = None) -> None:
+    def __init__(
+        self, num_steps: int | None, unit: str, stream: TextIO, look: Look | None = None
+    ) -> None:
         self._view = RunView(num_steps, unit=unit, look=look)
         self._live = Live(
             console=Console(file=stream),
@@ -105,7 +119,9 @@ class LiveProgress:
 class TableProgress(PlainProgress):
     """In a notebook's cell: a table of the last steps, which every step updates in place."""
 
-    def __init__(self, num_steps: int | None, unit: str, stream: TextIO, display: Callable[..., Any]) -> None:
+    def __init__(
+        self, num_steps: int | None, unit: str, stream: TextIO, display: Callable[..., Any]
+    ) -> None:
         super().__init__(num_steps, unit, stream)
         self._display, self._handle = display, None
         self._rows = deque[Row](maxlen=_MOST_ROWS)
@@ -137,7 +153,11 @@ def _display_of_notebook() -> Callable[..., Any] | None:
 
 def describe_step(row: Row) -> list[str]:
     """The numbers of one step that a person watches."""
-    words = [*parts(row, [*_watched(row), *EVALUATED]), *reward_problems(row), restarted_workers(row)]
+    words = [
+        *parts(row, [*_watched(row), *EVALUATED]),
+        *reward_problems(row),
+        restarted_workers(row),
+    ]
     return [word for word in words if word]
 
 
@@ -162,8 +182,12 @@ def steps_as_html(head: str, rows: Iterable[Row], *, unit: str = "step") -> str:
     for form, *names in dict.fromkeys(one for row in rows for one in (*_watched(row), *_EVALUATED)):
         title, place, rest = re.split(r"(\{.*?\})", form)
         values = [number(row, *names) for row in rows]
-        columns[" ".join(f"{title}{rest}".split())] = ["" if one is None else place.format(one) for one in values]
-    columns["problems"] = [", ".join(filter(None, [*reward_problems(row), restarted_workers(row)])) for row in rows]
+        columns[" ".join(f"{title}{rest}".split())] = [
+            "" if one is None else place.format(one) for one in values
+        ]
+    columns["problems"] = [
+        ", ".join(filter(None, [*reward_problems(row), restarted_workers(row)])) for row in rows
+    ]
     shown = {title: cells for title, cells in columns.items() if any(cells)}
     return as_html(head, [list(shown), *map(list, zip(*shown.values(), strict=True))])
 
@@ -171,7 +195,10 @@ def steps_as_html(head: str, rows: Iterable[Row], *, unit: str = "step") -> str:
 def as_html(head: str, rows: Sequence[Sequence[str]]) -> str:
     """A line and a table beneath it, whose first row has the titles."""
     kinds = ["th", *["td"] * (len(rows) - 1)]
-    lines = ("".join(f"<{kind}>{escape(cell)}</{kind}>" for cell in row) for kind, row in zip(kinds, rows, strict=True))
+    lines = (
+        "".join(f"<{kind}>{escape(cell)}</{kind}>" for cell in row)
+        for kind, row in zip(kinds, rows, strict=True)
+    )
     return f"<p>{escape(head)}</p><table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
@@ -179,16 +206,24 @@ def watch(root: Path, *, stream: TextIO | None = None, once: bool = False) -> No
     """Show every step of the run in `root`, from its first, until it has ended, or `once` those that are there."""
     folder = RunFolder(root)
     if not folder.config.is_file():
-        raise RunFolderError(f"{root} has no run.json, so it is no run's folder; name the folder that --output named")
+        raise RunFolderError(
+            f"{root} has no run.json, so it is no run's folder; name the folder that --output named"
+        )
     config = read_json(folder.config).get("config", {})
     activity = RunActivity(root, goes_on=lambda: is_held(folder))
-    look = None if config.get("algorithm") == "eval" else activity.look  # an evaluation has no steps to be in
+    look = (
+        None if config.get("algorithm") == "eval" else activity.look
+    )  # an evaluation has no steps to be in
     progress = open_progress(config.get("steps"), stream=stream, look=look)
     try:
-        progress.say(f"{root}: {config.get('algorithm')} of {config.get('model')} on {topic(config)}")
+        progress.say(
+            f"{root}: {config.get('algorithm')} of {config.get('model')} on {topic(config)}"
+        )
         follower = MetricsFollower(folder.metrics, from_the_start=True, say=progress.say)
         while True:
-            is_over = once or not is_held(folder)  # before reading: what it wrote last is then read too
+            is_over = once or not is_held(
+                folder
+            )  # before reading: what it wrote last is then read too
             for row in follower.read():
                 progress.step(row)
             if is_over:

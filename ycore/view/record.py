@@ -152,11 +152,18 @@ def read_run(root: Path) -> RunRecord:
     """What a report shows of the run in `root`, finished or not; RunFolderError where no step is finished."""
     folder = RunFolder(root)
     if not folder.config.is_file():
-        raise RunFolderError(f"{root} has no run.json, so it is no run's folder; name the folder that --output named")
-    description, problems = _checked(_Description, read_json(folder.config), folder.config), list[str]()
+        raise RunFolderError(
+            f"{root} has no run.json, so it is no run's folder; name the folder that --output named"
+        )
+    description, problems = (
+        _checked(_Description, read_json(folder.config), folder.config),
+        list[str](),
+    )
     metrics = read_metrics(folder.metrics, say=problems.append)
     if not metrics:
-        raise RunFolderError(f"{root} has no step yet: {folder.metrics} is missing or empty; wait for the first step")
+        raise RunFolderError(
+            f"{root} has no step yet: {folder.metrics} is missing or empty; wait for the first step"
+        )
     config, engines = description.config, _optional(_Engines, folder.engines, problems)
     num_slots = max(1, len(engines.engines))  # a trainer that generates itself is one
     prompts, judging = config.prompts_per_step, judging_share(read_trace(folder.trace))
@@ -170,7 +177,9 @@ def read_run(root: Path) -> RunRecord:
         summary=_optional(_Summary, folder.summary, problems).model_dump(exclude_unset=True),
         metrics=metrics,
         samples=_optional(_Samples, folder.samples, problems).model_dump(exclude_unset=True),
-        completions=_last_completions(folder, [reward.weight for reward in config.rewards], problems),
+        completions=_last_completions(
+            folder, [reward.weight for reward in config.rewards], problems
+        ),
         spent=spent(metrics, prompts_per_step=prompts, num_slots=num_slots, judging=judging),
         reward_curve=reward_curve(metrics, num_slots=num_slots),
         timeline=folder.timeline if folder.timeline.is_file() else None,
@@ -183,9 +192,15 @@ def _checked(kind: type[_File], value: Any, file: Path) -> _File:
     try:
         return kind.model_validate(value)
     except (ValidationError, RecursionError) as problem:
-        first = problem.errors()[0] if isinstance(problem, ValidationError) else {"loc": (), "msg": "nested too deeply"}
+        first = (
+            problem.errors()[0]
+            if isinstance(problem, ValidationError)
+            else {"loc": (), "msg": "nested too deeply"}
+        )
         where = ".".join(str(part)[:50] for part in first["loc"]) or "the whole"
-        raise RunFolderError(f"{file} holds what ycore does not write ({where}: {first['msg'][:200]})") from None
+        raise RunFolderError(
+            f"{file} holds what ycore does not write ({where}: {first['msg'][:200]})"
+        ) from None
 
 
 def _optional(kind: type[_File], file: Path, problems: list[str]) -> _File:
@@ -198,7 +213,9 @@ def _optional(kind: type[_File], file: Path, problems: list[str]) -> _File:
     return kind()
 
 
-def _last_completions(folder: RunFolder, weights: Sequence[float], problems: list[str]) -> list[ScoredCompletion]:
+def _last_completions(
+    folder: RunFolder, weights: Sequence[float], problems: list[str]
+) -> list[ScoredCompletion]:
     """Of every rank; none where no journal is kept."""
     rounds = rounds_in(folder.journal)
     step = max(rounds, default=0)
@@ -217,9 +234,15 @@ def _completions_in(file: Path, weights: Sequence[float]) -> list[ScoredCompleti
         prompt = as_text(group.draw.prompt.content)
         for completion, scores in zip(group.completions, group.scores_GR, strict=False):
             values = [score.value for score in scores]
-            given = [value * weight for value, weight in zip(values, weights, strict=False) if value is not None]
+            given = [
+                value * weight
+                for value, weight in zip(values, weights, strict=False)
+                if value is not None
+            ]
             reward = sum(given) if len(given) == len(values) else None
-            messages = [_checked(_Message, one, file) for turn in completion.turns for one in turn.messages]
+            messages = [
+                _checked(_Message, one, file) for turn in completion.turns for one in turn.messages
+            ]
             turns = tuple((one.role, said(one.model_dump())) for one in messages)
             found.append(ScoredCompletion(prompt, completion.text, reward, turns))
     return found
@@ -227,7 +250,9 @@ def _completions_in(file: Path, weights: Sequence[float]) -> list[ScoredCompleti
 
 def as_text(content: Any) -> str:
     """A prompt as a line or two: a chat's last turn, with `[picture]` where one stands."""
-    last = content if isinstance(content, str) else content[-1].get("content", "") if content else ""
+    last = (
+        content if isinstance(content, str) else content[-1].get("content", "") if content else ""
+    )
     return str(last).replace(IMAGE_MARK, "[picture]")
 
 
@@ -266,7 +291,9 @@ class Spent:
         return self.seconds[part] / self.total if self.total else 0.0
 
 
-def spent(metrics: Sequence[Row], *, prompts_per_step: int, num_slots: int, judging: float = 0.0) -> Spent:
+def spent(
+    metrics: Sequence[Row], *, prompts_per_step: int, num_slots: int, judging: float = 0.0
+) -> Spent:
     """The sum over the run's steps, each of them with every slot and with the run's `judging_share`."""
     seconds, informative = dict.fromkeys(PARTS, 0.0), 0.0
     for row in metrics:
@@ -281,7 +308,9 @@ def spent(metrics: Sequence[Row], *, prompts_per_step: int, num_slots: int, judg
 def _step_parts(row: Row, prompts: int, judging_share: float) -> dict[str, float]:
     """One step's seconds, by part."""
     whole = _or_zero(row, *STEP_SECONDS)
-    sync, in_round, train = (_or_zero(row, f"ycore/time/{name}") for name in ("sync", "round", "train"))
+    sync, in_round, train = (
+        _or_zero(row, f"ycore/time/{name}") for name in ("sync", "round", "train")
+    )
     idle = in_round * min(1.0, _or_zero(row, "ycore/idle_share"))
     swaps = min(_or_zero(row, "ycore/swap_s"), in_round - idle)
     judging = (in_round - idle - swaps) * judging_share
@@ -313,9 +342,16 @@ def judging_share(spans: Iterable[Span]) -> float:
     for span in spans:
         if span.name not in (SWAP, ROUND):
             lanes.setdefault((span.rank, span.slot, span.name), []).append(span)
-    busy = {lane: math.fsum(seconds for _, seconds in busy_stretches(own)) for lane, own in lanes.items()}
+    busy = {
+        lane: math.fsum(seconds for _, seconds in busy_stretches(own))
+        for lane, own in lanes.items()
+    }
     whole = math.fsum(busy.values())
-    return math.fsum(seconds for (*_, role), seconds in busy.items() if role != "rollout") / whole if whole else 0.0
+    return (
+        math.fsum(seconds for (*_, role), seconds in busy.items() if role != "rollout") / whole
+        if whole
+        else 0.0
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,8 +367,15 @@ class Reached:
 
 def reward_curve(metrics: Sequence[Row], *, num_slots: int) -> RewardCurve:
     """The reward over device seconds, of every step that has both."""
-    found = [(number(row, *STEP_SECONDS), int(number(row, "step") or 0), number(row, *REWARD)) for row in metrics]
-    known = [(seconds, step, reward) for seconds, step, reward in found if seconds is not None and reward is not None]
+    found = [
+        (number(row, *STEP_SECONDS), int(number(row, "step") or 0), number(row, *REWARD))
+        for row in metrics
+    ]
+    known = [
+        (seconds, step, reward)
+        for seconds, step, reward in found
+        if seconds is not None and reward is not None
+    ]
     times = accumulate(seconds * num_slots for seconds, _, _ in known)
     return [(at, step, reward) for at, (_, step, reward) in zip(times, known, strict=True)]
 
@@ -343,7 +386,9 @@ def at_equal_seconds(curves: Sequence[RewardCurve]) -> list[list[Reached]]:
         return [[] for _ in curves]
     common = min(curve[-1][0] for curve in curves)
     marks = [common * share for share in (0.25, 0.5, 0.75, 1.0)]
-    return [[reached for device_s in marks if (reached := _at(curve, device_s))] for curve in curves]
+    return [
+        [reached for device_s in marks if (reached := _at(curve, device_s))] for curve in curves
+    ]
 
 
 def _at(curve: RewardCurve, device_s: float) -> Reached | None:
@@ -351,7 +396,9 @@ def _at(curve: RewardCurve, device_s: float) -> Reached | None:
     if not before:
         return None
     rewards = [reward for _, _, reward in before]
-    return Reached(device_s, before[-1][1], statistics.fmean(rewards), half_width(rewards), len(rewards))
+    return Reached(
+        device_s, before[-1][1], statistics.fmean(rewards), half_width(rewards), len(rewards)
+    )
 
 
 # Student's t, 97.5 % quantile, by degrees of freedom from 0 (none) to 9, the most that a window has.
@@ -362,11 +409,17 @@ def half_width(values: Sequence[float]) -> float | None:
     """Half the 95 % interval of the mean (Student's t, values taken as independent); None with fewer than three."""
     if len(values) < 3:
         return None
-    return _T_975[min(len(values) - 1, len(_T_975) - 1)] * statistics.stdev(values) / math.sqrt(len(values))
+    return (
+        _T_975[min(len(values) - 1, len(_T_975) - 1)]
+        * statistics.stdev(values)
+        / math.sqrt(len(values))
+    )
 
 
 _LEAST_STEPS = 12  # a third of fewer steps has no spread to speak of
-_ENOUGH = 0.1  # of the groups that were drawn: below this share the prompts are to blame, not the rate
+_ENOUGH = (
+    0.1  # of the groups that were drawn: below this share the prompts are to blame, not the rate
+)
 
 
 def advice(metrics: Sequence[Row], config: RunConfig) -> str | None:
@@ -378,7 +431,12 @@ def advice(metrics: Sequence[Row], config: RunConfig) -> str | None:
     """
     rows = [row for row in metrics if number(row, *REWARD) is not None]
     is_constrained = any(reward.constraint for reward in config.rewards)
-    if len(rows) < _LEAST_STEPS or config.algorithm == "distill" or is_constrained or config.sampling.curriculum:
+    if (
+        len(rows) < _LEAST_STEPS
+        or config.algorithm == "distill"
+        or is_constrained
+        or config.sampling.curriculum
+    ):
         return None
     rewards = [_or_zero(row, *REWARD) for row in rows]
     early, late = rewards[: len(rows) // 3], rewards[-(len(rows) // 3) :]
@@ -389,17 +447,25 @@ def advice(metrics: Sequence[Row], config: RunConfig) -> str | None:
     rate = max(_or_zero(row, "learning_rate") for row in rows)
     if change < -2 * error:
         lower = f"--learning-rate {rate / 4:.1e}"
-        return f"the reward fell ({ends}): try {lower}, or --beta 0.05 to stay near the first policy"
+        return (
+            f"the reward fell ({ends}): try {lower}, or --beta 0.05 to stay near the first policy"
+        )
     taught, drawn = _groups(rows, config)
     flat = f"the reward did not rise ({ends})"
     if taught < _ENOUGH * drawn:
         few = f"rewards differ within only {taught:.0f} of {drawn:.0f} groups"
-        return f"{flat}: {few}; try prompts that the model solves sometimes, or a larger --group-size"
-    return f"{flat}, although groups taught: try --learning-rate {4 * rate:.1e}, and then more --steps"
+        return (
+            f"{flat}: {few}; try prompts that the model solves sometimes, or a larger --group-size"
+        )
+    return (
+        f"{flat}, although groups taught: try --learning-rate {4 * rate:.1e}, and then more --steps"
+    )
 
 
 def _standard_error(early: Sequence[float], late: Sequence[float]) -> float:
-    return float((statistics.variance(early) / len(early) + statistics.variance(late) / len(late)) ** 0.5)
+    return float(
+        (statistics.variance(early) / len(early) + statistics.variance(late) / len(late)) ** 0.5
+    )
 
 
 def _groups(rows: Sequence[Row], config: RunConfig) -> tuple[float, float]:

@@ -11,7 +11,14 @@ from typing import Any
 
 from tests.chaos.job import write_inputs
 from tests.chaos.patches import copy_package
-from tests.chaos.power.cuts import CONTROLS, as_json, draw_cuts, judge_cuts, resume_cuts, run_controls
+from tests.chaos.power.cuts import (
+    CONTROLS,
+    as_json,
+    draw_cuts,
+    judge_cuts,
+    resume_cuts,
+    run_controls,
+)
 from tests.chaos.power.proof import Subject, subject_of, unlike
 from tests.chaos.power.scenarios import record, rollout_parts, tuning_parts
 from tests.chaos.runs import Setting
@@ -25,7 +32,9 @@ def main() -> int:
     """Exit status 0 where every cut passes, every resume is equal, and every control fails."""
     options = make_parser().parse_args()
     if options.dry_run:
-        print(f"{options.cuts} cuts of {', '.join(PARTS)}, {options.resumes} resumes, {len(CONTROLS)} controls")
+        print(
+            f"{options.cuts} cuts of {', '.join(PARTS)}, {options.resumes} resumes, {len(CONTROLS)} controls"
+        )
         print("Nothing was started; leave out --dry-run to begin.")
         return 0
     began = time.monotonic()
@@ -39,7 +48,9 @@ def main() -> int:
 
 
 def prove(place: Path, options: argparse.Namespace) -> dict[str, Any]:
-    setting = Setting(place, scripted={"--think-s": "0.01"}, package=copy_package(place / "package"))
+    setting = Setting(
+        place, scripted={"--think-s": "0.01"}, package=copy_package(place / "package")
+    )
     subjects = recorded(place, setting)
     count, seed = options.cuts, options.seed
     print(f"{count} cuts, seed {seed} ...", flush=True)
@@ -51,14 +62,24 @@ def prove(place: Path, options: argparse.Namespace) -> dict[str, Any]:
     resumed = resume_cuts(sample, setting, say=_say)
     _say(f"{sum(resumed.outcomes.values())}/{resumed.total}: {dict(resumed.outcomes)}")
     _say(f"controls: {options.controls} cuts without one kind of flush each ...")
-    found = run_controls(subjects, count=options.controls, seed=seed, say=_say) if options.controls else {}
+    found = (
+        run_controls(subjects, count=options.controls, seed=seed, say=_say)
+        if options.controls
+        else {}
+    )
     return {
         "passes": not judged.failures and not resumed.failures and all(found.values()),
         "seed": seed,
-        "operations": {subject.recording.name: len(subject.recording.operations) for subject in subjects},
+        "operations": {
+            subject.recording.name: len(subject.recording.operations) for subject in subjects
+        },
         "cuts": as_json(judged),
         "resumes": as_json(resumed),
-        "controls": {"found": sum(map(bool, found.values())), "total": len(found and CONTROLS), "failed_cuts": found},
+        "controls": {
+            "found": sum(map(bool, found.values())),
+            "total": len(found and CONTROLS),
+            "failed_cuts": found,
+        },
     }
 
 
@@ -81,12 +102,24 @@ def _say(line: str) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos.power", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.chaos.power", description=__doc__, allow_abbrev=False
+    )
     add = parser.add_argument
     add("--seed", type=int, default=0, help="every random choice follows from it (default 0)")
     add("--cuts", type=int, default=10_000, help="moments at which the power fails (default 10000)")
-    add("--resumes", type=int, default=20, help="of these, so many are really resumed to the end (default 20)")
-    add("--controls", type=int, default=400, help="cuts without each kind of flush; 0 leaves them out (default 400)")
+    add(
+        "--resumes",
+        type=int,
+        default=20,
+        help="of these, so many are really resumed to the end (default 20)",
+    )
+    add(
+        "--controls",
+        type=int,
+        default=400,
+        help="cuts without each kind of flush; 0 leaves them out (default 400)",
+    )
     add("--json", type=Path, metavar="FILE", help="write the results as JSON")
     add("--dry-run", action="store_true", help="say what would be done, and start nothing")
     return parser

@@ -35,7 +35,9 @@ class Cut:
 
     def state(self) -> dict[str, bytes | None]:
         """The same every time."""
-        return self.subject.disk.after(self.after, self.order, random.Random(f"state/{self.seed}/{self.number}"))
+        return self.subject.disk.after(
+            self.after, self.order, random.Random(f"state/{self.seed}/{self.number}")
+        )
 
     def __str__(self) -> str:
         name = self.subject.recording.name
@@ -65,7 +67,9 @@ def draw_cuts(subjects: Sequence[Subject], *, count: int, seed: int) -> list[Cut
     for number in range(count):
         subject = subjects[number % len(subjects)]
         operations = subject.recording.operations
-        pivots = [index for index, one in enumerate(operations) if one.kind not in ("write", "size")]
+        pivots = [
+            index for index, one in enumerate(operations) if one.kind not in ("write", "size")
+        ]
         ends = [*(phase.first for phase in subject.recording.phases[1:]), len(operations)]
         last = [index for end in ends for index in range(end - _LAST, end)]
         after = draw.choice(draw.choices((range(len(operations)), pivots, last), (4, 4, 2))[0])
@@ -108,13 +112,17 @@ def resume_cuts(cuts: Sequence[Cut], setting: Setting, *, say: Say) -> Tally:
     for cut in cuts:
         root = setting.place / f"cut-{cut.number}"
         put(cut.state(), root, setting.place)
-        status, difference, said = go_on(cut.subject.recording.phase(cut.after), setting, root / "run")
+        status, difference, said = go_on(
+            cut.subject.recording.phase(cut.after), setting, root / "run"
+        )
         is_over = status == 2 and "finished" in said
         if (status == 0 or is_over) and difference.is_none:
             tally.outcomes["was finished" if is_over else "equal"] += 1
         else:
             tally.failures.append(f"{cut}: exit {status}, difference {difference}; {said}")
-        say(f"  {'ok  ' if not tally.failures or str(cut) not in tally.failures[-1] else 'FAIL'} {cut}")
+        say(
+            f"  {'ok  ' if not tally.failures or str(cut) not in tally.failures[-1] else 'FAIL'} {cut}"
+        )
     return tally
 
 
@@ -131,12 +139,18 @@ def _flushes(*parts: str) -> Callable[[Operation], bool]:
 CONTROLS: Mapping[str, Callable[[Operation], bool]] = {
     "a round's file": _flushes("/journal/."),
     "the journal's folder": _flushes("=run/journal"),
-    "a checkpoint's files": lambda one: one.kind == "flush" and "/.saving-" in one.path and one.offset >= 0,
+    "a checkpoint's files": lambda one: (
+        one.kind == "flush" and "/.saving-" in one.path and one.offset >= 0
+    ),
     "a checkpoint's manifest": _flushes("/.saving-", "manifest"),
-    "a checkpoint's own folder": lambda one: one.kind == "flush" and "/.saving-" in one.path and one.offset < 0,
+    "a checkpoint's own folder": lambda one: (
+        one.kind == "flush" and "/.saving-" in one.path and one.offset < 0
+    ),
     "the folder of checkpoints": _flushes("=run/checkpoints"),
     "metrics": _flushes("metrics.jsonl"),
-    "the model's files": lambda one: one.kind == "flush" and "/model/" in one.path and one.offset >= 0,
+    "the model's files": lambda one: (
+        one.kind == "flush" and "/model/" in one.path and one.offset >= 0
+    ),
     "the model's folder": _flushes("=run/model"),
     "the summary": _flushes("summary.json"),
     "run.json": _flushes("run.json"),
@@ -162,10 +176,14 @@ def run_controls(subjects: Sequence[Subject], *, count: int, seed: int, say: Say
     """How many cuts fail without each of the flushes."""
     found = {}
     for name, is_dropped in CONTROLS.items():
-        mutants = [mutant for subject in subjects if (mutant := without(subject, is_dropped)) is not None]
+        mutants = [
+            mutant for subject in subjects if (mutant := without(subject, is_dropped)) is not None
+        ]
         tally = judge_cuts(draw_cuts(mutants, count=count, seed=seed)) if mutants else Tally()
         found[name] = len(tally.failures)
-        say(f"  {'ok  ' if tally.failures else 'FAIL'} without the flush of {name}: {len(tally.failures)} of {count}")
+        say(
+            f"  {'ok  ' if tally.failures else 'FAIL'} without the flush of {name}: {len(tally.failures)} of {count}"
+        )
     return found
 
 

@@ -86,10 +86,15 @@ class World:
         inode = self.find(path)
         if inode is None:
             return {}
-        return {name: bytes(self.contents[number]) for name, number in files_below(self.folders, inode).items()}
+        return {
+            name: bytes(self.contents[number])
+            for name, number in files_below(self.folders, inode).items()
+        }
 
 
-def files_below(folders: Mapping[int, Mapping[str, int]], inode: int, prefix: str = "") -> dict[str, int]:
+def files_below(
+    folders: Mapping[int, Mapping[str, int]], inode: int, prefix: str = ""
+) -> dict[str, int]:
     if inode not in folders:
         return {prefix: inode}
     found: dict[str, int] = {}
@@ -227,7 +232,9 @@ def _flush(disk: Disk, world: World, index: int, operation: Operation) -> None:
     if inode in world.contents:
         if len(world.contents[inode]) != operation.offset:
             seen = len(world.contents[inode])
-            raise RunError(f"{operation.path} has {operation.offset} bytes at a flush, and {seen} were recorded")
+            raise RunError(
+                f"{operation.path} has {operation.offset} bytes at a flush, and {seen} were recorded"
+            )
         for piece in reversed(disk.pieces[inode]):
             if piece.kept_from != _NEVER:
                 break
@@ -236,7 +243,9 @@ def _flush(disk: Disk, world: World, index: int, operation: Operation) -> None:
     for change in disk.changes:
         if change.kept_from == _NEVER and change.names[-1][0] == inode:
             change.kept_from = index
-    last = max((place for place, one in enumerate(disk.changes) if one.names[-1][0] == inode), default=-1)
+    last = max(
+        (place for place, one in enumerate(disk.changes) if one.names[-1][0] == inode), default=-1
+    )
     for change in disk.changes[: last + 1]:
         change.kept_from_in_order = min(change.kept_from_in_order, index)
 

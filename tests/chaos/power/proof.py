@@ -78,7 +78,9 @@ class Witness:
             for promise in self._pending.pop(operation.pid, []):
                 promise.since = index
                 self.promises.append(promise)
-        if operation.kind == "write" and operation.path.rpartition("/")[2].lstrip(".").startswith("metrics.jsonl"):
+        if operation.kind == "write" and operation.path.rpartition("/")[2].lstrip(".").startswith(
+            "metrics.jsonl"
+        ):
             self._see_rows(operation.data)
         if operation.kind in ("rename", "unlink"):
             self._see_name(index, operation, world)
@@ -110,7 +112,11 @@ class Witness:
             self._see_summary(operation, world)
 
     def _see_round(self, index: int, operation: Operation, world: World, name: str) -> None:
-        rounds = {_step_of(key): digest(data) for key, data in world.files(f"{RUN}/journal").items() if key[0] != "."}
+        rounds = {
+            _step_of(key): digest(data)
+            for key, data in world.files(f"{RUN}/journal").items()
+            if key[0] != "."
+        }
         self.journals.append(frozenset(rounds.items()))
         if not name.startswith("."):
             self._take_back("round", index, step=_step_of(name))
@@ -123,7 +129,9 @@ class Witness:
         if summary["status"] != "finished":
             return
         files = world.files(RUN)
-        kept = {name: files[name] for name in files if name.startswith("model/") or name in _RESULTS}
+        kept = {
+            name: files[name] for name in files if name.startswith("model/") or name in _RESULTS
+        }
         rows = [canonical(json.loads(line)) for line in files["metrics.jsonl"].splitlines()]
         self.endings[digest(data)] = Ending(summary["steps"], digests(kept), rows)
         self._promise(operation.pid, "finished", summary["steps"], "")
@@ -160,10 +168,14 @@ class Subject:
     witness: Witness
 
 
-def subject_of(recording: Recording, operations: Sequence[Operation] | None = None) -> tuple[Subject, World]:
+def subject_of(
+    recording: Recording, operations: Sequence[Operation] | None = None
+) -> tuple[Subject, World]:
     """Also the world at its end, to be compared with the real folder; `operations` in place of the recorded ones."""
     witness = Witness()
-    disk, world = follow(recording.operations if operations is None else operations, witness.observe)
+    disk, world = follow(
+        recording.operations if operations is None else operations, witness.observe
+    )
     return Subject(recording, disk, witness), world
 
 
@@ -225,7 +237,11 @@ def _check_ending(witness: Witness, state: State) -> Ending:
     ending = witness.endings.get(digest(content("summary.json")))
     if ending is None:
         raise Broken("a summary that was never written says finished")
-    model = {name.removeprefix(f"{RUN}/") for name, data in state.items() if data is not None and "/model/" in name}
+    model = {
+        name.removeprefix(f"{RUN}/")
+        for name, data in state.items()
+        if data is not None and "/model/" in name
+    }
     for name in sorted(ending.files.keys() | model):
         if digest(content(name)) != ending.files.get(name):
             raise Broken(f"it has finished, and {name} is not what was written")
@@ -249,7 +265,11 @@ def _check_checkpoint(witness: Witness, cut: int, newest: Path | None, step: int
     if step < promised:
         raise Broken(f"it goes on from step {step}, and checkpoint-{promised} had been saved")
     if newest is not None:
-        files = {str(path.relative_to(newest)): path.read_bytes() for path in newest.rglob("*") if path.is_file()}
+        files = {
+            str(path.relative_to(newest)): path.read_bytes()
+            for path in newest.rglob("*")
+            if path.is_file()
+        }
         if digests(files) not in witness.checkpoints[step]:
             raise Broken(f"{newest.name} is taken, and is not what was written")
 

@@ -54,7 +54,11 @@ def build_recorder(folder: Path) -> Path:
 
 def recording_environment(library: Path, root: Path, log: Path) -> dict[str, str]:
     """What a process, and all that it starts, is recorded with."""
-    return {"LD_PRELOAD": str(library), "YCORE_RECORD_ROOT": os.path.realpath(root), "YCORE_RECORD_LOG": str(log)}
+    return {
+        "LD_PRELOAD": str(library),
+        "YCORE_RECORD_ROOT": os.path.realpath(root),
+        "YCORE_RECORD_LOG": str(log),
+    }
 
 
 def read_log(log: Path, root: Path) -> list[Operation]:
@@ -69,7 +73,10 @@ def _operations(data: bytes, root: str) -> Iterator[Operation]:
         if magic != _MAGIC:
             raise RunError(f"the record is damaged at byte {at}")
         at += _HEADER.size
-        path, other = data[at : at + first].decode(), data[at + first : at + first + second].decode()
+        path, other = (
+            data[at : at + first].decode(),
+            data[at + first : at + first + second].decode(),
+        )
         at += first + second
         content = data[at : at + length]
         at += length

@@ -63,7 +63,9 @@ def rollout_parts(inputs: Path, *, steps: int = 6) -> list[Part]:
 
     def killed(run: Run) -> bool:
         committed = round_file(run.folder.journal, steps - 3, 0)
-        return run.wait_for(committed.is_file, timeout_s=_LIMIT_S) and run.send("trainer", signal.SIGKILL)
+        return run.wait_for(committed.is_file, timeout_s=_LIMIT_S) and run.send(
+            "trainer", signal.SIGKILL
+        )
 
     longer = replace(job, steps=steps + 2)
     return [Part(job.words, killed, 1), Part(job.words, None, 0), Part(longer.words, None, 0)]
@@ -86,7 +88,9 @@ def tuning_parts(inputs: Path, *, steps: int = 30) -> list[Part]:
         return ["sft", *given, *(word for one in sets for word in ("--set", one))]
 
     def interrupted(run: Run) -> bool:
-        return run.wait_for(lambda: run.num_steps() >= 2, timeout_s=_LIMIT_S) and run.send("launcher", signal.SIGINT)
+        return run.wait_for(lambda: run.num_steps() >= 2, timeout_s=_LIMIT_S) and run.send(
+            "launcher", signal.SIGINT
+        )
 
     return [Part(words, interrupted, 130), Part(words, None, 0)]
 
@@ -97,7 +101,9 @@ def record(name: str, parts: Sequence[Part], setting: Setting) -> Recording:
     root, log = place / "recorded", place / "operations.log"
     root.mkdir(parents=True)
     library = build_recorder(place)
-    recorded = replace(setting, environment={**setting.environment, **recording_environment(library, root, log)})
+    recorded = replace(
+        setting, environment={**setting.environment, **recording_environment(library, root, log)}
+    )
     starts: list[tuple[int, Part, RunConfig | TuneConfig, Result]] = []
     for part in parts:
         first = len(read_log(log, root)) if log.is_file() else 0

@@ -36,9 +36,13 @@ def replaced(*, file_is_flushed: bool, folder_is_flushed: bool) -> list[Operatio
     ]
 
 
-def states(operations: Sequence[Operation], order: Order, *, times: int = 300) -> list[dict[str, bytes | None]]:
+def states(
+    operations: Sequence[Operation], order: Order, *, times: int = 300
+) -> list[dict[str, bytes | None]]:
     disk, _ = follow(operations)
-    return [disk.after(len(operations) - 1, order, random.Random(number)) for number in range(times)]
+    return [
+        disk.after(len(operations) - 1, order, random.Random(number)) for number in range(times)
+    ]
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -50,7 +54,8 @@ def test_a_file_flushed_renamed_and_its_folder_flushed_is_there(order: Order) ->
 @pytest.mark.parametrize("order", ORDERS)
 def test_without_the_folders_flush_it_is_the_old_or_the_new_one(order: Order) -> None:
     found = {
-        bytes(state["a"] or b"") for state in states(replaced(file_is_flushed=True, folder_is_flushed=False), order)
+        bytes(state["a"] or b"")
+        for state in states(replaced(file_is_flushed=True, folder_is_flushed=False), order)
     }
     assert found == {b"old", NEW}
 
@@ -58,7 +63,8 @@ def test_without_the_folders_flush_it_is_the_old_or_the_new_one(order: Order) ->
 @pytest.mark.parametrize("order", ORDERS)
 def test_without_the_files_flush_a_renamed_file_may_be_empty_zeros_or_half(order: Order) -> None:
     found = {
-        bytes(state["a"] or b"") for state in states(replaced(file_is_flushed=False, folder_is_flushed=True), order)
+        bytes(state["a"] or b"")
+        for state in states(replaced(file_is_flushed=False, folder_is_flushed=True), order)
     }
     assert {b"", NEW, bytes(len(NEW))} <= found and len(found) > 10 and b"old" not in found
 
@@ -131,7 +137,12 @@ def test_the_recorder_sees_all_that_processes_do(tmp_path: Path) -> None:
     root.mkdir()
     environment = {**os.environ, **recording_environment(library, root, log)}
     subprocess.run(
-        [sys.executable, "-c", WRITER, str(root)], input=WRITER, text=True, env=environment, check=True, timeout=240
+        [sys.executable, "-c", WRITER, str(root)],
+        input=WRITER,
+        text=True,
+        env=environment,
+        check=True,
+        timeout=240,
     )
     operations = read_log(log, root)
     _, world = follow(operations)

@@ -15,7 +15,9 @@ from ycore.errors import RunError
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_no_cut_of_a_real_run_breaks_a_promise_and_every_missing_flush_shows(tmp_path: Path) -> None:
+def test_no_cut_of_a_real_run_breaks_a_promise_and_every_missing_flush_shows(
+    tmp_path: Path,
+) -> None:
     try:
         build_recorder(tmp_path)
     except RunError as error:
@@ -33,7 +35,9 @@ def test_no_cut_of_a_real_run_breaks_a_promise_and_every_missing_flush_shows(tmp
     assert tally.failures == []
     assert set(tally.outcomes) >= {"begins", "resumes", "finished"} and tally.total == 300
 
-    middle = next(cut for cut in cuts if cut.after > recording.phases[1].first and cut.order == "independent")
+    middle = next(
+        cut for cut in cuts if cut.after > recording.phases[1].first and cut.order == "independent"
+    )
     assert resume_cuts([middle], setting, say=print).failures == []
 
     found = run_controls([subject], count=150, seed=1, say=print)

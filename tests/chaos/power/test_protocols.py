@@ -74,7 +74,9 @@ def operations(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Operation]:
     root = place / "root"
     root.mkdir()
     environment = {**os.environ, **recording_environment(library, root, place / "log")}
-    subprocess.run([sys.executable, "-c", DEEDS], cwd=root, env=environment, check=True, timeout=400)
+    subprocess.run(
+        [sys.executable, "-c", DEEDS], cwd=root, env=environment, check=True, timeout=400
+    )
     return read_log(place / "log", root)
 
 
@@ -87,7 +89,11 @@ def states(operations: Sequence[Operation], *, of: str) -> Iterator[State]:
         for number in range(30):
             for order in ORDERS:
                 found = disk.after(cut, order, random.Random(f"{cut}/{number}"))
-                yield {path.removeprefix(f"{of}/"): data for path, data in found.items() if path.startswith(f"{of}/")}
+                yield {
+                    path.removeprefix(f"{of}/"): data
+                    for path, data in found.items()
+                    if path.startswith(f"{of}/")
+                }
 
 
 def test_rounds_that_changed_settings_drop_are_gone_before_the_settings_are_there(
@@ -107,18 +113,26 @@ def test_half_a_checkpoint_never_has_a_checkpoints_name(operations: Sequence[Ope
     for state in states(operations, of="saved"):
         names = {path.partition("/")[0] for path in state if path.startswith("checkpoint-")}
         for name in names:
-            files = {path for path in state if path.startswith(f"{name}/") and state[path] is not None}
+            files = {
+                path for path in state if path.startswith(f"{name}/") and state[path] is not None
+            }
             assert len(files) == 5, (name, files)
             assert all(
-                state[path] == f"{path.partition('/')[2]} {name[-1]}".encode() for path in files if path[-4:] != "json"
+                state[path] == f"{path.partition('/')[2]} {name[-1]}".encode()
+                for path in files
+                if path[-4:] != "json"
             )
         counts.add(len(names))
     assert counts >= {0, 1, 2}
 
 
-def test_rows_up_to_the_checkpoint_are_kept_when_later_ones_are_forgotten(operations: Sequence[Operation]) -> None:
+def test_rows_up_to_the_checkpoint_are_kept_when_later_ones_are_forgotten(
+    operations: Sequence[Operation],
+) -> None:
     last = max(
-        index for index, one in enumerate(operations) if one.path == "rows/metrics.jsonl" and one.kind == "flush"
+        index
+        for index, one in enumerate(operations)
+        if one.path == "rows/metrics.jsonl" and one.kind == "flush"
     )
     disk, _ = follow(operations)
     for cut in range(last, len(operations)):
@@ -129,7 +143,9 @@ def test_rows_up_to_the_checkpoint_are_kept_when_later_ones_are_forgotten(operat
                 assert [json.loads(line)["step"] for line in lines[:4]] == [1, 2, 3, 4]
 
 
-def test_a_summary_is_gone_before_the_settings_promise_more_steps(operations: Sequence[Operation]) -> None:
+def test_a_summary_is_gone_before_the_settings_promise_more_steps(
+    operations: Sequence[Operation],
+) -> None:
     seen = set()
     for state in states(operations, of="claimed"):
         if state.get("run.json"):

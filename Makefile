@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: install demo test check clean
+.PHONY: install demo test verify check clean
 
 install: $(READY)
 
@@ -33,7 +33,11 @@ check: $(READY)
 
 # Two workers, file by file: much of a test's time is waiting for processes. Their threads should not wait spinning.
 test: $(READY)
-	GOMP_SPINCOUNT=10000 $(BIN)/python -m pytest -n 2 --dist loadfile
+	GOMP_SPINCOUNT=10000 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not verify and not gpu"
+
+# The long checks: kills at random moments, power cuts, fuzzing, escapes, whole runs of each kind. Before a release.
+verify: $(READY)
+	GOMP_SPINCOUNT=10000 $(BIN)/python -m pytest -n 2 --dist loadfile -m "verify and not gpu"
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -4,6 +4,8 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 # Tests that run under nohup, or in the background of a script, would hand their ignored signals on to every process
 # that they start.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -14,3 +16,19 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a random model of a hundred thousand parameters with a chat template. Tests only read it."""
+    from ycore.models.tiny import write_tiny_model
+
+    return write_tiny_model(tmp_path_factory.mktemp("chat-model"))
+
+
+@pytest.fixture(scope="session")
+def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model without a chat template. Tests only read it."""
+    from ycore.models.tiny import write_tiny_model
+
+    return write_tiny_model(tmp_path_factory.mktemp("text-model"), chat=False)

@@ -35,15 +35,15 @@ from machine import describe_machine
 
 from ycore.engine import Sampling
 from ycore.engine.vllm_engine import VllmEngine
+from ycore.placement.line import SocketLine
 from ycore.placement.placement import DYNAMIC, SlotPool
+from ycore.placement.slots import Slots
 from ycore.rewards.pool import RewardPool
-from ycore.round.line import SocketLine
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules, Shard
 from ycore.round.scoring import RuleScorer, Scoring
-from ycore.round.slots import Slots
 from ycore.round.step import Controller
-from ycore.round.torch_peers import MachinePeers, TorchPeers
+from ycore.round.torch_peers import TorchPeers
 from ycore.types import Prompt, Score
 
 Job = dict[str, Any]
@@ -75,7 +75,7 @@ def control(rank: int, world: int, engines: Sequence[Path], job: Job, answer: Pa
             "gloo", init_method=f"file://{job['meeting']}", rank=rank, world_size=world
         )
         line = SocketLine(Path(job["allocator"]), pool, DYNAMIC, rank=rank, num_ranks=world)
-        peers = MachinePeers(line) if job["tells"] else TorchPeers()
+        peers = TorchPeers()
     payload = tuple(
         random.Random(rank).randrange(10_000, 100_000) for _ in range(job["payload_bytes"] // 6)
     )
@@ -143,7 +143,7 @@ def measure(world: int, num_engines: int, job: Job) -> dict[str, Any]:
         service = None
         if world > 1:
             service = subprocess.Popen(
-                [sys.executable, "-m", "ycore.round.service", job["allocator"], str(world)]
+                [sys.executable, "-m", "ycore.placement.service", job["allocator"], str(world)]
             )
             job["allocator_pid"] = service.pid
         sockets = [folder / f"engine-{number}" for number in range(num_engines)]
@@ -206,18 +206,12 @@ def main() -> None:
         "--payload-mb", type=float, default=1.0, help="megabytes of a prompt, as the engine gets it"
     )
     parser.add_argument(
-        "--asks",
-        action="store_true",
-        help="share counts through torch's store, as between machines",
-    )
-    parser.add_argument(
         "--timeout", type=float, default=900.0, help="seconds for one row of the table"
     )
     parser.add_argument("--output", type=Path, default=Path("runs/coordination"))
     told = parser.parse_args()
     job: Job = {"groups": told.groups, "group_size": told.group_size, "rounds": told.rounds}
     job |= {"payload_bytes": int(told.payload_mb * 1e6), "timeout_s": told.timeout}
-    job["tells"] = not told.asks
     told.output.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {
         "job": job,

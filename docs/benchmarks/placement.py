@@ -47,18 +47,18 @@ from placement_engines import PUBLISHED_S, Engines, SeededEngine, clients, engin
 from placement_speeds import Measured, mean_of, measure
 
 from ycore.placement.allocator import Allocator
+from ycore.placement.line import Line, OwnLine, SocketLine
 from ycore.placement.placement import JUDGE, ROLLOUT, SlotPool, parse_placement
 from ycore.placement.slot_pool import home_of
+from ycore.placement.slots import Slots
 from ycore.plan.comparison import Scenario, compare_recorded, simulate
 from ycore.plan.recording import requests_of
 from ycore.plan.simulation import Demand, Machine, SimulatedGroup
-from ycore.round.line import Line, OwnLine, SocketLine
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules, Yield, completion_seed
 from ycore.round.scoring import Scoring, Writing
-from ycore.round.slots import Slots
 from ycore.round.step import Controller
-from ycore.round.torch_peers import MachinePeers
+from ycore.round.torch_peers import TorchPeers
 from ycore.run.tasks import together
 from ycore.run.trace import ROUND, TraceWriter, read_trace
 from ycore.types import Draw, Prompt, Score
@@ -177,7 +177,7 @@ class Contestant:
         self._need = job.need // job.ranks
         self.line = line or OwnLine(Allocator(pool_of(job), parse_placement(words)))
         rank, num_ranks = self.line.rank, self.line.num_ranks
-        self.peers = MachinePeers(line) if isinstance(line, SocketLine) else Peers()
+        self.peers = TorchPeers() if isinstance(line, SocketLine) else Peers()
         own = {slot for slot in range(2) if home_of(slot, num_ranks) == rank}
         engines_asleep = sleepers(engines, own) if job.asleep else None
         trace = TraceWriter(self.trace)
@@ -352,7 +352,7 @@ def play_ranks(sockets: Path, job: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="yc-") as place:
         folder = Path(place)
         (folder / "sockets").symlink_to(sockets)
-        words = [sys.executable, "-m", "ycore.round.service"]
+        words = [sys.executable, "-m", "ycore.placement.service"]
         services = [
             subprocess.Popen([*words, str(folder / f"allocator-{number}"), str(job.ranks)])
             for number in range(len(PLACEMENTS))

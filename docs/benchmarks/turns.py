@@ -28,9 +28,9 @@ import psutil
 from machine import describe_machine
 
 from ycore.placement.allocator import Allocator
+from ycore.placement.line import Line, OwnLine, SocketLine
 from ycore.placement.placement import JUDGE, ROLLOUT, Placement, SlotPool
-from ycore.round.line import Line, OwnLine, SocketLine
-from ycore.round.slots import Slots
+from ycore.placement.slots import Slots
 
 ROLES = (ROLLOUT, JUDGE)
 CAPACITY = 32
@@ -76,7 +76,7 @@ def measure(num_ranks: int, job: dict[str, Any]) -> dict[str, float]:
         command = [
             sys.executable,
             "-m",
-            "ycore.round.service",
+            "ycore.placement.service",
             str(folder / "allocator.sock"),
             str(num_ranks),
         ]

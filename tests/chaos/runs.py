@@ -72,7 +72,7 @@ _MODULES = {
     "trainer": ("ycore.trainer", light_trainer.MODULE),
     "reward": ("ycore.rewards.worker",),
     "tool": ("ycore.environments.tool_host",),
-    "allocator": ("ycore.round.service",),
+    "allocator": ("ycore.placement.service",),
 }
 
 

@@ -17,10 +17,10 @@ from ycore.placement.placement import (
     SlotPool,
     parse_placement,
 )
+from ycore.placement.slots import Slots
 from ycore.plan.comparison import Scenario, compare_recorded
 from ycore.plan.recording import Request, Seen, curve, recorded, requests_of
 from ycore.plan.simulation import Demand, Lengths, Machine, SimulatedRound, Workload
-from ycore.round.slots import Slots
 from ycore.run.trace import TraceWriter, read_trace
 
 ROLES = (ROLLOUT, JUDGE)

@@ -13,10 +13,10 @@ from PIL import Image as Pillow
 
 from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.errors import RewardError
+from ycore.placement.slots import Slots
 from ycore.rewards.pool import RewardPool
 from ycore.rewards.worker_client import check_reward
 from ycore.round.scoring import RuleScorer, Writing
-from ycore.round.slots import Slots
 from ycore.run.images import ImageStore, png_of
 from ycore.run.paths import RunFolder
 from ycore.types import IMAGE_MARK, Completion, Content, Draw, Prompt, Score

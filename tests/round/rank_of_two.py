@@ -6,7 +6,6 @@ goes to FOLDER/SCENARIO-RANK.json.
 
 import asyncio
 import json
-import os
 import sys
 import threading
 import time
@@ -23,15 +22,13 @@ from tests.round.test_carried import MAX_TOKENS, TickingEngine
 from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.engine import Engine
 from ycore.errors import EngineError, YcoreError
-from ycore.placement.placement import DYNAMIC, SlotPool
 from ycore.rewards.pool import RewardPool
 from ycore.round.ahead import ControllerAhead
 from ycore.round.carried import CarriedTurn
 from ycore.round.curriculum import Curriculum
-from ycore.round.line import SocketLine
 from ycore.round.sampling import DrawSource, Rules, Shard
 from ycore.round.step import Controller
-from ycore.round.torch_peers import MachinePeers, TorchPeers
+from ycore.round.torch_peers import TorchPeers
 from ycore.types import Completion, Group, Prompt
 
 NUM_ROWS = 64
@@ -310,13 +307,6 @@ def main() -> None:
     names, folder = sys.argv[1].split(","), Path(sys.argv[2])
     dist.init_process_group("gloo")
     peers = TorchPeers()
-    if (
-        "ALLOCATOR" in os.environ
-    ):  # counts, meetings and stops are told, in one scenario: a line has one event loop
-        line = SocketLine(
-            Path(os.environ["ALLOCATOR"]), SlotPool(1), DYNAMIC, rank=peers.rank, num_ranks=2
-        )
-        peers = MachinePeers(line, start_timeout_s=60)
     for name in names:
         seen = globals()[name](peers, folder)
         (folder / f"{name}-{peers.rank}.json").write_text(json.dumps(seen))

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 import pytest
 
+from ycore.placement.slots import Slots
 from ycore.rewards.code import CodeSettings
 from ycore.round.code_scorer import CodeMeter, CodeScorer
 from ycore.round.scoring import Writing
-from ycore.round.slots import Slots
 from ycore.sandbox import Level
 from ycore.sandbox.level import tried
 from ycore.sandbox.programs import Programs

@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ycore.engine import Sampling
 from ycore.engine.transformers_engine import TransformersEngine
 from ycore.models.tiny import write_tiny_model
+from ycore.placement.slots import Slots
 from ycore.rewards.builtin import Reference
 from ycore.round.scorers import Policy, ReferenceScorer
 from ycore.round.scoring import Writing
-from ycore.round.slots import Slots
 from ycore.types import Completion, Draw, Prompt, Score
 
 TEXTS = ["<think>a</think> <answer>9</answer>", "it is 8"]

@@ -15,11 +15,11 @@ from ycore.engine.drafts import Drafted
 from ycore.errors import EngineError
 from ycore.placement.allocator import Allocator
 from ycore.placement.placement import ROLLOUT, SlotPool
+from ycore.placement.slots import Slots
 from ycore.rewards.pool import RewardPool
 from ycore.round.meters import RoundMeter
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules, completion_seed
-from ycore.round.slots import Slots
 from ycore.round.step import Controller
 from ycore.types import Completion, Finished, Prompt
 

@@ -22,13 +22,13 @@ from ycore.judge.verdict import Reply
 from ycore.models.tiny import write_tiny_model
 from ycore.placement.allocator import Allocator
 from ycore.placement.placement import SlotPool
+from ycore.placement.slots import Slots
 from ycore.round.judge_scorer import AgreementScorer, JudgeScorer
 from ycore.round.meters import JudgeMeter, RewardModelMeter, TeacherMeter, WorkerMeter, collect
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules, completion_seed
 from ycore.round.scorers import Member, RewardModelScorer, TeacherScorer, build_scoring
 from ycore.round.scoring import Scorer, Scoring, Writing
-from ycore.round.slots import Slots
 from ycore.round.step import Controller
 from ycore.run.images import ImageStore, png_of
 from ycore.run.paths import RunFolder

@@ -10,11 +10,11 @@ import pytest
 from ycore.placement.allocator import Allocator
 from ycore.placement.load import Speed
 from ycore.placement.placement import JUDGE, ROLLOUT, SlotPool
+from ycore.placement.slots import Slots
 from ycore.plan.simulation import Demand, Lengths, Machine, SimulatedRound, Workload
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules, Yield
 from ycore.round.scoring import Scoring
-from ycore.round.slots import Slots
 from ycore.round.step import Controller
 
 ROLES = (ROLLOUT, JUDGE)

@@ -5,8 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +20,13 @@ WITHIN_S = 300
 Seen = dict[str, list[dict[str, Any]]]
 
 
-def run(folder: Path, *scenarios: str, allocator: Path | None = None) -> Seen:
-    """What each rank saw of each scenario. `allocator`: of the process that tells them each other's counts."""
+def run(folder: Path, *scenarios: str) -> Seen:
+    """What each rank saw of each scenario."""
     (folder / "their_rewards.py").write_text(REWARD)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    told = {} if allocator is None else {"ALLOCATOR": str(allocator)}
-    common = told | {
+    common = {
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -55,21 +52,6 @@ def run(folder: Path, *scenarios: str, allocator: Path | None = None) -> Seen:
         name: [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in (0, 1)]
         for name in scenarios
     }
-
-
-@pytest.fixture
-def allocator() -> Iterator[Path]:
-    """The socket of a running one, of two ranks."""
-    with tempfile.TemporaryDirectory(prefix="yc-") as folder:
-        socket_path = Path(folder) / "allocator.sock"
-        process = subprocess.Popen(
-            [sys.executable, "-m", "ycore.round.service", str(socket_path), "2"]
-        )
-        try:
-            yield socket_path
-        finally:
-            process.kill()
-            process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -190,43 +172,11 @@ def test_a_failure_on_one_rank_ends_the_other_within_seconds(tmp_path: Path) -> 
     assert waiting["after_s"] < failed["after_s"] + 5
 
 
-def test_on_one_machine_a_free_engine_hears_what_a_busy_one_has_not_begun(
-    tmp_path: Path, allocator: Path
-) -> None:
-    ranks = run(tmp_path, "slow_and_fast", allocator=allocator)["slow_and_fast"]
-    assert ranks[0]["drawn"] > ranks[1]["drawn"] >= 1
-    assert sum(rank["drawn"] for rank in ranks) == 12
-    assert [len(rank["groups"]) for rank in ranks] == [6, 6]
-
-
-@pytest.mark.parametrize("on_one_machine", [True, False])
-def test_unfinished_groups_go_on_with_the_rank_that_began_them(
-    tmp_path: Path, allocator: Path, on_one_machine: bool
-) -> None:
-    ranks = run(tmp_path, "carried", allocator=allocator if on_one_machine else None)["carried"]
+def test_unfinished_groups_go_on_with_the_rank_that_began_them(tmp_path: Path) -> None:
+    ranks = run(tmp_path, "carried")["carried"]
     trained = [group["position"] for rank in ranks for step in rank["steps"] for group in step]
     left = [position for rank in ranks for position in rank["left"]]
     everything = trained + left + [position for rank in ranks for position in rank["kept"]]
     assert len(trained) == 20 and left and len({*everything}) == len(everything), (
         "a group came twice"
     )
-
-
-def test_on_one_machine_rounds_are_written_one_step_ahead_too(
-    tmp_path: Path, allocator: Path
-) -> None:
-    ranks = run(tmp_path, "ahead", allocator=allocator)["ahead"]
-    assert [[step["version"] for step in rank["steps"]] for rank in ranks] == [[0, 0, 1, 2]] * 2
-
-
-@pytest.mark.parametrize("scenario", ["stopped_while_waited_for", "broken"])
-def test_on_one_machine_a_stop_and_a_failure_are_heard_of(
-    tmp_path: Path, allocator: Path, scenario: str
-) -> None:
-    ranks = run(tmp_path, scenario, allocator=allocator)[scenario]
-    if scenario == "broken":
-        waiting, failed = ranks
-        assert (failed["error"], failed["message"]) == ("EngineError", "scripted: gone")
-        assert waiting["message"] == "another rank failed: rank 1: EngineError: scripted: gone"
-    else:
-        assert {rank["error"] for rank in ranks} == {"Interrupted"}

@@ -31,6 +31,7 @@ from ycore.errors import ConfigError
 from ycore.models.tiny import write_tiny_model
 from ycore.placement.allocator import Allocator
 from ycore.placement.placement import ROLLOUT, SlotPool
+from ycore.placement.slots import Slots
 from ycore.round import turns as turns_module
 from ycore.round.assemble import Assembly
 from ycore.round.dialogue import Dialogue, calls_in
@@ -38,7 +39,6 @@ from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules
 from ycore.round.scorers import EnvironmentScorer
 from ycore.round.scoring import Scoring
-from ycore.round.slots import Slots
 from ycore.round.step import Controller
 from ycore.round.turns import Start, Turns
 from ycore.types import Completion, Draw, Prompt, Score

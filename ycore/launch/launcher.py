@@ -249,7 +249,7 @@ class LocalRun:
         socket.unlink(missing_ok=True)  # of an earlier one, which was killed
         return ManagedProcess(
             ALLOCATOR,
-            [sys.executable, "-m", "ycore.round.service", str(socket), str(num_ranks)],
+            [sys.executable, "-m", "ycore.placement.service", str(socket), str(num_ranks)],
             environment=environment,
             run_id=folder.run_id,
             log=folder.log(ALLOCATOR),

@@ -23,7 +23,7 @@ and receives
     depths WAITING IN_FLIGHT OLDEST  to the first rank, for the trace
 
 Slot k's home is rank k modulo the number of ranks: it alone wakes the slot's engines, puts them to sleep and sends them
-weights. No clock, no socket: `round.line` brings the messages.
+weights. No clock, no socket: `placement.line` brings the messages.
 """
 
 from collections import defaultdict

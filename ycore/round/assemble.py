@@ -25,8 +25,10 @@ from ycore.errors import DataError
 from ycore.judge.agreement import load_questions
 from ycore.placement.allocator import Allocator
 from ycore.placement.learning import SleepLevels
+from ycore.placement.line import Line, OwnLine, SocketLine
 from ycore.placement.placement import ROLLOUT, SlotPool, in_order, parse_placement
 from ycore.placement.slot_pool import ALLOCATOR, home_of
+from ycore.placement.slots import Sleeper, Slots
 from ycore.round.agents import Agents
 from ycore.round.ahead import ControllerAhead
 from ycore.round.carried import CarriedTurn
@@ -34,12 +36,10 @@ from ycore.round.constraints import Constraints
 from ycore.round.curriculum import Curriculum, guesses_from
 from ycore.round.dialogue import Dialogue
 from ycore.round.journal import Journal
-from ycore.round.line import Line, OwnLine, SocketLine
 from ycore.round.loop import ShareWeights
 from ycore.round.peers import Peers
 from ycore.round.sampling import WHOLE, Cost, DrawSource, Rules, Shard, dust_of
 from ycore.round.scorers import Policy, ScorerEngines, build_scoring, scorer_servers, special_tokens
-from ycore.round.slots import Sleeper, Slots
 from ycore.round.step import Controller
 from ycore.round.turns import GivenPairs, OneTurn, Turns
 from ycore.run.files import read_json

@@ -14,6 +14,7 @@ from typing import Any, Self, TypeVar
 from ycore.engine import Engine, Halting
 from ycore.errors import Interrupted, YcoreError
 from ycore.placement.placement import ROLLOUT
+from ycore.placement.slots import Slots
 from ycore.round.journal import (
     Committed,
     Journal,
@@ -25,7 +26,6 @@ from ycore.round.meters import RoundMeter, collect
 from ycore.round.peers import Offer, Peers
 from ycore.round.sampling import DrawSource, Lengths, Rules, Surplus, Yield
 from ycore.round.scoring import Scoring
-from ycore.round.slots import Slots
 from ycore.round.turns import OneTurn
 from ycore.run.tasks import ending
 from ycore.run.trace import EVALUATION, ROUND

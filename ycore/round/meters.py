@@ -11,7 +11,8 @@ from typing import Protocol
 from ycore.engine import Engine
 from ycore.engine.drafts import Drafted
 from ycore.engine.vllm_engine import VllmEngine
-from ycore.round.peers import AddUp, Peers
+from ycore.placement.slots import AddUp
+from ycore.round.peers import Peers
 from ycore.round.sampling import total_reward
 from ycore.types import Group
 

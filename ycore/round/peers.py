@@ -5,14 +5,10 @@ same numbers, so no rank leads. `Peers` is the exchange of a run with one rank; 
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ycore.placement.slot_pool import Letter, Message
 from ycore.types import Group
-
-AddUp = Callable[[Sequence[float]], list[float]]  # `Peers.add_up`
-
 
 _LOOK_S, _LOOK_LONGEST_S = 0.05, 0.5
 _PATIENCE = 0.1  # share of the time since the last result that passes before a rank looks at the counts again
@@ -118,75 +114,6 @@ class Peers:
 
     def fail(self, message: str) -> None:
         """Make the other ranks raise RunError with this message."""
-
-
-HUB_KINDS = frozenset({"open", "count", "meet", "stop", "fail"})
-
-
-class Hub:
-    """What the ranks of one machine share while a round runs: messages in, letters out, as in `placement.slot_pool`.
-
-    It stands in for torch's store, in which a rank that waits has to look again and again. A rank sends
-
-        open READY STARTS NEED      it begins a round with so many groups ready, starts so many, and needs so many
-        count KEPT IN_FLIGHT DRAWN  to be added to the counts of the round
-        meet STOPPING               it waits for all ranks; whether it is stopping
-        stop                        all ranks are to stop
-        fail MESSAGE                it has failed
-
-    and receives `opened` and `counted` with the three counts at that moment, `counts` when it should look at them,
-    `met` with whether any rank is stopping, `stop`, and `failed`.
-
-    `has_news`: counts have changed in a way that may let a rank that waits go on; `take_news` are the letters."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
-        self._counts = [0, 0, 0]  # kept, in flight, drawn
-        self._opened: list[tuple[int, int, int]] = []
-        self._need = 0
-        self._stopping: list[bool] = []
-        self.has_news = False
-
-    def receive(self, rank: int, message: Message) -> list[Letter]:
-        match message:
-            case ["open", ready, starts, need]:
-                self._opened.append((ready, starts, need))
-                if len(self._opened) == self._num_ranks:
-                    (ready, starts, self._need), self._opened = (
-                        map(sum, zip(*self._opened, strict=True)),
-                        [],
-                    )
-                    self._counts, self.has_news = [ready, starts, starts], False
-                    return self._to_all(["opened", *self._counts])
-            case ["count", kept, in_flight, drawn]:
-                self._counts = [
-                    now + more
-                    for now, more in zip(self._counts, (kept, in_flight, drawn), strict=True)
-                ]
-                # Of groups that end and teach nobody needs to hear, until they are enough, or were the last.
-                self.has_news |= in_flight < 0 and (
-                    not kept or not self._counts[1] or self._counts[0] == self._need
-                )
-                return [(rank, ["counted", *self._counts])]
-            case ["meet", stopping]:
-                self._stopping.append(stopping)
-                if len(self._stopping) == self._num_ranks:
-                    is_any, self._stopping = any(self._stopping), []
-                    return self._to_all(["met", is_any])
-            case ["stop"]:
-                return self._to_all(["stop"])
-            case ["fail", text]:
-                return [
-                    (other, ["failed", text]) for other in range(self._num_ranks) if other != rank
-                ]
-        return []
-
-    def take_news(self) -> list[Letter]:
-        self.has_news = False
-        return self._to_all(["counts", *self._counts])
-
-    def _to_all(self, message: Message) -> list[Letter]:
-        return [(rank, message) for rank in range(self._num_ranks)]
 
 
 _EVEN_ENOUGH = 1.02  # imbalance below which moving another group is not worth it

@@ -13,9 +13,9 @@ from typing import Any
 
 from ycore.engine.judge_engine import JudgeEngine, RemoteTeacher
 from ycore.engine.vllm_engine import VllmRewardModel, VllmTeacher
+from ycore.placement.slots import Slots, Turn
 from ycore.rewards.pool import RewardPool
 from ycore.round.meters import Meter
-from ycore.round.slots import Slots, Turn
 from ycore.run.images import ImageStore
 from ycore.run.tasks import together
 from ycore.types import Completion, Draw, Image, Prompt, Score

@@ -1,7 +1,6 @@
 """`Peers` over torch.distributed: counts and meetings in its store, groups as bytes from rank to rank.
 
-The store is the one that torchrun, accelerate or DeepSpeed have opened already, so no new port is opened. On one
-machine counts and meetings go through the allocator's process instead, which tells who waits (`MachinePeers`).
+The store is the one that torchrun, accelerate or DeepSpeed have opened already, so no new port is opened.
 """
 
 import asyncio
@@ -16,9 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ycore.errors import PeerError, RunError
-from ycore.placement.slot_pool import Message
 from ycore.round.journal import from_bytes, to_bytes
-from ycore.round.line import Line
 from ycore.round.peers import Counts, Offer, Peers, Tally
 from ycore.types import Group
 
@@ -179,94 +176,3 @@ class TorchPeers(Peers):
     def _check(self) -> None:
         if self._store.check([_FAILURE]):
             raise RunError(f"another rank failed: {self._store.get(_FAILURE).decode()}")
-
-
-class MachinePeers(TorchPeers):
-    """All ranks of a run on one machine. Groups, offers and sums go from rank to rank, as between machines."""
-
-    def __init__(
-        self, line: Line, *, timeout_s: float = 300.0, start_timeout_s: float = 900.0
-    ) -> None:
-        super().__init__(timeout_s=timeout_s)
-        self.line, self._start_timeout_s = line, start_timeout_s
-        line.listen(self._hear, self._fail)
-        self.tally: LineTally | None = None
-        self._answers: dict[
-            str, asyncio.Future[Message]
-        ] = {}  # by the kind of letter that is waited for
-        self._error: BaseException | None = None
-        self._is_stopping = False
-
-    async def open_tally(self, *, need: int, ready: int, starts: int) -> Tally:
-        _, *counts = await self.ask(["open", ready, starts, need], "opened")
-        self.tally = LineTally(self, need * self.world, Counts(*counts))
-        return self.tally
-
-    async def meet(self, *, stopping: bool) -> bool:
-        await self.line.open(timeout_s=self._start_timeout_s)
-        _, is_any = await self.ask(["meet", stopping], "met")
-        return bool(is_any)
-
-    def ask_to_stop(self) -> None:
-        self.line.send(["stop"])
-
-    def stop_asked(self) -> bool:
-        if self._error is not None:
-            raise self._error
-        return self._is_stopping
-
-    def fail(self, message: str) -> None:
-        super().fail(message)  # for a rank in a collective, which reads no letters
-        with suppress(RunError):
-            self.line.send(["fail", f"rank {self.rank}: {message}"])
-
-    async def ask(self, message: Message, answer: str) -> Message:
-        """Send a message, and wait for the letter of this kind."""
-        if self._error is not None:
-            raise self._error
-        waited_for: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        self._answers[answer] = waited_for
-        self.line.send(message)
-        return await waited_for
-
-    def _hear(self, letter: Message) -> None:
-        match letter:
-            case ["counts", *counts] if self.tally is not None:
-                self.tally.hear(Counts(*counts))
-            case ["stop"]:
-                self._is_stopping = True
-            case ["failed", text]:
-                self._fail(RunError(f"another rank failed: {text}"))
-            case [kind, *_] if kind in self._answers and not self._answers[kind].done():
-                self._answers[kind].set_result(letter)
-
-    def _fail(self, error: BaseException) -> None:
-        self._error = self._error or error
-        for waited_for in self._answers.values():
-            if not waited_for.done():
-                waited_for.set_exception(self._error)
-
-
-class LineTally(Tally):
-    """The counts as they were told last."""
-
-    def __init__(self, peers: MachinePeers, need: int, counts: Counts) -> None:
-        self.need = need
-        self._peers, self._counts = peers, counts
-        self._has_news = asyncio.Event()
-
-    async def add(self, *, kept: int = 0, in_flight: int = 0, drawn: int = 0) -> Counts:
-        _, *counts = await self._peers.ask(["count", kept, in_flight, drawn], "counted")
-        self._counts = Counts(*counts)
-        return self._counts
-
-    async def look(self) -> Counts:
-        self._has_news.clear()
-        return self._counts
-
-    async def news(self, *, idle_s: float, is_busy: bool) -> None:
-        await self._has_news.wait()
-
-    def hear(self, counts: Counts) -> None:
-        self._counts = counts
-        self._has_news.set()

@@ -35,6 +35,7 @@ from ycore.flow.sampler import (
 from ycore.judge.question import Questioner
 from ycore.judge.sources import is_judge, judge_of
 from ycore.models.flow_folder import FlowFolder
+from ycore.placement.slots import Slots
 from ycore.rewards.loading import reward_names
 from ycore.round.held_out import figures_of, is_due
 from ycore.round.journal import Journal
@@ -44,7 +45,6 @@ from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules, dust_of
 from ycore.round.scorers import pool_of
 from ycore.round.scoring import RuleScorer, Scorer, Scoring, Writing
-from ycore.round.slots import Slots
 from ycore.round.step import Controller
 from ycore.run.checkpoints import (
     checkpoint_of,

@@ -14,10 +14,9 @@ from ycore.round.assemble import Assembly
 from ycore.round.journal import Journal, ReplayedRounds
 from ycore.round.peers import Peers
 from ycore.round.step import Controller
-from ycore.round.torch_peers import MachinePeers, TorchPeers
+from ycore.round.torch_peers import TorchPeers
 from ycore.run.claim import files_fingerprint, model_fingerprint
 from ycore.run.files import write_json_atomic
-from ycore.run.reports import this_rank
 from ycore.trainer.evaluation import RolloutEvaluation
 from ycore.trainer.lengths import NUM_SAMPLED, is_judged, judge_cut, note
 from ycore.trainer.saved_state import Checkpoints, RoundState
@@ -55,15 +54,9 @@ class RolloutRun(TrainingRun):
         )  # after the checkpoints', which remember the step's end
 
     def _make_peers(self) -> Peers:
-        config, rank = self._parts.config, this_rank()
         if self.trainer.accelerator.num_processes == 1:
             return Peers()
-        if self._line.num_ranks < rank.world:  # on other machines too, or without shared slots
-            return TorchPeers(timeout_s=config.collective_timeout_s)
-        start_timeout_s = config.engine.start_timeout_s
-        return MachinePeers(
-            self._line, timeout_s=config.collective_timeout_s, start_timeout_s=start_timeout_s
-        )
+        return TorchPeers(timeout_s=self._parts.config.collective_timeout_s)
 
     def _make_controller(self) -> Controller:
         parts, peers, engines = self._parts, self._peers, self._engines()

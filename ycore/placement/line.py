@@ -1,7 +1,7 @@
 """A rank's line to the allocator of its machine: messages go one way, and letters come back.
 
 The only rank of a machine has the allocator in its own event loop (`OwnLine`). Several ranks share one, which is a
-process of its own (`round.service`), over a unix socket (`SocketLine`). Both speak the messages of
+process of its own (`placement.service`), over a unix socket (`SocketLine`). Both speak the messages of
 `placement.slot_pool`.
 """
 

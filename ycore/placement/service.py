@@ -1,7 +1,6 @@
-"""The allocator's process: `python -m ycore.round.service SOCKET NUM_RANKS`, one on a machine with several ranks.
+"""The allocator's process: `python -m ycore.placement.service SOCKET NUM_RANKS`, one on a machine with several ranks.
 
 It decides for the slots of the machine, and ends when all ranks have gone. A rank that is lost gives its turns back.
-Where the run has one machine, the ranks' shared counts and meetings go through it too (`Hub`).
 """
 
 import asyncio
@@ -12,22 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from ycore.placement.allocator import Allocator
+from ycore.placement.line import Desk, decode, encode
 from ycore.placement.placement import SlotPool, parse_placement
 from ycore.placement.slot_pool import Message, Pool
-from ycore.round.line import Desk, decode, encode
-from ycore.round.peers import HUB_KINDS, Hub
 from ycore.run.reports import dump_stacks_on_signal
-
-_NEWS_AFTER_S = 0.02  # counts that change one after the other are told together
 
 
 class Service:
-    """The desk and the hub, and the ranks that are connected. The first rank to come says which slots there are."""
+    """The desk, and the ranks that are connected. The first rank to come says which slots there are."""
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
-        self._hub = Hub(num_ranks)
-        self._news_due = False
         self.is_over = asyncio.Event()
         self._ranks: dict[int, asyncio.WriteTransport] = {}
         self._slots: tuple[Any, str] | None = None
@@ -47,19 +41,6 @@ class Service:
             )
         self._ranks[rank] = transport
         return self._desk
-
-    def share(self, rank: int, message: Message) -> None:
-        """A message that is for the other ranks."""
-        for receiver, letter in self._hub.receive(rank, message):
-            self.deliver(receiver, letter)
-        if self._hub.has_news and not self._news_due:
-            self._news_due = True
-            asyncio.get_running_loop().call_later(_NEWS_AFTER_S, self._tell_news)
-
-    def _tell_news(self) -> None:
-        self._news_due = False
-        for receiver, letter in self._hub.take_news():
-            self.deliver(receiver, letter)
 
     def deliver(self, rank: int, letter: Message) -> None:
         transport = self._ranks.get(rank)
@@ -93,8 +74,6 @@ class Connection(asyncio.Protocol):
             if self._rank is None or self._desk is None:
                 _, self._rank, pool, placement = message
                 self._desk = self._service.come(self._rank, pool, placement, self._transport)
-            elif message[0] in HUB_KINDS:
-                self._service.share(self._rank, message)
             else:
                 self._desk.receive(self._rank, message)
 

@@ -8,19 +8,20 @@ for turns, wakes the engines of its own slots and puts them to sleep, and writes
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
 from ycore.errors import RunError
 from ycore.placement.allocator import Allocator
+from ycore.placement.line import Line, OwnLine
 from ycore.placement.placement import ROLLOUT, SlotPool
 from ycore.placement.slot_pool import Message
-from ycore.round.line import Line, OwnLine
-from ycore.round.peers import AddUp
 from ycore.run.trace import IN_FLIGHT, ROUND, SWAP, WAITING, Levels, Mark, Span, TraceWriter
 
 E = TypeVar("E")
+AddUp = Callable[[Sequence[float]], list[float]]
+"""Returns the element-wise sum over all ranks."""
 
 
 class Sleeper(Protocol):

@@ -10,7 +10,7 @@ import pytest
 from ycore.errors import EngineError
 from ycore.placement.allocator import Allocator
 from ycore.placement.placement import JUDGE, ROLLOUT, SlotPool, parse_placement
-from ycore.round.slots import Slots, usage_metrics
+from ycore.placement.slots import Slots, usage_metrics
 from ycore.run.trace import ROUND, SWAP, SYNC, Levels, Mark, TraceWriter, parse_event, read_trace
 
 ROLES = (ROLLOUT, JUDGE)
@@ -242,7 +242,7 @@ def test_queue_depths_are_told_while_the_round_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Soon after they change, and once more at the round's end, when nothing is left."""
-    monkeypatch.setattr("ycore.round.line._DEPTHS_EVERY_S", 0.02)
+    monkeypatch.setattr("ycore.placement.line._DEPTHS_EVERY_S", 0.02)
     path = tmp_path / "trace.json"
 
     def told() -> list[Levels | Mark]:

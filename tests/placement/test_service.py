@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from ycore.errors import RunError
+from ycore.placement.line import SocketLine
 from ycore.placement.placement import JUDGE, ROLLOUT, SlotPool, parse_placement
-from ycore.round.line import SocketLine
-from ycore.round.slots import Slots
+from ycore.placement.slots import Slots
 from ycore.run.trace import IN_FLIGHT, ROUND, Levels, Span, TraceWriter, parse_event
 
 ROLES = (ROLLOUT, JUDGE)
@@ -35,7 +35,7 @@ def start(socket: Path) -> Iterator[Start]:
     def one(num_ranks: int) -> subprocess.Popen[bytes]:
         started.append(
             subprocess.Popen(
-                [sys.executable, "-m", "ycore.round.service", str(socket), str(num_ranks)]
+                [sys.executable, "-m", "ycore.placement.service", str(socket), str(num_ranks)]
             )
         )
         return started[-1]
@@ -204,7 +204,7 @@ def test_a_rank_that_dies_gives_its_turns_back(socket: Path, start: Start) -> No
 def test_a_rank_that_comes_with_other_slots_ends_it_in_words(socket: Path, tmp_path: Path) -> None:
     log = (tmp_path / "log").open("wb")
     process = subprocess.Popen(
-        [sys.executable, "-m", "ycore.round.service", str(socket), "2"], stderr=log
+        [sys.executable, "-m", "ycore.placement.service", str(socket), "2"], stderr=log
     )
 
     async def work() -> None:

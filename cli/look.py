@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from ycore_cli import options as o
-from ycore_cli.output import print_json, print_line, print_table, stdout_for_json
+from ycore_cli.output import print_json, print_table, stdout_for_json
 
 from ycore.config.algorithms import FLOW
 from ycore.errors import ConfigError, RunFolderError
@@ -20,29 +20,6 @@ Page = Annotated[
 ]
 Engines = Annotated[
     bool, typer.Option("--engines", help="Start a real engine too, which takes half a minute.")
-]
-GpuParts = Annotated[
-    bool, typer.Option("--gpu", help="Try a run's path on a GPU, with figures: ten minutes.")
-]
-OnDevice = Annotated[
-    Literal["gpu", "cpu"],
-    typer.Option("--device", help="With --gpu: `cpu` runs the parts that a CPU can do."),
-]
-Quick = Annotated[
-    bool, typer.Option("--quick", help="The only mode, and the default: about a minute.")
-]
-Chaos = Annotated[bool, typer.Option("--chaos", hidden=True)]
-Seed = Annotated[
-    int, typer.Option(min=0, help="Seed of the runs and of the step of the kill; e.g. 0.")
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would run, start nothing.")]
-JsonFile = Annotated[
-    Path | None,
-    typer.Option("--json", metavar="FILE", help="Write the result as JSON; e.g. card.json."),
-]
-Output = Annotated[
-    Path | None,
-    typer.Option(help="Keep both runs in this folder; else they are removed at the end."),
 ]
 DocsPage = Annotated[
     str | None, typer.Argument(metavar="[PAGE]", help="A page's name; e.g. rewards.")
@@ -125,20 +102,14 @@ def env(json: o.Json = False) -> None:
     ycore env
     ycore env --json
     """
-    from ycore.tools.doctor import environment_report
+    from ycore.launch.doctor import environment_report
 
     with stdout_for_json(json):
         report = environment_report()
     _print_checks(report, json=json)
 
 
-def doctor(
-    engines: Engines = False,
-    gpu: GpuParts = False,
-    device: OnDevice = "gpu",
-    dry_run: DryRun = False,
-    json: o.Json = False,
-) -> None:
+def doctor(engines: Engines = False, json: o.Json = False) -> None:
     """Try out what a run needs, and say how to fix it.
 
     \b
@@ -148,44 +119,18 @@ def doctor(
     \b
     ycore doctor
     ycore doctor --engines
-    ycore doctor --gpu
     """
-    from ycore.tools.device_check import PARTS, device_report
-    from ycore.tools.doctor import doctor_report
+    from ycore.launch.doctor import doctor_report
 
-    if (device == "cpu" or dry_run) and not gpu:
-        raise ConfigError(
-            "--device and --dry-run are for doctor --gpu; add --gpu, or leave them out"
-        )
-    if dry_run and json:
-        print_json(
-            {
-                "parts": {
-                    name: {"limit_s": part.limit_s, "on_cpu": part.on_cpu}
-                    for name, part in PARTS.items()
-                }
-            }
-        )
-        return
-    if dry_run:
-        for name, part in PARTS.items():
-            on_cpu = "not run on a CPU" if not part.on_cpu else f"not run on a CPU: {part.left_out}"
-            print(f"{name:<12} {part.limit_s:.0f} s at most; {on_cpu}")
-        print("Nothing was started; leave out --dry-run to begin.")
-        return
     with stdout_for_json(json):
-        report = device_report(print_line, on=device) if gpu else doctor_report(engines=engines)
-    if json or not gpu:
-        _print_checks(report, json=json)
+        report = doctor_report(engines=engines)
+    _print_checks(report, json=json)
     if not json:
-        broken = sum(not check["ok"] for check in report["checks"])
-        way_out = "docs/gpu.md says what each part does" if gpu else "each line ends with how"
-        works = (
-            "what ran has passed; no GPU was tried"
-            if gpu and device == "cpu"
-            else "everything works"
-        )
-        print(works if report["ok"] else f"{broken} to mend; {way_out}")
+        num_broken = sum(not check["ok"] for check in report["checks"])
+        if num_broken:
+            print(f"{num_broken} to mend; each line ends with how")
+        else:
+            print("everything works")
     if not report["ok"]:
         raise typer.Exit(1)
 
@@ -234,7 +179,7 @@ def docs(page: DocsPage = None) -> None:
     """
     from importlib.resources import files
 
-    from ycore.errors import ConfigError, nearest
+    from ycore.errors import nearest
 
     pages = {
         entry.name.removesuffix(".md"): entry
@@ -272,43 +217,6 @@ def agents() -> None:
     docs("skill")
 
 
-def selftest(
-    quick: Quick = False,
-    chaos: Chaos = False,
-    seed: Seed = 0,
-    json: JsonFile = None,
-    output: Output = None,
-    dry_run: DryRun = False,
-) -> int:
-    """Kill and resume a tiny run, and compare it to the bit.
-
-    \b
-    ycore selftest
-    ycore selftest --seed 1 --json card.json
-    """
-    import signal
-
-    from ycore.tools.selftest import selftest as run_selftest
-
-    if chaos:
-        raise ConfigError(
-            "--chaos is now a test command of the repository: python -m tests.chaos --moments 30"
-        )
-    if dry_run:
-        print(
-            "Two runs of a tiny model, one kill, one resume. Nothing was started; leave out --dry-run to begin."
-        )
-        return 0
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(
-            number, signal.default_int_handler
-        )  # as Ctrl-C: the run that goes on is ended first
-    result = run_selftest(seed=seed, output=output and output.expanduser(), say=print_line)
-    if json is not None:
-        write_json_atomic(json.expanduser().absolute(), result)
-    return 0 if result["passes"] else 1
-
-
 def _print_checks(report: Mapping[str, Any], *, json: bool) -> None:
     if json:
         print_json(report)
@@ -342,7 +250,7 @@ def reproduce(
     """
     from ycore_cli.output import stdout_for_json
 
-    from ycore.errors import ConfigError, Interrupted
+    from ycore.errors import Interrupted
     from ycore.run.reports import tracker_group
     from ycore.tools.reproduce import MIN_SEEDS
 
@@ -439,7 +347,7 @@ def _compare(
 
     from ycore_cli.output import print_json, print_table
 
-    from ycore.run.files import read_json, write_json_atomic
+    from ycore.run.files import read_json
     from ycore.tools import reproduce as tool
     from ycore.view.page import make_report, write_report
     from ycore.view.record import read_run

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from ycore_cli.flow import flow
-from ycore_cli.look import agents, docs, doctor, env, recipes, report, reproduce, selftest, watch
+from ycore_cli.look import agents, docs, doctor, env, recipes, report, reproduce, watch
 from ycore_cli.measure import evaluate, preflight
 from ycore_cli.plan import plan
 from ycore_cli.simulate import simulate
@@ -43,7 +43,7 @@ for name, command in {
 }.items():
     app.command(name, context_settings=_ANY_TRL_FIELD)(command)
 _OTHERS: Sequence[Callable[..., Any]] = (
-    *(pipeline, recipes, env, doctor, report, selftest, simulate, watch),
+    *(pipeline, recipes, env, doctor, report, simulate, watch),
     *(chat, serve, export, push, reproduce, docs, agents),
 )
 for command in _OTHERS:

@@ -115,8 +115,6 @@ HEAVY_FILES = {
     "engine/shared_bucket.py",
     "engine/weight_proof.py",
     "engine/weights.py",
-    "tools/device_engines.py",
-    "tools/device_training.py",
     "trainer/evaluation.py",
     "trainer/saved_state.py",
     "trainer/example_run.py",

@@ -131,6 +131,7 @@ class Job:
 
     inputs: Path
     tier: Tier = "scripted"
+    engine: Literal["vllm", "transformers"] = "vllm"
     steps: int = 8
     checkpoint_every: int = 2
     seed: int = 0
@@ -159,7 +160,7 @@ class Job:
             "--prompts-per-step": 4,
             "--group-size": 4,
             "--max-tokens": 12,
-            "--engine": "vllm",
+            "--engine": self.engine,
             "--learning-rate": 1e-3,
             "--per-device-train-batch-size": 4 // self.ranks,
             "--seed": self.seed,

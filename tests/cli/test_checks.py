@@ -165,7 +165,7 @@ def test_eval_of_a_recipe_leaves_the_training_run_alone(
 
 @pytest.mark.parametrize(
     ("words", "key"),
-    [("reproduce quickstart --seeds 2", "seeds"), ("doctor --gpu --device cpu", "parts")],
+    [("reproduce quickstart --seeds 2", "seeds")],
 )
 def test_other_dry_runs_print_one_json_object_too(
     words: str,

@@ -54,10 +54,6 @@ def test_one_line_says_the_rule_the_value_and_the_way_out(
         ("recipes --jsn", "no such option: --jsn"),
         ("recipes extra", "extra"),
         ("--verison", "no such option: --verison"),
-        (
-            "selftest --chaos",
-            "a test command of the repository: python -m tests.chaos --moments 30",
-        ),
         ("pipeline nope", "no recipe 'nope'; there are iterative-dpo, rlhf-pipeline"),
         ("grpo --recipe nope.yaml", "no such recipe file: nope.yaml; `ycore recipes` lists"),
         (

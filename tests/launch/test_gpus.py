@@ -1,36 +1,108 @@
-"""The driver's lists as nvidia-smi prints them: whole GPUs, slices, none."""
+"""The driver's list of devices as NVML gives it: whole GPUs, slices, none."""
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
 import pytest
 
-from ycore.launch.gpus import Ask, visible_gpus
+from ycore.launch import gpus as module
+from ycore.launch.gpus import visible_gpus
 
-EIGHT = "\n".join(
-    f"{n}, GPU-0000000{n}-aaaa, NVIDIA H100 80GB HBM3, 81559, 81000, 9.0, 580.82.07"
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Device:
+    """What NVML would say of a device; a None is a question that it cannot answer."""
+
+    uuid: str
+    name: str
+    total_mib: int | None = None
+    free_mib: int = 0
+    capability: tuple[int, int] = (9, 0)
+    slices: tuple["Device | None", ...] = ()
+    num_links: int = 0
+
+
+EIGHT = [
+    Device(f"GPU-0000000{n}-aaaa", "NVIDIA H100 80GB HBM3", 81559, 81000, num_links=18)
     for n in range(8)
-)
-T4 = "0, GPU-11111111-bbbb, Tesla T4, 15360, 14900, 7.5, 535.129.03\n"
-DIVIDED = "0, GPU-22222222-cccc, NVIDIA A100-SXM4-80GB, 81920, 81000, 8.0, 580.82.07\n"
-DIVIDED_LIST = """GPU 0: NVIDIA A100-SXM4-80GB (UUID: GPU-22222222-cccc)
-  MIG 3g.40gb     Device  0: (UUID: MIG-33333333-dddd)
-  MIG 1g.10gb     Device  1: (UUID: MIG-44444444-eeee)
-"""
+]
+T4 = Device("GPU-11111111-bbbb", "Tesla T4", 15360, 14900, (7, 5))
+DIVIDED = Device(
+    "GPU-22222222-cccc", "NVIDIA A100-SXM4-80GB", 81920, 81000, (8, 0),
+    slices=(
+        Device("MIG-33333333-dddd", "NVIDIA A100-SXM4-80GB MIG 3g.40gb", 40320, 40000),
+        None,
+        Device("MIG-44444444-eeee", "NVIDIA A100-SXM4-80GB MIG 1g.10gb", 9728, 9700),
+    ),
+)  # fmt: skip
 
 
-def answering(rows: str, listing: str = "") -> Ask:
-    return lambda arguments: listing if arguments == ("-L",) else rows
+def install(monkeypatch: pytest.MonkeyPatch, devices: Sequence[Device]) -> None:
+    """Answer NVML's questions for these devices."""
+
+    def memory(device: Device) -> Any:
+        if device.total_mib is None:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return SimpleNamespace(total=device.total_mib * MIB, free=device.free_mib * MIB)
+
+    def mig_mode(device: Device) -> tuple[int, int]:
+        if not device.slices:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return pynvml.NVML_DEVICE_MIG_ENABLE, pynvml.NVML_DEVICE_MIG_ENABLE
+
+    def part(device: Device, index: int) -> Device:
+        found = device.slices[index]
+        if found is None:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return found
+
+    def link(device: Device, index: int) -> int:
+        if not device.num_links:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return int(index < device.num_links)
+
+    answers = {
+        "nvmlInit": lambda: None,
+        "nvmlSystemGetDriverVersion": lambda: "580.82.07",
+        "nvmlDeviceGetCount": lambda: len(devices),
+        "nvmlDeviceGetHandleByIndex": lambda index: devices[index],
+        "nvmlDeviceGetUUID": lambda device: device.uuid,
+        "nvmlDeviceGetName": lambda device: device.name,
+        "nvmlDeviceGetMemoryInfo": memory,
+        "nvmlDeviceGetCudaComputeCapability": lambda device: device.capability,
+        "nvmlDeviceGetNvLinkState": link,
+        "nvmlDeviceGetMigMode": mig_mode,
+        "nvmlDeviceGetMaxMigDeviceCount": lambda device: len(device.slices),
+        "nvmlDeviceGetMigDeviceHandleByIndex": part,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(pynvml, name, answer)
 
 
-def ids(environment: dict[str, str], ask: Ask) -> list[str]:
-    return [gpu.id for gpu in visible_gpus(environment, ask=ask)]
+@pytest.fixture(autouse=True)
+def _forget_the_driver() -> Iterator[None]:
+    module._driver_answers.cache_clear()
+    yield
+    module._driver_answers.cache_clear()
 
 
-def test_every_gpu_of_the_driver_is_listed() -> None:
-    gpus = visible_gpus({}, ask=answering(EIGHT))
+def ids(visible: str) -> list[str]:
+    return [gpu.id for gpu in visible_gpus({"CUDA_VISIBLE_DEVICES": visible})]
+
+
+def test_every_gpu_of_the_driver_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, EIGHT)
+    gpus = visible_gpus({})
     assert [gpu.id for gpu in gpus] == [str(n) for n in range(8)]
     assert gpus[0].name == "NVIDIA H100 80GB HBM3" and gpus[0].capability == (9, 0)
-    assert gpus[0].memory_gib == pytest.approx(79.6, abs=0.1) and gpus[0].free_gib == pytest.approx(
-        79.1, abs=0.1
-    )
+    assert gpus[0].driver == "580.82.07" and gpus[0].has_nvlink
+    assert gpus[0].memory_gib == pytest.approx(79.6, abs=0.1)
+    assert gpus[0].free_gib == pytest.approx(79.1, abs=0.1)
 
 
 @pytest.mark.parametrize(
@@ -46,34 +118,47 @@ def test_every_gpu_of_the_driver_is_listed() -> None:
         ("NoDevFiles", []),
     ],
 )
-def test_the_environment_chooses_among_them(visible: str, expected: list[str]) -> None:
-    assert ids({"CUDA_VISIBLE_DEVICES": visible}, answering(EIGHT)) == expected
+def test_the_environment_chooses_among_them(
+    visible: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, EIGHT)
+    assert ids(visible) == expected
 
 
-def test_the_slices_of_a_divided_gpu_are_devices() -> None:
-    gpus = visible_gpus({}, ask=answering(DIVIDED, DIVIDED_LIST))
+def test_the_slices_of_a_divided_gpu_are_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, [DIVIDED])
+    gpus = visible_gpus({})
     assert [gpu.id for gpu in gpus] == ["MIG-33333333-dddd", "MIG-44444444-eeee"]
-    assert [round(gpu.memory_gib or 0) for gpu in gpus] == [37, 9]
-    assert ids({"CUDA_VISIBLE_DEVICES": "MIG-44444444-eeee"}, answering(DIVIDED, DIVIDED_LIST)) == [
-        "MIG-44444444-eeee"
-    ]
+    assert [round(gpu.memory_gib or 0) for gpu in gpus] == [39, 10]
+    assert [gpu.capability for gpu in gpus] == [(8, 0), (8, 0)]
+    assert ids("MIG-44444444-eeee") == ["MIG-44444444-eeee"]
 
 
-def test_no_driver_is_no_device() -> None:
-    assert visible_gpus({}, ask=answering("")) == ()
-    failed = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n"
-    assert visible_gpus({}, ask=answering(failed)) == ()
+def test_no_driver_is_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", fail)
+    assert visible_gpus({}) == ()
 
 
-def test_older_devices_have_no_bfloat16() -> None:
-    (old,) = visible_gpus({}, ask=answering(T4))
-    assert not old.has_bfloat16 and all(
-        gpu.has_bfloat16 for gpu in visible_gpus({}, ask=answering(EIGHT))
-    )
+def test_free_memory_is_that_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, [T4])
+    (before,) = visible_gpus({})
+    install(monkeypatch, [Device(T4.uuid, T4.name, 15360, 1024, (7, 5))])
+    (after,) = visible_gpus({})
+    assert before.free_gib != after.free_gib == 1.0
 
 
-def test_values_that_the_driver_does_not_give_are_unknown() -> None:
-    (unified,) = visible_gpus(
-        {}, ask=answering("0, GPU-5, NVIDIA GB10, [N/A], [N/A], 12.1, 580.95.05\n")
-    )
-    assert unified.memory_gib is None and unified.free_gib is None and unified.capability == (12, 1)
+def test_older_devices_have_no_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, [T4, EIGHT[0]])
+    old, new = visible_gpus({})
+    assert not old.has_bfloat16 and new.has_bfloat16
+    assert not old.has_nvlink
+
+
+def test_values_that_the_driver_does_not_give_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, [Device("GPU-5", "NVIDIA GB10", capability=(12, 1))])
+    (unified,) = visible_gpus({})
+    assert unified.memory_gib is None and unified.free_gib is None
+    assert unified.capability == (12, 1)

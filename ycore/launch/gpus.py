@@ -1,25 +1,17 @@
-"""The NVIDIA devices of this machine, as its driver lists them: whole GPUs, or the slices of one that MIG divides.
+"""The NVIDIA devices of this machine, as NVML lists them: whole GPUs, or the slices of one that MIG divides.
 
 The device files in /dev are no such list: WSL2 has none, and a GPU that MIG divides is one file and several devices.
 """
 
 import os
-import re
-import shutil
-import subprocess
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
-_WSL = "/usr/lib/wsl/lib/nvidia-smi"  # not on every shell's PATH
-_WITHIN_S = 30.0  # a driver that has to wake its devices takes several seconds
-_FIELDS = ("index", "uuid", "name", "memory.total", "memory.free", "compute_cap", "driver_version")
-_GPU = re.compile(r"^GPU (\d+): ")
-_SLICE = re.compile(r"^\s+MIG (\S+)\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)")
+import pynvml
 
-Ask = Callable[[tuple[str, ...]], str]
-"""The answer of nvidia-smi to these arguments; empty where there is no driver."""
+GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +28,7 @@ class Gpu:
     memory_gib: float | None = None
     free_gib: float | None = None
     capability: tuple[int, int] | None = None
+    has_nvlink: bool = False
 
     @property
     def has_bfloat16(self) -> bool:
@@ -43,89 +36,82 @@ class Gpu:
         return self.capability is None or self.capability >= (8, 0)
 
 
-@cache
-def ask_driver(arguments: tuple[str, ...]) -> str:
-    command = shutil.which("nvidia-smi") or (_WSL if os.path.exists(_WSL) else None)
-    if command is None:
-        return ""
-    with suppress(subprocess.SubprocessError, OSError):
-        return subprocess.run(
-            [command, *arguments], capture_output=True, text=True, timeout=_WITHIN_S, check=True
-        ).stdout
-    return ""
-
-
-def visible_gpus(
-    environment: Mapping[str, str] | None = None, *, ask: Ask = ask_driver
-) -> tuple[Gpu, ...]:
-    """The devices that this process may use, in the order of CUDA_VISIBLE_DEVICES or else the driver's."""
-    present = _present_gpus(ask)
+def visible_gpus(environment: Mapping[str, str] | None = None) -> tuple[Gpu, ...]:
+    """Return the devices that this process may use, in the order of CUDA_VISIBLE_DEVICES or else the driver's."""
+    present = tuple(_present_gpus()) if _driver_answers() else ()
     visible = (os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return present
     chosen: list[Gpu] = []
     for name in (part.strip() for part in visible.split(",")):
         # CUDA ends its list at the first name that it does not know. A UUID may be cut short.
-        found = [
-            gpu
-            for gpu in present
-            if name == gpu.id or (not name.isdigit() and name and gpu.uuid.startswith(name))
-        ]
-        if len(found) != 1:
+        matches = [gpu for gpu in present if name == gpu.id or _begins_uuid(gpu, name)]
+        if len(matches) != 1:
             break
-        chosen += found
+        chosen += matches
     return tuple(chosen)
 
 
-def _present_gpus(ask: Ask) -> tuple[Gpu, ...]:
-    rows = [
-        line.split(", ")
-        for line in ask(
-            (f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
-        ).splitlines()
-    ]
-    whole = [_gpu(row) for row in rows if len(row) == len(_FIELDS)]
-    slices = _slices(ask(("-L",))) if whole else {}
-    found: list[Gpu] = []
-    for gpu in whole:
-        parts = slices.get(gpu.id, [])
-        found += [_slice_of(gpu, profile, uuid) for profile, uuid in parts] or [gpu]
-    return tuple(found)
+def _begins_uuid(gpu: Gpu, name: str) -> bool:
+    return bool(name) and not name.isdigit() and gpu.uuid.startswith(name)
 
 
-def _gpu(row: list[str]) -> Gpu:
-    index, uuid, name, total, free, capability, driver = (value.strip() for value in row)
-    major, _, minor = capability.partition(".")
-    known = major.isdigit() and minor.isdigit()
-    return Gpu(
-        index,
-        uuid,
-        name,
-        driver,
-        _gib(total),
-        _gib(free),
-        (int(major), int(minor)) if known else None,
-    )
+@cache
+def _driver_answers() -> bool:
+    """Start NVML, which this process then keeps: a driver that has to wake its devices takes several seconds."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return False
+    return True
 
 
-def _gib(mebibytes: str) -> float | None:
-    return int(mebibytes) / 1024 if mebibytes.isdigit() else None
+def _present_gpus() -> Iterator[Gpu]:
+    driver = str(pynvml.nvmlSystemGetDriverVersion())
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        memory = _ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
+        gpu = Gpu(
+            id=str(index),
+            uuid=str(pynvml.nvmlDeviceGetUUID(handle)),
+            name=str(pynvml.nvmlDeviceGetName(handle)),
+            driver=driver,
+            memory_gib=None if memory is None else memory.total / GIB,
+            free_gib=None if memory is None else memory.free / GIB,
+            capability=_ask(pynvml.nvmlDeviceGetCudaComputeCapability, handle),
+            has_nvlink=any(
+                _ask(pynvml.nvmlDeviceGetNvLinkState, handle, link)
+                for link in range(pynvml.NVML_NVLINK_MAX_LINKS)
+            ),
+        )
+        slices = [*_slices(handle, gpu)]
+        yield from slices or [gpu]
 
 
-def _slices(listing: str) -> dict[str, list[tuple[str, str]]]:
-    """By a GPU's index: profile and UUID of each slice, from the output of `nvidia-smi -L`."""
-    found: dict[str, list[tuple[str, str]]] = {}
-    index = ""
-    for line in listing.splitlines():
-        if match := _GPU.match(line):
-            index = match[1]
-        elif match := _SLICE.match(line):
-            found.setdefault(index, []).append((match[1], match[2]))
-    return found
+def _slices(handle: Any, gpu: Gpu) -> Iterator[Gpu]:
+    """Yield the MIG slices of a device; none where MIG does not divide it."""
+    mode = _ask(pynvml.nvmlDeviceGetMigMode, handle)
+    if mode is None or mode[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
+        return
+    for index in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+        part = _ask(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, index)
+        if part is None:  # no slice has this index
+            continue
+        uuid = str(pynvml.nvmlDeviceGetUUID(part))
+        memory = _ask(pynvml.nvmlDeviceGetMemoryInfo, part)
+        yield Gpu(
+            id=uuid,
+            uuid=uuid,
+            name=str(pynvml.nvmlDeviceGetName(part)),
+            driver=gpu.driver,
+            memory_gib=None if memory is None else memory.total / GIB,
+            capability=gpu.capability,
+        )
 
 
-def _slice_of(gpu: Gpu, profile: str, uuid: str) -> Gpu:
-    """A slice named like `1g.10gb` has 10 GB."""
-    memory = re.search(r"\.(\d+)gb", profile)
-    gib = int(memory[1]) * 1e9 / 2**30 if memory else None
-    return Gpu(uuid, uuid, f"{gpu.name} MIG {profile}", gpu.driver, gib, None, gpu.capability)
+def _ask(question: Callable[..., Any], *arguments: Any) -> Any:
+    """Return NVML's answer; None where this device has none, as a GB10 has no memory of its own."""
+    try:
+        return question(*arguments)
+    except pynvml.NVMLError:
+        return None

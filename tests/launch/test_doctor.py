@@ -4,17 +4,18 @@ import os
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ycore_cli.main import run
 
+from ycore.launch import doctor
+from ycore.launch.doctor import check_versions, environment_report, gpu_checks, machine_checks
 from ycore.launch.gpus import Gpu
 from ycore.sandbox import Level
 from ycore.sandbox.level import Choice
-from ycore.tools import doctor
-from ycore.tools.doctor import check_versions, environment_report, gpu_checks, machine_checks
 
 
 def broken(folder: Path) -> dict[str, str]:
@@ -195,13 +196,14 @@ def test_a_driver_that_is_too_old_a_card_without_bfloat16_and_a_full_device_are_
 
 def test_the_links_between_devices_are_named() -> None:
     two = [Gpu(str(n), f"GPU-{n}", "NVIDIA H100", "580.82.07") for n in range(2)]
-    assert lines_of(two, links="GPU0  X  NV18\nGPU1  NV18  X")["links"][1] == "NVLink"
-    assert lines_of(two, links="GPU0  X  PHB\nGPU1  PHB  X")["links"][1].startswith("PCIe")
+    assert lines_of(two)["links"][1].startswith("PCIe")
+    linked = [replace(gpu, has_nvlink=True) for gpu in two]
+    assert lines_of(linked)["links"][1] == "NVLink"
 
 
 def test_the_report_imports_nothing_heavy() -> None:
     code = (
-        "import sys; from ycore.tools.doctor import environment_report as r; r(); "
+        "import sys; from ycore.launch.doctor import environment_report as r; r(); "
         "print([m for m in ('torch', 'vllm', 'trl', 'transformers', 'datasets') if m in sys.modules])"
     )
     assert (

@@ -25,7 +25,7 @@ import psutil
 
 from ycore.errors import YcoreError
 from ycore.launch.engines import is_vllm_installed
-from ycore.launch.gpus import Gpu, ask_driver, visible_gpus
+from ycore.launch.gpus import Gpu, visible_gpus
 from ycore.launch.layout import this_machine
 from ycore.models.hub import cache_dir
 from ycore.models.tiny import write_tiny_model
@@ -94,9 +94,7 @@ def environment_report() -> dict[str, Any]:
     memory = psutil.virtual_memory()
     checks = [
         *check_versions(versions, beside_torch, on_gpu=bool(gpus)),
-        *gpu_checks(
-            gpus, torch_cuda=torch_cuda(), links=ask_driver(("topo", "-m")) if len(gpus) > 1 else ""
-        ),
+        *gpu_checks(gpus, torch_cuda=torch_cuda()),
         check("memory", f"{memory.total / _GIB:.1f} GiB, {memory.available / _GIB:.1f} GiB free"),
         _check_shared_memory(),
     ]
@@ -215,10 +213,10 @@ def role_checks(*, engines: bool) -> Iterator[Check]:
         )
 
 
-def gpu_checks(gpus: Sequence[Gpu], *, torch_cuda: str | None, links: str = "") -> Iterator[Check]:
+def gpu_checks(gpus: Sequence[Gpu], *, torch_cuda: str | None) -> Iterator[Check]:
     """The devices, whether the driver runs torch's CUDA, and what each device has.
 
-    `torch_cuda` is the version that torch was built with, e.g. `13.0`; `links` the matrix of `nvidia-smi topo -m`.
+    `torch_cuda` is the version that torch was built with, e.g. `13.0`.
     """
     names = [
         gpu.name if gpu.memory_gib is None else f"{gpu.name}, {gpu.memory_gib:.0f} GiB"
@@ -249,12 +247,10 @@ def gpu_checks(gpus: Sequence[Gpu], *, torch_cuda: str | None, links: str = "") 
                 ok=gpu.free_gib >= 0.9 * gpu.memory_gib,
                 mend=mend,
             )
-    if len(gpus) > 1 and links:
+    if len(gpus) > 1:
+        has_nvlink = any(gpu.has_nvlink for gpu in gpus)
         yield check(
-            "links",
-            "NVLink"
-            if re.search(r"\bNV\d+\b", links)
-            else "PCIe only, so syncs and gathers are slower",
+            "links", "NVLink" if has_nvlink else "PCIe only, so syncs and gathers are slower"
         )
 
 

@@ -1,4 +1,4 @@
-"""The part of `ycore doctor --gpu` with engines: weights over the product's own path, sleep, neighbours, a kill.
+"""The part of the device check with engines: weights over the product's own path, sleep, neighbours, a kill.
 
 One tiny model, real vLLM servers. Without a device the servers have no sleep mode: the same requests are answered and
 clear the caches, but no memory moves.
@@ -27,7 +27,7 @@ from ycore.engine.vllm_engine import VllmEngine
 from ycore.engine.weights import engine_weights, note_weights, write_weights
 from ycore.errors import RunError
 from ycore.launch.engine_watch import EngineWatch, LiveEngine
-from ycore.launch.gpus import Gpu, ask_driver, visible_gpus
+from ycore.launch.gpus import Gpu, visible_gpus
 from ycore.launch.guardian import RunWatch, remove_leftovers
 from ycore.models.tiny import write_tiny_model
 from ycore.placement.learning import KEEP, SleepLevels
@@ -196,13 +196,12 @@ def _watched(run: RunFolder) -> Iterator[None]:
     for path in (run.sockets, run.temporary):
         make_private(path)
     run.logs.mkdir()
-    began, watch = time.time(), RunWatch(run.run_id)
+    watch = RunWatch(run.run_id)
     try:
         yield
     finally:
         watch.look()
         watch.kill(grace_s=0)
-        watch.remove_segments(began=began)
         remove_leftovers(run)
 
 
@@ -228,7 +227,7 @@ def _kill(engine: LiveEngine) -> None:
 
 def _free_gib() -> float | None:
     """Free memory of the first device, as the driver says now; None without one, and on a slice of one."""
-    gpus = visible_gpus(ask=ask_driver.__wrapped__)  # not the answer of before
+    gpus = visible_gpus()
     return gpus[0].free_gib if gpus else None
 
 

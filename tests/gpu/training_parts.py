@@ -1,8 +1,7 @@
-"""The parts of `ycore doctor --gpu` that train: a replayed round, packed rows, the stages of a sync, three whole steps.
+"""The parts of the device check that train: a replayed round, packed rows, the stages of a sync, three whole steps.
 
-A part takes a folder of its own, returns its figures in words, and raises RunError where something is wrong. One row of
-the figures of packed rows by itself: `python -m ycore.tools.device_training 8192 segments`, with 30 layers or as many
-as a third argument says.
+A part takes a folder of its own, returns its figures in words, and raises RunError where something is wrong.
+`python -m tests.gpu.training_parts 8192 segments [30]` measures one packed row: tokens, path, layers.
 """
 
 import json
@@ -12,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from tests.chaos.job import Job, write_inputs
+from tests.chaos.runs import Run, Setting
 from ycore.engine.shared_bucket import Bucket, Source
 from ycore.engine.weight_proof import tensor_sums
 from ycore.engine.weights import copied_to_host, engine_weights, write_weights
@@ -30,7 +31,6 @@ from ycore.launch.gpus import Gpu, visible_gpus
 from ycore.run.files import read_json
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
-from ycore.tools.selftest import YCORE, run_command, why, write_inputs
 from ycore.trl.forward import add_compact_head
 from ycore.trl.packing import attention_inputs, block_mask, pack, plan_blocks, use_segments
 
@@ -51,6 +51,13 @@ _GROUP, _PROMPT_SHARE = (
 _MEANS_WITHIN = 0.01  # nats a token, in bfloat16
 _LARGEST_GAP = 0.1  # nats a token; 0.04 was seen with bfloat16 on both sides
 _GROWN_GIB = 1.25  # of the plan
+_COMMAND_WITHIN_S = 300.0
+_YCORE = (
+    sys.executable,
+    "-P",
+    "-c",
+    "import sys; from ycore_cli.main import main; sys.exit(main())",
+)
 _OPEN = """
 import sys, torch
 from ycore.engine.shared_bucket import opened
@@ -80,6 +87,19 @@ def device(folder: Path) -> str:
     return f"{found.name}, {memory}, torch {torch.__version__}; a bfloat16 product within {gap:.1e} of the CPU's"
 
 
+def run_command(words: Sequence[str], output: Path, *, on_cpu: bool = False) -> RunFolder:
+    """Run `ycore` with these words to its end and return its folder; RunError with its last line where it fails."""
+    environment = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
+    run = Run(Setting(output.parent, environment=environment), words, output)
+    try:
+        status = run.wait(timeout_s=_COMMAND_WITHIN_S)
+    finally:
+        run.end()
+    if status != 0:
+        raise RunError(f"exit status {status}: {run.tail(1)}")
+    return run.folder
+
+
 def replay_lora(folder: Path) -> str:
     return _replay(folder)
 
@@ -90,21 +110,13 @@ def replay_full(folder: Path) -> str:
 
 def _replay(folder: Path, *options: str) -> str:
     """Rounds recorded on the CPU, trained on again here: losses and gradient norms, in float32."""
-    recorded, again = RunFolder(folder / "recorded"), RunFolder(folder / "again")
-    words = [
-        *write_inputs(folder, 0),
-        "--steps",
-        "3",
-        "--set",
-        "lora.dropout=0",
-        "--keep-journal",
-        *options,
-    ]
-    for run, command in ((recorded, words), (again, ["grpo", "--replay", str(recorded.root)])):
-        status = run_command(command, run, on_cpu=run is recorded)
-        if status != 0:
-            raise RunError(why(run, status))
-    steps = list(zip(read_metrics(recorded.metrics), read_metrics(again.metrics), strict=True))
+    recorded = folder / "recorded"
+    again = folder / "again"
+    more = ("--set", "lora.dropout=0", "--keep-journal", *options)
+    job = Job(write_inputs(folder / "inputs"), engine="transformers", steps=3, more=more)
+    before = run_command(job.words(recorded), recorded, on_cpu=True)
+    after = run_command(["grpo", "--replay", str(recorded), "--output", str(again)], again)
+    steps = list(zip(read_metrics(before.metrics), read_metrics(after.metrics), strict=True))
     loss = max(abs(one["loss"] - other["loss"]) for one, other in steps)
     norm = max(abs(one["grad_norm"] / other["grad_norm"] - 1) for one, other in steps)
     said = f"{len(steps)} steps, losses within {loss:.1e} and gradient norms within {norm:.1e} of the CPU's"
@@ -291,7 +303,6 @@ def _best(work: Callable[[], object]) -> float:
 
 def steps(folder: Path) -> str:
     """Three steps of the quickstart with its engines, beside the plan, and the gap in log-probability."""
-    run = RunFolder(folder / "run")
     gpu = next(iter(visible_gpus()), None)
     ask = [
         "nvidia-smi",
@@ -304,11 +315,12 @@ def steps(folder: Path) -> str:
     used = folder / "used"
     with used.open("w") as file:
         sampling = None if gpu is None else subprocess.Popen([*ask, gpu.id], stdout=file)
-        status = run_command(["grpo", "--recipe", "quickstart", "--steps", "3"], run)
-        if sampling is not None:
-            sampling.terminate()
-    if status != 0:
-        raise RunError(why(run, status))
+        words = ["grpo", "--recipe", "quickstart", "--steps", "3"]
+        try:
+            run = run_command([*words, "--output", str(folder / "run")], folder / "run")
+        finally:
+            if sampling is not None:
+                sampling.terminate()
     rows = read_metrics(run.metrics)
     gap = max(row["ycore/logprob_gap"] for row in rows)
     step = sorted(row["ycore/time/step"] for row in rows[1:])[0]
@@ -332,7 +344,7 @@ def steps(folder: Path) -> str:
 def _on_a_device(gpu: Gpu, used_mib: list[float], step: float) -> list[dict[str, Any]]:
     """The plan's first way for this device beside what was measured."""
     words = [
-        *YCORE,
+        *_YCORE,
         "plan",
         "--recipe",
         "quickstart",

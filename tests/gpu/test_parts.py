@@ -1,0 +1,89 @@
+"""The parts of the device check, as far as a CPU can do them; `test_on_device` runs them on a GPU."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu import engine_parts, training_parts
+from tests.gpu.check import PARTS, Part, run_part
+from ycore.engine import shared_bucket
+from ycore.errors import RunError
+from ycore.launch.engines import is_vllm_installed
+from ycore.run.paths import RunFolder
+
+TINY: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "num_hidden_layers": 2, "vocab_size": 128, "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def test_the_stages_of_a_sync_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_parts, "_SMOLLM2", TINY)
+    monkeypatch.setattr(training_parts, "_BILLION", TINY)
+    monkeypatch.setattr(shared_bucket, "BUCKET_BYTES", 2**20)
+    said = training_parts.sync(tmp_path)
+    assert said.count("GB/s") == 5 and said.endswith("GB/s, which another process opened")
+    assert list(Path("/dev/shm").glob(f"ycore-{training_parts.RunFolder(tmp_path).run_id}")) == []
+
+
+def test_both_paths_score_the_same_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_parts, "_SMOLLM2", TINY)
+    found = [training_parts.forward_cost(600, path) for path in ("mask", "segments")]
+    assert found[0]["mean_logprob"] == pytest.approx(found[1]["mean_logprob"], abs=1e-3)
+    assert all(one["seconds"] > 0 for one in found)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"), [({}, None), ({"loss": 0.6}, "losses within 1.0e-01")]
+)
+def test_a_replay_that_differs_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: dict[str, float], message: str | None
+) -> None:
+    """The commands are not run here; the journal's replay has its own tests."""
+
+    def command(words: list[str], output: Path, *, on_cpu: bool = False) -> RunFolder:
+        output.mkdir()
+        folder = RunFolder(output)
+        row = {"loss": 0.5, "grad_norm": 2.0} | ({} if on_cpu else other)
+        folder.metrics.write_text(json.dumps({"step": 1, **row}) + "\n")
+        return folder
+
+    monkeypatch.setattr(training_parts, "run_command", command)
+    if message is None:
+        assert training_parts.replay_full(tmp_path).startswith("1 steps, losses within 0.0e+00")
+        return
+    with pytest.raises(RunError, match=message):
+        training_parts.replay_full(tmp_path)
+
+
+def test_a_part_that_fails_or_hangs_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PARTS, "sync", Part("nowhere.work", 30, "nothing"))
+    with pytest.raises(RunError, match=r"sync: .*No module named"):
+        run_part("sync", tmp_path, device=None)
+    monkeypatch.setitem(PARTS, "attention", Part("training_parts.attention", 0.01, "nothing"))
+    with pytest.raises(RunError, match="attention: no end after"):
+        run_part("attention", tmp_path, device=None)
+
+
+def test_a_sleep_that_keeps_the_memory_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_parts, "_HOLD", "raise MemoryError('{bytes}')")
+    with pytest.raises(RunError, match=r"asleep at level 2, the engine keeps 6\.0 of its 7\.0 GiB"):
+        engine_parts._check_freed(2, held=7.0, freed=1.0)
+    with pytest.raises(RunError, match=r"another process cannot use 5\.4 GiB: MemoryError"):
+        engine_parts._check_freed(1, held=7.0, freed=6.0)
+    monkeypatch.setattr(engine_parts, "_HOLD", "{bytes}")
+    assert "of 7.0 GiB 6.0 were free" in engine_parts._check_freed(1, held=7.0, freed=6.0)
+
+
+@pytest.mark.engine
+@pytest.mark.verify
+@pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed")
+def test_engines_sleep_wake_and_are_replaced(tmp_path: Path) -> None:
+    """Real servers: sleep at both levels, the same tokens after it, one that is killed asleep."""
+    said = engine_parts.engines(tmp_path)
+    assert "level 1" in said and said.count("level 2") == 2 and "killed asleep" in said
+    assert "from this process's memory, loaded and proved" in said

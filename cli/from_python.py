@@ -102,8 +102,8 @@ class Run:
         """
         from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+        from ycore.api.trained import trained_model
         from ycore.config.algorithms import find_algorithm
-        from ycore.tools.trained import trained_model
 
         scores = find_algorithm(self.config["algorithm"]).trains_reward_model
         loader: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
@@ -113,7 +113,7 @@ class Run:
         """The model's tokenizer, as transformers loads it."""
         from transformers import AutoTokenizer
 
-        from ycore.tools.trained import trained_model
+        from ycore.api.trained import trained_model
 
         return AutoTokenizer.from_pretrained(trained_model(str(self.folder)))
 

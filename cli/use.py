@@ -91,7 +91,7 @@ def chat(
     from rich.table import Table
     from rich.text import Text
 
-    from ycore.tools.trained import ServedTalker, TransformersTalker, turns_before, writing_model
+    from ycore.api.trained import ServedTalker, TransformersTalker, turns_before, writing_model
 
     names = [model] if against is None else [model, against]
     if at is not None and against is not None:
@@ -167,8 +167,8 @@ def serve(
     ycore serve runs/quickstart
     ycore serve runs/quickstart --port 9000 --dry-run
     """
+    from ycore.api import trained
     from ycore.launch.engines import is_vllm_installed
-    from ycore.tools import trained
 
     folder, name = trained.writing_model(model, best=best), served_name(model)
     words, spec = trained.serve_command(folder, name=name, host=host, port=port)
@@ -189,8 +189,8 @@ def export(model: Name, form: Form = "merged", output: Target = None, best: Best
     ycore export runs/quickstart --format merged --output models/sums
     ycore export runs/quickstart --format gguf --output models/sums.gguf
     """
-    from ycore.tools.trained import export as write
-    from ycore.tools.trained import writing_model
+    from ycore.api.trained import export as write
+    from ycore.api.trained import writing_model
 
     folder = writing_model(model, best=best)
     inside = Path(model) if (Path(model) / "run.json").is_file() else Path()
@@ -217,7 +217,7 @@ def push(
     ycore push runs/quickstart me/sums --dry-run
     ycore push runs/quickstart me/sums --private --merged
     """
-    from ycore.tools import trained
+    from ycore.api import trained
 
     if not (run / "run.json").is_file():
         raise RunFolderError(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from ycore_cli.main import run
 
-from ycore.tools import trained
+from ycore.api import trained
 
 EXAMPLE = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "1"}]
 CONFIG = {"system_prompt": "Add.", "few_shot": EXAMPLE}

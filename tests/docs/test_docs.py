@@ -30,7 +30,7 @@ from ycore.config.recipe_files import list_recipes, load_benchmark, load_recipe
 from ycore.config.schema import RewardConfig, RunConfig, TuneConfig
 from ycore.config.trl_arguments import aliases, refusal
 from ycore.config.trl_fields import fields_of
-from ycore.data.digit_tasks import QUESTIONS
+from ycore.data.generated import DIGIT_QUESTIONS as QUESTIONS
 from ycore.data.generated import TASKS
 from ycore.errors import ConfigError
 from ycore.rewards.builtin import BUILTIN, CODE, ENVIRONMENT

@@ -14,9 +14,10 @@ from itertools import islice
 from typing import Any
 from urllib.parse import parse_qsl
 
-from ycore.data.digit_tasks import QUESTIONS, digit_rows
 from ycore.data.table import Table
 from ycore.errors import DataError, nearest
+from ycore.models.sighted import read_digits
+from ycore.run.images import png_of
 
 _SPLITS = ("train", "test")
 _TEST_SHARE = 5  # about every fifth question is held out
@@ -29,6 +30,12 @@ _MAX_LISTED = (
 )  # up to so many questions a task is listed and shuffled; beyond, questions are drawn
 _JSON = (str, int, float, bool, Mapping, list, tuple, type(None))
 _GYM_DRAWS_PER_ROW = 12  # a test question is one of five: draws enough to find as many as wanted
+
+DIGIT_QUESTIONS = {
+    "see-digit": "Which digit is <image>? Answer with just the number.",
+    "see-and-add": "What is <image> + <image>? Answer with just the number.",
+}
+"""Questions about pictures of handwritten digits, by task name. The answer is the sum of the digits shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +61,7 @@ class Task:
 
 def task_table(text: str, *, split: str, seed: int) -> Table:
     name, given = _parse(text, split)
-    known = (*TASKS, *QUESTIONS)
+    known = (*TASKS, *DIGIT_QUESTIONS)
     if name not in known:
         way_out = nearest(name, known) or "; take one of them"
         raise DataError(f"no task {name!r}; there are {', '.join(known)}{way_out}")
@@ -73,8 +80,8 @@ def task_table(text: str, *, split: str, seed: int) -> Table:
         for key, (low, default, high) in limits.items()
     }
     chance = random.Random(f"{name} {split} {seed}")
-    if name in QUESTIONS:
-        pictured = list(islice(digit_rows(name, arguments, split, chance), arguments["size"]))
+    if name in DIGIT_QUESTIONS:
+        pictured = list(islice(_digit_rows(name, arguments, split, chance), arguments["size"]))
         return Table(text, pictured, ("prompt", "images", "answer"))
     questions = _questions(name, TASKS[name], arguments, split, chance)
     rows = [
@@ -233,6 +240,31 @@ TASKS: dict[str, Task] = {
         {"length": (2, 4, 20)}, lambda arguments: int(26 ** arguments["length"]), _reverse
     ),
 }
+
+
+def _digit_rows(
+    name: str, arguments: Mapping[str, int], split: str, chance: random.Random
+) -> Iterator[dict[str, Any]]:
+    """Yield rows without end: `prompt`, `images` as PNG files, `answer`.
+
+    With `wrong`, the pictures are drawn at random and do not show the digits of the answer: what a model then gets
+    right, it did not see.
+    """
+    from PIL import Image
+
+    pictures, digits = read_digits(split)
+    question = DIGIT_QUESTIONS[name]
+    num_digits = question.count("<image>")
+    while True:
+        answer_rows = [chance.randrange(len(digits)) for _ in range(num_digits)]
+        picture_rows = answer_rows
+        if arguments["wrong"]:
+            picture_rows = [chance.randrange(len(digits)) for _ in range(num_digits)]
+        yield {
+            "prompt": question,
+            "images": [png_of(Image.fromarray(pictures[row])) for row in picture_rows],
+            "answer": str(sum(int(digits[row]) for row in answer_rows)),
+        }
 
 
 def _gym_dataset(text: str, name: str, given: Mapping[str, str], *, size: int, seed: int) -> Any:

@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ycore.data.digit_tasks import QUESTIONS
-from ycore.data.generated import TASKS, gym_table, task_table
+from ycore.data.generated import DIGIT_QUESTIONS, TASKS, gym_table, task_table
 from ycore.data.local_files import file_suffix, file_table
 from ycore.data.table import Table
 from ycore.errors import DataError, nearest
@@ -49,7 +48,7 @@ def _refuse_mistyped_schemes(name: str) -> None:
     if colon and "/" not in scheme and (near := nearest(scheme, ("task", "gym"), limit=1)):
         near = near.split("'")[1]
         raise DataError(f"no dataset {name!r}; did you mean {f'{near}:{rest}'!r}?")
-    if name.partition("?")[0] in (*TASKS, *QUESTIONS):
+    if name.partition("?")[0] in (*TASKS, *DIGIT_QUESTIONS):
         raise DataError(f"no dataset {name!r}; did you mean {f'task:{name}'!r}?")
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
+from ycore.api.trained import ServedTalker
 from ycore.errors import RunError
 from ycore.launch.engines import is_vllm_installed
 from ycore.models.tiny import write_tiny_model
-from ycore.tools.trained import ServedTalker
 
 pytestmark = [
     pytest.mark.engine,

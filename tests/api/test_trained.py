@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.models.test_hub import write_adapter
+from ycore.api import trained
 from ycore.errors import ModelError, RunError, RunFolderError
 from ycore.models.tiny import write_tiny_model
-from ycore.tools import trained
 
 CONFIG = {
     "algorithm": "grpo", "model": "smollm2-135m", "dataset": "task:addition", "output": "runs/sums", "steps": 40,

@@ -1,0 +1,1 @@
+"""What Python users and the command call."""

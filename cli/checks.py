@@ -191,7 +191,7 @@ def _check_evaluation(config: RunConfig, prompts: PromptSet) -> dict[str, Any] |
     )
     if not (config.eval_dataset or any(asks)):
         return None
-    from ycore.round.held_out import check_evaluation
+    from ycore.evaluation.held_out import check_evaluation
 
     check_evaluation(config)
     held_out = config.for_evaluation()
@@ -280,7 +280,7 @@ def _check_examples(config: TuneConfig, model: ModelPlan, site: Site) -> dict[st
     if examples.shows:
         require_sight(model, 0)
     if config.measures_between:
-        from ycore.round.held_out import check_measuring
+        from ycore.evaluation.held_out import check_measuring
 
         check_measuring(config, len(examples.held_out))
     if find_algorithm(config.algorithm).trains_reward_model and site.layout.shards_weights:

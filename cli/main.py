@@ -14,7 +14,6 @@ from ycore_cli.flow import flow
 from ycore_cli.look import agents, docs, doctor, env, recipes, report, reproduce, watch
 from ycore_cli.measure import evaluate, preflight
 from ycore_cli.plan import plan
-from ycore_cli.simulate import simulate
 from ycore_cli.train import pipeline, resume, training_command
 from ycore_cli.use import chat, export, push, serve
 
@@ -43,7 +42,7 @@ for name, command in {
 }.items():
     app.command(name, context_settings=_ANY_TRL_FIELD)(command)
 _OTHERS: Sequence[Callable[..., Any]] = (
-    *(pipeline, recipes, env, doctor, report, simulate, watch),
+    *(pipeline, recipes, env, doctor, report, watch),
     *(chat, serve, export, push, reproduce, docs, agents),
 )
 for command in _OTHERS:

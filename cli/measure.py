@@ -18,7 +18,7 @@ from ycore.run.files import write_json_atomic
 
 if TYPE_CHECKING:
     from ycore.config.schema import RunConfig
-    from ycore.plan.preflight_verdict import Measurements
+    from ycore.evaluation.preflight_verdict import Measurements
 
 _SAMPLE_WIDTH = 100
 
@@ -148,7 +148,7 @@ def measured(configs: "Sequence[RunConfig]") -> dict[str, Any]:
 
 def _too_short(configs: "Sequence[RunConfig]", summaries: Mapping[str, Any]) -> list[str]:
     """A line for each model of whose completions many are cut off."""
-    from ycore.plan.preflight_verdict import TRUNCATED_WARNS
+    from ycore.evaluation.preflight_verdict import TRUNCATED_WARNS
 
     return [
         f"{cut:.0%} of the completions of {config.model} are cut off at {config.max_tokens} tokens; a longer "
@@ -216,7 +216,7 @@ def compared(
     configs: "Sequence[RunConfig]", summaries: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[list[str]]]:
     """The finished evaluations compared with the first, as JSON values and as a table; both are written down too."""
-    from ycore.tools import side_by_side as tool
+    from ycore.evaluation import side_by_side as tool
 
     root, weights = Path(configs[0].output).parent, [reward.weight for reward in configs[0].rewards]
     answers = {config.model: tool.read_answers(Path(config.output), weights) for config in configs}
@@ -231,7 +231,7 @@ def compared(
 
 def _in_own_folder(config: "RunConfig") -> "RunConfig":
     """The same run in another folder, in one process, with as many prompts as a preflight takes."""
-    from ycore.plan.preflight_verdict import NUM_PROMPTS
+    from ycore.evaluation.preflight_verdict import NUM_PROMPTS
 
     folder = o.unused_folder(f"{config.output}-preflight")
     alone = {"output": folder, "prompts_per_step": NUM_PROMPTS, "processes": 1, "accelerate": None}
@@ -242,8 +242,8 @@ def _run_preflight(config: "RunConfig") -> dict[str, Any]:
     """The measurements, a few completions and the verdict, as JSON values."""
     from dataclasses import asdict
 
+    from ycore.evaluation.preflight_verdict import from_json, verdict
     from ycore.launch.launcher import PREFLIGHT, run_worker
-    from ycore.plan.preflight_verdict import from_json, verdict
 
     summary = run_worker(PREFLIGHT, config)
     return {**summary, "output": config.output, **asdict(verdict(from_json(summary["preflight"])))}
@@ -251,7 +251,7 @@ def _run_preflight(config: "RunConfig") -> dict[str, Any]:
 
 def _preflight_lines(result: Mapping[str, Any]) -> Iterator[str]:
     """What was measured, the rewards as a histogram, a few completions, the verdict."""
-    from ycore.plan.preflight_verdict import from_json, histogram
+    from ycore.evaluation.preflight_verdict import from_json, histogram
 
     measured = from_json(result["preflight"])
     for name, value in _measured_rows(measured):

@@ -115,12 +115,12 @@ HEAVY_FILES = {
     "engine/shared_bucket.py",
     "engine/weight_proof.py",
     "engine/weights.py",
-    "trainer/evaluation.py",
+    "evaluation/during_training.py",
     "trainer/saved_state.py",
     "trainer/example_run.py",
     "trainer/flow_run.py",
     "trainer/rollout_run.py",
-    "trainer/trackers.py",
+    "view/trackers.py",
     "trainer/training_run.py",
 }
 

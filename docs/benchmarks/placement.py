@@ -19,8 +19,7 @@ on a GPU (vllm-project/vllm#48337: 1.44 s for both at level 1, 1.92 s at level 2
 
 Before, between and after the rounds, the speeds of the engines are measured alone (`placement_speeds`). At the end the
 simulator gets these speeds and the lengths, and the table compares its seconds with the real ones. It also compares
-what the simulator predicts for all three placements from the recorded rounds of each, as `ycore simulate --trace`
-does.
+what the simulator predicts for all three placements from the recorded rounds of each, as `simulate.py --trace` does.
 """
 
 import argparse
@@ -45,15 +44,15 @@ import torch.distributed as dist
 from machine import busy_share, describe_machine
 from placement_engines import PUBLISHED_S, Engines, SeededEngine, clients, engines_running, sleepers
 from placement_speeds import Measured, mean_of, measure
+from simulator.comparison import Scenario, compare_recorded, simulate
+from simulator.recording import requests_of
+from simulator.simulation import Demand, Machine, SimulatedGroup
 
 from ycore.placement.allocator import Allocator
 from ycore.placement.line import Line, OwnLine, SocketLine
 from ycore.placement.placement import JUDGE, ROLLOUT, SlotPool, parse_placement
 from ycore.placement.slot_pool import home_of
 from ycore.placement.slots import Slots
-from ycore.plan.comparison import Scenario, compare_recorded, simulate
-from ycore.plan.recording import requests_of
-from ycore.plan.simulation import Demand, Machine, SimulatedGroup
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules, Yield, completion_seed
 from ycore.round.scoring import Scoring, Writing

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from placement_engines import SeededEngine
-
-from ycore.plan.recording import Steps
+from simulator.recording import Steps
 
 DEPTHS = (1, 4, 8, 16, 32, 64, 96)
 _FEW, _MANY = 4, 24

@@ -33,12 +33,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sweep_picture import draw, table
-
-from ycore.placement.load import Speed
-from ycore.placement.placement import DYNAMIC, JUDGE, ROLLOUT, Placement, SlotPool
-from ycore.plan.comparison import Result, simulate
-from ycore.plan.simulation import (
+from simulator.comparison import Result, simulate
+from simulator.simulation import (
     Demand,
     GroupAt,
     Lengths,
@@ -47,6 +43,10 @@ from ycore.plan.simulation import (
     Workload,
     of_engines,
 )
+from sweep_picture import draw, table
+
+from ycore.placement.load import Speed
+from ycore.placement.placement import DYNAMIC, JUDGE, ROLLOUT, Placement, SlotPool
 from ycore.round.sampling import Yield
 
 ROLES = (ROLLOUT, JUDGE)

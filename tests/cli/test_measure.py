@@ -11,11 +11,11 @@ from ycore_cli import measure
 from ycore_cli.main import run
 
 from ycore.config.schema import RewardConfig, RunConfig
+from ycore.evaluation.evaluator import _position_bias
+from ycore.evaluation.preflight_verdict import Measurements, verdict
 from ycore.models.hub import HubAnswer
 from ycore.models.tiny import write_tiny_model
-from ycore.plan.preflight_verdict import Measurements, verdict
 from ycore.run.reports import TRACKER_GROUP
-from ycore.trainer.evaluator import _position_bias
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 

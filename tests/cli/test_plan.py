@@ -33,7 +33,7 @@ def test_a_plan_for_devices_that_are_not_here(capsys: pytest.CaptureFixture[str]
     told = json.loads(capsys.readouterr().out)
     best = told["fits"][0]
     assert told["model"]["num_params"] == 7_615_616_512 and told["devices"]["count"] == 8
-    assert set(best["seconds"]) == {"sync", "generate", "judge", "round", "train", "step"}
+    assert set(best["seconds"]) == {"sync", "generate", "judge", "swaps", "round", "train", "step"}
     assert best["peak_bytes"] <= best["capacity_bytes"] < 80e9
     assert {"trainer", "judge"} <= set(best["memory"]["judge"])
     assert best["way"]["tensor_parallel"] == 2 and not told["cannot_be_run"]

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from simulator.recording import Steps
 
 from ycore.placement.load import Speed
-from ycore.plan.recording import Steps
 from ycore.types import Completion
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
@@ -106,9 +106,10 @@ def test_prompts_that_do_not_teach_are_replaced_one_for_one(
     while teachers < job.need:
         teachers += script.teaches(position, job)
         position += 1
+    from simulator.simulation import Demand, Machine, SimulatedRound
+
     from ycore.placement.allocator import Allocator
     from ycore.placement.placement import SlotPool, parse_placement
-    from ycore.plan.simulation import Demand, Machine, SimulatedRound
 
     for words in script.PLACEMENTS:
         allocator = Allocator(

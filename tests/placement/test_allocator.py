@@ -5,6 +5,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulator.simulation import Demand, Lengths, Machine, SimulatedRound, Workload
 
 from ycore.placement.allocator import Allocator
 from ycore.placement.load import Speed
@@ -20,7 +21,6 @@ from ycore.placement.placement import (
     Swap,
     parse_placement,
 )
-from ycore.plan.simulation import Demand, Lengths, Machine, SimulatedRound, Workload
 
 ROLES = (ROLLOUT, JUDGE)
 

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from simulator.simulation import Demand, Lengths, Machine, Outcome, SimulatedRound, Workload
 
 from ycore.placement.allocator import Allocator
 from ycore.placement.learning import (
@@ -16,7 +17,6 @@ from ycore.placement.learning import (
 )
 from ycore.placement.load import Speed
 from ycore.placement.placement import JUDGE, ROLLOUT, SlotPool, parse_placement
-from ycore.plan.simulation import Demand, Lengths, Machine, Outcome, SimulatedRound, Workload
 
 ROLES = (ROLLOUT, JUDGE)
 SPEED = Speed(0.012, 0.001)

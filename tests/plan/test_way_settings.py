@@ -126,8 +126,7 @@ def check_as_launched(line: str, way: Way, made: Plan, monkeypatch: pytest.Monke
 
 
 def test_every_way_of_hundreds_of_plans_can_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds are not simulated, and no nearest changes are sought, which would take minutes and refuse nothing."""
-    monkeypatch.setattr(search, "simulated", lambda job, one, fleet: one)
+    """No nearest changes are sought, which would take minutes and refuse nothing."""
     monkeypatch.setattr(search, "nearest", lambda *settings, **more: [])
     monkeypatch.setattr(search, "_smaller_model", lambda *settings: [])
     monkeypatch.setattr(search, "usable_cores", lambda: range(16))

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from simulator.simulation import Demand, Lengths, Machine, SimulatedRound, Workload
 
 from ycore.placement.allocator import Allocator
 from ycore.placement.load import Speed
 from ycore.placement.placement import JUDGE, ROLLOUT, SlotPool
 from ycore.placement.slots import Slots
-from ycore.plan.simulation import Demand, Lengths, Machine, SimulatedRound, Workload
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules, Yield
 from ycore.round.scoring import Scoring

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from ycore.config.flow_settings import FlowConfig
+from ycore.evaluation.held_out import RIGHT_FROM, as_metrics, with_interval
 from ycore.flow.sampler import NOWHERE, Picture, PictureEngine
 from ycore.placement.slots import Slots
 from ycore.rewards.loading import reward_names
-from ycore.round.held_out import RIGHT_FROM, as_metrics, with_interval
 from ycore.round.sampling import completion_seed, total_reward
 from ycore.round.scoring import Scoring, Writing
 from ycore.run.images import ImageStore

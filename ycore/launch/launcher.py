@@ -61,8 +61,8 @@ class Worker:
 
 
 TRAINER = Worker("trainer", "ycore.trainer")
-EVALUATOR = Worker("evaluator", "ycore.trainer.evaluator", result="eval.json")
-PREFLIGHT = Worker("preflight", "ycore.trainer.preflight_round", result="preflight.json")
+EVALUATOR = Worker("evaluator", "ycore.evaluation.evaluator", result="eval.json")
+PREFLIGHT = Worker("preflight", "ycore.evaluation.preflight_round", result="preflight.json")
 
 
 def run_worker(

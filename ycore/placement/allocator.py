@@ -1,7 +1,7 @@
 """The allocator decides which slot serves which request, and when a slot changes its role: events in, actions out.
 
 It has no clock, process or wait. The live run (`placement.slot_pool`, for all ranks of a machine) and the simulator
-(`plan.simulation`, a virtual clock) report the same events to it and carry out the same actions.
+(`docs/benchmarks/simulator`, a virtual clock) report the same events to it and carry out the same actions.
 """
 
 import heapq

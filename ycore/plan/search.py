@@ -20,7 +20,7 @@ from ycore.plan.devices import (
 from ycore.plan.job import SHARDINGS, Job, Way, job_of, micro_batch_of
 from ycore.plan.model_facts import KNOWN_CONFIGS, model_facts
 from ycore.plan.sharing import sharings
-from ycore.plan.step_forecast import Forecast, forecast, simulated
+from ycore.plan.step_forecast import Forecast, forecast
 from ycore.plan.way_settings import config_of
 
 _MOST_ON_CPU = 2  # engines that a run starts by default (ycore/launch/engines.py)
@@ -255,19 +255,6 @@ def ranked(
     """Forecasts that fit and that a run can take, fastest first, and those that do not fit, least over first."""
     forecasts = [forecast(job, way, fleet) for way in candidates]
     fitting = _by_time(one for one in forecasts if one.fits and can_run(job, fleet, one))
-    if job.judge is not None:
-        # The best way to train for each placement of the engines: rounds do not depend on how training is sharded.
-        best: dict[tuple[object, ...], Forecast] = {}
-        for one in fitting:
-            way = one.way
-            widths = way.tensor_parallel, way.judge_tensor_parallel
-            best.setdefault((way.kind, way.judge_slots, way.slots, widths, way.sleeps), one)
-        enough_s = 1.5 * min(
-            (one.step_s for one in best.values()), default=0.0
-        )  # of the fastest by the simple bound
-        fitting = _by_time(
-            simulated(job, one, fleet) for one in best.values() if one.step_s <= enough_s
-        )
     others = sorted(
         (one for one in forecasts if not one.fits), key=lambda one: one.peak[1] - one.capacity
     )

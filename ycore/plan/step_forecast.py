@@ -5,14 +5,10 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median_high
 from typing import Any
 
-from ycore.placement.load import Speed
-from ycore.placement.placement import ROLLOUT, Placement, SlotPool
 from ycore.plan import memory, timing
-from ycore.plan.comparison import simulate
 from ycore.plan.devices import GIB, Fleet
 from ycore.plan.job import Job, Way
 from ycore.plan.memory import Engine, Parts
-from ycore.plan.simulation import Demand, Lengths, Machine, Workload, of_engines
 
 TIMED = ("sync", "round", "train", "step")
 """Of a step, in metrics.jsonl as `ycore/time/step` and so on."""
@@ -54,58 +50,6 @@ def forecast(job: Job, way: Way, fleet: Fleet) -> Forecast:
     tokens = float(job.completions * job.completion_tokens)
     one = Forecast(way, *memory.step_memory(job, way, fleet), memory.capacity_of(fleet), {}, tokens)
     return replace(one, seconds=timing.step_seconds(job, way, fleet, at_once=one.at_once))
-
-
-def simulated(job: Job, one: Forecast, fleet: Fleet) -> Forecast:
-    """The same, with the round of a judged run as the simulator plays it: with the live run's own decisions."""
-    assert job.judge is not None
-    way, device, at_once = one.way, fleet.device, one.at_once
-    reads = job.judge_prompt_tokens + job.completion_tokens
-    writer = timing.Serving(job.policy, device, job.bytes_per_value, way.tensor_parallel)
-    judge = replace(writer, facts=job.judge, tensor_parallel=way.judge_tensor_parallel)
-    role = job.judge_role
-    on_slot = {each: way.engines(each) for each in (ROLLOUT, role)}
-    writing = of_engines(
-        _speed(writer, context=job.prompt_tokens, most=at_once[ROLLOUT]), on_slot[ROLLOUT]
-    )
-    judging = of_engines(_speed(judge, context=reads, most=at_once[role]), on_slot[role])
-    # Reading a question counts as so many tokens.
-    verdict = max(1.0, job.judge_tokens + judge.prefill_s(reads) / judging.step_s(1))
-    spread = 0.5 if job.completion_tokens < job.max_tokens else 0.0  # of lognormal lengths
-    lengths = Lengths(float(job.completion_tokens), spread, float(job.max_tokens))
-    work = Workload(lengths, {role: verdict}, job.group_size, 1 / job.draws)
-    exclusive = way.sleeps and not device.on_cpu
-    swap_s = timing.swap_s(job.policy, job, device) if exclusive else 0.0
-    shares = (way.slots - way.judge_slots, way.judge_slots) if way.kind == "split" else ()
-    round_s = simulate(
-        Placement(way.kind, shares),
-        SlotPool(
-            way.slots,
-            (ROLLOUT, role),
-            {each: num * at_once[each] for each, num in on_slot.items()},
-            exclusive=exclusive,
-            swap_s=swap_s,
-        ),
-        Machine({ROLLOUT: writing, role: judging}, {ROLLOUT: swap_s, role: swap_s}),
-        lambda number: work.group_at,
-        Demand(job.prompts_per_step, dynamic=job.draws > 1.0),
-        num_rounds=1,
-        warm_up=3,  # the first rounds only teach the allocator
-    ).seconds
-    kept = {name: value for name, value in one.seconds.items() if name != "swaps"}
-    step_s = one.seconds["sync"] + round_s + one.seconds["train"]
-    return replace(one, seconds={**kept, "round": round_s, "step": step_s})
-
-
-def _speed(engine: timing.Serving, *, context: int, most: int) -> Speed:
-    """The line through a step with one request and a step with as many as fit."""
-    full = max(2, most)
-    one_s, full_s = (
-        engine.decode_step_s(1, context=context),
-        engine.decode_step_s(full, context=context),
-    )
-    each = max(1e-9, (full_s - one_s) / (full - 1))
-    return Speed(max(1e-9, one_s - each), each)
 
 
 @dataclass(frozen=True, slots=True)

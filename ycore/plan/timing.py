@@ -5,7 +5,7 @@ the memory's speed (the roofline's two terms, added: Williams et al. 2009), plus
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ycore.plan.devices import Device, Fleet
 from ycore.plan.job import PHASES, Job, Way
@@ -57,31 +57,33 @@ def step_seconds(
 
     `at_once`: by role, the sequences that one engine holds.
     """
-    device, in_split = fleet.device, way.kind == "split"
+    device = fleet.device
+    if way.kind == "dynamic":
+        # It finds the best division by itself: within a few percent, see docs/placement.md.
+        splits = (replace(way, kind="split", judge_slots=n) for n in range(1, way.slots))
+        divisions = [replace(way, kind="colocated"), *splits]
+        steps = (step_seconds(job, division, fleet, at_once=at_once) for division in divisions)
+        return min(steps, key=lambda seconds: seconds["step"])
+    in_split = way.kind == "split"
     writing = max(1, way.slots - (way.judge_slots if in_split else 0)) * way.engines("rollout")
     generate = generate_s(
         job, device, slots=writing, tensor_parallel=way.tensor_parallel, at_once=at_once["rollout"]
     )
-    judge, swaps = (
-        0.0,
-        (swap_s(job.policy, job, device) if way.sleeps else 0.0) + offload_s(job, way, device),
-    )
+    judge = 0.0
+    swaps = (swap_s(job.policy, job, device) if way.sleeps else 0.0) + offload_s(job, way, device)
     if job.judge is not None:
         judging = max(1, way.judge_slots if in_split else way.slots) * way.engines(job.judge_role)
-        wide = way.judge_tensor_parallel
         judge = judge_s(
-            job, device, slots=judging, tensor_parallel=wide, at_once=at_once[job.judge_role]
+            job,
+            device,
+            slots=judging,
+            tensor_parallel=way.judge_tensor_parallel,
+            at_once=at_once[job.judge_role],
         )
         swaps += 0.0 if in_split else swap_s(job.judge, job, device)
-    if way.kind == "dynamic":
-        both = (
-            generate + judge
-        ) * 1.05  # near the sum of the work over all slots; the simulator knows how near
-    elif in_split:
-        # Judging overlaps generating once the first group has ended.
+    both = generate + judge
+    if in_split:  # judging overlaps generating once the first group has ended
         both = max(generate, judge) + min(generate, judge) / max(1, job.prompts_per_step)
-    else:
-        both = generate + judge
     train = train_s(job, way, device, cores=fleet.count // way.ranks if device.on_cpu else 1)
     sync, round_s = sync_s(job, device), both + swaps
     judged = {PHASES[job.judge_role]: judge} if judge else {}

@@ -16,14 +16,14 @@ from ycore.config.schema import TuneConfig
 from ycore.data.examples import ExampleSet, load_examples
 from ycore.engine.sight import load_sight
 from ycore.errors import DataError, Interrupted
+from ycore.evaluation.during_training import Evaluation
+from ycore.evaluation.held_out import as_metrics
 from ycore.round.assemble import load_tokenizer
-from ycore.round.held_out import as_metrics
 from ycore.run.claim import model_fingerprint
 from ycore.run.files import read_json
 from ycore.run.images import ImageStore
 from ycore.run.paths import RunFolder
 from ycore.run.secrets import load_config
-from ycore.trainer.evaluation import Evaluation
 from ycore.trainer.saved_state import Checkpoints
 from ycore.trainer.training_run import TrainingRun
 from ycore.trl.build import load_trainer_class

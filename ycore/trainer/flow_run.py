@@ -20,6 +20,7 @@ from ycore.config.schema import EngineSettings, RewardConfig, a_fifth
 from ycore.data.prompts import PromptSet
 from ycore.engine.judge_engine import RemoteJudge
 from ycore.errors import Interrupted, RunError
+from ycore.evaluation.held_out import figures_of, is_due
 from ycore.flow.conditions import IMAGES, load_conditions
 from ycore.flow.learner import Learner, sampling_of
 from ycore.flow.measuring import FELL, TRAINED, conditions, judge_fell, measure
@@ -37,7 +38,6 @@ from ycore.judge.sources import is_judge, judge_of
 from ycore.models.flow_folder import FlowFolder
 from ycore.placement.slots import Slots
 from ycore.rewards.loading import reward_names
-from ycore.round.held_out import figures_of, is_due
 from ycore.round.journal import Journal
 from ycore.round.judge_scorer import JudgeScorer
 from ycore.round.meters import JudgeMeter, Meter, WorkerMeter
@@ -68,7 +68,7 @@ from ycore.trainer.saved_state import check_contents
 from ycore.types import Completion, Prompt, Score
 
 if TYPE_CHECKING:
-    from ycore.trainer.trackers import OwnPage
+    from ycore.view.trackers import OwnPage
 
 _KEPT = 2  # checkpoints
 
@@ -343,7 +343,7 @@ def _page(config: FlowConfig, home: RunFolder) -> "OwnPage | None":
     """Of the run in the trackers that it names; they need transformers, which nothing else here does."""
     if config.trl.get("report_to") in (None, "none", ["none"]):
         return None
-    from ycore.trainer.trackers import OwnPage
+    from ycore.view.trackers import OwnPage
 
     return OwnPage(config, home)
 

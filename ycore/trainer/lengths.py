@@ -18,14 +18,14 @@ from ycore.config.schema import RunConfig
 from ycore.engine import Engine
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.errors import ConfigError, RunError
-from ycore.plan.preflight_verdict import TRUNCATED_WARNS
+from ycore.evaluation.evaluator import load_policy, open_engines
+from ycore.evaluation.preflight_verdict import TRUNCATED_WARNS
 from ycore.round.assemble import Assembly
 from ycore.round.sampling import completion_seed
 from ycore.run.files import read_json, write_json_atomic
 from ycore.run.paths import RunFolder
 from ycore.run.reports import this_rank
 from ycore.run.secrets import redact
-from ycore.trainer.evaluator import load_policy, open_engines
 from ycore.types import Completion
 
 NUM_SAMPLED = 16

@@ -10,6 +10,7 @@ from ycore.engine.shared_bucket import Source
 from ycore.engine.transformers_engine import TransformersEngine
 from ycore.engine.weights import engine_weights, note_weights, write_adapters, write_weights
 from ycore.environments.agent_pool import agent_files
+from ycore.evaluation.during_training import RolloutEvaluation
 from ycore.round.assemble import Assembly
 from ycore.round.journal import Journal, ReplayedRounds
 from ycore.round.peers import Peers
@@ -17,7 +18,6 @@ from ycore.round.step import Controller
 from ycore.round.torch_peers import TorchPeers
 from ycore.run.claim import files_fingerprint, model_fingerprint
 from ycore.run.files import write_json_atomic
-from ycore.trainer.evaluation import RolloutEvaluation
 from ycore.trainer.lengths import NUM_SAMPLED, is_judged, judge_cut, note
 from ycore.trainer.saved_state import Checkpoints, RoundState
 from ycore.trainer.training_run import TrainingRun

@@ -23,6 +23,7 @@ from transformers import (
 from ycore.config.schema import AnyConfig
 from ycore.data.examples import ExampleSet
 from ycore.errors import Interrupted
+from ycore.evaluation.during_training import EndedEarly
 from ycore.round.step import Controller
 from ycore.run.checkpoints import checkpoint_of, newest_for, step_of
 from ycore.run.files import sync, sync_tree
@@ -30,8 +31,8 @@ from ycore.run.metrics import MetricsWriter, is_evaluation
 from ycore.run.paths import RunFolder
 from ycore.run.reports import this_rank
 from ycore.trainer.saved_state import Checkpoints, accept_numbered_cpus, check_contents
-from ycore.trainer.trackers import TrackerPage
 from ycore.trl.build import build_trainer, compute_dtype
+from ycore.view.trackers import TrackerPage
 
 
 class StepMetrics(TrainerCallback):
@@ -83,10 +84,6 @@ class StepMetrics(TrainerCallback):
         if self.controller is not None and (problems := self.controller.problems):
             row["ycore/reward_problems"] = problems
         self._writer.write(row)
-
-
-class EndedEarly(Exception):
-    """Raised before a step: the run is over, as `ended_early` says. transformers looks for that after steps only."""
 
 
 class TrainingRun(ABC, TrainerCallback):
@@ -150,6 +147,10 @@ class TrainingRun(ABC, TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         self.mark_progress()
+
+    @property
+    def last_step_s(self) -> float:
+        return self.step_metrics.seconds
 
     def mark_progress(self) -> None:
         """The launcher limits the time to the first step, and of each step and evaluation, by this file."""

@@ -8,8 +8,7 @@ import pytest
 
 from ycore.config.schema import RewardConfig, RunConfig, TuneConfig
 from ycore.errors import ConfigError
-from ycore.rewards.answers import final_answer
-from ycore.round.held_out import (
+from ycore.evaluation.held_out import (
     best_of,
     check_evaluation,
     check_measuring,
@@ -21,6 +20,7 @@ from ycore.round.held_out import (
     table_of,
     why_stop,
 )
+from ycore.rewards.answers import final_answer
 from ycore.round.sampling import LEAST, Yield, num_to_draw
 from ycore.types import Completion, Draw, Group, Prompt, Score
 

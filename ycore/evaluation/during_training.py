@@ -15,13 +15,13 @@ import time
 from abc import ABC, abstractmethod
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ycore.config.schema import AnyConfig, RunConfig
 from ycore.errors import Interrupted
-from ycore.round.held_out import (
+from ycore.evaluation.held_out import (
     as_metrics,
     best_of,
     is_due,
@@ -34,10 +34,32 @@ from ycore.round.held_out import (
 from ycore.round.step import Controller
 from ycore.run.files import read_json, sync, write_json_atomic
 from ycore.run.metrics import STEP_SECONDS, is_evaluation, read_metrics
+from ycore.run.paths import RunFolder
 from ycore.run.trace import TRAIN
-from ycore.trainer.training_run import EndedEarly, TrainingRun
 
 _RECORD = "evaluation.json"  # in the folder of the best model: its step and figures
+
+
+class EndedEarly(Exception):
+    """Raised before a step: the run is over, as `ended_early` says. transformers looks for that after steps only."""
+
+
+class EvaluatedRun(Protocol):
+    """What an evaluation needs of the training run that it belongs to."""
+
+    home: RunFolder
+    trainer: Any
+    leads: bool
+    ended_early: str | None
+
+    @property
+    def last_step_s(self) -> float: ...
+
+    def mark_progress(self) -> None: ...
+
+    def sum_over_ranks(self, number: float) -> float: ...
+
+    def save_model_in(self, folder: Path) -> None: ...
 
 
 class Evaluation(TrainerCallback, ABC):
@@ -47,7 +69,7 @@ class Evaluation(TrainerCallback, ABC):
         measures: whether there are rows to measure on.
     """
 
-    def __init__(self, run: TrainingRun, config: AnyConfig, *, measures: bool) -> None:
+    def __init__(self, run: EvaluatedRun, config: AnyConfig, *, measures: bool) -> None:
         self._run, self._config, self._folder, self._measures = run, config, run.home, measures
         self._rows: list[dict[str, Any]] = []
 
@@ -118,7 +140,7 @@ class Evaluation(TrainerCallback, ABC):
 
     def _row(self, step: int) -> dict[str, Any]:
         """What decisions read of a step; the same on every rank."""
-        seconds = self._run.sum_over_ranks(self._run.leads * self._run.step_metrics.seconds)
+        seconds = self._run.sum_over_ranks(self._run.leads * self._run.last_step_s)
         return {"step": step, STEP_SECONDS[0]: seconds}  # the leader's, which metrics.jsonl has
 
     def _log(self, figures: dict[str, float]) -> None:
@@ -175,7 +197,7 @@ class RolloutEvaluation(Evaluation):
 
     def __init__(
         self,
-        run: TrainingRun,
+        run: EvaluatedRun,
         config: RunConfig,
         controller: Controller,
         held_out: Controller | None,
@@ -234,7 +256,7 @@ class RolloutEvaluation(Evaluation):
         )
 
     def _row(self, step: int) -> dict[str, Any]:
-        seconds, leads = self._run.step_metrics.seconds, float(self._run.leads)
+        seconds, leads = self._run.last_step_s, float(self._run.leads)
         (seconds,) = self._controller.peers.add_up([leads * seconds])
         return {
             "step": step,

@@ -1,10 +1,11 @@
 """Placements side by side: which are compared, and what dynamic learns over a few rounds."""
 
+from simulator.comparison import candidates, recommend, simulate, splits
+from simulator.simulation import Demand, Lengths, Machine, SimulatedGroup, SimulatedRound, Workload
+
 from ycore.placement.allocator import Allocator
 from ycore.placement.load import Speed
 from ycore.placement.placement import JUDGE, ROLLOUT, SlotPool, parse_placement
-from ycore.plan.comparison import candidates, recommend, simulate, splits
-from ycore.plan.simulation import Demand, Lengths, Machine, SimulatedGroup, SimulatedRound, Workload
 
 ROLES = (ROLLOUT, JUDGE)
 SPEED = Speed(0.01, 0.001)

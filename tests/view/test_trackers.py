@@ -14,7 +14,7 @@ import pytest
 from ycore.config.resolve import resolve
 from ycore.models.tiny import write_tiny_model
 from ycore.run.paths import RunFolder
-from ycore.trainer.trackers import tell_evaluation
+from ycore.view.trackers import tell_evaluation
 
 YCORE = [sys.executable, "-c", "import sys; from ycore_cli.main import main; sys.exit(main())"]
 COMMAND = [*YCORE, "grpo"]
@@ -258,7 +258,7 @@ def test_a_tracker_that_fails_at_the_end_costs_its_page_alone(
         sys.modules, "trackio", SimpleNamespace(__name__="trackio", init=no_network)
     )
     monkeypatch.setattr(
-        "ycore.trainer.trackers.get_available_reporting_integrations", lambda: ["trackio"]
+        "ycore.view.trackers.get_available_reporting_integrations", lambda: ["trackio"]
     )
     folder = RunFolder(tmp_path)
     folder.config.write_text("{}")

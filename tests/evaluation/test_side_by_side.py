@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ycore.tools.side_by_side import difference, read_answers, table_lines, write_differences
+from ycore.evaluation.side_by_side import difference, read_answers, table_lines, write_differences
 
 
 def folder_of(place: Path, name: str, rewards: list[list[list[float | None]]]) -> Path:

@@ -4,11 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from ycore.placement.allocator import Allocator
-from ycore.placement.load import Speed
-from ycore.placement.placement import DYNAMIC, JUDGE, ROLLOUT, Placement, SlotPool, in_order
-from ycore.plan.recording import Request, recorded
-from ycore.plan.simulation import (
+from simulator.recording import Request, recorded
+from simulator.simulation import (
     Demand,
     GroupAt,
     Lengths,
@@ -18,6 +15,9 @@ from ycore.plan.simulation import (
     Workload,
     of_engines,
 )
+from ycore.placement.allocator import Allocator
+from ycore.placement.load import Speed
+from ycore.placement.placement import DYNAMIC, JUDGE, ROLLOUT, Placement, SlotPool, in_order
 from ycore.round.sampling import Yield
 
 _APART = (

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+from simulator.comparison import Scenario, assumed_work
+from simulator.recording import Request, recorded
+from simulator.simulation import SimulatedGroup
 from ycore.errors import ConfigError
 from ycore.placement.load import Speed
 from ycore.placement.placement import ROLLOUT
-from ycore.plan.comparison import Scenario, assumed_work
-from ycore.plan.recording import Request, recorded
-from ycore.plan.simulation import SimulatedGroup
 
 LengthsAt = Callable[[int], Sequence[float]]
 """Tokens of each completion of the group at a position of the run's order."""

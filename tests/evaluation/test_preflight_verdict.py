@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from ycore.plan.preflight_verdict import (
+from ycore.evaluation.preflight_verdict import (
     JudgeCount,
     Measurements,
     PromptCount,

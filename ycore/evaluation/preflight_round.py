@@ -1,7 +1,7 @@
-"""`python -m ycore.trainer.preflight_round RUN_FOLDER`: one small round with everything of the run but training.
+"""`python -m ycore.evaluation.preflight_round RUN_FOLDER`: one small round with everything of the run but training.
 
 It measures how many completions are cut off, how many groups can teach, how far engine and trainer are apart, and
-whether changed weights reach the engine. It leaves `preflight.json`; `plan.preflight_verdict` judges the figures.
+whether changed weights reach the engine. It leaves `preflight.json`; `preflight_verdict` judges the figures.
 """
 
 import re
@@ -15,7 +15,8 @@ from statistics import stdev
 from typing import TYPE_CHECKING, Any
 
 from ycore.config.trl_fields import fields_of
-from ycore.plan.preflight_verdict import (
+from ycore.evaluation.evaluator import load_policy, mean, open_engines
+from ycore.evaluation.preflight_verdict import (
     NUM_PROMPTS,
     JudgeCount,
     Measurements,
@@ -25,7 +26,6 @@ from ycore.plan.preflight_verdict import (
 from ycore.round.sampling import total_reward
 from ycore.run.files import write_json_atomic
 from ycore.run.reports import on_stop, run_alone
-from ycore.trainer.evaluator import load_policy, mean, open_engines
 from ycore.types import Completion, Group, Message, Prompt
 
 if TYPE_CHECKING:
@@ -338,4 +338,4 @@ def _end_of_turn(
 
 
 if __name__ == "__main__":
-    sys.exit(run_alone("ycore.trainer.preflight_round", _preflight))
+    sys.exit(run_alone("ycore.evaluation.preflight_round", _preflight))

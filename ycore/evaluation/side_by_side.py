@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from ycore.round.held_out import RIGHT_FROM, with_interval
+from ycore.evaluation.evaluator import mean
+from ycore.evaluation.held_out import RIGHT_FROM, with_interval
 from ycore.round.sampling import total_reward
 from ycore.run.files import write_bytes_atomic
-from ycore.trainer.evaluator import mean
 from ycore.types import Score
 
 COMPARISON, DIFFERENCES = "comparison.json", "differences.jsonl"

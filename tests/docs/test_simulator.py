@@ -3,12 +3,8 @@
 import random
 
 import pytest
-
-from ycore.placement.allocator import Allocator
-from ycore.placement.load import Speed
-from ycore.placement.placement import DYNAMIC, JUDGE, ROLLOUT, Placement, SlotPool, parse_placement
-from ycore.plan.comparison import simulate
-from ycore.plan.simulation import (
+from simulator.comparison import simulate
+from simulator.simulation import (
     Demand,
     Lengths,
     Machine,
@@ -19,6 +15,10 @@ from ycore.plan.simulation import (
     Workload,
     of_engines,
 )
+
+from ycore.placement.allocator import Allocator
+from ycore.placement.load import Speed
+from ycore.placement.placement import DYNAMIC, JUDGE, ROLLOUT, Placement, SlotPool, parse_placement
 
 ROLES = (ROLLOUT, JUDGE)
 SPEED = Speed(0.01, 0.001)

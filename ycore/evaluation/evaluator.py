@@ -1,4 +1,4 @@
-"""`python -m ycore.trainer.evaluator RUN_FOLDER`: complete every prompt, score as training would, write the figures.
+"""`python -m ycore.evaluation.evaluator RUN_FOLDER`: complete every prompt, score as training would, write the figures.
 
 With `pairs` the completions are the rows' own, and the figures are of who scores them.
 
@@ -12,7 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ycore.round.held_out import figures, pair_figures, table_of
+from ycore.evaluation.held_out import figures, pair_figures, table_of
 from ycore.run.files import sync, write_json_atomic
 from ycore.run.metrics import MetricsWriter
 from ycore.run.reports import on_stop, run_alone
@@ -56,7 +56,7 @@ def _evaluate(root: Path) -> None:
         found = sizes | figures(table_of(groups, parts.config), parts.config)
     write_json_atomic(root / "eval.json", found)
     if parts.config.trl.get("report_to") not in (None, "none"):
-        from ycore.trainer.trackers import tell_evaluation
+        from ycore.view.trackers import tell_evaluation
 
         tell_evaluation(parts.config, parts.folder, found)
 
@@ -137,4 +137,4 @@ def mean(values: Iterable[float | None]) -> float | None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_alone("ycore.trainer.evaluator", _evaluate))
+    sys.exit(run_alone("ycore.evaluation.evaluator", _evaluate))

@@ -5,6 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from simulator.comparison import Scenario, compare_recorded
+from simulator.recording import Request, Seen, curve, recorded, requests_of
+from simulator.simulation import Demand, Lengths, Machine, SimulatedRound, Workload
 
 from ycore.errors import DataError
 from ycore.placement.allocator import Allocator
@@ -18,9 +21,6 @@ from ycore.placement.placement import (
     parse_placement,
 )
 from ycore.placement.slots import Slots
-from ycore.plan.comparison import Scenario, compare_recorded
-from ycore.plan.recording import Request, Seen, curve, recorded, requests_of
-from ycore.plan.simulation import Demand, Lengths, Machine, SimulatedRound, Workload
 from ycore.run.trace import TraceWriter, read_trace
 
 ROLES = (ROLLOUT, JUDGE)

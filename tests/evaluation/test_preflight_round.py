@@ -12,11 +12,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from ycore.config.schema import EngineSettings, RewardConfig, RewardSettings, RunConfig
+from ycore.evaluation.preflight_round import check_template, of_groups, samples, weight_limit
+from ycore.evaluation.preflight_verdict import Measurements, from_json, verdict
 from ycore.models.tiny import write_tiny_model
-from ycore.plan.preflight_verdict import Measurements, from_json, verdict
 from ycore.run.files import write_json_atomic
 from ycore.run.paths import RunFolder
-from ycore.trainer.preflight_round import check_template, of_groups, samples, weight_limit
 from ycore.types import Completion, Draw, Group, Prompt, Score
 
 REWARD = """
@@ -65,7 +65,7 @@ def run_folder(
 
 def preflight(folder: RunFolder) -> tuple[Measurements, list[dict[str, Any]]]:
     done = subprocess.run(
-        [sys.executable, "-m", "ycore.trainer.preflight_round", str(folder.root)],
+        [sys.executable, "-m", "ycore.evaluation.preflight_round", str(folder.root)],
         env={
             **os.environ,
             "HF_HUB_OFFLINE": "1",

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, islice
 
+from simulator.simulation import SimulatedGroup
 from ycore.errors import DataError
 from ycore.placement.load import UNKNOWN, Reading, SlotClock, Speed, Sums
 from ycore.placement.placement import ROLLOUT
-from ycore.plan.simulation import SimulatedGroup
 from ycore.run.trace import ROUND, SWAP, Span
 
 _EDGES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)

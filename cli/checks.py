@@ -36,7 +36,7 @@ from ycore.round.curriculum import guesses_from
 from ycore.run.checkpoints import checkpoints_in, step_of
 from ycore.run.claim import AS_IT_WAS, Resume, check_claim
 from ycore.run.secrets import redact
-from ycore.sandbox.level import choose, require
+from ycore.sandbox.level import choose_level, require_sandbox
 from ycore.types import Prompt
 
 
@@ -176,7 +176,7 @@ def _check_rewards(config: RunConfig, prompts: PromptSet) -> None:
         elif is_code(reward):
             from ycore.rewards.code import check_tests  # with asyncio, which no other dry run needs
 
-            require(choose(config.sandbox.level), f"reward {reward.reward!r}")
+            require_sandbox(choose_level(config.sandbox.level), f"reward {reward.reward!r}")
             check_tests(reward, columns, prompts.prompts)
 
 
@@ -261,7 +261,7 @@ def _sandbox_lines(config: RunConfig) -> list[str]:
     own = [reward for reward in config.rewards if is_rule(reward) and ":" in reward.reward]
     if not own and not config.has_turns and not any(is_code(reward) for reward in config.rewards):
         return []
-    lines = [choose(config.sandbox.level).line]
+    lines = [choose_level(config.sandbox.level).line]
     for reward in own:
         opened = [
             word

@@ -161,7 +161,7 @@ def flow_plan(config: "FlowConfig", *, resume: bool, how: "Resume") -> dict[str,
     from ycore.rewards.worker_client import check_reward
     from ycore.run.claim import check_claim
     from ycore.run.secrets import redact
-    from ycore.sandbox.level import choose
+    from ycore.sandbox.level import choose_level
 
     check_flow_needs(config.model)
     check_trackers(config)
@@ -198,7 +198,7 @@ def flow_plan(config: "FlowConfig", *, resume: bool, how: "Resume") -> dict[str,
             "columns": list(prompts.columns),
             "fingerprint": prompts.fingerprint,
         },
-        "sandbox": choose(config.sandbox.level).line,
+        "sandbox": choose_level(config.sandbox.level).line,
         "output": str(Path(config.output).absolute()),
     }
 

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import psutil
 
-from ycore.rewards.code import CodeSettings, Exam
+from ycore.rewards.code import CodeSettings, UnitTests
 from ycore.sandbox import Level
-from ycore.sandbox.programs import Programs
+from ycore.sandbox.programs import ProgramPool
 
 PROGRAM = "def add(a, b):\n    return a + b\n\nprint(add(1, 2))\n"
-EXAM = Exam(tests=("assert add(1, 2) == 3", "assert add([1], [2]) == [1, 2]"))
+EXAM = UnitTests(tests=("assert add(1, 2) == 3", "assert add([1], [2]) == [1, 2]"))
 TOLD = EXAM.request(CodeSettings(timeout_s=30.0))
 
 
@@ -49,7 +49,9 @@ async def measure(levels: list[str], repeats: int) -> None:
     pools = []
     with tempfile.TemporaryDirectory() as folder:
         for level in levels:
-            pool = Programs(Level(level), at_once=1, log=Path(folder) / "log", run_id="benchmark")
+            pool = ProgramPool(
+                Level(level), at_once=1, log=Path(folder) / "log", run_id="benchmark"
+            )
             await pool.start()
             pools.append(pool)
             kinds[f"{level}: a script"] = lambda pool=pool: pool.run(PROGRAM, deadline_s=30.0)

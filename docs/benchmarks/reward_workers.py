@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ycore.config.schema import RewardConfig, RewardSettings, SandboxSettings
 from ycore.rewards.pool import RewardPool
-from ycore.sandbox.level import choose
+from ycore.sandbox.level import choose_level
 
 REWARD = (
     "def length(completions, **columns):\n    return [float(len(text)) for text in completions]\n"
@@ -54,7 +54,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "length.py").write_text(REWARD, encoding="utf-8")
         for level in told.levels:
-            choose(level)  # its self-test is not part of a start
+            choose_level(level)  # its self-test is not part of a start
         for _ in range(told.rounds):
             for level in told.levels:
                 started_s, took = asyncio.run(measure(level, Path(folder)))

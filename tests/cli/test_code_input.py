@@ -31,7 +31,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def with_levels(monkeypatch: pytest.MonkeyPatch, *holding: Level) -> None:
     monkeypatch.setattr(
-        level, "tried", lambda one: None if one in holding else "no bwrap is installed"
+        level, "level_refusal", lambda one: None if one in holding else "no bwrap is installed"
     )
 
 

@@ -14,9 +14,9 @@ from ycore.config.schema import RunConfig
 from ycore.environments.agent_pool import AgentPool, AgentRun, Asked, Ended, check_agent
 from ycore.environments.tool_pool import OutOfTime
 from ycore.errors import ConfigError
-from ycore.rewards.replies import CallFailed
 from ycore.sandbox import Level
-from ycore.sandbox.level import Choice, choose
+from ycore.sandbox.confined_worker import CallFailed
+from ycore.sandbox.level import LevelChoice, choose_level
 from ycore.types import Prompt, Score
 
 AGENT = """
@@ -128,7 +128,7 @@ def test_an_agent_sees_its_row_and_its_address_and_nothing_else(
     assert (
         row["prompt"] == "go" and "HF_TOKEN" not in variables and variables["YCORE_SEED"].isdigit()
     )
-    if choose().level is Level.NAMESPACES:
+    if choose_level().level is Level.NAMESPACES:
         assert not reaches and files == [str(place / "agent.py"), str(place / "run")]
     assert end == Ended(0, " 0.25 ") and end.score == Score(0.25)
     log = (place / "run" / "agents.log").read_text()
@@ -188,7 +188,7 @@ def test_commands_that_cannot_be_started_are_refused(
 
 def test_landlock_has_no_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "ycore.environments.agent_pool.choose", lambda wanted: Choice(Level.LANDLOCK, {})
+        "ycore.environments.agent_pool.choose_level", lambda wanted: LevelChoice(Level.LANDLOCK, {})
     )
     with pytest.raises(ConfigError, match="loopback, which the sandbox's level landlock closes"):
         check_agent(config_of("true"))

@@ -35,11 +35,12 @@ from ycore.judge.question import Questioner, verdict_code
 from ycore.judge.sources import judge_of
 from ycore.judge.verdict import Reply, Unreadable, read_ranking, read_value
 from ycore.models.names import resolve_model
-from ycore.rewards.replies import CallFailed, inputs_in, scores_in
+from ycore.rewards.replies import inputs_in, scores_in
 from ycore.run.files import seal
 from ycore.run.metrics import read_metrics
 from ycore.run.resuming import read_round
 from ycore.run.text import printable
+from ycore.sandbox.confined_worker import CallFailed
 from ycore.types import Prompt
 from ycore.view.live import RunView
 from ycore.view.page import as_page, make_report
@@ -477,7 +478,7 @@ WORKER_REPLY = json.dumps(_WORKER_REPLY).encode()
 
 def read_worker_reply(data: bytes, place: Path) -> None:
     with suppress(CallFailed):
-        scores = scores_in(data, nonce="5f0c", count=2, bounds=[(0, 5)])
+        scores = scores_in(data, nonce="5f0c", count=2, allowed_range=(0, 5))
         assert len(scores) == 2 and all(one.value is None or 0 <= one.value <= 5 for one in scores)
         assert all((one.problem or "").isprintable() for one in scores)
     with suppress(CallFailed):

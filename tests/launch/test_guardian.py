@@ -23,7 +23,7 @@ from ycore.run.claim import Claim
 from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER
 from ycore.sandbox import Confinement, Level
-from ycore.sandbox.confine import launch_of
+from ycore.sandbox.confine import confined_launch
 
 WITHIN_S = 60.0
 
@@ -476,8 +476,8 @@ def test_whose_shared_memory_is_known_when_it_is_made_and_not_at_a_look(folder: 
 def test_sockets_scratch_and_shared_memory_folder_are_removed(marked: RunFolder) -> None:
     marked.socket("rollout-0").touch()
     marked.shared_memory.mkdir()
-    confined = launch_of("json", [], Confinement(Level.NONE, marked.run_id))
-    others = launch_of("json", [], Confinement(Level.NONE, "another"))
+    confined = confined_launch("json", [], Confinement(Level.NONE, marked.run_id))
+    others = confined_launch("json", [], Confinement(Level.NONE, "another"))
     assert confined.scratch is not None and others.scratch is not None
     remove_leftovers(marked)
     remove_leftovers(marked)

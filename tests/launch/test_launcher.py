@@ -24,7 +24,7 @@ from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER
 from ycore.sandbox import Level
-from ycore.sandbox.level import Choice
+from ycore.sandbox.level import LevelChoice
 
 WITHIN_S = 120.0
 
@@ -118,7 +118,9 @@ def test_run_json_names_what_confines_the_runs_own_rewards(
     worker: Callable[..., Worker], config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        launcher, "choose", lambda wanted: Choice(Level.LANDLOCK, {Level.NAMESPACES: "no bwrap"})
+        launcher,
+        "choose_level",
+        lambda wanted: LevelChoice(Level.LANDLOCK, {Level.NAMESPACES: "no bwrap"}),
     )
     run(worker(""), config.model_copy(update={"rewards": [RewardConfig(reward="mine.py:score")]}))
     told = read_json(RunFolder(Path(config.output)).config)["sandbox"]

@@ -10,8 +10,8 @@ from ycore.config.schema import RewardConfig
 from ycore.errors import RewardError
 from ycore.rewards.code import (
     CodeSettings,
-    Exam,
-    Pairs,
+    StdioTests,
+    UnitTests,
     check_tests,
     code_of,
     code_settings,
@@ -21,7 +21,7 @@ from ycore.rewards.code import (
     same_output,
     share_passed,
 )
-from ycore.sandbox.programs import Verdict
+from ycore.sandbox.programs import UnitTestResult
 from ycore.types import Prompt
 
 SETTINGS = CodeSettings()
@@ -62,7 +62,7 @@ def test_extraction_is_linear_in_the_text() -> None:
 
 def test_a_block_with_the_function_follows_the_prompts_imports_and_helpers() -> None:
     tests = row_tests(row(PROMPT, test=CHECK, entry_point="area"), SETTINGS)
-    assert isinstance(tests, Exam) and tests.given == PROMPT
+    assert isinstance(tests, UnitTests) and tests.given == PROMPT
     program = program_of(
         "Sure:\n```python\ndef area(r):\n    return math.pi * helper(r)\n```", tests
     )
@@ -81,40 +81,40 @@ def test_any_other_text_continues_the_prompt_up_to_the_functions_end() -> None:
 def test_a_prompt_in_a_chat_is_found_in_its_block_too() -> None:
     turns = [{"role": "user", "content": f"Complete this:\n```python\n{PROMPT}```"}]
     tests = row_tests(row(turns, test=CHECK, entry_point="area"), SETTINGS)
-    assert isinstance(tests, Exam) and tests.given == PROMPT
+    assert isinstance(tests, UnitTests) and tests.given == PROMPT
 
 
 @pytest.mark.parametrize(
     ("columns", "tests"),
     [
-        ({"tests": ["assert f(1) == 2"]}, Exam(("assert f(1) == 2",))),
-        ({"tests": '["assert f(1) == 2"]'}, Exam(("assert f(1) == 2",))),
-        ({"tests": "assert f(1) == 2\n"}, Exam(("assert f(1) == 2\n",))),
+        ({"tests": ["assert f(1) == 2"]}, UnitTests(("assert f(1) == 2",))),
+        ({"tests": '["assert f(1) == 2"]'}, UnitTests(("assert f(1) == 2",))),
+        ({"tests": "assert f(1) == 2\n"}, UnitTests(("assert f(1) == 2\n",))),
         (
             {
                 "test_list": ["assert f(1)"],
                 "test_imports": ["import math"],
                 "test_setup_code": "x = 1",
             },
-            Exam(("assert f(1)",), ("import math", "x = 1")),
+            UnitTests(("assert f(1)",), ("import math", "x = 1")),
         ),
-        ({"tests": [{"input": "1\n", "output": "2\n"}]}, Pairs((("1\n", "2\n"),))),
-        ({"tests": {"inputs": ["1"], "outputs": ["2"]}}, Pairs((("1", "2"),))),
+        ({"tests": [{"input": "1\n", "output": "2\n"}]}, StdioTests((("1\n", "2\n"),))),
+        ({"tests": {"inputs": ["1"], "outputs": ["2"]}}, StdioTests((("1", "2"),))),
         (
             {"tests": [{"input": [1, 2], "output": 3}], "entry_point": "f"},
-            Exam(entry_point="f", calls=(([1, 2], 3),)),
+            UnitTests(entry_point="f", calls=(([1, 2], 3),)),
         ),
         (
             {"tests": [{"input": "[1]", "output": "[1]"}], "fn_name": "f"},
-            Exam(entry_point="f", calls=(([1], [1]),)),
+            UnitTests(entry_point="f", calls=(([1], [1]),)),
         ),
         (
             {"tests": json.dumps({"inputs": [[1], 5], "outputs": ["a", None], "fn_name": "g"})},
-            Exam(entry_point="g", calls=(([1], "a"), ([5], None))),
+            UnitTests(entry_point="g", calls=(([1], "a"), ([5], None))),
         ),
     ],
 )
-def test_shapes_of_tests(columns: dict[str, Any], tests: Exam | Pairs) -> None:
+def test_shapes_of_tests(columns: dict[str, Any], tests: UnitTests | StdioTests) -> None:
     assert row_tests(row(**columns), SETTINGS) == tests
 
 
@@ -186,7 +186,7 @@ def test_a_package_that_is_not_installed_is_refused() -> None:
 def test_what_a_verdict_is_worth(
     units: tuple[bool | None, ...], ended: bool, share: float, passed: bool
 ) -> None:
-    verdict = Verdict("ok", "ready", units=units, ended=ended)
+    verdict = UnitTestResult("ok", "ready", units=units, ended=ended)
     assert (share_passed(verdict), passes_all(verdict)) == (share, passed)
 
 

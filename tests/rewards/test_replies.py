@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from ycore.rewards.replies import CallFailed, inputs_in, scores_in
+from ycore.rewards.replies import inputs_in, scores_in
+from ycore.sandbox.confined_worker import CallFailed
 from ycore.types import Score
 
 NONCE = "5f0c"
@@ -81,7 +82,7 @@ def test_a_number_that_would_overflow_masks_its_item_alone(value: float) -> None
 
 
 def test_a_range_that_the_recipe_gives_is_held_outside() -> None:
-    scores = scores_in(line(values=[1.5, 1.0]), nonce=NONCE, count=2, bounds=[(0.0, 1.0)])
+    scores = scores_in(line(values=[1.5, 1.0]), nonce=NONCE, count=2, allowed_range=(0.0, 1.0))
     assert scores == [Score(None, problem="out of range: 1.5 is not within 0 and 1"), Score(1.0)]
 
 

@@ -20,7 +20,7 @@ from ycore.errors import RewardError
 from ycore.rewards.pool import RewardPool
 from ycore.rewards.worker_client import check_reward
 from ycore.sandbox import Level, namespaces
-from ycore.sandbox.level import tried
+from ycore.sandbox.level import level_refusal
 from ycore.types import Score
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux confines processes")
@@ -286,7 +286,7 @@ def test_a_file_that_goes_away_while_it_is_being_hidden_refuses_no_reward(
 ) -> None:
     """Another run in the folder writes files under names that last for milliseconds."""
     assert (
-        tried(Level.NAMESPACES) is None
+        level_refusal(Level.NAMESPACES) is None
     )  # and is remembered, so that the first start below is the reward's
     (folder / "plain.py").write_text(
         "def one(completions, **columns):\n    return [1.0 for _ in completions]\n"
@@ -445,7 +445,7 @@ from pathlib import Path
 from ycore.config.schema import RewardConfig, RewardSettings, SandboxSettings
 from ycore.rewards.worker_client import check_reward
 from ycore.rewards.pool import RewardPool
-from ycore.sandbox.level import choose
+from ycore.sandbox.level import choose_level
 spec, log = RewardConfig(reward="numerical.py:mean"), Path("rewards.log")
 
 async def score():
@@ -454,7 +454,8 @@ async def score():
 
 check_reward(spec, [])
 scores = asyncio.run(score())
-print(json.dumps({"level": choose().level, "line": choose().line, "value": scores[0][0].value, "log": log.read_text()}))
+print(json.dumps({"level": choose_level().level, "line": choose_level().line,
+    "value": scores[0][0].value, "log": log.read_text()}))
 """
 
 NUMERICAL = """

@@ -21,7 +21,6 @@ from ycore.config.schema import RunConfig
 from ycore.environments.agent_pool import AgentPool, Asked, Ended
 from ycore.environments.tool_pool import Description, OutOfTime, ToolPool, describe_tools
 from ycore.errors import ConfigError
-from ycore.rewards.replies import CallFailed
 from ycore.round.agents import Agents, read_request
 from ycore.round.dialogue import Dialogue
 from ycore.round.journal import from_bytes, to_bytes
@@ -30,6 +29,7 @@ from ycore.round.sampling import Cost, DrawSource, Rules
 from ycore.round.scoring import Scorer, Scoring, Writing
 from ycore.round.step import Controller
 from ycore.round.turns import OneTurn, Start, Turns
+from ycore.sandbox.confined_worker import CallFailed
 from ycore.trl.advantages import ESTIMATORS
 from ycore.trl.batches import FlatSequence, flatten
 from ycore.types import Completion, Draw, Group, Prompt, Score

@@ -14,8 +14,8 @@ from ycore.rewards.code import CodeSettings
 from ycore.round.code_scorer import CodeMeter, CodeScorer
 from ycore.round.scoring import Writing
 from ycore.sandbox import Level
-from ycore.sandbox.level import tried
-from ycore.sandbox.programs import Programs
+from ycore.sandbox.level import level_refusal
+from ycore.sandbox.programs import ProgramPool
 from ycore.types import Completion, Draw, Prompt, Score
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ class Room:
 
     def __init__(self, folder: Path) -> None:
         self.runner = asyncio.Runner()
-        self.programs = Programs(Level.NAMESPACES, at_once=2, log=folder / "log", run_id="test")
+        self.programs = ProgramPool(Level.NAMESPACES, at_once=2, log=folder / "log", run_id="test")
         self.meter = CodeMeter()
         self(self.programs.start())
 
@@ -76,7 +76,7 @@ class Room:
 
 @pytest.fixture(scope="module")
 def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Room]:
-    if (answer := tried(Level.NAMESPACES)) is not None:
+    if (answer := level_refusal(Level.NAMESPACES)) is not None:
         pytest.skip(f"no namespaces here: {answer}")
     made = Room(tmp_path_factory.mktemp("programs"))
     yield made
@@ -190,7 +190,7 @@ def test_a_sandbox_that_fails_masks_the_completion(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ycore.sandbox.program_runners.server_command", lambda **_: ["/bin/false"])
-    programs = Programs(Level.NAMESPACES, at_once=1, log=tmp_path / "log", run_id="test")
+    programs = ProgramPool(Level.NAMESPACES, at_once=1, log=tmp_path / "log", run_id="test")
     meter = CodeMeter()
     scorer = CodeScorer("code", CodeSettings(), programs, meter=meter)
     prompt, completion = (

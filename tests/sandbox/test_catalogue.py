@@ -13,7 +13,7 @@ from tests.sandbox.__main__ import run_trial, score
 from tests.sandbox.mutations import MUTATIONS, Mutation
 from tests.sandbox.probes import PROBES, Probe
 from ycore.sandbox import Level
-from ycore.sandbox.level import tried
+from ycore.sandbox.level import level_refusal
 
 OWN = "root" if os.geteuid() == 0 else "user"
 PLACES = [
@@ -26,7 +26,7 @@ PLACES = [
 @cache
 def lines(rights: str, level: str) -> list[dict]:
     """Both uses after one round of controls."""
-    if "container" not in rights and (answer := tried(Level(level))) is not None:
+    if "container" not in rights and (answer := level_refusal(Level(level))) is not None:
         pytest.skip(f"{level}: {answer}")
     where = ",".join(use for *place, use in PLACES if place == [rights, level])
     return run_trial(rights, levels=level, where=where)
@@ -70,7 +70,7 @@ def test_a_defect_is_found(mutation: Mutation) -> None:
     rights = mutation.rights or OWN
     if OWN == "user" and rights == "root":
         pytest.skip("needs root")
-    if (answer := tried(Level.NAMESPACES)) is not None:
+    if (answer := level_refusal(Level.NAMESPACES)) is not None:
         pytest.skip(f"namespaces: {answer}")
     broken = run_trial(
         rights, "--mutation", mutation.name, "--no-control", levels="namespaces", where="worker"

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from ycore.sandbox import Confinement, Level, Limits, View, confine, drop_rights
-from ycore.sandbox.confine import closed_path, confined_environment, launch_of
+from ycore.sandbox.confine import closed_path, confined_environment, confined_launch
 from ycore.sandbox.drop_rights import CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_SETGID, CAP_SETUID
-from ycore.sandbox.level import tried
+from ycore.sandbox.level import level_refusal
 from ycore.sandbox.namespaces import bwrap_command
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux confines processes")
@@ -171,7 +171,7 @@ def test_where_nothing_confines_root_keeps_the_right_to_read_at_most(tmp_path: P
         control[name] for name in ("root", "signal", "look", "write")
     )
     at_once = ["-n1", "-r1", source]
-    launch = launch_of("timeit", at_once, Confinement(Level.NONE, "x"))
+    launch = confined_launch("timeit", at_once, Confinement(Level.NONE, "x"))
     done = subprocess.run(
         launch.command, env=launch.environment, cwd=launch.working, capture_output=True, timeout=240
     )
@@ -187,9 +187,9 @@ def test_where_nothing_confines_root_keeps_the_right_to_read_at_most(tmp_path: P
 @linux
 @pytest.mark.parametrize("level", [Level.NAMESPACES, Level.LANDLOCK])
 def test_a_launch_runs_a_module_and_removes_its_scratch(level: Level) -> None:
-    if (reason := tried(level)) is not None:
+    if (reason := level_refusal(level)) is not None:
         pytest.skip(reason)
-    launch = launch_of("timeit", ["-n1", "-r1", "print(6*7)"], Confinement(level, "x"))
+    launch = confined_launch("timeit", ["-n1", "-r1", "print(6*7)"], Confinement(level, "x"))
     done = subprocess.run(
         launch.command, env=launch.environment, cwd=launch.working, capture_output=True, timeout=240
     )

@@ -7,7 +7,15 @@ import pytest
 from ycore.errors import ConfigError
 from ycore.sandbox import Level, level
 from ycore.sandbox.canaries import HONEST, MEMORY
-from ycore.sandbox.level import Choice, choose, mend, require, self_test, tried, verdict
+from ycore.sandbox.level import (
+    LevelChoice,
+    choose_level,
+    level_refusal,
+    remedy_for,
+    require_sandbox,
+    self_test,
+    verdict,
+)
 
 OUTSIDE = {HONEST: True, "a file of the user": True, MEMORY: True}
 NO_NAMESPACES = "bwrap: Creating new namespace failed: Operation not permitted"
@@ -34,20 +42,20 @@ def test_a_level_is_refused_on_any_doubt() -> None:
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> dict:
     given: dict[Level, str | None] = {}
-    monkeypatch.setattr(level, "tried", lambda one: given.get(one))
+    monkeypatch.setattr(level, "level_refusal", lambda one: given.get(one))
     return given
 
 
 def test_auto_takes_the_strongest_and_says_what_was_tried(answers: dict) -> None:
-    assert choose("auto") == Choice(Level.NAMESPACES, {})
-    assert choose("auto").line == "namespaces"
+    assert choose_level("auto") == LevelChoice(Level.NAMESPACES, {})
+    assert choose_level("auto").line == "namespaces"
     answers[Level.NAMESPACES] = NO_NAMESPACES
-    choice = choose("auto")
+    choice = choose_level("auto")
     assert choice.level is Level.LANDLOCK
     assert choice.line.startswith("landlock, the weaker level: ") and NO_NAMESPACES in choice.line
     assert "--security-opt" in choice.line
     answers[Level.LANDLOCK] = "the kernel has no Landlock"
-    choice = choose("auto")
+    choice = choose_level("auto")
     assert choice.level is Level.NONE
     assert (
         "unconfined" in choice.line
@@ -61,9 +69,9 @@ def test_a_level_asked_for_by_name_is_never_replaced(answers: dict) -> None:
     with pytest.raises(
         ConfigError, match=r"cannot be had at level namespaces: bwrap: .*--security-opt"
     ):
-        choose("namespaces")
-    assert choose("landlock").level is Level.LANDLOCK
-    assert choose("none").line == "none, as was asked for"
+        choose_level("namespaces")
+    assert choose_level("landlock").level is Level.LANDLOCK
+    assert choose_level("none").line == "none, as was asked for"
 
 
 def test_a_models_programs_never_fall_to_none_by_themselves(answers: dict) -> None:
@@ -71,36 +79,36 @@ def test_a_models_programs_never_fall_to_none_by_themselves(answers: dict) -> No
     with pytest.raises(
         ConfigError, match="the code reward needs a sandbox, and there is none here"
     ):
-        require(choose("auto"), "the code reward")
-    assert require(choose("none"), "the code reward") is Level.NONE
+        require_sandbox(choose_level("auto"), "the code reward")
+    assert require_sandbox(choose_level("none"), "the code reward") is Level.NONE
 
 
 def test_the_way_out_fits_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert mend("no bwrap is installed").startswith("`apt install bubblewrap`")
-    assert "AppArmor" in mend("bwrap: setting up uid map: Permission denied")
-    assert "AppArmor" in mend("bwrap: loopback: Failed RTM_NEWADDR: Operation not permitted")
+    assert remedy_for("no bwrap is installed").startswith("`apt install bubblewrap`")
+    assert "AppArmor" in remedy_for("bwrap: setting up uid map: Permission denied")
+    assert "AppArmor" in remedy_for("bwrap: loopback: Failed RTM_NEWADDR: Operation not permitted")
     monkeypatch.setattr(level, "_RESTRICTED", level.Path("/nowhere"))
-    assert "--security-opt seccomp=unconfined" in mend(NO_NAMESPACES)
+    assert "--security-opt seccomp=unconfined" in remedy_for(NO_NAMESPACES)
 
 
-REAL = [one for one in (Level.NAMESPACES, Level.LANDLOCK) if tried(one) is None]
+REAL = [one for one in (Level.NAMESPACES, Level.LANDLOCK) if level_refusal(one) is None]
 
 
 def test_this_machine_offers_a_level() -> None:
-    assert REAL, {one: tried(one) for one in (Level.NAMESPACES, Level.LANDLOCK)}
-    assert choose("auto").level is REAL[0]
+    assert REAL, {one: level_refusal(one) for one in (Level.NAMESPACES, Level.LANDLOCK)}
+    assert choose_level("auto").level is REAL[0]
 
 
 @pytest.mark.parametrize("one", REAL)
 def test_an_inherited_environment_is_found(one: Level, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch_of = level.launch_of
+    confined_launch = level.confined_launch
 
     def leaky(*arguments, **keywords):
-        launch = launch_of(*arguments, **keywords)
+        launch = confined_launch(*arguments, **keywords)
         return replace(launch, environment={**os.environ, **launch.environment})
 
-    monkeypatch.setattr(level, "launch_of", leaky)
+    monkeypatch.setattr(level, "confined_launch", leaky)
     answer = self_test(one)
     assert answer is not None and answer.startswith(
         "reached from inside: a variable of the environment"
@@ -109,17 +117,17 @@ def test_an_inherited_environment_is_found(one: Level, monkeypatch: pytest.Monke
 
 @pytest.mark.skipif(Level.NAMESPACES not in REAL, reason="no namespaces here")
 def test_an_open_tree_of_files_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch_of = level.launch_of
+    confined_launch = level.confined_launch
 
     def leaky(*arguments, **keywords):
-        launch = launch_of(*arguments, **keywords)
+        launch = confined_launch(*arguments, **keywords)
         at = launch.command.index("--chdir")
         wide = [
             part for name in ("/etc", "/home", "/var") for part in ("--ro-bind-try", name, name)
         ]
         return replace(launch, command=[*launch.command[:at], *wide, *launch.command[at:]])
 
-    monkeypatch.setattr(level, "launch_of", leaky)
+    monkeypatch.setattr(level, "confined_launch", leaky)
     answer = self_test(Level.NAMESPACES)
     assert answer is not None and "a file of the user" in answer and "a socket file" in answer
 
@@ -128,9 +136,9 @@ def test_an_open_tree_of_files_is_found(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_sandbox_in_which_python_cannot_start_is_refused(
     one: Level, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launch_of = level.launch_of
+    confined_launch = level.confined_launch
     monkeypatch.setattr(
-        level, "launch_of", lambda module, *a, **k: launch_of("no.such.module", *a, **k)
+        level, "confined_launch", lambda module, *a, **k: confined_launch("no.such.module", *a, **k)
     )
     answer = self_test(one)
     assert answer is not None and "No module named" in answer
@@ -142,7 +150,7 @@ def test_a_machine_whose_system_calls_are_not_known_is_named(
 ) -> None:
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    answer = tried.__wrapped__(one)
+    answer = level_refusal.__wrapped__(one)
     assert (
         answer is not None
         and answer.startswith("the filter of system calls knows")

@@ -1,4 +1,4 @@
-"""Programs in the real sandbox: how each way to end is named, that nothing is left, and that cheats pass no tests."""
+"""ProgramPool in the real sandbox: how each way to end is named, that nothing is left, and that cheats pass no tests."""
 
 import asyncio
 import os
@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from ycore.sandbox import Level
-from ycore.sandbox.level import tried
-from ycore.sandbox.programs import Outcome, Programs, Verdict, read_verdict
+from ycore.sandbox.level import level_refusal
+from ycore.sandbox.programs import ProgramPool, ScriptResult, UnitTestResult, read_verdict
 
 T = TypeVar("T")
 LEVELS = [Level.NAMESPACES, Level.LANDLOCK]
@@ -26,16 +26,18 @@ class Bench:
 
     def __init__(self, level: Level, folder: Path) -> None:
         self.level, self.runner = level, asyncio.Runner()
-        self.programs = Programs(level, at_once=1, log=folder / "programs.log", run_id="test")
+        self.programs = ProgramPool(level, at_once=1, log=folder / "programs.log", run_id="test")
         self(self.programs.start())
 
     def __call__(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self.runner.run(coroutine)
 
-    def run(self, source: str, *, stdin: bytes = b"", deadline_s: float = 20.0) -> Outcome:
+    def run(self, source: str, *, stdin: bytes = b"", deadline_s: float = 20.0) -> ScriptResult:
         return self(self.programs.run(source, stdin=stdin, deadline_s=deadline_s))
 
-    def examine(self, source: str, *tests: str, timeout_s: float = 20.0, **more: Any) -> Verdict:
+    def examine(
+        self, source: str, *tests: str, timeout_s: float = 20.0, **more: Any
+    ) -> UnitTestResult:
         exam = {
             "tests": tests,
             "setup": [],
@@ -53,7 +55,7 @@ class Bench:
 def bench(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Bench]:
-    if (answer := tried(request.param)) is not None:
+    if (answer := level_refusal(request.param)) is not None:
         pytest.skip(f"level {request.param} does not hold here: {answer}")
     made = Bench(request.param, tmp_path_factory.mktemp("programs"))
     yield made
@@ -63,7 +65,7 @@ def bench(
 
 @pytest.fixture(scope="module")
 def in_namespaces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    if (answer := tried(Level.NAMESPACES)) is not None:
+    if (answer := level_refusal(Level.NAMESPACES)) is not None:
         pytest.skip(f"no namespaces here: {answer}")
     made = Bench(Level.NAMESPACES, tmp_path_factory.mktemp("programs"))
     yield made
@@ -71,7 +73,7 @@ def in_namespaces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     made.runner.close()
 
 
-def passes(verdict: Verdict) -> bool:
+def passes(verdict: UnitTestResult) -> bool:
     return verdict.ended and bool(verdict.units) and all(verdict.units)
 
 
@@ -182,12 +184,12 @@ def test_a_server_that_died_is_asked_again_and_then_named(in_namespaces: Bench) 
 def test_what_cannot_be_made_is_nobodys_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if tried(Level.NAMESPACES) is not None:
+    if level_refusal(Level.NAMESPACES) is not None:
         pytest.skip("no namespaces here")
     monkeypatch.setattr("ycore.sandbox.program_runners.filter_bytes", lambda level: b"not a filter")
-    programs = Programs(Level.NAMESPACES, at_once=1, log=tmp_path / "log", run_id="test")
+    programs = ProgramPool(Level.NAMESPACES, at_once=1, log=tmp_path / "log", run_id="test")
 
-    async def work() -> Outcome:
+    async def work() -> ScriptResult:
         try:
             return await programs.run("print(1)", deadline_s=5.0)
         finally:
@@ -269,8 +271,8 @@ def test_a_verdict_that_is_cut_short_has_not_ended() -> None:
 def test_a_killed_parent_leaves_nothing(bench: Bench, tmp_path: Path) -> None:
     script = (
         "import asyncio, sys; from pathlib import Path; from ycore.sandbox import Level; "
-        "from ycore.sandbox.programs import Programs; "
-        "programs = Programs(Level(sys.argv[1]), at_once=1, log=Path(sys.argv[2]), run_id='t'); "
+        "from ycore.sandbox.programs import ProgramPool; "
+        "programs = ProgramPool(Level(sys.argv[1]), at_once=1, log=Path(sys.argv[2]), run_id='t'); "
         "asyncio.run(programs.run('import time; time.sleep(600)', deadline_s=600))"
     )
     line = [sys.executable, "-c", script, bench.level, str(tmp_path / "log")]

@@ -26,11 +26,11 @@ from tests.sandbox.mutations import MUTATIONS
 from tests.sandbox.probes import PRELUDE, PROBES, Probe
 from tests.sandbox.targets import CANARY, LIMITS, Targets
 from ycore.config.schema import RewardConfig, RewardSettings, SandboxSettings
-from ycore.rewards import confinement, pool
+from ycore.rewards import pool
 from ycore.rewards.pool import RewardPool
-from ycore.sandbox import Level
-from ycore.sandbox.level import Choice, tried
-from ycore.sandbox.programs import Programs
+from ycore.sandbox import Level, user_code
+from ycore.sandbox.level import LevelChoice, level_refusal
+from ycore.sandbox.programs import ProgramPool
 
 HONEST = """
 import asyncio, decimal, json, multiprocessing, os, re, sqlite3, subprocess, sys, tempfile, threading
@@ -202,7 +202,7 @@ class Trial:
         results = []
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder) / "programs.log"
-            programs = Programs(
+            programs = ProgramPool(
                 level, at_once=1, log=log, run_id="trial", limits=LIMITS, packages=["numpy"]
             )
             try:
@@ -250,14 +250,16 @@ def main() -> None:
     )
     parser.add_argument("--no-control", action="store_true")
     given = parser.parse_args()
-    confinement.Limits = lambda memory: LIMITS  # type: ignore[attr-defined]
+    user_code.Limits = lambda memory: LIMITS  # type: ignore[attr-defined]
     probes = [probe for probe in PROBES if given.only in probe.name]
     for mutation in MUTATIONS:
         if mutation.name == given.mutation:
             probes = [probe for probe in PROBES if probe.name == mutation.probe]
             mutation.make()
             # its self-test finds some of them
-            confinement.choose = pool.choose = lambda wanted: Choice(Level(wanted), {})
+            user_code.choose_level = pool.choose_level = lambda wanted: LevelChoice(
+                Level(wanted), {}
+            )
     began = time.monotonic()
     trial = Trial(given.rights, probes)
     try:
@@ -270,7 +272,7 @@ def main() -> None:
             flush=True,
         )
         for level in map(Level, given.levels.split(",")):
-            if given.mutation is None and (answer := tried(level)) is not None:
+            if given.mutation is None and (answer := level_refusal(level)) is not None:
                 print(
                     json.dumps({"rights": given.rights, "level": level, "refused": answer}),
                     flush=True,

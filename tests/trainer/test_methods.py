@@ -19,7 +19,7 @@ from ycore.run.files import write_json_atomic
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
 from ycore.sandbox import Level
-from ycore.sandbox.level import tried
+from ycore.sandbox.level import level_refusal
 from ycore.trainer.rollout_run import RolloutRun
 
 # The tiny model writes noise: only a reward of its letters tells its completions apart.
@@ -169,7 +169,7 @@ def test_similarity_and_the_references_probability_train(model: Path, tmp_path: 
 
 def test_a_code_reward_trains(model: Path, tmp_path: Path) -> None:
     """The prompts leave a comment to write: noise of one line passes, noise that breaks the function does not."""
-    if (answer := tried(Level.NAMESPACES)) is not None:
+    if (answer := level_refusal(Level.NAMESPACES)) is not None:
         pytest.skip(f"no namespaces here: {answer}")
     check = "def check(candidate):\n    assert candidate(1) == {}\n    assert candidate(0) == {}\n"
     rows = [

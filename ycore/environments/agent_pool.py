@@ -19,11 +19,10 @@ from ycore.config.schema import RunConfig
 from ycore.environments.agent_host import MOST_BODY
 from ycore.environments.tool_pool import OutOfTime, held_like_rewards, plain, seed_of
 from ycore.errors import ConfigError
-from ycore.rewards.replies import CallFailed, object_in, plain_text
-from ycore.rewards.worker_client import Answerer
 from ycore.sandbox import Level
-from ycore.sandbox.confine import own_variables
-from ycore.sandbox.level import choose
+from ycore.sandbox.confine import base_variables
+from ycore.sandbox.confined_worker import CallFailed, ConfinedWorker, printable, reply_in
+from ycore.sandbox.level import choose_level
 from ycore.types import Prompt, Score
 
 _MOST_EVENT = (
@@ -52,7 +51,7 @@ class Ended(NamedTuple):
                 return Score(value)
         except ValueError:
             pass
-        shown = "nothing" if self.paid is None else plain_text(repr(self.paid), most=60)
+        shown = "nothing" if self.paid is None else printable(repr(self.paid), max_characters=60)
         return Score(
             None,
             problem=f"environment: the agent wrote {shown} to YCORE_REWARD_FILE, and no number",
@@ -71,7 +70,7 @@ def words_of(agent: str) -> list[str]:
         raise ConfigError(
             "agent is an empty command; write it as in a shell, for example 'python my_agent.py'"
         )
-    if shutil.which(words[0], path=own_variables("", Path("/"))["PATH"]) is None:
+    if shutil.which(words[0], path=base_variables("", Path("/"))["PATH"]) is None:
         raise ConfigError(
             f"agent {agent!r}: no program {words[0]!r}; give its path, or one on PATH in the sandbox"
         )
@@ -92,15 +91,15 @@ def check_agent(config: RunConfig) -> None:
         raise ConfigError(
             "an agent brings its own tools and world; leave out --tools and --env, or --agent"
         )
-    chosen = choose(config.sandbox.level)
+    chosen = choose_level(config.sandbox.level)
     if chosen.level is Level.LANDLOCK and not config.turns.sandbox.network:
         raise ConfigError(
             "an agent is reached on loopback, which the sandbox's level landlock closes; "
-            f"{chosen.mend or 'take --sandbox namespaces'}, or --set turns.sandbox.network=true"
+            f"{chosen.remedy or 'take --sandbox namespaces'}, or --set turns.sandbox.network=true"
         )
 
 
-class AgentHost(Answerer[None]):
+class AgentHost(ConfinedWorker[None]):
     """The process that runs one agent."""
 
     module, kind = "ycore.environments.agent_host", "agent"
@@ -130,7 +129,7 @@ class AgentRun:
                 self._has_begun = True
                 await self._host.start()
             return await self._host.exchange(
-                {"reply": reply}, _event, most=_MOST_EVENT, timeout_s=max(0.01, left)
+                {"reply": reply}, _event, max_bytes=_MOST_EVENT, timeout_s=max(0.01, left)
             )
         except CallFailed as failure:
             if str(failure).startswith("timeout"):
@@ -174,13 +173,13 @@ class AgentPool:
 
 
 def _ready(line: bytes, nonce: str) -> None:
-    reply = object_in(line, nonce)
+    reply = reply_in(line, nonce)
     if reply.get("ready") is not True:
-        raise CallFailed(plain_text(str(reply.get("error", "no answer of an agent's process"))))
+        raise CallFailed(printable(str(reply.get("error", "no answer of an agent's process"))))
 
 
 def _event(line: bytes, nonce: str) -> Asked | Ended:
-    match object_in(line, nonce).get("value"):
+    match reply_in(line, nonce).get("value"):
         case {"call": int(number), "body": dict(body)}:
             return Asked(number, body)
         case {"exit": int(code), "paid": str() | None as paid}:

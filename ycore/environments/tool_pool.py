@@ -19,17 +19,22 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ycore.config.schema import RewardConfig, RewardSettings, RunConfig
+from ycore.config.schema import RunConfig
 from ycore.environments.mcp_server import PREFIX
 from ycore.environments.openenv_local import PREFIX as OPENENV
 from ycore.environments.tool_host import MOST_TEXT, PYTHON
 from ycore.errors import ConfigError, RewardError
-from ycore.rewards.confinement import confinement_of
-from ycore.rewards.replies import CallFailed, object_in, plain_text
-from ycore.rewards.worker_client import START_TIMEOUT_S, Answerer
 from ycore.sandbox import Confinement, Limits, View
-from ycore.sandbox.level import choose, require
+from ycore.sandbox.confined_worker import (
+    START_TIMEOUT_S,
+    CallFailed,
+    ConfinedWorker,
+    printable,
+    reply_in,
+)
+from ycore.sandbox.level import choose_level, require_sandbox
 from ycore.sandbox.programs import PROGRAM_LIMITS
+from ycore.sandbox.user_code import user_code_confinement
 from ycore.types import NO_PROMPT, Prompt, Score
 
 _CHECK_DEADLINE_S = (
@@ -63,7 +68,7 @@ class Answer(NamedTuple):
     failed: bool = False
 
 
-class ToolHost(Answerer[Description]):
+class ToolHost(ConfinedWorker[Description]):
     """One process with tools and perhaps an environment."""
 
     module, kind = "ycore.environments.tool_host", "tool worker"
@@ -78,7 +83,7 @@ class ToolHost(Answerer[Description]):
         describe: bool = False,
         **how: Any,
     ) -> None:
-        """`python` is another one to run in, `describe` asks for schemas (seconds), `how` is `Answerer`'s."""
+        """`python` is another one to run in, `describe` asks for schemas (seconds), `how` is `ConfinedWorker`'s."""
         super().__init__(
             {"tools": list(tools), "env": env, "describe": describe}, _description, held, **how
         )
@@ -89,14 +94,14 @@ class ToolHost(Answerer[Description]):
         """The value that an operation gives; CallFailed where it raised, hung or ended the process."""
         message = {"op": op, **request}
         return await self.exchange(
-            message, _value, most=_BYTES_A_LETTER * MOST_TEXT + 4096, timeout_s=deadline_s
+            message, _value, max_bytes=_BYTES_A_LETTER * MOST_TEXT + 4096, timeout_s=deadline_s
         )
 
 
 def _description(line: bytes, nonce: str) -> Description:
-    reply = object_in(line, nonce)
+    reply = reply_in(line, nonce)
     if isinstance(reply.get("error"), str):
-        raise CallFailed(plain_text(reply["error"], most=600))
+        raise CallFailed(printable(reply["error"], max_characters=600))
     try:
         ready = reply["ready"]
         told = (bool(ready[name]) for name in ("takes_text", "pays", "pays_turns"))
@@ -109,9 +114,9 @@ def _description(line: bytes, nonce: str) -> Description:
 
 
 def _value(line: bytes, nonce: str) -> Any:
-    reply = object_in(line, nonce)
+    reply = reply_in(line, nonce)
     if isinstance(reply.get("failed"), str):
-        raise Raised(plain_text(reply["failed"]))
+        raise Raised(printable(reply["failed"]))
     value = reply.get("value")
     if "value" not in reply or not (value is None or isinstance(value, str | int | float)):
         raise CallFailed("no answer of a tool worker: no value")
@@ -133,7 +138,7 @@ def describe_tools(
     if not config.tools and not config.env:
         return {}
     if PYTHON in config.tools:
-        require(choose(config.sandbox.level), f"tool {PYTHON!r}")
+        require_sandbox(choose_level(config.sandbox.level), f"tool {PYTHON!r}")
     held = _confinement(config, run_folder=run_folder, run_id="check")
     if not config.env:
         return {None: asyncio.run(_described(config, None, held))}
@@ -153,7 +158,7 @@ async def _described(config: RunConfig, env: str | None, held: Confinement) -> D
         )
     except CallFailed as failure:
         where = (
-            f" (its last words: {host.last_words})"
+            f" (its last words: {host.last_line})"
             if str(failure).startswith(("worker died", "timeout"))
             else ""
         )
@@ -186,10 +191,16 @@ def held_like_rewards(
     config: RunConfig, names: Sequence[str], *, run_folder: Path | None, run_id: str
 ) -> Confinement:
     """The confinement of a person's own code of these names, by `turns.sandbox`."""
-    specs = [RewardConfig(reward=name, sandbox=config.turns.sandbox) for name in names]
-    settings = RewardSettings(memory_gib=config.turns.memory_gib)
-    return confinement_of(
-        specs, settings=settings, sandbox=config.sandbox, run_folder=run_folder, run_id=run_id
+    allowed = config.turns.sandbox
+    return user_code_confinement(
+        names,
+        read=allowed.read,
+        network=allowed.network,
+        gpu=allowed.gpu,
+        level=config.sandbox.level,
+        memory_gib=config.turns.memory_gib,
+        run_folder=run_folder,
+        run_id=run_id,
     )
 
 

@@ -33,7 +33,7 @@ from ycore.plan.devices import format_of
 from ycore.run.claim import installed_versions
 from ycore.run.reports import RUN_MARKER
 from ycore.sandbox import Level
-from ycore.sandbox.level import choose
+from ycore.sandbox.level import choose_level
 
 TESTED = {
     "torch": "2.13.*",
@@ -158,7 +158,7 @@ def check_versions(
 
 def machine_checks(folder: Path) -> list[Check]:
     """What a run needs of the machine and of the folder that it will be started in."""
-    free_memory, sandbox = psutil.virtual_memory().available / _GIB, choose()
+    free_memory, sandbox = psutil.virtual_memory().available / _GIB, choose_level()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     smaller = "stop other programs, or take a smaller model; `ycore plan` says what a run needs"
     more_files = f"ulimit -n {_OPEN_FILES if hard < 0 else min(hard, 65536)}"
@@ -188,7 +188,7 @@ def machine_checks(folder: Path) -> list[Check]:
             mend="run in a folder on a local disk; this one cannot be locked",
         ),
         check("open files", f"{soft} at most", ok=soft >= _OPEN_FILES, mend=more_files),
-        check("sandbox", sandbox.line, ok=sandbox.level is Level.NAMESPACES, mend=sandbox.mend),
+        check("sandbox", sandbox.line, ok=sandbox.level is Level.NAMESPACES, mend=sandbox.remedy),
         _leftovers(),
     ]
 

@@ -39,7 +39,7 @@ from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER
 from ycore.run.secrets import redact, secrets_environment
 from ycore.run.text import as_duration, topic
-from ycore.sandbox.level import choose
+from ycore.sandbox.level import choose_level
 from ycore.view.activity import RunActivity
 from ycore.view.live import FirstSteps
 from ycore.view.pictures import draw_curve, finish_trace_and_draw
@@ -125,7 +125,9 @@ def _note_sandbox(folder: RunFolder, config: AnyConfig | FlowConfig) -> None:
         return
     own = any(is_code(one) or (is_rule(one) and ":" in one.reward) for one in config.rewards)
     if own or (isinstance(config, RunConfig) and config.has_turns):
-        description = read_json(folder.config) | {"sandbox": choose(config.sandbox.level).line}
+        description = read_json(folder.config) | {
+            "sandbox": choose_level(config.sandbox.level).line
+        }
         write_json_atomic(folder.config, description)
 
 

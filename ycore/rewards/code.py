@@ -20,7 +20,7 @@ from ycore.config.schema import RewardConfig, Strict
 from ycore.errors import RewardError
 from ycore.rewards.answers import text_of
 from ycore.rewards.builtin import CODE
-from ycore.sandbox.programs import Verdict
+from ycore.sandbox.programs import UnitTestResult
 from ycore.types import Content, Prompt
 
 TEST_COLUMNS = ("tests", "test_list", "test")
@@ -46,7 +46,7 @@ class CodeSettings(Strict):
 
 
 @dataclass(frozen=True, slots=True)
-class Exam:
+class UnitTests:
     """Tests that call the program: texts with asserts, or arguments and the values to return (`calls`).
 
     `entry_point` is the function under test where the row names one. `given` is code that the prompt has already.
@@ -80,7 +80,7 @@ class Exam:
 
 
 @dataclass(frozen=True, slots=True)
-class Pairs:
+class StdioTests:
     """Standard inputs, and what the program must print."""
 
     pairs: tuple[tuple[str, str], ...]
@@ -121,12 +121,12 @@ def check_tests(spec: RewardConfig, columns: Sequence[str], rows: Iterable[Promp
             ) from None
 
 
-def row_tests(prompt: Prompt, settings: CodeSettings) -> Exam | Pairs:
+def row_tests(prompt: Prompt, settings: CodeSettings) -> UnitTests | StdioTests:
     """A row's tests, of one of these shapes; ValueError where they are of none.
 
     Asserts: a list of texts (MBPP's `test_list`, with `test_imports` and `test_setup_code`), or one text.
     HumanEval: a text that defines `check(candidate)`, with the column `entry_point`.
-    Pairs: `[{"input": text, "output": text}]` for standard input and output; with `entry_point` and inputs that are no
+    StdioTests: `[{"input": text, "output": text}]` for standard input and output; with `entry_point` and inputs that are no
     texts, lists of arguments and returned values. Also as `{"inputs": [...], "outputs": [...], "fn_name": ...}`.
     """
     columns = prompt.columns
@@ -151,7 +151,7 @@ def row_tests(prompt: Prompt, settings: CodeSettings) -> Exam | Pairs:
         setup = [_as_setup(columns[key]) for key in _SETUP_COLUMNS if columns.get(key)]
         for text in setup:
             _require_python(text)
-        return Exam(tuple(tests), tuple(setup))
+        return UnitTests(tuple(tests), tuple(setup))
     return _pairs(tests, function)
 
 
@@ -165,14 +165,14 @@ def code_of(completion: Content) -> str:
     return python[-1] if python else fenced[-1][1] if fenced else _answer(completion)
 
 
-def program_of(completion: Content, tests: Exam | Pairs) -> str:
+def program_of(completion: Content, tests: UnitTests | StdioTests) -> str:
     """The whole program to run. For rows in HumanEval's shape it begins with what the prompt gives.
 
     A block that defines the function follows the prompt's imports and helpers; any other text continues the prompt, up
     to the first line that leaves the function's body.
     """
     code = code_of(completion)
-    if isinstance(tests, Pairs) or not tests.given:
+    if isinstance(tests, StdioTests) or not tests.given:
         return code
     if _defines(code, tests.entry_point):
         start = _definition(tests.entry_point).search(tests.given)
@@ -180,7 +180,7 @@ def program_of(completion: Content, tests: Exam | Pairs) -> str:
     return tests.given + _body(code)
 
 
-def share_passed(verdict: Verdict) -> float:
+def share_passed(verdict: UnitTestResult) -> float:
     """The share of the tests that a program passes; one that did not run counts, unless the tests went round it."""
     passed = sum(unit is True for unit in verdict.units)
     counted = (
@@ -189,7 +189,7 @@ def share_passed(verdict: Verdict) -> float:
     return passed / counted if counted else 0.0
 
 
-def passes_all(verdict: Verdict) -> bool:
+def passes_all(verdict: UnitTestResult) -> bool:
     """Whether the tests came to their end, at least one ran, and none failed."""
     return verdict.ended and True in verdict.units and False not in verdict.units
 
@@ -269,11 +269,11 @@ def _body(text: str) -> str:
     return "".join(kept)
 
 
-def _check_exam(prompt: Prompt, text: str, function: str) -> Exam:
+def _check_exam(prompt: Prompt, text: str, function: str) -> UnitTests:
     tree = _require_python(text)
     defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
     if "check" not in defined:
-        return Exam((text,))
+        return UnitTests((text,))
     if not function:
         raise ValueError(
             "its tests define check(candidate), and no column entry_point names the function"
@@ -282,10 +282,12 @@ def _check_exam(prompt: Prompt, text: str, function: str) -> Exam:
     shown = content if isinstance(content, str) else str(content[-1]["content"]) if content else ""
     _, fenced = _blocks(shown)
     given = fenced[-1][1] if fenced else shown
-    return Exam((text,), entry_point=function, given=given if _defines(given, function) else "")
+    return UnitTests(
+        (text,), entry_point=function, given=given if _defines(given, function) else ""
+    )
 
 
-def _pairs(tests: Sequence[Any], function: str) -> Exam | Pairs:
+def _pairs(tests: Sequence[Any], function: str) -> UnitTests | StdioTests:
     for number, test in enumerate(tests):
         if not isinstance(test, Mapping) or not {"input", "output"} <= set(test):
             raise ValueError(
@@ -295,11 +297,11 @@ def _pairs(tests: Sequence[Any], function: str) -> Exam | Pairs:
         all(isinstance(test["input"], str) and isinstance(test["output"], str) for test in tests)
         and not function
     ):
-        return Pairs(tuple((test["input"], test["output"]) for test in tests))
+        return StdioTests(tuple((test["input"], test["output"]) for test in tests))
     if not function:
         raise ValueError("its inputs are arguments, and no column entry_point names the function")
     calls = [(_from_json(test["input"]), _from_json(test["output"])) for test in tests]
-    return Exam(
+    return UnitTests(
         entry_point=function,
         calls=tuple((a if isinstance(a, list) else [a], wanted) for a, wanted in calls),
     )

@@ -15,6 +15,7 @@ from typing import Any, cast
 from ycore.config.schema import RewardConfig
 from ycore.errors import RewardError, nearest
 from ycore.rewards.builtin import BUILTIN, CODE, ENVIRONMENT, LIBRARIES, REFERENCE, Reward
+from ycore.sandbox.user_code import names_file
 
 # What every call offers besides the dataset's columns; TRL's names.
 SUPPLIED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
@@ -93,7 +94,7 @@ def import_function(name: str) -> Reward:
     _add_to_path(Path.cwd())
     module = (
         _import_file(name, Path(source).expanduser())
-        if is_file(name)
+        if names_file(name)
         else _import_module(name, source)
     )
     try:
@@ -113,12 +114,6 @@ def import_function(name: str) -> Reward:
             f"reward {name!r}: {function!r} is a {type(found).__name__}; it must be a function"
         )
     return cast(Reward, found)
-
-
-def is_file(reward: str) -> bool:
-    """Whether a reward is a function of a file, and not of an installed module or a built-in one."""
-    source = reward.rpartition(":")[0]
-    return source.endswith(".py") or "/" in source
 
 
 def one_line(error: BaseException) -> str:

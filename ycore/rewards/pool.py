@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from ycore.config.schema import RewardConfig, RewardSettings, SandboxSettings
-from ycore.rewards.confinement import confinement_of
 from ycore.rewards.loading import Inputs
-from ycore.rewards.replies import CallFailed
-from ycore.rewards.worker_client import AUTO, Worker
+from ycore.rewards.worker_client import AUTO, RewardWorker, reward_confinement
 from ycore.run.tasks import together
-from ycore.sandbox.level import choose
+from ycore.sandbox.confined_worker import CallFailed
+from ycore.sandbox.level import choose_level
 from ycore.types import Content, Score
 
 
@@ -49,7 +48,7 @@ class _Batch:
 class _Caller(NamedTuple):
     """The workers that call a reward, of which the idle ones wait, and its index among their rewards."""
 
-    idle: asyncio.Queue[Worker]
+    idle: asyncio.Queue[RewardWorker]
     source: int
 
 
@@ -78,16 +77,16 @@ class RewardPool:
             run_folder: what the rewards must not see.
         """
         self._deadline_s = settings.deadline_s
-        self._workers: list[Worker] = []
-        self.level = choose(sandbox.level).level
+        self._workers: list[RewardWorker] = []
+        self.level = choose_level(sandbox.level).level
         callers: dict[int, _Caller] = {}
         for number, sources in enumerate(_by_sandbox(specs)):
-            group, idle = [specs[source] for source in sources], asyncio.Queue[Worker]()
-            held = confinement_of(
+            group, idle = [specs[source] for source in sources], asyncio.Queue[RewardWorker]()
+            held = reward_confinement(
                 group, settings=settings, sandbox=sandbox, run_folder=run_folder, run_id=run_id
             )
             for slot in range(settings.workers):
-                worker = Worker(group, held, log=log, name=f"{number}.{slot}")
+                worker = RewardWorker(group, held, log=log, name=f"{number}.{slot}")
                 self._workers.append(worker)
                 idle.put_nowait(worker)
             callers |= {source: _Caller(idle, index) for index, source in enumerate(sources)}

@@ -28,7 +28,7 @@ from ycore.errors import RewardError
 from ycore.rewards.answers import without_thinking
 from ycore.rewards.builtin import LIBRARIES, Reward
 from ycore.rewards.loading import Inputs, inputs_of, load_reward, one_line
-from ycore.rewards.replies import BYTES_A_VALUE, MOST_BYTES
+from ycore.rewards.replies import BYTES_PER_VALUE, MAX_BYTES
 from ycore.run.images import ImageStore
 from ycore.sandbox.channel import Channel
 from ycore.types import in_blocks
@@ -87,7 +87,7 @@ def answer(source: Source, request: Mapping[str, Any]) -> dict[str, Any]:
     if len(scores) != request["count"]:
         return {"failed": f"wrong length: {len(scores)} values for {request['count']} completions"}
     values, problems = [value for value, _ in scores], [problem for _, problem in scores]
-    if len(json.dumps([values, problems])) > BYTES_A_VALUE * len(scores) + MOST_BYTES // 2:
+    if len(json.dumps([values, problems])) > BYTES_PER_VALUE * len(scores) + MAX_BYTES // 2:
         problems = [None if problem is None else problem.partition(":")[0] for problem in problems]
     return {"values": values, "problems": problems}
 

@@ -14,10 +14,10 @@ from ycore.environments.agent_host import MODEL
 from ycore.environments.agent_pool import AgentPool, AgentRun, Asked, Ended
 from ycore.environments.tool_pool import OutOfTime
 from ycore.errors import ConfigError
-from ycore.rewards.replies import CallFailed
 from ycore.round.dialogue import Call, Dialogue
 from ycore.round.sampling import completion_seed
 from ycore.round.turns import OneTurn, Start, Talk, TurnMeter, Write
+from ycore.sandbox.confined_worker import CallFailed
 from ycore.types import Completion, Score, Turn
 
 Dialogues = Callable[[str], Dialogue]

@@ -7,8 +7,8 @@ from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.rewards.code import (
     CodeSettings,
-    Exam,
-    Pairs,
+    StdioTests,
+    UnitTests,
     code_settings,
     passes_all,
     program_of,
@@ -21,8 +21,8 @@ from ycore.round.scoring import Scorer, Writing
 from ycore.run.paths import RunFolder
 from ycore.run.reports import this_rank
 from ycore.sandbox import MIB
-from ycore.sandbox.level import choose, require
-from ycore.sandbox.programs import PROGRAM_LIMITS, Outcome, Programs, Verdict
+from ycore.sandbox.level import choose_level, require_sandbox
+from ycore.sandbox.programs import PROGRAM_LIMITS, ProgramPool, ScriptResult, UnitTestResult
 from ycore.types import Completion, Prompt, Score
 
 _MOST_AT_ONCE = 16
@@ -77,8 +77,8 @@ def code_scorer(
 ) -> "CodeScorer":
     """The scorer of one `code` reward, at the sandbox level of this run; a program on each core, up to 16 at once."""
     settings, rank = code_settings(spec), this_rank()
-    programs = Programs(
-        require(choose(config.sandbox.level), f"reward {spec.reward!r}"),
+    programs = ProgramPool(
+        require_sandbox(choose_level(config.sandbox.level), f"reward {spec.reward!r}"),
         at_once=min(_MOST_AT_ONCE, max(1, len(os.sched_getaffinity(0)) // rank.local_world)),
         log=folder.log("programs"),
         run_id=folder.run_id,
@@ -94,7 +94,7 @@ class CodeScorer(Scorer):
 
     name: str
     settings: CodeSettings
-    programs: Programs
+    programs: ProgramPool
     _: KW_ONLY
     meter: CodeMeter = field(default_factory=CodeMeter)
 
@@ -119,14 +119,16 @@ class CodeScorer(Scorer):
             self.meter.no_code += 1
             return Score(0.0)
         score = await (
-            self._examined(source, tests) if isinstance(tests, Exam) else self._fed(source, tests)
+            self._examined(source, tests)
+            if isinstance(tests, UnitTests)
+            else self._fed(source, tests)
         )
         self.meter.passed += score.value == 1.0
         return score
 
-    async def _examined(self, source: str, tests: Exam) -> Score:
+    async def _examined(self, source: str, tests: UnitTests) -> Score:
         deadline_s = tests.deadline_s(self.settings)
-        verdict: Verdict = await self.programs.examine(
+        verdict: UnitTestResult = await self.programs.examine(
             source, tests.request(self.settings), deadline_s=deadline_s
         )
         self.meter.seconds += verdict.seconds
@@ -139,11 +141,11 @@ class CodeScorer(Scorer):
             share_passed(verdict) if self.settings.credit == "share" else float(passes_all(verdict))
         )
 
-    async def _fed(self, source: str, tests: Pairs) -> Score:
+    async def _fed(self, source: str, tests: StdioTests) -> Score:
         """Once for each input. Outputs are compared here: the program never gets one."""
         passed, worst = 0, "ok"
         for given, wanted in tests.pairs:
-            outcome: Outcome = await self.programs.run(
+            outcome: ScriptResult = await self.programs.run(
                 source, stdin=given.encode(errors="replace"), deadline_s=self.settings.timeout_s
             )
             self.meter.seconds += outcome.seconds
@@ -165,7 +167,7 @@ class CodeScorer(Scorer):
         return Score(None, problem=f"{self.name}: {why}"[:300])
 
 
-def _kind(outcome: Outcome) -> str:
+def _kind(outcome: ScriptResult) -> str:
     """A script's status; one that Python could not compile ends with a SyntaxError as its last words."""
     last = outcome.errors.rstrip().rpartition(b"\n")[2]
     is_compile = outcome.status == "error" and last.startswith(

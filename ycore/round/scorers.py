@@ -51,7 +51,7 @@ from ycore.round.scoring import RuleScorer, Scorer, Scoring, TextOf, Writing, pl
 from ycore.run.images import ImageStore
 from ycore.run.paths import RunFolder
 from ycore.run.tasks import together
-from ycore.sandbox.level import NUMBERS
+from ycore.sandbox.level import LEVEL_NUMBERS
 from ycore.types import Completion, Prompt, Score, TokenSequence, Turn
 
 S = TypeVar("S", bound=Server)
@@ -113,7 +113,7 @@ def build_scoring(
     if rules:
         pool = pool_of(config, folder, [config.rewards[source] for source in rules])
         scorers.append((rules, RuleScorer(pool, ImageStore(folder.images))))
-        meters.append(WorkerMeter(lambda: pool.restarts, NUMBERS[pool.level]))
+        meters.append(WorkerMeter(lambda: pool.restarts, LEVEL_NUMBERS[pool.level]))
     for source, spec in enumerate(config.rewards):
         trusts = config.trust_remote_code
         tokenizers = [

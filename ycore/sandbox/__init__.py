@@ -1,6 +1,6 @@
 """Where code runs that nobody has read. This file has the values that all parts of the sandbox share.
 
-Two uses share them. A person's reward functions run in one worker for many calls (`ycore.rewards.worker_process`). A
+Two uses share them. A person's reward functions run in one worker for many calls (`confined_worker`). A
 program that a model wrote runs in a new process each time (`programs`, `program_runners`). What holds them is a
 `Level`: the namespaces of bubblewrap, or Landlock where no namespace can be made. `level` finds out by trying which.
 

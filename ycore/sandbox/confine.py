@@ -50,7 +50,7 @@ _SHARED_MEMORY = 16 * MIB
 class Launch:
     """All that starts a confined process: `Popen(command, env=environment, cwd=working)`, in a session of its own.
 
-    `scratch` is a folder to remove afterwards, where the scratch is not in memory. `words` say what holds the process.
+    `scratch` is a folder to remove afterwards, where the scratch is not in memory. `description` says what holds it.
     `has_stage`: the process that is started is ours, and ends what it confines when it gets SIGTERM (`landlock`).
     """
 
@@ -58,7 +58,7 @@ class Launch:
     environment: dict[str, str]
     working: Path | None
     scratch: Path | None
-    words: str
+    description: str
     has_stage: bool = False
 
     def start(self, **descriptors: Any) -> "Popen[bytes]":
@@ -116,7 +116,7 @@ class PipeReader:
         return bool(data)
 
 
-def launch_of(
+def confined_launch(
     module: str, arguments: Sequence[str], held: Confinement, *, name: str = ""
 ) -> Launch:
     """How to start `python -m module arguments...` confined.
@@ -225,10 +225,10 @@ def confined_environment(
         kept["HF_HOME"] = str(cache)
     if not view.network:
         kept["HF_HUB_OFFLINE"] = "1"  # else libraries wait for a network that is not there
-    return {**kept, **own_variables(run_id, scratch), "PYTHONDONTWRITEBYTECODE": "1"}
+    return {**kept, **base_variables(run_id, scratch), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def own_variables(run_id: str, scratch: Path) -> dict[str, str]:
+def base_variables(run_id: str, scratch: Path) -> dict[str, str]:
     """What every confined process has: home and temporary files in its scratch folder, programs, and the run's mark."""
     folders = [os.path.dirname(sys.executable), "/usr/local/bin", "/usr/bin", "/bin"]
     own = {"HOME": str(scratch), "TMPDIR": str(scratch), "PATH": os.pathsep.join(folders)}

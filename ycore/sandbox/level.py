@@ -24,11 +24,11 @@ from subprocess import DEVNULL, PIPE, Popen
 from ycore.errors import ConfigError, YcoreError
 from ycore.sandbox import MIB, Confinement, Level, Limits, canaries, landlock
 from ycore.sandbox.canaries import HONEST, MEMORY, PROCESSES, Attempts
-from ycore.sandbox.confine import launch_of
+from ycore.sandbox.confine import confined_launch
 from ycore.sandbox.namespaces import find_bwrap
 
 AUTO = "auto"
-NUMBERS: Mapping[Level, int] = {Level.NAMESPACES: 2, Level.LANDLOCK: 1, Level.NONE: 0}
+LEVEL_NUMBERS: Mapping[Level, int] = {Level.NAMESPACES: 2, Level.LANDLOCK: 1, Level.NONE: 0}
 """For metrics, which are numbers."""
 
 _WITHIN_S = 60.0  # a self-test takes 0.2 s; on a busy machine, ten times that was seen
@@ -48,7 +48,7 @@ _BLOCKED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class LevelChoice:
     """The level to run at, and what each stronger one answered when it was tried."""
 
     level: Level
@@ -61,10 +61,10 @@ class Choice:
             return "namespaces"
         if self.level is Level.LANDLOCK:
             return f"landlock, the weaker level: {_WEAKER}" + (
-                f" ({self.answers}; {self.mend})" if self.refused else ""
+                f" ({self.answers}; {self.remedy})" if self.refused else ""
             )
         return (
-            f"none: reward functions run unconfined ({self.answers}; {self.mend})"
+            f"none: reward functions run unconfined ({self.answers}; {self.remedy})"
             if self.refused
             else _ASKED_FOR
         )
@@ -75,44 +75,44 @@ class Choice:
         return "; ".join(f"{level}: {answer}" for level, answer in self.refused.items())
 
     @property
-    def mend(self) -> str | None:
+    def remedy(self) -> str | None:
         """What would give the stronger level, or None where there is nothing to mend."""
         answer = self.refused.get(Level.NAMESPACES)
-        return None if answer is None else mend(answer)
+        return None if answer is None else remedy_for(answer)
 
 
-def choose(wanted: str = AUTO) -> Choice:
+def choose_level(wanted: str = AUTO) -> LevelChoice:
     """The level to run at: for `auto` the strongest that holds here, or `none`; ConfigError where another one is wanted
     that does not hold."""
     if wanted == Level.NONE:
-        return Choice(Level.NONE, {})
+        return LevelChoice(Level.NONE, {})
     if wanted != AUTO:
-        answer = tried(Level(wanted))
+        answer = level_refusal(Level(wanted))
         if answer is not None:
             raise ConfigError(
-                f"the sandbox cannot be had at level {wanted}: {answer}; {mend(answer)}, or sandbox auto"
+                f"the sandbox cannot be had at level {wanted}: {answer}; {remedy_for(answer)}, or sandbox auto"
             )
-        return Choice(Level(wanted), {})
+        return LevelChoice(Level(wanted), {})
     refused: dict[Level, str] = {}
     for level in (Level.NAMESPACES, Level.LANDLOCK):
-        answer = tried(level)
+        answer = level_refusal(level)
         if answer is None:
-            return Choice(level, refused)
+            return LevelChoice(level, refused)
         refused[level] = answer
-    return Choice(Level.NONE, refused)
+    return LevelChoice(Level.NONE, refused)
 
 
-def require(choice: Choice, purpose: str) -> Level:
+def require_sandbox(choice: LevelChoice, purpose: str) -> Level:
     """The level for programs that a model wrote; ConfigError where `auto` found none."""
     if choice.level is Level.NONE and choice.refused:
         raise ConfigError(
-            f"{purpose} needs a sandbox, and there is none here ({choice.answers}); {choice.mend}, or --sandbox none"
+            f"{purpose} needs a sandbox, and there is none here ({choice.answers}); {choice.remedy}, or --sandbox none"
         )
     return choice.level
 
 
 @cache
-def tried(level: Level) -> str | None:
+def level_refusal(level: Level) -> str | None:
     """Why a level does not hold here, in words, or None; found out once for each process."""
     if platform.system() != "Linux":
         return f"{platform.system()} has no such thing; run in a Linux container or virtual machine"
@@ -126,7 +126,7 @@ def tried(level: Level) -> str | None:
         return " ".join(str(error).split())
 
 
-def mend(answer: str) -> str:
+def remedy_for(answer: str) -> str:
     """The way out that fits what the kernel answered, in one line."""
     said = answer.lower()
     if "no bwrap" in said:
@@ -159,7 +159,7 @@ def self_test(level: Level) -> str | None:
         launch = None
         try:
             held = Confinement(level, "self-test", limits=_LIMITS)
-            launch = launch_of("ycore.sandbox.canaries", [json.dumps(this)], held, name=word)
+            launch = confined_launch("ycore.sandbox.canaries", [json.dumps(this)], held, name=word)
             plain = [sys.executable, "-I", "-S", canaries.__file__, json.dumps(this)]
             at = {**os.environ, "TMPDIR": str(folder)}
             streams = {"stdin": DEVNULL, "stdout": PIPE, "stderr": PIPE}

@@ -21,7 +21,7 @@ import ycore
 from ycore.errors import RunError
 from ycore.run.process_tree import kill_tree
 from ycore.sandbox import Level, Limits, View
-from ycore.sandbox.confine import FIRST_UID, NUM_UIDS, own_variables, unconfined
+from ycore.sandbox.confine import FIRST_UID, NUM_UIDS, base_variables, unconfined
 from ycore.sandbox.landlock import rules_of
 from ycore.sandbox.namespaces import SCRATCH, bwrap_command, find_bwrap, python_folders
 from ycore.sandbox.program_run import Kind
@@ -38,7 +38,7 @@ class Lost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Programs to run together; the descriptors of each become its own from 0 on. The first one leads."""
+    """ProgramPool to run together; the descriptors of each become its own from 0 on. The first one leads."""
 
     kinds: Sequence[Kind]
     fds: Sequence[Sequence[int]]
@@ -197,7 +197,7 @@ def server_command(*, level: Level, has_packages: bool) -> list[str]:
 def server_environment(run_id: str) -> dict[str, str]:
     """That of the server and of every program: the same hashes in each, so that a program's verdict can be repeated."""
     fixed = {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
-    return {**own_variables(run_id, SCRATCH), **fixed}
+    return {**base_variables(run_id, SCRATCH), **fixed}
 
 
 def server_settings(

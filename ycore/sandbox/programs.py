@@ -1,4 +1,4 @@
-"""Programs that a model wrote, each run in a fresh confined process: their outputs, and the verdicts of their tests.
+"""ProgramPool that a model wrote, each run in a fresh confined process: their outputs, and the verdicts of their tests.
 
 How a program ended is decided here, outside, by clocks, counters and what the kernel says. What fails before a program
 begins, or takes its runner along, is started again and the program run once more; if that fails too, the outcome is
@@ -34,7 +34,7 @@ _MAX_UNITS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ScriptResult:
     """How a script ended. `output` and `errors` are what it printed, `seconds` those of its process."""
 
     status: Status
@@ -45,7 +45,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class UnitTestResult:
     """What a program's tests found. `units` are the asserts, in order: passed, failed, or None where one did not run.
 
     `began` is `ready`, `compile_error`, `run_error` or `gone`, as far as the program itself may be believed.
@@ -71,10 +71,10 @@ class _Done:
 _Make = Callable[[ExitStack, Callable[[], None]], tuple[Job, list["_Reader"]]]
 
 
-class Programs:
+class ProgramPool:
     """Runs programs, `at_once` of them side by side. Belongs to one event loop.
 
-    Example: `programs = Programs(Level.NAMESPACES, at_once=2, log=log, run_id=run_id)`, then
+    Example: `programs = ProgramPool(Level.NAMESPACES, at_once=2, log=log, run_id=run_id)`, then
     `await programs.run("print(1)", deadline_s=2)`, and `await programs.close()` at the end.
     """
 
@@ -112,7 +112,7 @@ class Programs:
                     f"an honest program does not run in the sandbox: {outcome.status}, {why}"
                 )
 
-    async def run(self, source: str, *, stdin: bytes = b"", deadline_s: float) -> Outcome:
+    async def run(self, source: str, *, stdin: bytes = b"", deadline_s: float) -> ScriptResult:
         """Run a program as a script with this standard input."""
 
         def make(files: ExitStack, too_much: Callable[[], None]) -> tuple[Job, list[_Reader]]:
@@ -126,12 +126,14 @@ class Programs:
 
         done = await self._do(make)
         if isinstance(done, str):
-            return Outcome("infra_error", problem=done)
+            return ScriptResult("infra_error", problem=done)
         output, errors = done.readers
         status = _status(done.ended[0], is_too_much=output.count.is_over)
-        return Outcome(status, bytes(output.data), bytes(errors.data), done.seconds)
+        return ScriptResult(status, bytes(output.data), bytes(errors.data), done.seconds)
 
-    async def examine(self, source: str, exam: Mapping[str, Any], *, deadline_s: float) -> Verdict:
+    async def examine(
+        self, source: str, exam: Mapping[str, Any], *, deadline_s: float
+    ) -> UnitTestResult:
         """Run a row's tests against a program. `exam` is what `examiner` reads; it never reaches the program."""
 
         def make(files: ExitStack, too_much: Callable[[], None]) -> tuple[Job, list[_Reader]]:
@@ -146,7 +148,7 @@ class Programs:
 
         done = await self._do(make)
         if isinstance(done, str):
-            return Verdict("infra_error", problem=done)
+            return UnitTestResult("infra_error", problem=done)
         return read_verdict(bytes(done.readers[0].data), *done.ended, seconds=done.seconds)
 
     async def close(self) -> None:
@@ -195,7 +197,7 @@ class Programs:
 
 def read_verdict(
     data: bytes, examiner: Mapping[str, Any], callee: Mapping[str, Any], *, seconds: float
-) -> Verdict:
+) -> UnitTestResult:
     """The examiner's lines as a verdict. One that was cut short has not ended, and so has not passed."""
     began, broken, ended, hung = "gone", None, False, examiner["reason"] == "deadline"
     units: list[bool | None] = []
@@ -210,12 +212,12 @@ def read_verdict(
         broken = found.get("broken", broken)
         ended, hung = found.get("ended", ended), found.get("timed_out", hung)
     if not data:
-        return Verdict(
+        return UnitTestResult(
             "infra_error", problem="the tests of a program did not begin", seconds=seconds
         )
     status: Status = "memory" if "memory" in (examiner["reason"], callee["reason"]) else "ok"
     status = "timeout" if hung else status
-    return Verdict(status, began, tuple(units), ended, broken, seconds)
+    return UnitTestResult(status, began, tuple(units), ended, broken, seconds)
 
 
 def _status(ended: Mapping[str, Any], *, is_too_much: bool) -> Status:

@@ -63,7 +63,7 @@ from ycore.run.metrics import MetricsWriter, is_evaluation, read_metrics
 from ycore.run.paths import RunFolder
 from ycore.run.secrets import load_config
 from ycore.run.trace import TraceWriter
-from ycore.sandbox.level import NUMBERS
+from ycore.sandbox.level import LEVEL_NUMBERS
 from ycore.trainer.saved_state import check_contents
 from ycore.types import Completion, Prompt, Score
 
@@ -359,7 +359,7 @@ def _scoring(
     if rules:
         pool = pool_of(config, home, [specs[source] for source in rules])
         scorers.append((rules, PictureScorer(pool, images)))
-        meters.append(WorkerMeter(lambda: pool.restarts, NUMBERS[pool.level]))
+        meters.append(WorkerMeter(lambda: pool.restarts, LEVEL_NUMBERS[pool.level]))
     for source, spec in enumerate(specs):
         if is_judge(spec):
             judge = judge_of(spec)

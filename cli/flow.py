@@ -1,7 +1,7 @@
 """`ycore flow`: train a model that draws, by flow matching, on rewards of its pictures."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,13 +9,12 @@ import typer
 from ycore_cli import options as o
 from ycore_cli.output import print_json, print_table, stdout_for_json
 
-from ycore.config.algorithms import FLOW
 from ycore.errors import ConfigError
 from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
 
 if TYPE_CHECKING:
-    from ycore.config.flow_settings import FlowConfig
+    from ycore.flow.flow_settings import FlowConfig
     from ycore.run.claim import Resume
 
 FlowModel = o.text("Folder of a flow model as diffusers saves it, or flow-digits.", "--model")
@@ -65,14 +64,17 @@ def flow(context: typer.Context, **options: Any) -> None:
     ycore flow --model my-model --dataset prompts.jsonl --reward rewards.py:score --eval-reward judge.py:reads
     """
     from ycore.config.recipe_files import load_recipe, recipe_name
+    from ycore.flow.flow_settings import resolve_flow
 
     resume = options["resume"] or options["resume_from"] is not None
     keys, recipe = flow_keys(options), options["recipe"]
-    base: dict[str, Any] = load_recipe(recipe, command=FLOW) if recipe else {}
+    base: dict[str, Any] = load_recipe(recipe, command="flow") if recipe else {}
     if resume and not recipe and "output" in keys:
         base = o.stored_config(keys["output"])
     name = recipe_name(recipe) if recipe else None
-    config = completed_flow(recipe=base, sets=options["set_"] or (), options=keys, run_name=name)
+    config = o.completed(
+        resolve_flow(recipe=base, sets=options["set_"] or (), options=keys, run_name=name)
+    )
     how = {name: options[name] for name in ("resume_from", "accept_changes", "dry_run", "json")}
     train_flow(config, resume=resume, **how)
 
@@ -90,27 +92,6 @@ def flow_keys(options: Mapping[str, Any]) -> dict[str, Any]:
                 f"--learning-rate takes a number; it is {text!r}; e.g. --learning-rate 1e-4"
             ) from None
     return keys
-
-
-def go_on(
-    stored: Mapping[str, Any], folder: Path, *, sets: Sequence[str], options: Mapping[str, Any], typed: Sequence[str],
-    **how: Any,
-) -> None:  # fmt: skip
-    """`ycore resume` of such a run; `typed` are words that are no options of that command."""
-    if typed:
-        raise ConfigError(
-            f"no option {typed[0]}; ycore resume takes keys of a run of ycore flow by --set KEY=VALUE"
-        )
-    keys = o.config_keys(options) | {"output": str(folder)}
-    train_flow(completed_flow(recipe=stored, sets=sets, options=keys), resume=True, **how)
-
-
-def completed_flow(**layers: Any) -> "FlowConfig":
-    """As `resolve_flow`, with the files of its judges read into it."""
-    from ycore.config.flow_settings import resolve_flow
-    from ycore.judge.sources import with_declarations
-
-    return with_declarations(resolve_flow(**layers))
 
 
 def train_flow(
@@ -156,8 +137,8 @@ def flow_plan(config: "FlowConfig", *, resume: bool, how: "Resume") -> dict[str,
     """What the run will do, as JSON values; UserError where it cannot work. Nothing is loaded or made."""
     from ycore.config.resolve import check_trackers
     from ycore.flow.conditions import IMAGES, load_conditions
+    from ycore.flow.flow_folder import DIGITS_CLASSES, FlowFolder, check_flow_needs, flow_model
     from ycore.judge.sources import check_picture_judges, is_judge
-    from ycore.models.flow_folder import DIGITS_CLASSES, FlowFolder, check_flow_needs, flow_model
     from ycore.rewards.worker_client import check_reward
     from ycore.run.claim import check_claim
     from ycore.run.secrets import redact

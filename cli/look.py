@@ -8,7 +8,6 @@ import typer
 from ycore_cli import options as o
 from ycore_cli.output import print_json, print_table, stdout_for_json
 
-from ycore.config.algorithms import FLOW
 from ycore.errors import ConfigError, RunFolderError
 from ycore.run.files import write_json_atomic
 
@@ -278,38 +277,23 @@ def reproduce(
 def _run_seed(recipe: str, seed: int, root: Path, *, sets: Sequence[str], dry_run: bool) -> None:
     """Run the recipe with this seed, or the rest of it, unless it is finished; RunFolderError for another run there."""
     from ycore_cli.checks import checked_plan
-    from ycore_cli.flow import completed_flow, train_flow
-    from ycore_cli.train import run_training
+    from ycore_cli.train import run_training, train
 
-    from ycore.config.flow_settings import FlowConfig
+    from ycore.config.algorithms import families
     from ycore.config.recipe_files import load_recipe
-    from ycore.config.resolve import resolve
+    from ycore.config.resolve import resolve_stored
     from ycore.run.claim import AS_IT_WAS, changes, is_finished
     from ycore.run.paths import RunFolder
 
     folder, base = RunFolder(root), load_recipe(recipe)
     if "stages" in base:
         return _run_stages(base, seed, root, sets=sets, dry_run=dry_run)
-    told: dict[str, Any] = {
-        "recipe": base,
-        "sets": sets,
-        "options": {"seed": seed, "output": str(root)},
-    }
-    config = (
-        completed_flow(**told) if base.get("algorithm") == FLOW else o.completed(resolve(**told))
-    )
+    config = o.completed(resolve_stored(base, sets, {"seed": seed, "output": str(root)}))
     if is_finished(folder) and not changes(folder, config):
         return
     resume = folder.config.is_file()
-    if isinstance(config, FlowConfig):
-        train_flow(
-            config,
-            resume=resume,
-            resume_from=None,
-            accept_changes=False,
-            dry_run=dry_run,
-            json=False,
-        )
+    if config.algorithm in families():
+        train(config, resume=resume, dry_run=dry_run)
         return
     plan = checked_plan(config, resume=resume, how=AS_IT_WAS)
     if not dry_run:

@@ -10,7 +10,6 @@ from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
-from ycore_cli.flow import flow
 from ycore_cli.look import agents, docs, doctor, env, recipes, report, reproduce, watch
 from ycore_cli.measure import evaluate, preflight
 from ycore_cli.plan import plan
@@ -18,7 +17,7 @@ from ycore_cli.train import pipeline, resume, training_command
 from ycore_cli.use import chat, export, push, serve
 
 from ycore import __version__
-from ycore.config.algorithms import ALGORITHMS
+from ycore.config.algorithms import ALGORITHMS, families, load
 from ycore.errors import Interrupted, YcoreError
 from ycore.run.text import printable
 
@@ -33,7 +32,8 @@ app = typer.Typer(
 )  # fmt: skip
 for algorithm in ALGORITHMS.values():
     app.command(algorithm.name, context_settings=_ANY_TRL_FIELD)(training_command(algorithm))
-app.command("flow")(flow)
+for family in families().values():
+    app.command(family.name)(load(family.command))
 for name, command in {
     "resume": resume,
     "eval": evaluate,

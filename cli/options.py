@@ -8,7 +8,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_args
 
 import typer
 
@@ -16,7 +16,9 @@ from ycore.errors import ConfigError, nearest
 from ycore.run.paths import RunFolder
 
 if TYPE_CHECKING:
-    from ycore.config.schema import AnyConfig
+    from ycore.config.schema import AnyConfig, BaseConfig
+
+_Config = TypeVar("_Config", bound="BaseConfig")
 
 
 def text(help: str, *names: str, metavar: str | None = None) -> Any:
@@ -290,18 +292,19 @@ def resolve_config(context: typer.Context, *, algorithm: str, resume: bool = Fal
     return completed(resolve(recipe=base, sets=sets, options=options, run_name=run_name))
 
 
-def completed(config: "AnyConfig") -> "AnyConfig":
+def completed(config: "_Config") -> "_Config":
     """The config with the files of its judges read into it, what `auto` means on this machine, and the
     `max_tokens` that was chosen when the run in its folder began."""
-    from ycore.config.schema import RunConfig
+    from ycore.config.schema import RunConfig, ScoredConfig
     from ycore.judge.sources import with_declarations
     from ycore.launch.layout import on_machine
 
-    if isinstance(config, RunConfig):
+    if isinstance(config, ScoredConfig):
         config = with_declarations(config)
-        held = stored_config(config.output) if config.sample_max_tokens else {}
+    if isinstance(config, RunConfig) and config.sample_max_tokens:
+        held = stored_config(config.output)
         if held.get("sample_max_tokens") is False:
-            config = config.with_max_tokens(int(held["max_tokens"]))
+            config = cast("_Config", config.with_max_tokens(int(held["max_tokens"])))
     return on_machine(config)
 
 
@@ -309,14 +312,15 @@ def typed_keys(
     context: typer.Context, *, algorithm: str, arguments: Sequence[str] | None = None
 ) -> dict[str, Any]:
     """The keys of a config that were typed; under `trl`, TRL's fields among `arguments`, or else `context.args`."""
-    from ycore.config.algorithms import find_algorithm
+    from ycore.config.algorithms import families, find_algorithm
 
     keys = config_keys(context.params)
     declared = [
         name for option in context.command.params for name in (*option.opts, *option.secondary_opts)
     ]
     words = context.args if arguments is None else arguments
-    trl = _trl_options(words, declared=declared, trl_class=find_algorithm(algorithm).trl_config)
+    trl_class = None if algorithm in families() else find_algorithm(algorithm).trl_config
+    trl = _trl_options(words, declared=declared, trl_class=trl_class)
     return keys | ({"trl": {**keys.get("trl", {}), **trl}} if trl else {})
 
 
@@ -362,12 +366,12 @@ def config_keys(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _trl_options(
-    arguments: Sequence[str], *, declared: Iterable[str], trl_class: str
+    arguments: Sequence[str], *, declared: Iterable[str], trl_class: str | None
 ) -> dict[str, Any]:
     """The values of undeclared options, still as text; a ConfigError names the nearest option to an unknown one."""
     from ycore.config.trl_fields import fields_of
 
-    fields = fields_of(trl_class) if arguments else {}
+    fields = fields_of(trl_class) if arguments and trl_class is not None else {}
     flags = {name for name, field in fields.items() if field.is_flag}
     values: dict[str, Any] = {}
     rest = list(arguments)

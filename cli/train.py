@@ -17,13 +17,13 @@ from ycore_cli.output import (
     stdout_for_json,
 )
 
-from ycore.config.algorithms import FLOW, Algorithm, find_algorithm
+from ycore.config.algorithms import Algorithm, families, find_algorithm, load
 from ycore.errors import ConfigError, RunFolderError
 from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
 
 if TYPE_CHECKING:
-    from ycore.config.schema import AnyConfig, TuneConfig
+    from ycore.config.schema import AnyConfig, BaseConfig, TuneConfig
     from ycore.run.claim import Resume
     from ycore.tools.stages import Pipeline
 
@@ -111,7 +111,7 @@ def resume(
     ycore resume runs/first --processes 1
     ycore resume runs/first --resume-from 40 --learning-rate 1e-6 --accept-changes
     """
-    from ycore.config.resolve import resolve
+    from ycore.config.resolve import resolve_stored
 
     words = [run, *context.args]
     folder_word = _folder_among(words)
@@ -126,15 +126,8 @@ def resume(
         "dry_run": dry_run,
         "json": json,
     }
-    if stored["algorithm"] == FLOW:
-        from ycore_cli.flow import go_on
-
-        go_on(stored, folder, sets=set_ or (), options=context.params, typed=words, **how)
-        return
     keys = o.typed_keys(context, algorithm=str(stored["algorithm"]), arguments=words)
-    config = o.completed(
-        resolve(recipe=stored, sets=set_ or (), options=keys | {"output": str(folder)})
-    )
+    config = o.completed(resolve_stored(stored, set_ or (), keys | {"output": str(folder)}))
     train(config, resume=True, **how)
 
 
@@ -168,18 +161,18 @@ def _stored_training(folder: Path) -> dict[str, Any]:
 
 
 def train(
-    config: "AnyConfig",
+    config: "BaseConfig",
     *,
     resume: bool,
-    resume_from: str | None,
-    accept_changes: bool,
+    resume_from: str | None = None,
+    accept_changes: bool = False,
     dry_run: bool,
-    json: bool,
+    json: bool = False,
 ) -> None:
     """Check, show the plan, and unless it is a dry run train in the foreground."""
     from ycore_cli.checks import checked_plan, plan_rows
 
-    from ycore.config.schema import RunConfig
+    from ycore.config.schema import RunConfig, TuneConfig
     from ycore.run.claim import Resume
     from ycore.run.resuming import parse_checkpoint
 
@@ -187,6 +180,17 @@ def train(
         raise ConfigError(
             "--accept-changes is about a run that goes on; say --resume too, or leave it out"
         )
+    if family := families().get(config.algorithm):
+        load(family.train)(
+            config,
+            resume=resume,
+            resume_from=resume_from,
+            accept_changes=accept_changes,
+            dry_run=dry_run,
+            json=json,
+        )
+        return
+    assert isinstance(config, RunConfig | TuneConfig)
     with stdout_for_json(json):
         step = (
             None

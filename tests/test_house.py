@@ -93,9 +93,8 @@ ROOMS = [
         "plan",
         "trl",
         "evaluation",
-        "flow",
     ),
-    *("trainer", "launch", "tools", "api", "cli"),
+    *("trainer", "flow", "launch", "tools", "api", "cli"),
 ]
 HEAVY = {
     "torch",
@@ -118,7 +117,6 @@ HEAVY_FILES = {
     "evaluation/during_training.py",
     "trainer/saved_state.py",
     "trainer/example_run.py",
-    "trainer/flow_run.py",
     "trainer/rollout_run.py",
     "view/trackers.py",
     "trainer/training_run.py",

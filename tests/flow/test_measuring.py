@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ycore.config.flow_settings import FlowConfig
 from ycore.errors import DataError
 from ycore.flow.conditions import load_conditions
+from ycore.flow.flow_settings import FlowConfig
 from ycore.flow.measuring import conditions, diversity, judge_fell
 
 

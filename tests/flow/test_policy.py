@@ -10,9 +10,9 @@ import torch
 from ycore.config.schema import LoraSettings
 from ycore.errors import ConfigError, ModelError
 from ycore.flow.denoising import Sampling, draw, grid, step
+from ycore.flow.flow_folder import FlowFolder, check_flow_needs, flow_model
 from ycore.flow.objectives import grpo_loss
 from ycore.flow.policy import Policy
-from ycore.models.flow_folder import FlowFolder, check_flow_needs, flow_model
 
 
 def asked(number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -139,7 +139,7 @@ def test_folders_that_are_no_flow_model_are_refused_in_one_line(
 
 def test_what_is_not_installed_is_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "ycore.models.flow_folder.find_spec", lambda name: None if name == "diffusers" else object()
+        "ycore.flow.flow_folder.find_spec", lambda name: None if name == "diffusers" else object()
     )
     with pytest.raises(
         ConfigError,

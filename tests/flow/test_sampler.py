@@ -9,9 +9,9 @@ import torch
 
 from ycore.errors import RunFolderError
 from ycore.flow.denoising import Sampling, grid
+from ycore.flow.flow_folder import FlowFolder
 from ycore.flow.policy import Policy
 from ycore.flow.sampler import Picture, PictureEngine, Trajectories, contact_sheet, drop_pictures
-from ycore.models.flow_folder import FlowFolder
 from ycore.run.images import ImageStore
 from ycore.run.paths import RunFolder
 

@@ -82,7 +82,6 @@ def test_several_processes_are_ddp_unless_told() -> None:
         (SLICES, {}, 1),
         (EIGHT, {"processes": 4}, 4),
         (EIGHT, {"algorithm": "eval"}, 1),
-        (EIGHT, {"algorithm": "flow"}, 1),
         (EIGHT, {"accelerate": "nodes.yaml"}, "auto"),
     ],
 )
@@ -293,9 +292,6 @@ def test_cores_without_bfloat16_compute_in_float32_unless_told() -> None:
         and on_machine(config(dtype="auto"), old).dtype == "float32"
     )
     assert on_machine(config(dtype="bfloat16"), old).dtype == "bfloat16"
-    assert (
-        on_machine(config(algorithm="flow", dtype="auto"), old).dtype == "auto"
-    )  # float32 on every machine
     assert (layout_of(config(accelerate="zero2", processes=2, dtype="auto"), old).accelerate or {})[
         "mixed_precision"
     ] == "no"

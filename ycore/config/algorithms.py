@@ -4,8 +4,10 @@ A new algorithm costs one file in `ycore/trl` and one row here. This file import
 `ycore --help` lists the table.
 """
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -49,8 +51,39 @@ class Algorithm:
         return RunConfig if self.learns_from == "rollouts" else TuneConfig
 
 
-FLOW = "flow"
-"""The command, and the value of `algorithm`, of a run whose model draws. TRL has no trainer for it, so no row here."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlgorithmFamily:
+    """An algorithm that brings its own config class, trainer and command, because TRL has no trainer for it.
+
+    Its parts are references, `module:attribute`, which `load` imports when they are used. A new family is a module
+    with a `FAMILY`, named in `_FAMILY_MODULES`.
+    """
+
+    name: str  # the command, and the value of `algorithm` in run.json
+    resolve: str  # takes what `config.resolve.resolve` takes, and returns a config, a BaseConfig
+    run: str  # called with the run's folder in the trainer's process; `trainer.__main__.AlgorithmRun`
+    model_source: (
+        str  # called with the model's name; a note for people, and a function that fetches it
+    )
+    command: str  # the Typer command
+    train: str  # takes what `ycore_cli.train.train` takes: check, show the plan, train
+
+
+_FAMILY_MODULES = ("ycore.flow",)
+
+
+def load(reference: str) -> Any:
+    """Import `module:attribute`."""
+    module, _, attribute = reference.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+@cache
+def families() -> Mapping[str, AlgorithmFamily]:
+    """The algorithm families by name."""
+    loaded: list[AlgorithmFamily] = [load(f"{module}:FAMILY") for module in _FAMILY_MODULES]
+    return MappingProxyType({family.name: family for family in loaded})
+
 
 _GRPO = Algorithm(
     name="grpo",
@@ -227,9 +260,9 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType({row.name: row for row in
 def find_algorithm(name: object) -> Algorithm:
     """The row of a config's `algorithm`, or a ConfigError; an evaluation samples with GRPO's settings."""
     known = [*ALGORITHMS, "eval"]
-    if name == FLOW:
+    if name in families():
         raise ConfigError(
-            "a run of ycore flow is for `ycore flow` and `ycore resume`; say ycore flow --recipe NAME"
+            f"a run of ycore {name} is for `ycore {name}` and `ycore resume`; say ycore {name} --recipe NAME"
         )
     if name not in known:
         near = nearest(str(name), known, limit=1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from ycore.config.algorithms import ALGORITHMS, FLOW
+from ycore.config.algorithms import ALGORITHMS, families
 from ycore.errors import ConfigError, UserError, nearest
 
 SUFFIXES = (".yaml", ".yml")
@@ -186,7 +186,7 @@ def _serves(wanted: str | None, command: str | None) -> bool:
         return True
     others = {
         PIPELINE,
-        FLOW,
+        *families(),
         *(name for name, row in ALGORITHMS.items() if row.learns_from == "examples"),
     }
     return wanted not in others and command not in others

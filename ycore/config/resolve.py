@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from ycore.config.algorithms import Algorithm, find_algorithm
+from ycore.config.algorithms import Algorithm, families, find_algorithm, load
 from ycore.config.learner_rules import check_learner
 from ycore.config.presets import find_preset, preset_layer, preset_rewards
 from ycore.config.problems import config_error, unknown_key
@@ -66,6 +66,16 @@ def resolve(
     if "output" not in merged:
         merged |= default_output(merged, run_name)
     return _validated(merged, algorithm)
+
+
+def resolve_stored(
+    stored: Mapping[str, Any], sets: Sequence[str], options: Mapping[str, Any]
+) -> BaseConfig:
+    """Resolve the config of a run of any algorithm, whose recipe or run.json names it."""
+    family = families().get(str(stored.get("algorithm")))
+    resolver = resolve if family is None else load(family.resolve)
+    config: BaseConfig = resolver(recipe=stored, sets=sets, options=options)
+    return config
 
 
 def require_rollouts(config: AnyConfig) -> RunConfig:

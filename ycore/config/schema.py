@@ -292,6 +292,7 @@ class BaseConfig(Strict):
     )
     # Training ranks on this machine, each with its own share of the prompts; `auto` is one a GPU, and one on a CPU.
     processes: Literal["auto"] | Count = "auto"
+    steps: Positive | None = None  # optimizer steps
     # `ddp`, `zero1`, `zero2`, `zero3`, `fsdp2`, or an accelerate config file; None is `ddp` for several processes.
     accelerate: str | None = None
     # What trackers that keep files get at the end: `model`, and `journal` of a run that keeps it.
@@ -299,11 +300,28 @@ class BaseConfig(Strict):
     trl: dict[str, Any] = {}  # any other field of TRL's config class, by TRL's own name
 
 
-class RunConfig(BaseConfig):
+class ScoredConfig(BaseConfig):
+    """A run that learns from rewards of what its model made."""
+
+    rewards: Annotated[list[RewardConfig], Field(min_length=1)]
+    prompts_per_step: Count = 8
+    eval_every: Positive | None = None  # None is a fifth of the run
+    eval_rewards: list[RewardConfig] = []  # what scores evaluations; empty takes `rewards`
+    # Keep every round on disk, for `replay`; else rounds before the oldest checkpoint are dropped.
+    keep_journal: bool = False
+    # How often a trainer that died is started again, from the newest checkpoint and the journal.
+    restarts: Annotated[int, Field(ge=0, strict=True)] = 0
+    # Longest step, from its beginning to its row of metrics; then all stacks are written and the run fails.
+    step_timeout_s: Annotated[float, Field(gt=0)] = 3600.0
+    sampling: SamplingSettings = SamplingSettings()
+    reward_workers: RewardSettings = RewardSettings()
+    sandbox: SandboxSettings = SandboxSettings()
+
+
+class RunConfig(ScoredConfig):
     """A run that learns from rollouts, or an evaluation."""
 
     algorithm: str = "grpo"
-    rewards: Annotated[list[RewardConfig], Field(min_length=1)]
     # What the policy may call: `file.py:function`, `package.module:function`, or `python`.
     tools: list[str] = []
     # What it acts in: `file.py:Class`, as TRL's `environment_factory`: `reset`, public methods, `get_reward`. Of
@@ -326,7 +344,6 @@ class RunConfig(BaseConfig):
     system_prompt: str | None = None
     # Turns before every prompt, after the system's: a worked example, `{role: user, content: ...}` and so on.
     few_shot: list[dict[Literal["role", "content"], str]] = []
-    prompts_per_step: Count = 8
     # Completions of each prompt; TRL's `num_generations`. 1 is for advantages that do not compare within a group.
     group_size: Count = 8
     max_tokens: Positive = 256  # longest completion; TRL's `max_completion_length`
@@ -340,11 +357,9 @@ class RunConfig(BaseConfig):
     eval_dataset: str | None = None
     eval_split: str = "test"
     eval_limit: Positive | None = None  # rows to take from it; None takes all
-    eval_every: Positive | None = None  # None is a fifth of the run
     eval_while_training: bool = (
         False  # measure a step's policy while the trainer computes the next step
     )
-    eval_rewards: list[RewardConfig] = []  # what scores those completions; empty takes `rewards`
     keep_best: str | None = (
         None  # a figure of an evaluation, e.g. `pass@1`: its best model is kept in `best/`
     )
@@ -371,25 +386,16 @@ class RunConfig(BaseConfig):
     distill: DistillSettings = DistillSettings()  # of `ycore distill` only
     # Which of TRL's trainers computes the loss; `dpo`, `ipo` and `rrhf` are of `ycore online-dpo`.
     loss_from: Literal["grpo", "gmpo", "dpo", "ipo", "rrhf"] = "grpo"
-    # Keep every round on disk, for `replay`; else rounds before the oldest checkpoint are dropped.
-    keep_journal: bool = False
     # The folder of a run whose journal provides the rounds: nothing is generated, and no engine is started.
     replay: str | None = None
     # Steps from one sync of the engines to the next. Above 1, and 0, which keeps them at their first weights, are
     # controls: what training by older policies does, with a correction and without.
     sync_every: Annotated[int, Field(ge=0, strict=True)] = 1
-    # How often a trainer that died is started again, from the newest checkpoint and the journal.
-    restarts: Annotated[int, Field(ge=0, strict=True)] = 0
-    # Longest step, from its beginning to its row of metrics; then all stacks are written and the run fails.
-    step_timeout_s: Annotated[float, Field(gt=0)] = 3600.0
     # How long ranks wait for each other in one exchange of a round. Training's own collectives have the step's limit.
     collective_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     # How rollouts and scorers share the slots: `colocated`, `dynamic`, or `split:3:1` with slots for each role.
     placement: str = "dynamic"
-    sampling: SamplingSettings = SamplingSettings()
     engine: EngineSettings = EngineSettings()
-    reward_workers: RewardSettings = RewardSettings()
-    sandbox: SandboxSettings = SandboxSettings()
     num_samples: Positive = 4  # completions of each prompt that is evaluated
     # Of `ycore eval`: score the better and the worse answer of each row, where nobody writes any.
     pairs: bool = False

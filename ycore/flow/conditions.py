@@ -4,11 +4,11 @@ import hashlib
 import json
 from typing import Any
 
-from ycore.config.flow_settings import FlowConfig
 from ycore.data.prompts import RESERVED_COLUMNS, PromptSet
 from ycore.data.source import read_table
 from ycore.data.table import Table, TableRow
 from ycore.errors import DataError, nearest
+from ycore.flow.flow_settings import FlowConfig
 from ycore.types import Prompt
 
 IMAGES = "images"

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from ycore.errors import ConfigError
+from ycore.flow.flow_folder import DIGITS, DIGITS_CLASSES, INSTALL
 from ycore.flow.objectives import noised
-from ycore.models.flow_folder import DIGITS, DIGITS_CLASSES, INSTALL
 
 NOISY_LABELS = 0.4
 _STEPS, _BATCH, _RATE, _AVERAGE = 800, 128, 2e-3, 0.99

@@ -8,8 +8,8 @@ from statistics import fmean, pstdev
 
 import torch
 
-from ycore.config.flow_settings import FlowConfig
 from ycore.flow.denoising import NOISY, Rule, Sampling, Step, grid, step
+from ycore.flow.flow_settings import FlowConfig
 from ycore.flow.objectives import (
     group_advantages,
     grpo_loss,

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ycore.config.flow_settings import FlowConfig
 from ycore.evaluation.held_out import RIGHT_FROM, as_metrics, with_interval
+from ycore.flow.flow_settings import FlowConfig
 from ycore.flow.sampler import NOWHERE, Picture, PictureEngine
 from ycore.placement.slots import Slots
 from ycore.rewards.loading import reward_names

@@ -9,7 +9,7 @@ from torch import nn
 
 from ycore.config.schema import LoraSettings
 from ycore.errors import ConfigError, ModelError
-from ycore.models.flow_folder import FlowFolder
+from ycore.flow.flow_folder import FlowFolder
 
 Weights = Mapping[str, torch.Tensor]
 """Of what is trained, by name: those of the policy, of an older policy, or of the reference."""

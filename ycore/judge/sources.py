@@ -11,11 +11,10 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
-from ycore.config.flow_settings import FlowConfig
 from ycore.config.learner_rules import AGREES, TEACHER
 from ycore.config.problems import declared_error
 from ycore.config.recipe_files import SUFFIXES, parse_yaml, read_yaml_file
-from ycore.config.schema import Positive, RewardConfig, RunConfig, Strict, Width
+from ycore.config.schema import Positive, RewardConfig, RunConfig, ScoredConfig, Strict, Width
 from ycore.errors import ConfigError, RewardError, nearest
 from ycore.judge.declaration import POLICY_BASE, Judge, Served
 from ycore.models.names import ModelPlan, reads_text_only, resolve_model
@@ -24,7 +23,7 @@ from ycore.run.paths import RunFolder
 
 JUDGE_PREFIX, REWARD_MODEL_PREFIX = "judge:", "rm:"
 _Declared = TypeVar("_Declared", bound=Strict)
-_Scored = TypeVar("_Scored", RunConfig, FlowConfig)
+_Scored = TypeVar("_Scored", bound=ScoredConfig)
 
 
 class RewardModel(Strict):
@@ -217,7 +216,7 @@ def _plan_of(judge: Judge, config: RunConfig) -> ModelPlan:
     return resolve_model(model_name(judge, config), trust_remote_code=config.trust_remote_code)
 
 
-def check_picture_judges(config: FlowConfig, columns: Sequence[str]) -> None:
+def check_picture_judges(config: ScoredConfig, columns: Sequence[str]) -> None:
     """ConfigError where a judge cannot see what is drawn; RewardError where it asks for a column that is missing."""
     for spec in filter(is_judge, (*config.rewards, *config.eval_rewards)):
         judge = judge_of(spec)

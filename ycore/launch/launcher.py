@@ -6,7 +6,7 @@ The trainer and the engines are started by module name, never imported.
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -14,8 +14,8 @@ from typing import Any, Literal, TextIO
 
 import yaml
 
-from ycore.config.flow_settings import FlowConfig
-from ycore.config.schema import AnyConfig, RunConfig, TuneConfig
+from ycore.config.algorithms import families, load
+from ycore.config.schema import BaseConfig, RunConfig, ScoredConfig, TuneConfig
 from ycore.errors import Interrupted
 from ycore.judge.sources import is_rule
 from ycore.launch.diagnostics import plan_and_measured
@@ -27,7 +27,6 @@ from ycore.launch.machine_checks import check_run
 from ycore.launch.processes import ManagedProcess, RankedTrainer
 from ycore.launch.supervise import Limits, StopRequests, Supervisor
 from ycore.models.fetch import fetch_model
-from ycore.models.flow_folder import fetch_flow_model, flow_model
 from ycore.models.names import resolve_model
 from ycore.placement.placement import ROLLOUT
 from ycore.placement.slot_pool import ALLOCATOR
@@ -67,7 +66,7 @@ PREFLIGHT = Worker("preflight", "ycore.evaluation.preflight_round", result="pref
 
 def run_worker(
     worker: Worker,
-    config: AnyConfig | FlowConfig,
+    config: BaseConfig,
     *,
     resume: bool = False,
     num_steps: int | None = None,
@@ -119,9 +118,9 @@ def run_worker(
         held.release()
 
 
-def _note_sandbox(folder: RunFolder, config: AnyConfig | FlowConfig) -> None:
+def _note_sandbox(folder: RunFolder, config: BaseConfig) -> None:
     """Add to run.json what confines the code that ycore did not bring, where the run has any."""
-    if isinstance(config, TuneConfig):
+    if not isinstance(config, ScoredConfig):
         return
     own = any(is_code(one) or (is_rule(one) and ":" in one.reward) for one in config.rewards)
     if own or (isinstance(config, RunConfig) and config.has_turns):
@@ -136,7 +135,7 @@ class LocalRun:
     """A run on this machine: what is started for it, and how it is summed up."""
 
     worker: Worker
-    config: AnyConfig | FlowConfig
+    config: BaseConfig
     site: Site
     progress: RunProgress
     began: float
@@ -151,7 +150,7 @@ class LocalRun:
             engine = self.config.engine
             times = (engine.start_timeout_s, self.config.step_timeout_s, engine.health_timeout_s)
             limits = Limits(*times, restarts=self.config.restarts)
-        elif isinstance(self.config, FlowConfig):
+        elif isinstance(self.config, ScoredConfig):
             limits = Limits(step_s=self.config.step_timeout_s, restarts=self.config.restarts)
         Supervisor(
             start=self._start_worker,
@@ -199,13 +198,10 @@ class LocalRun:
 
     def _fetch(self, name: str) -> Path:
         """A model's folder. A process that makes or converts it carries the run's marker, and ends with the run."""
-        if isinstance(self.config, FlowConfig):
-            there, fetch = flow_model(name), partial(fetch_flow_model, name)
-            note = (
-                f"found in {there}"
-                if there.is_dir()
-                else "is made once, from scikit-learn's digits, in two minutes"
-            )
+        family = families().get(self.config.algorithm)
+        if family is not None:
+            source: tuple[str, Callable[..., Path]] = load(family.model_source)(name)
+            note, fetch = source
         else:
             model = resolve_model(name, trust_remote_code=self.config.trust_remote_code)
             note, fetch = model.note, partial(fetch_model, model)
@@ -328,7 +324,7 @@ _KEEP_FREED = {
 """glibc keeps the large blocks that a step frees. By default the kernel takes them, and clears them for the next."""
 
 
-def worker_environment(config: AnyConfig | FlowConfig, *, on_cpu: bool = False) -> dict[str, str]:
+def worker_environment(config: BaseConfig, *, on_cpu: bool = False) -> dict[str, str]:
     """The launcher's environment with defaults for what it leaves unset, and the secrets that run.json hides."""
     return {
         # Threads that wait for each other by spinning take ten times as long where another process wants a core too.

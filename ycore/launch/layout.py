@@ -16,7 +16,6 @@ from typing import Any, Literal, TypeVar
 import psutil
 import yaml
 
-from ycore.config.algorithms import FLOW
 from ycore.config.schema import BaseConfig, RunConfig
 from ycore.engine.commands import split_evenly
 from ycore.errors import ConfigError, nearest
@@ -133,16 +132,14 @@ _Config = TypeVar("_Config", bound=BaseConfig)
 def on_machine(config: _Config, machine: Machine | None = None) -> _Config:
     """The config with what `auto` means here for `dtype` and `processes`.
 
-    `ycore flow` computes in float32 always, and a file for accelerate has its own number of processes.
+    A file for accelerate has its own number of processes.
     """
     settled: dict[str, Any] = {}
     machine = machine or this_machine()
-    if config.dtype == "auto" and config.algorithm != FLOW:
+    if config.dtype == "auto":
         settled["dtype"] = format_of(config.dtype, has_bfloat16=machine.has_bfloat16)
     if config.processes == "auto" and (config.accelerate is None or config.accelerate in SHARDINGS):
-        trains_on_all = (
-            config.algorithm not in ("eval", FLOW) and machine.devices and not machine.is_sliced
-        )
+        trains_on_all = config.algorithm != "eval" and machine.devices and not machine.is_sliced
         settled["processes"] = len(machine.devices) if trains_on_all else 1
     return config.model_copy(update=settled)
 

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from ycore.config.flow_settings import FlowConfig
-from ycore.config.schema import RewardConfig, RunConfig
+from ycore.config.schema import RewardConfig, RunConfig, ScoredConfig
 from ycore.engine import Engine
 from ycore.engine.judge_engine import JudgeEngine, Refused, RemoteJudge, RemoteTeacher, VllmJudge
 from ycore.engine.server import Server, restart_timeout_s
@@ -194,9 +193,7 @@ def _teacher_scorer(
     )
 
 
-def pool_of(
-    config: RunConfig | FlowConfig, folder: RunFolder, specs: Sequence[RewardConfig]
-) -> RewardPool:
+def pool_of(config: ScoredConfig, folder: RunFolder, specs: Sequence[RewardConfig]) -> RewardPool:
     """The workers of these reward functions; they see the run's pictures, and nothing else of it."""
     return RewardPool(
         specs,

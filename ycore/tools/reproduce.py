@@ -15,7 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from ycore.config.algorithms import ALGORITHMS, FLOW
+from ycore.config.algorithms import ALGORITHMS
 from ycore.errors import ConfigError
 from ycore.launch.layout import describe_machine
 from ycore.run.claim import held_config, installed_versions
@@ -216,8 +216,7 @@ def about_runs(recipe: str, sets: Sequence[str], folder: Path) -> dict[str, Any]
         "recipe": recipe,
         "sets": list(sets),
         "command": shlex.join(["ycore", *redact_command(sys.argv)[1:]]),
-        "machine": describe_machine()
-        | {"dtype": "float32" if config["algorithm"] == FLOW else config["dtype"]},
+        "machine": describe_machine() | {"dtype": config["dtype"]},
         "versions": installed_versions(),
     }
 

@@ -7,9 +7,10 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from threading import Event
+from typing import Protocol
 
-from ycore.config.algorithms import FLOW, find_algorithm
+from ycore.config.algorithms import families, find_algorithm, load
 from ycore.errors import Interrupted, PeerError, RunError, YcoreError
 from ycore.run.files import is_disk_full, read_json
 from ycore.run.paths import RunFolder
@@ -23,18 +24,33 @@ from ycore.run.reports import (
     this_rank,
 )
 
-if TYPE_CHECKING:
-    from ycore.trainer.flow_run import FlowRun
-    from ycore.trainer.training_run import TrainingRun
+
+class AlgorithmRun(Protocol):
+    """A run in the trainer's process, on one of its ranks."""
+
+    stop: Event
+
+    def train(self) -> None:
+        """Take all steps, from the newest checkpoint if there is one; Interrupted where `stop` is set."""
+
+    def save(self) -> None:
+        """Save the trained model."""
+
+    def save_checkpoint(self) -> None:
+        """Save a checkpoint of the last finished step, unless it has one."""
+
+    def fail_others(self, error: BaseException) -> None:
+        """Tell the other ranks why this one fails."""
+
+    def close(self) -> None: ...
 
 
-def open_run(root: Path) -> "TrainingRun | FlowRun":
+def open_run(root: Path) -> AlgorithmRun:
     """The run of a folder as the launcher left it."""
     algorithm = read_json(RunFolder(root).config)["config"]["algorithm"]
-    if algorithm == FLOW:
-        from ycore.trainer.flow_run import FlowRun
-
-        return FlowRun(root)
+    if algorithm in families():
+        run: AlgorithmRun = load(families()[algorithm].run)(root)
+        return run
     if find_algorithm(algorithm).learns_from == "examples":
         from ycore.trainer.example_run import ExampleRun
 
@@ -105,7 +121,7 @@ def _train(folder: RunFolder, report: Callable[[BaseException], None]) -> int:
     return print_error(known)
 
 
-def _train_and_save(run: "TrainingRun | FlowRun", report: Callable[[BaseException], None]) -> int:
+def _train_and_save(run: AlgorithmRun, report: Callable[[BaseException], None]) -> int:
     on_stop(lambda: run.stop.set())
     try:
         run.train()

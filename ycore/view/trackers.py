@@ -26,7 +26,6 @@ from transformers.integrations import (
 )
 from transformers.trainer_callback import CallbackHandler
 
-from ycore.config.flow_settings import FlowConfig
 from ycore.config.schema import AnyConfig, BaseConfig, TuneConfig
 from ycore.run.files import read_json
 from ycore.run.metrics import STEP_SECONDS, Row, number, read_metrics, summarise
@@ -106,7 +105,7 @@ class TrackerPage(TrainerCallback):
 class OwnPage:
     """Of a run whose numbers no callback of transformers sends: `page.log(row); page.send(); page.close()`."""
 
-    def __init__(self, config: FlowConfig, folder: RunFolder) -> None:
+    def __init__(self, config: BaseConfig, folder: RunFolder) -> None:
         self._config, self._folder, names = config, folder, _names(config)
         self._trackers = _modules(names)
         for tracker in self._trackers:
@@ -190,7 +189,7 @@ def _open(tracker: Any, config: BaseConfig, folder: RunFolder, **more: Any) -> N
 
 def _send_last(
     folder: RunFolder,
-    config: AnyConfig | FlowConfig,
+    config: BaseConfig,
     opened: Callable[[Any], AbstractContextManager[None]],
     trackers: Sequence[Any],
     events: str | None,
@@ -262,7 +261,7 @@ def _send(tracker: Any, folder: RunFolder, kind: str) -> None:
     tracker.log_artifact(artifact)
 
 
-def _report(folder: RunFolder, config: AnyConfig | FlowConfig) -> str:
+def _report(folder: RunFolder, config: BaseConfig) -> str:
     """The page of `ycore report`. The launcher writes the summary after its trainer has ended; this one has the seconds
     of steps alone."""
     run = read_run(folder.root)

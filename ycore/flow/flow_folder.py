@@ -8,6 +8,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT
@@ -107,6 +109,15 @@ def check_flow_needs(name: str) -> None:
     missing = [package for package in needed if find_spec(package) is None]
     if missing:
         raise ConfigError(f"ycore flow needs {missing[0]}, which is not installed; {INSTALL}")
+
+
+def flow_model_source(name: str) -> tuple[str, Callable[..., Path]]:
+    """A note on where a model is, and the function that returns its folder, `fetch(log=...)`."""
+    folder = flow_model(name)
+    note = f"found in {folder}" if folder.is_dir() else "is made once, from scikit-learn's digits"
+    return f"{note}, in two minutes" if not folder.is_dir() else note, partial(
+        fetch_flow_model, name
+    )
 
 
 def fetch_flow_model(name: str, *, log: Path) -> Path:

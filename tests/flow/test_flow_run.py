@@ -15,15 +15,15 @@ import torch
 from PIL import Image
 
 from tests.flow.conftest import save_tiny_model
-from ycore.config.flow_settings import resolve_flow
 from ycore.errors import Interrupted
+from ycore.flow.flow_run import FlowRun
+from ycore.flow.flow_settings import resolve_flow
 from ycore.flow.learner import Learner
 from ycore.flow.sampler import Picture
 from ycore.run.claim import claim
 from ycore.run.files import write_json_atomic
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
-from ycore.trainer.flow_run import FlowRun
 from ycore.view.page import as_page
 from ycore.view.record import read_run
 

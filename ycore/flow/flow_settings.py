@@ -8,14 +8,11 @@ from pydantic import Field, ValidationError
 from ycore.config.problems import declared_error
 from ycore.config.resolve import as_reward, default_output, merge, parse_sets, set_key
 from ycore.config.schema import (
-    BaseConfig,
     Count,
     LoraSettings,
     Positive,
-    RewardConfig,
-    RewardSettings,
     SamplingSettings,
-    SandboxSettings,
+    ScoredConfig,
     Strict,
     a_fifth,
 )
@@ -59,31 +56,21 @@ class FlowSettings(Strict):
     batch: Positive = 64  # pictures that the network takes at once
 
 
-class FlowConfig(BaseConfig):
-    """A run of `ycore flow`."""
+class FlowConfig(ScoredConfig):
+    """A run of `ycore flow`. Its `eval_rewards` are the held-out judge: measured, never trained on."""
 
     algorithm: Literal["flow"] = "flow"
-    rewards: Annotated[list[RewardConfig], Field(min_length=1)]
-    eval_rewards: list[RewardConfig] = Field(
-        default=[]
-    )  # the held-out judge: measured, never trained on
-    eval_every: Positive | None = None  # steps between measurements; None is a fifth of the run
+    dtype: Literal["float32"] = "float32"  # densities of trajectories need it
+    processes: Literal[1] = 1
     num_samples: Positive = 16  # pictures of each condition that are measured
     condition_column: str = "label"  # the column with the class that is asked for
     steps: Positive = 20
-    prompts_per_step: Count = 8
     group_size: Annotated[Count, Field(ge=2)] = 16
     learning_rate: Annotated[float, Field(gt=0)] | None = (
         None  # None is 3e-4 with LoRA, and 1e-5 for every weight
     )
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    sampling: SamplingSettings = SamplingSettings()
     flow: FlowSettings = FlowSettings()
-    reward_workers: RewardSettings = RewardSettings()
-    sandbox: SandboxSettings = SandboxSettings()
-    keep_journal: bool = False
-    restarts: Annotated[int, Field(ge=0, strict=True)] = 0
-    step_timeout_s: Annotated[float, Field(gt=0)] = 3600.0
 
     @property
     def rate(self) -> float:
@@ -146,14 +133,6 @@ def _check(config: FlowConfig) -> None:
             raise ConfigError(
                 f"ycore flow takes {' and '.join(_OF_TRACKERS)} of TRL's fields, not {field}; leave it out"
             )
-    if config.processes not in ("auto", 1):
-        raise ConfigError(
-            f"ycore flow trains in one process, and --processes is {config.processes}; leave it out"
-        )
-    if config.dtype == "bfloat16":
-        raise ConfigError(
-            "ycore flow computes in float32: densities of trajectories need it; leave dtype out"
-        )
     if config.lora is not None and config.lora != LoraSettings(
         r=config.lora.r, alpha=config.lora.alpha, target_modules=config.lora.target_modules
     ):

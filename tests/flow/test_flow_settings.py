@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import yaml
 
-from ycore.config.flow_settings import FlowConfig, FlowSettings, resolve_flow
 from ycore.config.recipe_files import load_recipe
 from ycore.errors import ConfigError
+from ycore.flow.flow_settings import FlowConfig, FlowSettings, resolve_flow
+from ycore.launch.layout import on_machine
 
 GIVEN: dict[str, Any] = {
     "model": "flow-digits",
@@ -52,8 +53,8 @@ def test_options_win_over_set_which_wins_over_the_recipe() -> None:
         ({"rewards": ["exact_answer"]}, "a reward of ycore flow is a function of images"),
         ({"rewards": ["rm:model"]}, "a reward of ycore flow is a function of images"),
         ({"rewards": [{"reward": "r.py:f", "constraint": True}]}, "has no constraints"),
-        ({"processes": 2}, "trains in one process"),
-        ({"dtype": "bfloat16"}, "computes in float32"),
+        ({"processes": 2}, "processes must be 1; it is 2"),
+        ({"dtype": "bfloat16"}, "dtype must be 'float32'; it is 'bfloat16'"),
         ({"lora": {"dropout": 0.1}}, "lora.dropout would make"),
         ({"quantize": "4bit"}, "takes no quantize"),
         ({"trl": {"beta": 0.1}}, "takes report_to and project of TRL's fields, not beta"),
@@ -103,3 +104,8 @@ def test_the_shipped_recipes_are_of_this_command_and_no_other(name: str) -> None
         ConfigError, match=f"is for `ycore flow`, not grpo; say ycore flow --recipe {name}"
     ):
         load_recipe(name, command="grpo")
+
+
+def test_it_computes_in_float32_in_one_process_on_every_machine() -> None:
+    config = resolve_flow(recipe=GIVEN)
+    assert on_machine(config) == config and config.dtype == "float32" and config.processes == 1

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from ycore.config.flow_settings import FlowConfig
 from ycore.config.schema import EngineSettings, RewardConfig, a_fifth
 from ycore.data.prompts import PromptSet
 from ycore.engine.judge_engine import RemoteJudge
 from ycore.errors import Interrupted, RunError
 from ycore.evaluation.held_out import figures_of, is_due
 from ycore.flow.conditions import IMAGES, load_conditions
+from ycore.flow.flow_folder import FlowFolder
+from ycore.flow.flow_settings import FlowConfig
 from ycore.flow.learner import Learner, sampling_of
 from ycore.flow.measuring import FELL, TRAINED, conditions, judge_fell, measure
 from ycore.flow.policy import Policy
@@ -35,7 +36,6 @@ from ycore.flow.sampler import (
 )
 from ycore.judge.question import Questioner
 from ycore.judge.sources import is_judge, judge_of
-from ycore.models.flow_folder import FlowFolder
 from ycore.placement.slots import Slots
 from ycore.rewards.loading import reward_names
 from ycore.round.journal import Journal

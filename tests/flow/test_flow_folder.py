@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from ycore.errors import ModelError
-from ycore.models.flow_folder import fetch_flow_model
+from ycore.flow.flow_folder import fetch_flow_model
 
 
 def test_digits_that_take_too_long_to_make_are_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("YCORE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("ycore.models.flow_folder._MAKE_WITHIN_S", 0)
+    monkeypatch.setattr("ycore.flow.flow_folder._MAKE_WITHIN_S", 0)
     with pytest.raises(
         ModelError, match=r"making flow-digits took more than 0 s; .* its output is in .*model.log"
     ):

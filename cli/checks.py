@@ -14,9 +14,9 @@ from ycore.config.resolve import check_needs
 from ycore.config.schema import AnyConfig, RunConfig, TuneConfig, a_fifth
 from ycore.config.trl_arguments import trl_arguments
 from ycore.data.examples import load_examples, num_overlapping
-from ycore.data.prompts import PromptSet
+from ycore.data.prompts import PromptSet, load_prompts
 from ycore.errors import ConfigError, RewardError
-from ycore.judge.agreement import load_questions
+from ycore.judge.agreement import judge_questions, trains_a_judge
 from ycore.judge.sources import check_pictures, is_rule
 from ycore.launch import engines
 from ycore.launch.diagnostics import plan_steps
@@ -115,7 +115,7 @@ def _check_rollouts(
             f"max_tokens must leave room for a prompt in the model's context of {model.context_length} tokens; "
             f"it is {config.max_tokens}; e.g. --max-tokens {max(1, model.context_length // 2)}"
         )
-    prompts = load_questions(config, as_chat=model.has_chat_template is True)
+    prompts = _load_prompts(config, as_chat=model.has_chat_template is True)
     if prompts.is_chat:
         require_chat_template(model)
     if prompts.shows is not None:
@@ -151,6 +151,11 @@ def _check_rollouts(
             config, world_size=site.layout.world, on_cpu=not site.machine.devices
         ),
     }
+
+
+def _load_prompts(config: RunConfig, *, as_chat: bool) -> PromptSet:
+    prompts = load_prompts(config, as_chat=as_chat)
+    return judge_questions(config, prompts) if trains_a_judge(config) else prompts
 
 
 def _prompt_tokens(prompts: Sequence[Prompt]) -> int:
@@ -197,7 +202,7 @@ def _check_evaluation(config: RunConfig, prompts: PromptSet) -> dict[str, Any] |
     held_out = config.for_evaluation()
     if held_out is None:
         return None
-    rows = load_questions(held_out, as_chat=prompts.is_chat)
+    rows = _load_prompts(held_out, as_chat=prompts.is_chat)
     _check_rewards(held_out, rows)
     return {
         "dataset": held_out.dataset,
@@ -225,11 +230,11 @@ def _check_turns(config: RunConfig, model: ModelPlan) -> None:
             "reference_probability reads one turn; take another reward, or leave out --tools, --env and --agent"
         )
     if config.agent is not None:
-        from ycore.environments.agent_pool import check_agent
+        from ycore.rollout.agent_pool import check_agent
 
         check_agent(config)
         return require_chat_template(model)
-    from ycore.environments.tool_pool import (
+    from ycore.rollout.tool_pool import (
         describe_tools,
     )  # these load transformers and TRL: only such runs pay it
 
@@ -248,8 +253,8 @@ def _check_turns(config: RunConfig, model: ModelPlan) -> None:
                 f"give it one, or leave out --advantage {BY_TURN}"
             )
     if model.folder is not None and (model.folder / "tokenizer_config.json").is_file():
+        from ycore.rollout.dialogue import Dialogue
         from ycore.round.assemble import load_tokenizer
-        from ycore.round.dialogue import Dialogue
 
         tokenizer = load_tokenizer(model.folder, trust_remote_code=config.trust_remote_code)
         for one in described.values():

@@ -243,8 +243,8 @@ class Round:
     def _score(self, run: "RolloutRun", groups: "Sequence[Group]") -> "list[Group]":
         import asyncio
 
-        from ycore.round.scoring import Writing
         from ycore.run.tasks import together
+        from ycore.scoring.scoring import Writing
 
         controller, step = run.controller, run.trainer.state.global_step
 

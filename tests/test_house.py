@@ -80,7 +80,6 @@ ROOMS = [
         "models",
         "data",
         "rewards",
-        "environments",
         "judge",
     ),
     *(
@@ -107,7 +106,7 @@ HEAVY = {
     "deepspeed",
     "matplotlib",
 }
-MAY_BE_HEAVY = {"round", "flow", "trl"}
+MAY_BE_HEAVY = {"rollout", "scoring", "round", "flow", "trl"}
 HEAVY_FILES = {
     "engine/transformers_engine.py",
     "engine/vllm_extension.py",

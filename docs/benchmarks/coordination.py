@@ -38,12 +38,12 @@ from ycore.engine.vllm_engine import VllmEngine
 from ycore.placement.line import SocketLine
 from ycore.placement.placement import DYNAMIC, SlotPool
 from ycore.placement.slots import Slots
-from ycore.rewards.pool import RewardPool
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules, Shard
-from ycore.round.scoring import RuleScorer, Scoring
 from ycore.round.step import Controller
 from ycore.round.torch_peers import TorchPeers
+from ycore.scoring.reward_pool import RewardPool
+from ycore.scoring.scoring import RuleScorer, Scoring
 from ycore.types import Prompt, Score
 
 Job = dict[str, Any]

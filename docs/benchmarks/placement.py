@@ -53,13 +53,14 @@ from ycore.placement.line import Line, OwnLine, SocketLine
 from ycore.placement.placement import JUDGE, ROLLOUT, SlotPool, parse_placement
 from ycore.placement.slot_pool import home_of
 from ycore.placement.slots import Slots
+from ycore.rollout.turns import completion_seed
 from ycore.round.peers import Peers
-from ycore.round.sampling import DrawSource, Rules, Yield, completion_seed
-from ycore.round.scoring import Scoring, Writing
+from ycore.round.sampling import DrawSource, Rules, Yield
 from ycore.round.step import Controller
 from ycore.round.torch_peers import TorchPeers
 from ycore.run.tasks import together
 from ycore.run.trace import ROUND, TraceWriter, read_trace
+from ycore.scoring.scoring import Scoring, Writing
 from ycore.types import Draw, Prompt, Score
 from ycore.view.pictures import draw_panels
 

@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 from ycore.config.schema import RewardConfig, RewardSettings, SandboxSettings
-from ycore.rewards.pool import RewardPool
 from ycore.sandbox.level import choose_level
+from ycore.scoring.reward_pool import RewardPool
 
 REWARD = (
     "def length(completions, **columns):\n    return [float(len(text)) for text in completions]\n"

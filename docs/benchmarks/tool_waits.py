@@ -22,7 +22,7 @@ import psutil
 import yaml
 from machine import describe_machine
 
-from ycore.round.sampling import completion_seed
+from ycore.rollout.turns import completion_seed
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
 from ycore.run.trace import Span, read_trace

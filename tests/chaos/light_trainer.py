@@ -11,11 +11,11 @@ from pathlib import Path
 
 from ycore.config.schema import RunConfig
 from ycore.errors import Interrupted, RunError
-from ycore.rewards.pool import RewardPool
 from ycore.run.files import read_json
 from ycore.run.metrics import MetricsWriter
 from ycore.run.paths import RunFolder
 from ycore.run.reports import on_stop, run_alone
+from ycore.scoring.reward_pool import RewardPool
 from ycore.types import Content
 
 MODULE = "tests.chaos.light_trainer"

@@ -71,7 +71,7 @@ _ENGINES = (ENGINE_MODULE, "vllm.entrypoints.openai.api_server")
 _MODULES = {
     "trainer": ("ycore.trainer", light_trainer.MODULE),
     "reward": ("ycore.rewards.worker",),
-    "tool": ("ycore.environments.tool_host",),
+    "tool": ("ycore.rollout.tool_host",),
     "allocator": ("ycore.placement.service",),
 }
 

@@ -36,8 +36,8 @@ from ycore.errors import ConfigError
 from ycore.rewards.builtin import BUILTIN, CODE, ENVIRONMENT
 from ycore.rewards.code import TEST_COLUMNS, CodeSettings
 from ycore.rewards.loading import SUPPLIED, inputs_of, load_reward
-from ycore.round.code_scorer import CodeMeter
 from ycore.run.files import write_json_atomic
+from ycore.scoring.code_scorer import CodeMeter
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -13,26 +13,26 @@ import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.round.talks import rules_alone
+from tests.rollout.talks import rules_alone
 from ycore.config.schema import RewardConfig, RewardSettings, RunConfig
 from ycore.engine import Sampling, vllm_engine
 from ycore.engine.shared_bucket import Bucket, Entry, Source
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.engine.weight_proof import tensor_sums, write_manifest
-from ycore.environments.agent_pool import AgentPool
-from ycore.environments.tool_pool import Description, ToolPool
 from ycore.errors import SyncError
 from ycore.launch.engines import is_vllm_installed
 from ycore.models.tiny import write_tiny_model
-from ycore.rewards.pool import RewardPool
-from ycore.round.agents import Agents
-from ycore.round.carried import CarriedTurn
-from ycore.round.dialogue import Dialogue
+from ycore.rollout.agent_pool import AgentPool
+from ycore.rollout.agents import Agents
+from ycore.rollout.carried import CarriedTurn
+from ycore.rollout.dialogue import Dialogue
+from ycore.rollout.tool_pool import Description, ToolPool
+from ycore.rollout.turns import Start, Turns, completion_seed
 from ycore.round.peers import Peers
-from ycore.round.sampling import DrawSource, Rules, completion_seed
+from ycore.round.sampling import DrawSource, Rules
 from ycore.round.step import Controller
-from ycore.round.turns import Start, Turns
 from ycore.run.paths import RunFolder
+from ycore.scoring.reward_pool import RewardPool
 from ycore.trainer.lengths import grow
 from ycore.types import Completion, Draw, Prompt
 

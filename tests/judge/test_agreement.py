@@ -2,14 +2,22 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ycore.config.schema import RewardConfig, RunConfig
-from ycore.data.prompts import PromptSet
+from ycore.data.prompts import PromptSet, load_prompts
 from ycore.errors import UserError
-from ycore.judge.agreement import KEY, agreement, agreement_of, load_questions, shows_chosen_first
+from ycore.judge.agreement import (
+    KEY,
+    agreement,
+    agreement_of,
+    judge_questions,
+    shows_chosen_first,
+    trains_a_judge,
+)
 from ycore.judge.question import Questioner, verdict_code
 from ycore.judge.sources import with_declarations
 from ycore.judge.verdict import Unreadable
@@ -33,9 +41,10 @@ def config_of(tmp_path: Path, rows: list[dict[str, Any]], **settings: Any) -> Ru
 
 
 def questions(tmp_path: Path, rows: list[dict[str, Any]], **settings: Any) -> PromptSet:
-    return load_questions(
-        config_of(tmp_path, rows, **settings), as_chat=True, special_tokens=("<|end|>",)
-    )
+    config = config_of(tmp_path, rows, **settings)
+    end = SimpleNamespace(content="<|end|>", special=True)
+    tokenizer: Any = SimpleNamespace(added_tokens_decoder={0: end}, all_special_tokens=[])
+    return judge_questions(config, load_prompts(config, as_chat=True), tokenizer=tokenizer)
 
 
 def test_each_pair_is_the_judges_own_question(tmp_path: Path) -> None:
@@ -148,5 +157,5 @@ def test_a_run_carries_its_judge_and_others_keep_their_prompts(tmp_path: Path) -
         "agrees:j",
         {"mode": "pairwise", "verdict": {"kind": "json"}},
     )
-    plain = questions(tmp_path, ROWS[:2], rewards=[RewardConfig(reward="length")])
-    assert plain.prompts[0].content == [{"role": "user", "content": "0 + 1?"}]
+    plain = config_of(tmp_path, ROWS[:2], rewards=[RewardConfig(reward="length")])
+    assert trains_a_judge(config) and not trains_a_judge(plain)

@@ -17,10 +17,10 @@ import pytest
 
 from ycore.config.schema import RewardConfig, RewardSandbox, RewardSettings, SandboxSettings
 from ycore.errors import RewardError
-from ycore.rewards.pool import RewardPool
 from ycore.rewards.worker_client import check_reward
 from ycore.sandbox import Level, namespaces
 from ycore.sandbox.level import level_refusal
+from ycore.scoring.reward_pool import RewardPool
 from ycore.types import Score
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux confines processes")
@@ -444,7 +444,7 @@ import asyncio, json
 from pathlib import Path
 from ycore.config.schema import RewardConfig, RewardSettings, SandboxSettings
 from ycore.rewards.worker_client import check_reward
-from ycore.rewards.pool import RewardPool
+from ycore.scoring.reward_pool import RewardPool
 from ycore.sandbox.level import choose_level
 spec, log = RewardConfig(reward="numerical.py:mean"), Path("rewards.log")
 

@@ -17,18 +17,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.round.talks import rules_alone
-from tests.round.test_carried import MAX_TOKENS, TickingEngine
+from tests.rollout.talks import rules_alone
+from tests.rollout.test_carried import MAX_TOKENS, TickingEngine
 from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.engine import Engine
 from ycore.errors import EngineError, YcoreError
-from ycore.rewards.pool import RewardPool
+from ycore.rollout.carried import CarriedTurn
 from ycore.round.ahead import ControllerAhead
-from ycore.round.carried import CarriedTurn
 from ycore.round.curriculum import Curriculum
 from ycore.round.sampling import DrawSource, Rules, Shard
 from ycore.round.step import Controller
 from ycore.round.torch_peers import TorchPeers
+from ycore.scoring.reward_pool import RewardPool
 from ycore.types import Completion, Group, Prompt
 
 NUM_ROWS = 64

@@ -13,8 +13,8 @@ from ycore.round.ahead import ControllerAhead
 from ycore.round.journal import Journal
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules
-from ycore.round.scoring import Scoring, Writing
 from ycore.round.step import Controller
+from ycore.scoring.scoring import Scoring, Writing
 from ycore.types import Completion, Group, Prompt, Score
 
 STEPS = 5

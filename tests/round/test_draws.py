@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ycore.errors import DataError
-from ycore.round.sampling import DrawSource, Lengths, Shard, completion_seed
+from ycore.rollout.turns import completion_seed
+from ycore.round.sampling import DrawSource, Lengths, Shard
 from ycore.types import Prompt
 
 PROMPTS = [Prompt(row=row, content="x" * (row + 1)) for row in range(7)]

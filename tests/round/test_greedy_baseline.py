@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.round.talks import rules_alone
+from tests.rollout.talks import rules_alone
 from ycore.config.schema import RewardConfig, RewardSettings
-from ycore.rewards.pool import RewardPool
-from ycore.round.journal import from_bytes, to_bytes
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules
 from ycore.round.step import Controller
+from ycore.run.group_json import from_bytes, to_bytes
+from ycore.scoring.reward_pool import RewardPool
 from ycore.types import Completion, Finished, Prompt, Score
 
 REWARD = """

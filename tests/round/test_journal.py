@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from ycore.errors import ConfigError, RunFolderError
-from ycore.round.journal import Journal, ReplayedRounds, group_from_json, to_json
+from ycore.round.journal import Journal, ReplayedRounds
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules
-from ycore.round.scoring import Scoring, Writing
 from ycore.round.step import Controller
+from ycore.run.group_json import group_from_json, to_json
+from ycore.scoring.scoring import Scoring, Writing
 from ycore.types import Completion, Draw, Group, Prompt, Score, Turn
 
 

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ycore.round.journal import Journal, to_json
+from ycore.round.journal import Journal
 from ycore.round.regroup import regroup_round, regroup_states, to_come
 from ycore.round.sampling import Shard
+from ycore.run.group_json import to_json
 from ycore.types import Completion, Draw, Group, Prompt, Score
 
 WORLDS = st.lists(st.integers(1, 5), min_size=1, max_size=4)

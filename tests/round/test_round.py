@@ -9,18 +9,19 @@ from typing import Any, TypeVar
 
 import pytest
 
-from tests.round.talks import rules_alone
+from tests.rollout.talks import rules_alone
 from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.engine.drafts import Drafted
 from ycore.errors import EngineError
 from ycore.placement.allocator import Allocator
 from ycore.placement.placement import ROLLOUT, SlotPool
 from ycore.placement.slots import Slots
-from ycore.rewards.pool import RewardPool
+from ycore.rollout.turns import completion_seed
 from ycore.round.meters import RoundMeter
 from ycore.round.peers import Peers
-from ycore.round.sampling import DrawSource, Rules, completion_seed
+from ycore.round.sampling import DrawSource, Rules
 from ycore.round.step import Controller
+from ycore.scoring.reward_pool import RewardPool
 from ycore.types import Completion, Finished, Prompt
 
 T = TypeVar("T")

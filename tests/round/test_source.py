@@ -12,14 +12,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.round.talks import rules_alone
+from tests.rollout.talks import rules_alone
 from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.errors import EngineError, Interrupted, SyncError
-from ycore.rewards.pool import RewardPool
 from ycore.round.loop import ShareWeights
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules
 from ycore.round.step import Controller
+from ycore.scoring.reward_pool import RewardPool
 from ycore.types import Completion, Prompt
 
 REWARDS = """

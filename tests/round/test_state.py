@@ -14,8 +14,8 @@ from ycore.placement.placement import JUDGE, ROLLOUT, SlotPool
 from ycore.placement.slots import Slots
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules, Yield
-from ycore.round.scoring import Scoring
 from ycore.round.step import Controller
+from ycore.scoring.scoring import Scoring
 
 ROLES = (ROLLOUT, JUDGE)
 

@@ -6,7 +6,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ycore.round.journal import finished_from_json, finished_to_json, from_bytes, to_bytes
+from ycore.run.group_json import finished_from_json, finished_to_json, from_bytes, to_bytes
 from ycore.types import Completion, Draw, Finished, Group, Image, Prompt, Score
 
 LOGPROBS = st.floats(-1e6, 0.0, allow_nan=False)

@@ -26,11 +26,11 @@ from tests.sandbox.mutations import MUTATIONS
 from tests.sandbox.probes import PRELUDE, PROBES, Probe
 from tests.sandbox.targets import CANARY, LIMITS, Targets
 from ycore.config.schema import RewardConfig, RewardSettings, SandboxSettings
-from ycore.rewards import pool
-from ycore.rewards.pool import RewardPool
 from ycore.sandbox import Level, user_code
 from ycore.sandbox.level import LevelChoice, level_refusal
 from ycore.sandbox.programs import ProgramPool
+from ycore.scoring import reward_pool
+from ycore.scoring.reward_pool import RewardPool
 
 HONEST = """
 import asyncio, decimal, json, multiprocessing, os, re, sqlite3, subprocess, sys, tempfile, threading
@@ -257,7 +257,7 @@ def main() -> None:
             probes = [probe for probe in PROBES if probe.name == mutation.probe]
             mutation.make()
             # its self-test finds some of them
-            user_code.choose_level = pool.choose_level = lambda wanted: LevelChoice(
+            user_code.choose_level = reward_pool.choose_level = lambda wanted: LevelChoice(
                 Level(wanted), {}
             )
     began = time.monotonic()

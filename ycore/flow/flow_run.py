@@ -39,12 +39,8 @@ from ycore.judge.sources import is_judge, judge_of
 from ycore.placement.slots import Slots
 from ycore.rewards.loading import reward_names
 from ycore.round.journal import Journal
-from ycore.round.judge_scorer import JudgeScorer
-from ycore.round.meters import JudgeMeter, Meter, WorkerMeter
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules, dust_of
-from ycore.round.scorers import pool_of
-from ycore.round.scoring import RuleScorer, Scorer, Scoring, Writing
 from ycore.round.step import Controller
 from ycore.run.checkpoints import (
     checkpoint_of,
@@ -59,11 +55,15 @@ from ycore.run.checkpoints import (
 from ycore.run.claim import files_fingerprint, model_fingerprint
 from ycore.run.files import is_disk_full, make_folder, read_json, sync, sync_tree, write_json_atomic
 from ycore.run.images import ImageStore
+from ycore.run.meter import Meter
 from ycore.run.metrics import MetricsWriter, is_evaluation, read_metrics
 from ycore.run.paths import RunFolder
 from ycore.run.secrets import load_config
 from ycore.run.trace import TraceWriter
 from ycore.sandbox.level import LEVEL_NUMBERS
+from ycore.scoring.judge_scorer import JudgeScorer
+from ycore.scoring.scorers import pool_of
+from ycore.scoring.scoring import JudgeMeter, RuleScorer, Scorer, Scoring, WorkerMeter, Writing
 from ycore.trainer.saved_state import check_contents
 from ycore.types import Completion, Prompt, Score
 

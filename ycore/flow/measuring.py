@@ -14,11 +14,12 @@ from ycore.flow.flow_settings import FlowConfig
 from ycore.flow.sampler import NOWHERE, Picture, PictureEngine
 from ycore.placement.slots import Slots
 from ycore.rewards.loading import reward_names
-from ycore.round.sampling import completion_seed, total_reward
-from ycore.round.scoring import Scoring, Writing
+from ycore.rollout.turns import completion_seed
+from ycore.round.sampling import total_reward
 from ycore.run.images import ImageStore
 from ycore.run.metrics import EVALUATION, Row, number
 from ycore.run.tasks import together
+from ycore.scoring.scoring import Scoring, Writing
 from ycore.types import Completion, Draw, Prompt, Score
 
 TRAINED, JUDGED = f"{EVALUATION}trained_reward", f"{EVALUATION}reward"

@@ -20,8 +20,7 @@ from ycore.engine.batching import Batches
 from ycore.errors import RunFolderError
 from ycore.flow.denoising import NOISY, Sampling, draw, window_of
 from ycore.flow.policy import Policy, Weights
-from ycore.round.sampling import completion_seed
-from ycore.round.turns import OneTurn, Start, Write
+from ycore.rollout.turns import OneTurn, Start, Write, completion_seed
 from ycore.run.files import make_folder, write_bytes_atomic
 from ycore.run.images import ImageStore, png_of
 from ycore.run.paths import RunFolder

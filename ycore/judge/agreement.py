@@ -10,18 +10,20 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ycore.config.learner_rules import AGREES
 from ycore.config.schema import RewardConfig, RunConfig
-from ycore.data.prompts import PromptSet, load_prompts
+from ycore.data.prompts import PromptSet
 from ycore.errors import ConfigError, RewardError
 from ycore.judge.declaration import JsonVerdict, Judge, ScoreVerdict
-from ycore.judge.question import Questioner, as_text, verdict_code
+from ycore.judge.question import Questioner, as_text, special_tokens, verdict_code
 from ycore.judge.sources import is_agreement, judge_of
 from ycore.judge.verdict import Reply, read_value
-from ycore.run.images import ImageStore
 from ycore.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 KEY = "verdict_key"
 """The column from which a question's order, marks and code follow."""
@@ -38,29 +40,27 @@ def agreement_of(spec: RewardConfig) -> Judge:
     return judge
 
 
-def load_questions(
-    config: RunConfig,
-    *,
-    as_chat: bool,
-    special_tokens: tuple[str, ...] = (),
-    store: ImageStore | None = None,
-) -> PromptSet:
-    """The run's prompts: with an `agrees:` reward its judge's questions about the dataset's pairs; DataError.
+def trains_a_judge(config: RunConfig) -> bool:
+    return any(map(is_agreement, config.rewards))
 
-    `special_tokens` are the policy's, as in `Questioner`.
+
+def judge_questions(
+    config: RunConfig, pairs: PromptSet, *, tokenizer: "PreTrainedTokenizerBase | None" = None
+) -> PromptSet:
+    """Replace each pair of the dataset by the question that the judge of the run's `agrees:` reward is asked about it.
+
+    Special tokens of the policy's tokenizer are broken up in the pairs, as in `Questioner`.
     """
-    spec = next(filter(is_agreement, config.rewards), None)
-    judge = None if spec is None else agreement_of(spec)
-    prompts = load_prompts(config, as_chat=as_chat, store=store)
-    if spec is None or judge is None:
-        return prompts
-    if not {"chosen", "rejected"} <= set(prompts.columns):
+    spec = next(filter(is_agreement, config.rewards))
+    judge = agreement_of(spec)
+    if not {"chosen", "rejected"} <= set(pairs.columns):
         raise ConfigError(
             f"{spec.reward} reads the columns chosen and rejected; --answer-column is {config.answer_column} and "
             f"--prompt-column {config.prompt_column}; leave --answer-column out, and name another --prompt-column"
         )
-    questions = Questions(prompts.prompts, Questioner(judge, special_tokens), seed=config.seed)
-    return replace(prompts, prompts=questions, is_chat=True)
+    special = () if tokenizer is None else special_tokens(tokenizer)
+    questions = Questions(pairs.prompts, Questioner(judge, special), seed=config.seed)
+    return replace(pairs, prompts=questions, is_chat=True)
 
 
 @dataclass(frozen=True, slots=True)

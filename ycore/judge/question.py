@@ -10,10 +10,13 @@ import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ycore.judge.declaration import JsonVerdict, Judge, LabelVerdict, RankingVerdict, ScoreVerdict
 from ycore.types import IMAGE_MARK, Content, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Question = list[dict[str, Any]]  # chat turns, as every chat API takes them
 _MARK = "text-"
@@ -189,6 +192,12 @@ def sanitize(text: str, *, tags: Sequence[str] = (), special_tokens: Sequence[st
             pieces += [text[done : match.start()], "(", match[1], ")" if match[2] else ""]
             done = match.end()
     return "".join([*pieces, text[done:]])
+
+
+def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> tuple[str, ...]:
+    """Every text that this tokenizer would read as one of its special tokens."""
+    added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    return tuple({*added, *tokenizer.all_special_tokens})
 
 
 def break_special_tokens(text: str, special_tokens: Sequence[str]) -> str:

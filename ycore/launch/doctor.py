@@ -70,7 +70,7 @@ _REWARD = """
 import asyncio, sys
 from pathlib import Path
 from ycore.config.schema import RewardConfig, RewardSettings
-from ycore.rewards.pool import RewardPool
+from ycore.scoring.reward_pool import RewardPool
 async def score():
     specs, settings = [RewardConfig(reward="exact_answer")], RewardSettings(workers=1)
     log = Path(sys.argv[1]) / "rewards.log"

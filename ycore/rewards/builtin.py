@@ -38,7 +38,7 @@ Reward = Callable[..., Rewards]
 THINK_THEN_ANSWER = r"<think>(?:(?!</?think>).)*</think>\s*(?=\S)(?:(?!</?think>).)+"
 REFERENCE = "reference_probability"
 ENVIRONMENT = "environment"  # what the run's own environment pays: its `get_reward`
-CODE = "code"  # scored by `ycore.round.code_scorer`, its pure part is `ycore.rewards.code`
+CODE = "code"  # scored by `ycore.scoring.code_scorer`, its pure part is `ycore.rewards.code`
 
 # reasoning-gym's scorers of these tasks run Python's `eval`, or sympy's, on the text they are given. The policy
 # writes that text, so only what cannot call or reach anything is passed on.

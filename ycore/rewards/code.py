@@ -1,7 +1,7 @@
 """The reward `code`: a completion's program against its row's tests, run in the sandbox of programs.
 
 This file is the pure part: which code a completion holds, which tests a row has, and what a verdict is worth. The
-scorer that runs the programs is `ycore.round.code_scorer`. Rows have tests in one of four shapes (`row_tests`).
+scorer that runs the programs is `ycore.scoring.code_scorer`. Rows have tests in one of four shapes (`row_tests`).
 """
 
 import ast

@@ -13,41 +13,41 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from ycore.config.learner_rules import BY_TURN, teaches_alone
 from ycore.config.schema import Offload, RunConfig
-from ycore.data.prompts import PromptSet
+from ycore.data.prompts import PromptSet, load_prompts
 from ycore.engine import NEVER, Engine, Sampling
 from ycore.engine.server import Server, restart_timeout_s
 from ycore.engine.sight import Sight, image_token_ids, load_sight
 from ycore.engine.sleeping import SleepingEngine, SleepTogether
 from ycore.engine.vllm_engine import VllmEngine
-from ycore.environments.agent_pool import AgentPool
-from ycore.environments.tool_pool import Description, ToolPool, describe_tools
 from ycore.errors import DataError
-from ycore.judge.agreement import load_questions
+from ycore.judge.agreement import judge_questions, trains_a_judge
 from ycore.placement.allocator import Allocator
 from ycore.placement.learning import SleepLevels
 from ycore.placement.line import Line, OwnLine, SocketLine
 from ycore.placement.placement import ROLLOUT, SlotPool, in_order, parse_placement
 from ycore.placement.slot_pool import ALLOCATOR, home_of
 from ycore.placement.slots import Sleeper, Slots
-from ycore.round.agents import Agents
+from ycore.rollout.agent_pool import AgentPool
+from ycore.rollout.agents import Agents
+from ycore.rollout.carried import CarriedTurn
+from ycore.rollout.dialogue import Dialogue
+from ycore.rollout.tool_pool import Description, ToolPool, describe_tools
+from ycore.rollout.turns import GivenPairs, OneTurn, Turns
 from ycore.round.ahead import ControllerAhead
-from ycore.round.carried import CarriedTurn
-from ycore.round.constraints import Constraints
 from ycore.round.curriculum import Curriculum, guesses_from
-from ycore.round.dialogue import Dialogue
 from ycore.round.journal import Journal
 from ycore.round.loop import ShareWeights
 from ycore.round.peers import Peers
 from ycore.round.sampling import WHOLE, Cost, DrawSource, Rules, Shard, dust_of
-from ycore.round.scorers import Policy, ScorerEngines, build_scoring, scorer_servers, special_tokens
 from ycore.round.step import Controller
-from ycore.round.turns import GivenPairs, OneTurn, Turns
 from ycore.run.files import read_json
 from ycore.run.images import ImageStore
 from ycore.run.paths import RunFolder
 from ycore.run.reports import this_rank
 from ycore.run.secrets import load_config
 from ycore.run.trace import TraceWriter
+from ycore.scoring.constraints import Constraints
+from ycore.scoring.scorers import Policy, ScorerEngines, build_scoring, scorer_servers
 from ycore.types import Prompt
 
 S = TypeVar("S")
@@ -439,10 +439,10 @@ def assemble(root: Path) -> Assembly:
 
 
 def _prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase, store: ImageStore) -> PromptSet:
-    as_chat = tokenizer.chat_template is not None
-    return load_questions(
-        config, as_chat=as_chat, special_tokens=special_tokens(tokenizer), store=store
-    )
+    prompts = load_prompts(config, as_chat=tokenizer.chat_template is not None, store=store)
+    if trains_a_judge(config):
+        return judge_questions(config, prompts, tokenizer=tokenizer)
+    return prompts
 
 
 def load_tokenizer(model: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:

@@ -15,20 +15,15 @@ from ycore.engine import Engine, Halting
 from ycore.errors import Interrupted, YcoreError
 from ycore.placement.placement import ROLLOUT
 from ycore.placement.slots import Slots
-from ycore.round.journal import (
-    Committed,
-    Journal,
-    finished_from_json,
-    finished_to_json,
-    record_again,
-)
+from ycore.rollout.turns import OneTurn
+from ycore.round.journal import Committed, Journal, record_again
 from ycore.round.meters import RoundMeter, collect
 from ycore.round.peers import Offer, Peers
 from ycore.round.sampling import DrawSource, Lengths, Rules, Surplus, Yield
-from ycore.round.scoring import Scoring
-from ycore.round.turns import OneTurn
+from ycore.run.group_json import finished_from_json, finished_to_json
 from ycore.run.tasks import ending
 from ycore.run.trace import EVALUATION, ROUND
+from ycore.scoring.scoring import Scoring
 from ycore.types import Draw, Group, Prompt
 
 T = TypeVar("T")

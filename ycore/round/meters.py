@@ -4,9 +4,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Sized
-from dataclasses import astuple, dataclass, fields
-from typing import Protocol
+from collections.abc import Mapping, Sequence, Sized
 
 from ycore.engine import Engine
 from ycore.engine.drafts import Drafted
@@ -14,17 +12,8 @@ from ycore.engine.vllm_engine import VllmEngine
 from ycore.placement.slots import AddUp
 from ycore.round.peers import Peers
 from ycore.round.sampling import total_reward
+from ycore.run.meter import Meter
 from ycore.types import Group
-
-
-class Meter(Protocol):
-    """Counts of one rank that can be added to those of other ranks."""
-
-    def take(self) -> Sequence[float]:
-        """The counts since the last call; as many numbers on every rank."""
-
-    def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
-        """The step's metrics, from each count's sum over all ranks."""
 
 
 def collect(meters: Sequence[Meter], add_up: AddUp) -> dict[str, float]:
@@ -138,83 +127,3 @@ class RoundMeter:
         if syncs and home:
             metrics["ycore/sync_proved"] = home[-1].verified_share
         return metrics
-
-
-@dataclass
-class Counts:
-    """A meter whose fields are its counts."""
-
-    def take(self) -> Sequence[float]:
-        counts: tuple[float, ...] = astuple(self)
-        for field in fields(self):
-            setattr(self, field.name, 0)
-        return counts
-
-
-@dataclass
-class RewardModelMeter(Counts):
-    """All reward models of a run. `seconds` are those of the requests, without the wait for a slot."""
-
-    calls: float = 0
-    seconds: float = 0
-    tokens: float = 0
-
-    def count(self, *, seconds: float, tokens: int) -> None:
-        self.calls, self.seconds, self.tokens = (
-            self.calls + 1,
-            self.seconds + seconds,
-            self.tokens + tokens,
-        )
-
-    def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
-        return RewardModelMeter(*sums).named("reward_model")
-
-    def named(self, kind: str) -> dict[str, float]:
-        latency_s = self.seconds / max(1, self.calls)
-        counts = {"calls": self.calls, "latency_s": latency_s, "tokens": self.tokens}
-        return {f"ycore/{kind}/{name}": value for name, value in counts.items()}
-
-
-@dataclass
-class TeacherMeter(RewardModelMeter):
-    """All teachers of a run."""
-
-    def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
-        return TeacherMeter(*sums).named("teacher")
-
-
-@dataclass
-class JudgeMeter(RewardModelMeter):
-    """All judges of a run."""
-
-    parse_failures: float = 0
-    pairs: float = 0
-    pairs_by_position: float = 0
-
-    def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
-        total = JudgeMeter(*sums)
-        metrics = {**total.named("judge"), "ycore/judge/parse_failures": total.parse_failures}
-        if total.pairs:
-            metrics["ycore/judge/pairs"] = total.pairs
-            metrics["ycore/judge/position_bias"] = total.pairs_by_position / total.pairs
-        return metrics
-
-
-@dataclass(slots=True)
-class WorkerMeter:
-    """The worker processes of reward functions. `restarts` returns how many were started again so far.
-
-    `level`: what confines them, as a number: 2 namespaces, 1 Landlock, 0 nothing.
-    """
-
-    restarts: Callable[[], int]
-    level: int
-    reported: int = 0
-
-    def take(self) -> Sequence[float]:
-        restarts = self.restarts()
-        new, self.reported = restarts - self.reported, restarts
-        return [float(new)]
-
-    def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
-        return {"ycore/reward_restarts": sums[0], "ycore/sandbox_level": self.level}

@@ -1,6 +1,5 @@
 """Which prompt comes next, which groups can teach, and how many to write: the decisions of dynamic sampling."""
 
-import hashlib
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,9 +11,9 @@ from typing import Any, Self
 from ycore.config.schema import RewardConfig
 from ycore.data.prompts import PromptOrder
 from ycore.errors import DataError
-from ycore.round.constraints import Constraints
 from ycore.round.curriculum import Curriculum
 from ycore.round.peers import Counts, Peers, Tally
+from ycore.scoring.constraints import Constraints
 from ycore.types import Draw, Finished, Group, Prompt, Score
 
 TOLERANCE = (
@@ -119,7 +118,7 @@ class Rules:
         in_order: take groups as they were drawn, not as they end: then the draws do not depend on how long each takes.
         max_in_flight: groups that this rank's engines can write at once. More stay unclaimed, for a rank that is free.
         oversample: groups in flight for each that is expected to be needed. Above 1 a round is over as soon as it has
-            enough, and what is not whole goes on in the next (`round.carried`).
+            enough, and what is not whole goes on in the next (`rollout.carried`).
         dust: deviation of a group's rewards below which it does not teach (`dust_of`).
     """
 
@@ -412,14 +411,3 @@ class DrawSource:
             )
         self.cursor += 1
         return Draw(position=position, prompt=prompt, token_ids=token_ids)
-
-
-def completion_seed(run_seed: int, position: int, index: int, turn: int = 0) -> int:
-    """The engine's seed for one completion, below 2**63: unique, and the same whichever engine or attempt answers.
-
-    `position` is that of the prompt in the run's order, `index` that of the completion in its group, and `turn` that of
-    the policy's turn in the completion.
-    """
-    key = f"{run_seed}/{position}/{index}" + (f"/{turn}" if turn else "")
-    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1

@@ -12,15 +12,15 @@ from functools import partial
 from typing import Any
 
 from ycore.placement.placement import ROLLOUT
+from ycore.rollout.turns import Start
 from ycore.round.curriculum import lesson_of
 from ycore.round.journal import Committed
 from ycore.round.loop import RankLoop
 from ycore.round.peers import Offer, deal_groups
 from ycore.round.sampling import Quota, can_teach, compared_rewards
-from ycore.round.scoring import Writing
-from ycore.round.turns import Start
 from ycore.run.tasks import ending, next_finished, together
 from ycore.run.trace import ROUND, SYNC
+from ycore.scoring.scoring import Writing
 from ycore.types import Completion, Draw, Finished, Group, Prompt
 
 

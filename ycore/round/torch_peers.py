@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ycore.errors import PeerError, RunError
-from ycore.round.journal import from_bytes, to_bytes
 from ycore.round.peers import Counts, Offer, Peers, Tally
+from ycore.run.group_json import from_bytes, to_bytes
 from ycore.types import Group
 
 _FAILURE, _STOP = "failure", "stop"

@@ -20,8 +20,8 @@ from ycore.engine.vllm_engine import VllmEngine
 from ycore.errors import ConfigError, RunError
 from ycore.evaluation.evaluator import load_policy, open_engines
 from ycore.evaluation.preflight_verdict import TRUNCATED_WARNS
+from ycore.rollout.turns import completion_seed
 from ycore.round.assemble import Assembly
-from ycore.round.sampling import completion_seed
 from ycore.run.files import read_json, write_json_atomic
 from ycore.run.paths import RunFolder
 from ycore.run.reports import this_rank

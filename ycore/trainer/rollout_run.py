@@ -9,8 +9,8 @@ from ycore.engine import Engine
 from ycore.engine.shared_bucket import Source
 from ycore.engine.transformers_engine import TransformersEngine
 from ycore.engine.weights import engine_weights, note_weights, write_adapters, write_weights
-from ycore.environments.agent_pool import agent_files
 from ycore.evaluation.during_training import RolloutEvaluation
+from ycore.rollout.agent_pool import agent_files
 from ycore.round.assemble import Assembly
 from ycore.round.journal import Journal, ReplayedRounds
 from ycore.round.peers import Peers

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ycore.round.constraints import Constraint
+from ycore.scoring.constraints import Constraint
 
 EPSILON = 1e-4
 """Added to every standard deviation: TRL's constant."""

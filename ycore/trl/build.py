@@ -21,8 +21,8 @@ from ycore.models.fetch import fetch_model
 from ycore.models.folder import context_length, read_json
 from ycore.models.names import resolve_model
 from ycore.rewards.loading import reward_names
-from ycore.round.constraints import Constraints
 from ycore.run.paths import RunFolder
+from ycore.scoring.constraints import Constraints
 from ycore.trl.advantages import ESTIMATORS, Estimator
 from ycore.trl.base import BaseTrainer, bare
 from ycore.trl.forward import add_compact_head, needs_compact_head

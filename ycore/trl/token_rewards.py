@@ -8,7 +8,7 @@ import torch
 from accelerate.utils import gather
 from torch import Tensor
 
-from ycore.round.constraints import Constraints
+from ycore.scoring.constraints import Constraints
 from ycore.trl.advantages import ESTIMATORS, Estimator, broken, gated, kept, near
 from ycore.trl.batches import loss_mask
 from ycore.trl.importance import behaviour_logps, effective_share, old_by_completion, region_weights

@@ -1,0 +1,266 @@
+"""Completions that take several rounds: what is kept, what goes on, what a kill leaves, and what no round may lose."""
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ycore.rollout.carried import ABORTED, CarriedTurn, joined
+from ycore.round.ahead import ControllerAhead
+from ycore.round.journal import Journal
+from ycore.round.peers import Peers
+from ycore.round.sampling import DrawSource, Rules
+from ycore.round.step import Controller
+from ycore.scoring.scoring import Scoring, Writing
+from ycore.types import Completion, Group, Prompt, Score
+
+MAX_TOKENS = 40
+NEED = 3
+
+
+class TickingEngine:
+    """Writes a token a tick, and as many as the seed of a completion's first request says; `abort` as vLLM's.
+
+    A token is its version, and its log-probability tells how many tokens the context had.
+    """
+
+    name = "scripted"
+
+    def __init__(self, *, tick_s: float = 0.0) -> None:
+        self._tick_s = tick_s
+        self.version = 0
+        self.in_flight = 0
+        self.seeds: list[int] = []
+        self._aborted = asyncio.Event()
+
+    async def wait_ready(self, *, timeout_s: float) -> None:
+        pass
+
+    async def load_weights(self, folder: Path, version: int) -> None:
+        self.version = version
+
+    async def complete(
+        self,
+        prompt_ids: Sequence[int],
+        seed: int,
+        *,
+        greedy: bool = False,
+        max_tokens: int | None = None,
+    ) -> Completion:
+        self.in_flight += 1
+        self.seeds.append(seed)
+        length, tokens, version = 2 + prompt_ids[0] * 7 % 37, list[int](), self.version
+        begun, limit = len(prompt_ids) - 1, MAX_TOKENS if max_tokens is None else max_tokens
+        aborted = self._aborted
+        reason = "stop"
+        while begun + len(tokens) < length:
+            await asyncio.sleep(self._tick_s)
+            if aborted.is_set():
+                reason = ABORTED
+                break
+            if len(tokens) == limit:
+                reason = "length"
+                break
+            tokens.append(version)
+        self.in_flight -= 1
+        logprobs = tuple(-float(1 + begun + number) for number in range(len(tokens)))
+        return Completion(tuple(tokens), logprobs, str(seed % 10), reason, version)
+
+    async def abort(self) -> None:
+        self._aborted.set()
+        self._aborted = asyncio.Event()
+
+    async def logprobs_of(
+        self, context_ids: Sequence[int], target_ids: Sequence[int]
+    ) -> tuple[float, ...]:
+        return ()
+
+    async def close(self) -> None:
+        pass
+
+
+class Numbered:
+    """Rewards that differ within each group."""
+
+    meters = ()
+
+    async def start(self, *, timeout_s: float) -> None:
+        pass
+
+    async def score(self, writing: Writing) -> list[list[Score]]:
+        return [[Score(float(number))] for number, _ in enumerate(await writing.all())]
+
+    async def close(self) -> None:
+        pass
+
+
+Make = Callable[..., Controller]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    made: list[Controller] = []
+
+    def controller(
+        folder: str = "journal",
+        *,
+        oversample: float = 2.0,
+        max_age: int = 99,
+        ahead: bool = False,
+        **more: Any,
+    ) -> Controller:
+        parts: dict[str, Any] = {
+            "engines": [TickingEngine()],
+            "scoring": Scoring([((0,), Numbered())]),
+            "draws": DrawSource(
+                [Prompt(row, f"prompt {row}") for row in range(60)],
+                seed=3,
+                encode=lambda prompt: (prompt.row + 1,),
+                max_prompt_tokens=2,
+            ),
+            "rules": Rules(group_size=2, seed=1, reward_weights=(1.0,), oversample=oversample),
+            "peers": Peers(),
+            "share_weights": lambda version: tmp_path,
+            "journal": Journal(tmp_path / folder, rank=0),
+            "turns": CarriedTurn(
+                lambda ids: " ".join(map(str, ids)), max_tokens=MAX_TOKENS, max_age=max_age
+            ),
+            **more,
+        }
+        one = ControllerAhead(num_steps=99, **parts) if ahead else Controller(**parts)
+        made.append(one)
+        return one
+
+    yield controller
+    for one in made:
+        one.close()
+
+
+def take(controller: Controller, steps: Sequence[int]) -> list[list[Group]]:
+    rounds = []
+    for step in steps:
+        rounds.append(controller.next_round(step=step, num_groups=NEED))
+        controller.settle()
+    return rounds
+
+
+def completions(rounds: Sequence[Sequence[Group]]) -> list[Completion]:
+    return [one for groups in rounds for group in groups for one in group.completions]
+
+
+def expected_length(group: Group) -> int:
+    return 2 + group.draw.token_ids[0] * 7 % 37
+
+
+def test_a_carried_completion_is_whole_and_each_token_has_its_versions_logprob(make: Make) -> None:
+    rounds = take(make(), range(8))
+    carried = [one for one in completions(rounds) if one.stretches]
+    assert carried, "nothing was carried"
+    for group in (group for groups in rounds for group in groups):
+        for one in group.completions:
+            assert len(one.token_ids) == expected_length(group)
+            assert one.logprobs == tuple(-float(1 + number) for number in range(len(one.token_ids)))
+    for one in carried:
+        ends = [end for end, _ in one.stretches]
+        assert ends == sorted({*ends}) and ends[0] > 0 and ends[-1] < len(one.token_ids)
+        written_by = [version for end, version in one.stretches] + [one.policy_version]
+        starts = [0, *ends, len(one.token_ids)]
+        for version, begin, end in zip(written_by, starts, starts[1:], strict=False):
+            assert {*one.token_ids[begin:end]} == {version}
+        assert one.first_version < one.policy_version and one.text == " ".join(
+            map(str, one.token_ids)
+        )
+
+
+def test_no_group_is_lost_or_comes_twice_and_the_long_ones_come_too(make: Make) -> None:
+    controller = make()
+    rounds = take(controller, range(12))
+    trained = [group.draw.position for groups in rounds for group in groups]
+    left = [draw.position for draw in controller.turns.waiting]
+    kept = [item.group.draw.position for item in controller.surplus.waiting]
+    assert sorted([*trained, *left, *kept]) == list(range(controller.draws.cursor))
+    assert max(expected_length(group) for groups in rounds for group in groups) > 30
+
+
+def test_a_round_is_over_before_its_longest_completion(make: Make) -> None:
+    first, level = take(make("a"), [0])[0], take(make("b", oversample=1.0, turns=None), [0])[0]
+    assert max(map(expected_length, first)) < max(map(expected_length, level))
+
+
+def test_a_continued_completion_has_a_seed_of_its_own(make: Make) -> None:
+    controller = make()
+    take(controller, range(8))
+    (engine,) = controller.engines
+    assert isinstance(engine, TickingEngine)
+    assert len({*engine.seeds}) == len(engine.seeds) > 8 * NEED * 2
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_kill_loses_none_of_the_pool(make: Make, ahead: bool) -> None:
+    """The pool is in each round's record. What is written after it depends on when engines are told to stop."""
+    first = make(ahead=ahead)
+    rounds = take(first, range(4))
+    again = make(ahead=ahead)
+    assert take(again, range(4)) == rounds
+    pool = again.state()["carried"]
+    waiting = {group["draw"]["position"] for group in pool}
+    assert waiting and pool == first.state()["carried"]
+    later = take(again, range(4, 12))
+    assert waiting <= {group.draw.position for groups in later for group in groups} | {
+        draw.position for draw in again.turns.waiting
+    }
+
+
+def test_the_pool_is_plain_json_and_comes_back_from_a_checkpoint(make: Make) -> None:
+    first = make()
+    take(first, range(3))
+    state = json.loads(json.dumps(first.state()))
+    again = make("other")
+    again.restore(state)
+    assert again.turns.state == first.turns.state and again.turns.waiting
+
+
+def test_what_is_too_old_begins_anew(make: Make) -> None:
+    controller = make(max_age=1, oversample=4.0)
+    recorded: dict[str, float] = {}
+    controller.record = lambda name, value: recorded.__setitem__(
+        name, recorded.get(name, 0.0) + value
+    )
+    rounds = take(controller, range(10))
+    assert all(one.policy_version - one.first_version <= 1 for one in completions(rounds))
+    assert recorded["ycore/carried/dropped"] > 0 and recorded["ycore/carried/tokens"] > 0
+
+
+def test_the_metrics_tell_what_was_carried_and_how_long_what_was_begun_already_is(
+    make: Make,
+) -> None:
+    controller = make()
+    recorded: dict[str, float] = {}
+    controller.record = recorded.__setitem__
+    (groups,) = take(controller, [0])
+    begun = [
+        len(one["token_ids"]) for group in controller.turns.state for one in group["begun"].values()
+    ]
+    left = [item.group for item in controller.surplus.waiting]
+    whole = [len(one.token_ids) for one in completions([groups, left])]
+    assert recorded["ycore/carried/groups"] == len(controller.turns.waiting) > 0
+    assert (
+        recorded["ycore/carried/mean_length"]
+        >= sum([*whole, *begun]) / len([*whole, *begun]) - 1e-9
+    )
+    assert recorded["ycore/carried/tokens"] <= sum(begun)
+
+
+def test_what_two_versions_wrote_is_one_completion() -> None:
+    begun = Completion((1, 2), (-1.0, -2.0), "ab", ABORTED, 3)
+    rest = Completion((4,), (-3.0,), "c", "stop", 5)
+    decode = lambda ids: "".join(map(str, ids))  # noqa: E731
+    assert joined(begun, rest, decode) == Completion(
+        (1, 2, 4), (-1.0, -2.0, -3.0), "124", "stop", 5, stretches=((2, 3),)
+    )
+    nothing = Completion((), (), "", ABORTED, 5)
+    assert joined(begun, nothing, decode).first_version == 3
+    assert joined(joined(begun, nothing, decode), rest, decode).stretches == ((2, 3),)

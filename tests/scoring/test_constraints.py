@@ -1,0 +1,140 @@
+"""Constraints in a round: how completions compare, what a group teaches, and the weights over the rounds."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from ycore.config.resolve import resolve
+from ycore.config.schema import RunConfig
+from ycore.round.loop import RankLoop
+from ycore.round.peers import Peers
+from ycore.round.regroup import regroup_states
+from ycore.round.sampling import DrawSource, Rules, can_teach, compared_rewards
+from ycore.round.step import Controller
+from ycore.scoring.constraints import Constraint, Constraints
+from ycore.scoring.scoring import Scoring
+from ycore.types import Completion, Draw, Group, Prompt, Score
+
+FORMAT = Constraint(1, "format", 1.0, 0.1)
+SHORT = Constraint(2, "short", 0.5, 0.25)
+WEIGHTS = (1.0, 0.0, 0.0)
+
+
+def group(*scores: tuple[float | None, float | None, float | None]) -> Group:
+    completions = tuple(Completion((1, 2), (-1.0, -1.0), "", "stop", 0) for _ in scores)
+    scored = tuple(tuple(Score(value) for value in one) for one in scores)
+    return Group(Draw(0, Prompt(0, "x"), (9,)), completions, scored)
+
+
+def test_a_gate_puts_what_breaks_one_below_all_others() -> None:
+    held = Constraints([FORMAT, SHORT])
+    found = compared_rewards(
+        group((2.0, 1, 0.5), (3.0, 0.9, 1), (1.0, 1, 1), (0.5, 1, 0.4)), WEIGHTS, held
+    )
+    assert found == [2.0, -0.5, 1.0, -0.5]
+
+
+def test_what_is_not_known_breaks_nothing_and_teaches_nothing() -> None:
+    held = Constraints([FORMAT, SHORT])
+    found = compared_rewards(
+        group((2.0, None, 1), (2.0, None, 0), (None, 1, 1), (2.0, 1, 1)), WEIGHTS, held
+    )
+    assert found == [None, 1.0, None, 2.0], (
+        "the second breaks another constraint; the third has no reward"
+    )
+
+
+@pytest.mark.parametrize(
+    ("scores", "teaches"),
+    [
+        ([(1.0, 1, 1), (1.0, 0, 1)], True),
+        ([(1.0, 0, 1), (0.0, 1, 0)], False),
+        ([(1.0, 1, 1), (1.0, 1, 1)], False),
+        ([(1.0, 1, 1), (0.0, 1, 1)], True),
+        ([(1.0, 1, 1), (0.0, None, 1)], False),
+    ],
+)
+def test_a_group_teaches_where_constraints_or_rewards_differ(
+    scores: list[tuple[float, float | None, float]], teaches: bool
+) -> None:
+    assert can_teach(group(*scores), WEIGHTS, constraints=Constraints([FORMAT, SHORT])) is teaches
+
+
+def test_a_weight_grows_above_the_limit_and_falls_below_it() -> None:
+    """limit 0.1, rate 2: 3 of 4 broken adds 1.3; 0 of 4 takes 0.2, and never below 0."""
+    held = Constraints([FORMAT], by="lagrangian", rate=2.0)
+    first = held.metrics([3, 4])
+    assert first == {
+        "ycore/violations/format": 0.75,
+        "ycore/constraint_weight/format": pytest.approx(1.3),
+    }
+    assert held.metrics([0, 4])["ycore/constraint_weight/format"] == pytest.approx(1.1)
+    found = compared_rewards(group((2.0, 0, 1), (2.0, 1, 1)), WEIGHTS, held)
+    assert found == [pytest.approx(0.9), 2.0]
+    for _ in range(9):
+        held.metrics([0, 4])
+    assert held.weights == [0.0]
+
+
+def test_unknown_ones_are_not_counted() -> None:
+    held = Constraints([FORMAT, SHORT])
+    held.count(group((1.0, 0, None), (1.0, 1, 1), (1.0, None, 0)))
+    assert list(held.take()) == [1, 2, 1, 2] and list(held.take()) == [0, 0, 0, 0]
+    assert held.metrics([0, 0, 1, 2]) == {"ycore/violations/short": 0.5}
+
+
+def controller() -> Controller:
+    return Controller(
+        engines=[],
+        scoring=Scoring([]),
+        draws=DrawSource([], seed=None, encode=lambda prompt: (), max_prompt_tokens=1),
+        rules=Rules(
+            group_size=2,
+            seed=0,
+            reward_weights=WEIGHTS,
+            constraints=Constraints([FORMAT], by="lagrangian"),
+        ),
+        peers=Peers(),
+    )
+
+
+def test_the_weights_are_part_of_a_checkpoint_and_of_a_round() -> None:
+    made: list[RankLoop] = [controller(), controller()]
+    first, second = made
+    for _ in range(3):
+        first.count(group((1.0, 0, 1), (1.0, 1, 1)))
+        first.meter.end()
+        first.commit(0, [])
+    assert first.constraint_weights == [pytest.approx(3 * 0.4)]
+    saved = json.loads(json.dumps(first.state()))
+    second.restore(saved)
+    assert second.constraint_weights == first.constraint_weights
+    (again,) = regroup_states([saved, saved], world=1)
+    assert again["constraint_weights"] == first.constraint_weights
+    for one in made:
+        one.close()
+
+
+def test_a_constraint_is_named_or_marked_and_has_no_weight(tmp_path: Path) -> None:
+    recipe = {
+        "model": "m",
+        "dataset": "d",
+        "rewards": ["exact_answer", {"reward": "length", "weight": 0.5}],
+    }
+    found = resolve(recipe=recipe, options={"constraint": ["length:0.2", "format"]})
+    assert isinstance(found, RunConfig)
+    assert [(one.reward, one.weight, one.constraint, one.limit) for one in found.rewards] == [
+        ("exact_answer", 1.0, False, 0.05),
+        ("length", 0.0, True, 0.2),
+        ("format", 0.0, True, 0.05),
+    ]
+    held = Constraints.of(found)
+    assert held is not None and [(one.source, one.name) for one in held.held] == [
+        (1, "length"),
+        (2, "format"),
+    ]
+    assert resolve(recipe=found.model_dump(mode="json")) == found, "a resumed run is the same run"
+    assert Constraints.of(found.model_copy(update={"algorithm": "eval"})) is None
+    assert math.isclose(held.held[1].least, 1.0)

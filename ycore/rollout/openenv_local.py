@@ -1,0 +1,210 @@
+"""OpenEnv's environments and sessions in the tool worker's own process: a local provider, without server or container.
+
+`openenv:file.py:Name` or `openenv:package.module:Name` is a `ResourceSessionFactory`, or an `Environment`: its MCP
+tools are the tools; else its typed action is the tool `step`, or the policy's whole turn where an action is one text.
+The reward is the last one that was given, as in OpenEnv's own rollouts.
+"""
+
+import importlib.util
+import inspect
+import json
+import random
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any, get_args
+
+from ycore.rollout import Refused
+
+PREFIX = "openenv:"
+
+
+def openenv_local(name: str, load: Callable[[str], Any]) -> "Local":
+    """The environment of `openenv:NAME`; Refused where it is none that can be made here."""
+    target = name.removeprefix(PREFIX)
+    if "://" in target or ":" not in target:
+        raise Refused(
+            f"{name!r}: OpenEnv's environments run in the sandbox here, without server, hub or container; name a "
+            "class, as openenv:file.py:Name or openenv:package.module:Name"
+        )
+    if importlib.util.find_spec("openenv") is None:
+        raise Refused(
+            f"{name!r} needs the package openenv, which this Python has not, and which cannot be beside vLLM; install "
+            "it in a virtual environment of its own, and name that one's Python with --env-python"
+        )
+    from openenv.core.env_server import Environment
+    from openenv.core.harness import ResourceSessionFactory
+
+    made = load(target)
+    if inspect.isclass(made) and issubclass(made, ResourceSessionFactory):
+        return Session(name, made())
+    if inspect.isclass(made) and issubclass(made, Environment):
+        return Steps(name, made())
+    raise Refused(f"{name!r} is neither an Environment nor a ResourceSessionFactory of OpenEnv")
+
+
+class Local:
+    """What both kinds have: their tools, declared as an MCP server's are, and the last reward."""
+
+    takes_text = False
+    turn_reward: float | None = None
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._reward: float | None = None
+        self._is_over = False
+
+    @cached_property
+    def tools(self) -> dict[str, Any]:
+        """Name: description and JSON schema."""
+        raise NotImplementedError
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "type": "function",
+                "function": {"name": name, "description": told, "parameters": schema},
+            }
+            for name, (told, schema) in self.tools.items()
+        ]
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        if self._is_over:
+            raise RuntimeError("the episode is over")
+        return self._call(name, dict(arguments))
+
+    def _call(self, name: str, arguments: dict[str, Any]) -> str:
+        raise NotImplementedError
+
+    def get_reward(self) -> float | None:
+        return self._reward
+
+    def _note(self, *, reward: Any, done: bool) -> None:
+        self.turn_reward = None if reward is None else float(reward)
+        self._reward = self._reward if reward is None else float(reward)
+        self._is_over = done
+
+
+class Steps(Local):
+    """An `Environment`."""
+
+    def __init__(self, name: str, env: Any) -> None:
+        from openenv.core.env_server.mcp_environment import MCPEnvironment
+
+        super().__init__(name)
+        self._env = env
+        self._action = None if isinstance(env, MCPEnvironment) else _action_of(type(env))
+        if self._action is None and not isinstance(env, MCPEnvironment):
+            raise Refused(
+                f"{name!r} does not say which action it takes; write Environment[Action, Observation, State]"
+            )
+        fields = {} if self._action is None else dict(self._action.model_fields)
+        fields.pop("metadata", None)
+        needed = [key for key, field in fields.items() if field.is_required()]
+        self._text = needed[0] if len(needed) == 1 and fields[needed[0]].annotation is str else None
+        self.takes_text = self._text is not None
+
+    @cached_property
+    def tools(self) -> dict[str, Any]:
+        if self._action is None:
+            from openenv.core.env_server.mcp_types import ListToolsAction
+
+            return {
+                one.name: (one.description, one.input_schema)
+                for one in self._env.step(ListToolsAction()).tools
+            }
+        schema = self._action.model_json_schema()
+        schema["properties"].pop("metadata", None)
+        return {"step": (inspect.getdoc(self._action) or "", schema)}
+
+    def reset(self, **row: Any) -> str:
+        self._reward, self._is_over = None, False
+        given = {"seed": random.getrandbits(31), **row}
+        accepted = inspect.signature(self._env.reset).parameters
+        if all(one.kind is not one.VAR_KEYWORD for one in accepted.values()):
+            given = {key: value for key, value in given.items() if key in accepted}
+        return self._said(self._env.reset(**given))
+
+    def step(self, text: str) -> str | None:
+        assert self._action is not None and self._text is not None
+        said = self._said(self._env.step(self._action(**{self._text: text})))
+        return None if self._is_over else said
+
+    def _call(self, name: str, arguments: dict[str, Any]) -> str:
+        if self._action is not None:
+            return self._said(self._env.step(self._action(**arguments)))
+        from openenv.core.env_server.mcp_types import CallToolAction
+
+        observation = self._env.step(CallToolAction(tool_name=name, arguments=arguments))
+        if observation.error is not None:
+            raise RuntimeError(observation.error.message)
+        self._note(reward=observation.reward, done=observation.done)
+        blocks = getattr(observation.result, "content", None)
+        return (
+            _text(observation.result)
+            if blocks is None
+            else "\n".join(getattr(one, "text", "") for one in blocks)
+        )
+
+    def _said(self, observation: Any) -> str:
+        self._note(reward=observation.reward, done=observation.done)
+        values = observation.model_dump(
+            mode="json", exclude={"done", "reward", "metadata"}, exclude_none=True
+        )
+        return _text(next(iter(values.values())) if len(values) == 1 else values)
+
+
+class Session(Local):
+    """What a `ResourceSessionFactory` creates for a row, whose tools must be the same for every row.
+
+    Its `verify` gets the messages that it began with, and those of the tools.
+    """
+
+    def __init__(self, name: str, factory: Any) -> None:
+        super().__init__(name)
+        self._factory = factory
+        self._session: Any = None
+        self._transcript: list[dict[str, Any]] = []
+
+    @cached_property
+    def tools(self) -> dict[str, Any]:
+        session = self._session or self._factory.create(task={}, seed=0)
+        return {one.name: (one.description, one.input_schema) for one in session.list_tools()}
+
+    def reset(self, **row: Any) -> str:
+        if self._session is not None:
+            self._session.close()
+        self._reward, self._is_over = None, False
+        self._session = self._factory.create(task=row, seed=random.getrandbits(31))
+        self._transcript = list(self._session.initial_messages())
+        return "\n".join(_text(message["content"]) for message in self._transcript)
+
+    def _call(self, name: str, arguments: dict[str, Any]) -> str:
+        assert self._session is not None
+        result = self._session.call_tool(name, arguments)
+        if result.error is not None:
+            raise RuntimeError(result.error)
+        self._note(reward=result.metadata.get("reward"), done=result.done)
+        self._transcript.append({"role": "tool", "name": name, "content": _text(result.data)})
+        return _text(result.data)
+
+    def get_reward(self) -> float | None:
+        assert self._session is not None
+        verified = self._session.verify(list(self._transcript))
+        return self._reward if verified.env_reward is None else float(verified.env_reward)
+
+
+def _action_of(made: type) -> Any:
+    """The model of an environment's actions: the first of what its base class is generic in."""
+    from openenv.core.env_server.types import Action
+
+    for base in made.__mro__:
+        for generic in getattr(base, "__orig_bases__", ()):
+            for one in get_args(generic):
+                if inspect.isclass(one) and issubclass(one, Action):
+                    return one
+    return None
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -1,0 +1,1 @@
+"""How completions are scored: reward functions, judges, reward models, teachers, programs."""

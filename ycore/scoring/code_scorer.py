@@ -1,0 +1,176 @@
+"""The reward `code` as a scorer: each completion's program meets its row's tests as soon as it is written."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
+
+from ycore.config.schema import RewardConfig, RunConfig
+from ycore.rewards.code import (
+    CodeSettings,
+    StdioTests,
+    UnitTests,
+    code_settings,
+    passes_all,
+    program_of,
+    row_tests,
+    same_output,
+    share_passed,
+)
+from ycore.run.meter import CountMeter
+from ycore.run.paths import RunFolder
+from ycore.run.reports import this_rank
+from ycore.sandbox import MIB
+from ycore.sandbox.level import choose_level, require_sandbox
+from ycore.sandbox.programs import PROGRAM_LIMITS, ProgramPool, ScriptResult, UnitTestResult
+from ycore.scoring.scoring import Scorer, Writing
+from ycore.types import Completion, Prompt, Score
+
+_MOST_AT_ONCE = 16
+
+
+@dataclass
+class CodeMeter(CountMeter):
+    """All code rewards of a run. Of each program: how it ended, one of these, and the seconds of its tests."""
+
+    programs: float = 0
+    passed: float = 0
+    no_code: float = 0
+    compile_errors: float = 0
+    run_errors: float = 0
+    timeouts: float = 0
+    memory: float = 0
+    infra_errors: float = 0
+    seconds: float = 0
+
+    def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
+        total = CodeMeter(*sums)
+        counted = {
+            one.name: float(getattr(total, one.name))
+            for one in fields(total)
+            if one.name != "seconds"
+        }
+        metrics = {f"ycore/code/{name}": value for name, value in counted.items()}
+        return {**metrics, "ycore/code/latency_s": total.seconds / max(1.0, total.programs)}
+
+    def note(self, status: str) -> None:
+        """Count how a program ended; `ok` is counted nowhere, because its values may still be wrong."""
+        name = _COUNTED.get(status)
+        if name is not None:
+            setattr(self, name, getattr(self, name) + 1)
+
+
+_COUNTED = {
+    "compile_error": "compile_errors",
+    "run_error": "run_errors",
+    "gone": "run_errors",
+    "error": "run_errors",
+    "killed": "run_errors",
+    "output": "run_errors",
+    "timeout": "timeouts",
+    "memory": "memory",
+    "infra_error": "infra_errors",
+}
+
+
+def code_scorer(
+    config: RunConfig, folder: RunFolder, spec: RewardConfig, *, name: str, meter: CodeMeter
+) -> "CodeScorer":
+    """The scorer of one `code` reward, at the sandbox level of this run; a program on each core, up to 16 at once."""
+    settings, rank = code_settings(spec), this_rank()
+    programs = ProgramPool(
+        require_sandbox(choose_level(config.sandbox.level), f"reward {spec.reward!r}"),
+        at_once=min(_MOST_AT_ONCE, max(1, len(os.sched_getaffinity(0)) // rank.local_world)),
+        log=folder.log("programs"),
+        run_id=folder.run_id,
+        limits=replace(PROGRAM_LIMITS, memory=settings.memory_mb * MIB),
+        packages=settings.packages,
+    )
+    return CodeScorer(name, settings, programs, meter=meter)
+
+
+@dataclass(eq=False)
+class CodeScorer(Scorer):
+    """One `code` reward. A program that fails scores 0; one that could not be run, twice, is masked."""
+
+    name: str
+    settings: CodeSettings
+    programs: ProgramPool
+    _: KW_ONLY
+    meter: CodeMeter = field(default_factory=CodeMeter)
+
+    async def start(self, *, timeout_s: float) -> None:
+        await self.programs.start()
+
+    async def close(self) -> None:
+        await self.programs.close()
+
+    async def score_one(self, writing: Writing, index: int) -> Score:
+        return await self.score_program(writing.draw.prompt, await writing.tasks_G[index])
+
+    async def score_program(self, prompt: Prompt, completion: Completion) -> Score:
+        """Run the completion's program against the row's tests."""
+        try:
+            tests = row_tests(prompt, self.settings)
+        except ValueError as error:  # checked before the run: the dataset was changed since
+            return self._masked(f"row {prompt.row}: {error}")
+        source = program_of(completion.text, tests)
+        self.meter.programs += 1
+        if not source.strip():
+            self.meter.no_code += 1
+            return Score(0.0)
+        score = await (
+            self._examined(source, tests)
+            if isinstance(tests, UnitTests)
+            else self._fed(source, tests)
+        )
+        self.meter.passed += score.value == 1.0
+        return score
+
+    async def _examined(self, source: str, tests: UnitTests) -> Score:
+        deadline_s = tests.deadline_s(self.settings)
+        verdict: UnitTestResult = await self.programs.examine(
+            source, tests.request(self.settings), deadline_s=deadline_s
+        )
+        self.meter.seconds += verdict.seconds
+        self.meter.note(verdict.status if verdict.status != "ok" else verdict.began)
+        if verdict.status == "infra_error":
+            return self._masked(verdict.problem or "the sandbox failed")
+        if verdict.broken is not None:
+            return self._masked(f"the row's tests cannot run: {verdict.broken}")
+        return Score(
+            share_passed(verdict) if self.settings.credit == "share" else float(passes_all(verdict))
+        )
+
+    async def _fed(self, source: str, tests: StdioTests) -> Score:
+        """Once for each input. Outputs are compared here: the program never gets one."""
+        passed, worst = 0, "ok"
+        for given, wanted in tests.pairs:
+            outcome: ScriptResult = await self.programs.run(
+                source, stdin=given.encode(errors="replace"), deadline_s=self.settings.timeout_s
+            )
+            self.meter.seconds += outcome.seconds
+            if outcome.status == "infra_error":
+                self.meter.note(outcome.status)
+                return self._masked(outcome.problem or "the sandbox failed")
+            worst = _kind(outcome) if worst == "ok" else worst
+            right = outcome.status == "ok" and same_output(
+                outcome.output, wanted, self.settings.tolerance
+            )
+            passed += right
+            if not right and self.settings.credit == "all":
+                break
+        self.meter.note(worst)
+        share = passed / len(tests)
+        return Score(share if self.settings.credit == "share" else float(share == 1.0))
+
+    def _masked(self, why: str) -> Score:
+        return Score(None, problem=f"{self.name}: {why}"[:300])
+
+
+def _kind(outcome: ScriptResult) -> str:
+    """A script's status; one that Python could not compile ends with a SyntaxError as its last words."""
+    last = outcome.errors.rstrip().rpartition(b"\n")[2]
+    is_compile = outcome.status == "error" and last.startswith(
+        (b"SyntaxError", b"IndentationError", b"TabError")
+    )
+    return "compile_error" if is_compile else outcome.status

@@ -341,8 +341,6 @@ def plan_rows(plan: Mapping[str, Any], *, resume: bool = False) -> list[tuple[st
     rows.append(("run", f"{_run_in_words(plan)}, seed {config['seed']}"))
     if has_rollouts:
         tokens = f"completions of at most {config['max_tokens']} tokens"
-        if config["sample_max_tokens"]:
-            tokens += " or more, as a few of them decide at the start (--max-tokens fixes it)"
         rows.append(("engine", f"{plan['engine']}, {tokens}"))
         rows += [("memory", plan["memory"])] if plan["memory"] else []
         rows += [("time", plan["forecast"]["in_words"])] if plan["forecast"] else []

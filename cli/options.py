@@ -8,7 +8,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
 import typer
 
@@ -293,18 +293,13 @@ def resolve_config(context: typer.Context, *, algorithm: str, resume: bool = Fal
 
 
 def completed(config: "_Config") -> "_Config":
-    """The config with the files of its judges read into it, what `auto` means on this machine, and the
-    `max_tokens` that was chosen when the run in its folder began."""
-    from ycore.config.schema import RunConfig, ScoredConfig
+    """Read the files of a config's judges into it, and settle what `auto` means on this machine."""
+    from ycore.config.schema import ScoredConfig
     from ycore.judge.sources import with_declarations
     from ycore.launch.layout import on_machine
 
     if isinstance(config, ScoredConfig):
         config = with_declarations(config)
-    if isinstance(config, RunConfig) and config.sample_max_tokens:
-        held = stored_config(config.output)
-        if held.get("sample_max_tokens") is False:
-            config = cast("_Config", config.with_max_tokens(int(held["max_tokens"])))
     return on_machine(config)
 
 

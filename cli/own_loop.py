@@ -182,11 +182,10 @@ class Round:
 
     def _train_all(self) -> None:
         from ycore.round.assemble import assemble
-        from ycore.trainer.lengths import with_length
         from ycore.trainer.rollout_run import RolloutRun
 
         try:
-            self._run: RolloutRun = RolloutRun(with_length(assemble(self.folder)))
+            self._run: RolloutRun = RolloutRun(assemble(self.folder))
             try:
                 self._run.trainer.rounds = self
                 self._run.train()

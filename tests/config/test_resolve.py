@@ -403,25 +403,6 @@ def test_a_base_in_4_bits_is_refused_where_it_cannot_be(
     assert message in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "options", "expected"),
-    [
-        ({}, {}, True),
-        ({}, {"trl": {"max_completion_length": 64}}, False),
-        ({"max_tokens": 64}, {}, False),
-        ({"env": "env.py:Env"}, {}, False),
-        ({"max_tokens": 256, "sample_max_tokens": True}, {}, True),  # a run.json before the choice
-        ({"max_tokens": 512, "sample_max_tokens": False}, {}, False),  # and after it
-        ({"max_tokens": 256, "sample_max_tokens": True}, {"max_tokens": 64}, False),
-        ({}, {"algorithm": "eval"}, False),
-    ],
-)
-def test_the_length_is_sampled_where_no_layer_gave_it(
-    recipe: dict[str, Any], options: dict[str, Any], expected: bool
-) -> None:
-    assert resolve(recipe=BASE | recipe, options=options).sample_max_tokens is expected
-
-
 def test_an_environment_has_the_name_that_was_given_or_its_own() -> None:
     given = [
         "walk=a.py:Walk",

@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -33,7 +33,6 @@ from ycore.round.sampling import DrawSource, Rules
 from ycore.round.step import Controller
 from ycore.run.paths import RunFolder
 from ycore.scoring.reward_pool import RewardPool
-from ycore.trainer.lengths import grow
 from ycore.types import Completion, Draw, Prompt
 
 pytestmark = [
@@ -620,31 +619,6 @@ def test_the_probability_of_given_tokens_and_greedy_completions_are_the_models_o
     )
     assert first.token_ids == second.token_ids, "the seed plays no part"
     assert first.token_ids[0] == int(rows[2].argmax())
-
-
-def test_a_completion_that_was_cut_off_goes_on_where_it_ended(server: Path) -> None:
-    """What chooses a run's `max_tokens`: nearly every completion of a random model is cut off at 4 tokens."""
-    prompts = [tuple(prompt) for prompt in PROMPTS for _ in range(4)]
-    asked: list[tuple[int, int]] = []
-
-    async def work() -> dict[int, float]:
-        engine = engine_at(server, Sampling(max_tokens=4, stop_token_ids=(2, *range(6, 12))))
-
-        async def write(token_ids: Sequence[int], seed: int, /, *, max_tokens: int) -> Completion:
-            asked.append((len(token_ids), max_tokens))
-            return await engine.complete(token_ids, seed, max_tokens=max_tokens)
-
-        try:
-            return await grow(prompts, [write] * len(prompts), first=4, most=40, seed=0)
-        finally:
-            await engine.close()
-
-    shares = asyncio.run(work())
-    assert list(shares) == [4, 8, 16, 32][: len(shares)] and shares[4] > 0.5
-    assert sorted(shares.values(), reverse=True) == list(shares.values())
-    again = asked[len(prompts) :]
-    assert len(again) >= shares[4] * len(prompts)
-    assert all(max_tokens in (4, 8, 16) and num_ids > max_tokens for num_ids, max_tokens in again)
 
 
 def test_a_completion_that_is_carried_over_has_each_versions_logprobs(

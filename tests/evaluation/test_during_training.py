@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
+from tests.harness import ycore
 from tests.trainer.test_durable_run import STEPS, Died, die, make, numbers, train
-from tests.trainer.test_lengths import SIZES, ycore
 from ycore.errors import EngineError, Interrupted
 from ycore.models.tiny import write_tiny_model
 from ycore.round.assemble import assemble
@@ -302,13 +302,13 @@ def test_a_trainer_that_fails_meanwhile_does_not_wait_for_the_evaluation(
 def test_whole_runs_measure_the_same_while_training(ranks: str, tmp_path: Path) -> None:
     """The scripted engine in vLLM's place: what it writes follows from the weights, so both runs must be the same."""
     write_tiny_model(tmp_path / "model")
-    line = f"grpo --model model {SIZES} --max-tokens 8 --steps 5 --eval-dataset task:addition?digits=1 --eval-every 2"
+    line = "grpo --model model --prompts-per-step 2 --group-size 4 --set dtype=float32 --dataset task:addition?digits=1"
+    line += " --reward exact_answer --max-tokens 8 --steps 5 --eval-dataset task:addition?digits=1 --eval-every 2"
     line += (
         f" --keep-best reward --set num_samples=2 --set eval_limit=6 --no-dynamic-sampling {ranks}"
     )
     for name, more in (("between", ""), ("beside", "--eval-while-training")):
-        done = ycore(tmp_path, f"{line} --output {name} {more}", scripted=True)
-        assert done.returncode == 0, done.stderr
+        ycore(f"{line} --output {name} {more}", cwd=tmp_path, scripted_engine={})
     between, beside = (RunFolder(tmp_path / name) for name in ("between", "beside"))
     assert numbers(between)[1:] == [row for row in numbers(beside) if row["loss"] is not None]
     assert measured(between) == measured(beside) and list(measured(beside)) == [0, 2, 4, 5]

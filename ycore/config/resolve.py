@@ -59,8 +59,6 @@ def resolve(
     if merged.get("env"):
         merged.setdefault("dataset", "")
     _add_preset_rewards(merged)
-    if algorithm.learns_from == "rollouts" and merged.get("algorithm") != "eval":
-        _settle_length(merged, layers)
     for path, value in indexed:
         set_key(merged, path, value)
     if "output" not in merged:
@@ -133,16 +131,6 @@ def _add_preset_rewards(merged: dict[str, Any]) -> None:
         merged["rewards"] = preset_rewards(
             find_preset(str(merged["preset"])), rewards, max_tokens=max_tokens
         )
-
-
-def _settle_length(merged: dict[str, Any], layers: Sequence[Mapping[str, Any]]) -> None:
-    """`max_tokens` is sampled where no layer gave it; several turns, which end in other ways too, are not."""
-    given = [layer for layer in layers if "max_tokens" in layer]
-    others = [merged.get(key) for key in ("tools", "env", "agent", "replay")]
-    if not given:
-        merged.setdefault("sample_max_tokens", not any(others))
-    elif "sample_max_tokens" not in given[-1]:
-        merged["sample_max_tokens"] = False
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

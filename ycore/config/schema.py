@@ -347,9 +347,6 @@ class RunConfig(ScoredConfig):
     # Completions of each prompt; TRL's `num_generations`. 1 is for advantages that do not compare within a group.
     group_size: Count = 8
     max_tokens: Positive = 256  # longest completion; TRL's `max_completion_length`
-    # Whether a few completions before the first step choose `max_tokens`, from the value that it has; `resolve` says
-    # so where it was not given.
-    sample_max_tokens: bool = False
     # A run is refused where more of its first sampled completions are cut off at `max_tokens`; 1 refuses none.
     max_truncated: Annotated[float, Field(gt=0, le=1)] = 0.9
     steps: Positive = 100
@@ -431,22 +428,6 @@ class RunConfig(ScoredConfig):
         rows = {"dataset": self.eval_dataset, "split": self.eval_split, "limit": self.eval_limit}
         return self.model_copy(
             update={"algorithm": "eval", "rewards": self.eval_rewards or self.rewards, **rows}
-        )
-
-    def with_max_tokens(self, chosen: int) -> "RunConfig":
-        """With the length that was chosen; a reward `overlong` that a preset added keeps its part of it."""
-
-        def scaled(reward: RewardConfig) -> RewardConfig:
-            if reward.reward != "overlong" or reward.args.get("max_tokens") != self.max_tokens:
-                return reward
-            cache = reward.args.get("cache_tokens", 0) * chosen // self.max_tokens
-            return reward.model_copy(
-                update={"args": reward.args | {"max_tokens": chosen, "cache_tokens": cache}}
-            )
-
-        rewards = [scaled(reward) for reward in self.rewards]
-        return self.model_copy(
-            update={"max_tokens": chosen, "sample_max_tokens": False, "rewards": rewards}
         )
 
 

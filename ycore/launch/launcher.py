@@ -294,8 +294,6 @@ class LocalRun:
             return {}
         held_out = dict(read_json(folder.held_out)) if folder.held_out.is_file() else {}
         config = self.config
-        if isinstance(config, RunConfig) and config.sample_max_tokens:
-            config = config.with_max_tokens(read_json(folder.config)["config"]["max_tokens"])
         before = self.planned and self.planned["figures"]
         compared = isinstance(config, RunConfig) and plan_and_measured(
             config, self.site, metrics, before=before

@@ -21,7 +21,7 @@ from ycore.launch.engine_watch import EngineWatch
 from ycore.launch.guardian import RunWatch
 from ycore.launch.processes import ManagedProcess, RankedTrainer, StopWatch, is_stopped
 from ycore.run.checkpoints import checkpoints_in, step_of
-from ycore.run.files import read_json, write_json_atomic
+from ycore.run.files import write_json_atomic
 from ycore.run.metrics import MetricsFollower
 from ycore.run.paths import RunFolder
 from ycore.run.reports import forget_reports
@@ -184,12 +184,6 @@ class Supervisor:
         mark = self.folder.step_began
         began_ns = mark.stat().st_mtime_ns if mark.exists() else 0
         if began_ns > self._step_began_ns:
-            if (
-                not self._step_began_ns and self.home.config.is_file()
-            ):  # of another machine, it may lie there alone
-                about = read_json(self.home.config).get("max_tokens")
-                if about:
-                    self.progress.say(about["in_words"])
             self._step_began_ns, self._progressed = began_ns, time.monotonic()
 
     def _check_limits(self) -> None:

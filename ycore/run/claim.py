@@ -206,7 +206,6 @@ def is_finished(folder: RunFolder) -> bool:
 
 def write_description(folder: RunFolder, config: BaseModel, *, resume: bool) -> None:
     """run.json: the settings, and how the run was started."""
-    kept = read_json(folder.config).get("max_tokens") if resume else None  # what chose or judged it
     description = {
         "config": redact(config.model_dump(mode="json")),
         "command": redact_command(sys.argv),
@@ -214,7 +213,6 @@ def write_description(folder: RunFolder, config: BaseModel, *, resume: bool) -> 
         "versions": installed_versions(),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "resume": resume,
-        **({} if kept is None else {"max_tokens": kept}),
     }
     write_json_atomic(folder.config, description)
 

@@ -56,10 +56,9 @@ def open_run(root: Path) -> AlgorithmRun:
 
         return ExampleRun(root)
     from ycore.round.assemble import assemble
-    from ycore.trainer.lengths import with_length
     from ycore.trainer.rollout_run import RolloutRun
 
-    return RolloutRun(with_length(assemble(root)))
+    return RolloutRun(assemble(root))
 
 
 def main() -> int:

@@ -1,14 +1,17 @@
 """A run that learns from rollouts: rounds by its engines, or read from another run's journal."""
 
 import random
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ycore.config.schema import RunConfig
 from ycore.engine import Engine
 from ycore.engine.shared_bucket import Source
 from ycore.engine.transformers_engine import TransformersEngine
 from ycore.engine.weights import engine_weights, note_weights, write_adapters, write_weights
+from ycore.errors import ConfigError
 from ycore.evaluation.during_training import RolloutEvaluation
 from ycore.rollout.agent_pool import agent_files
 from ycore.round.assemble import Assembly
@@ -18,12 +21,14 @@ from ycore.round.step import Controller
 from ycore.round.torch_peers import TorchPeers
 from ycore.run.claim import files_fingerprint, model_fingerprint
 from ycore.run.files import write_json_atomic
-from ycore.trainer.lengths import NUM_SAMPLED, is_judged, judge_cut, note
 from ycore.trainer.saved_state import Checkpoints, RoundState
 from ycore.trainer.training_run import TrainingRun
 from ycore.trl.build import compute_dtype
 
 NUM_SAMPLES = 4
+_NUM_CHECKED_FOR_TRUNCATION = 16
+_MIN_CHECKED_MAX_TOKENS = 64
+"""A shorter `max_tokens` is for a number or a label."""
 
 
 class RolloutRun(TrainingRun):
@@ -153,7 +158,8 @@ class RolloutRun(TrainingRun):
         self._samples: dict[str, list[dict[str, Any]]] = {}
         if self._parts.config.replay is None:
             self.controller.start(timeout_s=self._parts.config.engine.start_timeout_s)
-            self._judge_length()
+            if not resumes:
+                self._check_truncation()
             self._samples["before"] = self._sample(version=0)
             self._evaluation.start(timeout_s=self._parts.config.engine.start_timeout_s)
 
@@ -166,18 +172,15 @@ class RolloutRun(TrainingRun):
         if self.leads:
             write_json_atomic(self.home.samples, self._samples)
 
-    def _judge_length(self) -> None:
-        """Count which of a few completions a given `max_tokens` cuts off, once a run; ConfigError for too many."""
-        if not is_judged(self._parts):
+    def _check_truncation(self) -> None:
+        """ConfigError if `max_tokens` truncates too many of a few completions; turns end in other ways too."""
+        config = self._parts.config
+        if config.max_tokens < _MIN_CHECKED_MAX_TOKENS or config.has_turns:
             return
-        written = self._sample(version=0, count=NUM_SAMPLED)
+        samples = self._sample(version=0, count=_NUM_CHECKED_FOR_TRUNCATION)
         if self.leads:
-            config, num_cut = (
-                self._parts.config,
-                sum(one["finish_reason"] == "length" for one in written),
-            )
-            words = judge_cut(num_cut, len(written), config)
-            note(self.home, config, words, {config.max_tokens: num_cut / len(written)})
+            reasons = [sample["finish_reason"] for sample in samples]
+            print(truncation(reasons, config), flush=True)
 
     def _sample(self, *, version: int, count: int = NUM_SAMPLES) -> list[dict[str, Any]]:
         """One completion of each of the same few prompts, always with the same seeds, on the first rank."""
@@ -201,6 +204,18 @@ _FORWARD = {
     "varlen": "forward: packed rows, flash attention with variable lengths",
     None: "forward: padded rows, because this model's attention cannot be packed",
 }
+
+
+def truncation(finish_reasons: Sequence[str], config: RunConfig) -> str:
+    """A line on the share of truncated completions; ConfigError if it is above `max_truncated`."""
+    share = sum(reason == "length" for reason in finish_reasons) / len(finish_reasons)
+    line = f"{share:.0%} of {len(finish_reasons)} sampled completions are cut off at {config.max_tokens} tokens"
+    if share > config.max_truncated:
+        raise ConfigError(
+            f"{line}, and max_truncated is {config.max_truncated:g}; say --max-tokens {4 * config.max_tokens} (with "
+            "another --output), or go on with --resume --set max_truncated=1"
+        )
+    return line
 
 
 def _contents(parts: Assembly) -> dict[str, str]:

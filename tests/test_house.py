@@ -74,6 +74,7 @@ ROOMS = [
     *(
         "errors",
         "types",
+        "advantages",
         "run",
         "sandbox",
         "config",

@@ -7,6 +7,7 @@ import pytest
 from trl import GRPOConfig
 from trl.experimental.gmpo import GMPOConfig
 
+from ycore.advantages import ESTIMATORS
 from ycore.config.algorithms import ALGORITHMS
 from ycore.config.learner_rules import BY_TOKEN, BY_TURN
 from ycore.config.presets import (
@@ -22,7 +23,6 @@ from ycore.config.resolve import resolve
 from ycore.config.trl_arguments import aliases, refusal
 from ycore.config.trl_fields import coerce, fields_of
 from ycore.errors import ConfigError
-from ycore.trl.advantages import ESTIMATORS
 from ycore.trl.importance import BOUNDS, LIMITS
 
 # The papers' numbers, written here a second time: what the resolved TRL config must say.

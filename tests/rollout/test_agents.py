@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests.rollout.talks import ADD, ADDS, TALKS, Writer, call_text, ids_of, tokenizer_of
+from ycore.advantages import ESTIMATORS
 from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError
 from ycore.rollout.agent_pool import AgentPool, Asked, Ended
@@ -30,7 +31,6 @@ from ycore.round.step import Controller
 from ycore.run.group_json import from_bytes, to_bytes
 from ycore.sandbox.confined_worker import CallFailed
 from ycore.scoring.scoring import Scorer, Scoring, Writing
-from ycore.trl.advantages import ESTIMATORS
 from ycore.trl.batches import FlatSequence, flatten
 from ycore.types import Completion, Draw, Group, Prompt, Score
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from tests.trl.small_trainer import small_trainer
+from ycore.advantages import ESTIMATORS
 from ycore.models.tiny import write_tiny_model
 from ycore.scoring.constraints import Constraint, Constraints
-from ycore.trl.advantages import ESTIMATORS, broken, calibrated, gated, kept, near
+from ycore.trl.constrained import broken, calibrated, gated, kept, near
 from ycore.trl.grpo import Trainer
 from ycore.trl.online_dpo import TRAINERS, best_and_worst, preference_losses
 from ycore.types import Completion, Draw, Group, Prompt, Score

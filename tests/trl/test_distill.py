@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig
 
+from ycore.advantages import ESTIMATORS
 from ycore.config.schema import DistillSettings
 from ycore.errors import ConfigError
 from ycore.models.tiny import write_tiny_model
 from ycore.trl import distill, forward
-from ycore.trl.advantages import ESTIMATORS
 from ycore.trl.build import placeholder_rewards
 from ycore.trl.distill import Trainer, log_ratios
 from ycore.types import Completion, Draw, Group, Prompt, Score

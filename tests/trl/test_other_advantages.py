@@ -12,8 +12,8 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 
 from tests.trl.small_trainer import small_trainer
+from ycore.advantages import ESTIMATORS
 from ycore.models.tiny import write_tiny_model
-from ycore.trl.advantages import ESTIMATORS
 from ycore.trl.grpo import TrainerOfGMPO
 from ycore.trl.seam import SeamGRPOTrainer
 from ycore.types import Completion, Draw, Group, Prompt, Score

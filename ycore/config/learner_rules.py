@@ -1,12 +1,13 @@
 """Which settings of a learner fit together: each rule as one line with the way out."""
 
+from ycore.advantages import TOKEN_ADVANTAGE, TURN_ADVANTAGE
 from ycore.config.schema import DistillSettings, RunConfig
 from ycore.errors import ConfigError
 
-BY_TOKEN = "reinforce++"
+BY_TOKEN = TOKEN_ADVANTAGE
 """The advantage that differs from token to token."""
 
-BY_TURN = "turn"
+BY_TURN = TURN_ADVANTAGE
 """The advantage that differs from turn to turn."""
 
 ALONE = (BY_TOKEN, "remax")

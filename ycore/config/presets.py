@@ -4,17 +4,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from ycore.advantages import ADVANTAGES
 from ycore.errors import ConfigError, nearest
 from ycore.run.claim import flat
 
-Advantage = Literal[
-    "group", "dr-grpo", "rloo", "lite-ppo", "reinforce++", "reinforce++-baseline", "remax", "maxrl", "raft", "crpg",
-    "turn",
-]  # fmt: skip
-"""The names for `--advantage`: the keys of `ycore.trl.advantages.ESTIMATORS`; `reinforce++`, which has an advantage
-for each token; and `turn`, which has one for each turn. `group` leaves the advantage to TRL."""
+if TYPE_CHECKING:
+    Advantage = str
+else:
+    Advantage = Literal[ADVANTAGES]
 
 Divergence = Literal["reverse-kl", "forward-kl", "js"]
 """The names for `--divergence`: the keys of `ycore.trl.divergence.DIVERGENCES`."""

@@ -10,6 +10,7 @@ from datasets import Dataset, Image, List
 from peft import LoraConfig
 from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase, TrainerCallback
 
+from ycore.advantages import ESTIMATORS, Estimator
 from ycore.config.algorithms import find_algorithm
 from ycore.config.batch import derive_batch, derive_tune_batch
 from ycore.config.learner_rules import BY_TOKEN, BY_TURN
@@ -23,7 +24,6 @@ from ycore.models.names import resolve_model
 from ycore.rewards.loading import reward_names
 from ycore.run.paths import RunFolder
 from ycore.scoring.constraints import Constraints
-from ycore.trl.advantages import ESTIMATORS, Estimator
 from ycore.trl.base import BaseTrainer, bare
 from ycore.trl.forward import add_compact_head, needs_compact_head
 

@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOConfig
 
+from ycore.advantages import ESTIMATORS
 from ycore.config.schema import DistillSettings
 from ycore.errors import ConfigError
-from ycore.trl.advantages import ESTIMATORS
 from ycore.trl.batches import loss_mask
 from ycore.trl.divergence import exact as divergence_of
 from ycore.trl.forward import Compare, has_plain_logits, packed_scores, score_tokens

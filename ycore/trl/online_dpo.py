@@ -16,8 +16,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from ycore.errors import ConfigError
 from ycore.round.sampling import TOLERANCE
-from ycore.trl.advantages import broken, kept
 from ycore.trl.batches import loss_mask
+from ycore.trl.constrained import broken, kept
 from ycore.trl.seam import SeamGRPOTrainer
 from ycore.trl.token_rewards import TokenRewardTrainer, packed_inputs
 

@@ -21,9 +21,9 @@ from trl.trainer.utils import (
     unsplit_pixel_values_by_grid,
 )
 
+from ycore.advantages import Estimator
 from ycore.engine.sight import image_token_ids
 from ycore.round.sampling import TOLERANCE
-from ycore.trl.advantages import Estimator
 from ycore.trl.base import DurableTrainer, bare
 from ycore.trl.batches import FlatSequence, Place, begins_of, deal, flatten, loss_mask
 from ycore.trl.divergence import stand_in

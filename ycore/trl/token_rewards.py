@@ -8,9 +8,10 @@ import torch
 from accelerate.utils import gather
 from torch import Tensor
 
+from ycore.advantages import ESTIMATORS, Estimator
 from ycore.scoring.constraints import Constraints
-from ycore.trl.advantages import ESTIMATORS, Estimator, broken, gated, kept, near
 from ycore.trl.batches import loss_mask
+from ycore.trl.constrained import broken, gated, kept, near
 from ycore.trl.importance import behaviour_logps, effective_share, old_by_completion, region_weights
 from ycore.trl.returns import AddUp, last_token, to_go, whitened
 from ycore.trl.seam import SeamGRPOTrainer

@@ -35,8 +35,8 @@ from machine import describe_machine
 
 from ycore.engine import Sampling
 from ycore.engine.vllm_engine import VllmEngine
-from ycore.placement.line import SocketLine
 from ycore.placement.placement import DYNAMIC, SlotPool
+from ycore.placement.remote_allocator import RemoteAllocator
 from ycore.placement.slots import Slots
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules, Shard
@@ -69,12 +69,12 @@ class MadeUpRewards(RewardPool):
 def control(rank: int, world: int, engines: Sequence[Path], job: Job, answer: Path) -> None:
     """One controller, from its first round to its last; its processor seconds and bytes go to `answer`."""
     peers: Peers | TorchPeers = Peers()
-    pool, line = SlotPool(len(engines)), None
+    pool, remote = SlotPool(len(engines)), None
     if world > 1:
         dist.init_process_group(
             "gloo", init_method=f"file://{job['meeting']}", rank=rank, world_size=world
         )
-        line = SocketLine(Path(job["allocator"]), pool, DYNAMIC, rank=rank, num_ranks=world)
+        remote = RemoteAllocator(Path(job["allocator"]), pool, DYNAMIC, rank=rank, num_ranks=world)
         peers = TorchPeers()
     payload = tuple(
         random.Random(rank).randrange(10_000, 100_000) for _ in range(job["payload_bytes"] // 6)
@@ -99,7 +99,7 @@ def control(rank: int, world: int, engines: Sequence[Path], job: Job, answer: Pa
         ),
         peers=peers,
         share_weights=None,
-        slots=Slots(len(engines), line=line, rank=rank),
+        slots=Slots(len(engines), remote=remote, rank=rank),
     )
     rounds.start(timeout_s=120)
     groups = job["groups"] * (len(engines) if world == 1 else 1)

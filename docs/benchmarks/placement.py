@@ -49,9 +49,9 @@ from simulator.recording import requests_of
 from simulator.simulation import Demand, Machine, SimulatedGroup
 
 from ycore.placement.allocator import Allocator
-from ycore.placement.line import Line, OwnLine, SocketLine
 from ycore.placement.placement import JUDGE, ROLLOUT, SlotPool, parse_placement
-from ycore.placement.slot_pool import home_of
+from ycore.placement.remote_allocator import RemoteAllocator
+from ycore.placement.shared_allocator import home_rank
 from ycore.placement.slots import Slots
 from ycore.rollout.turns import completion_seed
 from ycore.round.peers import Peers
@@ -167,21 +167,24 @@ class Contestant:
         folder: Path,
         drawn: Any,
         *,
-        line: Line | None = None,
+        remote: RemoteAllocator | None = None,
     ) -> None:
         """Args:
-        line: to the allocator of several ranks.
+        remote: the allocator of several ranks.
         """
         self.words = words
         self.trace = folder / f"{words.replace(':', '-')}.json"
         self._need = job.need // job.ranks
-        self.line = line or OwnLine(Allocator(pool_of(job), parse_placement(words)))
-        rank, num_ranks = self.line.rank, self.line.num_ranks
-        self.peers = TorchPeers() if isinstance(line, SocketLine) else Peers()
-        own = {slot for slot in range(2) if home_of(slot, num_ranks) == rank}
+        allocator = Allocator(pool_of(job), parse_placement(words)) if remote is None else None
+        rank, num_ranks = (0, 1) if remote is None else (remote.rank, remote.num_ranks)
+        self.leads = rank == 0
+        self.peers = TorchPeers() if remote is not None else Peers()
+        own = {slot for slot in range(2) if home_rank(slot, num_ranks) == rank}
         engines_asleep = sleepers(engines, own) if job.asleep else None
         trace = TraceWriter(self.trace)
-        self.slots = Slots(2, line=self.line, sleepers=engines_asleep, trace=trace, rank=rank)
+        self.slots = Slots(
+            2, allocator=allocator, remote=remote, sleepers=engines_asleep, trace=trace, rank=rank
+        )
         rules = Rules(group_size=job.group_size, seed=0, reward_weights=(1.0,), dynamic=True)
         self._draws = OneList(drawn, job)
         self._controller = Controller(
@@ -198,7 +201,7 @@ class Contestant:
         """One round; where engines sleep, their waking before it and falling asleep after it count too."""
         self._draws.round = number
         self._controller.meter.begin()
-        learned = self.slots.state or {"division": {}, "manner": "first"}
+        learned = self.slots.state or {"division": {}, "mode": "first"}
         await self.peers.meet(stopping=False)
         began = time.perf_counter()
         async with self.slots.round():
@@ -209,7 +212,7 @@ class Contestant:
             [self._controller.meter.drawn, sum(item.group.num_tokens for item in finished)]
         )
         row = {"seconds": seconds, "drawn": drawn, "tokens": tokens}
-        row |= {"division": dict(learned["division"]), "manner": learned["manner"]}
+        row |= {"division": dict(learned["division"]), "mode": learned["mode"]}
         return row | {name.removeprefix("ycore/"): value for name, value in metrics.items()}
 
 
@@ -293,7 +296,7 @@ async def play_all(
     """Round by round, every placement in turn, another one first each time; the first rounds only warm up."""
     rows: dict[str, list[dict[str, Any]]] = {one.words: [] for one in contestants}
     measured = []
-    leads = contestants[0].line.rank == 0
+    leads = contestants[0].leads
     for one in contestants:
         await one.slots.open(timeout_s=120)
     await contestants[0].slots.sleep()
@@ -305,7 +308,7 @@ async def play_all(
             row = await one.play(number)
             if not leads:
                 continue
-            told = f"{row['seconds']:6.1f} s, {row['drawn']:.0f} groups, {row['manner']}, {row['swaps']:.0f} swaps"
+            told = f"{row['seconds']:6.1f} s, {row['drawn']:.0f} groups, {row['mode']}, {row['swaps']:.0f} swaps"
             print(f"round {number} {one.words:10} {told}", flush=True)
             if number >= job.warm_up:
                 rows[one.words].append(row)
@@ -325,7 +328,12 @@ def rank_of(rank: int, folder: Path, drawn: Mapping[str, Any], job: argparse.Nam
     engines = clients(folder / "sockets", length_of=lambda seed: length_of(seed, job))
     contestants = [
         Contestant(
-            words, engines, job, job.output, drawn[words], line=line_of(number, rank, folder, job)
+            words,
+            engines,
+            job,
+            job.output,
+            drawn[words],
+            remote=remote_of(number, rank, folder, job),
         )
         for number, words in enumerate(PLACEMENTS)
     ]
@@ -340,9 +348,9 @@ def rank_of(rank: int, folder: Path, drawn: Mapping[str, Any], job: argparse.Nam
     dist.destroy_process_group()
 
 
-def line_of(number: int, rank: int, folder: Path, job: argparse.Namespace) -> SocketLine:
+def remote_of(number: int, rank: int, folder: Path, job: argparse.Namespace) -> RemoteAllocator:
     placement = parse_placement(PLACEMENTS[number])
-    return SocketLine(
+    return RemoteAllocator(
         folder / f"allocator-{number}", pool_of(job), placement, rank=rank, num_ranks=job.ranks
     )
 

@@ -27,9 +27,8 @@ from typing import Any
 import psutil
 from machine import describe_machine
 
-from ycore.placement.allocator import Allocator
-from ycore.placement.line import Line, OwnLine, SocketLine
 from ycore.placement.placement import JUDGE, ROLLOUT, Placement, SlotPool
+from ycore.placement.remote_allocator import RemoteAllocator
 from ycore.placement.slots import Slots
 
 ROLES = (ROLLOUT, JUDGE)
@@ -61,12 +60,14 @@ async def play(slots: Slots, *, workers: int, mean_s: float, seconds: float) -> 
 
 def rank_of(rank: int, num_ranks: int, socket: Path, job: dict[str, Any], answer: Path) -> None:
     """One rank's process."""
-    line: Line = OwnLine(Allocator(SlotPool(1)))
+    remote = None
     if num_ranks > 1:
         half = Placement("split", (num_ranks // 2, num_ranks - num_ranks // 2))
         pool = SlotPool(num_ranks, ROLES, dict.fromkeys(ROLES, CAPACITY))
-        line = SocketLine(socket, pool, half, rank=rank, num_ranks=num_ranks)
-    answer.write_text(json.dumps(asyncio.run(play(Slots(num_ranks, line=line, rank=rank), **job))))
+        remote = RemoteAllocator(socket, pool, half, rank=rank, num_ranks=num_ranks)
+    answer.write_text(
+        json.dumps(asyncio.run(play(Slots(num_ranks, remote=remote, rank=rank), **job)))
+    )
 
 
 def measure(num_ranks: int, job: dict[str, Any]) -> dict[str, float]:

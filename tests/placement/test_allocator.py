@@ -1,6 +1,7 @@
 """The allocator under any order of events: nothing lost, nothing idle beside work, the same on every controller."""
 
 import random
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -13,11 +14,11 @@ from ycore.placement.moves import Backlog
 from ycore.placement.placement import (
     DYNAMIC,
     JUDGE,
-    MODES,
     ROLLOUT,
     Action,
+    Mode,
     SlotPool,
-    Start,
+    StartRequest,
     Swap,
     parse_placement,
 )
@@ -116,7 +117,7 @@ def test_every_request_is_answered_whatever_the_placement(
         play.run_out(source)
         usage = allocator.end_round(play.now)
         assert 0 <= usage.idle_share <= 1 and usage.bound_ratio >= 1 - 1e-9
-        allocator.learn(allocator.numbers())
+        allocator.learn(allocator.measurements())
     assert play.answered == 6 * rollouts
     if wanted.kind == "split":
         assert not any(isinstance(action, Swap) for action in play.actions)
@@ -138,13 +139,13 @@ def test_no_slot_is_idle_while_a_backlog_is_worth_a_swap(
             play.step(source)
             if number and allocator.mode in ("divided", "together"):
                 assert_nobody_wastes(allocator, play)
-        allocator.learn(allocator.numbers())
+        allocator.learn(allocator.measurements())
 
 
 def assert_nobody_wastes(allocator: Allocator, play: Play) -> None:
     """By hand: a slot with nothing to do, whose role has nothing to come either, leaves no share worth a swap."""
     flying, awake = [role for role, _ in play.flying.values()], allocator.awake
-    started = {action.request for action in play.actions if isinstance(action, Start)}
+    started = {action.request for action in play.actions if isinstance(action, StartRequest)}
     waiting = {
         role: sum(kind == role and n not in started for n, kind in play.roles.items())
         for role in ROLES
@@ -181,7 +182,7 @@ def test_controllers_that_know_the_same_numbers_start_alike(
                 play.ask(ROLLOUT)
             play.run_out(random.Random(seed + index))
         gathered = [
-            sum(values) for values in zip(*(one.numbers() for one in controllers), strict=True)
+            sum(values) for values in zip(*(one.measurements() for one in controllers), strict=True)
         ]
         for allocator in controllers:
             allocator.learn(gathered)
@@ -197,7 +198,7 @@ def test_the_same_load_again_and_again_settles() -> None:
         for _ in range(60):
             play.ask(ROLLOUT)
         play.run_out(random.Random(number))
-        allocator.learn(allocator.numbers())
+        allocator.learn(allocator.measurements())
         divisions.append(dict(allocator.division))
     assert all(division == divisions[3] for division in divisions[3:])
 
@@ -206,11 +207,11 @@ def test_rollouts_alone_go_to_the_slot_with_the_fewest() -> None:
     allocator = Allocator(SlotPool(3))
     for number in range(9):
         allocator.ask(number, ROLLOUT)
-    starts = [action for action in allocator.decide(0.0) if isinstance(action, Start)]
+    starts = [action for action in allocator.decide(0.0) if isinstance(action, StartRequest)]
     assert [start.slot for start in starts] == [0, 1, 2] * 3
     allocator.ended(4, 1.0)
     allocator.ask(9, ROLLOUT)
-    assert allocator.decide(1.0) == [Start(9, 1)]
+    assert allocator.decide(1.0) == [StartRequest(9, 1)]
 
 
 def test_colocated_changes_phase_when_nothing_is_left() -> None:
@@ -233,10 +234,10 @@ def test_a_learned_plan_says_how_slots_change(mode: str, swaps: int) -> None:
     for _ in range(8):
         play.ask(ROLLOUT)
     play.run_out(random.Random(1))
-    first.learn(first.numbers())
+    first.learn(first.measurements())
     division = {ROLLOUT: 1, JUDGE: 1} if mode == "held" else {ROLLOUT: 2, JUDGE: 0}
     second = Allocator(pool(2))
-    second.restore({**first.state(), "manner": mode, "division": division})
+    second.restore({**first.state(), "mode": mode, "division": division})
     again = Play(second)
     second.begin_round(0.0)
     for _ in range(8):
@@ -259,10 +260,8 @@ def learned(mode: str, one: Allocator) -> Allocator:
     for _ in range(16):
         play.ask(ROLLOUT)
     play.run_out(random.Random(1))
-    one.learn(one.numbers())
-    one.restore(
-        {**one.state(), "manner": mode, "division": {ROLLOUT: one.pool.num_slots, JUDGE: 0}}
-    )
+    one.learn(one.measurements())
+    one.restore({**one.state(), "mode": mode, "division": {ROLLOUT: one.pool.num_slots, JUDGE: 0}})
     one.begin_round(0.0)
     return one
 
@@ -271,12 +270,15 @@ def test_shared_slots_take_a_verdict_at_once_beside_what_is_being_written() -> N
     allocator = learned("shared", Allocator(pool(2, 8, exclusive=False, swap_s=0.0)))
     for number in range(8):
         allocator.ask(number, ROLLOUT)
-    assert {start.slot for start in allocator.decide(0.0) if isinstance(start, Start)} == {0, 1}
+    assert {start.slot for start in allocator.decide(0.0) if isinstance(start, StartRequest)} == {
+        0,
+        1,
+    }
     allocator.ended(1, 1.0)
     allocator.ask(8, JUDGE)
-    assert allocator.decide(1.0) == [Start(8, 1)], "slot 0 has one more in flight"
+    assert allocator.decide(1.0) == [StartRequest(8, 1)], "slot 0 has one more in flight"
     allocator.ask(9, JUDGE)
-    assert allocator.decide(1.0) == [Start(9, 0)], "slot 1 has a verdict to give already"
+    assert allocator.decide(1.0) == [StartRequest(9, 0)], "slot 1 has a verdict to give already"
     assert allocator.in_flight()[JUDGE, 1] == (1, 1.0)
 
 
@@ -284,14 +286,16 @@ def test_a_shared_slot_holds_no_more_of_a_role_than_its_engine_can() -> None:
     allocator = learned("shared", Allocator(pool(1, 2, exclusive=False, swap_s=0.0)))
     for number, role in enumerate([ROLLOUT] * 3 + [JUDGE] * 3):
         allocator.ask(number, role)
-    assert [action.request for action in allocator.decide(0.0) if isinstance(action, Start)] == [
+    assert [
+        action.request for action in allocator.decide(0.0) if isinstance(action, StartRequest)
+    ] == [
         0,
         1,
         3,
         4,
     ]
     allocator.ended(3, 1.0)
-    assert allocator.decide(1.0) == [Start(5, 0)]
+    assert allocator.decide(1.0) == [StartRequest(5, 0)]
 
 
 def test_speeds_of_engines_that_shared_a_slot_are_learned_as_they_are_alone() -> None:
@@ -304,16 +308,16 @@ def test_speeds_of_engines_that_shared_a_slot_are_learned_as_they_are_alone() ->
         )
         one.position = 10 * number
         assert allocator.mode == "shared" and one.run().usage.swaps == 0
-        allocator.learn(allocator.numbers())
+        allocator.learn(allocator.measurements())
         allocator.restore(
-            {**allocator.state(), "manner": "shared", "division": {ROLLOUT: 1, JUDGE: 0}}
+            {**allocator.state(), "mode": "shared", "division": {ROLLOUT: 1, JUDGE: 0}}
         )
     for role in ROLES:
         assert allocator.loads[role].speed.step_s(8) == pytest.approx(speed.step_s(8), rel=0.1)
 
 
 def test_verdicts_are_gathered_where_slots_are_shared() -> None:
-    for mode in MODES:
+    for mode in get_args(Mode):
         allocator = learned(mode, Allocator(pool(2, 8, exclusive=False, swap_s=0.0)))
         assert allocator.gathers == (mode == "shared")
 
@@ -328,7 +332,7 @@ def test_side_by_side_a_slot_that_is_nearly_empty_helps_at_once() -> None:
         "two of eight are in flight, and are kept"
     )
     allocator.swapped(0, 1.0)
-    assert allocator.decide(1.0) == [Start(2, 0)]
+    assert allocator.decide(1.0) == [StartRequest(2, 0)]
     allocator.ended(0, 2.0)
     allocator.ended(2, 2.0)
 
@@ -337,10 +341,10 @@ def test_who_gives_up_leaves_nothing_behind() -> None:
     allocator = Allocator(pool(1, 1), DYNAMIC)
     for number in range(3):
         allocator.ask(number, ROLLOUT)
-    assert allocator.decide(0.0) == [Start(0, 0)]
+    assert allocator.decide(0.0) == [StartRequest(0, 0)]
     allocator.withdraw(1, ROLLOUT, 0.5)
     allocator.withdraw(0, ROLLOUT, 1.0)
-    assert allocator.decide(1.0) == [Start(2, 0)]
+    assert allocator.decide(1.0) == [StartRequest(2, 0)]
     allocator.ended(2, 2.0)
     assert allocator.is_idle
     assert allocator.end_round(2.0).busy_s == pytest.approx([2.0])

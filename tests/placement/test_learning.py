@@ -1,22 +1,22 @@
 """What placement learns from round to round, how far it trusts forecasts, and that a checkpoint keeps it."""
 
 import json
+from collections.abc import Mapping
 
 import pytest
 from simulator.simulation import Demand, Lengths, Machine, Outcome, SimulatedRound, Workload
 
 from ycore.placement.allocator import Allocator
 from ycore.placement.learning import (
-    ALL_AWAKE,
+    AWAKE_FACTORS,
     DROP,
+    EXCLUSIVE_FACTORS,
     KEEP,
-    ONE_AWAKE,
     Calibration,
-    Prior,
     SleepLevels,
 )
 from ycore.placement.load import Speed
-from ycore.placement.placement import JUDGE, ROLLOUT, SlotPool, parse_placement
+from ycore.placement.placement import JUDGE, ROLLOUT, Mode, SlotPool, parse_placement
 
 ROLES = (ROLLOUT, JUDGE)
 SPEED = Speed(0.012, 0.001)
@@ -39,7 +39,7 @@ def play(one: Allocator, number: int) -> Outcome:
     outcome = SimulatedRound(
         [one], MACHINE, work.group_at, Demand(12, dynamic=True), position=APART * number
     ).run()
-    one.learn(one.numbers())
+    one.learn(one.measurements())
     return outcome
 
 
@@ -79,12 +79,14 @@ def test_moves_that_are_never_needed_cost_nothing() -> None:
     assert one.division[JUDGE] >= 1
 
 
-FIRST = ONE_AWAKE.factors
+FIRST = EXCLUSIVE_FACTORS
 
 
-@pytest.mark.parametrize("prior", [ONE_AWAKE, ALL_AWAKE])
-def test_nothing_measured_is_the_prior(prior: Prior) -> None:
-    assert Calibration(prior).factors == pytest.approx(dict(prior.factors))
+@pytest.mark.parametrize("first", [EXCLUSIVE_FACTORS, AWAKE_FACTORS])
+def test_before_anything_is_measured_the_factors_are_the_first(
+    first: Mapping[Mode, float],
+) -> None:
+    assert Calibration(first).factors == first
 
 
 def test_a_mode_comes_to_what_was_measured_and_others_stay() -> None:
@@ -110,23 +112,6 @@ def test_one_disturbed_round_counts_for_little() -> None:
     calibration = Calibration()
     calibration.observe("divided", seconds=1e6, forecast_s=100.0)
     assert calibration.factors["divided"] <= 1.5
-
-
-def test_it_survives_json() -> None:
-    calibration, again = Calibration(), Calibration()
-    calibration.observe("together", seconds=1.1, forecast_s=0.7)
-    again.restore(json.loads(json.dumps(calibration.state())))
-    assert again == calibration
-
-
-def test_what_was_written_before_a_mode_was_known_can_be_read() -> None:
-    calibration = Calibration()
-    calibration.observe("together", seconds=1.1, forecast_s=0.7)
-    old = calibration.state()
-    del old["shared"]
-    again = Calibration()
-    again.restore(old)
-    assert again == calibration
 
 
 def test_a_frozen_model_tries_both_levels_and_keeps_the_cheaper() -> None:

@@ -1,7 +1,6 @@
 """What is learned of a role's requests."""
 
 import random
-from dataclasses import astuple
 
 import pytest
 
@@ -88,7 +87,7 @@ def test_an_engine_tells_how_many_it_served_meanwhile() -> None:
     allocator.decide(0.0)
     for request in range(3):
         allocator.ended(request, 2.0 + request, size=1.0)
-    squared, with_step_s = allocator.numbers()[-5:-3]
+    squared, with_step_s = allocator.measurements()[-5:-3]
     assert (squared, with_step_s) == (1 + 4 + 9, 1 * 2.0 + 2 * 3.0 + 3 * 4.0)
 
 
@@ -101,12 +100,6 @@ def test_completions_of_one_moment_are_no_queue() -> None:
         )
     load = sums.load()
     assert load is not None and load.speed.base == pytest.approx(0.05)
-
-
-def test_sums_of_an_older_state_are_read() -> None:
-    old = observed(0.012, 0.0004)
-    load = faded(Sums(*astuple(old)[:-3]), old).load()
-    assert load is not None and load.speed.base == pytest.approx(0.012)
 
 
 def test_sums_of_two_controllers_say_what_one_with_all_would() -> None:

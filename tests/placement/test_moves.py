@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ycore.placement.forecast import forecast_s
-from ycore.placement.learning import ONE_AWAKE
+from ycore.placement.learning import EXCLUSIVE_FACTORS
 from ycore.placement.load import Load, Speed
 from ycore.placement.moves import (
     AS_GOOD,
@@ -101,7 +101,7 @@ def choose(
     where: SlotPool,
     factors: dict[str, float] | None = None,
 ) -> Schedule:
-    return next_schedule(current, loads, where, {**ONE_AWAKE.factors, **(factors or {})})  # type: ignore[dict-item]
+    return next_schedule(current, loads, where, {**EXCLUSIVE_FACTORS, **(factors or {})})  # type: ignore[dict-item]
 
 
 @settings(max_examples=60, deadline=None)
@@ -118,7 +118,7 @@ def test_constant_load_changes_the_schedule_once_at_most(
     second = choose(elsewhere, loads, where)
     assert choose(second, loads, where) == second
     before_s, after_s = (
-        ONE_AWAKE.factors[schedule.mode] * forecast_s(loads, schedule.division, where)
+        EXCLUSIVE_FACTORS[schedule.mode] * forecast_s(loads, schedule.division, where)
         for schedule in (elsewhere, second)
     )
     assert after_s <= before_s

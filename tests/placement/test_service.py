@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from ycore.errors import RunError
-from ycore.placement.line import SocketLine
 from ycore.placement.placement import JUDGE, ROLLOUT, SlotPool, parse_placement
+from ycore.placement.remote_allocator import RemoteAllocator
 from ycore.placement.slots import Slots
 from ycore.run.trace import IN_FLIGHT, ROUND, Levels, Span, TraceWriter, parse_event
 
@@ -56,8 +56,8 @@ def slots_of(
     first: int = 0,
 ) -> Slots:
     pool = SlotPool(2, ROLES, dict.fromkeys(ROLES, 2))
-    line = SocketLine(socket, pool, parse_placement(words), rank=rank, num_ranks=num_ranks)
-    return Slots(2, line=line, trace=TraceWriter(trace), rank=first + rank)
+    remote = RemoteAllocator(socket, pool, parse_placement(words), rank=rank, num_ranks=num_ranks)
+    return Slots(2, remote=remote, trace=TraceWriter(trace), rank=first + rank)
 
 
 async def opened(*ranks: Slots) -> tuple[Slots, ...]:

@@ -49,7 +49,7 @@ def learned() -> dict[str, Any]:
     speeds = dict.fromkeys(ROLES, Speed(0.01, 0.001))
     work = Workload(Lengths(200, 0.8, 1000), {JUDGE: 150.0})
     SimulatedRound([allocator], Machine(speeds, {}), work.group_at, Demand(8)).run()
-    allocator.learn(allocator.numbers())
+    allocator.learn(allocator.measurements())
     return allocator.state()
 
 

@@ -189,7 +189,7 @@ def test_where_slots_are_shared_a_judge_is_asked_once_the_whole_group_is_written
 
     async def work(mode: str) -> list[list[Score]]:
         allocator.restore(
-            {**allocator.state(), "manner": mode, "division": {"rollout": 1, "judge": 0}}
+            {**allocator.state(), "mode": mode, "division": {"rollout": 1, "judge": 0}}
         )
         allocator.begin_round(0.0)
         tasks = [

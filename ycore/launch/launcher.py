@@ -28,8 +28,7 @@ from ycore.launch.processes import ManagedProcess, RankedTrainer
 from ycore.launch.supervise import Limits, StopRequests, Supervisor
 from ycore.models.fetch import fetch_model
 from ycore.models.names import resolve_model
-from ycore.placement.placement import ROLLOUT
-from ycore.placement.slot_pool import ALLOCATOR
+from ycore.placement.placement import ALLOCATOR, ROLLOUT
 from ycore.rewards.builtin import is_code
 from ycore.run.claim import claim
 from ycore.run.files import read_json, write_json_atomic

@@ -1,7 +1,7 @@
 """The allocator decides which slot serves which request, and when a slot changes its role: events in, actions out.
 
-It has no clock, process or wait. The live run (`placement.slot_pool`, for all ranks of a machine) and the simulator
-(`docs/benchmarks/simulator`, a virtual clock) report the same events to it and carry out the same actions.
+It has no clock, process or wait. The live run (`placement.shared_allocator`) and the simulator with its virtual clock
+(`docs/benchmarks/simulator`) report the same events to it and carry out the same actions.
 """
 
 import heapq
@@ -22,19 +22,22 @@ from ycore.placement.placement import (
     Mode,
     Placement,
     SlotPool,
-    Start,
+    StartRequest,
     Swap,
 )
 
-_SPARE = 4  # where all engines stay awake, a slot that is less than a quarter full can serve another role
+_SPARE_SHARE = (
+    4  # where all engines stay awake, a slot less than a quarter full can serve another role
+)
 
 
 @dataclass(slots=True)
-class _Running:
+class _RunningRequest:
     role: str
     slot: int
     began: float
-    before: Reading  # its engine's totals when it began
+    before: Reading
+    """The engine's totals when the request began."""
 
 
 class Queue:
@@ -42,42 +45,42 @@ class Queue:
     one that ends last decides when the round is over, and of equals the one that was asked first."""
 
     def __init__(self) -> None:
-        self._of_rank: dict[
-            int, dict[int, float]
-        ] = {}  # by rank, the one whose turn it is first: request, length
-        self._ordered: dict[
-            int, list[tuple[float, int, int]]
-        ] = {}  # the same, as heaps that also have what is gone
-        self._num, self._numbers = 0, count()
+        self._requests: dict[int, set[int]] = {}
+        """By rank, the rank whose turn it is first."""
+        self._heaps: dict[int, list[tuple[float, int, int]]] = {}
+        """By rank: (-length, order, request), also of requests that were removed."""
+        self._length = 0
+        self._order = count()
 
     def __len__(self) -> int:
-        return self._num
+        return self._length
 
     def put(self, request: int, rank: int, length: float = 0.0) -> None:
-        """`length`: how long its answer likely is."""
-        self._of_rank.setdefault(rank, {})[request] = length
-        heapq.heappush(self._ordered.setdefault(rank, []), (-length, next(self._numbers), request))
-        self._num += 1
+        """Add a request. `length`: the expected length of its answer."""
+        self._requests.setdefault(rank, set()).add(request)
+        heapq.heappush(self._heaps.setdefault(rank, []), (-length, next(self._order), request))
+        self._length += 1
 
     @property
     def next_rank(self) -> int:
-        return next(iter(self._of_rank))
+        return next(iter(self._requests))
 
     def take(self) -> int:
-        rank, requests = next(iter(self._of_rank.items()))
-        ordered = self._ordered[rank]
-        while (request := heapq.heappop(ordered)[2]) not in requests:
+        rank = self.next_rank
+        requests = self._requests[rank]
+        while (request := heapq.heappop(self._heaps[rank])[2]) not in requests:
             pass
         self.remove(request, rank)
         if requests:  # behind the other ranks that wait
-            self._of_rank[rank] = self._of_rank.pop(rank)
+            self._requests[rank] = self._requests.pop(rank)
         return request
 
     def remove(self, request: int, rank: int) -> None:
-        del self._of_rank[rank][request]
-        self._num -= 1
-        if not self._of_rank[rank]:
-            del self._of_rank[rank], self._ordered[rank]
+        self._requests[rank].remove(request)
+        self._length -= 1
+        if not self._requests[rank]:
+            del self._requests[rank]
+            del self._heaps[rank]
 
 
 class Allocator:
@@ -87,7 +90,7 @@ class Allocator:
         self.pool = pool
         self._learned = Learning(pool, placement)
         self._measured_swap_s: float | None = None
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, _RunningRequest] = {}
         self._waiting = {role: Queue() for role in pool.roles}
         self.begin_round(0.0)
 
@@ -98,15 +101,15 @@ class Allocator:
         self._began = now
         self._seconds = 0.0
         self._swaps = 0
-        self._has_verdict = self._has_news = False
+        self._has_verdict = False
+        self._ended_since_ask = False
         self._requested = dict.fromkeys(roles, 0)
         self._sums: dict[str, Sums] = {role: Sums(rounds=1.0) for role in roles}
         self._awake = [role for role, count in self.division.items() for _ in range(count)]
         speeds = {role: self.loads[role].speed if role in self.loads else UNKNOWN for role in roles}
         self._clocks = [SlotClock(speeds, now) for _ in self._awake]
-        self._free: dict[str, list[tuple[int, int]]] = {
-            role: [] for role in roles
-        }  # heaps of (in flight, slot)
+        self._free: dict[str, list[tuple[int, int]]] = {role: [] for role in roles}
+        """Heaps of (in flight, slot), also with old entries."""
         self._spare: dict[str, set[int]] = {role: set() for role in roles}
         self._waking = dict.fromkeys(roles, 0)
         self._num_slots = {role: self._awake.count(role) for role in roles}
@@ -114,20 +117,18 @@ class Allocator:
             self._note(slot)
 
     def ask(self, request: int, role: str, rank: int = 0, *, length: float = 0.0) -> None:
-        """Add a rank's request, by a number that no other has; a later `Start` of `decide` names the slot.
+        """Add a rank's request, by a number that no other has; a later `StartRequest` of `decide` names the slot.
 
-        `length`: how long its answer likely is, in any unit; 0 where nothing is known.
+        `length`: the expected length of its answer, in any unit; 0 where nothing is known.
         """
         self._waiting[role].put(request, rank, length)
         self._requested[role] += 1
         if role == ROLLOUT and self._has_verdict:
-            verdicts = sum(self._sums[other].num for other in self.pool.roles[1:]) / (
-                len(self.pool.roles) - 1
-            )
-            self._sums[ROLLOUT].observe_late(
-                verdicts / self._requested[ROLLOUT], is_first=self._has_news
-            )
-            self._has_news = False
+            scorers = self.pool.roles[1:]
+            verdicts = sum(self._sums[scorer].num for scorer in scorers) / len(scorers)
+            share = verdicts / self._requested[ROLLOUT]
+            self._sums[ROLLOUT].observe_late(share, is_first=self._ended_since_ask)
+            self._ended_since_ask = False
 
     def withdraw(self, request: int, role: str, now: float, rank: int = 0) -> None:
         """Remove a request that was given up, whether it waits or runs."""
@@ -142,7 +143,7 @@ class Allocator:
         running = self._running.pop(request)
         seconds, depth, served = self._leave(running, now).since(running.before)
         self._has_verdict |= running.role != ROLLOUT
-        self._has_news = True
+        self._ended_since_ask = True
         if seconds > 0:
             self._sums[running.role].observe(
                 seconds=seconds, depth=depth, size=max(size, 1.0), served=served
@@ -160,27 +161,25 @@ class Allocator:
         self._note(slot)
 
     def end_round(self, now: float) -> Usage:
-        """How the slots were used since the round began."""
+        """Return how the slots were used since the round began."""
         for clock in self._clocks:
             clock.advance(now)
         self._seconds = now - self._began
-        busy_s, swap_s = (
-            [clock.busy_s for clock in self._clocks],
-            [clock.swap_s for clock in self._clocks],
-        )
+        busy_s = [clock.busy_s for clock in self._clocks]
+        swap_s = [clock.swap_s for clock in self._clocks]
         return Usage(self._seconds, busy_s, swap_s, self._swaps)
 
-    def numbers(self) -> list[float]:
-        """What was measured in the round, to be added to the numbers of the other machines' allocators."""
+    def measurements(self) -> list[float]:
+        """Return what was measured in the round, to be added to the measurements of other machines' allocators."""
         return [*as_numbers(self._sums, self.pool.roles), self.swap_s, self._seconds, 1.0]
 
     def learn(self, added: Sequence[float]) -> None:
-        """Choose the next schedule from the element-wise sum of all allocators' `numbers`: the same on each."""
+        """Choose the next schedule from the element-wise sum of all allocators' `measurements`: the same on each."""
         *numbers, swap_s, seconds, machines = added
         self._learned.learn(numbers, swap_s=swap_s / machines, round_s=seconds / machines)
 
     def state(self) -> dict[str, Any]:
-        """What was learned so far, as plain JSON values, for a checkpoint between rounds."""
+        """Return what was learned so far, as plain JSON values, for a checkpoint between rounds."""
         return {**self._learned.state(), "swap_s": self._measured_swap_s}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -230,14 +229,15 @@ class Allocator:
 
     def in_flight(self) -> dict[tuple[str, int], tuple[int, float]]:
         """By role and slot: the number of running requests, and when the oldest of them began."""
-        found: dict[tuple[str, int], tuple[int, float]] = {}
+        in_flight: dict[tuple[str, int], tuple[int, float]] = {}
         for running in self._running.values():
-            count, oldest = found.get((running.role, running.slot), (0, running.began))
-            found[running.role, running.slot] = (count + 1, min(oldest, running.began))
-        return found
+            key = (running.role, running.slot)
+            number, oldest = in_flight.get(key, (0, running.began))
+            in_flight[key] = (number + 1, min(oldest, running.began))
+        return in_flight
 
     def decide(self, now: float) -> list[Action]:
-        """The actions to carry out now, in order. Call it after every event, or after several of the same moment."""
+        """Return the actions to carry out now, in order. Call it after every event, or several of the same moment."""
         if not any(self._waiting.values()):
             return []
         actions: list[Action] = []
@@ -245,11 +245,10 @@ class Allocator:
             waiting = self._waiting[role]
             while waiting and (slot := self._pick(role, waiting.next_rank)) is not None:
                 request = waiting.take()
-                self._running[request] = _Running(
-                    role, slot, now, self._clocks[slot].change(role, 1, now)
-                )
+                before = self._clocks[slot].change(role, 1, now)
+                self._running[request] = _RunningRequest(role, slot, now, before)
                 self._note(slot)
-                actions.append(Start(request, slot))
+                actions.append(StartRequest(request, slot))
         if self.mode == "phases":
             self._next_phase(now, actions)
         elif self.mode in ("divided", "together"):
@@ -257,12 +256,13 @@ class Allocator:
         return actions
 
     def _pick(self, role: str, rank: int) -> int | None:
-        """The slot with the fewest in flight; of several the rank's own, to which it has connections."""
+        """Return the slot with the fewest in flight; of several the rank's own, to which it has connections."""
         if self.mode == "shared":  # the fewest of this role, then the fewest of all
-            held = [(clock.in_flight_of[role], clock.in_flight) for clock in self._clocks]
-            slot = min(range(self.pool.num_slots), key=held.__getitem__)
-            return slot if held[slot][0] < self._learned.depth[role] else None
-        depth, own = self._depth_now(role), rank % self.pool.num_slots
+            busy = [(clock.in_flight_of[role], clock.in_flight) for clock in self._clocks]
+            slot = min(range(self.pool.num_slots), key=busy.__getitem__)
+            return slot if busy[slot][0] < self._learned.depth[role] else None
+        depth = self._depth_now(role)
+        own_slot = rank % self.pool.num_slots
         free = self._free[role]
         while free:
             in_flight, slot = free[0]
@@ -271,7 +271,7 @@ class Allocator:
                 self._awake[slot] == role and clock.swap_began is None and clock.in_flight < depth
             )
             if can_take and in_flight == clock.in_flight:
-                return own if self._is_as_free(own, slot, role) else slot
+                return own_slot if self._is_as_free(own_slot, slot, role) else slot
             heapq.heappop(
                 free
             )  # an old entry or a full slot, which is noted again when it gets room
@@ -283,8 +283,7 @@ class Allocator:
         return is_open and clock.in_flight == self._clocks[other].in_flight
 
     def _depth_now(self, role: str) -> int:
-        """Slots still waking up for a role count as its capacity: the slots already serving it leave them a share of
-        the queue."""
+        """Return a role's depth. The slots that serve it leave slots that are waking for it a share of the queue."""
         depth = self._learned.depth[role]
         if not self._waking[role]:
             return depth
@@ -293,7 +292,7 @@ class Allocator:
         return min(depth, max(1, math.ceil(unfinished / (self._num_slots[role] + soon))))
 
     def _soon_free(self, role: str) -> float:
-        """Slots that a role with nothing waiting will give up soon: the share of its requests that has ended."""
+        """Estimate the slots that a role with nothing waiting gives up soon: the share of its requests that ended."""
         load = self.loads.get(role)
         if self._waiting[role] or load is None:
             return 0.0
@@ -305,9 +304,11 @@ class Allocator:
         for role in self.pool.roles:
             spare = self._spare[role]
             while spare and not self._waiting[role]:
-                others = {other: self._backlog(other) for other in self.pool.roles if other != role}
+                targets = {
+                    other: self._backlog(other) for other in self.pool.roles if other != role
+                }
                 target = best_move(
-                    self._backlog(role), others, swap_s=self.swap_s, late_s=self._late_s(role)
+                    self._backlog(role), targets, swap_s=self.swap_s, late_s=self._late_s(role)
                 )
                 if target is None:
                     break
@@ -315,16 +316,16 @@ class Allocator:
                 self._swap(slot, target, now, actions)
 
     def _backlog(self, role: str) -> Backlog:
-        waiting, slots = len(self._waiting[role]), self._num_slots[role]
+        waiting = len(self._waiting[role])
+        num_slots = self._num_slots[role]
         load = self.loads.get(role)
         if load is None:  # nothing is known yet: more than one request a slot is worth a try
-            return Backlog(min(waiting, 1), 0, 0 if waiting > slots else slots, 0.0)
-        return Backlog(
-            waiting, self._coming(role, load), slots, load.engine_s(self._learned.depth[role])
-        )
+            return Backlog(min(waiting, 1), 0, 0 if waiting > num_slots else num_slots, 0.0)
+        engine_s = load.engine_s(self._learned.depth[role])
+        return Backlog(waiting, self._coming(role, load), num_slots, engine_s)
 
     def _coming(self, role: str, load: Load) -> float:
-        """Requests still to come in this round: verdicts on running completions, and late rollouts as learned."""
+        """Estimate the requests still to come in this round: verdicts on running completions, and late rollouts."""
         if role == ROLLOUT:
             return max(0.0, load.num_late - self._sums[ROLLOUT].late)
         rollout = self.loads.get(ROLLOUT)
@@ -332,7 +333,7 @@ class Allocator:
         return under_way * load.num_requests / rollout.num_requests if rollout else 0.0
 
     def _late_s(self, role: str) -> float:
-        """Seconds that late verdicts cost: the rollouts that they bring have yet to be written."""
+        """Estimate the delay if verdicts come late: dynamic sampling may then need another rollout."""
         rollout = self.loads.get(ROLLOUT)
         if role == ROLLOUT or rollout is None:
             return 0.0
@@ -340,19 +341,16 @@ class Allocator:
 
     def _next_phase(self, now: float, actions: list[Action]) -> None:
         """Change all slots together, once their role has nothing left anywhere."""
-        role = self._awake[0]
-        if (
-            self._waiting[role]
-            or self._running
-            or any(clock.swap_began is not None for clock in self._clocks)
-        ):
+        is_swapping = any(clock.swap_began is not None for clock in self._clocks)
+        if self._waiting[self._awake[0]] or self._running or is_swapping:
             return
         target = max(self.pool.roles, key=lambda other: len(self._waiting[other]))
         for slot in range(self.pool.num_slots):
             self._swap(slot, target, now, actions)
 
     def _swap(self, slot: int, target: str, now: float, actions: list[Action]) -> None:
-        role, clock = self._awake[slot], self._clocks[slot]
+        role = self._awake[slot]
+        clock = self._clocks[slot]
         self._num_slots[role] -= 1
         self._num_slots[target] += 1
         self._waking[target] += 1
@@ -362,18 +360,20 @@ class Allocator:
         self._swaps += 1
         actions.append(Swap(slot, role, target))
 
-    def _leave(self, running: _Running, now: float) -> Reading:
+    def _leave(self, running: _RunningRequest, now: float) -> Reading:
         reading = self._clocks[running.slot].change(running.role, -1, now)
         self._note(running.slot)
         return reading
 
     def _note(self, slot: int) -> None:
         """Update `_free` and `_spare` after the slot's role or number in flight has changed."""
-        role, clock = self._awake[slot], self._clocks[slot]
+        role = self._awake[slot]
+        clock = self._clocks[slot]
         if clock.swap_began is not None:
             return
         heapq.heappush(self._free[role], (clock.in_flight, slot))
-        if clock.in_flight <= (0 if self.pool.exclusive else self._learned.depth[role] // _SPARE):
+        spare_up_to = 0 if self.pool.exclusive else self._learned.depth[role] // _SPARE_SHARE
+        if clock.in_flight <= spare_up_to:
             self._spare[role].add(slot)
         else:
             self._spare[role].discard(slot)

@@ -19,11 +19,10 @@ from ycore.placement.load import Load
 from ycore.placement.placement import ROLLOUT, Division, SlotPool
 
 COHORTS = 12
-_LEAST = 0.5  # with fewer late requests than this, there is no second wave
+_MIN_LATE = 0.5  # with fewer late requests than this, there is no second wave
 _QUANTILES = [NormalDist().inv_cdf((index + 0.5) / COHORTS) for index in range(COHORTS)]
-_ORDER = [
-    index * 5 % COHORTS for index in range(COHORTS)
-]  # the second wave draws new lengths: in another order
+_SECOND_ORDER = [index * 5 % COHORTS for index in range(COHORTS)]
+"""The second wave draws new lengths: in another order."""
 
 
 def forecast_s(
@@ -34,15 +33,25 @@ def forecast_s(
     shared: bool = False,
     moves: bool = False,
 ) -> float:
-    """Seconds of a round that starts with this division; infinite where no slot rolls out. `pool` has each role's depth
-    as its capacity. `shared`: every slot serves all roles at once. `moves`: slots without rollouts help the others."""
+    """Return the seconds of a round that starts with this division; infinite where no slot rolls out.
+
+    Args:
+        pool: with each role's depth as its capacity.
+        shared: every slot serves all roles at once.
+        moves: slots without rollouts help the other roles.
+    """
     if not division.get(ROLLOUT, 0):
         return math.inf
     return _Round(loads, division, pool, shared=shared, moves=moves).seconds()
 
 
+def is_worth_a_swap(work_s: float, num_slots: int, swap_s: float) -> bool:
+    """Whether the part of this work that one more slot would take is longer than the swap."""
+    return num_slots == 0 or (work_s - num_slots * swap_s) / (num_slots + 1) > swap_s
+
+
 @dataclass(slots=True)
-class _Server:
+class _MeanSlot:
     """The mean slot of a role; weights are requests per slot."""
 
     load: Load
@@ -53,10 +62,10 @@ class _Server:
     now: float = 0.0
     tokens: float = 0.0
     in_flight: float = 0.0
-    running: list[tuple[float, int, float]] = field(
-        default_factory=list
-    )  # tokens at its end, cohort, weight
-    waiting: deque[tuple[float, int, float]] = field(default_factory=deque)  # size, cohort, weight
+    running: list[tuple[float, int, float]] = field(default_factory=list)
+    """A heap of (tokens at its end, cohort, weight)."""
+    waiting: deque[tuple[float, int, float]] = field(default_factory=deque)
+    """(size, cohort, weight) of each."""
 
     def advance(self, now: float) -> None:
         if self.running:
@@ -101,16 +110,19 @@ class _Round:
         shared: bool,
         moves: bool,
     ) -> None:
-        self._pool, self._moves = pool, moves
-        self._rollout_load = rollout = loads[ROLLOUT]
-        self._rollout = self._server(ROLLOUT, rollout, division[ROLLOUT])
-        self._scorers = {
-            role: self._server(role, load, pool.num_slots if shared else division.get(role, 0))
-            for role, load in loads.items()
-            if role != ROLLOUT
-        }
+        self._pool = pool
+        self._moves = moves
         self._shared = shared
-        self._helpers: dict[str, _Server] = {}  # the rollouts' slots, while they serve another role
+        self._rollout_load = rollout = loads[ROLLOUT]
+        self._rollout = self._mean_slot(ROLLOUT, rollout, division[ROLLOUT])
+        self._scorers: dict[str, _MeanSlot] = {}
+        for role, load in loads.items():
+            if role != ROLLOUT:
+                num_slots = pool.num_slots if shared else division.get(role, 0)
+                self._scorers[role] = self._mean_slot(role, load, num_slots)
+        self._helpers: dict[
+            str, _MeanSlot
+        ] = {}  # the rollouts' slots, while they serve another role
         self._lengths = lengths(rollout)
         first = max(1.0, rollout.num_requests - rollout.num_late)
         self._late_cohorts = late_cohorts(rollout)
@@ -121,8 +133,8 @@ class _Round:
         for cohort, size in enumerate(self._lengths):
             self._rollout.add(size, cohort, first / COHORTS / self._rollout.num_slots)
 
-    def _server(self, role: str, load: Load, num_slots: int) -> _Server:
-        return _Server(load, num_slots, float(self._pool.capacity_of(role)))
+    def _mean_slot(self, role: str, load: Load, num_slots: int) -> _MeanSlot:
+        return _MeanSlot(load, num_slots, float(self._pool.capacity_of(role)))
 
     def seconds(self) -> float:
         while True:
@@ -149,7 +161,7 @@ class _Round:
             else:
                 self._end(servers[ends.index(now)])
 
-    def _end(self, server: _Server) -> None:
+    def _end(self, server: _MeanSlot) -> None:
         cohort, weight = server.end()
         num = weight * server.num_slots
         if server is self._rollout:
@@ -170,11 +182,13 @@ class _Round:
             self._back_at = min(self._back_at, self._now + self._pool.swap_s)
 
     def _draw_late(self, cohort: int, weight: float) -> None:
-        """Replace groups: of those drawn at one moment, one completion is as long as the longest of so many."""
+        """Add replacement groups: of those drawn at one moment, one completion is as long as the longest of so many."""
         rollout = self._rollout_load
         together = max(1.0, rollout.num_late / rollout.num_times_late)
         longest = self._lengths[min(COHORTS - 1, int(COHORTS * together / (together + 1)))]
-        self._rollout.add(self._lengths[min(_ORDER[cohort], COHORTS - 2)], cohort + COHORTS, weight)
+        self._rollout.add(
+            self._lengths[min(_SECOND_ORDER[cohort], COHORTS - 2)], cohort + COHORTS, weight
+        )
         if together > 1:
             self._rollout.add(longest, cohort + COHORTS, weight / together)
 
@@ -183,22 +197,25 @@ class _Round:
             load = scorer.load
             requests = num * load.num_requests / max(1.0, self._rollout_load.num_requests)
             helper = self._helpers.get(role)
-            servers = [
-                server for server in (scorer, helper) if server is not None and server.num_slots
-            ]
-            if not servers:  # they wait until the rollouts' slots come
+            slots = [slot for slot in (scorer, helper) if slot is not None and slot.num_slots]
+            if not slots:  # they wait until the rollouts' slots come
                 scorer.waiting.append((load.size, cohort, requests))
-            for server in servers:
-                server.add(load.size, cohort, requests / sum(one.num_slots for one in servers))
+            for slot in slots:
+                slot.add(load.size, cohort, requests / sum(other.num_slots for other in slots))
 
     def _needs_help(self) -> str | None:
-        """The scorer that has the most waiting, of those without a slot or, with moves, whose queue is worth a swap."""
-        waiting_s, swap_s = dict[str, float](), self._pool.swap_s
-        for role, server in self._scorers.items():
-            slots, num = server.num_slots, sum(weight for *_, weight in server.waiting)
-            work_s = num * max(1, slots) * server.load.engine_s(server.capacity)
-            is_worth_it = self._moves and (work_s - slots * swap_s) / (slots + 1) > swap_s
-            if num and role not in self._helpers and (not slots or is_worth_it):
+        """Return the scorer with the most work waiting that has no slot or, with moves, is worth a swap."""
+        waiting_s: dict[str, float] = {}
+        for role, scorer in self._scorers.items():
+            num_waiting = sum(weight for *_, weight in scorer.waiting)
+            if (
+                not num_waiting
+                or role in self._helpers
+                or not (self._moves or not scorer.num_slots)
+            ):
+                continue
+            work_s = num_waiting * max(1, scorer.num_slots) * scorer.load.engine_s(scorer.capacity)
+            if is_worth_a_swap(work_s, scorer.num_slots, self._pool.swap_s):
                 waiting_s[role] = work_s
         return max(waiting_s, key=lambda role: waiting_s[role], default=None)
 
@@ -208,35 +225,35 @@ class _Round:
         if role is None:
             return
         scorer = self._scorers[role]
-        helper = self._helpers[role] = self._server(role, scorer.load, self._rollout.num_slots)
+        helper = self._helpers[role] = self._mean_slot(role, scorer.load, self._rollout.num_slots)
         helper.now = self._now
         self._rollout.is_open = False
-        waiting, both = list(scorer.waiting), scorer.num_slots + helper.num_slots
+        waiting = list(scorer.waiting)
         scorer.waiting.clear()
+        num_slots = scorer.num_slots + helper.num_slots
         for size, cohort, weight in waiting:
-            each = weight * max(1, scorer.num_slots) / both
-            helper.add(size, cohort, each)
+            shared_weight = weight * max(1, scorer.num_slots) / num_slots
+            helper.add(size, cohort, shared_weight)
             if scorer.num_slots:
-                scorer.add(size, cohort, each)
+                scorer.add(size, cohort, shared_weight)
 
 
 def late_cohorts(load: Load) -> set[int]:
-    """The cohorts whose verdicts bring late requests: as many as there were moments, at the measured mean share.
+    """Return the cohorts whose verdicts bring late requests: one for each moment, at the measured mean share.
 
     With few such moments it is seldom the last verdict that brings more, which would make the round twice as long.
     """
-    if load.num_late < _LEAST:
+    if load.num_late < _MIN_LATE:
         return set()
     times = max(1, round(min(load.num_times_late, COHORTS)))
     late_at = min(0.99, max(0.01, load.late_at))
-    power = (
-        1 - late_at
-    ) / late_at  # evenly spaced numbers from 0 to 1, raised to this, have the mean `late_at`
+    # Evenly spaced numbers from 0 to 1, raised to this power, have the mean `late_at`.
+    power = (1 - late_at) / late_at
     return {int(((place + 0.5) / times) ** power * COHORTS) for place in range(times)}
 
 
 def lengths(load: Load) -> list[float]:
-    """The cohorts' lengths in tokens, shortest first, with the load's mean, spread and longest."""
+    """Return the cohorts' lengths in tokens, shortest first, with the load's mean, spread and longest."""
     sigma = math.sqrt(math.log1p((load.deviation / load.size) ** 2))
     raw = [math.exp(sigma * quantile) for quantile in _QUANTILES[:-1]]
     # The longest is one cohort's; the others are scaled so that the mean stays.

@@ -1,22 +1,25 @@
-"""What a controller learned from earlier rounds: each role's load, how well forecasts held, and the next schedule.
+"""What the allocator learned from earlier rounds: each role's load, how well forecasts held, and the next schedule.
 
-Everything learned comes from sums over all controllers, so that all of them learn the same. It is part of a checkpoint:
+Everything learned comes from sums over all machines, so that all of them learn the same. It is part of a checkpoint:
 a resumed run divides its slots as it would have.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, replace
 from typing import Any
 
 from ycore.placement.load import Load, Sums, as_late_as, faded, from_numbers
 from ycore.placement.moves import next_schedule, schedule_s, with_depths
-from ycore.placement.placement import MODES, ROLLOUT, Mode, Placement, Schedule, SlotPool
+from ycore.placement.placement import ROLLOUT, Mode, Placement, Schedule, SlotPool
 
-KEEP, DROP = 1, 2  # vLLM's sleep levels: 1 keeps an engine's weights in host memory, 2 drops them
+KEEP = 1
+"""vLLM's sleep level that keeps an engine's weights in host memory."""
+DROP = 2
+"""vLLM's sleep level that drops an engine's weights."""
 
 
 def moving_average(before: float | None, seconds: float) -> float:
-    """`before` is None for the first value."""
+    """Average; `before` is None for the first value."""
     return seconds if before is None else 0.5 * before + 0.5 * seconds
 
 
@@ -27,7 +30,7 @@ class SleepLevels:
         self.seconds: dict[int, float] = {}  # by level, of a sleep and the wake after it
 
     def choose(self) -> int:
-        """KEEP or DROP, for the next sleep."""
+        """Return KEEP or DROP, for the next sleep."""
         return min((KEEP, DROP), key=lambda level: self.seconds.get(level, -1.0))
 
     def observe(self, level: int, seconds: float) -> None:
@@ -35,69 +38,47 @@ class SleepLevels:
         self.seconds[level] = moving_average(self.seconds.get(level), seconds)
 
 
-_CALIBRATION_MEMORY = (
-    0.97  # weight that a round keeps when the next one comes, of any mode: about the last 33 count
+_TRUST = 0.2  # weight of a new round in its mode's factor
+_FORGET = 0.03  # share of the way back to the first factor, in every round and mode
+_MIN_RATIO = (
+    0.6  # measured over forecast is clipped to these: beyond, something else disturbed the round
 )
-_LEAST, _MOST = (
-    0.6,
-    1.5,
-)  # measured over forecast is clipped to this: beyond it, something else disturbed the round
+_MAX_RATIO = 1.5
+
+EXCLUSIVE_FACTORS: Mapping[Mode, float] = {
+    "divided": 1.0,
+    "held": 1.02,
+    "phases": 1.1,
+    "together": 1.25,
+    "shared": 1.0,
+}
+"""The first factors where one engine of a slot is awake at a time, from simulated rounds of 1 to 8 slots. The forecast
+leaves out that single slots wait for each other or leave early."""
+
+AWAKE_FACTORS: Mapping[Mode, float] = {
+    "divided": 1.0,
+    "held": 1.1,
+    "phases": 1.35,
+    "together": 1.3,
+    "shared": 1.2,
+}
+"""The first factors where the engines of all roles stay awake, so that moves cost nothing and batches get shallower. The
+mean of 12 loads in simulated rounds of 2 slots as fast as two cores."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prior:
-    """Measured over forecast, by mode, before anything is measured; it counts for `weight` rounds."""
-
-    factors: Mapping[Mode, float]
-    weight: float
-
-
-ONE_AWAKE = Prior(
-    {"divided": 1.0, "held": 1.02, "phases": 1.1, "together": 1.25, "shared": 1.0}, weight=5.0
-)
-"""Where one engine of a slot is awake at a time, from simulated rounds of 1 to 8 slots. The forecast leaves out that
-single slots wait for each other or leave early."""
-
-ALL_AWAKE = Prior(
-    {"divided": 1.0, "held": 1.1, "phases": 1.35, "together": 1.3, "shared": 1.2}, weight=2.0
-)
-"""Where the engines of all roles stay awake, so that moves cost nothing and batches get shallower. The mean of 12 loads
-in simulated rounds of 2 slots as fast as two cores."""
-
-
-@dataclass(slots=True)
 class Calibration:
-    """`measured`: by mode, how many rounds count, and their sum of measured over forecast."""
+    """`factors`: by mode, what a round takes over its forecast."""
 
-    prior: Prior = ONE_AWAKE
-    measured: dict[Mode, tuple[float, float]] = field(
-        default_factory=lambda: dict.fromkeys(MODES, (0.0, 0.0))
-    )
+    def __init__(self, first: Mapping[Mode, float] = EXCLUSIVE_FACTORS) -> None:
+        self._first = first
+        self.factors = dict(first)
 
     def observe(self, mode: Mode, *, seconds: float, forecast_s: float) -> None:
         """Add a round: what it took, and the forecast from its own requests."""
-        for each, (rounds, ratios) in self.measured.items():
-            self.measured[each] = rounds * _CALIBRATION_MEMORY, ratios * _CALIBRATION_MEMORY
-        rounds, ratios = self.measured[mode]
-        self.measured[mode] = rounds + 1.0, ratios + min(_MOST, max(_LEAST, seconds / forecast_s))
-
-    @property
-    def factors(self) -> Mapping[Mode, float]:
-        """By mode, what a round takes over its forecast."""
-        first, weight = self.prior.factors, self.prior.weight
-        return {
-            mode: (weight * first[mode] + ratios) / (weight + rounds)
-            for mode, (rounds, ratios) in self.measured.items()
-        }
-
-    def state(self) -> dict[str, list[float]]:
-        return {mode: list(measured) for mode, measured in self.measured.items()}
-
-    def restore(self, state: Mapping[str, list[float]]) -> None:
-        """Take what `state` gave; a mode that it lacks (an older checkpoint) starts at the prior."""
-        for mode in MODES:
-            rounds, ratios = state.get(mode, (0.0, 0.0))
-            self.measured[mode] = rounds, ratios
+        for other, first in self._first.items():
+            self.factors[other] += _FORGET * (first - self.factors[other])
+        ratio = min(_MAX_RATIO, max(_MIN_RATIO, seconds / forecast_s))
+        self.factors[mode] += _TRUST * (ratio - self.factors[mode])
 
 
 class Learning:
@@ -113,14 +94,15 @@ class Learning:
         if len(pool.roles) == 1:
             mode = "held"
         elif placement.kind == "split":
-            division, mode = dict(zip(pool.roles, placement.shares, strict=True)), "held"
+            division = dict(zip(pool.roles, placement.shares, strict=True))
+            mode = "held"
         self.schedule = Schedule(division, mode)
         self._was_chosen = False
         self._sums: dict[str, Sums] = {}
-        self._calibration = Calibration(ONE_AWAKE if pool.exclusive else ALL_AWAKE)
+        self._calibration = Calibration(EXCLUSIVE_FACTORS if pool.exclusive else AWAKE_FACTORS)
 
     def learn(self, numbers: Sequence[float], *, swap_s: float, round_s: float) -> None:
-        """Add a round: all controllers' `load.as_numbers` summed, and the mean seconds of a swap and of the round."""
+        """Add a round: `load.as_numbers` summed over machines, and the mean seconds of a swap and of the round."""
         roles = self._pool.roles
         now = from_numbers(numbers, roles)
         before = self._sums.get(ROLLOUT)
@@ -132,9 +114,9 @@ class Learning:
         if not self._is_dynamic or len(self.loads) < len(roles):
             return
         pool = replace(self._pool, swap_s=swap_s)
-        own = _loads(now)
-        if len(own) == len(roles) and round_s > 0:
-            expected_s = schedule_s(own, self.schedule, pool)
+        round_loads = _loads(now)
+        if len(round_loads) == len(roles) and round_s > 0:
+            expected_s = schedule_s(round_loads, self.schedule, pool)
             self._calibration.observe(self.schedule.mode, seconds=round_s, forecast_s=expected_s)
         current = self.schedule if self._was_chosen else None
         self.schedule = next_schedule(current, self.loads, pool, self._calibration.factors)
@@ -148,17 +130,15 @@ class Learning:
     def _set_depth(self) -> None:
         if self._is_dynamic:
             moves = self.schedule.mode in ("divided", "together")
-            self.depth = {
-                role: with_depths(self.loads, self._pool, moves=moves).capacity_of(role)
-                for role in self.depth
-            }
+            pool = with_depths(self.loads, self._pool, moves=moves)
+            self.depth = {role: pool.capacity_of(role) for role in pool.roles}
 
     def state(self) -> dict[str, Any]:
         return {
             "sums": {role: list(astuple(sums)) for role, sums in self._sums.items()},
-            "experience": self._calibration.state(),
+            "factors": dict(self._calibration.factors),
             "division": dict(self.schedule.division),
-            "manner": self.schedule.mode,
+            "mode": self.schedule.mode,
             "chosen": self._was_chosen,
         }
 
@@ -167,17 +147,15 @@ class Learning:
         roles = self._pool.roles
         self._sums = {role: Sums(*state["sums"][role]) for role in roles if role in state["sums"]}
         self._update_loads()
-        division = {role: state["division"].get(role, 0) for role in roles}
-        is_same = (
-            set(state["division"]) == set(roles) and sum(division.values()) == self._pool.num_slots
-        )
+        division: dict[str, int] = state["division"]
+        is_same = set(division) == set(roles) and sum(division.values()) == self._pool.num_slots
         if self._is_dynamic and is_same:
-            self._calibration.restore(state["experience"])
-            self.schedule, self._was_chosen = Schedule(division, state["manner"]), state["chosen"]
+            self._calibration.factors.update(state["factors"])
+            self.schedule = Schedule({role: division[role] for role in roles}, state["mode"])
+            self._was_chosen = state["chosen"]
             self._set_depth()
 
 
 def _loads(sums: Mapping[str, Sums]) -> dict[str, Load]:
-    return {
-        role: load for role, role_sums in sums.items() if (load := role_sums.load()) is not None
-    }
+    loads = {role: role_sums.load() for role, role_sums in sums.items()}
+    return {role: load for role, load in loads.items() if load is not None}

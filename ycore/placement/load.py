@@ -2,22 +2,22 @@
 
 An engine's step with n requests in flight takes `base + each * n` seconds, and each request grows by one token a step.
 The line is a least-squares fit over finished requests of (mean number in flight, seconds per token). Everything is kept
-as sums, so that controllers can add theirs up and all learn the same.
+as sums, so that the machines of a run can add theirs up and all learn the same.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 MEMORY = 0.7  # weight that earlier rounds keep when a new one is added: about the last three count
-_GOOD_DEPTH = (
-    4.0  # in units of base / each: there an engine reaches four fifths of its highest throughput
-)
-_FULL_DEPTH = 20.0  # there it reaches 95 %
-_LEAST_HELD = 0.25  # of a slot's share of a round's requests: a speed that was measured at one depth may be wrong
-_SERIAL = 0.25  # of the line's squared error: with less, the number served explains the seconds, and not the line
-_HIGH = 16  # a sum of 16th powers is nearly the 16th power of the largest, so sums alone give the longest size
+# Depths in units of base / each: there an engine reaches four fifths, and 95 %, of its highest throughput.
+_GOOD_DEPTH = 4.0
+_FULL_DEPTH = 20.0
+_MIN_DEPTH_SHARE = 0.25
+"""Of a slot's share of a round's requests: a speed that was measured at one depth may be wrong."""
+_SERIAL_ERROR = 0.25
+"""Of the line's squared error: with less, the number of requests served explains the seconds, and not the line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +41,15 @@ UNKNOWN = Speed(1.0, 0.0)  # before anything is measured: all steps take equally
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One role's work in a round of one controller. Sizes are in tokens, or in requests where tokens are not counted.
+    """One role's work in a round of one machine. Sizes are in tokens, or in requests where tokens are not counted.
 
     Late requests are rollouts started after the round's first verdict, in place of groups that cannot teach.
     """
 
     num_requests: float
-    size: float  # the mean
+    size: float  # mean
     deviation: float
-    longest: float
+    longest: float  # mean over rounds and machines
     speed: Speed
     num_late: float = 0.0
     num_times_late: float = math.inf  # moments of a round at which late requests were started
@@ -60,7 +60,7 @@ class Load:
         return self.size * self.speed.step_s(depth) / depth
 
     def depth(self, num_slots: int, capacity: int, *, moves: bool = False) -> int:
-        """Requests that a slot should hold: enough to run well, few enough to leave the other slots their share.
+        """Return how many requests a slot should hold: enough to run well, few enough to share with other slots.
 
         `moves`: single slots change their role within the round. What a slot holds, no other slot can take over, so it
         then holds no more than its engine needs to run at full speed.
@@ -68,7 +68,8 @@ class Load:
         share = float(math.ceil(self.num_requests / num_slots))
         if moves:
             share = min(
-                share, max(share * _LEAST_HELD, _FULL_DEPTH / _GOOD_DEPTH * self.speed.good_depth)
+                share,
+                max(share * _MIN_DEPTH_SHARE, _FULL_DEPTH / _GOOD_DEPTH * self.speed.good_depth),
             )
         return max(1, int(min(capacity, max(share, self.speed.good_depth))))
 
@@ -85,7 +86,7 @@ class Sums:
     step_s: float = 0.0
     depth_step_s: float = 0.0
     late: float = 0.0
-    size_high: float = 0.0
+    longest: float = 0.0
     times_late: float = 0.0
     late_at: float = 0.0
     rounds: float = 0.0
@@ -102,7 +103,7 @@ class Sums:
         self.num += 1
         self.size += size
         self.size_squared += size * size
-        self.size_high += size**_HIGH
+        self.longest = max(self.longest, size)
         # A long request says more about a step's time than a short one, so the line is fitted by size.
         self.depth += size * depth
         self.depth_squared += size * depth * depth
@@ -119,7 +120,7 @@ class Sums:
         self.late_at += is_first * min(1.0, at)
 
     def load(self) -> Load | None:
-        """The mean round; None before any request has finished."""
+        """Return the mean round; None before any request has finished."""
         if self.num < 0.5 or self.rounds <= 0:
             return None
         mean = self.size / self.num
@@ -127,7 +128,7 @@ class Sums:
             num_requests=self.num / self.rounds,
             size=mean,
             deviation=math.sqrt(max(0.0, self.size_squared / self.num - mean * mean)),
-            longest=self.size_high ** (1 / _HIGH),
+            longest=self.longest / self.rounds,
             speed=self._speed(),
             num_late=self.late / self.rounds,
             num_times_late=self.times_late / self.rounds,
@@ -135,7 +136,7 @@ class Sums:
         )
 
     def _speed(self) -> Speed:
-        """The line; all slope where requests have waited for each other instead.
+        """Fit the line; it is all slope where requests have waited for each other instead.
 
         An engine reads long prompts one after the other. So of requests that come together the first is fast and the
         last is slow, at one depth, and the line is flat: more in flight would seem to gain all, but they gain nothing.
@@ -147,26 +148,26 @@ class Sums:
         # Requests that all ran at one depth do not show the slope: then assume that the step is all slope.
         each = covariance / spread if spread > 0.01 * depth * depth else step_s / depth
         each = min(max(each, 0.0), step_s / depth)
-        # The squared errors of both, a token. Sums of an older state lack what the second one needs.
-        line = (
+        # The squared errors of both explanations, a token.
+        line_error = (
             self.step_s_squared / self.size
             - step_s * step_s
             - each * (2 * covariance - each * spread)
         )
-        served = self.served_step_s**2 / self.served_squared if self.served_squared else 0.0
-        waited = (self.step_s_squared - served) / self.size
-        if waited < _SERIAL * line:
+        explained = self.served_step_s**2 / self.served_squared
+        served_error = (self.step_s_squared - explained) / self.size
+        if served_error < _SERIAL_ERROR * line_error:
             return Speed(0.0, step_s / depth)
         return Speed(step_s - each * depth, each)
 
 
 def as_numbers(sums: Mapping[str, Sums], roles: Sequence[str]) -> list[float]:
-    """All sums in one row, the same order on every controller."""
+    """Return all sums in one row, in the same order on every machine."""
     return [value for role in roles for value in astuple(sums.get(role, Sums()))]
 
 
 def from_numbers(numbers: Sequence[float], roles: Sequence[str]) -> dict[str, Sums]:
-    """The inverse of `as_numbers`, also for added rows: their load is that of the mean controller."""
+    """Invert `as_numbers`, also for added rows: their load is that of the mean machine."""
     width = len(fields(Sums))
     return {
         role: Sums(*numbers[index * width : (index + 1) * width])
@@ -175,14 +176,18 @@ def from_numbers(numbers: Sequence[float], roles: Sequence[str]) -> dict[str, Su
 
 
 def as_late_as(before: Sums, now: Sums) -> Sums:
-    """This round's sums, with the late requests per round, and their times, that `before` has."""
+    """Return this round's sums with the late requests per round, and their times, that `before` has."""
     rounds = now.rounds / before.rounds if before.rounds else 0.0
-    late = {"late": before.late, "times_late": before.times_late, "late_at": before.late_at}
-    return replace(now, **{name: value * rounds for name, value in late.items()})
+    return replace(
+        now,
+        late=before.late * rounds,
+        times_late=before.times_late * rounds,
+        late_at=before.late_at * rounds,
+    )
 
 
 def faded(before: Sums, now: Sums) -> Sums:
-    """Earlier rounds and this one, the earlier ones with less weight."""
+    """Add this round to earlier ones, which get less weight."""
     return Sums(
         *(MEMORY * old + new for old, new in zip(astuple(before), astuple(now), strict=True))
     )
@@ -196,6 +201,11 @@ class Usage:
     busy_s: Sequence[float]
     swap_s: Sequence[float]
     swaps: int
+
+    def sums(self) -> list[float]:
+        """Return slot seconds, busy seconds, swap seconds and the number of swaps, to be added to other machines'."""
+        slot_s = self.seconds * len(self.busy_s)
+        return [slot_s, sum(self.busy_s), sum(self.swap_s), float(self.swaps)]
 
     @property
     def bound_ratio(self) -> float:
@@ -211,17 +221,16 @@ class Usage:
 
 
 class Reading(NamedTuple):
-    """An engine's totals: its share of the slot's seconds, its steps, its requests in flight summed over them, and how
-    many have left it."""
+    """An engine's totals: its share of the slot's seconds, its steps, requests in flight summed over steps, and
+    requests served."""
 
     seconds: float
     steps: float
     depth: float
     served: int
 
-    def since(self, before: "Reading") -> tuple[float, float, int]:
-        """The engine's own seconds since `before`, the mean number in flight, however long the steps were, and how many
-        were served."""
+    def since(self, before: Self) -> tuple[float, float, int]:
+        """Return the engine's seconds since `before`, the mean number in flight over steps, and requests served."""
         steps = self.steps - before.steps
         depth = (self.depth - before.depth) / steps if steps > 0 else 1.0
         return self.seconds - before.seconds, depth, self.served - before.served
@@ -246,11 +255,9 @@ class SlotClock:
         self.busy_s += passed
         at_work = [role for role, num in self.in_flight_of.items() if num]
         for role in at_work:
-            seconds, depth, before = (
-                passed / len(at_work),
-                self.in_flight_of[role],
-                self._totals[role],
-            )
+            seconds = passed / len(at_work)
+            depth = self.in_flight_of[role]
+            before = self._totals[role]
             steps = seconds / self._speeds[role].step_s(depth)
             self._totals[role] = before._replace(
                 seconds=before.seconds + seconds,
@@ -259,7 +266,7 @@ class SlotClock:
             )
 
     def change(self, role: str, by: int, now: float) -> Reading:
-        """Count a request more (`by` 1) or less (-1); the totals of its engine at this moment."""
+        """Count a request more (`by` 1) or less (-1); return the totals of its engine at this moment."""
         self.advance(now)
         self.in_flight += by
         self.in_flight_of[role] += by

@@ -1,4 +1,4 @@
-"""The words of placement: roles, slots, what `--placement` asks for, and what the allocator decides."""
+"""The types of placement: roles, slots, what `--placement` asks for, and what the allocator decides."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,6 +7,9 @@ from typing import Literal, get_args
 from ycore.errors import ConfigError, nearest
 
 ROLLOUT, JUDGE, REWARD_MODEL, TEACHER = "rollout", "judge", "reward_model", "teacher"
+
+ALLOCATOR = "allocator"
+"""The name of the allocator's process, log and socket, on a machine with several ranks."""
 
 ROLES = (ROLLOUT, JUDGE, REWARD_MODEL, TEACHER)  # in the order in which a split gives their slots
 Division = Mapping[str, int]  # slots per role; which slots does not matter, since all are alike
@@ -51,21 +54,19 @@ def check_placement(placement: Placement, *, roles: Sequence[str], num_slots: in
     elif num_slots < num_roles:
         way_out = "take --placement dynamic or colocated, where roles share a slot"
     else:
-        nearest = (
-            [min(share, num_slots) for share in shares]
-            if len(shares) == num_roles
-            else [1] * num_roles
-        )
-        while (over := sum(nearest) - num_slots) > 0:
-            nearest[nearest.index(max(nearest))] -= 1
-        nearest[0] -= over
-        way_out = f"the nearest that works is --placement split:{':'.join(map(str, nearest))}"
+        fitting = [1] * num_roles
+        if len(shares) == num_roles:
+            fitting = [min(share, num_slots) for share in shares]
+        while sum(fitting) > num_slots:
+            fitting[fitting.index(max(fitting))] -= 1
+        fitting[0] += num_slots - sum(fitting)
+        way_out = f"the nearest that works is --placement split:{':'.join(map(str, fitting))}"
     rule = f"must divide this run's slots ({num_slots}) among its roles ({', '.join(roles)})"
     raise ConfigError(f"placement {placement} {rule}; {way_out}")
 
 
 def in_order(roles: Sequence[str]) -> tuple[str, ...]:
-    """The roles without repeats, in the order of ROLES."""
+    """Return the roles without repeats, in the order of ROLES."""
     return tuple(sorted(set(roles), key=ROLES.index))
 
 
@@ -79,8 +80,6 @@ together: all slots roll out, and each leaves when it runs out of work.
 shared: every slot serves all roles at once; only where the engines of all roles stay awake.
 """
 
-MODES: tuple[Mode, ...] = get_args(Mode)
-
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
@@ -92,7 +91,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class SlotPool:
-    """One controller's slots.
+    """A machine's slots.
 
     `exclusive`: one engine of a slot is awake at a time, and finishes its requests before it sleeps. Otherwise the
     engines of all roles stay awake, a swap only redirects new requests, and running ones continue.
@@ -100,20 +99,18 @@ class SlotPool:
 
     num_slots: int
     roles: tuple[str, ...] = (ROLLOUT,)  # the rollout first
-    capacity: Mapping[str, int] | None = (
-        None  # requests that a slot may hold of each role; None is no limit
-    )
+    capacity: Mapping[str, int] | None = None
+    """Requests that a slot may hold of each role; None is no limit."""
     exclusive: bool = False
-    swap_s: float = (
-        0.0  # one engine to sleep, another awake; the allocator replaces it by what it measures
-    )
+    swap_s: float = 0.0
+    """One engine falls asleep, another wakes; the allocator replaces it by what it measures."""
 
     def capacity_of(self, role: str) -> int:
         return 10**9 if self.capacity is None else self.capacity[role]
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartRequest:
     """Send this request to the slot's engine now."""
 
     request: int
@@ -129,4 +126,4 @@ class Swap:
     awake: str
 
 
-Action = Start | Swap
+Action = StartRequest | Swap

@@ -23,9 +23,9 @@ from ycore.errors import DataError
 from ycore.judge.agreement import judge_questions, trains_a_judge
 from ycore.placement.allocator import Allocator
 from ycore.placement.learning import SleepLevels
-from ycore.placement.line import Line, OwnLine, SocketLine
-from ycore.placement.placement import ROLLOUT, SlotPool, in_order, parse_placement
-from ycore.placement.slot_pool import ALLOCATOR, home_of
+from ycore.placement.placement import ALLOCATOR, ROLLOUT, SlotPool, in_order, parse_placement
+from ycore.placement.remote_allocator import RemoteAllocator
+from ycore.placement.shared_allocator import home_rank
 from ycore.placement.slots import Sleeper, Slots
 from ycore.rollout.agent_pool import AgentPool
 from ycore.rollout.agents import Agents
@@ -337,40 +337,34 @@ class Assembly:
             for name in names
         ]
 
-    def line(self) -> Line:
-        """To the allocator of the machine's slots; a rank that generates by itself has an allocator of its own.
+    def slots(self, engines: Sequence[Engine]) -> Slots:
+        """The machine's slots. A rank that generates by itself, or is alone, has an allocator of its own.
 
         Where engines stay awake, a change of role only changes who gets requests. Where they sleep, one role of a slot
         is awake at a time, and a change of role is a sleep and a wake.
         """
-        roles, rank = (
-            in_order([ROLLOUT, *(scorer.role for scorer in self.started.scorers)]),
-            this_rank(),
-        )
-        at_once = (
-            (self.started.max_num_seqs or _AT_ONCE)
-            * max(1, len(self.started.engines))
-            // self._num_slots
-        )
+        rank = this_rank()
+        roles = in_order([ROLLOUT, *(scorer.role for scorer in self.started.scorers)])
+        num_engines = max(1, len(self.started.engines))
+        at_once = (self.started.max_num_seqs or _AT_ONCE) * num_engines // self._num_slots
         capacity = None if len(roles) == 1 else dict.fromkeys(roles, at_once)
         pool = SlotPool(self._num_slots, roles, capacity, exclusive=self.started.sleeps)
         placement = parse_placement(self.config.placement)
+        allocator = remote = None
         if not self._shares_slots or rank.local_world == 1:
-            return OwnLine(Allocator(pool, placement), shows_depths=True)
-        return SocketLine(
-            self.folder.socket(ALLOCATOR),
-            pool,
-            placement,
-            rank=rank.local,
-            num_ranks=rank.local_world,
-        )
-
-    def slots(self, engines: Sequence[Engine], line: Line) -> Slots:
-        """The slots behind this line."""
-        sleepers = self._sleepers(engines) if self.started.sleeps else None
-        trace = TraceWriter(self.folder.trace)
+            allocator = Allocator(pool, placement)
+        else:
+            socket = self.folder.socket(ALLOCATOR)
+            remote = RemoteAllocator(
+                socket, pool, placement, rank=rank.local, num_ranks=rank.local_world
+            )
         return Slots(
-            self._num_slots, line=line, sleepers=sleepers, trace=trace, rank=this_rank().number
+            self._num_slots,
+            allocator=allocator,
+            remote=remote,
+            sleepers=self._sleepers(engines) if self.started.sleeps else None,
+            trace=TraceWriter(self.folder.trace),
+            rank=rank.number,
         )
 
     def _sleepers(self, engines: Sequence[Engine]) -> Mapping[str, Mapping[int, Sleeper]]:
@@ -414,7 +408,9 @@ class Assembly:
         """The slots whose engines this rank wakes, puts to sleep and sends weights; each slot is of one rank."""
         rank = this_rank()
         return [
-            slot for slot in range(self._num_slots) if home_of(slot, rank.local_world) == rank.local
+            slot
+            for slot in range(self._num_slots)
+            if home_rank(slot, rank.local_world) == rank.local
         ]
 
 

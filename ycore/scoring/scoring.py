@@ -13,7 +13,7 @@ from typing import Any
 
 from ycore.engine.judge_engine import JudgeEngine, RemoteTeacher
 from ycore.engine.vllm_engine import VllmRewardModel, VllmTeacher
-from ycore.placement.slots import Slots, Turn
+from ycore.placement.slots import SlotLease, Slots
 from ycore.run.images import ImageStore
 from ycore.run.meter import CountMeter, Meter
 from ycore.run.tasks import together
@@ -40,7 +40,7 @@ class Writing:
         return list(await asyncio.gather(*self.tasks_G))
 
     @asynccontextmanager
-    async def turn(self, role: str) -> AsyncIterator[Turn]:
+    async def turn(self, role: str) -> AsyncIterator[SlotLease]:
         """A scorer's turn on a slot. Where slots are shared in time, it waits until the whole group is written."""
         if self.slots.gathers:
             await self.all()

@@ -46,7 +46,6 @@ class RolloutRun(TrainingRun):
         )
         if parts.sight is not None:
             self.trainer.open_image = parts.sight.store.open
-        self._line = parts.line()
         self._peers = self._make_peers()
         self.controller = self.step_metrics.controller = self._make_controller()
         self.stop = self.controller.stop  # which also ends a round that is being generated
@@ -74,7 +73,7 @@ class RolloutRun(TrainingRun):
             peers=peers,
             share_weights=self._share_weights if sends_weights else None,
             journal=self._journal,
-            slots=parts.slots(engines, self._line),
+            slots=parts.slots(engines),
         )
         controller.record, controller.turns.splits = (
             self.trainer.record,

@@ -93,7 +93,7 @@ def simulate(
         outcomes.append(one.run())
         added = [
             sum(values)
-            for values in zip(*(allocator.numbers() for allocator in allocators), strict=True)
+            for values in zip(*(allocator.measurements() for allocator in allocators), strict=True)
         ]
         for allocator in allocators:
             allocator.learn(added)
@@ -242,7 +242,7 @@ def compare_recorded(rounds: Sequence[Sequence[Request]], scenario: Scenario) ->
             # A trace does not say which groups could teach, so each is drawn after as many others as it was then.
             wanted = Demand(len(groups), known_lengths=demand.known_lengths)
             outcomes.append(SimulatedRound([allocator], machine, groups.__getitem__, wanted).run())
-            allocator.learn(allocator.numbers())
+            allocator.learn(allocator.measurements())
         return Result(placement, tuple(outcomes[-num_rounds:]))
 
     mean_s = fmean(recording.seconds)

@@ -14,7 +14,7 @@ from statistics import fmean
 
 from ycore.placement.allocator import Allocator
 from ycore.placement.load import Speed, Usage
-from ycore.placement.placement import ROLLOUT, Start
+from ycore.placement.placement import ROLLOUT, StartRequest
 from ycore.round.sampling import Yield, num_to_draw
 from ycore.run.trace import SWAP, Span
 
@@ -319,7 +319,7 @@ class SimulatedRound:
         self._has_news.clear()
         for machine, action in decided:
             slot = machine * self._num_slots + action.slot
-            if isinstance(action, Start):
+            if isinstance(action, StartRequest):
                 request = self._requests[action.request]
                 request.began = now
                 self._slots[slot].start(action.request, request.role, request.size, now)

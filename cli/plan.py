@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from ycore.config.schema import RunConfig
     from ycore.plan.devices import Fleet
-    from ycore.plan.search import Plan
-    from ycore.plan.step_forecast import Forecast
+    from ycore.plan.planner import Plan
+    from ycore.plan.step_forecast import StepForecast
 
 Top = Annotated[str, typer.Option(metavar="N", help="Ways to show.")]
 
@@ -90,7 +90,7 @@ def plan(
     else:
         for line in lines:
             print_line(line)
-    if not made.fitting:
+    if not made.ranking.fitting:
         raise typer.Exit(1)
 
 
@@ -157,7 +157,7 @@ def planned(
     """The plan, with what a launch checks; `lengths` are those of `make_plan`."""
     from ycore.judge.sources import with_declarations
     from ycore.launch import device_memory, machine_checks
-    from ycore.plan.search import make_plan
+    from ycore.plan.planner import make_plan
 
     config = _with_judge(config, judge)
     declared = with_declarations(config)
@@ -223,7 +223,7 @@ def _command(made: "Plan", recipe: str | None) -> str | None:
     """The command line that starts the first way; None where there is none."""
     from ycore.config.recipe_files import load_recipe
     from ycore.config.resolve import require_rollouts, resolve
-    from ycore.plan.way_settings import command_line
+    from ycore.plan.strategy_settings import command_line
 
     if made.first is None:
         return None
@@ -237,13 +237,13 @@ def _command(made: "Plan", recipe: str | None) -> str | None:
     return command_line(made.first, alone, recipe=recipe)
 
 
-def with_args(declared: "RunConfig", way: "RunConfig") -> "RunConfig":
+def with_args(declared: "RunConfig", strategy: "RunConfig") -> "RunConfig":
     """The config of a way with its judges' declarations, which need not be read again for each way."""
     rewards = [
         spec.model_copy(update={"args": {**spec.args, **one.args}})
-        for spec, one in zip(declared.rewards, way.rewards, strict=True)
+        for spec, one in zip(declared.rewards, strategy.rewards, strict=True)
     ]
-    return way.model_copy(update={"rewards": rewards})
+    return strategy.model_copy(update={"rewards": rewards})
 
 
 def whole_number(option: str, text: str) -> int:
@@ -270,62 +270,66 @@ def _first_scorer(config: "RunConfig") -> dict[str, Any]:
 
 
 def _lines(made: "Plan", *, top: int) -> Iterator[str]:
-    from ycore.plan.search import why_not
+    from ycore.plan.planner import why_too_large
 
     yield from _job_lines(made)
     yield ""
-    if made.fitting:
-        best = made.fitting[0]
-        yield f"{'step':>9}  {'tokens/s':>9}  {'fullest phase':<28}  way"
-        for forecast in made.fitting[:top]:
+    if made.ranking.fitting:
+        best = made.ranking.fitting[0]
+        yield f"{'step':>9}  {'tokens/s':>9}  {'fullest phase':<28}  strategy"
+        for forecast in made.ranking.fitting[:top]:
             phase, peak = forecast.peak
             fullest = f"{peak / _GIB:.1f} of {forecast.capacity / _GIB:.1f} GiB, {phase}"
             speed = (
                 f"{forecast.step_s:>7.1f} s  {forecast.tokens_per_step / forecast.step_s:>9,.0f}"
             )
-            yield f"{speed}  {fullest:<28}  {forecast.way.in_words}"
+            yield f"{speed}  {fullest:<28}  {forecast.strategy.in_words}"
         yield from ["", *_memory_lines(best), "", "seconds of a step of the first"]
         yield "  " + ", ".join(f"{name} {seconds:.1f}" for name, seconds in best.seconds.items())
-    unfit = made.others[: 2 if made.fitting else top]
+    unfit = made.ranking.too_large[: 2 if made.ranking.fitting else top]
     if unfit:
-        yield from ["", "does not fit"] if made.fitting else ["nothing fits"]
-        yield from (f"  {forecast.way.in_words}: {why_not(forecast)}" for forecast in unfit)
-    if made.refused:
+        yield from ["", "does not fit"] if made.ranking.fitting else ["nothing fits"]
+        yield from (
+            f"  {forecast.strategy.in_words}: {why_too_large(forecast)}" for forecast in unfit
+        )
+    if made.ranking.refused:
         yield from ["", "fits, and cannot be run"]
-        fastest = {why: forecast for forecast, why in reversed(made.refused)}  # for each reason
+        fastest = {
+            why: forecast for forecast, why in reversed(made.ranking.refused)
+        }  # for each reason
         shown = sorted(fastest.items(), key=lambda pair: pair[1].step_s)[:2]
-        yield from (f"  {forecast.way.in_words}: {why}" for why, forecast in shown)
-    if made.fitting:
+        yield from (f"  {forecast.strategy.in_words}: {why}" for why, forecast in shown)
+    if made.ranking.fitting:
         return
     if not made.nearest:
-        yield "no change of batch, length, LoRA or devices, nor two of them, nor a smaller model would fit"
+        yield "no change of batch, length, LoRA, devices or model would fit"
         return
     yield "what would fit, nearest first"
     for near in made.nearest:
-        yield f"  {near.change}: {near.forecast.step_s:.1f} s a step, {near.forecast.way.in_words}"
+        yield f"  {near.option}: {near.forecast.step_s:.1f} s a step, {near.forecast.strategy.in_words}"
 
 
 def _job_lines(made: "Plan") -> Iterator[str]:
-    job, device = made.job, made.fleet.device
-    trained = "every weight" if job.lora_rank is None else f"LoRA r={job.lora_rank}"
-    yield f"model    {job.policy.name}: {job.policy.num_params / 1e9:.2f} billion parameters, {trained}"
-    if job.policy.eyes_params:
+    work, device = made.work, made.fleet.device
+    trained = "every weight" if work.lora_rank is None else f"LoRA r={work.lora_rank}"
+    yield f"model    {work.policy.name}: {work.policy.num_params / 1e9:.2f} billion parameters, {trained}"
+    if work.policy.eyes_params:
         tokens = (
-            f"{job.policy.image_tokens} tokens of a prompt"
-            if job.policy.image_tokens
+            f"{work.policy.image_tokens} tokens of a prompt"
+            if work.policy.image_tokens
             else "tokens by its size"
         )
-        yield f"pictures {job.policy.eyes_params / 1e6:.1f} million of these parameters see; a picture is {tokens}"
-    if job.judge is not None:
-        yield f"{_SCORER[job.judge_role]:<8} {job.judge.name}: {job.judge.num_params / 1e9:.2f} billion parameters"
+        yield f"pictures {work.policy.eyes_params / 1e6:.1f} million of these parameters see; a picture is {tokens}"
+    if work.judge is not None:
+        yield f"{_SCORER[work.judge_role]:<8} {work.judge.name}: {work.judge.num_params / 1e9:.2f} billion parameters"
     yield f"devices  {made.fleet.count} x {device.name}: {device.memory_bytes / _GIB:.0f} GiB; {device.in_words}"
     yield (
-        f"step     {job.prompts_per_step} prompts of {job.prompt_tokens} tokens x {job.group_size} completions "
-        f"of {job.completion_tokens}, {job.max_tokens} at most; {job.draws:g} groups for each kept"
+        f"step     {work.prompts_per_step} prompts of {work.prompt_tokens} tokens x {work.group_size} completions "
+        f"of {work.completion_tokens}, {work.max_tokens} at most; {work.draws:g} groups for each kept"
     )
 
 
-def _memory_lines(forecast: "Forecast") -> Iterator[str]:
+def _memory_lines(forecast: "StepForecast") -> Iterator[str]:
     roles = list(dict.fromkeys(role for phase in forecast.phases.values() for role in phase))
     where = "all processes of a role" if "all at once" in forecast.phases else "one device"
     yield f"memory of the first, GiB of {where}"

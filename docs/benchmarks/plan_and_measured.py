@@ -33,7 +33,7 @@ from ycore.launch.diagnostics import compared
 from ycore.launch.layout import Site, layout_of, this_machine
 from ycore.models.hub import cache_dir
 from ycore.plan.devices import Device, measured_core
-from ycore.plan.step_forecast import Row
+from ycore.plan.step_forecast import PlannedAndMeasured
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
 
@@ -133,7 +133,7 @@ def calibrate() -> tuple[Device, Speed]:
 
 def run_one(
     name: str, folder: Path, core: Device, *, steps: int, stop: threading.Event
-) -> list[Row]:
+) -> list[PlannedAndMeasured]:
     """Run a combination unless its run is there already, and compare."""
     one, run = Combination.named(name), folder / name / "run"
     if not (run / "summary.json").is_file():
@@ -152,7 +152,12 @@ def run_one(
     rows = compared(config, site, read_metrics(home.metrics), core=core)
     spent = json.loads((run.parent / "processor.json").read_text())
     planned = next(row.planned for row in rows if row.what == "time/step")
-    return [*rows, Row("processor/step", "s", planned, sum(spent.values()) / len(machine.cores))]
+    return [
+        *rows,
+        PlannedAndMeasured(
+            "processor/step", "s", planned, sum(spent.values()) / len(machine.cores)
+        ),
+    ]
 
 
 def command_of(one: Combination, folder: Path, run: Path, *, steps: int) -> list[str]:
@@ -208,7 +213,7 @@ def shaped(size: str, folder: Path) -> Path:
     return model
 
 
-def as_lines(name: str, rows: Sequence[Row]) -> str:
+def as_lines(name: str, rows: Sequence[PlannedAndMeasured]) -> str:
     """A row of a Markdown table: planned / measured and the error of each figure."""
     cells = [
         f"{row.what} {row.planned:.2f} / {row.measured:.2f} {row.unit} ({row.error:+.0%})"

@@ -18,7 +18,7 @@ from ycore_cli.output import (
 )
 
 from ycore.config.schema import RewardConfig, RunConfig
-from ycore.plan.step_forecast import Row
+from ycore.plan.step_forecast import PlannedAndMeasured
 from ycore.run.files import write_json_atomic
 from ycore.run.paths import RunFolder
 
@@ -139,7 +139,10 @@ def test_a_chats_last_turn_is_its_prompt(
 def test_what_was_planned_before_the_run_is_told_apart_from_what_is_planned_afterwards(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [Row("time/train", "s", 3.0, 4.0, 2.0), Row("time/step", "s", 6.25, 12.2)]
+    rows = [
+        PlannedAndMeasured("time/train", "s", 3.0, 4.0, 2.0),
+        PlannedAndMeasured("time/step", "s", 6.25, 12.2),
+    ]
     write_json_atomic(
         RunFolder(tmp_path).summary, {"plan_and_measured": [row.as_json() for row in rows]}
     )

@@ -36,7 +36,7 @@ def test_a_plan_for_devices_that_are_not_here(capsys: pytest.CaptureFixture[str]
     assert set(best["seconds"]) == {"sync", "generate", "judge", "swaps", "round", "train", "step"}
     assert best["peak_bytes"] <= best["capacity_bytes"] < 80e9
     assert {"trainer", "judge"} <= set(best["memory"]["judge"])
-    assert best["way"]["tensor_parallel"] == 2 and not told["cannot_be_run"]
+    assert best["strategy"]["judge_tensor_parallel"] == 2 and not told["cannot_be_run"]
     assert "--reward judge:cheerful" in told["command"]
     assert "--set rewards.0.args.model=Qwen/Qwen3-8B" in told["command"]
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ycore.plan.model_facts import facts_of
-from ycore.plan.step_forecast import Row
+from ycore.plan.step_forecast import PlannedAndMeasured
 from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER
 
@@ -71,7 +71,10 @@ def test_the_command_of_a_combination(
 
 
 def test_a_row_of_the_table(parts: Any) -> None:
-    rows = [Row("memory/trainer", "GiB", 2.2, 2.0), Row("time/step", "s", 4.0, 5.0)]
+    rows = [
+        PlannedAndMeasured("memory/trainer", "GiB", 2.2, 2.0),
+        PlannedAndMeasured("time/step", "s", 4.0, 5.0),
+    ]
     told = parts.plan_and_measured.as_lines("135m-lora", rows)
     assert (
         told

@@ -18,7 +18,7 @@ from ycore.launch.engines import EnginePlan, plan_engines
 from ycore.launch.layout import ONE_RANK, Machine, Site
 from ycore.launch.scoring_models import check_run_placement, check_scorers, served_models
 from ycore.models.tiny import write_tiny_model
-from ycore.plan.sharing import Sharing
+from ycore.plan.sharing import DeviceSharing
 from ycore.run.paths import RunFolder
 
 SCORE = {"verdict": {"kind": "score"}}
@@ -135,7 +135,7 @@ def test_on_a_device_each_scorer_has_the_share_that_was_planned(
     folder: Path, sleeps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shares = {"rollout": [0.6], "judge": [0.3, 0.2], "reward_model": [0.1]}
-    sharing = Sharing(sleeps, "none", shares, "who sleeps")
+    sharing = DeviceSharing(sleeps, "none", shares, "who sleeps")
     monkeypatch.setattr(RunMemory, "share", lambda self, models, num_slots: sharing)
     config = config_of(judge("a"), judge("b", model="other"), {"reward": "rm:scalar"})
     site = Site(RunFolder(folder), ONE_RANK, Machine((0,), ("0",)))

@@ -5,24 +5,24 @@ from dataclasses import replace
 import pytest
 
 from ycore.plan.devices import DEVICES, GIB, Device, Fleet
-from ycore.plan.job import Job, Way
 from ycore.plan.memory import (
     activations,
-    engine_weights,
+    engine_weight_bytes,
     largest_weight,
     trainer_memory,
     trainer_peak,
     trainer_states,
 )
 from ycore.plan.model_facts import model_facts
-from ycore.plan.step_forecast import forecast
+from ycore.plan.step_forecast import forecast_step
+from ycore.plan.workload import Strategy, Workload
 
 CORE = Device("core", 24 * GIB, 4e11, 3e10, 1e10, "a test's", on_cpu=True)
 SMALL = model_facts("smollm2-135m")
-JOB = Job(
+JOB = Workload(
     SMALL, prompts_per_step=4, group_size=4, prompt_tokens=50, completion_tokens=64, max_tokens=64
 )
-WAY = Way(1, 2, "ddp", 16)
+WAY = Strategy(1, 2, "ddp", 16)
 
 
 def test_gradients_of_an_only_pass_come_as_its_activations_go() -> None:
@@ -68,14 +68,14 @@ def test_a_mixtures_tokens_pass_through_few_experts() -> None:
 
 
 def test_an_engine_on_a_processor_holds_its_weights_thrice() -> None:
-    alone = engine_weights(SMALL, 2, tensor_parallel=1)
-    assert engine_weights(SMALL, 2, tensor_parallel=1, on_cpu=True) == 3 * alone
-    assert engine_weights(SMALL, 2, tensor_parallel=2) == alone / 2
+    alone = engine_weight_bytes(SMALL, 2, tensor_parallel=1)
+    assert engine_weight_bytes(SMALL, 2, tensor_parallel=1, on_cpu=True) == 3 * alone
+    assert engine_weight_bytes(SMALL, 2, tensor_parallel=2) == alone / 2
 
 
 def test_the_sync_holds_one_whole_weight() -> None:
     assert largest_weight(SMALL) == 4 * SMALL.head_params
-    one = forecast(JOB, replace(WAY, slots=1), Fleet(DEVICES["a100"], 1))
+    one = forecast_step(JOB, replace(WAY, slots=1), Fleet(DEVICES["a100"], 1))
     trainer = {phase: roles["trainer"] for phase, roles in one.phases.items()}
     assert trainer["generate"] < trainer["sync"] < trainer["train"]
     assert trainer["sync"] - trainer["generate"] == largest_weight(SMALL)
@@ -83,7 +83,8 @@ def test_the_sync_holds_one_whole_weight() -> None:
 
 def test_processes_add_up_over_ranks_and_engines() -> None:
     one, two = (
-        forecast(JOB, Way(ranks, 2, "ddp", 16 // ranks), Fleet(CORE, 2)) for ranks in (1, 2)
+        forecast_step(JOB, Strategy(ranks, 2, "ddp", 16 // ranks), Fleet(CORE, 2))
+        for ranks in (1, 2)
     )
     assert one.phases["all at once"]["rollout"] == two.phases["all at once"]["rollout"]
     assert 1.5 < two.phases["all at once"]["trainer"] / one.phases["all at once"]["trainer"] < 2.2

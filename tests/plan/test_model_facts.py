@@ -9,8 +9,8 @@ from tests.tiny_vision import write_tiny_vision_model
 from ycore.config.schema import RunConfig
 from ycore.errors import ModelError
 from ycore.models.names import sighted_family
-from ycore.plan.job import job_of
 from ycore.plan.model_facts import KNOWN_CONFIGS, facts_of, known_config, model_config, model_facts
+from ycore.plan.workload import workload_of
 from ycore.run.files import read_json
 
 # As the hub tells them, or as the weights' own shapes add up.
@@ -57,7 +57,7 @@ def test_a_model_that_sees_is_counted_with_its_eyes(tmp_path: Path) -> None:
     )
     assert (plain.eyes_params, plain.image_tokens) == (0, 0)
     config = RunConfig(model="m", dataset="d", rewards=[{"reward": "r"}], output="o")
-    assert job_of(config, facts).prompt_tokens == job_of(config, plain).prompt_tokens + 4
+    assert workload_of(config, facts).prompt_tokens == workload_of(config, plain).prompt_tokens + 4
 
 
 def test_adapters_are_counted_as_peft_counts_them() -> None:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 import pytest
 
 from ycore.plan.devices import DEVICES, GB, GIB, Fleet
-from ycore.plan.job import Job, Sharding, Way
 from ycore.plan.memory import trainer_states
 from ycore.plan.model_facts import ModelFacts, model_facts
-from ycore.plan.search import ranked, ways
+from ycore.plan.planner import rank_by_time, strategies
+from ycore.plan.workload import Sharding, Strategy, Workload
 
 _ZERO = "arXiv 1910.02054, figure 1"
 _DEEPSPEED = "deepspeedai/DeepSpeed docs/code-docs/source/memory.rst"
@@ -61,8 +61,8 @@ STATES = [
 def test_model_states_are_those_published(row: States) -> None:
     facts = of_size(row.num_params)
     assert facts.num_params == pytest.approx(row.num_params, rel=0.01)
-    job = Job(facts, lora_rank=None)
-    parts = trainer_states(job, Way(row.devices, row.devices, row.sharding))
+    work = Workload(facts, lora_rank=None)
+    parts = trainer_states(work, Strategy(row.devices, row.devices, row.sharding))
     ours = sum(
         size for name, size in parts.items() if name != "copies"
     )  # what the sources leave out
@@ -131,9 +131,17 @@ SETTINGS = [
 )
 def test_what_trained_elsewhere_fits_and_what_did_not_does_not(row: Setting) -> None:
     facts, fleet = model_facts(row.model), Fleet(DEVICES[row.device.lower()], row.devices)
-    job = Job(facts, prompts_per_step=32, group_size=4, prompt_tokens=256, completion_tokens=400, max_tokens=512,
+    work = Workload(facts, prompts_per_step=32, group_size=4, prompt_tokens=256, completion_tokens=400, max_tokens=512,
               lora_rank=32 if row.lora else None)  # fmt: skip
-    fitting, _ = ranked(job, fleet, ways(job, fleet, micro_batch=1, shardings=row.shardings))
+    fitting, _ = rank_by_time(
+        work,
+        fleet,
+        [
+            strategy
+            for strategy in strategies(work, fleet, micro_batch=1)
+            if strategy.ranks == 1 or strategy.sharding in row.shardings
+        ],
+    )
     assert bool(fitting) == row.trains, row.source
 
 
@@ -153,7 +161,7 @@ def test_a_step_is_of_the_size_published(
 ) -> None:
     """Theirs computes log-probabilities twice more, of old policy and reference; ours is a plan, so within twice."""
     fleet = Fleet(DEVICES["h100"], devices)
-    job = Job(model_facts(model), prompts_per_step=64, group_size=32, prompt_tokens=100,
+    work = Workload(model_facts(model), prompts_per_step=64, group_size=32, prompt_tokens=100,
               completion_tokens=tokens - 100, max_tokens=3996, lora_rank=None)  # fmt: skip
-    fitting, _ = ranked(job, fleet, ways(job, fleet, micro_batch=1))
+    fitting, _ = rank_by_time(work, fleet, strategies(work, fleet, micro_batch=1))
     assert published_s / 2 < fitting[0].step_s < published_s * 2, _NEMO

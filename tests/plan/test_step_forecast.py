@@ -3,15 +3,15 @@
 import pytest
 
 from ycore.plan.devices import GIB, Device, Fleet
-from ycore.plan.job import Job, Way
 from ycore.plan.model_facts import model_facts
-from ycore.plan.step_forecast import as_it_was, compare, figures_of, forecast
+from ycore.plan.step_forecast import as_it_was, compare, figures_on_cpu, forecast_step
+from ycore.plan.workload import Strategy, Workload
 
 CORE = Device("core", 24 * GIB, 4e11, 3e10, 1e10, "a test's", on_cpu=True)
-JOB = Job(
+JOB = Workload(
     model_facts("smollm2-135m"), prompts_per_step=4, group_size=4, prompt_tokens=256, max_tokens=64
 )
-WAY = Way(1, 2, micro_batch=16)
+WAY = Strategy(1, 2, micro_batch=16)
 CORES = Fleet(CORE, 2)
 METRICS = [
     {"step": step, "num_tokens": 16 * 90 * step, "completions/mean_length": 50.0, "ycore/sampling/drawn": 6,
@@ -21,8 +21,8 @@ METRICS = [
 
 
 def test_lengths_and_draws_are_the_runs_own() -> None:
-    job = as_it_was(JOB, METRICS)
-    assert (job.prompt_tokens, job.completion_tokens, job.draws) == (40, 50, 1.5)
+    work = as_it_was(JOB, METRICS)
+    assert (work.prompt_tokens, work.completion_tokens, work.draws) == (40, 50, 1.5)
     assert as_it_was(JOB, []) == JOB
 
 
@@ -43,7 +43,7 @@ def test_each_role_and_phase_is_compared_once() -> None:
 
 
 def test_what_was_planned_before_is_kept_beside_the_runs_own_lengths() -> None:
-    before = figures_of(forecast(JOB, WAY, CORES))
+    before = figures_on_cpu(forecast_step(JOB, WAY, CORES))
     (row,) = compare(
         JOB, WAY, CORES, peaks={}, metrics=[{"step": 1, "ycore/time/step": 3.0}], before=before
     )

@@ -6,25 +6,25 @@ import pytest
 
 from ycore.plan import timing
 from ycore.plan.devices import DEVICES
-from ycore.plan.job import Job, Way
 from ycore.plan.memory import activations, micro_batch_tokens, trainer_states
 from ycore.plan.model_facts import model_facts
+from ycore.plan.workload import Strategy, Workload
 
 H100 = DEVICES["h100"]
-JOB = Job(
+JOB = Workload(
     model_facts("Qwen/Qwen2.5-7B-Instruct"), prompts_per_step=32, prompt_tokens=256, max_tokens=512
 )
-WAY = Way(8, 8, "zero2", 8)
+WAY = Strategy(8, 8, "zero2", 8)
 
 
-def train(job: Job = JOB, way: Way = WAY) -> float:
-    return timing.train_s(job, way, H100)
+def train(work: Workload = JOB, strategy: Strategy = WAY) -> float:
+    return timing.train_s(work, strategy, H100)
 
 
 def test_training_costs_more_for_every_weight_for_recomputing_and_for_more_tokens() -> None:
     full = replace(JOB, lora_rank=None)
     assert train(full) > train()
-    assert train(way=replace(WAY, checkpointing=True)) > train()
+    assert train(strategy=replace(WAY, checkpointing=True)) > train()
     assert train(replace(JOB, prompts_per_step=64)) == pytest.approx(2 * train(), rel=0.05)
     assert train(replace(JOB, completion_tokens=64)) < train()
 
@@ -57,7 +57,7 @@ def test_a_full_batch_decodes_more_tokens_a_second_than_one_sequence() -> None:
 
 def test_more_engines_generate_faster_and_waves_take_longer() -> None:
     def generate(slots: int, at_once: int) -> float:
-        return timing.generate_s(JOB, H100, slots=slots, tensor_parallel=1, at_once=at_once)
+        return timing.generate_s(JOB, replace(WAY, slots=slots), H100, at_once=at_once)
 
     assert generate(8, 256) < generate(4, 256) < generate(4, 16)
 
@@ -69,9 +69,9 @@ def test_lengths_are_spread_about_their_mean() -> None:
 
 
 def test_a_judge_that_is_not_there_takes_no_time() -> None:
-    assert timing.judge_s(JOB, H100, slots=8, tensor_parallel=1, at_once=64) == 0
+    assert timing.judge_s(JOB, WAY, H100, at_once=64) == 0
     judged = replace(JOB, judge=model_facts("Qwen3-8B"))
-    assert timing.judge_s(judged, H100, slots=8, tensor_parallel=1, at_once=64) > 0
+    assert timing.judge_s(judged, WAY, H100, at_once=64) > 0
 
 
 def test_a_published_swap_is_met() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from ycore_cli.main import run as ycore
 
-from ycore.plan.step_forecast import Row
+from ycore.plan.step_forecast import PlannedAndMeasured
 from ycore.round.journal import Journal
 from ycore.run.metrics import MetricsWriter
 from ycore.run.trace import Span, TraceWriter
@@ -161,8 +161,8 @@ def test_the_plan_stands_beside_what_was_measured(run: Path) -> None:
     assert "Planned and measured" not in as_page(make_report([read_run(run)]))
     summary = json.loads((run / "summary.json").read_text())
     rows = [
-        Row("memory/trainer", "GiB", 2.2, 2.0).as_json(),
-        Row("time/step", "s", 4.0, 5.0, 3.5).as_json(),
+        PlannedAndMeasured("memory/trainer", "GiB", 2.2, 2.0).as_json(),
+        PlannedAndMeasured("time/step", "s", 4.0, 5.0, 3.5).as_json(),
     ]
     (run / "summary.json").write_text(json.dumps(summary | {"plan_and_measured": rows}))
     page = as_page(make_report([read_run(run)]))

@@ -17,10 +17,17 @@ from ycore.errors import ConfigError, ModelError
 from ycore.launch.layout import Machine, Site
 from ycore.launch.scoring_models import ServedModel, own_teachers
 from ycore.placement.placement import ROLLOUT
-from ycore.plan.job import Way, job_of
-from ycore.plan.memory import NO_TRAINER, Need, TrainerMemory, least_engine, trainer_memory
+from ycore.plan.memory import NO_TRAINER, EngineNeed, TrainerMemory, trainer_memory
 from ycore.plan.model_facts import ModelFacts, facts_of, model_config
-from ycore.plan.sharing import Shared, Sharing, room_of, share_device, share_unknown, sharings
+from ycore.plan.sharing import (
+    DeviceSharing,
+    SharingOption,
+    share_device,
+    share_unknown,
+    sharing_options,
+    usable_bytes,
+)
+from ycore.plan.workload import Strategy, workload_of
 
 FactsOf = Callable[[str], ModelFacts | None]
 """The sizes of a model by its name; None where they are not known before it is fetched."""
@@ -81,15 +88,15 @@ class RunMemory:
     def __init__(self, config: RunConfig, site: Site, known: FactsOf) -> None:
         self._config, self._site, self._known = config, site, known
         policy = known(config.model)
-        self.ways: list[Shared] = [(False, "none")]
+        self.options: list[SharingOption] = [(False, "none")]
         self._trainer = NO_TRAINER
         if policy is not None and config.algorithm != "eval":
             self._trainer = (
                 self._of_training(policy) if site.trains else _of_preflight(policy, config)
             )
         elif site.trains and config.algorithm != "eval":
-            self.ways += [(True, "none"), (True, "optimizer")]
-        self.ways = _as_asked(self.ways, config)
+            self.options += [(True, "none"), (True, "optimizer")]
+        self.options = _as_asked(self.options, config)
 
     def _of_training(self, policy: ModelFacts) -> TrainerMemory:
         config, layout = self._config, self._site.layout
@@ -97,11 +104,11 @@ class RunMemory:
             config, world_size=layout.world, on_cpu=False
         ).per_device_train_batch_size
         checkpointing = bool(config.trl.get("gradient_checkpointing", True))
-        way = Way(layout.world, 1, layout.sharding, size, checkpointing=checkpointing)
+        strategy = Strategy(layout.world, 1, layout.sharding, size, checkpointing=checkpointing)
         teachers = [facts for facts in map(self._known, own_teachers(config)) if facts is not None]
-        job = replace(job_of(config, policy), teachers=tuple(teachers))
-        self.ways = sharings(job, way)
-        return trainer_memory(job, way)
+        work = replace(workload_of(config, policy), teachers=tuple(teachers))
+        self.options = sharing_options(work, strategy)
+        return trainer_memory(work, strategy)
 
     def with_widths(self, models: Sequence[ServedModel]) -> list[ServedModel]:
         """The models, each with the devices that one of its engines spans: as declared, or the fewest on which it fits.
@@ -154,9 +161,9 @@ class RunMemory:
         if facts is None or machine.device_bytes is None:
             return True
         if engine.gpu_memory_utilization == "auto":
-            sleeps, offload = self.ways[-1]
+            sleeps, offload = self.options[-1]
             beside = self._trainer.resting.get(offload, 0.0) if sleeps else self._trainer.peak
-            room = room_of(machine.device_bytes, machine.free_bytes) - beside
+            room = usable_bytes(machine.device_bytes, machine.free_bytes) - beside
         else:
             room = engine.gpu_memory_utilization * machine.device_bytes
         sharing = 1
@@ -167,13 +174,13 @@ class RunMemory:
             sharing = sum(
                 one.role == model.role or (all_share and one.role != ROLLOUT) for one in models
             )
-        return least_engine(self._need(model, facts, num_policy=1, num_engines=1)) <= room / sharing
+        return self._need(model, facts, num_policy=1, num_engines=1).least <= room / sharing
 
-    def share(self, models: Sequence[ServedModel], *, num_slots: int) -> Sharing:
+    def share(self, models: Sequence[ServedModel], *, num_slots: int) -> DeviceSharing:
         """Who sleeps, what leaves the device, and each engine's share; ConfigError where an engine does not fit."""
         machine, told = self._site.machine, self._config.engine.gpu_memory_utilization
         device_bytes, share = machine.device_bytes, None if told == "auto" else told
-        needs: dict[str, list[Need]] = {}
+        needs: dict[str, list[EngineNeed]] = {}
         num_engines = [
             num_slots * (max(one.width for one in models) // model.width) for model in models
         ]
@@ -181,16 +188,16 @@ class RunMemory:
             facts = self._known(model.name)
             if device_bytes is None or facts is None:
                 num_models = Counter(one.role for one in models)
-                return share_unknown(num_models, self.ways, share=share)
+                return share_unknown(num_models, self.options, share=share)
             need = self._need(model, facts, num_policy=num_engines[0], num_engines=count)
             needs.setdefault(model.role, []).append(need)
         assert device_bytes is not None
 
-        def shared(trainer: TrainerMemory) -> Sharing:
+        def shared(trainer: TrainerMemory) -> DeviceSharing:
             return share_device(
                 needs,
                 trainer,
-                self.ways,
+                self.options,
                 device_bytes=device_bytes,
                 free_bytes=machine.free_bytes,
                 share=share,
@@ -207,7 +214,7 @@ class RunMemory:
 
     def _need(
         self, model: ServedModel, facts: ModelFacts, *, num_policy: int, num_engines: int
-    ) -> Need:
+    ) -> EngineNeed:
         """Of an engine; the numbers are those of this machine, of the policy's engines and of this model's."""
         config = self._config
         at_once = sequences_at_once(
@@ -217,7 +224,9 @@ class RunMemory:
         new = config.max_tokens + model.max_new_tokens
         longest = model.max_model_len or min(facts.context_length or MAX_MODEL_LEN, MAX_MODEL_LEN)
         size = 4 if config.dtype == "float32" else 2
-        return Need(facts, size, model.width, at_once, min(longest, PROMPT_TOKENS + new), longest)
+        return EngineNeed(
+            facts, size, model.width, at_once, min(longest, PROMPT_TOKENS + new), longest
+        )
 
 
 def _refusal(
@@ -244,10 +253,10 @@ def _refusal(
 
 def _of_preflight(policy: ModelFacts, config: RunConfig) -> TrainerMemory:
     """A model that only computes log-probabilities, one sequence at a time."""
-    job = job_of(config, policy)
-    states = trainer_memory(job, Way(1, 1)).parts
-    weights = float(policy.num_params * job.bytes_per_value)
-    logits = float(_LOGITS * policy.vocab_size * (job.prompt_tokens + job.max_tokens))
+    work = workload_of(config, policy)
+    states = trainer_memory(work, Strategy(1, 1)).parts
+    weights = float(policy.num_params * work.bytes_per_value)
+    logits = float(_LOGITS * policy.vocab_size * (work.prompt_tokens + work.max_tokens))
     parts: Mapping[str, float] = {
         "weights": weights,
         "logits": logits,
@@ -256,11 +265,11 @@ def _of_preflight(policy: ModelFacts, config: RunConfig) -> TrainerMemory:
     return TrainerMemory(parts, {"none": weights + states["libraries"]}, 0.0)
 
 
-def _as_asked(ways: list[Shared], config: RunConfig) -> list[Shared]:
+def _as_asked(options: list[SharingOption], config: RunConfig) -> list[SharingOption]:
     """Those that the user allows; what is asked for and is not among them is as deep as there is."""
     engine = config.engine
-    kept = [way for way in ways if engine.sleep in ("auto", way[0])] or ways
-    if engine.offload != "auto" and any(way[0] for way in kept):
-        asked = [way for way in kept if way[1] == engine.offload]
-        kept = asked or [max((way for way in kept if way[0]), key=ways.index)]
+    kept = [strategy for strategy in options if engine.sleep in ("auto", strategy[0])] or options
+    if engine.offload != "auto" and any(strategy[0] for strategy in kept):
+        asked = [strategy for strategy in kept if strategy[1] == engine.offload]
+        kept = asked or [max((strategy for strategy in kept if strategy[0]), key=options.index)]
     return kept

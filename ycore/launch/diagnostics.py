@@ -29,9 +29,15 @@ from ycore.launch.processes import is_stopped
 from ycore.launch.scoring_models import ServedModel, served_models
 from ycore.placement.placement import JUDGE
 from ycore.plan.devices import Device, Fleet, measured_core
-from ycore.plan.job import Job, Way, job_of
 from ycore.plan.model_facts import ModelFacts, facts_of
-from ycore.plan.step_forecast import Row, as_it_was, compare, figures_of, forecast
+from ycore.plan.step_forecast import (
+    PlannedAndMeasured,
+    as_it_was,
+    compare,
+    figures_on_cpu,
+    forecast_step,
+)
+from ycore.plan.workload import Strategy, Workload, workload_of
 from ycore.rewards.builtin import is_reference
 from ycore.run.files import read_json
 from ycore.run.metrics import read_metrics
@@ -140,36 +146,38 @@ def plan_steps(
         core: one core of this machine; by default measured, which takes a tenth of a second.
     """
     config = on_machine(config, site.machine)
-    job = _counted_job(config, site, prompt_tokens)
-    if job is None:
+    work = _counted_job(config, site, prompt_tokens)
+    if work is None:
         return None
     before = read_metrics(site.folder.metrics, say=lambda line: None) if done else []
-    job, way = as_it_was(job, before), _way(config, site, len(slots_of(config, site)))
-    figures = figures_of(forecast(job, way, _fleet(site, core or measured_core(config.dtype))))
-    left, groups = max(0, config.steps - done), job.draws * job.prompts_per_step
-    most = " (the most)" if job.completion_tokens == config.max_tokens else ""
+    work, strategy = as_it_was(work, before), _way(config, site, len(slots_of(config, site)))
+    figures = figures_on_cpu(
+        forecast_step(work, strategy, _fleet(site, core or measured_core(config.dtype)))
+    )
+    left, groups = max(0, config.steps - done), work.draws * work.prompts_per_step
+    most = " (the most)" if work.completion_tokens == config.max_tokens else ""
     sizes = [
-        f"prompts of {job.prompt_tokens} tokens",
-        f"completions of {job.completion_tokens}{most}",
+        f"prompts of {work.prompt_tokens} tokens",
+        f"completions of {work.completion_tokens}{most}",
     ]
     sizes += (
-        [f"verdicts of {job.judge_tokens}"]
-        if job.judge is not None and job.judge_role == JUDGE
+        [f"verdicts of {work.judge_tokens}"]
+        if work.judge is not None and work.judge_role == JUDGE
         else []
     )
-    sizes += [f"{groups:.0f} groups drawn a step"] if groups > job.prompts_per_step else []
+    sizes += [f"{groups:.0f} groups drawn a step"] if groups > work.prompts_per_step else []
     step_s = figures["time/step"]
     return {
         "figures": {what: round(value, 3) for what, value in figures.items()},
-        "prompt_tokens": job.prompt_tokens,
-        "completion_tokens": job.completion_tokens,
+        "prompt_tokens": work.prompt_tokens,
+        "completion_tokens": work.completion_tokens,
         "groups": groups,
         "in_words": f"about {step_s:.1f} s a step, {as_duration(step_s * left)} for {left} step{'s' * (left != 1)}, "
         f"with {', '.join(sizes)}" + (", as so far" if before else ""),
     }
 
 
-def _counted_job(config: RunConfig, site: Site, prompt_tokens: int) -> Job | None:
+def _counted_job(config: RunConfig, site: Site, prompt_tokens: int) -> Workload | None:
     """A step's work; None where a step is more than to write a round, to score it by rules and at most one model in
     engines, and to learn from it, all on the cores of one machine."""
     policy, scorers = facts_here(config.model), served_models(config)[1:]
@@ -195,15 +203,15 @@ def _counted_job(config: RunConfig, site: Site, prompt_tokens: int) -> Job | Non
     )
     if policy is None or policy.eyes_params or any(others):
         return None
-    job = _job(config, policy, known, prompt_tokens)
-    if job.judge is None or job.judge_role != JUDGE:
-        return job
+    work = _job(config, policy, known, prompt_tokens)
+    if work.judge is None or work.judge_role != JUDGE:
+        return work
     judge = judge_of(config.rewards[scorers[0].sources[0]])
     tokens = _LABEL_TOKENS if judge.verdict.kind == "labels" else judge.max_tokens
-    job = replace(
-        job, judge_prompt_tokens=prompt_tokens, judge_tokens=tokens
+    work = replace(
+        work, judge_prompt_tokens=prompt_tokens, judge_tokens=tokens
     )  # its own words are read once
-    return job if judge.mode == "pointwise" else None
+    return work if judge.mode == "pointwise" else None
 
 
 def plan_and_measured(
@@ -237,7 +245,7 @@ def compared(
     *,
     core: Device,
     before: Mapping[str, float] | None = None,
-) -> list[Row]:
+) -> list[PlannedAndMeasured]:
     """Plan and measurement of the run in the site's folder; `core` is one core of the machine that it ran on."""
     engines = read_json(site.folder.engines)
     policy = facts_of(read_json(Path(engines["model"]) / "config.json"), name=config.model)
@@ -247,10 +255,13 @@ def compared(
             engines.get("scorers", []), served_models(config)[1:], strict=False
         )
     ]
-    job, way = _job(config, policy, scorers), _way(config, site, max(1, len(engines["engines"])))
+    work, strategy = (
+        _job(config, policy, scorers),
+        _way(config, site, max(1, len(engines["engines"]))),
+    )
     return compare(
-        job,
-        way,
+        work,
+        strategy,
         _fleet(site, core),
         peaks=read_json(site.folder.memory),
         metrics=metrics,
@@ -263,7 +274,7 @@ def _job(
     policy: ModelFacts,
     scorers: Iterable[tuple[ServedModel, ModelFacts | None]],
     prompt_tokens: int | None = None,
-) -> Job:
+) -> Workload:
     """A step's work. Of several models that score, a judge counts before the others."""
     how: dict[str, Any] = {"prompt_tokens": prompt_tokens}
     for scorer, facts in sorted(scorers, key=lambda pair: pair[0].role != JUDGE)[:1]:
@@ -272,13 +283,13 @@ def _job(
             "judge_role": scorer.role,
             "judge_tokens": scorer.max_new_tokens or None,
         }
-    return job_of(config, policy, **how)
+    return workload_of(config, policy, **how)
 
 
-def _way(config: RunConfig, site: Site, slots: int) -> Way:
+def _way(config: RunConfig, site: Site, slots: int) -> Strategy:
     """How a run on cores is run."""
     batch = derive_batch(config, world_size=site.layout.world, on_cpu=True)
-    return Way(
+    return Strategy(
         ranks=site.layout.local,
         slots=slots,
         sharding=site.layout.sharding,

@@ -27,7 +27,7 @@ from ycore.launch.layout import Site
 from ycore.launch.scoring_models import ServedModel, check_teachers, served_models
 from ycore.models.folder import context_length
 from ycore.placement.placement import JUDGE, ROLLOUT
-from ycore.plan.sharing import Sharing
+from ycore.plan.sharing import DeviceSharing
 from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
 
@@ -59,7 +59,7 @@ class EnginePlan:
     max_model_len: int
     how: str
     served: tuple[ServedModel, ...] = ()
-    sharing: Sharing | None = None  # of devices
+    sharing: DeviceSharing | None = None  # of devices
 
     @property
     def engines(self) -> tuple[EngineSpec, ...]:
@@ -196,7 +196,7 @@ def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch) -> EnginePlan:
 
 def arrange(
     config: RunConfig, site: Site, known: FactsOf
-) -> tuple[list[ServedModel], list[Slot], Sharing | None]:
+) -> tuple[list[ServedModel], list[Slot], DeviceSharing | None]:
     """The models with their widths, the slots, and how engines share devices, where there are some; ConfigError where
     the machine has no room."""
     memory = RunMemory(config, site, known)

@@ -21,7 +21,7 @@ from ycore.engine.commands import split_evenly
 from ycore.errors import ConfigError, nearest
 from ycore.launch.gpus import visible_gpus
 from ycore.plan.devices import bfloat16_factor, check_bfloat16, core_flags, format_of, usable_cores
-from ycore.plan.job import SHARDINGS, Sharding
+from ycore.plan.workload import SHARDINGS, Sharding
 from ycore.run.paths import RunFolder
 
 Dtype = Literal["float32", "bfloat16"]

@@ -20,15 +20,15 @@ from ycore.launch.scoring_models import ServedModel, check_run_placement, served
 from ycore.models.names import sighted_family
 from ycore.placement.placement import REWARD_MODEL
 from ycore.plan.devices import GIB, Fleet
-from ycore.plan.memory import engine_weights
+from ycore.plan.memory import engine_weight_bytes
 from ycore.plan.model_facts import ModelFacts
-from ycore.plan.sharing import Sharing
+from ycore.plan.sharing import DeviceSharing
 from ycore.run.paths import RunFolder
 
 
 def check_run(
     config: RunConfig, site: Site, *, known: FactsOf = facts_here, vllm: bool | None = None
-) -> Sharing | None:
+) -> DeviceSharing | None:
     """ConfigError where the site's machine cannot run the config: ranks, slots, placement, batch, memory.
 
     Returns how engines and trainer share devices, where both are on some. `vllm`: whether it is installed there.
@@ -163,7 +163,7 @@ def described(fleet: Fleet) -> Machine:
 def _weights(role: str, facts: ModelFacts, config: RunConfig) -> float:
     """Bytes of an engine's weights on a device; a reward model has a score in place of the output head."""
     head = facts.head_params if role == REWARD_MODEL and not facts.tied else 0
-    whole = engine_weights(facts, _value_bytes(config), tensor_parallel=1)
+    whole = engine_weight_bytes(facts, _value_bytes(config), tensor_parallel=1)
     return whole * (1 - head / facts.num_params)
 
 
@@ -203,7 +203,7 @@ def _check_sync(
     site: Site,
     models: Sequence[ServedModel],
     slots: Sequence[engines.Slot],
-    sharing: Sharing | None,
+    sharing: DeviceSharing | None,
 ) -> None:
     own, on_others = site.machine.devices[:1], {device for slot in slots for device in slot.devices}
     reasons: dict[str, dict[str, bool]] = {

@@ -1,4 +1,4 @@
-"""How the engines and the trainer of a device share its memory: who sleeps, what leaves for the host, each one's share.
+"""Split a device's memory between trainer and engines: sleep mode, CPU offload, gpu_memory_utilization.
 
 vLLM takes `gpu_memory_utilization` of the whole device, and refuses to start where less is free (vLLM 0.31,
 `request_memory` in v1/worker/utils.py). What its process held before it looked is not in that share.
@@ -6,42 +6,49 @@ vLLM takes `gpu_memory_utilization` of the whole device, and refuses to start wh
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ycore.config.schema import Offload
 from ycore.errors import ConfigError
+from ycore.placement.placement import JUDGE, ROLLOUT
 from ycore.plan.devices import GIB
-from ycore.plan.job import Job, Way
 from ycore.plan.memory import (
     DEVICE_SHARE,
     NO_TRAINER,
     ON_GPU,
-    Engine,
-    Need,
+    EngineMemory,
+    EngineNeed,
+    Parts,
     TrainerMemory,
     engines_on_gpu,
     gpu_phases,
-    least_engine,
-)  # fmt: skip
+)
+from ycore.plan.workload import OFFLOADED, Strategy, Workload
 
-_CONTEXT = 0.5 * GIB  # of an engine's footing, what is outside of its share
+_CONTEXT = 0.5 * GIB  # of an engine's overhead, what is outside of its share
 _ENOUGH = 64  # sequences at once, from which on a decoding step takes longer with each
-_UNKNOWN = (0.3, 0.9)  # of engines with unknown sizes, beside a trainer and without one
+_SHARE_BESIDE_TRAINER = 0.3  # of engines with unknown sizes
+_SHARE_ALONE = 0.9
 
-Shared = tuple[bool, Offload]
+SharingOption = tuple[bool, Offload]
 """Whether engines sleep while the trainer trains, and what leaves the device for a round."""
 
+Needs = Mapping[str, Sequence[EngineNeed]]
+"""The engines that a device has, by role."""
 
-def sharings(job: Job, way: Way) -> list[Shared]:
-    """The ways to share a device, the cheapest first, each with more room for engines than the one before."""
-    found: list[Shared] = [(False, "none"), (True, "none"), (True, "optimizer")]
-    has_frozen = job.lora_rank is not None or job.has_reference
-    return found + ([(True, "weights")] if has_frozen and not way.shards_weights else [])
+
+def sharing_options(work: Workload, strategy: Strategy) -> list[SharingOption]:
+    """Return the ways to share a device, the cheapest first, each with more room for engines than the one before."""
+    options: list[SharingOption] = [(False, "none"), (True, "none"), (True, "optimizer")]
+    has_frozen = work.lora_rank is not None or work.has_reference
+    if has_frozen and not strategy.shards_weights:
+        options.append((True, "weights"))
+    return options
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
-    """`shares`: by role, for each of its models, what vLLM is told. `line`: the decision in words."""
+class DeviceSharing:
+    """`shares`: by role, vLLM's `gpu_memory_utilization` of each of its models. `line`: the decision in words."""
 
     sleeps: bool
     offload: Offload
@@ -50,192 +57,217 @@ class Sharing:
     has_trainer: bool = True  # on the device
 
 
-def room_of(device_bytes: float, free_bytes: float | None = None) -> float:
-    """Bytes of a device that may be planned for; `free_bytes` where others hold some of it."""
+def usable_bytes(device_bytes: float, free_bytes: float | None = None) -> float:
+    """Return the bytes of a device that may be planned for; `free_bytes` where others hold some of it."""
     most = DEVICE_SHARE * device_bytes
     return most if free_bytes is None else min(most, free_bytes)
 
 
 def share_device(
-    needs: Mapping[str, Sequence[Need]],
+    needs: Needs,
     trainer: TrainerMemory,
-    ways: Sequence[Shared],
+    options: Sequence[SharingOption],
     *,
     device_bytes: float,
     free_bytes: float | None = None,
     share: float | None = None,
-) -> Sharing:
-    """The first of `ways` in which all fits, else the last, which leaves engines most; ConfigError where that is
-    too little for one.
+) -> DeviceSharing:
+    """Take the first of `options` in which all fits, else the last, which leaves engines most.
 
     Args:
-        needs: by role, of the engines that a device has.
         trainer: NO_TRAINER where nothing trains on it.
-        share: of `engine.gpu_memory_utilization`, where the user has set it.
+        share: `engine.gpu_memory_utilization`, where the user has set it.
+
+    Raises:
+        ConfigError: there is too little memory for one sequence of an engine.
     """
-    capacity, counts = (
-        room_of(device_bytes, free_bytes),
-        {role: len(of_role) for role, of_role in needs.items()},
-    )
-    for sleeps, offload in ways:
-        engines = engines_on_gpu(needs, trainer, capacity, sleeps=sleeps, offload=offload)
-        if share is not None:
-            told = {
-                role: device_bytes * _told(share, role, counts, sleeps=sleeps) for role in needs
-            }
-            engines = {
-                role: [
-                    _as_told(*one, told[role])
-                    for one in zip(engines[role], needs[role], strict=True)
-                ]
-                for role in needs
-            }
-        phases = gpu_phases(engines, trainer, sleeps=sleeps, offload=offload)
-        fullest = max(phases, key=lambda name: sum(phases[name].values()))
-        needed = sum(phases[fullest].values())
-        placed = [
-            (role, *pair) for role in needs for pair in zip(needs[role], engines[role], strict=True)
-        ]
-        if needed <= capacity and all(
-            engine.at_once >= min(need.sequences, _ENOUGH) for _, need, engine in placed
-        ):
+    capacity = usable_bytes(device_bytes, free_bytes)
+    for sleeps, offload in options:
+        split = _Split(needs, trainer, sleeps, offload, capacity, device_bytes, share)
+        if split.fits:
             break
-    engines_need = max(sum(roles[role] for role in needs) for roles in phases.values())
-    if share is not None and engines_need > capacity:
-        raise ConfigError(
-            f"engines take {engines_need / GIB:.1f} GiB at once with engine.gpu_memory_utilization={share:g}, and "
-            f"{capacity / GIB:.1f} of a device's {device_bytes / GIB:.1f} can be used; lower that, or leave it out"
-        )
-    for role, need, engine in placed:
-        if engine.at_once < 1:
-            asleep = ON_GPU.asleep * sum(
-                number for other, number in counts.items() if other != role
-            )
-            beside = trainer.resting[offload] + asleep if sleeps else trainer.peak
-            gets = None if share is None else _told(share, role, counts, sleeps=sleeps)
-            together = 1 if sleeps else len(placed)
-            raise ConfigError(
-                _too_little(role, need, capacity, beside, device_bytes, gets, together)
-            )
+    split.check()
     shares = {
-        role: [share_of(engine, device_bytes) for engine in of_role]
-        for role, of_role in engines.items()
+        role: [memory_share(engine, device_bytes) for engine in engines]
+        for role, engines in split.engines.items()
     }
-    words = [
-        f"{role.replace('_', ' ')} {sum(one.awake for one in engines[role]) / GIB:.1f}"
-        for role in needs
-    ]
-    if trainer is not NO_TRAINER:
-        words.insert(0, f"trainer {trainer.peak / GIB:.1f}")
-    line = f"of a device's {device_bytes / GIB:.1f} GiB: {', '.join(words)}"
-    if trainer is not NO_TRAINER:
-        line += f"; {_in_words(sleeps, offload)}"
-    if needed > capacity:
-        line += (
-            f"; {fullest} needs {needed / GIB:.1f} and {capacity / GIB:.1f} can be used: "
-            "lower --per-device-train-batch-size or ask `ycore plan`"
+    return DeviceSharing(split.sleeps, split.offload, shares, split.line)
+
+
+class _Split:
+    """One way to divide a device."""
+
+    def __init__(
+        self,
+        needs: Needs,
+        trainer: TrainerMemory,
+        sleeps: bool,
+        offload: Offload,
+        capacity: float,
+        device_bytes: float,
+        share: float | None,
+    ) -> None:
+        self.sleeps = sleeps
+        self.offload = offload
+        self._needs = needs
+        self._trainer = trainer
+        self._capacity = capacity
+        self._device_bytes = device_bytes
+        self._share = share
+        self._num_models = {role: len(models) for role, models in needs.items()}
+        self.engines = self._make_engines()
+        self._phases = gpu_phases(self.engines, trainer, sleeps=sleeps, offload=offload)
+
+    def _make_engines(self) -> Mapping[str, list[EngineMemory]]:
+        if self._share is None:
+            return engines_on_gpu(
+                self._needs,
+                self._trainer,
+                self._capacity,
+                sleeps=self.sleeps,
+                offload=self.offload,
+            )
+        engines = {}
+        for role, models in self._needs.items():
+            size = self._device_bytes * self._share_of_engine(role) + _CONTEXT
+            engines[role] = [need.engine(size - need.without_cache) for need in models]
+        return engines
+
+    def _share_of_engine(self, role: str) -> float:
+        return _divide_share(self._share or 0.0, role, self._num_models, sleeps=self.sleeps)
+
+    @property
+    def _fullest(self) -> tuple[str, float]:
+        sizes = {name: sum(roles.values()) for name, roles in self._phases.items()}
+        name = max(sizes, key=lambda phase: sizes[phase])
+        return name, sizes[name]
+
+    @property
+    def _placed(self) -> list[tuple[str, EngineNeed, EngineMemory]]:
+        return [
+            (role, need, engine)
+            for role in self._needs
+            for need, engine in zip(self._needs[role], self.engines[role], strict=True)
+        ]
+
+    @property
+    def fits(self) -> bool:
+        has_enough = all(
+            engine.at_once >= min(need.sequences, _ENOUGH) for _, need, engine in self._placed
         )
-    return Sharing(sleeps, offload, shares, line)
+        return has_enough and self._fullest[1] <= self._capacity
+
+    def check(self) -> None:
+        """Raise ConfigError for engines that take too much together, or for one that has no room for a sequence."""
+        engines_need = max(self._engine_bytes(roles) for roles in self._phases.values())
+        if self._share is not None and engines_need > self._capacity:
+            raise ConfigError(
+                f"engines take {engines_need / GIB:.1f} GiB at once with engine.gpu_memory_utilization="
+                f"{self._share:g}, and {self._capacity / GIB:.1f} of a device's {self._device_bytes / GIB:.1f} can be "
+                "used; lower that, or leave it out"
+            )
+        for role, need, engine in self._placed:
+            if engine.at_once < 1:
+                raise ConfigError(self._why_no_room(role, need))
+
+    def _engine_bytes(self, roles: Parts) -> float:
+        return sum(roles[role] for role in self._needs)
+
+    def _why_no_room(self, role: str, need: EngineNeed) -> str:
+        """Say which engine does not fit, what it needs, what there is, and the way out."""
+        devices = f" on each of {need.tensor_parallel} devices" if need.tensor_parallel > 1 else ""
+        problem = (
+            f"{role} {need.facts.name}: an engine needs {need.least / GIB:.1f} GiB{devices} (weights "
+            f"{need.weights / GIB:.1f}, a sequence of {need.longest} tokens {need.least_cache / GIB:.2f})"
+        )
+        size = f"a device's {self._device_bytes / GIB:.1f} GiB"
+        beside = self._trainer.peak
+        if self.sleeps:
+            num_asleep = sum(self._num_models.values()) - self._num_models[role]
+            beside = self._trainer.resting[self.offload] + ON_GPU.asleep * num_asleep
+        left = self._capacity - beside
+        if self._share is not None and need.least <= left:
+            enough = math.ceil(100 * (need.least - _CONTEXT) / self._device_bytes) / 100
+            return (
+                f"{problem}, and gets {self._share_of_engine(role):.2g} of {size}; say "
+                f"--set engine.gpu_memory_utilization={enough:g}, or leave that out"
+            )
+        problem += f", and {max(0.0, left) / GIB:.1f} of {size} are left"
+        if beside:
+            problem += f" beside the {beside / GIB:.1f} that the trainer and sleeping engines hold"
+        billions = (left - (need.least - need.weights)) * need.tensor_parallel
+        billions /= need.bytes_per_value * 1e9
+        if not self.sleeps and len(self._placed) > 1:
+            problem += f" for {len(self._placed)} engines that stay awake"
+            way_out = "take a smaller model, or larger devices"
+        elif billions > 0.1:
+            way_out = f"take a model of {billions:.2g} billion parameters or fewer"
+        else:
+            way_out = "take larger devices"
+        return f"{problem}; {way_out}" + (", or a judge with a base_url" if role == JUDGE else "")
+
+    @property
+    def line(self) -> str:
+        words = []
+        if self._trainer is not NO_TRAINER:
+            words.append(f"trainer {self._trainer.peak / GIB:.1f}")
+        for role, engines in self.engines.items():
+            awake = sum(engine.awake for engine in engines)
+            words.append(f"{role.replace('_', ' ')} {awake / GIB:.1f}")
+        line = f"of a device's {self._device_bytes / GIB:.1f} GiB: {', '.join(words)}"
+        if self._trainer is not NO_TRAINER:
+            line += f"; {_describe(self.sleeps, self.offload)}"
+        phase, needed = self._fullest
+        if needed > self._capacity:
+            line += (
+                f"; {phase} needs {needed / GIB:.1f} and {self._capacity / GIB:.1f} can be used: "
+                "lower --per-device-train-batch-size or ask `ycore plan`"
+            )
+        return line
 
 
 def share_unknown(
-    num_models: Mapping[str, int], ways: Sequence[Shared], *, share: float | None
-) -> Sharing:
-    """The same where sizes are not known: engines sleep and the optimizer leaves, unless the user says otherwise."""
-    sleeps, offload = next((way for way in reversed(ways) if way[1] != "weights"), ways[-1])
-    trains = ways != [(False, "none")]
-    if share is None and not trains:
-        shares = {
-            role: [_UNKNOWN[1] / sum(num_models.values())] * number
-            for role, number in num_models.items()
-        }
-    else:
-        most = share or _UNKNOWN[0]
-        shares = {
-            r: [_told(most, r, num_models, sleeps=sleeps)] * number
-            for r, number in num_models.items()
-        }
-    line = "the sizes of a model or device are not known"
-    return Sharing(
-        sleeps, offload, shares, f"{line}; {_in_words(sleeps, offload)}" if trains else line
+    num_models: Mapping[str, int], options: Sequence[SharingOption], *, share: float | None
+) -> DeviceSharing:
+    """Share a device where sizes are not known: engines sleep and the optimizer leaves, unless the user says otherwise."""
+    sleeps, offload = next(
+        (option for option in reversed(options) if option[1] != "weights"), options[-1]
     )
+    trains = options != [(False, "none")]
+    shares = {}
+    for role, count in num_models.items():
+        if share is None and not trains:
+            engine_share = _SHARE_ALONE / sum(num_models.values())
+        else:
+            most = share or _SHARE_BESIDE_TRAINER
+            engine_share = _divide_share(most, role, num_models, sleeps=sleeps)
+        shares[role] = [engine_share] * count
+    line = "the sizes of a model or device are not known"
+    if trains:
+        line += f"; {_describe(sleeps, offload)}"
+    return DeviceSharing(sleeps, offload, shares, line)
 
 
-def share_of(engine: Engine, device_bytes: float) -> float:
+def memory_share(engine: EngineMemory, device_bytes: float) -> float:
     return min(DEVICE_SHARE, math.ceil(1000 * (engine.awake - _CONTEXT) / device_bytes) / 1000)
 
 
-def _told(share: float, role: str, num_models: Mapping[str, int], *, sleeps: bool) -> float:
-    """Of the share that the user gives to each role, one engine's; scorers that are awake together divide it."""
-    if role == "rollout":
+def _divide_share(share: float, role: str, num_models: Mapping[str, int], *, sleeps: bool) -> float:
+    """Return one engine's part of the share that the user gives to each role; scorers awake together divide it."""
+    if role == ROLLOUT:
         return share
-    return share / (
-        num_models[role]
-        if sleeps
-        else sum(n for other, n in num_models.items() if other != "rollout")
-    )
+    if sleeps:
+        return share / num_models[role]
+    return share / sum(count for scorer, count in num_models.items() if scorer != ROLLOUT)
 
 
-def _as_told(engine: Engine, need: Need, told: float) -> Engine:
-    """The engine in so many bytes."""
-    cache = told + _CONTEXT - engine.weights - engine.workspace - engine.footing
-    holds_one = cache >= need.token_bytes * need.longest
-    at_once = (
-        int(min(need.sequences, cache // (need.token_bytes * need.tokens))) if holds_one else 0
-    )
-    return replace(engine, kv_cache=max(0.0, cache), at_once=at_once)
-
-
-def _in_words(sleeps: bool, offload: Offload) -> str:
+def _describe(sleeps: bool, offload: Offload) -> str:
     if not sleeps:
         return (
             "engines stay awake beside the trainer, and the optimizer's state stays on the device"
         )
-    away = {"none": "", "optimizer": ", and the optimizer's state is in host memory during a round"}
-    return "engines sleep while the trainer trains" + away.get(
-        offload, ", and the optimizer's state and frozen weights are in host memory during a round"
-    )
-
-
-def _too_little(
-    role: str,
-    need: Need,
-    capacity: float,
-    beside: float,
-    device_bytes: float,
-    gets: float | None,
-    together: int,
-) -> str:
-    """Which engine does not fit, what it needs, what there is, and the way out."""
-    least, (weights, _) = least_engine(need), need.fixed
-    each = f" on each of {need.tensor_parallel} devices" if need.tensor_parallel > 1 else ""
-    what = (
-        f"{role} {need.facts.name}: an engine needs {least / GIB:.1f} GiB{each} (weights {weights / GIB:.1f}, a "
-        f"sequence of {need.longest} tokens {need.token_bytes * need.longest / GIB:.2f})"
-    )
-    if gets is not None and least <= capacity - beside:
-        enough = math.ceil(100 * (least - _CONTEXT) / device_bytes) / 100
-        return (
-            f"{what}, and gets {gets:.2g} of a device's {device_bytes / GIB:.1f} GiB; say "
-            f"--set engine.gpu_memory_utilization={enough:g}, or leave that out"
-        )
-    left = f"and {max(0.0, capacity - beside) / GIB:.1f} of a device's {device_bytes / GIB:.1f} GiB are left"
-    left += (
-        f" beside the {beside / GIB:.1f} that the trainer and sleeping engines hold"
-        if beside
-        else ""
-    )
-    left += f" for {together} engines that stay awake" if together > 1 else ""
-    most = (
-        (capacity - beside - (least - weights)) * need.tensor_parallel / need.bytes_per_value / 1e9
-    )
-    way_out = (
-        f"take a model of {most:.2g} billion parameters or fewer"
-        if most > 0.1
-        else "take larger devices"
-    )
-    if together > 1:
-        way_out = "take a smaller model, or larger devices"
-    return f"{what}, {left}; {way_out}" + (
-        ", or a judge with a base_url" if role == "judge" else ""
-    )
+    words = "engines sleep while the trainer trains"
+    if offload == "none":
+        return words
+    verb = "is" if offload == "optimizer" else "are"
+    return f"{words}, and the {OFFLOADED[offload]} {verb} in host memory during a round"

@@ -6,8 +6,8 @@ import pytest
 
 from ycore.config.resolve import resolve
 from ycore.config.schema import RunConfig
-from ycore.plan.job import job_of, micro_batch_of
 from ycore.plan.model_facts import model_facts
+from ycore.plan.workload import micro_batch_of, workload_of
 
 SMALL = model_facts("smollm2-135m")
 
@@ -33,20 +33,20 @@ def test_a_job_is_the_runs_sizes() -> None:
         dtype="float32",
         trl={"beta": 0.1},
     )
-    job = job_of(config, SMALL, completion_tokens=100)
-    assert (job.prompts_per_step, job.group_size, job.max_tokens, job.completion_tokens) == (
+    work = workload_of(config, SMALL, completion_tokens=100)
+    assert (work.prompts_per_step, work.group_size, work.max_tokens, work.completion_tokens) == (
         4,
         2,
         32,
         32,
     )
-    assert (job.lora_rank, job.bytes_per_value, job.has_reference, job.draws) == (
+    assert (work.lora_rank, work.bytes_per_value, work.has_reference, work.draws) == (
         None,
         4,
         True,
         1.5,
     )
-    assert job_of(run_of(sampling={"dynamic": False}), SMALL).draws == 1.0
+    assert workload_of(run_of(sampling={"dynamic": False}), SMALL).draws == 1.0
 
 
 def test_a_critic_is_trained_beside_the_policy_and_every_group_counts() -> None:
@@ -54,13 +54,13 @@ def test_a_critic_is_trained_beside_the_policy_and_every_group_counts() -> None:
     base = {"model": "smollm2-135m", "dataset": "task:addition", "rewards": ["exact_answer"]}
     config = resolve(recipe=base, sets=(), options={"algorithm": "ppo"})
     assert isinstance(config, RunConfig)
-    job = job_of(config, SMALL)
-    assert (job.has_critic, job.draws) == (True, 1.0)
-    assert job.trainable == 2 * 4_884_480 + 577
-    assert replace(job, lora_rank=None).trainable == 2 * SMALL.num_params + 577, (
+    work = workload_of(config, SMALL)
+    assert (work.has_critic, work.draws) == (True, 1.0)
+    assert work.trainable == 2 * 4_884_480 + 577
+    assert replace(work, lora_rank=None).trainable == 2 * SMALL.num_params + 577, (
         "its embeddings are also its head"
     )
-    untied = replace(job, lora_rank=None, policy=model_facts("Qwen3-8B"))
+    untied = replace(work, lora_rank=None, policy=model_facts("Qwen3-8B"))
     assert (
         untied.trainable
         == 2 * untied.policy.num_params - untied.policy.head_params + untied.policy.hidden_size + 1

@@ -26,12 +26,12 @@ from ycore.launch.device_memory import facts_here
 from ycore.launch.engines import arrange
 from ycore.launch.layout import site_of
 from ycore.launch.machine_checks import check_described, check_run, described
-from ycore.plan import search
+from ycore.plan import planner
 from ycore.plan.devices import DEVICES, GIB, Device
-from ycore.plan.job import Way
 from ycore.plan.model_facts import KNOWN_CONFIGS
-from ycore.plan.search import Plan, make_plan
-from ycore.plan.way_settings import config_of, placement_of
+from ycore.plan.planner import Plan, make_plan
+from ycore.plan.strategy_settings import config_of, placement_of
+from ycore.plan.workload import Strategy
 
 CORE = Device("core", 24 * GIB, 4e11, 3e10, 1e10, "a test's", on_cpu=True)
 JOBS = 300
@@ -98,38 +98,42 @@ def planned(keys: dict[str, Any], devices: str) -> Plan:
     )
 
 
-def check_as_launched(line: str, way: Way, made: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_as_launched(
+    line: str, strategy: Strategy, made: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On the described machine the command goes the way, and nothing refuses it."""
-    machine, job, fleet = described(made.fleet), made.job, made.fleet
+    machine, work, fleet = described(made.fleet), made.work, made.fleet
     monkeypatch.setattr(layout, "this_machine", lambda: machine)
     config = read_back(line)
     site = site_of(config)
     check_run(config, site, vllm=True)
     models, slots, _ = arrange(config, site, facts_here)
     if not fleet.device.on_cpu and len(models) <= 2:
-        assert [one.width for one in models] == [way.tensor_parallel, way.judge_tensor_parallel][
-            : len(models)
-        ], line
-    assert (site.layout.world, len(slots)) == (way.ranks, way.slots), line
-    assert way.ranks == 1 or site.layout.sharding == way.sharding, line
+        assert [one.width for one in models] == [
+            strategy.tensor_parallel,
+            strategy.judge_tensor_parallel,
+        ][: len(models)], line
+    assert (site.layout.world, len(slots)) == (strategy.ranks, strategy.slots), line
+    assert strategy.ranks == 1 or site.layout.sharding == strategy.sharding, line
     batch = derive_batch(config, world_size=site.layout.world, on_cpu=fleet.device.on_cpu)
-    assert batch.per_device_train_batch_size == way.micro_batch, line
-    assert config.trl.get("gradient_checkpointing", not fleet.device.on_cpu) == way.checkpointing, (
-        line
-    )
-    assert (config.lora is None) == (job.lora_rank is None) and config.max_tokens == job.max_tokens
+    assert batch.per_device_train_batch_size == strategy.micro_batch, line
+    assert (
+        config.trl.get("gradient_checkpointing", not fleet.device.on_cpu) == strategy.checkpointing
+    ), line
+    assert (config.lora is None) == (
+        work.lora_rank is None
+    ) and config.max_tokens == work.max_tokens
     assert config.trl["learning_rate"] == 3e-6
-    if job.judge is not None:
-        assert config.placement == placement_of(way), line
+    if work.judge is not None:
+        assert config.placement == placement_of(strategy), line
     if not fleet.device.on_cpu:
-        assert config.engine.sleep == way.sleeps, line
+        assert config.engine.sleep == strategy.sleeps, line
 
 
 def test_every_way_of_hundreds_of_plans_can_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """No nearest changes are sought, which would take minutes and refuse nothing."""
-    monkeypatch.setattr(search, "nearest", lambda *settings, **more: [])
-    monkeypatch.setattr(search, "_smaller_model", lambda *settings: [])
-    monkeypatch.setattr(search, "usable_cores", lambda: range(16))
+    monkeypatch.setattr(planner, "nearest_changes", lambda *settings: [])
+    monkeypatch.setattr(planner, "usable_cores", lambda: range(16))
     monkeypatch.setattr(
         sources, "parse_yaml", lambda text, **more: dict(parsed(text))
     )  # one file, hundreds of times
@@ -142,18 +146,22 @@ def test_every_way_of_hundreds_of_plans_can_be_run(monkeypatch: pytest.MonkeyPat
             assert "T4 has none" in str(refused) or "micro-batch" in str(refused), (keys, devices)
             counts["refused as a whole"] += 1
             continue
-        unexpected = {why for _, why in made.refused if "engine." not in why}
+        unexpected = {why for _, why in made.ranking.refused if "engine." not in why}
         assert not unexpected, (unexpected, keys, devices)
-        counts["nothing fits"] += not made.fitting
-        firsts = {one.way.kind: one for one in reversed(made.fitting)}  # of each placement
+        counts["nothing fits"] += not made.ranking.fitting
+        firsts = {
+            one.strategy.kind: one for one in reversed(made.ranking.fitting)
+        }  # of each placement
         for kind, one in firsts.items():
             counts[kind] += 1
-            counts["wide"] += max(one.way.tensor_parallel, one.way.judge_tensor_parallel) > 1
-            counts["unequal"] += one.way.tensor_parallel != one.way.judge_tensor_parallel
-            first = config_of(config_with(keys), made.job, one, made.fleet)
+            counts["wide"] += (
+                max(one.strategy.tensor_parallel, one.strategy.judge_tensor_parallel) > 1
+            )
+            counts["unequal"] += one.strategy.tensor_parallel != one.strategy.judge_tensor_parallel
+            first = config_of(config_with(keys), made.work, one, made.fleet)
             line = command._command(replace(made, first=first), None)
             assert line is not None and "\n" not in line
-            check_as_launched(line, one.way, made, monkeypatch)
+            check_as_launched(line, one.strategy, made, monkeypatch)
     assert min(counts[kind] for kind in ("colocated", "dynamic", "split")) > JOBS / 20, counts
     assert counts["refused as a whole"] < JOBS / 5 and counts["nothing fits"] < JOBS / 2, counts
 
@@ -177,8 +185,8 @@ def test_a_command_has_what_differs_from_the_recipe(monkeypatch: pytest.MonkeyPa
 
 def test_ways_over_several_devices_are_listed_with_their_widths() -> None:
     made = planned({"model": "Qwen/Qwen2.5-72B-Instruct", "prompts_per_step": 64}, "8xB200")
-    assert not made.refused
-    assert {one.way.tensor_parallel for one in made.fitting} >= {2, 4, 8}
+    assert not made.ranking.refused
+    assert {one.strategy.tensor_parallel for one in made.ranking.fitting} >= {2, 4, 8}
     judged = {
         "rewards": [{"reward": "judge:cheerful", "args": {"model": "Qwen/Qwen2.5-72B-Instruct"}}]
     }
@@ -186,11 +194,11 @@ def test_ways_over_several_devices_are_listed_with_their_widths() -> None:
     made = planned(keys, "8xH100")
     one = next(
         one
-        for one in made.fitting
-        if (one.way.tensor_parallel, one.way.judge_tensor_parallel) == (1, 4)
+        for one in made.ranking.fitting
+        if (one.strategy.tensor_parallel, one.strategy.judge_tensor_parallel) == (1, 4)
     )
     line = command._command(
-        replace(made, first=config_of(config_with(keys), made.job, one, made.fleet)), None
+        replace(made, first=config_of(config_with(keys), made.work, one, made.fleet)), None
     )
     assert line is not None
     assert "engine.tensor_parallel=1" in line and "rewards.0.args.tensor_parallel=4" in line
@@ -200,8 +208,8 @@ def test_a_declared_width_is_kept() -> None:
     made = planned(
         {"model": "Qwen/Qwen2.5-7B-Instruct", "engine": {"tensor_parallel": 2}}, "4xH100"
     )
-    assert {one.way.tensor_parallel for one in made.fitting} == {2}
-    assert {why for _, why in made.refused} == {"engine.tensor_parallel is 2"}
+    assert {one.strategy.tensor_parallel for one in made.ranking.fitting} == {2}
+    assert {why for _, why in made.ranking.refused} == {"engine.tensor_parallel is 2"}
 
 
 def test_ways_that_a_learner_refuses_are_not_among_those_that_fit() -> None:
@@ -210,5 +218,7 @@ def test_ways_that_a_learner_refuses_are_not_among_those_that_fit() -> None:
     config = resolve(recipe=base, sets=(), options={"algorithm": "ppo"})
     assert isinstance(config, RunConfig)
     made = make_plan(config, devices="2xa100", check=check_described)
-    assert {one.way.sharding for one in made.fitting} == {"ddp"} and made.first is not None
-    assert any("take --accelerate ddp" in why for _, why in made.refused)
+    assert {one.strategy.sharding for one in made.ranking.fitting} == {
+        "ddp"
+    } and made.first is not None
+    assert any("take --accelerate ddp" in why for _, why in made.ranking.refused)

@@ -422,13 +422,13 @@ def _resolved(keys: Mapping[str, Any], *, resume: bool = False) -> "AnyConfig":
 
 def _names_of(given: Any, kind: str, file: Path) -> list[Any]:
     """One or several, as the config names them; a mapping's keys are names of environments."""
-    from ycore.rewards.source_files import as_named
+    from ycore.sandbox.pickled_code import code_references
 
     if isinstance(given, Mapping):
-        named = as_named(list(given.values()), file, kind=kind)
+        named = code_references(list(given.values()), file, kind=kind)
         return [f"{name}={one}" for name, one in zip(given, named, strict=True)]
     several = [given] if isinstance(given, str) or not isinstance(given, Sequence) else given
-    return as_named(several, file, kind=kind)
+    return code_references(several, file, kind=kind)
 
 
 def _write_rows(rows: Iterable[Mapping[str, Any]], file: Path) -> Path:

@@ -1,9 +1,9 @@
-"""Functions as rewards: by their file, by their source and what it uses, or refused by name."""
+"""Functions as rewards: by their file, pickled with what they use, or refused by name."""
 
 import functools
 import json
 import math
-import re
+import os
 import subprocess
 import sys
 import threading
@@ -18,7 +18,7 @@ from ycore.config.schema import RewardConfig
 from ycore.errors import RewardError
 from ycore.rewards.builtin import length
 from ycore.rewards.loading import load_reward
-from ycore.rewards.source_files import as_named
+from ycore.sandbox.pickled_code import code_references
 
 LOCK = threading.Lock()
 
@@ -59,7 +59,7 @@ def outside(completions: list[str], **columns: Any) -> list[float]:
 
 
 def test_a_function_of_a_module_is_its_file_and_name(tmp_path: Path) -> None:
-    named = as_named(
+    named = code_references(
         [outside, "exact_answer", {"reward": outside, "weight": 0.5}, length],
         tmp_path / "rewards.py",
     )
@@ -82,22 +82,17 @@ def test_a_function_of_a_script_goes_with_what_it_uses(
     script: dict[str, Any], tmp_path: Path
 ) -> None:
     file = tmp_path / "own" / "rewards.py"
-    (named,) = as_named([script["score"]], file)
+    (named,) = code_references([script["score"]], file)
     file = Path(named.removesuffix(":score"))
     assert file.parent == tmp_path / "own" and file.name.startswith("rewards-")
     function = load_reward(RewardConfig(reward=f"{file}:score"))
     assert function(completions=["7 and 12", "none"], answer=["", ""]) == [3.0, 0.0]
-    assert "threading" not in file.read_text()
 
 
 def test_a_class_of_a_script_goes_with_what_it_uses(script: dict[str, Any], tmp_path: Path) -> None:
-    (named,) = as_named([script["Game"]], tmp_path / "env.py", kind="environment")
-    found: dict[str, Any] = {}
-    text = Path(named.removesuffix(":Game")).read_text()
-    exec(text, found)
-    assert found["Game"]().reset() == "a-b-cmath" and found["Game"]().get_reward() == 0.5
-    assert "__name__ =" not in text, "every class looks its module up, and each file has its own"
-    assert as_named([Scores], tmp_path / "env.py", kind="environment") == [
+    (named,) = code_references([script["Game"]], tmp_path / "env.py", kind="environment")
+    assert ran_elsewhere(named, "[value().reset(), value().get_reward()]") == ["a-b-cmath", 0.5]
+    assert code_references([Scores], tmp_path / "env.py", kind="environment") == [
         f"{Path(__file__).resolve()}:Scores"
     ]
     for given, said in (
@@ -105,7 +100,7 @@ def test_a_class_of_a_script_goes_with_what_it_uses(script: dict[str, Any], tmp_
         (dict, "the environment dict"),
     ):
         with pytest.raises(RewardError, match=f"{said}.*give file.py:name"):
-            as_named([given], tmp_path / "env.py", kind="environment")
+            code_references([given], tmp_path / "env.py", kind="environment")
 
 
 def closure() -> Callable[..., Any]:
@@ -151,7 +146,7 @@ def made(bonus: Any = 0.5, *, names: Any = (), **more: Any) -> Any:
         and its second."""
         kept = """a
   b"""
-        assert kept == text and floor(log.e) == 2 and LOCK and inner(completions) is not None
+        assert kept == text and floor(log.e) == 2 and inner(completions) is not None
         return [half(len(one)) + least + len(unit[0]) for one in completions]
 
     inner = functools.partial(lambda function, given: function(given), outside)
@@ -185,6 +180,19 @@ def made_of(math: Callable[..., Any]) -> Callable[..., Any]:
     return lambda completions: [math(1.5) for _ in completions]
 
 
+def ran_elsewhere(name: str, expression: str) -> Any:
+    """The value of an expression over what a reference names, in a process that knows nothing of this one."""
+    file, _, attribute = name.rpartition(":")
+    code = (
+        "import json, runpy, sys; "
+        f"value = runpy.run_path(sys.argv[1])[{attribute!r}]; print(json.dumps({expression}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, file], capture_output=True, text=True, check=True, timeout=120
+    )
+    return json.loads(done.stdout)
+
+
 def loaded(name: str) -> Callable[..., Any]:
     return load_reward(RewardConfig(reward=name))
 
@@ -204,7 +212,12 @@ def loaded(name: str) -> Callable[..., Any]:
             "reward",
             [6, 9],
         ),
-        (functools.partial(outside, answer=7), "outside_2", [2.0, 3.0]),
+        (functools.partial(outside, answer=7), "outside", [2.0, 3.0]),
+        (pair[1], "reward", [2.0]),
+        (eval("lambda completions: [1.0]"), "reward", [1.0]),
+        (Scores().method, "method", [1.0, 1.0]),
+        (Scores(), "reward", [1.0, 1.0]),
+        (functools.partial(Scores()), "reward", [1.0, 1.0]),
     ],
     ids=[
         "decorated",
@@ -214,12 +227,17 @@ def loaded(name: str) -> Callable[..., Any]:
         "lambda",
         "partial",
         "partial of a module's",
+        "one of a line",
+        "without source",
+        "method",
+        "object",
+        "partial of an object",
     ],
 )
 def test_a_function_that_no_name_finds_goes_with_what_it_holds(
     reward: Any, name: str, scores: list[float], tmp_path: Path
 ) -> None:
-    (named,) = as_named([reward], tmp_path / "rewards.py")
+    (named,) = code_references([reward], tmp_path / "rewards.py")
     assert named.endswith(f".py:{name}") and Path(named.rpartition(":")[0]).parent == tmp_path
     assert (
         loaded(named)(completions=["ab", "abc"])
@@ -230,7 +248,7 @@ def test_a_function_that_no_name_finds_goes_with_what_it_holds(
 
 def test_functions_of_one_maker_are_two_rewards(tmp_path: Path) -> None:
     given = [made(1.0), {"reward": made(2.0), "weight": 0.5}, outside]
-    first, second, third = as_named(given, tmp_path / "rewards.py")
+    first, second, third = code_references(given, tmp_path / "rewards.py")
     assert (first.rpartition(":")[2], second["reward"].rpartition(":")[2]) == (
         "wrapper",
         "wrapper_2",
@@ -238,8 +256,6 @@ def test_functions_of_one_maker_are_two_rewards(tmp_path: Path) -> None:
     assert loaded(first)(completions=[""]) == [2.0] and loaded(second["reward"])(
         completions=[""]
     ) == [4.0]
-    text = Path(first.rpartition(":")[0]).read_text()
-    assert "from typing import Any as Any" in text and f"from {__name__} import LOCK" in text
     assert third == f"{Path(__file__).resolve()}:outside"
 
 
@@ -281,7 +297,7 @@ def plain(text):
     file.write_text(cells)
     exec(compile(cells, str(file), "exec"), script)
     given = {name: script[name] for name in ("mine", "loud", "both", "held")}
-    named = as_named(list(given.values()), tmp_path / "rewards.py")
+    named = code_references(list(given.values()), tmp_path / "rewards.py")
     assert [one.rpartition(":")[2] for one in named] == ["score", "loud", "both", "score_2"]
     for one, (name, scores) in zip(
         named, {"mine": 5.0, "loud": 10.0, "both": 15.0, "held": 2.0}.items(), strict=True
@@ -290,57 +306,79 @@ def plain(text):
 
 
 @pytest.mark.parametrize(
-    ("reward", "said"),
+    ("reward", "name"),
     [
-        (closure(), "closure.<locals>.score holds lock (a lock), and a worker is another process"),
-        (
-            functools.partial(outside, answer=LOCK),
-            "outside holds answer (a lock), and a worker is another process",
-        ),
-        (made(names=LOCK), "made.<locals>.score holds default_unit (a tuple)"),
-        (made(Path()), "holds default_least (a PosixPath)"),
-        (made(types.SimpleNamespace()), "holds default_least (a SimpleNamespace)"),
-        (
-            call_each_other(),
-            "call_each_other.<locals>.one holds itself by way of call_each_other.<locals>.other",
-        ),
-        (pair[0], "<lambda> is one of several on line"),
-        (eval("lambda completions: [1.0]"), "<lambda> has no source that can be found"),
-        (Scores.method, "Scores.method is not at the top of its module"),
-        (Scores(), "Scores is a Scores and no plain function"),
-        (Scores().method, "is a method and no plain function"),
-        (functools.partial(Scores()), "reward holds reward (a Scores)"),
-        (math.floor, "is a builtin_function_or_method and no plain function"),
+        (closure(), "score"),
+        (functools.partial(outside, answer=LOCK), "outside"),
+        (made(names=LOCK), "wrapper"),
     ],
 )
-def test_what_no_worker_can_have_is_refused_by_name(reward: Any, said: str, tmp_path: Path) -> None:
-    with pytest.raises(RewardError, match=re.escape(said)) as refused:
-        as_named([reward], tmp_path / "rewards.py")
-    assert str(refused.value).endswith(
-        ("; write it into a file, with what it uses, and give file.py:name", "with def")
-    )
+def test_what_no_worker_can_have_is_refused_by_name(reward: Any, name: str, tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match=rf"the reward {name} cannot be sent.*lock") as refused:
+        code_references([reward], tmp_path / "rewards.py")
+    assert str(refused.value).endswith("and give file.py:name")
     assert not list(tmp_path.iterdir())
 
 
-def test_two_things_of_one_name_are_refused(script: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(
-        RewardError, match="the reward code uses two different things called math; rename one"
-    ):
-        as_named([script["score"], made_of(math.floor)], tmp_path / "rewards.py")
+def file_of(reward: Any, folder: Path) -> str:
+    return str(code_references([reward], folder / "rewards.py")[0])
+
+
+def test_the_same_code_has_the_same_file_in_every_process(tmp_path: Path) -> None:
+    program = """
+import functools, sys
+from pathlib import Path
+from ycore.sandbox.pickled_code import code_references
+WORDS = {"one", "two", "three", sys.argv[2]}
+class Scale:
+    factor = float(sys.argv[3])
+    def apply(self, text):
+        return self.factor * len(text)
+@functools.cache
+def known(text):
+    return text in WORDS or text in ("a", "b")
+def score(completions, scale=Scale()):
+    return [scale.apply(text) for text in completions if known(text) or Scale]
+print(code_references([score, lambda completions: score(completions)], Path(sys.argv[1]))[0])
+"""
+    (tmp_path / "script.py").write_text(program)
+
+    def name_of(seed: str, *arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "script.py", "rewards.py", *arguments],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        )
+        return done.stdout
+
+    first = name_of("1", "four", "1")
+    written = (tmp_path / first.rpartition(":")[0]).read_bytes()
+    assert name_of("2", "four", "1") == first
+    assert (tmp_path / first.rpartition(":")[0]).read_bytes() == written
+    assert len({first, name_of("1", "five", "1"), name_of("1", "four", "2")}) == 3
+    assert ran_elsewhere(str(tmp_path / first.strip()), "value(['two'])") == [3.0]
+
+
+def test_what_a_function_holds_decides_its_file(tmp_path: Path) -> None:
+    files = [file_of(made(1.0), tmp_path), file_of(made(1.0), tmp_path)]
+    files += [file_of(made(2.0), tmp_path), file_of(made(1.0, share=1), tmp_path)]
+    assert files[0] == files[1] and len(set(files)) == 3
 
 
 def test_a_tool_is_no_partial(tmp_path: Path) -> None:
     with pytest.raises(RewardError, match="the tool partial is a partial and no plain function"):
-        as_named([functools.partial(outside)], tmp_path / "tools.py", kind="tool")
+        code_references([functools.partial(outside)], tmp_path / "tools.py", kind="tool")
 
 
 def test_a_lock_around_a_scripts_function_is_refused_by_name(
     script: dict[str, Any], tmp_path: Path
 ) -> None:
-    with pytest.raises(
-        RewardError, match="the reward locked uses LOCK, a lock, which a worker cannot have"
-    ):
-        as_named([script["locked"]], tmp_path / "rewards.py")
+    with pytest.raises(RewardError, match=r"the reward locked cannot be sent to a worker.*lock"):
+        code_references([script["locked"]], tmp_path / "rewards.py")
 
 
 def test_importing_ycore_is_light() -> None:

@@ -1,0 +1,202 @@
+"""Name rewards, tools and environments that are given as Python objects, so that a confined worker can load them.
+
+A function or class of a module is its file and name. One of a script or a notebook, or one that no name finds (a
+closure, a lambda, a partial), is pickled by cloudpickle into a Python file: a process that imported the script would
+start the script's run again. Only confined workers import that file.
+"""
+
+import base64
+import functools
+import hashlib
+import inspect
+import io
+import itertools
+import pickle
+import sys
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ycore.errors import RewardError
+from ycore.run.files import named_by_content
+
+_WAY_OUT = "write it into a file, with what it uses, and give file.py:name"
+_NOT_FINGERPRINTED = frozenset({"__dict__", "__weakref__", "__module__", "__doc__"})
+
+
+def code_references(values: Sequence[Any], file: Path, *, kind: str = "reward") -> list[Any]:
+    """Return rewards, tools or environments as a config takes them: code as `file.py:name`, all else as it is.
+
+    Args:
+        values: names, declarations with a `reward`, functions and classes.
+        file: takes the pickled code, with the beginning of its fingerprint in its name: other code has another file,
+            and the same code, which a run resumes with, keeps its own.
+        kind: `reward`, `tool` or `environment`, which is a class.
+
+    Raises:
+        RewardError: an object cannot be sent to another process.
+    """
+    rewards: list[Any] = [
+        value["reward"] if isinstance(value, Mapping) else value for value in values
+    ]
+    for reward in filter(callable, rewards):
+        _require_kind(reward, kind)
+    code = {id(reward): reward for reward in rewards if callable(reward)}
+    code = {key: reward for key, reward in code.items() if not _is_importable(reward)}
+    objects = dict(zip(_distinct_names(code.values(), kind), code.values(), strict=True))
+    references = dict(zip(code, objects, strict=True))
+    if objects:
+        fingerprint = _Fingerprint()
+        fingerprint.add(list(code.values()))
+        file = named_by_content(file, fingerprint.digest.digest())
+    if objects and not file.exists():
+        data = base64.b64encode(_pickled(objects, kind))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(
+            f'"""{", ".join(objects)}: pickled, for confined workers alone."""\n\n'
+            "import base64\nimport pickle\n\n"
+            f"globals().update(pickle.loads(base64.b64decode({data!r})))\n"
+        )
+    named: list[Any] = []
+    for value, reward in zip(values, rewards, strict=True):
+        name = reward
+        if id(reward) in references:
+            name = f"{file}:{references[id(reward)]}"
+        elif callable(reward):
+            name = f"{_file_of(reward)}:{reward.__name__}"
+        named.append({**value, "reward": name} if isinstance(value, Mapping) else name)
+    return named
+
+
+def _require_kind(value: Any, kind: str) -> None:
+    wanted = {"environment": type, "tool": types.FunctionType}.get(kind)
+    if wanted is not None and (not isinstance(value, wanted) or value.__module__ == "builtins"):
+        name = getattr(value, "__qualname__", type(value).__name__)
+        raise RewardError(
+            f"the {kind} {name} is a {type(value).__name__} and no plain "
+            f"{'class' if wanted is type else 'function'}; {_WAY_OUT}"
+        )
+
+
+def _is_importable(value: Any) -> bool:
+    """Whether another process finds a function or class by its name at the top of its module's file."""
+    return (
+        isinstance(value, type | types.FunctionType)
+        and value.__module__ != "__main__"
+        and getattr(sys.modules.get(value.__module__), value.__name__, None) is value
+        and _file_of(value) is not None
+    )
+
+
+def _file_of(value: Any) -> Path | None:
+    file = getattr(sys.modules[value.__module__], "__file__", None)
+    return None if file is None else Path(file).resolve()
+
+
+def _distinct_names(code: Iterable[Any], kind: str) -> list[str]:
+    """Return an identifier for each object, numbered from its second occurrence on."""
+    names: list[str] = []
+    for value in code:
+        function = value.func if isinstance(value, functools.partial) else value
+        name = getattr(function, "__name__", "")
+        name = name if name.isidentifier() else kind
+        candidates = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
+        names.append(next(candidate for candidate in candidates if candidate not in names))
+    return names
+
+
+def _pickled(objects: Mapping[str, Any], kind: str) -> bytes:
+    import cloudpickle
+
+    class Pickler(cloudpickle.Pickler):
+        """Cached functions too, which pickle writes by their name alone."""
+
+        def reducer_override(self, value: Any) -> Any:
+            if isinstance(value, functools._lru_cache_wrapper):
+                return _cached, (value.__wrapped__, value.cache_parameters())
+            return super().reducer_override(value)
+
+    def dumps(value: Any) -> bytes:
+        buffer = io.BytesIO()
+        Pickler(buffer).dump(value)
+        return buffer.getvalue()
+
+    for name, value in objects.items():
+        try:
+            dumps(value)
+        except Exception as error:  # noqa: BLE001 (whatever a `__reduce__` of the person's raises)
+            reason = " ".join(str(error).split())
+            raise RewardError(
+                f"the {kind} {name} cannot be sent to a worker, which is another process: {reason}; {_WAY_OUT}"
+            ) from None
+    return dumps(dict(objects))
+
+
+def _cached(function: Any, parameters: Mapping[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
+
+
+class _Fingerprint:
+    """A hash of what decides an object's behaviour: sources and values, equal in every process that makes them."""
+
+    def __init__(self) -> None:
+        self.digest = hashlib.sha256()
+        self._seen = dict[int, Any]()  # by id; kept, so that no id is used again
+
+    def add(self, value: Any) -> None:
+        if value is None or isinstance(value, str | int | float | bytes):
+            return self.digest.update(f"{value!r};".encode())
+        self.digest.update(f"{type(value).__qualname__}(".encode())
+        if id(value) not in self._seen:
+            self._seen[id(value)] = value
+            for part in _parts_of(value):
+                self.add(part)
+        self.digest.update(b")")
+
+
+def _parts_of(value: Any) -> Iterable[Any]:
+    """Return what a function or another object consists of, for its fingerprint."""
+    if isinstance(value, types.ModuleType) or _is_importable(value):
+        return [getattr(value, "__module__", None), value.__name__]
+    if isinstance(value, types.FunctionType):
+        cells = [cell for cell in value.__closure__ or () if cell != types.CellType()]
+        return [
+            *(_source_of(value.__code__), value.__defaults__, value.__kwdefaults__),
+            *(cell.cell_contents for cell in cells),
+            *(value.__globals__.get(name) for name in _global_names(value.__code__)),
+        ]
+    if isinstance(value, type):
+        attributes = {k: v for k, v in vars(value).items() if k not in _NOT_FINGERPRINTED}
+        return [*value.__bases__, attributes]
+    if isinstance(value, functools.partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, property):
+        return [value.fget]
+    if hasattr(value, "__wrapped__"):  # a cached function, a static method
+        return [value.__wrapped__]
+    if isinstance(value, Mapping):
+        return [part for item in value.items() for part in item]
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    if isinstance(value, list | tuple):
+        return value
+    if type(value).__module__ == "__main__":
+        return [type(value), getattr(value, "__dict__", None)]
+    with suppress(Exception):  # `_pickled` refuses what cannot be pickled, by its name
+        return [pickle.dumps(value)]
+    return []
+
+
+def _source_of(code: types.CodeType) -> Any:
+    try:
+        return inspect.getsource(code)
+    except OSError:
+        return code.co_code
+
+
+def _global_names(code: types.CodeType) -> list[str]:
+    """Return the names that a function's code, and the code inside it, may look up around it."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return [*code.co_names, *(name for part in inner for name in _global_names(part))]

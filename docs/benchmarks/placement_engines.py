@@ -131,7 +131,8 @@ def served(folder: RunFolder, planned: Sequence[EngineSpec], output: Path) -> It
     """The servers, once all of them answer; at the end nothing is left of them but their logs."""
     for path in (folder.sockets, folder.temporary):
         make_private(path)
-    watch, processes, began = RunWatch(folder.run_id), [], time.time()
+    watch = RunWatch(folder.run_id)
+    processes = []
     try:
         for engine in planned:
             processes.append(
@@ -151,7 +152,6 @@ def served(folder: RunFolder, planned: Sequence[EngineSpec], output: Path) -> It
         watch.kill(grace_s=0)
         for process in processes:
             process.wait(timeout_s=20)
-        watch.remove_segments(began=began)
         remove_leftovers(folder)
         shutil.rmtree(folder.root, ignore_errors=True)
 

@@ -1,7 +1,6 @@
 """What stands beside a run and must not be touched: other processes, files and shared memory, a run under its path.
 
 `Witness` is the other half: a cgroup in which the run is started, so that the kernel itself lists what is left of it.
-It is in another hierarchy than the cgroup that the run makes, where there are several.
 """
 
 import hashlib
@@ -22,12 +21,12 @@ from typing import Any, Self
 import psutil
 
 from tests.chaos.runs import has_role
-from ycore.launch.segments import SHARED_MEMORY
 from ycore.run.process_tree import is_alive
 from ycore.run.reports import RUN_MARKER
 
 _SLEEP = "import time; time.sleep(3600)"
 _TWIN_WITHIN_S = 300.0
+_SHARED_MEMORY = Path("/dev/shm")
 _HIERARCHIES = ("pids", "cpuacct", "unified", "")
 
 
@@ -103,9 +102,9 @@ class Foreign:
 
     def __init__(self, folder: Path, dataset: Path, temporary: Path) -> None:
         token = secrets.token_hex(6)
-        self.dataset = SHARED_MEMORY / f"ycore-chaos-{token}.jsonl"
+        self.dataset = _SHARED_MEMORY / f"ycore-chaos-{token}.jsonl"
         shutil.copy(dataset, self.dataset)
-        self._folders = [SHARED_MEMORY / f"ycore-{token}", temporary / f"ycore-{token}"]
+        self._folders = [_SHARED_MEMORY / f"ycore-{token}", temporary / f"ycore-{token}"]
         for place in self._folders:
             place.mkdir()
             (place / "mine").write_text(token)
@@ -156,7 +155,7 @@ class Foreign:
 
     def _look(self) -> dict[str, str]:
         files = [self.dataset, *(place / "mine" for place in self._folders)]
-        files += [SHARED_MEMORY / segment.name.lstrip("/") for segment in self._segments]
+        files += [_SHARED_MEMORY / segment.name.lstrip("/") for segment in self._segments]
         state = {str(path): _fingerprint(path) for path in files}
         return state | {
             f"process {process.pid}": f"exit {process.poll()}" for process in self.processes

@@ -9,7 +9,6 @@ learns nothing stands in for the real one; launcher, guardian and reward workers
 import hashlib
 import os
 import random
-import secrets
 import signal
 import tempfile
 import time
@@ -29,7 +28,6 @@ from tests.chaos.results import Difference
 from tests.chaos.runs import Run, Setting
 from tests.chaos.trial import INTERRUPTED, Outcome
 from ycore.errors import RunError
-from ycore.launch.segments import SHARED_MEMORY
 from ycore.run.paths import RunFolder
 
 _COMES_WITHIN_S = 600.0
@@ -228,9 +226,8 @@ def end_one(bench: Bench, place: Path, case: Case) -> Outcome:
     """One run with foreign things beside it, ended."""
     began, end, output = time.monotonic(), ENDS[case.kind], place / case.name
     daemon = DAEMON + hashlib.sha256(os.fsencode(output)).hexdigest()[:12]
-    segment = SHARED_MEMORY / f"psm_{secrets.token_hex(4)}"
     job = replace(bench.job, steps=end.steps, checkpoint_every=_LONG, reward=case.reward)
-    scripted = {**(bench.setting.scripted or {}), "--segment": segment.name}
+    scripted = dict(bench.setting.scripted or {})
     scripted["begun"] = str(_begun(RunFolder(output)))
     scripted |= {"trainer": light_trainer.MODULE} if case.is_light else {}
     setting = Setting(place.parent, scripted, bench.setting.package, stop=bench.setting.stop)
@@ -251,14 +248,13 @@ def end_one(bench: Bench, place: Path, case: Case) -> Outcome:
             landed = _do(run, witness, case, foreign)
             status = run.wait(timeout_s=_COMES_WITHIN_S)
             notes = _run_next(setting, words, output, witness) if end.is_cleared_by_the_next else []
-            left = _left(run, witness, segment)
+            left = _left(run, witness)
             notes += [*foreign.touched(), *(twin.touched() if twin is not None else [])]
         finally:
             if twin is not None:
                 twin.close()
             run.end()
             witness.close()
-            segment.unlink(missing_ok=True)
     right = (*end.exits, *(end.early if case.stage in ("start", "claimed") else ()))
     notes += (
         [] if status in right else [f"exit status {status}, not {' or '.join(map(str, right))}"]
@@ -313,11 +309,10 @@ def _run_next(setting: Setting, words: list[str], output: Path, witness: Witness
     return [] if status == INTERRUPTED else [f"the next run ended with {status}"]
 
 
-def _left(run: Run, witness: Witness, segment: Path) -> list[str]:
-    """What there still is after a while: processes, the run's folders, its cgroup, its engine's shared memory."""
+def _left(run: Run, witness: Witness) -> list[str]:
+    """What there still is after a while: processes, and the run's folders."""
     folder, deadline = run.folder, time.monotonic() + _GONE_WITHIN_S
-    groups = [path / f"ycore-{folder.run_id}" for path in Path("/sys/fs/cgroup").glob("*/")]
-    paths = [folder.sockets, folder.shared_memory, folder.temporary, segment, *groups]
+    paths = [folder.sockets, folder.shared_memory, folder.temporary]
     while True:
         left = []
         for process in witness.processes():

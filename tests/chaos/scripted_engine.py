@@ -21,7 +21,6 @@ import asyncio
 import hashlib
 import json
 import math
-import mmap
 import random
 import re
 import sys
@@ -344,9 +343,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--calls", default="", help="functions, with commas between, that completions call"
     )
-    parser.add_argument("--segment", help="hold shared memory of this name, and leave it")
     options, _ = parser.parse_known_args(arguments)
-    held = options.segment and _segment(options.segment)
     engine = ScriptedEngine(
         letters=read_letters(options.model),
         weights=read_weights(options.model),
@@ -359,14 +356,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     engine.awake.set()
     print(f"scripted engine at {options.uds}", file=sys.stderr, flush=True)
     asyncio.run(Server(engine).serve(options.uds))
-    del held
-
-
-def _segment(name: str) -> mmap.mmap:
-    """As vLLM's processes hold it, without a resource tracker that would remove it."""
-    with open(f"/dev/shm/{name}", "w+b") as file:
-        file.truncate(4096)
-        return mmap.mmap(file.fileno(), 4096)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import pytest
 
 from tests.chaos.foreign import Foreign, Witness
 from tests.chaos.rows_ends import ENDS, REWARDS, STAGES, draw_cases
-from ycore.launch.segments import SHARED_MEMORY
 
 HIDES = """
 import os, subprocess
@@ -40,7 +39,7 @@ def test_a_witness_sees_what_hides_and_takes_it_along(tmp_path: Path) -> None:
     assert not hidden.is_running() or hidden.status() == psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="no /dev/shm")
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm")
 def test_what_is_touched_of_the_foreign_is_named(tmp_path: Path) -> None:
     dataset = tmp_path / "train.jsonl"
     dataset.write_text("{}\n")

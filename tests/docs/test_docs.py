@@ -148,9 +148,9 @@ def test_lines_of_the_scorecard_name_rows_that_are_there(page: Path, line: str) 
     words = shlex.split(line, comments=True)
     known = (
         "tests.chaos",
-        "tests.chaos.early_kills",
         "tests.chaos.power",
         "tests.fuzz",
+        "tests.gpu",
         "tests.sandbox",
     )
     assert words[:2] == ["python", "-m"] and words[2] in known

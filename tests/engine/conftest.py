@@ -54,7 +54,7 @@ def _serving(folder: RunFolder, engines: Sequence[EngineSpec]) -> Iterator[None]
     for path in (folder.sockets, folder.temporary):
         make_private(path)
     folder.logs.mkdir()
-    began, watch = time.time(), RunWatch(folder.run_id)
+    watch = RunWatch(folder.run_id)
     processes: list[ManagedProcess] = []
     try:
         for one in engines:
@@ -72,7 +72,6 @@ def _serving(folder: RunFolder, engines: Sequence[EngineSpec]) -> Iterator[None]
         watch.kill(grace_s=0)
         for process in processes:
             process.wait(timeout_s=20)
-        watch.remove_segments(began=began)
         remove_leftovers(folder)
     assert RunWatch(folder.run_id).look() == []
 

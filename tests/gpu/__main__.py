@@ -15,7 +15,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu")
+    parser.add_argument("--dry-run", action="store_true", help="list the parts, start nothing")
     options = parser.parse_args()
+    if options.dry_run:
+        for name, part in PARTS.items():
+            print(f"{name:<12} {part.limit_s:.0f} s at most; needs a GPU: {part.needs_gpu}")
+        print("Nothing was started; leave out --dry-run to begin.")
+        return 0
     gpus = () if options.device == "cpu" else visible_gpus()
     if options.device == "gpu" and not gpus:
         print("the driver lists no NVIDIA GPU; add --device cpu for what a CPU can do")

@@ -16,7 +16,6 @@ from pathlib import Path
 import psutil
 
 from ycore.errors import Interrupted
-from ycore.launch.ownership import own
 from ycore.run.paths import RunFolder
 from ycore.run.process_tree import descendants, is_alive
 from ycore.run.reports import RUN_MARKER, Report, read_report
@@ -74,7 +73,6 @@ class ManagedProcess:
                 start_new_session=True,
             )
         self._num_killed = out_of_memory_kills()
-        own(self.pid, run_id)
         if cores is not None and sys.platform == "linux":
             # It may have ended, which the caller notices; or the container forbids it, which only costs speed.
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ValidationError
 from ycore.errors import RunFolderError
 from ycore.run.files import make_folder, read_json, sync, write_json_atomic
 from ycore.run.paths import RunFolder
-from ycore.run.run_record import LOCK, keep_record
+from ycore.run.run_id import LOCK, keep_run_id
 from ycore.run.secrets import check_secrets, redact, redact_command
 
 _LOCK_WITHIN_S = 6.0  # what a guardian takes to clear away a run whose launcher was killed
@@ -45,8 +45,6 @@ class Claim:
 
     A guardian inherits it, so that a next run of the folder waits until the last one's processes are gone. The package
     filelock does not serve here: it hides its descriptor, and its release would unlock the guardian's too.
-
-    `record` has the run's id, and the beginning of the run whose processes may be left.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -59,11 +57,7 @@ class Claim:
                     f"another ycore is running in {folder.root}; wait for it, stop it, or choose another --output"
                 )
             time.sleep(0.1)
-        self.record = keep_record(self.descriptor)
-
-    def begin(self) -> None:
-        """From now on processes are the run's that begins; those of the last one are gone."""
-        self.record = keep_record(self.descriptor, began=time.time())
+        self.run_id = keep_run_id(self.descriptor)
 
     def release(self) -> None:
         os.close(self.descriptor)

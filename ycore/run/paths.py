@@ -5,7 +5,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from ycore.run.run_record import LOCK, read_record
+from ycore.run.run_id import LOCK, read_run_id
 
 
 class RunFolder:
@@ -56,8 +56,8 @@ class RunFolder:
 
         Before that nothing has the id, and it follows from the path.
         """
-        if self._run_id is None and (record := read_record(self.lock)) is not None:
-            self._run_id = record.run_id  # kept, should the folder be removed while the run goes on
+        if self._run_id is None:  # kept, should the folder be removed while the run goes on
+            self._run_id = read_run_id(self.lock)
         return self._run_id or hashlib.sha256(os.fsencode(self.root.resolve())).hexdigest()[:12]
 
     @property

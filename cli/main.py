@@ -3,11 +3,9 @@
 Nothing heavy is imported until a command runs.
 """
 
-import signal
 import sys
 from collections.abc import Callable, Sequence
-from types import FrameType
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from ycore_cli.look import agents, docs, doctor, env, recipes, report, reproduce, watch
@@ -19,6 +17,7 @@ from ycore_cli.use import chat, export, push, serve
 from ycore import __version__
 from ycore.config.algorithms import ALGORITHMS, families, load
 from ycore.errors import Interrupted, YcoreError
+from ycore.run.interrupt import run_command
 from ycore.run.text import printable
 
 _ANY_TRL_FIELD = {"ignore_unknown_options": True, "allow_extra_args": True}
@@ -74,28 +73,7 @@ def ycore(
 
 def main() -> None:
     """The console script, once everything is imported that it needs to begin."""
-    interrupts: list[int] = []
-
-    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-        interrupts.append(number)
-        raise KeyboardInterrupt
-
-    try:
-        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-            signal.signal(signal.SIGINT, interrupt)
-        status = run(sys.argv[1:])
-    except BaseException:
-        if not interrupts:
-            raise
-        status = Interrupted.exit_code  # an import that Ctrl-C broke fails in its own way
-        print("interrupted", file=sys.stderr)
-    if interrupts and status:
-        status = Interrupted.exit_code
-    if status:
-        signal.signal(
-            signal.SIGINT, signal.SIG_IGN
-        )  # a Ctrl-C in Python's own shutdown would hide the status
-    sys.exit(status)
+    sys.exit(run_command(lambda: run(sys.argv[1:])))
 
 
 def run(arguments: Sequence[str]) -> int:

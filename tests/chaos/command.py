@@ -5,7 +5,6 @@ engine's command is exchanged, here, before the launcher is imported; the produc
 """
 
 import json
-import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import ycore_cli
+
+from ycore.run.interrupt import end_while_importing
 
 ENGINE_MODULE = "tests.chaos.scripted_engine"
 
@@ -39,7 +40,7 @@ def main() -> None:
     instruction is done. Until then Python is starting, and a signal ends it as it ends any program.
     """
     options = json.loads(sys.argv[1])
-    signal.signal(signal.SIGINT, ycore_cli.end_at_once)
+    end_while_importing()
     if (begun := options.pop("begun", None)) is not None:
         Path(begun).touch()
     trainer = options.pop("trainer", None)

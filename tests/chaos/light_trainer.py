@@ -12,9 +12,10 @@ from pathlib import Path
 from ycore.config.schema import RunConfig
 from ycore.errors import Interrupted, RunError
 from ycore.run.files import read_json
+from ycore.run.interrupt import on_stop
 from ycore.run.metrics import MetricsWriter
 from ycore.run.paths import RunFolder
-from ycore.run.reports import on_stop, run_alone
+from ycore.run.reports import run_alone
 from ycore.scoring.reward_pool import RewardPool
 from ycore.types import Content
 

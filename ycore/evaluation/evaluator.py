@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from ycore.evaluation.held_out import figures, pair_figures, table_of
 from ycore.run.files import sync, write_json_atomic
+from ycore.run.interrupt import on_stop
 from ycore.run.metrics import MetricsWriter
-from ycore.run.reports import on_stop, run_alone
+from ycore.run.reports import run_alone
 from ycore.types import Group
 
 if TYPE_CHECKING:

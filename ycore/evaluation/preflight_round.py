@@ -25,7 +25,8 @@ from ycore.evaluation.preflight_verdict import (
 )
 from ycore.round.sampling import total_reward
 from ycore.run.files import write_json_atomic
-from ycore.run.reports import on_stop, run_alone
+from ycore.run.interrupt import on_stop
+from ycore.run.reports import run_alone
 from ycore.types import Completion, Group, Message, Prompt
 
 if TYPE_CHECKING:

@@ -25,13 +25,14 @@ from ycore.launch.guardian import guarded
 from ycore.launch.layout import Site, on_machine, site_of
 from ycore.launch.machine_checks import check_run
 from ycore.launch.processes import ManagedProcess, RankedTrainer
-from ycore.launch.supervise import Limits, StopRequests, Supervisor
+from ycore.launch.supervise import Limits, Supervisor
 from ycore.models.fetch import fetch_model
 from ycore.models.names import resolve_model
 from ycore.placement.placement import ALLOCATOR, ROLLOUT
 from ycore.rewards.builtin import is_code
 from ycore.run.claim import claim
 from ycore.run.files import read_json, write_json_atomic
+from ycore.run.interrupt import StopRequests
 from ycore.run.metrics import Status, read_metrics, summarise
 from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER

@@ -1,17 +1,13 @@
 """Watch a run's processes until it ends: show progress, restart what died, and turn every end into its error."""
 
-import os
 import re
 import signal
-import termios
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn, Self
+from typing import NoReturn
 
 import psutil
 
@@ -22,6 +18,7 @@ from ycore.launch.guardian import RunWatch
 from ycore.launch.processes import ManagedProcess, RankedTrainer, StopWatch, is_stopped
 from ycore.run.checkpoints import checkpoints_in, step_of
 from ycore.run.files import write_json_atomic
+from ycore.run.interrupt import StopRequests
 from ycore.run.metrics import MetricsFollower
 from ycore.run.paths import RunFolder
 from ycore.run.reports import forget_reports
@@ -40,56 +37,6 @@ _SAVE_STALLS_AFTER_S = 300.0
 _END_WITHIN_S = 60.0  # after Ctrl-C when there is nothing to save
 _WORKING_CPU_S = 5.0  # processor time that counts as progress; a process that only waits uses less
 _DEADLINE_MISSED = re.compile(r"\bwithin \d+ s\b|timed out", re.IGNORECASE)
-
-
-class StopRequests:
-    """A context in which SIGINT, SIGTERM and SIGHUP only add to `count`; the old handlers come back after it."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._raises = False
-        self._previous: dict[signal.Signals, Any] = {}
-        self._terminals = [descriptor for descriptor in (0, 1, 2) if os.isatty(descriptor)]
-
-    def __enter__(self) -> Self:
-        if (
-            threading.current_thread() is threading.main_thread()
-        ):  # Python allows handlers nowhere else
-            numbers = [signal.SIGINT, signal.SIGTERM]
-            if (
-                signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-            ):  # under nohup the run outlives its terminal
-                numbers.append(signal.SIGHUP)
-            self._previous = {number: signal.signal(number, self._count) for number in numbers}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    @contextmanager
-    def at_once(self) -> Iterator[None]:
-        """Around work that cannot look at `count`, such as a download: a signal raises Interrupted in its midst."""
-        self._raises = True
-        try:
-            yield
-        finally:
-            self._raises = False
-
-    def _count(self, number: int, frame: FrameType | None) -> None:
-        for terminal in self._terminals if number == signal.SIGHUP else ():
-            try:
-                termios.tcgetattr(terminal)
-            except termios.error:  # closed: writing to it is an error, which must not end a save
-                nowhere = os.open(os.devnull, os.O_RDWR)
-                os.dup2(nowhere, terminal)
-                os.close(nowhere)
-        self.count += 1
-        if self._raises:
-            self._raises = False
-            raise Interrupted(
-                "stopped before the first step; the same command with --resume starts again"
-            )
 
 
 @dataclass(frozen=True, slots=True)

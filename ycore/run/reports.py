@@ -136,9 +136,3 @@ def print_error(error: YcoreError) -> int:
     prefix = "error" if isinstance(error, UserError) else "failed"
     print(f"{prefix}: {error}", file=sys.stderr)
     return error.exit_code
-
-
-def on_stop(ask: Callable[[], None]) -> None:
-    """From now on SIGINT and SIGTERM only call `ask`."""
-    for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, lambda signum, frame: ask())

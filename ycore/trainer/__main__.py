@@ -13,11 +13,11 @@ from typing import Protocol
 from ycore.config.algorithms import families, find_algorithm, load
 from ycore.errors import Interrupted, PeerError, RunError, YcoreError
 from ycore.run.files import is_disk_full, read_json
+from ycore.run.interrupt import on_stop
 from ycore.run.paths import RunFolder
 from ycore.run.reports import (
     Rank,
     dump_stacks_on_signal,
-    on_stop,
     print_error,
     report_end,
     take_place,

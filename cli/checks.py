@@ -17,12 +17,10 @@ from ycore.data.examples import load_examples, num_overlapping
 from ycore.data.prompts import PromptSet, load_prompts
 from ycore.errors import ConfigError, RewardError
 from ycore.judge.agreement import judge_questions, trains_a_judge
-from ycore.judge.sources import check_pictures, is_rule
 from ycore.launch import engines
 from ycore.launch.diagnostics import plan_steps
 from ycore.launch.layout import Site, site_of
 from ycore.launch.machine_checks import check_run
-from ycore.launch.scoring_models import check_scorers
 from ycore.models.names import (
     ModelPlan,
     require_chat_template,
@@ -30,13 +28,13 @@ from ycore.models.names import (
     resolve_model,
     sighted_family,
 )
-from ycore.rewards.builtin import is_code, is_environment, is_reference
-from ycore.rewards.worker_client import check_reward
+from ycore.rewards.builtin import is_environment, is_reference
 from ycore.round.curriculum import guesses_from
 from ycore.run.checkpoints import checkpoints_in, step_of
 from ycore.run.claim import AS_IT_WAS, Resume, check_claim
 from ycore.run.secrets import redact
-from ycore.sandbox.level import choose_level, require_sandbox
+from ycore.sandbox.level import choose_level
+from ycore.scoring.scorers import check_images, check_models, check_rows, is_rule, runs_unknown_code
 from ycore.types import Prompt
 
 
@@ -120,9 +118,9 @@ def _check_rollouts(
         require_chat_template(model)
     if prompts.shows is not None:
         require_sight(model, prompts.shows)
-        check_pictures(config)
+        check_images(config)
     columns = list(prompts.columns)
-    _check_rewards(config, prompts)
+    check_rows(config, prompts)
     if isinstance(config.sampling.curriculum, str):
         guesses_from(prompts.prompts, config.sampling.curriculum, config.group_size)
     _check_turns(config, model)
@@ -145,7 +143,7 @@ def _check_rollouts(
         "engine": engine,
         "memory": None if sharing is None else sharing.line,
         "forecast": forecast,
-        "scorers": check_scorers(config, columns, engine=engine),
+        "scorers": check_models(config, engine=engine),
         "sandbox": _sandbox_lines(config),
         "batch": derive_batch(
             config, world_size=site.layout.world, on_cpu=not site.machine.devices
@@ -167,24 +165,6 @@ def _prompt_tokens(prompts: Sequence[Prompt]) -> int:
     return round(fmean(map(len, texts)) / 4) + (0 if isinstance(some[0], str) else 20)
 
 
-def _check_rewards(config: RunConfig, prompts: PromptSet) -> None:
-    columns = [*prompts.columns, *(["environments"] if config.env else [])]
-    for reward in config.rewards:
-        if is_rule(reward):
-            check_reward(
-                reward,
-                columns,
-                settings=config.reward_workers,
-                sandbox=config.sandbox,
-                run_folder=Path(config.output),
-            )
-        elif is_code(reward):
-            from ycore.rewards.code import check_tests  # with asyncio, which no other dry run needs
-
-            require_sandbox(choose_level(config.sandbox.level), f"reward {reward.reward!r}")
-            check_tests(reward, columns, prompts.prompts)
-
-
 def _check_evaluation(config: RunConfig, prompts: PromptSet) -> dict[str, Any] | None:
     """The held-out rows and when they are measured; None for a run without any."""
     asks = (
@@ -203,7 +183,7 @@ def _check_evaluation(config: RunConfig, prompts: PromptSet) -> dict[str, Any] |
     if held_out is None:
         return None
     rows = _load_prompts(held_out, as_chat=prompts.is_chat)
-    _check_rewards(held_out, rows)
+    check_rows(held_out, rows)
     return {
         "dataset": held_out.dataset,
         "rows": len(rows.prompts),
@@ -264,7 +244,7 @@ def _check_turns(config: RunConfig, model: ModelPlan) -> None:
 def _sandbox_lines(config: RunConfig) -> list[str]:
     """What confines the rewards that ycore did not bring, and what a recipe opens for each; nothing without any."""
     own = [reward for reward in config.rewards if is_rule(reward) and ":" in reward.reward]
-    if not own and not config.has_turns and not any(is_code(reward) for reward in config.rewards):
+    if not runs_unknown_code(config) and not config.has_turns:
         return []
     lines = [choose_level(config.sandbox.level).line]
     for reward in own:

@@ -243,7 +243,7 @@ class Round:
         import asyncio
 
         from ycore.run.tasks import together
-        from ycore.scoring.scoring import Writing
+        from ycore.scoring.scoring import PendingGroup
 
         controller, step = run.controller, run.trainer.state.global_step
 
@@ -253,7 +253,7 @@ class Round:
         async def one(group: "Group") -> "Group":
             tasks = [asyncio.create_task(written(completion)) for completion in group.completions]
             scores_GR = await controller.scoring.score(
-                Writing(group.draw, tasks, step, controller.slots)
+                PendingGroup(group.draw, tasks, step, controller.slots)
             )
             return replace(group, scores_GR=tuple(map(tuple, scores_GR)))
 

@@ -42,8 +42,8 @@ from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules, Shard
 from ycore.round.step import Controller
 from ycore.round.torch_peers import TorchPeers
-from ycore.scoring.reward_pool import RewardPool
-from ycore.scoring.scoring import RuleScorer, Scoring
+from ycore.scoring.reward_pool import RewardPool, RuleScorer
+from ycore.scoring.scoring import Scoring
 from ycore.types import Prompt, Score
 
 Job = dict[str, Any]

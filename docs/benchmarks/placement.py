@@ -60,7 +60,7 @@ from ycore.round.step import Controller
 from ycore.round.torch_peers import TorchPeers
 from ycore.run.tasks import together
 from ycore.run.trace import ROUND, TraceWriter, read_trace
-from ycore.scoring.scoring import Scoring, Writing
+from ycore.scoring.scoring import PendingGroup, Scoring
 from ycore.types import Draw, Prompt, Score
 from ycore.view.pictures import draw_panels
 
@@ -109,10 +109,10 @@ class LengthJudge:
     async def close(self) -> None:
         """They are the script's."""
 
-    async def score(self, writing: Writing) -> list[list[Score]]:
+    async def score(self, writing: PendingGroup) -> list[list[Score]]:
         return await together([self._judge(writing, index) for index in range(len(writing))])
 
-    async def _judge(self, writing: Writing, index: int) -> list[Score]:
+    async def _judge(self, writing: PendingGroup, index: int) -> list[Score]:
         completion = await writing.tasks_G[index]
         async with writing.turn(JUDGE) as slot:
             # What it reads is as long for every completion, so that a request has one size.

@@ -19,7 +19,7 @@ from ycore.launch.engines import is_vllm_installed, plan_engines
 from ycore.launch.layout import ONE_RANK, Machine, Site
 from ycore.models.tiny import write_tiny_model
 from ycore.run.paths import RunFolder
-from ycore.scoring.scorers import reward_model_encoder
+from ycore.scoring.reward_model_scorer import reward_model_encoder
 from ycore.types import Prompt
 
 pytestmark = [

@@ -9,6 +9,7 @@ import pytest
 
 from tests.scripted_teacher import teacher_at
 from ycore.config.schema import RewardConfig, RunConfig
+from ycore.data.prompts import PromptSet
 from ycore.engine.commands import engine_command, engine_environment
 from ycore.errors import ConfigError, UserError
 from ycore.judge.sources import with_declarations
@@ -16,16 +17,22 @@ from ycore.launch import engines
 from ycore.launch.device_memory import RunMemory
 from ycore.launch.engines import EnginePlan, plan_engines
 from ycore.launch.layout import ONE_RANK, Machine, Site
-from ycore.launch.scoring_models import check_run_placement, check_scorers, served_models
+from ycore.launch.scoring_models import check_run_placement, served_models
 from ycore.models.tiny import write_tiny_model
 from ycore.plan.sharing import DeviceSharing
 from ycore.run.paths import RunFolder
+from ycore.scoring.scorers import check_models, check_rows
 
 SCORE = {"verdict": {"kind": "score"}}
 CONFIG = {
     "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2, "hidden_size": 64,
     "max_position_embeddings": 2048, "architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"},
 }  # fmt: skip
+
+
+def check_scorers(config: RunConfig, columns: list[str], *, engine: str) -> list[str]:
+    check_rows(config, PromptSet([], tuple(columns), "", is_chat=True, shows=None))
+    return check_models(config, engine=engine)
 
 
 def config_of(*rewards: Any, **settings: Any) -> RunConfig:

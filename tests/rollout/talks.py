@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from ycore.rollout.dialogue import Dialogue
 from ycore.rollout.tool_pool import Description
-from ycore.scoring.reward_pool import RewardPool
-from ycore.scoring.scoring import RuleScorer, Scoring
+from ycore.scoring.reward_pool import RewardPool, RuleScorer
+from ycore.scoring.scoring import Scoring
 from ycore.types import Completion
 
 ADD: dict[str, Any] = {

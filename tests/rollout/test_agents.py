@@ -30,7 +30,7 @@ from ycore.round.sampling import Cost, DrawSource, Rules
 from ycore.round.step import Controller
 from ycore.run.group_json import from_bytes, to_bytes
 from ycore.sandbox.confined_worker import CallFailed
-from ycore.scoring.scoring import Scorer, Scoring, Writing
+from ycore.scoring.scoring import PendingGroup, Scorer, Scoring
 from ycore.trl.batches import FlatSequence, flatten
 from ycore.types import Completion, Draw, Group, Prompt, Score
 
@@ -471,7 +471,7 @@ class Engine:
 class Length(Scorer):
     """Rewards what differs from completion to completion, from the transcript."""
 
-    async def score_one(self, writing: Writing, index: int) -> Score:
+    async def score_one(self, writing: PendingGroup, index: int) -> Score:
         completion = await writing.tasks_G[index]
         return Score(float(sum(map(ord, completion.transcript)) % 11))
 

@@ -14,7 +14,7 @@ from ycore.round.journal import Journal
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules
 from ycore.round.step import Controller
-from ycore.scoring.scoring import Scoring, Writing
+from ycore.scoring.scoring import PendingGroup, Scoring
 from ycore.types import Completion, Group, Prompt, Score
 
 MAX_TOKENS = 40
@@ -90,7 +90,7 @@ class Numbered:
     async def start(self, *, timeout_s: float) -> None:
         pass
 
-    async def score(self, writing: Writing) -> list[list[Score]]:
+    async def score(self, writing: PendingGroup) -> list[list[Score]]:
         return [[Score(float(number))] for number, _ in enumerate(await writing.all())]
 
     async def close(self) -> None:

@@ -39,7 +39,7 @@ from ycore.round.assemble import Assembly
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules
 from ycore.round.step import Controller
-from ycore.scoring.scorers import EnvironmentScorer
+from ycore.scoring.policy_scorers import EnvironmentScorer
 from ycore.scoring.scoring import Scoring
 from ycore.types import Completion, Draw, Prompt, Score
 

@@ -14,7 +14,7 @@ from ycore.round.journal import Journal
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules
 from ycore.round.step import Controller
-from ycore.scoring.scoring import Scoring, Writing
+from ycore.scoring.scoring import PendingGroup, Scoring
 from ycore.types import Completion, Group, Prompt, Score
 
 STEPS = 5
@@ -70,7 +70,7 @@ class Even:
     async def start(self, *, timeout_s: float) -> None:
         pass
 
-    async def score(self, writing: Writing) -> list[list[Score]]:
+    async def score(self, writing: PendingGroup) -> list[list[Score]]:
         written = await writing.all()
         return [[Score(float(one.token_ids[0] % 2 == 0))] for one in written]
 

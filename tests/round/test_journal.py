@@ -13,7 +13,7 @@ from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules
 from ycore.round.step import Controller
 from ycore.run.group_json import group_from_json, to_json
-from ycore.scoring.scoring import Scoring, Writing
+from ycore.scoring.scoring import PendingGroup, Scoring
 from ycore.types import Completion, Draw, Group, Prompt, Score, Turn
 
 
@@ -60,7 +60,7 @@ class Constant:
     async def start(self, *, timeout_s: float) -> None:
         pass
 
-    async def score(self, writing: Writing) -> list[list[Score]]:
+    async def score(self, writing: PendingGroup) -> list[list[Score]]:
         return [list(group(0).scores_GR[0]) for _ in range(len(writing))]
 
     async def close(self) -> None:

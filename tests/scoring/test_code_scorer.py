@@ -15,7 +15,7 @@ from ycore.sandbox import Level
 from ycore.sandbox.level import level_refusal
 from ycore.sandbox.programs import ProgramPool
 from ycore.scoring.code_scorer import CodeMeter, CodeScorer
-from ycore.scoring.scoring import Writing
+from ycore.scoring.scoring import PendingGroup
 from ycore.types import Completion, Draw, Prompt, Score
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ class Room:
         async def work() -> list[list[Score]]:
             tasks = [asyncio.create_task(written(text)) for text in texts]
             return await scorer.score(
-                Writing(Draw(0, Prompt(0, content, columns), (1,)), tasks, 0, Slots(1))
+                PendingGroup(Draw(0, Prompt(0, content, columns), (1,)), tasks, 0, Slots(1))
             )
 
         self.meter.take()

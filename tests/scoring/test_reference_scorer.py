@@ -12,8 +12,8 @@ from ycore.engine.transformers_engine import TransformersEngine
 from ycore.models.tiny import write_tiny_model
 from ycore.placement.slots import Slots
 from ycore.rewards.builtin import Reference
-from ycore.scoring.scorers import Policy, ReferenceScorer
-from ycore.scoring.scoring import Writing
+from ycore.scoring.policy_scorers import ReferenceScorer
+from ycore.scoring.scoring import PendingGroup, Policy
 from ycore.types import Completion, Draw, Prompt, Score
 
 TEXTS = ["<think>a</think> <answer>9</answer>", "it is 8"]
@@ -44,7 +44,7 @@ def scored(
     async def work() -> list[list[Score]]:
         tasks = [asyncio.create_task(written(text)) for text in TEXTS]
         draw = Draw(0, Prompt(0, "q", {"answer": answer}), (9, 8))
-        return await scorer.score(Writing(draw, tasks, 0, Slots(1)))
+        return await scorer.score(PendingGroup(draw, tasks, 0, Slots(1)))
 
     return asyncio.run(work())
 

@@ -17,8 +17,8 @@ from ycore.placement.slots import Slots
 from ycore.rewards.worker_client import check_reward
 from ycore.run.images import ImageStore, png_of
 from ycore.run.paths import RunFolder
-from ycore.scoring.reward_pool import RewardPool
-from ycore.scoring.scoring import RuleScorer, Writing
+from ycore.scoring.reward_pool import RewardPool, RuleScorer
+from ycore.scoring.scoring import PendingGroup
 from ycore.types import IMAGE_MARK, Completion, Content, Draw, Prompt, Score
 
 REWARDS = """
@@ -171,7 +171,7 @@ def test_a_reward_gets_pictures_and_sees_nothing_else_of_the_run(folder: Path) -
         ]
         async with pool:
             return await RuleScorer(pool, store).score(
-                Writing(Draw(0, prompt, (1,)), written, 1, Slots(1))
+                PendingGroup(Draw(0, prompt, (1,)), written, 1, Slots(1))
             )
 
     assert bounded(run_it()) == [[Score(200.0)], [Score(200.0)]]

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -30,17 +31,13 @@ from ycore.round.sampling import DrawSource, Rules
 from ycore.round.step import Controller
 from ycore.run.images import ImageStore, png_of
 from ycore.run.paths import RunFolder
-from ycore.scoring.judge_scorer import AgreementScorer, JudgeScorer
-from ycore.scoring.scorers import Member, RewardModelScorer, TeacherScorer, build_scoring
-from ycore.scoring.scoring import (
-    JudgeMeter,
-    RewardModelMeter,
-    Scorer,
-    Scoring,
-    TeacherMeter,
-    WorkerMeter,
-    Writing,
-)
+from ycore.sandbox import Level
+from ycore.scoring.judge_scorer import AgreementScorer, JudgeMeter, JudgeScorer
+from ycore.scoring.reward_model_scorer import EnsembleMember, RewardModelMeter, RewardModelScorer
+from ycore.scoring.reward_pool import WorkerMeter
+from ycore.scoring.scorers import build_scoring
+from ycore.scoring.scoring import PendingGroup, Scorer, Scoring
+from ycore.scoring.teacher_scorer import TeacherMeter, TeacherScorer
 from ycore.types import IMAGE_MARK, Completion, Draw, Prompt, Score, Turn
 
 T = TypeVar("T")
@@ -79,6 +76,9 @@ class ScriptedJudge:
         self.closed = True
 
 
+NO_POLICY: Any = None
+
+
 def run(work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(asyncio.wait_for(work, 20))
 
@@ -112,7 +112,7 @@ async def scores_of(
 
     tasks = [asyncio.create_task(write(text)) for text in texts]
     draw = Draw(3, Prompt(0, "What?", columns or {}), (1, 2))
-    return await scorer.score(Writing(draw, tasks, 0, Slots(slots)))
+    return await scorer.score(PendingGroup(draw, tasks, 0, Slots(slots)))
 
 
 def values(rows: Sequence[Sequence[Score]]) -> list[float | None]:
@@ -142,7 +142,7 @@ def test_a_judge_sees_the_pictures_of_the_prompt(tmp_path: Path) -> None:
 
     async def work() -> list[list[Score]]:
         tasks = [asyncio.create_task(asyncio.sleep(0, completion("abcde")))]
-        return await scorer.score(Writing(Draw(0, prompt, (1,)), tasks, 0, Slots(1)))
+        return await scorer.score(PendingGroup(Draw(0, prompt, (1,)), tasks, 0, Slots(1)))
 
     assert values(run(work())) == [0.5]
     assert engine.pictures == [store.url(image.sha256)]
@@ -163,7 +163,7 @@ def test_a_judge_is_asked_as_each_completion_ends() -> None:
             return completion("first")
 
         tasks = [asyncio.create_task(first()), asyncio.create_task(last())]
-        writing = Writing(Draw(0, Prompt(0, "What?"), (1,)), tasks, 0, Slots(1))
+        writing = PendingGroup(Draw(0, Prompt(0, "What?"), (1,)), tasks, 0, Slots(1))
         return await make_scorer(make_judge(), [engine]).score(writing)
 
     assert values(run(work())) == [0.1, 0.1]
@@ -197,7 +197,7 @@ def test_where_slots_are_shared_a_judge_is_asked_once_the_whole_group_is_written
             for text, seconds in (("short", 0.0), ("long", 0.05))
         ]
         slots = Slots(1, allocator=allocator)
-        writing = Writing(Draw(0, Prompt(0, "What?"), (1,)), tasks, 0, slots)
+        writing = PendingGroup(Draw(0, Prompt(0, "What?"), (1,)), tasks, 0, slots)
         async with slots.round():
             scores = await make_scorer(make_judge(), [ScriptedJudge("judge-0", verdict)]).score(
                 writing
@@ -382,7 +382,7 @@ def test_sources_keep_the_order_of_the_config() -> None:
         async def start(self, *, timeout_s: float) -> None:
             pass
 
-        async def score(self, writing: Writing) -> list[list[Score]]:
+        async def score(self, writing: PendingGroup) -> list[list[Score]]:
             return [[Score(value) for value in self._sources] for _ in range(len(writing))]
 
         async def close(self) -> None:
@@ -413,9 +413,11 @@ def test_metrics_of_all_judges_and_ranks_are_added_up() -> None:
 
 
 def test_reward_workers_that_were_started_again_are_told_once() -> None:
-    restarts = [3, 3, 4]
-    scoring = Scoring([], [WorkerMeter(lambda: restarts.pop(0), level=2)])
-    told = [collect(scoring.meters, lambda sums: [2 * value for value in sums]) for _ in range(3)]
+    pool: Any = SimpleNamespace(restarts=0, level=Level.NAMESPACES)
+    scoring = Scoring([], [WorkerMeter(pool)])
+    told = []
+    for pool.restarts in (3, 3, 4):
+        told.append(collect(scoring.meters, lambda sums: [2 * value for value in sums]))
     assert [row["ycore/reward_restarts"] for row in told] == [6, 0, 2]
     assert [row["ycore/sandbox_level"] for row in told] == [
         2,
@@ -441,7 +443,7 @@ def test_a_reward_model_scores_each_completion() -> None:
     scorer = RewardModelScorer(
         "rm",
         RewardModel(model="x", center=10, multiplier=0.5, clip=(-2, 2)),
-        [Member([Scripted()], lambda prompt, completion: json.loads(completion), 3)],
+        [EnsembleMember([Scripted()], lambda prompt, completion: json.loads(completion), 3)],
         meter=meter,
     )
     rows = run(scores_of(scorer, ["[10, 1]", "[1]", "[90]", "[9]", "[1, 2, 3, 4]"]))
@@ -452,7 +454,7 @@ def test_a_reward_model_scores_each_completion() -> None:
         "two",
         RewardModel(model="x+y", combine="lower", k=0.5),
         [
-            Member([Scripted()], lambda _, text, times=times: [len(text) * times], 9)
+            EnsembleMember([Scripted()], lambda _, text, times=times: [len(text) * times], 9)
             for times in (1, 3)
         ],
         meter=meter,
@@ -469,14 +471,14 @@ def test_a_teacher_at_an_address_needs_no_slot_and_no_probabilities_of_the_polic
     with teacher_at(model) as address:
         spec = RewardConfig(reward="teacher:big", args={"base_url": address, "max_model_len": 4})
         config = RunConfig(model="m", dataset="d", output="o", rewards=[spec], algorithm="distill")
-        scoring = build_scoring(config, RunFolder(tmp_path), [])
+        scoring = build_scoring(config, RunFolder(tmp_path), [], policy=NO_POLICY)
 
         async def work(*token_ids: int) -> list[list[Score]]:
             tasks = [
                 asyncio.create_task(asyncio.sleep(0, Completion(token_ids, None, "", "stop", 0)))
             ]
             return await scoring.score(
-                Writing(Draw(0, Prompt(0, "q", {}), (9,)), tasks, 0, Slots(1))
+                PendingGroup(Draw(0, Prompt(0, "q", {}), (9,)), tasks, 0, Slots(1))
             )
 
         told = (logprob_of(5), logprob_of(6))
@@ -492,13 +494,13 @@ def test_a_teacher_in_the_trainer_only_says_which_rows_it_has(tmp_path: Path) ->
     config = RunConfig(
         model="m", dataset="d", output="o", rewards=[spec], algorithm="distill", distill=exact
     )
-    scoring = build_scoring(config, RunFolder(tmp_path), [])
+    scoring = build_scoring(config, RunFolder(tmp_path), [], policy=NO_POLICY)
     assert scoring.meters == []
 
     async def work(columns: dict[str, Any]) -> list[list[Score]]:
         tasks = [asyncio.create_task(asyncio.sleep(0, Completion((5,), None, "", "stop", 0)))]
         return await scoring.score(
-            Writing(Draw(0, Prompt(0, "q", columns), (9,)), tasks, 0, Slots(1))
+            PendingGroup(Draw(0, Prompt(0, "q", columns), (9,)), tasks, 0, Slots(1))
         )
 
     assert asyncio.run(work({"subject": "sums"})) == [[Score(0.0)]]
@@ -580,7 +582,7 @@ def test_a_teacher_scores_the_tokens_of_its_own_rows() -> None:
         async def work() -> list[list[Score]]:
             tasks = [asyncio.create_task(asyncio.sleep(0, one)) for one in completions]
             draw = Draw(0, Prompt(0, "q", columns), (9, 8, 7))
-            return await scorer.score(Writing(draw, tasks, 0, Slots(1)))
+            return await scorer.score(PendingGroup(draw, tasks, 0, Slots(1)))
 
         return [row[0] for row in asyncio.run(work())]
 

@@ -60,10 +60,9 @@ from ycore.run.metrics import MetricsWriter, is_evaluation, read_metrics
 from ycore.run.paths import RunFolder
 from ycore.run.secrets import load_config
 from ycore.run.trace import TraceWriter
-from ycore.sandbox.level import LEVEL_NUMBERS
-from ycore.scoring.judge_scorer import JudgeScorer
-from ycore.scoring.scorers import pool_of
-from ycore.scoring.scoring import JudgeMeter, RuleScorer, Scorer, Scoring, WorkerMeter, Writing
+from ycore.scoring.judge_scorer import JudgeMeter, JudgeScorer
+from ycore.scoring.reward_pool import RuleScorer, WorkerMeter, reward_pool
+from ycore.scoring.scoring import PendingGroup, Scorer, Scoring
 from ycore.trainer.saved_state import check_contents
 from ycore.types import Completion, Prompt, Score
 
@@ -76,16 +75,21 @@ _KEPT = 2  # checkpoints
 class PictureScorer(RuleScorer):
     """Reward functions of pictures: in `images` they get the one that each completion is."""
 
-    def beside(self, prompt: Prompt, completions: Sequence[Completion]) -> dict[str, list[Any]]:
+    def extra_columns(
+        self, prompt: Prompt, completions: Sequence[Completion]
+    ) -> dict[str, list[Any]]:
         return {
-            IMAGES: [self.file_of(Picture.of(completion.text).image) for completion in completions]
+            IMAGES: [
+                str(self.images.path(Picture.of(completion.text).image.sha256))
+                for completion in completions
+            ]
         }
 
 
 class PictureJudge(JudgeScorer):
     """A judge that sees: a question shows it the drawn picture, and names it where a completion's text would stand."""
 
-    async def score_one(self, writing: Writing, index: int) -> Score:
+    async def score_one(self, writing: PendingGroup, index: int) -> Score:
         drawn = Picture.of((await writing.tasks_G[index]).text).image
         prompt = replace(writing.draw.prompt, images=(drawn,))
         return await super().score_one(
@@ -357,9 +361,9 @@ def _scoring(
     scorers: list[tuple[Sequence[int], Scorer]] = []
     meters: list[Meter] = [judges] if len(rules) < len(specs) else []
     if rules:
-        pool = pool_of(config, home, [specs[source] for source in rules])
+        pool = reward_pool(config, home, [specs[source] for source in rules])
         scorers.append((rules, PictureScorer(pool, images)))
-        meters.append(WorkerMeter(lambda: pool.restarts, LEVEL_NUMBERS[pool.level]))
+        meters.append(WorkerMeter(pool))
     for source, spec in enumerate(specs):
         if is_judge(spec):
             judge = judge_of(spec)

@@ -19,7 +19,7 @@ from ycore.round.sampling import total_reward
 from ycore.run.images import ImageStore
 from ycore.run.metrics import EVALUATION, Row, number
 from ycore.run.tasks import together
-from ycore.scoring.scoring import Scoring, Writing
+from ycore.scoring.scoring import PendingGroup, Scoring
 from ycore.types import Completion, Draw, Prompt, Score
 
 TRAINED, JUDGED = f"{EVALUATION}trained_reward", f"{EVALUATION}reward"
@@ -56,7 +56,7 @@ async def measure(
             asyncio.create_task(engine.complete((label, NOWHERE), seed, greedy=True))
             for seed in seeds
         ]
-        writing = Writing(Draw(prompt.row, prompt, (label,)), tasks, step, slots)
+        writing = PendingGroup(Draw(prompt.row, prompt, (label,)), tasks, step, slots)
         scores = await together(
             [scoring.score(writing) for scoring in (trained, judge) if scoring is not None]
         )

@@ -17,8 +17,6 @@ from ycore.config.recipe_files import SUFFIXES, parse_yaml, read_yaml_file
 from ycore.config.schema import Positive, RewardConfig, RunConfig, ScoredConfig, Strict, Width
 from ycore.errors import ConfigError, RewardError, nearest
 from ycore.judge.declaration import POLICY_BASE, Judge, Served
-from ycore.models.names import ModelPlan, reads_text_only, resolve_model
-from ycore.rewards.builtin import is_code, is_environment, is_reference
 from ycore.run.paths import RunFolder
 
 JUDGE_PREFIX, REWARD_MODEL_PREFIX = "judge:", "rm:"
@@ -115,14 +113,6 @@ def teachers_of(specs: Sequence[RewardConfig]) -> list[int]:
     return [source for source, spec in enumerate(specs) if is_teacher(spec)]
 
 
-_NO_RULES = (is_judge, is_agreement, is_reward_model, is_teacher, is_code, is_environment)
-
-
-def is_rule(spec: RewardConfig) -> bool:
-    """Whether the reward is a plain function, for the worker processes."""
-    return not any(kind(spec) for kind in _NO_RULES)
-
-
 def with_declarations(config: _Scored) -> _Scored:
     """Read every judge's file into its reward's `args`; RewardError where a declaration cannot work."""
     keys = {"rewards": config.rewards, "eval_rewards": config.eval_rewards}
@@ -170,50 +160,9 @@ def teacher_of(spec: RewardConfig) -> Teacher:
     return _validated(Teacher, {"model": model, **spec.args}, what=f"teacher {name}")
 
 
-def check_pictures(config: RunConfig) -> None:
-    """ConfigError where a part of the run would not see the pictures of its prompts, and would judge without them."""
-    judges = {spec.reward: judge_of(spec) for spec in config.rewards if is_judge(spec)}
-    blind = {
-        **{
-            spec.reward: "reads text only"
-            for spec in config.rewards
-            if not (is_rule(spec) or is_judge(spec))
-        },
-        **{
-            name: f"asks {model_name(judge, config)}, which reads text only; name a model that sees"
-            for name, judge in judges.items()
-            if judge.base_url is None and reads_text_only(_plan_of(judge, config))
-        },
-        **{
-            spec.reward: "asks the policy about text only"
-            for spec in config.rewards
-            if is_reference(spec)
-        },
-        **(
-            {"a run with tools, an environment or an agent": "writes prompts of text"}
-            if config.has_turns
-            else {}
-        ),
-    }
-    if config.sampling.oversample > 1:
-        blind["a run with --oversample"] = "goes on with what was written after text only"
-    if config.algorithm not in ("grpo", "rloo", "eval"):
-        blind[f"ycore {config.algorithm}"] = (
-            "has parts that read text only; take ycore grpo or ycore rloo"
-        )
-    for who, why in blind.items():
-        raise ConfigError(
-            f"the prompts have pictures, and {who} {why}; leave it out, or remove the pictures"
-        )
-
-
 def model_name(judge: Judge, config: RunConfig) -> str:
     """Of the model that a judge asks; the policy's own for `policy-base`."""
     return config.model if judge.model == POLICY_BASE else judge.model
-
-
-def _plan_of(judge: Judge, config: RunConfig) -> ModelPlan:
-    return resolve_model(model_name(judge, config), trust_remote_code=config.trust_remote_code)
 
 
 def check_picture_judges(config: ScoredConfig, columns: Sequence[str]) -> None:

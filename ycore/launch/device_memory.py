@@ -15,7 +15,7 @@ from ycore.config.batch import derive_batch
 from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError, ModelError
 from ycore.launch.layout import Machine, Site
-from ycore.launch.scoring_models import ServedModel, own_teachers
+from ycore.launch.scoring_models import own_teachers
 from ycore.placement.placement import ROLLOUT
 from ycore.plan.memory import NO_TRAINER, EngineNeed, TrainerMemory, trainer_memory
 from ycore.plan.model_facts import ModelFacts, facts_of, model_config
@@ -28,6 +28,7 @@ from ycore.plan.sharing import (
     usable_bytes,
 )
 from ycore.plan.workload import Strategy, workload_of
+from ycore.scoring.scoring import ServedModel
 
 FactsOf = Callable[[str], ModelFacts | None]
 """The sizes of a model by its name; None where they are not known before it is fetched."""

@@ -21,12 +21,12 @@ import psutil
 from ycore.config.batch import derive_batch
 from ycore.config.schema import RunConfig
 from ycore.errors import YcoreError
-from ycore.judge.sources import is_rule, judge_of
+from ycore.judge.sources import judge_of
 from ycore.launch.device_memory import facts_here
 from ycore.launch.engines import slots_of
 from ycore.launch.layout import Site, on_machine
 from ycore.launch.processes import is_stopped
-from ycore.launch.scoring_models import ServedModel, served_models
+from ycore.launch.scoring_models import served_models
 from ycore.placement.placement import JUDGE
 from ycore.plan.devices import Device, Fleet, measured_core
 from ycore.plan.model_facts import ModelFacts, facts_of
@@ -38,11 +38,12 @@ from ycore.plan.step_forecast import (
     forecast_step,
 )
 from ycore.plan.workload import Strategy, Workload, workload_of
-from ycore.rewards.builtin import is_reference
 from ycore.run.files import read_json
 from ycore.run.metrics import read_metrics
 from ycore.run.reports import RUN_MARKER
 from ycore.run.text import as_duration
+from ycore.scoring.scorers import is_rule
+from ycore.scoring.scoring import ServedModel
 
 _LOOK_EVERY_S = 1.0
 _SETTLED_AFTER_S = (
@@ -185,11 +186,7 @@ def _counted_job(config: RunConfig, site: Site, prompt_tokens: int) -> Workload 
         (scorer, facts) for scorer in scorers if (facts := facts_here(scorer.name)) is not None
     ]
     served = {source for scorer in scorers for source in scorer.sources}
-    rules = {
-        source
-        for source, one in enumerate(config.rewards)
-        if is_rule(one) and not is_reference(one)
-    }
+    rules = {source for source, one in enumerate(config.rewards) if is_rule(one)}
     others = (
         config.algorithm not in _PLANNED,
         site.machine.devices or site.layout.num_machines > 1,

@@ -24,12 +24,14 @@ from ycore.launch.device_memory import (
     slot_width,
 )
 from ycore.launch.layout import Site
-from ycore.launch.scoring_models import ServedModel, check_teachers, served_models
+from ycore.launch.scoring_models import served_models
 from ycore.models.folder import context_length
 from ycore.placement.placement import JUDGE, ROLLOUT
 from ycore.plan.sharing import DeviceSharing
 from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
+from ycore.scoring.scoring import ServedModel
+from ycore.scoring.teacher_scorer import check_teachers
 
 Kind = Literal["vllm", "transformers", "replay"]
 Fetch = Callable[[str], Path]

@@ -17,7 +17,6 @@ import yaml
 from ycore.config.algorithms import families, load
 from ycore.config.schema import BaseConfig, RunConfig, ScoredConfig, TuneConfig
 from ycore.errors import Interrupted
-from ycore.judge.sources import is_rule
 from ycore.launch.diagnostics import plan_and_measured
 from ycore.launch.engine_watch import EngineWatch, start_engines
 from ycore.launch.engines import plan_engines
@@ -29,7 +28,6 @@ from ycore.launch.supervise import Limits, Supervisor
 from ycore.models.fetch import fetch_model
 from ycore.models.names import resolve_model
 from ycore.placement.placement import ALLOCATOR, ROLLOUT
-from ycore.rewards.builtin import is_code
 from ycore.run.claim import claim
 from ycore.run.files import read_json, write_json_atomic
 from ycore.run.interrupt import StopRequests
@@ -39,6 +37,7 @@ from ycore.run.reports import RUN_MARKER
 from ycore.run.secrets import redact, secrets_environment
 from ycore.run.text import as_duration, topic
 from ycore.sandbox.level import choose_level
+from ycore.scoring.scorers import runs_unknown_code
 from ycore.view.activity import RunActivity
 from ycore.view.live import FirstSteps
 from ycore.view.pictures import draw_curve, finish_trace_and_draw
@@ -122,8 +121,7 @@ def _note_sandbox(folder: RunFolder, config: BaseConfig) -> None:
     """Add to run.json what confines the code that ycore did not bring, where the run has any."""
     if not isinstance(config, ScoredConfig):
         return
-    own = any(is_code(one) or (is_rule(one) and ":" in one.reward) for one in config.rewards)
-    if own or (isinstance(config, RunConfig) and config.has_turns):
+    if runs_unknown_code(config) or (isinstance(config, RunConfig) and config.has_turns):
         description = read_json(folder.config) | {
             "sandbox": choose_level(config.sandbox.level).line
         }

@@ -16,7 +16,7 @@ from ycore.errors import ConfigError
 from ycore.launch import engines
 from ycore.launch.device_memory import FactsOf, facts_here, slot_width
 from ycore.launch.layout import Layout, Machine, Site, check_deepspeed, layout_of, on_machine
-from ycore.launch.scoring_models import ServedModel, check_run_placement, served_models
+from ycore.launch.scoring_models import check_run_placement, served_models
 from ycore.models.names import sighted_family
 from ycore.placement.placement import REWARD_MODEL
 from ycore.plan.devices import GIB, Fleet
@@ -24,6 +24,7 @@ from ycore.plan.memory import engine_weight_bytes
 from ycore.plan.model_facts import ModelFacts
 from ycore.plan.sharing import DeviceSharing
 from ycore.run.paths import RunFolder
+from ycore.scoring.scoring import ServedModel
 
 
 def check_run(

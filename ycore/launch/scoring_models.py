@@ -1,115 +1,38 @@
-"""The models that a run serves, the policy, judges, reward models and teachers, and whether each can score the run."""
+"""The models that a run serves: the policy, judges, reward models and teachers."""
 
-import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
-import httpx
-
-from ycore.config.schema import RunConfig, Width
-from ycore.engine.commands import EngineSpec
-from ycore.engine.judge_engine import key_header
-from ycore.errors import ConfigError, ModelError, RewardError
-from ycore.judge.agreement import agreement_of
-from ycore.judge.declaration import POLICY_BASE, Judge, Served
-from ycore.judge.sources import (
-    JUDGE_PREFIX,
-    RewardModel,
-    Teacher,
-    is_agreement,
-    is_judge,
-    is_reward_model,
-    is_teacher,
-    judge_of,
-    model_name,
-    require_columns,
-    reward_model_of,
-    teacher_of,
-)
-from ycore.models.folder import read_json
-from ycore.models.names import ModelPlan, resolve_model
-from ycore.placement.placement import (
-    JUDGE,
-    REWARD_MODEL,
-    ROLLOUT,
-    TEACHER,
-    check_placement,
-    in_order,
-    parse_placement,
-)
-
-_ANSWER_S = 20.0
-_WITHOUT_ENGINES = "install vLLM, or hold it in the trainer: --set distill.divergence=reverse-kl"
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """A model with engines on every slot: the policy, or one that scores for the reward sources at these positions.
-
-    `width` and `engines` follow from the machine (`device_memory`, `engines`).
-    """
-
-    role: str
-    name: str
-    sources: tuple[int, ...] = ()
-    max_model_len: int | None = None  # tokens; None is the model's own context
-    max_new_tokens: int = 0  # what a scorer writes after the policy's completion
-    tensor_parallel: Width = "auto"
-    width: int = 1  # devices that one of its engines spans
-    engines: tuple[EngineSpec, ...] = ()  # slot by slot, as many on each
-
-    def option(self, key: str) -> str:
-        """What messages call a setting of its engines."""
-        return f"engine.{key}" if self.role == ROLLOUT else f"{key} of {self.name}"
+from ycore.config.schema import RunConfig
+from ycore.judge.sources import is_teacher, teacher_of
+from ycore.placement.placement import ROLLOUT, check_placement, in_order, parse_placement
+from ycore.scoring.scorers import scorer_models
+from ycore.scoring.scoring import ServedModel
 
 
 def served_models(config: RunConfig) -> list[ServedModel]:
-    """The policy, then every model that scores this run in an engine of ycore's.
+    """Return the policy, then every model that scores this run in an engine of ycore's.
 
-    Judges that use the same model share its engines. A judge with a `base_url` needs none.
+    Rewards that use the same model in the same role share its engines. A model with a `base_url` needs none.
     """
-    engine = config.engine
     policy = ServedModel(
         ROLLOUT,
         config.model,
-        max_model_len=engine.max_model_len,
-        tensor_parallel=engine.tensor_parallel,
+        max_model_len=config.engine.max_model_len,
+        tensor_parallel=config.engine.tensor_parallel,
     )
-    models: dict[tuple[str, str], ServedModel] = {(ROLLOUT, config.model): policy}
-    for source, spec in enumerate(config.rewards):
-        if is_judge(spec):
-            judge = judge_of(spec)
-            if judge.base_url is not None:
-                continue
-            lengths = judge.max_model_len, judge.max_tokens
-            _add(
-                ServedModel(
-                    JUDGE, model_name(judge, config), (source,), *lengths, judge.tensor_parallel
-                ),
-                models,
-            )
-        elif is_reward_model(spec) or (is_teacher(spec) and not config.teaches_exactly):
-            role = REWARD_MODEL if is_reward_model(spec) else TEACHER
-            declared = reward_model_of(spec) if role == REWARD_MODEL else teacher_of(spec)
-            if isinstance(declared, Teacher) and declared.base_url is not None:
-                continue
-            names = declared.models if isinstance(declared, RewardModel) else (declared.model,)
-            for name in names:
-                lengths = declared.max_model_len, 0
-                _add(ServedModel(role, name, (source,), *lengths, declared.tensor_parallel), models)
+    models = {(ROLLOUT, config.model): policy}
+    for model in scorer_models(config):
+        key = (model.role, model.name)
+        models[key] = _merge(models[key], model) if key in models else model
     return list(models.values())
 
 
 def own_teachers(config: RunConfig) -> list[str]:
-    """The teachers that every rank of the trainer holds itself."""
-    return (
-        [teacher_of(spec).model for spec in config.rewards if is_teacher(spec)]
-        if config.teaches_exactly
-        else []
-    )
+    """Return the teachers that every rank of the trainer holds itself."""
+    if not config.teaches_exactly:
+        return []
+    return [teacher_of(spec).model for spec in config.rewards if is_teacher(spec)]
 
 
 def check_run_placement(
@@ -123,72 +46,6 @@ def check_run_placement(
     )
 
 
-def check_scorers(config: RunConfig, columns: Sequence[str], *, engine: str) -> list[str]:
-    """Each judge, reward model and teacher in a line; nothing is started. UserError where one cannot score this run."""
-    lines = []
-    for spec in config.rewards:
-        if is_judge(spec):
-            name, judge = spec.reward.removeprefix(JUDGE_PREFIX), judge_of(spec)
-            require_columns(name, judge, columns)
-            lines.append(f"judge {name}: {_check_judge(f'judge {name}', judge, config, engine)}")
-        elif is_agreement(spec):
-            judge = agreement_of(spec)
-            require_columns(spec.reward, judge, columns)
-            lines.append(
-                f"{spec.reward}: the policy is the judge, pairwise, verdict by {judge.verdict.kind}"
-            )
-        elif is_reward_model(spec):
-            way_out = "score with a function: --reward FILE.py:FUNCTION"
-            for model in reward_model_of(spec).models:
-                plan = _served(
-                    f"reward model {model}", model, config, engine, f"install vLLM, or {way_out}"
-                )
-                if plan.config is not None:
-                    _check_classifier(model, plan.config)
-                lines.append(f"reward model {model}: {plan.note}, one number a completion")
-        elif is_teacher(spec):
-            lines.append(_check_teacher(teacher_of(spec), config, engine))
-    return lines
-
-
-def _check_teacher(teacher: Teacher, config: RunConfig, engine: str) -> str:
-    name, exact = f"teacher {teacher.model}", config.teaches_exactly
-    policy = resolve_model(config.model, trust_remote_code=config.trust_remote_code)
-    if teacher.base_url is not None:
-        if exact:
-            raise ConfigError(
-                f"{name}: distill.divergence={config.distill.divergence} needs the teacher's weights, and it is at "
-                f"{teacher.base_url}; leave distill.divergence out, or base_url"
-            )
-        _check_key(name, teacher)
-        if policy.ready and policy.folder is not None:
-            check_tokens_at(policy.folder, teacher)
-        return f"{name}: at {teacher.base_url}, the probability of each token"
-    plan = _served(name, teacher.model, config, "vllm" if exact else engine, _WITHOUT_ENGINES)
-    if plan.ready and plan.folder is not None and policy.ready and policy.folder is not None:
-        check_same_tokens(policy.folder, plan.folder, name=teacher.model)
-    gives = (
-        f"{config.distill.divergence}, exact, in the trainer"
-        if exact
-        else "the probability of each token"
-    )
-    return f"{name}: {plan.note}, {gives}"
-
-
-def check_teachers(config: RunConfig, policy: Path, fetch: Callable[[str], Path]) -> None:
-    """ConfigError where a teacher has another tokenizer than the policy. `fetch` makes a model's name its folder."""
-    for teacher in map(teacher_of, filter(is_teacher, config.rewards)):
-        if teacher.base_url is None:
-            check_same_tokens(policy, fetch(teacher.model), name=teacher.model)
-        else:
-            check_tokens_at(policy, teacher)
-
-
-def _add(model: ServedModel, models: dict[tuple[str, str], ServedModel]) -> None:
-    key = (model.role, model.name)
-    models[key] = _merge(models[key], model) if key in models else model
-
-
 def _merge(one: ServedModel, other: ServedModel) -> ServedModel:
     lengths = [one.max_model_len, other.max_model_len]
     widths = [width for width in (one.tensor_parallel, other.tensor_parallel) if width != "auto"]
@@ -199,146 +56,3 @@ def _merge(one: ServedModel, other: ServedModel) -> ServedModel:
         max_new_tokens=max(one.max_new_tokens, other.max_new_tokens),
         tensor_parallel=max(widths, default="auto"),
     )
-
-
-def _check_key(name: str, served: Served) -> None:
-    if served.api_key_env is not None and not os.environ.get(served.api_key_env):
-        raise RewardError(
-            f"{name}: the environment variable {served.api_key_env} (api_key_env) is not set; export it"
-        )
-
-
-def _check_judge(name: str, judge: Judge, config: RunConfig, engine: str) -> str:
-    how = f"{judge.mode}, verdict by {judge.verdict.kind}"
-    if judge.base_url is not None:
-        _check_key(name, judge)
-        return f"{judge.model} at {judge.base_url}, {how}"
-    model = model_name(judge, config)
-    plan = _served(name, model, config, engine, "give it a base_url, or install vLLM")
-    if plan.has_chat_template is False:
-        raise ModelError(
-            f"{name} is asked in chats, and {model} has no chat template; take an instruct model"
-        )
-    if judge.max_model_len and plan.context_length and judge.max_model_len > plan.context_length:
-        raise RewardError(
-            f"{name}: max_model_len is {judge.max_model_len}, and its model has {plan.context_length}; lower it"
-        )
-    weights = "the policy's base weights" if judge.model == POLICY_BASE else f"{model}, {plan.note}"
-    return f"{weights}, {how}"
-
-
-def _served(name: str, model: str, config: RunConfig, engine: str, way_out: str) -> ModelPlan:
-    if engine == "transformers":
-        raise ConfigError(
-            f"{name} runs in a vLLM engine, and this run generates with {engine}; {way_out}"
-        )
-    try:
-        return resolve_model(model, trust_remote_code=config.trust_remote_code)
-    except ModelError as problem:
-        raise ModelError(f"{name}: {problem}") from None
-
-
-def _check_classifier(name: str, model_config: Mapping[str, Any]) -> None:
-    """Whether a model's config.json is that of a sequence classifier with one label, which vLLM can serve."""
-    architectures = [str(architecture) for architecture in model_config.get("architectures") or []]
-    if not any(
-        architecture.endswith("ForSequenceClassification") for architecture in architectures
-    ):
-        raise ModelError(
-            f"rm:{name} must be a sequence classifier with one label (...ForSequenceClassification); its architectures "
-            f"are {', '.join(architectures) or 'none'}; train one with TRL's RewardTrainer, or use the model as a "
-            "judge: --reward judge:FILE.yaml"
-        )
-    num_labels = (
-        model_config.get("num_labels") or len(model_config.get("id2label") or {}) or 2
-    )  # transformers' default
-    if num_labels != 1:
-        raise ModelError(
-            f"rm:{name} must give one number, and has {num_labels} labels; take a model with num_labels=1"
-        )
-    spec = find_spec("vllm")
-    if spec is None or spec.origin is None:
-        return
-    # By the text of vLLM's registry: importing vLLM takes many seconds.
-    registry = (Path(spec.origin).parent / "model_executor" / "models" / "registry.py").read_text(
-        encoding="utf-8"
-    )
-    for architecture in architectures:
-        base = architecture.removesuffix("ForSequenceClassification")
-        if not any(
-            f'"{base}{kind}"' in registry
-            for kind in ("ForSequenceClassification", "ForCausalLM", "Model")
-        ):
-            raise ModelError(
-                f"vLLM has no {architecture}, so it cannot serve rm:{name}; take a classifier on a decoder that vLLM "
-                "has (Llama, Qwen2, Qwen3, Gemma, ...), or score with a function that loads it: --reward FILE.py:NAME"
-            )
-
-
-def check_same_tokens(policy: Path, teacher: Path, *, name: str) -> None:
-    """ConfigError where the two tokenizers give a token other ids: a teacher is asked for the policy's ids."""
-    ours, theirs = _token_ids(policy), _token_ids(teacher)
-    if ours is None or theirs is None or ours == theirs:
-        return
-    token = min(
-        (token for token, _ in ours.items() ^ theirs.items()),
-        key=lambda one: ours.get(one, len(ours)),
-    )
-    raise ConfigError(
-        f"teacher {name} has another tokenizer than the policy: {token!r} is {ours.get(token, 'no token')} in the "
-        f"policy's and {theirs.get(token, 'no token')} in the teacher's; take a teacher of the same family of models"
-    )
-
-
-def check_tokens_at(policy: Path, teacher: Teacher) -> None:
-    """ConfigError where a teacher's address reads a text as other tokens than the policy's tokenizer, or reads none.
-
-    The text has 256 tokens from all over the policy's vocabulary, and its added tokens.
-    """
-    from tokenizers import Tokenizer
-
-    file = policy / "tokenizer.json"
-    if teacher.base_url is None or not file.is_file():
-        return
-    own, name = Tokenizer.from_file(str(file)), f"teacher {teacher.model}"
-    some = [*range(0, own.get_vocab_size(), max(1, own.get_vocab_size() // 256))][:256]
-    text = own.decode(some, skip_special_tokens=False) + "".join(
-        one.content for _, one in sorted(own.get_added_tokens_decoder().items())[:64]
-    )
-    ours, address = (
-        own.encode(text, add_special_tokens=False).ids,
-        teacher.base_url.rstrip("/").removesuffix("/v1"),
-    )
-    body = {"model": teacher.model, "prompt": text, "add_special_tokens": False}
-    try:
-        answer = httpx.post(
-            f"{address}/tokenize",
-            json=body,
-            headers=key_header(teacher, name=name),
-            timeout=_ANSWER_S,
-        )
-        theirs = answer.raise_for_status().json()["tokens"]
-    except (httpx.HTTPError, ValueError, KeyError, TypeError) as problem:
-        raise ConfigError(
-            f"{name}: {address}/tokenize gives no tokens to compare with the policy's ({problem}); "
-            "base_url is that of a vLLM server, with /v1"
-        ) from None
-    if ours != theirs:
-        place = next(
-            (at for at, pair in enumerate(zip(ours, theirs, strict=False)) if len(set(pair)) > 1), 0
-        )
-        raise ConfigError(
-            f"{name} at {teacher.base_url} has another tokenizer than the policy: {own.id_to_token(ours[place])!r} is "
-            f"{ours[place]} in the policy's, and it reads {theirs[place : place + 1]}; take one of the same family"
-        )
-
-
-def _token_ids(folder: Path) -> Mapping[str, int] | None:
-    """Of a tokenizer.json: every token's id; None where the folder has none of its own."""
-    written = read_json(folder / "tokenizer.json")
-    vocab = written.get("model", {}).get("vocab")
-    if isinstance(vocab, list):  # of Unigram: pairs of a token and its score
-        vocab = {piece[0]: place for place, piece in enumerate(vocab)}
-    if vocab is None:
-        return None
-    return {**vocab, **{one["content"]: one["id"] for one in written.get("added_tokens") or ()}}

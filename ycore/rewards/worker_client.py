@@ -12,7 +12,6 @@ from typing import Any
 
 from ycore.config.schema import RewardConfig, RewardSettings, SandboxSettings
 from ycore.errors import RewardError
-from ycore.rewards.builtin import REFERENCE, is_reference, reference_of
 from ycore.rewards.loading import Inputs, inputs_of, load_reward, require_columns
 from ycore.rewards.replies import BYTES_PER_VALUE, MAX_BYTES, inputs_in, scores_in
 from ycore.sandbox import Confinement
@@ -69,10 +68,7 @@ def check_reward(
         raise RewardError(
             f"range of reward {spec.reward!r} must be its lowest value, then its highest: {spec.range}"
         )
-    if is_reference(spec):
-        reference_of(spec)
-        require_columns(REFERENCE, ["answer"], columns)
-    elif ":" in spec.reward:
+    if ":" in spec.reward:
         confinement = reward_confinement(
             [spec], settings=settings, sandbox=sandbox, run_folder=run_folder, run_id="check"
         )

@@ -47,7 +47,8 @@ from ycore.run.reports import this_rank
 from ycore.run.secrets import load_config
 from ycore.run.trace import TraceWriter
 from ycore.scoring.constraints import Constraints
-from ycore.scoring.scorers import Policy, ScorerEngines, build_scoring, scorer_servers
+from ycore.scoring.scorers import build_scoring
+from ycore.scoring.scoring import Policy, ScorerEngines, scorer_servers
 from ycore.types import Prompt
 
 S = TypeVar("S")

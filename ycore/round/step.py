@@ -20,7 +20,7 @@ from ycore.round.peers import Offer, deal_groups
 from ycore.round.sampling import Quota, can_teach, compared_rewards
 from ycore.run.tasks import ending, next_finished, together
 from ycore.run.trace import ROUND, SYNC
-from ycore.scoring.scoring import Writing
+from ycore.scoring.scoring import PendingGroup
 from ycore.types import Completion, Draw, Finished, Group, Prompt
 
 
@@ -102,7 +102,9 @@ class Controller(RankLoop):
         if rules.greedy_baseline:
             greedy.append(asyncio.create_task(self.complete(start, rules.group_size, greedy=True)))
         async with ending([*sampled, *greedy]):
-            parts = [Writing(draw, tasks, step, self.slots) for tasks in (sampled, greedy) if tasks]
+            parts = [
+                PendingGroup(draw, tasks, step, self.slots) for tasks in (sampled, greedy) if tasks
+            ]
             scores_GR, *baseline = await together([self.scoring.score(part) for part in parts])
             completions_G = await asyncio.gather(*sampled)
         group = Group(

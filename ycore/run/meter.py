@@ -9,10 +9,10 @@ class Meter(Protocol):
     """Counts of one rank that can be added to those of other ranks."""
 
     def take(self) -> Sequence[float]:
-        """The counts since the last call; as many numbers on every rank."""
+        """Return the counts since the last call; as many numbers on every rank."""
 
     def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
-        """The step's metrics, from each count's sum over all ranks."""
+        """Return the step's metrics from each count's sum over all ranks."""
 
 
 @dataclass
@@ -24,3 +24,10 @@ class CountMeter:
         for field in fields(self):
             setattr(self, field.name, 0)
         return counts
+
+    def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
+        return type(self)(*sums).summary()
+
+    def summary(self) -> Mapping[str, float]:
+        """Return the metrics of these counts."""
+        raise NotImplementedError

@@ -1,14 +1,17 @@
 """The reward `code` as a scorer: each completion's program meets its row's tests as soon as it is written."""
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 
 from ycore.config.schema import RewardConfig, RunConfig
+from ycore.data.prompts import PromptSet
+from ycore.rewards.builtin import is_code
 from ycore.rewards.code import (
     CodeSettings,
     StdioTests,
     UnitTests,
+    check_tests,
     code_settings,
     passes_all,
     program_of,
@@ -17,15 +20,14 @@ from ycore.rewards.code import (
     share_passed,
 )
 from ycore.run.meter import CountMeter
-from ycore.run.paths import RunFolder
 from ycore.run.reports import this_rank
 from ycore.sandbox import MIB
 from ycore.sandbox.level import choose_level, require_sandbox
 from ycore.sandbox.programs import PROGRAM_LIMITS, ProgramPool, ScriptResult, UnitTestResult
-from ycore.scoring.scoring import Scorer, Writing
+from ycore.scoring.scoring import PendingGroup, Scorer, ScorerContext
 from ycore.types import Completion, Prompt, Score
 
-_MOST_AT_ONCE = 16
+_MAX_AT_ONCE = 16
 
 
 @dataclass
@@ -42,15 +44,12 @@ class CodeMeter(CountMeter):
     infra_errors: float = 0
     seconds: float = 0
 
-    def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
-        total = CodeMeter(*sums)
-        counted = {
-            one.name: float(getattr(total, one.name))
-            for one in fields(total)
-            if one.name != "seconds"
-        }
-        metrics = {f"ycore/code/{name}": value for name, value in counted.items()}
-        return {**metrics, "ycore/code/latency_s": total.seconds / max(1.0, total.programs)}
+    def summary(self) -> Mapping[str, float]:
+        counts = asdict(self)
+        seconds = counts.pop("seconds")
+        metrics = {f"ycore/code/{name}": float(count) for name, count in counts.items()}
+        metrics["ycore/code/latency_s"] = seconds / max(1.0, self.programs)
+        return metrics
 
     def note(self, status: str) -> None:
         """Count how a program ended; `ok` is counted nowhere, because its values may still be wrong."""
@@ -72,22 +71,6 @@ _COUNTED = {
 }
 
 
-def code_scorer(
-    config: RunConfig, folder: RunFolder, spec: RewardConfig, *, name: str, meter: CodeMeter
-) -> "CodeScorer":
-    """The scorer of one `code` reward, at the sandbox level of this run; a program on each core, up to 16 at once."""
-    settings, rank = code_settings(spec), this_rank()
-    programs = ProgramPool(
-        require_sandbox(choose_level(config.sandbox.level), f"reward {spec.reward!r}"),
-        at_once=min(_MOST_AT_ONCE, max(1, len(os.sched_getaffinity(0)) // rank.local_world)),
-        log=folder.log("programs"),
-        run_id=folder.run_id,
-        limits=replace(PROGRAM_LIMITS, memory=settings.memory_mb * MIB),
-        packages=settings.packages,
-    )
-    return CodeScorer(name, settings, programs, meter=meter)
-
-
 @dataclass(eq=False)
 class CodeScorer(Scorer):
     """One `code` reward. A program that fails scores 0; one that could not be run, twice, is masked."""
@@ -98,21 +81,46 @@ class CodeScorer(Scorer):
     _: KW_ONLY
     meter: CodeMeter = field(default_factory=CodeMeter)
 
+    @classmethod
+    def handles(cls, spec: RewardConfig) -> bool:
+        return is_code(spec)
+
+    @classmethod
+    def check_rows(cls, spec: RewardConfig, config: RunConfig, prompts: PromptSet) -> None:
+        require_sandbox(choose_level(config.sandbox.level), f"reward {spec.reward!r}")
+        check_tests(spec, prompts.columns, prompts.prompts)
+
+    @classmethod
+    def build(cls, spec: RewardConfig, source: int, context: ScorerContext) -> Scorer:
+        """Build the scorer at the sandbox level of this run; it runs a program on each core, up to 16 at once."""
+        settings = code_settings(spec)
+        num_cores = len(os.sched_getaffinity(0)) // this_rank().local_world
+        level = choose_level(context.config.sandbox.level)
+        programs = ProgramPool(
+            require_sandbox(level, f"reward {spec.reward!r}"),
+            at_once=min(_MAX_AT_ONCE, max(1, num_cores)),
+            log=context.folder.log("programs"),
+            run_id=context.folder.run_id,
+            limits=replace(PROGRAM_LIMITS, memory=settings.memory_mb * MIB),
+            packages=settings.packages,
+        )
+        return cls(context.names[source], settings, programs, meter=context.meter(CodeMeter))
+
     async def start(self, *, timeout_s: float) -> None:
         await self.programs.start()
 
     async def close(self) -> None:
         await self.programs.close()
 
-    async def score_one(self, writing: Writing, index: int) -> Score:
-        return await self.score_program(writing.draw.prompt, await writing.tasks_G[index])
+    async def score_one(self, group: PendingGroup, index: int) -> Score:
+        return await self.score_program(group.draw.prompt, await group.tasks_G[index])
 
     async def score_program(self, prompt: Prompt, completion: Completion) -> Score:
         """Run the completion's program against the row's tests."""
         try:
             tests = row_tests(prompt, self.settings)
         except ValueError as error:  # checked before the run: the dataset was changed since
-            return self._masked(f"row {prompt.row}: {error}")
+            return self.masked(f"row {prompt.row}: {error}")
         source = program_of(completion.text, tests)
         self.meter.programs += 1
         if not source.strip():
@@ -134,9 +142,9 @@ class CodeScorer(Scorer):
         self.meter.seconds += verdict.seconds
         self.meter.note(verdict.status if verdict.status != "ok" else verdict.began)
         if verdict.status == "infra_error":
-            return self._masked(verdict.problem or "the sandbox failed")
+            return self.masked(verdict.problem or "the sandbox failed")
         if verdict.broken is not None:
-            return self._masked(f"the row's tests cannot run: {verdict.broken}")
+            return self.masked(f"the row's tests cannot run: {verdict.broken}")
         return Score(
             share_passed(verdict) if self.settings.credit == "share" else float(passes_all(verdict))
         )
@@ -151,7 +159,7 @@ class CodeScorer(Scorer):
             self.meter.seconds += outcome.seconds
             if outcome.status == "infra_error":
                 self.meter.note(outcome.status)
-                return self._masked(outcome.problem or "the sandbox failed")
+                return self.masked(outcome.problem or "the sandbox failed")
             worst = _kind(outcome) if worst == "ok" else worst
             right = outcome.status == "ok" and same_output(
                 outcome.output, wanted, self.settings.tolerance
@@ -162,9 +170,6 @@ class CodeScorer(Scorer):
         self.meter.note(worst)
         share = passed / len(tests)
         return Score(share if self.settings.credit == "share" else float(share == 1.0))
-
-    def _masked(self, why: str) -> Score:
-        return Score(None, problem=f"{self.name}: {why}"[:300])
 
 
 def _kind(outcome: ScriptResult) -> str:

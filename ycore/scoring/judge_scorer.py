@@ -1,19 +1,37 @@
-"""A judge as a scorer: which questions it gets, when, and how their verdicts become the rewards of a group.
+"""A judge as a scorer: which questions it gets, when, and how its verdicts become the rewards of a group.
 
 A pointwise question is sent when its completion is written, a pairwise one when both are, a ranking when the group is.
 """
 
 import hashlib
-import time
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import TypeVar
 
-from ycore.engine.judge_engine import JudgeEngine, Refused
-from ycore.judge.agreement import KEY, agreement
-from ycore.judge.declaration import Judge
-from ycore.judge.question import Question, Questioner, as_text, verdict_code, with_pictures
+from ycore.config.schema import RewardConfig, RunConfig
+from ycore.data.prompts import PromptSet
+from ycore.engine.judge_engine import JudgeEngine, Refused, RemoteJudge, VllmJudge
+from ycore.errors import ModelError, RewardError
+from ycore.judge.agreement import KEY, agreement, agreement_of
+from ycore.judge.declaration import POLICY_BASE, Judge, Served
+from ycore.judge.question import (
+    Question,
+    Questioner,
+    as_text,
+    special_tokens,
+    verdict_code,
+    with_pictures,
+)
+from ycore.judge.sources import (
+    JUDGE_PREFIX,
+    is_agreement,
+    is_judge,
+    judge_of,
+    model_name,
+    require_columns,
+)
 from ycore.judge.verdict import (
     Reply,
     Unreadable,
@@ -26,19 +44,48 @@ from ycore.judge.verdict import (
     shuffled_orders,
     win_share,
 )
+from ycore.models.names import reads_text_only, resolve_model
 from ycore.placement.placement import JUDGE
 from ycore.run.images import ImageStore
 from ycore.run.tasks import together
-from ycore.scoring.scoring import NO_FOLDER, JudgeMeter, Scorer, TextOf, Writing, plain_text
+from ycore.scoring.scoring import (
+    NO_IMAGES,
+    PendingGroup,
+    RequestMeter,
+    Scorer,
+    ScorerContext,
+    ServedModel,
+    TextOf,
+    plain_text,
+    plan_served_model,
+    text_of,
+)
 from ycore.types import Completion, Score
 
 V = TypeVar("V")
 
 
+@dataclass
+class JudgeMeter(RequestMeter):
+    kind = "judge"
+
+    parse_failures: float = 0
+    pairs: float = 0
+    pairs_by_position: float = 0
+
+    def summary(self) -> Mapping[str, float]:
+        metrics = {**super().summary(), "ycore/judge/parse_failures": self.parse_failures}
+        if self.pairs:
+            metrics["ycore/judge/pairs"] = self.pairs
+            metrics["ycore/judge/position_bias"] = self.pairs_by_position / self.pairs
+        return metrics
+
+
 @dataclass(eq=False)
 class JudgeScorer(Scorer):
-    """One judge. `engines` are slot by slot; a judge at an address has one engine, which is on no slot."""
+    """A `judge:` reward. `engines` are slot by slot; a judge at an address has one engine, which is on no slot."""
 
+    kind = "judge"
     name: str
     questioner: Questioner
     engines: Sequence[JudgeEngine]
@@ -46,183 +93,283 @@ class JudgeScorer(Scorer):
     meter: JudgeMeter
     seed: int
     text_of: TextOf = plain_text
-    images: ImageStore = NO_FOLDER
+    images: ImageStore = NO_IMAGES
+
+    @classmethod
+    def handles(cls, spec: RewardConfig) -> bool:
+        return is_judge(spec)
+
+    @classmethod
+    def models(cls, spec: RewardConfig, config: RunConfig) -> list[ServedModel]:
+        judge = judge_of(spec)
+        if judge.base_url is not None:
+            return []
+        return [
+            ServedModel(
+                JUDGE,
+                model_name(judge, config),
+                max_model_len=judge.max_model_len,
+                max_new_tokens=judge.max_tokens,
+                tensor_parallel=judge.tensor_parallel,
+            )
+        ]
+
+    @classmethod
+    def check_rows(cls, spec: RewardConfig, config: RunConfig, prompts: PromptSet) -> None:
+        require_columns(spec.reward.removeprefix(JUDGE_PREFIX), judge_of(spec), prompts.columns)
+
+    @classmethod
+    def check_models(cls, spec: RewardConfig, config: RunConfig, *, engine: str) -> list[str]:
+        judge = judge_of(spec)
+        label = f"judge {spec.reward.removeprefix(JUDGE_PREFIX)}"
+        form = f"{judge.mode}, verdict by {judge.verdict.kind}"
+        if judge.base_url is not None:
+            check_api_key(label, judge)
+            return [f"{label}: {judge.model} at {judge.base_url}, {form}"]
+        model = model_name(judge, config)
+        plan = plan_served_model(
+            label, model, config, engine=engine, way_out="give it a base_url, or install vLLM"
+        )
+        if plan.has_chat_template is False:
+            raise ModelError(
+                f"{label} is asked in chats, and {model} has no chat template; take an instruct model"
+            )
+        if (
+            judge.max_model_len
+            and plan.context_length
+            and judge.max_model_len > plan.context_length
+        ):
+            raise RewardError(
+                f"{label}: max_model_len is {judge.max_model_len}, and its model has {plan.context_length}; lower it"
+            )
+        weights = (
+            "the policy's base weights" if judge.model == POLICY_BASE else f"{model}, {plan.note}"
+        )
+        return [f"{label}: {weights}, {form}"]
+
+    @classmethod
+    def image_problem(cls, spec: RewardConfig, config: RunConfig) -> str | None:
+        judge = judge_of(spec)
+        model = model_name(judge, config)
+        if judge.base_url is not None or not reads_text_only(
+            resolve_model(model, trust_remote_code=config.trust_remote_code)
+        ):
+            return None
+        return f"asks {model}, which reads text only; name a model that sees"
+
+    @classmethod
+    def build(cls, spec: RewardConfig, source: int, context: ScorerContext) -> Scorer:
+        judge = judge_of(spec)
+        name = context.names[source]
+        engines: Sequence[JudgeEngine]
+        special: tuple[str, ...] = ()
+        if judge.base_url is not None:
+            timeout_s = context.config.engine.request_timeout_s
+            engines = [RemoteJudge(name, judge, request_timeout_s=timeout_s)]
+        else:
+            (model,) = context.models_of(source)
+            engines = context.servers(model, VllmJudge)
+            special = special_tokens(context.tokenizer(model))
+        return cls(
+            name,
+            Questioner(judge, special),
+            engines,
+            meter=context.meter(JudgeMeter),
+            seed=context.config.seed,
+            text_of=text_of(spec),
+            images=ImageStore(context.folder.images),
+        )
 
     @property
     def judge(self) -> Judge:
         return self.questioner.judge
 
-    async def score(self, writing: Writing) -> list[list[Score]]:
+    async def score(self, group: PendingGroup) -> list[list[Score]]:
         if self.judge.mode == "groupwise":
-            return [[score] for score in await self._ranked(writing)]
+            return [[score] for score in await self._rank(group)]
         if self.judge.mode == "pairwise" and self.judge.against != "reference":
-            return [[score] for score in await self._with_siblings(writing)]
-        return await super().score(writing)
+            return [[score] for score in await self._compare_siblings(group)]
+        return await super().score(group)
 
-    async def score_one(self, writing: Writing, index: int) -> Score:
+    async def score_one(self, group: PendingGroup, index: int) -> Score:
+        completion = await group.tasks_G[index]
         try:
-            return Score(
-                self.judge.reward(await self._value(writing, await writing.tasks_G[index]))
-            )
+            return Score(self.judge.reward(await self._fraction_of(group, completion)))
         except Unreadable as problem:
-            return self._score(None, otherwise=str(problem))
+            return self.masked(str(problem))
 
-    async def _value(self, writing: Writing, completion: Completion) -> float:
-        """What the judge says of one completion, or of it against the row's reference; from 0 to 1."""
-        prompt, text, key = (
-            writing.draw.prompt,
-            self.text_of(completion),
-            self._key(writing, completion),
-        )
+    async def _fraction_of(self, group: PendingGroup, completion: Completion) -> float:
+        """Return the verdict on a completion, or on it against the row's reference, from 0 to 1."""
+        prompt = group.draw.prompt
+        text = self.text_of(completion)
+        key = self._key(group, completion)
         if self.judge.mode == "pairwise":
             reference = as_text(prompt.columns.get(self.judge.reference_column))
             if not reference.strip():
                 raise Unreadable("the row has no reference")
-            return await self._pair(writing, text, reference, key=key)
+            return await self._win_share(group, text, reference, key=key)
         question = self.questioner.pointwise(prompt, text, key=key)
-        return await self._verdict(question, writing, key=key, read=self._fraction(key))
+        return await self._verdict(question, group, key=key, read=self._read_fraction(key))
 
-    async def _with_siblings(self, writing: Writing) -> list[Score]:
-        pairs = ring_pairs(len(writing), self.judge.opponents)
-        won = await together([self._compare(writing, one, other) for one, other in pairs])
-        scores = []
-        for index in range(len(writing)):
-            shares = [
-                share if index == pair[0] else 1 - share
-                for pair, share in zip(pairs, won, strict=True)
-                if index in pair and share is not None
-            ]
-            scores.append(self._score(mean(shares), otherwise="no pair was judged"))
-        return scores
+    async def _compare_siblings(self, group: PendingGroup) -> list[Score]:
+        pairs = ring_pairs(len(group), self.judge.opponents)
+        shares = await together([self._compare(group, first, second) for first, second in pairs])
+        shares_by_index: list[list[float]] = [[] for _ in range(len(group))]
+        for (first, second), share in zip(pairs, shares, strict=True):
+            if share is not None:
+                shares_by_index[first].append(share)
+                shares_by_index[second].append(1 - share)
+        return [self._score(mean(wins), "no pair was judged") for wins in shares_by_index]
 
-    async def _compare(self, writing: Writing, one: int, other: int) -> float | None:
-        """The share of wins of `one` over `other`, once both are written; None where no verdict can be read."""
-        first, second = await writing.tasks_G[one], await writing.tasks_G[other]
+    async def _compare(self, group: PendingGroup, first: int, second: int) -> float | None:
+        """Return the share of wins of `first` over `second`; None where no verdict can be read."""
+        completion, other = await group.tasks_G[first], await group.tasks_G[second]
+        key = self._key(group, completion, other)
         try:
-            key = self._key(writing, first, second)
-            return await self._pair(writing, self.text_of(first), self.text_of(second), key=key)
+            return await self._win_share(
+                group, self.text_of(completion), self.text_of(other), key=key
+            )
         except Unreadable:
             return None
 
-    async def _pair(self, writing: Writing, one: str, other: str, *, key: str) -> float:
-        """The share of wins of `one`. The judge sees both orders, so that a preference for a position cancels out."""
+    async def _win_share(self, group: PendingGroup, text: str, other: str, *, key: str) -> float:
+        """Return the share of wins of `text`, judged in both orders, so that a preference for a position cancels out."""
         verdicts = []
-        for shown, order_key in (((one, other), f"{key}/0"), ((other, one), f"{key}/1")):
-            question = self.questioner.pairwise(writing.draw.prompt, *shown, key=order_key)
-            verdicts.append(
-                self._verdict(question, writing, key=order_key, read=self._fraction(order_key))
-            )
-        shown_first, shown_second = await together(verdicts)
+        for number, texts in enumerate([(text, other), (other, text)]):
+            order_key = f"{key}/{number}"
+            question = self.questioner.pairwise(group.draw.prompt, *texts, key=order_key)
+            read = self._read_fraction(order_key)
+            verdicts.append(self._verdict(question, group, key=order_key, read=read))
+        when_first, when_second = await together(verdicts)
         self.meter.pairs += 1
-        self.meter.pairs_by_position += follows_position(shown_first, shown_second)
-        return win_share(shown_first, shown_second)
+        self.meter.pairs_by_position += follows_position(when_first, when_second)
+        return win_share(when_first, when_second)
 
-    async def _ranked(self, writing: Writing) -> list[Score]:
-        completions = await writing.all()
-        key = self._key(writing, *completions)
-        orders = shuffled_orders(len(completions), self.judge.orders, seed=_number(key))
-        asked = [
-            self._shares(writing, [completions[i] for i in order], key=f"{key}/{n}")
-            for n, order in enumerate(orders)
+    async def _rank(self, group: PendingGroup) -> list[Score]:
+        completions = await group.all()
+        key = self._key(group, *completions)
+        orders = shuffled_orders(len(completions), self.judge.orders, seed=_seed_of(key))
+        rankings = [
+            self._ranking(group, [completions[index] for index in order], key=f"{key}/{number}")
+            for number, order in enumerate(orders)
         ]
-        shares_by_answer: list[list[float]] = [[] for _ in completions]
-        for order, shares in zip(orders, await together(asked), strict=True):
+        shares_by_index: list[list[float]] = [[] for _ in completions]
+        for order, shares in zip(orders, await together(rankings), strict=True):
             for place, share in enumerate(shares or ()):
-                shares_by_answer[order[place]].append(share)
-        means = [mean(shares) for shares in shares_by_answer]
-        return [self._score(share, otherwise="no ranking was read") for share in means]
+                shares_by_index[order[place]].append(share)
+        return [self._score(mean(shares), "no ranking was read") for shares in shares_by_index]
 
-    async def _shares(
-        self, writing: Writing, shown: Sequence[Completion], *, key: str
+    async def _ranking(
+        self, group: PendingGroup, completions: Sequence[Completion], *, key: str
     ) -> list[float] | None:
-        texts = [self.text_of(completion) for completion in shown]
-        question = self.questioner.groupwise(writing.draw.prompt, texts, key=key)
+        texts = [self.text_of(completion) for completion in completions]
+        question = self.questioner.groupwise(group.draw.prompt, texts, key=key)
         read = partial(read_ranking, self.judge, code=verdict_code(key), count=len(texts))
         try:
-            return shares_of_rank(await self._verdict(question, writing, key=key, read=read))
+            return shares_of_rank(await self._verdict(question, group, key=key, read=read))
         except Unreadable:
             return None
 
     async def _verdict(
-        self, question: Question, writing: Writing, *, key: str, read: Callable[[Reply], V]
+        self, question: Question, group: PendingGroup, *, key: str, read: Callable[[Reply], V]
     ) -> V:
-        """The value read from the reply. An unreadable reply is retried; after the last try Unreadable is raised."""
-        question = with_pictures(
-            question, [self.images.url(one.sha256) for one in writing.draw.prompt.images]
-        )
-        problem = ""
+        """Return the value read from the reply. An unreadable reply is retried; the last one raises Unreadable."""
+        urls = [self.images.url(image.sha256) for image in group.draw.prompt.images]
+        question = with_pictures(question, urls)
         for attempt in range(1 + self.judge.retries):
             try:
-                reply = await self._ask(
-                    question, writing, seed=_number(f"{key}/{attempt}"), again=attempt > 0
-                )
+                reply = await self._ask(question, group, key=key, attempt=attempt)
             except Refused as refusal:
                 raise Unreadable(str(refusal)) from None
             try:
                 return read(reply)
-            except Unreadable as why:
+            except Unreadable:
                 self.meter.parse_failures += 1
-                problem = str(why)
-        raise Unreadable(problem)
+                if attempt == self.judge.retries:
+                    raise
+        raise AssertionError("a judge is asked at least once")
 
-    async def _ask(self, question: Question, writing: Writing, *, seed: int, again: bool) -> Reply:
+    async def _ask(
+        self, question: Question, group: PendingGroup, *, key: str, attempt: int
+    ) -> Reply:
+        seed = _seed_of(f"{key}/{attempt}")
         if self.judge.base_url is not None:
-            return await self._timed(self.engines[0], question, seed=seed, again=again)
-        async with writing.turn(JUDGE) as slot:
-            reply = await self._timed(slot.pick(self.engines), question, seed=seed, again=again)
+            return await self._timed(self.engines[0], question, seed=seed, again=attempt > 0)
+        async with group.turn(JUDGE) as slot:
+            engine = slot.pick(self.engines)
+            reply = await self._timed(engine, question, seed=seed, again=attempt > 0)
             slot.num_tokens = reply.num_tokens
             return reply
 
     async def _timed(
         self, engine: JudgeEngine, question: Question, *, seed: int, again: bool
     ) -> Reply:
-        started = time.perf_counter()
-        self.meter.calls += 1
-        try:
+        with self.meter.timed():
             reply = await engine.ask(self.judge, question, seed=seed, again=again)
-        finally:
-            self.meter.seconds += time.perf_counter() - started
         self.meter.tokens += reply.num_tokens
         return reply
 
-    def _fraction(self, key: str) -> Callable[[Reply], float]:
-        """Reads the verdict to the question of this key, as a share of the verdict's range."""
-        return lambda reply: self.judge.fraction(
-            read_value(self.judge, reply, code=verdict_code(key))
-        )
+    def _read_fraction(self, key: str) -> Callable[[Reply], float]:
+        code = verdict_code(key)
+        return lambda reply: self.judge.fraction(read_value(self.judge, reply, code=code))
 
-    def _key(self, writing: Writing, *completions: Completion) -> str:
-        """Identifies what is judged, also in a resumed run. It depends on the text: no policy can predict it."""
-        written = ",".join("-".join(map(str, one.token_ids)) or one.text for one in completions)
-        return f"{self.seed}/{self.name}/{writing.draw.position}/{hashlib.sha256(written.encode()).hexdigest()}"
+    def _key(self, group: PendingGroup, *completions: Completion) -> str:
+        """Identify what is judged, also in a resumed run. The key depends on the text: no policy can predict it."""
+        texts = ["-".join(map(str, one.token_ids)) or one.text for one in completions]
+        digest = hashlib.sha256(",".join(texts).encode()).hexdigest()
+        return f"{self.seed}/{self.name}/{group.draw.position}/{digest}"
 
-    def _score(self, share: float | None, *, otherwise: str) -> Score:
-        """The reward of a share, or a masked score with the reason why there is none."""
-        if share is None:
-            return Score(None, problem=f"judge {self.name}: {otherwise}")
-        return Score(self.judge.reward(share))
+    def _score(self, share: float | None, problem: str) -> Score:
+        return self.masked(problem) if share is None else Score(self.judge.reward(share))
 
 
 @dataclass(eq=False)
 class AgreementScorer(Scorer):
-    """Whether the policy, asked as a judge, prefers the better answer of a pair; 0 where its verdict is unreadable."""
+    """An `agrees:` reward: whether the policy, asked as a judge, prefers the better answer of a pair.
+
+    The reward is 0 where the policy's verdict is unreadable.
+    """
 
     judge: Judge
     _: KW_ONLY
     meter: JudgeMeter
     text_of: TextOf = plain_text
 
-    async def score_one(self, writing: Writing, index: int) -> Score:
-        completion = await writing.tasks_G[index]
+    @classmethod
+    def handles(cls, spec: RewardConfig) -> bool:
+        return is_agreement(spec)
+
+    @classmethod
+    def check_rows(cls, spec: RewardConfig, config: RunConfig, prompts: PromptSet) -> None:
+        require_columns(spec.reward, agreement_of(spec), prompts.columns)
+
+    @classmethod
+    def check_models(cls, spec: RewardConfig, config: RunConfig, *, engine: str) -> list[str]:
+        kind = agreement_of(spec).verdict.kind
+        return [f"{spec.reward}: the policy is the judge, pairwise, verdict by {kind}"]
+
+    @classmethod
+    def build(cls, spec: RewardConfig, source: int, context: ScorerContext) -> Scorer:
+        meter = context.meter(JudgeMeter)
+        return cls(agreement_of(spec), meter=meter, text_of=text_of(spec))
+
+    async def score_one(self, group: PendingGroup, index: int) -> Score:
+        text = self.text_of(await group.tasks_G[index])
         try:
-            return Score(
-                agreement(self.judge, writing.draw.prompt.columns[KEY], self.text_of(completion))
-            )
+            return Score(agreement(self.judge, group.draw.prompt.columns[KEY], text))
         except Unreadable:
             self.meter.parse_failures += 1
             return Score(0.0)
 
 
-def _number(key: str) -> int:
-    """A seed of 31 bits."""
+def check_api_key(label: str, served: Served) -> None:
+    """RewardError where the environment lacks the variable with an address's key."""
+    if served.api_key_env is not None and not os.environ.get(served.api_key_env):
+        raise RewardError(
+            f"{label}: the environment variable {served.api_key_env} (api_key_env) is not set; export it"
+        )
+
+
+def _seed_of(key: str) -> int:
+    """Return a seed of 31 bits."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") >> 1

@@ -1,4 +1,4 @@
-"""RewardPool: scores groups of completions in worker processes; a bad reward costs its items, never the run."""
+"""Reward functions in worker processes: a function that fails costs its completions their scores, never the run."""
 
 import asyncio
 import json
@@ -7,13 +7,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from ycore.config.schema import RewardConfig, RewardSettings, SandboxSettings
+from ycore.config.schema import (
+    RewardConfig,
+    RewardSettings,
+    RunConfig,
+    SandboxSettings,
+    ScoredConfig,
+)
+from ycore.data.prompts import PromptSet
 from ycore.rewards.loading import Inputs
-from ycore.rewards.worker_client import AUTO, RewardWorker, reward_confinement
+from ycore.rewards.worker_client import AUTO, RewardWorker, check_reward, reward_confinement
+from ycore.run.images import ImageStore
+from ycore.run.paths import RunFolder
 from ycore.run.tasks import together
 from ycore.sandbox.confined_worker import CallFailed
-from ycore.sandbox.level import choose_level
-from ycore.types import Content, Score
+from ycore.sandbox.level import LEVEL_NUMBERS, choose_level
+from ycore.scoring.scoring import NO_IMAGES, PendingGroup, Scorer
+from ycore.types import Completion, Content, Prompt, Score
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,3 +184,90 @@ def _by_sandbox(specs: Sequence[RewardConfig]) -> list[list[int]]:
     for source, spec in enumerate(specs):
         groups.setdefault(spec.sandbox.model_dump_json(), []).append(source)
     return list(groups.values())
+
+
+def reward_pool(
+    config: ScoredConfig, folder: RunFolder, specs: Sequence[RewardConfig]
+) -> RewardPool:
+    """Return the workers of these reward functions; they see the run's images, and nothing else of it."""
+    return RewardPool(
+        specs,
+        settings=config.reward_workers,
+        log=folder.log("rewards"),
+        run_id=folder.run_id,
+        sandbox=config.sandbox,
+        run_folder=folder.root,
+    )
+
+
+class RuleScorer(Scorer):
+    """Reward functions in worker processes. They receive whole groups, since a function may compare completions."""
+
+    def __init__(self, pool: RewardPool, images: ImageStore = NO_IMAGES) -> None:
+        self._pool = pool
+        self.images = images
+
+    @classmethod
+    def check_rows(cls, spec: RewardConfig, config: RunConfig, prompts: PromptSet) -> None:
+        check_reward(
+            spec,
+            [*prompts.columns, *(["environments"] if config.env else [])],
+            settings=config.reward_workers,
+            sandbox=config.sandbox,
+            run_folder=Path(config.output),
+        )
+
+    @classmethod
+    def image_problem(cls, spec: RewardConfig, config: RunConfig) -> str | None:
+        return None
+
+    async def start(self, *, timeout_s: float) -> None:
+        await self._pool.start()
+
+    async def score(self, group: PendingGroup) -> list[list[Score]]:
+        completions = await group.all()
+        prompt, num = group.draw.prompt, len(completions)
+        columns = {name: [value] * num for name, value in prompt.columns.items()}
+        if prompt.is_chat:
+            contents: list[Any] = [completion.messages for completion in completions]
+        else:
+            contents = [completion.text for completion in completions]
+        return await self._pool.score(
+            [prompt.content] * num,
+            contents,
+            [list(completion.token_ids) for completion in completions],
+            columns | self.extra_columns(prompt, completions),
+            step=group.step,
+        )
+
+    def extra_columns(
+        self, prompt: Prompt, completions: Sequence[Completion]
+    ) -> dict[str, list[Any]]:
+        """Return what functions may ask for beside the dataset's columns and the completions themselves."""
+        columns: dict[str, list[Any]] = {}
+        if prompt.images:
+            files = [str(self.images.path(image.sha256)) for image in prompt.images]
+            columns["images"] = [files] * len(completions)
+        if any(completion.world is not None for completion in completions):
+            columns["environments"] = [completion.world for completion in completions]
+        return columns
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+
+class WorkerMeter:
+    """Restarts of the worker processes, and their sandbox level: 2 namespaces, 1 Landlock, 0 nothing."""
+
+    def __init__(self, pool: RewardPool) -> None:
+        self._pool = pool
+        self._reported = 0
+
+    def take(self) -> Sequence[float]:
+        restarts = self._pool.restarts - self._reported
+        self._reported += restarts
+        return [float(restarts)]
+
+    def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
+        level = LEVEL_NUMBERS[self._pool.level]
+        return {"ycore/reward_restarts": sums[0], "ycore/sandbox_level": level}

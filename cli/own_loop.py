@@ -227,7 +227,7 @@ class Round:
             controller.sync(step)
 
         async def one(draw: Any) -> Group:
-            start = await controller.turns.start(draw)
+            start = await controller.writer.start(draw)
             size = range(controller.rules.group_size)
             written: list[Completion] = await together(
                 [controller.complete(start, index) for index in size]

@@ -197,7 +197,7 @@ class Contestant:
         )
         self._controller.yields = OneForOne()
 
-    async def play(self, number: int) -> dict[str, Any]:
+    async def write(self, number: int) -> dict[str, Any]:
         """One round; where engines sleep, their waking before it and falling asleep after it count too."""
         self._draws.round = number
         self._controller.meter.begin()
@@ -305,7 +305,7 @@ async def play_all(
             measured.append(await measure_both(engines, job))
         first = number % len(contestants)
         for one in [*contestants[first:], *contestants[:first]]:
-            row = await one.play(number)
+            row = await one.write(number)
             if not leads:
                 continue
             told = f"{row['seconds']:6.1f} s, {row['drawn']:.0f} groups, {row['mode']}, {row['swaps']:.0f} swaps"

@@ -23,11 +23,11 @@ from ycore.errors import SyncError
 from ycore.launch.engines import is_vllm_installed
 from ycore.models.tiny import write_tiny_model
 from ycore.rollout.agent_pool import AgentPool
-from ycore.rollout.agents import Agents
-from ycore.rollout.carried import CarriedTurn
+from ycore.rollout.agents import AgentWriter
+from ycore.rollout.carried import CarryWriter
 from ycore.rollout.dialogue import Dialogue
-from ycore.rollout.tool_pool import Description, ToolPool
-from ycore.rollout.turns import Start, Turns, completion_seed
+from ycore.rollout.tool_pool import ToolPool, ToolSet
+from ycore.rollout.turns import GroupStart, MultiTurnWriter, TurnLimits, completion_seed
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules
 from ycore.round.step import Controller
@@ -299,7 +299,7 @@ class LeftOut(Bucket):
         )
 
 
-class Ended(Bucket):
+class AgentExit(Bucket):
     def fill(self) -> Iterator[list[Entry]]:
         return islice(super().fill(), 2)
 
@@ -357,7 +357,7 @@ def test_weights_from_the_trainers_memory_are_those_of_files(
         (one.token_ids, one.logprobs) for one in others
     ]
     for version, (bucket, message) in enumerate(
-        [(LeftOut, "1 of"), (Ended, r"\d\d of"), (Shrunk, r"\d\d of")], 3
+        [(LeftOut, "1 of"), (AgentExit, r"\d\d of"), (Shrunk, r"\d\d of")], 3
     ):
         with pytest.raises(
             SyncError, match=rf"rollout-0: policy version {version}: {message} .* not the trainer's"
@@ -481,8 +481,8 @@ def test_the_openai_client_is_answered_as_an_environment_inside_is(
     (tmp_path / "world.py").write_text(WORLD)
     (tmp_path / "my_agent.py").write_text(AGENT)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    inside = Dialogue(tokenizer, Description((), takes_text=True), actions="template")
-    through = Dialogue(tokenizer, Description(()), actions="template", users_answer=True)
+    inside = Dialogue(tokenizer, ToolSet((), takes_text=True), actions="template")
+    through = Dialogue(tokenizer, ToolSet(()), actions="template", users_answer=True)
     given: Any = {
         "model": "m",
         "dataset": "d",
@@ -490,15 +490,15 @@ def test_the_openai_client_is_answered_as_an_environment_inside_is(
         "rewards": [{"reward": "environment"}],
     }
     where: Any = {"log": tmp_path / "log", "run_id": "t", "run_folder": tmp_path / "run"}
-    limits: Any = {"max_turns": 3, "max_tokens": 200, "turn_tokens": 24, "max_prompt_tokens": 50}
+    limits = TurnLimits(3, 200, turn_tokens=24, max_prompt_tokens=50)
     slow: Any = {"call_s": 60, "completion_s": 280}
     pool = ToolPool(RunConfig(**given, env="world.py:World", turns=slow), **where)
     agents = AgentPool(
         RunConfig(**given, agent=f"{sys.executable} my_agent.py", turns=slow), **where
     )
     kinds = [
-        Turns(lambda _: inside, pool, pays=False, **limits),
-        Agents(lambda tools: through, agents, call_s=60, **limits),
+        MultiTurnWriter(lambda _: inside, pool, limits, pays=False),
+        AgentWriter(lambda tools: through, agents, limits, call_s=60),
     ]
 
     async def play() -> list[list[Completion]]:
@@ -509,8 +509,10 @@ def test_the_openai_client_is_answered_as_an_environment_inside_is(
             played = []
             for position, text in enumerate(("ab", "Go", "9?")):
                 prompt = Prompt(position, [{"role": "user", "content": text}])
-                start = Start(Draw(position, prompt, inside.prompt_ids(prompt.content)), prompt)
-                one = await kind.play(start, 0, engine.complete, seed=0)
+                start = GroupStart(
+                    Draw(position, prompt, inside.prompt_ids(prompt.content)), prompt
+                )
+                one = await kind.write(start, 0, engine.complete, seed=0)
                 played.append(replace(one, prompt_ids=one.prompt_ids or start.draw.token_ids))
             found.append(played)
             await kind.close()
@@ -629,7 +631,7 @@ def test_a_completion_that_is_carried_over_has_each_versions_logprobs(
     write_manifest(
         newer, 1, {name: tensor_sums(tensor) for name, tensor in stored_in(newer).items()}
     )
-    turn = CarriedTurn(lambda ids: str(len(ids)), max_tokens=200, max_age=9)
+    turn = CarryWriter(lambda ids: str(len(ids)), max_tokens=200, max_age=9)
 
     async def work() -> list[Completion]:
         engine = engine_at(server, Sampling(max_tokens=200))
@@ -639,7 +641,7 @@ def test_a_completion_that_is_carried_over_has_each_versions_logprobs(
 
         def play() -> list[asyncio.Task[Completion]]:
             return [
-                asyncio.create_task(turn.play(start, 0, engine.complete, seed=0))
+                asyncio.create_task(turn.write(start, 0, engine.complete, seed=0))
                 for start in starts
             ]
 

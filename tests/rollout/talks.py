@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from ycore.rollout.dialogue import Dialogue
-from ycore.rollout.tool_pool import Description
+from ycore.rollout.tool_pool import ToolSet
 from ycore.scoring.reward_pool import RewardPool, RuleScorer
 from ycore.scoring.scoring import Scoring
 from ycore.types import Completion
@@ -28,8 +28,8 @@ ADD: dict[str, Any] = {
         },
     },
 }
-ADDS = Description((ADD,))
-GAME = Description((), takes_text=True, pays=True)
+ADDS = ToolSet((ADD,))
+GAME = ToolSet((), takes_text=True, pays=True)
 
 SMOL = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
@@ -85,9 +85,7 @@ TALKS = {
 }
 
 
-def dialogue_of(
-    name: str, described: Description = ADDS
-) -> tuple[PreTrainedTokenizerFast, Dialogue]:
+def dialogue_of(name: str, described: ToolSet = ADDS) -> tuple[PreTrainedTokenizerFast, Dialogue]:
     template, end, actions = TALKS[name]
     tokenizer = tokenizer_of(template, end)
     return tokenizer, Dialogue(tokenizer, described, actions=actions)

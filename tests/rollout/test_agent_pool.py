@@ -12,7 +12,7 @@ import pytest
 
 from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError
-from ycore.rollout.agent_pool import AgentPool, AgentRun, Asked, Ended, check_agent
+from ycore.rollout.agent_pool import AgentCall, AgentExit, AgentPool, RunningAgent, check_agent
 from ycore.rollout.tool_pool import OutOfTime
 from ycore.sandbox import Level
 from ycore.sandbox.confined_worker import CallFailed
@@ -104,11 +104,11 @@ def play(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...,
 def test_an_agent_sees_its_row_and_its_address_and_nothing_else(
     play: Callable[..., Any], place: Path
 ) -> None:
-    async def work(run: AgentRun) -> Any:
+    async def work(run: RunningAgent) -> Any:
         first = await run.next()
-        assert isinstance(first, Asked)
+        assert isinstance(first, AgentCall)
         second = await run.next({"number": first.number, "status": 200, "body": {}})
-        assert isinstance(second, Asked)
+        assert isinstance(second, AgentCall)
         message = {"role": "assistant", "content": "hi", "tool_calls": [{"id": "a"}]}
         body = {
             "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
@@ -130,7 +130,7 @@ def test_an_agent_sees_its_row_and_its_address_and_nothing_else(
     )
     if choose_level().level is Level.NAMESPACES:
         assert not reaches and files == [str(place / "agent.py"), str(place / "run")]
-    assert end == Ended(0, " 0.25 ") and end.score == Score(0.25)
+    assert end == AgentExit(0, " 0.25 ") and end.score == Score(0.25)
     log = (place / "run" / "agents.log").read_text()
     chunks = [
         json.loads(line[6:])
@@ -147,7 +147,7 @@ def test_an_agent_sees_its_row_and_its_address_and_nothing_else(
 
 
 def test_agents_that_hang_fail_or_end_their_process(play: Callable[..., Any]) -> None:
-    async def next_of(run: AgentRun) -> Any:
+    async def next_of(run: RunningAgent) -> Any:
         return await run.next()
 
     with pytest.raises(OutOfTime):
@@ -162,7 +162,7 @@ def test_agents_that_hang_fail_or_end_their_process(play: Callable[..., Any]) ->
 
 
 def test_a_row_that_no_variable_holds_fails_the_agent(play: Callable[..., Any]) -> None:
-    async def next_of(run: AgentRun) -> Any:
+    async def next_of(run: RunningAgent) -> Any:
         return await run.next()
 
     with pytest.raises(CallFailed, match="too long"):

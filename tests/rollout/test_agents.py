@@ -20,11 +20,11 @@ from tests.rollout.talks import ADD, ADDS, TALKS, Writer, call_text, ids_of, tok
 from ycore.advantages import ESTIMATORS
 from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError
-from ycore.rollout.agent_pool import AgentPool, Asked, Ended
-from ycore.rollout.agents import Agents, read_request
+from ycore.rollout.agent_pool import AgentCall, AgentExit, AgentPool
+from ycore.rollout.agents import AgentWriter, read_request
 from ycore.rollout.dialogue import Dialogue
-from ycore.rollout.tool_pool import Description, OutOfTime, ToolPool, describe_tools
-from ycore.rollout.turns import OneTurn, Start, Turns
+from ycore.rollout.tool_pool import OutOfTime, ToolPool, ToolSet, describe_tools
+from ycore.rollout.turns import GroupStart, MultiTurnWriter, SingleTurnWriter, TurnLimits
 from ycore.round.peers import Peers
 from ycore.round.sampling import Cost, DrawSource, Rules
 from ycore.round.step import Controller
@@ -55,7 +55,7 @@ USER: list[dict[str, Any]] = [{"role": "user", "content": "12 + 30?"}]
 LIMITS: dict[str, Any] = {
     "max_turns": 8,
     "max_tokens": 4000,
-    "turn_tokens": None,
+    "turn_tokens": 4000,
     "max_prompt_tokens": 2000,
 }
 
@@ -66,7 +66,7 @@ def dialogues(name: str) -> tuple[Any, Callable[[str], Dialogue]]:
 
     def dialogue(tools: str) -> Dialogue:
         return Dialogue(
-            tokenizer, Description(tuple(json.loads(tools))), actions=actions, users_answer=True
+            tokenizer, ToolSet(tuple(json.loads(tools))), actions=actions, users_answer=True
         )
 
     return tokenizer, dialogue
@@ -92,7 +92,9 @@ class Scripted:
         act = self.acts.pop(0)
         if isinstance(act, Exception):
             raise act
-        return act if isinstance(act, Ended) else Asked(len(self.answers), act(self.answers))
+        return (
+            act if isinstance(act, AgentExit) else AgentCall(len(self.answers), act(self.answers))
+        )
 
 
 def said(answers: list[Any]) -> Any:
@@ -120,9 +122,11 @@ def play(
 ) -> tuple[Completion, Writer, Scripted, dict[str, float]]:
     tokenizer, dialogue = dialogues(name)
     writer, agent = Writer(tokenizer, [ids_of(tokenizer, text) for text in turns]), Scripted(acts)
-    how = Agents(dialogue, agent, call_s=5.0, **{**LIMITS, **limits})  # type: ignore[arg-type]
-    how.splits = splits
-    completion = asyncio.run(how.play(Start(Draw(5, PROMPT, (7, 8)), PROMPT), 1, writer, seed=0))
+    how = AgentWriter(dialogue, agent, TurnLimits(**{**LIMITS, **limits}), call_s=5.0)  # type: ignore[arg-type]
+    how.several_sequences = splits
+    completion = asyncio.run(
+        how.write(GroupStart(Draw(5, PROMPT, (7, 8)), PROMPT), 1, writer, seed=0)
+    )
     assert sum(completion.mask) == sum(
         turn.num_tokens for turn in completion.turns if turn.by_policy
     )
@@ -132,7 +136,7 @@ def play(
 
 @pytest.mark.parametrize("name", TALKS)
 def test_calls_of_one_talk_are_one_sequence_with_the_answers_masked(name: str) -> None:
-    talk = [first, tells, Ended(0, "0.5\n")]
+    talk = [first, tells, AgentExit(0, "0.5\n")]
     completion, writer, agent, metrics = play(talk, [call_text(name, 1, 2), "three"], name=name)
     assert agent.statuses == [200, 200] and [turn.by_policy for turn in completion.turns] == [
         True,
@@ -183,9 +187,11 @@ def test_no_token_of_a_talk_through_the_door_is_written_as_text_and_read_again(n
 
     for _ in range(100):
         wrote = [[*chance.choices(lower, k=12), tokenizer.eos_token_id] for _ in range(3)]
-        writer, agent = Writer(tokenizer, wrote), Scripted([goes_on] * 3 + [Ended(0)])
-        how = Agents(dialogue_of, agent, call_s=5.0, **LIMITS)  # type: ignore[arg-type]
-        found = asyncio.run(how.play(Start(Draw(5, PROMPT, (7, 8)), PROMPT), 1, writer, seed=0))
+        writer, agent = Writer(tokenizer, wrote), Scripted([goes_on] * 3 + [AgentExit(0)])
+        how = AgentWriter(dialogue_of, agent, TurnLimits(**LIMITS), call_s=5.0)  # type: ignore[arg-type]
+        found = asyncio.run(
+            how.write(GroupStart(Draw(5, PROMPT, (7, 8)), PROMPT), 1, writer, seed=0)
+        )
         whole = [*(found.prompt_ids or ()), *found.token_ids]
         assert agent.statuses == [200] * 3
         assert [token for token, own in zip(found.token_ids, found.mask, strict=True) if own] == [
@@ -209,7 +215,7 @@ def test_a_user_may_answer_too_and_special_tokens_of_what_is_said_are_broken() -
 
     for name in ("smollm2", "qwen3"):
         tokenizer, _ = dialogues(name)
-        completion, *_ = play([first, user, Ended(0)], ["one", "two"], name=name)
+        completion, *_ = play([first, user, AgentExit(0)], ["one", "two"], name=name)
         assert (
             completion.token_ids.count(tokenizer.eos_token_id) == 3
         )  # two of the policy's, and the user's own
@@ -259,7 +265,7 @@ def test_a_call_that_goes_on_from_no_other_begins_another_sequence(act: Any, nam
 
     turns = [call_text(name, 1, 2), "three", "four"]
     completion, writer, agent, metrics = play(
-        [first, act, goes_on, Ended(1, "1")], turns, name=name
+        [first, act, goes_on, AgentExit(1, "1")], turns, name=name
     )
     tokenizer, _ = dialogues(name)
     assert agent.statuses == [200] * 3 and metrics["ycore/turns/sequences"] == 2
@@ -292,7 +298,7 @@ def test_all_sequences_of_a_completion_share_its_tokens_and_turns() -> None:
         return {"messages": [{"role": "user", "content": str(len(answers))}]}
 
     completion, writer, agent, _ = play(
-        [first, other, other, Ended(0)], ["abcdefgh"] * 3, max_tokens=20
+        [first, other, other, AgentExit(0)], ["abcdefgh"] * 3, max_tokens=20
     )
     sizes = [turn.num_tokens for turn in completion.turns if turn.by_policy]
     assert [most for _, _, most in writer.asked] == [20, 20 - sizes[0], 20 - sizes[0] - sizes[1]]
@@ -300,19 +306,19 @@ def test_all_sequences_of_a_completion_share_its_tokens_and_turns() -> None:
     assert Cost().of(group_of(completion)) == sum(
         one.stop - one.start for one in completion.sequences(())
     )
-    completion, _, agent, _ = play([first, other, other, Ended(0)], ["a", "b"], max_turns=2)
+    completion, _, agent, _ = play([first, other, other, AgentExit(0)], ["a", "b"], max_turns=2)
     assert agent.statuses == [200, 200, 400] and completion.finish_reason == "turns"
 
 
 @pytest.mark.parametrize("act", [prompted, bare])
 def test_nobody_answers_the_policys_own_message(act: Any) -> None:
-    completion, _, agent, _ = play([first, act, Ended(0)], ["add(1, 2)"])
+    completion, _, agent, _ = play([first, act, AgentExit(0)], ["add(1, 2)"])
     assert agent.statuses == [200, 400] and completion.finish_reason == "stop"
 
 
 @pytest.mark.parametrize("act", [forget, reword, drop_tools, again])
 def test_where_rows_are_not_packed_a_call_that_does_not_go_on_ends_the_completion(act: Any) -> None:
-    acts = [first, act, tells, Ended(1, "1")]
+    acts = [first, act, tells, AgentExit(1, "1")]
     completion, writer, agent, metrics = play(acts, ["add(1, 2)", "three"], splits=False)
     assert agent.statuses == [200, 400, 400] and len(writer.asked) == 1
     assert completion.finish_reason == "forked" and metrics["ycore/turns/ended_forked"] == 1
@@ -339,24 +345,27 @@ def test_every_end_has_its_name() -> None:
     def much(answers: list[Any]) -> dict[str, Any]:
         return tells(answers, "3" * 500)
 
-    assert end([first, Ended(0)]) == ("stop", 1, [200], 0)
-    assert end([first, Ended(3)]) == ("failed", 1, [200], 1)
+    assert end([first, AgentExit(0)]) == ("stop", 1, [200], 0)
+    assert end([first, AgentExit(3)]) == ("failed", 1, [200], 1)
     assert end([first, CallFailed("worker died")]) == ("failed", 1, [200], 1)
     assert end([first, OutOfTime()]) == ("deadline", 1, [200], 1)
-    assert end([first, tells, Ended(1)], max_turns=1) == ("turns", 1, [200, 400], 1)
-    assert end([first, much, Ended(0)], max_tokens=100) == ("length", 1, [200, 400], 1)
-    assert end([short, tells, Ended(0)]) == ("length", 1, [200, 400], 1)
-    assert end([short, Ended(0)]) == ("length", 1, [200], 1)
+    assert end([first, tells, AgentExit(1)], max_turns=1) == ("turns", 1, [200, 400], 1)
+    assert end([first, much, AgentExit(0)], max_tokens=100) == ("length", 1, [200, 400], 1)
+    assert end([short, tells, AgentExit(0)]) == ("length", 1, [200, 400], 1)
+    assert end([short, AgentExit(0)]) == ("length", 1, [200], 1)
 
 
 @pytest.mark.parametrize(
     ("acts", "reason"),
     [
-        ([Ended(0, "1")], "failed"),
-        ([Ended(2)], "failed"),
+        ([AgentExit(0, "1")], "failed"),
+        ([AgentExit(2)], "failed"),
         ([OutOfTime()], "deadline"),
         ([CallFailed("no such file")], "failed"),
-        ([lambda _: {"messages": [{"role": "user", "content": "a " * 3000}]}, Ended(1)], "length"),
+        (
+            [lambda _: {"messages": [{"role": "user", "content": "a " * 3000}]}, AgentExit(1)],
+            "length",
+        ),
     ],
 )
 def test_an_agent_that_never_asks_teaches_nothing(acts: list[Any], reason: str) -> None:
@@ -398,7 +407,7 @@ def test_an_agent_that_never_asks_teaches_nothing(acts: list[Any], reason: str) 
 def test_what_is_not_served_is_told_in_one_line_and_the_talk_goes_on(
     body: dict[str, Any], problem: str
 ) -> None:
-    completion, _, agent, _ = play([lambda _: body, first, Ended(0)], ["one"])
+    completion, _, agent, _ = play([lambda _: body, first, AgentExit(0)], ["one"])
     assert agent.statuses == [400, 200] and completion.finish_reason == "stop"
     line = agent.answers[0]["error"]["message"]
     assert problem in line and "\n" not in line
@@ -406,17 +415,17 @@ def test_what_is_not_served_is_told_in_one_line_and_the_talk_goes_on(
 
 def test_a_template_that_shows_no_tools_fails_the_agent_and_not_the_run() -> None:
     tokenizer = tokenizer_of(TALKS["smollm2"][0], "<|im_end|>")
-    agent = Scripted([first, Ended(1)])
+    agent = Scripted([first, AgentExit(1)])
 
     def dialogue(tools: str) -> Dialogue:
         return Dialogue(tokenizer, ADDS, actions="template", users_answer=True)
 
     with pytest.raises(ConfigError):
         dialogue("")
-    how = Agents(dialogue, agent, call_s=5.0, **LIMITS)  # type: ignore[arg-type]
-    start = Start(Draw(5, PROMPT, (7, 8)), PROMPT)
+    how = AgentWriter(dialogue, agent, TurnLimits(**LIMITS), call_s=5.0)  # type: ignore[arg-type]
+    start = GroupStart(Draw(5, PROMPT, (7, 8)), PROMPT)
     completion = asyncio.run(
-        how.play(start, 1, Writer(tokenizer, [ids_of(tokenizer, "a")]), seed=0)
+        how.write(start, 1, Writer(tokenizer, [ids_of(tokenizer, "a")]), seed=0)
     )
     assert (
         completion.finish_reason == "failed"
@@ -477,7 +486,7 @@ class Length(Scorer):
 
 
 def trained_on(
-    name: str, tokenizer: Any, turns: OneTurn, encode: Callable[[Prompt], tuple[int, ...]]
+    name: str, tokenizer: Any, turns: SingleTurnWriter, encode: Callable[[Prompt], tuple[int, ...]]
 ) -> Any:
     controller = Controller(
         engines=[Engine(tokenizer, name)],
@@ -485,7 +494,7 @@ def trained_on(
         draws=DrawSource([PROMPT], seed=None, encode=encode, max_prompt_tokens=2000),
         rules=Rules(group_size=4, seed=0, reward_weights=(1.0,)),
         peers=Peers(),
-        turns=turns,
+        writer=turns,
     )
     controller.start(timeout_s=20)
     groups = controller.next_round(step=0, num_groups=1)
@@ -516,7 +525,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def described(place: Path) -> Description:
+def described(place: Path) -> ToolSet:
     with contextlib.chdir(place):
         return describe_tools(RunConfig(**COMMON, tools=["tools.py:add"]))[None]
 
@@ -526,7 +535,7 @@ def described(place: Path) -> Description:
 )
 @pytest.mark.parametrize("name", ["smollm2", "qwen3"])
 def test_the_openai_client_through_the_door_is_the_same_as_tools_inside(
-    name: str, place: Path, described: Description, monkeypatch: pytest.MonkeyPatch
+    name: str, place: Path, described: ToolSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same tokens, masks, log-probabilities, rewards and advantages; real processes, and an engine by script."""
     monkeypatch.chdir(place)
@@ -534,7 +543,7 @@ def test_the_openai_client_through_the_door_is_the_same_as_tools_inside(
     tokenizer, dialogue_of = dialogues(name)
     inside_dialogue = Dialogue(tokenizer, described, actions=TALKS[name][2])
     pool = ToolPool(RunConfig(**COMMON, tools=["tools.py:add"]), log=place / "tools.log", **where)
-    inside = Turns(lambda _: inside_dialogue, pool, pays=False, **LIMITS)
+    inside = MultiTurnWriter(lambda _: inside_dialogue, pool, TurnLimits(**LIMITS), pays=False)
 
     def bare(prompt: Prompt) -> tuple[int, ...]:
         return tuple(
@@ -548,8 +557,11 @@ def test_the_openai_client_through_the_door_is_the_same_as_tools_inside(
         lambda prompt: inside_dialogue.prompt_ids([*EXAMPLE, *prompt.content]),
     )
     config = RunConfig(**COMMON, agent=f"{sys.executable} my_agent.py", turns={"completion_s": 300})
-    agents = Agents(
-        dialogue_of, AgentPool(config, log=place / "agents.log", **where), call_s=60.0, **LIMITS
+    agents = AgentWriter(
+        dialogue_of,
+        AgentPool(config, log=place / "agents.log", **where),
+        TurnLimits(**LIMITS),
+        call_s=60.0,
     )
     through = trained_on(name, tokenizer, agents, bare)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ycore.rollout.carried import ABORTED, CarriedTurn, joined
+from ycore.rollout.carried import ABORTED, CarryWriter, joined
 from ycore.round.ahead import ControllerAhead
 from ycore.round.journal import Journal
 from ycore.round.peers import Peers
@@ -125,7 +125,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
             "peers": Peers(),
             "share_weights": lambda version: tmp_path,
             "journal": Journal(tmp_path / folder, rank=0),
-            "turns": CarriedTurn(
+            "writer": CarryWriter(
                 lambda ids: " ".join(map(str, ids)), max_tokens=MAX_TOKENS, max_age=max_age
             ),
             **more,
@@ -179,14 +179,14 @@ def test_no_group_is_lost_or_comes_twice_and_the_long_ones_come_too(make: Make) 
     controller = make()
     rounds = take(controller, range(12))
     trained = [group.draw.position for groups in rounds for group in groups]
-    left = [draw.position for draw in controller.turns.waiting]
+    left = [draw.position for draw in controller.writer.unfinished]
     kept = [item.group.draw.position for item in controller.surplus.waiting]
     assert sorted([*trained, *left, *kept]) == list(range(controller.draws.cursor))
     assert max(expected_length(group) for groups in rounds for group in groups) > 30
 
 
 def test_a_round_is_over_before_its_longest_completion(make: Make) -> None:
-    first, level = take(make("a"), [0])[0], take(make("b", oversample=1.0, turns=None), [0])[0]
+    first, level = take(make("a"), [0])[0], take(make("b", oversample=1.0, writer=None), [0])[0]
     assert max(map(expected_length, first)) < max(map(expected_length, level))
 
 
@@ -210,7 +210,7 @@ def test_a_kill_loses_none_of_the_pool(make: Make, ahead: bool) -> None:
     assert waiting and pool == first.state()["carried"]
     later = take(again, range(4, 12))
     assert waiting <= {group.draw.position for groups in later for group in groups} | {
-        draw.position for draw in again.turns.waiting
+        draw.position for draw in again.writer.unfinished
     }
 
 
@@ -220,7 +220,7 @@ def test_the_pool_is_plain_json_and_comes_back_from_a_checkpoint(make: Make) -> 
     state = json.loads(json.dumps(first.state()))
     again = make("other")
     again.restore(state)
-    assert again.turns.state == first.turns.state and again.turns.waiting
+    assert again.writer.state == first.writer.state and again.writer.unfinished
 
 
 def test_what_is_too_old_begins_anew(make: Make) -> None:
@@ -242,11 +242,13 @@ def test_the_metrics_tell_what_was_carried_and_how_long_what_was_begun_already_i
     controller.record = recorded.__setitem__
     (groups,) = take(controller, [0])
     begun = [
-        len(one["token_ids"]) for group in controller.turns.state for one in group["begun"].values()
+        len(one["token_ids"])
+        for group in controller.writer.state
+        for one in group["begun"].values()
     ]
     left = [item.group for item in controller.surplus.waiting]
     whole = [len(one.token_ids) for one in completions([groups, left])]
-    assert recorded["ycore/carried/groups"] == len(controller.turns.waiting) > 0
+    assert recorded["ycore/carried/groups"] == len(controller.writer.unfinished) > 0
     assert (
         recorded["ycore/carried/mean_length"]
         >= sum([*whole, *begun]) / len([*whole, *begun]) - 1e-9

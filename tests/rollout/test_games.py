@@ -7,26 +7,26 @@ from typing import Any
 
 import pytest
 
-from ycore.rollout import Refused
-from ycore.rollout.tool_host import Host
+from ycore.rollout import ToolRefused
+from ycore.rollout.tool_host import ToolHost
 
 
-def host_of(name: str) -> Host:
+def host_of(name: str) -> ToolHost:
     pytest.importorskip(
         "reasoning_gym" if name.startswith("gym:") else "textarena", reason="an optional package"
     )
-    return Host([], name)
+    return ToolHost([], name)
 
 
-def reset(host: Host, seed: int, **row: Any) -> Any:
+def reset(host: ToolHost, seed: int, **row: Any) -> Any:
     return host.answer({"op": "reset", "row": {"prompt": "p", **row}, "seed": seed})
 
 
-def step(host: Host, text: str, seed: int = 1) -> Any:
+def step(host: ToolHost, text: str, seed: int = 1) -> Any:
     return host.answer({"op": "step", "text": text, "seed": seed})
 
 
-def reward(host: Host) -> Any:
+def reward(host: ToolHost) -> Any:
     return host.answer({"op": "reward", "seed": 2})
 
 
@@ -117,7 +117,7 @@ def test_the_question_is_the_rows_where_the_dataset_is_of_reasoning_gym() -> Non
     ],
 )
 def test_an_unknown_game_is_refused_in_one_line(name: str, problem: str) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(ToolRefused) as refused:
         host_of(name)
     assert problem in str(refused.value) and "\n" not in str(refused.value)
 
@@ -125,7 +125,7 @@ def test_an_unknown_game_is_refused_in_one_line(name: str, problem: str) -> None
 def test_a_library_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "textarena", None)
     with pytest.raises(
-        Refused, match=r"needs the package textarena: pip install 'ycore\[textarena\]'"
+        ToolRefused, match=r"needs the package textarena: pip install 'ycore\[textarena\]'"
     ):
-        Host([], "textarena:GuessTheNumber-v0")
+        ToolHost([], "textarena:GuessTheNumber-v0")
     random.seed()

@@ -8,7 +8,7 @@ import pytest
 
 from ycore.config.schema import RunConfig, TurnSettings
 from ycore.errors import ConfigError
-from ycore.rollout import Refused
+from ycore.rollout import ToolRefused
 from ycore.rollout.mcp_server import McpServer, ServerEnded
 from ycore.rollout.tool_pool import Answer, Episode, ToolPool, describe_tools
 from ycore.types import Prompt
@@ -135,7 +135,7 @@ def test_what_a_server_says_is_read_by_the_protocol(
     ],
 )
 def test_a_command_that_starts_no_server_is_refused_in_one_line(command: str, problem: str) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(ToolRefused) as refused:
         print(McpServer(f"mcp:{command}", start_s=0.3 if "sleep" in command else 20).tools)
     assert problem in str(refused.value) and "\n" not in str(refused.value)
 
@@ -184,7 +184,7 @@ def test_each_completion_has_a_server_of_its_own_held_as_tools_are(place: Path) 
                 note = ("add_note", {"text": "a", "times": 2})
                 first = await play(pool, note, ("fail", {}), ("look", {}), note)
                 second = await play(pool, note, ("end", {}), note, ("none", {}))
-                assert [host.restarts for host in pool.hosts] == [1]
+                assert [host.restarts for host in pool.workers] == [1]
                 return first, second
         finally:
             await pool.close()

@@ -13,7 +13,7 @@ import pytest
 
 from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError
-from ycore.rollout import Refused
+from ycore.rollout import ToolRefused
 from ycore.rollout.openenv_local import openenv_local
 from ycore.rollout.tool_pool import Answer, Episode, ToolPool, describe_tools
 from ycore.types import Prompt, Score
@@ -240,7 +240,7 @@ def test_what_is_no_environment_of_openenv_is_refused_in_one_line(place: Path) -
     "name", ["openenv:https://host/echo", "openenv:echo-env", "openenv:docker://echo"]
 )
 def test_servers_and_containers_are_refused(name: str) -> None:
-    with pytest.raises(Refused, match="without server, hub or container; name a class"):
+    with pytest.raises(ToolRefused, match="without server, hub or container; name a class"):
         openenv_local(name, lambda target: None)
 
 
@@ -248,5 +248,7 @@ def test_a_python_without_openenv_is_told_how_to_come_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(Refused, match="cannot be beside vLLM; install it in a virtual environment"):
+    with pytest.raises(
+        ToolRefused, match="cannot be beside vLLM; install it in a virtual environment"
+    ):
         openenv_local("openenv:envs.py:Grid", lambda target: None)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ycore.rollout import tool_host
-from ycore.rollout.tool_host import MOST_TEXT, Host, Refused, schema_of
+from ycore.rollout import ToolRefused, tool_host
+from ycore.rollout.tool_host import MAX_TEXT, ToolHost, schema_of
 
 TOOLS = '''
 import random
@@ -116,21 +116,21 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def call(host: Host, name: str, **arguments: Any) -> object:
+def call(host: ToolHost, name: str, **arguments: Any) -> object:
     return host.answer({"op": "call", "name": name, "arguments": arguments, "seed": 3})
 
 
 def test_tools_are_called_by_name_and_answer_as_text() -> None:
-    host = Host(["tools.py:add", "tools.py:later"], None)
+    host = ToolHost(["tools.py:add", "tools.py:later"], None)
     assert call(host, "add", x=1, y=2) == "3" and call(host, "later", text="ab") == "abab"
-    assert call(host, "later", text="a" * MOST_TEXT) == "a" * MOST_TEXT
+    assert call(host, "later", text="a" * MAX_TEXT) == "a" * MAX_TEXT
     with pytest.raises(ValueError, match=r"Tool sub not found\."):
         call(host, "sub", x=1)
     assert not host.describe(schemas=False)["pays"]
 
 
 def test_an_environments_public_methods_are_tools_and_the_seed_is_the_worlds() -> None:
-    host = Host([], "tools.py:Game")
+    host = ToolHost([], "tools.py:Game")
     assert host.answer({"op": "reset", "row": {"low": 3, "answer": "4"}, "seed": 7}) == "from 3"
     random.seed(7)
     number = random.randint(3, 10**6)
@@ -140,7 +140,7 @@ def test_an_environments_public_methods_are_tools_and_the_seed_is_the_worlds() -
 
 
 def test_an_environment_whose_only_method_is_step_takes_text() -> None:
-    host = Host([], "tools.py:Steps")
+    host = ToolHost([], "tools.py:Steps")
     assert host.describe(schemas=True) == {
         "tools": [],
         "takes_text": True,
@@ -151,11 +151,11 @@ def test_an_environment_whose_only_method_is_step_takes_text() -> None:
         host.answer({"op": "step", "text": "go"}) == "GO"
         and host.answer({"op": "step", "text": "end"}) is None
     )
-    assert not Host([], "tools.py:Game").describe(schemas=False)["takes_text"]
+    assert not ToolHost([], "tools.py:Game").describe(schemas=False)["takes_text"]
 
 
 def test_what_calls_paid_is_added_up_until_it_is_asked_for() -> None:
-    host = Host([], "tools.py:Pays")
+    host = ToolHost([], "tools.py:Pays")
     assert host.describe(schemas=False)["pays_turns"] and sorted(host._tools) == ["go", "rest"]
     for _ in range(2):
         host.answer({"op": "reset", "row": {}})
@@ -194,23 +194,23 @@ def test_what_calls_paid_is_added_up_until_it_is_asked_for() -> None:
 def test_what_is_no_tool_or_environment_is_refused_in_one_line(
     given: list[str], env: str | None, problem: str
 ) -> None:
-    with pytest.raises(Refused) as refused:
-        Host(given, env)
+    with pytest.raises(ToolRefused) as refused:
+        ToolHost(given, env)
     assert problem in str(refused.value) and "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("name", ["untyped", "undescribed"])
 def test_a_tool_without_types_or_docstring_is_refused(name: str) -> None:
     with pytest.raises(
-        Refused, match=f"tool '{name}' cannot be shown to a model: .*; give it a docstring"
+        ToolRefused, match=f"tool '{name}' cannot be shown to a model: .*; give it a docstring"
     ):
-        Host([f"tools.py:{name}"], None).describe(schemas=True)
+        ToolHost([f"tools.py:{name}"], None).describe(schemas=True)
 
 
 def test_schemas_are_those_of_transformers() -> None:
     from transformers.utils import get_json_schema
 
-    (schema,) = Host(["tools.py:add"], None).describe(schemas=True)["tools"]
+    (schema,) = ToolHost(["tools.py:add"], None).describe(schemas=True)["tools"]
     assert schema["function"]["name"] == "add" and schema == schema_of(
         tool_host.load("tools.py:add", "tool")
     )
@@ -218,7 +218,7 @@ def test_schemas_are_those_of_transformers() -> None:
 
 
 def test_variables_of_the_interpreter_last() -> None:
-    host = Host(["python"], None)
+    host = ToolHost(["python"], None)
     assert call(host, "python", code="x = 20\nprint('hello')\nx + 1") == "hello\n21"
     assert call(host, "python", code="def f():\n    return x * 2") == ""
     assert call(host, "python", code="f()") == "40" and call(host, "python", code="") == ""

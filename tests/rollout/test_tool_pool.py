@@ -22,7 +22,7 @@ from ycore.errors import ConfigError
 from ycore.rewards.loading import inputs_of
 from ycore.rewards.worker import Source, answer
 from ycore.rollout.tool_pool import Answer, Episode, OutOfTime, ToolPool, describe_tools
-from ycore.rollout.turns import Turns
+from ycore.rollout.turns import MultiTurnWriter, TurnLimits
 from ycore.types import Draw, Prompt, Score
 
 FILE = '''
@@ -192,7 +192,7 @@ def test_whatever_a_tool_does_is_an_answer(run: Callable[..., Any]) -> None:
             ]
             answers.append(await one.call("add", {"x": 1}))
             answers.append(await one.call("add", {"x": 20, "y": 3}))
-        assert [host.restarts for host in pool.hosts] == [2]
+        assert [host.restarts for host in pool.workers] == [2]
         return answers
 
     names = [f"tools.py:{name}" for name in ("add", "hang", "end", "leave")]
@@ -258,7 +258,7 @@ def test_a_process_that_is_lost_between_two_completions_costs_neither(
             with suppress(psutil.NoSuchProcess):  # one of another kind that has ended meanwhile
                 if "ycore.rollout.tool_host" in process.cmdline():
                     process.send_signal(number)
-        return [before, await play(pool), [host.restarts for host in pool.hosts]]
+        return [before, await play(pool), [host.restarts for host in pool.workers]]
 
     before, after, restarts = run(work, env="tools.py:Walk")
     assert before == after and after[0] is not None and after[1].problem is None
@@ -330,7 +330,7 @@ def test_the_interpreter_keeps_variables_for_one_completion_and_sees_no_file(
                 said.append((await one.call("python", {"code": code})).text)
         async with episode(pool) as one:
             said.append((await one.call("python", {"code": "x"})).text)
-        assert pool.hosts == []
+        assert pool.workers == []
         return said
 
     said = run(work, tools=["python"])
@@ -451,21 +451,17 @@ def test_each_row_meets_the_environment_that_it_names_as_in_trl(
     }
     assert [one.pays for one in described.values()] == [False, True]
     talks = {name: dialogue_of("qwen3", one) for name, one in described.items() if name is not None}
-    limits = {
-        "max_turns": 2,
-        "max_tokens": 64,
-        "turn_tokens": None,
-        "max_prompt_tokens": 9999,
-        "pays": True,
-    }
+    limits = TurnLimits(2, 64, turn_tokens=64, max_prompt_tokens=9999)
 
     async def ours(pool: ToolPool) -> list[Any]:
-        how = Turns(lambda prompt: talks[prompt.columns["environment"]][1], pool, **limits)
+        how = MultiTurnWriter(
+            lambda prompt: talks[prompt.columns["environment"]][1], pool, limits, pays=True
+        )
         starts = [
             await how.start(Draw(at, prompt, ()))
             for at, prompt in enumerate(load_prompts(config).prompts)
         ]
-        assert len(pool.hosts) == 1, "a process whose environment nobody waits for makes room"
+        assert len(pool.workers) == 1, "a process whose environment nobody waits for makes room"
         last = Episode(pool, starts[1].prompt, position=1, index=0)
         async with last:
             await last.begin()

@@ -22,7 +22,7 @@ from tests.rollout.test_carried import MAX_TOKENS, TickingEngine
 from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.engine import Engine
 from ycore.errors import EngineError, YcoreError
-from ycore.rollout.carried import CarriedTurn
+from ycore.rollout.carried import CarryWriter
 from ycore.round.ahead import ControllerAhead
 from ycore.round.curriculum import Curriculum
 from ycore.round.sampling import DrawSource, Rules, Shard
@@ -217,8 +217,8 @@ def ahead(peers: TorchPeers, folder: Path) -> dict[str, Any]:
 
 def carried(peers: TorchPeers, folder: Path) -> dict[str, Any]:
     """Twice as many groups as are needed; what is not whole goes on in the next round."""
-    turns = CarriedTurn(lambda ids: str(len(ids) % 10), max_tokens=MAX_TOKENS, max_age=9)
-    make = partial(Controller, turns=turns)
+    turns = CarryWriter(lambda ids: str(len(ids) % 10), max_tokens=MAX_TOKENS, max_age=9)
+    make = partial(Controller, writer=turns)
     rounds = make_rounds(
         peers,
         TickingEngine(tick_s=0.01),
@@ -232,7 +232,7 @@ def carried(peers: TorchPeers, folder: Path) -> dict[str, Any]:
         seen = [told(rounds.next_round(step=step, num_groups=2)) for step in range(5)]
     finally:
         rounds.close()
-    left = [draw.position for draw in turns.waiting]
+    left = [draw.position for draw in turns.unfinished]
     return {
         "steps": seen,
         "left": left,

@@ -157,7 +157,7 @@ class FlowRun:
             journal=self._journal,
             max_surplus_age=config.sampling.max_age,
             slots=Slots(1, trace=TraceWriter(self.home.trace)),
-            turns=OnePicture(how),
+            writer=OnePicture(how),
         )
 
     def train(self) -> None:

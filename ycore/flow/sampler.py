@@ -20,7 +20,7 @@ from ycore.engine.batching import Batches
 from ycore.errors import RunFolderError
 from ycore.flow.denoising import NOISY, Sampling, draw, window_of
 from ycore.flow.policy import Policy, Weights
-from ycore.rollout.turns import OneTurn, Start, Write, completion_seed
+from ycore.rollout.turns import Generate, GroupStart, SingleTurnWriter, completion_seed
 from ycore.run.files import make_folder, write_bytes_atomic
 from ycore.run.images import ImageStore, png_of
 from ycore.run.paths import RunFolder
@@ -194,18 +194,22 @@ def as_pil(values: torch.Tensor) -> Any:
     )
 
 
-class OnePicture(OneTurn):
+class OnePicture(SingleTurnWriter):
     """How a completion is made: one request, with the class and the place of the group's steps with noise."""
 
     def __init__(self, how: Sampling) -> None:
         self._how = how
 
-    async def play(self, start: Start, index: int, write: Write, *, seed: int) -> Completion:
+    async def write(
+        self, start: GroupStart, index: int, generate: Generate, *, seed: int
+    ) -> Completion:
         position = start.draw.position
         first = window_of(
             seed, position, num_steps=self._how.path.num_steps, length=self._how.length
         )
-        return await write((*start.draw.token_ids, first), completion_seed(seed, position, index))
+        return await generate(
+            (*start.draw.token_ids, first), completion_seed(seed, position, index)
+        )
 
 
 def drop_pictures(folder: RunFolder) -> int:

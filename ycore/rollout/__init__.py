@@ -1,5 +1,5 @@
-"""What answers the policy between its turns: tools and environments, in confined processes."""
+"""How completions are written: turns, tools, environments and agents."""
 
 
-class Refused(Exception):
-    """What was given is no tool or no environment; the message says why, in one line."""
+class ToolRefused(Exception):
+    """A tool or an environment cannot be used; the message says why, in one line."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ycore.rollout.turns import OneTurn, Start, Write, completion_seed
+from ycore.rollout.turns import Generate, GroupStart, SingleTurnWriter, completion_seed
 from ycore.run.group_json import completion_from_json, draw_from_json, to_json
 from ycore.run.meter import CountMeter, Meter
 from ycore.types import Completion, Draw
@@ -32,128 +32,123 @@ class CarryMeter(CountMeter):
     completions: float = 0
     written: float = 0
 
-    def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
-        total = CarryMeter(*sums)
+    def summary(self) -> Mapping[str, float]:
         return {
-            "ycore/carried/groups": total.groups,
-            "ycore/carried/completions": total.carried,
-            "ycore/carried/tokens": total.tokens,
-            "ycore/carried/dropped": total.dropped,
-            "ycore/carried/mean_length": total.written / max(1.0, total.completions),
+            "ycore/carried/groups": self.groups,
+            "ycore/carried/completions": self.carried,
+            "ycore/carried/tokens": self.tokens,
+            "ycore/carried/dropped": self.dropped,
+            "ycore/carried/mean_length": self.written / max(1.0, self.completions),
         }
 
 
 @dataclass
-class _Unfinished:
+class _UnfinishedGroup:
+    """A group with its completions so far, whole or aborted, by their index."""
+
     draw: Draw
-    begun: dict[int, Completion] = field(
-        default_factory=dict
-    )  # whole, or as far as they are, by their index
+    completions: dict[int, Completion] = field(default_factory=dict)
 
 
-class CarriedTurn(OneTurn):
+class CarryWriter(SingleTurnWriter):
     """One turn, which may take several rounds.
 
     Args:
-        decode: the text of a completion's token ids.
-        max_tokens: of a whole completion.
+        decode: returns the text of a completion's token ids.
+        max_tokens: limit of a whole completion.
         max_age: versions by which a completion's first token may lag behind. An older one begins anew.
     """
 
     def __init__(
         self, decode: Callable[[Sequence[int]], str], *, max_tokens: int, max_age: int
     ) -> None:
-        self._decode, self._max_tokens, self._max_age = decode, max_tokens, max_age
-        self._groups: dict[int, _Unfinished] = {}  # by position
+        self._decode = decode
+        self._max_tokens = max_tokens
+        self._max_age = max_age
+        self._groups: dict[int, _UnfinishedGroup] = {}  # by position
         self._meter = CarryMeter()
         self.meters: Sequence[Meter] = (self._meter,)
 
-    def apart(self) -> OneTurn:
-        return OneTurn()
-
     @property
-    def waiting(self) -> list[Draw]:
+    def unfinished(self) -> list[Draw]:
         """The draws of the groups that are not whole, the oldest first."""
         return [group.draw for _, group in sorted(self._groups.items())]
 
-    async def start(self, draw: Draw) -> Start:
-        self._groups.setdefault(draw.position, _Unfinished(draw))
+    async def start(self, draw: Draw) -> GroupStart:
+        self._groups.setdefault(draw.position, _UnfinishedGroup(draw))
         return await super().start(draw)
 
-    async def play(self, start: Start, index: int, write: Write, *, seed: int) -> Completion:
-        """As far as it is, and the rest; never returns where the engine was told to stop."""
+    async def write(
+        self, start: GroupStart, index: int, generate: Generate, *, seed: int
+    ) -> Completion:
+        """Write the completion, or the rest of it; never returns where the engine was told to stop."""
         position = start.draw.position
-        begun = self._groups[position].begun
-        so_far = begun.get(index)
-        if so_far is None or so_far.finish_reason == ABORTED:
-            tokens = () if so_far is None else so_far.token_ids
-            own_seed = completion_seed(seed, position, index, len(tokens))
-            rest = await write(
-                (*start.draw.token_ids, *tokens),
-                own_seed,
-                max_tokens=self._max_tokens - len(tokens),
+        completions = self._groups[position].completions
+        begun = completions.get(index)
+        if begun is None or begun.finish_reason == ABORTED:
+            token_ids = () if begun is None else begun.token_ids
+            rest = await generate(
+                (*start.draw.token_ids, *token_ids),
+                completion_seed(seed, position, index, len(token_ids)),
+                max_tokens=self._max_tokens - len(token_ids),
             )
-            if len(tokens) + len(rest.token_ids) >= self._max_tokens:
-                rest = replace(
-                    rest,
-                    finish_reason="length" if rest.finish_reason == ABORTED else rest.finish_reason,
-                )
-            begun[index] = rest if so_far is None else joined(so_far, rest, self._decode)
-        if begun[index].finish_reason == ABORTED:
+            is_full = len(token_ids) + len(rest.token_ids) >= self._max_tokens
+            if is_full and rest.finish_reason == ABORTED:
+                rest = replace(rest, finish_reason="length")
+            completions[index] = rest if begun is None else joined(begun, rest, self._decode)
+        if completions[index].finish_reason == ABORTED:
             await asyncio.Event().wait()  # until its group is cancelled
-        return begun[index]
+        return completions[index]
 
-    def ended(self, draw: Draw) -> None:
-        """The group is whole."""
-        whole = self._groups.pop(draw.position).begun.values()
-        self._meter.completions += len(whole)
-        self._meter.written += sum(len(one.token_ids) for one in whole)
+    def finish_group(self, draw: Draw) -> None:
+        """Forget a group whose completions are all written and scored."""
+        for completion in self._groups.pop(draw.position).completions.values():
+            self._count(completion)
 
-    def carry(self, version: int) -> None:
-        """The round that this version wrote is over: keep what goes on, and drop what the next version may not."""
+    def end_round(self, version: int) -> None:
+        """End the round that this version wrote: drop what is too old for the next version to go on with."""
         meter = self._meter
         for group in self._groups.values():
-            for index, one in list(group.begun.items()):
-                meter.completions, meter.written = (
-                    meter.completions + 1,
-                    meter.written + len(one.token_ids),
-                )
-                if not one.token_ids or one.first_version < version + 1 - self._max_age:
-                    meter.dropped += bool(one.token_ids)
-                    del group.begun[index]
-                elif one.finish_reason == ABORTED:
-                    meter.carried, meter.tokens = (
-                        meter.carried + 1,
-                        meter.tokens + len(one.token_ids),
-                    )
+            for index, completion in list(group.completions.items()):
+                self._count(completion)
+                num_tokens = len(completion.token_ids)
+                if not num_tokens or completion.first_version < version + 1 - self._max_age:
+                    meter.dropped += num_tokens > 0
+                    del group.completions[index]
+                elif completion.finish_reason == ABORTED:
+                    meter.carried += 1
+                    meter.tokens += num_tokens
         meter.groups += len(self._groups)
+
+    def _count(self, completion: Completion) -> None:
+        self._meter.completions += 1
+        self._meter.written += len(completion.token_ids)
 
     @property
     def state(self) -> list[dict[str, Any]]:
-        """As plain JSON values."""
+        """The unfinished groups as plain JSON values, for a checkpoint."""
         return [
             {
                 "draw": to_json(group.draw),
-                "begun": {str(index): to_json(one) for index, one in group.begun.items()},
+                "begun": {str(index): to_json(one) for index, one in group.completions.items()},
             }
             for _, group in sorted(self._groups.items())
         ]
 
     def restore(self, state: Sequence[Mapping[str, Any]]) -> None:
-        groups = [
-            _Unfinished(
-                draw_from_json(group["draw"]),
-                {int(index): completion_from_json(one) for index, one in group["begun"].items()},
-            )
-            for group in state
-        ]
-        self._groups = {group.draw.position: group for group in groups}
+        self._groups = {}
+        for group in state:
+            draw = draw_from_json(group["draw"])
+            completions = {
+                int(index): completion_from_json(one) for index, one in group["begun"].items()
+            }
+            self._groups[draw.position] = _UnfinishedGroup(draw, completions)
 
 
 def joined(
     begun: Completion, rest: Completion, decode: Callable[[Sequence[int]], str]
 ) -> Completion:
-    """One completion of what earlier versions wrote and what came after it."""
+    """Return the completion that earlier versions began and `rest` continues."""
     if not rest.token_ids:
         return begun
     token_ids = (*begun.token_ids, *rest.token_ids)

@@ -21,19 +21,22 @@ from trl.chat_template_utils import (
 
 from ycore.errors import ConfigError
 from ycore.judge.question import break_special_tokens, special_tokens
-from ycore.rollout.tool_pool import Answer, Description
+from ycore.rollout.tool_pool import Answer, ToolSet
 from ycore.types import Content
 
 _DUMMY: Mapping[str, Any] = {"role": "user", "content": "dummy"}
-_MOST_LINE = 4000  # characters of a call in text
+_MAX_LINE = 4000  # characters of a call in text
 _WAY_OUT = (
     'say --actions calls, and the policy calls them in its text, as name(1, word="x") on a line, and is answered as by '
     "a user"
 )
 
+ChatMessage = Mapping[str, Any]
+"""A chat message that may have tool calls."""
+
 
 class Call(NamedTuple):
-    """A call that the policy wrote; `problem` says why it cannot be asked."""
+    """A call that the policy wrote; `problem` says why it cannot be made."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -41,276 +44,286 @@ class Call(NamedTuple):
 
 
 class Dialogue:
-    """How one model acts and is answered. ConfigError where its chat template cannot do it.
+    """How a model calls tools and is answered. ConfigError where its chat template cannot express it.
 
     Args:
         actions: `template` or `calls`, see `TurnSettings`.
         template_arguments: TRL's `chat_template_kwargs`.
-        users_answer: whether a user may answer too, besides its tools.
+        users_answer: whether a user may answer too, besides the tools.
     """
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        described: Description,
+        tool_set: ToolSet,
         *,
         actions: str,
         template_arguments: Mapping[str, Any] | None = None,
         users_answer: bool = False,
     ) -> None:
-        self.takes_text = described.takes_text
-        self._tokenizer, self._described = tokenizer, described
-        self._by_template = (
-            actions == "template" and not described.takes_text and bool(described.tools)
-        )
-        self._arguments = dict(template_arguments or {})
-        self._special = special_tokens(tokenizer)
+        self.takes_text = tool_set.takes_text
+        self._tokenizer = tokenizer
+        self._tools = list(tool_set.tools)
+        self._by_template = actions == "template" and not self.takes_text and bool(self._tools)
         self._template: str | None = None
+        self._template_arguments = dict(template_arguments or {})
+        self._special = special_tokens(tokenizer)
         name = tokenizer.name_or_path
         if tokenizer.chat_template is None:
             raise ConfigError(
                 f"tools and environments need a chat template, and {name} has none; take a chat model"
             )
         if self._by_template:
-            self._check_calls(name)
-        self._checked = [
-            self.answers([Call("dummy", {})], [Answer("dummy")]),
-            *([[_DUMMY]] if users_answer else []),
-        ]
+            self._prepare_calls(name)
+        examples = [self.answer_messages([Call("dummy", {})], [Answer("dummy")])]
+        if users_answer:
+            examples.append([_DUMMY])
         try:
-            self._check_answers()
+            self._check_answers(examples)
         except ValueError:
-            self._keep_turns(name)
+            # TRL's copy of the template renders what came before the same whatever follows.
+            try:
+                self._template = get_training_chat_template(tokenizer)
+                self._check_answers(examples)
+            except ValueError:
+                raise ConfigError(
+                    f"the chat template of {name} changes earlier turns when later ones follow, and TRL has no copy "
+                    "of it that keeps them; take another model, or a template that keeps them"
+                ) from None
 
-    def _check_answers(self) -> None:
-        for answers in self._checked:
-            self.answer_ids(answers)
+    def _check_answers(self, examples: Sequence[Sequence[ChatMessage]]) -> None:
+        for messages in examples:
+            self.answer_ids(messages)
 
-    def _check_calls(self, name: str) -> None:
-        if not supports_tool_calling(self._tokenizer):
+    def _prepare_calls(self, name: str) -> None:
+        tokenizer = self._tokenizer
+        if not supports_tool_calling(tokenizer):
             raise ConfigError(
                 f"the chat template of {name} shows no tool calls to the model; {_WAY_OUT}"
             )
-        known = any(
-            getattr(self._tokenizer, key, None) for key in ("response_template", "response_schema")
-        )
+        if getattr(tokenizer, "response_template", None) or getattr(
+            tokenizer, "response_schema", None
+        ):
+            return
         try:
-            if not known:
-                add_response_schema(self._tokenizer)
+            add_response_schema(tokenizer)
         except ValueError:
             raise ConfigError(
                 f"TRL cannot read the tool calls of {name}'s chat template; {_WAY_OUT}"
             ) from None
 
-    def _keep_turns(self, name: str) -> None:
-        """Take TRL's copy of the template, which renders what came before the same whatever follows."""
-        try:
-            self._template = get_training_chat_template(self._tokenizer)
-            self._check_answers()
-        except ValueError:
-            raise ConfigError(
-                f"the chat template of {name} changes earlier turns when later ones follow, and TRL has no copy of it "
-                "that keeps them; take another model, or a template that keeps them"
-            ) from None
-
     def prompt_ids(self, content: Content) -> tuple[int, ...]:
-        """A prompt's token ids, with what the policy must know of its tools."""
-        messages = self._shown(
-            [{"role": "user", "content": content}] if isinstance(content, str) else content
-        )
+        """Return a prompt's token ids, with what the policy must know of its tools."""
+        if isinstance(content, str):
+            content = [{"role": "user", "content": content}]
+        messages = self._template_messages(content)
         if self._by_template:
-            return self._rendered(
-                messages, add_generation_prompt=True, tools=list(self._described.tools)
-            )
-        if self._described.tools and not self.takes_text:
-            told = "\n".join(
-                ["You can call these functions, each on a line of its own:", *self._signatures]
-            )
-            own = messages.pop(0)["content"] + "\n\n" if messages[0]["role"] == "system" else ""
-            messages.insert(0, {"role": "system", "content": own + told})
-        return self._rendered(messages, add_generation_prompt=True)
+            return self._render(messages, add_generation_prompt=True, tools=self._tools)
+        if self._tools and not self.takes_text:
+            system = ["You can call these functions, each on a line of its own:"]
+            system += map(_signature, self._tools)
+            text = "\n".join(system)
+            if messages[0]["role"] == "system":
+                text = f"{messages.pop(0)['content']}\n\n{text}"
+            messages.insert(0, {"role": "system", "content": text})
+        return self._render(messages, add_generation_prompt=True)
 
-    @property
-    def _signatures(self) -> list[str]:
-        lines = []
-        for tool in self._described.tools:
-            function = tool["function"]
-            named = function["parameters"]["properties"].items()
-            shown = ", ".join(f"{name}: {one.get('type', 'any')}" for name, one in named)
-            lines.append(f"{function['name']}({shown}) - {function['description'].strip()}")
-        return lines
-
-    def read(
+    def parse_turn(
         self, token_ids: Sequence[int], text: str, *, prefix: Sequence[int]
     ) -> tuple[dict[str, Any], list[Call]]:
-        """A finished turn of the policy as a message in TRL's form, and the calls in it.
+        """Return a finished turn of the policy as a message in TRL's form, and the calls in it.
 
-        A call in text that cannot be asked stays text: it is none of the message's `tool_calls`.
+        A call in text that cannot be made stays text: it is none of the message's `tool_calls`.
 
         Args:
             text: the turn without special tokens.
             prefix: all tokens before it.
         """
-        if not self._by_template:
-            calls, rest = ([], text) if self.takes_text else calls_in(text, self._described)
-            functions = [
-                {"name": one.name, "arguments": one.arguments}
-                for one in calls
-                if one.problem is None
-            ]
-            made = [{"type": "function", "function": function} for function in functions]
-            return {
-                "role": "assistant",
-                "content": rest,
-                **({"tool_calls": made} if made else {}),
-            }, calls
+        if self._by_template:
+            return self._parse_by_template(token_ids, text, prefix=prefix)
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if self.takes_text:
+            return message, []
+        calls, message["content"] = calls_in(text, self._tools)
+        tool_calls = [
+            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in calls
+            if call.problem is None
+        ]
+        if tool_calls:
+            message["tool_calls"] = tool_calls
+        return message, calls
+
+    def _parse_by_template(
+        self, token_ids: Sequence[int], text: str, *, prefix: Sequence[int]
+    ) -> tuple[dict[str, Any], list[Call]]:
+        tools: Any = self._tools
         try:
-            tools: Any = list(self._described.tools)
             message = parse_response(
                 self._tokenizer, list(token_ids), prefix=list(prefix), tools=tools
             )
         except Exception:  # noqa: BLE001 (whatever a model wrote: TRL lets an AttributeError of an empty turn pass)
             message = {"role": "assistant", "content": text}
-        return message, [_declared(call) for call in message.get("tool_calls") or ()]
-
-    def answers(self, calls: Sequence[Call], answers: Sequence[Answer]) -> list[Mapping[str, Any]]:
-        """The messages that answer these calls, in their order; of an environment that takes text, a user's."""
-        roles = [
-            {"role": "user"} if self.takes_text else {"role": "tool", "name": call.name}
-            for call in calls
-        ]
-        return self.heard(
-            [{**role, "content": answer.text} for role, answer in zip(roles, answers, strict=True)]
-        )
-
-    def heard(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Messages without special tokens in what they say, so that none ends its turn or begins another."""
-        return [
-            {**one, "content": break_special_tokens(one["content"], self._special)}
-            for one in messages
-        ]
-
-    def _shown(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Messages as the template takes them: where it has no calls, those are text, and tools answer as one user."""
-        found: list[Mapping[str, Any]] = []
-        for of_tools, several in groupby(messages, lambda one: one["role"] == "tool"):
-            if self._by_template:
-                found += several
-            elif of_tools:
-                found.append(
-                    {"role": "user", "content": "\n".join(one["content"] for one in several)}
-                )
+        calls = []
+        for call in message.get("tool_calls") or ():
+            function = call["function"]
+            if isinstance(function["arguments"], Mapping):
+                calls.append(Call(function["name"], function["arguments"]))
             else:
-                found += map(self._in_text, several)
+                problem = "the arguments must be an object with a value for each name"
+                calls.append(Call(function["name"], {}, problem))
+        return message, calls
+
+    def answer_messages(
+        self, calls: Sequence[Call], answers: Sequence[Answer]
+    ) -> list[ChatMessage]:
+        """Return the messages that answer these calls, in their order; an environment that takes text is a user."""
+        messages = []
+        for call, answer in zip(calls, answers, strict=True):
+            if self.takes_text:
+                messages.append({"role": "user", "content": answer.text})
+            else:
+                messages.append({"role": "tool", "name": call.name, "content": answer.text})
+        return self.sanitize(messages)
+
+    def sanitize(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+        """Break special tokens in what messages say, so that no message ends its turn or begins another."""
+        return [
+            {**message, "content": break_special_tokens(message["content"], self._special)}
+            for message in messages
+        ]
+
+    def _template_messages(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+        """Return messages as the template takes them.
+
+        Where it has no calls, calls are text, and tools answer as one user.
+        """
+        if self._by_template:
+            return [*messages]
+        found: list[ChatMessage] = []
+        for is_tool, run in groupby(messages, lambda message: message["role"] == "tool"):
+            if is_tool:
+                text = "\n".join(message["content"] for message in run)
+                found.append({"role": "user", "content": text})
+            else:
+                found += map(self._calls_as_text, run)
         return found
 
-    def _in_text(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        functions = [call["function"] for call in message.get("tool_calls") or ()]
-        asked = [
-            one for one in functions if isinstance(one["arguments"], Mapping)
-        ]  # the others are in the content
-        if not functions:
+    def _calls_as_text(self, message: ChatMessage) -> ChatMessage:
+        calls = [call["function"] for call in message.get("tool_calls") or ()]
+        if not calls:
             return message
-        named = (
-            ", ".join(f"{key}={value!r}" for key, value in one["arguments"].items())
-            for one in asked
-        )
-        lines = [f"{one['name']}({arguments})" for one, arguments in zip(asked, named, strict=True)]
+        lines = []
+        for call in calls:
+            if isinstance(call["arguments"], Mapping):  # else the call is in the content
+                arguments = [f"{key}={value!r}" for key, value in call["arguments"].items()]
+                lines.append(f"{call['name']}({', '.join(arguments)})")
         text = break_special_tokens("\n".join(lines), self._special)
-        return {
-            "role": message["role"],
-            "content": "\n".join(filter(None, [message["content"], text])),
-        }
+        parts = filter(None, [message["content"], text])
+        return {"role": message["role"], "content": "\n".join(parts)}
 
-    def answer_ids(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """The tokens from the end of the policy's turn to the beginning of its next one."""
-        messages = self._shown(messages)
+    def answer_ids(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
+        """Return the tokens from the end of the policy's turn to the beginning of its next one."""
+        messages = self._template_messages(messages)
         turn: dict[str, Any] = {"role": "assistant", "content": ""}
         if messages[0]["role"] == "tool":
             function = {"name": messages[0]["name"], "arguments": {}}
             turn["tool_calls"] = [{"type": "function", "function": function}]
-        before = self._rendered([_DUMMY, turn])
-        whole = self._rendered([_DUMMY, turn, *messages], add_generation_prompt=True)
-        ends = [
-            place for place, token in enumerate(before) if token == self._tokenizer.eos_token_id
-        ]
-        if ends:  # some templates write a line break after it, which belongs to what follows
-            before = before[: ends[-1] + 1]
+        before = self._render([_DUMMY, turn])
+        whole = self._render([_DUMMY, turn, *messages], add_generation_prompt=True)
+        eos = self._tokenizer.eos_token_id
+        if eos in before:
+            # Some templates write a line break after the end token, which belongs to what follows.
+            before = before[: len(before) - before[::-1].index(eos)]
         if whole[: len(before)] != before:
             raise ValueError("the chat template renders a turn otherwise when another follows")
         return whole[len(before) :]
 
-    def _rendered(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> tuple[int, ...]:
-        how = {
-            "chat_template": self._template,
-            "tokenize": True,
-            "return_dict": False,
-            **self._arguments,
-            **how,
+    def _render(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool = False,
+        tools: list[ChatMessage] | None = None,
+    ) -> tuple[int, ...]:
+        arguments = {
+            **self._template_arguments,
+            "add_generation_prompt": add_generation_prompt,
+            "tools": tools,
         }
-        ids: Any = self._tokenizer.apply_chat_template(list(map(dict, messages)), **how)
+        ids: Any = self._tokenizer.apply_chat_template(
+            list(map(dict, messages)),
+            chat_template=self._template,
+            tokenize=True,
+            return_dict=False,
+            **arguments,
+        )
         return tuple(ids)
 
 
-def _declared(call: Mapping[str, Any]) -> Call:
-    function = call["function"]
-    if not isinstance(function["arguments"], Mapping):
-        return Call(
-            function["name"], {}, "the arguments must be an object with a value for each name"
-        )
-    return Call(function["name"], function["arguments"])
+def _signature(tool: ChatMessage) -> str:
+    function = tool["function"]
+    parameters = [
+        f"{name}: {schema.get('type', 'any')}"
+        for name, schema in function["parameters"]["properties"].items()
+    ]
+    return f"{function['name']}({', '.join(parameters)}) - {function['description'].strip()}"
 
 
-def calls_in(text: str, described: Description) -> tuple[list[Call], str]:
-    """The calls in a text: each line that begins with a tool's name and a bracket, as Python with literal values.
+def calls_in(text: str, tools: Sequence[ChatMessage]) -> tuple[list[Call], str]:
+    """Return the calls in a text: each line that begins with a tool's name and a bracket, as Python with literals.
 
     `add(2, y=3)` is a call of `add` with x=2 and y=3, where x is the first of its parameters. A line that begins so and
     is no such call is one with a `problem`, so that the policy is told. The second value is the text without the calls
     that have none.
     """
     parameters = {
-        tool["function"]["name"]: tool["function"]["parameters"]["properties"]
-        for tool in described.tools
+        tool["function"]["name"]: list(tool["function"]["parameters"]["properties"])
+        for tool in tools
     }
-    calls, rest = list[Call](), list[str]()
-    for whole in text.splitlines():
-        line = whole.strip(" \t`")
-        begun = re.match(r"(\w+)\s*\(", line)
-        found = (
-            [_written(line, begun[1], list(parameters[begun[1]]))]
-            if begun and begun[1] in parameters
-            else []
-        )
-        calls += found
-        rest += [] if found and found[0].problem is None else [whole]
-    return calls, text if all(call.problem for call in calls) else "\n".join(rest).strip()
+    calls = list[Call]()
+    rest = list[str]()
+    for whole_line in text.splitlines():
+        line = whole_line.strip(" \t`")
+        begin = re.match(r"(\w+)\s*\(", line)
+        if begin is None or begin[1] not in parameters:
+            rest.append(whole_line)
+            continue
+        call = _parse_call(line, begin[1], parameters[begin[1]])
+        calls.append(call)
+        if call.problem is not None:
+            rest.append(whole_line)
+    if all(call.problem for call in calls):
+        return calls, text
+    return calls, "\n".join(rest).strip()
 
 
-def _written(line: str, name: str, parameters: Sequence[str]) -> Call:
+def _parse_call(line: str, name: str, parameters: Sequence[str]) -> Call:
     try:
-        if len(line) > _MOST_LINE:
-            raise ValueError("the line is too long")
-        call = ast.parse(line, mode="eval").body
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
-            raise ValueError("the line holds more than the call")
-        if len(call.args) > len(parameters):
-            raise ValueError(f"{name} takes {len(parameters)} arguments")
-        given = [
-            (key, ast.literal_eval(value))
-            for key, value in zip(parameters, call.args, strict=False)
-        ]
-        if any(one.arg is None for one in call.keywords):
-            raise ValueError("** is no plain value")
-        given += [(str(one.arg), ast.literal_eval(one.value)) for one in call.keywords]
-        if len(dict(given)) < len(given):
-            raise ValueError("an argument is given twice")
-        return Call(
-            name, json.loads(json.dumps(dict(given)))
-        )  # as the tool gets them; TypeError of a set
+        arguments = _arguments_in(line, name, parameters)
+        # As the tool gets them; TypeError of a set.
+        return Call(name, json.loads(json.dumps(arguments)))
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
-        why = str(error).partition(" (")[0] if isinstance(error, SyntaxError) else str(error)
-        return Call(
-            name,
-            {},
-            f"{why[:120]}; write {name}({', '.join(parameters)}) with plain values, alone on a line",
-        )
+        problem = str(error).partition(" (")[0] if isinstance(error, SyntaxError) else str(error)
+        form = f"{name}({', '.join(parameters)})"
+        return Call(name, {}, f"{problem[:120]}; write {form} with plain values, alone on a line")
+
+
+def _arguments_in(line: str, name: str, parameters: Sequence[str]) -> dict[str, Any]:
+    if len(line) > _MAX_LINE:
+        raise ValueError("the line is too long")
+    call = ast.parse(line, mode="eval").body
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+        raise ValueError("the line holds more than the call")
+    if len(call.args) > len(parameters):
+        raise ValueError(f"{name} takes {len(parameters)} arguments")
+    arguments = {
+        key: ast.literal_eval(value) for key, value in zip(parameters, call.args, strict=False)
+    }
+    for keyword in call.keywords:
+        if keyword.arg is None:
+            raise ValueError("** is no plain value")
+        if keyword.arg in arguments:
+            raise ValueError("an argument is given twice")
+        arguments[keyword.arg] = ast.literal_eval(keyword.value)
+    return arguments

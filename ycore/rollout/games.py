@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ycore.errors import DataError, nearest
-from ycore.rollout import Refused
+from ycore.rollout import ToolRefused
 
 
 class TextArena:
@@ -25,41 +25,41 @@ class TextArena:
         try:
             import textarena
         except ImportError:
-            raise Refused(
+            raise ToolRefused(
                 f"textarena:{self.name} needs the package textarena: pip install 'ycore[textarena]'"
             ) from None
         self._library = textarena
         self._id, self._arguments = _split(f"textarena:{self.name}")
         self._pays_parts = self._arguments.pop("partial", True) is not False
-        known = textarena.envs.registration.ENV_REGISTRY
-        if self._id not in known:
+        games = textarena.envs.registration.ENV_REGISTRY
+        if self._id not in games:
             way_out = (
-                nearest(self._id, known) or f"; there are {len(known)}, such as GuessTheNumber-v0"
+                nearest(self._id, games) or f"; there are {len(games)}, such as GuessTheNumber-v0"
             )
-            raise Refused(f"TextArena has no game {self._id!r}{way_out}")
+            raise ToolRefused(f"TextArena has no game {self._id!r}{way_out}")
         try:
             self.reset()
         except Exception as error:
-            why = " ".join(str(error).split())[:200]
-            raise Refused(
-                f"the game {self.name!r} does not start here with one player: {type(error).__name__}: {why}; "
+            problem = " ".join(str(error).split())[:200]
+            raise ToolRefused(
+                f"the game {self.name!r} does not start here with one player: {type(error).__name__}: {problem}; "
                 "take another: some need more players, or texts or models from the network"
             ) from error
 
     def reset(self, **row: Any) -> str:
-        # A new one: a game's wrappers keep what the last game said.
+        # A new game, because its wrappers keep what the last one said.
         self._game = self._library.make(self._id, **self._arguments)
         self._raw = self._game
         while isinstance(self._raw, self._library.Wrapper):
             self._raw = self._raw.env
         self._reward: Any = 0.0
         self._game.reset(num_players=1, seed=random.getrandbits(31))
-        return f"Play this game. Answer with your move alone.\n{self._said()}"
+        return f"Play this game. Answer with your move alone.\n{self._observation()}"
 
     def step(self, text: str) -> str | None:
         is_over, _ = self._game.step(text)
         if not is_over:
-            return self._said()
+            return self._observation()
         rewards, _ = self._game.close()
         self._reward = None if rewards is None else rewards[0]
         if not self._pays_parts and self._reward != 1:
@@ -69,22 +69,22 @@ class TextArena:
     def get_reward(self) -> Any:
         return self._reward
 
-    def _said(self) -> str:
-        """What is new: the wrappers would say all of it again each time, with the player's own moves."""
+    def _observation(self) -> str:
+        """Return what is new: the wrappers would say all of it again each time, with the player's own moves."""
         _, messages = self._raw.get_observation()
-        own = self._library.ObservationType.PLAYER_ACTION
-        return "\n".join(text for _, text, kind in messages if kind is not own)
+        move = self._library.ObservationType.PLAYER_ACTION
+        return "\n".join(text for _, text, kind in messages if kind is not move)
 
 
 def _split(name: str) -> tuple[str, dict[str, Any]]:
-    """Name and arguments of a `scheme:NAME?key=value`."""
+    """Return name and arguments of a `scheme:NAME?key=value`."""
     from ycore.data.generated import as_json, parse_name
 
     try:
-        found, given = parse_name(name)
+        plain_name, arguments = parse_name(name)
     except DataError as error:
-        raise Refused(str(error)) from None
-    return found, as_json(given)
+        raise ToolRefused(str(error)) from None
+    return plain_name, as_json(arguments)
 
 
 class Gym:
@@ -109,7 +109,7 @@ class Gym:
         try:
             (self._row,) = gym_table(name, split="train", seed=random.getrandbits(31)).rows
         except DataError as error:
-            raise Refused(str(error)) from None
+            raise ToolRefused(str(error)) from None
         return str(self._row["prompt"])
 
     def step(self, text: str) -> str | None:
@@ -125,7 +125,7 @@ class Gym:
 GAMES: dict[str, type] = {"textarena": TextArena, "gym": Gym}
 
 
-def named(name: str) -> type:
-    """The class of the environment `scheme:NAME`, a scheme of `GAMES`."""
+def game_class(name: str) -> type:
+    """Return the class of the environment `scheme:NAME`, a scheme of `GAMES`."""
     scheme, _, rest = name.partition(":")
     return type(GAMES[scheme].__name__, (GAMES[scheme],), {"name": rest})

@@ -13,21 +13,21 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any, get_args
 
-from ycore.rollout import Refused
+from ycore.rollout import ToolRefused
 
-PREFIX = "openenv:"
+OPENENV_PREFIX = "openenv:"
 
 
-def openenv_local(name: str, load: Callable[[str], Any]) -> "Local":
-    """The environment of `openenv:NAME`; Refused where it is none that can be made here."""
-    target = name.removeprefix(PREFIX)
+def openenv_local(name: str, load: Callable[[str], Any]) -> "LocalEnvironment":
+    """Return the environment of `openenv:NAME`; ToolRefused where it is none that can be made here."""
+    target = name.removeprefix(OPENENV_PREFIX)
     if "://" in target or ":" not in target:
-        raise Refused(
+        raise ToolRefused(
             f"{name!r}: OpenEnv's environments run in the sandbox here, without server, hub or container; name a "
             "class, as openenv:file.py:Name or openenv:package.module:Name"
         )
     if importlib.util.find_spec("openenv") is None:
-        raise Refused(
+        raise ToolRefused(
             f"{name!r} needs the package openenv, which this Python has not, and which cannot be beside vLLM; install "
             "it in a virtual environment of its own, and name that one's Python with --env-python"
         )
@@ -36,14 +36,14 @@ def openenv_local(name: str, load: Callable[[str], Any]) -> "Local":
 
     made = load(target)
     if inspect.isclass(made) and issubclass(made, ResourceSessionFactory):
-        return Session(name, made())
+        return SessionEnvironment(name, made())
     if inspect.isclass(made) and issubclass(made, Environment):
-        return Steps(name, made())
-    raise Refused(f"{name!r} is neither an Environment nor a ResourceSessionFactory of OpenEnv")
+        return SteppedEnvironment(name, made())
+    raise ToolRefused(f"{name!r} is neither an Environment nor a ResourceSessionFactory of OpenEnv")
 
 
-class Local:
-    """What both kinds have: their tools, declared as an MCP server's are, and the last reward."""
+class LocalEnvironment:
+    """The base of both kinds: their tools, declared as an MCP server's are, and the last reward."""
 
     takes_text = False
     turn_reward: float | None = None
@@ -63,9 +63,9 @@ class Local:
         return [
             {
                 "type": "function",
-                "function": {"name": name, "description": told, "parameters": schema},
+                "function": {"name": name, "description": description, "parameters": schema},
             }
-            for name, (told, schema) in self.tools.items()
+            for name, (description, schema) in self.tools.items()
         ]
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
@@ -85,7 +85,7 @@ class Local:
         self._is_over = done
 
 
-class Steps(Local):
+class SteppedEnvironment(LocalEnvironment):
     """An `Environment`."""
 
     def __init__(self, name: str, env: Any) -> None:
@@ -95,7 +95,7 @@ class Steps(Local):
         self._env = env
         self._action = None if isinstance(env, MCPEnvironment) else _action_of(type(env))
         if self._action is None and not isinstance(env, MCPEnvironment):
-            raise Refused(
+            raise ToolRefused(
                 f"{name!r} does not say which action it takes; write Environment[Action, Observation, State]"
             )
         fields = {} if self._action is None else dict(self._action.model_fields)
@@ -110,8 +110,8 @@ class Steps(Local):
             from openenv.core.env_server.mcp_types import ListToolsAction
 
             return {
-                one.name: (one.description, one.input_schema)
-                for one in self._env.step(ListToolsAction()).tools
+                tool.name: (tool.description, tool.input_schema)
+                for tool in self._env.step(ListToolsAction()).tools
             }
         schema = self._action.model_json_schema()
         schema["properties"].pop("metadata", None)
@@ -119,20 +119,20 @@ class Steps(Local):
 
     def reset(self, **row: Any) -> str:
         self._reward, self._is_over = None, False
-        given = {"seed": random.getrandbits(31), **row}
+        arguments = {"seed": random.getrandbits(31), **row}
         accepted = inspect.signature(self._env.reset).parameters
-        if all(one.kind is not one.VAR_KEYWORD for one in accepted.values()):
-            given = {key: value for key, value in given.items() if key in accepted}
-        return self._said(self._env.reset(**given))
+        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in accepted.values()):
+            arguments = {key: value for key, value in arguments.items() if key in accepted}
+        return self._observed(self._env.reset(**arguments))
 
     def step(self, text: str) -> str | None:
         assert self._action is not None and self._text is not None
-        said = self._said(self._env.step(self._action(**{self._text: text})))
-        return None if self._is_over else said
+        text = self._observed(self._env.step(self._action(**{self._text: text})))
+        return None if self._is_over else text
 
     def _call(self, name: str, arguments: dict[str, Any]) -> str:
         if self._action is not None:
-            return self._said(self._env.step(self._action(**arguments)))
+            return self._observed(self._env.step(self._action(**arguments)))
         from openenv.core.env_server.mcp_types import CallToolAction
 
         observation = self._env.step(CallToolAction(tool_name=name, arguments=arguments))
@@ -140,13 +140,11 @@ class Steps(Local):
             raise RuntimeError(observation.error.message)
         self._note(reward=observation.reward, done=observation.done)
         blocks = getattr(observation.result, "content", None)
-        return (
-            _text(observation.result)
-            if blocks is None
-            else "\n".join(getattr(one, "text", "") for one in blocks)
-        )
+        if blocks is None:
+            return _text(observation.result)
+        return "\n".join(getattr(block, "text", "") for block in blocks)
 
-    def _said(self, observation: Any) -> str:
+    def _observed(self, observation: Any) -> str:
         self._note(reward=observation.reward, done=observation.done)
         values = observation.model_dump(
             mode="json", exclude={"done", "reward", "metadata"}, exclude_none=True
@@ -154,10 +152,10 @@ class Steps(Local):
         return _text(next(iter(values.values())) if len(values) == 1 else values)
 
 
-class Session(Local):
-    """What a `ResourceSessionFactory` creates for a row, whose tools must be the same for every row.
+class SessionEnvironment(LocalEnvironment):
+    """A session that a `ResourceSessionFactory` creates for a row; its tools must be the same for every row.
 
-    Its `verify` gets the messages that it began with, and those of the tools.
+    `verify` gets the messages that it began with, and those of the tools.
     """
 
     def __init__(self, name: str, factory: Any) -> None:
@@ -169,7 +167,7 @@ class Session(Local):
     @cached_property
     def tools(self) -> dict[str, Any]:
         session = self._session or self._factory.create(task={}, seed=0)
-        return {one.name: (one.description, one.input_schema) for one in session.list_tools()}
+        return {tool.name: (tool.description, tool.input_schema) for tool in session.list_tools()}
 
     def reset(self, **row: Any) -> str:
         if self._session is not None:
@@ -195,14 +193,14 @@ class Session(Local):
 
 
 def _action_of(made: type) -> Any:
-    """The model of an environment's actions: the first of what its base class is generic in."""
+    """Return the model of an environment's actions: the first parameter of its generic base class."""
     from openenv.core.env_server.types import Action
 
     for base in made.__mro__:
         for generic in getattr(base, "__orig_bases__", ()):
-            for one in get_args(generic):
-                if inspect.isclass(one) and issubclass(one, Action):
-                    return one
+            for argument in get_args(generic):
+                if inspect.isclass(argument) and issubclass(argument, Action):
+                    return argument
     return None
 
 

@@ -1,7 +1,8 @@
-"""Tools and environments as the trainer asks them: a process for each completion that is with one, used again after it.
+"""Tools and environments as the trainer asks them: a process for each completion that uses them, used again after it.
 
-A call that raises is an answer. One that hangs is ended at its deadline, with its process; one that ends its process is
-an answer too. An environment that was lost so begins anew and takes its earlier calls again. Nothing ends the run.
+A call that raises is an answer. A call that hangs is ended at its deadline, with its process; a call that ends its
+process is an answer too. An environment that was lost so begins anew and takes its earlier calls again. Nothing ends
+the run.
 """
 
 import asyncio
@@ -12,18 +13,18 @@ import math
 import os
 import subprocess
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError, RewardError
-from ycore.rollout.mcp_server import PREFIX
-from ycore.rollout.openenv_local import PREFIX as OPENENV
-from ycore.rollout.tool_host import MOST_TEXT, PYTHON
+from ycore.rollout.mcp_server import MCP_PREFIX
+from ycore.rollout.openenv_local import OPENENV_PREFIX
+from ycore.rollout.tool_host import MAX_TEXT, PYTHON
 from ycore.sandbox import Confinement, Limits, View
 from ycore.sandbox.confined_worker import (
     START_TIMEOUT_S,
@@ -37,15 +38,18 @@ from ycore.sandbox.programs import PROGRAM_LIMITS
 from ycore.sandbox.user_code import user_code_confinement
 from ycore.types import NO_PROMPT, Prompt, Score
 
-_CHECK_DEADLINE_S = (
-    300.0  # it imports transformers, for the schemas, which takes long where a machine is busy
-)
-_BYTES_A_LETTER = 12  # in JSON, a letter beyond the first plane
+T = TypeVar("T")
+
+_DESCRIBE_TIMEOUT_S = 300.0
+"""A worker that describes tools imports transformers, which takes long where a machine is busy."""
+_MAX_REPLY_BYTES = (
+    12 * MAX_TEXT + 4096
+)  # JSON takes 12 bytes for a character beyond the first plane
 
 
 @dataclass(frozen=True, slots=True)
-class Description:
-    """What a run's tools and environment are: JSON schemas, as transformers makes them, of everything to be called.
+class ToolSet:
+    """What the policy may call: JSON schemas as transformers makes them.
 
     `takes_text`: the environment's only tool is `step(text)`, and gets whole turns. `pays`: it has `get_reward`.
     `pays_turns`: it pays for single turns too.
@@ -62,139 +66,164 @@ class Description:
 
 
 class Answer(NamedTuple):
-    """What a call gave, as the policy is told it, and whether it failed."""
+    """A call's answer, as the policy reads it, and whether the call failed."""
 
     text: str
     failed: bool = False
 
 
-class ToolHost(ConfinedWorker[Description]):
-    """One process with tools and perhaps an environment."""
+class OutOfTime(Exception):
+    """The completion has had its seconds of tools and environment."""
 
-    module, kind = "ycore.rollout.tool_host", "tool worker"
+
+class ToolRaised(CallFailed):
+    """The code raised, and its process goes on."""
+
+
+class ToolWorker(ConfinedWorker[ToolSet]):
+    """A process with tools and perhaps an environment."""
+
+    module = "ycore.rollout.tool_host"
+    kind = "tool worker"
 
     def __init__(
         self,
         tools: Sequence[str],
         env: str | None,
-        held: Confinement,
+        confinement: Confinement,
         *,
+        name: str,
+        log: Path | None,
         python: str | None = None,
         describe: bool = False,
-        **how: Any,
+        start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
-        """`python` is another one to run in, `describe` asks for schemas (seconds), `how` is `ConfinedWorker`'s."""
+        """`python` is another Python to run in; `describe` asks for schemas, which takes seconds."""
         super().__init__(
-            {"tools": list(tools), "env": env, "describe": describe}, _description, held, **how
+            {"tools": list(tools), "env": env, "describe": describe},
+            _read_tool_set,
+            confinement,
+            name=name,
+            log=log,
+            start_timeout_s=start_timeout_s,
         )
-        self.arguments = () if python is None else (_other_python(python)[0],)
         self.env = env
+        if python is not None:
+            self.arguments = (_python_paths(python)[0],)
 
     async def ask(self, op: str, *, deadline_s: float, **request: Any) -> Any:
-        """The value that an operation gives; CallFailed where it raised, hung or ended the process."""
-        message = {"op": op, **request}
+        """Return the value of an operation; CallFailed where it raised, hung or ended the process."""
         return await self.exchange(
-            message, _value, max_bytes=_BYTES_A_LETTER * MOST_TEXT + 4096, timeout_s=deadline_s
+            {"op": op, **request}, _read_value, max_bytes=_MAX_REPLY_BYTES, timeout_s=deadline_s
         )
 
 
-def _description(line: bytes, nonce: str) -> Description:
+def _read_tool_set(line: bytes, nonce: str) -> ToolSet:
     reply = reply_in(line, nonce)
     if isinstance(reply.get("error"), str):
         raise CallFailed(printable(reply["error"], max_characters=600))
     try:
         ready = reply["ready"]
-        told = (bool(ready[name]) for name in ("takes_text", "pays", "pays_turns"))
-        found = Description(tuple(ready["tools"]), *told)
-        if all(isinstance(name, str) for name in found.names):
-            return found
+        tool_set = ToolSet(
+            tuple(ready["tools"]),
+            takes_text=bool(ready["takes_text"]),
+            pays=bool(ready["pays"]),
+            pays_turns=bool(ready["pays_turns"]),
+        )
+        if all(isinstance(name, str) for name in tool_set.names):
+            return tool_set
     except (KeyError, TypeError):
         pass
     raise CallFailed("no answer of a tool worker: no description")
 
 
-def _value(line: bytes, nonce: str) -> Any:
+def _read_value(line: bytes, nonce: str) -> Any:
     reply = reply_in(line, nonce)
     if isinstance(reply.get("failed"), str):
-        raise Raised(printable(reply["failed"]))
+        raise ToolRaised(printable(reply["failed"]))
     value = reply.get("value")
     if "value" not in reply or not (value is None or isinstance(value, str | int | float)):
         raise CallFailed("no answer of a tool worker: no value")
-    return value[:MOST_TEXT] if isinstance(value, str) else value
-
-
-class Raised(CallFailed):
-    """The code raised, and its process goes on."""
+    return value[:MAX_TEXT] if isinstance(value, str) else value
 
 
 def describe_tools(
     config: RunConfig, *, run_folder: Path | None = None
-) -> dict[str | None, Description]:
-    """What the policy may call in each environment, by its name: loaded once in confined processes; {} without tools.
+) -> dict[str | None, ToolSet]:
+    """Return the tools of each environment, by its name: loaded once in confined processes; {} without tools.
 
     Raises:
-        ConfigError: one cannot be used.
+        ConfigError: a tool or environment cannot be used.
     """
     if not config.tools and not config.env:
         return {}
     if PYTHON in config.tools:
         require_sandbox(choose_level(config.sandbox.level), f"tool {PYTHON!r}")
-    held = _confinement(config, run_folder=run_folder, run_id="check")
+    confinement = _tools_confinement(config, run_folder=run_folder, run_id="check")
     if not config.env:
-        return {None: asyncio.run(_described(config, None, held))}
+        return {None: asyncio.run(_describe(config, None, confinement))}
     return {
-        name: asyncio.run(_described(config, env, held))
+        name: asyncio.run(_describe(config, env, confinement))
         for name, env in config.environments.items()
     }
 
 
-async def _described(config: RunConfig, env: str | None, held: Confinement) -> Description:
-    how: dict[str, Any] = {"log": None, "name": "describe", "start_timeout_s": _CHECK_DEADLINE_S}
-    host = ToolHost(config.tools, env, held, python=config.env_python, describe=True, **how)
+async def _describe(config: RunConfig, env: str | None, confinement: Confinement) -> ToolSet:
+    worker = ToolWorker(
+        config.tools,
+        env,
+        confinement,
+        name="describe",
+        log=None,
+        python=config.env_python,
+        describe=True,
+        start_timeout_s=_DESCRIBE_TIMEOUT_S,
+    )
     try:
-        found = await host.start()
-        asks = config.dataset or await host.ask(
+        tool_set = await worker.start()
+        has_prompts = config.dataset or await worker.ask(
             "reset", deadline_s=config.turns.call_s, row={"prompt": NO_PROMPT}
         )
     except CallFailed as failure:
-        where = (
-            f" (its last words: {host.last_line})"
-            if str(failure).startswith(("worker died", "timeout"))
-            else ""
-        )
-        raise ConfigError(f"{failure}{where}") from None
+        message = str(failure)
+        if message.startswith(("worker died", "timeout")):
+            message += f" (its last words: {worker.last_line})"
+        raise ConfigError(message) from None
     finally:
-        await host.close()
-    if not asks:
+        await worker.close()
+    if not has_prompts:
         raise ConfigError(
             f"environment {env!r} says nothing at its reset, and there is no dataset; say --dataset"
         )
-    if not found.tools and not found.takes_text and env is None:
+    if not tool_set.tools and not tool_set.takes_text and env is None:
         raise ConfigError("there is no tool and no environment; name one with --tools or --env")
-    return found
+    return tool_set
 
 
-def _confinement(config: RunConfig, *, run_folder: Path | None, run_id: str) -> Confinement:
-    """That of the person's own tools and environment."""
-    if config.env_python is not None:
-        read = [*config.turns.sandbox.read, *_other_python(config.env_python)[1:]]
-        opened = config.turns.sandbox.model_copy(update={"read": read})
-        config = config.model_copy(
-            update={"turns": config.turns.model_copy(update={"sandbox": opened})}
-        )
-    names = [PREFIX if name.startswith(PREFIX) else name for name in config.tools if name != PYTHON]
-    names += [env.removeprefix(OPENENV) for env in config.environments.values()]
-    return held_like_rewards(config, names, run_folder=run_folder, run_id=run_id)
+def _tools_confinement(config: RunConfig, *, run_folder: Path | None, run_id: str) -> Confinement:
+    names = [
+        MCP_PREFIX if name.startswith(MCP_PREFIX) else name
+        for name in config.tools
+        if name != PYTHON
+    ]
+    names += [env.removeprefix(OPENENV_PREFIX) for env in config.environments.values()]
+    read = [] if config.env_python is None else _python_paths(config.env_python)[1:]
+    return turns_confinement(config, names, read=read, run_folder=run_folder, run_id=run_id)
 
 
-def held_like_rewards(
-    config: RunConfig, names: Sequence[str], *, run_folder: Path | None, run_id: str
+def turns_confinement(
+    config: RunConfig,
+    names: Sequence[str],
+    *,
+    read: Sequence[str] = (),
+    run_folder: Path | None,
+    run_id: str,
 ) -> Confinement:
-    """The confinement of a person's own code of these names, by `turns.sandbox`."""
+    """Return the confinement of a user's code of these names, by `turns.sandbox`; it may also `read` these paths."""
     allowed = config.turns.sandbox
     return user_code_confinement(
         names,
-        read=allowed.read,
+        read=[*allowed.read, *read],
         network=allowed.network,
         gpu=allowed.gpu,
         level=config.sandbox.level,
@@ -205,128 +234,138 @@ def held_like_rewards(
 
 
 @cache
-def _other_python(python: str) -> tuple[str, ...]:
-    """Its executable, then what it must read to start and import; ConfigError where none starts that can be used."""
-    asked = (
+def _python_paths(python: str) -> tuple[str, ...]:
+    """Return a Python's executable, then what it must read to start and import; ConfigError where it is unusable."""
+    program = (
         "import json, os, sys, sysconfig; print(json.dumps([sys.version_info[:2], [sys.executable, sys.prefix, "
         "sys.base_prefix, os.path.realpath(sys.executable), *sysconfig.get_paths().values(), *sys.path]]))"
     )
+    command = [os.path.expanduser(python), "-I", "-c", program]
     try:
-        command = [os.path.expanduser(python), "-I", "-c", asked]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
         version, paths = json.loads(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        why = getattr(error, "strerror", None) or type(error).__name__
+        reason = getattr(error, "strerror", None) or type(error).__name__
         raise ConfigError(
-            f"env_python {python!r} does not start ({why}); give the path of a Python"
+            f"env_python {python!r} does not start ({reason}); give the path of a Python"
         ) from None
     if tuple(version) < (3, 11):
         raise ConfigError(
             f"env_python {python!r} is Python {version[0]}.{version[1]}; tools need 3.11 or later"
         )
-    found = dict.fromkeys(os.path.abspath(path) for path in paths if os.path.exists(path))
-    return (paths[0], *(path for path in found if not f"{path}/".startswith("/usr/")))
+    existing = dict.fromkeys(os.path.abspath(path) for path in paths if os.path.exists(path))
+    return (paths[0], *(path for path in existing if not f"{path}/".startswith("/usr/")))
 
 
 class ToolPool:
     """Example: `pool = ToolPool(config, log=..., run_id=...); episode = Episode(pool, ...); await pool.close()`.
 
-    Processes are started when they are needed, `turns.at_once` at most of a kind: those of the person's tools and
+    Processes are started when they are needed, `turns.at_once` at most of a kind: those of the user's tools and
     environment, and those of the tool `python`, which see no file and serve one completion each.
     """
 
     def __init__(
         self, config: RunConfig, *, log: Path, run_id: str, run_folder: Path | None = None
     ) -> None:
-        self.config, self._log = config, log
-        self._own = _confinement(config, run_folder=run_folder, run_id=run_id)
+        self.config = config
+        self.workers: list[ToolWorker] = []
+        self._idle: list[ToolWorker] = []
+        self._log = log
+        self._confinement = _tools_confinement(config, run_folder=run_folder, run_id=run_id)
         limits: Limits = replace(PROGRAM_LIMITS, memory=int(config.turns.memory_gib * 2**30))
-        self._code = replace(self._own, view=View(), limits=limits)
-        self._room = {name: asyncio.Semaphore(config.turns.at_once) for name in ("own", PYTHON)}
-        self._idle: list[ToolHost] = []
-        self.hosts: list[ToolHost] = []
+        self._python_confinement = replace(self._confinement, view=View(), limits=limits)
+        self._worker_slots = asyncio.Semaphore(config.turns.at_once)
+        self._interpreter_slots = asyncio.Semaphore(config.turns.at_once)
         self._numbers = itertools.count()
 
     @property
     def has_servers(self) -> bool:
-        """Whether there are MCP servers, which may keep things: a completion has its own."""
-        return any(name.startswith(PREFIX) for name in self.config.tools)
+        """Whether there are MCP servers, which may keep state: each completion has its own."""
+        return any(name.startswith(MCP_PREFIX) for name in self.config.tools)
 
     @asynccontextmanager
-    async def own(self, env: str | None) -> AsyncIterator[ToolHost]:
-        """A process with the person's tools and this environment, for this holder alone."""
-        async with self._room["own"]:
-            host = next((one for one in reversed(self._idle) if one.env == env), None)
-            if host is not None:
-                self._idle.remove(host)
-            else:
-                if (
-                    len(self.hosts) >= self.config.turns.at_once and self._idle
-                ):  # of other environments
-                    self.hosts.remove(oldest := self._idle.pop(0))
-                    await oldest.close()
-                host = self._new(self._own_tools, env, self._own, python=self.config.env_python)
+    async def worker(self, env: str | None) -> AsyncIterator[ToolWorker]:
+        """Hold a process with the user's tools and this environment."""
+        async with self._worker_slots:
+            worker = await self._take_idle(env) or self._new(
+                [name for name in self.config.tools if name != PYTHON],
+                env,
+                self._confinement,
+                python=self.config.env_python,
+            )
             try:
-                yield host
+                yield worker
             finally:
-                if self.has_servers and host.is_running:
+                if self.has_servers and worker.is_running:
                     with suppress(CallFailed):
-                        await host.ask("end_servers", deadline_s=self.config.turns.call_s)
-                self._idle.append(host)
+                        await worker.ask("end_servers", deadline_s=self.config.turns.call_s)
+                self._idle.append(worker)
+
+    async def _take_idle(self, env: str | None) -> ToolWorker | None:
+        """Return the last used worker of this environment; without any, make room for a new worker."""
+        for worker in reversed(self._idle):
+            if worker.env == env:
+                self._idle.remove(worker)
+                return worker
+        if self._idle and len(self.workers) >= self.config.turns.at_once:
+            oldest = self._idle.pop(0)
+            self.workers.remove(oldest)
+            await oldest.close()
+        return None
 
     @asynccontextmanager
-    async def interpreter(self) -> AsyncIterator[ToolHost]:
-        """A new process for what the model writes; it is ended afterwards, with all that was done to it."""
-        async with self._room[PYTHON]:
-            host = self._new([PYTHON], None, self._code, python=None)
+    async def interpreter(self) -> AsyncIterator[ToolWorker]:
+        """Hold a new process for what the model writes; it is ended afterwards, with all that was done to it."""
+        async with self._interpreter_slots:
+            worker = self._new([PYTHON], None, self._python_confinement, python=None)
             try:
-                yield host
+                yield worker
             finally:
-                self.hosts.remove(host)
-                await host.close()
+                self.workers.remove(worker)
+                await worker.close()
 
     async def close(self) -> None:
-        await asyncio.gather(*(host.close() for host in self.hosts))
-
-    @property
-    def _own_tools(self) -> list[str]:
-        return [name for name in self.config.tools if name != PYTHON]
+        await asyncio.gather(*(worker.close() for worker in self.workers))
 
     def _new(
-        self, tools: Sequence[str], env: str | None, held: Confinement, *, python: str | None
-    ) -> ToolHost:
-        host = ToolHost(
-            tools, env, held, python=python, log=self._log, name=f"tools.{next(self._numbers)}"
-        )
-        self.hosts.append(host)
-        return host
+        self, tools: Sequence[str], env: str | None, confinement: Confinement, *, python: str | None
+    ) -> ToolWorker:
+        name = f"tools.{next(self._numbers)}"
+        worker = ToolWorker(tools, env, confinement, name=name, log=self._log, python=python)
+        self.workers.append(worker)
+        return worker
 
 
-class OutOfTime(Exception):
-    """The completion has had its seconds of tools and environment."""
+class Operation(NamedTuple):
+    """An operation that an environment answered; its seed follows from its number."""
+
+    op: str
+    request: Mapping[str, Any]
+    number: int
 
 
 class Episode:
-    """What one completion meets: `async with Episode(...) as episode`, then `begin`, calls or steps, and `reward`.
+    """A completion's tools and environment: `async with Episode(...) as episode`, `begin`, calls or steps, `reward`.
 
     All that is random in it follows from the run's seed, the prompt's position, the completion's index and the number
     of the call. The beginning does not depend on the index: the completions of a group start alike.
     """
 
     def __init__(self, pool: ToolPool, prompt: Prompt, *, position: int, index: int) -> None:
+        self._prompt = prompt
         self.seconds = 0.0
-        self._pool, self._prompt = pool, prompt
-        self._key, self._index = f"{pool.config.seed}/{position}", index
-        name = pool.config.environment_of(prompt.columns)
-        self._env = None if name is None else pool.config.environments[name]
+        self._pool = pool
+        self._settings = pool.config.turns
+        self._seed_key = f"{pool.config.seed}/{position}"
+        self._index = index
+        environment = pool.config.environment_of(prompt.columns)
+        self._env = None if environment is None else pool.config.environments[environment]
         self._stack = AsyncExitStack()
-        self._own: ToolHost | None = None
-        self._interpreter: ToolHost | None = None
-        self._done: list[
-            tuple[str, dict[str, Any], int]
-        ] = []  # operations that changed the environment, numbered
+        self._worker: ToolWorker | None = None
+        self._interpreter: ToolWorker | None = None
+        self._history: list[Operation] = []
         self._number = 0
-        self._lost: str | None = None
+        self._problem: str | None = None
 
     async def __aenter__(self) -> "Episode":
         return self
@@ -335,161 +374,164 @@ class Episode:
         await self._stack.aclose()
 
     async def begin(self) -> str | None:
-        """Reset the environment, if there is one; what it says to the policy first, or None."""
+        """Reset the environment, if there is one; return its first observation, or None."""
         if self._env is None:
             return None
-        self._own = await self._stack.enter_async_context(self._pool.own(self._env))
+        worker = await self._take_worker()
         try:
-            said: str | None = await self._timed(self._begun(self._own))
-            return said
+            return await self._timed(self._begin(worker))
         except (CallFailed, RewardError) as failure:
             self.lose(f"reset: {failure}")
         return None
 
-    def lose(self, why: str) -> None:
-        """Take the environment for lost: its later answers are errors, and it pays nothing that counts."""
-        self._lost = self._lost or why
+    def lose(self, problem: str) -> None:
+        """Take the environment for lost: its later answers are errors, and its reward is masked."""
+        self._problem = self._problem or problem
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Answer:
-        """What a tool answers; OutOfTime where no time is left."""
+        """Return a tool's answer; OutOfTime where no time is left."""
         request = {"name": name, "arguments": dict(arguments)}
-        if name == PYTHON and PYTHON in self._pool.config.tools:
-            return await self._answer(self._in_interpreter(request))
-        return await self._answer(self._asked("call", request))
+        in_interpreter = name == PYTHON and PYTHON in self._pool.config.tools
+        work = self._interpret(request) if in_interpreter else self._ask("call", request)
+        try:
+            return Answer(str(await self._timed(work)))
+        except (CallFailed, RewardError) as failure:
+            return Answer(str({"error": str(failure)}), failed=True)  # TRL's form
 
     async def step(self, text: str) -> Answer | None:
-        """What an environment that takes text answers; None where it is over."""
+        """Return the answer of an environment that takes text; None where it is over."""
         try:
-            answer = await self._timed(self._asked("step", {"text": text}))
+            answer = await self._timed(self._ask("step", {"text": text}))
         except (CallFailed, RewardError) as failure:
             return Answer(str({"error": str(failure)}), failed=True)
         return None if answer is None else Answer(str(answer))
 
     async def turn_reward(self) -> float | None:
-        """What the environment paid since the last turn, which is a number; None where it paid nothing, or is lost."""
-        value = await self._known("turn_reward", CallFailed, RewardError)
-        return value if isinstance(value, int | float) and math.isfinite(value) else None
+        """Return what the environment paid since the last turn; None where it paid no finite number, or is lost."""
+        with suppress(CallFailed, RewardError):
+            value = await self._timed(self._ask("turn_reward", {}))
+            if isinstance(value, int | float) and math.isfinite(value):
+                return value
+        return None
 
     async def reward(self) -> Score:
-        """What the environment pays for the whole episode."""
-        if self._lost is None and self._own is not None:
+        """Return what the environment pays for the whole episode."""
+        if self._problem is None and self._worker is not None:
             try:
-                value = await self._timed(self._asked("reward", {}))
-                if value is None or (not isinstance(value, str) and math.isfinite(value)):
-                    return Score(None if value is None else float(value))
+                value = await self._timed(self._ask("reward", {}))
+                if value is None:
+                    return Score(None)
+                if not isinstance(value, str) and math.isfinite(value):
+                    return Score(float(value))
                 self.lose(f"get_reward gave {value!r}")
             except (CallFailed, RewardError, OutOfTime) as failure:
                 self.lose(f"get_reward: {failure or 'out of time'}")
-        return Score(None, problem=f"environment: {self._lost}"[:300])
+        return Score(None, problem=f"environment: {self._problem}"[:300])
 
     async def attributes(self) -> str | None:
-        """What the environment's attributes are now, as JSON; None where it is lost."""
-        value = await self._known("attributes", CallFailed, RewardError, OutOfTime)
-        return value if isinstance(value, str) else None
+        """Return the environment's attributes as JSON; None where it is lost."""
+        with suppress(CallFailed, RewardError, OutOfTime):
+            value = await self._timed(self._ask("attributes", {}))
+            return value if isinstance(value, str) else None
+        return None
 
-    async def _known(self, op: str, *failures: type[Exception]) -> Any:
-        with suppress(*failures):
-            return await self._timed(self._asked(op, {}))
-
-    async def _answer(self, work: Any) -> Answer:
-        try:
-            return Answer(str(await self._timed(work)))
-        except (CallFailed, RewardError) as failure:
-            return Answer(str({"error": str(failure)}), failed=True)  # as TRL tells it
-
-    async def _timed(self, work: Any) -> Any:
+    async def _timed(self, work: Awaitable[T]) -> T:
         began = time.perf_counter()
         try:
             return await work
         finally:
             self.seconds += time.perf_counter() - began
 
-    async def _asked(self, op: str, request: dict[str, Any]) -> Any:
-        if self._lost is not None:
-            raise CallFailed(f"the environment is gone: {self._lost}")
-        if self._own is None and not self._pool.has_servers:
-            async with self._pool.own(None) as host:
-                await host.ready()
-                return await self._ask(host, op, request)
-        if self._own is None:
-            self._own = await self._stack.enter_async_context(self._pool.own(None))
-            await self._begun(self._own)
-        if not self._own.is_running:
-            await self._restore(self._own)
-        value = await self._ask(self._own, op, request)
-        self._done.append((op, request, self._number))
+    async def _ask(self, op: str, request: Mapping[str, Any]) -> Any:
+        if self._problem is not None:
+            raise CallFailed(f"the environment is gone: {self._problem}")
+        if self._worker is None and not self._pool.has_servers:
+            async with self._pool.worker(None) as worker:
+                await worker.ready()
+                return await self._send(worker, self._next(op, request))
+        if self._worker is None:
+            await self._begin(await self._take_worker())
+        assert self._worker is not None
+        if not self._worker.is_running:
+            await self._replay(self._worker)
+        operation = self._next(op, request)
+        value = await self._send(self._worker, operation)
+        self._history.append(operation)
         return value
 
-    async def _in_interpreter(self, request: dict[str, Any]) -> Any:
+    async def _interpret(self, request: Mapping[str, Any]) -> Any:
         if self._interpreter is None:
             self._interpreter = await self._stack.enter_async_context(self._pool.interpreter())
         was_running = self._interpreter.is_running
         await self._interpreter.ready()
-        value = await self._ask(self._interpreter, "call", request)
-        began_anew = not was_running and self._interpreter.restarts
-        return (
-            f"(the interpreter began anew: its variables are gone)\n{value}"
-            if began_anew
-            else value
+        value = await self._send(self._interpreter, self._next("call", request))
+        if self._interpreter.restarts and not was_running:
+            return f"(the interpreter began anew: its variables are gone)\n{value}"
+        return value
+
+    def _next(self, op: str, request: Mapping[str, Any]) -> Operation:
+        return Operation(op, request, self._number + 1)
+
+    async def _send(self, worker: ToolWorker, operation: Operation) -> Any:
+        time_left_s = self._settings.completion_s - self.seconds
+        if time_left_s <= 0:
+            raise OutOfTime
+        self._number = max(self._number, operation.number)
+        return await worker.ask(
+            operation.op,
+            deadline_s=min(time_left_s, self._settings.call_s),
+            seed=seed_of(f"{self._seed_key}/{self._index}/{operation.number}"),
+            **operation.request,
         )
 
-    async def _ask(
-        self, host: ToolHost, op: str, request: Mapping[str, Any], number: int | None = None
-    ) -> Any:
-        """`number`: of an operation that is taken again."""
-        left = self._pool.config.turns.completion_s - self.seconds
-        if left <= 0:
-            raise OutOfTime
-        if number is None:
-            number = self._number = self._number + 1
-        seed = seed_of(f"{self._key}/{self._index}/{number}")
-        deadline_s = min(left, self._pool.config.turns.call_s)
-        return await host.ask(op, deadline_s=deadline_s, seed=seed, **request)
+    async def _take_worker(self) -> ToolWorker:
+        self._worker = await self._stack.enter_async_context(self._pool.worker(self._env))
+        return self._worker
 
-    async def _begun(self, host: ToolHost) -> str | None:
-        """Reset; in a new process where one that was used before does not answer any more."""
-        was_used = host.is_running
+    async def _begin(self, worker: ToolWorker) -> str | None:
+        """Reset the environment; in a new process where a used one does not answer any more."""
+        was_used = worker.is_running
         try:
-            return await self._reset(host)
+            return await self._reset(worker)
         except CallFailed:
-            if host.is_running or not was_used:
+            if worker.is_running or not was_used:
                 raise
-        return await self._reset(host)
+        return await self._reset(worker)
 
-    async def _reset(self, host: ToolHost) -> str | None:
-        await host.ready()
+    async def _reset(self, worker: ToolWorker) -> str | None:
+        await worker.ready()
         if self._pool.has_servers:
-            await host.ask("start_servers", deadline_s=START_TIMEOUT_S)
+            await worker.ask("start_servers", deadline_s=START_TIMEOUT_S)
         if self._env is None:
             return None
-        several = len(self._pool.config.env) > 1  # then `environment` is not passed on, as in TRL
-        row = {
-            name: value
-            for name, value in self._prompt.columns.items()
-            if not several or name != "environment"
-        }
-        row["prompt"] = self._prompt.content
-        ask = partial(host.ask, deadline_s=self._pool.config.turns.call_s)
-        observation: str | None = await ask("reset", seed=seed_of(self._key), row=plain(row))
+        row = {**self._prompt.columns, "prompt": self._prompt.content}
+        if len(self._pool.config.env) > 1:  # then `environment` is not passed on, as in TRL
+            row.pop("environment", None)
+        observation: str | None = await worker.ask(
+            "reset",
+            deadline_s=self._settings.call_s,
+            seed=seed_of(self._seed_key),
+            row=plain(row),
+        )
         return observation
 
-    async def _restore(self, host: ToolHost) -> None:
-        """In a new process: the same beginning, and every call that had an answer."""
+    async def _replay(self, worker: ToolWorker) -> None:
+        """Begin again in a new process, and repeat every operation that had an answer."""
         try:
-            await self._reset(host)
-            for op, request, number in self._done:
-                await self._ask(host, op, request, number)
+            await self._reset(worker)
+            for operation in self._history:
+                await self._send(worker, operation)
         except CallFailed as failure:
             self.lose(f"it was lost, and did not come back: {failure}")
             raise
 
 
 def plain(value: Any) -> Any:
-    """A row's value as JSON can carry it; what it cannot, a date for example, becomes text."""
+    """Return a row's value as JSON can carry it; anything else, a date for example, becomes text."""
     if isinstance(value, Mapping):
-        return {str(key): plain(one) for key, one in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
+        return [plain(item) for item in value]
     return value if value is None or isinstance(value, str | int | float | bool) else str(value)
 
 

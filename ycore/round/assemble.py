@@ -1,6 +1,5 @@
 """From a run's folder to the parts of its controller: prompts, engines, scorers, slots."""
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from ycore.config.learner_rules import BY_TURN, teaches_alone
+from ycore.config.learner_rules import teaches_alone
 from ycore.config.schema import Offload, RunConfig
 from ycore.data.prompts import PromptSet, load_prompts
 from ycore.engine import NEVER, Engine, Sampling
@@ -27,12 +26,8 @@ from ycore.placement.placement import ALLOCATOR, ROLLOUT, SlotPool, in_order, pa
 from ycore.placement.remote_allocator import RemoteAllocator
 from ycore.placement.shared_allocator import home_rank
 from ycore.placement.slots import Sleeper, Slots
-from ycore.rollout.agent_pool import AgentPool
-from ycore.rollout.agents import Agents
-from ycore.rollout.carried import CarriedTurn
-from ycore.rollout.dialogue import Dialogue
-from ycore.rollout.tool_pool import Description, ToolPool, describe_tools
-from ycore.rollout.turns import GivenPairs, OneTurn, Turns
+from ycore.rollout.build import RunDialogues, build_writer
+from ycore.rollout.tool_pool import ToolSet, describe_tools
 from ycore.round.ahead import ControllerAhead
 from ycore.round.curriculum import Curriculum, guesses_from
 from ycore.round.journal import Journal
@@ -89,11 +84,10 @@ class Assembly:
     started: EngineList
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptSet
-    described: Mapping[str | None, Description] = field(default_factory=dict)
-    """What the policy may call in each environment, by its name; {} without tools and environments."""
+    tool_sets: Mapping[str | None, ToolSet] = field(default_factory=dict)
+    """The tools of each environment, by its name; {} without tools and environments."""
     sight: Sight | None = None
     """Of a model whose prompts have pictures."""
-    _dialogues: dict[str, Dialogue] = field(default_factory=dict)
 
     def controller(
         self,
@@ -126,61 +120,18 @@ class Assembly:
             journal=journal,
             max_surplus_age=self.config.sampling.max_age,
             slots=slots or (Slots(self._num_slots) if self.config.pairs else None),
-            turns=self._turns(),
+            writer=build_writer(
+                self.config,
+                self.folder,
+                self.tokenizer,
+                self.dialogues,
+                max_prompt_tokens=self.max_prompt_tokens,
+            ),
         )
-
-    def _turns(self) -> OneTurn | None:
-        """How completions are written with the run's tools or agent; None without any."""
-        config, folder = self.config, self.folder
-        if config.pairs:
-            return GivenPairs(partial(self.tokenizer.encode, add_special_tokens=False))
-        where: Any = {"run_id": folder.run_id, "run_folder": folder.root}
-        limits: Any = {"max_turns": config.max_turns, "max_tokens": config.max_tokens}
-        limits |= {
-            "turn_tokens": config.turns.max_tokens,
-            "max_prompt_tokens": self.max_prompt_tokens,
-        }
-        if config.agent is not None:
-            agents = AgentPool(config, log=folder.log("agents"), **where)
-            return Agents(self.dialogue_of, agents, call_s=config.turns.call_s, **limits)
-        if not self.described:
-            return self._carried()
-        tools = ToolPool(config, log=folder.log("tools"), **where)
-        shows = bool(config.env) and any(":" in spec.reward for spec in config.rewards)
-        pays = any(one.pays for one in self.described.values())
-        how = {"pays": pays, "pays_turns": config.advantage == BY_TURN, "shows": shows}
-        return Turns(self.dialogue_for, tools, **how, **limits)
-
-    def _carried(self) -> OneTurn | None:
-        config = self.config
-        if config.sampling.oversample == 1 or config.algorithm == "eval":
-            return None
-        decode = partial(self.tokenizer.decode, skip_special_tokens=True)
-        return CarriedTurn(decode, max_tokens=config.max_tokens, max_age=config.sampling.carry_age)
-
-    def dialogue_for(self, prompt: Prompt) -> Dialogue:
-        """How the policy calls tools and is answered in a prompt's environment."""
-        return self._talks[self.config.environment_of(prompt.columns)]
 
     @cached_property
-    def _talks(self) -> dict[str | None, Dialogue]:
-        """By environment; ConfigError where the model's template cannot."""
-        return {name: self._dialogue(described) for name, described in self.described.items()}
-
-    def dialogue_of(self, tools: str) -> Dialogue:
-        """How the policy talks with an agent that has these tools, as JSON; ConfigError where its template cannot."""
-        if tools not in self._dialogues:
-            self._dialogues[tools] = self._dialogue(
-                Description(tuple(json.loads(tools))), users_answer=True
-            )
-        return self._dialogues[tools]
-
-    def _dialogue(self, described: Description, **how: Any) -> Dialogue:
-        arguments = self.config.trl.get("chat_template_kwargs")
-        actions = self.config.turns.actions
-        return Dialogue(
-            self.tokenizer, described, actions=actions, template_arguments=arguments, **how
-        )
+    def dialogues(self) -> RunDialogues:
+        return RunDialogues(self.config, self.tokenizer, self.tool_sets)
 
     def evaluation(self, controller: Controller) -> Controller | None:
         """Beside the run's controller, that of its held-out rows; None where the run has none."""
@@ -224,8 +175,8 @@ class Assembly:
         if prompt.images:
             assert self.sight is not None
             return self.sight.prompt_ids(prompt)
-        if self.described:
-            return self.dialogue_for(prompt).prompt_ids(prompt.content)
+        if self.tool_sets:
+            return self.dialogues.of_prompt(prompt).prompt_ids(prompt.content)
         if isinstance(prompt.content, str):
             return tuple(self.tokenizer(prompt.content)["input_ids"])
         template_arguments = self.config.trl.get("chat_template_kwargs") or {}
@@ -309,7 +260,7 @@ class Assembly:
             # One more than fits, so that no engine waits for the controller to notice that a group has ended. With
             # tools all at once: while they answer, nobody can tell how many fit.
             max_in_flight=None
-            if at_once is None or self.described or config.agent is not None
+            if at_once is None or self.tool_sets or config.agent is not None
             else math.ceil(at_once * num_engines / group_size) + 1,
         )
 
@@ -431,8 +382,8 @@ def assemble(root: Path) -> Assembly:
             "template_arguments": template_arguments,
         }
         sight = load_sight(started.model, store, tokenizer, **how)
-    described = describe_tools(config, run_folder=root) if config.replay is None else {}
-    return Assembly(folder, config, started, tokenizer, prompts, described, sight)
+    tool_sets = describe_tools(config, run_folder=root) if config.replay is None else {}
+    return Assembly(folder, config, started, tokenizer, prompts, tool_sets, sight)
 
 
 def _prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase, store: ImageStore) -> PromptSet:

@@ -15,7 +15,8 @@ from ycore.engine import Engine, Halting
 from ycore.errors import Interrupted, YcoreError
 from ycore.placement.placement import ROLLOUT
 from ycore.placement.slots import Slots
-from ycore.rollout.turns import OneTurn
+from ycore.rollout.carried import CarryWriter
+from ycore.rollout.turns import CompletionWriter, SingleTurnWriter
 from ycore.round.journal import Committed, Journal, record_again
 from ycore.round.meters import RoundMeter, collect
 from ycore.round.peers import Offer, Peers
@@ -58,7 +59,7 @@ class RankLoop:
         journal: Journal | None = None,
         max_surplus_age: int = 1,
         slots: Slots | None = None,
-        turns: OneTurn | None = None,
+        writer: CompletionWriter | None = None,
     ) -> None:
         """
         Args:
@@ -67,7 +68,7 @@ class RankLoop:
             journal: None where a round need not survive a kill (evaluation, preflight).
             max_surplus_age: policy versions that a group left over from a round may lag behind when it is trained on.
             slots: None for one slot an engine, without placement.
-            turns: how a completion is written; None for one turn, without tools.
+            writer: of completions; None for one turn, without tools.
         """
         self.stop = threading.Event()
         self.record: Callable[[str, float], None] = lambda name, value: None
@@ -79,7 +80,7 @@ class RankLoop:
             peers,
         )
         self.slots = slots or Slots(len(engines))
-        self.turns = turns or OneTurn()
+        self.writer: CompletionWriter = writer or SingleTurnWriter()
         self.surplus = Surplus(max_age=max_surplus_age)
         self.yields = Yield()
         self.meter = RoundMeter(engines, peers, self.surplus, rules.environments)
@@ -131,13 +132,13 @@ class RankLoop:
         Returns a dict of `row`, `prompt`, `images` (sha256), `completion` and `finish_reason` for each prompt.
         """
         self.sync(version)
-        turns = self.turns.apart()
+        writer = self._writer_apart()
 
         async def one(prompt: Prompt, token_ids: tuple[int, ...]) -> dict[str, Any]:
-            start = await turns.start(Draw(prompt.row, prompt, token_ids))
+            start = await writer.start(Draw(prompt.row, prompt, token_ids))
             how: dict[str, Any] = {"prompt": prompt} if prompt.images else {}
             write = partial(self.engines[0].complete, **how)
-            written = await turns.play(start, 0, write, seed=0)
+            written = await writer.write(start, 0, write, seed=0)
             return {
                 "row": prompt.row,
                 "prompt": start.draw.prompt.content,
@@ -157,7 +158,7 @@ class RankLoop:
         async def end() -> None:
             self.slots.close()
             scorings = (self.scoring, *self._besides)
-            await asyncio.gather(*(scoring.close() for scoring in scorings), self.turns.close())
+            await asyncio.gather(*(scoring.close() for scoring in scorings), self.writer.close())
             await asyncio.gather(*(engine.close() for engine in self.engines))
 
         self._runner.run(end())
@@ -170,7 +171,7 @@ class RankLoop:
         """
         other = copy.copy(self)
         other.draws, other.rules, other.scoring = draws, rules, scoring
-        other.record, other.turns = lambda name, value: None, self.turns.apart()
+        other.record, other.writer = lambda name, value: None, self._writer_apart()
         other.surplus, other.yields, other.lengths = Surplus(max_age=0), Yield(), Lengths()
         other.meter = RoundMeter(self.engines, self.peers, other.surplus, other.rules.environments)
         other._journal, other._metrics = None, {}
@@ -252,11 +253,11 @@ class RankLoop:
         return committed.groups
 
     def commit(self, step: int, groups: list[Group]) -> Committed:
-        """Write the round to the journal before the optimizer sees it."""
+        """Generate the round to the journal before the optimizer sees it."""
         held = [] if self.rules.constraints is None else [self.rules.constraints]
         self.note_all(
             collect(
-                [self.meter, *self.scoring.meters, *self.turns.meters, *held], self.peers.add_up
+                [self.meter, *self.scoring.meters, *self.writer.meters, *held], self.peers.add_up
             )
         )
         self.note_all(
@@ -281,6 +282,15 @@ class RankLoop:
             self.record(name, value)
         return committed.groups
 
+    @property
+    def carrier(self) -> CarryWriter | None:
+        """The writer, where completions may take several rounds."""
+        return self.writer if isinstance(self.writer, CarryWriter) else None
+
+    def _writer_apart(self) -> CompletionWriter:
+        """Return a writer of completions that are not of the run's rounds."""
+        return self.writer if self.carrier is None else SingleTurnWriter()
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of the controller, as plain JSON values."""
         return self._state_now()
@@ -295,7 +305,7 @@ class RankLoop:
             "placement": self.slots.state,
             "curriculum": None if self.draws.curriculum is None else self.draws.curriculum.state,
             "lengths": self.lengths.state,
-            "carried": self.turns.state,
+            "carried": [] if self.carrier is None else self.carrier.state,
             "constraint_weights": None
             if self.rules.constraints is None
             else list(self.rules.constraints.weights),
@@ -314,7 +324,8 @@ class RankLoop:
         if self.draws.curriculum is not None:
             self.draws.curriculum.restore(state.get("curriculum"))
         self.lengths.restore(state.get("lengths", {"rows": []}))  # absent from earlier versions
-        self.turns.restore(state.get("carried", ()))  # absent from earlier versions
+        if self.carrier is not None:
+            self.carrier.restore(state["carried"])
         weights = state.get(
             "constraint_weights"
         )  # absent from earlier versions, and from a run without constraints

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from ycore.placement.placement import ROLLOUT
-from ycore.rollout.turns import Start
+from ycore.rollout.turns import GroupStart
 from ycore.round.curriculum import lesson_of
 from ycore.round.journal import Committed
 from ycore.round.loop import RankLoop
@@ -57,7 +57,8 @@ class Controller(RankLoop):
             written = self.run_round(
                 self.fill(need=num_groups, ready=len(ready), step=step), step=step
             )
-            self.turns.carry(version)
+            if self.carrier is not None:
+                self.carrier.end_round(version)
             groups = self.deal([*ready, *written], num_groups)
         return self.commit(step, groups)
 
@@ -74,7 +75,7 @@ class Controller(RankLoop):
         quota = await Quota.open(self.rules, self.yields, self.peers, need=need, ready=ready)
         writing: list[asyncio.Task[Finished]] = []  # in the order of their draws
         finished: list[Finished] = []
-        left, self._is_over = self.turns.waiting, False
+        left, self._is_over = [] if self.carrier is None else self.carrier.unfinished, False
         async with ending(writing):
             while (num_new := await quota.claim(num_writing=len(writing))) is not None:
                 for draw in self.next_draws(num_new, left):
@@ -93,7 +94,7 @@ class Controller(RankLoop):
 
     async def group(self, draw: Draw, *, step: int) -> Finished:
         """Generate and score every completion of one prompt; scorers start as soon as a completion is written."""
-        rules, start = self.rules, await self.turns.start(draw)
+        rules, start = self.rules, await self.writer.start(draw)
         draw = start.draw
         sampled = [
             asyncio.create_task(self.complete(start, index)) for index in range(rules.group_size)
@@ -114,17 +115,18 @@ class Controller(RankLoop):
             greedy_scores_R=tuple(baseline[0][0]) if baseline else None,
         )
         self.count(group)
-        self.turns.ended(draw)
+        if self.carrier is not None:
+            self.carrier.finish_group(draw)
         weights, constraints = rules.reward_weights, rules.constraints
         teaches = can_teach(
             group, weights, alone=rules.teaches_alone, dust=rules.dust, constraints=constraints
         )
         return Finished(group, teaches, lesson_of(compared_rewards(group, weights, constraints)))
 
-    async def complete(self, start: Start, index: int, *, greedy: bool = False) -> Completion:
+    async def complete(self, start: GroupStart, index: int, *, greedy: bool = False) -> Completion:
         """One completion. Each of the policy's turns is one request, whose seed does not depend on who answers it."""
         write = partial(self.write, greedy=greedy, prompt=start.draw.prompt)
-        completion = await self.turns.play(start, index, write, seed=self.rules.seed)
+        completion = await self.writer.write(start, index, write, seed=self.rules.seed)
         self.meter.note_written()
         return completion
 

@@ -14,6 +14,7 @@ from ycore.engine.weights import engine_weights, note_weights, write_adapters, w
 from ycore.errors import ConfigError
 from ycore.evaluation.during_training import RolloutEvaluation
 from ycore.rollout.agent_pool import agent_files
+from ycore.rollout.agents import AgentWriter
 from ycore.round.assemble import Assembly
 from ycore.round.journal import Journal, ReplayedRounds
 from ycore.round.peers import Peers
@@ -75,10 +76,9 @@ class RolloutRun(TrainingRun):
             journal=self._journal,
             slots=parts.slots(engines),
         )
-        controller.record, controller.turns.splits = (
-            self.trainer.record,
-            self.trainer.packed_by is not None,
-        )
+        controller.record = self.trainer.record
+        if isinstance(controller.writer, AgentWriter):
+            controller.writer.several_sequences = self.trainer.packed_by is not None
         self.trainer.shares_device, self.trainer.offload = (
             parts.started.sleeps,
             parts.started.offload,

@@ -1,0 +1,108 @@
+"""What writes the completions of a run, built from its config."""
+
+import json
+from collections.abc import Mapping
+from functools import cached_property, partial
+
+from transformers import PreTrainedTokenizerBase
+
+from ycore.config.learner_rules import BY_TURN
+from ycore.config.schema import RunConfig
+from ycore.rollout.agent_pool import AgentPool
+from ycore.rollout.agents import AgentWriter
+from ycore.rollout.carried import CarryWriter
+from ycore.rollout.dialogue import Dialogue
+from ycore.rollout.tool_pool import ToolPool, ToolSet
+from ycore.rollout.turns import (
+    CompletionWriter,
+    GivenPairWriter,
+    MultiTurnWriter,
+    SingleTurnWriter,
+    TurnLimits,
+)
+from ycore.run.paths import RunFolder
+from ycore.types import Prompt
+
+
+class RunDialogues:
+    """The dialogues of a run: one for each environment, and one for each set of tools that an agent brings.
+
+    ConfigError where the model's chat template cannot express one.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        tool_sets: Mapping[str | None, ToolSet],
+    ) -> None:
+        self.tool_sets = tool_sets
+        self._config = config
+        self._tokenizer = tokenizer
+        self._by_tools: dict[str, Dialogue] = {}
+
+    def of_prompt(self, prompt: Prompt) -> Dialogue:
+        """Return the dialogue of a prompt's environment."""
+        return self._by_environment[self._config.environment_of(prompt.columns)]
+
+    def of_tools(self, tools: str) -> Dialogue:
+        """Return the dialogue with an agent that has these tools, as JSON."""
+        if tools not in self._by_tools:
+            self._by_tools[tools] = self._dialogue(
+                ToolSet(tuple(json.loads(tools))), users_answer=True
+            )
+        return self._by_tools[tools]
+
+    @cached_property
+    def _by_environment(self) -> dict[str | None, Dialogue]:
+        return {name: self._dialogue(tool_set) for name, tool_set in self.tool_sets.items()}
+
+    def _dialogue(self, tool_set: ToolSet, *, users_answer: bool = False) -> Dialogue:
+        return Dialogue(
+            self._tokenizer,
+            tool_set,
+            actions=self._config.turns.actions,
+            template_arguments=self._config.trl.get("chat_template_kwargs"),
+            users_answer=users_answer,
+        )
+
+
+def build_writer(
+    config: RunConfig,
+    folder: RunFolder,
+    tokenizer: PreTrainedTokenizerBase,
+    dialogues: RunDialogues,
+    *,
+    max_prompt_tokens: int,
+) -> CompletionWriter:
+    limits = TurnLimits(
+        max_turns=config.max_turns,
+        max_tokens=config.max_tokens,
+        turn_tokens=config.turns.max_tokens or config.max_tokens,
+        max_prompt_tokens=max_prompt_tokens,
+    )
+    if config.pairs:
+        return GivenPairWriter(partial(tokenizer.encode, add_special_tokens=False))
+    if config.agent is not None:
+        return AgentWriter(
+            dialogues.of_tools,
+            AgentPool(
+                config, log=folder.log("agents"), run_id=folder.run_id, run_folder=folder.root
+            ),
+            limits,
+            call_s=config.turns.call_s,
+        )
+    tool_sets = dialogues.tool_sets.values()
+    if tool_sets:
+        return MultiTurnWriter(
+            dialogues.of_prompt,
+            ToolPool(config, log=folder.log("tools"), run_id=folder.run_id, run_folder=folder.root),
+            limits,
+            pays=any(tool_set.pays for tool_set in tool_sets),
+            pays_turns=config.advantage == BY_TURN,
+            reads_state=bool(config.env) and any(":" in spec.reward for spec in config.rewards),
+        )
+    if config.sampling.oversample > 1 and config.algorithm != "eval":
+        decode = partial(tokenizer.decode, skip_special_tokens=True)
+        return CarryWriter(decode, max_tokens=config.max_tokens, max_age=config.sampling.carry_age)
+    return SingleTurnWriter()

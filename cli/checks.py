@@ -15,10 +15,10 @@ from ycore.config.schema import AnyConfig, RunConfig, TuneConfig, a_fifth
 from ycore.config.trl_arguments import trl_arguments
 from ycore.data.examples import load_examples, num_overlapping
 from ycore.data.prompts import PromptSet, load_prompts
+from ycore.engine.kinds import REPLAY, EngineKind, choose_kind
 from ycore.errors import ConfigError, RewardError
 from ycore.judge.agreement import judge_questions, trains_a_judge
 from ycore.judge.sources import check_pictures, is_rule
-from ycore.launch import engines
 from ycore.launch.diagnostics import plan_steps
 from ycore.launch.layout import Site, site_of
 from ycore.launch.machine_checks import check_run
@@ -104,12 +104,9 @@ def _warnings(plan: Mapping[str, Any]) -> list[str]:
 def _check_rollouts(
     config: RunConfig, model: ModelPlan, site: Site, *, done: int | None
 ) -> dict[str, Any]:
-    engine = "replay"
+    engine: EngineKind = REPLAY
     if config.replay is None:
-        installed = engines.is_vllm_installed()
-        engine, _ = engines.choose_kind(
-            config.engine.kind, vllm_installed=installed, sighted=sighted_family(config.model)
-        )
+        engine, _ = choose_kind(config.engine.kind, family=sighted_family(config.model))
     if model.context_length is not None and config.max_tokens >= model.context_length:
         raise ConfigError(
             f"max_tokens must leave room for a prompt in the model's context of {model.context_length} tokens; "
@@ -128,7 +125,7 @@ def _check_rollouts(
     _check_turns(config, model)
     sharing = check_run(config, site)
     num_rows, forecast = len(prompts.prompts), None
-    if engine == "vllm" and site.trains:
+    if engine.has_servers and site.trains:
         saved = checkpoints_in(site.folder.checkpoints)
         done = step_of(saved[-1]) if saved and done is None else done or 0
         forecast = plan_steps(
@@ -142,7 +139,7 @@ def _check_rollouts(
             "fingerprint": prompts.fingerprint,
         },
         "evaluation": _check_evaluation(config, prompts),
-        "engine": engine,
+        "engine": engine.name,
         "memory": None if sharing is None else sharing.line,
         "forecast": forecast,
         "scorers": check_scorers(config, columns, engine=engine),

@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from tests.rollout.talks import rules_alone
 from ycore.config.schema import RewardConfig, RewardSettings, RunConfig
 from ycore.engine import Sampling, vllm_engine
+from ycore.engine.kinds import is_vllm_installed
 from ycore.engine.shared_bucket import Bucket, Entry, Source
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.engine.weight_proof import tensor_sums, write_manifest
 from ycore.errors import SyncError
-from ycore.launch.engines import is_vllm_installed
 from ycore.models.tiny import write_tiny_model
 from ycore.rollout.agent_pool import AgentPool
 from ycore.rollout.agents import Agents

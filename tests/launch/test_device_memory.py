@@ -10,7 +10,6 @@ import pytest
 from ycore.config.schema import EngineSettings, RewardConfig, RunConfig
 from ycore.engine.commands import engine_command, engine_environment
 from ycore.errors import ConfigError
-from ycore.launch import engines
 from ycore.launch.engine_watch import turns
 from ycore.launch.engines import EnginePlan, plan_engines
 from ycore.launch.layout import ONE_RANK, Machine, Site, layout_of
@@ -39,7 +38,7 @@ HALF, THREE, SEVEN, EIGHT, FOURTEEN = (
 
 @pytest.fixture(autouse=True)
 def vllm_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "is_vllm_installed", lambda: True)
+    monkeypatch.setattr("ycore.engine.kinds.is_vllm_installed", lambda: True)
 
 
 def config_of(

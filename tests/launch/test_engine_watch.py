@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from ycore.engine import commands
 from ycore.engine.commands import EngineSpec
 from ycore.engine.sleeping import asleep_file, mark_asleep
 from ycore.errors import EngineError
-from ycore.launch import engine_watch
 from ycore.launch.engine_watch import EngineWatch, LiveEngine, start_engines, turns
 from ycore.launch.guardian import RunWatch
 from ycore.placement.learning import DROP, KEEP
@@ -57,7 +57,7 @@ def in_vllms_place(monkeypatch: pytest.MonkeyPatch, *, refuses: str = "/nothing"
     def command(engine: EngineSpec) -> list[str]:
         return [sys.executable, "-c", ENGINE, engine.name, str(engine.socket), refuses]
 
-    monkeypatch.setattr(engine_watch, "engine_command", command)
+    monkeypatch.setattr(commands, "engine_command", command)
 
 
 def planned(

@@ -16,8 +16,9 @@ import psutil
 import pytest
 
 from ycore.config.schema import EngineSettings, RewardConfig, RunConfig, TuneConfig
+from ycore.engine import commands
 from ycore.errors import EngineError, Interrupted, TrainerError, UserError
-from ycore.launch import engine_watch, engines, launcher, layout, supervise
+from ycore.launch import launcher, layout, supervise
 from ycore.launch.launcher import Worker, run_worker, worker_environment
 from ycore.launch.layout import Machine
 from ycore.run.files import read_json
@@ -209,8 +210,8 @@ def test_a_users_mistake_is_passed_on_as_it_is(
 
 def in_vllms_place(monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
     """Have the launcher start this command instead of vLLM's."""
-    monkeypatch.setattr(engine_watch, "engine_command", lambda engine: command)
-    monkeypatch.setattr(engines, "is_vllm_installed", lambda: True)
+    monkeypatch.setattr(commands, "engine_command", lambda engine: command)
+    monkeypatch.setattr("ycore.engine.kinds.is_vllm_installed", lambda: True)
 
 
 def test_an_engine_that_dies_is_named(

@@ -10,9 +10,9 @@ import pytest
 from tests.scripted_teacher import teacher_at
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.engine.commands import engine_command, engine_environment
+from ycore.engine.kinds import TRANSFORMERS, VLLM
 from ycore.errors import ConfigError, UserError
 from ycore.judge.sources import with_declarations
-from ycore.launch import engines
 from ycore.launch.device_memory import RunMemory
 from ycore.launch.engines import EnginePlan, plan_engines
 from ycore.launch.layout import ONE_RANK, Machine, Site
@@ -52,7 +52,7 @@ def planned(
 
 @pytest.fixture(autouse=True)
 def vllm_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "is_vllm_installed", lambda: True)
+    monkeypatch.setattr("ycore.engine.kinds.is_vllm_installed", lambda: True)
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ def classifier(folder: Path, model: Path, **changes: Any) -> str:
 def test_a_run_that_can_be_scored_is_told_line_by_line(tmp_path: Path, model: Path) -> None:
     scalar = classifier(tmp_path, model, architectures=["LlamaForSequenceClassification"])
     config = config_of(judge("a"), {"reward": f"rm:{scalar}"}, model=str(model))
-    first, second = check_scorers(config, ["answer"], engine="vllm")
+    first, second = check_scorers(config, ["answer"], engine=VLLM)
     assert first == "judge a: the policy's base weights, pointwise, verdict by score"
     assert second.startswith("reward model ") and second.endswith("one number a completion")
 
@@ -205,26 +205,26 @@ def test_a_judge_that_cannot_score_the_run_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=problem):
         check_scorers(
-            config_of(judge("a", **declared), model=str(model)), ["answer", "level"], engine="vllm"
+            config_of(judge("a", **declared), model=str(model)), ["answer", "level"], engine=VLLM
         )
 
 
 def test_a_model_without_a_chat_template_cannot_judge(tmp_path: Path) -> None:
     plain = write_tiny_model(tmp_path / "plain", chat=False)
     with pytest.raises(UserError, match="no chat template; take an instruct model"):
-        check_scorers(config_of(judge("a"), model=str(plain)), [], engine="vllm")
+        check_scorers(config_of(judge("a"), model=str(plain)), [], engine=VLLM)
 
 
 def test_without_vllm_only_an_address_can_judge(model: Path) -> None:
     far = judge("a", base_url="http://x/v1", model="m")
-    assert check_scorers(config_of(far), [], engine="transformers") == [
+    assert check_scorers(config_of(far), [], engine=TRANSFORMERS) == [
         "judge a: m at http://x/v1, pointwise, verdict by score"
     ]
     for reward in (judge("a"), {"reward": f"rm:{model}"}):
         with pytest.raises(
             UserError, match="runs in a vLLM engine, and this run generates with transformers"
         ):
-            check_scorers(config_of(reward, model=str(model)), [], engine="transformers")
+            check_scorers(config_of(reward, model=str(model)), [], engine=TRANSFORMERS)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_a_model_that_gives_no_single_number_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=problem):
         check_scorers(
-            config_of({"reward": f"rm:{classifier(tmp_path, model, **changes)}"}), [], engine="vllm"
+            config_of({"reward": f"rm:{classifier(tmp_path, model, **changes)}"}), [], engine=VLLM
         )
 
 
@@ -313,7 +313,7 @@ def test_a_run_folder_stands_for_the_model_that_it_trained(tmp_path: Path) -> No
 def test_a_teacher_with_another_tokenizer_is_refused_before_anything_starts(tmp_path: Path) -> None:
     policy, teacher = (write_tiny_model(tmp_path / name) for name in ("policy", "teacher"))
     config = config_of({"reward": f"teacher:{teacher}"}, model=str(policy))
-    assert check_scorers(config, [], engine="vllm") == [
+    assert check_scorers(config, [], engine=VLLM) == [
         f"teacher {teacher}: found in {teacher}, the probability of each token"
     ]
     written = json.loads((teacher / "tokenizer.json").read_text())
@@ -322,7 +322,7 @@ def test_a_teacher_with_another_tokenizer_is_refused_before_anything_starts(tmp_
     (teacher / "tokenizer.json").write_text(json.dumps(written))
     message = f"teacher {teacher} has another tokenizer than the policy: 'a' is {vocab['b']} in the policy's and"
     with pytest.raises(ConfigError, match=message):
-        check_scorers(config, [], engine="vllm")
+        check_scorers(config, [], engine=VLLM)
     with pytest.raises(ConfigError, match="take a teacher of the same family"):
         planned(config, tmp_path, fetch=Path)
 
@@ -333,7 +333,7 @@ def test_a_teacher_in_the_trainer_has_no_engine_and_is_compared_before_anything_
     policy, teacher = (write_tiny_model(tmp_path / name) for name in ("policy", "teacher"))
     how = {"model": str(policy), "algorithm": "distill", "distill": {"divergence": "js"}}
     config = config_of({"reward": f"teacher:{teacher}"}, **how)
-    assert check_scorers(config, [], engine="transformers") == [
+    assert check_scorers(config, [], engine=TRANSFORMERS) == [
         f"teacher {teacher}: found in {teacher}, js, exact, in the trainer"
     ]
     assert [model.role for model in planned(config, tmp_path, fetch=Path).served] == ["rollout"]
@@ -344,7 +344,7 @@ def test_a_teacher_in_the_trainer_has_no_engine_and_is_compared_before_anything_
         planned(config, tmp_path, fetch=Path)
     served = config_of({"reward": f"teacher:{policy}"}, model=str(policy), algorithm="distill")
     with pytest.raises(ConfigError, match="install vLLM, or hold it in the trainer: --set distill"):
-        check_scorers(served, [], engine="transformers")
+        check_scorers(served, [], engine=TRANSFORMERS)
 
 
 def test_a_teacher_at_an_address_reads_as_the_policy_or_is_refused_before_anything_starts(
@@ -363,26 +363,26 @@ def test_a_teacher_at_an_address_reads_as_the_policy_or_is_refused_before_anythi
 
     with teacher_at(policy) as address:
         line = f"teacher big: at {address}, the probability of each token"
-        assert check_scorers(config(address), [], engine="transformers") == [line]
+        assert check_scorers(config(address), [], engine=TRANSFORMERS) == [line]
         assert [model.role for model in planned(config(address), tmp_path, fetch=Path).served] == [
             "rollout"
         ]
         exact = config(address, algorithm="distill", distill={"divergence": "js"})
         with pytest.raises(ConfigError, match="needs the teacher's weights, and it is at http"):
-            check_scorers(exact, [], engine="vllm")
+            check_scorers(exact, [], engine=VLLM)
         with pytest.raises(
             ConfigError,
             match=r"nowhere/tokenize gives no tokens to compare with the policy's \(Client",
         ):
-            check_scorers(config(f"{address}/nowhere"), [], engine="vllm")
+            check_scorers(config(f"{address}/nowhere"), [], engine=VLLM)
     with teacher_at(other) as address:
         message = f"another tokenizer than the policy: 'a' is {vocab['b']} in the policy's, and"
         with pytest.raises(ConfigError, match=message):
-            check_scorers(config(address), [], engine="vllm")
+            check_scorers(config(address), [], engine=VLLM)
         with pytest.raises(ConfigError, match=message):
             planned(config(address), tmp_path, fetch=Path)
     with pytest.raises(ConfigError, match="gives no tokens to compare with the policy's"):
-        check_scorers(config(address), [], engine="vllm")  # nobody is there any more
+        check_scorers(config(address), [], engine=VLLM)  # nobody is there any more
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,11 @@ import psutil
 import pytest
 
 from ycore.config.schema import EngineSettings, RewardConfig, RunConfig
+from ycore.engine import commands
 from ycore.engine.commands import EngineSpec
 from ycore.engine.server import is_healthy
 from ycore.errors import EngineError, TrainerError
-from ycore.launch import engine_watch, engines, launcher
+from ycore.launch import launcher
 from ycore.launch.engine_watch import LiveEngine
 from ycore.launch.launcher import Worker, run_worker
 from ycore.models.tiny import write_tiny_model
@@ -102,11 +103,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Run a worker of this code beside the test's engines; what was shown."""
     root = Path(launcher.__file__).parents[2]
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{root}")
-    monkeypatch.setattr(engines, "is_vllm_installed", lambda: True)
+    monkeypatch.setattr("ycore.engine.kinds.is_vllm_installed", lambda: True)
     command = [sys.executable, "-c", ENGINE]
-    monkeypatch.setattr(
-        engine_watch, "engine_command", lambda engine: [*command, str(engine.socket)]
-    )
+    monkeypatch.setattr(commands, "engine_command", lambda engine: [*command, str(engine.socket)])
     stream = io.StringIO()
 
     def work(code: str, config: RunConfig, **given: Any) -> str:
@@ -205,7 +204,7 @@ def test_a_compiler_that_an_engine_starts_for_its_first_request_is_none_of_its_p
     with tempfile.TemporaryDirectory(prefix="yc-") as place:
         socket = Path(place) / "e.sock"
         monkeypatch.setattr(
-            engine_watch, "engine_command", lambda engine: [sys.executable, "-c", slow, str(socket)]
+            commands, "engine_command", lambda engine: [sys.executable, "-c", slow, str(socket)]
         )
         spec = EngineSpec(
             name="rollout-0", model=tmp_path, socket=socket, temporary=tmp_path, run_id=folder.run_id,

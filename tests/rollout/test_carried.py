@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ycore.rollout.carried import ABORTED, CarriedTurn, joined
+from ycore.engine import Engine
 from ycore.round.ahead import ControllerAhead
 from ycore.round.journal import Journal
 from ycore.round.peers import Peers
@@ -21,7 +22,7 @@ MAX_TOKENS = 40
 NEED = 3
 
 
-class TickingEngine:
+class TickingEngine(Engine):
     """Writes a token a tick, and as many as the seed of a completion's first request says; `abort` as vLLM's.
 
     A token is its version, and its log-probability tells how many tokens the context had.

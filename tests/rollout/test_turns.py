@@ -26,6 +26,7 @@ from tests.rollout.talks import (
     tokenizer_of,
 )
 from ycore.config.schema import RunConfig
+from ycore.engine import Engine as BaseEngine
 from ycore.errors import ConfigError
 from ycore.models.tiny import write_tiny_model
 from ycore.placement.allocator import Allocator
@@ -509,7 +510,7 @@ def test_a_slot_is_free_while_tools_answer(monkeypatch: pytest.MonkeyPatch) -> N
     """One slot for one request at a time; each tool answers once all four completions of the group have called it."""
     tokenizer, dialogue = dialogue_of("smollm2")
 
-    class Engine(Writer):
+    class Engine(Writer, BaseEngine):
         name = "engine"
 
         async def wait_ready(self, *, timeout_s: float) -> None:

@@ -12,6 +12,7 @@ from PIL import Image as Pillow
 
 from tests.scripted_teacher import logprob_of, teacher_at
 from ycore.config.schema import DistillSettings, RewardConfig, RunConfig
+from ycore.engine import Engine
 from ycore.engine.judge_engine import Refused
 from ycore.errors import EngineError
 from ycore.judge.agreement import KEY, Questions, shows_chosen_first
@@ -214,7 +215,7 @@ def test_a_round_judges_while_it_still_writes() -> None:
     judged = asyncio.Event()
     engine = ScriptedJudge("judge-0", lambda text: (judged.set(), "<score>1</score>")[1])
 
-    class Writer:
+    class Writer(Engine):
         name = "rollout-0"
 
         async def wait_ready(self, *, timeout_s: float) -> None:

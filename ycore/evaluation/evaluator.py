@@ -20,7 +20,6 @@ from ycore.run.reports import run_alone
 from ycore.types import Group
 
 if TYPE_CHECKING:
-    from ycore.engine import Engine
     from ycore.round.assemble import Assembly
     from ycore.round.step import Controller
 
@@ -33,9 +32,9 @@ def _evaluate(root: Path) -> None:
 
     parts = assemble(root)
     pairs = parts.config.pairs
-    local = pairs or parts.started.kind == "vllm"
+    local = pairs or parts.kind.has_servers
     controller = parts.controller(
-        [] if pairs else open_engines(parts, None if local else load_policy(parts))
+        [] if pairs else parts.engines(None if local else load_policy(parts))
     )
     judged: list[tuple[str, float]] = []
     controller.record = lambda name, value: judged.append((name, value))
@@ -88,15 +87,6 @@ def load_policy(parts: "Assembly") -> Any:
     )
     never_write(model, image_token_ids(model.config.to_dict()))
     return model.to("cuda") if torch.cuda.is_available() and not parts.started.on_host else model
-
-
-def open_engines(parts: "Assembly", model: Any) -> "list[Engine]":
-    """The run's vLLM engines, or transformers' generation with `model`."""
-    from ycore.engine.transformers_engine import TransformersEngine
-
-    if parts.started.kind == "vllm":
-        return [*parts.vllm_engines()]
-    return [TransformersEngine(model, parts.tokenizer, parts.sampling(), parts.sight)]
 
 
 def _all_groups(

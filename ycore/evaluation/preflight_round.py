@@ -15,7 +15,7 @@ from statistics import stdev
 from typing import TYPE_CHECKING, Any
 
 from ycore.config.trl_fields import fields_of
-from ycore.evaluation.evaluator import load_policy, mean, open_engines
+from ycore.evaluation.evaluator import load_policy, mean
 from ycore.evaluation.preflight_verdict import (
     NUM_PROMPTS,
     JudgeCount,
@@ -54,7 +54,7 @@ class Preflight:
 
     def __init__(self, parts: "Assembly") -> None:
         self._parts = parts
-        self._uses_vllm = parts.started.kind == "vllm"
+        self._has_servers = parts.kind.has_servers
         self._model = load_policy(parts)
         self._recorded: dict[str, float] = {}
         self._prompts, self._lengths = self._fitting_prompts()
@@ -88,7 +88,7 @@ class Preflight:
             groups = controller.next_round(step=0, num_groups=min(NUM_PROMPTS, len(self._prompts)))
             figures = self._of_round(controller)
             compares = (
-                self._uses_vllm and parts.sight is None
+                self._has_servers and parts.sight is None
             )  # the trainer's side here reads text only
             figures |= self._gaps(controller, groups) if compares else {}
         finally:
@@ -116,7 +116,7 @@ class Preflight:
         from ycore.round.sampling import DrawSource
 
         parts = self._parts
-        engines = open_engines(parts, self._model)
+        engines = parts.engines(self._model)
         draws = DrawSource(
             self._prompts,
             seed=parts.config.seed,
@@ -128,7 +128,7 @@ class Preflight:
             draws=draws,
             rules=replace(parts.rules(num_engines=len(engines)), dynamic=False, oversample=1.0),
             share_weights=self._share_weights
-            if self._uses_vllm and parts.config.sync_every
+            if self._has_servers and parts.config.sync_every
             else None,
         )
         controller.record = self._recorded.__setitem__

@@ -23,8 +23,8 @@ from typing import Any
 
 import psutil
 
+from ycore.engine.kinds import is_vllm_installed
 from ycore.errors import YcoreError
-from ycore.launch.engines import is_vllm_installed
 from ycore.launch.gpus import Gpu, visible_gpus
 from ycore.launch.layout import this_machine
 from ycore.models.hub import cache_dir

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import psutil
 
-from ycore.engine.commands import EngineSpec, engine_command, engine_environment
+from ycore.engine.commands import EngineSpec
+from ycore.engine.kinds import KINDS
 from ycore.engine.server import is_healthy, request_succeeds
 from ycore.engine.sleeping import SLEEP, asleep_file, mark_asleep
 from ycore.errors import EngineError
@@ -54,10 +55,11 @@ class LiveEngine:
     def _start(self) -> None:
         self.engine.socket.unlink(missing_ok=True)  # left by a killed process; nobody listens on it
         asleep_file(self.engine.socket).unlink(missing_ok=True)
+        kind = KINDS[self.engine.kind]
         self._process = ManagedProcess(
             self.name,
-            engine_command(self.engine),
-            environment=engine_environment(self.engine),
+            kind.command(self.engine),
+            environment=kind.environment(self.engine),
             run_id=self.folder.run_id,
             log=self.log,
             cores=self.engine.cores,

@@ -6,13 +6,12 @@ rollout engine, and beside it one engine of each model that scores; several, whe
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from ycore.config.schema import RunConfig
 from ycore.engine.commands import EngineSpec, kv_cache_gib, split_evenly
-from ycore.engine.vllm_plugin import SERVED
+from ycore.engine.kinds import REPLAY, EngineKind, choose_kind
 from ycore.errors import ConfigError
 from ycore.launch.device_memory import (
     MAX_MODEL_LEN,
@@ -31,12 +30,10 @@ from ycore.plan.sharing import DeviceSharing
 from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
 
-Kind = Literal["vllm", "transformers", "replay"]
 Fetch = Callable[[str], Path]
 """Makes a model's name its local folder."""
 
 _MAX_ENGINES_ON_CPU = 2
-_INSTALL_VLLM = "pip install 'ycore[cpu]' (or 'ycore[gpu]')"
 
 
 class Slot(NamedTuple):
@@ -53,9 +50,9 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """Where completions come from, and the models to serve: the policy first, none without vLLM."""
+    """The kind of engine, and the models to serve: the policy first, none for a kind without servers."""
 
-    kind: Kind
+    kind: EngineKind
     max_model_len: int
     how: str
     served: tuple[ServedModel, ...] = ()
@@ -95,7 +92,7 @@ class EnginePlan:
     def as_json(self) -> dict[str, Any]:
         """What the trainer reads in engines.json."""
         return {
-            "kind": self.kind,
+            "kind": self.kind.name,
             "engines": [engine.name for engine in self.engines],
             "num_slots": self.num_slots,
             "max_model_len": self.max_model_len,
@@ -125,36 +122,6 @@ def _as_json(scorer: ServedModel) -> dict[str, Any]:
     }
 
 
-def is_vllm_installed() -> bool:
-    return find_spec("vllm") is not None
-
-
-def choose_kind(
-    requested: str, *, vllm_installed: bool, sighted: str | None = None
-) -> tuple[Kind, str]:
-    """What generates on this machine, by `engine.kind`, and a note about it; ConfigError where vLLM is missing.
-
-    `sighted`: the family of a policy that reads pictures (`names.sighted_family`), of which vLLM serves a few here.
-    """
-    if requested == "transformers":
-        return "transformers", "generating with transformers in the trainer's process, as requested"
-    if sighted is not None and sighted not in SERVED:
-        why = f"of models that see, vLLM's engines were held to the trainer for {', '.join(SERVED)}, not for {sighted}"
-        if requested == "vllm":
-            raise ConfigError(f"{why}; take --engine transformers")
-        return "transformers", f"generating with transformers in the trainer's process: {why}"
-    if vllm_installed:
-        return "vllm", "generating with vLLM"
-    if requested == "vllm":
-        raise ConfigError(
-            f"engine.kind is vllm, and vLLM is not installed; {_INSTALL_VLLM}, or set engine.kind=transformers"
-        )
-    return (
-        "transformers",
-        f"vLLM is not installed, so transformers generates, which is slower; {_INSTALL_VLLM}",
-    )
-
-
 def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch) -> EnginePlan:
     """Plan every engine of this machine."""
     model_config = read_json(fetch(config.model) / "config.json")
@@ -163,15 +130,15 @@ def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch) -> EnginePlan:
         check_teachers(config, fetch(config.model), fetch)
     if config.replay is not None:
         return EnginePlan(
-            "replay",
+            REPLAY,
             length,
             f"reading the rounds of {config.replay} from its journal: no generation",
         )
     sighted = str(model_config.get("model_type")) if "vision_config" in model_config else None
-    kind, how = choose_kind(config.engine.kind, vllm_installed=is_vllm_installed(), sighted=sighted)
-    how = "scoring the answers of each row with vLLM" if config.pairs and kind == "vllm" else how
-    if kind == "transformers":
+    kind, how = choose_kind(config.engine.kind, family=sighted)
+    if not kind.has_servers:
         return EnginePlan(kind, length, how)
+    how = f"scoring the answers of each row with {kind.name}" if config.pairs else how
     models, slots, sharing = arrange(
         config, site, lambda name: facts_here(str(fetch(name)), name=name)
     )
@@ -181,7 +148,13 @@ def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch) -> EnginePlan:
         parts = [part for slot in slots for part in slot.parts(width // model.width)]
         num_policy = len(slots) * (width // models[0].width)
         spec = _spec(
-            model, config, site, fetch(model.name), num_policy=num_policy, num_engines=len(parts)
+            model,
+            config,
+            site,
+            fetch(model.name),
+            kind,
+            num_policy=num_policy,
+            num_engines=len(parts),
         )
         if sharing is not None:
             share = sharing.shares[model.role][len(earlier)]
@@ -224,6 +197,7 @@ def _spec(
     config: RunConfig,
     site: Site,
     folder: Path,
+    kind: EngineKind,
     *,
     num_policy: int,
     num_engines: int,
@@ -251,6 +225,7 @@ def _spec(
         tensor_parallel=model.width,
         trust_remote_code=config.trust_remote_code,
         deterministic=config.deterministic,
+        kind=kind.name,
         role=model.role,
         variables=tuple(config.engine.environment),
         arguments=tuple(config.engine.args.items()) if is_policy else (),

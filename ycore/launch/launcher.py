@@ -16,6 +16,7 @@ import yaml
 
 from ycore.config.algorithms import families, load
 from ycore.config.schema import BaseConfig, RunConfig, ScoredConfig, TuneConfig
+from ycore.engine.kinds import KINDS
 from ycore.errors import Interrupted
 from ycore.judge.sources import is_rule
 from ycore.launch.diagnostics import plan_and_measured
@@ -241,7 +242,7 @@ class LocalRun:
     def _start_allocator(self, environment: Mapping[str, str]) -> ManagedProcess | None:
         """Of the slots that several ranks share. It lives as long as they do."""
         folder, num_ranks = self.site.folder, self.site.layout.local
-        if num_ranks == 1 or read_json(folder.engines)["kind"] != "vllm":
+        if num_ranks == 1 or not KINDS[read_json(folder.engines)["kind"]].has_servers:
             return None
         socket = folder.socket(ALLOCATOR)
         socket.unlink(missing_ok=True)  # of an earlier one, which was killed

@@ -12,6 +12,7 @@ from ycore.config.batch import BatchPlan, derive_batch
 from ycore.config.learner_rules import check_learner
 from ycore.config.schema import RunConfig
 from ycore.engine.commands import check_arguments
+from ycore.engine.kinds import EngineKind, choose_kind
 from ycore.errors import ConfigError
 from ycore.launch import engines
 from ycore.launch.device_memory import FactsOf, facts_here, slot_width
@@ -36,18 +37,16 @@ def check_run(
     batch = None
     if config.algorithm != "eval":
         batch = derive_batch(config, world_size=site.layout.world, on_cpu=not site.machine.devices)
-    is_installed = engines.is_vllm_installed() if vllm is None else vllm
-    kind, _ = engines.choose_kind(
-        config.engine.kind, vllm_installed=is_installed, sighted=sighted_family(config.model)
-    )
+    family = sighted_family(config.model)
+    kind, _ = choose_kind(config.engine.kind, family=family, is_installed=vllm)
     if config.sampling.max_staleness and batch is not None:
         _check_ahead(config, batch, kind)
     if config.eval_while_training:
         _check_evaluation(config, site.layout, kind)
-    if config.sampling.oversample > 1 and kind == "transformers":
-        rule = "with --oversample engines give back what they have begun, and transformers does not"
+    if config.sampling.oversample > 1 and not kind.has_servers:
+        rule = f"with --oversample engines give back what they have begun, and {kind.name} does not"
         raise ConfigError(f"{rule}; leave it out, or {_INSTALL}")
-    if config.engine.drafts and (kind == "transformers" or sighted_family(config.model)):
+    if config.engine.drafts and (family or not kind.can_draft):
         rule = "engine.drafts is of vLLM's engines, and of models that read text only"
         raise ConfigError(f"{rule}; leave it out")
     if config.replay is not None:
@@ -56,8 +55,8 @@ def check_run(
     if config.deterministic and site.layout.world > 1:
         rule = "ranks share out the draws as they become free, so --deterministic is for one"
         raise ConfigError(f"{rule}, not {site.layout.world}; take --processes 1")
-    if kind == "transformers":
-        _check_transformers(config, site)
+    if not kind.has_servers:
+        _check_in_process(config, site, kind)
         check_run_placement(config, served_models(config))
         return None
     check_arguments(config.engine.args)
@@ -91,11 +90,11 @@ _AHEAD = "with --max-staleness 1 engines write the next round while the trainer 
 _MEASURES = "with --eval-while-training engines measure one step's policy while the trainer computes the next step"
 
 
-def _check_ahead(config: RunConfig, batch: BatchPlan, kind: str) -> None:
+def _check_ahead(config: RunConfig, batch: BatchPlan, kind: EngineKind) -> None:
     if config.replay is not None:
         raise ConfigError(f"{_AHEAD}, and --replay has no engines; leave --max-staleness out")
-    if kind == "transformers":
-        rule = f"{_AHEAD}, and transformers writes with the trainer's own model"
+    if not kind.has_servers:
+        rule = f"{_AHEAD}, and {kind.name} writes with the trainer's own model"
         raise ConfigError(f"{rule}; leave --max-staleness out, or {_INSTALL}")
     steps = batch.steps_per_round * int(config.trl.get("num_iterations", 1))
     if steps > 1:
@@ -105,10 +104,10 @@ def _check_ahead(config: RunConfig, batch: BatchPlan, kind: str) -> None:
         )
 
 
-def _check_evaluation(config: RunConfig, layout: Layout, kind: str) -> None:
+def _check_evaluation(config: RunConfig, layout: Layout, kind: EngineKind) -> None:
     """ConfigError where engines have no time to measure while the trainer trains, or would hold up its weights."""
-    if kind == "transformers":
-        rule = f"{_MEASURES}, and transformers writes with the trainer's own model"
+    if not kind.has_servers:
+        rule = f"{_MEASURES}, and {kind.name} writes with the trainer's own model"
         raise ConfigError(f"{rule}; leave --eval-while-training out, or {_INSTALL}")
     if config.sampling.max_staleness:
         raise ConfigError(
@@ -121,16 +120,16 @@ def _check_evaluation(config: RunConfig, layout: Layout, kind: str) -> None:
         )
 
 
-def _check_transformers(config: RunConfig, site: Site) -> None:
+def _check_in_process(config: RunConfig, site: Site, kind: EngineKind) -> None:
     if (how := config.engine.sync) != "merged":
         raise ConfigError(
-            f"engine.sync={how} cannot be used here: transformers is sent no weights; leave it out"
+            f"engine.sync={how} cannot be used here: {kind.name} is sent no weights; leave it out"
         )
     if config.deterministic:
-        rule = "transformers writes the requests that wait together from one seed, and which do depends on the machine"
+        rule = f"{kind.name} writes the requests that wait together from one seed, and which do depends on the machine"
         raise ConfigError(f"{rule}; leave --deterministic out, or {_INSTALL}")
     if site.layout.shards_weights:
-        rule = "transformers generates with the trainer's own weights, which no rank has whole under zero3 or fsdp2"
+        rule = f"{kind.name} generates with the trainer's own weights, which no rank has whole under zero3 or fsdp2"
         raise ConfigError(f"{rule}; {_INSTALL}, or take --accelerate zero2")
 
 

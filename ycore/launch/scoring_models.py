@@ -12,6 +12,7 @@ import httpx
 from ycore.config.schema import RunConfig, Width
 from ycore.engine.commands import EngineSpec
 from ycore.engine.judge_engine import key_header
+from ycore.engine.kinds import VLLM, EngineKind
 from ycore.errors import ConfigError, ModelError, RewardError
 from ycore.judge.agreement import agreement_of
 from ycore.judge.declaration import POLICY_BASE, Judge, Served
@@ -123,7 +124,7 @@ def check_run_placement(
     )
 
 
-def check_scorers(config: RunConfig, columns: Sequence[str], *, engine: str) -> list[str]:
+def check_scorers(config: RunConfig, columns: Sequence[str], *, engine: EngineKind) -> list[str]:
     """Each judge, reward model and teacher in a line; nothing is started. UserError where one cannot score this run."""
     lines = []
     for spec in config.rewards:
@@ -151,7 +152,7 @@ def check_scorers(config: RunConfig, columns: Sequence[str], *, engine: str) -> 
     return lines
 
 
-def _check_teacher(teacher: Teacher, config: RunConfig, engine: str) -> str:
+def _check_teacher(teacher: Teacher, config: RunConfig, engine: EngineKind) -> str:
     name, exact = f"teacher {teacher.model}", config.teaches_exactly
     policy = resolve_model(config.model, trust_remote_code=config.trust_remote_code)
     if teacher.base_url is not None:
@@ -164,7 +165,7 @@ def _check_teacher(teacher: Teacher, config: RunConfig, engine: str) -> str:
         if policy.ready and policy.folder is not None:
             check_tokens_at(policy.folder, teacher)
         return f"{name}: at {teacher.base_url}, the probability of each token"
-    plan = _served(name, teacher.model, config, "vllm" if exact else engine, _WITHOUT_ENGINES)
+    plan = _served(name, teacher.model, config, VLLM if exact else engine, _WITHOUT_ENGINES)
     if plan.ready and plan.folder is not None and policy.ready and policy.folder is not None:
         check_same_tokens(policy.folder, plan.folder, name=teacher.model)
     gives = (
@@ -208,7 +209,7 @@ def _check_key(name: str, served: Served) -> None:
         )
 
 
-def _check_judge(name: str, judge: Judge, config: RunConfig, engine: str) -> str:
+def _check_judge(name: str, judge: Judge, config: RunConfig, engine: EngineKind) -> str:
     how = f"{judge.mode}, verdict by {judge.verdict.kind}"
     if judge.base_url is not None:
         _check_key(name, judge)
@@ -227,10 +228,12 @@ def _check_judge(name: str, judge: Judge, config: RunConfig, engine: str) -> str
     return f"{weights}, {how}"
 
 
-def _served(name: str, model: str, config: RunConfig, engine: str, way_out: str) -> ModelPlan:
-    if engine == "transformers":
+def _served(
+    name: str, model: str, config: RunConfig, engine: EngineKind, way_out: str
+) -> ModelPlan:
+    if not engine.has_servers:
         raise ConfigError(
-            f"{name} runs in a vLLM engine, and this run generates with {engine}; {way_out}"
+            f"{name} runs in a vLLM engine, and this run generates with {engine.name}; {way_out}"
         )
     try:
         return resolve_model(model, trust_remote_code=config.trust_remote_code)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ycore.rollout.carried import ABORTED, CarriedTurn, joined
 from ycore.engine import Engine
+from ycore.rollout.carried import ABORTED, CarriedTurn, joined
 from ycore.round.ahead import ControllerAhead
 from ycore.round.journal import Journal
 from ycore.round.peers import Peers

@@ -4,9 +4,10 @@
 trainer's own model).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ycore.placement.slots import Sleeper
 from ycore.types import Completion, Prompt
@@ -27,6 +28,19 @@ class Sampling:
     repetition_penalty: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
     logit_bias: Mapping[int, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSource:
+    """The policy's weights in the trainer's memory.
+
+    Attributes:
+        weights: Yields each weight's checkpoint name and tensor, the same until the next step.
+        device: The torch device that they are on.
+    """
+
+    weights: Callable[[], Iterator[tuple[str, Any]]]
+    device: Any
 
 
 class Engine:

@@ -7,19 +7,16 @@ this room compares names of kinds: the others ask the object.
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ycore.config.schema import EngineSettings
-from ycore.engine import Engine, Sampling
+from ycore.engine import Engine, Sampling, WeightSource
 from ycore.engine import commands as vllm_commands
 from ycore.engine.commands import EngineSpec
 from ycore.engine.server import restart_timeout_s
 from ycore.engine.sight import Sight
 from ycore.engine.vllm_plugin import SERVED
 from ycore.errors import ConfigError
-
-if TYPE_CHECKING:
-    from ycore.engine.shared_bucket import Source
 
 INSTALL_VLLM = "pip install 'ycore[cpu]' (or 'ycore[gpu]')"
 
@@ -72,7 +69,7 @@ class EngineKind:
         sleeps: bool,
         is_home: bool,
         sight: Sight | None,
-        source: "Source | None",
+        source: WeightSource | None,
     ) -> Engine:
         """Return this rank's client of the policy's server behind `socket`.
 
@@ -127,7 +124,7 @@ class VllmKind(EngineKind):
         sleeps: bool,
         is_home: bool,
         sight: Sight | None,
-        source: "Source | None",
+        source: WeightSource | None,
     ) -> Engine:
         from ycore.engine.vllm_engine import VllmEngine
 

@@ -12,10 +12,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ycore.engine import Engine, Sampling
+from ycore.engine import Engine, Sampling, WeightSource
 from ycore.engine.judge_engine import prompt_logprobs, prompt_request
 from ycore.engine.server import Server
-from ycore.engine.shared_bucket import Bucket, Source
+from ycore.engine.shared_bucket import Bucket
 from ycore.engine.sight import Sight
 from ycore.engine.sleeping import SleepingEngine, reload_from_disk
 from ycore.engine.vllm_plugin import NOT_HELD
@@ -60,7 +60,7 @@ class VllmEngine(Server, Engine):
         min_verified: float = 1.0,
         is_home: bool = True,
         sight: Sight | None = None,
-        source: Source | None = None,
+        source: WeightSource | None = None,
         drafts: bool = False,
     ) -> None:
         super().__init__(
@@ -244,7 +244,7 @@ class VllmEngine(Server, Engine):
         return answers
 
     async def _load_by_bucket(
-        self, source: Source, folder: Path, sums: Mapping[str, TensorSums]
+        self, source: WeightSource, folder: Path, sums: Mapping[str, TensorSums]
     ) -> list[list[Piece] | None]:
         """Have the process copy the weights from the trainer's memory, one bucket after another."""
         bucket = Bucket(source, sums, folder / f"{self.name}.bucket")

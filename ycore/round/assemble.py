@@ -14,10 +14,9 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from ycore.config.learner_rules import BY_TURN, teaches_alone
 from ycore.config.schema import Offload, RunConfig
 from ycore.data.prompts import PromptSet, load_prompts
-from ycore.engine import NEVER, Engine, Sampling
+from ycore.engine import NEVER, Engine, Sampling, WeightSource
 from ycore.engine.kinds import KINDS, EngineKind
 from ycore.engine.server import Server
-from ycore.engine.shared_bucket import Source
 from ycore.engine.sight import Sight, image_token_ids, load_sight
 from ycore.engine.sleeping import SleepingEngine, SleepTogether
 from ycore.errors import DataError
@@ -322,7 +321,7 @@ class Assembly:
     def kind(self) -> EngineKind:
         return KINDS[self.started.kind]
 
-    def engines(self, model: Any = None, *, source: Source | None = None) -> list[Engine]:
+    def engines(self, model: Any = None, *, source: WeightSource | None = None) -> list[Engine]:
         """Return this rank's clients of all rollout engines of the machine, or one engine that writes with `model`.
 
         Args:

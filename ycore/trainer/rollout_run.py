@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ycore.config.schema import RunConfig
-from ycore.engine import Engine
-from ycore.engine.shared_bucket import Source
+from ycore.engine import Engine, WeightSource
 from ycore.engine.weights import engine_weights, note_weights, write_adapters, write_weights
 from ycore.errors import ConfigError
 from ycore.evaluation.during_training import RolloutEvaluation
@@ -107,7 +106,7 @@ class RolloutRun(TrainingRun):
         model, source = self.trainer.bare_model, None
         if self._parts.config.engine.sync == "ipc":
             walk = partial(engine_weights, model, dtype=compute_dtype(self.config))
-            source = Source(walk, self.trainer.accelerator.device)
+            source = WeightSource(walk, self.trainer.accelerator.device)
         return self._parts.engines(model, source=source)
 
     def _share_weights(self, version: int) -> Path:

@@ -87,9 +87,8 @@ def test_a_sampled_completion_is_printed_as_data(
     measured = Measurements(4, 4, 8, 64, truncated=0.0, equal=0.0, rewards=(0.0, 1.0), masked=0.0)
     result: dict[str, Any] = {"preflight": asdict(measured), **asdict(verdict(measured))}
     result["samples"] = [{"completion": "\x1b[2J[/INST]\x07", "reward": 1.0}]
-    monkeypatch.setattr(measure, "_run_preflight", lambda config: result)
-    monkeypatch.setattr("ycore_cli.checks.checked_plan", lambda config, **more: {})
-    measure.fly_first(
+    monkeypatch.setattr("ycore.api.evaluations.run_preflight", lambda config: result)
+    measure.preflight_or_exit(
         RunConfig(model="m", dataset="d", rewards=[RewardConfig(reward="length")], output="out")
     )
     assert r"   1.00  \x1b[2J[/INST]\x07" in capsys.readouterr().err
@@ -315,7 +314,7 @@ def test_more_than_a_quarter_that_are_cut_off_are_told_with_a_length_to_try() ->
         max_tokens=100,
     )
     configs = [plain.model_copy(update={"model": model}) for model in models]
-    (line,) = measure._too_short(
+    (line,) = measure._length_advice(
         configs, {model: {"cut_off": cut} for model, cut in models.items()}
     )
     assert (
@@ -323,7 +322,7 @@ def test_more_than_a_quarter_that_are_cut_off_are_told_with_a_length_to_try() ->
         and "--max-tokens 400" in line
     )
     assert (
-        measure._too_short(configs, {model: {"accuracy": 0.5} for model in models}) == []
+        measure._length_advice(configs, {model: {"accuracy": 0.5} for model in models}) == []
     )  # of pairs, or a plan
 
 
@@ -337,8 +336,8 @@ def test_evaluations_of_several_models_are_one_group_of_trackers(
         groups.append(os.environ.get(TRACKER_GROUP))
         return {}
 
-    monkeypatch.setattr("ycore.launch.launcher.run_worker", noted)
-    monkeypatch.setattr(measure, "compared", lambda *_: ({}, []))
+    monkeypatch.setattr("ycore.api.evaluations.run_worker", noted)
+    monkeypatch.setattr("ycore.api.evaluations.compare_evaluations", lambda *_: ({}, []))
     monkeypatch.delenv(TRACKER_GROUP, raising=False)
     if given is not None:
         monkeypatch.setenv(TRACKER_GROUP, given)

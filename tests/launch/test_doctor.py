@@ -1,4 +1,4 @@
-"""`ycore env` and `ycore doctor`: what is broken comes with what mends it."""
+"""`ycore doctor`: what is broken comes with what mends it."""
 
 import os
 import resource

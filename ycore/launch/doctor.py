@@ -1,4 +1,4 @@
-"""`ycore env` and `ycore doctor`: what is installed, what works when tried, and the command that mends the rest.
+"""`ycore doctor`: what is installed, what works when tried, and the command that mends the rest.
 
 Every check is `{name, ok, value, mend}`; `mend` is a command or advice, or None.
 """

@@ -14,16 +14,30 @@ from itertools import combinations, groupby
 from pathlib import Path
 from typing import Any, Literal
 
+from ycore.api.checks import checked_plan
+from ycore.api.run_settings import complete_config
+from ycore.api.stages import (
+    PAIRS,
+    PAIRS_FILE,
+    Compare,
+    Pipeline,
+    Step,
+    map_texts,
+    steps_of,
+    with_sets,
+)
+from ycore.api.tables import plan_rows
+from ycore.api.training import run_training, training_plan
 from ycore.config.algorithms import find_algorithm
-from ycore.config.resolve import resolve
+from ycore.config.resolve import parse_set, resolve
 from ycore.config.schema import AnyConfig, RunConfig
 from ycore.errors import Interrupted, RunError, RunFolderError, UserError, YcoreError
-from ycore.run.claim import Claim, is_finished
+from ycore.launch.launcher import EVALUATOR, run_worker
+from ycore.run.claim import AS_IT_WAS, Claim, is_finished
 from ycore.run.files import make_private, read_json, write_bytes_atomic, write_json_atomic
 from ycore.run.paths import RunFolder
 from ycore.run.reports import tracker_group
 from ycore.run.text import Say
-from ycore.tools.stages import PAIRS, PAIRS_FILE, Compare, Pipeline, Step, map_texts
 
 # Of any command, given a configuration and whether to resume: a check, which starts nothing and returns the rows of
 # the plan, and a whole run in the foreground, checks included, which returns the summary.
@@ -323,3 +337,37 @@ def make_pairs(
                 answers = [[{"role": "assistant", "content": text}] for text in texts]
             pair = {"prompt": chosen["prompt"], "chosen": answers[0], "rejected": answers[1]}
             yield pair | {"chosen_reward": best, "rejected_reward": worst}
+
+
+def declared_stages(
+    recipe: Mapping[str, Any], sets: Sequence[str], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Apply `--set`, and the options that were given, to a pipeline's keys."""
+    values = {".".join(path): value for path, value in map(parse_set, sets)}
+    values |= {key: value for key, value in options.items() if value is not None}
+    return with_sets(recipe, values)
+
+
+def run_declared(
+    pipeline: Pipeline, declared: Mapping[str, Any], *, resume: bool, dry_run: bool, say: Say
+) -> dict[str, Any]:
+    """Check a pipeline and run it, or the rest of it; return its report."""
+    steps = steps_of(pipeline)
+    check_folder(Path(pipeline.output), declared, resume=resume)
+    check_pipeline(pipeline, steps, _check_stage, show=say)
+    if dry_run:
+        return {"stages": [{"name": step.name, "command": step.command} for step in steps]}
+    return run_pipeline(pipeline, steps, _run_stage, declared=declared, resume=resume, say=say)
+
+
+def _check_stage(config: AnyConfig, resume: bool) -> list[tuple[str, str]]:
+    return plan_rows(checked_plan(complete_config(config), resume=resume), resume=resume)
+
+
+def _run_stage(config: AnyConfig, resume: bool) -> Mapping[str, Any]:
+    config = complete_config(config)
+    if config.algorithm == "eval":
+        checked_plan(config, resume=resume)
+        return run_worker(EVALUATOR, config)
+    plan = training_plan(config, resume=resume, how=AS_IT_WAS)
+    return run_training(config, plan, resume=resume, how=AS_IT_WAS)

@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any, Self
 from ycore.errors import ConfigError, Interrupted, RunError
 
 if TYPE_CHECKING:
-    from ycore_cli.from_python import Reward, Rows
-
+    from ycore.api.run_settings import Reward, Rows
     from ycore.trainer.rollout_run import RolloutRun
     from ycore.types import Completion, Content, Group
 
@@ -67,12 +66,16 @@ class Round:
         Raises:
             YcoreError: what the command says in one line.
         """
-        from ycore_cli.checks import checked_plan
-        from ycore_cli.from_python import asking, config_of, outside_a_loop, tell_warnings
-
+        from ycore.api.checks import checked_plan
+        from ycore.api.run_settings import (
+            config_of,
+            outside_event_loop,
+            rollout_settings,
+            tell_warnings,
+        )
         from ycore.config.resolve import require_rollouts
 
-        own = asking(model, dataset, reward, {"processes": 1, **settings})
+        own = rollout_settings(model, dataset, reward, {"processes": 1, **settings})
         config = require_rollouts(config_of("grpo", own, resume=False))
         if config.replay is not None or config.eval_dataset is not None:
             raise ConfigError(
@@ -82,7 +85,7 @@ class Round:
             raise ConfigError(
                 "a Round's groups are written when they are asked for; leave out max_staleness, oversample"
             )
-        plan = outside_a_loop(lambda: checked_plan(config))
+        plan = outside_event_loop(lambda: checked_plan(config))
         tell_warnings(plan, depth=3)
         if plan["ranks"]["world"] > 1:
             raise ConfigError(

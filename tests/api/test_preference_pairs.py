@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ycore.api.pipeline_run import make_pairs, write_pairs
 from ycore.errors import RunError
-from ycore.tools.pipeline_run import make_pairs, write_pairs
 
 CHAT = [{"role": "user", "content": "2 + 2?"}]
 

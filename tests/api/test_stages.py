@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from ycore.api.stages import COMMANDS, Stage, Step, parse_pipeline, steps_of, with_sets
 from ycore.errors import ConfigError
-from ycore.tools.stages import COMMANDS, Stage, Step, parse_pipeline, steps_of, with_sets
 
 SFT = {"dataset": "chats.jsonl"}
 

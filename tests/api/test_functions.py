@@ -111,7 +111,7 @@ def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
         Path(config.output).mkdir()
         (Path(config.output) / "run.json").write_text("{}")
 
-    monkeypatch.setattr("ycore_cli.train.run_training", leave_folder)
+    monkeypatch.setattr("ycore.api.functions.run_training", leave_folder)
 
 
 @pytest.mark.usefixtures("untrained")
@@ -232,7 +232,7 @@ def test_a_mistake_is_the_commands_own(tmp_path: Path, model: Path) -> None:
 
 
 def test_rows_lie_beside_the_run(tmp_path: Path) -> None:
-    from ycore_cli.from_python import config_of
+    from ycore.api.run_settings import config_of
 
     settings = {
         "model": "m",
@@ -249,7 +249,7 @@ def test_rows_lie_beside_the_run(tmp_path: Path) -> None:
 
 
 def test_a_later_call_leaves_what_an_earlier_one_wrote(tmp_path: Path) -> None:
-    from ycore_cli.from_python import config_of
+    from ycore.api.run_settings import config_of
 
     def rows(prompt: str) -> Path:
         settings = {"model": "m", "dataset": [{"prompt": prompt}], "rewards": ["length"]}

@@ -12,10 +12,7 @@ from typing import Any
 import pytest
 from ycore_cli import look
 
-from ycore.errors import ConfigError, Interrupted
-from ycore.models.tiny import write_tiny_model
-from ycore.run.reports import TRACKER_GROUP
-from ycore.tools.reproduce import (
+from ycore.api.reproduce import (
     MIN_SEEDS,
     banded,
     bands_of,
@@ -28,6 +25,9 @@ from ycore.tools.reproduce import (
     notes_on,
     stored_band,
 )
+from ycore.errors import ConfigError, Interrupted
+from ycore.models.tiny import write_tiny_model
+from ycore.run.reports import TRACKER_GROUP
 
 
 def run(seed: int, *, gain: float = 0.8, steps: int = 40) -> list[dict[str, Any]]:

@@ -7,13 +7,7 @@ from typing import Any
 
 import pytest
 
-from ycore.config.schema import AnyConfig, TuneConfig
-from ycore.errors import ConfigError, DataError, EngineError, Interrupted, RunFolderError
-from ycore.run.claim import claim
-from ycore.run.files import write_json_atomic
-from ycore.run.paths import RunFolder
-from ycore.run.reports import TRACKER_GROUP
-from ycore.tools.pipeline_run import (
+from ycore.api.pipeline_run import (
     check_folder,
     check_pipeline,
     config_of,
@@ -22,7 +16,13 @@ from ycore.tools.pipeline_run import (
     table_rows,
     with_stand_ins,
 )
-from ycore.tools.stages import parse_pipeline, steps_of
+from ycore.api.stages import parse_pipeline, steps_of
+from ycore.config.schema import AnyConfig, TuneConfig
+from ycore.errors import ConfigError, DataError, EngineError, Interrupted, RunFolderError
+from ycore.run.claim import claim
+from ycore.run.files import write_json_atomic
+from ycore.run.paths import RunFolder
+from ycore.run.reports import TRACKER_GROUP
 
 REWARDS = [{"reward": "exact_answer", "weight": 2.0}]
 DECLARED: dict[str, Any] = {

@@ -24,7 +24,7 @@ from ycore.engine.server import is_healthy
 from ycore.errors import EngineError, TrainerError
 from ycore.launch import launcher
 from ycore.launch.engine_watch import LiveEngine
-from ycore.launch.launcher import Worker, run_worker
+from ycore.launch.launcher import RunKind, run_worker
 from ycore.models.tiny import write_tiny_model
 from ycore.run.files import read_json
 from ycore.run.metrics import read_metrics
@@ -112,7 +112,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
         (tmp_path / "made_worker.py").write_text(textwrap.dedent(WORKER) + textwrap.dedent(code))
         try:
             run_worker(
-                Worker("trainer", "made_worker"), config, resume=False, stream=stream, **given
+                RunKind("trainer", "made_worker"), config, resume=False, stream=stream, **given
             )
         finally:
             assert_nothing_is_left(config)

@@ -14,10 +14,10 @@ from ycore.engine.kinds import REPLAY, EngineKind, choose_kind
 from ycore.errors import ConfigError, RewardError
 from ycore.judge.agreement import judge_questions, trains_a_judge
 from ycore.judge.sources import check_pictures, is_rule
-from ycore.launch.diagnostics import plan_steps
 from ycore.launch.layout import Site
 from ycore.launch.machine_checks import check_run
 from ycore.launch.scoring_models import check_scorers
+from ycore.launch.step_plan import plan_steps
 from ycore.models.names import ModelPlan, require_chat_template, require_sight, sighted_family
 from ycore.rewards.builtin import is_code, is_environment, is_reference
 from ycore.rewards.worker_client import check_reward

@@ -4,12 +4,15 @@ Rollouts, judges, reward models and teachers are served alike. Every slot (some 
 rollout engine, and beside it one engine of each model that scores; several, where one does not span the whole slot.
 """
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ycore.config.schema import RunConfig
+from ycore.config.algorithms import families, load
+from ycore.config.schema import BaseConfig, RunConfig
 from ycore.engine.commands import EngineSpec, kv_cache_gib, split_evenly
 from ycore.engine.kinds import REPLAY, EngineKind, choose_kind
 from ycore.errors import ConfigError
@@ -24,11 +27,15 @@ from ycore.launch.device_memory import (
 )
 from ycore.launch.layout import Site
 from ycore.launch.scoring_models import ServedModel, check_teachers, served_models
+from ycore.models.fetch import fetch_model
 from ycore.models.folder import context_length
+from ycore.models.names import resolve_model
 from ycore.placement.placement import JUDGE, ROLLOUT
 from ycore.plan.sharing import DeviceSharing
 from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
+from ycore.run.reports import RUN_MARKER
+from ycore.run.text import Say
 
 Fetch = Callable[[str], Path]
 """Makes a model's name its local folder."""
@@ -62,6 +69,11 @@ class EnginePlan:
     def engines(self) -> tuple[EngineSpec, ...]:
         """The rollout engines."""
         return self.served[0].engines if self.served else ()
+
+    def all_engines(self, *, with_policy: bool) -> list[EngineSpec]:
+        """Return the engines to start; answers that are given already need none of the policy."""
+        models = self.served if with_policy else self.served[1:]
+        return [engine for model in models for engine in model.engines]
 
     @property
     def num_slots(self) -> int:
@@ -120,6 +132,24 @@ def _as_json(scorer: ServedModel) -> dict[str, Any]:
         "model": str(scorer.engines[0].model.resolve()),
         "max_model_len": scorer.engines[0].max_model_len,
     }
+
+
+def fetch_for_run(name: str, *, config: BaseConfig, folder: RunFolder, say: Say) -> Path:
+    """Return a model's local folder. A process that makes or converts it carries the run's marker, and ends with it."""
+    family = families().get(config.algorithm)
+    if family is not None:
+        source: tuple[str, Callable[..., Path]] = load(family.model_source)(name)
+        note, fetch = source
+    else:
+        model = resolve_model(name, trust_remote_code=config.trust_remote_code)
+        note = model.note
+        fetch = partial(fetch_model, model)
+    say(f"model {name}: {note}")
+    os.environ[RUN_MARKER] = folder.run_id
+    try:
+        return fetch(log=folder.log("model"))
+    finally:
+        del os.environ[RUN_MARKER]
 
 
 def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch) -> EnginePlan:

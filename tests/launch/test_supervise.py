@@ -29,8 +29,7 @@ from ycore.models.tiny import write_tiny_model
 from ycore.run.files import read_json
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
-from ycore.run.process_tree import kill_tree
-from ycore.run.reports import RUN_MARKER
+from ycore.run.reports import RUN_MARKER, kill_tree
 
 ENGINE = """
 import http.server, os, socketserver, subprocess, sys, time
@@ -51,7 +50,7 @@ import http.client, os, signal, socket, sys, time
 from pathlib import Path
 from ycore.run.reports import dump_stacks_on_signal
 from ycore.run.paths import RunFolder
-from ycore.run.process_tree import kill_tree
+from ycore.run.reports import kill_tree
 from ycore.run.metrics import MetricsWriter
 dump_stacks_on_signal()
 root = Path(sys.argv[1])

@@ -35,8 +35,7 @@ from ycore.run.claim import (
     settings_that_differ,
 )
 from ycore.run.files import make_private, read_json, write_json_atomic
-from ycore.run.paths import RunFolder
-from ycore.run.run_id import read_run_id
+from ycore.run.paths import RunFolder, read_run_id
 
 
 def config_for(folder: RunFolder, **changes: Any) -> RunConfig:

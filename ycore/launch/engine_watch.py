@@ -21,7 +21,7 @@ from ycore.launch.processes import ManagedProcess, StopWatch, is_stopped
 from ycore.placement.learning import DROP, KEEP
 from ycore.placement.placement import ROLLOUT
 from ycore.run.paths import RunFolder
-from ycore.run.process_tree import is_alive, kill_tree
+from ycore.run.reports import is_alive, kill_tree
 from ycore.run.text import Say
 
 _POLL_S = 0.2

@@ -17,8 +17,7 @@ import psutil
 
 from ycore.errors import Interrupted
 from ycore.run.paths import RunFolder
-from ycore.run.process_tree import descendants, is_alive
-from ycore.run.reports import RUN_MARKER, Report, read_report
+from ycore.run.reports import RUN_MARKER, Report, descendants, is_alive, read_report
 
 _TAIL_BYTES = 64 * 1024
 _UNWATCHED_AFTER_S = 10.0

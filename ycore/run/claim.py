@@ -21,8 +21,7 @@ from pydantic import BaseModel, ValidationError
 
 from ycore.errors import RunFolderError
 from ycore.run.files import make_folder, read_json, sync, write_json_atomic
-from ycore.run.paths import RunFolder
-from ycore.run.run_id import LOCK, keep_run_id
+from ycore.run.paths import LOCK, RunFolder, keep_run_id
 from ycore.run.secrets import check_secrets, redact, redact_command
 
 _LOCK_WITHIN_S = 6.0  # what a guardian takes to clear away a run whose launcher was killed

@@ -9,10 +9,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import psutil
 
 from ycore.errors import UserError, YcoreError
 from ycore.run.files import read_json, write_json_atomic
@@ -136,3 +138,37 @@ def print_error(error: YcoreError) -> int:
     prefix = "error" if isinstance(error, UserError) else "failed"
     print(f"{prefix}: {error}", file=sys.stderr)
     return error.exit_code
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether it still runs. A zombie, which only waits for its exit status to be read, does not."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    """Every process below `pid` now, at any depth; none when `pid` has ended."""
+    try:
+        return list(psutil.Process(pid).children(recursive=True))
+    except psutil.Error:
+        return []
+
+
+def kill_tree(leader: int, *, also: Iterable[psutil.Process] = (), wait_s: float = 0.0) -> None:
+    """Send SIGKILL to a process group, to everything below its leader, and to `also`, which may have left the tree.
+
+    Args:
+        leader: process id of the group's leader, which may have ended already.
+        wait_s: how long to wait until all of them but the leader are gone; the caller reaps the leader.
+    """
+    others = [*descendants(leader), *also]
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+    for process in others:
+        with suppress(psutil.Error):
+            process.kill()
+    deadline = time.monotonic() + wait_s
+    while time.monotonic() < deadline and any(is_alive(process) for process in others):
+        time.sleep(0.02)

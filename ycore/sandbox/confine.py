@@ -20,8 +20,7 @@ from subprocess import Popen
 from typing import Any
 
 from ycore.errors import RunError
-from ycore.run.process_tree import kill_tree
-from ycore.run.reports import RUN_MARKER
+from ycore.run.reports import RUN_MARKER, kill_tree
 from ycore.sandbox import MIB, Confinement, Level, Limits, View
 from ycore.sandbox.drop_rights import (
     CAP_DAC_OVERRIDE,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
 from ycore.errors import RewardError
-from ycore.run.process_tree import kill_tree
+from ycore.run.reports import kill_tree
 from ycore.sandbox import Confinement
 from ycore.sandbox.confine import Launch, PipeReader, confined_launch
 from ycore.sandbox.watch import Watch

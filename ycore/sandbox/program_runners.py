@@ -19,7 +19,7 @@ from typing import Any
 
 import ycore
 from ycore.errors import RunError
-from ycore.run.process_tree import kill_tree
+from ycore.run.reports import kill_tree
 from ycore.sandbox import Level, Limits, View
 from ycore.sandbox.confine import FIRST_UID, NUM_UIDS, base_variables, unconfined
 from ycore.sandbox.landlock import rules_of

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import psutil
 
-from ycore.run.process_tree import descendants, is_alive, kill_tree
+from ycore.run.reports import descendants, is_alive, kill_tree
 
 STARTS_TWO = (
     "import subprocess, sys, time; "

@@ -47,7 +47,9 @@ class Asked:
     @property
     def can_teach(self) -> bool:
         """Whether the rewards differ: a group whose rewards are all equal has no advantage, and no gradient."""
-        return len({*self.rewards} - {None}) > 1
+        from ycore.scoring.group_rewards import rewards_differ
+
+        return rewards_differ(self.rewards)
 
 
 class Round:
@@ -304,7 +306,7 @@ def _asked(group: "Group") -> Asked:
 
 
 def _totals(group: "Group", weights: Sequence[float]) -> list[float | None]:
-    from ycore.round.sampling import total_reward
+    from ycore.scoring.group_rewards import total_reward
 
     return [total_reward(scores, weights) for scores in group.scores_GR]
 

@@ -38,6 +38,7 @@ from ycore.run.files import make_private, read_json, write_bytes_atomic, write_j
 from ycore.run.paths import RunFolder
 from ycore.run.reports import tracker_group
 from ycore.run.text import Say
+from ycore.scoring.group_rewards import rewards_differ, weighted_sum
 
 # Of any command, given a configuration and whether to resume: a check, which starts nothing and returns the rows of
 # the plan, and a whole run in the foreground, checks included, which returns the summary.
@@ -290,8 +291,6 @@ def _stage_report(step: Step) -> dict[str, Any]:
 # every comparison of a prompt's answers, as for InstructGPT's reward model (arXiv 2203.02155, section 3.4).
 # A prompt whose completions all have the same reward teaches nothing and is left out.
 
-_EQUAL = 1e-6
-
 
 def write_pairs(folder: Path, *, weights: Sequence[float], compare: Compare, to: Path) -> int:
     """Write the pairs of an evaluation's completions as JSONL; their number, and RunError where there is none."""
@@ -319,9 +318,9 @@ def make_pairs(
     for _, group in groupby(rows, key=lambda row: row["row"]):
         scored = []
         for row in group:
-            pairs = zip(row["rewards"], weights, strict=True)
-            if known := [weight * reward for reward, weight in pairs if reward is not None]:
-                scored.append((sum(known), row))
+            total = weighted_sum(row["rewards"], weights)
+            if total is not None:
+                scored.append((total, row))
         best_first = sorted(scored, key=lambda pair: -pair[0])
         ends = [(best_first[0], best_first[-1])] if best_first else []
         seen: set[tuple[str, str]] = set()
@@ -329,7 +328,7 @@ def make_pairs(
             combinations(best_first, 2) if compare == "all" else ends
         ):
             texts = (chosen["completion"], rejected["completion"])
-            if best - worst <= _EQUAL or texts in seen:
+            if not rewards_differ([best, worst]) or texts in seen:
                 continue
             seen.add(texts)
             answers: list[Any] = list(texts)

@@ -20,10 +20,10 @@ from ycore.config.schema import AnyConfig, RewardConfig, RunConfig, TuneConfig, 
 from ycore.errors import ConfigError, nearest
 from ycore.rewards.answers import final_answer
 from ycore.rewards.loading import reward_names
-from ycore.round.sampling import total_reward
 from ycore.run.metrics import EVALUATION, STEP_SECONDS, Row, is_evaluation, number, pass_at_k
 from ycore.run.tasks import together
 from ycore.scoring.constraints import constraints_of
+from ycore.scoring.group_rewards import total_reward
 from ycore.types import Draw, Group
 
 if TYPE_CHECKING:

@@ -23,10 +23,10 @@ from ycore.evaluation.preflight_verdict import (
     PromptCount,
     TemplateCheck,
 )
-from ycore.round.sampling import total_reward
 from ycore.run.files import write_json_atomic
 from ycore.run.interrupt import on_stop
 from ycore.run.reports import run_alone
+from ycore.scoring.group_rewards import rewards_differ, total_reward
 from ycore.types import Completion, Group, Message, Prompt
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ def of_groups(
         "num_prompts": len(groups),
         "truncated": sum(completion.finish_reason == "length" for completion in completions)
         / len(completions),
-        "equal": sum(len({*group} - {None}) < 2 for group in by_group) / len(groups),
+        "equal": sum(not rewards_differ(group) for group in by_group) / len(groups),
         "rewards": tuple(rewards),
         "masked": 1 - len(rewards) / len(rows),
         "means": {name: mean(scores[r].value for scores in rows) for r, name in enumerate(names)},

@@ -15,9 +15,8 @@ import numpy as np
 
 from ycore.evaluation.evaluator import mean
 from ycore.evaluation.held_out import RIGHT_FROM, with_interval
-from ycore.round.sampling import total_reward
 from ycore.run.files import write_bytes_atomic
-from ycore.types import Score
+from ycore.scoring.group_rewards import weighted_sum
 
 COMPARISON, DIFFERENCES = "comparison.json", "differences.jsonl"
 
@@ -42,9 +41,7 @@ def read_answers(folder: Path, weights: Sequence[float]) -> dict[int, Answered]:
         row: Answered(
             prompt=written[0]["prompt"],
             completions=tuple(one["completion"] for one in written),
-            reward=mean(
-                total_reward([Score(value) for value in one["rewards"]], weights) for one in written
-            ),
+            reward=mean(weighted_sum(one["rewards"], weights) for one in written),
             right=sum((one["rewards"][0] or 0.0) >= RIGHT_FROM for one in written) / len(written),
         )
         for row, written in by_row.items()

@@ -40,7 +40,7 @@ from ycore.placement.slots import Slots
 from ycore.rewards.loading import reward_names
 from ycore.round.journal import Journal
 from ycore.round.peers import Peers
-from ycore.round.sampling import DrawSource, Rules, dust_of
+from ycore.round.sampling import DrawSource, Rules
 from ycore.round.step import Controller
 from ycore.run.checkpoints import (
     checkpoint_of,
@@ -61,6 +61,7 @@ from ycore.run.paths import RunFolder
 from ycore.run.secrets import load_config
 from ycore.run.trace import TraceWriter
 from ycore.sandbox.level import LEVEL_NUMBERS
+from ycore.scoring.group_rewards import min_stds
 from ycore.scoring.judge_scorer import JudgeScorer
 from ycore.scoring.scorers import pool_of
 from ycore.scoring.scoring import JudgeMeter, RuleScorer, Scorer, Scoring, WorkerMeter, Writing
@@ -137,7 +138,7 @@ class FlowRun:
             dynamic=config.sampling.dynamic,
             max_tries=config.sampling.max_tries,
             in_order=True,  # all pictures take as long, so that it costs nothing
-            dust=dust_of(config.rewards, config.sampling.dust, span=1.0),
+            min_stds_R=min_stds(config.rewards, config.sampling.dust, default_range=1.0),
         )
         return Controller(
             engines=[self._engine],

@@ -38,7 +38,7 @@ from ycore.round.curriculum import Curriculum, guesses_from
 from ycore.round.journal import Journal
 from ycore.round.loop import ShareWeights
 from ycore.round.peers import Peers
-from ycore.round.sampling import WHOLE, Cost, DrawSource, Rules, Shard, dust_of
+from ycore.round.sampling import WHOLE, Cost, DrawSource, Rules, Shard
 from ycore.round.step import Controller
 from ycore.run.files import read_json
 from ycore.run.images import ImageStore
@@ -47,6 +47,7 @@ from ycore.run.reports import this_rank
 from ycore.run.secrets import load_config
 from ycore.run.trace import TraceWriter
 from ycore.scoring.constraints import Constraints
+from ycore.scoring.group_rewards import min_stds, normalizes_each_reward
 from ycore.scoring.scorers import Policy, ScorerEngines, build_scoring, scorer_servers
 from ycore.types import Prompt
 
@@ -304,7 +305,8 @@ class Assembly:
             constraints=Constraints.of(config),
             in_order=config.deterministic,
             oversample=1.0 if evaluates else config.sampling.oversample,
-            dust=dust_of(config.rewards, config.sampling.dust),
+            min_stds_R=min_stds(config.rewards, config.sampling.dust),
+            normalizes_each=normalizes_each_reward(config),
             # One more than fits, so that no engine waits for the controller to notice that a group has ended. With
             # tools all at once: while they answer, nobody can tell how many fit.
             max_in_flight=None

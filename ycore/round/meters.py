@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence, Sized
 from ycore.engine import Engine
 from ycore.placement.slots import AddUp
 from ycore.round.peers import Peers
-from ycore.round.sampling import total_reward
 from ycore.run.meter import Meter
+from ycore.scoring.group_rewards import total_reward
 from ycore.types import Group
 
 

@@ -33,7 +33,7 @@ from ycore.sandbox.confined_worker import (
     reply_in,
 )
 from ycore.sandbox.level import choose_level, require_sandbox
-from ycore.sandbox.programs import PROGRAM_LIMITS
+from ycore.sandbox.program_pool import PROGRAM_LIMITS
 from ycore.sandbox.user_code import user_code_confinement
 from ycore.types import NO_PROMPT, Prompt, Score
 

@@ -15,7 +15,7 @@ import pytest
 
 from ycore.sandbox import Level
 from ycore.sandbox.level import level_refusal
-from ycore.sandbox.programs import ProgramPool, ScriptResult, UnitTestResult, read_verdict
+from ycore.sandbox.program_pool import ProgramPool, ScriptResult, UnitTestResult, read_results
 
 T = TypeVar("T")
 LEVELS = [Level.NAMESPACES, Level.LANDLOCK]
@@ -48,7 +48,7 @@ class Bench:
             "tolerance": 1e-6,
             "stop_at_failure": False,
         }
-        return self(self.programs.examine(source, exam | more, deadline_s=2 * timeout_s))
+        return self(self.programs.run_tests(source, exam | more, deadline_s=2 * timeout_s))
 
 
 @pytest.fixture(scope="module", params=LEVELS)
@@ -173,10 +173,10 @@ def test_a_program_sees_an_empty_environment_and_no_module_of_ours(in_namespaces
 
 
 def test_a_server_that_died_is_asked_again_and_then_named(in_namespaces: Bench) -> None:
-    runner: Any = in_namespaces.programs._runners[0]
+    server: Any = in_namespaces.programs._servers[0]
     assert in_namespaces.run("print(1)").status == "ok"
-    os.kill(runner._process.pid, signal.SIGKILL)
-    runner._process.wait()
+    os.kill(server._process.pid, signal.SIGKILL)
+    server._process.wait()
     assert in_namespaces.run("print(2)").output == b"2\n"
     assert in_namespaces.programs.restarts == 1
 
@@ -186,7 +186,7 @@ def test_what_cannot_be_made_is_nobodys_fault(
 ) -> None:
     if level_refusal(Level.NAMESPACES) is not None:
         pytest.skip("no namespaces here")
-    monkeypatch.setattr("ycore.sandbox.program_runners.filter_bytes", lambda level: b"not a filter")
+    monkeypatch.setattr("ycore.sandbox.program_pool.filter_bytes", lambda level: b"not a filter")
     programs = ProgramPool(Level.NAMESPACES, at_once=1, log=tmp_path / "log", run_id="test")
 
     async def work() -> ScriptResult:
@@ -262,16 +262,16 @@ def test_the_same_tests_pass_for_a_program_that_is_right(bench: Bench) -> None:
 def test_a_verdict_that_is_cut_short_has_not_ended() -> None:
     ended = {"reason": None, "status": 0}
     lines = b'{"state": "ready"}\n{"units": 2}\n{"unit": 0, "passed": true}\n{"unit": 1, "pass'
-    verdict = read_verdict(lines, ended, ended, seconds=0.0)
+    verdict = read_results(lines, ended, ended, seconds=0.0)
     assert verdict.units == (True, None) and not verdict.ended
-    assert read_verdict(b"", ended, ended, seconds=0.0).status == "infra_error"
-    assert read_verdict(lines, {"reason": "deadline"}, ended, seconds=0.0).status == "timeout"
+    assert read_results(b"", ended, ended, seconds=0.0).status == "infra_error"
+    assert read_results(lines, {"reason": "deadline"}, ended, seconds=0.0).status == "timeout"
 
 
 def test_a_killed_parent_leaves_nothing(bench: Bench, tmp_path: Path) -> None:
     script = (
         "import asyncio, sys; from pathlib import Path; from ycore.sandbox import Level; "
-        "from ycore.sandbox.programs import ProgramPool; "
+        "from ycore.sandbox.program_pool import ProgramPool; "
         "programs = ProgramPool(Level(sys.argv[1]), at_once=1, log=Path(sys.argv[2]), run_id='t'); "
         "asyncio.run(programs.run('import time; time.sleep(600)', deadline_s=600))"
     )

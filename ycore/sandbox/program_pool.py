@@ -6,8 +6,8 @@ descriptors of each program. How a program ended is decided here, outside, by cl
 says. What fails before a program begins, or takes its server along, is started again and the program run once more; if
 that fails too, the result is `infra_error`, and nobody's fault.
 
-A program's source and input are sealed memory files, and its output is read here up to a limit. Of a program that is
-tested nothing is read but what its tests write.
+A program's source and input are sealed files in memory, and its output goes to files in memory of a fixed size. Of a
+program that is tested nothing is read but what its tests write.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ import ycore
 from ycore.errors import RunError
 from ycore.run.reports import kill_tree
 from ycore.sandbox import MIB, Level, Limits, View
-from ycore.sandbox.confine import FIRST_UID, NUM_UIDS, PipeReader, base_variables, unconfined
+from ycore.sandbox.confine import FIRST_UID, NUM_UIDS, base_variables, unconfined
 from ycore.sandbox.landlock import rules_of
 from ycore.sandbox.namespaces import SCRATCH, bwrap_command, find_bwrap, python_folders
 from ycore.sandbox.program_run import ProgramKind
@@ -45,6 +45,7 @@ _MAX_UNITS = 100_000
 _START_TIMEOUT_S = 60.0
 _REPLY_GRACE_S = 10.0
 _STOP_TIMEOUT_S = 8.0
+_FIXED_SIZE = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,23 +76,14 @@ class UnitTestResult:
     problem: str | None = None  # of an `infra_error`
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """Programs to run together; the descriptors of each become its own from 0 on. The first one leads."""
-
-    programs: Sequence[tuple[ProgramKind, Sequence[int]]]
-    outputs: Sequence["_Output"]
+_Programs = Sequence[tuple[ProgramKind, Sequence[int]]]
+"""Programs to run together, with the descriptors that become each one's own from 0 on. The first one leads."""
 
 
 @dataclass(frozen=True, slots=True)
 class _JobResult:
     ended: Sequence[Mapping[str, Any]]
-    outputs: Sequence["_Output"]
     seconds: float
-
-
-_MakeJob = Callable[[ExitStack, Callable[[], None]], _Job]
-"""Makes a job whose descriptors are closed with the stack; calls the function when there is too much output."""
 
 
 class ProgramPool:
@@ -136,55 +128,66 @@ class ProgramPool:
 
     async def run(self, source: str, *, stdin: bytes = b"", deadline_s: float) -> ScriptResult:
         """Run a program as a script with this standard input."""
+        with ExitStack() as outputs:
+            stdout = _OutputFile(outputs, self._limits.output)
+            stderr = _OutputFile(outputs, self._limits.output)
 
-        def make(files: ExitStack, on_excess: Callable[[], None]) -> _Job:
-            limit = _OutputLimit(self._limits.output, on_excess)
-            stdout, stdout_end = _output(files, limit)
-            stderr, stderr_end = _output(files, limit)
-            fds = [_sealed(files, stdin), stdout_end, stderr_end, _sealed(files, _encoded(source))]
-            return _Job([("script", fds)], [stdout, stderr])
+            def make(files: ExitStack) -> _Programs:
+                fds = [_sealed(files, stdin), stdout.rewound(), stderr.rewound()]
+                return [("script", [*fds, _sealed(files, _encoded(source))])]
 
-        result = await self._do(make, deadline_s)
-        if isinstance(result, str):
-            return ScriptResult("infra_error", problem=result)
-        stdout, stderr = result.outputs
-        status = _script_status(result.ended[0], is_too_long=stdout.limit.is_over)
-        return ScriptResult(status, bytes(stdout.data), bytes(stderr.data), result.seconds)
+            result = await self._do(make, deadline_s)
+            if isinstance(result, str):
+                return ScriptResult("infra_error", problem=result)
+            status = _script_status(result.ended[0])
+            if stdout.is_over or stderr.is_over:
+                status = "output"
+            return ScriptResult(status, stdout.data, stderr.data, result.seconds)
 
     async def run_tests(
         self, source: str, tests: Mapping[str, Any], *, deadline_s: float
     ) -> UnitTestResult:
         """Run a row's tests against a program. `tests` is what `unit_tests` reads; it never reaches the program."""
+        with ExitStack() as outputs:
+            results = _OutputFile(outputs, _MAX_RESULTS)
 
-        def make(files: ExitStack, on_excess: Callable[[], None]) -> _Job:
-            results, results_end = _output(files, _OutputLimit(_MAX_RESULTS, on_excess))
-            nothing = os.open(os.devnull, os.O_RDWR)
-            files.callback(os.close, nothing)
-            ends = [files.enter_context(end).fileno() for end in socket.socketpair()]
-            standard = [nothing] * 3
-            test_fds = [*standard, _sealed(files, json.dumps(tests).encode()), ends[0], results_end]
-            callee_fds = [*standard, _sealed(files, _encoded(source)), ends[1]]
-            return _Job([("tests", test_fds), ("callee", callee_fds)], [results])
+            def make(files: ExitStack) -> _Programs:
+                nothing = os.open(os.devnull, os.O_RDWR)
+                files.callback(os.close, nothing)
+                ends = [files.enter_context(end).fileno() for end in socket.socketpair()]
+                tests_source = _sealed(files, json.dumps(tests).encode())
+                program = _sealed(files, _encoded(source))
+                return [
+                    ("tests", [*[nothing] * 3, tests_source, ends[0], results.rewound()]),
+                    ("callee", [*[nothing] * 3, program, ends[1]]),
+                ]
 
-        result = await self._do(make, deadline_s)
-        if isinstance(result, str):
-            return UnitTestResult("infra_error", problem=result)
-        return read_results(bytes(result.outputs[0].data), *result.ended, seconds=result.seconds)
+            result = await self._do(make, deadline_s)
+            if isinstance(result, str):
+                return UnitTestResult("infra_error", problem=result)
+            return read_results(results.data, *result.ended, seconds=result.seconds)
 
     async def close(self) -> None:
         """Kill every server with all in it; the pool cannot be used again."""
         for server in self._servers:
             server.close()
 
-    async def _do(self, make: _MakeJob, deadline_s: float) -> _JobResult | str:
-        """Do a job in the next idle server, twice where the server fails; return why where it cannot be done."""
+    async def _do(
+        self, make: Callable[[ExitStack], _Programs], deadline_s: float
+    ) -> _JobResult | str:
+        """Do a job in the next idle server, twice where the server fails; return why where it cannot be done.
+
+        `make` opens the descriptors of the programs, which are closed with its stack once they have them.
+        """
         server = await self._idle.get()
         problem = ""
         try:
             for _ in range(2):
                 try:
                     self.restarts += await server.ready()
-                    result = await server.do(make, deadline_s)
+                    with ExitStack() as files:
+                        server.begin(make(files), deadline_s)
+                    result = await server.end(deadline_s)
                 except (ServerLost, OSError) as error:
                     problem = str(error)
                 else:
@@ -226,8 +229,8 @@ class ProgramServer:
         self._packages = packages
         self._process: Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._num_jobs = 0
         self._num_starts = 0
+        self._began = 0.0
 
     async def ready(self) -> bool:
         """Make it so that a job can begin; return whether a server was started in place of one that had failed."""
@@ -253,29 +256,20 @@ class ProgramServer:
         self._num_starts += 1
         return self._num_starts > 1
 
-    async def do(self, make: _MakeJob, deadline_s: float) -> _JobResult:
-        """Make a job and do it; ServerLost where its end cannot be known."""
-        outputs: Sequence[_Output] = ()
-        began = time.perf_counter()
-        try:
-            with ExitStack() as files:
-                job = make(files, self._kill_job)
-                outputs = job.outputs
-                self._num_jobs += 1
-                message = {
-                    "id": self._num_jobs,
-                    "kinds": [kind for kind, _ in job.programs],
-                    "num_fds": [len(fds) for _, fds in job.programs],
-                    "deadline_s": deadline_s,
-                }
-                self._send(message, [descriptor for _, fds in job.programs for descriptor in fds])
-            reply = await self._receive(deadline_s + _REPLY_GRACE_S)
-            for output in outputs:
-                output.drain()
-            return _JobResult(reply["ended"], outputs, time.perf_counter() - began)
-        finally:
-            for output in outputs:
-                output.close()
+    def begin(self, programs: _Programs, deadline_s: float) -> None:
+        """Begin a job. The programs have descriptors of their own afterwards."""
+        self._began = time.perf_counter()
+        message = {
+            "kinds": [kind for kind, _ in programs],
+            "num_fds": [len(fds) for _, fds in programs],
+            "deadline_s": deadline_s,
+        }
+        self._send(message, [descriptor for _, fds in programs for descriptor in fds])
+
+    async def end(self, deadline_s: float) -> _JobResult:
+        """Return how the job's programs ended: `status`, `reason`, `problem` of each; ServerLost where unknown."""
+        ended = await self._receive(deadline_s + _REPLY_GRACE_S)
+        return _JobResult(ended, time.perf_counter() - self._began)
 
     def close(self) -> None:
         """End everything; `ready` makes it anew."""
@@ -290,11 +284,6 @@ class ProgramServer:
             kill_tree(self._process.pid)
             self._process.wait()
             self._process = None
-
-    def _kill_job(self) -> None:
-        if self._control is not None:
-            with suppress(OSError):
-                self._control.send(json.dumps({"kill": self._num_jobs}).encode())
 
     def _send(self, message: Any, fds: Sequence[int]) -> None:
         assert self._control is not None, "send to a server only when it is ready"
@@ -350,9 +339,7 @@ def read_results(
     )
 
 
-def _script_status(ended: Mapping[str, Any], *, is_too_long: bool) -> ProgramStatus:
-    if is_too_long:
-        return "output"
+def _script_status(ended: Mapping[str, Any]) -> ProgramStatus:
     if ended["reason"] == "deadline":
         return "timeout"
     if ended["reason"] == "memory":
@@ -363,36 +350,33 @@ def _script_status(ended: Mapping[str, Any], *, is_too_long: bool) -> ProgramSta
     return "error" if status > 0 else "killed"
 
 
-class _OutputLimit:
-    """Bytes that may still come from one or more pipes of a program."""
+class _OutputFile:
+    """A file in memory that a program writes to, bounded by the kernel. Read it once the program has ended."""
 
-    def __init__(self, num_bytes: int, on_excess: Callable[[], None]) -> None:
-        self.is_over = False
-        self._num_left = num_bytes
-        self._on_excess = on_excess
+    def __init__(self, files: ExitStack, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._descriptor = os.memfd_create("output", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        files.callback(os.close, self._descriptor)
+        # Twice as long, because the kernel refuses a whole write that crosses the end.
+        os.ftruncate(self._descriptor, 2 * max_bytes)
+        fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _FIXED_SIZE)
 
-    def take(self, data: bytes) -> bytes:
-        """Return as much of the data as may still come; call `on_excess` once."""
-        kept = data[: self._num_left]
-        self._num_left -= len(kept)
-        if len(kept) < len(data) and not self.is_over:
-            self.is_over = True
-            self._on_excess()
-        return kept
+    def rewound(self) -> int:
+        """Return the descriptor, which programs write to from the beginning."""
+        os.lseek(self._descriptor, 0, os.SEEK_SET)
+        return self._descriptor
 
+    @property
+    def _num_bytes(self) -> int:
+        return os.lseek(self._descriptor, 0, os.SEEK_CUR)
 
-class _Output(PipeReader):
-    def __init__(self, descriptor: int, limit: _OutputLimit) -> None:
-        self.data = bytearray()
-        self.limit = limit
-        super().__init__(descriptor, lambda data: self.data.extend(limit.take(data)))
+    @property
+    def is_over(self) -> bool:
+        return self._num_bytes > self._max_bytes
 
-
-def _output(files: ExitStack, limit: _OutputLimit) -> tuple[_Output, int]:
-    """Make a pipe whose end to write is closed with `files`; return its reader and that end."""
-    read_end, write_end = os.pipe()
-    files.callback(os.close, write_end)
-    return _Output(read_end, limit), write_end
+    @property
+    def data(self) -> bytes:
+        return os.pread(self._descriptor, min(self._num_bytes, self._max_bytes), 0)
 
 
 def _sealed(files: ExitStack, data: bytes) -> int:
@@ -402,8 +386,7 @@ def _sealed(files: ExitStack, data: bytes) -> int:
     with os.fdopen(os.dup(descriptor), "wb") as file:
         file.write(data)
     os.lseek(descriptor, 0, os.SEEK_SET)
-    seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _FIXED_SIZE | fcntl.F_SEAL_WRITE)
     return descriptor
 
 

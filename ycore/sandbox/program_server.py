@@ -6,10 +6,9 @@ counts what it holds, keeps its deadline, kills it with all that it left, and sa
 `program_pool.ProgramServer`. Standard library only.
 
 Messages are JSON datagrams on descriptor 0. The first one has the server's settings, and is answered by `{"ready":
-true}`. Then a job `{"id", "kinds", "num_fds", "deadline_s"}`, with the descriptors of each program in order, is
-answered by `{"id", "ended": [how each program ended]}`; meanwhile `{"kill": id}` ends it. The first program of a job
-leads it: when it ends, the others are killed. A job's programs share their network namespace with nothing but each
-other.
+true}`. Then a job `{"kinds", "num_fds", "deadline_s"}`, with the descriptors of each program in order, is answered by a
+list of how each program ended. The first program of a job leads it: when it ends, the others are killed. A job's
+programs share their network namespace with nothing but each other.
 
 At the level `namespaces` the server itself runs in bubblewrap's, and a process is made in the way of `unshare --fork
 --kill-child`: an intermediate process makes the namespaces and forks once more, because only a child is in a new
@@ -113,15 +112,12 @@ class _Server:
     def serve(self) -> NoReturn:
         """Do one job after the other, until the parent is gone."""
         while True:
-            message, fds = _receive(self._control)
-            if "id" not in message:
-                continue  # a kill that came too late
-            programs = self._do(message, fds)
+            programs = self._do(*_receive(self._control))
             ended = [
                 {"status": program.status, "reason": program.reason, "problem": program.problem}
                 for program in programs
             ]
-            self._control.send(json.dumps({"id": message["id"], "ended": ended}).encode())
+            self._control.send(json.dumps(ended).encode())
 
     def _do(self, job: Mapping[str, Any], fds: list[int]) -> list[Program]:
         deadline = time.monotonic() + job["deadline_s"]
@@ -134,29 +130,27 @@ class _Server:
             os.close(descriptor)
         for program in programs:
             program.await_start()
-        self._wait(job["id"], programs, deadline)
+        self._wait(programs, deadline)
         watch.end_all_below(os.getpid())
         for program in programs:
             if program.scratch is not None:
                 watch.remove_tree(program.scratch)
         return programs
 
-    def _wait(self, job_id: int, programs: Sequence[Program], deadline: float) -> None:
-        """Wait until every program has ended; the first one's end, the deadline or the parent ends them."""
+    def _wait(self, programs: Sequence[Program], deadline: float) -> None:
+        """Wait until every program has ended; the first one's end or the deadline ends them."""
         if any(program.problem for program in programs):
             _kill_all(programs, "problem")
         last_look = time.monotonic()
         while running := [program for program in programs if program.status is None]:
             timeout_s = max(0.0, min(deadline - time.monotonic(), watch.INTERVAL_S))
-            waited = [self._control.fileno(), *(program.ended_fd for program in running)]
-            ready, _, _ = select.select(waited, [], [], timeout_s)
+            ended_fds = [program.ended_fd for program in running]
+            ready, _, _ = select.select(ended_fds, [], [], timeout_s)
             for program in running:
                 if program.ended_fd in ready:
                     program.reap()
             if programs[0].status is not None:
                 _kill_all(programs, "leader ended")
-            if waited[0] in ready and _receive(self._control)[0].get("kill") == job_id:
-                _kill_all(programs, "parent")
             if time.monotonic() >= deadline:
                 _kill_all(programs, "deadline")
             if time.monotonic() - last_look >= watch.INTERVAL_S:

@@ -167,7 +167,7 @@ def flow_plan(config: "FlowConfig", *, resume: bool, how: "Resume") -> dict[str,
                 sandbox=config.sandbox,
                 run_folder=Path(config.output),
             )
-    check_claim(RunFolder(Path(config.output)), config, resume=resume, how=how)
+    check_claim(RunFolder(Path(config.output)), config, resume=resume, resume_options=how)
     return {
         "config": redact(config.model_dump(mode="json")),
         "model": {

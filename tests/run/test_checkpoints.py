@@ -274,16 +274,3 @@ def test_weights_belong_to_every_checkpoint(tmp_path: Path) -> None:
     assert problem_of(manifest_of(tmp_path, files=files)) == (
         "manifest.json lists no weights, without which no run goes on"
     )
-
-
-def test_a_manifest_of_an_earlier_version_still_counts(tmp_path: Path) -> None:
-    """It was the body alone, indented, with the schema in it."""
-    saved = save(tmp_path, 6)
-    content = {"schema": 1, **read_manifest(saved).model_dump()}
-    (saved / "manifest.json").write_text(json.dumps(content, indent=2) + "\n")
-    assert problem_of(saved) is None and newest_whole(tmp_path, say=print) == saved
-    (saved / "manifest.json").write_text(json.dumps({**content, "files": {}}, indent=2) + "\n")
-    assert (
-        problem_of(saved)
-        == "manifest.json lists no trainer_state.json, without which no run goes on"
-    )

@@ -42,7 +42,7 @@ def checked_plan(
         details = _check_examples(config, model, site)
     batch = details.pop("batch")
     check_needs(config)
-    check_claim(site.folder, config, resume=resume, how=how)
+    check_claim(site.folder, config, resume=resume, resume_options=how)
     plan = {
         "config": redact(config.model_dump(mode="json")),
         "model": {

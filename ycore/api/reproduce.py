@@ -18,7 +18,7 @@ from typing import Any
 from ycore.config.algorithms import ALGORITHMS
 from ycore.errors import ConfigError
 from ycore.launch.layout import describe_machine
-from ycore.run.claim import held_config, installed_versions
+from ycore.run.claim import installed_versions, stored_config
 from ycore.run.files import read_json
 from ycore.run.metrics import REWARD, Row, number, read_metrics
 from ycore.run.paths import RunFolder
@@ -211,7 +211,7 @@ def banded(
 
 def about_runs(recipe: str, sets: Sequence[str], folder: Path) -> dict[str, Any]:
     """Where and how runs were made, for their band; `folder` is that of one of them."""
-    config = held_config(RunFolder(last_trained(folder)))
+    config = stored_config(RunFolder(last_trained(folder)))
     return {
         "recipe": recipe,
         "sets": list(sets),

@@ -17,7 +17,7 @@ from ycore.config.trl_fields import fields_of
 from ycore.errors import ConfigError
 from ycore.judge.sources import with_declarations
 from ycore.launch.layout import on_machine
-from ycore.run.claim import held_config
+from ycore.run.claim import stored_config
 from ycore.run.files import named_by_content, write_bytes_atomic
 from ycore.run.paths import RunFolder
 from ycore.run.secrets import without_hub_token
@@ -148,7 +148,7 @@ def complete_config(config: _Config) -> _Config:
 def stored_settings(run: str) -> dict[str, Any]:
     """Read the settings of a run's folder; {} where it holds none. Its secrets are `***`, and must be given again."""
     folder = RunFolder(Path(run).expanduser())
-    return without_hub_token(held_config(folder)) if folder.config.is_file() else {}
+    return without_hub_token(stored_config(folder)) if folder.config.is_file() else {}
 
 
 def unused_folder(output: str) -> str:

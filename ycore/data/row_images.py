@@ -11,7 +11,7 @@ from ycore.data.table import IMAGE_BLOCKS, TableRow
 from ycore.errors import DataError
 from ycore.models.hub import cache_dir, first_line
 from ycore.run.files import write_bytes_atomic
-from ycore.run.images import MOST_BYTES, ImageStore, png_of
+from ycore.run.images import MAX_BYTES, ImageStore, png_of
 from ycore.types import IMAGE_MARK, Content, Image, Message
 
 IMAGE_COLUMNS = ("image", "images")
@@ -151,7 +151,7 @@ def _read(name: str, folder: Path | None, place: str) -> bytes:
     path = folder / Path(name).expanduser()
     try:
         with path.open("rb") as file:
-            return file.read(MOST_BYTES + 1)
+            return file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as problem:
         reason = getattr(problem, "strerror", None) or problem
         raise DataError(
@@ -172,7 +172,7 @@ def _fetched(url: str, place: str) -> bytes:
             answer.raise_for_status()
             for part in answer.iter_bytes():
                 data += part
-                if len(data) > MOST_BYTES:
+                if len(data) > MAX_BYTES:
                     return bytes(data)  # which the store refuses
     except (httpx.HTTPError, httpx.InvalidURL) as problem:
         reason = f"{first_line(problem):.120}"

@@ -8,7 +8,7 @@ import pytest
 from ycore.config.schema import EngineSettings, RewardConfig, RunConfig
 from ycore.engine.kinds import TRANSFORMERS, VLLM, choose_kind
 from ycore.errors import ConfigError
-from ycore.launch.engine_watch import turns
+from ycore.launch.engine_watch import start_order
 from ycore.launch.engines import EnginePlan, model_length, plan_engines
 from ycore.launch.layout import ONE_RANK, Machine, Site, this_machine
 from ycore.run.paths import RunFolder
@@ -205,7 +205,7 @@ def test_beside_a_judge_of_four_devices_a_slot_has_four_policy_engines(
     assert {one.max_num_seqs for one in rollouts} == {8} and {
         one.max_num_seqs for one in judges
     } == {32}
-    turns_of = [[one.name for one in turn] for turn in turns([*rollouts, *judges])]
+    turns_of = [[one.name for one in turn] for turn in start_order([*rollouts, *judges])]
     assert turns_of == [[f"rollout-{n}" for n in range(8)], ["judge-0", "judge-1"]]
 
 

@@ -216,7 +216,7 @@ def test_a_compiler_that_an_engine_starts_for_its_first_request_is_none_of_its_p
             wait_for(lambda: is_healthy(socket) or engine.poll())
             wait_for(lambda: engine.poll() or engine.is_ready)
             time.sleep(2.0)
-            assert engine.trouble() is None
+            assert engine.find_fault() is None
         finally:
             kill_tree(engine.processes()[0].pid, also=engine.processes(), wait_s=10)
 

@@ -1,4 +1,4 @@
-"""What the launcher writes about a run: what confines its code, how it ended, its summary and its curve."""
+"""Write what a run has come to: the sandbox of its code, its summary and its curve."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from ycore.config.schema import RunConfig, Width
+from ycore.config.schema import RewardConfig, RunConfig, Width
 from ycore.engine.commands import EngineSpec
 from ycore.engine.judge_engine import key_header
 from ycore.engine.kinds import VLLM, EngineKind
@@ -63,12 +63,12 @@ class ServedModel:
     engines: tuple[EngineSpec, ...] = ()  # slot by slot, as many on each
 
     def option(self, key: str) -> str:
-        """What messages call a setting of its engines."""
+        """Return the name of a setting of its engines, for messages."""
         return f"engine.{key}" if self.role == ROLLOUT else f"{key} of {self.name}"
 
 
 def served_models(config: RunConfig) -> list[ServedModel]:
-    """The policy, then every model that scores this run in an engine of ycore's.
+    """Return the policy, then every model that scores this run in an engine of ycore's.
 
     Judges that use the same model share its engines. A judge with a `base_url` needs none.
     """
@@ -81,42 +81,62 @@ def served_models(config: RunConfig) -> list[ServedModel]:
     )
     models: dict[tuple[str, str], ServedModel] = {(ROLLOUT, config.model): policy}
     for source, spec in enumerate(config.rewards):
-        if is_judge(spec):
-            judge = judge_of(spec)
-            if judge.base_url is not None:
-                continue
-            lengths = judge.max_model_len, judge.max_tokens
-            _add(
-                ServedModel(
-                    JUDGE, model_name(judge, config), (source,), *lengths, judge.tensor_parallel
-                ),
-                models,
-            )
-        elif is_reward_model(spec) or (is_teacher(spec) and not config.teaches_exactly):
-            role = REWARD_MODEL if is_reward_model(spec) else TEACHER
-            declared = reward_model_of(spec) if role == REWARD_MODEL else teacher_of(spec)
-            if isinstance(declared, Teacher) and declared.base_url is not None:
-                continue
-            names = declared.models if isinstance(declared, RewardModel) else (declared.model,)
-            for name in names:
-                lengths = declared.max_model_len, 0
-                _add(ServedModel(role, name, (source,), *lengths, declared.tensor_parallel), models)
+        for model in _scoring_models(spec, source, config):
+            key = (model.role, model.name)
+            models[key] = _merge(models[key], model) if key in models else model
     return list(models.values())
 
 
+def _scoring_models(spec: RewardConfig, source: int, config: RunConfig) -> list[ServedModel]:
+    """Return the models that score for one reward in an engine of ycore's."""
+    if is_judge(spec):
+        judge = judge_of(spec)
+        if judge.base_url is not None:
+            return []
+        return [
+            ServedModel(
+                JUDGE,
+                model_name(judge, config),
+                (source,),
+                max_model_len=judge.max_model_len,
+                max_new_tokens=judge.max_tokens,
+                tensor_parallel=judge.tensor_parallel,
+            )
+        ]
+    declared: RewardModel | Teacher
+    if is_reward_model(spec):
+        role = REWARD_MODEL
+        declared = reward_model_of(spec)
+        names = declared.models
+    elif is_teacher(spec) and not config.teaches_exactly and teacher_of(spec).base_url is None:
+        role = TEACHER
+        declared = teacher_of(spec)
+        names = (declared.model,)
+    else:
+        return []
+    return [
+        ServedModel(
+            role,
+            name,
+            (source,),
+            max_model_len=declared.max_model_len,
+            tensor_parallel=declared.tensor_parallel,
+        )
+        for name in names
+    ]
+
+
 def own_teachers(config: RunConfig) -> list[str]:
-    """The teachers that every rank of the trainer holds itself."""
-    return (
-        [teacher_of(spec).model for spec in config.rewards if is_teacher(spec)]
-        if config.teaches_exactly
-        else []
-    )
+    """Return the teachers that every rank of the trainer holds itself."""
+    if not config.teaches_exactly:
+        return []
+    return [teacher_of(spec).model for spec in config.rewards if is_teacher(spec)]
 
 
 def check_run_placement(
     config: RunConfig, models: Sequence[ServedModel], *, num_slots: int | None = None
 ) -> None:
-    """ConfigError where the models' roles cannot be placed so on `num_slots`, None where these are not known yet."""
+    """Check that the models' roles can be placed on `num_slots`, None where these are not known yet; else ConfigError."""
     placement = parse_placement(config.placement)
     roles = in_order([model.role for model in models])
     check_placement(
@@ -125,7 +145,7 @@ def check_run_placement(
 
 
 def check_scorers(config: RunConfig, columns: Sequence[str], *, engine: EngineKind) -> list[str]:
-    """Each judge, reward model and teacher in a line; nothing is started. UserError where one cannot score this run."""
+    """Describe each judge, reward model and teacher in a line; UserError where one cannot score this run."""
     lines = []
     for spec in config.rewards:
         if is_judge(spec):
@@ -177,7 +197,7 @@ def _check_teacher(teacher: Teacher, config: RunConfig, engine: EngineKind) -> s
 
 
 def check_teachers(config: RunConfig, policy: Path, fetch: Callable[[str], Path]) -> None:
-    """ConfigError where a teacher has another tokenizer than the policy. `fetch` makes a model's name its folder."""
+    """Check that teachers have the policy's tokenizer; else ConfigError. `fetch` makes a model's name its folder."""
     for teacher in map(teacher_of, filter(is_teacher, config.rewards)):
         if teacher.base_url is None:
             check_same_tokens(policy, fetch(teacher.model), name=teacher.model)
@@ -185,19 +205,15 @@ def check_teachers(config: RunConfig, policy: Path, fetch: Callable[[str], Path]
             check_tokens_at(policy, teacher)
 
 
-def _add(model: ServedModel, models: dict[tuple[str, str], ServedModel]) -> None:
-    key = (model.role, model.name)
-    models[key] = _merge(models[key], model) if key in models else model
-
-
-def _merge(one: ServedModel, other: ServedModel) -> ServedModel:
-    lengths = [one.max_model_len, other.max_model_len]
-    widths = [width for width in (one.tensor_parallel, other.tensor_parallel) if width != "auto"]
+def _merge(first: ServedModel, second: ServedModel) -> ServedModel:
+    """Return one model for the sources of both, with the longer lengths and the larger width."""
+    lengths = [first.max_model_len, second.max_model_len]
+    widths = [width for width in (first.tensor_parallel, second.tensor_parallel) if width != "auto"]
     return replace(
-        one,
-        sources=one.sources + other.sources,
+        first,
+        sources=first.sources + second.sources,
         max_model_len=None if None in lengths else max(filter(None, lengths)),
-        max_new_tokens=max(one.max_new_tokens, other.max_new_tokens),
+        max_new_tokens=max(first.max_new_tokens, second.max_new_tokens),
         tensor_parallel=max(widths, default="auto"),
     )
 
@@ -210,10 +226,10 @@ def _check_key(name: str, served: Served) -> None:
 
 
 def _check_judge(name: str, judge: Judge, config: RunConfig, engine: EngineKind) -> str:
-    how = f"{judge.mode}, verdict by {judge.verdict.kind}"
+    mode = f"{judge.mode}, verdict by {judge.verdict.kind}"
     if judge.base_url is not None:
         _check_key(name, judge)
-        return f"{judge.model} at {judge.base_url}, {how}"
+        return f"{judge.model} at {judge.base_url}, {mode}"
     model = model_name(judge, config)
     plan = _served(name, model, config, engine, "give it a base_url, or install vLLM")
     if plan.has_chat_template is False:
@@ -225,7 +241,7 @@ def _check_judge(name: str, judge: Judge, config: RunConfig, engine: EngineKind)
             f"{name}: max_model_len is {judge.max_model_len}, and its model has {plan.context_length}; lower it"
         )
     weights = "the policy's base weights" if judge.model == POLICY_BASE else f"{model}, {plan.note}"
-    return f"{weights}, {how}"
+    return f"{weights}, {mode}"
 
 
 def _served(
@@ -242,7 +258,7 @@ def _served(
 
 
 def _check_classifier(name: str, model_config: Mapping[str, Any]) -> None:
-    """Whether a model's config.json is that of a sequence classifier with one label, which vLLM can serve."""
+    """Check that a model's config.json is that of a sequence classifier with one label, which vLLM can serve."""
     architectures = [str(architecture) for architecture in model_config.get("architectures") or []]
     if not any(
         architecture.endswith("ForSequenceClassification") for architecture in architectures
@@ -279,39 +295,39 @@ def _check_classifier(name: str, model_config: Mapping[str, Any]) -> None:
 
 
 def check_same_tokens(policy: Path, teacher: Path, *, name: str) -> None:
-    """ConfigError where the two tokenizers give a token other ids: a teacher is asked for the policy's ids."""
+    """Check that two tokenizers give every token the same id: a teacher is asked for the policy's ids."""
     ours, theirs = _token_ids(policy), _token_ids(teacher)
     if ours is None or theirs is None or ours == theirs:
         return
-    token = min(
-        (token for token, _ in ours.items() ^ theirs.items()),
-        key=lambda one: ours.get(one, len(ours)),
-    )
+    differing = {token for token, _ in ours.items() ^ theirs.items()}
+    token = min(differing, key=lambda token: ours.get(token, len(ours)))
     raise ConfigError(
         f"teacher {name} has another tokenizer than the policy: {token!r} is {ours.get(token, 'no token')} in the "
         f"policy's and {theirs.get(token, 'no token')} in the teacher's; take a teacher of the same family of models"
     )
 
 
-def check_tokens_at(policy: Path, teacher: Teacher) -> None:
-    """ConfigError where a teacher's address reads a text as other tokens than the policy's tokenizer, or reads none.
+def _sample_text(tokenizer: Any) -> str:
+    """Return a text of 256 tokens from all over the vocabulary, and of the first added tokens."""
+    step = max(1, tokenizer.get_vocab_size() // 256)
+    ids = list(range(0, tokenizer.get_vocab_size(), step))[:256]
+    added = sorted(tokenizer.get_added_tokens_decoder().items())[:64]
+    text: str = tokenizer.decode(ids, skip_special_tokens=False)
+    return text + "".join(token.content for _, token in added)
 
-    The text has 256 tokens from all over the policy's vocabulary, and its added tokens.
-    """
+
+def check_tokens_at(policy: Path, teacher: Teacher) -> None:
+    """Check that a teacher's address reads a text as the same tokens as the policy's tokenizer; else ConfigError."""
     from tokenizers import Tokenizer
 
     file = policy / "tokenizer.json"
     if teacher.base_url is None or not file.is_file():
         return
-    own, name = Tokenizer.from_file(str(file)), f"teacher {teacher.model}"
-    some = [*range(0, own.get_vocab_size(), max(1, own.get_vocab_size() // 256))][:256]
-    text = own.decode(some, skip_special_tokens=False) + "".join(
-        one.content for _, one in sorted(own.get_added_tokens_decoder().items())[:64]
-    )
-    ours, address = (
-        own.encode(text, add_special_tokens=False).ids,
-        teacher.base_url.rstrip("/").removesuffix("/v1"),
-    )
+    name = f"teacher {teacher.model}"
+    tokenizer = Tokenizer.from_file(str(file))
+    text = _sample_text(tokenizer)
+    ours = tokenizer.encode(text, add_special_tokens=False).ids
+    address = teacher.base_url.rstrip("/").removesuffix("/v1")
     body = {"model": teacher.model, "prompt": text, "add_special_tokens": False}
     try:
         answer = httpx.post(
@@ -327,21 +343,22 @@ def check_tokens_at(policy: Path, teacher: Teacher) -> None:
             "base_url is that of a vLLM server, with /v1"
         ) from None
     if ours != theirs:
-        place = next(
-            (at for at, pair in enumerate(zip(ours, theirs, strict=False)) if len(set(pair)) > 1), 0
-        )
+        pairs = enumerate(zip(ours, theirs, strict=False))
+        place = next((place for place, (mine, other) in pairs if mine != other), 0)
+        token = tokenizer.id_to_token(ours[place])
         raise ConfigError(
-            f"{name} at {teacher.base_url} has another tokenizer than the policy: {own.id_to_token(ours[place])!r} is "
+            f"{name} at {teacher.base_url} has another tokenizer than the policy: {token!r} is "
             f"{ours[place]} in the policy's, and it reads {theirs[place : place + 1]}; take one of the same family"
         )
 
 
 def _token_ids(folder: Path) -> Mapping[str, int] | None:
-    """Of a tokenizer.json: every token's id; None where the folder has none of its own."""
-    written = read_json(folder / "tokenizer.json")
-    vocab = written.get("model", {}).get("vocab")
-    if isinstance(vocab, list):  # of Unigram: pairs of a token and its score
+    """Return every token's id of a tokenizer.json; None where the folder has none of its own."""
+    tokenizer = read_json(folder / "tokenizer.json")
+    vocab = tokenizer.get("model", {}).get("vocab")
+    if isinstance(vocab, list):  # Unigram's: pairs of a token and its score
         vocab = {piece[0]: place for place, piece in enumerate(vocab)}
     if vocab is None:
         return None
-    return {**vocab, **{one["content"]: one["id"] for one in written.get("added_tokens") or ()}}
+    added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
+    return {**vocab, **added}

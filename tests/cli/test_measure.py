@@ -12,7 +12,7 @@ from ycore_cli.main import run
 
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.evaluation.evaluator import _position_bias
-from ycore.evaluation.preflight_verdict import Measurements, verdict
+from ycore.evaluation.preflight_verdict import PreflightMeasurements, preflight_verdict
 from ycore.models.hub import HubAnswer
 from ycore.models.tiny import write_tiny_model
 from ycore.run.reports import TRACKER_GROUP
@@ -84,8 +84,10 @@ def test_a_run_is_not_started_where_nothing_can_be_learned(
 def test_a_sampled_completion_is_printed_as_data(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured = Measurements(4, 4, 8, 64, truncated=0.0, equal=0.0, rewards=(0.0, 1.0), masked=0.0)
-    result: dict[str, Any] = {"preflight": asdict(measured), **asdict(verdict(measured))}
+    measured = PreflightMeasurements(
+        4, 4, 8, 64, truncated=0.0, equal=0.0, rewards=(0.0, 1.0), masked=0.0
+    )
+    result: dict[str, Any] = {"preflight": asdict(measured), **asdict(preflight_verdict(measured))}
     result["samples"] = [{"completion": "\x1b[2J[/INST]\x07", "reward": 1.0}]
     monkeypatch.setattr("ycore.api.evaluations.run_preflight", lambda config: result)
     measure.preflight_or_exit(
@@ -95,24 +97,22 @@ def test_a_sampled_completion_is_printed_as_data(
 
 
 @pytest.mark.engine
-def test_weights_that_never_arrive_and_a_judge_that_never_parses_are_found_in_real_engines(
+def test_a_judge_that_never_parses_is_found_in_real_engines(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`sync_every: 0` freezes the engine at its first weights, as a broken sync would; a random model judges."""
+    """A random model judges."""
     words = typed(
         place,
-        "frozen",
+        "babbles",
         f"--reward {place}/rewards.py:spread --reward judge:{place}/babble.yaml --engine vllm --max-tokens 8 --json "
-        "--set engine.count=1 --set engine.max_model_len=512 --set sync_every=0",
+        "--set engine.count=1 --set engine.max_model_len=512",
     )
     assert run(["preflight", *words]) == 1
-    told = json.loads(capsys.readouterr().out)
-    measured = told["preflight"]
+    result = json.loads(capsys.readouterr().out)
+    measured = result["preflight"]
     assert measured["logprob_gap"] < 0.01  # on the first weights engine and trainer agree
-    assert measured["stale_gap"] < 0.01 < measured["sync_gap"]
-    found = " ".join(finding["what"] for finding in told["findings"])
-    assert "changed weights do not arrive" in found
-    assert measured["judges"]["calls"] == measured["judges"]["unreadable"] > 0 and "judge" in found
+    assert measured["judges"]["calls"] == measured["judges"]["unreadable"] > 0
+    assert "judge" in " ".join(finding["what"] for finding in result["findings"])
 
 
 def test_a_benchmark_is_its_row_of_the_table_under_the_users_options(

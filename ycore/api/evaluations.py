@@ -13,10 +13,10 @@ from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError, DataError
 from ycore.evaluation.preflight_verdict import (
     NUM_PROMPTS,
-    Measurements,
-    from_json,
+    PreflightMeasurements,
     histogram,
-    verdict,
+    parse_measurements,
+    preflight_verdict,
 )
 from ycore.launch.launcher import EVALUATOR, PREFLIGHT, run_worker
 from ycore.run.files import write_json_atomic
@@ -77,7 +77,7 @@ def compare_evaluations(
     root = Path(configs[0].output).parent
     weights = [reward.weight for reward in configs[0].rewards]
     answers = {
-        config.model: side_by_side.read_answers(Path(config.output), weights) for config in configs
+        config.model: side_by_side.read_results(Path(config.output), weights) for config in configs
     }
     first, *compared = answers
     differences = {
@@ -107,12 +107,16 @@ def run_preflight(config: RunConfig) -> dict[str, Any]:
     """Check and measure; the measurements, a few completions and the verdict, as JSON values."""
     checked_plan(config, trains=False)
     summary = run_worker(PREFLIGHT, config)
-    return {**summary, "output": config.output, **asdict(verdict(from_json(summary["preflight"])))}
+    return {
+        **summary,
+        "output": config.output,
+        **asdict(preflight_verdict(parse_measurements(summary["preflight"]))),
+    }
 
 
 def preflight_lines(result: Mapping[str, Any]) -> Iterator[str]:
     """Yield what was measured, the rewards as a histogram, a few completions, the verdict."""
-    measured = from_json(result["preflight"])
+    measured = parse_measurements(result["preflight"])
     for name, value in _measured_rows(measured):
         yield f"{name:<10} {value}"
     yield ""
@@ -135,7 +139,7 @@ def preflight_lines(result: Mapping[str, Any]) -> Iterator[str]:
         yield f"  also: {finding['what']}; {finding['mend']}"
 
 
-def _measured_rows(measured: Measurements) -> Iterator[tuple[str, str]]:
+def _measured_rows(measured: PreflightMeasurements) -> Iterator[tuple[str, str]]:
     size = f"{measured.num_prompts} prompts x {measured.group_size} completions"
     yield "sampled", f"{size}, {measured.mean_tokens:.4g} tokens each on average"
     yield "cut off", f"{measured.truncated:.0%} of the completions, at {measured.max_tokens} tokens"
@@ -149,6 +153,3 @@ def _measured_rows(measured: Measurements) -> Iterator[tuple[str, str]]:
         yield "judges", f"{judges.calls} verdicts, {judges.unreadable} unreadable"
     if measured.logprob_gap is not None:
         yield "logprobs", f"engine and trainer differ by {measured.logprob_gap:.4f} a token"
-    if measured.sync_gap is not None and measured.stale_gap is not None:
-        synced = f"after changed weights were sent, by {measured.sync_gap:.4f}"
-        yield "sync", f"{synced}; from the old ones by {measured.stale_gap:.4f}"

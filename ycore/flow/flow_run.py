@@ -19,7 +19,7 @@ from ycore.config.schema import EngineSettings, RewardConfig, a_fifth
 from ycore.data.prompts import PromptSet
 from ycore.engine.judge_engine import RemoteJudge
 from ycore.errors import Interrupted, RunError
-from ycore.evaluation.held_out import figures_of, is_due
+from ycore.evaluation.held_out import is_due, row_figures
 from ycore.flow.conditions import IMAGES, load_conditions
 from ycore.flow.flow_folder import FlowFolder
 from ycore.flow.flow_settings import FlowConfig
@@ -248,7 +248,7 @@ class FlowRun:
         contact_sheet(policy, self._plain, self._asked_classes(asked), self.home.pictures)
         measured = [row for row in self._rows if is_evaluation(row)]
         ends = {
-            name: figures_of(row)
+            name: row_figures(row)
             for name, row in (("before", measured[0]), ("after", measured[-1]))
         }
         found: dict[str, Any] = {"held_out": ends}

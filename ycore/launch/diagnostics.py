@@ -31,7 +31,7 @@ _HELPERS = (
 _ROLES = {
     "ycore.trainer": "trainer",
     "ycore.evaluation.evaluator": "evaluator",
-    "ycore.evaluation.preflight_round": "preflight",
+    "ycore.evaluation.preflight": "preflight",
     "ycore.rewards.worker": "rewards",
 }
 """Roles by the module that `python -m` runs."""

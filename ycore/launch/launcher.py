@@ -45,7 +45,7 @@ class RunKind:
 
 TRAINER = RunKind("trainer", "ycore.trainer")
 EVALUATOR = RunKind("evaluator", "ycore.evaluation.evaluator", result_file="eval.json")
-PREFLIGHT = RunKind("preflight", "ycore.evaluation.preflight_round", result_file="preflight.json")
+PREFLIGHT = RunKind("preflight", "ycore.evaluation.preflight", result_file="preflight.json")
 
 
 def run_worker(

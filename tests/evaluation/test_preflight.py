@@ -12,8 +12,12 @@ import pytest
 from transformers import AutoTokenizer
 
 from ycore.config.schema import EngineSettings, RewardConfig, RewardSettings, RunConfig
-from ycore.evaluation.preflight_round import check_template, of_groups, samples, weight_limit
-from ycore.evaluation.preflight_verdict import Measurements, from_json, verdict
+from ycore.evaluation.preflight import add_groups, check_template, samples_of, weight_limit
+from ycore.evaluation.preflight_verdict import (
+    PreflightMeasurements,
+    parse_measurements,
+    preflight_verdict,
+)
 from ycore.models.tiny import write_tiny_model
 from ycore.run.files import write_json_atomic
 from ycore.run.paths import RunFolder
@@ -63,9 +67,9 @@ def run_folder(
     return folder
 
 
-def preflight(folder: RunFolder) -> tuple[Measurements, list[dict[str, Any]]]:
+def preflight(folder: RunFolder) -> tuple[PreflightMeasurements, list[dict[str, Any]]]:
     done = subprocess.run(
-        [sys.executable, "-m", "ycore.evaluation.preflight_round", str(folder.root)],
+        [sys.executable, "-m", "ycore.evaluation.preflight", str(folder.root)],
         env={
             **os.environ,
             "HF_HUB_OFFLINE": "1",
@@ -78,7 +82,7 @@ def preflight(folder: RunFolder) -> tuple[Measurements, list[dict[str, Any]]]:
     )
     assert done.returncode == 0, done.stderr
     told = json.loads((folder.root / "preflight.json").read_text())
-    return from_json(told["preflight"]), told["samples"]
+    return parse_measurements(told["preflight"]), told["samples"]
 
 
 def test_truncation_equal_rewards_and_a_long_prompt_are_measured(
@@ -94,11 +98,9 @@ def test_truncation_equal_rewards_and_a_long_prompt_are_measured(
         1,
         7,
     )
-    assert (
-        measured.logprob_gap is None and measured.sync_gap is None
-    )  # the trainer's own weights generate
+    assert measured.logprob_gap is None  # the trainer's own weights generate
     assert measured.template.problems == () and measured.template.end_of_turn is None
-    found = [finding.what for finding in verdict(measured).findings]
+    found = [finding.what for finding in preflight_verdict(measured).findings]
     assert "1 of 20 prompts are longer than the 62 tokens" in found[0]
     assert any("cut off at 2 tokens" in what for what in found)
     assert any("every reward is 0" in what for what in found)
@@ -112,11 +114,12 @@ def group(*completions: tuple[float | None, str]) -> Group:
 
 def test_what_groups_say() -> None:
     groups = [group((1.0, "stop"), (0.0, "length")), group((0.5, "stop"), (0.5, "stop"))]
-    told = of_groups(groups, weights=(1.0, 0.5), names=("a", "b"))
-    assert told["truncated"] == 0.25 and told["equal"] == 0.5 and told["masked"] == 0.0
-    assert told["rewards"] == (2.0, 1.0, 1.5, 1.5)
-    assert told["means"] == {"a": 0.5, "b": 2.0}
-    assert [row["reward"] for row in samples(groups, weights=(1.0, 0.5))] == [1.0, 1.5, 1.5, 2.0]
+    empty = PreflightMeasurements(0, 2, 8, 64, truncated=0.0, equal=0.0, rewards=(), masked=0.0)
+    measured = add_groups(empty, groups, weights=(1.0, 0.5), names=("a", "b"))
+    assert (measured.truncated, measured.equal, measured.masked) == (0.25, 0.5, 0.0)
+    assert measured.rewards == (2.0, 1.0, 1.5, 1.5)
+    assert measured.means == {"a": 0.5, "b": 2.0}
+    assert [row["reward"] for row in samples_of(groups, weights=(1.0, 0.5))] == [1.0, 1.5, 1.5, 2.0]
 
 
 # -- chat templates ----------------------------------------------------------------------------------------------------

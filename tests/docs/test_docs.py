@@ -23,6 +23,7 @@ from pydantic_core import PydanticUndefined
 from ycore_cli.main import app
 
 from tests.chaos.__main__ import make_parser as scorecard_parser
+from tests.gpu.__main__ import make_parser as gpu_parser
 from tests.models.test_gguf_file import write_random_model
 from ycore.api import functions
 from ycore.api.run_settings import config_of
@@ -445,7 +446,8 @@ def test_every_option_is_documented_and_no_other(command: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_options_that_a_page_mentions_exist(page: Path) -> None:
-    of_scorecard = set(re.findall(r"--[a-z-]+", scorecard_parser().format_help()))
+    helps = scorecard_parser().format_help() + gpu_parser().format_help()
+    of_scorecard = set(re.findall(r"--[a-z-]+", helps))
     known = (
         {"--version"}
         | OF_TRL

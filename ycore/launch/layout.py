@@ -155,7 +155,7 @@ def site_of(config: BaseConfig, *, trains: bool = True) -> Site:
     return Site(folder, layout, machine, trains)
 
 
-def check_ranks(config: BaseConfig, layout: Layout, machine: Machine) -> None:
+def check_ranks_fit(config: BaseConfig, layout: Layout, machine: Machine) -> None:
     """Check that every rank has a device or a core; else ConfigError with the nearest number that works."""
     count = layout.local
     parts, kind = machine.parts
@@ -248,7 +248,7 @@ def layout_of(config: BaseConfig, machine: Machine) -> Layout:
         world = int(config.processes)
         settings = accelerate_config(name, processes=world, on_cpu=not machine.devices, dtype=dtype)
         layout = Layout(world, accelerate=settings)
-    check_ranks(config, layout, machine)
+    check_ranks_fit(config, layout, machine)
     return layout
 
 

@@ -105,7 +105,7 @@ def publish(folder: Path, step: int, *, world: int) -> Path:
     return place
 
 
-def read_manifest(checkpoint: Path) -> Manifest:
+def read_checkpoint_manifest(checkpoint: Path) -> Manifest:
     """Return a checkpoint's manifest; RunFolderError where it is missing or damaged, or lists too little."""
     path = checkpoint / _MANIFEST
     try:
@@ -139,10 +139,10 @@ def _lacking(manifest: Manifest) -> str | None:
     return "weights"
 
 
-def problem_of(checkpoint: Path) -> str | None:
+def checkpoint_problem(checkpoint: Path) -> str | None:
     """Say in a few words why a checkpoint does not verify; None where every file is there, whole and unchanged."""
     try:
-        manifest = read_manifest(checkpoint)
+        manifest = read_checkpoint_manifest(checkpoint)
         if manifest.step != step_of(checkpoint):
             return f"its manifest is of step {manifest.step}"
         return _first_damage(checkpoint, manifest.files)
@@ -174,7 +174,7 @@ def newest_whole(folder: Path, *, say: Say) -> Path | None:
     """
     reasons = []
     for checkpoint in reversed(checkpoints_in(folder)):
-        problem = problem_of(checkpoint)
+        problem = checkpoint_problem(checkpoint)
         if problem is None:
             return checkpoint
         moved = _move(checkpoint, "damaged-")
@@ -199,7 +199,7 @@ def newest_for(folder: Path, *, world: int, say: Say) -> Path | None:
 
 def check_ranks(checkpoint: Path, *, world: int) -> None:
     """RunFolderError where another number of ranks saved the checkpoint, and `world` ranks cannot go on from it."""
-    manifest = read_manifest(checkpoint)
+    manifest = read_checkpoint_manifest(checkpoint)
     if manifest.world == world:
         return
     problem = None

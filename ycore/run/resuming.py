@@ -16,11 +16,11 @@ from ycore.errors import RunFolderError
 from ycore.run.checkpoints import (
     check_ranks,
     checkpoint_of,
+    checkpoint_problem,
     checkpoints_in,
     clear_leftovers,
     newest_whole,
-    problem_of,
-    read_manifest,
+    read_checkpoint_manifest,
     set_aside_after,
     step_of,
 )
@@ -150,7 +150,7 @@ def check_checkpoint(folder: RunFolder, step: int) -> None:
         return
     if not checkpoint.is_dir():
         raise RunFolderError(f"{folder.root} has no checkpoint of step {step}; {_listed(folder)}")
-    if problem := problem_of(checkpoint):
+    if problem := checkpoint_problem(checkpoint):
         raise RunFolderError(f"{checkpoint} is damaged ({problem}); {_listed(folder)}")
 
 
@@ -210,7 +210,7 @@ def check_world(folder: RunFolder, options: Resume, *, world: int) -> None:
         if options.step not in (None, step_of(checkpoint)):
             continue
         try:
-            read_manifest(checkpoint)
+            read_checkpoint_manifest(checkpoint)
         except RunFolderError:
             continue  # it is passed over when the run goes on
         check_ranks(checkpoint, world=world)
@@ -220,7 +220,7 @@ def check_world(folder: RunFolder, options: Resume, *, world: int) -> None:
 def _world_before(folder: RunFolder, newest: Path | None) -> int | None:
     """Return the number of ranks that left the checkpoint, or else the first round; None where neither is there."""
     if newest is not None:
-        return read_manifest(newest).world
+        return read_checkpoint_manifest(newest).world
     with contextlib.suppress(RunFolderError, FileNotFoundError):
         return int(read_label(round_file(folder.journal, 0, 0))["world"])
     return None

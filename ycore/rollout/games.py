@@ -78,13 +78,13 @@ class TextArena:
 
 def _split(name: str) -> tuple[str, dict[str, Any]]:
     """Name and arguments of a `scheme:NAME?key=value`."""
-    from ycore.data.generated import as_json, parse_name
+    from ycore.data.generated import parse_name, typed_arguments
 
     try:
         found, given = parse_name(name)
     except DataError as error:
         raise Refused(str(error)) from None
-    return found, as_json(given)
+    return found, typed_arguments(given)
 
 
 class Gym:

@@ -77,11 +77,9 @@ class EnginePlan:
 
     @property
     def num_slots(self) -> int:
-        return (
-            len(self.engines) * self.served[0].width // slot_width(self.served)
-            if self.served
-            else 0
-        )
+        if not self.served:
+            return 0
+        return len(self.engines) * self.served[0].width // slot_width(self.served)
 
     @property
     def sleeps(self) -> bool:
@@ -103,28 +101,24 @@ class EnginePlan:
 
     def as_json(self) -> dict[str, Any]:
         """Return the content of engines.json, which the trainer reads."""
-        return {
+        content: dict[str, Any] = {
             "kind": self.kind.name,
             "engines": [engine.name for engine in self.engines],
             "num_slots": self.num_slots,
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.engines[0].max_num_seqs if self.engines else None,
-            "scorers": [_as_json(model) for model in self.served[1:]],
-            **({"sleeps": True} if self.sleeps else {}),
-            **(
-                {"offload": self.sharing.offload}
-                if self.sharing is not None and self.sleeps
-                else {}
-            ),
-            **(
-                {"on_host": True}
-                if self.sharing is not None and not self.sharing.has_trainer
-                else {}
-            ),
+            "scorers": [_scorer_json(model) for model in self.served[1:]],
         }
+        if self.sleeps:
+            content["sleeps"] = True
+        if self.sharing is not None and self.sleeps:
+            content["offload"] = self.sharing.offload
+        if self.sharing is not None and not self.sharing.has_trainer:
+            content["on_host"] = True
+        return content
 
 
-def _as_json(scorer: ServedModel) -> dict[str, Any]:
+def _scorer_json(scorer: ServedModel) -> dict[str, Any]:
     return {
         "role": scorer.role,
         "sources": list(scorer.sources),

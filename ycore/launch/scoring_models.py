@@ -149,7 +149,8 @@ def check_scorers(config: RunConfig, columns: Sequence[str], *, engine: EngineKi
     lines = []
     for spec in config.rewards:
         if is_judge(spec):
-            name, judge = spec.reward.removeprefix(JUDGE_PREFIX), judge_of(spec)
+            name = spec.reward.removeprefix(JUDGE_PREFIX)
+            judge = judge_of(spec)
             require_columns(name, judge, columns)
             lines.append(f"judge {name}: {_check_judge(f'judge {name}', judge, config, engine)}")
         elif is_agreement(spec):
@@ -161,22 +162,22 @@ def check_scorers(config: RunConfig, columns: Sequence[str], *, engine: EngineKi
         elif is_reward_model(spec):
             way_out = "score with a function: --reward FILE.py:FUNCTION"
             for model in reward_model_of(spec).models:
-                plan = _served(
-                    f"reward model {model}", model, config, engine, f"install vLLM, or {way_out}"
-                )
+                name = f"reward model {model}"
+                plan = _served(name, model, config, engine, f"install vLLM, or {way_out}")
                 if plan.config is not None:
                     _check_classifier(model, plan.config)
-                lines.append(f"reward model {model}: {plan.note}, one number a completion")
+                lines.append(f"{name}: {plan.note}, one number a completion")
         elif is_teacher(spec):
             lines.append(_check_teacher(teacher_of(spec), config, engine))
     return lines
 
 
 def _check_teacher(teacher: Teacher, config: RunConfig, engine: EngineKind) -> str:
-    name, exact = f"teacher {teacher.model}", config.teaches_exactly
+    name = f"teacher {teacher.model}"
+    is_exact = config.teaches_exactly
     policy = resolve_model(config.model, trust_remote_code=config.trust_remote_code)
     if teacher.base_url is not None:
-        if exact:
+        if is_exact:
             raise ConfigError(
                 f"{name}: distill.divergence={config.distill.divergence} needs the teacher's weights, and it is at "
                 f"{teacher.base_url}; leave distill.divergence out, or base_url"
@@ -185,15 +186,13 @@ def _check_teacher(teacher: Teacher, config: RunConfig, engine: EngineKind) -> s
         if policy.ready and policy.folder is not None:
             check_tokens_at(policy.folder, teacher)
         return f"{name}: at {teacher.base_url}, the probability of each token"
-    plan = _served(name, teacher.model, config, VLLM if exact else engine, _WITHOUT_ENGINES)
+    plan = _served(name, teacher.model, config, VLLM if is_exact else engine, _WITHOUT_ENGINES)
     if plan.ready and plan.folder is not None and policy.ready and policy.folder is not None:
         check_same_tokens(policy.folder, plan.folder, name=teacher.model)
-    gives = (
-        f"{config.distill.divergence}, exact, in the trainer"
-        if exact
-        else "the probability of each token"
-    )
-    return f"{name}: {plan.note}, {gives}"
+    score = "the probability of each token"
+    if is_exact:
+        score = f"{config.distill.divergence}, exact, in the trainer"
+    return f"{name}: {plan.note}, {score}"
 
 
 def check_teachers(config: RunConfig, policy: Path, fetch: Callable[[str], Path]) -> None:
@@ -296,7 +295,8 @@ def _check_classifier(name: str, model_config: Mapping[str, Any]) -> None:
 
 def check_same_tokens(policy: Path, teacher: Path, *, name: str) -> None:
     """Check that two tokenizers give every token the same id: a teacher is asked for the policy's ids."""
-    ours, theirs = _token_ids(policy), _token_ids(teacher)
+    ours = _token_ids(policy)
+    theirs = _token_ids(teacher)
     if ours is None or theirs is None or ours == theirs:
         return
     differing = {token for token, _ in ours.items() ^ theirs.items()}

@@ -1,4 +1,4 @@
-"""trace.json: every turn, swap and round of a run, in the format that Perfetto and chrome://tracing open.
+"""Write and read trace.json: requests, swaps and rounds of a run, for Perfetto and chrome://tracing.
 
 A span is written when it is over; levels are written once a second. The file is a JSON array, an event a line. The
 format lets the closing bracket be missing, so the file of a killed run opens too. Ranks append whole lines to it.
@@ -17,8 +17,13 @@ from ycore.run.files import LineFollower
 _OPENING = "[\n"
 _CLOSING = "\n]\n"
 
-SWAP, ROUND, SYNC, EVALUATION, TRAIN = "swap", "round", "sync", "eval", "train"
-WAITING, IN_FLIGHT = "waiting", "in flight"
+SWAP = "swap"
+ROUND = "round"
+SYNC = "sync"
+EVALUATION = "eval"
+TRAIN = "train"
+WAITING = "waiting"
+IN_FLIGHT = "in flight"
 FULL = "trace is full"
 
 
@@ -78,7 +83,8 @@ class TraceWriter:
     def flush(self) -> None:
         if self.path is None or not self._lines:
             return
-        lines, self._lines = self._lines, []
+        lines = self._lines
+        self._lines = []
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
         with os.fdopen(descriptor, "r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # ranks write to one file

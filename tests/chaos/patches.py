@@ -124,8 +124,8 @@ MUTATIONS: tuple[Patch, ...] = (
             ),
             Edit(
                 "ycore/trl/seam.py",
-                '        identity = f"{use}/',
-                '        return\n        identity = f"{use}/',
+                "        identity = (\n",
+                "        return\n        identity = (\n",
             ),
         ),
     ),

@@ -63,6 +63,7 @@ def flow(context: typer.Context, **options: Any) -> None:
     ycore flow --recipe digits
     ycore flow --model my-model --dataset prompts.jsonl --reward rewards.py:score --eval-reward judge.py:reads
     """
+    from ycore.api.run_settings import stored_settings
     from ycore.config.recipe_files import load_recipe, recipe_name
     from ycore.flow.flow_settings import resolve_flow
 
@@ -70,7 +71,7 @@ def flow(context: typer.Context, **options: Any) -> None:
     keys, recipe = flow_keys(options), options["recipe"]
     base: dict[str, Any] = load_recipe(recipe, command="flow") if recipe else {}
     if resume and not recipe and "output" in keys:
-        base = o.stored_config(keys["output"])
+        base = stored_settings(keys["output"])
     name = recipe_name(recipe) if recipe else None
     config = o.completed(
         resolve_flow(recipe=base, sets=options["set_"] or (), options=keys, run_name=name)
@@ -166,7 +167,7 @@ def flow_plan(config: "FlowConfig", *, resume: bool, how: "Resume") -> dict[str,
                 sandbox=config.sandbox,
                 run_folder=Path(config.output),
             )
-    check_claim(RunFolder(Path(config.output)), config, resume=resume, how=how)
+    check_claim(RunFolder(Path(config.output)), config, resume=resume, resume_options=how)
     return {
         "config": redact(config.model_dump(mode="json")),
         "model": {

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from ycore_cli import options as o
-from ycore_cli.output import print_json, print_table, stdout_for_json
+from ycore_cli.output import print_json, print_line, print_table, stdout_for_json
 
 from ycore.errors import ConfigError, RunFolderError
 from ycore.run.files import write_json_atomic
@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 
 Page = Annotated[
     Path | None, typer.Option(help="The page to write; report.html in the first run's folder.")
-]
-Engines = Annotated[
-    bool, typer.Option("--engines", help="Start a real engine too, which takes half a minute.")
 ]
 DocsPage = Annotated[
     str | None, typer.Argument(metavar="[PAGE]", help="A page's name; e.g. rewards.")
@@ -94,46 +91,6 @@ def report(
         print_table([("damaged", problem) for run in made for problem in run.problems])
 
 
-def env(json: o.Json = False) -> None:
-    """Show what is installed, what is missing, and how to fix it.
-
-    \b
-    ycore env
-    ycore env --json
-    """
-    from ycore.launch.doctor import environment_report
-
-    with stdout_for_json(json):
-        report = environment_report()
-    _print_checks(report, json=json)
-
-
-def doctor(engines: Engines = False, json: o.Json = False) -> None:
-    """Try out what a run needs, and say how to fix it.
-
-    \b
-    Versions, devices, memory, disk, sockets, locks, and every role in its own process.
-    Exit status 1 where something is broken.
-
-    \b
-    ycore doctor
-    ycore doctor --engines
-    """
-    from ycore.launch.doctor import doctor_report
-
-    with stdout_for_json(json):
-        report = doctor_report(engines=engines)
-    _print_checks(report, json=json)
-    if not json:
-        num_broken = sum(not check["ok"] for check in report["checks"])
-        if num_broken:
-            print(f"{num_broken} to mend; each line ends with how")
-        else:
-            print("everything works")
-    if not report["ok"]:
-        raise typer.Exit(1)
-
-
 def recipes(json: o.Json = False) -> None:
     """List the recipes that come with ycore.
 
@@ -141,8 +98,8 @@ def recipes(json: o.Json = False) -> None:
     ycore recipes
     ycore grpo --recipe quickstart --dry-run
     """
+    from ycore.api.reproduce import stored_band
     from ycore.config.recipe_files import list_recipes
-    from ycore.tools.reproduce import stored_band
 
     entries = [(entry, stored_band(entry.name)) for entry in list_recipes()]
     if json:
@@ -216,17 +173,6 @@ def agents() -> None:
     docs("skill")
 
 
-def _print_checks(report: Mapping[str, Any], *, json: bool) -> None:
-    if json:
-        print_json(report)
-        return
-    rows = []
-    for check in report["checks"]:
-        mend = f"  -> {check['mend']}" if check["mend"] else ""
-        rows.append((check["name"], f"{'ok ' if check['ok'] else '-- '} {check['value']}{mend}"))
-    print_table(rows)
-
-
 def reproduce(
     recipe: Recipe,
     seeds: Seeds = 3,
@@ -247,11 +193,10 @@ def reproduce(
     ycore reproduce quickstart --seeds 3
     ycore reproduce quickstart --seeds 3 --write-band band.json
     """
-    from ycore_cli.output import stdout_for_json
 
+    from ycore.api.reproduce import MIN_SEEDS
     from ycore.errors import Interrupted
     from ycore.run.reports import tracker_group
-    from ycore.tools.reproduce import MIN_SEEDS
 
     name = Path(recipe).stem
     root = output or Path("runs") / f"reproduce-{name}"
@@ -276,43 +221,39 @@ def reproduce(
 
 def _run_seed(recipe: str, seed: int, root: Path, *, sets: Sequence[str], dry_run: bool) -> None:
     """Run the recipe with this seed, or the rest of it, unless it is finished; RunFolderError for another run there."""
-    from ycore_cli.checks import checked_plan
-    from ycore_cli.train import run_training, train
+    from ycore_cli.train import train
 
-    from ycore.config.algorithms import families
+    from ycore.api.run_settings import complete_config
     from ycore.config.recipe_files import load_recipe
     from ycore.config.resolve import resolve_stored
-    from ycore.run.claim import AS_IT_WAS, changes, is_finished
+    from ycore.run.claim import changes, is_finished
     from ycore.run.paths import RunFolder
 
     folder, base = RunFolder(root), load_recipe(recipe)
     if "stages" in base:
         return _run_stages(base, seed, root, sets=sets, dry_run=dry_run)
-    config = o.completed(resolve_stored(base, sets, {"seed": seed, "output": str(root)}))
+    config = complete_config(resolve_stored(base, sets, {"seed": seed, "output": str(root)}))
     if is_finished(folder) and not changes(folder, config):
         return
-    resume = folder.config.is_file()
-    if config.algorithm in families():
-        train(config, resume=resume, dry_run=dry_run)
-        return
-    plan = checked_plan(config, resume=resume, how=AS_IT_WAS)
-    if not dry_run:
-        run_training(config, plan, resume=resume, how=AS_IT_WAS)
+    train(config, resume=folder.config.is_file(), dry_run=dry_run)
 
 
 def _run_stages(
     base: Mapping[str, Any], seed: int, root: Path, *, sets: Sequence[str], dry_run: bool
 ) -> None:
-    from ycore_cli.train import declared_stages, run_stages
-
+    from ycore.api.pipeline_run import declared_stages, run_declared
+    from ycore.api.stages import parse_pipeline
     from ycore.run.files import read_json
-    from ycore.tools.stages import parse_pipeline
 
-    declared = declared_stages(base, sets, seed=seed, output=str(root))
+    declared = declared_stages(base, sets, {"seed": seed, "output": str(root)})
     report = read_json(root / "pipeline.json") if (root / "pipeline.json").is_file() else {}
     if (report.get("status"), report.get("pipeline")) != ("finished", declared):
-        run_stages(
-            parse_pipeline(declared, name=root.name), declared, resume=bool(report), dry_run=dry_run
+        run_declared(
+            parse_pipeline(declared, name=root.name),
+            declared,
+            resume=bool(report),
+            dry_run=dry_run,
+            say=print_line,
         )
 
 
@@ -331,8 +272,8 @@ def _compare(
 
     from ycore_cli.output import print_json, print_table
 
+    from ycore.api import reproduce as tool
     from ycore.run.files import read_json
-    from ycore.tools import reproduce as tool
     from ycore.view.page import make_report, write_report
     from ycore.view.record import read_run
 

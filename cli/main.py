@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
-from ycore_cli.look import agents, docs, doctor, env, recipes, report, reproduce, watch
-from ycore_cli.measure import evaluate, preflight
-from ycore_cli.plan import plan
+from ycore_cli.look import agents, docs, recipes, report, reproduce, watch
+from ycore_cli.measure import doctor, evaluate, plan, preflight
 from ycore_cli.train import pipeline, resume, training_command
 from ycore_cli.use import chat, export, push, serve
 
@@ -41,7 +40,7 @@ for name, command in {
 }.items():
     app.command(name, context_settings=_ANY_TRL_FIELD)(command)
 _OTHERS: Sequence[Callable[..., Any]] = (
-    *(pipeline, recipes, env, doctor, report, watch),
+    *(pipeline, recipes, doctor, report, watch),
     *(chat, serve, export, push, reproduce, docs, agents),
 )
 for command in _OTHERS:

@@ -1,26 +1,96 @@
-"""`ycore preflight`: a minute or two with the run's own engines, prompts and rewards, and a verdict: will it learn?
-
-`ycore eval`: measure a model on held-out prompts, with the engines and rewards that training uses.
-"""
+"""The commands that tell whether a run will run and learn, `plan`, `doctor` and `preflight`, and `ycore eval`, which
+measures a model on held-out prompts with the engines and rewards that training uses."""
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from ycore_cli import options as o
-from ycore_cli.output import figures, print_json, print_line, print_table, stdout_for_json
+from ycore_cli.output import print_json, print_line, print_table, stdout_for_json
 
-from ycore.errors import ConfigError, DataError
-from ycore.run.files import write_json_atomic
+from ycore.errors import ConfigError
 
 if TYPE_CHECKING:
     from ycore.config.schema import RunConfig
-    from ycore.evaluation.preflight_verdict import Measurements
 
-_SAMPLE_WIDTH = 100
+Top = Annotated[str, typer.Option(metavar="N", help="Ways to show.")]
+Engines = Annotated[
+    bool, typer.Option("--engines", help="Start a real engine too, which takes half a minute.")
+]
+
+
+def plan(
+    context: typer.Context,
+    model: o.Model = None,
+    devices: o.Devices = None,
+    judge: o.Judge = None,
+    prompts_per_step: o.PromptsPerStep = None,
+    group_size: o.GroupSize = None,
+    max_tokens: o.MaxTokens = None,
+    prompt_tokens: o.PromptTokens = None,
+    completion_tokens: o.CompletionTokens = None,
+    lora: o.Lora = None,
+    quantize: o.Quantize = None,
+    accelerate: o.Accelerate = None,
+    dynamic_sampling: o.DynamicSampling = None,
+    set_: o.Set = None,
+    recipe: o.Recipe = None,
+    top: Top = "5",
+    json: o.Json = False,
+) -> None:
+    """Memory and time of a run, before it starts, on any devices.
+
+    \b
+    Reads the model's config.json alone, see docs/plan.md. Fields of TRL's GRPOConfig are options too.
+
+    \b
+    ycore plan --model Qwen/Qwen2.5-7B-Instruct --devices 8x80GB --max-tokens 1024 --prompts-per-step 64
+    ycore plan --recipe quickstart --devices cpu
+    """
+    from ycore.api.planning import make_run_plan, plan_in_words
+
+    with stdout_for_json(json):
+        made = make_run_plan(
+            _planned_config(context, recipe),
+            devices=devices,
+            judge=judge,
+            prompt_tokens=_whole_number("--prompt-tokens", prompt_tokens),
+            completion_tokens=_whole_number("--completion-tokens", completion_tokens),
+        )
+    values, lines = plan_in_words(made, recipe, top=_whole_number("--top", top) or 5)
+    if json:
+        print_json(values)
+    else:
+        for line in lines:
+            print_line(line)
+    if not made.ranking.fitting:
+        raise typer.Exit(1)
+
+
+def _planned_config(context: typer.Context, recipe: str | None) -> "RunConfig":
+    """Resolve the options and the recipe; what only a real run needs is filled in."""
+    from ycore.api.planning import planned_config
+    from ycore.config.algorithms import find_algorithm
+    from ycore.config.recipe_files import load_recipe
+
+    base = load_recipe(recipe) if recipe else {}
+    algorithm = find_algorithm(base.get("algorithm", "grpo")).name
+    if algorithm not in ("ppo", "distill"):  # only a critic and a teacher need more than GRPO
+        algorithm = "grpo"
+    options = o.typed_keys(context, algorithm=algorithm) | {"algorithm": algorithm}
+    return planned_config(base, options, sets=context.params.get("set_") or ())
+
+
+def _whole_number(option: str, text: str | None) -> int | None:
+    """Parse an option that is 1 or more; None where it was not given."""
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise ConfigError(
+            f"{option} takes a whole number of 1 or more; it is {text!r}; e.g. {option} 8"
+        )
+    return int(text)
 
 
 @o.takes({
@@ -43,38 +113,69 @@ def preflight(context: typer.Context, *, dry_run: bool, json: bool, **_: Any) ->
     ycore preflight --recipe quickstart
     ycore preflight --model smollm2-135m --dataset train.jsonl --reward rewards.py:score
     """
-    from ycore_cli.checks import checked_plan, plan_rows
-
+    from ycore.api.checks import checked_plan
+    from ycore.api.evaluations import preflight_config, preflight_lines, run_preflight
+    from ycore.api.tables import plan_rows
     from ycore.config.resolve import require_rollouts
 
     with stdout_for_json(json):
-        config = _in_own_folder(require_rollouts(o.resolve_config(context, algorithm="grpo")))
-        result = checked_plan(config, trains=False)
-        if not dry_run:
-            result = _run_preflight(config)
+        config = preflight_config(require_rollouts(o.resolve_config(context, algorithm="grpo")))
+        result = checked_plan(config, trains=False) if dry_run else run_preflight(config)
     if json:
         print_json(result)
     elif dry_run:
         print_table(plan_rows(result))
         print("Nothing was started; leave out --dry-run to measure.")
     else:
-        for line in _preflight_lines(result):
+        for line in preflight_lines(result):
             print_line(line)
     if not dry_run and not result["learns"]:
         raise typer.Exit(1)
 
 
-def fly_first(config: "RunConfig") -> None:
-    """Preflight before a training run, with the verdict on standard error; exit with status 1 if it will not learn."""
-    from ycore_cli.checks import checked_plan
+def preflight_or_exit(config: "RunConfig") -> None:
+    """Run a preflight, with the verdict on standard error; exit with status 1 if the run will not learn."""
+    from ycore.api.evaluations import preflight_config, preflight_lines, run_preflight
 
     with stdout_for_json(True):
-        alone = _in_own_folder(config)
-        checked_plan(alone, trains=False)
-        result = _run_preflight(alone)
-    for line in _preflight_lines(result):
+        result = run_preflight(preflight_config(config))
+    for line in preflight_lines(result):
         print_line(line, stream=sys.stderr)
     if not result["learns"]:
+        raise typer.Exit(1)
+
+
+def doctor(engines: Engines = False, json: o.Json = False) -> None:
+    """Try out what a run needs, and say how to fix it.
+
+    \b
+    Versions, devices, memory, disk, sockets, locks, and every role in its own process.
+    Exit status 1 where something is broken.
+
+    \b
+    ycore doctor
+    ycore doctor --engines
+    """
+    from ycore.launch.doctor import doctor_report
+
+    with stdout_for_json(json):
+        report = doctor_report(engines=engines)
+    if json:
+        print_json(report)
+    else:
+        num_broken = 0
+        rows = []
+        for check in report["checks"]:
+            num_broken += not check["ok"]
+            mend = f"  -> {check['mend']}" if check["mend"] else ""
+            rows.append(
+                (check["name"], f"{'ok ' if check['ok'] else '-- '} {check['value']}{mend}")
+            )
+        print_table(rows)
+        print(
+            f"{num_broken} to mend; each line ends with how" if num_broken else "everything works"
+        )
+    if not report["ok"]:
         raise typer.Exit(1)
 
 
@@ -106,26 +207,30 @@ def evaluate(
                --dataset 'task:addition?digits=1' --reward exact_answer
     ycore eval --model smollm2-135m --pairs --dataset pairs.jsonl --reward rm:runs/rm/model
     """
-    from ycore_cli.checks import plan_rows
+    from ycore.api.evaluations import compare_evaluations, evaluation_plan, run_evaluations
+    from ycore.api.tables import figure_rows, plan_rows
 
+    benchmark = context.params["benchmark"]
+    has_dataset = context.params["dataset"] is not None
     with stdout_for_json(json):
-        configs = _evaluations(context, output)
-        own = {
-            "benchmark": context.params["benchmark"],
-            "has_dataset": context.params["dataset"] is not None,
+        configs = _evaluation_configs(context, output)
+        results = {
+            config.model: evaluation_plan(config, benchmark=benchmark, has_dataset=has_dataset)
+            for config in configs
         }
-        result = {config.model: eval_plan(config, **own) for config in configs}
         if not (json and dry_run):
-            for plan in result.values():
+            for plan in results.values():
                 print_table(plan_rows(plan))
         if not dry_run:
-            result = measured(configs)
-    advice = _too_short(configs, result)
+            results = run_evaluations(configs)
+    advice = _length_advice(configs, results)
+    result: Mapping[str, Any] = results
+    lines: list[list[str]] = []
     if len(configs) == 1:
-        (result,) = result.values()
-        lines = figures(result)
+        (result,) = results.values()
+        lines = figure_rows(result)
     elif not dry_run:
-        result, lines = compared(configs, result)
+        result, lines = compare_evaluations(configs, results)
     if json:
         print_json(result)
     elif dry_run:
@@ -136,162 +241,33 @@ def evaluate(
         print_line(line, stream=sys.stderr)
 
 
-def measured(configs: "Sequence[RunConfig]") -> dict[str, Any]:
-    """The summary of each evaluation by its model; several are a group in trackers."""
-    from ycore.launch.launcher import EVALUATOR, run_worker
-    from ycore.run.reports import tracker_group
-
-    several = len(configs) > 1
-    with tracker_group(Path(configs[0].output).resolve().parent.name) if several else nullcontext():
-        return {config.model: run_worker(EVALUATOR, config) for config in configs}
-
-
-def _too_short(configs: "Sequence[RunConfig]", summaries: Mapping[str, Any]) -> list[str]:
-    """A line for each model of whose completions many are cut off."""
+def _length_advice(
+    configs: "Sequence[RunConfig]", summaries: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+    """Advise a longer `--max-tokens` for each model of whose completions many are cut off."""
     from ycore.evaluation.preflight_verdict import TRUNCATED_WARNS
 
-    return [
-        f"{cut:.0%} of the completions of {config.model} are cut off at {config.max_tokens} tokens; a longer "
-        f"--max-tokens would let more of them end, e.g. --max-tokens {4 * config.max_tokens}"
-        for config in configs
-        if (cut := summaries[config.model].get("cut_off", 0.0)) > TRUNCATED_WARNS
-    ]
+    lines = []
+    for config in configs:
+        cut_off = summaries[config.model].get("cut_off", 0.0)
+        if cut_off > TRUNCATED_WARNS:
+            lines.append(
+                f"{cut_off:.0%} of the completions of {config.model} are cut off at {config.max_tokens} tokens; a "
+                f"longer --max-tokens would let more of them end, e.g. --max-tokens {4 * config.max_tokens}"
+            )
+    return lines
 
 
-def _evaluations(context: typer.Context, output: str | None) -> "list[RunConfig]":
-    """One config for each model; several have folders of their own in one."""
+def _evaluation_configs(context: typer.Context, output: str | None) -> "list[RunConfig]":
+    """Resolve a config for each model; several have folders of their own in one."""
+    from ycore.api.evaluations import check_models_differ, with_folders
+    from ycore.api.run_settings import unused_folder
     from ycore.config.resolve import require_rollouts
 
     models = context.params["model"] or [None]
-    check_models(models)
+    check_models_differ(models)
     configs = []
     for model in models:
         context.params["model"] = model
         configs.append(require_rollouts(o.resolve_config(context, algorithm="eval")))
-    return in_folders(configs, output or o.unused_folder(configs[0].output))
-
-
-def check_models(models: Sequence[str | None]) -> None:
-    """ConfigError where one is named twice."""
-    if len(set(models)) < len(models):
-        raise ConfigError(
-            f"the models to compare must differ; they are {', '.join(map(str, models))}; name each once"
-        )
-
-
-def in_folders(configs: "Sequence[RunConfig]", root: str) -> "list[RunConfig]":
-    """The evaluation in `root`, or each of several in a folder of its own there; ConfigError for several on pairs."""
-    if len(configs) > 1 and configs[0].pairs:
-        raise ConfigError(
-            "pairs measure who scores, and several models write; give one --model, and several --reward"
-        )
-    names = (
-        [root]
-        if len(configs) == 1
-        else [f"{root}/model-{count}" for count in range(1, len(configs) + 1)]
-    )
-    return [
-        one.model_copy(update={"output": name}) for one, name in zip(configs, names, strict=True)
-    ]
-
-
-def eval_plan(config: "RunConfig", *, benchmark: str | None, has_dataset: bool) -> dict[str, Any]:
-    """What is measured; DataError that says what to fetch where a benchmark's data is out of reach."""
-    from ycore_cli.checks import checked_plan
-
-    from ycore.config.recipe_files import load_benchmark
-
-    try:
-        plan: dict[str, Any] = checked_plan(config, trains=False)
-    except DataError as problem:
-        file = None if not benchmark or has_dataset else load_benchmark(benchmark).get("file")
-        if file is None:
-            raise
-        why = str(problem).rpartition("; ")[0] or str(problem)
-        raise DataError(f"{why}; fetch {file}, and add --dataset FILE") from None
-    return plan
-
-
-def compared(
-    configs: "Sequence[RunConfig]", summaries: Mapping[str, Any]
-) -> tuple[dict[str, Any], list[list[str]]]:
-    """The finished evaluations compared with the first, as JSON values and as a table; both are written down too."""
-    from ycore.evaluation import side_by_side as tool
-
-    root, weights = Path(configs[0].output).parent, [reward.weight for reward in configs[0].rewards]
-    answers = {config.model: tool.read_answers(Path(config.output), weights) for config in configs}
-    first, *others = answers
-    differences = {name: tool.difference(answers[first], answers[name]) for name in others}
-    result = {"models": dict(summaries), "differences": differences, "output": str(root)}
-    tool.write_differences(answers, root / tool.DIFFERENCES)
-    write_json_atomic(root / tool.COMPARISON, result)
-    table = tool.table_lines(summaries, differences)
-    return result, [*table, ["written", str(root / tool.DIFFERENCES), *[""] * (len(table[0]) - 2)]]
-
-
-def _in_own_folder(config: "RunConfig") -> "RunConfig":
-    """The same run in another folder, in one process, with as many prompts as a preflight takes."""
-    from ycore.evaluation.preflight_verdict import NUM_PROMPTS
-
-    folder = o.unused_folder(f"{config.output}-preflight")
-    alone = {"output": folder, "prompts_per_step": NUM_PROMPTS, "processes": 1, "accelerate": None}
-    return config.model_copy(update=alone)
-
-
-def _run_preflight(config: "RunConfig") -> dict[str, Any]:
-    """The measurements, a few completions and the verdict, as JSON values."""
-    from dataclasses import asdict
-
-    from ycore.evaluation.preflight_verdict import from_json, verdict
-    from ycore.launch.launcher import PREFLIGHT, run_worker
-
-    summary = run_worker(PREFLIGHT, config)
-    return {**summary, "output": config.output, **asdict(verdict(from_json(summary["preflight"])))}
-
-
-def _preflight_lines(result: Mapping[str, Any]) -> Iterator[str]:
-    """What was measured, the rewards as a histogram, a few completions, the verdict."""
-    from ycore.evaluation.preflight_verdict import from_json, histogram
-
-    measured = from_json(result["preflight"])
-    for name, value in _measured_rows(measured):
-        yield f"{name:<10} {value}"
-    yield ""
-    bins = [(low, high, count) for low, high, count in histogram(measured.rewards) if count]
-    most = max((count for _, _, count in bins), default=1)
-    for low, high, count in bins:
-        edges = f"{low:.2f}" if low == high else f"{low:.2f} to {high:.2f}"
-        yield f"reward {edges:<16} {count:>4} {'#' * max(1, round(30 * count / most))}"
-    if result["samples"]:
-        yield ""
-    for sample in result["samples"]:
-        text = " ".join(str(sample["completion"]).split())
-        shown = text if len(text) <= _SAMPLE_WIDTH else text[: _SAMPLE_WIDTH - 3] + "..."
-        yield f"{'masked' if sample['reward'] is None else format(sample['reward'], '.2f'):>7}  {shown}"
-    yield from ["", result["in_words"]]
-    yield from (
-        f"  also: {finding['what']}; {finding['mend']}" for finding in result["findings"][1:]
-    )
-
-
-def _measured_rows(measured: "Measurements") -> Iterator[tuple[str, str]]:
-    size = f"{measured.num_prompts} prompts x {measured.group_size} completions"
-    yield "sampled", f"{size}, {measured.mean_tokens:.4g} tokens each on average"
-    yield "cut off", f"{measured.truncated:.0%} of the completions, at {measured.max_tokens} tokens"
-    yield "all equal", f"{measured.equal:.0%} of the groups, which teach nothing"
-    yield (
-        "time",
-        f"{measured.generate_s:.1f} s to generate, {measured.reward_s:.1f} s more to score",
-    )
-    if lengths := measured.prompts:
-        yield (
-            "prompts",
-            f"{lengths.rows}, the longest of {lengths.longest} tokens; {lengths.room} fit",
-        )
-    if judges := measured.judges:
-        yield "judges", f"{judges.calls} verdicts, {judges.unreadable} unreadable"
-    if measured.logprob_gap is not None:
-        yield "logprobs", f"engine and trainer differ by {measured.logprob_gap:.4f} a token"
-    if measured.sync_gap is not None and measured.stale_gap is not None:
-        synced = f"after changed weights were sent, by {measured.sync_gap:.4f}"
-        yield "sync", f"{synced}; from the old ones by {measured.stale_gap:.4f}"
+    return with_folders(configs, output or unused_folder(configs[0].output))

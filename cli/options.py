@@ -5,20 +5,16 @@ declare are fields of TRL's config, by TRL's name with dashes or underscores.
 """
 
 import inspect
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
 from ycore.errors import ConfigError, nearest
-from ycore.run.paths import RunFolder
 
 if TYPE_CHECKING:
-    from ycore.config.schema import AnyConfig, BaseConfig
-
-_Config = TypeVar("_Config", bound="BaseConfig")
+    from ycore.config.schema import AnyConfig
 
 
 def text(help: str, *names: str, metavar: str | None = None) -> Any:
@@ -215,14 +211,11 @@ AcceptChanges = switch(
     "Go on even though settings, dataset, model or rewards have changed.", "--accept-changes"
 )
 
-# Plans, simulations, pipelines
+# Plans, pipelines
 Devices = text("8x80GB, 4xH100, 2xcpu, cpu; this machine if not given.", metavar="NxKIND")
 Judge = text("A generative judge too; e.g. Qwen3-8B.", metavar="MODEL")
 PromptTokens = number("Tokens of a prompt; the default is 256.")
 CompletionTokens = number("Mean tokens of a completion; --max-tokens if not given.")
-Trace = text("Play a run's trace.json again; e.g. runs/first.", metavar="RUN")
-MeanTokens = number("Mean length of a completion; a third of the longest.")
-Picture = text("Draw the last round of each; e.g. placements.png.", metavar="FILE")
 StageSet = texts(
     "Any key of a stage; may be repeated; e.g. sft.steps=50.", "--set", metavar="STAGE.KEY=VALUE"
 )
@@ -278,6 +271,7 @@ def takes(options: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callabl
 
 def resolve_config(context: typer.Context, *, algorithm: str, resume: bool = False) -> "AnyConfig":
     """The validated config of a command, from its recipe or the run in `--output` (`resume`), and its options."""
+    from ycore.api.run_settings import complete_config
     from ycore.config.recipe_files import load_benchmark, load_recipe, recipe_name
     from ycore.config.resolve import resolve
 
@@ -289,18 +283,7 @@ def resolve_config(context: typer.Context, *, algorithm: str, resume: bool = Fal
     if algorithm == "eval":
         base.pop("output", None)  # a recipe's own folder is its training run's
     run_name = recipe_name(recipe) if recipe else None
-    return completed(resolve(recipe=base, sets=sets, options=options, run_name=run_name))
-
-
-def completed(config: "_Config") -> "_Config":
-    """Read the files of a config's judges into it, and settle what `auto` means on this machine."""
-    from ycore.config.schema import ScoredConfig
-    from ycore.judge.sources import with_declarations
-    from ycore.launch.layout import on_machine
-
-    if isinstance(config, ScoredConfig):
-        config = with_declarations(config)
-    return on_machine(config)
+    return complete_config(resolve(recipe=base, sets=sets, options=options, run_name=run_name))
 
 
 def typed_keys(
@@ -400,28 +383,15 @@ def _trl_options(
     return values
 
 
-def stored_config(run: str) -> dict[str, Any]:
-    """The settings of a run's folder; {} where it holds none. Its secrets are `***`, and must be given again."""
-    from ycore.run.claim import held_config
-    from ycore.run.secrets import without_hub_token
-
-    folder = RunFolder(Path(run).expanduser())
-    return without_hub_token(held_config(folder)) if folder.config.is_file() else {}
-
-
-def unused_folder(output: str) -> str:
-    """`output`, or the first unused of `output-2`, `-3`, ..., so that a command can be repeated."""
-    names = itertools.chain([output], (f"{output}-{count}" for count in itertools.count(2)))
-    return next(name for name in names if not Path(name).exists())
-
-
 def _stored(options: Mapping[str, Any], *, resume: bool) -> dict[str, Any]:
-    """The settings of the run that is resumed or replayed, so that its folder is enough."""
+    """Read the settings of the run that is resumed or replayed, so that its folder is enough."""
+    from ycore.api.run_settings import stored_settings
+
     if resume and options.get("output"):
-        return stored_config(options["output"])
+        return stored_settings(options["output"])
     if options.get("replay"):
         run = options["replay"].rstrip("/")
-        return stored_config(run) | {"output": f"{run}-replay", "keep_journal": False}
+        return stored_settings(run) | {"output": f"{run}-replay", "keep_journal": False}
     return {}
 
 

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from ycore.api.tables import aligned
 from ycore.run.files import json_safe, read_json
 from ycore.run.paths import RunFolder
 from ycore.run.text import printable
@@ -48,27 +49,6 @@ def print_line(text: str, *, stream: TextIO | None = None) -> None:
 def print_table(rows: Iterable[Sequence[str]]) -> None:
     for line in aligned(rows):
         print_line(line)
-
-
-def aligned(rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Columns, each but the last as wide as its longest entry; every row has as many."""
-    rows = list(rows)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
-    return ("  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows)
-
-
-def figures(summary: Mapping[str, Any]) -> list[list[str]]:
-    """The plain values of an evaluation's summary, for a person."""
-    return [
-        [key, number(value)]
-        for key, value in summary.items()
-        if isinstance(value, int | float | str)
-    ]
-
-
-def number(value: Any) -> str:
-    """A number for a person: `0.4167`, `60`, `1e-05`."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def print_closing(config: "RunConfig") -> None:

@@ -2,12 +2,13 @@
 
 import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from ycore_cli import options as o
+from ycore_cli.measure import preflight_or_exit
 from ycore_cli.output import (
     evaluation_rows,
     print_closing,
@@ -23,9 +24,7 @@ from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
 
 if TYPE_CHECKING:
-    from ycore.config.schema import AnyConfig, BaseConfig, TuneConfig
-    from ycore.run.claim import Resume
-    from ycore.tools.stages import Pipeline
+    from ycore.config.schema import BaseConfig, TuneConfig
 
 
 _ROLLOUTS = {
@@ -66,11 +65,9 @@ def training_command(algorithm: Algorithm) -> Callable[..., None]:
         resume = options["resume"] or options["resume_from"] is not None
         config = o.resolve_config(context, algorithm=algorithm.name, resume=resume)
         if options.get("preflight") and not options["dry_run"] and not resume:
-            from ycore_cli.measure import fly_first
-
             from ycore.config.resolve import require_rollouts
 
-            fly_first(require_rollouts(config))
+            preflight_or_exit(require_rollouts(config))
         train(config, **{name: options[name] for name in _HOW} | {"resume": resume})
 
     own = _ROLLOUTS if algorithm.learns_from == "rollouts" else _EXAMPLES
@@ -111,6 +108,7 @@ def resume(
     ycore resume runs/first --processes 1
     ycore resume runs/first --resume-from 40 --learning-rate 1e-6 --accept-changes
     """
+    from ycore.api.run_settings import complete_config
     from ycore.config.resolve import resolve_stored
 
     words = [run, *context.args]
@@ -127,7 +125,7 @@ def resume(
         "json": json,
     }
     keys = o.typed_keys(context, algorithm=str(stored["algorithm"]), arguments=words)
-    config = o.completed(resolve_stored(stored, set_ or (), keys | {"output": str(folder)}))
+    config = complete_config(resolve_stored(stored, set_ or (), keys | {"output": str(folder)}))
     train(config, resume=True, **how)
 
 
@@ -149,7 +147,9 @@ def _folder_among(words: list[str]) -> str:
 
 def _stored_training(folder: Path) -> dict[str, Any]:
     """The settings of a training run; paths in them are relative to the folder in which it was started."""
-    stored: dict[str, Any] = o.stored_config(str(folder))
+    from ycore.api.run_settings import stored_settings
+
+    stored = stored_settings(str(folder))
     if stored.get("algorithm") == "eval":
         raise RunFolderError(
             f"{folder} holds an evaluation, which does not go on; run `ycore eval` again"
@@ -170,8 +170,9 @@ def train(
     json: bool = False,
 ) -> None:
     """Check, show the plan, and unless it is a dry run train in the foreground."""
-    from ycore_cli.checks import checked_plan, plan_rows
-
+    from ycore.api.run_settings import complete_config
+    from ycore.api.tables import plan_rows
+    from ycore.api.training import run_training, training_plan
     from ycore.config.schema import RunConfig, TuneConfig
     from ycore.run.claim import Resume
     from ycore.run.resuming import parse_checkpoint
@@ -192,14 +193,11 @@ def train(
         return
     assert isinstance(config, RunConfig | TuneConfig)
     with stdout_for_json(json):
-        step = (
-            None
-            if resume_from is None
-            else parse_checkpoint(resume_from, RunFolder(Path(config.output)))
-        )
+        step = None
+        if resume_from is not None:
+            step = parse_checkpoint(resume_from, RunFolder(Path(config.output)))
         how = Resume(step=step, accept_changes=accept_changes)
-        result = checked_plan(config, resume=resume, how=how)
-        check_checkpoints(config, how, world=result["ranks"]["world"] if resume else None)
+        result = training_plan(config, resume=resume, how=how)
         if not (json and dry_run):
             print_table(plan_rows(result, resume=resume))
         if not dry_run:
@@ -209,77 +207,24 @@ def train(
     elif dry_run:
         print("Nothing was started; leave out --dry-run to train.")
     elif isinstance(config, RunConfig):
-        print_closing(o.completed(config))
+        print_closing(complete_config(config))
     else:
         print_table(_closing_rows(config, result))
-
-
-def check_checkpoints(config: "AnyConfig", how: "Resume", *, world: int | None) -> None:
-    """Refuse checkpoints and journals that the run cannot use; `world` is the number of ranks of a run that goes on."""
-    from ycore.config.schema import RunConfig
-    from ycore.run.checkpoints import MIN_KEPT
-    from ycore.run.resuming import check_checkpoint, check_replay, check_world
-
-    if how.step is not None:
-        check_checkpoint(RunFolder(Path(config.output)), how.step)
-    if world is not None:
-        check_world(RunFolder(Path(config.output)), how, world=world)
-    if not isinstance(config, RunConfig):
-        return
-    limit = config.trl.get("save_total_limit")
-    if limit is not None and limit < MIN_KEPT:
-        raise ConfigError(
-            f"save_total_limit must be {MIN_KEPT} or more, so that one checkpoint is whole where another is damaged; "
-            f"it is {limit}"
-        )
-    if config.replay is not None:
-        replayed = RunFolder(Path(config.replay).expanduser())
-        check_replay(replayed.root, replayed.journal)
-
-
-def run_training(
-    config: "AnyConfig", plan: Mapping[str, Any], *, resume: bool, how: "Resume"
-) -> dict[str, Any]:
-    """Train in the foreground as the `checked_plan` says; the run's summary."""
-    from ycore.launch.launcher import TRAINER, run_worker
-    from ycore.run.resuming import settle
-
-    if resume:
-        settle(RunFolder(Path(config.output)), config, how, world=plan["ranks"]["world"], say=print)
-    steps, forecast = plan["trl"]["max_steps"], plan.get("forecast")
-    return run_worker(TRAINER, config, resume=resume, num_steps=steps, planned=forecast)
 
 
 def _closing_rows(config: "TuneConfig", summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What was measured, where things lie, what to try next."""
     folder = RunFolder(Path(config.output))
-    try_next = [
-        "ycore",
-        "eval",
-        "--model",
-        str(folder.model),
-        "--dataset",
-        "FILE",
-        "--reward",
-        "exact_answer",
-    ]
     if find_algorithm(config.algorithm).trains_reward_model:
-        try_next = [
-            "ycore",
-            "grpo",
-            "--model",
-            config.model,
-            "--dataset",
-            "FILE",
-            "--reward",
-            f"rm:{folder.model}",
-        ]
+        try_next = ["grpo", "--model", config.model, "--reward", f"rm:{folder.model}"]
+    else:
+        try_next = ["eval", "--model", str(folder.model), "--reward", "exact_answer"]
     return [
         *evaluation_rows(folder, summary, find_algorithm(config.algorithm).figures),
         ("model", str(folder.model)),
         ("curve", str(folder.curve)),
         ("metrics", str(folder.metrics)),
-        ("try next", shlex.join(try_next)),
+        ("try next", shlex.join(["ycore", *try_next, "--dataset", "FILE"])),
     ]
 
 
@@ -305,69 +250,18 @@ def pipeline(
     ycore pipeline stages.yaml --output runs/mine --set sft.steps=50
     ycore pipeline stages.yaml --output runs/mine --resume
     """
+    from ycore.api.pipeline_run import declared_stages, run_declared, table_rows
+    from ycore.api.stages import parse_pipeline
     from ycore.config.recipe_files import PIPELINE, load_recipe, recipe_name
-    from ycore.tools.pipeline_run import table_rows
-    from ycore.tools.stages import parse_pipeline
 
     with stdout_for_json(json):
-        declared = declared_stages(
-            load_recipe(file, command=PIPELINE), set_ or (), model=model, output=output
-        )
+        recipe = load_recipe(file, command=PIPELINE)
+        declared = declared_stages(recipe, set_ or (), {"model": model, "output": output})
         parsed = parse_pipeline(declared, name=recipe_name(file))
-        report = run_stages(parsed, declared, resume=resume, dry_run=dry_run)
+        report = run_declared(parsed, declared, resume=resume, dry_run=dry_run, say=print_line)
     if json:
         print_json(report)
     elif dry_run:
         print("Nothing was started; leave out --dry-run to run it.")
     else:
         print_table([*table_rows(report), ("report", str(Path(parsed.output) / "pipeline.json"))])
-
-
-def declared_stages(recipe: Mapping[str, Any], sets: Sequence[str], **given: Any) -> dict[str, Any]:
-    """A pipeline's keys with `--set` and what else was given applied."""
-    from ycore.config.resolve import parse_set
-    from ycore.tools.stages import with_sets
-
-    own = {".".join(path): value for path, value in map(parse_set, sets)}
-    return with_sets(
-        recipe, own | {key: value for key, value in given.items() if value is not None}
-    )
-
-
-def run_stages(
-    parsed: "Pipeline", declared: Mapping[str, Any], *, resume: bool, dry_run: bool
-) -> dict[str, Any]:
-    """Check a pipeline and run it, or the rest of it; its report."""
-    from ycore.tools.pipeline_run import check_folder, check_pipeline, run_pipeline
-    from ycore.tools.stages import steps_of
-
-    steps = steps_of(parsed)
-    check_folder(Path(parsed.output), declared, resume=resume)
-    check_pipeline(parsed, steps, _check_stage, show=print_line)
-    if dry_run:
-        return {"stages": [{"name": one.name, "command": one.command} for one in steps]}
-    return run_pipeline(parsed, steps, _run_stage, declared=declared, resume=resume, say=print_line)
-
-
-def _check_stage(config: "AnyConfig", resume: bool) -> list[tuple[str, str]]:
-    from ycore_cli.checks import checked_plan, plan_rows
-
-    rows: list[tuple[str, str]] = plan_rows(
-        checked_plan(o.completed(config), resume=resume), resume=resume
-    )
-    return rows
-
-
-def _run_stage(config: "AnyConfig", resume: bool) -> Mapping[str, Any]:
-    from ycore_cli.checks import checked_plan
-
-    from ycore.config.schema import RunConfig
-    from ycore.launch.launcher import EVALUATOR, run_worker
-    from ycore.run.claim import AS_IT_WAS
-
-    config = o.completed(config)
-    plan = checked_plan(config, resume=resume)
-    if isinstance(config, RunConfig) and config.algorithm == "eval":
-        return run_worker(EVALUATOR, config)
-    summary: Mapping[str, Any] = run_training(config, plan, resume=resume, how=AS_IT_WAS)
-    return summary

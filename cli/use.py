@@ -168,7 +168,7 @@ def serve(
     ycore serve runs/quickstart --port 9000 --dry-run
     """
     from ycore.api import trained
-    from ycore.launch.engines import is_vllm_installed
+    from ycore.engine.kinds import is_vllm_installed
 
     folder, name = trained.writing_model(model, best=best), served_name(model)
     words, spec = trained.serve_command(folder, name=name, host=host, port=port)

@@ -94,7 +94,7 @@ ROOMS = [
         "trl",
         "evaluation",
     ),
-    *("trainer", "flow", "launch", "tools", "api", "cli"),
+    *("trainer", "flow", "launch", "api", "cli"),
 ]
 HEAVY = {
     "torch",

@@ -27,12 +27,18 @@ __all__ = [
     "rloo",
     "sft",
 ]
+_MODULES = {
+    "Comparison": "runs",
+    "Planned": "runs",
+    "Round": "own_loop",
+    "Run": "runs",
+    "plan_run": "planning",
+}
+"""The files of `ycore.api` in which names are that are not in its `functions`."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'ycore' has no attribute {name!r}")
-    module = {"Round": "own_loop", "Planned": "plan", "dry_run": "plan", "plan_run": "plan"}.get(
-        name, "from_python"
-    )
-    return getattr(importlib.import_module(f"ycore_cli.{module}"), name)
+    module = _MODULES.get(name, "functions")
+    return getattr(importlib.import_module(f"ycore.api.{module}"), name)

@@ -1,19 +1,19 @@
-from ycore_cli.from_python import Comparison as Comparison
-from ycore_cli.from_python import Run as Run
-from ycore_cli.from_python import distill as distill
-from ycore_cli.from_python import dpo as dpo
-from ycore_cli.from_python import evaluate as evaluate
-from ycore_cli.from_python import grpo as grpo
-from ycore_cli.from_python import kto as kto
-from ycore_cli.from_python import online_dpo as online_dpo
-from ycore_cli.from_python import ppo as ppo
-from ycore_cli.from_python import reward_model as reward_model
-from ycore_cli.from_python import rloo as rloo
-from ycore_cli.from_python import sft as sft
-from ycore_cli.own_loop import Round as Round
-from ycore_cli.plan import Planned as Planned
-from ycore_cli.plan import dry_run as dry_run
-from ycore_cli.plan import plan_run as plan_run
+from ycore.api.functions import distill as distill
+from ycore.api.functions import dpo as dpo
+from ycore.api.functions import dry_run as dry_run
+from ycore.api.functions import evaluate as evaluate
+from ycore.api.functions import grpo as grpo
+from ycore.api.functions import kto as kto
+from ycore.api.functions import online_dpo as online_dpo
+from ycore.api.functions import ppo as ppo
+from ycore.api.functions import reward_model as reward_model
+from ycore.api.functions import rloo as rloo
+from ycore.api.functions import sft as sft
+from ycore.api.own_loop import Round as Round
+from ycore.api.planning import plan_run as plan_run
+from ycore.api.runs import Comparison as Comparison
+from ycore.api.runs import Planned as Planned
+from ycore.api.runs import Run as Run
 
 __version__: str
 __all__: list[str]

@@ -35,9 +35,8 @@ sys.path.insert(
     0, str(Path(__file__).resolve().parents[2])
 )  # for the tests' way to start an engine
 from tests.engine.conftest import _serving
-from ycore.engine import Sampling
+from ycore.engine import Sampling, WeightSource
 from ycore.engine.commands import EngineSpec
-from ycore.engine.shared_bucket import Source
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.engine.weight_proof import tensor_sums
 from ycore.engine.weights import engine_weights, note_weights, write_adapters, write_weights
@@ -54,7 +53,9 @@ async def figures(
 ) -> dict[str, Any]:
     engine = VllmEngine(spec.name, spec.socket, Sampling(max_tokens=_TOKENS), request_timeout_s=600)
     if kind == "ipc":
-        engine.source = Source(partial(engine_weights, policy, dtype=dtype), torch.device("cpu"))
+        engine.source = WeightSource(
+            partial(engine_weights, policy, dtype=dtype), torch.device("cpu")
+        )
     stages: dict[str, list[float]] = {
         name: [] for name in ("merge_s", "sum_s", "write_s", "load_s", "proof_s")
     }

@@ -4,7 +4,7 @@
 
 Tables: greedy completions that go on with a table of the prompt, one at a time, as where an evaluation repeats itself.
 Sums: greedy answers of the quickstart's prompts, sixteen at once. Stories: sampled at temperature 1, one at a time and
-sixteen at once. The engine that drafts learns what pays in a first pass over the work, which is not counted.
+sixteen at once. A first pass over the work is not counted.
 """
 
 import argparse
@@ -25,7 +25,6 @@ from transformers import AutoTokenizer
 
 from ycore.engine import Sampling
 from ycore.engine.commands import EngineSpec
-from ycore.engine.drafts import Drafted
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.models.fetch import fetch_model
 from ycore.models.names import resolve_model
@@ -57,23 +56,23 @@ def works() -> list[Work]:
 
 
 async def seconds_of(engine: VllmEngine, work: Work, prompts: Sequence[Sequence[int]]) -> float:
-    """Of one pass over the prompts."""
+    """Return the seconds of one pass over the prompts."""
     seats = asyncio.Semaphore(work.at_once)
 
-    async def one(number: int, prompt: Sequence[int]) -> None:
+    async def complete(seed: int, prompt: Sequence[int]) -> None:
         async with seats:
-            await engine.complete(prompt, number, greedy=work.greedy, max_tokens=work.tokens)
+            await engine.complete(prompt, seed, greedy=work.greedy, max_tokens=work.tokens)
 
     began = time.perf_counter()
-    await asyncio.gather(*(one(*asked) for asked in enumerate(prompts)))
+    await asyncio.gather(*(complete(seed, prompt) for seed, prompt in enumerate(prompts)))
     return time.perf_counter() - began
 
 
 async def compare(
     engines: Sequence[VllmEngine], tokenizer: object, repeats: int
 ) -> dict[str, object]:
-    """Each work by the engine without drafts and the one with them, in turn."""
-    told: dict[str, object] = {}
+    """Do each work with the engine without drafts and the one with them, in turn."""
+    results: dict[str, object] = {}
     for work in works():
         prompts = [tokenizer.encode(text) for text in work.prompts]  # type: ignore[attr-defined]
         seconds: list[list[float]] = []
@@ -81,18 +80,18 @@ async def compare(
             if number == 1:
                 await engines[1].take_drafts()
             seconds.append([await seconds_of(engine, work, prompts) for engine in engines])
-        drafted: Drafted = await engines[1].take_drafts()
+        drafted, accepted = await engines[1].take_drafts()
         ratios = [plain / with_drafts for plain, with_drafts in seconds[1:]]
-        told[work.name] = {
+        results[work.name] = {
             "without_s": [round(plain, 2) for plain, _ in seconds[1:]],
             "with_s": [round(with_drafts, 2) for _, with_drafts in seconds[1:]],
             "times": round(statistics.median(ratios), 3),
-            "drafted": drafted.tokens,
-            "accepted": drafted.accepted,
+            "drafted": drafted,
+            "accepted": accepted,
         }
     for engine in engines:
         await engine.close()
-    return told
+    return results
 
 
 @contextmanager
@@ -131,10 +130,10 @@ def main() -> None:
         resolve_model(job.model, trust_remote_code=False), log=job.output / "model.log"
     )
     with running(model, (0, job.drafts), job.output) as engines:
-        told = asyncio.run(compare(engines, AutoTokenizer.from_pretrained(model), job.repeats))
-    told = {"machine": describe_machine(), "drafts": job.drafts, **told}
-    (job.output / "results.json").write_text(json.dumps(told, indent=2))
-    print(json.dumps(told, indent=2))
+        results = asyncio.run(compare(engines, AutoTokenizer.from_pretrained(model), job.repeats))
+    results = {"machine": describe_machine(), "drafts": job.drafts, **results}
+    (job.output / "results.json").write_text(json.dumps(results, indent=2))
+    print(json.dumps(results, indent=2))
 
 
 if __name__ == "__main__":

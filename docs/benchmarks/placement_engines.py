@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ycore.engine import Engine
 from ycore.engine.commands import EngineSpec, engine_command, engine_environment
 from ycore.engine.server import Server, is_healthy
 from ycore.engine.sleeping import SleepingEngine
@@ -27,7 +28,7 @@ from ycore.types import Completion
 _START_S = 300.0
 
 
-class SeededEngine:
+class SeededEngine(Engine):
     """An engine that writes exactly as many tokens as the seed's length says, whatever the model would like."""
 
     def __init__(self, name: str, socket: Path, length_of: Callable[[int], int]) -> None:

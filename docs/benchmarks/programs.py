@@ -18,7 +18,7 @@ import psutil
 
 from ycore.rewards.code import CodeSettings, UnitTests
 from ycore.sandbox import Level
-from ycore.sandbox.programs import ProgramPool
+from ycore.sandbox.program_pool import ProgramPool
 
 PROGRAM = "def add(a, b):\n    return a + b\n\nprint(add(1, 2))\n"
 EXAM = UnitTests(tests=("assert add(1, 2) == 3", "assert add([1], [2]) == [1, 2]"))
@@ -55,7 +55,7 @@ async def measure(levels: list[str], repeats: int) -> None:
             await pool.start()
             pools.append(pool)
             kinds[f"{level}: a script"] = lambda pool=pool: pool.run(PROGRAM, deadline_s=30.0)
-            kinds[f"{level}: two asserts"] = lambda pool=pool: pool.examine(
+            kinds[f"{level}: two asserts"] = lambda pool=pool: pool.run_tests(
                 PROGRAM, TOLD, deadline_s=60.0
             )
         seconds: dict[str, list[float]] = {name: [] for name in kinds}

@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from ycore.api.trained import ServedTalker
+from ycore.engine.kinds import is_vllm_installed
 from ycore.errors import RunError
-from ycore.launch.engines import is_vllm_installed
 from ycore.models.tiny import write_tiny_model
 
 pytestmark = [

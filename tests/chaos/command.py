@@ -49,9 +49,9 @@ def main() -> None:
 
     # Whoever imports the function after this line gets ours.
     rollout.engine_command = lambda engine: engine_words(engine, options)
-    from ycore.launch import engines
+    from ycore.engine import kinds
 
-    engines.is_vllm_installed = lambda: True
+    kinds.is_vllm_installed = lambda: True
     if trainer is not None:
         from ycore.launch import launcher
 

@@ -21,8 +21,7 @@ from typing import Any, Self
 import psutil
 
 from tests.chaos.runs import has_role
-from ycore.run.process_tree import is_alive
-from ycore.run.reports import RUN_MARKER
+from ycore.run.reports import RUN_MARKER, is_alive
 
 _SLEEP = "import time; time.sleep(3600)"
 _TWIN_WITHIN_S = 300.0

@@ -124,8 +124,8 @@ MUTATIONS: tuple[Patch, ...] = (
             ),
             Edit(
                 "ycore/trl/seam.py",
-                '        identity = f"{use}/',
-                '        return\n        identity = f"{use}/',
+                "        identity = (\n",
+                "        return\n        identity = (\n",
             ),
         ),
     ),
@@ -206,14 +206,14 @@ MUTATIONS: tuple[Patch, ...] = (
         "seeds by order, not by position",
         (
             Edit(
-                "ycore/round/sampling.py",
+                "ycore/rollout/turns.py",
                 '    key = f"{run_seed}/{position}/{index}" + (f"/{turn}" if turn else "")\n',
                 '    _DRAWN.append(1)\n    key = f"{run_seed}/{len(_DRAWN)}"\n',
             ),
             Edit(
-                "ycore/round/sampling.py",
-                "WHOLE = Shard()\n",
-                "WHOLE = Shard()\n_DRAWN: list[int] = []\n",
+                "ycore/rollout/turns.py",
+                "def completion_seed(",
+                "_DRAWN: list[int] = []\n\n\ndef completion_seed(",
             ),
         ),
     ),

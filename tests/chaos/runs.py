@@ -21,8 +21,7 @@ from tests.chaos.command import ENGINE_MODULE
 from tests.chaos.moments import Glimpse, count_rows, glimpse
 from ycore.errors import Interrupted
 from ycore.run.paths import RunFolder
-from ycore.run.process_tree import is_alive
-from ycore.run.reports import RUN_MARKER
+from ycore.run.reports import RUN_MARKER, is_alive
 
 _LOOK_EVERY_S = 0.05
 _CHUNK = 65536

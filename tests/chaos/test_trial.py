@@ -23,6 +23,7 @@ from ycore.run.paths import RunFolder
 
 
 @pytest.mark.slow
+@pytest.mark.verify
 @pytest.mark.timeout(
     900
 )  # three whole runs, of which each imports transformers four times, on a machine that may be busy

@@ -109,7 +109,7 @@ def test_a_dry_run_refuses_the_placements_that_a_launch_would(
     monkeypatch.setattr(
         "ycore.launch.layout.this_machine", lambda: Machine((0, 1), (), shm_bytes=_SHM)
     )
-    monkeypatch.setattr("ycore.launch.engines.is_vllm_installed", lambda: True)
+    monkeypatch.setattr("ycore.engine.kinds.is_vllm_installed", lambda: True)
     status = run((GRPO + "--reward judge:good.yaml " + line).split())
     _, err = capsys.readouterr()
     assert status == (0 if problem is None else 2)

@@ -15,7 +15,7 @@ from ycore import __version__
 
 COMMANDS = [
     "grpo", "rloo", "ppo", "distill", "online-dpo", "sft", "reward", "dpo", "kto", "flow", "resume", "eval", "plan",
-    "preflight", "pipeline", "recipes", "env", "doctor", "report", "watch", "chat", "serve",
+    "preflight", "pipeline", "recipes", "doctor", "report", "watch", "chat", "serve",
     "export", "push", "reproduce", "docs", "agents",
 ]  # fmt: skip
 VISIBLE = {

@@ -218,7 +218,7 @@ def test_rloo_is_a_preset_of_the_group_algorithms(
 def test_the_plan_says_how_long_a_run_will_take(
     place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ycore.launch.engines.is_vllm_installed", lambda: True)
+    monkeypatch.setattr("ycore.engine.kinds.is_vllm_installed", lambda: True)
     monkeypatch.setattr("ycore.launch.layout.visible_gpus", tuple)
     words = f"grpo --recipe quickstart --model {place}/model --output {place}/out --dry-run"
     assert run(words.split()) == 0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ycore.launch.engines import is_vllm_installed
+from ycore.engine.kinds import is_vllm_installed
 from ycore.models.tiny import write_tiny_model
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder

@@ -20,11 +20,14 @@ import typer
 import yaml
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
-from ycore_cli import from_python, measure
 from ycore_cli.main import app
 
 from tests.chaos.__main__ import make_parser as scorecard_parser
+from tests.gpu.__main__ import make_parser as gpu_parser
 from tests.models.test_gguf_file import write_random_model
+from ycore.api import functions
+from ycore.api.run_settings import config_of
+from ycore.api.runs import Run
 from ycore.config.algorithms import ALGORITHMS
 from ycore.config.recipe_files import list_recipes, load_benchmark, load_recipe
 from ycore.config.schema import RewardConfig, RunConfig, TuneConfig
@@ -443,7 +446,8 @@ def test_every_option_is_documented_and_no_other(command: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_options_that_a_page_mentions_exist(page: Path) -> None:
-    of_scorecard = set(re.findall(r"--[a-z-]+", scorecard_parser().format_help()))
+    helps = scorecard_parser().format_help() + gpu_parser().format_help()
+    of_scorecard = set(re.findall(r"--[a-z-]+", helps))
     known = (
         {"--version"}
         | OF_TRL
@@ -538,9 +542,9 @@ def test_the_python_lines_of_the_page_for_agents_are_runs(
     lines = page.partition("## From Python")[2].partition("```\n")[2].partition("```")[0]
     configs = []
 
-    def plan(algorithm: str, settings: dict[str, Any], *, resume: bool) -> from_python.Run:
-        configs.append(from_python.config_of(algorithm, dict(settings), resume=resume))
-        return from_python.Run(written(Path("run")))
+    def plan(algorithm: str, settings: dict[str, Any], *, resume: bool) -> Run:
+        configs.append(config_of(algorithm, dict(settings), resume=resume))
+        return Run(written(Path("run")))
 
     def written(folder: Path) -> Path:
         folder.mkdir(parents=True)
@@ -548,12 +552,14 @@ def test_the_python_lines_of_the_page_for_agents_are_runs(
         return folder
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(from_python, "_run", plan)
+    monkeypatch.setattr(functions, "_train", plan)
     monkeypatch.setattr(
-        measure, "eval_plan", lambda config, **_: configs.append(config) or {"warnings": []}
+        functions, "evaluation_plan", lambda config, **_: configs.append(config) or {"warnings": []}
     )
     monkeypatch.setattr(
-        measure, "measured", lambda evaluations: [written(Path(one.output)) for one in evaluations]
+        functions,
+        "run_evaluations",
+        lambda evaluations: [written(Path(one.output)) for one in evaluations],
     )
     exec(compile(lines, "skill.md", "exec"), {})
     assert [config.algorithm for config in configs] == ["grpo", "eval"] and len(

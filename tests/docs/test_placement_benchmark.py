@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from simulator.recording import Steps
 
+from ycore.engine import Engine
 from ycore.placement.load import Speed
 from ycore.types import Completion
 
@@ -24,7 +25,7 @@ def script(load_script: Callable[[str], Any]) -> Any:
     return load_script("placement")
 
 
-class MadeUpEngine:
+class MadeUpEngine(Engine):
     """Answers after a moment that grows with the length, with as many tokens."""
 
     def __init__(self, length_of: Any) -> None:

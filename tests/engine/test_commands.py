@@ -23,9 +23,9 @@ from ycore.engine.commands import (
     vllm_arguments,
     words_of,
 )
+from ycore.engine.kinds import is_vllm_installed
 from ycore.engine.server import is_healthy
 from ycore.errors import ConfigError
-from ycore.launch.engines import is_vllm_installed
 from ycore.launch.guardian import RunWatch, remove_leftovers
 from ycore.launch.processes import ManagedProcess
 from ycore.run.files import make_private
@@ -88,15 +88,14 @@ def test_what_makes_an_engine_repeat_itself_to_the_bit() -> None:
     assert REPEATABLE not in engine_environment(CPU, base={})
 
 
-def test_an_engine_that_drafts_looks_them_up() -> None:
-    assert "--speculative-config" not in engine_command(CPU)
+def test_an_engine_that_drafts_does_so_while_few_requests_are_in_flight() -> None:
     command = engine_command(replace(CPU, drafts=6))
-    how = json.loads(command[command.index("--speculative-config") + 1])
-    assert how == {
-        "method": "custom_class",
-        "model": "ycore.engine.drafts.Lookup",
-        "num_speculative_tokens": 6,
-    }
+    config = json.loads(command[command.index("--speculative-config") + 1])
+    assert config["method"] == "ngram" and config["num_speculative_tokens"] == 6
+    first, second = config["num_speculative_tokens_per_batch_size"]
+    assert (first[2], second[2]) == (6, 0) and second[1] == CPU.max_num_seqs
+    assert "--speculative-config" not in engine_command(CPU)
+    assert "--disable-log-stats" not in command and "--disable-log-stats" in engine_command(CPU)
 
 
 def test_an_engine_that_gets_adapters_has_one_place_for_them() -> None:

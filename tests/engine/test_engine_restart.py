@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ycore.launch.engines import is_vllm_installed
+from ycore.engine.kinds import is_vllm_installed
 from ycore.models.tiny import write_tiny_model
 from ycore.run.metrics import read_metrics
 

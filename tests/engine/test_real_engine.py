@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from tests.rollout.talks import rules_alone
 from ycore.config.schema import RewardConfig, RewardSettings, RunConfig
-from ycore.engine import Sampling, vllm_engine
-from ycore.engine.shared_bucket import Bucket, Entry, Source
+from ycore.engine import Sampling, WeightSource, vllm_engine
+from ycore.engine.kinds import is_vllm_installed
+from ycore.engine.shared_bucket import Bucket, Entry
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.engine.weight_proof import tensor_sums, write_manifest
 from ycore.errors import SyncError
-from ycore.launch.engines import is_vllm_installed
 from ycore.models.tiny import write_tiny_model
 from ycore.rollout.agent_pool import AgentPool
 from ycore.rollout.agents import AgentWriter
@@ -322,7 +322,7 @@ def test_weights_from_the_trainers_memory_are_those_of_files(
     from ycore.engine.weights import engine_weights, note_weights, write_weights
 
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    source = Source(partial(engine_weights, policy, dtype=torch.float32), torch.device("cpu"))
+    source = WeightSource(partial(engine_weights, policy, dtype=torch.float32), torch.device("cpu"))
     largest = max(weight.nbytes for _, weight in source.weights())
     monkeypatch.setattr(shared_bucket, "BUCKET_BYTES", largest // 2)
     files, shared = tmp_path / "files", tmp_path / "shared"

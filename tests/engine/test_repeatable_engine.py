@@ -11,8 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ycore.engine import Sampling
+from ycore.engine.kinds import is_vllm_installed
 from ycore.engine.vllm_engine import VllmEngine
-from ycore.launch.engines import is_vllm_installed
 from ycore.models.tiny import write_tiny_model
 from ycore.run.paths import RunFolder
 from ycore.types import Completion

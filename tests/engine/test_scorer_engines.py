@@ -11,15 +11,16 @@ import pytest
 
 from ycore.config.schema import RunConfig
 from ycore.engine.judge_engine import Refused, VllmJudge
+from ycore.engine.kinds import is_vllm_installed
 from ycore.engine.vllm_engine import VllmRewardModel
 from ycore.judge.question import Questioner, special_tokens
 from ycore.judge.sources import judge_of
 from ycore.judge.verdict import Reply, Unreadable, read_value
-from ycore.launch.engines import is_vllm_installed, plan_engines
+from ycore.launch.engines import plan_engines
 from ycore.launch.layout import ONE_RANK, Machine, Site
 from ycore.models.tiny import write_tiny_model
 from ycore.run.paths import RunFolder
-from ycore.scoring.reward_model_scorer import reward_model_encoder
+from ycore.scoring.model_scorers import reward_model_encoder
 from ycore.types import Prompt
 
 pytestmark = [

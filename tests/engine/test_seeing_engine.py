@@ -16,13 +16,13 @@ from transformers import AutoModelForImageTextToText
 from tests.tiny_vision import write_tiny_vision_model
 from ycore.engine import NEVER, Sampling
 from ycore.engine.judge_engine import VllmJudge
+from ycore.engine.kinds import is_vllm_installed
 from ycore.engine.sight import Sight, image_token_ids, load_sight
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.engine.weights import write_weights
 from ycore.judge.declaration import Judge
 from ycore.judge.question import with_pictures
 from ycore.judge.verdict import Reply
-from ycore.launch.engines import is_vllm_installed
 from ycore.placement.placement import JUDGE
 from ycore.round.assemble import load_tokenizer
 from ycore.run.images import ImageStore, png_of

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from ycore.engine import shared_bucket
-from ycore.engine.shared_bucket import Bucket, Entry, Source, opened, weights_in
+from ycore.engine import WeightSource, shared_bucket
+from ycore.engine.shared_bucket import Bucket, Entry, opened, weights_in
 from ycore.engine.weight_proof import tensor_sums
 from ycore.errors import SyncError
 
@@ -24,7 +24,9 @@ WEIGHTS = {
 
 def bucket_in(folder: Path) -> Bucket:
     sums = {name: tensor_sums(weight) for name, weight in WEIGHTS.items() if weight.dim()}
-    return Bucket(Source(lambda: iter(WEIGHTS.items()), CPU), sums, folder / "rollout-0.bucket")
+    return Bucket(
+        WeightSource(lambda: iter(WEIGHTS.items()), CPU), sums, folder / "rollout-0.bucket"
+    )
 
 
 def test_weights_come_out_as_they_went_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +75,7 @@ def test_a_weight_that_the_policy_lacks_now_ends_the_walk(tmp_path: Path) -> Non
         raise SyncError("gone")
 
     with pytest.raises(SyncError, match="gone"):
-        list(Bucket(Source(weights, CPU), {}, tmp_path / "bucket").fill())
+        list(Bucket(WeightSource(weights, CPU), {}, tmp_path / "bucket").fill())
 
 
 def test_torch_still_has_the_device_where_it_is_replaced() -> None:

@@ -10,10 +10,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from ycore.engine import Sampling, commands
+from ycore.engine.kinds import is_vllm_installed
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.engine.weight_proof import tensor_sums, write_manifest
 from ycore.errors import SyncError
-from ycore.launch.engines import is_vllm_installed
 from ycore.models.tiny import write_tiny_model
 from ycore.placement.placement import ROLLOUT
 from ycore.run.paths import RunFolder

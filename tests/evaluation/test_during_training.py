@@ -124,7 +124,8 @@ def test_the_best_model_is_kept_beside_the_last(
     """The measured values are the test's own: the second evaluation is the best."""
     told = {0: 0.1, 2: 0.9, 4: 0.3, 6: 0.2}
     monkeypatch.setattr(
-        "ycore.evaluation.during_training.measure", lambda *_, step, config: {"reward": told[step]}
+        "ycore.evaluation.during_training.evaluate_policy",
+        lambda *_, step, config: {"reward": told[step]},
     )
     folder = evaluated(tmp_path, model, keep_best="reward", eval_while_training=while_training)
     run = RolloutRun(assemble(folder.root))
@@ -147,7 +148,7 @@ def test_a_run_without_gain_ends_early_and_is_finished(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "ycore.evaluation.during_training.measure", lambda *_, step, config: {"reward": 0.5}
+        "ycore.evaluation.during_training.evaluate_policy", lambda *_, step, config: {"reward": 0.5}
     )
     folder = evaluated(tmp_path, model, stop_when=["no-gain:2"])
     train(folder)
@@ -167,7 +168,7 @@ class Measures:
         self.fails_at: int | None = None
         self.stays_at: int | None = None
         """Of this step it only ends when the run is told to stop."""
-        monkeypatch.setattr("ycore.evaluation.during_training.measure", self)
+        monkeypatch.setattr("ycore.evaluation.during_training.evaluate_policy", self)
 
     def __call__(
         self, controller: Any, num_prompts: int, *, step: int, config: Any

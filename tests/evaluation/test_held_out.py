@@ -12,12 +12,12 @@ from ycore.evaluation.held_out import (
     best_of,
     check_evaluation,
     check_measuring,
-    figures,
+    count_groups,
+    evaluation_figures,
+    evaluation_summary,
+    figure_names,
     is_due,
-    names_of,
     pair_figures,
-    report,
-    table_of,
     why_stop,
 )
 from ycore.rewards.answers import final_answer
@@ -54,7 +54,7 @@ GROUPS = [
 
 
 def test_figures_of_three_prompts() -> None:
-    found = figures(table_of(GROUPS, config()), config())
+    found = evaluation_figures(count_groups(GROUPS, config()), config())
     assert found["reward"] == found["rewards/exact_answer"] == pytest.approx(3 / 11)
     assert found["pass@1"] == pytest.approx((2 / 4 + 1 / 4 + 0) / 3)
     assert found["pass@2"] == pytest.approx(((1 - 1 / 6) + 1 / 2 + 0) / 3)
@@ -88,15 +88,17 @@ def test_right_by_right_reasons() -> None:
         {"reward": "judge:reasons", "constraint": True, "weight": 0.0},
     ]
     settings = config(rewards=rewards, num_samples=8)
-    found = figures(table_of([one], settings), settings)
+    found = evaluation_figures(count_groups([one], settings), settings)
     assert (found["pass@1"], found["cot-pass@1"], found["pass@8"], found["cot-pass@8"]) == (
         0.5,
         0.125,
         1.0,
         1.0,
     )
-    assert found["cot-pass@2"] == pytest.approx(1 - 21 / 28) and "cot-pass@4" in names_of(settings)
-    assert not any("cot" in name for name in names_of(config()))
+    assert found["cot-pass@2"] == pytest.approx(1 - 21 / 28) and "cot-pass@4" in figure_names(
+        settings
+    )
+    assert not any("cot" in name for name in figure_names(config()))
 
 
 def test_how_often_a_reward_agrees_with_pairs() -> None:
@@ -144,7 +146,9 @@ def test_an_interval_covers_the_truth_about_as_often_as_it_says() -> None:
     for _ in range(100):
         right = rng.random(60) < 0.4
         groups = [group(n, ["7"], [float(one)]) for n, one in enumerate(right)]
-        found = figures(table_of(groups, config(num_samples=1)), config(num_samples=1))
+        found = evaluation_figures(
+            count_groups(groups, config(num_samples=1)), config(num_samples=1)
+        )
         covered += found["pass@1/low"] <= 0.4 <= found["pass@1/high"]
     assert 88 <= covered <= 100
 
@@ -161,7 +165,9 @@ def test_answers_that_are_equal_vote_together() -> None:
 
 
 def test_a_reward_that_compares_no_answers_has_no_majority() -> None:
-    found = figures(table_of(GROUPS, own := config(rewards=[RewardConfig(reward="length")])), own)
+    found = evaluation_figures(
+        count_groups(GROUPS, own := config(rewards=[RewardConfig(reward="length")])), own
+    )
     assert not any(name.startswith("majority") for name in found)
 
 
@@ -221,7 +227,7 @@ def test_a_loss_is_best_where_it_is_lowest() -> None:
     assert why_stop(told[:2], tuning(stop_when=["no-gain:1"])) is None
     found = why_stop(told, tuning(stop_when=["no-gain:1"]))
     assert found == "no gain in 1 evaluations over loss 1 of step 1"
-    ends = report(told, tuning("reward", keep_best="loss"))
+    ends = evaluation_summary(told, tuning("reward", keep_best="loss"))
     assert (ends["held_out"]["after"]["loss"], ends["best"]["step"]) == (1.5, 1)
     by_accuracy = tuning("reward", keep_best="accuracy", stop_when=["no-gain:2"])
     assert "over accuracy 0.5 of step 0" in str(why_stop(told, by_accuracy))
@@ -261,7 +267,7 @@ def test_what_an_evaluation_of_examples_cannot_have_is_refused_by_name(
 
 
 def test_the_report_has_both_ends_and_the_best() -> None:
-    told = report(rows(0.1, 0.5, 0.4), config(eval_dataset="t", keep_best="reward"))
+    told = evaluation_summary(rows(0.1, 0.5, 0.4), config(eval_dataset="t", keep_best="reward"))
     assert (
         told["held_out"]["before"]["reward"],
         told["held_out"]["after"]["step"],
@@ -271,7 +277,7 @@ def test_the_report_has_both_ends_and_the_best() -> None:
         4,
         2,
     )
-    assert report([{"step": 1, "reward": 0.5}], config()) == {}
+    assert evaluation_summary([{"step": 1, "reward": 0.5}], config()) == {}
 
 
 @pytest.mark.parametrize(

@@ -6,17 +6,17 @@ from dataclasses import asdict, replace
 import pytest
 
 from ycore.evaluation.preflight_verdict import (
-    JudgeCount,
-    Measurements,
-    PromptCount,
+    JudgeCalls,
+    PreflightMeasurements,
+    PromptLengths,
     TemplateCheck,
-    from_json,
     histogram,
     kept_share,
-    verdict,
+    parse_measurements,
+    preflight_verdict,
 )
 
-GOOD = Measurements(
+GOOD = PreflightMeasurements(
     num_prompts=16,
     group_size=4,
     max_tokens=128,
@@ -28,15 +28,13 @@ GOOD = Measurements(
     generate_s=3.0,
     reward_s=0.1,
     mean_tokens=70.0,
-    prompts=PromptCount(rows=100, longest=200, longest_row=7, too_long=0, room=1920),
+    prompts=PromptLengths(rows=100, longest=200, longest_row=7, too_long=0, room=1920),
     logprob_gap=0.02,
-    sync_gap=0.02,
-    stale_gap=0.8,
 )
 
 
 def test_a_good_run_has_nothing_to_mend() -> None:
-    judged = verdict(GOOD)
+    judged = preflight_verdict(GOOD)
     assert judged.learns and not judged.findings
     assert judged.in_words == "this run can learn: 75% of the groups have something to compare"
 
@@ -68,7 +66,7 @@ STOPS = [
     ),
     (
         "a judge that never parses",
-        {"judges": JudgeCount(calls=64, unreadable=64), "rewards": (), "masked": 1.0},
+        {"judges": JudgeCalls(calls=64, unreadable=64), "rewards": (), "masked": 1.0},
         "100% of the judge's 64 answers hold no verdict",
         "`json` verdict",
     ),
@@ -84,15 +82,9 @@ STOPS = [
     ),
     (
         "a prompt longer than the context",
-        {"prompts": PromptCount(rows=100, longest=5000, longest_row=7, too_long=1, room=1920)},
+        {"prompts": PromptLengths(rows=100, longest=5000, longest_row=7, too_long=1, room=1920)},
         "1 of 100 prompts are longer than the 1920 tokens that fit beside a completion; the longest, row 7, has 5000",
         "--set engine.max_model_len=5128",
-    ),
-    (
-        "a sync that does not arrive",
-        {"sync_gap": 0.8, "stale_gap": 0.02},
-        "do not arrive in the engine",
-        "sync_every",
     ),
     ("other weights in the engine", {"logprob_gap": 2.0}, "differ by 2.00", "dtype"),
     (
@@ -110,7 +102,7 @@ STOPS = [
 def test_what_stops_a_run_is_named_with_its_mend(
     change: dict[str, object], what: str, mend: str
 ) -> None:
-    judged = verdict(replace(GOOD, **change))  # type: ignore[arg-type]
+    judged = preflight_verdict(replace(GOOD, **change))  # type: ignore[arg-type]
     assert not judged.learns
     assert judged.in_words.startswith("this run will not learn: ")
     assert what in judged.in_words and mend in judged.in_words
@@ -120,7 +112,7 @@ def test_what_stops_a_run_is_named_with_its_mend(
 WARNS = [
     ({"truncated": 0.4}, "40% of the completions"),
     ({"equal": 0.9}, "90% of the groups"),
-    ({"judges": JudgeCount(calls=64, unreadable=16)}, "25% of the judge's"),
+    ({"judges": JudgeCalls(calls=64, unreadable=16)}, "25% of the judge's"),
     ({"masked": 0.5, "problems": {"mine: ValueError": 3}}, "mine: ValueError"),
     ({"reward_s": 30.0}, "scoring takes 30.0 s"),
     ({"logprob_gap": 0.2}, "differ by 0.20"),
@@ -132,19 +124,19 @@ WARNS = [
 def test_what_slows_a_run_is_reported_and_does_not_stop_it(
     change: dict[str, object], what: str
 ) -> None:
-    judged = verdict(replace(GOOD, **change))  # type: ignore[arg-type]
+    judged = preflight_verdict(replace(GOOD, **change))  # type: ignore[arg-type]
     assert judged.learns and [finding.level for finding in judged.findings] == ["warns"]
     assert what in judged.in_words
 
 
 def test_what_stops_comes_before_what_slows() -> None:
-    judged = verdict(replace(GOOD, truncated=0.4, equal=1.0, rewards=(0.0,) * 64))
+    judged = preflight_verdict(replace(GOOD, truncated=0.4, equal=1.0, rewards=(0.0,) * 64))
     assert [finding.level for finding in judged.findings] == ["stops", "warns"]
 
 
 def test_no_longer_completion_is_advised_than_the_context_has_room_for() -> None:
-    lengths = PromptCount(rows=1, longest=1900, longest_row=0, too_long=0, room=1920)
-    judged = verdict(replace(GOOD, truncated=1.0, prompts=lengths))
+    lengths = PromptLengths(rows=1, longest=1900, longest_row=0, too_long=0, room=1920)
+    judged = preflight_verdict(replace(GOOD, truncated=1.0, prompts=lengths))
     assert "--max-tokens 148" in judged.in_words
 
 
@@ -156,8 +148,8 @@ def test_a_histogram_counts_every_reward_once() -> None:
 
 
 def test_measurements_survive_json() -> None:
-    measured = replace(GOOD, judges=JudgeCount(3, 1), template=TemplateCheck(("a",), "<|end|>"))
-    assert from_json(json.loads(json.dumps(asdict(measured)))) == measured
+    measured = replace(GOOD, judges=JudgeCalls(3, 1), template=TemplateCheck(("a",), "<|end|>"))
+    assert parse_measurements(json.loads(json.dumps(asdict(measured)))) == measured
 
 
 @pytest.mark.parametrize(
@@ -180,7 +172,7 @@ def test_a_mask_of_whole_completions_keeps_less_of_longer_ones(
 
 def test_the_length_trap_is_told_before_the_run() -> None:
     trapped = replace(GOOD, mean_tokens=1024.0, max_tokens=8192, gap_spread=0.05, weight_limit=3.0)
-    judged = verdict(trapped)
+    judged = preflight_verdict(trapped)
     assert judged.learns and judged.findings[0].what.startswith(
         "a completion of 1024 tokens keeps 45% of its gradient"
     )
@@ -189,6 +181,6 @@ def test_the_length_trap_is_told_before_the_run() -> None:
         and "token_truncate" in judged.findings[0].mend
     )
     assert (
-        not verdict(replace(trapped, weight_limit=None)).findings
-        and not verdict(replace(GOOD, weight_limit=3.0)).findings
+        not preflight_verdict(replace(trapped, weight_limit=None)).findings
+        and not preflight_verdict(replace(GOOD, weight_limit=3.0)).findings
     )

@@ -12,11 +12,7 @@ from ycore.launch.gpus import visible_gpus
 
 def main() -> int:
     """Exit status 0 where all that ran has passed, 1 where a part failed, 2 where there is no GPU."""
-    parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu")
-    parser.add_argument("--dry-run", action="store_true", help="list the parts, start nothing")
-    options = parser.parse_args()
+    options = make_parser().parse_args()
     if options.dry_run:
         for name, part in PARTS.items():
             print(f"{name:<12} {part.limit_s:.0f} s at most; needs a GPU: {part.needs_gpu}")
@@ -42,6 +38,14 @@ def main() -> int:
             if name == "device":
                 break  # the other parts would run on the CPU, and pass
     return 0 if passed else 1
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu")
+    parser.add_argument("--dry-run", action="store_true", help="list the parts, start nothing")
+    return parser
 
 
 if __name__ == "__main__":

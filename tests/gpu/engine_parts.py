@@ -19,9 +19,8 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM
 
-from ycore.engine import Sampling
+from ycore.engine import Sampling, WeightSource
 from ycore.engine.commands import EngineSpec
-from ycore.engine.shared_bucket import Source
 from ycore.engine.sleeping import SleepingEngine
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.engine.weights import engine_weights, note_weights, write_weights
@@ -105,7 +104,7 @@ async def _sleep_and_wake(
         await checked(2, engine.sleeper)
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         note_weights(policy.to(device), weights / "noted", dtype=torch.float32, version=2)
-        engine.source = Source(partial(engine_weights, policy, dtype=torch.float32), device)
+        engine.source = WeightSource(partial(engine_weights, policy, dtype=torch.float32), device)
         began = time.perf_counter()
         await engine.load_weights(weights / "noted", 2)
         said.append(

@@ -9,8 +9,8 @@ import pytest
 from tests.gpu import engine_parts, training_parts
 from tests.gpu.check import PARTS, Part, run_part
 from ycore.engine import shared_bucket
+from ycore.engine.kinds import is_vllm_installed
 from ycore.errors import RunError
-from ycore.launch.engines import is_vllm_installed
 from ycore.run.paths import RunFolder
 
 TINY: dict[str, Any] = {

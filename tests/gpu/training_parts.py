@@ -23,7 +23,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.chaos.job import Job, write_inputs
 from tests.chaos.runs import Run, Setting
-from ycore.engine.shared_bucket import Bucket, Source
+from ycore.engine import WeightSource
+from ycore.engine.shared_bucket import Bucket
 from ycore.engine.weight_proof import tensor_sums
 from ycore.engine.weights import copied_to_host, engine_weights, write_weights
 from ycore.errors import RunError
@@ -277,7 +278,7 @@ def sync(folder: Path) -> str:
             f"{name} {num_bytes / 1e9 / _best(work):.2f} GB/s" for name, work in stages.items()
         ]
         walk = partial(engine_weights, policy, dtype=torch.bfloat16)
-        bucket = Bucket(Source(walk, policy.device), {}, target / "bucket")
+        bucket = Bucket(WeightSource(walk, policy.device), {}, target / "bucket")
         words.append(
             f"all, into a bucket {num_bytes / 1e9 / _best(lambda: deque(bucket.fill(), 0)):.2f} GB/s"
         )

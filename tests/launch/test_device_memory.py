@@ -10,8 +10,7 @@ import pytest
 from ycore.config.schema import EngineSettings, RewardConfig, RunConfig
 from ycore.engine.commands import engine_command, engine_environment
 from ycore.errors import ConfigError
-from ycore.launch import engines
-from ycore.launch.engine_watch import turns
+from ycore.launch.engine_watch import start_order
 from ycore.launch.engines import EnginePlan, plan_engines
 from ycore.launch.layout import ONE_RANK, Machine, Site, layout_of
 from ycore.launch.machine_checks import check_run
@@ -39,7 +38,7 @@ HALF, THREE, SEVEN, EIGHT, FOURTEEN = (
 
 @pytest.fixture(autouse=True)
 def vllm_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "is_vllm_installed", lambda: True)
+    monkeypatch.setattr("ycore.engine.kinds.is_vllm_installed", lambda: True)
 
 
 def config_of(
@@ -136,7 +135,7 @@ def test_eight_devices_with_a_judge(tmp_path: Path) -> None:
     made, site = plan(config, H100, tmp_path), site_on(config, H100)
     assert made.sleeps and 0.35 < share_of(made) < share_of(made, "judge") < 0.95
     specs = [engine for model in made.served for engine in model.engines]
-    assert [[one.name for one in turn] for turn in turns(specs)] == [
+    assert [[one.name for one in turn] for turn in start_order(specs)] == [
         [f"rollout-{n}" for n in range(8)],
         [f"judge-{n}" for n in range(8)],
     ]

@@ -1,4 +1,4 @@
-"""`ycore env` and `ycore doctor`: what is broken comes with what mends it."""
+"""`ycore doctor`: what is broken comes with what mends it."""
 
 import os
 import resource
@@ -12,7 +12,7 @@ import pytest
 from ycore_cli.main import run
 
 from ycore.launch import doctor
-from ycore.launch.doctor import check_versions, environment_report, gpu_checks, machine_checks
+from ycore.launch.doctor import check_versions, environment_checks, gpu_checks, machine_checks
 from ycore.launch.gpus import Gpu
 from ycore.sandbox import Level
 from ycore.sandbox.level import LevelChoice
@@ -203,7 +203,7 @@ def test_the_links_between_devices_are_named() -> None:
 
 def test_the_report_imports_nothing_heavy() -> None:
     code = (
-        "import sys; from ycore.launch.doctor import environment_report as r; r(); "
+        "import sys; from ycore.launch.doctor import environment_checks as r; r(); "
         "print([m for m in ('torch', 'vllm', 'trl', 'transformers', 'datasets') if m in sys.modules])"
     )
     assert (
@@ -215,5 +215,5 @@ def test_the_report_imports_nothing_heavy() -> None:
 
 
 def test_the_report_tells_of_every_part() -> None:
-    names = {check["name"] for check in environment_report()["checks"]}
+    names = {check["name"] for check in environment_checks()}
     assert {"torch", "trl", "devices", "memory", "shared memory"} <= names

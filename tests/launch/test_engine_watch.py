@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from ycore.engine import commands
 from ycore.engine.commands import EngineSpec
 from ycore.engine.sleeping import asleep_file, mark_asleep
 from ycore.errors import EngineError
-from ycore.launch import engine_watch
-from ycore.launch.engine_watch import EngineWatch, LiveEngine, start_engines, turns
+from ycore.launch.engine_watch import EngineWatch, LiveEngine, start_engines, start_order
 from ycore.launch.guardian import RunWatch
 from ycore.placement.learning import DROP, KEEP
 from ycore.run.paths import RunFolder
@@ -57,7 +57,7 @@ def in_vllms_place(monkeypatch: pytest.MonkeyPatch, *, refuses: str = "/nothing"
     def command(engine: EngineSpec) -> list[str]:
         return [sys.executable, "-c", ENGINE, engine.name, str(engine.socket), refuses]
 
-    monkeypatch.setattr(engine_watch, "engine_command", command)
+    monkeypatch.setattr(commands, "engine_command", command)
 
 
 def planned(
@@ -94,13 +94,13 @@ def test_a_turn_has_one_engine_of_each_device(sockets: Path, folder: RunFolder) 
     ]
     told = [
         [one.name for one in turn]
-        for turn in turns([planned(folder, sockets, *one) for one in named])
+        for turn in start_order([planned(folder, sockets, *one) for one in named])
     ]
     assert told == [["rollout-0", "rollout-1"], ["judge-0", "judge-1"], ["judge-2"]]
     wide = [("rollout-0", "4"), ("rollout-1", "5"), ("judge-0", "45"), ("reward-model-0", "5")]
     told = [
         [one.name for one in turn]
-        for turn in turns([planned(folder, sockets, *one) for one in wide])
+        for turn in start_order([planned(folder, sockets, *one) for one in wide])
     ]
     assert told == [["rollout-0", "rollout-1"], ["judge-0"], ["reward-model-0"]]
 
@@ -169,7 +169,7 @@ def test_one_that_dies_asleep_is_started_again_when_it_is_woken(
         assert time.monotonic() < deadline
     watch.look()
     watch.check()
-    assert engine.trouble() is None and not engine.processes() and watch.num_restarts == 0
+    assert engine.find_fault() is None and not engine.processes() and watch.num_restarts == 0
     asleep_file(one.socket).unlink()
     watch.look()
     assert watch.num_restarts == 1 and "starting it again (1 of 1)" in said[-1]

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from ycore.config.schema import EngineSettings, RewardConfig, RunConfig
+from ycore.engine.kinds import TRANSFORMERS, VLLM, choose_kind
 from ycore.errors import ConfigError
-from ycore.launch import engines
-from ycore.launch.engine_watch import turns
-from ycore.launch.engines import EnginePlan, choose_kind, model_length, plan_engines
+from ycore.launch.engine_watch import start_order
+from ycore.launch.engines import EnginePlan, model_length, plan_engines
 from ycore.launch.layout import ONE_RANK, Machine, Site, this_machine
 from ycore.run.paths import RunFolder
 
@@ -39,7 +39,7 @@ def config_with(*, engine: dict[str, Any] | None = None, **changes: Any) -> RunC
 
 @pytest.fixture(autouse=True)
 def vllm_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "is_vllm_installed", lambda: True)
+    monkeypatch.setattr("ycore.engine.kinds.is_vllm_installed", lambda: True)
 
 
 @pytest.fixture
@@ -125,22 +125,22 @@ def test_the_longest_sequence_is_the_models_or_what_is_said(plan: Plan) -> None:
 
 
 def test_without_vllm_transformers_is_chosen_and_said(plan: Plan) -> None:
-    kind, note = choose_kind("auto", vllm_installed=False)
-    assert kind == "transformers"
+    kind, note = choose_kind("auto", is_installed=False)
+    assert kind is TRANSFORMERS
     assert "pip install" in note
     with pytest.raises(ConfigError, match="vLLM is not installed"):
-        choose_kind("vllm", vllm_installed=False)
+        choose_kind("vllm", is_installed=False)
     assert plan(config_with(engine={"kind": "transformers"}), TWO_CORES).engines == ()
 
 
 def test_of_policies_that_see_vllm_serves_what_was_held_to_the_trainer(plan: Plan) -> None:
-    assert choose_kind("auto", vllm_installed=True, sighted="llava")[0] == "vllm"
-    kind, note = choose_kind("auto", vllm_installed=True, sighted="idefics3")
-    assert kind == "transformers" and "not for idefics3" in note
+    assert choose_kind("auto", is_installed=True, family="llava")[0] is VLLM
+    kind, note = choose_kind("auto", is_installed=True, family="idefics3")
+    assert kind is TRANSFORMERS and "not for idefics3" in note
     with pytest.raises(
         ConfigError, match="for llava, not for idefics3; take --engine transformers"
     ):
-        choose_kind("vllm", vllm_installed=True, sighted="idefics3")
+        choose_kind("vllm", is_installed=True, family="idefics3")
 
 
 def test_an_evaluation_holds_its_samples_at_once(plan: Plan) -> None:
@@ -205,7 +205,7 @@ def test_beside_a_judge_of_four_devices_a_slot_has_four_policy_engines(
     assert {one.max_num_seqs for one in rollouts} == {8} and {
         one.max_num_seqs for one in judges
     } == {32}
-    turns_of = [[one.name for one in turn] for turn in turns([*rollouts, *judges])]
+    turns_of = [[one.name for one in turn] for turn in start_order([*rollouts, *judges])]
     assert turns_of == [[f"rollout-{n}" for n in range(8)], ["judge-0", "judge-1"]]
 
 

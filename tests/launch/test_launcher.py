@@ -16,10 +16,12 @@ import psutil
 import pytest
 
 from ycore.config.schema import EngineSettings, RewardConfig, RunConfig, TuneConfig
+from ycore.engine import commands
 from ycore.errors import EngineError, Interrupted, TrainerError, UserError
-from ycore.launch import engine_watch, engines, launcher, layout, supervise
-from ycore.launch.launcher import Worker, run_worker, worker_environment
+from ycore.launch import launcher, layout, results, supervise
+from ycore.launch.launcher import RunKind, run_worker
 from ycore.launch.layout import Machine
+from ycore.launch.trainer_process import worker_environment
 from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER
@@ -69,19 +71,19 @@ def config(tmp_path: Path, model: Path) -> RunConfig:
 
 
 @pytest.fixture
-def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Worker]:
+def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunKind]:
     """Make a worker module that takes three steps and then does what it is told."""
     root = Path(launcher.__file__).parents[2]
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{root}")
 
-    def make(code: str, **changes: Any) -> Worker:
+    def make(code: str, **changes: Any) -> RunKind:
         (tmp_path / "made_worker.py").write_text(textwrap.dedent(STEPS) + textwrap.dedent(code))
-        return Worker(**{"name": "trainer", "module": "made_worker", **changes})
+        return RunKind(**{"name": "trainer", "module": "made_worker", **changes})
 
     return make
 
 
-def run(worker: Worker, config: RunConfig) -> tuple[dict[str, Any], str]:
+def run(worker: RunKind, config: RunConfig) -> tuple[dict[str, Any], str]:
     stream = io.StringIO()
     summary = run_worker(worker, config, resume=False, stream=stream)
     return summary, stream.getvalue()
@@ -98,7 +100,7 @@ def assert_nothing_is_left(config: RunConfig) -> None:
     assert not folder.shared_memory.exists()
 
 
-def test_a_run_that_finishes(worker: Callable[..., Worker], config: RunConfig) -> None:
+def test_a_run_that_finishes(worker: Callable[..., RunKind], config: RunConfig) -> None:
     code = """
         told = json.loads((root / "engines.json").read_text())
         assert told["kind"] == "transformers" and told["engines"] == [] and Path(told["model"]).is_dir()
@@ -115,10 +117,10 @@ def test_a_run_that_finishes(worker: Callable[..., Worker], config: RunConfig) -
 
 
 def test_run_json_names_what_confines_the_runs_own_rewards(
-    worker: Callable[..., Worker], config: RunConfig, monkeypatch: pytest.MonkeyPatch
+    worker: Callable[..., RunKind], config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        launcher,
+        results,
         "choose_level",
         lambda wanted: LevelChoice(Level.LANDLOCK, {Level.NAMESPACES: "no bwrap"}),
     )
@@ -128,7 +130,7 @@ def test_run_json_names_what_confines_the_runs_own_rewards(
 
 
 def test_one_rank_on_a_machine_with_several_devices_sees_one(
-    worker: Callable[..., Worker], config: RunConfig, monkeypatch: pytest.MonkeyPatch
+    worker: Callable[..., RunKind], config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layout, "this_machine", lambda: Machine(cores=(0, 1), devices=("2", "0")))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -160,7 +162,7 @@ def test_a_run_with_engines_leaves_malloc_alone(
 
 
 def test_run_json_has_the_number_of_processes(
-    worker: Callable[..., Worker], config: RunConfig
+    worker: Callable[..., RunKind], config: RunConfig
 ) -> None:
     """So that a resumed run has as many, wherever it goes on."""
     run(worker(""), config)
@@ -169,10 +171,10 @@ def test_run_json_has_the_number_of_processes(
 
 
 def test_an_evaluators_result_is_part_of_the_summary(
-    worker: Callable[..., Worker], config: RunConfig
+    worker: Callable[..., RunKind], config: RunConfig
 ) -> None:
     code = """(root / "eval.json").write_text(json.dumps({"pass@1": 0.5}))"""
-    summary, shown = run(worker(code, name="evaluator", result="eval.json"), config)
+    summary, shown = run(worker(code, name="evaluator", result_file="eval.json"), config)
     assert summary["pass@1"] == 0.5
     assert "prompts 3  reward 0.750" in shown
     assert "reward_first" not in summary
@@ -180,7 +182,7 @@ def test_an_evaluators_result_is_part_of_the_summary(
 
 
 def test_a_trainer_that_fails_is_told_with_its_last_line_and_log(
-    worker: Callable[..., Worker], config: RunConfig
+    worker: Callable[..., RunKind], config: RunConfig
 ) -> None:
     with pytest.raises(
         TrainerError,
@@ -193,14 +195,16 @@ def test_a_trainer_that_fails_is_told_with_its_last_line_and_log(
     assert_nothing_is_left(config)
 
 
-def test_a_trainer_that_is_killed_is_told(worker: Callable[..., Worker], config: RunConfig) -> None:
+def test_a_trainer_that_is_killed_is_told(
+    worker: Callable[..., RunKind], config: RunConfig
+) -> None:
     with pytest.raises(TrainerError, match="killed by SIGKILL"):
         run(worker("os.kill(os.getpid(), 9)"), config)
     assert_nothing_is_left(config)
 
 
 def test_a_users_mistake_is_passed_on_as_it_is(
-    worker: Callable[..., Worker], config: RunConfig
+    worker: Callable[..., RunKind], config: RunConfig
 ) -> None:
     code = "print('error: row 3 has no prompt; fill it in', file=sys.stderr); sys.exit(2)"
     with pytest.raises(UserError, match=r"^row 3 has no prompt; fill it in$"):
@@ -209,12 +213,12 @@ def test_a_users_mistake_is_passed_on_as_it_is(
 
 def in_vllms_place(monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
     """Have the launcher start this command instead of vLLM's."""
-    monkeypatch.setattr(engine_watch, "engine_command", lambda engine: command)
-    monkeypatch.setattr(engines, "is_vllm_installed", lambda: True)
+    monkeypatch.setattr(commands, "engine_command", lambda engine: command)
+    monkeypatch.setattr("ycore.engine.kinds.is_vllm_installed", lambda: True)
 
 
 def test_an_engine_that_dies_is_named(
-    worker: Callable[..., Worker], config: RunConfig, monkeypatch: pytest.MonkeyPatch
+    worker: Callable[..., RunKind], config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dying = [
         sys.executable,
@@ -235,7 +239,7 @@ def test_an_engine_that_dies_is_named(
 
 
 def test_an_engine_that_is_never_ready_is_named(
-    worker: Callable[..., Worker], config: RunConfig, monkeypatch: pytest.MonkeyPatch
+    worker: Callable[..., RunKind], config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_vllms_place(monkeypatch, ["sleep", "600"])
     impatient = EngineSettings(kind="vllm", count=1, start_timeout_s=0.5)
@@ -248,11 +252,11 @@ LAUNCH = """
 import json, sys
 from ycore.config.schema import RunConfig
 from ycore.errors import YcoreError
-from ycore.launch.launcher import Worker, run_worker
+from ycore.launch.launcher import RunKind, run_worker
 from ycore.launch.layout import Machine
 config = RunConfig(**json.loads(sys.argv[1]))
 try:
-    run_worker(Worker("trainer", "made_worker"), config, resume=False, stream=None)
+    run_worker(RunKind("trainer", "made_worker"), config, resume=False, stream=None)
 except YcoreError as error:
     print(type(error).__name__, error)
     sys.exit(error.exit_code)
@@ -289,7 +293,7 @@ DEAF = """
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_one_signal_lets_the_trainer_save(
-    worker: Callable[..., Worker], config: RunConfig, number: signal.Signals
+    worker: Callable[..., RunKind], config: RunConfig, number: signal.Signals
 ) -> None:
     worker(SAVES)
     started = launch(config)
@@ -302,7 +306,7 @@ def test_one_signal_lets_the_trainer_save(
     assert_nothing_is_left(config)
 
 
-def test_a_second_signal_stops_at_once(worker: Callable[..., Worker], config: RunConfig) -> None:
+def test_a_second_signal_stops_at_once(worker: Callable[..., RunKind], config: RunConfig) -> None:
     worker(DEAF)
     started = launch(config)
     started.send_signal(signal.SIGINT)
@@ -315,7 +319,7 @@ def test_a_second_signal_stops_at_once(worker: Callable[..., Worker], config: Ru
 
 
 def test_a_save_that_fails_after_ctrl_c_fails_the_run(
-    worker: Callable[..., Worker], config: RunConfig
+    worker: Callable[..., RunKind], config: RunConfig
 ) -> None:
     worker("""
         import signal
@@ -366,7 +370,7 @@ COMPUTES = """
 
 @pytest.mark.parametrize("save", [GROWS, COMPUTES], ids=["files grow", "computes"])
 def test_a_slow_save_has_all_the_time_in_which_it_makes_progress(
-    worker: Callable[..., Worker], config: RunConfig, monkeypatch: pytest.MonkeyPatch, save: str
+    worker: Callable[..., RunKind], config: RunConfig, monkeypatch: pytest.MonkeyPatch, save: str
 ) -> None:
     monkeypatch.setattr(supervise, "_SAVE_STALLS_AFTER_S", 1.5)
     monkeypatch.setattr(supervise, "_WORKING_CPU_S", 0.1)
@@ -377,7 +381,7 @@ def test_a_slow_save_has_all_the_time_in_which_it_makes_progress(
 
 
 def test_a_save_without_progress_fails_the_run(
-    worker: Callable[..., Worker], config: RunConfig, monkeypatch: pytest.MonkeyPatch
+    worker: Callable[..., RunKind], config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervise, "_SAVE_STALLS_AFTER_S", 1.5)
     made = worker(textwrap.dedent(IS_STOPPED) + "time.sleep(600)")
@@ -399,7 +403,7 @@ def test_a_save_without_progress_fails_the_run(
     ids=["not listening yet", "never ends", "ends as a library does that is being imported"],
 )
 def test_a_stop_before_the_first_step_waits_for_no_save(
-    worker: Callable[..., Worker], config: RunConfig, monkeypatch: pytest.MonkeyPatch, code: str
+    worker: Callable[..., RunKind], config: RunConfig, monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:
     monkeypatch.setattr(supervise, "_END_WITHIN_S", 2.0)
     made = worker(f"import signal\n{code}\nos.kill(os.getppid(), signal.SIGINT)\ntime.sleep(600)")
@@ -409,7 +413,7 @@ def test_a_stop_before_the_first_step_waits_for_no_save(
 
 
 def test_a_trainer_that_lost_the_signal_is_asked_again_when_it_begins_a_step(
-    worker: Callable[..., Worker], config: RunConfig
+    worker: Callable[..., RunKind], config: RunConfig
 ) -> None:
     made = worker("""
         import signal
@@ -428,7 +432,9 @@ def test_a_trainer_that_lost_the_signal_is_asked_again_when_it_begins_a_step(
     assert_nothing_is_left(config)
 
 
-def test_a_killed_launcher_leaves_nothing(worker: Callable[..., Worker], config: RunConfig) -> None:
+def test_a_killed_launcher_leaves_nothing(
+    worker: Callable[..., RunKind], config: RunConfig
+) -> None:
     worker(DEAF)
     started = launch(config)
     os.kill(started.pid, signal.SIGKILL)

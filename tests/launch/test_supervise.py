@@ -18,18 +18,18 @@ import psutil
 import pytest
 
 from ycore.config.schema import EngineSettings, RewardConfig, RunConfig
+from ycore.engine import commands
 from ycore.engine.commands import EngineSpec
 from ycore.engine.server import is_healthy
 from ycore.errors import EngineError, TrainerError
-from ycore.launch import engine_watch, engines, launcher
+from ycore.launch import launcher
 from ycore.launch.engine_watch import LiveEngine
-from ycore.launch.launcher import Worker, run_worker
+from ycore.launch.launcher import RunKind, run_worker
 from ycore.models.tiny import write_tiny_model
 from ycore.run.files import read_json
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
-from ycore.run.process_tree import kill_tree
-from ycore.run.reports import RUN_MARKER
+from ycore.run.reports import RUN_MARKER, kill_tree
 
 ENGINE = """
 import http.server, os, socketserver, subprocess, sys, time
@@ -50,7 +50,7 @@ import http.client, os, signal, socket, sys, time
 from pathlib import Path
 from ycore.run.reports import dump_stacks_on_signal
 from ycore.run.paths import RunFolder
-from ycore.run.process_tree import kill_tree
+from ycore.run.reports import kill_tree
 from ycore.run.metrics import MetricsWriter
 dump_stacks_on_signal()
 root = Path(sys.argv[1])
@@ -102,18 +102,16 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Run a worker of this code beside the test's engines; what was shown."""
     root = Path(launcher.__file__).parents[2]
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{root}")
-    monkeypatch.setattr(engines, "is_vllm_installed", lambda: True)
+    monkeypatch.setattr("ycore.engine.kinds.is_vllm_installed", lambda: True)
     command = [sys.executable, "-c", ENGINE]
-    monkeypatch.setattr(
-        engine_watch, "engine_command", lambda engine: [*command, str(engine.socket)]
-    )
+    monkeypatch.setattr(commands, "engine_command", lambda engine: [*command, str(engine.socket)])
     stream = io.StringIO()
 
     def work(code: str, config: RunConfig, **given: Any) -> str:
         (tmp_path / "made_worker.py").write_text(textwrap.dedent(WORKER) + textwrap.dedent(code))
         try:
             run_worker(
-                Worker("trainer", "made_worker"), config, resume=False, stream=stream, **given
+                RunKind("trainer", "made_worker"), config, resume=False, stream=stream, **given
             )
         finally:
             assert_nothing_is_left(config)
@@ -205,7 +203,7 @@ def test_a_compiler_that_an_engine_starts_for_its_first_request_is_none_of_its_p
     with tempfile.TemporaryDirectory(prefix="yc-") as place:
         socket = Path(place) / "e.sock"
         monkeypatch.setattr(
-            engine_watch, "engine_command", lambda engine: [sys.executable, "-c", slow, str(socket)]
+            commands, "engine_command", lambda engine: [sys.executable, "-c", slow, str(socket)]
         )
         spec = EngineSpec(
             name="rollout-0", model=tmp_path, socket=socket, temporary=tmp_path, run_id=folder.run_id,
@@ -218,7 +216,7 @@ def test_a_compiler_that_an_engine_starts_for_its_first_request_is_none_of_its_p
             wait_for(lambda: is_healthy(socket) or engine.poll())
             wait_for(lambda: engine.poll() or engine.is_ready)
             time.sleep(2.0)
-            assert engine.trouble() is None
+            assert engine.find_fault() is None
         finally:
             kill_tree(engine.processes()[0].pid, also=engine.processes(), wait_s=10)
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import typer
 import yaml
-from ycore_cli import plan as command
 from ycore_cli.main import app
 from ycore_cli.options import resolve_config
 
+from ycore.api import planning as command
 from ycore.config.batch import derive_batch
 from ycore.config.recipe_files import load_recipe
 from ycore.config.resolve import resolve

@@ -2,11 +2,11 @@
 
 import pytest
 
+from ycore.api.pipeline_run import config_of
+from ycore.api.stages import parse_pipeline, steps_of
 from ycore.config.batch import derive_batch
 from ycore.config.recipe_files import PIPELINE, list_recipes, load_recipe
 from ycore.config.schema import RunConfig
-from ycore.tools.pipeline_run import config_of
-from ycore.tools.stages import parse_pipeline, steps_of
 
 NAMES = [entry.name for entry in list_recipes() if entry.command == PIPELINE]
 

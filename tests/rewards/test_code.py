@@ -21,7 +21,7 @@ from ycore.rewards.code import (
     same_output,
     share_passed,
 )
-from ycore.sandbox.programs import UnitTestResult
+from ycore.sandbox.program_pool import UnitTestResult
 from ycore.types import Prompt
 
 SETTINGS = CodeSettings()

@@ -19,6 +19,7 @@ import torch
 from tests.rollout.talks import ADD, ADDS, TALKS, Writer, call_text, ids_of, tokenizer_of
 from ycore.advantages import ESTIMATORS
 from ycore.config.schema import RunConfig
+from ycore.engine import Engine as BaseEngine
 from ycore.errors import ConfigError
 from ycore.rollout.agent_pool import AgentCall, AgentExit, AgentPool
 from ycore.rollout.agents import AgentWriter, read_request
@@ -439,7 +440,7 @@ def test_text_in_parts_is_text() -> None:
     assert asked.messages == USER and asked.tools == "[]"
 
 
-class Engine:
+class Engine(BaseEngine):
     """Writes by its seed alone: a call with some numbers, now and then a wrong one, and after an answer its last."""
 
     name = "engine"

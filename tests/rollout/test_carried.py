@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ycore.engine import Engine
 from ycore.rollout.carried import ABORTED, CarryWriter, joined
 from ycore.round.ahead import ControllerAhead
 from ycore.round.journal import Journal
@@ -21,7 +22,7 @@ MAX_TOKENS = 40
 NEED = 3
 
 
-class TickingEngine:
+class TickingEngine(Engine):
     """Writes a token a tick, and as many as the seed of a completion's first request says; `abort` as vLLM's.
 
     A token is its version, and its log-probability tells how many tokens the context had.

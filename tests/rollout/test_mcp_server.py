@@ -161,7 +161,7 @@ def test_what_the_recipe_opens_is_open_to_servers_too(place: Path) -> None:
         update={"turns": TurnSettings(sandbox={"network": True})}
     )
     pool = ToolPool(config, log=place / "log", run_id="t", run_folder=place / "run")
-    assert pool._own.view.network and not pool._code.view.network
+    assert pool._confinement.view.network and not pool._python_confinement.view.network
 
 
 def test_each_completion_has_a_server_of_its_own_held_as_tools_are(place: Path) -> None:

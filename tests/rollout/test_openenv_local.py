@@ -14,7 +14,7 @@ import pytest
 from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError
 from ycore.rollout import ToolRefused
-from ycore.rollout.openenv_local import openenv_local
+from ycore.rollout.environments import openenv_local
 from ycore.rollout.tool_pool import Answer, Episode, ToolPool, describe_tools
 from ycore.types import Prompt, Score
 

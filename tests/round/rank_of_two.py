@@ -34,7 +34,7 @@ from ycore.types import Completion, Group, Prompt
 NUM_ROWS = 64
 
 
-class ScriptedEngine:
+class ScriptedEngine(Engine):
     """Deterministic by (prompt, seed); `breaks_after` requests it fails, `hangs` it never answers."""
 
     name = "scripted"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ycore.engine import Engine as BaseEngine
 from ycore.errors import EngineError
 from ycore.round.ahead import ControllerAhead
 from ycore.round.journal import Journal
@@ -20,7 +21,7 @@ from ycore.types import Completion, Group, Prompt, Score
 STEPS = 5
 
 
-class Engine:
+class Engine(BaseEngine):
     """Writes a token that its version and the seed decide; `gate` holds its answers back."""
 
     name = "scripted"

@@ -8,6 +8,7 @@ import pytest
 
 from tests.rollout.talks import rules_alone
 from ycore.config.schema import RewardConfig, RewardSettings
+from ycore.engine import Engine as BaseEngine
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules
 from ycore.round.step import Controller
@@ -21,7 +22,7 @@ def digit(completions, **columns):
 """
 
 
-class Engine:
+class Engine(BaseEngine):
     """An Engine without a process: it writes 1, and greedily the last digit of the prompt."""
 
     name = "one"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ycore.engine import Engine
 from ycore.errors import ConfigError, RunFolderError
 from ycore.round.journal import Journal, ReplayedRounds
 from ycore.round.peers import Peers
@@ -29,7 +30,7 @@ def group(position: int) -> Group:
     )
 
 
-class Echo:
+class Echo(Engine):
     """An Engine without a process that always writes the completion of `group`."""
 
     name = "echo"

@@ -14,6 +14,7 @@ import pytest
 
 from tests.rollout.talks import rules_alone
 from ycore.config.schema import RewardConfig, RewardSettings
+from ycore.engine import Engine
 from ycore.errors import EngineError, Interrupted, SyncError
 from ycore.round.loop import ShareWeights
 from ycore.round.peers import Peers
@@ -31,7 +32,7 @@ def slow(completions, **columns):
 """
 
 
-class TestEngine:
+class TestEngine(Engine):
     """Writes its version and the seed's last digit; hangs or fails when told to."""
 
     __test__ = False

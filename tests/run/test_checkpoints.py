@@ -18,13 +18,13 @@ from ycore.errors import RunFolderError
 from ycore.run import checkpoints
 from ycore.run.checkpoints import (
     checkpoint_of,
+    checkpoint_problem,
     checkpoints_in,
     clear_leftovers,
     drop_oldest,
     newest_whole,
-    problem_of,
     publish,
-    read_manifest,
+    read_checkpoint_manifest,
     set_aside_after,
     staging,
     step_of,
@@ -55,9 +55,9 @@ def steps(folder: Path) -> list[int]:
 
 def test_a_published_checkpoint_verifies_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
     saved = save(tmp_path, 3)
-    assert problem_of(saved) is None
+    assert checkpoint_problem(saved) is None
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
-    told = read_manifest(saved)
+    told = read_checkpoint_manifest(saved)
     assert (told.step, told.world, set(told.files)) == (3, 1, set(FILES))
     assert told.files["optimizer.pt"].bytes == 9001
 
@@ -163,7 +163,7 @@ def test_later_checkpoints_can_be_set_aside(tmp_path: Path) -> None:
 def test_a_second_save_of_a_step_takes_the_place_of_the_first(tmp_path: Path) -> None:
     first = save(tmp_path, 2)
     flip(first / "optimizer.pt")
-    assert problem_of(save(tmp_path, 2)) is None
+    assert checkpoint_problem(save(tmp_path, 2)) is None
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
 
 
@@ -196,7 +196,7 @@ def test_killed_at_any_moment_of_a_save_the_newest_checkpoint_verifies(tmp_path:
         process.send_signal(signal.SIGKILL)
         process.wait(10)
         process.stdout.close()
-        found = [path for path in checkpoints_in(tmp_path) if problem_of(path) is None]
+        found = [path for path in checkpoints_in(tmp_path) if checkpoint_problem(path) is None]
         assert found == checkpoints_in(tmp_path) and len(found) >= 2
         half += len(clear_leftovers(tmp_path))
         newest = newest_whole(tmp_path, say=print)
@@ -218,7 +218,7 @@ def test_a_write_that_fails_leaves_the_last_checkpoint(
         save(tmp_path, 4)
     assert steps(tmp_path) == [2]
     shutil.rmtree(staging(tmp_path, 4))
-    assert read_manifest(save(tmp_path, 4)).step == 4
+    assert read_checkpoint_manifest(save(tmp_path, 4)).step == 4
 
 
 def manifest_of(tmp_path: Path, **changes: Any) -> Path:
@@ -236,14 +236,14 @@ def test_every_flipped_bit_of_a_manifest_is_found_and_named_in_one_line(tmp_path
         data = bytearray(whole)
         data[bit // 8] ^= 1 << bit % 8
         (saved / "manifest.json").write_bytes(data)
-        problem = problem_of(saved)
+        problem = checkpoint_problem(saved)
         assert (
             problem is not None
             and problem.startswith("manifest.json is damaged (")
             and "\n" not in problem
         ), bit
     (saved / "manifest.json").write_bytes(whole)
-    assert problem_of(saved) is None
+    assert checkpoint_problem(saved) is None
 
 
 @pytest.mark.parametrize(
@@ -261,29 +261,16 @@ def test_every_flipped_bit_of_a_manifest_is_found_and_named_in_one_line(tmp_path
 def test_a_manifest_that_says_too_little_is_no_manifest(
     tmp_path: Path, changes: dict[str, Any], said: str
 ) -> None:
-    problem = problem_of(manifest_of(tmp_path, **changes))
+    problem = checkpoint_problem(manifest_of(tmp_path, **changes))
     assert problem is not None and said in problem and "\n" not in problem
 
 
 def test_weights_belong_to_every_checkpoint(tmp_path: Path) -> None:
     saved = save(tmp_path, 6)
     files = {
-        name: read_manifest(saved).files[name].model_dump()
+        name: read_checkpoint_manifest(saved).files[name].model_dump()
         for name in ("trainer_state.json", "rng_state.pth")
     }
-    assert problem_of(manifest_of(tmp_path, files=files)) == (
+    assert checkpoint_problem(manifest_of(tmp_path, files=files)) == (
         "manifest.json lists no weights, without which no run goes on"
-    )
-
-
-def test_a_manifest_of_an_earlier_version_still_counts(tmp_path: Path) -> None:
-    """It was the body alone, indented, with the schema in it."""
-    saved = save(tmp_path, 6)
-    content = {"schema": 1, **read_manifest(saved).model_dump()}
-    (saved / "manifest.json").write_text(json.dumps(content, indent=2) + "\n")
-    assert problem_of(saved) is None and newest_whole(tmp_path, say=print) == saved
-    (saved / "manifest.json").write_text(json.dumps({**content, "files": {}}, indent=2) + "\n")
-    assert (
-        problem_of(saved)
-        == "manifest.json lists no trainer_state.json, without which no run goes on"
     )

@@ -29,14 +29,12 @@ from ycore.run.claim import (
     claim,
     contents_that_differ,
     files_fingerprint,
-    held_config,
     in_words,
     model_fingerprint,
     settings_that_differ,
 )
 from ycore.run.files import make_private, read_json, write_json_atomic
-from ycore.run.paths import RunFolder
-from ycore.run.run_id import read_run_id
+from ycore.run.paths import RunFolder, read_run_id
 
 
 def config_for(folder: RunFolder, **changes: Any) -> RunConfig:
@@ -90,7 +88,9 @@ def test_another_run_is_refused_and_the_difference_named(folder: RunFolder) -> N
         RunFolderError, match=r"another run \(seed: 0 there, 7 here\).*--accept-changes"
     ):
         check_claim(folder, config_for(folder, seed=7), resume=True)
-    check_claim(folder, config_for(folder, seed=7), resume=True, how=Resume(accept_changes=True))
+    check_claim(
+        folder, config_for(folder, seed=7), resume=True, resume_options=Resume(accept_changes=True)
+    )
 
 
 def test_a_nested_difference_is_named_by_its_whole_key(folder: RunFolder) -> None:
@@ -112,22 +112,6 @@ def test_what_changes_nothing_that_is_learned_may_change(folder: RunFolder) -> N
         check_claim(folder, config_for(folder, steps=50), resume=True)
 
 
-def test_a_key_that_the_older_run_did_not_have_yet_has_its_default(folder: RunFolder) -> None:
-    claim_and_release(folder)
-    held = read_json(folder.config)
-    del held["config"]["sampling"], held["config"]["keep_journal"]
-    write_json_atomic(folder.config, held)
-    check_claim(folder, config_for(folder), resume=True)
-
-
-def test_auto_of_an_older_run_was_bfloat16(folder: RunFolder) -> None:
-    claim_and_release(folder, dtype="auto")
-    assert held_config(folder)["dtype"] == "bfloat16"
-    check_claim(folder, config_for(folder, dtype="bfloat16"), resume=True)
-    with pytest.raises(RunFolderError, match="dtype: 'bfloat16' there, 'float32' here"):
-        check_claim(folder, config_for(folder, dtype="float32"), resume=True)
-
-
 def test_the_same_run_goes_on_only_with_resume(folder: RunFolder) -> None:
     claim_and_release(folder)
     with pytest.raises(RunFolderError, match="--resume"):
@@ -142,7 +126,7 @@ def test_a_finished_run_is_refused(folder: RunFolder) -> None:
     with pytest.raises(RunFolderError, match="finished"):
         check_claim(folder, config_for(folder), resume=True)
     check_claim(folder, config_for(folder, steps=101), resume=True)
-    check_claim(folder, config_for(folder), resume=True, how=Resume(step=50))
+    check_claim(folder, config_for(folder), resume=True, resume_options=Resume(step=50))
     write_json_atomic(folder.summary, {"status": "interrupted"})
     check_claim(folder, config_for(folder), resume=True)
 
@@ -396,16 +380,3 @@ def test_a_large_file_is_known_by_blocks_over_all_of_it(
         data[place] = 1
         file.write_bytes(data)
         assert files_fingerprint([file]) != first
-
-
-@pytest.mark.parametrize(("run_as", "level"), [("auto", "auto"), ("same", "none")])
-def test_a_run_of_a_version_without_a_sandbox_goes_on(
-    tmp_path: Path, run_as: str, level: str
-) -> None:
-    folder = RunFolder(tmp_path)
-    settings = {"model": "m", "dataset": "d", "rewards": [{"reward": "length"}], "output": "o"}
-    write_json_atomic(
-        folder.config, {"config": {**settings, "reward_workers": {"workers": 3, "run_as": run_as}}}
-    )
-    config = RunConfig.model_validate(held_config(folder))
-    assert config.reward_workers.workers == 3 and config.sandbox.level == level

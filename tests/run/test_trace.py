@@ -10,7 +10,7 @@ from ycore.run.trace import (
     Span,
     TraceFollower,
     TraceWriter,
-    busy_stretches,
+    busy_intervals,
     finish_trace,
     parse_event,
     read_trace,
@@ -94,12 +94,12 @@ def test_a_trace_stops_growing(tmp_path: Path) -> None:
     assert events[-1]["name"] == "trace is full" and len(events) > 5
 
 
-def test_stretches_are_joined() -> None:
+def test_intervals_that_touch_are_merged() -> None:
     told = [
         Span("judge", 0, 0, began, seconds)
         for began, seconds in ((0, 2), (1, 3), (1.5, 0.5), (6, 1))
     ]
-    assert busy_stretches(told) == [(0, 4), (6, 1)]
+    assert busy_intervals(told) == [(0, 4), (6, 1)]
 
 
 def write_spans(path: Path, numbers: range) -> list[Span]:

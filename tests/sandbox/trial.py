@@ -28,7 +28,7 @@ from tests.sandbox.targets import CANARY, LIMITS, Targets
 from ycore.config.schema import RewardConfig, RewardSettings, SandboxSettings
 from ycore.sandbox import Level, user_code
 from ycore.sandbox.level import LevelChoice, level_refusal
-from ycore.sandbox.programs import ProgramPool
+from ycore.sandbox.program_pool import ProgramPool
 from ycore.scoring import reward_pool
 from ycore.scoring.reward_pool import RewardPool
 

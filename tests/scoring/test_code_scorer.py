@@ -13,7 +13,7 @@ from ycore.placement.slots import Slots
 from ycore.rewards.code import CodeSettings
 from ycore.sandbox import Level
 from ycore.sandbox.level import level_refusal
-from ycore.sandbox.programs import ProgramPool
+from ycore.sandbox.program_pool import ProgramPool
 from ycore.scoring.code_scorer import CodeMeter, CodeScorer
 from ycore.scoring.scoring import PendingGroup
 from ycore.types import Completion, Draw, Prompt, Score
@@ -189,7 +189,7 @@ def test_tests_that_cannot_run_mask_the_completion(room: Room) -> None:
 def test_a_sandbox_that_fails_masks_the_completion(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ycore.sandbox.program_runners.server_command", lambda **_: ["/bin/false"])
+    monkeypatch.setattr("ycore.sandbox.program_pool.server_command", lambda **_: ["/bin/false"])
     programs = ProgramPool(Level.NAMESPACES, at_once=1, log=tmp_path / "log", run_id="test")
     meter = CodeMeter()
     scorer = CodeScorer("code", CodeSettings(), programs, meter=meter)

@@ -11,9 +11,10 @@ from ycore.config.schema import RunConfig
 from ycore.round.loop import RankLoop
 from ycore.round.peers import Peers
 from ycore.round.regroup import regroup_states
-from ycore.round.sampling import DrawSource, Rules, can_teach, compared_rewards
+from ycore.round.sampling import DrawSource, Rules
 from ycore.round.step import Controller
 from ycore.scoring.constraints import Constraint, Constraints
+from ycore.scoring.group_rewards import can_teach, compared_rewards
 from ycore.scoring.scoring import Scoring
 from ycore.types import Completion, Draw, Group, Prompt, Score
 

@@ -12,7 +12,7 @@ from ycore.engine.transformers_engine import TransformersEngine
 from ycore.models.tiny import write_tiny_model
 from ycore.placement.slots import Slots
 from ycore.rewards.builtin import Reference
-from ycore.scoring.policy_scorers import ReferenceScorer
+from ycore.scoring.model_scorers import ReferenceScorer
 from ycore.scoring.scoring import PendingGroup, Policy
 from ycore.types import Completion, Draw, Prompt, Score
 

@@ -13,6 +13,7 @@ from PIL import Image as Pillow
 
 from tests.scripted_teacher import logprob_of, teacher_at
 from ycore.config.schema import DistillSettings, RewardConfig, RunConfig
+from ycore.engine import Engine
 from ycore.engine.judge_engine import Refused
 from ycore.errors import EngineError
 from ycore.judge.agreement import KEY, Questions, shows_chosen_first
@@ -33,11 +34,16 @@ from ycore.run.images import ImageStore, png_of
 from ycore.run.paths import RunFolder
 from ycore.sandbox import Level
 from ycore.scoring.judge_scorer import AgreementScorer, JudgeMeter, JudgeScorer
-from ycore.scoring.reward_model_scorer import EnsembleMember, RewardModelMeter, RewardModelScorer
+from ycore.scoring.model_scorers import (
+    EnsembleMember,
+    RewardModelMeter,
+    RewardModelScorer,
+    TeacherMeter,
+    TeacherScorer,
+)
 from ycore.scoring.reward_pool import WorkerMeter
 from ycore.scoring.scorers import build_scoring
 from ycore.scoring.scoring import PendingGroup, Scorer, Scoring
-from ycore.scoring.teacher_scorer import TeacherMeter, TeacherScorer
 from ycore.types import IMAGE_MARK, Completion, Draw, Prompt, Score, Turn
 
 T = TypeVar("T")
@@ -214,7 +220,7 @@ def test_a_round_judges_while_it_still_writes() -> None:
     judged = asyncio.Event()
     engine = ScriptedJudge("judge-0", lambda text: (judged.set(), "<score>1</score>")[1])
 
-    class Writer:
+    class Writer(Engine):
         name = "rollout-0"
 
         async def wait_ready(self, *, timeout_s: float) -> None:

@@ -21,7 +21,7 @@ from ycore.config.schema import RunConfig
 from ycore.errors import Interrupted, RunError
 from ycore.models.tiny import write_tiny_model
 from ycore.round.assemble import assemble
-from ycore.run.checkpoints import checkpoints_in, problem_of, size_of
+from ycore.run.checkpoints import checkpoint_problem, checkpoints_in, size_of
 from ycore.run.files import is_disk_full, write_json_atomic
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
@@ -149,7 +149,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(
     disk.make_room()
     names = sorted(path.name for path in folder.checkpoints.iterdir() if path.is_dir())
     assert names == ["checkpoint-1", "checkpoint-2"], "nothing is left of the save that failed"
-    assert all(problem_of(path) is None for path in checkpoints_in(folder.checkpoints))
+    assert all(checkpoint_problem(path) is None for path in checkpoints_in(folder.checkpoints))
     with training(folder) as run:
         run.train()
     assert [row["step"] for row in read_metrics(folder.metrics)] == [1, 2, 3, 4]

@@ -20,7 +20,7 @@ from ycore.data import local_files
 from ycore.errors import DataError, RunError, RunFolderError, TrainerError
 from ycore.models.tiny import write_tiny_model
 from ycore.round.assemble import assemble
-from ycore.run.checkpoints import checkpoint_of, checkpoints_in, problem_of, staging
+from ycore.run.checkpoints import checkpoint_of, checkpoint_problem, checkpoints_in, staging
 from ycore.run.files import write_json_atomic
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
@@ -275,7 +275,7 @@ def test_a_checkpoint_holds_all_state_that_matters(reference: Callable[[str], Ru
     """The inventory: leave one of these out, and a resumed run is another run."""
     folder = reference("several steps a round")
     saved = checkpoint_of(folder.checkpoints, 5)
-    assert problem_of(saved) is None
+    assert checkpoint_problem(saved) is None
     names = {path.name for path in saved.iterdir()}
     assert names >= {
         "adapter_model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json",
@@ -397,7 +397,7 @@ def test_a_number_that_is_none_stops_the_run_before_it_is_saved(
         train(folder, poison)
     saved = checkpoints_in(folder.checkpoints)
     assert [path.name for path in saved] == ["checkpoint-2", "checkpoint-3"]
-    assert all(problem_of(path) is None for path in saved)
+    assert all(checkpoint_problem(path) is None for path in saved)
     for path in saved:
         assert all(
             tensor.isfinite().all()

@@ -29,7 +29,7 @@ from ycore.round.journal import Journal
 from ycore.run.files import write_json_atomic
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
-from ycore.run.process_tree import is_alive
+from ycore.run.reports import is_alive
 
 REWARD = """
 def spread(completion_ids, answer):

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from ycore.launch.engines import is_vllm_installed
+from ycore.engine.kinds import is_vllm_installed
 
 _TRAINERS = "from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer"
 

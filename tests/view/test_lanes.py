@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ycore.run.trace import joined
+from ycore.run.trace import merge_intervals
 from ycore.view.lanes import Lane, Window, cell_seconds, draw_lane, draw_legend, lane_names
 
 WINDOW = Window(
@@ -62,14 +62,14 @@ def test_stretches_may_come_in_any_order(
     lane = Lane()
     lane.add("rollout", first)
     lane.add("rollout", then)
-    assert lane.busy.get("rollout", []) == joined([*first, *then])
+    assert lane.busy.get("rollout", []) == merge_intervals([*first, *then])
 
 
 @given(stretches, st.floats(20, 130), st.sampled_from([1.0, 2.0, 5.0]), st.integers(1, 60))
 def test_shares_add_up_to_the_seconds_covered(
     told: list[tuple[float, float]], until: float, cell_s: float, num_cells: int
 ) -> None:
-    window, whole = Window(until, cell_s, num_cells), joined(told)
+    window, whole = Window(until, cell_s, num_cells), merge_intervals(told)
     shares = window.shares(whole)
     assert len(shares) == num_cells and all(0 <= share <= 1 for share in shares)
     assert until - cell_s <= window.since + window.cell_s * window.num_cells - cell_s <= until

@@ -1,1 +1,1 @@
-"""What Python users and the command call."""
+"""The library: what Python users call, and what the command calls."""

@@ -131,7 +131,7 @@ def _check_drafts(config: RunConfig) -> None:
         return
     if config.deterministic:
         raise ConfigError(
-            "whether a draft is made depends on what pays, and drafts change a seed's tokens; leave --deterministic or "
+            "drafts depend on the requests in flight, and change a seed's tokens; leave --deterministic or "
             "engine.drafts out"
         )
     if config.trl.get("min_p"):

@@ -131,7 +131,7 @@ class EngineSettings(Strict):
     # Variables of the environment that engines get beside the usual ones: names, or beginnings such as `SLURM_*`.
     environment: list[str] = []
     # Speculative decoding: tokens that one pass of the policy checks of a draft, which is what followed the same words
-    # before; 0 for none. Drafts are made only while they pay.
+    # before (vLLM's `ngram`); 0 for none. Only with at most four requests in flight.
     drafts: Annotated[int, Field(ge=0, le=32, strict=True)] = 0
     # How often engines that died are started again in one run, all engines together; then the run fails.
     restarts: Annotated[int, Field(ge=0, strict=True)] = 3

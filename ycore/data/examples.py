@@ -39,7 +39,7 @@ _ANSWER_MARK = "\n\nAssistant:"
 
 @dataclass(frozen=True, slots=True)
 class ExampleSet:
-    """Shuffled examples. The held-out ones share no prompt with the others; `left_out` counts rows by reason."""
+    """Shuffled examples. The held-out ones share no prompt with the others; `left_out` counts skipped rows by reason."""
 
     train: Sequence[Example]
     held_out: Sequence[Example]
@@ -51,7 +51,7 @@ class ExampleSet:
 
     @property
     def shows(self) -> bool:
-        """Whether rows have pictures."""
+        """Tell whether rows have pictures."""
         return "images" in self.train[0]
 
     @property
@@ -60,7 +60,7 @@ class ExampleSet:
 
     @property
     def fingerprint(self) -> str:
-        """Changes with any example and with their order."""
+        """A digest that changes with any example and with their order."""
         digest = hashlib.sha256()
         for example in (*self.train, *self.held_out):
             digest.update(json.dumps(example).encode())
@@ -68,8 +68,8 @@ class ExampleSet:
 
     @property
     def overlap(self) -> int:
-        """How many held-out examples are also trained on, by their prompts, or by all of a text without any."""
-        return num_overlapping(map(_asked, self.held_out), map(_asked, self.train))
+        """Count the held-out examples whose prompt, or whole text without a prompt, is also trained on."""
+        return num_overlapping(map(_prompt_of, self.held_out), map(_prompt_of, self.train))
 
     @property
     def left_out_note(self) -> str:
@@ -81,19 +81,23 @@ class ExampleSet:
 def load_examples(
     config: TuneConfig, *, as_chat: bool, store: ImageStore | None = None
 ) -> ExampleSet:
-    """The examples of `config.dataset`, all of them checked; DataError where a row is malformed, or none is left.
+    """Return the examples of `config.dataset`; DataError where a row is malformed, or none is left.
 
     Where any row has pictures, each has a list of `images` (`types.Image`, kept in the `store`), and turns in blocks.
+    Examples are shuffled by the seed here: kto's trainer reads its rows in order, and pairs that were split in two
+    would come with every good answer first.
 
-    They are shuffled by the seed here: kto's trainer reads its rows in order, and pairs that were split in two would
-    come with every good answer first. `as_chat` makes texts chat turns, for a model with a chat template.
+    Args:
+        as_chat: Make texts chat turns, for a model with a chat template.
     """
-    how: Any = {"as_chat": as_chat, "store": store or ImageStore(None)}
-    examples, left_out = _read_examples(config, config.dataset, config.split, **how)
+    store = store or ImageStore(None)
+    examples, left_out = _read_examples(
+        config, config.dataset, config.split, as_chat=as_chat, store=store
+    )
     chance = random.Random(config.seed)
     if config.eval_dataset is not None or config.eval_split is not None:
         name, split = config.eval_dataset or config.dataset, config.eval_split or config.split
-        held_out, _ = _read_examples(config, name, split, **how)
+        held_out, _ = _read_examples(config, name, split, as_chat=as_chat, store=store)
         chance.shuffle(examples)
         return ExampleSet(examples, held_out[: config.held_out], left_out)
     count = (
@@ -114,10 +118,10 @@ def load_examples(
 def hold_out(
     examples: Sequence[Example], count: int, chance: random.Random
 ) -> tuple[list[Example], list[Example]]:
-    """Train and held-out examples, shuffled. Those of one prompt stay together, so a few more may be held out."""
+    """Split into train and held-out examples, shuffled. Examples of one prompt stay together."""
     groups: dict[str, list[Example]] = {}
     for example in examples:
-        groups.setdefault(_key(_asked(example)), []).append(example)
+        groups.setdefault(_key(_prompt_of(example)), []).append(example)
     shuffled = list(groups.values())
     chance.shuffle(shuffled)
     held_out: list[Example] = []
@@ -129,12 +133,12 @@ def hold_out(
 
 
 def num_overlapping(held_out: Iterable[Any], train: Iterable[Any]) -> int:
-    """How many of the prompts or texts to measure on are also trained on; white space makes no difference."""
+    """Count the held-out prompts or texts that are also trained on; white space makes no difference."""
     trained = set(map(_key, train))
-    return sum(_key(one) in trained for one in held_out)
+    return sum(_key(prompt) in trained for prompt in held_out)
 
 
-def _asked(example: Example) -> Any:
+def _prompt_of(example: Example) -> Any:
     return [example["prompt"], example.get("images")] if "prompt" in example else example
 
 
@@ -146,7 +150,7 @@ def _with_single_spaces(value: Any) -> Any:
     if isinstance(value, str):
         return " ".join(value.split())
     if isinstance(value, Mapping):
-        return {key: _with_single_spaces(one) for key, one in value.items()}
+        return {key: _with_single_spaces(item) for key, item in value.items()}
     return list(map(_with_single_spaces, value)) if isinstance(value, list | tuple) else value
 
 
@@ -181,40 +185,42 @@ def _add_pictures(
     config: TuneConfig, table: Table, made: Sequence[Example | str], store: ImageStore
 ) -> None:
     """Give the examples the pictures of their rows, where any row has some."""
-    columns = [name for name in (*CONVERSATION_COLUMNS, *QUESTION_COLUMNS) if name in table.columns]
-    found: list[tuple[Example, TableRow, tuple[Image, ...]]] = []
+    candidates = (*CONVERSATION_COLUMNS, *QUESTION_COLUMNS)
+    column = next((name for name in candidates if name in table.columns), None)
+    examples: list[tuple[Example, TableRow, tuple[Image, ...]]] = []
     for number, example in enumerate(made):
         if not isinstance(example, str):
-            row, turns = table.row(number), example.get("prompt") or example.get("messages") or ""
-            where = (next(iter(columns), None), table.folder, store)
-            found.append((example, row, images_of(row, turns, *where, fetch=config.fetch_images)))
-    first = next((number for number, (_, _, images) in enumerate(found) if images), None)
+            row = table.row(number)
+            turns = example.get("prompt") or example.get("messages") or ""
+            images = images_of(row, turns, column, table.folder, store, fetch=config.fetch_images)
+            examples.append((example, row, images))
+    first = next((row for _, row, images in examples if images), None)
     if first is None:
         return
     if config.algorithm not in SIGHTED:
         raise ConfigError(
-            f"{found[first][1].place} has a picture, and ycore {config.algorithm} reads text only; "
+            f"{first.place} has a picture, and ycore {config.algorithm} reads text only; "
             f"take ycore {' or '.join(SIGHTED)}, or remove the columns image and images"
         )
-    for example, row, images in found:
-        asked = "prompt" if "prompt" in example else "messages"
-        if asked not in example:
+    for example, row, images in examples:
+        question = "prompt" if "prompt" in example else "messages"
+        if question not in example:
             raise DataError(
                 f"a picture and plain text in {row.place}; make it a question and an answer"
             )
-        example[asked] = with_marks(example[asked], images, row.place)
+        example[question] = with_marks(example[question], images, row.place)
         for name, content in example.items():
             example[name] = in_blocks(content) if isinstance(content, list) else content
         example["images"] = list(images)
 
 
 def _rename_columns(table: Table, columns: dict[str, str]) -> Table:
-    """The table with the trainer's names in place of the user's; `columns` maps the former to the latter."""
-    for wanted, given in columns.items():
-        table.require_column(given, f"columns.{wanted}")
+    """Give columns the trainer's names in place of the user's; `columns` maps the former to the latter."""
+    for new_name, old_name in columns.items():
+        table.require_column(old_name, f"columns.{new_name}")
     if not columns:
         return table
-    names = {given: wanted for wanted, given in columns.items()}
+    names = {old_name: new_name for new_name, old_name in columns.items()}
     hidden = set(columns) - set(names)  # columns that had one of these names before
     rows = [
         {names.get(name, name): value for name, value in row.items() if name not in hidden}
@@ -327,7 +333,7 @@ def _pair_example(row: TableRow, question: str | None, *, as_chat: bool) -> Exam
 
 
 def pair_table(table: Table, prompt_column: str | None, *, as_chat: bool) -> Table:
-    """Its pairs with `prompt`, and `chosen` and `rejected` as the answers' texts; DataError where none is left."""
+    """Return the pairs with `prompt`, `chosen` and `rejected` as texts; DataError where none is left."""
     way_out = f"it has {table.listed_columns}; rename a column in the dataset"  # such a run has no setting for it
     _require_columns(table, ("chosen", "rejected"), "with or without prompt", way_out=way_out)
     question = prompt_column or next(
@@ -351,11 +357,11 @@ def _text_of(answer: Content) -> str:
 
 
 def _split_texts(chosen: str, rejected: str) -> Example | None:
-    """Cut where the assistant's last turn begins, else at the last space of what the two have in common."""
+    """Cut where the assistant's last turn begins, else at the last space of the common beginning."""
     differing = (
         place
-        for place, (one, other) in enumerate(zip(chosen, rejected, strict=False))
-        if one != other
+        for place, letters in enumerate(zip(chosen, rejected, strict=False))
+        if letters[0] != letters[1]
     )
     common = chosen[: next(differing, min(len(chosen), len(rejected)))]
     end = (
@@ -390,7 +396,7 @@ def _labelled_example(row: TableRow, *, as_chat: bool) -> Example | str:
 
 
 def _labelled(table: Table, examples: list[Example]) -> list[Example]:
-    """Each pair as two labelled examples; both labels must occur."""
+    """Make each pair two labelled examples; both labels must occur."""
     if "chosen" in examples[0]:
         examples = [
             {"prompt": pair["prompt"], "completion": pair[column], "label": label}
@@ -406,7 +412,7 @@ def _labelled(table: Table, examples: list[Example]) -> list[Example]:
 
 
 def _with_prompt(prompt: Content, as_chat: bool, **answers: Content) -> Example:
-    """Prompt and answers as texts, or all of them as chat turns; turns that repeat the prompt lose it."""
+    """Return prompt and answers as texts, or all as chat turns; answers that repeat the prompt lose it."""
     if not as_chat and all(isinstance(content, str) for content in (prompt, *answers.values())):
         return {"prompt": prompt, **answers}
     before = _turns(prompt, "user")
@@ -419,7 +425,7 @@ def _with_prompt(prompt: Content, as_chat: bool, **answers: Content) -> Example:
 
 
 def _is_empty(content: Content) -> bool:
-    """Nothing to learn from: no turns, blank text, or a last turn that is blank."""
+    """Tell whether there is nothing to learn from: no turns, blank text, or a last turn that is blank."""
     last = content if isinstance(content, str) else content[-1]["content"] if content else ""
     return not last.strip()
 
@@ -433,9 +439,9 @@ def _require_columns(
 ) -> None:
     missing = [name for name in required if name not in table.columns]
     if missing:
-        absent, wanted = " and no ".join(missing), " and ".join(required)
         raise DataError(
-            f"{table.name} has no column {absent}; wanted are {wanted}, {note}; {way_out or _has(table, missing[0])}"
+            f"{table.name} has no column {' and no '.join(missing)}; wanted are {' and '.join(required)}, {note}; "
+            f"{way_out or _has(table, missing[0])}"
         )
 
 

@@ -21,13 +21,11 @@ from ycore.run.images import png_of
 
 _SPLITS = ("train", "test")
 _TEST_SHARE = 5  # about every fifth question is held out
-_SALT = (
-    "2 "  # chosen so that the smallest tasks hold out a fifth too: 20 of the 100 sums of two digits
-)
+_SALT = "2 "
+"""Chosen so that the smallest tasks hold out a fifth too: 20 of the 100 sums of two digits."""
+
 _MAX_SIZE = 1_000_000
-_MAX_LISTED = (
-    1 << 18
-)  # up to so many questions a task is listed and shuffled; beyond, questions are drawn
+_MAX_SHUFFLED = 1 << 18  # a task with more questions draws them in place of shuffling all
 _JSON = (str, int, float, bool, Mapping, list, tuple, type(None))
 _GYM_DRAWS_PER_ROW = 12  # a test question is one of five: draws enough to find as many as wanted
 
@@ -40,7 +38,7 @@ DIGIT_QUESTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """`key` is the same for questions that give each other away, as 3 + 4 and 4 + 3: they share a split."""
+    """A question of a task. Questions that give each other away, as 3 + 4 and 4 + 3, have the same `key` and split."""
 
     prompt: str
     answer: str
@@ -51,7 +49,8 @@ class Question:
 class Task:
     """A numbered set of questions: `question(arguments, i)` for every i below `count(arguments)`.
 
-    `limits` gives each argument's lowest, default and highest value.
+    Attributes:
+        limits: Each argument's lowest, default and highest value.
     """
 
     limits: Mapping[str, tuple[int, int, int]]
@@ -60,7 +59,7 @@ class Task:
 
 
 def task_table(text: str, *, split: str, seed: int) -> Table:
-    name, given = _parse(text, split)
+    name, texts = _parse(text, split)
     known = (*TASKS, *DIGIT_QUESTIONS)
     if name not in known:
         way_out = nearest(name, known) or "; take one of them"
@@ -69,14 +68,14 @@ def task_table(text: str, *, split: str, seed: int) -> Table:
         **(TASKS[name].limits if name in TASKS else {"wrong": (0, 0, 1)}),
         "size": (1, 1000, _MAX_SIZE),
     }
-    for key in given:
+    for key in texts:
         if key not in limits:
             way_out = nearest(key, limits) or "; take one of them"
             raise DataError(
                 f"the task {name!r} has no argument {key!r}; it has {', '.join(limits)}{way_out}"
             )
     arguments = {
-        key: _whole_number(text, key, given[key], low=low, high=high) if key in given else default
+        key: _whole_number(text, key, texts[key], low=low, high=high) if key in texts else default
         for key, (low, default, high) in limits.items()
     }
     chance = random.Random(f"{name} {split} {seed}")
@@ -92,10 +91,10 @@ def task_table(text: str, *, split: str, seed: int) -> Table:
 
 
 def gym_table(text: str, *, split: str, seed: int) -> Table:
-    """The rows of `gym:NAME?args`; `gym_entry` is the whole entry as JSON, for reasoning-gym's own scorer."""
-    name, given = _parse(text, split)
-    size = _whole_number(text, "size", given.pop("size", "500"), low=1, high=_MAX_SIZE)
-    entries = _gym_dataset(text, name, given, size=size * _GYM_DRAWS_PER_ROW, seed=seed)
+    """Return the rows of `gym:NAME?args`; `gym_entry` is the entry as JSON, for reasoning-gym's own scorer."""
+    name, texts = _parse(text, split)
+    size = _whole_number(text, "size", texts.pop("size", "500"), low=1, high=_MAX_SIZE)
+    entries = _gym_dataset(text, name, texts, size=size * _GYM_DRAWS_PER_ROW, seed=seed)
     rows: dict[str, dict[str, Any]] = {}
     for number in range(size * _GYM_DRAWS_PER_ROW):
         if len(rows) == size:
@@ -114,7 +113,7 @@ def gym_table(text: str, *, split: str, seed: int) -> Table:
 
 
 def _parse(text: str, split: str) -> tuple[str, dict[str, str]]:
-    """As `parse_name`; the split must exist."""
+    """Return name and arguments; DataError for a split that does not exist."""
     if split not in _SPLITS:
         way_out = nearest(split, _SPLITS) or "; take one of them"
         raise DataError(f"{text} has the splits {' and '.join(_SPLITS)}, not {split!r}{way_out}")
@@ -122,7 +121,7 @@ def _parse(text: str, split: str) -> tuple[str, dict[str, str]]:
 
 
 def parse_name(text: str) -> tuple[str, dict[str, str]]:
-    """Name and arguments of a `scheme:name?key=value&...`; DataError where they are written in another way."""
+    """Return name and arguments of `scheme:name?key=value&...`; DataError where it is written in another way."""
     name, _, query = text.partition(":")[2].partition("?")
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True) if query else []
@@ -135,10 +134,10 @@ def parse_name(text: str) -> tuple[str, dict[str, str]]:
     return name, dict(pairs)
 
 
-def as_json(given: Mapping[str, str]) -> dict[str, Any]:
-    """Numbers, true and false, and lists as JSON writes them; anything else is text."""
-    arguments: dict[str, Any] = dict(given)
-    for key, value in given.items():
+def typed_arguments(texts: Mapping[str, str]) -> dict[str, Any]:
+    """Read numbers, true and false, and lists as JSON writes them; anything else is text."""
+    arguments: dict[str, Any] = dict(texts)
+    for key, value in texts.items():
         with suppress(ValueError):
             arguments[key] = json.loads(value)
     return arguments
@@ -158,7 +157,7 @@ def _is_in_split(key: str, split: str) -> bool:
 def _questions(
     name: str, task: Task, arguments: Mapping[str, int], split: str, chance: random.Random
 ) -> Iterator[Question]:
-    """The distinct questions of a split, in random order."""
+    """Yield the distinct questions of a split, in random order."""
     seen: set[str] = set()
     for number in _shuffled_numbers(task.count(arguments), chance):
         question = task.question(arguments, number)
@@ -168,8 +167,8 @@ def _questions(
 
 
 def _shuffled_numbers(count: int, chance: random.Random) -> Iterator[int]:
-    """The numbers below `count`, each once."""
-    if count <= _MAX_LISTED:
+    """Yield the numbers below `count` in random order, each once."""
+    if count <= _MAX_SHUFFLED:
         yield from chance.sample(range(count), count)
         return
     seen: set[int] = set()
@@ -181,7 +180,7 @@ def _shuffled_numbers(count: int, chance: random.Random) -> Iterator[int]:
 
 
 def _range(digits: int) -> tuple[int, int]:
-    """The first number of so many digits, and how many there are; one digit begins at 0."""
+    """Return the first number of `digits` digits, and how many there are; one digit begins at 0."""
     return (0, 10) if digits == 1 else (10 ** (digits - 1), 9 * 10 ** (digits - 1))
 
 
@@ -211,8 +210,9 @@ def _larger(arguments: Mapping[str, int], number: int) -> Question:
 def _sort(arguments: Mapping[str, int], number: int) -> Question:
     low, span = _range(arguments["digits"])
     values = [low + number // span**place % span for place in range(arguments["count"])]
-    shown, ordered = (", ".join(map(str, numbers)) for numbers in (values, sorted(values)))
-    prompt = f"Sort these numbers from smallest to largest: {shown}. Answer with just the numbers."
+    listed = ", ".join(map(str, values))
+    ordered = ", ".join(map(str, sorted(values)))
+    prompt = f"Sort these numbers from smallest to largest: {listed}. Answer with just the numbers."
     return Question(prompt, ordered, key=ordered)
 
 
@@ -267,7 +267,7 @@ def _digit_rows(
         }
 
 
-def _gym_dataset(text: str, name: str, given: Mapping[str, str], *, size: int, seed: int) -> Any:
+def _gym_dataset(text: str, name: str, texts: Mapping[str, str], *, size: int, seed: int) -> Any:
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError:
@@ -283,20 +283,20 @@ def _gym_dataset(text: str, name: str, given: Mapping[str, str], *, size: int, s
     known = [
         field.name for field in fields(DATASETS[name][1]) if field.name not in ("size", "seed")
     ]
-    for key in given:
+    for key in texts:
         if key not in known:
             way_out = nearest(key, known) or "; take one of them"
             raise DataError(
                 f"{text}: no argument {key!r}; there are size, {', '.join(known)}{way_out}"
             )
     try:
-        return create_dataset(name, size=size, seed=seed, **as_json(given))
+        return create_dataset(name, size=size, seed=seed, **typed_arguments(texts))
     except (ValueError, TypeError, AssertionError) as problem:
         raise DataError(f"{text}: {problem}; change that argument") from None
 
 
 def _without_objects(value: Any) -> Any:
-    """`value` without what JSON cannot hold."""
+    """Return `value` without what JSON cannot hold."""
     if isinstance(value, Mapping):
         return {
             str(key): _without_objects(item)

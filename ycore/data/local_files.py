@@ -1,8 +1,8 @@
-"""Datasets in local files: JSONL, JSON, CSV and Parquet, by suffix; the first three also compressed with gzip.
+"""Read datasets in local files: JSONL, JSON, CSV and Parquet, by suffix; the first three also compressed with gzip.
 
-Our own reading, and not the datasets library's: it names the line of a damaged row, and starts without a long import.
-Somebody may edit a file while a run reads from it. So no file is mapped: a mapping shows the edit, and reading what is
-no longer there ends the process with SIGBUS.
+The datasets library is not used: this names the line of a damaged row, and starts without a long import. No file is
+memory-mapped, because somebody may edit it while a run reads it: a mapping shows the edit, and reading beyond the new
+end kills the process with SIGBUS.
 """
 
 import codecs
@@ -21,17 +21,19 @@ from typing import Any
 from ycore.data.table import Table, columns_of
 from ycore.errors import DataError, nearest
 
-_IN_MEMORY_BYTES = (
-    16 * 2**20
-)  # largest JSONL file that every process holds; it reads a larger one row by row
+_IN_MEMORY_BYTES = 16 * 2**20
+"""Size of the largest JSONL file that a process keeps in memory; it reads a larger one row by row."""
+
 _SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz", ".json.gz", ".csv.gz")
 
-# A .gz is unpacked into memory: as much as this, or as many times its own size, and never more than the last.
-_FREE_BYTES, _MOST_TIMES, _MOST_BYTES = 64 << 20, 40, 4 << 30
+# A .gz is unpacked into memory, up to 64 MiB or 40 times its own size, and never more than 4 GiB.
+_UNPACKED_BYTES = 64 << 20
+_UNPACKED_FACTOR = 40
+_MAX_UNPACKED_BYTES = 4 << 30
 
 
 def file_suffix(path: Path) -> str | None:
-    """The suffix that decides how `path` is read, or None where it has no known one."""
+    """Return the suffix that decides how `path` is read, or None."""
     name = path.name.lower()
     return next(
         (suffix for suffix in sorted(_SUFFIXES, key=len, reverse=True) if name.endswith(suffix)),
@@ -42,8 +44,8 @@ def file_suffix(path: Path) -> str | None:
 def file_table(path: Path) -> Table:
     suffix = file_suffix(path)
     if os.path.isdir(path):
-        found = sorted(entry.name for entry in path.iterdir() if file_suffix(entry))[:3]
-        example = f", such as {', '.join(found)}" if found else f" ({', '.join(_SUFFIXES)})"
+        datasets = sorted(entry.name for entry in path.iterdir() if file_suffix(entry))[:3]
+        example = f", such as {', '.join(datasets)}" if datasets else f" ({', '.join(_SUFFIXES)})"
         raise DataError(f"--dataset {path} is a folder; name one file in it{example}")
     if not os.path.isfile(path):
         known = os.listdir(path.parent) if os.path.isdir(path.parent) else []
@@ -83,15 +85,15 @@ def _lines_table(rows: "JsonLines") -> Table:
 
 
 def _unpacked(path: Path) -> bytes:
-    """What a .gz holds, unpacked piece by piece: a few kilobytes may stand for more than the memory holds."""
-    most = min(max(_FREE_BYTES, _MOST_TIMES * os.path.getsize(path)), _MOST_BYTES)
+    """Unpack a .gz piece by piece: a few kilobytes may stand for more than the memory holds."""
+    limit = min(max(_UNPACKED_BYTES, _UNPACKED_FACTOR * os.path.getsize(path)), _MAX_UNPACKED_BYTES)
     with gzip.open(path) as file:
         data = bytearray()
         while piece := file.read(1 << 20):
             data += piece
-            if len(data) > most:
+            if len(data) > limit:
                 raise DataError(
-                    f"{path} holds more than {most >> 20} MB, and has {os.path.getsize(path)} bytes itself; "
+                    f"{path} holds more than {limit >> 20} MB, and has {os.path.getsize(path)} bytes itself; "
                     "if that is right, unpack it with gunzip: a plain file may have any size"
                 )
     return bytes(data)
@@ -108,16 +110,20 @@ def _decoded(path: Path, data: bytes) -> str:
 
 
 class JsonLines(Sequence[Mapping[str, Any]]):
-    """The rows of a JSONL file, parsed when they are read: a process holds the places of the lines, not the rows.
+    """The rows of a JSONL file, parsed when they are read: a process keeps the offsets of the lines, not the rows.
 
-    Of a file that is too large for memory it holds a digest of each line; DataError where a line is no longer the one
-    that it was. Blank lines are skipped. Only newlines end a line: Unicode's other separators may be part of a text.
+    Of a file too large for memory it keeps a digest of each line, and raises DataError where a line has changed. Blank
+    lines are skipped. Only newlines end a line: Unicode's other separators may be part of a text.
     """
 
     def __init__(self, path: Path, source: io.BytesIO | io.BufferedReader) -> None:
-        self.path, self._source = path, source
-        self._held = source.getbuffer() if isinstance(source, io.BytesIO) else None
-        self.lines, self._starts, self._lengths, self._digests = (array("Q") for _ in range(4))
+        self.path = path
+        self.lines = array("Q")
+        self._source = source
+        self._memory = source.getbuffer() if isinstance(source, io.BytesIO) else None
+        self._starts = array("Q")
+        self._lengths = array("Q")
+        self._digests = array("Q")
         start = 0
         for number, line in enumerate(source, start=1):
             mark = len(codecs.BOM_UTF8) if number == 1 and line.startswith(codecs.BOM_UTF8) else 0
@@ -125,7 +131,7 @@ class JsonLines(Sequence[Mapping[str, Any]]):
                 self.lines.append(number)
                 self._starts.append(start + mark)
                 self._lengths.append(len(line) - mark)
-                if self._held is None:
+                if self._memory is None:
                     self._digests.append(_digest(line[mark:]))
             start += len(line)
 
@@ -145,8 +151,8 @@ class JsonLines(Sequence[Mapping[str, Any]]):
 
     def _line(self, index: int, place: str) -> bytes:
         start, length = self._starts[index], self._lengths[index]
-        if self._held is not None:
-            return bytes(self._held[start : start + length])
+        if self._memory is not None:
+            return bytes(self._memory[start : start + length])
         line = os.pread(self._source.fileno(), length, start)
         if _digest(line) != self._digests[index]:
             raise DataError(
@@ -198,7 +204,7 @@ def _parse_csv(path: Path, text: str) -> Table:
 
 
 def _csv_records(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
-    """Each record with the number of the line on which it begins; blank lines are skipped."""
+    """Yield each record with the number of the line on which it begins; blank lines are skipped."""
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     line = 1
     try:

@@ -31,8 +31,10 @@ RESERVED_COLUMNS = frozenset({"prompt", "prompts", "completion", "completions", 
 class PromptSet:
     """Every prompt of a run. A prompt of a JSONL, Parquet or hub dataset is read each time it is drawn.
 
-    `columns` are the columns that rewards may ask for. `fingerprint` changes with any prompt, column or their order.
-    `shows` is the first row with a picture; None where no row has one.
+    Attributes:
+        columns: The columns that rewards may ask for.
+        fingerprint: A digest that changes with any prompt, column or their order.
+        shows: The first row with a picture; None where no row has one.
     """
 
     prompts: Sequence[Prompt]
@@ -63,7 +65,7 @@ def load_prompts(
 
 
 class PromptOrder:
-    """Every row once an epoch, in a fresh order each epoch: a pure function of seed, number of rows and position.
+    """A permutation of the rows for each epoch: a pure function of seed, number of rows and position.
 
     Example: `PromptOrder(seed=0, num_rows=3)` gives `row_at(0..2)` some order of 0, 1, 2 and `row_at(3..5)` another.
     """
@@ -73,10 +75,11 @@ class PromptOrder:
             raise ValueError(
                 f"an order needs at least one row and a seed from 0: num_rows={num_rows}, seed={seed}"
             )
-        self.seed, self.num_rows = seed, num_rows
+        self.seed = seed
+        self.num_rows = num_rows
 
     def row_at(self, position: int) -> int:
-        """The row that the run draws at `position`, which counts from 0 over all epochs."""
+        """Return the row that the run draws at `position`, which counts from 0 over all epochs."""
         if position < 0:
             raise ValueError(f"a position counts from 0, not {position}")
         epoch, place = divmod(position, self.num_rows)
@@ -91,11 +94,9 @@ def _permutation(seed: int, epoch: int, num_rows: int) -> npt.NDArray[np.int64]:
 def to_prompts(
     table: Table, config: RunConfig, *, as_chat: bool, store: ImageStore | None = None
 ) -> PromptSet:
-    """Every row as a prompt; the answer column is passed on to rewards under the name `answer`."""
-    column, answer = (
-        _prompt_column(table, config.prompt_column, optional=bool(config.env)),
-        config.answer_column,
-    )
+    """Make every row a prompt; the answer column is passed on to rewards under the name `answer`."""
+    column = _prompt_column(table, config.prompt_column, optional=bool(config.env))
+    answer = config.answer_column
     if len(config.env) > 1:
         _check_environments(table, list(config.environments))
     passed = {
@@ -113,9 +114,15 @@ def to_prompts(
     before: list[Message] = [
         {str(key): text for key, text in turn.items()} for turn in config.few_shot
     ]
-    how: Any = {"system_prompt": config.system_prompt, "few_shot": before, "as_chat": as_chat}
     prompts = PromptRows(
-        table, column, passed, store=store or ImageStore(None), fetch=config.fetch_images, **how
+        table,
+        column,
+        passed,
+        system_prompt=config.system_prompt,
+        few_shot=before,
+        as_chat=as_chat,
+        store=store or ImageStore(None),
+        fetch=config.fetch_images,
     )
     fingerprint = _fingerprint(prompts)
     columns = (*passed, *(["images"] if prompts.with_images else []))
@@ -126,8 +133,13 @@ def to_prompts(
 class PromptRows(Sequence[Prompt]):
     """The prompts of a table, each made when it is read; DataError with the row where it cannot be a prompt.
 
-    `passed` maps the columns that rewards see to the table's. `with_images` are the pictures of each row that has any,
-    of those read so far: a row's are looked at once.
+    Args:
+        column: The column with the prompts; None where an environment asks.
+        passed: The table's columns, by the names under which rewards get them.
+        fetch: Whether pictures at an `http(s)://` address are fetched.
+
+    Attributes:
+        with_images: The pictures of each row read so far that has any.
     """
 
     def __init__(
@@ -142,10 +154,14 @@ class PromptRows(Sequence[Prompt]):
         store: ImageStore,
         fetch: bool,
     ) -> None:
-        self._table, self._column, self._passed = table, column, passed
-        self._store, self._fetch = store, fetch
         self.with_images: dict[int, tuple[Image, ...]] = {}
-        self._system_prompt, self._few_shot = system_prompt, few_shot
+        self._table = table
+        self._column = column
+        self._passed = passed
+        self._store = store
+        self._fetch = fetch
+        self._system_prompt = system_prompt
+        self._few_shot = few_shot
         self._as_chat = as_chat or system_prompt is not None or bool(few_shot)
         self._is_text = isinstance(self._content(table.row(0)), str)
 
@@ -166,14 +182,17 @@ class PromptRows(Sequence[Prompt]):
         if self._as_chat and isinstance(content, str):
             content = [{"role": "user", "content": content}]
         images = self.with_images.get(number, ())
-        where = (self._column, self._table.folder, self._store)
-        if not images and (images := images_of(row, content, *where, fetch=self._fetch)):
+        if not images:
+            images = images_of(
+                row, content, self._column, self._table.folder, self._store, fetch=self._fetch
+            )
+        if images:
             self.with_images[number] = images
         content = self._for_policy(with_marks(content, images, row.place))
         return Prompt(row=number, content=content, columns=columns, images=images)
 
     def _content(self, row: TableRow) -> Content:
-        """The prompt as the dataset has it."""
+        """Return the prompt as the dataset has it."""
         column = self._column
         if column is None:
             return NO_PROMPT
@@ -204,7 +223,7 @@ class PromptRows(Sequence[Prompt]):
         return content
 
     def _for_policy(self, content: Content) -> Content:
-        """The prompt as the policy gets it: with the system prompt and worked examples, where the run wants them."""
+        """Add the system prompt and the worked examples, where the run has them."""
         if isinstance(content, str):
             return content
         system = content[:1] if content[0]["role"] == "system" else []
@@ -226,7 +245,7 @@ def _check_environments(table: Table, names: Sequence[str]) -> None:
 
 
 def _prompt_column(table: Table, chosen: str | None, *, optional: bool) -> str | None:
-    """None where there is none, and it is `optional` because an environment asks."""
+    """Return the column with the prompts; None where there is none and it is `optional`, since an environment asks."""
     if chosen is None:
         candidates = (*PROMPT_COLUMNS, "chosen") if _has_pairs(table) else PROMPT_COLUMNS
         chosen = next((name for name in candidates if name in table.columns), None)
@@ -246,7 +265,7 @@ def _has_pairs(table: Table) -> bool:
 
 
 def _without_answer(row: TableRow) -> list[Message]:
-    """A pair's conversation up to its last answer."""
+    """Return a pair's conversation up to its last answer."""
     turns = row.conversation("chosen")
     if isinstance(turns, str):
         raise DataError(
@@ -261,13 +280,13 @@ def _without_answer(row: TableRow) -> list[Message]:
 def _fingerprint(prompts: Iterable[Prompt]) -> str:
     digest = hashlib.sha256()
     for prompt in prompts:
-        told = [prompt.content, prompt.columns, *([prompt.images] if prompt.images else [])]
-        digest.update(json.dumps(told, default=_stable_text).encode())
+        parts = [prompt.content, prompt.columns, *([prompt.images] if prompt.images else [])]
+        digest.update(json.dumps(parts, default=_stable_text).encode())
     return digest.hexdigest()
 
 
 def _stable_text(value: Any) -> str:
-    """For what JSON cannot hold; of an object of another kind, only its type's name is stable."""
+    """Write a value that JSON cannot hold; of an object of another kind, only its type's name is stable."""
     if isinstance(value, bytes | date | time | timedelta | Decimal):
         return repr(value)
     return type(value).__qualname__

@@ -1,4 +1,4 @@
-"""The pictures of a dataset's row, from its columns or its turns into the run's store, and a mark where each stands."""
+"""Put the pictures of a dataset's row into the run's store, and a mark where each stands in the prompt."""
 
 import base64
 import binascii
@@ -11,7 +11,7 @@ from ycore.data.table import IMAGE_BLOCKS, TableRow
 from ycore.errors import DataError
 from ycore.models.hub import cache_dir, first_line
 from ycore.run.files import write_bytes_atomic
-from ycore.run.images import MOST_BYTES, ImageStore, png_of
+from ycore.run.images import MAX_BYTES, ImageStore, png_of
 from ycore.types import IMAGE_MARK, Content, Image, Message
 
 IMAGE_COLUMNS = ("image", "images")
@@ -29,12 +29,12 @@ def images_of(
     *,
     fetch: bool,
 ) -> tuple[Image, ...]:
-    """The pictures that a row has, kept in the store; DataError with the row for one that is missing or no picture.
+    """Put the pictures of a row into the store; DataError with the row where a picture is missing or damaged.
 
     Args:
-        content: of its column `column`, as `TableRow.content` has it.
-        folder: `Table.folder`.
-        fetch: pictures at an `http(s)://` address, too.
+        content: The cell of `column`, as `TableRow.content` reads it.
+        folder: As `Table.folder`.
+        fetch: Whether pictures at an `http(s)://` address are fetched.
     """
     values = [value for name in IMAGE_COLUMNS for value in _listed(row.values.get(name), row)]
     values = values or list(_in_turns(row.values.get(column or "")))
@@ -53,27 +53,28 @@ def images_of(
 
 
 def with_marks(content: Content, images: Sequence[Image], place: str) -> Content:
-    """The content with a mark for each picture: where a block or `<image>` has it, else before the first question."""
+    """Mark the place of each picture: where a block or `<image>` has it, else before the first question."""
     if not images:
         return content
     if isinstance(content, str):
         raise DataError(
             f"a picture and a text prompt in {place}; pictures need chat turns and a model with a chat template"
         )
-    found = _count(content, IMAGE_MARK)
-    if not found and _count(content, _HUB_MARK) == len(images):
-        content, found = _replaced(content, _HUB_MARK, IMAGE_MARK), len(images)
-    if not found:
+    num_places = _count(content, IMAGE_MARK)
+    if not num_places and _count(content, _HUB_MARK) == len(images):
+        content = _replaced(content, _HUB_MARK, IMAGE_MARK)
+        num_places = len(images)
+    if not num_places:
         first = next((turn for turn in content if turn["role"] == "user"), None)
         marks = IMAGE_MARK * len(images)
         content = [
             {**turn, "content": marks + turn["content"]} if turn is first else turn
             for turn in content
         ]
-        found = len(images) if first is not None else 0
-    if found != len(images):
+        num_places = len(images) if first is not None else 0
+    if num_places != len(images):
         raise DataError(
-            f"{len(images)} images for {found} places in the turns of {place}; make them as many"
+            f"{len(images)} images for {num_places} places in the turns of {place}; make them as many"
         )
     return content
 
@@ -87,17 +88,17 @@ def _replaced(content: Sequence[Message], mark: str, by: str) -> list[Message]:
 
 
 def _listed(value: Any, row: TableRow) -> list[Any]:
-    """A cell as a list of pictures; an empty cell has none."""
+    """Return a cell as a list of pictures; an empty cell has none."""
     listed = value if isinstance(value, list | tuple) else [value]
-    if len(listed) > 1 and any(one is None for one in listed):
+    if len(listed) > 1 and any(picture is None for picture in listed):
         raise DataError(
             f"image {listed.index(None)} is null in {row.place}; add it, or remove its place"
         )
-    return [one for one in listed if one is not None and one != ""]
+    return [picture for picture in listed if picture is not None and picture != ""]
 
 
 def _in_turns(turns: Any) -> Any:
-    """What the image blocks of a conversation carry."""
+    """Yield the content of each image block of a conversation."""
     for turn in turns if isinstance(turns, Sequence) and not isinstance(turns, str | bytes) else ():
         content = turn.get("content") if isinstance(turn, Mapping) else None
         for block in (
@@ -108,7 +109,7 @@ def _in_turns(turns: Any) -> Any:
 
 
 def _has_blocks(row: TableRow, column: str | None) -> bool:
-    """Whether marks in the row's turns stand for blocks, and are no letters of its texts."""
+    """Tell whether marks in the row's turns stand for blocks, and are no letters of its texts."""
     turns = row.values.get(column or "")
     return not isinstance(turns, str) and any(
         not isinstance(turn.get("content", ""), str) for turn in turns or ()
@@ -116,7 +117,7 @@ def _has_blocks(row: TableRow, column: str | None) -> bool:
 
 
 def _bytes_of(value: Any, folder: Path | None, place: str, fetch: bool) -> bytes:
-    """The file of a picture: bytes, a path beside the dataset, a `data:` URL, datasets' `{bytes, path}`, or PIL's."""
+    """Read a picture: bytes, a path beside the dataset, a `data:` URL, datasets' `{bytes, path}`, or an image of PIL."""
     if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path") or value.get("url")
     if isinstance(value, bytes):
@@ -151,7 +152,7 @@ def _read(name: str, folder: Path | None, place: str) -> bytes:
     path = folder / Path(name).expanduser()
     try:
         with path.open("rb") as file:
-            return file.read(MOST_BYTES + 1)
+            return file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as problem:
         reason = getattr(problem, "strerror", None) or problem
         raise DataError(
@@ -160,7 +161,7 @@ def _read(name: str, folder: Path | None, place: str) -> bytes:
 
 
 def _fetched(url: str, place: str) -> bytes:
-    """What a server has at this address. It is asked once: other processes and a resumed run read the cache."""
+    """Fetch a picture once: other processes and a resumed run read the cache."""
     import httpx
 
     cached = cache_dir() / "images" / hashlib.sha256(url.encode()).hexdigest()
@@ -172,7 +173,7 @@ def _fetched(url: str, place: str) -> bytes:
             answer.raise_for_status()
             for part in answer.iter_bytes():
                 data += part
-                if len(data) > MOST_BYTES:
+                if len(data) > MAX_BYTES:
                     return bytes(data)  # which the store refuses
     except (httpx.HTTPError, httpx.InvalidURL) as problem:
         reason = f"{first_line(problem):.120}"

@@ -1,6 +1,6 @@
-"""What a dataset's name means: a local file, a generated dataset, or a dataset of the hub.
+"""Read a dataset by its name: a local file, a generated dataset, or a dataset of the hub.
 
-One of the hub is `owner/name`, `owner/name:config`, or `owner/name:folder/file.jsonl` for one file of it.
+A dataset of the hub is `owner/name`, `owner/name:config`, or `owner/name:folder/file.jsonl` for one file of it.
 """
 
 import os
@@ -20,8 +20,14 @@ _NO_HUB_NEEDED = (
 
 
 def read_table(name: str, *, split: str, seed: int, limit: int | None) -> Table:
-    """The first `limit` rows of a dataset, at least one. Local files have no splits; the seed is for generated ones."""
-    path, (hub_name, colon, _) = Path(os.path.expanduser(name)), name.partition(":")
+    """Return the first `limit` rows of a dataset, at least one.
+
+    Args:
+        split: For generated datasets and the hub's; local files have no splits.
+        seed: For generated datasets.
+    """
+    path = Path(os.path.expanduser(name))
+    hub_name, colon, _ = name.partition(":")
     is_path = name.startswith((".", "~", "/")) or hub_name.count("/") > 1
     is_path |= file_suffix(path) is not None and not (colon and "/" in hub_name)
     if not name.strip():
@@ -53,18 +59,21 @@ def _refuse_mistyped_schemes(name: str) -> None:
 
 
 def _hub_table(text: str, *, split: str, limit: int | None) -> Table:
-    """The rows of one split of a hub dataset; a hub that does not answer within three seconds counts as offline."""
+    """Return the rows of one split of a hub dataset; a hub that does not answer within three seconds is offline."""
     name, _, config = text.partition(":")
     answer = ask_hub(lambda api: api.dataset_info(name, timeout=ANSWER_WITHIN_S))
     if answer.state in ("absent", "refused"):
-        what = f"no dataset file and no hub dataset {name!r} that can be loaded"
-        raise DataError(f"{what}: {answer.problem}; {_NO_HUB_NEEDED}")
+        raise DataError(
+            f"no dataset file and no hub dataset {name!r} that can be loaded: {answer.problem}; {_NO_HUB_NEEDED}"
+        )
     is_offline = answer.state == "unreachable"
     if file_suffix(Path(config)) is not None:
         return replace(file_table(_hub_file(name, config, unreachable=answer.problem)), name=text)
     if is_offline and not _is_cached(name):
-        what = f"no dataset file {name!r}, and the hub cannot be reached to look for one"
-        raise DataError(f"{what}: {answer.problem}; {_NO_HUB_NEEDED}")
+        raise DataError(
+            f"no dataset file {name!r}, and the hub cannot be reached to look for one: {answer.problem}; "
+            f"{_NO_HUB_NEEDED}"
+        )
     rows = _load(name, config or None, split, offline=is_offline)
     if limit is not None:
         rows = rows.select(range(min(limit, len(rows))))
@@ -74,7 +83,11 @@ def _hub_table(text: str, *, split: str, limit: int | None) -> Table:
 
 
 def _hub_file(name: str, file: str, *, unreachable: str) -> Path:
-    """A file of a hub dataset, in the hub's cache. `unreachable`: why the hub is; empty where it is not."""
+    """Return a file of a hub dataset in the hub's cache.
+
+    Args:
+        unreachable: Why the hub cannot be reached; empty where it can.
+    """
     import httpx
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError
@@ -91,7 +104,7 @@ def _hub_file(name: str, file: str, *, unreachable: str) -> Path:
 
 
 def _undecoded(rows: Any) -> Any:
-    """With its pictures as bytes: what is decoded is decoded here once more, and by our own rules."""
+    """Return the rows with their pictures as bytes, which `row_images` decodes by its own rules."""
     from datasets import Image, List
 
     for name, feature in rows.features.items():

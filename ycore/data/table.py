@@ -1,4 +1,4 @@
-"""A dataset's rows as its source gives them, and the reading of one cell as text or chat turns."""
+"""A dataset's rows as its source gives them, and how one cell is read as text or chat turns."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -19,9 +19,11 @@ _SPEAKER_ROLES = {"Human": "user", "Assistant": "assistant"}
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows by column name; a row may lack a column that another has. `lines[i]` is the line of row `i` in its file.
+    """Rows by column name; a row may lack a column that another has.
 
-    `folder` is where the paths of its pictures begin; None where a row may name no file (a dataset of the hub).
+    Attributes:
+        lines: The line of each row in its file.
+        folder: Where relative paths of pictures begin; None where a row may name no file (a dataset of the hub).
     """
 
     name: str
@@ -55,7 +57,7 @@ class TableRow:
     place: str
 
     def content(self, column: str) -> Content:
-        """The cell as text or chat turns; DataError where it is neither."""
+        """Return the cell as text or chat turns; DataError where it is neither."""
         value = self.values.get(column)
         if isinstance(value, str):
             self._check_characters(value, repr(column))
@@ -65,76 +67,73 @@ class TableRow:
                 self._turn(turn, f"turn {number} of {column!r}")
                 for number, turn in enumerate(value)
             ]
-        found = "null" if value is None else type(value).__name__
+        kind = "null" if value is None else type(value).__name__
         raise DataError(
-            f"{column!r} is {found} in {self.place}; it must be text or a list of {{role, content}} turns: "
+            f"{column!r} is {kind} in {self.place}; it must be text or a list of {{role, content}} turns: "
             "correct or remove the row"
         )
 
     def conversation(self, column: str) -> Content:
-        """`content`, with a dialogue that is written as one text taken apart into turns."""
+        """Return `content`, with a dialogue that is written as one text split into turns."""
         content = self.content(column)
         return (
             to_messages(content) if isinstance(content, str) and is_dialogue(content) else content
         )
 
-    def _turn(self, turn: Any, what: str) -> Message:
-        """A turn with `role` and `content`, or with `from` and `value` as ShareGPT files have them."""
+    def _turn(self, turn: Any, label: str) -> Message:
+        """Read a turn with `role` and `content`, or with `from` and `value` as in ShareGPT files."""
         if not isinstance(turn, Mapping):
             raise DataError(
-                f"{what} is {type(turn).__name__} in {self.place}; a turn is an object with role and content"
+                f"{label} is {type(turn).__name__} in {self.place}; a turn is an object with role and content"
             )
         role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
-        content = self._without_blocks(content, what)
+        content = self._without_blocks(content, label)
         if not isinstance(role, str) or not isinstance(content, str) or not role:
-            found = (
-                ", ".join(f"{key}: {type(item).__name__}" for key, item in turn.items())
-                or "nothing"
-            )
+            kinds = ", ".join(f"{key}: {type(item).__name__}" for key, item in turn.items())
             raise DataError(
-                f"{what} has {found} in {self.place}; a turn has role and content, both text"
+                f"{label} has {kinds or 'nothing'} in {self.place}; a turn has role and content, both text"
             )
         if turn.get("tool_calls"):
             raise DataError(
-                f"{what} calls tools in {self.place}, which ycore does not support yet; remove the row"
+                f"{label} calls tools in {self.place}, which ycore does not support yet; remove the row"
             )
-        self._check_characters(content, what)
+        self._check_characters(content, label)
         return {"role": _SHAREGPT_ROLES.get(role, role), "content": content}
 
-    def _without_blocks(self, content: Any, what: str) -> Any:
-        """The text of a turn in blocks, with a mark for each picture; what is in no blocks stays as it is."""
+    def _without_blocks(self, content: Any, label: str) -> Any:
+        """Join the texts of a turn in blocks, with a mark for each picture; other content stays as it is."""
         if not isinstance(content, Sequence) or isinstance(content, str | bytes):
             return content
         kinds = [block.get("type") if isinstance(block, Mapping) else None for block in content]
         if other := [kind for kind in kinds if kind not in ("text", *IMAGE_BLOCKS)]:
             raise DataError(
-                f"{what} has a block of type {other[0]!r} in {self.place}; a block is a text or an image"
+                f"{label} has a block of type {other[0]!r} in {self.place}; a block is a text or an image"
             )
         texts = [
-            one.get("text") if kind == "text" else IMAGE_MARK
-            for kind, one in zip(kinds, content, strict=True)
+            block.get("text") if kind == "text" else IMAGE_MARK
+            for kind, block in zip(kinds, content, strict=True)
         ]
         return "".join(texts) if texts and all(isinstance(text, str) for text in texts) else content
 
-    def _check_characters(self, text: str, what: str) -> None:
+    def _check_characters(self, text: str, label: str) -> None:
         if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
             raise DataError(
-                f"{what} holds half of a character (a lone surrogate) in {self.place}; correct or remove the row"
+                f"{label} holds half of a character (a lone surrogate) in {self.place}; correct or remove the row"
             )
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Every column that some row has, in order of first appearance."""
+    """Return every column that some row has, in order of first appearance."""
     return tuple(dict.fromkeys(name for row in rows for name in row))
 
 
 def is_dialogue(text: str) -> bool:
-    """Whether `text` is a whole conversation in one text, `Human: ... Assistant: ...`, as in hh-rlhf."""
+    """Tell whether `text` is a whole conversation, `Human: ... Assistant: ...`, as in hh-rlhf."""
     return re.match(r"\s*Human:", text) is not None and "\n\nAssistant:" in text
 
 
 def to_messages(text: str) -> list[Message]:
-    """The turns of a dialogue, without the white space around each; an empty turn is kept."""
+    """Split a dialogue into turns without the white space around each; an empty turn is kept."""
     marks = list(_SPEAKER.finditer(text))
     ends = [mark.start() for mark in marks[1:]] + [len(text)]
     return [

@@ -1,23 +1,24 @@
-"""What generates completions: the `Engine` that a round asks, and the `Sampling` settings.
+"""The `Engine` that a round asks for completions, and the `Sampling` settings of its requests.
 
-Two engines implement it: `vllm_engine` (a vLLM server, over a unix socket) and `transformers_engine` (the trainer's
-own model).
+`kinds` has the kinds of engines: `vllm_engine` (a vLLM server, over a unix socket) and `transformers_engine` (the
+trainer's own model).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any
 
+from ycore.placement.slots import Sleeper
 from ycore.types import Completion, Prompt
 
 NEVER = -100.0
-"""A `logit_bias` with which a token is not written; vLLM takes none below."""
+"""The `logit_bias` of a token that must not be sampled; vLLM takes none below."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How completions are sampled; the field names are those of vLLM's requests."""
+    """Sampling parameters; the field names are those of vLLM's requests."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -29,8 +30,36 @@ class Sampling:
     logit_bias: Mapping[int, float] | None = None
 
 
-class Engine(Protocol):
+@dataclass(frozen=True, slots=True)
+class WeightSource:
+    """The policy's weights in the trainer's memory.
+
+    Attributes:
+        weights: Yields each weight's checkpoint name and tensor, the same until the next step.
+        device: The torch device that they are on.
+    """
+
+    weights: Callable[[], Iterator[tuple[str, Any]]]
+    device: Any
+
+
+class Engine:
+    """A client of what writes completions. The defaults are those of an engine that lives in the trainer's process.
+
+    Attributes:
+        in_flight: Requests of this client without an answer.
+        restarts: How often a new process has replaced the one before, each counted by one rank's client.
+        is_home: Whether this client sends the engine its weights and reports its metrics; one rank's does.
+        verified_share: The share of the tensors and bytes sent last that were read back and were right.
+        sleeper: Puts the engine to sleep and wakes it; None where it cannot sleep.
+    """
+
     name: str
+    in_flight = 0
+    restarts = 0
+    is_home = False
+    verified_share = 0.0
+    sleeper: Sleeper | None = None
 
     async def wait_ready(self, *, timeout_s: float) -> None:
         """Return once the engine answers; EngineError where it does not in time."""
@@ -49,32 +78,32 @@ class Engine(Protocol):
         Args:
             seed: The same seed gives the same completion from the same weights.
             greedy: Take the likeliest token every time, whatever `Sampling` says.
-            max_tokens: At most so many, in place of `Sampling`'s.
-            prompt: With pictures, which are in no token ids; None without any.
+            max_tokens: Limit of this completion, in place of `Sampling`'s.
+            prompt: The prompt with its pictures, which are in no token ids; None without any.
         """
+        raise NotImplementedError
 
     async def logprobs_of(
         self, context_ids: Sequence[int], target_ids: Sequence[int]
     ) -> tuple[float, ...]:
-        """The log-probability of each target token under the policy, given the context and the targets before it."""
+        """Return the log-probability of each target token under the policy, given the tokens before it."""
+        raise NotImplementedError
 
     async def load_weights(self, folder: Path, version: int) -> None:
         """Load the policy's new weights.
 
         Args:
-            folder: What `weights.write_weights` wrote, with its manifest.
+            folder: The output of `weights.write_weights`, with its manifest.
             version: The policy version of these weights; SyncError where the folder or then the engine holds another.
         """
+        raise NotImplementedError
+
+    async def abort(self) -> None:
+        """Have `complete` return what was written so far, with the finish reason `abort`, for all in flight."""
+
+    async def take_drafts(self) -> tuple[float, float]:
+        """Return how many tokens were drafted, and how many of them accepted, since the last call."""
+        return 0.0, 0.0
 
     async def close(self) -> None:
         """Close connections; the process, if any, is the launcher's."""
-
-
-@runtime_checkable
-class Halting(Protocol):
-    """An engine that can give back completions before they are whole. `in_flight`: its requests without an answer."""
-
-    in_flight: int
-
-    async def abort(self) -> None:
-        """Have `complete` return what was written, with the finish reason `abort`, for all that this client asked."""

@@ -48,6 +48,7 @@ REPEATABLE = "YCORE_ENGINE_REPEATS"
 """In the environment of an engine on a CPU whose answers must not depend on its batch."""
 
 T = TypeVar("T")
+_MAX_DRAFTING = 4  # sequences of a pass that checks drafts
 _SECRET_ENDINGS = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
 
 _ROLE_OPTIONS: dict[str, dict[str, str]] = {
@@ -131,9 +132,8 @@ class EngineSpec:
         0  # of the policy's adapters, where they are sent alone; 0 where they are merged
     )
     sees: bool = False  # prompts come with pictures
-    drafts: int = (
-        0  # tokens that one pass checks of what followed the same words before; see `drafts`
-    )
+    drafts: int = 0  # tokens that one pass checks of what followed the same words before
+    kind: str = "vllm"  # of `kinds.KINDS`
 
     @property
     def on_cpu(self) -> bool:
@@ -155,15 +155,13 @@ def engine_command(engine: EngineSpec) -> list[str]:
         "--worker-extension-cls": "ycore.engine.vllm_extension.Worker",
         **_ROLE_OPTIONS[engine.role],
     }
-    # Its counters for /metrics take an eighth of the server's work on an answer, and nothing reads them.
-    flags = ["--disable-uvicorn-access-log", "--no-enable-log-requests", "--disable-log-stats"]
+    # Counters for /metrics take an eighth of the server's work on an answer; only those of drafts are read.
+    flags = ["--disable-uvicorn-access-log", "--no-enable-log-requests"]
+    flags += [] if engine.drafts else ["--disable-log-stats"]
     if engine.tensor_parallel > 1:
         options["--tensor-parallel-size"] = engine.tensor_parallel
     if engine.drafts:
-        how = {"method": "custom_class", "model": "ycore.engine.drafts.Lookup"}
-        options["--speculative-config"] = json.dumps(
-            how | {"num_speculative_tokens": engine.drafts}
-        )
+        options["--speculative-config"] = json.dumps(_speculative_config(engine))
     if engine.lora_rank:
         options |= {
             "--max-lora-rank": engine_rank(engine.lora_rank),
@@ -195,6 +193,24 @@ def engine_command(engine: EngineSpec) -> list[str]:
     )  # last, since of an option that comes twice the last one counts
     words = [word for option, value in options.items() for word in (option, str(value))]
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, *flags, *given]
+
+
+def _speculative_config(engine: EngineSpec) -> dict[str, Any]:
+    """Draft what followed the same three to eight tokens before in the sequence (vLLM's `ngram`).
+
+    Nothing is drafted with more than four sequences in a pass: such a pass is bound by arithmetic, and a draft would
+    cost what it saves.
+    """
+    schedule = [(1, _MAX_DRAFTING, engine.drafts)]
+    if engine.max_num_seqs > _MAX_DRAFTING:
+        schedule.append((_MAX_DRAFTING + 1, engine.max_num_seqs, 0))
+    return {
+        "method": "ngram",
+        "num_speculative_tokens": engine.drafts,
+        "prompt_lookup_min": 3,
+        "prompt_lookup_max": 8,
+        "num_speculative_tokens_per_batch_size": schedule,
+    }
 
 
 def engine_rank(rank: int) -> int:

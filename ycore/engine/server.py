@@ -130,7 +130,10 @@ class Server:
     async def request_once(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, *, is_json: bool = True
     ) -> Any:
-        """Send one request to whatever process is there; NoAnswer where a retry may help, else EngineError."""
+        """Send one request to whatever process is there; NoAnswer where a retry may help, else EngineError.
+
+        Returns the answer's JSON, None where it is empty; its text with `is_json=False`.
+        """
         try:
             response = await self._client.request(method, path, json=body)
         except httpx.HTTPError as error:
@@ -146,8 +149,10 @@ class Server:
             raise kind(
                 f"{self.name}: {path} answered {response.status_code}: {response.text[:300]}"
             )
+        if not is_json:
+            return response.text
         try:
-            return response.json() if response.content and is_json else None
+            return response.json() if response.content else None
         except ValueError:
             raise EngineError(
                 f"{self.name}: {path} answered {response.text[:300]!r}, which is not JSON"

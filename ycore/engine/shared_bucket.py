@@ -13,13 +13,13 @@ import base64
 import math
 import os
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
+from ycore.engine import WeightSource
 from ycore.engine.weight_proof import TensorSums
 from ycore.errors import SyncError
 
@@ -31,18 +31,10 @@ Entry = tuple[str, str, list[int], int]
 """A weight in a bucket: checkpoint name, dtype, shape, first byte."""
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """The policy's weights where they are; `weights` walks them, with the same names and values until the next step."""
-
-    weights: Callable[[], Iterator[tuple[str, torch.Tensor]]]
-    device: torch.device
-
-
 class Bucket:
     """`handle`: what another process opens it by. `file`: what holds it on a CPU."""
 
-    def __init__(self, source: Source, sums: Mapping[str, TensorSums], file: Path) -> None:
+    def __init__(self, source: WeightSource, sums: Mapping[str, TensorSums], file: Path) -> None:
         largest = max((one.num_bytes for one in sums.values()), default=0)
         self._weights, self.num_bytes = source.weights, max(BUCKET_BYTES, largest)
         if source.device.type == "cuda":

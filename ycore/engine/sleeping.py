@@ -21,6 +21,7 @@ from pathlib import Path
 
 from ycore.engine.server import Server
 from ycore.placement.learning import DROP, SleepLevels
+from ycore.placement.slots import Sleeper
 
 SLEEP = "/sleep?level={level}"
 _CHANGING = ".between"  # suffix of the file while the engine falls asleep or wakes
@@ -107,7 +108,7 @@ class SleepTogether:
     own, and change together.
     """
 
-    models: Sequence[Sequence[SleepingEngine]]
+    models: Sequence[Sequence[Sleeper]]
 
     async def sleep(self) -> None:
         for engines in self.models:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ycore.engine import Sampling
+from ycore.engine import Engine, Sampling
 from ycore.engine.batching import Batches
 from ycore.engine.sight import Sight
 from ycore.types import Completion, Prompt
@@ -32,7 +32,7 @@ class _Request(NamedTuple):
         return self.greedy, self.prompt is not None
 
 
-class TransformersEngine:
+class TransformersEngine(Engine):
     """Collects simultaneous requests into batches for `model.generate`."""
 
     name = "transformers"
@@ -49,14 +49,8 @@ class TransformersEngine:
             self._generate, kind=lambda request: request.kind, most=MAX_BATCH
         )
 
-    async def wait_ready(self, *, timeout_s: float) -> None:
-        """Nothing to wait for."""
-
     async def load_weights(self, folder: Path, version: int) -> None:
         self.version = version
-
-    async def close(self) -> None:
-        """Nothing to close."""
 
     async def complete(
         self,

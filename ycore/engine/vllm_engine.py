@@ -4,6 +4,7 @@ import asyncio
 import fcntl
 import math
 import os
+import re
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -11,11 +12,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ycore.engine import Sampling
-from ycore.engine.drafts import Drafted
+from ycore.engine import Engine, Sampling, WeightSource
 from ycore.engine.judge_engine import prompt_logprobs, prompt_request
 from ycore.engine.server import Server
-from ycore.engine.shared_bucket import Bucket, Source
+from ycore.engine.shared_bucket import Bucket
 from ycore.engine.sight import Sight
 from ycore.engine.sleeping import SleepingEngine, reload_from_disk
 from ycore.engine.vllm_plugin import NOT_HELD
@@ -33,9 +33,10 @@ from ycore.types import Completion, Prompt
 _WEIGHT_INFO = "/weight_info"
 _LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _LOCK_LOOK_S = 0.02
+_DRAFT_COUNTERS = ("num_draft_tokens", "num_accepted_tokens")
 
 
-class VllmEngine(Server):
+class VllmEngine(Server, Engine):
     """Example: `VllmEngine("rollout-0", folder.socket("rollout-0"), sampling, request_timeout_s=600)`.
 
     A restarted process gets the weights that the last one had before its first request. Each rank of a machine has
@@ -44,9 +45,6 @@ class VllmEngine(Server):
 
     Attributes:
         version: The policy version that the engine holds.
-        verified_share: The share of the tensors and bytes sent last whose sums were read back, and were right.
-        source: Where weights are that are not in files (`engine.sync=ipc`).
-        drafts: Whether the engine makes some; see `drafts`.
         sleeper: Puts the engine to sleep; None without sleep mode. Weights for a sleeping engine are sent as it wakes.
     """
 
@@ -62,18 +60,21 @@ class VllmEngine(Server):
         min_verified: float = 1.0,
         is_home: bool = True,
         sight: Sight | None = None,
+        source: WeightSource | None = None,
         drafts: bool = False,
     ) -> None:
         super().__init__(
             name, socket, request_timeout_s=request_timeout_s, restart_timeout_s=restart_timeout_s
         )
         self.version = 0
-        self.verified_share = 0.0
-        self.sleeper = SleepingEngine(self, refill=self._refill) if sleeps else None
-        self.source: Source | None = None
+        self._sleeping = SleepingEngine(self, refill=self._refill) if sleeps else None
+        self.sleeper = self._sleeping
         self.is_home = is_home
-        self.drafts = drafts
-        self._sampling, self._sight = sampling, sight
+        self._source = source
+        self._drafts = drafts
+        self._sampling = sampling
+        self._sight = sight
+        self._num_drafted = self._num_accepted = 0.0
         self._min_verified = min_verified
         self._weights: tuple[Path, int] | None = None  # folder, version
         self._asked: set[str] = set()  # requests for completions without an answer
@@ -119,13 +120,20 @@ class VllmEngine(Server):
             policy_version=version,
         )
 
-    async def take_drafts(self) -> Drafted:
-        """What drafts did since the last call."""
-        call = {"method": "take_drafts"}
-        return Drafted(*(await self.request("POST", "/collective_rpc", call))["results"][0])
+    async def take_drafts(self) -> tuple[float, float]:
+        if not self._drafts:
+            return 0.0, 0.0
+        text = await self.request_once("GET", "/metrics", is_json=False)
+        drafted, accepted = (_counter(text, name) for name in _DRAFT_COUNTERS)
+        if drafted < self._num_drafted:  # a new process counts from zero
+            self._num_drafted = self._num_accepted = 0.0
+        new = drafted - self._num_drafted, accepted - self._num_accepted
+        self._num_drafted = drafted
+        self._num_accepted = accepted
+        return new
 
     async def abort(self) -> None:
-        """See `Halting`. A request that vLLM does not have yet goes on, and is aborted by the next call."""
+        """See `Engine`. A request that vLLM does not have yet goes on, and is aborted by the next call."""
         if self._asked:  # vLLM's name of a request, for the only prompt in it
             ids = [f"cmpl-{request_id}-0" for request_id in self._asked]
             await self.request("POST", "/abort_requests", {"request_ids": ids})
@@ -171,7 +179,7 @@ class VllmEngine(Server):
 
     @property
     def _can_take_weights(self) -> bool:
-        return self.sleeper is None or self.sleeper.has_weights
+        return self._sleeping is None or self._sleeping.has_weights
 
     async def _refill(self) -> None:
         """After a sleep: the weights that were sent last, or the model's own where none ever were."""
@@ -210,8 +218,8 @@ class VllmEngine(Server):
         if has_adapters(sums):
             await self._load_adapters(folder)
             workers = await self._call("held_policy")
-        elif self.source is not None:
-            workers = await self._load_by_bucket(self.source, folder, sums)
+        elif self._source is not None:
+            workers = await self._load_by_bucket(self._source, folder, sums)
         else:
             workers = await self._call("load_policy", weights_path=str(folder))
         pieces = [piece for worker in workers for piece in worker or ()]
@@ -236,7 +244,7 @@ class VllmEngine(Server):
         return answers
 
     async def _load_by_bucket(
-        self, source: Source, folder: Path, sums: Mapping[str, TensorSums]
+        self, source: WeightSource, folder: Path, sums: Mapping[str, TensorSums]
     ) -> list[list[Piece] | None]:
         """Have the process copy the weights from the trainer's memory, one bucket after another."""
         bucket = Bucket(source, sums, folder / f"{self.name}.bucket")
@@ -255,6 +263,12 @@ class VllmEngine(Server):
         await self.request_once(
             "POST", _LOAD, {"lora_name": self._model, "lora_path": str(folder)}, is_json=False
         )
+
+
+def _counter(text: str, name: str) -> float:
+    """Return a counter of speculative decoding from the text of `/metrics`; 0 where nothing was drafted yet."""
+    found = re.search(rf"^vllm:spec_decode_{name}_total\b.* (\S+)$", text, re.MULTILINE)
+    return float(found[1]) if found else 0.0
 
 
 @asynccontextmanager

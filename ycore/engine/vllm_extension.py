@@ -36,10 +36,6 @@ PACKED_SUMS: dict[Any, list[PartSums]] = {}  # by layer, the sums of its weight 
 class Worker:
     """Mixed into the worker of a model whose weights stay as they are: it has the patches of this module alone."""
 
-    def take_drafts(self: Any) -> list[float]:
-        """What `drafts.Lookup` counted since the last call."""
-        return self.model_runner.drafter.take()  # type: ignore[no-any-return]
-
 
 class PolicyWorker(Worker):
     """Mixed into a policy's worker; its methods are called by name, over `/collective_rpc`."""

@@ -1,6 +1,6 @@
-"""Evaluations during a run: when they are due, the model that was best, and the end before the last step.
+"""Evaluate during a run: when it is due, the model that was best, and the end before the last step.
 
-What they decide follows from the run's metrics alone, so a resumed run decides the same. They draw nothing that
+All decisions follow from the run's metrics alone, so a resumed run decides the same. Evaluations draw nothing that
 training draws: held-out prompts have their own order, and every completion its own seed.
 
 The model of a step is measured when the step ends. With `eval_while_training` the engines of a run with rollouts
@@ -24,12 +24,12 @@ from ycore.errors import Interrupted
 from ycore.evaluation.held_out import (
     as_metrics,
     best_of,
+    evaluate_policy,
+    evaluation_summary,
     is_due,
-    measure,
-    report,
-    watched,
+    metric_score,
+    watched_metric,
     why_stop,
-    worth,
 )
 from ycore.round.step import Controller
 from ycore.run.files import read_json, sync, write_json_atomic
@@ -63,31 +63,33 @@ class EvaluatedRun(Protocol):
 
 
 class Evaluation(TrainerCallback, ABC):
-    """Add it after the checkpoints' callback.
+    """Evaluate on schedule. Add it after the checkpoints' callback.
 
     Args:
         measures: whether there are rows to measure on.
     """
 
     def __init__(self, run: EvaluatedRun, config: AnyConfig, *, measures: bool) -> None:
-        self._run, self._config, self._folder, self._measures = run, config, run.home, measures
+        self._run = run
+        self._config = config
+        self._folder = run.home
+        self._measures = measures
         self._rows: list[dict[str, Any]] = []
 
     @abstractmethod
     def _figures(self, step: int) -> dict[str, float]:
-        """The metrics of the model of this step; all ranks call it together."""
+        """Return the metrics of the model of this step; all ranks call it together."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Take the rows up to the checkpoint. What is due there and was not measured, as step 0, is measured now."""
         step = state.global_step
-        self._rows = [
-            row for row in read_metrics(self._folder.metrics) if row.get("step", 0) <= step
-        ]
+        rows = read_metrics(self._folder.metrics)
+        self._rows = [row for row in rows if row.get("step", 0) <= step]
         if self._best_step() > step and self._run.leads:
             shutil.rmtree(self._folder.best)  # of a step that is taken again
-        if self._is_due(step) and not self._has(step):
+        if self._is_due(step) and not self._is_measured(step):
             self._log(self._measure(step))
         if not self._is_later(step) and self._ends(step):
             raise EndedEarly
@@ -105,67 +107,72 @@ class Evaluation(TrainerCallback, ABC):
             except Interrupted:
                 control.should_training_stop = True
                 return
-            self._tell_with_step(figures)
+            self._log_with_step(figures)
         self._rows.append(self._row(step) | figures)
         control.should_training_stop |= self._ends(step)
 
     def finish(self, **facts: Any) -> None:
-        """Measure a run that ended early; write down what was found, after these facts."""
+        """Measure a run that ended early; write held_out.json, after these facts."""
         step = self._run.trainer.state.global_step
-        if self._measures and not self._has(step):
+        if self._measures and not self._is_measured(step):
             self._log(self._measure(step))
         if not self._run.leads:
             return
-        ended = {} if self._run.ended_early is None else {"ended_early": self._run.ended_early}
-        if found := facts | report(self._rows, self._config) | ended:
-            write_json_atomic(self._folder.held_out, found)
+        summary = facts | evaluation_summary(self._rows, self._config)
+        if self._run.ended_early is not None:
+            summary["ended_early"] = self._run.ended_early
+        if summary:
+            write_json_atomic(self._folder.held_out, summary)
+
+    @property
+    def _max_steps(self) -> int:
+        return int(self._run.trainer.args.max_steps)
 
     def _is_due(self, step: int) -> bool:
-        return self._measures and is_due(
-            step, self._config.eval_every, self._run.trainer.args.max_steps
-        )
+        return self._measures and is_due(step, self._config.eval_every, self._max_steps)
 
     def _is_later(self, step: int) -> bool:
-        """Whether the model of this step is measured beside the next one."""
+        """Tell whether the model of this step is measured beside the next one."""
         return False
 
-    def _has(self, step: int) -> bool:
+    def _is_measured(self, step: int) -> bool:
         return any(row.get("step") == step and is_evaluation(row) for row in self._rows)
 
     def _ends(self, step: int) -> bool:
-        """Whether the run ends after this step, before its last."""
-        if step < self._run.trainer.args.max_steps:
+        """Tell whether the run ends after this step, before its last."""
+        if step < self._max_steps:
             self._run.ended_early = why_stop(self._rows, self._config)
         return self._run.ended_early is not None
 
     def _row(self, step: int) -> dict[str, Any]:
-        """What decisions read of a step; the same on every rank."""
+        """Return what decisions read of a step: the leader's seconds, which metrics.jsonl has, on every rank."""
         seconds = self._run.sum_over_ranks(self._run.leads * self._run.last_step_s)
-        return {"step": step, STEP_SECONDS[0]: seconds}  # the leader's, which metrics.jsonl has
+        return {"step": step, STEP_SECONDS[0]: seconds}
 
     def _log(self, figures: dict[str, float]) -> None:
-        """A row of its own, for the trackers too."""
+        """Log a row of its own, for the trackers too."""
         if figures:
             self._rows.append({"step": self._run.trainer.state.global_step, **figures})
             Trainer.log(self._run.trainer, dict(figures))  # TRL's own adds the metrics of a step
 
-    def _tell_with_step(self, figures: dict[str, float]) -> None:
+    def _log_with_step(self, figures: dict[str, float]) -> None:
         """Log the figures when the step is."""
         Trainer.log(self._run.trainer, dict(figures))
 
     def _measure(self, step: int) -> dict[str, float]:
-        """The metrics of the model of this step, which is kept where it is the best so far."""
+        """Return the metrics of the model of this step, which is kept where it is the best so far."""
         self._run.mark_progress()
         figures = self._figures(step)
         self._keep(step, figures)
         return figures
 
     def _keep(self, step: int, figures: dict[str, float]) -> None:
-        """Keep the trainer's model, of this step, where it is the best so far and the best is to be kept."""
+        """Save the trainer's model, of this step, where it is the best so far and the best is to be kept."""
         if self._config.keep_best is None:
             return
-        metric = watched(self._config)
-        if worth(figures, metric) <= worth(best_of(self._rows, metric) or {}, metric):
+        metric = watched_metric(self._config)
+        best = best_of(self._rows, metric) or {}
+        if metric_score(figures, metric) <= metric_score(best, metric):
             return
         fresh, old = (self._folder.root / f".best.{name}" for name in ("new", "old"))
         self._save(fresh)
@@ -188,11 +195,11 @@ class Evaluation(TrainerCallback, ABC):
 
 
 class RolloutEvaluation(Evaluation):
-    """Measures by rollouts.
+    """Evaluate by rollouts.
 
     Args:
-        controller: of the run; it syncs the weights.
-        held_out: beside it, that of the held-out prompts; None measures nothing.
+        controller: the run's, which syncs the weights.
+        held_out: that of the held-out prompts; None measures nothing.
     """
 
     def __init__(
@@ -203,10 +210,12 @@ class RolloutEvaluation(Evaluation):
         held_out: Controller | None,
     ) -> None:
         super().__init__(run, config, measures=held_out is not None)
-        self._controller, self._held_out = controller, held_out
-        self._while_training, self._settings = config.eval_while_training, config.for_evaluation()
+        self._controller = controller
+        self._held_out = held_out
+        self._while_training = config.eval_while_training
+        self._settings = config.for_evaluation()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="evaluation")
-        self._waits = False  # for the next step's round to be there
+        self._starts_after_round = False
         self._under_way: Future[dict[str, float]] | None = None
 
     def start(self, *, timeout_s: float) -> None:
@@ -217,17 +226,18 @@ class RolloutEvaluation(Evaluation):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        self._waits = self._is_later(state.global_step)
+        self._starts_after_round = self._is_later(state.global_step)
         super().on_step_end(args, state, control)
 
     def begin(self) -> None:
-        """The engines are free: let them measure what was due at the end of the last step, beside this thread."""
-        if not self._waits:
+        """Let the engines, which are free now, measure what was due at the end of the last step, in a thread."""
+        if not self._starts_after_round:
             return
-        self._waits, step = False, self._run.trainer.state.global_step
+        self._starts_after_round = False
+        step = self._run.trainer.state.global_step
         self._controller.sync(step)
         self._run.mark_progress()
-        self._under_way = self._thread.submit(self._ask, step, then=TRAIN)
+        self._under_way = self._thread.submit(self._ask_engines, step, next_phase=TRAIN)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -235,9 +245,10 @@ class RolloutEvaluation(Evaluation):
         """Wait for what `begin` began. Interrupted: this step is not taken, and the run goes on with measuring."""
         if self._under_way is None:
             return
-        work, self._under_way = self._under_way, None
+        under_way = self._under_way
+        self._under_way = None
         began = time.perf_counter()
-        figures = work.result()
+        figures = under_way.result()
         self._keep(state.global_step, figures)
         self._controller.note_waited(time.perf_counter() - began)
         self._log(figures)
@@ -249,40 +260,29 @@ class RolloutEvaluation(Evaluation):
         self._thread.shutdown()
 
     def _is_later(self, step: int) -> bool:
-        return (
-            self._while_training
-            and self._is_due(step)
-            and 0 < step < self._run.trainer.args.max_steps
-        )
+        return self._while_training and self._is_due(step) and 0 < step < self._max_steps
 
     def _row(self, step: int) -> dict[str, Any]:
-        seconds, leads = self._run.last_step_s, float(self._run.leads)
-        (seconds,) = self._controller.peers.add_up([leads * seconds])
-        return {
-            "step": step,
-            "ycore/skipped": float(not self._run.trainer.teaches),
-            STEP_SECONDS[0]: seconds,
-        }
+        leaders_s = self._run.last_step_s if self._run.leads else 0.0
+        (seconds,) = self._controller.peers.add_up([leaders_s])
+        skipped = float(not self._run.trainer.teaches)
+        return {"step": step, "ycore/skipped": skipped, STEP_SECONDS[0]: seconds}
 
-    def _tell_with_step(self, figures: dict[str, float]) -> None:
+    def _log_with_step(self, figures: dict[str, float]) -> None:
         for name, value in figures.items():
             self._run.trainer.record(name, value)
 
     def _figures(self, step: int) -> dict[str, float]:
         with self._run.trainer.room_for_engines():
             self._controller.sync(step)
-            return self._ask(step)
+            return self._ask_engines(step)
 
-    def _ask(self, step: int, *, then: str | None = None) -> dict[str, float]:
-        """The metrics of the policy that the engines hold. `then`: the phase of the step that goes on afterwards."""
-        assert self._held_out is not None and self._settings is not None, (
-            "it is due only where there are rows"
-        )
+    def _ask_engines(self, step: int, *, next_phase: str | None = None) -> dict[str, float]:
+        """Return the metrics of the policy that the engines hold; `next_phase` of the step goes on afterwards."""
+        assert self._held_out is not None and self._settings is not None, "due only with rows"
         began = time.perf_counter()
-        prompts = self._held_out.draws.prompts
-        figures = as_metrics(
-            measure(self._held_out, len(prompts), step=step, config=self._settings)
-        )
-        if then is not None:
-            self._controller.slots.begin_phase(then)
-        return figures | {"ycore/time/eval": time.perf_counter() - began}
+        num_prompts = len(self._held_out.draws.prompts)
+        figures = evaluate_policy(self._held_out, num_prompts, step=step, config=self._settings)
+        if next_phase is not None:
+            self._controller.slots.begin_phase(next_phase)
+        return as_metrics(figures) | {"ycore/time/eval": time.perf_counter() - began}

@@ -1,18 +1,22 @@
-"""`python -m ycore.evaluation.evaluator RUN_FOLDER`: complete every prompt, score as training would, write the figures.
+"""`python -m ycore.evaluation.evaluator RUN_FOLDER`: complete every prompt, score it as training would, write figures.
 
-With `pairs` the completions are the rows' own, and the figures are of who scores them.
-
-It leaves `eval.json` (the figures) and `completions.jsonl` (every completion with its rewards) in the run folder.
+With `pairs` the completions are the rows' own, and the figures are of who scores them. It leaves `eval.json` (the
+figures) and `completions.jsonl` (every completion with its rewards) in the run folder.
 """
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ycore.evaluation.held_out import figures, pair_figures, table_of
+from ycore.evaluation.held_out import (
+    count_groups,
+    evaluation_figures,
+    mean_of_known,
+    pair_figures,
+)
 from ycore.run.files import sync, write_json_atomic
 from ycore.run.interrupt import on_stop
 from ycore.run.metrics import MetricsWriter
@@ -20,11 +24,9 @@ from ycore.run.reports import run_alone
 from ycore.types import Group
 
 if TYPE_CHECKING:
-    from ycore.engine import Engine
     from ycore.round.assemble import Assembly
     from ycore.round.step import Controller
 
-_OF_PAIRS = ("pairs", "position_bias")
 _PROMPTS_AT_ONCE = 64  # enough to keep the engines busy, few enough to hold
 
 
@@ -32,47 +34,42 @@ def _evaluate(root: Path) -> None:
     from ycore.round.assemble import assemble
 
     parts = assemble(root)
-    pairs = parts.config.pairs
-    local = pairs or parts.started.kind == "vllm"
-    controller = parts.controller(
-        [] if pairs else open_engines(parts, None if local else load_policy(parts))
-    )
-    judged: list[tuple[str, float]] = []
-    controller.record = lambda name, value: judged.append((name, value))
+    config = parts.config
+    model = None if config.pairs or parts.kind.has_servers else load_policy(parts)
+    controller = parts.controller([] if config.pairs else parts.engines(model))
+    recorded: list[tuple[str, float]] = []
+    controller.record = lambda name, value: recorded.append((name, value))
     on_stop(controller.stop.set)
     try:
-        controller.start(timeout_s=parts.config.engine.start_timeout_s)
+        controller.start(timeout_s=config.engine.start_timeout_s)
         parts.folder.step_began.touch()
-        groups = _all_groups(
-            controller, len(parts.prompts.prompts), parts.folder.metrics, root / "completions.jsonl"
-        )
+        groups = _run_rounds(controller, len(parts.prompts.prompts), parts.folder.metrics, root)
     finally:
         controller.close()
-    if pairs:
-        found = (
-            {"num_pairs": len(groups)} | pair_figures(groups, parts.config) | _position_bias(judged)
-        )
+    result: dict[str, float]
+    if config.pairs:
+        result = {"num_pairs": len(groups)} | pair_figures(groups, config)
+        result |= _position_bias(recorded)
     else:
-        sizes = {"num_prompts": len(groups), "num_samples": parts.config.num_samples}
-        found = sizes | figures(table_of(groups, parts.config), parts.config)
-    write_json_atomic(root / "eval.json", found)
-    if parts.config.trl.get("report_to") not in (None, "none"):
+        result = {"num_prompts": len(groups), "num_samples": config.num_samples}
+        result |= evaluation_figures(count_groups(groups, config), config)
+    write_json_atomic(root / "eval.json", result)
+    if config.trl.get("report_to") not in (None, "none"):
         from ycore.view.trackers import tell_evaluation
 
-        tell_evaluation(parts.config, parts.folder, found)
+        tell_evaluation(config, parts.folder, result)
 
 
-def _position_bias(judged: Sequence[tuple[str, float]]) -> dict[str, float]:
-    """Of all rounds: the share of the pairs in which a judge preferred the same position in both orders."""
-    counts, shares = (
-        [value for name, value in judged if name == f"ycore/judge/{key}"] for key in _OF_PAIRS
-    )
+def _position_bias(recorded: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """Return the share of all pairs in which a judge preferred the same position in both orders."""
+    counts = [value for name, value in recorded if name == "ycore/judge/pairs"]
+    shares = [value for name, value in recorded if name == "ycore/judge/position_bias"]
     followed = sum(count * share for count, share in zip(counts, shares, strict=True))
     return {"position_bias": followed / sum(counts)} if counts else {}
 
 
 def load_policy(parts: "Assembly") -> Any:
-    """The run's model as transformers loads it, on the device where there is one with room."""
+    """Load the run's model as transformers does, on the device where there is one with room."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -90,28 +87,19 @@ def load_policy(parts: "Assembly") -> Any:
     return model.to("cuda") if torch.cuda.is_available() and not parts.started.on_host else model
 
 
-def open_engines(parts: "Assembly", model: Any) -> "list[Engine]":
-    """The run's vLLM engines, or transformers' generation with `model`."""
-    from ycore.engine.transformers_engine import TransformersEngine
-
-    if parts.started.kind == "vllm":
-        return [*parts.vllm_engines()]
-    return [TransformersEngine(model, parts.tokenizer, parts.sampling(), parts.sight)]
-
-
-def _all_groups(
-    controller: "Controller", num_prompts: int, metrics: Path, completions: Path
+def _run_rounds(
+    controller: "Controller", num_prompts: int, metrics: Path, root: Path
 ) -> list[Group]:
+    completions = root / "completions.jsonl"
     done: list[Group] = []
     with closing(MetricsWriter(metrics)) as writer, completions.open("w", encoding="utf-8") as file:
         while len(done) < num_prompts:
-            groups = controller.next_round(
-                step=0, num_groups=min(_PROMPTS_AT_ONCE, num_prompts - len(done))
-            )
+            num_groups = min(_PROMPTS_AT_ONCE, num_prompts - len(done))
+            groups = controller.next_round(step=0, num_groups=num_groups)
             _write_completions(groups, file)
             done += groups
             first_rewards = [scores[0].value for group in done for scores in group.scores_GR]
-            writer.write({"step": len(done), "reward": mean(first_rewards)})
+            writer.write({"step": len(done), "reward": mean_of_known(first_rewards)})
     for path in (metrics, completions):
         sync(path)  # before anything says that the evaluation has finished
     return done
@@ -129,12 +117,6 @@ def _write_completions(groups: Sequence[Group], file: TextIO) -> None:
                 "problems": [score.problem for score in scores if score.problem],
             }
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
-
-
-def mean(values: Iterable[float | None]) -> float | None:
-    """Of those that are known; None if none is."""
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
 
 
 if __name__ == "__main__":

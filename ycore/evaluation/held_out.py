@@ -1,10 +1,10 @@
-"""Evaluation: every prompt of a dataset once, as figures with intervals over prompts, and what a run does with them.
+"""Evaluate every prompt of a dataset once: figures with intervals over prompts, and what a run decides by them.
 
 Figures: `reward`; `rewards/NAME` of each source; `pass@k`, the chance that one of k completions is right (Chen et al.
 2021, arXiv 2107.03374); with constraints `cot-pass@k`, the chance that one of k is right and keeps them all, which with
 a judge of the reasoning is CoT-pass@k (arXiv 2506.14245); `majority@n`, whether the answer that most of a prompt's n
-completions give is right (Wang et al. 2022, arXiv 2203.11171). Right is what the first reward gives 1 or more.
-Intervals are 95 % percentiles of the bootstrap over prompts (Efron 1979).
+completions give is right (Wang et al. 2022, arXiv 2203.11171). A completion is right where the first reward gives 1 or
+more. Intervals are 95 % percentiles of the bootstrap over prompts (Efron 1979).
 """
 
 import asyncio
@@ -20,10 +20,10 @@ from ycore.config.schema import AnyConfig, RewardConfig, RunConfig, TuneConfig, 
 from ycore.errors import ConfigError, nearest
 from ycore.rewards.answers import final_answer
 from ycore.rewards.loading import reward_names
-from ycore.round.sampling import total_reward
 from ycore.run.metrics import EVALUATION, STEP_SECONDS, Row, is_evaluation, number, pass_at_k
 from ycore.run.tasks import together
 from ycore.scoring.constraints import constraints_of
+from ycore.scoring.group_rewards import total_reward
 from ycore.types import Draw, Group
 
 if TYPE_CHECKING:
@@ -39,141 +39,138 @@ _RULES = {
 RIGHT_FROM = 1.0
 """The first reward of a completion that is right."""
 
-_COMPARABLE = ("exact_answer", "numeric_answer", "math", "gym")
 BOOTSTRAPS = 1000
-_AT_ONCE = 64  # prompts in flight where the engines' own limit is not known
+_COMPARABLE = ("exact_answer", "numeric_answer", "math", "gym")
+_PROMPTS_IN_FLIGHT = 64  # where the engines' own limit is not known
+_EXTRAS = ("mean_length", "cut_off", "masked")
 
 Table = npt.NDArray[np.float64]
-"""A row for each prompt: what `_row` counts of its group."""
+"""Shape [prompts, figures, 2]: a sum and the count that it is divided by; figures as `figure_names`, then `_EXTRAS`."""
 
-Counted = npt.NDArray[np.float64]
+Values = npt.NDArray[np.float64]
 """A number for each prompt."""
 
 
-# -- what is measured --------------------------------------------------------------------------------------------------
+# -- figures -----------------------------------------------------------------------------------------------------------
 
 
-def names_of(config: AnyConfig) -> list[str]:
-    """The figures of an evaluation with these settings; the first is compared where the run names none."""
+def figure_names(config: AnyConfig) -> list[str]:
+    """Return the figures of an evaluation; the first is compared where the run names none."""
     if isinstance(config, TuneConfig):
         return list(find_algorithm(config.algorithm).figures)
-    kinds = (
-        ["pass", "cot-pass"] if any(reward.constraint for reward in config.rewards) else ["pass"]
-    )
-    passes = [f"{kind}@{k}" for kind in kinds for k in _ks(config.num_samples)]
-    majority = (
-        [f"majority@{config.num_samples}"] if _votes(config.rewards, config.num_samples) else []
-    )
-    return [
-        "reward",
-        *(f"rewards/{name}" for name in reward_names(config.rewards)),
-        *passes,
-        *majority,
-    ]
+    names = ["reward", *(f"rewards/{name}" for name in reward_names(config.rewards))]
+    powers = [2**power for power in range(config.num_samples.bit_length())]
+    names += [f"pass@{k}" for k in powers]
+    if any(reward.constraint for reward in config.rewards):
+        names += [f"cot-pass@{k}" for k in powers]
+    if _has_majority(config.rewards, config.num_samples):
+        names.append(f"majority@{config.num_samples}")
+    return names
 
 
-def _ks(num_samples: int) -> list[int]:
-    return [2**power for power in range(num_samples.bit_length())]
-
-
-def _votes(rewards: Sequence[RewardConfig], num_samples: int) -> bool:
-    """Whether answers can be compared: the first reward looks for a final answer, and there are several."""
+def _has_majority(rewards: Sequence[RewardConfig], num_samples: int) -> bool:
+    """Tell whether answers can be compared: the first reward looks for a final answer, and there are several."""
     return num_samples > 1 and rewards[0].reward in _COMPARABLE
 
 
-def measure(
+def evaluate_policy(
     controller: "Controller", num_prompts: int, *, step: int, config: RunConfig
 ) -> dict[str, float]:
-    """The figures of the policy whose weights the engines hold, over all ranks; all of them call this together."""
+    """Return the figures of the policy whose weights the engines hold, over all ranks, which call this together."""
     rank, world = controller.peers.rank, controller.peers.world
     controller.draws.cursor = 0
     draws = [controller.draws.draw() for _ in range(rank, num_prompts, world)]
-    groups = controller.run_round(_write(controller, draws, step), step=step, trains=False)
-    table = np.zeros((num_prompts, _width(config)))
+    groups = controller.run_round(_write_groups(controller, draws, step), step=step, trains=False)
+    table = np.zeros((num_prompts, len(figure_names(config)) + len(_EXTRAS), 2))
     for group in groups:
-        table[group.draw.position] = _row(group, config)
+        table[group.draw.position] = _count_group(group, config)
     for meter in controller.scoring.meters:
         meter.take()  # not the next step's
-    table = np.array(controller.peers.add_up(table.ravel().tolist())).reshape(table.shape)
-    return figures(table, config)
+    total = controller.peers.add_up(table.ravel().tolist())
+    return evaluation_figures(np.array(total).reshape(table.shape), config)
 
 
-async def _write(controller: "Controller", draws: Sequence[Draw], step: int) -> list[Group]:
-    room = asyncio.Semaphore(controller.rules.max_in_flight or _AT_ONCE)
+async def _write_groups(controller: "Controller", draws: Sequence[Draw], step: int) -> list[Group]:
+    room = asyncio.Semaphore(controller.rules.max_in_flight or _PROMPTS_IN_FLIGHT)
 
-    async def one(draw: Draw) -> Group:
+    async def write(draw: Draw) -> Group:
         async with room:
             return (await controller.group(draw, step=step)).group
 
-    return await together([one(draw) for draw in draws])
+    return await together([write(draw) for draw in draws])
 
 
-def table_of(groups: Iterable[Group], config: RunConfig) -> Table:
-    return np.array([_row(group, config) for group in groups])
+def count_groups(groups: Iterable[Group], config: RunConfig) -> Table:
+    return np.array([_count_group(group, config) for group in groups])
 
 
-def _width(config: RunConfig) -> int:
-    return 7 + 2 * len(config.rewards)
-
-
-def _row(group: Group, config: RunConfig) -> list[float]:
-    """Completions scored and the sum of their rewards, the same of each source; right ones, and those of them that keep
-    every constraint; the vote, tokens, cut off.
+def _count_group(group: Group, config: RunConfig) -> list[tuple[float, float]]:
+    """Return the sum and the count of every figure.
 
     A masked completion is left out of the means, and counts as wrong; an unscored constraint counts as broken.
     """
+    size = len(group.completions)
     weights = [reward.weight for reward in config.rewards]
-    totals = [
-        total for scores in group.scores_GR if (total := total_reward(scores, weights)) is not None
-    ]
-    row = [len(totals), sum(totals)]
-    for source in range(len(weights)):
-        values = [scores[source].value for scores in group.scores_GR]
-        known = [value for value in values if value is not None]
-        row += [len(known), sum(known)]
-    is_right = [(scores[0].value or 0.0) >= RIGHT_FROM for scores in group.scores_GR]
-    held = constraints_of(config)
-    keeps = [all(one.is_broken(scores) is False for one in held) for scores in group.scores_GR]
-    both = sum(right and kept for right, kept in zip(is_right, keeps, strict=True))
-    answers = [final_answer(completion.text) for completion in group.completions]
-    (winner, _), *_ = Counter(answers).most_common(
-        1
-    )  # of several with as many votes, the first that was written
-    cut = sum(completion.finish_reason == "length" for completion in group.completions)
-    return [*row, sum(is_right), both, is_right[answers.index(winner)], group.num_written, cut]
-
-
-def figures(table: Table, config: RunConfig) -> dict[str, float]:
-    """Each figure, and its interval as `NAME/low` and `NAME/high`; a figure that nothing was scored for is left out."""
-    size = config.num_samples
-    right, both, vote, tokens, cut = table[:, -5:].T
-    numbers = {"pass": right, "cot-pass": both}
-    ones = np.ones(len(table))
-    parts = {"reward": (table[:, 1], table[:, 0])}
+    totals = _known(total_reward(scores, weights) for scores in group.scores_GR)
+    sums = {"reward": (sum(totals), len(totals))}
     for source, name in enumerate(reward_names(config.rewards)):
-        parts[f"rewards/{name}"] = (table[:, 3 + 2 * source], table[:, 2 + 2 * source])
-    for name in names_of(config)[len(parts) :]:
+        values = _known(scores[source].value for scores in group.scores_GR)
+        sums[f"rewards/{name}"] = (sum(values), len(values))
+    is_right = [(scores[0].value or 0.0) >= RIGHT_FROM for scores in group.scores_GR]
+    constraints = constraints_of(config)
+    keeps_all = [
+        all(constraint.is_broken(scores) is False for constraint in constraints)
+        for scores in group.scores_GR
+    ]
+    right_and_kept = [right and kept for right, kept in zip(is_right, keeps_all, strict=True)]
+    num_right = {"pass": sum(is_right), "cot-pass": sum(right_and_kept)}
+    for name in figure_names(config)[len(sums) :]:
         kind, k = name.split("@")
-        chances = (
-            [pass_at_k(size, int(count), int(k)) for count in numbers[kind]]
-            if kind in numbers
-            else vote
-        )
-        parts[name] = (np.array(chances), ones)
-    measured: dict[str, float] = {}
-    for name, (sums, counts) in parts.items():
-        measured |= with_interval(name, sums, counts)
-    num = len(table) * size
-    counted = {
-        "mean_length": tokens.sum() / num,
-        "cut_off": cut.sum() / num,
-        "masked": num - table[:, 0].sum(),
-    }
-    return {name: float(value) for name, value in {**measured, **counted}.items()}
+        if kind == "majority":
+            sums[name] = (_is_vote_right(group, is_right), 1)
+        else:
+            sums[name] = (pass_at_k(size, num_right[kind], int(k)), 1)
+    num_cut = sum(completion.finish_reason == "length" for completion in group.completions)
+    extras = [(group.num_written, size), (num_cut, size), (size - len(totals), 1)]
+    return [*sums.values(), *extras]
 
 
-def with_interval(name: str, sums: Counted, counts: Counted) -> dict[str, float]:
-    """The mean over prompts of which each has a sum of so many values, with its interval; nothing without a value."""
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def mean_of_known(values: Iterable[float | None]) -> float | None:
+    """Return the mean without the unknown values; None if none is known."""
+    known = _known(values)
+    return sum(known) / len(known) if known else None
+
+
+def _is_vote_right(group: Group, is_right: Sequence[bool]) -> bool:
+    """Tell whether the most frequent answer is right; of several, the first that was written."""
+    answers = [final_answer(completion.text) for completion in group.completions]
+    (winner, _), *_ = Counter(answers).most_common(1)
+    return is_right[answers.index(winner)]
+
+
+def evaluation_figures(table: Table, config: RunConfig) -> dict[str, float]:
+    """Return each figure, with its interval as `NAME/low` and `NAME/high`.
+
+    A figure for which nothing was scored is left out.
+    """
+    names = figure_names(config)
+    figures: dict[str, float] = {}
+    for index, name in enumerate(names):
+        figures |= with_interval(name, table[:, index, 0], table[:, index, 1])
+    sums, counts = table[:, len(names) :].sum(axis=0).T
+    length, cut_off, masked = sums
+    figures["mean_length"] = float(length / counts[0])
+    figures["cut_off"] = float(cut_off / counts[1])
+    figures["masked"] = float(masked)
+    return figures
+
+
+def with_interval(name: str, sums: Values, counts: Values) -> dict[str, float]:
+    """Return the mean over prompts, of which each has a sum of so many values, with its interval; {} without a value."""
     if counts.sum() == 0:
         return {}
     drawn = np.random.default_rng(0).integers(0, len(sums), (BOOTSTRAPS, len(sums)))
@@ -188,47 +185,51 @@ def with_interval(name: str, sums: Counted, counts: Counted) -> dict[str, float]
 
 
 def pair_figures(groups: Sequence[Group], config: RunConfig) -> dict[str, float]:
-    """`accuracy`: how often the better answer of a row has the higher reward, where equal ones count half; of each
-    source too, where there are several, and `accuracy_gain`: its accuracy less that of the first, of the same pairs.
-    A pair with a masked answer is left out, and counted in `masked`."""
-    weights, names = [reward.weight for reward in config.rewards], reward_names(config.rewards)
+    """Return how often who scores agrees with pairs of a better and a worse answer.
+
+    `accuracy`: how often the better answer of a row has the higher reward, where equal ones count half; of each source
+    too, where there are several, and `accuracy_gain`: its accuracy less that of the first, of the same pairs. A pair
+    with a masked answer is left out, and counted in `masked`.
+    """
+    weights = [reward.weight for reward in config.rewards]
+    names = reward_names(config.rewards)
     totals = [[total_reward(scores, weights) for scores in group.scores_GR] for group in groups]
-    wins = {"accuracy": _wins(totals)}
-    for source, name in enumerate(names if len(names) > 1 else ()):
-        wins[f"accuracy/{name}"] = _wins(
-            [[scores[source].value for scores in group.scores_GR] for group in groups]
-        )
-    for name in names[1:]:
-        wins[f"accuracy_gain/{name}"] = wins[f"accuracy/{name}"] - wins[f"accuracy/{names[0]}"]
-    measured: dict[str, float] = {}
-    for figure, values in wins.items():
-        measured |= with_interval(figure, np.nan_to_num(values), 1.0 - np.isnan(values))
-    masked, equal = np.isnan(wins["accuracy"]).sum(), (wins["accuracy"] == 0.5).sum()
-    return measured | {
-        "equal": float(equal / max(1, len(totals) - masked)),
-        "masked": float(masked),
-    }
+    wins = {"accuracy": _count_wins(totals)}
+    if len(names) > 1:
+        for source, name in enumerate(names):
+            values = [[scores[source].value for scores in group.scores_GR] for group in groups]
+            wins[f"accuracy/{name}"] = _count_wins(values)
+        for name in names[1:]:
+            gain = wins[f"accuracy/{name}"] - wins[f"accuracy/{names[0]}"]
+            wins[f"accuracy_gain/{name}"] = gain
+    figures: dict[str, float] = {}
+    for figure, won in wins.items():
+        figures |= with_interval(figure, np.nan_to_num(won), 1.0 - np.isnan(won))
+    num_masked = np.isnan(wins["accuracy"]).sum()
+    num_equal = (wins["accuracy"] == 0.5).sum()
+    figures["equal"] = float(num_equal / max(1, len(totals) - num_masked))
+    figures["masked"] = float(num_masked)
+    return figures
 
 
-def _wins(pairs: Sequence[Sequence[float | None]]) -> Counted:
-    """1 where the better answer has the higher reward, 0 where the lower, 0.5 where equal; NaN where one is masked."""
-    return np.array(
-        [
-            np.nan
-            if better is None or worse is None
-            else (better > worse) + 0.5 * (better == worse)
-            for better, worse in pairs
-        ]
-    )
+def _count_wins(pairs: Iterable[Sequence[float | None]]) -> Values:
+    """Return 1 where the better answer has the higher reward, 0.5 where equal, 0 where lower; NaN where masked."""
+    wins = []
+    for better, worse in pairs:
+        if better is None or worse is None:
+            wins.append(np.nan)
+        else:
+            wins.append((better > worse) + 0.5 * (better == worse))
+    return np.array(wins)
 
 
-# -- what follows from it ----------------------------------------------------------------------------------------------
+# -- checks ------------------------------------------------------------------------------------------------------------
 
 
 def check_evaluation(config: RunConfig) -> None:
-    """ConfigError for a figure, a rule or a reward that an evaluation of this run cannot have."""
-    held_out = config.for_evaluation()
-    if held_out is not None and config.replay is not None:
+    """Raise ConfigError for a figure, a rule or a reward that an evaluation of this run cannot have."""
+    settings = config.for_evaluation()
+    if settings is not None and config.replay is not None:
         raise ConfigError(
             "--eval-dataset needs engines, and a run with --replay starts none; leave one of them out"
         )
@@ -236,7 +237,7 @@ def check_evaluation(config: RunConfig) -> None:
         "--eval-while-training": config.eval_while_training,
         "--eval-reward": config.eval_rewards,
     }
-    _check_asked(config, held_out, more, "name them, e.g. --eval-dataset test.jsonl")
+    _check_options(config, settings, more, "name them, e.g. --eval-dataset test.jsonl")
     for spec in config.eval_rewards:
         if spec.reward.startswith(("judge:", "rm:", "teacher:")) and spec not in config.rewards:
             raise ConfigError(
@@ -246,8 +247,10 @@ def check_evaluation(config: RunConfig) -> None:
 
 
 def check_measuring(config: TuneConfig, num_held_out: int) -> None:
-    """The same for a run on given examples, of which so many are held out."""
-    _check_asked(config, config if num_held_out else None, {}, "hold some out, e.g. --held-out 20")
+    """Raise ConfigError for what a run on given examples cannot have; `num_held_out` rows are held out."""
+    _check_options(
+        config, config if num_held_out else None, {}, "hold some out, e.g. --held-out 20"
+    )
     if any(name == NOTHING_TO_LEARN for name, _ in map(parse_rule, config.stop_when)):
         raise ConfigError(
             f"--stop-when {NOTHING_TO_LEARN} counts groups of completions, and ycore {config.algorithm} has none; "
@@ -255,23 +258,23 @@ def check_measuring(config: TuneConfig, num_held_out: int) -> None:
         )
 
 
-def _check_asked(
-    config: AnyConfig, measured: AnyConfig | None, more: Mapping[str, Any], way_out: str
+def _check_options(
+    config: AnyConfig, settings: AnyConfig | None, more: Mapping[str, Any], way_out: str
 ) -> None:
-    """Refuse what is asked of an evaluation. `measured`: the settings of one, None without rows to measure on."""
+    """Refuse options that need an evaluation; `settings` are those of one, None without rows to measure on."""
     rules = [name for name, _ in map(parse_rule, config.stop_when)]
-    asking: dict[str, Any] = {
+    options: dict[str, Any] = {
         "--keep-best": config.keep_best,
         "--eval-every": config.eval_every,
         **more,
+        "--stop-when no-gain": NO_GAIN in rules,
     }
-    asking["--stop-when no-gain"] = NO_GAIN in rules
-    if measured is None:
-        for option, value in asking.items():
+    if settings is None:
+        for option, value in options.items():
             if value:
                 raise ConfigError(f"{option} needs rows to measure on; {way_out}")
         return
-    known = names_of(measured)
+    known = figure_names(settings)
     if config.keep_best is not None and config.keep_best not in known:
         near = nearest(config.keep_best, known, limit=1)
         raise ConfigError(
@@ -280,76 +283,96 @@ def _check_asked(
 
 
 def parse_rule(text: str) -> tuple[str, int]:
-    """`no-gain:5` as its two parts; ConfigError."""
+    """Split `no-gain:5` into its two parts; ConfigError."""
     name, _, count = text.partition(":")
     if name not in _RULES or not count.isdigit() or int(count) < 1:
-        rules = ", ".join(f"{rule}:N ({of_what})" for rule, of_what in _RULES.items())
+        rules = ", ".join(f"{rule}:N ({unit})" for rule, unit in _RULES.items())
         raise ConfigError(
             f"--stop-when takes {rules}, N from 1; it is {text!r}; e.g. --stop-when {NO_GAIN}:5"
         )
     return name, int(count)
 
 
+# -- decisions ---------------------------------------------------------------------------------------------------------
+
+
 def is_due(step: int, every: int | None, steps: int) -> bool:
-    """Before the first step, every so many, by default a fifth of the run, and after the last."""
+    """Tell whether to evaluate: before the first step, every so many (by default a fifth), and after the last."""
     return step % (every or a_fifth(steps)) == 0 or step == steps
 
 
-def watched(config: AnyConfig) -> str:
-    """The metric by which evaluations are compared."""
-    return EVALUATION + (config.keep_best or names_of(config)[0])
+def watched_metric(config: AnyConfig) -> str:
+    """Return the metric by which evaluations are compared."""
+    return EVALUATION + (config.keep_best or figure_names(config)[0])
 
 
-def worth(row: Row, metric: str) -> float:
-    """What is higher for a better row: the value of the metric, or less the loss."""
+def metric_score(row: Row, metric: str) -> float:
+    """Return a number that is higher for a better row: the metric, or less the loss."""
     value = number(row, metric)
-    return float("-inf") if value is None else -value if metric == f"{EVALUATION}loss" else value
+    if value is None:
+        return float("-inf")
+    return -value if metric == f"{EVALUATION}loss" else value
 
 
 def best_of(rows: Sequence[Row], metric: str) -> Row | None:
-    """The first row with the best value."""
+    """Return the first row with the best value."""
     known = [row for row in rows if number(row, metric) is not None]
-    return max(known, key=lambda row: worth(row, metric), default=None)
+    return max(known, key=lambda row: metric_score(row, metric), default=None)
 
 
 def why_stop(rows: Sequence[Row], config: AnyConfig) -> str | None:
-    """Why the run ends after these rows of its metrics, in words; None where it goes on."""
+    """Say why the run ends after these rows of its metrics; None where it goes on."""
+    checks = {NO_GAIN: _no_gain, SECONDS: _no_time, NOTHING_TO_LEARN: _nothing_to_learn}
     for name, count in map(parse_rule, config.stop_when):
-        if name == NO_GAIN:
-            metric = watched(config)
-            values = [worth(row, metric) for row in rows if number(row, metric) is not None]
-            if values and len(values) - 1 - values.index(max(values)) >= count:
-                best = best_of(rows, metric) or {}
-                figure = f"{metric.removeprefix(EVALUATION)} {best[metric]:.4g}"
-                return f"no gain in {count} evaluations over {figure} of step {best.get('step')}"
-        elif name == SECONDS:
-            seconds = [value for row in rows if (value := number(row, STEP_SECONDS[0])) is not None]
-            if seconds and (spent := sum(seconds)) * (1 + 1 / len(seconds)) > count:
-                return f"{len(seconds)} steps took {spent:.0f} s of {count}, and one more is likely to pass them"
-        else:
-            skipped = [row.get("ycore/skipped") for row in rows if "ycore/skipped" in row][-count:]
-            if len(skipped) == count and all(skipped):
-                return f"nothing to learn: {count} steps in a row had no group that can teach"
+        if reason := checks[name](rows, count, config):
+            return reason
     return None
 
 
-def as_metrics(measured: Mapping[str, float]) -> dict[str, float]:
-    return {EVALUATION + name: value for name, value in measured.items()}
+def _no_gain(rows: Sequence[Row], count: int, config: AnyConfig) -> str | None:
+    metric = watched_metric(config)
+    scores = [metric_score(row, metric) for row in rows if number(row, metric) is not None]
+    if not scores or len(scores) - 1 - scores.index(max(scores)) < count:
+        return None
+    best = best_of(rows, metric) or {}
+    figure = f"{metric.removeprefix(EVALUATION)} {best[metric]:.4g}"
+    return f"no gain in {count} evaluations over {figure} of step {best.get('step')}"
 
 
-def figures_of(row: Row) -> dict[str, Any]:
-    """The step of a row and what was measured, by the figures' own names."""
-    values = {
+def _no_time(rows: Sequence[Row], count: int, config: AnyConfig) -> str | None:
+    seconds = _known(number(row, STEP_SECONDS[0]) for row in rows)
+    if not seconds or sum(seconds) * (1 + 1 / len(seconds)) <= count:
+        return None
+    return f"{len(seconds)} steps took {sum(seconds):.0f} s of {count}, and one more is likely to pass them"
+
+
+def _nothing_to_learn(rows: Sequence[Row], count: int, config: AnyConfig) -> str | None:
+    skipped = [row["ycore/skipped"] for row in rows if "ycore/skipped" in row][-count:]
+    if len(skipped) < count or not all(skipped):
+        return None
+    return f"nothing to learn: {count} steps in a row had no group that can teach"
+
+
+def as_metrics(figures: Mapping[str, float]) -> dict[str, float]:
+    return {EVALUATION + name: value for name, value in figures.items()}
+
+
+def row_figures(row: Row) -> dict[str, Any]:
+    """Return the step of a row and its figures, by their own names."""
+    figures = {
         name.removeprefix(EVALUATION): row[name] for name in row if name.startswith(EVALUATION)
     }
-    return {"step": row["step"], **values}
+    return {"step": row["step"], **figures}
 
 
-def report(rows: Sequence[Row], config: AnyConfig) -> dict[str, Any]:
-    """What the run's summary says of its evaluations: the first, the last, and the best where it is kept."""
-    measured = [row for row in rows if is_evaluation(row)]
-    if not measured:
+def evaluation_summary(rows: Sequence[Row], config: AnyConfig) -> dict[str, Any]:
+    """Return the first evaluation and the last, and the best where it is kept."""
+    evaluations = [row for row in rows if is_evaluation(row)]
+    if not evaluations:
         return {}
-    best = best_of(measured, watched(config)) if config.keep_best else None
-    ends = {"before": figures_of(measured[0]), "after": figures_of(measured[-1])}
-    return {"held_out": ends} | ({} if best is None else {"best": figures_of(best)})
+    summary: dict[str, Any] = {
+        "held_out": {"before": row_figures(evaluations[0]), "after": row_figures(evaluations[-1])}
+    }
+    if config.keep_best and (best := best_of(evaluations, watched_metric(config))):
+        summary["best"] = row_figures(best)
+    return summary

@@ -1,4 +1,4 @@
-"""Will this run learn anything, and if not, what to change: a verdict in words on what a preflight measured."""
+"""Judge what a preflight measured: will this run learn anything, and if not, what to change."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -20,65 +20,78 @@ GAP_STOPS, GAP_WARNS = 0.5, 0.1  # of a token's log-probability; about 0.04 is b
 
 
 @dataclass(frozen=True, slots=True)
-class JudgeCount:
-    calls: int  # requests to all judges
-    unreadable: int  # answers without a verdict that can be read
-    seconds: float = 0.0  # mean of one call
+class JudgeCalls:
+    """Requests to all judges, answers whose verdict cannot be read, and the mean seconds of a call."""
+
+    calls: int
+    unreadable: int
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class PromptCount:
-    """Lengths of all prompts of the dataset, in tokens as the engine gets them."""
+class PromptLengths:
+    """Lengths of all prompts of the dataset, in tokens as the engine gets them.
+
+    Attributes:
+        too_long: prompts that leave no room for a completion.
+        room: tokens that a prompt may have: the engine's context minus the longest completion.
+    """
 
     rows: int
     longest: int
     longest_row: int
-    too_long: int  # prompts that leave no room for a completion
-    room: int  # tokens that a prompt may have: the engine's context minus the longest completion
+    too_long: int
+    room: int
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateCheck:
-    """What is wrong with the conversations that the chat template writes; nothing where prompts are plain text."""
+    """What is wrong with the conversations that the chat template writes; nothing where prompts are plain text.
+
+    Attributes:
+        end_of_turn: the token that ends an answer in the template, where it does not end a completion.
+    """
 
     problems: tuple[str, ...] = ()
-    end_of_turn: str | None = (
-        None  # the token that ends an answer in the template, where it does not end a completion
-    )
+    end_of_turn: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Measurements:
+class PreflightMeasurements:
+    """What a preflight's round showed.
+
+    Attributes:
+        truncated: share of completions cut off at `max_tokens`.
+        equal: share of groups whose rewards are all equal.
+        rewards: the weighted sum of its sources, of every scored completion.
+        masked: share of completions that no source could score.
+        problems: how often each problem kept a source from scoring.
+        means: mean of each reward source; None where it scored nothing.
+        reward_s: seconds from the last completion of the round until all were scored.
+        logprob_gap: mean absolute difference of a token's log-probability, engine against trainer, on the same
+            weights; None where the trainer itself generates. `gap_spread` is the standard deviation, signed.
+        weight_limit: a whole completion's importance weight, beyond which it is left out; None without such a mask.
+    """
+
     num_prompts: int
     group_size: int
     max_tokens: int
     context: int
-    truncated: float  # share of completions cut off at `max_tokens`
-    equal: float  # share of groups whose rewards are all equal
-    rewards: tuple[float, ...]  # of every scored completion: the weighted sum of its sources
-    masked: float  # share of completions that no source could score
-    problems: Mapping[str, int] = field(
-        default_factory=dict
-    )  # how often each problem kept a source from scoring
+    truncated: float
+    equal: float
+    rewards: tuple[float, ...]
+    masked: float
+    problems: Mapping[str, int] = field(default_factory=dict)
     means: Mapping[str, float | None] = field(default_factory=dict)
-    """Mean of each reward source; None where it scored nothing."""
     generate_s: float = 0.0
-    reward_s: float = 0.0  # seconds from the last completion of the round until all were scored
+    reward_s: float = 0.0
     mean_tokens: float = 0.0
-    prompts: PromptCount | None = None
+    prompts: PromptLengths | None = None
     template: TemplateCheck = TemplateCheck()
-    judges: JudgeCount | None = None
+    judges: JudgeCalls | None = None
     logprob_gap: float | None = None
-    """Mean absolute difference of a token's log-probability, engine against trainer, on the same weights; None where
-    the trainer itself generates."""
-
-    gap_spread: float = 0.0  # standard deviation of that difference, signed
-    weight_limit: float | None = (
-        None  # of a whole completion's weight, beyond which it is left out; None: no such mask
-    )
-    sync_gap: float | None = None
-    stale_gap: float | None = None
-    """The same after changed weights were sent: the engine against the changed model, and against the one before."""
+    gap_spread: float = 0.0
+    weight_limit: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,36 +102,38 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    learns: bool  # False where a finding stops learning
+class PreflightVerdict:
+    """`learns` is False where a finding stops learning; findings come worst first."""
+
+    learns: bool
     in_words: str
-    findings: tuple[Finding, ...]  # worst first
+    findings: tuple[Finding, ...]
 
 
-def verdict(measured: Measurements) -> Verdict:
+def preflight_verdict(measured: PreflightMeasurements) -> PreflightVerdict:
     rules = [*_input_rules(measured), *_engine_rules(measured), *_reward_rules(measured)]
-    found = [Finding(level, what, mend) for level, what, mend in rules if level is not None]
-    found.sort(key=lambda finding: finding.level != "stops")
-    learns = not any(finding.level == "stops" for finding in found)
-    if not found:
-        words = (
-            f"this run can learn: {1 - measured.equal:.0%} of the groups have something to compare"
-        )
-    elif learns:
-        count = "one thing" if len(found) == 1 else f"{len(found)} things"
-        words = f"this run can learn, with {count} to mend first: {found[0].what}; {found[0].mend}"
-    else:
-        words = f"this run will not learn: {found[0].what}; {found[0].mend}"
-    return Verdict(learns, words, tuple(found))
+    findings = [Finding(level, what, mend) for level, what, mend in rules if level is not None]
+    findings.sort(key=lambda finding: finding.level != "stops")
+    if not findings:
+        teaching = 1 - measured.equal
+        words = f"this run can learn: {teaching:.0%} of the groups have something to compare"
+        return PreflightVerdict(True, words, ())
+    first = f"{findings[0].what}; {findings[0].mend}"
+    if findings[0].level == "stops":
+        words = f"this run will not learn: {first}"
+        return PreflightVerdict(False, words, tuple(findings))
+    count = "one thing" if len(findings) == 1 else f"{len(findings)} things"
+    words = f"this run can learn, with {count} to mend first: {first}"
+    return PreflightVerdict(True, words, tuple(findings))
 
 
-def from_json(preflight: Mapping[str, Any]) -> Measurements:
-    """The measurements of a preflight.json, which has them as `dataclasses.asdict` gives them."""
-    return TypeAdapter(Measurements).validate_python(preflight)
+def parse_measurements(preflight: Mapping[str, Any]) -> PreflightMeasurements:
+    """Read the measurements of a preflight.json, which has them as `dataclasses.asdict` gives them."""
+    return TypeAdapter(PreflightMeasurements).validate_python(preflight)
 
 
 def histogram(rewards: tuple[float, ...], *, bins: int = 10) -> list[tuple[float, float, int]]:
-    """Low edge, high edge and count of each bin; one bin where all rewards are equal."""
+    """Return low edge, high edge and count of each bin; one bin where all rewards are equal."""
     if not rewards:
         return []
     low, high = min(rewards), max(rewards)
@@ -132,7 +147,7 @@ def histogram(rewards: tuple[float, ...], *, bins: int = 10) -> list[tuple[float
 
 
 def kept_share(spread: float, *, tokens: float, limit: float) -> float:
-    """The share of the gradient that is left where completions of a weight above `limit` are left out.
+    """Return the share of the gradient that is left where completions of a weight above `limit` are left out.
 
     The log-ratios of a token have this standard deviation and are independent, and the mean weight is 1: a
     completion's weight w is log-normal, of deviation s = spread * sqrt(tokens), and E[w; w <= limit] is
@@ -147,11 +162,13 @@ _Rule = tuple[Level | None, str, str]
 
 
 def _level(value: float, warns: float, stops: float = float("inf")) -> Level | None:
-    """NaN warns."""
-    return "stops" if value >= stops else None if value < warns else "warns"
+    """Return the level of a value; NaN warns."""
+    if value >= stops:
+        return "stops"
+    return None if value < warns else "warns"
 
 
-def _input_rules(measured: Measurements) -> Iterator[_Rule]:
+def _input_rules(measured: PreflightMeasurements) -> Iterator[_Rule]:
     prompts, template = measured.prompts, measured.template
     if prompts is not None:
         needed = prompts.longest + measured.max_tokens
@@ -174,45 +191,38 @@ def _input_rules(measured: Measurements) -> Iterator[_Rule]:
     )
 
 
-def _engine_rules(measured: Measurements) -> Iterator[_Rule]:
-    gap, sent, stale = measured.logprob_gap or 0.0, measured.sync_gap, measured.stale_gap
-    if sent is not None and stale is not None:
-        yield (
-            "stops" if stale < sent else None,
-            f"changed weights do not arrive in the engine: after a sync it is {sent:.2f} from the trainer's "
-            f"log-probabilities and {stale:.2f} from those before",
-            "check sync_every, and that vLLM is the version that `ycore doctor` asks for",
-        )
+def _engine_rules(measured: PreflightMeasurements) -> Iterator[_Rule]:
+    gap = measured.logprob_gap or 0.0
     yield (
         _level(gap, GAP_WARNS, GAP_STOPS),
         f"engine and trainer differ by {gap:.2f} in a token's log-probability on the same weights",
         "give both the same dtype (--set dtype=float32), and see docs/algorithms.md on the correction",
     )
     if measured.weight_limit is not None:
-        sizes = (measured.mean_tokens, measured.max_tokens)
-        kept, of_longest = (
-            kept_share(measured.gap_spread, tokens=size, limit=measured.weight_limit)
-            for size in sizes
-        )
+        mean_tokens, max_tokens = measured.mean_tokens, measured.max_tokens
+        spread, limit = measured.gap_spread, measured.weight_limit
+        kept = kept_share(spread, tokens=mean_tokens, limit=limit)
+        kept_of_longest = kept_share(spread, tokens=max_tokens, limit=limit)
         yield (
             None if kept >= KEPT_WARNS else "warns",
-            f"a completion of {sizes[0]:.0f} tokens keeps {kept:.0%} of its gradient, and one of {sizes[1]} keeps "
-            f"{of_longest:.0%}: TRL's sequence_mask leaves out those whose weight against the engine is above "
-            f"{measured.weight_limit:g}, and so rather the long ones",
+            f"a completion of {mean_tokens:.0f} tokens keeps {kept:.0%} of its gradient, and one of {max_tokens} keeps "
+            f"{kept_of_longest:.0%}: TRL's sequence_mask leaves out those whose weight against the engine is above "
+            f"{limit:g}, and so rather the long ones",
             "--vllm-importance-sampling-mode token_truncate, or --trust-region dppo-tv",
         )
     longest_prompt = 0 if measured.prompts is None else measured.prompts.longest
     longer = min(4 * measured.max_tokens, measured.context - longest_prompt)
+    way_out = "ask for a shorter answer (--system-prompt), or raise engine.max_model_len"
+    if longer > measured.max_tokens:
+        way_out = f"--max-tokens {longer}"
     yield (
         _level(measured.truncated, TRUNCATED_WARNS, TRUNCATED_STOPS),
         f"{measured.truncated:.0%} of the completions are cut off at {measured.max_tokens} tokens",
-        f"--max-tokens {longer}"
-        if longer > measured.max_tokens
-        else "ask for a shorter answer (--system-prompt), or raise engine.max_model_len",
+        way_out,
     )
 
 
-def _reward_rules(measured: Measurements) -> Iterator[_Rule]:
+def _reward_rules(measured: PreflightMeasurements) -> Iterator[_Rule]:
     judges, rewards = measured.judges, measured.rewards
     if judges is not None and judges.calls:
         share = judges.unreadable / judges.calls
@@ -241,7 +251,7 @@ def _reward_rules(measured: Measurements) -> Iterator[_Rule]:
 
 
 def _equal_rule(equal: float, low: float, high: float) -> _Rule:
-    """Groups whose rewards are all equal have no gradient."""
+    """Judge the share of groups without a gradient: those whose rewards are all equal."""
     if equal < 1.0:
         return (
             _level(equal, EQUAL_WARNS),
@@ -250,14 +260,12 @@ def _equal_rule(equal: float, low: float, high: float) -> _Rule:
             "--group-size, or choose prompts of a fitting difficulty",
         )
     if low != high:
-        what = "rewards differ between prompts but in no group, so there is no gradient"
         return (
             "stops",
-            what,
+            "rewards differ between prompts but in no group, so there is no gradient",
             "raise --temperature or --group-size, or check that the reward looks at the completion",
         )
+    way_out = "the task may be solved already or the reward too lenient: take harder prompts or a stricter reward"
     if low == 0.0:
         way_out = "look at the completions below, then take easier prompts, another reward, or a --system-prompt"
-    else:
-        way_out = "the task may be solved already or the reward too lenient: take harder prompts or a stricter reward"
     return "stops", f"every reward is {low:g}, so there is no gradient", way_out

@@ -1,4 +1,4 @@
-"""Evaluations of several models on the same prompts, side by side: figures, paired differences, prompt by prompt.
+"""Compare evaluations of several models on the same prompts: figures, paired differences, prompt by prompt.
 
 A difference is that of the means over the prompts that both have a figure for. Its interval is the paired bootstrap's
 (Efron 1979): prompts are drawn again, each with both models' figures, and the middle 95 % of 1000 such differences is
@@ -13,17 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from ycore.evaluation.evaluator import mean
-from ycore.evaluation.held_out import RIGHT_FROM, with_interval
-from ycore.round.sampling import total_reward
+from ycore.evaluation.held_out import RIGHT_FROM, mean_of_known, with_interval
 from ycore.run.files import write_bytes_atomic
-from ycore.types import Score
+from ycore.scoring.group_rewards import weighted_sum
 
 COMPARISON, DIFFERENCES = "comparison.json", "differences.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class PromptResult:
     """One prompt's completions by one model: the mean reward (None if none was scored), the share that is right."""
 
     prompt: Any
@@ -32,96 +30,92 @@ class Answered:
     right: float
 
 
-def read_answers(folder: Path, weights: Sequence[float]) -> dict[int, Answered]:
-    """Row of the dataset -> what `ycore eval` wrote in `completions.jsonl`, with these weights of the rewards."""
+Results = Mapping[int, PromptResult]
+"""By row of the dataset."""
+
+
+def read_results(folder: Path, weights: Sequence[float]) -> Results:
+    """Read what `ycore eval` wrote in `completions.jsonl`, with these weights of the rewards."""
     by_row: dict[int, list[dict[str, Any]]] = {}
     for line in (folder / "completions.jsonl").read_text(encoding="utf-8").splitlines():
-        one = json.loads(line)
-        by_row.setdefault(one["row"], []).append(one)
-    return {
-        row: Answered(
-            prompt=written[0]["prompt"],
-            completions=tuple(one["completion"] for one in written),
-            reward=mean(
-                total_reward([Score(value) for value in one["rewards"]], weights) for one in written
-            ),
-            right=sum((one["rewards"][0] or 0.0) >= RIGHT_FROM for one in written) / len(written),
-        )
-        for row, written in by_row.items()
+        completion = json.loads(line)
+        by_row.setdefault(completion["row"], []).append(completion)
+    return {row: _summarise(completions, weights) for row, completions in by_row.items()}
+
+
+def _summarise(completions: Sequence[Mapping[str, Any]], weights: Sequence[float]) -> PromptResult:
+    rewards = [completion["rewards"] for completion in completions]
+    num_right = sum((values[0] or 0.0) >= RIGHT_FROM for values in rewards)
+    return PromptResult(
+        prompt=completions[0]["prompt"],
+        completions=tuple(completion["completion"] for completion in completions),
+        reward=mean_of_known(weighted_sum(values, weights) for values in rewards),
+        right=num_right / len(completions),
+    )
+
+
+def difference(first: Results, second: Results) -> dict[str, Any]:
+    """Return `second` less `first`: `reward` and `pass@1`, each with `/low` and `/high`, and `num_prompts` of both."""
+    rows = sorted(first.keys() & second.keys())
+    rewards = [(first[row].reward, second[row].reward) for row in rows]
+    values = {
+        "reward": [b - a for a, b in rewards if a is not None and b is not None],
+        "pass@1": [second[row].right - first[row].right for row in rows],
     }
+    result: dict[str, Any] = {"num_prompts": len(rows)}
+    for name, differences in values.items():
+        result |= with_interval(name, np.array(differences), np.ones(len(differences)))
+    return result
 
 
-def difference(first: Mapping[int, Answered], other: Mapping[int, Answered]) -> dict[str, Any]:
-    """`other` less `first`: `reward` and `pass@1`, each with `/low` and `/high`; `num_prompts` that both have."""
-    rows = sorted(first.keys() & other.keys())
-    found: dict[str, Any] = {"num_prompts": len(rows)}
-    for name, values in {
-        "reward": [
-            theirs - ours
-            for row in rows
-            if (ours := first[row].reward) is not None and (theirs := other[row].reward) is not None
-        ],
-        "pass@1": [other[row].right - first[row].right for row in rows],
-    }.items():
-        found |= with_interval(name, np.array(values), np.ones(len(values)))
-    return found
-
-
-def write_differences(answers: Mapping[str, Mapping[int, Answered]], file: Path) -> None:
-    """One line of JSON a prompt with every model's reward and completions, those first on which they differ most."""
-    rows = set.intersection(*(set(of_model) for of_model in answers.values()))
-
-    def spread(row: int) -> float:
-        rewards = [
-            known for of_model in answers.values() if (known := of_model[row].reward) is not None
-        ]
-        return max(rewards) - min(rewards) if rewards else 0.0
-
+def write_differences(results: Mapping[str, Results], file: Path) -> None:
+    """Write a line of JSON a prompt with every model's reward and completions, the largest differences first."""
+    rows = sorted(set.intersection(*(set(of_model) for of_model in results.values())))
     lines = []
-    for row in sorted(rows, key=lambda row: (-spread(row), row)):
+    for row in sorted(rows, key=lambda row: (-_spread(results, row), row)):
+        by_model = {name: of_model[row] for name, of_model in results.items()}
         models = {
             name: {
-                "reward": of_model[row].reward,
-                "right": of_model[row].right,
-                "completions": of_model[row].completions,
+                "reward": result.reward,
+                "right": result.right,
+                "completions": result.completions,
             }
-            for name, of_model in answers.items()
+            for name, result in by_model.items()
         }
-        prompt = next(iter(answers.values()))[row].prompt
-        lines.append(
-            json.dumps(
-                {"row": row, "spread": spread(row), "prompt": prompt, "models": models},
-                ensure_ascii=False,
-            )
-        )
-    write_bytes_atomic(file, "".join(line + "\n" for line in lines).encode())
+        prompt = next(iter(by_model.values())).prompt
+        line = {"row": row, "spread": _spread(results, row), "prompt": prompt, "models": models}
+        lines.append(json.dumps(line, ensure_ascii=False) + "\n")
+    write_bytes_atomic(file, "".join(lines).encode())
+
+
+def _spread(results: Mapping[str, Results], row: int) -> float:
+    rewards = [of_model[row].reward for of_model in results.values()]
+    known = [reward for reward in rewards if reward is not None]
+    return max(known) - min(known) if known else 0.0
 
 
 def table_lines(
     summaries: Mapping[str, Mapping[str, Any]], differences: Mapping[str, Mapping[str, Any]]
 ) -> list[list[str]]:
-    """The table: a column for each model, a row for each figure with an interval, and for each difference."""
-
-    def cell(values: Mapping[str, Any], name: str, sign: str = "") -> str:
-        if name not in values:
-            return "" if sign else "-"
-        return f"{values[name]:{sign}.3f} ({values[f'{name}/low']:{sign}.3f} to {values[f'{name}/high']:{sign}.3f})"
-
-    measured = dict.fromkeys(
-        name for one in summaries.values() for name in one if f"{name}/low" in one
+    """Return a table: a column for each model, a row for each figure with an interval, and for each difference."""
+    table = [["", *summaries]]
+    figures = dict.fromkeys(
+        name for summary in summaries.values() for name in summary if f"{name}/low" in summary
     )
-    compared = [
-        name for name in ("reward", "pass@1") if any(name in one for one in differences.values())
-    ]
-    return [
-        ["", *summaries],
-        *([name, *(cell(one, name) for one in summaries.values())] for name in measured),
-        *(
-            [
-                f"{name} less the first's",
-                *(cell(differences.get(model, {}), name, "+") for model in summaries),
-            ]
-            for name in compared
-        ),
-        ["cut off", *(f"{one['cut_off']:.0%}" for one in summaries.values())],
-    ]
+    for name in figures:
+        table.append([name, *(_cell(summary, name) or "-" for summary in summaries.values())])
+    for name in ("reward", "pass@1"):
+        if any(name in difference for difference in differences.values()):
+            cells = [_cell(differences.get(model, {}), name, "+") for model in summaries]
+            table.append([f"{name} less the first's", *cells])
+    table.append(["cut off", *(f"{summary['cut_off']:.0%}" for summary in summaries.values())])
+    return table
+
+
+def _cell(values: Mapping[str, Any], name: str, sign: str = "") -> str:
+    if name not in values:
+        return ""
+    mean, low, high = (
+        format(values[f"{name}{end}"], f"{sign}.3f") for end in ("", "/low", "/high")
+    )
+    return f"{mean} ({low} to {high})"

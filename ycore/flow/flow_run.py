@@ -19,7 +19,7 @@ from ycore.config.schema import EngineSettings, RewardConfig, a_fifth
 from ycore.data.prompts import PromptSet
 from ycore.engine.judge_engine import RemoteJudge
 from ycore.errors import Interrupted, RunError
-from ycore.evaluation.held_out import figures_of, is_due
+from ycore.evaluation.held_out import is_due, row_figures
 from ycore.flow.conditions import IMAGES, load_conditions
 from ycore.flow.flow_folder import FlowFolder
 from ycore.flow.flow_settings import FlowConfig
@@ -40,7 +40,7 @@ from ycore.placement.slots import Slots
 from ycore.rewards.loading import reward_names
 from ycore.round.journal import Journal
 from ycore.round.peers import Peers
-from ycore.round.sampling import DrawSource, Rules, dust_of
+from ycore.round.sampling import DrawSource, Rules
 from ycore.round.step import Controller
 from ycore.run.checkpoints import (
     checkpoint_of,
@@ -60,6 +60,7 @@ from ycore.run.metrics import MetricsWriter, is_evaluation, read_metrics
 from ycore.run.paths import RunFolder
 from ycore.run.secrets import load_config
 from ycore.run.trace import TraceWriter
+from ycore.scoring.group_rewards import min_stds
 from ycore.scoring.judge_scorer import JudgeMeter, JudgeScorer
 from ycore.scoring.reward_pool import RuleScorer, WorkerMeter, reward_pool
 from ycore.scoring.scoring import PendingGroup, Scorer, Scoring
@@ -89,11 +90,11 @@ class PictureScorer(RuleScorer):
 class PictureJudge(JudgeScorer):
     """A judge that sees: a question shows it the drawn picture, and names it where a completion's text would stand."""
 
-    async def score_one(self, writing: PendingGroup, index: int) -> Score:
-        drawn = Picture.of((await writing.tasks_G[index]).text).image
-        prompt = replace(writing.draw.prompt, images=(drawn,))
+    async def score_one(self, group: PendingGroup, index: int) -> Score:
+        drawn = Picture.of((await group.tasks_G[index]).text).image
+        prompt = replace(group.draw.prompt, images=(drawn,))
         return await super().score_one(
-            replace(writing, draw=replace(writing.draw, prompt=prompt)), index
+            replace(group, draw=replace(group.draw, prompt=prompt)), index
         )
 
 
@@ -141,7 +142,7 @@ class FlowRun:
             dynamic=config.sampling.dynamic,
             max_tries=config.sampling.max_tries,
             in_order=True,  # all pictures take as long, so that it costs nothing
-            dust=dust_of(config.rewards, config.sampling.dust, span=1.0),
+            min_stds_R=min_stds(config.rewards, config.sampling.dust, default_range=1.0),
         )
         return Controller(
             engines=[self._engine],
@@ -251,7 +252,7 @@ class FlowRun:
         contact_sheet(policy, self._plain, self._asked_classes(asked), self.home.pictures)
         measured = [row for row in self._rows if is_evaluation(row)]
         ends = {
-            name: figures_of(row)
+            name: row_figures(row)
             for name, row in (("before", measured[0]), ("after", measured[-1]))
         }
         found: dict[str, Any] = {"held_out": ends}

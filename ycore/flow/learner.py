@@ -21,7 +21,7 @@ from ycore.flow.objectives import (
 )
 from ycore.flow.policy import Policy, Weights
 from ycore.flow.sampler import Picture, Trajectories
-from ycore.round.sampling import can_teach, dust_of, total_reward
+from ycore.scoring.group_rewards import can_teach, min_stds, total_reward
 from ycore.types import Group
 
 
@@ -78,11 +78,11 @@ class Learner:
         """Update the weights, and return the step's metrics. Without a group that teaches nothing changes."""
         config = self._config
         weights = [reward.weight for reward in config.rewards]
-        dust = dust_of(config.rewards, config.sampling.dust, span=1.0)
+        stds_R = min_stds(config.rewards, config.sampling.dust, default_range=1.0)
         rewards = [
             [total_reward(scores, weights) for scores in group.scores_GR] for group in groups
         ]
-        taught = [can_teach(group, weights, dust=dust) for group in groups]
+        taught = [can_teach(group, weights, min_stds_R=stds_R) for group in groups]
         known = [value for group in rewards for value in group if value is not None]
         found = {
             "frac_reward_zero_std": 1 - sum(taught) / len(groups),

@@ -15,10 +15,10 @@ from ycore.flow.sampler import NOWHERE, Picture, PictureEngine
 from ycore.placement.slots import Slots
 from ycore.rewards.loading import reward_names
 from ycore.rollout.turns import completion_seed
-from ycore.round.sampling import total_reward
 from ycore.run.images import ImageStore
 from ycore.run.metrics import EVALUATION, Row, number
 from ycore.run.tasks import together
+from ycore.scoring.group_rewards import total_reward
 from ycore.scoring.scoring import PendingGroup, Scoring
 from ycore.types import Completion, Draw, Prompt, Score
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load, save
 
+from ycore.engine import Engine
 from ycore.engine.batching import Batches
 from ycore.errors import RunFolderError
 from ycore.flow.denoising import NOISY, Sampling, draw, window_of
@@ -93,7 +94,7 @@ class _Request(NamedTuple):
         return self.first == NOWHERE
 
 
-class PictureEngine:
+class PictureEngine(Engine):
     """An `Engine` whose prompt is a class and the first step with noise. Simultaneous requests share a batch.
 
     Every batch has the same size, filled up with what is thrown away: then a picture does not depend on how many

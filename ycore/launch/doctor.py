@@ -1,4 +1,4 @@
-"""`ycore env` and `ycore doctor`: what is installed, what works when tried, and the command that mends the rest.
+"""`ycore doctor`: check what is installed and what works when tried, and name the command that mends the rest.
 
 Every check is `{name, ok, value, mend}`; `mend` is a command or advice, or None.
 """
@@ -23,8 +23,8 @@ from typing import Any
 
 import psutil
 
+from ycore.engine.kinds import is_vllm_installed
 from ycore.errors import YcoreError
-from ycore.launch.engines import is_vllm_installed
 from ycore.launch.gpus import Gpu, visible_gpus
 from ycore.launch.layout import this_machine
 from ycore.models.hub import cache_dir
@@ -83,44 +83,50 @@ assert scores[0][0].value == 1.0, scores
 Check = dict[str, Any]
 
 
-def environment_report() -> dict[str, Any]:
-    """`ok`, `platform` and `checks`: versions and devices, read without importing the stack."""
-    versions = installed_versions()
+def doctor_report(*, engines: bool = False) -> dict[str, Any]:
+    """Check versions, devices and machine, and try each role; with `engines`, a real vLLM engine too.
+
+    Returns:
+        `ok`, `platform` and `checks`, as JSON values.
+    """
+    checks = [
+        *environment_checks(),
+        *machine_checks(Path.cwd()),
+        *role_checks(engines=engines),
+    ]
+    return {
+        "ok": all(entry["ok"] for entry in checks),
+        "platform": platform.platform(),
+        "checks": checks,
+    }
+
+
+def environment_checks() -> list[Check]:
+    """Check versions, devices and memory without importing the stack."""
     beside_torch = {}
     for name in _BESIDE_TORCH:
         with suppress(importlib.metadata.PackageNotFoundError):
             beside_torch[name] = importlib.metadata.version(name)
     gpus = visible_gpus()
     memory = psutil.virtual_memory()
-    checks = [
-        *check_versions(versions, beside_torch, on_gpu=bool(gpus)),
+    return [
+        *check_versions(installed_versions(), beside_torch, on_gpu=bool(gpus)),
         *gpu_checks(gpus, torch_cuda=torch_cuda()),
         check("memory", f"{memory.total / _GIB:.1f} GiB, {memory.available / _GIB:.1f} GiB free"),
         _check_shared_memory(),
     ]
-    return {
-        "ok": all(check["ok"] for check in checks),
-        "platform": platform.platform(),
-        "checks": checks,
-    }
-
-
-def doctor_report(*, engines: bool = False) -> dict[str, Any]:
-    """The environment's checks, the machine's, and a try of each role; with `engines`, a real vLLM engine's too."""
-    report = environment_report()
-    checks = [*report["checks"], *machine_checks(Path.cwd()), *role_checks(engines=engines)]
-    return report | {"ok": all(one["ok"] for one in checks), "checks": checks}
 
 
 def check(name: str, value: str, *, ok: bool = True, mend: str | None = None) -> Check:
-    """A check as JSON values; one that is ok needs no `mend`."""
+    """Return a check as JSON values; one that is ok needs no `mend`."""
     return {"name": name, "ok": ok, "value": value, "mend": None if ok else mend}
 
 
 def check_versions(
     versions: Mapping[str, str | None], beside_torch: Mapping[str, str], *, on_gpu: bool
 ) -> list[Check]:
-    """Installed versions against those that were tested together."""
+    """Compare installed versions with those that were tested together."""
+    extra = "ycore[gpu]" if on_gpu else "ycore[cpu]"
     checks = [check(name, versions.get(name) or "not installed") for name in ("ycore", "python")]
     checks += [
         _check_version(name, rule, versions) for name, rule in TESTED.items() if name != "vllm"
@@ -130,35 +136,32 @@ def check_versions(
         checks.append(_check_version(vllm, TESTED["vllm"], versions))
     else:
         value = "not installed, so transformers generates, which is slower"
-        checks.append(
-            check(
-                "vllm", value, ok=False, mend=f"pip install 'ycore[{'gpu' if on_gpu else 'cpu'}]'"
-            )
-        )
+        checks.append(check("vllm", value, ok=False, mend=f"pip install '{extra}'"))
     torch = versions.get("torch") or ""
-    foreign = {
-        name: version for name, version in beside_torch.items() if not version.endswith("+cpu")
-    }
-    if torch.endswith("+cpu") and foreign:
-        listed = ", ".join(f"{name} {version}" for name, version in foreign.items())
-        value = f"{listed}: not CPU builds as torch is, so they do not load, and transformers fails with them"
-        checks.append(
-            check(
-                "beside torch", value, ok=False, mend=f"pip uninstall -y {' '.join(_BESIDE_TORCH)}"
-            )
+    if not torch.endswith("+cpu"):
+        return checks
+    cuda_builds = [
+        f"{name} {version}"
+        for name, version in beside_torch.items()
+        if not version.endswith("+cpu")
+    ]
+    if cuda_builds:
+        value = (
+            f"{', '.join(cuda_builds)}: not CPU builds as torch is, so they do not load, and transformers "
+            "fails with them"
         )
-    if torch.endswith("+cpu") and on_gpu:
-        checks.append(
-            check(
-                "torch on GPU", f"{torch} is a CPU build", ok=False, mend="pip install 'ycore[gpu]'"
-            )
-        )
+        mend = f"pip uninstall -y {' '.join(_BESIDE_TORCH)}"
+        checks.append(check("beside torch", value, ok=False, mend=mend))
+    if on_gpu:
+        value = f"{torch} is a CPU build"
+        checks.append(check("torch on GPU", value, ok=False, mend="pip install 'ycore[gpu]'"))
     return checks
 
 
 def machine_checks(folder: Path) -> list[Check]:
-    """What a run needs of the machine and of the folder that it will be started in."""
-    free_memory, sandbox = psutil.virtual_memory().available / _GIB, choose_level()
+    """Check the machine, and the folder that runs will be started in."""
+    free_memory = psutil.virtual_memory().available / _GIB
+    sandbox = choose_level()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     smaller = "stop other programs, or take a smaller model; `ycore plan` says what a run needs"
     more_files = f"ulimit -n {_OPEN_FILES if hard < 0 else min(hard, 65536)}"
@@ -194,13 +197,13 @@ def machine_checks(folder: Path) -> list[Check]:
 
 
 def role_checks(*, engines: bool) -> Iterator[Check]:
-    """Each role, in its own process."""
+    """Try each role in a process."""
     yield _role(
         "trainer",
         _TRAINER,
         mend="pip install --force-reinstall ycore, in a new virtual environment",
     )
-    yield _role("rewards", _REWARD, mend="compare versions with `ycore env`")
+    yield _role("rewards", _REWARD, mend="compare the versions above with those that were tested")
     if not is_vllm_installed():
         value = "no vLLM: transformers generates in the trainer's process, which is slower"
         yield check("rollout", value, ok=False, mend="pip install 'ycore[cpu]' (or 'ycore[gpu]')")
@@ -214,7 +217,7 @@ def role_checks(*, engines: bool) -> Iterator[Check]:
 
 
 def gpu_checks(gpus: Sequence[Gpu], *, torch_cuda: str | None) -> Iterator[Check]:
-    """The devices, whether the driver runs torch's CUDA, and what each device has.
+    """Check the devices, whether the driver runs torch's CUDA, and each device's memory.
 
     `torch_cuda` is the version that torch was built with, e.g. `13.0`.
     """
@@ -255,13 +258,12 @@ def gpu_checks(gpus: Sequence[Gpu], *, torch_cuda: str | None) -> Iterator[Check
 
 
 def torch_cuda() -> str | None:
-    """The CUDA version that torch was built with, read from its files, since importing torch takes seconds."""
+    """Return the CUDA version that torch was built with, from its files: importing torch takes seconds."""
     spec = importlib.util.find_spec("torch")
     for folder in (spec.submodule_search_locations if spec else None) or ():
-        if found := re.search(
-            r"^cuda\b.*= '([\d.]+)'", (Path(folder) / "version.py").read_text(), re.MULTILINE
-        ):
-            return found[1]
+        text = (Path(folder) / "version.py").read_text()
+        if match := re.search(r"^cuda\b.*= '([\d.]+)'", text, re.MULTILINE):
+            return match[1]
     return None
 
 
@@ -270,7 +272,8 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def _check_version(name: str, rule: str, versions: Mapping[str, str | None]) -> Check:
-    version, mend = versions.get(name), f"pip install '{name}=={rule}'"
+    version = versions.get(name)
+    mend = f"pip install '{name}=={rule}'"
     if version is None:
         return {"name": name, "ok": name == "deepspeed", "value": "not installed", "mend": mend}
     fits = version.startswith(rule.removesuffix("*"))
@@ -286,7 +289,7 @@ def _check_shared_memory() -> Check:
 
 
 def _role(name: str, code: str, *, mend: str) -> Check:
-    """Run the code in a new process: how long it took, or the last line of its error."""
+    """Run the code in a new process; the check has its seconds, or the last line of its error."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ycore-doctor-") as folder:
         try:
@@ -306,7 +309,7 @@ def _role(name: str, code: str, *, mend: str) -> Check:
 
 
 def _rollout() -> Check:
-    """One evaluation of a tiny model with a real engine, through the launcher."""
+    """Evaluate a tiny model with a real engine, through the launcher."""
     from ycore.config.schema import RewardConfig, RunConfig
     from ycore.launch.launcher import EVALUATOR, run_worker
 
@@ -329,7 +332,10 @@ def _rollout() -> Check:
             run_worker(EVALUATOR, config, stream=nowhere)
         except YcoreError as error:
             return check(
-                "rollout", f"fails: {error}", ok=False, mend="compare versions with `ycore env`"
+                "rollout",
+                f"fails: {error}",
+                ok=False,
+                mend="compare the versions above with those that were tested",
             )
     return check(
         "rollout", f"an engine started and answered, {time.monotonic() - began:.0f} s in all"
@@ -364,28 +370,24 @@ def _lock(folder: Path) -> None:
 
 
 def _disk(name: str, folder: Path) -> Check:
-    there = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
-    free = shutil.disk_usage(there).free / _GIB
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(existing).free / _GIB
     mend = "make room: a checkpoint of a full model is six times its weights in bfloat16"
     return check(name, f"{free:.1f} GiB free", ok=free >= 5.0, mend=mend)
 
 
 def _leftovers() -> Check:
-    """Shared memory of runs of which no process is left."""
-    held = set()
+    """Check that there is no shared memory of runs of which no process is left."""
+    run_ids = set()
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # gone, or another user's
-            held.add(process.environ().get(RUN_MARKER))
-    folders = [
-        path
+            run_ids.add(process.environ().get(RUN_MARKER))
+    folders = sorted(
+        str(path)
         for path in Path("/dev/shm").glob("ycore-*")
-        if path.name.removeprefix("ycore-") not in held
-    ]
-    value = (
-        f"{len(folders)} in shared memory, of runs that are over"
-        if folders
-        else "none in shared memory"
+        if path.name.removeprefix("ycore-") not in run_ids
     )
-    return check(
-        "leftovers", value, ok=not folders, mend=f"rm -r {' '.join(map(str, sorted(folders)))}"
-    )
+    if not folders:
+        return check("leftovers", "none in shared memory")
+    value = f"{len(folders)} in shared memory, of runs that are over"
+    return check("leftovers", value, ok=False, mend=f"rm -r {' '.join(folders)}")

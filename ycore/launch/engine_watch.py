@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import psutil
 
-from ycore.engine.commands import EngineSpec, engine_command, engine_environment
+from ycore.engine.commands import EngineSpec
+from ycore.engine.kinds import KINDS
 from ycore.engine.server import is_healthy, request_succeeds
 from ycore.engine.sleeping import SLEEP, asleep_file, mark_asleep
 from ycore.errors import EngineError
@@ -20,7 +21,7 @@ from ycore.launch.processes import ManagedProcess, StopWatch, is_stopped
 from ycore.placement.learning import DROP, KEEP
 from ycore.placement.placement import ROLLOUT
 from ycore.run.paths import RunFolder
-from ycore.run.process_tree import is_alive, kill_tree
+from ycore.run.reports import is_alive, kill_tree
 from ycore.run.text import Say
 
 _POLL_S = 0.2
@@ -29,16 +30,16 @@ _POLL_READY_S = 5.0
 _GONE_WITHIN_S = 10.0
 
 
-class Trouble(NamedTuple):
-    """What is wrong with an engine, to follow its name in a message. `hangs`: it is there and does not answer."""
+class EngineFault(NamedTuple):
+    """A fault of an engine, in words that follow its name. `hangs`: its process is there and does not answer."""
 
-    what: str
+    problem: str
     hangs: bool = False
 
 
 @dataclass(eq=False)
 class LiveEngine:
-    """One engine, through all the processes that it has been."""
+    """An engine across its restarts, each with a new process."""
 
     engine: EngineSpec
     folder: RunFolder
@@ -54,10 +55,11 @@ class LiveEngine:
     def _start(self) -> None:
         self.engine.socket.unlink(missing_ok=True)  # left by a killed process; nobody listens on it
         asleep_file(self.engine.socket).unlink(missing_ok=True)
+        kind = KINDS[self.engine.kind]
         self._process = ManagedProcess(
             self.name,
-            engine_command(self.engine),
-            environment=engine_environment(self.engine),
+            kind.command(self.engine),
+            environment=kind.environment(self.engine),
             run_id=self.folder.run_id,
             log=self.log,
             cores=self.engine.cores,
@@ -88,10 +90,10 @@ class LiveEngine:
     def poll(self) -> bool:
         """Ask the server for its health when it is time to; True when it has just become ready."""
         now = time.monotonic()
-        every_s = (
-            min(_POLL_READY_S, self.health_timeout_s / 4) if self.is_ready else _POLL_STARTING_S
-        )
-        if now - self._polled < every_s:
+        interval_s = _POLL_STARTING_S
+        if self.is_ready:
+            interval_s = min(_POLL_READY_S, self.health_timeout_s / 4)
+        if now - self._polled < interval_s:
             return False
         self._polled = now
         if not is_healthy(self.engine.socket):
@@ -103,15 +105,15 @@ class LiveEngine:
         if self.is_ready:
             return False
         self.is_ready = self.was_ready = True
-        # Its children that were there before it was ready: a compiler for a first request comes and goes.
-        before = self._seen_starting
-        parts = [part for part in self._process.tree()[1:] if before is None or part in before]
+        # Only children that were there before it was ready: a compiler for a first request comes and goes.
+        starting = self._seen_starting
+        parts = [part for part in self._process.tree()[1:] if starting is None or part in starting]
         with suppress(psutil.Error):
             self._parts = {f"{part.name()} ({part.pid})": part for part in parts}
         return True
 
-    def trouble(self) -> Trouble | None:
-        """What is wrong with it; None where nothing is.
+    def find_fault(self) -> EngineFault | None:
+        """Return what is wrong with it; None where nothing is.
 
         vLLM's server outlives its engine core and then never answers, so a ready engine that loses any process is
         dead. A sleeping engine is left alone until it is woken: others use its device, so a new one would find no room.
@@ -119,23 +121,24 @@ class LiveEngine:
         if asleep_file(self.engine.socket).exists():
             return None
         if self._process.exit_code is not None:
-            return Trouble(
-                f"ended with {self._process.how_it_ended()}: {self.last_line()}".removesuffix(": ")
+            line = self.last_line()
+            return EngineFault(
+                f"ended with {self._process.how_it_ended()}" + (f": {line}" if line else "")
             )
         for name, part in self._parts.items():
             if not is_alive(part):
-                return Trouble(f"lost its process {name}, killed or out of memory")
+                return EngineFault(f"lost its process {name}, killed or out of memory")
         pids = [self._process.pid, *(part.pid for part in self._parts.values())]
         stopped_s = self._stopped.look(pids)
         silent_s = 0.0 if self._silent_since is None else time.monotonic() - self._silent_since
         is_silent = self.is_ready and silent_s > self.health_timeout_s
         if stopped_s is not None or (is_silent and any(map(is_stopped, pids))):
-            return Trouble(
+            return EngineFault(
                 f"has been stopped (SIGSTOP) for {max(stopped_s or 0.0, silent_s):.0f} s",
                 hangs=True,
             )
         if is_silent:
-            return Trouble(
+            return EngineFault(
                 f"has not answered /health for {silent_s:.0f} s (engine.health_timeout_s)",
                 hangs=True,
             )
@@ -167,34 +170,31 @@ class EngineWatch:
         for engine in self.engines:
             if engine.poll():
                 self._say_ready(engine)
-            trouble = engine.trouble()
-            if trouble is not None:
-                self._restart(engine, trouble)
+            fault = engine.find_fault()
+            if fault is not None:
+                self._restart(engine, fault)
             elif not engine.is_ready and time.monotonic() - engine.started > self.start_timeout_s:
                 why = f"{engine.name} was not ready after {self.start_timeout_s:.0f} s: {engine.last_line()}"
                 self.on_hang(why)
                 raise EngineError(f"{why} (see {engine.log}, or raise engine.start_timeout_s)")
 
     def check(self) -> None:
-        """EngineError where one is in trouble; nothing is started."""
+        """Raise EngineError where an engine has a fault; nothing is started."""
         for engine in self.engines:
-            if (trouble := engine.trouble()) is not None:
-                raise EngineError(f"{engine.name} {trouble.what} (see {engine.log})")
+            if (fault := engine.find_fault()) is not None:
+                raise EngineError(f"{engine.name} {fault.problem} (see {engine.log})")
 
-    def _restart(self, engine: LiveEngine, trouble: Trouble) -> None:
-        what = f"{engine.name} {trouble.what}"
-        if trouble.hangs:
-            self.on_hang(what)
+    def _restart(self, engine: LiveEngine, fault: EngineFault) -> None:
+        problem = f"{engine.name} {fault.problem}"
+        if fault.hangs:
+            self.on_hang(problem)
         if not engine.was_ready or self.num_restarts >= self.max_restarts:
-            is_spent = engine.was_ready and self.max_restarts
-            spent = (
-                f"; the run's {self.max_restarts} restarts are used up (engine.restarts)"
-                if is_spent
-                else ""
-            )
-            raise EngineError(f"{what} (see {engine.log}){spent}")
+            why = ""
+            if engine.was_ready and self.max_restarts:
+                why = f"; the run's {self.max_restarts} restarts are used up (engine.restarts)"
+            raise EngineError(f"{problem} (see {engine.log}){why}")
         self.num_restarts += 1
-        self.say(f"{what}; starting it again ({self.num_restarts} of {self.max_restarts})")
+        self.say(f"{problem}; starting it again ({self.num_restarts} of {self.max_restarts})")
         engine.restart()
 
     def _say_ready(self, engine: LiveEngine) -> None:
@@ -221,13 +221,13 @@ def start_engines(
     if all(engine.on_cpu for engine in planned):
         return [LiveEngine(engine, folder, health_timeout_s=health_timeout_s) for engine in planned]
     started: dict[str, LiveEngine] = {}
-    for turn in turns(planned):
-        live = [LiveEngine(engine, folder, health_timeout_s=health_timeout_s) for engine in turn]
+    for batch in start_order(planned):
+        live = [LiveEngine(engine, folder, health_timeout_s=health_timeout_s) for engine in batch]
         watch = EngineWatch(live, start_timeout_s=start_timeout_s, say=say)
         while not watch.are_ready:
             watch.look()
             time.sleep(_POLL_S)
-        for engine in turn if turn[0].sleeps else ():
+        for engine in batch if batch[0].sleeps else ():
             # The policy's weights are sent before their first use anyway; frozen ones are kept.
             level = DROP if engine.role == ROLLOUT else KEEP
             if not request_succeeds(
@@ -242,12 +242,12 @@ def start_engines(
     return [started[engine.name] for engine in planned]
 
 
-def turns(planned: Sequence[EngineSpec]) -> list[list[EngineSpec]]:
-    """The first engine of every device together, then the second of each, and so on; one may span several devices."""
-    turn_of: dict[str, int] = {}  # by device, the next that is free
-    found: dict[int, list[EngineSpec]] = {}
+def start_order(planned: Sequence[EngineSpec]) -> list[list[EngineSpec]]:
+    """Return the first engine of every device together, then the second of each, and so on; one may span several."""
+    num_started: dict[str, int] = {}  # by device
+    batches: dict[int, list[EngineSpec]] = {}
     for engine in planned:
-        turn = max(turn_of.get(device, 0) for device in engine.devices)
-        turn_of |= dict.fromkeys(engine.devices, turn + 1)
-        found.setdefault(turn, []).append(engine)
-    return [found[turn] for turn in sorted(found)]
+        position = max(num_started.get(device, 0) for device in engine.devices)
+        num_started |= dict.fromkeys(engine.devices, position + 1)
+        batches.setdefault(position, []).append(engine)
+    return [batches[position] for position in sorted(batches)]

@@ -4,15 +4,17 @@ Rollouts, judges, reward models and teachers are served alike. Every slot (some 
 rollout engine, and beside it one engine of each model that scores; several, where one does not span the whole slot.
 """
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from ycore.config.schema import RunConfig
+from ycore.config.algorithms import families, load
+from ycore.config.schema import BaseConfig, RunConfig
 from ycore.engine.commands import EngineSpec, kv_cache_gib, split_evenly
-from ycore.engine.vllm_plugin import SERVED
+from ycore.engine.kinds import REPLAY, EngineKind, choose_kind
 from ycore.errors import ConfigError
 from ycore.launch.device_memory import (
     MAX_MODEL_LEN,
@@ -20,25 +22,27 @@ from ycore.launch.device_memory import (
     FactsOf,
     RunMemory,
     facts_here,
-    sequences_at_once,
+    max_sequences,
     slot_width,
 )
 from ycore.launch.layout import Site
-from ycore.launch.scoring_models import served_models
+from ycore.models.fetch import fetch_model
 from ycore.models.folder import context_length
+from ycore.models.names import resolve_model
 from ycore.placement.placement import JUDGE, ROLLOUT
 from ycore.plan.sharing import DeviceSharing
 from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
+from ycore.run.reports import RUN_MARKER
+from ycore.run.text import Say
+from ycore.scoring.model_scorers import check_teachers
+from ycore.scoring.scorers import served_models
 from ycore.scoring.scoring import ServedModel
-from ycore.scoring.teacher_scorer import check_teachers
 
-Kind = Literal["vllm", "transformers", "replay"]
 Fetch = Callable[[str], Path]
-"""Makes a model's name its local folder."""
+"""Returns the local folder of a model's name."""
 
 _MAX_ENGINES_ON_CPU = 2
-_INSTALL_VLLM = "pip install 'ycore[cpu]' (or 'ycore[gpu]')"
 
 
 class Slot(NamedTuple):
@@ -55,11 +59,11 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """Where completions come from, and the models to serve: the policy first, none without vLLM."""
+    """The kind of engine, and the models to serve: the policy first, none for a kind without servers."""
 
-    kind: Kind
+    kind: EngineKind
     max_model_len: int
-    how: str
+    choice: str  # the kind and its engines, in words
     served: tuple[ServedModel, ...] = ()
     sharing: DeviceSharing | None = None  # of devices
 
@@ -68,13 +72,16 @@ class EnginePlan:
         """The rollout engines."""
         return self.served[0].engines if self.served else ()
 
+    def all_engines(self, *, with_policy: bool) -> list[EngineSpec]:
+        """Return the engines to start; answers that are given already need none of the policy."""
+        models = self.served if with_policy else self.served[1:]
+        return [engine for model in models for engine in model.engines]
+
     @property
     def num_slots(self) -> int:
-        return (
-            len(self.engines) * self.served[0].width // slot_width(self.served)
-            if self.served
-            else 0
-        )
+        if not self.served:
+            return 0
+        return len(self.engines) * self.served[0].width // slot_width(self.served)
 
     @property
     def sleeps(self) -> bool:
@@ -85,7 +92,7 @@ class EnginePlan:
     def note(self) -> str:
         """The plan in a line for the user."""
         scorers = [engine.name for model in self.served[1:] for engine in model.engines]
-        notes = [f"{self.how}, beside {', '.join(scorers)}" if scorers else self.how]
+        notes = [f"{self.choice}, beside {', '.join(scorers)}" if scorers else self.choice]
         if self.sharing is not None:
             notes.append(self.sharing.line)
         elif scorers and self.engines[0].on_cpu:
@@ -95,29 +102,25 @@ class EnginePlan:
         return "; ".join(notes)
 
     def as_json(self) -> dict[str, Any]:
-        """What the trainer reads in engines.json."""
-        return {
-            "kind": self.kind,
+        """Return the content of engines.json, which the trainer reads."""
+        content: dict[str, Any] = {
+            "kind": self.kind.name,
             "engines": [engine.name for engine in self.engines],
             "num_slots": self.num_slots,
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.engines[0].max_num_seqs if self.engines else None,
-            "scorers": [_as_json(model) for model in self.served[1:]],
-            **({"sleeps": True} if self.sleeps else {}),
-            **(
-                {"offload": self.sharing.offload}
-                if self.sharing is not None and self.sleeps
-                else {}
-            ),
-            **(
-                {"on_host": True}
-                if self.sharing is not None and not self.sharing.has_trainer
-                else {}
-            ),
+            "scorers": [_scorer_json(model) for model in self.served[1:]],
         }
+        if self.sleeps:
+            content["sleeps"] = True
+        if self.sharing is not None and self.sleeps:
+            content["offload"] = self.sharing.offload
+        if self.sharing is not None and not self.sharing.has_trainer:
+            content["on_host"] = True
+        return content
 
 
-def _as_json(scorer: ServedModel) -> dict[str, Any]:
+def _scorer_json(scorer: ServedModel) -> dict[str, Any]:
     return {
         "role": scorer.role,
         "sources": list(scorer.sources),
@@ -127,34 +130,22 @@ def _as_json(scorer: ServedModel) -> dict[str, Any]:
     }
 
 
-def is_vllm_installed() -> bool:
-    return find_spec("vllm") is not None
-
-
-def choose_kind(
-    requested: str, *, vllm_installed: bool, sighted: str | None = None
-) -> tuple[Kind, str]:
-    """What generates on this machine, by `engine.kind`, and a note about it; ConfigError where vLLM is missing.
-
-    `sighted`: the family of a policy that reads pictures (`names.sighted_family`), of which vLLM serves a few here.
-    """
-    if requested == "transformers":
-        return "transformers", "generating with transformers in the trainer's process, as requested"
-    if sighted is not None and sighted not in SERVED:
-        why = f"of models that see, vLLM's engines were held to the trainer for {', '.join(SERVED)}, not for {sighted}"
-        if requested == "vllm":
-            raise ConfigError(f"{why}; take --engine transformers")
-        return "transformers", f"generating with transformers in the trainer's process: {why}"
-    if vllm_installed:
-        return "vllm", "generating with vLLM"
-    if requested == "vllm":
-        raise ConfigError(
-            f"engine.kind is vllm, and vLLM is not installed; {_INSTALL_VLLM}, or set engine.kind=transformers"
-        )
-    return (
-        "transformers",
-        f"vLLM is not installed, so transformers generates, which is slower; {_INSTALL_VLLM}",
-    )
+def fetch_for_run(name: str, *, config: BaseConfig, folder: RunFolder, say: Say) -> Path:
+    """Return a model's local folder. A process that makes or converts it carries the run's marker, and ends with it."""
+    family = families().get(config.algorithm)
+    if family is not None:
+        source: tuple[str, Callable[..., Path]] = load(family.model_source)(name)
+        note, fetch = source
+    else:
+        model = resolve_model(name, trust_remote_code=config.trust_remote_code)
+        note = model.note
+        fetch = partial(fetch_model, model)
+    say(f"model {name}: {note}")
+    os.environ[RUN_MARKER] = folder.run_id
+    try:
+        return fetch(log=folder.log("model"))
+    finally:
+        del os.environ[RUN_MARKER]
 
 
 def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch) -> EnginePlan:
@@ -165,54 +156,74 @@ def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch) -> EnginePlan:
         check_teachers(config, fetch(config.model), fetch)
     if config.replay is not None:
         return EnginePlan(
-            "replay",
+            REPLAY,
             length,
             f"reading the rounds of {config.replay} from its journal: no generation",
         )
-    sighted = str(model_config.get("model_type")) if "vision_config" in model_config else None
-    kind, how = choose_kind(config.engine.kind, vllm_installed=is_vllm_installed(), sighted=sighted)
-    how = "scoring the answers of each row with vLLM" if config.pairs and kind == "vllm" else how
-    if kind == "transformers":
-        return EnginePlan(kind, length, how)
+    family = str(model_config.get("model_type")) if "vision_config" in model_config else None
+    kind, note = choose_kind(config.engine.kind, family=family)
+    if not kind.has_servers:
+        return EnginePlan(kind, length, note)
+    if config.pairs:
+        note = f"scoring the answers of each row with {kind.name}"
     models, slots, sharing = arrange(
         config, site, lambda name: facts_here(str(fetch(name)), name=name)
     )
-    width, served = slot_width(models), list[ServedModel]()
+    served = _with_engines(config, site, kind, models, slots, sharing, fetch)
+    return EnginePlan(kind, length, f"{note}: {_describe(served[0].engines)}", served, sharing)
+
+
+def _with_engines(
+    config: RunConfig,
+    site: Site,
+    kind: EngineKind,
+    models: Sequence[ServedModel],
+    slots: Sequence[Slot],
+    sharing: DeviceSharing | None,
+    fetch: Fetch,
+) -> tuple[ServedModel, ...]:
+    """Return the models with an engine of each on every slot, or several where one does not span the whole slot."""
+    width = slot_width(models)
+    num_policy = len(slots) * (width // models[0].width)
+    served: list[ServedModel] = []
     for model in models:
-        earlier = [one for one in served if one.role == model.role]
+        same_role = [other for other in served if other.role == model.role]
         parts = [part for slot in slots for part in slot.parts(width // model.width)]
-        num_policy = len(slots) * (width // models[0].width)
-        spec = _spec(
-            model, config, site, fetch(model.name), num_policy=num_policy, num_engines=len(parts)
+        spec = _engine_spec(
+            model,
+            config,
+            site,
+            fetch(model.name),
+            kind,
+            num_policy=num_policy,
+            num_engines=len(parts),
         )
-        if sharing is not None:
-            share = sharing.shares[model.role][len(earlier)]
-            spec = replace(spec, gpu_memory_utilization=share, sleeps=sharing.sleeps)
         spec = replace(spec, has_neighbours=len(models) > 1)
-        first = sum(len(one.engines) for one in earlier)
-        served.append(replace(model, engines=_on(parts, spec, site.folder, first=first)))
-    return EnginePlan(
-        kind, length, f"{how}: {_describe(served[0].engines)}", tuple(served), sharing
-    )
+        if sharing is not None:
+            share = sharing.shares[model.role][len(same_role)]
+            spec = replace(spec, gpu_memory_utilization=share, sleeps=sharing.sleeps)
+        first_number = sum(len(other.engines) for other in same_role)
+        engines = _named_engines(parts, spec, site.folder, first_number)
+        served.append(replace(model, engines=engines))
+    return tuple(served)
 
 
 def arrange(
     config: RunConfig, site: Site, known: FactsOf
 ) -> tuple[list[ServedModel], list[Slot], DeviceSharing | None]:
-    """The models with their widths, the slots, and how engines share devices, where there are some; ConfigError where
-    the machine has no room."""
+    """Return the models with their widths, the slots, and how engines share the devices, where there are some.
+
+    ConfigError where the machine has no room.
+    """
     memory = RunMemory(config, site, known)
     models = memory.with_widths(served_models(config))
     slots = slots_of(config, site, slot_width(models))
-    return (
-        models,
-        slots,
-        memory.share(models, num_slots=len(slots)) if site.machine.devices else None,
-    )
+    sharing = memory.share(models, num_slots=len(slots)) if site.machine.devices else None
+    return models, slots, sharing
 
 
 def model_length(requested: int | None, model_config: Mapping[str, Any], *, option: str) -> int:
-    """Longest prompt plus completion in tokens: as requested, else the model's context, 4096 at most."""
+    """Return the longest prompt plus completion in tokens: as requested, else the model's context, 4096 at most."""
     context = context_length(dict(model_config))
     if requested is None:
         return min(context or MAX_MODEL_LEN, MAX_MODEL_LEN)
@@ -221,17 +232,20 @@ def model_length(requested: int | None, model_config: Mapping[str, Any], *, opti
     return requested
 
 
-def _spec(
+def _engine_spec(
     model: ServedModel,
     config: RunConfig,
     site: Site,
     folder: Path,
+    kind: EngineKind,
     *,
     num_policy: int,
     num_engines: int,
 ) -> EngineSpec:
-    """What all engines of a model have in common; the numbers of engines are those of this machine."""
-    settings, is_policy = read_json(folder / "config.json"), model.role == ROLLOUT
+    """Return the settings that all engines of a model share; the numbers count the engines of this machine."""
+    settings = read_json(folder / "config.json")
+    is_policy = model.role == ROLLOUT
+    sends_adapters = is_policy and config.engine.sync == "adapter"
     spec = EngineSpec(
         name="",
         model=folder,
@@ -242,7 +256,7 @@ def _spec(
         max_model_len=model_length(
             model.max_model_len, settings, option=model.option("max_model_len")
         ),
-        max_num_seqs=sequences_at_once(
+        max_num_seqs=max_sequences(
             config,
             model.role,
             num_policy=num_policy,
@@ -253,62 +267,72 @@ def _spec(
         tensor_parallel=model.width,
         trust_remote_code=config.trust_remote_code,
         deterministic=config.deterministic,
+        kind=kind.name,
         role=model.role,
         variables=tuple(config.engine.environment),
         arguments=tuple(config.engine.args.items()) if is_policy else (),
         sees=model.role in (ROLLOUT, JUDGE) and "vision_config" in settings,
         drafts=config.engine.drafts if is_policy else 0,
-        lora_rank=config.lora.r
-        if is_policy and config.lora and config.engine.sync == "adapter"
-        else 0,
+        lora_rank=config.lora.r if config.lora and sends_adapters else 0,
     )
     if site.machine.devices:  # there, vLLM sizes its cache by itself
         return spec
-    told = config.engine.memory_gib if is_policy else None
-    return replace(
-        spec,
-        memory_gib=told or _cache_gib(spec, settings, config.max_tokens + model.max_new_tokens),
-    )
+    if is_policy and config.engine.memory_gib:
+        return replace(spec, memory_gib=config.engine.memory_gib)
+    new_tokens = config.max_tokens + model.max_new_tokens
+    return replace(spec, memory_gib=_cache_gib(spec, settings, new_tokens))
 
 
-def _on(
-    parts: Sequence[Slot], spec: EngineSpec, folder: RunFolder, *, first: int
+def _named_engines(
+    parts: Sequence[Slot], spec: EngineSpec, folder: RunFolder, first_number: int
 ) -> tuple[EngineSpec, ...]:
-    """One engine of a model on every part of a slot, named after its role: `judge-2`, `judge-3`."""
-    names = [
-        f"{spec.role.replace('_', '-')}-{number}" for number in range(first, first + len(parts))
-    ]
-    return tuple(
-        replace(spec, name=name, socket=folder.socket(name), cores=part.cores, devices=part.devices)
-        for name, part in zip(names, parts, strict=True)
-    )
+    """Return an engine of a model on every part of a slot, named after its role: `judge-2`, `judge-3`."""
+    role = spec.role.replace("_", "-")
+    engines = []
+    for number, part in enumerate(parts, first_number):
+        name = f"{role}-{number}"
+        engines.append(
+            replace(
+                spec,
+                name=name,
+                socket=folder.socket(name),
+                cores=part.cores,
+                devices=part.devices,
+            )
+        )
+    return tuple(engines)
 
 
 def slots_of(config: RunConfig, site: Site, width: int = 1) -> list[Slot]:
-    """The machine in `engine.count` parts: `width` devices each, or even shares of the cores.
+    """Divide the machine into `engine.count` slots: `width` devices each, or even shares of the cores.
 
     By default all devices are in one; of a CPU there are two, or as many as there are ranks, where it has the cores.
     """
-    count, machine, least = config.engine.count, site.machine, site.layout.local
+    machine = site.machine
     parts, kind = machine.parts
-    most = len(parts) // width
-    wanted = most if machine.devices else min(most, max(least, _MAX_ENGINES_ON_CPU))
-    number = wanted if count == "auto" else count
-    if number > most:
-        each = f", of which a slot has {width}" if width > 1 else ""
+    max_count = len(parts) // width
+    wanted = config.engine.count
+    if wanted != "auto":
+        count = wanted
+    elif machine.devices:
+        count = max_count
+    else:
+        count = min(max_count, max(site.layout.local, _MAX_ENGINES_ON_CPU))
+    if count > max_count:
+        in_slots = f", of which a slot has {width}" if width > 1 else ""
         raise ConfigError(
-            f"engine.count {number} is more than the {len(parts)} {kind} here{each}; lower it"
+            f"engine.count {count} is more than the {len(parts)} {kind} here{in_slots}; lower it"
         )
-    if machine.devices:
-        return [
-            Slot(None, machine.devices[first : first + width])
-            for first in range(0, number * width, width)
-        ]
-    return [Slot(cores) for cores in machine.split_cores(number)]
+    if not machine.devices:
+        return [Slot(cores) for cores in machine.split_cores(count)]
+    return [
+        Slot(None, machine.devices[first : first + width])
+        for first in range(0, count * width, width)
+    ]
 
 
 def _cache_gib(engine: EngineSpec, model_config: Mapping[str, Any], new_tokens: int) -> int:
-    """KV cache of one engine on a CPU, in GiB."""
+    """Return the GiB of KV cache of one engine on a CPU."""
     tokens = engine.max_num_seqs * min(engine.max_model_len, PROMPT_TOKENS + new_tokens)
     return kv_cache_gib(
         model_config,
@@ -319,11 +343,15 @@ def _cache_gib(engine: EngineSpec, model_config: Mapping[str, Any], new_tokens: 
 
 
 def _describe(engines: Sequence[EngineSpec]) -> str:
-    count, first = len(engines), engines[0]
-    said = "1 engine" if count == 1 else f"{count} engines"
-    over = f", tensor parallel over {first.tensor_parallel}" if first.tensor_parallel > 1 else ""
+    first = engines[0]
+    words = "1 engine" if len(engines) == 1 else f"{len(engines)} engines"
     if first.cores is None:
         devices = [device for engine in engines for device in engine.devices]
-        return f"{said} on device{'s' if len(devices) > 1 else ''} {', '.join(devices)}{over}"
-    num_cores = len(first.cores)
-    return f"{said} on {num_cores} CPU core{'s' if num_cores > 1 else ''}{' each' if count > 1 else ''}{over}"
+        words += f" on device{'s' if len(devices) > 1 else ''} {', '.join(devices)}"
+    else:
+        num_cores = len(first.cores)
+        words += f" on {num_cores} CPU core{'s' if num_cores > 1 else ''}"
+        words += " each" if len(engines) > 1 else ""
+    if first.tensor_parallel > 1:
+        words += f", tensor parallel over {first.tensor_parallel}"
+    return words

@@ -25,8 +25,7 @@ from ycore.errors import RunError
 from ycore.run.claim import Claim
 from ycore.run.files import make_private
 from ycore.run.paths import RunFolder
-from ycore.run.process_tree import is_alive
-from ycore.run.reports import RUN_MARKER
+from ycore.run.reports import RUN_MARKER, is_alive
 
 _KILL_WITHIN_S = 20.0
 _TRACKER_ENDS_WITHIN_S = 1.0

@@ -1,70 +1,55 @@
-"""One run on this machine, from its config to its summary: claim, fetch, start, watch, clear away, sum up.
+"""Run a training, an evaluation or a preflight on this machine, from its config to its summary.
 
 The trainer and the engines are started by module name, never imported.
 """
 
-import os
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, TextIO
 
-import yaml
-
-from ycore.config.algorithms import families, load
-from ycore.config.schema import BaseConfig, RunConfig, ScoredConfig, TuneConfig
+from ycore.config.schema import BaseConfig, RunConfig, ScoredConfig
 from ycore.errors import Interrupted
-from ycore.launch.diagnostics import plan_and_measured
 from ycore.launch.engine_watch import EngineWatch, start_engines
-from ycore.launch.engines import plan_engines
+from ycore.launch.engines import fetch_for_run, plan_engines
 from ycore.launch.guardian import guarded
 from ycore.launch.layout import Site, on_machine, site_of
 from ycore.launch.machine_checks import check_run
-from ycore.launch.processes import ManagedProcess, RankedTrainer
-from ycore.launch.supervise import Limits, Supervisor
-from ycore.models.fetch import fetch_model
-from ycore.models.names import resolve_model
-from ycore.placement.placement import ALLOCATOR, ROLLOUT
+from ycore.launch.results import note_sandbox, write_results
+from ycore.launch.supervise import Supervisor, TrainerLimits
+from ycore.launch.trainer_process import start_trainer
 from ycore.run.claim import claim
-from ycore.run.files import read_json, write_json_atomic
+from ycore.run.files import write_json_atomic
 from ycore.run.interrupt import StopRequests
-from ycore.run.metrics import Status, read_metrics, summarise
+from ycore.run.metrics import Status
 from ycore.run.paths import RunFolder
-from ycore.run.reports import RUN_MARKER
-from ycore.run.secrets import redact, secrets_environment
-from ycore.run.text import as_duration, topic
-from ycore.sandbox.level import choose_level
-from ycore.scoring.scorers import runs_unknown_code
 from ycore.view.activity import RunActivity
 from ycore.view.live import FirstSteps
-from ycore.view.pictures import draw_curve, finish_trace_and_draw
 from ycore.view.progress import RunProgress, open_progress
-from ycore.view.record import advice
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
-    """The process that does a run's work. `result` is the file of its results, for one that trains nothing."""
+class RunKind:
+    """The process that does a run's work. `result_file` has the results of one that trains nothing."""
 
     name: str
     module: str
-    result: str | None = None
+    result_file: str | None = None
 
     @property
     def trains(self) -> bool:
-        return self.result is None
+        return self.result_file is None
 
 
-TRAINER = Worker("trainer", "ycore.trainer")
-EVALUATOR = Worker("evaluator", "ycore.evaluation.evaluator", result="eval.json")
-PREFLIGHT = Worker("preflight", "ycore.evaluation.preflight_round", result="preflight.json")
+TRAINER = RunKind("trainer", "ycore.trainer")
+EVALUATOR = RunKind("evaluator", "ycore.evaluation.evaluator", result_file="eval.json")
+PREFLIGHT = RunKind("preflight", "ycore.evaluation.preflight", result_file="preflight.json")
 
 
 def run_worker(
-    worker: Worker,
+    kind: RunKind,
     config: BaseConfig,
     *,
     resume: bool = False,
@@ -72,12 +57,12 @@ def run_worker(
     planned: Mapping[str, Any] | None = None,
     stream: TextIO | None = None,
 ) -> dict[str, Any]:
-    """Run a worker, with the engines of its run, in the foreground.
+    """Run a trainer or its like, with the engines of its run, in the foreground.
 
     However that ends, nothing is left running, and summary.json says how it ended.
 
     Args:
-        worker: TRAINER trains, EVALUATOR evaluates, PREFLIGHT runs one small round before any training.
+        kind: TRAINER trains, EVALUATOR evaluates, PREFLIGHT runs one small round before any training.
         num_steps: what the progress bar counts to, where the config does not say it.
         planned: what its steps were planned to take (`plan_steps`), where that is known.
 
@@ -89,50 +74,37 @@ def run_worker(
     """
     began = time.monotonic()
     config = on_machine(config)
-    site = site_of(config, trains=worker.trains)
+    site = site_of(config, trains=kind.trains)
     if isinstance(config, RunConfig):
         check_run(config, site)
-    held = claim(site.folder, config, resume=resume)
-    _note_sandbox(site.folder, config)
-    if worker.trains:
-        progress = open_progress(
-            config.steps or num_steps, stream=stream, look=RunActivity(site.folder.root).look
-        )
+    folder_claim = claim(site.folder, config, resume=resume)
+    note_sandbox(site.folder, config)
+    if kind.trains:
+        activity = RunActivity(site.folder.root)
+        progress = open_progress(config.steps or num_steps, stream=stream, look=activity.look)
     else:
         progress = open_progress(None, unit="prompts", stream=stream)
-    run = LocalRun(worker, config, site, progress, began, planned)
+    run = LocalRun(kind, config, site, progress, began, planned)
     try:
-        with StopRequests() as stops, guarded(site.folder, held):
+        with StopRequests() as stops, guarded(site.folder, folder_claim):
             run.work(stops)
     except BaseException as error:
-        run.sum_up(
-            "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed",
-            error=error,
-        )
+        was_stopped = isinstance(error, Interrupted | KeyboardInterrupt)
+        run.sum_up("interrupted" if was_stopped else "failed", error=error)
         raise
     else:
-        return run.sum_up("finished") | ({"stop_asked": True} if stops.count else {})
+        summary = run.sum_up("finished")
+        return summary | {"stop_asked": True} if stops.count else summary
     finally:
         progress.close()
-        held.release()
-
-
-def _note_sandbox(folder: RunFolder, config: BaseConfig) -> None:
-    """Add to run.json what confines the code that ycore did not bring, where the run has any."""
-    if not isinstance(config, ScoredConfig):
-        return
-    if runs_unknown_code(config) or (isinstance(config, RunConfig) and config.has_turns):
-        description = read_json(folder.config) | {
-            "sandbox": choose_level(config.sandbox.level).line
-        }
-        write_json_atomic(folder.config, description)
+        folder_claim.release()
 
 
 @dataclass(frozen=True, slots=True)
 class LocalRun:
-    """A run on this machine: what is started for it, and how it is summed up."""
+    """A run on this machine: starts its processes, watches them, and sums it up."""
 
-    worker: Worker
+    kind: RunKind
     config: BaseConfig
     site: Site
     progress: RunProgress
@@ -140,32 +112,29 @@ class LocalRun:
     planned: Mapping[str, Any] | None = None
 
     def work(self, stops: StopRequests) -> None:
-        """Fetch the models, start engines and worker, and return when the worker has finished."""
+        """Fetch the models, start engines and trainer, and return when the trainer has finished."""
         with stops.at_once():
             engines = self.start_engines()
-        limits = Limits()
-        if isinstance(self.config, RunConfig):
-            engine = self.config.engine
-            times = (engine.start_timeout_s, self.config.step_timeout_s, engine.health_timeout_s)
-            limits = Limits(*times, restarts=self.config.restarts)
-        elif isinstance(self.config, ScoredConfig):
-            limits = Limits(step_s=self.config.step_timeout_s, restarts=self.config.restarts)
         Supervisor(
-            start=self._start_worker,
+            start=partial(
+                start_trainer, self.config, self.site, name=self.kind.name, module=self.kind.module
+            ),
             engines=engines,
             folder=self.site.folder,
             home=RunFolder(Path(self.config.output)),
             progress=self.progress,
             stops=stops,
-            limits=limits,
-            saves=self.worker.trains,
+            limits=limits_of(self.config),
+            saves=self.kind.trains,
             first_steps=FirstSteps(self.config.steps, self.planned) if self.planned else None,
         ).watch()
 
     def start_engines(self) -> EngineWatch:
-        """Fetch the models and start the engines; engines.json describes both to the worker."""
-        config, folder, say = self.config, self.site.folder, self.progress.say
-        fetch = cache(self._fetch)
+        """Fetch the models and start the engines; engines.json describes both to the trainer."""
+        config = self.config
+        folder = self.site.folder
+        say = self.progress.say
+        fetch = cache(partial(fetch_for_run, config=config, folder=folder, say=say))
         facts = {
             "model": str(fetch(config.model).resolve()),
             "home": str(Path(config.output).resolve()),
@@ -178,156 +147,43 @@ class LocalRun:
         plan = plan_engines(config, self.site, fetch=fetch)
         say(plan.note + (", starting ..." if plan.engines else ""))
         write_json_atomic(folder.engines, {**plan.as_json(), **facts})
-        live = start_engines(
-            [
-                engine
-                for model in plan.served
-                if not (config.pairs and model.role == ROLLOUT)
-                for engine in model.engines
-            ],
+        engines = start_engines(
+            plan.all_engines(with_policy=not config.pairs),
             folder,
             health_timeout_s=settings.health_timeout_s,
             start_timeout_s=settings.start_timeout_s,
             say=say,
         )
         return EngineWatch(
-            live, max_restarts=settings.restarts, start_timeout_s=settings.start_timeout_s, say=say
-        )
-
-    def _fetch(self, name: str) -> Path:
-        """A model's folder. A process that makes or converts it carries the run's marker, and ends with the run."""
-        family = families().get(self.config.algorithm)
-        if family is not None:
-            source: tuple[str, Callable[..., Path]] = load(family.model_source)(name)
-            note, fetch = source
-        else:
-            model = resolve_model(name, trust_remote_code=self.config.trust_remote_code)
-            note, fetch = model.note, partial(fetch_model, model)
-        self.progress.say(f"model {name}: {note}")
-        os.environ[RUN_MARKER] = self.site.folder.run_id
-        try:
-            return fetch(log=self.site.folder.log("model"))
-        finally:
-            os.environ.pop(RUN_MARKER, None)
-
-    def _start_worker(self) -> ManagedProcess | RankedTrainer:
-        """One process, or accelerate's launcher with the worker as its module."""
-        worker, folder, layout = self.worker, self.site.folder, self.site.layout
-        environment = worker_environment(self.config, on_cpu=not self.site.machine.devices)
-        environment |= self.site.trainer_environment
-        launch: list[str] = []
-        if layout.accelerate is not None:
-            settings = folder.root / "accelerate.yaml"
-            settings.write_text(yaml.safe_dump(dict(layout.accelerate)), encoding="utf-8")
-            launch = ["-m", "accelerate.commands.launch", "--config_file", str(settings.resolve())]
-            environment["OMP_NUM_THREADS"] = str(
-                max(1, len(self.site.machine.cores) // layout.local)
-            )
-        process = ManagedProcess(
-            worker.name,
-            [sys.executable, *launch, "-m", worker.module, str(folder.root.resolve())],
-            environment=environment,
-            run_id=folder.run_id,
-            log=folder.log(worker.name),
-        )
-        if layout.accelerate is None:
-            return process
-        return RankedTrainer(
-            process, folder, num_ranks=layout.local, allocator=self._start_allocator(environment)
-        )
-
-    def _start_allocator(self, environment: Mapping[str, str]) -> ManagedProcess | None:
-        """Of the slots that several ranks share. It lives as long as they do."""
-        folder, num_ranks = self.site.folder, self.site.layout.local
-        if num_ranks == 1 or read_json(folder.engines)["kind"] != "vllm":
-            return None
-        socket = folder.socket(ALLOCATOR)
-        socket.unlink(missing_ok=True)  # of an earlier one, which was killed
-        return ManagedProcess(
-            ALLOCATOR,
-            [sys.executable, "-m", "ycore.placement.service", str(socket), str(num_ranks)],
-            environment=environment,
-            run_id=folder.run_id,
-            log=folder.log(ALLOCATOR),
+            engines,
+            max_restarts=settings.restarts,
+            start_timeout_s=settings.start_timeout_s,
+            say=say,
         )
 
     def sum_up(self, status: Status, *, error: BaseException | None = None) -> dict[str, Any]:
-        """Write summary.json and draw the curve. Only the first machine has the metrics of a run."""
-        folder, say = self.site.folder, self.progress.say
-        has_steps = self.worker.trains and self.site.layout.machine_rank == 0
-        measure: Literal["reward", "loss"] = (
-            "loss" if isinstance(self.config, TuneConfig) else "reward"
+        """Write summary.json, draw the curve, and return the summary."""
+        return write_results(
+            self.config,
+            self.site,
+            status,
+            wall_s=time.monotonic() - self.began,
+            result_file=self.kind.result_file,
+            planned=self.planned,
+            error=error,
+            say=self.progress.say,
         )
-        metrics = read_metrics(folder.metrics, say=say)
-        message = None if error is None else redact(str(error) or type(error).__name__)
-        summary = summarise(
-            metrics, status, time.monotonic() - self.began, measure=measure, error=message
-        )
-        if not has_steps:
-            summary = {key: summary[key] for key in ("status", "wall_s", "error") if key in summary}
-        if status == "finished":
-            summary |= self._results(metrics)
-        write_json_atomic(folder.summary, summary)
-        if has_steps:
-            self._draw(metrics)
-            means = [summary[f"{measure}_first"], summary[f"{measure}_last"]]
-            change = " -> ".join("?" if mean is None else f"{mean:.3f}" for mean in means)
-            where = (
-                f"; model in {folder.model}, curve in {folder.curve}"
-                if status == "finished"
-                else ""
-            )
-            say(
-                f"{status} after {summary['steps']} steps, {as_duration(summary['wall_s'])}: "
-                f"{measure} {change} (means of up to five steps at either end){where}"
-            )
-        return summary
-
-    def _results(self, metrics: list[dict[str, Any]]) -> dict[str, Any]:
-        """What the summary of a finished run has besides its steps."""
-        folder = self.site.folder
-        if self.worker.result is not None:
-            return dict(read_json(folder.root / self.worker.result))
-        if self.site.layout.machine_rank > 0:
-            return {}
-        held_out = dict(read_json(folder.held_out)) if folder.held_out.is_file() else {}
-        config = self.config
-        before = self.planned and self.planned["figures"]
-        compared = isinstance(config, RunConfig) and plan_and_measured(
-            config, self.site, metrics, before=before
-        )
-        advised = advice(metrics, config) if isinstance(config, RunConfig) else None
-        found = {"plan_and_measured": compared, "advice": advised}
-        return held_out | {name: value for name, value in found.items() if value}
-
-    def _draw(self, metrics: list[dict[str, Any]]) -> None:
-        """The curve and the timeline; a picture that cannot be drawn costs a line, not the run's result."""
-        config, folder = self.config, self.site.folder
-        try:
-            if isinstance(config, RunConfig):
-                finish_trace_and_draw(folder, f"placement {config.placement}, the last rounds")
-            on = Path(topic(vars(config))).name or folder.root.name
-            draw_curve(metrics, folder.curve, f"{config.algorithm}: {config.model} on {on}")
-        except (OSError, RuntimeError, ValueError) as problem:
-            self.progress.say(f"no curve was drawn: {problem}")
 
 
-_KEEP_FREED = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": "8000000000",
-    "MALLOC_TOP_PAD_": "67108864",
-}
-"""glibc keeps the large blocks that a step frees. By default the kernel takes them, and clears them for the next."""
-
-
-def worker_environment(config: BaseConfig, *, on_cpu: bool = False) -> dict[str, str]:
-    """The launcher's environment with defaults for what it leaves unset, and the secrets that run.json hides."""
-    return {
-        # Threads that wait for each other by spinning take ten times as long where another process wants a core too.
-        "GOMP_SPINCOUNT": "10000",
-        **(_KEEP_FREED if on_cpu and isinstance(config, TuneConfig) else {}),
-        **os.environ,
-        "PYTHONUNBUFFERED": "1",
-        "SPT_NOENV": "1",
-        **secrets_environment(config.model_dump(mode="json")),
-    }
+def limits_of(config: BaseConfig) -> TrainerLimits:
+    """Return the time limits of a run's trainer and the number of its restarts."""
+    if not isinstance(config, ScoredConfig):
+        return TrainerLimits()
+    if not isinstance(config, RunConfig):
+        return TrainerLimits(step_s=config.step_timeout_s, restarts=config.restarts)
+    return TrainerLimits(
+        start_s=config.engine.start_timeout_s,
+        step_s=config.step_timeout_s,
+        stopped_s=config.engine.health_timeout_s,
+        restarts=config.restarts,
+    )

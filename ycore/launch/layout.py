@@ -1,4 +1,4 @@
-"""Where a run runs: this machine's cores and devices, its ranks, and the accelerate config that starts them."""
+"""The machine of a run, its training ranks, and the accelerate config that starts them."""
 
 import importlib.metadata
 import os
@@ -45,7 +45,7 @@ class Machine:
 
     @property
     def parts(self) -> tuple[tuple[int | str, ...], str]:
-        """What is shared out to processes and engines, and what it is called."""
+        """The devices or cores that processes and engines divide, and the word for them."""
         return (self.devices, "devices") if self.devices else (self.cores, "cores")
 
     @property
@@ -55,7 +55,7 @@ class Machine:
 
     @property
     def is_sliced(self) -> bool:
-        """Whether the devices are slices of MIG: a process sees one of them, whatever it is told."""
+        """Whether the devices are slices of MIG, of which a process sees one alone."""
         return any(device.startswith("MIG-") for device in self.devices)
 
     def split_cores(self, count: int) -> list[tuple[int, ...]]:
@@ -115,12 +115,12 @@ class Site:
 
     @property
     def trainer_environment(self) -> dict[str, str]:
-        """The devices of the ranks here, one each, by LOCAL_RANK; a rank that saw all would split its model over them.
+        """The variables that show each rank its device; a rank that saw all would split its model over them.
 
-        Indices are the driver's, which are those of the bus. A file for accelerate may choose devices itself.
+        Indices are the driver's, in the order of the bus. A file for accelerate may choose devices itself.
         """
-        chosen = (self.layout.accelerate or {}).get("gpu_ids", "all")
-        if not self.machine.devices or chosen not in ("all", None):
+        gpu_ids = (self.layout.accelerate or {}).get("gpu_ids", "all")
+        if not self.machine.devices or gpu_ids not in ("all", None):
             return {}
         devices = self.machine.devices[: self.layout.local]
         return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(devices)}
@@ -130,22 +130,22 @@ _Config = TypeVar("_Config", bound=BaseConfig)
 
 
 def on_machine(config: _Config, machine: Machine | None = None) -> _Config:
-    """The config with what `auto` means here for `dtype` and `processes`.
+    """Return the config with `dtype` and `processes` in place of `auto`.
 
     A file for accelerate has its own number of processes.
     """
-    settled: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     machine = machine or this_machine()
     if config.dtype == "auto":
-        settled["dtype"] = format_of(config.dtype, has_bfloat16=machine.has_bfloat16)
+        changes["dtype"] = format_of(config.dtype, has_bfloat16=machine.has_bfloat16)
     if config.processes == "auto" and (config.accelerate is None or config.accelerate in SHARDINGS):
         trains_on_all = config.algorithm != "eval" and machine.devices and not machine.is_sliced
-        settled["processes"] = len(machine.devices) if trains_on_all else 1
-    return config.model_copy(update=settled)
+        changes["processes"] = len(machine.devices) if trains_on_all else 1
+    return config.model_copy(update=changes)
 
 
 def site_of(config: BaseConfig, *, trains: bool = True) -> Site:
-    """Where a run runs on this machine; ConfigError where it lacks what the ranks need. Without training, one rank."""
+    """Return the site of a run on this machine; ConfigError where the ranks lack something. Without training, one rank."""
     machine = this_machine()
     check_bfloat16(config.dtype, machine.without_bfloat16)
     layout = layout_of(config, machine) if trains else ONE_RANK
@@ -155,32 +155,32 @@ def site_of(config: BaseConfig, *, trains: bool = True) -> Site:
     return Site(folder, layout, machine, trains)
 
 
-def check_ranks(config: BaseConfig, layout: Layout, machine: Machine) -> None:
-    """ConfigError, with the nearest number that works, where a rank would have no device or core of its own."""
-    count, (parts, kind) = layout.local, machine.parts
-    most = 1 if machine.is_sliced else len(parts)
-    if count <= most:
+def check_ranks_fit(config: BaseConfig, layout: Layout, machine: Machine) -> None:
+    """Check that every rank has a device or a core; else ConfigError with the nearest number that works."""
+    count = layout.local
+    parts, kind = machine.parts
+    max_ranks = 1 if machine.is_sliced else len(parts)
+    if count <= max_ranks:
         return
-    shared = config.prompts_per_step if isinstance(config, RunConfig) else 1
-    works = max(number for number in range(1, most + 1) if not shared % number or number == 1)
-    way_out = (
-        f"take --processes {works}"
-        if config.processes == count
-        else f"say num_processes: {works} there"
+    prompts = config.prompts_per_step if isinstance(config, RunConfig) else 1
+    works = max(
+        number for number in range(1, max_ranks + 1) if prompts % number == 0 or number == 1
     )
-    asked = (
-        f"--processes {count}"
-        if config.processes == count
-        else f"{config.accelerate}: {count} processes here"
-    )
-    rule = f"is more than the {len(parts)} {kind} of this machine, and every process needs one of its own"
+    if config.processes == count:
+        option = f"--processes {count}"
+        way_out = f"take --processes {works}"
+    else:
+        option = f"{config.accelerate}: {count} processes here"
+        way_out = f"say num_processes: {works} there"
     if machine.is_sliced:
         rule = "needs whole GPUs: these devices are slices of MIG, of which a process sees one"
-    raise ConfigError(f"{asked} {rule}; {way_out}")
+    else:
+        rule = f"is more than the {len(parts)} {kind} of this machine, and every process needs one of its own"
+    raise ConfigError(f"{option} {rule}; {way_out}")
 
 
 def check_deepspeed(config: BaseConfig, layout: Layout) -> None:
-    """ConfigError where the ranks need DeepSpeed, and it is not installed."""
+    """Raise ConfigError where the ranks need DeepSpeed, and it is not installed."""
     if layout.uses_deepspeed and find_spec("deepspeed") is None:
         way_out = "pip install 'ycore[deepspeed]'"
         raise ConfigError(
@@ -189,14 +189,8 @@ def check_deepspeed(config: BaseConfig, layout: Layout) -> None:
 
 
 def this_machine() -> Machine:
-    """The cores and devices of this process; no device where torch is a CPU build."""
-    try:
-        is_cpu_build = importlib.metadata.version("torch").endswith(
-            "+cpu"
-        )  # importing torch would take seconds
-    except importlib.metadata.PackageNotFoundError:
-        is_cpu_build = True
-    gpus = () if is_cpu_build else visible_gpus()
+    """Return the cores and devices of this process; no device where torch is a CPU build."""
+    gpus = () if _is_cpu_build() else visible_gpus()
     sizes = [gpu.memory_gib * 2**30 for gpu in gpus if gpu.memory_gib is not None]
     free = [gpu.free_gib * 2**30 for gpu in gpus if gpu.free_gib is not None]
     return Machine(
@@ -211,29 +205,39 @@ def this_machine() -> Machine:
     )
 
 
+def _is_cpu_build() -> bool:
+    """Read torch's version from its metadata: importing it takes seconds."""
+    try:
+        return importlib.metadata.version("torch").endswith("+cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return True
+
+
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
 """Instructions on which speed and sums of floats depend; the last two are ARM's."""
 
 
 def describe_machine() -> dict[str, Any]:
-    """What figures depend on, as JSON values: processor, cores, instructions, memory, devices; no names of hosts."""
-    here, flags = this_machine(), core_flags()
-    info = Path("/proc/cpuinfo")
-    named = re.search(
-        r"^model name\s*:\s*(.*)", info.read_text() if info.is_file() else "", re.MULTILINE
-    )
-    described: dict[str, Any] = {
-        "cores": len(here.cores),
-        "processor": named[1] if named else platform.processor() or platform.machine(),
+    """Describe what figures depend on, as JSON values: processor, cores, memory, devices; no names of hosts."""
+    machine = this_machine()
+    flags = core_flags()
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text() if cpuinfo.is_file() else ""
+    model_name = re.search(r"^model name\s*:\s*(.*)", text, re.MULTILINE)
+    description: dict[str, Any] = {
+        "cores": len(machine.cores),
+        "processor": model_name[1] if model_name else platform.processor() or platform.machine(),
         "flags": [flag for flag in _FLAGS if flag in flags],
-        "memory_gib": round((here.host_bytes or 0) / 2**30, 1),
+        "memory_gib": round((machine.host_bytes or 0) / 2**30, 1),
     }
-    return described | ({"devices": [gpu.name for gpu in visible_gpus()]} if here.devices else {})
+    if machine.devices:
+        description["devices"] = [gpu.name for gpu in visible_gpus()]
+    return description
 
 
 def layout_of(config: BaseConfig, machine: Machine) -> Layout:
-    """The run's ranks, from `processes` and `accelerate`; ConfigError for what cannot work on the machine."""
-    config, on_cpu = on_machine(config, machine), not machine.devices
+    """Return the run's ranks, from `processes` and `accelerate`; ConfigError for what cannot work on the machine."""
+    config = on_machine(config, machine)
     if config.accelerate is None and config.processes == 1:
         return ONE_RANK
     dtype = format_of(config.dtype, has_bfloat16=machine.has_bfloat16)
@@ -242,36 +246,34 @@ def layout_of(config: BaseConfig, machine: Machine) -> Layout:
         layout = _layout_from_file(Path(str(config.accelerate)).expanduser(), config, dtype=dtype)
     else:
         world = int(config.processes)
-        layout = Layout(
-            world, accelerate=accelerate_config(name, processes=world, on_cpu=on_cpu, dtype=dtype)
-        )
-    check_ranks(config, layout, machine)
+        settings = accelerate_config(name, processes=world, on_cpu=not machine.devices, dtype=dtype)
+        layout = Layout(world, accelerate=settings)
+    check_ranks_fit(config, layout, machine)
     return layout
 
 
 def accelerate_config(
     name: Sharding, *, processes: int, on_cpu: bool, dtype: Dtype
 ) -> dict[str, Any]:
-    """The content of the file for `accelerate launch --config_file`; ConfigError for fsdp2 on a CPU."""
+    """Return the content of the file for `accelerate launch --config_file`; ConfigError for fsdp2 on a CPU."""
     if name == "fsdp2" and on_cpu:
         raise ConfigError(
             "--accelerate fsdp2 needs GPUs: on CPU accelerate would shard nothing; take zero3"
         )
-    own = {
+    run_settings = {
         "mixed_precision": _MIXED_PRECISION[dtype],
         "num_processes": processes,
         "use_cpu": on_cpu,
     }
-    return deepcopy(_accelerate_files()[name]) | own
+    return deepcopy(_accelerate_files()[name]) | run_settings
 
 
 @cache
 def _accelerate_files() -> dict[str, dict[str, Any]]:
-    """By name; a plan asks for hundreds of layouts."""
-    found: dict[str, dict[str, Any]] = yaml.safe_load(
-        Path(__file__).with_name("accelerate.yaml").read_text("utf-8")
-    )
-    return found
+    """Read accelerate's settings by the name of the sharding, once: a plan asks for hundreds of layouts."""
+    text = Path(__file__).with_name("accelerate.yaml").read_text("utf-8")
+    settings: dict[str, dict[str, Any]] = yaml.safe_load(text)
+    return settings
 
 
 def _layout_from_file(path: Path, config: BaseConfig, *, dtype: Dtype) -> Layout:
@@ -290,13 +292,13 @@ def _layout_from_file(path: Path, config: BaseConfig, *, dtype: Dtype) -> Layout
             f"they are {world}, {machines} and {rank}"
         )
     wanted = _MIXED_PRECISION[dtype]
-    found = settings.get("mixed_precision", wanted)
-    if found != wanted and not (
-        found is False and wanted == "no"
-    ):  # YAML reads a bare `no` as False
+    precision = settings.get("mixed_precision", wanted)
+    if precision is False:  # YAML reads a bare `no` so
+        precision = "no"
+    if precision != wanted:
         raise ConfigError(
-            f"{path}: mixed_precision is {found!r}, and the run computes in {dtype}; say {wanted!r} there, "
-            f"or --set dtype={'bfloat16' if found == 'bf16' else 'float32'}"
+            f"{path}: mixed_precision is {precision!r}, and the run computes in {dtype}; say {wanted!r} there, "
+            f"or --set dtype={'bfloat16' if precision == 'bf16' else 'float32'}"
         )
     if machines > 1:
         _check_machines_meet(settings, path)
@@ -309,7 +311,7 @@ def _layout_from_file(path: Path, config: BaseConfig, *, dtype: Dtype) -> Layout
 
 
 def _read_accelerate_file(path: Path) -> dict[str, Any]:
-    """The file's mapping. `$NAME` and `${NAME}` come from the environment, so that one file serves all nodes."""
+    """Read the file's mapping. `$NAME` and `${NAME}` come from the environment, so that one file serves all nodes."""
     text = os.path.expandvars(path.read_text(encoding="utf-8"))
     if unset := re.search(r"\$\{?(\w+)", text):
         raise ConfigError(

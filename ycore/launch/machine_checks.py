@@ -1,4 +1,4 @@
-"""What a machine cannot run: one check for a dry run, a launch, and each way that `ycore plan` lists.
+"""Refuse what a machine cannot run: one check for a dry run, a launch, and each strategy that `ycore plan` lists.
 
 The bounds on memory are the certain part of the plan's formulas: what does not pass must fail, while what passes may
 still run out of memory.
@@ -12,11 +12,11 @@ from ycore.config.batch import BatchPlan, derive_batch
 from ycore.config.learner_rules import check_learner
 from ycore.config.schema import RunConfig
 from ycore.engine.commands import check_arguments
+from ycore.engine.kinds import EngineKind, choose_kind
 from ycore.errors import ConfigError
 from ycore.launch import engines
 from ycore.launch.device_memory import FactsOf, facts_here, slot_width
 from ycore.launch.layout import Layout, Machine, Site, check_deepspeed, layout_of, on_machine
-from ycore.launch.scoring_models import check_run_placement, served_models
 from ycore.models.names import sighted_family
 from ycore.placement.placement import REWARD_MODEL
 from ycore.plan.devices import GIB, Fleet
@@ -24,65 +24,74 @@ from ycore.plan.memory import engine_weight_bytes
 from ycore.plan.model_facts import ModelFacts
 from ycore.plan.sharing import DeviceSharing
 from ycore.run.paths import RunFolder
+from ycore.scoring.scorers import check_run_placement, served_models
 from ycore.scoring.scoring import ServedModel
 
 
 def check_run(
     config: RunConfig, site: Site, *, known: FactsOf = facts_here, vllm: bool | None = None
 ) -> DeviceSharing | None:
-    """ConfigError where the site's machine cannot run the config: ranks, slots, placement, batch, memory.
+    """Check that the site's machine can run the config: ranks, slots, placement, batch, memory; else ConfigError.
 
     Returns how engines and trainer share devices, where both are on some. `vllm`: whether it is installed there.
     """
-    batch = None
+    family = sighted_family(config.model)
+    kind, _ = choose_kind(config.engine.kind, family=family, is_installed=vllm)
+    _check_options(config, site, kind, reads_pictures=bool(family))
+    if config.replay is None and kind.has_servers:
+        return _check_engines(config, site, known)
+    if config.replay is None:
+        _check_in_process(config, site, kind)
+    check_run_placement(config, served_models(config))
+    return None
+
+
+def _check_options(
+    config: RunConfig, site: Site, kind: EngineKind, *, reads_pictures: bool
+) -> None:
+    """Check the options that depend on the kind of engine and the ranks."""
+    layout = site.layout
     if config.algorithm != "eval":
-        batch = derive_batch(config, world_size=site.layout.world, on_cpu=not site.machine.devices)
-    is_installed = engines.is_vllm_installed() if vllm is None else vllm
-    kind, _ = engines.choose_kind(
-        config.engine.kind, vllm_installed=is_installed, sighted=sighted_family(config.model)
-    )
-    if config.sampling.max_staleness and batch is not None:
-        _check_ahead(config, batch, kind)
+        batch = derive_batch(config, world_size=layout.world, on_cpu=not site.machine.devices)
+        if config.sampling.max_staleness:
+            _check_ahead(config, batch, kind)
     if config.eval_while_training:
-        _check_evaluation(config, site.layout, kind)
-    if config.sampling.oversample > 1 and kind == "transformers":
-        rule = "with --oversample engines give back what they have begun, and transformers does not"
+        _check_evaluation(config, layout, kind)
+    if config.sampling.oversample > 1 and not kind.has_servers:
+        rule = f"with --oversample engines give back what they have begun, and {kind.name} does not"
         raise ConfigError(f"{rule}; leave it out, or {_INSTALL}")
-    if config.engine.drafts and (kind == "transformers" or sighted_family(config.model)):
+    if config.engine.drafts and (reads_pictures or not kind.can_draft):
         rule = "engine.drafts is of vLLM's engines, and of models that read text only"
         raise ConfigError(f"{rule}; leave it out")
-    if config.replay is not None:
-        check_run_placement(config, served_models(config))
-        return None
-    if config.deterministic and site.layout.world > 1:
+    if config.deterministic and config.replay is None and layout.world > 1:
         rule = "ranks share out the draws as they become free, so --deterministic is for one"
-        raise ConfigError(f"{rule}, not {site.layout.world}; take --processes 1")
-    if kind == "transformers":
-        _check_transformers(config, site)
-        check_run_placement(config, served_models(config))
-        return None
+        raise ConfigError(f"{rule}, not {layout.world}; take --processes 1")
+
+
+def _check_engines(config: RunConfig, site: Site, known: FactsOf) -> DeviceSharing | None:
+    """Check slots, placement and memory of a run with engines; return how they share devices with the trainer."""
     check_arguments(config.engine.args)
     models, slots, sharing = engines.arrange(config, site, known)
     check_run_placement(config, models, num_slots=len(slots))
-    asked = {_AHEAD: config.sampling.max_staleness, _MEASURES: config.eval_while_training}
-    for rule in (
-        rule
-        for rule, is_asked in asked.items()
-        if is_asked and sharing is not None and sharing.sleeps
+    sleeps = sharing is not None and sharing.sleeps
+    for rule, is_set in (
+        (_AHEAD, config.sampling.max_staleness),
+        (_MEASURES, config.eval_while_training),
     ):
-        option = rule.split()[1]
-        raise ConfigError(
-            f"{rule}, and here engines and trainer take turns on a device; leave {option} out, or say "
-            "--set engine.sleep=false where both fit"
-        )
-    if config.engine.sync != "merged":
-        _check_sync(config, site, models, slots, sharing)
-    if not site.machine.devices:
+        if is_set and sleeps:
+            option = rule.split()[1]
+            raise ConfigError(
+                f"{rule}, and here engines and trainer take turns on a device; leave {option} out, or say "
+                "--set engine.sleep=false where both fit"
+            )
+    sync = config.engine.sync
+    on_cpu = not site.machine.devices
+    if sync != "merged":
+        _check_sync(config, site, models, slots, sleeps=sleeps)
+    if on_cpu:
         _check_host(config, site.machine, len(slots), models, known)
-    in_files = config.engine.sync == "merged" or (
-        config.engine.sync == "ipc" and not site.machine.devices
-    )
-    if config.algorithm != "eval" and config.sync_every and in_files:
+    passes_files = sync == "merged" or (sync == "ipc" and on_cpu)
+    if config.algorithm != "eval" and config.sync_every and passes_files:
         _check_shared_memory(config, site.machine, known)
     return sharing
 
@@ -92,11 +101,11 @@ _AHEAD = "with --max-staleness 1 engines write the next round while the trainer 
 _MEASURES = "with --eval-while-training engines measure one step's policy while the trainer computes the next step"
 
 
-def _check_ahead(config: RunConfig, batch: BatchPlan, kind: str) -> None:
+def _check_ahead(config: RunConfig, batch: BatchPlan, kind: EngineKind) -> None:
     if config.replay is not None:
         raise ConfigError(f"{_AHEAD}, and --replay has no engines; leave --max-staleness out")
-    if kind == "transformers":
-        rule = f"{_AHEAD}, and transformers writes with the trainer's own model"
+    if not kind.has_servers:
+        rule = f"{_AHEAD}, and {kind.name} writes with the trainer's own model"
         raise ConfigError(f"{rule}; leave --max-staleness out, or {_INSTALL}")
     steps = batch.steps_per_round * int(config.trl.get("num_iterations", 1))
     if steps > 1:
@@ -106,10 +115,10 @@ def _check_ahead(config: RunConfig, batch: BatchPlan, kind: str) -> None:
         )
 
 
-def _check_evaluation(config: RunConfig, layout: Layout, kind: str) -> None:
-    """ConfigError where engines have no time to measure while the trainer trains, or would hold up its weights."""
-    if kind == "transformers":
-        rule = f"{_MEASURES}, and transformers writes with the trainer's own model"
+def _check_evaluation(config: RunConfig, layout: Layout, kind: EngineKind) -> None:
+    """Refuse what gives engines no time to measure while the trainer trains, or would hold up its weights."""
+    if not kind.has_servers:
+        rule = f"{_MEASURES}, and {kind.name} writes with the trainer's own model"
         raise ConfigError(f"{rule}; leave --eval-while-training out, or {_INSTALL}")
     if config.sampling.max_staleness:
         raise ConfigError(
@@ -122,23 +131,25 @@ def _check_evaluation(config: RunConfig, layout: Layout, kind: str) -> None:
         )
 
 
-def _check_transformers(config: RunConfig, site: Site) -> None:
-    if (how := config.engine.sync) != "merged":
+def _check_in_process(config: RunConfig, site: Site, kind: EngineKind) -> None:
+    sync = config.engine.sync
+    if sync != "merged":
         raise ConfigError(
-            f"engine.sync={how} cannot be used here: transformers is sent no weights; leave it out"
+            f"engine.sync={sync} cannot be used here: {kind.name} is sent no weights; leave it out"
         )
     if config.deterministic:
-        rule = "transformers writes the requests that wait together from one seed, and which do depends on the machine"
+        rule = f"{kind.name} writes the requests that wait together from one seed, and which do depends on the machine"
         raise ConfigError(f"{rule}; leave --deterministic out, or {_INSTALL}")
     if site.layout.shards_weights:
-        rule = "transformers generates with the trainer's own weights, which no rank has whole under zero3 or fsdp2"
+        rule = f"{kind.name} generates with the trainer's own weights, which no rank has whole under zero3 or fsdp2"
         raise ConfigError(f"{rule}; {_INSTALL}, or take --accelerate zero2")
 
 
 def check_described(config: RunConfig, fleet: Fleet, *, known: FactsOf = facts_here) -> None:
-    """The same on described devices, or on cores of this machine, with what is installed here."""
+    """Check a run on described devices, or on cores of this machine with the packages that are installed here."""
     check_learner(config)
-    device, machine = fleet.device, described(fleet)
+    device = fleet.device
+    machine = described(fleet)
     config = on_machine(config, machine)
     layout = layout_of(config, machine)
     if device.on_cpu:
@@ -148,21 +159,23 @@ def check_described(config: RunConfig, fleet: Fleet, *, known: FactsOf = facts_h
 
 
 def described(fleet: Fleet) -> Machine:
-    device, count = fleet.device, fleet.count
+    """Return the machine that has the fleet's devices or cores."""
+    device = fleet.device
+    numbers = tuple(range(fleet.count))
     if device.on_cpu:
-        cores = tuple(range(count))
         return Machine(
-            cores, (), host_bytes=device.memory_bytes, cores_have_bfloat16=device.has_bfloat16
+            numbers, (), host_bytes=device.memory_bytes, cores_have_bfloat16=device.has_bfloat16
         )
-    devices = tuple(map(str, range(count)))
-    old = () if device.has_bfloat16 else (device.name,)
     return Machine(
-        tuple(range(count)), devices, device_bytes=device.memory_bytes, without_bfloat16=old
+        numbers,
+        tuple(map(str, numbers)),
+        device_bytes=device.memory_bytes,
+        without_bfloat16=() if device.has_bfloat16 else (device.name,),
     )
 
 
 def _weights(role: str, facts: ModelFacts, config: RunConfig) -> float:
-    """Bytes of an engine's weights on a device; a reward model has a score in place of the output head."""
+    """Return the bytes of an engine's weights; a reward model has a score in place of the output head."""
     head = facts.head_params if role == REWARD_MODEL and not facts.tied else 0
     whole = engine_weight_bytes(facts, _value_bytes(config), tensor_parallel=1)
     return whole * (1 - head / facts.num_params)
@@ -179,13 +192,14 @@ def _check_host(
     models: Sequence[ServedModel],
     known: FactsOf,
 ) -> None:
-    """On a CPU the engines of all roles and slots stay up."""
-    weights = {
-        f"{model.role} {model.name}": _weights(model.role, facts, config)
-        * (slot_width(models) // model.width)
-        for model in models
-        if (facts := known(model.name))
-    }
+    """Check that the host has room for the weights: on a CPU the engines of all roles and slots stay up."""
+    weights: dict[str, float] = {}
+    for model in models:
+        if facts := known(model.name):
+            num_engines = slot_width(models) // model.width
+            weights[f"{model.role} {model.name}"] = num_engines * _weights(
+                model.role, facts, config
+            )
     total = sum(weights.values())
     if machine.host_bytes is None or num_slots * total <= machine.host_bytes:
         return
@@ -204,31 +218,33 @@ def _check_sync(
     site: Site,
     models: Sequence[ServedModel],
     slots: Sequence[engines.Slot],
-    sharing: DeviceSharing | None,
+    *,
+    sleeps: bool,
 ) -> None:
-    own, on_others = site.machine.devices[:1], {device for slot in slots for device in slot.devices}
-    reasons: dict[str, dict[str, bool]] = {
+    """Refuse a sync of adapters, or by CUDA IPC, that cannot work here."""
+    layout = site.layout
+    is_wide = models[0].width > 1
+    slot_devices = {device for slot in slots for device in slot.devices}
+    has_other_devices = not slot_devices <= {*site.machine.devices[:1]}
+    reasons = {
         "adapter": {
             "all weights are trained (--full)": config.lora is None,
             "the trainer's base is quantised, and the engine's is not": config.quantize is not None,
-            "zero3 and fsdp2 cut up the base, whose sums are compared": site.layout.shards_weights,
-            "workers of a wide engine divide the adapters": models[0].width > 1,
-            "engines that sleep drop their base (engine.sleep)": sharing is not None
-            and sharing.sleeps,
+            "zero3 and fsdp2 cut up the base, whose sums are compared": layout.shards_weights,
+            "workers of a wide engine divide the adapters": is_wide,
+            "engines that sleep drop their base (engine.sleep)": sleeps,
         },
         "ipc": {
-            "engines copy from the memory of one training process (--processes 1)": site.layout.world
+            "engines copy from the memory of one training process (--processes 1)": layout.world
             > 1,
-            "a worker of a wide engine cannot open another device's memory": models[0].width > 1,
-            "an engine is on another device than the trainer (engine.count=1 leaves one)": not on_others
-            <= {*own},
+            "a worker of a wide engine cannot open another device's memory": is_wide,
+            "an engine is on another device than the trainer (engine.count=1 leaves one)": has_other_devices,
         },
     }
-    for reason, holds in reasons[config.engine.sync].items():
+    sync = config.engine.sync
+    for reason, holds in reasons[sync].items():
         if holds:
-            raise ConfigError(
-                f"engine.sync={config.engine.sync} cannot be used here: {reason}; leave it out"
-            )
+            raise ConfigError(f"engine.sync={sync} cannot be used here: {reason}; leave it out")
 
 
 def _check_shared_memory(config: RunConfig, machine: Machine, known: FactsOf) -> None:

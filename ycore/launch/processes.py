@@ -17,14 +17,12 @@ import psutil
 
 from ycore.errors import Interrupted
 from ycore.run.paths import RunFolder
-from ycore.run.process_tree import descendants, is_alive
-from ycore.run.reports import RUN_MARKER, Report, read_report
+from ycore.run.reports import RUN_MARKER, Report, descendants, is_alive, read_report
 
 _TAIL_BYTES = 64 * 1024
 _UNWATCHED_AFTER_S = 10.0
-_OTHER_RANKS_WITHIN_S = (
-    3.0  # how long the other ranks have to end by themselves after one has failed
-)
+_OTHER_RANKS_WITHIN_S = 3.0
+"""How long the other ranks have to end by themselves after one has failed."""
 
 _PREFIX = re.compile(
     r"^(?:\([A-Za-z_]+(?:[-_ ]?\w+)*(?: pid=\d+)?\)\s*)?"  # (EngineCore pid=12)
@@ -93,47 +91,46 @@ class ManagedProcess:
             self._popen.send_signal(number)
 
     def wait(self, *, timeout_s: float) -> int | None:
-        """The exit code; None when it still runs after `timeout_s`."""
+        """Wait for the end and return the exit code; None when it still runs after `timeout_s`."""
         with suppress(subprocess.TimeoutExpired):
             self._popen.wait(timeout_s)
         return self.exit_code
 
     def how_it_ended(self) -> str:
-        """`exit status 1` or `killed by SIGKILL`, for a message."""
+        """Return `exit status 1` or `killed by SIGKILL`, for a message."""
         code = self.exit_code
         if code is None:
             return "still running"
         if code >= 0:
             return f"exit status {code}"
         try:
-            how = f"killed by {signal.Signals(-code).name}"
+            ending = f"killed by {signal.Signals(-code).name}"
         except ValueError:
             return f"killed by signal {-code}"
         if code == -signal.SIGKILL and out_of_memory_kills() > self._num_killed:
-            how += ", and the machine ran out of memory meanwhile (`ycore plan` shows what a run takes)"
-        return how
+            ending += ", and the machine ran out of memory meanwhile (`ycore plan` shows what a run takes)"
+        return ending
 
     def members(self) -> dict[str, int]:
         return {self.name: self.pid}
 
     def tree(self) -> list[psutil.Process]:
-        """The process and everything below it, now."""
+        """Return the process and everything below it, now."""
         try:
             return [psutil.Process(self.pid), *descendants(self.pid)]
         except psutil.Error:
             return []
 
     def last_line(self) -> str:
-        """The line of the log that says what went wrong; empty after a SIGKILL, which comes without warning."""
+        """Return the line of the log that says what went wrong; empty after a SIGKILL, which gives no warning."""
         return "" if self.exit_code == -signal.SIGKILL else meaningful_line(self._tail())
 
     def user_error(self) -> str | None:
-        """The message of the last line that starts with `error: `."""
-        lines = reversed(self._tail())
-        return next(
-            (line.removeprefix("error: ").strip() for line in lines if line.startswith("error: ")),
-            None,
-        )
+        """Return the message of the last line that starts with `error: `."""
+        for line in reversed(self._tail()):
+            if line.startswith("error: "):
+                return line.removeprefix("error: ").strip()
+        return None
 
     def _tail(self) -> list[str]:
         with self.log.open("rb") as file:
@@ -150,12 +147,13 @@ class StopWatch:
         self._looked = time.monotonic()
 
     def look(self, pids: Sequence[int]) -> float | None:
-        """Seconds that one of them has been stopped; None while that is allowed.
+        """Return for how many seconds one of them has been stopped; None while that is allowed.
 
         Time without a look does not count: a launcher that was stopped itself must not blame its processes.
         """
         now = time.monotonic()
-        unwatched_s, self._looked = max(0.0, now - self._looked - _UNWATCHED_AFTER_S), now
+        unwatched_s = max(0.0, now - self._looked - _UNWATCHED_AFTER_S)
+        self._looked = now
         self._since = {
             pid: self._since.get(pid, now - unwatched_s) + unwatched_s
             for pid in pids
@@ -166,7 +164,7 @@ class StopWatch:
 
 
 def out_of_memory_kills() -> int:
-    """Processes that the kernel has ended so far because the machine, or a container, had no memory left (Linux)."""
+    """Count the processes that the kernel has ended so far because the machine or a container was out of memory."""
     with suppress(OSError, ValueError, StopIteration):
         lines = (line.split() for line in Path("/proc/vmstat").read_text().splitlines())
         return next(int(count) for name, count in lines if name == "oom_kill")
@@ -183,7 +181,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def meaningful_line(lines: Sequence[str]) -> str:
-    """The last line of a log that names an error, else the last that is not noise; without loggers' prefixes."""
+    """Return the last line of a log that names an error, else the last that is not noise; without loggers' prefixes."""
     plain = [_PREFIX.sub("", line).strip() for line in lines]
     kept = [line for line in plain if line and not _NOISE.search(line)]
     errors = [line for line in kept if _ERROR.match(line)]
@@ -208,20 +206,21 @@ class RankedTrainer:
         self._allocator = allocator
         self._folder = folder
         self._num_ranks = num_ranks
-        self._ranks: dict[
-            int, psutil.Process | None
-        ] = {}  # by process id; None when it had ended at the first look
+        # By process id; None for a rank that had ended at the first look.
+        self._ranks: dict[int, psutil.Process | None] = {}
         self._failed_at: float | None = None
         self._interrupted_early = False
 
     @property
     def exit_code(self) -> int | None:
         """None while the ranks work; a failed rank's once the others have had time to end."""
-        reports, code = self._reports(), self._launcher.exit_code
+        reports = self._reports()
+        code = self._launcher.exit_code
         failed = _first_failed(reports)
         if code is not None:
-            code = Interrupted.exit_code if code and self._interrupted_early else code
-            return code if failed is None else failed.exit_code
+            if failed is not None:
+                return failed.exit_code
+            return Interrupted.exit_code if code and self._interrupted_early else code
         has_failed = failed is not None and failed.exit_code != Interrupted.exit_code
         if not has_failed and self._lost(reports) is None and self._lost_allocator is None:
             return None
@@ -235,40 +234,37 @@ class RankedTrainer:
         if self._lost_allocator is not None:
             return self._lost_allocator.name
         culprit = self._culprit()
-        return (
-            self._launcher.name
-            if culprit is None
-            else f"{self._launcher.name} rank {culprit.number}"
-        )
+        if culprit is None:
+            return self._launcher.name
+        return f"{self._launcher.name} rank {culprit.number}"
 
     @property
     def log(self) -> Path:
         if self._lost_allocator is not None:
             return self._lost_allocator.log
         culprit = self._culprit()
-        return (
-            self._launcher.log if culprit is None else self._folder.log(f"trainer-{culprit.number}")
-        )
+        if culprit is None:
+            return self._launcher.log
+        return self._folder.log(f"trainer-{culprit.number}")
 
     def send(self, number: signal.Signals) -> None:
         """Signal every rank. torchrun gets SIGKILL only, unless it has no rank yet: it would end the ranks."""
         self._reports()
-        alive = [
-            process for process in self._ranks.values() if process is not None and is_alive(process)
-        ]
-        for process in alive:
+        ranks = [process for process in self._ranks.values() if process and is_alive(process)]
+        for process in ranks:
             process.send_signal(number)
         self._interrupted_early |= number == signal.SIGINT and not self._ranks
-        if number == signal.SIGKILL or not alive:
+        if number == signal.SIGKILL or not ranks:
             self._launcher.send(number)
 
     def members(self) -> dict[str, int]:
-        """Process ids of the ranks that work, and of their allocator, by name."""
-        working = [report for report in self._reports() if report.exit_code is None]
-        allocator = self._allocator.members() if self._allocator is not None else {}
-        return {
-            f"{self._launcher.name} rank {report.number}": report.pid for report in working
-        } | allocator
+        """Return the process ids of the ranks that work, and of their allocator, by name."""
+        pids = {
+            f"{self._launcher.name} rank {report.number}": report.pid
+            for report in self._reports()
+            if report.exit_code is None
+        }
+        return pids if self._allocator is None else pids | self._allocator.members()
 
     def tree(self) -> list[psutil.Process]:
         return self._launcher.tree()
@@ -279,11 +275,9 @@ class RankedTrainer:
         culprit = self._culprit()
         if culprit is None:
             return self._launcher.how_it_ended()
-        return (
-            "a signal, killed or out of memory"
-            if culprit.exit_code is None
-            else f"exit status {culprit.exit_code}"
-        )
+        if culprit.exit_code is None:
+            return "a signal, killed or out of memory"
+        return f"exit status {culprit.exit_code}"
 
     def last_line(self) -> str:
         if self._lost_allocator is not None:
@@ -298,37 +292,42 @@ class RankedTrainer:
     @property
     def _lost_allocator(self) -> ManagedProcess | None:
         """The process that places the ranks' requests, where it has failed. It ends well when all ranks have gone."""
-        return (
-            self._allocator if self._allocator is not None and self._allocator.exit_code else None
-        )
+        has_failed = self._allocator is not None and self._allocator.exit_code
+        return self._allocator if has_failed else None
 
     def _reports(self) -> list[Report]:
-        reports = [read_report(self._folder, local) for local in range(self._num_ranks)]
-        known = [report for report in reports if report is not None]
-        for pid in {report.pid for report in known} - self._ranks.keys():
-            self._ranks[pid] = None
-            with suppress(psutil.Error):
-                self._ranks[pid] = psutil.Process(pid)
-        return known
+        reports = []
+        for local in range(self._num_ranks):
+            report = read_report(self._folder, local)
+            if report is None:
+                continue
+            reports.append(report)
+            if report.pid not in self._ranks:
+                self._ranks[report.pid] = None
+                with suppress(psutil.Error):
+                    self._ranks[report.pid] = psutil.Process(report.pid)
+        return reports
 
     def _culprit(self) -> Report | None:
-        """The rank that caused the end: one that vanished, unless another failed with an error that explains it."""
+        """Return the rank that caused the end: one that vanished, unless another's error explains that."""
         reports = self._reports()
-        failed, lost = _first_failed(reports), self._lost(reports)
-        return failed if lost is None or (failed is not None and failed.expected) else lost
+        failed = _first_failed(reports)
+        lost = self._lost(reports)
+        if lost is None or (failed is not None and failed.expected):
+            return failed
+        return lost
 
     def _lost(self, reports: list[Report]) -> Report | None:
-        """A rank that is gone and has not reported its end."""
-        gone = {
-            pid for pid, process in self._ranks.items() if process is None or not is_alive(process)
-        }
-        return next(
-            (report for report in reports if report.exit_code is None and report.pid in gone), None
-        )
+        """Return a rank that is gone and has not reported its end."""
+        for report in reports:
+            process = self._ranks[report.pid]
+            if report.exit_code is None and (process is None or not is_alive(process)):
+                return report
+        return None
 
 
 def _first_failed(reports: list[Report]) -> Report | None:
-    """The earliest failure; an interrupted rank only where no rank has failed otherwise."""
+    """Return the earliest failure; an interrupted rank only where no rank has failed otherwise."""
     failed = [report for report in reports if report.exit_code]
     return min(
         failed,

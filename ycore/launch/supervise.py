@@ -26,13 +26,11 @@ from ycore.view.activity import RunActivity
 from ycore.view.live import FirstSteps
 from ycore.view.progress import RunProgress
 
-Trainer = ManagedProcess | RankedTrainer
+TrainerProcess = ManagedProcess | RankedTrainer
 
 _POLL_S = 0.2
 _BLAME_WITHIN_S = 2.0  # a trainer may notice an engine's end before the engine's process is gone
-_SAVE_WITHIN_S = (
-    7200.0  # after Ctrl-C: finish the step, then save a checkpoint of perhaps hundreds of GB
-)
+_SAVE_WITHIN_S = 7200.0  # after Ctrl-C: finish the step, then save perhaps hundreds of GB
 _SAVE_STALLS_AFTER_S = 300.0
 _END_WITHIN_S = 60.0  # after Ctrl-C when there is nothing to save
 _WORKING_CPU_S = 5.0  # processor time that counts as progress; a process that only waits uses less
@@ -40,7 +38,7 @@ _DEADLINE_MISSED = re.compile(r"\bwithin \d+ s\b|timed out", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class TrainerLimits:
     """Time limits of a trainer in seconds, and how often a failed one is started again."""
 
     start_s: float = 3600.0  # from its start, or from when the engines are ready, to its first step
@@ -58,13 +56,13 @@ class Supervisor:
     `first_steps` are compared with the plan, where there is one.
     """
 
-    start: Callable[[], Trainer]
+    start: Callable[[], TrainerProcess]
     engines: EngineWatch
     folder: RunFolder
     home: RunFolder
     progress: RunProgress
     stops: StopRequests
-    limits: Limits
+    limits: TrainerLimits
     saves: bool
     first_steps: FirstSteps | None = None
 
@@ -90,7 +88,7 @@ class Supervisor:
             finally:
                 write_json_atomic(self.folder.memory, self._memory.peaks)
 
-    def _start_trainer(self) -> Trainer:
+    def _start_trainer(self) -> TrainerProcess:
         self.folder.step_began.unlink(missing_ok=True)
         self._step_began_ns = 0  # 0 before the first step of this trainer
         self._progressed = time.monotonic()
@@ -131,16 +129,16 @@ class Supervisor:
         mark = self.folder.step_began
         began_ns = mark.stat().st_mtime_ns if mark.exists() else 0
         if began_ns > self._step_began_ns:
-            self._step_began_ns, self._progressed = began_ns, time.monotonic()
+            self._step_began_ns = began_ns
+            self._progressed = time.monotonic()
 
     def _check_limits(self) -> None:
-        """TrainerError for a trainer that is stopped or makes no progress."""
+        """Raise TrainerError for a trainer that is stopped or makes no progress."""
         members = self._trainer.members()
         stopped_s = self._stopped.look(list(members.values()))
         if stopped_s is not None:
-            name = next(
-                (name for name, pid in members.items() if is_stopped(pid)), self._trainer.name
-            )
+            stopped = (name for name, pid in members.items() if is_stopped(pid))
+            name = next(stopped, self._trainer.name)
             self._give_up(f"{name} has been stopped (SIGSTOP) for {stopped_s:.0f} s")
         if not self.engines.are_ready:
             self._progressed = time.monotonic()
@@ -156,25 +154,20 @@ class Supervisor:
 
     def _stop(self) -> None:
         """Ask the trainer to save and end, and wait while it makes progress. A second request kills it."""
-        what = (
-            "the trainer finishes its step and saves a checkpoint"
-            if self._will_save
-            else "there is nothing to save"
-        )
-        self.progress.say(f"stopping: {what}; press Ctrl-C again to stop at once")
+        what_happens = "there is nothing to save"
+        if self._will_save:
+            what_happens = "the trainer finishes its step and saves a checkpoint"
+        self.progress.say(f"stopping: {what_happens}; press Ctrl-C again to stop at once")
         self._trainer.send(signal.SIGINT)
-        saving, began, asked_ns = (
-            SaveWatch(self._trainer, self.home),
-            time.monotonic(),
-            time.time_ns(),
-        )
+        saving = SaveWatch(self._trainer, self.home)
+        began = time.monotonic()
+        signalled_ns = time.time_ns()
         while self._trainer.exit_code is None:
             self._show_progress()
-            if (
-                self._step_began_ns > asked_ns
-            ):  # the signal was lost, as Python may lose one in the midst of an import
+            # The signal was lost where a step begins after it: Python may lose one in the midst of an import.
+            if self._step_began_ns > signalled_ns:
                 self._trainer.send(signal.SIGINT)
-                asked_ns = time.time_ns()
+                signalled_ns = time.time_ns()
             waited_s = time.monotonic() - began
             if self.stops.count > 1 or (not self._will_save and waited_s > _END_WITHIN_S):
                 self._trainer.send(signal.SIGKILL)
@@ -198,31 +191,32 @@ class Supervisor:
         if code == UserError.exit_code and message is not None:
             raise UserError(message)
         # Asked to stop before its first step, it may have no handler yet and end in any way, such as a broken import.
-        unhandled = code == -signal.SIGINT or self._step_began_ns == 0
-        if code == Interrupted.exit_code or (self.stops.count and unhandled):
+        may_have_no_handler = code == -signal.SIGINT or self._step_began_ns == 0
+        if code == Interrupted.exit_code or (self.stops.count and may_have_no_handler):
             raise Interrupted(f"stopped after step {self._step}{self._hint}")
         deadline = time.monotonic() + _BLAME_WITHIN_S
         while self.engines.processes() and time.monotonic() < deadline:
             self.engines.check()
             time.sleep(_POLL_S)
-        line = f": {self._trainer.last_line()}".removesuffix(": ")
-        error = f"{self._trainer.name} ended with {self._trainer.how_it_ended()}{line} (see {self._trainer.log})"
-        error += (
-            f", while stopping after step {self._step}"
-            if self.stops.count
-            else f", in step {self._step + 1}"
-        )
+        error = f"{self._trainer.name} ended with {self._trainer.how_it_ended()}"
+        if line := self._trainer.last_line():
+            error += f": {line}"
+        error += f" (see {self._trainer.log})"
+        if self.stops.count:
+            error += f", while stopping after step {self._step}"
+        else:
+            error += f", in step {self._step + 1}"
         if _DEADLINE_MISSED.search(error):
             error += f" (the stack of every process is in {self._write_stacks(error)})"
         raise TrainerError(error)
 
     def _give_up(self, why: str) -> NoReturn:
-        activity = (
-            self._activity()
-        )  # read first: stopped processes are continued to write their stacks
+        # Read first: stopped processes are continued to write their stacks.
+        activity = self._activity()
         stacks = self._write_stacks(why)
-        where = f"it was {activity}; the stack of every process is in {stacks}"
-        raise TrainerError(f"{why}, in step {self._step + 1} ({where})")
+        raise TrainerError(
+            f"{why}, in step {self._step + 1} (it was {activity}; the stack of every process is in {stacks})"
+        )
 
     def _write_stacks(self, why: str) -> Path:
         path = self.folder.logs / f"stacks-step-{self._step + 1}.txt"
@@ -237,26 +231,30 @@ class Supervisor:
 class SaveWatch:
     """Whether a trainer that saves makes progress: its files grow, it computes, or it waits for a disk."""
 
-    def __init__(self, trainer: Trainer, home: RunFolder) -> None:
+    def __init__(self, trainer: TrainerProcess, home: RunFolder) -> None:
         self._trainer = trainer
         self._home = home
-        self._seen = (0, 0.0)
+        self._num_bytes = 0
+        self._cpu_s = 0.0
         self._progressed = time.monotonic()
 
     def stalled_s(self) -> float:
+        """Return the seconds since the last progress."""
         folders = [*self._home.checkpoints.glob(".saving-*"), self._home.model]
-        num_bytes, cpu_s, waits_for_disk = -1, 0.0, False
+        num_bytes = -1
         with suppress(FileNotFoundError):  # renamed or removed meanwhile, which is progress too
             num_bytes = sum(path.stat().st_size for folder in folders for path in folder.rglob("*"))
+        cpu_s = 0.0
+        waits_for_disk = False
         for process in self._trainer.tree():
             with suppress(psutil.Error):
                 times = process.cpu_times()
                 cpu_s += times.user + times.system
                 waits_for_disk |= process.status() == psutil.STATUS_DISK_SLEEP
-        if (
-            num_bytes != self._seen[0]
-            or abs(cpu_s - self._seen[1]) > _WORKING_CPU_S
-            or waits_for_disk
-        ):
-            self._seen, self._progressed = (num_bytes, cpu_s), time.monotonic()
+        has_grown = num_bytes != self._num_bytes
+        has_computed = abs(cpu_s - self._cpu_s) > _WORKING_CPU_S
+        if has_grown or has_computed or waits_for_disk:
+            self._num_bytes = num_bytes
+            self._cpu_s = cpu_s
+            self._progressed = time.monotonic()
         return time.monotonic() - self._progressed

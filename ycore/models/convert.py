@@ -1,4 +1,4 @@
-"""GGUF files and LoRA adapters as whole model folders: `python -m ycore.models.convert KIND SOURCE FOLDER [BASE]`.
+"""Convert GGUF files and LoRA adapters to model folders: `python -m ycore.models.convert KIND SOURCE FOLDER [BASE]`.
 
 It is a process because it loads torch, transformers and a whole model. Of a GGUF file, transformers reads two things
 wrong that no later step would notice: the end-of-text token, and how a byte-pair tokenizer splits text before it
@@ -19,28 +19,20 @@ from ycore.models.sighted import make_sighted
 ADAPTER_CONFIG = "adapter_config.json"
 
 _MAGIC = b"GGUF"
-_SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
-_STRING, _ARRAY = 8, 9
-_MAX_STRING, _MAX_ITEMS = 1 << 26, 1 << 24  # bytes; values of an array
+_SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
+"""struct's formats by GGUF's value types."""
+_STRING = 8
+_ARRAY = 9
+_MAX_STRING = 1 << 26  # bytes
+_MAX_ITEMS = 1 << 24  # of an array
 
-_KINDS = {
+_TYPES = {
     "general.architecture": str,
     "tokenizer.chat_template": str,
     "tokenizer.ggml.tokens": list,
+    "tokenizer.ggml.pre": str,
+    "tokenizer.ggml.model": str,
 }
-_KINDS |= {"tokenizer.ggml.pre": str, "tokenizer.ggml.model": str}
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 # How byte-pair tokenizers split text, by GGUF's `tokenizer.ggml.pre`; None is the splitting of GPT-2.
@@ -51,7 +43,7 @@ PROBE = "Is 12 + 345 = 357?  Yes,  it's\n\n  so: `x = y_1`. Ünïcödé 東京!"
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """The metadata of a GGUF file by key; ModelError where the file is damaged, or ycore cannot convert it."""
+    """Return the metadata of a GGUF file; ModelError where the file is damaged, or ycore cannot convert it."""
     with path.open("rb") as file:
         if file.read(4) != _MAGIC:
             raise ModelError(
@@ -63,18 +55,14 @@ def read_header(path: Path) -> dict[str, Any]:
                 raise EOFError(f"version {version}; 2 and 3 can be read")
             _num_tensors, num_values = _unpack(file, "QQ")
             header = {_string(file): _value(file, *_unpack(file, "I")) for _ in range(num_values)}
-        except KeyError as problem:
-            raise ModelError(
-                f"{path} is a damaged GGUF file (no type {problem}); download or export it again"
-            ) from None
-        except (struct.error, UnicodeDecodeError, EOFError) as problem:
+        except (KeyError, struct.error, UnicodeDecodeError, EOFError) as problem:
             raise ModelError(
                 f"{path} is a damaged GGUF file ({problem}); download or export it again"
             ) from None
     instead = "use the model's folder with config.json and safetensors instead"
     if "tokenizer.ggml.tokens" not in header:
         raise ModelError(f"{path} carries no tokenizer; {instead}")
-    for key, kind in _KINDS.items():
+    for key, kind in _TYPES.items():
         if not isinstance(value := header.get(key, kind()), kind):
             raise ModelError(
                 f"{path} is a damaged GGUF file ({key} is {value!r:.40}); download or export it again"
@@ -116,7 +104,7 @@ def _string(file: BinaryIO) -> str:
 
 
 def _unpack(file: BinaryIO, layout: str) -> tuple[Any, ...]:
-    """The next little-endian values of the file."""
+    """Read the next little-endian values of the file."""
     size = struct.calcsize("<" + layout)
     data = file.read(size)
     if len(data) != size:
@@ -125,12 +113,12 @@ def _unpack(file: BinaryIO, layout: str) -> tuple[Any, ...]:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether the folder holds a LoRA adapter and not a whole model."""
+    """Tell whether the folder holds a LoRA adapter and not a whole model."""
     return os.path.isfile(folder / ADAPTER_CONFIG) and not os.path.isfile(folder / "config.json")
 
 
 def main() -> int:
-    """The child process; its last line is `error: ...` where the conversion failed."""
+    """Run in the child process; the last line of output is `error: ...` where the conversion failed."""
     write: Any = {"gguf": _convert_gguf, "adapter": _merge_adapter, "made": make_sighted}[
         sys.argv[1]
     ]
@@ -144,7 +132,7 @@ def main() -> int:
 
 
 def _merge_adapter(source: Path, folder: Path, base: Path) -> None:
-    """Adapter and base as one model, in the base's dtype, with the adapter's tokenizer or else the base's."""
+    """Write adapter and base as one model, in the base's dtype, with the adapter's tokenizer or else the base's."""
     from peft import PeftModel
     from transformers import (
         AutoConfig,
@@ -155,15 +143,12 @@ def _merge_adapter(source: Path, folder: Path, base: Path) -> None:
     )
 
     sees = hasattr(AutoConfig.from_pretrained(base), "vision_config")
-    kind, reader = (
-        (AutoModelForImageTextToText, AutoProcessor)
-        if sees
-        else (AutoModelForCausalLM, AutoTokenizer)
-    )
-    model = PeftModel.from_pretrained(kind.from_pretrained(base, dtype="auto"), source)
+    model_class = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    tokenizer_class = AutoProcessor if sees else AutoTokenizer
+    model = PeftModel.from_pretrained(model_class.from_pretrained(base, dtype="auto"), source)
     model.merge_and_unload().save_pretrained(folder)
     has_tokenizer = (source / "tokenizer_config.json").is_file()
-    reader.from_pretrained(source if has_tokenizer else base).save_pretrained(folder)
+    tokenizer_class.from_pretrained(source if has_tokenizer else base).save_pretrained(folder)
 
 
 def _convert_gguf(source: Path, folder: Path) -> None:
@@ -236,7 +221,7 @@ def set_splitting(backend: Any, rule: str) -> None:
 
 
 def _plain_model(source: Path) -> Any:
-    """A model of the plain class with the file's weights: what transformers loads from GGUF cannot be saved."""
+    """Copy the file's weights into a model of the plain class: what transformers loads from GGUF cannot be saved."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

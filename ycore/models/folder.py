@@ -1,4 +1,4 @@
-"""What a model folder must hold, checked without loading it; whether weights fit their config is for transformers."""
+"""Check a model folder without loading it; whether weights fit their config is for transformers."""
 
 import json
 import os
@@ -15,7 +15,7 @@ _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_l
 
 
 def inspect_folder(folder: Path, *, trust_remote_code: bool) -> dict[str, Any]:
-    """The folder's config.json, once every check has passed; ModelError with the first thing missing or damaged."""
+    """Return the folder's config.json after all checks; ModelError with the first thing missing or damaged."""
     if not (folder / "config.json").is_file():
         ggufs = sorted(folder.glob("*.gguf"))
         raise ModelError(
@@ -36,24 +36,24 @@ def inspect_folder(folder: Path, *, trust_remote_code: bool) -> dict[str, Any]:
     return config
 
 
-def refuse_remote_code(what: str, settings: dict[str, Any], trusted: bool) -> None:
-    """ModelError where a model's settings name Python code to run, and the user has not trusted the model."""
+def refuse_remote_code(name: str, settings: dict[str, Any], trusted: bool) -> None:
+    """Raise ModelError where a model's settings name Python code to run, and the user does not trust the model."""
     if "auto_map" in settings and not trusted:
         raise ModelError(
-            f"{what} asks to run Python code that comes with the model (`auto_map`); "
+            f"{name} asks to run Python code that comes with the model (`auto_map`); "
             "read that code, then pass --trust-remote-code, or take another model"
         )
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Whether the folder's tokenizer can write a conversation as text."""
+    """Tell whether the folder's tokenizer can write a conversation as text."""
     if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
         return True
     return bool(read_json(folder / "tokenizer_config.json").get("chat_template"))
 
 
 def context_length(config: dict[str, Any]) -> int | None:
-    """The most tokens, prompt and completion together, that the model was made for; None where its config lacks it."""
+    """Return the most tokens, prompt and completion together, that the model was made for; None if unknown."""
     nested = config.get("text_config")
     for settings in (config, nested if isinstance(nested, dict) else {}):
         for key in _CONTEXT_KEYS:
@@ -63,7 +63,7 @@ def context_length(config: dict[str, Any]) -> int | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; an absent file is an empty one."""
+    """Return the JSON object in `path`; {} where there is no file."""
     if not path.is_file():
         return {}
     try:
@@ -88,9 +88,8 @@ def _check_weights(folder: Path) -> None:
         )
     absent = sorted(name for name in set(listed.values()) if not os.path.isfile(folder / name))
     if absent:
-        named = ", ".join(name[:200] for name in absent[:5]) + (
-            f" and {len(absent) - 5} more" if absent[5:] else ""
-        )
+        named = ", ".join(name[:200] for name in absent[:5])
+        named += f" and {len(absent) - 5} more" if absent[5:] else ""
         raise ModelError(
             f"the model folder {folder} lacks {named}, which its index names; download it again"
         )

@@ -24,7 +24,7 @@ _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # llama.cpp's kinds of t
 
 
 def check_exportable(folder: Path) -> dict[str, Any]:
-    """The folder's config; ModelError where its model cannot be written as GGUF."""
+    """Return the folder's config; ModelError where its model cannot be written as GGUF."""
     config = read_json(folder / "config.json")
     kind = config.get("model_type")
     if kind not in ARCHITECTURES:
@@ -76,7 +76,8 @@ def write_gguf(folder: Path, file: Path, *, name: str) -> None:
 
 
 def _add_sizes(writer: Any, config: Mapping[str, Any]) -> None:
-    heads, width = config["num_attention_heads"], config["hidden_size"]
+    heads = config["num_attention_heads"]
+    width = config["hidden_size"]
     head_size = config.get("head_dim") or width // heads
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(width)
@@ -94,14 +95,12 @@ def _add_sizes(writer: Any, config: Mapping[str, Any]) -> None:
 
 
 def _tensors(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Every weight by transformers' name, as a float32 array, in the order of rows that llama.cpp wants."""
+    """Yield every weight with transformers' name as a float32 array, its rows in llama.cpp's order."""
     import torch
     from safetensors import safe_open
 
-    heads, kv_heads = (
-        config["num_attention_heads"],
-        config.get("num_key_value_heads") or config["num_attention_heads"],
-    )
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
     for part in sorted(folder.glob("*.safetensors")):
         with safe_open(part, framework="pt") as weights:
             for name in weights.keys():  # noqa: SIM118 -- it is no mapping
@@ -139,14 +138,10 @@ def _add_tokenizer(writer: Any, tokenizer: Any, folder: Path, *, size: int) -> N
     writer.add_token_list([words.get(number, f"[unused{number}]") for number in range(size)])
     writer.add_token_types(kinds)
     writer.add_token_merges(merges)
-    special = {
-        "bos": writer.add_bos_token_id,
-        "eos": writer.add_eos_token_id,
-        "pad": writer.add_pad_token_id,
-    }
-    for kind, add in {**special, "unk": writer.add_unk_token_id}.items():
-        if (number := getattr(tokenizer, f"{kind}_token_id")) is not None and number < size:
-            add(number)
+    for name in ("bos", "eos", "pad", "unk"):
+        token_id = getattr(tokenizer, f"{name}_token_id")
+        if token_id is not None and token_id < size:
+            getattr(writer, f"add_{name}_token_id")(token_id)
     ids = tokenizer("a").input_ids
     writer.add_add_bos_token(bool(ids) and ids[0] == tokenizer.bos_token_id)
     if tokenizer.chat_template:
@@ -154,7 +149,7 @@ def _add_tokenizer(writer: Any, tokenizer: Any, folder: Path, *, size: int) -> N
 
 
 def _splitting_of(tokenizer: Any, folder: Path) -> str:
-    """GGUF's name of how the tokenizer splits text before it merges: the rule that gives the same tokens."""
+    """Return GGUF's name of the rule by which the tokenizer splits text: the one that gives the same tokens."""
     wanted = tokenizer(PROBE, add_special_tokens=False).input_ids
     for rule in SPLITTING:
         backend = copy.deepcopy(tokenizer.backend_tokenizer)

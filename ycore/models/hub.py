@@ -1,4 +1,4 @@
-"""Questions to the hub with a time limit, and the folder in which ycore caches the models that it builds.
+"""Ask the hub with a time limit, and cache the models that ycore builds.
 
 No network, a dead proxy or a slow hub is an answer too: asking always ends.
 """
@@ -18,7 +18,7 @@ ANSWER_WITHIN_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class HubAnswer:
-    """`here`: it exists and may be downloaded, and `info` is the answer. Else `problem` says why not."""
+    """An answer of the hub. With `here`, `info` is the hub's object; else `problem` says why it cannot be had."""
 
     state: Literal["here", "absent", "refused", "unreachable"]
     problem: str = ""
@@ -68,7 +68,7 @@ def _ask(question: Callable[[Any], Any], api: Any) -> HubAnswer:
 
 
 def cached_snapshot(name: str) -> Path | None:
-    """The folder in the hub's local cache that holds this model's config, or its adapter's; or None. No network."""
+    """Return the folder in the hub's local cache that holds this model's config, or its adapter's; else None."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -82,13 +82,13 @@ def cached_snapshot(name: str) -> Path | None:
 
 
 def cache_dir() -> Path:
-    """`$YCORE_CACHE`, or `~/.cache/ycore`."""
+    """Return `$YCORE_CACHE`, or `~/.cache/ycore`."""
     chosen = os.environ.get("YCORE_CACHE")
     return Path(chosen).expanduser().absolute() if chosen else Path.home() / ".cache" / "ycore"
 
 
 def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
-    """`folder`, built by `build(partial_folder)` unless it exists; processes that build the same wait for one another.
+    """Return `folder`, built by `build(partial_folder)` unless it exists; processes that build it wait for one another.
 
     The build happens beside `folder` and is renamed into place, so that a folder of this name is always whole.
     """
@@ -115,6 +115,6 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
 
 
 def first_line(problem: Exception) -> str:
-    """The first line of an error's message, or its type's name."""
+    """Return the first line of an error's message, or its type's name."""
     lines = str(problem).strip().splitlines()
     return lines[0] if lines else type(problem).__name__

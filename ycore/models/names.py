@@ -1,4 +1,4 @@
-"""What a model's name means, found out within seconds and without loading or downloading it: `resolve_model`."""
+"""Resolve a model's name within seconds, without loading or downloading the model: `resolve_model`."""
 
 import hashlib
 import os
@@ -21,7 +21,7 @@ _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _WAY_OUT = "give a local folder, or `smollm2-135m`, which needs no hub"
 
 MADE = {"smollm2-digits": "smollm2-135m"}
-"""Models that are made here once, and the language model of each (`models.sighted`)."""
+"""Models that are made on this machine, by name, and the language model of each (`models.sighted`)."""
 
 Kind = Literal["hub", "folder", "gguf", "adapter", "builtin", "made"]
 
@@ -30,7 +30,9 @@ Kind = Literal["hub", "folder", "gguf", "adapter", "builtin", "made"]
 class BuiltinModel:
     """A model with a short name: on the hub, and as a GGUF file inside a Python package for machines without the hub.
 
-    `member` is the file's path in the package, `sha256` its digest.
+    Attributes:
+        member: The file's path in the package.
+        sha256: The file's digest.
     """
 
     hub_id: str
@@ -51,16 +53,18 @@ BUILTIN = {
 }
 
 
-_MADE_BY = 1
-"""Of the way in which they are made: what an earlier one made is not taken for it."""
+_MADE_VERSION = 1  # of `make_sighted`; a model of an earlier version is made anew
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """Where a model is or will be.
+    """Where a model is or will be. None is what is not known before the download.
 
-    `folder` is None where the hub's own cache will choose it. `ready` says that it is there. `note` is for people.
-    `context_length` is in tokens. None is what is not known before the download.
+    Attributes:
+        folder: None where the hub's own cache will choose it.
+        ready: Whether the folder exists.
+        note: A line for people.
+        context_length: In tokens.
     """
 
     kind: Kind
@@ -75,12 +79,12 @@ class ModelPlan:
 
 
 def resolve_model(name: str, *, trust_remote_code: bool = False) -> ModelPlan:
-    """What a model's name means; ModelError where there is no such model, or it cannot work.
+    """Find out where a model is or will come from; ModelError where there is no such model, or it cannot work.
 
-    It loads and downloads nothing; a question to the hub takes three seconds at most.
+    Nothing is loaded or downloaded; a question to the hub takes three seconds at most.
 
     Args:
-        name: a built-in name, a folder (a whole model or a LoRA adapter), a GGUF file, or a hub id.
+        name: A built-in name, a folder (a whole model or a LoRA adapter), a GGUF file, or a hub id.
     """
     path = Path(os.path.expanduser(name))
     is_path = name.startswith((".", "~", os.sep)) or name.endswith(os.sep) or name.count("/") > 1
@@ -119,27 +123,32 @@ def require_chat_template(plan: ModelPlan) -> None:
 
 
 def hub_id(name: str, folder: Path) -> str | None:
-    """What the hub calls the model `name` that was loaded from `folder`; None where it was no model of the hub."""
+    """Return the hub's id of the model `name` that was loaded from `folder`; None where it is no model of the hub."""
     named = BUILTIN[name].hub_id if name in BUILTIN else name
     is_builtin = name in BUILTIN and folder.parts[-2:] == ("builtin", name)
     return named if is_builtin or f"models--{named.replace('/', '--')}" in folder.parts else None
 
 
 def sighted_family(name: str) -> str | None:
-    """The `model_type` of a model that reads pictures, where its config is on this machine or it is made here."""
+    """Return the `model_type` of a model that reads pictures, where its config is on this machine or it is made here."""
     if name in MADE:
         return "llava"
     folder = Path(os.path.expanduser(name))
-    folder = cache_dir() / "builtin" / name if name in BUILTIN and not folder.is_dir() else folder
-    found = folder if folder.is_dir() else cached_snapshot(name) if name.count("/") == 1 else None
-    if found is not None and is_adapter(found):
-        return None if _is_its_own_base(found) else sighted_family(base_name(found))
-    config = {} if found is None else read_json(found / "config.json")
+    if name in BUILTIN and not folder.is_dir():
+        folder = cache_dir() / "builtin" / name
+    if not folder.is_dir():
+        snapshot = cached_snapshot(name) if name.count("/") == 1 else None
+        if snapshot is None:
+            return None
+        folder = snapshot
+    if is_adapter(folder):
+        return None if _is_its_own_base(folder) else sighted_family(base_name(folder))
+    config = read_json(folder / "config.json")
     return str(config.get("model_type")) if "vision_config" in config else None
 
 
 def reads_text_only(plan: ModelPlan) -> bool:
-    """False for a model whose config is not known yet."""
+    """Tell whether the model reads text only; False for a model whose config is not known yet."""
     return plan.config is not None and "vision_config" not in plan.config
 
 
@@ -154,12 +163,17 @@ def require_sight(plan: ModelPlan, row: int) -> None:
 
 def _ready_plan(kind: Kind, name: str, folder: Path, trust_remote_code: bool) -> ModelPlan:
     config = inspect_folder(folder, trust_remote_code=trust_remote_code)
-    note, longest, template = (
-        f"found in {folder}",
-        context_length(config),
-        has_chat_template(folder),
+    return ModelPlan(
+        kind,
+        name,
+        folder,
+        ready=True,
+        note=f"found in {folder}",
+        context_length=context_length(config),
+        has_chat_template=has_chat_template(folder),
+        config=config,
+        trust_remote_code=trust_remote_code,
     )
-    return ModelPlan(kind, name, folder, True, note, longest, template, config, trust_remote_code)
 
 
 def _builtin_plan(name: str, trust_remote_code: bool) -> ModelPlan:
@@ -175,25 +189,24 @@ def _builtin_plan(name: str, trust_remote_code: bool) -> ModelPlan:
 
 
 def _made_plan(name: str) -> ModelPlan:
-    folder, base = made_folder(name), MADE[name]
+    base = MADE[name]
+    folder = made_folder(name)
     if folder.is_dir():
         return _ready_plan("made", name, folder, trust_remote_code=False)
-    note = f"will be made once, in a minute or two of work, from {base} and scikit-learn's digits"
-    longest = BUILTIN[base].context_length
     return ModelPlan(
         "made",
         name,
         folder,
-        False,
-        note,
-        longest,
+        ready=False,
+        note=f"will be made once, in a minute or two of work, from {base} and scikit-learn's digits",
+        context_length=BUILTIN[base].context_length,
         has_chat_template=True,
         config={"vision_config": {}},
     )
 
 
 def made_folder(name: str) -> Path:
-    return cache_dir() / "made" / f"{name}-{_MADE_BY}"
+    return cache_dir() / "made" / f"{name}-{_MADE_VERSION}"
 
 
 def _gguf_plan(name: str, path: Path) -> ModelPlan:
@@ -250,13 +263,13 @@ def _adapter_plan(name: str, path: Path, trust_remote_code: bool) -> ModelPlan:
 
 
 def base_name(adapter: Path) -> str:
-    """What an adapter calls its base; empty where that can be no name."""
+    """Return an adapter's name of its base; empty where that can be no name."""
     name = read_json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
     return name if isinstance(name, str) and name.isprintable() and len(name) < 1000 else ""
 
 
 def _is_its_own_base(adapter: Path) -> bool:
-    """Whether one leads back to itself, by way of other adapters or at once."""
+    """Tell whether an adapter leads back to itself, through other adapters or at once."""
     seen: set[Path] = set()
     while adapter.resolve() not in seen and is_adapter(adapter):
         seen.add(adapter.resolve())
@@ -265,7 +278,7 @@ def _is_its_own_base(adapter: Path) -> bool:
 
 
 def _content_id(path: Path) -> str:
-    """A name for what the file holds now: another path, size or time counts as another content."""
+    """Return a name for the file's content: another path, size or time counts as another content."""
     status = path.stat()
     return hashlib.sha256(
         os.fsencode(f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}")
@@ -282,32 +295,34 @@ def _hub_plan(name: str, trust_remote_code: bool) -> ModelPlan:
         return plan if plan.ready else replace(plan, kind="hub")  # whose name is the hub's
     answer = ask_hub(lambda api: api.model_info(name, timeout=ANSWER_WITHIN_S))
     if answer.state != "here":
-        what = f"no model folder and no hub model {name!r} that can be loaded"
+        problem = f"no model folder and no hub model {name!r} that can be loaded"
         if answer.state == "unreachable":
-            what = f"no model folder {name!r}, and the hub cannot be reached to look for one"
+            problem = f"no model folder {name!r}, and the hub cannot be reached to look for one"
         way_out = ("" if "/" in name else nearest(name.lower(), BUILTIN)) or f"; {_WAY_OUT}"
-        raise ModelError(f"{what}: {answer.problem}{way_out}")
-    # What the hub says of a model; the checks of its folder follow the download.
-    config, files = (
-        answer.info.config or {},
-        [file.rfilename for file in answer.info.siblings or []],
-    )
+        raise ModelError(f"{problem}: {answer.problem}{way_out}")
+    # The checks of the folder follow the download.
+    config = answer.info.config or {}
+    files = [file.rfilename for file in answer.info.siblings or []]
     refuse_remote_code(f"the hub model {name}", config, trust_remote_code)
     if files and not any(file.endswith(".safetensors") for file in files):
         raise ModelError(
             f"the hub model {name} has no weights in safetensors; take another model, or convert it first"
         )
-    template = (config.get("tokenizer_config") or {}).get(
-        "chat_template"
-    ) or "chat_template.jinja" in files
-    plan = ModelPlan("hub", name, folder=None, ready=False, note="will be downloaded from the hub")
-    return replace(
-        plan, has_chat_template=True if template else None, trust_remote_code=trust_remote_code
+    tokenizer_config = config.get("tokenizer_config") or {}
+    template = tokenizer_config.get("chat_template") or "chat_template.jinja" in files
+    return ModelPlan(
+        "hub",
+        name,
+        folder=None,
+        ready=False,
+        note="will be downloaded from the hub",
+        has_chat_template=True if template else None,
+        trust_remote_code=trust_remote_code,
     )
 
 
 def _whole_snapshot(hub_id: str) -> Path | None:
-    """The hub's local copy where it is complete."""
+    """Return the hub's local copy where it is complete."""
     snapshot = cached_snapshot(hub_id)
     try:
         if snapshot is not None:

@@ -1,4 +1,4 @@
-"""A small model that sees, made of a language model and scikit-learn's digits in about a minute: `make_sighted`.
+"""Make a small model that reads pictures of digits from a language model, in about a minute: `make_sighted`.
 
 A LLaVA (arXiv 2304.08485) of the language model, a SigLIP tower (arXiv 2303.15343) and two linear layers. Only tower
 and layers are trained, and without the language model: a picture's first token becomes the embedding of the digit that
@@ -19,10 +19,8 @@ from ycore.errors import ModelError
 
 IMAGE_TOKEN = "<image>"
 STEPS, BATCH, RATE = 1600, 64, 2e-3
-_NOISE, _SHIFT = (
-    0.1,
-    1,
-)  # of the pixels, which are from -1 to 1; and how far pictures move, in pixels of the tower
+_NOISE = 0.1  # of the pixels, which are from -1 to 1
+_SHIFT = 1  # pixels by which a picture moves in training
 _TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['content'] is string %}"
     "{{ message['content'] }}{% else %}{% for block in message['content'] %}{% if block['type'] == 'image' %}"
@@ -38,19 +36,18 @@ NUM_TEST = 500
 
 @cache
 def read_digits(split: str) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
-    """The pictures of a split, (N, 8, 8) from 0 to 255 and white on black, and what each shows."""
+    """Return the pictures of a split, (N, 8, 8) from 0 to 255 and white on black, and the digit of each, (N,)."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
         raise ModelError(
             "the digits come with scikit-learn: pip install 'ycore[pictures]'"
         ) from None
-    found = load_digits()
-    order = np.random.default_rng(0).permutation(len(found.target))
-    chosen = order[:NUM_TEST] if split == "test" else order[NUM_TEST:]
-    return np.round(found.images[chosen] * (255 / 16)).astype(np.uint8), found.target[
-        chosen
-    ].astype(np.int64)
+    digits = load_digits()
+    order = np.random.default_rng(0).permutation(len(digits.target))
+    rows = order[:NUM_TEST] if split == "test" else order[NUM_TEST:]
+    pictures = np.round(digits.images[rows] * (255 / 16)).astype(np.uint8)
+    return pictures, digits.target[rows].astype(np.int64)
 
 
 def make_sighted(base: Path, folder: Path) -> None:
@@ -95,7 +92,7 @@ def make_sighted(base: Path, folder: Path) -> None:
 
 
 def vision_config(text: Any, tower: Any, image_token_id: int) -> Any:
-    """A LLaVA's config: a language model that reads what a SigLIP tower and two linear layers make of a picture."""
+    """Return a LLaVA's config: a language model, a SigLIP tower, and two linear layers between them."""
     from transformers import LlavaConfig
 
     return LlavaConfig(
@@ -113,8 +110,10 @@ def vision_config(text: Any, tower: Any, image_token_id: int) -> Any:
 
 
 def processor_of(tower: Any, tokenizer: Any, template: str) -> Any:
-    """What makes a picture the pixels of a SigLIP tower: its side, -1 to 1. By Pillow, so that it needs no other
-    library. LLaVA's processor wants a `crop_size`."""
+    """Return a processor that scales pictures to the side of a SigLIP tower and to -1 to 1.
+
+    It uses Pillow, so that it needs no other library. LLaVA's processor wants a `crop_size`.
+    """
     from transformers import LlavaProcessor, SiglipImageProcessorPil
 
     size = {"height": tower.image_size, "width": tower.image_size}
@@ -129,15 +128,15 @@ def processor_of(tower: Any, tokenizer: Any, template: str) -> Any:
 
 
 def _align(model: Any, processor: Any) -> float:
-    """Train tower and projector; the share of the digits kept aside whose first token is nearest to the right word."""
+    """Train tower and projector; return the share of test digits whose first token is nearest to the right word."""
     import torch
 
     words, space = _targets(model, processor.tokenizer)
     scale = words.var()
     pixels, labels = _pictures(processor, "train")
-    eyes = [model.model.vision_tower, model.model.multi_modal_projector]
-    trained = [weight for one in eyes for weight in one.parameters()]
-    optimizer = torch.optim.AdamW(trained, lr=RATE)
+    trained = [model.model.vision_tower, model.model.multi_modal_projector]
+    parameters = [weight for module in trained for weight in module.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=RATE)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / STEPS)
     draw = torch.Generator().manual_seed(0)
     for _ in range(STEPS):
@@ -163,13 +162,13 @@ def _align(model: Any, processor: Any) -> float:
 
 
 def _targets(model: Any, tokenizer: Any) -> tuple[Any, Any]:
-    """The embeddings of the ten digits, (10, H), and of a space, (H,)."""
+    """Return the embeddings of the ten digits, (10, H), and of a space, (H,)."""
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (*"0123456789", " ")]
-    if any(len(one) != 1 for one in ids):
+    if any(len(tokens) != 1 for tokens in ids):
         raise ModelError(
             "the eyes learn words of one token, and this tokenizer cuts a digit or a space in several"
         )
-    rows = model.get_input_embeddings().weight.detach()[[one[0] for one in ids]]
+    rows = model.get_input_embeddings().weight.detach()[[tokens[0] for tokens in ids]]
     return rows[:10], rows[10]
 
 
@@ -179,17 +178,17 @@ def _pictures(processor: Any, split: str) -> tuple[Any, Any]:
 
     pictures, digits = read_digits(split)
     opened = [Image.fromarray(picture).convert("RGB") for picture in pictures]
-    found = processor.image_processor(images=opened, return_tensors="pt")
-    return found["pixel_values"], torch.from_numpy(digits)
+    inputs = processor.image_processor(images=opened, return_tensors="pt")
+    return inputs["pixel_values"], torch.from_numpy(digits)
 
 
 def _moved(pixels: Any, draw: Any) -> Any:
-    """Each picture up to `_SHIFT` pixels aside, with noise."""
+    """Move each picture up to `_SHIFT` pixels aside, and add noise."""
     import torch
 
     shifts = torch.randint(-_SHIFT, _SHIFT + 1, (len(pixels), 2), generator=draw).tolist()
     moved = [
-        torch.roll(one, (down, right), dims=(1, 2))
-        for one, (down, right) in zip(pixels, shifts, strict=True)
+        torch.roll(picture, (down, right), dims=(1, 2))
+        for picture, (down, right) in zip(pixels, shifts, strict=True)
     ]
     return torch.stack(moved) + _NOISE * torch.randn(pixels.shape, generator=draw)

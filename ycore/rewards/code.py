@@ -20,7 +20,7 @@ from ycore.config.schema import RewardConfig, Strict
 from ycore.errors import RewardError
 from ycore.rewards.answers import text_of
 from ycore.rewards.builtin import CODE
-from ycore.sandbox.programs import UnitTestResult
+from ycore.sandbox.program_pool import UnitTestResult
 from ycore.types import Content, Prompt
 
 TEST_COLUMNS = ("tests", "test_list", "test")

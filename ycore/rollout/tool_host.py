@@ -27,9 +27,14 @@ from pathlib import Path
 from typing import Any
 
 from ycore.rollout import ToolRefused
-from ycore.rollout.games import GAMES, game_class
+from ycore.rollout.environments import (
+    GAMES,
+    OPENENV_PREFIX,
+    LocalEnvironment,
+    game_class,
+    openenv_local,
+)
 from ycore.rollout.mcp_server import MCP_PREFIX, McpServer, ServerEnded
-from ycore.rollout.openenv_local import OPENENV_PREFIX, LocalEnvironment, openenv_local
 from ycore.sandbox.channel import Channel
 
 PYTHON = "python"

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError, RewardError
+from ycore.rollout.environments import OPENENV_PREFIX
 from ycore.rollout.mcp_server import MCP_PREFIX
-from ycore.rollout.openenv_local import OPENENV_PREFIX
 from ycore.rollout.tool_host import MAX_TEXT, PYTHON
 from ycore.sandbox import Confinement, Limits, View
 from ycore.sandbox.confined_worker import (
@@ -34,7 +34,7 @@ from ycore.sandbox.confined_worker import (
     reply_in,
 )
 from ycore.sandbox.level import choose_level, require_sandbox
-from ycore.sandbox.programs import PROGRAM_LIMITS
+from ycore.sandbox.program_pool import PROGRAM_LIMITS
 from ycore.sandbox.user_code import user_code_confinement
 from ycore.types import NO_PROMPT, Prompt, Score
 

@@ -13,11 +13,11 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from ycore.config.learner_rules import teaches_alone
 from ycore.config.schema import Offload, RunConfig
 from ycore.data.prompts import PromptSet, load_prompts
-from ycore.engine import NEVER, Engine, Sampling
-from ycore.engine.server import Server, restart_timeout_s
+from ycore.engine import NEVER, Engine, Sampling, WeightSource
+from ycore.engine.kinds import KINDS, EngineKind
+from ycore.engine.server import Server
 from ycore.engine.sight import Sight, image_token_ids, load_sight
 from ycore.engine.sleeping import SleepingEngine, SleepTogether
-from ycore.engine.vllm_engine import VllmEngine
 from ycore.errors import DataError
 from ycore.judge.agreement import judge_questions, trains_a_judge
 from ycore.placement.allocator import Allocator
@@ -26,14 +26,14 @@ from ycore.placement.placement import ALLOCATOR, ROLLOUT, SlotPool, in_order, pa
 from ycore.placement.remote_allocator import RemoteAllocator
 from ycore.placement.shared_allocator import home_rank
 from ycore.placement.slots import Sleeper, Slots
-from ycore.rollout.build import RunDialogues, build_writer
 from ycore.rollout.tool_pool import ToolSet, describe_tools
+from ycore.rollout.writers import RunDialogues, build_writer
 from ycore.round.ahead import ControllerAhead
 from ycore.round.curriculum import Curriculum, guesses_from
 from ycore.round.journal import Journal
 from ycore.round.loop import ShareWeights
 from ycore.round.peers import Peers
-from ycore.round.sampling import WHOLE, Cost, DrawSource, Rules, Shard, dust_of
+from ycore.round.sampling import WHOLE, Cost, DrawSource, Rules, Shard
 from ycore.round.step import Controller
 from ycore.run.files import read_json
 from ycore.run.images import ImageStore
@@ -42,6 +42,7 @@ from ycore.run.reports import this_rank
 from ycore.run.secrets import load_config
 from ycore.run.trace import TraceWriter
 from ycore.scoring.constraints import Constraints
+from ycore.scoring.group_rewards import min_stds, normalizes_each_reward
 from ycore.scoring.scorers import build_scoring
 from ycore.scoring.scoring import Policy, ScorerEngines, scorer_servers
 from ycore.types import Prompt
@@ -77,7 +78,7 @@ class EngineList:
 
 @dataclass(frozen=True)
 class Assembly:
-    """The parts of a run's controller. Example: `parts = assemble(root); parts.controller(parts.vllm_engines())`."""
+    """The parts of a run's controller. Example: `parts = assemble(root); parts.controller(parts.engines())`."""
 
     folder: RunFolder
     config: RunConfig
@@ -256,7 +257,8 @@ class Assembly:
             constraints=Constraints.of(config),
             in_order=config.deterministic,
             oversample=1.0 if evaluates else config.sampling.oversample,
-            dust=dust_of(config.rewards, config.sampling.dust),
+            min_stds_R=min_stds(config.rewards, config.sampling.dust),
+            normalizes_each=normalizes_each_reward(config),
             # One more than fits, so that no engine waits for the controller to notice that a group has ended. With
             # tools all at once: while they answer, nobody can tell how many fit.
             max_in_flight=None
@@ -267,24 +269,33 @@ class Assembly:
     @property
     def _shares_slots(self) -> bool:
         """Whether all ranks of the machine use all of its slots; otherwise a rank generates by itself."""
-        return self.started.kind == "vllm"
+        return self.kind.has_servers
 
-    def vllm_engines(self) -> list[VllmEngine]:
-        """This rank's clients of all rollout engines of the machine. It sends weights to those of its own slots."""
+    @property
+    def kind(self) -> EngineKind:
+        return KINDS[self.started.kind]
+
+    def engines(self, model: Any = None, *, source: WeightSource | None = None) -> list[Engine]:
+        """Return this rank's clients of all rollout engines of the machine, or one engine that writes with `model`.
+
+        Args:
+            model: The policy in this process, for a kind of engine without servers.
+            source: The policy's weights in this process, for `engine.sync=ipc`.
+        """
+        if not self.kind.has_servers:
+            return [self.kind.in_process(model, self.tokenizer, self.sampling(), self.sight)]
         settings, names, homes = self.config.engine, self.started.engines, self._homes
         own = {name for slot in homes for name in self._on_slot(names, slot)}
         return [
-            VllmEngine(
+            self.kind.client(
                 name,
                 self.folder.socket(name),
                 self.sampling(),
-                request_timeout_s=settings.request_timeout_s,
-                restart_timeout_s=restart_timeout_s(settings),
-                min_verified=settings.min_verified,
+                settings,
                 sleeps=self.started.sleeps and name in own,
                 is_home=name in own,
                 sight=self.sight,
-                drafts=settings.drafts > 0,
+                source=source,
             )
             for name in names
         ]
@@ -325,8 +336,8 @@ class Assembly:
         The policy's weights are sent again before use, so its engines drop them. For a model with frozen weights the
         level of sleep is learned, for all slots of the rank at once.
         """
-        policy = [engine.sleeper for engine in engines if isinstance(engine, VllmEngine)]
-        models: dict[str, list[Sequence[SleepingEngine | None]]] = {ROLLOUT: [policy]}
+        policy = [engine.sleeper for engine in engines]
+        models: dict[str, list[Sequence[Sleeper | None]]] = {ROLLOUT: [policy]}
         for scorer in self.started.scorers:
             levels, servers = (
                 SleepLevels(),
@@ -336,7 +347,7 @@ class Assembly:
                 [SleepingEngine(server, levels=levels) for server in servers]
             )
 
-        def on_slot(engines: Sequence[SleepingEngine | None], slot: int) -> list[SleepingEngine]:
+        def on_slot(engines: Sequence[Sleeper | None], slot: int) -> list[Sleeper]:
             return [engine for engine in self._on_slot(engines, slot) if engine is not None]
 
         return {

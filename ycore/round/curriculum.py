@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ycore.errors import DataError
+from ycore.scoring.group_rewards import TOLERANCE
 from ycore.types import Prompt
 
 _MEMORY = 0.5  # weight that a group keeps when the prompt's next one comes
 _PRIOR = 0.1  # groups that the first guess of a prompt counts for
-_SAME = 1e-6  # rewards nearer than this are the same, as in `sampling.can_teach`
 
 Told = tuple[int, float, float]
 """The prompt's row, `chance_of` its group, and the group's mean reward."""
@@ -27,7 +27,7 @@ def chance_of(totals_G: Sequence[float]) -> float:
     Each completion is drawn from those of the group, with replacement: 1 - sum over the different rewards v of
     (n_v / G)^G. With k of G right it is 1 - (k/G)^G - (1 - k/G)^G.
     """
-    size, counts = len(totals_G), Counter(round(total / _SAME) for total in totals_G)
+    size, counts = len(totals_G), Counter(round(total / TOLERANCE) for total in totals_G)
     return 1 - sum((count / size) ** size for count in counts.values()) if size > 1 else 0.0
 
 
@@ -87,7 +87,7 @@ class Curriculum:
             seen = self._seen.setdefault(row, _Seen())
             seen.taught = seen.taught * _MEMORY + chance
             seen.groups = seen.groups * _MEMORY + 1
-            solved = reward > self._best * (self._drop_at if self._best > 0 else 1) - _SAME
+            solved = reward > self._best * (self._drop_at if self._best > 0 else 1) - TOLERANCE
             seen.solved = seen.solved + 1 if solved and (chance == 0 or self._drop_at < 1) else 0
 
     @property

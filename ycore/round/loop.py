@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from ycore.engine import Engine, Halting
+from ycore.engine import Engine
 from ycore.errors import Interrupted, YcoreError
 from ycore.placement.placement import ROLLOUT
 from ycore.placement.slots import Slots
@@ -363,9 +363,8 @@ class RankLoop:
     async def halt(self) -> None:
         """End the round: have the engines give back what they write, as far as it is."""
         self._is_over = True
-        writers = [engine for engine in self.engines if isinstance(engine, Halting)]
-        while any(engine.in_flight for engine in writers):
-            await asyncio.gather(*(engine.abort() for engine in writers))
+        while any(engine.in_flight for engine in self.engines):
+            await asyncio.gather(*(engine.abort() for engine in self.engines))
             await asyncio.sleep(_ABORT_EVERY_S)
 
     def count(self, group: Group) -> None:

@@ -1,18 +1,15 @@
 """What a round took: counts of this rank that are added up over all ranks and become the step's metrics."""
 
-import asyncio
 import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence, Sized
 
 from ycore.engine import Engine
-from ycore.engine.drafts import Drafted
-from ycore.engine.vllm_engine import VllmEngine
 from ycore.placement.slots import AddUp
 from ycore.round.peers import Peers
-from ycore.round.sampling import total_reward
 from ycore.run.meter import Meter
+from ycore.scoring.group_rewards import total_reward
 from ycore.types import Group
 
 
@@ -39,7 +36,7 @@ class RoundMeter:
         environments: Sequence[str] = (),
     ) -> None:
         self._environments = environments
-        self._vllm = [engine for engine in engines if isinstance(engine, VllmEngine)]
+        self._engines = engines
         self._peers, self._surplus = peers, surplus
         self._bytes_reported, self._restarts_reported = peers.bytes_sent, 0
         self.begin()
@@ -49,7 +46,7 @@ class RoundMeter:
         self.rewards: list[float] = []
         self.rewards_in: dict[str, list[float]] = {name: [] for name in self._environments}
         self.problems: Counter[str] = Counter()
-        self.drafted = Drafted()
+        self.num_drafted = self.num_accepted = 0.0
         self.generate_s = self.seconds = 0.0
         self._began = time.perf_counter()
 
@@ -57,11 +54,12 @@ class RoundMeter:
         self.generate_s = time.perf_counter() - self._began
 
     async def note_drafts(self) -> None:
-        """Ask this rank's own engines what their drafts did in the round."""
-        drafting = [engine for engine in self._vllm if engine.drafts and engine.is_home]
-        self.drafted = sum(
-            await asyncio.gather(*(engine.take_drafts() for engine in drafting)), Drafted()
-        )
+        """Ask this rank's own engines how many tokens they drafted in the round, and how many were accepted."""
+        for engine in self._engines:
+            if engine.is_home:
+                drafted, accepted = await engine.take_drafts()
+                self.num_drafted += drafted
+                self.num_accepted += accepted
 
     def count(self, group: Group, weights_R: Sequence[float]) -> None:
         totals = [total_reward(scores_R, weights_R) for scores_R in group.scores_GR]
@@ -81,7 +79,7 @@ class RoundMeter:
     def take(self) -> Sequence[float]:
         moved = self._peers.bytes_sent - self._bytes_reported
         self._bytes_reported += moved
-        restarts = sum(engine.restarts for engine in self._vllm)
+        restarts = sum(engine.restarts for engine in self._engines)
         new_restarts, self._restarts_reported = restarts - self._restarts_reported, restarts
         reward_sum = math.fsum(
             self.rewards
@@ -95,23 +93,27 @@ class RoundMeter:
             new_restarts,
         )
         each = [count for one in self.rewards_in.values() for count in (math.fsum(one), len(one))]
-        return [reward_sum, len(self.rewards), *self.drafted, *counts, *each]
+        return [reward_sum, len(self.rewards), self.num_drafted, self.num_accepted, *counts, *each]
 
     def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
-        reward_sum, num_scored, *drafts, num_tokens, num_masked, drawn, surplus, moved, restarts = (
-            sums[:12]
-        )
-        drafted, each = Drafted(*drafts), sums[12:]
+        (
+            reward_sum,
+            num_scored,
+            drafted,
+            accepted,
+            num_tokens,
+            num_masked,
+            drawn,
+            surplus,
+            moved,
+            restarts,
+        ) = sums[:10]
+        each = sums[10:]
         in_each = zip(self._environments, each[::2], each[1::2], strict=True)
         return {
             **({"ycore/reward": reward_sum / num_scored} if num_scored else {}),
             **{f"ycore/reward/{name}": total / number for name, total, number in in_each if number},
-            **(
-                {"ycore/drafts/accepted": drafted.accepted / drafted.tokens}
-                if drafted.tokens
-                else {}
-            ),
-            **({"ycore/drafts/gain": drafted.plain_s / drafted.seconds} if drafted.seconds else {}),
+            **({"ycore/drafts/accepted": accepted / drafted} if drafted else {}),
             "ycore/tokens_per_s": num_tokens / self.seconds,
             "ycore/masked": num_masked,
             "ycore/sampling/drawn": drawn,
@@ -123,7 +125,7 @@ class RoundMeter:
     def own_metrics(self, *, rate: float, syncs: bool) -> dict[str, float]:
         """Those of this rank alone. `rate` is the expected yield, `syncs` whether engines are sent weights."""
         metrics = {"ycore/time/generate": self.generate_s, "ycore/sampling/yield": rate}
-        home = [engine for engine in self._vllm if engine.is_home]
+        home = [engine for engine in self._engines if engine.is_home]
         if syncs and home:
             metrics["ycore/sync_proved"] = home[-1].verified_share
         return metrics

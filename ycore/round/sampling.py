@@ -4,21 +4,16 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from itertools import zip_longest
-from statistics import fmean, pstdev
+from statistics import fmean
 from typing import Any, Self
 
-from ycore.config.schema import RewardConfig
 from ycore.data.prompts import PromptOrder
 from ycore.errors import DataError
 from ycore.round.curriculum import Curriculum
 from ycore.round.peers import Counts, Peers, Tally
 from ycore.scoring.constraints import Constraints
-from ycore.types import Draw, Finished, Group, Prompt, Score
+from ycore.types import Draw, Finished, Group, Prompt
 
-TOLERANCE = (
-    1e-6  # rewards nearer than this count as equal: sums of floats are seldom equal to the bit
-)
 MEMORY = (
     0.97  # weight that an observation keeps when the next one comes: about the last 33 groups count
 )
@@ -119,7 +114,8 @@ class Rules:
         max_in_flight: groups that this rank's engines can write at once. More stay unclaimed, for a rank that is free.
         oversample: groups in flight for each that is expected to be needed. Above 1 a round is over as soon as it has
             enough, and what is not whole goes on in the next (`rollout.carried`).
-        dust: deviation of a group's rewards below which it does not teach (`dust_of`).
+        min_stds_R: standard deviations of rewards below which they do not teach (`group_rewards.min_stds`).
+        normalizes_each: see `group_rewards.normalizes_each_reward`.
     """
 
     group_size: int
@@ -136,70 +132,8 @@ class Rules:
     in_order: bool = False
     max_in_flight: int | None = None
     oversample: float = 1.0
-    dust: float = 0.0
-
-
-def dust_of(rewards: Sequence[RewardConfig], share: float, *, span: float = 0.0) -> float:
-    """So much of the range of the rewards' weighted sum; a reward that declares none counts with `span`."""
-    spans = [spec.range[1] - spec.range[0] if spec.range is not None else span for spec in rewards]
-    return share * math.fsum(
-        abs(spec.weight) * own for spec, own in zip(rewards, spans, strict=True)
-    )
-
-
-def total_reward(scores_R: Sequence[Score], weights_R: Sequence[float]) -> float | None:
-    """The weighted sum over the reward sources that gave a value; None when none did.
-
-    A source of weight 0 is measured only: it is no reward where the others gave none, unless there are no others.
-    """
-    counted = [place for place, weight in enumerate(weights_R) if weight] or range(len(weights_R))
-    known = [
-        weights_R[place] * value
-        for place in counted
-        if (value := scores_R[place].value) is not None
-    ]
-    return sum(known) if known else None
-
-
-def compared_rewards(
-    group: Group, weights_R: Sequence[float], constraints: Constraints | None = None
-) -> list[float | None]:
-    """Of each completion, as it is compared with the others of its group; None where nothing could score it."""
-    totals = [total_reward(scores_R, weights_R) for scores_R in group.scores_GR]
-    return totals if constraints is None else constraints.compared(totals, group.scores_GR)
-
-
-def can_teach(
-    group: Group,
-    weights_R: Sequence[float],
-    *,
-    alone: bool = False,
-    dust: float = 0.0,
-    constraints: Constraints | None = None,
-) -> bool:
-    """Whether any advantage of the group differs from zero (dynamic sampling, DAPO, arXiv 2503.14476, section 3.2).
-
-    That takes two scored completions whose rewards differ by more than `TOLERANCE`, and rewards that deviate by `dust`
-    or more from their mean (the root of the mean square). Where the prompt's greedy
-    completion is the baseline (ReMax), one completion whose reward differs from the baseline's is enough. With `alone`
-    (`Rules.teaches_alone`) one scored completion is enough. Rewards of turns that differ teach too.
-    """
-    totals = compared_rewards(group, weights_R, constraints)
-    known = [total for total in totals if total is not None]
-    if group.greedy_scores_R is not None:
-        baseline = total_reward(group.greedy_scores_R, weights_R)
-        return baseline is not None and any(abs(total - baseline) > TOLERANCE for total in known)
-    if alone or len(known) < 2:
-        return alone and bool(known)
-    counted = [
-        own for own, total in zip(group.turn_rewards, totals, strict=True) if total is not None
-    ]
-    at_turns = [[one for one in rewards if one is not None] for rewards in zip_longest(*counted)]
-    return any(
-        max(rewards) - min(rewards) > TOLERANCE and pstdev(rewards) >= dust
-        for rewards in (known, *at_turns)
-        if rewards
-    )
+    min_stds_R: tuple[float, ...] | None = None
+    normalizes_each: bool = False
 
 
 @dataclass(slots=True)

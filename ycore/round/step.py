@@ -17,9 +17,10 @@ from ycore.round.curriculum import lesson_of
 from ycore.round.journal import Committed
 from ycore.round.loop import RankLoop
 from ycore.round.peers import Offer, deal_groups
-from ycore.round.sampling import Quota, can_teach, compared_rewards
+from ycore.round.sampling import Quota
 from ycore.run.tasks import ending, next_finished, together
 from ycore.run.trace import ROUND, SYNC
+from ycore.scoring.group_rewards import can_teach, compared_rewards
 from ycore.scoring.scoring import PendingGroup
 from ycore.types import Completion, Draw, Finished, Group, Prompt
 
@@ -119,7 +120,12 @@ class Controller(RankLoop):
             self.carrier.finish_group(draw)
         weights, constraints = rules.reward_weights, rules.constraints
         teaches = can_teach(
-            group, weights, alone=rules.teaches_alone, dust=rules.dust, constraints=constraints
+            group,
+            weights,
+            alone=rules.teaches_alone,
+            min_stds_R=rules.min_stds_R,
+            constraints=constraints,
+            normalizes_each=rules.normalizes_each,
         )
         return Finished(group, teaches, lesson_of(compared_rewards(group, weights, constraints)))
 

@@ -1,1 +1,1 @@
-"""What a run leaves on disk: where each thing lies (`paths`), how it is written, and when it counts."""
+"""The files of a run: their paths, how they are written so that a kill leaves them whole, and how a run resumes."""

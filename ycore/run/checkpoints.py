@@ -6,7 +6,6 @@ checkpoints/damaged-checkpoint-6/       did not verify; passed over, never delet
 """
 
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Iterable
@@ -20,7 +19,7 @@ from ycore.errors import RunFolderError
 from ycore.run.files import seal, sync, unseal, write_bytes_atomic
 from ycore.run.text import Say
 
-SCHEMA = 2  # 1 was the body alone, which is still read
+SCHEMA = 2
 MIN_KEPT = 2  # checkpoints that are kept whatever the settings say: one may turn out damaged
 
 _MANIFEST = "manifest.json"
@@ -28,18 +27,12 @@ _PREFIX = "checkpoint-"
 _SAVING = ".saving-"
 _DROPPING = ".dropping-"
 _OPTIMIZER = "optimizer.pt"  # whole: one state for all ranks
-_UNSEALED = b"{\n"  # how a manifest of schema 1 begins
-_WEIGHTS = {
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".distcp",
-}  # of a model, or of a sharded one with its optimizer
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".distcp"}
+"""Suffixes of a model's weights, or of the shards of a model and its optimizer."""
 
 
 class Fingerprint(BaseModel):
-    """Of a file as it was written."""
+    """Size and sha256 of a file as it was written."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -48,7 +41,7 @@ class Fingerprint(BaseModel):
 
 
 class Manifest(BaseModel):
-    """What a checkpoint is and what it consists of; names of `files` are relative to its folder."""
+    """The files of a checkpoint; their names are relative to its folder."""
 
     model_config = ConfigDict(strict=True)
 
@@ -66,15 +59,15 @@ def step_of(checkpoint: Path) -> int:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Every published checkpoint, oldest first; none of them is read or verified."""
-    found = [
-        path for path in folder.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdigit()
-    ]
-    return sorted(found, key=step_of)
+    """Return every published checkpoint, oldest first; none of them is read or verified."""
+    paths = folder.glob(f"{_PREFIX}*")
+    return sorted(
+        (path for path in paths if path.name.removeprefix(_PREFIX).isdigit()), key=step_of
+    )
 
 
 def staging(folder: Path, step: int) -> Path:
-    """The folder in which to write `checkpoint-STEP` before it is published."""
+    """Return the folder in which to write `checkpoint-STEP` before it is published."""
     return folder / f"{_SAVING}{_PREFIX}{step}"
 
 
@@ -91,7 +84,8 @@ def publish(folder: Path, step: int, *, world: int) -> Path:
     Returns:
         The checkpoint's folder.
     """
-    staged, place = staging(folder, step) / f"{_PREFIX}{step}", checkpoint_of(folder, step)
+    staged = staging(folder, step) / f"{_PREFIX}{step}"
+    place = checkpoint_of(folder, step)
     files = sorted(path for path in staged.rglob("*") if path.is_file() and path.name != _MANIFEST)
     for path in files:
         sync(path)
@@ -111,12 +105,11 @@ def publish(folder: Path, step: int, *, world: int) -> Path:
     return place
 
 
-def read_manifest(checkpoint: Path) -> Manifest:
-    """RunFolderError where the manifest is missing or damaged, or lists too little to go on from."""
+def read_checkpoint_manifest(checkpoint: Path) -> Manifest:
+    """Return a checkpoint's manifest; RunFolderError where it is missing or damaged, or lists too little."""
     path = checkpoint / _MANIFEST
     try:
-        data = path.read_bytes()
-        content = json.loads(data) if data.startswith(_UNSEALED) else unseal(data, schema=SCHEMA)[1]
+        _, content = unseal(path.read_bytes(), schema=SCHEMA)
         manifest = Manifest.model_validate(content)
     except FileNotFoundError:
         raise RunFolderError(f"{_MANIFEST} is missing, which is written last") from None
@@ -134,21 +127,22 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def _lacking(manifest: Manifest) -> str | None:
-    """What every checkpoint has, whatever trains it, and this one has not."""
+    """Return what this checkpoint lacks of that which every checkpoint has, whatever trains it."""
     needed = ["trainer_state.json", "rng_state.pth"]
     if manifest.world > 1:
         needed[1:] = [f"rng_state_{rank}.pth" for rank in range(manifest.world)]
-    lacking = next((name for name in needed if name not in manifest.files), None)
-    has_weights = any(
-        Path(name).suffix in _WEIGHTS and name not in needed for name in manifest.files
-    )
-    return lacking or (None if has_weights else "weights")
+    for name in needed:
+        if name not in manifest.files:
+            return name
+    if any(Path(name).suffix in _WEIGHTS and name not in needed for name in manifest.files):
+        return None
+    return "weights"
 
 
-def problem_of(checkpoint: Path) -> str | None:
-    """Why a checkpoint does not verify, in a few words; None where every file is there, whole and unchanged."""
+def checkpoint_problem(checkpoint: Path) -> str | None:
+    """Say in a few words why a checkpoint does not verify; None where every file is there, whole and unchanged."""
     try:
-        manifest = read_manifest(checkpoint)
+        manifest = read_checkpoint_manifest(checkpoint)
         if manifest.step != step_of(checkpoint):
             return f"its manifest is of step {manifest.step}"
         return _first_damage(checkpoint, manifest.files)
@@ -163,14 +157,14 @@ def _first_damage(checkpoint: Path, expected: dict[str, Fingerprint]) -> str | N
             return f"{name} is missing"
         if path.stat().st_size != expected[name].bytes:
             return f"{name} has {path.stat().st_size} bytes, {expected[name].bytes} were written"
-    for name, found in zip(paths, _fingerprints(paths.values()), strict=True):
-        if found != expected[name]:
+    for name, fingerprint in zip(paths, _fingerprints(paths.values()), strict=True):
+        if fingerprint != expected[name]:
             return f"{name} has changed: its sha256 is not the one that was written"
     return None
 
 
 def newest_whole(folder: Path, *, say: Say) -> Path | None:
-    """The latest checkpoint that verifies; None where no checkpoint was ever saved.
+    """Return the latest checkpoint that verifies; None where no checkpoint was ever saved.
 
     Args:
         say: takes a line for each damaged checkpoint, which is moved aside and passed over.
@@ -180,7 +174,7 @@ def newest_whole(folder: Path, *, say: Say) -> Path | None:
     """
     reasons = []
     for checkpoint in reversed(checkpoints_in(folder)):
-        problem = problem_of(checkpoint)
+        problem = checkpoint_problem(checkpoint)
         if problem is None:
             return checkpoint
         moved = _move(checkpoint, "damaged-")
@@ -195,7 +189,7 @@ def newest_whole(folder: Path, *, say: Say) -> Path | None:
 
 
 def newest_for(folder: Path, *, world: int, say: Say) -> Path | None:
-    """Like `newest_whole`, after what a killed save left is cleared away, and `check_ranks`."""
+    """Clear away what a killed save left, and return the newest checkpoint that verifies and fits `world` ranks."""
     clear_leftovers(folder)
     newest = newest_whole(folder, say=say)
     if newest is not None:
@@ -205,7 +199,7 @@ def newest_for(folder: Path, *, world: int, say: Say) -> Path | None:
 
 def check_ranks(checkpoint: Path, *, world: int) -> None:
     """RunFolderError where another number of ranks saved the checkpoint, and `world` ranks cannot go on from it."""
-    manifest = read_manifest(checkpoint)
+    manifest = read_checkpoint_manifest(checkpoint)
     if manifest.world == world:
         return
     problem = None
@@ -224,7 +218,7 @@ def check_ranks(checkpoint: Path, *, world: int) -> None:
 
 
 def controller_file(rank: int) -> str:
-    """Of a run with rollouts: the name of what this rank's controller saved."""
+    """Return the name of the file in which this rank's controller saves its state."""
     return f"controller-{rank}.json"
 
 
@@ -247,14 +241,14 @@ def drop_oldest(folder: Path, *, keep: int | None) -> list[Path]:
 
 def clear_leftovers(folder: Path) -> list[str]:
     """Remove what a killed save or a killed removal left; return the names."""
-    left = [path for prefix in (_SAVING, _DROPPING) for path in folder.glob(f"{prefix}*")]
-    for path in left:
+    leftovers = [*folder.glob(f"{_SAVING}*"), *folder.glob(f"{_DROPPING}*")]
+    for path in leftovers:
         shutil.rmtree(path)
-    return [path.name for path in left]
+    return [path.name for path in leftovers]
 
 
 def size_of(checkpoint: Path) -> int:
-    """The size of all its files, in bytes."""
+    """Return the size of all its files, in bytes."""
     return sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
 
 
@@ -268,7 +262,8 @@ def _drop(checkpoint: Path) -> None:
 
 
 def _move(checkpoint: Path, prefix: str) -> Path:
-    place, count = checkpoint.with_name(prefix + checkpoint.name), 1
+    place = checkpoint.with_name(prefix + checkpoint.name)
+    count = 1
     while place.exists():
         count += 1
         place = checkpoint.with_name(f"{prefix}{checkpoint.name}-{count}")
@@ -278,13 +273,12 @@ def _move(checkpoint: Path, prefix: str) -> Path:
 
 
 def _fingerprints(files: Iterable[Path]) -> list[Fingerprint]:
-    """Of each; hashing releases the interpreter, so several files go at once."""
+    """Hash several files at once, as hashing releases the interpreter."""
 
     def fingerprint(path: Path) -> Fingerprint:
         with path.open("rb") as file:
-            return Fingerprint(
-                bytes=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest()
-            )
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        return Fingerprint(bytes=path.stat().st_size, sha256=sha256)
 
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         return list(pool.map(fingerprint, files))

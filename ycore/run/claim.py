@@ -1,4 +1,4 @@
-"""Claim a folder for a run: one run a folder, one process at a time, and nothing that belongs to others touched.
+"""Claim a folder for a run: one run a folder, one process at a time, and nobody else's files touched.
 
 A run goes on only as the run that began: with its settings, and with the same content of rows, model and rewards.
 """
@@ -17,12 +17,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from ycore.errors import RunFolderError
 from ycore.run.files import make_folder, read_json, sync, write_json_atomic
-from ycore.run.paths import RunFolder
-from ycore.run.run_id import LOCK, keep_run_id
+from ycore.run.paths import LOCK, RunFolder, keep_run_id
 from ycore.run.secrets import check_secrets, redact, redact_command
 
 _LOCK_WITHIN_S = 6.0  # what a guardian takes to clear away a run whose launcher was killed
@@ -82,7 +81,7 @@ def _try_lock(descriptor: int, kind: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """How a run goes on: from the checkpoint of `step` (0 is the beginning, None the newest), changed or as it was."""
+    """Where a run resumes, at the checkpoint of `step` (0 is the beginning, None the newest), and with which changes."""
 
     step: int | None = None
     accept_changes: bool = False
@@ -106,32 +105,42 @@ def claim(folder: RunFolder, config: BaseModel, *, resume: bool) -> Claim:
     """
     check_claim(folder, config, resume=resume)
     make_folder(folder.root)
-    held = Claim(folder)
+    folder_claim = Claim(folder)
     try:
-        check_claim(
-            folder, config, resume=resume
-        )  # again: another command may have had the folder since
+        # Again: another command may have had the folder since.
+        check_claim(folder, config, resume=resume)
         for inner in (folder.logs, folder.checkpoints):
             inner.mkdir(mode=0o700, exist_ok=True)
         folder.summary.unlink(missing_ok=True)
         sync(folder.root)  # before run.json may promise more steps than this summary had
         write_description(folder, config, resume=resume)
     except BaseException:
-        held.release()
+        folder_claim.release()
         raise
-    return held
+    return folder_claim
 
 
 def check_claim(
-    folder: RunFolder, config: BaseModel, *, resume: bool, how: Resume = AS_IT_WAS
+    folder: RunFolder, config: BaseModel, *, resume: bool, resume_options: Resume = AS_IT_WAS
 ) -> None:
     """Raise what `claim` would raise, but write nothing and wait for no lock.
 
     Args:
-        how: which checkpoint the resumed run starts from, and which changed settings it accepts.
+        resume_options: which checkpoint the resumed run starts from, and which changed settings it accepts.
     """
     check_secrets(config.model_dump(mode="json"))
-    root = folder.root
+    _check_writable(folder.root)
+    if folder.config.is_file():
+        _check_same_run(folder, config, resume=resume, resume_options=resume_options)
+    elif resume:
+        raise RunFolderError(
+            f"--resume needs the folder of a run, and {folder.root} holds no run.json; leave it out"
+        )
+    else:
+        _check_unused(folder.root)
+
+
+def _check_writable(root: Path) -> None:
     if not os.path.lexists(root):
         parent = next(path for path in root.absolute().parents if os.path.lexists(path))
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
@@ -143,18 +152,15 @@ def check_claim(
         )
     elif not os.access(root, os.W_OK | os.X_OK):
         raise RunFolderError(f"--output {root} cannot be written to; choose another --output")
-    if folder.config.is_file():
-        _check_same_run(folder, config, resume=resume, how=how)
-        return
-    if resume:
-        raise RunFolderError(
-            f"--resume needs the folder of a run, and {root} holds no run.json; leave it out"
-        )
+
+
+def _check_unused(root: Path) -> None:
+    """Raise RunFolderError where the folder has files that no half-made claim has left."""
     names = os.listdir(root) if root.is_dir() else []
-    # Left by a claim that was killed half-way. Folders of other machines' ranks, which may be faster, are ours too.
-    ours = {LOCK, "logs", "checkpoints", "sockets"}
+    # The ranks of other machines, which may be faster, have folders here too.
+    known = {LOCK, "logs", "checkpoints", "sockets"}
     foreign = sorted(
-        name for name in names if name not in ours and not name.startswith(("node-", ".run.json."))
+        name for name in names if name not in known and not name.startswith(("node-", ".run.json."))
     )
     if foreign:
         listed = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
@@ -163,8 +169,11 @@ def check_claim(
         )
 
 
-def _check_same_run(folder: RunFolder, config: BaseModel, *, resume: bool, how: Resume) -> None:
-    root, differences = folder.root, [] if how.accept_changes else changes(folder, config)
+def _check_same_run(
+    folder: RunFolder, config: BaseModel, *, resume: bool, resume_options: Resume
+) -> None:
+    root = folder.root
+    differences = [] if resume_options.accept_changes else changes(folder, config)
     if differences and not resume:
         raise RunFolderError(
             f"{root} holds another run ({in_words(differences)}); choose another --output"
@@ -178,9 +187,8 @@ def _check_same_run(folder: RunFolder, config: BaseModel, *, resume: bool, how: 
         raise RunFolderError(
             f"{root} holds this evaluation already, and none goes on; choose another --output"
         )
-    before, now = held_config(folder).get("steps"), config.model_dump().get("steps")
-    is_longer = how.step is not None or (
-        isinstance(before, int) and isinstance(now, int) and now > before
+    is_longer = resume_options.step is not None or _is_more(
+        config.model_dump().get("steps"), stored_config(folder).get("steps")
     )
     if is_finished(folder) and not (resume and is_longer):
         raise RunFolderError(
@@ -193,13 +201,18 @@ def _check_same_run(folder: RunFolder, config: BaseModel, *, resume: bool, how: 
         )
 
 
+def _is_more(num_steps: Any, num_steps_before: Any) -> bool:
+    has_both = isinstance(num_steps, int) and isinstance(num_steps_before, int)
+    return has_both and num_steps > num_steps_before
+
+
 def is_finished(folder: RunFolder) -> bool:
     """Whether the run in the folder has come to its end."""
     return folder.summary.is_file() and read_json(folder.summary).get("status") == "finished"
 
 
 def write_description(folder: RunFolder, config: BaseModel, *, resume: bool) -> None:
-    """run.json: the settings, and how the run was started."""
+    """Write run.json: the settings, and how the run was started."""
     description = {
         "config": redact(config.model_dump(mode="json")),
         "command": redact_command(sys.argv),
@@ -212,7 +225,7 @@ def write_description(folder: RunFolder, config: BaseModel, *, resume: bool) -> 
 
 
 def installed_versions() -> dict[str, str | None]:
-    """By package: the installed version or None, read from metadata, so that nothing is imported."""
+    """Return the installed version of each package, or None, read from metadata, so that nothing is imported."""
     versions: dict[str, str | None] = {
         "python": platform.python_version(),
         **dict.fromkeys(_PACKAGES),
@@ -223,28 +236,13 @@ def installed_versions() -> dict[str, str | None]:
     return versions
 
 
-def held_config(folder: RunFolder) -> dict[str, Any]:
-    """The settings in the folder's run.json, secrets hidden; RunFolderError where it is missing or is not a run's."""
-    held = read_json(folder.config)
-    config = held.get("config") if isinstance(held, dict) else None
+def stored_config(folder: RunFolder) -> dict[str, Any]:
+    """Return the settings in run.json, secrets hidden; RunFolderError where it is missing or is not a run's."""
+    description = read_json(folder.config)
+    config = description.get("config") if isinstance(description, dict) else None
     if not isinstance(config, dict):
         raise RunFolderError(f"{folder.config} is not a run's; choose another --output")
-    return _of_today(config)
-
-
-def _of_today(config: dict[str, Any]) -> dict[str, Any]:
-    """Settings of an earlier version's run.json.
-
-    `sandbox.level` has taken the place of `reward_workers.run_as`, and `dtype: auto` was bfloat16 on every machine.
-    """
-    if config.get("dtype") == "auto" and "flow" not in config:  # which computes in float32
-        config = {**config, "dtype": "bfloat16"}
-    workers = config.get("reward_workers")
-    if not (isinstance(workers, dict) and "run_as" in workers):
-        return config
-    kept = {name: value for name, value in workers.items() if name != "run_as"}
-    level = {"sandbox": {"level": "none"}} if workers["run_as"] == "same" else {}
-    return {**level, **config, "reward_workers": kept}
+    return config
 
 
 FREE = {
@@ -259,7 +257,7 @@ FREE = {
     "eval_while_training",
     "keep_best", "stop_when", "max_truncated", "tracker_files",
 }  # fmt: skip
-"""Settings that a resumed run may change: where it lies, what it shows and how fast it is, not what it learns.
+"""Settings that a resumed run may change: its folder, what it shows and how fast it is, not what it learns.
 
 With another number of `processes` a run learns the same prompts, and its losses are those of so many ranks.
 """
@@ -270,7 +268,7 @@ FREE_OF_TRL = {
     "project", "trackio_space_id", "disable_tqdm", "save_total_limit", "include_num_input_tokens_seen",
     "push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push", "hub_revision",
 }  # fmt: skip
-"""The same under `trl`."""
+"""Settings under `trl` that a resumed run may change."""
 
 
 FREE_WITH_RANKS = {"trl.per_device_train_batch_size", "trl.gradient_accumulation_steps"}
@@ -290,60 +288,59 @@ class Difference:
 
 
 def changes(folder: RunFolder, config: BaseModel) -> list[Difference]:
-    """The settings that make `config` another run than the one in the folder."""
-    there = held_config(folder)
-    with contextlib.suppress(ValidationError):  # a key that was not there yet has its default
-        there = type(config).model_validate(there).model_dump(mode="json")
-    here = _of_today(config.model_dump(mode="json"))
-    return settings_that_differ(redact(there), redact(here))
+    """Return the settings that make `config` another run than the one in the folder."""
+    return settings_that_differ(stored_config(folder), redact(config.model_dump(mode="json")))
 
 
-def settings_that_differ(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[Difference]:
-    """The settings that change what is learned. More steps than before do not: the run goes on for longer."""
+def settings_that_differ(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[Difference]:
+    """Return the settings that change what is learned. More steps do not: the run goes on for longer."""
 
-    def may_change(one: Difference) -> bool:
-        if one.name == "steps":
-            return isinstance(one.old, int) and isinstance(one.new, int) and one.new > one.old
-        if one.name in FREE_WITH_RANKS:
-            return there.get("processes") != here.get("processes")
-        return one.name in FREE or one.name.removeprefix("trl.") in FREE_OF_TRL
+    def may_change(difference: Difference) -> bool:
+        name = difference.name
+        if name == "steps":
+            return _is_more(difference.new, difference.old)
+        if name in FREE_WITH_RANKS:
+            return stored.get("processes") != current.get("processes")
+        return name in FREE or name.removeprefix("trl.") in FREE_OF_TRL
 
-    differences = contents_that_differ(flat(there), flat(here))
-    return [one for one in differences if not may_change(one)]
+    differences = contents_that_differ(flat(stored), flat(current))
+    return [difference for difference in differences if not may_change(difference)]
 
 
-def contents_that_differ(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[Difference]:
-    """The keys whose values differ or that only one of both has, in order."""
-    names = sorted(there.keys() | here.keys())
+def contents_that_differ(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[Difference]:
+    """Return the keys whose values differ or that only one of both has, in order."""
     return [
-        Difference(name, there.get(name), here.get(name))
-        for name in names
-        if there.get(name) != here.get(name)
+        Difference(name, stored.get(name), current.get(name))
+        for name in sorted(stored.keys() | current.keys())
+        if stored.get(name) != current.get(name)
     ]
 
 
 def in_words(differences: Iterable[Difference]) -> str:
-    """The first three of them, for a message."""
-    found = [str(difference) for difference in differences]
-    return "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
+    """Return the first three of them, for a message."""
+    texts = [str(difference) for difference in differences]
+    more = f"; and {len(texts) - 3} more" if len(texts) > 3 else ""
+    return "; ".join(texts[:3]) + more
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by their dotted names."""
-    found: dict[str, Any] = {}
+    """Return nested settings by their dotted names."""
+    settings: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
-        found |= flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
-    return found
+        settings |= flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return settings
 
 
 _WHOLE_BYTES = 64 * 2**20  # of a larger file, blocks spread over it stand for its content
-_BLOCK_BYTES, _NUM_BLOCKS = 64 * 2**10, 256
+_BLOCK_BYTES = 64 * 2**10
+_NUM_BLOCKS = 256
 
 
 def files_fingerprint(files: Iterable[Path]) -> str:
-    """Sizes, names and contents of the files in a few words: `1000 bytes, sha256 3f2a...`."""
-    digest, size = hashlib.sha256(), 0
+    """Return the sizes, names and contents of the files in a few words: `1000 bytes, sha256 3f2a...`."""
+    digest = hashlib.sha256()
+    size = 0
     for path in sorted(files):
         size += path.stat().st_size
         digest.update(f"{path.name} {path.stat().st_size}\n".encode())
@@ -355,7 +352,7 @@ def files_fingerprint(files: Iterable[Path]) -> str:
 
 
 def model_fingerprint(folder: Path) -> str:
-    """The same for a model's weights, configuration and tokenizer, without its pictures and its readme."""
+    """Return the fingerprint of a model's weights, configuration and tokenizer, without its pictures and readme."""
     kinds = {".safetensors", ".json", ".model", ".txt", ".jinja", ".bin", ".py"}
     return files_fingerprint(
         path for path in folder.iterdir() if path.is_file() and path.suffix in kinds
@@ -363,7 +360,7 @@ def model_fingerprint(folder: Path) -> str:
 
 
 def _blocks(size: int) -> list[tuple[int, int]]:
-    """(start, length) of what is read of a file of `size` bytes."""
+    """Return (start, length) of the blocks to read of a file of `size` bytes."""
     if size <= _WHOLE_BYTES:
         return [(0, size)]
     return [

@@ -16,11 +16,12 @@ from typing import Any
 
 from ycore.errors import RunFolderError
 
+_FULL_NUMBERS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FULL_IN_WORDS = ("No space left on device", "StorageFull", "Disk quota exceeded", "File too large")
 
 
 def read_json(path: Path) -> Any:
-    """The value in `path`; RunFolderError where the file is missing or is not JSON."""
+    """Return the value in `path`; RunFolderError where the file is missing or is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -37,12 +38,12 @@ def write_json_atomic(path: Path, value: Any) -> None:
 
 
 def named_by_content(path: Path, data: bytes) -> Path:
-    """`path` with the beginning of the sha256 of `data` in its name, so that it never takes other data's place."""
+    """Return `path` with the beginning of the sha256 of `data` in its name, so that it never takes other data's place."""
     return path.with_name(f"{path.stem}-{hashlib.sha256(data).hexdigest()[:8]}{path.suffix}")
 
 
 def write_bytes_atomic(path: Path, data: bytes) -> None:
-    """Replace `path` by `data`, readable by its owner only, in the same way."""
+    """Replace `path` by `data`, readable by its owner only; a kill leaves the old file or the new one."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
@@ -56,18 +57,14 @@ def write_bytes_atomic(path: Path, data: bytes) -> None:
 
 
 def seal(head: Mapping[str, Any], content: Any) -> bytes:
-    """A sealed file: `head` with the body's sha256, and `content` as the body."""
+    """Return a sealed file: `head` with the body's sha256, and `content` as the body."""
     body = json.dumps(content).encode()
-    return (
-        json.dumps({**head, "sha256": hashlib.sha256(body).hexdigest()}).encode()
-        + b"\n"
-        + body
-        + b"\n"
-    )
+    sealed_head = json.dumps({**head, "sha256": hashlib.sha256(body).hexdigest()}).encode()
+    return b"".join([sealed_head, b"\n", body, b"\n"])
 
 
 def unseal(data: bytes, *, schema: int) -> tuple[dict[str, Any], Any]:
-    """Header and content of a sealed file; ValueError says in a few words what is wrong with it.
+    """Return header and content of a sealed file; ValueError says in a few words what is wrong with it.
 
     Args:
         schema: what the header must have under that name.
@@ -89,7 +86,7 @@ def unseal(data: bytes, *, schema: int) -> tuple[dict[str, Any], Any]:
 
 
 def json_safe(value: Any) -> Any:
-    """`value` with None for every NaN and infinity, which JSON cannot express."""
+    """Return `value` with None for every NaN and infinity, which JSON cannot express."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
@@ -109,7 +106,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """The same for everything in a folder, and the folder's own name."""
+    """Bring everything in a folder, and the folder's name, to the disk."""
     for path in [*folder.rglob("*"), folder, folder.parent]:
         if not path.is_symlink():
             sync(path)
@@ -125,16 +122,12 @@ def make_folder(path: Path, *, mode: int = 0o700) -> None:
 
 def is_disk_full(error: BaseException) -> bool:
     """Whether a write failed for lack of space; libraries wrap the system's error, or keep only its words."""
-    seen: BaseException | None = error
-    while seen is not None:
-        is_full = isinstance(seen, OSError) and seen.errno in {
-            errno.ENOSPC,
-            errno.EDQUOT,
-            errno.EFBIG,
-        }
-        if is_full or any(words in str(seen) for words in _FULL_IN_WORDS):
+    cause: BaseException | None = error
+    while cause is not None:
+        is_full = isinstance(cause, OSError) and cause.errno in _FULL_NUMBERS
+        if is_full or any(words in str(cause) for words in _FULL_IN_WORDS):
             return True
-        seen = seen.__cause__ or seen.__context__
+        cause = cause.__cause__ or cause.__context__
     return False
 
 
@@ -148,24 +141,28 @@ class LineFollower:
     """
 
     def __init__(self, path: Path, *, tail_bytes: int | None = None) -> None:
-        self._path, self._tail_bytes = path, tail_bytes
-        self._inode = self._offset = 0
+        self._path = path
+        self._tail_bytes = tail_bytes
+        self._inode = 0
+        self._offset = 0
         self.num_lines = 0
         """Lines read of the file that is there now."""
 
     def read(self) -> list[bytes]:
-        """The lines completed since the last call."""
+        """Return the lines completed since the last call."""
         try:
             file = self._path.open("rb")
         except FileNotFoundError:
             return []
         with file:
-            inode, size = os.fstat(file.fileno()).st_ino, file.seek(0, os.SEEK_END)
+            inode = os.fstat(file.fileno()).st_ino
+            size = file.seek(0, os.SEEK_END)
             if inode != self._inode or size < self._offset:
                 tail = size if self._tail_bytes is None else self._tail_bytes
                 is_cut = inode == self._inode and self._tail_bytes is not None
                 self._offset = size if is_cut else max(0, size - tail)
-                self._inode, self.num_lines = inode, 0
+                self._inode = inode
+                self.num_lines = 0
             file.seek(self._offset)
             data = file.read()
         lines = data.split(b"\n")[:-1]

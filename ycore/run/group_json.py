@@ -25,7 +25,7 @@ def from_bytes(data: bytes) -> Group:
 
 
 def to_json(value: Group | Draw | Completion) -> dict[str, Any]:
-    """As `to_bytes`, for a file that holds more than that."""
+    """Return plain JSON values, for a file that holds more than one group."""
     plain: dict[str, Any] = json.loads(to_bytes(value))
     return plain
 

@@ -15,9 +15,9 @@ from ycore.errors import ConfigError, DataError, RunFolderError
 from ycore.run.files import make_folder, write_bytes_atomic
 from ycore.types import Image
 
-MOST_BYTES = 32 << 20
-MOST_PIXELS = 1 << 24
-"""Of one picture: 4096 x 4096. A small file may stand for more pixels than the memory holds."""
+MAX_BYTES = 32 << 20
+MAX_PIXELS = 1 << 24
+"""4096 x 4096. A small file may stand for more pixels than the memory holds."""
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 _DEPTHS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
@@ -70,11 +70,11 @@ class ImageStore:
         return data
 
     def open(self, sha256: str) -> Any:
-        """The picture as PIL has it, in RGB, turned upright: what every process sees of it."""
+        """Return the picture as PIL has it, in RGB, turned upright: every process sees it so."""
         return _decoded(self.data(sha256), sha256[:12])
 
     def url(self, sha256: str) -> str:
-        """The same pixels as a `data:` URL, for a server."""
+        """Return the picture's pixels as a `data:` URL, for a server."""
         assert self.folder is not None
         return _url(self.folder, sha256)
 
@@ -88,14 +88,14 @@ def _url(folder: Path, sha256: str) -> str:
 
 
 def png_of(picture: Any) -> bytes:
-    """A PIL image as the bytes of a PNG file."""
+    """Return a PIL image as the bytes of a PNG file."""
     buffer = io.BytesIO()
     picture.save(buffer, "PNG")
     return buffer.getvalue()
 
 
 def _decoded(data: bytes, place: str) -> Any:
-    """In RGB and upright. The header is looked at first: of a picture that is too large nothing is unpacked."""
+    """Decode a picture to RGB, upright. A header that says it is too large is refused before anything is unpacked."""
     try:
         from PIL import Image as Pillow
         from PIL import ImageOps
@@ -103,17 +103,17 @@ def _decoded(data: bytes, place: str) -> Any:
         raise ConfigError(
             "pictures need Pillow; install it with `pip install 'ycore[pictures]'`"
         ) from None
-    if len(data) > MOST_BYTES:
+    if len(data) > MAX_BYTES:
         raise DataError(
-            f"the image of {place} has {len(data) >> 20} MB, {MOST_BYTES >> 20} at most; make it smaller"
+            f"the image of {place} has {len(data) >> 20} MB, {MAX_BYTES >> 20} at most; make it smaller"
         )
     try:
-        with Pillow.open(io.BytesIO(data), formats=_FORMATS) as found:
-            problem = _refused(found)
+        with Pillow.open(io.BytesIO(data), formats=_FORMATS) as picture:
+            problem = _problem_of(picture)
             if problem is None:
-                return ImageOps.exif_transpose(found).convert("RGB")
+                return ImageOps.exif_transpose(picture).convert("RGB")
     except Pillow.DecompressionBombError:
-        problem = f"has more than {MOST_PIXELS} pixels; make it smaller"
+        problem = f"has more than {MAX_PIXELS} pixels; make it smaller"
     except Pillow.UnidentifiedImageError:
         problem = f"is no picture of a known kind ({', '.join(_FORMATS)}); convert or remove it"
     except Exception as error:  # noqa: BLE001 -- decoders of hostile bytes raise errors of every kind
@@ -121,12 +121,12 @@ def _decoded(data: bytes, place: str) -> Any:
     raise DataError(f"the image of {place} {problem}")
 
 
-def _refused(found: Any) -> str | None:
-    width, height = found.size
-    if width * height > MOST_PIXELS:
-        return f"has {width} x {height} pixels, {MOST_PIXELS} at most; make it smaller"
-    if getattr(found, "n_frames", 1) > 1:
-        return f"is animated ({found.n_frames} frames); give one of them"
-    if found.mode not in _DEPTHS:
-        return f"has more than 8 bits a channel (mode {found.mode}); convert it to 8 bits"
+def _problem_of(picture: Any) -> str | None:
+    width, height = picture.size
+    if width * height > MAX_PIXELS:
+        return f"has {width} x {height} pixels, {MAX_PIXELS} at most; make it smaller"
+    if getattr(picture, "n_frames", 1) > 1:
+        return f"is animated ({picture.n_frames} frames); give one of them"
+    if picture.mode not in _DEPTHS:
+        return f"has more than 8 bits a channel (mode {picture.mode}); convert it to 8 bits"
     return None

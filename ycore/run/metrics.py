@@ -1,4 +1,4 @@
-"""metrics.jsonl, a line of JSON a step, written, read and followed; the summary of a run; Wilson's interval; pass@k.
+"""Write, read and follow metrics.jsonl, a line of JSON a step; summarise a run; Wilson's interval and pass@k.
 
 The names of the numbers are TRL's own, and ycore's begin with `ycore/`.
 """
@@ -26,19 +26,15 @@ EVALUATION = "ycore/eval/"
 """Before the figures of an evaluation on held-out rows; `/low` and `/high` after a figure are its interval."""
 
 _HUGE = 2**1000
+"""An integer of a damaged row may be too large for a float."""
 
 
 def number(row: Row, *names: str) -> float | None:
-    """The first of `names` that is a finite number in this row, and below 2**1000, which no damaged row may pass."""
-    values = (row.get(name) for name in names)
-    return next(
-        (
-            float(value)
-            for value in values
-            if isinstance(value, int | float) and -_HUGE < value < _HUGE
-        ),
-        None,
-    )
+    """Return the first of `names` that is a finite number in this row; None where none is."""
+    for value in map(row.get, names):
+        if isinstance(value, int | float) and -_HUGE < value < _HUGE:
+            return float(value)
+    return None
 
 
 def is_evaluation(row: Row) -> bool:
@@ -86,15 +82,16 @@ def warn(line: str) -> None:
 
 
 def read_metrics(path: Path, *, say: Say = warn) -> list[dict[str, Any]]:
-    """Every whole row, none where the file is missing; `say` takes a sentence for every damaged line.
+    """Return every whole row, none where the file is missing; `say` takes a sentence for every damaged line.
 
     A last line that is not whole is normal: the file is growing, or its writer was killed.
     """
     if not path.is_file():
         return []
-    *whole, last = path.read_bytes().split(b"\n")
-    rows, end = _rows(enumerate(whole, 1), path, say), _row(last)
-    return rows if end is None else [*rows, end]
+    *lines, last_line = path.read_bytes().split(b"\n")
+    rows = _rows(enumerate(lines, 1), path, say)
+    last = _row(last_line)
+    return rows if last is None else [*rows, last]
 
 
 class MetricsFollower:
@@ -104,13 +101,14 @@ class MetricsFollower:
     """
 
     def __init__(self, path: Path, *, from_the_start: bool = False, say: Say = warn) -> None:
-        self._path, self._say = path, say
+        self._path = path
+        self._say = say
         self._lines = LineFollower(path)
         before = path.read_bytes() if path.is_file() and not from_the_start else b""
         self._seen = set(map(hash, before.split(b"\n")))
 
     def read(self) -> list[dict[str, Any]]:
-        """The rows that were completed since the last call."""
+        """Return the rows that were completed since the last call."""
         lines = self._lines.read()
         first = self._lines.num_lines - len(lines) + 1
         new = [
@@ -165,7 +163,7 @@ def _mend_last_line(path: Path) -> None:
 
 Status = Literal["finished", "interrupted", "failed"]
 
-_WINDOW = 5  # steps at either end; one step's reward says little
+_WINDOW_STEPS = 5  # one step's reward says little
 
 
 def summarise(
@@ -176,21 +174,23 @@ def summarise(
     measure: Literal["reward", "loss"] = "reward",
     error: str | None = None,
 ) -> dict[str, Any]:
-    """The content of summary.json: among it the means of `measure` over the first and the last five steps.
+    """Return the content of summary.json: status, steps, time, and `measure` at either end.
 
-    Of a run of fewer than ten steps, each mean is of half the steps. `measure` is `loss` for a run without rollouts.
+    Each mean is of five steps, or of half of the steps where there are fewer than ten. `measure` is `loss` for a run
+    without rollouts.
     """
     names = REWARD if measure == "reward" else ("loss",)
     values = [value for row in metrics if (value := number(row, *names)) is not None]
-    window = min(_WINDOW, max(1, len(values) // 2))
+    window = min(_WINDOW_STEPS, max(1, len(values) // 2))
     steps = [step for row in metrics if (step := number(row, "step")) is not None]
     summary: dict[str, Any] = {
         "status": status,
         "steps": int(max(steps, default=0)),
         "wall_s": round(wall_s, 1),
     }
-    for end, some in (("first", values[:window]), ("last", values[-window:])):
-        summary[f"{measure}_{end}"] = round(statistics.fmean(some), 6) if some else None
+    for end, window_values in (("first", values[:window]), ("last", values[-window:])):
+        mean = round(statistics.fmean(window_values), 6) if window_values else None
+        summary[f"{measure}_{end}"] = mean
     return summary if error is None else {**summary, "error": error}
 
 
@@ -198,7 +198,7 @@ _Z_95 = 1.959964
 
 
 def wilson_95(right: int, total: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share of `right` in `total` (Wilson 1927).
+    """Return Wilson's 95 % interval of a share of `right` in `total` (Wilson 1927).
 
     Example: `wilson_95(8, 10)` is about `(0.490, 0.943)`.
     """
@@ -206,18 +206,16 @@ def wilson_95(right: int, total: int) -> tuple[float, float]:
         raise ValueError(
             f"a share needs 0 <= right <= total and 1 <= total; they are {right} and {total}"
         )
-    share, square = right / total, _Z_95**2
+    share = right / total
+    square = _Z_95**2
     middle = (share + square / (2 * total)) / (1 + square / total)
-    half = (
-        _Z_95
-        / (1 + square / total)
-        * math.sqrt(share * (1 - share) / total + square / (4 * total**2))
-    )
+    deviation = math.sqrt(share * (1 - share) / total + square / (4 * total**2))
+    half = _Z_95 / (1 + square / total) * deviation
     return max(0.0, min(share, middle - half)), min(1.0, max(share, middle + half))
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The chance that one of k completions is right, without bias: `1 - C(n - c, k) / C(n, k)` (Chen et al. 2021).
+    """Return the chance that one of k completions is right, without bias: `1 - C(n - c, k) / C(n, k)` (Chen et al. 2021).
 
     Of the n completions that were sampled, c are right. Example: `pass_at_k(4, 1, 2)` is 0.5.
     """

@@ -1,11 +1,14 @@
-"""RunFolder: where each thing of a run lies. Paths only; what is written there belongs to who writes it."""
+"""The paths of a run's files, and its id. What is in a file belongs to who writes it."""
 
 import hashlib
+import json
 import os
+import secrets
 import tempfile
 from pathlib import Path
+from typing import Any
 
-from ycore.run.run_id import LOCK, read_run_id
+LOCK = ".lock"
 
 
 class RunFolder:
@@ -52,9 +55,12 @@ class RunFolder:
 
     @property
     def run_id(self) -> str:
-        """Names the run's shared memory and marks its processes: random, and in the folder once a run has claimed it.
+        """The name of the run's shared memory and the mark of its processes, which the folder's lock file keeps.
 
-        Before that nothing has the id, and it follows from the path.
+        The id is random and not made from the path: two mount namespaces (a private /tmp, a container) show two folders
+        under one path. It stays the folder's from resume to resume, because what a killed run has left is found by it.
+        A copy of the folder does not have it: the copy's resume would end the original's processes. Before a run has
+        claimed the folder, nothing has the id, and it follows from the path.
         """
         if self._run_id is None:  # kept, should the folder be removed while the run goes on
             self._run_id = read_run_id(self.lock)
@@ -81,3 +87,41 @@ class RunFolder:
         """Where weights pass from trainer to engines: memory where the machine offers it, else the run folder."""
         base = Path("/dev/shm")
         return base / f"ycore-{self.run_id}" if base.is_dir() else self.root / "weights"
+
+
+def read_run_id(lock: Path) -> str | None:
+    """Return the id in a lock file; None where there is none, or where the file is a copy of another folder's."""
+    try:
+        descriptor = os.open(lock, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        return _read(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def keep_run_id(descriptor: int) -> str:
+    """Return the id in an open lock file, and write a new one where there is none."""
+    run_id = _read(descriptor)
+    if run_id is None:
+        run_id = secrets.token_hex(6)
+        data = json.dumps({"run_id": run_id, **_file_of(descriptor)}).encode() + b"\n"
+        os.pwrite(descriptor, data, 0)  # in place, because the lock is on this very file
+        os.ftruncate(descriptor, len(data))
+    return run_id
+
+
+def _read(descriptor: int) -> str | None:
+    try:
+        record: dict[str, Any] = json.loads(os.pread(descriptor, 4096, 0))
+        run_id = str(record.pop("run_id"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return run_id if record == _file_of(descriptor) else None
+
+
+def _file_of(descriptor: int) -> dict[str, int]:
+    """Identify the file itself: a copy has another inode."""
+    status = os.fstat(descriptor)
+    return {"device": status.st_dev, "inode": status.st_ino}

@@ -1,4 +1,4 @@
-"""What a role's process leaves for its launcher: which rank it is, that it is there, its stacks, and how it ended.
+"""The processes of a run: their mark, their ranks, the reports they leave for the launcher, and how to kill them.
 
 Each rank writes a log and a report file, because torchrun, which starts the ranks, would turn every end into its own
 exit status 1 and a page of text.
@@ -9,10 +9,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import psutil
 
 from ycore.errors import UserError, YcoreError
 from ycore.run.files import read_json, write_json_atomic
@@ -28,13 +30,13 @@ TRACKER_GROUP = "WANDB_RUN_GROUP"
 
 @contextmanager
 def tracker_group(name: str) -> Iterator[None]:
-    """What starts meanwhile is one group in trackers, unless the user has named another."""
-    is_given = TRACKER_GROUP in os.environ
+    """Make the runs that start meanwhile one group in trackers, unless the user has named another."""
+    is_set = TRACKER_GROUP in os.environ
     os.environ.setdefault(TRACKER_GROUP, name)
     try:
         yield
     finally:
-        if not is_given:
+        if not is_set:
             del os.environ[TRACKER_GROUP]
 
 
@@ -45,7 +47,7 @@ def dump_stacks_on_signal() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """As torchrun counts: `number` of `world` in the run, `local` of `local_world` on this machine."""
+    """A rank as torchrun counts: `number` of `world` in the run, `local` of `local_world` on this machine."""
 
     number: int = 0
     world: int = 1
@@ -54,10 +56,16 @@ class Rank:
 
 
 def this_rank(environment: Mapping[str, str] | None = None) -> Rank:
-    """The rank of this process; the only one where no launcher of ranks started it."""
+    """Return the rank of this process; the only one where no launcher of ranks started it."""
     variables = os.environ if environment is None else environment
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    return Rank(*(int(variables[name]) for name in names)) if names[-1] in variables else Rank()
+    if "LOCAL_WORLD_SIZE" not in variables:
+        return Rank()
+    return Rank(
+        number=int(variables["RANK"]),
+        world=int(variables["WORLD_SIZE"]),
+        local=int(variables["LOCAL_RANK"]),
+        local_world=int(variables["LOCAL_WORLD_SIZE"]),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +85,7 @@ def report_file(folder: RunFolder, local: int) -> Path:
 
 
 def read_report(folder: RunFolder, local: int) -> Report | None:
-    """The report of this machine's rank `local`; None before it has begun."""
+    """Return the report of this machine's rank `local`; None before it has begun."""
     path = report_file(folder, local)
     return Report(**read_json(path)) if path.is_file() else None
 
@@ -132,7 +140,41 @@ def run_alone(module: str, work: Callable[[Path], None]) -> int:
 
 
 def print_error(error: YcoreError) -> int:
-    """One line on standard error, by whose beginning the launcher recognises a user's mistake; the exit status."""
+    """Print one line, by whose beginning the launcher recognises a user's mistake; return the exit status."""
     prefix = "error" if isinstance(error, UserError) else "failed"
     print(f"{prefix}: {error}", file=sys.stderr)
     return error.exit_code
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether it still runs. A zombie, which only waits for its exit status to be read, does not."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    """Return every process below `pid` now, at any depth; none when `pid` has ended."""
+    try:
+        return list(psutil.Process(pid).children(recursive=True))
+    except psutil.Error:
+        return []
+
+
+def kill_tree(leader: int, *, also: Iterable[psutil.Process] = (), wait_s: float = 0.0) -> None:
+    """Send SIGKILL to a process group, to everything below its leader, and to `also`, which may have left the tree.
+
+    Args:
+        leader: process id of the group's leader, which may have ended already.
+        wait_s: how long to wait until all of them but the leader are gone; the caller reaps the leader.
+    """
+    processes = [*descendants(leader), *also]
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+    for process in processes:
+        with suppress(psutil.Error):
+            process.kill()
+    deadline = time.monotonic() + wait_s
+    while time.monotonic() < deadline and any(is_alive(process) for process in processes):
+        time.sleep(0.02)

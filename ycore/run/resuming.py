@@ -1,4 +1,4 @@
-"""Where a run goes on: the rounds of its journal on disk, and the checkpoint that it starts from.
+"""Resume a run: the rounds of its journal on disk, and the checkpoint that it starts from.
 
 journal/round-000007-rank-0.json    two lines of JSON: a header with the sha256 of the second, and the round
 """
@@ -16,11 +16,11 @@ from ycore.errors import RunFolderError
 from ycore.run.checkpoints import (
     check_ranks,
     checkpoint_of,
+    checkpoint_problem,
     checkpoints_in,
     clear_leftovers,
     newest_whole,
-    problem_of,
-    read_manifest,
+    read_checkpoint_manifest,
     set_aside_after,
     step_of,
 )
@@ -49,7 +49,7 @@ def write_round(path: Path, label: Mapping[str, int], content: Mapping[str, Any]
 
 
 def read_round(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The header and the round of a file that `write_round` wrote; RunFolderError where it is damaged."""
+    """Return the header and the round of a file of `write_round`; RunFolderError where it is damaged."""
     try:
         return unseal(path.read_bytes(), schema=_ROUND_SCHEMA)
     except ValueError as problem:
@@ -57,13 +57,13 @@ def read_round(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def read_label(path: Path) -> dict[str, Any]:
-    """The header alone, unverified; RunFolderError where it is none."""
+    """Return the header alone, unverified; RunFolderError where it is none."""
     with path.open("rb") as file:
         line = file.readline()
     try:
         label: dict[str, Any] = json.loads(line)
-        is_label = int(label.get("world", 1)) > 0
-    except (ValueError, TypeError, AttributeError, RecursionError):
+        is_label = int(label["world"]) > 0
+    except (ValueError, TypeError, KeyError, RecursionError):
         raise damaged_round(path, "its first line is not JSON") from None
     if not is_label:
         raise damaged_round(path, "its first line has no number of ranks")
@@ -77,11 +77,11 @@ def damaged_round(path: Path, problem: str) -> RunFolderError:
 
 
 def rounds_in(journal: Path) -> dict[int, set[int]]:
-    """Step -> the ranks whose part of that step's round is there, in order."""
-    found: dict[int, set[int]] = {}
-    for _, step, rank in sorted(_round_files(journal), key=lambda one: one[1]):
-        found.setdefault(step, set()).add(rank)
-    return found
+    """Return, by step in order, the ranks whose part of that step's round is there."""
+    ranks: dict[int, set[int]] = {}
+    for _, step, rank in sorted(_round_files(journal), key=lambda file: file[1]):
+        ranks.setdefault(step, set()).add(rank)
+    return ranks
 
 
 def drop_rounds(
@@ -96,7 +96,7 @@ def drop_rounds(
     Args:
         before: rounds of steps below it go.
         after: rounds of steps above it go; None keeps them.
-        of: only those of the ranks for which this is true.
+        of: called with a rank; False keeps that rank's rounds.
     """
     dropped = [
         path
@@ -110,7 +110,7 @@ def drop_rounds(
 
 
 def check_replay(run: Path, journal: Path) -> None:
-    """RunFolderError unless the journal of `run` goes back to its first step."""
+    """Raise RunFolderError unless the journal of `run` goes back to its first step."""
     rounds = rounds_in(journal)
     if not rounds:
         raise RunFolderError(
@@ -129,7 +129,7 @@ def _round_files(journal: Path) -> list[tuple[Path, int, int]]:
 
 
 def parse_checkpoint(text: str, folder: RunFolder) -> int:
-    """The step that `--resume-from` names: a number, or a checkpoint's folder inside the run; else RunFolderError."""
+    """Return the step of `--resume-from`: a number, or a checkpoint's folder inside the run; else RunFolderError."""
     if text.isdigit():
         return int(text)
     path = Path(text).expanduser()
@@ -144,67 +144,73 @@ def parse_checkpoint(text: str, folder: RunFolder) -> int:
 
 
 def check_checkpoint(folder: RunFolder, step: int) -> None:
-    """RunFolderError unless the run can go on from the checkpoint of this step; step 0 is the beginning."""
+    """Raise RunFolderError unless the run can go on from the checkpoint of this step; step 0 is the beginning."""
     checkpoint = checkpoint_of(folder.checkpoints, step)
     if step == 0:
         return
     if not checkpoint.is_dir():
         raise RunFolderError(f"{folder.root} has no checkpoint of step {step}; {_listed(folder)}")
-    if problem := problem_of(checkpoint):
+    if problem := checkpoint_problem(checkpoint):
         raise RunFolderError(f"{checkpoint} is damaged ({problem}); {_listed(folder)}")
 
 
-def settle(folder: RunFolder, config: BaseModel, how: Resume, *, world: int, say: Say) -> None:
+def settle(folder: RunFolder, config: BaseModel, options: Resume, *, world: int, say: Say) -> None:
     """Before anything is started, leave in the folder only what the run is to go on from, or raise RunFolderError.
 
-    Checkpoints of later steps than `how` names are moved aside. Later rounds stay, and are trained on again as they
+    Checkpoints of later steps than `options` names are moved aside. Later rounds stay, and are trained on again as they
     were; where changed settings are accepted they are another run's, and are dropped.
 
     Args:
-        how: the checkpoint to start from, and which changed settings are accepted.
+        options: the checkpoint to start from, and which changed settings are accepted.
         world: the number of ranks that go on, which may be another than before (`check_ranks`).
         say: takes a line for whatever is moved or dropped.
     """
-    held = Claim(folder)
+    folder_claim = Claim(folder)
     try:
-        check_claim(folder, config, resume=True, how=how)
-        clear_leftovers(folder.checkpoints)
-        if how.step is not None:
-            check_checkpoint(folder, how.step)
-            for path in set_aside_after(folder.checkpoints, how.step):
-                say(f"{path.name}: of a later step than {how.step}")
-        newest = newest_whole(folder.checkpoints, say=say)
+        check_claim(folder, config, resume=True, resume_options=options)
+        newest = _newest_checkpoint(folder, options.step, world=world, say=say)
         step = 0 if newest is None else step_of(newest)
-        if newest is not None:
-            check_ranks(newest, world=world)
         folder.summary.unlink(missing_ok=True)  # a finished run that goes on is not finished
-        say(
-            f"going on from step {step}"
-            if step
-            else "going on from the first step: no checkpoint was saved yet"
-        )
-        if (before := _world_before(folder, newest)) not in (None, world):
+        if step:
+            say(f"going on from step {step}")
+        else:
+            say("going on from the first step: no checkpoint was saved yet")
+        world_before = _world_before(folder, newest)
+        if world_before not in (None, world):
             say(
-                f"{world} rank{'s' if world > 1 else ''} instead of {before}: the prompts come in the same order, each "
-                f"once, and from here on the losses are those of {world}"
+                f"{world} rank{'s' if world > 1 else ''} instead of {world_before}: the prompts come in the same "
+                f"order, each once, and from here on the losses are those of {world}"
             )
-        if how.accept_changes:
+        if options.accept_changes:
             if differences := changes(folder, config):
                 say(f"accepted: {in_words(differences)}")
             drop_rounds(folder.journal, after=step - 1)
             folder.identity.unlink(missing_ok=True)
             write_description(folder, config, resume=True)
     finally:
-        held.release()
+        folder_claim.release()
 
 
-def check_world(folder: RunFolder, how: Resume, *, world: int) -> None:
-    """`check_ranks` of the checkpoint that the run would go on from, by its manifest alone."""
+def _newest_checkpoint(folder: RunFolder, step: int | None, *, world: int, say: Say) -> Path | None:
+    """Move checkpoints after `step` aside, and return the newest that verifies and that `world` ranks can load."""
+    clear_leftovers(folder.checkpoints)
+    if step is not None:
+        check_checkpoint(folder, step)
+        for path in set_aside_after(folder.checkpoints, step):
+            say(f"{path.name}: of a later step than {step}")
+    newest = newest_whole(folder.checkpoints, say=say)
+    if newest is not None:
+        check_ranks(newest, world=world)
+    return newest
+
+
+def check_world(folder: RunFolder, options: Resume, *, world: int) -> None:
+    """Check the ranks of the checkpoint that the run would go on from, by its manifest alone (`check_ranks`)."""
     for checkpoint in reversed(checkpoints_in(folder.checkpoints)):
-        if how.step not in (None, step_of(checkpoint)):
+        if options.step not in (None, step_of(checkpoint)):
             continue
         try:
-            read_manifest(checkpoint)
+            read_checkpoint_manifest(checkpoint)
         except RunFolderError:
             continue  # it is passed over when the run goes on
         check_ranks(checkpoint, world=world)
@@ -212,18 +218,16 @@ def check_world(folder: RunFolder, how: Resume, *, world: int) -> None:
 
 
 def _world_before(folder: RunFolder, newest: Path | None) -> int | None:
-    """The number of ranks that left the checkpoint or, where there is none, the first round; None where neither is."""
+    """Return the number of ranks that left the checkpoint, or else the first round; None where neither is there."""
     if newest is not None:
-        return read_manifest(newest).world
+        return read_checkpoint_manifest(newest).world
     with contextlib.suppress(RunFolderError, FileNotFoundError):
-        return int(read_label(round_file(folder.journal, 0, 0)).get("world", 1))
+        return int(read_label(round_file(folder.journal, 0, 0))["world"])
     return None
 
 
 def _listed(folder: RunFolder) -> str:
     steps = [str(step_of(path)) for path in checkpoints_in(folder.checkpoints)]
-    return (
-        f"there are checkpoints of step {', '.join(steps)}"
-        if steps
-        else "no checkpoint was saved yet"
-    )
+    if not steps:
+        return "no checkpoint was saved yet"
+    return f"there are checkpoints of step {', '.join(steps)}"

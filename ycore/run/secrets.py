@@ -76,7 +76,8 @@ def is_secret(name: str, value: Any = None) -> bool:
 
 
 def looks_random(text: str) -> bool:
-    letters, digits = (sum(map(kind, text)) for kind in (str.isalpha, str.isdigit))
+    letters = sum(map(str.isalpha, text))
+    digits = sum(map(str.isdigit, text))
     return (
         len(text) >= 20
         and letters >= 3
@@ -86,18 +87,20 @@ def looks_random(text: str) -> bool:
 
 
 def redact_text(text: str) -> str:
-    """`text` with what is secret in it replaced; all of it, where it is a token as a whole."""
+    """Return `text` with its secrets replaced; all of it, where it is a token as a whole."""
     if text.isspace() or text == HIDDEN:
         return text
     if _SHAPES.fullmatch(text):
         return HIDDEN
     text = _USERINFO.sub(f"{HIDDEN}@", text)
     in_url = "://" in text
-    text = _PARAMETER.sub(lambda found: _hide(found, also=_IN_URLS if in_url else ()), text)
-    text = _ASSIGNMENT.sub(lambda found: f"{found[1]}{found[2]}{_shown(found[1], found[3])}", text)
+    text = _PARAMETER.sub(lambda match: _hide(match, also=_IN_URLS if in_url else ()), text)
+    text = _ASSIGNMENT.sub(
+        lambda match: f"{match[1]}{match[2]}{_redacted(match[1], match[3])}", text
+    )
     text = _BEARER.sub(rf"\1 {HIDDEN}", text)
     text = _PRIVATE_KEY.sub(rf"\1{HIDDEN}", text)
-    return _SHAPES.sub(lambda found: f"{next(filter(None, found.groups()))}{HIDDEN}", text)
+    return _SHAPES.sub(lambda match: f"{next(filter(None, match.groups()))}{HIDDEN}", text)
 
 
 def has_hidden_part(text: str) -> bool:
@@ -105,17 +108,19 @@ def has_hidden_part(text: str) -> bool:
     return text == HIDDEN or _SHOWN_PART.search(text) is not None
 
 
-def _hide(found: re.Match[str], *, also: Sequence[list[str]]) -> str:
-    mark, name, value = found.groups()
-    return f"{mark}{name}={HIDDEN if _WORDS.findall(name.lower())[-1:] in also else _shown(name, value)}"
+def _hide(match: re.Match[str], *, also: Sequence[list[str]]) -> str:
+    mark, name, value = match.groups()
+    if _WORDS.findall(name.lower())[-1:] in also:
+        value = HIDDEN
+    return f"{mark}{name}={_redacted(name, value)}"
 
 
-def _shown(name: str, value: str) -> str:
+def _redacted(name: str, value: str) -> str:
     return HIDDEN if is_secret(name, value) else value
 
 
 def redact(value: Any) -> Any:
-    """`value` with every secret in it replaced, whatever it is nested in."""
+    """Return `value` with every secret in it replaced, whatever it is nested in."""
     if isinstance(value, str):
         return redact_text(value)
     if isinstance(value, Mapping):
@@ -130,30 +135,33 @@ def _hides(key: Any, item: Any) -> bool:
 
 
 def redact_command(command: Sequence[str]) -> list[str]:
-    """A command line with its secrets replaced: `--hub-token X`, `--hub-token=X`, `--set trl.hub_token=X`."""
-    shown: list[str] = []
-    option = ""  # that the next word belongs to
+    """Return a command line with its secrets replaced: `--hub-token X`, `--hub-token=X`, `--set trl.hub_token=X`."""
+    redacted: list[str] = []
+    option = ""  # the next word is its value
     for word in command:
         name, equals, value = word.partition("=")
         if option and is_secret(option, word):
-            shown.append(HIDDEN)
+            redacted.append(HIDDEN)
         elif equals and is_secret(name, value):
-            shown.append(f"{name}={HIDDEN}")
+            redacted.append(f"{name}={HIDDEN}")
         else:
-            shown.append(redact_text(word))
+            redacted.append(redact_text(word))
         option = word if word.startswith("-") and not equals else ""
-    return shown
+    return redacted
 
 
 def secrets_environment(config: Mapping[str, Any]) -> dict[str, str]:
-    """The variable that gives a worker what run.json hides of these settings (JSON values), if anything."""
-    shown_and_real = ((path, shown, _at(config, path)) for path, shown in _leaves(redact(config)))
-    hidden = [(path, real) for path, shown, real in shown_and_real if real != shown]
+    """Return the variable that gives a worker what run.json hides of these settings (JSON values), if anything."""
+    hidden = []
+    for path, redacted in _leaves(redact(config)):
+        value = _at(config, path)
+        if value != redacted:
+            hidden.append((path, value))
     return {VARIABLE: json.dumps(hidden)} if hidden else {}
 
 
 def load_config(folder: RunFolder) -> dict[str, Any]:
-    """The settings in run.json with their secrets put back, where the launcher passed them to this process."""
+    """Return the settings in run.json with their secrets put back, where the launcher passed them to this process."""
     config: dict[str, Any] = read_json(folder.config)["config"]
     for path, value in json.loads(os.environ.pop(VARIABLE, "[]")):
         _at(config, path[:-1])[path[-1]] = value
@@ -161,7 +169,7 @@ def load_config(folder: RunFolder) -> dict[str, Any]:
 
 
 def without_hub_token(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a run.json without their hidden `hub_token`, if the variable HF_TOKEN holds one: the hub reads it."""
+    """Return settings of a run.json without their hidden `hub_token` where HF_TOKEN, which the hub reads, holds one."""
     trl = dict(config.get("trl") or {})
     if trl.get("hub_token") == HIDDEN and os.environ.get("HF_TOKEN"):
         del trl["hub_token"]
@@ -172,10 +180,11 @@ def check_secrets(config: Mapping[str, Any]) -> None:
     """Raise ConfigError, with the option to give again, where settings of a run.json have `***` for a secret."""
     for path, value in _leaves(config):
         if isinstance(value, str) and has_hidden_part(value):
-            name, named = ".".join(map(str, path)), path[1:] if path[0] == "trl" else path
-            option = (
-                f"--{str(named[0]).replace('_', '-')}" if len(named) == 1 else f"--set {name}=..."
-            )
+            name = ".".join(map(str, path))
+            keys = path[1:] if path[0] == "trl" else path
+            option = f"--set {name}=..."
+            if len(keys) == 1:
+                option = f"--{str(keys[0]).replace('_', '-')}"
             raise ConfigError(
                 f"run.json does not keep {name}, a secret; give {option} again"
                 + (", or set the environment variable HF_TOKEN" if name == "trl.hub_token" else "")

@@ -30,11 +30,11 @@ async def next_finished(
     tasks: Collection[asyncio.Task[T]], news: Coroutine[Any, Any, None]
 ) -> list[asyncio.Task[T]]:
     """Wait for the next results, and return the tasks that have them; none where `news` came first."""
-    told = asyncio.create_task(news)
-    async with ending([told]):
-        await asyncio.wait([*tasks, told], return_when=asyncio.FIRST_COMPLETED)
-    if told.done() and not told.cancelled():
-        told.result()
+    waiting = asyncio.create_task(news)
+    async with ending([waiting]):
+        await asyncio.wait([*tasks, waiting], return_when=asyncio.FIRST_COMPLETED)
+    if waiting.done() and not waiting.cancelled():
+        waiting.result()
     done = [task for task in tasks if task.done()]
     errors = [error for task in done if (error := task.exception()) is not None]
     if errors:  # every exception is retrieved, so that asyncio warns of none; the first is raised

@@ -28,7 +28,7 @@ def printable(text: str, *, one_line: bool = False) -> str:
 
 
 def topic(config: Mapping[str, Any]) -> str:
-    """Where a run's prompts come from: its dataset, or its environments where it has none."""
+    """Return the source of a run's prompts: its dataset, or its environments where it has none."""
     return config.get("dataset") or ", ".join(config.get("env") or ())
 
 

@@ -1,4 +1,4 @@
-"""trace.json: every turn, swap and round of a run, in the format that Perfetto and chrome://tracing open.
+"""Write and read trace.json: requests, swaps and rounds of a run, for Perfetto and chrome://tracing.
 
 A span is written when it is over; levels are written once a second. The file is a JSON array, an event a line. The
 format lets the closing bracket be missing, so the file of a killed run opens too. Ranks append whole lines to it.
@@ -14,10 +14,16 @@ from typing import Any
 
 from ycore.run.files import LineFollower
 
-_OPENING, _CLOSING = "[\n", "\n]\n"
+_OPENING = "[\n"
+_CLOSING = "\n]\n"
 
-SWAP, ROUND, SYNC, EVALUATION, TRAIN = "swap", "round", "sync", "eval", "train"
-WAITING, IN_FLIGHT = "waiting", "in flight"
+SWAP = "swap"
+ROUND = "round"
+SYNC = "sync"
+EVALUATION = "eval"
+TRAIN = "train"
+WAITING = "waiting"
+IN_FLIGHT = "in flight"
 FULL = "trace is full"
 
 
@@ -77,7 +83,8 @@ class TraceWriter:
     def flush(self) -> None:
         if self.path is None or not self._lines:
             return
-        lines, self._lines = self._lines, []
+        lines = self._lines
+        self._lines = []
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
         with os.fdopen(descriptor, "r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # ranks write to one file
@@ -108,7 +115,7 @@ def finish_trace(path: Path) -> None:
 
 
 def read_trace(path: Path) -> list[Span]:
-    """Every whole span of a trace, also of one that was cut off; none where there is no file."""
+    """Return every whole span of a trace, also of one that was cut off; none where there is no file."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     events = map(parse_event, text.split("\n"))
     return [event for event in events if isinstance(event, Span)]
@@ -121,48 +128,43 @@ class TraceFollower:
         self._lines = LineFollower(path, tail_bytes=tail_bytes)
 
     def read(self) -> list[Event]:
-        """The events that were completed since the last call."""
+        """Return the events that were completed since the last call."""
         events = (parse_event(line.decode(errors="replace")) for line in self._lines.read())
         return [event for event in events if event is not None]
 
 
-def busy_stretches(spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """(began, seconds) of the stretches in which at least one of the spans lasts."""
-    return joined((span.began, span.seconds) for span in spans)
+def busy_intervals(spans: Iterable[Span]) -> list[tuple[float, float]]:
+    """Return (began, seconds) of the intervals in which at least one of the spans lasts."""
+    return merge_intervals((span.began, span.seconds) for span in spans)
 
 
-def joined(stretches: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """(began, seconds) in order; those that touch or overlap become one."""
-    whole: list[tuple[float, float]] = []
-    for began, seconds in sorted(stretches):
-        if whole and began <= whole[-1][0] + whole[-1][1]:
-            first, so_far = whole[-1]
-            whole[-1] = (first, max(so_far, began + seconds - first))
+def merge_intervals(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return (began, seconds) in order; intervals that touch or overlap become one."""
+    merged: list[tuple[float, float]] = []
+    for began, seconds in sorted(intervals):
+        if merged and began <= merged[-1][0] + merged[-1][1]:
+            first, length = merged[-1]
+            merged[-1] = (first, max(length, began + seconds - first))
         else:
-            whole.append((began, seconds))
-    return whole
+            merged.append((began, seconds))
+    return merged
 
 
 def parse_event(line: str) -> Event | None:
-    """The event on one line; None where there is none, or none of ours."""
+    """Return the event on one line; None where there is none of ycore's."""
     try:
-        found = json.loads(line.rstrip().rstrip(","))
-        name, rank, at = str(found["name"]), int(found["pid"]), _seconds(found["ts"] / 1e6)
-        match found["ph"]:
+        event = json.loads(line.rstrip().rstrip(","))
+        name = str(event["name"])
+        rank = int(event["pid"])
+        at = _seconds(event["ts"] / 1e6)
+        match event["ph"]:
             case "X":
-                return Span(
-                    name,
-                    rank,
-                    int(found["tid"]),
-                    at,
-                    _seconds(found["dur"] / 1e6),
-                    {**found["args"]},
-                )
+                slot = int(event["tid"])
+                return Span(name, rank, slot, at, _seconds(event["dur"] / 1e6), {**event["args"]})
             case "C":
-                ages = {key: _seconds(age) for key, age in found["oldest_s"].items()}
-                return Levels(
-                    name, rank, at, {key: int(count) for key, count in found["args"].items()}, ages
-                )
+                counts = {key: int(count) for key, count in event["args"].items()}
+                ages = {key: _seconds(age) for key, age in event["oldest_s"].items()}
+                return Levels(name, rank, at, counts, ages)
             case "i":
                 return Mark(name, rank, at)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
@@ -171,7 +173,7 @@ def parse_event(line: str) -> Event | None:
 
 
 def _seconds(value: float) -> float:
-    """ValueError where they are none, as in a damaged file."""
+    """Check that a value of a file, which may be damaged, can be seconds; else ValueError."""
     if not abs(value) < 1e12:
         raise ValueError(value)
     return value
@@ -202,7 +204,7 @@ def _to_json(event: Event) -> dict[str, Any]:
 
 
 def _end_of_events(file: Any) -> int:
-    """Where the next event goes: behind the last whole line, before a closing bracket; 0 in an empty file."""
+    """Return where the next event goes: behind the last whole line, before a closing bracket; 0 in an empty file."""
     size: int = file.seek(0, os.SEEK_END)
     tail_size = min(size, 1 << 16)
     file.seek(size - tail_size)

@@ -1,13 +1,13 @@
-"""Where code runs that nobody has read. This file has the values that all parts of the sandbox share.
+"""Confined processes for code that nobody has read. This file has the values that all parts of the sandbox share.
 
-Two uses share them. A person's reward functions run in one worker for many calls (`confined_worker`). A
-program that a model wrote runs in a new process each time (`programs`, `program_runners`). What holds them is a
-`Level`: the namespaces of bubblewrap, or Landlock where no namespace can be made. `level` finds out by trying which.
+A person's functions run in one process for many calls (`confined_worker`). A program that a model wrote runs in a new
+process each time (`program_pool`). A `Level` confines them: the namespaces of bubblewrap, or Landlock where no
+namespace can be made. `level` finds out by trying which.
 
 Outside, and trusted: `confine` (how to start a module confined), `namespaces` (bubblewrap's command line),
-`syscall_filter`, `watch`, `programs`, `program_runners`. Inside, and trusted, before foreign code is there or
+`syscall_filter`, `watch`, `confined_worker`, `program_pool`. Inside, and trusted, before foreign code is there or
 beside it: `drop_rights`, `landlock`'s stage, `program_server`. Inside, with foreign code in the process or at the other
-end of a socket: `program_run`, `remote_calls`, `examiner`. What these write is checked outside. docs/overview.md has a
+end of a socket: `program_run`, `remote_calls`, `unit_tests`. What these write is checked outside. docs/overview.md has a
 picture.
 """
 
@@ -15,17 +15,21 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-GIB, MIB = 2**30, 2**20
+GIB = 2**30
+MIB = 2**20
 
 
 class Level(StrEnum):
-    """What holds a confined process, from the strongest to nothing. `auto` of a recipe becomes one of these once."""
+    """What confines a process, from the strongest to nothing. `auto` of a recipe becomes one of these once."""
 
-    NAMESPACES = (
-        "namespaces"  # its own mounts, network, processes; a filter of system calls; limits
-    )
-    LANDLOCK = "landlock"  # rules on files instead of mounts: names, sizes and times of files can still be learned
-    NONE = "none"  # limits, and for root a user of its own; every file that this user may read is open to it
+    NAMESPACES = "namespaces"
+    """Its own mounts, network and processes; a filter of system calls; limits."""
+
+    LANDLOCK = "landlock"
+    """Rules on files instead of mounts: names, sizes and times of files can still be learned."""
+
+    NONE = "none"
+    """Limits, and for root a user of its own; every file that this user may read is open to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +60,13 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Confinement:
-    """How a process is held, what it may see, and the run whose mark it carries, so that it is found."""
+    """How to confine a process, what it may see, and the run whose mark it carries, so that it is found.
+
+    `own_user`: root becomes a user of the process' own also at the level `none`.
+    """
 
     level: Level
     run_id: str
     view: View = View()
     limits: Limits = Limits()
-    own_user: bool = (
-        True  # whether root becomes a user of the process' own also at the level `none`
-    )
+    own_user: bool = True

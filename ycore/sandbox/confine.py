@@ -4,7 +4,6 @@ The module is trusted until it loads foreign code. It gets its arguments, the de
 folder, and an environment of a few harmless variables.
 """
 
-import asyncio
 import json
 import os
 import signal
@@ -12,7 +11,7 @@ import stat
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,8 +19,7 @@ from subprocess import Popen
 from typing import Any
 
 from ycore.errors import RunError
-from ycore.run.process_tree import kill_tree
-from ycore.run.reports import RUN_MARKER
+from ycore.run.reports import RUN_MARKER, kill_tree
 from ycore.sandbox import MIB, Confinement, Level, Limits, View
 from ycore.sandbox.drop_rights import (
     CAP_DAC_OVERRIDE,
@@ -82,38 +80,6 @@ class Launch:
         """Remove what the process left, once it is gone."""
         if self.scratch is not None:
             remove_tree(self.scratch)
-
-
-class PipeReader:
-    """What a confined process writes to a pipe, handed on as it comes, on the event loop in which it is made."""
-
-    def __init__(self, descriptor: int, take: Callable[[bytes], object]) -> None:
-        self.ended = asyncio.Event()
-        self._descriptor, self._take = descriptor, take
-        os.set_blocking(descriptor, False)
-        asyncio.get_running_loop().add_reader(descriptor, self._read)
-
-    def drain(self) -> None:
-        """What is left, once every process that could write is gone."""
-        while not self.ended.is_set() and self._read():
-            pass
-
-    def close(self) -> None:
-        if not self.ended.is_set():
-            asyncio.get_running_loop().remove_reader(self._descriptor)
-            os.close(self._descriptor)
-            self.ended.set()
-
-    def _read(self) -> bool:
-        try:
-            data = os.read(self._descriptor, 65536)
-        except BlockingIOError:
-            return False
-        if data:
-            self._take(data)
-        else:
-            self.close()
-        return bool(data)
 
 
 def confined_launch(

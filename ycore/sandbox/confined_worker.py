@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
 from ycore.errors import RewardError
-from ycore.run.process_tree import kill_tree
+from ycore.run.reports import kill_tree
 from ycore.sandbox import Confinement
-from ycore.sandbox.confine import Launch, PipeReader, confined_launch
+from ycore.sandbox.confine import Launch, confined_launch
 from ycore.sandbox.watch import Watch
 
 START_TIMEOUT_S = 120.0
@@ -246,6 +246,33 @@ class ReplySocket:
 
     def close(self) -> None:
         self._end.close()
+
+
+class PipeReader:
+    """Passes on what a confined process writes to a pipe, as it comes, on the event loop in which it is made."""
+
+    def __init__(self, descriptor: int, on_data: Callable[[bytes], object]) -> None:
+        self.ended = asyncio.Event()
+        self._descriptor = descriptor
+        self._on_data = on_data
+        os.set_blocking(descriptor, False)
+        asyncio.get_running_loop().add_reader(descriptor, self._read)
+
+    def close(self) -> None:
+        if not self.ended.is_set():
+            asyncio.get_running_loop().remove_reader(self._descriptor)
+            os.close(self._descriptor)
+            self.ended.set()
+
+    def _read(self) -> None:
+        try:
+            data = os.read(self._descriptor, 65536)
+        except BlockingIOError:
+            return
+        if data:
+            self._on_data(data)
+        else:
+            self.close()
 
 
 class WorkerProcess:

@@ -1,7 +1,7 @@
-"""What runs in a process that was made and confined for one program: a script, a program that tests call, or its tests.
+"""The work of a process that was made and confined for one program: a script, a program that tests call, or its tests.
 
 Nothing that is written here is believed about itself. A script gives its output; a called program gives values, and
-the tests that judge them run in another process (`examiner`). Standard library only.
+the tests that judge them run in another process (`unit_tests`). Standard library only.
 """
 
 import atexit
@@ -16,29 +16,29 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any, Literal, NoReturn
 
-from ycore.sandbox.examiner import examine
-from ycore.sandbox.remote_calls import Gone, Link
+from ycore.sandbox.remote_calls import Connection, Gone, serve_calls
+from ycore.sandbox.unit_tests import run_unit_tests
 
-Kind = Literal["script", "callee", "examiner"]
-NAME = "program.py"
-_COMPILES_NOT = (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError)
+ProgramKind = Literal["script", "callee", "tests"]
+_FILE_NAME = "program.py"
+_COMPILE_ERRORS = (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError)
 
 
-def run(kind: Kind, fds: Sequence[int], path: Sequence[str]) -> NoReturn:
+def run_program(kind: ProgramKind, fds: Sequence[int], path: Sequence[str]) -> NoReturn:
     """Run what the first of the descriptors holds, and end the process as that does; modules are found in `path`.
 
-    `fds`: the source; for the two other kinds then the connection between them, and for the examiner its results.
+    `fds`: the source; for the two other kinds then the connection between them, and for the tests their results.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    _forget(path)
+    _forget_server(path)
     status = 0
     try:
         if kind == "script":
-            run_script(*fds)
+            _run_script(*fds)
         elif kind == "callee":
-            serve_calls(*fds)
+            _run_callee(*fds)
         else:
-            examine(*fds)
+            run_unit_tests(*fds)
     except SystemExit as end:
         status = _status_of(end)
     except BaseException:  # noqa: BLE001 (the border of a process)
@@ -52,30 +52,30 @@ def run(kind: Kind, fds: Sequence[int], path: Sequence[str]) -> NoReturn:
     os._exit(status)
 
 
-def run_script(source: int) -> None:
-    """Run a program as `__main__`."""
+def _run_script(source: int) -> None:
     text = _read(source)
-    exec(compile(text, NAME, "exec"), _module("__main__", text).__dict__)
+    exec(compile(text, _FILE_NAME, "exec"), _module("__main__", text).__dict__)
 
 
-def serve_calls(source: int, connection: int) -> None:
+def _run_callee(source: int, connection: int) -> None:
     """Run a program once as a module, say how that went, and answer the questions of the tests until they end."""
-    module = _module("solution", text := _read(source))
-    link = Link(connection, exports_all=True, names=module.__dict__)
+    text = _read(source)
+    names = _module("solution", text).__dict__
+    tests = Connection(connection)
     state = "ready"
     try:
-        code = compile(text, NAME, "exec")
-    except _COMPILES_NOT:
+        code = compile(text, _FILE_NAME, "exec")
+    except _COMPILE_ERRORS:
         state = "compile_error"
     else:
         try:
-            exec(code, module.__dict__)
+            exec(code, names)
         except BaseException:  # noqa: BLE001 (SystemExit at the end of a module too)
             state = "run_error"
     with suppress(Gone):
-        link.send({"state": state})
-        while state == "ready":
-            link.answer(link.receive())
+        tests.send({"state": state})
+        if state == "ready":
+            serve_calls(tests, names)
 
 
 def _read(descriptor: int) -> str:
@@ -85,20 +85,16 @@ def _read(descriptor: int) -> str:
 
 def _module(name: str, text: str) -> ModuleType:
     module = ModuleType(name)
-    module.__file__ = NAME
+    module.__file__ = _FILE_NAME
     sys.modules[name] = module
-    linecache.cache[NAME] = (
-        len(text),
-        None,
-        text.splitlines(keepends=True),
-        NAME,
-    )  # for tracebacks and inspect
+    lines = text.splitlines(keepends=True)
+    linecache.cache[_FILE_NAME] = (len(text), None, lines, _FILE_NAME)  # for tracebacks, inspect
     return module
 
 
-def _forget(path: Sequence[str]) -> None:
-    """Fresh standard streams, and only Python's own modules and the allowed packages to import."""
-    sys.argv[:] = [NAME]
+def _forget_server(path: Sequence[str]) -> None:
+    """Give fresh standard streams, and only Python's own modules and the allowed packages to import."""
+    sys.argv[:] = [_FILE_NAME]
     sys.path[:] = path
     for name in ("PYTHONPATH", "YCORE_RUN", "PWD"):
         os.environ.pop(name, None)
@@ -115,7 +111,7 @@ def _writer(descriptor: int) -> Any:
 
 
 def _finish(status: int) -> int:
-    """What Python does when a script has ended: wait for its threads, call what it registered."""
+    """Do what Python does when a script has ended: wait for its threads, call what it registered."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()

@@ -1,26 +1,54 @@
-"""Calls between a program that nobody has read and its tests, each in a process of its own, over a socket.
+"""Calls from tests to a program that nobody has read. Each is in a process of its own; a socket connects them.
 
-A line of JSON is a request or its answer. Values cross as plain data: numbers, texts, lists, dictionaries and the like,
-rebuilt on the other end. What is no plain data stays where it is and is passed as a number (`Handle`), so that an
-object's own `__eq__` never meets the tests. Standard library only: it is loaded inside the sandbox.
+A line of JSON is a request of the tests or its answer. Values cross as plain data: numbers, texts, lists, dictionaries
+and the like, rebuilt on the other end. An object that is no plain data stays in the program, and the tests get a
+`Handle`, so that its own `__eq__` never meets the tests. Standard library only: it is loaded inside the sandbox.
 """
 
-import base64
 import builtins
 import json
-import os
-import select
+import operator
+import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from fractions import Fraction
-from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 MAX_LINE = 8 * 2**20  # bytes
-_MAX_DEPTH = 200
+_MAX_DEPTH = 300
 _PLAIN_INT = 2**63  # larger ones go as hexadecimal digits, which are read in linear time
-_FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, type)
+
+_COMPOUND: Mapping[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    int: (hex, lambda digits: int(digits, 16)),
+    tuple: (list, tuple),
+    dict: (lambda value: [[*item] for item in dict.items(value)], lambda items: dict(items)),
+    set: (list, set),
+    frozenset: (list, frozenset),
+    bytes: (bytes.hex, bytes.fromhex),
+    bytearray: (bytearray.hex, bytearray.fromhex),
+    complex: (lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
+    range: (lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
+    Decimal: (str, Decimal),
+    Fraction: (str, Fraction),
+}
+"""How a value of each type becomes a list or a text, and a list or a text the value. Subclasses go as these types."""
+
+_TYPES = {kind.__name__: kind for kind in _COMPOUND}
+_OBJECT = "object"
+
+_OPERATIONS: Mapping[str, Callable[..., Any]] = {
+    "__call__": lambda function, *args, **kwargs: function(*args, **kwargs),
+    "__getattr__": getattr,
+    "__getitem__": operator.getitem,
+    "__iter__": list,
+    "__next__": next,
+    "__len__": len,
+    "__bool__": bool,
+    "__str__": str,
+    "__eq__": lambda value, other: bool(value == other),
+}
+"""What tests may do with an object of the program."""
 
 
 class Silent(BaseException):
@@ -28,7 +56,7 @@ class Silent(BaseException):
 
 
 class Gone(BaseException):
-    """The other end ended, or closed its end."""
+    """The other end ended, closed its end, or sent no message."""
 
 
 class NoPlainData(Exception):
@@ -36,164 +64,34 @@ class NoPlainData(Exception):
 
 
 class ProgramError(Exception):
-    """An exception of the program's of a kind that the tests do not know."""
+    """An exception of the program of a kind that the tests do not know."""
 
 
-class Handle:
-    """An object of the program's. Tests may call it, read its attributes, iterate over it and ask for its length.
+class Connection:
+    """One end of the socket between tests and program: a JSON object a line."""
 
-    It equals nothing but another object of the program's: never a value of the tests'.
-    """
-
-    __slots__ = ("_link", "_number")
-
-    def __init__(self, link: "Link", number: int) -> None:
-        self._link, self._number = link, number
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._link.ask("call", self._number, *args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self._link.ask("attribute", self._number, name)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._link.ask("list", self._number))
-
-    def __next__(self) -> Any:
-        return self._link.ask("next", self._number)
-
-    def __len__(self) -> int:
-        return int(self._link.ask("length", self._number))
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._link.ask("item", self._number, key)
-
-    def __bool__(self) -> bool:
-        return self._link.ask("truth", self._number) is True
-
-    def __str__(self) -> str:
-        return str(self._link.ask("text", self._number))
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (
-            isinstance(other, Handle) and self._link.ask("equals", self._number, other) is True
-        )
-
-    def __hash__(self) -> int:
-        return hash(self._number)
-
-
-_OPERATIONS: Mapping[str, Callable[..., Any]] = {
-    "call": lambda function, *args, **kwargs: function(*args, **kwargs),
-    "attribute": getattr,
-    "list": list,
-    "next": next,
-    "length": len,
-    "item": lambda owner, key: owner[key],
-    "truth": bool,
-    "text": str,
-    "equals": lambda one, other: bool(one == other),
-}
-
-
-class Link:
-    """One end of the link: it asks, and while it waits for the answer it answers what the other end asks.
-
-    The tests' end exports functions alone, which the other end may call. The program's end exports everything.
-    """
-
-    def __init__(
-        self, descriptor: int, *, exports_all: bool = False, names: Mapping[str, Any] | None = None
-    ) -> None:
-        """`names`: what the other end may ask for by name."""
-        self.deadline: float | None = (
-            None  # of `time.monotonic`, for an answer; None waits for ever
-        )
+    def __init__(self, descriptor: int) -> None:
         self.is_gone = False
-        self.num_asked = 0
-        self._descriptor, self._buffer = descriptor, bytearray()
-        self._exports_all, self._names = exports_all, names or {}
-        self._objects: list[Any] = []
-        self._numbers: dict[int, int] = {}
-        self._handles: dict[int, Handle] = {}
+        self._socket = socket.socket(fileno=descriptor)
+        self._buffer = bytearray()
+        self._deadline: float | None = None  # of `time.monotonic`
 
-    def ask(self, operation: str, of: int | str, *args: Any, **kwargs: Any) -> Any:
-        """What the other end answers; the exception that it raised there; Silent or Gone for good."""
-        if self.is_gone:
-            raise Gone
-        self.num_asked += 1
-        sent = [self.encode(value) for value in args]
-        self.send(
-            {
-                "ask": operation,
-                "of": of,
-                "args": sent,
-                "kwargs": {k: self.encode(v) for k, v in kwargs.items()},
-            }
-        )
-        while True:
-            message = self.receive()
-            if "ask" in message:
-                self.answer(message)
-                continue
-            if "raised" in message:
-                raise _exception(message["raised"])
-            value = self.decode(message.get("value"))
-            if value is None and operation == "call":
-                self._change(args, message.get("changed"))
-            return value
+    def limit(self, seconds: float) -> None:
+        """Limit the time of all that is sent and received from now on."""
+        self._deadline = time.monotonic() + seconds
 
-    def answer(self, message: Mapping[str, Any]) -> None:
-        """Do what the other end asks for, and send it the value or the exception."""
-        try:
-            operation, of = message["ask"], message["of"]
-            if operation == "name":
-                reply: dict[str, Any] = {"value": self.encode(self._names[of])}
-            elif self._exports_all or operation == "call":
-                args = [self.decode(value) for value in message["args"]]
-                kwargs = {name: self.decode(value) for name, value in message["kwargs"].items()}
-                value = self.encode(_OPERATIONS[operation](self._objects[of], *args, **kwargs))
-                reply = {"value": value}
-                if value is None and operation == "call":
-                    reply["changed"] = [
-                        self.encode(arg) if isinstance(arg, list | dict | set) else 0
-                        for arg in args
-                    ]
-            else:
-                raise PermissionError(operation)
-        except (Silent, Gone):
-            raise
-        except BaseException as error:  # noqa: BLE001 (the border of a process: all that the program raises is an answer)
-            reply = {"raised": [type(error).__name__, str(error)[:2000]]}
-        self.send(reply)
-
-    def send(self, message: Any) -> None:
+    def send(self, message: Mapping[str, Any]) -> None:
         line = json.dumps(message).encode() + b"\n"
         if len(line) > MAX_LINE:
             raise ValueError(f"a value of {len(line)} bytes is too large")
-        try:
-            while line:
-                if self.deadline is not None:
-                    self._wait(writes=True)
-                line = line[os.write(self._descriptor, line[:65536]) :]
-        except OSError:
-            self.is_gone = True
-            raise Gone from None
+        self._limited(lambda: self._socket.sendall(line))
 
     def receive(self) -> dict[str, Any]:
-        """The next message; Silent after the deadline, Gone where there is none, or no message."""
+        """Return the next message; Silent after the deadline, Gone where there is none."""
         while (end := self._buffer.find(b"\n")) < 0:
-            if self.deadline is not None:
-                self._wait()
-            try:
-                data = os.read(self._descriptor, 65536)
-            except OSError:
-                data = b""
+            data = self._limited(lambda: self._socket.recv(65536))
             if not data or len(self._buffer) > MAX_LINE:
-                self.is_gone = True
-                raise Gone
+                self._lose(Gone)
             self._buffer += data
         line = bytes(self._buffer[:end])
         del self._buffer[: end + 1]
@@ -202,85 +100,60 @@ class Link:
         except (ValueError, RecursionError):
             message = None
         if not isinstance(message, dict):
-            self.is_gone = True
-            raise Gone
+            self._lose(Gone)
         return message
 
-    def encode(self, value: Any, depth: int = 0) -> Any:
-        """A value as JSON. Subclasses of plain types go as these: what they add is not seen by the other end."""
-        if value is None or value is True or value is False:
-            return value
-        if depth > _MAX_DEPTH:
-            raise ValueError("a value is nested too deeply")
-        if isinstance(value, str):
-            return str.__str__(value)
-        if isinstance(value, int):
-            number = int.__int__(value)
-            return number if -_PLAIN_INT < number < _PLAIN_INT else {"int": hex(number)}
-        if isinstance(value, float):
-            return float.__float__(value)
-        return self._encode_compound(value, depth)
+    def _limited(self, work: Callable[[], Any]) -> Any:
+        if self.is_gone:
+            raise Gone
+        try:
+            if self._deadline is not None:
+                self._socket.settimeout(max(1e-6, self._deadline - time.monotonic()))
+            return work()
+        except TimeoutError:
+            self._lose(Silent)
+        except OSError:
+            self._lose(Gone)
 
-    def _encode_compound(self, value: Any, depth: int) -> Any:
-        def all_of(values: Iterable[Any]) -> list[Any]:
-            return [self.encode(item, depth + 1) for item in values]
+    def _lose(self, reason: type[BaseException]) -> NoReturn:
+        self.is_gone = True
+        raise reason from None
 
-        if isinstance(value, list):
-            return all_of(list.__iter__(value))
-        if isinstance(value, tuple):
-            return {"tuple": all_of(tuple.__iter__(value))}
-        if isinstance(value, dict):
-            return {"dict": [all_of(pair) for pair in dict.items(value)]}
-        if isinstance(value, set):
-            return {"set": all_of(set.__iter__(value))}
-        if isinstance(value, frozenset):
-            return {"frozenset": all_of(frozenset.__iter__(value))}
-        if isinstance(value, bytes | bytearray):
-            return {type(value).__name__: base64.b64encode(bytes(value)).decode()}
-        if isinstance(value, complex):
-            return {"complex": [value.real, value.imag]}
-        if type(value) is range:
-            return {"range": all_of((value.start, value.stop, value.step))}
-        if type(value) is Decimal or type(value) is Fraction:
-            return {type(value).__name__: str(value)}
-        if isinstance(value, Handle):
-            return {"yours": value._number}
-        if (
-            type(value).__module__ == "numpy"
-            and hasattr(value, "item")
-            and not getattr(value, "shape", ())
-        ):
-            return self.encode(value.item(), depth + 1)
-        if self._exports_all or isinstance(value, _FUNCTIONS):
-            return {"mine": self._export(value)}
-        if isinstance(value, Iterator):
-            return {"iterator": all_of(value)}
-        raise NoPlainData(
-            f"a test passes a {type(value).__name__} to the program, which is no plain data"
-        )
 
-    def decode(self, encoded: Any) -> Any:
-        """The value of `encode`; ValueError for anything else."""
-        if encoded is None or isinstance(encoded, bool | int | float | str):
-            return encoded
-        if isinstance(encoded, list):
-            return [self.decode(item) for item in encoded]
-        if not isinstance(encoded, dict) or len(encoded) != 1:
-            raise ValueError("no value")
-        ((kind, content),) = encoded.items()
-        if kind == "mine":
-            return self._handles.setdefault(int(content), Handle(self, int(content)))
-        if kind == "yours":
-            return self._objects[content]
-        if kind not in _DECODED:
-            raise ValueError(f"no value of kind {kind}")
-        return _DECODED[kind](self.decode(content))
+class CallClient:
+    """The tests' end, which asks the program."""
 
-    def _export(self, value: Any) -> int:
-        if id(value) not in self._numbers:
-            self._numbers[id(value)] = len(self._objects)
-            self._objects.append(value)  # kept, so that its id stays its own
-        return self._numbers[id(value)]
+    def __init__(self, connection: Connection, *, timeout_s: float) -> None:
+        """`timeout_s` limits each call."""
+        self.num_calls = 0
+        self._connection = connection
+        self._timeout_s = timeout_s
+        self._handles: dict[int, Handle] = {}
+
+    def name(self, name: str) -> Any:
+        """Return what the program calls so; KeyError where it has no such name."""
+        return self.ask("name", name)
+
+    def ask(self, operation: str, target: int | str, *args: Any, **kwargs: Any) -> Any:
+        """Return the program's answer, or raise the exception that it raised; Silent or Gone for good."""
+        self.num_calls += 1
+        self._connection.limit(self._timeout_s)
+        request = {"ask": operation, "of": target, "args": [self._encode(value) for value in args]}
+        kwargs = {name: self._encode(value) for name, value in kwargs.items()}
+        self._connection.send({**request, "kwargs": kwargs})
+        reply = self._connection.receive()
+        if "raised" in reply:
+            raise _exception(reply["raised"])
+        value = decode(reply.get("value"), self._handle)
+        if value is None and operation == "__call__":
+            self._change(args, reply.get("changed"))
+        return value
+
+    def _handle(self, number: int) -> "Handle":
+        return self._handles.setdefault(number, Handle(self, number))
+
+    def _encode(self, value: Any) -> Any:
+        return encode(value, _number_of_handle)
 
     def _change(self, args: tuple[Any, ...], changed: Any) -> None:
         """Carry over what a function that returns None did to its arguments.
@@ -291,47 +164,137 @@ class Link:
         if not isinstance(changed, list) or len(changed) != len(args):
             return
         for arg, encoded in zip(args, changed, strict=True):
-            if isinstance(arg, list | dict | set):
-                new = self.decode(encoded)
-                if type(new) is type(arg):
-                    arg.clear()
-                    arg.extend(new) if isinstance(arg, list) else arg.update(new)
-
-    def _wait(self, *, writes: bool = False) -> None:
-        assert self.deadline is not None
-        left = self.deadline - time.monotonic()
-        ends: list[int] = [self._descriptor]
-        ready = select.select([] if writes else ends, ends if writes else [], [], max(0.0, left))
-        if not any(ready):
-            self.is_gone = True
-            raise Silent
+            new = decode(encoded, self._handle)
+            if isinstance(arg, list) and isinstance(new, list):
+                arg[:] = new
+            elif isinstance(arg, dict | set) and type(new) is type(arg):
+                arg.clear()
+                arg.update(new)
 
 
-def _pairs(items: list[Any]) -> dict[Any, Any]:
-    return {key: value for key, value in items}  # noqa: C416 (a pair is checked to be one)
+class Handle:
+    """An object of the program. It equals nothing but another object of the program: never a value of the tests."""
+
+    def __init__(self, client: CallClient, number: int) -> None:
+        self._client = client
+        self._number = number
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._ask("__getattr__", name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._ask("__call__", *args, **kwargs)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._ask("__getitem__", key)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._ask("__iter__"))
+
+    def __next__(self) -> Any:
+        return self._ask("__next__")
+
+    def __len__(self) -> int:
+        return int(self._ask("__len__"))
+
+    def __bool__(self) -> bool:
+        return self._ask("__bool__") is True
+
+    def __str__(self) -> str:
+        return str(self._ask("__str__"))
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Handle) and self._ask("__eq__", other) is True)
+
+    def __hash__(self) -> int:
+        return hash(self._number)
+
+    def _ask(self, operation: str, *args: Any, **kwargs: Any) -> Any:
+        return self._client.ask(operation, self._number, *args, **kwargs)
 
 
-_DECODED: Mapping[str, Callable[[Any], Any]] = {
-    "int": lambda digits: int(digits, 16),
-    "tuple": tuple,
-    "dict": _pairs,
-    "set": set,
-    "frozenset": frozenset,
-    "bytes": lambda text: base64.b64decode(text),
-    "bytearray": lambda text: bytearray(base64.b64decode(text)),
-    "complex": lambda parts: complex(*parts),
-    "range": lambda parts: range(*parts),
-    "iterator": iter,
-    "Decimal": Decimal,
-    "Fraction": Fraction,
-}
+def serve_calls(connection: Connection, names: Mapping[str, Any]) -> NoReturn:
+    """Answer the tests from the program's process, until they end (Gone). `names` are the program's globals."""
+    objects: list[Any] = []
+    numbers: dict[int, int] = {}
+
+    def number_of(value: Any) -> int:
+        if id(value) not in numbers:
+            numbers[id(value)] = len(objects)
+            objects.append(value)  # kept, so that its id stays its own
+        return numbers[id(value)]
+
+    def answer(request: Mapping[str, Any]) -> dict[str, Any]:
+        if request["ask"] == "name":
+            return {"value": encode(names[request["of"]], number_of)}
+        target = objects[request["of"]]
+        args = [decode(value, objects.__getitem__) for value in request["args"]]
+        kwargs = {k: decode(value, objects.__getitem__) for k, value in request["kwargs"].items()}
+        value = encode(_OPERATIONS[request["ask"]](target, *args, **kwargs), number_of)
+        if value is not None or request["ask"] != "__call__":
+            return {"value": value}
+        mutable = [arg if isinstance(arg, list | dict | set) else 0 for arg in args]
+        return {"value": None, "changed": [encode(arg, number_of) for arg in mutable]}
+
+    while True:
+        request = connection.receive()
+        try:
+            reply = answer(request)
+        except BaseException as error:  # noqa: BLE001 (the border of a process: all that it raises is an answer)
+            reply = {"raised": [type(error).__name__, str(error)[:2000]]}
+        connection.send(reply)
+
+
+def encode(value: Any, number_of: Callable[[Any], int], depth: int = 0) -> Any:
+    """Return a value as JSON; `number_of` gives the number of an object that is no plain data, or raises."""
+    if depth > _MAX_DEPTH:
+        raise ValueError("a value is nested too deeply")
+    if value is None or isinstance(value, bool | str | float):
+        return value
+    if isinstance(value, int) and -_PLAIN_INT < value < _PLAIN_INT:
+        return int(value)
+    if isinstance(value, list):
+        return [encode(item, number_of, depth + 1) for item in value]
+    for kind, (flatten, _) in _COMPOUND.items():
+        if isinstance(value, kind):
+            return {kind.__name__: encode(flatten(value), number_of, depth + 1)}
+    is_numpy = type(value).__module__ == "numpy" and hasattr(value, "item")
+    if is_numpy and not getattr(value, "shape", ()):
+        return encode(value.item(), number_of, depth + 1)
+    return {_OBJECT: number_of(value)}
+
+
+def decode(encoded: Any, object_of: Callable[[int], Any]) -> Any:
+    """Return the value of `encode`; ValueError for anything else."""
+    if encoded is None or isinstance(encoded, bool | int | float | str):
+        return encoded
+    if isinstance(encoded, list):
+        return [decode(item, object_of) for item in encoded]
+    if not isinstance(encoded, dict) or len(encoded) != 1:
+        raise ValueError("no value")
+    ((name, content),) = encoded.items()
+    if name == _OBJECT:
+        return object_of(int(content))
+    if name not in _TYPES:
+        raise ValueError(f"no value of kind {name}")
+    return _COMPOUND[_TYPES[name]][1](decode(content, object_of))
+
+
+def _number_of_handle(value: Any) -> int:
+    if isinstance(value, Handle):
+        return value._number
+    raise NoPlainData(
+        f"a test passes a {type(value).__name__} to the program, which is no plain data"
+    )
 
 
 def _exception(raised: Any) -> Exception:
-    """The built-in exception of that name, else one that no test expects."""
+    """Return the built-in exception of that name, else one that no test expects."""
     if not isinstance(raised, list) or len(raised) != 2:
         return ProgramError("no exception")
-    name, text = str(raised[0]), str(raised[1])
+    name, text = map(str, raised)
     kind = getattr(builtins, name, None)
     if isinstance(kind, type) and issubclass(kind, Exception):
         try:

@@ -23,7 +23,7 @@ from ycore.run.meter import CountMeter
 from ycore.run.reports import this_rank
 from ycore.sandbox import MIB
 from ycore.sandbox.level import choose_level, require_sandbox
-from ycore.sandbox.programs import PROGRAM_LIMITS, ProgramPool, ScriptResult, UnitTestResult
+from ycore.sandbox.program_pool import PROGRAM_LIMITS, ProgramPool, ScriptResult, UnitTestResult
 from ycore.scoring.scoring import PendingGroup, Scorer, ScorerContext
 from ycore.types import Completion, Prompt, Score
 
@@ -136,7 +136,7 @@ class CodeScorer(Scorer):
 
     async def _examined(self, source: str, tests: UnitTests) -> Score:
         deadline_s = tests.deadline_s(self.settings)
-        verdict: UnitTestResult = await self.programs.examine(
+        verdict: UnitTestResult = await self.programs.run_tests(
             source, tests.request(self.settings), deadline_s=deadline_s
         )
         self.meter.seconds += verdict.seconds

@@ -13,6 +13,7 @@ from typing import TypeVar
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.data.prompts import PromptSet
 from ycore.engine.judge_engine import JudgeEngine, Refused, RemoteJudge, VllmJudge
+from ycore.engine.kinds import EngineKind
 from ycore.errors import ModelError, RewardError
 from ycore.judge.agreement import KEY, agreement, agreement_of
 from ycore.judge.declaration import POLICY_BASE, Judge, Served
@@ -119,7 +120,9 @@ class JudgeScorer(Scorer):
         require_columns(spec.reward.removeprefix(JUDGE_PREFIX), judge_of(spec), prompts.columns)
 
     @classmethod
-    def check_models(cls, spec: RewardConfig, config: RunConfig, *, engine: str) -> list[str]:
+    def check_models(
+        cls, spec: RewardConfig, config: RunConfig, *, engine: EngineKind
+    ) -> list[str]:
         judge = judge_of(spec)
         label = f"judge {spec.reward.removeprefix(JUDGE_PREFIX)}"
         form = f"{judge.mode}, verdict by {judge.verdict.kind}"
@@ -344,7 +347,9 @@ class AgreementScorer(Scorer):
         require_columns(spec.reward, agreement_of(spec), prompts.columns)
 
     @classmethod
-    def check_models(cls, spec: RewardConfig, config: RunConfig, *, engine: str) -> list[str]:
+    def check_models(
+        cls, spec: RewardConfig, config: RunConfig, *, engine: EngineKind
+    ) -> list[str]:
         kind = agreement_of(spec).verdict.kind
         return [f"{spec.reward}: the policy is the judge, pairwise, verdict by {kind}"]
 

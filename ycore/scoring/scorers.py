@@ -5,15 +5,22 @@ from dataclasses import replace
 
 from ycore.config.schema import RewardConfig, RunConfig, ScoredConfig
 from ycore.data.prompts import PromptSet
+from ycore.engine.kinds import EngineKind
 from ycore.errors import ConfigError
+from ycore.judge.sources import is_teacher, teacher_of
+from ycore.placement.placement import ROLLOUT, check_placement, in_order, parse_placement
 from ycore.rewards.loading import reward_names
 from ycore.run.images import ImageStore
 from ycore.run.meter import Meter
 from ycore.run.paths import RunFolder
 from ycore.scoring.code_scorer import CodeScorer
 from ycore.scoring.judge_scorer import AgreementScorer, JudgeScorer
-from ycore.scoring.policy_scorers import EnvironmentScorer, ReferenceScorer
-from ycore.scoring.reward_model_scorer import RewardModelScorer
+from ycore.scoring.model_scorers import (
+    EnvironmentScorer,
+    ReferenceScorer,
+    RewardModelScorer,
+    TeacherScorer,
+)
 from ycore.scoring.reward_pool import RuleScorer, WorkerMeter, reward_pool
 from ycore.scoring.scoring import (
     Policy,
@@ -23,7 +30,6 @@ from ycore.scoring.scoring import (
     Scoring,
     ServedModel,
 )
-from ycore.scoring.teacher_scorer import TeacherScorer
 
 SCORERS: tuple[type[Scorer], ...] = (
     JudgeScorer,
@@ -54,13 +60,54 @@ def runs_unknown_code(config: ScoredConfig) -> bool:
     )
 
 
-def scorer_models(config: RunConfig) -> list[ServedModel]:
-    """Return the models of all rewards that the run must serve, each with the index of its reward."""
-    models = []
+def served_models(config: RunConfig) -> list[ServedModel]:
+    """Return the policy, then every model that scores this run in an engine of ycore's.
+
+    Rewards that use the same model in the same role share its engines. A model with a `base_url` needs none.
+    """
+    policy = ServedModel(
+        ROLLOUT,
+        config.model,
+        max_model_len=config.engine.max_model_len,
+        tensor_parallel=config.engine.tensor_parallel,
+    )
+    models = {(ROLLOUT, config.model): policy}
     for source, spec in enumerate(config.rewards):
         for model in scorer_class(spec).models(spec, config):
-            models.append(replace(model, sources=(source,)))
-    return models
+            key = (model.role, model.name)
+            model = replace(model, sources=(source,))
+            models[key] = _merge(models[key], model) if key in models else model
+    return list(models.values())
+
+
+def own_teachers(config: RunConfig) -> list[str]:
+    """Return the teachers that every rank of the trainer holds itself."""
+    if not config.teaches_exactly:
+        return []
+    return [teacher_of(spec).model for spec in config.rewards if is_teacher(spec)]
+
+
+def check_run_placement(
+    config: RunConfig, models: Sequence[ServedModel], *, num_slots: int | None = None
+) -> None:
+    """ConfigError where the models' roles cannot be placed so on `num_slots`, None where these are not known yet."""
+    placement = parse_placement(config.placement)
+    roles = in_order([model.role for model in models])
+    check_placement(
+        placement, roles=roles, num_slots=sum(placement.shares) if num_slots is None else num_slots
+    )
+
+
+def _merge(one: ServedModel, other: ServedModel) -> ServedModel:
+    lengths = [one.max_model_len, other.max_model_len]
+    widths = [width for width in (one.tensor_parallel, other.tensor_parallel) if width != "auto"]
+    return replace(
+        one,
+        sources=one.sources + other.sources,
+        max_model_len=None if None in lengths else max(filter(None, lengths)),
+        max_new_tokens=max(one.max_new_tokens, other.max_new_tokens),
+        tensor_parallel=max(widths, default="auto"),
+    )
 
 
 def check_rows(config: RunConfig, prompts: PromptSet) -> None:
@@ -69,7 +116,7 @@ def check_rows(config: RunConfig, prompts: PromptSet) -> None:
         scorer_class(spec).check_rows(spec, config, prompts)
 
 
-def check_models(config: RunConfig, *, engine: str) -> list[str]:
+def check_models(config: RunConfig, *, engine: EngineKind) -> list[str]:
     """Return a line for each model that scores; nothing is started. UserError where one cannot score this run."""
     lines = []
     for spec in config.rewards:

@@ -17,6 +17,7 @@ from ycore.config.schema import RewardConfig, RunConfig, Width
 from ycore.data.prompts import PromptSet
 from ycore.engine import Engine
 from ycore.engine.commands import EngineSpec
+from ycore.engine.kinds import EngineKind
 from ycore.engine.server import Server, restart_timeout_s
 from ycore.errors import ConfigError, ModelError
 from ycore.models.names import ModelPlan, resolve_model
@@ -170,8 +171,10 @@ class Scorer:
         """Raise UserError where the dataset lacks what the reward reads."""
 
     @classmethod
-    def check_models(cls, spec: RewardConfig, config: RunConfig, *, engine: str) -> list[str]:
-        """Return a line for each model; UserError where a model cannot score the run. `engine` is the policy's kind."""
+    def check_models(
+        cls, spec: RewardConfig, config: RunConfig, *, engine: EngineKind
+    ) -> list[str]:
+        """Return a line for each model; UserError where a model cannot score the run. `engine` is the policy's."""
         return []
 
     @classmethod
@@ -254,12 +257,12 @@ def scorer_servers(
 
 
 def plan_served_model(
-    label: str, model: str, config: RunConfig, *, engine: str, way_out: str
+    label: str, model: str, config: RunConfig, *, engine: EngineKind, way_out: str
 ) -> ModelPlan:
     """Resolve the model of a scorer; UserError where it is unknown, or the run has no vLLM to serve it."""
-    if engine == "transformers":
+    if not engine.has_servers:
         raise ConfigError(
-            f"{label} runs in a vLLM engine, and this run generates with {engine}; {way_out}"
+            f"{label} runs in a vLLM engine, and this run generates with {engine.name}; {way_out}"
         )
     try:
         return resolve_model(model, trust_remote_code=config.trust_remote_code)

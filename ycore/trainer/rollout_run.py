@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ycore.config.schema import RunConfig
-from ycore.engine import Engine
-from ycore.engine.shared_bucket import Source
-from ycore.engine.transformers_engine import TransformersEngine
+from ycore.engine import Engine, WeightSource
 from ycore.engine.weights import engine_weights, note_weights, write_adapters, write_weights
 from ycore.errors import ConfigError
 from ycore.evaluation.during_training import RolloutEvaluation
@@ -65,7 +63,7 @@ class RolloutRun(TrainingRun):
 
     def _make_controller(self) -> Controller:
         parts, peers, engines = self._parts, self._peers, self._engines()
-        sends_weights = parts.started.kind == "vllm" and parts.config.sync_every > 0
+        sends_weights = parts.kind.has_servers and parts.config.sync_every > 0
         self._journal = Journal(
             parts.home.journal, rank=peers.rank, world=peers.world, seed=parts.config.seed
         )
@@ -105,21 +103,11 @@ class RolloutRun(TrainingRun):
 
     def _engines(self) -> list[Engine]:
         """The engines of the machine; or the model in training."""
-        parts = self._parts
-        if parts.started.kind == "vllm":
-            engines = parts.vllm_engines()
-            if parts.config.engine.sync == "ipc":
-                walk = partial(
-                    engine_weights, self.trainer.bare_model, dtype=compute_dtype(self.config)
-                )
-                for engine in engines:
-                    engine.source = Source(walk, self.trainer.accelerator.device)
-            return [*engines]
-        return [
-            TransformersEngine(
-                self.trainer.bare_model, parts.tokenizer, parts.sampling(), parts.sight
-            )
-        ]
+        model, source = self.trainer.bare_model, None
+        if self._parts.config.engine.sync == "ipc":
+            walk = partial(engine_weights, model, dtype=compute_dtype(self.config))
+            source = WeightSource(walk, self.trainer.accelerator.device)
+        return self._parts.engines(model, source=source)
 
     def _share_weights(self, version: int) -> Path:
         """Write the policy's weights for the engines: the first rank of a machine does, and the others wait."""

@@ -28,7 +28,7 @@ from ycore.run.checkpoints import (
     controller_file,
     drop_oldest,
     publish,
-    read_manifest,
+    read_checkpoint_manifest,
     size_of,
     staging,
     step_of,
@@ -76,7 +76,7 @@ class RoundState:
 
     def restore(self, checkpoint: Path, rank: int, world: int) -> None:
         """Take what this rank of `world` saved; where another number of ranks did, its part of what they saved."""
-        saved = read_manifest(checkpoint).world
+        saved = read_checkpoint_manifest(checkpoint).world
         if saved == world:
             state, batches = _read_state(checkpoint, rank), _files_of(checkpoint, rank)[1]
             trainer = state["trainer"]

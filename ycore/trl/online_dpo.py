@@ -15,7 +15,7 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
 from ycore.errors import ConfigError
-from ycore.round.sampling import TOLERANCE
+from ycore.scoring.group_rewards import TOLERANCE
 from ycore.trl.batches import loss_mask
 from ycore.trl.constrained import broken, kept
 from ycore.trl.seam import SeamGRPOTrainer

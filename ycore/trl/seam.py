@@ -23,7 +23,7 @@ from trl.trainer.utils import (
 
 from ycore.advantages import Estimator
 from ycore.engine.sight import image_token_ids
-from ycore.round.sampling import TOLERANCE
+from ycore.scoring.group_rewards import normalized_sums, rewards_differ, weighted_sums
 from ycore.trl.base import DurableTrainer, bare
 from ycore.trl.batches import FlatSequence, Place, begins_of, deal, flatten, loss_mask
 from ycore.trl.divergence import stand_in
@@ -268,19 +268,20 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
 
     def _some_rewards_differ(self) -> bool:
         """Whether any group of any rank has two rewards that differ, and so advantages by TRL's estimator."""
-        totals_PG = self._totals(self._rewards).view(-1, self.num_generations)
-        known = ~totals_PG.isnan()
-        highest = totals_PG.masked_fill(~known, -math.inf).amax(dim=1)
-        lowest = totals_PG.masked_fill(~known, math.inf).amin(dim=1)
-        return bool((highest - lowest > TOLERANCE).any())
+        size = self.num_generations
+        if self.multi_objective_aggregation == "normalize_then_sum" and self._advantage is None:
+            weights = self.reward_weights.tolist()
+            sums = [
+                normalized_sums(_known(rewards_GR), weights)
+                for rewards_GR in self._rewards.view(-1, size, len(weights)).tolist()
+            ]
+        else:
+            sums = _known(self._totals(self._rewards).view(-1, size).tolist())
+        return any(rewards_differ(sums_G) for sums_G in sums)
 
     def _totals(self, rewards: torch.Tensor) -> torch.Tensor:
         """Weighted sums over the sources that gave a reward; NaN where none did. (N, R) -> (N,)."""
-        weights = self.reward_weights.to(rewards.device)
-        rewards = rewards.masked_fill(
-            (weights == 0) & bool(weights.any()), math.nan
-        )  # these are measured only
-        return (rewards * weights).nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), math.nan)
+        return weighted_sums(rewards, self.reward_weights.to(rewards.device))
 
     # -- micro-batches ---------------------------------------------------------------------------------------------
 
@@ -490,3 +491,8 @@ def texts_stay_local(num_sequences: int, *, logs_completions: bool) -> Iterator[
         yield
     finally:
         grpo_trainer.gather_object = gather_object
+
+
+def _known(rewards: list[list[float]]) -> list[list[float | None]]:
+    """Return the rewards with None in place of NaN."""
+    return [[None if math.isnan(reward) else reward for reward in row] for row in rewards]

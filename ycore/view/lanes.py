@@ -10,7 +10,7 @@ from itertools import groupby
 
 from rich.text import Text
 
-from ycore.run.trace import joined
+from ycore.run.trace import merge_intervals
 
 MAX_LANES = 8
 MAX_CELLS = 60
@@ -45,7 +45,7 @@ class Lane:
         first = min((began for began, _ in stretches), default=math.inf)
         while there and sum(there[-1]) >= first:
             touched.append(there.pop())
-        there += joined(touched)
+        there += merge_intervals(touched)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def draw_lane(lane: Lane, window: Window, *, open_since: Mapping[str, float] | N
     shares, open_since = {}, open_since or {}
     for role in sorted({*lane.busy, *open_since}):  # where roles share a slot, the judge shows
         in_flight = [(open_since[role], math.inf)] if role in open_since else []
-        shares[role] = window.shares(joined([*lane.busy.get(role, []), *in_flight]))
+        shares[role] = window.shares(merge_intervals([*lane.busy.get(role, []), *in_flight]))
     swapped, cells = (
         dict[int, str](),
         [],

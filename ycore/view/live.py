@@ -210,7 +210,7 @@ class TimeLeft:
 
 
 class FirstSteps:
-    """The first steps of a run beside `planned`, which `plan_steps` in ycore/launch/diagnostics.py returns."""
+    """The first steps of a run beside `planned`, which `plan_steps` in ycore/launch/step_plan.py returns."""
 
     def __init__(self, num_steps: int | None, planned: Mapping[str, Any]) -> None:
         self._planned, self._clock, self._rows = planned, TimeLeft(num_steps), list[Row]()

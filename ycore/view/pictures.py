@@ -15,7 +15,7 @@ from typing import Any
 from ycore.run.metrics import REWARD, STEP_SECONDS, Row, number
 from ycore.run.paths import RunFolder
 from ycore.run.text import printable
-from ycore.run.trace import ROUND, SWAP, Span, busy_stretches, finish_trace, read_trace
+from ycore.run.trace import ROUND, SWAP, Span, busy_intervals, finish_trace, read_trace
 from ycore.view.lanes import lane_names
 from ycore.view.record import PARTS, RunRecord
 
@@ -264,7 +264,7 @@ def _draw_lanes(axes: Any, spans: Sequence[Span], lanes: Sequence[tuple[int, int
         for name in sorted(
             {span.name for span in own}, key=lambda name: (name != SWAP, name), reverse=True
         ):
-            stretches = busy_stretches(span for span in own if span.name == name)
+            stretches = busy_intervals(span for span in own if span.name == name)
             bars, colour = (
                 [(began - start, seconds) for began, seconds in stretches],
                 ROLE_COLOURS.get(name, GREY),

@@ -18,7 +18,7 @@ from ycore.run.files import read_json
 from ycore.run.metrics import REWARD, STEP_SECONDS, Row, number, read_metrics
 from ycore.run.paths import RunFolder
 from ycore.run.resuming import read_round, round_file, rounds_in
-from ycore.run.trace import ROUND, SWAP, Span, busy_stretches, read_trace
+from ycore.run.trace import ROUND, SWAP, Span, busy_intervals, read_trace
 from ycore.types import IMAGE_MARK, Group, said
 
 
@@ -343,7 +343,7 @@ def judging_share(spans: Iterable[Span]) -> float:
         if span.name not in (SWAP, ROUND):
             lanes.setdefault((span.rank, span.slot, span.name), []).append(span)
     busy = {
-        lane: math.fsum(seconds for _, seconds in busy_stretches(own))
+        lane: math.fsum(seconds for _, seconds in busy_intervals(own))
         for lane, own in lanes.items()
     }
     whole = math.fsum(busy.values())

@@ -15,7 +15,7 @@ from tests.chaos.power.recording import Operation, is_ignored
 from tests.chaos.power.scenarios import RUN, Recording
 from ycore.errors import YcoreError
 from ycore.run.checkpoints import newest_for, step_of
-from ycore.run.claim import AS_IT_WAS, check_claim, held_config, is_finished
+from ycore.run.claim import AS_IT_WAS, check_claim, is_finished, stored_config
 from ycore.run.metrics import MetricsWriter, is_evaluation, read_metrics
 from ycore.run.paths import RunFolder
 from ycore.run.resuming import read_round, round_file, rounds_in, settle
@@ -209,7 +209,7 @@ def _judge(subject: Subject, cut: int, state: State, folder: RunFolder) -> str:
         return "begins"
     if digest(folder.config.read_bytes()) not in witness.descriptions:
         raise Broken("run.json is not what was written")
-    held_config(folder)
+    stored_config(folder)
     if is_finished(folder):
         ending = _check_ending(witness, state)
         if ending.steps >= (config.steps or 0):

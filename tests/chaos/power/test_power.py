@@ -14,6 +14,7 @@ from ycore.errors import RunError
 
 
 @pytest.mark.slow
+@pytest.mark.verify
 @pytest.mark.timeout(900)
 def test_no_cut_of_a_real_run_breaks_a_promise_and_every_missing_flush_shows(
     tmp_path: Path,

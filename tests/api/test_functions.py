@@ -1,0 +1,268 @@
+"""Three lines of Python: the same checks, processes and folder as the command."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ycore
+from ycore.errors import ConfigError, RunFolderError, UserError
+from ycore.models.tiny import write_tiny_model
+
+SMALL: dict[str, Any] = {
+    "engine": "transformers", "dtype": "float32", "prompts_per_step": 2, "group_size": 2, "max_tokens": 4,
+    "reward_workers": {"workers": 1}, "learning_rate": 1e-3,
+}  # fmt: skip
+
+
+def letters(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
+    return [len(set(completion[0]["content"])) / 8 for completion in completions]
+
+
+def letters_over(most: float) -> Any:
+    share = lambda text: len(set(text)) / most  # noqa: E731
+
+    def score(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
+        return [share(completion[0]["content"]) for completion in completions]
+
+    return score
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.slow
+def test_rows_and_a_function_become_a_run(tmp_path: Path, model: Path) -> None:
+    rows = [{"prompt": f"{number} + 1 =", "answer": str(number + 1)} for number in range(6)]
+    rewards = [letters, letters_over(4)]
+    run = ycore.grpo(
+        model=str(model),
+        dataset=rows,
+        reward=rewards,
+        steps=2,
+        output=str(tmp_path / "run"),
+        **SMALL,
+    )
+    assert all(
+        row["rewards/score/mean"] == 2 * row["rewards/letters/mean"] > 0 for row in run.metrics
+    )
+    assert [row["step"] for row in run.metrics] == [1, 2] and run.summary["status"] == "finished"
+    assert run.config["trl"]["learning_rate"] == 1e-3
+    assert run.report().is_file() and run.tokenizer().eos_token == "<|end|>"
+    assert (
+        sum(weight.numel() for name, weight in run.model().named_parameters() if "lora" in name) > 0
+    )
+    again = ycore.Run(tmp_path / "run")
+    assert again.metrics == run.metrics and again.summary == run.summary
+    measured = ycore.evaluate(
+        model=str(tmp_path / "run" / "model"), dataset=rows, reward=letters, num_samples=2,
+        output=str(tmp_path / "measured"), **{key: SMALL[key] for key in ("engine", "dtype", "max_tokens")},
+    )  # fmt: skip
+    assert 0 <= measured.summary["reward"] <= 1 and len(measured.completions) == 12
+
+
+@pytest.mark.slow
+def test_several_models_are_compared_on_a_benchmark(tmp_path: Path, model: Path) -> None:
+    models = [str(model), str(write_tiny_model(tmp_path / "other", seed=1))]
+    rows = [{"question": f"{number} + 1 =", "answer": str(number + 1)} for number in range(3)]
+    found = ycore.evaluate(
+        model=models, benchmark="gsm8k", dataset=iter(rows), reward=letters, num_samples=2,
+        output=str(tmp_path / "both"), **{key: SMALL[key] for key in ("engine", "dtype", "max_tokens")},
+    )  # fmt: skip
+    assert list(found.runs) == models and found.folder == tmp_path / "both"
+    first, other = found.runs.values()
+    assert first.config["prompt_column"] == "question" and "boxed" in first.config["system_prompt"]
+    gap = found.differences[models[1]]
+    assert gap["num_prompts"] == 3
+    assert gap["reward"] == pytest.approx(other.summary["reward"] - first.summary["reward"])
+    assert len(other.completions) == 6 and (found.folder / "differences.jsonl").is_file()
+    assert (
+        f"<th>{models[1]}</th>" in found._repr_html_()
+        and "<td>num_samples</td>" in other._repr_html_()
+    )
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path: Path, model: Path) -> None:
+    for models, said in (
+        ([str(model)] * 2, "must differ"), ([str(model)], "two models or more; it has 1"), ([], "it has 0"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=said):
+            ycore.evaluate(
+                model=models,
+                dataset="task:addition",
+                reward="exact_answer",
+                output=str(tmp_path / "x"),
+            )
+    with pytest.raises(ConfigError, match="did you mean 'gsm8k'"):
+        ycore.evaluate(model=str(model), benchmark="gsm8", output=str(tmp_path / "x"))
+    with pytest.raises(ConfigError, match="benchmark"):
+        ycore.dry_run("grpo", model=str(model), benchmark="gsm8k")
+
+
+@pytest.fixture
+def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training leaves a folder and takes no step."""
+
+    def leave_folder(config: Any, plan: Any, **_: Any) -> None:
+        Path(config.output).mkdir()
+        (Path(config.output) / "run.json").write_text("{}")
+
+    monkeypatch.setattr("ycore.api.functions.run_training", leave_folder)
+
+
+@pytest.mark.usefixtures("untrained")
+def test_held_out_rows_that_are_also_trained_on_are_warned_of_where_they_were_given(
+    tmp_path: Path, model: Path
+) -> None:
+    rows = [{"prompt": f"{number}?", "completion": "4", "answer": "4"} for number in range(3)]
+    told: dict[str, Any] = {"model": str(model), "dataset": rows, "eval_dataset": rows[:2]}
+    with pytest.warns(
+        UserWarning, match="^2 of the 2 held-out prompts are also trained on"
+    ) as caught:
+        ycore.sft(**told, output=str(tmp_path / "sft"))
+        ycore.grpo(**told, reward="exact_answer", **SMALL, output=str(tmp_path / "grpo"))
+    assert [warning.filename for warning in caught] == [__file__] * 2
+    with warnings.catch_warnings(action="error"):
+        ycore.sft(
+            **told | {"eval_dataset": [{"prompt": "4?", "completion": "4"}]},
+            output=str(tmp_path / "other"),
+        )
+
+
+@pytest.mark.usefixtures("untrained")
+def test_the_commands_check_of_checkpoints_is_made(tmp_path: Path, model: Path) -> None:
+    with pytest.raises(ConfigError, match="save_total_limit must be 2 or more"):
+        ycore.grpo(
+            model=str(model), dataset="task:addition", reward="exact_answer", save_total_limit=1, **SMALL,
+            output=str(tmp_path / "x"),
+        )  # fmt: skip
+
+
+def test_a_dry_run_is_the_commands_plan(tmp_path: Path, model: Path) -> None:
+    rows = [{"prompt": "1?", "completion": "4"}, {"prompt": "2?", "completion": "5"}]
+    output = tmp_path / "run"
+    plan = ycore.dry_run(
+        "sft", model=str(model), dataset=rows, eval_dataset=rows[1:], output=str(output)
+    )
+    lines = str(plan).splitlines()
+    assert [line.split()[0] for line in lines] == [
+        "model",
+        "dataset",
+        "warning",
+        "batch",
+        "run",
+        "output",
+    ]
+    assert (
+        "2 rows to train on, 1 held out" in lines[1] and "1 of the 1 held-out prompts" in lines[2]
+    )
+    assert plan.values["dataset"]["overlap"] == 1 and not output.exists()
+    measured = ycore.dry_run(
+        "eval", model=str(model), benchmark="gsm8k", dataset=[{"question": "1 + 1?", "answer": "2"}], max_tokens=8,
+        reward=letters, output=str(output),
+    )  # fmt: skip
+    assert "completions of each prompt" in str(measured)
+    assert measured.values["config"]["prompt_column"] == "question"
+
+
+def test_memory_and_time_are_planned_without_devices() -> None:
+    plan = ycore.plan_run(
+        model="Qwen/Qwen2.5-7B-Instruct",
+        devices="8x80GB",
+        max_tokens=1024,
+        prompts_per_step=64,
+        learning_rate=1e-5,
+    )
+    assert "8 x " in str(plan) and plan.values["job"]["prompts_per_step"] == 64
+    assert plan.values["fits"] and plan.values["command"].startswith("ycore grpo")
+    with pytest.raises(ConfigError, match="prompts_per_ste"):
+        ycore.plan_run(model="Qwen/Qwen2.5-7B-Instruct", devices="8x80GB", prompts_per_ste=64)
+
+
+def folder_of(
+    root: Path, algorithm: str, summary: dict[str, Any], rows: list[dict[str, Any]]
+) -> Path:
+    root.mkdir()
+    (root / "run.json").write_text(json.dumps({"config": {"algorithm": algorithm}}))
+    (root / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if summary:
+        (root / "summary.json").write_text(json.dumps(summary))
+    return root
+
+
+def test_a_notebook_shows_the_figures_that_a_run_has(tmp_path: Path) -> None:
+    steps = [{"step": 1, "loss": 0.5, "mean_token_accuracy": 0.25}, {"step": 2, "loss": 0.25}]
+    run = ycore.Run(folder_of(tmp_path / "sft", "sft", {"status": "finished"}, steps))
+    assert run.summary == {"status": "finished"} and repr(run) == f"Run('{tmp_path}/sft')"
+    shown = run._repr_html_()
+    assert f"<p>{tmp_path}/sft: finished</p>" in shown
+    assert (
+        "<th>step</th><th>loss</th><th>token accuracy</th></tr><tr><td>1</td><td>0.5000</td><td>25%</td>"
+        in shown
+    )
+    goes_on = ycore.Run(str(folder_of(tmp_path / "on", "eval", {}, [{"step": 64, "reward": 0.5}])))
+    assert goes_on.summary == {} and "<td>64</td><td>0.500</td>" in goes_on._repr_html_()
+    measured = ycore.Run(
+        folder_of(tmp_path / "eval", "eval", {"status": "finished", "pass@1": 0.123456}, [])
+    )
+    assert "<td>pass@1</td><td>0.1235</td>" in measured._repr_html_()
+    with pytest.raises(RunFolderError, match=r"no run\.json"):
+        ycore.Run(tmp_path)
+
+
+def test_a_mistake_is_the_commands_own(tmp_path: Path, model: Path) -> None:
+    with pytest.raises(ConfigError, match="step"):
+        ycore.grpo(
+            model=str(model),
+            dataset="task:addition",
+            reward="exact_answer",
+            step=3,
+            output=str(tmp_path / "x"),
+        )
+    with pytest.raises(UserError, match="no such model folder"):
+        ycore.sft(model=str(tmp_path / "none"), dataset="rows.jsonl", output=str(tmp_path / "x"))
+    with pytest.raises(ConfigError, match="row 1 of the dataset is no mapping of plain values"):
+        rows = [{"prompt": "1"}, {"prompt": object()}]
+        ycore.grpo(model=str(model), dataset=rows, reward="length", output=str(tmp_path / "x"))
+    assert not (tmp_path / "x").exists()
+
+
+def test_rows_lie_beside_the_run(tmp_path: Path) -> None:
+    from ycore.api.run_settings import config_of
+
+    settings = {
+        "model": "m",
+        "dataset": [{"prompt": "é"}],
+        "rewards": [letters],
+        "output": str(tmp_path / "run"),
+    }
+    config = config_of("grpo", settings, resume=False)
+    assert json.loads(Path(config.dataset).read_text()) == {"prompt": "é"}
+    assert (
+        Path(config.dataset).parent == tmp_path
+        and config.rewards[0].reward == f"{Path(__file__).resolve()}:letters"
+    )
+
+
+def test_a_later_call_leaves_what_an_earlier_one_wrote(tmp_path: Path) -> None:
+    from ycore.api.run_settings import config_of
+
+    def rows(prompt: str) -> Path:
+        settings = {"model": "m", "dataset": [{"prompt": prompt}], "rewards": ["length"]}
+        return Path(
+            config_of("grpo", settings | {"output": str(tmp_path / "run")}, resume=False).dataset
+        )
+
+    first, second = rows("a"), rows("b")
+    assert rows("a") == first != second
+    assert [json.loads(file.read_text())["prompt"] for file in (first, second)] == ["a", "b"]
+
+
+def test_every_name_of_the_package_has_a_docstring() -> None:
+    assert all(getattr(ycore, name).__doc__ for name in ycore.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'gpro'"):
+        ycore.gpro  # noqa: B018

@@ -1,0 +1,208 @@
+"""The preflight role in a process of its own, over transformers' generation, and the checks of chat templates."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from ycore.config.schema import EngineSettings, RewardConfig, RewardSettings, RunConfig
+from ycore.evaluation.preflight import add_groups, check_template, samples_of, weight_limit
+from ycore.evaluation.preflight_verdict import (
+    PreflightMeasurements,
+    parse_measurements,
+    preflight_verdict,
+)
+from ycore.models.tiny import write_tiny_model
+from ycore.run.files import write_json_atomic
+from ycore.run.paths import RunFolder
+from ycore.types import Completion, Draw, Group, Prompt, Score
+
+REWARD = """
+def spread(completion_ids):
+    return [sum(ids) % 7 / 7 for ids in completion_ids]
+
+def nothing(completion_ids):
+    return [0.0] * len(completion_ids)
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def run_folder(
+    tmp_path: Path, model: Path, *, reward: str, longest: int = 4, **settings: Any
+) -> RunFolder:
+    """What the launcher leaves for the role."""
+    rows = [{"prompt": "+".join("1" * (longest if n == 7 else 3))} for n in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "their_rewards.py").write_text(REWARD)
+    folder = RunFolder(tmp_path / "run")
+    for path in (folder.root, folder.logs):
+        path.mkdir()
+    config = RunConfig.model_validate(
+        {
+            "model": str(model),
+            "dataset": str(tmp_path / "rows.jsonl"),
+            "rewards": [RewardConfig(reward=f"{tmp_path / 'their_rewards.py'}:{reward}")],
+            "output": str(folder.root),
+            "group_size": 4,
+            "max_tokens": 2,
+            "dtype": "float32",
+            "engine": EngineSettings(kind="transformers"),
+            "reward_workers": RewardSettings(workers=1),
+            **settings,
+        }
+    )
+    write_json_atomic(folder.config, {"config": config.model_dump(mode="json")})
+    told = {"kind": "transformers", "engines": [], "model": str(model), "max_model_len": 64}
+    write_json_atomic(folder.root / "engines.json", told)
+    return folder
+
+
+def preflight(folder: RunFolder) -> tuple[PreflightMeasurements, list[dict[str, Any]]]:
+    done = subprocess.run(
+        [sys.executable, "-m", "ycore.evaluation.preflight", str(folder.root)],
+        env={
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        },
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads((folder.root / "preflight.json").read_text())
+    return parse_measurements(told["preflight"]), told["samples"]
+
+
+def test_truncation_equal_rewards_and_a_long_prompt_are_measured(
+    tmp_path: Path, model: Path
+) -> None:
+    measured, shown = preflight(run_folder(tmp_path, model, reward="nothing", longest=60))
+    assert (measured.num_prompts, measured.group_size) == (16, 4)
+    assert measured.truncated > 0.9 and measured.equal == 1.0
+    assert measured.rewards == (0.0,) * 64 and len(shown) == 4
+    assert measured.prompts is not None
+    assert (measured.prompts.rows, measured.prompts.too_long, measured.prompts.longest_row) == (
+        20,
+        1,
+        7,
+    )
+    assert measured.logprob_gap is None  # the trainer's own weights generate
+    assert measured.template.problems == () and measured.template.end_of_turn is None
+    found = [finding.what for finding in preflight_verdict(measured).findings]
+    assert "1 of 20 prompts are longer than the 62 tokens" in found[0]
+    assert any("cut off at 2 tokens" in what for what in found)
+    assert any("every reward is 0" in what for what in found)
+
+
+def group(*completions: tuple[float | None, str]) -> Group:
+    draw = Draw(0, Prompt(0, "?"), (1,))
+    written = tuple(Completion((1, 2), None, "x", reason, 0) for _, reason in completions)
+    return Group(draw, written, tuple((Score(value), Score(2.0)) for value, _ in completions))
+
+
+def test_what_groups_say() -> None:
+    groups = [group((1.0, "stop"), (0.0, "length")), group((0.5, "stop"), (0.5, "stop"))]
+    empty = PreflightMeasurements(0, 2, 8, 64, truncated=0.0, equal=0.0, rewards=(), masked=0.0)
+    measured = add_groups(empty, groups, weights=(1.0, 0.5), names=("a", "b"))
+    assert (measured.truncated, measured.equal, measured.masked) == (0.25, 0.5, 0.0)
+    assert measured.rewards == (2.0, 1.0, 1.5, 1.5)
+    assert measured.means == {"a": 0.5, "b": 2.0}
+    assert [row["reward"] for row in samples_of(groups, weights=(1.0, 0.5))] == [1.0, 1.5, 1.5, 2.0]
+
+
+# -- chat templates ----------------------------------------------------------------------------------------------------
+
+ASKED = [{"role": "user", "content": "2 + 2"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model: Path) -> Any:
+    return AutoTokenizer.from_pretrained(model)
+
+
+def templated(tokenizer: Any, template: str) -> Any:
+    before, tokenizer.chat_template = tokenizer.chat_template, template
+    return SimpleNamespace(restore=lambda: setattr(tokenizer, "chat_template", before))
+
+
+def checked(
+    tokenizer: Any, template: str, *, ends: tuple[int, ...] | None = None
+) -> tuple[tuple[str, ...], str | None]:
+    changed = templated(tokenizer, template)
+    try:
+        told = check_template(
+            tokenizer, ASKED, ends=(tokenizer.eos_token_id,) if ends is None else ends
+        )
+    finally:
+        changed.restore()
+    return told.problems, told.end_of_turn
+
+
+def test_a_models_own_template_has_no_problems(tokenizer: Any) -> None:
+    assert checked(tokenizer, tokenizer.chat_template) == ((), None)
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        (
+            CHATML,
+            "it writes <|im_end|>, <|im_start|>, which this tokenizer does not have as a token",
+        ),
+        (
+            "<|user|>{% if add_generation_prompt %}<|assistant|>{% endif %}",
+            "what the user says is not in what it writes",
+        ),
+        (
+            "{% for m in messages %}<|user|>{{ m['content'] }}<|end|>{% endfor %}",
+            "assistant's turn begins",
+        ),
+    ],
+)
+def test_a_template_of_another_model_is_found(tokenizer: Any, template: str, told: str) -> None:
+    problems, _ = checked(tokenizer, template)
+    assert any(told in problem for problem in problems)
+
+
+def test_an_end_of_turn_that_ends_no_completion_is_found(tokenizer: Any) -> None:
+    other = tokenizer.convert_tokens_to_ids("<|system|>")
+    assert checked(tokenizer, tokenizer.chat_template, ends=(other,)) == ((), "<|end|>")
+
+
+@pytest.mark.parametrize(
+    ("settings", "limit"),
+    [
+        ({}, 3.0),
+        ({"trust_region": "clip-completion"}, 3.0),
+        ({"trl": {"vllm_importance_sampling_clip_max": 2.0}}, 2.0),
+        ({"trl": {"vllm_importance_sampling_mode": "token_mask"}}, None),
+        ({"trl": {"vllm_importance_sampling_correction": False}}, None),
+        ({"trl": {"vllm_importance_sampling_clip_max": None}}, None),
+        ({"trust_region": "icepop"}, None),
+    ],
+)
+def test_when_a_completions_weight_can_leave_it_out(
+    settings: dict[str, Any], limit: float | None
+) -> None:
+    config = RunConfig(
+        model="m", dataset="d", output="o", rewards=[RewardConfig(reward="length")], **settings
+    )
+    assert weight_limit(config) == limit

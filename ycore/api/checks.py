@@ -1,0 +1,122 @@
+"""Check everything that can be checked before a run starts, without loading torch, and plan the run."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from ycore.api.rollout_checks import check_rollouts
+from ycore.config.algorithms import find_algorithm
+from ycore.config.batch import derive_tune_batch
+from ycore.config.resolve import check_needs
+from ycore.config.schema import AnyConfig, RunConfig, TuneConfig, a_fifth
+from ycore.config.trl_arguments import trl_arguments
+from ycore.data.examples import load_examples
+from ycore.errors import ConfigError
+from ycore.launch.layout import Site, site_of
+from ycore.models.names import (
+    ModelPlan,
+    require_chat_template,
+    require_sight,
+    resolve_model,
+    sighted_family,
+)
+from ycore.run.claim import AS_IT_WAS, Resume, check_claim
+from ycore.run.secrets import redact
+
+
+def checked_plan(
+    config: AnyConfig, *, resume: bool = False, how: Resume = AS_IT_WAS, trains: bool = True
+) -> dict[str, Any]:
+    """Plan the run as JSON values; UserError where it cannot work.
+
+    Args:
+        resume: the run's folder must hold this run, instead of none.
+        how: the checkpoint to go on from, and whether the settings may differ.
+        trains: False for a preflight and an evaluation.
+    """
+    model = resolve_model(config.model, trust_remote_code=config.trust_remote_code)
+    site = site_of(config, trains=trains)
+    if isinstance(config, RunConfig):
+        details = check_rollouts(config, model, site, step=how.step)
+    else:
+        details = _check_examples(config, model, site)
+    batch = details.pop("batch")
+    check_needs(config)
+    check_claim(site.folder, config, resume=resume, resume_options=how)
+    plan = {
+        "config": redact(config.model_dump(mode="json")),
+        "model": {
+            "kind": model.kind,
+            "folder": None if model.folder is None else str(model.folder),
+            "ready": model.ready,
+            "note": model.note,
+            "context_length": model.context_length,
+            "chat": model.has_chat_template is True,
+            "sees": sighted_family(config.model) is not None,
+        },
+        "devices": {"gpus": len(site.machine.devices), "cores": len(site.machine.cores)},
+        "ranks": {
+            "world": site.layout.world,
+            "here": site.layout.local,
+            "machines": site.layout.num_machines,
+        },
+        **details,
+        "batch": asdict(batch) | {"in_words": str(batch)},
+        "trl": redact(trl_arguments(config, batch, site.folder)),
+        "output": str(site.folder.root.absolute()),
+    }
+    return plan | {"warnings": _warnings(plan)}
+
+
+def _warnings(plan: Mapping[str, Any]) -> list[str]:
+    """Name what makes the run worth less than it seems, a line each."""
+    config, dataset, evaluation = plan["config"], plan["dataset"], plan.get("evaluation")
+    lines = []
+    overlap = (evaluation or dataset).get("overlap")
+    if overlap:
+        num_held_out = evaluation["rows"] if evaluation else dataset["held_out"]
+        rows = "prompts" if evaluation or "prompt" in dataset["columns"] else "rows"
+        lines.append(
+            f"{overlap} of the {num_held_out} held-out {rows} are also trained on: they do not show what the model "
+            "does on others"
+        )
+    if config.get("quantize") and not config["merge"]:
+        lines.append(
+            "adapters alone are another policy on the model's own weights; --merge saves this one"
+        )
+    return lines
+
+
+def _check_examples(config: TuneConfig, model: ModelPlan, site: Site) -> dict[str, Any]:
+    examples = load_examples(config, as_chat=model.has_chat_template is True)
+    if examples.is_chat:
+        require_chat_template(model)
+    if examples.shows:
+        require_sight(model, 0)
+    if config.measures_between:
+        from ycore.evaluation.held_out import check_measuring
+
+        check_measuring(config, len(examples.held_out))
+    if find_algorithm(config.algorithm).trains_reward_model and site.layout.shards_weights:
+        raise ConfigError(
+            f"a reward model is saved whole, and --accelerate {config.accelerate} splits it; take zero2 or ddp"
+        )
+    batch = derive_tune_batch(
+        config,
+        num_rows=len(examples.train),
+        world_size=site.layout.world,
+        on_cpu=not site.machine.devices,
+        context_length=model.context_length,
+    )
+    measures = bool(examples.held_out) and config.measures_between
+    dataset = {
+        "rows": len(examples.train),
+        "held_out": len(examples.held_out),
+        "overlap": examples.overlap,
+        "eval_every": (config.eval_every or a_fifth(batch.steps)) if measures else None,
+        "columns": list(examples.columns),
+        "chat": examples.is_chat,
+        "left_out": examples.left_out_note,
+        "fingerprint": examples.fingerprint,
+    }
+    return {"dataset": dataset, "batch": batch}

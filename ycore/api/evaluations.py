@@ -1,0 +1,155 @@
+"""Measure models on held-out prompts, compare several on the same prompts, and tell before a run whether it will learn."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ycore.api.checks import checked_plan
+from ycore.api.run_settings import unused_folder
+from ycore.config.recipe_files import load_benchmark
+from ycore.config.schema import RunConfig
+from ycore.errors import ConfigError, DataError
+from ycore.evaluation.preflight_verdict import (
+    NUM_PROMPTS,
+    PreflightMeasurements,
+    histogram,
+    parse_measurements,
+    preflight_verdict,
+)
+from ycore.launch.launcher import EVALUATOR, PREFLIGHT, run_worker
+from ycore.run.files import write_json_atomic
+from ycore.run.reports import tracker_group
+
+_SAMPLE_WIDTH = 100
+_BAR_WIDTH = 30
+
+
+def evaluation_plan(
+    config: RunConfig, *, benchmark: str | None, has_dataset: bool
+) -> dict[str, Any]:
+    """Plan an evaluation; DataError that says what to fetch where a benchmark's data is out of reach."""
+    try:
+        return checked_plan(config, trains=False)
+    except DataError as problem:
+        file = load_benchmark(benchmark).get("file") if benchmark and not has_dataset else None
+        if file is None:
+            raise
+        reason = str(problem).rpartition("; ")[0] or str(problem)
+        raise DataError(f"{reason}; fetch {file}, and add --dataset FILE") from None
+
+
+def run_evaluations(configs: Sequence[RunConfig]) -> dict[str, dict[str, Any]]:
+    """Run the evaluations one after another; the summary of each by its model. Trackers get several as one group."""
+    several = len(configs) > 1
+    with tracker_group(Path(configs[0].output).resolve().parent.name) if several else nullcontext():
+        return {config.model: run_worker(EVALUATOR, config) for config in configs}
+
+
+def check_models_differ(models: Sequence[str | None]) -> None:
+    if len(set(models)) < len(models):
+        raise ConfigError(
+            f"the models to compare must differ; they are {', '.join(map(str, models))}; name each once"
+        )
+
+
+def with_folders(configs: Sequence[RunConfig], root: str) -> list[RunConfig]:
+    """Put one evaluation into `root`, or each of several into a folder of its own there; ConfigError for `pairs`."""
+    if len(configs) == 1:
+        return [configs[0].model_copy(update={"output": root})]
+    if configs[0].pairs:
+        raise ConfigError(
+            "pairs measure who scores, and several models write; give one --model, and several --reward"
+        )
+    return [
+        config.model_copy(update={"output": f"{root}/model-{number}"})
+        for number, config in enumerate(configs, start=1)
+    ]
+
+
+def compare_evaluations(
+    configs: Sequence[RunConfig], summaries: Mapping[str, Mapping[str, Any]]
+) -> tuple[dict[str, Any], list[list[str]]]:
+    """Compare each finished evaluation with the first, as JSON values and as a table; both are written down too."""
+    from ycore.evaluation import side_by_side
+
+    root = Path(configs[0].output).parent
+    weights = [reward.weight for reward in configs[0].rewards]
+    answers = {
+        config.model: side_by_side.read_results(Path(config.output), weights) for config in configs
+    }
+    first, *compared = answers
+    differences = {
+        model: side_by_side.difference(answers[first], answers[model]) for model in compared
+    }
+    result = {"models": dict(summaries), "differences": differences, "output": str(root)}
+    side_by_side.write_differences(answers, root / side_by_side.DIFFERENCES)
+    write_json_atomic(root / side_by_side.COMPARISON, result)
+    table = side_by_side.table_lines(summaries, differences)
+    written = ["written", str(root / side_by_side.DIFFERENCES)]
+    return result, [*table, written + [""] * (len(table[0]) - len(written))]
+
+
+def preflight_config(config: RunConfig) -> RunConfig:
+    """Return the same run in another folder, in one process, with as many prompts as a preflight takes."""
+    return config.model_copy(
+        update={
+            "output": unused_folder(f"{config.output}-preflight"),
+            "prompts_per_step": NUM_PROMPTS,
+            "processes": 1,
+            "accelerate": None,
+        }
+    )
+
+
+def run_preflight(config: RunConfig) -> dict[str, Any]:
+    """Check and measure; the measurements, a few completions and the verdict, as JSON values."""
+    checked_plan(config, trains=False)
+    summary = run_worker(PREFLIGHT, config)
+    return {
+        **summary,
+        "output": config.output,
+        **asdict(preflight_verdict(parse_measurements(summary["preflight"]))),
+    }
+
+
+def preflight_lines(result: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what was measured, the rewards as a histogram, a few completions, the verdict."""
+    measured = parse_measurements(result["preflight"])
+    for name, value in _measured_rows(measured):
+        yield f"{name:<10} {value}"
+    yield ""
+    bins = [(low, high, count) for low, high, count in histogram(measured.rewards) if count]
+    largest = max((count for _, _, count in bins), default=1)
+    for low, high, count in bins:
+        edges = f"{low:.2f}" if low == high else f"{low:.2f} to {high:.2f}"
+        yield f"reward {edges:<16} {count:>4} {'#' * max(1, round(_BAR_WIDTH * count / largest))}"
+    if result["samples"]:
+        yield ""
+    for sample in result["samples"]:
+        text = " ".join(str(sample["completion"]).split())
+        if len(text) > _SAMPLE_WIDTH:
+            text = text[: _SAMPLE_WIDTH - 3] + "..."
+        reward = "masked" if sample["reward"] is None else f"{sample['reward']:.2f}"
+        yield f"{reward:>7}  {text}"
+    yield ""
+    yield result["in_words"]
+    for finding in result["findings"][1:]:
+        yield f"  also: {finding['what']}; {finding['mend']}"
+
+
+def _measured_rows(measured: PreflightMeasurements) -> Iterator[tuple[str, str]]:
+    size = f"{measured.num_prompts} prompts x {measured.group_size} completions"
+    yield "sampled", f"{size}, {measured.mean_tokens:.4g} tokens each on average"
+    yield "cut off", f"{measured.truncated:.0%} of the completions, at {measured.max_tokens} tokens"
+    yield "all equal", f"{measured.equal:.0%} of the groups, which teach nothing"
+    seconds = f"{measured.generate_s:.1f} s to generate, {measured.reward_s:.1f} s more to score"
+    yield "time", seconds
+    if lengths := measured.prompts:
+        longest = f"the longest of {lengths.longest} tokens"
+        yield "prompts", f"{lengths.rows}, {longest}; {lengths.room} fit"
+    if judges := measured.judges:
+        yield "judges", f"{judges.calls} verdicts, {judges.unreadable} unreadable"
+    if measured.logprob_gap is not None:
+        yield "logprobs", f"engine and trainer differ by {measured.logprob_gap:.4f} a token"

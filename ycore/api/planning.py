@@ -1,0 +1,219 @@
+"""Plan the memory and time of a run from the model's config.json alone, without its devices."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from ycore.api.run_settings import keys_of
+from ycore.api.runs import Planned
+from ycore.config.recipe_files import load_recipe
+from ycore.config.resolve import require_rollouts, resolve
+from ycore.config.schema import RewardConfig, RunConfig
+from ycore.judge.sources import is_judge, with_declarations
+from ycore.launch import device_memory, machine_checks
+from ycore.plan.devices import Fleet
+from ycore.plan.model_facts import hub_id_of
+from ycore.plan.planner import Plan, make_plan, why_too_large
+from ycore.plan.step_forecast import StepForecast
+from ycore.plan.strategy_settings import command_line
+from ycore.scoring.scorers import served_models
+
+_GIB = 2**30
+_SCORER = {"judge": "judge", "reward_model": "scorer", "teacher": "teacher"}
+_EXAMPLE: dict[str, Any] = {
+    "dataset": "task:addition",
+    "rewards": ["exact_answer"],
+    "output": "runs/planned",
+}
+
+
+def plan_run(
+    *,
+    model: str,
+    devices: str | None = None,
+    judge: str | None = None,
+    prompt_tokens: int | None = None,
+    completion_tokens: int | None = None,
+    algorithm: str = "grpo",
+    **settings: Any,
+) -> Planned:
+    """The memory and time of a run with rollouts on any devices, as `ycore plan` shows them; see docs/plan.md.
+
+    Args:
+        devices: `8x80GB`, `4xH100`, or `cpu`, which is the default.
+        judge: the model of a judge.
+        prompt_tokens: the mean length of a prompt.
+        completion_tokens: the mean length of a completion; without it, `max_tokens`.
+        algorithm: `ppo` and `distill` take more than the others.
+        settings: those of `grpo` that matter to sizes.
+    """
+
+    made = make_run_plan(
+        planned_config({}, keys_of(algorithm, {**settings, "model": model})),
+        devices=devices,
+        judge=judge,
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+    )
+    return Planned(*plan_in_words(made, None, top=5))
+
+
+def make_run_plan(
+    config: RunConfig, *, devices: str | None, judge: str | None, **lengths: Any
+) -> Plan:
+    """The plan, with what a launch checks; `lengths` are those of `make_plan`."""
+
+    config = _with_judge(config, judge)
+    declared = with_declarations(config)
+    known = cache(device_memory.facts_here)
+
+    def check(one: RunConfig, fleet: Fleet) -> None:
+        machine_checks.check_described(with_args(declared, one), fleet, known=known)
+
+    return make_plan(config, devices=devices, check=check, **_first_scorer(declared), **lengths)
+
+
+def plan_in_words(made: Plan, recipe: str | None, *, top: int) -> tuple[dict[str, Any], list[str]]:
+    """A plan as JSON values, and as lines for a person."""
+    command = _command(made, recipe)
+    start = ["", "start the first with", f"  {command}"] if command else []
+    return made.as_json(top=top) | {"command": command}, [*_lines(made, top=top), *start]
+
+
+def planned_config(
+    base: Mapping[str, Any], options: Mapping[str, Any], *, sets: Sequence[str] = ()
+) -> RunConfig:
+    """The run of these keys, with an example in the place of what only a real run needs."""
+
+    return require_rollouts(resolve(recipe={**_EXAMPLE, **base}, sets=sets, options=options))
+
+
+def _with_judge(config: RunConfig, judge: str | None) -> RunConfig:
+    """The config with full names of its models, and with `judge` as the model of its first judge, or of a new one."""
+
+    rewards = list(config.rewards)
+    if judge is not None:
+        first = next((number for number, reward in enumerate(rewards) if is_judge(reward)), None)
+        rewards = rewards if first is not None else [RewardConfig(reward="judge:cheerful")]
+        one = rewards[first or 0]
+        rewards[first or 0] = one.model_copy(
+            update={"args": {**one.args, "model": hub_id_of(judge)}}
+        )
+    return config.model_copy(update={"model": hub_id_of(config.model), "rewards": rewards})
+
+
+def _command(made: Plan, recipe: str | None) -> str | None:
+    """The command line that starts the first way; None where there is none."""
+
+    if made.first is None:
+        return None
+    base = {"model": made.first.model} | _EXAMPLE | (load_recipe(recipe) if recipe else {})
+    preset = {"preset": made.first.preset} if made.first.preset else {}
+    alone = require_rollouts(
+        resolve(recipe=base, options=preset | {"algorithm": made.first.algorithm})
+    )
+    if made.fleet.device.on_cpu or made.fleet.count == 1:
+        alone = alone.model_copy(update={"processes": 1})  # what `auto` is there
+    return command_line(made.first, alone, recipe=recipe)
+
+
+def with_args(declared: RunConfig, strategy: RunConfig) -> RunConfig:
+    """The config of a way with its judges' declarations, which need not be read again for each way."""
+    rewards = [
+        spec.model_copy(update={"args": {**spec.args, **one.args}})
+        for spec, one in zip(declared.rewards, strategy.rewards, strict=True)
+    ]
+    return strategy.model_copy(update={"rewards": rewards})
+
+
+def _first_scorer(config: RunConfig) -> dict[str, Any]:
+    """The first model that scores in engines of ycore's, as `make_plan` takes it: a judge before any other."""
+
+    model = min(served_models(config)[1:], key=lambda model: model.role != "judge", default=None)
+    if model is None:
+        return {}
+    return {
+        "judge": model.name,
+        "judge_role": model.role,
+        "judge_tokens": model.max_new_tokens or None,
+    }
+
+
+def _lines(made: Plan, *, top: int) -> Iterator[str]:
+
+    yield from _job_lines(made)
+    yield ""
+    if made.ranking.fitting:
+        best = made.ranking.fitting[0]
+        yield f"{'step':>9}  {'tokens/s':>9}  {'fullest phase':<28}  strategy"
+        for forecast in made.ranking.fitting[:top]:
+            phase, peak = forecast.peak
+            fullest = f"{peak / _GIB:.1f} of {forecast.capacity / _GIB:.1f} GiB, {phase}"
+            speed = (
+                f"{forecast.step_s:>7.1f} s  {forecast.tokens_per_step / forecast.step_s:>9,.0f}"
+            )
+            yield f"{speed}  {fullest:<28}  {forecast.strategy.in_words}"
+        yield from ["", *_memory_lines(best), "", "seconds of a step of the first"]
+        yield "  " + ", ".join(f"{name} {seconds:.1f}" for name, seconds in best.seconds.items())
+    unfit = made.ranking.too_large[: 2 if made.ranking.fitting else top]
+    if unfit:
+        yield from ["", "does not fit"] if made.ranking.fitting else ["nothing fits"]
+        yield from (
+            f"  {forecast.strategy.in_words}: {why_too_large(forecast)}" for forecast in unfit
+        )
+    if made.ranking.refused:
+        yield from ["", "fits, and cannot be run"]
+        fastest = {
+            why: forecast for forecast, why in reversed(made.ranking.refused)
+        }  # for each reason
+        shown = sorted(fastest.items(), key=lambda pair: pair[1].step_s)[:2]
+        yield from (f"  {forecast.strategy.in_words}: {why}" for why, forecast in shown)
+    if made.ranking.fitting:
+        return
+    if not made.nearest:
+        yield "no change of batch, length, LoRA, devices or model would fit"
+        return
+    yield "what would fit, nearest first"
+    for near in made.nearest:
+        yield f"  {near.option}: {near.forecast.step_s:.1f} s a step, {near.forecast.strategy.in_words}"
+
+
+def _job_lines(made: Plan) -> Iterator[str]:
+    work, device = made.work, made.fleet.device
+    trained = "every weight" if work.lora_rank is None else f"LoRA r={work.lora_rank}"
+    yield f"model    {work.policy.name}: {work.policy.num_params / 1e9:.2f} billion parameters, {trained}"
+    if work.policy.eyes_params:
+        tokens = (
+            f"{work.policy.image_tokens} tokens of a prompt"
+            if work.policy.image_tokens
+            else "tokens by its size"
+        )
+        yield f"pictures {work.policy.eyes_params / 1e6:.1f} million of these parameters see; a picture is {tokens}"
+    if work.judge is not None:
+        yield f"{_SCORER[work.judge_role]:<8} {work.judge.name}: {work.judge.num_params / 1e9:.2f} billion parameters"
+    yield f"devices  {made.fleet.count} x {device.name}: {device.memory_bytes / _GIB:.0f} GiB; {device.in_words}"
+    yield (
+        f"step     {work.prompts_per_step} prompts of {work.prompt_tokens} tokens x {work.group_size} completions "
+        f"of {work.completion_tokens}, {work.max_tokens} at most; {work.draws:g} groups for each kept"
+    )
+
+
+def _memory_lines(forecast: StepForecast) -> Iterator[str]:
+    roles = list(dict.fromkeys(role for phase in forecast.phases.values() for role in phase))
+    where = "all processes of a role" if "all at once" in forecast.phases else "one device"
+    yield f"memory of the first, GiB of {where}"
+    yield f"  {'phase':<18}" + "".join(f"{role:>13}" for role in [*roles, "all"])
+    for phase, sizes in forecast.phases.items():
+        cells = [*(sizes.get(role, 0) for role in roles), sum(sizes.values())]
+        yield f"  {phase:<18}" + "".join(f"{size / _GIB:>13.1f}" for size in cells)
+    parts = ", ".join(
+        f"{part} {size / _GIB:.2f}"
+        for part, size in forecast.trainer.items()
+        if size >= 0.005 * _GIB
+    )
+    yield f"  trainer of a rank: {parts}"
+    for role, engine in forecast.engines.items():
+        yield (
+            f"  {role} engine: weights {engine.weights / _GIB:.2f}, cache {engine.kv_cache / _GIB:.2f} "
+            f"for {engine.at_once} sequences at once, workspace {engine.workspace / _GIB:.2f}"
+        )

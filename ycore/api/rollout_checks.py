@@ -1,0 +1,193 @@
+"""Check a run with rollouts before it starts: prompts, rewards, tools, memory, time."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from ycore.config.batch import derive_batch
+from ycore.config.learner_rules import BY_TURN
+from ycore.config.schema import RunConfig, a_fifth
+from ycore.data.examples import num_overlapping
+from ycore.data.prompts import PromptSet, load_prompts
+from ycore.engine.kinds import REPLAY, EngineKind, choose_kind
+from ycore.errors import ConfigError, RewardError
+from ycore.judge.agreement import judge_questions, trains_a_judge
+from ycore.launch.layout import Site
+from ycore.launch.machine_checks import check_run
+from ycore.launch.step_plan import plan_steps
+from ycore.models.names import ModelPlan, require_chat_template, require_sight, sighted_family
+from ycore.rewards.builtin import is_environment, is_reference
+from ycore.run.checkpoints import checkpoints_in, step_of
+from ycore.sandbox.level import choose_level
+from ycore.scoring.scorers import check_images, check_models, check_rows, is_rule, runs_unknown_code
+from ycore.types import Prompt
+
+
+def check_rollouts(
+    config: RunConfig, model: ModelPlan, site: Site, *, step: int | None
+) -> dict[str, Any]:
+    """Plan the parts that only a run with rollouts has; UserError where they cannot work.
+
+    Args:
+        step: the checkpoint that the run goes on from; None is the newest.
+    """
+    engine: EngineKind = REPLAY
+    if config.replay is None:
+        engine, _ = choose_kind(config.engine.kind, family=sighted_family(config.model))
+    if model.context_length is not None and config.max_tokens >= model.context_length:
+        raise ConfigError(
+            f"max_tokens must leave room for a prompt in the model's context of {model.context_length} tokens; "
+            f"it is {config.max_tokens}; e.g. --max-tokens {max(1, model.context_length // 2)}"
+        )
+    prompts = _load_prompts(config, as_chat=model.has_chat_template is True)
+    if prompts.is_chat:
+        require_chat_template(model)
+    if prompts.shows is not None:
+        require_sight(model, prompts.shows)
+        check_images(config)
+    check_rows(config, prompts)
+    if isinstance(config.sampling.curriculum, str):
+        from ycore.round.curriculum import guesses_from
+
+        guesses_from(prompts.prompts, config.sampling.curriculum, config.group_size)
+    _check_turns(config, model)
+    sharing = check_run(config, site)
+    forecast = None
+    if engine.has_servers and site.trains:
+        saved = checkpoints_in(site.folder.checkpoints)
+        if step is None:
+            step = step_of(saved[-1]) if saved else 0
+        forecast = plan_steps(
+            config, site, prompt_tokens=_mean_prompt_tokens(prompts.prompts), done=step
+        )
+    columns = list(prompts.columns)
+    return {
+        "dataset": {
+            "rows": len(prompts.prompts),
+            "columns": columns,
+            "chat": prompts.is_chat,
+            "fingerprint": prompts.fingerprint,
+        },
+        "evaluation": _check_evaluation(config, prompts),
+        "engine": engine.name,
+        "memory": None if sharing is None else sharing.line,
+        "forecast": forecast,
+        "scorers": check_models(config, engine=engine),
+        "sandbox": _sandbox_lines(config),
+        "batch": derive_batch(
+            config, world_size=site.layout.world, on_cpu=not site.machine.devices
+        ),
+    }
+
+
+def _load_prompts(config: RunConfig, *, as_chat: bool) -> PromptSet:
+    prompts = load_prompts(config, as_chat=as_chat)
+    return judge_questions(config, prompts) if trains_a_judge(config) else prompts
+
+
+def _mean_prompt_tokens(prompts: Sequence[Prompt]) -> int:
+    """Estimate tokens from characters, 4 each, because loading a tokenizer is too slow for a plan."""
+    every_nth = max(1, len(prompts) // 64)
+    contents = [prompts[row].content for row in range(0, len(prompts), every_nth)]
+    num_chars = [
+        len(content) if isinstance(content, str) else sum(len(turn["content"]) for turn in content)
+        for content in contents
+    ]
+    template_tokens = 0 if isinstance(contents[0], str) else 20
+    return round(fmean(num_chars) / 4) + template_tokens
+
+
+def _check_evaluation(config: RunConfig, prompts: PromptSet) -> dict[str, Any] | None:
+    """Describe the held-out rows and when they are measured; None for a run without any."""
+    is_configured = any(
+        (
+            config.eval_dataset,
+            config.eval_every,
+            config.eval_while_training,
+            config.eval_rewards,
+            config.keep_best,
+            config.stop_when,
+        )
+    )
+    if not is_configured:
+        return None
+    from ycore.evaluation.held_out import check_evaluation
+
+    check_evaluation(config)
+    held_out = config.for_evaluation()
+    if held_out is None:
+        return None
+    rows = _load_prompts(held_out, as_chat=prompts.is_chat)
+    check_rows(held_out, rows)
+    return {
+        "dataset": held_out.dataset,
+        "rows": len(rows.prompts),
+        "rewards": [reward.reward for reward in held_out.rewards],
+        "every": config.eval_every or a_fifth(config.steps),
+        "while_training": config.eval_while_training,
+        "overlap": num_overlapping(_inputs(rows), _inputs(prompts)),
+    }
+
+
+def _inputs(prompts: PromptSet) -> list[list[Any]]:
+    return [[prompt.content, prompt.images] for prompt in prompts.prompts]
+
+
+def _check_turns(config: RunConfig, model: ModelPlan) -> None:
+    """Raise UserError where the tools or environment cannot work, or the chat template cannot use them."""
+    acts = bool(config.env) or config.agent is not None
+    if any(is_environment(reward) for reward in config.rewards) and not acts:
+        raise RewardError(
+            "the reward 'environment' is what an environment pays, and the run has none; say --env"
+        )
+    if not config.has_turns:
+        return
+    if any(is_reference(reward) for reward in config.rewards):
+        raise RewardError(
+            "reference_probability reads one turn; take another reward, or leave out --tools, --env and --agent"
+        )
+    if config.agent is not None:
+        from ycore.rollout.agent_pool import check_agent
+
+        check_agent(config)
+        require_chat_template(model)
+        return
+    from ycore.rollout.tool_pool import describe_tools  # loads transformers and TRL
+
+    described = describe_tools(config, run_folder=Path(config.output))
+    from_environment = [is_environment(reward) for reward in config.rewards]
+    some_pay = any(environment.pays for environment in described.values())
+    for name, environment in described.items():
+        # Where some environments pay, another reward may score the completions of the rest, as in TRL.
+        needs_pay = all(from_environment) or (any(from_environment) and not some_pay)
+        if needs_pay and not environment.pays:
+            raise RewardError(
+                f"environment {name!r} has no get_reward, and gives no reward; name one with --reward"
+            )
+        if config.advantage == BY_TURN and not environment.pays_turns:
+            raise RewardError(
+                f"environment {name!r} pays for no single turn: its class has no attribute turn_reward; "
+                f"give it one, or leave out --advantage {BY_TURN}"
+            )
+    if model.folder is not None and (model.folder / "tokenizer_config.json").is_file():
+        from ycore.rollout.dialogue import Dialogue
+        from ycore.round.assemble import load_tokenizer
+
+        tokenizer = load_tokenizer(model.folder, trust_remote_code=config.trust_remote_code)
+        for environment in described.values():
+            Dialogue(tokenizer, environment, actions=config.turns.actions)
+
+
+def _sandbox_lines(config: RunConfig) -> list[str]:
+    """Describe what confines the user's rewards and a model's programs; [] where the run has neither."""
+    of_user = [reward for reward in config.rewards if is_rule(reward) and ":" in reward.reward]
+    if not runs_unknown_code(config) and not config.has_turns:
+        return []
+    lines = [choose_level(config.sandbox.level).line]
+    for reward in of_user:
+        opened = ["network"] * reward.sandbox.network + ["GPU"] * reward.sandbox.gpu
+        opened += [f"reads {path}" for path in reward.sandbox.read]
+        if opened:
+            lines.append(f"{reward.reward}: {', '.join(opened)}")
+    return lines

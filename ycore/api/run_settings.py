@@ -1,0 +1,157 @@
+"""Make the config of a run from the arguments of ycore's Python functions, or of a run that exists; complete it here."""
+
+import asyncio
+import itertools
+import json
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from ycore.config.algorithms import find_algorithm
+from ycore.config.recipe_files import load_benchmark
+from ycore.config.resolve import resolve
+from ycore.config.schema import AnyConfig, BaseConfig, ScoredConfig
+from ycore.config.trl_fields import fields_of
+from ycore.errors import ConfigError
+from ycore.judge.sources import with_declarations
+from ycore.launch.layout import on_machine
+from ycore.run.claim import stored_config
+from ycore.run.files import named_by_content, write_bytes_atomic
+from ycore.run.paths import RunFolder
+from ycore.run.secrets import without_hub_token
+from ycore.sandbox.pickled_code import code_references
+
+_T = TypeVar("_T")
+_Config = TypeVar("_Config", bound=BaseConfig)
+
+Reward = str | Callable[..., Sequence[float | None]] | Mapping[str, Any]
+"""A name as `--reward` takes it, a function in TRL's shape, or a mapping such as `{"reward": f, "weight": 0.5}`."""
+
+Rows = str | Iterable[Mapping[str, Any]]
+"""A dataset's name as `--dataset` takes it, or rows: a list of mappings, or a `datasets.Dataset`."""
+
+_FUNCTIONS = {"rewards": "reward", "eval_rewards": "reward", "tools": "tool", "env": "environment"}
+"""Keys that take functions or classes, and what messages call these."""
+
+
+def rollout_settings(
+    model: str, dataset: Rows, reward: Reward | Sequence[Reward], settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Collect the settings of a run with rollouts; an empty `dataset` or `reward` was not given."""
+    collected: dict[str, Any] = {"model": model}
+    if not isinstance(dataset, str) or dataset:
+        collected["dataset"] = dataset
+    is_list = isinstance(reward, Sequence) and not isinstance(reward, str)
+    rewards = list(cast("Sequence[Reward]", reward)) if is_list else [reward]
+    if rewards:
+        collected["rewards"] = rewards
+    return {**collected, **settings}
+
+
+def config_of(algorithm: str, settings: Mapping[str, Any], *, resume: bool) -> AnyConfig:
+    """Validate the settings; rows and functions are written beside the run's folder, and stand in it by their files."""
+    return resolve_keys(with_files(algorithm, settings), resume=resume)
+
+
+def with_files(algorithm: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Choose a folder, write rows and functions into files beside it, and return the keys of the config."""
+    output = Path(settings.get("output") or unused_folder(f"runs/{algorithm}")).expanduser()
+    settings = {**settings, "output": str(output)}
+    for key in ("dataset", "eval_dataset"):
+        if key in settings and not isinstance(settings[key], str | None):
+            file = output.with_name(f"{output.name}.{key}.jsonl")
+            settings[key] = str(_write_rows(settings[key], file))
+    for key, kind in _FUNCTIONS.items():
+        if key in settings:
+            file = output.with_name(f"{output.name}.{key}.py").absolute()
+            settings[key] = _with_names(settings[key], kind, file)
+    return keys_of(algorithm, settings)
+
+
+def keys_of(algorithm: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Sort the settings into the keys of a config and, under `trl`, TRL's fields."""
+    row = find_algorithm(algorithm)
+    fields = fields_of(row.trl_config)
+    keys: dict[str, Any] = {"algorithm": algorithm}
+    trl: dict[str, Any] = {}
+    for key, value in settings.items():
+        is_trl = key in fields and key not in row.config.model_fields
+        (trl if is_trl else keys)[key] = value
+    for key, inner_key in (("engine", "kind"), ("sandbox", "level")):
+        if isinstance(keys.get(key), str):
+            keys[key] = {inner_key: keys[key]}
+    if trl:
+        keys["trl"] = {**keys.get("trl", {}), **trl}
+    return keys
+
+
+def resolve_keys(keys: Mapping[str, Any], *, resume: bool = False) -> AnyConfig:
+    """Resolve the keys over those of the run that goes on, or of an evaluation's benchmark."""
+    keys = dict(keys)
+    base = stored_settings(keys["output"]) if resume else {}
+    if keys["algorithm"] == "eval" and "benchmark" in keys:
+        base = load_benchmark(keys.pop("benchmark"))["run"]
+    return complete_config(resolve(recipe=base, options=keys))
+
+
+def tell_warnings(plan: Mapping[str, Any], *, depth: int) -> None:
+    """Give a plan's warnings as Python's, for the line of the caller that is `depth` calls away."""
+    for line in plan["warnings"]:
+        warnings.warn(line, stacklevel=depth)
+
+
+def outside_event_loop(call: Callable[[], _T]) -> _T:
+    """Call in another thread where this one runs an event loop, as a notebook does: a thread can have only one."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return call()
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(call).result()
+
+
+def _with_names(functions: Any, kind: str, file: Path) -> list[Any]:
+    """Write functions or classes into a file, and name them as the config does; a mapping's keys name environments."""
+    if isinstance(functions, Mapping):
+        named = code_references(list(functions.values()), file, kind=kind)
+        return [f"{name}={reference}" for name, reference in zip(functions, named, strict=True)]
+    is_list = isinstance(functions, Sequence) and not isinstance(functions, str)
+    return code_references(functions if is_list else [functions], file, kind=kind)
+
+
+def _write_rows(rows: Iterable[Mapping[str, Any]], file: Path) -> Path:
+    """Write the rows as JSONL into a file that is named by its content too; ConfigError for a row that is not JSON."""
+    lines = []
+    for number, row in enumerate(rows):
+        try:
+            lines.append(json.dumps(dict(row), ensure_ascii=False) + "\n")
+        except (TypeError, ValueError) as problem:
+            raise ConfigError(
+                f"row {number} of the dataset is no mapping of plain values: {problem}"
+            ) from None
+    file.parent.mkdir(parents=True, exist_ok=True)
+    content = "".join(lines).encode()
+    file = named_by_content(file, content)
+    write_bytes_atomic(file, content)
+    return file
+
+
+def complete_config(config: _Config) -> _Config:
+    """Read the files of judges into the config, and settle what `auto` means on this machine."""
+    if isinstance(config, ScoredConfig):
+        config = with_declarations(config)
+    return on_machine(config)
+
+
+def stored_settings(run: str) -> dict[str, Any]:
+    """Read the settings of a run's folder; {} where it holds none. Its secrets are `***`, and must be given again."""
+    folder = RunFolder(Path(run).expanduser())
+    return without_hub_token(stored_config(folder)) if folder.config.is_file() else {}
+
+
+def unused_folder(output: str) -> str:
+    """Return `output`, or the first unused of `output-2`, `-3`, ..., so that a command can be repeated."""
+    names = itertools.chain([output], (f"{output}-{count}" for count in itertools.count(2)))
+    return next(name for name in names if not Path(name).exists())

@@ -1,0 +1,124 @@
+"""Put plans and figures into the rows of the tables that a person reads."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ycore.config.presets import find_preset, preset_lines
+
+Rows = list[tuple[str, str]]
+
+
+def aligned(rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Yield a line a row, with columns as wide as their longest entries; every row has as many."""
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
+    for row in rows:
+        yield "  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip()
+
+
+def figure_rows(summary: Mapping[str, Any]) -> list[list[str]]:
+    """Name and value of each plain figure of an evaluation's summary: `0.4167`, `60`, `1e-05`."""
+    rows = []
+    for name, value in summary.items():
+        if isinstance(value, float):
+            rows.append([name, f"{value:.4g}"])
+        elif isinstance(value, int | str):
+            rows.append([name, str(value)])
+    return rows
+
+
+def plan_rows(plan: Mapping[str, Any], *, resume: bool = False) -> Rows:
+    """Put a `checked_plan` into words."""
+    config, model = plan["config"], plan["model"]
+    context = f", context {model['context_length']}" if model["context_length"] else ""
+    has_rollouts = "rewards" in config
+    rows = [
+        ("model", f"{config['model']}: {model['note']}{context}"),
+        ("dataset", f"{config['dataset'] or 'none'}: {_dataset_in_words(plan['dataset'])}"),
+    ]
+    if has_rollouts:
+        rows += _reward_rows(plan)
+    if plan.get("evaluation"):
+        rows.append(("held out", _evaluation_in_words(plan["evaluation"])))
+    rows += [("warning", line) for line in plan["warnings"]]
+    if config["algorithm"] != "eval":
+        rows.append(("batch", plan["batch"]["in_words"]))
+    rows.append(("run", f"{_run_in_words(plan)}, seed {config['seed']}"))
+    if has_rollouts:
+        rows += _engine_rows(plan)
+    goes_on = ", going on from its last checkpoint" if resume else ""
+    return [*rows, ("output", config["output"] + goes_on)]
+
+
+def _dataset_in_words(dataset: Mapping[str, Any]) -> str:
+    columns = f"columns {', '.join(dataset['columns']) or 'none'}"
+    if "held_out" not in dataset:
+        rows = f"{dataset['rows']} row{'' if dataset['rows'] == 1 else 's'}"
+        return f"{rows} of {'chat' if dataset['chat'] else 'text'} prompts, {columns}"
+    rows = f"{dataset['rows']} rows to train on, {dataset['held_out']} held out"
+    if dataset["eval_every"]:
+        rows += f" (measured every {dataset['eval_every']} steps)"
+    left_out = f"; {dataset['left_out']}" if dataset["left_out"] else ""
+    return f"{rows}, {'chats' if dataset['chat'] else 'text'}, {columns}{left_out}"
+
+
+def _evaluation_in_words(evaluation: Mapping[str, Any]) -> str:
+    rewards = ", ".join(evaluation["rewards"])
+    when = f"before the first step, every {evaluation['every']} steps and after the last"
+    if evaluation["while_training"]:
+        when += ", while the trainer computes the next step"
+    return f"{evaluation['dataset']}: {evaluation['rows']} rows, by {rewards}, {when}"
+
+
+def _reward_rows(plan: Mapping[str, Any]) -> Rows:
+    config = plan["config"]
+    rewards = ", ".join(
+        f"{item['reward']} ({'constraint' if item['constraint'] else 'weight {:g}'.format(item['weight'])})"
+        for item in config["rewards"]
+    )
+    rows = [("rewards", rewards), *(("", f"  {line}") for line in plan["scorers"])]
+    rows += _block("sandbox", plan["sandbox"])
+    if config.get("preset") is not None:
+        rows += _block(
+            "preset", preset_lines(find_preset(config["preset"]), trl=plan["trl"], run=config)
+        )
+    return rows
+
+
+def _block(name: str, lines: list[str]) -> Rows:
+    """Name the first line, and indent the rest below it."""
+    return [
+        ("" if index else name, f"  {line}" if index else line) for index, line in enumerate(lines)
+    ]
+
+
+def _engine_rows(plan: Mapping[str, Any]) -> Rows:
+    config = plan["config"]
+    tokens = f"completions of at most {config['max_tokens']} tokens"
+    rows = [("engine", f"{plan['engine']}, {tokens}")]
+    if plan["memory"]:
+        rows.append(("memory", plan["memory"]))
+    if plan["forecast"]:
+        rows.append(("time", plan["forecast"]["in_words"]))
+    partners = [*config["tools"], *config["env"], *([config["agent"]] if config["agent"] else [])]
+    if partners:
+        rows.append(("turns", f"at most {config['max_turns']}, with {', '.join(partners)}"))
+    return rows
+
+
+def _run_in_words(plan: Mapping[str, Any]) -> str:
+    config, batch = plan["config"], plan["batch"]
+    if config["algorithm"] == "eval":
+        if config["pairs"]:
+            return "both answers of each row"
+        return f"{config['num_samples']} completions of each prompt"
+    length = f"{config['steps']} steps"
+    if "epochs" in batch:
+        length = f"{batch['steps']} steps, {batch['epochs']:g} epochs,"
+    weights = "every weight"
+    if config["lora"] is not None:
+        weights = f"LoRA r={config['lora']['r']}"
+        if plan["model"]["sees"] and config["lora"]["target_modules"] == "all-linear":
+            weights += " of the language model (the vision tower and its projector stay frozen)"
+    dtype = "bfloat16" if config["dtype"] == "auto" else config["dtype"]
+    return f"{length} of {weights}, {dtype}, learning rate {plan['trl']['learning_rate']:g}"

@@ -1,0 +1,509 @@
+"""Scores from models: reward models, teachers, the policy itself, and the environment of a completion."""
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import httpx
+
+from ycore.config.schema import RewardConfig, RunConfig
+from ycore.data.prompts import PromptSet
+from ycore.engine.judge_engine import Refused, RemoteTeacher, key_header
+from ycore.engine.kinds import VLLM, EngineKind
+from ycore.engine.vllm_engine import VllmRewardModel, VllmTeacher
+from ycore.errors import ConfigError, ModelError
+from ycore.judge.question import break_special_tokens, special_tokens
+from ycore.judge.sources import (
+    RewardModel,
+    Teacher,
+    is_reward_model,
+    is_teacher,
+    reward_model_of,
+    teacher_of,
+)
+from ycore.models.folder import read_json
+from ycore.models.names import resolve_model
+from ycore.placement.placement import REWARD_MODEL, ROLLOUT, TEACHER
+from ycore.rewards.answers import gold_of
+from ycore.rewards.builtin import (
+    REFERENCE,
+    Reference,
+    before_the_answer,
+    is_environment,
+    is_reference,
+    reference_of,
+    reference_reward,
+)
+from ycore.rewards.loading import require_columns
+from ycore.run.tasks import together
+from ycore.scoring.judge_scorer import check_api_key
+from ycore.scoring.scoring import (
+    PendingGroup,
+    Policy,
+    RequestMeter,
+    Scorer,
+    ScorerContext,
+    ServedModel,
+    TextOf,
+    plain_text,
+    plan_served_model,
+    text_of,
+)
+from ycore.types import Completion, Prompt, Score
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class RewardModelMeter(RequestMeter):
+    kind = "reward_model"
+
+
+class EnsembleMember(NamedTuple):
+    """A model of an ensemble; its `engines` are slot by slot."""
+
+    engines: Sequence[VllmRewardModel]
+    encode: Callable[[Prompt, str], list[int]]
+    max_model_len: int
+
+
+@dataclass(eq=False)
+class RewardModelScorer(Scorer):
+    """An `rm:` reward: a model, or an ensemble, that is asked for a number as each completion ends."""
+
+    kind = "reward model"
+    name: str
+    reward_model: RewardModel
+    members: Sequence[EnsembleMember]
+    _: KW_ONLY
+    meter: RewardModelMeter
+    text_of: TextOf = plain_text
+
+    def __post_init__(self) -> None:
+        self.engines = [engine for member in self.members for engine in member.engines]
+
+    @classmethod
+    def handles(cls, spec: RewardConfig) -> bool:
+        return is_reward_model(spec)
+
+    @classmethod
+    def models(cls, spec: RewardConfig, config: RunConfig) -> list[ServedModel]:
+        declared = reward_model_of(spec)
+        return [
+            ServedModel(
+                REWARD_MODEL,
+                name,
+                max_model_len=declared.max_model_len,
+                tensor_parallel=declared.tensor_parallel,
+            )
+            for name in declared.models
+        ]
+
+    @classmethod
+    def check_models(
+        cls, spec: RewardConfig, config: RunConfig, *, engine: EngineKind
+    ) -> list[str]:
+        way_out = "install vLLM, or score with a function: --reward FILE.py:FUNCTION"
+        lines = []
+        for model in reward_model_of(spec).models:
+            label = f"reward model {model}"
+            plan = plan_served_model(label, model, config, engine=engine, way_out=way_out)
+            if plan.config is not None:
+                _check_classifier(model, plan.config)
+            lines.append(f"{label}: {plan.note}, one number a completion")
+        return lines
+
+    @classmethod
+    def build(cls, spec: RewardConfig, source: int, context: ScorerContext) -> Scorer:
+        members = [
+            EnsembleMember(
+                context.servers(model, VllmRewardModel),
+                reward_model_encoder(context.tokenizer(model)),
+                model.max_model_len,
+            )
+            for model in context.models_of(source)
+        ]
+        return cls(
+            context.names[source],
+            reward_model_of(spec),
+            members,
+            meter=context.meter(RewardModelMeter),
+            text_of=text_of(spec),
+        )
+
+    async def score_one(self, group: PendingGroup, index: int) -> Score:
+        text = self.text_of(await group.tasks_G[index])
+        inputs = [(member, member.encode(group.draw.prompt, text)) for member in self.members]
+        if any(len(token_ids) > member.max_model_len for member, token_ids in inputs):
+            return self.masked("longer than its context")
+        async with group.turn(REWARD_MODEL) as slot:
+            with self.meter.timed():
+                logits = await together(
+                    [slot.pick(member.engines).logit(token_ids) for member, token_ids in inputs]
+                )
+            slot.num_tokens = sum(len(token_ids) for _, token_ids in inputs)
+        self.meter.tokens += slot.num_tokens
+        if not all(map(math.isfinite, logits)):
+            return self.masked("its answer is no finite number")
+        return Score(self.reward_model.reward(*logits))
+
+
+def reward_model_encoder(
+    tokenizer: "PreTrainedTokenizerBase",
+) -> Callable[[Prompt, str], list[int]]:
+    """Return a function from a prompt and a completion to the token ids that TRL's trainers give a reward model.
+
+    A chat goes through the reward model's own chat template. A text is followed by the end token, as in TRL's
+    RewardTrainer. Special tokens that the policy spelled out are broken up, so that it cannot end its own turn.
+    """
+    special = special_tokens(tokenizer)
+
+    def encode(prompt: Prompt, completion: str) -> list[int]:
+        completion = break_special_tokens(completion, special)
+        if isinstance(prompt.content, str):
+            text = prompt.content + completion
+            end = str(tokenizer.eos_token or "")
+            if not (end and text.endswith(end)):
+                text += end
+        else:
+            answer = {"role": "assistant", "content": completion}
+            text = str(tokenizer.apply_chat_template([*prompt.content, answer], tokenize=False))
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    return encode
+
+
+def _check_classifier(name: str, model_config: Mapping[str, Any]) -> None:
+    """ModelError unless a config.json is that of a sequence classifier with one label, which vLLM can serve."""
+    architectures = [str(architecture) for architecture in model_config.get("architectures") or []]
+    suffix = "ForSequenceClassification"
+    if not any(architecture.endswith(suffix) for architecture in architectures):
+        raise ModelError(
+            f"rm:{name} must be a sequence classifier with one label (...ForSequenceClassification); its architectures "
+            f"are {', '.join(architectures) or 'none'}; train one with TRL's RewardTrainer, or use the model as a "
+            "judge: --reward judge:FILE.yaml"
+        )
+    # transformers' default is 2
+    num_labels = model_config.get("num_labels") or len(model_config.get("id2label") or {}) or 2
+    if num_labels != 1:
+        raise ModelError(
+            f"rm:{name} must give one number, and has {num_labels} labels; take a model with num_labels=1"
+        )
+    vllm = find_spec("vllm")
+    if vllm is None or vllm.origin is None:
+        return
+    # Read the text of vLLM's registry: importing vLLM takes many seconds.
+    registry_file = Path(vllm.origin).parent / "model_executor" / "models" / "registry.py"
+    registry = registry_file.read_text(encoding="utf-8")
+    for architecture in architectures:
+        base = architecture.removesuffix(suffix)
+        if not any(f'"{base}{end}"' in registry for end in (suffix, "ForCausalLM", "Model")):
+            raise ModelError(
+                f"vLLM has no {architecture}, so it cannot serve rm:{name}; take a classifier on a decoder that vLLM "
+                "has (Llama, Qwen2, Qwen3, Gemma, ...), or score with a function that loads it: --reward FILE.py:NAME"
+            )
+
+
+_ANSWER_S = 20.0
+_MAX_ADDED_TOKENS = 64  # compared with an address's tokenizer
+
+
+class TeacherMeter(RequestMeter):
+    kind = "teacher"
+
+
+@dataclass(eq=False)
+class TeacherScorer(Scorer):
+    """A `teacher:` source whose model is in engines of the run, or at an address.
+
+    A score's value is the mean of log p_teacher - log p_policy over the policy's tokens: minus the estimate k1 of the
+    reverse KL of a token, in nats. Where the policy's engine gives no log-probabilities it is the mean of log p_teacher.
+    `engines` are slot by slot; an address has one.
+    """
+
+    kind = "teacher"
+    name: str
+    teacher: Teacher
+    engines: Sequence[VllmTeacher | RemoteTeacher]
+    _: KW_ONLY
+    max_model_len: int
+    meter: TeacherMeter
+
+    @classmethod
+    def handles(cls, spec: RewardConfig) -> bool:
+        return is_teacher(spec)
+
+    @classmethod
+    def models(cls, spec: RewardConfig, config: RunConfig) -> list[ServedModel]:
+        teacher = teacher_of(spec)
+        if config.teaches_exactly or teacher.base_url is not None:
+            return []
+        return [
+            ServedModel(
+                TEACHER,
+                teacher.model,
+                max_model_len=teacher.max_model_len,
+                tensor_parallel=teacher.tensor_parallel,
+            )
+        ]
+
+    @classmethod
+    def check_models(
+        cls, spec: RewardConfig, config: RunConfig, *, engine: EngineKind
+    ) -> list[str]:
+        teacher = teacher_of(spec)
+        label = f"teacher {teacher.model}"
+        policy = resolve_model(config.model, trust_remote_code=config.trust_remote_code)
+        if teacher.base_url is not None:
+            if config.teaches_exactly:
+                raise ConfigError(
+                    f"{label}: distill.divergence={config.distill.divergence} needs the teacher's weights, and it is "
+                    f"at {teacher.base_url}; leave distill.divergence out, or base_url"
+                )
+            check_api_key(label, teacher)
+            if policy.ready and policy.folder is not None:
+                check_tokens_at(policy.folder, teacher)
+            return [f"{label}: at {teacher.base_url}, the probability of each token"]
+        plan = plan_served_model(
+            label,
+            teacher.model,
+            config,
+            engine=VLLM if config.teaches_exactly else engine,
+            way_out="install vLLM, or hold it in the trainer: --set distill.divergence=reverse-kl",
+        )
+        if plan.ready and plan.folder is not None and policy.ready and policy.folder is not None:
+            check_same_tokens(policy.folder, plan.folder, name=teacher.model)
+        if config.teaches_exactly:
+            return [f"{label}: {plan.note}, {config.distill.divergence}, exact, in the trainer"]
+        return [f"{label}: {plan.note}, the probability of each token"]
+
+    @classmethod
+    def build(cls, spec: RewardConfig, source: int, context: ScorerContext) -> Scorer:
+        teacher = teacher_of(spec)
+        if context.config.teaches_exactly:
+            return TrainerTeacherScorer(teacher)
+        name = context.names[source]
+        engines: Sequence[VllmTeacher | RemoteTeacher]
+        if teacher.base_url is not None:
+            timeout_s = context.config.engine.request_timeout_s
+            engines = [RemoteTeacher(name, teacher, request_timeout_s=timeout_s)]
+            max_model_len = teacher.max_model_len or sys.maxsize
+        else:
+            (model,) = context.models_of(source)
+            engines = context.servers(model, VllmTeacher)
+            max_model_len = model.max_model_len
+        meter = context.meter(TeacherMeter)
+        return cls(name, teacher, engines, max_model_len=max_model_len, meter=meter)
+
+    async def score_one(self, group: PendingGroup, index: int) -> Score:
+        completion = await group.tasks_G[index]
+        if not self.teacher.teaches(group.draw.prompt.columns):
+            return Score(None)
+        sequences = completion.sequences(group.draw.token_ids)
+        sizes = [len(prompt_ids) + stop - start for prompt_ids, start, stop in sequences]
+        if max(sizes) >= self.max_model_len:  # vLLM writes a token behind those that it scores
+            return self.masked("longer than its context")
+        try:
+            logprobs = await self._logprobs(group, completion, num_tokens=sum(sizes))
+        except Refused as refusal:
+            return self.masked(str(refusal))
+        policy_logprobs = completion.logprobs or (0.0,) * len(completion.token_ids)
+        gaps = [
+            log_p - log_q
+            for log_p, log_q, by_policy in zip(
+                logprobs, policy_logprobs, completion.mask, strict=True
+            )
+            if by_policy
+        ]
+        value = math.fsum(gaps) / max(1, len(gaps))
+        if not math.isfinite(value):
+            return self.masked("a log-probability is not finite")
+        return Score(value, logprobs=logprobs)
+
+    async def _logprobs(
+        self, group: PendingGroup, completion: Completion, *, num_tokens: int
+    ) -> tuple[float, ...]:
+        """Return the teacher's log-probability of each token; 0 at the prompts of later sequences."""
+        logprobs = [0.0] * len(completion.token_ids)
+        async with contextlib.AsyncExitStack() as stack:
+            engine = self.engines[0]
+            if self.teacher.base_url is None:
+                slot = await stack.enter_async_context(group.turn(TEACHER))
+                slot.num_tokens = num_tokens
+                engine = slot.pick(self.engines)
+            with self.meter.timed():
+                for prompt_ids, start, stop in completion.sequences(group.draw.token_ids):
+                    targets = completion.token_ids[start:stop]
+                    logprobs[start:stop] = await engine.logprobs_of(prompt_ids, targets)
+        self.meter.tokens += num_tokens
+        return tuple(logprobs)
+
+
+@dataclass(eq=False)
+class TrainerTeacherScorer(Scorer):
+    """A teacher that the trainer holds: score 0 where the teacher applies, else None."""
+
+    teacher: Teacher
+
+    async def score_one(self, group: PendingGroup, index: int) -> Score:
+        await group.tasks_G[index]
+        return Score(0.0 if self.teacher.teaches(group.draw.prompt.columns) else None)
+
+
+def check_teachers(config: RunConfig, policy: Path, fetch: Callable[[str], Path]) -> None:
+    """ConfigError where a teacher has another tokenizer than the policy. `fetch` makes a model's name its folder."""
+    for teacher in map(teacher_of, filter(is_teacher, config.rewards)):
+        if teacher.base_url is None:
+            check_same_tokens(policy, fetch(teacher.model), name=teacher.model)
+        else:
+            check_tokens_at(policy, teacher)
+
+
+def check_same_tokens(policy: Path, teacher: Path, *, name: str) -> None:
+    """ConfigError where the two tokenizers give a token other ids: a teacher is asked for the policy's ids."""
+    policy_ids = _token_ids(policy)
+    teacher_ids = _token_ids(teacher)
+    if policy_ids is None or teacher_ids is None or policy_ids == teacher_ids:
+        return
+    differing = {token for token, _ in policy_ids.items() ^ teacher_ids.items()}
+    token = min(differing, key=lambda token: policy_ids.get(token, len(policy_ids)))
+    raise ConfigError(
+        f"teacher {name} has another tokenizer than the policy: {token!r} is {policy_ids.get(token, 'no token')} in "
+        f"the policy's and {teacher_ids.get(token, 'no token')} in the teacher's; take a teacher of the same family of "
+        "models"
+    )
+
+
+def check_tokens_at(policy: Path, teacher: Teacher) -> None:
+    """ConfigError where a teacher's address reads a text as other tokens than the policy's tokenizer, or reads none.
+
+    The text has 256 tokens from all over the policy's vocabulary, and its added tokens.
+    """
+    from tokenizers import Tokenizer
+
+    file = policy / "tokenizer.json"
+    if teacher.base_url is None or not file.is_file():
+        return
+    tokenizer = Tokenizer.from_file(str(file))
+    step = max(1, tokenizer.get_vocab_size() // 256)
+    sample = list(range(0, tokenizer.get_vocab_size(), step))[:256]
+    added = [token.content for _, token in sorted(tokenizer.get_added_tokens_decoder().items())]
+    text = tokenizer.decode(sample, skip_special_tokens=False)
+    text += "".join(added[:_MAX_ADDED_TOKENS])
+    policy_ids = tokenizer.encode(text, add_special_tokens=False).ids
+    address = teacher.base_url.rstrip("/").removesuffix("/v1")
+    label = f"teacher {teacher.model}"
+    try:
+        answer = httpx.post(
+            f"{address}/tokenize",
+            json={"model": teacher.model, "prompt": text, "add_special_tokens": False},
+            headers=key_header(teacher, name=label),
+            timeout=_ANSWER_S,
+        )
+        teacher_ids = answer.raise_for_status().json()["tokens"]
+    except (httpx.HTTPError, ValueError, KeyError, TypeError) as problem:
+        raise ConfigError(
+            f"{label}: {address}/tokenize gives no tokens to compare with the policy's ({problem}); "
+            "base_url is that of a vLLM server, with /v1"
+        ) from None
+    if policy_ids != teacher_ids:
+        pairs = enumerate(zip(policy_ids, teacher_ids, strict=False))
+        place = next((place for place, (ours, theirs) in pairs if ours != theirs), 0)
+        raise ConfigError(
+            f"{label} at {teacher.base_url} has another tokenizer than the policy: "
+            f"{tokenizer.id_to_token(policy_ids[place])!r} is {policy_ids[place]} in the policy's, and it reads "
+            f"{teacher_ids[place : place + 1]}; take one of the same family"
+        )
+
+
+def _token_ids(folder: Path) -> Mapping[str, int] | None:
+    """Return every token's id from a tokenizer.json; None where the folder has none."""
+    content = read_json(folder / "tokenizer.json")
+    vocab = content.get("model", {}).get("vocab")
+    if isinstance(vocab, list):  # a Unigram model has pairs of a token and its score
+        vocab = {token: index for index, (token, *_) in enumerate(vocab)}
+    if vocab is None:
+        return None
+    return {
+        **vocab,
+        **{token["content"]: token["id"] for token in content.get("added_tokens") or ()},
+    }
+
+
+@dataclass(eq=False)
+class ReferenceScorer(Scorer):
+    """`reference_probability`: the policy's own probability of the right answer, after what it wrote."""
+
+    name = REFERENCE
+    reference: Reference
+    policy: Policy
+
+    @classmethod
+    def handles(cls, spec: RewardConfig) -> bool:
+        return is_reference(spec)
+
+    @classmethod
+    def check_rows(cls, spec: RewardConfig, config: RunConfig, prompts: PromptSet) -> None:
+        reference_of(spec)
+        require_columns(REFERENCE, ["answer"], prompts.columns)
+
+    @classmethod
+    def image_problem(cls, spec: RewardConfig, config: RunConfig) -> str | None:
+        return "asks the policy about text only"
+
+    @classmethod
+    def build(cls, spec: RewardConfig, source: int, context: ScorerContext) -> Scorer:
+        return cls(reference_of(spec), context.policy)
+
+    async def score(self, group: PendingGroup) -> list[list[Score]]:
+        answer_ids = self._tokenize(gold_of(group.draw.prompt.columns.get("answer")))
+        if not answer_ids:  # the reward does not apply to this row
+            return [[Score(None)] for _ in range(len(group))]
+        bare = await self._logprobs(group, "", answer_ids) if self.reference.debias else None
+        scores = await together(
+            [self._score(group, index, answer_ids, bare) for index in range(len(group))]
+        )
+        return [[score] for score in scores]
+
+    async def _score(
+        self, group: PendingGroup, index: int, answer_ids: list[int], bare: Sequence[float] | None
+    ) -> Score:
+        completion = await group.tasks_G[index]
+        logprobs = await self._logprobs(group, completion.text, answer_ids)
+        if logprobs is None or (bare is None and self.reference.debias):
+            return self.masked("longer than the engine's context")
+        return Score(reference_reward(logprobs, bare))
+
+    async def _logprobs(
+        self, group: PendingGroup, text: str, answer_ids: list[int]
+    ) -> Sequence[float] | None:
+        """Return those of the answer's tokens after the prompt and this text; None where the context is too short."""
+        reasoning = before_the_answer(text, bridge=self.reference.bridge if text else "")
+        context = [*group.draw.token_ids, *self._tokenize(reasoning)]
+        if len(context) + len(answer_ids) >= self.policy.max_model_len:
+            return None
+        async with group.slots.turn(ROLLOUT) as slot:
+            return await slot.pick(self.policy.engines).logprobs_of(context, answer_ids)
+
+    def _tokenize(self, text: str) -> list[int]:
+        return list(self.policy.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+class EnvironmentScorer(Scorer):
+    """`environment`: what a completion's own environment paid at its end."""
+
+    @classmethod
+    def handles(cls, spec: RewardConfig) -> bool:
+        return is_environment(spec)
+
+    @classmethod
+    def build(cls, spec: RewardConfig, source: int, context: ScorerContext) -> Scorer:
+        return cls()
+
+    async def score_one(self, group: PendingGroup, index: int) -> Score:
+        return (await group.tasks_G[index]).earned or Score(None)

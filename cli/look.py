@@ -73,7 +73,7 @@ def report(
     ycore report runs/quickstart
     ycore report runs/dapo runs/grpo --output dapo-and-grpo.html
     """
-    from ycore.view.page import as_json, make_report, write_report
+    from ycore.view.page import make_report, report_json, write_report
     from ycore.view.record import read_run
 
     page = output or runs[0] / "report.html"
@@ -85,7 +85,7 @@ def report(
     made = make_report([read_run(root) for root in runs])
     written = write_report(made, page)
     if json:
-        print_json(as_json(made))
+        print_json(report_json(made))
     else:
         print_table([("page", str(written[0])), *(("", str(path)) for path in written[1:])])
         print_table([("damaged", problem) for run in made for problem in run.problems])

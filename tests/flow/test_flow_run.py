@@ -24,7 +24,7 @@ from ycore.run.claim import claim
 from ycore.run.files import write_json_atomic
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
-from ycore.view.page import as_page
+from ycore.view.page import render_page
 from ycore.view.record import read_run
 
 REWARD = """
@@ -145,7 +145,7 @@ def test_the_first_pass_of_grpo_has_ratio_one_and_the_reward_is_measured(
     ends = json.loads((tmp_path / "run" / "held_out.json").read_text())["held_out"]
     assert ends["after"]["reward"] == row["ycore/eval/reward"]
     assert (tmp_path / "run" / "pictures.png").is_file()
-    page = as_page([read_run(tmp_path / "run")])
+    page = render_page([read_run(tmp_path / "run")])
     assert "Drawn before and after" in page and "trajectories" not in page
     assert (tmp_path / "run" / "model" / "scheduler" / "scheduler_config.json").is_file()
 

@@ -24,13 +24,13 @@ from ycore.view.pictures import (
     save_png,
     seconds_went,
 )
-from ycore.view.record import PARTS, RunRecord, ScoredCompletion, as_text, at_equal_seconds
+from ycore.view.record import PARTS, RecordedRun, ScoredCompletion, at_equal_seconds, content_text
 
 _LARGEST = 1 << 20  # bytes of a picture on the page
 _SHOWN = 4  # completions at either end of the last round, and in its middle
 
 
-def make_report(runs: Sequence[RunRecord]) -> list[RunRecord]:
+def make_report(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
     """The runs by different names; where there are several, with what each had reached at equal device seconds."""
     names = [run.name for run in runs]
     numbered = [
@@ -45,7 +45,7 @@ def make_report(runs: Sequence[RunRecord]) -> list[RunRecord]:
 
 
 def write_report(
-    runs: Sequence[RunRecord],
+    runs: Sequence[RecordedRun],
     page: Path,
     *,
     bands: Sequence[Banded] = (),
@@ -57,9 +57,9 @@ def write_report(
     """
     page.parent.mkdir(parents=True, exist_ok=True)
     partial = page.with_name(f".{page.name}")
-    partial.write_text(as_page(runs, bands, notes), encoding="utf-8")
+    partial.write_text(render_page(runs, bands, notes), encoding="utf-8")
     partial.replace(page)
-    write_json_atomic(page.with_suffix(".json"), as_json(runs))
+    write_json_atomic(page.with_suffix(".json"), report_json(runs))
     written = [page, page.with_suffix(".json")]
     if (drawn := curves(runs, bands)) is not None:
         written.append(page.with_suffix(".png"))
@@ -67,7 +67,7 @@ def write_report(
     return written
 
 
-def as_json(runs: Sequence[RunRecord]) -> dict[str, Any]:
+def report_json(runs: Sequence[RecordedRun]) -> dict[str, Any]:
     """The report's numbers, as JSON values."""
     return {
         "runs": [
@@ -90,8 +90,8 @@ def as_json(runs: Sequence[RunRecord]) -> dict[str, Any]:
     }
 
 
-def as_page(
-    runs: Sequence[RunRecord], bands: Sequence[Banded] = (), notes: Sequence[str] = ()
+def render_page(
+    runs: Sequence[RecordedRun], bands: Sequence[Banded] = (), notes: Sequence[str] = ()
 ) -> str:
     """HTML that needs no network and no other file; whatever a model wrote is shown as text."""
     from jinja2 import Environment
@@ -106,7 +106,7 @@ def as_page(
         "last_step": lambda rows: int(max((number(row, "step") or 0 for row in rows), default=0)),
         "duration": as_duration,
         "shell": shlex.join,
-        "prompt": as_text,
+        "prompt": content_text,
         "beside": zip,
         "chosen": chosen,
         "judges": _judge_rows,
@@ -151,7 +151,7 @@ def chosen(completions: Sequence[ScoredCompletion]) -> list[ScoredCompletion]:
     return [ranked[place] for place in kept] + masked
 
 
-def _seen(sample: Mapping[str, Any], run: RunRecord) -> list[Path]:
+def _seen(sample: Mapping[str, Any], run: RecordedRun) -> list[Path]:
     """The files of the pictures that a prompt shows, of those that are small enough for a page."""
     found = [RunFolder(run.root).images / name for name in sample.get("images", ())]
     return [file for file in found if file.is_file() and file.stat().st_size <= _LARGEST]

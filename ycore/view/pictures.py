@@ -17,7 +17,7 @@ from ycore.run.paths import RunFolder
 from ycore.run.text import printable
 from ycore.run.trace import ROUND, SWAP, Span, busy_intervals, finish_trace, read_trace
 from ycore.view.lanes import lane_names
-from ycore.view.record import PARTS, RunRecord
+from ycore.view.record import PARTS, RecordedRun
 
 Points = tuple[list[float], list[float]]
 """Steps, and the values at them."""
@@ -326,7 +326,7 @@ class Banded:
     verdicts: Sequence[tuple[str, ...]]
 
 
-def curves(runs: Sequence[RunRecord], bands: Sequence[Banded] = ()) -> Any | None:
+def curves(runs: Sequence[RecordedRun], bands: Sequence[Banded] = ()) -> Any | None:
     """A figure with a panel for each band, and for each measure that some run has, a colour a run; None without any."""
     panels: list[Callable[[Any], None]] = [partial(_draw_banded, band=band) for band in bands]
     for title, names in _PANELS:
@@ -386,7 +386,7 @@ def _draw_banded(axes: Any, band: Banded) -> None:
         axes.margins(x=0.2)
 
 
-def over_seconds(runs: Sequence[RunRecord]) -> Any | None:
+def over_seconds(runs: Sequence[RecordedRun]) -> Any | None:
     """A figure of reward over device seconds, which compares runs whose steps cost different time."""
     if not any(run.reward_curve for run in runs):
         return None
@@ -410,7 +410,7 @@ def _draw_smoothed(axes: Any, series: Points, index: int, *, label: str = "") ->
     axes.plot(at, smooth(values), color=colour, linewidth=2, label=label)
 
 
-def seconds_went(runs: Sequence[RunRecord]) -> Any:
+def seconds_went(runs: Sequence[RecordedRun]) -> Any:
     """A figure with one bar a run: its device seconds, by what they went into."""
     figure = new_figure(11, 1.3 + 0.55 * len(runs))
     axes = figure.add_subplot()

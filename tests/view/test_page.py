@@ -20,8 +20,8 @@ from ycore.run.metrics import MetricsWriter
 from ycore.run.trace import Span, TraceWriter
 from ycore.types import IMAGE_MARK, Completion, Draw, Group, Prompt, Score, Turn
 from ycore.view.page import chosen, make_report, render_page, write_report
-from ycore.view.pictures import Banded, curves, over_bands
 from ycore.view.record import ScoredCompletion, read_run
+from ycore.view.report_figures import BandCurves, draw_bands, draw_measures
 
 HOSTILE = "<script>document.title = 'taken'</script> & <b>bold</b> \x1b[2J"
 CHROMIUM = (
@@ -182,7 +182,7 @@ def test_a_band_lies_behind_the_curves_with_a_verdict_for_each_run(
     run: Path, tmp_path: Path
 ) -> None:
     report = make_report([read_run(run)])
-    band = Banded(
+    band = BandCurves(
         "sft",
         "accuracy",
         steps=[(0.1, 0.3)] * 12,
@@ -190,7 +190,7 @@ def test_a_band_lies_behind_the_curves_with_a_verdict_for_each_run(
         curves={"seed 0": [n / 12 for n in range(12)]},
         verdicts=[("seed 0/sft", "OUTSIDE", "25%", "0.917")],
     )
-    measured = Banded(
+    measured = BandCurves(
         "after",
         "reward",
         [(0.1, 0.3)],
@@ -206,12 +206,12 @@ def test_a_band_lies_behind_the_curves_with_a_verdict_for_each_run(
     assert told == ["OUTSIDE", "25%", "0.917", "0.200 to 0.450"] and "seed 0/sft</td>" in page
     assert '<p class="note">the band is of 3 seeds</p>' in page
     assert page.count("<svg") == render_page(report).count("<svg") + 1
-    figure = over_bands([band, measured])
+    figure = draw_bands([band, measured])
     shaded = [len(axes.collections) + len(axes.patches) for axes in figure.axes]
     assert shaded == [2, 1], "of the steps and of the final value; and of the one value"
-    assert len(curves(report, [band, measured]).axes) == len(curves(report).axes) + 2, (
-        "in the picture too"
-    )
+    assert (
+        len(draw_measures(report, [band, measured]).axes) == len(draw_measures(report).axes) + 2
+    ), "in the picture too"
     assert write_report(report, tmp_path / "page.html", bands=[band])[0].is_file()
 
 

@@ -10,37 +10,45 @@ from statistics import fmean
 from typing import Any
 
 from ycore.run.files import write_json_atomic
-from ycore.run.metrics import number
+from ycore.run.metrics import Row, number
 from ycore.run.paths import RunFolder
 from ycore.run.text import as_duration, printable, topic
-from ycore.view.pictures import (
-    RUN_COLOURS,
-    Banded,
-    as_svg,
-    curves,
-    over_bands,
-    over_seconds,
-    points,
-    save_png,
-    seconds_went,
+from ycore.view.pictures import points, save_png
+from ycore.view.record import (
+    PARTS,
+    RecordedRun,
+    ScoredCompletion,
+    at_equal_seconds,
+    content_text,
 )
-from ycore.view.record import PARTS, RecordedRun, ScoredCompletion, at_equal_seconds, content_text
+from ycore.view.report_figures import (
+    RUN_COLOURS,
+    BandCurves,
+    as_svg,
+    draw_bands,
+    draw_device_seconds,
+    draw_measures,
+    draw_reward_over_seconds,
+)
 
-_LARGEST = 1 << 20  # bytes of a picture on the page
-_SHOWN = 4  # completions at either end of the last round, and in its middle
+_MAX_PICTURE_BYTES = 1 << 20
+_NUM_CHOSEN = 4  # completions at either end of the last round, and in its middle
 
 
 def make_report(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
-    """The runs by different names; where there are several, with what each had reached at equal device seconds."""
+    """Give the runs different names; where there are several, add what each had reached at equal device seconds."""
     names = [run.name for run in runs]
-    numbered = [
-        name if names.count(name) == 1 else f"{name} ({place})"
-        for place, name in enumerate(names, 1)
-    ]
-    reached = at_equal_seconds([run.reward_curve for run in runs]) if len(runs) > 1 else [()]
+    report = []
+    for place, run in enumerate(runs, 1):
+        if names.count(run.name) > 1:
+            run = replace(run, name=f"{run.name} ({place})")
+        report.append(run)
+    if len(runs) == 1:
+        return report
+    curves = [run.reward_curve for run in runs]
     return [
-        replace(run, name=name, reached=own)
-        for run, name, own in zip(runs, numbered, reached, strict=True)
+        replace(run, reached=reached)
+        for run, reached in zip(report, at_equal_seconds(curves), strict=True)
     ]
 
 
@@ -48,7 +56,7 @@ def write_report(
     runs: Sequence[RecordedRun],
     page: Path,
     *,
-    bands: Sequence[Banded] = (),
+    bands: Sequence[BandCurves] = (),
     notes: Sequence[str] = (),
 ) -> list[Path]:
     """Write the page, and beside it the same as `.json` and the curves as `.png`; return the files written.
@@ -59,16 +67,17 @@ def write_report(
     partial = page.with_name(f".{page.name}")
     partial.write_text(render_page(runs, bands, notes), encoding="utf-8")
     partial.replace(page)
-    write_json_atomic(page.with_suffix(".json"), report_json(runs))
     written = [page, page.with_suffix(".json")]
-    if (drawn := curves(runs, bands)) is not None:
+    write_json_atomic(written[-1], report_json(runs))
+    figure = draw_measures(runs, bands)
+    if figure is not None:
         written.append(page.with_suffix(".png"))
-        save_png(drawn, written[-1])
+        save_png(figure, written[-1])
     return written
 
 
 def report_json(runs: Sequence[RecordedRun]) -> dict[str, Any]:
-    """The report's numbers, as JSON values."""
+    """Return the report's numbers, as JSON values."""
     return {
         "runs": [
             {
@@ -79,7 +88,7 @@ def report_json(runs: Sequence[RecordedRun]) -> dict[str, Any]:
                 "slots": run.spent.num_slots,
                 "device_seconds": dict(run.spent.seconds),
                 "device_seconds_per_informative_group": run.spent.per_informative_group,
-                "at_equal_seconds": [asdict(one) for one in run.reached],
+                "at_equal_seconds": [asdict(reached) for reached in run.reached],
                 "problems": list(run.problems),
                 "command": list(run.command),
                 "versions": dict(run.versions),
@@ -91,76 +100,87 @@ def report_json(runs: Sequence[RecordedRun]) -> dict[str, Any]:
 
 
 def render_page(
-    runs: Sequence[RecordedRun], bands: Sequence[Banded] = (), notes: Sequence[str] = ()
+    runs: Sequence[RecordedRun], bands: Sequence[BandCurves] = (), notes: Sequence[str] = ()
 ) -> str:
-    """HTML that needs no network and no other file; whatever a model wrote is shown as text."""
+    """Return HTML that needs no network and no other file; whatever a model wrote is shown as text."""
     from jinja2 import Environment
 
-    def shown(value: Any) -> Any:
-        """Text as data; the pictures, which are markup, are ours."""
-        return printable(value) if type(value) is str else value
-
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=shown)
+    environment = Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_as_data
+    )
     environment.filters |= {
         "short": _short,
-        "last_step": lambda rows: int(max((number(row, "step") or 0 for row in rows), default=0)),
+        "last_step": _last_step,
         "duration": as_duration,
         "shell": shlex.join,
         "prompt": content_text,
         "beside": zip,
         "chosen": chosen,
         "judges": _judge_rows,
-        "seen": _seen,
-        "base64": lambda file: base64.b64encode(file.read_bytes()).decode(),
+        "seen": _pictures_of,
+        "base64": _as_base64,
     }
     source = files("ycore.view").joinpath("page.html.j2").read_text(encoding="utf-8")
-    drawn, compared = curves(runs), over_seconds(runs) if len(runs) > 1 else None
+    measures = draw_measures(runs)
+    over_seconds = draw_reward_over_seconds(runs) if len(runs) > 1 else None
     return environment.from_string(source).render(
         runs=runs,
         bands=bands,
         notes=notes,
-        over_bands=as_svg(over_bands(bands)) if bands else None,
+        over_bands=as_svg(draw_bands(bands)) if bands else None,
         colours=RUN_COLOURS,
         same_question=len({(run.config.get("model"), topic(run.config)) for run in runs}) == 1,
-        curves=None if drawn is None else as_svg(drawn),
-        over_seconds=None if compared is None else as_svg(compared),
+        curves=None if measures is None else as_svg(measures),
+        over_seconds=None if over_seconds is None else as_svg(over_seconds),
         # Runs may reach fewer marks than others: only those that all have are shown.
         reached=list(zip(*(run.reached for run in runs), strict=False)),
-        spent_picture=as_svg(seconds_went(runs)),
+        spent_picture=as_svg(draw_device_seconds(runs)),
         parts=[part for part in PARTS if any(run.spent.seconds[part] for run in runs)],
     )
 
 
 def chosen(completions: Sequence[ScoredCompletion]) -> list[ScoredCompletion]:
-    """A few of them: the lowest rewards, the middle ones, the highest, in this order; then one without a reward."""
-    ranked = sorted(
-        (one for one in completions if one.reward is not None), key=lambda one: one.reward or 0.0
-    )
-    middle = len(ranked) // 2
-    places = [
-        *range(_SHOWN),
-        *range(middle - _SHOWN // 2, middle + _SHOWN // 2),
-        *range(-_SHOWN, 0),
-    ]
-    kept = (
-        sorted({place % len(ranked) for place in places if -len(ranked) <= place < len(ranked)})
-        if ranked
-        else []
-    )
-    masked = [one for one in completions if one.reward is None][:1]
-    return [ranked[place] for place in kept] + masked
+    """Choose the lowest rewards, the middle ones and the highest, in this order, and one without a reward."""
+    scored = [completion for completion in completions if completion.reward is not None]
+    masked = [completion for completion in completions if completion.reward is None]
+    scored.sort(key=lambda completion: completion.reward or 0.0)
+    places = range(len(scored))
+    middle, half = len(scored) // 2, _NUM_CHOSEN // 2
+    kept = {
+        *places[:_NUM_CHOSEN],
+        *places[max(0, middle - half) : middle + half],
+        *places[-_NUM_CHOSEN:],
+    }
+    return [scored[place] for place in sorted(kept)] + masked[:1]
 
 
-def _seen(sample: Mapping[str, Any], run: RecordedRun) -> list[Path]:
-    """The files of the pictures that a prompt shows, of those that are small enough for a page."""
-    found = [RunFolder(run.root).images / name for name in sample.get("images", ())]
-    return [file for file in found if file.is_file() and file.stat().st_size <= _LARGEST]
+def _pictures_of(sample: Mapping[str, Any], run: RecordedRun) -> list[Path]:
+    """Return the files of the pictures that a prompt shows, of those that are small enough for a page."""
+    images = [RunFolder(run.root).images / name for name in sample.get("images", ())]
+    return [file for file in images if file.is_file() and file.stat().st_size <= _MAX_PICTURE_BYTES]
 
 
-def _judge_rows(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    names = sorted({name for row in metrics for name in row if name.startswith("ycore/judge/")})
-    series = {name.removeprefix("ycore/judge/"): points(metrics, name)[1] for name in names}
-    return [(name, f"{fmean(values):.4g} a step") for name, values in series.items() if values]
+def _judge_rows(metrics: Sequence[Row]) -> list[tuple[str, str]]:
+    prefix = "ycore/judge/"
+    rows = []
+    for name in sorted({name for row in metrics for name in row if name.startswith(prefix)}):
+        _, values = points(metrics, name)
+        if values:
+            rows.append((name.removeprefix(prefix), f"{fmean(values):.4g} a step"))
+    return rows
+
+
+def _as_data(value: Any) -> Any:
+    """Make text printable; the pictures, which are markup, are ours."""
+    return printable(value) if type(value) is str else value
+
+
+def _as_base64(file: Path) -> str:
+    return base64.b64encode(file.read_bytes()).decode()
+
+
+def _last_step(metrics: Sequence[Row]) -> int:
+    return int(max((number(row, "step") or 0 for row in metrics), default=0))
 
 
 def _short(value: Any) -> str:

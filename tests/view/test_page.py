@@ -19,9 +19,16 @@ from ycore.round.journal import Journal
 from ycore.run.metrics import MetricsWriter
 from ycore.run.trace import Span, TraceWriter
 from ycore.types import IMAGE_MARK, Completion, Draw, Group, Prompt, Score, Turn
-from ycore.view.page import chosen, make_report, render_page, write_report
+from ycore.view.page import (
+    BandCurves,
+    chosen,
+    draw_bands,
+    draw_measures,
+    make_report,
+    render_page,
+    write_report,
+)
 from ycore.view.record import ScoredCompletion, read_run
-from ycore.view.report_figures import BandCurves, draw_bands, draw_measures
 
 HOSTILE = "<script>document.title = 'taken'</script> & <b>bold</b> \x1b[2J"
 CHROMIUM = (

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from ycore.config.schema import CriticSettings, RewardConfig, RunConfig, SamplingSettings
 from ycore.run.trace import Span
-from ycore.view.advice import advice
 from ycore.view.record import (
     PARTS,
+    advice,
     at_equal_seconds,
     count_device_seconds,
     half_width,

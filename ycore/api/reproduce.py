@@ -23,8 +23,8 @@ from ycore.run.files import read_json
 from ycore.run.metrics import REWARD, Row, number, read_metrics
 from ycore.run.paths import RunFolder
 from ycore.run.secrets import redact_command
+from ycore.view.page import BandCurves
 from ycore.view.record import half_width
-from ycore.view.report_figures import BandCurves
 
 Stages = Mapping[str, Sequence[Row]]
 

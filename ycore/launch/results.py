@@ -15,8 +15,8 @@ from ycore.run.paths import RunFolder
 from ycore.run.secrets import redact
 from ycore.run.text import Say, as_duration, topic
 from ycore.sandbox.level import choose_level
-from ycore.view.advice import advice
 from ycore.view.pictures import draw_curve, finish_trace_and_draw
+from ycore.view.record import advice
 
 Metrics = list[dict[str, Any]]
 

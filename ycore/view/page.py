@@ -1,19 +1,32 @@
 """The report of one run or several: a page that holds everything it shows, the same as JSON, and its curves as PNG."""
 
 import base64
+import io
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from ycore.run.files import write_json_atomic
-from ycore.run.metrics import Row, number
+from ycore.run.metrics import REWARD, STEP_SECONDS, Row, number
 from ycore.run.paths import RunFolder
 from ycore.run.text import as_duration, printable, topic
-from ycore.view.pictures import points, save_png
+from ycore.view.pictures import (
+    GREY,
+    HELD_OUT,
+    HELD_OUT_LOSS,
+    Points,
+    literal,
+    new_figure,
+    points,
+    save_png,
+    smooth,
+    style,
+)
 from ycore.view.record import (
     PARTS,
     RecordedRun,
@@ -21,18 +34,70 @@ from ycore.view.record import (
     at_equal_seconds,
     content_text,
 )
-from ycore.view.report_figures import (
-    RUN_COLOURS,
-    BandCurves,
-    as_svg,
-    draw_bands,
-    draw_device_seconds,
-    draw_measures,
-    draw_reward_over_seconds,
+
+RUN_COLOURS = (
+    "#2456a6",
+    "#c2571a",
+    "#3f8f5f",
+    "#8a4fa3",
+    "#b03a48",
+    "#4a9aa8",
+    "#77622a",
+    "#5c6470",
 )
+"""Colours of runs, in their order; more runs begin again."""
+
+_PART_COLOURS = (
+    "#2456a6",
+    "#7da3d6",
+    "#c9d3e0",
+    "#8a4fa3",
+    "#b03a48",
+    "#e4e6ea",
+    "#d9a441",
+    "#3f8f5f",
+    "#9aa0a8",
+)
+_DARK_PARTS = ("useful tokens", "judging", "swaps", "training")
+_PANELS = (
+    ("reward", REWARD),
+    ("reward on held-out prompts", (HELD_OUT,)),
+    ("loss on held-out rows", (HELD_OUT_LOSS,)),
+    ("completion length, tokens", ("completions/mean_length",)),
+    ("share of groups without variance", ("frac_reward_zero_std",)),
+    ("share cut off at the limit", ("completions/clipped_ratio",)),
+    ("entropy, nats", ("entropy",)),
+    ("gradient norm", ("grad_norm",)),
+    ("KL to the reference", ("kl",)),
+    ("logprob gap, engine to trainer", ("ycore/logprob_gap",)),
+    ("tokens per second", ("ycore/tokens_per_s",)),
+    ("seconds a step", STEP_SECONDS),
+    ("idle share of the slots", ("ycore/idle_share",)),
+    ("round over its bound", ("ycore/bound_ratio",)),
+)
+
 
 _MAX_PICTURE_BYTES = 1 << 20
 _NUM_CHOSEN = 4  # completions at either end of the last round, and in its middle
+
+
+@dataclass(frozen=True, slots=True)
+class BandCurves:
+    """The curves of runs over the band of other runs: of a recipe, or of one `stage` of a pipeline.
+
+    Attributes:
+        steps: the interval of each step.
+        final: the interval of the last value.
+        curves: by run, in the runs' order.
+        verdicts: a row a run: its name, inside or OUTSIDE, the share of its steps inside, its last value.
+    """
+
+    stage: str
+    metric: str
+    steps: Sequence[Sequence[float]]
+    final: Sequence[float]
+    curves: Mapping[str, Sequence[float]]
+    verdicts: Sequence[tuple[str, ...]]
 
 
 def make_report(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
@@ -187,3 +252,124 @@ def _short(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return "?" if value is None else str(value)
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def draw_measures(runs: Sequence[RecordedRun], bands: Sequence[BandCurves] = ()) -> Any | None:
+    """Draw a panel for each band, and for each measure that some run has, a colour a run; None without any."""
+    panels: list[Callable[[Any], None]] = [partial(_draw_band, band=band) for band in bands]
+    for title, names in _PANELS:
+        series = [points(run.metrics, *names) for run in runs]
+        if any(steps for steps, _ in series):
+            panels.append(partial(_draw_measure, title=title, series=series))
+    return _draw_grid(panels, columns=3, width=4.2, height=2.5) if panels else None
+
+
+def draw_bands(bands: Sequence[BandCurves]) -> Any:
+    """Draw a larger figure of the bands alone, with legends."""
+    panels = [partial(_draw_band, band=band) for band in bands]
+    figure = _draw_grid(panels, columns=2, width=5.6 if len(bands) > 1 else 11, height=3.4)
+    for axes in figure.axes:
+        axes.legend(frameon=False, fontsize=9)
+    return figure
+
+
+def _draw_grid(
+    panels: Sequence[Callable[[Any], None]], *, columns: int, width: float, height: float
+) -> Any:
+    columns = min(columns, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = new_figure(width * columns, height * rows)
+    for place, draw in enumerate(panels, 1):
+        draw(figure.add_subplot(rows, columns, place))
+    return figure
+
+
+def _draw_measure(axes: Any, title: str, series: Sequence[Points]) -> None:
+    for index, run_points in enumerate(series):
+        _draw_smoothed(axes, run_points, index)
+    axes.set_title(title, fontsize=10, loc="left")
+    style(axes)
+
+
+def _draw_band(axes: Any, band: BandCurves) -> None:
+    """Draw the interval of the final value as a bar at the right. Runs of one value each stand side by side."""
+    has_steps = len(band.steps) > 1
+    shade: dict[str, Any] = {"color": GREY, "alpha": 0.25, "linewidth": 0, "label": "the band"}
+    if has_steps:
+        num_steps = len(band.steps)
+        lows, highs = zip(*band.steps, strict=True)
+        axes.fill_between(range(1, num_steps + 1), lows, highs, **shade)
+        axes.vlines(num_steps * 1.02, *band.final, color=GREY, alpha=0.7, linewidth=5,
+                    label="of the final value")  # fmt: skip
+    else:
+        axes.axhspan(*band.final, **shade)
+    for index, (name, values) in enumerate(band.curves.items()):
+        steps = range(1, len(values) + 1) if has_steps else [index] * len(values)
+        colour = _colour(index)
+        mark = "-" if has_steps else "o"
+        axes.plot(steps, values, mark, color=colour, linewidth=1.8, label=literal(name))
+    title = f"{band.stage}: {band.metric}" if band.stage else band.metric
+    axes.set_title(literal(f"{title}, over the band"), fontsize=10, loc="left")
+    style(axes, below="step" if has_steps else "")
+    if not has_steps:
+        axes.set_xticks(range(len(band.curves)), map(literal, band.curves))
+        axes.margins(x=0.2)
+
+
+def draw_reward_over_seconds(runs: Sequence[RecordedRun]) -> Any | None:
+    """Draw reward over device seconds, which compares runs whose steps cost different time."""
+    if not any(run.reward_curve for run in runs):
+        return None
+    figure = new_figure(11, 3.6)
+    axes = figure.add_subplot()
+    for index, run in enumerate(runs):
+        seconds = [device_s for device_s, _, _ in run.reward_curve]
+        rewards = [reward for _, _, reward in run.reward_curve]
+        _draw_smoothed(axes, (seconds, rewards), index, label=literal(run.name))
+    axes.set_ylabel("reward")
+    axes.legend(frameon=False)
+    style(axes, below="device seconds")
+    return figure
+
+
+def _draw_smoothed(axes: Any, series: Points, index: int, *, label: str = "") -> None:
+    steps, values = series
+    axes.plot(steps, values, color=_colour(index), linewidth=0.8, alpha=0.35)
+    axes.plot(steps, smooth(values), color=_colour(index), linewidth=2, label=label)
+
+
+def _colour(index: int) -> str:
+    return RUN_COLOURS[index % len(RUN_COLOURS)]
+
+
+def draw_device_seconds(runs: Sequence[RecordedRun]) -> Any:
+    """Draw a bar a run: its device seconds, by what they went into."""
+    figure = new_figure(11, 1.3 + 0.55 * len(runs))
+    axes = figure.add_subplot()
+    upwards = list(reversed(runs))
+    left = [0.0] * len(runs)
+    for part, colour in zip(PARTS, _PART_COLOURS, strict=True):
+        widths = [100 * run.spent.share(part) for run in upwards]
+        if not any(widths):
+            continue
+        names = [literal(run.name) for run in upwards]
+        bars = axes.barh(names, widths, left=left, color=colour, label=part, height=0.62)
+        labels = [f"{width:.0f}%" if width >= 6 else "" for width in widths]
+        ink = "white" if part in _DARK_PARTS else "#20242a"
+        axes.bar_label(bars, labels, label_type="center", color=ink)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    style(axes, below="% of device seconds")
+    axes.set_xlim(0, 100)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=5, frameon=False, fontsize=9)
+    return figure
+
+
+def as_svg(figure: Any) -> str:
+    """Return the picture as an `<svg>` element, which a page can hold without another file."""
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    whole = text.getvalue()
+    return whole[whole.index("<svg") :]

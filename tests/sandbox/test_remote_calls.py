@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from ycore.sandbox.remote_calls import (
     CallClient,
-    Connection,
     Gone,
     Handle,
     NoPlainData,
+    ProgramConnection,
     Silent,
     serve_calls,
 )
@@ -106,7 +106,7 @@ def tests() -> Iterator[CallClient]:
 
     def serve() -> None:
         with pytest.raises(Gone):
-            serve_calls(Connection(theirs.detach()), PROGRAM)
+            serve_calls(ProgramConnection(theirs.detach()), PROGRAM)
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -118,7 +118,7 @@ def tests() -> Iterator[CallClient]:
 
 
 def client_of(end: socket.socket, timeout_s: float = 30.0) -> CallClient:
-    return CallClient(Connection(end.detach()), timeout_s=timeout_s)
+    return CallClient(ProgramConnection(end.detach()), timeout_s=timeout_s)
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from ycore.sandbox.confined_worker import (
     START_TIMEOUT_S,
     CallFailed,
     ConfinedWorker,
-    printable,
+    foreign_line,
     reply_in,
 )
 from ycore.sandbox.level import choose_level, require_sandbox
@@ -101,7 +101,7 @@ class ToolHost(ConfinedWorker[Description]):
 def _description(line: bytes, nonce: str) -> Description:
     reply = reply_in(line, nonce)
     if isinstance(reply.get("error"), str):
-        raise CallFailed(printable(reply["error"], max_characters=600))
+        raise CallFailed(foreign_line(reply["error"], max_characters=600))
     try:
         ready = reply["ready"]
         told = (bool(ready[name]) for name in ("takes_text", "pays", "pays_turns"))
@@ -116,7 +116,7 @@ def _description(line: bytes, nonce: str) -> Description:
 def _value(line: bytes, nonce: str) -> Any:
     reply = reply_in(line, nonce)
     if isinstance(reply.get("failed"), str):
-        raise Raised(printable(reply["failed"]))
+        raise Raised(foreign_line(reply["failed"]))
     value = reply.get("value")
     if "value" not in reply or not (value is None or isinstance(value, str | int | float)):
         raise CallFailed("no answer of a tool worker: no value")

@@ -39,7 +39,7 @@ from ycore.sandbox.syscall_filter import filter_bytes
 from ycore.sandbox.watch import INTERVAL_S, below, end_all_below, usage
 
 LEAST_ABI = 3
-"""As a user: below it, a file that may be read can be emptied (`open` with O_TRUNC)."""
+"""The oldest version that confines a user: below it, a file that may be read can be emptied (`open` with O_TRUNC)."""
 
 EXIT_EXCESS = 240
 """The stage's exit status where the tree held too much; a confined process's own status is cut to less than it."""
@@ -70,7 +70,7 @@ _SYSTEM = tuple(
 
 @dataclass(frozen=True, slots=True)
 class LandlockRules:
-    """What a process needs to confine itself, as JSON values.
+    """The settings of a process that confines itself, as JSON values.
 
     `files`: files and folders to read and execute; of a folder with a slash at its end, names can be listed, and no
     more. `scratch`: the one folder to write in. `working`: where it starts. `uid`: whom root becomes; None for a user.

@@ -130,12 +130,14 @@ def _system(*, network: bool) -> list[str]:
     return line
 
 
-def _binds(shown: Iterable[Path], hidden: Iterable[Path]) -> list[str]:
+def _binds(visible: Iterable[Path], hidden: Iterable[Path]) -> list[str]:
     """Bind the paths to show, the outer before the inner, so that what is hidden in a folder can hold a path to show.
 
     Every parent is made first, open to all: bwrap would copy the mode of a closed home.
     """
-    paths = {path.absolute(): False for path in hidden} | {path.absolute(): True for path in shown}
+    paths = {path.absolute(): False for path in hidden} | {
+        path.absolute(): True for path in visible
+    }
     line: list[str] = []
     made = {Path("/"), Path("/usr"), Path("/dev"), Path("/dev/shm"), SCRATCH}
     covered: list[str] = []

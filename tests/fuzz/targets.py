@@ -39,7 +39,7 @@ from ycore.rewards.replies import inputs_in, scores_in
 from ycore.run.files import seal
 from ycore.run.metrics import read_metrics
 from ycore.run.resuming import read_round
-from ycore.run.text import foreign_line
+from ycore.run.text import printable
 from ycore.sandbox.confined_worker import CallFailed
 from ycore.types import Prompt
 from ycore.view.live import RunView
@@ -577,11 +577,11 @@ def read_rows(data: bytes, place: Path) -> None:
         view.add(row)
     plain.say(_text_of(data))
     Console(file=screen, width=80, color_system=None).print(
-        view, Text(foreign_line(_text_of(data)))
+        view, Text(printable(_text_of(data)))
     )
     for shown in (out.getvalue(), screen.getvalue()):
         assert not (found := _UNSEEN.search(shown)), f"{found!r} reaches the terminal"
-    assert "\n" not in foreign_line(_text_of(data), one_line=True)
+    assert "\n" not in printable(_text_of(data), one_line=True)
 
 
 def _draw_rows_of_metrics(chance: random.Random) -> bytes:

@@ -576,9 +576,7 @@ def read_rows(data: bytes, place: Path) -> None:
         plain.step(row)
         view.add(row)
     plain.say(_text_of(data))
-    Console(file=screen, width=80, color_system=None).print(
-        view, Text(printable(_text_of(data)))
-    )
+    Console(file=screen, width=80, color_system=None).print(view, Text(printable(_text_of(data))))
     for shown in (out.getvalue(), screen.getvalue()):
         assert not (found := _UNSEEN.search(shown)), f"{found!r} reaches the terminal"
     assert "\n" not in printable(_text_of(data), one_line=True)

@@ -19,7 +19,6 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from ycore.errors import RewardError
 from ycore.run.reports import kill_tree
-from ycore.run.text import printable
 from ycore.sandbox import Confinement
 from ycore.sandbox.confine import Launch, confined_launch
 from ycore.sandbox.watch import Watch
@@ -402,7 +401,7 @@ def reply_in(line: bytes, nonce: str) -> dict[str, Any]:
 
 def foreign_line(text: str, *, max_characters: int = _MAX_TEXT) -> str:
     """Return the beginning of a foreign text in one line that can do nothing to a terminal."""
-    return printable(text[:max_characters], one_line=True)
+    return "".join(letter if letter.isprintable() else "?" for letter in text[:max_characters])
 
 
 def _refuse_constant(name: str) -> NoReturn:

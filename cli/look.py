@@ -49,10 +49,10 @@ def watch(
     ycore watch runs/quickstart
     ycore watch runs/quickstart --once
     """
-    from ycore.view.progress import watch as follow
+    from ycore.view.progress import follow_run
 
     try:
-        follow(run, once=once)
+        follow_run(run, once=once)
     except KeyboardInterrupt:
         print("left; the run goes on")
 

@@ -13,7 +13,7 @@ from PIL import Image as Pillow
 from tests.scripted_teacher import logprob_of, teacher_at
 from ycore.config.schema import DistillSettings, RewardConfig, RunConfig
 from ycore.engine import Engine
-from ycore.engine.judge_engine import Refused
+from ycore.engine.judge_engine import QuestionRefused
 from ycore.errors import EngineError
 from ycore.judge.agreement import KEY, Questions, shows_chosen_first
 from ycore.judge.declaration import Judge
@@ -276,7 +276,7 @@ def test_a_refused_question_is_masked_and_a_dead_engine_ends_the_round() -> None
         async def ask(
             self, judge: Judge, question: Question, *, seed: int, again: bool = False
         ) -> Reply:
-            raise Refused("too long")
+            raise QuestionRefused("too long")
 
     class Dead(ScriptedJudge):
         async def ask(

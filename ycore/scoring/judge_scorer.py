@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import TypeVar
 
-from ycore.engine.judge_engine import JudgeEngine, Refused
+from ycore.engine.judge_engine import JudgeEngine, QuestionRefused
 from ycore.judge.agreement import KEY, agreement
 from ycore.judge.declaration import Judge
 from ycore.judge.question import Question, Questioner, as_text, verdict_code, with_pictures
@@ -156,7 +156,7 @@ class JudgeScorer(Scorer):
                 reply = await self._ask(
                     question, writing, seed=_number(f"{key}/{attempt}"), again=attempt > 0
                 )
-            except Refused as refusal:
+            except QuestionRefused as refusal:
                 raise Unreadable(str(refusal)) from None
             try:
                 return read(reply)

@@ -13,7 +13,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ycore.config.schema import RewardConfig, RunConfig, ScoredConfig
 from ycore.engine import Engine
-from ycore.engine.judge_engine import JudgeEngine, Refused, RemoteJudge, RemoteTeacher, VllmJudge
+from ycore.engine.judge_engine import (
+    JudgeEngine,
+    QuestionRefused,
+    RemoteJudge,
+    RemoteTeacher,
+    VllmJudge,
+)
 from ycore.engine.server import Server, restart_timeout_s
 from ycore.engine.vllm_engine import VllmRewardModel, VllmTeacher
 from ycore.judge.agreement import agreement_of
@@ -341,7 +347,7 @@ class TeacherScorer(Scorer):
             return Score(None, problem=f"teacher {self.name}: longer than its context")
         try:
             logprobs = await self._logprobs(writing, completion, parts, num_tokens=sum(sizes))
-        except Refused as refusal:
+        except QuestionRefused as refusal:
             return Score(None, problem=f"teacher {self.name}: {refusal}")
         gaps = [
             log_p - log_q

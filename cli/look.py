@@ -225,14 +225,16 @@ def _run_seed(recipe: str, seed: int, root: Path, *, sets: Sequence[str], dry_ru
 
     from ycore.api.run_settings import complete_config
     from ycore.config.recipe_files import load_recipe
-    from ycore.config.resolve import resolve_stored
+    from ycore.config.resolve import resolve_any
     from ycore.run.claim import changes, is_finished
     from ycore.run.paths import RunFolder
 
     folder, base = RunFolder(root), load_recipe(recipe)
     if "stages" in base:
         return _run_stages(base, seed, root, sets=sets, dry_run=dry_run)
-    config = complete_config(resolve_stored(base, sets, {"seed": seed, "output": str(root)}))
+    config = complete_config(
+        resolve_any(recipe=base, sets=sets, options={"seed": seed, "output": str(root)})
+    )
     if is_finished(folder) and not changes(folder, config):
         return
     train(config, resume=folder.config.is_file(), dry_run=dry_run)

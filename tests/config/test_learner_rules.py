@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
-
 from ycore.config.learner_rules import teaches_alone
+
 from ycore.config.resolve import resolve
 from ycore.config.schema import CriticSettings, RunConfig
 from ycore.errors import ConfigError

@@ -6,10 +6,10 @@ from typing import Any, get_args
 import pytest
 from trl import GRPOConfig
 from trl.experimental.gmpo import GMPOConfig
+from ycore.config.learner_rules import BY_TOKEN, BY_TURN
 
 from ycore.advantages import ESTIMATORS
 from ycore.config.algorithms import ALGORITHMS
-from ycore.config.learner_rules import BY_TOKEN, BY_TURN
 from ycore.config.presets import (
     Advantage,
     Preset,

@@ -179,7 +179,7 @@ def _check_teacher(teacher: Teacher, config: RunConfig, engine: EngineKind) -> s
     if teacher.base_url is not None:
         if is_exact:
             raise ConfigError(
-                f"{name}: distill.divergence={config.distill.divergence} needs the teacher's weights, and it is at "
+                f"{name}: distill.divergence={config.teacher_divergence} needs the teacher's weights, and it is at "
                 f"{teacher.base_url}; leave distill.divergence out, or base_url"
             )
         _check_key(name, teacher)
@@ -191,7 +191,7 @@ def _check_teacher(teacher: Teacher, config: RunConfig, engine: EngineKind) -> s
         check_same_tokens(policy.folder, plan.folder, name=teacher.model)
     score = "the probability of each token"
     if is_exact:
-        score = f"{config.distill.divergence}, exact, in the trainer"
+        score = f"{config.teacher_divergence}, exact, in the trainer"
     return f"{name}: {plan.note}, {score}"
 
 

@@ -10,7 +10,6 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ycore.config.learner_rules import teaches_alone
 from ycore.config.schema import RunConfig
 from ycore.errors import RunFolderError
 from ycore.run.files import read_json
@@ -459,7 +458,7 @@ def _count_groups(rows: Sequence[Row], config: RunConfig) -> tuple[float, float]
     """Return how many groups taught, and how many were drawn; all of them where a completion teaches by itself."""
     size = config.prompts_per_step
     num_drawn = sum(number(row, "ycore/sampling/drawn") or size for row in rows)
-    if teaches_alone(config):
+    if config.teaches_alone:
         return num_drawn, num_drawn
     num_taught = sum(_informative_groups(row, size) for row in rows)
     return num_taught, num_drawn

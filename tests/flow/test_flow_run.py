@@ -15,9 +15,10 @@ import torch
 from PIL import Image
 
 from tests.flow.conftest import save_tiny_model
+from ycore.config.resolve import resolve_any
 from ycore.errors import Interrupted
 from ycore.flow.flow_run import FlowRun
-from ycore.flow.flow_settings import resolve_flow
+from ycore.flow.flow_settings import FlowConfig
 from ycore.flow.learner import Learner
 from ycore.flow.sampler import Picture
 from ycore.run.claim import claim
@@ -54,7 +55,8 @@ def start(root: Path, model: Path, **keys: Any) -> FlowRun:
         "prompts_per_step": 2, "group_size": 4, "num_samples": 2, "eval_every": 2, "lora": None, "learning_rate": 1e-2,
         "checkpoint_every": 2, "sandbox": {"level": "none"}, "reward_workers": {"workers": 1},
     }  # fmt: skip
-    config = resolve_flow(recipe=settings | keys)
+    config = resolve_any(recipe=settings | keys, options={"algorithm": "flow"})
+    assert isinstance(config, FlowConfig)
     claim(folder, config, resume=folder.config.is_file()).release()
     write_json_atomic(folder.engines, {"kind": "none", "engines": [], "model": str(model)})
     return FlowRun(root)

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ycore.config.schema import CriticSettings, RewardConfig, RunConfig, SamplingSettings
+from ycore.config.learners import PPOConfig
+from ycore.config.schema import RewardConfig, RunConfig, SamplingSettings
 from ycore.run.trace import Span
 from ycore.view.record import (
     PARTS,
@@ -218,10 +219,12 @@ def test_a_short_run_is_not_judged() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"group_size": 1}, {"algorithm": "ppo", "critic": CriticSettings()}]
+    "config",
+    [
+        CONFIG.model_copy(update={"group_size": 1}),
+        PPOConfig(**CONFIG.model_dump() | {"algorithm": "ppo"}),
+    ],
 )
-def test_where_a_completion_teaches_by_itself_groups_need_not_differ(
-    changes: dict[str, Any],
-) -> None:
-    told = advice(around(flat, frac_reward_zero_std=1.0), CONFIG.model_copy(update=changes))
+def test_where_a_completion_teaches_by_itself_groups_need_not_differ(config: RunConfig) -> None:
+    told = advice(around(flat, frac_reward_zero_std=1.0), config)
     assert told is not None and "although groups taught" in told

@@ -63,9 +63,9 @@ def unknown_key(path: Path, entry: AlgorithmEntry) -> ConfigError:
     trl_names = fields_of(entry.trl_config) if entry.trl_config else {}
     if parents == ["trl"]:
         return ConfigError(f"TRL has no field {text}{nearest(text, trl_names)}")
-    commands = [] if parents else commands_with(text)
+    commands = [] if parents or text in trl_names else commands_with(text)
     if commands:
-        has_it = " and ".join(f"ycore {command}" for command in commands)
+        has_it = " and ".join(f"ycore {command}" for command in commands[:2])
         return ConfigError(
             f"{name} is of {has_it}, and this is ycore {entry.name}; leave it out, or take ycore {commands[0]}"
         )

@@ -26,6 +26,8 @@ from ycore.config.schema import AnyConfig, BaseConfig, RunConfig, TuneConfig
 from ycore.config.trl_arguments import alias_value, aliases, refusal
 from ycore.config.trl_fields import coerce, fields_of
 from ycore.errors import ConfigError
+from ycore.run.paths import RunFolder
+from ycore.run.secrets import load_config
 
 
 def resolve(
@@ -68,7 +70,7 @@ def resolve_any(
     if isinstance(entry, Algorithm):
         preset = _topmost("preset", layers)
         if preset is not None:
-            layers.insert(0, preset_layer(find_preset(str(preset))))
+            layers.insert(0, _preset_layer(str(preset), entry))
         layers.insert(0, entry.settings)
     merged: dict[str, Any] = {"algorithm": entry.name}
     for layer in layers:
@@ -80,6 +82,17 @@ def resolve_any(
     if "output" not in merged:
         merged |= default_output(merged, run_name)
     return _validated(merged, entry)
+
+
+def _preset_layer(name: str, entry: AlgorithmEntry) -> dict[str, Any]:
+    layer = preset_layer(find_preset(name))
+    for key in layer:
+        if key not in entry.config.model_fields:
+            raise ConfigError(
+                f"the preset {name} sets {key}, which ycore {entry.name} does not have; leave --preset out, or take "
+                f"ycore {commands_with(key)[0]}"
+            )
+    return layer
 
 
 def _keys_for_evaluation(recipe: Mapping[str, Any], entry: AlgorithmEntry) -> dict[str, Any]:
@@ -100,6 +113,12 @@ def _fill_in_rollout_keys(merged: dict[str, Any]) -> None:
     if merged.get("env"):
         merged.setdefault("dataset", "")
     _add_preset_rewards(merged)
+
+
+def read_config(folder: RunFolder) -> BaseConfig:
+    """Read the config of a run in its own process, with the secrets that the launcher passed to it."""
+    stored = load_config(folder)
+    return find_entry(stored["algorithm"]).config.model_validate(stored)
 
 
 def require_rollouts(config: BaseConfig) -> RunConfig:

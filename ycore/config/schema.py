@@ -464,8 +464,8 @@ class RunConfig(ScoredConfig):
             return
         if self.deterministic:
             raise ConfigError(
-                "whether a draft is made depends on what pays, and drafts change a seed's tokens; leave "
-                "--deterministic or engine.drafts out"
+                "drafts depend on the requests in flight, and change a seed's tokens; leave --deterministic or "
+                "engine.drafts out"
             )
         if self.trl.get("min_p"):
             raise ConfigError(

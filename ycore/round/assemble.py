@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from ycore.config.algorithms import find_entry
-from ycore.config.resolve import require_rollouts
+from ycore.config.resolve import read_config, require_rollouts
 from ycore.config.schema import Offload, RunConfig
 from ycore.data.prompts import PromptSet, load_prompts
 from ycore.engine import NEVER, Engine, Sampling, WeightSource
@@ -45,7 +44,6 @@ from ycore.run.files import read_json
 from ycore.run.images import ImageStore
 from ycore.run.paths import RunFolder
 from ycore.run.reports import this_rank
-from ycore.run.secrets import load_config
 from ycore.run.trace import TraceWriter
 from ycore.scoring.constraints import Constraints
 from ycore.scoring.group_rewards import min_stds, normalizes_each_reward
@@ -433,8 +431,7 @@ class Assembly:
 def assemble(root: Path) -> Assembly:
     """Read the launcher's files in a run's folder, and load tokenizer and prompts."""
     folder = RunFolder(root)
-    stored = load_config(folder)
-    config = require_rollouts(find_entry(stored["algorithm"]).config.model_validate(stored))
+    config = require_rollouts(read_config(folder))
     started = TypeAdapter(EngineList).validate_python(read_json(folder.engines))
     tokenizer = load_tokenizer(started.model, trust_remote_code=config.trust_remote_code)
     store = ImageStore(folder.images)

@@ -170,7 +170,9 @@ def test_exceptions_cross_with_their_kind(call: Callable[..., Any]) -> None:
         call("leaves")
 
 
-@pytest.mark.parametrize("value", [AlwaysEqual(), lambda value: value, len], ids=str)
+@pytest.mark.parametrize(
+    "value", [AlwaysEqual(), lambda value: value, len], ids=["object", "lambda", "built-in"]
+)
 def test_what_is_no_data_cannot_be_passed(call: Callable[..., Any], value: Any) -> None:
     with pytest.raises(NoPlainData, match=f"a {type(value).__name__}"):
         call("same", value)

@@ -65,7 +65,7 @@ def flow(context: typer.Context, **options: Any) -> None:
     """
     from ycore.api.run_settings import stored_settings
     from ycore.config.recipe_files import load_recipe, recipe_name
-    from ycore.flow.flow_settings import resolve_flow
+    from ycore.config.resolve import resolve_any
 
     resume = options["resume"] or options["resume_from"] is not None
     keys, recipe = flow_keys(options), options["recipe"]
@@ -74,7 +74,12 @@ def flow(context: typer.Context, **options: Any) -> None:
         base = stored_settings(keys["output"])
     name = recipe_name(recipe) if recipe else None
     config = o.completed(
-        resolve_flow(recipe=base, sets=options["set_"] or (), options=keys, run_name=name)
+        resolve_any(
+            recipe=base,
+            sets=options["set_"] or (),
+            options=keys | {"algorithm": "flow"},
+            run_name=name,
+        )
     )
     how = {name: options[name] for name in ("resume_from", "accept_changes", "dry_run", "json")}
     train_flow(config, resume=resume, **how)

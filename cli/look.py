@@ -49,10 +49,10 @@ def watch(
     ycore watch runs/quickstart
     ycore watch runs/quickstart --once
     """
-    from ycore.view.progress import watch as follow
+    from ycore.view.progress import follow_run
 
     try:
-        follow(run, once=once)
+        follow_run(run, once=once)
     except KeyboardInterrupt:
         print("left; the run goes on")
 
@@ -73,7 +73,7 @@ def report(
     ycore report runs/quickstart
     ycore report runs/dapo runs/grpo --output dapo-and-grpo.html
     """
-    from ycore.view.page import as_json, make_report, write_report
+    from ycore.view.page import make_report, report_json, write_report
     from ycore.view.record import read_run
 
     page = output or runs[0] / "report.html"
@@ -85,7 +85,7 @@ def report(
     made = make_report([read_run(root) for root in runs])
     written = write_report(made, page)
     if json:
-        print_json(as_json(made))
+        print_json(report_json(made))
     else:
         print_table([("page", str(written[0])), *(("", str(path)) for path in written[1:])])
         print_table([("damaged", problem) for run in made for problem in run.problems])
@@ -225,14 +225,16 @@ def _run_seed(recipe: str, seed: int, root: Path, *, sets: Sequence[str], dry_ru
 
     from ycore.api.run_settings import complete_config
     from ycore.config.recipe_files import load_recipe
-    from ycore.config.resolve import resolve_stored
+    from ycore.config.resolve import resolve_any
     from ycore.run.claim import changes, is_finished
     from ycore.run.paths import RunFolder
 
     folder, base = RunFolder(root), load_recipe(recipe)
     if "stages" in base:
         return _run_stages(base, seed, root, sets=sets, dry_run=dry_run)
-    config = complete_config(resolve_stored(base, sets, {"seed": seed, "output": str(root)}))
+    config = complete_config(
+        resolve_any(recipe=base, sets=sets, options={"seed": seed, "output": str(root)})
+    )
     if is_finished(folder) and not changes(folder, config):
         return
     train(config, resume=folder.config.is_file(), dry_run=dry_run)

@@ -70,15 +70,10 @@ def training_command(algorithm: Algorithm) -> Callable[..., None]:
             preflight_or_exit(require_rollouts(config))
         train(config, **{name: options[name] for name in _HOW} | {"resume": resume})
 
-    own = _ROLLOUTS if algorithm.learns_from == "rollouts" else _EXAMPLES
-    hidden = ["advantage"] if algorithm.preset or algorithm.name in ("ppo", "online-dpo") else []
-    hidden += ["preset"] if algorithm.preset or algorithm.name == "online-dpo" else []
-    hidden += ["teacher"] if algorithm.name != "distill" else []
-    declared = {
-        name: option
-        for name, option in ({"model": o.Model} | own | _TRAINING).items()
-        if name not in hidden
-    }
+    data = _ROLLOUTS if algorithm.learns_from == "rollouts" else _EXAMPLES
+    declared = {"model": o.Model} | data | _TRAINING
+    for name in algorithm.lacks:
+        del declared[name]
     examples = "\n".join(f"ycore {algorithm.name} {example}" for example in algorithm.examples)
     command.__doc__ = f"{algorithm.summary}\n\n\b\n{algorithm.help}\n\n\b\n{examples}"
     o.takes(declared)(command)
@@ -109,7 +104,7 @@ def resume(
     ycore resume runs/first --resume-from 40 --learning-rate 1e-6 --accept-changes
     """
     from ycore.api.run_settings import complete_config
-    from ycore.config.resolve import resolve_stored
+    from ycore.config.resolve import resolve_any
 
     words = [run, *context.args]
     folder_word = _folder_among(words)
@@ -125,7 +120,9 @@ def resume(
         "json": json,
     }
     keys = o.typed_keys(context, algorithm=str(stored["algorithm"]), arguments=words)
-    config = complete_config(resolve_stored(stored, set_ or (), keys | {"output": str(folder)}))
+    config = complete_config(
+        resolve_any(recipe=stored, sets=set_ or (), options=keys | {"output": str(folder)})
+    )
     train(config, resume=True, **how)
 
 

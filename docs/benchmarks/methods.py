@@ -59,7 +59,7 @@ METHODS: dict[str, list[str]] = {
     "cispo": ["grpo", "--preset", "cispo"],
     "gmpo": ["grpo", "--preset", "gmpo"],
     "lite-ppo": ["grpo", "--preset", "lite-ppo"],
-    "rloo": ["rloo"],
+    "rloo": ["grpo", "--preset", "rloo"],
     "reinforce++": ["grpo", "--advantage", "reinforce++-baseline"],
     "maxrl": ["grpo", "--advantage", "maxrl"],
     "ppo": ["ppo", "--set", "critic.lr_ratio=2", "--set", "critic.warmup_steps=1"],

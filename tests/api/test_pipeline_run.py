@@ -259,17 +259,17 @@ def test_a_stage_is_the_run_that_its_command_would_make_of_the_same_keys() -> No
         defaults={"seed": 3, "group_size": 4},
         stages={
             "sft": {"dataset": "d", "trl": {"max_length": "64"}},
-            "rloo": ROLLOUTS,
+            "grpo": {**ROLLOUTS, "preset": "rloo"},
             "pairs": ROLLOUTS,
         },
     )
     assert isinstance(sft, TuneConfig) and sft.trl == {"max_length": 64}
-    assert (sft.algorithm, rloo.algorithm, pairs.algorithm) == ("sft", "rloo", "eval")
+    assert (sft.algorithm, rloo.algorithm, pairs.algorithm) == ("sft", "grpo", "eval")
     assert {sft.seed, rloo.seed, pairs.seed} == {3}, (
         "a default is for every stage that knows its key"
     )
     assert rloo.model_dump()["group_size"] == 4 and rloo.model_dump()["advantage"] == "rloo"
-    assert [config.output for config in (sft, rloo, pairs)] == ["out/sft", "out/rloo", "out/pairs"]
+    assert [config.output for config in (sft, rloo, pairs)] == ["out/sft", "out/grpo", "out/pairs"]
 
 
 def test_a_preset_works_in_a_stage_as_on_the_command_line() -> None:

@@ -84,7 +84,7 @@ _LOADED = "        super()._load_optimizer_and_scheduler(checkpoint)\n"
 _LOAD = f"    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:\n{_LOADED}"
 _REQUEST = """            answer = await self.request("POST", "/v1/completions", request)
         finally:
-            self._asked.discard(request_id)
+            self._request_ids.discard(request_id)
 """
 _NOTHING = {
     "token_ids": [6],

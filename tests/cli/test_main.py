@@ -14,7 +14,7 @@ from ycore_cli.main import app, run
 from ycore import __version__
 
 COMMANDS = [
-    "grpo", "rloo", "ppo", "distill", "online-dpo", "sft", "reward", "dpo", "kto", "flow", "resume", "eval", "plan",
+    "grpo", "ppo", "distill", "online-dpo", "sft", "reward", "dpo", "kto", "flow", "resume", "eval", "plan",
     "preflight", "pipeline", "recipes", "doctor", "report", "watch", "chat", "serve",
     "export", "push", "reproduce", "docs", "agents",
 ]  # fmt: skip
@@ -39,9 +39,6 @@ VISIBLE = {
         "--benchmark", "--pairs", "--constraint", "--json", "--wandb-project",
     ],
 }  # fmt: skip
-VISIBLE["rloo"] = [
-    option for option in VISIBLE["grpo"] if option not in ("--preset", "--advantage")
-]
 """Of the commands that people meet first; what the others take is held to the docs (tests/docs)."""
 
 

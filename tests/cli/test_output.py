@@ -10,13 +10,13 @@ import pytest
 from ycore_cli.main import run
 from ycore_cli.output import (
     evaluation_rows,
-    number,
     print_closing,
     print_json,
     print_table,
     stdout_for_json,
 )
 
+from ycore.api.tables import figure_rows
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.plan.step_forecast import PlannedAndMeasured
 from ycore.run.files import write_json_atomic
@@ -85,7 +85,9 @@ def test_recipes_as_json(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_numbers_as_people_read_them() -> None:
-    assert [number(value) for value in (0.41666, 60, 1e-5, "x")] == ["0.4167", "60", "1e-05", "x"]
+    summary = {"pass@1": 0.41666, "rows": 60, "kl": 1e-5, "model": "x", "samples": []}
+    rows = [["pass@1", "0.4167"], ["rows", "60"], ["kl", "1e-05"], ["model", "x"]]
+    assert figure_rows(summary) == rows
 
 
 def closing(

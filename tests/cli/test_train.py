@@ -208,10 +208,10 @@ def test_a_bad_line_ends_with_one_line(
 def test_rloo_is_a_preset_of_the_group_algorithms(
     place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = f"rloo --recipe quickstart --model {place}/model --output {place}/out --dry-run --json"
+    words = f"grpo --preset rloo --recipe quickstart --model {place}/model --output {place}/out --dry-run --json"
     assert run(words.split()) == 0
     plan = json.loads(capfd.readouterr().out)
-    assert (plan["config"]["algorithm"], plan["config"]["advantage"]) == ("rloo", "rloo")
+    assert (plan["config"]["preset"], plan["config"]["advantage"]) == ("rloo", "rloo")
     assert (plan["trl"]["loss_type"], plan["trl"]["scale_rewards"]) == ("dr_grpo", "none")
 
 

@@ -8,7 +8,7 @@ import typer
 from ycore_cli.train import training_command
 
 from ycore.config.algorithms import ALGORITHMS, Algorithm, find_algorithm
-from ycore.config.schema import RunConfig, TuneConfig
+from ycore.config.schema import EvalConfig, RunConfig, TuneConfig
 from ycore.config.trl_fields import fields_of
 from ycore.errors import ConfigError
 
@@ -19,17 +19,22 @@ def test_a_row_names_what_exists(algorithm: Algorithm) -> None:
     assert find_spec(algorithm.module) is not None
     assert fields_of(algorithm.trl_config)
     learns_from_rollouts = algorithm.learns_from == "rollouts"
-    assert algorithm.config is (RunConfig if learns_from_rollouts else TuneConfig)
+    assert issubclass(algorithm.config, RunConfig if learns_from_rollouts else TuneConfig)
+    if learns_from_rollouts:
+        keys = set(algorithm.config.model_fields)
+        for key in ("advantage", "preset", "divergence", "trust_region"):
+            assert (key in algorithm.lacks) == (key not in keys)
     assert (algorithm.rows is None) == learns_from_rollouts
 
 
 def test_an_evaluation_samples_as_grpo_does() -> None:
-    assert find_algorithm("eval") is ALGORITHMS["grpo"]
+    row = find_algorithm("eval")
+    assert (row.trl_config, row.config) == ("GRPOConfig", EvalConfig)
 
 
 @pytest.mark.parametrize("name", ["gpro", None, 3])
 def test_an_unknown_algorithm_is_refused_with_those_that_exist(name: object) -> None:
-    with pytest.raises(ConfigError, match=r"one of grpo, .*, eval; it is ") as caught:
+    with pytest.raises(ConfigError, match=r"one of grpo, .*, eval, flow; it is ") as caught:
         find_algorithm(name)
     assert ("did you mean 'grpo'" in str(caught.value)) == (name == "gpro")
 

@@ -7,9 +7,8 @@ import pytest
 from trl import GRPOConfig
 from trl.experimental.gmpo import GMPOConfig
 
-from ycore.advantages import ESTIMATORS
+from ycore.advantages import ESTIMATORS, TOKEN_ADVANTAGE, TURN_ADVANTAGE
 from ycore.config.algorithms import ALGORITHMS
-from ycore.config.learner_rules import BY_TOKEN, BY_TURN
 from ycore.config.presets import (
     Advantage,
     Preset,
@@ -259,11 +258,11 @@ def test_run_keys_are_those_that_presets_may_set() -> None:
 
 def test_names_for_the_command_line_are_those_of_the_functions() -> None:
     assert tuple(ESTIMATORS) == tuple(
-        name for name in get_args(Advantage) if name not in (BY_TOKEN, BY_TURN)
+        name for name in get_args(Advantage) if name not in (TOKEN_ADVANTAGE, TURN_ADVANTAGE)
     )
     assert {*LIMITS, *BOUNDS, "clip", "clip-completion"} == set(
         get_args(TrustRegion)
-    ) and BY_TOKEN in get_args(Advantage)
+    ) and TOKEN_ADVANTAGE in get_args(Advantage)
 
 
 def test_trl_alone_would_cap_cispo_at_a_fifth(tmp_path: Path) -> None:
@@ -312,7 +311,7 @@ def test_dapo_brings_its_overlong_punishment_and_the_user_can_change_it() -> Non
         "a run's own is not doubled"
     )
     assert resolve(recipe=config.model_dump(mode="json")) == config, "a resumed run is the same run"
-    assert len(resolve(options={**said, "algorithm": "eval"}).rewards) == 1, (
+    assert len(resolve(recipe=said, options={"algorithm": "eval"}).rewards) == 1, (
         "a measurement is not trained"
     )
     assert len(resolve(options={**said, "preset": "gspo"}).rewards) == 1

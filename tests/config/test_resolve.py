@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ycore.config.algorithms import ALGORITHMS, Algorithm
+from ycore.config.learners import GroupConfig
 from ycore.config.resolve import check_needs, merge, require_rollouts, resolve
 from ycore.config.schema import RunConfig, TuneConfig
 from ycore.config.trl_arguments import aliases, refusal
@@ -162,8 +163,8 @@ def test_the_output_has_a_default(
         ),
         (
             {"advantage": "reinforce+"},
-            "advantage must be 'group', 'dr-grpo', 'rloo', 'lite-ppo', 'reinforce++', 'reinforce++-baseline', 'remax', "
-            "'maxrl', 'raft', 'crpg' or 'turn'; it is 'reinforce+'; did you mean 'reinforce++'?",
+            "advantage must be 'group', 'dr-grpo', 'rloo', 'lite-ppo', 'reinforce++-baseline', 'remax', 'maxrl', 'raft', "
+            "'crpg', 'reinforce++' or 'turn'; it is 'reinforce+'; did you mean 'reinforce++'?",
         ),
         (
             {"engine": {"gpu_memory_utilization": float("nan")}},
@@ -282,7 +283,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("dpo", {"trl": {"loss_type": "ippo"}}, r"loss_type is one of sigmoid, .*did you mean 'ipo'"),
     ("sft", {"trl": {"loss_type": "dapo"}}, "loss_type is one of nll, dft, chunked_nll"),
     ("kto", {"trl": {"max_length": 0}}, "max_length must be at least 1"),
-    ("sft", {"group_size": 8}, "no key group_size"),
+    ("sft", {"group_size": 8}, "group_size is of ycore grpo and ycore ppo, and this is ycore sft"),
     ("sft", {"batch": 8}, "no key batch; did you mean"),
     ("sft", {"steps": 0}, "steps must be greater than 0"),
     ("sft", {"epochs": -1}, "epochs must be greater than 0"),
@@ -320,8 +321,9 @@ def test_a_command_with_rollouts_takes_no_run_on_examples() -> None:
 
 
 def test_rloo_is_a_preset_of_the_group_algorithms() -> None:
-    config = _resolve(algorithm="rloo")
-    assert (config.algorithm, config.preset, config.advantage) == ("rloo", "rloo", "rloo")
+    config = _resolve(preset="rloo")
+    assert isinstance(config, GroupConfig)
+    assert (config.preset, config.advantage) == ("rloo", "rloo")
     assert resolve(recipe=config.model_dump()) == config, "a resumed run is the same run"
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from ycore.config.algorithms import ALGORITHMS, Algorithm
 from ycore.config.batch import derive_batch, derive_tune_batch
+from ycore.config.learners import GroupConfig
 from ycore.config.resolve import resolve
 from ycore.config.schema import RunConfig
 from ycore.config.trl_arguments import refusal, trl_arguments
@@ -60,7 +61,7 @@ def test_the_user_s_fields_win_over_defaults_and_survive_json(tmp_path: Path) ->
     config = _config(
         trl={"learning_rate": "3e-4", "report_to": "tensorboard", "save_total_limit": "5"}, steps=12
     )
-    arguments = _arguments(RunConfig.model_validate_json(config.model_dump_json()), tmp_path)
+    arguments = _arguments(GroupConfig.model_validate_json(config.model_dump_json()), tmp_path)
     assert (arguments["learning_rate"], arguments["report_to"]) == (3e-4, "tensorboard")
     assert (arguments["save_total_limit"], arguments["save_steps"]) == (5, 3)
     assert json.loads(json.dumps(arguments)) == arguments

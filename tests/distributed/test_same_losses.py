@@ -12,9 +12,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from ycore.config.algorithms import find_algorithm
 from ycore.config.schema import (
-    CriticSettings,
-    DistillSettings,
     LoraSettings,
     RewardConfig,
     RunConfig,
@@ -57,11 +56,17 @@ RUNS = {
 
 
 def config_of(place: Path, name: str, job: str) -> RunConfig:
-    return RunConfig(
-        algorithm=job.removesuffix("-js") if job in LEARNERS else "grpo",
-        distill=DistillSettings(divergence="js" if job == "distill-js" else "sampled", beta=0.3),
-        loss_from="dpo" if job == "online-dpo" else "grpo",
-        critic=CriticSettings(warmup_steps=1, lam=0.9) if job == "ppo" else None,
+    algorithm = job.removesuffix("-js") if job in LEARNERS else "grpo"
+    settings: dict[str, Any] = {}
+    if algorithm == "distill":
+        divergence = "js" if job == "distill-js" else "sampled"
+        settings["distill"] = {"divergence": divergence, "beta": 0.3}
+    if algorithm == "ppo":
+        settings |= {"critic": {"warmup_steps": 1, "lam": 0.9}, "kl_in": "loss"}
+    config_class: Any = find_algorithm(algorithm).config
+    config: RunConfig = config_class(
+        **settings,
+        algorithm=algorithm,
         model=str(place / "model"),
         dataset="none",
         rewards=[
@@ -82,6 +87,7 @@ def config_of(place: Path, name: str, job: str) -> RunConfig:
             **JOBS[job],
         },
     )
+    return config
 
 
 def run(place: Path, name: str, job: str) -> Path:

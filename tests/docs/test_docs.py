@@ -47,7 +47,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ENTRY = "from ycore_cli.main import main; main()"
 TO_WRITE = ("jsonl", "csv", "python", "yaml")
 STARTS = (
-    *("grpo", "rloo", "ppo", "distill", "online-dpo", "sft", "reward", "dpo", "kto", "flow"),
+    *("grpo", "ppo", "distill", "online-dpo", "sft", "reward", "dpo", "kto", "flow"),
     *("eval", "preflight", "pipeline", "resume", "reproduce"),
 )
 """The commands that start something, unless it is a dry run."""

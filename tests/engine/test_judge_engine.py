@@ -11,7 +11,7 @@ import pytest
 from ycore.config.schema import RewardConfig
 from ycore.engine import judge_engine
 from ycore.engine.judge_engine import (
-    Refused,
+    QuestionRefused,
     RemoteJudge,
     RemoteTeacher,
     backoff_s,
@@ -133,7 +133,7 @@ def test_one_question_refused_costs_it_and_many_in_a_row_end_the_run() -> None:
         for _ in range(times):
             try:
                 await engine.ask(judge, QUESTION, seed=0)
-            except Refused as refusal:
+            except QuestionRefused as refusal:
                 seen.append(str(refusal))
         await engine.close()
         return seen
@@ -272,5 +272,5 @@ def test_an_address_without_a_prompts_probabilities_is_no_teacher(told: Any) -> 
         EngineError, match=r"gives no probabilities of a prompt's tokens .*is a vLLM server"
     ):
         taught(lambda request: httpx.Response(200, json={"choices": [told]}))
-    with pytest.raises(Refused):
+    with pytest.raises(QuestionRefused):
         taught(lambda request: httpx.Response(400, text="too long"))

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import pytest
 
 from ycore.config.schema import RunConfig
-from ycore.engine.judge_engine import Refused, VllmJudge
+from ycore.engine.judge_engine import QuestionRefused, VllmJudge
 from ycore.engine.kinds import is_vllm_installed
 from ycore.engine.vllm_engine import VllmRewardModel
 from ycore.judge.question import Questioner, special_tokens
@@ -196,7 +196,7 @@ def test_a_question_that_is_too_long_is_refused_alone(servers: RunFolder, model:
     async def ask() -> None:
         engine = judge_engine(servers)
         long = Questioner(judge).pointwise(PROMPT, "x" * 2000, key="1")
-        with pytest.raises(Refused, match="refused the question"):
+        with pytest.raises(QuestionRefused, match="refused the question"):
             await engine.ask(judge, long, seed=0)
         short = await engine.ask(judge, Questioner(judge).pointwise(PROMPT, "4", key="1"), seed=0)
         assert short.tokens

@@ -15,16 +15,17 @@ import torch
 from PIL import Image
 
 from tests.flow.conftest import save_tiny_model
+from ycore.config.resolve import resolve_any
 from ycore.errors import Interrupted
 from ycore.flow.flow_run import FlowRun
-from ycore.flow.flow_settings import resolve_flow
+from ycore.flow.flow_settings import FlowConfig
 from ycore.flow.learner import Learner
 from ycore.flow.sampler import Picture
 from ycore.run.claim import claim
 from ycore.run.files import write_json_atomic
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
-from ycore.view.page import as_page
+from ycore.view.page import render_page
 from ycore.view.record import read_run
 
 REWARD = """
@@ -54,7 +55,8 @@ def start(root: Path, model: Path, **keys: Any) -> FlowRun:
         "prompts_per_step": 2, "group_size": 4, "num_samples": 2, "eval_every": 2, "lora": None, "learning_rate": 1e-2,
         "checkpoint_every": 2, "sandbox": {"level": "none"}, "reward_workers": {"workers": 1},
     }  # fmt: skip
-    config = resolve_flow(recipe=settings | keys)
+    config = resolve_any(recipe=settings | keys, options={"algorithm": "flow"})
+    assert isinstance(config, FlowConfig)
     claim(folder, config, resume=folder.config.is_file()).release()
     write_json_atomic(folder.engines, {"kind": "none", "engines": [], "model": str(model)})
     return FlowRun(root)
@@ -145,7 +147,7 @@ def test_the_first_pass_of_grpo_has_ratio_one_and_the_reward_is_measured(
     ends = json.loads((tmp_path / "run" / "held_out.json").read_text())["held_out"]
     assert ends["after"]["reward"] == row["ycore/eval/reward"]
     assert (tmp_path / "run" / "pictures.png").is_file()
-    page = as_page([read_run(tmp_path / "run")])
+    page = render_page([read_run(tmp_path / "run")])
     assert "Drawn before and after" in page and "trajectories" not in page
     assert (tmp_path / "run" / "model" / "scheduler" / "scheduler_config.json").is_file()
 

@@ -43,7 +43,7 @@ from ycore.run.text import printable
 from ycore.sandbox.confined_worker import CallFailed
 from ycore.types import Prompt
 from ycore.view.live import RunView
-from ycore.view.page import as_page, make_report
+from ycore.view.page import make_report, render_page
 from ycore.view.progress import PlainProgress
 from ycore.view.record import read_run
 
@@ -546,7 +546,7 @@ def read_page(data: bytes, place: Path) -> None:
     root = place / NAMES[zlib.crc32(data) % len(NAMES)]
     root.mkdir()
     read_folder(data, root)
-    page = as_page(make_report([read_run(root)]))
+    page = render_page(make_report([read_run(root)]))
     _Page().feed(page)
     assert not (found := _UNSEEN.search(page)), f"{found!r} is in the page"
 

@@ -142,6 +142,18 @@ def test_no_driver_is_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert visible_gpus({}) == ()
 
 
+def test_a_device_that_is_lost_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, EIGHT[:2])
+
+    def handle(index: int) -> Device:
+        if index == 0:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+        return EIGHT[index]
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", handle)
+    assert [gpu.id for gpu in visible_gpus({})] == ["1"]
+
+
 def test_free_memory_is_that_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, [T4])
     (before,) = visible_gpus({})

@@ -39,7 +39,7 @@ def test_a_recipe_is_for_its_own_command() -> None:
         ConfigError, match="hh-dpo is for `ycore dpo`, not sft; say ycore dpo --recipe hh-dpo"
     ):
         load_recipe("hh-dpo", command="sft")
-    assert load_recipe("quickstart", command="rloo") == load_recipe("quickstart", command="eval")
+    assert load_recipe("quickstart", command="ppo") == load_recipe("quickstart", command="eval")
 
 
 def test_every_recipe_file_is_shipped_and_has_a_description() -> None:

@@ -8,12 +8,12 @@ import numpy
 import pytest
 
 from ycore.rewards.loading import inputs_of
-from ycore.rewards.worker import Source, answer, number
+from ycore.rewards.worker import LoadedReward, call_reward, reward_in
 
 
 def ask(function: Any, **offered: Any) -> dict[str, Any]:
     request = {"source": 0, "step": 3, "count": 2, "inputs": {"completions": ["a", "b"], **offered}}
-    return answer(Source(function, inputs_of(function)), request)
+    return call_reward(LoadedReward(function, inputs_of(function)), request)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def ask(function: Any, **offered: Any) -> dict[str, Any]:
 def test_a_returned_value_is_a_reward_or_nothing_or_a_problem(
     value: object, reward: float | None, problem: str | None
 ) -> None:
-    got, why = number(value)
+    got, why = reward_in(value)
     assert got == reward
     assert (why or "").startswith(problem or "") and (why is None) == (problem is None)
 
@@ -101,6 +101,6 @@ def test_a_source_that_strips_thinking_sees_what_comes_after_it() -> None:
     turns = [{"role": "assistant", "content": "<think>hm</think>\n\nyes"}]
     inputs = {"completions": [turns, "<think>never ends"], "completion_ids": [[1, 2, 3], [4]]}
     request = {"source": 0, "step": 0, "count": 2, "inputs": inputs}
-    answer(Source(note, inputs_of(note), strips_thinking=True), request)
+    call_reward(LoadedReward(note, inputs_of(note), strips_thinking=True), request)
     assert seen == [[[{"role": "assistant", "content": "yes"}], ""], [[1, 2, 3], [4]]]
     assert turns[0]["content"].startswith("<think>"), "other sources see the whole"

@@ -20,7 +20,7 @@ from ycore.config.schema import RunConfig
 from ycore.data.prompts import load_prompts
 from ycore.errors import ConfigError
 from ycore.rewards.loading import inputs_of
-from ycore.rewards.worker import Source, answer
+from ycore.rewards.worker import LoadedReward, call_reward
 from ycore.rollout.tool_pool import Answer, Episode, OutOfTime, ToolPool, describe_tools
 from ycore.rollout.turns import MultiTurnWriter, TurnLimits
 from ycore.types import Draw, Prompt, Score
@@ -287,7 +287,7 @@ def test_a_reward_function_sees_the_environment_as_it_was_at_its_end(
 
     worlds = run(played, env="tools.py:Walk")
     request = {"source": 0, "step": 1, "count": 3, "inputs": {"environments": worlds}}
-    values = answer(Source(reward, inputs_of(reward)), request)["values"]
+    values = call_reward(LoadedReward(reward, inputs_of(reward)), request)["values"]
     assert (
         values == [*(json.loads(world)["at"] for world in worlds[:2]), None]
         and values[0] != values[1]

@@ -41,6 +41,7 @@ def attempts(rights: str, level: str, where: str) -> dict[str, dict]:
     }
 
 
+@pytest.mark.verify
 @pytest.mark.parametrize("place", PLACES, ids=" ".join)
 def test_honest_work_ran_and_the_machine_could_make_every_attempt(
     place: tuple[str, str, str],
@@ -56,6 +57,7 @@ def test_honest_work_ran_and_the_machine_could_make_every_attempt(
     assert sum(controls.values()) >= 100
 
 
+@pytest.mark.verify
 @pytest.mark.parametrize("place", PLACES, ids=" ".join)
 @pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.name)
 def test_it_is_stopped(probe: Probe, place: tuple[str, str, str]) -> None:
@@ -65,6 +67,7 @@ def test_it_is_stopped(probe: Probe, place: tuple[str, str, str]) -> None:
     assert not attempt["through"] or place[1] in probe.known, json.dumps(attempt)
 
 
+@pytest.mark.verify
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_a_defect_is_found(mutation: Mutation) -> None:
     rights = mutation.rights or OWN

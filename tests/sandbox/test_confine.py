@@ -83,7 +83,7 @@ def test_root_becomes_another_user_wholly_or_not_at_all(
 ) -> None:
     monkeypatch.setattr(drop_rights, "capabilities", lambda: rights)
     monkeypatch.setattr(confine, "closed_path", lambda _paths: closed)
-    steps, said = confine.unconfined(View(), Limits(), 61184)
+    steps, said = confine.unconfined_steps(View(), Limits(), 61184)
     assert (steps["uid"], steps["keep"]) == (uid, keep)
     assert words in said and said.startswith("not confined")
     assert rights >> CAP_SETUID & rights >> CAP_SETGID & 1 or uid is None

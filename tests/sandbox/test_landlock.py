@@ -13,10 +13,10 @@ import psutil
 import pytest
 
 from ycore.sandbox import Limits, View
-from ycore.sandbox.landlock import EXIT_EXCESS, abi, refusal, rules_of
+from ycore.sandbox.landlock import EXIT_EXCESS, abi, landlock_refusal, rules_of
 from ycore.sandbox.namespaces import python_folders
 
-pytestmark = pytest.mark.skipif(refusal() is not None, reason=str(refusal()))
+pytestmark = pytest.mark.skipif(landlock_refusal() is not None, reason=str(landlock_refusal()))
 MIB = 2**20
 UID = 61999 if os.geteuid() == 0 else None
 BOOT = (

@@ -10,11 +10,11 @@ from ycore.sandbox.canaries import HONEST, MEMORY
 from ycore.sandbox.level import (
     LevelChoice,
     choose_level,
+    defect,
     level_refusal,
     remedy_for,
     require_sandbox,
     self_test,
-    verdict,
 )
 
 OUTSIDE = {HONEST: True, "a file of the user": True, MEMORY: True}
@@ -22,21 +22,21 @@ NO_NAMESPACES = "bwrap: Creating new namespace failed: Operation not permitted"
 
 
 def test_a_level_holds_when_honest_work_runs_and_nothing_got_through() -> None:
-    assert verdict({HONEST: True, "a file of the user": False, MEMORY: False}, OUTSIDE, "") is None
+    assert defect({HONEST: True, "a file of the user": False, MEMORY: False}, OUTSIDE, "") is None
     assert (
-        verdict({HONEST: True, "a file of the user": False}, OUTSIDE, "") is None
+        defect({HONEST: True, "a file of the user": False}, OUTSIDE, "") is None
     )  # the attempt on memory ended it
 
 
 def test_a_level_is_refused_on_any_doubt() -> None:
-    assert verdict({}, OUTSIDE, f"warning\n{NO_NAMESPACES}\n") == NO_NAMESPACES
-    assert verdict({HONEST: False}, OUTSIDE, "") == "no answer"
+    assert defect({}, OUTSIDE, f"warning\n{NO_NAMESPACES}\n") == NO_NAMESPACES
+    assert defect({HONEST: False}, OUTSIDE, "") == "no answer"
     assert (
-        verdict({HONEST: True, "a file of the user": True}, OUTSIDE, "")
+        defect({HONEST: True, "a file of the user": True}, OUTSIDE, "")
         == "reached from inside: a file of the user"
     )
-    assert verdict({HONEST: True}, OUTSIDE, "") == "ended before it could try a file of the user"
-    assert verdict({HONEST: True}, {}, "") == "honest work fails outside too"
+    assert defect({HONEST: True}, OUTSIDE, "") == "ended before it could try a file of the user"
+    assert defect({HONEST: True}, {}, "") == "honest work fails outside too"
 
 
 @pytest.fixture

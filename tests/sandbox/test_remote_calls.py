@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from ycore.sandbox.remote_calls import (
     CallClient,
-    Connection,
     Gone,
     Handle,
     NoPlainData,
+    ProgramConnection,
     Silent,
     serve_calls,
 )
@@ -106,7 +106,7 @@ def tests() -> Iterator[CallClient]:
 
     def serve() -> None:
         with pytest.raises(Gone):
-            serve_calls(Connection(theirs.detach()), PROGRAM)
+            serve_calls(ProgramConnection(theirs.detach()), PROGRAM)
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -118,7 +118,7 @@ def tests() -> Iterator[CallClient]:
 
 
 def client_of(end: socket.socket, timeout_s: float = 30.0) -> CallClient:
-    return CallClient(Connection(end.detach()), timeout_s=timeout_s)
+    return CallClient(ProgramConnection(end.detach()), timeout_s=timeout_s)
 
 
 @pytest.fixture
@@ -170,7 +170,9 @@ def test_exceptions_cross_with_their_kind(call: Callable[..., Any]) -> None:
         call("leaves")
 
 
-@pytest.mark.parametrize("value", [AlwaysEqual(), lambda value: value, len], ids=str)
+@pytest.mark.parametrize(
+    "value", [AlwaysEqual(), lambda value: value, len], ids=["object", "lambda", "built-in"]
+)
 def test_what_is_no_data_cannot_be_passed(call: Callable[..., Any], value: Any) -> None:
     with pytest.raises(NoPlainData, match=f"a {type(value).__name__}"):
         call("same", value)

@@ -123,7 +123,9 @@ def test_landlocks_gaps_are_closed_and_copying_a_file_seems_to_work() -> None:
     old = filter_bytes(Level.LANDLOCK, machine="x86_64", landlock_abi=2)
     assert answer(old, 62) == answer(old, 76) == refused(errno.EPERM)
     assert (
-        answer(filter_bytes(Level.LANDLOCK, machine="x86_64", landlock_abi=2, own_user=True), 62)
+        answer(
+            filter_bytes(Level.LANDLOCK, machine="x86_64", landlock_abi=2, has_own_user=True), 62
+        )
         == ALLOWED
     )
 

@@ -10,7 +10,7 @@ from threading import Event
 import pytest
 
 from ycore.sandbox import Limits
-from ycore.sandbox.watch import Usage, Watch, below, deleted_bytes, files_in, memory_of, usage
+from ycore.sandbox.watch import TreeUsage, Watch, below, deleted_bytes, files_in, memory_of, usage
 
 MIB = 2**20
 AMPLE = Limits(memory=2**40, processes=10_000, scratch=2**40, files=10_000)
@@ -102,11 +102,11 @@ time.sleep(60)
 
 def test_what_is_over_is_named() -> None:
     limits = Limits(memory=10 * MIB, processes=2, scratch=20 * MIB, files=5)
-    assert Usage(10 * MIB, 2, 20 * MIB, 5).excess(limits) is None
-    assert Usage(11 * MIB).excess(limits) == "11 MiB of memory, 10 MiB allowed"
-    assert Usage(0, 3).excess(limits) == "3 processes, 2 allowed"
-    assert Usage(0, 0, 21 * MIB).excess(limits) == "21 MiB of files, 20 MiB allowed"
-    assert Usage(0, 0, 0, 6).excess(limits) == "6 files, 5 allowed"
+    assert TreeUsage(10 * MIB, 2, 20 * MIB, 5).excess(limits) is None
+    assert TreeUsage(11 * MIB).excess(limits) == "11 MiB of memory, 10 MiB allowed"
+    assert TreeUsage(0, 3).excess(limits) == "3 processes, 2 allowed"
+    assert TreeUsage(0, 0, 21 * MIB).excess(limits) == "21 MiB of files, 20 MiB allowed"
+    assert TreeUsage(0, 0, 0, 6).excess(limits) == "6 files, 5 allowed"
 
 
 def test_the_watch_ends_what_grows_and_leaves_what_does_not(start) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.scripted_teacher import teacher_at
+from ycore.config.learners import DistillConfig
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.data.prompts import PromptSet
 from ycore.engine.commands import engine_command, engine_environment
@@ -41,7 +42,8 @@ def config_of(*rewards: Any, **settings: Any) -> RunConfig:
         "output": "out",
         **settings,
     }
-    return RunConfig(**told, rewards=list(rewards))
+    config_class = DistillConfig if settings.get("algorithm") == "distill" else RunConfig
+    return config_class(**told, rewards=list(rewards))
 
 
 def judge(name: str, **declared: Any) -> dict[str, Any]:

@@ -12,9 +12,10 @@ import pytest
 from PIL import Image as Pillow
 
 from tests.scripted_teacher import logprob_of, teacher_at
-from ycore.config.schema import DistillSettings, RewardConfig, RunConfig
+from ycore.config.learners import DistillConfig, DistillSettings
+from ycore.config.schema import RewardConfig
 from ycore.engine import Engine
-from ycore.engine.judge_engine import Refused
+from ycore.engine.judge_engine import QuestionRefused
 from ycore.errors import EngineError
 from ycore.judge.agreement import KEY, Questions, shows_chosen_first
 from ycore.judge.declaration import Judge
@@ -281,7 +282,7 @@ def test_a_refused_question_is_masked_and_a_dead_engine_ends_the_round() -> None
         async def ask(
             self, judge: Judge, question: Question, *, seed: int, again: bool = False
         ) -> Reply:
-            raise Refused("too long")
+            raise QuestionRefused("too long")
 
     class Dead(ScriptedJudge):
         async def ask(
@@ -476,7 +477,9 @@ def test_a_teacher_at_an_address_needs_no_slot_and_no_probabilities_of_the_polic
     model = write_tiny_model(tmp_path / "model")
     with teacher_at(model) as address:
         spec = RewardConfig(reward="teacher:big", args={"base_url": address, "max_model_len": 4})
-        config = RunConfig(model="m", dataset="d", output="o", rewards=[spec], algorithm="distill")
+        config = DistillConfig(
+            model="m", dataset="d", output="o", rewards=[spec], algorithm="distill"
+        )
         scoring = build_scoring(config, RunFolder(tmp_path), [], policy=NO_POLICY)
 
         async def work(*token_ids: int) -> list[list[Score]]:
@@ -497,7 +500,7 @@ def test_a_teacher_at_an_address_needs_no_slot_and_no_probabilities_of_the_polic
 def test_a_teacher_in_the_trainer_only_says_which_rows_it_has(tmp_path: Path) -> None:
     spec = RewardConfig(reward="teacher:t", args={"where": {"subject": "sums"}})
     exact = DistillSettings(divergence="js")
-    config = RunConfig(
+    config = DistillConfig(
         model="m", dataset="d", output="o", rewards=[spec], algorithm="distill", distill=exact
     )
     scoring = build_scoring(config, RunFolder(tmp_path), [], policy=NO_POLICY)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig
 
 from ycore.advantages import ESTIMATORS
-from ycore.config.schema import DistillSettings
+from ycore.config.learners import DistillSettings
 from ycore.errors import ConfigError
 from ycore.models.tiny import write_tiny_model
 from ycore.trl import distill, forward

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from tests.trl.small_trainer import small_trainer
-from ycore.config.schema import CriticSettings
+from ycore.config.learners import CriticSettings
 from ycore.engine.weights import engine_weights
 from ycore.errors import ConfigError, RunError
 from ycore.models.tiny import write_tiny_model

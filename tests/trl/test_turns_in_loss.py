@@ -12,7 +12,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 
 from tests.trl.small_trainer import small_trainer
-from ycore.config.schema import CriticSettings
+from ycore.config.learners import CriticSettings
 from ycore.models.tiny import write_tiny_model
 from ycore.trl.ppo import Trainer as PPO
 from ycore.trl.seam import SeamGRPOTrainer

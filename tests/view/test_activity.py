@@ -61,7 +61,7 @@ def test_queues_are_those_of_all_ranks() -> None:
     ]
     now = scene(*told)
     assert now.queues() == {"rollout": (12, 7), "judge": (1, 0)}
-    assert now.flying((0, 0)) == 9 and now.flying((1, 0)) == 4
+    assert now.num_in_flight((0, 0)) == 9 and now.num_in_flight((1, 0)) == 4
     assert now.open_since((0, 0)) == {"rollout": T - 19, "judge": T - 19}
 
 
@@ -70,7 +70,7 @@ def test_what_an_earlier_step_left_in_flight_is_gone() -> None:
     now = scene(*levels(T - 5, waiting=5, rollout_0=8))
     assert (
         now.queues() == {"rollout": (0, 0)}
-        and now.flying((0, 0)) == 0
+        and now.num_in_flight((0, 0)) == 0
         and now.open_since((0, 0)) == {}
     )
 

@@ -19,8 +19,15 @@ from ycore.round.journal import Journal
 from ycore.run.metrics import MetricsWriter
 from ycore.run.trace import Span, TraceWriter
 from ycore.types import IMAGE_MARK, Completion, Draw, Group, Prompt, Score, Turn
-from ycore.view.page import as_page, chosen, make_report, write_report
-from ycore.view.pictures import Banded, curves, over_bands
+from ycore.view.page import (
+    BandCurves,
+    chosen,
+    draw_bands,
+    draw_measures,
+    make_report,
+    render_page,
+    write_report,
+)
 from ycore.view.record import ScoredCompletion, read_run
 
 HOSTILE = "<script>document.title = 'taken'</script> & <b>bold</b> \x1b[2J"
@@ -85,13 +92,13 @@ def _step(number: int, seconds: float) -> dict[str, Any]:
 
 
 def test_what_a_model_wrote_stays_text(run: Path) -> None:
-    page = as_page(make_report([read_run(run)]))
+    page = render_page(make_report([read_run(run)]))
     assert "<script" not in page and "&lt;script&gt;" in page and r"\x1b[2J" in page
     assert "ycore grpo --model &#39;tiny model&#39;" in page
 
 
 def test_the_page_needs_nothing_else(run: Path) -> None:
-    page = as_page(make_report([read_run(run)]))
+    page = render_page(make_report([read_run(run)]))
     addresses = re.findall(r"""(?:src|href)=["']([^"']+)""", page)
     assert all(address.startswith(("#", "data:")) for address in addresses)
     assert "url(http" not in page and "@import" not in page
@@ -110,7 +117,7 @@ def test_the_last_round_is_that_of_the_journal_and_of_every_rank(tmp_path: Path)
         *("from the second rank 0", "from the second rank 1", "from the second rank 2"),
     ]
     assert written[0] == ScoredCompletion("2 + 2?", "7 0", 2.0)
-    page = as_page(make_report([read_run(run)]))
+    page = render_page(make_report([read_run(run)]))
     assert "Completions of the last round" in page and "from the second rank 1" in page
 
 
@@ -137,7 +144,7 @@ def test_the_turns_of_a_completion_are_told_apart_by_who_wrote_them(run: Path) -
     Journal(run / "journal", rank=0).commit(
         12, [replace(told, scores_GR=((Score(1.0),),))], state={}
     )
-    page = as_page(make_report([read_run(run)]))
+    page = render_page(make_report([read_run(run)]))
     assert '<pre class="policy"><b>assistant</b> let me see\nadd({&#39;x&#39;: 1})</pre>' in page
     assert (
         '<pre class="world"><b>tool</b> &lt;b&gt;3</pre><pre class="policy"><b>assistant</b> three</pre>'
@@ -158,14 +165,14 @@ def test_completions_are_chosen_from_both_ends_and_the_middle() -> None:
 
 def test_the_plan_stands_beside_what_was_measured(run: Path) -> None:
     """Under the key, and with the rows, that the launcher writes into summary.json."""
-    assert "Planned and measured" not in as_page(make_report([read_run(run)]))
+    assert "Planned and measured" not in render_page(make_report([read_run(run)]))
     summary = json.loads((run / "summary.json").read_text())
     rows = [
         PlannedAndMeasured("memory/trainer", "GiB", 2.2, 2.0).as_json(),
         PlannedAndMeasured("time/step", "s", 4.0, 5.0, 3.5).as_json(),
     ]
     (run / "summary.json").write_text(json.dumps(summary | {"plan_and_measured": rows}))
-    page = as_page(make_report([read_run(run)]))
+    page = render_page(make_report([read_run(run)]))
     assert "Planned and measured: first" in page
     told = [
         re.findall(r"<td[^>]*>([^<]*)</td>", line)
@@ -182,7 +189,7 @@ def test_a_band_lies_behind_the_curves_with_a_verdict_for_each_run(
     run: Path, tmp_path: Path
 ) -> None:
     report = make_report([read_run(run)])
-    band = Banded(
+    band = BandCurves(
         "sft",
         "accuracy",
         steps=[(0.1, 0.3)] * 12,
@@ -190,7 +197,7 @@ def test_a_band_lies_behind_the_curves_with_a_verdict_for_each_run(
         curves={"seed 0": [n / 12 for n in range(12)]},
         verdicts=[("seed 0/sft", "OUTSIDE", "25%", "0.917")],
     )
-    measured = Banded(
+    measured = BandCurves(
         "after",
         "reward",
         [(0.1, 0.3)],
@@ -198,20 +205,20 @@ def test_a_band_lies_behind_the_curves_with_a_verdict_for_each_run(
         {"seed 0": [0.2]},
         [("seed 0", "inside", "1", "2")],
     )
-    page = as_page(report, [band, measured], ["the band is of 3 seeds"])
-    assert "Against the band" not in as_page(report)
+    page = render_page(report, [band, measured], ["the band is of 3 seeds"])
+    assert "Against the band" not in render_page(report)
     told = re.findall(
         r"<td[^>]*>([^<]*)</td>", next(line for line in page.splitlines() if "OUTSIDE" in line)
     )
     assert told == ["OUTSIDE", "25%", "0.917", "0.200 to 0.450"] and "seed 0/sft</td>" in page
     assert '<p class="note">the band is of 3 seeds</p>' in page
-    assert page.count("<svg") == as_page(report).count("<svg") + 1
-    figure = over_bands([band, measured])
+    assert page.count("<svg") == render_page(report).count("<svg") + 1
+    figure = draw_bands([band, measured])
     shaded = [len(axes.collections) + len(axes.patches) for axes in figure.axes]
     assert shaded == [2, 1], "of the steps and of the final value; and of the one value"
-    assert len(curves(report, [band, measured]).axes) == len(curves(report).axes) + 2, (
-        "in the picture too"
-    )
+    assert (
+        len(draw_measures(report, [band, measured]).axes) == len(draw_measures(report).axes) + 2
+    ), "in the picture too"
     assert write_report(report, tmp_path / "page.html", bands=[band])[0].is_file()
 
 
@@ -224,7 +231,7 @@ def test_samples_judges_and_versions_are_shown(run: Path) -> None:
     (run / "samples.json").write_text(json.dumps(samples))
     with closing(MetricsWriter(run / "metrics.jsonl")) as writer:
         writer.write({"step": 13, "reward": 1.0, "ycore/judge/fair/tokens": 1.5})
-    page = as_page(make_report([read_run(run)]))
+    page = render_page(make_report([read_run(run)]))
     for cell in (
         "<pre>3 + 3?</pre>",
         "<pre>5</pre>",
@@ -251,11 +258,11 @@ def test_samples_show_the_pictures_of_their_prompts(run: Path) -> None:
     }
     samples = {when: [asked | {"completion": "no"}] for when in ("before", "after")}
     (run / "samples.json").write_text(json.dumps(samples))
-    page = as_page(make_report([read_run(run)]))
+    page = render_page(make_report([read_run(run)]))
     assert "<pre>Is [picture] a cat?</pre>" in page, "the mark is no letter that a browser has"
     assert page.count('<img class="seen"') == 1 and base64.b64encode(b"a picture").decode() in page
     (run / "samples.json").write_text(json.dumps(samples).replace(kept, "../run.json"))
-    assert "Is [picture]" not in as_page(make_report([read_run(run)])), (
+    assert "Is [picture]" not in render_page(make_report([read_run(run)])), (
         "only names of pictures are read"
     )
 
@@ -277,7 +284,7 @@ def test_a_run_that_is_still_going_has_a_report(run: Path) -> None:
         (run / name).unlink(missing_ok=True)
     damage(run / "journal" / "round-000012-rank-0.json")
     report = make_report([read_run(run)])
-    assert "still running" in as_page(report)
+    assert "still running" in render_page(report)
 
 
 def test_several_runs_side_by_side(

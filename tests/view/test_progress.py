@@ -19,9 +19,9 @@ from ycore.view.progress import (
     LiveProgress,
     PlainProgress,
     describe_step,
+    follow_run,
     open_progress,
     steps_as_html,
-    watch,
 )
 
 ROW = {
@@ -218,7 +218,7 @@ def test_a_run_that_has_ended(run: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_a_run_whose_launcher_was_killed_says_how_to_go_on(run: Path) -> None:
     stream = io.StringIO()
-    watch(run, stream=stream)
+    follow_run(run, stream=stream)
     assert stream.getvalue().splitlines()[-1].endswith(f"`ycore resume {run}` goes on")
 
 
@@ -227,7 +227,7 @@ def test_a_run_that_goes_on_is_followed_to_its_end(run: Path) -> None:
     stream = io.StringIO()
     with (run / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        watcher = threading.Thread(target=watch, args=(run,), kwargs={"stream": stream})
+        watcher = threading.Thread(target=follow_run, args=(run,), kwargs={"stream": stream})
         watcher.start()
         deadline = time.monotonic() + 120
         while "step 2/4" not in stream.getvalue() and time.monotonic() < deadline:
@@ -262,7 +262,7 @@ def test_a_damaged_row_is_named_while_watching(run: Path) -> None:
     metrics = run / "metrics.jsonl"
     metrics.write_bytes(metrics.read_bytes().replace(b'{"step": 1', b"\0" * 10))
     stream = io.StringIO()
-    watch(run, stream=stream)
+    follow_run(run, stream=stream)
     assert (
         f"line 1 of {metrics} is damaged" in stream.getvalue() and "step 2/4" in stream.getvalue()
     )

@@ -9,16 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ycore.config.schema import CriticSettings, RewardConfig, RunConfig, SamplingSettings
+from ycore.config.learners import PPOConfig
+from ycore.config.schema import RewardConfig, RunConfig, SamplingSettings
 from ycore.run.trace import Span
 from ycore.view.record import (
     PARTS,
     advice,
     at_equal_seconds,
+    count_device_seconds,
     half_width,
     judging_share,
     reward_curve,
-    spent,
 )
 
 STEP = {
@@ -35,7 +36,7 @@ STEP = {
 
 def test_by_hand() -> None:
     """16 groups drawn for 8: half of the round taught nothing; a quarter of the rest was cut off."""
-    seconds = spent([STEP], prompts_per_step=8, num_slots=2).seconds
+    seconds = count_device_seconds([STEP], prompts_per_step=8, num_slots=2).seconds
     told = {part: value for part, value in seconds.items() if value}
     assert told == {
         "useful tokens": 7.5,
@@ -49,7 +50,7 @@ def test_by_hand() -> None:
 
 def test_judging_idle_and_swaps_come_out_of_the_round() -> None:
     row = {**STEP, "ycore/idle_share": 0.2, "ycore/swap_s": 1.0, "ycore/sampling/drawn": 8}
-    seconds = spent([row], prompts_per_step=8, num_slots=1, judging=0.5).seconds
+    seconds = count_device_seconds([row], prompts_per_step=8, num_slots=1, judging=0.5).seconds
     assert (seconds["idle"], seconds["swaps"], seconds["judging"]) == (2.0, 1.0, 3.5)
     assert seconds["useful tokens"] + seconds["cut off at the limit"] == pytest.approx(3.5)
 
@@ -65,10 +66,14 @@ def test_judging_is_a_share_of_the_busy_seconds_of_the_trace() -> None:
 
 def test_the_price_of_a_group_that_taught() -> None:
     half = {**STEP, "frac_reward_zero_std": 0.5}
-    assert spent([STEP], prompts_per_step=8, num_slots=1).per_informative_group == 2.5
-    assert spent([half], prompts_per_step=8, num_slots=1).per_informative_group == 5.0
     assert (
-        spent(
+        count_device_seconds([STEP], prompts_per_step=8, num_slots=1).per_informative_group == 2.5
+    )
+    assert (
+        count_device_seconds([half], prompts_per_step=8, num_slots=1).per_informative_group == 5.0
+    )
+    assert (
+        count_device_seconds(
             [{**STEP, "frac_reward_zero_std": 1.0}], prompts_per_step=8, num_slots=1
         ).per_informative_group
         is None
@@ -76,7 +81,10 @@ def test_the_price_of_a_group_that_taught() -> None:
 
 
 def test_rows_that_are_no_steps_cost_nothing() -> None:
-    assert spent([{"train_runtime": 3.0}, {}], prompts_per_step=8, num_slots=1).total == 0
+    assert (
+        count_device_seconds([{"train_runtime": 3.0}, {}], prompts_per_step=8, num_slots=1).total
+        == 0
+    )
 
 
 @given(
@@ -99,7 +107,7 @@ def test_every_second_is_counted_once(
         "frac_reward_zero_std": shares[3],
         "ycore/sampling/drawn": drawn,
     }
-    told = spent([row], prompts_per_step=8, num_slots=slots, judging=shares[1])
+    told = count_device_seconds([row], prompts_per_step=8, num_slots=slots, judging=shares[1])
     assert told.total == pytest.approx(sum(parts) * slots)
     assert set(told.seconds) == set(PARTS) and min(told.seconds.values()) >= 0
 
@@ -211,10 +219,12 @@ def test_a_short_run_is_not_judged() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"group_size": 1}, {"algorithm": "ppo", "critic": CriticSettings()}]
+    "config",
+    [
+        CONFIG.model_copy(update={"group_size": 1}),
+        PPOConfig(**CONFIG.model_dump() | {"algorithm": "ppo"}),
+    ],
 )
-def test_where_a_completion_teaches_by_itself_groups_need_not_differ(
-    changes: dict[str, Any],
-) -> None:
-    told = advice(around(flat, frac_reward_zero_std=1.0), CONFIG.model_copy(update=changes))
+def test_where_a_completion_teaches_by_itself_groups_need_not_differ(config: RunConfig) -> None:
+    told = advice(around(flat, frac_reward_zero_std=1.0), config)
     assert told is not None and "although groups taught" in told

@@ -58,7 +58,7 @@ def with_folders(configs: Sequence[RunConfig], root: str) -> list[RunConfig]:
     """Put one evaluation into `root`, or each of several into a folder of its own there; ConfigError for `pairs`."""
     if len(configs) == 1:
         return [configs[0].model_copy(update={"output": root})]
-    if configs[0].pairs:
+    if configs[0].given_pairs:
         raise ConfigError(
             "pairs measure who scores, and several models write; give one --model, and several --reward"
         )

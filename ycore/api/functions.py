@@ -71,8 +71,9 @@ def rloo(
     resume: bool = False,
     **settings: Any,
 ) -> Run:
-    """Train a model on a reward with RLOO; the arguments are those of `grpo`."""
-    return _train("rloo", rollout_settings(model, dataset, reward, settings), resume=resume)
+    """Train a model on a reward with RLOO, a preset of `grpo`; the arguments are those of `grpo`."""
+    settings["preset"] = "rloo"
+    return _train("grpo", rollout_settings(model, dataset, reward, settings), resume=resume)
 
 
 def ppo(

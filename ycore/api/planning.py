@@ -6,6 +6,7 @@ from typing import Any
 
 from ycore.api.run_settings import keys_of
 from ycore.api.runs import Planned
+from ycore.config.learners import PolicyGradientConfig
 from ycore.config.recipe_files import load_recipe
 from ycore.config.resolve import require_rollouts, resolve
 from ycore.config.schema import RewardConfig, RunConfig
@@ -104,17 +105,17 @@ def _with_judge(config: RunConfig, judge: str | None) -> RunConfig:
 
 def _command(made: Plan, recipe: str | None) -> str | None:
     """The command line that starts the first way; None where there is none."""
-
-    if made.first is None:
+    first = made.first
+    if first is None:
         return None
-    base = {"model": made.first.model} | _EXAMPLE | (load_recipe(recipe) if recipe else {})
-    preset = {"preset": made.first.preset} if made.first.preset else {}
-    alone = require_rollouts(
-        resolve(recipe=base, options=preset | {"algorithm": made.first.algorithm})
-    )
+    base = {"model": first.model} | _EXAMPLE | (load_recipe(recipe) if recipe else {})
+    options = {"algorithm": first.algorithm}
+    if isinstance(first, PolicyGradientConfig) and first.preset is not None:
+        options["preset"] = first.preset
+    default = require_rollouts(resolve(recipe=base, options=options))
     if made.fleet.device.on_cpu or made.fleet.count == 1:
-        alone = alone.model_copy(update={"processes": 1})  # what `auto` is there
-    return command_line(made.first, alone, recipe=recipe)
+        default = default.model_copy(update={"processes": 1})  # what `auto` is there
+    return command_line(first, default, recipe=recipe)
 
 
 def with_args(declared: RunConfig, strategy: RunConfig) -> RunConfig:

@@ -23,7 +23,7 @@ from ycore.run.files import read_json
 from ycore.run.metrics import REWARD, Row, number, read_metrics
 from ycore.run.paths import RunFolder
 from ycore.run.secrets import redact_command
-from ycore.view.pictures import Banded
+from ycore.view.page import BandCurves
 from ycore.view.record import half_width
 
 Stages = Mapping[str, Sequence[Row]]
@@ -192,10 +192,10 @@ def judge_stages(known: Mapping[str, Any] | None, seed: int, stages: Stages) -> 
 
 def banded(
     known: Mapping[str, Any], runs: Mapping[int, Stages], verdicts: Sequence[Verdict]
-) -> list[Banded]:
+) -> list[BandCurves]:
     """Each band with the curves of the runs by seed and their verdicts, for a page."""
     return [
-        Banded(
+        BandCurves(
             stage,
             band["metric"],
             steps=band["steps"],

@@ -6,7 +6,6 @@ from statistics import fmean
 from typing import Any
 
 from ycore.config.batch import derive_batch
-from ycore.config.learner_rules import BY_TURN
 from ycore.config.schema import RunConfig, a_fifth
 from ycore.data.examples import num_overlapping
 from ycore.data.prompts import PromptSet, load_prompts
@@ -165,10 +164,10 @@ def _check_turns(config: RunConfig, model: ModelPlan) -> None:
             raise RewardError(
                 f"environment {name!r} has no get_reward, and gives no reward; name one with --reward"
             )
-        if config.advantage == BY_TURN and not environment.pays_turns:
+        if config.pays_turns and not environment.pays_turns:
             raise RewardError(
                 f"environment {name!r} pays for no single turn: its class has no attribute turn_reward; "
-                f"give it one, or leave out --advantage {BY_TURN}"
+                f"give it one, or leave out --advantage turn"
             )
     if model.folder is not None and (model.folder / "tokenizer_config.json").is_file():
         from ycore.rollout.dialogue import Dialogue

@@ -14,59 +14,67 @@ from typing import TYPE_CHECKING, Any, Literal
 from ycore.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from ycore.config.schema import RunConfig, TuneConfig
+    from ycore.config.schema import BaseConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Algorithm:
-    """What differs from one algorithm to the next."""
+class AlgorithmEntry:
+    """The part of an algorithm that its config is made by, and that messages name."""
 
     name: str  # the command, and the value of `algorithm` in run.json
+    config_class: str  # `module:attribute` of the class that validates its runs, a BaseConfig
+    model: str = "smollm2-135m"  # examples of options, for messages
+    dataset: str
+    reward: str = "exact_answer"
+    trl_config: str | None = None  # TRL's config class, whose fields are options
+
+    @property
+    def config(self) -> "type[BaseConfig]":
+        """The class that validates its runs."""
+        loaded: type[BaseConfig] = load(self.config_class)
+        return loaded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Algorithm(AlgorithmEntry):
+    """An algorithm that one of TRL's trainers computes."""
+
+    trl_config: str
     summary: str  # the first line of `--help`
-    help: str  # what `--help` says next: the columns it reads, and an example of a field of TRL's
+    help: (
+        str  # the next lines of `--help`: the columns it reads, and an example of a field of TRL's
+    )
     examples: tuple[str, ...]  # command lines for `--help`, without `ycore NAME`
     learns_from: Literal["rollouts", "examples"]
-    trl_config: str  # TRL's config class, whose fields are options
     module: str  # the file in `ycore/trl` that builds its trainer
-    dataset: str  # an example of `--dataset`, for messages
+    lacks: tuple[
+        str, ...
+    ] = ()  # options of runs with rollouts that its config class has no key for
     learning_rate: float  # the default for every weight; TRL's own default serves one of the two kinds of weights only
     lora_learning_rate: float  # the default for adapters, which start at zero and need larger steps
-    preset: str | None = None  # the preset that its name stands for
-    settings: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # keys of the config under every other layer
-    # What an example is: an answer, a better and a worse answer, or an answer with a label.
+    settings: Mapping[str, Any] = field(default_factory=dict)  # keys under every other layer
+    # An example is an answer, a better and a worse answer, or an answer with a label.
     rows: Literal["answers", "pairs", "labelled"] | None = None
-    # What `--keep-best` may compare of its held-out rows; the first is what `--stop-when no-gain` compares by default.
+    # Figures of held-out rows that `--keep-best` may compare; the first is what `--stop-when no-gain` compares.
     figures: tuple[str, ...] = ()
     sequences_per_row: int = 1  # sequences that the trainer runs for one row
     min_micro_batch: int = 1  # the fewest rows in a micro-batch
     trains_reward_model: bool = False  # whether the result is a reward model instead of a policy
 
-    @property
-    def config(self) -> "type[RunConfig] | type[TuneConfig]":
-        """The class that validates its runs."""
-        from ycore.config.schema import RunConfig, TuneConfig
-
-        return RunConfig if self.learns_from == "rollouts" else TuneConfig
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AlgorithmFamily:
+class AlgorithmFamily(AlgorithmEntry):
     """An algorithm that brings its own config class, trainer and command, because TRL has no trainer for it.
 
     Its parts are references, `module:attribute`, which `load` imports when they are used. A new family is a module
     with a `FAMILY`, named in `_FAMILY_MODULES`.
     """
 
-    name: str  # the command, and the value of `algorithm` in run.json
-    resolve: str  # takes what `config.resolve.resolve` takes, and returns a config, a BaseConfig
     run: str  # called with the run's folder in the trainer's process; `trainer.__main__.AlgorithmRun`
-    model_source: (
-        str  # called with the model's name; a note for people, and a function that fetches it
-    )
+    # Called with the model's name; returns a note for people, and a function that fetches it.
+    model_source: str
     command: str  # the Typer command
-    train: str  # takes what `ycore_cli.train.train` takes: check, show the plan, train
+    train: str  # takes the arguments of `ycore_cli.train.train`: check, show the plan, train
 
 
 _FAMILY_MODULES = ("ycore.flow",)
@@ -80,7 +88,7 @@ def load(reference: str) -> Any:
 
 @cache
 def families() -> Mapping[str, AlgorithmFamily]:
-    """The algorithm families by name."""
+    """Import the algorithm families, by name."""
     loaded: list[AlgorithmFamily] = [load(f"{module}:FAMILY") for module in _FAMILY_MODULES]
     return MappingProxyType({family.name: family for family in loaded})
 
@@ -94,25 +102,17 @@ _GRPO = Algorithm(
         "--model Qwen/Qwen2.5-0.5B-Instruct --dataset train.jsonl \\\n"
         "           --reward rewards.py:score --output runs/first --steps 200",
     ),
+    config_class="ycore.config.learners:GroupConfig",
     learns_from="rollouts",
     trl_config="GRPOConfig",
     module="ycore.trl.grpo",
+    lacks=("teacher",),
     dataset="'task:addition?digits=1'",
     learning_rate=1e-6,
     lora_learning_rate=2e-5,
 )
 _ROWS = (
     _GRPO,
-    replace(
-        _GRPO,
-        name="rloo",
-        summary="Train a model on a reward with RLOO.",
-        help=(
-            "It is `ycore grpo --preset rloo`, and takes every field of TRL's GRPOConfig; what differs from\n"
-            "`trl rloo` is in docs/algorithms.md."
-        ),
-        preset="rloo",
-    ),
     replace(
         _GRPO,
         name="ppo",
@@ -125,13 +125,11 @@ _ROWS = (
             "--recipe ppo-quickstart",
             "--recipe ppo-quickstart --preset vapo --group-size 1",
         ),
+        config_class="ycore.config.learners:PPOConfig",
         module="ycore.trl.ppo",
+        lacks=("teacher", "advantage"),
         # TRL's own advantages are replaced, and its deviation of a group of one would not exist.
-        settings={
-            "critic": {},
-            "kl_in": "reward",
-            "trl": {"loss_type": "dapo", "scale_rewards": "none"},
-        },
+        settings={"trl": {"loss_type": "dapo", "scale_rewards": "none"}},
     ),
     replace(
         _GRPO,
@@ -146,7 +144,9 @@ _ROWS = (
             "--recipe distill-quickstart --teacher runs/quickstart",
             "--model smollm2-135m --teacher HuggingFaceTB/SmolLM2-1.7B-Instruct --dataset prompts.jsonl",
         ),
+        config_class="ycore.config.learners:DistillConfig",
         module="ycore.trl.distill",
+        lacks=("constraint",),
         lora_learning_rate=1e-4,  # as in Thinking Machines' on-policy distillation
         settings={"trl": {"loss_type": "dapo", "scale_rewards": "none"}},
     ),
@@ -162,8 +162,10 @@ _ROWS = (
             "--recipe quickstart --beta 0.1",
             "--recipe judge-chat --beta 0.1 --set loss_from=ipo",
         ),
+        config_class="ycore.config.learners:OnlineDPOConfig",
         module="ycore.trl.online_dpo",
-        settings={"loss_from": "dpo", "trl": {"beta": 0.1, "scale_rewards": "none"}},
+        lacks=("teacher", "advantage", "preset", "divergence", "trust_region"),
+        settings={"trl": {"beta": 0.1, "scale_rewards": "none"}},
     ),
     Algorithm(
         name="sft",
@@ -176,6 +178,7 @@ _ROWS = (
             "--recipe sft-chat",
             "--model smollm2-135m --dataset chats.jsonl --output runs/sft",
         ),
+        config_class="ycore.config.schema:TuneConfig",
         learns_from="examples",
         trl_config="SFTConfig",
         module="ycore.trl.sft",
@@ -197,6 +200,7 @@ _ROWS = (
             "--recipe hh-reward",
             "--model smollm2-135m --dataset pairs.jsonl --output runs/rm",
         ),
+        config_class="ycore.config.schema:TuneConfig",
         learns_from="examples",
         trl_config="RewardConfig",
         module="ycore.trl.reward",
@@ -220,6 +224,7 @@ _ROWS = (
             "--recipe hh-dpo",
             "--model runs/sft/model --dataset pairs.jsonl --output runs/dpo",
         ),
+        config_class="ycore.config.schema:TuneConfig",
         learns_from="examples",
         trl_config="DPOConfig",
         module="ycore.trl.dpo",
@@ -241,6 +246,7 @@ _ROWS = (
             "--model smollm2-135m --dataset labelled.jsonl --output runs/kto",
             "--model runs/sft/model --dataset pairs.jsonl --dry-run",
         ),
+        config_class="ycore.config.schema:TuneConfig",
         learns_from="examples",
         trl_config="KTOConfig",
         module="ycore.trl.kto",
@@ -254,17 +260,32 @@ _ROWS = (
     ),
 )
 
+_EVAL = replace(_GRPO, name="eval", config_class="ycore.config.schema:EvalConfig")
+"""An evaluation samples with GRPO's settings."""
+
 ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType({row.name: row for row in _ROWS})
 
 
 def find_algorithm(name: object) -> Algorithm:
-    """The row of a config's `algorithm`, or a ConfigError; an evaluation samples with GRPO's settings."""
-    known = [*ALGORITHMS, "eval"]
-    if name in families():
+    """Return the row of a config's `algorithm`; ConfigError for an unknown one, or one that TRL does not compute."""
+    entry = find_entry(name)
+    if not isinstance(entry, Algorithm):
         raise ConfigError(
             f"a run of ycore {name} is for `ycore {name}` and `ycore resume`; say ycore {name} --recipe NAME"
         )
-    if name not in known:
-        near = nearest(str(name), known, limit=1)
-        raise ConfigError(f"algorithm must be one of {', '.join(known)}; it is {name!r}{near}")
-    return ALGORITHMS["grpo" if name == "eval" else str(name)]
+    return entry
+
+
+def find_entry(name: object) -> AlgorithmEntry:
+    """Return the entry of any algorithm, or of `eval`; ConfigError for an unknown one."""
+    entries: dict[str, AlgorithmEntry] = {**ALGORITHMS, "eval": _EVAL, **families()}
+    if name not in entries:
+        near = nearest(str(name), entries, limit=1)
+        raise ConfigError(f"algorithm must be one of {', '.join(entries)}; it is {name!r}{near}")
+    return entries[str(name)]
+
+
+def commands_with(key: str) -> list[str]:
+    """Name the algorithms whose configs have this key."""
+    entries: list[AlgorithmEntry] = [*ALGORITHMS.values(), _EVAL, *families().values()]
+    return [entry.name for entry in entries if key in entry.config.model_fields]

@@ -1,4 +1,4 @@
-"""What pydantic finds wrong, as one line that a person can act on: the key, the rule, the value, the way out."""
+"""Put what pydantic finds wrong into one line that a person can act on: the key, the rule, the value, the way out."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from ycore.config.algorithms import Algorithm
+from ycore.config.algorithms import AlgorithmEntry, commands_with
 from ycore.config.trl_fields import fields_of
 from ycore.errors import ConfigError, nearest
 
@@ -36,42 +36,46 @@ _WAYS_OUT: Mapping[str, str] = {
 
 
 def config_error(
-    problem: ValidationError, data: Mapping[str, Any], algorithm: Algorithm
+    problem: ValidationError, data: Mapping[str, Any], entry: AlgorithmEntry
 ) -> ConfigError:
-    """The first thing that is wrong: unknown keys before missing ones before bad values."""
+    """Name the first thing that is wrong: unknown keys before missing ones before bad values."""
     details = problem.errors(include_url=False)
     for detail in details:
         if detail["type"] == "extra_forbidden":
-            return unknown_key(_existing(detail["loc"], data)[0], algorithm)
+            return unknown_key(_existing(detail["loc"], data)[0], entry)
     missing = [detail["loc"] for detail in details if detail["type"] == "missing"]
     if missing:
-        return _missing(missing, algorithm)
+        return _missing(missing, entry)
     path, value = _existing(details[0]["loc"], data)
     same = [detail for detail in details if _existing(detail["loc"], data)[0] == path]
     rules = " or ".join(dict.fromkeys(_rule(detail) for detail in same))
-    known = _WAYS_OUT.get(str(path[-1])) if path else None
-    way_out = (
-        f"; {known}" if known else nearest(str(value), re.findall(r"'([^']+)'", rules), limit=1)
+    way_out = _WAYS_OUT.get(str(path[-1])) if path else None
+    hint = (
+        f"; {way_out}" if way_out else nearest(str(value), re.findall(r"'([^']+)'", rules), limit=1)
     )
-    return ConfigError(f"{_dotted(path)} must be {rules}; it is {shown(value)}{way_out}")
+    return ConfigError(f"{_dotted(path)} must be {rules}; it is {shown(value)}{hint}")
 
 
-def unknown_key(path: Path, algorithm: Algorithm) -> ConfigError:
-    """An unknown key with the nearest names: in its own mapping, in others, and among TRL's fields."""
+def unknown_key(path: Path, entry: AlgorithmEntry) -> ConfigError:
+    """Name an unknown key with the commands that have it, or the nearest keys: in its mapping, elsewhere, and of TRL."""
     *parents, key = path
-    name, text, trl_names = _dotted(path), str(key), fields_of(algorithm.trl_config)
+    name, text = _dotted(path), str(key)
+    trl_names = fields_of(entry.trl_config) if entry.trl_config else {}
     if parents == ["trl"]:
         return ConfigError(f"TRL has no field {text}{nearest(text, trl_names)}")
-    model: type[BaseModel] | None = algorithm.config
-    for part in filter(
-        lambda part: isinstance(part, str), parents
-    ):  # not the numbers of list elements
-        field = model.model_fields.get(str(part)) if model else None
-        model = _model_in(field.annotation) if field else None
+    commands = [] if parents or text in trl_names else commands_with(text)
+    if commands:
+        has_it = " and ".join(f"ycore {command}" for command in commands[:2])
+        return ConfigError(
+            f"{name} is of {has_it}, and this is ycore {entry.name}; leave it out, or take ycore {commands[0]}"
+        )
+    model: type[BaseModel] | None = entry.config
+    for part in parents:
+        if isinstance(part, str):  # and not the number of a list's element
+            field = model.model_fields.get(part) if model else None
+            model = _model_in(field.annotation) if field else None
     known = list(model.model_fields) if model else []
-    elsewhere = [
-        other for other in _dotted_names(algorithm.config, "") if other.split(".")[-1] == text
-    ]
+    elsewhere = [other for other in _dotted_names(entry.config, "") if other.split(".")[-1] == text]
     if not parents and text in trl_names:
         elsewhere.append(f"trl.{text}")
     hint = nearest(elsewhere[0], elsewhere) if elsewhere else nearest(text, known)
@@ -107,20 +111,20 @@ def declared_error(
     return ConfigError(f"{what}: {name} must be {_rule(detail)}; it is {shown(value)}")
 
 
-def _missing(places: Sequence[Path], algorithm: Algorithm) -> ConfigError:
+def _missing(places: Sequence[Path], entry: AlgorithmEntry) -> ConfigError:
     options = {
-        "model": "--model smollm2-135m",
-        "dataset": f"--dataset {algorithm.dataset}",
-        "rewards": "--reward exact_answer",
+        "model": f"--model {entry.model}",
+        "dataset": f"--dataset {entry.dataset}",
+        "rewards": f"--reward {entry.reward}",
     }
     top = [str(place[0]) for place in places if len(place) == 1 and place[0] in options]
     if not top:
         return ConfigError(
             f"{_dotted(places[0])} is missing; a reward needs its name, e.g. {{reward: exact_answer}}"
         )
-    said = " ".join(options[name] for name in top)
+    example = " ".join(options[name] for name in top)
     return ConfigError(
-        f"no {' and no '.join(top)} given; say e.g. {said}, or --recipe (`ycore recipes` lists them)"
+        f"no {' and no '.join(top)} given; say e.g. {example}, or --recipe (`ycore recipes` lists them)"
     )
 
 

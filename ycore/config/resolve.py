@@ -13,14 +13,21 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from ycore.config.algorithms import Algorithm, families, find_algorithm, load
-from ycore.config.learner_rules import check_learner
+from ycore.config.algorithms import (
+    Algorithm,
+    AlgorithmEntry,
+    commands_with,
+    find_algorithm,
+    find_entry,
+)
 from ycore.config.presets import find_preset, preset_layer, preset_rewards
 from ycore.config.problems import config_error, unknown_key
-from ycore.config.schema import AnyConfig, BaseConfig, RunConfig
+from ycore.config.schema import AnyConfig, BaseConfig, RunConfig, TuneConfig
 from ycore.config.trl_arguments import alias_value, aliases, refusal
 from ycore.config.trl_fields import coerce, fields_of
 from ycore.errors import ConfigError
+from ycore.run.paths import RunFolder
+from ycore.run.secrets import load_config
 
 
 def resolve(
@@ -30,54 +37,92 @@ def resolve(
     options: Mapping[str, Any] | None = None,
     run_name: str | None = None,
 ) -> AnyConfig:
-    """One validated config, of the class of its `algorithm` (GRPO's without one); ConfigError where a key is wrong.
+    """Resolve the config of a run that TRL trains or that is measured; the arguments are those of `resolve_any`."""
+    config = resolve_any(recipe=recipe, sets=sets, options=options, run_name=run_name)
+    find_algorithm(config.algorithm)
+    assert isinstance(config, RunConfig | TuneConfig)
+    return config
+
+
+def resolve_any(
+    *,
+    recipe: Mapping[str, Any] | None = None,
+    sets: Sequence[str] = (),
+    options: Mapping[str, Any] | None = None,
+    run_name: str | None = None,
+) -> BaseConfig:
+    """Merge the layers and validate them with the config class of their `algorithm`, GRPO's without one.
 
     Args:
         recipe: the keys of a recipe, or of a run.json.
         sets: `key.path=value` with a YAML value.
         options: keys; under `trl`, fields of TRL's, which may still be text.
         run_name: names the output folder where none was given.
+
+    Raises:
+        ConfigError: a key is wrong, or two contradict each other.
     """
     plain, indexed = parse_sets(sets)
     layers = [recipe or {}, plain, options or {}]
-    algorithm = find_algorithm(_topmost("algorithm", layers) or "grpo")
-    if algorithm.preset is not None:
-        layers.append({"preset": algorithm.preset})
-    preset = _topmost("preset", layers)
-    if preset is not None:
-        layers.insert(0, preset_layer(find_preset(str(preset))))
-    layers.insert(0, algorithm.settings)
-    merged: dict[str, Any] = {}
-    layers = [_normalised(layer, algorithm) for layer in layers]
+    entry = find_entry(_topmost("algorithm", layers) or "grpo")
+    if entry.name == "eval":
+        layers[0] = _keys_for_evaluation(layers[0], entry)
+    if isinstance(entry, Algorithm):
+        preset = _topmost("preset", layers)
+        if preset is not None:
+            layers.insert(0, _preset_layer(str(preset), entry))
+        layers.insert(0, entry.settings)
+    merged: dict[str, Any] = {"algorithm": entry.name}
     for layer in layers:
-        merged = merge(merged, layer)
-    if algorithm.learns_from == "rollouts":
-        _add_teacher(merged)
-        _add_constraints(merged)
+        merged = merge(merged, _normalised(layer, entry))
+    if isinstance(entry, Algorithm) and entry.learns_from == "rollouts":
+        _fill_in_rollout_keys(merged)
+    for path, value in indexed:
+        set_key(merged, path, value)
+    if "output" not in merged:
+        merged |= default_output(merged, run_name)
+    return _validated(merged, entry)
+
+
+def _preset_layer(name: str, entry: AlgorithmEntry) -> dict[str, Any]:
+    layer = preset_layer(find_preset(name))
+    for key in layer:
+        if key not in entry.config.model_fields:
+            raise ConfigError(
+                f"the preset {name} sets {key}, which ycore {entry.name} does not have; leave --preset out, or take "
+                f"ycore {commands_with(key)[0]}"
+            )
+    return layer
+
+
+def _keys_for_evaluation(recipe: Mapping[str, Any], entry: AlgorithmEntry) -> dict[str, Any]:
+    """Drop the keys of a training recipe that an evaluation does not have."""
+    return {
+        key: value
+        for key, value in recipe.items()
+        if key in entry.config.model_fields or not commands_with(key)
+    }
+
+
+def _fill_in_rollout_keys(merged: dict[str, Any]) -> None:
+    """Replace the keys that are short for rewards, and add the rewards and the dataset that others imply."""
+    _add_teacher(merged)
+    _add_constraints(merged)
     if (merged.get("env") or merged.get("agent")) and not merged.get("rewards"):
         merged["rewards"] = [{"reward": "environment"}]
     if merged.get("env"):
         merged.setdefault("dataset", "")
     _add_preset_rewards(merged)
-    for path, value in indexed:
-        set_key(merged, path, value)
-    if "output" not in merged:
-        merged |= default_output(merged, run_name)
-    return _validated(merged, algorithm)
 
 
-def resolve_stored(
-    stored: Mapping[str, Any], sets: Sequence[str], options: Mapping[str, Any]
-) -> BaseConfig:
-    """Resolve the config of a run of any algorithm, whose recipe or run.json names it."""
-    family = families().get(str(stored.get("algorithm")))
-    resolver = resolve if family is None else load(family.resolve)
-    config: BaseConfig = resolver(recipe=stored, sets=sets, options=options)
-    return config
+def read_config(folder: RunFolder) -> BaseConfig:
+    """Read the config of a run in its own process, with the secrets that the launcher passed to it."""
+    stored = load_config(folder)
+    return find_entry(stored["algorithm"]).config.model_validate(stored)
 
 
-def require_rollouts(config: AnyConfig) -> RunConfig:
-    """The config of a run with rollouts; ConfigError for a run on given examples."""
+def require_rollouts(config: BaseConfig) -> RunConfig:
+    """Return the config of a run with rollouts; ConfigError for another."""
     if not isinstance(config, RunConfig):
         rule = f"{config.algorithm} learns from given examples, without rollouts"
         raise ConfigError(f"{rule}; take a run of `ycore grpo`")
@@ -89,30 +134,41 @@ def _topmost(key: str, layers: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _add_teacher(merged: dict[str, Any]) -> None:
-    """`teacher` is short for the reward `teacher:MODEL`, first of all; it replaces another teacher."""
-    name, rewards = merged.pop("teacher", None), merged.get("rewards") or []
-    if name is None or not isinstance(rewards, list):
+    """Put the reward `teacher:MODEL` first, for which `teacher` is short; it replaces another teacher."""
+    model = merged.pop("teacher", None)
+    rewards = merged.get("rewards") or []
+    if model is None or not isinstance(rewards, list):
         return
-    named = [(one.get("reward"), one) for one in rewards if isinstance(one, Mapping)]
-    same = [one for reward, one in named if reward == f"teacher:{name}"]
-    others = [one for reward, one in named if not str(reward).startswith("teacher:")]
-    merged["rewards"] = [*(same or [{"reward": f"teacher:{name}"}]), *others]
+    name = f"teacher:{model}"
+    teacher: dict[str, Any] = {"reward": name}
+    kept = []
+    for reward in rewards:
+        if isinstance(reward, Mapping) and reward.get("reward") == name:
+            teacher = dict(reward)
+        elif isinstance(reward, Mapping) and not str(reward.get("reward")).startswith("teacher:"):
+            kept.append(reward)
+    merged["rewards"] = [teacher, *kept]
 
 
 def _add_constraints(merged: dict[str, Any]) -> None:
-    """`constraint` names rewards that are constraints, `NAME` or `NAME:LIMIT`; one that is there already is marked."""
+    """Mark the rewards that `constraint` names, `NAME` or `NAME:LIMIT`, as constraints; add those that are not there."""
     rewards = merged.get("rewards") or []
     for text in merged.pop("constraint", None) or []:
-        name, _, last = str(text).rpartition(":")
+        name, _, limit = str(text).rpartition(":")
+        marks: dict[str, Any] = {"constraint": True}
         try:
-            marks = {"constraint": True, "limit": float(last)}
+            marks["limit"] = float(limit)
         except ValueError:
-            name, marks = str(text), {"constraint": True}
+            name = str(text)
         if not isinstance(rewards, list) or not name:
             raise ConfigError(
                 f"--constraint takes the name of a reward, or NAME:LIMIT; it is {text!r}; e.g. format:0.1"
             )
-        same = [one for one in rewards if isinstance(one, dict) and one.get("reward") == name]
+        same = [
+            reward
+            for reward in rewards
+            if isinstance(reward, dict) and reward.get("reward") == name
+        ]
         if same:
             same[0].pop("weight", None)
             same[0].update(marks)
@@ -122,15 +178,13 @@ def _add_constraints(merged: dict[str, Any]) -> None:
 
 
 def _add_preset_rewards(merged: dict[str, Any]) -> None:
-    rewards, max_tokens = (
-        merged.get("rewards"),
-        merged.get("max_tokens", RunConfig.model_fields["max_tokens"].default),
-    )
-    trains = merged.get("preset") is not None and merged.get("algorithm") != "eval"
-    if trains and isinstance(rewards, list) and isinstance(max_tokens, int):
-        merged["rewards"] = preset_rewards(
-            find_preset(str(merged["preset"])), rewards, max_tokens=max_tokens
-        )
+    rewards = merged.get("rewards")
+    max_tokens = merged.get("max_tokens", RunConfig.model_fields["max_tokens"].default)
+    if merged.get("preset") is None or merged["algorithm"] == "eval":
+        return
+    if isinstance(rewards, list) and isinstance(max_tokens, int):
+        preset = find_preset(str(merged["preset"]))
+        merged["rewards"] = preset_rewards(preset, rewards, max_tokens=max_tokens)
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,67 +249,60 @@ def _no_element(path: Sequence[str], part: str, place: Any) -> ConfigError:
     )
 
 
-def _normalised(layer: Mapping[str, Any], algorithm: Algorithm) -> dict[str, Any]:
-    """One layer with TRL's names of ycore's keys replaced; ConfigError where two names of one key differ."""
-    keys = aliases(algorithm)
-    own = {key: value for key, value in layer.items() if keys.get(key, key) == key}
-    given = layer.get("trl") or {}
-    if not isinstance(given, Mapping):
-        raise ConfigError(
-            f"trl must be a mapping of TRL's fields; it is {given!r}; e.g. trl: {{learning_rate: 1.0e-5}}"
-        )
-    fields = {**{name: layer[name] for name in layer if keys.get(name, name) != name}, **given}
-    for alias in [name for name in fields if name in keys]:
-        key = keys[alias]
-        value = alias_value(
-            alias, coerce(fields_of(algorithm.trl_config)[alias], fields.pop(alias)), algorithm
-        )
-        if key in own and own[key] != value:
-            raise ConfigError(
-                f"{alias} is TRL's name of {key}, and they differ: {value!r} and {own[key]!r}; give one"
-            )
-        own[key] = value
-    if "trl" in layer:
-        own["trl"] = fields
+def _normalised(layer: Mapping[str, Any], entry: AlgorithmEntry) -> dict[str, Any]:
+    """Replace TRL's names of ycore's keys; ConfigError where two names of one key differ."""
+    layer = dict(layer)
     for key in ("rewards", "eval_rewards"):
-        if isinstance(own.get(key), list):
-            own[key] = [as_reward(item) for item in own[key]]
-    return own
-
-
-def as_reward(item: Any) -> Any:
-    """A reward by its name, or a copy of a mapping, which `--set rewards.0.weight` may change."""
-    return (
-        {"reward": item}
-        if isinstance(item, str)
-        else dict(item)
-        if isinstance(item, Mapping)
-        else item
-    )
-
-
-def _validated(merged: dict[str, Any], algorithm: Algorithm) -> AnyConfig:
-    try:
-        config = algorithm.config.model_validate(merged)
-    except ValidationError as problem:
-        raise config_error(problem, merged, algorithm) from None
-    fields = fields_of(algorithm.trl_config)
-    for name in config.trl:
-        if name not in fields:
-            raise unknown_key(("trl", name), algorithm)
-        reason = refusal(name, algorithm)
-        if reason is not None:
-            raise ConfigError(f"{name} is not taken from TRL's fields: {reason}")
-    trl = {name: coerce(fields[name], value) for name, value in config.trl.items()}
-    resolved = config.model_copy(update={"trl": trl})
-    if isinstance(resolved, RunConfig):
-        if len(resolved.environments) < len(resolved.env):
-            shown = ", ".join(resolved.env)
+        if isinstance(layer.get(key), list):
+            layer[key] = [_as_reward(item) for item in layer[key]]
+    if not isinstance(entry, Algorithm):
+        return layer
+    fields = layer.get("trl") or {}
+    if not isinstance(fields, Mapping):
+        raise ConfigError(
+            f"trl must be a mapping of TRL's fields; it is {fields!r}; e.g. trl: {{learning_rate: 1.0e-5}}"
+        )
+    keys = aliases(entry)
+    aliased = [name for name in layer if keys.get(name, name) != name]
+    fields = {**{name: layer.pop(name) for name in aliased}, **fields}
+    for name in [name for name in fields if name in keys]:
+        key = keys[name]
+        field = fields_of(entry.trl_config)[name]
+        value = alias_value(name, coerce(field, fields.pop(name)), entry)
+        if key in layer and layer[key] != value:
             raise ConfigError(
-                f"two environments of {shown} have one name; give them names: --env NAME=file.py:Class"
+                f"{name} is TRL's name of {key}, and they differ: {value!r} and {layer[key]!r}; give one"
             )
-        check_learner(resolved)
-    return resolved
+        layer[key] = value
+    if "trl" in layer:
+        layer["trl"] = fields
+    return layer
+
+
+def _as_reward(item: Any) -> Any:
+    """Make a mapping of a reward's name, or copy one, because `--set rewards.0.weight` may change it."""
+    if isinstance(item, str):
+        return {"reward": item}
+    return dict(item) if isinstance(item, Mapping) else item
+
+
+def _validated(merged: dict[str, Any], entry: AlgorithmEntry) -> BaseConfig:
+    try:
+        config = entry.config.model_validate(merged)
+    except ValidationError as problem:
+        raise config_error(problem, merged, entry) from None
+    if isinstance(entry, Algorithm):
+        fields = fields_of(entry.trl_config)
+        for name in config.trl:
+            if name not in fields:
+                raise unknown_key(("trl", name), entry)
+            reason = refusal(name, entry)
+            if reason is not None:
+                raise ConfigError(f"{name} is not taken from TRL's fields: {reason}")
+        trl = {name: coerce(fields[name], value) for name, value in config.trl.items()}
+        config = config.model_copy(update={"trl": trl})
+    config.check()
+    return config
 
 
 def default_output(merged: Mapping[str, Any], run_name: str | None) -> dict[str, str]:

@@ -8,9 +8,9 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from ycore.config.presets import Advantage, Divergence, TrustRegion
+from ycore.errors import ConfigError
 
 Positive = Annotated[int, Field(gt=0, le=10**9, strict=True)]
 Count = Annotated[int, Field(gt=0, le=10**6, strict=True)]
@@ -22,6 +22,13 @@ Offload = Literal["none", "optimizer", "weights"]
 
 Width = Literal["auto"] | Annotated[int, Field(gt=0, le=1024, strict=True)]
 """How many devices one engine spans (tensor parallelism); `auto` is the fewest that fit, and on a CPU 1."""
+
+
+TEACHER = "teacher:"
+"""The beginning of a source's name that is a teacher."""
+
+AGREES = "agrees:"
+"""The beginning of a reward's name for which the policy is a judge of pairs."""
 
 
 def _as_list(given: Any) -> Any:
@@ -172,52 +179,6 @@ class SamplingSettings(Strict):
     )
 
 
-class CriticSettings(Strict):
-    """The critic of `ycore ppo`, and how its values become advantages."""
-
-    # The folder of a run of `ycore reward` on the same model, to begin with; None is the policy with a head of zeros.
-    init: str | None = None
-    lr_ratio: Annotated[float, Field(gt=0)] = 10.0  # the critic's learning rate over the policy's
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0  # of the critic's own gradient
-    # First steps in which only the critic learns. The schedule of the learning rate runs on.
-    warmup_steps: Annotated[int, Field(ge=0, strict=True)] = 10
-    lam: Annotated[float, Field(ge=0, le=1)] = 1.0  # GAE's lambda of the advantages
-    # Above 0, lambda follows the length l of a completion: 1 - 1 / (alpha * l), at least 0.
-    alpha: Annotated[float, Field(gt=0)] | None = None
-    target_lam: Annotated[float, Field(ge=0, le=1)] = 1.0  # of the value targets; 1 is Monte Carlo
-    value_clip: Annotated[float, Field(gt=0)] | None = (
-        None  # how far a value may move from the round's
-    )
-    whiten: bool = (
-        True  # advantages less their mean, over their deviation, among the tokens of all ranks
-    )
-    macro_tokens: Positive = 1  # tokens that share one advantage (MA-RLHF)
-    # What follows a completion that was cut at `max_tokens`: its value, instead of nothing.
-    bootstrap: bool = False
-    range: tuple[float, float] | None = (
-        None  # bounds of a value, those of the reward; None is unbounded
-    )
-
-
-class DistillSettings(Strict):
-    """What `ycore distill` makes small."""
-
-    # `sampled`: the reverse KL, by the tokens written, as their advantages; the teacher has engines. The others are
-    # exact, over the whole vocabulary, as the loss; every rank of the trainer then holds the teacher.
-    divergence: Literal["sampled"] | Divergence = "sampled"
-    beta: Annotated[float, Field(gt=0, lt=1)] = 0.5  # of `js`: the teacher's share of the mixture
-
-    @field_validator("divergence", mode="before")
-    @classmethod
-    def _no_top_k(cls, given: Any) -> Any:
-        if str(given).startswith("top"):
-            raise ValueError(
-                f"{given} is no divergence: over the likeliest tokens alone it can be below 0, and falls as they lose "
-                "mass; take reverse-kl, forward-kl or js, over the whole vocabulary"
-            )
-        return given
-
-
 class RewardSettings(Strict):
     """The worker processes in which plain reward functions run."""
 
@@ -263,7 +224,7 @@ def a_fifth(steps: int) -> int:
 
 
 class BaseConfig(Strict):
-    """What every run has."""
+    """The settings that every run has."""
 
     algorithm: str  # a row of `algorithms.ALGORITHMS`, or `eval`
     model: str  # a hub id, a local folder, a GGUF file, or the built-in name `smollm2-135m`
@@ -298,6 +259,9 @@ class BaseConfig(Strict):
     # What trackers that keep files get at the end: `model`, and `journal` of a run that keeps it.
     tracker_files: list[Literal["model", "journal"]] = []
     trl: dict[str, Any] = {}  # any other field of TRL's config class, by TRL's own name
+
+    def check(self) -> None:
+        """Raise ConfigError where two keys contradict each other."""
 
 
 class ScoredConfig(BaseConfig):
@@ -363,26 +327,9 @@ class RunConfig(ScoredConfig):
     stop_when: list[
         str
     ] = []  # ends a run early: `no-gain:N` evaluations, `nothing-to-learn:N` steps, `seconds:N`
-    # The name of a paper's settings (`presets`); values that are given explicitly win over it.
-    preset: str | None = None
-    advantage: Advantage = (
-        "group"  # the advantage estimator; `group` leaves it to TRL's `scale_rewards`
-    )
-    # The distance to the reference that TRL's `beta` weighs; the others need a `beta` above 0.
-    divergence: Divergence = "reverse-kl"
-    # What bounds a step: the loss's clip, or a mask by the distance to the policy that wrote the tokens.
-    trust_region: TrustRegion = "clip"
-    # Of the losses `dapo` and `cispo`: over all tokens, or over each prompt's tokens and then over the prompts.
-    loss_average: Literal["tokens", "prompts"] = "tokens"
-    # Where `beta` puts the KL: a term of the loss, or a part of each token's reward.
-    kl_in: Literal["loss", "reward"] = "loss"
     constraints: ConstraintSettings = (
         ConstraintSettings()
     )  # of the rewards that are marked as constraints
-    critic: CriticSettings | None = None  # of `ycore ppo` only, which always has one
-    distill: DistillSettings = DistillSettings()  # of `ycore distill` only
-    # Which of TRL's trainers computes the loss; `dpo`, `ipo` and `rrhf` are of `ycore online-dpo`.
-    loss_from: Literal["grpo", "gmpo", "dpo", "ipo", "rrhf"] = "grpo"
     # The folder of a run whose journal provides the rounds: nothing is generated, and no engine is started.
     replay: str | None = None
     # Steps from one sync of the engines to the next. Above 1, and 0, which keeps them at their first weights, are
@@ -394,8 +341,6 @@ class RunConfig(ScoredConfig):
     placement: str = "dynamic"
     engine: EngineSettings = EngineSettings()
     num_samples: Positive = 4  # completions of each prompt that is evaluated
-    # Of `ycore eval`: score the better and the worse answer of each row, where nobody writes any.
-    pairs: bool = False
 
     @property
     def has_turns(self) -> bool:
@@ -403,32 +348,164 @@ class RunConfig(ScoredConfig):
         return bool(self.tools or self.env or self.agent is not None)
 
     @property
+    def given_pairs(self) -> bool:
+        """Whether the answers of the dataset's pairs are scored, and none are written."""
+        return False
+
+    @property
+    def has_critic(self) -> bool:
+        return False
+
+    @property
+    def pays_turns(self) -> bool:
+        """Whether the advantage differs from turn to turn."""
+        return False
+
+    @property
+    def needs_greedy_baseline(self) -> bool:
+        """Whether each prompt also gets a greedy completion, whose reward is the baseline."""
+        return False
+
+    @property
+    def teacher_divergence(self) -> str:
+        """The divergence from a teacher: `sampled` by its engines, or exact, in the trainer."""
+        return "sampled"
+
+    @property
     def teaches_exactly(self) -> bool:
-        """Whether the trainer holds its teachers, and no engine does."""
-        return self.algorithm == "distill" and self.distill.divergence != "sampled"
+        """Whether the trainer holds the teachers, and no engine does."""
+        return self.teacher_divergence != "sampled"
+
+    @property
+    def uses_trl_advantages(self) -> bool:
+        return False
+
+    @property
+    def masks_whole_completions(self) -> bool:
+        """Whether the loss leaves out completions by their importance weight, where TRL's `sequence_mask` says so."""
+        return False
+
+    @property
+    def teaches_alone(self) -> bool:
+        """Whether every scored completion teaches, also in a group whose rewards are all equal.
+
+        A critic's baseline is not the group's mean, and a teacher needs no group, so dynamic sampling then has nothing
+        to replace but prompts that no reward could score. The same holds for groups of one.
+        """
+        return self.group_size == 1
 
     @property
     def environments(self) -> dict[str, str]:
-        """What the policy acts in, by name."""
-        named = (re.fullmatch(r"(?:([\w-]+)=)?(.+)", one) for one in self.env)
-        return {
-            one[1] or one[2].partition("?")[0].rpartition(":")[2]: one[2]
-            for one in named
-            if one is not None
-        }
+        """The environments by name: the NAME of `NAME=file.py:Class`, or else the class."""
+        by_name = {}
+        for declared in self.env:
+            named = re.fullmatch(r"([\w-]+)=(.+)", declared)
+            reference = named[2] if named else declared
+            name = named[1] if named else reference.partition("?")[0].rpartition(":")[2]
+            by_name[name] = reference
+        return by_name
 
     def environment_of(self, columns: Mapping[str, Any]) -> str | None:
-        """The name of a row's own environment; None without any."""
+        """Return the name of a row's environment; None without any."""
         return columns["environment"] if len(self.env) > 1 else next(iter(self.environments), None)
 
-    def for_evaluation(self) -> "RunConfig | None":
-        """The settings of `ycore eval` on the held-out rows; None where the run has none."""
+    def for_evaluation(self) -> "EvalConfig | None":
+        """Return the settings of an evaluation on the held-out rows; None where the run has none."""
         if self.eval_dataset is None:
             return None
+        shared = {name: getattr(self, name) for name in RunConfig.model_fields}
         rows = {"dataset": self.eval_dataset, "split": self.eval_split, "limit": self.eval_limit}
-        return self.model_copy(
-            update={"algorithm": "eval", "rewards": self.eval_rewards or self.rewards, **rows}
+        rewards = self.eval_rewards or self.rewards
+        return EvalConfig.model_construct(
+            **shared | rows | {"algorithm": "eval", "rewards": rewards}
         )
+
+    def check(self) -> None:
+        if len(self.environments) < len(self.env):
+            raise ConfigError(
+                f"two environments of {', '.join(self.env)} have one name; give them names: --env NAME=file.py:Class"
+            )
+        self._check_policy_as_judge()
+        self._check_carried()
+        self._check_drafts()
+        if self.sampling.curriculum and self.teaches_alone:
+            raise ConfigError(
+                "--curriculum learns which groups teach, and here every completion does; leave it out, or take ycore "
+                "grpo with --group-size 2 or more"
+            )
+
+    def _check_policy_as_judge(self) -> None:
+        judges = [reward.reward for reward in self.rewards if reward.reward.startswith(AGREES)]
+        if len(judges) > 1:
+            raise ConfigError(
+                f"the policy is asked as one judge, and the rewards are {' and '.join(judges)}; leave one"
+            )
+        if judges and (self.has_turns or self.system_prompt is not None or self.few_shot):
+            raise ConfigError(
+                f"{judges[0]} asks the judge's own question, in one turn; leave out --tools, --env, --agent, "
+                "system_prompt and few_shot"
+            )
+
+    def _check_carried(self) -> None:
+        if self.sampling.oversample == 1:
+            return
+        rule = "with --oversample a completion may take several rounds"
+        if self.has_turns:
+            raise ConfigError(
+                f"{rule}, and tools, environments and agents answer within one; leave --oversample out"
+            )
+        if self.deterministic:
+            raise ConfigError(
+                f"{rule}, and which do depends on what ends first; leave --deterministic or --oversample out"
+            )
+
+    def _check_drafts(self) -> None:
+        if not self.engine.drafts:
+            return
+        if self.deterministic:
+            raise ConfigError(
+                "drafts depend on the requests in flight, and change a seed's tokens; leave --deterministic or "
+                "engine.drafts out"
+            )
+        if self.trl.get("min_p"):
+            raise ConfigError(
+                "vLLM does not apply min_p to drafted tokens; leave --min-p or engine.drafts out"
+            )
+        if "speculative_config" in self.engine.args:
+            raise ConfigError(
+                "engine.drafts and engine.args.speculative_config both say what is drafted; leave one out"
+            )
+
+
+class EvalConfig(RunConfig):
+    """A run of `ycore eval`."""
+
+    algorithm: str = "eval"
+    pairs: bool = False  # score the better and the worse answer of each row; nobody writes any
+
+    @property
+    def given_pairs(self) -> bool:
+        return self.pairs
+
+    @property
+    def teaches_alone(self) -> bool:
+        return False
+
+    def check(self) -> None:
+        super().check()
+        if not self.pairs:
+            return
+        if self.has_turns:
+            raise ConfigError(
+                "--pairs scores answers that are written; leave --tools, --env and --agent out"
+            )
+        for reward in self.rewards:
+            is_of_policy = reward.reward in ("reference_probability", "environment")
+            if is_of_policy or reward.reward.startswith((TEACHER, AGREES)):
+                raise ConfigError(
+                    f"--pairs has no policy that writes, and {reward.reward} is of one; "
+                    "give judge:FILE.yaml, rm:MODEL or a function"
+                )
 
 
 class TuneConfig(BaseConfig):

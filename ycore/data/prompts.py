@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ycore.config.learner_rules import AGREES
-from ycore.config.schema import RunConfig
+from ycore.config.schema import AGREES, RunConfig
 from ycore.data.examples import pair_table
 from ycore.data.row_images import IMAGE_COLUMNS, images_of, with_marks
 from ycore.data.source import read_table
@@ -59,7 +58,7 @@ def load_prompts(
         )
     else:
         table = Table("no dataset", [{}], ())
-    if config.pairs or any(reward.reward.startswith(AGREES) for reward in config.rewards):
+    if config.given_pairs or any(reward.reward.startswith(AGREES) for reward in config.rewards):
         table = pair_table(table, config.prompt_column, as_chat=as_chat)
     return to_prompts(table, config, as_chat=as_chat, store=store)
 

@@ -10,13 +10,13 @@ R = TypeVar("R")
 
 
 class Batches(Generic[R]):
-    """Collects requests, and has each batch written in a thread, one batch at a time.
+    """Collects requests, and writes their completions in a thread, one batch at a time.
 
     Args:
-        write: the completions of a batch, in its order.
-        kind: only requests of one kind share a batch.
-        most: requests of a batch.
-        wait_s: seconds from a request to its batch, for others to join; 0 is one turn of the event loop.
+        write: Returns the completions of a batch, in its order.
+        kind: Returns a request's kind; only requests of one kind share a batch.
+        most: Largest number of requests of a batch.
+        wait_s: Seconds from a request to its batch, for more to join; 0 is one turn of the event loop.
     """
 
     def __init__(
@@ -29,7 +29,10 @@ class Batches(Generic[R]):
     ) -> None:
         self.lock = asyncio.Lock()
         """Held while a batch is written."""
-        self._write, self._kind, self._most, self._wait_s = write, kind, most, wait_s
+        self._write = write
+        self._kind = kind
+        self._most = most
+        self._wait_s = wait_s
         self._waiting: list[tuple[R, asyncio.Future[Completion]]] = []
         self._worker: asyncio.Task[None] | None = None
 
@@ -59,9 +62,9 @@ class Batches(Generic[R]):
                     answer.set_result(completion)
 
     def _take(self) -> list[tuple[R, "asyncio.Future[Completion]"]]:
-        """The first that waits, and those of its kind."""
+        """Take the request that has waited longest, and those of its kind."""
         kind = self._kind(self._waiting[0][0])
-        alike = [one for one in self._waiting if self._kind(one[0]) == kind]
-        others = [one for one in self._waiting if self._kind(one[0]) != kind]
-        self._waiting = alike[self._most :] + others
-        return alike[: self._most]
+        same_kind = [entry for entry in self._waiting if self._kind(entry[0]) == kind]
+        other_kinds = [entry for entry in self._waiting if self._kind(entry[0]) != kind]
+        self._waiting = same_kind[self._most :] + other_kinds
+        return same_kind[: self._most]

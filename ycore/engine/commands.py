@@ -18,6 +18,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,7 +46,7 @@ _OTHERS = re.compile(
     r"|NUMEXPR_|NUMBA_|MALLOC_|TCMALLOC_|HIP_|ROCM|ROCR_|HSA_|AMD_|AITER_|ZE_|ONEAPI_|SYCL_|CCL_|KINETO_)\w*"
 )
 REPEATABLE = "YCORE_ENGINE_REPEATS"
-"""In the environment of an engine on a CPU whose answers must not depend on its batch."""
+"""The environment variable of an engine on a CPU whose answers must not depend on its batch."""
 
 T = TypeVar("T")
 _MAX_DRAFTING = 4  # sequences of a pass that checks drafts
@@ -124,13 +125,9 @@ class EngineSpec:
     role: str = ROLLOUT  # or another of `placement.ROLES`
     has_neighbours: bool = False  # engines of other roles use the same cores or device
     arguments: tuple[tuple[str, Any], ...] = ()  # of vLLM, by name, beside those that ycore sets
-    variables: tuple[
-        str, ...
-    ] = ()  # of the environment, that the user lets it have beside the usual ones
+    variables: tuple[str, ...] = ()  # of the environment, that the user adds to the usual ones
     deterministic: bool = False  # a sequence gets the same in any batch, at a price
-    lora_rank: int = (
-        0  # of the policy's adapters, where they are sent alone; 0 where they are merged
-    )
+    lora_rank: int = 0  # of the policy's adapters, where they are sent alone; 0 where merged
     sees: bool = False  # prompts come with pictures
     drafts: int = 0  # tokens that one pass checks of what followed the same words before
     kind: str = "vllm"  # of `kinds.KINDS`
@@ -141,7 +138,7 @@ class EngineSpec:
 
 
 def engine_command(engine: EngineSpec) -> list[str]:
-    """The server's command line; the server knows its model by the role's name."""
+    """Return the server's command line; the server knows its model by the role's name."""
     options: dict[str, object] = {
         "--model": engine.model,
         "--served-model-name": engine.role,
@@ -188,11 +185,12 @@ def engine_command(engine: EngineSpec) -> list[str]:
         flags.append("--enable-scale-out")  # the route that takes token ids with pictures
     if engine.trust_remote_code:
         flags.append("--trust-remote-code")
-    given = words_of(
-        engine.arguments
-    )  # last, since of an option that comes twice the last one counts
     words = [word for option, value in options.items() for word in (option, str(value))]
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, *flags, *given]
+    words += [
+        *flags,
+        *words_of(engine.arguments),
+    ]  # of an option that comes twice the last one counts
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words]
 
 
 def _speculative_config(engine: EngineSpec) -> dict[str, Any]:
@@ -214,19 +212,19 @@ def _speculative_config(engine: EngineSpec) -> dict[str, Any]:
 
 
 def engine_rank(rank: int) -> int:
-    """The least rank that vLLM allocates for adapters of this one (`MaxLoRARanks`); ConfigError above the largest."""
-    fits = next((one for one in (1, 8, 16, 32, 64, 128, 256, 320, 512) if one >= rank), None)
-    if fits is None:
-        raise ConfigError(
-            f"engine.sync=adapter: vLLM's engines take adapters of rank 512 at most, not {rank}"
-        )
-    return fits
+    """Return the rank that vLLM allocates for adapters of rank `rank` (`MaxLoRARanks`); ConfigError above the largest."""
+    for allocated in (1, 8, 16, 32, 64, 128, 256, 320, 512):
+        if allocated >= rank:
+            return allocated
+    raise ConfigError(
+        f"engine.sync=adapter: vLLM's engines take adapters of rank 512 at most, not {rank}"
+    )
 
 
 def engine_environment(
     engine: EngineSpec, *, base: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """The server's whole environment: what it may need of `base`, or of this process's, no secrets; and its own."""
+    """Return the server's whole environment: the variables of `base` that it may need, no secrets, and its own."""
     base = os.environ if base is None else base
     environment = inherited(base, also=engine.variables)
     environment |= {
@@ -284,10 +282,13 @@ def engine_environment(
 
 
 def inherited(base: Mapping[str, str], *, also: Sequence[str] = ()) -> dict[str, str]:
-    """The variables of `base` that a server gets. `also` are further names, or beginnings such as `SLURM_*`.
+    """Return the variables of `base` that a server gets.
 
-    Of the known families, what is named like a secret or has the shape of one is left out (`VLLM_API_KEY`, a proxy's
-    password). What the user names is not looked at.
+    A variable of a known family that is named like a secret or has the shape of one is left out (`VLLM_API_KEY`, a
+    proxy's password).
+
+    Args:
+        also: Further names, or beginnings such as `SLURM_*`, which the user vouches for.
     """
     return {
         name: value
@@ -306,11 +307,11 @@ def _may_have(name: str, value: str) -> bool:
 
 
 def _is_named(name: str, patterns: Sequence[str]) -> bool:
-    return any(name == one or (one.endswith("*") and name.startswith(one[:-1])) for one in patterns)
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def split_evenly(items: Sequence[T], count: int) -> list[tuple[T, ...]]:
-    """The items in `count` runs whose lengths differ by one at most."""
+    """Split the items into `count` runs whose lengths differ by one at most."""
     bounds = [len(items) * share // count for share in range(count + 1)]
     return [tuple(items[bounds[k] : bounds[k + 1]]) for k in range(count)]
 
@@ -322,7 +323,7 @@ def kv_cache_gib(
     bytes_per_value: int = 2,
     tensor_parallel: int = 1,
 ) -> int:
-    """GiB of the keys and values of `num_tokens` tokens, rounded up; ConfigError where the config lacks a size.
+    """Return the GiB of the keys and values of `num_tokens` tokens, rounded up; ConfigError for a config without sizes.
 
     Every worker has one KV head at least, where there are fewer of these than workers.
     """
@@ -331,9 +332,7 @@ def kv_cache_gib(
         num_heads = int(text["num_attention_heads"])
         num_kv_heads = max(int(text.get("num_key_value_heads") or num_heads), tensor_parallel)
         head_dim = int(text.get("head_dim") or int(text["hidden_size"]) // num_heads)
-        values_per_token = (
-            2 * int(text["num_hidden_layers"]) * num_kv_heads * head_dim
-        )  # a key and a value each
+        values_per_token = 2 * int(text["num_hidden_layers"]) * num_kv_heads * head_dim
     except KeyError as missing:
         rule = "the KV cache's size is derived from the model's config"
         raise ConfigError(f"{rule}, which has no {missing}; set engine.memory_gib") from None
@@ -341,7 +340,7 @@ def kv_cache_gib(
 
 
 def check_arguments(arguments: Iterable[str]) -> None:
-    """ConfigError for an argument that ycore owns, and for one that the installed vLLM does not have."""
+    """Raise ConfigError for an argument that ycore sets, and for one that the installed vLLM does not have."""
     for name in arguments:
         if name in _OWNED:
             raise ConfigError(f"engine.args.{name} is not passed on: {_OWNED[name]}")
@@ -356,7 +355,7 @@ def check_arguments(arguments: Iterable[str]) -> None:
 
 @cache
 def vllm_arguments() -> frozenset[str]:
-    """The fields of the installed vLLM's `EngineArgs`, from its source: an import takes seconds. None without vLLM."""
+    """Return the fields of vLLM's `EngineArgs` from its source, since an import takes seconds; empty without vLLM."""
     spec = find_spec("vllm")
     if spec is None or spec.origin is None:
         return frozenset()
@@ -377,7 +376,7 @@ def vllm_arguments() -> frozenset[str]:
 
 
 def words_of(arguments: Iterable[tuple[str, Any]]) -> list[str]:
-    """For vLLM's command line: a switch, several words of a list, JSON of a mapping; nothing for None."""
+    """Return words of vLLM's command line: a switch, several words of a list, JSON of a mapping; nothing for None."""
     words: list[str] = []
     for name, value in arguments:
         option = name.replace("_", "-")

@@ -28,12 +28,12 @@ _REFUSED_STATUS = (400, 413, 422)
 _TRANSIENT_ERRORS = (httpx.TimeoutException, httpx.NetworkError, httpx.RemoteProtocolError)
 
 
-class Refused(Exception):
+class QuestionRefused(Exception):
     """The judge does not take this question; it may take another."""
 
 
 class _CountsRefusals:
-    """Questions refused in a row: a few are the questions' fault and cost a verdict each; many are not."""
+    """Counts questions refused in a row: a few are the questions' fault and cost a verdict each; many are not."""
 
     name: str
     _num_refused = 0
@@ -45,7 +45,7 @@ class _CountsRefusals:
             raise EngineError(
                 f"{self.name}: the last {self._num_refused} questions had no answer, {why}: {details}"
             )
-        raise Refused(why)
+        raise QuestionRefused(why)
 
 
 class VllmJudge(_CountsRefusals, Server):
@@ -60,7 +60,7 @@ class VllmJudge(_CountsRefusals, Server):
             again: Whether the last reply could not be read; the judge then samples, so that the seed matters.
 
         Raises:
-            Refused: The judge does not take this question.
+            QuestionRefused: The judge does not take this question.
             EngineError: No answer, or too many questions refused in a row.
         """
         body = build_chat_request(judge, question, model=JUDGE, seed=seed, again=again)
@@ -92,6 +92,7 @@ class _Remote(_CountsRefusals):
     ) -> None:
         assert served.base_url is not None
         self.name = name
+        self._served = served
         self._address = served.base_url
         self._in_flight = asyncio.Semaphore(served.concurrency)
         self._client = httpx.AsyncClient(
@@ -144,10 +145,8 @@ class _Remote(_CountsRefusals):
             if response.status_code not in _TRANSIENT_STATUS:
                 return response
             after = response.headers.get("retry-after", "")
-            problem, retry_after_s = (
-                f"status {response.status_code}",
-                float(after) if after.isdigit() else 0.0,
-            )
+            problem = f"status {response.status_code}"
+            retry_after_s = float(after) if after.isdigit() else 0.0
         self._refuse("the address did not answer", details=f"{self._address}, {problem}")
 
 
@@ -155,23 +154,20 @@ class RemoteJudge(_Remote):
     async def ask(
         self, judge: Judge, question: Question, *, seed: int, again: bool = False
     ) -> Reply:
-        """As `VllmJudge.ask`."""
+        """Ask one question, as `VllmJudge.ask`."""
         body = build_chat_request(judge, question, model=judge.model, seed=seed, again=again)
         return parse_reply(await self._answer("chat/completions", body), name=self.name)
 
 
 class RemoteTeacher(_Remote):
-    """Example: `RemoteTeacher("teacher:big", teacher, request_timeout_s=600)`; `Refused` where it takes no sequence."""
-
-    def __init__(self, name: str, teacher: Served, **how: Any) -> None:
-        super().__init__(name, teacher, **how)
-        self._model = teacher.model
+    """Example: `RemoteTeacher("teacher:big", teacher, request_timeout_s=600)`."""
 
     async def logprobs_of(
         self, context_ids: Sequence[int], target_ids: Sequence[int]
     ) -> tuple[float, ...]:
+        """Return the log-probability of each target token; QuestionRefused for a sequence that is not taken."""
         answer = await self._answer(
-            "completions", prompt_request(self._model, context_ids, target_ids)
+            "completions", prompt_request(self._served.model, context_ids, target_ids)
         )
         try:
             return prompt_logprobs(answer, context_ids, target_ids)
@@ -185,11 +181,10 @@ class RemoteTeacher(_Remote):
 def prompt_request(
     model: str, context_ids: Sequence[int], target_ids: Sequence[int]
 ) -> dict[str, Any]:
-    """Asks for the log-probability of each target token after those before it, at temperature 1 (vLLM's field)."""
-    prompt = [*context_ids, *target_ids]
+    """Ask for the log-probability of each target token after those before it, at temperature 1 (vLLM's field)."""
     return {
         "model": model,
-        "prompt": prompt,
+        "prompt": [*context_ids, *target_ids],
         "max_tokens": 1,
         "temperature": 0.0,
         "prompt_logprobs": 0,
@@ -199,10 +194,11 @@ def prompt_request(
 def prompt_logprobs(
     answer: Any, context_ids: Sequence[int], target_ids: Sequence[int]
 ) -> tuple[float, ...]:
-    """What was asked for by `prompt_request`."""
+    """Read the answer to a `prompt_request`."""
     by_place = answer["choices"][0]["prompt_logprobs"][len(context_ids) :]
     return tuple(
-        found[str(token)]["logprob"] for found, token in zip(by_place, target_ids, strict=True)
+        logprobs[str(token)]["logprob"]
+        for logprobs, token in zip(by_place, target_ids, strict=True)
     )
 
 
@@ -210,7 +206,7 @@ JudgeEngine = VllmJudge | RemoteJudge
 
 
 def key_header(served: Served, *, name: str) -> dict[str, str]:
-    """The header with the address's key; EngineError where its variable is not set."""
+    """Return the header with the address's key; EngineError where its variable is not set."""
     variable = served.api_key_env
     if variable is None:
         return {}
@@ -222,7 +218,7 @@ def key_header(served: Served, *, name: str) -> dict[str, str]:
 
 
 def backoff_s(attempt: int, *, at_least_s: float = 0.0) -> float:
-    """Seconds before the next try, doubling with a random part; never more than `LONGEST_WAIT_S`."""
+    """Return the seconds before the next try, doubling with a random part, at most `LONGEST_WAIT_S`."""
     grown = FIRST_WAIT_S * 2.0**attempt * random.uniform(0.5, 1.0)
     return min(LONGEST_WAIT_S, max(grown, at_least_s))
 
@@ -230,13 +226,16 @@ def backoff_s(attempt: int, *, at_least_s: float = 0.0) -> float:
 def build_chat_request(
     judge: Judge, question: Question, *, model: str, seed: int, again: bool
 ) -> dict[str, Any]:
-    """The body of a request, with fields of OpenAI's API only."""
+    """Return the body of a request, with fields of OpenAI's API only."""
     verdict = judge.verdict
-    temperature = (
-        max(judge.temperature, 0.7) if again else judge.temperature
-    )  # at 0, a seed changes nothing
-    body: dict[str, Any] = {"model": model, "messages": question, "seed": seed}
-    body |= {"temperature": temperature, "max_tokens": judge.max_tokens}
+    body: dict[str, Any] = {
+        "model": model,
+        "messages": question,
+        "seed": seed,
+        # At temperature 0 another seed changes nothing.
+        "temperature": max(judge.temperature, 0.7) if again else judge.temperature,
+        "max_tokens": judge.max_tokens,
+    }
     if isinstance(verdict, LabelVerdict):
         longest = max(map(len, verdict.labels))
         body |= {"max_tokens": _FORM_TOKENS + longest, "logprobs": True}
@@ -270,7 +269,7 @@ def _json_object(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_reply(answer: Any, *, name: str) -> Reply:
-    """The first choice's message; EngineError where the answer has none."""
+    """Read the first choice's message; EngineError where the answer has none."""
     try:
         choice = answer["choices"][0]
         text = choice["message"]["content"]

@@ -36,15 +36,14 @@ class BadRequest(EngineError):
 
 
 def is_healthy(socket: Path, *, timeout_s: float = 1.0) -> bool:
-    """Whether the server is ready, or asleep. `timeout_s`: limit of each step (connecting, reading)."""
+    """Tell whether the server is ready or asleep. `timeout_s` limits each step (connecting, reading)."""
     return socket.exists() and request_succeeds(socket, "GET", "/health", timeout_s=timeout_s)
 
 
 def request_succeeds(socket: Path, method: str, path: str, *, timeout_s: float) -> bool:
     """Send one request without a body, for callers without an event loop; True for status 200."""
-    transport = httpx.HTTPTransport(
-        uds=str(socket), verify=False
-    )  # loading certificates would take 0.1 s
+    # `verify=False`, since loading certificates would take 0.1 s.
+    transport = httpx.HTTPTransport(uds=str(socket), verify=False)
     try:
         with httpx.Client(transport=transport, timeout=timeout_s) as client:
             return client.request(method, f"http://engine{path}").status_code == httpx.codes.OK
@@ -53,7 +52,7 @@ def request_succeeds(socket: Path, method: str, path: str, *, timeout_s: float) 
 
 
 def restart_timeout_s(settings: EngineSettings) -> float:
-    """How long to wait for a restarted process; the launcher gives up before that, and says why."""
+    """Return how long to wait for a restarted process; the launcher gives up before that, and says why."""
     return 2 * settings.start_timeout_s + settings.health_timeout_s
 
 
@@ -99,7 +98,7 @@ class Server:
             ) from None
 
     async def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Send a request, and again after a restart, until a prepared process answers; its JSON, or None where empty.
+        """Send a request, and again after a restart, until a prepared process answers; return its JSON, None if empty.
 
         Raises:
             BadRequest: The server rejects this request.
@@ -142,13 +141,12 @@ class Server:
                 f"{self.name}: {path} failed, {why}; see logs/{self.name}.log"
             ) from error
         if response.is_error:
-            rejected = (
-                BadRequest if response.status_code == httpx.codes.BAD_REQUEST else EngineError
-            )
-            kind = NoAnswer if response.is_server_error else rejected
-            raise kind(
-                f"{self.name}: {path} answered {response.status_code}: {response.text[:300]}"
-            )
+            problem = f"{self.name}: {path} answered {response.status_code}: {response.text[:300]}"
+            if response.is_server_error:
+                raise NoAnswer(problem)
+            if response.status_code == httpx.codes.BAD_REQUEST:
+                raise BadRequest(problem)
+            raise EngineError(problem)
         if not is_json:
             return response.text
         try:
@@ -159,7 +157,7 @@ class Server:
             ) from None
 
     async def prepare(self) -> bool:
-        """What a new process needs before its first request; it may use `request_once`. Nothing, unless overridden.
+        """Prepare a new process for its first request, with `request_once`; nothing, unless overridden.
 
         Returns whether this client prepared it, and not another rank's.
         """

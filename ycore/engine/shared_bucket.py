@@ -1,4 +1,4 @@
-"""Weights for an engine of the same machine through memory that both processes have: a bucket, filled again and again.
+"""Send weights to an engine of the same machine through shared memory: a bucket, filled again and again.
 
 On a device the bucket is memory of the device, which CUDA IPC opens in the engine's process, so that no weight crosses
 the bus. On a CPU it is a file in the run's shared memory, and all else is the same. (torch's own handles of CPU tensors
@@ -32,11 +32,12 @@ Entry = tuple[str, str, list[int], int]
 
 
 class Bucket:
-    """`handle`: what another process opens it by. `file`: what holds it on a CPU."""
+    """Memory that an engine opens by its `handle`; on a CPU it is in `file`."""
 
     def __init__(self, source: WeightSource, sums: Mapping[str, TensorSums], file: Path) -> None:
-        largest = max((one.num_bytes for one in sums.values()), default=0)
-        self._weights, self.num_bytes = source.weights, max(BUCKET_BYTES, largest)
+        largest = max((tensor.num_bytes for tensor in sums.values()), default=0)
+        self._weights = source.weights
+        self.num_bytes = max(BUCKET_BYTES, largest)
         if source.device.type == "cuda":
             self._memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=source.device)
             # Whoever reaches the engine's socket, which is the user's own, may call its worker: pickle adds nothing.
@@ -44,9 +45,8 @@ class Bucket:
             return
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(
-                descriptor, 0, self.num_bytes
-            )  # a full /dev/shm is an error here, and no signal later
+            # A full /dev/shm is an error here, and not a SIGBUS later.
+            os.posix_fallocate(descriptor, 0, self.num_bytes)
         except OSError as problem:
             raise SyncError(
                 f"a bucket of {self.num_bytes} bytes for weights: {problem.strerror}: {file}"
@@ -59,7 +59,7 @@ class Bucket:
         self.handle = str(file)
 
     def fill(self) -> Iterator[list[Entry]]:
-        """What is in the bucket, each time that it is full and at the end; the next one overwrites it."""
+        """Yield the entries of the bucket each time that it is full and at the end; the next ones overwrite them."""
         entries: list[Entry] = []
         end = 0
         for name, weight in self._weights():
@@ -78,7 +78,7 @@ class Bucket:
 
 
 def opened(handle: str, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """A bucket's memory, in the engine; SyncError where it is less than was said."""
+    """Open a bucket's memory in the engine; SyncError where it has fewer than `num_bytes`."""
     if device.type == "cuda":
         arguments = [*pickle.loads(base64.b64decode(handle))]
         arguments[_DEVICE] = device.index
@@ -93,7 +93,7 @@ def opened(handle: str, num_bytes: int, device: torch.device) -> torch.Tensor:
 def weights_in(
     memory: torch.Tensor, entries: Iterable[Entry]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Copies of the weights, since vLLM keeps what it is given until all of a layer is there."""
+    """Yield copies of the weights, since vLLM keeps them until it has all of a layer."""
     for name, dtype_name, shape, begin in entries:
         dtype: torch.dtype = getattr(torch, dtype_name)
         num_bytes = math.prod(shape) * dtype.itemsize

@@ -1,4 +1,4 @@
-"""What lets a model see: from a prompt and its pictures to token ids and pixels, the same for engine and trainer.
+"""Turn a prompt with pictures into token ids and pixels, the same for engine and trainer.
 
 A picture is one token in what a chat template writes, and as many as it has features in what the model reads.
 """
@@ -15,42 +15,45 @@ from ycore.types import Content, Prompt, in_blocks
 
 
 def image_token_ids(config: Mapping[str, Any]) -> list[int]:
-    """The tokens that stand for pictures or frames, by a model's config. None is ever written: nothing is behind it."""
-    found = (
-        config.get(f"{kind}_token_{name}")
-        for kind in ("image", "video")
-        for name in ("id", "index")
-    )
-    return sorted({one for one in found if isinstance(one, int)})
+    """Return the tokens that stand for pictures or frames, by a model's config; none of them may be sampled."""
+    keys = [f"{kind}_token_{name}" for kind in ("image", "video") for name in ("id", "index")]
+    return sorted({config[key] for key in keys if isinstance(config.get(key), int)})
 
 
 class Sight:
     """Example: `sight = load_sight(model, store, tokenizer)`, and then `sight.prompt_ids(prompt)`.
 
     Args:
-        processor: transformers' own of the model.
-        store: the pictures of the run.
-        template_arguments: further ones of the chat template.
+        processor: The model's processor of transformers.
+        store: The pictures of the run.
+        template_arguments: Further arguments of the chat template.
     """
 
     def __init__(
         self, processor: Any, store: ImageStore, template_arguments: Mapping[str, Any] | None = None
     ) -> None:
-        self.processor, self.store = processor, store
+        self.processor = processor
+        self.store = store
         self._template_arguments = dict(template_arguments or {})
         self._ids = lru_cache(maxsize=4096)(self._encoded)
 
     def text(self, content: Content) -> str:
-        """A prompt as its chat template writes it, with a token for each picture."""
-        how = {"add_generation_prompt": True, "tokenize": False, **self._template_arguments}
-        return str(self.processor.apply_chat_template(in_blocks(content), **how))
+        """Write a prompt with its chat template, with a token for each picture."""
+        return str(
+            self.processor.apply_chat_template(
+                in_blocks(content),
+                add_generation_prompt=True,
+                tokenize=False,
+                **self._template_arguments,
+            )
+        )
 
     def prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
-        """What the model reads."""
+        """Return the token ids that the model reads."""
         return self._ids(self.text(prompt.content), prompt.images)
 
     def short_ids(self, prompt: Prompt) -> tuple[int, ...]:
-        """The same with one token a picture, as vLLM takes it: longer ones it would lengthen once more."""
+        """Return the token ids with one token a picture; vLLM expands it."""
         return tuple(
             self.processor.tokenizer(self.text(prompt.content), add_special_tokens=False)[
                 "input_ids"
@@ -58,23 +61,23 @@ class Sight:
         )
 
     def inputs(self, prompts: Sequence[Prompt]) -> Any:
-        """What transformers' model takes of prompts with pictures, (B, P) token ids padded left, and their pixels."""
+        """Return the inputs of transformers' model: (B, P) token ids padded left, and the pixels of all pictures."""
         return self._processed(
-            [self.text(prompt.content) for prompt in prompts], [one.images for one in prompts]
+            [self.text(prompt.content) for prompt in prompts], [prompt.images for prompt in prompts]
         )
 
     def _encoded(self, text: str, images: tuple[Any, ...]) -> tuple[int, ...]:
         return tuple(self._processed([text], [images])["input_ids"][0].tolist())
 
     def _processed(self, texts: list[str], images: Sequence[Sequence[Any]]) -> Any:
-        pictures = [[self.store.open(one.sha256) for one in of_prompt] for of_prompt in images]
-        how = {
-            "add_special_tokens": False,
-            "padding": True,
-            "padding_side": "left",
-            "return_tensors": "pt",
-        }
-        return self.processor(text=texts, images=pictures, **how)
+        return self.processor(
+            text=texts,
+            images=[[self.store.open(image.sha256) for image in row] for row in images],
+            add_special_tokens=False,
+            padding=True,
+            padding_side="left",
+            return_tensors="pt",
+        )
 
 
 def load_sight(
@@ -85,7 +88,7 @@ def load_sight(
     trust_remote_code: bool = False,
     template_arguments: Mapping[str, Any] | None = None,
 ) -> Sight:
-    """The sight of a vision-language model, with this tokenizer; ModelError where it has no processor."""
+    """Load the processor of a vision-language model, with this tokenizer; ModelError where it has none."""
     from transformers import AutoProcessor, ProcessorMixin
 
     try:

@@ -1,4 +1,4 @@
-"""Engines that free their device for other engines and come back: vLLM's `/sleep` and `/wake_up`.
+"""Put engines to sleep, so that others may use their device, and wake them: vLLM's `/sleep` and `/wake_up`.
 
 Level 1 keeps the weights in host memory, level 2 drops them. A policy's weights are dropped, since new ones are sent
 anyway. A frozen model's are kept or read from disk again, whichever was measured to be cheaper. On waking, weights come
@@ -28,7 +28,7 @@ _CHANGING = ".between"  # suffix of the file while the engine falls asleep or wa
 
 
 def asleep_file(socket: Path) -> Path:
-    """The file that exists while the engine behind the socket sleeps; it holds the level."""
+    """Return the file that exists while the engine behind the socket sleeps; it holds the level."""
     return socket.with_suffix(".asleep")
 
 
@@ -58,10 +58,8 @@ class SleepingEngine:
         levels: SleepLevels | None = None,
     ) -> None:
         self._server = server
-        self._asleep, self._changing = (
-            asleep_file(server.socket),
-            server.socket.with_suffix(_CHANGING),
-        )
+        self._asleep = asleep_file(server.socket)
+        self._changing = server.socket.with_suffix(_CHANGING)
         self._refill = refill or partial(reload_from_disk, server)
         self._levels = levels
         self._sleep_s: float | None = None
@@ -73,9 +71,7 @@ class SleepingEngine:
             return
         began = time.perf_counter()
         level = DROP if self._levels is None else self._levels.choose()
-        if (
-            self._changing.exists()
-        ):  # a change was cut off; the deepest level where its file is empty
+        if self._changing.exists():  # a change was cut off; the deepest level if its file is empty
             level = max(level, int(self._changing.read_text() or DROP))
         self._changing.write_text(str(level))
         await self._server.request("POST", SLEEP.format(level=level))
@@ -88,9 +84,8 @@ class SleepingEngine:
         if not self._asleep.exists():
             return
         began, level = time.perf_counter(), int(self._asleep.read_text())
-        self._asleep.replace(
-            self._changing
-        )  # first: from now on the launcher restarts the engine if it has died
+        # First: from now on the launcher restarts the engine if it has died.
+        self._asleep.replace(self._changing)
         await self._server.request("POST", "/wake_up?tags=weights")
         self.has_weights = True
         if level == DROP:

@@ -28,7 +28,7 @@ class _Request(NamedTuple):
 
     @property
     def kind(self) -> tuple[bool, bool]:
-        """Greedy, and with pictures."""
+        """Whether it is greedy, and whether it has pictures."""
         return self.greedy, self.prompt is not None
 
 
@@ -83,13 +83,10 @@ class TransformersEngine(Engine):
         inputs = self._inputs(batch).to(self._model.device)
         sampling = self._sampling
         greedy = batch[0].greedy or sampling.temperature == 0
-        own = (
-            [self._model.device] if self._model.device.type == "cuda" else []
-        )  # by default every device, on each rank
-        with torch.random.fork_rng(devices=own), self._inference():
-            torch.manual_seed(
-                batch[0].seed
-            )  # the batch has one generator, seeded by its first request
+        # Without `devices`, fork_rng would touch every device on each rank.
+        devices = [self._model.device] if self._model.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), self._inference():
+            torch.manual_seed(batch[0].seed)  # one generator, seeded by the batch's first request
             outputs = self._model.generate(
                 **inputs,
                 max_new_tokens=max(request.max_tokens for request in batch),
@@ -110,7 +107,7 @@ class TransformersEngine(Engine):
         ]
 
     def _inputs(self, batch: Sequence[_Request]) -> Any:
-        """Token ids padded left, and the pixels of those that have pictures."""
+        """Return token ids padded left, with the pixels of prompts that have pictures."""
         prompts = [request.prompt for request in batch if request.prompt is not None]
         if not prompts:
             ids = [list(request.prompt_ids) for request in batch]
@@ -120,7 +117,7 @@ class TransformersEngine(Engine):
 
     @contextmanager
     def _inference(self) -> Iterator[None]:
-        """Evaluation mode without gradients; autocast as in the trainer, which keeps adapters in float32."""
+        """Use evaluation mode without gradients, and autocast as the trainer, which keeps adapters in float32."""
         was_training = self._model.training
         is_half = self._model.dtype == torch.bfloat16
         self._model.eval()

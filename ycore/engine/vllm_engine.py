@@ -18,7 +18,7 @@ from ycore.engine.server import Server
 from ycore.engine.shared_bucket import Bucket
 from ycore.engine.sight import Sight
 from ycore.engine.sleeping import SleepingEngine, reload_from_disk
-from ycore.engine.vllm_plugin import NOT_HELD
+from ycore.engine.vllm_plugin import NOT_LOADED
 from ycore.engine.weight_proof import (
     Piece,
     TensorSums,
@@ -77,8 +77,8 @@ class VllmEngine(Server, Engine):
         self._num_drafted = self._num_accepted = 0.0
         self._min_verified = min_verified
         self._weights: tuple[Path, int] | None = None  # folder, version
-        self._asked: set[str] = set()  # requests for completions without an answer
-        self._model = ROLLOUT  # what requests ask for; adapters are a model of their own, named by their version
+        self._request_ids: set[str] = set()  # of completions in flight
+        self._model = ROLLOUT  # adapters are a model of their own, named by their version
 
     async def complete(
         self,
@@ -106,11 +106,11 @@ class VllmEngine(Server, Engine):
             **sampling,
         }
         request["return_token_ids"] = True
-        self._asked.add(request_id)
+        self._request_ids.add(request_id)
         try:
             answer = await self.request("POST", "/v1/completions", request)
         finally:
-            self._asked.discard(request_id)
+            self._request_ids.discard(request_id)
         choice = answer["choices"][0]
         return Completion(
             token_ids=tuple(choice["token_ids"]),
@@ -134,14 +134,14 @@ class VllmEngine(Server, Engine):
 
     async def abort(self) -> None:
         """See `Engine`. A request that vLLM does not have yet goes on, and is aborted by the next call."""
-        if self._asked:  # vLLM's name of a request, for the only prompt in it
-            ids = [f"cmpl-{request_id}-0" for request_id in self._asked]
+        if self._request_ids:  # vLLM's name of a request, for the only prompt in it
+            ids = [f"cmpl-{request_id}-0" for request_id in self._request_ids]
             await self.request("POST", "/abort_requests", {"request_ids": ids})
 
     async def _complete_seen(
         self, prompt: Prompt, sampling: Mapping[str, Any], version: int
     ) -> Completion:
-        """A completion of a prompt with pictures, which go beside ids that have one token for each."""
+        """Sample a completion of a prompt with pictures, which go beside ids that have one token for each."""
         assert self._sight is not None
         urls = [self._sight.store.url(image.sha256) for image in prompt.images]
         request = {
@@ -154,7 +154,7 @@ class VllmEngine(Server, Engine):
         token_ids = tuple(choice["token_ids"])
         return Completion(
             token_ids=token_ids,
-            logprobs=tuple(one["logprob"] for one in choice["logprobs"]["content"]),
+            logprobs=tuple(token["logprob"] for token in choice["logprobs"]["content"]),
             text=str(self._sight.processor.tokenizer.decode(token_ids, skip_special_tokens=True)),
             finish_reason=choice["finish_reason"],
             policy_version=version,
@@ -169,9 +169,7 @@ class VllmEngine(Server, Engine):
         sums = read_manifest(folder, version=version)
         self._weights = folder, version
         self._model = f"{ROLLOUT}-{version}" if has_adapters(sums) else ROLLOUT
-        if (
-            not self.is_home
-        ):  # its home sends them; the next request's preparation checks that it has
+        if not self.is_home:  # the next request's preparation checks that the home has sent them
             self.prepare_again()
             self.version = version
         elif self._can_take_weights:
@@ -182,7 +180,7 @@ class VllmEngine(Server, Engine):
         return self._sleeping is None or self._sleeping.has_weights
 
     async def _refill(self) -> None:
-        """After a sleep: the weights that were sent last, or the model's own where none ever were."""
+        """Load the weights after a sleep: those that were sent last, or the model's own where none were."""
         if self._weights is None:
             await reload_from_disk(self)
         else:
@@ -191,10 +189,10 @@ class VllmEngine(Server, Engine):
     async def _sync(self, version: int) -> None:
         """Have the weights sent by the next request's preparation, and check the version by that request."""
         self.prepare_again()
-        held = (await self.request("GET", _WEIGHT_INFO))["weight_version"]
-        if held != str(version):
+        loaded = (await self.request("GET", _WEIGHT_INFO))["weight_version"]
+        if loaded != str(version):
             raise SyncError(
-                f"{self.name}: holds policy version {held}, not {version}, after the weights were sent"
+                f"{self.name}: holds policy version {loaded}, not {version}, after the weights were sent"
             )
         self.version = version
 
@@ -205,8 +203,8 @@ class VllmEngine(Server, Engine):
         folder, version = self._weights
         async with locked(self.socket.with_suffix(".loading")):
             if not self.is_home:
-                held = (await self.request_once("GET", _WEIGHT_INFO))["weight_version"]
-                if held == str(version):
+                loaded = (await self.request_once("GET", _WEIGHT_INFO))["weight_version"]
+                if loaded == str(version):
                     return False
             await self._send(folder, version)
         return True
@@ -214,7 +212,7 @@ class VllmEngine(Server, Engine):
     async def _send(self, folder: Path, version: int) -> None:
         """Have the process load the weights, and compare each tensor's sums with those read back from the model."""
         sums = read_manifest(folder, version=version)
-        sums = {name: one for name, one in sums.items() if not name.startswith(NOT_HELD)}
+        sums = {name: sums[name] for name in sums if not name.startswith(NOT_LOADED)}
         if has_adapters(sums):
             await self._load_adapters(folder)
             workers = await self._call("held_policy")
@@ -228,15 +226,13 @@ class VllmEngine(Server, Engine):
         except SyncError as error:
             raise SyncError(f"{self.name}: policy version {version}: {error}") from None
         await self.request_once("POST", "/reset_prefix_cache")
-        if (
-            self._sight is not None
-        ):  # what was seen with the weights before is still known by the pictures' hashes
+        if self._sight is not None:  # features of pictures are cached by the pictures' hashes
             await self.request_once("POST", "/reset_mm_cache")
             await self.request_once("POST", "/reset_encoder_cache")
         await self.request_once("POST", "/update_weight_version", {"new_version": str(version)})
 
     async def _call(self, method: str, **arguments: Any) -> list[list[Piece] | None]:
-        """A method of the process's workers; what each returns."""
+        """Call a method of the process's workers; return the result of each."""
         call = {"method": method, "kwargs": arguments}
         answers: list[list[Piece] | None] = (
             await self.request_once("POST", "/collective_rpc", call)
@@ -267,13 +263,13 @@ class VllmEngine(Server, Engine):
 
 def _counter(text: str, name: str) -> float:
     """Return a counter of speculative decoding from the text of `/metrics`; 0 where nothing was drafted yet."""
-    found = re.search(rf"^vllm:spec_decode_{name}_total\b.* (\S+)$", text, re.MULTILINE)
-    return float(found[1]) if found else 0.0
+    line = re.search(rf"^vllm:spec_decode_{name}_total\b.* (\S+)$", text, re.MULTILINE)
+    return float(line[1]) if line else 0.0
 
 
 @asynccontextmanager
 async def locked(file: Path) -> AsyncIterator[None]:
-    """A lock between processes; the kernel gives back one whose holder has died."""
+    """Hold a lock between processes; the kernel releases it when the holder dies."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         while True:
@@ -305,7 +301,7 @@ class VllmTeacher(Server):
 
 class VllmRewardModel(Server):
     async def logit(self, token_ids: Sequence[int]) -> float:
-        """The classifier's only logit, without an activation; NaN where it gives no number."""
+        """Return the classifier's only logit, without an activation; NaN where it gives no number."""
         # Without `use_activation: false` vLLM returns the logit's sigmoid.
         body: dict[str, Any] = {
             "model": REWARD_MODEL,

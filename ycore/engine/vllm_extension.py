@@ -1,4 +1,4 @@
-"""What vLLM loads into each worker through `--worker-extension-cls`; importing this module patches vLLM.
+"""Extend each of vLLM's workers (`--worker-extension-cls`); importing this module patches vLLM.
 
 On a CPU vLLM multiplies with packed copies of its weights and keeps no others. Two patches follow:
 1. A reload packs only the weights that the checkpoint names. An output head that is tied to the embedding is not named,
@@ -41,7 +41,7 @@ class PolicyWorker(Worker):
     """Mixed into a policy's worker; its methods are called by name, over `/collective_rpc`."""
 
     def load_policy(self: Any, weights_path: str) -> list[Piece]:
-        """Load the weights in a folder, tied ones included; returns `held_pieces` of the loaded model."""
+        """Load the weights in a folder, tied ones included; return `held_pieces` of the loaded model."""
         self.reload_weights(weights_path=weights_path)
         pack_heads(self.model_runner.get_model())
         return self.held_policy()  # type: ignore[no-any-return]
@@ -62,7 +62,7 @@ class PolicyWorker(Worker):
             torch.cuda.synchronize(self.bucket.device)
 
     def close_bucket(self: Any) -> list[Piece]:
-        """All weights have come; returns as `load_policy`."""
+        """Finish loading after the last bucket; return as `load_policy`."""
         self.bucket, model = None, self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(model, self.model_config)
@@ -72,7 +72,7 @@ class PolicyWorker(Worker):
         return self.held_policy()  # type: ignore[no-any-return]
 
     def held_policy(self: Any) -> list[Piece]:
-        """`held_pieces` of the model and of its adapters, if it has some."""
+        """Return `held_pieces` of the model and of its adapters, if it has some."""
         model, workers = self.model_runner.get_model(), self.parallel_config.tensor_parallel_size
         return held_pieces(model, dtype=self.model_config.dtype, workers=workers) + adapter_pieces(
             model
@@ -89,7 +89,7 @@ def pack_heads(model: Any) -> None:
 
 
 def held_pieces(model: Any, *, dtype: Any, workers: int = 1) -> list[Piece]:
-    """The checkpoint's names and the sums of every parameter of this dtype, for `weight_proof.check_read_back`.
+    """Return the checkpoint's names and the sums of every parameter of this dtype, for `weight_proof.check_read_back`.
 
     A tied head has the name of the embedding, and the sums of its own packed copy. With several workers, what is left
     out is a parameter of which it is not known how they divide it.
@@ -99,18 +99,15 @@ def held_pieces(model: Any, *, dtype: Any, workers: int = 1) -> list[Piece]:
     pieces: list[Piece] = []
     first_name: dict[int, str] = {}
     for module_name, module in model.named_modules():
-        for leaf, given in module.named_parameters(recurse=False):
-            name, parameter = f"{module_name}.{leaf}", given
+        for leaf, parameter in module.named_parameters(recurse=False):
+            name = f"{module_name}.{leaf}"
             if parameter.numel():
                 name = first_name.setdefault(parameter.data_ptr(), name)
-            if (
-                leaf == "bias" and parameter.dtype == torch.float32
-            ):  # a CPU keeps it so, and its value is the same
-                parameter = parameter.to(dtype)
+            if leaf == "bias" and parameter.dtype == torch.float32:
+                parameter = parameter.to(dtype)  # a CPU keeps it in float32, with the same value
             packed = PACKED_SUMS.get(module) if leaf == "weight" else None
-            is_known = (
-                workers == 1 or hasattr(module, "tp_rank") or leaf in ("weight", "bias")
-            )  # the latter: norms
+            is_norm = leaf in ("weight", "bias")
+            is_known = workers == 1 or hasattr(module, "tp_rank") or is_norm
             if parameter.dtype == dtype and is_known and (packed or parameter.numel()):
                 sums = packed or part_sums(parameter, parts_of(module))
                 names = checkpoint_names(name, fused_parts, renamed)
@@ -119,7 +116,7 @@ def held_pieces(model: Any, *, dtype: Any, workers: int = 1) -> list[Piece]:
 
 
 def adapter_pieces(model: Any) -> list[Piece]:
-    """The sums of the adapters that linear layers multiply with: those in vLLM's only place for adapters, the first."""
+    """Return the sums of the adapters that linear layers multiply with, in vLLM's first and only slot for adapters."""
     fused_parts = vars(type(model)).get("packed_modules_mapping") or {}
     pieces: list[Piece] = []
     for module_name, module in model.named_modules():
@@ -136,7 +133,7 @@ def adapter_pieces(model: Any) -> list[Piece]:
 
 
 def parts_of(layer: Any) -> list[Part]:
-    """What this worker's rows of a layer are in the checkpoint; nothing for a layer that every worker has whole.
+    """Return the checkpoint's place of this worker's rows of a layer; [] for a layer that every worker has whole.
 
     Workers divide the rows of each part of a layer, and those of an embedding. Where there are fewer KV heads than
     workers, several workers have the same keys and values.
@@ -158,32 +155,28 @@ def parts_of(layer: Any) -> list[Part]:
 
 
 def column_shard_of(layer: Any, leaf: str) -> int:
-    """Which of the shards side by side this worker has, of a layer whose columns the workers divide."""
+    """Return which column shard this worker has, of a layer whose columns the workers divide; else 0."""
     return int(layer.tp_rank) if leaf == "weight" and _divides_columns(layer) else 0
 
 
 def _divides_columns(layer: Any) -> bool:
-    size = getattr(
-        layer, "input_size_per_partition", None
-    )  # a tower's convolution has none, and no `tp_rank`
+    # A tower's convolution has neither this attribute nor `tp_rank`.
+    size = getattr(layer, "input_size_per_partition", None)
     return size is not None and size != layer.input_size
 
 
 def checkpoint_names(
     name: str, fused_parts: dict[str, list[str]], renamed: Mapping[str, str] = _AS_IT_IS
 ) -> list[str]:
-    """`a.qkv_proj.weight` is the checkpoint's `a.q_proj.weight`, `a.k_proj.weight` and `a.v_proj.weight`.
+    """Return `a.q_proj.weight`, `a.k_proj.weight` and `a.v_proj.weight` for `a.qkv_proj.weight`.
 
-    `renamed`: how names begin in the checkpoint, by how they begin here.
+    Args:
+        renamed: The beginnings of names in the checkpoint, by vLLM's.
     """
-    name = next(
-        (
-            theirs + name.removeprefix(ours)
-            for ours, theirs in renamed.items()
-            if name.startswith(ours)
-        ),
-        name,
-    )
+    for beginning, renamed_beginning in renamed.items():
+        if name.startswith(beginning):
+            name = renamed_beginning + name.removeprefix(beginning)
+            break
     *owner, module, leaf = name.replace(".base_layer.", ".").split(".")
     return [".".join([*owner, part, leaf]) for part in fused_parts.get(module, [module])]
 

@@ -1,10 +1,10 @@
-"""What vLLM loads into every process of a server (`vllm.general_plugins`); it acts only where ycore's environment says.
+"""Patch vLLM in every process of a server (`vllm.general_plugins`), only where ycore's environment says so.
 
-An engine core that is forked: on a CPU vLLM spawns it, so that it imports again what the server has. On one core of an
+Fork the engine core: on a CPU vLLM spawns it, so that it imports again what the server has. On one core of an
 AMD EPYC an engine of SmolLM2-135M starts in 17 s instead of 28 s. A fork is unsafe where torch has run on several
 threads; until then the server has not. vLLM's default is a fork too, but for CPUs.
 
-A server whose model sees, which serves LLaVA: vLLM 0.31 asks transformers for a function of Pixtral's that needs
+Serve LLaVA: vLLM 0.31 asks transformers for a function of Pixtral's that needs
 torchvision, also for LLaVA, which it does not; the same function is in the file that needs Pillow alone. And it knows a
 SigLIP tower's weights by names that transformers 5.17 does not write.
 """
@@ -16,23 +16,23 @@ import sys
 from importlib.util import find_spec
 
 FORKED = "YCORE_ENGINE_FORKS"
-"""In the environment of a server whose engine core is forked."""
+"""The environment variable of a server whose engine core is forked."""
 
 SIGHTED = "YCORE_ENGINE_SEES"
-"""In the environment of a server whose model sees."""
+"""The environment variable of a server whose model reads pictures."""
 
 SERVED = ("llava",)
-"""The families, by `model_type`, whose engines were held to the trainer."""
+"""The families of models that read pictures, by `model_type`, whose engines were compared with the trainer."""
 
 NAMES = {
     "vision_tower.vision_model.": "model.vision_tower.",
     "multi_modal_projector.": "model.multi_modal_projector.",
     "language_model.model.": "model.language_model.",
 }
-"""From how vLLM's names of LLaVA's weights begin to how the trainer's do."""
+"""The beginnings of LLaVA's weights' names: vLLM's, and the trainer's."""
 
-NOT_HELD = "model.vision_tower.post_layernorm."
-"""How the trainer's names of weights begin that vLLM leaves out: LLaVA takes what comes before that norm."""
+NOT_LOADED = "model.vision_tower.post_layernorm."
+"""The beginning of the names of weights that vLLM does not load: LLaVA takes features from before that norm."""
 
 _PIXTRAL = "transformers.models.pixtral.image_processing_pixtral"
 _OF_TOWER = ("embeddings.", "encoder.", "post_layernorm.", "head.")

@@ -1,4 +1,4 @@
-"""Proof that an engine holds the trainer's weights: sums of each tensor in which every number enters with its place.
+"""Prove that an engine holds the trainer's weights: sums of each tensor in which every number enters with its place.
 
 A sum is a polynomial hash (Karp and Rabin, 1987) modulo 2**64: row r counts B**r times. A second one counts columns.
 Permuted rows, swapped parts of a merged matrix and a transposed one have other sums. The sum of a shard that begins
@@ -36,11 +36,11 @@ class TensorSums:
 
 
 Piece = tuple[str, int, int, int, int, int]
-"""What an engine holds of a tensor: checkpoint name, first row, first column in words, width, sums of rows, columns."""
+"""A part of a tensor in an engine: checkpoint name, first row, first column in words, width, sums of rows, columns."""
 
 
 def tensor_sums(tensor: torch.Tensor) -> TensorSums:
-    """The sums of a tensor as a matrix `[rows, words]`; a vector has one column, and further dimensions are joined.
+    """Return the sums of a tensor as a matrix `[rows, words]`; a vector has one column, further dimensions are joined.
 
     A word has 64 bits, or one number where rows do not fill such words.
     """
@@ -67,9 +67,12 @@ def _powers(base: int, count: int, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The rows of a parameter that are of one of the checkpoint's tensors, of which they may be a shard.
+    """Rows of a parameter that are rows, or a shard of the rows, of one of the checkpoint's tensors.
 
-    `whole`: rows of that tensor. `first`: where in it these begin.
+    Attributes:
+        rows: The number of these rows.
+        whole: The number of that tensor's rows.
+        first: The first of these rows in that tensor.
     """
 
     rows: int
@@ -81,7 +84,7 @@ PartSums = tuple[Part, TensorSums]
 
 
 def part_sums(matrix: torch.Tensor, parts: Sequence[Part]) -> list[PartSums]:
-    """The sums of each part of a matrix; of the whole, as a tensor of its own, if the parts are not its rows."""
+    """Return the sums of each part of a matrix; of the whole matrix if the parts are not all of its rows."""
     if sum(part.rows for part in parts) != matrix.size(0):
         parts = [Part(matrix.size(0), matrix.size(0))]
     return list(
@@ -92,17 +95,16 @@ def part_sums(matrix: torch.Tensor, parts: Sequence[Part]) -> list[PartSums]:
 def pieces_of(
     names: Sequence[str], parts: Sequence[PartSums], *, column_shard: int = 0
 ) -> list[Piece]:
-    """The parts of a parameter as the checkpoint's tensors: one each, or all of them in one; none if neither fits.
+    """Name the parts of a parameter as the checkpoint's tensors: one each, or all in one; [] if neither fits.
 
-    `column_shard`: how many shards as wide as this one are to its left.
+    Args:
+        column_shard: The number of shards as wide as this one to its left.
     """
     if len(names) not in (1, len(parts)):
         return []
-    before = (
-        accumulate((part.whole for part, _ in parts), initial=0)
-        if len(names) == 1
-        else [0] * len(parts)
-    )
+    first_rows: Iterable[int] = [0] * len(parts)
+    if len(names) == 1:
+        first_rows = accumulate((part.whole for part, _ in parts), initial=0)
     return [
         (
             name,
@@ -112,22 +114,22 @@ def pieces_of(
             sums.rows,
             sums.columns,
         )
-        for name, row, (part, sums) in zip(cycle(names), before, parts, strict=False)
+        for name, row, (part, sums) in zip(cycle(names), first_rows, parts, strict=False)
     ]
 
 
 def write_manifest(folder: Path, version: int, sums: Mapping[str, TensorSums]) -> None:
-    tensors = {name: asdict(one) for name, one in sums.items()}
+    tensors = {name: asdict(tensor) for name, tensor in sums.items()}
     write_json_atomic(folder / _MANIFEST, {"version": version, "tensors": tensors})
 
 
 def remove_manifest(folder: Path) -> None:
-    """Before the weights change, as it is wrong from then on."""
+    """Remove the manifest before the weights change, as it is wrong from then on."""
     (folder / _MANIFEST).unlink(missing_ok=True)
 
 
 def read_manifest(folder: Path, *, version: int) -> dict[str, TensorSums]:
-    """Each tensor's sums by its checkpoint name; SyncError where the folder does not hold this version."""
+    """Return each tensor's sums by its checkpoint name; SyncError where the folder does not hold this version."""
     path = folder / _MANIFEST
     if not path.is_file():
         raise SyncError(
@@ -135,26 +137,25 @@ def read_manifest(folder: Path, *, version: int) -> dict[str, TensorSums]:
         )
     manifest = read_json(path)
     if manifest["version"] != version:
-        held = manifest["version"]
         raise SyncError(
-            f"stale weights: {folder} holds policy version {held}, and {version} was to be sent"
+            f"stale weights: {folder} holds policy version {manifest['version']}, and {version} was to be sent"
         )
-    return {name: TensorSums(**one) for name, one in manifest["tensors"].items()}
+    return {name: TensorSums(**tensor) for name, tensor in manifest["tensors"].items()}
 
 
 def has_adapters(sums: Iterable[str]) -> bool:
-    """Whether these are the names of adapters and their base, and not of merged weights."""
+    """Tell whether these are the names of adapters and their base, and not of merged weights."""
     return any(".lora_" in name for name in sums)
 
 
 def check_read_back(
-    sent: Mapping[str, TensorSums], held: Iterable[Piece], *, at_least: float = 1.0
+    sent: Mapping[str, TensorSums], pieces: Iterable[Piece], *, at_least: float = 1.0
 ) -> float:
-    """The verified share of the tensors that were sent: the lesser one of their number and of their bytes.
+    """Return the verified share of the tensors that were sent: the lesser of the shares by number and by bytes.
 
     Args:
-        held: What all workers of the engine hold. Pieces of one tensor at one place (a tied head beside its embedding,
-            a norm on every worker) must be equal; pieces at different places add up to the tensor.
+        pieces: The pieces of all workers of the engine. Pieces of one tensor at one place (a tied head beside its
+            embedding, a norm on every worker) must be equal; pieces at different places add up to the tensor.
         at_least: The share that must be verified. An engine may keep some tensors in a form without such a sum.
 
     Raises:
@@ -162,7 +163,7 @@ def check_read_back(
     """
     places: dict[str, dict[tuple[int, int], tuple[int, int]]] = {}
     differ: set[str] = set()
-    for name, row, column, width, rows, columns in held:
+    for name, row, column, width, rows, columns in pieces:
         if name in sent and width == sent[name].width:
             place = places.setdefault(name, {})
             if place.setdefault((row, column), (rows, columns)) != (rows, columns):
@@ -177,7 +178,7 @@ def check_read_back(
         raise SyncError(
             f"{len(differ)} of {len(sent)} tensors are not the trainer's after they were loaded: {listed}"
         )
-    num_bytes = sum(one.num_bytes for one in sent.values())
+    num_bytes = sum(tensor.num_bytes for tensor in sent.values())
     by_bytes = sum(sent[name].num_bytes for name in places) / num_bytes if num_bytes else 1.0
     share = min(by_bytes, len(places) / len(sent)) if sent else 0.0
     if share < at_least:

@@ -1,4 +1,4 @@
-"""The policy's weights on their way to an engine: written as a checkpoint, with sums of each tensor.
+"""Write the policy's weights for an engine as a checkpoint, with sums of each tensor.
 
 Names are the checkpoint's, adapters are merged, and all has one dtype. Adapters are merged into a copy of the base
 weights: merging in place and subtracting again loses a little of a bfloat16 base at every step. Sharded weights
@@ -33,16 +33,12 @@ from ycore.errors import SyncError
 
 NUM_FILES = 4  # written at the same time
 QUEUED_BYTES = 2**29  # of weights that wait to be written, unless one weight has more
-_DTYPES = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-}  # as safetensors names them
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+"""safetensors' names of dtypes."""
 _TILE = 2**19  # numbers of a weight that are merged at a time on a CPU: 2 MiB
 _ENTRY = 200  # bytes of a tensor's entry in a header, at most, beside its name
-_BASE_SUMS: WeakKeyDictionary[torch.nn.Module, dict[str, TensorSums]] = (
-    WeakKeyDictionary()
-)  # they are frozen
+_BASE_SUMS: WeakKeyDictionary[torch.nn.Module, dict[str, TensorSums]] = WeakKeyDictionary()
+"""The sums of each model's frozen base."""
 
 
 def write_weights(
@@ -92,18 +88,18 @@ def write_weights(
 
 
 def note_weights(model: torch.nn.Module, folder: Path, *, dtype: torch.dtype, version: int) -> int:
-    """Write the manifest alone, for engines that copy the weights from this process; the bytes of all weights."""
+    """Write the manifest alone, for engines that copy the weights from this process; return the bytes of all weights."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     remove_manifest(folder)
     sums = {name: tensor_sums(weight) for name, weight in engine_weights(model, dtype=dtype)}
     write_manifest(folder, version, sums)
-    return sum(one.num_bytes for one in sums.values())
+    return sum(tensor.num_bytes for tensor in sums.values())
 
 
 def write_adapters(
     model: torch.nn.Module, folder: Path, *, dtype: torch.dtype, version: int
 ) -> int:
-    """Write the policy's adapters into `folder` for an engine that has the base; their bytes. For whole weights only.
+    """Write the policy's adapters into `folder` for an engine that has the base; return their bytes. Not for shards.
 
     The manifest has the sums of the adapters and of the base. The scale is in B, and ranks are padded with zeros, so
     that an engine holds every number as it is sent.
@@ -129,24 +125,16 @@ def write_adapters(
             raise SyncError(
                 f"engine.sync=adapter sends plain LoRA of linear layers, and {owner} has another kind"
             )
-        down, up = (
-            layer.lora_A[name].weight.detach(),
-            layer.lora_B[name].weight.detach() * layer.scaling[name],
-        )
+        down = layer.lora_A[name].weight.detach()
+        up = layer.lora_B[name].weight.detach() * layer.scaling[name]
         pad = engine_rank(len(down)) - len(down)
         tensors[f"{owner}.lora_A.weight"] = torch.nn.functional.pad(down, (0, 0, 0, pad)).to(
             "cpu", dtype
         )
         tensors[f"{owner}.lora_B.weight"] = torch.nn.functional.pad(up, (0, pad)).to("cpu", dtype)
-    trained = [
-        name
-        for name, weight in base.named_parameters()
-        if weight.requires_grad and ".lora_" not in name
-    ]
-    if trained := [name for name in trained if not name.startswith("critic.")]:
-        raise SyncError(
-            f"engine.sync=adapter sends adapters alone, and {trained[0]} is trained too"
-        )
+    for name, weight in base.named_parameters():
+        if weight.requires_grad and ".lora_" not in name and not name.startswith("critic."):
+            raise SyncError(f"engine.sync=adapter sends adapters alone, and {name} is trained too")
     if model not in _BASE_SUMS:
         _BASE_SUMS[model] = {
             name: tensor_sums(weight)
@@ -155,7 +143,7 @@ def write_adapters(
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     remove_manifest(folder)
     save_file(
-        {f"base_model.model.{name}": one for name, one in tensors.items()},
+        {f"base_model.model.{name}": tensor for name, tensor in tensors.items()},
         folder / "adapter_model.safetensors",
     )
     rank = max(tensor.size(0) for name, tensor in tensors.items() if name.endswith("lora_A.weight"))
@@ -168,11 +156,8 @@ def write_adapters(
         "bias": "none",
     }
     (folder / "adapter_config.json").write_text(json.dumps(config))
-    write_manifest(
-        folder,
-        version,
-        _BASE_SUMS[model] | {name: tensor_sums(one) for name, one in tensors.items()},
-    )
+    adapter_sums = {name: tensor_sums(tensor) for name, tensor in tensors.items()}
+    write_manifest(folder, version, _BASE_SUMS[model] | adapter_sums)
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
@@ -188,8 +173,9 @@ class _File:
     def add(
         self, name: str, weight: torch.Tensor, sums: dict[str, TensorSums]
     ) -> Callable[[], None]:
-        """Place the weight in the file, and begin to copy it to the host; the result writes it and adds its sums."""
-        begin, self.end = self.end, self.end + weight.nbytes
+        """Place the weight in the file and begin to copy it to the host; return a function that writes it and its sums."""
+        begin = self.end
+        self.end += weight.nbytes
         offsets = [begin - self._start, self.end - self._start]
         self._entries[name] = {
             "dtype": _DTYPES[weight.dtype],
@@ -208,7 +194,7 @@ class _File:
         return write
 
     def finish(self) -> int:
-        """Write the header; the bytes of the weights."""
+        """Write the header; return the bytes of the weights."""
         header = json.dumps(self._entries, separators=(",", ":")).encode().ljust(self._start - 8)
         os.truncate(self.descriptor, self.end)
         os.pwrite(self.descriptor, header, 8)
@@ -217,7 +203,7 @@ class _File:
 
 
 def copied_to_host(weight: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
-    """The weight in host memory, and what waits for it. Pinned memory is filled while the device goes on."""
+    """Return the weight in host memory, and a function that waits for it; the device goes on meanwhile."""
     if not weight.is_cuda:
         return weight.cpu(), lambda: None
     host = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=True)
@@ -249,10 +235,13 @@ def save_merged(model: PeftModel, folder: Path, *, dtype: torch.dtype, writes: b
 def engine_weights(
     model: torch.nn.Module, *, dtype: torch.dtype, writes: bool = True, merges: bool = True
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight with its checkpoint name, adapters merged, on its device; tied ones once, under their first name.
+    """Yield every weight with its checkpoint name, adapters merged, on its device; tied ones once, by their first name.
 
-    What is given may be the policy's own memory: it must be read before the policy changes. `writes=False` gives
-    nothing, and does a rank's part in gathering. `merges=False` leaves the adapters out.
+    A tensor may be the policy's own memory: it must be read before the policy changes.
+
+    Args:
+        writes: False yields nothing, and does a rank's part in gathering.
+        merges: False leaves the adapters out.
     """
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     layers = base.named_modules() if merges else ()
@@ -261,9 +250,7 @@ def engine_weights(
     for name, parameter in base.named_parameters(remove_duplicate=False):
         if ".lora_" in name or ".modules_to_save." in name or id(parameter) in seen:
             continue
-        if name.startswith(
-            "critic."
-        ):  # of PPO; it is the trainer's own, and lies here where all weights train
+        if name.startswith("critic."):  # PPO's, which is the trainer's own
             continue
         seen.add(id(parameter))
         owner, _, leaf = name.partition(".base_layer.")
@@ -276,7 +263,7 @@ def engine_weights(
         with _gathered([parameter, *adapters]):
             if not writes and not isinstance(parameter, DTensor):
                 continue
-            if getattr(parameter, "quant_state", None) is not None:  # of bitsandbytes
+            if getattr(parameter, "quant_state", None) is not None:  # bitsandbytes
                 weight = _dequantised(parameter)
             else:
                 weight = _unsharded(parameter.detach())
@@ -290,13 +277,12 @@ def engine_weights(
 
 
 def _dequantised(parameter: Any) -> torch.Tensor:
-    """What the trainer multiplies with in place of a weight that bitsandbytes holds in 4 bits."""
+    """Return the weight that the trainer multiplies with, of one that bitsandbytes holds in 4 bits."""
     from bitsandbytes import functional
 
     data, state = parameter.data, copy.copy(parameter.quant_state)
-    if getattr(
-        state, "packing_format_for_cpu", False
-    ):  # by the first forward; its scales are no longer in 8 bits
+    if getattr(state, "packing_format_for_cpu", False):
+        # The first forward has packed it; its scales are no longer in 8 bits.
         state.original_nested = False
         data, state = functional._convert_weight_packed_for_cpu_inverse(data, state)
         state.absmax = state.absmax.T.reshape(-1).float()
@@ -305,7 +291,7 @@ def _dequantised(parameter: Any) -> torch.Tensor:
 
 
 def _gathered(parameters: list[torch.nn.Parameter]) -> AbstractContextManager[None]:
-    """ZeRO-3's shards of these parameters, whole on every rank."""
+    """Gather ZeRO-3's shards of these parameters on every rank."""
     sharded = [parameter for parameter in parameters if "ds_id" in vars(parameter)]
     if not sharded:
         return nullcontext()
@@ -321,38 +307,30 @@ def _unsharded(weight: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _merged(layer: LoraLayer, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The weight with the active adapters' products added in float32 (LoRA, arXiv 2106.09685).
+    """Add the active adapters' products to the weight in float32 (LoRA, arXiv 2106.09685).
 
     On a CPU by tiles of rows that stay in its cache, 13 times as fast as whole: most of that were page faults.
     """
     factors = []
     for name in layer.active_adapters:
         if name in layer.lora_A:
-            factors.append(
-                (layer.lora_B[name].weight, layer.lora_A[name].weight, layer.scaling[name])
-            )
+            left, right = layer.lora_B[name].weight, layer.lora_A[name].weight
         elif name in layer.lora_embedding_A:
-            factors.append(
-                (
-                    layer.lora_embedding_A[name].T,
-                    layer.lora_embedding_B[name].T,
-                    layer.scaling[name],
-                )
-            )
-    whole = [
-        (_unsharded(left).float(), _unsharded(right).float(), scale)
-        for left, right, scale in factors
-    ]
-    if getattr(layer, "fan_in_fan_out", False) and layer.lora_A:
-        whole = [(right.T, left.T, scale) for left, right, scale in whole]
-    if whole:  # where the adapters are: frozen weights may be in host memory
-        weight = weight.to(whole[0][0].device, non_blocking=True)
+            left, right = layer.lora_embedding_A[name].T, layer.lora_embedding_B[name].T
+        else:
+            continue
+        left, right = _unsharded(left).float(), _unsharded(right).float()
+        if getattr(layer, "fan_in_fan_out", False) and layer.lora_A:
+            left, right = right.T, left.T
+        factors.append((left, right, layer.scaling[name]))
+    if factors:  # where the adapters are: frozen weights may be in host memory
+        weight = weight.to(factors[0][0].device, non_blocking=True)
     merged = torch.empty_like(weight, dtype=dtype)
     rows = max(1, _TILE // weight.size(1)) if weight.is_cpu else len(weight)
     for first in range(0, len(weight), rows):
-        held = slice(first, first + rows)
-        tile = weight[held].float()
-        for left, right, scale in whole:
-            tile = tile.addmm(left[held], right, alpha=scale)
-        merged[held] = tile
+        tile_rows = slice(first, first + rows)
+        tile = weight[tile_rows].float()
+        for left, right, scale in factors:
+            tile = tile.addmm(left[tile_rows], right, alpha=scale)
+        merged[tile_rows] = tile
     return merged

@@ -35,8 +35,8 @@ def _evaluate(root: Path) -> None:
 
     parts = assemble(root)
     config = parts.config
-    model = None if config.pairs or parts.kind.has_servers else load_policy(parts)
-    controller = parts.controller([] if config.pairs else parts.engines(model))
+    model = None if config.given_pairs or parts.kind.has_servers else load_policy(parts)
+    controller = parts.controller([] if config.given_pairs else parts.engines(model))
     recorded: list[tuple[str, float]] = []
     controller.record = lambda name, value: recorded.append((name, value))
     on_stop(controller.stop.set)
@@ -47,7 +47,7 @@ def _evaluate(root: Path) -> None:
     finally:
         controller.close()
     result: dict[str, float]
-    if config.pairs:
+    if config.given_pairs:
         result = {"num_pairs": len(groups)} | pair_figures(groups, config)
         result |= _position_bias(recorded)
     else:

@@ -167,9 +167,12 @@ def weight_limit(config: "RunConfig") -> float | None:
         name = f"vllm_importance_sampling_{name}"
         return config.trl.get(name, fields_of("GRPOConfig")[name].default)
 
-    masks = config.trust_region in ("clip", "clip-completion") and config.loss_from == "grpo"
     limit = setting("clip_max")
-    if not masks or not setting("correction") or setting("mode") != "sequence_mask":
+    if (
+        not config.masks_whole_completions
+        or not setting("correction")
+        or setting("mode") != "sequence_mask"
+    ):
         return None
     return None if limit is None else float(limit)
 

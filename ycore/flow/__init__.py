@@ -4,7 +4,10 @@ from ycore.config.algorithms import AlgorithmFamily
 
 FAMILY = AlgorithmFamily(
     name="flow",
-    resolve="ycore.flow.flow_settings:resolve_flow",
+    config_class="ycore.flow.flow_settings:FlowConfig",
+    model="flow-digits",
+    dataset="prompts.jsonl",
+    reward="rewards.py:score",
     run="ycore.flow.flow_run:FlowRun",
     model_source="ycore.flow.flow_folder:flow_model_source",
     command="ycore_cli.flow:flow",

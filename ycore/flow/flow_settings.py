@@ -1,12 +1,10 @@
-"""The settings of `ycore flow`, validated, and where their values come from: a recipe, then `--set`, then options."""
+"""The settings of `ycore flow`, validated."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from ycore.config.problems import declared_error
-from ycore.config.resolve import as_reward, default_output, merge, parse_sets, set_key
 from ycore.config.schema import (
     Count,
     LoraSettings,
@@ -56,6 +54,10 @@ class FlowSettings(Strict):
     batch: Positive = 64  # pictures that the network takes at once
 
 
+_NOT_TAKEN: Mapping[str, Any] = {"quantize": None, "accelerate": None, "trust_remote_code": False}
+_OF_TRACKERS = ("report_to", "project")
+
+
 class FlowConfig(ScoredConfig):
     """A run of `ycore flow`. Its `eval_rewards` are the held-out judge: measured, never trained on."""
 
@@ -81,95 +83,57 @@ class FlowConfig(ScoredConfig):
         """Steps from one measurement to the next."""
         return self.eval_every or a_fifth(self.steps)
 
-
-def resolve_flow(
-    *,
-    recipe: Mapping[str, Any] | None = None,
-    sets: Sequence[str] = (),
-    options: Mapping[str, Any] | None = None,
-    run_name: str | None = None,
-) -> FlowConfig:
-    """One validated config; ConfigError where a key is wrong, or two contradict each other."""
-    plain, indexed = parse_sets(sets)
-    merged: dict[str, Any] = {}
-    for layer in (recipe or {}, plain, options or {}):
-        merged = merge(merged, layer)
-    for key in ("rewards", "eval_rewards"):
-        if isinstance(merged.get(key), list):
-            merged[key] = [as_reward(item) for item in merged[key]]
-    for path, value in indexed:
-        set_key(merged, path, value)
-    for key, option in (
-        ("model", "flow-digits"),
-        ("dataset", "prompts.jsonl"),
-        ("rewards", "rewards.py:score"),
-    ):
-        if not merged.get(key):
-            said = f"--{key.removesuffix('s')} {option}"
-            raise ConfigError(f"no {key} given; say e.g. {said}, or --recipe digits")
-    if "output" not in merged:
-        merged |= default_output(merged, run_name)
-    try:
-        config = FlowConfig.model_validate(merged)
-    except ValidationError as problem:
-        raise declared_error(problem, merged, what="ycore flow", model=FlowConfig) from None
-    _check(config)
-    return config
-
-
-_NOT_TAKEN: Mapping[str, Any] = {"quantize": None, "accelerate": None, "trust_remote_code": False}
-_OF_TRACKERS = ("report_to", "project")
-
-
-def _check(config: FlowConfig) -> None:
-    flow = config.flow
-    for key, default in _NOT_TAKEN.items():
-        if getattr(config, key) != default:
-            raise ConfigError(
-                f"ycore flow takes no {key}, and it is {getattr(config, key)!r}; leave it out"
-            )
-    for field in config.trl:
-        if field not in _OF_TRACKERS:
-            raise ConfigError(
-                f"ycore flow takes {' and '.join(_OF_TRACKERS)} of TRL's fields, not {field}; leave it out"
-            )
-    if config.lora is not None and config.lora != LoraSettings(
-        r=config.lora.r, alpha=config.lora.alpha, target_modules=config.lora.target_modules
-    ):
-        raise ConfigError("lora.dropout would make sampler and trainer disagree; leave it at 0")
-    is_noisy = flow.sampler in ("sde", "dance", "cps")
-    if flow.method == "grpo" and (flow.noise == 0 or (flow.sampler is not None and not is_noisy)):
-        given = (
-            f"flow.noise is {flow.noise:g}"
-            if flow.noise == 0
-            else f"flow.sampler is {flow.sampler}"
-        )
-        raise ConfigError(
-            f"--method grpo compares densities of steps, which only steps with noise have, and {given}; "
-            "say --set flow.sampler=sde --set flow.noise=0.7, or take --method nft"
-        )
-    if flow.sampler == "cps" and flow.noise > 1:
-        raise ConfigError(
-            f"flow.noise of cps is a share, 1 at most; it is {flow.noise:g}; e.g. --set flow.noise=0.5"
-        )
-    if flow.method == "nft" and flow.window is not None:
-        raise ConfigError("flow.window is of --method grpo, and this is nft; leave it out")
-    if flow.window is not None and flow.window >= flow.steps:
-        raise ConfigError(
-            f"flow.window must be below flow.steps, {flow.steps}, whose last step has no noise; it is {flow.window}"
-        )
-    for key in ("curriculum", "max_staleness", "oversample"):
-        if getattr(config.sampling, key) != SamplingSettings.model_fields[key].default:
-            raise ConfigError(f"ycore flow takes no sampling.{key}; leave it out")
-    for spec in (*config.rewards, *config.eval_rewards):
-        if ":" not in spec.reward or spec.reward.startswith(
-            ("rm:", "teacher:", "agrees:", "task:")
+    def check(self) -> None:
+        flow = self.flow
+        for key, default in _NOT_TAKEN.items():
+            if getattr(self, key) != default:
+                raise ConfigError(
+                    f"ycore flow takes no {key}, and it is {getattr(self, key)!r}; leave it out"
+                )
+        for field in self.trl:
+            if field not in _OF_TRACKERS:
+                raise ConfigError(
+                    f"ycore flow takes {' and '.join(_OF_TRACKERS)} of TRL's fields, not {field}; leave it out"
+                )
+        if self.lora is not None and self.lora != LoraSettings(
+            r=self.lora.r, alpha=self.lora.alpha, target_modules=self.lora.target_modules
         ):
-            raise ConfigError(
-                "a reward of ycore flow is a function of images, file.py:function or package.module:function, or "
-                f"judge:FILE.yaml; it is {spec.reward!r}{nearest(spec.reward, [])}"
+            raise ConfigError("lora.dropout would make sampler and trainer disagree; leave it at 0")
+        is_noisy = flow.sampler in ("sde", "dance", "cps")
+        if flow.method == "grpo" and (
+            flow.noise == 0 or (flow.sampler is not None and not is_noisy)
+        ):
+            given = (
+                f"flow.noise is {flow.noise:g}"
+                if flow.noise == 0
+                else f"flow.sampler is {flow.sampler}"
             )
-        if spec.constraint:
             raise ConfigError(
-                f"ycore flow has no constraints, and {spec.reward} is one; leave constraint out"
+                f"--method grpo compares densities of steps, which only steps with noise have, and {given}; "
+                "say --set flow.sampler=sde --set flow.noise=0.7, or take --method nft"
             )
+        if flow.sampler == "cps" and flow.noise > 1:
+            raise ConfigError(
+                f"flow.noise of cps is a share, 1 at most; it is {flow.noise:g}; e.g. --set flow.noise=0.5"
+            )
+        if flow.method == "nft" and flow.window is not None:
+            raise ConfigError("flow.window is of --method grpo, and this is nft; leave it out")
+        if flow.window is not None and flow.window >= flow.steps:
+            raise ConfigError(
+                f"flow.window must be below flow.steps, {flow.steps}, whose last step has no noise; it is {flow.window}"
+            )
+        for key in ("curriculum", "max_staleness", "oversample"):
+            if getattr(self.sampling, key) != SamplingSettings.model_fields[key].default:
+                raise ConfigError(f"ycore flow takes no sampling.{key}; leave it out")
+        for spec in (*self.rewards, *self.eval_rewards):
+            if ":" not in spec.reward or spec.reward.startswith(
+                ("rm:", "teacher:", "agrees:", "task:")
+            ):
+                raise ConfigError(
+                    "a reward of ycore flow is a function of images, file.py:function or package.module:function, or "
+                    f"judge:FILE.yaml; it is {spec.reward!r}{nearest(spec.reward, [])}"
+                )
+            if spec.constraint:
+                raise ConfigError(
+                    f"ycore flow has no constraints, and {spec.reward} is one; leave constraint out"
+                )

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ycore.config.learner_rules import AGREES
-from ycore.config.schema import RewardConfig, RunConfig
+from ycore.config.schema import AGREES, RewardConfig, RunConfig
 from ycore.data.prompts import PromptSet
 from ycore.errors import ConfigError, RewardError
 from ycore.judge.declaration import JsonVerdict, Judge, ScoreVerdict

@@ -11,10 +11,18 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
-from ycore.config.learner_rules import AGREES, TEACHER
 from ycore.config.problems import declared_error
 from ycore.config.recipe_files import SUFFIXES, parse_yaml, read_yaml_file
-from ycore.config.schema import Positive, RewardConfig, RunConfig, ScoredConfig, Strict, Width
+from ycore.config.schema import (
+    AGREES,
+    TEACHER,
+    Positive,
+    RewardConfig,
+    RunConfig,
+    ScoredConfig,
+    Strict,
+    Width,
+)
 from ycore.errors import ConfigError, RewardError, nearest
 from ycore.judge.declaration import POLICY_BASE, Judge, Served
 from ycore.run.paths import RunFolder

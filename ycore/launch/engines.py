@@ -164,7 +164,7 @@ def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch) -> EnginePlan:
     kind, note = choose_kind(config.engine.kind, family=family)
     if not kind.has_servers:
         return EnginePlan(kind, length, note)
-    if config.pairs:
+    if config.given_pairs:
         note = f"scoring the answers of each row with {kind.name}"
     models, slots, sharing = arrange(
         config, site, lambda name: facts_here(str(fetch(name)), name=name)

@@ -69,7 +69,9 @@ def _driver_answers() -> bool:
 def _present_gpus() -> Iterator[Gpu]:
     driver = str(pynvml.nvmlSystemGetDriverVersion())
     for index in range(pynvml.nvmlDeviceGetCount()):
-        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        handle = _ask(pynvml.nvmlDeviceGetHandleByIndex, index)
+        if handle is None:  # the device has fallen off the bus
+            continue
         memory = _ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
         gpu = Gpu(
             id=str(index),

@@ -148,7 +148,7 @@ class LocalRun:
         say(plan.note + (", starting ..." if plan.engines else ""))
         write_json_atomic(folder.engines, {**plan.as_json(), **facts})
         engines = start_engines(
-            plan.all_engines(with_policy=not config.pairs),
+            plan.all_engines(with_policy=not config.given_pairs),
             folder,
             health_timeout_s=settings.health_timeout_s,
             start_timeout_s=settings.start_timeout_s,

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ycore.config.batch import BatchPlan, derive_batch
-from ycore.config.learner_rules import check_learner
 from ycore.config.schema import RunConfig
 from ycore.engine.commands import check_arguments
 from ycore.engine.kinds import EngineKind, choose_kind
@@ -147,7 +146,7 @@ def _check_in_process(config: RunConfig, site: Site, kind: EngineKind) -> None:
 
 def check_described(config: RunConfig, fleet: Fleet, *, known: FactsOf = facts_here) -> None:
     """Check a run on described devices, or on cores of this machine with the packages that are installed here."""
-    check_learner(config)
+    config.check()
     device = fleet.device
     machine = described(fleet)
     config = on_machine(config, machine)

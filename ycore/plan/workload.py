@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ycore.config.batch import derive_batch
-from ycore.config.learner_rules import teaches_alone
 from ycore.config.schema import Offload, RunConfig
 from ycore.errors import ConfigError
 from ycore.placement.placement import JUDGE, REWARD_MODEL, ROLLOUT, TEACHER, Kind
@@ -158,7 +157,7 @@ def workload_of(
     """
     context = policy.context_length or MAX_CONTEXT
     prompt_tokens = prompt_tokens or PROMPT_TOKENS + policy.image_tokens
-    is_dynamic = config.sampling.dynamic and not teaches_alone(config)
+    is_dynamic = config.sampling.dynamic and not config.teaches_alone
     return Workload(
         policy=policy,
         prompts_per_step=config.prompts_per_step,
@@ -172,7 +171,7 @@ def workload_of(
         bytes_per_value=4 if config.dtype == "float32" else 2,
         draws=_DYNAMIC_DRAWS if is_dynamic else 1.0,
         has_reference=bool(config.trl.get("beta")),
-        has_critic=config.critic is not None,
+        has_critic=config.has_critic,
         judge=judge,
         judge_role=judge_role,
         judge_prompt_tokens=PROMPT_TOKENS if judge_role == JUDGE else prompt_tokens,

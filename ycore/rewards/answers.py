@@ -15,24 +15,23 @@ _PLAIN_NUMBER = re.compile(rf"[-+]?\s?\$?(?:{_DIGITS}(?:\.\d*)?|\.\d+)(?:[eE][-+
 _CLOSING = " \t\r\n.,;:!?*_`'\")]}$"
 
 
-def text_of(completion: Content) -> str:
-    """A plain completion itself, or the content of a chat completion's last message."""
+def completion_text(completion: Content) -> str:
+    """Return a plain completion itself, or the text of a chat completion's last message."""
     if isinstance(completion, str):
         return completion
+    # Chat templates allow typed parts, and None where a message only calls a tool.
     content: Any = completion[-1].get("content") if completion else ""
-    if isinstance(
-        content, list
-    ):  # chat templates allow typed parts, and None where a message only calls a tool
+    if isinstance(content, list):
         return "".join(part["text"] for part in content if part.get("type") == "text")
     return content if isinstance(content, str) else ""
 
 
 def answer_text(completion: Content) -> str:
-    """What a completion gives as its answer: what follows the thinking, or the last `<answer>` in it.
+    """Return a completion's answer: the text after the thinking, or the last `<answer>` in it.
 
     A `<think>` that never ends gives no answer: an empty text.
     """
-    after = _after_thinking(text_of(completion))
+    after = _after_thinking(completion_text(completion))
     # Searched from the end, not by a regular expression: ten thousand unclosed tags must not cost a deadline.
     tagged, closing, _ = after.rpartition("</answer>")
     return (tagged.rpartition("<answer>")[2] if closing else after).strip()
@@ -44,16 +43,22 @@ def without_thinking(completion: Content) -> Content:
         return _after_thinking(completion)
     if not completion:
         return []
-    return [*completion[:-1], {**completion[-1], "content": _after_thinking(text_of(completion))}]
+    return [
+        *completion[:-1],
+        {**completion[-1], "content": _after_thinking(completion_text(completion))},
+    ]
 
 
 def final_answer(text: str) -> str:
-    """What a completion ends on, so that two that give the same answer are equal: a formula in a box, the last number,
-    or the last line without regard to case and closing punctuation."""
+    """Return a completion's answer in a form that is equal for equal answers.
+
+    It is a formula in a box, the last number, or the last line without regard to case and closing punctuation.
+    """
     answer = answer_text(text)
     boxed = answer.rpartition("\\boxed{")[2]
     if boxed != answer:
-        depth, end = 1, 0
+        depth = 1
+        end = 0
         while end < len(boxed) and depth:
             depth += {"{": 1, "}": -1}.get(boxed[end], 0)
             end += 1
@@ -62,22 +67,24 @@ def final_answer(text: str) -> str:
             return " ".join(answer.casefold().split())
     numbers = numbers_in(answer)
     lines = answer.rstrip(_CLOSING).splitlines()
-    return str(numbers[-1].normalize()) if numbers else _folded(lines[-1]) if lines else ""
+    if numbers:
+        return str(numbers[-1].normalize())
+    return _folded(lines[-1]) if lines else ""
 
 
 def gold_of(answer: Any) -> str:
-    """A row's right answer as text: what follows the last `####`, with which GSM8K's worked solutions end."""
+    """Return a row's right answer as text: what follows the last `####`, with which GSM8K's worked solutions end."""
     return "" if answer is None else str(answer).rpartition("####")[2].strip()
 
 
 def number_of(text: str) -> Decimal | None:
-    """The number that the whole text is (`-4`, `1,234`, `$5`, `20%`, `7.`), or None."""
+    """Return the number that the whole text is (`-4`, `1,234`, `$5`, `20%`, `7.`), or None."""
     text = text.strip().replace("\N{MINUS SIGN}", "-")
     return _to_decimal(text) if _PLAIN_NUMBER.fullmatch(text) else None
 
 
 def numbers_in(text: str) -> list[Decimal]:
-    """Every number of a text, in order."""
+    """Return every number of a text, in order."""
     return [_to_decimal(match) for match in _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))]
 
 

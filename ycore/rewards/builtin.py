@@ -21,12 +21,12 @@ from ycore.config.schema import RewardConfig, Strict
 from ycore.errors import RewardError
 from ycore.rewards.answers import (
     answer_text,
+    completion_text,
     gives,
     gold_of,
     holds,
     number_of,
     numbers_in,
-    text_of,
     without_thinking,
 )
 from ycore.types import Content
@@ -91,11 +91,13 @@ def numeric_answer(
         raise ValueError(f"tolerance must be 0 or more: {tolerance}")
     scores: Rewards = []
     for completion, row_answer in zip(completions, answer, strict=True):
-        right, given = number_of(gold_of(row_answer)), numbers_in(answer_text(completion))
-        allowed = Decimal(str(tolerance)) * max(Decimal(1), abs(right or Decimal(0)))
-        scores.append(
-            None if right is None else float(bool(given) and abs(given[-1] - right) <= allowed)
-        )
+        right = number_of(gold_of(row_answer))
+        numbers = numbers_in(answer_text(completion))
+        if right is None:
+            scores.append(None)
+            continue
+        allowed = Decimal(str(tolerance)) * max(Decimal(1), abs(right))
+        scores.append(float(bool(numbers) and abs(numbers[-1] - right) <= allowed))
     return scores
 
 
@@ -117,7 +119,7 @@ def gym(
     gym_entry: list[str],
     **_columns: Any,
 ) -> Rewards:
-    """The score of reasoning-gym's own scorer of the task."""
+    """Return the score of reasoning-gym's own scorer of the task."""
     rows = zip(completions, gym_task, gym_entry, strict=True)
     return [
         _gym_score(answer_text(completion), task, json.loads(entry))
@@ -148,16 +150,17 @@ def ifeval(
         else checker.test_instruction_following_strict
     )
     scores: Rewards = []
-    for prompt, completion, names, given in zip(
+    for prompt, completion, names, arguments in zip(
         prompts, completions, instruction_id_list, kwargs, strict=True
     ):
         row = checker.InputExample(
-            key=0, instruction_id_list=names, prompt=text_of(prompt), kwargs=given
+            key=0, instruction_id_list=names, prompt=completion_text(prompt), kwargs=arguments
         )
-        followed = check(row, text_of(without_thinking(completion))).follow_instruction_list
-        scores.append(
-            None if not followed else fmean(followed) if score == "share" else float(all(followed))
-        )
+        followed = check(row, completion_text(without_thinking(completion))).follow_instruction_list
+        if not followed:
+            scores.append(None)
+        else:
+            scores.append(fmean(followed) if score == "share" else float(all(followed)))
     return scores
 
 
@@ -196,8 +199,8 @@ def _math_score(completion: Content, gold: str) -> float | None:
     if not parsed_gold:
         return None
     # math-verify's own time limits answer "wrong" when they strike; the worker's deadline masks the item instead.
-    given = math_verify.parse(answer_text(completion), parsing_timeout=None)
-    return float(math_verify.verify(list(parsed_gold), given, timeout_seconds=None))
+    parsed = math_verify.parse(answer_text(completion), parsing_timeout=None)
+    return float(math_verify.verify(list(parsed_gold), parsed, timeout_seconds=None))
 
 
 @lru_cache(maxsize=1024)
@@ -210,24 +213,19 @@ def _parsed_gold(gold: str) -> tuple[Any, ...]:
     return tuple(parsed) if any(not isinstance(part, str) for part in parsed) else ()
 
 
-def _gym_score(given: str, task: str, entry: dict[str, Any]) -> float:
-    allowed = (
-        _PLAIN_LIST
-        if task in EVALUATED_LISTS
-        else _PLAIN_FORMULA
-        if task in EVALUATED_FORMULAS
-        else None
-    )
-    if allowed is not None and allowed.fullmatch(given) is None:
+def _gym_score(text: str, task: str, entry: dict[str, Any]) -> float:
+    if task in EVALUATED_LISTS and _PLAIN_LIST.fullmatch(text) is None:
+        return 0.0
+    if task in EVALUATED_FORMULAS and _PLAIN_FORMULA.fullmatch(text) is None:
         return 0.0
     right = entry.get("answer")
     wants_number = (
         isinstance(right, str) and number_of(right) is not None and task not in EVALUATED_FORMULAS
     )
-    if wants_number and numbers_in(given):
+    if wants_number and numbers_in(text):
         # The scorers want the bare answer; small models say "The answer is 7.".
-        given = str(right) if gives(given, str(right)) else str(numbers_in(given)[-1])
-    return float(_gym_scorer(task)(given, entry))
+        text = str(right) if gives(text, str(right)) else str(numbers_in(text)[-1])
+    return float(_gym_scorer(task)(text, entry))
 
 
 @cache
@@ -249,7 +247,7 @@ def format(
     except re.error as error:
         raise ValueError(f"pattern must be a regular expression: {pattern!r}: {error}") from error
     return [
-        float(whole.fullmatch(text_of(completion).strip()) is not None)
+        float(whole.fullmatch(completion_text(completion).strip()) is not None)
         for completion in completions
     ]
 
@@ -259,7 +257,7 @@ def length(
 ) -> Rewards:
     """1 at `target` words, falling linearly to 0 at no words and at twice as many."""
     _require_positive("target", target)
-    counts = [len(text_of(completion).split()) for completion in completions]
+    counts = [len(completion_text(completion).split()) for completion in completions]
     return [max(0.0, 1 - abs(count - target) / target) for count in counts]
 
 
@@ -274,7 +272,7 @@ def repetition(
     """Minus the share of a completion's word n-grams that repeat an earlier one, times `max_penalty`."""
     _require_positive("n", n)
     _require_positive("max_penalty", max_penalty)
-    grams = [_ngrams(text_of(completion).split(), n) for completion in completions]
+    grams = [_ngrams(completion_text(completion).split(), n) for completion in completions]
     return [-max_penalty * (1 - len(set(mine)) / len(mine)) if mine else 0.0 for mine in grams]
 
 
@@ -327,9 +325,9 @@ def _ngrams(words: list[str], n: int) -> list[tuple[str, ...]]:
     return [tuple(words[start : start + n]) for start in range(len(words) - n + 1)]
 
 
-def _f1(one: Counter[tuple[str, ...]], other: Counter[tuple[str, ...]]) -> float:
-    total = one.total() + other.total()
-    return 2 * (one & other).total() / total if total else 0.0
+def _f1(left: Counter[tuple[str, ...]], right: Counter[tuple[str, ...]]) -> float:
+    total = left.total() + right.total()
+    return 2 * (left & right).total() / total if total else 0.0
 
 
 _REWARDS: list[Reward] = [exact_answer, contains_answer, numeric_answer, math, gym, ifeval]
@@ -369,7 +367,7 @@ def is_code(spec: RewardConfig) -> bool:
 
 
 def reference_of(spec: RewardConfig) -> Reference:
-    """The settings in a reward's `args`; RewardError where one is unknown or of the wrong type."""
+    """Return the settings in a reward's `args`; RewardError where one is unknown or of the wrong type."""
     try:
         return Reference.model_validate(spec.args)
     except ValidationError as problem:
@@ -382,19 +380,19 @@ def reference_of(spec: RewardConfig) -> Reference:
 
 
 def before_the_answer(text: str, *, bridge: str) -> str:
-    """The part of a completion before its answer: up to the last `<answer>`, else `\\boxed{`, else `</think>`.
+    """Return the part of a completion before its answer: up to the last `<answer>`, else `\\boxed{`, else `</think>`.
 
     Where there is none of them, the whole text is reasoning, and `bridge` leads to the answer.
     """
     for mark in ("<answer>", "\\boxed{", "</think>"):
-        before, found, after = text.rpartition(mark)
-        if found:
-            return before + found + after[: len(after) - len(after.lstrip())]
+        before, end, after = text.rpartition(mark)
+        if end:
+            return before + end + after[: len(after) - len(after.lstrip())]
     return text + bridge
 
 
 def reference_reward(logprobs: Sequence[float], bare: Sequence[float] | None) -> float:
-    """The mean probability of the answer's tokens, less that without reasoning (`bare`), cut to 0 and 1.
+    """Return the mean probability of the answer's tokens, less that without reasoning (`bare`), cut to 0 and 1.
 
     The mean of probabilities and not their product: one unlikely token would make an answer worthless (section 3.2).
     """

@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError
 from ycore.config.problems import declared_error
 from ycore.config.schema import RewardConfig, Strict
 from ycore.errors import RewardError
-from ycore.rewards.answers import text_of
+from ycore.rewards.answers import completion_text
 from ycore.rewards.builtin import CODE
 from ycore.sandbox.program_pool import UnitTestResult
 from ycore.types import Content, Prompt
@@ -26,7 +26,7 @@ from ycore.types import Content, Prompt
 TEST_COLUMNS = ("tests", "test_list", "test")
 _SETUP_COLUMNS = ("test_imports", "test_setup_code")
 _NAME_COLUMNS = ("entry_point", "fn_name", "function")
-_MOST_TIMEOUTS = 10  # a program may take this many times `timeout_s` for all of its tests
+_MAX_TIMEOUTS = 10  # a program may take this many times `timeout_s` for all of its tests
 _PYTHON = frozenset({"python", "py", "python3"})
 
 
@@ -39,7 +39,7 @@ class CodeSettings(Strict):
     credit: Literal["all", "share"] = (
         "all"  # 1 for a program that passes every test, or the share of those it passes
     )
-    timeout_s: Annotated[float, Field(gt=0, le=600)] = 5.0  # of each test
+    timeout_s: Annotated[float, Field(gt=0, le=600)] = 5.0  # of each call or input
     memory_mb: Annotated[int, Field(ge=64)] = 512
     packages: tuple[str, ...] = ()  # that programs and tests may import beside the standard library
     tolerance: Annotated[float, Field(ge=0)] = 1e-6  # of numbers in outputs and returned values
@@ -62,7 +62,7 @@ class UnitTests:
         return len(self.tests) + len(self.calls)
 
     def request(self, settings: CodeSettings) -> dict[str, Any]:
-        """What the examiner in the sandbox reads."""
+        """Return the tests as the sandbox reads them (`sandbox.unit_tests`)."""
         return {
             "tests": self.tests,
             "setup": self.setup,
@@ -76,7 +76,7 @@ class UnitTests:
 
     def deadline_s(self, settings: CodeSettings) -> float:
         num_asserts = sum(test.count("assert") for test in self.tests)
-        return settings.timeout_s * min(_MOST_TIMEOUTS, 1 + max(num_asserts, len(self.calls)))
+        return settings.timeout_s * min(_MAX_TIMEOUTS, 1 + max(num_asserts, len(self.calls)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class StdioTests:
 
 
 def code_settings(spec: RewardConfig) -> CodeSettings:
-    """The settings in a reward's `args`; RewardError where one is unknown or of the wrong type."""
+    """Return the settings in a reward's `args`; RewardError where one is unknown or of the wrong type."""
     try:
         return CodeSettings.model_validate(spec.args)
     except ValidationError as problem:
@@ -100,7 +100,7 @@ def code_settings(spec: RewardConfig) -> CodeSettings:
 
 
 def check_tests(spec: RewardConfig, columns: Sequence[str], rows: Iterable[Prompt]) -> None:
-    """RewardError for a dataset without tests, or with the first row whose tests cannot be read."""
+    """Raise RewardError for a dataset without tests, or for the first row whose tests cannot be read."""
     settings = code_settings(spec)
     for package in settings.packages:
         if importlib.util.find_spec(package) is None:
@@ -122,7 +122,7 @@ def check_tests(spec: RewardConfig, columns: Sequence[str], rows: Iterable[Promp
 
 
 def row_tests(prompt: Prompt, settings: CodeSettings) -> UnitTests | StdioTests:
-    """A row's tests, of one of these shapes; ValueError where they are of none.
+    """Return a row's tests, which have one of these shapes; ValueError where they have none.
 
     Asserts: a list of texts (MBPP's `test_list`, with `test_imports` and `test_setup_code`), or one text.
     HumanEval: a text that defines `check(candidate)`, with the column `entry_point`.
@@ -156,17 +156,20 @@ def row_tests(prompt: Prompt, settings: CodeSettings) -> UnitTests | StdioTests:
 
 
 def code_of(completion: Content) -> str:
-    """The program in a completion: its last block fenced as Python, else its last fenced block, else all of it.
+    """Return the program in a completion: its last block fenced as Python, else its last fenced block, else all of it.
 
     A block that is not closed goes to the end. Only what follows the thinking counts.
     """
-    _, fenced = _blocks(_answer(completion))
+    text = _after_thinking(completion_text(completion))
+    fenced = _blocks(text)
     python = [body for language, body in fenced if language in _PYTHON]
-    return python[-1] if python else fenced[-1][1] if fenced else _answer(completion)
+    if python:
+        return python[-1]
+    return fenced[-1][1] if fenced else text
 
 
 def program_of(completion: Content, tests: UnitTests | StdioTests) -> str:
-    """The whole program to run. For rows in HumanEval's shape it begins with what the prompt gives.
+    """Return the whole program to run. For rows in HumanEval's shape it begins with what the prompt gives.
 
     A block that defines the function follows the prompt's imports and helpers; any other text continues the prompt, up
     to the first line that leaves the function's body.
@@ -180,75 +183,79 @@ def program_of(completion: Content, tests: UnitTests | StdioTests) -> str:
     return tests.given + _body(code)
 
 
-def share_passed(verdict: UnitTestResult) -> float:
-    """The share of the tests that a program passes; one that did not run counts, unless the tests went round it."""
-    passed = sum(unit is True for unit in verdict.units)
-    counted = (
-        sum(unit is not None for unit in verdict.units) if verdict.ended else len(verdict.units)
-    )
-    return passed / counted if counted else 0.0
+def share_passed(result: UnitTestResult) -> float:
+    """Return the share of the tests that a program passes.
+
+    A test that did not run counts, unless the tests came to their end without it.
+    """
+    num_passed = sum(unit is True for unit in result.units)
+    num_run = sum(unit is not None for unit in result.units)
+    num_counted = num_run if result.ended else len(result.units)
+    return num_passed / num_counted if num_counted else 0.0
 
 
-def passes_all(verdict: UnitTestResult) -> bool:
+def passes_all(result: UnitTestResult) -> bool:
     """Whether the tests came to their end, at least one ran, and none failed."""
-    return verdict.ended and True in verdict.units and False not in verdict.units
+    return result.ended and True in result.units and False not in result.units
 
 
-def same_output(printed: bytes, wanted: str, tolerance: float) -> bool:
-    """Whether two outputs have the same lines of words, without regard to white space at ends; numbers may differ by
-    `tolerance`, where one of the two is written with a point."""
-    given = printed.decode(errors="replace").rstrip().splitlines()
-    right = wanted.rstrip().splitlines()
-    if len(given) != len(right):
-        return False
-    return all(_same_line(one, other, tolerance) for one, other in zip(given, right, strict=True))
+def same_output(printed: bytes, expected: str, tolerance: float) -> bool:
+    """Whether two outputs have the same lines of words, without regard to white space at ends.
 
-
-def _same_line(given: str, right: str, tolerance: float) -> bool:
-    if given.rstrip() == right.rstrip():
-        return True
-    one, other = given.split(), right.split()
-    return len(one) == len(other) and all(
-        _same_word(*words, tolerance) for words in zip(one, other, strict=True)
+    Numbers may differ by `tolerance` where the expected one is written with a point.
+    """
+    lines = printed.decode(errors="replace").rstrip().splitlines()
+    expected_lines = expected.rstrip().splitlines()
+    return len(lines) == len(expected_lines) and all(
+        _same_line(*pair, tolerance) for pair in zip(lines, expected_lines, strict=True)
     )
 
 
-def _same_word(given: str, right: str, tolerance: float) -> bool:
-    if given == right:
+def _same_line(line: str, expected: str, tolerance: float) -> bool:
+    if line.rstrip() == expected.rstrip():
         return True
-    if "." not in right or len(given) > 40:
+    words = line.split()
+    expected_words = expected.split()
+    return len(words) == len(expected_words) and all(
+        _same_word(*pair, tolerance) for pair in zip(words, expected_words, strict=True)
+    )
+
+
+def _same_word(word: str, expected: str, tolerance: float) -> bool:
+    if word == expected:
+        return True
+    if "." not in expected or len(word) > 40:
         return False
     try:
-        return math.isclose(float(given), float(right), rel_tol=tolerance, abs_tol=tolerance)
+        return math.isclose(float(word), float(expected), rel_tol=tolerance, abs_tol=tolerance)
     except ValueError:
         return False
 
 
-def _answer(completion: Content) -> str:
-    text = text_of(completion)
-    _, ended, after = text.rpartition("</think>")
-    return after if ended else "" if "<think>" in text else text
+def _after_thinking(text: str) -> str:
+    """Return what follows the thinking with its white space, which continues a prompt."""
+    _, end, after = text.rpartition("</think>")
+    if end:
+        return after
+    return "" if "<think>" in text else text
 
 
-def _blocks(text: str) -> tuple[str, list[tuple[str, str]]]:
-    """The text before the first fence, and of each fenced block its language and its body. Linear in the text."""
-    outside, blocks = list[str](), list[tuple[str, str]]()
+def _blocks(text: str) -> list[tuple[str, str]]:
+    """Return the language and the body of each fenced block. Linear in the text."""
+    blocks: list[tuple[str, str]] = []
     language: str | None = None
     body: list[str] = []
-    for line in text.splitlines(keepends=True):
+    for line in [*text.splitlines(keepends=True), "```"]:  # a block that is not closed ends too
         stripped = line.strip()
         if language is None and stripped.startswith("```"):
-            language, body = stripped.strip("`").strip().lower(), []
+            language = stripped.strip("`").strip().lower()
+            body = []
         elif language is not None and stripped == "```":
             blocks.append((language, "".join(body)))
             language = None
         elif language is not None:
             body.append(line)
-        elif not blocks:
-            outside.append(line)
-    if language is not None:
-        blocks.append((language, "".join(body)))
-    return "".join(outside), blocks
+    return blocks
 
 
 def _definition(function: str) -> re.Pattern[str]:
@@ -260,13 +267,12 @@ def _defines(code: str, function: str) -> bool:
 
 
 def _body(text: str) -> str:
-    """A continuation up to the first line that begins at the margin: what follows is no part of the function."""
-    kept: list[str] = []
-    for number, line in enumerate(text.splitlines(keepends=True)):
+    """Return a continuation up to the first line that begins at the margin, which is no part of the function."""
+    lines = text.splitlines(keepends=True)
+    for number, line in enumerate(lines):
         if number and line.strip() and not line[0].isspace() and line[0] not in "#)]}":
-            break
-        kept.append(line)
-    return "".join(kept)
+            return "".join(lines[:number])
+    return text
 
 
 def _check_exam(prompt: Prompt, text: str, function: str) -> UnitTests:
@@ -279,12 +285,12 @@ def _check_exam(prompt: Prompt, text: str, function: str) -> UnitTests:
             "its tests define check(candidate), and no column entry_point names the function"
         )
     content = prompt.content
-    shown = content if isinstance(content, str) else str(content[-1]["content"]) if content else ""
-    _, fenced = _blocks(shown)
-    given = fenced[-1][1] if fenced else shown
-    return UnitTests(
-        (text,), entry_point=function, given=given if _defines(given, function) else ""
-    )
+    if not isinstance(content, str):
+        content = str(content[-1]["content"]) if content else ""
+    fenced = _blocks(content)
+    prefix = fenced[-1][1] if fenced else content
+    prefix = prefix if _defines(prefix, function) else ""
+    return UnitTests((text,), entry_point=function, given=prefix)
 
 
 def _pairs(tests: Sequence[Any], function: str) -> UnitTests | StdioTests:
@@ -293,34 +299,33 @@ def _pairs(tests: Sequence[Any], function: str) -> UnitTests | StdioTests:
             raise ValueError(
                 f"test {number} is no text and has no input and output: {str(test)[:80]}"
             )
-    if (
-        all(isinstance(test["input"], str) and isinstance(test["output"], str) for test in tests)
-        and not function
-    ):
-        return StdioTests(tuple((test["input"], test["output"]) for test in tests))
+    pairs = [(test["input"], test["output"]) for test in tests]
     if not function:
+        if all(isinstance(text, str) for pair in pairs for text in pair):
+            return StdioTests(tuple(pairs))
         raise ValueError("its inputs are arguments, and no column entry_point names the function")
-    calls = [(_from_json(test["input"]), _from_json(test["output"])) for test in tests]
-    return UnitTests(
-        entry_point=function,
-        calls=tuple((a if isinstance(a, list) else [a], wanted) for a, wanted in calls),
-    )
+    calls: list[tuple[list[Any], Any]] = []
+    for arguments, expected in pairs:
+        arguments = _from_json(arguments)
+        calls.append(
+            (arguments if isinstance(arguments, list) else [arguments], _from_json(expected))
+        )
+    return UnitTests(entry_point=function, calls=tuple(calls))
 
 
 def _zipped(tests: Mapping[str, Any]) -> list[dict[str, Any]]:
-    inputs, outputs = tests.get("inputs"), tests.get("outputs")
-    if (
-        not isinstance(inputs, list)
-        or not isinstance(outputs, list)
-        or len(inputs) != len(outputs)
-        or not inputs
-    ):
+    inputs = tests.get("inputs")
+    outputs = tests.get("outputs")
+    if not isinstance(inputs, list) or not inputs or not isinstance(outputs, list):
+        inputs = outputs = []
+    if not inputs or len(inputs) != len(outputs):
         raise ValueError("its tests need inputs and outputs, lists of the same length")
-    return [{"input": one, "output": other} for one, other in zip(inputs, outputs, strict=True)]
+    pairs = zip(inputs, outputs, strict=True)
+    return [{"input": stdin, "output": stdout} for stdin, stdout in pairs]
 
 
 def _from_json(value: Any) -> Any:
-    """The value that a text holds as JSON, where it does: CSV files and many datasets write lists so."""
+    """Return the value that a text holds as JSON, else the text: CSV files and many datasets write lists so."""
     if isinstance(value, str):
         try:
             return json.loads(value)

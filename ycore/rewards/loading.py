@@ -1,4 +1,4 @@
-"""From a reward's name to its function, with its arguments bound and checked, and its parameters read."""
+"""Load the function of a reward by its name, bind and check its arguments, and read its parameters."""
 
 import functools
 import importlib
@@ -41,16 +41,14 @@ class Inputs:
 
 
 def load_reward(spec: RewardConfig) -> Reward:
-    """The function of a reward with its `args` bound, imported here; RewardError where one does not fit the other."""
-    return (
-        _bind_custom(spec, import_function(spec.reward))
-        if ":" in spec.reward
-        else _bind_builtin(spec)
-    )
+    """Import the function of a reward and bind its `args`; RewardError where one does not fit the other."""
+    if ":" in spec.reward:
+        return _bind_custom(spec, import_function(spec.reward))
+    return _bind_builtin(spec)
 
 
 def reward_names(specs: Sequence[RewardConfig]) -> list[str]:
-    """A short, distinct name per source: the last part of its full name, numbered from its second occurrence on."""
+    """Return a short, distinct name per source: the last part of its full name, numbered from its second occurrence on."""
     names: list[str] = []
     for spec in specs:
         name = spec.reward.rpartition(":")[2].rstrip("/").rpartition("/")[2]
@@ -60,47 +58,31 @@ def reward_names(specs: Sequence[RewardConfig]) -> list[str]:
 
 
 def inputs_of(function: Callable[..., Any]) -> Inputs:
-    """The parameters in the signature; of a partial, the keywords it holds are bound."""
+    """Read the parameters in the signature; of a partial, the keywords it holds are bound."""
     bound = tuple(function.keywords) if isinstance(function, functools.partial) else ()
-    free = [
-        parameter
-        for name, parameter in inspect.signature(function).parameters.items()
-        if name not in bound
-    ]
-    named = [
-        parameter
-        for parameter in free
-        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
-    return Inputs(
-        required=tuple(
-            parameter.name for parameter in named if parameter.default is parameter.empty
-        ),
-        optional=tuple(
-            parameter.name for parameter in named if parameter.default is not parameter.empty
-        ),
-        bound=bound,
-        takes_any=any(parameter.kind is parameter.VAR_KEYWORD for parameter in free),
-    )
+    required: list[str] = []
+    optional: list[str] = []
+    takes_any = False
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            takes_any = True
+        elif name not in bound and parameter.kind is not parameter.VAR_POSITIONAL:
+            (required if parameter.default is parameter.empty else optional).append(name)
+    return Inputs(tuple(required), tuple(optional), bound, takes_any)
 
 
 def import_function(name: str) -> Reward:
-    """The function that `name` names; modules are found in the working folder and in a file's own folder too."""
+    """Import the function that `name` names; modules are found in the working folder and in a file's own folder too."""
     source, _, function = name.rpartition(":")
     if not source or not function:
         raise RewardError(
             f"reward {name!r} needs both sides of its colon: file.py:function or package.module:function"
         )
     _add_to_path(Path.cwd())
-    module = (
-        _import_file(name, Path(source).expanduser())
-        if names_file(name)
-        else _import_module(name, source)
-    )
+    module = _import_file(name, source) if names_file(name) else _import_module(name, source)
     try:
-        found = getattr(
-            module, function
-        )  # not vars(): a module may make its names on demand, as trl.rewards does
+        # Not vars(): a module may make its names on demand, as trl.rewards does.
+        reward = getattr(module, function)
     except AttributeError:
         public = [
             key
@@ -109,20 +91,21 @@ def import_function(name: str) -> Reward:
         ]
         near = nearest(function, public) or f"; it has {', '.join(public[:8]) or 'none'}"
         raise RewardError(f"reward {name!r}: no function {function!r} there{near}") from None
-    if not callable(found):
+    if not callable(reward):
         raise RewardError(
-            f"reward {name!r}: {function!r} is a {type(found).__name__}; it must be a function"
+            f"reward {name!r}: {function!r} is a {type(reward).__name__}; it must be a function"
         )
-    return cast(Reward, found)
+    return cast(Reward, reward)
 
 
-def one_line(error: BaseException) -> str:
-    """An exception as `Type: message`, cut to one line of bounded length."""
+def exception_line(error: BaseException) -> str:
+    """Return an exception as `Type: message`, cut to one line of bounded length."""
     message = " ".join(str(error).split())
     return f"{type(error).__name__}: {message}"[:_MAX_MESSAGE] if message else type(error).__name__
 
 
-def _import_file(name: str, path: Path) -> ModuleType:
+def _import_file(name: str, source: str) -> ModuleType:
+    path = Path(source).expanduser()
     if not path.is_file():
         near = nearest(path.name, (file.name for file in path.parent.glob("*.py")))
         raise RewardError(
@@ -138,7 +121,9 @@ def _import_file(name: str, path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise RewardError(f"reward {name!r}: importing {path} raised {one_line(error)}") from error
+        raise RewardError(
+            f"reward {name!r}: importing {path} raised {exception_line(error)}"
+        ) from error
     return module
 
 
@@ -149,14 +134,12 @@ def _import_module(name: str, source: str) -> ModuleType:
         absent = error.name if isinstance(error, ModuleNotFoundError) else None
         if absent is None or not f"{source}.".startswith(f"{absent}."):
             raise RewardError(
-                f"reward {name!r}: importing {source} raised {one_line(error)}"
+                f"reward {name!r}: importing {source} raised {exception_line(error)}"
             ) from error
-        here = Path.cwd()
-        files = (
-            file.relative_to(here).with_suffix("")
-            for file in [*here.glob("*.py"), *here.glob("*/*.py")]
-        )
-        near = nearest(source, [".".join(file.parts) for file in files])
+        folder = Path.cwd()
+        files = [*folder.glob("*.py"), *folder.glob("*/*.py")]
+        modules = [".".join(file.relative_to(folder).with_suffix("").parts) for file in files]
+        near = nearest(source, modules)
         way_out = near or "; it must be installed, or lie under the working folder"
         raise RewardError(f"reward {name!r}: no module {absent!r}{way_out}") from error
 
@@ -185,23 +168,22 @@ def _bind_builtin(spec: RewardConfig) -> Reward:
         if argument not in settings:
             raise RewardError(_unknown_argument(name, argument, settings))
         wanted = settings[argument].annotation
-        if isinstance(value, bool) or not isinstance(
-            value, (int, float) if wanted is float else wanted
-        ):
+        types = (int, float) if wanted is float else wanted
+        if isinstance(value, bool) or not isinstance(value, types):
             raise RewardError(
                 f"argument {argument!r} of reward {name!r} is of type {wanted.__name__}: {value!r}"
             )
-    defaults = {
-        key: setting.default
-        for key, setting in settings.items()
-        if setting.default is not setting.empty
-    }
-    bound = functools.partial(BUILTIN[name], **{**defaults, **spec.args})
-    missing = [setting for setting in settings if setting not in bound.keywords]
+    missing = [
+        argument
+        for argument, setting in settings.items()
+        if setting.default is setting.empty and argument not in spec.args
+    ]
     if missing:
         raise RewardError(
             f"reward {name!r} needs the arguments {', '.join(missing)}; give them under its `args`"
         )
+    defaults = {argument: setting.default for argument, setting in settings.items()}
+    bound = functools.partial(BUILTIN[name], **{**defaults, **spec.args})
     try:
         if settings:  # with no completions, only the settings can be refused
             bound(**{column: [] for column in inputs_of(bound).required})
@@ -234,8 +216,8 @@ def _unknown_argument(reward: str, argument: str, known: Iterable[str]) -> str:
     return f"reward {reward!r} takes no argument {argument!r}{near}"
 
 
-def require_columns(reward: str, required: Iterable[str], columns: Iterable[str]) -> None:
-    """RewardError for the first of the parameters that is neither supplied nor a column."""
+def require_reward_columns(reward: str, required: Iterable[str], columns: Iterable[str]) -> None:
+    """Raise RewardError for the first of the parameters that is neither supplied nor a column."""
     known = sorted(set(columns))
     for name in required:
         if name in SUPPLIED or name in known:

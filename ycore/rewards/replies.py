@@ -7,7 +7,7 @@ reward can: a number for each completion of this call. Everything else masks the
 from typing import Any
 
 from ycore.rewards.loading import Inputs
-from ycore.sandbox.confined_worker import CallFailed, printable, reply_in
+from ycore.sandbox.confined_worker import CallFailed, foreign_line, reply_in
 from ycore.types import Score
 
 MAX_BYTES = 4096
@@ -27,7 +27,7 @@ def scores_in(
     """
     reply = reply_in(line, nonce)
     if set(reply) == {"nonce", "failed"} and isinstance(reply["failed"], str):
-        raise CallFailed(printable(reply["failed"]))
+        raise CallFailed(foreign_line(reply["failed"]))
     if set(reply) != {"nonce", "values", "problems"}:
         raise CallFailed("no answer of a worker: it has other keys")
     values = reply["values"]
@@ -48,7 +48,7 @@ def inputs_in(line: bytes, *, nonce: str, count: int) -> list[Inputs]:
     """Return the parameters of each of `count` rewards, once they are loaded; CallFailed where they could not be."""
     reply = reply_in(line, nonce)
     if set(reply) == {"nonce", "error"} and isinstance(reply["error"], str):
-        raise CallFailed(printable(reply["error"], max_characters=_MAX_ERROR))
+        raise CallFailed(foreign_line(reply["error"], max_characters=_MAX_ERROR))
     ready = reply.get("ready")
     if set(reply) != {"nonce", "ready"} or not isinstance(ready, list) or len(ready) != count:
         raise CallFailed("no answer of a worker: it has other keys")
@@ -59,7 +59,7 @@ def _score(value: object, problem: object, allowed_range: tuple[float, float] | 
     if problem is not None and not isinstance(problem, str):
         raise CallFailed("no answer of a worker: a problem is no text")
     if problem is not None:
-        return Score(None, problem=printable(problem))
+        return Score(None, problem=foreign_line(problem))
     if value is None:
         return Score(None)
     if isinstance(value, bool) or not isinstance(value, int | float):

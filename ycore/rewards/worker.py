@@ -27,14 +27,14 @@ from ycore.config.schema import RewardConfig
 from ycore.errors import RewardError
 from ycore.rewards.answers import without_thinking
 from ycore.rewards.builtin import LIBRARIES, Reward
-from ycore.rewards.loading import Inputs, inputs_of, load_reward, one_line
+from ycore.rewards.loading import Inputs, exception_line, inputs_of, load_reward
 from ycore.rewards.replies import BYTES_PER_VALUE, MAX_BYTES
 from ycore.run.images import ImageStore
 from ycore.sandbox.channel import Channel
 from ycore.types import in_blocks
 
 
-class Source(NamedTuple):
+class LoadedReward(NamedTuple):
     """A loaded reward function and its parameters."""
 
     function: Reward
@@ -56,17 +56,19 @@ def main() -> None:
         return
     channel.reply({"nonce": first["nonce"], "ready": [asdict(source.inputs) for source in sources]})
     for request in requests:
-        channel.reply({"nonce": request["nonce"], **answer(sources[request["source"]], request)})
+        channel.reply(
+            {"nonce": request["nonce"], **call_reward(sources[request["source"]], request)}
+        )
 
 
-def _load(spec: RewardConfig) -> Source:
+def _load(spec: RewardConfig) -> LoadedReward:
     function = load_reward(spec)
     if spec.reward in LIBRARIES:  # now, so that no call's deadline pays for the import
         importlib.import_module(LIBRARIES[spec.reward][0])
-    return Source(function, inputs_of(function), spec.strip_thinking)
+    return LoadedReward(function, inputs_of(function), spec.strip_thinking)
 
 
-def answer(source: Source, request: Mapping[str, Any]) -> dict[str, Any]:
+def call_reward(source: LoadedReward, request: Mapping[str, Any]) -> dict[str, Any]:
     """Call one reward; whatever it does, short of ending the process, becomes an answer."""
     owner = os.getpid()
     try:
@@ -75,56 +77,52 @@ def answer(source: Source, request: Mapping[str, Any]) -> dict[str, Any]:
             result = asyncio.run(_awaited(result))
         if isinstance(result, str | bytes | dict | set) or not isinstance(result, Iterable):
             raise TypeError(
-                f"a reward returns a list with one number per completion, not {_shown(result)}"
+                f"a reward returns a list with one number per completion, not {_described(result)}"
             )
-        scores = [number(value) for value in result]
+        scores = [reward_in(value) for value in result]
     except BaseException as error:  # noqa: BLE001 (a process boundary: sys.exit in a reward is its problem, not ours)
         traceback.print_exc()
-        return {"failed": f"raised {one_line(error)}"}
+        return {"failed": f"raised {exception_line(error)}"}
     finally:
         if os.getpid() != owner:  # the reward forked, and this is the child: it must not answer too
             os._exit(0)
     if len(scores) != request["count"]:
         return {"failed": f"wrong length: {len(scores)} values for {request['count']} completions"}
-    values, problems = [value for value, _ in scores], [problem for _, problem in scores]
+    values = [value for value, _ in scores]
+    problems = [problem for _, problem in scores]
     if len(json.dumps([values, problems])) > BYTES_PER_VALUE * len(scores) + MAX_BYTES // 2:
         problems = [None if problem is None else problem.partition(":")[0] for problem in problems]
     return {"values": values, "problems": problems}
 
 
-def number(value: object) -> tuple[float | None, str | None]:
-    """A returned value as a reward and a problem. None and NaN are TRL's "does not apply": no problem."""
+def reward_in(value: object) -> tuple[float | None, str | None]:
+    """Return a value as a reward and a problem. None and NaN are TRL's "does not apply": no problem."""
     if value is None:
         return None, None
     if not isinstance(value, SupportsFloat):
-        return None, f"not a number: {_shown(value)}"
+        return None, f"not a number: {_described(value)}"
     try:
         reward = float(value)
     except (TypeError, ValueError, OverflowError):
-        return None, f"not a number: {_shown(value)}"
+        return None, f"not a number: {_described(value)}"
     if math.isinf(reward):
         return None, f"not finite: {reward}"
     return (None, None) if math.isnan(reward) else (reward, None)
 
 
-def _arguments(source: Source, request: Mapping[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of one call: of what is offered, what the function takes."""
+def _arguments(source: LoadedReward, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments of one call: those offered inputs that the function takes."""
     offered = dict(request["inputs"])
-    if (
-        source.strips_thinking and "completions" in offered
-    ):  # its token ids stay those of the whole completion
-        offered["completions"] = [
-            without_thinking(completion) for completion in offered["completions"]
-        ]
-    if (
-        "environments" in offered
-    ):  # in TRL the instances themselves; here they are in other processes
-        worlds = [json.loads(world or "{}") for world in offered["environments"]]
-        offered["environments"] = [SimpleNamespace(**world) for world in worlds]
-    if (
-        "images" in offered
-    ):  # in TRL the pictures themselves; here they are read where they are asked for
-        offered["images"] = [_pictures(names) for names in offered["images"]]
+    if source.strips_thinking and "completions" in offered:
+        # `completion_ids` stay those of the whole completion.
+        offered["completions"] = [without_thinking(text) for text in offered["completions"]]
+    if "environments" in offered:
+        # In TRL the instances themselves; here they are in other processes.
+        states = [json.loads(state or "{}") for state in offered["environments"]]
+        offered["environments"] = [SimpleNamespace(**state) for state in states]
+    if "images" in offered:
+        # In TRL the images themselves; here they are read where they are asked for.
+        offered["images"] = [_images(names) for names in offered["images"]]
         if any(isinstance(names, list) for names in request["inputs"]["images"]):
             offered["prompts"] = [in_blocks(prompt) for prompt in offered.get("prompts", ())]
     offered["trainer_state"] = SimpleNamespace(global_step=request["step"])
@@ -132,23 +130,23 @@ def _arguments(source: Source, request: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in offered.items() if source.inputs.accepts(name)}
 
 
-def _pictures(names: str | list[str]) -> Any:
-    """A prompt's pictures, or the one that a completion is."""
+def _images(names: str | list[str]) -> Any:
+    """Open a prompt's images, or the one that a completion is."""
     if isinstance(names, list):
-        return [_pictures(name) for name in names]
+        return [_images(name) for name in names]
     path = Path(names)
     return ImageStore(path.parent).open(path.name)
 
 
 def _ignore(*_args: Any, **_kwargs: Any) -> None:
-    """TRL's `log_extra` and `log_metric`, which rewards may call; a worker keeps no tables."""
+    """Stand in for TRL's `log_extra` and `log_metric`, which rewards may call; a worker keeps no tables."""
 
 
 async def _awaited(result: Awaitable[object]) -> object:
     return await result
 
 
-def _shown(value: object) -> str:
+def _described(value: object) -> str:
     return f"the {type(value).__name__} {value!r}"[:120]
 
 

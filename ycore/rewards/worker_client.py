@@ -12,7 +12,7 @@ from typing import Any
 
 from ycore.config.schema import RewardConfig, RewardSettings, SandboxSettings
 from ycore.errors import RewardError
-from ycore.rewards.loading import Inputs, inputs_of, load_reward, require_columns
+from ycore.rewards.loading import Inputs, inputs_of, load_reward, require_reward_columns
 from ycore.rewards.replies import BYTES_PER_VALUE, MAX_BYTES, inputs_in, scores_in
 from ycore.sandbox import Confinement
 from ycore.sandbox.confined_worker import MAX_STARTS, START_TIMEOUT_S, CallFailed, ConfinedWorker
@@ -73,9 +73,9 @@ def check_reward(
             [spec], settings=settings, sandbox=sandbox, run_folder=run_folder, run_id="check"
         )
         inputs = asyncio.run(_inputs_from_worker(spec, confinement, deadline_s))
-        require_columns(spec.reward, inputs.required, columns)
+        require_reward_columns(spec.reward, inputs.required, columns)
     else:
-        require_columns(spec.reward, inputs_of(load_reward(spec)).required, columns)
+        require_reward_columns(spec.reward, inputs_of(load_reward(spec)).required, columns)
 
 
 async def _inputs_from_worker(

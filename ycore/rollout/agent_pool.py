@@ -21,7 +21,7 @@ from ycore.rollout.agent_host import MAX_BODY
 from ycore.rollout.tool_pool import OutOfTime, plain, seed_of, turns_confinement
 from ycore.sandbox import Level
 from ycore.sandbox.confine import base_variables
-from ycore.sandbox.confined_worker import CallFailed, ConfinedWorker, printable, reply_in
+from ycore.sandbox.confined_worker import CallFailed, ConfinedWorker, foreign_line, reply_in
 from ycore.sandbox.level import choose_level
 from ycore.types import Prompt, Score
 
@@ -50,7 +50,7 @@ class AgentExit(NamedTuple):
                 return Score(value)
         except ValueError:
             pass
-        text = "nothing" if self.paid is None else printable(repr(self.paid), max_characters=60)
+        text = "nothing" if self.paid is None else foreign_line(repr(self.paid), max_characters=60)
         return Score(
             None,
             problem=f"environment: the agent wrote {text} to YCORE_REWARD_FILE, and no number",
@@ -189,7 +189,7 @@ class AgentPool:
 def _read_ready(line: bytes, nonce: str) -> None:
     reply = reply_in(line, nonce)
     if reply.get("ready") is not True:
-        raise CallFailed(printable(str(reply.get("error", "no answer of an agent's process"))))
+        raise CallFailed(foreign_line(str(reply.get("error", "no answer of an agent's process"))))
 
 
 def _read_event(line: bytes, nonce: str) -> AgentCall | AgentExit:

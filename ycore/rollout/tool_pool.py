@@ -30,7 +30,7 @@ from ycore.sandbox.confined_worker import (
     START_TIMEOUT_S,
     CallFailed,
     ConfinedWorker,
-    printable,
+    foreign_line,
     reply_in,
 )
 from ycore.sandbox.level import choose_level, require_sandbox
@@ -121,7 +121,7 @@ class ToolWorker(ConfinedWorker[ToolSet]):
 def _read_tool_set(line: bytes, nonce: str) -> ToolSet:
     reply = reply_in(line, nonce)
     if isinstance(reply.get("error"), str):
-        raise CallFailed(printable(reply["error"], max_characters=600))
+        raise CallFailed(foreign_line(reply["error"], max_characters=600))
     try:
         ready = reply["ready"]
         tool_set = ToolSet(
@@ -140,7 +140,7 @@ def _read_tool_set(line: bytes, nonce: str) -> ToolSet:
 def _read_value(line: bytes, nonce: str) -> Any:
     reply = reply_in(line, nonce)
     if isinstance(reply.get("failed"), str):
-        raise ToolRaised(printable(reply["failed"]))
+        raise ToolRaised(foreign_line(reply["failed"]))
     value = reply.get("value")
     if "value" not in reply or not (value is None or isinstance(value, str | int | float)):
         raise CallFailed("no answer of a tool worker: no value")

@@ -6,7 +6,6 @@ from functools import cached_property, partial
 
 from transformers import PreTrainedTokenizerBase
 
-from ycore.config.learner_rules import BY_TURN
 from ycore.config.schema import RunConfig
 from ycore.rollout.agent_pool import AgentPool
 from ycore.rollout.agents import AgentWriter
@@ -81,7 +80,7 @@ def build_writer(
         turn_tokens=config.turns.max_tokens or config.max_tokens,
         max_prompt_tokens=max_prompt_tokens,
     )
-    if config.pairs:
+    if config.given_pairs:
         return GivenPairWriter(partial(tokenizer.encode, add_special_tokens=False))
     if config.agent is not None:
         return AgentWriter(
@@ -99,7 +98,7 @@ def build_writer(
             ToolPool(config, log=folder.log("tools"), run_id=folder.run_id, run_folder=folder.root),
             limits,
             pays=any(tool_set.pays for tool_set in tool_sets),
-            pays_turns=config.advantage == BY_TURN,
+            pays_turns=config.pays_turns,
             reads_state=bool(config.env) and any(":" in spec.reward for spec in config.rewards),
         )
     if config.sampling.oversample > 1 and config.algorithm != "eval":

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from ycore.config.learner_rules import teaches_alone
+from ycore.config.resolve import read_config, require_rollouts
 from ycore.config.schema import Offload, RunConfig
 from ycore.data.prompts import PromptSet, load_prompts
 from ycore.engine import NEVER, Engine, Sampling, WeightSource
@@ -39,7 +39,6 @@ from ycore.run.files import read_json
 from ycore.run.images import ImageStore
 from ycore.run.paths import RunFolder
 from ycore.run.reports import this_rank
-from ycore.run.secrets import load_config
 from ycore.run.trace import TraceWriter
 from ycore.scoring.constraints import Constraints
 from ycore.scoring.group_rewards import min_stds, normalizes_each_reward
@@ -113,14 +112,16 @@ class Assembly:
             draws=draws or self.draws(Shard(peers.rank, peers.world)),
             rules=rules
             or self.rules(
-                num_engines=self._share_of(self.started.engines if self.config.pairs else engines)
+                num_engines=self._share_of(
+                    self.started.engines if self.config.given_pairs else engines
+                )
             ),
             peers=peers,
             share_weights=share_weights,
             sync_every=max(1, self.config.sync_every),
             journal=journal,
             max_surplus_age=self.config.sampling.max_age,
-            slots=slots or (Slots(self._num_slots) if self.config.pairs else None),
+            slots=slots or (Slots(self._num_slots) if self.config.given_pairs else None),
             writer=build_writer(
                 self.config,
                 self.folder,
@@ -240,7 +241,9 @@ class Assembly:
     def rules(self, *, num_engines: float = 1) -> Rules:
         """How a round samples on a rank with this share of the engines. An evaluation takes every group as it comes."""
         config, evaluates = self.config, self.config.algorithm == "eval"
-        group_size = (2 if config.pairs else config.num_samples) if evaluates else config.group_size
+        group_size = (
+            (2 if config.given_pairs else config.num_samples) if evaluates else config.group_size
+        )
         at_once = self.started.max_num_seqs
         return Rules(
             group_size=group_size,
@@ -249,8 +252,8 @@ class Assembly:
             dynamic=config.sampling.dynamic and not evaluates,
             max_tries=config.sampling.max_tries,
             cost=Cost.of_model(read_json(self.started.model / "config.json")),
-            teaches_alone=teaches_alone(config) and not evaluates,
-            greedy_baseline=config.advantage == "remax" and not evaluates,
+            teaches_alone=config.teaches_alone and not evaluates,
+            greedy_baseline=config.needs_greedy_baseline and not evaluates,
             # An environment may draw its world for each place in the order of prompts, also from one row.
             num_prompts=None if config.env else len(self.prompts.prompts),
             environments=tuple(config.environments) if len(config.env) > 1 else (),
@@ -380,7 +383,7 @@ class Assembly:
 def assemble(root: Path) -> Assembly:
     """Read the launcher's files in a run's folder, and load tokenizer and prompts."""
     folder = RunFolder(root)
-    config = RunConfig.model_validate(load_config(folder))
+    config = require_rollouts(read_config(folder))
     started = TypeAdapter(EngineList).validate_python(read_json(folder.engines))
     tokenizer = load_tokenizer(started.model, trust_remote_code=config.trust_remote_code)
     store = ImageStore(folder.images)

@@ -9,12 +9,12 @@ from ycore.types import Completion, Draw, Finished, Group, Image, Prompt, Score,
 
 
 def to_bytes(value: Group | Draw | Completion) -> bytes:
-    """UTF-8 JSON. A column's value without a JSON type, a date for example, becomes its text."""
+    """Encode as UTF-8 JSON. A column's value without a JSON type, a date for example, becomes its text."""
     return json.dumps(value, ensure_ascii=False, default=_plain).encode(errors="surrogatepass")
 
 
 def _plain(value: Any) -> Any:
-    """Not by `asdict`, which copies token ids one by one: ten times the time of all the rest."""
+    """Return a dataclass's fields. `asdict` would copy token ids one by one, ten times the time of all the rest."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in fields(value)}
     return str(value)
@@ -31,28 +31,28 @@ def to_json(value: Group | Draw | Completion) -> dict[str, Any]:
 
 
 def group_from_json(value: Mapping[str, Any]) -> Group:
-    greedy = value.get("greedy_scores_R")
+    greedy = value["greedy_scores_R"]
     return Group(
         draw=draw_from_json(value["draw"]),
-        completions=tuple(completion_from_json(one) for one in value["completions"]),
-        scores_GR=tuple(tuple(_score(score) for score in row) for row in value["scores_GR"]),
-        greedy_scores_R=None if greedy is None else tuple(_score(score) for score in greedy),
+        completions=tuple(map(completion_from_json, value["completions"])),
+        scores_GR=tuple(tuple(map(_score, row)) for row in value["scores_GR"]),
+        greedy_scores_R=None if greedy is None else tuple(map(_score, greedy)),
     )
 
 
 def draw_from_json(value: Mapping[str, Any]) -> Draw:
     prompt = value["prompt"]
-    images = tuple(
-        Image(*image) for image in prompt.get("images", ())
-    )  # absent from journals of early versions
-    return Draw(
-        value["position"], Prompt(**{**prompt, "images": images}), tuple(value["token_ids"])
-    )
+    images = tuple(Image(*image) for image in prompt["images"])
+    token_ids = tuple(value["token_ids"])
+    return Draw(value["position"], Prompt(**{**prompt, "images": images}), token_ids)
 
 
 def _score(value: Mapping[str, Any]) -> Score:
-    logprobs = value.get("logprobs")  # absent from journals of early versions
-    return Score(value["value"], value["problem"], None if logprobs is None else tuple(logprobs))
+    return Score(value["value"], value["problem"], _optional_tuple(value["logprobs"]))
+
+
+def _optional_tuple(values: list[Any] | None) -> tuple[Any, ...] | None:
+    return None if values is None else tuple(values)
 
 
 def finished_to_json(item: Finished) -> dict[str, Any]:
@@ -64,14 +64,15 @@ def finished_from_json(value: Mapping[str, Any]) -> Finished:
 
 
 def completion_from_json(value: Mapping[str, Any]) -> Completion:
-    logprobs, earned, prompt_ids = value["logprobs"], value.get("earned"), value.get("prompt_ids")
-    turns = value.get("turns", ())  # absent, as the two before are, from journals of early versions
+    earned = value["earned"]
     nested = {
         "token_ids": tuple(value["token_ids"]),
-        "logprobs": None if logprobs is None else tuple(logprobs),
-        "turns": tuple(Turn(**{**turn, "messages": tuple(turn["messages"])}) for turn in turns),
+        "logprobs": _optional_tuple(value["logprobs"]),
+        "turns": tuple(
+            Turn(**{**turn, "messages": tuple(turn["messages"])}) for turn in value["turns"]
+        ),
         "earned": None if earned is None else _score(earned),
-        "prompt_ids": None if prompt_ids is None else tuple(prompt_ids),
-        "stretches": tuple((end, version) for end, version in value.get("stretches", ())),
+        "prompt_ids": _optional_tuple(value["prompt_ids"]),
+        "stretches": tuple(map(tuple, value["stretches"])),
     }
     return Completion(**{**value, **nested})

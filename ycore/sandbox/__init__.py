@@ -20,7 +20,7 @@ MIB = 2**20
 
 
 class Level(StrEnum):
-    """What confines a process, from the strongest to nothing. `auto` of a recipe becomes one of these once."""
+    """A kind of confinement, from the strongest to nothing. `auto` of a recipe becomes one of these once."""
 
     NAMESPACES = "namespaces"
     """Its own mounts, network and processes; a filter of system calls; limits."""
@@ -45,7 +45,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a confined process may see. Python itself is always part of it, and a scratch folder is all it may write.
+    """The files and devices that a confined process may see. Python itself is part of it; it may write a scratch folder.
 
     `read` are files and folders to see, at their own paths and read-only; `hidden` are files and folders within those
     that stay empty. A path that does not exist is left out.

@@ -17,7 +17,7 @@ from typing import TypedDict
 
 
 class Attempts(TypedDict):
-    """What to try. `word` is in the file, in the variable of that name's environment, and in the servers' greeting."""
+    """Targets of the attempts. `word` is in the file, in a variable, and in the servers' greeting."""
 
     word: str
     file: str
@@ -28,12 +28,13 @@ class Attempts(TypedDict):
     processes: int
 
 
-HONEST, MEMORY, PROCESSES = "honest", "memory", "processes"
+HONEST = "honest"
+MEMORY = "memory"
+PROCESSES = "processes"
 
 
 def main() -> None:
-    this: Attempts = json.loads(sys.argv[1])
-    for name, attempt in attempts(this):
+    for name, attempt in attempts(json.loads(sys.argv[1])):
         try:
             outcome = bool(attempt())
         except (OSError, MemoryError, RuntimeError):
@@ -41,20 +42,20 @@ def main() -> None:
         os.write(1, json.dumps([name, outcome]).encode() + b"\n")
 
 
-def attempts(this: Attempts) -> Iterator[tuple[str, Callable[[], bool]]]:
-    """The names of the attempts and what they do, the honest work first."""
+def attempts(targets: Attempts) -> Iterator[tuple[str, Callable[[], bool]]]:
+    """Yield names and attempts, the honest work first."""
     yield HONEST, _honest
-    yield "a file of the user", lambda: _has(this, this["file"])
-    yield "a variable of the environment", lambda: this["word"] in str(os.environ)
-    yield "the environment of the parent", lambda: _opens(f"/proc/{this['parent']}/environ")
-    yield "a signal to the parent", lambda: _signals(this["parent"])
+    yield "a file of the user", lambda: _has(targets, targets["file"])
+    yield "a variable of the environment", lambda: targets["word"] in str(os.environ)
+    yield "the environment of the parent", lambda: _opens(f"/proc/{targets['parent']}/environ")
+    yield "a signal to the parent", lambda: _signals(targets["parent"])
     yield (
         "a server on loopback",
-        lambda: _greeted(this, socket.AF_INET, ("127.0.0.1", this["port"])),
+        lambda: _greeted(targets, socket.AF_INET, ("127.0.0.1", targets["port"])),
     )
-    yield "a socket file", lambda: _greeted(this, socket.AF_UNIX, this["socket"])
-    yield MEMORY, lambda: _holds(this["memory"])
-    yield PROCESSES, lambda: _forks(this["processes"])
+    yield "a socket file", lambda: _greeted(targets, socket.AF_UNIX, targets["socket"])
+    yield MEMORY, lambda: _holds(targets["memory"])
+    yield PROCESSES, lambda: _forks(targets["processes"])
 
 
 def _honest() -> bool:
@@ -73,9 +74,9 @@ def _honest() -> bool:
     return done == [1] and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-def _has(this: Attempts, path: str) -> bool:
+def _has(targets: Attempts, path: str) -> bool:
     with open(path) as file:
-        return this["word"] in file.read()
+        return targets["word"] in file.read()
 
 
 def _opens(path: str) -> bool:
@@ -88,11 +89,13 @@ def _signals(pid: int) -> bool:
     return True
 
 
-def _greeted(this: Attempts, family: socket.AddressFamily, address: str | tuple[str, int]) -> bool:
-    with socket.socket(family) as one:
-        one.settimeout(1.0)
-        one.connect(address)
-        return this["word"].encode() in one.recv(1024)
+def _greeted(
+    targets: Attempts, family: socket.AddressFamily, address: str | tuple[str, int]
+) -> bool:
+    with socket.socket(family) as client:
+        client.settimeout(1.0)
+        client.connect(address)
+        return targets["word"].encode() in client.recv(1024)
 
 
 def _holds(size: int) -> bool:

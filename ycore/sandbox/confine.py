@@ -24,7 +24,7 @@ from ycore.sandbox import MIB, Confinement, Level, Limits, View
 from ycore.sandbox.drop_rights import (
     CAP_DAC_OVERRIDE,
     CAP_DAC_READ_SEARCH,
-    Steps,
+    DropRightsSteps,
     capabilities,
     missing_rights,
 )
@@ -33,10 +33,10 @@ from ycore.sandbox.namespaces import SCRATCH, bwrap_command, find_bwrap, python_
 from ycore.sandbox.syscall_filter import filter_bytes
 from ycore.sandbox.watch import remove_tree
 
-FIRST_UID, NUM_UIDS = (
-    61184,
-    4336,
-)  # the range that systemd sets apart for users that exist only while they run
+FIRST_UID = 61184
+NUM_UIDS = 4336
+"""The range that systemd sets apart for users that exist only while they run."""
+
 _PASSED_ON = frozenset(
     {"LANG", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "PYTHONHASHSEED", "OMP_NUM_THREADS"}
 )
@@ -46,7 +46,7 @@ _SHARED_MEMORY = 16 * MIB
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """All that starts a confined process: `Popen(command, env=environment, cwd=working)`, in a session of its own.
+    """How to start a confined process: `Popen(command, env=environment, cwd=working)`, in a session of its own.
 
     `scratch` is a folder to remove afterwards, where the scratch is not in memory. `description` says what holds it.
     `has_stage`: the process that is started is ours, and ends what it confines when it gets SIGTERM (`landlock`).
@@ -83,160 +83,174 @@ class Launch:
 
 
 def confined_launch(
-    module: str, arguments: Sequence[str], held: Confinement, *, name: str = ""
+    module: str, arguments: Sequence[str], confinement: Confinement, *, name: str = ""
 ) -> Launch:
-    """How to start `python -m module arguments...` confined.
+    """Return how to start `python -m module arguments...` confined.
 
     `name` tells one confined process of a run from another: where ycore is root, each is another user.
     """
-    view, limits, run_id = held.view, held.limits, held.run_id
+    view = confinement.view
+    limits = confinement.limits
+    run_id = confinement.run_id
     uid = None
-    if os.geteuid() == 0 and (held.level is not Level.NONE or held.own_user):
+    if os.geteuid() == 0 and (confinement.level is not Level.NONE or confinement.own_user):
         uid = FIRST_UID + zlib.crc32(f"{run_id} {os.getpid()} {name}".encode()) % NUM_UIDS
-    if held.level is Level.NAMESPACES:
-        return _in_namespaces(module, arguments, held, uid)
-    scratch = Path(
-        tempfile.mkdtemp(prefix=f"ycore-{run_id}-scratch-")
-    )  # the guardian knows it by this name
+    if confinement.level is Level.NAMESPACES:
+        return _launch_in_namespaces([module, *arguments], confinement, uid)
+    prefix = f"ycore-{run_id}-scratch-"  # the guardian knows scratch folders by this name
+    scratch = Path(tempfile.mkdtemp(prefix=prefix))
     environment = confined_environment(view, run_id=run_id, scratch=scratch)
-    python = [sys.executable, "-P", "-m"]
     if uid is not None:
         os.chown(scratch, uid, uid)
-    if held.level is Level.LANDLOCK:
+    if confinement.level is Level.LANDLOCK:
         keep = None if uid is None or closed_path(view.read) is None else _reading_right()
         rules = rules_of(view, limits, scratch=scratch, python=python_paths(), uid=uid, keep=keep)
-        stage = ["ycore.sandbox.landlock", json.dumps(asdict(rules))]
-        command = [*python, *stage, module, *arguments]
         return Launch(
-            command, environment, scratch, scratch, "confined by Landlock", has_stage=True
+            [*_python_module("ycore.sandbox.landlock", asdict(rules)), module, *arguments],
+            environment,
+            working=scratch,
+            scratch=scratch,
+            description="confined by Landlock",
+            has_stage=True,
         )
-    steps, words = unconfined(view, limits, uid)
-    stage = ["ycore.sandbox.drop_rights", json.dumps(steps)]
+    steps, description = unconfined_steps(view, limits, uid)
     return Launch(
-        [*python, *stage, module, *arguments], environment, view.working or scratch, scratch, words
+        [*_python_module("ycore.sandbox.drop_rights", steps), module, *arguments],
+        environment,
+        working=view.working or scratch,
+        scratch=scratch,
+        description=description,
     )
 
 
-def _in_namespaces(
-    module: str, arguments: Sequence[str], held: Confinement, uid: int | None
+def _launch_in_namespaces(
+    command: Sequence[str], confinement: Confinement, uid: int | None
 ) -> Launch:
     bwrap = find_bwrap()
     if bwrap is None:
         raise RunError(
             "no bwrap is installed; install the package bubblewrap, or --sandbox landlock"
         )
-    view, limits, python = held.view, held.limits, python_paths()
-    closed = uid is not None and closed_path(
-        (*python, *_interpreter(), *view.read), roots=(*python, *view.read)
-    )
-    steps = Steps(
+    view = confinement.view
+    limits = confinement.limits
+    python = python_paths()
+    readable = (*python, *view.read)
+    is_closed = closed_path((*readable, *_interpreter()), roots=readable) is not None
+    steps = DropRightsSteps(
         tmpfs={
             str(SCRATCH): (limits.scratch, limits.files),
             "/dev/shm": (_SHARED_MEMORY, limits.files),
         },
         limits=asdict(limits),
         uid=uid,
-        keep=CAP_DAC_READ_SEARCH if closed else None,
+        keep=CAP_DAC_READ_SEARCH if is_closed and uid is not None else None,
         filter=filter_bytes(Level.NAMESPACES, network=view.network).hex(),
     )
-    program = [
-        sys.executable,
-        "-P",
-        "-m",
-        "ycore.sandbox.drop_rights",
-        json.dumps(steps),
-        module,
-        *arguments,
-    ]
-    command = bwrap_command(program, view, bwrap=bwrap, as_root=uid is not None, python=python)
-    environment = confined_environment(view, run_id=held.run_id, scratch=SCRATCH)
-    return Launch(command, environment, None, None, "confined in namespaces of its own")
+    program = [*_python_module("ycore.sandbox.drop_rights", steps), *command]
+    return Launch(
+        bwrap_command(program, view, bwrap=bwrap, as_root=uid is not None, python=python),
+        confined_environment(view, run_id=confinement.run_id, scratch=SCRATCH),
+        working=None,
+        scratch=None,
+        description="confined in namespaces of its own",
+    )
 
 
-def unconfined(view: View, limits: Limits, uid: int | None) -> tuple[Steps, str]:
-    """Nothing confines here. Root still becomes a user of its own, wherever it then can read what it needs."""
-    keep, words = None, f"not confined: runs as the user who started the run (uid {os.geteuid()})"
+def _python_module(module: str, argument: Any) -> list[str]:
+    return [sys.executable, "-P", "-m", module, json.dumps(argument)]
+
+
+def unconfined_steps(view: View, limits: Limits, uid: int | None) -> tuple[DropRightsSteps, str]:
+    """Return the steps at the level `none`, with their description.
+
+    Root still becomes a user of its own, wherever it then can read what it needs.
+    """
+    keep = None
+    description = f"not confined: runs as the user who started the run (uid {os.geteuid()})"
     if uid is not None:
         closed = closed_path((*python_paths(), *_interpreter(), *view.read))
-        keep = CAP_DAC_READ_SEARCH if closed else None
-        missing = missing_rights(keep)
-        words = f"not confined, but runs as uid {uid}, without any right of root's"
-        if missing and closed:
-            words = f"not confined, and stays root: {closed} is closed to others; `chmod o+rx` it and what it lies in"
-        elif missing:
-            words = "not confined, and stays root: this system gives no right to change the user"
-        elif closed:
-            words = f"not confined, but runs as uid {uid}; because {closed} is closed to others, it may read every file"
-        if missing:
-            uid = keep = None
+        keep = None if closed is None else CAP_DAC_READ_SEARCH
+        description = f"not confined, but runs as uid {uid}, without any right of root's"
+        if closed:
+            description = (
+                f"not confined, but runs as uid {uid}; because {closed} is closed to others, "
+                "it may read every file"
+            )
+        if missing_rights(keep):
+            description = (
+                f"not confined, and stays root: {closed} is closed to others; `chmod o+rx` it and what it lies in"
+                if closed
+                else "not confined, and stays root: this system gives no right to change the user"
+            )
+            uid = None
+            keep = None
     if uid is None:
-        limits = replace(
-            limits, processes=2**22
-        )  # a user's limit would count all of their processes
-    return Steps(
+        limits = replace(limits, processes=2**22)  # a user's limit would count all of theirs
+    steps = DropRightsSteps(
         tmpfs={}, limits=asdict(replace(limits, scratch=2**62)), uid=uid, keep=keep, filter=""
-    ), words
+    )
+    return steps, description
 
 
 def confined_environment(
     view: View, *, run_id: str, scratch: Path, parent: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """A few variables of `parent`, never a token or a key; home and temporary files are the scratch folder."""
+    """Return a few variables of `parent`, never a token or a key; home and temporary files are the scratch folder."""
     names = _PASSED_ON | _WITH_NETWORK if view.network else _PASSED_ON
-    kept = {
+    variables = {
         name: value for name, value in parent.items() if name in names or name.startswith("LC_")
     }
     cache = Path(parent.get("HF_HOME") or Path("~/.cache/huggingface").expanduser())
     if any(cache.is_relative_to(path) for path in view.read):
-        kept["HF_HOME"] = str(cache)
+        variables["HF_HOME"] = str(cache)
     if not view.network:
-        kept["HF_HUB_OFFLINE"] = "1"  # else libraries wait for a network that is not there
-    return {**kept, **base_variables(run_id, scratch), "PYTHONDONTWRITEBYTECODE": "1"}
+        variables["HF_HUB_OFFLINE"] = "1"  # else libraries wait for a network that is not there
+    return {**variables, **base_variables(run_id, scratch), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def base_variables(run_id: str, scratch: Path) -> dict[str, str]:
-    """What every confined process has: home and temporary files in its scratch folder, programs, and the run's mark."""
+    """Return the variables of every confined process: its scratch folder, where programs are, and the run's mark."""
     folders = [os.path.dirname(sys.executable), "/usr/local/bin", "/usr/bin", "/bin"]
-    own = {"HOME": str(scratch), "TMPDIR": str(scratch), "PATH": os.pathsep.join(folders)}
-    return {**own, RUN_MARKER: run_id}
+    return {
+        "HOME": str(scratch),
+        "TMPDIR": str(scratch),
+        "PATH": os.pathsep.join(folders),
+        RUN_MARKER: run_id,
+    }
 
 
 def closed_path(paths: Iterable[Path], *, roots: Sequence[Path] = ()) -> Path | None:
-    """The first path that not everybody may read, by its own mode and that of every folder above it.
+    """Return the first path that not everybody may read, by its own mode and that of every folder above it.
 
     Above `roots` modes do not count, because there the sandbox has folders of its own.
     """
     for path in paths:
         path = path.absolute()
-        above = [
-            step
-            for step in path.parents
-            if not roots or any(step.is_relative_to(root) for root in roots)
-        ]
-        for step in (path, *above):
+        for part in (path, *path.parents):
+            if part != path and roots and not any(part.is_relative_to(root) for root in roots):
+                continue
             with suppress(OSError):  # what is not there need not be read
-                mode = step.stat().st_mode
-                enters = stat.S_IXOTH if stat.S_ISDIR(mode) else 0
-                wanted = enters | (stat.S_IROTH if step == path or not enters else 0)
-                if mode & wanted != wanted:
-                    return step
+                mode = part.stat().st_mode
+                needed = stat.S_IROTH if part == path else 0
+                needed |= stat.S_IXOTH if stat.S_ISDIR(mode) else stat.S_IROTH
+                if mode & needed != needed:
+                    return part
     return None
 
 
 def _reading_right() -> int | None:
-    """A capability that reads the files of a closed folder under Landlock's rules, which it does not lift.
+    """Return a capability that reads the files of a closed folder under Landlock's rules, which it does not lift.
 
     Containers leave root CAP_DAC_OVERRIDE of the two. It would also let an older Landlock's gaps be used for emptying
     files (`landlock.LEAST_ABI`).
     """
-    if capabilities() >> CAP_DAC_READ_SEARCH & 1:
+    permitted = capabilities()
+    if permitted >> CAP_DAC_READ_SEARCH & 1:
         return CAP_DAC_READ_SEARCH
-    return (
-        CAP_DAC_OVERRIDE if capabilities() >> CAP_DAC_OVERRIDE & 1 and abi() >= LEAST_ABI else None
-    )
+    return CAP_DAC_OVERRIDE if permitted >> CAP_DAC_OVERRIDE & 1 and abi() >= LEAST_ABI else None
 
 
 def _interpreter() -> list[Path]:
-    """Files without which this Python does not start or import."""
+    """Return the files without which this Python does not start or import."""
     entries = [Path(entry) for entry in sys.path if os.path.isabs(entry)]
     return [Path(sys.executable).resolve(), Path(os.__file__), *entries]

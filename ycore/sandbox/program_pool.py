@@ -29,7 +29,7 @@ import ycore
 from ycore.errors import RunError
 from ycore.run.reports import kill_tree
 from ycore.sandbox import MIB, Level, Limits, View
-from ycore.sandbox.confine import FIRST_UID, NUM_UIDS, base_variables, unconfined
+from ycore.sandbox.confine import FIRST_UID, NUM_UIDS, base_variables, unconfined_steps
 from ycore.sandbox.landlock import rules_of
 from ycore.sandbox.namespaces import SCRATCH, bwrap_command, find_bwrap, python_folders
 from ycore.sandbox.program_run import ProgramKind
@@ -452,7 +452,7 @@ def _server_settings(
         settings["filter"] = rules.program
         settings["files"] = rules.files
     else:
-        steps, _ = unconfined(View(), limits, settings["uid"])
+        steps, _ = unconfined_steps(View(), limits, settings["uid"])
         settings["uid"] = steps["uid"]
         settings["keep"] = steps["keep"]
         settings["limits"] = steps["limits"]

@@ -16,7 +16,7 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any, Literal, NoReturn
 
-from ycore.sandbox.remote_calls import Connection, Gone, serve_calls
+from ycore.sandbox.remote_calls import Gone, ProgramConnection, serve_calls
 from ycore.sandbox.unit_tests import run_unit_tests
 
 ProgramKind = Literal["script", "callee", "tests"]
@@ -61,7 +61,7 @@ def _run_callee(source: int, connection: int) -> None:
     """Run a program once as a module, say how that went, and answer the questions of the tests until they end."""
     text = _read(source)
     names = _module("solution", text).__dict__
-    tests = Connection(connection)
+    tests = ProgramConnection(connection)
     state = "ready"
     try:
         code = compile(text, _FILE_NAME, "exec")

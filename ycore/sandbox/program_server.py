@@ -232,7 +232,7 @@ class _Server:
             os.environ["HOME"] = os.environ["TMPDIR"] = scratch
             os.chdir(scratch)
         if settings["level"] == Level.LANDLOCK and scratch is not None:
-            rules = landlock.Rules(
+            rules = landlock.LandlockRules(
                 files=settings["files"],
                 scratch=scratch,
                 working=scratch,

@@ -48,7 +48,7 @@ _OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "__str__": str,
     "__eq__": lambda value, other: bool(value == other),
 }
-"""What tests may do with an object of the program."""
+"""All that tests may do with an object of the program."""
 
 
 class Silent(BaseException):
@@ -67,7 +67,7 @@ class ProgramError(Exception):
     """An exception of the program of a kind that the tests do not know."""
 
 
-class Connection:
+class ProgramConnection:
     """One end of the socket between tests and program: a JSON object a line."""
 
     def __init__(self, descriptor: int) -> None:
@@ -123,7 +123,7 @@ class Connection:
 class CallClient:
     """The tests' end, which asks the program."""
 
-    def __init__(self, connection: Connection, *, timeout_s: float) -> None:
+    def __init__(self, connection: ProgramConnection, *, timeout_s: float) -> None:
         """`timeout_s` limits each call."""
         self.num_calls = 0
         self._connection = connection
@@ -144,7 +144,7 @@ class CallClient:
         reply = self._connection.receive()
         if "raised" in reply:
             raise _exception(reply["raised"])
-        value = decode(reply.get("value"), self._handle)
+        value = decode_value(reply.get("value"), self._handle)
         if value is None and operation == "__call__":
             self._change(args, reply.get("changed"))
         return value
@@ -153,7 +153,7 @@ class CallClient:
         return self._handles.setdefault(number, Handle(self, number))
 
     def _encode(self, value: Any) -> Any:
-        return encode(value, _number_of_handle)
+        return encode_value(value, _number_of_handle)
 
     def _change(self, args: tuple[Any, ...], changed: Any) -> None:
         """Carry over what a function that returns None did to its arguments.
@@ -164,7 +164,7 @@ class CallClient:
         if not isinstance(changed, list) or len(changed) != len(args):
             return
         for arg, encoded in zip(args, changed, strict=True):
-            new = decode(encoded, self._handle)
+            new = decode_value(encoded, self._handle)
             if isinstance(arg, list) and isinstance(new, list):
                 arg[:] = new
             elif isinstance(arg, dict | set) and type(new) is type(arg):
@@ -215,7 +215,7 @@ class Handle:
         return self._client.ask(operation, self._number, *args, **kwargs)
 
 
-def serve_calls(connection: Connection, names: Mapping[str, Any]) -> NoReturn:
+def serve_calls(connection: ProgramConnection, names: Mapping[str, Any]) -> NoReturn:
     """Answer the tests from the program's process, until they end (Gone). `names` are the program's globals."""
     objects: list[Any] = []
     numbers: dict[int, int] = {}
@@ -228,15 +228,17 @@ def serve_calls(connection: Connection, names: Mapping[str, Any]) -> NoReturn:
 
     def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         if request["ask"] == "name":
-            return {"value": encode(names[request["of"]], number_of)}
+            return {"value": encode_value(names[request["of"]], number_of)}
         target = objects[request["of"]]
-        args = [decode(value, objects.__getitem__) for value in request["args"]]
-        kwargs = {k: decode(value, objects.__getitem__) for k, value in request["kwargs"].items()}
-        value = encode(_OPERATIONS[request["ask"]](target, *args, **kwargs), number_of)
+        args = [decode_value(value, objects.__getitem__) for value in request["args"]]
+        kwargs = {
+            k: decode_value(value, objects.__getitem__) for k, value in request["kwargs"].items()
+        }
+        value = encode_value(_OPERATIONS[request["ask"]](target, *args, **kwargs), number_of)
         if value is not None or request["ask"] != "__call__":
             return {"value": value}
         mutable = [arg if isinstance(arg, list | dict | set) else 0 for arg in args]
-        return {"value": None, "changed": [encode(arg, number_of) for arg in mutable]}
+        return {"value": None, "changed": [encode_value(arg, number_of) for arg in mutable]}
 
     while True:
         request = connection.receive()
@@ -247,7 +249,7 @@ def serve_calls(connection: Connection, names: Mapping[str, Any]) -> NoReturn:
         connection.send(reply)
 
 
-def encode(value: Any, number_of: Callable[[Any], int], depth: int = 0) -> Any:
+def encode_value(value: Any, number_of: Callable[[Any], int], depth: int = 0) -> Any:
     """Return a value as JSON; `number_of` gives the number of an object that is no plain data, or raises."""
     if depth > _MAX_DEPTH:
         raise ValueError("a value is nested too deeply")
@@ -256,22 +258,22 @@ def encode(value: Any, number_of: Callable[[Any], int], depth: int = 0) -> Any:
     if isinstance(value, int) and -_PLAIN_INT < value < _PLAIN_INT:
         return int(value)
     if isinstance(value, list):
-        return [encode(item, number_of, depth + 1) for item in value]
+        return [encode_value(item, number_of, depth + 1) for item in value]
     for kind, (flatten, _) in _COMPOUND.items():
         if isinstance(value, kind):
-            return {kind.__name__: encode(flatten(value), number_of, depth + 1)}
+            return {kind.__name__: encode_value(flatten(value), number_of, depth + 1)}
     is_numpy = type(value).__module__ == "numpy" and hasattr(value, "item")
     if is_numpy and not getattr(value, "shape", ()):
-        return encode(value.item(), number_of, depth + 1)
+        return encode_value(value.item(), number_of, depth + 1)
     return {_OBJECT: number_of(value)}
 
 
-def decode(encoded: Any, object_of: Callable[[int], Any]) -> Any:
-    """Return the value of `encode`; ValueError for anything else."""
+def decode_value(encoded: Any, object_of: Callable[[int], Any]) -> Any:
+    """Return the value of `encode_value`; ValueError for anything else."""
     if encoded is None or isinstance(encoded, bool | int | float | str):
         return encoded
     if isinstance(encoded, list):
-        return [decode(item, object_of) for item in encoded]
+        return [decode_value(item, object_of) for item in encoded]
     if not isinstance(encoded, dict) or len(encoded) != 1:
         raise ValueError("no value")
     ((name, content),) = encoded.items()
@@ -279,7 +281,7 @@ def decode(encoded: Any, object_of: Callable[[int], Any]) -> Any:
         return object_of(int(content))
     if name not in _TYPES:
         raise ValueError(f"no value of kind {name}")
-    return _COMPOUND[_TYPES[name]][1](decode(content, object_of))
+    return _COMPOUND[_TYPES[name]][1](decode_value(content, object_of))
 
 
 def _number_of_handle(value: Any) -> int:

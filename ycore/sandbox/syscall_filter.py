@@ -1,4 +1,4 @@
-"""The system calls that confined code is refused, as the bytes of a seccomp filter (classic BPF, linux/filter.h).
+"""Refuse system calls to confined code: the bytes of a seccomp filter (classic BPF, linux/filter.h).
 
 The filter is a list of refusals: everything that Python and its libraries use stays allowed. What is refused reaches
 for other processes, mounts, namespaces, keys, memory that no limit counts, or parts of the kernel with a long history
@@ -18,23 +18,35 @@ from pathlib import Path
 
 from ycore.sandbox import Level
 
-_CLONE, _CLONE3, _SOCKET, _IOCTL, _PRLIMIT = (56, 220), (435, 435), (41, 198), (16, 29), (302, 261)
+_CLONE = (56, 220)
+_CLONE3 = (435, 435)
+_SOCKET = (41, 198)
+_IOCTL = (16, 29)
+_PRLIMIT = (302, 261)
 _NEW_NAMESPACE = 0x7E020080  # every CLONE_NEW* bit that clone takes
-_TERMINAL_INPUT = (
-    0x5412,
-    0x541C,
-    0x5423,
-)  # TIOCSTI, TIOCLINUX, TIOCSETD: typing into the terminal of whoever watches
-_AF_UNIX, _AF_INET, _AF_INET6, _AF_NETLINK = 1, 2, 10, 16
+_TERMINAL_INPUT = (0x5412, 0x541C, 0x5423)
+"""TIOCSTI, TIOCLINUX, TIOCSETD: typing into the terminal of whoever watches."""
+
+_AF_UNIX = 1
+_AF_INET = 2
+_AF_INET6 = 10
+_AF_NETLINK = 16
 
 # seccomp(2), linux/bpf_common.h; offsets into `struct seccomp_data`
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16
-_ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
-_ARCHITECTURES = {
-    "x86_64": (0, 0xC000003E),
-    "aarch64": (1, 0xC00000B7),
-}  # the column above, AUDIT_ARCH_*
+_LOAD = 0x20
+_EQUAL = 0x15
+_AT_LEAST = 0x35
+_ANY_BIT = 0x45
+_RETURN = 0x06
+_NUMBER_AT = 0
+_ARCHITECTURE_AT = 4
+_ARGUMENTS_AT = 16
+_ALLOW = 0x7FFF0000
+_KILL = 0x80000000
+_REFUSE = 0x00050000
+_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+"""The column of each pair of numbers above, and AUDIT_ARCH_*."""
+
 _X32 = 0x40000000  # the numbers of x86-64's second, 32-bit set of calls
 
 Instruction = tuple[int, int, int, int]
@@ -47,15 +59,15 @@ def filter_bytes(
     machine: str | None = None,
     network: bool = False,
     landlock_abi: int = 7,
-    own_user: bool = False,
+    has_own_user: bool = False,
 ) -> bytes:
-    """The filter for `prctl(PR_SET_SECCOMP)`, or for bwrap's `--seccomp`.
+    """Return the filter for `prctl(PR_SET_SECCOMP)`, or for bwrap's `--seccomp`.
 
     Args:
         level: at `namespaces` sockets reach a network of the process' own; at `landlock` there is none, and what
             Landlock does not hold is refused too. At `none` no filter belongs.
         landlock_abi: the kernel's; the filter takes over what an older one lacks.
-        own_user: the process has a user id that no other has, so that it cannot signal others.
+        has_own_user: the process has a user id that no other has, so that it cannot signal others.
 
     Raises:
         NotImplementedError: for an architecture without numbers here.
@@ -88,20 +100,14 @@ def filter_bytes(
         program += _refusals(calls["shared system"], column, errno.EPERM)
         if landlock_abi < 3:
             program += _refusals(calls["truncate"], column, errno.EPERM)
-        if landlock_abi < 6 and not own_user:  # a user of its own holds them on any kernel
+        if landlock_abi < 6 and not has_own_user:  # a user of its own holds them on any kernel
             program += _refusals(calls["signals"], column, errno.EPERM)
     else:
         families += [_AF_UNIX, _AF_NETLINK] if network else [_AF_UNIX]
-    program += _checked(_CLONE[column], 0, [(_ANY_BIT, _NEW_NAMESPACE)], refuse_on_match=True)
-    program += _checked(
-        _SOCKET[column], 0, [(_EQUAL, family) for family in families], refuse_on_match=False
-    )
-    program += _checked(
-        _IOCTL[column], 1, [(_EQUAL, request) for request in _TERMINAL_INPUT], refuse_on_match=True
-    )
-    program += _checked(
-        _PRLIMIT[column], 0, [(_EQUAL, 0)], refuse_on_match=False
-    )  # its own limits only
+    program += _refuse_matches(_CLONE[column], 0, _ANY_BIT, [_NEW_NAMESPACE])
+    program += _refuse_matches(_IOCTL[column], 1, _EQUAL, _TERMINAL_INPUT)
+    program += _allow_matches(_SOCKET[column], 0, families)
+    program += _allow_matches(_PRLIMIT[column], 0, [0])  # its own limits only
     program.append((_RETURN, 0, 0, _ALLOW))
     return b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
 
@@ -116,18 +122,24 @@ def _refusals(
             yield from ((_EQUAL, 0, 1, number), _refuse(error))
 
 
-def _checked(
-    number: int, argument: int, tests: list[tuple[int, int]], *, refuse_on_match: bool
-) -> Iterable[Instruction]:
-    """Decide one call by the low 32 bits of one argument: refuse or allow what matches any test, and the rest not."""
-    matched, otherwise = (_refuse(errno.EPERM), (_RETURN, 0, 0, _ALLOW))
-    if not refuse_on_match:
-        matched, otherwise = otherwise, matched
-    body = [instruction for code, value in tests for instruction in ((code, 0, 1, value), matched)]
-    yield (_EQUAL, 0, len(body) + 2, number)
-    yield (_LOAD, 0, 0, _ARGUMENTS_AT + 8 * argument)
-    yield from body
-    yield otherwise
+def _refuse_matches(
+    number: int, argument: int, test: int, values: Sequence[int]
+) -> list[Instruction]:
+    """Refuse one call where the low 32 bits of one argument match a value, and allow it otherwise."""
+    body: list[Instruction] = [(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * argument)]
+    for value in values:
+        body += [(test, 0, 1, value), _refuse(errno.EPERM)]
+    body.append((_RETURN, 0, 0, _ALLOW))
+    return [(_EQUAL, 0, len(body), number), *body]
+
+
+def _allow_matches(number: int, argument: int, values: Sequence[int]) -> list[Instruction]:
+    """Allow one call where the low 32 bits of one argument are one of the values, and refuse it otherwise."""
+    body: list[Instruction] = [(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * argument)]
+    for value in values:
+        body += [(_EQUAL, 0, 1, value), (_RETURN, 0, 0, _ALLOW)]
+    body.append(_refuse(errno.EPERM))
+    return [(_EQUAL, 0, len(body), number), *body]
 
 
 def _refuse(error: int) -> Instruction:

@@ -20,7 +20,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from ycore.sandbox.remote_calls import CallClient, Connection, Gone, Handle, NoPlainData, Silent
+from ycore.sandbox.remote_calls import (
+    CallClient,
+    Gone,
+    Handle,
+    NoPlainData,
+    ProgramConnection,
+    Silent,
+)
 
 _ALIASES = {"np": "numpy", "pd": "pandas"}
 _RECORD = "__unit_ran__"
@@ -105,14 +112,14 @@ def run_unit_tests(source: int, connection: int, results: int) -> None:
     sys.set_int_max_str_digits(0)
     output = _Results(results, stop_at_failure=tests["stop_at_failure"])
     try:
-        _run(tests, Connection(connection), output)
+        _run(tests, ProgramConnection(connection), output)
     except Silent:
         output.write(timed_out=True)
     except (Gone, _Failed):
         pass
 
 
-def _run(tests: Mapping[str, Any], connection: Connection, results: _Results) -> None:
+def _run(tests: Mapping[str, Any], connection: ProgramConnection, results: _Results) -> None:
     connection.limit(tests["timeout_s"])
     results.write(state="gone")
     state = str(connection.receive().get("state"))

@@ -1,4 +1,4 @@
-"""What a person's own code may see in a confined process: its files and folders, never those of a run.
+"""Decide which files a person's own code may see in a confined process: never those of a run.
 
 The working folder and the folders of its files are shown read-only. In them are hidden: the run's folder and other
 runs, every name that begins with a dot, and sockets, because a read-only folder keeps nobody from connecting. The
@@ -84,22 +84,22 @@ def _view(
         *(file.parent for file in files),
         *(file.resolve().parent for file in files),
     ]
-    shown = [path for folder in dict.fromkeys(folders) for path in _parts(folder)]
+    visible = [path for folder in dict.fromkeys(folders) for path in _parts(folder)]
     readable = [*named]
     if run_folder is not None:
         run_folder = run_folder.absolute()
         if (images := RunFolder(run_folder).images).is_dir():
             readable.append(images)
-    hidden = list(_hidden_in(shown, run_folder, (*python_paths(), *files, *readable)))
-    if run_folder is not None and any(path.is_relative_to(run_folder) for path in shown):
-        shown = [path for path in shown if not path.is_relative_to(run_folder)]
-        shown += [file for file in files if file.is_relative_to(run_folder)]
+    hidden = list(_hidden_in(visible, run_folder, (*python_paths(), *files, *readable)))
+    if run_folder is not None and any(path.is_relative_to(run_folder) for path in visible):
+        visible = [path for path in visible if not path.is_relative_to(run_folder)]
+        visible += [file for file in files if file.is_relative_to(run_folder)]
     return View(
-        read=tuple(dict.fromkeys([*shown, *readable])),
+        read=tuple(dict.fromkeys([*visible, *readable])),
         hidden=tuple(hidden),
         network=network,
         devices=devices,
-        working=working if working in shown else None,
+        working=working if working in visible else None,
     )
 
 
@@ -109,12 +109,12 @@ def _parts(folder: Path) -> list[Path]:
 
 
 def _hidden_in(
-    shown: Iterable[Path], run_folder: Path | None, kept: Collection[Path]
+    visible: Iterable[Path], run_folder: Path | None, kept: Collection[Path]
 ) -> Iterator[Path]:
-    """Yield what stays hidden in these folders. `kept` is shown wherever it lies, without what lies around it."""
+    """Yield what stays hidden in these folders. `kept` is visible wherever it lies, without what lies around it."""
     if run_folder is not None:
         yield run_folder
-    waiting = deque(path for path in shown if path.is_dir())
+    waiting = deque(path for path in visible if path.is_dir())
     num_entries = num_hidden = 0
     while waiting and num_entries < _MAX_ENTRIES and num_hidden < _MAX_HIDDEN:
         with suppress(OSError), os.scandir(waiting.popleft()) as entries:

@@ -1,4 +1,4 @@
-"""What a tree of processes holds now, memory and scratch files, and an end for what holds too much.
+"""Measure the memory and scratch files of a tree of processes, and end the tree where they are too much.
 
 Resource limits of the kernel count each process alone, and neither shared memory nor the number of files. So the sum is
 taken from outside, every 50 ms. Only the standard library: this also runs in a confined process's trusted parent.
@@ -9,6 +9,7 @@ import shutil
 import signal
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -22,8 +23,8 @@ _KIB = 1024
 _DEEPEST = 100  # folders within folders
 
 
-class Usage(NamedTuple):
-    """What a tree of processes holds: bytes of memory, processes, bytes in its scratch folder, files there."""
+class TreeUsage(NamedTuple):
+    """A tree of processes: bytes of memory, processes, bytes in its scratch folder, files there."""
 
     memory: int = 0
     processes: int = 0
@@ -31,7 +32,7 @@ class Usage(NamedTuple):
     files: int = 0
 
     def excess(self, limits: Limits) -> str | None:
-        """What is over, in words, or None."""
+        """Say which limit is exceeded, or return None."""
         if self.memory > limits.memory:
             return f"{self.memory >> 20} MiB of memory, {limits.memory >> 20} MiB allowed"
         if self.processes > limits.processes:
@@ -44,38 +45,34 @@ class Usage(NamedTuple):
 
 
 def below(pid: int) -> list[int]:
-    """Every process below `pid` now, parents first; none when it has ended."""
-    found: list[int] = []
-    waiting = [pid]
-    children = None if _HAS_CHILDREN else _children_by_scan()
-    while waiting:
-        for child in (
-            _children(waiting.pop()) if children is None else children.get(waiting.pop(), [])
-        ):
-            found.append(child)
-            waiting.append(child)
-    return found
+    """Return every process below `pid` now, parents first; none when it has ended."""
+    children_of = _children if _HAS_CHILDREN else _children_by_scan()
+    pids = [pid]
+    for parent in pids:  # grows
+        pids += children_of(parent)
+    return pids[1:]
 
 
 def memory_of(pids: list[int], *, at_most: int) -> int:
-    """Bytes of anonymous and shared memory, swapped ones included.
+    """Return the bytes of anonymous and shared memory, swapped ones included.
 
     The sum of the processes' own counts takes a page that two of them share after a fork twice. So where it exceeds
     `at_most`, and the kernel lets us, each page is divided among those who have it (PSS), which is slower to read.
     """
-    total = sum(_counted(f"/proc/{pid}/status", _HELD) for pid in pids)
+    total = sum(_sum_of_lines(f"/proc/{pid}/status", _MEMORY) for pid in pids)
     if total <= at_most:
         return total
-    shares = [_counted(f"/proc/{pid}/smaps_rollup", _SHARED_OUT) for pid in pids]
+    shares = [_sum_of_lines(f"/proc/{pid}/smaps_rollup", _SHARES) for pid in pids]
     return sum(shares) if all(shares) else total
 
 
 def files_in(folder: str, *, at_most: int) -> tuple[int, int]:
-    """Bytes and number of files and folders inside; the walk ends once it has met more than `at_most` of them.
+    """Return the bytes and the number of files and folders inside; the walk ends after `at_most` of them.
 
     Folders nested too deeply count as too many files: a walk by name through them takes seconds.
     """
-    num_bytes = num_files = 0
+    num_bytes = 0
+    num_files = 0
     waiting = [folder]
     deepest = folder.count(os.sep) + _DEEPEST
     while waiting and num_files <= at_most:
@@ -101,25 +98,25 @@ def remove_tree(folder: str | Path) -> None:
 
 
 def deleted_bytes(pids: list[int]) -> int:
-    """Bytes of the files that have no name any more and that one of the processes still has open."""
-    held: dict[tuple[int, int], int] = {}
+    """Return the bytes of the files that have no name any more and that one of the processes still has open."""
+    sizes: dict[tuple[int, int], int] = {}
     for pid in pids:
         with suppress(OSError):
             for descriptor in os.listdir(f"/proc/{pid}/fd"):
                 with suppress(OSError):
                     status = os.stat(f"/proc/{pid}/fd/{descriptor}")
                     if status.st_nlink == 0 and status.st_blocks:
-                        held[status.st_dev, status.st_ino] = status.st_blocks * _BLOCK
-    return sum(held.values())
+                        sizes[status.st_dev, status.st_ino] = status.st_blocks * _BLOCK
+    return sum(sizes.values())
 
 
-def usage(pids: list[int], limits: Limits, scratch: str | None = None) -> Usage:
-    """What these processes hold, and what lies in `scratch` where that is a plain folder."""
+def usage(pids: list[int], limits: Limits, scratch: str | None = None) -> TreeUsage:
+    """Return what these processes hold, and what lies in `scratch` where that is a plain folder."""
     memory = memory_of(pids, at_most=limits.memory)
     if scratch is None:
-        return Usage(memory, len(pids))
+        return TreeUsage(memory, len(pids))
     num_bytes, num_files = files_in(scratch, at_most=limits.files)
-    return Usage(memory, len(pids), num_bytes + deleted_bytes(pids), num_files)
+    return TreeUsage(memory, len(pids), num_bytes + deleted_bytes(pids), num_files)
 
 
 def end_all_below(pid: int, *, within_s: float = 5.0) -> bool:
@@ -131,9 +128,9 @@ def end_all_below(pid: int, *, within_s: float = 5.0) -> bool:
     deadline = time.monotonic() + within_s
     while pids := below(pid):
         for number in (signal.SIGSTOP, signal.SIGKILL):
-            for one in pids:
+            for descendant in pids:
                 with suppress(OSError):
-                    os.kill(one, number)
+                    os.kill(descendant, number)
         with suppress(ChildProcessError):
             while pid == os.getpid() and os.waitpid(-1, os.WNOHANG)[0]:
                 pass
@@ -161,25 +158,28 @@ class Watch(threading.Thread):
         """
         super().__init__(name=f"sandbox-watch-{pid}", daemon=True)
         self.excess: str | None = None
-        self._pid, self._limits, self._kill, self._scratch = pid, limits, kill, scratch
-        self._over = threading.Event()
+        self._pid = pid
+        self._limits = limits
+        self._kill = kill
+        self._scratch = scratch
+        self._stopped = threading.Event()
 
     def run(self) -> None:
-        while not self._over.wait(INTERVAL_S):
+        while not self._stopped.wait(INTERVAL_S):
             if not os.path.exists(f"/proc/{self._pid}"):
                 return
             self.excess = usage(below(self._pid), self._limits, self._scratch).excess(self._limits)
-            if self.excess is not None and not self._over.is_set():
+            if self.excess is not None and not self._stopped.is_set():
                 self._kill()
                 return
 
     def stop(self) -> None:
         """Look no more, and kill nothing from now on."""
-        self._over.set()
+        self._stopped.set()
 
 
-_HELD = (b"RssAnon:", b"RssShmem:", b"VmSwap:")
-_SHARED_OUT = (b"Pss_Anon:", b"Pss_Shmem:", b"SwapPss:")
+_MEMORY = (b"RssAnon:", b"RssShmem:", b"VmSwap:")
+_SHARES = (b"Pss_Anon:", b"Pss_Shmem:", b"SwapPss:")
 _HAS_CHILDREN = os.path.exists(f"/proc/self/task/{os.getpid()}/children")  # CONFIG_PROC_CHILDREN
 
 
@@ -190,18 +190,18 @@ def _children(pid: int) -> Iterator[int]:
                 yield from map(int, file.read().split())
 
 
-def _children_by_scan() -> dict[int, list[int]]:
-    children: dict[int, list[int]] = {}
+def _children_by_scan() -> Callable[[int], list[int]]:
+    children = defaultdict[int, list[int]](list)
     for name in os.listdir("/proc"):
         if name.isdigit():
             with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
                 parent = int(file.read().rpartition(b")")[2].split()[1])
-                children.setdefault(parent, []).append(int(name))
-    return children
+                children[parent].append(int(name))
+    return children.__getitem__
 
 
-def _counted(path: str, names: tuple[bytes, ...]) -> int:
-    """The sum of these lines, in bytes; 0 for a process that has ended, or that we may not look at."""
+def _sum_of_lines(path: str, names: tuple[bytes, ...]) -> int:
+    """Return the sum of these lines, in bytes; 0 for a process that has ended, or that we may not look at."""
     total = 0
     with suppress(OSError), open(path, "rb") as file:
         for line in file:

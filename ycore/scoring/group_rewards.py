@@ -63,8 +63,7 @@ def normalizes_each_reward(config: RunConfig) -> bool:
     """Whether advantages are TRL's from rewards that are normalized one by one (GDPO, arXiv 2601.05242)."""
     return (
         config.trl.get("multi_objective_aggregation") == "normalize_then_sum"
-        and config.advantage == "group"
-        and config.loss_from == "grpo"
+        and config.uses_trl_advantages
         and not any(reward.constraint for reward in config.rewards)
     )
 
@@ -133,7 +132,7 @@ def can_teach(
     """Whether any advantage of the group differs from zero (dynamic sampling, DAPO, arXiv 2503.14476, section 3.2).
 
     Args:
-        alone: one scored completion is enough (`learner_rules.teaches_alone`).
+        alone: one scored completion is enough (`RunConfig.teaches_alone`).
         min_stds_R: rewards of a source that deviate less do not teach (`min_stds`).
         constraints: the run's, which a completion may break.
         normalizes_each: see `normalizes_each_reward`.

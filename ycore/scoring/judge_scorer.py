@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.data.prompts import PromptSet
-from ycore.engine.judge_engine import JudgeEngine, Refused, RemoteJudge, VllmJudge
+from ycore.engine.judge_engine import JudgeEngine, QuestionRefused, RemoteJudge, VllmJudge
 from ycore.engine.kinds import EngineKind
 from ycore.errors import ModelError, RewardError
 from ycore.judge.agreement import KEY, agreement, agreement_of
@@ -282,7 +282,7 @@ class JudgeScorer(Scorer):
         for attempt in range(1 + self.judge.retries):
             try:
                 reply = await self._ask(question, group, key=key, attempt=attempt)
-            except Refused as refusal:
+            except QuestionRefused as refusal:
                 raise Unreadable(str(refusal)) from None
             try:
                 return read(reply)

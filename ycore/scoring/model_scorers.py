@@ -13,7 +13,7 @@ import httpx
 
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.data.prompts import PromptSet
-from ycore.engine.judge_engine import Refused, RemoteTeacher, key_header
+from ycore.engine.judge_engine import QuestionRefused, RemoteTeacher, key_header
 from ycore.engine.kinds import VLLM, EngineKind
 from ycore.engine.vllm_engine import VllmRewardModel, VllmTeacher
 from ycore.errors import ConfigError, ModelError
@@ -39,7 +39,7 @@ from ycore.rewards.builtin import (
     reference_of,
     reference_reward,
 )
-from ycore.rewards.loading import require_columns
+from ycore.rewards.loading import require_reward_columns
 from ycore.run.tasks import together
 from ycore.scoring.judge_scorer import check_api_key
 from ycore.scoring.scoring import (
@@ -262,7 +262,7 @@ class TeacherScorer(Scorer):
         if teacher.base_url is not None:
             if config.teaches_exactly:
                 raise ConfigError(
-                    f"{label}: distill.divergence={config.distill.divergence} needs the teacher's weights, and it is "
+                    f"{label}: distill.divergence={config.teacher_divergence} needs the teacher's weights, and it is "
                     f"at {teacher.base_url}; leave distill.divergence out, or base_url"
                 )
             check_api_key(label, teacher)
@@ -279,7 +279,7 @@ class TeacherScorer(Scorer):
         if plan.ready and plan.folder is not None and policy.ready and policy.folder is not None:
             check_same_tokens(policy.folder, plan.folder, name=teacher.model)
         if config.teaches_exactly:
-            return [f"{label}: {plan.note}, {config.distill.divergence}, exact, in the trainer"]
+            return [f"{label}: {plan.note}, {config.teacher_divergence}, exact, in the trainer"]
         return [f"{label}: {plan.note}, the probability of each token"]
 
     @classmethod
@@ -310,7 +310,7 @@ class TeacherScorer(Scorer):
             return self.masked("longer than its context")
         try:
             logprobs = await self._logprobs(group, completion, num_tokens=sum(sizes))
-        except Refused as refusal:
+        except QuestionRefused as refusal:
             return self.masked(str(refusal))
         policy_logprobs = completion.logprobs or (0.0,) * len(completion.token_ids)
         gaps = [
@@ -450,7 +450,7 @@ class ReferenceScorer(Scorer):
     @classmethod
     def check_rows(cls, spec: RewardConfig, config: RunConfig, prompts: PromptSet) -> None:
         reference_of(spec)
-        require_columns(REFERENCE, ["answer"], prompts.columns)
+        require_reward_columns(REFERENCE, ["answer"], prompts.columns)
 
     @classmethod
     def image_problem(cls, spec: RewardConfig, config: RunConfig) -> str | None:

@@ -10,10 +10,17 @@ from datasets import Dataset, Image, List
 from peft import LoraConfig
 from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase, TrainerCallback
 
-from ycore.advantages import ESTIMATORS, Estimator
+from ycore.advantages import ESTIMATORS, TOKEN_ADVANTAGE, TURN_ADVANTAGE, Estimator
 from ycore.config.algorithms import find_algorithm
 from ycore.config.batch import derive_batch, derive_tune_batch
-from ycore.config.learner_rules import BY_TOKEN, BY_TURN
+from ycore.config.learners import (
+    AdvantageConfig,
+    DistillConfig,
+    GroupConfig,
+    OnlineDPOConfig,
+    PolicyGradientConfig,
+    PPOConfig,
+)
 from ycore.config.schema import AnyConfig, LoraSettings, RunConfig, TuneConfig
 from ycore.config.trl_arguments import trl_arguments
 from ycore.data.examples import Example, ExampleSet
@@ -34,10 +41,11 @@ EYES = "vision|visual|projector|connector|merger|aligner"
 def load_trainer_class(config: AnyConfig) -> type[BaseTrainer]:
     """The class of the run's algorithm: `Trainer` of the module that the table of algorithms names."""
     module = importlib.import_module(find_algorithm(config.algorithm).module)
-    found: type[BaseTrainer] = (
-        module.TRAINERS[config.loss_from] if isinstance(config, RunConfig) else module.Trainer
-    )
-    return found
+    if isinstance(config, GroupConfig | OnlineDPOConfig):
+        trainer: type[BaseTrainer] = module.TRAINERS[config.loss_from]
+    else:
+        trainer = module.Trainer
+    return trainer
 
 
 def compute_dtype(config: AnyConfig) -> torch.dtype:
@@ -121,29 +129,33 @@ def _for_rollouts(
     rows_per_round = batch.per_device_train_batch_size * batch.steps_per_generation * world_size
     if config.group_size == 1:
         arguments["num_generations"] = max(2, rows_per_round)
-    return arguments, {
-        **({} if config.critic is None else {"critic": config.critic, "base": model}),
-        **(
-            {"likelihood": config.constraints.likelihood}
-            if config.algorithm == "online-dpo"
-            else {}
-        ),
-        **(_teaching(config) if config.algorithm == "distill" else {}),
-        "kl_in": config.kl_in,
-        "by_token": config.advantage == BY_TOKEN,
-        "trust_region": config.trust_region,
-        "loss_average": config.loss_average,
+    data = {
         "reward_funcs": placeholder_rewards(reward_names(config.rewards)),
-        "by_turn": config.advantage == BY_TURN,
-        "advantage": _estimator(config),
         "constraints": Constraints.of(config),
-        "divergence": config.divergence,
         # The round draws the prompts; the rows of TRL's loader only say that a round is due.
         "train_dataset": Dataset.from_dict({"prompt": ["tick"] * rows_per_round}),
+        "advantage": _estimator(config),
     }
+    if isinstance(config, PolicyGradientConfig):
+        data |= {
+            "divergence": config.divergence,
+            "trust_region": config.trust_region,
+            "loss_average": config.loss_average,
+        }
+    if isinstance(config, AdvantageConfig):
+        data |= {"by_token": config.advantage == TOKEN_ADVANTAGE, "by_turn": config.pays_turns}
+    if isinstance(config, GroupConfig | PPOConfig):
+        data["kl_in"] = config.kl_in
+    if isinstance(config, PPOConfig):
+        data |= {"critic": config.critic, "base": model}
+    if isinstance(config, OnlineDPOConfig):
+        data["likelihood"] = config.constraints.likelihood
+    if isinstance(config, DistillConfig):
+        data |= _teaching(config)
+    return arguments, data
 
 
-def _teaching(config: RunConfig) -> dict[str, Any]:
+def _teaching(config: DistillConfig) -> dict[str, Any]:
     """Which sources are teachers, and the folders of those that the trainer holds; the launcher has fetched them."""
     teachers = teachers_of(config.rewards)
     if not config.teaches_exactly:
@@ -159,10 +171,11 @@ def _teaching(config: RunConfig) -> dict[str, Any]:
 
 def _estimator(config: RunConfig) -> Estimator | None:
     """What replaces TRL's advantages. TRL's own know of no constraints: the same estimators of ours then do."""
-    if config.advantage in (BY_TOKEN, BY_TURN):
+    advantage = config.advantage if isinstance(config, AdvantageConfig) else "group"
+    if advantage in (TOKEN_ADVANTAGE, TURN_ADVANTAGE):
         return None
-    if config.advantage != "group":
-        return ESTIMATORS[config.advantage]
+    if advantage != "group":
+        return ESTIMATORS[advantage]
     scale = config.trl.get("scale_rewards", "group")
     ours = {"none": "dr-grpo", False: "dr-grpo", "batch": "lite-ppo"}.get(scale, "group")
     return ESTIMATORS[ours] if any(reward.constraint for reward in config.rewards) else None

@@ -23,7 +23,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOConfig
 
 from ycore.advantages import ESTIMATORS
-from ycore.config.schema import DistillSettings
+from ycore.config.learners import DistillSettings
 from ycore.errors import ConfigError
 from ycore.trl.batches import loss_mask
 from ycore.trl.divergence import exact as divergence_of

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from trl import GRPOConfig
 
-from ycore.config.schema import CriticSettings
+from ycore.config.learners import CriticSettings
 from ycore.errors import ConfigError
 from ycore.trl.critic import VALUES, add_critic, start_from_reward_model
 from ycore.trl.forward import packed_scores

@@ -1,8 +1,9 @@
-"""What a run does at this moment: its slots' lanes, its queues, the phase of its step.
+"""Read what a run does at this moment: its slots' lanes, its queues, the phase of its step.
 
-It is read from trace.json and from the times of `step_began`, touched when a step begins, and of metrics.jsonl.
+The sources are trace.json, and the times of `step_began`, touched when a step begins, and of metrics.jsonl.
 """
 
+import math
 import threading
 import time
 from collections import Counter
@@ -23,32 +24,32 @@ from ycore.run.trace import (
     Event,
     Levels,
     Mark,
-    Span,
     TraceFollower,
 )
-from ycore.view.lanes import Lane, Place, in_order
+from ycore.view.lanes import Lane, Place, sort_roles
 
 PHASES: Mapping[str, str] = {
     SYNC: "sending weights",
     ROUND: "generating and scoring",
     TRAIN: "training",
 }
-"""In the order of a step."""
-_SAID = {**PHASES, EVALUATION: "evaluating"}
+"""Phases in the order of a step."""
+_PHASE_WORDS = {**PHASES, EVALUATION: "evaluating"}
 
-_DOES = {
+_ROLE_WORDS = {
     "rollout": "generating",
     "judge": "judging",
     "reward_model": "scoring by model",
     "teacher": "teaching",
 }
 _LONG_S = 10.0
+_MAX_SWAPS = 1000
 _CLOCK_S = 0.05  # a file's time is a few milliseconds behind the clock
 
 
 @dataclass(slots=True)
 class Activity:
-    """What the events of a trace amount to: a lane a slot, and the last levels and the phase of each rank."""
+    """The state after the events of a trace: a lane a slot, and the last levels and the phase of each rank."""
 
     lanes: dict[Place, Lane] = field(default_factory=dict)
     newest: float = 0.0
@@ -58,34 +59,43 @@ class Activity:
     phases: dict[int, tuple[str, float]] = field(default_factory=dict)
 
     def add(self, events: list[Event]) -> None:
-        """Events in the order they were written."""
+        """Add events in the order they were written."""
         turns: dict[tuple[Place, str], list[tuple[float, float]]] = {}
         for event in events:
-            match event:
-                case Span(name=name) if name == ROUND:
-                    self.phases[event.rank] = (TRAIN, event.began + event.seconds)
-                case Span(name=name) if name == SWAP:
-                    swaps = self.lanes.setdefault((event.rank, event.slot), Lane()).swaps
-                    swaps.append((event.began, event.seconds, str(event.details.get("awake", ""))))
-                    del swaps[:-1000]
-                case Span():
-                    turns.setdefault(((event.rank, event.slot), event.name), []).append(
-                        (event.began, event.seconds)
-                    )
-                    self.newest = max(self.newest, event.began + event.seconds)
-                case Mark(name=name) if name == FULL:
-                    self.is_full = True
-                case Mark():
-                    self.phases[event.rank] = (event.name, event.at)
-                case Levels(name=name) if name == IN_FLIGHT:
-                    self.in_flight[event.rank] = event
-                    self.newest = max(self.newest, event.at)
-                    for key in event.values:
-                        self.lanes.setdefault((event.rank, _role_and_slot(key)[1]), Lane())
-                case Levels():
-                    self.waiting[event.rank] = event
-        for (place, role), stretches in turns.items():
-            self.lanes.setdefault(place, Lane()).add(role, stretches)
+            if isinstance(event, Mark):
+                self._add_mark(event)
+            elif isinstance(event, Levels):
+                self._add_levels(event)
+            elif event.name == ROUND:
+                self.phases[event.rank] = (TRAIN, event.began + event.seconds)
+            elif event.name == SWAP:
+                swaps = self._lane(event.rank, event.slot).swaps
+                swaps.append((event.began, event.seconds, str(event.details.get("awake", ""))))
+                del swaps[:-_MAX_SWAPS]
+            else:
+                place = (event.rank, event.slot)
+                turns.setdefault((place, event.name), []).append((event.began, event.seconds))
+                self.newest = max(self.newest, event.began + event.seconds)
+        for (place, role), intervals in turns.items():
+            self._lane(*place).add(role, intervals)
+
+    def _lane(self, rank: int, slot: int) -> Lane:
+        return self.lanes.setdefault((rank, slot), Lane())
+
+    def _add_mark(self, mark: Mark) -> None:
+        if mark.name == FULL:
+            self.is_full = True
+        else:
+            self.phases[mark.rank] = (mark.name, mark.at)
+
+    def _add_levels(self, levels: Levels) -> None:
+        if levels.name != IN_FLIGHT:
+            self.waiting[levels.rank] = levels
+            return
+        self.in_flight[levels.rank] = levels
+        self.newest = max(self.newest, levels.at)
+        for key in levels.values:
+            self._lane(levels.rank, _role_and_slot(key)[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,81 +117,89 @@ class Scene:
         return bool(self.activity.lanes) and not self.activity.is_full
 
     def queues(self) -> dict[str, tuple[int, int]]:
-        """By role: requests in flight and requests that wait, over all ranks; only roles that any rank has reported."""
-        flying, waiting = Counter[str](), Counter[str]()
+        """Return by role the requests in flight and those that wait, over all ranks that have reported it."""
+        in_flight, waiting = Counter[str](), Counter[str]()
         for levels in self.activity.in_flight.values():
             for key, count in levels.values.items():
-                flying[_role_and_slot(key)[0]] += count * self._is_now(levels)
+                in_flight[_role_and_slot(key)[0]] += count * self._is_now(levels)
         for levels in self.activity.waiting.values():
             for role, count in levels.values.items():
                 waiting[role] += count * self._is_now(levels)
-        return {role: (flying[role], waiting[role]) for role in in_order({*flying, *waiting})}
+        roles = sort_roles({*in_flight, *waiting})
+        return {role: (in_flight[role], waiting[role]) for role in roles}
 
-    def flying(self, place: Place) -> int:
-        """Requests in flight on a slot, whatever their role."""
-        levels = self.activity.in_flight.get(place[0])
-        counts = levels.values.items() if levels and self._is_now(levels) else ()
-        return sum(count for key, count in counts if _role_and_slot(key)[1] == place[1])
+    def num_in_flight(self, place: Place) -> int:
+        """Return the requests in flight on a slot, whatever their role."""
+        rank, slot = place
+        levels = self.activity.in_flight.get(rank)
+        if levels is None or not self._is_now(levels):
+            return 0
+        return sum(count for key, count in levels.values.items() if _role_and_slot(key)[1] == slot)
 
     def open_since(self, place: Place) -> dict[str, float]:
-        """By role: when the oldest request in flight on a slot began."""
-        levels = self.activity.in_flight.get(place[0])
+        """Return by role when the oldest request in flight on a slot began."""
+        rank, slot = place
+        levels = self.activity.in_flight.get(rank)
         if levels is None or not self._is_now(levels):
             return {}
-        oldest = ((*_role_and_slot(key), seconds) for key, seconds in levels.oldest_s.items())
-        return {role: levels.at - seconds for role, slot, seconds in oldest if slot == place[1]}
+        oldest = ((*_role_and_slot(key), age_s) for key, age_s in levels.oldest_s.items())
+        return {role: levels.at - age_s for role, on_slot, age_s in oldest if on_slot == slot}
 
     def _is_now(self, levels: Levels) -> bool:
-        """Whether they were reported in this step: the requests of an earlier one are gone, and count as none."""
-        return (
-            not self.is_over
-            and self.step_began is not None
-            and levels.at >= self.step_began - _CLOCK_S
-        )
+        """Tell whether they were reported in this step: the requests of an earlier one are gone, and count as none."""
+        if self.is_over or self.step_began is None:
+            return False
+        return levels.at >= self.step_began - _CLOCK_S
 
     def now(self) -> str:
-        """`training for 12 s, 28 s into the step`: the phase of the rank that is least far in this step."""
+        """Return `training for 12 s, 28 s into the step`: the phase of the rank that is least far in this step."""
         if self.step_began is None:
             return "starting"
         if self.step_ended is not None and self.step_ended >= self.step_began:
-            return f"between steps for {self._for(self.step_ended)}"
-        order, into = [*_SAID], f"{self._for(self.step_began)} into the step"
-        known = [
+            return f"between steps for {self._time_since(self.step_ended)}"
+        elapsed = f"{self._time_since(self.step_began)} into the step"
+        order = [*_PHASE_WORDS]
+        phases = [
             (order.index(phase), -since, rank)
             for rank, (phase, since) in self.activity.phases.items()
             if since >= self.step_began - _CLOCK_S and phase in order
         ]
-        if not known:
-            return into
-        place, minus_since, rank = min(known)
-        does = _SAID[order[place]]
+        if not phases:
+            return elapsed
+        place, minus_since, rank = min(phases)
+        words = _PHASE_WORDS[order[place]]
         if order[place] == ROUND:
-            if (
-                queues := self.queues()
-            ):  # with nothing in flight and nothing waiting it is the reward functions' turn
-                busy = [_DOES.get(role, role) for role, counts in queues.items() if any(counts)]
-                does = ", ".join(busy) or "scoring"
-            began = [
-                began for slot in self.activity.lanes for began in self.open_since(slot).values()
-            ]
-            if began and self.until - min(began) >= _LONG_S:
-                into = f"one request for {self._for(min(began))}"
-        who = "" if all(other == place for other, *_ in known) else f"rank {rank}: "
-        return f"{who}{does} for {self._for(-minus_since)}, {into}"
+            words = self._round_words() or words
+            oldest = min(
+                (began for slot in self.activity.lanes for began in self.open_since(slot).values()),
+                default=math.inf,
+            )
+            if self.until - oldest >= _LONG_S:
+                elapsed = f"one request for {self._time_since(oldest)}"
+        is_shared = all(other == place for other, *_ in phases)
+        who = "" if is_shared else f"rank {rank}: "
+        return f"{who}{words} for {self._time_since(-minus_since)}, {elapsed}"
+
+    def _round_words(self) -> str:
+        """Return what the roles with requests do; with none, it is the reward functions' turn."""
+        queues = self.queues()
+        if not queues:
+            return ""
+        busy = [_ROLE_WORDS.get(role, role) for role, counts in queues.items() if any(counts)]
+        return ", ".join(busy) or "scoring"
 
     def queue_words(self) -> list[str]:
-        queues = self.queues().items()
         return [
-            f"{role.replace('_', ' ')} {fly} in flight, {wait} waiting"
-            for role, (fly, wait) in queues
+            f"{role.replace('_', ' ')} {in_flight} in flight, {waiting} waiting"
+            for role, (in_flight, waiting) in self.queues().items()
         ]
 
-    def _for(self, since: float) -> str:
-        return as_duration(max(0.0, self.until - since))
+    def _time_since(self, at: float) -> str:
+        return as_duration(max(0.0, self.until - at))
 
 
 class RunActivity:
-    """Reads a run's files for its `Scene`, twice a second at most, from any thread: `RunActivity(root).look()`.
+    """Read a run's files for its `Scene`, twice a second at most, from any thread: `RunActivity(root).look()`.
 
     By default a run goes on until its summary is there.
     """
@@ -196,10 +214,11 @@ class RunActivity:
         self._looked = 0.0
 
     def look(self) -> Scene:
-        """The run at this moment, as far as its files show."""
+        """Return the run at this moment, as far as its files show."""
         with self._lock:
             if self._scene is None or time.monotonic() - self._looked >= 0.5:
-                self._scene, self._looked = self._look(), time.monotonic()
+                self._scene = self._look()
+                self._looked = time.monotonic()
             return self._scene
 
     def _look(self) -> Scene:
@@ -209,8 +228,8 @@ class RunActivity:
         except OSError:  # a view is not worth a run
             self._activity.is_full = True
         until = self._activity.newest if is_over else time.time()
-        began, ended = _touched(self._folder.step_began), _touched(self._folder.metrics)
-        return Scene(self._activity, until, is_over, began, ended)
+        step_began = _touched(self._folder.step_began)
+        return Scene(self._activity, until, is_over, step_began, _touched(self._folder.metrics))
 
 
 def _role_and_slot(key: str) -> tuple[str, int]:

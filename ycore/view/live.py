@@ -66,10 +66,8 @@ EVALUATED = (
 )
 
 _STEP = "ycore/time/step"
-_FIRST_STEPS, _APART = (
-    3,
-    0.25,
-)  # steps that are compared with the plan; the share of it from which they differ
+_NUM_FIRST_STEPS = 3  # steps that are compared with the plan
+_APART = 0.25  # the share of the plan from which they differ
 _REASONS = (
     ("{:.0f} groups drawn, not {:.0f}", "ycore/sampling/drawn", "groups"),
     ("completions of {:.0f} tokens, not {:.0f}", "completions/mean_length", "completion_tokens"),
@@ -80,13 +78,16 @@ Line = tuple[str, Text | str]
 
 
 class RunView:
-    """A renderable of rich; its arguments are those of `open_progress`. `view.add(row); console.print(view)`"""
+    """A renderable of rich; its arguments are those of `open_progress`: `view.add(row); console.print(view)`."""
 
     def __init__(
         self, num_steps: int | None, *, unit: str = "step", look: Look | None = None
     ) -> None:
-        self._num_steps, self._unit, self._look = num_steps, unit, look
-        self._clock, self._left = TimeLeft(num_steps), ""
+        self._num_steps = num_steps
+        self._unit = unit
+        self._look = look
+        self._clock = TimeLeft(num_steps)
+        self._time_left = ""
         self._last: Row = {}
         self._evaluated: Row = {}
         self._watched = "reward"
@@ -95,18 +96,21 @@ class RunView:
         self._has_masked = False
 
     def add(self, row: Row) -> None:
-        """One row of metrics.jsonl."""
+        """Add one row of metrics.jsonl."""
         if "step" not in row:
             return
-        self._last, self._left = row, self._clock.after(row)
+        self._last = row
+        self._time_left = self._clock.after(row)
         if is_evaluation(row):
             self._evaluated = row
         self._longest_s = max(self._longest_s, number(row, *STEP_SECONDS) or 0.0)
         self._has_masked = self._has_masked or bool(row.get("ycore/reward_problems"))
         value = number(row, *REWARD)
-        if value is not None or "loss" in row:
-            self._watched = "loss" if value is None else "reward"
-            value = number(row, self._watched) if value is None else value
+        if value is None and "loss" in row:
+            self._watched = "loss"
+            value = number(row, "loss")
+        elif value is not None:
+            self._watched = "reward"
         if value is not None:
             self._values.append(value)
 
@@ -118,23 +122,21 @@ class RunView:
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> Iterator[RenderableType]:
-        step, total = (
-            int(number(self._last, "step") or 0),
-            "" if self._num_steps is None else f"/{self._num_steps}",
-        )
+        step = int(number(self._last, "step") or 0)
+        total = "" if self._num_steps is None else f"/{self._num_steps}"
+        bar: RenderableType = ""
+        if self._num_steps:
+            bar = ProgressBar(total=self._num_steps, completed=step, width=24)
         head = Table.grid(padding=(0, 2))
-        bar = (
-            ProgressBar(total=self._num_steps, completed=step, width=24)
-            if self._num_steps
-            else Text("")
-        )
-        head.add_row(f"{self._unit} {step}{total}", bar, self._left)
+        head.add_row(f"{self._unit} {step}{total}", bar, self._time_left)
         yield head
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", no_wrap=True)
         table.add_column(no_wrap=True, overflow="ellipsis")
-        scene = [] if self._look is None else self._scene_lines(self._look(), options.max_width)
-        for name, text in [*self._lines(), *scene]:
+        lines = self._lines()
+        if self._look is not None:
+            lines += self._scene_lines(self._look(), options.max_width)
+        for name, text in lines:
             table.add_row(name, text if isinstance(text, Text) else Text(text))
         yield table
 
@@ -144,26 +146,20 @@ class RunView:
         if self._values:
             spread = number(row, "reward_std")
             last = f"{self._values[-1]:.3f}" + ("" if spread is None else f" ± {spread:.3f}")
-            lines.append(
-                (
-                    self._watched,
-                    Text.assemble(f"{last}  ", (sparkline(self._values, width=32), "green")),
-                )
-            )
-        lines += [(name, "  ".join(parts(row, wanted))) for name, wanted in _NUMBERS.items()]
+            bars = sparkline(self._values, width=32)
+            lines.append((self._watched, Text.assemble(f"{last}  ", (bars, "green"))))
+        lines += [(name, "  ".join(parts(row, formats))) for name, formats in _NUMBERS.items()]
         if self._evaluated:
             figures = " ".join(parts(self._evaluated, EVALUATED)).removeprefix("held-out ")
             lines.append(("held out", f"{figures} at step {self._evaluated['step']}"))
-        masked = (", ".join(reward_problems(row)) or "none") if self._has_masked else ""
-        lines += [
-            ("slowest", slowest_part(row)),
-            ("masked", masked),
-            ("workers", restarted_workers(row)),
-        ]
+        lines.append(("slowest", slowest_part(row)))
+        if self._has_masked:
+            lines.append(("masked", ", ".join(reward_problems(row)) or "none"))
+        lines.append(("workers", restarted_workers(row)))
         return [(name, text) for name, text in lines if text]
 
     def _scene_lines(self, scene: Scene, width: int) -> list[Line]:
-        """What the run does, its queues, and a lane a slot."""
+        """Return what the run does, its queues, and a lane a slot."""
         lines: list[Line] = []
         if not scene.is_over:
             lines.append(("now", scene.now()))
@@ -175,21 +171,20 @@ class RunView:
         lanes = scene.activity.lanes
         places = sorted(lanes)[:MAX_LANES]
         names = lane_names(places)
-        taken = (
-            max(map(len, ["slowest", *names])) + 7
-        )  # columns: the name, two gaps, and the number in flight
-        num_cells = min(MAX_CELLS, max(10, width - taken))
+        # Columns beside the cells: the name, two gaps, and the number in flight.
+        num_beside = max(map(len, ["slowest", *names])) + 7
+        num_cells = min(MAX_CELLS, max(10, width - num_beside))
         window = Window(scene.until, cell_seconds(self._longest_s), num_cells)
         roles = {role for lane in lanes.values() for role in lane.busy} | set(scene.queues())
-        lines: list[Line] = [
-            ("slots", draw_legend(roles, window, swaps=any(lane.swaps for lane in lanes.values())))
-        ]
+        has_swaps = any(lane.swaps for lane in lanes.values())
+        lines: list[Line] = [("slots", draw_legend(roles, window, swaps=has_swaps))]
         for name, place in zip(names, places, strict=True):
-            drawn = draw_lane(lanes[place], window, open_since=scene.open_since(place))
-            flying = "" if scene.is_over else f"  {scene.flying(place)}"
-            lines.append((name, drawn.append(flying, "dim")))
-        more = len(lanes) - len(places)
-        return [*lines, ("", f"and {more} more")] if more else lines
+            cells = draw_lane(lanes[place], window, open_since=scene.open_since(place))
+            if not scene.is_over:
+                cells.append(f"  {scene.num_in_flight(place)}", "dim")
+            lines.append((name, cells))
+        num_more = len(lanes) - len(places)
+        return [*lines, ("", f"and {num_more} more")] if num_more else lines
 
 
 class TimeLeft:
@@ -200,46 +195,45 @@ class TimeLeft:
         self._seconds: deque[float] = deque(maxlen=20)
 
     def after(self, row: Row) -> str:
-        """`3 min 20 s left`; nothing while no step has had a time, and after the last."""
-        seconds, left = number(row, _STEP), (self._num_steps or 0) - int(number(row, "step") or 0)
-        if seconds is not None:
+        """Return `3 min 20 s left`; nothing while no step has had a time, and after the last."""
+        if (seconds := number(row, _STEP)) is not None:
             self._seconds.append(seconds)
-        if not self._seconds or left <= 0:
+        num_left = (self._num_steps or 0) - int(number(row, "step") or 0)
+        if not self._seconds or num_left <= 0:
             return ""
-        return f"{as_duration(left * sum(self._seconds) / len(self._seconds))} left"
+        return f"{as_duration(num_left * sum(self._seconds) / len(self._seconds))} left"
 
 
 class FirstSteps:
     """The first steps of a run beside `planned`, which `plan_steps` in ycore/launch/step_plan.py returns."""
 
     def __init__(self, num_steps: int | None, planned: Mapping[str, Any]) -> None:
-        self._planned, self._clock, self._rows = planned, TimeLeft(num_steps), list[Row]()
+        self._planned = planned
+        self._clock = TimeLeft(num_steps)
+        self._rows: list[Row] = []
 
     def after(self, row: Row) -> str:
-        """One line after the third step where steps take another time than planned; nothing for any other row."""
-        if number(row, _STEP) is None or len(self._rows) == _FIRST_STEPS:
+        """Return a line after the third step where steps take another time than planned; nothing for any other row."""
+        if number(row, _STEP) is None or len(self._rows) == _NUM_FIRST_STEPS:
             return ""
         self._rows.append(row)
-        left, planned_s, took_s = (
-            self._clock.after(row),
-            self._planned["figures"]["time/step"],
-            self._median(_STEP),
-        )
-        if len(self._rows) < _FIRST_STEPS or not _is_apart(took_s, planned_s):
+        time_left = self._clock.after(row)
+        planned_s = self._planned["figures"]["time/step"]
+        measured_s = self._median(_STEP)
+        if len(self._rows) < _NUM_FIRST_STEPS or not _is_apart(measured_s, planned_s):
             return ""
-        found = [(form, self._median(name), self._planned[key]) for form, name, key in _REASONS]
-        why = [
-            form.format(value, planned)
-            for form, value, planned in found
-            if value and _is_apart(value, planned) and (value > planned) == (took_s > planned_s)
-        ]
-        line = (
-            f"planned {planned_s:.1f} s a step; {_FIRST_STEPS} steps took about {took_s:.1f} s each"
-        )
-        return line + (f" ({', '.join(why)})" if why else "") + (f": {left}" if left else "")
+        reasons = []
+        for form, name, key in _REASONS:
+            value, planned = self._median(name), self._planned[key]
+            explains = (value > planned) == (measured_s > planned_s)
+            if value and explains and _is_apart(value, planned):
+                reasons.append(form.format(value, planned))
+        line = f"planned {planned_s:.1f} s a step; {_NUM_FIRST_STEPS} steps took about {measured_s:.1f} s each"
+        line += f" ({', '.join(reasons)})" if reasons else ""
+        return line + (f": {time_left}" if time_left else "")
 
     def _median(self, name: str) -> float:
-        """Of the steps so far: the first may compile, and one may evaluate; 0 where none has the number."""
+        """Return the median so far: the first step may compile, and one may evaluate; 0 where none has the number."""
         return median_high([number(row, name) or 0.0 for row in self._rows])
 
 
@@ -247,28 +241,29 @@ def _is_apart(value: float, planned: float) -> bool:
     return abs(value - planned) > _APART * planned
 
 
-def parts(row: Row, wanted: Sequence[Sequence[str]]) -> list[str]:
-    """The numbers of a row in words; of each `(form, name, ...)` the first name that the row has."""
-    return [
-        form.format(value) for form, *names in wanted if (value := number(row, *names)) is not None
-    ]
+def parts(row: Row, formats: Sequence[Sequence[str]]) -> list[str]:
+    """Write the numbers of a row; of each `(form, name, ...)` the first name that the row has."""
+    words = []
+    for form, *names in formats:
+        if (value := number(row, *names)) is not None:
+            words.append(form.format(value))
+    return words
 
 
 def sparkline(values: Sequence[float], *, width: int) -> str:
-    """The values as bars of eight heights; where there are more than `width`, means of neighbours."""
+    """Draw the values as bars of eight heights; where there are more than `width`, means of neighbours."""
     if len(values) > width:
         edges = [len(values) * place // width for place in range(width + 1)]
         values = [math.fsum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, high = min(values), max(values)
     if high == low:
         return _BARS[3] * len(values)
-    return "".join(
-        _BARS[round((value - low) / (high - low) * (len(_BARS) - 1))] for value in values
-    )
+    scale = (len(_BARS) - 1) / (high - low)
+    return "".join(_BARS[round((value - low) * scale)] for value in values)
 
 
 def reward_problems(row: Row) -> list[str]:
-    """`3 x raised KeyError: 'answer'`, by problem: a reward's own words, safe to print, each on one line."""
+    """Return `3 x raised KeyError: 'answer'`, by problem: a reward's own words, safe to print, each on one line."""
     problems = row.get("ycore/reward_problems")
     counts = problems.items() if isinstance(problems, Mapping) else ()
     return [
@@ -279,22 +274,20 @@ def reward_problems(row: Row) -> list[str]:
 
 
 def restarted_workers(row: Row) -> str:
-    """Whether a reward hung or ended its process; its items were scored again, so they need not be masked."""
-    count = math.ceil(
-        number(row, "ycore/reward_restarts") or 0
-    )  # the mean, where a row is of several steps
+    """Tell whether a reward hung or ended its process; its items were scored again, so they need not be masked."""
+    # The mean, where a row is of several steps.
+    count = math.ceil(number(row, "ycore/reward_restarts") or 0)
     return f"{count} reward worker{'s' * (count > 1)} started again" if count else ""
 
 
 def slowest_part(row: Row) -> str:
-    """`training, 62 % of the step`: what to look at first; nothing where a row has no times of its parts."""
-    seconds = {
-        said: value
-        for name, said in PHASES.items()
-        if (value := number(row, f"ycore/time/{name}")) is not None
-    }
+    """Return `training, 62 % of the step`: what to look at first; nothing where a row has no times of its parts."""
+    seconds: dict[str, float] = {}
+    for name, words in PHASES.items():
+        if (value := number(row, f"ycore/time/{name}")) is not None:
+            seconds[words] = value
     whole = number(row, *STEP_SECONDS) or math.fsum(seconds.values())
     if not seconds or whole <= 0:
         return ""
-    said, longest = max(seconds.items(), key=lambda item: item[1])
-    return f"{said}, {min(1.0, longest / whole):.0%} of the step"
+    words = max(seconds, key=lambda phase: seconds[phase])
+    return f"{words}, {min(1.0, seconds[words] / whole):.0%} of the step"

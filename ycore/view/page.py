@@ -1,54 +1,127 @@
 """The report of one run or several: a page that holds everything it shows, the same as JSON, and its curves as PNG."""
 
 import base64
+import io
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from ycore.run.files import write_json_atomic
-from ycore.run.metrics import number
+from ycore.run.metrics import REWARD, STEP_SECONDS, Row, number
 from ycore.run.paths import RunFolder
 from ycore.run.text import as_duration, printable, topic
 from ycore.view.pictures import (
-    RUN_COLOURS,
-    Banded,
-    as_svg,
-    curves,
-    over_bands,
-    over_seconds,
+    GREY,
+    HELD_OUT,
+    HELD_OUT_LOSS,
+    Points,
+    literal,
+    new_figure,
     points,
     save_png,
-    seconds_went,
+    smooth,
+    style,
 )
-from ycore.view.record import PARTS, RunRecord, ScoredCompletion, as_text, at_equal_seconds
+from ycore.view.record import (
+    PARTS,
+    RecordedRun,
+    ScoredCompletion,
+    at_equal_seconds,
+    content_text,
+)
 
-_LARGEST = 1 << 20  # bytes of a picture on the page
-_SHOWN = 4  # completions at either end of the last round, and in its middle
+RUN_COLOURS = (
+    "#2456a6",
+    "#c2571a",
+    "#3f8f5f",
+    "#8a4fa3",
+    "#b03a48",
+    "#4a9aa8",
+    "#77622a",
+    "#5c6470",
+)
+"""Colours of runs, in their order; more runs begin again."""
+
+_PART_COLOURS = (
+    "#2456a6",
+    "#7da3d6",
+    "#c9d3e0",
+    "#8a4fa3",
+    "#b03a48",
+    "#e4e6ea",
+    "#d9a441",
+    "#3f8f5f",
+    "#9aa0a8",
+)
+_DARK_PARTS = ("useful tokens", "judging", "swaps", "training")
+_PANELS = (
+    ("reward", REWARD),
+    ("reward on held-out prompts", (HELD_OUT,)),
+    ("loss on held-out rows", (HELD_OUT_LOSS,)),
+    ("completion length, tokens", ("completions/mean_length",)),
+    ("share of groups without variance", ("frac_reward_zero_std",)),
+    ("share cut off at the limit", ("completions/clipped_ratio",)),
+    ("entropy, nats", ("entropy",)),
+    ("gradient norm", ("grad_norm",)),
+    ("KL to the reference", ("kl",)),
+    ("logprob gap, engine to trainer", ("ycore/logprob_gap",)),
+    ("tokens per second", ("ycore/tokens_per_s",)),
+    ("seconds a step", STEP_SECONDS),
+    ("idle share of the slots", ("ycore/idle_share",)),
+    ("round over its bound", ("ycore/bound_ratio",)),
+)
 
 
-def make_report(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """The runs by different names; where there are several, with what each had reached at equal device seconds."""
+_MAX_PICTURE_BYTES = 1 << 20
+_NUM_CHOSEN = 4  # completions at either end of the last round, and in its middle
+
+
+@dataclass(frozen=True, slots=True)
+class BandCurves:
+    """The curves of runs over the band of other runs: of a recipe, or of one `stage` of a pipeline.
+
+    Attributes:
+        steps: the interval of each step.
+        final: the interval of the last value.
+        curves: by run, in the runs' order.
+        verdicts: a row a run: its name, inside or OUTSIDE, the share of its steps inside, its last value.
+    """
+
+    stage: str
+    metric: str
+    steps: Sequence[Sequence[float]]
+    final: Sequence[float]
+    curves: Mapping[str, Sequence[float]]
+    verdicts: Sequence[tuple[str, ...]]
+
+
+def make_report(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
+    """Give the runs different names; where there are several, add what each had reached at equal device seconds."""
     names = [run.name for run in runs]
-    numbered = [
-        name if names.count(name) == 1 else f"{name} ({place})"
-        for place, name in enumerate(names, 1)
-    ]
-    reached = at_equal_seconds([run.reward_curve for run in runs]) if len(runs) > 1 else [()]
+    report = []
+    for place, run in enumerate(runs, 1):
+        if names.count(run.name) > 1:
+            run = replace(run, name=f"{run.name} ({place})")
+        report.append(run)
+    if len(runs) == 1:
+        return report
+    curves = [run.reward_curve for run in runs]
     return [
-        replace(run, name=name, reached=own)
-        for run, name, own in zip(runs, numbered, reached, strict=True)
+        replace(run, reached=reached)
+        for run, reached in zip(report, at_equal_seconds(curves), strict=True)
     ]
 
 
 def write_report(
-    runs: Sequence[RunRecord],
+    runs: Sequence[RecordedRun],
     page: Path,
     *,
-    bands: Sequence[Banded] = (),
+    bands: Sequence[BandCurves] = (),
     notes: Sequence[str] = (),
 ) -> list[Path]:
     """Write the page, and beside it the same as `.json` and the curves as `.png`; return the files written.
@@ -57,18 +130,19 @@ def write_report(
     """
     page.parent.mkdir(parents=True, exist_ok=True)
     partial = page.with_name(f".{page.name}")
-    partial.write_text(as_page(runs, bands, notes), encoding="utf-8")
+    partial.write_text(render_page(runs, bands, notes), encoding="utf-8")
     partial.replace(page)
-    write_json_atomic(page.with_suffix(".json"), as_json(runs))
     written = [page, page.with_suffix(".json")]
-    if (drawn := curves(runs, bands)) is not None:
+    write_json_atomic(written[-1], report_json(runs))
+    figure = draw_measures(runs, bands)
+    if figure is not None:
         written.append(page.with_suffix(".png"))
-        save_png(drawn, written[-1])
+        save_png(figure, written[-1])
     return written
 
 
-def as_json(runs: Sequence[RunRecord]) -> dict[str, Any]:
-    """The report's numbers, as JSON values."""
+def report_json(runs: Sequence[RecordedRun]) -> dict[str, Any]:
+    """Return the report's numbers, as JSON values."""
     return {
         "runs": [
             {
@@ -79,7 +153,7 @@ def as_json(runs: Sequence[RunRecord]) -> dict[str, Any]:
                 "slots": run.spent.num_slots,
                 "device_seconds": dict(run.spent.seconds),
                 "device_seconds_per_informative_group": run.spent.per_informative_group,
-                "at_equal_seconds": [asdict(one) for one in run.reached],
+                "at_equal_seconds": [asdict(reached) for reached in run.reached],
                 "problems": list(run.problems),
                 "command": list(run.command),
                 "versions": dict(run.versions),
@@ -90,80 +164,212 @@ def as_json(runs: Sequence[RunRecord]) -> dict[str, Any]:
     }
 
 
-def as_page(
-    runs: Sequence[RunRecord], bands: Sequence[Banded] = (), notes: Sequence[str] = ()
+def render_page(
+    runs: Sequence[RecordedRun], bands: Sequence[BandCurves] = (), notes: Sequence[str] = ()
 ) -> str:
-    """HTML that needs no network and no other file; whatever a model wrote is shown as text."""
+    """Return HTML that needs no network and no other file; whatever a model wrote is shown as text."""
     from jinja2 import Environment
 
-    def shown(value: Any) -> Any:
-        """Text as data; the pictures, which are markup, are ours."""
-        return printable(value) if type(value) is str else value
-
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=shown)
+    environment = Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_as_data
+    )
     environment.filters |= {
         "short": _short,
-        "last_step": lambda rows: int(max((number(row, "step") or 0 for row in rows), default=0)),
+        "last_step": _last_step,
         "duration": as_duration,
         "shell": shlex.join,
-        "prompt": as_text,
+        "prompt": content_text,
         "beside": zip,
         "chosen": chosen,
         "judges": _judge_rows,
-        "seen": _seen,
-        "base64": lambda file: base64.b64encode(file.read_bytes()).decode(),
+        "seen": _pictures_of,
+        "base64": _as_base64,
     }
     source = files("ycore.view").joinpath("page.html.j2").read_text(encoding="utf-8")
-    drawn, compared = curves(runs), over_seconds(runs) if len(runs) > 1 else None
+    measures = draw_measures(runs)
+    over_seconds = draw_reward_over_seconds(runs) if len(runs) > 1 else None
     return environment.from_string(source).render(
         runs=runs,
         bands=bands,
         notes=notes,
-        over_bands=as_svg(over_bands(bands)) if bands else None,
+        over_bands=as_svg(draw_bands(bands)) if bands else None,
         colours=RUN_COLOURS,
         same_question=len({(run.config.get("model"), topic(run.config)) for run in runs}) == 1,
-        curves=None if drawn is None else as_svg(drawn),
-        over_seconds=None if compared is None else as_svg(compared),
+        curves=None if measures is None else as_svg(measures),
+        over_seconds=None if over_seconds is None else as_svg(over_seconds),
         # Runs may reach fewer marks than others: only those that all have are shown.
         reached=list(zip(*(run.reached for run in runs), strict=False)),
-        spent_picture=as_svg(seconds_went(runs)),
+        spent_picture=as_svg(draw_device_seconds(runs)),
         parts=[part for part in PARTS if any(run.spent.seconds[part] for run in runs)],
     )
 
 
 def chosen(completions: Sequence[ScoredCompletion]) -> list[ScoredCompletion]:
-    """A few of them: the lowest rewards, the middle ones, the highest, in this order; then one without a reward."""
-    ranked = sorted(
-        (one for one in completions if one.reward is not None), key=lambda one: one.reward or 0.0
-    )
-    middle = len(ranked) // 2
-    places = [
-        *range(_SHOWN),
-        *range(middle - _SHOWN // 2, middle + _SHOWN // 2),
-        *range(-_SHOWN, 0),
-    ]
-    kept = (
-        sorted({place % len(ranked) for place in places if -len(ranked) <= place < len(ranked)})
-        if ranked
-        else []
-    )
-    masked = [one for one in completions if one.reward is None][:1]
-    return [ranked[place] for place in kept] + masked
+    """Choose the lowest rewards, the middle ones and the highest, in this order, and one without a reward."""
+    scored = [completion for completion in completions if completion.reward is not None]
+    masked = [completion for completion in completions if completion.reward is None]
+    scored.sort(key=lambda completion: completion.reward or 0.0)
+    places = range(len(scored))
+    middle, half = len(scored) // 2, _NUM_CHOSEN // 2
+    kept = {
+        *places[:_NUM_CHOSEN],
+        *places[max(0, middle - half) : middle + half],
+        *places[-_NUM_CHOSEN:],
+    }
+    return [scored[place] for place in sorted(kept)] + masked[:1]
 
 
-def _seen(sample: Mapping[str, Any], run: RunRecord) -> list[Path]:
-    """The files of the pictures that a prompt shows, of those that are small enough for a page."""
-    found = [RunFolder(run.root).images / name for name in sample.get("images", ())]
-    return [file for file in found if file.is_file() and file.stat().st_size <= _LARGEST]
+def _pictures_of(sample: Mapping[str, Any], run: RecordedRun) -> list[Path]:
+    """Return the files of the pictures that a prompt shows, of those that are small enough for a page."""
+    images = [RunFolder(run.root).images / name for name in sample.get("images", ())]
+    return [file for file in images if file.is_file() and file.stat().st_size <= _MAX_PICTURE_BYTES]
 
 
-def _judge_rows(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    names = sorted({name for row in metrics for name in row if name.startswith("ycore/judge/")})
-    series = {name.removeprefix("ycore/judge/"): points(metrics, name)[1] for name in names}
-    return [(name, f"{fmean(values):.4g} a step") for name, values in series.items() if values]
+def _judge_rows(metrics: Sequence[Row]) -> list[tuple[str, str]]:
+    prefix = "ycore/judge/"
+    rows = []
+    for name in sorted({name for row in metrics for name in row if name.startswith(prefix)}):
+        _, values = points(metrics, name)
+        if values:
+            rows.append((name.removeprefix(prefix), f"{fmean(values):.4g} a step"))
+    return rows
+
+
+def _as_data(value: Any) -> Any:
+    """Make text printable; the pictures, which are markup, are ours."""
+    return printable(value) if type(value) is str else value
+
+
+def _as_base64(file: Path) -> str:
+    return base64.b64encode(file.read_bytes()).decode()
+
+
+def _last_step(metrics: Sequence[Row]) -> int:
+    return int(max((number(row, "step") or 0 for row in metrics), default=0))
 
 
 def _short(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return "?" if value is None else str(value)
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def draw_measures(runs: Sequence[RecordedRun], bands: Sequence[BandCurves] = ()) -> Any | None:
+    """Draw a panel for each band, and for each measure that some run has, a colour a run; None without any."""
+    panels: list[Callable[[Any], None]] = [partial(_draw_band, band=band) for band in bands]
+    for title, names in _PANELS:
+        series = [points(run.metrics, *names) for run in runs]
+        if any(steps for steps, _ in series):
+            panels.append(partial(_draw_measure, title=title, series=series))
+    return _draw_grid(panels, columns=3, width=4.2, height=2.5) if panels else None
+
+
+def draw_bands(bands: Sequence[BandCurves]) -> Any:
+    """Draw a larger figure of the bands alone, with legends."""
+    panels = [partial(_draw_band, band=band) for band in bands]
+    figure = _draw_grid(panels, columns=2, width=5.6 if len(bands) > 1 else 11, height=3.4)
+    for axes in figure.axes:
+        axes.legend(frameon=False, fontsize=9)
+    return figure
+
+
+def _draw_grid(
+    panels: Sequence[Callable[[Any], None]], *, columns: int, width: float, height: float
+) -> Any:
+    columns = min(columns, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = new_figure(width * columns, height * rows)
+    for place, draw in enumerate(panels, 1):
+        draw(figure.add_subplot(rows, columns, place))
+    return figure
+
+
+def _draw_measure(axes: Any, title: str, series: Sequence[Points]) -> None:
+    for index, run_points in enumerate(series):
+        _draw_smoothed(axes, run_points, index)
+    axes.set_title(title, fontsize=10, loc="left")
+    style(axes)
+
+
+def _draw_band(axes: Any, band: BandCurves) -> None:
+    """Draw the interval of the final value as a bar at the right. Runs of one value each stand side by side."""
+    has_steps = len(band.steps) > 1
+    shade: dict[str, Any] = {"color": GREY, "alpha": 0.25, "linewidth": 0, "label": "the band"}
+    if has_steps:
+        num_steps = len(band.steps)
+        lows, highs = zip(*band.steps, strict=True)
+        axes.fill_between(range(1, num_steps + 1), lows, highs, **shade)
+        axes.vlines(num_steps * 1.02, *band.final, color=GREY, alpha=0.7, linewidth=5,
+                    label="of the final value")  # fmt: skip
+    else:
+        axes.axhspan(*band.final, **shade)
+    for index, (name, values) in enumerate(band.curves.items()):
+        steps = range(1, len(values) + 1) if has_steps else [index] * len(values)
+        colour = _colour(index)
+        mark = "-" if has_steps else "o"
+        axes.plot(steps, values, mark, color=colour, linewidth=1.8, label=literal(name))
+    title = f"{band.stage}: {band.metric}" if band.stage else band.metric
+    axes.set_title(literal(f"{title}, over the band"), fontsize=10, loc="left")
+    style(axes, below="step" if has_steps else "")
+    if not has_steps:
+        axes.set_xticks(range(len(band.curves)), map(literal, band.curves))
+        axes.margins(x=0.2)
+
+
+def draw_reward_over_seconds(runs: Sequence[RecordedRun]) -> Any | None:
+    """Draw reward over device seconds, which compares runs whose steps cost different time."""
+    if not any(run.reward_curve for run in runs):
+        return None
+    figure = new_figure(11, 3.6)
+    axes = figure.add_subplot()
+    for index, run in enumerate(runs):
+        seconds = [device_s for device_s, _, _ in run.reward_curve]
+        rewards = [reward for _, _, reward in run.reward_curve]
+        _draw_smoothed(axes, (seconds, rewards), index, label=literal(run.name))
+    axes.set_ylabel("reward")
+    axes.legend(frameon=False)
+    style(axes, below="device seconds")
+    return figure
+
+
+def _draw_smoothed(axes: Any, series: Points, index: int, *, label: str = "") -> None:
+    steps, values = series
+    axes.plot(steps, values, color=_colour(index), linewidth=0.8, alpha=0.35)
+    axes.plot(steps, smooth(values), color=_colour(index), linewidth=2, label=label)
+
+
+def _colour(index: int) -> str:
+    return RUN_COLOURS[index % len(RUN_COLOURS)]
+
+
+def draw_device_seconds(runs: Sequence[RecordedRun]) -> Any:
+    """Draw a bar a run: its device seconds, by what they went into."""
+    figure = new_figure(11, 1.3 + 0.55 * len(runs))
+    axes = figure.add_subplot()
+    upwards = list(reversed(runs))
+    left = [0.0] * len(runs)
+    for part, colour in zip(PARTS, _PART_COLOURS, strict=True):
+        widths = [100 * run.spent.share(part) for run in upwards]
+        if not any(widths):
+            continue
+        names = [literal(run.name) for run in upwards]
+        bars = axes.barh(names, widths, left=left, color=colour, label=part, height=0.62)
+        labels = [f"{width:.0f}%" if width >= 6 else "" for width in widths]
+        ink = "white" if part in _DARK_PARTS else "#20242a"
+        axes.bar_label(bars, labels, label_type="center", color=ink)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    style(axes, below="% of device seconds")
+    axes.set_xlim(0, 100)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=5, frameon=False, fontsize=9)
+    return figure
+
+
+def as_svg(figure: Any) -> str:
+    """Return the picture as an `<svg>` element, which a page can hold without another file."""
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    whole = text.getvalue()
+    return whole[whole.index("<svg") :]

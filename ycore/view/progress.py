@@ -1,6 +1,6 @@
-"""What a person sees while a run goes on: the live view in a terminal, a table in a notebook, else one line a step.
+"""Show a run while it goes on: the live view in a terminal, a table in a notebook, else one line a step.
 
-`watch` shows the same of a run from another terminal, while it goes on or once it has ended.
+`follow_run` shows the same of a run from another terminal, while it goes on or once it has ended.
 """
 
 import importlib
@@ -45,7 +45,7 @@ _STEP = (
     ("gap {:.4f}", "ycore/logprob_gap"),
 )
 _EVALUATED = (EVALUATED[0], EVALUATED[3])  # without the interval
-_MOST_ROWS = 10  # of a table
+_MAX_ROWS = 10  # of a table
 
 
 def open_progress(
@@ -55,12 +55,12 @@ def open_progress(
     stream: TextIO | None = None,
     look: Look | None = None,
 ) -> "RunProgress":
-    """The live view where `stream` is a terminal, a table in a notebook, plain lines elsewhere.
+    """Open the live view where `stream` is a terminal, a table in a notebook, plain lines elsewhere.
 
     Args:
-        num_steps: How many rows there will be; None where nobody knows.
-        stream: Standard output, or a notebook's cell, where it is None.
-        look: Returns what the run does now (`RunActivity.look`); None shows the rows alone.
+        num_steps: how many rows there will be; None where nobody knows.
+        stream: standard output, or a notebook's cell, where it is None.
+        look: returns what the run does now (`RunActivity.look`); None shows the rows alone.
     """
     if stream is None and (display := _display_of_notebook()) is not None:
         return TableProgress(num_steps, unit, sys.stdout, display)
@@ -74,15 +74,17 @@ class PlainProgress:
     """One line a step, for logs and pipes. Whatever a model, a dataset or a reward wrote is shown as data."""
 
     def __init__(self, num_steps: int | None, unit: str, stream: TextIO) -> None:
-        self._unit, self._total = unit, "" if num_steps is None else f"/{num_steps}"
-        self._stream, self._clock = stream, TimeLeft(num_steps)
+        self._unit = unit
+        self._total = "" if num_steps is None else f"/{num_steps}"
+        self._stream = stream
+        self._clock = TimeLeft(num_steps)
 
     def say(self, line: str) -> None:
-        """A line about the run as a whole: engines starting, a model being fetched."""
+        """Print a line about the run as a whole: engines starting, a model being fetched."""
         print(printable(line), file=self._stream, flush=True)
 
     def step(self, row: Row) -> None:
-        """One row of metrics.jsonl."""
+        """Print one row of metrics.jsonl."""
         if "step" in row:
             head = f"{self._unit} {row['step']}{self._total}"
             self.say("  ".join([head, *describe_step(row), self._clock.after(row)]).rstrip())
@@ -123,26 +125,28 @@ class TableProgress(PlainProgress):
         self, num_steps: int | None, unit: str, stream: TextIO, display: Callable[..., Any]
     ) -> None:
         super().__init__(num_steps, unit, stream)
-        self._display, self._handle = display, None
-        self._rows = deque[Row](maxlen=_MOST_ROWS)
+        self._display = display
+        self._handle: Any = None
+        self._rows = deque[Row](maxlen=_MAX_ROWS)
 
     def step(self, row: Row) -> None:
         if "step" not in row:
             return
         self._rows.append(row)
         head = f"{self._unit} {row['step']}{self._total}  {self._clock.after(row)}".rstrip()
-        shown = {"text/html": steps_as_html(head, self._rows, unit=self._unit), "text/plain": head}
+        html = steps_as_html(head, self._rows, unit=self._unit)
+        data = {"text/html": html, "text/plain": head}
         if self._handle is None:
-            self._handle = self._display(shown, raw=True, display_id=True)
+            self._handle = self._display(data, raw=True, display_id=True)
         else:
-            self._handle.update(shown, raw=True)
+            self._handle.update(data, raw=True)
 
 
 RunProgress = PlainProgress | LiveProgress
 
 
 def _display_of_notebook() -> Callable[..., Any] | None:
-    """IPython's `display` in a notebook's kernel, where IPython is imported; else None."""
+    """Return IPython's `display` in a notebook's kernel, where IPython is imported; else None."""
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     if getattr(shell, "kernel", None) is None:
@@ -152,17 +156,17 @@ def _display_of_notebook() -> Callable[..., Any] | None:
 
 
 def describe_step(row: Row) -> list[str]:
-    """The numbers of one step that a person watches."""
+    """Write the numbers of one step that a person watches."""
     words = [
-        *parts(row, [*_watched(row), *EVALUATED]),
+        *parts(row, [*_formats(row), *EVALUATED]),
         *reward_problems(row),
         restarted_workers(row),
     ]
     return [word for word in words if word]
 
 
-def _watched(row: Row) -> list[tuple[str, ...]]:
-    """How each number of a step is written, and its names; the loss is one only where there is no reward."""
+def _formats(row: Row) -> list[tuple[str, ...]]:
+    """Return how each number of a step is written, and its names; the loss only where there is no reward."""
     if any(name in row for name in REWARD):
         return [("reward {:.3f}", *REWARD), *_STEP]
     accuracy = ("accuracy {:.0%}", "accuracy", "rewards/accuracies")
@@ -176,33 +180,33 @@ def _watched(row: Row) -> list[tuple[str, ...]]:
 
 
 def steps_as_html(head: str, rows: Iterable[Row], *, unit: str = "step") -> str:
-    """The last of these steps as a table, one a row: the numbers that `describe_step` tells, and any of them has."""
-    rows = [row for row in rows if "step" in row][-_MOST_ROWS:]
+    """Write the last of these steps as a table, a row each: the numbers of `describe_step` that any of them has."""
+    rows = [row for row in rows if "step" in row][-_MAX_ROWS:]
     columns = {unit: [str(row["step"]) for row in rows]}
-    for form, *names in dict.fromkeys(one for row in rows for one in (*_watched(row), *_EVALUATED)):
+    formats = dict.fromkeys(form for row in rows for form in (*_formats(row), *_EVALUATED))
+    for form, *names in formats:
         title, place, rest = re.split(r"(\{.*?\})", form)
         values = [number(row, *names) for row in rows]
-        columns[" ".join(f"{title}{rest}".split())] = [
-            "" if one is None else place.format(one) for one in values
-        ]
+        cells = ["" if value is None else place.format(value) for value in values]
+        columns[" ".join(f"{title}{rest}".split())] = cells
     columns["problems"] = [
         ", ".join(filter(None, [*reward_problems(row), restarted_workers(row)])) for row in rows
     ]
-    shown = {title: cells for title, cells in columns.items() if any(cells)}
-    return as_html(head, [list(shown), *map(list, zip(*shown.values(), strict=True))])
+    filled = {title: cells for title, cells in columns.items() if any(cells)}
+    return as_html(head, [list(filled), *map(list, zip(*filled.values(), strict=True))])
 
 
 def as_html(head: str, rows: Sequence[Sequence[str]]) -> str:
-    """A line and a table beneath it, whose first row has the titles."""
-    kinds = ["th", *["td"] * (len(rows) - 1)]
-    lines = (
-        "".join(f"<{kind}>{escape(cell)}</{kind}>" for cell in row)
-        for kind, row in zip(kinds, rows, strict=True)
-    )
-    return f"<p>{escape(head)}</p><table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+    """Write a line and a table beneath it, whose first row has the titles."""
+    lines = []
+    for index, row in enumerate(rows):
+        kind = "td" if index else "th"
+        lines.append("".join(f"<{kind}>{escape(cell)}</{kind}>" for cell in row))
+    table = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f"<p>{escape(head)}</p><table>{table}</table>"
 
 
-def watch(root: Path, *, stream: TextIO | None = None, once: bool = False) -> None:
+def follow_run(root: Path, *, stream: TextIO | None = None, once: bool = False) -> None:
     """Show every step of the run in `root`, from its first, until it has ended, or `once` those that are there."""
     folder = RunFolder(root)
     if not folder.config.is_file():
@@ -211,19 +215,18 @@ def watch(root: Path, *, stream: TextIO | None = None, once: bool = False) -> No
         )
     config = read_json(folder.config).get("config", {})
     activity = RunActivity(root, goes_on=lambda: is_held(folder))
-    look = (
-        None if config.get("algorithm") == "eval" else activity.look
-    )  # an evaluation has no steps to be in
-    progress = open_progress(config.get("steps"), stream=stream, look=look)
+    has_steps = config.get("algorithm") != "eval"
+    progress = open_progress(
+        config.get("steps"), stream=stream, look=activity.look if has_steps else None
+    )
     try:
         progress.say(
             f"{root}: {config.get('algorithm')} of {config.get('model')} on {topic(config)}"
         )
         follower = MetricsFollower(folder.metrics, from_the_start=True, say=progress.say)
         while True:
-            is_over = once or not is_held(
-                folder
-            )  # before reading: what it wrote last is then read too
+            # Before reading: what the run wrote last is then read too.
+            is_over = once or not is_held(folder)
             for row in follower.read():
                 progress.step(row)
             if is_over:

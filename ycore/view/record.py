@@ -1,17 +1,15 @@
-"""A run's folder, read once for a report: its settings, numbers and completions, where its device seconds went, and
-whether its rewards rose."""
+"""Read a run's folder once for a report: settings, numbers, completions, and where its device seconds went."""
 
 import math
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from statistics import fmean, stdev, variance
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ycore.config.learner_rules import teaches_alone
 from ycore.config.schema import RunConfig
 from ycore.errors import RunFolderError
 from ycore.run.files import read_json
@@ -19,6 +17,7 @@ from ycore.run.metrics import REWARD, STEP_SECONDS, Row, number, read_metrics
 from ycore.run.paths import RunFolder
 from ycore.run.resuming import read_round, round_file, rounds_in
 from ycore.run.trace import ROUND, SWAP, Span, busy_intervals, read_trace
+from ycore.scoring.group_rewards import weighted_sum
 from ycore.types import IMAGE_MARK, Group, said
 
 
@@ -40,8 +39,15 @@ RewardCurve = Sequence[tuple[float, int, float]]
 
 
 @dataclass(frozen=True, slots=True)
-class RunRecord:
-    """One run; what it has not written yet is empty."""
+class RecordedRun:
+    """One run; what it has not written yet is empty.
+
+    Attributes:
+        completions: those of the newest round in the journal.
+        pictures: of a model that draws, before and after.
+        problems: files of the run that are damaged, so that what they held is missing here.
+        reached: the reward at equal device seconds, where runs are compared.
+    """
 
     root: Path
     name: str
@@ -53,47 +59,44 @@ class RunRecord:
     metrics: Sequence[Row]
     samples: Row
     completions: Sequence[ScoredCompletion]
-    """Those of the newest round in the journal."""
-
-    spent: "Spent"
+    spent: "DeviceSeconds"
     reward_curve: RewardCurve
     timeline: Path | None
     pictures: Path | None = None
-    """Of a model that draws: before and after."""
-
     problems: Sequence[str] = ()
-    """Files of the run that are damaged, so that what they held is missing here."""
-
-    reached: Sequence["Reached"] = ()
+    reached: Sequence["RewardReached"] = ()
 
 
-class _Read(BaseModel):
-    """What a report takes from a file of a run; other keys pass."""
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+class _Checked(BaseModel):
+    """What a report takes from a file of a run, which may be damaged; other keys pass."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, coerce_numbers_to_str=True)
 
 
-class _Reward(_Read):
+class _Reward(_Checked):
     weight: float = 1.0
 
 
-class _Settings(_Read):
+class _Settings(_Checked):
     prompts_per_step: int = Field(default=1, ge=1, le=1_000_000)
     rewards: list[_Reward] = []
 
 
-class _Description(_Read):
+class _Description(_Checked):
     config: _Settings = _Settings()
     command: list[str] = []
     versions: dict[str, str | None] = {}
     started: str = ""
 
 
-class _Engines(_Read):
+class _Engines(_Checked):
     engines: list[str] = []
 
 
-class _Planned(_Read):
+class _Planned(_Checked):
     what: str
     unit: str
     planned: float
@@ -102,7 +105,7 @@ class _Planned(_Read):
     planned_before: float | None = None
 
 
-class _Summary(_Read):
+class _Summary(_Checked):
     status: str = ""
     steps: int = 0
     wall_s: float = 0.0
@@ -111,76 +114,78 @@ class _Summary(_Read):
     plan_and_measured: list[_Planned] = []
 
 
-class _Turn(_Read):
+class _Turn(_Checked):
     content: str
 
 
-class _Sample(_Read):
+class _Sample(_Checked):
     prompt: str | list[_Turn]
     images: list[Annotated[str, Field(pattern="^[0-9a-f]{64}$")]] = []
     completion: str
 
 
-class _Samples(_Read):
+class _Samples(_Checked):
     before: list[_Sample] = []
     after: list[_Sample] = []
 
 
-class _Function(_Read):
+class _Function(_Checked):
     name: str
     arguments: Any = None
 
 
-class _Call(_Read):
+class _Call(_Checked):
     function: _Function
 
 
-class _Message(_Read):
+class _Message(_Checked):
     role: str
     content: str | None = None
     tool_calls: list[_Call] = []
 
 
-class _Round(_Read):
+class _Round(_Checked):
     groups: list[Group]
 
 
-_File = TypeVar("_File", bound=_Read)
+_File = TypeVar("_File", bound=_Checked)
 
 
-def read_run(root: Path) -> RunRecord:
-    """What a report shows of the run in `root`, finished or not; RunFolderError where no step is finished."""
+def read_run(root: Path) -> RecordedRun:
+    """Read what a report shows of a run, finished or not; RunFolderError where no step is finished."""
     folder = RunFolder(root)
     if not folder.config.is_file():
         raise RunFolderError(
             f"{root} has no run.json, so it is no run's folder; name the folder that --output named"
         )
-    description, problems = (
-        _checked(_Description, read_json(folder.config), folder.config),
-        list[str](),
-    )
+    description = _check(_Description, read_json(folder.config), folder.config)
+    config = description.config
+    problems: list[str] = []
     metrics = read_metrics(folder.metrics, say=problems.append)
     if not metrics:
         raise RunFolderError(
             f"{root} has no step yet: {folder.metrics} is missing or empty; wait for the first step"
         )
-    config, engines = description.config, _optional(_Engines, folder.engines, problems)
-    num_slots = max(1, len(engines.engines))  # a trainer that generates itself is one
-    prompts, judging = config.prompts_per_step, judging_share(read_trace(folder.trace))
-    return RunRecord(
+    engines = _read_optional(_Engines, folder.engines, problems).engines
+    num_slots = max(1, len(engines))  # a trainer that generates itself is one
+    weights = [reward.weight for reward in config.rewards]
+    return RecordedRun(
         root=root,
         name=root.resolve().name,
         config=config.model_dump(exclude_unset=True),
         command=tuple(description.command),
         versions=description.versions,
         started=description.started,
-        summary=_optional(_Summary, folder.summary, problems).model_dump(exclude_unset=True),
+        summary=_read_optional(_Summary, folder.summary, problems).model_dump(exclude_unset=True),
         metrics=metrics,
-        samples=_optional(_Samples, folder.samples, problems).model_dump(exclude_unset=True),
-        completions=_last_completions(
-            folder, [reward.weight for reward in config.rewards], problems
+        samples=_read_optional(_Samples, folder.samples, problems).model_dump(exclude_unset=True),
+        completions=_read_completions(folder, weights, problems),
+        spent=count_device_seconds(
+            metrics,
+            prompts_per_step=config.prompts_per_step,
+            num_slots=num_slots,
+            judging=judging_share(read_trace(folder.trace)),
         ),
-        spent=spent(metrics, prompts_per_step=prompts, num_slots=num_slots, judging=judging),
         reward_curve=reward_curve(metrics, num_slots=num_slots),
         timeline=folder.timeline if folder.timeline.is_file() else None,
         pictures=folder.pictures if folder.pictures.is_file() else None,
@@ -188,73 +193,68 @@ def read_run(root: Path) -> RunRecord:
     )
 
 
-def _checked(kind: type[_File], value: Any, file: Path) -> _File:
+def _check(kind: type[_File], value: Any, file: Path) -> _File:
     try:
         return kind.model_validate(value)
-    except (ValidationError, RecursionError) as problem:
-        first = (
-            problem.errors()[0]
-            if isinstance(problem, ValidationError)
-            else {"loc": (), "msg": "nested too deeply"}
-        )
-        where = ".".join(str(part)[:50] for part in first["loc"]) or "the whole"
-        raise RunFolderError(
-            f"{file} holds what ycore does not write ({where}: {first['msg'][:200]})"
-        ) from None
+    except ValidationError as problem:
+        first = problem.errors()[0]
+        place = ".".join(str(part)[:50] for part in first["loc"]) or "the whole"
+        reason = f"{place}: {first['msg'][:200]}"
+    except RecursionError:
+        reason = "the whole: nested too deeply"
+    raise RunFolderError(f"{file} holds what ycore does not write ({reason})")
 
 
-def _optional(kind: type[_File], file: Path, problems: list[str]) -> _File:
-    """A file that may be missing; where it is damaged, it counts as empty and as a problem."""
+def _read_optional(kind: type[_File], file: Path, problems: list[str]) -> _File:
+    """Read a file that may be missing; where it is damaged, it counts as empty and as a problem."""
     if file.is_file():
         try:
-            return _checked(kind, read_json(file), file)
+            return _check(kind, read_json(file), file)
         except RunFolderError as problem:
             problems.append(str(problem))
     return kind()
 
 
-def _last_completions(
+def _read_completions(
     folder: RunFolder, weights: Sequence[float], problems: list[str]
 ) -> list[ScoredCompletion]:
-    """Of every rank; none where no journal is kept."""
+    """Read the last round of every rank; none where no journal is kept."""
     rounds = rounds_in(folder.journal)
     step = max(rounds, default=0)
-    found: list[ScoredCompletion] = []
+    completions: list[ScoredCompletion] = []
     for rank in sorted(rounds.get(step, ())):
         try:
-            found += _completions_in(round_file(folder.journal, step, rank), weights)
+            completions += _completions_in(round_file(folder.journal, step, rank), weights)
         except RunFolderError as error:
             problems.append(str(error))
-    return found
+    return completions
 
 
 def _completions_in(file: Path, weights: Sequence[float]) -> list[ScoredCompletion]:
-    found = []
-    for group in _checked(_Round, read_round(file)[1], file).groups:
-        prompt = as_text(group.draw.prompt.content)
+    completions = []
+    for group in _check(_Round, read_round(file)[1], file).groups:
+        prompt = content_text(group.draw.prompt.content)
         for completion, scores in zip(group.completions, group.scores_GR, strict=False):
             values = [score.value for score in scores]
-            given = [
-                value * weight
-                for value, weight in zip(values, weights, strict=False)
-                if value is not None
-            ]
-            reward = sum(given) if len(given) == len(values) else None
-            messages = [
-                _checked(_Message, one, file) for turn in completion.turns for one in turn.messages
-            ]
-            turns = tuple((one.role, said(one.model_dump())) for one in messages)
-            found.append(ScoredCompletion(prompt, completion.text, reward, turns))
-    return found
+            reward = None
+            if None not in values and len(values) == len(weights):
+                reward = weighted_sum(values, weights)
+            turns = []
+            for message in (message for turn in completion.turns for message in turn.messages):
+                checked = _check(_Message, message, file)
+                turns.append((checked.role, said(checked.model_dump())))
+            completions.append(ScoredCompletion(prompt, completion.text, reward, tuple(turns)))
+    return completions
 
 
-def as_text(content: Any) -> str:
-    """A prompt as a line or two: a chat's last turn, with `[picture]` where one stands."""
-    last = (
-        content if isinstance(content, str) else content[-1].get("content", "") if content else ""
-    )
-    return str(last).replace(IMAGE_MARK, "[picture]")
+def content_text(content: Any) -> str:
+    """Return a prompt as a line or two: a chat's last turn, with `[picture]` where one stands."""
+    if not isinstance(content, str):
+        content = content[-1].get("content", "") if content else ""
+    return str(content).replace(IMAGE_MARK, "[picture]")
 
+
+# -- device seconds ----------------------------------------------------------------------------------------------------
 
 PARTS = (
     "useful tokens",
@@ -270,7 +270,7 @@ PARTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Spent:
+class DeviceSeconds:
     """Device seconds of a run, by what they went into, in the order of PARTS."""
 
     seconds: Mapping[str, float]
@@ -287,37 +287,37 @@ class Spent:
         return self.total / self.informative_groups if self.informative_groups > 0 else None
 
     def share(self, part: str) -> float:
-        """Of the whole, from 0 to 1."""
+        """Return the part's share of the whole, from 0 to 1."""
         return self.seconds[part] / self.total if self.total else 0.0
 
 
-def spent(
+def count_device_seconds(
     metrics: Sequence[Row], *, prompts_per_step: int, num_slots: int, judging: float = 0.0
-) -> Spent:
-    """The sum over the run's steps, each of them with every slot and with the run's `judging_share`."""
-    seconds, informative = dict.fromkeys(PARTS, 0.0), 0.0
+) -> DeviceSeconds:
+    """Sum over the run's steps, each of them with every slot and with the run's `judging_share`."""
+    seconds = dict.fromkeys(PARTS, 0.0)
+    informative = 0.0
     for row in metrics:
         if number(row, *STEP_SECONDS) is None:
             continue
         for part, value in _step_parts(row, prompts_per_step, judging).items():
             seconds[part] += value * num_slots
-        informative += prompts_per_step * (1 - _or_zero(row, "frac_reward_zero_std"))
-    return Spent(seconds, informative, num_slots)
+        informative += _informative_groups(row, prompts_per_step)
+    return DeviceSeconds(seconds, informative, num_slots)
 
 
-def _step_parts(row: Row, prompts: int, judging_share: float) -> dict[str, float]:
-    """One step's seconds, by part."""
-    whole = _or_zero(row, *STEP_SECONDS)
-    sync, in_round, train = (
-        _or_zero(row, f"ycore/time/{name}") for name in ("sync", "round", "train")
-    )
-    idle = in_round * min(1.0, _or_zero(row, "ycore/idle_share"))
-    swaps = min(_or_zero(row, "ycore/swap_s"), in_round - idle)
-    judging = (in_round - idle - swaps) * judging_share
-    writing = in_round - idle - swaps - judging
+def _step_parts(row: Row, num_prompts: int, judging_share: float) -> dict[str, float]:
+    """Divide one step's seconds."""
+    sync = _or_zero(row, "ycore/time/sync")
+    whole_round = _or_zero(row, "ycore/time/round")
+    train = _or_zero(row, "ycore/time/train")
+    idle = whole_round * min(1.0, _or_zero(row, "ycore/idle_share"))
+    swaps = min(_or_zero(row, "ycore/swap_s"), whole_round - idle)
+    judging = (whole_round - idle - swaps) * judging_share
+    writing = whole_round - idle - swaps - judging
     drawn = number(row, "ycore/sampling/drawn")
-    informative = prompts * (1 - _or_zero(row, "frac_reward_zero_std"))
-    useful = min(1.0, informative / max(prompts if drawn is None else drawn, 1.0))
+    num_drawn = max(num_prompts if drawn is None else drawn, 1.0)
+    useful = min(1.0, _informative_groups(row, num_prompts) / num_drawn)
     cut = min(1.0, _or_zero(row, "completions/clipped_ratio"))
     return {
         "useful tokens": writing * useful * (1 - cut),
@@ -328,8 +328,12 @@ def _step_parts(row: Row, prompts: int, judging_share: float) -> dict[str, float
         "idle": idle,
         "weight sync": sync,
         "training": train,
-        "other": max(0.0, whole - sync - in_round - train),
+        "other": max(0.0, _or_zero(row, *STEP_SECONDS) - sync - whole_round - train),
     }
+
+
+def _informative_groups(row: Row, num_prompts: int) -> float:
+    return num_prompts * (1 - _or_zero(row, "frac_reward_zero_std"))
 
 
 def _or_zero(row: Row, *names: str) -> float:
@@ -337,25 +341,26 @@ def _or_zero(row: Row, *names: str) -> float:
 
 
 def judging_share(spans: Iterable[Span]) -> float:
-    """Of the seconds with requests in flight, summed over slots and roles, those of judges and reward models."""
+    """Return the share of scorers in the seconds with requests in flight, summed over slots and roles."""
     lanes: dict[tuple[int, int, str], list[Span]] = {}
     for span in spans:
         if span.name not in (SWAP, ROUND):
             lanes.setdefault((span.rank, span.slot, span.name), []).append(span)
-    busy = {
-        lane: math.fsum(seconds for _, seconds in busy_intervals(own))
-        for lane, own in lanes.items()
-    }
-    whole = math.fsum(busy.values())
-    return (
-        math.fsum(seconds for (*_, role), seconds in busy.items() if role != "rollout") / whole
-        if whole
-        else 0.0
-    )
+    rollout_s = scoring_s = 0.0
+    for (_, _, role), lane in lanes.items():
+        busy_s = math.fsum(seconds for _, seconds in busy_intervals(lane))
+        if role == "rollout":
+            rollout_s += busy_s
+        else:
+            scoring_s += busy_s
+    return scoring_s / (rollout_s + scoring_s) if scoring_s else 0.0
+
+
+# -- runs compared -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Reached:
+class RewardReached:
     """A run's reward after some device seconds: the mean of the last ten steps, with its `half_width`."""
 
     device_s: float
@@ -366,39 +371,32 @@ class Reached:
 
 
 def reward_curve(metrics: Sequence[Row], *, num_slots: int) -> RewardCurve:
-    """The reward over device seconds, of every step that has both."""
-    found = [
-        (number(row, *STEP_SECONDS), int(number(row, "step") or 0), number(row, *REWARD))
-        for row in metrics
-    ]
-    known = [
-        (seconds, step, reward)
-        for seconds, step, reward in found
-        if seconds is not None and reward is not None
-    ]
-    times = accumulate(seconds * num_slots for seconds, _, _ in known)
-    return [(at, step, reward) for at, (_, step, reward) in zip(times, known, strict=True)]
+    """Return the reward over device seconds, of every step that has both."""
+    steps: list[tuple[float, int, float]] = []
+    for row in metrics:
+        seconds, reward = number(row, *STEP_SECONDS), number(row, *REWARD)
+        if seconds is not None and reward is not None:
+            steps.append((seconds * num_slots, int(_or_zero(row, "step")), reward))
+    times = accumulate(seconds for seconds, _, _ in steps)
+    return [(at, step, reward) for at, (_, step, reward) in zip(times, steps, strict=True)]
 
 
-def at_equal_seconds(curves: Sequence[RewardCurve]) -> list[list[Reached]]:
-    """What each run had reached at quarters of the device seconds that all of them have; none if one is empty."""
+def at_equal_seconds(curves: Sequence[RewardCurve]) -> list[list[RewardReached]]:
+    """Return what each run had reached at quarters of the device seconds that all have; none if one is empty."""
     if not curves or any(not curve for curve in curves):
         return [[] for _ in curves]
     common = min(curve[-1][0] for curve in curves)
     marks = [common * share for share in (0.25, 0.5, 0.75, 1.0)]
-    return [
-        [reached for device_s in marks if (reached := _at(curve, device_s))] for curve in curves
-    ]
+    reached = [[_reward_at(curve, device_s) for device_s in marks] for curve in curves]
+    return [[point for point in points if point is not None] for points in reached]
 
 
-def _at(curve: RewardCurve, device_s: float) -> Reached | None:
-    before = [point for point in curve if point[0] <= device_s * (1 + 1e-9)][-10:]
-    if not before:
+def _reward_at(curve: RewardCurve, device_s: float) -> RewardReached | None:
+    window = [point for point in curve if point[0] <= device_s * (1 + 1e-9)][-10:]
+    if not window:
         return None
-    rewards = [reward for _, _, reward in before]
-    return Reached(
-        device_s, before[-1][1], statistics.fmean(rewards), half_width(rewards), len(rewards)
-    )
+    rewards = [reward for _, _, reward in window]
+    return RewardReached(device_s, window[-1][1], fmean(rewards), half_width(rewards), len(rewards))
 
 
 # Student's t, 97.5 % quantile, by degrees of freedom from 0 (none) to 9, the most that a window has.
@@ -406,24 +404,21 @@ _T_975 = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.2
 
 
 def half_width(values: Sequence[float]) -> float | None:
-    """Half the 95 % interval of the mean (Student's t, values taken as independent); None with fewer than three."""
+    """Return half the 95 % interval of the mean (Student's t, independent values); None with fewer than three."""
     if len(values) < 3:
         return None
-    return (
-        _T_975[min(len(values) - 1, len(_T_975) - 1)]
-        * statistics.stdev(values)
-        / math.sqrt(len(values))
-    )
+    quantile = _T_975[min(len(values), len(_T_975)) - 1]
+    return quantile * stdev(values) / math.sqrt(len(values))
 
 
-_LEAST_STEPS = 12  # a third of fewer steps has no spread to speak of
-_ENOUGH = (
-    0.1  # of the groups that were drawn: below this share the prompts are to blame, not the rate
-)
+# -- advice ------------------------------------------------------------------------------------------------------------
+
+_MIN_STEPS = 12  # a third of fewer steps has no spread to speak of
+_ENOUGH_TEACH = 0.1  # of the groups drawn: below this share the prompts are to blame, not the rate
 
 
 def advice(metrics: Sequence[Row], config: RunConfig) -> str | None:
-    """One sentence where the reward did not rise from the first third of the steps to the last; None where it did.
+    """Return a sentence where the reward did not rise from the first third of the steps to the last; None where it did.
 
     A change counts where it is more than two standard errors of the difference of the two means. Nothing is said of
     short runs, and of runs whose rewards do not show what was learned: from a teacher; with constraints, which may cost
@@ -431,47 +426,39 @@ def advice(metrics: Sequence[Row], config: RunConfig) -> str | None:
     """
     rows = [row for row in metrics if number(row, *REWARD) is not None]
     is_constrained = any(reward.constraint for reward in config.rewards)
-    if (
-        len(rows) < _LEAST_STEPS
-        or config.algorithm == "distill"
-        or is_constrained
-        or config.sampling.curriculum
-    ):
+    if config.algorithm == "distill" or is_constrained or config.sampling.curriculum:
+        return None
+    if len(rows) < _MIN_STEPS:
         return None
     rewards = [_or_zero(row, *REWARD) for row in rows]
-    early, late = rewards[: len(rows) // 3], rewards[-(len(rows) // 3) :]
-    change, error = statistics.fmean(late) - statistics.fmean(early), _standard_error(early, late)
+    third = len(rewards) // 3
+    early, late = rewards[:third], rewards[-third:]
+    change = fmean(late) - fmean(early)
+    error = math.sqrt((variance(early) + variance(late)) / third)
     if change > 2 * error:
         return None
-    ends = f"{statistics.fmean(early):.3f} -> {statistics.fmean(late):.3f}, first and last third of the steps"
+    ends = f"{fmean(early):.3f} -> {fmean(late):.3f}, first and last third of the steps"
     rate = max(_or_zero(row, "learning_rate") for row in rows)
     if change < -2 * error:
-        lower = f"--learning-rate {rate / 4:.1e}"
-        return (
-            f"the reward fell ({ends}): try {lower}, or --beta 0.05 to stay near the first policy"
-        )
-    taught, drawn = _groups(rows, config)
+        way_out = f"--learning-rate {rate / 4:.1e}, or --beta 0.05 to stay near the first policy"
+        return f"the reward fell ({ends}): try {way_out}"
     flat = f"the reward did not rise ({ends})"
-    if taught < _ENOUGH * drawn:
-        few = f"rewards differ within only {taught:.0f} of {drawn:.0f} groups"
+    num_taught, num_drawn = _count_groups(rows, config)
+    if num_taught < _ENOUGH_TEACH * num_drawn:
         return (
-            f"{flat}: {few}; try prompts that the model solves sometimes, or a larger --group-size"
+            f"{flat}: rewards differ within only {num_taught:.0f} of {num_drawn:.0f} groups; "
+            "try prompts that the model solves sometimes, or a larger --group-size"
         )
     return (
         f"{flat}, although groups taught: try --learning-rate {4 * rate:.1e}, and then more --steps"
     )
 
 
-def _standard_error(early: Sequence[float], late: Sequence[float]) -> float:
-    return float(
-        (statistics.variance(early) / len(early) + statistics.variance(late) / len(late)) ** 0.5
-    )
-
-
-def _groups(rows: Sequence[Row], config: RunConfig) -> tuple[float, float]:
-    """How many groups taught, and how many were drawn; all of them where a completion teaches by itself."""
+def _count_groups(rows: Sequence[Row], config: RunConfig) -> tuple[float, float]:
+    """Return how many groups taught, and how many were drawn; all of them where a completion teaches by itself."""
     size = config.prompts_per_step
-    drawn = sum(number(row, "ycore/sampling/drawn") or size for row in rows)
-    if teaches_alone(config):
-        return drawn, drawn
-    return sum(size * (1 - _or_zero(row, "frac_reward_zero_std")) for row in rows), drawn
+    num_drawn = sum(number(row, "ycore/sampling/drawn") or size for row in rows)
+    if config.teaches_alone:
+        return num_drawn, num_drawn
+    num_taught = sum(_informative_groups(row, size) for row in rows)
+    return num_taught, num_drawn

@@ -31,9 +31,9 @@ from ycore.run.files import read_json
 from ycore.run.metrics import STEP_SECONDS, Row, number, read_metrics, summarise
 from ycore.run.paths import RunFolder
 from ycore.run.reports import TRACKER_GROUP
-from ycore.view.page import as_page, make_report
+from ycore.view.page import make_report, render_page
 from ycore.view.pictures import draw_curve
-from ycore.view.record import as_text, read_run
+from ycore.view.record import content_text, read_run
 
 Table = tuple[Sequence[str], Sequence[Sequence[Any]]]
 """Names of the columns, and the rows."""
@@ -267,7 +267,7 @@ def _report(folder: RunFolder, config: BaseConfig) -> str:
     run = read_run(folder.root)
     seconds = sum(number(row, *STEP_SECONDS) or 0.0 for row in run.metrics)
     measure: Literal["reward", "loss"] = "loss" if isinstance(config, TuneConfig) else "reward"
-    return as_page(
+    return render_page(
         make_report(
             [replace(run, summary=summarise(run.metrics, "finished", seconds, measure=measure))]
         )
@@ -279,7 +279,7 @@ def _samples(folder: RunFolder) -> Table:
     told = read_json(folder.samples) if folder.samples.is_file() else {"before": [], "after": []}
     pairs = zip(told["before"], told["after"], strict=True)
     rows = [
-        [as_text(before["prompt"]), before["completion"], after["completion"]]
+        [content_text(before["prompt"]), before["completion"], after["completion"]]
         for before, after in pairs
     ]
     return ("prompt", "before", "after"), rows
@@ -293,8 +293,8 @@ def _completions(folder: RunFolder) -> Table:
             rewards = json.dumps(line["rewards"])
             rows.append(
                 [
-                    as_text(line["prompt"]),
-                    as_text(line["completion"]),
+                    content_text(line["prompt"]),
+                    content_text(line["completion"]),
                     rewards,
                     line["finish_reason"],
                 ]

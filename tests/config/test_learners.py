@@ -1,12 +1,12 @@
-"""Which settings of a learner are refused, each in one line with the way out."""
+"""Keys and combinations of keys that an algorithm refuses, each in one line with the way out."""
 
 from typing import Any
 
 import pytest
 
-from ycore.config.learner_rules import teaches_alone
+from ycore.config.learners import CriticSettings, PPOConfig
 from ycore.config.resolve import resolve
-from ycore.config.schema import CriticSettings, RunConfig
+from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError
 
 BASE = {"model": "m", "dataset": "d", "rewards": ["exact_answer"]}
@@ -21,6 +21,7 @@ def config(**options: Any) -> RunConfig:
 
 def test_ppo_has_a_critic_and_the_kl_in_the_reward() -> None:
     found = config(algorithm="ppo", group_size=1)
+    assert isinstance(found, PPOConfig)
     assert (found.critic, found.kl_in, found.trl) == (
         CriticSettings(),
         "reward",
@@ -28,15 +29,15 @@ def test_ppo_has_a_critic_and_the_kl_in_the_reward() -> None:
     )
     assert resolve(recipe=found.model_dump(mode="json")) == found, "a resumed run is the same run"
     over = config(algorithm="ppo", preset="vapo", critic={"alpha": 0.4}, trl={"loss_type": "grpo"})
-    assert over.critic is not None and (over.critic.alpha, over.critic.warmup_steps) == (0.4, 50)
+    assert isinstance(over, PPOConfig)
+    assert (over.critic.alpha, over.critic.warmup_steps) == (0.4, 50)
     assert over.trl["loss_type"] == "grpo" and over.trl["epsilon_high"] == 0.28
 
 
 def test_a_teacher_is_the_first_of_the_rewards() -> None:
     found = config(**DISTILL)
-    assert [one.reward for one in found.rewards] == ["teacher:t", "exact_answer"] and teaches_alone(
-        found
-    )
+    assert [one.reward for one in found.rewards] == ["teacher:t", "exact_answer"]
+    assert found.teaches_alone
     assert resolve(recipe=found.model_dump(mode="json")) == found, "a resumed run is the same run"
     weighted = {
         **found.model_dump(mode="json"),
@@ -55,10 +56,10 @@ def test_a_teacher_is_the_first_of_the_rewards() -> None:
 
 
 def test_where_every_scored_completion_teaches() -> None:
-    assert teaches_alone(config(algorithm="ppo")) and teaches_alone(
-        config(advantage="remax", group_size=1)
-    )
-    assert not teaches_alone(config()) and not teaches_alone(config(advantage="reinforce++"))
+    assert config(algorithm="ppo").teaches_alone
+    assert config(advantage="remax", group_size=1).teaches_alone
+    assert not config().teaches_alone
+    assert not config(advantage="reinforce++").teaches_alone
 
 
 @pytest.mark.parametrize(
@@ -72,13 +73,16 @@ def test_where_every_scored_completion_teaches() -> None:
             {"group_size": 1, "advantage": "rloo"},
             "group_size must be 2 or more with advantage rloo",
         ),
-        ({"critic": {}}, "critic is of ycore ppo, and this is grpo; take ycore ppo, or leave"),
-        ({"algorithm": "ppo", "critic": None}, "ycore ppo needs its critic, and critic is null"),
+        (
+            {"critic": {}},
+            "critic is of ycore ppo, and this is ycore grpo; leave it out, or take ycore ppo",
+        ),
+        ({"algorithm": "ppo", "critic": None}, "critic must be a mapping; it is None"),
         (
             {"algorithm": "ppo", "advantage": "rloo"},
-            "advantages come from its critic; leave --advantage rloo out",
+            "advantage is of ycore grpo and ycore distill, and this is ycore ppo; leave it out",
         ),
-        ({"algorithm": "ppo", "preset": "gmpo"}, "the loss gmpo takes one advantage a completion"),
+        ({"algorithm": "ppo", "preset": "gmpo"}, "the preset gmpo sets loss_from, which ycore ppo"),
         (
             {"algorithm": "ppo", "trl": {"loss_type": "vespo"}},
             "the loss vespo takes one advantage a completion",
@@ -112,7 +116,7 @@ def test_where_every_scored_completion_teaches() -> None:
         ({"algorithm": "distill"}, "ycore distill needs a teacher; say --teacher MODEL"),
         (
             {"distill": {"divergence": "js"}},
-            "distill.divergence is of ycore distill, and this is grpo; leave it out",
+            "distill is of ycore distill, and this is ycore grpo; leave it out",
         ),
         (
             {**DISTILL, "distill": {"divergence": "top-k"}},
@@ -133,7 +137,7 @@ def test_where_every_scored_completion_teaches() -> None:
         ({"teacher": "t"}, "a teacher is of ycore distill, and this is grpo; take ycore distill"),
         (
             {**DISTILL, "critic": {}},
-            "critic is of ycore ppo, and this is distill; leave critic out",
+            "critic is of ycore ppo, and this is ycore distill; leave it out",
         ),
         (
             {**DISTILL, "advantage": "reinforce++"},
@@ -158,23 +162,23 @@ def test_where_every_scored_completion_teaches() -> None:
         ),
         (
             {**DISTILL, "kl_in": "reward", "trl": {"beta": 0.1}},
-            "kl_in=reward needs advantages by token",
+            "kl_in is of ycore grpo and ycore ppo, and this is ycore distill",
         ),
         (
             {"loss_from": "ipo"},
-            "are of ycore online-dpo, which has no other; this is grpo with loss_from ipo",
+            "loss_from must be 'grpo' or 'gmpo'; it is 'ipo'",
         ),
         (
             {"algorithm": "online-dpo", "loss_from": "grpo"},
-            "this is online-dpo with loss_from grpo; leave loss_from",
+            "loss_from must be 'dpo', 'ipo' or 'rrhf'; it is 'grpo'",
         ),
         (
             {"algorithm": "online-dpo", "advantage": "rloo"},
-            "has no advantages; leave --advantage rloo out",
+            "advantage is of ycore grpo and ycore distill, and this is ycore online-dpo",
         ),
         (
             {"algorithm": "online-dpo", "group_size": 1},
-            "group_size must be 2 or more with advantage group",
+            "group_size must be 2 or more for ycore online-dpo",
         ),
         (
             {"algorithm": "online-dpo", "trl": {"beta": 0.0}},
@@ -186,7 +190,7 @@ def test_where_every_scored_completion_teaches() -> None:
         ),
         (
             {"algorithm": "online-dpo", "trust_region": "dppo-tv"},
-            "they are dpo and reverse-kl; leave it out",
+            "and this is ycore online-dpo; leave it out",
         ),
         ({"kl_in": "reward", "trl": {"beta": 0.1}}, "kl_in=reward needs advantages by token"),
         (
@@ -205,7 +209,7 @@ def test_where_every_scored_completion_teaches() -> None:
             {"advantage": "reinforce++", "loss_from": "gmpo"},
             "the loss gmpo takes one advantage a completion",
         ),
-        ({"pairs": True}, "--pairs is of ycore eval, and this is grpo"),
+        ({"pairs": True}, "pairs is of ycore eval, and this is ycore grpo; leave it out"),
         (
             {"pairs": True, "algorithm": "eval", "env": ["a.py:A"]},
             "leave --tools, --env and --agent out",

@@ -1,0 +1,398 @@
+"""The config classes of the algorithms that train on rollouts: the keys that only some of them have, and which of these
+fit together."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from ycore.advantages import TOKEN_ADVANTAGE, TURN_ADVANTAGE
+from ycore.config.presets import Advantage, Divergence, TrustRegion
+from ycore.config.schema import TEACHER, Positive, RewardConfig, RunConfig, Strict
+from ycore.errors import ConfigError
+
+UNGROUPED_ADVANTAGES = (TOKEN_ADVANTAGE, "remax")
+"""Advantages that do not compare a completion with the rest of its group."""
+
+CRPG = "crpg"
+"""CGPO's advantage, which needs constraints."""
+
+_CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")
+_PROMPT_AVERAGED_LOSSES = ("dapo", "cispo")
+_COMPLETION_LOSSES = ("gmpo", "vespo", "luspo")
+_SHARDED = ("zero1", "zero2", "zero3", "fsdp2")
+_PLAIN_SAMPLING = {
+    "temperature": (1.0,),
+    "top_p": (1.0,),
+    "top_k": (0, None),
+    "min_p": (None, 0),
+    "repetition_penalty": (1.0,),
+}
+"""Fields of TRL's, and their values where the policy samples from its own distribution."""
+
+
+class PolicyGradientConfig(RunConfig):
+    """A run that trains on rollouts with one of TRL's policy-gradient losses."""
+
+    # The name of a paper's settings (`presets`); values that are given explicitly win over it.
+    preset: str | None = None
+    # The distance to the reference that TRL's `beta` weighs; all but reverse-kl need a `beta` above 0.
+    divergence: Divergence = "reverse-kl"
+    # What bounds a step: the loss's clip, or a mask by the distance to the policy that wrote the tokens.
+    trust_region: TrustRegion = "clip"
+    # For the losses `dapo` and `cispo`: the mean over all tokens, or over each prompt's tokens and then over the prompts.
+    loss_average: Literal["tokens", "prompts"] = "tokens"
+
+    @property
+    def loss_name(self) -> str:
+        """TRL's name of the loss."""
+        return str(self.trl.get("loss_type", "dapo"))
+
+    @property
+    def masks_whole_completions(self) -> bool:
+        return self.trust_region in ("clip", "clip-completion") and self.loss_name != "gmpo"
+
+    def check(self) -> None:
+        super().check()
+        if self.divergence != "reverse-kl" and not self.trl.get("beta"):
+            raise ConfigError(
+                f"--divergence {self.divergence} needs beta above 0, its weight; it is 0; say --beta 0.04"
+            )
+        if self.trust_region != "clip" and (
+            self.loss_name not in _CLIPPED_LOSSES or self.divergence != "reverse-kl"
+        ):
+            raise ConfigError(
+                f"--trust-region {self.trust_region} takes the place of the clip in the losses "
+                f"{', '.join(_CLIPPED_LOSSES)}, with --divergence reverse-kl; they are {self.loss_name} and "
+                f"{self.divergence}; leave it out"
+            )
+        if self.loss_average == "prompts" and self.loss_name not in _PROMPT_AVERAGED_LOSSES:
+            raise ConfigError(
+                f"loss_average=prompts weighs the tokens of the losses dapo and cispo, and this is {self.loss_name}; "
+                "take --loss-type dapo, or leave loss_average out"
+            )
+
+    def check_token_advantages(self, name: str) -> None:
+        """Refuse losses and bounds that take one advantage a completion; `name` is what has one a token."""
+        if self.loss_name in _COMPLETION_LOSSES:
+            raise ConfigError(
+                f"the loss {self.loss_name} takes one advantage a completion, and {name} has one a token; take dapo"
+            )
+        if (
+            self.trl.get("importance_sampling_level", "token") != "token"
+            or self.trl.get("off_policy_mask_threshold") is not None
+        ):
+            raise ConfigError(
+                f"{name} has an advantage for each token; leave importance_sampling_level at token, and "
+                "off_policy_mask_threshold out"
+            )
+        if self.trust_region == "clip-completion":
+            raise ConfigError(
+                f"{name} has an advantage for each token; leave --trust-region clip-completion out"
+            )
+
+    def check_kl_in_reward(self) -> None:
+        if self.divergence != "reverse-kl":
+            raise ConfigError(
+                f"kl_in=reward takes the log ratio of each token, and --divergence {self.divergence} is a term of the "
+                "loss; say --set kl_in=loss, or leave --divergence out"
+            )
+
+
+class AdvantageConfig(PolicyGradientConfig):
+    """A run whose advantages come from an estimator."""
+
+    advantage: Advantage = "group"  # `group` leaves it to TRL's `scale_rewards`
+
+    @property
+    def uses_trl_advantages(self) -> bool:
+        return self.advantage == "group"
+
+    @property
+    def pays_turns(self) -> bool:
+        return self.advantage == TURN_ADVANTAGE
+
+    @property
+    def needs_greedy_baseline(self) -> bool:
+        return self.advantage == "remax"
+
+    def check(self) -> None:
+        super().check()
+        if self.needs_greedy_baseline and self.sampling.oversample > 1:
+            raise ConfigError(
+                "with --oversample a completion may take several rounds, and remax compares with a greedy one of the "
+                "same weights; leave --oversample out"
+            )
+
+
+class GroupConfig(AdvantageConfig):
+    """A run of `ycore grpo`."""
+
+    # Where `beta` puts the KL: a term of the loss, or a part of each token's reward.
+    kl_in: Literal["loss", "reward"] = "loss"
+    # Which of TRL's trainers computes the loss.
+    loss_from: Literal["grpo", "gmpo"] = "grpo"
+
+    @property
+    def uses_trl_advantages(self) -> bool:
+        return super().uses_trl_advantages and self.loss_from == "grpo"
+
+    @property
+    def loss_name(self) -> str:
+        return super().loss_name if self.loss_from == "grpo" else self.loss_from
+
+    def check(self) -> None:
+        super().check()
+        refuse_teachers(self)
+        if self.group_size == 1 and self.advantage not in UNGROUPED_ADVANTAGES:
+            raise ConfigError(
+                f"group_size must be 2 or more with advantage {self.advantage}, which compares a completion with the "
+                "others of its group; it is 1; e.g. --group-size 8, or --advantage reinforce++, or ycore ppo"
+            )
+        self._check_constraints()
+        if self.kl_in == "reward":
+            self._check_kl()
+        if self.pays_turns and not self.env:
+            raise ConfigError(
+                f"--advantage {TURN_ADVANTAGE} learns from rewards of turns, which only an environment gives; say "
+                "--env, or take another advantage"
+            )
+        if self.advantage in (TOKEN_ADVANTAGE, TURN_ADVANTAGE):
+            self.check_token_advantages(f"--advantage {self.advantage}")
+
+    def _check_constraints(self) -> None:
+        constraints = check_constraints(self)
+        if self.advantage != CRPG and not constraints:
+            return
+        if not constraints:
+            raise ConfigError(
+                f"--advantage {CRPG} is CGPO's, and there is no constraint; say --constraint NAME"
+            )
+        if self.needs_greedy_baseline:
+            raise ConfigError(
+                f"--advantage remax takes no constraints, and {constraints[0].reward} is one; leave --constraint out"
+            )
+        if self.constraints.by == "lagrangian" and self.advantage == CRPG:
+            raise ConfigError(
+                f"--advantage {CRPG} gates the reward; leave constraints.by out, or take another advantage"
+            )
+
+    def _check_kl(self) -> None:
+        self.check_kl_in_reward()
+        if self.advantage not in (TOKEN_ADVANTAGE, CRPG, "raft"):
+            raise ConfigError(
+                f"kl_in=reward needs advantages by token, and advantage {self.advantage} has one a completion; "
+                "take ycore ppo, --advantage reinforce++, or --set kl_in=loss"
+            )
+        if self.advantage == "raft" and not any(reward.constraint for reward in self.rewards):
+            raise ConfigError(
+                "kl_in=reward with --advantage raft is CGPO's, and there is no constraint; say --constraint"
+            )
+
+
+class CriticSettings(Strict):
+    """The critic of `ycore ppo`, and how its values become advantages."""
+
+    # The folder of a run of `ycore reward` on the same model, to begin with; None is the policy with a head of zeros.
+    init: str | None = None
+    lr_ratio: Annotated[float, Field(gt=0)] = 10.0  # the critic's learning rate over the policy's
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0  # the bound of the critic's gradient
+    # First steps in which only the critic learns. The schedule of the learning rate runs on.
+    warmup_steps: Annotated[int, Field(ge=0, strict=True)] = 10
+    lam: Annotated[float, Field(ge=0, le=1)] = 1.0  # GAE's lambda of the advantages
+    # Above 0, lambda follows the length l of a completion: 1 - 1 / (alpha * l), at least 0.
+    alpha: Annotated[float, Field(gt=0)] | None = None
+    target_lam: Annotated[float, Field(ge=0, le=1)] = 1.0  # of the value targets; 1 is Monte Carlo
+    # How far a value may move from the round's.
+    value_clip: Annotated[float, Field(gt=0)] | None = None
+    # Subtract the advantages' mean and divide by their deviation, among the tokens of all ranks.
+    whiten: bool = True
+    macro_tokens: Positive = 1  # tokens that share one advantage (MA-RLHF)
+    # A completion that was cut at `max_tokens` is followed by its value, instead of nothing.
+    bootstrap: bool = False
+    # Bounds of a value, those of the reward; None is unbounded.
+    range: tuple[float, float] | None = None
+
+
+class PPOConfig(PolicyGradientConfig):
+    """A run of `ycore ppo`."""
+
+    critic: CriticSettings = CriticSettings()
+    kl_in: Literal["loss", "reward"] = "reward"  # where `beta` puts the KL
+
+    @property
+    def has_critic(self) -> bool:
+        return True
+
+    @property
+    def teaches_alone(self) -> bool:
+        return True
+
+    def check(self) -> None:
+        super().check()
+        refuse_teachers(self)
+        if self.accelerate in _SHARDED or self.trl.get("deepspeed") or self.trl.get("fsdp"):
+            raise ConfigError(
+                f"ycore ppo clips and warms up its critic apart, which {self.accelerate or 'deepspeed or fsdp'} "
+                "cannot; take --accelerate ddp"
+            )
+        if self.quantize is not None:
+            raise ConfigError(
+                "ycore ppo shares the policy's base with its critic, which is not tried in 4 bits; leave --quantize out"
+            )
+        low, high = self.critic.range or (0.0, 1.0)
+        if low >= high:
+            raise ConfigError(
+                f"critic.range is the lowest and the highest value; it is {low:g}, {high:g}; e.g. [0, 1]"
+            )
+        if self.critic.range is not None and self.critic.init is not None:
+            raise ConfigError(
+                "critic.init brings a head without bounds, and critic.range sets some; give one of the two"
+            )
+        check_constraints(self)
+        if self.kl_in == "reward":
+            self.check_kl_in_reward()
+        self.check_token_advantages("ycore ppo")
+
+
+class DistillSettings(Strict):
+    """The divergence that `ycore distill` makes small."""
+
+    # `sampled`: the reverse KL, by the tokens written, as their advantages; the teacher has engines. The rest are
+    # exact, over the whole vocabulary, as the loss; every rank of the trainer then holds the teacher.
+    divergence: Literal["sampled"] | Divergence = "sampled"
+    beta: Annotated[float, Field(gt=0, lt=1)] = 0.5  # `js`: the teacher's share of the mixture
+
+    @field_validator("divergence", mode="before")
+    @classmethod
+    def _no_top_k(cls, value: Any) -> Any:
+        if str(value).startswith("top"):
+            raise ValueError(
+                f"{value} is no divergence: over the likeliest tokens alone it can be below 0, and falls as they lose "
+                "mass; take reverse-kl, forward-kl or js, over the whole vocabulary"
+            )
+        return value
+
+
+class DistillConfig(AdvantageConfig):
+    """A run of `ycore distill`."""
+
+    distill: DistillSettings = DistillSettings()
+
+    @property
+    def teaches_alone(self) -> bool:
+        return True
+
+    @property
+    def teacher_divergence(self) -> str:
+        return self.distill.divergence
+
+    def check(self) -> None:
+        super().check()
+        teachers = [reward for reward in self.rewards if reward.reward.startswith(TEACHER)]
+        if not teachers:
+            raise ConfigError(
+                "ycore distill needs a teacher; say --teacher MODEL, a folder, a hub id or a run's folder"
+            )
+        self._check_rewards()
+        for name, plain in _PLAIN_SAMPLING.items():
+            if self.trl.get(name, plain[0]) not in plain:
+                raise ConfigError(
+                    f"a teacher's probabilities are those at temperature 1, and {name} is {self.trl[name]}; leave "
+                    f"{name} out"
+                )
+        if self.trl.get("scale_rewards", "none") not in ("none", False):
+            raise ConfigError(
+                "ycore distill computes advantages itself; leave scale_rewards out, and say --advantage"
+            )
+        self._check_divergence()
+        self.check_token_advantages("ycore distill")
+
+    def _check_rewards(self) -> None:
+        if self.advantage in (TOKEN_ADVANTAGE, TURN_ADVANTAGE, CRPG):
+            raise ConfigError(
+                f"ycore distill compares rewards within groups, which --advantage {self.advantage} does not"
+            )
+        compared = [
+            reward.reward
+            for reward in self.rewards
+            if not reward.reward.startswith(TEACHER) and reward.weight
+        ]
+        if self.group_size == 1 and compared and self.advantage not in UNGROUPED_ADVANTAGES:
+            raise ConfigError(
+                f"group_size must be 2 or more with {compared[0]}, which is compared within its group; it is 1; "
+                "e.g. --group-size 4, or leave --reward out"
+            )
+        constraints = [reward.reward for reward in self.rewards if reward.constraint]
+        if constraints:
+            raise ConfigError(
+                f"ycore distill takes no constraints, and {constraints[0]} is one; leave --constraint out"
+            )
+
+    def _check_divergence(self) -> None:
+        name = self.distill.divergence
+        if name != "js" and self.distill.beta != DistillSettings().beta:
+            raise ConfigError(
+                f"distill.beta is of the divergence js, and it is {name}; leave distill.beta out"
+            )
+        if self.teaches_exactly and self.accelerate in ("zero3", "fsdp2"):
+            raise ConfigError(
+                f"distill.divergence={name} reads a whole output layer, which {self.accelerate} shards; "
+                "take --accelerate zero2 or ddp, or leave it out"
+            )
+        if self.teaches_exactly and self.loss_average == "prompts":
+            raise ConfigError(
+                f"distill.divergence={name} is a mean over tokens; leave loss_average=prompts out"
+            )
+
+
+class OnlineDPOConfig(RunConfig):
+    """A run of `ycore online-dpo`."""
+
+    # The loss, which compares the best and the worst completion of a group, or all of them (rrhf).
+    loss_from: Literal["dpo", "ipo", "rrhf"] = "dpo"
+
+    def check(self) -> None:
+        super().check()
+        refuse_teachers(self)
+        if self.group_size == 1:
+            raise ConfigError(
+                "group_size must be 2 or more for ycore online-dpo, which compares the completions of a group; it is "
+                "1; e.g. --group-size 8"
+            )
+        beta = self.trl.get("beta", 0)
+        if self.loss_from == "rrhf" and beta > 0:
+            raise ConfigError("the loss rrhf compares with no reference; say --beta 0")
+        if self.loss_from != "rrhf" and not beta > 0:
+            raise ConfigError(f"the loss {self.loss_from} needs beta above 0; say --beta 0.1")
+        check_constraints(self)
+
+
+def refuse_teachers(config: RunConfig) -> None:
+    if any(reward.reward.startswith(TEACHER) for reward in config.rewards):
+        raise ConfigError(
+            f"a teacher is of ycore distill, and this is {config.algorithm}; take ycore distill"
+        )
+
+
+def check_constraints(config: RunConfig) -> list[RewardConfig]:
+    """Return the rewards that are constraints; ConfigError where they cannot be kept."""
+    constraints = [reward for reward in config.rewards if reward.constraint]
+    if not constraints:
+        return []
+    first = constraints[0].reward
+    if len(constraints) == len(config.rewards):
+        raise ConfigError(
+            f"{first} is a constraint, and there is no reward to raise beside it; say --reward NAME"
+        )
+    for reward in constraints:
+        if reward.weight:
+            raise ConfigError(
+                f"the constraint {reward.reward} is kept, not added up, and its weight is {reward.weight:g}; "
+                "leave weight out, or constraint"
+            )
+    if config.constraints.by == "gate" and config.group_size == 1:
+        raise ConfigError(
+            f"the constraint {first} gates rewards that are compared with their group's mean, and group_size is 1; "
+            "say --group-size 4, or --set constraints.by=lagrangian"
+        )
+    return constraints

@@ -1,4 +1,4 @@
-"""Commands for a trained model: `ycore chat`, `serve`, `export` and `push`."""
+"""Commands for a trained model: `ycore chat`, `serve` and `export`."""
 
 import os
 import shlex
@@ -16,9 +16,6 @@ from ycore.run.text import printable
 
 Name = Annotated[
     str, typer.Argument(metavar="RUN|MODEL", help="A run's folder, or a model; e.g. runs/first.")
-]
-RunFolderPath = Annotated[
-    Path, typer.Argument(metavar="RUN", help="A run's folder; e.g. runs/first.")
 ]
 Best = Annotated[
     bool, typer.Option("--best", help="The model that --keep-best kept, not the last one.")
@@ -51,19 +48,19 @@ At = Annotated[
 Host = Annotated[str, typer.Option(help="Address to listen on; the default is this machine only.")]
 Port = Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on; e.g. 8000.")]
 Form = Annotated[
-    Literal["merged", "gguf"],
-    typer.Option("--format", help="A whole model's folder, or one GGUF file."),
+    Literal["merged", "gguf"] | None,
+    typer.Option("--format", help="A whole model's folder (the default), or one GGUF file."),
 ]
 Target = Annotated[
     Path | None, typer.Option("--output", help="What to write; a new name in the run's folder.")
 ]
-Repo = Annotated[
-    str, typer.Argument(metavar="REPO", help="Model repository of the hub; e.g. me/sums.")
+PushTo = Annotated[
+    str | None,
+    typer.Option("--push", metavar="REPO", help="Push to this model repository; e.g. me/sums."),
 ]
 Private = Annotated[
     bool, typer.Option("--private", help="Make the repository private, if it is made.")
 ]
-Merged = Annotated[bool, typer.Option("--merged", help="Push the whole model, not its adapter.")]
 
 
 def chat(
@@ -182,41 +179,47 @@ def serve(
     return trained.serve(words, spec)
 
 
-def export(model: Name, form: Form = "merged", output: Target = None, best: Best = False) -> None:
-    """Write a run's model for others, adapters merged.
+def export(
+    model: Name,
+    form: Form = None,
+    output: Target = None,
+    best: Best = False,
+    push: PushTo = None,
+    private: Private = False,
+    dry_run: o.DryRun = False,
+) -> None:
+    """Write a run's model for others, or push it to the hub.
+
+    \b
+    A merged folder or a GGUF file; or with --push the adapter, or with --format merged the whole model, and a card
+    with the settings, the command, the curve and the evaluation. --dry-run shows what would be pushed.
 
     \b
     ycore export runs/quickstart --format merged --output models/sums
     ycore export runs/quickstart --format gguf --output models/sums.gguf
+    ycore export runs/quickstart --push me/sums --private
     """
+    if push is not None:
+        _push(
+            Path(model), push, private=private, merged=form == "merged", best=best, dry_run=dry_run
+        )
+        return
     from ycore.api.trained import export as write
     from ycore.api.trained import writing_model
 
+    form = form or "merged"
     folder = writing_model(model, best=best)
     inside = Path(model) if (Path(model) / "run.json").is_file() else Path()
     name = served_name(model).removesuffix(".gguf")
-    target = output or inside / {"merged": f"{name}-merged", "gguf": f"{name}.gguf"}[form]
+    target = output or inside / (f"{name}-merged" if form == "merged" else f"{name}.gguf")
+    if dry_run:
+        print(f"{folder} as {target}. Nothing was written; leave out --dry-run to write it.")
+        return
     write(folder, target, form=form, name=name)
     print_table([("written", str(target))])
 
 
-def push(
-    run: RunFolderPath,
-    repo: Repo,
-    private: Private = False,
-    merged: Merged = False,
-    best: Best = False,
-    dry_run: o.DryRun = False,
-) -> None:
-    """Push a run's model to the hub, with a card.
-
-    \b
-    The card has the settings, the command, the curve and the evaluation. --dry-run shows it, and needs no network.
-
-    \b
-    ycore push runs/quickstart me/sums --dry-run
-    ycore push runs/quickstart me/sums --private --merged
-    """
+def _push(run: Path, repo: str, *, private: bool, merged: bool, best: bool, dry_run: bool) -> None:
     from ycore.api import trained
 
     if not (run / "run.json").is_file():

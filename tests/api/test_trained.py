@@ -189,7 +189,7 @@ def test_an_adapter_of_what_the_hub_does_not_have_is_sent_merged(
     monkeypatch.setenv("YCORE_CACHE", str(tmp_path / "cache"))
     began_with(run, "models/base", tmp_path / "runs" / "base")
     with (
-        pytest.raises(ModelError, match="push the whole model with --merged"),
+        pytest.raises(ModelError, match="push the whole model with --format merged"),
         trained.staged(run, best=False, merged=False, repo="me/sums"),
     ):
         pass

@@ -286,7 +286,7 @@ def staged(run: Path, *, best: bool, merged: bool, repo: str) -> Iterator[Path]:
         base = _base_id(RunFolder(run))
         if base is None and is_adapter(folder):
             what = f"{run} trained an adapter of a model that the hub does not have, so nobody else could load it"
-            raise ModelError(f"{what}; push the whole model with --merged")
+            raise ModelError(f"{what}; push the whole model with --format merged")
         for path in folder.rglob(ADAPTER_CONFIG):  # it names a folder of this machine
             path.write_text(
                 json.dumps(read_json(path) | {"base_model_name_or_path": base}, indent=2)

@@ -45,7 +45,7 @@ class EndedEarly(Exception):
 
 
 class EvaluatedRun(Protocol):
-    """What an evaluation needs of the training run that it belongs to."""
+    """The training run that an evaluation belongs to."""
 
     home: RunFolder
     trainer: Any

@@ -37,7 +37,7 @@ from ycore.run.claim import contents_that_differ, in_words
 from ycore.run.files import is_disk_full, make_folder, read_json, sync, write_json_atomic
 from ycore.run.paths import RunFolder
 from ycore.trl.base import BaseTrainer
-from ycore.trl.batches import MicroBatches, Place
+from ycore.trl.batches import MicroBatches, RoundPosition
 from ycore.trl.seam import SeamGRPOTrainer
 
 _SPARE = 1.1  # of the last checkpoint's size must be free for the next one
@@ -60,14 +60,18 @@ class RoundState:
 
     def remember(self) -> None:
         """A step has ended."""
-        self._place = self._trainer.place
+        self._position = self._trainer.position
         self._state = {} if self._controller is None else self._controller.state()
 
     def write(self, checkpoint: Path, rank: int, step: int) -> None:
-        place = self._place
+        position = self._position
         checkpoint.mkdir(parents=True, exist_ok=True)  # the first rank makes it, perhaps later
-        tensors, lists = _flat(place.micro_batches or [])
-        trainer = {"micro_step": place.micro_step, "corrects": place.corrects, "lists": lists}
+        tensors, lists = _flat(position.micro_batches or [])
+        trainer = {
+            "micro_step": position.micro_step,
+            "has_engine_logps": position.has_engine_logps,
+            "lists": lists,
+        }
         state = {"policy_version": step, "trainer": trainer, "controller": self._state}
         file, batches = _files_of(checkpoint, rank)
         write_json_atomic(file, state)
@@ -83,19 +87,21 @@ class RoundState:
             unfinished = (
                 _nested({**load_file(batches), **trainer["lists"]}) if batches.is_file() else None
             )
-            self._place = Place(trainer["micro_step"], trainer["corrects"], unfinished)
+            self._position = RoundPosition(
+                trainer["micro_step"], trainer["has_engine_logps"], unfinished
+            )
             self._state = state["controller"]
         else:
             states = [_read_state(checkpoint, number) for number in range(saved)]
             # Micro-batches have another size now, and are counted anew: the next one begins a round.
-            self._place = Place(0, states[0]["trainer"]["corrects"])
+            self._position = RoundPosition(0, states[0]["trainer"]["has_engine_logps"])
             controllers = [state["controller"] for state in states]
             self._state = (
                 regroup_states(controllers, world=world)[rank]
                 if self._controller is not None
                 else {}
             )
-        self._trainer.go_to(self._place)
+        self._trainer.resume_at(self._position)
         if self._controller is not None:
             self._controller.restore(self._state)
 

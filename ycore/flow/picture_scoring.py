@@ -1,0 +1,70 @@
+"""Score drawn pictures: by reward functions of images, and by judges that see."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ycore.config.schema import EngineSettings, RewardConfig
+from ycore.engine.judge_engine import RemoteJudge
+from ycore.flow.conditions import IMAGES
+from ycore.flow.flow_settings import FlowConfig
+from ycore.flow.sampler import Picture
+from ycore.judge.question import Questioner
+from ycore.judge.sources import is_judge, judge_of
+from ycore.rewards.loading import reward_names
+from ycore.run.images import ImageStore
+from ycore.run.meter import Meter
+from ycore.run.paths import RunFolder
+from ycore.sandbox.level import LEVEL_NUMBERS
+from ycore.scoring.judge_scorer import JudgeScorer
+from ycore.scoring.scorers import pool_of
+from ycore.scoring.scoring import JudgeMeter, RuleScorer, Scorer, Scoring, WorkerMeter, Writing
+from ycore.types import Completion, Prompt, Score
+
+
+class PictureScorer(RuleScorer):
+    """Reward functions of pictures: in `images` they get the one that each completion is."""
+
+    def beside(self, prompt: Prompt, completions: Sequence[Completion]) -> dict[str, list[Any]]:
+        pictures = [Picture.of(completion.text).image for completion in completions]
+        return {IMAGES: [self.file_of(picture) for picture in pictures]}
+
+
+class PictureJudge(JudgeScorer):
+    """A judge that sees: a question shows it the drawn picture, and names it where a completion's text would stand."""
+
+    async def score_one(self, writing: Writing, index: int) -> Score:
+        completion = await writing.tasks_G[index]
+        prompt = replace(writing.draw.prompt, images=(Picture.of(completion.text).image,))
+        draw = replace(writing.draw, prompt=prompt)
+        return await super().score_one(replace(writing, draw=draw), index)
+
+
+def picture_scoring(
+    config: FlowConfig, specs: Sequence[RewardConfig], folder: RunFolder, images: ImageStore
+) -> Scoring:
+    """Scoring by the run's rewards, or by its held-out judges."""
+    names, judge_meter = reward_names(specs), JudgeMeter()
+    rules = [source for source, spec in enumerate(specs) if not is_judge(spec)]
+    scorers: list[tuple[Sequence[int], Scorer]] = []
+    meters: list[Meter] = [judge_meter] if len(rules) < len(specs) else []
+    if rules:
+        pool = pool_of(config, folder, [specs[source] for source in rules])
+        scorers.append((rules, PictureScorer(pool, images)))
+        meters.append(WorkerMeter(lambda: pool.restarts, LEVEL_NUMBERS[pool.level]))
+    timeout_s = EngineSettings().request_timeout_s
+    for source, spec in enumerate(specs):
+        if source in rules:
+            continue
+        judge = judge_of(spec)
+        scorer = PictureJudge(
+            names[source],
+            Questioner(judge),
+            [RemoteJudge(names[source], judge, request_timeout_s=timeout_s)],
+            meter=judge_meter,
+            seed=config.seed,
+            text_of=lambda completion: "[picture 1]",
+            images=images,
+        )
+        scorers.append(((source,), scorer))
+    return Scoring(scorers, meters)

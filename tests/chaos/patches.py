@@ -124,8 +124,8 @@ MUTATIONS: tuple[Patch, ...] = (
             ),
             Edit(
                 "ycore/trl/seam.py",
-                "        identity = (\n",
-                "        return\n        identity = (\n",
+                "        step, rank = self.state.global_step, self.accelerator.process_index\n",
+                "        return\n        step, rank = 0, 0\n",
             ),
         ),
     ),

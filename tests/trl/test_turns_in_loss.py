@@ -16,7 +16,7 @@ from ycore.config.learners import CriticSettings
 from ycore.models.tiny import write_tiny_model
 from ycore.trl.ppo import Trainer as PPO
 from ycore.trl.seam import SeamGRPOTrainer
-from ycore.trl.turn_rewards import TurnRewardTrainer, turn_advantages
+from ycore.trl.token_rewards import TurnRewardTrainer, turn_advantages
 from ycore.types import Completion, Draw, Group, Prompt, Score, Turn
 
 PROMPT = (9, 8, 20, 21)

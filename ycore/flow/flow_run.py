@@ -21,10 +21,10 @@ from ycore.flow.flow_folder import FlowFolder
 from ycore.flow.flow_settings import FlowConfig
 from ycore.flow.learner import Learner, sampling_of
 from ycore.flow.measuring import FELL, TRAINED, conditions, judge_fell, measure
-from ycore.flow.picture_rounds import picture_controller
-from ycore.flow.picture_scoring import picture_scoring
+from ycore.flow.picture_rounds import picture_controller, picture_scoring
 from ycore.flow.policy import Policy
 from ycore.flow.sampler import (
+    OnePicture,
     PictureEngine,
     Trajectories,
     contact_sheet,
@@ -83,7 +83,12 @@ class FlowRun:
         self._images = ImageStore(self.home.images)
         self._journal = Journal(self.home.journal, rank=0, seed=config.seed)
         self.controller = picture_controller(
-            config, self.home, dataset.prompts, sampling, self._engine, self._journal
+            config,
+            self.home,
+            dataset.prompts,
+            self._engine,
+            OnePicture(sampling),
+            self._journal,
         )
         self.stop = self.controller.stop
         self._judge = None

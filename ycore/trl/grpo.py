@@ -15,8 +15,7 @@ from ycore.config.learners import GroupConfig
 from ycore.trl.batches import loss_mask
 from ycore.trl.constrained import near
 from ycore.trl.policy_gradient import PolicyGradientTrainer
-from ycore.trl.token_rewards import ReinforceTrainer
-from ycore.trl.turn_rewards import TurnRewardTrainer
+from ycore.trl.token_rewards import ReinforceTrainer, TurnRewardTrainer
 
 
 class Trainer(PolicyGradientTrainer):

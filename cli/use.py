@@ -5,7 +5,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 from ycore_cli import options as o
@@ -88,22 +88,23 @@ def chat(
     from rich.table import Table
     from rich.text import Text
 
-    from ycore.api.trained import ServedTalker, TransformersTalker, turns_before, writing_model
+    from ycore.api import trained
+    from ycore.api.trained import Chat, ChatSettings
 
     names = [model] if against is None else [model, against]
     if at is not None and against is not None:
         raise ConfigError(
             "--at is one server with one model, and --against needs two; leave one of them out"
         )
-    folders = [writing_model(name, best=best and name == model) for name in names]
-    before = [turns_before(name, system_prompt=system_prompt) for name in names]
-    how: Any = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-    if at is not None:
-        how |= {"address": at, "name": served_name(model)}
-    talker = TransformersTalker if at is None else ServedTalker
-    talkers = [
-        talker(folder, before=turns, **how) for folder, turns in zip(folders, before, strict=True)
-    ]
+    folders = [trained.language_model(name, best=best and name == model) for name in names]
+    before = [trained.turns_before(name, system_prompt=system_prompt) for name in names]
+    chats: list[Chat] = []
+    for folder, turns in zip(folders, before, strict=True):
+        settings = ChatSettings(max_tokens, temperature, seed, turns)
+        if at is None:
+            chats.append(trained.TransformersChat(folder, settings))
+        else:
+            chats.append(trained.ServedChat(folder, settings, address=at, name=served_name(model)))
     is_asked = sys.stdin.isatty() and not prompt
     if is_asked:
         said = [
@@ -113,10 +114,10 @@ def chat(
         print_line(f"{' and '.join(said)}; Ctrl-D ends")
     for text in prompt or _typed(is_asked):
         if against is None:
-            talkers[0].say(text, show=lambda words: print(printable(words), end="", flush=True))
+            chats[0].say(text, show=lambda words: print(printable(words), end="", flush=True))
             print(flush=True)
             continue
-        answers = [talker.say(text) for talker in talkers]
+        answers = [chat.say(text) for chat in chats]
         table = Table(*names, title=Text(printable(text)), title_justify="left")
         table.add_row(*(Text(printable(answer.strip())) for answer in answers))
         Console().print(table)
@@ -167,7 +168,7 @@ def serve(
     from ycore.api import trained
     from ycore.engine.kinds import is_vllm_installed
 
-    folder, name = trained.writing_model(model, best=best), served_name(model)
+    folder, name = trained.language_model(model, best=best), served_name(model)
     words, spec = trained.serve_command(folder, name=name, host=host, port=port)
     print_table([("model", f"{name}, from {folder}"), ("address", f"http://{host}:{port}/v1")])
     if dry_run:
@@ -205,10 +206,10 @@ def export(
         )
         return
     from ycore.api.trained import export as write
-    from ycore.api.trained import writing_model
+    from ycore.api.trained import language_model
 
     form = form or "merged"
-    folder = writing_model(model, best=best)
+    folder = language_model(model, best=best)
     inside = Path(model) if (Path(model) / "run.json").is_file() else Path()
     name = served_name(model).removesuffix(".gguf")
     target = output or inside / (f"{name}-merged" if form == "merged" else f"{name}.gguf")

@@ -20,6 +20,7 @@ from ycore.types import Completion
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.verify,
     pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed"),
 ]
 PROMPTS = [[9, 8, 7, 5] * 4, [30, 31, 32, 33] * 4, [50, 51, 52] * 5, [60, 61, 62, 60, 61, 62]]
@@ -49,9 +50,7 @@ def nearly(model: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(
-    scope="module", params=["ngram", pytest.param("draft_model", marks=pytest.mark.verify)]
-)
+@pytest.fixture(scope="module", params=["ngram", "draft_model"])
 def drafting(
     request: Any, model: Path, tmp_path_factory: pytest.TempPathFactory, serve: Any, cpu_engine: Any
 ) -> Iterator[Path]:

@@ -142,8 +142,9 @@ def train_flow(
 def flow_plan(config: "FlowConfig", *, resume: bool, how: "Resume") -> dict[str, Any]:
     """What the run will do, as JSON values; UserError where it cannot work. Nothing is loaded or made."""
     from ycore.config.resolve import check_trackers
-    from ycore.flow.conditions import IMAGES, load_conditions
+    from ycore.flow.conditions import load_conditions
     from ycore.flow.flow_folder import DIGITS_CLASSES, FlowFolder, check_flow_needs, flow_model
+    from ycore.flow.flow_settings import IMAGES
     from ycore.judge.sources import check_picture_judges, is_judge
     from ycore.rewards.worker_client import check_reward
     from ycore.run.claim import check_claim

@@ -1,4 +1,4 @@
-"""Commands about runs, this machine and ycore itself: `watch`, `reproduce`, `doctor`, `docs` and others."""
+"""Commands about runs that exist, recipes, and ycore itself: `report`, `recipes`, `docs`."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,19 +9,28 @@ from ycore_cli import options as o
 from ycore_cli.output import print_json, print_line, print_table, stdout_for_json
 
 from ycore.errors import ConfigError, RunFolderError
-from ycore.run.files import write_json_atomic
 
 if TYPE_CHECKING:
     from ycore.config.recipe_files import RecipeEntry
 
+ReportedRuns = Annotated[
+    list[Path], typer.Argument(metavar="RUN [RUN2 ...]", help="Folders of runs, finished or not.")
+]
 Page = Annotated[
     Path | None, typer.Option(help="The page to write; report.html in the first run's folder.")
+]
+Live = Annotated[
+    bool, typer.Option("--live", help="Follow one run in the terminal; Ctrl-C only leaves it.")
+]
+Once = Annotated[
+    bool, typer.Option("--once", help="Show one run in the terminal as it is now, and return.")
 ]
 DocsPage = Annotated[
     str | None, typer.Argument(metavar="[PAGE]", help="A page's name; e.g. rewards.")
 ]
 Recipe = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="A shipped recipe's name, or a YAML file.")
+    str | None,
+    typer.Argument(metavar="[RECIPE]", help="Run this one, a shipped recipe or a YAML file."),
 ]
 Seeds = Annotated[int, typer.Option(min=1, help="Runs, with the seeds 0, 1, ...; e.g. 3.")]
 Band = Annotated[
@@ -31,48 +40,31 @@ Band = Annotated[
 WriteBand = Annotated[
     Path | None, typer.Option("--write-band", help="Make a band of these runs; e.g. band.json.")
 ]
-Runs = Annotated[
+SeedRuns = Annotated[
     Path | None,
     typer.Option("--output", help="Folder of the runs; e.g. runs/reproduce-quickstart."),
 ]
 
 
-def watch(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, going on or ended.")],
-    once: Annotated[
-        bool, typer.Option("--once", help="Show the run as it is now and return.")
-    ] = False,
-) -> None:
-    """Watch a run: reward, groups, slots. Ctrl-C only leaves it.
-
-    \b
-    ycore watch runs/quickstart
-    ycore watch runs/quickstart --once
-    """
-    from ycore.view.progress import follow_run
-
-    try:
-        follow_run(run, once=once)
-    except KeyboardInterrupt:
-        print("left; the run goes on")
-
-
 def report(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUN [RUN2 ...]", help="Folders of runs, finished or not."),
-    ],
+    runs: ReportedRuns,
     output: Page = None,
+    live: Live = False,
+    once: Once = False,
     json: o.Json = False,
 ) -> None:
-    """Make one page of a run: curves, seconds, completions.
+    """Look at a run: one page of curves and completions, or live.
 
     The page needs no network; a JSON and a PNG of the same are written beside it.
 
     \b
     ycore report runs/quickstart
     ycore report runs/dapo runs/grpo --output dapo-and-grpo.html
+    ycore report runs/quickstart --live
     """
+    if live or once:
+        _follow(runs, once=once)
+        return
     from ycore.view.page import make_report, report_json, write_report
     from ycore.view.record import read_run
 
@@ -91,39 +83,15 @@ def report(
         print_table([("damaged", problem) for run in made for problem in run.problems])
 
 
-def recipes(json: o.Json = False) -> None:
-    """List the recipes that come with ycore.
+def _follow(runs: Sequence[Path], *, once: bool) -> None:
+    from ycore.view.progress import follow_run
 
-    \b
-    ycore recipes
-    ycore grpo --recipe quickstart --dry-run
-    """
-    from ycore.api.reproduce import stored_band
-    from ycore.config.recipe_files import list_recipes
-
-    entries = [(entry, stored_band(entry.name)) for entry in list_recipes()]
-    if json:
-        keys = ("name", "description", "never_run")
-        print_json(
-            {
-                "recipes": [
-                    {key: getattr(entry, key) for key in keys} | {"band": band}
-                    for entry, band in entries
-                ]
-            }
-        )
-        return
-    print_table((entry.line, entry.description + _mark(entry, band)) for entry, band in entries)
-    print("Run one with `ycore` before its line; a path to your own YAML file works too.")
-    print(
-        "[band]: several seeds are on record, and `ycore reproduce` compares with them; the others have none."
-    )
-
-
-def _mark(entry: "RecipeEntry", band: Mapping[str, Any] | None) -> str:
-    if band is not None:
-        return " [band]"
-    return f" [never run here: {entry.never_run}]" if entry.never_run else ""
+    if len(runs) > 1:
+        raise ConfigError(f"--live and --once show one run, and there are {len(runs)}; name one")
+    try:
+        follow_run(runs[0], once=once)
+    except KeyboardInterrupt:
+        print("left; the run goes on")
 
 
 def docs(page: DocsPage = None) -> None:
@@ -132,69 +100,56 @@ def docs(page: DocsPage = None) -> None:
     \b
     ycore docs
     ycore docs rewards
+    ycore docs skill           ycore in one page, for coding agents and for people
     """
     from importlib.resources import files
 
     from ycore.errors import nearest
 
     pages = {
-        entry.name.removesuffix(".md"): entry
+        entry.name.removesuffix(".md"): entry.read_text(encoding="utf-8")
         for entry in files("ycore_docs").iterdir()
         if entry.name.endswith(".md")
     }
     if page is None:
-        from ycore_cli.output import print_table
-
-        print_table(
-            (
-                name,
-                ("\n" + pages[name].read_text(encoding="utf-8"))
-                .partition("\n# ")[2]
-                .partition("\n")[0],
-            )
+        titles = [
+            (name, f"\n{pages[name]}".partition("\n# ")[2].partition("\n")[0])
             for name in sorted(pages)
-        )
+        ]
+        print_table(titles)
         print("Print one with `ycore docs PAGE`.")
     elif page in pages:
-        print(pages[page].read_text(encoding="utf-8"), end="")
+        print(pages[page], end="")
     else:
-        raise ConfigError(
-            f"no page {page!r}{nearest(page, sorted(pages)) or '; `ycore docs` lists them'}"
-        )
+        hint = nearest(page, sorted(pages)) or "; `ycore docs` lists them"
+        raise ConfigError(f"no page {page!r}{hint}")
 
 
-def agents() -> None:
-    """Print ycore in one page, for coding agents and for people.
-
-    \b
-    ycore agents
-    ycore agents > SKILL.md
-    """
-    docs("skill")
-
-
-def reproduce(
-    recipe: Recipe,
+def recipes(
+    recipe: Recipe = None,
     seeds: Seeds = 3,
-    output: Runs = None,
+    output: SeedRuns = None,
     band: Band = None,
     write_band: WriteBand = None,
     set_: o.Set = None,
     dry_run: o.DryRun = False,
     json: o.Json = False,
 ) -> int:
-    """Run a recipe with several seeds; compare with its band.
+    """List the recipes, or run one with several seeds and compare.
 
     \b
-    A band is where one more run falls with 95 %, from at least three seeds. Runs that are finished in
-    --output are not run again. Exit status 1 where a run is outside.
+    The comparison is with the recipe's band: where one more run falls with 95 %, from at least three
+    seeds. Runs that are finished in --output are not run again. Exit status 1 where a run is outside.
 
     \b
-    ycore reproduce quickstart --seeds 3
-    ycore reproduce quickstart --seeds 3 --write-band band.json
+    ycore recipes
+    ycore recipes quickstart --seeds 3
+    ycore recipes quickstart --seeds 3 --write-band band.json
     """
-
-    from ycore.api.reproduce import MIN_SEEDS
+    if recipe is None:
+        _list_recipes(json=json)
+        return 0
+    from ycore.api.reproduce import MIN_SEEDS, compare_seeds
     from ycore.errors import Interrupted
     from ycore.run.reports import tracker_group
 
@@ -208,15 +163,51 @@ def reproduce(
                 _run_seed(recipe, seed, root / f"seed-{seed}", sets=set_ or (), dry_run=dry_run)
             except Interrupted:
                 raise Interrupted(f"stopped with seed {seed}; the same command goes on") from None
-    if dry_run and json:
-        print_json({"recipe": recipe, "output": str(root), "seeds": list(range(seeds))})
-        return 0
     if dry_run:
-        print(
-            f"{seeds} runs of {recipe} in {root}. Nothing was started; leave out --dry-run to run them."
-        )
+        if json:
+            print_json({"recipe": recipe, "output": str(root), "seeds": list(range(seeds))})
+        else:
+            print(f"{seeds} runs of {recipe} in {root}.")
+            print("Nothing was started; leave out --dry-run to run them.")
         return 0
-    return _compare(name, root, seeds, sets=set_ or (), band=band, write_band=write_band, json=json)
+    result, lines = compare_seeds(
+        name, root, seeds, sets=set_ or (), band_file=band, write_band=write_band
+    )
+    if json:
+        print_json(result)
+    else:
+        print_table(lines)
+    return int(any(not verdict["is_inside"] for verdict in result["verdicts"]))
+
+
+def _list_recipes(*, json: bool) -> None:
+    from ycore.api.reproduce import stored_band
+    from ycore.config.recipe_files import list_recipes
+
+    entries = [(entry, stored_band(entry.name)) for entry in list_recipes()]
+    if json:
+        rows = [
+            {
+                "name": entry.name,
+                "description": entry.description,
+                "never_run": entry.never_run,
+                "band": band,
+            }
+            for entry, band in entries
+        ]
+        print_json({"recipes": rows})
+        return
+    print_table((entry.line, entry.description + _mark(entry, band)) for entry, band in entries)
+    print("Run one with `ycore` before its line; a path to your own YAML file works too.")
+    print(
+        "[band]: several seeds are on record, and `ycore recipes NAME` compares with them; the others have none."
+    )
+
+
+def _mark(entry: "RecipeEntry", band: Mapping[str, Any] | None) -> str:
+    if band is not None:
+        return " [band]"
+    return f" [never run here: {entry.never_run}]" if entry.never_run else ""
 
 
 def _run_seed(recipe: str, seed: int, root: Path, *, sets: Sequence[str], dry_run: bool) -> None:
@@ -229,15 +220,16 @@ def _run_seed(recipe: str, seed: int, root: Path, *, sets: Sequence[str], dry_ru
     from ycore.run.claim import changes, is_finished
     from ycore.run.paths import RunFolder
 
-    folder, base = RunFolder(root), load_recipe(recipe)
+    folder = RunFolder(root)
+    base = load_recipe(recipe)
     if "stages" in base:
-        return _run_stages(base, seed, root, sets=sets, dry_run=dry_run)
+        _run_stages(base, seed, root, sets=sets, dry_run=dry_run)
+        return
     config = complete_config(
         resolve_any(recipe=base, sets=sets, options={"seed": seed, "output": str(root)})
     )
-    if is_finished(folder) and not changes(folder, config):
-        return
-    train(config, resume=folder.config.is_file(), dry_run=dry_run)
+    if not is_finished(folder) or changes(folder, config):
+        train(config, resume=folder.config.is_file(), dry_run=dry_run)
 
 
 def _run_stages(
@@ -248,8 +240,9 @@ def _run_stages(
     from ycore.run.files import read_json
 
     declared = declared_stages(base, sets, {"seed": seed, "output": str(root)})
-    report = read_json(root / "pipeline.json") if (root / "pipeline.json").is_file() else {}
-    if (report.get("status"), report.get("pipeline")) != ("finished", declared):
+    file = root / "pipeline.json"
+    report = read_json(file) if file.is_file() else {}
+    if report.get("status") != "finished" or report.get("pipeline") != declared:
         run_declared(
             parse_pipeline(declared, name=root.name),
             declared,
@@ -257,57 +250,3 @@ def _run_stages(
             dry_run=dry_run,
             say=print_line,
         )
-
-
-def _compare(
-    name: str,
-    root: Path,
-    seeds: int,
-    *,
-    sets: Sequence[str],
-    band: Path | None,
-    write_band: Path | None,
-    json: bool,
-) -> int:
-    """Write the page of all runs and the band, and say which runs are inside the band that is known."""
-    from dataclasses import replace
-
-    from ycore_cli.output import print_json, print_table
-
-    from ycore.api import reproduce as tool
-    from ycore.run.files import read_json
-    from ycore.view.page import make_report, write_report
-    from ycore.view.record import read_run
-
-    known = tool.stored_band(name) if band is None else read_json(band)
-    runs = {seed: tool.stages_in(root / f"seed-{seed}") for seed in range(seeds)}
-    about = tool.about_runs(name, sets, root / "seed-0")
-    if write_band is not None:
-        write_json_atomic(write_band, tool.bands_of(runs, **about))
-    verdicts = [one for seed, own in runs.items() for one in tool.judge_stages(known, seed, own)]
-    folders = [tool.last_trained(root / f"seed-{seed}") for seed in runs]
-    shown = [replace(read_run(folder), name=str(folder.relative_to(root))) for folder in folders]
-    notes = [] if known is None else tool.notes_on(known, sets)
-    bands = [] if known is None else tool.banded(known, runs, verdicts)
-    page = write_report(make_report(shown), root / "report.html", bands=bands, notes=notes)[0]
-    finals = {
-        tool.name_of(seed, name): tool.final_of(rows)
-        for seed, own in runs.items()
-        for name, rows in own.items()
-    }
-    result = {
-        **about,
-        "finals": finals,
-        "verdicts": [one.as_json() for one in verdicts],
-        "page": str(page),
-    }
-    write_json_atomic(root / "reproduce.json", result)
-    if json:
-        print_json(result)
-    else:
-        print_table([(f"seed {name}", f"final {final:.3f}") for name, final in finals.items()])
-        print_table(
-            [("", one.in_words) for one in verdicts] or [("band", "none is stored for this recipe")]
-        )
-        print_table([*(("note", note) for note in notes), ("page", str(page))])
-    return int(any(not one.is_inside for one in verdicts))

@@ -4,18 +4,18 @@ Nothing heavy is imported until a command runs.
 """
 
 import sys
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated
 
 import typer
-from ycore_cli.look import agents, docs, recipes, report, reproduce, watch
+from ycore_cli.look import docs, recipes, report
 from ycore_cli.measure import doctor, evaluate, plan, preflight
 from ycore_cli.train import pipeline, resume, training_command
-from ycore_cli.use import chat, export, push, serve
+from ycore_cli.use import chat, export, serve
 
 from ycore import __version__
 from ycore.config.algorithms import ALGORITHMS, families, load
-from ycore.errors import Interrupted, YcoreError
+from ycore.errors import ConfigError, Interrupted, YcoreError
 from ycore.run.interrupt import run_command
 from ycore.run.text import printable
 
@@ -39,12 +39,20 @@ for name, command in {
     "preflight": preflight,
 }.items():
     app.command(name, context_settings=_ANY_TRL_FIELD)(command)
-_OTHERS: Sequence[Callable[..., Any]] = (
-    *(pipeline, recipes, doctor, report, watch),
-    *(chat, serve, export, push, reproduce, docs, agents),
-)
-for command in _OTHERS:
+for command in (pipeline, recipes, doctor, report, chat, serve, export, docs):
     app.command()(command)
+
+_MOVED = {
+    "agents": "ycore docs skill prints it",
+    "env": "ycore doctor says it",
+    "push": "say ycore export RUN --push REPO",
+    "reproduce": "say ycore recipes NAME --seeds 3",
+    "rloo": "say ycore grpo --preset rloo",
+    "selftest": "it is a test of the repository: python -m pytest tests/chaos/test_selftest.py",
+    "simulate": "it is a benchmark of the repository: docs/benchmarks/simulate.py",
+    "watch": "say ycore report RUN --live",
+}
+"""Former commands, and where they went."""
 
 
 def _version(wanted: bool) -> None:
@@ -76,8 +84,10 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run `ycore ARGUMENTS`; the exit status. A bug keeps its traceback."""
+    """Run `ycore ARGUMENTS` and return the exit status. A bug keeps its traceback."""
     try:
+        if arguments and arguments[0] in _MOVED:
+            raise ConfigError(f"ycore {arguments[0]} is gone; {_MOVED[arguments[0]]}")
         status = app(args=list(arguments), prog_name="ycore", standalone_mode=False)
     except YcoreError as error:
         kind = "interrupted" if isinstance(error, Interrupted) else "error"

@@ -113,8 +113,8 @@ def preflight(context: typer.Context, *, dry_run: bool, json: bool, **_: Any) ->
     ycore preflight --recipe quickstart
     ycore preflight --model smollm2-135m --dataset train.jsonl --reward rewards.py:score
     """
-    from ycore.api.checks import checked_plan
     from ycore.api.evaluations import preflight_config, preflight_lines, run_preflight
+    from ycore.api.running import checked_plan
     from ycore.api.tables import plan_rows
     from ycore.config.resolve import require_rollouts
 

@@ -168,8 +168,8 @@ def train(
 ) -> None:
     """Check, show the plan, and unless it is a dry run train in the foreground."""
     from ycore.api.run_settings import complete_config
+    from ycore.api.running import run_training, training_plan
     from ycore.api.tables import plan_rows
-    from ycore.api.training import run_training, training_plan
     from ycore.config.schema import RunConfig, TuneConfig
     from ycore.run.claim import Resume
     from ycore.run.resuming import parse_checkpoint

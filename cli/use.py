@@ -1,11 +1,11 @@
-"""Commands for a trained model: `ycore chat`, `serve`, `export` and `push`."""
+"""Commands for a trained model: `ycore chat`, `serve` and `export`."""
 
 import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 from ycore_cli import options as o
@@ -16,9 +16,6 @@ from ycore.run.text import printable
 
 Name = Annotated[
     str, typer.Argument(metavar="RUN|MODEL", help="A run's folder, or a model; e.g. runs/first.")
-]
-RunFolderPath = Annotated[
-    Path, typer.Argument(metavar="RUN", help="A run's folder; e.g. runs/first.")
 ]
 Best = Annotated[
     bool, typer.Option("--best", help="The model that --keep-best kept, not the last one.")
@@ -51,19 +48,19 @@ At = Annotated[
 Host = Annotated[str, typer.Option(help="Address to listen on; the default is this machine only.")]
 Port = Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on; e.g. 8000.")]
 Form = Annotated[
-    Literal["merged", "gguf"],
-    typer.Option("--format", help="A whole model's folder, or one GGUF file."),
+    Literal["merged", "gguf"] | None,
+    typer.Option("--format", help="A whole model's folder (the default), or one GGUF file."),
 ]
 Target = Annotated[
     Path | None, typer.Option("--output", help="What to write; a new name in the run's folder.")
 ]
-Repo = Annotated[
-    str, typer.Argument(metavar="REPO", help="Model repository of the hub; e.g. me/sums.")
+PushTo = Annotated[
+    str | None,
+    typer.Option("--push", metavar="REPO", help="Push to this model repository; e.g. me/sums."),
 ]
 Private = Annotated[
     bool, typer.Option("--private", help="Make the repository private, if it is made.")
 ]
-Merged = Annotated[bool, typer.Option("--merged", help="Push the whole model, not its adapter.")]
 
 
 def chat(
@@ -91,22 +88,23 @@ def chat(
     from rich.table import Table
     from rich.text import Text
 
-    from ycore.api.trained import ServedTalker, TransformersTalker, turns_before, writing_model
+    from ycore.api import trained
+    from ycore.api.trained import Chat, ChatSettings
 
     names = [model] if against is None else [model, against]
     if at is not None and against is not None:
         raise ConfigError(
             "--at is one server with one model, and --against needs two; leave one of them out"
         )
-    folders = [writing_model(name, best=best and name == model) for name in names]
-    before = [turns_before(name, system_prompt=system_prompt) for name in names]
-    how: Any = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-    if at is not None:
-        how |= {"address": at, "name": served_name(model)}
-    talker = TransformersTalker if at is None else ServedTalker
-    talkers = [
-        talker(folder, before=turns, **how) for folder, turns in zip(folders, before, strict=True)
-    ]
+    folders = [trained.language_model(name, best=best and name == model) for name in names]
+    before = [trained.turns_before(name, system_prompt=system_prompt) for name in names]
+    chats: list[Chat] = []
+    for folder, turns in zip(folders, before, strict=True):
+        settings = ChatSettings(max_tokens, temperature, seed, turns)
+        if at is None:
+            chats.append(trained.TransformersChat(folder, settings))
+        else:
+            chats.append(trained.ServedChat(folder, settings, address=at, name=served_name(model)))
     is_asked = sys.stdin.isatty() and not prompt
     if is_asked:
         said = [
@@ -116,10 +114,10 @@ def chat(
         print_line(f"{' and '.join(said)}; Ctrl-D ends")
     for text in prompt or _typed(is_asked):
         if against is None:
-            talkers[0].say(text, show=lambda words: print(printable(words), end="", flush=True))
+            chats[0].say(text, show=lambda words: print(printable(words), end="", flush=True))
             print(flush=True)
             continue
-        answers = [talker.say(text) for talker in talkers]
+        answers = [chat.say(text) for chat in chats]
         table = Table(*names, title=Text(printable(text)), title_justify="left")
         table.add_row(*(Text(printable(answer.strip())) for answer in answers))
         Console().print(table)
@@ -170,7 +168,7 @@ def serve(
     from ycore.api import trained
     from ycore.engine.kinds import is_vllm_installed
 
-    folder, name = trained.writing_model(model, best=best), served_name(model)
+    folder, name = trained.language_model(model, best=best), served_name(model)
     words, spec = trained.serve_command(folder, name=name, host=host, port=port)
     print_table([("model", f"{name}, from {folder}"), ("address", f"http://{host}:{port}/v1")])
     if dry_run:
@@ -182,41 +180,47 @@ def serve(
     return trained.serve(words, spec)
 
 
-def export(model: Name, form: Form = "merged", output: Target = None, best: Best = False) -> None:
-    """Write a run's model for others, adapters merged.
+def export(
+    model: Name,
+    form: Form = None,
+    output: Target = None,
+    best: Best = False,
+    push: PushTo = None,
+    private: Private = False,
+    dry_run: o.DryRun = False,
+) -> None:
+    """Write a run's model for others, or push it to the hub.
+
+    \b
+    A merged folder or a GGUF file; or with --push the adapter, or with --format merged the whole model, and a card
+    with the settings, the command, the curve and the evaluation. --dry-run shows what would be pushed.
 
     \b
     ycore export runs/quickstart --format merged --output models/sums
     ycore export runs/quickstart --format gguf --output models/sums.gguf
+    ycore export runs/quickstart --push me/sums --private
     """
+    if push is not None:
+        _push(
+            Path(model), push, private=private, merged=form == "merged", best=best, dry_run=dry_run
+        )
+        return
     from ycore.api.trained import export as write
-    from ycore.api.trained import writing_model
+    from ycore.api.trained import language_model
 
-    folder = writing_model(model, best=best)
+    form = form or "merged"
+    folder = language_model(model, best=best)
     inside = Path(model) if (Path(model) / "run.json").is_file() else Path()
     name = served_name(model).removesuffix(".gguf")
-    target = output or inside / {"merged": f"{name}-merged", "gguf": f"{name}.gguf"}[form]
+    target = output or inside / (f"{name}-merged" if form == "merged" else f"{name}.gguf")
+    if dry_run:
+        print(f"{folder} as {target}. Nothing was written; leave out --dry-run to write it.")
+        return
     write(folder, target, form=form, name=name)
     print_table([("written", str(target))])
 
 
-def push(
-    run: RunFolderPath,
-    repo: Repo,
-    private: Private = False,
-    merged: Merged = False,
-    best: Best = False,
-    dry_run: o.DryRun = False,
-) -> None:
-    """Push a run's model to the hub, with a card.
-
-    \b
-    The card has the settings, the command, the curve and the evaluation. --dry-run shows it, and needs no network.
-
-    \b
-    ycore push runs/quickstart me/sums --dry-run
-    ycore push runs/quickstart me/sums --private --merged
-    """
+def _push(run: Path, repo: str, *, private: bool, merged: bool, best: bool, dry_run: bool) -> None:
     from ycore.api import trained
 
     if not (run / "run.json").is_file():

@@ -65,7 +65,7 @@ def live_view(run: Path, page: Path) -> tuple[int, int]:
         record=True, width=80, file=io.StringIO(), force_terminal=True, color_system="truecolor"
     )
     console.print(view)
-    drawn = console.export_svg(title=f"ycore watch {record.name}")
+    drawn = console.export_svg(title=f"ycore report {record.name} --live")
     page.write_text(drawn, encoding="utf-8")
     size = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', drawn)
     assert size is not None, "rich's pictures begin with their size"

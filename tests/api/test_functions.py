@@ -1,6 +1,8 @@
 """Three lines of Python: the same checks, processes and folder as the command."""
 
 import json
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -266,3 +268,12 @@ def test_every_name_of_the_package_has_a_docstring() -> None:
     assert all(getattr(ycore, name).__doc__ for name in ycore.__all__)
     with pytest.raises(AttributeError, match="no attribute 'gpro'"):
         ycore.gpro  # noqa: B018
+
+
+def test_importing_ycore_is_light() -> None:
+    code = "import ycore, sys, json; ycore.grpo; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True
+    )
+    loaded = set(json.loads(done.stdout))
+    assert not loaded & {"torch", "transformers", "trl", "vllm", "datasets", "numpy", "typer"}

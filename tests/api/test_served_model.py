@@ -7,12 +7,11 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from ycore.api.trained import ServedTalker
+from ycore.api.trained import ChatSettings, ServedChat
 from ycore.engine.kinds import is_vllm_installed
 from ycore.errors import RunError
 from ycore.models.tiny import write_tiny_model
@@ -23,7 +22,6 @@ pytestmark = [
 ]
 
 PORT = 8000 + os.getpid() % 20_000
-HOW: dict[str, Any] = {"max_tokens": 24, "temperature": 1.0, "seed": 0}
 ADDRESS = f"http://127.0.0.1:{PORT}/v1"
 
 
@@ -61,21 +59,22 @@ def _answers() -> bool:
 
 @pytest.mark.usefixtures("server")
 def test_a_chat_is_answered_by_the_server_in_pieces(model: Path) -> None:
-    def talker(system: str) -> ServedTalker:
+    def chat(system: str) -> ServedChat:
         before = [{"role": "system", "content": system}]
-        return ServedTalker(model, address=f"{ADDRESS}/", name="sums", **HOW, before=before)
+        settings = ChatSettings(24, 1.0, 0, before)
+        return ServedChat(model, settings, address=f"{ADDRESS}/", name="sums")
 
     pieces: list[str] = []
-    served = talker("Add.")
+    served = chat("Add.")
     answers = [served.say("2 + 2?", show=pieces.append), served.say("3 + 3?")]
     assert "".join(pieces) == answers[0] != "" and len([piece for piece in pieces if piece]) > 1
-    again = talker("Add.")
+    again = chat("Add.")
     assert [again.say("2 + 2?"), again.say("3 + 3?")] == answers
-    assert talker("Multiply.").say("2 + 2?") != answers[0]
+    assert chat("Multiply.").say("2 + 2?") != answers[0]
 
 
 @pytest.mark.usefixtures("server")
 def test_a_model_that_is_not_served_there_is_told_with_the_servers_words(model: Path) -> None:
-    other = ServedTalker(model, address=ADDRESS, name="other", **HOW)
+    other = ServedChat(model, ChatSettings(24, 1.0, 0), address=ADDRESS, name="other")
     with pytest.raises(RunError, match=r"answered 404: .*other.*; is other served there"):
         other.say("2 + 2?")

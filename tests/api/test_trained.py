@@ -1,6 +1,7 @@
 """What is done with a trained model: found by its run, talked to, described, staged, sent, served."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from tests.models.test_hub import write_adapter
 from ycore.api import trained
+from ycore.api.trained import ChatSettings
 from ycore.errors import ModelError, RunError, RunFolderError
 from ycore.models.tiny import write_tiny_model
 
@@ -51,13 +53,13 @@ def test_a_reward_model_does_not_write(run: Path) -> None:
     changed = json.loads(config.read_text()) | {"architectures": ["LlamaForSequenceClassification"]}
     config.write_text(json.dumps(changed))
     with pytest.raises(ModelError, match="is a reward model"):
-        trained.writing_model(str(run))
+        trained.language_model(str(run))
 
 
 def test_the_same_turns_have_the_same_answers(run: Path) -> None:
     def answers(seed: int) -> list[str]:
-        talker = trained.TransformersTalker(run / "model", max_tokens=6, temperature=1.0, seed=seed)
-        return [talker.say("2 + 2"), talker.say("and then?")]
+        chat = trained.TransformersChat(run / "model", ChatSettings(6, 1.0, seed))
+        return [chat.say("2 + 2"), chat.say("and then?")]
 
     assert answers(0) == answers(0) != answers(1)
 
@@ -77,37 +79,37 @@ def test_a_run_is_asked_as_it_was_trained(run: Path) -> None:
     }
 
 
-class Recorder(trained.Talker):
+class Recorder(trained.Chat):
     """Answers `a` and keeps what it is asked."""
 
-    def __init__(self, folder: Path, **how: Any) -> None:
-        super().__init__(folder, max_tokens=6, temperature=1.0, seed=5, **how)
-        self.asked: list[Any] = []
+    def __init__(self, folder: Path, before: Sequence[Any] = ()) -> None:
+        super().__init__(folder, ChatSettings(6, 1.0, 5, before))
+        self.prompts: list[Any] = []
 
-    def _write(self, asked: Any, *, seed: int, show: Any) -> str:
-        self.asked.append((list(asked), seed))
+    def _write(self, prompt: Any, *, seed: int, show: Any) -> str:
+        self.prompts.append((list(prompt), seed))
         return "a"
 
 
 def test_a_conversation_goes_on_from_the_turns_before_it(run: Path, tmp_path: Path) -> None:
     system, answer = {"role": "system", "content": "Add."}, {"role": "assistant", "content": "a"}
     users = [{"role": "user", "content": text} for text in ("1 + 1", "and then?")]
-    talker = Recorder(run / "model", before=[system])
-    assert [talker.say(user["content"]) for user in users] == ["a", "a"]
-    assert talker.asked == [([system, users[0]], 7), ([system, users[0], answer, users[1]], 9)]
+    chat = Recorder(run / "model", before=[system])
+    assert [chat.say(user["content"]) for user in users] == ["a", "a"]
+    assert chat.prompts == [([system, users[0]], 7), ([system, users[0], answer, users[1]], 9)]
     untemplated = write_tiny_model(tmp_path / "text", chat=False)
     with pytest.raises(
         ModelError, match="has no chat template, so no system prompt either; leave it out"
     ):
         Recorder(untemplated, before=[system])
-    talker = Recorder(untemplated)
-    assert talker.say("1") + talker.say("2") == "aa" and talker.asked == [(["1"], 5), (["2"], 5)]
+    chat = Recorder(untemplated)
+    assert chat.say("1") + chat.say("2") == "aa" and chat.prompts == [(["1"], 5), (["2"], 5)]
 
 
 def test_what_is_shown_while_it_is_written_is_the_answer(run: Path) -> None:
     shown: list[str] = []
-    talker = trained.TransformersTalker(run / "model", max_tokens=60, temperature=1.0, seed=0)
-    answer = talker.say("2 + 2", show=shown.append)
+    chat = trained.TransformersChat(run / "model", ChatSettings(60, 1.0, 0))
+    answer = chat.say("2 + 2", show=shown.append)
     assert "".join(shown) == answer
     assert len([words for words in shown if words]) > 1
 
@@ -189,7 +191,7 @@ def test_an_adapter_of_what_the_hub_does_not_have_is_sent_merged(
     monkeypatch.setenv("YCORE_CACHE", str(tmp_path / "cache"))
     began_with(run, "models/base", tmp_path / "runs" / "base")
     with (
-        pytest.raises(ModelError, match="push the whole model with --merged"),
+        pytest.raises(ModelError, match="push the whole model with --format merged"),
         trained.staged(run, best=False, merged=False, repo="me/sums"),
     ):
         pass

@@ -97,9 +97,9 @@ IN_PLACE = Patch(
     "checkpoint written in place",
     (
         Edit(
-            "ycore/trainer/saved_state.py",
-            "            if leads:\n                self._stage(staged)\n",
-            "            if leads:\n                self._stage(staged)\n"
+            "ycore/trainer/checkpoint_writer.py",
+            "            if leads:\n                self._stage(staged, step)\n",
+            "            if leads:\n                self._stage(staged, step)\n"
             "                place = checkpoint_of(self._folder, step)\n"
             "                place.mkdir(exist_ok=True)\n"
             "                (staged / place.name).symlink_to(place.resolve())\n",
@@ -124,8 +124,8 @@ MUTATIONS: tuple[Patch, ...] = (
             ),
             Edit(
                 "ycore/trl/seam.py",
-                "        identity = (\n",
-                "        return\n        identity = (\n",
+                "        step, rank = self.state.global_step, self.accelerator.process_index\n",
+                "        return\n        step, rank = 0, 0\n",
             ),
         ),
     ),
@@ -254,6 +254,7 @@ class Point:
 
 
 _SAVER = "ycore/trainer/saved_state.py"
+_WRITER = "ycore/trainer/checkpoint_writer.py"
 _COMMIT = "        self._journal.commit(step, groups, state, metrics)\n"
 
 POINTS: tuple[Point, ...] = (
@@ -302,8 +303,8 @@ POINTS: tuple[Point, ...] = (
     ),
     Point(
         "checkpoint published, older ones there",
-        _SAVER,
-        "                publish(self._folder, step, world=self._trainer.accelerator.num_processes)\n",
+        _WRITER,
+        "                publish(self._folder, step, world=ranks.world)\n",
         before=False,
         each_step=False,
     ),
@@ -316,7 +317,7 @@ POINTS: tuple[Point, ...] = (
     ),
     Point(
         "rounds dropped",
-        _SAVER,
+        _WRITER,
         "            self._journal.prune(before=step_of(checkpoints_in(self._folder)[0]))\n",
         before=False,
         each_step=False,

@@ -135,7 +135,7 @@ def test_a_recipe_that_draws_is_reproduced_like_any_other(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     words = [
-        "reproduce",
+        "recipes",
         "digits",
         "--seeds",
         "3",

@@ -15,8 +15,8 @@ from ycore import __version__
 
 COMMANDS = [
     "grpo", "ppo", "distill", "online-dpo", "sft", "reward", "dpo", "kto", "flow", "resume", "eval", "plan",
-    "preflight", "pipeline", "recipes", "doctor", "report", "watch", "chat", "serve",
-    "export", "push", "reproduce", "docs", "agents",
+    "preflight", "pipeline", "recipes", "doctor", "report", "chat", "serve",
+    "export", "docs",
 ]  # fmt: skip
 VISIBLE = {
     "grpo": [
@@ -80,13 +80,24 @@ def test_pages_are_listed_and_printed(capfd: pytest.CaptureFixture[str]) -> None
     assert run(["docs"]) == 0
     listed = capfd.readouterr().out
     assert "sandbox      Sandbox\n" in listed and "skill        ycore in one page\n" in listed
-    assert run(["agents"]) == 0
+    assert run(["docs", "skill"]) == 0
     _, front, page = capfd.readouterr().out.split("---\n", 2)
     assert yaml.safe_load(front).keys() == {"name", "description"} and page.startswith(
         "\n# ycore in one page\n"
     )
     assert run(["docs", "reward"]) == 2
     assert capfd.readouterr().err == "error: no page 'reward'; did you mean 'rewards'?\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "place"), [("env", "ycore doctor"), ("rloo", "--preset rloo"), ("watch", "--live")]
+)
+def test_a_former_command_says_where_it_went(
+    name: str, place: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run([name, "runs/first"]) == 2
+    error = capfd.readouterr().err
+    assert error.startswith(f"error: ycore {name} is gone; ") and place in error
 
 
 def test_version_and_bare_command(capfd: pytest.CaptureFixture[str]) -> None:

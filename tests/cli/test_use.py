@@ -13,11 +13,11 @@ EXAMPLE = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "1
 CONFIG = {"system_prompt": "Add.", "few_shot": EXAMPLE}
 
 
-class Echo(trained.Talker):
+class Echo(trained.Chat):
     """Answers with the contents of all turns."""
 
-    def _write(self, asked: Any, *, seed: int, show: Any) -> str:
-        answer = "|".join(turn["content"] for turn in asked)
+    def _write(self, prompt: Any, *, seed: int, show: Any) -> str:
+        answer = "|".join(turn["content"] for turn in prompt)
         if show is not None:
             show(answer)
         return answer
@@ -33,8 +33,8 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda prompt: next(typed, None) or raise_end())
-    monkeypatch.setattr(trained, "TransformersTalker", Echo)
-    monkeypatch.setattr(trained, "writing_model", lambda name, best: tmp_path)
+    monkeypatch.setattr(trained, "TransformersChat", Echo)
+    monkeypatch.setattr(trained, "language_model", lambda name, best: tmp_path)
     monkeypatch.setattr(trained, "has_chat_template", lambda folder: True)
     return tmp_path
 

@@ -48,10 +48,10 @@ ENTRY = "from ycore_cli.main import main; main()"
 TO_WRITE = ("jsonl", "csv", "python", "yaml")
 STARTS = (
     *("grpo", "ppo", "distill", "online-dpo", "sft", "reward", "dpo", "kto", "flow"),
-    *("eval", "preflight", "pipeline", "resume", "reproduce"),
+    *("eval", "preflight", "pipeline", "resume"),
 )
 """The commands that start something, unless it is a dry run."""
-USES = ("chat", "serve", "export", "push")
+USES = ("chat", "serve", "export")
 """The commands for a trained model."""
 OF_TRL = {"--config", "--model-name-or-path", "--dataset-name", "--reward-funcs", "--use-peft"}
 """Options of `trl grpo` that a page may set beside ours."""
@@ -191,7 +191,7 @@ def test_ycore_lines_work(page: Path, line: str, tmp_path: Path) -> None:
         )
     if words[1] == "distill" or "distill-quickstart" in words:
         write_stand_in(tmp_path / "runs" / "quickstart")
-    if words[1] in ("watch", "report"):
+    if words[1] == "report":
         for run in [word for word in words[2:] if word.startswith("runs/")]:
             write_first_step(tmp_path / run)
     if words[1] in USES:

@@ -211,6 +211,7 @@ def test_a_config_without_a_shape_names_the_way_out() -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.verify
 @pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed")
 def test_a_real_engine_starts_answers_and_leaves_nothing(tmp_path: Path, cpu_engine: Any) -> None:
     from ycore.models.tiny import write_tiny_model

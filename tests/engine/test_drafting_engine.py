@@ -3,7 +3,6 @@
 import asyncio
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from ycore.types import Completion
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.verify,
     pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed"),
 ]
 PROMPTS = [[9, 8, 7, 5] * 4, [30, 31, 32, 33] * 4, [50, 51, 52] * 5, [60, 61, 62, 60, 61, 62]]
@@ -49,27 +49,19 @@ def nearly(model: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(
-    scope="module", params=["ngram", pytest.param("draft_model", marks=pytest.mark.verify)]
-)
+@pytest.fixture(scope="module", params=["ngram", "draft_model"])
 def drafting(
     request: Any, model: Path, tmp_path_factory: pytest.TempPathFactory, serve: Any, cpu_engine: Any
 ) -> Iterator[Path]:
     """The socket of an engine that drafts what followed the same words before, or what another model says."""
     folder = RunFolder(tmp_path_factory.mktemp("run"))
+    config: dict[str, Any] = {"method": request.param, "num_speculative_tokens": 4}
     if request.param == "ngram":
-        engine = cpu_engine(folder, model, drafts=4)
+        config |= {"prompt_lookup_min": 1, "prompt_lookup_max": 4}
     else:
-        draft_model = nearly(model, tmp_path_factory.mktemp("draft") / "model")
-        config = {
-            "method": "draft_model",
-            "model": str(draft_model),
-            "num_speculative_tokens": 4,
-        }
-        engine = replace(
-            cpu_engine(folder, model),
-            arguments=(("speculative_config", config), ("disable_log_stats", False)),
-        )
+        config["model"] = str(nearly(model, tmp_path_factory.mktemp("draft") / "model"))
+    arguments = (("speculative_config", config), ("disable_log_stats", False))
+    engine = cpu_engine(folder, model, arguments=arguments)
     with serve(folder, [engine]):
         yield engine.socket
 

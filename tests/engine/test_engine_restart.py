@@ -84,6 +84,7 @@ def process_of(run: subprocess.Popen[str], name: str) -> psutil.Process:
 
 
 @pytest.mark.slow
+@pytest.mark.verify
 def test_a_run_whose_trainer_and_engine_were_killed_equals_one_in_peace(
     model: Path, tmp_path: Path
 ) -> None:

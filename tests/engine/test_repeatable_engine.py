@@ -19,6 +19,7 @@ from ycore.types import Completion
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.verify,
     pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed"),
 ]
 PROMPTS = [

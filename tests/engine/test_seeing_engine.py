@@ -130,6 +130,7 @@ def test_what_vllm_sees_is_what_the_trainer_sees(
 SIMPLE_CHAT = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
 
 
+@pytest.mark.verify
 def test_a_judge_that_is_served_sees(tmp_path: Path, serve: Any, cpu_engine: Any) -> None:
     """The same question about two pictures: two distributions, and the same one for the same picture."""
     folder, run = write_tiny_vision_model(tmp_path / "model"), RunFolder(tmp_path / "run")

@@ -22,6 +22,7 @@ from ycore.types import Completion
 CORES = sorted(os.sched_getaffinity(0))[:2]
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.verify,
     pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed"),
     pytest.mark.skipif(len(CORES) < 2, reason="two workers need two cores"),
 ]

@@ -284,7 +284,7 @@ def test_a_call_that_goes_on_from_no_other_begins_another_sequence(act: Any, nam
     assert len({seed for _, seed, _ in writer.asked}) == 3 and completion.text == "four"
     assert from_bytes(to_bytes(group_of(completion))) == group_of(completion)
     (flat,) = flatten([group_of(completion)])
-    ((at, length),) = flat.begins
+    ((at, length),) = flat.later_prompts
     assert tuple(flat.completion_ids[at : at + length]) == asked[0] and not any(
         (flat.mask or ())[at : at + length]
     )
@@ -567,7 +567,14 @@ def test_the_openai_client_through_the_door_is_the_same_as_tools_inside(
     through = trained_on(name, tokenizer, agents, bare)
 
     def learned(one: FlatSequence) -> tuple[Any, ...]:
-        return one.prompt_ids, one.completion_ids, one.mask, one.logprobs, one.rewards, one.is_cut
+        return (
+            one.prompt_ids,
+            one.completion_ids,
+            one.mask,
+            one.logprobs,
+            one.rewards,
+            one.is_truncated,
+        )
 
     assert [learned(one) for one in through[0]] == [learned(one) for one in found[0]]
     assert torch.equal(through[1], found[1]) and found[1].abs().max() > 0.5

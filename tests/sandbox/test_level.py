@@ -17,26 +17,25 @@ from ycore.sandbox.level import (
     self_test,
 )
 
-OUTSIDE = {HONEST: True, "a file of the user": True, MEMORY: True}
+ATTEMPTED = [HONEST, "a file of the user", MEMORY]
 NO_NAMESPACES = "bwrap: Creating new namespace failed: Operation not permitted"
 
 
 def test_a_level_holds_when_honest_work_runs_and_nothing_got_through() -> None:
-    assert defect({HONEST: True, "a file of the user": False, MEMORY: False}, OUTSIDE, "") is None
+    assert defect({HONEST: True, "a file of the user": False, MEMORY: False}, ATTEMPTED, "") is None
     assert (
-        defect({HONEST: True, "a file of the user": False}, OUTSIDE, "") is None
+        defect({HONEST: True, "a file of the user": False}, ATTEMPTED, "") is None
     )  # the attempt on memory ended it
 
 
 def test_a_level_is_refused_on_any_doubt() -> None:
-    assert defect({}, OUTSIDE, f"warning\n{NO_NAMESPACES}\n") == NO_NAMESPACES
-    assert defect({HONEST: False}, OUTSIDE, "") == "no answer"
+    assert defect({}, ATTEMPTED, f"warning\n{NO_NAMESPACES}\n") == NO_NAMESPACES
+    assert defect({HONEST: False}, ATTEMPTED, "") == "no answer"
     assert (
-        defect({HONEST: True, "a file of the user": True}, OUTSIDE, "")
+        defect({HONEST: True, "a file of the user": True}, ATTEMPTED, "")
         == "reached from inside: a file of the user"
     )
-    assert defect({HONEST: True}, OUTSIDE, "") == "ended before it could try a file of the user"
-    assert defect({HONEST: True}, {}, "") == "honest work fails outside too"
+    assert defect({HONEST: True}, ATTEMPTED, "") == "ended before it could try a file of the user"
 
 
 @pytest.fixture

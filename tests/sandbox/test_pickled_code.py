@@ -379,12 +379,3 @@ def test_a_lock_around_a_scripts_function_is_refused_by_name(
 ) -> None:
     with pytest.raises(RewardError, match=r"the reward locked cannot be sent to a worker.*lock"):
         code_references([script["locked"]], tmp_path / "rewards.py")
-
-
-def test_importing_ycore_is_light() -> None:
-    code = "import ycore, sys, json; ycore.grpo; print(json.dumps(sorted(sys.modules)))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True
-    )
-    loaded = set(json.loads(done.stdout))
-    assert not loaded & {"torch", "transformers", "trl", "vllm", "datasets", "numpy", "typer"}

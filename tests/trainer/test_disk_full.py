@@ -26,8 +26,8 @@ from ycore.run.files import is_disk_full, write_json_atomic
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
 from ycore.trainer import __main__ as main
+from ycore.trainer.checkpoint_writer import CheckpointWriter
 from ycore.trainer.rollout_run import RolloutRun
-from ycore.trainer.saved_state import Checkpoints
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -137,7 +137,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(
     looks_first: bool, disk: Disk, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not looks_first:
-        monkeypatch.setattr(Checkpoints, "_look_for_room", lambda self: None)
+        monkeypatch.setattr(CheckpointWriter, "_check_spare_room", lambda self, step: None)
     folder = make(disk.place, model)
     half = FillsAfter(
         disk, step=3, leave=lambda: size_of(checkpoints_in(folder.checkpoints)[-1]) // 2

@@ -60,9 +60,8 @@ def score() -> None:
     forward._unpad = lambda *_: (PROMPTS, COMPLETIONS, [0, 4, 8])  # type: ignore[assignment]  # reads values
     forward.score_tokens = untiled  # type: ignore[assignment]  # splits by a number that is a value
     ids = torch.zeros(3, 13, dtype=torch.long, device=DEVICE)
-    logps, entropies = forward.score_completions(
-        model, ids, torch.ones_like(ids), 4, path="segments"
-    )
+    rows = forward.PaddedRows(ids, torch.ones_like(ids), 4)
+    logps, entropies = forward.packed_scores(model, rows, path="segments")
     assert str(logps.device) == str(entropies.device) == DEVICE
     logps.sum().backward()
     assert {str(one.grad.device) for one in model.parameters() if one.grad is not None} == {DEVICE}

@@ -13,7 +13,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 from tests.trl.small_trainer import small_trainer
 from ycore.models.tiny import write_tiny_model
 from ycore.trl.divergence import DIVERGENCES
-from ycore.trl.grpo import TrainerOfGMPO
+from ycore.trl.grpo import GMPORoundTrainer
 from ycore.trl.seam import SeamGRPOTrainer
 from ycore.types import Completion, Draw, Group, Prompt, Score
 
@@ -87,7 +87,7 @@ def test_the_rounds_own_reference_stays_as_it_was(model: Path, tmp_path: Path) -
     assert torch.equal(batch["ref_per_token_logps"], before)
 
 
-@pytest.mark.parametrize("kind", [SeamGRPOTrainer, TrainerOfGMPO])
+@pytest.mark.parametrize("kind", [SeamGRPOTrainer, GMPORoundTrainer])
 def test_training_pulls_the_policy_back_to_its_reference(
     kind: type[SeamGRPOTrainer], model: Path, tmp_path: Path
 ) -> None:

@@ -16,8 +16,9 @@ from ycore.errors import RunError
 from ycore.models.tiny import write_tiny_model
 from ycore.trl import forward, packing
 from ycore.trl.forward import (
+    PaddedRows,
     add_compact_head,
-    score_completions,
+    packed_scores,
     score_tokens,
 )
 from ycore.trl.packing import use_segments
@@ -93,7 +94,7 @@ def test_scores_equal_those_of_each_sequence_alone(
     prompts, completions = random_batch(seed)
     ids, mask, width = padded(prompts, completions)
     with torch.no_grad():
-        logps, entropies = score_completions(model, ids, mask, width, path=path)
+        logps, entropies = packed_scores(model, PaddedRows(ids, mask, width), path=path)
         expected, expected_entropies = one_by_one(model, prompts, completions)
     torch.testing.assert_close(logps, expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(entropies, expected_entropies, rtol=0, atol=1e-5)
@@ -116,7 +117,7 @@ def test_flex_attention_gives_the_scores_and_gradients_of_segments(
             model.set_attn_implementation(attention)
             assert packing.path_of(model) == path
             model.zero_grad()
-            logps, _ = score_completions(model, ids, mask, width, path=path)
+            logps, _ = packed_scores(model, PaddedRows(ids, mask, width), path=path)
             (logps * weights).sum().backward()
             gradients = [
                 parameter.grad for parameter in model.parameters() if parameter.grad is not None
@@ -133,7 +134,7 @@ def test_masked_out_completions_score_zero_beside_others(
     prompt = [9, 8, 7, 6][:prompt_length]
     for completions in ([[5, 6, 7], [], [], [8]], [[], [], [], []]):
         ids, mask, width = padded([prompt] * 4, completions)
-        logps, _ = score_completions(model, ids, mask, width, path="segments")
+        logps, _ = packed_scores(model, PaddedRows(ids, mask, width), path="segments")
         with torch.no_grad():
             expected, _ = one_by_one(model, [prompt] * 4, [c or [5] for c in completions])
         for index, completion in enumerate(completions):
@@ -154,7 +155,7 @@ def test_a_padding_token_inside_a_prompt_is_a_token(model: PreTrainedModel) -> N
     prompts, completions = [[PAD, 9, PAD], [7]], [[PAD, 5], [6, 2]]
     ids, mask, width = padded(prompts, completions)
     with torch.no_grad():
-        logps, _ = score_completions(model, ids, mask, width, path="segments")
+        logps, _ = packed_scores(model, PaddedRows(ids, mask, width), path="segments")
         expected, _ = one_by_one(model, prompts, completions)
     torch.testing.assert_close(logps, expected, rtol=0, atol=1e-5)
 
@@ -185,7 +186,7 @@ def test_packed_rows_fit_trls_own_head(
     use_segments(model)
     prompts, completions = random_batch(0)
     ids, mask, width = padded(prompts, completions)
-    logps, entropies = score_completions(model, ids, mask, width, path="segments")
+    logps, entropies = packed_scores(model, PaddedRows(ids, mask, width), path="segments")
     logps.sum().backward()
     with torch.no_grad():
         expected, expected_entropies = one_by_one(model, prompts, completions)
@@ -199,7 +200,7 @@ def test_a_model_whose_attention_ignores_the_segments_is_refused(tmp_path: Path)
     add_fused_lm_head(model, temperature=TEMPERATURE)
     ids, mask, width = padded([[5, 6, 7]], [[8, 9]])
     with pytest.raises(RunError, match="ignores packed rows"):
-        score_completions(model, ids, mask, width, path="segments")
+        packed_scores(model, PaddedRows(ids, mask, width), path="segments")
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -214,7 +215,7 @@ def test_gradients_equal_those_of_each_sequence_alone(tmp_path: Path, checkpoint
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
-    logps, _ = score_completions(model, ids, mask, width, path="segments")
+    logps, _ = packed_scores(model, PaddedRows(ids, mask, width), path="segments")
     logps.sum().backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-4)

@@ -14,7 +14,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 from tests.trl.small_trainer import small_trainer
 from ycore.advantages import ESTIMATORS
 from ycore.models.tiny import write_tiny_model
-from ycore.trl.grpo import TrainerOfGMPO
+from ycore.trl.grpo import GMPORoundTrainer
 from ycore.trl.seam import SeamGRPOTrainer
 from ycore.types import Completion, Draw, Group, Prompt, Score
 
@@ -85,7 +85,7 @@ def test_remax_compares_with_each_prompts_own_greedy_completion(
 
 
 def test_gmpo_trains_behind_the_seam(model: Path, tmp_path: Path) -> None:
-    made = trainer(TrainerOfGMPO, model, tmp_path)
+    made = trainer(GMPORoundTrainer, model, tmp_path)
     before = [parameter.detach().clone() for parameter in made.model.parameters()]
     made.train()
     assert made.state.global_step == 2

@@ -20,7 +20,7 @@ from tests.tiny_vision import write_tiny_vision_model
 from ycore.engine.sight import Sight, image_token_ids, load_sight
 from ycore.round.assemble import load_tokenizer
 from ycore.run.images import ImageStore, png_of
-from ycore.trl.build import not_of_the_eyes, placeholder_rewards
+from ycore.trl.build import placeholder_rewards, vision_modules
 from ycore.trl.forward import NEVER, never_write
 from ycore.trl.seam import SeamGRPOTrainer
 from ycore.types import IMAGE_MARK, Completion, Draw, Group, Prompt, Score, in_blocks
@@ -130,7 +130,7 @@ def build(
 
     def common() -> dict[str, Any]:
         peft = (
-            LoraConfig(r=4, target_modules="all-linear", exclude_modules=not_of_the_eyes(model))
+            LoraConfig(r=4, target_modules="all-linear", exclude_modules=vision_modules(model))
             if lora
             else None
         )

@@ -370,4 +370,4 @@ def test_several_steps_a_round_keep_the_rounds_values(model: Path, tmp_path: Pat
         torch.equal(first[name], second[name])
         for name in ("advantages", "old_values", "value_targets")
     )
-    assert trainer.place.micro_batches is None and trainer._step == 2
+    assert trainer.position.micro_batches is None and trainer._step == 2

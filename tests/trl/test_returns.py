@@ -192,20 +192,20 @@ def test_explained_variance_jumps_where_the_reward_is_settled() -> None:
     returns = torch.tensor([[1.0] * 7, [0.0] * 7], dtype=torch.float64)
     first = [0.5, 1, 1, 1, 0.5, 0.5, 9]
     values = torch.tensor([first, [0.5, 9, 0, 0, 0, 0, 0]], dtype=torch.float64)
-    found = explained_by_position(values, returns, mask, alone, most=8)
+    found = explained_by_position(values, returns, mask, alone, max_tokens=8)
     assert found == {
         0: pytest.approx(0),
         1: pytest.approx(1),
         2: pytest.approx(1),
         4: pytest.approx(0.75),
     }
-    assert explained_by_position(values, returns, mask, alone, most=1) == {
+    assert explained_by_position(values, returns, mask, alone, max_tokens=1) == {
         0: pytest.approx(explained_variance(values, returns, mask, alone))
     }
-    assert explained_by_position(values, returns * 0, mask, alone, most=8) == {}
+    assert explained_by_position(values, returns * 0, mask, alone, max_tokens=8) == {}
     calls: list[int] = []
     explained_by_position(
-        values, returns, mask * 0, lambda one: calls.append(len(one)) or one, most=8
+        values, returns, mask * 0, lambda one: calls.append(len(one)) or one, max_tokens=8
     )  # type: ignore[func-returns-value]
     assert len(calls) == 2 * 4, "a rank without such tokens takes part in every sum"
 

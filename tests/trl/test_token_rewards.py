@@ -11,7 +11,8 @@ from tests.trl.small_trainer import small_trainer
 from ycore.models.tiny import write_tiny_model
 from ycore.trl.grpo import Trainer
 from ycore.trl.importance import region_weights
-from ycore.trl.token_rewards import prompt_weights
+from ycore.trl.policy_gradient import PolicyGradientTrainer, prompt_weights
+from ycore.trl.token_rewards import ReinforceTrainer
 from ycore.types import Completion, Draw, Group, Prompt, Score
 
 PROMPT = (9, 8, 7)
@@ -36,13 +37,20 @@ class Rounds:
         return [Group(draw, tuple(completions), tuple((Score(score),) for score in SCORES))]
 
 
-def made(model: Path, output: Path, *, own: dict[str, Any], **settings: Any) -> Trainer:
+def made(
+    model: Path,
+    output: Path,
+    *,
+    own: dict[str, Any],
+    kind: type[PolicyGradientTrainer] = Trainer,
+    **settings: Any,
+) -> PolicyGradientTrainer:
     return small_trainer(
-        Trainer, model, output, Rounds(), own=own, **{"loss_type": "dapo", **settings}
+        kind, model, output, Rounds(), own=own, **{"loss_type": "dapo", **settings}
     )
 
 
-def logps_of(trainer: Trainer, batch: dict[str, Any]) -> torch.Tensor:
+def logps_of(trainer: PolicyGradientTrainer, batch: dict[str, Any]) -> torch.Tensor:
     logps = torch.zeros(batch["completion_ids"].shape)
     for row in range(len(logps)):
         own = batch["completion_ids"][row][batch["completion_mask"][row].bool()]
@@ -54,7 +62,7 @@ def logps_of(trainer: Trainer, batch: dict[str, Any]) -> torch.Tensor:
 
 def test_reinforce_plus_plus_whitens_over_tokens(model: Path, tmp_path: Path) -> None:
     """At the start the policy is its reference: the KL is 0, and the advantage that of the score."""
-    trainer = made(model, tmp_path, own={"by_token": True, "kl_in": "reward"}, beta=0.1)
+    trainer = made(model, tmp_path, own={"kl_in": "reward"}, kind=ReinforceTrainer, beta=0.1)
     trainer.training_step(trainer.model, [{"prompt": "tick"}] * 4, None)
     batch = trainer._buffered_inputs[0]
     tokens = torch.tensor([score for place, score in enumerate(SCORES) for _ in range(2 + place)])
@@ -98,7 +106,9 @@ def test_the_gradient_under_dppo_is_that_of_its_definition(
     assert len(share) == iterations and all(0 < one < 1 and math.isfinite(one) for one in share)
 
 
-def second_step(trainer: Trainer) -> tuple[list[torch.nn.Parameter], list[torch.Tensor]]:
+def second_step(
+    trainer: PolicyGradientTrainer,
+) -> tuple[list[torch.nn.Parameter], list[torch.Tensor]]:
     """The parameters and their gradients in a round's second step, before which the weights moved."""
     trainer.training_step(trainer.model, [{"prompt": "tick"}] * 4, None)
     trainer.model.zero_grad()

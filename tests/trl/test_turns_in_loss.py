@@ -16,7 +16,7 @@ from ycore.config.learners import CriticSettings
 from ycore.models.tiny import write_tiny_model
 from ycore.trl.ppo import Trainer as PPO
 from ycore.trl.seam import SeamGRPOTrainer
-from ycore.trl.token_rewards import TokenRewardTrainer, turn_advantages
+from ycore.trl.token_rewards import TurnRewardTrainer, turn_advantages
 from ycore.types import Completion, Draw, Group, Prompt, Score, Turn
 
 PROMPT = (9, 8, 20, 21)
@@ -148,7 +148,7 @@ def test_no_sequence_reads_another(model: Path, tmp_path: Path) -> None:
     for name in ("old_per_token_logps", "ref_per_token_logps"):
         for row, ours, known in zip(batch[name], mask.bool(), expected, strict=True):
             torch.testing.assert_close(row[ours], known, atol=1e-5, rtol=0)
-    del batch["begins"]
+    del batch["later_prompt_lengths"]
     trainer._micro_batch = batch
     ids, attended = (
         torch.cat([batch[f"prompt_{of}"], batch[f"completion_{of}"]], dim=1)
@@ -216,9 +216,7 @@ class Paid(Fixed):
 def test_rewards_of_turns_are_beside_the_outcomes_advantage_at_their_own_tokens(
     model: Path, tmp_path: Path
 ) -> None:
-    trainer = made(
-        model, tmp_path, TokenRewardTrainer, given={"by_turn": True}, loss_type="dapo", beta=0.0
-    )
+    trainer = made(model, tmp_path, TurnRewardTrainer, loss_type="dapo", beta=0.0)
     trainer.rounds = Paid([[1.0, 2.0, 9.0], [], [0.0, None, 9.0], [0.5, 9.0]])
     batch = trainer._generate_and_score_completions([{"prompt": "tick"}] * 4)
     outcome = torch.tensor(REWARDS)
@@ -259,7 +257,7 @@ def test_rewards_of_turns_are_beside_the_outcomes_advantage_at_their_own_tokens(
 def test_rewards_at_the_last_turn_alone_are_the_groups_advantage(
     model: Path, tmp_path: Path
 ) -> None:
-    trainer = made(model, tmp_path, TokenRewardTrainer, given={"by_turn": True}, beta=0.0)
+    trainer = made(model, tmp_path, TurnRewardTrainer, beta=0.0)
     trainer.rounds = Paid([[None, None, 1.0], [], [None, None, 0.25], [None, 0.5]])
     batch = trainer._generate_and_score_completions([{"prompt": "tick"}] * 4)
     plain = made(model, tmp_path / "plain", beta=0.0)._generate_and_score_completions(

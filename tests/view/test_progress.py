@@ -207,7 +207,7 @@ def test_a_run_that_has_ended(run: Path, capsys: pytest.CaptureFixture[str]) -> 
     (run / "summary.json").write_text(
         json.dumps({"status": "failed", "steps": 2, "wall_s": 61.0, "error": "no memory"})
     )
-    assert ycore(["watch", str(run)]) == 0
+    assert ycore(["report", str(run), "--live"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"{run}: grpo of tiny on task:addition",
         "step 1/4  reward 0.100",
@@ -246,7 +246,7 @@ def test_a_run_that_goes_on_is_followed_to_its_end(run: Path) -> None:
 def test_once_returns_while_the_run_goes_on(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with (run / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert ycore(["watch", str(run), "--once"]) == 0
+        assert ycore(["report", str(run), "--once"]) == 0
     assert capsys.readouterr().out.splitlines()[-2:] == [
         "step 2/4  reward 0.200",
         "the run goes on",
@@ -254,7 +254,7 @@ def test_once_returns_while_the_run_goes_on(run: Path, capsys: pytest.CaptureFix
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert ycore(["watch", str(tmp_path)]) == 2
+    assert ycore(["report", str(tmp_path), "--live"]) == 2
     assert "has no run.json" in capsys.readouterr().err
 
 

@@ -6,8 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ycore.api.checks import checked_plan
 from ycore.api.run_settings import unused_folder
+from ycore.api.running import checked_plan
 from ycore.config.recipe_files import load_benchmark
 from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError, DataError

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
-from ycore.api.checks import checked_plan
 from ycore.api.evaluations import (
     check_models_differ,
     compare_evaluations,
@@ -29,9 +28,9 @@ from ycore.api.run_settings import (
     tell_warnings,
     with_files,
 )
+from ycore.api.running import checked_plan, run_training, training_plan
 from ycore.api.runs import Comparison, Planned, Run
 from ycore.api.tables import aligned, plan_rows
-from ycore.api.training import run_training, training_plan
 from ycore.config.resolve import require_rollouts
 from ycore.errors import ConfigError
 from ycore.run.claim import AS_IT_WAS

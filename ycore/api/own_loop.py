@@ -2,8 +2,8 @@
 
     with Round(model="smollm2-135m", dataset="task:addition?digits=1", reward="exact_answer", steps=20) as run:
         while run.step < 20:
-            asked = run.score(run.ask())
-            print(run.train(asked)["loss"])
+            groups = run.score(run.ask())
+            print(run.train(groups)["loss"])
         run.save()
 
 TRL's trainer owns its loop: `train` runs until the last step, and fetches each round from a `RoundSource`. Here it runs
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Asked:
+class RoundGroup:
     """The completions of one prompt.
 
     Attributes:
@@ -68,17 +68,17 @@ class Round:
         Raises:
             YcoreError: what the command says in one line.
         """
-        from ycore.api.checks import checked_plan
         from ycore.api.run_settings import (
             config_of,
             outside_event_loop,
             rollout_settings,
             tell_warnings,
         )
+        from ycore.api.running import checked_plan
         from ycore.config.resolve import require_rollouts
 
-        own = rollout_settings(model, dataset, reward, {"processes": 1, **settings})
-        config = require_rollouts(config_of("grpo", own, resume=False))
+        run_settings = rollout_settings(model, dataset, reward, {"processes": 1, **settings})
+        config = require_rollouts(config_of("grpo", run_settings, resume=False))
         if config.replay is not None or config.eval_dataset is not None:
             raise ConfigError(
                 "a Round draws its own rounds and measures nothing; leave out replay and eval_dataset"
@@ -119,10 +119,10 @@ class Round:
             time.monotonic(),
         )
         with ExitStack() as context:
-            held = claim(site.folder, self.config, resume=False)
-            context.callback(held.release)
+            run_claim = claim(site.folder, self.config, resume=False)
+            context.callback(run_claim.release)
             context.callback(self._sum_up)
-            context.enter_context(guarded(site.folder, held))
+            context.enter_context(guarded(site.folder, run_claim))
             os.environ.update(secrets_environment(self.config.model_dump(mode="json")))
             self._engines = self._local.start_engines()
             self._thread = threading.Thread(
@@ -142,20 +142,21 @@ class Round:
 
     # -- what you call -------------------------------------------------------------------------------------------------
 
-    def ask(self, num_prompts: int | None = None) -> list[Asked]:
+    def ask(self, num_prompts: int | None = None) -> list[RoundGroup]:
         """Draw prompts and have the policy of this step write `group_size` completions of each; none is scored yet."""
         groups = self._call(lambda run: self._ask(run, num_prompts or self.num_prompts))
-        return [_asked(group) for group in groups]
+        return [_unscored(group) for group in groups]
 
-    def score(self, asked: Sequence[Asked]) -> list[Asked]:
+    def score(self, groups: Sequence[RoundGroup]) -> list[RoundGroup]:
         """Set the rewards to the weighted sums of the run's reward sources, and return the same objects."""
-        groups = self._call(lambda run: self._score(run, [one.group for one in asked]))
-        for one, group in zip(asked, groups, strict=True):
-            one.group, one.rewards = group, _totals(group, self._weights)
-        return list(asked)
+        scored = self._call(lambda run: self._score(run, [item.group for item in groups]))
+        for item, group in zip(groups, scored, strict=True):
+            item.group = group
+            item.rewards = _totals(group, self._weights)
+        return list(groups)
 
-    def train(self, asked: Sequence[Asked]) -> dict[str, Any]:
-        """One round of TRL's own training on these groups; the step's row of `metrics.jsonl`.
+    def train(self, groups: Sequence[RoundGroup]) -> dict[str, Any]:
+        """Take one round of TRL's training on these groups, and return the step's row of `metrics.jsonl`.
 
         Raises:
             ConfigError: not `num_prompts` groups; or a group without any reward; or no step is left.
@@ -166,20 +167,20 @@ class Round:
             raise ConfigError(
                 f"the run has taken its {self.config.steps} steps; give Round more, as steps="
             )
-        if len(asked) != self.num_prompts:
+        if len(groups) != self.num_prompts:
             raise ConfigError(
-                f"train takes {self.num_prompts} groups, as prompts_per_step says; it got {len(asked)}"
+                f"train takes {self.num_prompts} groups, as prompts_per_step says; it got {len(groups)}"
             )
-        if any(not {*one.rewards} - {None} for one in asked):
+        if any(set(group.rewards) <= {None} for group in groups):
             raise ConfigError(
                 "a group has no reward at all; call score, or set its rewards yourself"
             )
-        self._ask_thread([_with_rewards(one, self._weights) for one in asked])
+        self._ask_thread([_with_rewards(group, self._weights) for group in groups])
         self.step = self._run.trainer.state.global_step
         return dict(read_metrics(self._run.home.metrics)[-1])
 
     def save(self) -> Path:
-        """Save the model as it is now; the folder that `model=` takes."""
+        """Save the model as it is now, and return the folder, which `model=` takes."""
         self._call(lambda run: run.save())
         return self._run.home.model
 
@@ -206,7 +207,7 @@ class Round:
             self._answers.put(error)
 
     def next_round(self, *, step: int, num_groups: int) -> "list[Group]":
-        """TRL's thread comes here for a round: the last request is done, and others are served until one trains."""
+        """Give TRL's thread a round: the last request is done, and more are served until one trains."""
         self._answers.put(None)
         while not isinstance(request := self._requests.get(), list):
             if request is None:
@@ -227,11 +228,12 @@ class Round:
         from ycore.run.tasks import together
         from ycore.types import Group
 
-        controller, step = run.controller, run.trainer.state.global_step
+        controller = run.controller
+        step = run.trainer.state.global_step
         with controller.phase("sync"):
             controller.sync(step)
 
-        async def one(draw: Any) -> Group:
+        async def write_group(draw: Any) -> Group:
             start = await controller.writer.start(draw)
             size = range(controller.rules.group_size)
             written: list[Completion] = await together(
@@ -242,7 +244,7 @@ class Round:
         draws = [controller.draws.draw() for _ in range(num_prompts)]
         controller.meter.drawn += num_prompts
         with controller.phase("round"):
-            return controller.run_round(together([one(draw) for draw in draws]), step=step)
+            return controller.run_round(together([write_group(draw) for draw in draws]), step=step)
 
     def _score(self, run: "RolloutRun", groups: "Sequence[Group]") -> "list[Group]":
         import asyncio
@@ -250,12 +252,13 @@ class Round:
         from ycore.run.tasks import together
         from ycore.scoring.scoring import PendingGroup
 
-        controller, step = run.controller, run.trainer.state.global_step
+        controller = run.controller
+        step = run.trainer.state.global_step
 
         async def written(completion: "Completion") -> "Completion":
             return completion
 
-        async def one(group: "Group") -> "Group":
+        async def score_group(group: "Group") -> "Group":
             tasks = [asyncio.create_task(written(completion)) for completion in group.completions]
             scores_GR = await controller.scoring.score(
                 PendingGroup(group.draw, tasks, step, controller.slots)
@@ -263,7 +266,7 @@ class Round:
             return replace(group, scores_GR=tuple(map(tuple, scores_GR)))
 
         return controller.run_round(
-            together([one(group) for group in groups]), step=step, trains=False
+            together([score_group(group) for group in groups]), step=step, trains=False
         )
 
     # -- between the threads -------------------------------------------------------------------------------------------
@@ -298,11 +301,10 @@ class Round:
         )
 
 
-def _asked(group: "Group") -> Asked:
-    texts = tuple(completion.transcript for completion in group.completions)
-    return Asked(
-        group.draw.prompt.content, group.draw.prompt.columns, texts, [None] * len(texts), group
-    )
+def _unscored(group: "Group") -> RoundGroup:
+    prompt = group.draw.prompt
+    completions = tuple(completion.transcript for completion in group.completions)
+    return RoundGroup(prompt.content, prompt.columns, completions, [None] * len(completions), group)
 
 
 def _totals(group: "Group", weights: Sequence[float]) -> list[float | None]:
@@ -311,24 +313,25 @@ def _totals(group: "Group", weights: Sequence[float]) -> list[float | None]:
     return [total_reward(scores, weights) for scores in group.scores_GR]
 
 
-def _with_rewards(one: Asked, weights: Sequence[float]) -> "Group":
-    """The group with its scores; where the rewards are yours, they stand for its first source that has a weight."""
+def _with_rewards(item: RoundGroup, weights: Sequence[float]) -> "Group":
+    """Return the group with its scores; the user's rewards stand for the first source that has a weight."""
     from ycore.types import Score
 
-    if one.group.scores_GR and _totals(one.group, weights) == one.rewards:
-        return one.group
-    if len(one.rewards) != len(one.completions):
+    if item.group.scores_GR and _totals(item.group, weights) == item.rewards:
+        return item.group
+    if len(item.rewards) != len(item.completions):
         raise ConfigError(
-            f"a group of {len(one.completions)} completions has {len(one.rewards)} rewards; give one each"
+            f"a group of {len(item.completions)} completions has {len(item.rewards)} rewards; give one each"
         )
     source = next((index for index, weight in enumerate(weights) if weight), None)
     if source is None:
         raise ConfigError(
             "every reward has the weight 0, so yours cannot stand for one; give one a weight"
         )
-
-    def scores(value: float | None) -> tuple[Score, ...]:
-        own = None if value is None else value / weights[source]
-        return tuple(Score(own if index == source else None) for index in range(len(weights)))
-
-    return replace(one.group, scores_GR=tuple(map(scores, one.rewards)))
+    scores_GR = []
+    for reward in item.rewards:
+        scores = [Score(None)] * len(weights)
+        if reward is not None:
+            scores[source] = Score(reward / weights[source])
+        scores_GR.append(tuple(scores))
+    return replace(item.group, scores_GR=tuple(scores_GR))

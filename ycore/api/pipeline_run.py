@@ -14,8 +14,8 @@ from itertools import combinations, groupby
 from pathlib import Path
 from typing import Any, Literal
 
-from ycore.api.checks import checked_plan
 from ycore.api.run_settings import complete_config
+from ycore.api.running import checked_plan, run_training, training_plan
 from ycore.api.stages import (
     PAIRS,
     PAIRS_FILE,
@@ -27,7 +27,6 @@ from ycore.api.stages import (
     with_sets,
 )
 from ycore.api.tables import plan_rows
-from ycore.api.training import run_training, training_plan
 from ycore.config.algorithms import find_algorithm
 from ycore.config.resolve import parse_set, resolve
 from ycore.config.schema import AnyConfig, RunConfig

@@ -16,7 +16,6 @@ from urllib.parse import parse_qsl
 
 from ycore.data.table import Table
 from ycore.errors import DataError, nearest
-from ycore.models.sighted import read_digits
 from ycore.run.images import png_of
 
 _SPLITS = ("train", "test")
@@ -251,6 +250,8 @@ def _digit_rows(
     right, it did not see.
     """
     from PIL import Image
+
+    from ycore.models.sighted import read_digits  # numpy waits until it is needed
 
     pictures, digits = read_digits(split)
     question = DIGIT_QUESTIONS[name]

@@ -45,6 +45,7 @@ class VllmEngine(Server, Engine):
 
     Attributes:
         version: The policy version that the engine holds.
+        source: The policy's weights in this process, where they are not sent as files (`engine.sync=ipc`).
         sleeper: Puts the engine to sleep; None without sleep mode. Weights for a sleeping engine are sent as it wakes.
     """
 
@@ -70,7 +71,7 @@ class VllmEngine(Server, Engine):
         self._sleeping = SleepingEngine(self, refill=self._refill) if sleeps else None
         self.sleeper = self._sleeping
         self.is_home = is_home
-        self._source = source
+        self.source = source
         self._drafts = drafts
         self._sampling = sampling
         self._sight = sight
@@ -216,8 +217,8 @@ class VllmEngine(Server, Engine):
         if has_adapters(sums):
             await self._load_adapters(folder)
             workers = await self._call("held_policy")
-        elif self._source is not None:
-            workers = await self._load_by_bucket(self._source, folder, sums)
+        elif self.source is not None:
+            workers = await self._load_by_bucket(self.source, folder, sums)
         else:
             workers = await self._call("load_policy", weights_path=str(folder))
         pieces = [piece for worker in workers for piece in worker or ()]

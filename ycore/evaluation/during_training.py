@@ -45,7 +45,7 @@ class EndedEarly(Exception):
 
 
 class EvaluatedRun(Protocol):
-    """What an evaluation needs of the training run that it belongs to."""
+    """The training run that an evaluation belongs to."""
 
     home: RunFolder
     trainer: Any
@@ -265,7 +265,7 @@ class RolloutEvaluation(Evaluation):
     def _row(self, step: int) -> dict[str, Any]:
         leaders_s = self._run.last_step_s if self._run.leads else 0.0
         (seconds,) = self._controller.peers.add_up([leaders_s])
-        skipped = float(not self._run.trainer.teaches)
+        skipped = float(not self._run.trainer.has_gradient)
         return {"step": step, "ycore/skipped": skipped, STEP_SECONDS[0]: seconds}
 
     def _log_with_step(self, figures: dict[str, float]) -> None:

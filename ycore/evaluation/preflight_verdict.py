@@ -46,7 +46,7 @@ class PromptLengths:
 
 @dataclass(frozen=True, slots=True)
 class TemplateCheck:
-    """What is wrong with the conversations that the chat template writes; nothing where prompts are plain text.
+    """Problems of the conversations that the chat template writes; none where prompts are plain text.
 
     Attributes:
         end_of_turn: the token that ends an answer in the template, where it does not end a completion.
@@ -58,7 +58,7 @@ class TemplateCheck:
 
 @dataclass(frozen=True, slots=True)
 class PreflightMeasurements:
-    """What a preflight's round showed.
+    """Results of a preflight's round.
 
     Attributes:
         truncated: share of completions cut off at `max_tokens`.

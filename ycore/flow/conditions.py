@@ -8,11 +8,8 @@ from ycore.data.prompts import RESERVED_COLUMNS, PromptSet
 from ycore.data.source import read_table
 from ycore.data.table import Table, TableRow
 from ycore.errors import DataError, nearest
-from ycore.flow.flow_settings import FlowConfig
+from ycore.flow.flow_settings import IMAGES, FlowConfig
 from ycore.types import Prompt
-
-IMAGES = "images"
-"""What rewards of pictures get, one a completion, beside the dataset's columns."""
 
 CLASSES = "classes"
 """The dataset of every class of the model, once."""

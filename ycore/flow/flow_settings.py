@@ -16,6 +16,9 @@ from ycore.config.schema import (
 )
 from ycore.errors import ConfigError, nearest
 
+IMAGES = "images"
+"""The argument in which reward functions get pictures, one a completion, beside the dataset's columns."""
+
 Share = Annotated[float, Field(ge=0, le=1)]
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -188,6 +189,15 @@ def meaningful_line(lines: Sequence[str]) -> str:
     return (errors or kept or [""])[-1][:500]
 
 
+class _EndedProcess(NamedTuple):
+    """A process that has ended, for a message."""
+
+    name: str
+    log: Path
+    ending: str
+    last_line: str
+
+
 class RankedTrainer:
     """The trainer's ranks on this machine, and their allocator; the supervisor uses it like a `ManagedProcess`.
 
@@ -231,21 +241,11 @@ class RankedTrainer:
 
     @property
     def name(self) -> str:
-        if self._lost_allocator is not None:
-            return self._lost_allocator.name
-        culprit = self._culprit()
-        if culprit is None:
-            return self._launcher.name
-        return f"{self._launcher.name} rank {culprit.number}"
+        return self._ended().name
 
     @property
     def log(self) -> Path:
-        if self._lost_allocator is not None:
-            return self._lost_allocator.log
-        culprit = self._culprit()
-        if culprit is None:
-            return self._launcher.log
-        return self._folder.log(f"trainer-{culprit.number}")
+        return self._ended().log
 
     def send(self, number: signal.Signals) -> None:
         """Signal every rank. torchrun gets SIGKILL only, unless it has no rank yet: it would end the ranks."""
@@ -270,20 +270,28 @@ class RankedTrainer:
         return self._launcher.tree()
 
     def how_it_ended(self) -> str:
-        if self._lost_allocator is not None:
-            return self._lost_allocator.how_it_ended()
-        culprit = self._culprit()
-        if culprit is None:
-            return self._launcher.how_it_ended()
-        if culprit.exit_code is None:
-            return "a signal, killed or out of memory"
-        return f"exit status {culprit.exit_code}"
+        return self._ended().ending
 
     def last_line(self) -> str:
-        if self._lost_allocator is not None:
-            return self._lost_allocator.last_line()
+        return self._ended().last_line
+
+    def _ended(self) -> "_EndedProcess":
+        """Return the process whose end explains the trainer's: the allocator, a rank, or torchrun."""
+        process = self._lost_allocator or self._launcher
         culprit = self._culprit()
-        return self._launcher.last_line() if culprit is None else culprit.message
+        if self._lost_allocator is not None or culprit is None:
+            return _EndedProcess(
+                process.name, process.log, process.how_it_ended(), process.last_line()
+            )
+        ending = "a signal, killed or out of memory"
+        if culprit.exit_code is not None:
+            ending = f"exit status {culprit.exit_code}"
+        return _EndedProcess(
+            f"{process.name} rank {culprit.number}",
+            self._folder.log(f"trainer-{culprit.number}"),
+            ending,
+            culprit.message,
+        )
 
     def user_error(self) -> str | None:
         failed = _first_failed(self._reports())

@@ -1,1 +1,1 @@
-"""What a run will need and take, before it starts: memory and seconds of every role in every phase of a step."""
+"""Plan a run before it starts: memory and seconds of every role in every phase of a step."""

@@ -63,7 +63,7 @@ DEVICES: Mapping[str, Device] = {
 
 
 def check_bfloat16(dtype: str, without: Sequence[str]) -> None:
-    """ConfigError for a run that is told to compute in bfloat16 on devices that have none, which `without` names."""
+    """Raise ConfigError for a run that is told to compute in bfloat16 on devices that have none, which `without` names."""
     if without and dtype == "bfloat16":
         old = ", ".join(without)
         raise ConfigError(
@@ -71,21 +71,15 @@ def check_bfloat16(dtype: str, without: Sequence[str]) -> None:
         )
 
 
-_COMMON = (
-    "t4",
-    "a10",
-    "a100-40gb",
-    "l40s",
-    "a100",
-    "h20",
-    "h200",
-)  # the nearest in size, where only that is given
+_COMMON = ("t4", "a10", "a100-40gb", "l40s", "a100", "h20", "h200")
+"""Devices of which the nearest in size is taken, where only the size is given."""
+
 _PATTERN = re.compile(r"^(?:(\d+)\s*[xX*]\s*)?([\w.-]+)$")
 _MEMORY = re.compile(r"^(\d+(?:\.\d+)?)\s*(gb|gib|g)$", re.IGNORECASE)
 
 
 def parse_devices(text: str, *, core: Device, num_cores: int) -> Fleet:
-    """The devices of `8x80GB`, `4xH100`, `cpu` (every core of this machine) or `2xcpu`; ConfigError for other texts."""
+    """Parse `8x80GB`, `4xH100`, `cpu` (every core of this machine) or `2xcpu`; ConfigError for other texts."""
     match = _PATTERN.match(text.strip())
     kind = match[2].lower() if match else ""
     memory = _MEMORY.match(kind)
@@ -111,12 +105,15 @@ def parse_devices(text: str, *, core: Device, num_cores: int) -> Fleet:
 
 def _of_memory(gigabytes: float) -> Device:
     size = gigabytes * GB
-    alike = min(
+    nearest_device = min(
         (DEVICES[name] for name in _COMMON), key=lambda device: abs(device.memory_bytes - size)
     )
-    source = f"speed taken as {alike.name}'s, since only the size was given ({alike.source})"
     return replace(
-        alike, name=f"{gigabytes:g} GB device", memory_bytes=size, source=source, has_bfloat16=True
+        nearest_device,
+        name=f"{gigabytes:g} GB device",
+        memory_bytes=size,
+        source=f"speed taken as {nearest_device.name}'s, since only the size was given ({nearest_device.source})",
+        has_bfloat16=True,
     )
 
 
@@ -135,7 +132,7 @@ _WITHOUT = 1 / 8
 
 
 def measured_core(dtype: str = "auto") -> Device:
-    """One core of this machine as a run in `dtype` uses it, with all memory. Measuring takes a tenth of a second."""
+    """Measure one core of this machine as a run in `dtype` uses it, with all memory, in a tenth of a second."""
     flops, bandwidth = _measure()
     factor = bfloat16_factor(core_flags())
     computes_in = format_of(dtype, has_bfloat16=factor is not None)
@@ -153,14 +150,14 @@ def measured_core(dtype: str = "auto") -> Device:
 
 
 def core_flags() -> set[str]:
-    """What /proc/cpuinfo says that the first core can do; empty where there is no such file."""
+    """Return the flags of the first core in /proc/cpuinfo; empty where there is no such file."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     return set(next((line for line in lines if line.startswith(("flags", "Features"))), "").split())
 
 
 def usable_cores() -> tuple[int, ...]:
-    """Those that this process may use."""
+    """Return the cores that this process may use."""
     return tuple(
         sorted(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
@@ -169,12 +166,12 @@ def usable_cores() -> tuple[int, ...]:
 
 
 def bfloat16_factor(flags: set[str]) -> float | None:
-    """None where the processor has no instructions for bfloat16."""
+    """Return how much faster than float32 bfloat16 is; None where the processor has no instructions for it."""
     return next((factor for flag, factor in _FASTER if flag in flags), None)
 
 
 def format_of(dtype: str, *, has_bfloat16: bool) -> Literal["float32", "bfloat16"]:
-    """What a run computes in: `auto` is bfloat16 where the device multiplies it, else float32."""
+    """Return what a run computes in: `auto` is bfloat16 where the device multiplies it, else float32."""
     return "bfloat16" if dtype == "bfloat16" or (dtype == "auto" and has_bfloat16) else "float32"
 
 
@@ -185,7 +182,7 @@ def format_on(device: Device, dtype: str) -> Literal["float32", "bfloat16"]:
 
 
 def _measure() -> tuple[float, float]:
-    """Operations and bytes a second of one core, the best of a few tries."""
+    """Measure operations and bytes a second of one core, the best of a few tries."""
     import numpy as np
 
     left = np.full((_SIZE, _SIZE), 0.5, dtype=np.float32)
@@ -197,7 +194,7 @@ def _measure() -> tuple[float, float]:
 
 
 def _timed(work: Callable[[], object]) -> float:
-    """Processor seconds of all threads together."""
+    """Return processor seconds of all threads together."""
     began = time.process_time()
     work()
     return max(1e-9, time.process_time() - began)

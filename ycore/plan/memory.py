@@ -230,7 +230,7 @@ class EngineMemory:
 
 @dataclass(frozen=True, slots=True)
 class EngineNeed:
-    """What an engine has to hold. Tokens are of one sequence; `longest` is what vLLM must be able to hold."""
+    """Requirements of an engine. Tokens are of one sequence; `longest` is what vLLM must be able to hold."""
 
     facts: ModelFacts
     bytes_per_value: int

@@ -1,4 +1,4 @@
-"""What a model costs follows from the sizes in its config.json: a file, a folder, the hub's local copy, or the hub.
+"""Read the sizes in a model's config.json, from which its costs follow: from a file, a folder, or the hub.
 
 models.json has the configs of well-known models, as the hub has them, so that a plan of these needs no network.
 """
@@ -56,13 +56,13 @@ class ModelFacts:
 
     @property
     def attention_params(self) -> int:
-        """Of one layer: queries, keys, values and output, with biases."""
+        """Queries, keys, values and output of one layer, with biases."""
         biases = self.query_size + 2 * self.kv_size if self.attention_bias else 0
         return self.hidden_size * (2 * self.query_size + 2 * self.kv_size) + biases
 
     @property
     def expert_params(self) -> int:
-        """Of one MLP or expert: gate, up, down."""
+        """Gate, up and down of one MLP or expert."""
         return 3 * self.hidden_size * self.intermediate_size
 
     @property
@@ -72,7 +72,7 @@ class ModelFacts:
 
     @property
     def layer_params(self) -> int:
-        """Of one layer, with all experts, their router, and the norms."""
+        """One layer with all experts, their router, and the norms."""
         router = self.hidden_size * self.num_experts if self.num_experts > 1 else 0
         norms = 2 * self.hidden_size + (2 * self.head_dim if self.head_norms else 0)
         return self.attention_params + self.num_experts * self.expert_params + router + norms
@@ -95,7 +95,7 @@ class ModelFacts:
         return 2 * self.num_hidden_layers * self.kv_size
 
     def undivided(self, width: int) -> str:
-        """The size of the model that so many workers of an engine cannot divide; empty where there is none."""
+        """Return the size that so many workers of an engine cannot divide; empty where there is none."""
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if heads % width:
             return f"{heads} attention heads"
@@ -108,7 +108,7 @@ class ModelFacts:
         )
 
     def lora_params(self, rank: int) -> int:
-        """LoRA parameters on every linear layer but the head (arXiv 2106.09685, section 4.1; PEFT's `all-linear`).
+        """Count LoRA parameters on every linear layer but the head (arXiv 2106.09685, section 4.1; PEFT's `all-linear`).
 
         Experts get none: transformers keeps them in one tensor, which is no linear layer.
         """
@@ -118,7 +118,7 @@ class ModelFacts:
 
 
 def facts_of(config: Mapping[str, Any], *, name: str) -> ModelFacts:
-    """The sizes in a config.json, of a multimodal model in its `text_config`; ModelError where one is missing."""
+    """Read the sizes in a config.json, of a multimodal model in its `text_config`; ModelError where one is missing."""
     nested = config.get("text_config")
     text: Mapping[str, Any] = {**config, **nested} if isinstance(nested, Mapping) else config
     heads = _size(text, "num_attention_heads", name)
@@ -146,13 +146,15 @@ def facts_of(config: Mapping[str, Any], *, name: str) -> ModelFacts:
 
 
 def _eyes(config: Mapping[str, Any], hidden: int) -> dict[str, int]:
-    """The weights of a vision tower (arXiv 2010.11929) with a projector of two layers, as LLaVA's; and its tokens a
-    picture, 0 where these follow from the picture's size. Families with other towers come near it."""
+    """Count the weights of a vision tower (arXiv 2010.11929) with a projector of two layers, as LLaVA's.
+
+    Its tokens a picture are 0 where they follow from the picture's size. Families with other towers come near it.
+    """
     tower = config.get("vision_config")
     if not isinstance(tower, Mapping) or not tower.get("hidden_size"):
         return {}
     sizes = [tower.get(name) for name in ("hidden_size", "num_hidden_layers", "patch_size")]
-    width, layers, patch = (one if isinstance(one, int) else 0 for one in sizes)
+    width, layers, patch = (size if isinstance(size, int) else 0 for size in sizes)
     inner = tower.get("intermediate_size") or 4 * width
     side = tower.get("image_size")
     patches = (side // patch) ** 2 if patch and isinstance(side, int) else 0
@@ -173,15 +175,18 @@ def _size(config: Mapping[str, Any], key: str, name: str) -> int:
 
 
 def hub_id_of(name: str) -> str:
-    """The hub id that a plan takes a short name for, e.g. `Qwen/Qwen3-8B` for `Qwen3-8B`; else the name as it is."""
+    """Return the hub id of a short name, e.g. `Qwen/Qwen3-8B` for `Qwen3-8B`; other names as they are."""
     if "/" in name or name in BUILTIN or Path(name).expanduser().exists():
         return name
-    ids = [one for hub_id in KNOWN_CONFIGS for one in (hub_id, hub_id.removesuffix("-Instruct"))]
-    return next((one for one in ids if one.rpartition("/")[2].lower() == name.lower()), name)
+    for hub_id in KNOWN_CONFIGS:
+        for candidate in (hub_id, hub_id.removesuffix("-Instruct")):
+            if candidate.rpartition("/")[2].lower() == name.lower():
+                return candidate
+    return name
 
 
 def known_config(name: str) -> dict[str, Any] | None:
-    """The config in models.json of a hub id, its base model's id, or its last part; None where there is none."""
+    """Return the config in models.json of a hub id, its base model's id, or its last part; None where there is none."""
     wanted = BUILTIN[name].hub_id if name in BUILTIN else name
     for hub_id, config in KNOWN_CONFIGS.items():
         base = hub_id.lower().removesuffix("-instruct")
@@ -192,12 +197,12 @@ def known_config(name: str) -> dict[str, Any] | None:
 
 
 def model_facts(name: str) -> ModelFacts:
-    """The sizes of a config.json, a model's folder, a built-in name, or a hub id; ModelError where none can be read."""
+    """Return the sizes of a config.json, a model's folder, a built-in name or a hub id; ModelError if none can be read."""
     return facts_of(model_config(name), name=name)
 
 
 def model_config(name: str, *, ask: bool = True) -> dict[str, Any]:
-    """The config.json of the same, from the hub only where it may be asked."""
+    """Return a model's config.json, from the hub only where it may be asked."""
     path = Path(name).expanduser()
     if path.suffix == ".json" and path.is_file():
         return _read(path)
@@ -243,6 +248,6 @@ def _from_hub(name: str, *, ask: bool) -> dict[str, Any]:
 
 
 def _download(api: Any, name: str) -> str:
-    """The hub's config.json. `model_info` comes first since it fails at once, while a download retries for a minute."""
+    """Download the config.json. `model_info` comes first: it fails at once, while a download retries for a minute."""
     api.model_info(name, timeout=ANSWER_WITHIN_S)
     return str(api.hf_hub_download(name, "config.json"))

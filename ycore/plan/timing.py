@@ -20,7 +20,7 @@ _LOSS_BYTES = 20.0  # of a logit in the trainer's head
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """What software reaches of a device, and fixed costs.
+    """The share of a device that software reaches, and fixed costs.
 
     Attributes:
         training, serving: shares of the device's operations a second in the trainer's and an engine's multiplications.

@@ -1,7 +1,7 @@
 """`python -m ycore.sandbox.canaries ATTEMPTS`: an honest piece of work, then the attempts that a sandbox must stop.
 
-The same file runs outside, where each attempt has to succeed, and inside (`level`). Every outcome is a line of JSON,
-`[name, true]` where it got through. The last attempts may end the process, so the line of each is written at once.
+Every outcome is a line of JSON, `[name, true]` where it got through (`level` reads them). The last attempts may end the
+process, so the line of each is written at once.
 Standard library only, and little of it: this is the larger part of the time that a self-test takes.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import TypedDict
 
 
-class Attempts(TypedDict):
+class CanaryTargets(TypedDict):
     """Targets of the attempts. `word` is in the file, in a variable, and in the servers' greeting."""
 
     word: str
@@ -42,7 +42,7 @@ def main() -> None:
         os.write(1, json.dumps([name, outcome]).encode() + b"\n")
 
 
-def attempts(targets: Attempts) -> Iterator[tuple[str, Callable[[], bool]]]:
+def attempts(targets: CanaryTargets) -> Iterator[tuple[str, Callable[[], bool]]]:
     """Yield names and attempts, the honest work first."""
     yield HONEST, _honest
     yield "a file of the user", lambda: _has(targets, targets["file"])
@@ -74,7 +74,7 @@ def _honest() -> bool:
     return done == [1] and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-def _has(targets: Attempts, path: str) -> bool:
+def _has(targets: CanaryTargets, path: str) -> bool:
     with open(path) as file:
         return targets["word"] in file.read()
 
@@ -90,7 +90,7 @@ def _signals(pid: int) -> bool:
 
 
 def _greeted(
-    targets: Attempts, family: socket.AddressFamily, address: str | tuple[str, int]
+    targets: CanaryTargets, family: socket.AddressFamily, address: str | tuple[str, int]
 ) -> bool:
     with socket.socket(family) as client:
         client.settimeout(1.0)

@@ -1,8 +1,8 @@
 """Find the strongest level that this machine offers by trying: honest work runs in it and nothing gets out.
 
 Kernels, containers and distributions differ too much to be asked. So a confined process is started, does a piece of
-honest work, and then tries what it must not be able to do. Each attempt is also made outside at the same time: one that
-fails there proves nothing.
+honest work, and then tries what it must not be able to do. The files, servers and variables that it tries to reach are
+there, outside.
 """
 
 import json
@@ -10,19 +10,18 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from subprocess import DEVNULL, PIPE, Popen
+from subprocess import DEVNULL, PIPE
 
 from ycore.errors import ConfigError, YcoreError
-from ycore.sandbox import MIB, Confinement, Level, Limits, canaries
-from ycore.sandbox.canaries import HONEST, MEMORY, PROCESSES, Attempts
+from ycore.sandbox import MIB, Confinement, Level, Limits
+from ycore.sandbox.canaries import HONEST, MEMORY, PROCESSES, CanaryTargets, attempts
 from ycore.sandbox.confine import confined_launch
 from ycore.sandbox.landlock import landlock_refusal
 from ycore.sandbox.namespaces import find_bwrap
@@ -142,7 +141,7 @@ def self_test(level: Level) -> str | None:
     """Let a confined process try what it must not be able to do; return what got through, or None."""
     word = f"canary-{os.urandom(8).hex()}"
     with _servers(word) as (folder, port):
-        attempts = Attempts(
+        targets = CanaryTargets(
             word=word,
             file=str(folder / "file"),
             port=port,
@@ -156,39 +155,33 @@ def self_test(level: Level) -> str | None:
         launch = None
         try:
             launch = confined_launch(
-                "ycore.sandbox.canaries", [json.dumps(attempts)], confinement, name=word
+                "ycore.sandbox.canaries", [json.dumps(targets)], confinement, name=word
             )
-            command = [sys.executable, "-I", "-S", canaries.__file__, json.dumps(attempts)]
-            environment = {**os.environ, "TMPDIR": str(folder)}
-            with (
-                Popen(command, stdout=PIPE, stderr=DEVNULL, env=environment) as outside,
-                launch.start(stdin=DEVNULL, stdout=PIPE, stderr=PIPE) as inside,
-            ):
+            with launch.start(stdin=DEVNULL, stdout=PIPE, stderr=PIPE) as process:
                 try:
-                    output, complaint = inside.communicate(timeout=_TIMEOUT_S)
-                    control, _ = outside.communicate(timeout=_TIMEOUT_S)
+                    output, complaint = process.communicate(timeout=_TIMEOUT_S)
                 finally:
-                    inside.kill()
-                    outside.kill()
+                    process.kill()
         finally:
             del os.environ[_VARIABLE]
             if launch is not None:
                 launch.clear()
-    return defect(_outcomes(output), _outcomes(control), complaint.decode(errors="replace"))
+    names = [name for name, _ in attempts(targets)]
+    return defect(_outcomes(output), names, complaint.decode(errors="replace"))
 
 
-def defect(inside: Mapping[str, bool], outside: Mapping[str, bool], complaint: str) -> str | None:
-    """Return what is wrong with a level, given what got through inside and outside; None where it works."""
-    if not inside.get(HONEST):
+def defect(outcomes: Mapping[str, bool], attempted: Iterable[str], complaint: str) -> str | None:
+    """Return what is wrong with a level, given which attempts succeeded in it; None where it works."""
+    if not outcomes.get(HONEST):
         lines = complaint.strip().splitlines() or ["no answer"]
         return next((line for line in lines if line.startswith("bwrap")), lines[-1])[:300]
-    if not outside.get(HONEST):
-        return "honest work fails outside too"
-    through = [name for name, succeeded in inside.items() if succeeded and name != HONEST]
+    through = [name for name, succeeded in outcomes.items() if succeeded and name != HONEST]
     if through:
         return f"reached from inside: {', '.join(through)}"
-    silent = [name for name in outside if name not in inside and name not in (MEMORY, PROCESSES)]
-    return f"ended before it could try {silent[0]}" if silent else None
+    for name in attempted:
+        if name not in outcomes and name not in (MEMORY, PROCESSES):  # these may end the process
+            return f"ended before it could try {name}"
+    return None
 
 
 def _outcomes(output: bytes) -> dict[str, bool]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ycore.errors import RewardError
-from ycore.run.files import named_by_content
+from ycore.run.files import named_by_content, write_bytes_atomic
 
 _WAY_OUT = "write it into a file, with what it uses, and give file.py:name"
 _NOT_FINGERPRINTED = frozenset({"__dict__", "__weakref__", "__module__", "__doc__"})
@@ -43,31 +43,39 @@ def code_references(values: Sequence[Any], file: Path, *, kind: str = "reward") 
     ]
     for reward in filter(callable, rewards):
         _require_kind(reward, kind)
-    code = {id(reward): reward for reward in rewards if callable(reward)}
-    code = {key: reward for key, reward in code.items() if not _is_importable(reward)}
-    objects = dict(zip(_distinct_names(code.values(), kind), code.values(), strict=True))
-    references = dict(zip(code, objects, strict=True))
-    if objects:
+    code = {
+        id(reward): reward for reward in rewards if callable(reward) and not _is_importable(reward)
+    }
+    names = dict(zip(code, _distinct_names(code.values(), kind), strict=True))
+    if code:
         fingerprint = _Fingerprint()
-        fingerprint.add(list(code.values()))
+        fingerprint.add([sys.version_info[:2], *code.values()])
         file = named_by_content(file, fingerprint.digest.digest())
-    if objects and not file.exists():
-        data = base64.b64encode(_pickled(objects, kind))
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(
-            f'"""{", ".join(objects)}: pickled, for confined workers alone."""\n\n'
-            "import base64\nimport pickle\n\n"
-            f"globals().update(pickle.loads(base64.b64decode({data!r})))\n"
-        )
-    named: list[Any] = []
-    for value, reward in zip(values, rewards, strict=True):
-        name = reward
-        if id(reward) in references:
-            name = f"{file}:{references[id(reward)]}"
-        elif callable(reward):
-            name = f"{_file_of(reward)}:{reward.__name__}"
-        named.append({**value, "reward": name} if isinstance(value, Mapping) else name)
-    return named
+        if not file.exists():
+            _write({names[key]: reward for key, reward in code.items()}, file, kind)
+
+    def reference_of(reward: Any) -> Any:
+        if id(reward) in names:
+            return f"{file}:{names[id(reward)]}"
+        return f"{_file_of(reward)}:{reward.__name__}" if callable(reward) else reward
+
+    return [
+        {**value, "reward": reference_of(reward)}
+        if isinstance(value, Mapping)
+        else reference_of(reward)
+        for value, reward in zip(values, rewards, strict=True)
+    ]
+
+
+def _write(objects: Mapping[str, Any], file: Path, kind: str) -> None:
+    data = base64.b64encode(_pickled(objects, kind))
+    text = (
+        f'"""{", ".join(objects)}: pickled, for confined workers alone."""\n\n'
+        "import base64\nimport pickle\n\n"
+        f"globals().update(pickle.loads(base64.b64decode({data!r})))\n"
+    )
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes_atomic(file, text.encode())
 
 
 def _require_kind(value: Any, kind: str) -> None:

@@ -20,6 +20,7 @@ from ycore.round.step import Controller
 from ycore.round.torch_peers import TorchPeers
 from ycore.run.claim import files_fingerprint, model_fingerprint
 from ycore.run.files import write_json_atomic
+from ycore.trainer.checkpoint_writer import file_fingerprints
 from ycore.trainer.saved_state import Checkpoints, RoundState
 from ycore.trainer.training_run import TrainingRun
 from ycore.trl.build import compute_dtype
@@ -137,7 +138,7 @@ class RolloutRun(TrainingRun):
 
     def begin(self, *, resumes: bool) -> None:
         """Wait for the engines, and take the first samples."""
-        self.checkpoints.check_room()
+        self.checkpoints.writer.check_room()
         if self.leads:
             print(_FORWARD[self.trainer.packed_by], flush=True)
             if self._parts.sight is not None and not self.trainer.packs_pictures:
@@ -213,10 +214,7 @@ def _contents(parts: Assembly) -> dict[str, str]:
     }
     named = [("reward", reward.reward) for reward in parts.config.rewards]
     named += [("tool", name) for name in (*parts.config.tools, *parts.config.environments.values())]
-    for kind, name in named:
-        file = Path(name.rpartition(":")[0]).expanduser()
-        if file.suffix == ".py" and file.is_file():
-            contents[f"{kind} {name}"] = files_fingerprint([file])
+    contents |= file_fingerprints(named)
     return contents | {
         f"agent {file}": files_fingerprint([file]) for file in agent_files(parts.config.agent)
     }

@@ -30,7 +30,8 @@ from ycore.run.files import sync, sync_tree
 from ycore.run.metrics import MetricsWriter, is_evaluation
 from ycore.run.paths import RunFolder
 from ycore.run.reports import this_rank
-from ycore.trainer.saved_state import Checkpoints, accept_numbered_cpus, check_contents
+from ycore.trainer.checkpoint_writer import check_contents
+from ycore.trainer.saved_state import Checkpoints, accept_numbered_cpus
 from ycore.trl.build import build_trainer, compute_dtype
 from ycore.view.trackers import TrackerPage
 

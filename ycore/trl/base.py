@@ -1,4 +1,4 @@
-"""What every trainer of ycore has besides TRL's: whole checkpoints, finite weights, a measure, a saved model."""
+"""Trainers of ycore add to TRL's: whole checkpoints, finite weights, a measure of held-out rows, a saved model."""
 
 import copyreg
 import math
@@ -59,10 +59,8 @@ class BaseTrainer(Trainer):
     def measure(self) -> dict[str, Any]:
         """TRL's figures of the model on the held-out rows, and `n`, their number. All ranks call it together."""
         figures = {name.removeprefix("eval_"): value for name, value in self.evaluate().items()}
-        return {
-            "n": len(self.eval_dataset),
-            **{name: figures[name] for name in figures if name not in _NOT_A_MEASURE},
-        }
+        measures = {name: figures[name] for name in figures if name not in _NOT_A_MEASURE}
+        return {"n": len(self.eval_dataset), **measures}
 
     def write_model(self, folder: Path, *, dtype: torch.dtype, merge: bool) -> None:
         """Save the trained model and its tokenizer. All ranks call it together.
@@ -73,11 +71,12 @@ class BaseTrainer(Trainer):
         """
         writes = self.accelerator.is_main_process
         self.save_model(str(folder))
+        folders = [folder]
         if merge:
+            folders.append(folder / "merged")
             save_merged(self.bare_model, folder / "merged", dtype=dtype, writes=writes)
-        for place in [folder, folder / "merged"] if merge else [folder]:
-            if writes:
-                self.processing_class.save_pretrained(place)
+        for saved in folders if writes else ():
+            self.processing_class.save_pretrained(saved)
 
     def _init_training_state(self, max_steps: int, *args: Any, **more: Any) -> tuple[int, int]:
         """From a checkpoint of the last step no epoch is left; transformers would take a step more inside an epoch."""
@@ -110,27 +109,21 @@ class BaseTrainer(Trainer):
 
     def refuse_broken_weights(self) -> None:
         """TrainerError if a trained weight is not finite, so that no checkpoint or model is made of it."""
-        weights = {
-            name: _local(weight)
-            for name, weight in self.model.named_parameters()
-            if weight.requires_grad
-        }
-        if not torch.isfinite(
-            get_total_norm(list(weights.values()))
-        ):  # one pass over them, and one number to wait for
-            broken = next(
-                (name for name, weight in weights.items() if not torch.isfinite(weight).all()),
-                "of them all",
-            )
-            self._stop(f"after step {self.state.global_step} the weight {broken} is not finite")
+        named = self.model.named_parameters()
+        weights = {name: _local(weight) for name, weight in named if weight.requires_grad}
+        # The norm is one pass over the weights, and one number to wait for.
+        if torch.isfinite(get_total_norm(list(weights.values()))):
+            return
+        broken = (name for name, weight in weights.items() if not torch.isfinite(weight).all())
+        name = next(broken, "of them all")
+        self._stop(f"after step {self.state.global_step} the weight {name} is not finite")
 
     def _stop(self, problem: str) -> NoReturn:
         raise TrainerError(f"{problem}; {self.way_out}")
 
 
 class DurableTrainer(BaseTrainer):
-    """For trainers with a reference that may move: it is saved too. Stops at the first loss or gradient that is not
-    finite."""
+    """Saves a reference that may move, and stops at the first loss or gradient that is not finite."""
 
     way_out = (
         "nothing of it is saved, and the last checkpoint stands; "
@@ -168,10 +161,8 @@ class DurableTrainer(BaseTrainer):
         self._refuse(torch.stack(self._losses).sum().item(), "the loss")
         self._losses.clear()
         if norm is not None:
-            value = float(norm)
-            self._refuse(
-                math.inf if value < 0 else value, "the gradient norm"
-            )  # DeepSpeed's -1: it has no number
+            # DeepSpeed's -1 says that the norm has no number.
+            self._refuse(math.inf if norm < 0 else float(norm), "the gradient norm")
         return norm
 
     def _refuse(self, value: float, name: str) -> None:
@@ -190,6 +181,6 @@ def _local(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _without_hub_token(arguments: TrainingArguments) -> tuple[Any, ...]:
-    """How arguments are pickled: transformers writes them to `training_args.bin`, beside weights that are shared."""
-    rebuild, kind, state, *_ = tuple(object.__reduce_ex__(arguments, 2))
-    return rebuild, kind, {**state, "hub_token": None}
+    """Pickle arguments: transformers writes them to `training_args.bin`, beside weights that are shared."""
+    rebuild, constructor_arguments, state, *_ = tuple(object.__reduce_ex__(arguments, 2))
+    return rebuild, constructor_arguments, {**state, "hub_token": None}

@@ -12,45 +12,35 @@ import torch
 from ycore.types import Group, Image, Prompt, Score, in_blocks
 
 MicroBatches = list[dict[str, torch.Tensor | list[Any] | None]]
-"""What TRL splits a round into: tensors by name, lists for images, and None for what the model does not take."""
+"""TRL's split of a round: tensors by name, lists for images, and None for what the model does not take."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RoundPosition:
     """Where training stands between two steps."""
 
     micro_step: int  # micro-batches taken since the run began
-    corrects: bool  # whether the round came with the engine's log-probabilities: TRL's `use_vllm`
-    micro_batches: MicroBatches | None = (
-        None  # those of the round, if later steps still learn from it
-    )
+    has_engine_logps: bool  # TRL's `use_vllm`: the round came with the engine's log-probabilities
+    micro_batches: MicroBatches | None = None  # the round's, if later steps still learn from it
 
 
 @dataclass(frozen=True, slots=True)
 class FlatSequence:
-    """One completion with its row."""
+    """One completion with its row. Rewards have one value per source, NaN where a source gave none."""
 
     row: dict[str, Any]
     prompt_ids: list[int]
     completion_ids: list[int]
     logprobs: list[float] | None
-    mask: (
-        list[int] | None
-    )  # 1 at the policy's tokens, 0 at its environment's; None where all are the policy's
-    begins: list[
-        tuple[int, int]
-    ]  # where the prompt of another sequence than the first begins, and its length
-    turns: list[
-        tuple[int, int, float]
-    ]  # the policy's but its last: their tokens, and rewards; NaN where none was paid
-    rewards: list[float]  # one per source; NaN where a source gave none
-    taught: list[
-        tuple[float, ...] | None
-    ]  # one per source: a teacher's log-probabilities of the tokens
+    mask: list[int] | None  # 1 at the policy's tokens; None where all are the policy's
+    later_prompts: list[tuple[int, int]]  # (first token, length) of prompts within the completion
+    turns: list[tuple[int, int, float]]  # (start, end, reward) of all turns but the last; NaN: none
+    rewards: list[float]
+    teacher_logps: list[tuple[float, ...] | None]  # of the tokens, one per source
     greedy_rewards: list[float]
-    policy_version: int  # which wrote its first token
-    is_cut: bool  # at `max_tokens`, before it ended
-    shown: int = 0  # other pictures, another number; 0 without any
+    policy_version: int  # of the first token
+    is_truncated: bool  # at `max_tokens`
+    images_hash: int = 0  # 0 without images
 
 
 def flatten(
@@ -58,73 +48,79 @@ def flatten(
 ) -> list[FlatSequence]:
     """One sequence per completion, group by group: the order TRL sees.
 
-    With `open_image`, which gives the picture of a sha256, every row has its `images`, and a prompt in blocks.
+    With `open_image`, which opens an image by its sha256, every row has its `images`, and a prompt in blocks.
     """
-    rows = [_row(group.draw.prompt, open_image) for group in groups]
-    return [
-        FlatSequence(
-            row=row,
-            prompt_ids=list(group.prompt_ids(completion)),
-            completion_ids=list(completion.token_ids),
-            logprobs=None if completion.logprobs is None else list(completion.logprobs),
-            mask=list(completion.mask) if completion.turns else None,
-            begins=[
-                (one.start - len(one.prompt_ids), len(one.prompt_ids))
-                for one in completion.sequences(())[1:]
-            ],
-            turns=[
-                (start, end, math.nan if paid is None else paid)
-                for start, end, paid in completion.paid_turns
-            ],
-            rewards=_values(scores),
-            taught=[score.logprobs for score in scores],
-            greedy_rewards=_values(group.greedy_scores_R or ()),
-            policy_version=completion.first_version,
-            is_cut=completion.finish_reason == "length",
-            shown=_number_of(group.draw.prompt.images),
+    return [sequence for group in groups for sequence in _flatten_group(group, open_image)]
+
+
+def _flatten_group(group: Group, open_image: Callable[[str], Any] | None) -> list[FlatSequence]:
+    prompt = group.draw.prompt
+    row = _row(prompt, open_image)
+    images_hash = _hash_of(prompt.images)
+    greedy_rewards = _values(group.greedy_scores_R or ())
+    sequences = []
+    for completion, scores in zip(group.completions, group.scores_GR, strict=True):
+        later = completion.sequences(())[1:]
+        sequences.append(
+            FlatSequence(
+                row=row,
+                prompt_ids=list(group.prompt_ids(completion)),
+                completion_ids=list(completion.token_ids),
+                logprobs=None if completion.logprobs is None else list(completion.logprobs),
+                mask=list(completion.mask) if completion.turns else None,
+                later_prompts=[(s.start - len(s.prompt_ids), len(s.prompt_ids)) for s in later],
+                turns=[
+                    (start, end, math.nan if reward is None else reward)
+                    for start, end, reward in completion.paid_turns
+                ],
+                rewards=_values(scores),
+                teacher_logps=[score.logprobs for score in scores],
+                greedy_rewards=greedy_rewards,
+                policy_version=completion.first_version,
+                is_truncated=completion.finish_reason == "length",
+                images_hash=images_hash,
+            )
         )
-        for group, row in zip(groups, rows, strict=True)
-        for completion, scores in zip(group.completions, group.scores_GR, strict=True)
-    ]
+    return sequences
 
 
 def _row(prompt: Prompt, open_image: Callable[[str], Any] | None) -> dict[str, Any]:
     row = {**prompt.columns, "prompt": prompt.content}
     if open_image is None:
         return row
-    pictures = [open_image(image.sha256) for image in prompt.images]
-    return {
-        **row,
-        "prompt": in_blocks(prompt.content) if pictures else prompt.content,
-        "images": pictures,
-    }
+    row["images"] = [open_image(image.sha256) for image in prompt.images]
+    if prompt.images:
+        row["prompt"] = in_blocks(prompt.content)
+    return row
 
 
-def _number_of(images: Sequence[Image]) -> int:
-    """Below 2**63, so that a tensor can hold it."""
-    told = "".join(image.sha256 for image in images)
-    return int.from_bytes(hashlib.sha256(told.encode()).digest()[:8]) >> 1 if images else 0
+def _hash_of(images: Sequence[Image]) -> int:
+    """A number below 2**63, so that a tensor can hold it; 0 without images."""
+    if not images:
+        return 0
+    names = "".join(image.sha256 for image in images)
+    return int.from_bytes(hashlib.sha256(names.encode()).digest()[:8]) >> 1
 
 
-def begins_of(sequences: Sequence[FlatSequence], width: int) -> torch.Tensor | None:
-    """(B, `width`), n at the first of n tokens that are the prompt of another sequence; None where there is none."""
-    if not any(sequence.begins for sequence in sequences):
+def _values(scores: Sequence[Score]) -> list[float]:
+    return [math.nan if score.value is None else score.value for score in scores]
+
+
+def later_prompt_lengths(sequences: Sequence[FlatSequence], width: int) -> torch.Tensor | None:
+    """(B, `width`): n at the first of n tokens that are the prompt of a later sequence; None where there is none."""
+    if not any(sequence.later_prompts for sequence in sequences):
         return None
-    found = torch.zeros(len(sequences), width, dtype=torch.long)
-    for row, sequence in zip(found, sequences, strict=True):
-        for at, length in sequence.begins:
-            row[at] = length
-    return found
+    lengths_BT = torch.zeros(len(sequences), width, dtype=torch.long)
+    for row, sequence in zip(lengths_BT, sequences, strict=True):
+        for start, length in sequence.later_prompts:
+            row[start] = length
+    return lengths_BT
 
 
 def loss_mask(inputs: dict[str, Any]) -> torch.Tensor:
     """(B, T), 1 at the tokens that are learned from, as in TRL's loss: neither padding nor the environment's."""
     mask: torch.Tensor = inputs["completion_mask"]
     return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
-
-
-def _values(scores: Sequence[Score]) -> list[float]:
-    return [float("nan") if score.value is None else score.value for score in scores]
 
 
 def deal(
@@ -147,7 +143,6 @@ def deal(
     sequences: list[int] = []
     for start in range(0, len(order), per_window):
         window = sorted(order[start : start + per_window], key=lambda group: -group_tokens[group])
-        sequences += [
-            group * group_size + member for group in window for member in range(group_size)
-        ]
+        for group in window:
+            sequences += range(group * group_size, (group + 1) * group_size)
     return [sequences[start : start + per_batch] for start in range(0, len(sequences), per_batch)]

@@ -12,11 +12,11 @@ from torch import Tensor
 from ycore.scoring.constraints import Constraint
 
 
-def broken(rewards_NR: Tensor, held: Sequence[Constraint]) -> Tensor:
+def broken(rewards_NR: Tensor, constraints: Sequence[Constraint]) -> Tensor:
     """(N, C) float64: 1 where a completion breaks a constraint, 0 where it keeps it, NaN where that is not known."""
-    values = torch.stack([rewards_NR[:, one.source] for one in held], dim=1)
-    least = torch.tensor([one.least for one in held], device=values.device)
-    return torch.where(values.isnan(), torch.nan, (values < least).double())
+    values_NC = rewards_NR[:, [constraint.source for constraint in constraints]]
+    least_C = values_NC.new_tensor([constraint.least for constraint in constraints])
+    return torch.where(values_NC.isnan(), torch.nan, (values_NC < least_C).double())
 
 
 def kept(broken_NC: Tensor) -> Tensor:
@@ -39,10 +39,9 @@ def gated(totals_N: Tensor, kept_N: Tensor, group_size: int) -> Tensor:
 
     A 0 counts: unlike a completion that is left out, it lowers the mean and has a negative advantage.
     """
-    totals = totals_N.double().view(-1, group_size)
-    return (calibrated(totals, totals.nanmean(dim=1, keepdim=True)).flatten() * kept_N).masked_fill(
-        kept_N.isnan(), torch.nan
-    )
+    totals_PG = totals_N.double().view(-1, group_size)
+    rewards_PG = calibrated(totals_PG, totals_PG.nanmean(dim=1, keepdim=True))
+    return (rewards_PG.flatten() * kept_N).masked_fill(kept_N.isnan(), torch.nan)
 
 
 def near(log_ratios_N: Tensor, kl_max: float) -> Tensor:

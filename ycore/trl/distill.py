@@ -23,16 +23,21 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOConfig
 
 from ycore.advantages import ESTIMATORS
-from ycore.config.learners import DistillSettings
+from ycore.config.learners import DistillConfig, DistillSettings
+from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError
+from ycore.judge.sources import teacher_of, teachers_of
+from ycore.models.fetch import fetch_model
+from ycore.models.names import resolve_model
+from ycore.trl.base import bare
 from ycore.trl.batches import loss_mask
-from ycore.trl.divergence import exact as divergence_of
-from ycore.trl.forward import Compare, has_plain_logits, packed_scores, score_tokens
+from ycore.trl.divergence import exact as exact_divergence
+from ycore.trl.forward import Compare, PaddedRows, has_plain_logits, packed_scores, score_tokens
 from ycore.trl.packing import IGNORE, path_of, use_segments
-from ycore.trl.token_rewards import TokenRewardTrainer
+from ycore.trl.policy_gradient import PolicyGradientTrainer
 
 
-class Trainer(TokenRewardTrainer):
+class Trainer(PolicyGradientTrainer):
     """Example: `Trainer(model=..., teachers=[0], reward_funcs=[teacher, task], ...)`.
 
     Args:
@@ -56,10 +61,22 @@ class Trainer(TokenRewardTrainer):
         self._teachers = list(teachers)
         self._divergences: list[Tensor] = []
         if exact is not None:
-            self.beside = [self._load(folder) for folder in folders]
-            compare = functools.partial(divergence_of, exact.divergence, beta=exact.beta)
-            policy = self.bare_model
-            add_teachers(getattr(policy, "get_base_model", lambda: policy)(), self.beside, compare)
+            self.frozen_models = [self._load(folder) for folder in folders]
+            compare = functools.partial(exact_divergence, exact.divergence, beta=exact.beta)
+            add_teachers(bare(self.bare_model), self.frozen_models, compare)
+
+    @classmethod
+    def settings_of(cls, config: RunConfig, model: Path) -> dict[str, Any]:
+        """Also which sources are teachers, and the folders of those that the trainer holds."""
+        assert isinstance(config, DistillConfig)
+        teachers = teachers_of(config.rewards)
+        settings = {**super().settings_of(config, model), "teachers": teachers}
+        if config.teaches_exactly:  # the launcher has fetched the models
+            names = [teacher_of(config.rewards[source]).model for source in teachers]
+            trusts = config.trust_remote_code
+            plans = [resolve_model(name, trust_remote_code=trusts) for name in names]
+            settings |= {"exact": config.distill, "folders": [fetch_model(plan) for plan in plans]}
+        return settings
 
     def _load(self, folder: Path) -> PreTrainedModel:
         """A teacher's model, frozen, whose attention is packed as the policy's; ConfigError where it cannot be."""
@@ -86,87 +103,84 @@ class Trainer(TokenRewardTrainer):
             use_segments(teacher)
         return teacher.requires_grad_(False).eval().to(self.accelerator.device)
 
-    def _own_advantages(self, batch: dict[str, Any]) -> dict[str, Tensor]:
-        """(B, T): the teachers' of each token, and the rewards' of its completion.
+    # -- the round ---------------------------------------------------------------------------------------------------
+
+    def _replaced_advantages(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+        """Advantages, (B, T): the teachers' of each token, and the rewards' of its completion.
+
+        With an exact divergence the rewards' alone, and the weight of each teacher's divergence, (B, S), which is 0
+        where it has none.
 
         The policy's log-probabilities are those of the engine that wrote the tokens, as the teacher's are an engine's.
         The trainer's own would add the gap between trainer and engine, whose mean is not 0, to every token.
         """
         mask = loss_mask(batch)
-        if self.beside:
-            return self._own_and_taught(mask)
+        if self.frozen_models:
+            rewards = torch.tensor([seq.rewards for seq in self._round], device=mask.device)
+            weights = self.reward_weights.to(mask.device)[self._teachers]
+            is_known = ~rewards[:, self._teachers].isnan()
+            advantages = self._reward_advantages(mask).float()
+            return {"advantages": advantages, "teacher_weights": weights * is_known}
         policy = batch.get("sampling_per_token_logps")
         policy = self._old_logps(batch) if policy is None else policy
-        weights = self.reward_weights.tolist()
+        source_weights = self.reward_weights.tolist()
         advantages = torch.zeros(mask.shape, dtype=torch.float64, device=mask.device)
         sums = torch.zeros(2, dtype=torch.float64, device=mask.device)
         for source in self._teachers:
-            teacher = self._taught(source, mask.size(1)).to(mask.device)
-            found = log_ratios(teacher, policy, mask)
-            advantages += weights[source] * found
-            sums += torch.stack([-found.sum(), (mask * ~teacher.isnan()).sum().double()])
+            teacher = self._teacher_logps(source, mask.size(1)).to(mask.device)
+            ratios = log_ratios(teacher, policy, mask)
+            advantages += source_weights[source] * ratios
+            sums += torch.stack([-ratios.sum(), (mask * ~teacher.isnan()).sum().double()])
         kl, count = self._add_up(sums).tolist()
         self.record("ycore/teacher/kl", kl / max(1.0, count))
-        return {"advantages": (advantages + self._of_rewards(mask)).float()}
+        return {"advantages": (advantages + self._reward_advantages(mask)).float()}
 
-    def _of_rewards(self, mask: Tensor) -> Tensor:
+    def _reward_advantages(self, mask: Tensor) -> Tensor:
         """(B, T): the advantages of the sources that are no teachers."""
-        weights = self.reward_weights.tolist()
-        if not any(weight for source, weight in enumerate(weights) if source not in self._teachers):
+        weights = enumerate(self.reward_weights.tolist())
+        if not any(weight for source, weight in weights if source not in self._teachers):
             return torch.zeros_like(mask, dtype=torch.float64)
-        of_rewards = self._estimated_advantages(self._advantage or ESTIMATORS["group"])
-        return of_rewards.double().unsqueeze(1) * mask
+        advantages = self._estimated_advantages(self._advantage or ESTIMATORS["group"])
+        return advantages.double().unsqueeze(1) * mask
 
-    def _own_and_taught(self, mask: Tensor) -> dict[str, Tensor]:
-        """The advantages of the rewards, and the weight of each teacher's divergence, (B, S); 0 where it has none."""
-        rewards = torch.tensor([one.rewards for one in self._round], device=mask.device)[
-            :, self._teachers
-        ]
-        weights = self.reward_weights.to(mask.device)[self._teachers]
-        return {"advantages": self._of_rewards(mask).float(), "taught": weights * ~rewards.isnan()}
+    def _teacher_logps(self, source: int, width: int) -> Tensor:
+        """A teacher's log-probabilities of this rank's tokens, (B, T); NaN where it gave none."""
+        rows = (sequence.teacher_logps[source] or () for sequence in self._round)
+        padded = [[*row, *[torch.nan] * (width - len(row))] for row in rows]
+        return torch.tensor(padded, dtype=torch.float64)
 
-    def _score(self, model: torch.nn.Module, *inputs: Any, **how: Any) -> tuple[Tensor, Tensor]:
-        if self._micro_batch is None or not self.beside:
-            return super()._score(model, *inputs, **how)
-        names = (
-            "log_probs",
-            "entropy",
-            *(f"teacher-{number}" for number in range(len(self.beside))),
-        )
+    def _totals(self, rewards: Tensor) -> Tensor:
+        """The weighted sums of the sources that are no teachers."""
+        rewards = rewards.clone()
+        rewards[:, self._teachers] = torch.nan
+        return super()._totals(rewards)
+
+    # -- the loss ----------------------------------------------------------------------------------------------------
+
+    def _score(
+        self, model: torch.nn.Module, rows: PaddedRows, size: int | None
+    ) -> tuple[Tensor, Tensor]:
+        if self._micro_batch is None or not self.frozen_models:
+            return super()._score(model, rows, size)
+        names = ("log_probs", "entropy", *_output_names(self.frozen_models))
         logps, entropies, *self._divergences = packed_scores(
-            model, *inputs, path=self.packed_by, names=names, with_teachers=True, **how
+            model, rows, path=self.packed_by, names=names, size=size, with_teachers=True
         )
         return logps, entropies
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
         """TRL's loss, and each teacher's exact divergence: the mean over the tokens of the whole step."""
         loss = super()._compute_loss(model, inputs)
-        if not self.beside:
+        if not self.frozen_models:
             return loss
-        mask = loss_mask(inputs)
-        tokens = (
-            inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
-        )  # of the round, a rank
-        a_step = tokens * self.current_gradient_accumulation_steps / self.args.steps_per_generation
-        for found, weights in zip(self._divergences, inputs["taught"].unbind(1), strict=True):
-            loss = loss + (found * mask * weights.unsqueeze(1)).sum() / a_step
-            seen = found.detach()[(mask * (weights != 0).unsqueeze(1)).bool()]
-            if seen.numel():
-                self.record("ycore/teacher/divergence", seen.mean().item())
+        mask, step_tokens = loss_mask(inputs), self._step_tokens(inputs)
+        by_teacher = zip(self._divergences, inputs["teacher_weights"].unbind(1), strict=True)
+        for divergence, weights in by_teacher:
+            loss = loss + (divergence * mask * weights.unsqueeze(1)).sum() / step_tokens
+            counted = divergence.detach()[(mask * (weights != 0).unsqueeze(1)).bool()]
+            if counted.numel():
+                self.record("ycore/teacher/divergence", counted.mean().item())
         return loss
-
-    def _taught(self, source: int, width: int) -> Tensor:
-        """A teacher's log-probabilities of this rank's tokens, (B, T); NaN where it gave none."""
-        rows = (sequence.taught[source] or () for sequence in self._round)
-        return torch.tensor(
-            [[*row, *[torch.nan] * (width - len(row))] for row in rows], dtype=torch.float64
-        )
-
-    def _totals(self, rewards: Tensor) -> Tensor:
-        """The weighted sums of the sources that are no teachers."""
-        others = rewards.clone()
-        others[:, self._teachers] = torch.nan
-        return super()._totals(others)
 
 
 def add_teachers(policy: Any, teachers: Sequence[PreTrainedModel], compare: Compare) -> None:
@@ -177,26 +191,25 @@ def add_teachers(policy: Any, teachers: Sequence[PreTrainedModel], compare: Comp
             exchange of gradients.
     """
     inner = policy.forward
+    names = ("log_probs", "entropy", *_output_names(teachers))
 
     @functools.wraps(getattr(inner, "__func__", inner))
     def forward(self: Any, *args: Any, with_teachers: bool = False, **kwargs: Any) -> Any:
         if not with_teachers:
             return inner(*args, **kwargs)
-        labels, _ = kwargs.pop("shift_labels"), kwargs.pop("fused_lm_head")
-        wanted, head = labels != IGNORE, self.get_output_embeddings()
+        labels = kwargs.pop("shift_labels")
+        kwargs.pop("fused_lm_head")
+        wanted = labels != IGNORE
+
+        def states_of(model: Any) -> Tensor:
+            states: Tensor = model.base_model(*args, **kwargs).last_hidden_state[wanted]
+            return states
+
         with torch.no_grad():
-            rows = [
-                teacher.base_model(*args, **kwargs).last_hidden_state[wanted]
-                for teacher in teachers
-            ]
-        others = [
-            (row, teacher.get_output_embeddings())
-            for row, teacher in zip(rows, teachers, strict=True)
-        ]
-        hidden = self.base_model(*args, **kwargs).last_hidden_state[wanted]
-        names = ["log_probs", "entropy", *(f"teacher-{number}" for number in range(len(teachers)))]
-        found = score_tokens(
-            hidden,
+            others = [(states_of(teacher), teacher.get_output_embeddings()) for teacher in teachers]
+        head = self.get_output_embeddings()
+        scores = score_tokens(
+            states_of(self),
             head.weight,
             head.bias,
             labels[wanted],
@@ -205,18 +218,17 @@ def add_teachers(policy: Any, teachers: Sequence[PreTrainedModel], compare: Comp
             compare=compare,
         )
         empty = torch.zeros(labels.shape, device=labels.device)
-        return {
-            name: empty.masked_scatter(wanted, one) for name, one in zip(names, found, strict=True)
-        }
+        placed = (empty.masked_scatter(wanted, score) for score in scores)
+        return dict(zip(names, placed, strict=True))
 
     policy.forward = types.MethodType(forward, policy)
 
 
+def _output_names(teachers: Sequence[Any]) -> list[str]:
+    return [f"teacher-{number}" for number in range(len(teachers))]
+
+
 def log_ratios(teacher_BT: Tensor, policy_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """log p_teacher - log p_policy of each token, (B, T) float64; 0 outside of the mask and where one is not known."""
-    found = teacher_BT.double() - policy_BT.double()
-    return torch.where(mask_BT.bool() & found.isfinite(), found, 0)
-
-
-TRAINERS = {"grpo": Trainer}
-"""By `loss_from`."""
+    ratios_BT = teacher_BT.double() - policy_BT.double()
+    return torch.where(mask_BT.bool() & ratios_BT.isfinite(), ratios_BT, 0)

@@ -1,6 +1,6 @@
 """One micro-batch through the policy: every shared prompt once, no padding, logits of completions only.
 
-`score_completions` takes the padded tensors that TRL builds and returns what TRL's own method returns, up to rounding.
+`packed_scores` takes the padded tensors that TRL builds and returns what TRL's own method returns, up to rounding.
 `add_compact_head` is for devices without Triton: there TRL's fused head scores every position, prompts and padding
 included, and repeats the projection in its backward. `score_tokens` projects only the wanted positions, in tiles.
 """
@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -25,8 +26,8 @@ TILE = 512
 NEVER = -1e4
 """A logit whose probability is 0 in float32 beside any other; an infinite one would make an entropy NaN."""
 
-Compare = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""From the log-probabilities of two models, (N, V), to a number for each place."""
+Compare = Callable[[Tensor, Tensor], Tensor]
+"""From the log-probabilities of two models, (N, V), to a number for each place, (N,)."""
 
 _LOGIT_TRANSFORMS = (
     "final_logit_softcapping",
@@ -38,122 +39,116 @@ _LOGIT_TRANSFORMS = (
 
 
 class Pictures(NamedTuple):
-    """Of each sequence of a micro-batch its pixels, (number of pictures, C, H, W), and a number that tells them from
-    others."""
+    """The images of a micro-batch's sequences: pixels, (number of images, C, H, W) each, and a hash."""
 
-    pixels: Sequence[torch.Tensor]
-    shown: list[int]
+    pixels: Sequence[Tensor]
+    hashes: list[int]
 
-    def of(self, blocks: Sequence[Block], *, after: int) -> torch.Tensor | None:
-        """Those of the blocks' prompts, whose members are counted from the sequence `after`; None without any."""
-        found = [self.pixels[after + block.members[0]] for block in blocks]
-        return torch.cat(found) if any(len(one) for one in found) else None
+    def of(self, blocks: Sequence[Block], *, first: int) -> Tensor | None:
+        """The pixels of the blocks' prompts, whose members are counted from the sequence `first`; None without any."""
+        pixels = [self.pixels[first + block.members[0]] for block in blocks]
+        return torch.cat(pixels) if any(len(images) for images in pixels) else None
 
 
-def score_completions(
-    model: torch.nn.Module,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
-    completion_width: int,
-    wanted: torch.Tensor | None = None,
-    begins: torch.Tensor | None = None,
-    *,
-    path: str,
-    size: int | None = None,
-    pictures: Pictures | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per-token log-probabilities and entropies, in nats, of the completions; arguments as for `packed_scores`.
+class PaddedRows(NamedTuple):
+    """Whole sequences as TRL pads them, (B, P + T): prompts on the left and completions on the right."""
 
-    Returns:
-        Two (B, T) float32 tensors, zero at padding and where none is wanted. The entropies are zero where the head
-        gives none.
-    """
-    how: Any = {"path": path, "names": ("log_probs", "entropy"), "size": size, "pictures": pictures}
-    logps, entropies = packed_scores(
-        model, input_ids, attention_mask, completion_width, wanted, begins, **how
+    input_ids: Tensor
+    attention_mask: Tensor
+    completion_width: int  # T
+    wanted: Tensor | None = None  # (B, T), 0 where no output is needed; None wants all
+    later_prompts: Tensor | None = None  # see `batches.later_prompt_lengths`
+    pictures: Pictures | None = (
+        None  # for a model that `packs_pictures`; a shared prompt's are seen once
     )
-    return logps, entropies
 
 
 def packed_scores(
     model: torch.nn.Module,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
-    completion_width: int,
-    wanted: torch.Tensor | None = None,
-    begins: torch.Tensor | None = None,
+    rows: PaddedRows,
     *,
     path: str | None,
-    names: Sequence[str],
+    names: Sequence[str] = ("log_probs", "entropy"),
     size: int | None = None,
-    pictures: Pictures | None = None,
-    **asked: Any,
-) -> list[torch.Tensor]:
+    **arguments: Any,
+) -> list[Tensor]:
     """The outputs of these names at the completions' tokens, each (B, T) and zero at padding and where none is wanted.
+
+    Log-probabilities and entropies are in nats and float32; a head may give no entropies, which are then zero.
 
     Args:
         model: the policy or its reference, wrapped or not, with a fused head (`add_compact_head` or TRL's); or another
-            model of packed rows. `asked` is passed on to it.
-        input_ids, attention_mask: (B, P + T), prompts padded left and completions padded right.
-        completion_width: T.
-        wanted: (B, T), 0 where no output is needed; None wants all.
-        begins: (B, T), n where n tokens of a completion are the prompt of another sequence, see `batches.begins_of`.
+            model of packed rows. `arguments` are passed on to it.
         path: how the model's attention is packed, see `packing.path_of`.
         size: sequences per forward; None takes all at once.
-        pictures: of each sequence, for a model that `packs_pictures`; a shared prompt's are seen once.
     """
-    assert path is not None and (pictures is None or begins is None)
-    per_pass = size or len(input_ids)
-    wanted = torch.ones(len(input_ids), completion_width) if wanted is None else wanted
-    begins = torch.zeros_like(wanted, dtype=torch.long) if begins is None else begins
-    found: list[list[torch.Tensor]] = [[] for _ in names]
-    passes_of = (one.split(per_pass) for one in (input_ids, attention_mask, wanted, begins))
-    for number, (ids, mask, of_pass, begins_of_pass) in enumerate(zip(*passes_of, strict=True)):
-        prompts, completions, starts = _unpad(ids, mask, completion_width, begins_of_pass.tolist())
-        shown = None if pictures is None else pictures.shown[number * per_pass :]
-        blocks = plan_blocks(prompts, completions, share=path != "varlen", shown=shown)
-        if pictures is not None:
-            asked["pixel_values"] = pictures.of(blocks, after=number * per_pass)
-        row, places = pack(blocks, prompts, completions, starts)
-        row["shift_labels"].masked_fill_(~of_pass.cpu().bool().flatten()[places], IGNORE)
-        inputs = {name: tensor.to(ids.device) for name, tensor in row.items()}
-        layout = attention_inputs(path, blocks, ids.device)
-        outputs = model(**inputs, **layout, fused_lm_head=True, use_cache=False, **asked)
-        if path == "segments" and not layout["segments"].num_served:
-            raise RunError(
-                "the model's attention ignores packed rows; take --set trl.model_init_kwargs.attn_implementation=eager"
-            )
-        scored, places = inputs["shift_labels"] != IGNORE, places.to(ids.device)
-        for name, passes in zip(names, found, strict=True):
-            output = outputs.get(name)
-            flat = torch.zeros(len(ids) * completion_width, device=ids.device)
-            if output is not None:
-                flat = flat.to(output.dtype).scatter(0, places[scored], output[scored])
-            passes.append(flat.view(len(ids), completion_width))
-    return [torch.cat(passes) for passes in found]
+    assert path is not None and (rows.pictures is None or rows.later_prompts is None)
+    num_rows = len(rows.input_ids)
+    passes = [
+        _packed_pass(model, rows, slice(first, first + (size or num_rows)), path, names, arguments)
+        for first in range(0, num_rows, size or num_rows)
+    ]
+    return [torch.cat(outputs) for outputs in zip(*passes, strict=True)]
+
+
+def _packed_pass(
+    model: torch.nn.Module,
+    rows: PaddedRows,
+    part: slice,
+    path: str,
+    names: Sequence[str],
+    arguments: dict[str, Any],
+) -> list[Tensor]:
+    ids, width, pictures = rows.input_ids[part], rows.completion_width, rows.pictures
+    later = [[0] * width] * len(ids)
+    if rows.later_prompts is not None:
+        later = rows.later_prompts[part].tolist()
+    prompts, completions, starts = _unpad(ids, rows.attention_mask[part], width, later)
+    hashes = None if pictures is None else pictures.hashes[part]
+    blocks = plan_blocks(prompts, completions, share=path != "varlen", images_hashes=hashes)
+    if pictures is not None:
+        arguments = {**arguments, "pixel_values": pictures.of(blocks, first=part.start)}
+    row, places = pack(blocks, prompts, completions, starts)
+    if rows.wanted is not None:
+        is_wanted = rows.wanted[part].cpu().bool().flatten()
+        row["shift_labels"].masked_fill_(~is_wanted[places], IGNORE)
+    inputs = {name: tensor.to(ids.device) for name, tensor in row.items()}
+    layout = attention_inputs(path, blocks, ids.device)
+    outputs = model(**inputs, **layout, fused_lm_head=True, use_cache=False, **arguments)
+    if path == "segments" and not layout["segments"].num_served:
+        raise RunError(
+            "the model's attention ignores packed rows; take --set trl.model_init_kwargs.attn_implementation=eager"
+        )
+    scored = inputs["shift_labels"] != IGNORE
+    scored_places = places.to(ids.device)[scored]
+    placed = []
+    for name in names:
+        flat = torch.zeros(len(ids) * width, device=ids.device)
+        if (output := outputs.get(name)) is not None:
+            flat = flat.to(output.dtype).scatter(0, scored_places, output[scored])
+        placed.append(flat.view(len(ids), width))
+    return placed
 
 
 def _unpad(
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
-    completion_width: int,
-    begins: Sequence[Sequence[int]],
+    input_ids: Tensor, attention_mask: Tensor, width: int, later_prompts: Sequence[Sequence[int]]
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], list[int]]:
     """Token ids of every sequence's prompt and completion, without padding, and its place among (B, T) outputs."""
-    split = input_ids.size(1) - completion_width
+    split = input_ids.size(1) - width
     keep, ids = attention_mask.bool().cpu(), input_ids.cpu()
-    found = []
-    for index, (row, mask, of_row) in enumerate(zip(ids, keep, begins, strict=True)):
-        prompt, written = (row[:split][mask[:split]].tolist(), row[split:][mask[split:]].tolist())
+    prompts, completions, starts = [], [], []
+    for index, (row, mask, lengths) in enumerate(zip(ids, keep, later_prompts, strict=True)):
+        prompt = row[:split][mask[:split]].tolist()
+        written = row[split:][mask[split:]].tolist()
         start = 0
-        for at, length in ((at, length) for at, length in enumerate(of_row) if length):
-            found.append(
-                (tuple(prompt), tuple(written[start:at]), index * completion_width + start)
-            )
-            prompt, start = written[at : at + length], at + length
-        found.append((tuple(prompt), tuple(written[start:]), index * completion_width + start))
-    prompts, completions, starts = zip(*found, strict=True)
-    return list(prompts), list(completions), list(starts)
+        for place, length in enumerate([*lengths, 0]):
+            if length or place == width:
+                prompts.append(tuple(prompt))
+                completions.append(tuple(written[start:place]))
+                starts.append(index * width + start)
+                start = place + length
+                prompt = written[place:start]
+    return prompts, completions, starts
 
 
 def has_plain_logits(model: PreTrainedModel) -> bool:
@@ -212,32 +207,40 @@ def add_compact_head(
     ) -> Any:
         shifted, labels = kwargs.pop("shift_labels", None), kwargs.pop("labels", None)
         if not fused_lm_head or (shifted is None and labels is None):
-            given = {"shift_labels": shifted, "labels": labels}
-            kwargs |= {name: value for name, value in given.items() if value is not None}
+            for name, value in (("shift_labels", shifted), ("labels", labels)):
+                if value is not None:
+                    kwargs[name] = value
             return trl_forward(*args, fused_lm_head=fused_lm_head, **kwargs)
         hidden = self.base_model(*args, **kwargs).last_hidden_state
-        hidden, labels = (hidden[:, :-1], labels[:, 1:]) if shifted is None else (hidden, shifted)
-        head, wanted = self.get_output_embeddings(), labels != IGNORE
-        scored: Any = {"temperature": temperature, "with_logits": with_logits}
-        found = score_tokens(hidden[wanted], head.weight, head.bias, labels[wanted], **scored)
+        if shifted is None:
+            hidden, shifted = hidden[:, :-1], labels[:, 1:]
+        head, wanted = self.get_output_embeddings(), shifted != IGNORE
+        scores = score_tokens(
+            hidden[wanted],
+            head.weight,
+            head.bias,
+            shifted[wanted],
+            temperature=temperature,
+            with_logits=with_logits,
+        )
         names = ("log_probs", "entropy", "mean_logits", "is_top1")
-        placed = (one.new_zeros(labels.shape).masked_scatter(wanted, one) for one in found)
+        placed = (score.new_zeros(shifted.shape).masked_scatter(wanted, score) for score in scores)
         return FusedCausalLMOutput(label_mask=wanted, **dict(zip(names, placed, strict=False)))
 
     model.forward = types.MethodType(forward, model)
 
 
 def score_tokens(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
     *,
     temperature: float,
     with_logits: bool = False,
-    others: Sequence[tuple[torch.Tensor, Any]] = (),
+    others: Sequence[tuple[Tensor, Any]] = (),
     compare: Compare | None = None,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Tensor, ...]:
     """Log-probability of each target and entropy of its distribution; and how far that is from other models'.
 
     Args:
@@ -248,7 +251,7 @@ def score_tokens(
         with_logits: also give the mean of the logits, and whether the target is the likeliest token.
         others: of each other model its (N, H') states and its output embedding, a linear layer. Where vocabularies are
             padded to different lengths, the tokens of the shorter one are compared.
-        compare: what becomes of the two distributions.
+        compare: takes the two distributions.
 
     Returns:
         (N,) float32 log-probabilities, with gradient, and (N,) float32 entropies in nats, without; with `with_logits`
@@ -257,53 +260,53 @@ def score_tokens(
     """
     if torch.is_grad_enabled() and not weight.requires_grad and hidden.requires_grad and not others:
         return tuple(_FrozenHead.apply(hidden, weight, bias, targets, temperature, with_logits))
-    heads, rest = [head for _, head in others], [states.split(TILE) for states, _ in others]
-    tiles = [
-        checkpoint(
-            _score_tile, states, weight, bias, ids, temperature, with_logits, [*zip(rows, heads, strict=True)], compare,
-            use_reentrant=False,
-        )
-        for states, ids, *rows in zip(hidden.split(TILE), targets.split(TILE), *rest, strict=True)
-    ]  # fmt: skip
+    heads = [head for _, head in others]
+    split_states = [states.split(TILE) for states, _ in others]
+    tiles = []
+    for states, ids, *of_others in zip(
+        hidden.split(TILE), targets.split(TILE), *split_states, strict=True
+    ):
+        pairs = list(zip(of_others, heads, strict=True))
+        arguments = (states, weight, bias, ids, temperature, with_logits, pairs, compare)
+        tiles.append(checkpoint(_score_tile, *arguments, use_reentrant=False))
     return tuple(torch.cat(parts) for parts in zip(*tiles, strict=True))
 
 
-def _logits(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float
-) -> torch.Tensor:
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
     return torch.nn.functional.linear(hidden, weight, bias).float() / temperature
 
 
-def _of_logits(logits: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
-    """Of the logits (N, V), detached: their mean, and whether the target has the highest."""
+def _logit_statistics(logits: Tensor, targets: Tensor) -> list[Tensor]:
+    """The mean of the logits, (N, V), detached, and whether the target has the highest."""
     return [logits.mean(-1), logits.argmax(-1) == targets]
 
 
 def _score_tile(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
     temperature: float,
     with_logits: bool,
-    others: Sequence[tuple[torch.Tensor, Any]],
+    others: Sequence[tuple[Tensor, Any]],
     compare: Compare | None,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     logits = _logits(hidden, weight, bias, temperature)
     log_p = logits.log_softmax(-1)
     entropy = -(log_p.detach().exp() * log_p.detach()).sum(-1)
-    found = [log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy]
-    found += _of_logits(logits.detach(), targets) if with_logits else []
+    scores = [log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy]
+    if with_logits:
+        scores += _logit_statistics(logits.detach(), targets)
     for states, head in others:
         assert compare is not None
         log_q = _logits(states, head.weight, head.bias, temperature).log_softmax(-1)
         size = min(log_p.size(-1), log_q.size(-1))
-        both = (
-            one if one.size(-1) == size else one[..., :size].log_softmax(-1)
-            for one in (log_p, log_q)
-        )
-        found.append(compare(*both))
-    return found
+        scores.append(compare(_first_tokens(log_p, size), _first_tokens(log_q, size)))
+    return scores
+
+
+def _first_tokens(log_p: Tensor, size: int) -> Tensor:
+    return log_p if log_p.size(-1) == size else log_p[..., :size].log_softmax(-1)
 
 
 class _FrozenHead(torch.autograd.Function):
@@ -315,29 +318,29 @@ class _FrozenHead(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        targets: torch.Tensor,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
         temperature: float,
         with_logits: bool,
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> tuple[Tensor, ...]:
         tiles, slopes = [], []
         for states, ids in zip(hidden.split(TILE), targets.split(TILE), strict=True):
             logits = _logits(states, weight, bias, temperature)
-            of_logits = _of_logits(logits, ids) if with_logits else []
+            statistics = _logit_statistics(logits, ids) if with_logits else []
             log_p = logits.log_softmax(-1)
             probabilities = log_p.exp()
             logps = log_p.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-            tiles.append([logps, -(probabilities * log_p).sum(-1), *of_logits])
+            tiles.append([logps, -(probabilities * log_p).sum(-1), *statistics])
             expected = probabilities.to(weight.dtype) @ weight
             slopes.append((weight[ids] - expected) / temperature)
         ctx.save_for_backward(torch.cat(slopes))
-        logps, *others = (torch.cat(parts) for parts in zip(*tiles, strict=True))
-        ctx.mark_non_differentiable(*others)
-        return logps, *others
+        logps, *detached = (torch.cat(parts) for parts in zip(*tiles, strict=True))
+        ctx.mark_non_differentiable(*detached)
+        return logps, *detached
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (slopes,) = ctx.saved_tensors
         return grads[0].unsqueeze(-1).to(slopes.dtype) * slopes, None, None, None, None, None

@@ -68,10 +68,9 @@ def keeps(name: str, logps: Tensor, behaviour_logps: Tensor, advantages: Tensor)
     if name == "dppo-tv":
         distance = (new - old).abs()
     else:
-        other_old, other_new = (1 - old).clamp(min=1e-12), (1 - new).clamp(min=1e-12)
-        distance = old * (behaviour_logps - logps).double() + other_old * (
-            other_old.log() - other_new.log()
-        )
+        rest_old, rest_new = (1 - old).clamp(min=1e-12), (1 - new).clamp(min=1e-12)
+        of_token = old * (behaviour_logps - logps).double()
+        distance = of_token + rest_old * (rest_old.log() - rest_new.log())
     return ~(leads_away & (distance > LIMITS[name]))
 
 
@@ -86,7 +85,7 @@ def effective_share(log_weights: Tensor) -> float:
 def region_weights(
     name: str, logps: Tensor, behaviour_logps: Tensor, advantages: Tensor, mask: Tensor
 ) -> Tensor:
-    """What each token's advantage is multiplied with: the truncated importance weight, or 0 outside of the region.
+    """The factor of each token's advantage: the truncated importance weight, or 0 outside of the region.
 
     Args:
         mask: (B, T), the tokens that count in a completion's mean.
@@ -111,5 +110,5 @@ def old_by_completion(logps: Tensor, old_logps: Tensor, mask: Tensor) -> Tensor:
 
 def behaviour_logps(sampled: Tensor | None, old: Tensor | None, logps: Tensor) -> Tensor:
     """Log-probabilities of the policy that wrote the tokens: the engine's, else those at the round's start."""
-    behaviour = sampled if sampled is not None else old if old is not None else logps
-    return torch.where(behaviour.isnan(), logps, behaviour)
+    behaviour = sampled if sampled is not None else old
+    return logps if behaviour is None else torch.where(behaviour.isnan(), logps, behaviour)

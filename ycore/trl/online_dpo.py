@@ -8,55 +8,62 @@ pi and ref are of whole completions, and p_i is log pi(i) over its number of tok
 the groups of all ranks; a group whose rewards are all equal has none.
 """
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
+from ycore.config.learners import OnlineDPOConfig
+from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError
 from ycore.scoring.group_rewards import TOLERANCE
 from ycore.trl.batches import loss_mask
 from ycore.trl.constrained import broken, kept
+from ycore.trl.policy_gradient import PolicyGradientTrainer, whole_sequences
 from ycore.trl.seam import SeamGRPOTrainer
-from ycore.trl.token_rewards import TokenRewardTrainer, packed_inputs
 
 
 class _PairLoss(GRPOTrainer):
-    """Under the seam, in the place of GRPO's loss."""
+    """The loss of best and worst completions, in the place of GRPO's under the seam."""
 
     kind: str
     likelihood = 0.0
     """Weight of the best completion's mean log-probability (CODPO, eq. 14)."""
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
+        ids, attention_mask = whole_sequences(inputs)
         width, size = inputs["completion_ids"].size(1), self.num_generations
-        logps = self._get_per_token_logps_and_entropies(model, *packed_inputs(inputs), width)[0]
+        forward = self._get_per_token_logps_and_entropies
+        logps = forward(model, ids, attention_mask, width)[0]
         mask, totals = loss_mask(inputs), inputs["totals"].view(-1, size)
+        sums, num_tokens = (logps * mask).sum(1).view(-1, size), mask.sum(1).view(-1, size)
         if self.kind == "rrhf":
-            losses = ranking_losses(
-                (logps * mask).sum(1).view(-1, size), mask.sum(1).view(-1, size), totals
-            )
+            losses = ranking_losses(sums, num_tokens, totals)
         else:
+            kept_PG = inputs["kept"].view(-1, size) if "kept" in inputs else None
             ratios = ((logps - inputs["ref_per_token_logps"]) * mask).sum(1).view(-1, size)
-            keeps = inputs["kept"].view(-1, size) if "kept" in inputs else None
-            margins = margins_of(ratios, totals, keeps)
+            margins = margins_of(ratios, totals, kept_PG)
             losses = preference_losses(margins, beta=self.beta, kind=self.kind)
             if self.likelihood:
-                means = ((logps * mask).sum(1) / mask.sum(1).clamp(min=1)).view(-1, size)
-                best, _, differ = best_and_worst(totals, keeps)
-                losses = (
-                    losses - self.likelihood * means.gather(1, best.unsqueeze(1)).squeeze(1)[differ]
-                )
-            if margins.numel():
-                self._metrics["train"]["ycore/pairs/margin"].append(margins.detach().mean().item())
-                self._metrics["train"]["ycore/pairs/accuracy"].append(
-                    (margins > 0).float().mean().item()
-                )
+                means = sums / num_tokens.clamp(min=1)
+                best, _, differ = best_and_worst(totals, kept_PG)
+                best_means = means.gather(1, best.unsqueeze(1)).squeeze(1)[differ]
+                losses = losses - self.likelihood * best_means
+            self._record_margins(margins.detach())
         return losses.sum() / inputs["pairs_a_step"][0].clamp(min=1) + 0.0 * logps.sum()
 
+    def _record_margins(self, margins: Tensor) -> None:
+        if margins.numel():
+            metrics = self._metrics["train"]
+            metrics["ycore/pairs/margin"].append(margins.mean().item())
+            metrics["ycore/pairs/accuracy"].append((margins > 0).float().mean().item())
 
-class Trainer(TokenRewardTrainer, _PairLoss):
+
+class Trainer(PolicyGradientTrainer, _PairLoss):
+    """Online DPO: constraints say which completions may be the best, and there are no advantages."""
+
     config_class = GRPOConfig
 
     def __init__(self, *args: Any, likelihood: float = 0.0, **kwargs: Any) -> None:
@@ -69,49 +76,59 @@ class Trainer(TokenRewardTrainer, _PairLoss):
                 f"say --per-device-train-batch-size {self.num_generations}, or --group-size 2"
             )
 
-    def _own_advantages(self, batch: dict[str, Any]) -> dict[str, Tensor]:
-        """No advantages, but what the loss needs: the rewards, and the groups of an optimizer step, a rank.
+    @classmethod
+    def settings_of(cls, config: RunConfig, model: Path) -> dict[str, Any]:
+        assert isinstance(config, OnlineDPOConfig)
+        settings = super().settings_of(config, model)
+        return {**settings, "likelihood": config.constraints.likelihood}
 
-        A completion with no token to learn from, such as one that was cut and is masked, is not compared.
+    def _replaced_advantages(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+        """What the loss needs: the rewards, and the groups of an optimizer step, a rank.
+
+        A completion with no token to learn from, such as one that was truncated and is masked, is not compared.
         """
-        found, more = self._totals(self._rewards), {}
-        if self._constraints is not None and self._constraints.by == "gate" and self.kind != "rrhf":
-            found = SeamGRPOTrainer._totals(self, self._rewards)
-            more["kept"] = self._of_this_rank(kept(broken(self._rewards, self._constraints.held)))
-        totals = self._of_this_rank(found).masked_fill(loss_mask(batch).sum(dim=1) == 0, torch.nan)
-        size = self.num_generations
-        differ = best_and_worst(
-            totals.view(-1, size), more["kept"].view(-1, size) if more else None
-        )[2]
+        size, constraints = self.num_generations, self._constraints
+        replaced = {}
+        kept_PG = None
+        totals = self._totals(self._rewards)
+        if constraints is not None and constraints.by == "gate" and self.kind != "rrhf":
+            totals = SeamGRPOTrainer._totals(self, self._rewards)
+            replaced["kept"] = self._of_this_rank(kept(broken(self._rewards, constraints.held)))
+            kept_PG = replaced["kept"].view(-1, size)
+        has_no_token = loss_mask(batch).sum(dim=1) == 0
+        totals = self._of_this_rank(totals).masked_fill(has_no_token, torch.nan)
+        _, _, differ = best_and_worst(totals.view(-1, size), kept_PG)
         pairs = self._add_up(differ.sum().double()) / self.accelerator.num_processes
         share = self.args.gradient_accumulation_steps / self.args.steps_per_generation
-        return {
-            **more,
-            "totals": totals,
-            "pairs_a_step": torch.full_like(totals, float(pairs) * share),
-        }
+        replaced["totals"] = totals
+        replaced["pairs_a_step"] = torch.full_like(totals, float(pairs) * share)
+        return replaced
 
 
-class _TrainerOfIPO(Trainer):
+class _IPOTrainer(Trainer):
     kind = "ipo"
 
 
-class _TrainerOfRRHF(Trainer):
+class _RRHFTrainer(Trainer):
     kind = "rrhf"
 
 
-class _TrainerOfDPO(Trainer):
+class _DPOTrainer(Trainer):
     kind = "dpo"
 
 
-TRAINERS = {"dpo": _TrainerOfDPO, "ipo": _TrainerOfIPO, "rrhf": _TrainerOfRRHF}
-"""By `loss_from`."""
+TRAINERS: dict[str, type[Trainer]] = {"dpo": _DPOTrainer, "ipo": _IPOTrainer, "rrhf": _RRHFTrainer}
+"""The classes by `loss_from`."""
+
+
+def trainer_class(config: OnlineDPOConfig) -> type[Trainer]:
+    return TRAINERS[config.loss_from]
 
 
 def best_and_worst(
     totals_PG: Tensor, kept_PG: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each group the first completion with the highest reward, the first with the lowest, and whether they differ.
+    """The first completion of each group with the highest reward, the first with the lowest, and whether they differ.
 
     NaN is a completion without a reward; it is neither. With `kept_PG` (`advantages.kept`) the best keeps all
     constraints, and the worst breaks some, where one does; a group of which none keeps them has no best (CODPO,
@@ -136,7 +153,7 @@ def margins_of(ratios_PG: Tensor, totals_PG: Tensor, kept_PG: Tensor | None = No
 
 
 def preference_losses(margins: Tensor, *, beta: float, kind: str) -> Tensor:
-    """Of each pair: `dpo` or `ipo`."""
+    """The losses of pairs, `dpo` or `ipo`."""
     if kind == "ipo":
         return (margins - 1 / (2 * beta)).square()
     return -torch.nn.functional.logsigmoid(beta * margins)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -35,14 +36,15 @@ _FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 
 @dataclass(slots=True)
 class Block:
-    """Sequences that share a prompt. `members`: indices of sequences; `shared`: prompt tokens that are in the row once.
+    """Sequences that share a prompt."""
 
-    `lengths`: tokens of each member after those, which are as many as its completion has.
-    """
+    members: tuple[int, ...]  # indices of sequences
+    shared: int  # prompt tokens that are in the row once
+    lengths: tuple[int, ...]  # tokens of each member after those, as many as its completion has
 
-    members: tuple[int, ...]
-    shared: int
-    lengths: tuple[int, ...]
+    @property
+    def size(self) -> int:
+        return self.shared + sum(self.lengths)
 
 
 @dataclass(slots=True)
@@ -51,7 +53,7 @@ class Segments:
 
     blocks: list[Block]
     num_served: int = 0
-    masks: dict[int, torch.Tensor] = field(default_factory=dict)
+    masks: dict[int, Tensor] = field(default_factory=dict)
     """By a short block's start: its mask, (L, L), made once for all layers."""
 
 
@@ -60,16 +62,8 @@ def path_of(model: PreTrainedModel) -> str | None:
 
     Packing needs full attention in every layer, computed by one of transformers' attention functions.
     """
-    text = model.config.get_text_config()
-    layer_types = (
-        set(text.layer_types) if "layer_types" in text and text.layer_types else {"full_attention"}
-    )
-    windowed = (
-        "sliding_window" in text
-        and text.sliding_window is not None
-        and layer_types != {"full_attention"}
-    )
-    if layer_types != {"full_attention"} or windowed or not model._can_set_attn_implementation():
+    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"]
+    if set(layer_types) != {"full_attention"} or not model._can_set_attn_implementation():
         return None
     attention = model.config._attn_implementation
     if attention in _FLASH or "flash-attn" in attention:
@@ -80,8 +74,8 @@ def path_of(model: PreTrainedModel) -> str | None:
 
 
 def packs_pictures(model: PreTrainedModel) -> bool:
-    """Whether a packed row may have pictures: one row of pixels each, in the order of their tokens, with plain
-    positions and a causal mask. Of the families that do so LLaVA's is held to it by tests; the others are padded."""
+    """Whether a packed row may have images: one row of pixels each, in the order of their tokens, with plain positions
+    and a causal mask. LLaVA's family is tested for it; the others are padded."""
     return str(model.config.model_type) == "llava"
 
 
@@ -101,18 +95,18 @@ def plan_blocks(
     completions: Sequence[tuple[int, ...]],
     *,
     share: bool,
-    shown: Sequence[int] | None = None,
+    images_hashes: Sequence[int] | None = None,
 ) -> list[Block]:
     """The blocks of a row; sequences without completion tokens, which are masked out, are left out.
 
     Args:
         share: False gives every sequence a block of its own.
-        shown: of each sequence a number of its pictures: equal ids with other pictures are another prompt.
+        images_hashes: one per sequence: equal ids with other images are another prompt.
     """
     groups: dict[Any, list[int]] = {}
     for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         if completion:
-            key = (prompt, shown and shown[index])
+            key = (prompt, images_hashes and images_hashes[index])
             groups.setdefault(key if share else index, []).append(index)
     return [
         Block(
@@ -129,7 +123,7 @@ def pack(
     prompts: Sequence[tuple[int, ...]],
     completions: Sequence[tuple[int, ...]],
     starts: Sequence[int],
-) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+) -> tuple[dict[str, Tensor], Tensor]:
     """The row of `blocks`, and where each of its labels belongs.
 
     Args:
@@ -161,120 +155,108 @@ def pack(
 
 
 def attention_inputs(path: str, blocks: Sequence[Block], device: torch.device) -> dict[str, Any]:
-    """What the model must be given beside the row, so that no sequence sees another."""
+    """The model's inputs beside the row that keep its sequences apart."""
     if path == "flex":
         return {"attention_mask": flex_mask(blocks, device)}
     if path == "segments":
         # transformers makes no mask of its own where it is given one of four dimensions; nobody reads this one.
-        return {
-            "attention_mask": torch.ones(1, 1, 1, 1, device=device),
-            "segments": Segments(list(blocks)),
-        }
+        mask = torch.ones(1, 1, 1, 1, device=device)
+        return {"attention_mask": mask, "segments": Segments(list(blocks))}
     lengths = [block.shared + length for block in blocks for length in block.lengths] or [1]
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
-    longest = max(lengths)
     return {
         "cu_seq_lens_q": bounds,
         "cu_seq_lens_k": bounds,
-        "max_length_q": longest,
-        "max_length_k": longest,
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
     }
 
 
-def block_mask(block: Block) -> torch.Tensor:
+def block_mask(block: Block) -> Tensor:
     """(1, 1, L, L), True where a token of the block may see another: its own sequence and the prompt before it."""
-    owners = torch.repeat_interleave(
-        torch.arange(1 + len(block.lengths)), torch.tensor([block.shared, *block.lengths])
-    )
-    may_see = (owners.unsqueeze(1) == owners) | (owners == 0)
+    lengths = torch.tensor([block.shared, *block.lengths])
+    members = torch.arange(len(lengths)).repeat_interleave(lengths)
+    may_see = (members.unsqueeze(1) == members) | (members == 0)
     return may_see.tril()[None, None]
 
 
 def flex_mask(blocks: Sequence[Block], device: torch.device) -> BlockMask:
-    """(1, 1, L, L): the same of a whole row. Only tiles are stored, each seen whole, in part or not at all."""
-    parts = [
-        (number, member)
-        for number, block in enumerate(blocks)
-        for member in range(1 + len(block.lengths))
-    ]
-    lengths = torch.tensor(
-        [length for block in blocks for length in (block.shared, *block.lengths)] or [1]
-    )
-    owners, members = (
-        torch.tensor(parts or [(0, 0)]).repeat_interleave(lengths, dim=0).to(device).unbind(1)
-    )
+    """The same of a whole row, (1, 1, L, L). Only tiles are stored, each seen whole, in part or not at all."""
+    parts = [(0, 0, 1)] if not blocks else []  # number of the block, of its member, and tokens
+    for number, block in enumerate(blocks):
+        lengths = (block.shared, *block.lengths)
+        parts += [(number, member, length) for member, length in enumerate(lengths)]
+    numbers, owners, repeats = torch.tensor(parts).unbind(1)
+    block_of = numbers.repeat_interleave(repeats).to(device)
+    member_of = owners.repeat_interleave(repeats).to(device)
 
-    def may_see(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        own = (members[query] == members[key]) | (members[key] == 0)
-        return (query >= key) & (owners[query] == owners[key]) & own
+    def may_see(_batch: Any, _head: Any, query: Tensor, key: Tensor) -> Tensor:
+        in_sequence = (member_of[query] == member_of[key]) | (member_of[key] == 0)
+        return (query >= key) & (block_of[query] == block_of[key]) & in_sequence
 
-    size = len(owners)
+    size = len(block_of)
     # Compiled, it needs no memory for L x L entries on the way.
-    return create_block_mask(
-        may_see, None, None, size, size, device=device, _compile=device.type == "cuda"
-    )
+    compiles = device.type == "cuda"
+    return create_block_mask(may_see, None, None, size, size, device=device, _compile=compiles)
 
 
 def segment_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     *,
     segments: Segments | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attention of one packed row: `query` (1, H, L, D), `key` and `value` (1, H_kv, L, D) to (1, L, H, D).
 
-    A short block is one call with a mask. In others, the prompt and the first completion are one causal
-    sequence. Every other completion attends to the prompt's
-    keys and its own, aligned at the last token.
+    A short block is one call with a mask. In others, the prompt and the first completion are one causal sequence.
+    Every other completion attends to the prompt's keys and its own, aligned at the last token.
     """
-    attend: Callable[..., tuple[torch.Tensor, None]] = functools.partial(
+    attend: Callable[..., tuple[Tensor, None]] = functools.partial(
         sdpa_attention_forward, module, **kwargs
     )
     if segments is None:
         return attend(query, key, value, attention_mask)
     segments.num_served += 1
-    query, key = (
-        query.to(value.dtype),
-        key.to(value.dtype),
-    )  # as autocast would, which does not see the bias's call
-    outputs, start = [], 0
+    # As autocast would cast, which does not see the bias's call.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    outputs: list[Tensor] = []
+    start = 0
     for block in segments.blocks:
-        size = block.shared + sum(block.lengths)
-        if len(block.lengths) > 1 and size <= WHOLE:
+        rows = slice(start, start + block.size)
+        parts = (query[:, :, rows], key[:, :, rows], value[:, :, rows])
+        if len(block.lengths) > 1 and block.size <= WHOLE:
             if start not in segments.masks:
                 segments.masks[start] = block_mask(block).to(query.device)
-            held = slice(start, start + size)
-            outputs.append(
-                attend(
-                    query[:, :, held], key[:, :, held], value[:, :, held], segments.masks[start]
-                )[0]
-            )
-            start += size
-            continue
-        for number, length in enumerate(block.lengths):
-            if number == 0:
-                held, bias, end = (
-                    slice(start, start + block.shared + length),
-                    None,
-                    start + block.shared + length,
-                )
-                parts = query[:, :, held], key[:, :, held], value[:, :, held]
-                prompt = slice(start, start + block.shared)
-            else:
-                end = start + length
-                own = slice(start, end)
-                keys, values = (
-                    torch.cat([one[:, :, prompt], one[:, :, own]], dim=2) for one in (key, value)
-                )
-                parts = query[:, :, own], keys, values
-                # One query sees every key, and needs no bias.
-                bias = causal_lower_right(length, block.shared + length) if length > 1 else None
-            outputs.append(attend(*parts, bias)[0])
-            start = end
+            outputs.append(attend(*parts, segments.masks[start])[0])
+        else:
+            outputs += _attend_by_member(attend, block, *parts)
+        start += block.size
     if not outputs:  # nothing to score
         return attend(query, key, value, None)
     return torch.cat(outputs, dim=1), None
+
+
+def _attend_by_member(
+    attend: Callable[..., tuple[Tensor, None]],
+    block: Block,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> list[Tensor]:
+    """The outputs of a block's rows: its prompt with the first completion, then each other completion."""
+    shared, end = block.shared, block.shared + block.lengths[0]
+    first = attend(query[:, :, :end], key[:, :, :end], value[:, :, :end], None)[0]
+    outputs = [first]
+    for length in block.lengths[1:]:
+        rows = slice(end, end + length)
+        keys = torch.cat([key[:, :, :shared], key[:, :, rows]], dim=2)
+        values = torch.cat([value[:, :, :shared], value[:, :, rows]], dim=2)
+        # One query sees every key, and needs no bias.
+        bias = causal_lower_right(length, shared + length) if length > 1 else None
+        outputs.append(attend(query[:, :, rows], keys, values, bias)[0])
+        end += length
+    return outputs

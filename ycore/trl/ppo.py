@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from trl import GRPOConfig
+from torch.nn.functional import pad
 
-from ycore.config.learners import CriticSettings
+from ycore.config.learners import CriticSettings, PPOConfig
+from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError
 from ycore.trl.critic import VALUES, add_critic, start_from_reward_model
-from ycore.trl.forward import packed_scores
+from ycore.trl.forward import PaddedRows, packed_scores
+from ycore.trl.policy_gradient import whole_sequences
 from ycore.trl.returns import (
     advantages_and_targets,
     explained_by_position,
@@ -23,7 +25,7 @@ from ycore.trl.returns import (
     value_losses,
     whitened,
 )
-from ycore.trl.token_rewards import TokenRewardTrainer, packed_inputs
+from ycore.trl.token_rewards import TokenRewardTrainer
 
 
 class Trainer(TokenRewardTrainer):
@@ -32,9 +34,6 @@ class Trainer(TokenRewardTrainer):
     Args:
         base: the folder of the weights that training begins with, to compare with a reward model's.
     """
-
-    config_class = GRPOConfig
-    skips_equal_rewards = False
 
     def __init__(
         self, *args: Any, critic: CriticSettings, base: Path | None = None, **kwargs: Any
@@ -46,23 +45,29 @@ class Trainer(TokenRewardTrainer):
                 "take a model without sliding windows, or ycore grpo"
             )
         self._settings = critic
-        self._policy_parameters = [one for one in self.bare_model.parameters() if one.requires_grad]
+        self._policy_parameters = [
+            parameter for parameter in self.bare_model.parameters() if parameter.requires_grad
+        ]
         self.critic = add_critic(self.bare_model, value_range=critic.range)
         if critic.init is not None:
             assert base is not None
             start_from_reward_model(self.critic, Path(critic.init).expanduser(), base=base)
         self._values = torch.empty(0)
 
+    @classmethod
+    def settings_of(cls, config: RunConfig, model: Path) -> dict[str, Any]:
+        assert isinstance(config, PPOConfig)
+        return {**super().settings_of(config, model), "critic": config.critic, "base": model}
+
     # -- the round: from scores to advantages and value targets -----------------------------------------------------
 
-    def _own_advantages(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+    def _replaced_advantages(self, batch: dict[str, Any]) -> dict[str, Tensor]:
         """Advantages, old values and value targets, (B, T), fixed for all optimizer steps of the round."""
         settings = self._settings
         rewards, mask = self._token_rewards(batch)
-        cut = torch.tensor([one.is_cut for one in self._round], device=mask.device) & bool(
-            settings.bootstrap
-        )
-        values, after = self._values_of(batch, cut & mask.any(dim=1))
+        truncated = torch.tensor([seq.is_truncated for seq in self._round], device=mask.device)
+        continues = truncated & bool(settings.bootstrap)
+        values, bootstrap = self._values_of(batch, continues & mask.any(dim=1))
         advantages, targets = advantages_and_targets(
             rewards,
             values,
@@ -71,61 +76,67 @@ class Trainer(TokenRewardTrainer):
             target_lam=settings.target_lam,
             alpha=settings.alpha,
             macro_tokens=settings.macro_tokens,
-            bootstrap_B=after,
+            bootstrap_B=bootstrap,
         )
         if settings.whiten:
             advantages = whitened(advantages, mask, self._add_up)
-        self._record_explained(values, to_go(rewards), mask * ~cut.unsqueeze(1))
+        self._record_explained(values, to_go(rewards), mask * ~continues.unsqueeze(1))
         self.record("ycore/critic/value", (values * mask).sum().item() / max(1, int(mask.sum())))
-        found = {"advantages": advantages, "old_values": values, "value_targets": targets}
-        return {**{name: one.float() for name, one in found.items()}, "value_mask": mask}
+        return {
+            "advantages": advantages.float(),
+            "old_values": values.float(),
+            "value_targets": targets.float(),
+            "value_mask": mask,
+        }
 
     def _record_explained(self, values: Tensor, returns: Tensor, mask: Tensor) -> None:
         explained = explained_variance(values, returns, mask, self._add_up)
         if explained is not None:
             self.record("ycore/critic/explained_variance", explained)
-        most = self.args.max_completion_length or 1
-        for first, one in explained_by_position(
-            values, returns, mask, self._add_up, most=most
-        ).items():
-            self.record(f"ycore/critic/explained_from/{first}", one)
+        max_tokens = self.args.max_completion_length or 1
+        by_position = explained_by_position(
+            values, returns, mask, self._add_up, max_tokens=max_tokens
+        )
+        for position, share in by_position.items():
+            self.record(f"ycore/critic/explained_from/{position}", share)
 
-    def _values_of(self, batch: dict[str, Any], cut: Tensor) -> tuple[Tensor, Tensor]:
-        """Values before each token, (B, T), and after the last one, (B,), which is 0 unless the completion was cut.
+    def _values_of(self, batch: dict[str, Any], continues: Tensor) -> tuple[Tensor, Tensor]:
+        """Values before each token, (B, T), and after the last one, (B,), which is 0 unless the completion continues.
 
-        The last token is no input of a packed row. For one that was cut, another token is laid behind it: the value
-        after the last token is then read at that token's label, whatever it is.
+        The last token is no input of a packed row. For a completion that continues, another token is laid behind it:
+        the value after the last token is then read at that token's label, whatever it is.
         """
-        ids, mask = packed_inputs(batch)
-        width = batch["completion_ids"].size(1)
+        ids, mask = whole_sequences(batch)
+        completions = batch["completion_ids"]
+        width = completions.size(1)
         lengths = batch["completion_mask"].sum(dim=1)
-        begins = batch.get("begins", torch.zeros_like(batch["completion_ids"]))
-        ids, mask, begins = (torch.nn.functional.pad(one, (0, 1)) for one in (ids, mask, begins))
-        rows = torch.arange(len(ids), device=ids.device)
-        mask[rows, ids.size(1) - 1 - width + lengths] = cut.to(mask.dtype)
+        later_prompts = batch.get("later_prompt_lengths", torch.zeros_like(completions))
+        mask = pad(mask, (0, 1))
+        indices = torch.arange(len(ids), device=ids.device)
+        mask[indices, ids.size(1) - width + lengths] = continues.to(mask.dtype)
+        rows = PaddedRows(
+            pad(ids, (0, 1)), mask, width + 1, later_prompts=pad(later_prompts, (0, 1))
+        )
         with torch.no_grad(), self.accelerator.autocast():
-            size = self.args.per_device_train_batch_size
             (values,) = packed_scores(
                 self.critic,
-                ids,
-                mask,
-                width + 1,
-                None,
-                begins,
+                rows,
                 path=self.packed_by,
                 names=(VALUES,),
-                size=size,
+                size=self.args.per_device_train_batch_size,
             )
-        return values[:, :width], values[rows, lengths] * cut
+        return values[:, :width], values[indices, lengths] * continues
 
     # -- the loss ----------------------------------------------------------------------------------------------------
 
-    def _score(self, model: torch.nn.Module, *inputs: Any, **how: Any) -> tuple[Tensor, Tensor]:
+    def _score(
+        self, model: torch.nn.Module, rows: PaddedRows, size: int | None
+    ) -> tuple[Tensor, Tensor]:
         if self._micro_batch is None:
-            return super()._score(model, *inputs, **how)
+            return super()._score(model, rows, size)
         names = ("log_probs", "entropy", VALUES)
         logps, entropies, self._values = packed_scores(
-            model, *inputs, path=self.packed_by, names=names, with_values=True, **how
+            model, rows, path=self.packed_by, names=names, size=size, with_values=True
         )
         return logps, entropies
 
@@ -139,13 +150,9 @@ class Trainer(TokenRewardTrainer):
             inputs["value_targets"][mask],
             self._settings.value_clip,
         )
-        tokens = (
-            inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
-        )  # of the round, a rank
-        a_step = tokens * self.current_gradient_accumulation_steps / self.args.steps_per_generation
         if losses.numel():
             self.record("ycore/critic/loss", losses.detach().mean().item())
-        return loss + losses.sum() / a_step + 0.0 * self._values.sum()
+        return loss + losses.sum() / self._step_tokens(inputs) + 0.0 * self._values.sum()
 
     # -- the optimizer -----------------------------------------------------------------------------------------------
 
@@ -153,24 +160,24 @@ class Trainer(TokenRewardTrainer):
         """transformers' optimizer, with the critic's parameters in groups of their own rate."""
         is_new = self.optimizer is None
         optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
-        own = {id(one) for one in self.critic.trained.values()}
-        for group in list(optimizer.param_groups) if is_new else []:
-            moved = [one for one in group["params"] if id(one) in own]
-            group["params"] = [one for one in group["params"] if id(one) not in own]
-            if moved:
-                optimizer.add_param_group(
-                    {**group, "params": moved, "lr": group["lr"] * self._settings.lr_ratio}
-                )
+        if not is_new:
+            return optimizer
+        critic_ids = {id(parameter) for parameter in self.critic.trained.values()}
+        for group in list(optimizer.param_groups):
+            of_critic = [p for p in group["params"] if id(p) in critic_ids]
+            group["params"] = [p for p in group["params"] if id(p) not in critic_ids]
+            if of_critic:
+                rate = group["lr"] * self._settings.lr_ratio
+                optimizer.add_param_group({**group, "params": of_critic, "lr": rate})
         return optimizer
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
         """transformers calls it before the optimizer's step: each of the two is clipped by its own norm."""
         self._warm_up()
-        norm = torch.nn.utils.clip_grad_norm_(
-            self.critic.trained.values(), self._settings.max_grad_norm
-        )
-        self._refuse(float(norm), "the norm of the critic's gradient")
-        self.record("ycore/critic/grad_norm", float(norm))
+        parameters = self.critic.trained.values()
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._settings.max_grad_norm))
+        self._refuse(norm, "the norm of the critic's gradient")
+        self.record("ycore/critic/grad_norm", norm)
         return self.accelerator.clip_grad_norm_(self._policy_parameters, self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
@@ -196,11 +203,7 @@ class Trainer(TokenRewardTrainer):
             self.critic.load(Path(checkpoint))
 
     def write_model(self, folder: Path, *, dtype: torch.dtype, merge: bool) -> None:
-        """The policy in `folder`, and the critic's own weights beside it, in `critic/`."""
+        """Save the policy in `folder`, and the critic's own weights beside it, in `critic/`."""
         super().write_model(folder, dtype=dtype, merge=merge)
         if self.accelerator.is_main_process:
             self.critic.save(folder.with_name("critic"))
-
-
-TRAINERS = {"grpo": Trainer}
-"""By `loss_from`."""

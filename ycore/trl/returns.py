@@ -68,29 +68,27 @@ def advantages_and_targets(
         policy_lam = (1 - 1 / (alpha * length.clamp(min=1).double())).clamp(min=0)
 
     def estimate(lam_B: Tensor) -> Tensor:
-        found, next_value, sum_B = torch.zeros_like(values), after, torch.zeros_like(after)
+        advantages = torch.zeros_like(values)
+        next_value_B, sum_B = after, torch.zeros_like(after)
         for step in range(int(length.max()) - 1, -1, -1):
-            here = is_action[:, step]
-            sum_B = torch.where(
-                here, rewards[:, step] + next_value - values[:, step] + lam_B * sum_B, sum_B
-            )
-            next_value = torch.where(here, values[:, step], next_value)
-            found[:, step] = torch.where(here, sum_B, 0)
-        return found
+            acts_B, value_B = is_action[:, step], values[:, step]
+            new_sum_B = rewards[:, step] + next_value_B - value_B + lam_B * sum_B
+            sum_B = torch.where(acts_B, new_sum_B, sum_B)
+            next_value_B = torch.where(acts_B, value_B, next_value_B)
+            advantages[:, step] = torch.where(acts_B, sum_B, 0)
+        return advantages
 
-    advantages = estimate(policy_lam)
-    targets = values + (
-        advantages
-        if alpha is None and target_lam == lam
-        else estimate(torch.full_like(after, target_lam))
-    )
-    return tuple(torch.where(mask, one.gather(1, place), 0) for one in (advantages, targets))
+    def by_token(values_of_actions: Tensor) -> Tensor:
+        return torch.where(mask, values_of_actions.gather(1, place), 0)
+
+    advantages = target_advantages = estimate(policy_lam)
+    if alpha is not None or target_lam != lam:
+        target_advantages = estimate(torch.full_like(after, target_lam))
+    return by_token(advantages), by_token(values + target_advantages)
 
 
-def whitened(
-    advantages_BT: Tensor, mask_BT: Tensor, add_up: AddUp, *, epsilon: float = EPSILON
-) -> Tensor:
-    """(A - mean) / (deviation + epsilon) over the tokens of all ranks (n - 1), 0 outside of the mask.
+def whitened(advantages_BT: Tensor, mask_BT: Tensor, add_up: AddUp) -> Tensor:
+    """(A - mean) / (deviation + EPSILON) over the tokens of all ranks (n - 1), 0 outside of the mask.
 
     Per rank it would be wrong: two ranks with different rewards would then push in opposite directions.
     """
@@ -98,7 +96,7 @@ def whitened(
     count, total = add_up(torch.stack([mask.sum().double(), advantages_BT[mask].sum()]))
     centred = torch.where(mask, advantages_BT - total / count.clamp(min=1), 0)
     variance = add_up(centred.square().sum().reshape(1))[0] / (count - 1).clamp(min=1)
-    return centred / (variance.sqrt() + epsilon)
+    return centred / (variance.sqrt() + EPSILON)
 
 
 def explained_variance(
@@ -110,44 +108,45 @@ def explained_variance(
     Monte Carlo returns: targets that hold the critic's own values make a bad critic look good.
     """
     mask = mask_BT.bool()
-    returns, rest = returns_BT[mask].double(), (returns_BT - values_BT)[mask].double()
-    counts = torch.tensor(float(returns.numel()), dtype=torch.float64, device=returns.device)
-    count, total, total_rest = add_up(torch.stack([counts, returns.sum(), rest.sum()]))
+    returns = returns_BT[mask].double()
+    errors = (returns_BT - values_BT)[mask].double()
+    own_count = returns.new_tensor(float(returns.numel()))
+    count, total, total_error = add_up(torch.stack([own_count, returns.sum(), errors.sum()]))
     count = count.clamp(min=1)
-    spread = torch.stack(
-        [(returns - total / count).square().sum(), (rest - total_rest / count).square().sum()]
-    )
-    of_returns, of_rest = add_up(spread).tolist()
-    return 1 - of_rest / of_returns if of_returns > EPSILON * float(count) else None
+    squares = (returns - total / count).square().sum()
+    error_squares = (errors - total_error / count).square().sum()
+    all_squares, all_error_squares = add_up(torch.stack([squares, error_squares])).tolist()
+    if all_squares <= EPSILON * float(count):
+        return None
+    return float(1 - all_error_squares / all_squares)
 
 
 def explained_by_position(
-    values_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor, add_up: AddUp, *, most: int
+    values_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor, add_up: AddUp, *, max_tokens: int
 ) -> dict[int, float]:
     """`explained_variance` before each completion's token number 0, 1, 2 to 3, 4 to 7, and so on, by the first of them.
 
     Where a token settles the reward, a critic that has learned knows it from there on, and the figure jumps.
 
     Args:
-        most: tokens of the longest completion, the same on all ranks; the last range has those beyond it.
+        max_tokens: of the longest completion, the same on all ranks; the last range has those beyond it.
     """
     mask = mask_BT.bool()
-    firsts = torch.tensor(
-        [2**place for place in range(max(0, most - 1).bit_length())], device=mask.device
-    )
+    powers = range(max(0, max_tokens - 1).bit_length())
+    firsts = torch.tensor([2**power for power in powers], device=mask.device)
     ranges = torch.bucketize((mask.cumsum(dim=1) - 1).clamp(min=0), firsts, right=True)
-    found = {}
-    for place in range(len(firsts) + 1):
-        explained = explained_variance(values_BT, returns_BT, mask & (ranges == place), add_up)
+    shares = {}
+    for power in range(len(firsts) + 1):
+        explained = explained_variance(values_BT, returns_BT, mask & (ranges == power), add_up)
         if explained is not None:
-            found[2**place // 2] = explained
-    return found
+            shares[2**power // 2] = explained
+    return shares
 
 
 def value_losses(values: Tensor, old_values: Tensor, targets: Tensor, clip: float | None) -> Tensor:
     """Half the squared error; with `clip`, the larger of it and that of values moved at most so far from the old."""
     losses = (values - targets).square()
     if clip is not None:
-        near = old_values + (values - old_values).clamp(-clip, clip)
-        losses = torch.maximum(losses, (near - targets).square())
+        clipped = old_values + (values - old_values).clamp(-clip, clip)
+        losses = torch.maximum(losses, (clipped - targets).square())
     return losses / 2

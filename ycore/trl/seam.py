@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from accelerate.utils import gather, set_seed
+from torch import Tensor
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import (
@@ -25,14 +26,22 @@ from ycore.advantages import Estimator
 from ycore.engine.sight import image_token_ids
 from ycore.scoring.group_rewards import normalized_sums, rewards_differ, weighted_sums
 from ycore.trl.base import DurableTrainer, bare
-from ycore.trl.batches import FlatSequence, Place, begins_of, deal, flatten, loss_mask
+from ycore.trl.batches import (
+    FlatSequence,
+    RoundPosition,
+    deal,
+    flatten,
+    later_prompt_lengths,
+    loss_mask,
+)
 from ycore.trl.divergence import stand_in
 from ycore.trl.forward import (
+    PaddedRows,
     Pictures,
     add_compact_head,
     needs_compact_head,
     never_write,
-    score_completions,
+    packed_scores,
 )
 from ycore.trl.importance import absolute_gap, importance_ratio
 from ycore.trl.offload import Offload
@@ -41,10 +50,10 @@ from ycore.types import Group
 
 
 class RoundSource(Protocol):
-    """Where the trainer's rounds come from."""
+    """Gives the trainer its rounds."""
 
     constraint_weights: list[float] | None
-    """Of each constraint, what breaking it costs in the last round; None without any."""
+    """The cost of breaking each constraint in the last round; None without constraints."""
 
     def next_round(self, *, step: int, num_groups: int) -> list[Group]:
         """Sync the engines to the policy of this step, then return that many scored groups of this rank."""
@@ -63,17 +72,22 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
     """Whether engines use the trainer's device in turn with it."""
 
     offload = "none"
-    """What then leaves the device for a round, see `Offload`."""
+    """What leaves the device for a round, where engines share it; see `Offload`."""
+
     after_round: Callable[[], None] = staticmethod(lambda: None)
     """Called in every step, once or twice, when its round is there: the engines have nothing more to do in it."""
+
     skips_equal_rewards = True
     """Whether a step of groups of equal rewards has no gradient; a critic and rewards of single tokens have one."""
-    beside: Sequence[torch.nn.Module] = ()
-    """Frozen models that the trainer holds too."""
+
+    frozen_models: Sequence[torch.nn.Module] = ()
+    """Models that the trainer holds beside policy and reference."""
+
     open_image: Callable[[str], Any] | None = None
-    """The picture of a sha256, where prompts have pictures."""
-    teaches = True
-    """Whether the step has a gradient: a group of any rank with an advantage, or another term of the loss."""
+    """Opens an image by its sha256, where prompts have images."""
+
+    has_gradient = True
+    """Whether the step has one: a group of any rank with an advantage, or another term of the loss."""
 
     _buffered_inputs: Any
     _step: int
@@ -89,13 +103,13 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         super().__init__(*args, rollout_func=self._return_round, **kwargs)
         self._advantage = advantage
         self._divergence = divergence
-        models = [one for one in (self.model, self.ref_model) if one is not None]
-        bare_models = [bare(self.accelerator.unwrap_model(one)) for one in models]
+        models = [model for model in (self.model, self.ref_model) if model is not None]
+        bare_models = [bare(self.accelerator.unwrap_model(model)) for model in models]
         self.packed_by = None if self.aux_loss_enabled else path_of(bare_models[0])
         """How the forward packs sequences: as `path_of` says, or None where TRL pads them."""
         self.packs_pictures = self.packed_by is not None and packs_pictures(bare_models[0])
-        """Whether prompts with pictures are packed too."""
-        self._away: Offload | None = None
+        """Whether prompts with images are packed too."""
+        self._offloaded: Offload | None = None
         self._round: list[FlatSequence] = []
         self._rewards = torch.empty(0)
         self._micro_batch: dict[str, Any] | None = None
@@ -103,9 +117,8 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         # The compact head gives no gradient of the entropy.
         is_plain = not self._entropy_bonus_enabled and not self.args.cast_lm_head_to_fp32
         if self.args.bf16 and self.ref_model is not None and not self._moves_or_shards_reference:
-            self.ref_model.to(
-                torch.bfloat16
-            )  # TRL loads it like the policy, whose weights in training are in float32
+            # TRL loads it like the policy, whose weights in training are in float32.
+            self.ref_model.to(torch.bfloat16)
         for model in bare_models:
             never_write(model, image_token_ids(model.config.to_dict()))
             if self.packed_by == "segments":
@@ -121,37 +134,40 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         """Keep off the device what is to leave it, where engines share it."""
         if not self.shares_device:
             return nullcontext()
-        if self._away is None:
-            reference = (
-                None if self.args.sync_ref_model else self.ref_model
-            )  # one that moves is not frozen
-            held = (self.model, reference, *self.beside)
-            self._away = Offload(self.offload, [one for one in held if one is not None])
-        return self._away.away(self.optimizer, self.deepspeed)
+        if self._offloaded is None:
+            # A reference that follows the policy is not frozen.
+            reference = None if self.args.sync_ref_model else self.ref_model
+            models = [self.model, *self.frozen_models]
+            self._offloaded = Offload(
+                self.offload, models if reference is None else [*models, reference]
+            )
+        return self._offloaded.away(self.optimizer, self.deepspeed)
 
     def record(self, name: str, value: float) -> None:
         """Add a value to the step's metric `name`; TRL logs the mean of a step's values."""
         self._metrics["train" if self.model.training else "eval"][name].append(value)
 
-    # -- where training stands -------------------------------------------------------------------------------------
+    # -- position in the round ---------------------------------------------------------------------------------------
 
     @property
-    def place(self) -> Place:
-        """Between two steps: what a checkpoint must hold of the round."""
+    def position(self) -> RoundPosition:
+        """What a checkpoint between two steps must hold of the round."""
         is_in_use = self._step % self._uses_per_round != 0
-        return Place(self._step, self.use_vllm, self._buffered_inputs if is_in_use else None)
+        return RoundPosition(
+            self._step, self.use_vllm, self._buffered_inputs if is_in_use else None
+        )
 
-    def go_to(self, place: Place) -> None:
+    def resume_at(self, position: RoundPosition) -> None:
         """Continue from there; call it before `train`."""
-        device = self.accelerator.device
-        self._step, self.use_vllm = place.micro_step, place.corrects
-        self._buffered_inputs = place.micro_batches and [
-            {
-                name: value.to(device) if isinstance(value, torch.Tensor) else value
-                for name, value in batch.items()
-            }
-            for batch in place.micro_batches
+        self._step = position.micro_step
+        self.use_vllm = position.has_engine_logps
+        self._buffered_inputs = position.micro_batches and [
+            {name: self._on_device(value) for name, value in batch.items()}
+            for batch in position.micro_batches
         ]
+
+    def _on_device(self, value: Any) -> Any:
+        return value.to(self.accelerator.device) if isinstance(value, Tensor) else value
 
     @property
     def _uses_per_round(self) -> int:
@@ -173,39 +189,39 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL calls it to generate a round and score it as one batch. ycore makes the round; TRL builds the batch."""
         step = self.state.global_step
+        num_groups = len(inputs) // self.num_generations
         with self.room_for_engines():
-            groups = self.rounds.next_round(
-                step=step, num_groups=len(inputs) // self.num_generations
-            )
+            groups = self.rounds.next_round(step=step, num_groups=num_groups)
         self.after_round()
-        self._seed_generators(
-            "round"
-        )  # what follows is the same, whether the round was generated or read
+        # What follows is the same whether the round was generated or read.
+        self._seed_generators("round")
         self._round = flatten(groups, self.open_image)
         self.use_vllm = self._round[0].logprobs is not None
         self._last_loaded_step = step  # TRL would sync its own engine otherwise
         texts = texts_stay_local(len(self._round), logs_completions=self.log_completions)
         with self._correction_left_to_the_loss(), texts:
-            batch: dict[str, Any] = super()._generate_and_score_completions(
-                [seq.row for seq in self._round]
-            )
-        self.teaches = self._some_rewards_differ()
-        begins = begins_of(self._round, batch["completion_ids"].size(1))
-        batch |= {} if begins is None else {"begins": begins.to(self.accelerator.device)}
-        batch |= self._own_advantages(batch)
-        versions = torch.tensor(
-            [sequence.policy_version for sequence in self._round], device=self.accelerator.device
-        )
-        batch["teaches"] = torch.full_like(
-            versions, self.teaches
-        )  # with the batch, for a resume within its round
-        batch["is_fresh"] = versions == step  # the others were written by earlier versions
+            rows = [sequence.row for sequence in self._round]
+            batch: dict[str, Any] = super()._generate_and_score_completions(rows)
+        self._complete(batch, step)
+        return batch
+
+    def _complete(self, batch: dict[str, Any], step: int) -> None:
+        """Add to TRL's batch what ycore's forward and losses read."""
+        device = self.accelerator.device
+        self.has_gradient = self._some_rewards_differ()
+        lengths = later_prompt_lengths(self._round, batch["completion_ids"].size(1))
+        if lengths is not None:
+            batch["later_prompt_lengths"] = lengths.to(device)
+        batch |= self._replaced_advantages(batch)
+        versions = torch.tensor([seq.policy_version for seq in self._round], device=device)
+        # It is in the batch for a resume within its round.
+        batch["has_gradient"] = torch.full_like(versions, self.has_gradient)
+        batch["is_fresh"] = versions == step
         self.record("ycore/staleness", (step - gather(versions).float()).mean().item())
         if "pixel_values" in batch:
-            batch["shown"] = self._shown.to(versions.device)
+            batch["images_hash"] = self._image_hashes().to(device)
         if not self._learns_once and "sampling_per_token_logps" in batch:
             self._record_gap(batch["old_per_token_logps"], batch)
-        return batch
 
     @contextmanager
     def _correction_left_to_the_loss(self) -> Iterator[None]:
@@ -219,7 +235,7 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
 
     def _return_round(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """TRL's `rollout_func`, which generates completions: ycore returns the round's."""
-        masks = self._masks()
+        masks = self._policy_masks()
         return {
             "prompt_ids": [sequence.prompt_ids for sequence in self._round],
             "completion_ids": [sequence.completion_ids for sequence in self._round],
@@ -233,38 +249,36 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         prompts: list[Any],
         completions: list[Any],
         completion_ids_list: list[Any],
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """TRL calls it to run the reward functions, and gathers all ranks' rewards: ycore returns the round's."""
-        rewards = torch.tensor(
-            [sequence.rewards for sequence in self._round], device=self.accelerator.device
-        )
-        self._rewards = gather(rewards.float())
+        rewards = [sequence.rewards for sequence in self._round]
+        self._rewards = gather(torch.tensor(rewards, device=self.accelerator.device).float())
         return self._rewards
 
-    def _own_advantages(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def _replaced_advantages(self, batch: dict[str, Any]) -> dict[str, Tensor]:
         """What replaces TRL's advantages in the batch, and what else the loss needs; nothing keeps TRL's."""
-        return (
-            {}
-            if self._advantage is None
-            else {"advantages": self._estimated_advantages(self._advantage)}
-        )
+        if self._advantage is None:
+            return {}
+        return {"advantages": self._estimated_advantages(self._advantage)}
 
-    def _estimated_advantages(self, estimate: Estimator) -> torch.Tensor:
+    def _estimated_advantages(self, estimate: Estimator) -> Tensor:
         """This rank's advantages, (N,), from the weighted rewards of all ranks."""
         totals_PG = self._totals(self._rewards).view(-1, self.num_generations)
         greedy_P = None
         if estimate.needs_greedy:
-            first_of_groups = self._round[:: self.num_generations]
-            greedy = torch.tensor(
-                [one.greedy_rewards for one in first_of_groups], device=self.accelerator.device
+            greedy = [seq.greedy_rewards for seq in self._round[:: self.num_generations]]
+            greedy_P = self._totals(
+                gather(torch.tensor(greedy, device=self.accelerator.device).float())
             )
-            greedy_P = self._totals(gather(greedy.float()))
-        advantages = estimate(
-            totals_PG.nan_to_num(), ~totals_PG.isnan(), greedy_P=greedy_P
-        ).flatten()
-        self.teaches = bool(advantages.any())  # other estimators compare with more than the group
+        advantages_PG = estimate(totals_PG.nan_to_num(), ~totals_PG.isnan(), greedy_P=greedy_P)
+        # An estimator may compare with more than the group.
+        self.has_gradient = bool(advantages_PG.any())
+        return self._of_this_rank(advantages_PG.flatten())
+
+    def _of_this_rank(self, values: Tensor) -> Tensor:
+        """The values of this rank's completions, (N,), among those of all ranks."""
         first = self.accelerator.process_index * len(self._round)
-        return advantages[first : first + len(self._round)]
+        return values[first : first + len(self._round)]
 
     def _some_rewards_differ(self) -> bool:
         """Whether any group of any rank has two rewards that differ, and so advantages by TRL's estimator."""
@@ -279,7 +293,7 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
             sums = _known(self._totals(self._rewards).view(-1, size).tolist())
         return any(rewards_differ(sums_G) for sums_G in sums)
 
-    def _totals(self, rewards: torch.Tensor) -> torch.Tensor:
+    def _totals(self, rewards: Tensor) -> Tensor:
         """Weighted sums over the sources that gave a reward; NaN where none did. (N, R) -> (N,)."""
         return weighted_sums(rewards, self.reward_weights.to(rewards.device))
 
@@ -295,7 +309,7 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
             parts = split_tensor_dict(self._dealt(split_pixel_values_by_grid(batch)), steps)
             self._buffered_inputs = [unsplit_pixel_values_by_grid(part) for part in parts]
         if self._step % self.args.gradient_accumulation_steps == 0:
-            self.after_round()  # it may be an earlier step's
+            self.after_round()  # the round may be an earlier step's
             self._seed_generators("step")
         return self._buffered_inputs[self._step % steps]
 
@@ -304,32 +318,26 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
 
         Restoring their states is not enough: a round that is generated draws from them, and one that is read does not.
         """
-        identity = (
-            f"{use}/{self.args.seed}/{self.state.global_step}/{self.accelerator.process_index}"
-        )
+        step, rank = self.state.global_step, self.accelerator.process_index
+        identity = f"{use}/{self.args.seed}/{step}/{rank}"
         set_seed(int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=4).digest(), "big"))
 
     def _dealt(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The batch in the order of its micro-batches."""
         # Losses that depend on who shares a micro-batch keep TRL's own random ones.
-        if (
-            self.loss_type == "bnpo"
-            or self.top_entropy_quantile < 1.0
-            or self._entropy_bonus_enabled
-        ):
+        depends_on_batch = self.loss_type == "bnpo" or self.top_entropy_quantile < 1.0
+        if depends_on_batch or self._entropy_bonus_enabled:
             shuffled: dict[str, Any] = shuffle_sequence_dict(batch)
             return shuffled
-        size = self.num_generations
-        batches = deal(
+        args, size = self.args, self.num_generations
+        micro_batches = deal(
             batch["completion_mask"].sum(dim=1).view(-1, size).sum(dim=1).tolist(),
             group_size=size,
-            per_batch=self.args.per_device_train_batch_size,
-            num_windows=max(
-                1, self.args.steps_per_generation // self.args.gradient_accumulation_steps
-            ),
-            seed=self.args.seed + self.state.global_step,
+            per_batch=args.per_device_train_batch_size,
+            num_windows=max(1, args.steps_per_generation // args.gradient_accumulation_steps),
+            seed=args.seed + self.state.global_step,
         )
-        indices = [index for of_batch in batches for index in of_batch]
+        indices = [index for micro_batch in micro_batches for index in micro_batch]
         order = torch.tensor(indices)
 
         def ordered(value: Any) -> Any:
@@ -347,27 +355,24 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         steps_are_within_rounds = self._uses_per_round % self.args.gradient_accumulation_steps == 0
         return steps_are_within_rounds and not (self.is_deepspeed_enabled or self.is_fsdp_enabled)
 
-    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
         """TRL computes the loss from the batch; ycore lets its forward fill in the correction and the reference.
 
-        Where no group can teach, the gradient is zero without a forward; the optimizer's step is what it would be.
+        Where no group has an advantage, the gradient is zero without a forward; the optimizer's step is what it would
+        be.
         """
-        adds_terms = (
-            not self.skips_equal_rewards
-            or self.beta != 0.0
-            or self._entropy_bonus_enabled
-            or self.aux_loss_enabled
+        has_other_terms = self.beta != 0.0 or self._entropy_bonus_enabled or self.aux_loss_enabled
+        self.has_gradient = (
+            has_other_terms or not self.skips_equal_rewards or bool(inputs["has_gradient"].any())
         )
-        self.teaches = adds_terms or bool(inputs["teaches"].any())
-        self.record("ycore/skipped", float(not self.teaches))
-        if not self.teaches and self._may_skip:
+        self.record("ycore/skipped", float(not self.has_gradient))
+        if not self.has_gradient and self._may_skip:
             weights = (weight for weight in model.parameters() if weight.requires_grad)
             return torch.stack([weight.flatten()[:0].sum() for weight in weights]).sum().float()
-        self._micro_batch = dict(
-            inputs
-        )  # a copy: the buffer keeps the round's values for the next use
+        # A copy: the buffer keeps the round's values for the next use.
+        self._micro_batch = dict(inputs)
         try:
-            loss: torch.Tensor = super()._compute_loss(model, self._micro_batch)
+            loss: Tensor = super()._compute_loss(model, self._micro_batch)
         finally:
             self._micro_batch = None
         return loss
@@ -375,98 +380,99 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
     def _get_per_token_logps_and_entropies(
         self,
         model: torch.nn.Module,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
+        input_ids: Tensor,
+        attention_mask: Tensor,
         logits_to_keep: int,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """TRL calls it for every forward, on padded rows (B, P + T): ycore packs them, where the model allows it."""
-        if self.packed_by is not None and (
-            self.packs_pictures or kwargs.get("pixel_values") is None
-        ):
-            inputs = (input_ids, attention_mask, logits_to_keep, *self._marks(logits_to_keep))
-            pictures = self._pictures(kwargs)
-            with self.accelerator.autocast():
-                logps, entropies = self._score(
-                    model, *inputs, size=kwargs.get("batch_size"), pictures=pictures
-                )
-            aux_loss = None
-        else:
+        has_images = kwargs.get("pixel_values") is not None
+        if self.packed_by is None or (has_images and not self.packs_pictures):
             inherited = super()._get_per_token_logps_and_entropies
             logps, entropies, aux_loss = inherited(
                 model, input_ids, attention_mask, logits_to_keep, **kwargs
             )
+        else:
+            wanted, later_prompts = self._wanted_and_later_prompts(logits_to_keep)
+            rows = PaddedRows(
+                input_ids, attention_mask, logits_to_keep, wanted, later_prompts,
+                self._pictures(kwargs) if has_images else None,
+            )  # fmt: skip
+            aux_loss = None
+            with self.accelerator.autocast():
+                logps, entropies = self._score(model, rows, kwargs.get("batch_size"))
         if self._micro_batch is not None:
-            self._fill_in_correction(self._micro_batch, logps.detach())
-            if "ref_per_token_logps" in self._micro_batch:
-                reference = self._micro_batch["ref_per_token_logps"]
-                self._micro_batch["ref_per_token_logps"] = stand_in(
-                    self._divergence, logps, reference
-                )
+            self._fill_in(self._micro_batch, logps)
         return logps, entropies, aux_loss
 
-    def _pictures(self, passed: dict[str, Any]) -> Pictures | None:
-        """Those of the sequences in a forward, by what TRL passes to it beside their tokens; None without any."""
-        if (pixels := passed.get("pixel_values")) is None:
-            return None
-        shown = self._shown if self._micro_batch is None else self._micro_batch["shown"]
-        return Pictures(pixels.split(passed["num_images"]), shown.tolist())
+    def _score(
+        self, model: torch.nn.Module, rows: PaddedRows, size: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies, (B, T), of packed rows, `size` sequences at a time."""
+        logps, entropies = packed_scores(model, rows, path=self.packed_by, size=size)
+        return logps, entropies
 
-    @property
-    def _shown(self) -> torch.Tensor:
-        return torch.tensor([sequence.shown for sequence in self._round])
+    def _pictures(self, passed: dict[str, Any]) -> Pictures:
+        """The images of the sequences in a forward, by what TRL passes to it beside their tokens."""
+        pixels = passed["pixel_values"].split(passed["num_images"])
+        batch = self._micro_batch
+        hashes = self._image_hashes() if batch is None else batch["images_hash"]
+        return Pictures(pixels, hashes.tolist())
 
-    def _marks(self, width: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Of the micro-batch in the loss, or of the round that TRL scores: (B, T), 0 at environments' tokens, or None;
-        and `begins_of` it.
+    def _image_hashes(self) -> Tensor:
+        return torch.tensor([sequence.images_hash for sequence in self._round])
 
-        Both leave these log-probabilities at 0: of a real one and a 0, the ratio could be infinite, and no mask helps.
+    def _wanted_and_later_prompts(self, width: int) -> tuple[Tensor | None, Tensor | None]:
+        """The policy's tokens, (B, T), and `later_prompt_lengths`, of the micro-batch in the loss or of the round.
+
+        Log-probabilities at other tokens stay 0 in both: of a real one and a 0, the ratio could be infinite, and no
+        mask helps.
         """
         if self._micro_batch is not None:
-            return self._micro_batch.get("tool_mask"), self._micro_batch.get("begins")
-        masks = self._masks()
+            batch = self._micro_batch
+            return batch.get("tool_mask"), batch.get("later_prompt_lengths")
+        masks = self._policy_masks()
         padded = masks and torch.tensor([[*mask, *[1] * (width - len(mask))] for mask in masks])
-        return padded, begins_of(self._round, width)
+        return padded, later_prompt_lengths(self._round, width)
 
-    def _masks(self) -> list[list[int]] | None:
-        """Of each of the round's sequences, 1 at the policy's tokens; None where all tokens are."""
+    def _policy_masks(self) -> list[list[int]] | None:
+        """1 at the policy's tokens of each of the round's sequences; None where all tokens are the policy's."""
         if all(sequence.mask is None for sequence in self._round):
             return None
         return [sequence.mask or [1] * len(sequence.completion_ids) for sequence in self._round]
 
-    def _score(
-        self, model: torch.nn.Module, *inputs: Any, **how: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and entropies of a packed micro-batch."""
-        assert self.packed_by is not None
-        return score_completions(model, *inputs, path=self.packed_by, **how)
+    def _fill_in(self, inputs: dict[str, Any], logps: Tensor) -> None:
+        """Give the loss what depends on its own forward: the importance weights, and the reference's stand-in."""
+        if "sampling_per_token_logps" in inputs and self._learns_once:
+            if self.vllm_importance_sampling_correction:
+                self._fill_in_correction(inputs, logps.detach())
+            self._record_gap(logps.detach(), inputs)
+        if "ref_per_token_logps" in inputs:
+            reference = inputs["ref_per_token_logps"]
+            inputs["ref_per_token_logps"] = stand_in(self._divergence, logps, reference)
 
-    def _fill_in_correction(self, inputs: dict[str, Any], logps: torch.Tensor) -> None:
-        """Give the loss the importance weights that the batch was built without, and record the gap."""
-        sampled = inputs.get("sampling_per_token_logps")
-        if sampled is None or not self._learns_once:
-            return
-        if self.vllm_importance_sampling_correction:
-            ratio = importance_ratio(
-                logps,
-                sampled,
-                mask := loss_mask(inputs),
-                mode=self.vllm_importance_sampling_mode,
-                clip_min=self.vllm_importance_sampling_clip_min,
-                clip_max=self.vllm_importance_sampling_clip_max,
-            )
-            inputs["importance_sampling_ratio"] = ratio
-            if (weights := ratio if ratio.size(1) == 1 else ratio[mask.bool()]).numel():
-                self.record("sampling/importance_sampling_ratio/mean", weights.mean().item())
-        self._record_gap(logps, inputs)
+    def _fill_in_correction(self, inputs: dict[str, Any], logps: Tensor) -> None:
+        """Give the loss the importance weights that the batch was built without."""
+        mask = loss_mask(inputs)
+        ratio = importance_ratio(
+            logps,
+            inputs["sampling_per_token_logps"],
+            mask,
+            mode=self.vllm_importance_sampling_mode,
+            clip_min=self.vllm_importance_sampling_clip_min,
+            clip_max=self.vllm_importance_sampling_clip_max,
+        )
+        inputs["importance_sampling_ratio"] = ratio
+        weights = ratio if ratio.size(1) == 1 else ratio[mask.bool()]
+        if weights.numel():
+            self.record("sampling/importance_sampling_ratio/mean", weights.mean().item())
 
-    def _record_gap(self, logps: torch.Tensor, inputs: dict[str, Any]) -> None:
+    def _record_gap(self, logps: Tensor, inputs: dict[str, Any]) -> None:
         """The mean gap between engine and trainer: on the same weights, and on those of an earlier version."""
         is_fresh = inputs["is_fresh"].unsqueeze(1)
-        for name, counts in (("ycore/logprob_gap", is_fresh), ("ycore/stale_gap", ~is_fresh)):
-            gap = absolute_gap(
-                logps, inputs["sampling_per_token_logps"], loss_mask(inputs) * counts
-            )
+        for name, counted in (("ycore/logprob_gap", is_fresh), ("ycore/stale_gap", ~is_fresh)):
+            mask = loss_mask(inputs) * counted
+            gap = absolute_gap(logps, inputs["sampling_per_token_logps"], mask)
             if gap.numel():
                 self.record(name, gap.mean().item())
 
@@ -481,12 +487,12 @@ def texts_stay_local(num_sequences: int, *, logs_completions: bool) -> Iterator[
     """
     gather_object = grpo_trainer.gather_object
 
-    def gather_others(items: list[Any]) -> list[Any]:
+    def gather_unless_texts(items: list[Any]) -> list[Any]:
         gathered: list[Any] = items if len(items) == num_sequences else gather_object(items)
         return gathered
 
     if not logs_completions:
-        grpo_trainer.gather_object = gather_others
+        grpo_trainer.gather_object = gather_unless_texts
     try:
         yield
     finally:

@@ -1,6 +1,6 @@
 """The live view of a run: its reward, its groups, where its step's time goes, and its slots, a lane each.
 
-The run's own terminal and `ycore watch` show it. It never shrinks while the run goes on, and it fits 80 columns.
+The run's own terminal and `ycore report --live` show it. It never shrinks while the run goes on, and it fits 80 columns.
 """
 
 import math

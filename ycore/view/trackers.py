@@ -1,9 +1,9 @@
-"""What trackers show of a run beside the numbers that transformers' callbacks send them.
+"""Send trackers what they show of a run beside the numbers that transformers' callbacks send them.
 
-At its start run.json, without secrets; once its model is saved the curve, completions before and after, the report, and
-the folders that `tracker_files` names. Of `ycore flow`, which has no such callbacks, the numbers too (`OwnPage`). Of
-`ycore eval` the figures and the completions. wandb and trackio share an interface; tensorboard keeps numbers, texts and
-pictures only.
+At a run's start: run.json, without secrets; once its model is saved: the curve, completions before and after, the
+report, and the folders that `tracker_files` names. A run without such callbacks (`ycore flow`) sends its numbers too
+(`OwnPage`), and `ycore eval` figures and completions. wandb and trackio share an interface; tensorboard keeps numbers,
+texts and pictures only.
 """
 
 import importlib
@@ -39,195 +39,156 @@ Table = tuple[Sequence[str], Sequence[Sequence[Any]]]
 """Names of the columns, and the rows."""
 
 _KNOWN = ("wandb", "trackio", "tensorboard")
-_PROJECT = "huggingface"  # transformers' own, where none is named
-_MOST_COMPLETIONS = 1000  # of an evaluation, in a table
-_SAMPLES, _REPORT, _CURVE, _PICTURES = (
-    "ycore/completions",
-    "ycore/report",
-    "ycore/curve",
-    "ycore/pictures",
-)
+_DEFAULT_PROJECT = "huggingface"  # transformers' own
+_MAX_COMPLETIONS = 1000  # of an evaluation, in a table
+_SAMPLES, _REPORT = "ycore/completions", "ycore/report"
+_CURVE, _PICTURES = "ycore/curve", "ycore/pictures"
 _STEP = "train/global_step"  # as transformers names it, and the numbers beside it
 
 
 class TrackerPage(TrainerCallback):
-    """Add it after the trackers' own callbacks, which open their runs when training begins."""
+    """The page of a run with a transformers Trainer.
+
+    Add it after the trackers' own callbacks, which open their runs when training begins.
+    """
 
     def __init__(self, folder: RunFolder, handler: CallbackHandler, config: AnyConfig) -> None:
-        if (
-            project := config.trl.get("project")
-        ) is not None:  # transformers passes it on to every tracker but wandb
-            os.environ.setdefault("WANDB_PROJECT", project)
-        if any(isinstance(callback, WandbCallback) for callback in handler.callbacks):
-            os.environ.setdefault(
-                "WANDB_RUN_ID", folder.run_id
-            )  # the folder's: a resumed run goes on with its page
-            os.environ.setdefault("WANDB_RESUME", "allow")
-        for callback in handler.callbacks:
-            if isinstance(callback, TrackioCallback):  # wandb reads the variable itself
-                callback._trackio.init = partial(
-                    callback._trackio.init, group=os.environ.get(TRACKER_GROUP)
-                )
-        self._folder, self._handler, self._config = folder, handler, config
+        self._folder = folder
+        self._handler = handler
+        self._config = config
         self._events: str | None = None
+        if project := config.trl.get("project"):
+            # transformers passes it on to every tracker but wandb.
+            os.environ.setdefault("WANDB_PROJECT", project)
+        for callback in handler.callbacks:
+            if isinstance(callback, WandbCallback):
+                # The folder's id: a resumed run goes on with its page.
+                os.environ.setdefault("WANDB_RUN_ID", folder.run_id)
+                os.environ.setdefault("WANDB_RESUME", "allow")
+            if isinstance(callback, TrackioCallback):  # wandb reads the variable itself
+                group = os.environ.get(TRACKER_GROUP)
+                callback._trackio.init = partial(callback._trackio.init, group=group)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         if not state.is_world_process_zero:
             return
-        description = read_json(self._folder.config)
-        for tracker in _modules(
-            args.report_to
-        ):  # prefixed, since TRL's arguments and the model's config are there too
-            tracker.config.update(
-                {f"ycore/{key}": description[key] for key in description}, allow_val_change=True
-            )
+        for tracker in _modules(args.report_to):
+            tracker.config.update(_prefixed_settings(self._folder), allow_val_change=True)
         for callback in self._handler.callbacks:
             if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
-                _describe(callback.tb_writer, description)
+                _add_settings(callback.tb_writer, self._folder)
                 self._events = callback.tb_writer.log_dir
 
     def close(self, args: TrainingArguments, *, step: int) -> None:
         """Send what a finished run has; its model, metrics and samples are on the disk. On the first rank only."""
-        if not set(args.report_to) & set(_KNOWN):
-            return
-        _send_last(
-            self._folder,
-            self._config,
-            partial(_opened, args=args),
-            _modules(args.report_to),
-            self._events,
-            step,
-        )
+        if set(args.report_to) & set(_KNOWN):
+            reopen = partial(_reopen, args=args)
+            trackers = _modules(args.report_to)
+            _send_results(self._folder, self._config, trackers, reopen, self._events, step)
 
 
 class OwnPage:
-    """Of a run whose numbers no callback of transformers sends: `page.log(row); page.send(); page.close()`."""
+    """The page of a run without a transformers Trainer: `page.log(row); page.send(); page.close()`."""
 
     def __init__(self, config: BaseConfig, folder: RunFolder) -> None:
-        self._config, self._folder, names = config, folder, _names(config)
+        names = _tracker_names(config)
+        self._config = config
+        self._folder = folder
         self._trackers = _modules(names)
+        self._writer: Any = None
+        self._step = 0
         for tracker in self._trackers:
             _open(tracker, config, folder)
             if tracker.__name__ == "wandb":
                 tracker.define_metric("*", step_metric=_STEP, step_sync=True)
-        self._writer = _writer(folder) if "tensorboard" in names else None
-        if self._writer is not None:
-            _describe(self._writer, read_json(folder.config))
-        self._step = 0
+        if "tensorboard" in names:
+            self._writer = _new_writer(folder)
+            _add_settings(self._writer, folder)
 
     def log(self, row: Row) -> None:
-        """The numbers of a row of metrics.jsonl, which may be of an evaluation."""
+        """Send the numbers of a row of metrics.jsonl, which may be of an evaluation."""
         self._step = int(row["step"])
-        told = {
-            f"train/{name}": value
-            for name in row
-            if (value := number(row, name)) is not None and name != "step"
-        }
+        numbers = {}
+        for name in row:
+            if name != "step" and (value := number(row, name)) is not None:
+                numbers[f"train/{name}"] = value
         for tracker in self._trackers:
-            tracker.log(told | {_STEP: self._step})
+            tracker.log(numbers | {_STEP: self._step})
         if self._writer is not None:
-            _add_numbers(self._writer, told, step=self._step)
+            _add_numbers(self._writer, numbers, step=self._step)
 
     def send(self) -> None:
-        """What a finished run has; its model, metrics and pictures are on the disk."""
+        """Send what a finished run has; its model, metrics and pictures are on the disk."""
         events = None if self._writer is None else self._writer.log_dir
-        _send_last(self._folder, self._config, nullcontext, self._trackers, events, self._step)
+        _send_results(self._folder, self._config, self._trackers, nullcontext, events, self._step)
 
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
         for tracker in self._trackers:
-            with _spared(tracker.__name__):
+            with _tolerate_failure(tracker.__name__):
                 tracker.finish()
 
 
 def tell_evaluation(config: AnyConfig, folder: RunFolder, figures: Mapping[str, float]) -> None:
     """Open a page for an evaluation in the run's trackers, with its settings, its figures and its completions."""
-    names, table = _names(config), _completions(folder)
-    told = {f"ycore/eval/{name}": value for name, value in figures.items()}
+    names, table = _tracker_names(config), _evaluated_completions(folder)
+    numbers = {f"ycore/eval/{name}": value for name, value in figures.items()}
     for tracker in _modules(names):
-        with _spared(tracker.__name__):
-            _open(
-                tracker,
-                config,
-                folder,
-                **({"job_type": "eval"} if tracker.__name__ == "wandb" else {}),
-            )
-            tracker.log(
-                told | {_SAMPLES: tracker.Table(columns=list(table[0]), data=list(table[1]))}
-            )
+        with _tolerate_failure(tracker.__name__):
+            _open(tracker, config, folder, job_type="eval")
+            tracker.log(numbers | {_SAMPLES: _as_table(tracker, table)})
             tracker.finish()
     if "tensorboard" in names:
-        with _spared("tensorboard"):
-            with _writer(folder) as writer:
-                _add_numbers(writer, told, step=0)
+        with _tolerate_failure("tensorboard"):
+            with _new_writer(folder) as writer:
+                _add_numbers(writer, numbers, step=0)
             _write_events(writer.log_dir, table, {}, step=0)
 
 
-def _names(config: BaseConfig) -> Sequence[str]:
-    """The trackers that the run names."""
-    given = config.trl.get("report_to") or "none"
-    names = [given] if isinstance(given, str) else given
+# -- wandb and trackio -------------------------------------------------------------------------------------------------
+
+
+def _tracker_names(config: BaseConfig) -> Sequence[str]:
+    names = config.trl.get("report_to") or "none"
+    names = [names] if isinstance(names, str) else names
     return get_available_reporting_integrations() if "all" in names else names
-
-
-def _open(tracker: Any, config: BaseConfig, folder: RunFolder, **more: Any) -> None:
-    """Open the folder's page, or go on with it."""
-    project = config.trl.get("project") or os.environ.get("WANDB_PROJECT") or _PROJECT
-    about = {
-        "project": project,
-        "name": folder.root.name,
-        "resume": "allow",
-        "group": os.environ.get(TRACKER_GROUP),
-    }
-    own = {"id": folder.run_id} if tracker.__name__ == "wandb" else {}
-    described = {f"ycore/{key}": value for key, value in read_json(folder.config).items()}
-    tracker.init(**about, **own, **more, config=described)
-
-
-def _send_last(
-    folder: RunFolder,
-    config: BaseConfig,
-    opened: Callable[[Any], AbstractContextManager[None]],
-    trackers: Sequence[Any],
-    events: str | None,
-    step: int,
-) -> None:
-    """Send what a finished run has. `opened` opens a tracker's page again, where it is closed."""
-    table, curve = _samples(folder), folder.root / ".curve-for-trackers.png"
-    draw_curve(read_metrics(folder.metrics), curve, folder.root.name)
-    drawn = {
-        name: str(file)
-        for name, file in ((_CURVE, curve), (_PICTURES, folder.pictures))
-        if file.is_file()
-    }
-    for tracker in trackers:
-        with _spared(tracker.__name__), opened(tracker):
-            found = {_REPORT: tracker.Html(_report(folder, config))}
-            found |= {name: tracker.Image(file) for name, file in drawn.items()}
-            found |= (
-                {_SAMPLES: tracker.Table(columns=list(table[0]), data=list(table[1]))}
-                if table[1]
-                else {}
-            )
-            tracker.log(found)
-            for kind in config.tracker_files:
-                _send(tracker, folder, kind)
-    if events is not None:  # TRL has closed its own writer
-        with _spared("tensorboard"):
-            _write_events(events, table, drawn, step=step)
-    curve.unlink(missing_ok=True)
 
 
 def _modules(names: Sequence[str]) -> list[Any]:
     return [importlib.import_module(name) for name in ("wandb", "trackio") if name in names]
 
 
+def _open(tracker: Any, config: BaseConfig, folder: RunFolder, job_type: str | None = None) -> None:
+    """Open the folder's page, or go on with it."""
+    wandb_only: dict[str, Any] = {}
+    if tracker.__name__ == "wandb":
+        wandb_only = {"id": folder.run_id, "job_type": job_type}
+    tracker.init(
+        project=config.trl.get("project") or os.environ.get("WANDB_PROJECT") or _DEFAULT_PROJECT,
+        name=folder.root.name,
+        resume="allow",
+        group=os.environ.get(TRACKER_GROUP),
+        config=_prefixed_settings(folder),
+        **wandb_only,
+    )
+
+
+def _prefixed_settings(folder: RunFolder) -> dict[str, Any]:
+    """Return run.json; prefixed, since TRL's arguments and the model's config are there too."""
+    return {f"ycore/{key}": value for key, value in read_json(folder.config).items()}
+
+
+def _as_table(tracker: Any, table: Table) -> Any:
+    columns, rows = table
+    return tracker.Table(columns=list(columns), data=list(rows))
+
+
 @contextmanager
-def _spared(tracker: str) -> Iterator[None]:
-    """The run is finished and saved: a tracker that fails now costs its page, and no more."""
+def _tolerate_failure(tracker: str) -> Iterator[None]:
+    """Print a tracker's failure: the run is finished and saved, so it costs the page, and no more."""
     try:
         yield
     except Exception as problem:  # noqa: BLE001 (whatever a tracker or its network raises)
@@ -238,8 +199,8 @@ def _spared(tracker: str) -> Iterator[None]:
 
 
 @contextmanager
-def _opened(tracker: Any, args: TrainingArguments) -> Iterator[None]:
-    """wandb's run is open until the process ends; transformers closes trackio's with the last step."""
+def _reopen(tracker: Any, args: TrainingArguments) -> Iterator[None]:
+    """Open trackio's page again, which transformers closes with the last step; wandb's is open until the end."""
     if tracker.__name__ == "wandb":
         yield
         return
@@ -252,69 +213,95 @@ def _opened(tracker: Any, args: TrainingArguments) -> Iterator[None]:
         tracker.finish()
 
 
-def _send(tracker: Any, folder: RunFolder, kind: str) -> None:
-    """The run's `model` or `journal` as an artifact."""
-    artifact = tracker.Artifact(
-        re.sub(r"[^\w.-]+", "-", f"{folder.root.resolve().name}-{kind}"), type=kind
-    )
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+def _send_results(
+    folder: RunFolder,
+    config: BaseConfig,
+    trackers: Sequence[Any],
+    reopen: Callable[[Any], AbstractContextManager[None]],
+    events: str | None,
+    step: int,
+) -> None:
+    """Send what a finished run has, to tensorboard's folder `events` too."""
+    table = _samples(folder)
+    curve = folder.root / ".curve-for-trackers.png"
+    draw_curve(read_metrics(folder.metrics), curve, folder.root.name)
+    pictures = {_CURVE: curve, _PICTURES: folder.pictures}
+    drawn = {name: str(file) for name, file in pictures.items() if file.is_file()}
+    for tracker in trackers:
+        with _tolerate_failure(tracker.__name__), reopen(tracker):
+            results = {name: tracker.Image(file) for name, file in drawn.items()}
+            results[_REPORT] = tracker.Html(_render_report(folder, config))
+            if table[1]:
+                results[_SAMPLES] = _as_table(tracker, table)
+            tracker.log(results)
+            for kind in config.tracker_files:
+                _send_folder(tracker, folder, kind)
+    if events is not None:  # TRL has closed its own writer
+        with _tolerate_failure("tensorboard"):
+            _write_events(events, table, drawn, step=step)
+    curve.unlink(missing_ok=True)
+
+
+def _send_folder(tracker: Any, folder: RunFolder, kind: str) -> None:
+    """Send the run's `model` or `journal` as an artifact."""
+    name = re.sub(r"[^\w.-]+", "-", f"{folder.root.resolve().name}-{kind}")
+    artifact = tracker.Artifact(name, type=kind)
     artifact.add_dir(str(getattr(folder, kind)))
     tracker.log_artifact(artifact)
 
 
-def _report(folder: RunFolder, config: BaseConfig) -> str:
-    """The page of `ycore report`. The launcher writes the summary after its trainer has ended; this one has the seconds
-    of steps alone."""
+def _render_report(folder: RunFolder, config: BaseConfig) -> str:
+    """Return the page of `ycore report`, with the seconds of steps alone.
+
+    The launcher writes the summary after its trainer has ended.
+    """
     run = read_run(folder.root)
     seconds = sum(number(row, *STEP_SECONDS) or 0.0 for row in run.metrics)
     measure: Literal["reward", "loss"] = "loss" if isinstance(config, TuneConfig) else "reward"
-    return render_page(
-        make_report(
-            [replace(run, summary=summarise(run.metrics, "finished", seconds, measure=measure))]
-        )
-    )
+    summary = summarise(run.metrics, "finished", seconds, measure=measure)
+    return render_page(make_report([replace(run, summary=summary)]))
 
 
 def _samples(folder: RunFolder) -> Table:
-    """Completions before and after training, to the same prompts."""
-    told = read_json(folder.samples) if folder.samples.is_file() else {"before": [], "after": []}
-    pairs = zip(told["before"], told["after"], strict=True)
-    rows = [
-        [content_text(before["prompt"]), before["completion"], after["completion"]]
-        for before, after in pairs
-    ]
+    """Return completions before and after training, to the same prompts."""
+    rows = []
+    if folder.samples.is_file():
+        samples = read_json(folder.samples)
+        for before, after in zip(samples["before"], samples["after"], strict=True):
+            prompt = content_text(before["prompt"])
+            rows.append([prompt, before["completion"], after["completion"]])
     return ("prompt", "before", "after"), rows
 
 
-def _completions(folder: RunFolder) -> Table:
-    """The first completions of an evaluation, with their rewards."""
+def _evaluated_completions(folder: RunFolder) -> Table:
+    """Return the first completions of an evaluation, with their rewards."""
     rows = []
     with (folder.root / "completions.jsonl").open(encoding="utf-8") as lines:
-        for line in map(json.loads, islice(lines, _MOST_COMPLETIONS)):
-            rewards = json.dumps(line["rewards"])
-            rows.append(
-                [
-                    content_text(line["prompt"]),
-                    content_text(line["completion"]),
-                    rewards,
-                    line["finish_reason"],
-                ]
-            )
+        for row in map(json.loads, islice(lines, _MAX_COMPLETIONS)):
+            texts = [content_text(row["prompt"]), content_text(row["completion"])]
+            rows.append([*texts, json.dumps(row["rewards"]), row["finish_reason"]])
     return ("prompt", "completion", "rewards", "finish_reason"), rows
 
 
-def _writer(folder: RunFolder) -> Any:
-    """Of tensorboard's files of a run that transformers writes none of."""
+# -- tensorboard -------------------------------------------------------------------------------------------------------
+
+
+def _new_writer(folder: RunFolder) -> Any:
+    """Open TensorBoard's events of a run without a transformers Trainer."""
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(str(folder.root / "events"))
 
 
-def _describe(writer: Any, description: Mapping[str, Any]) -> None:
-    writer.add_text("ycore", f"```\n{json.dumps(description, indent=2)}\n```")
+def _add_settings(writer: Any, folder: RunFolder) -> None:
+    writer.add_text("ycore", f"```\n{json.dumps(read_json(folder.config), indent=2)}\n```")
 
 
-def _add_numbers(writer: Any, told: Mapping[str, float], *, step: int) -> None:
-    for name, value in told.items():
+def _add_numbers(writer: Any, numbers: Mapping[str, float], *, step: int) -> None:
+    for name, value in numbers.items():
         writer.add_scalar(name, value, step)
 
 
@@ -323,13 +310,12 @@ def _write_events(events: str, table: Table, drawn: Mapping[str, str], *, step: 
     from torch.utils.tensorboard import SummaryWriter
 
     columns, rows = table
-    lines = [
-        "|".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in row) for row in rows
-    ]
+    lines = ["|".join(columns), "|".join("---" for _ in columns)]
+    for row in rows:
+        cells = [str(cell).replace("|", "\\|").replace("\n", " ") for cell in row]
+        lines.append("|".join(cells))
     with SummaryWriter(events, filename_suffix=".ycore") as writer:
         if rows:
-            writer.add_text(
-                _SAMPLES, "\n".join(["|".join(columns), "|".join("---" for _ in columns), *lines])
-            )
+            writer.add_text(_SAMPLES, "\n".join(lines))
         for name, file in drawn.items():
             writer.add_image(name, imread(file), step, dataformats="HWC")

@@ -1,8 +1,4 @@
-"""A reward model (Bradley and Terry 1952, as in arXiv 2203.02155): one number per conversation, higher is better.
-
-It is a classifier with one label, saved whole with its adapters merged: transformers and vLLM's pooling server load it
-by its folder.
-"""
+"""The trainers on given examples: supervised fine-tuning, DPO, KTO and reward models. All are TRL's."""
 
 from pathlib import Path
 from typing import Any
@@ -10,13 +6,54 @@ from typing import Any
 import torch
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
-from trl import RewardConfig, RewardTrainer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
+from ycore.config.schema import TuneConfig
 from ycore.run.metrics import wilson_95
 from ycore.trl.base import BaseTrainer
 
 
-class Trainer(BaseTrainer, RewardTrainer):
+class FineTuner(BaseTrainer, SFTTrainer):
+    """Supervised fine-tuning: raise the likelihood of given answers."""
+
+    config_class = SFTConfig
+
+
+class PairTrainer(BaseTrainer, DPOTrainer):
+    """Direct preference optimization (arXiv 2305.18290): make the chosen answer likelier than the rejected one.
+
+    Likelihoods are relative to the model at the start of training: with adapters, the base model without them.
+    """
+
+    config_class = DPOConfig
+
+
+class LabelTrainer(BaseTrainer, KTOTrainer):
+    """KTO (arXiv 2402.01306): learn from answers that are labelled good or bad one by one, without pairs.
+
+    Its KL term pairs every prompt with the previous row's answer in the micro-batch. Rows are therefore read in the
+    order of the dataset, which is shuffled once by the seed, and a micro-batch has at least two rows.
+    """
+
+    config_class = KTOConfig
+
+
+class RewardModelTrainer(BaseTrainer, RewardTrainer):
+    """A reward model (Bradley and Terry 1952, as in arXiv 2203.02155): one number per conversation, higher is better.
+
+    It is a classifier with one label, saved whole with its adapters merged: transformers and vLLM's pooling server
+    load it by its folder.
+    """
+
     config_class = RewardConfig
     task_type = "SEQ_CLS"
 
@@ -80,3 +117,15 @@ class Trainer(BaseTrainer, RewardTrainer):
             model = model.float().merge_and_unload()
         model.to(dtype).save_pretrained(folder)
         self.processing_class.save_pretrained(folder)
+
+
+_TRAINERS: dict[str, type[BaseTrainer]] = {
+    "sft": FineTuner,
+    "dpo": PairTrainer,
+    "kto": LabelTrainer,
+    "reward": RewardModelTrainer,
+}
+
+
+def trainer_class(config: TuneConfig) -> type[BaseTrainer]:
+    return _TRAINERS[config.algorithm]

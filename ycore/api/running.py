@@ -1,7 +1,8 @@
-"""Check everything that can be checked before a run starts, without loading torch, and plan the run."""
+"""Check everything that can be checked before a run starts, without loading torch; plan it, and train in the foreground."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from ycore.api.rollout_checks import check_rollouts
@@ -12,6 +13,7 @@ from ycore.config.schema import AnyConfig, RunConfig, TuneConfig, a_fifth
 from ycore.config.trl_arguments import trl_arguments
 from ycore.data.examples import load_examples
 from ycore.errors import ConfigError
+from ycore.launch.launcher import TRAINER, run_worker
 from ycore.launch.layout import Site, site_of
 from ycore.models.names import (
     ModelPlan,
@@ -20,7 +22,10 @@ from ycore.models.names import (
     resolve_model,
     sighted_family,
 )
+from ycore.run.checkpoints import MIN_KEPT
 from ycore.run.claim import AS_IT_WAS, Resume, check_claim
+from ycore.run.paths import RunFolder
+from ycore.run.resuming import check_checkpoint, check_replay, check_world, settle
 from ycore.run.secrets import redact
 
 
@@ -120,3 +125,43 @@ def _check_examples(config: TuneConfig, model: ModelPlan, site: Site) -> dict[st
         "fingerprint": examples.fingerprint,
     }
     return {"dataset": dataset, "batch": batch}
+
+
+def training_plan(config: AnyConfig, *, resume: bool, how: Resume) -> dict[str, Any]:
+    """Plan a training run as `checked_plan` does; UserError also where a checkpoint or journal cannot be used."""
+    plan = checked_plan(config, resume=resume, how=how)
+    folder = RunFolder(Path(config.output))
+    if how.step is not None:
+        check_checkpoint(folder, how.step)
+    if resume:
+        check_world(folder, how, world=plan["ranks"]["world"])
+    if isinstance(config, RunConfig):
+        _check_kept_rounds(config)
+    return plan
+
+
+def _check_kept_rounds(config: RunConfig) -> None:
+    limit = config.trl.get("save_total_limit")
+    if limit is not None and limit < MIN_KEPT:
+        raise ConfigError(
+            f"save_total_limit must be {MIN_KEPT} or more, so that one checkpoint is whole where another is damaged; "
+            f"it is {limit}"
+        )
+    if config.replay is not None:
+        replayed = RunFolder(Path(config.replay).expanduser())
+        check_replay(replayed.root, replayed.journal)
+
+
+def run_training(
+    config: AnyConfig, plan: Mapping[str, Any], *, resume: bool, how: Resume
+) -> dict[str, Any]:
+    """Train as the `training_plan` says, and return the run's summary."""
+    if resume:
+        settle(RunFolder(Path(config.output)), config, how, world=plan["ranks"]["world"], say=print)
+    return run_worker(
+        TRAINER,
+        config,
+        resume=resume,
+        num_steps=plan["trl"]["max_steps"],
+        planned=plan.get("forecast"),
+    )

@@ -1,0 +1,115 @@
+"""The rounds of `ycore flow`: conditions are prompts, pictures are completions, scored as images."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ycore.config.schema import EngineSettings, RewardConfig
+from ycore.engine.judge_engine import RemoteJudge
+from ycore.flow.flow_settings import IMAGES, FlowConfig
+from ycore.flow.sampler import OnePicture, Picture, PictureEngine
+from ycore.judge.question import Questioner
+from ycore.judge.sources import is_judge, judge_of
+from ycore.placement.slots import Slots
+from ycore.rewards.loading import reward_names
+from ycore.round.journal import Journal
+from ycore.round.peers import Peers
+from ycore.round.sampling import DrawSource, Rules
+from ycore.round.step import Controller
+from ycore.run.images import ImageStore
+from ycore.run.meter import Meter
+from ycore.run.paths import RunFolder
+from ycore.run.trace import TraceWriter
+from ycore.scoring.group_rewards import min_stds
+from ycore.scoring.judge_scorer import JudgeMeter, JudgeScorer
+from ycore.scoring.reward_pool import RuleScorer, WorkerMeter, reward_pool
+from ycore.scoring.scoring import PendingGroup, Scorer, Scoring
+from ycore.types import Completion, Prompt, Score
+
+
+class PictureScorer(RuleScorer):
+    """Reward functions of pictures: in `images` they get the one that each completion is."""
+
+    def extra_columns(
+        self, prompt: Prompt, completions: Sequence[Completion]
+    ) -> dict[str, list[Any]]:
+        pictures = [Picture.of(completion.text).image for completion in completions]
+        return {IMAGES: [str(self.images.path(picture.sha256)) for picture in pictures]}
+
+
+class PictureJudge(JudgeScorer):
+    """A judge that sees: a question shows it the drawn picture, and names it where a completion's text would stand."""
+
+    async def score_one(self, group: PendingGroup, index: int) -> Score:
+        completion = await group.tasks_G[index]
+        prompt = replace(group.draw.prompt, images=(Picture.of(completion.text).image,))
+        draw = replace(group.draw, prompt=prompt)
+        return await super().score_one(replace(group, draw=draw), index)
+
+
+def picture_scoring(
+    config: FlowConfig, specs: Sequence[RewardConfig], folder: RunFolder, images: ImageStore
+) -> Scoring:
+    """Scoring by the run's rewards, or by its held-out judges."""
+    names, judge_meter = reward_names(specs), JudgeMeter()
+    rules = [source for source, spec in enumerate(specs) if not is_judge(spec)]
+    scorers: list[tuple[Sequence[int], Scorer]] = []
+    meters: list[Meter] = [judge_meter] if len(rules) < len(specs) else []
+    if rules:
+        pool = reward_pool(config, folder, [specs[source] for source in rules])
+        scorers.append((rules, PictureScorer(pool, images)))
+        meters.append(WorkerMeter(pool))
+    timeout_s = EngineSettings().request_timeout_s
+    for source, spec in enumerate(specs):
+        if source in rules:
+            continue
+        judge = judge_of(spec)
+        scorer = PictureJudge(
+            names[source],
+            Questioner(judge),
+            [RemoteJudge(names[source], judge, request_timeout_s=timeout_s)],
+            meter=judge_meter,
+            seed=config.seed,
+            text_of=lambda completion: "[picture 1]",
+            images=images,
+        )
+        scorers.append(((source,), scorer))
+    return Scoring(scorers, meters)
+
+
+def picture_controller(
+    config: FlowConfig,
+    folder: RunFolder,
+    prompts: Sequence[Prompt],
+    engine: PictureEngine,
+    writer: OnePicture,
+    journal: Journal,
+) -> Controller:
+    """The controller of the one rank, with the one engine that shares the trainer's process."""
+    rules = Rules(
+        group_size=config.group_size,
+        seed=config.seed,
+        reward_weights=tuple(reward.weight for reward in config.rewards),
+        dynamic=config.sampling.dynamic,
+        max_tries=config.sampling.max_tries,
+        in_order=True,  # all pictures take as long, so that it costs nothing
+        min_stds_R=min_stds(config.rewards, config.sampling.dust, default_range=1.0),
+    )
+    column = config.condition_column
+    draws = DrawSource(
+        prompts,
+        seed=config.seed,
+        encode=lambda prompt: (prompt.columns[column],),
+        max_prompt_tokens=1,
+    )
+    return Controller(
+        engines=[engine],
+        scoring=picture_scoring(config, config.rewards, folder, ImageStore(folder.images)),
+        draws=draws,
+        rules=rules,
+        peers=Peers(),
+        journal=journal,
+        max_surplus_age=config.sampling.max_age,
+        slots=Slots(1, trace=TraceWriter(folder.trace)),
+        writer=writer,
+    )

@@ -1,0 +1,188 @@
+"""What the policy gradients of ycore share: constraints, trust regions, averages by prompt, the KL in the reward."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ycore.advantages import ESTIMATORS, TOKEN_ADVANTAGE, TURN_ADVANTAGE, Estimator
+from ycore.config.learners import (
+    AdvantageConfig,
+    GroupConfig,
+    PolicyGradientConfig,
+    PPOConfig,
+)
+from ycore.config.schema import RunConfig
+from ycore.scoring.constraints import Constraints
+from ycore.trl.batches import loss_mask
+from ycore.trl.constrained import broken, gated, kept
+from ycore.trl.importance import behaviour_logps, effective_share, old_by_completion, region_weights
+from ycore.trl.returns import AddUp
+from ycore.trl.seam import SeamGRPOTrainer
+
+
+class PolicyGradientTrainer(SeamGRPOTrainer):
+    """The seam with the settings that all policy gradients have.
+
+    Args:
+        kl_in: `reward` takes the KL of `--beta` out of the loss. TRL then still computes the reference's
+            log-probabilities, by the same forward as the policy's.
+        trust_region: `clip`, TRL's; `clip-completion`, the same with one ratio a completion; or one of `importance`,
+            anchored at the policy that wrote the tokens.
+        loss_average: `prompts`: ScaleRL's (arXiv 2510.13786), where the loss itself averages over tokens.
+        constraints: what completions must keep beside their rewards (CGPO, arXiv 2409.20370).
+    """
+
+    beta: float
+
+    def __init__(
+        self,
+        *args: Any,
+        kl_in: str = "loss",
+        trust_region: str = "clip",
+        loss_average: str = "tokens",
+        constraints: Constraints | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._trust_region = trust_region
+        self._loss_average = loss_average
+        self._constraints = constraints
+        self._kl_in_reward = kl_in == "reward" and self.beta != 0.0
+        if self._kl_in_reward:
+            self.skips_equal_rewards = False
+
+    @classmethod
+    def settings_of(cls, config: RunConfig, model: Path) -> dict[str, Any]:
+        """The arguments of this class for a run that begins with the weights in the folder `model`."""
+        settings: dict[str, Any] = {
+            "advantage": estimator_of(config),
+            "constraints": Constraints.of(config),
+        }
+        if isinstance(config, PolicyGradientConfig):
+            settings["divergence"] = config.divergence
+            settings["trust_region"] = config.trust_region
+            settings["loss_average"] = config.loss_average
+        if isinstance(config, GroupConfig | PPOConfig):
+            settings["kl_in"] = config.kl_in
+        return settings
+
+    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
+        beta = self.beta
+        if self._kl_in_reward:  # or the same KL would count twice
+            self.beta = 0.0
+        try:
+            return super()._compute_loss(model, inputs)
+        finally:
+            self.beta = beta
+
+    def _complete(self, batch: dict[str, Any], step: int) -> None:
+        super()._complete(batch, step)
+        if self._loss_average == "prompts":
+            mask = loss_mask(batch)
+            advantages_BT = _by_token(batch["advantages"])
+            weights_B = prompt_weights(advantages_BT, mask, self.num_generations, self._add_up)
+            batch["advantages"] = advantages_BT * weights_B.unsqueeze(1).float()
+
+    def _totals(self, rewards: Tensor) -> Tensor:
+        """The weighted sums, less what broken constraints cost, or gated by them."""
+        totals = super()._totals(rewards)
+        if self._constraints is None:
+            return totals
+        broken_NC = broken(rewards, self._constraints.held)
+        if self._constraints.by == "gate":
+            return gated(totals, kept(broken_NC), self.num_generations)
+        costs = self.rounds.constraint_weights
+        return totals - (broken_NC * broken_NC.new_tensor(costs)).sum(dim=1)
+
+    def _fill_in(self, inputs: dict[str, Any], logps: Tensor) -> None:
+        """Also measure how far the policy is from the one that wrote the tokens, and apply the trust region.
+
+        A region's weight is put into the advantages, and TRL's own ratio and weight become 1: the gradient of a token
+        is then weight * advantage * d log p.
+        """
+        super()._fill_in(inputs, logps)
+        logps, mask = logps.detach(), loss_mask(inputs)
+        old = inputs.get("old_per_token_logps")
+        behaviour = behaviour_logps(inputs.get("sampling_per_token_logps"), old, logps)
+        self.record("ycore/effective_share", effective_share((logps - behaviour)[mask.bool()]))
+        if self._trust_region == "clip":
+            return
+        if self._trust_region == "clip-completion":
+            if old is not None:
+                inputs["old_per_token_logps"] = old_by_completion(logps, old, mask)
+            return
+        advantages = _by_token(inputs["advantages"])
+        weights = region_weights(self._trust_region, logps, behaviour, advantages, mask)
+        outside = (weights == 0) * mask
+        self.record("ycore/outside_trust_region", outside.sum().item() / max(1, int(mask.sum())))
+        inputs["advantages"] = advantages * weights
+        inputs["old_per_token_logps"] = logps
+        inputs["importance_sampling_ratio"] = torch.ones_like(logps)
+
+    def _log_ratios(self, batch: dict[str, Any]) -> Tensor:
+        """log(pi_old / pi_ref), (B, T) float64, whose reference leaves the batch: the loss then has no KL."""
+        reference: Tensor = batch.pop("ref_per_token_logps")
+        return (self._old_logps(batch) - reference).double()
+
+    def _old_logps(self, batch: dict[str, Any]) -> Tensor:
+        """Log-probabilities, (B, T), by the policy that begins the round, by the trainer's own forward."""
+        old: Tensor | None = batch.get("old_per_token_logps")
+        if old is not None:
+            return old
+        ids, mask = whole_sequences(batch)
+        width, size = batch["completion_ids"].size(1), self.args.per_device_train_batch_size
+        forward = self._get_per_token_logps_and_entropies
+        with torch.no_grad():
+            return forward(self.model, ids, mask, width, batch_size=size)[0]
+
+    def _step_tokens(self, inputs: dict[str, Any]) -> Tensor:
+        """Tokens of a whole optimizer step, a rank: what TRL's losses by token divide by."""
+        in_round = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
+        return in_round * self.current_gradient_accumulation_steps / self.args.steps_per_generation
+
+    def _add_up(self, values: Tensor) -> Tensor:
+        """The sum over all ranks of a vector."""
+        total: Tensor = self.accelerator.reduce(values, reduction="sum")
+        return total
+
+
+def estimator_of(config: RunConfig) -> Estimator | None:
+    """What replaces TRL's advantages. TRL's own know of no constraints: the same estimators of ours then do."""
+    advantage = config.advantage if isinstance(config, AdvantageConfig) else "group"
+    if advantage in (TOKEN_ADVANTAGE, TURN_ADVANTAGE):
+        return None
+    if advantage != "group":
+        return ESTIMATORS[advantage]
+    if not any(reward.constraint for reward in config.rewards):
+        return None
+    scale = config.trl.get("scale_rewards", "group")
+    names = {"none": "dr-grpo", False: "dr-grpo", "batch": "lite-ppo"}
+    return ESTIMATORS[names.get(scale, "group")]
+
+
+def prompt_weights(
+    advantages_BT: Tensor, mask_BT: Tensor, group_size: int, add_up: AddUp
+) -> Tensor:
+    """(B,): what turns a mean over the tokens of all ranks into one over each prompt's tokens, and then over prompts.
+
+    A group without any advantage is no prompt of the mean.
+    """
+    tokens_P = mask_BT.view(-1, group_size * mask_BT.size(1)).sum(dim=1).double()
+    counts_P = (advantages_BT * mask_BT).view(len(tokens_P), -1).any(dim=1)
+    total, prompts = add_up(torch.stack([tokens_P.sum(), counts_P.sum().double()]))
+    weights_P = total / prompts.clamp(min=1) / tokens_P.clamp(min=1)
+    return torch.where(counts_P, weights_P, 1).repeat_interleave(group_size)
+
+
+def whole_sequences(batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Token ids and attention mask of whole sequences, (B, P + T)."""
+    return (
+        torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+        torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+    )
+
+
+def _by_token(advantages: Tensor) -> Tensor:
+    return advantages.unsqueeze(1) if advantages.dim() == 1 else advantages

@@ -177,7 +177,7 @@ def serve(
         return 0
     if not is_vllm_installed():
         raise ConfigError("ycore serve needs vLLM; pip install 'ycore[cpu]' or 'ycore[gpu]'")
-    return trained.serve(words, spec)
+    return trained.serve_model(words, spec)
 
 
 def export(
@@ -205,8 +205,7 @@ def export(
             Path(model), push, private=private, merged=form == "merged", best=best, dry_run=dry_run
         )
         return
-    from ycore.api.trained import export as write
-    from ycore.api.trained import language_model
+    from ycore.api.trained import export_model, language_model
 
     form = form or "merged"
     folder = language_model(model, best=best)
@@ -216,7 +215,7 @@ def export(
     if dry_run:
         print(f"{folder} as {target}. Nothing was written; leave out --dry-run to write it.")
         return
-    write(folder, target, form=form, name=name)
+    export_model(folder, target, form=form, name=name)
     print_table([("written", str(target))])
 
 

@@ -30,7 +30,7 @@ from ycore.judge.sources import (
     reward_model_of,
     teacher_of,
 )
-from ycore.models.folder import read_json
+from ycore.models.folder import read_settings
 from ycore.models.names import ModelPlan, resolve_model
 from ycore.placement.placement import (
     JUDGE,
@@ -354,7 +354,7 @@ def check_tokens_at(policy: Path, teacher: Teacher) -> None:
 
 def _token_ids(folder: Path) -> Mapping[str, int] | None:
     """Return every token's id of a tokenizer.json; None where the folder has none of its own."""
-    tokenizer = read_json(folder / "tokenizer.json")
+    tokenizer = read_settings(folder / "tokenizer.json")
     vocab = tokenizer.get("model", {}).get("vocab")
     if isinstance(vocab, list):  # Unigram's: pairs of a token and its score
         vocab = {piece[0]: place for place, piece in enumerate(vocab)}

@@ -124,12 +124,12 @@ def chat(
 
 
 def served_name(model: str) -> str:
-    """What a model is called where it is served or written: the last part of its name; of `.`, the folder's own."""
+    """Name a model where it is served or written: the last part of its name; for `.`, the folder's."""
     return Path(os.path.abspath(Path(model).expanduser())).name  # a link keeps its own name
 
 
 def _begins_with(turns: Sequence[dict[str, str]], system_prompt: str | None) -> str:
-    """What is put before the conversation, in words."""
+    """Say what is put before the conversation."""
     is_system = [turn["role"] == "system" for turn in turns]
     whose = "its run's" if system_prompt is None else "your"
     parts = [f"{whose} system prompt"] * any(is_system) + ["its run's examples"] * (
@@ -139,7 +139,7 @@ def _begins_with(turns: Sequence[dict[str, str]], system_prompt: str | None) -> 
 
 
 def _typed(is_asked: bool) -> Iterator[str]:
-    """The lines of standard input that are not empty."""
+    """Yield the lines of standard input that are not empty."""
     while True:
         try:
             line = input("> " if is_asked else "")

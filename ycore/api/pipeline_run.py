@@ -162,7 +162,7 @@ def step_config(step: Step, pipeline: Pipeline) -> AnyConfig:
 
 
 def with_stand_ins(step: Step) -> Step | None:
-    """The step with every missing model replaced by the one it will be trained from; None where there is none."""
+    """Replace every missing model by the one it will be trained from; None where there is none."""
     missing = {path: model for path, model in step.stand_ins.items() if not Path(path).exists()}
     if None in missing.values():
         return None
@@ -178,7 +178,7 @@ def state_of(step: Step) -> State:
 
 
 def table_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Of each stage: its name; its command, how it ended, its seconds and its main figure."""
+    """List for each stage its name; its command, how it ended, its seconds and its main figure."""
     rows = []
     for stage in report["stages"]:
         seconds = "" if stage["wall_s"] is None else f"{stage['wall_s']:.0f} s"
@@ -188,7 +188,7 @@ def table_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def headline(figures: Mapping[str, Any]) -> str:
-    """The main figure of a summary, before and after where both are known; held-out rows before the run's own."""
+    """Choose the main figure of a summary, before and after where both are known; held-out rows come first."""
     held_out = figures.get("held_out") or {}
     before, after = held_out.get("before") or {}, held_out.get("after") or {}
     for name, first, last in (
@@ -240,7 +240,7 @@ def _run_step(step: Step, pipeline: Pipeline, run: Run) -> bool:
 
 
 def _can_resume(step: Step) -> bool:
-    """Whether the step has a run to resume. A stopped measurement has no checkpoint: its folder is cleared."""
+    """Say whether the step has a run to resume. A stopped measurement has no checkpoint: its folder is cleared."""
     if state_of(step) != "begun":
         return False
     if step.command not in ("eval", PAIRS):

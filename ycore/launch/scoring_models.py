@@ -267,9 +267,8 @@ def _check_classifier(name: str, model_config: Mapping[str, Any]) -> None:
             f"are {', '.join(architectures) or 'none'}; train one with TRL's RewardTrainer, or use the model as a "
             "judge: --reward judge:FILE.yaml"
         )
-    num_labels = (
-        model_config.get("num_labels") or len(model_config.get("id2label") or {}) or 2
-    )  # transformers' default
+    # transformers has two by default.
+    num_labels = model_config.get("num_labels") or len(model_config.get("id2label") or {}) or 2
     if num_labels != 1:
         raise ModelError(
             f"rm:{name} must give one number, and has {num_labels} labels; take a model with num_labels=1"

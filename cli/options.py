@@ -1,4 +1,4 @@
-"""The options of the commands, each declared once, and the way from what was typed to a run's config.
+"""Declare the options of the commands, once each, and make a run's config of those that were typed.
 
 Numbers are declared as text, so that a wrong one is refused in ycore's own words. Options that a command does not
 declare are fields of TRL's config, by TRL's name with dashes or underscores.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def text(help: str, *names: str, metavar: str | None = None) -> Any:
-    """The annotation of a command's parameter that is text, or None where it was not given."""
+    """Annotate a parameter of a command that is text, or None where it was not given."""
     return Annotated[str | None, typer.Option(*names, metavar=metavar, help=help)]
 
 
@@ -35,7 +35,7 @@ def flag(help: str, name: str) -> Any:
 
 
 def switch(help: str, name: str) -> Any:
-    """The annotation of a parameter that is false where it was not given."""
+    """Annotate a parameter that is false where it was not given."""
     return Annotated[bool, typer.Option(name, help=help)]
 
 
@@ -270,7 +270,7 @@ def takes(options: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callabl
 
 
 def resolve_config(context: typer.Context, *, algorithm: str, resume: bool = False) -> "AnyConfig":
-    """The validated config of a command, from its recipe or the run in `--output` (`resume`), and its options."""
+    """Resolve the config of a command from its recipe or the run in `--output` (`resume`), and its options."""
     from ycore.api.run_settings import complete_config
     from ycore.config.recipe_files import load_benchmark, load_recipe, recipe_name
     from ycore.config.resolve import resolve
@@ -289,7 +289,7 @@ def resolve_config(context: typer.Context, *, algorithm: str, resume: bool = Fal
 def typed_keys(
     context: typer.Context, *, algorithm: str, arguments: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """The keys of a config that were typed; under `trl`, TRL's fields among `arguments`, or else `context.args`."""
+    """Collect the keys of a config that were typed; under `trl`, TRL's fields among `arguments`, or else `context.args`."""
     from ycore.config.algorithms import families, find_algorithm
 
     keys = config_keys(context.params)
@@ -303,7 +303,7 @@ def typed_keys(
 
 
 def config_keys(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a config that the declared options set; options that were not given set none."""
+    """Collect the keys of a config that the declared options set; options that were not given set none."""
     keys = {name: params[name] for name in _TEXTS if params.get(name) is not None}
     keys |= {
         name: _parse_number(name, params[name]) for name in _NUMBERS if params.get(name) is not None
@@ -346,7 +346,7 @@ def config_keys(params: Mapping[str, Any]) -> dict[str, Any]:
 def _trl_options(
     arguments: Sequence[str], *, declared: Iterable[str], trl_class: str | None
 ) -> dict[str, Any]:
-    """The values of undeclared options, still as text; a ConfigError names the nearest option to an unknown one."""
+    """Parse undeclared options into values, still as text; a ConfigError names the nearest option to an unknown one."""
     from ycore.config.trl_fields import fields_of
 
     fields = fields_of(trl_class) if arguments and trl_class is not None else {}

@@ -1,4 +1,4 @@
-"""What the commands print: tables for people, or exactly one JSON object on standard output."""
+"""Print tables for people, or exactly one JSON object on standard output."""
 
 import json
 import os
@@ -37,12 +37,12 @@ def stdout_for_json(wanted: bool) -> Iterator[None]:
 
 
 def print_json(value: Mapping[str, Any]) -> None:
-    """One line on standard output; NaN and infinity, which JSON does not have, become null."""
+    """Print one line on standard output; NaN and infinity, which JSON does not have, become null."""
     print(json.dumps(json_safe(value), ensure_ascii=False, allow_nan=False), flush=True)
 
 
 def print_line(text: str, *, stream: TextIO | None = None) -> None:
-    """One line of text that may hold what a model, a dataset or a reward wrote; on standard output by default."""
+    """Print a line that may hold what a model, a dataset or a reward wrote; on standard output by default."""
     print(printable(text, one_line=True), file=stream, flush=True)
 
 
@@ -52,7 +52,7 @@ def print_table(rows: Iterable[Sequence[str]]) -> None:
 
 
 def print_closing(config: "RunConfig") -> None:
-    """The last page of a run with rollouts: samples before and after, where its files are, what to try next."""
+    """Print the end of a run with rollouts: samples before and after, where its files are, what to try next."""
     folder = RunFolder(Path(config.output))
     if folder.samples.is_file():
         _print_samples(read_json(folder.samples))
@@ -95,7 +95,7 @@ def _print_samples(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
 def evaluation_rows(
     folder: RunFolder, summary: Mapping[str, Any], names: Sequence[str] | None = None
 ) -> list[tuple[str, str]]:
-    """What the evaluations of the run found, by these names or every figure with an interval; the best model."""
+    """List the figures of the run's evaluations, by these names or all with an interval, and the best model."""
     rows = [("ended early", str(summary["ended_early"]))] if "ended_early" in summary else []
     if ends := summary.get("held_out"):
         before, after = ends["before"], ends["after"]
@@ -121,7 +121,7 @@ def evaluation_rows(
 
 
 def _plan_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What was planned before the run and with its own lengths and draws, beside what was measured."""
+    """List the plan before the run and with its measured lengths and draws, beside the measured values."""
     rows: list[tuple[str, str]] = []
     for row in summary.get("plan_and_measured", []):
         unit = row["unit"]
@@ -138,7 +138,7 @@ def _plan_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _typed_rewards(folder: RunFolder) -> dict[str, str]:
-    """What was typed for a judge, by its name: the settings keep a file's content and name, and not its path."""
+    """Map a judge's name to the words typed for it, because the settings keep a file's content and not its path."""
     typed = read_json(folder.config)["command"] if folder.config.is_file() else []
     words = [
         part
@@ -150,7 +150,7 @@ def _typed_rewards(folder: RunFolder) -> dict[str, str]:
 
 
 def _eval_command(config: "RunConfig", folder: RunFolder) -> str:
-    """The command that measures this run's model, on held-out rows where the dataset has such a split."""
+    """Write the command that measures this run's model, on held-out rows where the dataset has such a split."""
     words = ["ycore", "eval", "--model", str(folder.model)]
     words += ["--dataset", config.dataset] if config.dataset else []
     if config.dataset.startswith(("task:", "gym:")):

@@ -1,4 +1,4 @@
-"""The commands that train: one for each row of the table of algorithms, `ycore resume`, and `ycore pipeline`."""
+"""Commands that train: one for each row of the table of algorithms, `ycore resume`, and `ycore pipeline`."""
 
 import os
 import shlex
@@ -59,7 +59,7 @@ _TRAINING = {
 
 
 def training_command(algorithm: Algorithm) -> Callable[..., None]:
-    """The command of an algorithm, as Typer takes it."""
+    """Make the Typer command of an algorithm."""
 
     def command(context: typer.Context, **options: Any) -> None:
         resume = options["resume"] or options["resume_from"] is not None
@@ -127,7 +127,7 @@ def resume(
 
 
 def _folder_among(words: list[str]) -> str:
-    """The run's folder among words that may also be options of TRL's, before it or after it."""
+    """Find the run's folder among words that may also be options of TRL's, before it or after it."""
     for word in words:
         if not word.startswith("-") and RunFolder(Path(word).expanduser()).config.is_file():
             return word
@@ -143,7 +143,7 @@ def _folder_among(words: list[str]) -> str:
 
 
 def _stored_training(folder: Path) -> dict[str, Any]:
-    """The settings of a training run; paths in them are relative to the folder in which it was started."""
+    """Read the settings of a training run; paths in them are relative to the folder in which it was started."""
     from ycore.api.run_settings import stored_settings
 
     stored = stored_settings(str(folder))
@@ -210,7 +210,7 @@ def train(
 
 
 def _closing_rows(config: "TuneConfig", summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What was measured, where things lie, what to try next."""
+    """List what was measured, where files are, what to try next."""
     folder = RunFolder(Path(config.output))
     if find_algorithm(config.algorithm).trains_reward_model:
         try_next = ["grpo", "--model", config.model, "--reward", f"rm:{folder.model}"]

@@ -124,12 +124,12 @@ def chat(
 
 
 def served_name(model: str) -> str:
-    """What a model is called where it is served or written: the last part of its name; of `.`, the folder's own."""
+    """Name a model where it is served or written: the last part of its name; for `.`, the folder's."""
     return Path(os.path.abspath(Path(model).expanduser())).name  # a link keeps its own name
 
 
 def _begins_with(turns: Sequence[dict[str, str]], system_prompt: str | None) -> str:
-    """What is put before the conversation, in words."""
+    """Say what is put before the conversation."""
     is_system = [turn["role"] == "system" for turn in turns]
     whose = "its run's" if system_prompt is None else "your"
     parts = [f"{whose} system prompt"] * any(is_system) + ["its run's examples"] * (
@@ -139,7 +139,7 @@ def _begins_with(turns: Sequence[dict[str, str]], system_prompt: str | None) -> 
 
 
 def _typed(is_asked: bool) -> Iterator[str]:
-    """The lines of standard input that are not empty."""
+    """Yield the lines of standard input that are not empty."""
     while True:
         try:
             line = input("> " if is_asked else "")
@@ -177,7 +177,7 @@ def serve(
         return 0
     if not is_vllm_installed():
         raise ConfigError("ycore serve needs vLLM; pip install 'ycore[cpu]' or 'ycore[gpu]'")
-    return trained.serve(words, spec)
+    return trained.serve_model(words, spec)
 
 
 def export(
@@ -205,8 +205,7 @@ def export(
             Path(model), push, private=private, merged=form == "merged", best=best, dry_run=dry_run
         )
         return
-    from ycore.api.trained import export as write
-    from ycore.api.trained import language_model
+    from ycore.api.trained import export_model, language_model
 
     form = form or "merged"
     folder = language_model(model, best=best)
@@ -216,7 +215,7 @@ def export(
     if dry_run:
         print(f"{folder} as {target}. Nothing was written; leave out --dry-run to write it.")
         return
-    write(folder, target, form=form, name=name)
+    export_model(folder, target, form=form, name=name)
     print_table([("written", str(target))])
 
 

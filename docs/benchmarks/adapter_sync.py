@@ -35,7 +35,7 @@ sys.path.insert(
     0, str(Path(__file__).resolve().parents[2])
 )  # for the tests' way to start an engine
 from tests.engine.conftest import _serving
-from ycore.engine import Sampling, WeightSource
+from ycore.engine import SamplingParams, WeightSource
 from ycore.engine.commands import EngineSpec
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.engine.weight_proof import tensor_sums
@@ -51,7 +51,9 @@ _WRITE: dict[str, Any] = {"merged": write_weights, "adapter": write_adapters, "i
 async def figures(
     kind: str, policy: Any, spec: EngineSpec, weights: Path, dtype: torch.dtype, *, loads: bool
 ) -> dict[str, Any]:
-    engine = VllmEngine(spec.name, spec.socket, Sampling(max_tokens=_TOKENS), request_timeout_s=600)
+    engine = VllmEngine(
+        spec.name, spec.socket, SamplingParams(max_tokens=_TOKENS), request_timeout_s=600
+    )
     if kind == "ipc":
         engine.source = WeightSource(
             partial(engine_weights, policy, dtype=dtype), torch.device("cpu")

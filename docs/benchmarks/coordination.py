@@ -33,7 +33,7 @@ from coordination_engine import serve
 from coordination_report import as_markdown, draw
 from machine import describe_machine
 
-from ycore.engine import Sampling
+from ycore.engine import SamplingParams
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.placement.placement import DYNAMIC, SlotPool
 from ycore.placement.remote_allocator import RemoteAllocator
@@ -79,7 +79,7 @@ def control(rank: int, world: int, engines: Sequence[Path], job: Job, answer: Pa
     payload = tuple(
         random.Random(rank).randrange(10_000, 100_000) for _ in range(job["payload_bytes"] // 6)
     )
-    sampling = Sampling(max_tokens=64)
+    sampling = SamplingParams(max_tokens=64)
     rounds = Controller(
         engines=[VllmEngine(path.name, path, sampling, request_timeout_s=600) for path in engines],
         scoring=Scoring([((0,), RuleScorer(MadeUpRewards()))]),

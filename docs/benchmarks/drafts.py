@@ -23,7 +23,7 @@ from machine import describe_machine
 from placement_engines import served
 from transformers import AutoTokenizer
 
-from ycore.engine import Sampling
+from ycore.engine import SamplingParams
 from ycore.engine.commands import EngineSpec
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.models.fetch import fetch_model
@@ -107,7 +107,7 @@ def running(model: Path, drafts: Sequence[int], output: Path) -> Iterator[list[V
         for number, num_drafts in enumerate(drafts)
     ]  # fmt: skip
     with served(folder, specs, output):
-        sampling = Sampling(max_tokens=96)
+        sampling = SamplingParams(max_tokens=96)
         yield [
             VllmEngine(
                 spec.name, spec.socket, sampling, request_timeout_s=600, drafts=spec.drafts > 0

@@ -29,8 +29,8 @@ from processor_speed import Speed
 from shaped_models import write_model, write_prompts
 
 from ycore.config.schema import RunConfig
-from ycore.launch.diagnostics import compared
 from ycore.launch.layout import Site, layout_of, this_machine
+from ycore.launch.step_plan import compared
 from ycore.models.hub import cache_dir
 from ycore.plan.devices import Device, measured_core
 from ycore.plan.step_forecast import PlannedAndMeasured

@@ -10,9 +10,9 @@ import pytest
 from ycore.api.pipeline_run import (
     check_folder,
     check_pipeline,
-    config_of,
     headline,
     run_pipeline,
+    step_config,
     table_rows,
     with_stand_ins,
 )
@@ -251,7 +251,7 @@ ROLLOUTS = {"dataset": "d", "rewards": ["exact_answer"]}
 
 def configs(**told: Any) -> list[AnyConfig]:
     pipeline = parse_pipeline({"model": "m", "output": "out", **told}, name="mine")
-    return [config_of(step, pipeline) for step in steps_of(pipeline)]
+    return [step_config(step, pipeline) for step in steps_of(pipeline)]
 
 
 def test_a_stage_is_the_run_that_its_command_would_make_of_the_same_keys() -> None:

@@ -246,9 +246,9 @@ def test_a_server_listens_where_it_is_told_and_cannot_be_changed(run: Path) -> N
 
 
 def test_an_export_never_writes_over_anything(run: Path, tmp_path: Path) -> None:
-    trained.export(run / "model", tmp_path / "out", form="merged", name="sums")
+    trained.export_model(run / "model", tmp_path / "out", form="merged", name="sums")
     assert (tmp_path / "out" / "model.safetensors").is_file() and not (
         tmp_path / "out" / "training_args.bin"
     ).exists()
     with pytest.raises(RunFolderError, match="exists; choose another --output"):
-        trained.export(run / "model", tmp_path / "out", form="merged", name="sums")
+        trained.export_model(run / "model", tmp_path / "out", form="merged", name="sums")

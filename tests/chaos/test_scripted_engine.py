@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.chaos.scripted_engine import Faults
-from ycore.engine import Sampling
+from ycore.engine import SamplingParams
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.engine.weight_proof import tensor_sums, write_manifest
 from ycore.errors import SyncError, YcoreError
@@ -54,7 +54,10 @@ def start(model: Path, tmp_path: Path) -> Iterator[Start]:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         return VllmEngine(
-            "scripted", socket, Sampling(max_tokens=12, stop_token_ids=(2,)), request_timeout_s=10
+            "scripted",
+            socket,
+            SamplingParams(max_tokens=12, stop_token_ids=(2,)),
+            request_timeout_s=10,
         )
 
     yield begin

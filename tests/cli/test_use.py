@@ -103,7 +103,9 @@ def test_a_model_is_called_by_the_last_part_of_its_name(
     monkeypatch.chdir(root / "b")
     (root / "latest").symlink_to(root / "a")
     monkeypatch.setattr(
-        trained, "export", lambda folder, target, form, name: written.append((target.name, name))
+        trained,
+        "export_model",
+        lambda folder, target, form, name: written.append((target.name, name)),
     )
     assert run(["export", name, "--format", "gguf"]) == 0
     assert written == [(f"{called}.gguf", called)]

@@ -15,13 +15,13 @@ from ycore.config.schema import RunConfig
 from ycore.engine.commands import (
     REPEATABLE,
     EngineSpec,
+    argument_words,
     check_arguments,
     engine_command,
     engine_environment,
     inherited,
     kv_cache_gib,
     vllm_arguments,
-    words_of,
 )
 from ycore.engine.kinds import is_vllm_installed
 from ycore.engine.server import is_healthy
@@ -314,7 +314,7 @@ def test_the_words_are_those_of_vllms_command_line() -> None:
         "max_num_seqs": 256, "enforce_eager": True, "enable_prefix_caching": False, "cudagraph_capture_sizes": [1, 8],
         "speculative_config": {"method": "ngram"}, "swap": None,
     }  # fmt: skip
-    assert words_of(arguments.items()) == [
+    assert argument_words(arguments.items()) == [
         *["--max-num-seqs", "256", "--enforce-eager", "--no-enable-prefix-caching"],
         *["--cudagraph-capture-sizes", "1", "8", "--speculative-config", '{"method": "ngram"}'],
     ]

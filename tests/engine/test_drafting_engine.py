@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ycore.engine import Sampling
+from ycore.engine import SamplingParams
 from ycore.engine.kinds import is_vllm_installed
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.models.tiny import write_tiny_model
@@ -67,7 +67,7 @@ def drafting(
 
 
 def ask(
-    socket: Path, sampling: Sampling, times: int, *, greedy: bool
+    socket: Path, sampling: SamplingParams, times: int, *, greedy: bool
 ) -> tuple[list[list[Completion]], tuple[float, float]]:
     """Return `times` completions of each prompt, four at once, and how many tokens were drafted and accepted."""
 
@@ -102,7 +102,7 @@ def probabilities(
 
 
 def test_greedy_tokens_are_those_of_the_model_alone(model: Path, drafting: Path) -> None:
-    answers, (drafted, accepted) = ask(drafting, Sampling(max_tokens=24), 1, greedy=True)
+    answers, (drafted, accepted) = ask(drafting, SamplingParams(max_tokens=24), 1, greedy=True)
     assert 0 < accepted <= drafted
     loaded = AutoModelForCausalLM.from_pretrained(model)
     for prompt, (written,) in zip(PROMPTS, answers, strict=True):
@@ -116,7 +116,7 @@ def test_sampled_tokens_have_the_distribution_of_the_model_alone(
 ) -> None:
     """The places of tokens in the model's own distribution are uniform (Kolmogorov-Smirnov), and their returned
     log-probabilities are the model's."""
-    sampling = Sampling(max_tokens=16, temperature=temperature)
+    sampling = SamplingParams(max_tokens=16, temperature=temperature)
     answers, (drafted, accepted) = ask(drafting, sampling, 40, greedy=False)
     assert 5 < accepted <= drafted
     loaded, source = AutoModelForCausalLM.from_pretrained(model), torch.Generator().manual_seed(0)

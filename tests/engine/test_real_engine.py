@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.rollout.talks import rules_alone
 from ycore.config.schema import RewardConfig, RewardSettings, RunConfig
-from ycore.engine import Sampling, WeightSource, vllm_engine
+from ycore.engine import SamplingParams, WeightSource, vllm_engine
 from ycore.engine.kinds import is_vllm_installed
 from ycore.engine.shared_bucket import Bucket, Entry
 from ycore.engine.vllm_engine import VllmEngine
@@ -39,7 +39,7 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed"),
 ]
-SAMPLING = Sampling(max_tokens=12, stop_token_ids=(2,))
+SAMPLING = SamplingParams(max_tokens=12, stop_token_ids=(2,))
 PROMPTS = [[9, 8, 7], [30, 31, 32, 33, 34, 35, 36], [50], [60, 61]]
 REWARD = """
 def spread(completion_ids):
@@ -87,11 +87,13 @@ def adapter_server(
         yield engine.socket
 
 
-def engine_at(socket: Path, sampling: Sampling = SAMPLING) -> VllmEngine:
+def engine_at(socket: Path, sampling: SamplingParams = SAMPLING) -> VllmEngine:
     return VllmEngine("rollout-0", socket, sampling, request_timeout_s=60)
 
 
-def ask(server: Path, model: Path, sampling: Sampling, times: int = 1) -> list[list[Completion]]:
+def ask(
+    server: Path, model: Path, sampling: SamplingParams, times: int = 1
+) -> list[list[Completion]]:
     async def work() -> list[list[Completion]]:
         engine = engine_at(server, sampling)
         await engine.load_weights(model, 0)
@@ -111,7 +113,7 @@ def ask(server: Path, model: Path, sampling: Sampling, times: int = 1) -> list[l
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logprobs_are_the_trainers_own(server: Path, model: Path, temperature: float) -> None:
-    sampling = Sampling(max_tokens=12, temperature=temperature, stop_token_ids=(2,))
+    sampling = SamplingParams(max_tokens=12, temperature=temperature, stop_token_ids=(2,))
     (completions,) = ask(server, model, sampling)
     prompts = [prompt for prompt in PROMPTS for _ in range(8)]
     gaps = [
@@ -137,7 +139,7 @@ def test_the_same_seeds_give_the_same_tokens_and_others_do_not(server: Path, mod
 
 def test_a_completion_ends_with_its_end_token_or_at_its_limit(server: Path, model: Path) -> None:
     ends = (2, *range(6, 26))  # vLLM ends at the model's own end token in any case
-    (completions,) = ask(server, model, Sampling(max_tokens=12, stop_token_ids=ends))
+    (completions,) = ask(server, model, SamplingParams(max_tokens=12, stop_token_ids=ends))
     assert {completion.finish_reason for completion in completions} == {"stop", "length"}
     for completion in completions:
         assert not set(completion.token_ids[:-1]) & set(ends)
@@ -502,7 +504,7 @@ def test_the_openai_client_is_answered_as_an_environment_inside_is(
     ]
 
     async def play() -> list[list[Completion]]:
-        engine = engine_at(server, Sampling(max_tokens=24, stop_token_ids=(2, *range(6, 40))))
+        engine = engine_at(server, SamplingParams(max_tokens=24, stop_token_ids=(2, *range(6, 40))))
         await engine.load_weights(model, 0)
         found = []
         for kind in kinds:
@@ -604,7 +606,7 @@ def test_the_probability_of_given_tokens_and_greedy_completions_are_the_models_o
     context, target = [9, 8, 7], [30, 31, 32]
 
     async def work() -> tuple[tuple[float, ...], Completion, Completion]:
-        engine = engine_at(server, Sampling(max_tokens=4, temperature=2.0))
+        engine = engine_at(server, SamplingParams(max_tokens=4, temperature=2.0))
         try:
             await engine.load_weights(model, 0)
             greedy = [await engine.complete(context, seed, greedy=True) for seed in (1, 2)]
@@ -634,7 +636,7 @@ def test_a_completion_that_is_carried_over_has_each_versions_logprobs(
     turn = CarryWriter(lambda ids: str(len(ids)), max_tokens=200, max_age=9)
 
     async def work() -> list[Completion]:
-        engine = engine_at(server, Sampling(max_tokens=200))
+        engine = engine_at(server, SamplingParams(max_tokens=200))
         starts = [
             await turn.start(Draw(at, Prompt(at, ""), tuple(ids))) for at, ids in enumerate(PROMPTS)
         ]

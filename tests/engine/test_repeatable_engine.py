@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ycore.engine import Sampling
+from ycore.engine import SamplingParams
 from ycore.engine.kinds import is_vllm_installed
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.models.tiny import write_tiny_model
@@ -59,7 +59,9 @@ def ask(socket: Path, gaps_s: list[float]) -> list[Completion]:
     """One completion each, of the prompts in turn, each asked so long after the one before."""
 
     async def work() -> list[Completion]:
-        engine = VllmEngine("rollout-0", socket, Sampling(max_tokens=24), request_timeout_s=60)
+        engine = VllmEngine(
+            "rollout-0", socket, SamplingParams(max_tokens=24), request_timeout_s=60
+        )
         asked = []
         for number, gap in enumerate(gaps_s):
             await asyncio.sleep(gap)

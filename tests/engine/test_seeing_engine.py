@@ -14,7 +14,7 @@ from PIL import Image as Pillow
 from transformers import AutoModelForImageTextToText
 
 from tests.tiny_vision import write_tiny_vision_model
-from ycore.engine import NEVER, Sampling
+from ycore.engine import NEVER, SamplingParams
 from ycore.engine.judge_engine import VllmJudge
 from ycore.engine.kinds import is_vllm_installed
 from ycore.engine.sight import Sight, image_token_ids, load_sight
@@ -38,7 +38,7 @@ pytestmark = [
         reason="ycore was installed before it had a plugin for vLLM; install it again",
     ),
 ]
-SAMPLING = Sampling(max_tokens=8, stop_token_ids=(2,))
+SAMPLING = SamplingParams(max_tokens=8, stop_token_ids=(2,))
 
 
 def prompts_of(sight: Sight) -> list[Prompt]:

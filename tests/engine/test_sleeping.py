@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from ycore.engine import Sampling
+from ycore.engine import SamplingParams
 from ycore.engine.sleeping import SleepingEngine, SleepTogether, asleep_file, mark_asleep
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.engine.weight_proof import TensorSums, write_manifest
@@ -176,7 +176,7 @@ def serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Serving:
             server = await asyncio.start_unix_server(handle, "e.sock")
             socket = Path("e.sock")
             engine = VllmEngine(
-                "rollout-0", socket, Sampling(max_tokens=1), request_timeout_s=5, sleeps=True
+                "rollout-0", socket, SamplingParams(max_tokens=1), request_timeout_s=5, sleeps=True
             )
             try:
                 await work(engine)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from ycore.engine import Sampling, commands
+from ycore.engine import SamplingParams, commands
 from ycore.engine.kinds import is_vllm_installed
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.engine.weight_proof import tensor_sums, write_manifest
@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed"),
     pytest.mark.skipif(len(CORES) < 2, reason="two workers need two cores"),
 ]
-SAMPLING = Sampling(max_tokens=12, stop_token_ids=(2,))
+SAMPLING = SamplingParams(max_tokens=12, stop_token_ids=(2,))
 PROMPTS = [[9, 8, 7], [30, 31, 32, 33, 34, 35, 36], [50], [60, 61]]
 
 # Loaded by both workers in place of the engine's own class; the second one loads nothing while a file is there.

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.tiny_vision import write_tiny_vision_model
-from ycore.engine import Sampling, transformers_engine
+from ycore.engine import SamplingParams, transformers_engine
 from ycore.engine.sight import image_token_ids, load_sight
 from ycore.engine.transformers_engine import TransformersEngine
 from ycore.models.tiny import write_tiny_model
@@ -39,7 +39,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
 
 def complete(
     parts: tuple[Any, Any],
-    sampling: Sampling,
+    sampling: SamplingParams,
     asked: Sequence[tuple[list[int], int]],
     *,
     version: int = 0,
@@ -65,13 +65,15 @@ def test_the_generators_of_other_devices_are_left_alone(
         torch.cuda, "get_rng_state", lambda device: saved.append(device) or torch.zeros(1)
     )
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: None)
-    complete(parts, Sampling(max_tokens=2), [(PROMPTS[0], 1)])
+    complete(parts, SamplingParams(max_tokens=2), [(PROMPTS[0], 1)])
     assert saved == []
 
 
 def test_completions_have_the_shape_of_an_engines(parts: tuple[Any, Any]) -> None:
     asked = [(prompt, seed) for prompt in PROMPTS for seed in range(8)]
-    completions = complete(parts, Sampling(max_tokens=12, stop_token_ids=ENDS), asked, version=3)
+    completions = complete(
+        parts, SamplingParams(max_tokens=12, stop_token_ids=ENDS), asked, version=3
+    )
     assert {completion.finish_reason for completion in completions} == {"stop", "length"}
     for completion in completions:
         assert completion.logprobs is None and completion.policy_version == 3
@@ -85,7 +87,7 @@ def test_completions_have_the_shape_of_an_engines(parts: tuple[Any, Any]) -> Non
 def test_the_same_request_gives_the_same_completions_and_another_seed_does_not(
     parts: tuple[Any, Any],
 ) -> None:
-    sampling = Sampling(max_tokens=12)
+    sampling = SamplingParams(max_tokens=12)
     first = complete(parts, sampling, [(prompt, 5) for prompt in PROMPTS])
     assert complete(parts, sampling, [(prompt, 5) for prompt in PROMPTS]) == first
     assert complete(parts, sampling, [(prompt, 6) for prompt in PROMPTS]) != first
@@ -96,7 +98,7 @@ def test_prompts_of_unequal_lengths_do_not_touch_each_other(
     parts: tuple[Any, Any], most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transformers_engine, "MAX_BATCH", most)
-    greedy = Sampling(max_tokens=10, temperature=0)
+    greedy = SamplingParams(max_tokens=10, temperature=0)
     together = complete(parts, greedy, [(prompt, 0) for prompt in PROMPTS])
     alone = [complete(parts, greedy, [(prompt, 0)])[0] for prompt in PROMPTS]
     assert [c.token_ids for c in together] == [c.token_ids for c in alone]
@@ -118,7 +120,7 @@ def test_the_trainers_model_and_random_numbers_are_left_as_they_were(
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
-    complete(parts, Sampling(max_tokens=4), [([9], 1)])
+    complete(parts, SamplingParams(max_tokens=4), [([9], 1)])
     assert torch.equal(torch.rand(3), expected)
     assert parts[0].training
 
@@ -129,7 +131,7 @@ def test_a_failed_batch_fails_everyone_in_it_and_no_other(
     monkeypatch.setattr(transformers_engine, "MAX_BATCH", 2)
 
     async def work() -> list[Any]:
-        engine = TransformersEngine(*parts, Sampling(max_tokens=4))
+        engine = TransformersEngine(*parts, SamplingParams(max_tokens=4))
         asked = [engine.complete(prompt, 0) for prompt in ([9], [10_000], [8], [7])]
         return await asyncio.gather(*asked, return_exceptions=True)
 
@@ -155,7 +157,7 @@ def test_pictures_are_seen_and_never_written(tmp_path: Path) -> None:
     prompts = [Prompt(0, chat, {}, (one,)) for one in pictures]
 
     async def work() -> list[Completion]:
-        engine = TransformersEngine(model, tokenizer, Sampling(max_tokens=6), sight)
+        engine = TransformersEngine(model, tokenizer, SamplingParams(max_tokens=6), sight)
         seen = [
             engine.complete(sight.prompt_ids(one), 0, greedy=True, prompt=one) for one in prompts
         ]

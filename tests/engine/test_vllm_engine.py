@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from ycore.engine import Sampling
+from ycore.engine import SamplingParams
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.engine.weight_proof import TensorSums, write_manifest
 from ycore.errors import EngineError, SyncError
 
-SAMPLING = Sampling(max_tokens=12, stop_token_ids=(2,))
+SAMPLING = SamplingParams(max_tokens=12, stop_token_ids=(2,))
 Answer = Callable[[str], Awaitable[tuple[int, bytes]]]
 
 
@@ -61,7 +61,7 @@ async def serving(socket: Path, answer: Answer) -> AsyncIterator[None]:
 
 
 def engine_at(
-    socket: Path, *, timeout_s: float = 5.0, sampling: Sampling = SAMPLING, **settings: float
+    socket: Path, *, timeout_s: float = 5.0, sampling: SamplingParams = SAMPLING, **settings: float
 ) -> VllmEngine:
     settings = {"restart_timeout_s": 20.0, **settings}
     return VllmEngine("rollout-7", socket, sampling, request_timeout_s=timeout_s, **settings)

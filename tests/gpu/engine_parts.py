@@ -19,7 +19,7 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM
 
-from ycore.engine import Sampling, WeightSource
+from ycore.engine import SamplingParams, WeightSource
 from ycore.engine.commands import EngineSpec
 from ycore.engine.sleeping import SleepingEngine
 from ycore.engine.vllm_engine import VllmEngine
@@ -143,7 +143,7 @@ class _Always(SleepLevels):
 
 def _client(spec: EngineSpec) -> VllmEngine:
     return VllmEngine(
-        spec.name, spec.socket, Sampling(max_tokens=12), request_timeout_s=120, sleeps=True
+        spec.name, spec.socket, SamplingParams(max_tokens=12), request_timeout_s=120, sleeps=True
     )
 
 

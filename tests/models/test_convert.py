@@ -12,7 +12,7 @@ import pytest
 from ycore.errors import ModelError
 from ycore.models.convert import read_header
 from ycore.models.fetch import convert, download_gguf, fetch_model
-from ycore.models.folder import read_json
+from ycore.models.folder import read_settings
 from ycore.models.names import BUILTIN, resolve_model
 from ycore.models.tiny import write_tiny_model
 
@@ -151,8 +151,8 @@ def test_it_is_converted_once(tmp_path: Path, cache: Path) -> None:
     assert not resolve_model(str(source)).ready, "a changed file is another model"
 
     # The file says that text ends on token 0; its chat template ends turns on token 2, and both must stop it.
-    assert read_json(folder / "tokenizer_config.json")["eos_token"] == "<|im_end|>"
-    assert read_json(folder / "generation_config.json")["eos_token_id"] == [0, 2]
+    assert read_settings(folder / "tokenizer_config.json")["eos_token"] == "<|im_end|>"
+    assert read_settings(folder / "generation_config.json")["eos_token_id"] == [0, 2]
 
     from transformers import AutoTokenizer
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ycore.api.pipeline_run import config_of
+from ycore.api.pipeline_run import step_config
 from ycore.api.stages import parse_pipeline, steps_of
 from ycore.config.batch import derive_batch
 from ycore.config.recipe_files import PIPELINE, list_recipes, load_recipe
@@ -21,7 +21,7 @@ def test_the_recipe_is_a_whole_pipeline(name: str) -> None:
     assert pipeline.output == f"runs/{name}"
     steps = steps_of(pipeline)
     for step in steps:
-        config = config_of(step, pipeline)
+        config = step_config(step, pipeline)
         assert config.output == str(step.folder)
         if isinstance(config, RunConfig) and config.algorithm != "eval":
             derive_batch(config, world_size=1, on_cpu=True)

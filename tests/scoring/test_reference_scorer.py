@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ycore.engine import Sampling
+from ycore.engine import SamplingParams
 from ycore.engine.transformers_engine import TransformersEngine
 from ycore.models.tiny import write_tiny_model
 from ycore.placement.slots import Slots
@@ -35,7 +35,7 @@ def scored(
     parts: tuple[Any, Any], *, answer: str = "#### 42", longest: int = 64, **settings: Any
 ) -> list[list[Score]]:
     model, tokenizer = parts
-    engine = TransformersEngine(model, tokenizer, Sampling(max_tokens=4))
+    engine = TransformersEngine(model, tokenizer, SamplingParams(max_tokens=4))
     scorer = ReferenceScorer(Reference(**settings), Policy([engine], tokenizer, longest))
 
     async def written(text: str) -> Completion:

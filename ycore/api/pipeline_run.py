@@ -39,8 +39,8 @@ from ycore.run.reports import tracker_group
 from ycore.run.text import Say
 from ycore.scoring.group_rewards import rewards_differ, weighted_sum
 
-# Of any command, given a configuration and whether to resume: a check, which starts nothing and returns the rows of
-# the plan, and a whole run in the foreground, checks included, which returns the summary.
+# Functions of a config and whether to resume: a check starts nothing and returns the rows of the plan; a run, in the
+# foreground and with its checks, returns the summary.
 Check = Callable[[AnyConfig, bool], list[tuple[str, str]]]
 Run = Callable[[AnyConfig, bool], Mapping[str, Any]]
 State = Literal["to do", "begun", "finished"]
@@ -55,7 +55,7 @@ def check_pipeline(pipeline: Pipeline, steps: Sequence[Step], check: Check, *, s
     """
     for number, step in enumerate(steps, start=1):
         show(_title(step, number, steps))
-        config_of(step, pipeline)
+        step_config(step, pipeline)
         if state_of(step) == "finished":
             show("  finished already")
             continue
@@ -71,7 +71,7 @@ def check_pipeline(pipeline: Pipeline, steps: Sequence[Step], check: Check, *, s
             )
             continue
         with _named(step):
-            for name, text in check(config_of(ready, pipeline), state_of(step) == "begun"):
+            for name, text in check(step_config(ready, pipeline), state_of(step) == "begun"):
                 show(f"  {name:<8}  {text}".rstrip())
 
 
@@ -93,7 +93,7 @@ def run_pipeline(
     root = Path(pipeline.output)
     check_folder(root, declared, resume=resume)
     make_private(root)
-    held = Claim(RunFolder(root))
+    folder_claim = Claim(RunFolder(root))
     write_report = partial(_write_report, root, declared, steps)
     try:
         write_report("running")
@@ -106,10 +106,8 @@ def run_pipeline(
             with tracker_group(root.resolve().name):
                 stop_asked = _run_step(step, pipeline, run)
             write_report("running")
-            if stop_asked and number < len(
-                steps
-            ):  # Ctrl-C while the stage was ending stops the pipeline too
-                raise KeyboardInterrupt
+            if stop_asked and step is not steps[-1]:
+                raise KeyboardInterrupt  # Ctrl-C while the stage was ending stops the pipeline too
         return write_report("finished")
     except (Interrupted, KeyboardInterrupt) as error:
         stopped = f"stopped in {step.name}; the same command goes on with --resume"
@@ -119,7 +117,7 @@ def run_pipeline(
         write_report("failed", error=str(error))
         raise
     finally:
-        held.release()
+        folder_claim.release()
 
 
 def check_folder(root: Path, declared: Mapping[str, Any], *, resume: bool) -> None:
@@ -137,12 +135,12 @@ def check_folder(root: Path, declared: Mapping[str, Any], *, resume: bool) -> No
                 f"--output must be new or empty, and {root} is not; choose another --output"
             )
         return
-    there = read_json(file)
-    if there.get("pipeline") != dict(declared):
+    stored = read_json(file)
+    if stored.get("pipeline") != dict(declared):
         raise RunFolderError(
             f"{root} holds another pipeline; choose another --output, or give the file as it was"
         )
-    if there["status"] == "finished":
+    if stored["status"] == "finished":
         raise RunFolderError(
             f"{root} holds this pipeline, finished; choose another --output to run it again"
         )
@@ -152,8 +150,8 @@ def check_folder(root: Path, declared: Mapping[str, Any], *, resume: bool) -> No
         )
 
 
-def config_of(step: Step, pipeline: Pipeline) -> AnyConfig:
-    """The configuration of a step's run, by the rules of its command's recipes."""
+def step_config(step: Step, pipeline: Pipeline) -> AnyConfig:
+    """Resolve the config of a step's run, by the rules of its command's recipes."""
     algorithm = "eval" if step.command == PAIRS else step.command
     fields = find_algorithm(algorithm).config.model_fields
     recipe = {key: value for key, value in pipeline.defaults.items() if key in fields} | dict(
@@ -164,7 +162,7 @@ def config_of(step: Step, pipeline: Pipeline) -> AnyConfig:
 
 
 def with_stand_ins(step: Step) -> Step | None:
-    """The step with every missing model replaced by the one it will be trained from; None where there is none."""
+    """Replace every missing model by the one it will be trained from; None where there is none."""
     missing = {path: model for path, model in step.stand_ins.items() if not Path(path).exists()}
     if None in missing.values():
         return None
@@ -180,7 +178,7 @@ def state_of(step: Step) -> State:
 
 
 def table_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Of each stage: its name; its command, how it ended, its seconds and its main figure."""
+    """List for each stage its name; its command, how it ended, its seconds and its main figure."""
     rows = []
     for stage in report["stages"]:
         seconds = "" if stage["wall_s"] is None else f"{stage['wall_s']:.0f} s"
@@ -190,7 +188,7 @@ def table_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def headline(figures: Mapping[str, Any]) -> str:
-    """The main figure of a summary, before and after where both are known; held-out rows before the run's own."""
+    """Choose the main figure of a summary, before and after where both are known; held-out rows come first."""
     held_out = figures.get("held_out") or {}
     before, after = held_out.get("before") or {}, held_out.get("after") or {}
     for name, first, last in (
@@ -226,7 +224,7 @@ def _named(step: Step) -> Iterator[None]:
 
 def _run_step(step: Step, pipeline: Pipeline, run: Run) -> bool:
     """Run the step, or the rest of it; whether Ctrl-C came too late to stop it."""
-    config, stop_asked = config_of(step, pipeline), False
+    config, stop_asked = step_config(step, pipeline), False
     if state_of(step) != "finished":
         with _named(step):
             stop_asked = bool(run(config, _can_resume(step)).get("stop_asked"))
@@ -242,16 +240,16 @@ def _run_step(step: Step, pipeline: Pipeline, run: Run) -> bool:
 
 
 def _can_resume(step: Step) -> bool:
-    """Whether the step has a run to resume. A stopped measurement has no checkpoint: its folder is cleared."""
+    """Say whether the step has a run to resume. A stopped measurement has no checkpoint: its folder is cleared."""
     if state_of(step) != "begun":
         return False
     if step.command not in ("eval", PAIRS):
         return True
-    held = Claim(RunFolder(step.folder))  # waits until the killed run's processes are gone
+    folder_claim = Claim(RunFolder(step.folder))  # waits until the killed run's processes are gone
     try:
         shutil.rmtree(step.folder)
     finally:
-        held.release()
+        folder_claim.release()
     return False
 
 

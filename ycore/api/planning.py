@@ -38,7 +38,7 @@ def plan_run(
     algorithm: str = "grpo",
     **settings: Any,
 ) -> Planned:
-    """The memory and time of a run with rollouts on any devices, as `ycore plan` shows them; see docs/plan.md.
+    """Plan the memory and time of a run with rollouts on any devices, as `ycore plan` does; see docs/plan.md.
 
     Args:
         devices: `8x80GB`, `4xH100`, or `cpu`, which is the default.
@@ -62,20 +62,20 @@ def plan_run(
 def make_run_plan(
     config: RunConfig, *, devices: str | None, judge: str | None, **lengths: Any
 ) -> Plan:
-    """The plan, with what a launch checks; `lengths` are those of `make_plan`."""
+    """Make the plan, with the checks of a launch; `lengths` are those of `make_plan`."""
 
     config = _with_judge(config, judge)
     declared = with_declarations(config)
     known = cache(device_memory.facts_here)
 
-    def check(one: RunConfig, fleet: Fleet) -> None:
-        machine_checks.check_described(with_args(declared, one), fleet, known=known)
+    def check(strategy: RunConfig, fleet: Fleet) -> None:
+        machine_checks.check_described(with_args(declared, strategy), fleet, known=known)
 
     return make_plan(config, devices=devices, check=check, **_first_scorer(declared), **lengths)
 
 
 def plan_in_words(made: Plan, recipe: str | None, *, top: int) -> tuple[dict[str, Any], list[str]]:
-    """A plan as JSON values, and as lines for a person."""
+    """Put a plan into JSON values, and into lines for a person."""
     command = _command(made, recipe)
     start = ["", "start the first with", f"  {command}"] if command else []
     return made.as_json(top=top) | {"command": command}, [*_lines(made, top=top), *start]
@@ -84,27 +84,26 @@ def plan_in_words(made: Plan, recipe: str | None, *, top: int) -> tuple[dict[str
 def planned_config(
     base: Mapping[str, Any], options: Mapping[str, Any], *, sets: Sequence[str] = ()
 ) -> RunConfig:
-    """The run of these keys, with an example in the place of what only a real run needs."""
+    """Resolve these keys, with examples of the keys that only a real run needs."""
 
     return require_rollouts(resolve(recipe={**_EXAMPLE, **base}, sets=sets, options=options))
 
 
 def _with_judge(config: RunConfig, judge: str | None) -> RunConfig:
-    """The config with full names of its models, and with `judge` as the model of its first judge, or of a new one."""
+    """Give models their full names, and the first judge, or a new one, the model `judge`."""
 
     rewards = list(config.rewards)
     if judge is not None:
         first = next((number for number, reward in enumerate(rewards) if is_judge(reward)), None)
-        rewards = rewards if first is not None else [RewardConfig(reward="judge:cheerful")]
-        one = rewards[first or 0]
-        rewards[first or 0] = one.model_copy(
-            update={"args": {**one.args, "model": hub_id_of(judge)}}
-        )
+        if first is None:
+            first, rewards = 0, [RewardConfig(reward="judge:cheerful")]
+        args = {**rewards[first].args, "model": hub_id_of(judge)}
+        rewards[first] = rewards[first].model_copy(update={"args": args})
     return config.model_copy(update={"model": hub_id_of(config.model), "rewards": rewards})
 
 
 def _command(made: Plan, recipe: str | None) -> str | None:
-    """The command line that starts the first way; None where there is none."""
+    """Write the command line that starts the first strategy; None where none fits."""
     first = made.first
     if first is None:
         return None
@@ -119,16 +118,16 @@ def _command(made: Plan, recipe: str | None) -> str | None:
 
 
 def with_args(declared: RunConfig, strategy: RunConfig) -> RunConfig:
-    """The config of a way with its judges' declarations, which need not be read again for each way."""
+    """Put the declarations of judges into a strategy's config, so that their files are read once."""
     rewards = [
-        spec.model_copy(update={"args": {**spec.args, **one.args}})
-        for spec, one in zip(declared.rewards, strategy.rewards, strict=True)
+        spec.model_copy(update={"args": {**spec.args, **reward.args}})
+        for spec, reward in zip(declared.rewards, strategy.rewards, strict=True)
     ]
     return strategy.model_copy(update={"rewards": rewards})
 
 
 def _first_scorer(config: RunConfig) -> dict[str, Any]:
-    """The first model that scores in engines of ycore's, as `make_plan` takes it: a judge before any other."""
+    """Describe the first model that scores in engines, as arguments of `make_plan`; a judge comes before any other."""
 
     model = min(served_models(config)[1:], key=lambda model: model.role != "judge", default=None)
     if model is None:

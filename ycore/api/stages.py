@@ -1,4 +1,4 @@
-"""A pipeline as a file declares it, and its runs in order.
+"""Parse the file of a pipeline, and put its runs in order.
 
     model: smollm2-135m                 the first stage starts from it
     stages:
@@ -34,7 +34,7 @@ COMMANDS: tuple[str, ...] = (*ALGORITHMS, "eval", PAIRS)
 TRAINS_A_POLICY = frozenset(row.name for row in ALGORITHMS.values() if not row.trains_reward_model)
 
 Compare = Literal["best-worst", "all"]
-"""Of `pairs`: the best with the worst completion of a prompt, or every two whose rewards differ."""
+"""Completions that a `pairs` stage pairs: the best with the worst of a prompt, or every two whose rewards differ."""
 
 _TOP = ("description", "model", "output", "seed", "defaults", "stages")
 _SEEDS_APART = 1000  # of a stage that names a seed, between two runs of its pipeline
@@ -123,7 +123,7 @@ def _seed(value: Any) -> int:
 
 
 def with_sets(declared: Mapping[str, Any], sets: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy with `--set` applied, values by dotted path; `sft.steps=5` finds its stage inside loops too."""
+    """Copy with `--set` applied, values by dotted path; `sft.steps=5` finds its stage inside loops too."""
     merged = deepcopy(dict(declared))
     stages = merged["stages"] = _mapping(merged.get("stages"), "stages")
     loops = [
@@ -149,7 +149,7 @@ def with_sets(declared: Mapping[str, Any], sets: Mapping[str, Any]) -> dict[str,
 
 
 def steps_of(pipeline: Pipeline) -> list[Step]:
-    """Every run, in order; ConfigError for a stage without a model, or that needs what no earlier stage makes."""
+    """List every run, in order; ConfigError for a stage without a model, or that needs what no earlier stage makes."""
     expansion = _Expansion(pipeline)
     return [expansion.step(stage) for stage in pipeline.stages]
 
@@ -160,10 +160,8 @@ class _Expansion:
     def __init__(self, pipeline: Pipeline) -> None:
         self._output = Path(pipeline.output)
         self._policy = pipeline.model
-        self._seed, self._default_seed = (
-            pipeline.seed * _SEEDS_APART,
-            pipeline.defaults.get("seed", 0),
-        )
+        self._seed_offset = pipeline.seed * _SEEDS_APART
+        self._default_seed = pipeline.defaults.get("seed", 0)
         self._latest: dict[str, Step] = {}
         self._stand_ins: dict[str, str | None] = {}
         self._used: set[str] = set()
@@ -178,11 +176,9 @@ class _Expansion:
                 )
             keys["model"] = self._policy
             self._used.add(self._policy)
-        own = keys.get("seed", self._default_seed)
-        if self._seed and isinstance(
-            own, int
-        ):  # what is no number is refused when the stage's keys are
-            keys["seed"] = own + self._seed
+        seed = keys.get("seed", self._default_seed)
+        if self._seed_offset and isinstance(seed, int):  # another type is refused with the keys
+            keys["seed"] = seed + self._seed_offset
         name = stage.name if stage.round is None else f"{stage.name}-{stage.round}"
         stand_ins = {
             path: self._stand_ins[path] for path in sorted(self._used) if path in self._stand_ins
@@ -208,13 +204,13 @@ class _Expansion:
             if stage.round is None:
                 raise ConfigError(f"{where} counts the rounds of a loop, and this stage is in none")
             return str(stage.round)
-        found = self._policy if reference == "model" else self._made(reference, where)
-        if found is None:
+        path = self._policy if reference == "model" else self._made(reference, where)
+        if path is None:
             raise ConfigError(
                 f"{where}: there is no model by then; say model: at the top of the file"
             )
-        self._used.add(found)
-        return found
+        self._used.add(path)
+        return path
 
     def _made(self, reference: str, where: str) -> str:
         name, _, kind = reference.partition(".")
@@ -233,7 +229,7 @@ class _Expansion:
 
 
 def map_texts(value: Any, change: Callable[[str], Any]) -> Any:
-    """A copy of JSON values, every text in it changed."""
+    """Copy JSON values, every text in them changed."""
     if isinstance(value, Mapping):
         return {key: map_texts(item, change) for key, item in value.items()}
     if isinstance(value, list):
@@ -242,7 +238,7 @@ def map_texts(value: Any, change: Callable[[str], Any]) -> Any:
 
 
 def _parse_entry(name: str, value: Any) -> list[Stage]:
-    """A stage, or the stages of a loop, in each of its rounds."""
+    """Parse a stage, or the stages of a loop, in each of its rounds."""
     keys = _mapping({} if value is None else value, f"stage {name}")
     if "stages" not in keys:
         return [_parse_stage(name, keys)]
@@ -282,15 +278,15 @@ def _parse_stage(name: str, value: Any) -> Stage:
     return Stage(name, command, keys, compare)
 
 
-def _mapping(value: Any, what: str) -> dict[str, Any]:
+def _mapping(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{what} must be a mapping of keys; it is {value!r}")
+        raise ConfigError(f"{name} must be a mapping of keys; it is {value!r}")
     return dict(value)
 
 
-def _check_keys(declared: Mapping[str, Any], known: tuple[str, ...], what: str) -> None:
+def _check_keys(declared: Mapping[str, Any], known: tuple[str, ...], owner: str) -> None:
     for key in declared:
         if key not in known:
             raise ConfigError(
-                f"{what} has no key {key}{nearest(str(key), known) or '; known are ' + ', '.join(known)}"
+                f"{owner} has no key {key}{nearest(str(key), known) or '; known are ' + ', '.join(known)}"
             )

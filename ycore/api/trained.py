@@ -22,8 +22,7 @@ from ycore.launch.engines import model_length
 from ycore.launch.layout import this_machine
 from ycore.models.convert import ADAPTER_CONFIG, is_adapter
 from ycore.models.fetch import fetch_model
-from ycore.models.folder import has_chat_template
-from ycore.models.folder import read_json as read_settings
+from ycore.models.folder import has_chat_template, read_settings
 from ycore.models.names import hub_id, resolve_model
 from ycore.placement.placement import JUDGE
 from ycore.run.files import read_json
@@ -236,7 +235,7 @@ def serve_command(folder: Path, *, name: str, host: str, port: int) -> tuple[lis
     return words, spec
 
 
-def serve(words: Sequence[str], spec: EngineSpec) -> int:
+def serve_model(words: Sequence[str], spec: EngineSpec) -> int:
     """Serve until Ctrl-C; return the exit status. Clients must give the key in VLLM_API_KEY, if any."""
     with tempfile.TemporaryDirectory(prefix="ycore-serve-") as temporary:
         environment = engine_environment(spec) | {"TMPDIR": temporary}
@@ -259,7 +258,7 @@ def serve(words: Sequence[str], spec: EngineSpec) -> int:
 # -- export ------------------------------------------------------------------------------------------------------------
 
 
-def export(folder: Path, target: Path, *, form: str, name: str) -> None:
+def export_model(folder: Path, target: Path, *, form: str, name: str) -> None:
     """Copy the whole model in `folder` to a folder (`merged`), or write one file for llama.cpp (`gguf`)."""
     if target.exists():
         raise RunFolderError(f"{target} exists; choose another --output, or remove it")

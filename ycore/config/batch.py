@@ -54,9 +54,11 @@ class _Batch:
 
     def _in_words(self, total: str) -> str:
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
-        micro, size = self.gradient_accumulation_steps, self.per_device_train_batch_size
-        each = " each" if self.world_size > 1 else ""
-        return f"{total} a step on {ranks}: {micro} micro-batch{'es' if micro > 1 else ''} of {size}{each}"
+        micro_batches = self.gradient_accumulation_steps
+        plural = "es" if micro_batches > 1 else ""
+        per_rank = " each" if self.world_size > 1 else ""
+        size = self.per_device_train_batch_size
+        return f"{total} a step on {ranks}: {micro_batches} micro-batch{plural} of {size}{per_rank}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,20 +99,20 @@ class TuneBatch(_Batch):
 
 
 def derive_batch(config: RunConfig, *, world_size: int, on_cpu: bool) -> BatchPlan:
-    """TRL's batch fields for a run with rollouts; ConfigError with the nearest sizes that work where these do not."""
-    given = {name: config.trl.get(name) for name in (*_PER_RANK, "steps_per_generation")}
+    """Derive TRL's batch fields for a run with rollouts; ConfigError names the nearest sizes where these do not work."""
+    fields = {name: config.trl.get(name) for name in (*_PER_RANK, "steps_per_generation")}
     sizes = Sizes(
-        world_size, config.prompts_per_step, config.group_size, config.max_tokens, **given
+        world_size, config.prompts_per_step, config.group_size, config.max_tokens, **fields
     )
     return plan_batch(sizes, on_cpu=on_cpu)
 
 
 def plan_batch(sizes: Sizes, *, on_cpu: bool) -> BatchPlan:
-    """The same as `derive_batch` for bare sizes."""
+    """Derive TRL's batch fields from bare sizes, as `derive_batch` does."""
     problem = problem_of(sizes, on_cpu=on_cpu)
     if problem is not None:
-        ways = "; or ".join(_in_words(sizes, way) for way in neighbours(sizes, on_cpu=on_cpu))
-        raise ConfigError(f"{problem}; what works nearest: {ways}")
+        nearby = [_change_in_words(sizes, other) for other in neighbours(sizes, on_cpu=on_cpu)]
+        raise ConfigError(f"{problem}; what works nearest: {'; or '.join(nearby)}")
     size, accumulation, per_generation = _fill(sizes, on_cpu=on_cpu)
     return BatchPlan(
         world_size=sizes.world_size,
@@ -187,9 +189,9 @@ def _check_rows(
 ) -> None:
     if total % world_size:
         below = total // world_size * world_size
-        ways = " or ".join(str(way) for way in (below, below + world_size) if way)
+        multiples = " or ".join(str(size) for size in (below, below + world_size) if size)
         raise ConfigError(
-            f"batch_size must be a multiple of the {world_size} ranks; it is {total}; e.g. {ways}"
+            f"batch_size must be a multiple of the {world_size} ranks; it is {total}; e.g. {multiples}"
         )
     if size * accumulation != total // world_size:
         raise ConfigError(
@@ -258,14 +260,14 @@ def problem_of(sizes: Sizes, *, on_cpu: bool) -> str | None:
         return f"prompts_per_step must be a multiple of the {ranks} ranks, for whole groups on each; it is {prompts}"
     size, accumulation, per_generation = _fill(sizes, on_cpu=on_cpu)
     if size * accumulation != local:
-        given = (
+        reason = (
             f"per_device_train_batch_size * gradient_accumulation_steps is {size} * {accumulation}"
         )
         if sizes.gradient_accumulation_steps is None:
-            given = f"per_device_train_batch_size {size} does not divide it"
+            reason = f"per_device_train_batch_size {size} does not divide it"
         elif sizes.per_device_train_batch_size is None:
-            given = f"gradient_accumulation_steps {accumulation} does not divide it"
-        return f"a step takes {prompts} prompts x {sizes.group_size} completions = {local} a rank, and {given}"
+            reason = f"gradient_accumulation_steps {accumulation} does not divide it"
+        return f"a step takes {prompts} prompts x {sizes.group_size} completions = {local} a rank, and {reason}"
     if per_generation % accumulation:
         return (
             "steps_per_generation must be a multiple of gradient_accumulation_steps, so that a round is whole "
@@ -276,25 +278,21 @@ def problem_of(sizes: Sizes, *, on_cpu: bool) -> str | None:
 
 def neighbours(sizes: Sizes, *, on_cpu: bool) -> list[Sizes]:
     """Accepted sizes near refused ones: one key changed where that is enough, else TRL's keys left to ycore."""
-    found = [
-        way
-        for key in (*_PER_RANK, "prompts_per_step")
-        for way in _nearest(sizes, key, on_cpu=on_cpu)
-    ]
-    found = found or _nearest(sizes, "steps_per_generation", on_cpu=on_cpu)
-    if found:
-        return found[:3]
+    accepted: list[Sizes] = []
+    for key in (*_PER_RANK, "prompts_per_step"):
+        accepted += _nearest(sizes, key, on_cpu=on_cpu)
+    accepted = accepted or _nearest(sizes, "steps_per_generation", on_cpu=on_cpu)
+    if accepted:
+        return accepted[:3]
     free = replace(
         sizes,
         per_device_train_batch_size=None,
         gradient_accumulation_steps=None,
         steps_per_generation=None,
     )
-    return (
-        [free]
-        if problem_of(free, on_cpu=on_cpu) is None
-        else _nearest(free, "prompts_per_step", on_cpu=on_cpu)
-    )
+    if problem_of(free, on_cpu=on_cpu) is None:
+        return [free]
+    return _nearest(free, "prompts_per_step", on_cpu=on_cpu)
 
 
 def _nearest(sizes: Sizes, key: str, *, on_cpu: bool) -> list[Sizes]:
@@ -302,12 +300,12 @@ def _nearest(sizes: Sizes, key: str, *, on_cpu: bool) -> list[Sizes]:
     value = asdict(sizes)[key]
     if value is None:
         return []
-    found: list[Sizes] = []
+    nearest: list[Sizes] = []
     for candidates in _candidates(sizes, key, value):
         options = (replace(sizes, **{key: candidate}) for candidate in candidates)
         accepted = (option for option in options if problem_of(option, on_cpu=on_cpu) is None)
-        found += itertools.islice(accepted, 1)
-    return found
+        nearest += itertools.islice(accepted, 1)
+    return nearest
 
 
 def _candidates(sizes: Sizes, key: str, value: int) -> tuple[Iterable[int], Iterable[int]]:
@@ -315,21 +313,20 @@ def _candidates(sizes: Sizes, key: str, value: int) -> tuple[Iterable[int], Iter
     local = sizes.completions_per_rank
     if key in _PER_RANK and local:
         divisors = sorted(set(_divisors(local)))
-        return [one for one in reversed(divisors) if one < value], [
-            one for one in divisors if one > value
-        ]
+        below = [divisor for divisor in reversed(divisors) if divisor < value]
+        above = [divisor for divisor in divisors if divisor > value]
+        return below, above
     step = sizes.world_size if key == "prompts_per_step" else 1
     floor = (value - 1) // step * step
     ceiling = floor + step if floor + step > value else floor + 2 * step
-    return range(floor, max(0, floor - _SEARCH * step), -step), range(
-        ceiling, ceiling + _SEARCH * step, step
-    )
+    smaller = range(floor, max(0, floor - _SEARCH * step), -step)
+    larger = range(ceiling, ceiling + _SEARCH * step, step)
+    return smaller, larger
 
 
-def _in_words(sizes: Sizes, way: Sizes) -> str:
-    """What changes from `sizes` to `way`."""
-    before = asdict(sizes)
-    changed = {key: value for key, value in asdict(way).items() if value != before[key]}
+def _change_in_words(before: Sizes, after: Sizes) -> str:
+    old = asdict(before)
+    changed = {key: value for key, value in asdict(after).items() if value != old[key]}
     return " with ".join(
         f"no {key}" if value is None else f"{key} {value}" for key, value in changed.items()
     )

@@ -80,22 +80,20 @@ def preset_rewards(preset: Preset, rewards: Sequence[Any], *, max_tokens: int) -
 
 
 def preset_lines(preset: Preset, *, trl: Mapping[str, Any], run: Mapping[str, Any]) -> list[str]:
-    """What the preset sets and what the user changed of it, a line each, for a plan with these TRL and run settings."""
+    """List what the preset sets, and what the user changed of it, for a plan with these TRL and run settings."""
     lines = [f"{preset.title} ({preset.source})"]
     for settings, resolved in ((preset.trl, trl), (flat(preset.run), flat(run))):
         for name, value in settings.items():
-            yours = "" if resolved[name] == value else f", yours; the preset says {_shown(value)}"
-            lines.append(f"{name} {_shown(resolved[name])}{yours}")
+            line = f"{name} {_shown(resolved[name])}"
+            if resolved[name] != value:
+                line += f", yours; the preset says {_shown(value)}"
+            lines.append(line)
     if preset.overlong_share is not None:
         lines.append(f"reward overlong, over the last {preset.overlong_share:g} of max_tokens")
     return [*lines, *(f"note: {note}" for note in preset.notes)]
 
 
 def _shown(value: Any) -> str:
-    return (
-        str(value).lower()
-        if isinstance(value, bool)
-        else f"{value:g}"
-        if isinstance(value, float)
-        else str(value)
-    )
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)

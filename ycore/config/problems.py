@@ -159,9 +159,11 @@ def shown(value: Any) -> str:
 def _model_in(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next(
-        (found for part in get_args(annotation) if (found := _model_in(part)) is not None), None
-    )
+    for part in get_args(annotation):
+        model = _model_in(part)
+        if model is not None:
+            return model
+    return None
 
 
 def _dotted_names(model: type[BaseModel], prefix: str) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Recipes: whole runs by name, in YAML. The shipped ones are the package `ycore_recipes`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -79,16 +79,14 @@ def parse_yaml(
 
 
 def _count_values(value: Any, *, most: int) -> int:
-    """How many values there are, each alias counted as what it stands for; 0 where there are more than `most`."""
-    count, inner = (
-        1,
-        value.values()
-        if isinstance(value, dict)
-        else value
-        if isinstance(value, list | set)
-        else (),
-    )
-    for item in inner:
+    """Count values, each alias as what it stands for; 0 where there are more than `most`."""
+    count = 1
+    items: Iterable[Any] = ()
+    if isinstance(value, dict):
+        items = value.values()
+    elif isinstance(value, list | set):
+        items = value
+    for item in items:
         below = _count_values(item, most=most - count)
         if not below:
             return 0
@@ -112,12 +110,12 @@ class RecipeEntry:
 
     @property
     def line(self) -> str:
-        """What is typed after `ycore` to run it."""
+        """The words after `ycore` that run it."""
         return _line(self.command, self.name)
 
 
 def list_recipes() -> list[RecipeEntry]:
-    """The shipped recipes, by name."""
+    """List the shipped recipes, by name."""
     entries = ((name, _parsed(text, name)) for name, text in _shipped())
     return [
         RecipeEntry(
@@ -176,20 +174,21 @@ def _command(recipe: Mapping[str, Any]) -> str | None:
     """The command that a recipe names by its `algorithm`, or shows by having stages, rewards or an environment."""
     if "stages" in recipe:
         return PIPELINE
-    named = recipe.get("algorithm")
-    return str(named) if named is not None else "grpo" if {"rewards", "env"} & set(recipe) else None
+    if recipe.get("algorithm") is not None:
+        return str(recipe["algorithm"])
+    return "grpo" if "rewards" in recipe or "env" in recipe else None
 
 
 def _serves(wanted: str | None, command: str | None) -> bool:
     """A recipe with rollouts serves every command that has them; another recipe serves its own command."""
     if wanted is None or command is None or wanted == command:
         return True
-    others = {
+    exclusive = {
         PIPELINE,
         *families(),
         *(name for name, row in ALGORITHMS.items() if row.learns_from == "examples"),
     }
-    return wanted not in others and command not in others
+    return wanted not in exclusive and command not in exclusive
 
 
 def _line(command: str, name: str) -> str:

@@ -342,8 +342,8 @@ def check_trackers(config: BaseConfig) -> None:
         "trackio": "'ycore[trackio]'",
         "tensorboard": "tensorboard",
     }
-    given = config.trl.get("report_to")
-    names = given if isinstance(given, list) else [given]
+    report_to = config.trl.get("report_to")
+    names = report_to if isinstance(report_to, list) else [report_to]
     if config.tracker_files and not {"wandb", "trackio", "all"} & {*names}:
         raise ConfigError(
             "tracker_files needs a tracker that keeps files; name one, e.g. --report-to wandb"

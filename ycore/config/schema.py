@@ -14,14 +14,14 @@ from ycore.errors import ConfigError
 
 Positive = Annotated[int, Field(gt=0, le=10**9, strict=True)]
 Count = Annotated[int, Field(gt=0, le=10**6, strict=True)]
-"""How many things are held at once. The limit keeps products of several such numbers small enough to factorise."""
+"""A number of things at once. The limit keeps products of several such numbers small enough to factorise."""
 
 
 Offload = Literal["none", "optimizer", "weights"]
-"""What of the trainer is in host memory during a round; `weights` are the optimizer's state and frozen weights."""
+"""Trainer state in host memory during a round; `weights` are the optimizer's state and frozen weights."""
 
 Width = Literal["auto"] | Annotated[int, Field(gt=0, le=1024, strict=True)]
-"""How many devices one engine spans (tensor parallelism); `auto` is the fewest that fit, and on a CPU 1."""
+"""Devices that one engine spans (tensor parallelism); `auto` is the fewest that fit, and on a CPU 1."""
 
 
 TEACHER = "teacher:"
@@ -31,9 +31,10 @@ AGREES = "agrees:"
 """The beginning of a reward's name for which the policy is a judge of pairs."""
 
 
-def _as_list(given: Any) -> Any:
-    """One text, or none, as a list."""
-    return [given] if isinstance(given, str) else [] if given is None else given
+def _as_list(value: Any) -> Any:
+    if value is None:
+        return []
+    return [value] if isinstance(value, str) else value
 
 
 class Strict(BaseModel):
@@ -43,7 +44,7 @@ class Strict(BaseModel):
 
 
 class RewardSandbox(Strict):
-    """What the process of one reward may reach besides Python, the working folder and the reward's own folder."""
+    """Reach of the process of one reward besides Python, the working folder and the reward's folder."""
 
     network: bool = False
     gpu: bool = False
@@ -71,10 +72,10 @@ class RewardConfig(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_weight(cls, given: Any) -> Any:
-        if isinstance(given, Mapping) and given.get("constraint") is True:
-            return {"weight": 0.0, **given}
-        return given
+    def _without_weight(cls, keys: Any) -> Any:
+        if isinstance(keys, Mapping) and keys.get("constraint") is True:
+            return {"weight": 0.0, **keys}
+        return keys
 
 
 class ConstraintSettings(Strict):

@@ -71,7 +71,7 @@ _TYPES: Mapping[str, Any] = {
     "dict": dict[str, Any],
     "str": str,
 }
-"""In the order in which a value is tried; `bool` is taken as it is."""
+"""Types in the order in which a value is tried; a `bool` is taken unchanged."""
 
 _BOUNDS = {"ge": "at least", "gt": "greater than", "le": "at most"}
 

@@ -1,4 +1,4 @@
-"""The `Engine` that a round asks for completions, and the `Sampling` settings of its requests.
+"""The `Engine` that a round asks for completions, and the `SamplingParams` settings of its requests.
 
 `kinds` has the kinds of engines: `vllm_engine` (a vLLM server, over a unix socket) and `transformers_engine` (the
 trainer's own model).
@@ -17,8 +17,8 @@ NEVER = -100.0
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
-    """Sampling parameters; the field names are those of vLLM's requests."""
+class SamplingParams:
+    """SamplingParams parameters; the field names are those of vLLM's requests."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -77,8 +77,8 @@ class Engine:
 
         Args:
             seed: The same seed gives the same completion from the same weights.
-            greedy: Take the likeliest token every time, whatever `Sampling` says.
-            max_tokens: Limit of this completion, in place of `Sampling`'s.
+            greedy: Take the likeliest token every time, whatever `SamplingParams` says.
+            max_tokens: Limit of this completion, in place of `SamplingParams`'s.
             prompt: The prompt with its pictures, which are in no token ids; None without any.
         """
         raise NotImplementedError

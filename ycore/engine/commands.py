@@ -188,7 +188,7 @@ def engine_command(engine: EngineSpec) -> list[str]:
     words = [word for option, value in options.items() for word in (option, str(value))]
     words += [
         *flags,
-        *words_of(engine.arguments),
+        *argument_words(engine.arguments),
     ]  # of an option that comes twice the last one counts
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words]
 
@@ -375,7 +375,7 @@ def vllm_arguments() -> frozenset[str]:
     )
 
 
-def words_of(arguments: Iterable[tuple[str, Any]]) -> list[str]:
+def argument_words(arguments: Iterable[tuple[str, Any]]) -> list[str]:
     """Return words of vLLM's command line: a switch, several words of a list, JSON of a mapping; nothing for None."""
     words: list[str] = []
     for name, value in arguments:

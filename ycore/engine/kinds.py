@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ycore.config.schema import EngineSettings
-from ycore.engine import Engine, Sampling, WeightSource
+from ycore.engine import Engine, SamplingParams, WeightSource
 from ycore.engine import commands as vllm_commands
 from ycore.engine.commands import EngineSpec
 from ycore.engine.server import restart_timeout_s
@@ -63,7 +63,7 @@ class EngineKind:
         self,
         name: str,
         socket: Path,
-        sampling: Sampling,
+        sampling: SamplingParams,
         settings: EngineSettings,
         *,
         sleeps: bool,
@@ -83,7 +83,7 @@ class EngineKind:
     # A kind without:
 
     def in_process(
-        self, model: Any, tokenizer: Any, sampling: Sampling, sight: Sight | None
+        self, model: Any, tokenizer: Any, sampling: SamplingParams, sight: Sight | None
     ) -> Engine:
         """Return an engine that writes with `model` in this process."""
         raise NotImplementedError
@@ -118,7 +118,7 @@ class VllmKind(EngineKind):
         self,
         name: str,
         socket: Path,
-        sampling: Sampling,
+        sampling: SamplingParams,
         settings: EngineSettings,
         *,
         sleeps: bool,
@@ -150,7 +150,7 @@ class TransformersKind(EngineKind):
     note = "generating with transformers in the trainer's process"
 
     def in_process(
-        self, model: Any, tokenizer: Any, sampling: Sampling, sight: Sight | None
+        self, model: Any, tokenizer: Any, sampling: SamplingParams, sight: Sight | None
     ) -> Engine:
         from ycore.engine.transformers_engine import TransformersEngine
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ycore.errors import ModelError
-from ycore.models.folder import read_json
+from ycore.models.folder import read_settings
 from ycore.run.images import ImageStore
 from ycore.types import Content, Prompt, in_blocks
 
@@ -99,7 +99,7 @@ def load_sight(
             f"the pictures need the model's processor, which cannot be loaded: {reason}"
         ) from None
     if not isinstance(processor, ProcessorMixin) or not image_token_ids(
-        read_json(model / "config.json")
+        read_settings(model / "config.json")
     ):
         raise ModelError(
             f"the prompts have pictures, and {model} reads text only; take a vision-language model"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ycore.engine import Engine, Sampling
+from ycore.engine import Engine, SamplingParams
 from ycore.engine.batching import Batches
 from ycore.engine.sight import Sight
 from ycore.types import Completion, Prompt
@@ -38,7 +38,7 @@ class TransformersEngine(Engine):
     name = "transformers"
 
     def __init__(
-        self, model: Any, tokenizer: Any, sampling: Sampling, sight: Sight | None = None
+        self, model: Any, tokenizer: Any, sampling: SamplingParams, sight: Sight | None = None
     ) -> None:
         self.version = 0
         self._sight = sight

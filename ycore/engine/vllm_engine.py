@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ycore.engine import Engine, Sampling, WeightSource
+from ycore.engine import Engine, SamplingParams, WeightSource
 from ycore.engine.judge_engine import prompt_logprobs, prompt_request
 from ycore.engine.server import Server
 from ycore.engine.shared_bucket import Bucket
@@ -53,7 +53,7 @@ class VllmEngine(Server, Engine):
         self,
         name: str,
         socket: Path,
-        sampling: Sampling,
+        sampling: SamplingParams,
         *,
         request_timeout_s: float,
         restart_timeout_s: float = 900.0,

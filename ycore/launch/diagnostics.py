@@ -39,27 +39,17 @@ _STACK_WITHIN_S = 1.0
 _STACK_ENDS_AFTER_S = 0.05  # a stack is complete when its log has not grown for so long
 
 
-class MemoryPeaks:
-    """The most memory that each role of a run has held: `peaks`, in bytes."""
+class RunProcesses:
+    """The living processes of a run, by role."""
 
     def __init__(self, run_id: str) -> None:
-        self.peaks: dict[str, int] = {}
         self._watch = RunWatch(run_id)
         self._roles: dict[int, str] = {}  # by process id
-        self._next_look = 0.0
 
-    def look(self) -> None:
-        """Read every process of the run, every two seconds at most."""
-        if time.monotonic() < self._next_look:
-            return
-        self._next_look = time.monotonic() + _LOOK_EVERY_S
-        totals: Counter[str] = Counter()
-        for process in self._watch.look():
-            role = self._role(process)
-            if role is not None and role != _HELPER:
-                totals[role] += peak_bytes(process.pid) or 0
-        for role, total in totals.items():
-            self.peaks[role] = max(total, self.peaks.get(role, 0))
+    def by_role(self) -> list[tuple[str, psutil.Process]]:
+        """Return those that live now, without helpers, which only start others or clear up after them."""
+        roles = ((self._role(process), process) for process in self._watch.look())
+        return [(role, process) for role, process in roles if role is not None and role != _HELPER]
 
     def _role(self, process: psutil.Process) -> str | None:
         """Return a process's role by its command line, else its parent's; None while it may still change."""
@@ -73,6 +63,26 @@ class MemoryPeaks:
             return None  # it has ended
         self._roles[process.pid] = role
         return role
+
+
+class MemoryPeaks:
+    """The most memory that each role of a run has held: `peaks`, in bytes."""
+
+    def __init__(self, run_id: str) -> None:
+        self.peaks: dict[str, int] = {}
+        self._processes = RunProcesses(run_id)
+        self._next_look = 0.0
+
+    def look(self) -> None:
+        """Read every process of the run, every two seconds at most."""
+        if time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + _LOOK_EVERY_S
+        totals: Counter[str] = Counter()
+        for role, process in self._processes.by_role():
+            totals[role] += peak_bytes(process.pid) or 0
+        for role, total in totals.items():
+            self.peaks[role] = max(total, self.peaks.get(role, 0))
 
 
 def role_of(command: Sequence[str]) -> str | None:

@@ -77,9 +77,8 @@ class RunWatch:
             terminated |= self._known.keys()
             if now > force_from + _KILL_WITHIN_S:
                 break
-            time.sleep(
-                0.05
-            )  # psutil.wait_procs would take the exit codes of this process's children
+            # psutil.wait_procs would take the exit codes of this process's children.
+            time.sleep(0.05)
         return len(terminated)
 
     def _remember(self, process: psutil.Process) -> None:

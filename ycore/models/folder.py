@@ -23,8 +23,8 @@ def inspect_folder(folder: Path, *, trust_remote_code: bool) -> dict[str, Any]:
             if ggufs
             else f"the model folder {folder} has no config.json; give a folder that model.save_pretrained(...) wrote"
         )
-    config = read_json(folder / "config.json")
-    tokenizer_config = read_json(folder / "tokenizer_config.json")
+    config = read_settings(folder / "config.json")
+    tokenizer_config = read_settings(folder / "tokenizer_config.json")
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise ModelError(
             f"the model folder {folder} has no tokenizer ({', '.join(_TOKENIZER_FILES[:3])}); "
@@ -49,7 +49,7 @@ def has_chat_template(folder: Path) -> bool:
     """Tell whether the folder's tokenizer can write a conversation as text."""
     if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
         return True
-    return bool(read_json(folder / "tokenizer_config.json").get("chat_template"))
+    return bool(read_settings(folder / "tokenizer_config.json").get("chat_template"))
 
 
 def context_length(config: dict[str, Any]) -> int | None:
@@ -62,7 +62,7 @@ def context_length(config: dict[str, Any]) -> int | None:
     return None
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_settings(path: Path) -> dict[str, Any]:
     """Return the JSON object in `path`; {} where there is no file."""
     if not path.is_file():
         return {}
@@ -80,7 +80,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _check_weights(folder: Path) -> None:
-    index = read_json(folder / "model.safetensors.index.json")
+    index = read_settings(folder / "model.safetensors.index.json")
     listed = index.get("weight_map", {})
     if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
         raise ModelError(

@@ -12,7 +12,7 @@ from typing import Any
 
 from ycore.errors import ModelError
 from ycore.models.convert import PROBE, SPLITTING, set_splitting
-from ycore.models.folder import read_json
+from ycore.models.folder import read_settings
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """transformers' `model_type` -> GGUF's `general.architecture`."""
@@ -25,7 +25,7 @@ _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # llama.cpp's kinds of t
 
 def check_exportable(folder: Path) -> dict[str, Any]:
     """Return the folder's config; ModelError where its model cannot be written as GGUF."""
-    config = read_json(folder / "config.json")
+    config = read_settings(folder / "config.json")
     kind = config.get("model_type")
     if kind not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)

@@ -12,7 +12,7 @@ from ycore.models.folder import (
     context_length,
     has_chat_template,
     inspect_folder,
-    read_json,
+    read_settings,
     refuse_remote_code,
 )
 from ycore.models.hub import ANSWER_WITHIN_S, ask_hub, cache_dir, cached_snapshot
@@ -143,7 +143,7 @@ def sighted_family(name: str) -> str | None:
         folder = snapshot
     if is_adapter(folder):
         return None if _is_its_own_base(folder) else sighted_family(base_name(folder))
-    config = read_json(folder / "config.json")
+    config = read_settings(folder / "config.json")
     return str(config.get("model_type")) if "vision_config" in config else None
 
 
@@ -264,7 +264,7 @@ def _adapter_plan(name: str, path: Path, trust_remote_code: bool) -> ModelPlan:
 
 def base_name(adapter: Path) -> str:
     """Return an adapter's name of its base; empty where that can be no name."""
-    name = read_json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
+    name = read_settings(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
     return name if isinstance(name, str) and name.isprintable() and len(name) < 1000 else ""
 
 

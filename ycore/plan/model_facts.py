@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ycore.errors import ModelError, nearest
-from ycore.models.folder import read_json
+from ycore.models.folder import read_settings
 from ycore.models.hub import ANSWER_WITHIN_S, ask_hub, cached_snapshot
 from ycore.models.names import BUILTIN, MADE, made_folder
 
@@ -210,7 +210,7 @@ def model_config(name: str, *, ask: bool = True) -> dict[str, Any]:
         made = made_folder(name)
         return _read(made / "config.json") if made.is_dir() else model_config(MADE[name], ask=ask)
     if path.is_dir():
-        base = read_json(path / "adapter_config.json").get("base_model_name_or_path")
+        base = read_settings(path / "adapter_config.json").get("base_model_name_or_path")
         if isinstance(base, str) and not (path / "config.json").is_file():
             return model_config(base, ask=ask)
         return _read(path / "config.json")
@@ -233,7 +233,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ModelError(
             f"a plan reads a model's config.json, and {path} does not exist; give a folder that has one"
         )
-    return read_json(path)
+    return read_settings(path)
 
 
 def _from_hub(name: str, *, ask: bool) -> dict[str, Any]:

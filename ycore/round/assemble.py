@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from ycore.config.resolve import read_config, require_rollouts
 from ycore.config.schema import Offload, RunConfig
 from ycore.data.prompts import PromptSet, load_prompts
-from ycore.engine import NEVER, Engine, Sampling, WeightSource
+from ycore.engine import NEVER, Engine, SamplingParams, WeightSource
 from ycore.engine.kinds import KINDS, EngineKind
 from ycore.engine.server import Server
 from ycore.engine.sight import Sight, image_token_ids, load_sight
@@ -191,7 +191,7 @@ class Assembly:
         )
         return tuple(ids)
 
-    def sampling(self) -> Sampling:
+    def sampling(self) -> SamplingParams:
         """How completions are sampled: the run's sizes, TRL's fields of generation, every end token of the model."""
         trl, model = self.config.trl, self.started.model
         declared: Any = None
@@ -201,7 +201,7 @@ class Assembly:
         never = image_token_ids(
             read_json(model / "config.json")
         )  # the trainer's head does not write them either
-        return Sampling(
+        return SamplingParams(
             max_tokens=self.config.max_tokens,
             temperature=trl.get("temperature", 1.0),
             top_p=trl.get("top_p", 1.0),

@@ -19,30 +19,25 @@ class RunFolder:
         self.lock = root / LOCK
         self._run_id: str | None = None
         self.config = root / "run.json"
-        self.identity = (
-            root / "identity.json"
-        )  # fingerprints of the rows, model and reward files it began with
-        self.engines = root / "engines.json"  # what the launcher has started, for the trainer
+        # Fingerprints of the rows, the model and the reward files that the run began with.
+        self.identity = root / "identity.json"
+        self.engines = root / "engines.json"  # the launcher writes it for the trainer
         self.metrics = root / "metrics.jsonl"
         self.trace = root / "trace.json"
         self.summary = root / "summary.json"
-        self.memory = root / "memory.json"  # the most that each process of each role held, in bytes
-        self.samples = (
-            root / "samples.json"
-        )  # completions to the same few prompts, before and after training
-        self.held_out = (
-            root / "held_out.json"
-        )  # measured on held-out rows before and after, and of the best model
+        self.memory = root / "memory.json"  # the most bytes that each role has held
+        # Completions to the same few prompts, before and after training.
+        self.samples = root / "samples.json"
+        # Measured on held-out rows before and after training, and for the best model.
+        self.held_out = root / "held_out.json"
         self.curve = root / "curve.png"
         self.timeline = root / "timeline.png"
         self.checkpoints = root / "checkpoints"
-        self.journal = (
-            root / "journal"
-        )  # the rounds since the oldest checkpoint that is kept, or all of them
+        # The rounds since the oldest checkpoint that is kept, or all of them.
+        self.journal = root / "journal"
         self.images = root / "images"  # every picture once, named by its sha256
-        self.trajectories = (
-            root / "trajectories"
-        )  # of pictures that a flow model drew, files named by their sha256
+        # Denoising paths of pictures that a flow model drew, named by their sha256.
+        self.trajectories = root / "trajectories"
         self.pictures = root / "pictures.png"  # drawn from the same noise before and after training
         self.model = root / "model"
         self.best = root / "best"  # the model that an evaluation found best, where the run keeps it
@@ -68,15 +63,14 @@ class RunFolder:
 
     @property
     def temporary(self) -> Path:
-        """Where the run's engines put their own temporary files and sockets; short, because a socket's path must be."""
+        """The folder of the engines' temporary files and sockets; short, because a socket's path must be."""
         return Path(tempfile.gettempdir()) / f"ycore-{self.run_id}"
 
     @property
     def sockets(self) -> Path:
         """The 0700 folder of the run's sockets: inside the run folder, or the temporary one where that path is long."""
-        inside = (
-            self.root.resolve() / "sockets"
-        )  # with a name in it, at most 100 of the 108 bytes that the kernel allows
+        # With a name in it, a path has at most 100 of the 108 bytes that the kernel allows.
+        inside = self.root.resolve() / "sockets"
         return inside if len(os.fsencode(inside)) <= 80 else self.temporary
 
     def socket(self, engine: str) -> Path:
@@ -84,7 +78,7 @@ class RunFolder:
 
     @property
     def shared_memory(self) -> Path:
-        """Where weights pass from trainer to engines: memory where the machine offers it, else the run folder."""
+        """The folder in which weights pass from trainer to engines: in memory where the machine offers it."""
         base = Path("/dev/shm")
         return base / f"ycore-{self.run_id}" if base.is_dir() else self.root / "weights"
 

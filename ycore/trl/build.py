@@ -15,7 +15,7 @@ from ycore.config.batch import derive_batch, derive_tune_batch
 from ycore.config.schema import AnyConfig, LoraSettings, RunConfig, TuneConfig
 from ycore.config.trl_arguments import trl_arguments
 from ycore.data.examples import Example, ExampleSet
-from ycore.models.folder import context_length, read_json
+from ycore.models.folder import context_length, read_settings
 from ycore.rewards.loading import reward_names
 from ycore.run.paths import RunFolder
 from ycore.trl.base import BaseTrainer, bare
@@ -141,7 +141,7 @@ def _for_examples(
         num_rows=len(examples.train),
         world_size=world_size,
         on_cpu=not torch.cuda.is_available(),
-        context_length=context_length(read_json(model / "config.json")),
+        context_length=context_length(read_settings(model / "config.json")),
     )
     held_out = _rows(examples.held_out, folder) if examples.held_out else None
     data = {"train_dataset": _rows(examples.train, folder), "eval_dataset": held_out}
@@ -161,7 +161,7 @@ def _rows(rows: Sequence[Example], folder: RunFolder) -> Dataset:
 
 def vision_modules(model: Path) -> str | None:
     """The pattern, as peft takes it, of the vision modules that `all-linear` leaves frozen; None without vision."""
-    has_vision = "vision_config" in read_json(model / "config.json")
+    has_vision = "vision_config" in read_settings(model / "config.json")
     return rf".*({VISION_MODULES}).*" if has_vision else None
 
 

@@ -26,7 +26,7 @@ from ycore.judge.sources import (
     reward_model_of,
     teacher_of,
 )
-from ycore.models.folder import read_json
+from ycore.models.folder import read_settings
 from ycore.models.names import resolve_model
 from ycore.placement.placement import REWARD_MODEL, ROLLOUT, TEACHER
 from ycore.rewards.answers import gold_of
@@ -423,7 +423,7 @@ def check_tokens_at(policy: Path, teacher: Teacher) -> None:
 
 def _token_ids(folder: Path) -> Mapping[str, int] | None:
     """Return every token's id from a tokenizer.json; None where the folder has none."""
-    content = read_json(folder / "tokenizer.json")
+    content = read_settings(folder / "tokenizer.json")
     vocab = content.get("model", {}).get("vocab")
     if isinstance(vocab, list):  # a Unigram model has pairs of a token and its score
         vocab = {token: index for index, (token, *_) in enumerate(vocab)}

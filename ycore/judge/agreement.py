@@ -64,7 +64,7 @@ def judge_questions(
 
 @dataclass(frozen=True, slots=True)
 class Questions(Sequence[Prompt]):
-    """Of each pair the judge's question, with the better answer in the first place or the second, by chance."""
+    """The judge's question about each pair, with the better answer in the first place or the second, by chance."""
 
     pairs: Sequence[Prompt]
     questioner: Questioner
@@ -76,8 +76,8 @@ class Questions(Sequence[Prompt]):
     def __getitem__(self, index: Any) -> Any:
         pair = self.pairs[index]
         answers = [str(pair.columns[name]) for name in ("chosen", "rejected")]
-        told = json.dumps([self.seed, as_text(pair.content), *answers])
-        key = hashlib.sha256(told.encode()).hexdigest()
+        identity = json.dumps([self.seed, as_text(pair.content), *answers])
+        key = hashlib.sha256(identity.encode()).hexdigest()
         first, second = answers if shows_chosen_first(key) else answers[::-1]
         question = self.questioner.pairwise(pair, first, second, key=key)
         return replace(pair, content=question, columns={**pair.columns, KEY: key})

@@ -210,7 +210,7 @@ def break_special_tokens(text: str, special_tokens: Sequence[str]) -> str:
 
 
 def fold_lookalikes(text: str) -> str:
-    """What a text looks like at a glance: one alphabet, one kind of bracket, lower case, nothing invisible."""
+    """Return what a text looks like at a glance: one alphabet, one kind of bracket, lower case, nothing invisible."""
     return text.translate(_FOLDED)
 
 

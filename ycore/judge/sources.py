@@ -169,7 +169,7 @@ def teacher_of(spec: RewardConfig) -> Teacher:
 
 
 def model_name(judge: Judge, config: RunConfig) -> str:
-    """Of the model that a judge asks; the policy's own for `policy-base`."""
+    """Return the model that a judge asks; the policy's for `policy-base`."""
     return config.model if judge.model == POLICY_BASE else judge.model
 
 

@@ -100,7 +100,7 @@ def _without_thinking(judge: Judge, reply: Reply) -> str:
 
 
 def _after_thinking(text: str, judge: Judge) -> str:
-    """What follows the only `</think>`.
+    """Return the text after the only `</think>`.
 
     Some chat templates open the thinking themselves. Where no `<think>` opens the text, nothing before `</think>` may
     look like a verdict: a quoted `</think>` would otherwise hide the judge's own.

@@ -49,7 +49,7 @@ _MAX_REPLY_BYTES = (
 
 @dataclass(frozen=True, slots=True)
 class ToolSet:
-    """What the policy may call: JSON schemas as transformers makes them.
+    """The tools that the policy may call: JSON schemas as transformers makes them.
 
     `takes_text`: the environment's only tool is `step(text)`, and gets whole turns. `pays`: it has `get_reward`.
     `pays_turns`: it pays for single turns too.

@@ -1,4 +1,4 @@
-"""What writes the completions of a run, built from its config."""
+"""Build the writer of a run's completions from its config."""
 
 import json
 from collections.abc import Mapping

@@ -40,7 +40,7 @@ def constraints_of(config: RunConfig) -> list[Constraint]:
 
 
 class Constraints:
-    """Those of a run. All ranks have the same weights, because they learn from the sums over all ranks.
+    """The constraints of a run. All ranks have the same weights, because they learn from the sums over all ranks.
 
     Example: `Constraints([Constraint(1, "format", 1.0, 0.05)]).compared([0.5, 1.0], scores_GR)`.
 
@@ -51,78 +51,75 @@ class Constraints:
 
     def __init__(
         self,
-        held: Sequence[Constraint],
+        constraints: Sequence[Constraint],
         *,
         by: Literal["gate", "lagrangian"] = "gate",
         rate: float = 1.0,
         start: float = 0.0,
     ) -> None:
-        self.held, self.by, self._rate = tuple(held), by, rate
+        self.held = tuple(constraints)
+        self.by = by
         self.weights = [start] * len(self.held)
+        self._rate = rate
         self._counts = [0] * (2 * len(self.held))
 
     @classmethod
     def of(cls, config: RunConfig) -> Self | None:
-        """Those of a run that trains; None where it has none."""
-        held = constraints_of(config)
-        if not held or config.algorithm == "eval":
+        """Build from a training config; None without constraints."""
+        constraints = constraints_of(config)
+        if not constraints or config.algorithm == "eval":
             return None
         settings = config.constraints
-        return cls(held, by=settings.by, rate=settings.rate, start=settings.start)
+        return cls(constraints, by=settings.by, rate=settings.rate, start=settings.start)
 
     def _broken(self, scores_R: Sequence[Score]) -> list[bool | None]:
-        return [one.is_broken(scores_R) for one in self.held]
+        return [constraint.is_broken(scores_R) for constraint in self.held]
 
     def compared(
         self, totals_G: Sequence[float | None], scores_GR: Sequence[Sequence[Score]]
     ) -> list[float | None]:
-        """The rewards of a group's completions as they are compared with one another."""
-        known = [total for total in totals_G if total is not None]
-        worst = min(known, default=0.0) - 1.0
-        found: list[float | None] = []
+        """Return the rewards of a group's completions as they are compared with one another."""
+        worst = min((total for total in totals_G if total is not None), default=0.0) - 1.0
+        rewards_G: list[float | None] = []
         for total, scores_R in zip(totals_G, scores_GR, strict=True):
             broken = self._broken(scores_R)
-            if self.by == "gate" and any(broken):
-                found.append(None if total is None else worst)
-            elif total is None or None in broken:
-                found.append(None)
+            if total is None:
+                rewards_G.append(None)
+            elif self.by == "gate" and any(broken):
+                rewards_G.append(worst)
+            elif None in broken:
+                rewards_G.append(None)
             else:
-                found.append(
-                    total
-                    - sum(weight for weight, one in zip(self.weights, broken, strict=True) if one)
-                )
-        return found
-
-    # -- over the rounds ---------------------------------------------------------------------------------------------
+                weights = zip(self.weights, broken, strict=True)
+                rewards_G.append(total - sum(weight for weight, is_broken in weights if is_broken))
+        return rewards_G
 
     def count(self, group: Group) -> None:
         for scores_R in group.scores_GR:
-            for place, broken in enumerate(self._broken(scores_R)):
-                self._counts[2 * place] += broken is True
-                self._counts[2 * place + 1] += broken is not None
+            for index, is_broken in enumerate(self._broken(scores_R)):
+                self._counts[2 * index] += is_broken is True
+                self._counts[2 * index + 1] += is_broken is not None
 
     def take(self) -> Sequence[float]:
-        """The completions of this rank since the last call that broke each constraint, and those that it was asked
-        of."""
-        counts, self._counts = self._counts, [0] * len(self._counts)
+        """Return this rank's completions since the last call: for each constraint how many broke it, of how many."""
+        counts = self._counts
+        self._counts = [0] * len(counts)
         return counts
 
     def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
-        """Of each constraint the share of completions that broke it, and the weight that this round is trained with.
+        """Return each constraint's share of completions that broke it, and the weight that this round is trained with.
 
         The weights learn here, once a round, from the sums over all ranks.
         """
-        found = {}
-        for place, one in enumerate(self.held):
-            broken, asked = sums[2 * place], sums[2 * place + 1]
-            if asked:
-                found[f"ycore/violations/{one.name}"] = broken / asked
+        metrics = {}
+        for index, constraint in enumerate(self.held):
+            num_broken, num_scored = sums[2 * index : 2 * index + 2]
+            weight = 0.0
+            if num_scored:
+                share = num_broken / num_scored
+                metrics[f"ycore/violations/{constraint.name}"] = share
+                weight = self.weights[index] + self._rate * (share - constraint.limit)
             if self.by == "lagrangian":
-                moved = (
-                    self.weights[place] + self._rate * (broken / asked - one.limit)
-                    if asked
-                    else 0.0
-                )
-                self.weights[place] = max(0.0, moved)
-                found[f"ycore/constraint_weight/{one.name}"] = self.weights[place]
-        return found
+                self.weights[index] = max(0.0, weight)
+                metrics[f"ycore/constraint_weight/{constraint.name}"] = self.weights[index]
+        return metrics

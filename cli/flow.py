@@ -63,7 +63,7 @@ def flow(context: typer.Context, **options: Any) -> None:
     ycore flow --recipe digits
     ycore flow --model my-model --dataset prompts.jsonl --reward rewards.py:score --eval-reward judge.py:reads
     """
-    from ycore.api.run_settings import stored_settings
+    from ycore.api.run_settings import complete_config, stored_settings
     from ycore.config.recipe_files import load_recipe, recipe_name
     from ycore.config.resolve import resolve_any
 
@@ -73,7 +73,7 @@ def flow(context: typer.Context, **options: Any) -> None:
     if resume and not recipe and "output" in keys:
         base = stored_settings(keys["output"])
     name = recipe_name(recipe) if recipe else None
-    config = o.completed(
+    config = complete_config(
         resolve_any(
             recipe=base,
             sets=options["set_"] or (),

@@ -66,6 +66,7 @@ def flow(context: typer.Context, **options: Any) -> None:
     from ycore.api.run_settings import complete_config, stored_settings
     from ycore.config.recipe_files import load_recipe, recipe_name
     from ycore.config.resolve import resolve_any
+    from ycore.flow.flow_settings import FlowConfig
 
     resume = options["resume"] or options["resume_from"] is not None
     keys, recipe = flow_keys(options), options["recipe"]
@@ -81,6 +82,7 @@ def flow(context: typer.Context, **options: Any) -> None:
             run_name=name,
         )
     )
+    assert isinstance(config, FlowConfig)
     how = {name: options[name] for name in ("resume_from", "accept_changes", "dry_run", "json")}
     train_flow(config, resume=resume, **how)
 

@@ -63,9 +63,10 @@ def flow(context: typer.Context, **options: Any) -> None:
     ycore flow --recipe digits
     ycore flow --model my-model --dataset prompts.jsonl --reward rewards.py:score --eval-reward judge.py:reads
     """
-    from ycore.api.run_settings import stored_settings
+    from ycore.api.run_settings import complete_config, stored_settings
     from ycore.config.recipe_files import load_recipe, recipe_name
     from ycore.config.resolve import resolve_any
+    from ycore.flow.flow_settings import FlowConfig
 
     resume = options["resume"] or options["resume_from"] is not None
     keys, recipe = flow_keys(options), options["recipe"]
@@ -73,7 +74,7 @@ def flow(context: typer.Context, **options: Any) -> None:
     if resume and not recipe and "output" in keys:
         base = stored_settings(keys["output"])
     name = recipe_name(recipe) if recipe else None
-    config = o.completed(
+    config: Any = complete_config(
         resolve_any(
             recipe=base,
             sets=options["set_"] or (),
@@ -81,6 +82,7 @@ def flow(context: typer.Context, **options: Any) -> None:
             run_name=name,
         )
     )
+    assert isinstance(config, FlowConfig)
     how = {name: options[name] for name in ("resume_from", "accept_changes", "dry_run", "json")}
     train_flow(config, resume=resume, **how)
 

@@ -76,8 +76,6 @@ def _planned_config(context: typer.Context, recipe: str | None) -> "RunConfig":
 
     base = load_recipe(recipe) if recipe else {}
     algorithm = find_algorithm(base.get("algorithm", "grpo")).name
-    if algorithm not in ("ppo", "distill"):  # only a critic and a teacher need more than GRPO
-        algorithm = "grpo"
     options = o.typed_keys(context, algorithm=algorithm) | {"algorithm": algorithm}
     return planned_config(base, options, sets=context.params.get("set_") or ())
 
@@ -116,10 +114,14 @@ def preflight(context: typer.Context, *, dry_run: bool, json: bool, **_: Any) ->
     from ycore.api.evaluations import preflight_config, preflight_lines, run_preflight
     from ycore.api.running import checked_plan
     from ycore.api.tables import plan_rows
+    from ycore.config.recipe_files import load_recipe
     from ycore.config.resolve import require_rollouts
 
     with stdout_for_json(json):
-        config = preflight_config(require_rollouts(o.resolve_config(context, algorithm="grpo")))
+        recipe = context.params["recipe"]
+        base = load_recipe(recipe, command="grpo") if recipe else {}
+        algorithm = str(base.get("algorithm", "grpo"))
+        config = preflight_config(require_rollouts(o.resolve_config(context, algorithm=algorithm)))
         result = checked_plan(config, trains=False) if dry_run else run_preflight(config)
     if json:
         print_json(result)

@@ -3,8 +3,6 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ycore.config.presets import find_preset, preset_lines
-
 Rows = list[tuple[str, str]]
 
 
@@ -79,6 +77,8 @@ def _reward_rows(plan: Mapping[str, Any]) -> Rows:
     rows = [("rewards", rewards), *(("", f"  {line}") for line in plan["scorers"])]
     rows += _block("sandbox", plan["sandbox"])
     if config.get("preset") is not None:
+        from ycore.config.presets import find_preset, preset_lines  # with pydantic
+
         rows += _block(
             "preset", preset_lines(find_preset(config["preset"]), trl=plan["trl"], run=config)
         )

@@ -370,7 +370,8 @@ def _measured(summary: Mapping[str, Any]) -> str:
     ]
     rows = []
     for name in names:
-        low, high = after.get(f"{name}/low"), after.get(f"{name}/high")
+        low = after.get(f"{name}/low")
+        high = after.get(f"{name}/high")
         spread = "" if low is None or high is None else f"{low:.3f} to {high:.3f}"
         first = f"{before[name]:.3f}" if isinstance(before.get(name), float) else ""
         rows.append(f"| {name} | {first} | {after[name]:.3f} | {spread} |")

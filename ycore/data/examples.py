@@ -32,7 +32,8 @@ ToExample = Callable[
 CONVERSATION_COLUMNS = ("messages", "conversations", "conversation")
 COMPLETION_COLUMNS = ("completion", "response", "output", "answer", "solution")
 
-_HELD_OUT_SHARE, _MAX_HELD_OUT = 10, 256
+_HELD_OUT_SHARE = 10
+_MAX_HELD_OUT = 256
 _LABELS = {"true": True, "1": True, "false": False, "0": False}
 _ANSWER_MARK = "\n\nAssistant:"
 
@@ -96,7 +97,8 @@ def load_examples(
     )
     chance = random.Random(config.seed)
     if config.eval_dataset is not None or config.eval_split is not None:
-        name, split = config.eval_dataset or config.dataset, config.eval_split or config.split
+        name = config.eval_dataset or config.dataset
+        split = config.eval_split or config.split
         held_out, _ = _read_examples(config, name, split, as_chat=as_chat, store=store)
         chance.shuffle(examples)
         return ExampleSet(examples, held_out[: config.held_out], left_out)
@@ -283,7 +285,8 @@ def _conversation_example(row: TableRow, column: str, *, whole: bool) -> Example
 def _completion_example(
     row: TableRow, question: str, completion: str, *, as_chat: bool
 ) -> Example | str:
-    prompt, answer = row.conversation(question), row.conversation(completion)
+    prompt = row.conversation(question)
+    answer = row.conversation(completion)
     extra = row.values.get("input")  # Alpaca's second column of the question
     if (
         question == "instruction"
@@ -310,7 +313,8 @@ def _text_example(row: TableRow, *, as_chat: bool, whole: bool) -> Example | str
 
 def _pair_example(row: TableRow, question: str | None, *, as_chat: bool) -> Example | str:
     """`prompt`, `chosen`, `rejected`, and `margin` where the table has it."""
-    chosen, rejected = row.conversation("chosen"), row.conversation("rejected")
+    chosen = row.conversation("chosen")
+    rejected = row.conversation("rejected")
     if _is_empty(chosen) or _is_empty(rejected):
         return "no answer"
     if chosen == rejected:
@@ -385,7 +389,8 @@ def _raw_text(row: TableRow, column: str) -> str:
 
 
 def _labelled_example(row: TableRow, *, as_chat: bool) -> Example | str:
-    prompt, completion = row.conversation("prompt"), row.conversation("completion")
+    prompt = row.conversation("prompt")
+    completion = row.conversation("completion")
     if _is_empty(completion):
         return "no answer"
     value = row.values.get("label")

@@ -186,7 +186,8 @@ def _range(digits: int) -> tuple[int, int]:
 def _arithmetic(sign: str, compute: Callable[[int, int], int]) -> Task:
     def question(arguments: Mapping[str, int], number: int) -> Question:
         low, span = _range(arguments["digits"])
-        a, b = low + number // span, low + number % span
+        a = low + number // span
+        b = low + number % span
         if sign == "-" and a < b:
             a, b = b, a  # no negative answers: the minus sign is another lesson
         prompt = f"What is {a} {sign} {b}? Answer with just the number."
@@ -199,7 +200,8 @@ def _arithmetic(sign: str, compute: Callable[[int, int], int]) -> Task:
 
 def _larger(arguments: Mapping[str, int], number: int) -> Question:
     low, span = _range(arguments["digits"])
-    a, b = low + number // span, low + number % span
+    a = low + number // span
+    b = low + number % span
     prompt = (
         f"Is {a} larger than {b}? Begin with yes or no, and then explain at length how you know."
     )

@@ -150,7 +150,8 @@ class JsonLines(Sequence[Mapping[str, Any]]):
         return _json_object(place, _parse_json(place, text))
 
     def _line(self, index: int, place: str) -> bytes:
-        start, length = self._starts[index], self._lengths[index]
+        start = self._starts[index]
+        length = self._lengths[index]
         if self._memory is not None:
             return bytes(self._memory[start : start + length])
         line = os.pread(self._source.fileno(), length, start)
@@ -192,7 +193,8 @@ def _parse_csv(path: Path, text: str) -> Table:
         raise DataError(
             f"{path}, line 1: a CSV file begins with a line of distinct column names, not {header}"
         )
-    rows, lines = [], []
+    rows = []
+    lines = []
     for line, record in records:
         if len(record) != len(header):
             raise DataError(

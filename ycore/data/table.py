@@ -86,7 +86,8 @@ class TableRow:
             raise DataError(
                 f"{label} is {type(turn).__name__} in {self.place}; a turn is an object with role and content"
             )
-        role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+        role = turn.get("role", turn.get("from"))
+        content = turn.get("content", turn.get("value"))
         content = self._without_blocks(content, label)
         if not isinstance(role, str) or not isinstance(content, str) or not role:
             kinds = ", ".join(f"{key}: {type(item).__name__}" for key, item in turn.items())

@@ -22,7 +22,8 @@ from ycore.placement.placement import JUDGE
 _MAX_REFUSALS = 16  # in a row
 _FORM_TOKENS = 64  # at most, of a label's verdict without the label
 TRIES = 7  # of a request to an address
-FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
+FIRST_WAIT_S = 1.0
+LONGEST_WAIT_S = 30.0
 _TRANSIENT_STATUS = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 _REFUSED_STATUS = (400, 413, 422)
 _TRANSIENT_ERRORS = (httpx.TimeoutException, httpx.NetworkError, httpx.RemoteProtocolError)
@@ -129,7 +130,8 @@ class _Remote(_CountsRefusals):
         await self._client.aclose()
 
     async def _post(self, path: str, body: Mapping[str, Any]) -> httpx.Response:
-        problem, retry_after_s = "", 0.0
+        problem = ""
+        retry_after_s = 0.0
         for attempt in range(TRIES):
             if attempt:
                 await asyncio.sleep(backoff_s(attempt - 1, at_least_s=retry_after_s))

@@ -104,7 +104,8 @@ class Server:
             BadRequest: The server rejects this request.
             EngineError: Another status that a retry cannot change, or no answer before the deadline.
         """
-        process, failures = self._process(), list[str]()
+        process = self._process()
+        failures = list[str]()
         answer = asyncio.ensure_future(self._retry(method, path, body, failures))
         self.in_flight += 1
         try:

@@ -65,7 +65,8 @@ class Bucket:
         for name, weight in self._weights():
             if end + weight.nbytes > self.num_bytes:
                 yield self._written(entries)
-                entries, end = [], 0
+                entries = []
+                end = 0
             self._memory[end : end + weight.nbytes].copy_(weight.reshape(-1).view(torch.uint8))
             entries.append((name, str(weight.dtype).removeprefix("torch."), [*weight.shape], end))
             end += -(-weight.nbytes // _ALIGNED) * _ALIGNED

@@ -83,7 +83,8 @@ class SleepingEngine:
         """Bring weights and KV cache back, unless the engine is awake already; the level learns what it cost."""
         if not self._asleep.exists():
             return
-        began, level = time.perf_counter(), int(self._asleep.read_text())
+        began = time.perf_counter()
+        level = int(self._asleep.read_text())
         # First: from now on the launcher restarts the engine if it has died.
         self._asleep.replace(self._changing)
         await self._server.request("POST", "/wake_up?tags=weights")

@@ -31,7 +31,8 @@ from ycore.placement.placement import REWARD_MODEL, ROLLOUT, TEACHER
 from ycore.types import Completion, Prompt
 
 _WEIGHT_INFO = "/weight_info"
-_LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+_LOAD = "/v1/load_lora_adapter"
+_UNLOAD = "/v1/unload_lora_adapter"
 _LOCK_LOOK_S = 0.02
 _DRAFT_COUNTERS = ("num_draft_tokens", "num_accepted_tokens")
 
@@ -90,7 +91,8 @@ class VllmEngine(Server, Engine):
         max_tokens: int | None = None,
         prompt: Prompt | None = None,
     ) -> Completion:
-        version, request_id = self.version, uuid.uuid4().hex
+        version = self.version
+        request_id = uuid.uuid4().hex
         sampling = {
             "seed": seed,
             **asdict(self._sampling),

@@ -63,7 +63,8 @@ class PolicyWorker(Worker):
 
     def close_bucket(self: Any) -> list[Piece]:
         """Finish loading after the last bucket; return as `load_policy`."""
-        self.bucket, model = None, self.model_runner.get_model()
+        self.bucket = None
+        model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(model, self.model_config)
         self.model_runner.reset_encoder_cache()
@@ -73,7 +74,8 @@ class PolicyWorker(Worker):
 
     def held_policy(self: Any) -> list[Piece]:
         """Return `held_pieces` of the model and of its adapters, if it has some."""
-        model, workers = self.model_runner.get_model(), self.parallel_config.tensor_parallel_size
+        model = self.model_runner.get_model()
+        workers = self.parallel_config.tensor_parallel_size
         return held_pieces(model, dtype=self.model_config.dtype, workers=workers) + adapter_pieces(
             model
         )
@@ -138,7 +140,8 @@ def parts_of(layer: Any) -> list[Part]:
     Workers divide the rows of each part of a layer, and those of an embedding. Where there are fewer KV heads than
     workers, several workers have the same keys and values.
     """
-    rank, size = getattr(layer, "tp_rank", 0), getattr(layer, "tp_size", 1)
+    rank = getattr(layer, "tp_rank", 0)
+    size = getattr(layer, "tp_size", 1)
     if hasattr(layer, "shard_indices"):  # an embedding, with rows of zeros behind the vocabulary
         rows = layer.num_embeddings_per_partition
         return [Part(rows, layer.num_embeddings_padded, rank * rows)]

@@ -187,7 +187,8 @@ class _File:
         def write() -> None:
             sums[name] = tensor_sums(weight)
             wait()
-            data, place = memoryview(host.view(-1).view(torch.uint8).numpy()), begin
+            data = memoryview(host.view(-1).view(torch.uint8).numpy())
+            place = begin
             while place < begin + weight.nbytes:  # one call writes 2 GiB at most
                 place += os.pwrite(self.descriptor, data[place - begin :], place)
 
@@ -280,7 +281,8 @@ def _dequantised(parameter: Any) -> torch.Tensor:
     """Return the weight that the trainer multiplies with, of one that bitsandbytes holds in 4 bits."""
     from bitsandbytes import functional
 
-    data, state = parameter.data, copy.copy(parameter.quant_state)
+    data = parameter.data
+    state = copy.copy(parameter.quant_state)
     if getattr(state, "packing_format_for_cpu", False):
         # The first forward has packed it; its scales are no longer in 8 bits.
         state.original_nested = False
@@ -314,12 +316,15 @@ def _merged(layer: LoraLayer, weight: torch.Tensor, dtype: torch.dtype) -> torch
     factors = []
     for name in layer.active_adapters:
         if name in layer.lora_A:
-            left, right = layer.lora_B[name].weight, layer.lora_A[name].weight
+            left = layer.lora_B[name].weight
+            right = layer.lora_A[name].weight
         elif name in layer.lora_embedding_A:
-            left, right = layer.lora_embedding_A[name].T, layer.lora_embedding_B[name].T
+            left = layer.lora_embedding_A[name].T
+            right = layer.lora_embedding_B[name].T
         else:
             continue
-        left, right = _unsharded(left).float(), _unsharded(right).float()
+        left = _unsharded(left).float()
+        right = _unsharded(right).float()
         if getattr(layer, "fan_in_fan_out", False) and layer.lora_A:
             left, right = right.T, left.T
         factors.append((left, right, layer.scaling[name]))

@@ -105,7 +105,8 @@ def _tensors(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, Any
         with safe_open(part, framework="pt") as weights:
             for name in weights.keys():  # noqa: SIM118 -- it is no mapping
                 values = weights.get_tensor(name).to(torch.float32)
-                is_query, is_key = ".q_proj." in name, ".k_proj." in name
+                is_query = ".q_proj." in name
+                is_key = ".k_proj." in name
                 if config["model_type"] == "llama" and (is_query or is_key):
                     count = heads if is_query else kv_heads
                     halves = values.reshape(

@@ -18,7 +18,9 @@ import numpy.typing as npt
 from ycore.errors import ModelError
 
 IMAGE_TOKEN = "<image>"
-STEPS, BATCH, RATE = 1600, 64, 2e-3
+STEPS = 1600
+BATCH = 64
+RATE = 2e-3
 _NOISE = 0.1  # of the pixels, which are from -1 to 1
 _SHIFT = 1  # pixels by which a picture moves in training
 _TEMPLATE = (

@@ -52,9 +52,9 @@ def class_of(row: TableRow, column: str, num_classes: int) -> int:
     if isinstance(value, str) and value.strip().isdecimal():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < num_classes:
-        shown = "missing" if value is None else f"{value!r:.80}"
+        problem = "missing" if value is None else f"{value!r:.80}"
         raise DataError(
-            f"the condition {column!r} is {shown} in {row.place}; it is a class of the model, a whole number from 0 to "
+            f"the condition {column!r} is {problem} in {row.place}; it is a class of the model, a whole number from 0 to "
             f"{num_classes - 1}: correct or remove the row"
         )
     return value

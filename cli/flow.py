@@ -74,7 +74,7 @@ def flow(context: typer.Context, **options: Any) -> None:
     if resume and not recipe and "output" in keys:
         base = stored_settings(keys["output"])
     name = recipe_name(recipe) if recipe else None
-    config: Any = complete_config(
+    config = complete_config(
         resolve_any(
             recipe=base,
             sets=options["set_"] or (),

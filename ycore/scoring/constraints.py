@@ -70,6 +70,12 @@ class Constraints:
         settings = config.constraints
         return cls(held, by=settings.by, rate=settings.rate, start=settings.start)
 
+    def state_dict(self) -> list[float]:
+        return list(self.weights)
+
+    def load_state_dict(self, state: Sequence[float]) -> None:
+        self.weights = list(state)
+
     def _broken(self, scores_R: Sequence[Score]) -> list[bool | None]:
         return [one.is_broken(scores_R) for one in self.held]
 

@@ -221,7 +221,7 @@ def test_the_pool_is_plain_json_and_comes_back_from_a_checkpoint(make: Make) -> 
     state = json.loads(json.dumps(first.state()))
     again = make("other")
     again.restore(state)
-    assert again.writer.state == first.writer.state and again.writer.unfinished
+    assert again.writer.state_dict() == first.writer.state_dict() and again.writer.unfinished
 
 
 def test_what_is_too_old_begins_anew(make: Make) -> None:
@@ -244,7 +244,7 @@ def test_the_metrics_tell_what_was_carried_and_how_long_what_was_begun_already_i
     (groups,) = take(controller, [0])
     begun = [
         len(one["token_ids"])
-        for group in controller.writer.state
+        for group in controller.writer.state_dict()
         for one in group["begun"].values()
     ]
     left = [item.group for item in controller.leftover_groups.waiting]

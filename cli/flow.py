@@ -74,7 +74,7 @@ def flow(context: typer.Context, **options: Any) -> None:
     if resume and not recipe and "output" in keys:
         base = stored_settings(keys["output"])
     name = recipe_name(recipe) if recipe else None
-    config: Any = complete_config(
+    config = complete_config(
         resolve_any(
             recipe=base,
             sets=options["set_"] or (),
@@ -83,8 +83,14 @@ def flow(context: typer.Context, **options: Any) -> None:
         )
     )
     assert isinstance(config, FlowConfig)
-    how = {name: options[name] for name in ("resume_from", "accept_changes", "dry_run", "json")}
-    train_flow(config, resume=resume, **how)
+    train_flow(
+        config,
+        resume=resume,
+        resume_from=options["resume_from"],
+        accept_changes=options["accept_changes"],
+        dry_run=options["dry_run"],
+        json=options["json"],
+    )
 
 
 def flow_keys(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,26 +129,26 @@ def train_flow(
     with stdout_for_json(json):
         folder = RunFolder(Path(config.output))
         step = None if resume_from is None else parse_checkpoint(resume_from, folder)
-        how = Resume(step=step, accept_changes=accept_changes)
-        result = flow_plan(config, resume=resume, how=how)
+        resume_options = Resume(step=step, accept_changes=accept_changes)
+        result = flow_plan(config, resume=resume, resume_options=resume_options)
         if step is not None:
             check_checkpoint(folder, step)
         if not (json and dry_run):
             print_table(plan_rows(config, result, resume=resume))
         if not dry_run:
             if resume:
-                settle(folder, config, how, world=1, say=print)
+                settle(folder, config, resume_options, world=1, say=print)
             result = run_worker(TRAINER, config, resume=resume, num_steps=config.steps)
     if json:
         print_json(result)
     elif dry_run:
         print("Nothing was started; leave out --dry-run to train.")
     else:
-        print_table(_closing_rows(config, result))
+        print_table(_closing_rows(config))
 
 
-def flow_plan(config: "FlowConfig", *, resume: bool, how: "Resume") -> dict[str, Any]:
-    """What the run will do, as JSON values; UserError where it cannot work. Nothing is loaded or made."""
+def flow_plan(config: "FlowConfig", *, resume: bool, resume_options: "Resume") -> dict[str, Any]:
+    """Plan the run as JSON values; UserError where it cannot work. Nothing is loaded or made."""
     from ycore.config.resolve import check_trackers
     from ycore.flow.conditions import load_conditions
     from ycore.flow.flow_folder import DIGITS_CLASSES, FlowFolder, check_flow_needs, flow_model
@@ -175,7 +181,9 @@ def flow_plan(config: "FlowConfig", *, resume: bool, how: "Resume") -> dict[str,
                 sandbox=config.sandbox,
                 run_folder=Path(config.output),
             )
-    check_claim(RunFolder(Path(config.output)), config, resume=resume, resume_options=how)
+    check_claim(
+        RunFolder(Path(config.output)), config, resume=resume, resume_options=resume_options
+    )
     return {
         "config": redact(config.model_dump(mode="json")),
         "model": {
@@ -198,77 +206,59 @@ def plan_rows(
 ) -> list[tuple[str, str]]:
     """The plan as a person reads it, a name and a text each."""
     flow, model = config.flow, plan["model"]
-    about = (
-        model["network"]
-        if model["ready"]
-        else "is made once, from scikit-learn's digits, in a minute or two"
-    )
+    network = model["network"] or "is made once, from scikit-learn's digits, in a minute or two"
     weights = "every weight" if config.lora is None else f"LoRA r={config.lora.r}"
     sampler = flow.sampler or ("sde" if flow.method == "grpo" else "ode")
-    noise = (
-        f" with noise {flow.noise:g} in {flow.window or flow.steps - 1} of them"
-        if sampler not in ("ode", "heun")
-        else ""
-    )
+    noise = ""
+    if sampler not in ("ode", "heun"):
+        noise = f" with noise {flow.noise:g} in {flow.window or flow.steps - 1} of them"
     distance = f", {flow.kl:g} times the distance to the first model" if flow.kl else ""
     guidance = "without guidance" if flow.guidance == 1 else f"guidance {flow.guidance:g}"
-    rows = [
-        ("model", f"{config.model}: {about}"),
-        (
-            "dataset",
-            f"{config.dataset}: {plan['dataset']['rows']} rows, the class in {config.condition_column}",
-        ),
-        ("rewards", ", ".join(f"{one.reward} (weight {one.weight:g})" for one in config.rewards)),
+    rewards = [f"{spec.reward} (weight {spec.weight:g})" for spec in config.rewards]
+    judges = [spec.reward for spec in config.eval_rewards]
+    judges = judges or ["the rewards alone (--eval-reward names a judge)"]
+    num_rows, column = plan["dataset"]["rows"], config.condition_column
+    pictures = f"{config.prompts_per_step} conditions x {config.group_size} pictures a step"
+    rate = f"learning rate {config.rate:g}"
+    measured = f"{config.num_samples} pictures of each class, every {config.every} steps"
+    return [
+        ("model", f"{config.model}: {network}"),
+        ("dataset", f"{config.dataset}: {num_rows} rows, the class in {column}"),
+        ("rewards", ", ".join(rewards)),
         ("sandbox", plan["sandbox"]),
         ("method", f"{flow.method}{distance}, {guidance}"),
         ("sampler", f"{sampler}, {flow.steps} steps{noise}, in the trainer's process"),
-        (
-            "batch",
-            f"{config.prompts_per_step} conditions x {config.group_size} pictures a step, {flow.updates} updates",
-        ),
-        (
-            "run",
-            f"{config.steps} steps of {weights}, float32, learning rate {config.rate:g}, seed {config.seed}",
-        ),
-    ]
-    judges = (
-        ", ".join(one.reward for one in config.eval_rewards)
-        or "the rewards alone (--eval-reward names a judge)"
-    )
-    rows.append(
-        (
-            "held out",
-            f"{judges}, {config.num_samples} pictures of each class, every {config.every} steps",
-        )
-    )
-    return [
-        *rows,
+        ("batch", f"{pictures}, {flow.updates} updates"),
+        ("run", f"{config.steps} steps of {weights}, float32, {rate}, seed {config.seed}"),
+        ("held out", f"{', '.join(judges)}, {measured}"),
         ("output", config.output + (", going on from its last checkpoint" if resume else "")),
     ]
 
 
-def _closing_rows(config: "FlowConfig", summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What was measured, where things lie, what to try next."""
+def _closing_rows(config: "FlowConfig") -> list[tuple[str, str]]:
+    """The measurements, the places of the results, and a command to try next."""
     folder = RunFolder(Path(config.output))
-    held = read_json(folder.held_out) if folder.held_out.is_file() else {}
+    summary = read_json(folder.held_out) if folder.held_out.is_file() else {}
     rows = []
-    if ends := held.get("held_out"):
+    if ends := summary.get("held_out"):
         before, after = ends["before"], ends["after"]
-        named = {"reward": "judge" if config.eval_rewards else "reward", "trained_reward": "reward"}
-        for name in (name for name in named if name in after and name in before):
-            spread = f"95 % interval {after[f'{name}/low']:.3f} to {after[f'{name}/high']:.3f}"
-            rows.append((named[name], f"{before[name]:.3f} -> {after[name]:.3f}, {spread}"))
-        right = bool(before["diversity_of_right"] and after["diversity_of_right"])
-        key, of = (
-            ("diversity_of_right", ", of the pictures that are right")
-            if right
-            else ("diversity", "")
-        )
-        rows.append(("diversity", f"{before[key]:.2f} -> {after[key]:.2f}{of}"))
-    if "over_optimised" in held:
-        rows.append(("warning", held["over_optimised"]))
+        titles = {
+            "reward": "judge" if config.eval_rewards else "reward",
+            "trained_reward": "reward",
+        }
+        for name, title in titles.items():
+            if name in after and name in before:
+                spread = f"95 % interval {after[f'{name}/low']:.3f} to {after[f'{name}/high']:.3f}"
+                rows.append((title, f"{before[name]:.3f} -> {after[name]:.3f}, {spread}"))
+        key, note = "diversity", ""
+        if before["diversity_of_right"] and after["diversity_of_right"]:
+            key, note = "diversity_of_right", ", of the pictures that are right"
+        rows.append(("diversity", f"{before[key]:.2f} -> {after[key]:.2f}{note}"))
+    if "over_optimised" in summary:
+        rows.append(("warning", summary["over_optimised"]))
     words = ["ycore", "flow", "--model", str(folder.model), "--dataset", config.dataset]
-    words += [word for one in config.rewards for word in ("--reward", one.reward)]
+    for spec in config.rewards:
+        words += ["--reward", spec.reward]
     return [
         *rows,
         ("pictures", str(folder.pictures)),

@@ -13,10 +13,8 @@ _STEPS, _BATCH, _RATE = 500, 64, 3e-3
 
 def hits(images: Sequence[Any], label: Sequence[int]) -> list[float]:
     """1 where a small convolutional network reads the digit that was asked for, else 0."""
-    return [
-        float(logits.argmax() == asked)
-        for logits, asked in zip(_logits(images), label, strict=True)
-    ]
+    digits = _logits(images).argmax(axis=1)
+    return [float(digit == wanted) for digit, wanted in zip(digits, label, strict=True)]
 
 
 def thrift(images: Sequence[Any]) -> list[float]:
@@ -26,10 +24,8 @@ def thrift(images: Sequence[Any]) -> list[float]:
 
 def judge(images: Sequence[Any], label: Sequence[int]) -> list[float]:
     """1 where a support vector machine reads the digit that was asked for, else 0."""
-    return [
-        float(read == asked)
-        for read, asked in zip(_machine().predict(_pixels(images)), label, strict=True)
-    ]
+    digits = _machine().predict(_pixels(images))
+    return [float(digit == wanted) for digit, wanted in zip(digits, label, strict=True)]
 
 
 def _logits(images: Sequence[Any]) -> Any:
@@ -44,20 +40,17 @@ def _pixels(images: Sequence[Any]) -> Any:
     """In [-1, 1], 64 a picture."""
     import numpy as np
 
-    return (
-        np.stack([np.asarray(image.convert("L"), dtype=np.float32).ravel() for image in images])
-        / 127.5
-        - 1
-    )
+    rows = [np.asarray(image.convert("L"), dtype=np.float32).ravel() for image in images]
+    return np.stack(rows) / 127.5 - 1
 
 
 def _part(start: int) -> tuple[Any, Any]:
     import numpy as np
     from sklearn.datasets import load_digits
 
-    found = load_digits()
-    rows = np.random.default_rng(0).permutation(len(found.target))[start : start + _EACH]
-    return (found.data[rows] / 8 - 1).astype(np.float32), found.target[rows]
+    dataset = load_digits()
+    rows = np.random.default_rng(0).permutation(len(dataset.target))[start : start + _EACH]
+    return (dataset.data[rows] / 8 - 1).astype(np.float32), dataset.target[rows]
 
 
 @cache

@@ -254,9 +254,9 @@ class Group:
 class Finished:
     """A scored group; `teaches` says whether its rewards give a gradient.
 
-    `lesson` is what it tells of its prompt, once (`round.curriculum.lesson_of`).
+    `stats` is what it tells of its prompt, once (`round.curriculum.stats_of`).
     """
 
     group: Group
     teaches: bool
-    lesson: tuple[float, float] | None = None
+    stats: tuple[float, float] | None = None

@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass
 from statistics import mean
 
-from ycore.round.peers import Deal, Offer, deal_groups, imbalance
+from ycore.round.peers import Deal, GroupSummary, deal_groups, imbalance
 
 GROUP_SIZE = 8
 
@@ -27,10 +27,14 @@ class Dealt:
 
 def deal_once(seed: int, *, world: int, per_rank: int) -> Dealt:
     dice = random.Random(seed)
-    offers = [Offer(n % world, n // world, n, _group(dice), True) for n in range(world * per_rank)]
-    deal = deal_groups(offers, world=world, per_rank=per_rank)
-    before = [sum(offer.cost for offer in offers if offer.rank == rank) for rank in range(world)]
-    return Dealt(imbalance(before), imbalance(_loads(deal)), len(deal.moves) / len(offers))
+    summaries = [
+        GroupSummary(n % world, n // world, n, _group(dice), True) for n in range(world * per_rank)
+    ]
+    deal = deal_groups(summaries, world=world, per_rank=per_rank)
+    before = [
+        sum(summary.cost for summary in summaries if summary.rank == rank) for rank in range(world)
+    ]
+    return Dealt(imbalance(before), imbalance(_loads(deal)), len(deal.moves) / len(summaries))
 
 
 def _group(dice: random.Random) -> int:
@@ -38,7 +42,7 @@ def _group(dice: random.Random) -> int:
 
 
 def _loads(deal: Deal) -> list[int]:
-    return [sum(offer.cost for offer in hand) for hand in deal.chosen]
+    return [sum(summary.cost for summary in rank_groups) for rank_groups in deal.chosen]
 
 
 def main() -> None:

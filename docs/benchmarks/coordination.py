@@ -36,7 +36,7 @@ from machine import describe_machine
 from ycore.engine import SamplingParams
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.placement.placement import DYNAMIC, SlotPool
-from ycore.placement.remote_allocator import RemoteAllocator
+from ycore.placement.service import RemoteAllocator
 from ycore.placement.slots import Slots
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules, Shard

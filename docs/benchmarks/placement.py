@@ -50,12 +50,12 @@ from simulator.simulation import Demand, Machine, SimulatedGroup
 
 from ycore.placement.allocator import Allocator
 from ycore.placement.placement import JUDGE, ROLLOUT, SlotPool, parse_placement
-from ycore.placement.remote_allocator import RemoteAllocator
+from ycore.placement.service import RemoteAllocator
 from ycore.placement.shared_allocator import home_rank
 from ycore.placement.slots import Slots
 from ycore.rollout.turns import completion_seed
 from ycore.round.peers import Peers
-from ycore.round.sampling import DrawSource, Rules, Yield
+from ycore.round.sampling import AcceptanceRate, DrawSource, Rules
 from ycore.round.step import Controller
 from ycore.round.torch_peers import TorchPeers
 from ycore.run.tasks import together
@@ -75,7 +75,7 @@ ROLES = (ROLLOUT, JUDGE)
 FORK = multiprocessing.get_context("fork")  # torch is imported once
 
 
-class OneForOne(Yield):
+class OneForOne(AcceptanceRate):
     """Draws exactly what is missing, so that the prompts drawn do not depend on which ended first."""
 
     @property
@@ -195,7 +195,7 @@ class Contestant:
             peers=self.peers,
             slots=self.slots,
         )
-        self._controller.yields = OneForOne()
+        self._controller.acceptance = OneForOne()
 
     async def write(self, number: int) -> dict[str, Any]:
         """One round; where engines sleep, their waking before it and falling asleep after it count too."""

@@ -47,7 +47,7 @@ from sweep_picture import draw, table
 
 from ycore.placement.load import Speed
 from ycore.placement.placement import DYNAMIC, JUDGE, ROLLOUT, Placement, SlotPool
-from ycore.round.sampling import Yield
+from ycore.round.sampling import AcceptanceRate
 
 ROLES = (ROLLOUT, JUDGE)
 STEPS = 200
@@ -64,7 +64,7 @@ EVEN = ((8, 32, 1.0), (8, 256, 1.0), (2, 256, 0.3), (2, 256, 3.0))
 """Slots, completions a slot and judge's work in the search for the break-even."""
 
 
-class Known(Yield):
+class Known(AcceptanceRate):
     """The share of groups that teach is known; estimated, it wavers, and every round with it."""
 
     @property

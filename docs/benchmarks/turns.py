@@ -28,7 +28,7 @@ import psutil
 from machine import describe_machine
 
 from ycore.placement.placement import JUDGE, ROLLOUT, Placement, SlotPool
-from ycore.placement.remote_allocator import RemoteAllocator
+from ycore.placement.service import RemoteAllocator
 from ycore.placement.slots import Slots
 
 ROLES = (ROLLOUT, JUDGE)

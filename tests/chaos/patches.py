@@ -77,7 +77,8 @@ def _source(name: str) -> Path:
 
 _RESTORE = "ycore/trl/base.py"
 _FOLDER = "ycore/run/checkpoints.py"
-_LOOP = "ycore/round/loop.py"
+_LOOP = "ycore/round/step.py"
+_SAMPLING = "ycore/round/sampling.py"
 _ENGINE = "ycore/engine/vllm_engine.py"
 
 _LOADED = "        super()._load_optimizer_and_scheduler(checkpoint)\n"
@@ -197,10 +198,10 @@ MUTATIONS: tuple[Patch, ...] = (
             ),
         ),
     ),
-    Patch("cursor off by one", (Edit(_LOOP, '= state["cursor"]', '= state["cursor"] + 1'),)),
+    Patch("cursor off by one", (Edit(_SAMPLING, '= state["cursor"]', '= state["cursor"] + 1'),)),
     Patch(
         "surplus not restored",
-        (Edit(_LOOP, '= [finished_from_json(item) for item in state["surplus"]]', "= []"),),
+        (Edit(_SAMPLING, "= [finished_from_json(item) for item in state]", "= []"),),
     ),
     Patch(
         "seeds by order, not by position",

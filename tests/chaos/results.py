@@ -239,9 +239,9 @@ def account(rounds: Rounds, *, steps: int, seed: int) -> list[str]:
         return [f"{len(rounds)} rounds for {steps} steps"]
     states, order = rounds[-1]["states"], PromptOrder(seed=seed, num_rows=NUM_ROWS)
     taken = Counter(_position(group) for round_ in rounds for group in round_["groups"])
-    taken.update(_position(item["group"]) for state in states for item in state["surplus"])
+    taken.update(_position(item["group"]) for state in states for item in state["leftover_groups"])
     taken.update(
-        _position(item) for state in states for item in state.get("carried", ())
+        _position(item) for state in states for item in state.get("unfinished_groups", ())
     )  # not whole yet
     drawn = _drawn(states)
     lost = [place for place in drawn if place not in taken and not is_dull(order.row_at(place))]
@@ -253,13 +253,13 @@ def account(rounds: Rounds, *, steps: int, seed: int) -> list[str]:
 
 def _drawn(states: Sequence[Mapping[str, Any]]) -> list[int]:
     """Positions that will not come. The ranks take turns at the gaps that earlier ranks left, then from `start` on."""
-    world, most = len(states), max(state["cursor"] for state in states)
-    gaps, start = states[0].get("gaps", []), states[0].get("start", 0)
+    world, most = len(states), max(state["draws"]["cursor"] for state in states)
+    gaps, start = states[0]["draws"]["gaps"], states[0]["draws"]["start"]
     turns = [*gaps, *range(start, start + (most + 1) * world)]
     now = {
         place
         for rank, state in enumerate(states)
-        for place in turns[rank::world][: state["cursor"]]
+        for place in turns[rank::world][: state["draws"]["cursor"]]
     }
     return sorted(now | (set(range(start)) - set(gaps)))
 

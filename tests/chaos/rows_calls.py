@@ -137,7 +137,7 @@ def carried_row(bench: Bench) -> Row:
         attempt = partial(account_trial, slow, setting)
         outcome = until_it_lands(attempt, f"{name}-{number}", moment)
         rounds = read_rounds(RunFolder(setting.place / outcome.name).journal)
-        if not any(state["carried"] for round_ in rounds for state in round_["states"]):
+        if not any(state["unfinished_groups"] for round_ in rounds for state in round_["states"]):
             return replace(
                 outcome, difference=Difference(notes=("no round left a completion under way",))
             )

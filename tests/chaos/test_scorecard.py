@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -211,10 +211,14 @@ def test_a_patch_whose_text_is_gone_says_so(tmp_path: Path) -> None:
             Patch("p", (Edit("a.py", old, ""),)).apply(tmp_path)
 
 
+def _draws(cursor: int) -> dict[str, Any]:
+    return {"cursor": cursor, "gaps": [], "start": 0}
+
+
 def round_of(*positions: int, cursor: int, surplus: tuple[int, ...] = ()) -> dict[str, object]:
     groups = [{"draw": {"position": position}} for position in positions]
     waiting = [{"group": {"draw": {"position": position}}, "teaches": True} for position in surplus]
-    return {"groups": groups, "states": [{"cursor": cursor, "surplus": waiting}]}
+    return {"groups": groups, "states": [{"draws": _draws(cursor), "leftover_groups": waiting}]}
 
 
 def test_an_account_of_prompts_is_even_or_says_what_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,9 +231,12 @@ def test_an_account_of_prompts_is_even_or_says_what_is_not(monkeypatch: pytest.M
     ]
     twice = [round_of(0, 1, cursor=2), round_of(1, cursor=2)]
     assert account(twice, steps=2, seed=0) == ["prompts taken twice, at positions [1]"]
-    two = [{"cursor": 1, "surplus": [], "gaps": [1], "start": 3}, {"cursor": 1, "surplus": []}]
+    gaps = {"gaps": [1], "start": 3}
+    two: list[dict[str, Any]] = [
+        {"draws": {**_draws(1), **gaps}, "leftover_groups": []} for _ in range(2)
+    ]
     assert account([{**round_of(0, 2, 1, 3, cursor=0), "states": two}], steps=1, seed=0) == []
-    two[0]["cursor"] = 2
+    two[0]["draws"]["cursor"] = 2
     assert account([{**round_of(0, 2, 1, 3, cursor=0), "states": two}], steps=1, seed=0) == [
         "prompts lost, at positions [4]"
     ]

@@ -125,7 +125,7 @@ def test_one_interrupt_saves_on_both_ranks_and_resume_goes_on(tmp_path: Path, st
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     step = summary["steps"]
     assert summary["status"] == "interrupted" and 3 <= step < 40
-    cursors = [state(tmp_path, step, rank)["cursor"] for rank in (0, 1)]
+    cursors = [state(tmp_path, step, rank)["draws"]["cursor"] for rank in (0, 1)]
     assert sum(cursors) >= 4 * step
     second = start("--steps 40 --resume")
     _, said = second.communicate(timeout=WITHIN_S)
@@ -133,7 +133,7 @@ def test_one_interrupt_saves_on_both_ranks_and_resume_goes_on(tmp_path: Path, st
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == list(
         range(1, 41)
     )
-    assert sum(state(tmp_path, 40, rank)["cursor"] for rank in (0, 1)) >= 160
+    assert sum(state(tmp_path, 40, rank)["draws"]["cursor"] for rank in (0, 1)) >= 160
     assert (tmp_path / "run" / "model" / "adapter_model.safetensors").is_file()
     assert {path.name for path in (tmp_path / "run" / "logs").iterdir()} >= {
         "trainer-0.log",

@@ -21,7 +21,7 @@ from ycore.evaluation.held_out import (
     why_stop,
 )
 from ycore.rewards.answers import final_answer
-from ycore.round.sampling import LEAST, Yield, num_to_draw
+from ycore.round.sampling import LEAST, AcceptanceRate, num_to_draw
 from ycore.types import Completion, Draw, Group, Prompt, Score
 
 
@@ -310,7 +310,7 @@ def test_what_an_evaluation_cannot_have_is_refused_by_name(
 
 def test_no_more_is_drawn_than_is_left_to_learn() -> None:
     """Of 80 prompts 2 % can teach, so that two groups are all there is; of 8000 there are plenty."""
-    yields = Yield(kept=0.5, finished=25.0)
+    yields = AcceptanceRate(kept=0.5, finished=25.0)
     assert yields.rate == LEAST and (yields.left(80), yields.left(8000)) == (2, 160)
     drawn = [
         num_to_draw(

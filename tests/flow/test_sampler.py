@@ -99,5 +99,5 @@ def test_only_what_journal_and_checkpoints_name_is_kept(tiny_model: Path, tmp_pa
 
 def test_the_sheet_shows_both_models_from_the_same_noise(tiny_model: Path, tmp_path: Path) -> None:
     policy = Policy(FlowFolder(tiny_model), lora=None)
-    contact_sheet(policy, Sampling(grid(3)), [0, 2], tmp_path / "pictures.png", each=2)
+    contact_sheet(policy, Sampling(grid(3)), [0, 2], tmp_path / "pictures.png", num_each=2)
     assert (tmp_path / "pictures.png").read_bytes()[:4] == b"\x89PNG"

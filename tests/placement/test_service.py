@@ -14,7 +14,7 @@ import pytest
 
 from ycore.errors import RunError
 from ycore.placement.placement import JUDGE, ROLLOUT, SlotPool, parse_placement
-from ycore.placement.remote_allocator import RemoteAllocator
+from ycore.placement.service import RemoteAllocator
 from ycore.placement.slots import Slots
 from ycore.run.trace import IN_FLIGHT, ROUND, Levels, Span, TraceWriter, parse_event
 
@@ -134,7 +134,8 @@ def test_what_was_learned_comes_back(socket: Path, start: Start) -> None:
     async def lived(state: dict[str, Any] | None) -> dict[str, Any]:
         process = start(1)
         (slots,) = await opened(slots_of(0, socket, num_ranks=1, words="dynamic"))
-        slots.restore(state)
+        if state is not None:
+            slots.load_state_dict(state)
         async with slots.round():
             await turns(slots, ROLLOUT, 3)
         await slots.end_round(list)

@@ -181,7 +181,7 @@ def test_no_group_is_lost_or_comes_twice_and_the_long_ones_come_too(make: Make) 
     rounds = take(controller, range(12))
     trained = [group.draw.position for groups in rounds for group in groups]
     left = [draw.position for draw in controller.writer.unfinished]
-    kept = [item.group.draw.position for item in controller.surplus.waiting]
+    kept = [item.group.draw.position for item in controller.leftover_groups.waiting]
     assert sorted([*trained, *left, *kept]) == list(range(controller.draws.cursor))
     assert max(expected_length(group) for groups in rounds for group in groups) > 30
 
@@ -206,9 +206,9 @@ def test_a_kill_loses_none_of_the_pool(make: Make, ahead: bool) -> None:
     rounds = take(first, range(4))
     again = make(ahead=ahead)
     assert take(again, range(4)) == rounds
-    pool = again.state()["carried"]
+    pool = again.state()["unfinished_groups"]
     waiting = {group["draw"]["position"] for group in pool}
-    assert waiting and pool == first.state()["carried"]
+    assert waiting and pool == first.state()["unfinished_groups"]
     later = take(again, range(4, 12))
     assert waiting <= {group.draw.position for groups in later for group in groups} | {
         draw.position for draw in again.writer.unfinished
@@ -221,7 +221,7 @@ def test_the_pool_is_plain_json_and_comes_back_from_a_checkpoint(make: Make) -> 
     state = json.loads(json.dumps(first.state()))
     again = make("other")
     again.restore(state)
-    assert again.writer.state == first.writer.state and again.writer.unfinished
+    assert again.writer.state_dict() == first.writer.state_dict() and again.writer.unfinished
 
 
 def test_what_is_too_old_begins_anew(make: Make) -> None:
@@ -244,10 +244,10 @@ def test_the_metrics_tell_what_was_carried_and_how_long_what_was_begun_already_i
     (groups,) = take(controller, [0])
     begun = [
         len(one["token_ids"])
-        for group in controller.writer.state
+        for group in controller.writer.state_dict()
         for one in group["begun"].values()
     ]
-    left = [item.group for item in controller.surplus.waiting]
+    left = [item.group for item in controller.leftover_groups.waiting]
     whole = [len(one.token_ids) for one in completions([groups, left])]
     assert recorded["ycore/carried/groups"] == len(controller.writer.unfinished) > 0
     assert (

@@ -135,7 +135,7 @@ def a_round(peers: TorchPeers, folder: Path, **settings: Any) -> dict[str, Any]:
     return {
         "groups": told(groups),
         "metrics": metrics,
-        "drawn": state["cursor"],
+        "drawn": state["draws"]["cursor"],
         "state": state,
         "restored": restored,
     }
@@ -166,11 +166,11 @@ def exchange(peers: TorchPeers, folder: Path) -> dict[str, Any]:
     rounds = make_rounds(peers, ScriptedEngine(), folder)
     try:
         first = rounds.next_round(step=0, num_groups=3)
-        offers = peers.gather_offers([])
+        summaries = peers.gather_summaries([])
         sums = peers.add_up([peers.rank + 1.0, 10.0])
     finally:
         rounds.close()
-    return {"groups": told(first), "sent": peers.bytes_sent, "empty": len(offers), "sums": sums}
+    return {"groups": told(first), "sent": peers.bytes_sent, "empty": len(summaries), "sums": sums}
 
 
 def curriculum(peers: TorchPeers, folder: Path) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def curriculum(peers: TorchPeers, folder: Path) -> dict[str, Any]:
             rounds.next_round(step=step, num_groups=4)
     finally:
         rounds.close()
-    state = json.loads(json.dumps(rounds.draws.curriculum.state))
+    state = json.loads(json.dumps(rounds.draws.curriculum.state_dict()))
     return {"state": state, "asked": [[one.position, one.prompt.row] for one in asked]}
 
 
@@ -236,7 +236,7 @@ def carried(peers: TorchPeers, folder: Path) -> dict[str, Any]:
     return {
         "steps": seen,
         "left": left,
-        "kept": [item.group.draw.position for item in rounds.surplus.waiting],
+        "kept": [item.group.draw.position for item in rounds.leftover_groups.waiting],
     }
 
 

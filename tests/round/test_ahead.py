@@ -205,7 +205,7 @@ def test_a_checkpoint_has_the_state_before_the_round_ahead_whose_commit_it_waits
     saved = controller.state()
     assert Journal(tmp_path / "journal", rank=0).read(2) is not None
     take(level, [0])
-    assert level.state()["cursor"] < saved["cursor"]
+    assert level.state()["draws"]["cursor"] < saved["draws"]["cursor"]
 
     again = make()  # resumes from the checkpoint of step 2
     again.restore(saved)

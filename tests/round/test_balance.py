@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ycore.round.peers import Deal, Offer, choose, deal_groups, imbalance
+from ycore.round.peers import Deal, GroupSummary, choose, deal_groups, imbalance
 from ycore.round.sampling import Cost
 from ycore.types import Completion, Draw, Group, Prompt, Score
 
@@ -19,73 +19,81 @@ WORLD, PER_RANK, GROUP_SIZE = 8, 8, 8
 
 def long_tailed(
     dice: random.Random, *, num_offers: int = WORLD * PER_RANK, world: int = WORLD
-) -> list[Offer]:
+) -> list[GroupSummary]:
     def tokens() -> int:
         return sum(min(4096, 1 + int(dice.lognormvariate(5, 1))) for _ in range(GROUP_SIZE))
 
-    return [Offer(n % world, n // world, n, tokens(), True) for n in range(num_offers)]
+    return [GroupSummary(n % world, n // world, n, tokens(), True) for n in range(num_offers)]
 
 
 @st.composite
-def tables(draw: st.DrawFn) -> tuple[list[Offer], int, int]:
+def tables(draw: st.DrawFn) -> tuple[list[GroupSummary], int, int]:
     """Offers of some ranks, at least as many as are trained on, unevenly spread."""
     world, per_rank = draw(st.integers(1, 6)), draw(st.integers(1, 5))
     num_offers = world * per_rank + draw(st.integers(0, 10))
     counts = [0] * world
-    offers = []
+    summaries = []
     for position in range(num_offers):
         rank = draw(st.integers(0, world - 1))
-        offers.append(
-            Offer(rank, counts[rank], position, draw(st.integers(1, 10_000)), draw(st.booleans()))
+        summaries.append(
+            GroupSummary(
+                rank, counts[rank], position, draw(st.integers(1, 10_000)), draw(st.booleans())
+            )
         )
         counts[rank] += 1
-    return offers, world, per_rank
+    return summaries, world, per_rank
 
 
 @given(tables())
 def test_every_chosen_group_is_dealt_once_and_every_rank_has_its_number(
-    table: tuple[list[Offer], int, int],
+    table: tuple[list[GroupSummary], int, int],
 ) -> None:
-    offers, world, per_rank = table
-    deal = deal_groups(offers, world=world, per_rank=per_rank)
-    assert [len(hand) for hand in deal.chosen] == [per_rank] * world
-    dealt = [offer for hand in deal.chosen for offer in hand]
+    summaries, world, per_rank = table
+    deal = deal_groups(summaries, world=world, per_rank=per_rank)
+    assert [len(rank_groups) for rank_groups in deal.chosen] == [per_rank] * world
+    dealt = [summary for rank_groups in deal.chosen for summary in rank_groups]
     assert sorted(dealt, key=lambda o: o.position) == sorted(
-        choose(offers, world * per_rank), key=lambda o: o.position
+        choose(summaries, world * per_rank), key=lambda o: o.position
     )
-    assert len({(offer.rank, offer.index) for offer in dealt}) == world * per_rank
-    assert all(offer.rank != receiver for offer, receiver in deal.moves)
+    assert len({(summary.rank, summary.index) for summary in dealt}) == world * per_rank
+    assert all(summary.rank != receiver for summary, receiver in deal.moves)
 
 
 @given(tables())
 def test_what_teaches_comes_first_and_the_earlier_drawn_before_the_later(
-    table: tuple[list[Offer], int, int],
+    table: tuple[list[GroupSummary], int, int],
 ) -> None:
-    offers, world, per_rank = table
-    chosen = choose(offers, world * per_rank)
-    left = [offer for offer in offers if offer not in chosen]
-    for offer in left:
+    summaries, world, per_rank = table
+    chosen = choose(summaries, world * per_rank)
+    left = [summary for summary in summaries if summary not in chosen]
+    for summary in left:
         assert all(
-            (not one.teaches, one.position) < (not offer.teaches, offer.position) for one in chosen
+            (not one.teaches, one.position) < (not summary.teaches, summary.position)
+            for one in chosen
         )
 
 
 @given(tables(), st.randoms(use_true_random=False))
 def test_every_rank_computes_the_same_deal(
-    table: tuple[list[Offer], int, int], dice: random.Random
+    table: tuple[list[GroupSummary], int, int], dice: random.Random
 ) -> None:
-    offers, world, per_rank = table
-    shuffled = list(offers)
+    summaries, world, per_rank = table
+    shuffled = list(summaries)
     dice.shuffle(shuffled)
     assert deal_groups(shuffled, world=world, per_rank=per_rank) == deal_groups(
-        offers, world=world, per_rank=per_rank
+        summaries, world=world, per_rank=per_rank
     )
 
 
 @given(tables())
-def test_with_even_counts_dealing_never_makes_it_worse(table: tuple[list[Offer], int, int]) -> None:
-    offers, world, per_rank = table
-    even = [Offer(n % world, n // world, n, offer.cost, True) for n, offer in enumerate(offers)]
+def test_with_even_counts_dealing_never_makes_it_worse(
+    table: tuple[list[GroupSummary], int, int],
+) -> None:
+    summaries, world, per_rank = table
+    even = [
+        GroupSummary(n % world, n // world, n, summary.cost, True)
+        for n, summary in enumerate(summaries)
+    ]
     even = even[: world * per_rank]
     assert imbalance(loads(deal_groups(even, world=world, per_rank=per_rank))) <= imbalance(
         loads_before(even, world)
@@ -94,28 +102,30 @@ def test_with_even_counts_dealing_never_makes_it_worse(table: tuple[list[Offer],
 
 @pytest.mark.parametrize("seed", range(100))
 def test_long_tails_over_eight_ranks_come_out_even(seed: int) -> None:
-    offers = long_tailed(random.Random(seed))
-    deal = deal_groups(offers, world=WORLD, per_rank=PER_RANK)
+    summaries = long_tailed(random.Random(seed))
+    deal = deal_groups(summaries, world=WORLD, per_rank=PER_RANK)
     assert imbalance(loads(deal)) <= 1.05
-    assert imbalance(loads_before(offers, WORLD)) > imbalance(loads(deal))
+    assert imbalance(loads_before(summaries, WORLD)) > imbalance(loads(deal))
     assert len(deal.moves) <= WORLD * PER_RANK // 2, "most groups stay where they were written"
 
 
 def test_an_even_table_moves_nothing() -> None:
-    offers = [
-        Offer(rank, index, 4 * index + rank, 100 + index, True)
+    summaries = [
+        GroupSummary(rank, index, 4 * index + rank, 100 + index, True)
         for rank in range(4)
         for index in range(6)
     ]
-    assert deal_groups(offers, world=4, per_rank=6).moves == []
+    assert deal_groups(summaries, world=4, per_rank=6).moves == []
 
 
 def loads(deal: Deal) -> list[int]:
-    return [sum(offer.cost for offer in hand) for hand in deal.chosen]
+    return [sum(summary.cost for summary in rank_groups) for rank_groups in deal.chosen]
 
 
-def loads_before(offers: list[Offer], world: int) -> list[int]:
-    return [sum(offer.cost for offer in offers if offer.rank == rank) for rank in range(world)]
+def loads_before(summaries: list[GroupSummary], world: int) -> list[int]:
+    return [
+        sum(summary.cost for summary in summaries if summary.rank == rank) for rank in range(world)
+    ]
 
 
 QWEN_HALF_B = {
@@ -139,10 +149,15 @@ def spread_of(cost: Cost, by: Cost, *, longest: int, seed: int) -> float:
     for position in range(32):
         drawn = (int(longest / 8 * dice.lognormvariate(0, 1)) for _ in range(4))
         groups.append(of_length(position, [max(1, min(longest, length)) for length in drawn]))
-    offers = [Offer(n % 4, n // 4, n, by.of(group), True) for n, group in enumerate(groups)]
-    deal = deal_groups(offers, world=4, per_rank=8)
+    summaries = [
+        GroupSummary(n % 4, n // 4, n, by.of(group), True) for n, group in enumerate(groups)
+    ]
+    deal = deal_groups(summaries, world=4, per_rank=8)
     return imbalance(
-        [sum(cost.of(groups[offer.position]) for offer in hand) for hand in deal.chosen]
+        [
+            sum(cost.of(groups[summary.position]) for summary in rank_groups)
+            for rank_groups in deal.chosen
+        ]
     )
 
 

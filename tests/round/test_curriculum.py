@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ycore.errors import DataError
-from ycore.round.curriculum import Curriculum, chance_of, chance_of_rate, guesses_from, lesson_of
+from ycore.round.curriculum import Curriculum, chance_of, chance_of_rate, guesses_from, stats_of
 from ycore.round.sampling import DrawSource, Shard
 from ycore.types import Prompt
 
@@ -30,16 +30,16 @@ def test_the_chance_is_that_of_drawing_the_group_again(totals: list[float]) -> N
     ("right", "chance"), [(0, 0.0), (1, 0.656391), (4, 0.992188), (7, 0.656391), (8, 0.0)]
 )
 def test_groups_of_eight(right: int, chance: float) -> None:
-    """1 - (k/8)^8 - (1 - k/8)^8, worked by hand: 7^8 = 5,764,801 of 8^8 = 16,777,216."""
+    """1 - (k/8)^8 - (1 - k/8)^8, worked by rank_groups: 7^8 = 5,764,801 of 8^8 = 16,777,216."""
     totals = [1.0] * right + [0.0] * (8 - right)
     assert chance_of(totals) == pytest.approx(chance, abs=1e-6)
     assert chance_of_rate(right / 8, 8) == pytest.approx(chance, abs=1e-6)
 
 
 def test_a_lesson_is_of_the_scored_completions() -> None:
-    assert lesson_of([1.0, None, 0.0]) == (0.5, 0.5)
-    assert lesson_of([1.0, None]) is None
-    assert lesson_of([0.3, 0.1 + 0.2]) == (0.0, pytest.approx(0.3)), (
+    assert stats_of([1.0, None, 0.0]) == (0.5, 0.5)
+    assert stats_of([1.0, None]) is None
+    assert stats_of([0.3, 0.1 + 0.2]) == (0.0, pytest.approx(0.3)), (
         "rewards that differ by dust are the same"
     )
 
@@ -81,11 +81,11 @@ def test_a_prompt_may_be_dropped_at_a_share_of_the_best_and_no_other_come_less_o
 def test_a_state_and_the_rounds_after_it_give_the_memory_back(first: list, second: list) -> None:  # type: ignore[type-arg]
     order, again = Curriculum(seed=1), Curriculum(seed=1)
     order.learn(first)
-    saved = json.loads(json.dumps(order.state))
+    saved = json.loads(json.dumps(order.state_dict()))
     order.learn(second)
-    again.restore(saved)
-    again.restore(json.loads(json.dumps(order.news)))
-    assert again.state == order.state
+    again.load_state_dict(saved)
+    again.load_state_dict(json.loads(json.dumps(order.round_state_dict())))
+    assert again.state_dict() == order.state_dict()
     assert [again.takes(place, place % 10) for place in range(50)] == [
         order.takes(place, place % 10) for place in range(50)
     ]

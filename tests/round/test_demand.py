@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ycore.round.sampling import LEAST, Yield, num_to_draw
+from ycore.round.sampling import LEAST, AcceptanceRate, num_to_draw
 
 COUNTS = st.integers(0, 500)
 
@@ -36,7 +36,7 @@ def test_at_a_yield_of_a_third_three_times_are_drawn() -> None:
 
 @pytest.mark.parametrize("rate", [1.0, 0.6, 0.25])
 def test_the_yield_follows_what_is_seen(rate: float) -> None:
-    dice, seen = random.Random(0), Yield()
+    dice, seen = random.Random(0), AcceptanceRate()
     assert seen.rate == 1.0
     for _ in range(400):
         seen.observe(taught=dice.random() < rate)
@@ -44,7 +44,7 @@ def test_the_yield_follows_what_is_seen(rate: float) -> None:
 
 
 def test_a_yield_of_nothing_still_asks_for_a_bounded_number() -> None:
-    seen = Yield()
+    seen = AcceptanceRate()
     for _ in range(1000):
         seen.observe(taught=False)
     assert seen.rate == LEAST

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from ycore.errors import DataError
 from ycore.rollout.turns import completion_seed
-from ycore.round.sampling import DrawSource, Lengths, Shard
+from ycore.round.sampling import DrawSource, ExpectedLengths, Shard
 from ycore.types import Prompt
 
 PROMPTS = [Prompt(row=row, content="x" * (row + 1)) for row in range(7)]
@@ -88,7 +88,7 @@ def test_completion_seeds_are_never_shared() -> None:
 
 
 def test_lengths_are_remembered_by_prompt_and_a_new_prompt_has_the_mean() -> None:
-    lengths = Lengths()
+    lengths = ExpectedLengths()
     assert lengths.of(3) == 0.0
     lengths.learn([(0, 100), (1, 300)])
     assert [lengths.of(row) for row in (0, 1, 2)] == [100, 300, 200]
@@ -97,10 +97,10 @@ def test_lengths_are_remembered_by_prompt_and_a_new_prompt_has_the_mean() -> Non
 
 
 def test_lengths_come_back_from_a_checkpoint_and_the_rounds_after_it() -> None:
-    lengths, again = Lengths(), Lengths()
+    lengths, again = ExpectedLengths(), ExpectedLengths()
     lengths.learn([(0, 100), (1, 300)])
-    checkpoint = json.loads(json.dumps(lengths.state))
+    checkpoint = json.loads(json.dumps(lengths.state_dict()))
     lengths.learn([(0, 300), (2, 1000)])
-    again.restore(checkpoint)
-    again.restore(json.loads(json.dumps(lengths.news)))
+    again.load_state_dict(checkpoint)
+    again.load_state_dict(json.loads(json.dumps(lengths.round_state_dict())))
     assert [again.of(row) for row in range(4)] == [lengths.of(row) for row in range(4)]

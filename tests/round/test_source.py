@@ -16,10 +16,9 @@ from tests.rollout.talks import rules_alone
 from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.engine import Engine
 from ycore.errors import EngineError, Interrupted, SyncError
-from ycore.round.loop import ShareWeights
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules
-from ycore.round.step import Controller
+from ycore.round.step import Controller, ShareWeights
 from ycore.scoring.reward_pool import RewardPool
 from ycore.types import Completion, Prompt
 
@@ -216,24 +215,24 @@ def test_samples_are_the_same_whenever_they_are_asked(make: MakeRounds) -> None:
 
 def test_groups_left_over_start_the_next_round_unless_too_old(make: MakeRounds) -> None:
     rounds = make(TestEngine(), dynamic=True)
-    rounds.yields.kept, rounds.yields.finished = (
+    rounds.acceptance.kept, rounds.acceptance.finished = (
         10.0,
         30.0,
     )  # a third taught so far: three times are drawn
     first = rounds.next_round(step=0, num_groups=2)
-    left = [item.group.draw.position for item in rounds.surplus.waiting]
+    left = [item.group.draw.position for item in rounds.leftover_groups.waiting]
     assert left, "the seeds of this test leave nothing over"
     second = rounds.next_round(step=1, num_groups=len(left))
     assert {group.draw.position for group in second} == set(left)
     assert not {group.draw.position for group in first} & set(left)
-    rounds.yields.kept, rounds.yields.finished = 10.0, 30.0
+    rounds.acceptance.kept, rounds.acceptance.finished = 10.0, 30.0
     rounds.next_round(step=2, num_groups=2)
-    assert rounds.surplus.take(9) == []
+    assert rounds.leftover_groups.take(9) == []
 
 
 def test_a_restored_controller_goes_on_where_the_first_one_was(make: MakeRounds) -> None:
     first, second = make(TestEngine(), dynamic=True), make(TestEngine(), dynamic=True)
-    first.yields.kept, first.yields.finished = 10.0, 30.0
+    first.acceptance.kept, first.acceptance.finished = 10.0, 30.0
     first.next_round(step=0, num_groups=2)
     second.restore(first.state())
     assert second.next_round(step=1, num_groups=3) == first.next_round(step=1, num_groups=3)

@@ -13,7 +13,7 @@ from ycore.placement.load import Speed
 from ycore.placement.placement import JUDGE, ROLLOUT, SlotPool
 from ycore.placement.slots import Slots
 from ycore.round.peers import Peers
-from ycore.round.sampling import DrawSource, Rules, Yield
+from ycore.round.sampling import AcceptanceRate, DrawSource, Rules
 from ycore.round.step import Controller
 from ycore.scoring.scoring import Scoring
 
@@ -57,7 +57,7 @@ def test_the_division_of_slots_is_part_of_it(make: Callable[[], Controller]) -> 
     first, second, state = make(), make(), learned()
     assert state["division"][JUDGE] >= 1, "learned, not what a run begins with"
     first.restore({**first.state(), "placement": state})
-    first.draws.cursor, first.yields = 7, Yield(3.5, 5.25)
+    first.draws.cursor, first.acceptance = 7, AcceptanceRate(3.5, 5.25)
     second.restore(json.loads(json.dumps(first.state())))
     assert second.state() == first.state() and second.state()["placement"] == state
 
@@ -66,7 +66,7 @@ def test_a_round_begins_with_what_was_restored_and_learns_from_there() -> None:
     async def work() -> Any:
         allocator = Allocator(SlotPool(4, ROLES, dict.fromkeys(ROLES, 64)))
         slots = Slots(4, allocator=allocator)
-        slots.restore(learned())
+        slots.load_state_dict(learned())
         async with slots.round(), slots.turn(JUDGE):
             assert allocator.division == learned()["division"]
         await slots.end_round(list)
@@ -77,13 +77,3 @@ def test_a_round_begins_with_what_was_restored_and_learns_from_there() -> None:
     assert num == pytest.approx(0.7 * before["sums"][JUDGE][1] + 1), (
         "earlier rounds and the one verdict"
     )
-
-
-def test_a_checkpoint_from_before_placement_was_in_it_is_taken(
-    make: Callable[[], Controller],
-) -> None:
-    state = make().state()
-    del state["placement"]
-    again = make()
-    again.restore({**state, "cursor": 5})
-    assert again.draws.cursor == 5

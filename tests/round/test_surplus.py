@@ -1,6 +1,6 @@
 """What is over is kept if it can teach, and trained on only while it is young enough."""
 
-from ycore.round.sampling import Surplus
+from ycore.round.sampling import LeftoverGroups
 from ycore.types import Completion, Draw, Finished, Group, Prompt, Score
 
 
@@ -17,7 +17,7 @@ def positions(items: list[Finished]) -> list[int]:
 
 
 def test_only_what_teaches_is_kept_and_taken_once() -> None:
-    surplus = Surplus(max_age=1)
+    surplus = LeftoverGroups(max_age=1)
     surplus.put([finished(0, 0), finished(1, 0, teaches=False), finished(2, 0)])
     assert len(surplus) == 2
     assert positions(surplus.take(1)) == [0, 2]
@@ -25,12 +25,12 @@ def test_only_what_teaches_is_kept_and_taken_once() -> None:
 
 
 def test_age_is_that_of_the_oldest_completion() -> None:
-    surplus = Surplus(max_age=2)
+    surplus = LeftoverGroups(max_age=2)
     surplus.put([finished(0, 3, 5), finished(1, 4, 5), finished(2, 6)])
     assert positions(surplus.take(6)) == [1, 2]
 
 
 def test_no_age_keeps_nothing_for_a_later_version() -> None:
-    surplus = Surplus(max_age=0)
+    surplus = LeftoverGroups(max_age=0)
     surplus.put([finished(0, 3)])
     assert surplus.take(4) == []

@@ -139,7 +139,7 @@ def test_rounds_one_step_ahead_beside_the_collectives_of_training(seen: Seen) ->
 def test_a_controllers_state_comes_back_exactly(seen: Seen) -> None:
     for name in ("plain", "dynamic"):
         assert [rank["restored"] for rank in seen[name]] == [True, True]
-    assert [rank["state"]["cursor"] for rank in seen["dynamic"]] == [
+    assert [rank["state"]["draws"]["cursor"] for rank in seen["dynamic"]] == [
         rank["drawn"] for rank in seen["dynamic"]
     ]
 

@@ -8,9 +8,8 @@ import pytest
 
 from ycore.config.resolve import resolve
 from ycore.config.schema import RunConfig
-from ycore.round.loop import RankLoop
+from ycore.round.checkpoint_parts import reshard_states
 from ycore.round.peers import Peers
-from ycore.round.regroup import regroup_states
 from ycore.round.sampling import DrawSource, Rules
 from ycore.round.step import Controller
 from ycore.scoring.constraints import Constraint, Constraints
@@ -102,7 +101,7 @@ def controller() -> Controller:
 
 
 def test_the_weights_are_part_of_a_checkpoint_and_of_a_round() -> None:
-    made: list[RankLoop] = [controller(), controller()]
+    made: list[Controller] = [controller(), controller()]
     first, second = made
     for _ in range(3):
         first.count(group((1.0, 0, 1), (1.0, 1, 1)))
@@ -112,8 +111,8 @@ def test_the_weights_are_part_of_a_checkpoint_and_of_a_round() -> None:
     saved = json.loads(json.dumps(first.state()))
     second.restore(saved)
     assert second.constraint_weights == first.constraint_weights
-    (again,) = regroup_states([saved, saved], world=1)
-    assert again["constraint_weights"] == first.constraint_weights
+    (again,) = reshard_states([saved, saved], world=1)
+    assert again["constraints"] == first.constraint_weights
     for one in made:
         one.close()
 

@@ -288,8 +288,9 @@ def test_a_checkpoint_holds_all_state_that_matters(reference: Callable[[str], Ru
     told = json.loads((saved / "controller-0.json").read_text())
     assert told["policy_version"] == 5
     assert told["trainer"]["micro_step"] == 10
-    assert {"cursor", "yield", "surplus"} <= told["controller"].keys()
-    assert told["controller"]["cursor"] >= 4 and told["controller"]["yield"]["finished"] > 1
+    assert {"draws", "acceptance", "leftover_groups"} <= told["controller"].keys()
+    assert told["controller"]["draws"]["cursor"] >= 4
+    assert told["controller"]["acceptance"]["finished"] > 1
     in_use = load_file(saved / "round-0.safetensors")
     assert {"0/advantages", "5/old_per_token_logps", "5/completion_ids"} <= in_use.keys()
 

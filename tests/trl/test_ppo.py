@@ -176,8 +176,8 @@ def test_the_kl_is_in_the_reward_and_not_in_the_loss(model: Path, tmp_path: Path
             reference, _, _ = plain(trainer, batch)
     log_ratio = (logps - reference) * mask
     assert log_ratio.abs().max() > 1e-3, "the adapters moved the policy"
-    to_come = log_ratio.flip(1).cumsum(1).flip(1)
-    expected = (scores_of(batch) - 0.5 * to_come - values[:, :-1]) * mask
+    positions_to_come = log_ratio.flip(1).cumsum(1).flip(1)
+    expected = (scores_of(batch) - 0.5 * positions_to_come - values[:, :-1]) * mask
     assert torch.allclose(batch["advantages"], expected, atol=1e-5)
 
 

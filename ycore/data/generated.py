@@ -189,7 +189,7 @@ def _arithmetic(sign: str, compute: Callable[[int, int], int]) -> Task:
         a = low + number // span
         b = low + number % span
         if sign == "-" and a < b:
-            a, b = b, a  # no negative answers: the minus sign is another lesson
+            a, b = b, a  # no negative answers: the minus sign is another stats
         prompt = f"What is {a} {sign} {b}? Answer with just the number."
         return Question(prompt, str(compute(a, b)), key=f"{min(a, b)} {max(a, b)}")
 

@@ -1,4 +1,4 @@
-"""What a flow model is asked for: the rows of a dataset, each with a class, as the prompts of a run."""
+"""The conditions of a flow model: the rows of a dataset, each with a class, as the prompts of a run."""
 
 import hashlib
 import json
@@ -34,7 +34,8 @@ def load_conditions(config: FlowConfig, *, num_classes: int) -> PromptSet:
             f"{table.name} has no column {column!r}, the class to draw; it has {table.listed_columns}{near}"
         )
     passed = [name for name in table.columns if name not in {*RESERVED_COLUMNS, IMAGES}]
-    prompts, digest = list[Prompt](), hashlib.sha256()
+    prompts = list[Prompt]()
+    digest = hashlib.sha256()
     for number in range(len(table.rows)):
         row = table.row(number)
         label = class_of(row, column, num_classes)
@@ -51,9 +52,9 @@ def class_of(row: TableRow, column: str, num_classes: int) -> int:
     if isinstance(value, str) and value.strip().isdecimal():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < num_classes:
-        found = "missing" if value is None else f"{value!r:.80}"
+        problem = "missing" if value is None else f"{value!r:.80}"
         raise DataError(
-            f"the condition {column!r} is {found} in {row.place}; it is a class of the model, a whole number from 0 to "
+            f"the condition {column!r} is {problem} in {row.place}; it is a class of the model, a whole number from 0 to "
             f"{num_classes - 1}: correct or remove the row"
         )
     return value

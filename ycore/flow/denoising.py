@@ -108,12 +108,10 @@ def step(
 
 
 def log_density(point: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
-    """Of a Gaussian with one std for all values, summed over each picture's, [B]; 0 where the std is 0."""
+    """The log-density of a Gaussian with one std, summed over each picture's values, [B]; 0 where the std is 0."""
     safe = std.clamp_min(1e-20)
-    each = -((point - mean) ** 2) / (2 * safe**2) - safe.log() - 0.5 * math.log(2 * math.pi)
-    return torch.where(
-        (std > 0).flatten(), each.flatten(1).sum(1), torch.zeros(len(point), dtype=each.dtype)
-    )
+    densities = -((point - mean) ** 2) / (2 * safe**2) - safe.log() - 0.5 * math.log(2 * math.pi)
+    return torch.where((std > 0).flatten(), densities.flatten(1).sum(1), 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +148,7 @@ class Drawn:
 
 def draw(
     velocity: Velocity,
-    how: Sampling,
+    sampling: Sampling,
     seeds: Sequence[int],
     shape: Sequence[int],
     *,
@@ -159,54 +157,50 @@ def draw(
     """Draw a picture for each seed. Pictures in one batch may have their steps with noise at different places.
 
     Args:
-        firsts: where each one's steps with noise begin; none are needed without such steps.
+        firsts: the first step with noise of each picture; none are needed without such steps.
     """
     firsts = firsts or [0] * len(seeds)
-    noises = [
-        noise_of(seed, (how.length + 1 if how.rule in NOISY else 1, *shape)) for seed in seeds
-    ]
-    x, times = (
-        torch.stack([noise[0] for noise in noises]),
-        torch.tensor(how.path.times, dtype=torch.float32),
-    )
+    rule, near_one, num_steps = sampling.rule, sampling.near_one, sampling.path.num_steps
+    num_noises = sampling.length + 1 if rule in NOISY else 1
+    noises = [noise_of(seed, (num_noises, *shape)) for seed in seeds]
+    times = torch.tensor(sampling.path.times, dtype=torch.float32)
+    x = torch.stack([noise[0] for noise in noises])
     points: list[list[torch.Tensor]] = [[] for _ in seeds]
     logprobs: list[list[torch.Tensor]] = [[] for _ in seeds]
-    for number in range(how.path.num_steps):
+    for number in range(num_steps):
         now, then = (times[place].expand(len(seeds)) for place in (number, number + 1))
-        v, before = velocity(x, now), x
-        x = step("ode", x, v, now, then, level=0.0, near_one=how.near_one).point
-        if how.rule == "heun" and number + 1 < how.path.num_steps:
-            x = step(
-                "ode",
-                before,
-                (v + velocity(x, then)) / 2,
-                now,
-                then,
-                level=0.0,
-                near_one=how.near_one,
-            ).point
-        noisy = [place for place, first in enumerate(firsts) if how.rule_at(number, first) in NOISY]
+        before = x
+        v = velocity(x, now)
+        x = step("ode", x, v, now, then, level=0.0, near_one=near_one).point
+        if rule == "heun" and number + 1 < num_steps:
+            mean_v = (v + velocity(x, then)) / 2
+            x = step("ode", before, mean_v, now, then, level=0.0, near_one=near_one).point
+        noisy = [
+            index for index, first in enumerate(firsts) if sampling.rule_at(number, first) in NOISY
+        ]
         if not noisy:
             continue
-        given = torch.stack([noises[place][1 + number - firsts[place]] for place in noisy])
         made = step(
-            how.rule, before[noisy], v[noisy], now[noisy], then[noisy],
-            level=how.level, near_one=how.near_one, noise=given,
-        )  # fmt: skip
+            rule,
+            before[noisy],
+            v[noisy],
+            now[noisy],
+            then[noisy],
+            level=sampling.level,
+            near_one=near_one,
+            noise=torch.stack([noises[index][1 + number - firsts[index]] for index in noisy]),
+        )
         x = x.clone()
         x[noisy] = made.point
-        for place, start, point, logprob in zip(
-            noisy, before[noisy], made.point, made.logprob, strict=True
-        ):
-            points[place] += [point] if points[place] else [start, point]
-            logprobs[place].append(logprob)
-    if how.rule not in NOISY:
+        for place, index in enumerate(noisy):
+            points[index] += (
+                [made.point[place]] if points[index] else [before[index], made.point[place]]
+            )
+            logprobs[index].append(made.logprob[place])
+    if rule not in NOISY:
         return Drawn(x, x[:, None][:, :0], torch.zeros(len(seeds), 0))
-    return Drawn(
-        x,
-        torch.stack([torch.stack(one) for one in points]),
-        torch.stack([torch.stack(o) for o in logprobs]),
-    )
+    stacked_points = torch.stack([torch.stack(of_picture) for of_picture in points])
+    return Drawn(x, stacked_points, torch.stack([torch.stack(values) for values in logprobs]))
 
 
 def noise_of(seed: int, shape: Sequence[int]) -> torch.Tensor:

@@ -25,9 +25,9 @@ def digits() -> tuple[torch.Tensor, torch.Tensor]:
         raise ConfigError(
             f"{DIGITS} is made from scikit-learn's digits, which is not installed; {INSTALL}"
         ) from None
-    found = load_digits()
-    pictures = torch.tensor(found.images, dtype=torch.float32)[:, None] / 8 - 1
-    return pictures, torch.tensor(found.target)
+    dataset = load_digits()
+    pictures = torch.tensor(dataset.images, dtype=torch.float32)[:, None] / 8 - 1
+    return pictures, torch.tensor(dataset.target)
 
 
 def make(folder: Path, *, steps: int = _STEPS, seed: int = 0) -> None:

@@ -37,9 +37,9 @@ class FlowFolder:
             raise ModelError(
                 f"--model {root} is no folder; give the folder of a flow model, or `flow-digits`"
             )
-        found = [part for part in _PARTS if (root / part / "config.json").is_file()]
+        parts = [part for part in _PARTS if (root / part / "config.json").is_file()]
         scheduler = root / "scheduler" / "scheduler_config.json"
-        if not found:
+        if not parts:
             raise ModelError(
                 f"{root} is no flow model: it has no transformer/config.json and no unet/config.json; "
                 "give a folder that diffusers saved, or `flow-digits`"
@@ -50,7 +50,8 @@ class FlowFolder:
                 f"{root} is no flow model: its scheduler is {name}, not a FlowMatch one; a model that predicts noise "
                 "cannot be trained as a velocity"
             )
-        self.root, self.part = root, found[0]
+        self.root = root
+        self.part = parts[0]
         self.config = _read(root / self.part / "config.json")
         self.shift = float(_read(scheduler).get("shift") or 1.0)
         self.network = str(self.config.get("_class_name"))
@@ -114,10 +115,10 @@ def check_flow_needs(name: str) -> None:
 def flow_model_source(name: str) -> tuple[str, Callable[..., Path]]:
     """A note on where a model is, and the function that returns its folder, `fetch(log=...)`."""
     folder = flow_model(name)
-    note = f"found in {folder}" if folder.is_dir() else "is made once, from scikit-learn's digits"
-    return f"{note}, in two minutes" if not folder.is_dir() else note, partial(
-        fetch_flow_model, name
-    )
+    note = "is made once, from scikit-learn's digits, in two minutes"
+    if folder.is_dir():
+        note = f"found in {folder}"
+    return note, partial(fetch_flow_model, name)
 
 
 def fetch_flow_model(name: str, *, log: Path) -> Path:

@@ -106,13 +106,9 @@ class FlowConfig(ScoredConfig):
         if flow.method == "grpo" and (
             flow.noise == 0 or (flow.sampler is not None and not is_noisy)
         ):
-            given = (
-                f"flow.noise is {flow.noise:g}"
-                if flow.noise == 0
-                else f"flow.sampler is {flow.sampler}"
-            )
+            problem = f"flow.sampler is {flow.sampler}" if flow.noise else "flow.noise is 0"
             raise ConfigError(
-                f"--method grpo compares densities of steps, which only steps with noise have, and {given}; "
+                f"--method grpo compares densities of steps, which only steps with noise have, and {problem}; "
                 "say --set flow.sampler=sde --set flow.noise=0.7, or take --method nft"
             )
         if flow.sampler == "cps" and flow.noise > 1:

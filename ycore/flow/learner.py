@@ -26,14 +26,13 @@ from ycore.types import Group
 
 
 def sampling_of(config: FlowConfig, *, shift: float) -> tuple[Sampling, Sampling]:
-    """How a round's pictures are drawn, and those that measure the model. `shift` is the model's own."""
+    """The sampling of rounds, and that of measurements. `shift` is the model's own."""
     flow = config.flow
     shift = flow.shift or shift
     rule: Rule = flow.sampler or ("sde" if flow.method == "grpo" else "ode")
     length = (flow.window or flow.steps - 1) if rule in NOISY else 0
-    return Sampling(grid(flow.steps, shift=shift), rule, flow.noise, length), Sampling(
-        grid(flow.eval_steps, shift=shift)
-    )
+    in_rounds = Sampling(grid(flow.steps, shift=shift), rule, flow.noise, length)
+    return in_rounds, Sampling(grid(flow.eval_steps, shift=shift))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +52,21 @@ class Batch:
 
 
 class Learner:
-    """Example: `learner = Learner(policy, config, how, kept); metrics = learner.learn(groups, step=0)`.
+    """Example: `learner = Learner(policy, config, sampling, trajectories); learner.learn(groups, step=0)`.
 
     Args:
-        kept: where the trajectories of the pictures are.
+        trajectories: of the pictures to learn from.
     """
 
     def __init__(
-        self, policy: Policy, config: FlowConfig, how: Sampling, kept: Trajectories
+        self, policy: Policy, config: FlowConfig, sampling: Sampling, trajectories: Trajectories
     ) -> None:
-        self.policy, self._config, self._how, self._kept = policy, config, how, kept
+        self.policy = policy
+        self._config = config
+        self._sampling = sampling
+        self._trajectories = trajectories
         self.old = policy.copy()
-        """Of nft: the weights that draw."""
+        """The weights that draw, with nft."""
         self.optimizer = torch.optim.AdamW(
             policy.trained.values(), lr=config.rate, weight_decay=0.0
         )
@@ -82,34 +84,35 @@ class Learner:
         rewards = [
             [total_reward(scores, weights) for scores in group.scores_GR] for group in groups
         ]
-        taught = [can_teach(group, weights, min_stds_R=stds_R) for group in groups]
-        known = [value for group in rewards for value in group if value is not None]
-        found = {
-            "frac_reward_zero_std": 1 - sum(taught) / len(groups),
+        num_teaching = sum(can_teach(group, weights, min_stds_R=stds_R) for group in groups)
+        metrics = {
+            "frac_reward_zero_std": 1 - num_teaching / len(groups),
             "learning_rate": config.rate,
         }
-        if known:
-            found |= {"reward": fmean(known), "reward_std": pstdev(known)}
-        if not any(taught):
-            return found | {"ycore/skipped": 1.0}
+        if known := [reward for group in rewards for reward in group if reward is not None]:
+            metrics |= {"reward": fmean(known), "reward_std": pstdev(known)}
+        if not num_teaching:
+            return metrics | {"ycore/skipped": 1.0}
         batch = self._batch(groups, group_advantages(rewards))
         for number in range(config.flow.updates):
-            found |= self._update(batch, seed=f"{config.seed}/{step}/{number}")
+            metrics |= self._update(batch, seed=f"{config.seed}/{step}/{number}")
         if config.flow.method == "nft":
-            keep = min(config.flow.old_rate * step, config.flow.old_most)
+            kept = min(config.flow.old_rate * step, config.flow.old_most)
             for name, weight in self.policy.copy().items():
-                self.old[name] = self.old[name].lerp(weight, 1 - keep)
-        return found | {"ycore/skipped": 0.0}
+                self.old[name] = self.old[name].lerp(weight, 1 - kept)
+        return metrics | {"ycore/skipped": 0.0}
 
     def _batch(self, groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> Batch:
-        drawn = [
+        pictures = [
             Picture.of(completion.text) for group in groups for completion in group.completions
         ]
-        files = {name: self._kept.get(name) for name in {one.kept for one in drawn}}
+        names = {picture.kept for picture in pictures}
+        files = {name: self._trajectories.get(name) for name in names}
 
         def stacked(name: str) -> torch.Tensor:
-            rows = [files[one.kept][name][one.row] for one in drawn if name in files[one.kept]]
-            return torch.stack(rows) if rows else torch.zeros(len(drawn), 0)
+            if any(name not in tensors for tensors in files.values()):
+                return torch.zeros(len(pictures), 0)
+            return torch.stack([files[picture.kept][name][picture.row] for picture in pictures])
 
         classes = [group.draw.token_ids[0] for group in groups for _ in group.completions]
         return Batch(
@@ -117,8 +120,8 @@ class Learner:
             stacked("points"),
             stacked("logprobs"),
             torch.tensor(classes),
-            torch.tensor([one.first for one in drawn]),
-            torch.tensor([value for group in advantages for value in group]),
+            torch.tensor([picture.first for picture in pictures]),
+            torch.tensor([advantage for group in advantages for advantage in group]),
         )
 
     def _update(self, batch: Batch, *, seed: str) -> dict[str, float]:
@@ -129,50 +132,51 @@ class Learner:
             loss.backward()
             for name, value in ({"loss": loss.item()} | measured).items():
                 sums[name] = sums.get(name, 0.0) + value
-        norm = torch.nn.utils.clip_grad_norm_(
-            self.policy.trained.values(), self._config.max_grad_norm
-        )
+        weights = self.policy.trained.values()
+        norm = torch.nn.utils.clip_grad_norm_(weights, self._config.max_grad_norm)
         self.optimizer.step()
         return sums | {"grad_norm": float(norm)}
 
     def _nft(self, batch: Batch, seed: str) -> Iterator[tuple[torch.Tensor, dict[str, float]]]:
         """The loss of each part of the batch, each at a time of its own, and what it adds to the metrics."""
-        flow, size = self._config.flow, len(batch)
+        flow, size, device = self._config.flow, len(batch), self.policy.device
         generator = _generator(seed)
         times = torch.rand(size, generator=generator)
-        points = noised(
-            batch.pictures, torch.randn(batch.pictures.shape, generator=generator), times
-        )
+        noise = torch.randn(batch.pictures.shape, generator=generator)
+        points = noised(batch.pictures, noise, times)
         shares = share_of(batch.advantages)
         for rows in _parts(size, flow.batch):
             x, t, classes = points[rows], times[rows], batch.classes[rows]
             with torch.no_grad():
                 v_old = self.policy.velocity(x, t, classes, self.old)
             v = self.policy.velocity(x, t, classes)
-            device = v.device
-            given = (one.to(device) for one in (x, batch.pictures[rows], t, shares[rows]))
-            loss, measured = nft_loss(v, v_old, *given, b=flow.b), {}
+            loss = nft_loss(
+                v,
+                v_old,
+                x.to(device),
+                batch.pictures[rows].to(device),
+                t.to(device),
+                shares[rows].to(device),
+                b=flow.b,
+            )
+            measured = {}
             if flow.kl:
                 with torch.no_grad():
                     v_reference = self.policy.velocity(x, t, classes, self.policy.reference)
                 gap = velocity_penalty(v, v_reference)
-                loss, measured = (
-                    loss + flow.kl * gap,
-                    {"ycore/flow/velocity_gap": gap.sum().item() / size},
-                )
+                loss = loss + flow.kl * gap
+                measured["ycore/flow/velocity_gap"] = gap.sum().item() / size
             yield loss.sum() / size, measured
 
     def _grpo(self, batch: Batch) -> Iterator[tuple[torch.Tensor, dict[str, float]]]:
-        """The same, at each of the steps that were drawn with noise."""
-        flow, length = self._config.flow, self._how.length
+        """The loss of each part of the batch at each of its steps with noise, and what it adds to the metrics."""
+        flow, length = self._config.flow, self._sampling.length
         share = 1 / (len(batch) * length)
         for number, rows in itertools.product(range(length), _parts(len(batch), flow.batch)):
             made = self._replay(batch, rows, number, None)
-            old, gains = (
-                one.to(made.logprob.device)
-                for one in (batch.logprobs[rows, number], batch.advantages[rows])
-            )
-            clipped = grpo_loss(made.logprob, old, gains, clip=flow.clip)
+            device = made.logprob.device
+            old, advantages = batch.logprobs[rows, number], batch.advantages[rows]
+            clipped = grpo_loss(made.logprob, old.to(device), advantages.to(device), clip=flow.clip)
             loss = clipped.loss
             measured = {
                 "ycore/flow/ratio": clipped.ratio.sum().item() * share,
@@ -183,20 +187,25 @@ class Learner:
                 with torch.no_grad():
                     reference = self._replay(batch, rows, number, self.policy.reference)
                 kl = step_kl(made, reference)
-                loss, measured = loss + flow.kl * kl, measured | {"kl": kl.sum().item() * share}
+                loss = loss + flow.kl * kl
+                measured["kl"] = kl.sum().item() * share
             yield loss.sum() * share, measured
 
     def _replay(self, batch: Batch, rows: slice, number: int, weights: Weights | None) -> Step:
         """The step that was drawn as the `number`th with noise, as these weights would have made it."""
-        how, places = self._how, batch.firsts[rows] + number
-        times = torch.tensor(how.path.times)
-        x, reached, now, then = (
-            batch.points[rows, number], batch.points[rows, number + 1], times[places], times[places + 1]
-        )  # fmt: skip
+        sampling, places = self._sampling, batch.firsts[rows] + number
+        times = torch.tensor(sampling.path.times)
+        x, now = batch.points[rows, number], times[places]
         v = self.policy.velocity(x, now, batch.classes[rows], weights)
-        x, reached, now, then = (one.to(v.device) for one in (x, reached, now, then))
         return step(
-            how.rule, x, v, now, then, level=how.level, near_one=how.near_one, reached=reached
+            sampling.rule,
+            x.to(v.device),
+            v,
+            now.to(v.device),
+            times[places + 1].to(v.device),
+            level=sampling.level,
+            near_one=sampling.near_one,
+            reached=batch.points[rows, number + 1].to(v.device),
         )
 
 

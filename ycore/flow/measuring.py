@@ -22,102 +22,104 @@ from ycore.scoring.group_rewards import total_reward
 from ycore.scoring.scoring import PendingGroup, Scoring
 from ycore.types import Completion, Draw, Prompt, Score
 
-TRAINED, JUDGED = f"{EVALUATION}trained_reward", f"{EVALUATION}reward"
-"""What the run learns from, and what judges it, on the pictures that are measured."""
+TRAINED = f"{EVALUATION}trained_reward"
+"""The reward that the run learns from, on the pictures that are measured."""
+
+JUDGED = f"{EVALUATION}reward"
+"""The reward of the held-out judge, on the same pictures."""
 
 FELL = f"{EVALUATION}judge_fell"
 
 
 def conditions(prompts: Sequence[Prompt], column: str) -> list[Prompt]:
     """The first row of each class."""
-    found: dict[int, Prompt] = {}
+    by_class: dict[int, Prompt] = {}
     for prompt in prompts:
-        found.setdefault(prompt.columns[column], prompt)
-    return [found[label] for label in sorted(found)]
+        by_class.setdefault(prompt.columns[column], prompt)
+    return [by_class[label] for label in sorted(by_class)]
 
 
 async def measure(
-    engine: PictureEngine, trained: Scoring, judge: Scoring | None, asked: Sequence[Prompt], *, step: int,
-    config: FlowConfig, slots: Slots, images: ImageStore,
-) -> dict[str, float]:  # fmt: skip
+    engine: PictureEngine,
+    trained: Scoring,
+    judge: Scoring | None,
+    prompts: Sequence[Prompt],
+    *,
+    step: int,
+    config: FlowConfig,
+    slots: Slots,
+    images: ImageStore,
+) -> dict[str, float]:
     """The figures of the policy as it is, each with its interval over pictures; `judge` None measures the rewards.
 
     `diversity_of_right` is that of the pictures to which the judge gives 1 or more: a model that draws what it was not
     asked for is diverse within a class for that alone.
     """
-    column = config.condition_column
+    column, num_samples = config.condition_column, config.num_samples
+    scorings = [trained] if judge is None else [trained, judge]
 
-    async def one(prompt: Prompt) -> tuple[list[Completion], list[list[Score]], list[list[Score]]]:
+    async def measure_class(prompt: Prompt) -> tuple[list[Completion], list[list[list[Score]]]]:
         label = prompt.columns[column]
-        seeds = [
-            completion_seed(config.seed, -1 - label, index) for index in range(config.num_samples)
-        ]
-        tasks = [
-            asyncio.create_task(engine.complete((label, NOWHERE), seed, greedy=True))
-            for seed in seeds
-        ]
+        tasks = []
+        for index in range(num_samples):
+            seed = completion_seed(config.seed, -1 - label, index)
+            tasks.append(asyncio.create_task(engine.complete((label, NOWHERE), seed, greedy=True)))
         writing = PendingGroup(Draw(prompt.row, prompt, (label,)), tasks, step, slots)
-        scores = await together(
-            [scoring.score(writing) for scoring in (trained, judge) if scoring is not None]
-        )
-        return [await task for task in tasks], scores[0], scores[-1]
+        scores = await together([scoring.score(writing) for scoring in scorings])
+        return [await task for task in tasks], scores
 
-    groups = await together([one(prompt) for prompt in asked])
+    groups = await together([measure_class(prompt) for prompt in prompts])
     specs = config.eval_rewards or config.rewards
-    figures = _means("reward", [scores for _, _, judged in groups for scores in judged], specs)
+    judged = [scores for _, by_scoring in groups for scores in by_scoring[-1]]
+    figures = _means("reward", judged, specs)
     if judge is not None:
-        figures |= _means(
-            "trained_reward", [scores for _, own, _ in groups for scores in own], config.rewards
-        )
-    drawn = [
-        Picture.of(one.text).image.sha256 for completions, _, _ in groups for one in completions
-    ]
-    values = (
-        np.array([np.asarray(images.open(name), dtype=np.float64) for name in drawn]) / 127.5 - 1
-    )
-    if bool((values[..., :1] == values).all()):
-        values = values[..., :1]  # grey, which the store opens in colours
-    labels = np.repeat([prompt.columns[column] for prompt in asked], config.num_samples)
-    totals = [
-        total_reward(scores, [spec.weight for spec in specs])
-        for _, _, judged in groups
-        for scores in judged
-    ]
+        learned_from = [scores for _, by_scoring in groups for scores in by_scoring[0]]
+        figures |= _means("trained_reward", learned_from, config.rewards)
+    completions = [completion for of_class, _ in groups for completion in of_class]
+    values = _values([Picture.of(completion.text) for completion in completions], images)
+    labels = np.repeat([prompt.columns[column] for prompt in prompts], num_samples)
+    weights = [spec.weight for spec in specs]
+    totals = [total_reward(scores, weights) for scores in judged]
     right = np.array([total is not None and total >= RIGHT_FROM for total in totals])
-    figures |= {
-        "diversity": diversity(values, labels),
-        "diversity_of_right": diversity(values[right], labels[right]),
-    }
+    figures["diversity"] = diversity(values, labels)
+    figures["diversity_of_right"] = diversity(values[right], labels[right])
     return as_metrics(figures)
 
 
+def _values(pictures: Sequence[Picture], images: ImageStore) -> Any:
+    """Values in [-1, 1], (N, H, W, C); one channel of grey pictures, which the store opens in colours."""
+    opened = [
+        np.asarray(images.open(picture.image.sha256), dtype=np.float64) for picture in pictures
+    ]
+    values = np.array(opened) / 127.5 - 1
+    is_grey = bool((values[..., :1] == values).all())
+    return values[..., :1] if is_grey else values
+
+
 def _means(name: str, scores: Sequence[Sequence[Score]], specs: Sequence[Any]) -> dict[str, float]:
-    """Of the weighted sum, and of each of several sources."""
-    totals = [total_reward(one, [spec.weight for spec in specs]) for one in scores]
-    columns: dict[str, list[float | None]] = {name: totals}
+    """The mean of the weighted sum, and of each of several sources, with their intervals."""
+    weights = [spec.weight for spec in specs]
+    columns: dict[str, list[float | None]] = {name: [total_reward(row, weights) for row in scores]}
     if len(specs) > 1:
-        names = reward_names(specs)
-        columns |= {
-            f"{name}s/{one}": [row[place].value for row in scores]
-            for place, one in enumerate(names)
-        }
-    found: dict[str, float] = {}
+        for source, source_name in enumerate(reward_names(specs)):
+            columns[f"{name}s/{source_name}"] = [row[source].value for row in scores]
+    means: dict[str, float] = {}
     for key, values in columns.items():
         known = np.array([value for value in values if value is not None])
-        found |= with_interval(key, known, np.ones(len(known)))
-    return found
+        means |= with_interval(key, known, np.ones(len(known)))
+    return means
 
 
 def diversity(values: Any, classes: Any) -> float:
     """The mean distance of two pictures of one class: the root of summed squares, of values in [-1, 1]."""
     means = []
-    for one in np.unique(classes):
-        flat = values[classes == one].reshape(int((classes == one).sum()), -1)
+    for label in np.unique(classes):
+        of_class = values[classes == label]
+        flat = of_class.reshape(len(of_class), -1)
         if len(flat) > 1:
             squares = (flat**2).sum(1)
-            distances = np.sqrt(
-                np.clip(squares[:, None] + squares[None] - 2 * flat @ flat.T, 0, None)
-            )
+            squared_distances = squares[:, None] + squares[None] - 2 * flat @ flat.T
+            distances = np.sqrt(np.clip(squared_distances, 0, None))
             means.append(distances.sum() / (len(flat) * (len(flat) - 1)))
     return float(np.mean(means)) if means else 0.0
 

@@ -1,4 +1,4 @@
-"""What a flow model learns from rewarded pictures: DiffusionNFT's loss, Flow-GRPO's, and the distances to a reference.
+"""The losses of a flow model on rewarded pictures: DiffusionNFT's, Flow-GRPO's, and distances to a reference.
 
 Shapes: rewards and advantages are [B], points and velocities [B, C, H, W]. Losses are means over pictures.
 """
@@ -10,7 +10,7 @@ import torch
 
 from ycore.flow.denoising import Step
 
-LEAST_STD = 1e-4
+MIN_STD = 1e-4
 
 
 def group_advantages(
@@ -18,23 +18,21 @@ def group_advantages(
 ) -> list[list[float]]:
     """A reward less its group's mean, over the deviation of all the round's rewards (Flow-GRPO, arXiv 2505.05470),
     within `limit`; 0 for a picture without a reward."""
-    centred: list[list[float | None]] = []
-    for group in rewards:
-        known = [reward for reward in group if reward is not None]
-        mean = sum(known) / len(known) if known else 0.0
-        centred.append([None if reward is None else reward - mean for reward in group])
     flat = [value for group in rewards for value in group if value is not None]
     mean = sum(flat) / len(flat) if flat else 0.0
     std = (sum((value - mean) ** 2 for value in flat) / len(flat)) ** 0.5 if flat else 0.0
-    scale = std + LEAST_STD
-    return [
-        [0.0 if one is None else max(-limit, min(limit, one / scale)) for one in group]
-        for group in centred
-    ]
+    scale = std + MIN_STD
+    advantages = []
+    for group in rewards:
+        known = [reward for reward in group if reward is not None]
+        mean = sum(known) / len(known) if known else 0.0
+        scaled = [0.0 if reward is None else (reward - mean) / scale for reward in group]
+        advantages.append([max(-limit, min(limit, advantage)) for advantage in scaled])
+    return advantages
 
 
 def noised(x0: torch.Tensor, noise: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
-    """The points at these times ([B]) on the straight ways from pictures to noise."""
+    """The points at these times ([B]) on the straight lines from pictures to noise."""
     t = times.view(-1, *[1] * (x0.dim() - 1))
     return (1 - t) * x0 + t * noise
 
@@ -93,8 +91,8 @@ def grpo_loss(
     The reference code takes the mean over values where this takes the sum, and so needs a clip of about 1e-4.
     """
     ratio = (logprob - old_logprob).exp()
-    free, held = ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages
-    return Clipped(-torch.minimum(free, held), ratio, held < free)
+    free, clipped = ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages
+    return Clipped(-torch.minimum(free, clipped), ratio, clipped < free)
 
 
 def step_kl(made: Step, reference: Step) -> torch.Tensor:

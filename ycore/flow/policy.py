@@ -12,7 +12,7 @@ from ycore.errors import ConfigError, ModelError
 from ycore.flow.flow_folder import FlowFolder
 
 Weights = Mapping[str, torch.Tensor]
-"""Of what is trained, by name: those of the policy, of an older policy, or of the reference."""
+"""The trained weights by name: the policy's, an older policy's, or the reference's."""
 
 _SCALE = 1000.0  # of times, as diffusers' networks take them
 
@@ -61,11 +61,11 @@ class Policy:
         self.reference = self.copy()
 
     def copy(self) -> dict[str, torch.Tensor]:
-        """What is trained, as it is now."""
+        """Copy the trained weights."""
         return {name: weight.detach().clone() for name, weight in self.trained.items()}
 
     def put(self, weights: Weights) -> None:
-        """Set what is trained; ModelError for weights of another model."""
+        """Set the trained weights; ModelError for those of another model."""
         if weights.keys() != self.trained.keys():
             raise ModelError(
                 "the weights are of another model; give the model that the run began with"
@@ -82,24 +82,20 @@ class Policy:
         weights: Weights | None = None,
     ) -> torch.Tensor:
         """[B, C, H, W] in float32, at times [B] for classes [B]; with `weights` instead of the policy's own."""
-        v = self._asked(x, times, classes, weights)
+        v = self._network_velocity(x, times, classes, weights)
         if self.guidance == 1:
             return v
-        without = self._asked(
-            x, times, torch.full_like(classes, self.folder.no_class or 0), weights
-        )
+        no_class = torch.full_like(classes, self.folder.no_class or 0)
+        without = self._network_velocity(x, times, no_class, weights)
         return without + self.guidance * (v - without)
 
-    def _asked(
+    def _network_velocity(
         self, x: torch.Tensor, times: torch.Tensor, classes: torch.Tensor, weights: Weights | None
     ) -> Any:
-        x, times, classes = (one.to(self.device) for one in (x, times, classes))
-        asked = {"class_labels": classes, "return_dict": False}
-        if weights is None:
-            return self.network(x, times * _SCALE, **asked)[0].float()
-        return torch.func.functional_call(self.network, dict(weights), (x, times * _SCALE), asked)[
-            0
-        ].float()
+        inputs = (x.to(self.device), times.to(self.device) * _SCALE)
+        named = {"class_labels": classes.to(self.device), "return_dict": False}
+        outputs = torch.func.functional_call(self.network, dict(weights or {}), inputs, named)
+        return outputs[0].float()
 
     def save(self, root: Path) -> None:
         """A folder that `--model` takes, whole: adapters are merged in."""

@@ -101,21 +101,25 @@ class PictureEngine(Engine):
     others were asked for with it.
 
     Args:
-        plain: how pictures are drawn where the model is measured.
+        sampling: of a round's pictures; `plain`: of those that measure the model.
         batch: pictures that the network takes at once.
     """
 
     name = "sampler"
 
     def __init__(
-        self, policy: Policy, how: Sampling, plain: Sampling, folder: RunFolder, *, batch: int
+        self, policy: Policy, sampling: Sampling, plain: Sampling, folder: RunFolder, *, batch: int
     ) -> None:
         self.version = 0
         self.weights: Weights | None = None
-        """Those to draw with; None for the policy's own."""
+        """Weights to draw with; None for the policy's own."""
         self.num_drawn = 0
-        self._policy, self._how, self._plain, self._batch = policy, how, plain, batch
-        self._images, self._kept = ImageStore(folder.images), Trajectories(folder.trajectories)
+        self._policy = policy
+        self._sampling = sampling
+        self._plain = plain
+        self._batch = batch
+        self._images = ImageStore(folder.images)
+        self._trajectories = Trajectories(folder.trajectories)
         self._batches = Batches[_Request](
             self._draw, kind=lambda request: request.measures, most=batch, wait_s=JOIN_S
         )
@@ -148,30 +152,32 @@ class PictureEngine(Engine):
         raise NotImplementedError("a picture has no tokens")
 
     def _draw(self, requests: Sequence[_Request]) -> list[Completion]:
-        how = self._plain if requests[0].measures else self._how
+        measures = requests[0].measures
+        sampling = self._plain if measures else self._sampling
         filled = [*requests, *[requests[0]] * (self._batch - len(requests))]
-        classes = torch.tensor([one.label for one in filled])
+        classes = torch.tensor([request.label for request in filled])
         with torch.no_grad():
             drawn = draw(
                 partial(_velocity, self._policy, classes, self.weights),
-                how,
-                [one.seed for one in filled],
+                sampling,
+                [request.seed for request in filled],
                 self._policy.folder.shape,
-                firsts=[max(0, one.first) for one in filled],
+                firsts=[max(0, request.first) for request in filled],
             )
         size, kept = len(requests), ""
         self.num_drawn += size
-        if not requests[0].measures:
+        if not measures:
             tensors = {"pictures": drawn.pictures[:size]}
-            if how.rule in NOISY:
-                tensors |= {"points": drawn.points[:size], "logprobs": drawn.logprobs[:size]}
-            kept = self._kept.put(tensors)
-        found = []
+            if sampling.rule in NOISY:
+                tensors["points"] = drawn.points[:size]
+                tensors["logprobs"] = drawn.logprobs[:size]
+            kept = self._trajectories.put(tensors)
+        completions = []
         for row, (request, values) in enumerate(zip(requests, drawn.pictures, strict=False)):
             image = self._images.put(png_of(as_pil(values)), "a drawn picture", durable=False)
             text = Picture(image, kept, row, request.first).as_text()
-            found.append(Completion((), None, text, "stop", self.version))
-        return found
+            completions.append(Completion((), None, text, "stop", self.version))
+        return completions
 
 
 def _velocity(
@@ -196,67 +202,59 @@ def as_pil(values: torch.Tensor) -> Any:
 
 
 class OnePicture(SingleTurnWriter):
-    """How a completion is made: one request, with the class and the place of the group's steps with noise."""
+    """A completion is one request, with the class and the place of the group's steps with noise."""
 
-    def __init__(self, how: Sampling) -> None:
-        self._how = how
+    def __init__(self, sampling: Sampling) -> None:
+        self._sampling = sampling
 
     async def write(
         self, start: GroupStart, index: int, generate: Generate, *, seed: int
     ) -> Completion:
-        position = start.draw.position
-        first = window_of(
-            seed, position, num_steps=self._how.path.num_steps, length=self._how.length
-        )
-        return await generate(
-            (*start.draw.token_ids, first), completion_seed(seed, position, index)
-        )
+        sampling, position = self._sampling, start.draw.position
+        num_steps = sampling.path.num_steps
+        first = window_of(seed, position, num_steps=num_steps, length=sampling.length)
+        picture_seed = completion_seed(seed, position, index)
+        return await generate((*start.draw.token_ids, first), picture_seed)
 
 
 def drop_pictures(folder: RunFolder) -> int:
     """Delete pictures and trajectories that no round of the journal and no checkpoint refers to; how many went."""
-    held = b"".join(path.read_bytes() for path in folder.journal.glob("round-*.json"))
-    held += b"".join(path.read_bytes() for path in folder.checkpoints.glob("*/controller-*.json"))
-    gone = [
-        path
-        for place in (folder.images, folder.trajectories)
-        if place.is_dir()
-        for path in place.iterdir()
-        if os.fsencode(path.name) not in held
-    ]
-    for path in gone:
-        path.unlink(missing_ok=True)
-    return len(gone)
+    rounds = folder.journal.glob("round-*.json")
+    states = folder.checkpoints.glob("*/controller-*.json")
+    references = b"".join(path.read_bytes() for path in (*rounds, *states))
+    num_deleted = 0
+    for place in (folder.images, folder.trajectories):
+        for path in place.iterdir() if place.is_dir() else ():
+            if os.fsencode(path.name) not in references:
+                path.unlink(missing_ok=True)
+                num_deleted += 1
+    return num_deleted
 
 
 def contact_sheet(
-    policy: Policy, how: Sampling, classes: Sequence[int], path: Path, *, each: int = 8
+    policy: Policy, sampling: Sampling, classes: Sequence[int], path: Path, *, num_each: int = 8
 ) -> None:
-    """A PNG with `each` pictures of every class, by the model that the run began with and by the policy, side by side
-    and from the same noise."""
+    """A PNG with `num_each` pictures of every class, by the model that the run began with and by the policy, side by
+    side and from the same noise."""
     from ycore.view.pictures import new_figure, save_png
 
-    labels = torch.tensor(classes).repeat_interleave(each)
+    labels = torch.tensor(classes).repeat_interleave(num_each)
     seeds = [completion_seed(0, NOWHERE, number) for number in range(len(labels))]
-    halves = []
-    for weights in (policy.reference, None):
+    figure = new_figure(9, 0.45 * len(classes) + 0.6)
+    halves = (("before", policy.reference), ("after", None))
+    for axes, (title, weights) in zip(figure.subplots(1, 2), halves, strict=True):
         velocity = partial(_velocity, policy, labels, weights)
         with torch.no_grad():
-            pictures = draw(velocity, how, seeds, policy.folder.shape).pictures
-        rows = pictures.clamp(-1, 1).unflatten(0, (len(classes), each))
-        halves.append(torch.nn.functional.pad(rows, (1, 1, 1, 1), value=-1.0))
-    figure = new_figure(9, 0.45 * len(classes) + 0.6)
-    for axes, half, title in zip(figure.subplots(1, 2), halves, ("before", "after"), strict=True):
-        sheet = (
-            half.permute(0, 3, 1, 4, 2).flatten(0, 1).flatten(1, 2)
-        )  # rows of pictures beneath each other
-        axes.imshow(
-            (sheet + 1) / 2, cmap="gray_r" if sheet.shape[-1] == 1 else None, vmin=0, vmax=1
-        )
+            pictures = draw(velocity, sampling, seeds, policy.folder.shape).pictures
+        rows = pictures.clamp(-1, 1).unflatten(0, (len(classes), num_each))
+        framed = torch.nn.functional.pad(rows, (1, 1, 1, 1), value=-1.0)
+        # Rows of pictures beneath each other.
+        sheet = framed.permute(0, 3, 1, 4, 2).flatten(0, 1).flatten(1, 2)
+        colours = "gray_r" if sheet.shape[-1] == 1 else None
+        axes.imshow((sheet + 1) / 2, cmap=colours, vmin=0, vmax=1)
         axes.set_title(title, loc="left", fontsize=11)
         height = sheet.shape[0] / len(classes)
-        axes.set_yticks(
-            [(place + 0.5) * height for place in range(len(classes))], [str(one) for one in classes]
-        )
+        middles = [(place + 0.5) * height for place in range(len(classes))]
+        axes.set_yticks(middles, [str(label) for label in classes])
         axes.set_xticks([])
     save_png(figure, path)

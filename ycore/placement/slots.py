@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 from ycore.errors import RunError
 from ycore.placement.allocator import Allocator
 from ycore.placement.placement import ROLLOUT, SlotPool
-from ycore.placement.remote_allocator import RemoteAllocator
+from ycore.placement.service import RemoteAllocator
 from ycore.placement.shared_allocator import SharedAllocator
 from ycore.run.trace import IN_FLIGHT, ROUND, SWAP, WAITING, Levels, Mark, Span, TraceWriter
 
@@ -204,9 +204,12 @@ class Slots:
         self._trace.flush()
         return usage_metrics(sums[len(measurements) :])
 
-    def restore(self, state: dict[str, Any] | None) -> None:
-        """Take what `state` was; it counts from the next round on."""
-        if state is not None and self._allocator.rank == 0:
+    def state_dict(self) -> dict[str, Any] | None:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what `state_dict` was; it counts from the next round on."""
+        if self._allocator.rank == 0:
             self.state = state
             self._restored = state
 

@@ -124,8 +124,7 @@ class CarryWriter(SingleTurnWriter):
         self._meter.completions += 1
         self._meter.written += len(completion.token_ids)
 
-    @property
-    def state(self) -> list[dict[str, Any]]:
+    def state_dict(self) -> list[dict[str, Any]]:
         """The unfinished groups as plain JSON values, for a checkpoint."""
         return [
             {
@@ -135,7 +134,7 @@ class CarryWriter(SingleTurnWriter):
             for _, group in sorted(self._groups.items())
         ]
 
-    def restore(self, state: Sequence[Mapping[str, Any]]) -> None:
+    def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
         self._groups = {}
         for group in state:
             draw = draw_from_json(group["draw"])

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ycore.errors import YcoreError
+from ycore.round.checkpoint_parts import states_of
 from ycore.round.journal import Committed
 from ycore.round.step import Controller
 from ycore.run.trace import SYNC
@@ -65,10 +66,11 @@ class ControllerAhead(Controller):
         return groups
 
     def _begin(self, step: int, num_groups: int, *, version: int) -> None:
-        before = self._state_now()
+        before = states_of(self)
         with self.phase(SYNC):
             self.sync_for_round(version)
         self._is_under_way = True
+        self._event_loop.ends_at = self._abandoned
         work = self._thread.submit(
             self.make_round, step=step, num_groups=num_groups, version=version
         )
@@ -87,13 +89,10 @@ class ControllerAhead(Controller):
             ) from error
         finally:
             self._is_under_way = False
+            self._event_loop.ends_at = self.stop
             waited = time.perf_counter() - began
             self._waited_s += waited
         self.record("ycore/time/waited", waited)
-
-    @property
-    def _ends_at(self) -> threading.Event:
-        return self._abandoned if self._is_under_way else self.stop
 
     def take_seconds(self) -> float:
         """Seconds that training waited for rounds and syncs since the last call."""
@@ -102,7 +101,7 @@ class ControllerAhead(Controller):
 
     def state(self) -> dict[str, Any]:
         """At the end of the last step: without the round ahead, which the journal has."""
-        return self._state_now() if self._ahead is None else self._ahead.before
+        return states_of(self) if self._ahead is None else self._ahead.before
 
     @property
     def problems(self) -> dict[str, int]:

@@ -8,8 +8,9 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
+from ycore.config.schema import RunConfig
 from ycore.errors import DataError
 from ycore.scoring.group_rewards import TOLERANCE
 from ycore.types import Prompt
@@ -17,7 +18,7 @@ from ycore.types import Prompt
 _MEMORY = 0.5  # weight that a group keeps when the prompt's next one comes
 _PRIOR = 0.1  # groups that the first guess of a prompt counts for
 
-Told = tuple[int, float, float]
+GroupLearned = tuple[int, float, float]
 """The prompt's row, `chance_of` its group, and the group's mean reward."""
 
 
@@ -63,7 +64,24 @@ class Curriculum:
         self._drop_at, self._least = drop_at, least
         self._seen: dict[int, _Seen] = {}
         self._best = float("-inf")
-        self._news: list[Told] = []
+        self._last_round: list[GroupLearned] = []
+
+    @classmethod
+    def of(cls, config: RunConfig, prompts: Sequence[Prompt]) -> Self | None:
+        """Build a run's curriculum; None where it has none."""
+        settings = config.sampling
+        if not settings.curriculum:
+            return None
+        guesses = None
+        if isinstance(settings.curriculum, str):
+            guesses = guesses_from(prompts, settings.curriculum, config.group_size)
+        return cls(
+            seed=config.seed,
+            guesses=guesses,
+            drop_after=settings.drop_after,
+            drop_at=settings.drop_at,
+            least=settings.least,
+        )
 
     def takes(self, position: int, row: int) -> bool:
         """Whether this row is drawn at this position; the same on every rank, and again after a resume."""
@@ -79,11 +97,11 @@ class Curriculum:
         guess = 1.0 if self._guesses is None else self._guesses[row]
         return max(self._least, (seen.taught + _PRIOR * guess) / (seen.groups + _PRIOR))
 
-    def learn(self, told: Iterable[Told]) -> None:
-        """From the groups that the ranks wrote in a round, in an order that all ranks share."""
-        self._news = list(told)
-        self._best = max([self._best, *(reward for _, _, reward in self._news)])
-        for row, chance, reward in self._news:
+    def learn(self, groups: Iterable[GroupLearned]) -> None:
+        """Learn from the groups that the ranks wrote in a round, in an order that all ranks share."""
+        self._last_round = list(groups)
+        self._best = max([self._best, *(reward for _, _, reward in self._last_round)])
+        for row, chance, reward in self._last_round:
             seen = self._seen.setdefault(row, _Seen())
             seen.taught = seen.taught * _MEMORY + chance
             seen.groups = seen.groups * _MEMORY + 1
@@ -98,27 +116,23 @@ class Curriculum:
             else 0
         )
 
-    @property
-    def news(self) -> dict[str, Any]:
-        """What the last round added, for its record in the journal: `restore` adds it to what was there before."""
-        return {"told": [list(one) for one in self._news]}
+    def round_state_dict(self) -> dict[str, Any]:
+        """Return what the last round added."""
+        return {"learned": [list(observation) for observation in self._last_round]}
 
-    @property
-    def state(self) -> dict[str, Any]:
-        """All of it, for a checkpoint."""
+    def state_dict(self) -> dict[str, Any]:
         rows = [[row, seen.taught, seen.groups, seen.solved] for row, seen in self._seen.items()]
         return {"rows": rows, "best": self._best if rows else None}
 
-    def restore(self, saved: Mapping[str, Any] | None) -> None:
-        """Take a checkpoint's `state`, or add a round's `news`; None where the run had no curriculum so far."""
-        if saved is not None and "told" in saved:
-            self.learn((int(row), chance, reward) for row, chance, reward in saved["told"])
-        elif saved is not None:
-            self._seen = {
-                int(row): _Seen(taught, groups, solved)
-                for row, taught, groups, solved in saved["rows"]
-            }
-            self._best = float("-inf") if saved["best"] is None else saved["best"]
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take a `state_dict`, or add a `round_state_dict`."""
+        if "learned" in state:
+            self.learn((int(row), chance, reward) for row, chance, reward in state["learned"])
+            return
+        self._seen = {
+            int(row): _Seen(taught, groups, solved) for row, taught, groups, solved in state["rows"]
+        }
+        self._best = float("-inf") if state["best"] is None else state["best"]
 
 
 def guesses_from(prompts: Sequence[Prompt], column: str, group_size: int) -> list[float]:
@@ -141,7 +155,7 @@ def _rate(prompt: Prompt, column: str) -> float:
     return float(value)
 
 
-def lesson_of(totals_G: Sequence[float | None]) -> tuple[float, float] | None:
+def stats_of(totals_G: Sequence[float | None]) -> tuple[float, float] | None:
     """A group's chance and mean reward, from its completions' rewards; None where fewer than two have one."""
     known = [total for total in totals_G if total is not None]
     return (chance_of(known), sum(known) / len(known)) if len(known) > 1 else None

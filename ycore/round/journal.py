@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ycore.errors import ConfigError, RunFolderError
-from ycore.round.regroup import regroup_round, regroup_states
+from ycore.round.checkpoint_parts import reshard_round, reshard_states
 from ycore.run.files import make_folder
 from ycore.run.group_json import group_from_json, to_json
 from ycore.run.paths import RunFolder
@@ -93,8 +93,8 @@ class Journal:
         ]
         if len(parts) < world:
             return None
-        groups = regroup_round([part.groups for part in parts], world=self._world)
-        states = regroup_states([part.state for part in parts], world=self._world)
+        groups = reshard_round([part.groups for part in parts], world=self._world)
+        states = reshard_states([part.state for part in parts], world=self._world)
         return Committed(groups[self._rank], states[self._rank], parts[0].metrics)
 
     def _part(self, step: int, rank: int, world: int) -> Committed | None:
@@ -173,5 +173,5 @@ class ReplayedRounds:
                 f"{num_groups} of {self._group_size}; leave --prompts-per-step and --group-size as they were"
             )
         record_again(found, self._record)
-        self.constraint_weights = found.state.get("constraint_weights")
+        self.constraint_weights = found.state["constraints"]
         return groups

@@ -5,17 +5,24 @@ same numbers, so no rank leads. `Peers` is the exchange of a run with one rank; 
 """
 
 import asyncio
-from collections.abc import Sequence
+import threading
+from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
+from ycore.errors import Interrupted, YcoreError
+from ycore.run.tasks import ending
 from ycore.types import Group
+
+T = TypeVar("T")
+_STOP_LOOK_S = 0.1
 
 _LOOK_S, _LOOK_LONGEST_S = 0.05, 0.5
 _PATIENCE = 0.1  # share of the time since the last result that passes before a rank looks at the counts again
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class GroupSummary:
     """One finished group as other ranks see it: numbers only."""
 
     rank: int
@@ -23,9 +30,8 @@ class Offer:
     position: int
     cost: int  # of training on it: `sampling.Cost`
     teaches: bool
-    lesson: tuple[float, float] | None = (
-        None  # for the curriculum, of a group of this round: `curriculum.lesson_of`
-    )
+    stats: tuple[float, float] | None = None
+    """For the curriculum, of a group of this round: `curriculum.stats_of`."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -86,16 +92,16 @@ class Peers:
         """
         return stopping
 
-    def gather_offers(self, offers: Sequence[Offer]) -> list[Offer]:
-        """Every rank's offers; all ranks get the same list."""
-        return list(offers)
+    def gather_summaries(self, summaries: Sequence[GroupSummary]) -> list[GroupSummary]:
+        """Every rank's summaries; all ranks get the same list."""
+        return list(summaries)
 
     def exchange(
-        self, moves: Sequence[tuple[Offer, int]], own: Sequence[Group]
+        self, moves: Sequence[tuple[GroupSummary, int]], own: Sequence[Group]
     ) -> dict[tuple[int, int], Group]:
-        """Send and receive the groups that change ranks; returns those received, by the key of their offer.
+        """Send and receive the groups that change ranks; returns those received, by the key of their summary.
 
-        `moves` are offers and the ranks that receive them, in an order that all ranks share. An offer's `index` counts
+        `moves` are summaries and the ranks that receive them, in an order that all ranks share. An summary's `index` counts
         in `own`, its rank's groups.
         """
         assert not moves, "a single rank has no other to give groups to"
@@ -122,31 +128,31 @@ _MAX_SWAPS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Deal:
-    """`chosen[rank]`: the offers that this rank trains on. All other groups stay where they are."""
+    """`chosen[rank]`: the summaries that this rank trains on. All other groups stay where they are."""
 
-    chosen: tuple[tuple[Offer, ...], ...]
+    chosen: tuple[tuple[GroupSummary, ...], ...]
 
     @property
-    def moves(self) -> list[tuple[Offer, int]]:
-        """(offer, receiving rank) of every group that changes ranks, in an order that all ranks share."""
+    def moves(self) -> list[tuple[GroupSummary, int]]:
+        """(summary, receiving rank) of every group that changes ranks, in an order that all ranks share."""
         return [
-            (offer, rank)
-            for rank, offers in enumerate(self.chosen)
-            for offer in offers
-            if offer.rank != rank
+            (summary, rank)
+            for rank, summaries in enumerate(self.chosen)
+            for summary in summaries
+            if summary.rank != rank
         ]
 
     def metrics(self) -> dict[str, float]:
         """Groups that fill up the step without teaching, and the imbalance of costs before and after the deal."""
-        chosen = [offer for hand in self.chosen for offer in hand]
-        metrics = {"ycore/sampling/filled": float(sum(not offer.teaches for offer in chosen))}
+        chosen = [summary for rank_groups in self.chosen for summary in rank_groups]
+        metrics = {"ycore/sampling/filled": float(sum(not summary.teaches for summary in chosen))}
         if len(self.chosen) > 1:
             before = [
                 sum(o.cost for o in chosen if o.rank == rank) for rank in range(len(self.chosen))
             ]
             metrics["ycore/balance/before"] = imbalance(before)
             metrics["ycore/balance/after"] = imbalance(
-                [sum(o.cost for o in hand) for hand in self.chosen]
+                [sum(o.cost for o in rank_groups) for rank_groups in self.chosen]
             )
         return metrics
 
@@ -156,61 +162,137 @@ def imbalance(costs: Sequence[int]) -> float:
     return max(costs) * len(costs) / max(1, sum(costs))
 
 
-def choose(offers: Sequence[Offer], num_wanted: int) -> list[Offer]:
+def choose(summaries: Sequence[GroupSummary], num_wanted: int) -> list[GroupSummary]:
     """The groups to train on: those that can teach in the order of their draws, then, if too few, the others.
 
     The order of draws, not of finishing: otherwise short completions would be preferred to long ones.
     """
-    return sorted(offers, key=lambda offer: (not offer.teaches, offer.position))[:num_wanted]
+    return sorted(summaries, key=lambda summary: (not summary.teaches, summary.position))[
+        :num_wanted
+    ]
 
 
-def deal_groups(offers: Sequence[Offer], *, world: int, per_rank: int) -> Deal:
+def deal_groups(summaries: Sequence[GroupSummary], *, world: int, per_rank: int) -> Deal:
     """Deal `world * per_rank` groups so that training costs every rank about the same.
 
     Each rank first keeps its own groups. What it has too many goes to the lightest rank with room, the costliest first.
-    Then groups are swapped until the loads are even enough. So few groups travel. `offers` are those of all ranks.
+    Then groups are swapped until the loads are even enough. So few groups travel. `summaries` are those of all ranks.
     """
-    hands: list[list[Offer]] = [[] for _ in range(world)]
-    over: list[Offer] = []
-    for offer in choose(offers, world * per_rank):
-        (hands[offer.rank] if len(hands[offer.rank]) < per_rank else over).append(offer)
-    loads = [sum(offer.cost for offer in hand) for hand in hands]
-    for offer in sorted(over, key=lambda offer: (-offer.cost, offer.position)):
+    assigned: list[list[GroupSummary]] = [[] for _ in range(world)]
+    over: list[GroupSummary] = []
+    for summary in choose(summaries, world * per_rank):
+        (assigned[summary.rank] if len(assigned[summary.rank]) < per_rank else over).append(summary)
+    loads = [sum(summary.cost for summary in rank_groups) for rank_groups in assigned]
+    for summary in sorted(over, key=lambda summary: (-summary.cost, summary.position)):
         rank = min(
-            (rank for rank in range(world) if len(hands[rank]) < per_rank),
+            (rank for rank in range(world) if len(assigned[rank]) < per_rank),
             key=lambda r: (loads[r], r),
         )
-        hands[rank].append(offer)
-        loads[rank] += offer.cost
-    _swap_while_it_helps(hands, loads)
-    return Deal(tuple(tuple(sorted(hand, key=lambda offer: offer.position)) for hand in hands))
+        assigned[rank].append(summary)
+        loads[rank] += summary.cost
+    _swap_while_it_helps(assigned, loads)
+    return Deal(
+        tuple(
+            tuple(sorted(rank_groups, key=lambda summary: summary.position))
+            for rank_groups in assigned
+        )
+    )
 
 
-def _swap_while_it_helps(hands: list[list[Offer]], loads: list[int]) -> None:
+def _swap_while_it_helps(assigned: list[list[GroupSummary]], loads: list[int]) -> None:
     """Swap a group of the heaviest rank for a lighter one elsewhere, as long as the larger load of the two falls."""
     for _ in range(_MAX_SWAPS):
         if imbalance(loads) <= _EVEN_ENOUGH:
             return
         heavy = loads.index(max(loads))
-        swap = _best_swap(hands, loads, heavy)
+        swap = _best_swap(assigned, loads, heavy)
         if swap is None:
             return
         ours, rank, theirs = swap
-        delta = hands[heavy][ours].cost - hands[rank][theirs].cost
-        hands[heavy][ours], hands[rank][theirs] = hands[rank][theirs], hands[heavy][ours]
+        delta = assigned[heavy][ours].cost - assigned[rank][theirs].cost
+        assigned[heavy][ours], assigned[rank][theirs] = (
+            assigned[rank][theirs],
+            assigned[heavy][ours],
+        )
         loads[heavy] -= delta
         loads[rank] += delta
 
 
 def _best_swap(
-    hands: list[list[Offer]], loads: list[int], heavy: int
+    assigned: list[list[GroupSummary]], loads: list[int], heavy: int
 ) -> tuple[int, int, int] | None:
     best, best_peak = None, loads[heavy]
-    for rank in range(len(hands)):
-        for ours, offer in enumerate(hands[heavy]):
-            for theirs, other in enumerate(hands[rank]):
-                delta = offer.cost - other.cost
+    for rank in range(len(assigned)):
+        for ours, summary in enumerate(assigned[heavy]):
+            for theirs, other in enumerate(assigned[rank]):
+                delta = summary.cost - other.cost
                 peak = max(loads[heavy] - delta, loads[rank] + delta)
                 if delta > 0 and peak < best_peak:
                     best, best_peak = (ours, rank, theirs), peak
     return best
+
+
+# -- one event loop a rank ---------------------------------------------------------------------------------------------
+
+
+class RankEventLoop:
+    """Runs a rank's work until every rank has its own result, or any is to stop.
+
+    `ends_at`: what ends the work under way; `stop` by default.
+    """
+
+    def __init__(self, peers: Peers) -> None:
+        self.stop = threading.Event()
+        self.ends_at = self.stop
+        self._peers = peers
+        self._runner = asyncio.Runner()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        async def on_all_ranks() -> T:
+            try:
+                result = await self._until_stopped(work)
+            except Interrupted:
+                await self._peers.meet(stopping=True)
+                raise
+            if await self._peers.meet(stopping=False):
+                raise Interrupted("another rank was interrupted; the last finished step is kept")
+            return result
+
+        return self._runner.run(on_all_ranks())
+
+    def run_alone(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run without regard to other ranks."""
+        return self._runner.run(work)
+
+    def close(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run this last work, and close the loop."""
+        self._runner.run(work)
+        self._runner.close()
+
+    async def _until_stopped(self, work: Awaitable[T]) -> T:
+        """Return the work's result; Interrupted as soon as any rank is to stop, RunError as soon as one has failed."""
+        task = asyncio.ensure_future(work)
+        watch = asyncio.ensure_future(self._watch(self.ends_at))
+        async with ending([task, watch]):
+            try:
+                done, _ = await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+                return task.result() if task in done else watch.result()
+            except BaseExceptionGroup as group:
+                raise _first_error(group) from group
+
+    async def _watch(self, stop: threading.Event) -> Any:
+        while not stop.is_set():
+            if self._peers.stop_asked():
+                stop.set()
+            await asyncio.sleep(_STOP_LOOK_S)
+        self._peers.ask_to_stop()
+        raise Interrupted("interrupted while generating; the last finished step is kept")
+
+
+def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the error to show of several that came at once: ycore's own before others, else the first."""
+    leaves = [
+        _first_error(error) if isinstance(error, BaseExceptionGroup) else error
+        for error in group.exceptions
+    ]
+    return next((leaf for leaf in leaves if isinstance(leaf, YcoreError)), leaves[0])

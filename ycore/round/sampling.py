@@ -3,15 +3,20 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+from pathlib import Path
 from statistics import fmean
 from typing import Any, Self
 
+from ycore.config.schema import RunConfig
 from ycore.data.prompts import PromptOrder
 from ycore.errors import DataError
 from ycore.round.curriculum import Curriculum
 from ycore.round.peers import Counts, Peers, Tally
+from ycore.run.files import read_json
+from ycore.run.group_json import finished_from_json, finished_to_json
 from ycore.scoring.constraints import Constraints
+from ycore.scoring.group_rewards import min_stds, normalizes_each_reward
 from ycore.types import Draw, Finished, Group, Prompt
 
 MEMORY = (
@@ -54,7 +59,7 @@ class Cost:
         )
 
 
-class Lengths:
+class ExpectedLengths:
     """What the completions of each prompt cost lately, by its row: what is likely long is begun first.
 
     Every rank has the same memory, and a resumed run has it too: which requests share a batch follows from it.
@@ -65,36 +70,33 @@ class Lengths:
     def __init__(self) -> None:
         self._of: dict[int, float] = {}
         self._mean = 0.0
-        self._news: list[tuple[int, float]] = []
+        self._last_round: list[tuple[int, float]] = []
 
     def of(self, row: int) -> float:
         """As far as it is known; the mean of the others for a new prompt."""
         return self._of.get(row, self._mean)
 
-    def learn(self, told: Iterable[tuple[int, float]]) -> None:
-        """From the row and the cost of each group of a round."""
-        self._news = list(told)
-        for row, cost in self._news:
+    def learn(self, costs: Iterable[tuple[int, float]]) -> None:
+        """Learn from the row and the cost of each group of a round."""
+        self._last_round = list(costs)
+        for row, cost in self._last_round:
             before = self._of.get(row, cost)
             self._of[row] = before + (1 - self._MEMORY) * (cost - before)
         self._mean = fmean(self._of.values()) if self._of else 0.0
 
-    @property
-    def news(self) -> dict[str, Any]:
-        """What the last round added, for its record in the journal: `restore` adds it to what was there before."""
-        return {"told": [list(one) for one in self._news]}
+    def round_state_dict(self) -> dict[str, Any]:
+        """Return what the last round added."""
+        return {"learned": [list(observation) for observation in self._last_round]}
 
-    @property
-    def state(self) -> dict[str, Any]:
-        """All of it, for a checkpoint."""
-        return {"rows": [list(one) for one in self._of.items()]}
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": [list(row_and_cost) for row_and_cost in self._of.items()]}
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Take a checkpoint's `state`, or add a round's `news`."""
-        if "told" in saved:
-            self.learn((int(row), cost) for row, cost in saved["told"])
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take a `state_dict`, or add a `round_state_dict`."""
+        if "learned" in state:
+            self.learn((int(row), cost) for row, cost in state["learned"])
         else:
-            self._of = {int(row): cost for row, cost in saved["rows"]}
+            self._of = {int(row): cost for row, cost in state["rows"]}
             self._mean = fmean(self._of.values()) if self._of else 0.0
 
 
@@ -136,8 +138,53 @@ class Rules:
     normalizes_each: bool = False
 
 
+def rules_of(
+    config: RunConfig,
+    *,
+    model: Path,
+    num_prompts: int,
+    max_num_seqs: int | None,
+    num_engines: float,
+) -> Rules:
+    """Return how a run samples. An evaluation takes every group as it comes.
+
+    Args:
+        model: the policy's folder.
+        max_num_seqs: completions that an engine writes at once; None where nobody knows.
+        num_engines: the rank's share of the machine's engines.
+    """
+    evaluates = config.algorithm == "eval"
+    group_size = config.group_size
+    if evaluates:
+        group_size = 2 if config.given_pairs else config.num_samples
+    max_in_flight = None
+    if max_num_seqs is not None and config.agent is None:
+        # One more than fits, so that no engine waits for the controller to notice that a group has ended. With tools
+        # all at once: while they answer, nobody can tell how many fit.
+        max_in_flight = math.ceil(max_num_seqs * num_engines / group_size) + 1
+    return Rules(
+        group_size=group_size,
+        seed=config.seed,
+        reward_weights=tuple(reward.weight for reward in config.rewards),
+        dynamic=config.sampling.dynamic and not evaluates,
+        max_tries=config.sampling.max_tries,
+        cost=Cost.of_model(read_json(model / "config.json")),
+        teaches_alone=config.teaches_alone and not evaluates,
+        greedy_baseline=config.needs_greedy_baseline and not evaluates,
+        # An environment may draw its world for each place in the order of prompts, also from one row.
+        num_prompts=None if config.env else num_prompts,
+        environments=tuple(config.environments) if len(config.env) > 1 else (),
+        constraints=Constraints.of(config),
+        in_order=config.deterministic,
+        oversample=1.0 if evaluates else config.sampling.oversample,
+        min_stds_R=min_stds(config.rewards, config.sampling.dust),
+        normalizes_each=normalizes_each_reward(config),
+        max_in_flight=max_in_flight,
+    )
+
+
 @dataclass(slots=True)
-class Yield:
+class AcceptanceRate:
     """A moving average of the share of groups that can teach; it starts at 1."""
 
     kept: float = 1.0
@@ -150,6 +197,13 @@ class Yield:
     def left(self, num_prompts: int) -> int:
         """Of so many prompts, those that are expected to give a group that can teach."""
         return math.ceil(self.kept / self.finished * num_prompts)
+
+    def state_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self.kept = state["kept"]
+        self.finished = state["finished"]
 
     def observe(self, *, taught: bool) -> None:
         self.kept = self.kept * MEMORY + float(taught)
@@ -172,16 +226,16 @@ class Quota:
     _tally: Tally
     _counts: Counts
 
-    def __init__(self, rules: Rules, yields: Yield, world: int) -> None:
-        self._rules, self._yields, self._world = rules, yields, world
+    def __init__(self, rules: Rules, acceptance: AcceptanceRate, world: int) -> None:
+        self._rules, self._acceptance, self._world = rules, acceptance, world
         self._first: int | None = None
         self._last_result = time.monotonic()
 
     @classmethod
     async def open(
-        cls, rules: Rules, yields: Yield, peers: Peers, *, need: int, ready: int
+        cls, rules: Rules, acceptance: AcceptanceRate, peers: Peers, *, need: int, ready: int
     ) -> Self:
-        quota = cls(rules, yields, peers.world)
+        quota = cls(rules, acceptance, peers.world)
         # Every rank starts its own share before it knows of any other.
         quota._first = quota._room(quota._num_wanted(need, Counts(ready, 0, 0)), 0)
         quota._tally = await peers.open_tally(need=need, ready=ready, starts=quota._first)
@@ -205,7 +259,7 @@ class Quota:
         num_taught = counts.kept - self._counts.kept
         # The groups of all ranks, so that all ranks expect the same yield and want the same number.
         for index in range(counts.finished - self._counts.finished):
-            self._yields.observe(taught=index < num_taught)
+            self._acceptance.observe(taught=index < num_taught)
         self._counts = counts
         if self._rules.oversample > 1 and counts.kept >= self._tally.need:
             return None
@@ -223,7 +277,9 @@ class Quota:
         the round fills up with what it has."""
         rules, dynamic = self._rules, self._rules.dynamic
         found = (
-            need if rules.num_prompts is None else min(need, self._yields.left(rules.num_prompts))
+            need
+            if rules.num_prompts is None
+            else min(need, self._acceptance.left(rules.num_prompts))
         )
         return num_to_draw(
             need=need,
@@ -233,7 +289,7 @@ class Quota:
             max_draws=max(need, found * rules.max_tries)
             if dynamic
             else math.ceil(need * rules.oversample),
-            rate=(self._yields.rate if dynamic else 1.0) / rules.oversample,
+            rate=(self._acceptance.rate if dynamic else 1.0) / rules.oversample,
         )
 
     async def _take(self, wanted: int, num_writing: int) -> int:
@@ -253,7 +309,7 @@ class Quota:
         return amount if limit is None else max(0, min(amount, limit - num_writing))
 
 
-class Surplus:
+class LeftoverGroups:
     """Groups that can teach and were more than a round needed. They start the next one, if they are not too old."""
 
     def __init__(self, *, max_age: int) -> None:
@@ -263,10 +319,16 @@ class Surplus:
     def __len__(self) -> int:
         return len(self.waiting)
 
+    def state_dict(self) -> list[dict[str, Any]]:
+        return [finished_to_json(item) for item in self.waiting]
+
+    def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
+        self.waiting = [finished_from_json(item) for item in state]
+
     def put(self, finished: Sequence[Finished]) -> None:
         self.waiting += [
-            replace(item, lesson=None) for item in finished if item.teaches
-        ]  # one lesson a group
+            replace(item, stats=None) for item in finished if item.teaches
+        ]  # one stats a group
 
     def take(self, version: int) -> list[Finished]:
         """Remove all groups, and return those young enough for this version of the policy."""
@@ -326,6 +388,13 @@ class DrawSource:
 
     def _takes(self, position: int) -> bool:
         return self.curriculum is None or self.curriculum.takes(position, self.row_at(position))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"cursor": self.cursor, "gaps": list(self.shard.gaps), "start": self.shard.start}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.shard = replace(self.shard, gaps=tuple(state["gaps"]), start=state["start"])
+        self.cursor = state["cursor"]
 
     def draw(self) -> Draw:
         """The next prompt of this shard; DataError where it does not fit the engine's context."""

@@ -7,29 +7,106 @@ it is dealt, a few whole groups change ranks so that training costs every rank a
 """
 
 import asyncio
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
+from ycore.engine import Engine
 from ycore.placement.placement import ROLLOUT
-from ycore.rollout.turns import GroupStart
-from ycore.round.curriculum import lesson_of
-from ycore.round.journal import Committed
-from ycore.round.loop import RankLoop
-from ycore.round.peers import Offer, deal_groups
-from ycore.round.sampling import Quota
+from ycore.placement.slots import Slots
+from ycore.rollout.carried import CarryWriter
+from ycore.rollout.turns import CompletionWriter, GroupStart, SingleTurnWriter
+from ycore.round.checkpoint_parts import load_states, states_of
+from ycore.round.curriculum import stats_of
+from ycore.round.journal import Committed, Journal, record_again
+from ycore.round.meters import RoundMeter, collect
+from ycore.round.peers import GroupSummary, Peers, RankEventLoop, deal_groups
+from ycore.round.sampling import (
+    AcceptanceRate,
+    DrawSource,
+    ExpectedLengths,
+    LeftoverGroups,
+    Quota,
+    Rules,
+)
 from ycore.run.tasks import ending, next_finished, together
-from ycore.run.trace import ROUND, SYNC
+from ycore.run.trace import EVALUATION, ROUND, SYNC
 from ycore.scoring.group_rewards import can_teach, compared_rewards
-from ycore.scoring.scoring import PendingGroup
+from ycore.scoring.scoring import PendingGroup, Scoring
 from ycore.types import Completion, Draw, Finished, Group, Prompt
 
+T = TypeVar("T")
 
-class Controller(RankLoop):
+ShareWeights = Callable[[int], Path]
+"""Writes the policy's weights, as this version, to a folder that engines can read. All ranks call it together."""
+
+_ABORT_EVERY_S = 0.02  # a request may have been on its way when the others were ended
+_OTHER_SIZE = (
+    "the journal's round of step {step} comes to {old} groups a rank, and a round has {new} here: it and the later "
+    "ones are dropped, and their prompts are drawn again"
+)
+
+
+class Controller:
     """The loop on one training rank; TRL's trainer calls `next_round` whenever it needs groups to learn from.
 
     Example: `controller.start(timeout_s=300); groups = controller.next_round(step=0, num_groups=4); controller.close()`
+
+    `record` takes one metric of the step. Setting `stop` ends the work under way on all ranks.
     """
+
+    def __init__(
+        self,
+        *,
+        engines: Sequence[Engine],
+        scoring: Scoring,
+        draws: DrawSource,
+        rules: Rules,
+        peers: Peers,
+        share_weights: ShareWeights | None = None,
+        sync_every: int = 1,
+        journal: Journal | None = None,
+        max_surplus_age: int = 1,
+        slots: Slots | None = None,
+        writer: CompletionWriter | None = None,
+        event_loop: RankEventLoop | None = None,
+    ) -> None:
+        """
+        Args:
+            share_weights: None where engines have the trainer's own weights, or where they are to stay frozen.
+            sync_every: versions from one that a round loads to the next.
+            journal: None where a round need not survive a kill (evaluation, preflight).
+            max_surplus_age: policy versions that a left-over group may lag behind when it is trained on.
+            slots: None for one slot an engine, without placement.
+            writer: of completions; None for one turn, without tools.
+            event_loop: of a controller over the same engines; None for a new one.
+        """
+        self.record: Callable[[str, float], None] = lambda name, value: None
+        self.engines = engines
+        self.scoring = scoring
+        self.draws = draws
+        self.rules = rules
+        self.peers = peers
+        self.slots = slots or Slots(len(engines))
+        self.writer: CompletionWriter = writer or SingleTurnWriter()
+        self.leftover_groups = LeftoverGroups(max_age=max_surplus_age)
+        self.acceptance = AcceptanceRate()
+        self.lengths = ExpectedLengths()
+        self.meter = RoundMeter(engines, peers, self.leftover_groups, rules.environments)
+        self._event_loop = event_loop or RankEventLoop(peers)
+        self._share_weights = share_weights
+        self._sync_every = sync_every
+        self._journal = journal
+        self._evaluation_scoring: list[Scoring] = []  # closed with this controller
+        self._generates = False  # the journal has no later round
+        self._synced: int | None = None
+        self._seconds = 0.0
+        self._metrics: dict[str, float] = {}
+        self._is_over = False  # the round: what engines still write is given back as far as it is
 
     def next_round(self, *, step: int, num_groups: int) -> list[Group]:
         """Scored groups for this rank, committed to the journal. Every rank calls this at the same step.
@@ -54,13 +131,12 @@ class Controller(RankLoop):
     def make_round(self, *, step: int, num_groups: int, version: int) -> Committed:
         """Have the engines, which hold this version, write the round of a step, and commit it."""
         with self.phase(ROUND):
-            ready = self.surplus.take(version)
-            written = self.run_round(
-                self.fill(need=num_groups, ready=len(ready), step=step), step=step
-            )
+            leftover = self.leftover_groups.take(version)
+            work = self.fill(need=num_groups, ready=len(leftover), step=step)
+            written = self.run_round(work, step=step)
             if self.carrier is not None:
                 self.carrier.end_round(version)
-            groups = self.deal([*ready, *written], num_groups)
+            groups = self.deal([*leftover, *written], num_groups)
         return self.commit(step, groups)
 
     async def fill(self, *, need: int, ready: int, step: int) -> list[Finished]:
@@ -73,13 +149,14 @@ class Controller(RankLoop):
         Returns:
             The groups that this rank finished, in the order of their draws.
         """
-        quota = await Quota.open(self.rules, self.yields, self.peers, need=need, ready=ready)
+        quota = await Quota.open(self.rules, self.acceptance, self.peers, need=need, ready=ready)
         writing: list[asyncio.Task[Finished]] = []  # in the order of their draws
         finished: list[Finished] = []
-        left, self._is_over = [] if self.carrier is None else self.carrier.unfinished, False
+        unfinished = [] if self.carrier is None else self.carrier.unfinished
+        self._is_over = False
         async with ending(writing):
             while (num_new := await quota.claim(num_writing=len(writing))) is not None:
-                for draw in self.next_draws(num_new, left):
+                for draw in self.next_draws(num_new, unfinished):
                     writing.append(asyncio.create_task(self.group(draw, step=step)))
                 # In order, what is drawn next follows from the groups drawn before, and not from which ends first.
                 awaited = writing[:1] if self.rules.in_order else writing
@@ -95,7 +172,8 @@ class Controller(RankLoop):
 
     async def group(self, draw: Draw, *, step: int) -> Finished:
         """Generate and score every completion of one prompt; scorers start as soon as a completion is written."""
-        rules, start = self.rules, await self.writer.start(draw)
+        rules = self.rules
+        start = await self.writer.start(draw)
         draw = start.draw
         sampled = [
             asyncio.create_task(self.complete(start, index)) for index in range(rules.group_size)
@@ -118,19 +196,19 @@ class Controller(RankLoop):
         self.count(group)
         if self.carrier is not None:
             self.carrier.finish_group(draw)
-        weights, constraints = rules.reward_weights, rules.constraints
         teaches = can_teach(
             group,
-            weights,
+            rules.reward_weights,
             alone=rules.teaches_alone,
             min_stds_R=rules.min_stds_R,
-            constraints=constraints,
+            constraints=rules.constraints,
             normalizes_each=rules.normalizes_each,
         )
-        return Finished(group, teaches, lesson_of(compared_rewards(group, weights, constraints)))
+        compared = compared_rewards(group, rules.reward_weights, rules.constraints)
+        return Finished(group, teaches, stats_of(compared))
 
     async def complete(self, start: GroupStart, index: int, *, greedy: bool = False) -> Completion:
-        """One completion. Each of the policy's turns is one request, whose seed does not depend on who answers it."""
+        """Write one completion. Each of the policy's turns is one request, whose seed does not depend on who answers it."""
         write = partial(self.write, greedy=greedy, prompt=start.draw.prompt)
         completion = await self.writer.write(start, index, write, seed=self.rules.seed)
         self.meter.note_written()
@@ -145,34 +223,316 @@ class Controller(RankLoop):
         prompt: Prompt,
         max_tokens: int | None = None,
     ) -> Completion:
-        """What the policy writes after these tokens, by the engine of the slot whose turn it is."""
-        wishes = {"max_tokens": max_tokens, "prompt": prompt if prompt.images else None}
-        how: dict[str, Any] = {name: wish for name, wish in wishes.items() if wish is not None}
+        """Have the engine of a slot write after these tokens."""
+        options: dict[str, Any] = {}
+        if max_tokens is not None:
+            options["max_tokens"] = max_tokens
+        if prompt.images:
+            options["prompt"] = prompt
         async with self.slots.turn(ROLLOUT, self.lengths.of(prompt.row)) as slot:
             await self.unless_over()
-            written = await slot.pick(self.engines).complete(token_ids, seed, greedy=greedy, **how)
-            slot.num_tokens, slot.seed = len(written.token_ids), seed
-        return written
+            completion = await slot.pick(self.engines).complete(
+                token_ids, seed, greedy=greedy, **options
+            )
+            slot.num_tokens = len(completion.token_ids)
+            slot.seed = seed
+        return completion
 
     def deal(self, finished: Sequence[Finished], num_groups: int) -> list[Group]:
-        """The groups that this rank trains on. What can teach and is not dealt is kept for the next round."""
+        """Return the groups that this rank trains on. What can teach and is not dealt is kept for the next round."""
         peers = self.peers
-        at, cost = peers.rank, self.rules.cost.of
-        offers = [
-            Offer(at, index, item.group.draw.position, cost(item.group), item.teaches, item.lesson)
+        summaries = [
+            GroupSummary(
+                peers.rank,
+                index,
+                item.group.draw.position,
+                self.rules.cost.of(item.group),
+                item.teaches,
+                item.stats,
+            )
             for index, item in enumerate(finished)
         ]
-        deal = deal_groups(
-            all_offers := peers.gather_offers(offers), world=peers.world, per_rank=num_groups
-        )
-        self.learn_order(all_offers)
+        all_summaries = peers.gather_summaries(summaries)
+        deal = deal_groups(all_summaries, world=peers.world, per_rank=num_groups)
+        self.learn_order(all_summaries)
         received = peers.exchange(deal.moves, [item.group for item in finished])
-        dealt = {offer.key for hand in deal.chosen for offer in hand}
-        self.surplus.put(
-            [item for item, offer in zip(finished, offers, strict=True) if offer.key not in dealt]
+        dealt = {summary.key for assigned in deal.chosen for summary in assigned}
+        self.leftover_groups.put(
+            [
+                item
+                for item, summary in zip(finished, summaries, strict=True)
+                if summary.key not in dealt
+            ]
         )
         self.note_all(deal.metrics())
         return [
-            finished[offer.index].group if offer.rank == peers.rank else received[offer.key]
-            for offer in deal.chosen[peers.rank]
+            finished[summary.index].group if summary.rank == peers.rank else received[summary.key]
+            for summary in deal.chosen[peers.rank]
         ]
+
+    # -- engines and weights -----------------------------------------------------------------------------------------
+
+    def start(self, *, timeout_s: float) -> None:
+        """Wait until engines and scorers answer; an EngineError names the one that does not."""
+
+        async def wait() -> None:
+            ready = (engine.wait_ready(timeout_s=timeout_s) for engine in self.engines)
+            opened = self.slots.open(timeout_s=timeout_s)
+            await asyncio.gather(self.scoring.start(timeout_s=timeout_s), opened, *ready)
+            await self.slots.sleep()  # a trainer that ran before this one may have left some awake
+
+        self.run(wait())
+
+    def close(self) -> None:
+        async def end() -> None:
+            self.slots.close()
+            scorings = (self.scoring, *self._evaluation_scoring)
+            await asyncio.gather(*(scoring.close() for scoring in scorings), self.writer.close())
+            await asyncio.gather(*(engine.close() for engine in self.engines))
+
+        self._event_loop.close(end())
+
+    def sync(self, version: int) -> None:
+        """Load the policy's weights, as this version, into every engine, unless they hold them already."""
+        if self._synced != version and self._share_weights is not None:
+            folder = self._share_weights(version)
+
+            async def load() -> None:
+                await asyncio.gather(
+                    *(engine.load_weights(folder, version) for engine in self.engines)
+                )
+
+            self.run(load())
+        self._synced = version
+
+    def sync_for_round(self, version: int) -> None:
+        """Call `sync` where the weights that the engines hold are `sync_every` versions old."""
+        if self._synced is None or version - self._synced >= self._sync_every:
+            self.sync(version)
+
+    def sample(
+        self, prompts: Sequence[tuple[Prompt, tuple[int, ...]]], *, version: int
+    ) -> list[dict[str, Any]]:
+        """Write a completion of each prompt (and its token ids) by this version, with the same seeds at every call.
+
+        Returns a dict of `row`, `prompt`, `images` (sha256), `completion` and `finish_reason` for each prompt.
+        """
+        self.sync(version)
+        writer = self._writer_apart()
+
+        async def complete(prompt: Prompt, token_ids: tuple[int, ...]) -> dict[str, Any]:
+            start = await writer.start(Draw(prompt.row, prompt, token_ids))
+            write = self.engines[0].complete
+            if prompt.images:
+                write = partial(write, prompt=prompt)
+            completion = await writer.write(start, 0, write, seed=0)
+            return {
+                "row": prompt.row,
+                "prompt": start.draw.prompt.content,
+                "images": [image.sha256 for image in prompt.images],
+                "completion": completion.transcript,
+                "finish_reason": completion.finish_reason,
+            }
+
+        async def write() -> list[dict[str, Any]]:
+            async with self.slots.awake(ROLLOUT):
+                return await asyncio.gather(
+                    *(complete(prompt, token_ids) for prompt, token_ids in prompts)
+                )
+
+        return self.run(write())
+
+    async def halt(self) -> None:
+        """End the round: have the engines give back what they write, as far as it is."""
+        self._is_over = True
+        while any(engine.in_flight for engine in self.engines):
+            await asyncio.gather(*(engine.abort() for engine in self.engines))
+            await asyncio.sleep(_ABORT_EVERY_S)
+
+    async def unless_over(self) -> None:
+        """Never returns once the round is over: the caller's group is cancelled then."""
+        if self._is_over:
+            await asyncio.Event().wait()
+
+    # -- a round's work and metrics ----------------------------------------------------------------------------------
+
+    def for_evaluation(self, *, draws: DrawSource, rules: Rules, scoring: Scoring) -> "Controller":
+        """Return a controller of other prompts over the same engines, that neither journals nor records.
+
+        It takes nothing from this one's draws. It has the weights that this one synced.
+        """
+        if scoring is not self.scoring:
+            self._evaluation_scoring.append(scoring)
+        return Controller(
+            engines=self.engines,
+            scoring=scoring,
+            draws=draws,
+            rules=rules,
+            peers=self.peers,
+            max_surplus_age=0,
+            slots=self.slots,
+            writer=self._writer_apart(),
+            event_loop=self._event_loop,
+        )
+
+    def run_round(self, work: Coroutine[Any, Any, T], *, step: int, trains: bool = True) -> T:
+        """Run a round's work with awake engines, and note what it took on all ranks."""
+
+        async def with_engines_awake() -> T:
+            async with self.slots.round(ROUND if trains else EVALUATION):
+                result = await work
+                await self.meter.note_drafts()
+                return result
+
+        self.meter.begin()
+        result = self.run(with_engines_awake())
+        self.meter.end()
+        ended = self.slots.end_round(self.peers.add_up, step=step, trains=trains)
+        self.note_all(self._event_loop.run_alone(ended))
+        return result
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Mark a phase of the step (SYNC, ROUND) in the trace, and note its seconds."""
+        if name != ROUND:  # a round marks itself, when it really begins
+            self.slots.begin_phase(name)
+        began = time.perf_counter()
+        yield
+        took = time.perf_counter() - began
+        self._seconds += took
+        self.note_all({f"ycore/time/{name}": took})
+
+    def note_all(self, metrics: Mapping[str, float]) -> None:
+        self._metrics |= metrics
+
+    def settle(self) -> None:
+        """Called at a step's end, before anything is measured or saved: return once no round is under way."""
+
+    def take_seconds(self) -> float:
+        """Return the seconds that syncs and rounds took since the last call."""
+        seconds = self._seconds
+        self._seconds = 0.0
+        return seconds
+
+    def note_waited(self, seconds: float) -> None:
+        """Note that training waited for something that is no sync and no round; `take_seconds` counts it too."""
+        self._seconds += seconds
+        self.record("ycore/time/waited", seconds)
+
+    def next_draws(self, number: int, unfinished: list[Draw]) -> list[Draw]:
+        """Return prompts to start: first from `unfinished` groups, which are removed from it, then new draws."""
+        again = unfinished[:number]
+        del unfinished[:number]
+        new = [self.draws.draw() for _ in range(number - len(again))]
+        self.meter.drawn += len(new)
+        return [*again, *new]
+
+    def count(self, group: Group) -> None:
+        """Note what a group that was written and scored adds to the step's metrics."""
+        self.meter.count(group, self.rules.reward_weights)
+        if self.rules.constraints is not None:
+            self.rules.constraints.count(group)
+
+    def learn_order(self, summaries: Sequence[GroupSummary]) -> None:
+        """Update curriculum and expected lengths from the groups of all ranks."""
+        draws = self.draws
+        self.lengths.learn((draws.row_at(group.position), group.cost) for group in summaries)
+        if draws.curriculum is not None:
+            draws.curriculum.learn(
+                (draws.row_at(group.position), *group.stats) for group in summaries if group.stats
+            )
+            self.note_all({"ycore/curriculum/dropped": draws.curriculum.num_dropped})
+
+    @property
+    def problems(self) -> dict[str, int]:
+        """Reasons why completions of the last round have no reward, with their numbers."""
+        return dict(self.meter.problems)
+
+    @property
+    def constraint_weights(self) -> list[float] | None:
+        """The weights that the last round is trained with; None without constraints."""
+        return None if self.rules.constraints is None else list(self.rules.constraints.weights)
+
+    @property
+    def carrier(self) -> CarryWriter | None:
+        """The writer, where completions may take several rounds."""
+        return self.writer if isinstance(self.writer, CarryWriter) else None
+
+    def _writer_apart(self) -> CompletionWriter:
+        """Return a writer of completions that are not of the run's rounds."""
+        return self.writer if self.carrier is None else SingleTurnWriter()
+
+    # -- journal and checkpoints -------------------------------------------------------------------------------------
+
+    def committed(self, step: int, num_groups: int) -> Committed | None:
+        """Return the round of this step, where the journal has every rank's part of it, of so many groups.
+
+        Where it has none, this step's round is generated, and what the journal has of it and of later rounds goes.
+        """
+        if self._journal is None or self._generates:
+            return None
+        committed = self._journal.read(step)
+        if committed is not None and len(committed.groups) != num_groups:
+            old = len(committed.groups)
+            print(_OTHER_SIZE.format(step=step, old=old, new=num_groups), flush=True)
+            committed = None
+        num_ranks = self.peers.add_up([float(committed is not None)])
+        if num_ranks == [float(self.peers.world)]:
+            return committed
+        # Before the deal, where the ranks meet: none has committed anything new yet.
+        self._journal.forget_from(step)
+        self._generates = True
+        return None
+
+    def take_again(self, committed: Committed) -> list[Group]:
+        """Set the controller to its state after a committed round, and return that round's groups."""
+        self.restore(committed.state)
+        record_again(committed, self.record)
+        return committed.groups
+
+    def commit(self, step: int, groups: list[Group]) -> Committed:
+        """Write the round to the journal before the optimizer sees it."""
+        meters = [self.meter, *self.scoring.meters, *self.writer.meters]
+        if self.rules.constraints is not None:
+            meters.append(self.rules.constraints)
+        self.note_all(collect(meters, self.peers.add_up))
+        self.note_all(
+            self.meter.own_metrics(rate=self.acceptance.rate, syncs=self._share_weights is not None)
+        )
+        metrics = self._metrics
+        self._metrics = {}
+        state = states_of(self, of_round=True)
+        if self._journal is not None:
+            self._journal.commit(step, groups, state, metrics)
+        return Committed(groups, state, metrics)
+
+    def hand_over(self, committed: Committed) -> list[Group]:
+        """Record a new round's metrics, and return its groups."""
+        for name, value in committed.metrics.items():
+            self.record(name, value)
+        return committed.groups
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the controller, as plain JSON values."""
+        return states_of(self)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        load_states(self, state)
+
+    # -- the event loop ----------------------------------------------------------------------------------------------
+
+    @property
+    def stop(self) -> threading.Event:
+        return self._event_loop.stop
+
+    def should_stop(self) -> bool:
+        """Whether any rank was asked to stop. All ranks call this together and get the same answer."""
+        return self._event_loop.run_alone(self.peers.meet(stopping=self.stop.is_set()))
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of `work`, once every rank has its own.
+
+        Raises:
+            Interrupted: on every rank, when any rank was asked to stop meanwhile.
+        """
+        return self._event_loop.run(work)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ycore.errors import PeerError, RunError
-from ycore.round.peers import Counts, Offer, Peers, Tally
+from ycore.round.peers import Counts, GroupSummary, Peers, Tally
 from ycore.run.group_json import from_bytes, to_bytes
 from ycore.types import Group
 
@@ -87,21 +87,21 @@ class TorchPeers(Peers):
             )  # all have left it, since all have come to this one
         return arrived >= _FIELD
 
-    def gather_offers(self, offers: Sequence[Offer]) -> list[Offer]:
+    def gather_summaries(self, summaries: Sequence[GroupSummary]) -> list[GroupSummary]:
         none = (math.nan, math.nan)
-        rows = [[o.index, o.position, o.cost, o.teaches, *(o.lesson or none)] for o in offers]
+        rows = [[o.index, o.position, o.cost, o.teaches, *(o.stats or none)] for o in summaries]
         mine = torch.tensor(rows, dtype=torch.float64)
         counts = [torch.zeros(1, dtype=torch.long) for _ in range(self.world)]
         with self._in_time("dealing out a round"):
-            dist.all_gather(counts, torch.tensor([len(offers)]), group=self._on_cpu)
+            dist.all_gather(counts, torch.tensor([len(summaries)]), group=self._on_cpu)
         longest = max(int(count) for count in counts)
         padded = torch.zeros(longest, 6, dtype=torch.float64)
-        padded[: len(offers)] = mine.view(-1, 6)
+        padded[: len(summaries)] = mine.view(-1, 6)
         tables = [torch.zeros_like(padded) for _ in range(self.world)]
         with self._in_time("dealing out a round"):
             dist.all_gather(tables, padded, group=self._on_cpu)
         return [
-            Offer(
+            GroupSummary(
                 rank,
                 int(index),
                 int(position),
@@ -114,16 +114,19 @@ class TorchPeers(Peers):
         ]
 
     def exchange(
-        self, moves: Sequence[tuple[Offer, int]], own: Sequence[Group]
+        self, moves: Sequence[tuple[GroupSummary, int]], own: Sequence[Group]
     ) -> dict[tuple[int, int], Group]:
         received: dict[tuple[int, int], Group] = {}
-        for offer, receiver in moves:  # the same order on every rank, so no two wait for each other
-            if offer.rank == self.rank:
+        for (
+            summary,
+            receiver,
+        ) in moves:  # the same order on every rank, so no two wait for each other
+            if summary.rank == self.rank:
                 with self._in_time(f"sending a group to rank {receiver}"):
-                    self._send(to_bytes(own[offer.index]), receiver)
+                    self._send(to_bytes(own[summary.index]), receiver)
             elif receiver == self.rank:
-                with self._in_time(f"receiving a group from rank {offer.rank}"):
-                    received[offer.key] = from_bytes(self._receive(offer.rank))
+                with self._in_time(f"receiving a group from rank {summary.rank}"):
+                    received[summary.key] = from_bytes(self._receive(summary.rank))
         return received
 
     def add_up(self, values: Sequence[float]) -> list[float]:

@@ -72,6 +72,12 @@ class Constraints:
         settings = config.constraints
         return cls(constraints, by=settings.by, rate=settings.rate, start=settings.start)
 
+    def state_dict(self) -> list[float]:
+        return list(self.weights)
+
+    def load_state_dict(self, state: Sequence[float]) -> None:
+        self.weights = list(state)
+
     def _broken(self, scores_R: Sequence[Score]) -> list[bool | None]:
         return [constraint.is_broken(scores_R) for constraint in self.held]
 

@@ -62,9 +62,8 @@ class ExampleRun(TrainingRun):
         self.save_with(Checkpoints(self.home, self.trainer))
         self._num_too_long = self._check_lengths(examples)
         self._evaluation = HeldOutRows(self, config, measures=bool(self.trainer.eval_dataset))
-        self.trainer.add_callback(
-            self._evaluation
-        )  # after the checkpoints', which look at the step's weights
+        # It comes after the checkpoints', which look at the step's weights.
+        self.trainer.add_callback(self._evaluation)
 
     def _check_lengths(self, examples: ExampleSet) -> int:
         """How many rows TRL dropped because they are longer than `max_length`; it does not report them itself."""
@@ -124,9 +123,10 @@ class HeldOutRows(Evaluation):
 
     def _figures(self, step: int) -> dict[str, float]:
         trainer, began = self._run.trainer, time.perf_counter()
-        own = [trainer.accelerator.device] if trainer.accelerator.device.type == "cuda" else []
+        device = trainer.accelerator.device
+        devices = [device] if device.type == "cuda" else []
         # A loader draws a seed, and training goes on with the numbers that it would have without.
-        with torch.random.fork_rng(devices=own), disable_input_dtype_casting(trainer.model):
+        with torch.random.fork_rng(devices=devices), disable_input_dtype_casting(trainer.model):
             measured = trainer.measure()
         if ends := measured.pop("accuracy_95", None):
             measured |= {"accuracy/low": ends[0], "accuracy/high": ends[1]}
@@ -137,16 +137,18 @@ class HeldOutRows(Evaluation):
         trainer = self._run.trainer
         model = trainer.model
         if find_algorithm(self._config.algorithm).trains_reward_model and self._run.leads:
-            bare = trainer.bare_model
-            memo: dict[int, Any] = {
-                id(one): one.detach().to("cpu", copy=True) for one in bare.buffers()
-            }
-            for one in bare.parameters():
-                memo[id(one)] = torch.nn.Parameter(
-                    one.detach().to("cpu", copy=True), one.requires_grad
-                )
-            trainer.model = copy.deepcopy(bare, memo)
+            trainer.model = _copy_on_host(trainer.bare_model)
         try:
             super()._save(folder)
         finally:
             trainer.model = model
+
+
+def _copy_on_host(model: torch.nn.Module) -> torch.nn.Module:
+    copies: dict[int, Any] = {}
+    for buffer in model.buffers():
+        copies[id(buffer)] = buffer.detach().to("cpu", copy=True)
+    for parameter in model.parameters():
+        tensor = parameter.detach().to("cpu", copy=True)
+        copies[id(parameter)] = torch.nn.Parameter(tensor, parameter.requires_grad)
+    return copy.deepcopy(model, copies)

@@ -53,9 +53,8 @@ class RolloutRun(TrainingRun):
         held_out = parts.evaluation(self.controller)
         self._evaluation = RolloutEvaluation(self, parts.config, self.controller, held_out)
         self.trainer.after_round = self._evaluation.begin
-        self.trainer.add_callback(
-            self._evaluation
-        )  # after the checkpoints', which remember the step's end
+        # It comes after the checkpoints', which remember the step's end.
+        self.trainer.add_callback(self._evaluation)
 
     def _make_peers(self) -> Peers:
         if self.trainer.accelerator.num_processes == 1:
@@ -78,10 +77,8 @@ class RolloutRun(TrainingRun):
         controller.record = self.trainer.record
         if isinstance(controller.writer, AgentWriter):
             controller.writer.several_sequences = self.trainer.packed_by is not None
-        self.trainer.shares_device, self.trainer.offload = (
-            parts.started.sleeps,
-            parts.started.offload,
-        )
+        self.trainer.shares_device = parts.started.sleeps
+        self.trainer.offload = parts.started.offload
         return controller
 
     def _take_rounds(self) -> Checkpoints:
@@ -118,11 +115,11 @@ class RolloutRun(TrainingRun):
             compute_dtype(self.config),
             accelerator.is_local_main_process,
         )
-        how = self._parts.config.engine.sync
-        if how == "merged":
+        sync = self._parts.config.engine.sync
+        if sync == "merged":
             num_bytes = write_weights(model, folder, dtype=dtype, writes=writes, version=version)
         else:
-            write = note_weights if how == "ipc" else write_adapters
+            write = note_weights if sync == "ipc" else write_adapters
             num_bytes = write(model, folder, dtype=dtype, version=version) if writes else 0
         accelerator.wait_for_everyone()
         if version > 0:  # the first weights are sent before the first step begins
@@ -173,12 +170,11 @@ class RolloutRun(TrainingRun):
     def _sample(self, *, version: int, count: int = NUM_SAMPLES) -> list[dict[str, Any]]:
         """One completion of each of the same few prompts, always with the same seeds, on the first rank."""
         prompts = self._parts.prompts.prompts
-        rows = random.Random(self._parts.config.seed).sample(
-            range(len(prompts)), min(count, len(prompts))
-        )
-        asked = [(prompts[row], self._parts.encode(prompts[row])) for row in rows if self.leads]
+        generator = random.Random(self._parts.config.seed)
+        rows = generator.sample(range(len(prompts)), min(count, len(prompts)))
+        requests = [(prompts[row], self._parts.encode(prompts[row])) for row in rows if self.leads]
         with self.trainer.room_for_engines():
-            return self.controller.sample(asked, version=version)
+            return self.controller.sample(requests, version=version)
 
     def close(self) -> None:
         self._evaluation.close()

@@ -16,8 +16,8 @@ from torch.serialization import register_package
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ycore.errors import RunError
+from ycore.round.checkpoint_parts import reshard_states
 from ycore.round.journal import Journal
-from ycore.round.regroup import regroup_states
 from ycore.round.step import Controller
 from ycore.run.checkpoints import checkpoint_of, controller_file, read_checkpoint_manifest, step_of
 from ycore.run.files import read_json, write_json_atomic
@@ -81,7 +81,7 @@ class RoundState:
             self._state = {}
             if self._controller is not None:
                 controllers = [state["controller"] for state in states]
-                self._state = regroup_states(controllers, world=world)[rank]
+                self._state = reshard_states(controllers, world=world)[rank]
         self._trainer.resume_at(self._position)
         if self._controller is not None:
             self._controller.restore(self._state)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from ycore.errors import ConfigError, RunError
 from ycore.run.claim import model_fingerprint
 from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
+from ycore.trl.base import bare
 
 NAME = "critic"
 FILE = f"{NAME}.safetensors"
@@ -65,12 +65,14 @@ class Critic(nn.Module):
     @property
     def trained(self) -> dict[str, nn.Parameter]:
         """Its own parameters, by name; the frozen ones are the policy's."""
-        return {name: one for name, one in self.named_parameters() if one.requires_grad}
+        named = self.named_parameters()
+        return {name: parameter for name, parameter in named if parameter.requires_grad}
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {
-            name: one.detach().cpu().clone().contiguous() for name, one in self.trained.items()
+            name: parameter.detach().cpu().clone().contiguous()
+            for name, parameter in self.trained.items()
         }
         save_file(tensors, folder / FILE)
 
@@ -84,17 +86,19 @@ class Critic(nn.Module):
             ) from error
         self.take(saved, f"the critic in {folder}")
 
-    def take(self, saved: Mapping[str, Tensor], what: str) -> None:
+    def take(self, saved: Mapping[str, Tensor], source: str) -> None:
         """Set every trained parameter; RunError where names or shapes differ."""
-        own = self.trained
-        wrong = [name for name in {*own, *saved} if name not in own or name not in saved]
-        wrong += [name for name in own if name in saved and own[name].shape != saved[name].shape]
+        trained = self.trained
+        wrong = set(trained) ^ set(saved)
+        wrong |= {
+            name for name in set(trained) & set(saved) if trained[name].shape != saved[name].shape
+        }
         if wrong:
             raise RunError(
-                f"{what} does not fit this run's: {sorted(wrong)[0]} differs; keep lora and critic as they were"
+                f"{source} does not fit this run's: {min(wrong)} differs; keep lora and critic as they were"
             )
         with torch.no_grad():
-            for name, parameter in own.items():
+            for name, parameter in trained.items():
                 parameter.copy_(saved[name])
 
 
@@ -104,25 +108,22 @@ def add_critic(policy: Any, *, value_range: tuple[float, float] | None = None) -
     Args:
         policy: transformers' model or peft's around it, not wrapped by accelerate.
     """
-    bare = policy.get_base_model() if isinstance(policy, PeftModel) else policy
-    frozen = {id(one): one for one in bare.parameters() if not one.requires_grad}
-    backbone = copy.deepcopy(bare.base_model, frozen)  # frozen parameters stay the very same
-    critic = Critic(
-        backbone, width=bare.config.get_text_config().hidden_size, value_range=value_range
-    )
+    model = bare(policy)
+    frozen = {id(weight): weight for weight in model.parameters() if not weight.requires_grad}
+    backbone = copy.deepcopy(model.base_model, frozen)  # frozen parameters stay the very same
+    width = model.config.get_text_config().hidden_size
+    critic = Critic(backbone, width=width, value_range=value_range)
     inner = policy.forward
-    policy.add_module(NAME, critic.to(next(bare.parameters()).device))
+    policy.add_module(NAME, critic.to(next(model.parameters()).device))
 
     @functools.wraps(getattr(inner, "__func__", inner))
     def forward(self: Any, *args: Any, with_values: bool = False, **kwargs: Any) -> Any:
         outputs = inner(*args, **kwargs)
         if not with_values:
             return outputs
-        values = critic(**{name: kwargs[name] for name in kwargs if name != "fused_lm_head"})
-        return {
-            **outputs,
-            **values,
-        }  # DDP builds the output again, which a class without a field for values refuses
+        kwargs.pop("fused_lm_head", None)
+        # A plain dict: DDP builds the output again, which a class without a field for values refuses.
+        return {**outputs, **critic(**kwargs)}
 
     policy.forward = types.MethodType(forward, policy)
     policy.register_state_dict_post_hook(_leave_out)
@@ -152,18 +153,18 @@ def start_from_reward_model(critic: Critic, run: Path, *, base: Path) -> None:
         ConfigError: it is no such run, or began with another model, or has other adapters.
     """
     folder = RunFolder(run)
-    given = f"critic.init {run}"
+    setting = f"critic.init {run}"
     if (
         not folder.identity.is_file()
         or read_json(folder.config)["config"].get("algorithm") != "reward"
     ):
         raise ConfigError(
-            f"{given} must be the folder of a finished run of `ycore reward`, and it is not"
+            f"{setting} must be the folder of a finished run of `ycore reward`, and it is not"
         )
-    began_with, here = read_json(folder.identity)["model"], model_fingerprint(base)
-    if began_with != here:
+    began_with, base_model = read_json(folder.identity)["model"], model_fingerprint(base)
+    if began_with != base_model:
         raise ConfigError(
-            f"{given} began with another model ({began_with} instead of {here}); train it on this run's --model"
+            f"{setting} began with another model ({began_with} instead of {base_model}); train it on this run's --model"
         )
     has_adapter = any(".lora_" in name for name in critic.trained)
     source = folder.model / "adapter" if has_adapter else folder.model
@@ -171,38 +172,41 @@ def start_from_reward_model(critic: Critic, run: Path, *, base: Path) -> None:
     if not files or has_adapter != (folder.model / "adapter").is_dir():
         kind = "adapters" if has_adapter else "every weight"
         raise ConfigError(
-            f"{given} has no trained weights in {source}, and this run trains {kind}; train both alike"
+            f"{setting} has no trained weights in {source}, and this run trains {kind}; train both alike"
         )
     if has_adapter:
-        there, own = read_json(source / "adapter_config.json"), _adapters_of(critic)
-        if (there["r"], there["lora_alpha"]) != own:
+        saved_lora = read_json(source / "adapter_config.json")
+        saved_r, saved_alpha = saved_lora["r"], saved_lora["lora_alpha"]
+        r, alpha = _adapters_of(critic)
+        if (saved_r, saved_alpha) != (r, alpha):
             raise ConfigError(
-                f"{given} has adapters of r {there['r']} and alpha {there['lora_alpha']}, this run's are {own[0]} and "
-                f"{own[1]}; say --set lora.r={there['r']} --set lora.alpha={there['lora_alpha']}"
+                f"{setting} has adapters of r {saved_r} and alpha {saved_alpha}, this run's are {r} and {alpha}; "
+                f"say --set lora.r={saved_r} --set lora.alpha={saved_alpha}"
             )
     saved = {name: tensor for file in files for name, tensor in load_file(file).items()}
     try:
-        critic.take(_renamed(saved, critic.backbone.base_model_prefix, critic), given)
+        critic.take(_renamed(saved, critic.backbone.base_model_prefix), setting)
     except RunError as error:
         raise ConfigError(str(error)) from None
 
 
 def _adapters_of(critic: Critic) -> tuple[int, int]:
     """(r, alpha) of its first adapted layer."""
-    layer: Any = next(one for one in critic.backbone.modules() if hasattr(one, "lora_A"))
+    modules = critic.backbone.modules()
+    layer: Any = next(module for module in modules if hasattr(module, "lora_A"))
     return layer.r["default"], layer.lora_alpha["default"]
 
 
-def _renamed(saved: Mapping[str, Tensor], prefix: str, critic: Critic) -> dict[str, Tensor]:
+def _renamed(saved: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """A classifier's tensors under the critic's names; its head is called `score` and has no bias."""
-    found: dict[str, Tensor] = {"head.bias": torch.zeros(1)}
+    renamed: dict[str, Tensor] = {"head.bias": torch.zeros(1)}
     for name, tensor in saved.items():
         name = name.removeprefix("base_model.model.")
         if name.startswith("score."):
-            found["head.weight"] = tensor
+            renamed["head.weight"] = tensor
             continue
         name = f"backbone.{name.removeprefix(f'{prefix}.')}"
         for part in ("lora_A", "lora_B"):
             name = name.replace(f"{part}.weight", f"{part}.default.weight")
-        found[name] = tensor
-    return found
+        renamed[name] = tensor
+    return renamed

@@ -206,7 +206,9 @@ def add_teachers(policy: Any, teachers: Sequence[PreTrainedModel], compare: Comp
             return states
 
         with torch.no_grad():
-            others = [(states_of(teacher), teacher.get_output_embeddings()) for teacher in teachers]
+            other_heads = [
+                (states_of(teacher), teacher.get_output_embeddings()) for teacher in teachers
+            ]
         head = self.get_output_embeddings()
         scores = score_tokens(
             states_of(self),
@@ -214,7 +216,7 @@ def add_teachers(policy: Any, teachers: Sequence[PreTrainedModel], compare: Comp
             head.bias,
             labels[wanted],
             temperature=1.0,
-            others=others,
+            other_heads=other_heads,
             compare=compare,
         )
         empty = torch.zeros(labels.shape, device=labels.device)

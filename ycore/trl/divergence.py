@@ -51,9 +51,8 @@ def stand_in(name: str, logps: Tensor, ref_logps: Tensor) -> Tensor:
         (slope,) = torch.autograd.grad(value.sum(), x)
     x, value = x.detach(), value.detach().clamp(min=0)
     y = torch.where(x < 0, -_inverse(value, sign=-1), _inverse(value, sign=1))
-    near = (
-        x.abs() < _NEAR_EQUALITY
-    )  # both are parabolas there, and the quotient below would be 0 / 0
+    # Near equality both are parabolas, and the quotient below would be 0 / 0.
+    near = x.abs() < _NEAR_EQUALITY
     flatness = _CURVATURES[name] ** 0.5
     y = torch.where(near, flatness * x, y)
     y_slope = torch.where(near, flatness, slope / torch.where(near, 1.0, torch.expm1(y)))

@@ -27,7 +27,7 @@ NEVER = -1e4
 """A logit whose probability is 0 in float32 beside any other; an infinite one would make an entropy NaN."""
 
 Compare = Callable[[Tensor, Tensor], Tensor]
-"""From the log-probabilities of two models, (N, V), to a number for each place, (N,)."""
+"""Takes the log-probabilities of two models, (N, V), and gives a number for each place, (N,)."""
 
 _LOGIT_TRANSFORMS = (
     "final_logit_softcapping",
@@ -238,7 +238,7 @@ def score_tokens(
     *,
     temperature: float,
     with_logits: bool = False,
-    others: Sequence[tuple[Tensor, Any]] = (),
+    other_heads: Sequence[tuple[Tensor, Any]] = (),
     compare: Compare | None = None,
 ) -> tuple[Tensor, ...]:
     """Log-probability of each target and entropy of its distribution; and how far that is from other models'.
@@ -249,7 +249,7 @@ def score_tokens(
         targets: (N,) token ids.
         temperature: the logits are divided by it.
         with_logits: also give the mean of the logits, and whether the target is the likeliest token.
-        others: of each other model its (N, H') states and its output embedding, a linear layer. Where vocabularies are
+        other_heads: of each other model its (N, H') states and its output embedding, a linear layer. Where vocabularies are
             padded to different lengths, the tokens of the shorter one are compared.
         compare: takes the two distributions.
 
@@ -258,10 +258,15 @@ def score_tokens(
         (N,) float32 means and (N,) bool; then `compare` of each other model, (N,), with gradient. The logits of one
         tile exist at a time.
     """
-    if torch.is_grad_enabled() and not weight.requires_grad and hidden.requires_grad and not others:
+    if (
+        torch.is_grad_enabled()
+        and not weight.requires_grad
+        and hidden.requires_grad
+        and not other_heads
+    ):
         return tuple(_FrozenHead.apply(hidden, weight, bias, targets, temperature, with_logits))
-    heads = [head for _, head in others]
-    split_states = [states.split(TILE) for states, _ in others]
+    heads = [head for _, head in other_heads]
+    split_states = [states.split(TILE) for states, _ in other_heads]
     tiles = []
     for states, ids, *of_others in zip(
         hidden.split(TILE), targets.split(TILE), *split_states, strict=True
@@ -288,7 +293,7 @@ def _score_tile(
     targets: Tensor,
     temperature: float,
     with_logits: bool,
-    others: Sequence[tuple[Tensor, Any]],
+    other_heads: Sequence[tuple[Tensor, Any]],
     compare: Compare | None,
 ) -> list[Tensor]:
     logits = _logits(hidden, weight, bias, temperature)
@@ -297,7 +302,7 @@ def _score_tile(
     scores = [log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy]
     if with_logits:
         scores += _logit_statistics(logits.detach(), targets)
-    for states, head in others:
+    for states, head in other_heads:
         assert compare is not None
         log_q = _logits(states, head.weight, head.bias, temperature).log_softmax(-1)
         size = min(log_p.size(-1), log_q.size(-1))

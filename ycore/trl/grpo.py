@@ -23,7 +23,7 @@ class Trainer(PolicyGradientTrainer):
 
     config_class = GRPOConfig
     _kl_factors: Tensor | None = None
-    """Of all ranks' completions, while their advantages are computed."""
+    """The factors of all ranks' completions, while their advantages are computed."""
 
     def _replaced_advantages(self, batch: dict[str, Any]) -> dict[str, Tensor]:
         if self._kl_in_reward:

@@ -21,18 +21,19 @@ Restore = Callable[[], object]
 
 
 class Offload:
-    """What of a trainer is in host memory while engines use its device.
+    """Keeps a part of a trainer's state in host memory while engines use its device.
 
     Args:
-        what: "none" only gives the device's cache back; "weights" are the optimizer's state and frozen weights.
+        level: "none" only gives the device's cache back; "weights" are the optimizer's state and frozen weights.
         models: those of which the frozen weights may leave.
         of: the type of the devices that are left.
     """
 
     def __init__(
-        self, what: str, models: Iterable[torch.nn.Module] = (), *, of: str = "cuda"
+        self, level: str, models: Iterable[torch.nn.Module] = (), *, of: str = "cuda"
     ) -> None:
-        self._what, self._of = what, of
+        self._level = level
+        self._device_type = of
         self._models = list(models)
         self._hosts: dict[Any, torch.Tensor] = {}
         self._frozen: dict[torch.nn.Parameter, torch.Tensor] = {}
@@ -45,8 +46,8 @@ class Offload:
             optimizer: the trainer's, wrapped by accelerate or not; None before there is one.
             engine: DeepSpeed's engine, which then holds the optimizer's state.
         """
-        restores = [] if self._what == "none" else [self._take_away(optimizer, engine)]
-        if self._what == "weights":
+        restores = [] if self._level == "none" else [self._take_away(optimizer, engine)]
+        if self._level == "weights":
             restores.append(self._freeze_away())
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # copies run behind the host's back
@@ -83,7 +84,7 @@ class Offload:
                 pages_itself = getattr(value, "is_paged", False)
                 if (
                     isinstance(value, torch.Tensor)
-                    and value.device.type == self._of
+                    and value.device.type == self._device_type
                     and not pages_itself
                 ):
                     moved.append((state, key, value.device))
@@ -101,7 +102,7 @@ class Offload:
         for parameter in (weight for model in self._models for weight in model.parameters()):
             if (
                 parameter.requires_grad
-                or parameter.device.type != self._of
+                or parameter.device.type != self._device_type
                 or hasattr(parameter, "ds_id")
             ):
                 continue

@@ -83,7 +83,7 @@ class Trainer(PolicyGradientTrainer, _PairLoss):
         return {**settings, "likelihood": config.constraints.likelihood}
 
     def _replaced_advantages(self, batch: dict[str, Any]) -> dict[str, Tensor]:
-        """What the loss needs: the rewards, and the groups of an optimizer step, a rank.
+        """Add what the loss needs: the rewards, and the groups of an optimizer step, a rank.
 
         A completion with no token to learn from, such as one that was truncated and is masked, is not compared.
         """

@@ -181,7 +181,7 @@ def block_mask(block: Block) -> Tensor:
 
 
 def flex_mask(blocks: Sequence[Block], device: torch.device) -> BlockMask:
-    """The same of a whole row, (1, 1, L, L). Only tiles are stored, each seen whole, in part or not at all."""
+    """The mask of a whole row by `block_mask`'s rule, (1, 1, L, L). Only tiles are stored: seen whole, in part or not."""
     parts = [(0, 0, 1)] if not blocks else []  # number of the block, of its member, and tokens
     for number, block in enumerate(blocks):
         lengths = (block.shared, *block.lengths)

@@ -1,4 +1,4 @@
-"""What the policy gradients of ycore share: constraints, trust regions, averages by prompt, the KL in the reward."""
+"""The base of ycore's policy gradients: constraints, trust regions, averages by prompt, the KL in the reward."""
 
 from pathlib import Path
 from typing import Any
@@ -149,7 +149,7 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
 
 
 def estimator_of(config: RunConfig) -> Estimator | None:
-    """What replaces TRL's advantages. TRL's own know of no constraints: the same estimators of ours then do."""
+    """The estimator that replaces TRL's; None keeps TRL's, which know of no constraints."""
     advantage = config.advantage if isinstance(config, AdvantageConfig) else "group"
     if advantage in (TOKEN_ADVANTAGE, TURN_ADVANTAGE):
         return None

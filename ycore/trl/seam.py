@@ -72,7 +72,7 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
     """Whether engines use the trainer's device in turn with it."""
 
     offload = "none"
-    """What leaves the device for a round, where engines share it; see `Offload`."""
+    """The part of the state that leaves the device for a round, where engines share it; see `Offload`."""
 
     after_round: Callable[[], None] = staticmethod(lambda: None)
     """Called in every step, once or twice, when its round is there: the engines have nothing more to do in it."""
@@ -151,7 +151,7 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
 
     @property
     def position(self) -> RoundPosition:
-        """What a checkpoint between two steps must hold of the round."""
+        """The part of the round that a checkpoint between two steps must hold."""
         is_in_use = self._step % self._uses_per_round != 0
         return RoundPosition(
             self._step, self.use_vllm, self._buffered_inputs if is_in_use else None
@@ -256,7 +256,7 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         return self._rewards
 
     def _replaced_advantages(self, batch: dict[str, Any]) -> dict[str, Tensor]:
-        """What replaces TRL's advantages in the batch, and what else the loss needs; nothing keeps TRL's."""
+        """Return what replaces TRL's advantages in the batch, and what else the loss needs; nothing keeps TRL's."""
         if self._advantage is None:
             return {}
         return {"advantages": self._estimated_advantages(self._advantage)}

@@ -18,7 +18,7 @@ from simulator.simulation import (
 from ycore.placement.allocator import Allocator
 from ycore.placement.load import Speed
 from ycore.placement.placement import DYNAMIC, JUDGE, ROLLOUT, Placement, SlotPool, in_order
-from ycore.round.sampling import Yield
+from ycore.round.sampling import AcceptanceRate
 
 _APART = (
     10**6
@@ -69,7 +69,7 @@ def simulate(
     num_machines: int = 1,
     ranks: int = 1,
     position_of: Callable[[int], int] | None = None,
-    yields: Yield | None = None,
+    yields: AcceptanceRate | None = None,
 ) -> Result:
     """Rounds under one placement, which learns from round to round.
 
@@ -81,7 +81,7 @@ def simulate(
     """
     allocators, yields = (
         [Allocator(pool, placement) for _ in range(num_machines)],
-        yields or Yield(),
+        yields or AcceptanceRate(),
     )
     outcomes = []
     for number in range(warm_up + num_rounds):

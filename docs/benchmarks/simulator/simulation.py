@@ -15,7 +15,7 @@ from statistics import fmean
 from ycore.placement.allocator import Allocator
 from ycore.placement.load import Speed, Usage
 from ycore.placement.placement import ROLLOUT, StartRequest
-from ycore.round.sampling import Yield, num_to_draw
+from ycore.round.sampling import AcceptanceRate, num_to_draw
 from ycore.run.trace import SWAP, Span
 
 Sizes = Mapping[str, float]
@@ -229,7 +229,7 @@ class SimulatedRound:
     _: KW_ONLY
     ranks: int = 1
     position: int = 0
-    yields: Yield = field(default_factory=Yield)
+    yields: AcceptanceRate = field(default_factory=AcceptanceRate)
 
     def __post_init__(self) -> None:
         speeds, reading_s = self.machine.speeds, self.machine.reading_s

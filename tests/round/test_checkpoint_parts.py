@@ -8,8 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ycore.round.checkpoint_parts import (
+    PARTS,
+    positions_to_come,
+    reshard_round,
+    reshard_states,
+)
 from ycore.round.journal import Journal
-from ycore.round.regroup import regroup_round, regroup_states, to_come
 from ycore.round.sampling import Shard
 from ycore.run.group_json import to_json
 from ycore.types import Completion, Draw, Group, Prompt, Score
@@ -31,10 +36,14 @@ def item(position: int) -> dict[str, Any]:
 def state(cursor: int, surplus: tuple[int, ...] = (), **more: Any) -> dict[str, Any]:
     waiting = [item(position) for position in surplus]
     return {
-        "cursor": cursor,
-        "surplus": waiting,
-        "yield": {"kept": 1.0, "finished": 1.0},
+        "draws": {"cursor": cursor, "gaps": [], "start": 0},
+        "acceptance": {"kept": 1.0, "finished": 1.0},
+        "leftover_groups": waiting,
         "placement": None,
+        "curriculum": None,
+        "lengths": {"rows": [[3, 7.0]]},
+        "unfinished_groups": [],
+        "constraints": None,
         **more,
     }
 
@@ -53,16 +62,19 @@ def test_through_any_ranks_each_position_is_drawn_once_and_in_order(
     states = [state(0) for _ in range(worlds[0])]
     for number, world in enumerate(worlds):
         if number:
-            states = regroup_states(states, world=world)
-        for rank, one in enumerate(states):
-            shard = Shard(rank, world, tuple(one.get("gaps", ())), one.get("start", 0))
+            states = reshard_states(states, world=world)
+        for rank, draws in enumerate(dict(state["draws"]) for state in states):
+            shard = Shard(rank, world, tuple(draws["gaps"]), draws["start"])
             count = data.draw(st.integers(0, 9))
-            mine = [shard.position(index) for index in range(one["cursor"], one["cursor"] + count)]
+            mine = [
+                shard.position(index) for index in range(draws["cursor"], draws["cursor"] + count)
+            ]
             assert mine == sorted(mine)
             drawn += mine
-            one["cursor"] += count
+            draws["cursor"] += count
+            states[rank] = {**states[rank], "draws": draws}
     assert len(set(drawn)) == len(drawn), "none twice"
-    (last,) = regroup_states(states, world=1)
+    last = reshard_states(states, world=1)[0]["draws"]
     alone = Shard(gaps=tuple(last["gaps"]), start=last["start"])
     rest = [alone.position(index) for index in range(len(last["gaps"]) + 50)]
     assert rest == sorted(rest), "in order"
@@ -75,7 +87,7 @@ def test_the_ranks_together_draw_what_is_to_come_in_turn(
     data: st.DataObject, before: int, world: int
 ) -> None:
     cursors = [data.draw(st.integers(0, 9)) for _ in range(before)]
-    gaps, start = to_come(cursors, (), 0)
+    gaps, start = positions_to_come(cursors, (), 0)
     alone = Shard(gaps=gaps, start=start)
     shards = [Shard(rank, world, gaps, start) for rank in range(world)]
     together = [shard.position(index) for index in range(12) for shard in shards]
@@ -89,21 +101,27 @@ def test_the_ranks_together_draw_what_is_to_come_in_turn(
 
 
 def test_ranks_that_drew_as_many_leave_no_gap() -> None:
-    assert to_come([6, 6], (), 0) == ((), 12)
-    assert to_come([6, 4], (), 0) == ((9,), 11)
-    assert to_come([1], (9,), 11) == ((), 11)
-    assert to_come([0], (9,), 11) == ((9,), 11)
+    assert positions_to_come([6, 6], (), 0) == ((), 12)
+    assert positions_to_come([6, 4], (), 0) == ((9,), 11)
+    assert positions_to_come([1], (9,), 11) == ((), 11)
+    assert positions_to_come([0], (9,), 11) == ((9,), 11)
 
 
-def test_surplus_and_what_was_learned_go_along() -> None:
+def test_leftover_groups_and_what_was_learned_go_along() -> None:
     learned = {"division": {"rollout": 2}}
     before = [state(5, (4, 6), placement=learned), state(4, (1,))]
-    one, two, three = regroup_states(before, world=3)
-    assert [positions(each["surplus"]) for each in (one, two, three)] == [[1], [4], [6]]
+    one, two, three = reshard_states(before, world=3)
+    assert [positions(rank_state["leftover_groups"]) for rank_state in (one, two, three)] == [
+        [1],
+        [4],
+        [6],
+    ]
     assert one["placement"] == two["placement"] == learned, (
         "the first rank of each machine takes it"
     )
-    assert one["yield"] == before[0]["yield"]
+    assert one["acceptance"] == before[0]["acceptance"]
+    assert one["lengths"] == three["lengths"] == before[0]["lengths"]
+    assert one.keys() == PARTS.keys(), "no part is forgotten"
     assert json.loads(json.dumps(one)) == one
 
 
@@ -115,12 +133,19 @@ def test_surplus_and_what_was_learned_go_along() -> None:
 )
 def test_a_round_is_dealt_whole(lengths: list[int], world: int, before: int) -> None:
     groups = [group(position, length) for position, length in enumerate(lengths)]
-    hands = regroup_round([groups[rank::before] for rank in range(before)], world=world)
-    assert [len(hand) for hand in hands] == [12 // world] * world
+    assigned = reshard_round([groups[rank::before] for rank in range(before)], world=world)
+    assert [len(rank_groups) for rank_groups in assigned] == [12 // world] * world
     assert (
-        sorted((one for hand in hands for one in hand), key=lambda one: one.draw.position) == groups
+        sorted(
+            (one for rank_groups in assigned for one in rank_groups),
+            key=lambda one: one.draw.position,
+        )
+        == groups
     )
-    assert all(hand == sorted(hand, key=lambda one: one.draw.position) for hand in hands)
+    assert all(
+        rank_groups == sorted(rank_groups, key=lambda one: one.draw.position)
+        for rank_groups in assigned
+    )
 
 
 def commit(folder: Path, step: int, world: int, *, but: int | None = None) -> None:
@@ -138,10 +163,7 @@ def test_the_journal_gives_other_ranks_their_part(tmp_path: Path, before: int, w
     assert all(part is not None for part in parts)
     found = [part for part in parts if part is not None]
     assert sorted(one.draw.position for part in found for one in part.groups) == [12, 13, 14, 15]
-    assert all(
-        (part.state["start"], part.state["gaps"], part.state["cursor"]) == (16, [], 0)
-        for part in found
-    )
+    assert all(part.state["draws"] == {"start": 16, "gaps": [], "cursor": 0} for part in found)
 
 
 def test_a_round_that_lacks_a_part_was_never_made(tmp_path: Path) -> None:

@@ -331,8 +331,8 @@ def config_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     if params.get("dynamic_sampling") is not None:
         keys["sampling"] = {"dynamic": params["dynamic_sampling"]}
     if params.get("curriculum") is not None:
-        how = {"on": True, "off": False}.get(params["curriculum"], params["curriculum"])
-        keys["sampling"] = keys.get("sampling", {}) | {"curriculum": how}
+        curriculum = {"on": True, "off": False}.get(params["curriculum"], params["curriculum"])
+        keys["sampling"] = keys.get("sampling", {}) | {"curriculum": curriculum}
     for name in ("max_staleness", "oversample"):
         if params.get(name) is not None:
             keys["sampling"] = keys.get("sampling", {}) | {name: _parse_number(name, params[name])}

@@ -47,14 +47,14 @@ _EXAMPLES = {
     "eval_split": o.EvalSplit, "held_out": o.HeldOut, "eval_every": o.EvalEvery, "keep_best": o.KeepBest,
     "stop_when": o.StopWhen, "batch_size": o.BatchSize, "epochs": o.Epochs, "wandb_project": o.WandbProject,
 }  # fmt: skip
-_HOW = {
+_STARTING = {
     "dry_run": o.DryRun, "resume": o.Resume, "resume_from": o.ResumeFrom, "accept_changes": o.AcceptChanges,
     "json": o.Json,
 }  # fmt: skip
 _TRAINING = {
     "steps": o.Steps, "lora": o.Lora, "quantize": o.Quantize, "merge": o.Merge, "processes": o.Processes,
     "accelerate": o.Accelerate, "deterministic": o.Deterministic, "trust_remote_code": o.TrustRemoteCode,
-    "seed": o.Seed, "set_": o.Set, "recipe": o.Recipe, "output": o.Output, **_HOW,
+    "seed": o.Seed, "set_": o.Set, "recipe": o.Recipe, "output": o.Output, **_STARTING,
 }  # fmt: skip
 
 
@@ -68,7 +68,14 @@ def training_command(algorithm: Algorithm) -> Callable[..., None]:
             from ycore.config.resolve import require_rollouts
 
             preflight_or_exit(require_rollouts(config))
-        train(config, **{name: options[name] for name in _HOW} | {"resume": resume})
+        train(
+            config,
+            resume=resume,
+            resume_from=options["resume_from"],
+            accept_changes=options["accept_changes"],
+            dry_run=options["dry_run"],
+            json=options["json"],
+        )
 
     data = _ROLLOUTS if algorithm.learns_from == "rollouts" else _EXAMPLES
     declared = {"model": o.Model} | data | _TRAINING
@@ -113,17 +120,18 @@ def resume(
     if resume_from is not None and not resume_from.isdigit():
         resume_from = str(Path(resume_from).expanduser().absolute())
     stored = _stored_training(folder)
-    how: dict[str, Any] = {
-        "resume_from": resume_from,
-        "accept_changes": accept_changes,
-        "dry_run": dry_run,
-        "json": json,
-    }
     keys = o.typed_keys(context, algorithm=str(stored["algorithm"]), arguments=words)
     config = complete_config(
         resolve_any(recipe=stored, sets=set_ or (), options=keys | {"output": str(folder)})
     )
-    train(config, resume=True, **how)
+    train(
+        config,
+        resume=True,
+        resume_from=resume_from,
+        accept_changes=accept_changes,
+        dry_run=dry_run,
+        json=json,
+    )
 
 
 def _folder_among(words: list[str]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from ycore.config.learners import GroupConfig
 from ycore.config.schema import EngineSettings, RewardConfig, RewardSettings, RunConfig
 from ycore.evaluation.preflight import add_groups, check_template, samples_of, weight_limit
 from ycore.evaluation.preflight_verdict import (
@@ -202,7 +203,7 @@ def test_an_end_of_turn_that_ends_no_completion_is_found(tokenizer: Any) -> None
 def test_when_a_completions_weight_can_leave_it_out(
     settings: dict[str, Any], limit: float | None
 ) -> None:
-    config = RunConfig(
+    config = GroupConfig(
         model="m", dataset="d", output="o", rewards=[RewardConfig(reward="length")], **settings
     )
     assert weight_limit(config) == limit

@@ -28,7 +28,7 @@ from ycore.run.files import write_json_atomic
 from ycore.run.interrupt import on_stop
 from ycore.run.reports import run_alone
 from ycore.scoring.group_rewards import can_teach, total_reward
-from ycore.types import Completion, Group, Message
+from ycore.types import Completion, Group, Message, Prompt
 
 if TYPE_CHECKING:
     from ycore.config.schema import RunConfig
@@ -45,13 +45,51 @@ def _preflight(root: Path) -> None:
     write_json_atomic(root / "preflight.json", {"preflight": asdict(measured), "samples": samples})
 
 
-def run_preflight(parts: "Assembly") -> tuple[PreflightMeasurements, list[dict[str, Any]]]:
+def run_preflight(
+    parts: "Assembly",
+) -> tuple[PreflightMeasurements, list[dict[str, Any]]]:
     """Return all measurements, and a few completions from the worst reward to the best."""
     config, rules = parts.config, parts.rules()
-    lengths = [len(parts.encode(prompt)) for prompt in parts.prompts.prompts]
-    room = parts.max_prompt_tokens
+    prompts = parts.prompts.prompts
+    lengths = [len(parts.encode(prompt)) for prompt in prompts]
+    measured = _measure_prompts(parts, lengths)
+    fitting = [
+        prompt
+        for prompt, length in zip(prompts, lengths, strict=True)
+        if 0 < length <= parts.max_prompt_tokens
+    ]
+    if not fitting:
+        return measured, []
+    model = load_policy(parts)
+    recorded: dict[str, float] = {}
+    groups, problems = _run_round(parts, model, fitting, recorded)
+    measured = add_groups(
+        measured,
+        groups,
+        weights=rules.reward_weights,
+        names=[reward.reward for reward in config.rewards],
+        alone=rules.teaches_alone,
+    )
+    measured = replace(_add_recorded(measured, recorded), problems=problems)
+    if parts.kind.has_servers and parts.sight is None:  # the model here reads text only
+        temperature = float(config.trl.get("temperature", 1.0)) or 1.0
+        log_ratios = _log_ratios(model, groups, temperature)
+        gap = fmean(map(abs, log_ratios)) if log_ratios else None
+        spread = pstdev(log_ratios) if log_ratios else 0.0
+        measured = replace(measured, logprob_gap=gap, gap_spread=spread)
+    return measured, samples_of(groups, weights=rules.reward_weights)
+
+
+def _measure_prompts(parts: "Assembly", lengths: Sequence[int]) -> PreflightMeasurements:
+    """Return what is known before the round: the prompts' lengths, the chat template, the run's limits."""
+    config, prompts, room = parts.config, parts.prompts.prompts, parts.max_prompt_tokens
     longest = max(range(len(lengths)), key=lambda index: lengths[index])
-    measured = PreflightMeasurements(
+    template = TemplateCheck()
+    first = prompts[0].content
+    if not isinstance(first, str):
+        ends = parts.sampling().stop_token_ids
+        template = check_template(parts.tokenizer, first, ends=ends)
+    return PreflightMeasurements(
         num_prompts=0,
         group_size=config.group_size,
         max_tokens=config.max_tokens,
@@ -61,57 +99,41 @@ def run_preflight(parts: "Assembly") -> tuple[PreflightMeasurements, list[dict[s
         rewards=(),
         masked=0.0,
         weight_limit=weight_limit(config),
+        template=template,
         prompts=PromptLengths(
             rows=len(lengths),
             longest=lengths[longest],
-            longest_row=parts.prompts.prompts[longest].row,
+            longest_row=prompts[longest].row,
             too_long=sum(length > room for length in lengths),
             room=room,
         ),
     )
-    first = parts.prompts.prompts[0].content
-    if not isinstance(first, str):
-        ends = parts.sampling().stop_token_ids
-        measured = replace(measured, template=check_template(parts.tokenizer, first, ends=ends))
-    fitting = [
-        prompt
-        for prompt, length in zip(parts.prompts.prompts, lengths, strict=True)
-        if 0 < length <= room
-    ]
-    if not fitting:
-        return measured, []
-    model = load_policy(parts)
+
+
+def _run_round(
+    parts: "Assembly", model: Any, prompts: Sequence[Prompt], recorded: dict[str, float]
+) -> tuple[list[Group], dict[str, int]]:
+    """Return the groups of a round, which fills `recorded`, and how often each problem kept a source from scoring."""
     engines = parts.engines(model)
     controller = parts.controller(
         engines,
-        draws=DrawSource(fitting, seed=config.seed, encode=parts.encode, max_prompt_tokens=room),
+        draws=DrawSource(
+            prompts,
+            seed=parts.config.seed,
+            encode=parts.encode,
+            max_prompt_tokens=parts.max_prompt_tokens,
+        ),
         rules=replace(parts.rules(num_engines=len(engines)), dynamic=False, oversample=1.0),
     )
-    recorded: dict[str, float] = {}
     controller.record = recorded.__setitem__
     on_stop(controller.stop.set)
     try:
-        controller.start(timeout_s=config.engine.start_timeout_s)
+        controller.start(timeout_s=parts.config.engine.start_timeout_s)
         parts.folder.step_began.touch()
-        groups = controller.next_round(step=0, num_groups=min(NUM_PROMPTS, len(fitting)))
+        groups = controller.next_round(step=0, num_groups=min(NUM_PROMPTS, len(prompts)))
     finally:
         controller.close()
-    measured = add_groups(
-        measured,
-        groups,
-        weights=rules.reward_weights,
-        names=[reward.reward for reward in config.rewards],
-        alone=rules.teaches_alone,
-    )
-    measured = _add_recorded(measured, recorded)
-    measured = replace(measured, problems=dict(controller.meter.problems))
-    if parts.kind.has_servers and parts.sight is None:  # the model here reads text only
-        temperature = float(config.trl.get("temperature", 1.0)) or 1.0
-        log_ratios = _log_ratios(model, groups, temperature)
-        gap = fmean(map(abs, log_ratios)) if log_ratios else None
-        spread = pstdev(log_ratios) if log_ratios else 0.0
-        measured = replace(measured, logprob_gap=gap, gap_spread=spread)
-    return measured, samples_of(groups, weights=rules.reward_weights)
+    return groups, dict(controller.meter.problems)
 
 
 def add_groups(

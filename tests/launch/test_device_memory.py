@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ycore.config.learners import DistillConfig
 from ycore.config.schema import EngineSettings, RewardConfig, RunConfig
 from ycore.engine.commands import engine_command, engine_environment
 from ycore.errors import ConfigError
@@ -49,7 +50,8 @@ def config_of(
         args = {"rubric": "right?", "verdict": {"kind": "score"}, "model": judge}
         rewards.append(RewardConfig(reward="judge:mine", args=args))
     told = {"model": model, "dataset": "task:addition", "output": "o", "rewards": rewards, **more}
-    return RunConfig(engine=EngineSettings(**(engine or {})), **told)
+    kind = DistillConfig if more.get("algorithm") == "distill" else RunConfig
+    return kind(engine=EngineSettings(**(engine or {})), **told)
 
 
 def site_on(config: RunConfig, machine: Machine, *, trains: bool = True) -> Site:

@@ -14,7 +14,7 @@ class YcoreError(Exception):
 
 
 class UserError(YcoreError, ValueError):
-    """What was typed or given cannot work."""
+    """The command or its input cannot work as it was given."""
 
     exit_code = 2
 

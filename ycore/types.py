@@ -15,7 +15,7 @@ Content = str | list[Message]
 """A prompt or a completion as a person sees it: plain text, or chat turns."""
 
 NO_PROMPT: Content = [{"role": "user", "content": ""}]
-"""What a row without a prompt has, as in TRL: an environment puts its question at the end."""
+"""The prompt of a row without one, as in TRL; an environment puts its question at the end."""
 
 
 IMAGE_MARK = "\ufffc"
@@ -35,20 +35,20 @@ def in_blocks(content: Content, pictures: Sequence[Any] | None = None) -> list[d
 
     With `pictures`, in the order of the marks, each block has its own under `image`.
     """
-    given = iter(pictures or ())
+    images = iter(pictures or ())
     turns = [{"role": "user", "content": content}] if isinstance(content, str) else content
 
     def blocks(text: str) -> list[dict[str, Any]]:
-        first, *others = text.split(IMAGE_MARK)
-        found: list[dict[str, Any]] = (
-            [{"type": "text", "text": first}] if first or not others else []
+        first, *rest = text.split(IMAGE_MARK)
+        content_blocks: list[dict[str, Any]] = (
+            [{"type": "text", "text": first}] if first or not rest else []
         )
-        for part in others:
-            found.append(
-                {"type": "image"} if pictures is None else {"type": "image", "image": next(given)}
+        for part in rest:
+            content_blocks.append(
+                {"type": "image"} if pictures is None else {"type": "image", "image": next(images)}
             )
-            found += [{"type": "text", "text": part}] if part else []
-        return found
+            content_blocks += [{"type": "text", "text": part}] if part else []
+        return content_blocks
 
     return [{**turn, "content": blocks(turn["content"])} for turn in turns]
 
@@ -61,7 +61,7 @@ class Prompt:
     content: Content
     columns: Mapping[str, Any] = field(default_factory=dict)
     images: tuple[Image, ...] = ()
-    """In the order of the marks in the content; in that of a prompt without any, a mark is a letter like others."""
+    """Images in the order of their marks in the content. Without images a mark is an ordinary letter."""
 
     @property
     def is_chat(self) -> bool:
@@ -90,7 +90,7 @@ class Score:
 
 
 def said(message: Mapping[str, Any]) -> str:
-    """What a chat message says, with the tools that it calls."""
+    """Return the text of a chat message, with the tools that it calls."""
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     return "\n".join(
         [message.get("content") or "", *(f"{call['name']}({call['arguments']})" for call in calls)]
@@ -127,7 +127,7 @@ class TokenSequence(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What follows one prompt: tokens of the policy, and in several turns those that an environment put between.
+    """The tokens after one prompt: the policy's, and between its turns those of an environment.
 
     `logprobs` are of the policy's tokens under the distribution that was sampled (after temperature and truncation),
     and 0 at the environment's; None where the engine shares the trainer's weights. `text` is the policy's last turn.
@@ -161,32 +161,32 @@ class Completion:
         return tuple(int(turn.by_policy) for turn in self.turns for _ in range(turn.num_tokens))
 
     def sequences(self, prompt_ids: tuple[int, ...]) -> list[TokenSequence]:
-        """What was written one after the other, after `prompt_ids` and after each prompt of its own: one, or several
-        where an agent asked in more than one conversation."""
+        """Return the token sequences, after `prompt_ids` or after prompts of their own: one, or several where an agent
+        asked in more than one conversation."""
         ends = itertools.accumulate(turn.num_tokens for turn in self.turns)
-        own = [
+        starts = [
             (end - turn.num_tokens, end)
             for turn, end in zip(self.turns, ends, strict=True)
             if turn.begins
         ]
         prompts = [
             self.prompt_ids or prompt_ids,
-            *(self.token_ids[start:end] for start, end in own),
+            *(self.token_ids[start:end] for start, end in starts),
         ]
-        stops = [*(start for start, _ in own), len(self.token_ids)]
-        return [*map(TokenSequence, prompts, [0, *(end for _, end in own)], stops)]
+        stops = [*(start for start, _ in starts), len(self.token_ids)]
+        return [*map(TokenSequence, prompts, [0, *(end for _, end in starts)], stops)]
 
     @property
     def paid_turns(self) -> list[tuple[int, int, float | None]]:
         """Where the policy's turns are in `token_ids`, and their rewards. The last turn is not there: what is paid for
         it is the outcome's, which all turns share."""
         ends = itertools.accumulate(turn.num_tokens for turn in self.turns)
-        own = [
+        policy_turns = [
             (end - turn.num_tokens, end, turn)
             for turn, end in zip(self.turns, ends, strict=True)
             if turn.by_policy
         ]
-        return [(start, end, turn.reward) for start, end, turn in own[:-1]]
+        return [(start, end, turn.reward) for start, end, turn in policy_turns[:-1]]
 
     @property
     def messages(self) -> list[Mapping[str, Any]]:
@@ -202,7 +202,8 @@ class Completion:
         if not self.turns:
             return self.text
         return "\n".join(
-            "\n  ".join(f"{one['role']}: {said(one)}".splitlines()) for one in self.messages
+            "\n  ".join(f"{message['role']}: {said(message)}".splitlines())
+            for message in self.messages
         )
 
 
@@ -220,28 +221,28 @@ class Group:
     greedy_scores_R: tuple[Score, ...] | None = None
 
     def prompt_ids(self, completion: Completion) -> tuple[int, ...]:
-        """What one of its completions follows."""
+        """Return the token ids of the prompt that a completion of this group follows."""
         return self.draw.token_ids if completion.prompt_ids is None else completion.prompt_ids
 
     @property
     def turn_rewards(self) -> list[list[float | None]]:
-        """Of each completion's turns but its last."""
+        """Rewards of each completion's turns, without its last turn."""
         return [
             [reward for _, _, reward in completion.paid_turns] for completion in self.completions
         ]
 
     @property
     def sequences(self) -> list[TokenSequence]:
-        """Those of all its completions."""
+        """The token sequences of all completions."""
         return [
-            one
+            sequence
             for completion in self.completions
-            for one in completion.sequences(self.draw.token_ids)
+            for sequence in completion.sequences(self.draw.token_ids)
         ]
 
     @property
     def num_tokens(self) -> int:
-        """Of all completions, whoever wrote them: what a trainer computes on."""
+        """Tokens of all completions, whoever wrote them; a trainer computes on these."""
         return sum(len(completion.token_ids) for completion in self.completions)
 
     @property

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ycore.api.stages import COMMANDS, Stage, Step, parse_pipeline, steps_of, with_sets
+from ycore.api.stages import COMMANDS, Stage, StageRun, parse_pipeline, steps_of, with_sets
 from ycore.errors import ConfigError
 
 SFT = {"dataset": "chats.jsonl"}
@@ -117,7 +117,7 @@ def test_every_command_that_trains_can_be_a_stage() -> None:
 PAIRS = {"dataset": "prompts.jsonl", "rewards": ["exact_answer"]}
 
 
-def steps(**told: Any) -> list[Step]:
+def steps(**told: Any) -> list[StageRun]:
     return steps_of(parse_pipeline({"output": "out", **told}, name="mine"))
 
 

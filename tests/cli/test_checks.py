@@ -118,6 +118,7 @@ def test_resume_needs_only_the_folder(
         "dataset": f"{place}/train.jsonl",
         "rewards": ["exact_answer"],
         "steps": 9,
+        "dtype": "bfloat16",  # the command writes what `auto` came to
     }
     config = resolve(
         options={**options, "output": output, "trl": {"beta": 0.25, "hub_token": "secret"}}
@@ -165,7 +166,7 @@ def test_eval_of_a_recipe_leaves_the_training_run_alone(
 
 @pytest.mark.parametrize(
     ("words", "key"),
-    [("reproduce quickstart --seeds 2", "seeds")],
+    [("recipes quickstart --seeds 2", "seeds")],
 )
 def test_other_dry_runs_print_one_json_object_too(
     words: str,

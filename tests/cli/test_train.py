@@ -258,6 +258,7 @@ def stopped(begun: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
         "dataset": "train.jsonl",
         "rewards": ["exact_answer"],
         "steps": 9,
+        "dtype": "bfloat16",  # the command writes what `auto` came to
         "processes": 1,
     }
     config = resolve(options={**options, "output": str(tmp_path / "run"), "trl": {"beta": 0.25}})

@@ -12,7 +12,7 @@ from ycore.errors import ConfigError, ModelError
 from ycore.flow.denoising import Sampling, draw, grid, step
 from ycore.flow.flow_folder import FlowFolder, check_flow_needs, flow_model
 from ycore.flow.objectives import grpo_loss
-from ycore.flow.policy import Policy
+from ycore.flow.policy import FlowPolicy
 
 
 def asked(number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -25,7 +25,10 @@ def test_a_policy_with_new_adapters_is_the_model_and_keeps_it_as_its_reference(
     tiny_model: Path,
 ) -> None:
     folder = FlowFolder(tiny_model)
-    plain, adapted = Policy(folder, lora=None), Policy(folder, lora=LoraSettings(r=2, alpha=4))
+    plain, adapted = (
+        FlowPolicy(folder, lora=None),
+        FlowPolicy(folder, lora=LoraSettings(r=2, alpha=4)),
+    )
     with torch.no_grad():
         before = plain.velocity(*asked(6))
         assert torch.equal(adapted.velocity(*asked(6)), before)
@@ -45,12 +48,12 @@ def test_a_policy_with_new_adapters_is_the_model_and_keeps_it_as_its_reference(
 def test_a_saved_policy_is_a_whole_model_that_draws_the_same(
     tiny_model: Path, tmp_path: Path, lora: LoraSettings | None
 ) -> None:
-    policy = Policy(FlowFolder(tiny_model), lora=lora)
+    policy = FlowPolicy(FlowFolder(tiny_model), lora=lora)
     with torch.no_grad():
         for weight in policy.trained.values():
             weight.add_(0.05)
         policy.save(tmp_path)
-        again = Policy(FlowFolder(tmp_path), lora=None)
+        again = FlowPolicy(FlowFolder(tmp_path), lora=None)
         assert torch.allclose(again.velocity(*asked(6)), policy.velocity(*asked(6)), atol=1e-6)
 
 
@@ -58,7 +61,7 @@ def test_guidance_moves_away_from_no_class(tiny_model: Path) -> None:
     folder = FlowFolder(tiny_model)
     x, times, classes = asked(6)
     with torch.no_grad():
-        plain, guided = Policy(folder, lora=None), Policy(folder, lora=None, guidance=3.0)
+        plain, guided = FlowPolicy(folder, lora=None), FlowPolicy(folder, lora=None, guidance=3.0)
         v, without = (
             plain.velocity(x, times, classes),
             plain.velocity(x, times, torch.full_like(classes, 3)),
@@ -72,7 +75,10 @@ def test_guidance_moves_away_from_no_class(tiny_model: Path) -> None:
 def test_the_ratio_of_the_first_pass_is_one_in_other_batches_and_not_with_half_the_digits(
     tiny_model: Path,
 ) -> None:
-    policy, how = Policy(FlowFolder(tiny_model), lora=None), Sampling(grid(6), "sde", 0.7, length=2)
+    policy, how = (
+        FlowPolicy(FlowFolder(tiny_model), lora=None),
+        Sampling(grid(6), "sde", 0.7, length=2),
+    )
     classes, times = torch.arange(24) % 3, torch.tensor(how.path.times)
     with torch.no_grad():
         drawn = draw(lambda x, t: policy.velocity(x, t, classes), how, list(range(24)), (1, 4, 4))
@@ -158,6 +164,6 @@ def test_a_network_without_a_class_for_none_takes_no_guidance(tmp_path: Path) ->
     network.save_pretrained(tmp_path / "unet")
     diffusers.FlowMatchEulerDiscreteScheduler().save_pretrained(tmp_path / "scheduler")
     folder = FlowFolder(tmp_path)
-    assert Policy(folder, lora=None).velocity(*asked(4)).shape == (4, 1, 4, 4)
+    assert FlowPolicy(folder, lora=None).velocity(*asked(4)).shape == (4, 1, 4, 4)
     with pytest.raises(ConfigError, match="needs a class for none"):
-        Policy(folder, lora=None, guidance=2.0)
+        FlowPolicy(folder, lora=None, guidance=2.0)

@@ -10,7 +10,7 @@ import torch
 from ycore.errors import RunFolderError
 from ycore.flow.denoising import Sampling, grid
 from ycore.flow.flow_folder import FlowFolder
-from ycore.flow.policy import Policy
+from ycore.flow.policy import FlowPolicy
 from ycore.flow.sampler import Picture, PictureEngine, Trajectories, contact_sheet, drop_pictures
 from ycore.run.images import ImageStore
 from ycore.run.paths import RunFolder
@@ -19,7 +19,11 @@ from ycore.run.paths import RunFolder
 def engine_in(root: Path, model: Path, *, batch: int = 4) -> PictureEngine:
     how = Sampling(grid(4), "sde", 0.7, length=2)
     return PictureEngine(
-        Policy(FlowFolder(model), lora=None), how, Sampling(grid(5)), RunFolder(root), batch=batch
+        FlowPolicy(FlowFolder(model), lora=None),
+        how,
+        Sampling(grid(5)),
+        RunFolder(root),
+        batch=batch,
     )
 
 
@@ -98,6 +102,6 @@ def test_only_what_journal_and_checkpoints_name_is_kept(tiny_model: Path, tmp_pa
 
 
 def test_the_sheet_shows_both_models_from_the_same_noise(tiny_model: Path, tmp_path: Path) -> None:
-    policy = Policy(FlowFolder(tiny_model), lora=None)
+    policy = FlowPolicy(FlowFolder(tiny_model), lora=None)
     contact_sheet(policy, Sampling(grid(3)), [0, 2], tmp_path / "pictures.png", num_each=2)
     assert (tmp_path / "pictures.png").read_bytes()[:4] == b"\x89PNG"

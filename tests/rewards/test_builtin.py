@@ -319,14 +319,7 @@ def test_reference_probability_lies_between_0_and_1_and_does_not_mind_the_order_
     assert reference_reward(reasoned[::-1], bare[::-1]) == pytest.approx(value)
 
 
-def test_reference_probability_is_checked_before_the_run() -> None:
-    check_reward(RewardConfig(reward="reference_probability", args={"debias": False}), ["answer"])
-    with pytest.raises(RewardError, match=r"needs the column 'answer', .* --answer-column"):
-        check_reward(RewardConfig(reward="reference_probability"), ["solution"])
-    with pytest.raises(RewardError, match="it takes debias, bridge"):
-        check_reward(
-            RewardConfig(reward="reference_probability", args={"debiased": True}), ["answer"]
-        )
+def test_a_mistyped_reference_probability_is_corrected() -> None:
     with pytest.raises(RewardError, match="did you mean 'reference_probability'"):
         check_reward(RewardConfig(reward="reference_probabilty"), ["answer"])
 

@@ -1,14 +1,17 @@
 """RLPR's reward in the controller, with the tiny model's own probabilities as transformers gives them."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ycore.config.schema import RewardConfig
 from ycore.engine import SamplingParams
 from ycore.engine.transformers_engine import TransformersEngine
+from ycore.errors import RewardError
 from ycore.models.tiny import write_tiny_model
 from ycore.placement.slots import Slots
 from ycore.rewards.builtin import Reference
@@ -90,3 +93,18 @@ def test_what_does_not_fit_is_masked_with_its_reason(parts: tuple[Any, Any]) -> 
         and first.problem == "reference_probability: longer than the engine's context"
     )
     assert second.value is not None
+
+
+def check_rows(columns: tuple[str, ...], **arguments: Any) -> None:
+    spec = RewardConfig(reward="reference_probability", args=arguments)
+    prompts: Any = SimpleNamespace(columns=columns)
+    config: Any = None  # it is not read
+    ReferenceScorer.check_rows(spec, config, prompts)
+
+
+def test_it_is_checked_before_the_run() -> None:
+    check_rows(("answer",), debias=False)
+    with pytest.raises(RewardError, match=r"needs the column 'answer', .* --answer-column"):
+        check_rows(("solution",))
+    with pytest.raises(RewardError, match="it takes debias, bridge"):
+        check_rows(("answer",), debiased=True)

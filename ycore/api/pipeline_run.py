@@ -21,7 +21,7 @@ from ycore.api.stages import (
     PAIRS_FILE,
     Compare,
     Pipeline,
-    Step,
+    StageRun,
     map_texts,
     steps_of,
     with_sets,
@@ -47,7 +47,9 @@ State = Literal["to do", "begun", "finished"]
 Status = Literal["running", "finished", "interrupted", "failed"]
 
 
-def check_pipeline(pipeline: Pipeline, steps: Sequence[Step], check: Check, *, show: Say) -> None:
+def check_pipeline(
+    pipeline: Pipeline, steps: Sequence[StageRun], check: Check, *, show: Say
+) -> None:
     """Check every step and show its plan, before any of them begins.
 
     UserError where a step cannot work. One that takes a dataset or reward model of an earlier step is only parsed: the
@@ -77,7 +79,7 @@ def check_pipeline(pipeline: Pipeline, steps: Sequence[Step], check: Check, *, s
 
 def run_pipeline(
     pipeline: Pipeline,
-    steps: Sequence[Step],
+    steps: Sequence[StageRun],
     run: Run,
     *,
     declared: Mapping[str, Any],
@@ -150,7 +152,7 @@ def check_folder(root: Path, declared: Mapping[str, Any], *, resume: bool) -> No
         )
 
 
-def step_config(step: Step, pipeline: Pipeline) -> AnyConfig:
+def step_config(step: StageRun, pipeline: Pipeline) -> AnyConfig:
     """Resolve the config of a step's run, by the rules of its command's recipes."""
     algorithm = "eval" if step.command == PAIRS else step.command
     fields = find_algorithm(algorithm).config.model_fields
@@ -161,7 +163,7 @@ def step_config(step: Step, pipeline: Pipeline) -> AnyConfig:
         return resolve(recipe=recipe, options={"algorithm": algorithm, "output": str(step.folder)})
 
 
-def with_stand_ins(step: Step) -> Step | None:
+def with_stand_ins(step: StageRun) -> StageRun | None:
     """Replace every missing model by the one it will be trained from; None where there is none."""
     missing = {path: model for path, model in step.stand_ins.items() if not Path(path).exists()}
     if None in missing.values():
@@ -169,7 +171,7 @@ def with_stand_ins(step: Step) -> Step | None:
     return replace(step, keys=map_texts(step.keys, lambda text: missing.get(text, text)))
 
 
-def state_of(step: Step) -> State:
+def state_of(step: StageRun) -> State:
     """`begun` has a run.json but did not finish; a run that was killed before it wrote one is still to do."""
     folder = RunFolder(step.folder)
     if not folder.config.is_file():
@@ -209,12 +211,12 @@ def headline(figures: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _title(step: Step, number: int, steps: Sequence[Step]) -> str:
+def _title(step: StageRun, number: int, steps: Sequence[StageRun]) -> str:
     return f"stage {number} of {len(steps)}: {step.name} ({step.command})"
 
 
 @contextmanager
-def _named(step: Step) -> Iterator[None]:
+def _named(step: StageRun) -> Iterator[None]:
     """Put the stage's name before the message of an error raised inside."""
     try:
         yield
@@ -222,7 +224,7 @@ def _named(step: Step) -> Iterator[None]:
         raise type(error)(f"stage {step.name}: {error}") from error
 
 
-def _run_step(step: Step, pipeline: Pipeline, run: Run) -> bool:
+def _run_step(step: StageRun, pipeline: Pipeline, run: Run) -> bool:
     """Run the step, or the rest of it; whether Ctrl-C came too late to stop it."""
     config, stop_asked = step_config(step, pipeline), False
     if state_of(step) != "finished":
@@ -239,7 +241,7 @@ def _run_step(step: Step, pipeline: Pipeline, run: Run) -> bool:
     return stop_asked
 
 
-def _can_resume(step: Step) -> bool:
+def _can_resume(step: StageRun) -> bool:
     """Say whether the step has a run to resume. A stopped measurement has no checkpoint: its folder is cleared."""
     if state_of(step) != "begun":
         return False
@@ -256,7 +258,7 @@ def _can_resume(step: Step) -> bool:
 def _write_report(
     root: Path,
     declared: Mapping[str, Any],
-    steps: Sequence[Step],
+    steps: Sequence[StageRun],
     status: Status,
     *,
     error: str | None = None,
@@ -269,7 +271,7 @@ def _write_report(
     return report
 
 
-def _stage_report(step: Step) -> dict[str, Any]:
+def _stage_report(step: StageRun) -> dict[str, Any]:
     summary_file = RunFolder(step.folder).summary
     summary = read_json(summary_file) if summary_file.is_file() else {}
     return {

@@ -66,7 +66,7 @@ class Pipeline:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StageRun:
     """One run of one stage, references replaced.
 
     `stand_ins`: of every path in `keys` that an earlier step makes, the model to check in its place, or None.
@@ -148,7 +148,7 @@ def with_sets(declared: Mapping[str, Any], sets: Mapping[str, Any]) -> dict[str,
     return merged
 
 
-def steps_of(pipeline: Pipeline) -> list[Step]:
+def steps_of(pipeline: Pipeline) -> list[StageRun]:
     """List every run, in order; ConfigError for a stage without a model, or that needs what no earlier stage makes."""
     expansion = _Expansion(pipeline)
     return [expansion.step(stage) for stage in pipeline.stages]
@@ -162,11 +162,11 @@ class _Expansion:
         self._policy = pipeline.model
         self._seed_offset = pipeline.seed * _SEEDS_APART
         self._default_seed = pipeline.defaults.get("seed", 0)
-        self._latest: dict[str, Step] = {}
+        self._latest: dict[str, StageRun] = {}
         self._stand_ins: dict[str, str | None] = {}
         self._used: set[str] = set()
 
-    def step(self, stage: Stage) -> Step:
+    def step(self, stage: Stage) -> StageRun:
         self._used = set()
         keys = map_texts(stage.keys, lambda text: self._replace(text, stage))
         if "model" not in keys:
@@ -183,7 +183,7 @@ class _Expansion:
         stand_ins = {
             path: self._stand_ins[path] for path in sorted(self._used) if path in self._stand_ins
         }
-        step = Step(name, stage.command, keys, self._output / name, stand_ins, stage.compare)
+        step = StageRun(name, stage.command, keys, self._output / name, stand_ins, stage.compare)
         self._latest[stage.name] = step
         model = str(keys["model"])
         for kind, path in step.makes.items():

@@ -7,10 +7,7 @@ from dataclasses import dataclass
 from datetime import date, time, timedelta
 from decimal import Decimal
 from functools import lru_cache
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any
 
 from ycore.config.schema import AGREES, RunConfig
 from ycore.data.examples import pair_table
@@ -20,6 +17,10 @@ from ycore.data.table import QUESTION_COLUMNS, Table, TableRow
 from ycore.errors import DataError
 from ycore.run.images import ImageStore
 from ycore.types import NO_PROMPT, Content, Image, Message, Prompt
+
+if TYPE_CHECKING:
+    from numpy import int64
+    from numpy.typing import NDArray
 
 PROMPT_COLUMNS = (QUESTION_COLUMNS[0], "messages", *QUESTION_COLUMNS[1:])
 RESERVED_COLUMNS = frozenset({"prompt", "prompts", "completion", "completions", "completion_ids"})
@@ -86,8 +87,10 @@ class PromptOrder:
 
 
 @lru_cache(maxsize=2)  # a round that crosses the end of an epoch reads from both
-def _permutation(seed: int, epoch: int, num_rows: int) -> npt.NDArray[np.int64]:
-    return np.random.default_rng([seed, epoch]).permutation(num_rows)
+def _permutation(seed: int, epoch: int, num_rows: int) -> "NDArray[int64]":
+    from numpy.random import default_rng  # a dry run does without numpy
+
+    return default_rng([seed, epoch]).permutation(num_rows)
 
 
 def to_prompts(

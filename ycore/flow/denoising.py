@@ -53,7 +53,7 @@ def window_of(seed: int, position: int, *, num_steps: int, length: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class DenoisingStep:
     """Where a step leads: the Gaussian's `mean` and `std` ([B, 1, 1, 1]), the `point` drawn or replayed, and its
     log-density summed over a picture's values, [B]. Without noise the std is 0, and so is the log-density."""
 
@@ -74,7 +74,7 @@ def step(
     near_one: float,
     noise: torch.Tensor | None = None,
     reached: torch.Tensor | None = None,
-) -> Step:
+) -> DenoisingStep:
     """One step from time `now` to the earlier time `then`, sampled from `noise` or replayed to `reached`.
 
     It keeps no state, and computes in float32 whatever the network's dtype: replayed with the same velocities it gives
@@ -104,7 +104,7 @@ def step(
         mean, std = x + v * dt, torch.zeros_like(now)
     if reached is None:
         reached = mean if noise is None else mean + std * noise
-    return Step(reached, mean, std, log_density(reached, mean, std))
+    return DenoisingStep(reached, mean, std, log_density(reached, mean, std))
 
 
 def log_density(point: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:

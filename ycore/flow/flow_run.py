@@ -22,7 +22,7 @@ from ycore.flow.flow_settings import FlowConfig
 from ycore.flow.learner import Learner, sampling_of
 from ycore.flow.measuring import FELL, TRAINED, conditions, judge_fell, measure
 from ycore.flow.picture_rounds import picture_controller, picture_scoring
-from ycore.flow.policy import Policy
+from ycore.flow.policy import FlowPolicy
 from ycore.flow.sampler import (
     OnePicture,
     PictureEngine,
@@ -68,7 +68,7 @@ class FlowRun:
         check_contents(self.home, contents | file_fingerprints(named))
         for place in (self.home.images, self.home.trajectories):
             make_folder(place)
-        policy = Policy(
+        policy = FlowPolicy(
             folder,
             lora=config.lora,
             guidance=config.flow.guidance,

@@ -8,7 +8,7 @@ from statistics import fmean, pstdev
 
 import torch
 
-from ycore.flow.denoising import NOISY, Rule, Sampling, Step, grid, step
+from ycore.flow.denoising import NOISY, DenoisingStep, Rule, Sampling, grid, step
 from ycore.flow.flow_settings import FlowConfig
 from ycore.flow.objectives import (
     group_advantages,
@@ -19,7 +19,7 @@ from ycore.flow.objectives import (
     step_kl,
     velocity_penalty,
 )
-from ycore.flow.policy import Policy, Weights
+from ycore.flow.policy import FlowPolicy, Weights
 from ycore.flow.sampler import Picture, Trajectories
 from ycore.scoring.group_rewards import can_teach, min_stds, total_reward
 from ycore.types import Group
@@ -59,7 +59,7 @@ class Learner:
     """
 
     def __init__(
-        self, policy: Policy, config: FlowConfig, sampling: Sampling, trajectories: Trajectories
+        self, policy: FlowPolicy, config: FlowConfig, sampling: Sampling, trajectories: Trajectories
     ) -> None:
         self.policy = policy
         self._config = config
@@ -191,7 +191,9 @@ class Learner:
                 measured["kl"] = kl.sum().item() * share
             yield loss.sum() * share, measured
 
-    def _replay(self, batch: Batch, rows: slice, number: int, weights: Weights | None) -> Step:
+    def _replay(
+        self, batch: Batch, rows: slice, number: int, weights: Weights | None
+    ) -> DenoisingStep:
         """The step that was drawn as the `number`th with noise, as these weights would have made it."""
         sampling, places = self._sampling, batch.firsts[rows] + number
         times = torch.tensor(sampling.path.times)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ycore.flow.denoising import Step
+from ycore.flow.denoising import DenoisingStep
 
 MIN_STD = 1e-4
 
@@ -95,7 +95,7 @@ def grpo_loss(
     return Clipped(-torch.minimum(free, clipped), ratio, clipped < free)
 
 
-def step_kl(made: Step, reference: Step) -> torch.Tensor:
+def step_kl(made: DenoisingStep, reference: DenoisingStep) -> torch.Tensor:
     """The KL divergence of a step from the reference's, exact: `|mean - mean_ref|^2 / (2 std^2)`, [B]."""
     distance = ((made.mean - reference.mean) ** 2).flatten(1).sum(1)
     return distance / (2 * made.std.flatten() ** 2)

@@ -17,7 +17,7 @@ Weights = Mapping[str, torch.Tensor]
 _SCALE = 1000.0  # of times, as diffusers' networks take them
 
 
-class Policy:
+class FlowPolicy:
     """The network, always in evaluation mode: in training mode a DiT drops a tenth of its labels, and trainer and
     sampler would disagree.
 

@@ -20,7 +20,7 @@ from ycore.engine import Engine
 from ycore.engine.batching import Batches
 from ycore.errors import RunFolderError
 from ycore.flow.denoising import NOISY, Sampling, draw, window_of
-from ycore.flow.policy import Policy, Weights
+from ycore.flow.policy import FlowPolicy, Weights
 from ycore.rollout.turns import Generate, GroupStart, SingleTurnWriter, completion_seed
 from ycore.run.files import make_folder, write_bytes_atomic
 from ycore.run.images import ImageStore, png_of
@@ -108,7 +108,13 @@ class PictureEngine(Engine):
     name = "sampler"
 
     def __init__(
-        self, policy: Policy, sampling: Sampling, plain: Sampling, folder: RunFolder, *, batch: int
+        self,
+        policy: FlowPolicy,
+        sampling: Sampling,
+        plain: Sampling,
+        folder: RunFolder,
+        *,
+        batch: int,
     ) -> None:
         self.version = 0
         self.weights: Weights | None = None
@@ -181,7 +187,7 @@ class PictureEngine(Engine):
 
 
 def _velocity(
-    policy: Policy,
+    policy: FlowPolicy,
     classes: torch.Tensor,
     weights: Weights | None,
     x: torch.Tensor,
@@ -232,7 +238,7 @@ def drop_pictures(folder: RunFolder) -> int:
 
 
 def contact_sheet(
-    policy: Policy, sampling: Sampling, classes: Sequence[int], path: Path, *, num_each: int = 8
+    policy: FlowPolicy, sampling: Sampling, classes: Sequence[int], path: Path, *, num_each: int = 8
 ) -> None:
     """A PNG with `num_each` pictures of every class, by the model that the run began with and by the policy, side by
     side and from the same noise."""

@@ -14,7 +14,6 @@ from typing import Any, BinaryIO
 
 from ycore.errors import ModelError
 from ycore.models.hub import first_line
-from ycore.models.sighted import make_sighted
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -119,6 +118,8 @@ def is_adapter(folder: Path) -> bool:
 
 def main() -> int:
     """Run in the child process; the last line of output is `error: ...` where the conversion failed."""
+    from ycore.models.sighted import make_sighted  # it imports numpy, and most models are not made
+
     write: Any = {"gguf": _convert_gguf, "adapter": _merge_adapter, "made": make_sighted}[
         sys.argv[1]
     ]

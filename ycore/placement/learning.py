@@ -1,4 +1,4 @@
-"""What the allocator learned from earlier rounds: each role's load, how well forecasts held, and the next schedule.
+"""The allocator's memory of earlier rounds: each role's load, how well forecasts held, and the next schedule.
 
 Everything learned comes from sums over all machines, so that all of them learn the same. It is part of a checkpoint:
 a resumed run divides its slots as it would have.

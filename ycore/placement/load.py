@@ -1,4 +1,4 @@
-"""What a role's requests cost, learned from finished requests, and how busy the slots were.
+"""The cost of a role's requests, learned from finished requests, and how busy the slots were.
 
 An engine's step with n requests in flight takes `base + each * n` seconds, and each request grows by one token a step.
 The line is a least-squares fit over finished requests of (mean number in flight, seconds per token). Everything is kept
@@ -15,9 +15,9 @@ MEMORY = 0.7  # weight that earlier rounds keep when a new one is added: about t
 _GOOD_DEPTH = 4.0
 _FULL_DEPTH = 20.0
 _MIN_DEPTH_SHARE = 0.25
-"""Of a slot's share of a round's requests: a speed that was measured at one depth may be wrong."""
+"""Share of a slot's requests in a round; a speed that was measured at one depth may be wrong."""
 _SERIAL_ERROR = 0.25
-"""Of the line's squared error: with less, the number of requests served explains the seconds, and not the line."""
+"""Share of the line's squared error; below it, the number of requests served explains the seconds, not the line."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from ycore.placement.placement import ROLLOUT, Division, Mode, Schedule, SlotPoo
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """What a role has left to do in the round."""
+    """The requests that a role has left in the round."""
 
     waiting: float  # requests
     coming: float  # requests that are still to be asked

@@ -19,7 +19,7 @@ _RULE = "placement must be colocated, dynamic, or split with slots for each role
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What `--placement` asks for. `shares`: a split's slots per role, in the order of ROLES."""
+    """The value of `--placement`. `shares`: a split's slots per role, in the order of ROLES."""
 
     kind: Kind
     shares: tuple[int, ...] = ()

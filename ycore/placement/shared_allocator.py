@@ -18,7 +18,7 @@ _REPORT_EVERY_S = 1.0
 
 
 class SlotListener(Protocol):
-    """What a rank does for the allocator."""
+    """The calls that a rank gets from the allocator."""
 
     def start(self, request: int, slot: int) -> None:
         """Send this request to the slot's engine now."""

@@ -191,7 +191,7 @@ def known_config(name: str) -> dict[str, Any] | None:
     for hub_id, config in KNOWN_CONFIGS.items():
         base = hub_id.lower().removesuffix("-instruct")
         ids = (hub_id.lower(), base)
-        if wanted.lower() in (*ids, *(one.rpartition("/")[2] for one in ids)):
+        if wanted.lower() in (*ids, *(model_id.rpartition("/")[2] for model_id in ids)):
             return config
     return None
 

@@ -257,8 +257,12 @@ class _ServedCompletion:
     def _continued(self, request: ChatRequest, seconds: float) -> _Conversation | None:
         """Return the longest conversation that the call continues, with what its messages add; None without one."""
         conversation = max(
-            (one for one in self._conversations if one.is_continued_by(request)),
-            key=lambda one: len(one.messages),
+            (
+                conversation
+                for conversation in self._conversations
+                if conversation.is_continued_by(request)
+            ),
+            key=lambda conversation: len(conversation.messages),
             default=None,
         )
         if conversation is None:
@@ -379,7 +383,9 @@ class _ServedCompletion:
         elif finish_reason != "stop":
             last.finish_reason = finish_reason
         # The last conversation comes last: the completion's finish reason is that of its end.
-        first, *later = sorted(self._conversations, key=lambda one: one is self._last)
+        first, *later = sorted(
+            self._conversations, key=lambda conversation: conversation is self._last
+        )
         completion = first.builder.completion(earned, first.prompt_ids)
         for conversation in later:
             completion = _with_sequence(completion, conversation, earned)

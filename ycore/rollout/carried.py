@@ -129,7 +129,10 @@ class CarryWriter(SingleTurnWriter):
         return [
             {
                 "draw": to_json(group.draw),
-                "begun": {str(index): to_json(one) for index, one in group.completions.items()},
+                "begun": {
+                    str(index): to_json(completion)
+                    for index, completion in group.completions.items()
+                },
             }
             for _, group in sorted(self._groups.items())
         ]
@@ -139,7 +142,8 @@ class CarryWriter(SingleTurnWriter):
         for group in state:
             draw = draw_from_json(group["draw"])
             completions = {
-                int(index): completion_from_json(one) for index, one in group["begun"].items()
+                int(index): completion_from_json(completion)
+                for index, completion in group["begun"].items()
             }
             self._groups[draw.position] = _UnfinishedGroup(draw, completions)
 

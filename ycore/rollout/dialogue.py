@@ -200,14 +200,14 @@ class Dialogue:
         """
         if self._by_template:
             return [*messages]
-        found: list[ChatMessage] = []
+        chat: list[ChatMessage] = []
         for is_tool, run in groupby(messages, lambda message: message["role"] == "tool"):
             if is_tool:
                 text = "\n".join(message["content"] for message in run)
-                found.append({"role": "user", "content": text})
+                chat.append({"role": "user", "content": text})
             else:
-                found += map(self._calls_as_text, run)
-        return found
+                chat += map(self._calls_as_text, run)
+        return chat
 
     def _calls_as_text(self, message: ChatMessage) -> ChatMessage:
         calls = [call["function"] for call in message.get("tool_calls") or ()]

@@ -51,7 +51,7 @@ class ControllerAhead(Controller):
         )  # problems, weights of the constraints
 
     def next_round(self, *, step: int, num_groups: int) -> list[Group]:
-        """As the base's, of a round that was written ahead; then the next one's begins."""
+        """Return the round generated during the previous step, and start generating the next one."""
         began = time.perf_counter()
         self.settle()
         ahead, self._ahead = self._ahead, None

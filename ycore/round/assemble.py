@@ -47,7 +47,7 @@ class Assembly:
     tool_sets: Mapping[str | None, ToolSet] = field(default_factory=dict)
     """The tools of each environment, by its name; {} without tools and environments."""
     sight: Sight | None = None
-    """Of a model whose prompts have pictures."""
+    """The image processor; None where no prompt has pictures."""
 
     def controller(
         self,

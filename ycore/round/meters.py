@@ -1,4 +1,4 @@
-"""What a round took: counts of this rank that are added up over all ranks and become the step's metrics."""
+"""Counts of a round on this rank, which are added up over all ranks and become the step's metrics."""
 
 import math
 import time
@@ -26,7 +26,7 @@ def collect(meters: Sequence[Meter], add_up: AddUp) -> dict[str, float]:
 
 
 class RoundMeter:
-    """What this rank wrote and scored in the round that is under way, or in the last one."""
+    """Counts completions and scores of this rank in the round under way, or in the last one."""
 
     def __init__(
         self,
@@ -92,8 +92,17 @@ class RoundMeter:
             moved,
             new_restarts,
         )
-        each = [count for one in self.rewards_in.values() for count in (math.fsum(one), len(one))]
-        return [reward_sum, len(self.rewards), self.num_drafted, self.num_accepted, *counts, *each]
+        environment_sums = list[float]()
+        for rewards in self.rewards_in.values():
+            environment_sums += [math.fsum(rewards), len(rewards)]
+        return [
+            reward_sum,
+            len(self.rewards),
+            self.num_drafted,
+            self.num_accepted,
+            *counts,
+            *environment_sums,
+        ]
 
     def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
         (
@@ -108,8 +117,10 @@ class RoundMeter:
             moved,
             restarts,
         ) = sums[:10]
-        each = sums[10:]
-        in_each = zip(self._environments, each[::2], each[1::2], strict=True)
+        environment_sums = sums[10:]
+        in_each = zip(
+            self._environments, environment_sums[::2], environment_sums[1::2], strict=True
+        )
         return {
             **({"ycore/reward": reward_sum / num_scored} if num_scored else {}),
             **{f"ycore/reward/{name}": total / number for name, total, number in in_each if number},
@@ -123,7 +134,10 @@ class RoundMeter:
         }
 
     def own_metrics(self, *, rate: float, syncs: bool) -> dict[str, float]:
-        """Those of this rank alone. `rate` is the expected yield, `syncs` whether engines are sent weights."""
+        """Return the metrics that are not summed over ranks.
+
+        `rate` is the expected yield, `syncs` whether engines are sent weights.
+        """
         metrics = {"ycore/time/generate": self.generate_s, "ycore/sampling/yield": rate}
         home = [engine for engine in self._engines if engine.is_home]
         if syncs and home:

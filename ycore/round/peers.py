@@ -1,4 +1,4 @@
-"""What the ranks of a run share: counts while a round runs, the deal at its end, and the groups that change ranks.
+"""Exchange between the ranks of a run: counts while a round runs, the deal at its end, and the groups that move.
 
 A rank sees no prompt or completion of another rank but those dealt to it. Every rank computes the same deal from the
 same numbers, so no rank leads. `Peers` is the exchange of a run with one rank; `TorchPeers` extends it to many.

@@ -27,7 +27,7 @@ LEAST = 0.05  # lower bound of the estimated yield, so that one bad stretch does
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What training on a group costs, in tokens of a short one.
+    """The cost of training on a group, in tokens of a short one.
 
     A token costs a product with the weights, and `attention` of that for each token that it attends to: attention is
     quadratic in length. 0 where the model's sizes are not known: then a group costs its tokens.
@@ -53,14 +53,17 @@ class Cost:
             return cls()
 
     def of(self, group: Group) -> int:
-        sizes = [(len(one.prompt_ids), one.stop - one.start) for one in group.sequences]
+        sizes = [
+            (len(sequence.prompt_ids), sequence.stop - sequence.start)
+            for sequence in group.sequences
+        ]
         return round(
             sum(length * (1 + self.attention * (prompt + length / 2)) for prompt, length in sizes)
         )
 
 
 class ExpectedLengths:
-    """What the completions of each prompt cost lately, by its row: what is likely long is begun first.
+    """Recent costs of each prompt's completions, by row. Prompts that are likely long are started first.
 
     Every rank has the same memory, and a resumed run has it too: which requests share a batch follows from it.
     """
@@ -73,7 +76,7 @@ class ExpectedLengths:
         self._last_round: list[tuple[int, float]] = []
 
     def of(self, row: int) -> float:
-        """As far as it is known; the mean of the others for a new prompt."""
+        """Return the row's expected cost; the mean of all rows for a new prompt."""
         return self._of.get(row, self._mean)
 
     def learn(self, costs: Iterable[tuple[int, float]]) -> None:
@@ -195,7 +198,7 @@ class AcceptanceRate:
         return max(LEAST, self.kept / self.finished)
 
     def left(self, num_prompts: int) -> int:
-        """Of so many prompts, those that are expected to give a group that can teach."""
+        """Return how many of `num_prompts` prompts are expected to yield a trainable group."""
         return math.ceil(self.kept / self.finished * num_prompts)
 
     def state_dict(self) -> dict[str, float]:
@@ -276,7 +279,7 @@ class Quota:
         """Where fewer prompts than needed can still teach, the draws that find those are all that is worth their time:
         the round fills up with what it has."""
         rules, dynamic = self._rules, self._rules.dynamic
-        found = (
+        num_to_find = (
             need
             if rules.num_prompts is None
             else min(need, self._acceptance.left(rules.num_prompts))
@@ -286,7 +289,7 @@ class Quota:
             kept=counts.kept,
             in_flight=counts.in_flight,
             drawn=counts.drawn,
-            max_draws=max(need, found * rules.max_tries)
+            max_draws=max(need, num_to_find * rules.max_tries)
             if dynamic
             else math.ceil(need * rules.oversample),
             rate=(self._acceptance.rate if dynamic else 1.0) / rules.oversample,
@@ -337,7 +340,7 @@ class LeftoverGroups:
         return [
             item
             for item in waiting
-            if all(one.policy_version >= oldest for one in item.group.completions)
+            if all(completion.policy_version >= oldest for completion in item.group.completions)
         ]
 
 

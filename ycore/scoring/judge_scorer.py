@@ -318,7 +318,10 @@ class JudgeScorer(Scorer):
 
     def _key(self, group: PendingGroup, *completions: Completion) -> str:
         """Identify what is judged, also in a resumed run. The key depends on the text: no policy can predict it."""
-        texts = ["-".join(map(str, one.token_ids)) or one.text for one in completions]
+        texts = [
+            "-".join(map(str, completion.token_ids)) or completion.text
+            for completion in completions
+        ]
         digest = hashlib.sha256(",".join(texts).encode()).hexdigest()
         return f"{self.seed}/{self.name}/{group.draw.position}/{digest}"
 

@@ -15,7 +15,6 @@ from ycore.config.schema import RewardConfig, RunConfig
 from ycore.data.prompts import PromptSet
 from ycore.engine.judge_engine import QuestionRefused, RemoteTeacher, key_header
 from ycore.engine.kinds import VLLM, EngineKind
-from ycore.engine.vllm_engine import VllmRewardModel, VllmTeacher
 from ycore.errors import ConfigError, ModelError
 from ycore.judge.question import break_special_tokens, special_tokens
 from ycore.judge.sources import (
@@ -59,6 +58,8 @@ from ycore.types import Completion, Prompt, Score
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from ycore.engine.vllm_engine import VllmRewardModel, VllmTeacher
+
 
 class RewardModelMeter(RequestMeter):
     kind = "reward_model"
@@ -67,7 +68,7 @@ class RewardModelMeter(RequestMeter):
 class EnsembleMember(NamedTuple):
     """A model of an ensemble; its `engines` are slot by slot."""
 
-    engines: Sequence[VllmRewardModel]
+    engines: "Sequence[VllmRewardModel]"
     encode: Callable[[Prompt, str], list[int]]
     max_model_len: int
 
@@ -120,6 +121,8 @@ class RewardModelScorer(Scorer):
 
     @classmethod
     def build(cls, spec: RewardConfig, source: int, context: ScorerContext) -> Scorer:
+        from ycore.engine.vllm_engine import VllmRewardModel  # it imports torch
+
         members = [
             EnsembleMember(
                 context.servers(model, VllmRewardModel),
@@ -229,7 +232,7 @@ class TeacherScorer(Scorer):
     kind = "teacher"
     name: str
     teacher: Teacher
-    engines: Sequence[VllmTeacher | RemoteTeacher]
+    engines: "Sequence[VllmTeacher | RemoteTeacher]"
     _: KW_ONLY
     max_model_len: int
     meter: TeacherMeter
@@ -284,6 +287,8 @@ class TeacherScorer(Scorer):
 
     @classmethod
     def build(cls, spec: RewardConfig, source: int, context: ScorerContext) -> Scorer:
+        from ycore.engine.vllm_engine import VllmTeacher  # it imports torch
+
         teacher = teacher_of(spec)
         if context.config.teaches_exactly:
             return TrainerTeacherScorer(teacher)

@@ -98,14 +98,14 @@ def check_run_placement(
     )
 
 
-def _merge(one: ServedModel, other: ServedModel) -> ServedModel:
-    lengths = [one.max_model_len, other.max_model_len]
-    widths = [width for width in (one.tensor_parallel, other.tensor_parallel) if width != "auto"]
+def _merge(model: ServedModel, other: ServedModel) -> ServedModel:
+    lengths = [model.max_model_len, other.max_model_len]
+    widths = [width for width in (model.tensor_parallel, other.tensor_parallel) if width != "auto"]
     return replace(
-        one,
-        sources=one.sources + other.sources,
+        model,
+        sources=model.sources + other.sources,
         max_model_len=None if None in lengths else max(filter(None, lengths)),
-        max_new_tokens=max(one.max_new_tokens, other.max_new_tokens),
+        max_new_tokens=max(model.max_new_tokens, other.max_new_tokens),
         tensor_parallel=max(widths, default="auto"),
     )
 

@@ -34,7 +34,7 @@ Place = tuple[int, int]
 
 @dataclass(slots=True)
 class Lane:
-    """What one slot did: by role the intervals with requests in flight; its swaps, with the role then awake."""
+    """The history of one slot: by role the intervals with requests in flight; its swaps, with the role then awake."""
 
     busy: dict[str, list[Interval]] = field(default_factory=dict)
     swaps: list[tuple[float, float, str]] = field(default_factory=list)

@@ -71,7 +71,7 @@ class RecordedRun:
 
 
 class _Checked(BaseModel):
-    """What a report takes from a file of a run, which may be damaged; other keys pass."""
+    """The keys that a report reads from a file of a run, which may be damaged. Other keys are ignored."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, coerce_numbers_to_str=True)
 

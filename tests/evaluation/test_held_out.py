@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ycore.config.schema import RewardConfig, RunConfig, TuneConfig
+from ycore.config.schema import EvalConfig, RewardConfig, RunConfig, TuneConfig
 from ycore.errors import ConfigError
 from ycore.evaluation.held_out import (
     best_of,
@@ -33,7 +33,8 @@ def config(**settings: Any) -> RunConfig:
         "rewards": [{"reward": "exact_answer"}],
         "num_samples": 4,
     }
-    return RunConfig.model_validate({**base, **settings})
+    config_class = EvalConfig if "pairs" in settings else RunConfig
+    return config_class.model_validate({**base, **settings})
 
 
 def group(position: int, texts: Sequence[str], rewards: Sequence[float | None]) -> Group:

@@ -210,13 +210,19 @@ def test_ycore_lines_work(page: Path, line: str, tmp_path: Path) -> None:
         )
     else:
         assert done.returncode == 0, done.stderr
-        assert "Nothing was started" in done.stdout or line.split()[1] not in STARTS
+        assert "Nothing was started" in done.stdout or not starts_something(words[1:])
+
+
+def starts_something(words: list[str]) -> bool:
+    """`ycore recipes` lists; `ycore recipes NAME` runs a recipe."""
+    runs_a_recipe = words[0] == "recipes" and len(words) > 1 and not words[1].startswith("-")
+    return words[0] in STARTS or runs_a_recipe
 
 
 def dry_run(line: str, folder: Path) -> "subprocess.CompletedProcess[str]":
     """The command in `folder`, without a hub and with empty caches; what would train or measure only plans."""
     words = shlex.split(line, comments=True)[1:]
-    if words[0] in (*STARTS, "serve") and "--dry-run" not in words:
+    if (starts_something(words) or words[0] == "serve") and "--dry-run" not in words:
         words.append("--dry-run")
     models = [word for before, word in itertools.pairwise(words) if before == "--model"]
     for model in models:

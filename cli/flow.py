@@ -32,7 +32,8 @@ HeldOutJudge = o.texts(
     "--eval-reward", metavar="NAME",
 )  # fmt: skip
 Method = o.text(
-    "How it learns: nft (DiffusionNFT) or grpo (Flow-GRPO); see docs/pictures.md.", metavar="NAME"
+    "How it learns: nft (DiffusionNFT) or grpo (Flow-GRPO); see docs/pictures.md.",
+    metavar="NAME",
 )
 LearningRate = o.number(
     "Learning rate; 3e-4 with LoRA, 1e-5 for every weight if not given; e.g. 1e-4."
@@ -147,7 +148,9 @@ def train_flow(
         print_table(_closing_rows(config))
 
 
-def flow_plan(config: "FlowConfig", *, resume: bool, resume_options: "Resume") -> dict[str, Any]:
+def flow_plan(
+    config: "FlowConfig", *, resume: bool, resume_options: "Resume"
+) -> dict[str, Any]:
     """Plan the run as JSON values; UserError where it cannot work. Nothing is loaded or made."""
     from ycore.config.resolve import check_trackers
     from ycore.flow.conditions import load_conditions
@@ -248,7 +251,9 @@ def _closing_rows(config: "FlowConfig") -> list[tuple[str, str]]:
         }
         for name, title in titles.items():
             if name in after and name in before:
-                spread = f"95 % interval {after[f'{name}/low']:.3f} to {after[f'{name}/high']:.3f}"
+                spread = (
+                    f"95 % interval {after[f'{name}/low']:.3f} to {after[f'{name}/high']:.3f}"
+                )
                 rows.append((title, f"{before[name]:.3f} -> {after[name]:.3f}, {spread}"))
         key, note = "diversity", ""
         if before["diversity_of_right"] and after["diversity_of_right"]:

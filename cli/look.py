@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from ycore.config.recipe_files import RecipeEntry
 
 ReportedRuns = Annotated[
-    list[Path], typer.Argument(metavar="RUN [RUN2 ...]", help="Folders of runs, finished or not.")
+    list[Path],
+    typer.Argument(metavar="RUN [RUN2 ...]", help="Folders of runs, finished or not."),
 ]
 Page = Annotated[
     Path | None, typer.Option(help="The page to write; report.html in the first run's folder.")
@@ -87,7 +88,9 @@ def _follow(runs: Sequence[Path], *, once: bool) -> None:
     from ycore.view.progress import follow_run
 
     if len(runs) > 1:
-        raise ConfigError(f"--live and --once show one run, and there are {len(runs)}; name one")
+        raise ConfigError(
+            f"--live and --once show one run, and there are {len(runs)}; name one"
+        )
     try:
         follow_run(runs[0], once=once)
     except KeyboardInterrupt:
@@ -162,7 +165,9 @@ def recipes(
             try:
                 _run_seed(recipe, seed, root / f"seed-{seed}", sets=set_ or (), dry_run=dry_run)
             except Interrupted:
-                raise Interrupted(f"stopped with seed {seed}; the same command goes on") from None
+                raise Interrupted(
+                    f"stopped with seed {seed}; the same command goes on"
+                ) from None
     if dry_run:
         if json:
             print_json({"recipe": recipe, "output": str(root), "seeds": list(range(seeds))})
@@ -210,7 +215,9 @@ def _mark(entry: "RecipeEntry", band: Mapping[str, Any] | None) -> str:
     return f" [never run here: {entry.never_run}]" if entry.never_run else ""
 
 
-def _run_seed(recipe: str, seed: int, root: Path, *, sets: Sequence[str], dry_run: bool) -> None:
+def _run_seed(
+    recipe: str, seed: int, root: Path, *, sets: Sequence[str], dry_run: bool
+) -> None:
     """Run the recipe with this seed, or the rest of it, unless it is finished; RunFolderError for another run there."""
     from ycore_cli.train import train
 

@@ -65,7 +65,8 @@ def _version(wanted: bool) -> None:
 def ycore(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
     """Reinforcement learning for language models from one command.

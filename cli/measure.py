@@ -121,7 +121,9 @@ def preflight(context: typer.Context, *, dry_run: bool, json: bool, **_: Any) ->
         recipe = context.params["recipe"]
         base = load_recipe(recipe, command="grpo") if recipe else {}
         algorithm = str(base.get("algorithm", "grpo"))
-        config = preflight_config(require_rollouts(o.resolve_config(context, algorithm=algorithm)))
+        config = preflight_config(
+            require_rollouts(o.resolve_config(context, algorithm=algorithm))
+        )
         result = checked_plan(config, trains=False) if dry_run else run_preflight(config)
     if json:
         print_json(result)
@@ -175,7 +177,9 @@ def doctor(engines: Engines = False, json: o.Json = False) -> None:
             )
         print_table(rows)
         print(
-            f"{num_broken} to mend; each line ends with how" if num_broken else "everything works"
+            f"{num_broken} to mend; each line ends with how"
+            if num_broken
+            else "everything works"
         )
     if not report["ok"]:
         raise typer.Exit(1)

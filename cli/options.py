@@ -82,7 +82,8 @@ EnvPython = text(
     "Another Python for tools and environment, with packages of its own.", metavar="PATH"
 )
 Agent = text(
-    "A command that talks to the policy as an OpenAI client; see docs/agents.md.", metavar="COMMAND"
+    "A command that talks to the policy as an OpenAI client; see docs/agents.md.",
+    metavar="COMMAND",
 )
 MaxTurns = number(
     "Turns of the policy in a completion with tools, an environment or an agent; e.g. 4."
@@ -155,7 +156,9 @@ Placement = text(
     metavar="HOW",
 )
 KeepJournal = flag("Keep every round on disk, so that it can be replayed.", "--keep-journal")
-Replay = text("Train on the rounds of a run with a kept journal, without engines.", metavar="RUN")
+Replay = text(
+    "Train on the rounds of a run with a kept journal, without engines.", metavar="RUN"
+)
 
 # The algorithm
 Preset = text(
@@ -165,7 +168,8 @@ Advantage = text(
     "How rewards become advantages; e.g. rloo; see docs/algorithms.md.", metavar="NAME"
 )
 Divergence = text(
-    "Distance to the reference that --beta weighs: reverse-kl, forward-kl or js.", metavar="NAME"
+    "Distance to the reference that --beta weighs: reverse-kl, forward-kl or js.",
+    metavar="NAME",
 )
 TrustRegion = text(
     "What bounds a step: clip, dppo-tv or dppo-kl; see docs/algorithms.md.", metavar="NAME"
@@ -175,7 +179,9 @@ Preflight = switch(
 )
 
 # Given examples
-Examples = text("Hub id, or JSONL, CSV or Parquet file, with the columns named above.", "--dataset")
+Examples = text(
+    "Hub id, or JSONL, CSV or Parquet file, with the columns named above.", "--dataset"
+)
 EvalDataset = text("Held-out rows; a hub id or file like --dataset.")
 EvalSplit = text("Split of the held-out rows; e.g. test.")
 HeldOut = number("Rows kept apart to measure on; by default a tenth, 256 at most; e.g. 200.")
@@ -186,7 +192,9 @@ Epochs = number("Passes over the rows, where --steps is not given.")
 Steps = number("Optimizer steps; e.g. 100.")
 Lora = flag("Train low-rank adapters (the default), or every weight.", "--lora/--full")
 Quantize = text("Keep the frozen base of a LoRA run in 4 bits: 4bit.", metavar="BITS")
-MaxStaleness = number("Steps by which a round may be stale: 1 writes it while the last one trains.")
+MaxStaleness = number(
+    "Steps by which a round may be stale: 1 writes it while the last one trains."
+)
 Oversample = number(
     "Groups in flight for each that is needed; what is not whole goes on in the next round; e.g. 1.5."
 )
@@ -206,7 +214,9 @@ ReportTo = text(
 WandbProject = text("Also log to Weights & Biases, in this project; e.g. sums.", metavar="NAME")
 Restarts = number("How often a trainer that dies is started again; 0 by default; e.g. 3.")
 Resume = switch("Go on from the newest whole checkpoint in --output.", "--resume")
-ResumeFrom = text("Go on from this checkpoint; 0 is the beginning; e.g. 40.", metavar="STEP|PATH")
+ResumeFrom = text(
+    "Go on from this checkpoint; 0 is the beginning; e.g. 40.", metavar="STEP|PATH"
+)
 AcceptChanges = switch(
     "Go on even though settings, dataset, model or rewards have changed.", "--accept-changes"
 )
@@ -217,7 +227,9 @@ Judge = text("A generative judge too; e.g. Qwen3-8B.", metavar="MODEL")
 PromptTokens = number("Tokens of a prompt; the default is 256.")
 CompletionTokens = number("Mean tokens of a completion; --max-tokens if not given.")
 StageSet = texts(
-    "Any key of a stage; may be repeated; e.g. sft.steps=50.", "--set", metavar="STAGE.KEY=VALUE"
+    "Any key of a stage; may be repeated; e.g. sft.steps=50.",
+    "--set",
+    metavar="STAGE.KEY=VALUE",
 )
 StageResume = switch("Skip what is finished, go on with what was begun.", "--resume")
 
@@ -269,7 +281,9 @@ def takes(options: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callabl
     return declare
 
 
-def resolve_config(context: typer.Context, *, algorithm: str, resume: bool = False) -> "AnyConfig":
+def resolve_config(
+    context: typer.Context, *, algorithm: str, resume: bool = False
+) -> "AnyConfig":
     """Resolve the config of a command from its recipe or the run in `--output` (`resume`), and its options."""
     from ycore.api.run_settings import complete_config
     from ycore.config.recipe_files import load_benchmark, load_recipe, recipe_name
@@ -294,7 +308,9 @@ def typed_keys(
 
     keys = config_keys(context.params)
     declared = [
-        name for option in context.command.params for name in (*option.opts, *option.secondary_opts)
+        name
+        for option in context.command.params
+        for name in (*option.opts, *option.secondary_opts)
     ]
     words = context.args if arguments is None else arguments
     trl_class = None if algorithm in families() else find_algorithm(algorithm).trl_config
@@ -306,7 +322,9 @@ def config_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     """Collect the keys of a config that the declared options set; options that were not given set none."""
     keys = {name: params[name] for name in _TEXTS if params.get(name) is not None}
     keys |= {
-        name: _parse_number(name, params[name]) for name in _NUMBERS if params.get(name) is not None
+        name: _parse_number(name, params[name])
+        for name in _NUMBERS
+        if params.get(name) is not None
     }
     for option, key in (("reward", "rewards"), ("eval_reward", "eval_rewards")):
         if params.get(option):
@@ -335,7 +353,9 @@ def config_keys(params: Mapping[str, Any]) -> dict[str, Any]:
         keys["sampling"] = keys.get("sampling", {}) | {"curriculum": curriculum}
     for name in ("max_staleness", "oversample"):
         if params.get(name) is not None:
-            keys["sampling"] = keys.get("sampling", {}) | {name: _parse_number(name, params[name])}
+            keys["sampling"] = keys.get("sampling", {}) | {
+                name: _parse_number(name, params[name])
+            }
     if params.get("lora") is not None:
         keys["lora"] = {} if params["lora"] else None
     if "output" in keys:
@@ -379,7 +399,9 @@ def _trl_options(
         elif name in flags:
             values[name] = True
         else:
-            raise ConfigError(f"{option} needs a value; TRL's default is {fields[name].default!r}")
+            raise ConfigError(
+                f"{option} needs a value; TRL's default is {fields[name].default!r}"
+            )
     return values
 
 

@@ -100,7 +100,9 @@ def evaluation_rows(
     if ends := summary.get("held_out"):
         before, after = ends["before"], ends["after"]
         known = [
-            name for name in names or after if isinstance(before.get(name), float) and name in after
+            name
+            for name in names or after
+            if isinstance(before.get(name), float) and name in after
         ]
         for index, name in enumerate(name for name in known if names or f"{name}/low" in after):
             reach = [

@@ -89,7 +89,9 @@ def training_command(algorithm: Algorithm) -> Callable[..., None]:
 
 def resume(
     context: typer.Context,
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's folder; e.g. runs/first.")],
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="The run's folder; e.g. runs/first.")
+    ],
     resume_from: o.ResumeFrom = None,
     accept_changes: o.AcceptChanges = False,
     steps: o.Steps = None,
@@ -235,7 +237,9 @@ def _closing_rows(config: "TuneConfig", summary: Mapping[str, Any]) -> list[tupl
 
 PipelineFile = Annotated[
     str,
-    typer.Argument(metavar="FILE|NAME", help="A YAML file of stages, or a shipped recipe's name."),
+    typer.Argument(
+        metavar="FILE|NAME", help="A YAML file of stages, or a shipped recipe's name."
+    ),
 ]
 
 
@@ -269,4 +273,6 @@ def pipeline(
     elif dry_run:
         print("Nothing was started; leave out --dry-run to run it.")
     else:
-        print_table([*table_rows(report), ("report", str(Path(parsed.output) / "pipeline.json"))])
+        print_table(
+            [*table_rows(report), ("report", str(Path(parsed.output) / "pipeline.json"))]
+        )

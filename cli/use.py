@@ -15,13 +15,16 @@ from ycore.errors import ConfigError, RunFolderError
 from ycore.run.text import printable
 
 Name = Annotated[
-    str, typer.Argument(metavar="RUN|MODEL", help="A run's folder, or a model; e.g. runs/first.")
+    str,
+    typer.Argument(metavar="RUN|MODEL", help="A run's folder, or a model; e.g. runs/first."),
 ]
 Best = Annotated[
     bool, typer.Option("--best", help="The model that --keep-best kept, not the last one.")
 ]
 MaxTokens = Annotated[int, typer.Option(min=1, help="Longest answer, in tokens; e.g. 256.")]
-Temperature = Annotated[float, typer.Option(min=0, help="0 takes the likeliest token; e.g. 0.7.")]
+Temperature = Annotated[
+    float, typer.Option(min=0, help="0 takes the likeliest token; e.g. 0.7.")
+]
 Seed = Annotated[int, typer.Option(min=0, help="Fixes the answers; e.g. 0.")]
 Ask = Annotated[
     list[str] | None,
@@ -42,10 +45,14 @@ SystemPrompt = Annotated[
 At = Annotated[
     str | None,
     typer.Option(
-        "--at", metavar="URL", help="Where `ycore serve` serves it; e.g. http://127.0.0.1:8000/v1."
+        "--at",
+        metavar="URL",
+        help="Where `ycore serve` serves it; e.g. http://127.0.0.1:8000/v1.",
     ),
 ]
-Host = Annotated[str, typer.Option(help="Address to listen on; the default is this machine only.")]
+Host = Annotated[
+    str, typer.Option(help="Address to listen on; the default is this machine only.")
+]
 Port = Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on; e.g. 8000.")]
 Form = Annotated[
     Literal["merged", "gguf"] | None,
@@ -104,7 +111,9 @@ def chat(
         if at is None:
             chats.append(trained.TransformersChat(folder, settings))
         else:
-            chats.append(trained.ServedChat(folder, settings, address=at, name=served_name(model)))
+            chats.append(
+                trained.ServedChat(folder, settings, address=at, name=served_name(model))
+            )
     is_asked = sys.stdin.isatty() and not prompt
     if is_asked:
         said = [
@@ -202,7 +211,12 @@ def export(
     """
     if push is not None:
         _push(
-            Path(model), push, private=private, merged=form == "merged", best=best, dry_run=dry_run
+            Path(model),
+            push,
+            private=private,
+            merged=form == "merged",
+            best=best,
+            dry_run=dry_run,
         )
         return
     from ycore.api.trained import export_model, language_model
@@ -219,7 +233,9 @@ def export(
     print_table([("written", str(target))])
 
 
-def _push(run: Path, repo: str, *, private: bool, merged: bool, best: bool, dry_run: bool) -> None:
+def _push(
+    run: Path, repo: str, *, private: bool, merged: bool, best: bool, dry_run: bool
+) -> None:
     from ycore.api import trained
 
     if not (run / "run.json").is_file():

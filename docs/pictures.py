@@ -86,7 +86,9 @@ def seen(run: Path, picture: Path) -> bool:
     figure = new_figure(8, 0.9 * len(rows) + 0.4)
     for number, (before, after) in enumerate(rows):
         for place, name in enumerate(before["images"]):
-            axes = figure.add_subplot(len(rows), columns + 2, number * (columns + 2) + place + 1)
+            axes = figure.add_subplot(
+                len(rows), columns + 2, number * (columns + 2) + place + 1
+            )
             axes.imshow(store.open(name))
             axes.axis("off")
         for place, (title, sample) in enumerate(

@@ -12,7 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-COMMAND = (sys.executable, "-c", "import sys; from ycore_cli.main import main; sys.exit(main())")
+COMMAND = (
+    sys.executable,
+    "-c",
+    "import sys; from ycore_cli.main import main; sys.exit(main())",
+)
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "80"}
 
 HANG_S = 900

@@ -71,7 +71,9 @@ def test_hand_table_of_unequal_rewards() -> None:
         "raft": [0.0, 0.0, 1.0],
     }
     for name, row in expected.items():
-        torch.testing.assert_close(run(name, rewards, mask), torch.tensor([row]), rtol=0, atol=2e-7)
+        torch.testing.assert_close(
+            run(name, rewards, mask), torch.tensor([row]), rtol=0, atol=2e-7
+        )
 
 
 def test_batch_deviation_of_rewards_is_not_that_of_centred_rewards() -> None:
@@ -235,7 +237,9 @@ def test_a_shift_of_all_rewards_changes_nothing(
 
 @pytest.mark.parametrize("name", ["dr-grpo", "group", "reinforce++-baseline", "rloo"])
 @settings(max_examples=30, deadline=None)
-@given(batch=batches(), shifts=st.lists(st.sampled_from([-4.0, 0.0, 32.0]), min_size=4, max_size=4))
+@given(
+    batch=batches(), shifts=st.lists(st.sampled_from([-4.0, 0.0, 32.0]), min_size=4, max_size=4)
+)
 def test_each_group_may_shift_on_its_own(
     name: str, batch: tuple[Tensor, Tensor, Tensor], shifts: list[float]
 ) -> None:
@@ -263,14 +267,17 @@ def test_other_estimators_scale_with_the_rewards(
 ) -> None:
     rewards, mask, greedy = batch
     close(
-        run(name, rewards * scale, mask, greedy * scale), run(name, rewards, mask, greedy) * scale
+        run(name, rewards * scale, mask, greedy * scale),
+        run(name, rewards, mask, greedy) * scale,
     )
 
 
 @pytest.mark.parametrize("name", [*WITHIN_GROUP, "lite-ppo", "reinforce++-baseline"])
 @settings(max_examples=30, deadline=None)
 @given(batch=batches())
-def test_advantages_of_a_group_sum_to_zero(name: str, batch: tuple[Tensor, Tensor, Tensor]) -> None:
+def test_advantages_of_a_group_sum_to_zero(
+    name: str, batch: tuple[Tensor, Tensor, Tensor]
+) -> None:
     rewards, mask, _ = batch
     close(run(name, rewards, mask).sum(dim=1), torch.zeros(len(rewards)), atol=1e-3)
 
@@ -282,7 +289,9 @@ def test_other_groups_matter_only_where_the_batch_is_normalised(name: str) -> No
     mask, greedy = torch.ones(2, 3, dtype=torch.bool), torch.tensor([0.5, 1.0])
     together = run(name, rewards, mask, greedy)[:1]
     alone = run(name, rewards[:1], mask[:1], greedy[:1])
-    assert torch.equal(together, alone) != (name in {"lite-ppo", "reinforce++-baseline", "crpg"})
+    assert torch.equal(together, alone) != (
+        name in {"lite-ppo", "reinforce++-baseline", "crpg"}
+    )
 
 
 # -- the table itself --------------------------------------------------------------------------------------------------
@@ -297,5 +306,7 @@ def test_every_estimator_says_where_it_is_from() -> None:
 
 def test_the_names_are_there_without_torch() -> None:
     code = "import sys; from ycore.advantages import ADVANTAGES; print('torch' in sys.modules, *ADVANTAGES)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == ["False", *ESTIMATORS, "reinforce++", "turn"]

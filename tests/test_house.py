@@ -44,7 +44,19 @@ FEWEST_CODE_LINES = 40
 
 VAGUE = frozenset(
     [
-        *("one", "ones", "how", "told", "held", "found", "way", "ways", "own", "asked", "shown"),
+        *(
+            "one",
+            "ones",
+            "how",
+            "told",
+            "held",
+            "found",
+            "way",
+            "ways",
+            "own",
+            "asked",
+            "shown",
+        ),
         *("given", "others", "here", "there", "so", "each", "what", "lately"),
     ]
 )
@@ -157,8 +169,12 @@ def imports(path: Path) -> frozenset[str]:
 
 
 def imports_at_the_top(path: Path) -> set[str]:
-    nodes = [node for node in tree_of(path).body if isinstance(node, ast.Import | ast.ImportFrom)]
-    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    nodes = [
+        node for node in tree_of(path).body if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    names = {
+        alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names
+    }
     return {
         name.partition(".")[0]
         for name in names | {n.module or "" for n in nodes if isinstance(n, ast.ImportFrom)}
@@ -175,7 +191,9 @@ def num_code_lines(path: Path) -> int:
     ]:
         skipped |= set(range(node.lineno, (node.end_lineno or 0) + 1))
     lines = path.read_text().splitlines()
-    return sum(1 for number, line in enumerate(lines, 1) if line.strip() and number not in skipped)
+    return sum(
+        1 for number, line in enumerate(lines, 1) if line.strip() and number not in skipped
+    )
 
 
 @cache
@@ -239,7 +257,9 @@ def test_a_file_needs_few_others() -> None:
     counts = {path: len(modules_of_ours(path)) for path in SOURCES}
     largest = max(counts, key=lambda path: counts[path])
     assert statistics.mean(counts.values()) <= MAX_MEAN_IMPORTS
-    assert counts[largest] <= MAX_IMPORTS, f"{largest} imports {counts[largest]} modules of ycore"
+    assert counts[largest] <= MAX_IMPORTS, (
+        f"{largest} imports {counts[largest]} modules of ycore"
+    )
 
 
 def modules_of_ours(path: Path) -> set[str]:
@@ -268,7 +288,9 @@ def test_a_name_means_one_thing() -> None:
     }
     # Every file of ycore/trl calls its trainer `Trainer`; private names are of one file.
     shared_classes = [
-        name for name in names_of_several_things(classes) if name != "Trainer" and name[0] != "_"
+        name
+        for name in names_of_several_things(classes)
+        if name != "Trainer" and name[0] != "_"
     ]
     shared_functions = [name for name in names_of_several_things(functions) if name[0] != "_"]
     assert len(shared_classes) <= MAX_SHARED_CLASS_NAMES, shared_classes
@@ -341,7 +363,9 @@ def test_shape(path: Path) -> None:
 def test_heavy_imports_wait(path: Path) -> None:
     """The command line answers at once because nothing on its way imports these at the top of a file."""
     relative = (
-        str(path.relative_to(ROOT / "ycore")) if path.is_relative_to(ROOT / "ycore") else path.name
+        str(path.relative_to(ROOT / "ycore"))
+        if path.is_relative_to(ROOT / "ycore")
+        else path.name
     )
     if room_of(path) in MAY_BE_HEAVY or relative in HEAVY_FILES:
         return

@@ -45,7 +45,9 @@ def in_blocks(content: Content, pictures: Sequence[Any] | None = None) -> list[d
         )
         for part in rest:
             content_blocks.append(
-                {"type": "image"} if pictures is None else {"type": "image", "image": next(images)}
+                {"type": "image"}
+                if pictures is None
+                else {"type": "image", "image": next(images)}
             )
             content_blocks += [{"type": "text", "text": part}] if part else []
         return content_blocks
@@ -93,7 +95,10 @@ def said(message: Mapping[str, Any]) -> str:
     """Return the text of a chat message, with the tools that it calls."""
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     return "\n".join(
-        [message.get("content") or "", *(f"{call['name']}({call['arguments']})" for call in calls)]
+        [
+            message.get("content") or "",
+            *(f"{call['name']}({call['arguments']})" for call in calls),
+        ]
     ).strip()
 
 
@@ -228,7 +233,8 @@ class Group:
     def turn_rewards(self) -> list[list[float | None]]:
         """Rewards of each completion's turns, without its last turn."""
         return [
-            [reward for _, _, reward in completion.paid_turns] for completion in self.completions
+            [reward for _, _, reward in completion.paid_turns]
+            for completion in self.completions
         ]
 
     @property

@@ -45,7 +45,11 @@ from ycore.models.names import resolve_model
 from ycore.run.paths import RunFolder
 
 _RANK, _TOKENS, _AT_ONCE = 16, 64, 32
-_WRITE: dict[str, Any] = {"merged": write_weights, "adapter": write_adapters, "ipc": note_weights}
+_WRITE: dict[str, Any] = {
+    "merged": write_weights,
+    "adapter": write_adapters,
+    "ipc": note_weights,
+}
 
 
 async def figures(
@@ -99,7 +103,9 @@ async def figures(
 def measured(kind: str, model: Path, dtype: str, *, loads: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     policy: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
-    policy = get_peft_model(policy, LoraConfig(r=_RANK, lora_alpha=32, target_modules="all-linear"))
+    policy = get_peft_model(
+        policy, LoraConfig(r=_RANK, lora_alpha=32, target_modules="all-linear")
+    )
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
             if "lora_B" in name:
@@ -153,7 +159,11 @@ def main() -> None:
     for kind, answers in () if job.no_engine else list(zip(found, said, strict=True))[1:]:
         print(
             json.dumps(
-                {f"{kind} against the first": compared(list(zip(said[0], answers, strict=True)))}
+                {
+                    f"{kind} against the first": compared(
+                        list(zip(said[0], answers, strict=True))
+                    )
+                }
             )
         )
 

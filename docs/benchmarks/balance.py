@@ -28,11 +28,13 @@ class Dealt:
 def deal_once(seed: int, *, world: int, per_rank: int) -> Dealt:
     dice = random.Random(seed)
     summaries = [
-        GroupSummary(n % world, n // world, n, _group(dice), True) for n in range(world * per_rank)
+        GroupSummary(n % world, n // world, n, _group(dice), True)
+        for n in range(world * per_rank)
     ]
     deal = deal_groups(summaries, world=world, per_rank=per_rank)
     before = [
-        sum(summary.cost for summary in summaries if summary.rank == rank) for rank in range(world)
+        sum(summary.cost for summary in summaries if summary.rank == rank)
+        for rank in range(world)
     ]
     return Dealt(imbalance(before), imbalance(_loads(deal)), len(deal.moves) / len(summaries))
 
@@ -59,12 +61,14 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for world in told.world:
         for per_rank in told.per_rank:
-            seen = [deal_once(seed, world=world, per_rank=per_rank) for seed in range(told.seeds)]
+            seen = [
+                deal_once(seed, world=world, per_rank=per_rank) for seed in range(told.seeds)
+            ]
             before, after = [one.before for one in seen], [one.after for one in seen]
-            figures = (
-                f"{mean(before):.3f} | {max(before):.3f} | {mean(after):.3f} | **{max(after):.3f}**"
+            figures = f"{mean(before):.3f} | {max(before):.3f} | {mean(after):.3f} | **{max(after):.3f}**"
+            print(
+                f"| {world} | {per_rank} | {figures} | {mean(one.moved for one in seen):.0%} |"
             )
-            print(f"| {world} | {per_rank} | {figures} | {mean(one.moved for one in seen):.0%} |")
 
 
 if __name__ == "__main__":

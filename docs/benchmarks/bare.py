@@ -115,11 +115,15 @@ def sequence_lengths(order: dict[str, Any]) -> list[Lengths]:
     tokenizer = AutoTokenizer.from_pretrained(order["model"])
     rows = [json.loads(line) for line in Path(order["prompts"]).read_text().splitlines()]
     encoded = [
-        tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)
+        tokenizer.apply_chat_template(
+            row["prompt"], add_generation_prompt=True, return_dict=True
+        )
         for row in rows
     ]
     num_tokens = [len(item["input_ids"]) for item in encoded]
-    return [Lengths(num_tokens[index], completion) for index, completion in order["completions"]]
+    return [
+        Lengths(num_tokens[index], completion) for index, completion in order["completions"]
+    ]
 
 
 def adapted_model(order: dict[str, Any]) -> Any:
@@ -161,7 +165,11 @@ def train_on(model: Any, batches: Sequence[tuple[Any, Any]], *, autocast: bool) 
     from torch.nn.functional import cross_entropy
 
     for ids, predicts in batches:
-        with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else contextlib.nullcontext():
+        with (
+            torch.autocast("cpu", dtype=torch.bfloat16)
+            if autocast
+            else contextlib.nullcontext()
+        ):
             hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
             logits = model.get_output_embeddings()(hidden[predicts])
             targets = ids[:, 1:][predicts[:, :-1]]

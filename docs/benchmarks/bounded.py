@@ -51,7 +51,9 @@ def run_bounded(
         finally:
             _end(process)
     if status is None:
-        raise RunFailed(_told(command, f"still running after {timeout_s:g} s; see --timeout", log))
+        raise RunFailed(
+            _told(command, f"still running after {timeout_s:g} s; see --timeout", log)
+        )
     if status != 0:
         raise RunFailed(_told(command, f"exit status {status}", log))
     return time.monotonic() - began

@@ -46,9 +46,9 @@ def run(told: argparse.Namespace, oversample: float, seed: int) -> dict[str, flo
             timeout_s=told.timeout,
             stop=_NEVER,
         )
-    steps = [row for row in read_metrics(folder / "metrics.jsonl") if "ycore/time/round" in row][
-        _BEGIN:
-    ]
+    steps = [
+        row for row in read_metrics(folder / "metrics.jsonl") if "ycore/time/round" in row
+    ][_BEGIN:]
     seconds = sum(row["ycore/time/round"] for row in steps)
     return {
         "groups_an_hour": 3600 * told.prompts * len(steps) / seconds,
@@ -81,7 +81,9 @@ def main() -> None:
         found["without"].append(run(told, 1.0, seed))
         found["with"].append(run(told, told.oversample, seed))
     pairs = zip(found["without"], found["with"], strict=True)
-    times = median(carried["groups_an_hour"] / plain["groups_an_hour"] for plain, carried in pairs)
+    times = median(
+        carried["groups_an_hour"] / plain["groups_an_hour"] for plain, carried in pairs
+    )
     results = {
         "machine": describe_machine(),
         "oversample": told.oversample,

@@ -103,7 +103,12 @@ def ycore_command(settings: Settings, *, engine: str) -> list[str]:
         "checkpoint_every": settings.steps,
     }
     given = [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
-    return [str(BIN / "ycore"), "grpo", *_options(options | _shared(settings), dash="-"), *given]
+    return [
+        str(BIN / "ycore"),
+        "grpo",
+        *_options(options | _shared(settings), dash="-"),
+        *given,
+    ]
 
 
 def _shared(settings: Settings) -> dict[str, Any]:
@@ -147,7 +152,9 @@ def trl_steps(folder: Path) -> list[Step]:
             "forward": forward,
             "backward and optimizer": line["seconds"] - prepare - forward,
         }
-        steps.append(Step(line["seconds"], parts, tokens, line["logs"]["completions/mean_length"]))
+        steps.append(
+            Step(line["seconds"], parts, tokens, line["logs"]["completions/mean_length"])
+        )
     return steps
 
 
@@ -170,7 +177,9 @@ def round_lengths(folder: Path, *, step: int) -> list[tuple[int, int]]:
     """The prompt and the number of tokens of each completion of one step, as the reward wrote them down."""
     calls = [line for line in read_lines(folder / LENGTHS) if line["step"] == step]
     return [
-        pair for call in calls for pair in zip(call["prompt_index"], call["tokens"], strict=True)
+        pair
+        for call in calls
+        for pair in zip(call["prompt_index"], call["tokens"], strict=True)
     ]
 
 

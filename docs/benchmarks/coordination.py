@@ -74,14 +74,18 @@ def control(rank: int, world: int, engines: Sequence[Path], job: Job, answer: Pa
         dist.init_process_group(
             "gloo", init_method=f"file://{job['meeting']}", rank=rank, world_size=world
         )
-        remote = RemoteAllocator(Path(job["allocator"]), pool, DYNAMIC, rank=rank, num_ranks=world)
+        remote = RemoteAllocator(
+            Path(job["allocator"]), pool, DYNAMIC, rank=rank, num_ranks=world
+        )
         peers = TorchPeers()
     payload = tuple(
         random.Random(rank).randrange(10_000, 100_000) for _ in range(job["payload_bytes"] // 6)
     )
     sampling = SamplingParams(max_tokens=64)
     rounds = Controller(
-        engines=[VllmEngine(path.name, path, sampling, request_timeout_s=600) for path in engines],
+        engines=[
+            VllmEngine(path.name, path, sampling, request_timeout_s=600) for path in engines
+        ],
         scoring=Scoring([((0,), RuleScorer(MadeUpRewards()))]),
         draws=DrawSource(
             [Prompt(row, "") for row in range(64)],
@@ -203,7 +207,10 @@ def main() -> None:
         "--rounds", type=int, default=2, help="counted rounds, after one that warms up"
     )
     parser.add_argument(
-        "--payload-mb", type=float, default=1.0, help="megabytes of a prompt, as the engine gets it"
+        "--payload-mb",
+        type=float,
+        default=1.0,
+        help="megabytes of a prompt, as the engine gets it",
     )
     parser.add_argument(
         "--timeout", type=float, default=900.0, help="seconds for one row of the table"

@@ -50,7 +50,5 @@ def _completion(body: bytes) -> dict[str, object]:
 
 def _answer(writer: asyncio.StreamWriter, value: object) -> None:
     body = json.dumps(value).encode()
-    head = (
-        f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    )
+    head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)

@@ -42,9 +42,7 @@ def _verdict(results: Mapping[str, Any]) -> str:
 
 
 def _machine(machine: Mapping[str, Any]) -> str:
-    return (
-        f"Machine: {machine['cores']} cores of {machine['processor']}, {machine['memory_gib']} GiB."
-    )
+    return f"Machine: {machine['cores']} cores of {machine['processor']}, {machine['memory_gib']} GiB."
 
 
 def draw(results: Mapping[str, Any], path: Path) -> None:
@@ -62,7 +60,9 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
         rows = results[key]
         over = [row["engines"] for row in rows]
         axes[0].plot(over, [row["cpu_s_busiest"] for row in rows], marker="o", label=label)
-        axes[1].plot(over, [row["bytes_busiest"] / 1e6 for row in rows], marker="o", label=label)
+        axes[1].plot(
+            over, [row["bytes_busiest"] / 1e6 for row in rows], marker="o", label=label
+        )
     for axis, name in zip(axes, ("CPU seconds", "MB"), strict=True):
         axis.set_xscale("log", base=2)
         axis.set_yscale("log", base=2)

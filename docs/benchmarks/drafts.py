@@ -130,7 +130,9 @@ def main() -> None:
         resolve_model(job.model, trust_remote_code=False), log=job.output / "model.log"
     )
     with running(model, (0, job.drafts), job.output) as engines:
-        results = asyncio.run(compare(engines, AutoTokenizer.from_pretrained(model), job.repeats))
+        results = asyncio.run(
+            compare(engines, AutoTokenizer.from_pretrained(model), job.repeats)
+        )
     results = {"machine": describe_machine(), "drafts": job.drafts, **results}
     (job.output / "results.json").write_text(json.dumps(results, indent=2))
     print(json.dumps(results, indent=2))

@@ -35,7 +35,11 @@ def draw(results: Mapping[str, Any], file: Path) -> None:
             left = 0.0
             for part, seconds in parts.items():
                 axes.barh(
-                    row, seconds, left=left, color=_COLOURS.get(part, "#bdbdbd"), edgecolor="white"
+                    row,
+                    seconds,
+                    left=left,
+                    color=_COLOURS.get(part, "#bdbdbd"),
+                    edgecolor="white",
                 )
                 if seconds > 0.04 * level["trl"]["seconds"]:
                     axes.text(
@@ -50,7 +54,9 @@ def draw(results: Mapping[str, Any], file: Path) -> None:
         axes.set_yticks(range(len(bars(level))), list(bars(level)))
         axes.invert_yaxis()
         axes.set_title(
-            f"{tokens} completion tokens: {level['ratio']:.2f} times TRL", loc="left", fontsize=9
+            f"{tokens} completion tokens: {level['ratio']:.2f} times TRL",
+            loc="left",
+            fontsize=9,
         )
         axes.set_xlabel("seconds a step", fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)

@@ -45,7 +45,9 @@ EXPECTED = {"without": 1.5, "dynamic": 1.3}
 def rows(number: int = 300) -> list[dict[str, Any]]:
     """Two of three rows are flat; the run's own order mixes them."""
     asked = [(n % 10, n // 10 % 10) for n in range(number)]
-    return [{"prompt": f"What is {a} + {b}?", "flat": n % 3 != 0} for n, (a, b) in enumerate(asked)]
+    return [
+        {"prompt": f"What is {a} + {b}?", "flat": n % 3 != 0} for n, (a, b) in enumerate(asked)
+    ]
 
 
 def mixed_rows() -> list[dict[str, Any]]:
@@ -62,7 +64,11 @@ def command(told: argparse.Namespace, output: Path, side: str) -> list[str]:
         "--max-tokens": told.tokens,
     }
     reward = "sometimes.py:sometimes" if told.task == "flat" else "exact_answer"
-    options: dict[str, Any] = {"--model": told.model, "--dataset": "rows.jsonl", "--reward": reward}
+    options: dict[str, Any] = {
+        "--model": told.model,
+        "--dataset": "rows.jsonl",
+        "--reward": reward,
+    }
     options |= {
         **sizes,
         "--steps": told.steps,
@@ -115,7 +121,10 @@ def as_markdown(results: Mapping[str, Any]) -> str:
     ratios = [mine["per_hour"] / theirs["per_hour"] for mine, theirs in pairs]
     held = "holds" if median(ratios) >= EXPECTED[first] else "misses"
     named = f"{second.capitalize()} over {first}"
-    lines += ["", f"{named}: **{median(ratios):.2f}** ({min(ratios):.2f} to {max(ratios):.2f}), "]
+    lines += [
+        "",
+        f"{named}: **{median(ratios):.2f}** ({min(ratios):.2f} to {max(ratios):.2f}), ",
+    ]
     lines[-1] += f"{held} >= {EXPECTED[first]:g}. {results['told']}."
     return "\n".join(lines)
 
@@ -126,7 +135,9 @@ def main() -> None:
     )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--engine", default="vllm")
-    parser.add_argument("--sides", default="without,dynamic", help="two of: " + ", ".join(SIDES))
+    parser.add_argument(
+        "--sides", default="without,dynamic", help="two of: " + ", ".join(SIDES)
+    )
     parser.add_argument("--task", choices=("flat", "mixed"), default="flat")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--group-size", type=int, default=8)
@@ -138,7 +149,9 @@ def main() -> None:
     told, told.more = parser.parse_known_args()
     told.output.mkdir(parents=True)
     (told.output / "rows.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in (rows() if told.task == "flat" else mixed_rows()))
+        "".join(
+            json.dumps(row) + "\n" for row in (rows() if told.task == "flat" else mixed_rows())
+        )
     )
     (told.output / "sometimes.py").write_text(REWARD)
     if Path(told.model).is_dir():

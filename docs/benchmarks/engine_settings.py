@@ -81,7 +81,9 @@ async def seconds_of(work: Callable[[], Awaitable[object]], *, repeats: int) -> 
     return told[1:]
 
 
-async def write_groups(engine: SeededEngine, prompt_tokens: int, *, groups: int = _GROUPS) -> None:
+async def write_groups(
+    engine: SeededEngine, prompt_tokens: int, *, groups: int = _GROUPS
+) -> None:
     """`_GROUP_SIZE` completions of each of so many prompts that nobody has read before."""
     prompts = [[random.randrange(3, 9000) for _ in range(prompt_tokens)] for _ in range(groups)]
     asked = [(prompt, seed) for prompt in prompts for seed in range(_GROUP_SIZE)]

@@ -42,7 +42,9 @@ def keep_apart(stop: threading.Event) -> None:
     first, *others = sorted(os.sched_getaffinity(0))
     while not stop.wait(_LOOK_S):
         for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, FileNotFoundError):
+            with contextlib.suppress(
+                psutil.NoSuchProcess, ProcessLookupError, FileNotFoundError
+            ):
                 words = " ".join(process.cmdline())
                 cores = (
                     [first]
@@ -86,7 +88,9 @@ def measured(told: argparse.Namespace, side: str, folder: Path) -> dict[str, Any
         over.set()
     rows = read_metrics(folder / "run/metrics.jsonl", say=print)
     steps = [row for row in rows if "loss" in row]
-    evaluations = [row for row in rows if "ycore/time/eval" in row and 0 < row["step"] < told.steps]
+    evaluations = [
+        row for row in rows if "ycore/time/eval" in row and 0 < row["step"] < told.steps
+    ]
     between_s = total(evaluations, "ycore/time/eval") if side == "between" else 0.0
     return {
         "side": side,
@@ -112,18 +116,27 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument(
-        "--num-samples", type=int, default=8, help="completions of each of the 20 held-out prompts"
+        "--num-samples",
+        type=int,
+        default=8,
+        help="completions of each of the 20 held-out prompts",
     )
     parser.add_argument(
-        "--apart", action="store_true", help="the trainer on one core, the engines on the others"
+        "--apart",
+        action="store_true",
+        help="the trainer on one core, the engines on the others",
     )
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one run")
     told = parser.parse_args()
     order = [
-        side for turn in range(told.repeats) for side in (list(SIDES), list(SIDES)[::-1])[turn % 2]
+        side
+        for turn in range(told.repeats)
+        for side in (list(SIDES), list(SIDES)[::-1])[turn % 2]
     ]
-    runs = [measured(told, side, told.output / str(number)) for number, side in enumerate(order)]
+    runs = [
+        measured(told, side, told.output / str(number)) for number, side in enumerate(order)
+    ]
     result = {"machine": describe_machine(), "apart": told.apart, "runs": runs}
     (told.output / "eval_while_training.json").write_text(json.dumps(result, indent=2))
     for run in runs:

@@ -88,7 +88,9 @@ def main() -> None:
     told = parser.parse_args()
     sides = list(SIDES[told.of])
     order = [side for turn in range(told.repeats) for side in (sides, sides[::-1])[turn % 2]]
-    runs = [measured(told, side, told.output / str(number)) for number, side in enumerate(order)]
+    runs = [
+        measured(told, side, told.output / str(number)) for number, side in enumerate(order)
+    ]
     result = {"machine": describe_machine(), "runs": runs}
     (told.output / "example_steps.json").write_text(json.dumps(result, indent=2))
     for run in runs:

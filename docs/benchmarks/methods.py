@@ -180,7 +180,11 @@ def run_trl(told: argparse.Namespace, seed: int, folder: Path, logs: Path) -> di
             folder / name,
         ]
         run_bounded(
-            [*map(str, measured)], folder=logs, environment={}, timeout_s=told.timeout, stop=_NEVER
+            [*map(str, measured)],
+            folder=logs,
+            environment={},
+            timeout_s=told.timeout,
+            stop=_NEVER,
         )
         known[name] = json.loads((folder / name / "eval.json").read_text())["pass@1"]
     found = json.loads((logs / "seconds.json").read_text()) | known
@@ -222,7 +226,10 @@ def as_markdown(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
         half = half_width(values)
         interval = f"{fmean(values):.3f}" + ("" if half is None else f" ± {half:.3f}")
         each = ", ".join(f"{value:.2f}" for value in values)
-        before, steps = fmean(run["before"] for run in found), fmean(run["steps"] for run in found)
+        before, steps = (
+            fmean(run["before"] for run in found),
+            fmean(run["steps"] for run in found),
+        )
         hour = fmean(3600 * run["taught"] / max(run["seconds"], 1e-9) for run in found)
         lines.append(
             f"| `{method}` | {before:.3f} | {interval} | {each} | {steps:.0f} | {hour:.0f} |"
@@ -236,10 +243,14 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--task", choices=tuple(TASKS), default="sums")
-    add("--family", default=_FAMILY, help="of reasoning-gym, with its arguments, for --task gym")
+    add(
+        "--family", default=_FAMILY, help="of reasoning-gym, with its arguments, for --task gym"
+    )
     add("--methods", default=",".join(METHODS), help="those to run, in this order")
     add(
-        "--model", default="smollm2-135m", help="as `ycore grpo` takes it; it needs a chat template"
+        "--model",
+        default="smollm2-135m",
+        help="as `ycore grpo` takes it; it needs a chat template",
     )
     add("--seeds", type=int, default=3)
     add("--first-seed", type=int, default=0)
@@ -267,12 +278,18 @@ def run_one(told: argparse.Namespace, method: str, seed: int, folder: Path) -> d
                 run_trl(told, seed, folder, logs)
             else:
                 words = command(told, method, seed, folder)
-                run_bounded(words, folder=logs, environment={}, timeout_s=told.timeout, stop=_NEVER)
+                run_bounded(
+                    words, folder=logs, environment={}, timeout_s=told.timeout, stop=_NEVER
+                )
         except RunFailed as problem:
             print(f"{folder.name}: {problem}", file=sys.stderr)
             return {}
     rows = read_metrics(folder / "metrics.jsonl")
-    return of_run(rows, told.prompts) if rows else json.loads((folder / "summary.json").read_text())
+    return (
+        of_run(rows, told.prompts)
+        if rows
+        else json.loads((folder / "summary.json").read_text())
+    )
 
 
 def run_all(told: argparse.Namespace) -> Iterator[tuple[str, dict[str, float]]]:

@@ -20,7 +20,9 @@ from ycore.config.schema import RewardConfig, RunConfig
 from ycore.data.prompts import load_prompts
 
 
-def by_transformers(folder: Path, chats: list[list[dict[str, str]]], num_tokens: int) -> list[str]:
+def by_transformers(
+    folder: Path, chats: list[list[dict[str, str]]], num_tokens: int
+) -> list[str]:
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     told = []
@@ -37,7 +39,12 @@ def by_transformers(folder: Path, chats: list[list[dict[str, str]]], num_tokens:
 
 def by_llama_cpp(file: Path, chats: list[list[dict[str, str]]], num_tokens: int) -> list[str]:
     params = xllamacpp.CommonParams()
-    params.model.path, params.n_ctx, params.warmup, params.n_parallel = str(file), 1024, False, 1
+    params.model.path, params.n_ctx, params.warmup, params.n_parallel = (
+        str(file),
+        1024,
+        False,
+        1,
+    )
     server = xllamacpp.Server(params)
     asked = {"max_tokens": num_tokens, "temperature": 0.0, "cache_prompt": False}
     answers = [server.handle_chat_completions({"messages": chat, **asked}) for chat in chats]

@@ -42,7 +42,14 @@ from typing import Any
 
 import torch.distributed as dist
 from machine import busy_share, describe_machine
-from placement_engines import PUBLISHED_S, Engines, SeededEngine, clients, engines_running, sleepers
+from placement_engines import (
+    PUBLISHED_S,
+    Engines,
+    SeededEngine,
+    clients,
+    engines_running,
+    sleepers,
+)
 from placement_speeds import Measured, mean_of, measure
 from simulator.comparison import Scenario, compare_recorded, simulate
 from simulator.recording import requests_of
@@ -183,7 +190,12 @@ class Contestant:
         engines_asleep = sleepers(engines, own) if job.asleep else None
         trace = TraceWriter(self.trace)
         self.slots = Slots(
-            2, allocator=allocator, remote=remote, sleepers=engines_asleep, trace=trace, rank=rank
+            2,
+            allocator=allocator,
+            remote=remote,
+            sleepers=engines_asleep,
+            trace=trace,
+            rank=rank,
         )
         rules = Rules(group_size=job.group_size, seed=0, reward_weights=(1.0,), dynamic=True)
         self._draws = OneList(drawn, job)
@@ -341,7 +353,9 @@ def rank_of(rank: int, folder: Path, drawn: Mapping[str, Any], job: argparse.Nam
     if rank == 0:
         summarised = summary_of(rows, measured, contestants, job)
         told = {
-            "measured": [{role: asdict(one) for role, one in told.items()} for told in measured],
+            "measured": [
+                {role: asdict(one) for role, one in told.items()} for told in measured
+            ],
             "rounds": rows,
         }
         (folder / "told.json").write_text(json.dumps({**told, "summary": summarised}))
@@ -396,7 +410,9 @@ def summary_of(
     job: argparse.Namespace,
 ) -> dict[str, Any]:
     predicted = {words: predict(words, measured, job) for words in PLACEMENTS}
-    return summarise(rows, predicted, {one.words: replay(one.trace, job) for one in contestants})
+    return summarise(
+        rows, predicted, {one.words: replay(one.trace, job) for one in contestants}
+    )
 
 
 def summarise(
@@ -405,7 +421,9 @@ def summarise(
     replayed: dict[str, dict[str, float]],
 ) -> dict[str, Any]:
     """The figures that the page quotes."""
-    mean = {words: statistics.fmean(row["seconds"] for row in told) for words, told in rows.items()}
+    mean = {
+        words: statistics.fmean(row["seconds"] for row in told) for words, told in rows.items()
+    }
     better = min(value for words, value in mean.items() if words != "dynamic")
     same = all(
         len({row[key] for row in turn}) == 1
@@ -477,7 +495,9 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--rounds", type=int, default=10, help="counted rounds of each placement")
+    parser.add_argument(
+        "--rounds", type=int, default=10, help="counted rounds of each placement"
+    )
     parser.add_argument(
         "--warm-up", type=int, default=2, help="rounds before them, in which dynamic learns"
     )
@@ -485,19 +505,27 @@ def arguments() -> argparse.Namespace:
         "--ranks", type=int, default=2, help="training ranks that share the two slots"
     )
     parser.add_argument(
-        "--asleep", action="store_true", help="one engine of a slot is awake at a time (emulated)"
+        "--asleep",
+        action="store_true",
+        help="one engine of a slot is awake at a time (emulated)",
     )
     parser.add_argument("--need", type=int, default=32, help="groups that can teach, a round")
     parser.add_argument("--group-size", type=int, default=4)
     parser.add_argument("--teach-share", type=float, default=0.7)
     parser.add_argument("--mean", type=float, default=64.0, help="tokens of a completion")
     parser.add_argument(
-        "--sigma", type=float, default=0.8, help="spread of the logarithm of a completion's length"
+        "--sigma",
+        type=float,
+        default=0.8,
+        help="spread of the logarithm of a completion's length",
     )
     parser.add_argument("--longest", type=int, default=384)
     parser.add_argument("--prompt-tokens", type=int, default=24)
     parser.add_argument(
-        "--judge-reads", type=int, default=32, help="tokens that the judge reads for a completion"
+        "--judge-reads",
+        type=int,
+        default=32,
+        help="tokens that the judge reads for a completion",
     )
     parser.add_argument(
         "--judge-tokens", type=int, default=1, help="tokens that it writes; 1 is a label's"

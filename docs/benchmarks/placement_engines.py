@@ -91,11 +91,15 @@ async def _nothing() -> None:
     """On a CPU the weights stay where they are."""
 
 
-def sleepers(engines: Engines, slots: Collection[int]) -> Mapping[str, Mapping[int, WaitingEngine]]:
+def sleepers(
+    engines: Engines, slots: Collection[int]
+) -> Mapping[str, Mapping[int, WaitingEngine]]:
     """The engines of these slots, by role and slot."""
     roles = {ROLLOUT: engines.rollouts, JUDGE: engines.judges}
     return {
-        role: {slot: WaitingEngine(of_role[slot].server, PUBLISHED_S[role] / 2) for slot in slots}
+        role: {
+            slot: WaitingEngine(of_role[slot].server, PUBLISHED_S[role] / 2) for slot in slots
+        }
         for role, of_role in roles.items()
     }
 
@@ -116,7 +120,9 @@ def clients(sockets: Path, *, length_of: Callable[[int], int]) -> Engines:
 def engines_running(job: argparse.Namespace, output: Path) -> Iterator[Path]:
     """Four servers on two cores, and the folder of their sockets; their logs stay in `output`, and nothing else."""
     folder = RunFolder(Path(tempfile.mkdtemp(prefix="ycore-placement-")))
-    model = fetch_model(resolve_model(job.model, trust_remote_code=False), log=output / "model.log")
+    model = fetch_model(
+        resolve_model(job.model, trust_remote_code=False), log=output / "model.log"
+    )
     cores = sorted(os.sched_getaffinity(0))[:2]
     planned = [
         _engine(f"{role}-{slot}", model, folder, job, cores[slot])
@@ -168,7 +174,9 @@ def _engine(
         run_id=folder.run_id,
         dtype="bfloat16",
         # 32 more than a judge writes, since its speed is measured with longer answers
-        max_model_len=max(job.longest + job.prompt_tokens, job.judge_reads + job.judge_tokens + 32),
+        max_model_len=max(
+            job.longest + job.prompt_tokens, job.judge_reads + job.judge_tokens + 32
+        ),
         max_num_seqs=job.max_num_seqs,
         seed=0,
         cores=(core,),

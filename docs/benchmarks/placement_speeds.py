@@ -66,7 +66,9 @@ async def _seconds(
     """Until a slot has written so many tokens for each of `depth` prompts that nobody has read before; their mean."""
 
     async def one(engine: SeededEngine) -> float:
-        prompts = [[random.randrange(3, 9000) for _ in range(prompt_tokens)] for _ in range(depth)]
+        prompts = [
+            [random.randrange(3, 9000) for _ in range(prompt_tokens)] for _ in range(depth)
+        ]
         began = time.perf_counter()
         await asyncio.gather(*(engine.write(prompt, 0, length) for prompt in prompts))
         return time.perf_counter() - began

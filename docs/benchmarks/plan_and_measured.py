@@ -43,7 +43,9 @@ COMBINATIONS = (
 )  # fmt: skip
 MEMORY_WITHIN, TIME_WITHIN = 0.15, 0.25
 
-_REWARD = "def spread(completion_ids):\n    return [sum(ids) % 7 / 7 for ids in completion_ids]\n"
+_REWARD = (
+    "def spread(completion_ids):\n    return [sum(ids) % 7 / 7 for ids in completion_ids]\n"
+)
 _JUDGE = """model: {model}
 rubric: Is the answer right?
 verdict: {{kind: score}}
@@ -142,7 +144,11 @@ def run_one(
         command = command_of(one, folder, run, steps=steps)
         with ProcessorClock(run) as clock:
             run_bounded(
-                command, folder=run.parent, environment=environment, timeout_s=_TIMEOUT_S, stop=stop
+                command,
+                folder=run.parent,
+                environment=environment,
+                timeout_s=_TIMEOUT_S,
+                stop=stop,
             )
         (run.parent / "processor.json").write_text(json.dumps(clock.a_step()))
     told = json.loads((run / "run.json").read_text())["config"]

@@ -54,7 +54,9 @@ def trainer_over_bare(ycore: Runs, bare: Mapping[str, Any]) -> float:
     """Seconds in the trainer over what the bare passes would take for the tokens of the same step; median of steps."""
     per_token: float = median(bare["seconds"]) / bare["tokens"]
     return median(
-        step.parts["train"] / (step.tokens * per_token) for run in ycore for step in counted(run)
+        step.parts["train"] / (step.tokens * per_token)
+        for run in ycore
+        for step in counted(run)
     )
 
 
@@ -112,12 +114,8 @@ def _trainer(levels: Mapping[int, Mapping[str, Any]]) -> str:
     for tokens, level in levels.items():
         bare, train = level["bare"], level["ycore"]["parts"]["train"]
         seconds = median(bare["seconds"])
-        way = (
-            f"batches of {bare['batch_size']}, {'with' if bare['autocast'] else 'without'} autocast"
-        )
-        speed = (
-            f"{seconds:.1f} ({way}, {bare['padding']:.1%} padding) | {bare['tokens'] / seconds:.0f}"
-        )
+        way = f"batches of {bare['batch_size']}, {'with' if bare['autocast'] else 'without'} autocast"
+        speed = f"{seconds:.1f} ({way}, {bare['padding']:.1%} padding) | {bare['tokens'] / seconds:.0f}"
         held = _against(level["trainer_over_bare"], TRAINER_OVER_BARE, at_least=False)
         rows.append(
             f"{tokens} | {train:.1f} | {bare['tokens']} | {speed} | **{level['trainer_over_bare']:.2f}**{held}"

@@ -59,7 +59,14 @@ def command(told: argparse.Namespace, name: str, way: str, weights: str) -> list
         "--learning-rate": told.learning_rate,
     }
     words = [str(word) for pair in options.items() for word in pair]
-    fixed = ["--set", "dtype=float32", "--no-dynamic-sampling", "--engine", "vllm", f"--{weights}"]
+    fixed = [
+        "--set",
+        "dtype=float32",
+        "--no-dynamic-sampling",
+        "--engine",
+        "vllm",
+        f"--{weights}",
+    ]
     run = [sys.executable, "-c", "from ycore_cli.main import main; main()", "grpo"]
     return [*run, *words, *fixed, *WAYS[way], *told.more]
 
@@ -112,8 +119,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--learning-rate", type=float, default=1e-4)
-    parser.add_argument("--weights", nargs="+", default=["lora", "full"], choices=["lora", "full"])
-    parser.add_argument("--ways", nargs="+", default=["ddp", "zero2", "zero3"], choices=list(WAYS))
+    parser.add_argument(
+        "--weights", nargs="+", default=["lora", "full"], choices=["lora", "full"]
+    )
+    parser.add_argument(
+        "--ways", nargs="+", default=["ddp", "zero2", "zero3"], choices=list(WAYS)
+    )
     parser.add_argument("--timeout", type=float, default=1800.0)
     parser.add_argument("--output", type=Path, default=Path("runs/same_losses"))
     told, told.more = parser.parse_known_args()

@@ -66,7 +66,9 @@ def write_model(name: str, folder: Path, *, tokenizer: Path, seed: int = 0) -> P
 def write_prompts(file: Path, *, num: int = 64) -> Path:
     """Prompts of about the same length."""
     rows = [
-        {"prompt": f"What is {100 + n} plus {200 + n}? Say the number, and then how you found it."}
+        {
+            "prompt": f"What is {100 + n} plus {200 + n}? Say the number, and then how you found it."
+        }
         for n in range(num)
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -109,7 +109,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 scenario, requests, args.train_s, oversample=args.oversample, drafts=args.drafts
             )
         played = (
-            compare_assumed(scenario) if requests is None else compare_recorded(requests, scenario)
+            compare_assumed(scenario)
+            if requests is None
+            else compare_recorded(requests, scenario)
         )
     except YcoreError as error:
         print(f"error: {error}", file=sys.stderr)

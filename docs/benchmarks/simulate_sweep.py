@@ -197,7 +197,9 @@ def point(course: Course, swaps: dict[str, float]) -> dict[str, Any]:
     return {
         "best_split": str(best.placement),
         "best_split_s": best.seconds,
-        "splits_s": {str(rollout): result.seconds for rollout, result in sorted(static.items())},
+        "splits_s": {
+            str(rollout): result.seconds for rollout, result in sorted(static.items())
+        },
         "swaps": {level: against(course, best, swap_s) for level, swap_s in swaps.items()},
     }
 
@@ -208,7 +210,9 @@ def break_even(num_slots: int, per_slot: int, judge_work: float, job: Any) -> di
         num_slots, per_slot, judge_work, MODELS["8B"][0], stretches(job.even_steps, 4), job
     )
     best = best_of(course.static_splits())
-    rows = [against(course, best, best.seconds / ratio) | {"ratio": ratio} for ratio in job.ratios]
+    rows = [
+        against(course, best, best.seconds / ratio) | {"ratio": ratio} for ratio in job.ratios
+    ]
     for row in rows:
         row["gain"] = 1 - row["dynamic_s"] / min(best.seconds, row["colocated_s"])
     pays = [row["ratio"] for row in rows if row["dynamic_over_split"] <= 0.99]
@@ -218,7 +222,11 @@ def break_even(num_slots: int, per_slot: int, judge_work: float, job: Any) -> di
         "judge_work": judge_work,
         "best_split": str(best.placement),
     }
-    return told | {"best_split_s": best.seconds, "pays_from": min(pays, default=None), "rows": rows}
+    return told | {
+        "best_split_s": best.seconds,
+        "pays_from": min(pays, default=None),
+        "rows": rows,
+    }
 
 
 def near_best_s(row: dict[str, Any]) -> float:
@@ -232,7 +240,9 @@ def near_best_s(row: dict[str, Any]) -> float:
 
 def summary(points: Sequence[dict[str, Any]]) -> dict[str, float]:
     over_near = [
-        values["dynamic_s"] / near_best_s(row) for row in points for values in row["swaps"].values()
+        values["dynamic_s"] / near_best_s(row)
+        for row in points
+        for values in row["swaps"].values()
     ]
     every = [values for row in points for values in row["swaps"].values()]
     over_split = [values["dynamic_over_split"] for values in every]
@@ -257,7 +267,11 @@ def parsed() -> Any:
     )
     parser.add_argument("--slots", type=int, nargs="+", default=[8, 64, 512])
     parser.add_argument(
-        "--machines", type=int, nargs="+", default=[1, 1, 1], help="with --slots each, by --slots"
+        "--machines",
+        type=int,
+        nargs="+",
+        default=[1, 1, 1],
+        help="with --slots each, by --slots",
     )
     parser.add_argument(
         "--engines",
@@ -267,7 +281,9 @@ def parsed() -> Any:
         help="of the policy on a slot of a judge, by --slots",
     )
     parser.add_argument("--models", nargs="+", default=list(MODELS))
-    parser.add_argument("--judge-work", type=float, nargs="+", default=[0.1, 0.3, 1.0, 3.0, 10.0])
+    parser.add_argument(
+        "--judge-work", type=float, nargs="+", default=[0.1, 0.3, 1.0, 3.0, 10.0]
+    )
     parser.add_argument(
         "--steps", type=int, nargs="+", default=[200, 24, 9], help="steps counted, by --slots"
     )
@@ -288,7 +304,9 @@ def parsed() -> Any:
     parser.add_argument(
         "--even-steps", type=int, default=12, help="steps in the search for the break-even"
     )
-    parser.add_argument("--ratios", type=float, nargs="*", default=[1, 3, 10, 30, 100, 300, 1000])
+    parser.add_argument(
+        "--ratios", type=float, nargs="*", default=[1, 3, 10, 30, 100, 300, 1000]
+    )
     parser.add_argument("--output", type=Path, default=Path("runs/sweep"))
     return parser.parse_args()
 
@@ -333,10 +351,14 @@ def main() -> None:
             row = point(course, swaps)
             layout = {"slots": num_slots, "machines": machines, "engines": engines}
             told["points"].append({"model": model, **layout, "judge_work": judge_work, **row})
-            ratios = [round(values["dynamic_over_split"], 3) for values in row["swaps"].values()]
+            ratios = [
+                round(values["dynamic_over_split"], 3) for values in row["swaps"].values()
+            ]
             took = time.monotonic() - began
             where = f"{machines} x {num_slots} slots of {engines}"
-            print(f"{took:5.0f} s: {model}, {where}, judge {judge_work:g}: {ratios}", flush=True)
+            print(
+                f"{took:5.0f} s: {model}, {where}, judge {judge_work:g}: {ratios}", flush=True
+            )
             told["summary"] = {**summary(told["points"]), "seconds": took}
             (job.output / "results.json").write_text(json.dumps(told, indent=2))
     (job.output / "table.md").write_text(table(told) + "\n")

@@ -62,7 +62,9 @@ def _ratios(left: Any, middle: Any, points: list[dict[str, Any]]) -> None:
 def _break_even(axes: Any, lines: list[dict[str, Any]]) -> None:
     for colour, line in zip(_EVEN, lines, strict=False):
         ratios = [row["ratio"] for row in line["rows"]]
-        label = f"{line['slots']} slots, {line['per_slot']} a slot, judge {line['judge_work']:g}"
+        label = (
+            f"{line['slots']} slots, {line['per_slot']} a slot, judge {line['judge_work']:g}"
+        )
         dynamic = [row["dynamic_over_split"] for row in line["rows"]]
         colocated = [row["colocated_s"] / line["best_split_s"] for row in line["rows"]]
         axes.plot(ratios, dynamic, marker="o", color=colour, label=label)

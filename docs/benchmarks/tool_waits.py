@@ -110,7 +110,10 @@ def measure(seconds: float, told: argparse.Namespace) -> None:
     command = [sys.executable, "-c", "from ycore_cli.main import main; main()", "grpo"]
     command += ["--recipe", str(place / "recipe.yaml"), "--engine", told.engine]
     most = (0, 0.0)
-    with (place / "log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as run:
+    with (
+        (place / "log").open("w") as log,
+        subprocess.Popen(command, stdout=log, stderr=log) as run,
+    ):
         while run.poll() is None:
             most = max(most, tools_mib(psutil.Process(run.pid)))
             time.sleep(1.0)
@@ -153,7 +156,9 @@ def main() -> None:
     )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--engine", default="auto")
-    parser.add_argument("--prompts", type=int, default=8, help="a step, with 8 completions each")
+    parser.add_argument(
+        "--prompts", type=int, default=8, help="a step, with 8 completions each"
+    )
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--at-once", type=int, default=64, help="processes with tools")
     parser.add_argument("--output", type=Path, required=True)

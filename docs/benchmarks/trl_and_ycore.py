@@ -78,10 +78,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> Plan:
-    parser = argparse.ArgumentParser(description="trl grpo and ycore grpo in turn on the same work")
+    parser = argparse.ArgumentParser(
+        description="trl grpo and ycore grpo in turn on the same work"
+    )
     add = parser.add_argument
     add(
-        "--model", default="smollm2-135m", help="as `ycore grpo` takes it; it needs a chat template"
+        "--model",
+        default="smollm2-135m",
+        help="as `ycore grpo` takes it; it needs a chat template",
     )
     add(
         "--tokens",

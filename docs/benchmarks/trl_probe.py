@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmark_reward import distinct_characters
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, trainer
+from transformers import (
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    trainer,
+)
 from trl.extras.profiling import ProfilingContext
 
 __all__ = ["CLOCK", "distinct_characters"]

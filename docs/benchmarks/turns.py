@@ -123,7 +123,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--workers", type=int, default=8, help="requests that a rank has in flight")
+    parser.add_argument(
+        "--workers", type=int, default=8, help="requests that a rank has in flight"
+    )
     parser.add_argument("--mean", type=float, default=1.0, help="mean seconds of a request")
     parser.add_argument("--at-once", action="store_true", help="measure without any wait too")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement")

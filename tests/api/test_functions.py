@@ -52,11 +52,14 @@ def test_rows_and_a_function_become_a_run(tmp_path: Path, model: Path) -> None:
     assert all(
         row["rewards/score/mean"] == 2 * row["rewards/letters/mean"] > 0 for row in run.metrics
     )
-    assert [row["step"] for row in run.metrics] == [1, 2] and run.summary["status"] == "finished"
+    assert [row["step"] for row in run.metrics] == [1, 2] and run.summary[
+        "status"
+    ] == "finished"
     assert run.config["trl"]["learning_rate"] == 1e-3
     assert run.report().is_file() and run.tokenizer().eos_token == "<|end|>"
     assert (
-        sum(weight.numel() for name, weight in run.model().named_parameters() if "lora" in name) > 0
+        sum(weight.numel() for name, weight in run.model().named_parameters() if "lora" in name)
+        > 0
     )
     again = ycore.Run(tmp_path / "run")
     assert again.metrics == run.metrics and again.summary == run.summary
@@ -77,7 +80,9 @@ def test_several_models_are_compared_on_a_benchmark(tmp_path: Path, model: Path)
     )  # fmt: skip
     assert list(found.runs) == models and found.folder == tmp_path / "both"
     first, other = found.runs.values()
-    assert first.config["prompt_column"] == "question" and "boxed" in first.config["system_prompt"]
+    assert (
+        first.config["prompt_column"] == "question" and "boxed" in first.config["system_prompt"]
+    )
     gap = found.differences[models[1]]
     assert gap["num_prompts"] == 3
     assert gap["reward"] == pytest.approx(other.summary["reward"] - first.summary["reward"])
@@ -160,7 +165,8 @@ def test_a_dry_run_is_the_commands_plan(tmp_path: Path, model: Path) -> None:
         "output",
     ]
     assert (
-        "2 rows to train on, 1 held out" in lines[1] and "1 of the 1 held-out prompts" in lines[2]
+        "2 rows to train on, 1 held out" in lines[1]
+        and "1 of the 1 held-out prompts" in lines[2]
     )
     assert plan.values["dataset"]["overlap"] == 1 and not output.exists()
     measured = ycore.dry_run(
@@ -206,7 +212,9 @@ def test_a_notebook_shows_the_figures_that_a_run_has(tmp_path: Path) -> None:
         "<th>step</th><th>loss</th><th>token accuracy</th></tr><tr><td>1</td><td>0.5000</td><td>25%</td>"
         in shown
     )
-    goes_on = ycore.Run(str(folder_of(tmp_path / "on", "eval", {}, [{"step": 64, "reward": 0.5}])))
+    goes_on = ycore.Run(
+        str(folder_of(tmp_path / "on", "eval", {}, [{"step": 64, "reward": 0.5}]))
+    )
     assert goes_on.summary == {} and "<td>64</td><td>0.500</td>" in goes_on._repr_html_()
     measured = ycore.Run(
         folder_of(tmp_path / "eval", "eval", {"status": "finished", "pass@1": 0.123456}, [])
@@ -226,7 +234,9 @@ def test_a_mistake_is_the_commands_own(tmp_path: Path, model: Path) -> None:
             output=str(tmp_path / "x"),
         )
     with pytest.raises(UserError, match="no such model folder"):
-        ycore.sft(model=str(tmp_path / "none"), dataset="rows.jsonl", output=str(tmp_path / "x"))
+        ycore.sft(
+            model=str(tmp_path / "none"), dataset="rows.jsonl", output=str(tmp_path / "x")
+        )
     with pytest.raises(ConfigError, match="row 1 of the dataset is no mapping of plain values"):
         rows = [{"prompt": "1"}, {"prompt": object()}]
         ycore.grpo(model=str(model), dataset=rows, reward="length", output=str(tmp_path / "x"))
@@ -256,7 +266,9 @@ def test_a_later_call_leaves_what_an_earlier_one_wrote(tmp_path: Path) -> None:
     def rows(prompt: str) -> Path:
         settings = {"model": "m", "dataset": [{"prompt": prompt}], "rewards": ["length"]}
         return Path(
-            config_of("grpo", settings | {"output": str(tmp_path / "run")}, resume=False).dataset
+            config_of(
+                "grpo", settings | {"output": str(tmp_path / "run")}, resume=False
+            ).dataset
         )
 
     first, second = rows("a"), rows("b")

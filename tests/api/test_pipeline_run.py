@@ -70,7 +70,12 @@ class Scripted:
             )
         else:
             folder.model.mkdir()
-        summary = {"status": "finished", "wall_s": 2.0, "reward_first": 0.25, "reward_last": 0.5}
+        summary = {
+            "status": "finished",
+            "wall_s": 2.0,
+            "reward_first": 0.25,
+            "reward_last": 0.5,
+        }
         write_json_atomic(folder.summary, summary)
         return summary
 
@@ -208,7 +213,9 @@ def test_the_folder_is_this_pipelines_or_refused(tmp_path: Path) -> None:
         check_folder(tmp_path, DECLARED, resume=False)
 
 
-def test_everything_that_can_be_checked_is_checked_before_the_first_stage(tmp_path: Path) -> None:
+def test_everything_that_can_be_checked_is_checked_before_the_first_stage(
+    tmp_path: Path,
+) -> None:
     declared = {
         "model": "m",
         "stages": {**DECLARED["stages"], "after": {"command": "sft", "dataset": "nowhere"}},
@@ -269,7 +276,11 @@ def test_a_stage_is_the_run_that_its_command_would_make_of_the_same_keys() -> No
         "a default is for every stage that knows its key"
     )
     assert rloo.model_dump()["group_size"] == 4 and rloo.model_dump()["advantage"] == "rloo"
-    assert [config.output for config in (sft, rloo, pairs)] == ["out/sft", "out/grpo", "out/pairs"]
+    assert [config.output for config in (sft, rloo, pairs)] == [
+        "out/sft",
+        "out/grpo",
+        "out/pairs",
+    ]
 
 
 def test_a_preset_works_in_a_stage_as_on_the_command_line() -> None:
@@ -303,7 +314,9 @@ def test_what_is_not_there_yet_is_with_stand_ins_for_where_that_can_be() -> None
     assert with_stand_ins(sft) == sft
     ready = with_stand_ins(pairs)
     assert (
-        ready is not None and ready.keys["model"] == "m" and pairs.keys["model"] == "out/sft/model"
+        ready is not None
+        and ready.keys["model"] == "m"
+        and pairs.keys["model"] == "out/sft/model"
     )
     assert with_stand_ins(dpo) is None
 
@@ -328,7 +341,10 @@ def test_what_is_not_there_yet_is_with_stand_ins_for_where_that_can_be() -> None
             },
             "held-out accuracy 0.500 -> 0.750",
         ),
-        ({"reward": 0.25, "pass@1": 0.25, "num_pairs": 12}, "12 pairs, reward 0.250, pass@1 0.250"),
+        (
+            {"reward": 0.25, "pass@1": 0.25, "num_pairs": 12},
+            "12 pairs, reward 0.250, pass@1 0.250",
+        ),
         ({"reward_first": None, "reward_last": None, "held_out": None}, ""),
         ({}, ""),
     ],

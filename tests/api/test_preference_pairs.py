@@ -17,7 +17,10 @@ def row(number: int, text: str, *rewards: float | None, prompt: Any = "ask") -> 
 
 
 def pairs(
-    rows: list[dict[str, Any]], *, compare: Any = "best-worst", weights: tuple[float, ...] = (1.0,)
+    rows: list[dict[str, Any]],
+    *,
+    compare: Any = "best-worst",
+    weights: tuple[float, ...] = (1.0,),
 ) -> list[Any]:
     made = make_pairs(rows, weights, compare=compare)
     return [
@@ -56,7 +59,9 @@ def test_weights_and_unscored_completions() -> None:
 
 def test_a_chat_gets_turns() -> None:
     (pair,) = make_pairs(
-        [row(0, "4", 1.0, prompt=CHAT), row(0, "5", 0.0, prompt=CHAT)], [1.0], compare="best-worst"
+        [row(0, "4", 1.0, prompt=CHAT), row(0, "5", 0.0, prompt=CHAT)],
+        [1.0],
+        compare="best-worst",
     )
     assert pair["prompt"] == CHAT
     assert pair["chosen"] == [{"role": "assistant", "content": "4"}]

@@ -54,7 +54,9 @@ def test_a_prediction_interval_by_hand() -> None:
 def test_curves_are_trailing_means() -> None:
     rows = [{"step": n, "ycore/reward": float(n)} for n in range(1, 13)]
     assert (
-        curve_of(rows)[:2] == [1.0, 1.5] and curve_of(rows)[-1] == 10.0 and final_of(rows) == 11.0
+        curve_of(rows)[:2] == [1.0, 1.5]
+        and curve_of(rows)[-1] == 10.0
+        and final_of(rows) == 11.0
     )
     assert curve_of([{"step": 0, "ycore/eval/reward": 1.0}, *rows]) == curve_of(rows)
 
@@ -71,7 +73,9 @@ def test_runs_of_the_same_recipe_are_inside_and_others_are_not() -> None:
 
 
 def test_every_stage_of_a_pipeline_has_a_band() -> None:
-    runs = {seed: {"sft": run(seed), "after": [{"reward": 0.7 + seed / 100}]} for seed in range(5)}
+    runs = {
+        seed: {"sft": run(seed), "after": [{"reward": 0.7 + seed / 100}]} for seed in range(5)
+    }
     band = make_band(runs, {"recipe": "mine"})
     assert band["recipe"] == "mine" and band["stages"]["after"]["finals"]["4"] == 0.74
     good, bad = (
@@ -93,7 +97,9 @@ def test_every_stage_of_a_pipeline_has_a_band() -> None:
 
 
 def test_a_page_has_every_bands_curves_and_verdicts() -> None:
-    runs = {seed: {"sft": run(seed), "after": [{"reward": 0.7 + seed / 100}]} for seed in range(5)}
+    runs = {
+        seed: {"sft": run(seed), "after": [{"reward": 0.7 + seed / 100}]} for seed in range(5)
+    }
     known = make_band(runs, {"recipe": "mine"})
     shown = {
         7: {"sft": run(7, gain=0.3), "after": [{"reward": 0.72}]},
@@ -131,7 +137,9 @@ def test_a_band_says_where_and_how_it_was_made() -> None:
     assert devices.startswith("2 x H200, 2 cores of ")
     about = {"machine": where, "command": "ycore recipes mine", "sets": []}
     band = make_band({seed: {"": run(seed)} for seed in range(3)}, about)
-    assert notes_on(band, []) == [f"the band is of 3 seeds, on {where}, by `ycore recipes mine`"]
+    assert notes_on(band, []) == [
+        f"the band is of 3 seeds, on {where}, by `ycore recipes mine`"
+    ]
     del band["command"]
     assert notes_on(band, ["lora.r=4"]) == [
         f"the band is of 3 seeds, on {where}",
@@ -148,7 +156,9 @@ def test_every_band_that_ycore_brings_can_be_shown(name: str) -> None:
         f"the band is of {MIN_SEEDS} seeds, on "
     )
     for one in band_curves(band, {}, []):
-        assert one.metric and len(one.final) == 2 and all(low <= high for low, high in one.steps)
+        assert (
+            one.metric and len(one.final) == 2 and all(low <= high for low, high in one.steps)
+        )
 
 
 RECIPE = """algorithm: dpo
@@ -164,7 +174,9 @@ def test_a_recipe_is_run_once_a_seed_and_compared(tmp_path: Path) -> None:
     prepare(tmp_path, RECIPE)
     status, said = reproduce(tmp_path, "mine.yaml --write-band band.json --json")
     result = json.loads(said)
-    assert status == 0 and sorted(result["finals"]) == ["0", "1", "2"] and result["verdicts"] == []
+    assert (
+        status == 0 and sorted(result["finals"]) == ["0", "1", "2"] and result["verdicts"] == []
+    )
     band = json.loads((tmp_path / "band.json").read_text())
     assert (
         band["metric"] == "rewards/accuracies"
@@ -184,8 +196,9 @@ def test_a_recipe_is_run_once_a_seed_and_compared(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text(json.dumps(band))
     status, said = reproduce(tmp_path, "mine.yaml --band other.json")
     assert status == 1 and said.count("is OUTSIDE the band") == 3
-    assert "the band was made with --set lora.r=4, these runs with the recipe alone" in " ".join(
-        said.split()
+    assert (
+        "the band was made with --set lora.r=4, these runs with the recipe alone"
+        in " ".join(said.split())
     )
     status, said = reproduce(tmp_path, "mine.yaml --set lora.r=4")
     assert status == 2 and "another run" in said and "lora.r" in said
@@ -221,7 +234,9 @@ def test_a_pipeline_is_run_once_a_seed_and_compared(tmp_path: Path) -> None:
     assert status == 0 and "stage 1 of 2" not in said and "none is stored" in said
 
 
-def test_a_stop_says_which_command_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_says_which_command_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def stopped(recipe: str, seed: int, root: Path, **_: Any) -> None:
         if seed == 1:
             raise Interrupted("stopped in reward; the same command goes on with --resume")
@@ -231,7 +246,9 @@ def test_a_stop_says_which_command_goes_on(tmp_path: Path, monkeypatch: pytest.M
         look.recipes("rlhf-pipeline", output=tmp_path)
 
 
-def test_seeds_are_one_group_of_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seeds_are_one_group_of_trackers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     groups: list[str | None] = []
     monkeypatch.delenv(TRACKER_GROUP, raising=False)
     monkeypatch.setattr(

@@ -16,7 +16,9 @@ def parsed(**told: Any) -> Any:
 
 
 def test_stages_keep_their_order_and_are_called_like_their_command_or_say_it() -> None:
-    found = parsed(stages={"sft": SFT, "judge": {"command": "reward", "dataset": "pairs.jsonl"}})
+    found = parsed(
+        stages={"sft": SFT, "judge": {"command": "reward", "dataset": "pairs.jsonl"}}
+    )
     assert found.stages == (
         Stage("sft", "sft", SFT),
         Stage("judge", "reward", {"dataset": "pairs.jsonl"}),
@@ -61,7 +63,10 @@ def test_a_loop_is_its_stages_in_every_round() -> None:
             {"stages": {"sft": SFT, "l": {"repeat": 2, "stages": {"sft": SFT}}}},
             "stage sft: there are two of this name",
         ),
-        ({"stages": {"pairs": {"compare": "some"}}}, "compare is best-worst or all; it is 'some'"),
+        (
+            {"stages": {"pairs": {"compare": "some"}}},
+            "compare is best-worst or all; it is 'some'",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_with_its_place(told: dict[str, Any], said: str) -> None:
@@ -92,7 +97,9 @@ def test_set_finds_its_stage_wherever_it_stands() -> None:
             "loop": {"repeat": 4, "stages": {"dpo": {"steps": 7}}},
         },
     }
-    assert told["stages"]["sft"] == {"trl": {"beta": 1}}, "the declaration itself is not changed"
+    assert told["stages"]["sft"] == {"trl": {"beta": 1}}, (
+        "the declaration itself is not changed"
+    )
 
 
 def test_set_changes_an_element_of_a_list() -> None:

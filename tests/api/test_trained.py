@@ -50,7 +50,9 @@ def test_a_run_stands_for_its_model(run: Path) -> None:
 
 def test_a_reward_model_does_not_write(run: Path) -> None:
     config = run / "model" / "config.json"
-    changed = json.loads(config.read_text()) | {"architectures": ["LlamaForSequenceClassification"]}
+    changed = json.loads(config.read_text()) | {
+        "architectures": ["LlamaForSequenceClassification"]
+    }
     config.write_text(json.dumps(changed))
     with pytest.raises(ModelError, match="is a reward model"):
         trained.language_model(str(run))
@@ -71,7 +73,10 @@ def test_a_run_is_asked_as_it_was_trained(run: Path) -> None:
         (run / "run.json").write_text(
             json.dumps({"config": {**CONFIG, "system_prompt": text, "few_shot": few_shot}})
         )
-        assert trained.turns_before(str(run)) == [{"role": "system", "content": text}, *few_shot]
+        assert trained.turns_before(str(run)) == [
+            {"role": "system", "content": text},
+            *few_shot,
+        ]
     assert trained.turns_before(str(run), system_prompt="") == few_shot
     assert trained.turns_before(str(run), system_prompt="Be brief.")[0] == {
         "role": "system",
@@ -92,7 +97,10 @@ class Recorder(trained.Chat):
 
 
 def test_a_conversation_goes_on_from_the_turns_before_it(run: Path, tmp_path: Path) -> None:
-    system, answer = {"role": "system", "content": "Add."}, {"role": "assistant", "content": "a"}
+    system, answer = (
+        {"role": "system", "content": "Add."},
+        {"role": "assistant", "content": "a"},
+    )
     users = [{"role": "user", "content": text} for text in ("1 + 1", "and then?")]
     chat = Recorder(run / "model", before=[system])
     assert [chat.say(user["content"]) for user in users] == ["a", "a"]
@@ -198,9 +206,12 @@ def test_an_adapter_of_what_the_hub_does_not_have_is_sent_merged(
     with trained.staged(run, best=False, merged=True, repo="me/sums") as folder:
         told = (folder / "README.md").read_text()
         assert (
-            told.startswith("---\nlibrary_name: transformers\n") and "`base` trained with" in told
+            told.startswith("---\nlibrary_name: transformers\n")
+            and "`base` trained with" in told
         )
-        assert (folder / "config.json").is_file() and not (folder / "adapter_config.json").exists()
+        assert (folder / "config.json").is_file() and not (
+            folder / "adapter_config.json"
+        ).exists()
 
 
 def test_a_push_makes_the_repository_and_sends_the_folder(
@@ -241,7 +252,9 @@ def test_a_server_listens_where_it_is_told_and_cannot_be_changed(run: Path) -> N
         and "--uds" not in line
     )
     assert (
-        "--max-model-len 512" in line and "PolicyWorker" not in line and spec.max_model_len == 512
+        "--max-model-len 512" in line
+        and "PolicyWorker" not in line
+        and spec.max_model_len == 512
     )
 
 

@@ -42,7 +42,9 @@ class Row:
     @property
     def passes(self) -> bool:
         return (
-            self.total > 0 and self.wrong == 0 and (self.passed == self.total or not self.wants_all)
+            self.total > 0
+            and self.wrong == 0
+            and (self.passed == self.total or not self.wants_all)
         )
 
 
@@ -99,14 +101,20 @@ class Bench:
 
         def attempt(item: T) -> Outcome:
             outcome = work(item)
-            self.say(f"  {'ok  ' if good(outcome) else 'FAIL'} {outcome} ({outcome.seconds:.0f} s)")
+            self.say(
+                f"  {'ok  ' if good(outcome) else 'FAIL'} {outcome} ({outcome.seconds:.0f} s)"
+            )
             return outcome
 
         return list(self.pool.map(attempt, over))
 
 
 def row_of(
-    name: str, what: str, outcomes: Sequence[Outcome], *, good: Callable[[Outcome], bool] = is_good
+    name: str,
+    what: str,
+    outcomes: Sequence[Outcome],
+    *,
+    good: Callable[[Outcome], bool] = is_good,
 ) -> Row:
     """A row from its trials; `good` says which pass."""
     failed = [outcome for outcome in outcomes if not good(outcome)]
@@ -159,7 +167,8 @@ def _totals(rows: Sequence[Row]) -> list[str]:
     lines = []
     if any(landed.values()):
         lines.append(
-            "  kills landed in: " + ", ".join(f"{phase} {count}" for phase, count in landed.items())
+            "  kills landed in: "
+            + ", ".join(f"{phase} {count}" for phase, count in landed.items())
         )
     largest = largest_differences(rows)
     if largest:

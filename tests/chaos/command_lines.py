@@ -15,7 +15,9 @@ def write_place(root: Path) -> Path:
     rows = [{"prompt": f"{number} + 1 =", "answer": str(number + 1)} for number in range(8)]
     lines = [json.dumps(row) for row in rows]
     (root / "train.jsonl").write_text("\n".join(lines) + "\n")
-    (root / "malformed.jsonl").write_text("\n".join([*lines[:2], '{"prompt": ', *lines[2:]]) + "\n")
+    (root / "malformed.jsonl").write_text(
+        "\n".join([*lines[:2], '{"prompt": ', *lines[2:]]) + "\n"
+    )
     (root / "empty.jsonl").write_text("")
     (root / "null.jsonl").write_text(
         "\n".join([*lines[:3], json.dumps({"prompt": None, "answer": "1"})]) + "\n"
@@ -76,7 +78,10 @@ BAD: tuple[tuple[str, str], ...] = (
     ("--steps", "option '--steps' requires an argument"),
     ("--learning-rate", "--learning-rate needs a value; TRL's default is 1e-06"),
     ("--learning-rate --beta 0", "--learning-rate needs a value"),
-    ("--learning-rate fast", "learning_rate takes a number; it is 'fast'; TRL's default is 1e-06"),
+    (
+        "--learning-rate fast",
+        "learning_rate takes a number; it is 'fast'; TRL's default is 1e-06",
+    ),
     ("--learning-rate nan", "learning_rate must be a finite number; it is nan"),
     ("--learning-rate=-1", "learning_rate must be at least 0; it is -1"),
     ("--loss-type drgrpo", "it is 'drgrpo'; did you mean 'dr_grpo'?"),

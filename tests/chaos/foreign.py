@@ -58,7 +58,9 @@ class Witness:
         pids: set[int] = set()
         for place, _, _ in os.walk(self._group_path):
             with suppress(OSError):
-                pids |= {int(line) for line in (Path(place) / "cgroup.procs").read_text().split()}
+                pids |= {
+                    int(line) for line in (Path(place) / "cgroup.procs").read_text().split()
+                }
         found = []
         for pid in sorted(pids):
             with suppress(psutil.Error):
@@ -212,7 +214,9 @@ class Twin:
         )
         assert self._process.stdout is not None, "it has a pipe"
         self.told: dict[str, Any] = json.loads(self._process.stdout.readline() or "{}")
-        self._tree = psutil.Process(self._process.pid).children(recursive=True) if self.told else []
+        self._tree = (
+            psutil.Process(self._process.pid).children(recursive=True) if self.told else []
+        )
 
     def touched(self) -> list[str]:
         """What of it is gone while it should be there, and what it leaves when it ends."""

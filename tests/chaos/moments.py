@@ -66,7 +66,10 @@ def pace_of(seconds_of_rows: Sequence[float], *, modelled: float, ended: float) 
     middle = gaps[len(gaps) // 2] if gaps else 1.0
     last = seconds_of_rows[-1]
     return Pace(
-        start_s=seconds_of_rows[0], step_s=middle, end_s=ended - last, until_model_s=modelled - last
+        start_s=seconds_of_rows[0],
+        step_s=middle,
+        end_s=ended - last,
+        until_model_s=modelled - last,
     )
 
 

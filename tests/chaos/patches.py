@@ -82,7 +82,9 @@ _SAMPLING = "ycore/round/sampling.py"
 _ENGINE = "ycore/engine/vllm_engine.py"
 
 _LOADED = "        super()._load_optimizer_and_scheduler(checkpoint)\n"
-_LOAD = f"    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:\n{_LOADED}"
+_LOAD = (
+    f"    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:\n{_LOADED}"
+)
 _REQUEST = """            answer = await self.request("POST", "/v1/completions", request)
         finally:
             self._request_ids.discard(request_id)
@@ -144,7 +146,9 @@ MUTATIONS: tuple[Patch, ...] = (
             ),
         ),
     ),
-    Patch("no flush", (Edit("ycore/run/files.py", "            os.fsync(file.fileno())\n", ""),)),
+    Patch(
+        "no flush", (Edit("ycore/run/files.py", "            os.fsync(file.fileno())\n", ""),)
+    ),
     IN_PLACE,
     Patch(
         "checkpoint not verified",
@@ -198,7 +202,9 @@ MUTATIONS: tuple[Patch, ...] = (
             ),
         ),
     ),
-    Patch("cursor off by one", (Edit(_SAMPLING, '= state["cursor"]', '= state["cursor"] + 1'),)),
+    Patch(
+        "cursor off by one", (Edit(_SAMPLING, '= state["cursor"]', '= state["cursor"] + 1'),)
+    ),
     Patch(
         "surplus not restored",
         (Edit(_SAMPLING, "= [finished_from_json(item) for item in state]", "= []"),),
@@ -228,7 +234,9 @@ MUTATIONS: tuple[Patch, ...] = (
             ),
         ),
     ),
-    Patch("run not cleared away", (Edit("ycore/launch/guardian.py", "    watch.kill()\n", ""),)),
+    Patch(
+        "run not cleared away", (Edit("ycore/launch/guardian.py", "    watch.kill()\n", ""),)
+    ),
 )
 
 
@@ -370,7 +378,9 @@ PARTS: tuple[Patch, ...] = (
         "from ycore.errors import SyncError",
         "tensor_sums",
     ),
-    _timed("read back", "ycore/engine/vllm_extension.py", "from typing import Any", "held_pieces"),
+    _timed(
+        "read back", "ycore/engine/vllm_extension.py", "from typing import Any", "held_pieces"
+    ),
     _timed(
         "flush and manifest",
         "ycore/run/checkpoints.py",

@@ -116,7 +116,9 @@ def compare(expected: Result, seen: Result) -> Difference:
     largest[WEIGHTS] = _weights(expected.weights, seen.weights)
     if not seen.weights:
         notes.append("no model was saved")
-    if 1 in expected.written and (gone := sorted(expected.written.keys() - seen.written.keys())):
+    if 1 in expected.written and (
+        gone := sorted(expected.written.keys() - seen.written.keys())
+    ):
         notes.append(f"the journal has no round of steps {gone}")
     both = sorted(expected.written.keys() & seen.written.keys())
     if others := [step for step in both if expected.written[step] != seen.written[step]]:
@@ -132,7 +134,9 @@ def compare_steps(before: Result, after: Result) -> Difference:
     taken = [row for row in before.rows if row.get("step") in ended]
     again = Result([ended[row["step"]] for row in taken], {})
     whole = Result(taken, {})
-    notes = [f"steps {[row.get('step') for row in after.rows]}"] if not _is_gapless(after) else []
+    notes = (
+        [f"steps {[row.get('step') for row in after.rows]}"] if not _is_gapless(after) else []
+    )
     return Difference(
         _differences(whole, again),
         (*notes, *([] if after.weights else ["no model was saved"])),
@@ -176,7 +180,9 @@ def _column(result: Result, name: str) -> list[float]:
 def _largest(expected: Sequence[float], seen: Sequence[float]) -> float:
     if len(expected) != len(seen):
         return _INFINITE
-    return max((_apart(one, other) for one, other in zip(expected, seen, strict=True)), default=0.0)
+    return max(
+        (_apart(one, other) for one, other in zip(expected, seen, strict=True)), default=0.0
+    )
 
 
 def _apart(one: float, other: float) -> float:
@@ -228,7 +234,11 @@ def read_rounds(journal: Path) -> Rounds:
         parts = [json.loads(file.read_bytes().partition(b"\n")[2]) for file in files]
         groups = [group for part in parts for group in part["groups"]]
         rounds.append(
-            {"step": label["step"], "groups": groups, "states": [part["state"] for part in parts]}
+            {
+                "step": label["step"],
+                "groups": groups,
+                "states": [part["state"] for part in parts],
+            }
         )
     return rounds
 
@@ -239,7 +249,9 @@ def account(rounds: Rounds, *, steps: int, seed: int) -> list[str]:
         return [f"{len(rounds)} rounds for {steps} steps"]
     states, order = rounds[-1]["states"], PromptOrder(seed=seed, num_rows=NUM_ROWS)
     taken = Counter(_position(group) for round_ in rounds for group in round_["groups"])
-    taken.update(_position(item["group"]) for state in states for item in state["leftover_groups"])
+    taken.update(
+        _position(item["group"]) for state in states for item in state["leftover_groups"]
+    )
     taken.update(
         _position(item) for state in states for item in state.get("unfinished_groups", ())
     )  # not whole yet
@@ -248,7 +260,9 @@ def account(rounds: Rounds, *, steps: int, seed: int) -> list[str]:
     twice = sorted(place for place, count in taken.items() if count > 1)
     unknown = sorted(taken.keys() - set(drawn))
     problems = {"lost": lost, "taken twice": twice, "never drawn": unknown}
-    return [f"prompts {what}, at positions {places}" for what, places in problems.items() if places]
+    return [
+        f"prompts {what}, at positions {places}" for what, places in problems.items() if places
+    ]
 
 
 def _drawn(states: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -299,6 +313,9 @@ def problem_of(checkpoint: Path) -> str | None:
         if not path.is_file():
             return f"{checkpoint.name}: {name} is missing"
         data = path.read_bytes()
-        if len(data) != expected["bytes"] or hashlib.sha256(data).hexdigest() != expected["sha256"]:
+        if (
+            len(data) != expected["bytes"]
+            or hashlib.sha256(data).hexdigest() != expected["sha256"]
+        ):
             return f"{checkpoint.name}: {name} is not what was written"
     return None

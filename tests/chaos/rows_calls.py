@@ -61,7 +61,9 @@ def stale_row(bench: Bench) -> Row:
     outcomes = bench.all(
         lambda case: stale_trial(oracle, bench.setting, *case), list(enumerate(loads))
     )
-    return row_of("stale-weights", "an engine that skips a sync: an error on that step", outcomes)
+    return row_of(
+        "stale-weights", "an engine that skips a sync: an error on that step", outcomes
+    )
 
 
 def stale_trial(oracle: Oracle, setting: Setting, number: int, load: int) -> Outcome:
@@ -75,7 +77,9 @@ def stale_trial(oracle: Oracle, setting: Setting, number: int, load: int) -> Out
     return replace(outcome, difference=Difference(outcome.difference.largest, tuple(notes)))
 
 
-def _with_faults(oracle: Oracle, setting: Setting, name: str, faults: Mapping[str, Any]) -> Outcome:
+def _with_faults(
+    oracle: Oracle, setting: Setting, name: str, faults: Mapping[str, Any]
+) -> Outcome:
     began, output = time.monotonic(), setting.place / name
     troubled = replace(
         setting, scripted={**(setting.scripted or {}), "--faults": json.dumps(dict(faults))}
@@ -107,7 +111,10 @@ def account_row(bench: Bench) -> Row:
     """Kills of the trainer at random moments; in turn it goes on with as many ranks, with fewer and with more."""
     oracle = bench.oracle()
     moments = draw_moments(
-        max(len(_RANKS), bench.count // 3), steps=bench.job.steps, seed=bench.seed, row="account"
+        max(len(_RANKS), bench.count // 3),
+        steps=bench.job.steps,
+        seed=bench.seed,
+        row="account",
     )
 
     def one(case: tuple[int, Moment]) -> Outcome:
@@ -130,14 +137,18 @@ def carried_row(bench: Bench) -> Row:
     setting = replace(
         bench.setting, scripted={**(bench.setting.scripted or {}), "--token-s": "0.03"}
     )
-    slow = replace(oracle, job=replace(oracle.job, more=(*oracle.job.more, "--oversample", "2")))
+    slow = replace(
+        oracle, job=replace(oracle.job, more=(*oracle.job.more, "--oversample", "2"))
+    )
 
     def one(case: tuple[int, Moment]) -> Outcome:
         number, moment = case
         attempt = partial(account_trial, slow, setting)
         outcome = until_it_lands(attempt, f"{name}-{number}", moment)
         rounds = read_rounds(RunFolder(setting.place / outcome.name).journal)
-        if not any(state["unfinished_groups"] for round_ in rounds for state in round_["states"]):
+        if not any(
+            state["unfinished_groups"] for round_ in rounds for state in round_["states"]
+        ):
             return replace(
                 outcome, difference=Difference(notes=("no round left a completion under way",))
             )
@@ -145,7 +156,9 @@ def carried_row(bench: Bench) -> Row:
 
     outcomes = bench.all(one, list(enumerate(moments)))
     return row_of(
-        name, "kill -9 where completions take several rounds: none is lost or taken twice", outcomes
+        name,
+        "kill -9 where completions take several rounds: none is lost or taken twice",
+        outcomes,
     )
 
 
@@ -153,7 +166,13 @@ _RANKS = ((1, 1), (2, 1), (1, 2))
 
 
 def account_trial(
-    oracle: Oracle, setting: Setting, name: str, moment: Moment, *, before: int = 1, after: int = 1
+    oracle: Oracle,
+    setting: Setting,
+    name: str,
+    moment: Moment,
+    *,
+    before: int = 1,
+    after: int = 1,
 ) -> Outcome:
     """A run of `before` ranks, which goes on with `after`. `oracle` is of the plain job: it lends its pace."""
     job = dynamic(replace(oracle.job, ranks=before))
@@ -195,7 +214,15 @@ def cost_row(bench: Bench) -> Row:
     times = bench.place / "times.log"
     setting = replace(bench.setting, package=package, environment={TIMES_VARIABLE: str(times)})
     output = bench.place / "cost"
-    words = ["grpo", "--recipe", "quickstart", "--steps", str(_COST_STEPS), "--output", str(output)]
+    words = [
+        "grpo",
+        "--recipe",
+        "quickstart",
+        "--steps",
+        str(_COST_STEPS),
+        "--output",
+        str(output),
+    ]
     words += [
         "--set",
         f"engine.environment=[{TIMES_VARIABLE}]",

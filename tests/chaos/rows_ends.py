@@ -199,7 +199,10 @@ def ends_row(bench: Bench) -> Row:
         case.kind for case, outcome in zip(cases, outcomes, strict=True) if _is_good(outcome)
     )
     row = row_of(
-        "ends", "ended in any way at any moment: 0 left, 0 foreign touched", outcomes, good=_is_good
+        "ends",
+        "ended in any way at any moment: 0 left, 0 foreign touched",
+        outcomes,
+        good=_is_good,
     )
     touched = sum(
         "foreign" in note or "same path" in note
@@ -247,7 +250,9 @@ def end_one(bench: Bench, place: Path, case: Case) -> Outcome:
         try:
             landed = _do(run, witness, case, foreign)
             status = run.wait(timeout_s=_COMES_WITHIN_S)
-            notes = _run_next(setting, words, output, witness) if end.is_cleared_by_the_next else []
+            notes = (
+                _run_next(setting, words, output, witness) if end.is_cleared_by_the_next else []
+            )
             left = _left(run, witness)
             notes += [*foreign.touched(), *(twin.touched() if twin is not None else [])]
         finally:

@@ -79,7 +79,9 @@ def stopped_run(oracle: Oracle, setting: Setting, name: str, *, after: int) -> P
     run = Run(setting, oracle.job.words(output), output)
     committed = round_file(run.folder.journal, after, 0)
     try:
-        landed = run.wait_for(committed.is_file, timeout_s=oracle.limit_s) and kill("trainer")(run)
+        landed = run.wait_for(committed.is_file, timeout_s=oracle.limit_s) and kill("trainer")(
+            run
+        )
         run.wait(timeout_s=oracle.limit_s)
         leftovers(run)
     finally:
@@ -112,8 +114,12 @@ def damaged_row(bench: Bench) -> Row:
     files = sorted(path.name for path in published(base / "checkpoints")[-1].iterdir())
     cases = [(file, how) for file in files for how in DAMAGES]
     if bench.count < _FULL:
-        cases = random.Random(f"damage/{bench.seed}").sample(cases, min(len(cases), bench.count))
-    outcomes = bench.all(lambda case: damage_checkpoint(oracle, bench.setting, base, *case), cases)
+        cases = random.Random(f"damage/{bench.seed}").sample(
+            cases, min(len(cases), bench.count)
+        )
+    outcomes = bench.all(
+        lambda case: damage_checkpoint(oracle, bench.setting, base, *case), cases
+    )
     return row_of(
         "damaged-checkpoint",
         "a file of the newest checkpoint damaged: named and passed over",
@@ -121,7 +127,9 @@ def damaged_row(bench: Bench) -> Row:
     )
 
 
-def damage_checkpoint(oracle: Oracle, setting: Setting, base: Path, file: str, how: str) -> Outcome:
+def damage_checkpoint(
+    oracle: Oracle, setting: Setting, base: Path, file: str, how: str
+) -> Outcome:
     """One damage in a copy of a stopped run; a note where the run does not say what it passed over."""
     output = _copy(base, setting.place / f"{how}-{file}")
     newest = published(output / "checkpoints")[-1]
@@ -145,7 +153,9 @@ def damaged_round_row(bench: Bench) -> Row:
     cases = [how for how in DAMAGES if how != "deleted"]
     outcomes = bench.all(lambda how: damage_round(oracle, bench.setting, base, how), cases)
     return row_of(
-        "damaged-round", "a committed round damaged: refused by name; without it, equal", outcomes
+        "damaged-round",
+        "a committed round damaged: refused by name; without it, equal",
+        outcomes,
     )
 
 
@@ -165,7 +175,11 @@ def damage_round(oracle: Oracle, setting: Setting, base: Path, how: str) -> Outc
     difference = replace(going.difference, notes=(*going.difference.notes, *notes))
     left = (*refused.left, *going.left)
     return Outcome(
-        output.name, (refused.status, going.status), difference, left=left, said=_last(going.said)
+        output.name,
+        (refused.status, going.status),
+        difference,
+        left=left,
+        said=_last(going.said),
     )
 
 
@@ -175,11 +189,15 @@ def resume_row(bench: Bench) -> Row:
     oracle = replace(bench.oracle(), job=kept)  # which changes nothing of the result
     whole, _ = whole_run(kept, bench.setting, name="whole-with-checkpoints")
     steps = [int(path.name.rpartition("-")[2]) for path in published(whole.checkpoints)]
-    cases = [(step, replays) for step in steps if step < kept.steps for replays in (True, False)]
+    cases = [
+        (step, replays) for step in steps if step < kept.steps for replays in (True, False)
+    ]
 
     def one(case: tuple[int, bool]) -> Outcome:
         step, replays = case
-        output = _copy(whole.root, bench.place / f"from-{step}-{'replayed' if replays else 'anew'}")
+        output = _copy(
+            whole.root, bench.place / f"from-{step}-{'replayed' if replays else 'anew'}"
+        )
         shutil.rmtree(output / "model")
         if not replays:
             for path in (output / "journal").glob("round-*"):
@@ -187,7 +205,11 @@ def resume_row(bench: Bench) -> Row:
                     path.unlink()
         going = go_on(oracle, bench.setting, output, "--resume-from", str(step))
         return Outcome(
-            output.name, (going.status,), going.difference, left=going.left, said=_last(going.said)
+            output.name,
+            (going.status,),
+            going.difference,
+            left=going.left,
+            said=_last(going.said),
         )
 
     return row_of(
@@ -254,7 +276,11 @@ def save_row(bench: Bench) -> Row:
     oracle, name = _oracle(bench), "kill-in-save"
     chains = [
         _Chain(
-            oracle, bench.setting, f"{name}-{number}", kills, f"saves/{bench.seed}/{name}/{number}"
+            oracle,
+            bench.setting,
+            f"{name}-{number}",
+            kills,
+            f"saves/{bench.seed}/{name}/{number}",
         )
         for number, kills in enumerate(lengths)
     ]
@@ -359,7 +385,9 @@ def _follow(chain: _Chain, bench: Bench) -> list[Outcome]:
     return outcomes
 
 
-def _kill_in_save(chain: _Chain, output: Path, *, step: int, share: float, aim: _Aim) -> Outcome:
+def _kill_in_save(
+    chain: _Chain, output: Path, *, step: int, share: float, aim: _Aim
+) -> Outcome:
     """Start or go on, and kill the trainer while it saves this step or, if that was too late, one after it."""
     name, limit_s = f"{chain.name}-save-{step}", chain.oracle.limit_s
     there = [int(path.name.rpartition("-")[2]) for path in published(output / "checkpoints")]
@@ -397,7 +425,10 @@ def _kill_while_saving(
     """
     for number in range(step, chain.oracle.job.steps + 1):
         begins = partial(_has_begun, run.folder.checkpoints, number)
-        if not run.wait_for(begins, timeout_s=chain.oracle.limit_s) or run.exit_code is not None:
+        if (
+            not run.wait_for(begins, timeout_s=chain.oracle.limit_s)
+            or run.exit_code is not None
+        ):
             return False
         time.sleep(share * aim.longest_s)
         try:

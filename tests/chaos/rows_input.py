@@ -28,13 +28,17 @@ from ycore.run.paths import RunFolder
 
 _WITHIN_S = 10.0
 _NUM_MADE_UP = 10_000
-_SETTLED_S = 60.0  # a machine that is busy with other things is no reason to call an answer wrong
+_SETTLED_S = (
+    60.0  # a machine that is busy with other things is no reason to call an answer wrong
+)
 
 
 def bad_input_row(bench: Bench) -> Row:
     """Exit status 2, one line that says what is expected, nothing else, in 10 s."""
     place = write_place(bench.place / "bad-input")
-    problems = list(bench.pool.map(lambda case: _problem_of_bad(bench.setting, place, *case), BAD))
+    problems = list(
+        bench.pool.map(lambda case: _problem_of_bad(bench.setting, place, *case), BAD)
+    )
     return _row(
         "bad-input",
         "wrong command lines refused in one line, in 10 s",
@@ -46,7 +50,9 @@ def bad_input_row(bench: Bench) -> Row:
 def good_input_row(bench: Bench) -> Row:
     """Exit status 0."""
     place = write_place(bench.place / "good-input")
-    problems = list(bench.pool.map(lambda more: _problem_of_good(bench.setting, place, more), GOOD))
+    problems = list(
+        bench.pool.map(lambda more: _problem_of_good(bench.setting, place, more), GOOD)
+    )
     return _row("good-input", "right command lines, none refused", GOOD, problems)
 
 
@@ -220,7 +226,9 @@ def make_up(source: Source) -> tuple[dict[str, Any], list[str], dict[str, Any]]:
     }
     for _ in range(source.randrange(_SEVERAL)):
         _put(recipe, _key(source), source)
-    sets = [f"{_path(source)}={_value(source, depth=1)}" for _ in range(source.choice((0, 0, 1)))]
+    sets = [
+        f"{_path(source)}={_value(source, depth=1)}" for _ in range(source.choice((0, 0, 1)))
+    ]
     options: dict[str, Any] = {}
     for _ in range(source.randrange(3)):
         _put(options, _key(source), source)

@@ -102,7 +102,9 @@ def ahead_row(bench: Bench) -> Row:
         )
 
     return row_of(
-        name, "kill -9 where rounds are one step ahead", bench.all(one, list(enumerate(moments)))
+        name,
+        "kill -9 where rounds are one step ahead",
+        bench.all(one, list(enumerate(moments))),
     )
 
 
@@ -118,7 +120,13 @@ def interrupt_row(bench: Bench) -> Row:
 
     what = f"Ctrl-C of {_RANKS} ranks and a judge"
     return _ranked(
-        bench, "ctrl-c-ranks", what, lambda number: interrupt, least=2, has_judge=True, good=good
+        bench,
+        "ctrl-c-ranks",
+        what,
+        lambda number: interrupt,
+        least=2,
+        has_judge=True,
+        good=good,
     )
 
 
@@ -145,7 +153,9 @@ def _ranked(
     def one(item: tuple[int, Moment]) -> Outcome:
         number, moment = item
         return until_it_lands(
-            lambda name, at: trial(name, oracle, at, deed_of(number)), f"{name}-{number}", moment
+            lambda name, at: trial(name, oracle, at, deed_of(number)),
+            f"{name}-{number}",
+            moment,
         )
 
     outcomes = bench.all(one, list(enumerate(moments)), good=good)
@@ -177,10 +187,14 @@ def stop_row(bench: Bench, role: str) -> Row:
         for_good = number % 2 == 1 and role != "launcher"
         deed = kill(role, signal.SIGSTOP) if for_good else pause(role)
         trial_name = f"{name}-{number}{'-for-good' if for_good else ''}"
-        return until_it_lands(lambda name, at: trial(name, oracle, at, deed), trial_name, moment)
+        return until_it_lands(
+            lambda name, at: trial(name, oracle, at, deed), trial_name, moment
+        )
 
     return row_of(
-        name, f"SIGSTOP of the {role}: for {_SHORT_S:.0f} s, or for good", bench.all(one, numbered)
+        name,
+        f"SIGSTOP of the {role}: for {_SHORT_S:.0f} s, or for good",
+        bench.all(one, numbered),
     )
 
 
@@ -202,7 +216,9 @@ def pause(role: str) -> Deed:
     return deed
 
 
-def points_row(bench: Bench, *, more: tuple[str, ...] = (), name: str = "kill-at-points") -> Row:
+def points_row(
+    bench: Bench, *, more: tuple[str, ...] = (), name: str = "kill-at-points"
+) -> Row:
     """Each point, at several of the times that a run comes there."""
     oracle = bench.oracle(replace(bench.job, more=(*bench.job.more, *more)))
     package = copy_package(
@@ -226,7 +242,10 @@ def _counts(point: Point, bench: Bench) -> list[int]:
 
 
 def _die_at(row: str, oracle: Oracle, setting: Setting, point: Point, count: int) -> Outcome:
-    name, began = f"{row}-{point.name.replace(' ', '-').replace(',', '')}-{count}", time.monotonic()
+    name, began = (
+        f"{row}-{point.name.replace(' ', '-').replace(',', '')}-{count}",
+        time.monotonic(),
+    )
     marker, output = setting.place / f"{name}.reached", setting.place / name
     setting = replace(
         setting, environment={**setting.environment, **dies_at(point.name, count, marker)}
@@ -238,7 +257,12 @@ def _die_at(row: str, oracle: Oracle, setting: Setting, point: Point, count: int
         run.end()
     finished = has_finished(run.folder)
     outcome = Outcome(
-        name, (status,), left=left, said=run.tail(1), landed=marker.exists(), had_finished=finished
+        name,
+        (status,),
+        left=left,
+        said=run.tail(1),
+        landed=marker.exists(),
+        had_finished=finished,
     )
     if status not in (None, 0) and not finished:
         outcome = go_on(outcome, oracle, setting)
@@ -291,7 +315,10 @@ def exits_row(bench: Bench) -> Row:
     ]
     outcomes = bench.all(lambda case: end_one(bench, *case), cases, good=_is_clean_end)
     return row_of(
-        "leftovers", "nothing is left 10 s after an exit of each kind", outcomes, good=_is_clean_end
+        "leftovers",
+        "nothing is left 10 s after an exit of each kind",
+        outcomes,
+        good=_is_clean_end,
     )
 
 
@@ -317,7 +344,9 @@ def end_one(bench: Bench, number: int, kind: str, moment: Moment) -> Outcome:
         for process in _named(daemon):
             process.kill()
     notes = (
-        () if status in right else (f"exit status {status}, not {' or '.join(map(str, right))}",)
+        ()
+        if status in right
+        else (f"exit status {status}, not {' or '.join(map(str, right))}",)
     )
     difference, seconds = Difference(notes=notes), time.monotonic() - began
     return Outcome(

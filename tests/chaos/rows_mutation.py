@@ -41,7 +41,11 @@ def _killed_trainer(suspect: Suspect) -> str | None:
         moment = Moment(suspect.steps - 3, share)
         found = _guilt(
             trial(
-                f"trainer-{share}", suspect.oracle, moment, kill("trainer"), setting=suspect.setting
+                f"trainer-{share}",
+                suspect.oracle,
+                moment,
+                kill("trainer"),
+                setting=suspect.setting,
             )
         )
         if found:
@@ -64,7 +68,9 @@ def _flushes(suspect: Suspect) -> str | None:
 def _damaged(suspect: Suspect) -> str | None:
     base = stopped_run(suspect.oracle, suspect.setting, "stopped", after=suspect.steps - 2)
     for file in ("adapter_model.safetensors", "optimizer.pt"):
-        found = _guilt(damage_checkpoint(suspect.oracle, suspect.setting, base, file, "flipped"))
+        found = _guilt(
+            damage_checkpoint(suspect.oracle, suspect.setting, base, file, "flipped")
+        )
         if found:
             return found
     return _guilt(damage_round(suspect.oracle, suspect.setting, base, "flipped"))
@@ -91,7 +97,9 @@ def _stale(suspect: Suspect) -> str | None:
 def _account(suspect: Suspect) -> str | None:
     for steps in (3, 5):
         moment = Moment(suspect.steps - steps, 0.3)
-        found = _guilt(account_trial(suspect.oracle, suspect.setting, f"account-{steps}", moment))
+        found = _guilt(
+            account_trial(suspect.oracle, suspect.setting, f"account-{steps}", moment)
+        )
         if found:
             return found
     return None

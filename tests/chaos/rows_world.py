@@ -51,7 +51,10 @@ def kill_world_row(bench: Bench) -> Row:
     """SIGKILL of the launcher and of the trainer, in turn."""
     deeds = {"launcher": kill("launcher"), "trainer": kill("trainer")}
     return _row(
-        bench, "kill-world", "kill -9 of launcher or trainer, with a tool and an environment", deeds
+        bench,
+        "kill-world",
+        "kill -9 of launcher or trainer, with a tool and an environment",
+        deeds,
     )
 
 
@@ -74,7 +77,11 @@ def stop_world_row(bench: Bench) -> Row:
         "for-good": kill("trainer", signal.SIGSTOP),
     }
     return _row(
-        bench, "stop-world", "Ctrl-C or SIGSTOP, with a tool and an environment", deeds, stops=True
+        bench,
+        "stop-world",
+        "Ctrl-C or SIGSTOP, with a tool and an environment",
+        deeds,
+        stops=True,
     )
 
 
@@ -102,7 +109,8 @@ def _num_calls(log: Path) -> int:
 def _was_told(run_folder: Path) -> bool:
     """Whether the policy read somewhere that an answer came too late."""
     return any(
-        b"timeout after " in file.read_bytes() for file in RunFolder(run_folder).journal.iterdir()
+        b"timeout after " in file.read_bytes()
+        for file in RunFolder(run_folder).journal.iterdir()
     )
 
 
@@ -148,7 +156,9 @@ def _row(
         if kind != _TOOL_FOR_GOOD:
             return trial(name, oracle, at, deeds[kind])
         outcome = trial(name, replace(oracle, repeats=False), at, deeds[kind])
-        return replace(outcome, landed=outcome.landed and _was_told(oracle.setting.place / name))
+        return replace(
+            outcome, landed=outcome.landed and _was_told(oracle.setting.place / name)
+        )
 
     def one(item: tuple[int, Moment]) -> Outcome:
         number, moment = item

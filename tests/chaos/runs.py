@@ -36,7 +36,10 @@ class Terminal:
         self._ours, theirs = pty.openpty()
         self._closing = threading.Event()
         self.process = subprocess.Popen(
-            list(command), cwd=cwd, env=dict(environment), preexec_fn=lambda: os.login_tty(theirs)
+            list(command),
+            cwd=cwd,
+            env=dict(environment),
+            preexec_fn=lambda: os.login_tty(theirs),
         )
         os.close(theirs)
         self._reader = threading.Thread(target=self._read, args=(log,), daemon=True)
@@ -180,7 +183,9 @@ class Run:
         )
         return what()
 
-    def _look_until(self, what: Callable[[], bool], *, timeout_s: float, every_s: float) -> None:
+    def _look_until(
+        self, what: Callable[[], bool], *, timeout_s: float, every_s: float
+    ) -> None:
         deadline = time.monotonic() + timeout_s
         while not what() and time.monotonic() < deadline:
             if self._stop.wait(every_s):

@@ -113,7 +113,9 @@ def run_scorecard(
         with _bench(
             tier, seed=seed, count=count, parallel=parallel, output=place, say=say
         ) as bench:
-            wanted = {name: make for name, make in ROWS[tier].items() if not names or name in names}
+            wanted = {
+                name: make for name, make in ROWS[tier].items() if not names or name in names
+            }
             results.append((TITLES[tier], _make(wanted, bench)))
     return _finish(results, seed=seed, say=say, began=began)
 
@@ -130,7 +132,9 @@ def plan_rows(tiers: Sequence[Tier], *, names: Sequence[str], seed: int) -> list
                 if name.removeprefix("kill-") in (*KILLED, JUDGE, RANK, ALLOCATOR)
                 else []
             )
-            lines.append(f"  {name}" + (f": {', '.join(map(str, drawn))}, ..." if drawn else ""))
+            lines.append(
+                f"  {name}" + (f": {', '.join(map(str, drawn))}, ..." if drawn else "")
+            )
     return lines
 
 

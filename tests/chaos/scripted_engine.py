@@ -109,9 +109,9 @@ class ScriptedEngine:
                 {letter: number for number, letter in self.letters},
                 source.choice(self.calls),
             )
-            written = [(numbers[letter], letter) for letter in f"{call}({source.randint(0, 9)})"][
-                :most
-            ]
+            written = [
+                (numbers[letter], letter) for letter in f"{call}({source.randint(0, 9)})"
+            ][:most]
             length = len(written)
         ids, ends = [number for number, _ in written], request.get("stop_token_ids") or []
         if length < most and ends:
@@ -136,9 +136,13 @@ class ScriptedEngine:
             await asyncio.wait_for(aborted.wait(), self.token_s * len(ids))
         del self.under_way[name]
         if aborted.is_set():
-            written = min(len(ids), int((asyncio.get_running_loop().time() - began) / self.token_s))
+            written = min(
+                len(ids), int((asyncio.get_running_loop().time() - began) / self.token_s)
+            )
             choice["token_ids"] = ids[:written]
-            choice["logprobs"]["token_logprobs"] = choice["logprobs"]["token_logprobs"][:written]
+            choice["logprobs"]["token_logprobs"] = choice["logprobs"]["token_logprobs"][
+                :written
+            ]
             choice |= {"text": choice["text"][:written], "finish_reason": "abort"}
         return body
 
@@ -168,7 +172,8 @@ class ScriptedEngine:
     def read_back(self) -> list[tuple[str, int, int, int, int, int]]:
         """What it holds, as `PolicyWorker.load_policy` answers it."""
         return [
-            (name, 0, 0, held.width, held.rows, held.columns) for name, held in self.weights.items()
+            (name, 0, 0, held.width, held.rows, held.columns)
+            for name, held in self.weights.items()
         ]
 
     def sleep(self, level: int) -> None:
@@ -239,7 +244,9 @@ def read_letters(model: Path) -> tuple[tuple[int, str], ...]:
         "vocab"
     ]
     return tuple(
-        (number, token) for token, number in vocabulary.items() if len(token) == _CHARACTERS_AT_MOST
+        (number, token)
+        for token, number in vocabulary.items()
+        if len(token) == _CHARACTERS_AT_MOST
     )
 
 
@@ -291,7 +298,9 @@ class Server:
                 return 0, None
             if fault == "error":
                 return 500, {"error": "made up"}
-            await asyncio.sleep(engine.think_s + (engine.faults.late_s if fault == "late" else 0.0))
+            await asyncio.sleep(
+                engine.think_s + (engine.faults.late_s if fault == "late" else 0.0)
+            )
         if path == "/v1/completions":
             return 200, await engine.write(body)
         if path == "/abort_requests":

@@ -26,7 +26,9 @@ def test_a_witness_sees_what_hides_and_takes_it_along(tmp_path: Path) -> None:
     except ValueError as problem:
         pytest.skip(str(problem))
     try:
-        starter = subprocess.Popen([sys.executable, "-c", f"import time; time.sleep(1)\n{HIDES}"])
+        starter = subprocess.Popen(
+            [sys.executable, "-c", f"import time; time.sleep(1)\n{HIDES}"]
+        )
         witness.add(starter.pid)
         starter.wait(30)
         deadline = time.monotonic() + 120
@@ -65,8 +67,8 @@ def test_cases_are_dealt_evenly_and_follow_from_the_seed() -> None:
     assert cases[:100] == draw_cases(100, seed=0) != draw_cases(100, seed=1)
     counts = Counter(case.kind for case in cases)
     assert set(counts) == set(ENDS) and max(counts.values()) - min(counts.values()) <= 1
-    assert {case.stage for case in cases} == set(STAGES) and {case.reward for case in cases} == set(
-        REWARDS
-    )
+    assert {case.stage for case in cases} == set(STAGES) and {
+        case.reward for case in cases
+    } == set(REWARDS)
     assert all(case.stage in ENDS[case.kind].stages for case in cases)
     assert len({case.name for case in cases}) == 500

@@ -53,7 +53,9 @@ def test_a_run_is_waited_for_killed_and_looked_after(tmp_path: Path) -> None:
         run.end()
 
 
-def test_one_process_of_several_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_of_several_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = small(tmp_path, SLEEPER)
     others = [subprocess.Popen([sys.executable, "-c", SLEEPER]) for _ in range(2)]
     processes = [psutil.Process(other.pid) for other in others]
@@ -81,7 +83,9 @@ def test_a_process_of_the_run_and_a_folder_of_its_are_leftovers(tmp_path: Path) 
         assert run.wait(timeout_s=30) == 0
         folder.sockets.mkdir(parents=True)
         left = leftovers(run, within_s=0.2)
-        assert len(left) == 2 and left[0].startswith("process ") and left[1] == str(folder.sockets)
+        assert (
+            len(left) == 2 and left[0].startswith("process ") and left[1] == str(folder.sockets)
+        )
     finally:
         run.end()
         folder.sockets.rmdir()

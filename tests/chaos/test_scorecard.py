@@ -84,7 +84,9 @@ def test_a_phase_is_read_from_the_run_folder(seen: Glimpse, phase: str) -> None:
     assert phase_of(seen, steps=8, checkpoint_every=2) == phase
 
 
-def result(losses: list[float], *, weight: float = 1.0, steps: list[int] | None = None) -> Result:
+def result(
+    losses: list[float], *, weight: float = 1.0, steps: list[int] | None = None
+) -> Result:
     numbers = steps or list(range(1, len(losses) + 1))
     rows = [
         {"step": step, "loss": loss, "grad_norm": 1.0, "reward": loss}
@@ -109,9 +111,9 @@ def test_every_kind_of_difference_is_found() -> None:
     )
     notes = compare(replace(whole, written=told), replace(whole, written=other)).notes
     assert notes == ("what was written for steps [1] differs",)
-    assert compare(replace(whole, written=told), replace(whole, written={1: told[1]})).notes == (
-        "the journal has no round of steps [2]",
-    )
+    assert compare(
+        replace(whole, written=told), replace(whole, written={1: told[1]})
+    ).notes == ("the journal has no round of steps [2]",)
     assert "no model was saved" in compare(whole, Result(whole.rows, {})).notes
 
 
@@ -151,7 +153,9 @@ def test_exit_0_with_another_result_is_the_worst_there_is() -> None:
 
 def test_kills_that_landed_are_counted_by_phase() -> None:
     row = row_of(
-        "r", "w", [Outcome("a", (0,), phase="save"), Outcome("b", (0,), phase="save", landed=False)]
+        "r",
+        "w",
+        [Outcome("a", (0,), phase="save"), Outcome("b", (0,), phase="save", landed=False)],
     )
     assert (row.phases["save"], row.phases["round"]) == (1, 0)
 
@@ -194,7 +198,10 @@ def test_a_process_dies_where_it_was_told_to_and_once(tmp_path: Path) -> None:
     code = "from tests.chaos.witnesses import reach\nfor name in 'aba': reach(name)"
     environment = {**os.environ, **dies_at("a", 2, tmp_path / "died")}
     for name, status in (("b", 0), ("a", -signal.SIGKILL), ("a", 0)):
-        changed = {**environment, **(dies_at("b", 2, tmp_path / "never") if name == "b" else {})}
+        changed = {
+            **environment,
+            **(dies_at("b", 2, tmp_path / "never") if name == "b" else {}),
+        }
         assert (
             subprocess.run([sys.executable, "-c", code], env=changed, check=False).returncode
             == status
@@ -217,11 +224,15 @@ def _draws(cursor: int) -> dict[str, Any]:
 
 def round_of(*positions: int, cursor: int, surplus: tuple[int, ...] = ()) -> dict[str, object]:
     groups = [{"draw": {"position": position}} for position in positions]
-    waiting = [{"group": {"draw": {"position": position}}, "teaches": True} for position in surplus]
+    waiting = [
+        {"group": {"draw": {"position": position}}, "teaches": True} for position in surplus
+    ]
     return {"groups": groups, "states": [{"draws": _draws(cursor), "leftover_groups": waiting}]}
 
 
-def test_an_account_of_prompts_is_even_or_says_what_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_account_of_prompts_is_even_or_says_what_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("tests.chaos.results.is_dull", lambda row: False)
     even = [round_of(0, 1, cursor=3, surplus=(2,)), round_of(2, 3, cursor=4)]
     assert account(even, steps=2, seed=0) == []
@@ -246,7 +257,9 @@ def test_an_account_of_prompts_is_even_or_says_what_is_not(monkeypatch: pytest.M
 def test_flushes_are_counted(tmp_path: Path) -> None:
     log = tmp_path / "flushes.log"
     assert read_flushes(log) == (0, [])
-    log.write_text("ok /run/journal/round-1\nnot flushed: /run/checkpoints/checkpoint-2 (a.pt)\n")
+    log.write_text(
+        "ok /run/journal/round-1\nnot flushed: /run/checkpoints/checkpoint-2 (a.pt)\n"
+    )
     assert read_flushes(log) == (1, ["not flushed: /run/checkpoints/checkpoint-2 (a.pt)"])
 
 
@@ -282,7 +295,9 @@ def test_the_table_says_everything_and_keeps_the_tiers_apart() -> None:
     card = json.loads(
         json.dumps(as_json([("scripted", [good, bad])], seed=7, seconds=1.0), allow_nan=False)
     )
-    assert card["passes"] is False and card["tiers"]["scripted"][1]["failures"] == list("0123456")
+    assert card["passes"] is False and card["tiers"]["scripted"][1]["failures"] == list(
+        "0123456"
+    )
 
 
 def test_a_damaged_round_that_is_taken_fails_whatever_comes_of_it(
@@ -313,7 +328,13 @@ def test_rows_and_engines_that_do_not_exist_are_refused() -> None:
         match=r"there is no row 'kill-trainr'; did you mean 'kill-trainer'.*the rows are kill-launcher",
     ):
         run_scorecard(
-            ["scripted"], names=["kill-trainr"], seed=0, count=1, parallel=1, output=None, say=print
+            ["scripted"],
+            names=["kill-trainr"],
+            seed=0,
+            count=1,
+            parallel=1,
+            output=None,
+            say=print,
         )
     with pytest.raises(ConfigError, match="--engine is scripted, vllm or both; it is 'vlm'"):
         tiers_of("vlm")

@@ -72,7 +72,9 @@ def shared(model: Path, folder: Path, *, version: int, more: float = 0.0) -> Pat
     tensors = load_file(model / "model.safetensors")
     tensors = {name: tensor + more for name, tensor in tensors.items()}
     save_file(tensors, folder / "model-00000.safetensors")
-    write_manifest(folder, version, {name: tensor_sums(tensor) for name, tensor in tensors.items()})
+    write_manifest(
+        folder, version, {name: tensor_sums(tensor) for name, tensor in tensors.items()}
+    )
     return folder
 
 
@@ -123,7 +125,9 @@ def test_its_sums_are_those_of_the_trainer_and_a_skipped_sync_is_told(
     async def sync(engine: VllmEngine) -> None:
         await engine.load_weights(shared(model, tmp_path / "weights", version=0), 0)
         with pytest.raises(SyncError, match="policy version 1"):
-            await engine.load_weights(shared(model, tmp_path / "weights", version=1, more=0.5), 1)
+            await engine.load_weights(
+                shared(model, tmp_path / "weights", version=1, more=0.5), 1
+            )
         await engine.close()
 
     asyncio.run(sync(start(stale_from=1)))

@@ -71,6 +71,8 @@ def test_what_came_after_a_runs_end_is_done_again_sooner(
         made = ROWS["scripted"][row](Bench(job, setting, pool, seed=0, count=2, say=print))
     assert made.passed == made.total > 0 and len(shares) == 2 * made.total
     again = {
-        name.partition("-again-")[0]: share for name, share in shares.items() if "-again-" in name
+        name.partition("-again-")[0]: share
+        for name, share in shares.items()
+        if "-again-" in name
     }
     assert again == {name: share / 2 for name, share in shares.items() if "-again-" not in name}

@@ -209,7 +209,9 @@ def trial(
 _AIMS = 4
 
 
-def until_it_lands(attempt: Callable[[str, Moment], Outcome], name: str, moment: Moment) -> Outcome:
+def until_it_lands(
+    attempt: Callable[[str, Moment], Outcome], name: str, moment: Moment
+) -> Outcome:
     """A trial whose deed came after the run's end shows nothing: it is made again, each time for half the share.
 
     One that fails is never made again, and one whose deed never lands is returned as such, and fails.
@@ -236,7 +238,9 @@ def go_on(outcome: Outcome, oracle: Oracle, setting: Setting) -> Outcome:
     finally:
         run.end()
     said = run.tail(1) if status != 0 else outcome.said
-    return replace(outcome, exits=(*outcome.exits, status), left=(*outcome.left, *left), said=said)
+    return replace(
+        outcome, exits=(*outcome.exits, status), left=(*outcome.left, *left), said=said
+    )
 
 
 def resume_words(job: Job, output: Path) -> list[str]:

@@ -66,7 +66,9 @@ def _is_watched(place: Path) -> bool:
 
 
 def _unflushed(source: Path, flushed: dict[tuple[int, int], int]) -> list[str]:
-    files = [path for path in source.rglob("*") if path.is_file()] if source.is_dir() else [source]
+    files = (
+        [path for path in source.rglob("*") if path.is_file()] if source.is_dir() else [source]
+    )
     return [path.name for path in files if _is_unflushed(path.stat(), flushed)]
 
 

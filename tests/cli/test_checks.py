@@ -22,7 +22,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tiny_model(root / "model", chat=True)
     write_tiny_model(root / "untemplated", chat=False)
     rows = [
-        json.dumps({"prompt": f"{number} + 1 =", "answer": str(number + 1)}) for number in range(8)
+        json.dumps({"prompt": f"{number} + 1 =", "answer": str(number + 1)})
+        for number in range(8)
     ]
     (root / "train.jsonl").write_text("\n".join(rows) + "\n")
     (root / "asked.jsonl").write_text(json.dumps({"ask": "1 + 1 =", "solution": "2"}) + "\n")
@@ -95,9 +96,7 @@ def test_a_good_command_line_gives_its_plan(
 
 
 def test_the_plan_in_words(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    more = (
-        "--prompts-per-step 4 --max-tokens 64 --engine transformers --use-cpu --set dtype=bfloat16"
-    )
+    more = "--prompts-per-step 4 --max-tokens 64 --engine transformers --use-cpu --set dtype=bfloat16"
     assert run((GRPO + more).format(place=place).split()) == 0
     out, err = capfd.readouterr()
     assert err == ""
@@ -135,13 +134,17 @@ def test_resume_needs_only_the_folder(
 
 
 def test_eval_checks_the_same_things(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    place: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "eval-train-model").mkdir(parents=True)
     line = "eval --model {place}/model --dataset {place}/train.jsonl --reward exact_answer --num-samples 2 --limit 3"
     assert (
-        run([*line.format(place=place).split(), "--temperature", "0.7", "--dry-run", "--json"]) == 0
+        run([*line.format(place=place).split(), "--temperature", "0.7", "--dry-run", "--json"])
+        == 0
     )
     plan = json.loads(capfd.readouterr().out)
     assert (
@@ -225,7 +228,10 @@ def test_a_run_in_4_bits_that_saves_adapters_alone_is_warned(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ("--eval-dataset {place}/train.jsonl --keep-best pass@3", "it is 'pass@3'; did you mean"),
+        (
+            "--eval-dataset {place}/train.jsonl --keep-best pass@3",
+            "it is 'pass@3'; did you mean",
+        ),
         ("--eval-every 5", "--eval-every needs rows to measure on"),
         ("--eval-while-training", "--eval-while-training needs rows to measure on"),
         ("--eval-dataset {place}/train.jsonl --eval-reward no_such", "no_such"),

@@ -96,7 +96,10 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(
             ["--reward", "judge:here.yaml"],
             "would be served here, where judges read text only; give it a base_url",
         ),
-        (["--eval-reward", "judge:pairs.yaml"], "is pairwise, and pictures are judged one by one"),
+        (
+            ["--eval-reward", "judge:pairs.yaml"],
+            "is pairwise, and pictures are judged one by one",
+        ),
         (["--reward", "judge:column.yaml"], "a field of its messages is 'labl'"),
         (["--reward", "judge:nothing.yaml"], "nothing.yaml"),
     ],

@@ -41,7 +41,9 @@ def test_a_judge_is_trained_and_the_plan_says_so(
     line += "--eval-dataset pairs.jsonl --engine transformers"
     assert run(line.split()) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["scorers"] == ["agrees:pairs: the policy is the judge, pairwise, verdict by json"]
+    assert told["scorers"] == [
+        "agrees:pairs: the policy is the judge, pairwise, verdict by json"
+    ]
     assert told["dataset"] | {"fingerprint": ""} == {
         "rows": 8, "columns": ["chosen", "rejected"], "chat": True, "fingerprint": ""
     }  # fmt: skip
@@ -57,7 +59,9 @@ def test_the_plan_shows_every_judge(
 ) -> None:
     monkeypatch.chdir(place)
     monkeypatch.setenv("YCORE_TEST_ABSENT_KEY", "sk-canary-canary-canary")
-    line = GRPO + "--reward judge:good.yaml --reward judge:far.yaml --reward judge:cheerful --json"
+    line = (
+        GRPO + "--reward judge:good.yaml --reward judge:far.yaml --reward judge:cheerful --json"
+    )
     assert run(line.split()) == 0
     out = capsys.readouterr().out
     told = json.loads(out)
@@ -128,7 +132,10 @@ def test_a_dry_run_refuses_the_placements_that_a_launch_would(
         ),
         ("--reward judge:missing.yaml", "must have the field {completion}"),
         ("--reward judge:labels.yaml", 'quote the labels: {"yes": 1, "no": 0}'),
-        ("--reward judge:far.yaml", "YCORE_TEST_ABSENT_KEY (api_key_env) is not set; export it"),
+        (
+            "--reward judge:far.yaml",
+            "YCORE_TEST_ABSENT_KEY (api_key_env) is not set; export it",
+        ),
         (
             "--reward judge:good.yaml --set rewards.0.args.scale=[1,1]",
             "scale gives the rewards of min and max",

@@ -74,7 +74,9 @@ def write_classifier(model: Path, folder: Path) -> None:
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        LlamaForSequenceClassification.from_pretrained(model, num_labels=1).save_pretrained(folder)
+        LlamaForSequenceClassification.from_pretrained(model, num_labels=1).save_pretrained(
+            folder
+        )
     AutoTokenizer.from_pretrained(model).save_pretrained(folder)
 
 

@@ -127,7 +127,8 @@ def test_ctrl_c_while_the_command_is_imported_is_one_line(module: str, tmp_path:
     """At the import of the first module that it needs, of two in between, and of one that it needs when it runs."""
     begun = tmp_path / "begun"
     code = (
-        _STOPS_IN.format(module=module, begun=str(begun)) + "from ycore_cli import start; start()"
+        _STOPS_IN.format(module=module, begun=str(begun))
+        + "from ycore_cli import start; start()"
     )
     words = [sys.executable, "-c", code, "grpo", "--recipe", "quickstart", "--dry-run"]
     process = subprocess.Popen(

@@ -39,7 +39,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("place")
     write_tiny_model(root / "model")
     rows = [
-        json.dumps({"prompt": f"{number} + 1 =", "answer": str(number + 1)}) for number in range(20)
+        json.dumps({"prompt": f"{number} + 1 =", "answer": str(number + 1)})
+        for number in range(20)
     ]
     (root / "train.jsonl").write_text("\n".join(rows) + "\n")
     (root / "rewards.py").write_text(REWARD)
@@ -78,7 +79,9 @@ def test_a_run_is_not_started_where_nothing_can_be_learned(
     assert run(["grpo", *words]) == 1
     told = capsys.readouterr().err
     assert "this run will not learn" in told and "every reward is 0" in told and "0.00" in told
-    assert (place / "run-preflight" / "preflight.json").is_file() and not (place / "run").exists()
+    assert (place / "run-preflight" / "preflight.json").is_file() and not (
+        place / "run"
+    ).exists()
 
 
 def test_a_sampled_completion_is_printed_as_data(
@@ -87,7 +90,10 @@ def test_a_sampled_completion_is_printed_as_data(
     measured = PreflightMeasurements(
         4, 4, 8, 64, truncated=0.0, equal=0.0, rewards=(0.0, 1.0), masked=0.0
     )
-    result: dict[str, Any] = {"preflight": asdict(measured), **asdict(preflight_verdict(measured))}
+    result: dict[str, Any] = {
+        "preflight": asdict(measured),
+        **asdict(preflight_verdict(measured)),
+    }
     result["samples"] = [{"completion": "\x1b[2J[/INST]\x07", "reward": 1.0}]
     monkeypatch.setattr("ycore.api.evaluations.run_preflight", lambda config: result)
     measure.preflight_or_exit(
@@ -240,16 +246,15 @@ def test_a_reward_is_measured_on_pairs_without_any_policy(
     """`length` prefers what is longer: of 12 pairs 9 times the better, twice the worse, once neither."""
     lengths = [(9, 3)] * 9 + [(3, 9)] * 2 + [(5, 5)]
     rows = [
-        {"prompt": "Hi", "chosen": "a" * long, "rejected": "b" * short} for long, short in lengths
+        {"prompt": "Hi", "chosen": "a" * long, "rejected": "b" * short}
+        for long, short in lengths
     ]
     (place / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (place / "long.py").write_text(
         "def long(completions):\n    return [float(len(str(one))) for one in completions]\n"
     )
     line = f"eval --model {place}/model --pairs --dataset {place}/pairs.jsonl --reward {place}/long.py:long --seed 1 "
-    line += (
-        "--max-tokens 8 --engine transformers --set dtype=float32 --set reward_workers.workers=1"
-    )
+    line += "--max-tokens 8 --engine transformers --set dtype=float32 --set reward_workers.workers=1"
     assert run([*line.split(), "--output", f"{place}/pairs"]) == 0
     assert "both answers of each row" in capsys.readouterr().out
     found = json.loads((place / "pairs/eval.json").read_text())
@@ -342,9 +347,7 @@ def test_evaluations_of_several_models_are_one_group_of_trackers(
     if given is not None:
         monkeypatch.setenv(TRACKER_GROUP, given)
     (place / "other").symlink_to(place / "model") if not (place / "other").exists() else None
-    words = (
-        f"eval --model {place}/model --dataset {place}/train.jsonl --reward exact_answer".split()
-    )
+    words = f"eval --model {place}/model --dataset {place}/train.jsonl --reward exact_answer".split()
     assert run([*words, "--model", f"{place}/other", "--output", str(place / "both")]) == 0
     assert run([*words, "--output", str(place / "one")]) == 0
     assert groups == [group, group, given] and os.environ.get(TRACKER_GROUP) == given

@@ -91,7 +91,10 @@ def test_numbers_as_people_read_them() -> None:
 
 
 def closing(
-    folder: Path, completion: str, prompt: object = "1 + 1 =", rewards: Sequence[RewardConfig] = ()
+    folder: Path,
+    completion: str,
+    prompt: object = "1 + 1 =",
+    rewards: Sequence[RewardConfig] = (),
 ) -> None:
     """The closing page of a run whose samples hold this completion."""
     sample = {"prompt": prompt, "completion": completion}
@@ -171,7 +174,9 @@ def test_the_next_command_names_a_judges_file(
     )
     closing(tmp_path, "2", rewards=[judge, rule])
     out = capsys.readouterr().out.replace("\n", "")
-    assert "--reward judge:mine/kind.yaml --constraint format" in out and "exact_answer" not in out
+    assert (
+        "--reward judge:mine/kind.yaml --constraint format" in out and "exact_answer" not in out
+    )
 
 
 def test_a_table_is_data_too(capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,5 +219,7 @@ main.run = lambda words: {status}
 atexit.register(lambda: print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN))
 main.main()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout.strip()) == (status, ignored)

@@ -39,7 +39,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 COMMAND = "grpo --model {place}/model --dataset {place}/rows.jsonl --reward exact_answer --output {place}/out --dry-run "
 
 
-def test_the_plan_says_what_stays_frozen(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_says_what_stays_frozen(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert run((COMMAND + "--reward {place}/rewards.py:seen").format(place=place).split()) == 0
     words = " ".join(capfd.readouterr().out.split())
     assert "columns answer, images" in words
@@ -76,8 +78,12 @@ def test_what_cannot_see_is_refused_in_one_line(
 
 
 def test_a_judge_that_is_served_here_may_see(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(["grpo", "--recipe", "see-and-add", "--reward", "judge:cheerful", "--dry-run"]) == 0
-    assert "judge cheerful: the policy's base weights" in " ".join(capfd.readouterr().out.split())
+    assert (
+        run(["grpo", "--recipe", "see-and-add", "--reward", "judge:cheerful", "--dry-run"]) == 0
+    )
+    assert "judge cheerful: the policy's base weights" in " ".join(
+        capfd.readouterr().out.split()
+    )
 
 
 @pytest.mark.parametrize("command", ["ppo", "online-dpo"])

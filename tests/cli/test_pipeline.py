@@ -73,13 +73,23 @@ def test_a_dry_run_shows_every_stages_plan(
         (["--set", "sft.step=3"], "stage sft: no key step; did you mean 'steps'?"),
         (["--set", "pairs.num_samples=none"], "stage pairs-1: num_samples must be"),
         (["--set", "dpo.dataset=${pair.dataset}"], "did you mean 'pairs'?"),
-        (["--resume"], "--resume needs the folder of a pipeline, and out holds none; leave it out"),
+        (
+            ["--resume"],
+            "--resume needs the folder of a pipeline, and out holds none; leave it out",
+        ),
     ],
 )
 def test_what_cannot_work_is_one_line_before_anything_runs(
-    arguments: list[str], said: str, stages: Path, model: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    said: str,
+    stages: Path,
+    model: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert run(["pipeline", str(stages), "--model", str(model), "--output", "out", *arguments]) == 2
+    assert (
+        run(["pipeline", str(stages), "--model", str(model), "--output", "out", *arguments])
+        == 2
+    )
     told = capsys.readouterr().err.strip()
     assert said in told and told.startswith("error: ") and "\n" not in told
     assert not Path("out").exists()
@@ -90,7 +100,8 @@ def test_a_pipeline_is_no_recipe_of_another_command(
 ) -> None:
     assert run(["grpo", "--recipe", str(stages)]) == 2
     assert (
-        f"is for `ycore pipeline`, not grpo; say ycore pipeline {stages}" in capsys.readouterr().err
+        f"is for `ycore pipeline`, not grpo; say ycore pipeline {stages}"
+        in capsys.readouterr().err
     )
     assert run(["pipeline", "quickstart"]) == 2
     assert "say ycore grpo --recipe quickstart" in capsys.readouterr().err

@@ -26,14 +26,20 @@ def typed(line: str) -> int:
 
 
 def test_a_plan_for_devices_that_are_not_here(capsys: pytest.CaptureFixture[str]) -> None:
-    line = (
-        "plan --model Qwen/Qwen2.5-7B-Instruct --devices 8x80GB --judge Qwen3-8B --max-tokens 1024"
-    )
+    line = "plan --model Qwen/Qwen2.5-7B-Instruct --devices 8x80GB --judge Qwen3-8B --max-tokens 1024"
     assert run([*line.split(), "--prompts-per-step", "64", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     best = told["fits"][0]
     assert told["model"]["num_params"] == 7_615_616_512 and told["devices"]["count"] == 8
-    assert set(best["seconds"]) == {"sync", "generate", "judge", "swaps", "round", "train", "step"}
+    assert set(best["seconds"]) == {
+        "sync",
+        "generate",
+        "judge",
+        "swaps",
+        "round",
+        "train",
+        "step",
+    }
     assert best["peak_bytes"] <= best["capacity_bytes"] < 80e9
     assert {"trainer", "judge"} <= set(best["memory"]["judge"])
     assert best["strategy"]["judge_tensor_parallel"] == 2 and not told["cannot_be_run"]
@@ -41,7 +47,9 @@ def test_a_plan_for_devices_that_are_not_here(capsys: pytest.CaptureFixture[str]
     assert "--set rewards.0.args.model=Qwen/Qwen3-8B" in told["command"]
 
 
-def test_a_reward_model_that_engines_serve_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_reward_model_that_engines_serve_is_planned(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     line = "plan --model Qwen/Qwen2.5-1.5B-Instruct --set rewards.0.reward=rm:Qwen/Qwen2.5-0.5B --devices 2x80GB"
     assert typed(f"{line} --json") == 0
     best = json.loads(capsys.readouterr().out)["fits"][0]
@@ -95,7 +103,9 @@ def test_a_model_that_is_too_large_for_the_machine_comes_with_one_that_is_not(
 ) -> None:
     assert typed("plan --model Qwen/Qwen2.5-72B-Instruct --devices 1x16GB --json") == 1
     (mend,) = json.loads(capsys.readouterr().out)["nearest"]
-    assert mend["change"].startswith("--model ") and mend["peak_bytes"] <= mend["capacity_bytes"]
+    assert (
+        mend["change"].startswith("--model ") and mend["peak_bytes"] <= mend["capacity_bytes"]
+    )
 
 
 def test_a_recipe_is_planned_for_the_machine_here(capsys: pytest.CaptureFixture[str]) -> None:

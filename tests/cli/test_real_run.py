@@ -22,7 +22,8 @@ def test_train_then_measure(tmp_path: Path) -> None:
     assert (summary["status"], summary["steps"]) == ("finished", 2)
     assert (tmp_path / "out" / "model" / "config.json").is_file()
     measured = _ycore(
-        tmp_path, f"eval --model out/model --limit 3 --num-samples 2 --set dtype=float32 {COMMON}"
+        tmp_path,
+        f"eval --model out/model --limit 3 --num-samples 2 --set dtype=float32 {COMMON}",
     )
     assert (measured["status"], measured["num_prompts"]) == ("finished", 3)
     assert 0.0 <= measured["pass@1"] <= measured["pass@2"] <= 1.0

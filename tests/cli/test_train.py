@@ -37,7 +37,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def line(place: Path, words: str) -> list[str]:
     method, _, more = words.partition(" ")
     base = f"{method} --model {place}/model --output {place}/out --dry-run"
-    data = "" if "--dataset" in more or "--recipe" in more else f" --dataset {place}/pairs.jsonl"
+    data = (
+        "" if "--dataset" in more or "--recipe" in more else f" --dataset {place}/pairs.jsonl"
+    )
     return f"{base}{data} {more}".format(place=place).split()
 
 
@@ -74,7 +76,9 @@ GOOD: list[tuple[str, tuple[str | int, ...], Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("words", "path", "expected"), GOOD, ids=[words for words, _, _ in GOOD])
+@pytest.mark.parametrize(
+    ("words", "path", "expected"), GOOD, ids=[words for words, _, _ in GOOD]
+)
 def test_a_good_line_gives_its_plan(
     words: str,
     path: tuple[str | int, ...],
@@ -92,7 +96,9 @@ def test_a_good_line_gives_its_plan(
 
 def test_the_plan_in_words(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert (
-        run(line(place, "reward --batch-size 6 --max-length 128 --use-cpu --set dtype=bfloat16"))
+        run(
+            line(place, "reward --batch-size 6 --max-length 128 --use-cpu --set dtype=bfloat16")
+        )
         == 0
     )
     out, err = capfd.readouterr()
@@ -162,9 +168,15 @@ BAD = [
     ("dpo --loss-typ ipo", "no option --loss-typ; did you mean '--loss-type'"),
     ("dpo --group-size 4", "no option --group-size"),
     ("dpo --eval-steps 4", "say `--held-out 200` and `--eval-every`, or `--keep-best loss`"),
-    ("dpo --keep-best accuracy", "(loss, rewards/accuracies, rewards/margins); it is 'accuracy'"),
+    (
+        "dpo --keep-best accuracy",
+        "(loss, rewards/accuracies, rewards/margins); it is 'accuracy'",
+    ),
     ("dpo --held-out 0 --eval-every 4", "--eval-every needs rows to measure on"),
-    ("dpo --stop-when nothing-to-learn:2", "counts groups of completions, and ycore dpo has none"),
+    (
+        "dpo --stop-when nothing-to-learn:2",
+        "counts groups of completions, and ycore dpo has none",
+    ),
     ("dpo --batch-size 0", "batch_size must be greater than 0; it is 0"),
     (
         "dpo --batch-size 64",
@@ -230,7 +242,8 @@ def test_the_plan_says_how_long_a_run_will_take(
     # 43 characters and a chat's marks; dynamic sampling draws half as many again
     assert (
         shown is not None
-        and shown[1] == "prompts of 31 tokens, completions of 16 (the most), 12 groups drawn a step"
+        and shown[1]
+        == "prompts of 31 tokens, completions of 16 (the most), 12 groups drawn a step"
     )
     assert run([*words.split(), "--engine", "transformers", "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["forecast"] is None, (
@@ -261,7 +274,9 @@ def stopped(begun: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
         "dtype": "bfloat16",  # the command writes what `auto` came to
         "processes": 1,
     }
-    config = resolve(options={**options, "output": str(tmp_path / "run"), "trl": {"beta": 0.25}})
+    config = resolve(
+        options={**options, "output": str(tmp_path / "run"), "trl": {"beta": 0.25}}
+    )
     claim(RunFolder(tmp_path / "run"), config, resume=False).release()
     monkeypatch.chdir(tmp_path)
     return tmp_path / "run"
@@ -283,7 +298,16 @@ def test_resume_needs_nothing_but_the_folder(
 def test_more_steps_are_no_change(stopped: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert (
         run(
-            ["resume", str(stopped), "--steps", "20", "--logging-steps", "5", "--dry-run", "--json"]
+            [
+                "resume",
+                str(stopped),
+                "--steps",
+                "20",
+                "--logging-steps",
+                "5",
+                "--dry-run",
+                "--json",
+            ]
         )
         == 0
     )
@@ -309,7 +333,9 @@ def test_another_run_is_refused_by_name(
     assert said in err and err.count("\n") == 1
     if "there," in said:
         assert "--accept-changes" in err
-        assert run(["resume", str(stopped), "--dry-run", "--accept-changes", *more.split()]) == 0
+        assert (
+            run(["resume", str(stopped), "--dry-run", "--accept-changes", *more.split()]) == 0
+        )
 
 
 @pytest.mark.parametrize(
@@ -356,7 +382,15 @@ def test_changes_are_accepted_only_of_a_run_that_goes_on(
 def test_a_replay_takes_its_settings_from_the_run(
     stopped: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    replay = ["grpo", "--replay", str(stopped), "--learning-rate", "1e-3", "--dry-run", "--json"]
+    replay = [
+        "grpo",
+        "--replay",
+        str(stopped),
+        "--learning-rate",
+        "1e-3",
+        "--dry-run",
+        "--json",
+    ]
     journal = RunFolder(stopped).journal
     journal.mkdir()
 

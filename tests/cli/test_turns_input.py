@@ -77,9 +77,15 @@ LINE = "grpo --model model --dataset task:addition --max-tokens 32 --output run 
             "--env openenv:https://host",
             "OpenEnv's environments run in the sandbox here, without server",
         ),
-        ("--env gym:chain_sm", "reasoning-gym has no task 'chain_sm'; did you mean 'chain_sum'"),
+        (
+            "--env gym:chain_sm",
+            "reasoning-gym has no task 'chain_sm'; did you mean 'chain_sum'",
+        ),
         ("--env acts.py:Endless", "has no reset(self, **row)"),
-        ("--env acts.py:Game", "has no get_reward, and gives no reward; name one with --reward"),
+        (
+            "--env acts.py:Game",
+            "has no get_reward, and gives no reward; name one with --reward",
+        ),
         (
             "--env acts.py:Game --reward environment --reward length",
             "'Game' has no get_reward, and gives no reward",
@@ -97,8 +103,14 @@ LINE = "grpo --model model --dataset task:addition --max-tokens 32 --output run 
             "'acts.py:Paying' says nothing at its reset, and there is no dataset",
         ),
         ("--dataset= --reward exact_answer", "--dataset is empty; give a file"),
-        ("--reward acts.py:score", "needs the column 'environments', and the dataset has answer"),
-        ("--reward environment", "is what an environment pays, and the run has none; say --env"),
+        (
+            "--reward acts.py:score",
+            "needs the column 'environments', and the dataset has answer",
+        ),
+        (
+            "--reward environment",
+            "is what an environment pays, and the run has none; say --env",
+        ),
         (
             "--env acts.py:Paying --reward reference_probability --answer-column answer",
             "reads one turn",
@@ -108,7 +120,10 @@ LINE = "grpo --model model --dataset task:addition --max-tokens 32 --output run 
             "--reward exact_answer --agent true --tools python",
             "leave out --tools and --env, or --agent",
         ),
-        ("--agent true --reward reference_probability --answer-column answer", "reads one turn"),
+        (
+            "--agent true --reward reference_probability --answer-column answer",
+            "reads one turn",
+        ),
         ("--reward exact_answer --max-tool-calling-iterations 3", "say `--max-turns`"),
         (
             "--reward exact_answer --tools python --actions text",
@@ -134,9 +149,14 @@ def test_what_works_is_in_the_plan(
 ) -> None:
     monkeypatch.chdir(place)
     rewards = "--reward environment --reward acts.py:score "
-    line = LINE + rewards + "--env acts.py:Paying --tools acts.py:add --actions calls --max-turns 3"
+    line = (
+        LINE
+        + rewards
+        + "--env acts.py:Paying --tools acts.py:add --actions calls --max-turns 3"
+    )
     assert run(line.split()) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert (
-        "at most 3, with acts.py:add, acts.py:Paying" in shown and "environment (weight 1)" in shown
+        "at most 3, with acts.py:add, acts.py:Paying" in shown
+        and "environment (weight 1)" in shown
     )

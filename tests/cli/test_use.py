@@ -46,7 +46,11 @@ def raise_end() -> str:
 @pytest.mark.parametrize(
     ("words", "head", "answer"),
     [
-        ("a", "a with its run's system prompt and its run's examples; Ctrl-D ends", "Add.|1|1|hi"),
+        (
+            "a",
+            "a with its run's system prompt and its run's examples; Ctrl-D ends",
+            "Add.|1|1|hi",
+        ),
         (
             "a --system-prompt Mul.",
             "a with your system prompt and its run's examples; Ctrl-D ends",
@@ -84,7 +88,8 @@ def test_an_address_where_nothing_listens_is_told_in_a_line(
     assert run(["chat", "a", "--prompt", "hi", "--at", "http://127.0.0.1:1/v1"]) == 1
     error = capsys.readouterr().err
     assert (
-        "no answer from http://127.0.0.1:1/v1" in error and "start it with `ycore serve a`" in error
+        "no answer from http://127.0.0.1:1/v1" in error
+        and "start it with `ycore serve a`" in error
     )
 
 

@@ -113,7 +113,9 @@ def test_a_refusal_says_the_rule_the_values_and_both_neighbours() -> None:
 
 
 def test_trl_s_own_fields_are_respected_or_refused_with_what_fits() -> None:
-    plan = derive_batch(_config(trl={"per_device_train_batch_size": 4}), world_size=2, on_cpu=True)
+    plan = derive_batch(
+        _config(trl={"per_device_train_batch_size": 4}), world_size=2, on_cpu=True
+    )
     assert (
         plan.per_device_train_batch_size,
         plan.gradient_accumulation_steps,
@@ -141,7 +143,8 @@ def test_several_optimizer_steps_a_round() -> None:
 def test_the_plan_in_words() -> None:
     plan = derive_batch(_config(), world_size=2, on_cpu=True)
     assert (
-        str(plan) == "8 prompts x 8 completions = 64 a step on 2 ranks: 4 micro-batches of 8 each"
+        str(plan)
+        == "8 prompts x 8 completions = 64 a step on 2 ranks: 4 micro-batches of 8 each"
     )
 
 

@@ -27,8 +27,12 @@ def test_ppo_has_a_critic_and_the_kl_in_the_reward() -> None:
         "reward",
         {"loss_type": "dapo", "scale_rewards": "none"},
     )
-    assert resolve(recipe=found.model_dump(mode="json")) == found, "a resumed run is the same run"
-    over = config(algorithm="ppo", preset="vapo", critic={"alpha": 0.4}, trl={"loss_type": "grpo"})
+    assert resolve(recipe=found.model_dump(mode="json")) == found, (
+        "a resumed run is the same run"
+    )
+    over = config(
+        algorithm="ppo", preset="vapo", critic={"alpha": 0.4}, trl={"loss_type": "grpo"}
+    )
     assert isinstance(over, PPOConfig)
     assert (over.critic.alpha, over.critic.warmup_steps) == (0.4, 50)
     assert over.trl["loss_type"] == "grpo" and over.trl["epsilon_high"] == 0.28
@@ -38,7 +42,9 @@ def test_a_teacher_is_the_first_of_the_rewards() -> None:
     found = config(**DISTILL)
     assert [one.reward for one in found.rewards] == ["teacher:t", "exact_answer"]
     assert found.teaches_alone
-    assert resolve(recipe=found.model_dump(mode="json")) == found, "a resumed run is the same run"
+    assert resolve(recipe=found.model_dump(mode="json")) == found, (
+        "a resumed run is the same run"
+    )
     weighted = {
         **found.model_dump(mode="json"),
         "rewards": [{"reward": "teacher:t", "weight": 0.5}, "length"],
@@ -50,9 +56,14 @@ def test_a_teacher_is_the_first_of_the_rewards() -> None:
         ("teacher:t", 0.5),
         ("length", 1),
     ]
-    assert [(one.reward, one.weight) for one in other.rewards] == [("teacher:u", 1), ("length", 1)]
+    assert [(one.reward, one.weight) for one in other.rewards] == [
+        ("teacher:u", 1),
+        ("length", 1),
+    ]
     alone = resolve(options={"model": "m", "dataset": "d", "group_size": 1, **DISTILL})
-    assert isinstance(alone, RunConfig) and [one.reward for one in alone.rewards] == ["teacher:t"]
+    assert isinstance(alone, RunConfig) and [one.reward for one in alone.rewards] == [
+        "teacher:t"
+    ]
 
 
 def test_where_every_scored_completion_teaches() -> None:
@@ -82,7 +93,10 @@ def test_where_every_scored_completion_teaches() -> None:
             {"algorithm": "ppo", "advantage": "rloo"},
             "advantage is of ycore grpo and ycore distill, and this is ycore ppo; leave it out",
         ),
-        ({"algorithm": "ppo", "preset": "gmpo"}, "the preset gmpo sets loss_from, which ycore ppo"),
+        (
+            {"algorithm": "ppo", "preset": "gmpo"},
+            "the preset gmpo sets loss_from, which ycore ppo",
+        ),
         (
             {"algorithm": "ppo", "trl": {"loss_type": "vespo"}},
             "the loss vespo takes one advantage a completion",
@@ -95,7 +109,10 @@ def test_where_every_scored_completion_teaches() -> None:
             {"algorithm": "ppo", "trl": {"off_policy_mask_threshold": 0.5}},
             "an advantage for each token",
         ),
-        ({"algorithm": "ppo", "accelerate": "zero2"}, "which zero2 cannot; take --accelerate ddp"),
+        (
+            {"algorithm": "ppo", "accelerate": "zero2"},
+            "which zero2 cannot; take --accelerate ddp",
+        ),
         (
             {"algorithm": "ppo", "quantize": "4bit"},
             "which is not tried in 4 bits; leave --quantize out",
@@ -134,7 +151,10 @@ def test_where_every_scored_completion_teaches() -> None:
             {**DISTILL, "distill": {"divergence": "js"}, "loss_average": "prompts"},
             "leave loss_average=prompts out",
         ),
-        ({"teacher": "t"}, "a teacher is of ycore distill, and this is grpo; take ycore distill"),
+        (
+            {"teacher": "t"},
+            "a teacher is of ycore distill, and this is grpo; take ycore distill",
+        ),
         (
             {**DISTILL, "critic": {}},
             "critic is of ycore ppo, and this is ycore distill; leave it out",
@@ -265,7 +285,10 @@ def test_where_every_scored_completion_teaches() -> None:
             {"engine": {"drafts": 4}, "deterministic": True},
             "leave --deterministic or engine.drafts out",
         ),
-        ({"engine": {"drafts": 4}, "trl": {"min_p": 0.1}}, "leave --min-p or engine.drafts out"),
+        (
+            {"engine": {"drafts": 4}, "trl": {"min_p": 0.1}},
+            "leave --min-p or engine.drafts out",
+        ),
         ({"engine": {"drafts": 4, "args": {"speculative_config": {}}}}, "leave one out"),
         (
             {"algorithm": "ppo", "sampling": {"curriculum": "rate"}},
@@ -297,11 +320,20 @@ def test_where_every_scored_completion_teaches() -> None:
             "--constraint takes the name of a reward, or NAME:LIMIT; it is ':0.1'",
         ),
         (
-            {"rewards": ["exact_answer", {"reward": "format", "constraint": True, "weight": 2.0}]},
+            {
+                "rewards": [
+                    "exact_answer",
+                    {"reward": "format", "constraint": True, "weight": 2.0},
+                ]
+            },
             "the constraint format is kept, not added up, and its weight is 2; leave weight out",
         ),
         (
-            {"constraint": ["format"], "advantage": "crpg", "constraints": {"by": "lagrangian"}},
+            {
+                "constraint": ["format"],
+                "advantage": "crpg",
+                "constraints": {"by": "lagrangian"},
+            },
             "--advantage crpg gates the reward; leave constraints.by out",
         ),
         (

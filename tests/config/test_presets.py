@@ -239,7 +239,9 @@ def test_fields_are_trls_and_the_users_to_set(name: str) -> None:
     fields = fields_of("GRPOConfig")
     for key, value in presets()[name].trl.items():
         assert coerce(fields[key], value) == value
-        assert refusal(key, ALGORITHMS["grpo"]) is None and key not in aliases(ALGORITHMS["grpo"])
+        assert refusal(key, ALGORITHMS["grpo"]) is None and key not in aliases(
+            ALGORITHMS["grpo"]
+        )
 
 
 def test_run_keys_are_those_that_presets_may_set() -> None:
@@ -253,7 +255,9 @@ def test_run_keys_are_those_that_presets_may_set() -> None:
         "loss_average",
     }
     assert {key for preset in presets().values() for key in preset.run} <= allowed
-    assert all(preset.run.get("advantage", "group") in ESTIMATORS for preset in presets().values())
+    assert all(
+        preset.run.get("advantage", "group") in ESTIMATORS for preset in presets().values()
+    )
 
 
 def test_names_for_the_command_line_are_those_of_the_functions() -> None:
@@ -300,7 +304,13 @@ def test_the_users_values_win_and_the_lines_say_so() -> None:
 
 def test_dapo_brings_its_overlong_punishment_and_the_user_can_change_it() -> None:
     """4096 of 20480 tokens in the paper, section 4.1."""
-    said = {"model": "m", "dataset": "d", "rewards": ["r"], "preset": "dapo", "max_tokens": 20480}
+    said = {
+        "model": "m",
+        "dataset": "d",
+        "rewards": ["r"],
+        "preset": "dapo",
+        "max_tokens": 20480,
+    }
     brought = {"reward": "overlong", "args": {"max_tokens": 20480, "cache_tokens": 4096}}
     config = resolve(options=said)
     assert [reward.reward for reward in config.rewards] == ["r", "overlong"]
@@ -310,7 +320,9 @@ def test_dapo_brings_its_overlong_punishment_and_the_user_can_change_it() -> Non
     assert len(resolve(options={**said, "rewards": [own]}).rewards) == 1, (
         "a run's own is not doubled"
     )
-    assert resolve(recipe=config.model_dump(mode="json")) == config, "a resumed run is the same run"
+    assert resolve(recipe=config.model_dump(mode="json")) == config, (
+        "a resumed run is the same run"
+    )
     assert len(resolve(recipe=said, options={"algorithm": "eval"}).rewards) == 1, (
         "a measurement is not trained"
     )
@@ -338,7 +350,11 @@ def test_a_recipe_lies_on_the_preset_it_names() -> None:
         "trl": {"beta": 0.1},
     }
     config = resolve(recipe=recipe, sets=["advantage=rloo"])
-    assert (config.trl["beta"], config.trl["loss_type"], config.advantage) == (0.1, "cispo", "rloo")
+    assert (config.trl["beta"], config.trl["loss_type"], config.advantage) == (
+        0.1,
+        "cispo",
+        "rloo",
+    )
 
 
 def test_the_layer_is_a_copy() -> None:
@@ -353,9 +369,7 @@ def test_an_unknown_preset_names_the_nearest() -> None:
 
 
 def test_the_command_line_can_read_presets_without_torch() -> None:
-    code = (
-        "import sys, ycore.config.presets; sys.exit('torch' in sys.modules or 'trl' in sys.modules)"
-    )
+    code = "import sys, ycore.config.presets; sys.exit('torch' in sys.modules or 'trl' in sys.modules)"
     root = Path(__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, timeout=240).returncode == 0
 

@@ -37,7 +37,9 @@ def test_a_file_is_a_recipe_too(tmp_path: Path) -> None:
         ("model: \x07\n", "is not YAML"),
     ],
 )
-def test_an_unreadable_file_is_refused_with_its_line(text: str, words: str, tmp_path: Path) -> None:
+def test_an_unreadable_file_is_refused_with_its_line(
+    text: str, words: str, tmp_path: Path
+) -> None:
     file = tmp_path / "broken.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=words) as caught:

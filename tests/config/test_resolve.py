@@ -32,7 +32,9 @@ def test_the_later_layer_wins() -> None:
         "engine": {"count": 1, "kind": "vllm"},
     }
     config = resolve(
-        recipe=recipe, sets=["seed=2", "max_tokens=2", "engine.count=2"], options={"max_tokens": 3}
+        recipe=recipe,
+        sets=["seed=2", "max_tokens=2", "engine.count=2"],
+        options={"max_tokens": 3},
     )
     assert (config.steps, config.seed, config.max_tokens) == (1, 2, 3)
     assert (config.engine.count, config.engine.kind) == (2, "vllm")
@@ -139,7 +141,10 @@ def test_the_output_has_a_default(
         ({"learning_rate": 3}, "no key learning_rate; did you mean 'trl.learning_rate'?"),
         ({"kind": "vllm"}, "no key kind; did you mean 'engine.kind'?"),
         ({"engine": {"kidn": "x"}}, "no key engine.kidn; did you mean 'kind'?"),
-        ({"lora": {"rank": 3}}, "no key lora.rank; known here: r, alpha, dropout, target_modules"),
+        (
+            {"lora": {"rank": 3}},
+            "no key lora.rank; known here: r, alpha, dropout, target_modules",
+        ),
         (
             {"rewards": [{"reward": "a", "wieght": 1}]},
             "no key rewards.0.wieght; did you mean 'weight'?",
@@ -280,10 +285,18 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         r"eval_steps is not taken from TRL's fields: .*--held-out 200",
     ),
     ("sft", {"trl": {"beta": 0.1}}, "TRL has no field beta"),
-    ("dpo", {"trl": {"loss_type": "ippo"}}, r"loss_type is one of sigmoid, .*did you mean 'ipo'"),
+    (
+        "dpo",
+        {"trl": {"loss_type": "ippo"}},
+        r"loss_type is one of sigmoid, .*did you mean 'ipo'",
+    ),
     ("sft", {"trl": {"loss_type": "dapo"}}, "loss_type is one of nll, dft, chunked_nll"),
     ("kto", {"trl": {"max_length": 0}}, "max_length must be at least 1"),
-    ("sft", {"group_size": 8}, "group_size is of ycore grpo and ycore ppo, and this is ycore sft"),
+    (
+        "sft",
+        {"group_size": 8},
+        "group_size is of ycore grpo and ycore ppo, and this is ycore sft",
+    ),
     ("sft", {"batch": 8}, "no key batch; did you mean"),
     ("sft", {"steps": 0}, "steps must be greater than 0"),
     ("sft", {"epochs": -1}, "epochs must be greater than 0"),
@@ -306,7 +319,10 @@ def test_a_missing_dataset_is_asked_for_in_the_methods_words() -> None:
 
 def test_refusals_name_real_fields() -> None:
     refused = {
-        name for row in FROM_EXAMPLES for name in fields_of(row.trl_config) if refusal(name, row)
+        name
+        for row in FROM_EXAMPLES
+        for name in fields_of(row.trl_config)
+        if refusal(name, row)
     }
     assert refused >= {"eval_steps", "fp16", "dataset_text_field"}
 
@@ -348,9 +364,12 @@ def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPa
     check_needs(_with_trl(report_to="none"))
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        "ycore.config.resolve.find_spec", lambda name: None if name == "wandb" else find_spec(name)
+        "ycore.config.resolve.find_spec",
+        lambda name: None if name == "wandb" else find_spec(name),
     )
-    with pytest.raises(ConfigError, match=r"wandb is not installed; pip install 'ycore\[wandb\]'"):
+    with pytest.raises(
+        ConfigError, match=r"wandb is not installed; pip install 'ycore\[wandb\]'"
+    ):
         check_needs(_with_trl(report_to="tensorboard,wandb"))
 
 
@@ -367,14 +386,24 @@ def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPa
 )
 def test_files_for_a_tracker_need_one_that_keeps_them(given: dict[str, Any], said: str) -> None:
     pytest.importorskip("wandb")
-    told = {"algorithm": "grpo", "model": "m", "dataset": "d", "rewards": ["length"], "output": "o"}
+    told = {
+        "algorithm": "grpo",
+        "model": "m",
+        "dataset": "d",
+        "rewards": ["length"],
+        "output": "o",
+    }
     with pytest.raises(ConfigError) as caught:
         check_needs(resolve(options=told | given))
     assert said in str(caught.value)
     check_needs(
         resolve(
             options=told
-            | {"tracker_files": ["journal"], "keep_journal": True, "trl": {"report_to": "wandb"}}
+            | {
+                "tracker_files": ["journal"],
+                "keep_journal": True,
+                "trl": {"report_to": "wandb"},
+            }
         )
     )
 
@@ -382,7 +411,10 @@ def test_files_for_a_tracker_need_one_that_keeps_them(given: dict[str, Any], sai
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lora": None}, "--quantize 4bit is for the frozen base of a LoRA run; leave --full out"),
+        (
+            {"lora": None},
+            "--quantize 4bit is for the frozen base of a LoRA run; leave --full out",
+        ),
         (
             {"accelerate": "zero3"},
             "each rank keeps the base whole, and zero3 shards it; take zero2",
@@ -424,5 +456,7 @@ def test_an_environment_has_the_name_that_was_given_or_its_own() -> None:
         match=r"two environments of a\.py:Walk, b\.py:Walk have one name; give them names",
     ):
         resolve(recipe=BASE | {"env": ["a.py:Walk", "b.py:Walk"]})
-    bare = {key: value for key, value in BASE.items() if key != "dataset"} | {"env": "a.py:Walk"}
+    bare = {key: value for key, value in BASE.items() if key != "dataset"} | {
+        "env": "a.py:Walk"
+    }
     assert resolve(recipe=bare).dataset == ""

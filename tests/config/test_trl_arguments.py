@@ -59,7 +59,8 @@ def test_the_learning_rate_follows_what_is_trained(
 
 def test_the_user_s_fields_win_over_defaults_and_survive_json(tmp_path: Path) -> None:
     config = _config(
-        trl={"learning_rate": "3e-4", "report_to": "tensorboard", "save_total_limit": "5"}, steps=12
+        trl={"learning_rate": "3e-4", "report_to": "tensorboard", "save_total_limit": "5"},
+        steps=12,
     )
     arguments = _arguments(GroupConfig.model_validate_json(config.model_dump_json()), tmp_path)
     assert (arguments["learning_rate"], arguments["report_to"]) == (3e-4, "tensorboard")
@@ -90,7 +91,13 @@ def test_trls_class_takes_what_ycore_says(algorithm: Algorithm, tmp_path: Path) 
     import trl
 
     def arguments(**keys: object) -> dict[str, Any]:
-        options = {"algorithm": algorithm.name, "model": "m", "dataset": "d", "output": "o", **keys}
+        options = {
+            "algorithm": algorithm.name,
+            "model": "m",
+            "dataset": "d",
+            "output": "o",
+            **keys,
+        }
         config = resolve(options=options)
         batch = derive_tune_batch(config, num_rows=100, world_size=1, on_cpu=True)
         return trl_arguments(config, batch, RunFolder(tmp_path))

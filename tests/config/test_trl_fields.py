@@ -26,7 +26,9 @@ def test_the_table_is_that_of_the_installed_trl() -> None:
     assert json.loads(TABLE.read_text())["trl"] == importlib.metadata.version("trl")
 
 
-@pytest.mark.parametrize("class_name", dict.fromkeys(row.trl_config for row in ALGORITHMS.values()))
+@pytest.mark.parametrize(
+    "class_name", dict.fromkeys(row.trl_config for row in ALGORITHMS.values())
+)
 def test_names_and_defaults_are_those_of_the_installed_class(class_name: str) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     import trl
@@ -40,7 +42,9 @@ def test_names_and_defaults_are_those_of_the_installed_class(class_name: str) ->
 
 
 def test_the_words_listed_here_are_in_trl_s_trainers_or_configs() -> None:
-    trl, transformers = (Path(find_spec(name).origin).parent for name in ("trl", "transformers"))
+    trl, transformers = (
+        Path(find_spec(name).origin).parent for name in ("trl", "transformers")
+    )
     files = [
         *(trl / "trainer").glob("*.py"),
         *(trl / "experimental").rglob("*.py"),
@@ -64,15 +68,23 @@ def test_reading_the_fields_imports_neither_trl_nor_torch() -> None:
 
 
 def test_every_class_has_its_own_fields() -> None:
-    assert "beta" not in fields_of("SFTConfig") and fields_of("DPOConfig")["beta"].default == 0.1
-    assert "packing" not in fields_of("GRPOConfig") and fields_of("SFTConfig")["packing"].is_flag
-    with pytest.raises(ConfigError, match="has no NoSuchConfig; write it again with `python -m"):
+    assert (
+        "beta" not in fields_of("SFTConfig") and fields_of("DPOConfig")["beta"].default == 0.1
+    )
+    assert (
+        "packing" not in fields_of("GRPOConfig") and fields_of("SFTConfig")["packing"].is_flag
+    )
+    with pytest.raises(
+        ConfigError, match="has no NoSuchConfig; write it again with `python -m"
+    ):
         fields_of("NoSuchConfig")
 
 
 def test_loss_types_are_those_of_the_method() -> None:
     assert coerce(fields_of("DPOConfig")["loss_type"], "ipo,sft") == ["ipo", "sft"]
-    assert coerce(fields_of("KTOConfig")["loss_type"], "apo_zero_unpaired") == "apo_zero_unpaired"
+    assert (
+        coerce(fields_of("KTOConfig")["loss_type"], "apo_zero_unpaired") == "apo_zero_unpaired"
+    )
     assert "cispo" in fields_of("GRPOConfig")["loss_type"].choices
 
 

@@ -28,10 +28,12 @@ LIMITS: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("adam_epsilon", "logging_steps"), _POSITIVE),
     **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), _COUNT),
     **dict.fromkeys(
-        ("gradient_accumulation_steps", "steps_per_generation", "precompute_ref_batch_size"), _COUNT
+        ("gradient_accumulation_steps", "steps_per_generation", "precompute_ref_batch_size"),
+        _COUNT,
     ),
     **dict.fromkeys(
-        ("save_total_limit", "torch_empty_cache_steps", "max_length", "pad_to_multiple_of"), _COUNT
+        ("save_total_limit", "torch_empty_cache_steps", "max_length", "pad_to_multiple_of"),
+        _COUNT,
     ),
     **dict.fromkeys(
         ("dataloader_prefetch_factor", "dataset_num_proc", "ddp_bucket_cap_mb", "ddp_timeout"),
@@ -42,7 +44,9 @@ LIMITS: Mapping[str, Mapping[str, Any]] = {
     "top_p": {"gt": 0, "le": 1},
     "top_k": {"ge": -1},
     "min_p": _SHARE,
-    **dict.fromkeys(("num_completions_to_print", "num_iterations", "ref_model_sync_steps"), _COUNT),
+    **dict.fromkeys(
+        ("num_completions_to_print", "num_iterations", "ref_model_sync_steps"), _COUNT
+    ),
     # losses
     **dict.fromkeys(
         ("beta", "epsilon", "epsilon_high", "off_policy_mask_threshold"), _NOT_NEGATIVE
@@ -161,7 +165,9 @@ def table_text(table: Mapping[str, Any]) -> str:
     """JSON with one field a line, so that a change of TRL is read line by line."""
     classes = [
         f'  "{name}": {{\n'
-        + ",\n".join(f"   {json.dumps(field)}: {json.dumps(row)}" for field, row in rows.items())
+        + ",\n".join(
+            f"   {json.dumps(field)}: {json.dumps(row)}" for field, row in rows.items()
+        )
         + "\n  }"
         for name, rows in table["fields"].items()
     ]

@@ -47,7 +47,12 @@ SFT: list[tuple[dict[str, Any], bool, dict[str, Any]]] = [
     ),
     ({"messages": [USER, ANSWER, USER]}, True, {"prompt": [USER], "completion": [ANSWER]}),
     (
-        {"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]},
+        {
+            "conversations": [
+                {"from": "human", "value": "2 + 2?"},
+                {"from": "gpt", "value": "4"},
+            ]
+        },
         True,
         {"prompt": [USER], "completion": [ANSWER]},
     ),
@@ -213,7 +218,9 @@ def test_text_and_chats_do_not_mix(tmp_path: Path) -> None:
         load(tmp_path, "sft", rows, as_chat=False)
 
 
-def test_held_out_rows_share_no_prompt_with_the_others_and_the_seed_decides(tmp_path: Path) -> None:
+def test_held_out_rows_share_no_prompt_with_the_others_and_the_seed_decides(
+    tmp_path: Path,
+) -> None:
     rows = [{"prompt": f"{n // 3}?", "completion": str(n)} for n in range(60)]
     one, again = (load(tmp_path, "sft", rows, as_chat=False, held_out=10) for _ in range(2))
     other = load(tmp_path, "sft", rows, as_chat=False, held_out=10, seed=1)
@@ -240,10 +247,13 @@ def test_too_many_held_out_rows_are_refused(tmp_path: Path) -> None:
         load(tmp_path, "sft", [{"text": "a"}, {"text": "b"}], held_out=9)
 
 
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=30), st.integers(0, 30), st.integers(0, 3))
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=30), st.integers(0, 30), st.integers(0, 3)
+)
 def test_holding_out_loses_nothing(prompts: list[int], count: int, seed: int) -> None:
     rows = [
-        {"prompt": str(prompt), "completion": str(number)} for number, prompt in enumerate(prompts)
+        {"prompt": str(prompt), "completion": str(number)}
+        for number, prompt in enumerate(prompts)
     ]
     train, apart = hold_out(rows, count, random.Random(seed))
     assert sorted(row["completion"] for row in train + apart) == sorted(
@@ -264,7 +274,8 @@ def test_rows_with_pictures_are_in_blocks_and_rows_without_have_none(tmp_path: P
     ]
     found = load(tmp_path, "sft", rows)
     assert (
-        found.shows and found.fingerprint != load(tmp_path, "sft", [rows[1], rows[1]]).fingerprint
+        found.shows
+        and found.fingerprint != load(tmp_path, "sft", [rows[1], rows[1]]).fingerprint
     )
     by_answer = {row["completion"][0]["content"][0]["text"]: row for row in found.train}
     kinds = [
@@ -327,13 +338,17 @@ def test_prompts_that_differ_only_in_white_space_are_held_out_together() -> None
     ]
     for seed in range(8):
         train, apart = hold_out(rows, 1, random.Random(seed))
-        assert sorted((len(train), len(apart))) == [1, 2] and ExampleSet(train, apart).overlap == 0
+        assert (
+            sorted((len(train), len(apart))) == [1, 2] and ExampleSet(train, apart).overlap == 0
+        )
 
 
 def test_prompts_that_are_also_trained_on_are_counted() -> None:
     train = [[{"role": "user", "content": f"{n} + 1"}] for n in range(5)]
     turned = [{"content": "4  +\t1\n", "role": "user"}]
     assert (
-        num_overlapping([*train[:2], turned, "0 + 1", [{"role": "user", "content": "4 +1"}]], train)
+        num_overlapping(
+            [*train[:2], turned, "0 + 1", [{"role": "user", "content": "4 +1"}]], train
+        )
         == 3
     )

@@ -12,7 +12,9 @@ from ycore.errors import DataError
 
 
 def rows(text: str, *, split: str = "train", seed: int = 0) -> list[tuple[str, str]]:
-    return [(row["prompt"], row["answer"]) for row in task_table(text, split=split, seed=seed).rows]
+    return [
+        (row["prompt"], row["answer"]) for row in task_table(text, split=split, seed=seed).rows
+    ]
 
 
 def refused(text: str, *, split: str = "train") -> str:
@@ -41,7 +43,9 @@ def test_arithmetic_is_right(task: str, sign: str, digits: int) -> None:
 def test_comparing_is_right(digits: int) -> None:
     for prompt, answer in rows(f"task:larger?digits={digits}&size=200"):
         found = re.match(r"Is (\d+) larger than (\d+)\? Begin with yes or no", prompt)
-        assert found is not None and answer == ("yes" if int(found[1]) > int(found[2]) else "no")
+        assert found is not None and answer == (
+            "yes" if int(found[1]) > int(found[2]) else "no"
+        )
 
 
 def test_sorting_is_right() -> None:
@@ -168,7 +172,9 @@ class TestWithThePackage:
     def test_entries_can_be_scored_from_the_columns_alone(self) -> None:
         import reasoning_gym
 
-        table = gym_table("gym:chain_sum?size=30&min_terms=2&max_terms=3", split="train", seed=5)
+        table = gym_table(
+            "gym:chain_sum?size=30&min_terms=2&max_terms=3", split="train", seed=5
+        )
         assert len(table.rows) == 30 and table.columns == (
             "prompt",
             "answer",
@@ -177,7 +183,10 @@ class TestWithThePackage:
         )
         for row in table.rows:
             entry = json.loads(row["gym_entry"])
-            assert entry["question"] == row["prompt"] and entry["metadata"]["num_terms"] in (2, 3)
+            assert entry["question"] == row["prompt"] and entry["metadata"]["num_terms"] in (
+                2,
+                3,
+            )
             score = reasoning_gym.get_score_answer_fn(row["gym_task"])
             assert score(row["answer"], entry) == 1.0
             assert score("no number", entry) < 1.0
@@ -221,4 +230,6 @@ class TestWithThePackage:
         assert found in refused_gym(text)
 
     def test_a_split_that_is_not_there(self) -> None:
-        assert "has the splits train and test" in refused_gym("gym:chain_sum", split="validation")
+        assert "has the splits train and test" in refused_gym(
+            "gym:chain_sum", split="validation"
+        )

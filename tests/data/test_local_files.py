@@ -27,7 +27,10 @@ ROWS = [
 def load(path: Path | str) -> PromptSet:
     return load_prompts(
         RunConfig(
-            model="m", dataset=str(path), rewards=[RewardConfig(reward="exact_answer")], output="o"
+            model="m",
+            dataset=str(path),
+            rewards=[RewardConfig(reward="exact_answer")],
+            output="o",
         )
     )
 
@@ -57,9 +60,13 @@ def write(path: Path, rows: list[dict[str, str]] = ROWS) -> Path:
         path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
     else:
         text = (
-            json.dumps(rows, indent=1) if ".json" in name and ".jsonl" not in name else jsonl(rows)
+            json.dumps(rows, indent=1)
+            if ".json" in name and ".jsonl" not in name
+            else jsonl(rows)
         )
-        path.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+        path.write_bytes(
+            gzip.compress(text.encode()) if name.endswith(".gz") else text.encode()
+        )
     return path
 
 
@@ -135,7 +142,9 @@ def test_a_byte_order_mark_and_blank_lines_are_no_trouble(tmp_path: Path) -> Non
 
 def test_malformed_jsonl_names_its_line(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text('{"prompt": "a"}\n\n{"prompt": "b"\n')
-    assert f"{tmp_path / 'data.jsonl'}, line 3: malformed JSON" in refused(tmp_path / "data.jsonl")
+    assert f"{tmp_path / 'data.jsonl'}, line 3: malformed JSON" in refused(
+        tmp_path / "data.jsonl"
+    )
 
 
 @pytest.mark.parametrize(
@@ -231,7 +240,9 @@ def test_a_gzip_file_that_becomes_a_thousand_times_larger(tmp_path: Path) -> Non
 def test_no_such_file_names_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text(jsonl(ROWS))
     message = refused(tmp_path / "trian.jsonl")
-    assert message.startswith("no such dataset file") and "did you mean 'train.jsonl'?" in message
+    assert (
+        message.startswith("no such dataset file") and "did you mean 'train.jsonl'?" in message
+    )
 
 
 @pytest.mark.parametrize(
@@ -255,13 +266,17 @@ def test_a_file_of_another_kind(tmp_path: Path) -> None:
     max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
 )
 @given(data=st.data())
-def test_mutated_lines_are_read_or_refused_in_one_line(tmp_path: Path, data: st.DataObject) -> None:
+def test_mutated_lines_are_read_or_refused_in_one_line(
+    tmp_path: Path, data: st.DataObject
+) -> None:
     line = bytearray(
         json.dumps({"prompt": "What is 3 + 4?", "answer": "7", "extra": [1, None]}).encode()
     )
     for _ in range(data.draw(st.integers(1, 4))):
         place = data.draw(st.integers(0, len(line) - 1))
-        line[place] = data.draw(st.integers(0, 255) | st.sampled_from(string.printable.encode()))
+        line[place] = data.draw(
+            st.integers(0, 255) | st.sampled_from(string.printable.encode())
+        )
     path = tmp_path / "data.jsonl"
     path.write_bytes(bytes(line))
     try:

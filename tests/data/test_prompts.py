@@ -66,10 +66,17 @@ def test_turns_of_an_example_stand_between_system_and_prompt(tmp_path: Path) -> 
         "output": "o",
         "rewards": [{"reward": "exact_answer"}],
     }
-    for system, before in ((None, []), ("Be brief.", [{"role": "system", "content": "Be brief."}])):
+    for system, before in (
+        (None, []),
+        ("Be brief.", [{"role": "system", "content": "Be brief."}]),
+    ):
         found = load_prompts(RunConfig(**told, few_shot=turns, system_prompt=system))
         assert found.is_chat
-        assert found.prompts[0].content == [*before, *turns, {"role": "user", "content": "2 + 2?"}]
+        assert found.prompts[0].content == [
+            *before,
+            *turns,
+            {"role": "user", "content": "2 + 2?"},
+        ]
     file.write_text(
         '{"prompt": [{"role": "system", "content": "Mine."}, {"role": "user", "content": "3?"}]}\n'
     )
@@ -94,7 +101,9 @@ def test_the_fingerprint_is_the_contents(tmp_path: Path) -> None:
     path = write(tmp_path / "d.jsonl", *rows)
     first = load(path).fingerprint
     assert (
-        first == load(path).fingerprint == load(write(tmp_path / "other.jsonl", *rows)).fingerprint
+        first
+        == load(path).fingerprint
+        == load(write(tmp_path / "other.jsonl", *rows)).fingerprint
     )
     changed = {
         load(write(tmp_path / "1.jsonl", rows[1], rows[0])).fingerprint,
@@ -159,7 +168,9 @@ def test_slips_of_the_pen(name: str, meant: str) -> None:
 
 
 def test_ten_thousand_rows_are_checked_in_two_seconds_without_torch(tmp_path: Path) -> None:
-    rows = [{"prompt": f"What is {n} + {n}? " * 10, "answer": str(2 * n)} for n in range(10_000)]
+    rows = [
+        {"prompt": f"What is {n} + {n}? " * 10, "answer": str(2 * n)} for n in range(10_000)
+    ]
     path = write(tmp_path / "d.jsonl", *rows)
     done = subprocess.run(
         [sys.executable, "-c", COLD, str(path)],
@@ -201,7 +212,9 @@ def test_a_rank_holds_what_it_draws_and_not_the_dataset(tmp_path: Path) -> None:
     path = tmp_path / "big.jsonl"
     with path.open("w") as file:
         for row in range(300):
-            file.write(json.dumps({"prompt": f"{row} " + "x" * 100_000, "answer": str(row)}) + "\n")
+            file.write(
+                json.dumps({"prompt": f"{row} " + "x" * 100_000, "answer": str(row)}) + "\n"
+            )
     tracemalloc.start()
     prompts = load(path).prompts
     drawn = prompts[217]
@@ -259,7 +272,9 @@ def test_no_asking_column_lists_what_is_there() -> None:
 
 
 def test_a_mistyped_column_names_the_nearest() -> None:
-    assert "did you mean 'question'?" in refused_rows({"question": "q"}, prompt_column="qestion")
+    assert "did you mean 'question'?" in refused_rows(
+        {"question": "q"}, prompt_column="qestion"
+    )
     assert "did you mean 'solution'?" in refused_rows(
         {"prompt": "q", "solution": "s"}, answer_column="soluton"
     )
@@ -334,7 +349,10 @@ def test_the_last_answer_of_a_conversation_is_dropped() -> None:
 
 @pytest.mark.parametrize(
     "talk",
-    [[USER, ANSWER, USER, ANSWER], "\n\nHuman: hi\n\nAssistant: hello\n\nHuman: hi\n\nAssistant: "],
+    [
+        [USER, ANSWER, USER, ANSWER],
+        "\n\nHuman: hi\n\nAssistant: hello\n\nHuman: hi\n\nAssistant: ",
+    ],
 )
 def test_a_pair_of_conversations_asks_with_what_is_before_the_last_answer(talk: Any) -> None:
     (prompt,), names = prompts_of({"chosen": talk, "rejected": talk})
@@ -405,7 +423,9 @@ sizes = st.integers(1, 60)
 @given(seed=seeds, num_rows=sizes, epoch=st.integers(0, 5))
 def test_every_row_once_an_epoch(seed: int, num_rows: int, epoch: int) -> None:
     order = PromptOrder(seed=seed, num_rows=num_rows)
-    rows = [order.row_at(position) for position in range(epoch * num_rows, (epoch + 1) * num_rows)]
+    rows = [
+        order.row_at(position) for position in range(epoch * num_rows, (epoch + 1) * num_rows)
+    ]
     assert sorted(rows) == list(range(num_rows))
 
 
@@ -426,7 +446,9 @@ def test_a_restart_and_a_shard_see_the_same(
 @given(seed=seeds, num_rows=sizes, positions=st.lists(st.integers(0, 300), max_size=30))
 def test_the_cache_changes_nothing(seed: int, num_rows: int, positions: list[int]) -> None:
     order = PromptOrder(seed=seed, num_rows=num_rows)
-    alone = [PromptOrder(seed=seed, num_rows=num_rows).row_at(position) for position in positions]
+    alone = [
+        PromptOrder(seed=seed, num_rows=num_rows).row_at(position) for position in positions
+    ]
     assert [order.row_at(position) for position in positions] == alone
 
 

@@ -89,7 +89,9 @@ def test_pictures_stand_where_the_turns_have_them(row: dict[str, Any]) -> None:
     ]
     kinds = [block["type"] for block in in_blocks(prompt.content)[0]["content"]]
     assert kinds == ["text", "image", "text", "image", "text"]
-    assert [block.get("image") for block in in_blocks(prompt.content, [1, 2])[0]["content"]] == [
+    assert [
+        block.get("image") for block in in_blocks(prompt.content, [1, 2])[0]["content"]
+    ] == [
         None,
         1,
         None,
@@ -152,7 +154,9 @@ def test_bad_rows_are_refused_in_one_line() -> None:
     assert "1 images for 2 places" in refused(
         prompt=user([{"type": "image"}, {"type": "image"}]), image=RED
     )
-    assert "no image" in refused(prompt=user([{"type": "image"}, {"type": "text", "text": "?"}]))
+    assert "no image" in refused(
+        prompt=user([{"type": "image"}, {"type": "text", "text": "?"}])
+    )
     assert "no image" in refused(prompt="What is <image>?", image=None)
     assert "image 1 is null" in refused(prompt="?", images=[RED, None])
     assert "is int" in refused(prompt="?", image=7)

@@ -45,7 +45,9 @@ class Hub(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         wanted = asked["paths"] if isinstance(asked["paths"], list) else [asked["paths"]]
-        self.send(json.dumps([entry for entry in self.tree() if entry["path"] in wanted]).encode())
+        self.send(
+            json.dumps([entry for entry in self.tree() if entry["path"] in wanted]).encode()
+        )
 
     def answer(self) -> None:
         path = self.path.split("?")[0].strip("/")
@@ -54,11 +56,15 @@ class Hub(BaseHTTPRequestHandler):
             self.send(json.dumps(self.tree()).encode())
         elif path.startswith("api/datasets/some/data"):
             siblings = [{"rfilename": entry["path"]} for entry in self.tree()]
-            self.send(json.dumps({"id": "some/data", "sha": COMMIT, "siblings": siblings}).encode())
+            self.send(
+                json.dumps({"id": "some/data", "sha": COMMIT, "siblings": siblings}).encode()
+            )
         elif path.startswith("datasets/some/data/resolve/") and (self.root / name).is_file():
             self.send((self.root / name).read_bytes())
         else:
-            missing = "EntryNotFound" if path.startswith("datasets/some/data/") else "RepoNotFound"
+            missing = (
+                "EntryNotFound" if path.startswith("datasets/some/data/") else "RepoNotFound"
+            )
             self.send_response(404)
             self.send_header("X-Error-Code", missing)
             self.send_header("Content-Length", "0")
@@ -88,7 +94,9 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     Hub.root = tmp_path_factory.mktemp("hub")
     for split, number in (("train", 5), ("test", 2)):
         rows = [{"question": f"{split} {row}?", "answer": str(row)} for row in range(number)]
-        (Hub.root / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (Hub.root / f"{split}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
     (Hub.root / "safe").mkdir()
     (Hub.root / "safe" / "pairs.jsonl").write_text(
         json.dumps({"question": "safe?", "answer": "yes"}) + "\n"

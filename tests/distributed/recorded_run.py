@@ -43,7 +43,8 @@ def recorded_round(step: int, *, num_groups: int, group_size: int) -> list[Group
             logprobs = tuple(-4.6 + dice.uniform(-0.2, 0.2) for _ in range(length))
             completions.append(Completion(token_ids, logprobs, "", "length", step))
             taught = tuple(
-                one + 0.3 * math.sin(token) for one, token in zip(logprobs, token_ids, strict=True)
+                one + 0.3 * math.sin(token)
+                for one, token in zip(logprobs, token_ids, strict=True)
             )
             scores.append(
                 (Score(dice.random(), logprobs=taught),)
@@ -70,7 +71,9 @@ class Rows(TrainerCallback):
     def __init__(self, writer: MetricsWriter) -> None:
         self._writer = writer
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any
+    ) -> None:
         if "reward" in logs and state.is_world_process_zero:
             self._writer.write({"step": state.global_step, **logs})
 

@@ -116,7 +116,9 @@ def state(place: Path, step: int, rank: int) -> dict[str, Any]:
     return told
 
 
-def test_one_interrupt_saves_on_both_ranks_and_resume_goes_on(tmp_path: Path, start: Start) -> None:
+def test_one_interrupt_saves_on_both_ranks_and_resume_goes_on(
+    tmp_path: Path, start: Start
+) -> None:
     first = start("--steps 40")
     wait_for_step(tmp_path, 3, first)
     first.send_signal(signal.SIGINT)
@@ -141,7 +143,9 @@ def test_one_interrupt_saves_on_both_ranks_and_resume_goes_on(tmp_path: Path, st
     }
 
 
-def test_a_bad_row_on_one_rank_is_one_line_and_exit_status_2(tmp_path: Path, start: Start) -> None:
+def test_a_bad_row_on_one_rank_is_one_line_and_exit_status_2(
+    tmp_path: Path, start: Start
+) -> None:
     rows = ["1 + 1 ="] * 15 + ["7" * 600]
     process = start("--steps 40", rows)
     _, said = process.communicate(timeout=WITHIN_S)

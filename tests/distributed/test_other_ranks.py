@@ -17,7 +17,11 @@ from ycore.run.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
 
-COMMAND = [sys.executable, "-c", "import sys; from ycore_cli.main import main; sys.exit(main())"]
+COMMAND = [
+    sys.executable,
+    "-c",
+    "import sys; from ycore_cli.main import main; sys.exit(main())",
+]
 REWARD = """
 import time
 
@@ -34,7 +38,12 @@ WITHIN_S = 400
 
 
 def start(place: Path, words: str) -> "subprocess.Popen[str]":
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "200",
+    }
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     return subprocess.Popen(
         [*COMMAND, *words.split()], cwd=place, env=environment, text=True, **pipes
@@ -51,7 +60,9 @@ def finish(place: Path, words: str) -> str:
     return said
 
 
-def test_two_ranks_then_one_then_two_take_every_prompt_once_and_in_order(tmp_path: Path) -> None:
+def test_two_ranks_then_one_then_two_take_every_prompt_once_and_in_order(
+    tmp_path: Path,
+) -> None:
     write_tiny_model(tmp_path / "model")
     (tmp_path / "their_rewards.py").write_text(REWARD)
     (tmp_path / "rows.jsonl").write_text(
@@ -62,7 +73,9 @@ def test_two_ranks_then_one_then_two_take_every_prompt_once_and_in_order(tmp_pat
     first = start(tmp_path, WORDS)
     deadline = time.monotonic() + WITHIN_S
     while len(read_metrics(metrics)) < 3:
-        assert first.poll() is None and time.monotonic() < deadline, first.communicate(timeout=120)
+        assert first.poll() is None and time.monotonic() < deadline, first.communicate(
+            timeout=120
+        )
         time.sleep(0.05)
     family = psutil.Process(first.pid).children(recursive=True)
     [one for one in family if "ycore.trainer" in one.cmdline()][-1].send_signal(signal.SIGKILL)

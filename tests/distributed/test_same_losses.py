@@ -70,7 +70,9 @@ def config_of(place: Path, name: str, job: str) -> RunConfig:
         model=str(place / "model"),
         dataset="none",
         rewards=[
-            RewardConfig(reward=f"teacher:{place / 'teacher'}" if "distill" in job else "made_up")
+            RewardConfig(
+                reward=f"teacher:{place / 'teacher'}" if "distill" in job else "made_up"
+            )
         ],
         output=str(place / name / job),
         prompts_per_step=4,
@@ -102,7 +104,12 @@ def run(place: Path, name: str, job: str) -> Path:
     if name != "alone":
         told = accelerate_config(name, processes=2, on_cpu=True, dtype="float32")  # type: ignore[arg-type]
         (place / f"{name}.yaml").write_text(yaml.safe_dump(told))
-        launch = ["-m", "accelerate.commands.launch", "--config_file", str(place / f"{name}.yaml")]
+        launch = [
+            "-m",
+            "accelerate.commands.launch",
+            "--config_file",
+            str(place / f"{name}.yaml"),
+        ]
     environment = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
@@ -153,7 +160,10 @@ def compare(one: Path, two: Path) -> None:
     )
     for expected, row in zip(first, second, strict=True):
         for key in ("loss", "grad_norm", "reward"):
-            assert row[key] == pytest.approx(expected[key], rel=2e-5, abs=2e-6), (row["step"], key)
+            assert row[key] == pytest.approx(expected[key], rel=2e-5, abs=2e-6), (
+                row["step"],
+                key,
+            )
     assert same(weights(one / "before"), weights(two / "before"), atol=0.0), (
         "the engines' first weights differ"
     )
@@ -176,9 +186,13 @@ def test_the_other_learners_learn_on_two_ranks_what_they_learn_on_one(
         assert norms[1] == pytest.approx(norms[0], rel=2e-5, abs=2e-6)
 
 
-def same(expected: dict[str, torch.Tensor], seen: dict[str, torch.Tensor], *, atol: float) -> bool:
+def same(
+    expected: dict[str, torch.Tensor], seen: dict[str, torch.Tensor], *, atol: float
+) -> bool:
     assert seen.keys() == expected.keys()
-    return all(torch.allclose(seen[name], expected[name], rtol=0.0, atol=atol) for name in expected)
+    return all(
+        torch.allclose(seen[name], expected[name], rtol=0.0, atol=atol) for name in expected
+    )
 
 
 def test_what_is_saved_is_what_the_engines_had(place: Path) -> None:
@@ -195,5 +209,7 @@ def test_no_rank_holds_the_prompts_of_another(place: Path) -> None:
     ]
     assert [rank["prompts_gathered"] for rank in told] == [0, 0]
     for rank, mine in enumerate(told):
-        own = {f"step {step} group {group}" for step in range(STEPS) for group in (rank, rank + 2)}
+        own = {
+            f"step {step} group {group}" for step in range(STEPS) for group in (rank, rank + 2)
+        }
         assert mine["prompts_held"] and set(mine["prompts_held"]) <= own

@@ -69,7 +69,9 @@ def test_each_slot_serves_both_ranks_and_they_learn_what_one_learns(tmp_path: Pa
         "a turn for each completion and each verdict, none lost and none twice"
     )
     seen = read_metrics(two.metrics)
-    assert all(row["ycore/sync_proved"] == 1.0 and row["ycore/logprob_gap"] < 1e-3 for row in seen)
+    assert all(
+        row["ycore/sync_proved"] == 1.0 and row["ycore/logprob_gap"] < 1e-3 for row in seen
+    )
     expected = read_metrics(run(tmp_path, 1).metrics)
     assert [row["step"] for row in seen] == [1, 2]
     for one, row in zip(expected, seen, strict=True):

@@ -60,7 +60,9 @@ def run(
     interrupt_after: int | None = None,
 ) -> list[tuple[int, str]]:
     """Exit status and standard error of each machine's command; the second may get a Ctrl-C after so many steps."""
-    (place / "rows.jsonl").write_text("".join(json.dumps({"prompt": ask}) + "\n" for ask in asked))
+    (place / "rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": ask}) + "\n" for ask in asked)
+    )
     nodes = []
     for number, output in enumerate(outputs):
         command = [

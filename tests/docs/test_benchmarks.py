@@ -37,9 +37,13 @@ def test_bare_batches_hold_every_sequence_once_and_hardly_any_padding(
     parts: Any, batch_size: int
 ) -> None:
     draw = random.Random(batch_size)
-    lengths = [parts.bare.Lengths(draw.randrange(20, 40), draw.randrange(1, 17)) for _ in range(64)]
+    lengths = [
+        parts.bare.Lengths(draw.randrange(20, 40), draw.randrange(1, 17)) for _ in range(64)
+    ]
     batches = parts.bare.cut(lengths, batch_size=batch_size)
-    assert sorted(map(_key, lengths)) == sorted(_key(item) for batch in batches for item in batch)
+    assert sorted(map(_key, lengths)) == sorted(
+        _key(item) for batch in batches for item in batch
+    )
     assert (
         max(len(batch) for batch in batches)
         == (batch_size if batch_size < 16 else max(map(len, batches)))
@@ -83,7 +87,11 @@ def test_summary_leaves_out_first_steps_and_scales_bare_by_tokens(parts: Any) ->
     ycore = [_run(parts, 99.0, 4.0, 4.0), _run(parts, 99.0, 5.0, 5.0)]
     bare = {"seconds": [1.0, 2.0, 50.0], "tokens": 200}
     level = parts.report.summarise(trl, ycore, bare)
-    assert (level["trl"]["seconds"], level["trl"]["min"], level["trl"]["max"]) == (10.0, 8.0, 12.0)
+    assert (level["trl"]["seconds"], level["trl"]["min"], level["trl"]["max"]) == (
+        10.0,
+        8.0,
+        12.0,
+    )
     assert (level["ycore"]["seconds"], level["ycore"]["steps_per_hour"]) == (4.5, 800.0)
     assert level["ratio"] == pytest.approx(10 / 4.5)
     assert level["ratio_by_pair"] == [10 / 4, 10 / 5]
@@ -112,7 +120,9 @@ def test_tables_say_whether_the_limits_hold(parts: Any, trl: float, verdict: str
 def _results(parts: Any, *, trl_seconds: float) -> dict[str, Any]:
     way = {"batch_size": 4, "autocast": True, "padding": 0.01}
     bare = {"seconds": [10.0], "tokens": 100, **way}
-    level = parts.report.summarise([_run(parts, 1.0, trl_seconds)], [_run(parts, 1.0, 20.0)], bare)
+    level = parts.report.summarise(
+        [_run(parts, 1.0, trl_seconds)], [_run(parts, 1.0, 20.0)], bare
+    )
     settings = {
         "model": "m",
         "dtype": "bfloat16",
@@ -182,7 +192,11 @@ def test_both_are_told_the_same(parts: Any) -> None:
 def _options(command: list[str]) -> dict[str, str]:
     words = command[2:]
     pairs = dict(
-        zip([word.lstrip("-").replace("-", "_") for word in words[::2]], words[1::2], strict=True)
+        zip(
+            [word.lstrip("-").replace("-", "_") for word in words[::2]],
+            words[1::2],
+            strict=True,
+        )
     )
     sets = (
         word.partition("=")
@@ -201,9 +215,17 @@ def test_methods_are_compared_at_the_same_seconds(parts: Any) -> None:
     ]
     assert parts.methods.of_run(rows, 8) == {}, "a run that was stopped has no figure"
     found = parts.methods.of_run([*rows, {"step": 5, "ycore/eval/pass@1": 0.75}], 8)
-    assert found == {"steps": 5, "seconds": 50, "taught": 5 * 6.0, "before": 0.2, "pass@1": 0.75}
+    assert found == {
+        "steps": 5,
+        "seconds": 50,
+        "taught": 5 * 6.0,
+        "before": 0.2,
+        "pass@1": 0.75,
+    }
     shown = parts.methods.as_markdown({"slow": [found], "fast": [found | {"pass@1": 0.9}]})
-    assert shown.splitlines()[2].startswith("| `fast` | 0.200 | 0.900") and "| 5 | 2160 |" in shown
+    assert (
+        shown.splitlines()[2].startswith("| `fast` | 0.200 | 0.900") and "| 5 | 2160 |" in shown
+    )
     told = parts.methods.parsed(["--methods", "gspo", "--task", "gym", "--budget", "40"])
     words = parts.methods.command(told, "gspo", 3, Path("out"))
     assert words[3:6] == ["grpo", "--recipe", "quickstart"] and words[-3:] == [
@@ -244,7 +266,9 @@ def test_runs_that_go_on_at_once_have_cores_of_their_own(
     assert sum(map(len, cores.values())) == len(os.sched_getaffinity(0))
 
 
-def test_a_run_that_takes_too_long_is_ended_with_its_children(parts: Any, tmp_path: Path) -> None:
+def test_a_run_that_takes_too_long_is_ended_with_its_children(
+    parts: Any, tmp_path: Path
+) -> None:
     script = "sleep 600 & echo child $!; wait"
     with pytest.raises(parts.bounded.RunFailed, match=r"still running after 1 s"):
         parts.bounded.run_bounded(
@@ -347,9 +371,7 @@ def _lengths(file: Path) -> dict[tuple[int, int], int]:
 
 
 def _command(folder: Path) -> list[str]:
-    sizes = (
-        "--tokens 8:2 --repeats 1 --prompts 2 --group-size 4 --trl-batch-size 8 --bare-batch-size 4"
-    )
+    sizes = "--tokens 8:2 --repeats 1 --prompts 2 --group-size 4 --trl-batch-size 8 --bare-batch-size 4"
     given = f"--model {folder / 'model'} --output {folder / 'out'} --dtype float32 --engine transformers {sizes}"
     assert os.access(BENCHMARKS / "trl_and_ycore.py", os.R_OK)
     return [sys.executable, str(BENCHMARKS / "trl_and_ycore.py"), *given.split()]

@@ -13,7 +13,17 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
 
 def test_one_and_two_controllers_play_a_round(tmp_path: Path) -> None:
     script, output = BENCHMARKS / "coordination.py", tmp_path / "out"
-    sizes = ["--controllers", "1", "2", "--rounds", "1", "--payload-mb", "0.01", "--timeout", "60"]
+    sizes = [
+        "--controllers",
+        "1",
+        "2",
+        "--rounds",
+        "1",
+        "--payload-mb",
+        "0.01",
+        "--timeout",
+        "60",
+    ]
     command = [sys.executable, str(script), *sizes, "--output", str(output)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
@@ -23,7 +33,9 @@ def test_one_and_two_controllers_play_a_round(tmp_path: Path) -> None:
     assert [(one["controllers"], one["engines"]) for one in parallel] == [(1, 1), (2, 2)]
     assert [(one["controllers"], one["engines"]) for one in central] == [(1, 1), (1, 2)]
     through = [one["bytes_busiest"] for one in central]
-    assert through[1] == 2 * through[0] > 0, "a central controller carries what every engine gets"
+    assert through[1] == 2 * through[0] > 0, (
+        "a central controller carries what every engine gets"
+    )
     assert all(one["cpu_s_busiest"] >= one["cpu_s_mean"] > 0 for one in (*parallel, *central))
     assert (output / "coordination.png").read_bytes().startswith(b"\x89PNG")
 

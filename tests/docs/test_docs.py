@@ -176,14 +176,17 @@ HARMLESS = "harmless-base-test.jsonl.gz"  # of hh-rlhf, which a reader fetches
 @pytest.mark.parametrize(("page", "line"), of_program("ycore"))
 def test_ycore_lines_work(page: Path, line: str, tmp_path: Path) -> None:
     if "textarena:" in line or "game-quickstart" in line:
-        pytest.importorskip("textarena", reason="the optional package textarena is not installed")
+        pytest.importorskip(
+            "textarena", reason="the optional package textarena is not installed"
+        )
     for name, text in files_of(page).items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     if HARMLESS in line:
         texts = [f"\n\nHuman: What is {number}?\n\nAssistant: " for number in range(1000)]
         with gzip.open(tmp_path / HARMLESS, "wt") as file:
             file.writelines(
-                json.dumps({"chosen": f"{text}a", "rejected": f"{text}b"}) + "\n" for text in texts
+                json.dumps({"chosen": f"{text}a", "rejected": f"{text}b"}) + "\n"
+                for text in texts
             )
     words = shlex.split(line, comments=True)
     if "--resume" in line or words[1] == "resume":
@@ -206,7 +209,8 @@ def test_ycore_lines_work(page: Path, line: str, tmp_path: Path) -> None:
     if needs_hub(line):
         assert done.returncode == 2
         assert re.match(
-            r"error: no (model folder|dataset file) .*: HF_HUB_OFFLINE is set; .*\n\Z", done.stderr
+            r"error: no (model folder|dataset file) .*: HF_HUB_OFFLINE is set; .*\n\Z",
+            done.stderr,
         )
     else:
         assert done.returncode == 0, done.stderr
@@ -248,7 +252,9 @@ def option(line: str, name: str) -> str:
 
 def write_unfinished_run(page: Path, output: str, folder: Path) -> None:
     """What an earlier command of the page would have left in `output` when it was stopped."""
-    mine = [line for of, line in commands() if of == page and option(line, "--output") == output]
+    mine = [
+        line for of, line in commands() if of == page and option(line, "--output") == output
+    ]
     began = next(line for line in mine if "--resume" not in line and "--dry-run" not in line)
     plan = dry_run(f"{began} --json", folder)
     assert plan.returncode == 0, plan.stderr
@@ -359,7 +365,9 @@ def test_pip_lines_name_extras_that_exist(page: Path, line: str) -> None:
 def test_blocks_are_what_they_say(page: Path) -> None:
     for block in blocks(page):
         assert block.language in ("", "sh", *TO_WRITE)
-        assert block.file or block.language not in TO_WRITE, f"which file is this?\n{block.text}"
+        assert block.file or block.language not in TO_WRITE, (
+            f"which file is this?\n{block.text}"
+        )
         if block.language == "jsonl":
             assert all(isinstance(json.loads(line), dict) for line in block.text.splitlines())
         elif block.language == "python":
@@ -401,7 +409,9 @@ def test_reward_functions_of_the_pages_score(
     function = load_reward(RewardConfig(reward=f"{tmp_path / file}:{name}"))
     offered: dict[str, Any] = {"prompts": [[]] * len(texts), "answer": answers}
     offered["completions"] = [[{"role": "assistant", "content": text}] for text in texts]
-    accepted = {key: value for key, value in offered.items() if inputs_of(function).accepts(key)}
+    accepted = {
+        key: value for key, value in offered.items() if inputs_of(function).accepts(key)
+    }
     assert function(**accepted) == pytest.approx(expected)
 
 
@@ -426,7 +436,8 @@ def resolves(page: Path, link: str) -> bool:
         return target.exists()
     headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
     return anchor in [
-        re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings
+        re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-")
+        for heading in headings
     ]
 
 
@@ -436,7 +447,9 @@ def resolves(page: Path, link: str) -> bool:
 def declared(command: str) -> set[str]:
     parameters = typer.main.get_command(app).commands[command].params  # type: ignore[attr-defined]
     return {"--help"} | {
-        name for parameter in parameters for name in (*parameter.opts, *parameter.secondary_opts)
+        name
+        for parameter in parameters
+        for name in (*parameter.opts, *parameter.secondary_opts)
     }
 
 
@@ -462,7 +475,9 @@ def test_options_that_a_page_mentions_exist(page: Path) -> None:
         | {option for name in COMMANDS for option in declared(name)}
     )
     known |= {
-        field.option for row in ALGORITHMS.values() for field in fields_of(row.trl_config).values()
+        field.option
+        for row in ALGORITHMS.values()
+        for field in fields_of(row.trl_config).values()
     }
     prose = _BLOCK.sub("", page.read_text(encoding="utf-8"))
     mentioned = {
@@ -477,7 +492,11 @@ def config_keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str,
     """Every key by its path, with its default; `PydanticUndefined` where it must be given."""
     for name, field in model.model_fields.items():
         inner = next(
-            (part for part in (field.annotation, *get_args(field.annotation)) if is_model(part)),
+            (
+                part
+                for part in (field.annotation, *get_args(field.annotation))
+                if is_model(part)
+            ),
             None,
         )
         if name == "eval_rewards":  # the keys of one are those of `rewards`
@@ -528,7 +547,9 @@ def test_the_trainers_page_has_their_options_keys_and_aliases() -> None:
 
 def test_trl_names_that_ycore_owns_are_documented() -> None:
     pairs = table("docs/options.md", "### TRL's names of ycore's keys")
-    assert {quoted(name)[0]: quoted(key)[0] for name, key in pairs} == aliases(ALGORITHMS["grpo"])
+    assert {quoted(name)[0]: quoted(key)[0] for name, key in pairs} == aliases(
+        ALGORITHMS["grpo"]
+    )
     rows = table("docs/options.md", "### Refused fields")
     told = {name for names, _ in rows for name in quoted(names) if not name.endswith("...")}
     refused = {name for name in fields_of("GRPOConfig") if refusal(name, ALGORITHMS["grpo"])}
@@ -563,7 +584,9 @@ def test_the_python_lines_of_the_page_for_agents_are_runs(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(functions, "_train", plan)
     monkeypatch.setattr(
-        functions, "evaluation_plan", lambda config, **_: configs.append(config) or {"warnings": []}
+        functions,
+        "evaluation_plan",
+        lambda config, **_: configs.append(config) or {"warnings": []},
     )
     monkeypatch.setattr(
         functions,

@@ -18,7 +18,9 @@ settings = {
 
 @pytest.mark.slow
 def test_every_cell_runs(tmp_path: Path) -> None:
-    nbformat = pytest.importorskip("nbformat", reason="the notebook's packages are not installed")
+    nbformat = pytest.importorskip(
+        "nbformat", reason="the notebook's packages are not installed"
+    )
     client = pytest.importorskip("nbclient", reason="the notebook's packages are not installed")
     write_tiny_model(tmp_path / "model")
     book = nbformat.read(NOTEBOOK, as_version=4)
@@ -32,11 +34,14 @@ def test_every_cell_runs(tmp_path: Path) -> None:
     ]
     assert table.data["text/plain"] == "step 2/2"
     assert (
-        "<th>reward</th>" in table.data["text/html"] and table.data["text/html"].count("<tr>") == 3
+        "<th>reward</th>" in table.data["text/html"]
+        and table.data["text/html"].count("<tr>") == 3
     )
     said = [words(cell) for cell in cells_of(book)]
     assert "<td>2</td>" in said[2] and "runs/notebook: finished" in said[2]
-    assert "report.html" in said[3] and (tmp_path / "runs" / "notebook" / "report.html").is_file()
+    assert (
+        "report.html" in said[3] and (tmp_path / "runs" / "notebook" / "report.html").is_file()
+    )
     assert "runs/notebook holds this run, finished" in said[-1]
 
 
@@ -46,6 +51,7 @@ def cells_of(book: Any) -> list[Any]:
 
 def words(cell: Any) -> str:
     parts = [
-        output.get("text") or "".join(output.get("data", {}).values()) for output in cell.outputs
+        output.get("text") or "".join(output.get("data", {}).values())
+        for output in cell.outputs
     ]
     return "\n".join(map(str, parts))

@@ -23,7 +23,9 @@ def test_the_way_in(row: list[str]) -> None:
     assert paths and all(path.exists() for path in paths)
     text = "\n".join(path.read_text() for path in paths if path.is_file())
     for name in re.findall(r"`([^`]+)`", names):
-        assert re.search(rf"\b{name.rpartition('.')[2]}\b", text), f"{name} is in none of {files}"
+        assert re.search(rf"\b{name.rpartition('.')[2]}\b", text), (
+            f"{name} is in none of {files}"
+        )
 
 
 def test_every_room_is_on_the_page() -> None:

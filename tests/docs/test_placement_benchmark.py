@@ -78,7 +78,9 @@ def test_every_placement_draws_and_writes_the_same(
         for words in script.PLACEMENTS
     ]
     rows, measured = asyncio.run(script.play_all(contestants, engines, job))
-    assert {words: len(told) for words, told in rows.items()} == dict.fromkeys(script.PLACEMENTS, 2)
+    assert {words: len(told) for words, told in rows.items()} == dict.fromkeys(
+        script.PLACEMENTS, 2
+    )
     assert len(measured) == 2, "before the counted rounds and after them"
     assert all(
         len(one.speed.seconds) == 7 and one.reading_s >= 0
@@ -96,7 +98,10 @@ def test_every_placement_draws_and_writes_the_same(
     assert summary["same_work"] is True
     assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in predicted.values())
     assert rows["split:1:1"][0]["swaps"] == 0 and rows["colocated"][0]["swaps"] >= 2
-    assert {span.name for span in script._last_round(contestants[2].trace)} >= {"rollout", "judge"}
+    assert {span.name for span in script._last_round(contestants[2].trace)} >= {
+        "rollout",
+        "judge",
+    }
 
 
 def test_prompts_that_do_not_teach_are_replaced_one_for_one(
@@ -145,5 +150,7 @@ def test_the_sweep_compares_and_draws(tmp_path: Path) -> None:
     (row,) = told["points"]
     assert row["best_split"] == "split:1:1" and set(row["swaps"]) == {"level 1", "level 2"}
     assert told["summary"]["worst_over_split"] > 0
-    assert all(row["dynamic_over_split"] > 0 for line in told["break_even"] for row in line["rows"])
+    assert all(
+        row["dynamic_over_split"] > 0 for line in told["break_even"] for row in line["rows"]
+    )
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")

@@ -47,7 +47,8 @@ def test_every_combination_has_a_shape_of_about_its_name(parts: Any) -> None:
         shape = parts.shaped_models.SHAPES[size]
         config = {field: getattr(shape, field) for field in type(shape).__slots__}
         facts = facts_of(
-            config | {"vocab_size": 49152, "tie_word_embeddings": True, "head_dim": 64}, name=size
+            config | {"vocab_size": 49152, "tie_word_embeddings": True, "head_dim": 64},
+            name=size,
         )
         assert facts.num_params == pytest.approx(float(size.removesuffix("m")) * 1e6, rel=0.12)
 
@@ -101,7 +102,8 @@ def test_the_clock_reads_a_run_that_goes_on(parts: Any, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     work = "import time; end = time.process_time() + 1.5\nwhile time.process_time() < end: pass\ntime.sleep(30)"
     process = subprocess.Popen(
-        [sys.executable, "-c", work, "ycore.trainer"], env={**os.environ, RUN_MARKER: folder.run_id}
+        [sys.executable, "-c", work, "ycore.trainer"],
+        env={**os.environ, RUN_MARKER: folder.run_id},
     )
     try:
         time.sleep(1.2)  # until then its command line is not taken for its own

@@ -25,24 +25,38 @@ def test_every_placement_and_which_to_use(
 ) -> None:
     assert run([*SMALL, "--picture", str(tmp_path / "lanes.png")]) == 0
     out = capfd.readouterr().out
-    assert all(words in out for words in ("dynamic", "colocated", "split:1:1", "use --placement"))
+    assert all(
+        words in out for words in ("dynamic", "colocated", "split:1:1", "use --placement")
+    )
     assert (tmp_path / "lanes.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_json_is_one_object(capfd: pytest.CaptureFixture[str]) -> None:
     assert run([*SMALL, "--judge-work", "2", "--swap-s", "1.4", "--json"]) == 0
     told = json.loads(capfd.readouterr().out)
-    assert {row["placement"] for row in told["placements"]} == {"dynamic", "colocated", "split:1:1"}
+    assert {row["placement"] for row in told["placements"]} == {
+        "dynamic",
+        "colocated",
+        "split:1:1",
+    }
     assert all(row["round_s"] > 0 and row["bound_ratio"] >= 1 for row in told["placements"])
 
 
 def test_whole_steps_are_played_with_what_shortens_their_tails(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    assert run([*SMALL, "--judge-work", "0", "--train-s", "5", "--oversample", "2", "--json"]) == 0
+    assert (
+        run([*SMALL, "--judge-work", "0", "--train-s", "5", "--oversample", "2", "--json"]) == 0
+    )
     told = json.loads(capfd.readouterr().out)["steps"]
     names = [one["name"] for one in told]
-    assert names == ["as it is", "--oversample 2", "apart, in turn", "--max-staleness 1", "both"]
+    assert names == [
+        "as it is",
+        "--oversample 2",
+        "apart, in turn",
+        "--max-staleness 1",
+        "both",
+    ]
     assert told[3]["seconds"] < told[2]["seconds"] and told[3]["rolling"] == 1
     assert run([*SMALL, "--judge-work", "0", "--train-s", "5", "--drafts", "4:0.8"]) == 0
     shown = capfd.readouterr().out
@@ -80,7 +94,9 @@ def test_a_missing_run_or_recipe_is_one_line(
 
 
 @pytest.mark.parametrize("arguments", ["--slots 2.5", "--judge-work -1", "--step-time fast"])
-def test_a_wrong_number_names_its_option(arguments: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_number_names_its_option(
+    arguments: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         run(arguments.split())
     assert f"argument {arguments.split()[0]}" in capfd.readouterr().err

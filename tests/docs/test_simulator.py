@@ -18,7 +18,14 @@ from simulator.simulation import (
 
 from ycore.placement.allocator import Allocator
 from ycore.placement.load import Speed
-from ycore.placement.placement import DYNAMIC, JUDGE, ROLLOUT, Placement, SlotPool, parse_placement
+from ycore.placement.placement import (
+    DYNAMIC,
+    JUDGE,
+    ROLLOUT,
+    Placement,
+    SlotPool,
+    parse_placement,
+)
 
 ROLES = (ROLLOUT, JUDGE)
 SPEED = Speed(0.01, 0.001)
@@ -86,7 +93,9 @@ def written_s(outcome: Outcome) -> float:
 
 def test_one_slot_colocated_is_write_swap_judge() -> None:
     allocator = Allocator(pool(1), Placement("colocated"))
-    outcome = SimulatedRound([allocator], MACHINE, lambda position: alike(100, 50), Demand(4)).run()
+    outcome = SimulatedRound(
+        [allocator], MACHINE, lambda position: alike(100, 50), Demand(4)
+    ).run()
     written, judged = 100 * SPEED.step_s(8), 50 * SPEED.step_s(8)
     assert written_s(outcome) == pytest.approx(written)
     assert outcome.usage.seconds == pytest.approx(written + 3.0 + judged), (
@@ -118,7 +127,9 @@ def test_groups_that_cannot_teach_are_replaced_by_the_live_rules() -> None:
             ({ROLLOUT: 10.0, JUDGE: 1.0},) * 2, teaches=teaches.get(position, True)
         )
 
-    outcome = SimulatedRound([Allocator(pool(2))], MACHINE, group_at, Demand(3, dynamic=True)).run()
+    outcome = SimulatedRound(
+        [Allocator(pool(2))], MACHINE, group_at, Demand(3, dynamic=True)
+    ).run()
     assert outcome.drawn == len(asked) >= 4 and asked == list(range(len(asked)))
     never = SimulatedRound(
         [Allocator(pool(2))],
@@ -189,4 +200,6 @@ def test_a_slot_with_several_engines_is_as_fast_as_all_of_them() -> None:
         Demand(20),
     ).run()
     assert written_s(outcome) == pytest.approx(100 * SPEED.step_s(10))
-    assert outcome.usage.seconds == pytest.approx(100 * SPEED.step_s(10) + 50 * SPEED.step_s(40))
+    assert outcome.usage.seconds == pytest.approx(
+        100 * SPEED.step_s(10) + 50 * SPEED.step_s(40)
+    )

@@ -1,7 +1,14 @@
 """Placements side by side: which are compared, and what dynamic learns over a few rounds."""
 
 from simulator.comparison import candidates, recommend, simulate, splits
-from simulator.simulation import Demand, Lengths, Machine, SimulatedGroup, SimulatedRound, Workload
+from simulator.simulation import (
+    Demand,
+    Lengths,
+    Machine,
+    SimulatedGroup,
+    SimulatedRound,
+    Workload,
+)
 
 from ycore.placement.allocator import Allocator
 from ycore.placement.load import Speed
@@ -20,7 +27,9 @@ def test_dynamic_is_never_far_behind_and_often_ahead() -> None:
     """A small sweep; the whole one is a benchmark."""
     ratios = []
     for judge_work in (0.2, 1.0, 4.0):
-        work = Workload(Lengths(300, 0.8, 2000), {JUDGE: 300 * judge_work}, group_size=4, seed=1)
+        work = Workload(
+            Lengths(300, 0.8, 2000), {JUDGE: 300 * judge_work}, group_size=4, seed=1
+        )
         results = {
             str(wanted): simulate(
                 wanted,
@@ -34,7 +43,9 @@ def test_dynamic_is_never_far_behind_and_often_ahead() -> None:
             )
             for wanted in candidates(ROLES, 4)
         }
-        best = min(result.seconds for words, result in results.items() if words.startswith("split"))
+        best = min(
+            result.seconds for words, result in results.items() if words.startswith("split")
+        )
         ratios.append(results["dynamic"].seconds / best)
         assert recommend(list(results.values())).seconds <= 1.02 * min(
             one.seconds for one in results.values()
@@ -44,7 +55,9 @@ def test_dynamic_is_never_far_behind_and_often_ahead() -> None:
 
 def test_where_no_split_fits_dynamic_learns_to_go_in_phases() -> None:
     """Two slots, little to judge, engines that gain little from deep batches: one judge for one writer is wasteful."""
-    work = Workload(Lengths(300, 0.8, 2000), {JUDGE: 30.0}, group_size=4, teach_share=0.7, seed=1)
+    work = Workload(
+        Lengths(300, 0.8, 2000), {JUDGE: 30.0}, group_size=4, teach_share=0.7, seed=1
+    )
     machine = Machine(dict.fromkeys(ROLES, Speed(0.01, 0.002)), dict.fromkeys(ROLES, 0.5))
     results = {
         words: simulate(
@@ -64,7 +77,9 @@ def test_where_no_split_fits_dynamic_learns_to_go_in_phases() -> None:
     assert dynamic < 1.02 * colocated
 
 
-def test_where_a_judge_reads_long_prompts_one_after_another_dynamic_learns_to_share_them() -> None:
+def test_where_a_judge_reads_long_prompts_one_after_another_dynamic_learns_to_share_them() -> (
+    None
+):
     """The second load of docs/placement.md, with speeds of engines on two cores and published swaps."""
     work = Workload(Lengths(48, 0.8, 384), {JUDGE: 1.0}, group_size=4, teach_share=0.7, seed=1)
     speeds = {ROLLOUT: Speed(0.019, 0.0015), JUDGE: Speed(0.016, 0.0033)}
@@ -122,7 +137,10 @@ def test_splits_go_from_end_to_end() -> None:
 def test_where_prompts_come_again_the_longest_are_begun_first() -> None:
     """One slot with two seats, and groups of one: three short ones and a long one, which was asked for last."""
     groups = [SimulatedGroup(({ROLLOUT: size},)) for size in (10.0, 10.0, 10.0, 30.0)]
-    slots, machine = SlotPool(1, (ROLLOUT,), {ROLLOUT: 2}), Machine({ROLLOUT: Speed(1.0, 0.0)}, {})
+    slots, machine = (
+        SlotPool(1, (ROLLOUT,), {ROLLOUT: 2}),
+        Machine({ROLLOUT: Speed(1.0, 0.0)}, {}),
+    )
 
     def seconds(*, known: bool) -> float:
         demand = Demand(4, known_lengths=known)

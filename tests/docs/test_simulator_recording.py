@@ -127,7 +127,8 @@ def test_groups_that_came_later_come_later_again() -> None:
 def test_scorers_come_in_the_same_order_in_every_process() -> None:
     roles = (ROLLOUT, REWARD_MODEL, JUDGE)
     requests = [
-        Request(number, role, 0, 0.0, float(number), 9.0, 5) for number, role in enumerate(roles)
+        Request(number, role, 0, 0.0, float(number), 9.0, 5)
+        for number, role in enumerate(roles)
     ]
     ((group,),) = recorded([requests], group_size=1).rounds
     assert [list(sizes) for sizes in group.completions] == [[ROLLOUT, JUDGE, REWARD_MODEL]]
@@ -163,7 +164,9 @@ def test_beyond_the_ends_the_line_leads_on() -> None:
 
 def test_requests_count_by_their_tokens_and_few_join_others() -> None:
     recording = curve(LINE, [Seen(30.0, 3.0, 3.0), Seen(10.0, 2.0, 4.0), Seen(10.0, 1.0, 5.0)])
-    assert recording.depths == pytest.approx((3.6,)) and recording.seconds == pytest.approx((0.12,))
+    assert recording.depths == pytest.approx((3.6,)) and recording.seconds == pytest.approx(
+        (0.12,)
+    )
     several = curve(LINE, [*seen((2, 0.05)), Seen(10.0, 5.0, 50.0)])
     assert len(several.depths) == 1
 
@@ -194,4 +197,6 @@ def test_the_trace_of_live_slots_is_read_back(tmp_path: Path) -> None:
     assert (rollout.role, rollout.slot, rollout.tokens) == (ROLLOUT, 0, 5)
     assert (verdict.role, verdict.slot, verdict.tokens) == (JUDGE, 1, 0)
     assert rollout.queued <= rollout.began < rollout.ended <= verdict.ended
-    assert [group.completions for group in recorded([[rollout, verdict]], group_size=1).rounds[0]]
+    assert [
+        group.completions for group in recorded([[rollout, verdict]], group_size=1).rounds[0]
+    ]

@@ -12,7 +12,9 @@ LONG = Steps(Speed(0.02, 0.0001), num_slots=8, need=64, train_s=40.0, swap_s=2.0
 
 def lognormal(position: int) -> list[float]:
     source = random.Random(position)
-    return [min(8192.0, max(1.0, 600 * pow(2.718281828, source.gauss(0, 0.8)))) for _ in range(8)]
+    return [
+        min(8192.0, max(1.0, 600 * pow(2.718281828, source.gauss(0, 0.8)))) for _ in range(8)
+    ]
 
 
 def test_a_step_by_hand() -> None:
@@ -46,7 +48,9 @@ def test_long_tails_are_shortened_and_short_completions_come_first() -> None:
 def test_drafts_pay_where_few_requests_are_in_flight() -> None:
     """By hand for one request; off where a pass is bound by arithmetic, and where nothing is accepted."""
     one = Drafting(1.0, 0.25, num_drafted=1, accepted=0.5)
-    assert one.step_s(1) == (1 + 0.25 * 2) / 1.5 and one.step_s(100) == Speed(1.0, 0.25).step_s(100)
+    assert one.step_s(1) == (1 + 0.25 * 2) / 1.5 and one.step_s(100) == Speed(1.0, 0.25).step_s(
+        100
+    )
     named = {
         way.name: way for way in compare_tails(LONG, lognormal, oversample=1.5, drafts=(4, 0.5))
     }

@@ -49,7 +49,14 @@ CPU = EngineSpec(
 def test_the_command_on_cpu() -> None:
     assert engine_command(CPU) == [
         *[sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", "/models/m"],
-        *["--served-model-name", "rollout", "--uds", "/run/rollout-0.sock", "--dtype", "bfloat16"],
+        *[
+            "--served-model-name",
+            "rollout",
+            "--uds",
+            "/run/rollout-0.sock",
+            "--dtype",
+            "bfloat16",
+        ],
         *["--max-model-len", "512", "--max-num-seqs", "64", "--seed", "7"],
         *["--generation-config", "vllm", "--uvicorn-log-level", "warning"],
         *["--worker-extension-cls", "ycore.engine.vllm_extension.PolicyWorker"],
@@ -81,7 +88,8 @@ def test_what_makes_an_engine_repeat_itself_to_the_bit() -> None:
     assert engine_environment(CPU, base={})["VLLM_CPU_ATTN_SPLIT_KV"] == "0"
     assert "VLLM_BATCH_INVARIANT" not in engine_environment(gpu, base={})
     assert (
-        engine_environment(replace(gpu, deterministic=True), base={})["VLLM_BATCH_INVARIANT"] == "1"
+        engine_environment(replace(gpu, deterministic=True), base={})["VLLM_BATCH_INVARIANT"]
+        == "1"
     )
     on_cpu = engine_environment(replace(CPU, deterministic=True), base={})
     assert on_cpu[REPEATABLE] == "1" and "VLLM_BATCH_INVARIANT" not in on_cpu
@@ -102,7 +110,10 @@ def test_an_engine_that_gets_adapters_has_one_place_for_them() -> None:
     command = engine_command(replace(CPU, lora_rank=24))
     assert "--enable-lora" in command and command[command.index("--max-lora-rank") + 1] == "32"
     assert command[command.index("--max-loras") + 1] == "1"
-    assert engine_environment(replace(CPU, lora_rank=24))["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    assert (
+        engine_environment(replace(CPU, lora_rank=24))["VLLM_ALLOW_RUNTIME_LORA_UPDATING"]
+        == "1"
+    )
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in engine_environment(CPU, base={})
     with pytest.raises(ConfigError, match="rank 512 at most, not 600"):
         engine_command(replace(CPU, lora_rank=600))
@@ -171,20 +182,26 @@ def test_what_is_secret_it_does_not_get(name: str, value: str) -> None:
 
 def test_threads_are_not_the_users_to_set() -> None:
     assert (
-        inherited({"OMP_NUM_THREADS": "64", "KMP_BLOCKTIME": "1", "VLLM_CPU_KVCACHE_SPACE": "9"})
+        inherited(
+            {"OMP_NUM_THREADS": "64", "KMP_BLOCKTIME": "1", "VLLM_CPU_KVCACHE_SPACE": "9"}
+        )
         == {}
     )
 
 
 def test_what_the_user_names_it_gets() -> None:
     base = {"SLURM_JOB_ID": "1", "SLURMD": "x", "MY_TOKEN": "a", "OTHER": "b"}
-    assert inherited(base, also=("SLURM_*", "MY_TOKEN")) == {"SLURM_JOB_ID": "1", "MY_TOKEN": "a"}
+    assert inherited(base, also=("SLURM_*", "MY_TOKEN")) == {
+        "SLURM_JOB_ID": "1",
+        "MY_TOKEN": "a",
+    }
 
 
 def test_threads_wait_with_little_spinning_where_another_engine_wants_their_cores() -> None:
     assert "GOMP_SPINCOUNT" not in engine_environment(CPU, base={"GOMP_SPINCOUNT": "7"})
     assert (
-        engine_environment(replace(CPU, has_neighbours=True), base={})["GOMP_SPINCOUNT"] == "1000"
+        engine_environment(replace(CPU, has_neighbours=True), base={})["GOMP_SPINCOUNT"]
+        == "1000"
     )
     assert "GOMP_SPINCOUNT" not in engine_environment(
         replace(CPU, cores=(0,), has_neighbours=True), base={}
@@ -213,7 +230,9 @@ def test_a_config_without_a_shape_names_the_way_out() -> None:
 @pytest.mark.engine
 @pytest.mark.verify
 @pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed")
-def test_a_real_engine_starts_answers_and_leaves_nothing(tmp_path: Path, cpu_engine: Any) -> None:
+def test_a_real_engine_starts_answers_and_leaves_nothing(
+    tmp_path: Path, cpu_engine: Any
+) -> None:
     from ycore.models.tiny import write_tiny_model
 
     folder = RunFolder(tmp_path / "run")
@@ -346,7 +365,8 @@ def test_what_vllm_does_not_know_is_refused_with_the_nearest() -> None:
         pytest.skip("vLLM is not installed")
     check_arguments(["max_num_seqs", "block_size", "speculative_config", "compilation_config"])
     with pytest.raises(
-        ConfigError, match=r"no argument max_num_seq \(engine\.args\); did you mean 'max_num_seqs'"
+        ConfigError,
+        match=r"no argument max_num_seq \(engine\.args\); did you mean 'max_num_seqs'",
     ):
         check_arguments(["max_num_seq"])
 

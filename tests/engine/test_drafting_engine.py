@@ -51,7 +51,11 @@ def nearly(model: Path, folder: Path) -> Path:
 
 @pytest.fixture(scope="module", params=["ngram", "draft_model"])
 def drafting(
-    request: Any, model: Path, tmp_path_factory: pytest.TempPathFactory, serve: Any, cpu_engine: Any
+    request: Any,
+    model: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    serve: Any,
+    cpu_engine: Any,
 ) -> Iterator[Path]:
     """The socket of an engine that drafts what followed the same words before, or what another model says."""
     folder = RunFolder(tmp_path_factory.mktemp("run"))
@@ -119,7 +123,10 @@ def test_sampled_tokens_have_the_distribution_of_the_model_alone(
     sampling = SamplingParams(max_tokens=16, temperature=temperature)
     answers, (drafted, accepted) = ask(drafting, sampling, 40, greedy=False)
     assert 5 < accepted <= drafted
-    loaded, source = AutoModelForCausalLM.from_pretrained(model), torch.Generator().manual_seed(0)
+    loaded, source = (
+        AutoModelForCausalLM.from_pretrained(model),
+        torch.Generator().manual_seed(0),
+    )
     places, gaps = list[float](), list[float]()
     for prompt, written in (
         (prompt, one) for prompt, group in zip(PROMPTS, answers, strict=True) for one in group
@@ -137,5 +144,7 @@ def test_sampled_tokens_have_the_distribution_of_the_model_alone(
     ranked = torch.tensor(places).sort().values
     steps = torch.arange(1, len(ranked) + 1) / len(ranked)
     distance = float((ranked - steps).abs().max())
-    print(f"{len(ranked)} tokens, {drafted} drafted, {accepted} accepted, distance {distance:.4f}")
+    print(
+        f"{len(ranked)} tokens, {drafted} drafted, {accepted} accepted, distance {distance:.4f}"
+    )
     assert distance < 1.95 / len(ranked) ** 0.5  # p = 0.001

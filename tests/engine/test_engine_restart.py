@@ -79,7 +79,9 @@ def wait_for_row(output: Path, number: int, run: subprocess.Popen[str]) -> None:
 def process_of(run: subprocess.Popen[str], name: str) -> psutil.Process:
     """The process of this run that has a word like this in its command line: a module, or an engine's socket."""
     below = psutil.Process(run.pid).children(recursive=True)
-    (found,) = [child for child in below if any(word.endswith(name) for word in child.cmdline())]
+    (found,) = [
+        child for child in below if any(word.endswith(name) for word in child.cmdline())
+    ]
     return found
 
 
@@ -106,7 +108,8 @@ def test_a_run_whose_trainer_and_engine_were_killed_equals_one_in_peace(
         and "resuming from the newest checkpoint (1 of 1)" in shown
     )
     assert (
-        "rollout-0 ended with killed by SIGKILL" in shown and "starting it again (1 of 3)" in shown
+        "rollout-0 ended with killed by SIGKILL" in shown
+        and "starting it again (1 of 3)" in shown
     )
 
     expected, seen = rows(whole), rows(harmed)

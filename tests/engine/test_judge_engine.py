@@ -142,7 +142,9 @@ def test_one_question_refused_costs_it_and_many_in_a_row_end_the_run() -> None:
         run(work(lambda request: httpx.Response(400), 3))
         == ["the address refused the question"] * 3
     )
-    assert run(work(lambda request: httpx.Response(503), 2)) == ["the address did not answer"] * 2
+    assert (
+        run(work(lambda request: httpx.Response(503), 2)) == ["the address did not answer"] * 2
+    )
     with pytest.raises(EngineError, match="the last 16 questions had no answer"):
         run(work(lambda request: httpx.Response(422, text="too long"), 16))
 

@@ -125,11 +125,15 @@ def test_logprobs_are_the_trainers_own(server: Path, model: Path, temperature: f
             strict=True,
         )
     ]
-    print(f"mean gap {sum(gaps) / len(gaps):.2g}, largest {max(gaps):.2g}, over {len(gaps)} tokens")
+    print(
+        f"mean gap {sum(gaps) / len(gaps):.2g}, largest {max(gaps):.2g}, over {len(gaps)} tokens"
+    )
     assert sum(gaps) / len(gaps) < 0.01
 
 
-def test_the_same_seeds_give_the_same_tokens_and_others_do_not(server: Path, model: Path) -> None:
+def test_the_same_seeds_give_the_same_tokens_and_others_do_not(
+    server: Path, model: Path
+) -> None:
     first, second = ask(server, model, SAMPLING, times=2)
     assert [completion.token_ids for completion in first] == [
         completion.token_ids for completion in second
@@ -137,7 +141,9 @@ def test_the_same_seeds_give_the_same_tokens_and_others_do_not(server: Path, mod
     assert len({completion.token_ids for completion in first}) > 28
 
 
-def test_a_completion_ends_with_its_end_token_or_at_its_limit(server: Path, model: Path) -> None:
+def test_a_completion_ends_with_its_end_token_or_at_its_limit(
+    server: Path, model: Path
+) -> None:
     ends = (2, *range(6, 26))  # vLLM ends at the model's own end token in any case
     (completions,) = ask(server, model, SamplingParams(max_tokens=12, stop_token_ids=ends))
     assert {completion.finish_reason for completion in completions} == {"stop", "length"}
@@ -236,7 +242,8 @@ def test_a_sync_that_does_not_arrive_is_an_error_on_that_step(
     import torch
 
     moved = {
-        name: tensor + 1e-3 * torch.ones_like(tensor) for name, tensor in stored_in(model).items()
+        name: tensor + 1e-3 * torch.ones_like(tensor)
+        for name, tensor in stored_in(model).items()
     }
     sums = {name: tensor_sums(tensor) for name, tensor in moved.items()}
     left_out = "model.layers.1.self_attn.k_proj.weight"
@@ -267,14 +274,18 @@ def test_a_sync_that_does_not_arrive_is_an_error_on_that_step(
         SyncError, match=r"policy version 2: 1 of .*layers.1.self_attn.k_proj.weight"
     ):
         send({name: tensor for name, tensor in moved.items() if name != left_out}, 2)
-    with pytest.raises(SyncError, match=r"policy version 3: 1 of .*layers.0.mlp.down_proj.weight"):
+    with pytest.raises(
+        SyncError, match=r"policy version 3: 1 of .*layers.0.mlp.down_proj.weight"
+    ):
         send({**moved, half: torch.cat([moved[half][:10], old[half][10:]])}, 3)
     key, value = (f"model.layers.0.self_attn.{part}_proj.weight" for part in "kv")
     with pytest.raises(
         SyncError, match=r"policy version 4: 2 of .*k_proj.weight, model.*v_proj.weight"
     ):
         send({**moved, key: moved[value], value: moved[key]}, 4)
-    with pytest.raises(SyncError, match=r"policy version 5: 1 of .*layers.0.mlp.down_proj.weight"):
+    with pytest.raises(
+        SyncError, match=r"policy version 5: 1 of .*layers.0.mlp.down_proj.weight"
+    ):
         send({**moved, half: moved[half].roll(1, 0)}, 5)
     assert send(moved, 6) == 1.0
     assert told_version(server) == "6"
@@ -324,7 +335,9 @@ def test_weights_from_the_trainers_memory_are_those_of_files(
     from ycore.engine.weights import engine_weights, note_weights, write_weights
 
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    source = WeightSource(partial(engine_weights, policy, dtype=torch.float32), torch.device("cpu"))
+    source = WeightSource(
+        partial(engine_weights, policy, dtype=torch.float32), torch.device("cpu")
+    )
     largest = max(weight.nbytes for _, weight in source.weights())
     monkeypatch.setattr(shared_bucket, "BUCKET_BYTES", largest // 2)
     files, shared = tmp_path / "files", tmp_path / "shared"
@@ -362,7 +375,8 @@ def test_weights_from_the_trainers_memory_are_those_of_files(
         [(LeftOut, "1 of"), (AgentExit, r"\d\d of"), (Shrunk, r"\d\d of")], 3
     ):
         with pytest.raises(
-            SyncError, match=rf"rollout-0: policy version {version}: {message} .* not the trainer's"
+            SyncError,
+            match=rf"rollout-0: policy version {version}: {message} .* not the trainer's",
         ):
             send(shared, version, bucket)
     assert [one.logprobs for one in send(shared, 6, Bucket)] != [one.logprobs for one in ours]
@@ -388,7 +402,9 @@ def test_adapters_alone_give_what_merged_weights_give(
         task_type="CAUSAL_LM",
         init_lora_weights=False,
     )
-    policy = get_peft_model(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), lora)
+    policy = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), lora
+    )
     base = next(
         parameter
         for name, parameter in policy.named_parameters()
@@ -439,7 +455,8 @@ def test_adapters_alone_give_what_merged_weights_give(
     write_adapters(policy, alone, dtype=torch.float32, version=3)
     (alone / "adapter_model.safetensors").write_bytes(stale)
     with pytest.raises(
-        SyncError, match=r"rollout-0: policy version 3: 28 of .* not the trainer's .*lora_A.weight"
+        SyncError,
+        match=r"rollout-0: policy version 3: 28 of .* not the trainer's .*lora_A.weight",
     ):
         asyncio.run(send(3))
     with torch.no_grad():
@@ -504,7 +521,9 @@ def test_the_openai_client_is_answered_as_an_environment_inside_is(
     ]
 
     async def play() -> list[list[Completion]]:
-        engine = engine_at(server, SamplingParams(max_tokens=24, stop_token_ids=(2, *range(6, 40))))
+        engine = engine_at(
+            server, SamplingParams(max_tokens=24, stop_token_ids=(2, *range(6, 40)))
+        )
         await engine.load_weights(model, 0)
         found = []
         for kind in kinds:
@@ -591,7 +610,8 @@ def trainer_logprobs(
     tokens = list(completion.token_ids)
     with torch.no_grad():
         logits = (
-            loaded(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1] / temperature
+            loaded(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+            / temperature
         )
     values: list[float] = logits.log_softmax(-1)[range(len(tokens)), tokens].tolist()
     return values
@@ -638,7 +658,8 @@ def test_a_completion_that_is_carried_over_has_each_versions_logprobs(
     async def work() -> list[Completion]:
         engine = engine_at(server, SamplingParams(max_tokens=200))
         starts = [
-            await turn.start(Draw(at, Prompt(at, ""), tuple(ids))) for at, ids in enumerate(PROMPTS)
+            await turn.start(Draw(at, Prompt(at, ""), tuple(ids)))
+            for at, ids in enumerate(PROMPTS)
         ]
 
         def play() -> list[asyncio.Task[Completion]]:
@@ -664,7 +685,9 @@ def test_a_completion_that_is_carried_over_has_each_versions_logprobs(
             await engine.close()
 
     written = asyncio.run(asyncio.wait_for(work(), 120))
-    carried = [(prompt, one) for prompt, one in zip(PROMPTS, written, strict=True) if one.stretches]
+    carried = [
+        (prompt, one) for prompt, one in zip(PROMPTS, written, strict=True) if one.stretches
+    ]
     assert carried, "no completion was aborted on its way"
     for prompt, one in carried:
         ((end, version),) = one.stretches

@@ -47,7 +47,9 @@ def classifier(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("classifier")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        LlamaForSequenceClassification.from_pretrained(model, num_labels=1).save_pretrained(folder)
+        LlamaForSequenceClassification.from_pretrained(model, num_labels=1).save_pretrained(
+            folder
+        )
     AutoTokenizer.from_pretrained(model).save_pretrained(folder)
     return folder
 
@@ -56,7 +58,11 @@ def config_of(model: Path, classifier: Path) -> RunConfig:
     judge = {"reward": "judge:test", "args": {"verdict": LABELS}}
     rewards: list[Any] = [judge, {"reward": f"rm:{classifier}"}]
     return RunConfig(
-        model=str(model), dataset="task:addition", rewards=rewards, output="unused", dtype="float32"
+        model=str(model),
+        dataset="task:addition",
+        rewards=rewards,
+        output="unused",
+        dtype="float32",
     )
 
 
@@ -113,7 +119,9 @@ def test_a_reward_model_gives_transformers_logits(servers: RunFolder, classifier
     assert len(set(theirs)) == len(TEXTS), "texts that cannot be told apart prove nothing"
 
 
-def test_a_judges_label_probabilities_are_the_models_own(servers: RunFolder, model: Path) -> None:
+def test_a_judges_label_probabilities_are_the_models_own(
+    servers: RunFolder, model: Path
+) -> None:
     """Where the label begins, the enforced form leaves the labels only; their ratio is that of the model.
 
     The random model writes some code: with that one its label is read, and with any other nothing is.
@@ -137,14 +145,18 @@ def test_a_judges_label_probabilities_are_the_models_own(servers: RunFolder, mod
         """Without escapes, and without special tokens, which a random model writes and the text leaves out."""
         told = "".join(token.text for token in reply.tokens or ())
         return (
-            reply.finish_reason == "stop" and "\\" not in reply.text and told.startswith(reply.text)
+            reply.finish_reason == "stop"
+            and "\\" not in reply.text
+            and told.startswith(reply.text)
         )
 
     whole = [reply for reply in run(ask()) if is_plain(reply)]
     assert whole, "at least one of them came to its end"
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     a, b = tokenizer.convert_tokens_to_ids(["a", "b"])
-    asked = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
+    asked = tokenizer.apply_chat_template(
+        question, add_generation_prompt=True, return_dict=False
+    )
     for reply in whole:
         before = reply.text[: reply.text.rindex('"', 0, reply.text.rindex('"')) + 1]
         with torch.inference_mode():
@@ -198,7 +210,9 @@ def test_a_question_that_is_too_long_is_refused_alone(servers: RunFolder, model:
         long = Questioner(judge).pointwise(PROMPT, "x" * 2000, key="1")
         with pytest.raises(QuestionRefused, match="refused the question"):
             await engine.ask(judge, long, seed=0)
-        short = await engine.ask(judge, Questioner(judge).pointwise(PROMPT, "4", key="1"), seed=0)
+        short = await engine.ask(
+            judge, Questioner(judge).pointwise(PROMPT, "4", key="1"), seed=0
+        )
         assert short.tokens
         await engine.close()
 

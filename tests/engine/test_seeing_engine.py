@@ -44,7 +44,8 @@ SAMPLING = SamplingParams(max_tokens=8, stop_token_ids=(2,))
 def prompts_of(sight: Sight) -> list[Prompt]:
     """Two pictures under the same words, two side by side, and none."""
     red, blue = (
-        sight.store.put(png_of(Pillow.new("RGB", (12, 9), name)), "") for name in ("red", "blue")
+        sight.store.put(png_of(Pillow.new("RGB", (12, 9), name)), "")
+        for name in ("red", "blue")
     )
     one, two = f"Which is {IMAGE_MARK}?", f"{IMAGE_MARK}{IMAGE_MARK} alike?"
     asked = [(one, (red,)), (one, (blue,)), (two, (red, blue)), ("Which?", ())]
@@ -54,7 +55,9 @@ def prompts_of(sight: Sight) -> list[Prompt]:
     ]
 
 
-async def written(engine: VllmEngine, sight: Sight, prompts: Sequence[Prompt]) -> list[Completion]:
+async def written(
+    engine: VllmEngine, sight: Sight, prompts: Sequence[Prompt]
+) -> list[Completion]:
     def ask(prompt: Prompt, seed: int) -> Any:
         return engine.complete(
             sight.prompt_ids(prompt), seed, **({"prompt": prompt} if prompt.images else {})
@@ -102,12 +105,16 @@ def test_what_vllm_sees_is_what_the_trainer_sees(
     spec = cpu_engine(run, folder, max_model_len=64, sees=True)
 
     async def work() -> None:
-        engine = VllmEngine("rollout-0", spec.socket, sampling, request_timeout_s=60, sight=sight)
+        engine = VllmEngine(
+            "rollout-0", spec.socket, sampling, request_timeout_s=60, sight=sight
+        )
         for version in (0, 1):
             with torch.no_grad():
                 for name, weight in model.named_parameters():
                     weight.mul_(
-                        1.5 if version and weight.ndim > 1 and "embed_tokens" not in name else 1.0
+                        1.5
+                        if version and weight.ndim > 1 and "embed_tokens" not in name
+                        else 1.0
                     )
             write_weights(model, tmp_path / "sent", dtype=torch.float32, version=version)
             await engine.load_weights(tmp_path / "sent", version)
@@ -138,7 +145,9 @@ def test_a_judge_that_is_served_sees(tmp_path: Path, serve: Any, cpu_engine: Any
     run.root.mkdir()
     spec = replace(cpu_engine(run, folder, max_model_len=512, sees=True), role=JUDGE)
     labels = {"kind": "labels", "labels": {"yes": 1.0, "no": 0.0}}
-    judge = Judge.model_validate({"model": str(folder), "rubric": "Is it red?", "verdict": labels})
+    judge = Judge.model_validate(
+        {"model": str(folder), "rubric": "Is it red?", "verdict": labels}
+    )
     store = ImageStore(run.images)
     urls = [
         store.url(store.put(png_of(Pillow.new("RGB", (12, 9), name)), "").sha256)
@@ -158,7 +167,8 @@ def test_a_judge_that_is_served_sees(tmp_path: Path, serve: Any, cpu_engine: Any
     with serve(run, [spec]):
         without, red, blue, again = asyncio.run(asyncio.wait_for(work(), 200))
     likely = [
-        [token.likeliest for token in reply.tokens or ()] for reply in (without, red, blue, again)
+        [token.likeliest for token in reply.tokens or ()]
+        for reply in (without, red, blue, again)
     ]
     assert likely[1] == likely[3]
     assert likely[0] != likely[1] != likely[2] != likely[0]

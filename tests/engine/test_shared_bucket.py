@@ -29,7 +29,9 @@ def bucket_in(folder: Path) -> Bucket:
     )
 
 
-def test_weights_come_out_as_they_went_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_come_out_as_they_went_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A bucket of 128 bytes, or of the largest weight; what was read is a copy."""
     monkeypatch.setattr(shared_bucket, "BUCKET_BYTES", 128)
     bucket = bucket_in(tmp_path)
@@ -80,5 +82,6 @@ def test_a_weight_that_the_policy_lacks_now_ends_the_walk(tmp_path: Path) -> Non
 
 def test_torch_still_has_the_device_where_it_is_replaced() -> None:
     assert (
-        list(signature(rebuild_cuda_tensor).parameters)[shared_bucket._DEVICE] == "storage_device"
+        list(signature(rebuild_cuda_tensor).parameters)[shared_bucket._DEVICE]
+        == "storage_device"
     )

@@ -81,7 +81,9 @@ def test_whoever_put_it_to_sleep_it_wakes_from_that_level(
     assert not engine.has_weights
     asyncio.run(engine.wake())
     assert server.calls == calls
-    assert level not in levels.seconds, "who did not see it fall asleep cannot say what that took"
+    assert level not in levels.seconds, (
+        "who did not see it fall asleep cannot say what that took"
+    )
 
 
 class KilledAfter(ScriptedServer):
@@ -124,7 +126,9 @@ def test_weights_that_may_be_lost_are_loaded_by_the_next_trainer(
 
 def test_the_models_of_a_role_sleep_and_wake_together(tmp_path: Path) -> None:
     calls: list[str] = []
-    servers = [ScriptedServer(tmp_path / f"{name}.sock", calls) for name in ("judge-0", "judge-1")]
+    servers = [
+        ScriptedServer(tmp_path / f"{name}.sock", calls) for name in ("judge-0", "judge-1")
+    ]
     both = SleepTogether([[SleepingEngine(server, refill=server.reload)] for server in servers])
 
     async def work() -> None:
@@ -176,7 +180,11 @@ def serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Serving:
             server = await asyncio.start_unix_server(handle, "e.sock")
             socket = Path("e.sock")
             engine = VllmEngine(
-                "rollout-0", socket, SamplingParams(max_tokens=1), request_timeout_s=5, sleeps=True
+                "rollout-0",
+                socket,
+                SamplingParams(max_tokens=1),
+                request_timeout_s=5,
+                sleeps=True,
             )
             try:
                 await work(engine)
@@ -244,7 +252,9 @@ layout.this_machine = lambda: layout.Machine(cores=(0,), devices=tuple(devices))
 from tests.chaos.command import main
 main()
 """
-A_NAP = "(sleeps at level 1;wakes: weights|sleeps at level 2;wakes: weights;loads);wakes: kv_cache"
+A_NAP = (
+    "(sleeps at level 1;wakes: weights|sleeps at level 2;wakes: weights;loads);wakes: kv_cache"
+)
 ASLEEP = "sleeps at level [12]"
 """What a judge's engine says: weights that it dropped are read again, weights that it kept are not. Which level it is
 told, and how often it wakes, follows from the seconds that were measured.

@@ -87,7 +87,9 @@ def send(
 ) -> list[list[Completion]]:
     """Write the weights, have every engine load them, and take its completions."""
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    write_manifest(folder, version, {name: tensor_sums(tensor) for name, tensor in tensors.items()})
+    write_manifest(
+        folder, version, {name: tensor_sums(tensor) for name, tensor in tensors.items()}
+    )
 
     async def asked(socket: Path) -> list[Completion]:
         engine = VllmEngine(socket.stem, socket, SAMPLING, request_timeout_s=60)
@@ -131,7 +133,8 @@ def test_two_workers_are_one_policy_and_a_skipped_shard_is_found(
     assert [one.logprobs for one in answers[0]] != [one.logprobs for one in answers[1]]
     (tmp_path / "skip").touch()
     with pytest.raises(
-        SyncError, match=r"rollout-1: policy version 2: \d+ of \d+ tensors are not the trainer's"
+        SyncError,
+        match=r"rollout-1: policy version 2: \d+ of \d+ tensors are not the trainer's",
     ):
         send(engines[1:], tmp_path, first, 2)
     (tmp_path / "skip").unlink()

@@ -48,7 +48,9 @@ def complete(
         engine = TransformersEngine(*parts, sampling)
         await engine.wait_ready(timeout_s=1)
         await engine.load_weights(Path("/nowhere"), version)
-        answers = await asyncio.gather(*(engine.complete(prompt, seed) for prompt, seed in asked))
+        answers = await asyncio.gather(
+            *(engine.complete(prompt, seed) for prompt, seed in asked)
+        )
         await engine.close()
         return list(answers)
 
@@ -80,7 +82,9 @@ def test_completions_have_the_shape_of_an_engines(parts: tuple[Any, Any]) -> Non
         assert not set(completion.token_ids[:-1]) & set(ENDS)
         assert (completion.token_ids[-1] in ENDS) == (completion.finish_reason == "stop")
         assert 1 <= len(completion.token_ids) <= 12
-        assert completion.text == parts[1].decode(completion.token_ids, skip_special_tokens=True)
+        assert completion.text == parts[1].decode(
+            completion.token_ids, skip_special_tokens=True
+        )
     assert len({completion.token_ids for completion in completions}) > 20
 
 
@@ -159,7 +163,8 @@ def test_pictures_are_seen_and_never_written(tmp_path: Path) -> None:
     async def work() -> list[Completion]:
         engine = TransformersEngine(model, tokenizer, SamplingParams(max_tokens=6), sight)
         seen = [
-            engine.complete(sight.prompt_ids(one), 0, greedy=True, prompt=one) for one in prompts
+            engine.complete(sight.prompt_ids(one), 0, greedy=True, prompt=one)
+            for one in prompts
         ]
         return list(await asyncio.gather(*seen, engine.complete(PROMPTS[0], 0, greedy=True)))
 

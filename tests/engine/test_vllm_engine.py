@@ -61,7 +61,11 @@ async def serving(socket: Path, answer: Answer) -> AsyncIterator[None]:
 
 
 def engine_at(
-    socket: Path, *, timeout_s: float = 5.0, sampling: SamplingParams = SAMPLING, **settings: float
+    socket: Path,
+    *,
+    timeout_s: float = 5.0,
+    sampling: SamplingParams = SAMPLING,
+    **settings: float,
 ) -> VllmEngine:
     settings = {"restart_timeout_s": 20.0, **settings}
     return VllmEngine("rollout-7", socket, sampling, request_timeout_s=timeout_s, **settings)
@@ -197,7 +201,10 @@ def healthy(answer: Answer) -> Answer:
         (babbles, "rollout-7: /v1/completions answered '<html>', which is not JSON"),
         (hangs, "rollout-7: no answer to /v1/completions within 1 s"),
         (hangs_up, "rollout-7: /v1/completions failed"),
-        (None, "rollout-7: lost, and no answer to /v1/completions from another process within 2 s"),
+        (
+            None,
+            "rollout-7: lost, and no answer to /v1/completions from another process within 2 s",
+        ),
     ],
     ids=["refuses", "bad-request", "babbles", "hangs", "hangs-up", "dead"],
 )
@@ -219,7 +226,9 @@ def test_whatever_goes_wrong_is_an_engine_error_in_time(
     asyncio.run(work())
 
 
-def test_a_server_that_closes_every_connection_is_given_up_at_the_deadline(socket: Path) -> None:
+def test_a_server_that_closes_every_connection_is_given_up_at_the_deadline(
+    socket: Path,
+) -> None:
     """At /health too, so that it is not known to be back; and its process stays the one it was."""
     asked: list[str] = []
 
@@ -306,7 +315,9 @@ def test_a_new_process_gets_the_weights_before_the_unfinished_requests(
         written = await asyncio.gather(*(engine.complete([9], seed) for seed in range(6)))
         living.cancel()
         await engine.close()
-        assert len(written) == 6 and {completion.policy_version for completion in written} == {3}
+        assert len(written) == 6 and {completion.policy_version for completion in written} == {
+            3
+        }
         assert engine.restarts == 2
         load = ["/collective_rpc", "/reset_prefix_cache", "/update_weight_version"]
         for paths in engines.seen:
@@ -316,7 +327,9 @@ def test_a_new_process_gets_the_weights_before_the_unfinished_requests(
     asyncio.run(work())
 
 
-def test_a_new_process_is_noticed_though_nothing_was_under_way(socket: Path, weights: Path) -> None:
+def test_a_new_process_is_noticed_though_nothing_was_under_way(
+    socket: Path, weights: Path
+) -> None:
     async def work() -> None:
         engine = engine_at(socket)
         for _ in range(2):

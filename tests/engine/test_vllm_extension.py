@@ -43,8 +43,15 @@ def generators(*seeds: int) -> dict[int, torch.Generator]:
 def test_what_it_replaces_is_as_it_was_when_this_was_written() -> None:
     forward = inspect.signature(stock.TopKTopPSampler.forward_cpu)
     assert list(forward.parameters) == ["self", "logits", "generators", "k", "p"]
-    assert list(inspect.signature(stock.apply_top_k_top_p).parameters)[:3] == ["logits", "k", "p"]
-    assert list(inspect.signature(stock.sample_with_exponential_noise).parameters) == ["probs", "q"]
+    assert list(inspect.signature(stock.apply_top_k_top_p).parameters)[:3] == [
+        "logits",
+        "k",
+        "p",
+    ]
+    assert list(inspect.signature(stock.sample_with_exponential_noise).parameters) == [
+        "probs",
+        "q",
+    ]
 
 
 @pytest.fixture
@@ -69,7 +76,9 @@ def stock_multiplication(
 
 @pytest.mark.usefixtures("repeatable")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", [(576, 960), (576, 576), (576, 3072), (1536, 576), (576, 49152)])
+@pytest.mark.parametrize(
+    "shape", [(576, 960), (576, 576), (576, 3072), (1536, 576), (576, 49152)]
+)
 def test_what_a_row_is_multiplied_to_does_not_depend_on_the_others(
     dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
@@ -82,9 +91,9 @@ def test_what_a_row_is_multiplied_to_does_not_depend_on_the_others(
     multiply = utils.dispatch_unquantized_gemm()
     together = multiply(layer, rows, layer.weight)
     for count in (1, 2, 3, 8, 17, 31, 48):
-        assert torch.equal(multiply(layer, rows[:count].clone(), layer.weight), together[:count]), (
-            count
-        )
+        assert torch.equal(
+            multiply(layer, rows[:count].clone(), layer.weight), together[:count]
+        ), count
         assert torch.equal(
             multiply(layer, rows[None, 5 : 5 + count], layer.weight)[0], together[5 : 5 + count]
         ), count
@@ -127,7 +136,9 @@ def test_logprobs_are_those_that_were_drawn_from(sampler: stock.TopKTopPSampler)
     assert torch.allclose(logprobs[1], logits[1].log_softmax(0))
 
 
-def test_requests_without_a_seed_may_stand_beside_others(sampler: stock.TopKTopPSampler) -> None:
+def test_requests_without_a_seed_may_stand_beside_others(
+    sampler: stock.TopKTopPSampler,
+) -> None:
     tokens, _ = sampler.forward(
         torch.zeros(2, 100), {1: torch.Generator().manual_seed(3)}, None, None
     )
@@ -162,7 +173,9 @@ def test_a_bias_that_a_cpu_keeps_in_float32_is_known_by_its_value() -> None:
 
 
 def test_the_eyes_are_named_as_the_trainer_names_them() -> None:
-    names = checkpoint_names("vision_tower.vision_model.encoder.layers.0.mlp.fc1.bias", {}, NAMES)
+    names = checkpoint_names(
+        "vision_tower.vision_model.encoder.layers.0.mlp.fc1.bias", {}, NAMES
+    )
     assert names == ["model.vision_tower.encoder.layers.0.mlp.fc1.bias"]
     fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
     first, *_ = checkpoint_names(
@@ -177,7 +190,9 @@ def test_parameters_are_named_as_the_checkpoint_names_them() -> None:
     assert checkpoint_names(f"{attention}.qkv_proj.weight", parts) == [
         f"{attention}.{part}_proj.weight" for part in "qkv"
     ]
-    assert checkpoint_names(f"{attention}.o_proj.weight", parts) == [f"{attention}.o_proj.weight"]
+    assert checkpoint_names(f"{attention}.o_proj.weight", parts) == [
+        f"{attention}.o_proj.weight"
+    ]
     assert checkpoint_names("lm_head.weight", parts) == ["lm_head.weight"]
 
 
@@ -189,7 +204,9 @@ def shards_of(layers: list[Any], names: list[str], shards: list[torch.Tensor]) -
         piece
         for layer, shard in zip(layers, shards, strict=True)
         for piece in pieces_of(
-            names, part_sums(shard, parts_of(layer)), column_shard=column_shard_of(layer, "weight")
+            names,
+            part_sums(shard, parts_of(layer)),
+            column_shard=column_shard_of(layer, "weight"),
         )
     ]
 
@@ -204,7 +221,10 @@ def test_query_key_and_value_of_four_workers_add_up(kv_heads: int, copies: int) 
     }
     layers = [
         SimpleNamespace(
-            tp_rank=rank, tp_size=4, output_partition_sizes=[16, 8, 8], num_kv_head_replicas=copies
+            tp_rank=rank,
+            tp_size=4,
+            output_partition_sizes=[16, 8, 8],
+            num_kv_head_replicas=copies,
         )
         for rank in range(4)
     ]

@@ -23,7 +23,14 @@ NEXT, NORM = "layers.1.self_attn.o_proj.weight", "layers.0.norm.weight"
 
 def made(dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> dict[str, torch.Tensor]:
     draw = torch.Generator().manual_seed(seed)
-    sizes = {Q: (48, 32), K: (16, 32), V: (16, 32), O_PROJ: (32, 32), NEXT: (32, 32), NORM: (32,)}
+    sizes = {
+        Q: (48, 32),
+        K: (16, 32),
+        V: (16, 32),
+        O_PROJ: (32, 32),
+        NEXT: (32, 32),
+        NORM: (32,),
+    }
     return {name: torch.randn(size, generator=draw).to(dtype) for name, size in sizes.items()}
 
 
@@ -47,7 +54,9 @@ def test_what_was_sent_is_verified(dtype: torch.dtype) -> None:
     assert check_read_back(sums_of(made(dtype)), held(made(dtype))) == 1.0
 
 
-def swapped(one: str, other: str) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+def swapped(
+    one: str, other: str
+) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
     return lambda tensors: {**tensors, one: tensors[other], other: tensors[one]}
 
 
@@ -90,7 +99,8 @@ def test_the_same_numbers_at_other_places_are_not_the_trainers(
 ) -> None:
     tensors = made(dtype)
     with pytest.raises(
-        SyncError, match=f"^{len(named)} of 6 tensors are not the trainer's .*{sorted(named)[0]}"
+        SyncError,
+        match=f"^{len(named)} of 6 tensors are not the trainer's .*{sorted(named)[0]}",
     ):
         check_read_back(sums_of(tensors), held(wrong(tensors)))
 
@@ -188,7 +198,9 @@ def test_what_is_told_twice_of_one_place_must_be_equal() -> None:
     """A tied head that keeps the first policy's weights, beside an embedding that has the last."""
     old, new = torch.randn(2, 32, 32)
     sent = {"embed.weight": tensor_sums(new)}
-    assert check_read_back(sent, [piece("embed.weight", new), piece("embed.weight", new)]) == 1.0
+    assert (
+        check_read_back(sent, [piece("embed.weight", new), piece("embed.weight", new)]) == 1.0
+    )
     for both in ([new, old], [old, new]):
         with pytest.raises(SyncError, match=r"1 of 1 tensors .*embed\.weight"):
             check_read_back(sent, [piece("embed.weight", one) for one in both])

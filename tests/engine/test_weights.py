@@ -37,7 +37,8 @@ def policy(checkpoint: Path, *, lora: bool, dtype: torch.dtype = torch.float32) 
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
     if lora:
         model = get_peft_model(
-            model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+            model,
+            LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"),
         )
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -198,7 +199,9 @@ def test_what_an_engine_cannot_add_to_its_base_is_refused(
 
 def test_a_rank_that_does_not_write_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
     assert (
-        write_weights(policy(checkpoint, lora=True), tmp_path, dtype=torch.float32, writes=False)
+        write_weights(
+            policy(checkpoint, lora=True), tmp_path, dtype=torch.float32, writes=False
+        )
         == 0
     )
     assert list(tmp_path.iterdir()) == []
@@ -257,7 +260,10 @@ def test_of_a_base_in_4_bits_what_the_trainer_computes_with_is_sent(
     )
     exact = policy(checkpoint, lora=True)
     adapters = {name: value for name, value in exact.state_dict().items() if "lora_" in name}
-    assert len(adapters) == 28 and not model.load_state_dict(adapters, strict=False).unexpected_keys
+    assert (
+        len(adapters) == 28
+        and not model.load_state_dict(adapters, strict=False).unexpected_keys
+    )
     ids = torch.tensor([[1, 2, 3, 4]])
     with torch.no_grad():
         expected = model(input_ids=ids).logits.float()
@@ -265,7 +271,8 @@ def test_of_a_base_in_4_bits_what_the_trainer_computes_with_is_sent(
         merged = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
         assert not hasattr(merged.config, "quantization_config")
         gap, unrounded = (
-            float((one(input_ids=ids).logits - expected).abs().mean()) for one in (merged, exact)
+            float((one(input_ids=ids).logits - expected).abs().mean())
+            for one in (merged, exact)
         )
     print(f"mean gap of logits {gap:.2g}; with a base that was not rounded {unrounded:.2g}")
     assert gap < 0.005 and unrounded > 4 * gap

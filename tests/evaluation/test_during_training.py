@@ -113,7 +113,9 @@ def test_a_run_that_dies_measures_the_same_when_it_goes_on(
     )
     assert rows == numbers(whole[0]) and plain.root.is_dir()
     best = json.loads((folder.best / "evaluation.json").read_text())
-    assert best["step"] == max(held_out(folder), key=lambda step: (held_out(folder)[step], -step))
+    assert best["step"] == max(
+        held_out(folder), key=lambda step: (held_out(folder)[step], -step)
+    )
     assert best["step"] == json.loads(folder.held_out.read_text())["best"]["step"]
 
 
@@ -148,7 +150,8 @@ def test_a_run_without_gain_ends_early_and_is_finished(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "ycore.evaluation.during_training.evaluate_policy", lambda *_, step, config: {"reward": 0.5}
+        "ycore.evaluation.during_training.evaluate_policy",
+        lambda *_, step, config: {"reward": 0.5},
     )
     folder = evaluated(tmp_path, model, stop_when=["no-gain:2"])
     train(folder)
@@ -305,9 +308,7 @@ def test_whole_runs_measure_the_same_while_training(ranks: str, tmp_path: Path) 
     write_tiny_model(tmp_path / "model")
     line = "grpo --model model --prompts-per-step 2 --group-size 4 --set dtype=float32 --dataset task:addition?digits=1"
     line += " --reward exact_answer --max-tokens 8 --steps 5 --eval-dataset task:addition?digits=1 --eval-every 2"
-    line += (
-        f" --keep-best reward --set num_samples=2 --set eval_limit=6 --no-dynamic-sampling {ranks}"
-    )
+    line += f" --keep-best reward --set num_samples=2 --set eval_limit=6 --no-dynamic-sampling {ranks}"
     for name, more in (("between", ""), ("beside", "--eval-while-training")):
         ycore(f"{line} --output {name} {more}", cwd=tmp_path, scripted_engine={})
     between, beside = (RunFolder(tmp_path / name) for name in ("between", "beside"))
@@ -315,7 +316,9 @@ def test_whole_runs_measure_the_same_while_training(ranks: str, tmp_path: Path) 
     assert measured(between) == measured(beside) and list(measured(beside)) == [0, 2, 4, 5]
     one, other = (json.loads(folder.held_out.read_text()) for folder in (between, beside))
     assert one["best"]["step"] == other["best"]["step"]
-    best = [load_file(folder.best / "adapter_model.safetensors") for folder in (between, beside)]
+    best = [
+        load_file(folder.best / "adapter_model.safetensors") for folder in (between, beside)
+    ]
     assert all(torch.equal(best[0][name], best[1][name]) for name in best[0])
 
 
@@ -358,7 +361,9 @@ def test_steps_without_a_group_that_can_teach_take_no_forward_and_end_a_run(
     monkeypatch.setattr(SeamGRPOTrainer, "_may_skip", False)
     computed = constant(tmp_path / "computed", model)
     train(computed)
-    assert forwards and all(abs(row["grad_norm"]) < 1e-4 for row in read_metrics(computed.metrics))
+    assert forwards and all(
+        abs(row["grad_norm"]) < 1e-4 for row in read_metrics(computed.metrics)
+    )
 
     monkeypatch.setattr(SeamGRPOTrainer, "_may_skip", True)
     ending = constant(tmp_path / "ending", model, stop_when=["nothing-to-learn:2"])
@@ -376,5 +381,6 @@ def test_a_round_with_one_group_that_can_teach_is_trained_on(
     whole: tuple[RunFolder, RunFolder],
 ) -> None:
     assert all(
-        row["ycore/skipped"] == 0 and row["grad_norm"] > 0 for row in read_metrics(whole[0].metrics)
+        row["ycore/skipped"] == 0 and row["grad_norm"] > 0
+        for row in read_metrics(whole[0].metrics)
     )

@@ -59,7 +59,9 @@ def test_figures_of_three_prompts() -> None:
     assert found["reward"] == found["rewards/exact_answer"] == pytest.approx(3 / 11)
     assert found["pass@1"] == pytest.approx((2 / 4 + 1 / 4 + 0) / 3)
     assert found["pass@2"] == pytest.approx(((1 - 1 / 6) + 1 / 2 + 0) / 3)
-    assert found["pass@4"] == pytest.approx(2 / 3) and found["majority@4"] == pytest.approx(1 / 3)
+    assert found["pass@4"] == pytest.approx(2 / 3) and found["majority@4"] == pytest.approx(
+        1 / 3
+    )
     assert (
         found["masked"] == 1
         and found["cut_off"] == pytest.approx(2 / 12)
@@ -82,7 +84,9 @@ def test_right_by_right_reasons() -> None:
     ]
     completions = tuple(Completion((1, 2), None, "7", "stop", 0) for _ in scores)
     one = Group(
-        Draw(0, Prompt(0, "p"), (1,)), completions, tuple((Score(a), Score(b)) for a, b in scores)
+        Draw(0, Prompt(0, "p"), (1,)),
+        completions,
+        tuple((Score(a), Score(b)) for a, b in scores),
     )
     rewards = [
         {"reward": "exact_answer"},
@@ -111,7 +115,10 @@ def test_how_often_a_reward_agrees_with_pairs() -> None:
     assert (found["accuracy"], found["equal"], found["masked"]) == (0.625, 0.25, 1.0)
     assert 0 < found["accuracy/low"] < 0.625 < found["accuracy/high"] <= 1
     assert "accuracy/exact_answer" not in found
-    two = [RewardConfig(reward="exact_answer", weight=-1), RewardConfig(reward="length", weight=0)]
+    two = [
+        RewardConfig(reward="exact_answer", weight=-1),
+        RewardConfig(reward="length", weight=0),
+    ]
     scores = tuple((Score(value), Score(3.0 - value)) for value in (2.0, 1.0))
     both = replace(group(0, ["a", "b"], [0, 0]), scores_GR=scores)
     found = pair_figures([both], config(pairs=True, rewards=two))
@@ -137,7 +144,9 @@ def test_several_who_score_are_compared_on_the_pairs_that_both_score() -> None:
     found = pair_figures(groups, config(pairs=True, rewards=two))
     assert (found["accuracy/exact_answer"], found["accuracy/length"]) == (0.75, 1.0)
     assert found["accuracy_gain/length"] == 0.25 and "accuracy_gain/exact_answer" not in found
-    assert 0 < found["accuracy_gain/length/low"] < 0.25 < found["accuracy_gain/length/high"] < 0.5
+    assert (
+        0 < found["accuracy_gain/length/low"] < 0.25 < found["accuracy_gain/length/high"] < 0.5
+    )
 
 
 def test_an_interval_covers_the_truth_about_as_often_as_it_says() -> None:
@@ -174,7 +183,8 @@ def test_a_reward_that_compares_no_answers_has_no_majority() -> None:
 
 def rows(*values: float, every: int = 2) -> list[dict[str, Any]]:
     return [
-        {"step": every * index, "ycore/eval/reward": value} for index, value in enumerate(values)
+        {"step": every * index, "ycore/eval/reward": value}
+        for index, value in enumerate(values)
     ]
 
 
@@ -201,7 +211,9 @@ def test_nothing_to_learn_ends_a_run_after_so_many_steps() -> None:
 
 def test_seconds_end_a_run_before_the_step_that_would_pass_them() -> None:
     run = config(stop_when=["seconds:30"])
-    told = [{"step": n, "ycore/time/step": value} for n, value in enumerate([6.0, 10.0, 8.0], 1)]
+    told = [
+        {"step": n, "ycore/time/step": value} for n, value in enumerate([6.0, 10.0, 8.0], 1)
+    ]
     assert (
         why_stop([], run) is None
         and why_stop([*told[:2], {"step": 2, "ycore/eval/reward": 1.0}], run) is None

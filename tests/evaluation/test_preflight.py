@@ -120,7 +120,12 @@ def test_what_groups_say() -> None:
     assert (measured.truncated, measured.equal, measured.masked) == (0.25, 0.5, 0.0)
     assert measured.rewards == (2.0, 1.0, 1.5, 1.5)
     assert measured.means == {"a": 0.5, "b": 2.0}
-    assert [row["reward"] for row in samples_of(groups, weights=(1.0, 0.5))] == [1.0, 1.5, 1.5, 2.0]
+    assert [row["reward"] for row in samples_of(groups, weights=(1.0, 0.5))] == [
+        1.0,
+        1.5,
+        1.5,
+        2.0,
+    ]
 
 
 # -- chat templates ----------------------------------------------------------------------------------------------------

@@ -82,7 +82,11 @@ STOPS = [
     ),
     (
         "a prompt longer than the context",
-        {"prompts": PromptLengths(rows=100, longest=5000, longest_row=7, too_long=1, room=1920)},
+        {
+            "prompts": PromptLengths(
+                rows=100, longest=5000, longest_row=7, too_long=1, room=1920
+            )
+        },
         "1 of 100 prompts are longer than the 1920 tokens that fit beside a completion; the longest, row 7, has 5000",
         "--set engine.max_model_len=5128",
     ),
@@ -171,7 +175,9 @@ def test_a_mask_of_whole_completions_keeps_less_of_longer_ones(
 
 
 def test_the_length_trap_is_told_before_the_run() -> None:
-    trapped = replace(GOOD, mean_tokens=1024.0, max_tokens=8192, gap_spread=0.05, weight_limit=3.0)
+    trapped = replace(
+        GOOD, mean_tokens=1024.0, max_tokens=8192, gap_spread=0.05, weight_limit=3.0
+    )
     judged = preflight_verdict(trapped)
     assert judged.learns and judged.findings[0].what.startswith(
         "a completion of 1024 tokens keeps 45% of its gradient"

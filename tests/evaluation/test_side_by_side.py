@@ -5,7 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from ycore.evaluation.side_by_side import difference, read_results, table_lines, write_differences
+from ycore.evaluation.side_by_side import (
+    difference,
+    read_results,
+    table_lines,
+    write_differences,
+)
 
 
 def folder_of(place: Path, name: str, rewards: list[list[list[float | None]]]) -> Path:
@@ -23,7 +28,9 @@ def folder_of(place: Path, name: str, rewards: list[list[list[float | None]]]) -
         for row, of_prompt in enumerate(rewards)
         for index, values in enumerate(of_prompt)
     ]
-    (folder / "completions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "completions.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )
     return folder
 
 
@@ -35,7 +42,10 @@ def test_a_prompts_figures_are_those_of_its_completions(tmp_path: Path) -> None:
         0.5,
         ("a 0", "a 1"),
     )
-    assert (answers[1].reward, answers[1].right) == (None, 0.0)  # masked: no reward, and not right
+    assert (answers[1].reward, answers[1].right) == (
+        None,
+        0.0,
+    )  # masked: no reward, and not right
 
 
 def test_differences_are_paired(tmp_path: Path) -> None:
@@ -75,7 +85,14 @@ def test_the_file_begins_with_the_prompts_on_which_they_differ_most(tmp_path: Pa
 
 
 def test_the_table_has_a_column_for_each_model_and_a_row_for_each_figure() -> None:
-    names = ("reward", "rewards/ifeval", "rewards/ifeval_2", "pass@1", "cot-pass@1", "majority@4")
+    names = (
+        "reward",
+        "rewards/ifeval",
+        "rewards/ifeval_2",
+        "pass@1",
+        "cot-pass@1",
+        "majority@4",
+    )
     summary = {key: value for name in names for key, value in spread_of(name, 0.5).items()}
     gap = {"num_prompts": 9, "reward": 0.1, "reward/low": -0.05, "reward/high": 0.2}
     fewer = {name: value for name, value in summary.items() if not name.startswith("majority")}

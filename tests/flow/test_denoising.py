@@ -67,7 +67,9 @@ class Net(nn.Module):
         )
 
     def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.layers(torch.cat([x, t.view(-1, 1, 1, 1).expand_as(x)], dim=1))
+        result: torch.Tensor = self.layers(
+            torch.cat([x, t.view(-1, 1, 1, 1).expand_as(x)], dim=1)
+        )
         return result
 
 
@@ -121,7 +123,9 @@ def test_the_grid_is_that_of_diffusers_scheduler() -> None:
     x, v = torch.randn(2, 1, 4, 4), torch.randn(2, 1, 4, 4)
     now, then = (scheduler.sigmas[place].expand(2) for place in (0, 1))
     ours = step("ode", x, v, now, then, level=0.0, near_one=float(scheduler.sigmas[1])).point
-    assert torch.allclose(scheduler.step(v, scheduler.timesteps[0], x).prev_sample, ours, atol=1e-6)
+    assert torch.allclose(
+        scheduler.step(v, scheduler.timesteps[0], x).prev_sample, ours, atol=1e-6
+    )
 
 
 def test_steps_with_noise_lie_in_the_first_half_and_follow_from_seed_and_position() -> None:
@@ -159,7 +163,14 @@ def test_the_policy_gradient_is_that_of_autograd() -> None:
         now, then = (times[place].expand(len(x)) for place in (number, number + 1))
         v = w[:, 0].view(-1, 1, 1, 1) + w[:, 1].view(-1, 1, 1, 1) * x
         made = step(
-            "sde", x, v, now, then, level=level, near_one=path.times[1], noise=torch.randn_like(x)
+            "sde",
+            x,
+            v,
+            now,
+            then,
+            level=level,
+            near_one=path.times[1],
+            noise=torch.randn_like(x),
         )
         reached = made.point.detach()
         replayed = step(
@@ -190,7 +201,9 @@ def mixture_velocity(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
     return -mean + (t - (1 - t) * MODE_STD**2) / variance * (x - (1 - t) * mean)
 
 
-@pytest.mark.parametrize(("level", "reach"), [(0.1, 0.584), (0.3, 0.731), (math.sqrt(2), 0.880)])
+@pytest.mark.parametrize(
+    ("level", "reach"), [(0.1, 0.584), (0.3, 0.731), (math.sqrt(2), 0.880)]
+)
 def test_what_a_kl_leaves_to_reach_depends_on_the_noise(level: float, reach: float) -> None:
     """From a starting point the best policy has `h e^2 / (h e^2 + 1 - h)` right, with h the model's own share. Only
     with a = sqrt(2) does the starting point decide nothing, and the mean is the tilt's (arXiv 2409.08861)."""

@@ -110,7 +110,9 @@ def test_a_run_that_was_killed_goes_on_to_the_bit(
     again = start(tmp_path / "killed", model, flow=flow)
     found = finish(again)
     assert all(torch.equal(found[name], whole[name]) for name in whole)
-    rows = {name: read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "killed")}
+    rows = {
+        name: read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "killed")
+    }
     kept = [
         [
             {key: row.get(key) for key in ("step", "loss", "reward", "ycore/eval/reward")}
@@ -120,10 +122,15 @@ def test_a_run_that_was_killed_goes_on_to_the_bit(
     ]
     assert kept[0] == kept[1]
     assert [row["step"] for row in rows["killed"]] == [0, 1, 2, 3, 4]
-    assert rows["killed"][-1]["ycore/replayed"] == 1.0 and "ycore/replayed" not in rows["whole"][-1]
+    assert (
+        rows["killed"][-1]["ycore/replayed"] == 1.0
+        and "ycore/replayed" not in rows["whole"][-1]
+    )
     journal = (tmp_path / "whole" / "journal" / "round-000003-rank-0.json").read_text()
     assert len(journal) < 20_000 and "trajectories" not in journal
-    left = sum(1 for path in (tmp_path / "whole" / "images").iterdir() if path.name not in journal)
+    left = sum(
+        1 for path in (tmp_path / "whole" / "images").iterdir() if path.name not in journal
+    )
     assert left < 60, "pictures of rounds that are over are gone"
 
 
@@ -160,7 +167,9 @@ def test_rewards_that_differ_by_dust_teach_nothing(model: Path, tmp_path: Path) 
     assert all(torch.equal(after[name], before[name]) for name in before)
     row = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
     assert (
-        row["ycore/skipped"] == 1.0 and row["frac_reward_zero_std"] == 1.0 and row["reward_std"] > 0
+        row["ycore/skipped"] == 1.0
+        and row["frac_reward_zero_std"] == 1.0
+        and row["reward_std"] > 0
     )
 
 
@@ -183,7 +192,9 @@ def test_a_run_that_is_stopped_keeps_its_last_step(model: Path, tmp_path: Path) 
 
 def test_a_picture_in_the_journal_is_named_by_its_sha256(model: Path, tmp_path: Path) -> None:
     finish(start(tmp_path / "run", model, flow=FLOWS["nft"], steps=1, keep_journal=True))
-    _, body = (tmp_path / "run" / "journal" / "round-000000-rank-0.json").read_text().splitlines()
+    _, body = (
+        (tmp_path / "run" / "journal" / "round-000000-rank-0.json").read_text().splitlines()
+    )
     completions = [one for group in json.loads(body)["groups"] for one in group["completions"]]
     pictures = [Picture.of(one["text"]) for one in completions]
     assert len({picture.image.sha256 for picture in pictures}) > 1
@@ -249,7 +260,9 @@ def test_a_judge_at_an_address_is_shown_each_picture(
     run = start(tmp_path / "run", model, flow=FLOWS["nft"], rewards=[reward], steps=2)
     finish(run)
     rows = [
-        row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "ycore/time/step" in row
+        row
+        for row in read_metrics(tmp_path / "run" / "metrics.jsonl")
+        if "ycore/time/step" in row
     ]
     assert len(rows) == 2 and all(
         row["ycore/judge/calls"] >= 8 and row["ycore/judge/parse_failures"] == 0 for row in rows

@@ -105,7 +105,9 @@ def test_the_page_of_pictures_has_every_key_with_its_default() -> None:
 def test_the_shipped_recipes_are_of_this_command_and_no_other(name: str) -> None:
     config = resolve_flow(recipe=load_recipe(name, command="flow"))
     assert (
-        isinstance(config, FlowConfig) and config.eval_rewards and config.output == f"runs/{name}"
+        isinstance(config, FlowConfig)
+        and config.eval_rewards
+        and config.output == f"runs/{name}"
     )
     with pytest.raises(
         ConfigError, match=f"is for `ycore flow`, not grpo; say ycore flow --recipe {name}"

@@ -37,7 +37,9 @@ def test_a_judge_that_falls_while_the_reward_stays_is_told() -> None:
     )  # the reward fell too: unlearned, not over-optimised
     assert judge_fell(good[:1]) is None
     assert (
-        judge_fell([{"step": 0, "ycore/eval/reward": 1.0}, {"step": 1, "ycore/eval/reward": 0.0}])
+        judge_fell(
+            [{"step": 0, "ycore/eval/reward": 1.0}, {"step": 1, "ycore/eval/reward": 0.0}]
+        )
         is None
     )
 

@@ -46,7 +46,9 @@ def test_the_optimum_of_the_plain_loss_is_the_improved_velocity(b: float) -> Non
     assert torch.allclose(found, wanted.flatten(), atol=1e-12)
 
 
-def test_the_adaptive_weight_has_no_gradient_and_makes_errors_of_all_sizes_count_alike() -> None:
+def test_the_adaptive_weight_has_no_gradient_and_makes_errors_of_all_sizes_count_alike() -> (
+    None
+):
     torch.manual_seed(0)
     v_old, x0, noise = (torch.randn(2, 1, 2, 2) for _ in range(3))
     v = v_old.clone().requires_grad_()
@@ -96,6 +98,8 @@ def test_the_kl_of_a_step_is_that_of_its_gaussians() -> None:
     assert torch.allclose(step_kl(made, reference), wanted, rtol=1e-4)
     density = Normal(made.mean, made.std).log_prob(x).flatten(1).sum(1)
     assert torch.allclose(
-        step("sde", x, v, now, then, level=0.7, near_one=0.9, reached=x).logprob, density, rtol=1e-4
+        step("sde", x, v, now, then, level=0.7, near_one=0.9, reached=x).logprob,
+        density,
+        rtol=1e-4,
     )
     assert torch.equal(velocity_penalty(v, v), torch.zeros(2))

@@ -61,7 +61,10 @@ def test_guidance_moves_away_from_no_class(tiny_model: Path) -> None:
     folder = FlowFolder(tiny_model)
     x, times, classes = asked(6)
     with torch.no_grad():
-        plain, guided = FlowPolicy(folder, lora=None), FlowPolicy(folder, lora=None, guidance=3.0)
+        plain, guided = (
+            FlowPolicy(folder, lora=None),
+            FlowPolicy(folder, lora=None, guidance=3.0),
+        )
         v, without = (
             plain.velocity(x, times, classes),
             plain.velocity(x, times, torch.full_like(classes, 3)),
@@ -81,7 +84,9 @@ def test_the_ratio_of_the_first_pass_is_one_in_other_batches_and_not_with_half_t
     )
     classes, times = torch.arange(24) % 3, torch.tensor(how.path.times)
     with torch.no_grad():
-        drawn = draw(lambda x, t: policy.velocity(x, t, classes), how, list(range(24)), (1, 4, 4))
+        drawn = draw(
+            lambda x, t: policy.velocity(x, t, classes), how, list(range(24)), (1, 4, 4)
+        )
         for rows in (slice(0, 4), slice(4, 24)):
             x, now, then = (
                 drawn.points[rows, 0],
@@ -90,7 +95,9 @@ def test_the_ratio_of_the_first_pass_is_one_in_other_batches_and_not_with_half_t
             )
             v = policy.velocity(x, now, classes[rows])
             reached = drawn.points[rows, 1]
-            made = step("sde", x, v, now, then, level=0.7, near_one=how.near_one, reached=reached)
+            made = step(
+                "sde", x, v, now, then, level=0.7, near_one=how.near_one, reached=reached
+            )
             ratio = grpo_loss(made.logprob, drawn.logprobs[rows, 0], torch.ones(len(x))).ratio
             assert torch.allclose(ratio, torch.ones(len(x)), atol=1e-5)
             halved = step(
@@ -145,7 +152,8 @@ def test_folders_that_are_no_flow_model_are_refused_in_one_line(
 
 def test_what_is_not_installed_is_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "ycore.flow.flow_folder.find_spec", lambda name: None if name == "diffusers" else object()
+        "ycore.flow.flow_folder.find_spec",
+        lambda name: None if name == "diffusers" else object(),
     )
     with pytest.raises(
         ConfigError,

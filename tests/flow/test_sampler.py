@@ -11,7 +11,13 @@ from ycore.errors import RunFolderError
 from ycore.flow.denoising import Sampling, grid
 from ycore.flow.flow_folder import FlowFolder
 from ycore.flow.policy import FlowPolicy
-from ycore.flow.sampler import Picture, PictureEngine, Trajectories, contact_sheet, drop_pictures
+from ycore.flow.sampler import (
+    Picture,
+    PictureEngine,
+    Trajectories,
+    contact_sheet,
+    drop_pictures,
+)
 from ycore.run.images import ImageStore
 from ycore.run.paths import RunFolder
 
@@ -32,7 +38,8 @@ def ask(
 ) -> list[Picture]:
     async def all_of_them() -> list[Picture]:
         asked = [
-            engine.complete((label, first), seed, greedy=greedy) for label, first, seed in requests
+            engine.complete((label, first), seed, greedy=greedy)
+            for label, first, seed in requests
         ]
         return [Picture.of(one.text) for one in await asyncio.gather(*asked)]
 
@@ -91,17 +98,25 @@ def test_a_trajectory_that_has_changed_is_an_error(tmp_path: Path) -> None:
         kept.get("0" * 64)
 
 
-def test_only_what_journal_and_checkpoints_name_is_kept(tiny_model: Path, tmp_path: Path) -> None:
+def test_only_what_journal_and_checkpoints_name_is_kept(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     folder = RunFolder(tmp_path)
     kept, dropped = ask(engine_in(tmp_path, tiny_model, batch=1), (0, 0, 1), (1, 0, 2))
     folder.journal.mkdir()
-    (folder.journal / "round-000001-rank-0.json").write_text(json.dumps({"text": kept.as_text()}))
+    (folder.journal / "round-000001-rank-0.json").write_text(
+        json.dumps({"text": kept.as_text()})
+    )
     assert drop_pictures(folder) == 2
-    left = {path.name for place in (folder.images, folder.trajectories) for path in place.iterdir()}
+    left = {
+        path.name for place in (folder.images, folder.trajectories) for path in place.iterdir()
+    }
     assert left == {kept.image.sha256, kept.kept} and dropped.kept not in left
 
 
-def test_the_sheet_shows_both_models_from_the_same_noise(tiny_model: Path, tmp_path: Path) -> None:
+def test_the_sheet_shows_both_models_from_the_same_noise(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     policy = FlowPolicy(FlowFolder(tiny_model), lora=None)
     contact_sheet(policy, Sampling(grid(3)), [0, 2], tmp_path / "pictures.png", num_each=2)
     assert (tmp_path / "pictures.png").read_bytes()[:4] == b"\x89PNG"

@@ -33,9 +33,7 @@ def main() -> int:
             target, inputs(target, seed=asked.seed, rounds=asked.rounds or target.rounds)
         )
         found += len(outcome.defects)
-        told = (
-            f"{outcome.tried} tried, {outcome.refused} refused, slowest {outcome.slowest_s:.2f} s"
-        )
+        told = f"{outcome.tried} tried, {outcome.refused} refused, slowest {outcome.slowest_s:.2f} s"
         print(f"{target.name:15} {told}, {len(outcome.defects)} defects", flush=True)
         for what, data in outcome.defects.items():
             print(f"    {what}\n        {data[:300]!r}", flush=True)

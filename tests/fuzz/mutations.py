@@ -104,7 +104,16 @@ def _insert(data: bytes, chance: random.Random, others: tuple[bytes, ...]) -> by
     place = chance.randrange(len(data) + 1)
     text = chance.choice(TEXTS).encode("utf-8", "surrogatepass")
     added = chance.choice(
-        (*BYTES, text, b"9" * chance.choice((3, 30, 5000)), b"-", b"NaN", b"1e999", b"null", b'"')
+        (
+            *BYTES,
+            text,
+            b"9" * chance.choice((3, 30, 5000)),
+            b"-",
+            b"NaN",
+            b"1e999",
+            b"null",
+            b'"',
+        )
     )
     return data[:place] + added + data[place:]
 

@@ -90,7 +90,11 @@ GGUF = gguf(
         ("llama.context_length", 4, struct.pack("<I", 128)),
         ("tokenizer.ggml.model", 8, _gguf_text("gpt2")),
         ("tokenizer.ggml.pre", 8, _gguf_text("smollm")),
-        ("tokenizer.ggml.tokens", 9, struct.pack("<IQ", 8, 2) + _gguf_text("a") + _gguf_text("b")),
+        (
+            "tokenizer.ggml.tokens",
+            9,
+            struct.pack("<IQ", 8, 2) + _gguf_text("a") + _gguf_text("b"),
+        ),
     ]
 )
 
@@ -169,7 +173,9 @@ def _model_folder(place: Path, weights: bytes = SAFETENSORS, **files: bytes) -> 
 
 
 def _draw_model_settings(chance: random.Random) -> bytes:
-    adapter = {"base_model_name_or_path": chance.choice((".", "..", "/", "task:x", "", "a/b/c"))}
+    adapter = {
+        "base_model_name_or_path": chance.choice((".", "..", "/", "task:x", "", "a/b/c"))
+    }
     name, value = chance.choice(
         [
             ("config", CONFIG),
@@ -194,7 +200,10 @@ ROWS: list[dict[str, Any]] = [
         "rejected": "\n\nHuman: Hi\n\nAssistant: No",
         "margin": 1.5,
     },
-    {"messages": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}], "text": "é"},
+    {
+        "messages": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}],
+        "text": "é",
+    },
     {"prompt": "Is it?", "completion": "Yes", "label": True},
 ]
 JSONL = [b"".join(_line + b"\n" for _line in (json.dumps(row).encode(),)) * 3 for row in ROWS]
@@ -248,9 +257,9 @@ def _draw_csv(chance: random.Random) -> bytes:
 
 def _dump(value: Any) -> bytes:
     """JSON that may hold NaN, half characters and numbers beyond every limit."""
-    return json.dumps(value, ensure_ascii=random.Random(repr(value)[:50]).random() < 0.5).encode(
-        "utf-8", "surrogatepass"
-    )
+    return json.dumps(
+        value, ensure_ascii=random.Random(repr(value)[:50]).random() < 0.5
+    ).encode("utf-8", "surrogatepass")
 
 
 # -- recipes and judges ------------------------------------------------------------------------------------------------
@@ -329,7 +338,11 @@ _COMPLETION = {
     "version": 1,
 }
 _SCORES = [[{"value": 1.0, "problem": None}], [{"value": None, "problem": "raised"}]]
-_PROMPT = {"row": 0, "content": [{"role": "user", "content": "2 + 2?"}], "columns": {"answer": "4"}}
+_PROMPT = {
+    "row": 0,
+    "content": [{"role": "user", "content": "2 + 2?"}],
+    "columns": {"answer": "4"},
+}
 ROUND = {
     "groups": [
         {
@@ -392,12 +405,17 @@ def read_folder(data: bytes, place: Path) -> None:
     for name, value in FOLDER.items():
         text = json.dumps(value).encode()
         if name == "round":
-            file, text = place / "journal" / "round-000001-rank-0.json", seal({"schema": 1}, value)
+            file, text = (
+                place / "journal" / "round-000001-rank-0.json",
+                seal({"schema": 1}, value),
+            )
         else:
             file = place / name
         if name == "trace.json":
             text = b"[\n" + text + b",\n"
-        file.write_bytes(content if name.encode() == damaged else text + b"\n" * name.endswith("l"))
+        file.write_bytes(
+            content if name.encode() == damaged else text + b"\n" * name.endswith("l")
+        )
     read_run(place)
 
 
@@ -472,14 +490,20 @@ def _text_of(data: bytes) -> str:
 
 # -- replies of reward workers -----------------------------------------------------------------------------------------
 
-_WORKER_REPLY = {"nonce": "5f0c", "values": [1.0, None], "problems": [None, "raised ValueError"]}
+_WORKER_REPLY = {
+    "nonce": "5f0c",
+    "values": [1.0, None],
+    "problems": [None, "raised ValueError"],
+}
 WORKER_REPLY = json.dumps(_WORKER_REPLY).encode()
 
 
 def read_worker_reply(data: bytes, place: Path) -> None:
     with suppress(CallFailed):
         scores = scores_in(data, nonce="5f0c", count=2, allowed_range=(0, 5))
-        assert len(scores) == 2 and all(one.value is None or 0 <= one.value <= 5 for one in scores)
+        assert len(scores) == 2 and all(
+            one.value is None or 0 <= one.value <= 5 for one in scores
+        )
         assert all((one.problem or "").isprintable() for one in scores)
     with suppress(CallFailed):
         inputs_in(data, nonce="5f0c", count=1)
@@ -532,14 +556,16 @@ class _Page(HTMLParser):
     """Fails on whatever a page could do more than show."""
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert tag in HARMLESS | PICTURES | {"metadata", "dc:type", "dc:title"} or tag.startswith(
-            ("dc:", "cc:")
-        ), tag
+        assert tag in HARMLESS | PICTURES | {
+            "metadata",
+            "dc:type",
+            "dc:title",
+        } or tag.startswith(("dc:", "cc:")), tag
         for name, value in attrs:
             assert not name.startswith("on"), f"<{tag} {name}>"
-            assert name not in ("src", "href") or str(value).startswith(("#", "data:image/png")), (
-                f"{name}={value}"
-            )
+            assert name not in ("src", "href") or str(value).startswith(
+                ("#", "data:image/png")
+            ), f"{name}={value}"
 
 
 def read_page(data: bytes, place: Path) -> None:
@@ -576,14 +602,18 @@ def read_rows(data: bytes, place: Path) -> None:
         plain.step(row)
         view.add(row)
     plain.say(_text_of(data))
-    Console(file=screen, width=80, color_system=None).print(view, Text(printable(_text_of(data))))
+    Console(file=screen, width=80, color_system=None).print(
+        view, Text(printable(_text_of(data)))
+    )
     for shown in (out.getvalue(), screen.getvalue()):
         assert not (found := _UNSEEN.search(shown)), f"{found!r} reaches the terminal"
     assert "\n" not in printable(_text_of(data), one_line=True)
 
 
 def _draw_rows_of_metrics(chance: random.Random) -> bytes:
-    return b"".join(_dump(changed_value(FOLDER["metrics.jsonl"], chance)) + b"\n" for _ in range(3))
+    return b"".join(
+        _dump(changed_value(FOLDER["metrics.jsonl"], chance)) + b"\n" for _ in range(3)
+    )
 
 
 def targets() -> list[Target]:
@@ -610,10 +640,15 @@ def targets() -> list[Target]:
         Target("judge-file", [JUDGE, *YAMLS], read_judge, _draw_yaml(JUDGE), flips=False),
         Target("round", [seal({"schema": 1}, ROUND)], read_journal, rounds=500),
         Target("run-folder", lines, read_folder, _draw_folder, flips=False),
-        Target("worker-reply", [WORKER_REPLY], read_worker_reply, _draw_worker_reply, rounds=2000),
+        Target(
+            "worker-reply", [WORKER_REPLY], read_worker_reply, _draw_worker_reply, rounds=2000
+        ),
         Target("judge-reply", REPLIES, read_reply, rounds=2000),
         Target(
-            "terminal", [_dump(FOLDER["metrics.jsonl"]), *JSONL], read_rows, _draw_rows_of_metrics
+            "terminal",
+            [_dump(FOLDER["metrics.jsonl"]), *JSONL],
+            read_rows,
+            _draw_rows_of_metrics,
         ),
         Target("report-page", lines, read_page, _draw_folder, rounds=15, flips=False),
     ]

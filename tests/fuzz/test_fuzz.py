@@ -48,7 +48,9 @@ def test_the_same_seed_draws_the_same() -> None:
     target = TARGETS["jsonl"]
     first = list(inputs(target, seed=3, rounds=50))
     assert (
-        first == list(inputs(target, seed=3, rounds=50)) != list(inputs(target, seed=4, rounds=50))
+        first
+        == list(inputs(target, seed=3, rounds=50))
+        != list(inputs(target, seed=4, rounds=50))
     )
     assert len(set(first)) > 40
 

@@ -88,7 +88,8 @@ def read(**declared: object) -> Callable[[str], object]:
 
 
 QUESTIONER = Questioner(
-    judge_of(RewardConfig(reward="judge:t", args={"verdict": {"kind": "score"}})), ("<|im_end|>",)
+    judge_of(RewardConfig(reward="judge:t", args={"verdict": {"kind": "score"}})),
+    ("<|im_end|>",),
 )
 READERS: dict[str, Callable[[str], object]] = {
     "answer_text": answers.answer_text,

@@ -39,10 +39,16 @@ PARTS = {
         "torch's view of the device, and a product on it",
         runs_on_cpu=False,
     ),
-    "replay-lora": Part("training_parts.replay_lora", 120, "losses of a device against the CPU's"),
-    "replay-full": Part("training_parts.replay_full", 120, "losses of a device against the CPU's"),
+    "replay-lora": Part(
+        "training_parts.replay_lora", 120, "losses of a device against the CPU's"
+    ),
+    "replay-full": Part(
+        "training_parts.replay_full", 120, "losses of a device against the CPU's"
+    ),
     "attention": Part(
-        "training_parts.attention", 180, "flash attention, 2k to 32k tokens, the device's memory"
+        "training_parts.attention",
+        180,
+        "flash attention, 2k to 32k tokens, the device's memory",
     ),
     "sync": Part("training_parts.sync", 90, "1.3 billion weights over the bus"),
     "engines": Part(

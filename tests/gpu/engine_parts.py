@@ -34,9 +34,7 @@ from ycore.run.files import make_private
 from ycore.run.paths import RunFolder
 
 _READY_WITHIN_S = 240.0
-_KEPT_GIB = (
-    2.0  # at most, by an engine asleep: its CUDA context and what NCCL holds; the plan counts 1.2
-)
+_KEPT_GIB = 2.0  # at most, by an engine asleep: its CUDA context and what NCCL holds; the plan counts 1.2
 _WITHIN_S = 60.0
 _SHARE = 0.3  # of the device, for each engine
 _HOLD = "import torch; torch.empty(int({bytes}), dtype=torch.uint8, device='cuda').fill_(1); torch.cuda.synchronize()"
@@ -72,7 +70,11 @@ def engines(folder: Path) -> str:
 
 
 async def _sleep_and_wake(
-    spec: EngineSpec, weights: Path, policy: torch.nn.Module, held: float | None, said: list[str]
+    spec: EngineSpec,
+    weights: Path,
+    policy: torch.nn.Module,
+    held: float | None,
+    said: list[str],
 ) -> None:
     """Tokens after each sleep are those of before, with weights from files and from this process's memory; asleep,
     another process may have the memory. It is left asleep.
@@ -91,7 +93,9 @@ async def _sleep_and_wake(
             f"level {level}: asleep and awake in {time.perf_counter() - began:.1f} s{freed}"
         )
         if await _tokens(engine) != expected:
-            raise RunError(f"after a sleep at level {level} the same requests give other tokens")
+            raise RunError(
+                f"after a sleep at level {level} the same requests give other tokens"
+            )
 
     try:
         began = time.perf_counter()
@@ -104,7 +108,9 @@ async def _sleep_and_wake(
         await checked(2, engine.sleeper)
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         note_weights(policy.to(device), weights / "noted", dtype=torch.float32, version=2)
-        engine.source = WeightSource(partial(engine_weights, policy, dtype=torch.float32), device)
+        engine.source = WeightSource(
+            partial(engine_weights, policy, dtype=torch.float32), device
+        )
         began = time.perf_counter()
         await engine.load_weights(weights / "noted", 2)
         said.append(
@@ -143,7 +149,11 @@ class _Always(SleepLevels):
 
 def _client(spec: EngineSpec) -> VllmEngine:
     return VllmEngine(
-        spec.name, spec.socket, SamplingParams(max_tokens=12), request_timeout_s=120, sleeps=True
+        spec.name,
+        spec.socket,
+        SamplingParams(max_tokens=12),
+        request_timeout_s=120,
+        sleeps=True,
     )
 
 

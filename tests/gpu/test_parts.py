@@ -19,13 +19,17 @@ TINY: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_the_stages_of_a_sync_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stages_of_a_sync_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(training_parts, "_SMOLLM2", TINY)
     monkeypatch.setattr(training_parts, "_BILLION", TINY)
     monkeypatch.setattr(shared_bucket, "BUCKET_BYTES", 2**20)
     said = training_parts.sync(tmp_path)
     assert said.count("GB/s") == 5 and said.endswith("GB/s, which another process opened")
-    assert list(Path("/dev/shm").glob(f"ycore-{training_parts.RunFolder(tmp_path).run_id}")) == []
+    assert (
+        list(Path("/dev/shm").glob(f"ycore-{training_parts.RunFolder(tmp_path).run_id}")) == []
+    )
 
 
 def test_both_paths_score_the_same_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +43,10 @@ def test_both_paths_score_the_same_row(monkeypatch: pytest.MonkeyPatch) -> None:
     ("other", "message"), [({}, None), ({"loss": 0.6}, "losses within 1.0e-01")]
 )
 def test_a_replay_that_differs_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: dict[str, float], message: str | None
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    other: dict[str, float],
+    message: str | None,
 ) -> None:
     """The commands are not run here; the journal's replay has its own tests."""
 
@@ -71,7 +78,9 @@ def test_a_part_that_fails_or_hangs_is_an_error(
 
 def test_a_sleep_that_keeps_the_memory_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_parts, "_HOLD", "raise MemoryError('{bytes}')")
-    with pytest.raises(RunError, match=r"asleep at level 2, the engine keeps 6\.0 of its 7\.0 GiB"):
+    with pytest.raises(
+        RunError, match=r"asleep at level 2, the engine keeps 6\.0 of its 7\.0 GiB"
+    ):
         engine_parts._check_freed(2, held=7.0, freed=1.0)
     with pytest.raises(RunError, match=r"another process cannot use 5\.4 GiB: MemoryError"):
         engine_parts._check_freed(1, held=7.0, freed=6.0)

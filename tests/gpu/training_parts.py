@@ -84,7 +84,9 @@ def device(folder: Path) -> str:
             raise RunError(
                 f"a product in {dtype} is {gap:.1e} from the CPU's; {allowed:.0e} is allowed"
             )
-    memory = f"{found.total_memory / GIB:.1f} GiB, compute capability {found.major}.{found.minor}"
+    memory = (
+        f"{found.total_memory / GIB:.1f} GiB, compute capability {found.major}.{found.minor}"
+    )
     return f"{found.name}, {memory}, torch {torch.__version__}; a bfloat16 product within {gap:.1e} of the CPU's"
 
 
@@ -242,7 +244,9 @@ def sync(folder: Path) -> str:
     target = shared / f"ycore-{RunFolder(folder).run_id}"
 
     def each(work: Callable[[torch.Tensor], object]) -> Callable[[], object]:
-        return lambda: [work(weight) for _, weight in engine_weights(policy, dtype=torch.bfloat16)]
+        return lambda: [
+            work(weight) for _, weight in engine_weights(policy, dtype=torch.bfloat16)
+        ]
 
     def copy(weight: torch.Tensor) -> None:
         _, wait = copied_to_host(weight)
@@ -335,7 +339,9 @@ def steps(folder: Path) -> str:
         for one in planned
     )
     memory = [one for one in planned if one["what"].startswith("memory")]
-    if gap > _LARGEST_GAP or any(one["measured"] > _GROWN_GIB * one["planned"] for one in memory):
+    if gap > _LARGEST_GAP or any(
+        one["measured"] > _GROWN_GIB * one["planned"] for one in memory
+    ):
         raise RunError(
             f"{said}; {_LARGEST_GAP} nats and {_GROWN_GIB} times the planned memory are allowed"
         )
@@ -353,13 +359,23 @@ def _on_a_device(gpu: Gpu, used_mib: list[float], step: float) -> list[dict[str,
         f"1x{gpu.memory_gib or 0:.0f}GB",
         "--json",
     ]
-    first = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)[
-        "fits"
-    ][0]
+    first = json.loads(
+        subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    )["fits"][0]
     memory = (max(used_mib) - used_mib[0]) / 1024
     return [
-        {"what": "memory", "unit": "GiB", "measured": memory, "planned": first["peak_bytes"] / GIB},
-        {"what": "time/step", "unit": "s", "measured": step, "planned": first["seconds"]["step"]},
+        {
+            "what": "memory",
+            "unit": "GiB",
+            "measured": memory,
+            "planned": first["peak_bytes"] / GIB,
+        },
+        {
+            "what": "time/step",
+            "unit": "s",
+            "measured": step,
+            "planned": first["seconds"]["step"],
+        },
     ]
 
 

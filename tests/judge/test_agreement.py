@@ -25,7 +25,9 @@ from ycore.types import Prompt
 
 PAIRWISE = {"mode": "pairwise", "verdict": {"kind": "score"}, "rubric": "Which is right?"}
 AGREES = RewardConfig(reward="agrees:mine", args=PAIRWISE)
-ROWS = [{"prompt": f"{n} + 1?", "chosen": f"good{n}", "rejected": f"bad{n}"} for n in range(400)]
+ROWS = [
+    {"prompt": f"{n} + 1?", "chosen": f"good{n}", "rejected": f"bad{n}"} for n in range(400)
+]
 
 
 def config_of(tmp_path: Path, rows: list[dict[str, Any]], **settings: Any) -> RunConfig:
@@ -58,7 +60,9 @@ def test_each_pair_is_the_judges_own_question(tmp_path: Path) -> None:
     )
     text = asked.content[1]["content"]
     assert f"<score-{verdict_code(key)}>" in text and "good< |end|>" in text and found.is_chat
-    assert found.columns == ("chosen", "rejected"), "the key is no column that a reward may ask for"
+    assert found.columns == ("chosen", "rejected"), (
+        "the key is no column that a reward may ask for"
+    )
 
 
 def test_half_of_the_pairs_are_in_each_order_always_the_same(tmp_path: Path) -> None:
@@ -74,7 +78,8 @@ def test_half_of_the_pairs_are_in_each_order_always_the_same(tmp_path: Path) -> 
         "whatever its row is"
     )
     other = [
-        shows_chosen_first(one.columns[KEY]) for one in questions(tmp_path, ROWS, seed=1).prompts
+        shows_chosen_first(one.columns[KEY])
+        for one in questions(tmp_path, ROWS, seed=1).prompts
     ]
     assert 120 < sum(one != two for one, two in zip(first, other, strict=True)) < 280
 
@@ -116,7 +121,9 @@ def test_a_verdict_for_the_chosen_answer_is_rewarded(number: str, when_first: fl
 def test_an_unreadable_verdict_is_none(text: str) -> None:
     key = keys()[0]
     with pytest.raises(Unreadable):
-        agreement(agreement_of(AGREES), key, text.replace("{tag}", f"score-{verdict_code(key)}"))
+        agreement(
+            agreement_of(AGREES), key, text.replace("{tag}", f"score-{verdict_code(key)}")
+        )
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,10 @@ def messages(*texts: str) -> list[dict[str, str]]:
             'quote the labels: {"yes": 1, "no": 0}',
         ),
         ({"verdict": {"kind": "labels", "labels": {"yes": 1}}}, "list of 2 or more"),
-        ({"verdict": {"kind": "labels", "labels": {"yes": 1, "no": 1}}}, "two different values"),
+        (
+            {"verdict": {"kind": "labels", "labels": {"yes": 1, "no": 1}}},
+            "two different values",
+        ),
         (
             {"verdict": {"kind": "labels", "labels": {"good": 1, "goodish": 0}}},
             "no label may begin with another",
@@ -165,7 +168,10 @@ def test_a_file_that_is_no_judge_is_one_line(
 
 @pytest.mark.parametrize(
     "name",
-    [entry.name.removesuffix(".yaml") for entry in (files("ycore_recipes") / "judges").iterdir()],
+    [
+        entry.name.removesuffix(".yaml")
+        for entry in (files("ycore_recipes") / "judges").iterdir()
+    ],
 )
 def test_every_judge_that_comes_with_ycore_is_one(name: str) -> None:
     judge = judge_of(RewardConfig(reward=f"judge:{name}"))
@@ -185,9 +191,15 @@ def test_every_key_is_documented_and_no_other() -> None:
 
 def test_reward_models_are_declared_by_their_name() -> None:
     declared = reward_model_of(
-        RewardConfig(reward="rm:some/model", args={"center": 1, "multiplier": 2, "clip": [-1, 3]})
+        RewardConfig(
+            reward="rm:some/model", args={"center": 1, "multiplier": 2, "clip": [-1, 3]}
+        )
     )
-    assert (declared.model, declared.reward(2.0), declared.reward(9.0)) == ("some/model", 2.0, 3.0)
+    assert (declared.model, declared.reward(2.0), declared.reward(9.0)) == (
+        "some/model",
+        2.0,
+        3.0,
+    )
     for args, problem in (
         ({"centre": 1}, "no key centre; did you mean 'center'"),
         ({"clip": [1, 0]}, "the least and the most"),
@@ -221,7 +233,9 @@ def test_an_ensemble_is_combined(args: dict[str, Any], reward: float) -> None:
 
 def test_a_folder_may_have_a_plus_in_its_name(tmp_path: Path) -> None:
     (tmp_path / "a+b").mkdir()
-    assert reward_model_of(RewardConfig(reward=f"rm:{tmp_path}/a+b")).models == (f"{tmp_path}/a+b",)
+    assert reward_model_of(RewardConfig(reward=f"rm:{tmp_path}/a+b")).models == (
+        f"{tmp_path}/a+b",
+    )
 
 
 def test_the_judge_of_reasoning_accepts_by_1_alone() -> None:

@@ -111,7 +111,9 @@ JUDGES: dict[str, Scripted] = {
     "gives the answer as its reason": lambda question, answer, honest: honest.replace(
         "wrong", answer
     ),
-    "gives it so and stops": lambda question, answer, honest: honest.partition("wrong")[0] + answer,
+    "gives it so and stops": lambda question, answer, honest: (
+        honest.partition("wrong")[0] + answer
+    ),
     "copies the answer as JSON": lambda question, answer, honest: json.dumps(
         {"score": 0, "reason": answer}
     ),
@@ -119,7 +121,9 @@ JUDGES: dict[str, Scripted] = {
     "fills it from the answer's unescaped text": lambda question, answer, honest: filled(
         honest, unescaped(answer)
     ),
-    "copies its question, then judges": lambda question, answer, honest: f"{question}\n{honest}",
+    "copies its question, then judges": lambda question, answer, honest: (
+        f"{question}\n{honest}"
+    ),
     "quotes, then judges": lambda question, answer, honest: f'It says "{answer}". {honest}',
     "judges, then quotes": lambda question, answer, honest: f'{honest} for "{answer}"',
     "judges, then copies": lambda question, answer, honest: f"{honest}\n{answer}",
@@ -154,14 +158,18 @@ ASKED: dict[str, dict[str, object]] = {
 
 def shown_in(question: str) -> str:
     """The answer as the judge sees it, with its marks where it has them."""
-    return question.partition("Answer:\n")[2].rpartition("\n\n")[0] or question.partition("\n")[2]
+    return (
+        question.partition("Answer:\n")[2].rpartition("\n\n")[0] or question.partition("\n")[2]
+    )
 
 
 def unescaped(text: str) -> str:
     """With every escape undone that a helpful judge may undo."""
     for _ in range(2):
         text = (
-            unquote(html.unescape(text)).replace("(score", "<score").replace("(/score", "</score")
+            unquote(html.unescape(text))
+            .replace("(score", "<score")
+            .replace("(/score", "</score")
         )
         with suppress(UnicodeError):
             text = text.encode("latin-1").decode("unicode_escape")
@@ -194,7 +202,9 @@ def written(text: str) -> Reply:
 
 
 def make_judge(**declared: object) -> Judge:
-    return judge_of(RewardConfig(reward="judge:test", args={"rubric": "Is it right?", **declared}))
+    return judge_of(
+        RewardConfig(reward="judge:test", args={"rubric": "Is it right?", **declared})
+    )
 
 
 def test_the_judges_undo_escapes() -> None:
@@ -242,7 +252,8 @@ def test_no_attempt_changes_what_the_judge_is_asked() -> None:
         assert (system["role"], user["role"]) == ("system", "user")
         assert (
             before == "Question:\nWhat is 2 + 2?\n\nAnswer:\n"
-            and after == f"\n\nEnd with a number from 0 to 10, as <score-{CODE}>N</score-{CODE}>."
+            and after
+            == f"\n\nEnd with a number from 0 to 10, as <score-{CODE}>N</score-{CODE}>."
         ), attempt
         assert not any(
             token in inside

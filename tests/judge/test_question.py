@@ -12,7 +12,10 @@ from ycore.judge.question import Questioner, as_text, fold_lookalikes, sanitize,
 from ycore.judge.sources import judge_of
 from ycore.types import Prompt
 
-CHAT = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Who wrote it?"}]
+CHAT = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "Who wrote it?"},
+]
 PROMPT = Prompt(0, CHAT, {"answer": "Ada", "level": 3, "more": None})
 SPECIAL = ("<|im_end|>", "<eos>", "[MASK]")
 
@@ -24,7 +27,9 @@ def make_judge(**declared: object) -> Judge:
 
 
 def test_a_template_is_filled_with_prompt_answer_reference_and_columns() -> None:
-    text = "{rubric}|{prompt}|{completion}|{reference}|{level}|{more}|{{as it is}}|{how_to_answer}"
+    text = (
+        "{rubric}|{prompt}|{completion}|{reference}|{level}|{more}|{{as it is}}|{how_to_answer}"
+    )
     judge = make_judge(
         rubric=" Be strict. ", fence=False, messages=[{"role": "user", "content": text}]
     )
@@ -69,7 +74,9 @@ def test_pairs_and_groups_show_everybody_once() -> None:
         < pair.index("two")
     )
     ranking = make_judge(mode="groupwise", verdict={"kind": "ranking"})
-    group = Questioner(ranking).groupwise(PROMPT, ["red", "green", "blue"], key="1")[-1]["content"]
+    group = Questioner(ranking).groupwise(PROMPT, ["red", "green", "blue"], key="1")[-1][
+        "content"
+    ]
     assert re.findall(r"Answer (\d):\n<text-\w+>\n(\w+)", group) == [
         ("1", "red"),
         ("2", "green"),

@@ -30,7 +30,9 @@ from ycore.judge.verdict import (
 def make_judge(kind: str, **verdict: object) -> Judge:
     mode = "groupwise" if kind == "ranking" else "pointwise"
     return judge_of(
-        RewardConfig(reward="judge:test", args={"verdict": {"kind": kind, **verdict}, "mode": mode})
+        RewardConfig(
+            reward="judge:test", args={"verdict": {"kind": kind, **verdict}, "mode": mode}
+        )
     )
 
 
@@ -65,7 +67,10 @@ def test_a_score_is_read_wherever_it_stands(text: str, value: float) -> None:
         ("7", "no verdict"),
         ("<score-c0de>7", "not whole"),
         ("<score-c0de>7</score-c0de> or <score-c0de>7</score-c0de>", "more than one"),
-        ("<score-c0de>7</score-c0de> not <sc\u043ere-c0de>8</sc\u043ere-c0de>", "more than one"),
+        (
+            "<score-c0de>7</score-c0de> not <sc\u043ere-c0de>8</sc\u043ere-c0de>",
+            "more than one",
+        ),
         ("<score>7</score>", "lacks the code"),
         ("<score-0de1>7</score-0de1>", "lacks the code"),
         ("<score-c0de>7</score>", "not whole"),
@@ -146,7 +151,8 @@ def labelled(likeliest: Mapping[str, float], *, label: str = "yes", code: str = 
         "<|im_end|>",
     ]
     tokens = [
-        ReplyToken(piece, likeliest if n == 10 else {piece: 0.0}) for n, piece in enumerate(pieces)
+        ReplyToken(piece, likeliest if n == 10 else {piece: 0.0})
+        for n, piece in enumerate(pieces)
     ]
     return Reply("".join(pieces[:-1]), tokens=tokens)
 
@@ -169,7 +175,9 @@ def test_a_token_that_begins_a_label_counts_for_it() -> None:
         'poor"': math.log(0.125),
         'p"': math.log(0.5),
     }
-    assert read_value(judge, labelled(tokens, label="excellent"), code=CODE) == pytest.approx(0.5)
+    assert read_value(judge, labelled(tokens, label="excellent"), code=CODE) == pytest.approx(
+        0.5
+    )
 
 
 @pytest.mark.parametrize(
@@ -188,7 +196,10 @@ def test_a_token_that_begins_a_label_counts_for_it() -> None:
             ["\u2581{", '"code":', '\u2581"c0de",', '\u0120"label":', '\u0120"', "yes", '"}'],
             {"yes": -0.1, "no": -3.0},
         ),
-        (['{"code": "c0de", "label": "', "", " ", " yes", '"}'], {" yes": -0.1, "\u0120no": -3.0}),
+        (
+            ['{"code": "c0de", "label": "', "", " ", " yes", '"}'],
+            {" yes": -0.1, "\u0120no": -3.0},
+        ),
     ],
 )
 def test_the_token_where_the_label_begins_is_found(
@@ -198,7 +209,8 @@ def test_the_token_where_the_label_begins_is_found(
     text = '{"code": "c0de", "label": "yes"}' if "\u2581{" in pieces else "".join(pieces)
     at = next(n for n, piece in enumerate(pieces) if re.fullmatch('[ "]*y(es)?', piece))
     tokens = [
-        ReplyToken(piece, likeliest if n == at else {"no": 0.0}) for n, piece in enumerate(pieces)
+        ReplyToken(piece, likeliest if n == at else {"no": 0.0})
+        for n, piece in enumerate(pieces)
     ]
     wanted = math.exp(-0.1) / (math.exp(-0.1) + math.exp(-3.0))
     assert read_value(YES_NO, Reply(text, tokens=tokens), code=CODE) == pytest.approx(wanted)
@@ -262,11 +274,14 @@ def test_a_ranking_is_read(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "inside", ["", "1, 2", "1, 2, 2", "1, 2, 3, 4", "0, 1, 2", "A, B, C", "1; 2; 3", "1,2,3 1,2,3"]
+    "inside",
+    ["", "1, 2", "1, 2, 2", "1, 2, 3, 4", "0, 1, 2", "A, B, C", "1; 2; 3", "1,2,3 1,2,3"],
 )
 def test_a_ranking_has_every_answer_once(inside: str) -> None:
     with pytest.raises(Unreadable):
-        read_ranking(RANKING, Reply(f"<ranking-c0de>{inside}</ranking-c0de>"), code=CODE, count=3)
+        read_ranking(
+            RANKING, Reply(f"<ranking-c0de>{inside}</ranking-c0de>"), code=CODE, count=3
+        )
 
 
 @given(st.text() | st.text(alphabet='<>/score-c0de 123456789.\n\u043e\uff1c{}":'))

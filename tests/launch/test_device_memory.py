@@ -49,7 +49,13 @@ def config_of(
     if judge is not None:
         args = {"rubric": "right?", "verdict": {"kind": "score"}, "model": judge}
         rewards.append(RewardConfig(reward="judge:mine", args=args))
-    told = {"model": model, "dataset": "task:addition", "output": "o", "rewards": rewards, **more}
+    told = {
+        "model": model,
+        "dataset": "task:addition",
+        "output": "o",
+        "rewards": rewards,
+        **more,
+    }
     kind = DistillConfig if more.get("algorithm") == "distill" else RunConfig
     return kind(engine=EngineSettings(**(engine or {})), **told)
 
@@ -59,7 +65,9 @@ def site_on(config: RunConfig, machine: Machine, *, trains: bool = True) -> Site
     return Site(RunFolder(Path("/tmp/run")), layout, machine, trains)
 
 
-def plan(config: RunConfig, machine: Machine, folder: Path, *, trains: bool = True) -> EnginePlan:
+def plan(
+    config: RunConfig, machine: Machine, folder: Path, *, trains: bool = True
+) -> EnginePlan:
     def fetch(name: str) -> Path:
         (folder / Path(name).name).mkdir(exist_ok=True)
         (folder / Path(name).name / "config.json").write_text(json.dumps(KNOWN_CONFIGS[name]))
@@ -75,7 +83,9 @@ def plan(config: RunConfig, machine: Machine, folder: Path, *, trains: bool = Tr
 
 
 def share_of(made: EnginePlan, role: str = "rollout") -> float:
-    return next(one.engines[0].gpu_memory_utilization for one in made.served if one.role == role)
+    return next(
+        one.engines[0].gpu_memory_utilization for one in made.served if one.role == role
+    )
 
 
 def cache_gib(made: EnginePlan, machine: Machine, model: str, *, size: int = 2) -> float:
@@ -91,7 +101,8 @@ def test_a_14b_model_fits_on_80_gb(tmp_path: Path) -> None:
     assert share_of(made) * 79.6 > 27.5 + 1.5 and cache_gib(made, ONE_80, FOURTEEN) > 4
     fixed = config_of(FOURTEEN, engine={"gpu_memory_utilization": 0.3})
     with pytest.raises(
-        ConfigError, match=r"30\.6 GiB .*gets 0\.3 of a device's 79\.6 GiB; say --set engine\.gpu"
+        ConfigError,
+        match=r"30\.6 GiB .*gets 0\.3 of a device's 79\.6 GiB; say --set engine\.gpu",
     ):
         check_run(fixed, site_on(fixed, ONE_80), vllm=True)
 
@@ -119,12 +130,15 @@ def test_what_fits_together_stays_awake_and_what_does_not_sleeps(tmp_path: Path)
 
 def test_only_what_has_to_leaves_the_device(tmp_path: Path) -> None:
     full = config_of(THREE, lora=None, trl={"per_device_train_batch_size": 8})
-    large, small = (replace(ONE_80, device_bytes=gib * GIB, free_bytes=None) for gib in (80, 64))
+    large, small = (
+        replace(ONE_80, device_bytes=gib * GIB, free_bytes=None) for gib in (80, 64)
+    )
     assert "offload" not in plan(full, large, tmp_path).as_json()
     crowded = plan(full, small, tmp_path)
     assert crowded.as_json()["offload"] == "optimizer", "nothing else is frozen, or leaves"
     assert (
-        "train needs 61.1 and 60.8 can be used: lower --per-device-train-batch-size" in crowded.note
+        "train needs 61.1 and 60.8 can be used: lower --per-device-train-batch-size"
+        in crowded.note
     )
     assert plan(config_of(THREE), ONE_24, tmp_path).as_json()["offload"] == "none", (
         "to sleep is enough"
@@ -165,7 +179,9 @@ def test_two_small_devices_share_a_small_model_with_a_judge(tmp_path: Path) -> N
 def test_slices_of_a_device_are_devices(tmp_path: Path) -> None:
     config = config_of(HALF, judge=HALF, placement="split:1:1")
     made = plan(config, SLICES, tmp_path)
-    assert [engine_environment(one, base={})["CUDA_VISIBLE_DEVICES"] for one in made.engines] == [
+    assert [
+        engine_environment(one, base={})["CUDA_VISIBLE_DEVICES"] for one in made.engines
+    ] == [
         "MIG-a",
         "MIG-b",
     ]

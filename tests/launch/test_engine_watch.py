@@ -109,7 +109,8 @@ def test_each_is_asleep_before_the_next_one_of_its_device_starts(
     sockets: Path, folder: RunFolder
 ) -> None:
     wanted = [
-        planned(folder, sockets, name, "0") for name in ("rollout-0", "judge-0", "reward-model-0")
+        planned(folder, sockets, name, "0")
+        for name in ("rollout-0", "judge-0", "reward-model-0")
     ]
     said: list[str] = []
     started = start_all(folder, wanted, say=said.append)
@@ -177,7 +178,9 @@ def test_one_that_dies_asleep_is_started_again_when_it_is_woken(
     assert engine.processes()[0].pid != first
 
 
-def test_a_new_process_is_not_taken_for_one_that_sleeps(sockets: Path, folder: RunFolder) -> None:
+def test_a_new_process_is_not_taken_for_one_that_sleeps(
+    sockets: Path, folder: RunFolder
+) -> None:
     one = planned(folder, sockets, "judge-0", "0")
     mark_asleep(one.socket, DROP)
     LiveEngine(one, folder, health_timeout_s=60.0)

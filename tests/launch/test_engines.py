@@ -89,7 +89,9 @@ def test_on_devices_one_engine_each(plan: Plan) -> None:
     assert made.note == (
         "generating with vLLM: 2 engines on devices 4, 5; the sizes of a model or device are not known"
     )
-    assert not made.sleeps and {engine.gpu_memory_utilization for engine in made.engines} == {0.9}
+    assert not made.sleeps and {engine.gpu_memory_utilization for engine in made.engines} == {
+        0.9
+    }
 
 
 @pytest.mark.parametrize(("machine", "sleep"), [(TWO_DEVICES, True), (TWO_CORES, False)])
@@ -98,7 +100,9 @@ def test_engines_sleep_on_devices_alone(machine: Machine, sleep: bool, plan: Pla
     assert made.sleeps == sleep and {engine.sleeps for engine in made.engines} == {sleep}
 
 
-@pytest.mark.parametrize(("machine", "what"), [(TWO_CORES, "2 cores"), (TWO_DEVICES, "2 devices")])
+@pytest.mark.parametrize(
+    ("machine", "what"), [(TWO_CORES, "2 cores"), (TWO_DEVICES, "2 devices")]
+)
 def test_more_engines_than_slots_are_refused(machine: Machine, what: str, plan: Plan) -> None:
     with pytest.raises(ConfigError, match=f"engine.count 3 is more than the {what}"):
         plan(config_with(engine={"count": 3}), machine)
@@ -222,6 +226,7 @@ def test_a_width_that_is_no_share_of_the_widest_is_refused(plan: Plan, tmp_path:
     )
     twelve = Machine(cores=(0,), devices=tuple("0123456789ab"))
     with pytest.raises(
-        ConfigError, match=r"widest engine spans, 3, and engines of m span 2, which does not divide"
+        ConfigError,
+        match=r"widest engine spans, 3, and engines of m span 2, which does not divide",
     ):
         plan(judged(3, engine={"tensor_parallel": 2}), twelve)

@@ -169,7 +169,9 @@ def test_older_devices_have_no_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None
     assert not old.has_nvlink
 
 
-def test_values_that_the_driver_does_not_give_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_that_the_driver_does_not_give_are_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     install(monkeypatch, [Device("GPU-5", "NVIDIA GB10", capability=(12, 1))])
     (unified,) = visible_gpus({})
     assert unified.memory_gib is None and unified.free_gib is None

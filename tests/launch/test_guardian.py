@@ -81,7 +81,9 @@ def processes_of(folder: RunFolder) -> list[psutil.Process]:
 def start_launcher(
     folder: RunFolder, seconds: float
 ) -> tuple["subprocess.Popen[bytes]", list[psutil.Process]]:
-    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(folder.root), str(seconds)])
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, str(folder.root), str(seconds)]
+    )
     wait_for(lambda: (folder.root / "ready").exists())
     children: list[psutil.Process] = []
 
@@ -98,7 +100,8 @@ def assert_nothing_is_left(folder: RunFolder, children: list[psutil.Process]) ->
     wait_for(
         lambda: (
             not any(
-                child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children
+                child.is_running() and child.status() != psutil.STATUS_ZOMBIE
+                for child in children
             )
         )
     )
@@ -139,7 +142,9 @@ def test_the_folder_stays_claimed_until_the_run_is_cleared_away(folder: RunFolde
     launcher.wait(WITHIN_S)
     claim = Claim(folder)
     alive = [
-        child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE
+        child
+        for child in children
+        if child.is_running() and child.status() != psutil.STATUS_ZOMBIE
     ]
     claim.release()
     assert [child for child in alive if child.name() == "sleep"] == []
@@ -246,7 +251,9 @@ def test_marked_processes_end_and_others_live(marked: RunFolder) -> None:
     assert RunWatch(marked.run_id).kill() == 0
 
 
-def test_what_ignores_sigterm_or_is_stopped_is_killed(marked: RunFolder, tmp_path: Path) -> None:
+def test_what_ignores_sigterm_or_is_stopped_is_killed(
+    marked: RunFolder, tmp_path: Path
+) -> None:
     code = "import os, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     deaf = start(
         marked,
@@ -311,7 +318,9 @@ time.sleep(600)
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm")
-def test_shared_memory_of_others_and_a_users_files_stay(folder: RunFolder, tmp_path: Path) -> None:
+def test_shared_memory_of_others_and_a_users_files_stay(
+    folder: RunFolder, tmp_path: Path
+) -> None:
     """A user's dataset in /dev/shm is mapped by the run too, and may have a name like a library's."""
     shm = Path("/dev/shm")
     random = secrets.token_hex(4)

@@ -109,7 +109,11 @@ def test_a_run_that_finishes(worker: Callable[..., RunKind], config: RunConfig) 
     """
     summary, shown = run(worker(code), config)
     assert summary == read_json(RunFolder(Path(config.output)).summary)
-    assert (summary["status"], summary["steps"], summary["reward_first"]) == ("finished", 3, 0.25)
+    assert (summary["status"], summary["steps"], summary["reward_first"]) == (
+        "finished",
+        3,
+        0.25,
+    )
     assert RunFolder(Path(config.output)).curve.is_file()
     assert "step 3/3  reward 0.750" in shown
     assert "transformers" in shown
@@ -124,7 +128,10 @@ def test_run_json_names_what_confines_the_runs_own_rewards(
         "choose_level",
         lambda wanted: LevelChoice(Level.LANDLOCK, {Level.NAMESPACES: "no bwrap"}),
     )
-    run(worker(""), config.model_copy(update={"rewards": [RewardConfig(reward="mine.py:score")]}))
+    run(
+        worker(""),
+        config.model_copy(update={"rewards": [RewardConfig(reward="mine.py:score")]}),
+    )
     told = read_json(RunFolder(Path(config.output)).config)["sandbox"]
     assert told.startswith("landlock, the weaker level: ") and "no bwrap" in told
 
@@ -132,12 +139,14 @@ def test_run_json_names_what_confines_the_runs_own_rewards(
 def test_one_rank_on_a_machine_with_several_devices_sees_one(
     worker: Callable[..., RunKind], config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layout, "this_machine", lambda: Machine(cores=(0, 1), devices=("2", "0")))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    code = (
-        """assert os.environ["CUDA_VISIBLE_DEVICES"] == "2", os.environ["CUDA_VISIBLE_DEVICES"]"""
+    monkeypatch.setattr(
+        layout, "this_machine", lambda: Machine(cores=(0, 1), devices=("2", "0"))
     )
-    summary, _ = run(worker(code), config.model_copy(update={"processes": 1, "dtype": "float32"}))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    code = """assert os.environ["CUDA_VISIBLE_DEVICES"] == "2", os.environ["CUDA_VISIBLE_DEVICES"]"""
+    summary, _ = run(
+        worker(code), config.model_copy(update={"processes": 1, "dtype": "float32"})
+    )
     assert summary["status"] == "finished"
 
 
@@ -243,7 +252,9 @@ def test_an_engine_that_is_never_ready_is_named(
 ) -> None:
     in_vllms_place(monkeypatch, ["sleep", "600"])
     impatient = EngineSettings(kind="vllm", count=1, start_timeout_s=0.5)
-    with pytest.raises(EngineError, match=r"rollout-0 was not ready after 0 s.*start_timeout_s"):
+    with pytest.raises(
+        EngineError, match=r"rollout-0 was not ready after 0 s.*start_timeout_s"
+    ):
         run(worker("time.sleep(600)"), config.model_copy(update={"engine": impatient}))
     assert_nothing_is_left(config)
 
@@ -265,7 +276,9 @@ except YcoreError as error:
 
 def launch(config: RunConfig) -> "subprocess.Popen[str]":
     command = [sys.executable, "-c", LAUNCH, config.model_dump_json()]
-    started = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    started = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     deadline = time.monotonic() + WITHIN_S
     while not (Path(config.output) / "at-work").exists():
         assert time.monotonic() < deadline and started.poll() is None
@@ -300,13 +313,17 @@ def test_one_signal_lets_the_trainer_save(
     started.send_signal(number)
     shown, _ = started.communicate(timeout=WITHIN_S)
     assert started.returncode == Interrupted.exit_code
-    assert f"Interrupted stopped after step 3; `ycore resume {config.output}` continues" in shown
+    assert (
+        f"Interrupted stopped after step 3; `ycore resume {config.output}` continues" in shown
+    )
     assert (Path(config.output) / "saved").exists()
     assert read_json(RunFolder(Path(config.output)).summary)["status"] == "interrupted"
     assert_nothing_is_left(config)
 
 
-def test_a_second_signal_stops_at_once(worker: Callable[..., RunKind], config: RunConfig) -> None:
+def test_a_second_signal_stops_at_once(
+    worker: Callable[..., RunKind], config: RunConfig
+) -> None:
     worker(DEAF)
     started = launch(config)
     started.send_signal(signal.SIGINT)
@@ -340,7 +357,9 @@ def test_a_save_that_fails_after_ctrl_c_fails_the_run(
     )
     summary = read_json(RunFolder(Path(config.output)).summary)
     assert summary["status"] == "failed"
-    assert "trainer ended with exit status 1: failed: no room left on the disk" in summary["error"]
+    assert (
+        "trainer ended with exit status 1: failed: no room left on the disk" in summary["error"]
+    )
     assert ", while stopping after step 3; `ycore resume " in summary["error"]
     assert_nothing_is_left(config)
 
@@ -370,7 +389,10 @@ COMPUTES = """
 
 @pytest.mark.parametrize("save", [GROWS, COMPUTES], ids=["files grow", "computes"])
 def test_a_slow_save_has_all_the_time_in_which_it_makes_progress(
-    worker: Callable[..., RunKind], config: RunConfig, monkeypatch: pytest.MonkeyPatch, save: str
+    worker: Callable[..., RunKind],
+    config: RunConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    save: str,
 ) -> None:
     monkeypatch.setattr(supervise, "_SAVE_STALLS_AFTER_S", 1.5)
     monkeypatch.setattr(supervise, "_WORKING_CPU_S", 0.1)
@@ -403,10 +425,15 @@ def test_a_save_without_progress_fails_the_run(
     ids=["not listening yet", "never ends", "ends as a library does that is being imported"],
 )
 def test_a_stop_before_the_first_step_waits_for_no_save(
-    worker: Callable[..., RunKind], config: RunConfig, monkeypatch: pytest.MonkeyPatch, code: str
+    worker: Callable[..., RunKind],
+    config: RunConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    code: str,
 ) -> None:
     monkeypatch.setattr(supervise, "_END_WITHIN_S", 2.0)
-    made = worker(f"import signal\n{code}\nos.kill(os.getppid(), signal.SIGINT)\ntime.sleep(600)")
+    made = worker(
+        f"import signal\n{code}\nos.kill(os.getppid(), signal.SIGINT)\ntime.sleep(600)"
+    )
     with pytest.raises(Interrupted, match=r"; `ycore resume .*` continues"):
         run(made, config)
     assert_nothing_is_left(config)

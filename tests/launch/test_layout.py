@@ -205,7 +205,9 @@ def test_a_file_that_cannot_work(
 
 
 def test_a_bare_no_is_no_mixed_precision(tmp_path: Path) -> None:
-    text = "distributed_type: MULTI_GPU\nnum_machines: 1\nnum_processes: 2\nmixed_precision: no\n"
+    text = (
+        "distributed_type: MULTI_GPU\nnum_machines: 1\nnum_processes: 2\nmixed_precision: no\n"
+    )
     found = layout_of(config(accelerate=written(tmp_path, text)), CORES)
     assert found.accelerate is not None and found.accelerate["mixed_precision"] == "no"
 
@@ -229,7 +231,8 @@ def test_without_deepspeed_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -
         ConfigError, match=r"DeepSpeed is not installed; pip install 'ycore\[deepspeed\]'"
     ):
         check_deepspeed(
-            config(accelerate="zero2"), layout_of(config(processes=2, accelerate="zero2"), CORES)
+            config(accelerate="zero2"),
+            layout_of(config(processes=2, accelerate="zero2"), CORES),
         )
 
 
@@ -250,7 +253,9 @@ def read_back(told: dict[str, Any], folder: Path) -> Any:
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", SHARDINGS)
-def test_accelerate_reads_it(name: Sharding, dtype: Dtype, on_cpu: bool, tmp_path: Path) -> None:
+def test_accelerate_reads_it(
+    name: Sharding, dtype: Dtype, on_cpu: bool, tmp_path: Path
+) -> None:
     if name == "fsdp2" and on_cpu:
         with pytest.raises(ConfigError, match=r"fsdp2 needs GPUs.*zero3"):
             accelerate_config(name, processes=2, on_cpu=True, dtype=dtype)
@@ -282,7 +287,9 @@ def test_bfloat16_is_refused_on_a_device_without_it_and_auto_is_float32(
     assert on_machine(config(processes=1, dtype="auto"), machine).dtype == "float32"
     gpus[1] = replace(old, capability=None)
     check_bfloat16("bfloat16", layout.this_machine().without_bfloat16)
-    assert on_machine(config(processes=1, dtype="auto"), layout.this_machine()).dtype == "bfloat16"
+    assert (
+        on_machine(config(processes=1, dtype="auto"), layout.this_machine()).dtype == "bfloat16"
+    )
 
 
 def test_cores_without_bfloat16_compute_in_float32_unless_told() -> None:
@@ -292,17 +299,21 @@ def test_cores_without_bfloat16_compute_in_float32_unless_told() -> None:
         and on_machine(config(dtype="auto"), old).dtype == "float32"
     )
     assert on_machine(config(dtype="bfloat16"), old).dtype == "bfloat16"
-    assert (layout_of(config(accelerate="zero2", processes=2, dtype="auto"), old).accelerate or {})[
-        "mixed_precision"
-    ] == "no"
+    assert (
+        layout_of(config(accelerate="zero2", processes=2, dtype="auto"), old).accelerate or {}
+    )["mixed_precision"] == "no"
 
 
-def test_a_machine_is_described_by_what_figures_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_is_described_by_what_figures_depend_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     told = layout.describe_machine()
     assert told["cores"] >= 1 and told["processor"] and told["memory_gib"] > 0
     assert set(told["flags"]) <= core_flags() and json.loads(json.dumps(told)) == told
     monkeypatch.setattr(layout, "this_machine", lambda: TWO)
     monkeypatch.setattr(
-        layout, "visible_gpus", lambda: [Gpu(one, one, "NVIDIA H200", "1") for one in TWO.devices]
+        layout,
+        "visible_gpus",
+        lambda: [Gpu(one, one, "NVIDIA H200", "1") for one in TWO.devices],
     )
     assert layout.describe_machine()["devices"] == ["NVIDIA H200", "NVIDIA H200"]

@@ -20,9 +20,15 @@ GIB = 2**30
 H100 = Machine(
     tuple(range(64)), tuple("01234567"), device_bytes=80e9, host_bytes=1e12, shm_bytes=500e9
 )
-TWO_24 = Machine(tuple(range(16)), ("0", "1"), device_bytes=24e9, host_bytes=64e9, shm_bytes=32e9)
+TWO_24 = Machine(
+    tuple(range(16)), ("0", "1"), device_bytes=24e9, host_bytes=64e9, shm_bytes=32e9
+)
 SLICES = Machine(
-    tuple(range(16)), ("MIG-3333", "MIG-4444"), device_bytes=10e9, host_bytes=64e9, shm_bytes=32e9
+    tuple(range(16)),
+    ("MIG-3333", "MIG-4444"),
+    device_bytes=10e9,
+    host_bytes=64e9,
+    shm_bytes=32e9,
 )
 CORES = Machine((0, 1), (), host_bytes=16e9, shm_bytes=8e9)
 SMALL_SHM = Machine((0, 1), (), host_bytes=16e9, shm_bytes=64 * 2.0**20)
@@ -32,7 +38,9 @@ EIGHT = "Qwen/Qwen3-8B"
 
 def test_a_deterministic_run_has_one_rank() -> None:
     check(CORES, deterministic=True)
-    with pytest.raises(ConfigError, match="--deterministic is for one, not 2; take --processes 1"):
+    with pytest.raises(
+        ConfigError, match="--deterministic is for one, not 2; take --processes 1"
+    ):
         check(CORES, deterministic=True, processes=2)
     with pytest.raises(
         ConfigError,
@@ -45,12 +53,15 @@ def test_rounds_ahead_need_engines_that_are_awake_while_the_trainer_trains() -> 
     ahead: dict[str, Any] = {"sampling": {"max_staleness": 1}}
     check(CORES, **ahead)
     with pytest.raises(
-        ConfigError, match="engines and trainer take turns on a device; leave --max-staleness out"
+        ConfigError,
+        match="engines and trainer take turns on a device; leave --max-staleness out",
     ):
         check(H100, engine={"sleep": True}, **ahead)
     with pytest.raises(ConfigError, match="transformers writes with the trainer's own model"):
         check(CORES, engine={"kind": "transformers"}, **ahead)
-    with pytest.raises(ConfigError, match="counts steps of one round each, and a round here has 2"):
+    with pytest.raises(
+        ConfigError, match="counts steps of one round each, and a round here has 2"
+    ):
         check(CORES, trl={"num_iterations": 2}, **ahead)
     with pytest.raises(ConfigError, match="--replay has no engines"):
         check(CORES, replay="runs/other", **ahead)
@@ -66,10 +77,13 @@ def test_evaluations_beside_the_trainer_need_engines_that_idle_meanwhile() -> No
     with pytest.raises(ConfigError, match="transformers writes with the trainer's own model"):
         check(CORES, engine={"kind": "transformers"}, **beside)
     with pytest.raises(
-        ConfigError, match="with --max-staleness 1 they write the next round; leave one of them out"
+        ConfigError,
+        match="with --max-staleness 1 they write the next round; leave one of them out",
     ):
         check(CORES, sampling={"max_staleness": 1}, **beside)
-    with pytest.raises(ConfigError, match="DeepSpeed changes the weights within the backward pass"):
+    with pytest.raises(
+        ConfigError, match="DeepSpeed changes the weights within the backward pass"
+    ):
         check(CORES, processes=2, accelerate="zero2", **beside)
 
 
@@ -107,9 +121,17 @@ def check(
         rewards[0].args["model"] = judge
         if judge_width is not None:
             rewards[0].args["tensor_parallel"] = judge_width
-    values = {"model": SMALL, "dataset": "task:addition", "output": "o", "rewards": rewards, **more}
+    values = {
+        "model": SMALL,
+        "dataset": "task:addition",
+        "output": "o",
+        "rewards": rewards,
+        **more,
+    }
     config = RunConfig(engine=EngineSettings(**(engine or {})), **values)
-    check_run(config, Site(RunFolder(Path("o")), layout_of(config, machine), machine), vllm=True)
+    check_run(
+        config, Site(RunFolder(Path("o")), layout_of(config, machine), machine), vllm=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -226,7 +248,11 @@ def test_what_works_passes(machine: Machine, settings: dict[str, Any]) -> None:
             "/dev/shm must hold the policy's weights: 988065536 bytes; 67108864 "
             "are free; make it larger, e.g. docker run --shm-size=8g",
         ),
-        (CORES, {"engine": {"count": 3}}, "engine.count 3 is more than the 2 cores here; lower it"),
+        (
+            CORES,
+            {"engine": {"count": 3}},
+            "engine.count 3 is more than the 2 cores here; lower it",
+        ),
         *(
             (
                 machine,
@@ -236,7 +262,11 @@ def test_what_works_passes(machine: Machine, settings: dict[str, Any]) -> None:
             for machine, settings, reason in [
                 (CORES, {"lora": None}, "all weights are trained (--full)"),
                 (CORES, {"quantize": "4bit"}, "the trainer's base is quantised"),
-                (CORES, {"accelerate": "zero3", "processes": 2}, "zero3 and fsdp2 cut up the base"),
+                (
+                    CORES,
+                    {"accelerate": "zero3", "processes": 2},
+                    "zero3 and fsdp2 cut up the base",
+                ),
                 (
                     CORES,
                     {"engine": {"tensor_parallel": 2}},
@@ -247,7 +277,11 @@ def test_what_works_passes(machine: Machine, settings: dict[str, Any]) -> None:
                     {"engine": {"sleep": True}},
                     "engines that sleep drop their base (engine.sleep)",
                 ),
-                (CORES, {"engine": {"kind": "transformers"}}, "transformers is sent no weights"),
+                (
+                    CORES,
+                    {"engine": {"kind": "transformers"}},
+                    "transformers is sent no weights",
+                ),
             ]
         ),
         (

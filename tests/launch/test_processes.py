@@ -207,7 +207,9 @@ def test_the_first_failure_is_the_runs(
 
 
 def test_a_rank_that_vanished_is_the_cause_of_what_others_then_met(
-    trainer: RankedTrainer, folder: RunFolder, rank: Callable[[int, str], "subprocess.Popen[bytes]"]
+    trainer: RankedTrainer,
+    folder: RunFolder,
+    rank: Callable[[int, str], "subprocess.Popen[bytes]"],
 ) -> None:
     rank(0, SLEEPER)
     gone = rank(1, SLEEPER)
@@ -262,7 +264,9 @@ def test_what_only_says_that_another_rank_is_gone_is_no_cause() -> None:
 
 
 def test_an_interrupt_goes_to_the_ranks_and_not_to_torchrun(
-    trainer: RankedTrainer, folder: RunFolder, rank: Callable[[int, str], "subprocess.Popen[bytes]"]
+    trainer: RankedTrainer,
+    folder: RunFolder,
+    rank: Callable[[int, str], "subprocess.Popen[bytes]"],
 ) -> None:
     ranks = [rank(local, PRINTS + "time.sleep(60)") for local in (0, 1)]
     trainer.send(signal.SIGINT)
@@ -296,7 +300,9 @@ def test_a_report_comes_back_as_it_was_written(folder: RunFolder) -> None:
 
 
 def test_ranks_are_known_by_name_and_forgotten_before_others_come(
-    folder: RunFolder, trainer: RankedTrainer, rank: Callable[[int, str], "subprocess.Popen[bytes]"]
+    folder: RunFolder,
+    trainer: RankedTrainer,
+    rank: Callable[[int, str], "subprocess.Popen[bytes]"],
 ) -> None:
     working, ended = rank(0, SLEEPER), rank(1, SLEEPER)
     assert trainer.members() == {"trainer rank 0": working.pid, "trainer rank 1": ended.pid}

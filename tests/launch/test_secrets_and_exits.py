@@ -68,7 +68,12 @@ def words(model: Path, output: Path) -> list[str]:
         "--engine": "vllm",
     }
     given = [str(word) for option, value in options.items() for word in (option, value)]
-    own = ["dtype=float32", "sampling.dynamic=false", "engine.max_model_len=64", "engine.count=1"]
+    own = [
+        "dtype=float32",
+        "sampling.dynamic=false",
+        "engine.max_model_len=64",
+        "engine.count=1",
+    ]
     return [*SCRIPTED, "grpo", *given, *(word for value in own for word in ("--set", value))]
 
 
@@ -104,7 +109,9 @@ def of_run(folder: RunFolder) -> list[psutil.Process]:
             ours = process.environ().get(RUN_MARKER) == folder.run_id or any(
                 str(folder.root) in w for w in command
             )
-            if (ours or command == ["sleep", "601"]) and process.status() != psutil.STATUS_ZOMBIE:
+            if (
+                ours or command == ["sleep", "601"]
+            ) and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except psutil.Error:
             continue
@@ -113,7 +120,9 @@ def of_run(folder: RunFolder) -> list[psutil.Process]:
 
 def assert_nothing_is_left(output: Path) -> None:
     folder = RunFolder(output)
-    deadline = time.monotonic() + 30  # ten seconds are what is promised, on a machine that has time
+    deadline = (
+        time.monotonic() + 30
+    )  # ten seconds are what is promised, on a machine that has time
     while left := of_run(folder):
         assert time.monotonic() < deadline, [
             (process.pid, process.name(), process.status()) for process in left
@@ -140,7 +149,9 @@ def test_secrets_stay_where_they_were_given_and_a_killed_launcher_leaves_nothing
             role = re.search(r"rewards\.worker|scripted_engine|ycore\.trainer", command)
             if role:
                 held = {
-                    name for name, secret in SECRETS.items() if secret in process.environ().values()
+                    name
+                    for name, secret in SECRETS.items()
+                    if secret in process.environ().values()
                 }
                 seen.setdefault(role[0], set()).update(held)
         assert seen == {
@@ -193,7 +204,9 @@ def test_a_terminal_that_is_closed_ends_the_run_in_order(model: Path, output: Pa
     os.close(ours)
     run.wait(60)
     assert json.loads((output / "summary.json").read_text())["status"] == "interrupted"
-    assert list((output / "checkpoints").glob("checkpoint-*")), "the trainer had no time to save"
+    assert list((output / "checkpoints").glob("checkpoint-*")), (
+        "the trainer had no time to save"
+    )
     assert run.returncode == 130
     assert_nothing_is_left(output)
 

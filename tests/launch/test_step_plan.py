@@ -62,7 +62,9 @@ def test_a_run_has_its_rows_in_json(site: Site) -> None:
 
 def new_run(folder: Path, **machine: Any) -> Site:
     """A run that has not begun, on two cores."""
-    return Site(RunFolder(folder), ONE_RANK, Machine(**{"cores": (0, 1), "devices": ()} | machine))
+    return Site(
+        RunFolder(folder), ONE_RANK, Machine(**{"cores": (0, 1), "devices": ()} | machine)
+    )
 
 
 def planned(site: Site, *, done: int = 0, **settings: object) -> dict[str, Any] | None:
@@ -111,7 +113,12 @@ def test_a_run_that_goes_on_is_planned_with_its_own_lengths(tmp_path: Path) -> N
 def test_a_judge_counts_by_the_form_of_its_verdict(tmp_path: Path) -> None:
     def judged(**declared: Any) -> dict[str, Any] | None:
         verdict = {"kind": "labels", "labels": {"yes": 1.0, "no": 0.0}}
-        args = {"model": "smollm2-135m", "rubric": "Is it right?", "verdict": verdict, **declared}
+        args = {
+            "model": "smollm2-135m",
+            "rubric": "Is it right?",
+            "verdict": verdict,
+            **declared,
+        }
         return planned(new_run(tmp_path), rewards=[{"reward": "judge:mine", "args": args}])
 
     by_labels, by_words, alone = (
@@ -121,7 +128,8 @@ def test_a_judge_counts_by_the_form_of_its_verdict(tmp_path: Path) -> None:
     )
     assert by_labels is not None and by_words is not None and alone is not None
     assert (
-        "verdicts of 16, " in by_labels["in_words"] and "verdicts of 256, " in by_words["in_words"]
+        "verdicts of 16, " in by_labels["in_words"]
+        and "verdicts of 256, " in by_words["in_words"]
     )
     rounds = [one["figures"]["time/round"] for one in (alone, by_labels, by_words)]
     assert rounds == sorted(rounds)

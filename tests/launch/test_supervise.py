@@ -104,11 +104,15 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{root}")
     monkeypatch.setattr("ycore.engine.kinds.is_vllm_installed", lambda: True)
     command = [sys.executable, "-c", ENGINE]
-    monkeypatch.setattr(commands, "engine_command", lambda engine: [*command, str(engine.socket)])
+    monkeypatch.setattr(
+        commands, "engine_command", lambda engine: [*command, str(engine.socket)]
+    )
     stream = io.StringIO()
 
     def work(code: str, config: RunConfig, **given: Any) -> str:
-        (tmp_path / "made_worker.py").write_text(textwrap.dedent(WORKER) + textwrap.dedent(code))
+        (tmp_path / "made_worker.py").write_text(
+            textwrap.dedent(WORKER) + textwrap.dedent(code)
+        )
         try:
             run_worker(
                 RunKind("trainer", "made_worker"), config, resume=False, stream=stream, **given
@@ -142,7 +146,10 @@ def assert_nothing_is_left(config: RunConfig) -> None:
             "os.kill(part, signal.SIGKILL)",
             r"rollout-0 lost its process sleep \(\d+\), killed or out of memory",
         ),
-        ("os.kill(server, signal.SIGSTOP)", r"rollout-0 has been stopped \(SIGSTOP\) for \d+ s"),
+        (
+            "os.kill(server, signal.SIGSTOP)",
+            r"rollout-0 has been stopped \(SIGSTOP\) for \d+ s",
+        ),
         ("os.kill(part, signal.SIGSTOP)", r"rollout-0 has been stopped \(SIGSTOP\) for \d+ s"),
     ],
     ids=["server-killed", "part-killed", "server-stopped", "part-stopped"],
@@ -166,7 +173,9 @@ def test_an_engine_in_trouble_is_started_again(
     assert bool(stacks) == ("STOP" in harm)
 
 
-def test_only_the_dead_engine_is_started_again(run: Callable[..., str], config: RunConfig) -> None:
+def test_only_the_dead_engine_is_started_again(
+    run: Callable[..., str], config: RunConfig
+) -> None:
     code = """
         time.sleep(2)
         one, other = ask(0), ask(1)
@@ -269,7 +278,10 @@ def test_a_dead_trainer_is_started_again_beside_its_engines(
     shown = run(DIES_ONCE, config.model_copy(update={"restarts": 1}))
     assert "trainer ended with killed by SIGKILL" in shown
     assert "in step 2; resuming from the newest checkpoint (1 of 1)" in shown
-    assert [row["step"] for row in read_metrics(RunFolder(Path(config.output)).metrics)] == [1, 2]
+    assert [row["step"] for row in read_metrics(RunFolder(Path(config.output)).metrics)] == [
+        1,
+        2,
+    ]
 
 
 def test_without_restarts_the_error_names_the_command_that_goes_on(
@@ -280,7 +292,8 @@ def test_without_restarts_the_error_names_the_command_that_goes_on(
         match=r"killed by SIGKILL \(see .*trainer.log\), in step 2; `ycore resume .*/r` continues$",
     ):
         run(
-            "print({'loss': '0.5', 'entropy': '2.1'}, flush=True)\n" + textwrap.dedent(DIES_ONCE),
+            "print({'loss': '0.5', 'entropy': '2.1'}, flush=True)\n"
+            + textwrap.dedent(DIES_ONCE),
             config,
         )
 

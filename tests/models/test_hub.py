@@ -53,8 +53,13 @@ class Hub(BaseHTTPRequestHandler):
         if "tree" in parts:
             self.send(json.dumps(self.tree(parts[2], parts[3])).encode(), "application/json")
         elif parts[:2] == ["api", "models"] and (self.root / parts[2] / parts[3]).is_dir():
-            self.send(json.dumps(self.describe(parts[2], parts[3])).encode(), "application/json")
-        elif "resolve" in parts and (file := self.root.joinpath(*parts[:2], *parts[4:])).is_file():
+            self.send(
+                json.dumps(self.describe(parts[2], parts[3])).encode(), "application/json"
+            )
+        elif (
+            "resolve" in parts
+            and (file := self.root.joinpath(*parts[:2], *parts[4:])).is_file()
+        ):
             self.send(file.read_bytes(), "application/octet-stream")
         else:
             self.send_response(404)
@@ -98,9 +103,9 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         folder = root / "some" / name
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(change))
-        (folder / ("pytorch_model.bin" if name == "pickled" else "model.safetensors")).write_bytes(
-            b""
-        )
+        (
+            folder / ("pytorch_model.bin" if name == "pickled" else "model.safetensors")
+        ).write_bytes(b"")
     Hub.root = root
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     serving = threading.Thread(target=server.serve_forever, daemon=True)
@@ -125,8 +130,15 @@ def write_adapter(folder: Path, *, of: Path, named: str) -> None:
 
 
 def ask(home: Path, endpoint: str, *arguments: str, **more: str) -> list[str]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    environment |= {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "YCORE_CACHE": str(home), **more}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("HF_")
+    }
+    environment |= {
+        "HF_HOME": str(home),
+        "HF_ENDPOINT": endpoint,
+        "YCORE_CACHE": str(home),
+        **more,
+    }
     done = subprocess.run(
         [sys.executable, "-c", ASK, *arguments],
         capture_output=True,
@@ -286,7 +298,9 @@ def test_the_cache_can_be_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_killed_build_is_not_used(tmp_path: Path) -> None:
     entry = tmp_path / "cache" / "entry"
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(entry)], timeout=240, check=False)
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, str(entry)], timeout=240, check=False
+    )
     assert killed.returncode < 0 and not entry.exists()
 
     build_once(entry, lambda folder: (folder / "whole").touch())

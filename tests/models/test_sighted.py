@@ -32,8 +32,12 @@ def test_it_is_made_the_same_twice_and_reads_other_digits(
     monkeypatch.setattr(sighted, "_align", lambda *parts: shares.append(align(*parts)) or 1.0)
     for name in ("first", "second"):
         sighted.make_sighted(language, tmp_path / name)
-    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "second"))
-    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    one, other = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("first", "second")
+    )
+    assert one.keys() == other.keys() and all(
+        torch.equal(one[name], other[name]) for name in one
+    )
     assert shares[0] == shares[1] > 0.8
     words = load_file(language / "model.safetensors")["model.embed_tokens.weight"]
     kept = one["language_model.model.embed_tokens.weight"]
@@ -70,8 +74,12 @@ def test_questions_about_digits(name: str, count: int) -> None:
     assert len(first) == 40 and {len(row["images"]) for row in first} == {count}  # type: ignore[arg-type]
     assert rows("?size=40") == first != rows("?size=40", seed=1)
     shown = {image for row in rows("?size=200") for image in row["images"]}  # type: ignore[attr-defined]
-    assert shown.isdisjoint({image for row in rows("?size=200", "test") for image in row["images"]})  # type: ignore[attr-defined]
-    assert [row["images"] for row in rows("?size=40&wrong=1")] != [row["images"] for row in first]
+    assert shown.isdisjoint(
+        {image for row in rows("?size=200", "test") for image in row["images"]}
+    )  # type: ignore[attr-defined]
+    assert [row["images"] for row in rows("?size=40&wrong=1")] != [
+        row["images"] for row in first
+    ]
 
 
 def test_the_made_model_is_known_before_it_is_made(

@@ -15,7 +15,9 @@ def test_it_loads_and_generates(tmp_path: Path) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     assert model.config.vocab_size == len(tokenizer)
-    assert tokenizer.pad_token_id != tokenizer.eos_token_id == model.generation_config.eos_token_id
+    assert (
+        tokenizer.pad_token_id != tokenizer.eos_token_id == model.generation_config.eos_token_id
+    )
 
     chat = [{"role": "user", "content": "3 + 4 = ?\n\tno tab"}]
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)

@@ -37,7 +37,9 @@ def pool(
 class Play:
     """Events at random, carried out as a shell would; notes what is where."""
 
-    def __init__(self, allocator: Allocator, *, swap_s: float = 1.0, check: bool = False) -> None:
+    def __init__(
+        self, allocator: Allocator, *, swap_s: float = 1.0, check: bool = False
+    ) -> None:
         self.allocator = allocator
         self.now = 0.0
         self.flying: dict[int, tuple[str, int]] = {}
@@ -67,7 +69,9 @@ class Play:
                     "asked while it swaps"
                 )
                 role = self.roles[action.request]
-                assert self.allocator.mode == "shared" or self.allocator.awake[action.slot] == role
+                assert (
+                    self.allocator.mode == "shared" or self.allocator.awake[action.slot] == role
+                )
                 self.flying[action.request] = (role, action.slot)
 
     def step(self, source: random.Random) -> None:
@@ -160,14 +164,18 @@ def assert_nobody_wastes(allocator: Allocator, play: Play) -> None:
         nothing_to_come = ROLLOUT not in flying and not waiting[ROLLOUT]
         load = allocator.loads[other]
         backlog = Backlog(waiting[other], 0, awake.count(other), load.engine_s(4))
-        share = (backlog.work_s - backlog.num_slots * allocator.swap_s) / (backlog.num_slots + 1)
+        share = (backlog.work_s - backlog.num_slots * allocator.swap_s) / (
+            backlog.num_slots + 1
+        )
         if role == ROLLOUT and nothing_to_come:
             assert backlog.num_slots > 0 and share <= allocator.swap_s * (1 + 1e-9)
 
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.integers(2, 5), st.lists(st.integers(1, 30), min_size=2, max_size=4), st.integers(0, 10**6)
+    st.integers(2, 5),
+    st.lists(st.integers(1, 30), min_size=2, max_size=4),
+    st.integers(0, 10**6),
 )
 def test_controllers_that_know_the_same_numbers_start_alike(
     num_slots: int, rollouts: list[int], seed: int
@@ -182,7 +190,8 @@ def test_controllers_that_know_the_same_numbers_start_alike(
                 play.ask(ROLLOUT)
             play.run_out(random.Random(seed + index))
         gathered = [
-            sum(values) for values in zip(*(one.measurements() for one in controllers), strict=True)
+            sum(values)
+            for values in zip(*(one.measurements() for one in controllers), strict=True)
         ]
         for allocator in controllers:
             allocator.learn(gathered)
@@ -261,7 +270,9 @@ def learned(mode: str, one: Allocator) -> Allocator:
         play.ask(ROLLOUT)
     play.run_out(random.Random(1))
     one.learn(one.measurements())
-    one.restore({**one.state(), "mode": mode, "division": {ROLLOUT: one.pool.num_slots, JUDGE: 0}})
+    one.restore(
+        {**one.state(), "mode": mode, "division": {ROLLOUT: one.pool.num_slots, JUDGE: 0}}
+    )
     one.begin_round(0.0)
     return one
 
@@ -270,7 +281,9 @@ def test_shared_slots_take_a_verdict_at_once_beside_what_is_being_written() -> N
     allocator = learned("shared", Allocator(pool(2, 8, exclusive=False, swap_s=0.0)))
     for number in range(8):
         allocator.ask(number, ROLLOUT)
-    assert {start.slot for start in allocator.decide(0.0) if isinstance(start, StartRequest)} == {
+    assert {
+        start.slot for start in allocator.decide(0.0) if isinstance(start, StartRequest)
+    } == {
         0,
         1,
     }

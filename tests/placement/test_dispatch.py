@@ -11,7 +11,16 @@ from ycore.errors import EngineError
 from ycore.placement.allocator import Allocator
 from ycore.placement.placement import JUDGE, ROLLOUT, SlotPool, parse_placement
 from ycore.placement.slots import Slots, usage_metrics
-from ycore.run.trace import ROUND, SWAP, SYNC, Levels, Mark, TraceWriter, parse_event, read_trace
+from ycore.run.trace import (
+    ROUND,
+    SWAP,
+    SYNC,
+    Levels,
+    Mark,
+    TraceWriter,
+    parse_event,
+    read_trace,
+)
 
 ROLES = (ROLLOUT, JUDGE)
 
@@ -110,7 +119,11 @@ def test_all_roles_get_through_with_engines_that_sleep(words: str) -> None:
     assert changed[0].startswith("sleep rollout") and any(
         call.startswith("wake judge") for call in changed
     )
-    assert metrics["ycore/swaps"] == len([call for call in changed if call.startswith("wake")]) >= 1
+    assert (
+        metrics["ycore/swaps"]
+        == len([call for call in changed if call.startswith("wake")])
+        >= 1
+    )
     assert metrics["ycore/swap_s"] > 0.015 * metrics["ycore/swaps"]
 
 
@@ -140,7 +153,9 @@ class Sleeper:
 
 
 def sleeping(log: list[str], words: str) -> Slots:
-    sleepers = {role: {slot: Sleeper(log, f"{role} {slot}") for slot in range(2)} for role in ROLES}
+    sleepers = {
+        role: {slot: Sleeper(log, f"{role} {slot}") for slot in range(2)} for role in ROLES
+    }
     return Slots(2, allocator=placed(words, exclusive=True), sleepers=sleepers)
 
 
@@ -226,7 +241,12 @@ def test_a_round_is_recorded_and_measured(tmp_path: Path) -> None:
         return metrics
 
     metrics = run(work())
-    assert set(metrics) == {"ycore/idle_share", "ycore/bound_ratio", "ycore/swaps", "ycore/swap_s"}
+    assert set(metrics) == {
+        "ycore/idle_share",
+        "ycore/bound_ratio",
+        "ycore/swaps",
+        "ycore/swap_s",
+    }
     assert 0 <= metrics["ycore/idle_share"] < 1 <= metrics["ycore/bound_ratio"]
     spans = read_trace(tmp_path / "trace.json")
     assert {span.rank for span in spans} == {3}

@@ -43,9 +43,9 @@ def test_two_roles_at_once_on_a_slot_do_all_their_work_and_no_more() -> None:
     loads["judge"] = replace(loads["judge"], speed=every_token)
     seconds = forecast_s(loads, {"rollout": 1, "judge": 0}, slots(1), shared=True)
     assert seconds == pytest.approx(0.001 * 12 * (100 + 50))
-    assert forecast_s(loads, {"rollout": 2, "judge": 0}, slots(2), shared=True) == pytest.approx(
-        seconds / 2, rel=0.2
-    )
+    assert forecast_s(
+        loads, {"rollout": 2, "judge": 0}, slots(2), shared=True
+    ) == pytest.approx(seconds / 2, rel=0.2)
 
 
 def test_late_verdicts_cost_more_where_prompts_wait_for_them() -> None:
@@ -64,7 +64,9 @@ def test_few_late_prompts_are_seldom_brought_by_the_last_verdict() -> None:
     assert late_cohorts(replace(once, num_times_late=40.0)) == set(range(COHORTS))
     assert late_cohorts(load(512, 400)) == set()
     seconds = [
-        forecast_s({"rollout": late, "judge": load(512, 200)}, {"rollout": 4, "judge": 4}, slots(8))
+        forecast_s(
+            {"rollout": late, "judge": load(512, 200)}, {"rollout": 4, "judge": 4}, slots(8)
+        )
         for late in (once, replace(once, late_at=0.95))
     ]
     assert seconds[0] < seconds[1]
@@ -90,6 +92,8 @@ def test_slots_that_have_written_help_a_judge_whose_queue_is_worth_the_swap() ->
         "twelve verdicts of a second, one by one"
     )
     helped = 1.2 + (12 + 0.5) / 2  # written, then twelve verdicts and a swap on two slots
-    assert helped <= forecast_s(loads, half, pool, moves=True) <= helped + 1, "to a whole verdict"
+    assert helped <= forecast_s(loads, half, pool, moves=True) <= helped + 1, (
+        "to a whole verdict"
+    )
     dear = replace(pool, swap_s=20.0)
     assert forecast_s(loads, half, dear, moves=True) == forecast_s(loads, half, dear)

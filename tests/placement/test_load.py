@@ -23,7 +23,9 @@ def test_the_speed_of_an_engine_is_found_again() -> None:
     load = observed(0.012, 0.0004).load()
     assert load is not None
     assert load.speed.base == pytest.approx(0.012) and load.speed.each == pytest.approx(0.0004)
-    assert load.num_requests == 200 and load.engine_s(30) == pytest.approx(load.size * 0.024 / 30)
+    assert load.num_requests == 200 and load.engine_s(30) == pytest.approx(
+        load.size * 0.024 / 30
+    )
     assert load.speed.good_depth == pytest.approx(120)
 
 
@@ -76,7 +78,9 @@ def test_requests_that_wait_for_each_other_show_that_more_in_flight_gain_nothing
         sums.observe(seconds=seconds, depth=len(BURST) - served / 2, size=1.0, served=served)
     load = sums.load()
     assert load is not None
-    assert load.speed.base == pytest.approx(0) and load.speed.each == pytest.approx(0.38, abs=0.05)
+    assert load.speed.base == pytest.approx(0) and load.speed.each == pytest.approx(
+        0.38, abs=0.05
+    )
     assert load.depth(2, 256, moves=True) == 3, "the others wait, and any slot can take them"
 
 

@@ -37,7 +37,8 @@ def test_work_to_come_keeps_the_last_slot_of_a_role() -> None:
     assert best_move(idle_judge, {"rollout": Backlog(30, 0, 7, 1.0)}, swap_s=1.0) is None
     assert best_move(idle_judge, {"rollout": Backlog(900, 0, 1, 1.0)}, swap_s=1.0) == "rollout"
     assert (
-        best_move(idle_judge, {"rollout": Backlog(900, 0, 1, 1.0)}, swap_s=1.0, late_s=1e6) is None
+        best_move(idle_judge, {"rollout": Backlog(900, 0, 1, 1.0)}, swap_s=1.0, late_s=1e6)
+        is None
     )
 
 

@@ -57,7 +57,12 @@ def test_what_is_no_placement_is_refused_in_a_line(text: str, said: str) -> None
             "divide this run's slots (2) among its roles (rollout, judge); the nearest that works is",
         ),
         ("split:3:1", TWO, 2, "is --placement split:1:1"),
-        ("split:1:1", (ROLLOUT,), 2, "slots (2) among its roles (rollout); leave --placement out"),
+        (
+            "split:1:1",
+            (ROLLOUT,),
+            2,
+            "slots (2) among its roles (rollout); leave --placement out",
+        ),
         ("split:2", TWO, 2, "placement split:2 must divide"),
         ("split:2", TWO, 2, "is --placement split:1:1"),
         (

@@ -56,7 +56,9 @@ def slots_of(
     first: int = 0,
 ) -> Slots:
     pool = SlotPool(2, ROLES, dict.fromkeys(ROLES, 2))
-    remote = RemoteAllocator(socket, pool, parse_placement(words), rank=rank, num_ranks=num_ranks)
+    remote = RemoteAllocator(
+        socket, pool, parse_placement(words), rank=rank, num_ranks=num_ranks
+    )
     return Slots(2, remote=remote, trace=TraceWriter(trace), rank=first + rank)
 
 
@@ -112,11 +114,14 @@ def test_every_rank_asks_every_slot_and_they_learn_as_one(
         "counted once"
     )
     assert (
-        states[0]["sums"][ROLLOUT][0] == states[0]["sums"][JUDGE][0] == 12.0 and states[1] is None
+        states[0]["sums"][ROLLOUT][0] == states[0]["sums"][JUDGE][0] == 12.0
+        and states[1] is None
     )
     assert process.wait(10) == 0, "it goes when all ranks have gone"
     events = [
-        event for line in trace.read_text().splitlines() if (event := parse_event(line)) is not None
+        event
+        for line in trace.read_text().splitlines()
+        if (event := parse_event(line)) is not None
     ]
     spans = [event for event in events if isinstance(event, Span)]
     turned = [span for span in spans if span.name in ROLES]
@@ -202,7 +207,9 @@ def test_a_rank_that_dies_gives_its_turns_back(socket: Path, start: Start) -> No
     run(work())
 
 
-def test_a_rank_that_comes_with_other_slots_ends_it_in_words(socket: Path, tmp_path: Path) -> None:
+def test_a_rank_that_comes_with_other_slots_ends_it_in_words(
+    socket: Path, tmp_path: Path
+) -> None:
     log = (tmp_path / "log").open("wb")
     process = subprocess.Popen(
         [sys.executable, "-m", "ycore.placement.service", str(socket), "2"], stderr=log

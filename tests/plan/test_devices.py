@@ -52,14 +52,19 @@ def test_other_devices_are_refused_with_a_way_out(text: str) -> None:
 
 def test_this_processor_is_measured() -> None:
     core = measured_core()
-    assert core.flops > 1e9 and core.bandwidth > 1e8 and core.memory_bytes > 2**30 and core.on_cpu
+    assert (
+        core.flops > 1e9 and core.bandwidth > 1e8 and core.memory_bytes > 2**30 and core.on_cpu
+    )
 
 
 def test_a_processors_bfloat16_follows_from_its_flags() -> None:
     assert (
-        bfloat16_factor({"amx_bf16", "avx512_bf16"}) == 6 and bfloat16_factor({"avx512_bf16"}) == 8
+        bfloat16_factor({"amx_bf16", "avx512_bf16"}) == 6
+        and bfloat16_factor({"avx512_bf16"}) == 8
     )
-    assert bfloat16_factor({"avx512f", "avx2"}) is None and bfloat16_factor({"asimd", "bf16"}) == 2
+    assert (
+        bfloat16_factor({"avx512f", "avx2"}) is None and bfloat16_factor({"asimd", "bf16"}) == 2
+    )
 
 
 def test_a_core_is_as_fast_as_it_is_in_the_runs_format(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +76,9 @@ def test_a_core_is_as_fast_as_it_is_in_the_runs_format(monkeypatch: pytest.Monke
         return core.flops, core.format
 
     assert (
-        speed({"avx512_bf16"}, "auto") == speed({"avx512_bf16"}, "bfloat16") == (8e11, "bfloat16")
+        speed({"avx512_bf16"}, "auto")
+        == speed({"avx512_bf16"}, "bfloat16")
+        == (8e11, "bfloat16")
     )
     assert speed({"avx512_bf16"}, "float32") == speed({"avx2"}, "auto") == (1e11, "float32")
     assert speed({"avx2"}, "bfloat16") == (1e11 / 8, "bfloat16")

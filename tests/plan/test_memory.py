@@ -20,7 +20,12 @@ from ycore.plan.workload import Strategy, Workload
 CORE = Device("core", 24 * GIB, 4e11, 3e10, 1e10, "a test's", on_cpu=True)
 SMALL = model_facts("smollm2-135m")
 JOB = Workload(
-    SMALL, prompts_per_step=4, group_size=4, prompt_tokens=50, completion_tokens=64, max_tokens=64
+    SMALL,
+    prompts_per_step=4,
+    group_size=4,
+    prompt_tokens=50,
+    completion_tokens=64,
+    max_tokens=64,
 )
 WAY = Strategy(1, 2, "ddp", 16)
 
@@ -53,7 +58,9 @@ def test_a_critic_shares_the_frozen_weights_and_keeps_activations_of_its_own() -
 
 def test_a_teacher_in_the_trainer_is_held_whole_and_leaves_with_the_frozen_weights() -> None:
     taught = replace(JOB, teachers=(JOB.policy,))
-    assert trainer_states(taught, WAY)["teachers"] == JOB.policy.num_params * JOB.bytes_per_value
+    assert (
+        trainer_states(taught, WAY)["teachers"] == JOB.policy.num_params * JOB.bytes_per_value
+    )
     assert activations(taught, WAY)["logits"] == 2 * activations(JOB, WAY)["logits"]
     memory, alone = trainer_memory(taught, WAY), trainer_memory(JOB, WAY)
     assert memory.resting["optimizer"] > alone.resting["optimizer"] and memory.resting[
@@ -87,4 +94,6 @@ def test_processes_add_up_over_ranks_and_engines() -> None:
         for ranks in (1, 2)
     )
     assert one.phases["all at once"]["rollout"] == two.phases["all at once"]["rollout"]
-    assert 1.5 < two.phases["all at once"]["trainer"] / one.phases["all at once"]["trainer"] < 2.2
+    assert (
+        1.5 < two.phases["all at once"]["trainer"] / one.phases["all at once"]["trainer"] < 2.2
+    )

@@ -9,7 +9,13 @@ from tests.tiny_vision import write_tiny_vision_model
 from ycore.config.schema import RunConfig
 from ycore.errors import ModelError
 from ycore.models.names import sighted_family
-from ycore.plan.model_facts import KNOWN_CONFIGS, facts_of, known_config, model_config, model_facts
+from ycore.plan.model_facts import (
+    KNOWN_CONFIGS,
+    facts_of,
+    known_config,
+    model_config,
+    model_facts,
+)
 from ycore.plan.workload import workload_of
 from ycore.run.files import read_json
 
@@ -41,7 +47,9 @@ def test_a_model_that_sees_is_counted_with_its_eyes(tmp_path: Path) -> None:
     folder = write_tiny_vision_model(tmp_path / "model")
     facts = model_facts(str(folder))
     weights = AutoModelForImageTextToText.from_pretrained(folder).state_dict()
-    sizes = {name: weight.numel() for name, weight in weights.items() if name != "lm_head.weight"}
+    sizes = {
+        name: weight.numel() for name, weight in weights.items() if name != "lm_head.weight"
+    }
     assert facts.num_params == sum(sizes.values())
     assert facts.eyes_params == sum(
         size for name, size in sizes.items() if "language_model" not in name
@@ -57,7 +65,9 @@ def test_a_model_that_sees_is_counted_with_its_eyes(tmp_path: Path) -> None:
     )
     assert (plain.eyes_params, plain.image_tokens) == (0, 0)
     config = RunConfig(model="m", dataset="d", rewards=[{"reward": "r"}], output="o")
-    assert workload_of(config, facts).prompt_tokens == workload_of(config, plain).prompt_tokens + 4
+    assert (
+        workload_of(config, facts).prompt_tokens == workload_of(config, plain).prompt_tokens + 4
+    )
 
 
 def test_adapters_are_counted_as_peft_counts_them() -> None:

@@ -40,7 +40,8 @@ def test_a_judge_can_be_apart_or_on_the_same_devices() -> None:
     assert kinds == {"colocated", "split", "dynamic"}
     asleep_ways = [one for one in fitting if one.strategy.sleeps]
     best = {
-        kind: min(one.step_s for one in asleep_ways if one.strategy.kind == kind) for kind in kinds
+        kind: min(one.step_s for one in asleep_ways if one.strategy.kind == kind)
+        for kind in kinds
     }
     assert best["dynamic"] <= best["colocated"], (
         "slots that move in the middle of a round wait less"
@@ -83,7 +84,9 @@ def test_a_smaller_model_is_among_the_changes() -> None:
 
 def test_on_cores_every_process_counts_at_once() -> None:
     work = Workload(model_facts("smollm2-135m"))
-    fitting, _ = rank_by_time(work, Fleet(CORE, 2), strategies(work, Fleet(CORE, 2), micro_batch=8))
+    fitting, _ = rank_by_time(
+        work, Fleet(CORE, 2), strategies(work, Fleet(CORE, 2), micro_batch=8)
+    )
     assert {one.strategy.ranks for one in fitting} == {1, 2}
     assert all(set(one.phases) == {"all at once"} for one in fitting)
     assert all(set(one.phases["all at once"]) == {"trainer", "rollout"} for one in fitting)

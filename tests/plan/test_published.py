@@ -127,7 +127,9 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize(
-    "row", SETTINGS, ids=[f"{r.model} {r.devices}x{r.device} {r.shardings[0]}" for r in SETTINGS]
+    "row",
+    SETTINGS,
+    ids=[f"{r.model} {r.devices}x{r.device} {r.shardings[0]}" for r in SETTINGS],
 )
 def test_what_trained_elsewhere_fits_and_what_did_not_does_not(row: Setting) -> None:
     facts, fleet = model_facts(row.model), Fleet(DEVICES[row.device.lower()], row.devices)

@@ -9,7 +9,11 @@ from ycore.plan.workload import Strategy, Workload
 
 CORE = Device("core", 24 * GIB, 4e11, 3e10, 1e10, "a test's", on_cpu=True)
 JOB = Workload(
-    model_facts("smollm2-135m"), prompts_per_step=4, group_size=4, prompt_tokens=256, max_tokens=64
+    model_facts("smollm2-135m"),
+    prompts_per_step=4,
+    group_size=4,
+    prompt_tokens=256,
+    max_tokens=64,
 )
 WAY = Strategy(1, 2, micro_batch=16)
 CORES = Fleet(CORE, 2)
@@ -50,9 +54,9 @@ def test_what_was_planned_before_is_kept_beside_the_runs_own_lengths() -> None:
     assert (row.planned, row.planned_before) == (before["time/step"], before["time/step"])
     rows = compare(JOB, WAY, CORES, peaks={"trainer": GIB}, metrics=METRICS, before=before)
     assert [row.planned_before for row in rows] == [before[row.what] for row in rows]
-    assert rows[-1].planned < before["time/step"] and rows[-1].as_json()["planned_before"] == round(
-        rows[-1].planned_before or 0, 3
-    )
+    assert rows[-1].planned < before["time/step"] and rows[-1].as_json()[
+        "planned_before"
+    ] == round(rows[-1].planned_before or 0, 3)
 
 
 def test_what_was_not_measured_is_not_compared() -> None:

@@ -65,10 +65,14 @@ def drawn(chance: random.Random) -> tuple[dict[str, Any], str]:
     config |= {"lora": None} if chance.random() < 0.3 else {}
     config |= {"dtype": "float32"} if chance.random() < 0.2 else {}
     config |= (
-        {"accelerate": chance.choice(["ddp", "zero2", "zero3"])} if chance.random() < 0.2 else {}
+        {"accelerate": chance.choice(["ddp", "zero2", "zero3"])}
+        if chance.random() < 0.2
+        else {}
     )
     if chance.random() < 0.4:
-        config["rewards"] = [{"reward": "judge:cheerful", "args": {"model": chance.choice(models)}}]
+        config["rewards"] = [
+            {"reward": "judge:cheerful", "args": {"model": chance.choice(models)}}
+        ]
     kind = chance.choice(
         [*(f"{row.name}" for row in DEVICES.values()), "24GB", "80GB", "cpu", "cpu"]
     )
@@ -118,7 +122,8 @@ def check_as_launched(
     batch = derive_batch(config, world_size=site.layout.world, on_cpu=fleet.device.on_cpu)
     assert batch.per_device_train_batch_size == strategy.micro_batch, line
     assert (
-        config.trl.get("gradient_checkpointing", not fleet.device.on_cpu) == strategy.checkpointing
+        config.trl.get("gradient_checkpointing", not fleet.device.on_cpu)
+        == strategy.checkpointing
     ), line
     assert (config.lora is None) == (
         work.lora_rank is None
@@ -143,7 +148,10 @@ def test_every_way_of_hundreds_of_plans_can_be_run(monkeypatch: pytest.MonkeyPat
         try:
             made = planned(keys, devices)
         except ConfigError as refused:
-            assert "T4 has none" in str(refused) or "micro-batch" in str(refused), (keys, devices)
+            assert "T4 has none" in str(refused) or "micro-batch" in str(refused), (
+                keys,
+                devices,
+            )
             counts["refused as a whole"] += 1
             continue
         unexpected = {why for _, why in made.ranking.refused if "engine." not in why}
@@ -157,7 +165,9 @@ def test_every_way_of_hundreds_of_plans_can_be_run(monkeypatch: pytest.MonkeyPat
             counts["wide"] += (
                 max(one.strategy.tensor_parallel, one.strategy.judge_tensor_parallel) > 1
             )
-            counts["unequal"] += one.strategy.tensor_parallel != one.strategy.judge_tensor_parallel
+            counts["unequal"] += (
+                one.strategy.tensor_parallel != one.strategy.judge_tensor_parallel
+            )
             first = config_of(config_with(keys), made.work, one, made.fleet)
             line = command._command(replace(made, first=first), None)
             assert line is not None and "\n" not in line
@@ -175,7 +185,9 @@ def test_a_command_has_what_differs_from_the_recipe(monkeypatch: pytest.MonkeyPa
     assert isinstance(config, RunConfig)
     made = make_plan(config, devices="4xH100", check=check_described)
     line = command._command(made, "gsm8k-dapo")
-    assert line is not None and line.startswith("ycore grpo --recipe gsm8k-dapo --system-prompt")
+    assert line is not None and line.startswith(
+        "ycore grpo --recipe gsm8k-dapo --system-prompt"
+    )
     assert "--processes 4" in line and "--set lora.r=4" in line and "--preset" not in line
     monkeypatch.setattr(layout, "this_machine", lambda: described(made.fleet))
     assert made.first is not None
@@ -188,7 +200,9 @@ def test_ways_over_several_devices_are_listed_with_their_widths() -> None:
     assert not made.ranking.refused
     assert {one.strategy.tensor_parallel for one in made.ranking.fitting} >= {2, 4, 8}
     judged = {
-        "rewards": [{"reward": "judge:cheerful", "args": {"model": "Qwen/Qwen2.5-72B-Instruct"}}]
+        "rewards": [
+            {"reward": "judge:cheerful", "args": {"model": "Qwen/Qwen2.5-72B-Instruct"}}
+        ]
     }
     keys = {"model": "Qwen/Qwen2.5-7B-Instruct", "prompts_per_step": 64} | judged
     made = planned(keys, "8xH100")

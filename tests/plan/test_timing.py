@@ -12,7 +12,10 @@ from ycore.plan.workload import Strategy, Workload
 
 H100 = DEVICES["h100"]
 JOB = Workload(
-    model_facts("Qwen/Qwen2.5-7B-Instruct"), prompts_per_step=32, prompt_tokens=256, max_tokens=512
+    model_facts("Qwen/Qwen2.5-7B-Instruct"),
+    prompts_per_step=32,
+    prompt_tokens=256,
+    max_tokens=512,
 )
 WAY = Strategy(8, 8, "zero2", 8)
 
@@ -77,7 +80,9 @@ def test_a_judge_that_is_not_there_takes_no_time() -> None:
 def test_a_published_swap_is_met() -> None:
     """vllm-project/vllm#48337, level 2: 1.92 s for Qwen3-0.6B and 6.84 s for Qwen3-8B."""
     for name, published_s in (("Qwen3-0.6B", 1.92), ("Qwen3-8B", 6.84)):
-        assert timing.swap_s(model_facts(name), JOB, H100) == pytest.approx(published_s, rel=0.05)
+        assert timing.swap_s(model_facts(name), JOB, H100) == pytest.approx(
+            published_s, rel=0.05
+        )
 
 
 def test_states_are_cut_up_as_zero_says() -> None:

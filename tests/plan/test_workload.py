@@ -34,7 +34,12 @@ def test_a_job_is_the_runs_sizes() -> None:
         trl={"beta": 0.1},
     )
     work = workload_of(config, SMALL, completion_tokens=100)
-    assert (work.prompts_per_step, work.group_size, work.max_tokens, work.completion_tokens) == (
+    assert (
+        work.prompts_per_step,
+        work.group_size,
+        work.max_tokens,
+        work.completion_tokens,
+    ) == (
         4,
         2,
         32,
@@ -63,7 +68,10 @@ def test_a_critic_is_trained_beside_the_policy_and_every_group_counts() -> None:
     untied = replace(work, lora_rank=None, policy=model_facts("Qwen3-8B"))
     assert (
         untied.trainable
-        == 2 * untied.policy.num_params - untied.policy.head_params + untied.policy.hidden_size + 1
+        == 2 * untied.policy.num_params
+        - untied.policy.head_params
+        + untied.policy.hidden_size
+        + 1
     )
 
 

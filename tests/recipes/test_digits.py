@@ -19,7 +19,8 @@ def test_both_readers_read_digits_that_they_have_not_seen() -> None:
     assert np.mean(digits.judge(images, labels)) > 0.97
     wrong = [(label + 1) % 10 for label in labels]
     assert (
-        np.mean(digits.hits(images, wrong)) < 0.02 and np.mean(digits.judge(images, wrong)) < 0.02
+        np.mean(digits.hits(images, wrong)) < 0.02
+        and np.mean(digits.judge(images, wrong)) < 0.02
     )
 
 

@@ -31,7 +31,9 @@ def test_the_recipe_of_a_trainer_without_rollouts_is_a_whole_run(entry: RecipeEn
     config = resolve(recipe=recipe, run_name=entry.name)
     assert config.output == f"runs/{entry.name}" and config.algorithm == entry.command
     for world_size in (1, 2):
-        derive_tune_batch(config, num_rows=config.limit or 1000, world_size=world_size, on_cpu=True)
+        derive_tune_batch(
+            config, num_rows=config.limit or 1000, world_size=world_size, on_cpu=True
+        )
 
 
 def test_a_recipe_is_for_its_own_command() -> None:

@@ -28,11 +28,17 @@ from ycore.rewards.worker_client import check_reward
 EVALUATES_ONLY_ITS_OWN_TEXT = {"codeio", "number_sorting"}
 
 
-def score(name: str, completion: Any, *, ids: list[int] | None = None, **row: Any) -> float | None:
+def score(
+    name: str, completion: Any, *, ids: list[int] | None = None, **row: Any
+) -> float | None:
     settings = {key: row.pop(key) for key in list(row) if key in SETTINGS}
     columns = {column: [value] for column, value in row.items()}
     (reward,) = BUILTIN[name](
-        prompts=["?"], completions=[completion], completion_ids=[ids or [1]], **columns, **settings
+        prompts=["?"],
+        completions=[completion],
+        completion_ids=[ids or [1]],
+        **columns,
+        **settings,
     )
     return reward
 
@@ -170,7 +176,9 @@ HOSTILE = [
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("name", ["exact_answer", "contains_answer", "format", "repetition", "gym"])
+@pytest.mark.parametrize(
+    "name", ["exact_answer", "contains_answer", "format", "repetition", "gym"]
+)
 def test_long_hostile_text_is_scored_in_time(name: str) -> None:
     row = gym_row("countdown") if name == "gym" else {"answer": "7"}
     assert None not in [score(name, text, **row) for text in HOSTILE]
@@ -233,7 +241,9 @@ def test_every_gym_task_that_evaluates_text_is_known() -> None:
 def test_numeric_answer(
     completion: str, answer: str, settings: dict[str, Any], expected: float | None
 ) -> None:
-    assert BUILTIN["numeric_answer"]([""], [completion], answer=[answer], **settings) == [expected]
+    assert BUILTIN["numeric_answer"]([""], [completion], answer=[answer], **settings) == [
+        expected
+    ]
 
 
 def similarity(prompts: list[str], texts: list[str], *, n: int = 1) -> list[float | None]:
@@ -269,7 +279,8 @@ def test_similarity_wants_n_of_at_least_one() -> None:
 
 
 @given(
-    st.lists(st.text("ab ", max_size=8), min_size=2, max_size=6), st.randoms(use_true_random=False)
+    st.lists(st.text("ab ", max_size=8), min_size=2, max_size=6),
+    st.randoms(use_true_random=False),
 )
 def test_similarity_follows_its_completion_through_any_order(
     texts: list[str], chance: random.Random
@@ -353,7 +364,12 @@ def without_sentences(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     ("completion", "strict", "loose", "share"),
     [
         ("The sun is up and the sun is warm today.", 1.0, 1.0, 1.0),
-        ("<think>First, a plan.</think>The sun is up and the sun is warm today.", 1.0, 1.0, 1.0),
+        (
+            "<think>First, a plan.</think>The sun is up and the sun is warm today.",
+            1.0,
+            1.0,
+            1.0,
+        ),
         ("Sure, here it is:\nThe sun is up and the sun is warm today.", 0.0, 1.0, 2 / 3),
         ("The sun, the moon, and the stars are all out tonight.", 0.0, 0.0, 1 / 3),
         ("", 0.0, 0.0, 0.0),
@@ -372,15 +388,16 @@ def test_ifeval_counts_the_instructions_that_are_followed(
     )  # these instructions read no sentences
     without_sentences.path.append(str(tmp_path))
     for name, expected in (("strict", strict), ("loose", loose), ("share", share)):
-        assert score("ifeval", completion, **INSTRUCTED, score=name) == pytest.approx(expected), (
-            name
-        )
+        assert score("ifeval", completion, **INSTRUCTED, score=name) == pytest.approx(
+            expected
+        ), name
     assert score("ifeval", completion, instruction_id_list=[], kwargs=[]) is None
 
 
 def test_ifeval_says_before_a_run_what_it_needs(without_sentences: Any) -> None:
     with pytest.raises(
-        RewardError, match=r"sentences is not in .*nltk_data; fetch it once: .*nltk\.downloader -d"
+        RewardError,
+        match=r"sentences is not in .*nltk_data; fetch it once: .*nltk\.downloader -d",
     ):
         load_reward(RewardConfig(reward="ifeval"))
     with pytest.raises(RewardError, match="score must be strict, loose or share: 'all'"):

@@ -133,10 +133,14 @@ def test_shapes_of_tests(columns: dict[str, Any], tests: UnitTests | StdioTests)
         ({"tests": ["assert f(1)"], "test_setup_code": "import"}, "a test is no Python"),
     ],
 )
-def test_malformed_tests_are_refused_with_their_row(columns: dict[str, Any], problem: str) -> None:
+def test_malformed_tests_are_refused_with_their_row(
+    columns: dict[str, Any], problem: str
+) -> None:
     with pytest.raises(RewardError, match="row 4, counted from 0") as refused:
         check_tests(
-            RewardConfig(reward="code"), list(columns), [row(tests=["assert f(0)"]), row(**columns)]
+            RewardConfig(reward="code"),
+            list(columns),
+            [row(tests=["assert f(0)"]), row(**columns)],
         )
     assert problem in str(refused.value) and "\n" not in str(refused.value)
 

@@ -61,7 +61,9 @@ def test_a_builtin_keeps_its_settings_when_a_column_has_their_name() -> None:
 
 
 @pytest.mark.parametrize("source", ["my_rewards.py", "./my_rewards.py", "package_here.scores"])
-def test_a_persons_function_is_found_with_its_arguments_bound(folder: Path, source: str) -> None:
+def test_a_persons_function_is_found_with_its_arguments_bound(
+    folder: Path, source: str
+) -> None:
     reward = load_reward(spec(f"{source}:plain", bonus=0.5))
     assert reward(completions=["a", "b"], answer=["1", "2"]) == [1.5, 1.5]
 
@@ -107,7 +109,11 @@ def test_a_module_that_makes_its_names_on_demand_works(folder: Path) -> None:
             {},
             "no module 'package_her'; did you mean 'package_here.scores'",
         ),
-        ("raises.py:plain", {}, "importing raises.py raised ZeroDivisionError: division by zero"),
+        (
+            "raises.py:plain",
+            {},
+            "importing raises.py raised ZeroDivisionError: division by zero",
+        ),
         ("raises:plain", {}, "importing raises raised ZeroDivisionError"),
     ],
 )
@@ -200,5 +206,10 @@ def test_check_imports_neither_torch_nor_the_rewards_own_libraries() -> None:
 
 
 def test_names_are_short_and_only_once() -> None:
-    specs = [spec("format"), spec("a.py:score"), spec("b.py:score"), spec("format", pattern=".")]
+    specs = [
+        spec("format"),
+        spec("a.py:score"),
+        spec("b.py:score"),
+        spec("format", pattern="."),
+    ]
     assert reward_names(specs) == ["format", "score", "score_2", "format_2"]

@@ -21,7 +21,9 @@ def line(**changed: Any) -> bytes:
 def test_an_answer_in_its_shape_is_believed() -> None:
     assert scores_in(line(), nonce=NONCE, count=2) == [Score(0.5), Score(None)]
     assert scores_in(line(values=[1, None]), nonce=NONCE, count=2)[0] == Score(1.0)
-    masked = scores_in(line(problems=["not finite: inf\x1b[2J\n", None]), nonce=NONCE, count=2)[0]
+    masked = scores_in(line(problems=["not finite: inf\x1b[2J\n", None]), nonce=NONCE, count=2)[
+        0
+    ]
     assert masked == Score(None, problem="not finite: inf?[2J?")
 
 
@@ -83,7 +85,10 @@ def test_a_number_that_would_overflow_masks_its_item_alone(value: float) -> None
 
 def test_a_range_that_the_recipe_gives_is_held_outside() -> None:
     scores = scores_in(line(values=[1.5, 1.0]), nonce=NONCE, count=2, allowed_range=(0.0, 1.0))
-    assert scores == [Score(None, problem="out of range: 1.5 is not within 0 and 1"), Score(1.0)]
+    assert scores == [
+        Score(None, problem="out of range: 1.5 is not within 0 and 1"),
+        Score(1.0),
+    ]
 
 
 def test_a_failure_is_one_line_of_bounded_length() -> None:

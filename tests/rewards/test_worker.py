@@ -12,7 +12,12 @@ from ycore.rewards.worker import LoadedReward, call_reward, reward_in
 
 
 def ask(function: Any, **offered: Any) -> dict[str, Any]:
-    request = {"source": 0, "step": 3, "count": 2, "inputs": {"completions": ["a", "b"], **offered}}
+    request = {
+        "source": 0,
+        "step": 3,
+        "count": 2,
+        "inputs": {"completions": ["a", "b"], **offered},
+    }
     return call_reward(LoadedReward(function, inputs_of(function)), request)
 
 
@@ -69,7 +74,9 @@ def test_anything_but_a_list_fails_the_call(result: object) -> None:
 
 
 def test_a_wrong_length_fails_the_call() -> None:
-    assert ask(lambda completions: [1.0])["failed"] == "wrong length: 1 values for 2 completions"
+    assert (
+        ask(lambda completions: [1.0])["failed"] == "wrong length: 1 values for 2 completions"
+    )
 
 
 def test_an_exception_is_one_line_and_sys_exit_is_an_exception() -> None:

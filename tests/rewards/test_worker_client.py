@@ -232,7 +232,9 @@ def asked(pool: RewardPool, *groups: list[str]) -> list[list[list[Score]]]:
     async def run() -> list[list[list[Score]]]:
         async with asyncio.timeout(400), pool:
             return [
-                await pool.score(["?"] * len(group), list(group), [[1]] * len(group), {}, step=1)
+                await pool.score(
+                    ["?"] * len(group), list(group), [[1]] * len(group), {}, step=1
+                )
                 for group in groups
             ]
 
@@ -247,7 +249,9 @@ def test_what_a_reward_must_not_do_it_cannot(folder: Path, level: str) -> None:
     control = outside(folder, "attempts")
     assert all(found is True for found in control.values()), control
     (folder / "written").unlink()
-    ((score,),) = asked(pool_of(RewardConfig(reward="theirs.py:attempts"), level=level), ["a"])[0]
+    ((score,),) = asked(pool_of(RewardConfig(reward="theirs.py:attempts"), level=level), ["a"])[
+        0
+    ]
     assert score.problem is not None
     got = score.problem.rpartition("|")[2]
     through = [name for name, result in zip(control, got, strict=True) if result != "0"]
@@ -295,7 +299,9 @@ def test_a_file_that_goes_away_while_it_is_being_hidden_refuses_no_reward(
 
     def with_one_that_went(shown: Iterable[Path], hidden: Iterable[Path]) -> list[str]:
         starts.append(len(starts))
-        gone = ["--ro-bind", os.devnull, str(folder / ".run.json.1")] if len(starts) == 1 else []
+        gone = (
+            ["--ro-bind", os.devnull, str(folder / ".run.json.1")] if len(starts) == 1 else []
+        )
         return [*binds(shown, hidden), *gone]
 
     monkeypatch.setattr(namespaces, "_binds", with_one_that_went)

@@ -85,7 +85,9 @@ TALKS = {
 }
 
 
-def dialogue_of(name: str, described: ToolSet = ADDS) -> tuple[PreTrainedTokenizerFast, Dialogue]:
+def dialogue_of(
+    name: str, described: ToolSet = ADDS
+) -> tuple[PreTrainedTokenizerFast, Dialogue]:
     template, end, actions = TALKS[name]
     tokenizer = tokenizer_of(template, end)
     return tokenizer, Dialogue(tokenizer, described, actions=actions)
@@ -95,7 +97,9 @@ def call_text(name: str, x: int, y: int) -> str:
     if TALKS[name][2] == "calls":
         return f"add({x}, y={y})"
     if name == "qwen3":
-        return f'<tool_call>\n{{"name": "add", "arguments": {{"x": {x}, "y": {y}}}}}\n</tool_call>'
+        return (
+            f'<tool_call>\n{{"name": "add", "arguments": {{"x": {x}, "y": {y}}}}}\n</tool_call>'
+        )
     return f'{{"name": "add", "parameters": {{"x": {x}, "y": {y}}}}}'
 
 

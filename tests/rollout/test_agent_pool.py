@@ -126,7 +126,9 @@ def test_an_agent_sees_its_row_and_its_address_and_nothing_else(
     assert json.loads(models[1])["data"][0]["id"] == variables["OPENAI_MODEL"] == "policy"
     row = json.loads(variables["YCORE_ROW"])
     assert (
-        row["prompt"] == "go" and "HF_TOKEN" not in variables and variables["YCORE_SEED"].isdigit()
+        row["prompt"] == "go"
+        and "HF_TOKEN" not in variables
+        and variables["YCORE_SEED"].isdigit()
     )
     if choose_level().level is Level.NAMESPACES:
         assert not reaches and files == [str(place / "agent.py"), str(place / "run")]
@@ -190,6 +192,8 @@ def test_landlock_has_no_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "ycore.rollout.agent_pool.choose_level", lambda wanted: LevelChoice(Level.LANDLOCK, {})
     )
-    with pytest.raises(ConfigError, match="loopback, which the sandbox's level landlock closes"):
+    with pytest.raises(
+        ConfigError, match="loopback, which the sandbox's level landlock closes"
+    ):
         check_agent(config_of("true"))
     check_agent(config_of("true", turns={"sandbox": {"network": True}}))

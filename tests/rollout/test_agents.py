@@ -39,7 +39,9 @@ DOCS = (Path(__file__).resolve().parents[2] / "docs" / "agents.md").read_text()
 AGENT = DOCS.partition("# my_agent.py\n")[2].partition("```")[0]
 EXAMPLE = [
     {"role": role, "content": text}
-    for role, text in ast.literal_eval(re.findall(r"EXAMPLE = (\[.*?\n\])", AGENT, re.DOTALL)[0])
+    for role, text in ast.literal_eval(
+        re.findall(r"EXAMPLE = (\[.*?\n\])", AGENT, re.DOTALL)[0]
+    )
 ]  # what the agent says before the row's prompt
 TOOLS = '''
 def add(x: int, y: int):
@@ -82,7 +84,9 @@ class Scripted:
         self.seconds = 0.0
 
     @asynccontextmanager
-    async def run(self, prompt: Prompt, *, position: int, index: int) -> AsyncIterator["Scripted"]:
+    async def run(
+        self, prompt: Prompt, *, position: int, index: int
+    ) -> AsyncIterator["Scripted"]:
         yield self
 
     async def next(self, reply: Any = None, *, within_s: float = 1e9) -> Any:
@@ -94,7 +98,9 @@ class Scripted:
         if isinstance(act, Exception):
             raise act
         return (
-            act if isinstance(act, AgentExit) else AgentCall(len(self.answers), act(self.answers))
+            act
+            if isinstance(act, AgentExit)
+            else AgentCall(len(self.answers), act(self.answers))
         )
 
 
@@ -122,7 +128,10 @@ def play(
     **limits: Any,
 ) -> tuple[Completion, Writer, Scripted, dict[str, float]]:
     tokenizer, dialogue = dialogues(name)
-    writer, agent = Writer(tokenizer, [ids_of(tokenizer, text) for text in turns]), Scripted(acts)
+    writer, agent = (
+        Writer(tokenizer, [ids_of(tokenizer, text) for text in turns]),
+        Scripted(acts),
+    )
     how = AgentWriter(dialogue, agent, TurnLimits(**{**LIMITS, **limits}), call_s=5.0)  # type: ignore[arg-type]
     how.several_sequences = splits
     completion = asyncio.run(
@@ -167,7 +176,9 @@ def test_calls_of_one_talk_are_one_sequence_with_the_answers_masked(name: str) -
 
 
 @pytest.mark.parametrize("name", ["smollm2", "qwen3", "llama3.1"])
-def test_no_token_of_a_talk_through_the_door_is_written_as_text_and_read_again(name: str) -> None:
+def test_no_token_of_a_talk_through_the_door_is_written_as_text_and_read_again(
+    name: str,
+) -> None:
     """Random tokens, after which a user answers: most would be others, had they come back from the client's text."""
     tokenizer, dialogue_of = dialogues(name)
     chance, would_change = random.Random(name), 0
@@ -195,9 +206,9 @@ def test_no_token_of_a_talk_through_the_door_is_written_as_text_and_read_again(n
         )
         whole = [*(found.prompt_ids or ()), *found.token_ids]
         assert agent.statuses == [200] * 3
-        assert [token for token, own in zip(found.token_ids, found.mask, strict=True) if own] == [
-            token for turn in wrote for token in turn
-        ]
+        assert [
+            token for token, own in zip(found.token_ids, found.mask, strict=True) if own
+        ] == [token for turn in wrote for token in turn]
         for asked, _, _ in writer.asked:
             assert asked == whole[: len(asked)]
         would_change += (
@@ -276,7 +287,9 @@ def test_a_call_that_goes_on_from_no_other_begins_another_sequence(act: Any, nam
     assert completion.token_ids[new.start : new.stop] == tuple(ids_of(tokenizer, "three"))
     whole = asked[2] + tuple(ids_of(tokenizer, "four"))
     assert old.prompt_ids + completion.token_ids[old.start : old.stop] == whole
-    own = [token for token, ours in zip(completion.token_ids, completion.mask, strict=True) if ours]
+    own = [
+        token for token, ours in zip(completion.token_ids, completion.mask, strict=True) if ours
+    ]
     assert own == [
         token for text in ("three", turns[0], "four") for token in ids_of(tokenizer, text)
     ]
@@ -302,7 +315,11 @@ def test_all_sequences_of_a_completion_share_its_tokens_and_turns() -> None:
         [first, other, other, AgentExit(0)], ["abcdefgh"] * 3, max_tokens=20
     )
     sizes = [turn.num_tokens for turn in completion.turns if turn.by_policy]
-    assert [most for _, _, most in writer.asked] == [20, 20 - sizes[0], 20 - sizes[0] - sizes[1]]
+    assert [most for _, _, most in writer.asked] == [
+        20,
+        20 - sizes[0],
+        20 - sizes[0] - sizes[1],
+    ]
     assert sum(sizes) <= 20 and len(completion.sequences(())) == 3
     assert Cost().of(group_of(completion)) == sum(
         one.stop - one.start for one in completion.sequences(())
@@ -318,7 +335,9 @@ def test_nobody_answers_the_policys_own_message(act: Any) -> None:
 
 
 @pytest.mark.parametrize("act", [forget, reword, drop_tools, again])
-def test_where_rows_are_not_packed_a_call_that_does_not_go_on_ends_the_completion(act: Any) -> None:
+def test_where_rows_are_not_packed_a_call_that_does_not_go_on_ends_the_completion(
+    act: Any,
+) -> None:
     acts = [first, act, tells, AgentExit(1, "1")]
     completion, writer, agent, metrics = play(acts, ["add(1, 2)", "three"], splits=False)
     assert agent.statuses == [200, 400, 400] and len(writer.asked) == 1
@@ -329,7 +348,9 @@ def test_where_rows_are_not_packed_a_call_that_does_not_go_on_ends_the_completio
 
 def test_every_end_has_its_name() -> None:
     def end(
-        acts: Sequence[Any], turns: Sequence[str] = ("add(1, 2)", "add(3, 4)", "x"), **limits: int
+        acts: Sequence[Any],
+        turns: Sequence[str] = ("add(1, 2)", "add(3, 4)", "x"),
+        **limits: int,
     ) -> Any:
         completion, _, agent, metrics = play(acts, turns, **limits)
         counted = metrics.get(f"ycore/turns/ended_{completion.finish_reason}", 0)
@@ -373,7 +394,9 @@ def test_an_agent_that_never_asks_teaches_nothing(acts: list[Any], reason: str) 
     completion, writer, _, metrics = play(acts, ["five"])
     assert (completion.finish_reason, metrics[f"ycore/turns/ended_{reason}"]) == (reason, 1)
     assert (
-        completion.mask == (0,) and completion.logprobs == (0.0,) and completion.policy_version == 3
+        completion.mask == (0,)
+        and completion.logprobs == (0.0,)
+        and completion.policy_version == 3
     )
     assert writer.asked[0][0] == [7, 8] and completion.messages == [
         {"role": "assistant", "content": ""}
@@ -402,7 +425,10 @@ def test_an_agent_that_never_asks_teaches_nothing(acts: list[Any], reason: str) 
             {"messages": USER, "tools": [{"type": "function"}]},
             "not as OpenAI has them: KeyError 'function'",
         ),
-        ({"messages": USER, "tools": [{"function": {"name": 3}}]}, "name and description are text"),
+        (
+            {"messages": USER, "tools": [{"function": {"name": 3}}]},
+            "name and description are text",
+        ),
     ],
 )
 def test_what_is_not_served_is_told_in_one_line_and_the_talk_goes_on(
@@ -487,7 +513,10 @@ class Length(Scorer):
 
 
 def trained_on(
-    name: str, tokenizer: Any, turns: SingleTurnWriter, encode: Callable[[Prompt], tuple[int, ...]]
+    name: str,
+    tokenizer: Any,
+    turns: SingleTurnWriter,
+    encode: Callable[[Prompt], tuple[int, ...]],
 ) -> Any:
     controller = Controller(
         engines=[Engine(tokenizer, name)],
@@ -532,7 +561,8 @@ def described(place: Path) -> ToolSet:
 
 
 @pytest.mark.skipif(
-    find_spec("openai") is None, reason="the client openai comes with vLLM, which is not installed"
+    find_spec("openai") is None,
+    reason="the client openai comes with vLLM, which is not installed",
 )
 @pytest.mark.parametrize("name", ["smollm2", "qwen3"])
 def test_the_openai_client_through_the_door_is_the_same_as_tools_inside(
@@ -543,7 +573,9 @@ def test_the_openai_client_through_the_door_is_the_same_as_tools_inside(
     where: dict[str, Any] = {"run_id": "t", "run_folder": place / "run"}
     tokenizer, dialogue_of = dialogues(name)
     inside_dialogue = Dialogue(tokenizer, described, actions=TALKS[name][2])
-    pool = ToolPool(RunConfig(**COMMON, tools=["tools.py:add"]), log=place / "tools.log", **where)
+    pool = ToolPool(
+        RunConfig(**COMMON, tools=["tools.py:add"]), log=place / "tools.log", **where
+    )
     inside = MultiTurnWriter(lambda _: inside_dialogue, pool, TurnLimits(**LIMITS), pays=False)
 
     def bare(prompt: Prompt) -> tuple[int, ...]:
@@ -557,7 +589,9 @@ def test_the_openai_client_through_the_door_is_the_same_as_tools_inside(
         inside,
         lambda prompt: inside_dialogue.prompt_ids([*EXAMPLE, *prompt.content]),
     )
-    config = RunConfig(**COMMON, agent=f"{sys.executable} my_agent.py", turns={"completion_s": 300})
+    config = RunConfig(
+        **COMMON, agent=f"{sys.executable} my_agent.py", turns={"completion_s": 300}
+    )
     agents = AgentWriter(
         dialogue_of,
         AgentPool(config, log=place / "agents.log", **where),

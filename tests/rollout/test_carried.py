@@ -156,14 +156,18 @@ def expected_length(group: Group) -> int:
     return 2 + group.draw.token_ids[0] * 7 % 37
 
 
-def test_a_carried_completion_is_whole_and_each_token_has_its_versions_logprob(make: Make) -> None:
+def test_a_carried_completion_is_whole_and_each_token_has_its_versions_logprob(
+    make: Make,
+) -> None:
     rounds = take(make(), range(8))
     carried = [one for one in completions(rounds) if one.stretches]
     assert carried, "nothing was carried"
     for group in (group for groups in rounds for group in groups):
         for one in group.completions:
             assert len(one.token_ids) == expected_length(group)
-            assert one.logprobs == tuple(-float(1 + number) for number in range(len(one.token_ids)))
+            assert one.logprobs == tuple(
+                -float(1 + number) for number in range(len(one.token_ids))
+            )
     for one in carried:
         ends = [end for end, _ in one.stretches]
         assert ends == sorted({*ends}) and ends[0] > 0 and ends[-1] < len(one.token_ids)

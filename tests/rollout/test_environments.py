@@ -13,7 +13,8 @@ from ycore.rollout.tool_host import ToolHost
 
 def host_of(name: str) -> ToolHost:
     pytest.importorskip(
-        "reasoning_gym" if name.startswith("gym:") else "textarena", reason="an optional package"
+        "reasoning_gym" if name.startswith("gym:") else "textarena",
+        reason="an optional package",
     )
     return ToolHost([], name)
 
@@ -61,7 +62,9 @@ def test_a_games_own_arguments_are_set_by_its_name_and_parts_of_a_win_are_left_o
             step(host, f"[{guess}]") for guess in (4, 9, 9)
         ]  # the second nonsense ends the game
         assert (
-            answers[-1] is None and least <= reward(host) < 1 and (reward(host) > 0) == (least > 0)
+            answers[-1] is None
+            and least <= reward(host) < 1
+            and (reward(host) > 0) == (least > 0)
         )
     reset(host, 5)
     assert None in [step(host, f"[{guess}]") for guess in range(1, 8)] and reward(host) == 1.0
@@ -96,7 +99,9 @@ def test_the_question_is_the_rows_where_the_dataset_is_of_reasoning_gym() -> Non
     host = host_of("gym:chain_sum")
     (row,) = gym_table("gym:chain_sum?size=1", split="test", seed=0).rows
     assert reset(host, 1, **row) is None
-    assert step(host, str(json.loads(row["gym_entry"])["answer"])) is None and reward(host) == 1.0
+    assert (
+        step(host, str(json.loads(row["gym_entry"])["answer"])) is None and reward(host) == 1.0
+    )
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,9 @@ def test_what_a_server_says_is_read_by_the_protocol(
         ("cat", "no MCP server started"),
     ],
 )
-def test_a_command_that_starts_no_server_is_refused_in_one_line(command: str, problem: str) -> None:
+def test_a_command_that_starts_no_server_is_refused_in_one_line(
+    command: str, problem: str
+) -> None:
     with pytest.raises(ToolRefused) as refused:
         print(McpServer(f"mcp:{command}", start_s=0.3 if "sleep" in command else 20).tools)
     assert problem in str(refused.value) and "\n" not in str(refused.value)
@@ -196,6 +198,8 @@ def test_each_completion_has_a_server_of_its_own_held_as_tools_are(place: Path) 
         and "no such page" in first[1].text
         and first[2] == Answer("no token\nFalse")
     )
-    assert second[0] == Answer("a, a") and second[1].failed  # a new server, which then ends itself
+    assert (
+        second[0] == Answer("a, a") and second[1].failed
+    )  # a new server, which then ends itself
     assert second[2] == Answer("a, a, a, a")  # and comes back with what it was asked
     assert second[3] == Answer("{'error': 'Tool none not found.'}", failed=True)

@@ -185,9 +185,9 @@ def test_a_typed_action_is_the_tool_step(place: Path) -> None:
     begun, first, wrong, last, beyond, reward, *paid = played(place, "Grid", play)
     assert found.pays_turns and paid == [0.1, 0.3]
     assert begun == "0" and first == Answer("1") and wrong.failed and last == Answer("3")
-    assert beyond == Answer("{'error': 'the episode is over'}", failed=True) and reward == Score(
-        0.3
-    )
+    assert beyond == Answer(
+        "{'error': 'the episode is over'}", failed=True
+    ) and reward == Score(0.3)
 
 
 def test_an_action_of_one_text_is_the_whole_turn(place: Path) -> None:
@@ -226,7 +226,9 @@ def test_a_session_begins_with_its_messages_and_is_verified(place: Path) -> None
 
     begun, found_text, failed, reward = played(place, "Sessions", play)
     assert begun == " Find 7." and found_text == Answer('{"found": "x"}')
-    assert failed == Answer("{'error': 'nothing to find'}", failed=True) and reward == Score(2.0)
+    assert failed == Answer("{'error': 'nothing to find'}", failed=True) and reward == Score(
+        2.0
+    )
 
 
 def test_what_is_no_environment_of_openenv_is_refused_in_one_line(place: Path) -> None:

@@ -169,7 +169,8 @@ def test_what_calls_paid_is_added_up_until_it_is_asked_for() -> None:
             call(host, "go", by=3)
         call(host, "rest")
         assert (
-            host.answer({"op": "turn_reward"}) == 1.0 and host.answer({"op": "turn_reward"}) is None
+            host.answer({"op": "turn_reward"}) == 1.0
+            and host.answer({"op": "turn_reward"}) is None
         )
         call(host, "go", by=2)  # another completion's, which ended without asking
 

@@ -188,7 +188,8 @@ def test_whatever_a_tool_does_is_an_answer(run: Callable[..., Any]) -> None:
             assert await one.begin() is None
             names = ("add", "hang", "end", "leave", "nothing")
             answers = [
-                await one.call(name, {"x": 1, "y": 2} if name == "add" else {}) for name in names
+                await one.call(name, {"x": 1, "y": 2} if name == "add" else {})
+                for name in names
             ]
             answers.append(await one.call("add", {"x": 1}))
             answers.append(await one.call("add", {"x": 20, "y": 3}))
@@ -316,7 +317,9 @@ def test_an_environment_that_cannot_begin_masks_its_completion_alone(
 
     said, answer, reward = run(work, env="tools.py:Walk")
     assert said is None and answer.failed and "the environment is gone" in answer.text
-    assert reward.value is None and "missing 1 required positional argument" in str(reward.problem)
+    assert reward.value is None and "missing 1 required positional argument" in str(
+        reward.problem
+    )
 
 
 def test_the_interpreter_keeps_variables_for_one_completion_and_sees_no_file(
@@ -388,7 +391,9 @@ def test_what_is_no_other_python_is_refused_in_one_line(
         describe_tools(config_of(place, env="tools.py:Walk", env_python=python))
 
 
-def test_a_turn_is_paid_once_also_by_an_environment_that_came_back(run: Callable[..., Any]) -> None:
+def test_a_turn_is_paid_once_also_by_an_environment_that_came_back(
+    run: Callable[..., Any],
+) -> None:
     async def work(pool: ToolPool) -> list[Any]:
         async with episode(pool, start=5) as one:
             await one.begin()
@@ -450,7 +455,9 @@ def test_each_row_meets_the_environment_that_it_names_as_in_trl(
         "Spell": ("letters", "look_up"),
     }
     assert [one.pays for one in described.values()] == [False, True]
-    talks = {name: dialogue_of("qwen3", one) for name, one in described.items() if name is not None}
+    talks = {
+        name: dialogue_of("qwen3", one) for name, one in described.items() if name is not None
+    }
     limits = TurnLimits(2, 64, turn_tokens=64, max_prompt_tokens=9999)
 
     async def ours(pool: ToolPool) -> list[Any]:
@@ -465,12 +472,13 @@ def test_each_row_meets_the_environment_that_it_names_as_in_trl(
         last = Episode(pool, starts[1].prompt, position=1, index=0)
         async with last:
             await last.begin()
-            assert (await last.call("letters", {})).text == "3" and await last.reward() == Score(
-                0.5
-            )
+            assert (
+                await last.call("letters", {})
+            ).text == "3" and await last.reward() == Score(0.5)
         prompts = [start.draw.prompt for start in starts]
         return [
-            list(talks[one.columns["environment"]][1].prompt_ids(one.content)) for one in prompts
+            list(talks[one.columns["environment"]][1].prompt_ids(one.content))
+            for one in prompts
         ]
 
     found = run(ours, env=env, turns={"call_s": 30, "at_once": 1})

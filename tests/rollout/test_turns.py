@@ -137,7 +137,9 @@ def test_no_token_is_written_as_text_and_read_again(
     for _ in range(200):
         wrote = []
         for _ in range(chance.randint(2, 4)):
-            before = [] if name == "llama3.1" else chance.choices(lower, k=chance.randint(1, 12))
+            before = (
+                [] if name == "llama3.1" else chance.choices(lower, k=chance.randint(1, 12))
+            )
             if name.startswith("qwen3") and chance.random() < 0.5:
                 opened, closed = (
                     tokenizer.encode(one, add_special_tokens=False)
@@ -153,7 +155,9 @@ def test_no_token_is_written_as_text_and_read_again(
         wrote.append([*last, end])
         answers = [Answer(str(chance.randint(0, 10**6))) for _ in wrote[1:]]
         completion, writer, _ = play(tokenizer, dialogue, wrote, Script(answers), monkeypatch)
-        assert completion.finish_reason == "stop" and len(completion.turns) == 2 * len(wrote) - 1
+        assert (
+            completion.finish_reason == "stop" and len(completion.turns) == 2 * len(wrote) - 1
+        )
         own = [
             token
             for token, by_policy in zip(completion.token_ids, completion.mask, strict=True)
@@ -164,14 +168,18 @@ def test_no_token_is_written_as_text_and_read_again(
             -0.5 if by_policy else 0.0 for by_policy in completion.mask
         )
         prompt_ids, at = writer.asked[0][0], 0
-        for number, turn in enumerate(wrote):  # each request is all that was there, to the token
+        for number, turn in enumerate(
+            wrote
+        ):  # each request is all that was there, to the token
             asked = writer.asked[number][0]
             assert asked == [*prompt_ids, *completion.token_ids[:at]]
             at += len(turn) + (
                 completion.turns[2 * number + 1].num_tokens if number + 1 < len(wrote) else 0
             )
         assert at == len(completion.token_ids)
-        would_change += tokenizer.encode(tokenizer.decode(last), add_special_tokens=False) != last
+        would_change += (
+            tokenizer.encode(tokenizer.decode(last), add_special_tokens=False) != last
+        )
     assert would_change > 100, (
         "the check has teeth: these tokens are others when they are read again"
     )
@@ -192,7 +200,9 @@ def test_answers_become_the_same_tokens_as_in_trls_own_loop(name: str) -> None:
         chat_template=dialogue._template,
         chat_template_kwargs={},
     )
-    assert list(dialogue.answer_ids(messages)) == GRPOTrainer._get_tool_suffix_ids(trls, messages)
+    assert list(dialogue.answer_ids(messages)) == GRPOTrainer._get_tool_suffix_ids(
+        trls, messages
+    )
 
 
 @pytest.mark.parametrize("name", TALKS)
@@ -201,7 +211,10 @@ def test_a_talk_is_what_the_template_renders_of_it(
 ) -> None:
     tokenizer, dialogue = dialogue_of(name)
     wrote = [
-        [*tokenizer.encode(call_text(name, 1, 2), add_special_tokens=False), tokenizer.eos_token_id]
+        [
+            *tokenizer.encode(call_text(name, 1, 2), add_special_tokens=False),
+            tokenizer.eos_token_id,
+        ]
     ]
     wrote.append([*tokenizer.encode("three", add_special_tokens=False), tokenizer.eos_token_id])
     completion, writer, _ = play(tokenizer, dialogue, wrote, Script([Answer("3")]), monkeypatch)
@@ -217,7 +230,10 @@ def test_a_talk_is_what_the_template_renders_of_it(
     )
     assert by_template or [message["role"] for message in talk] == ["user", "assistant"] * 2
     rendered = tokenizer.apply_chat_template(
-        talk, tokenize=False, tools=[ADD] if by_template else None, chat_template=dialogue._template
+        talk,
+        tokenize=False,
+        tools=[ADD] if by_template else None,
+        chat_template=dialogue._template,
     )
     after = whole.partition("12 + 30?")[2].replace("add(1, y=2)", "add(x=1, y=2)")
     assert after and after in rendered.replace("<think>\n\n</think>\n\n", "")
@@ -275,7 +291,9 @@ def test_reward_functions_see_the_calls_and_answers_that_trls_trainer_hands_them
         ]
 
     tokenizer, dialogue = dialogue_of(name)
-    answers = Script([Answer("3"), Answer(str({"error": "no fives"}), failed=True), Answer("7")])
+    answers = Script(
+        [Answer("3"), Answer(str({"error": "no fives"}), failed=True), Answer("7")]
+    )
     wrote = [ids_of(tokenizer, turn) for turn in words(name)]
     completion, *_ = play(tokenizer, dialogue, wrote, answers, monkeypatch)
     assert completion.messages == in_trls_loop(words("qwen3"), {"add": add})
@@ -368,7 +386,9 @@ def test_a_call_that_was_cut_off_is_not_asked(monkeypatch: pytest.MonkeyPatch) -
     )
 
 
-def test_what_does_not_fit_is_cut_and_ends_as_truncated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_cut_and_ends_as_truncated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The last token is no end token, by which TRL too counts it as cut off."""
     tokenizer, dialogue = dialogue_of("smollm2")
     asks = ids_of(tokenizer, "add(1, 2)")
@@ -418,7 +438,10 @@ def test_a_reset_that_says_another_thing_than_the_prompt_loses_the_environment(
     ("text", "found"),
     [
         ("add(1, 2)", [{"x": 1, "y": 2}]),
-        ("I think\n  `add(x=1, y=-2)`  \nthen\nadd(3, y=4)", [{"x": 1, "y": -2}, {"x": 3, "y": 4}]),
+        (
+            "I think\n  `add(x=1, y=-2)`  \nthen\nadd(3, y=4)",
+            [{"x": 1, "y": -2}, {"x": 3, "y": 4}],
+        ),
         ("add (1, 'two')", [{"x": 1, "y": "two"}]),
         ("the sum is add(1, 2)", []),
         ("sub(1, 2)\nadder(1)\nadd", []),
@@ -443,7 +466,9 @@ def test_calls_are_read_from_lines_of_a_text(text: str, found: list[Any]) -> Non
         if isinstance(wanted, dict):
             assert call.problem is None and call.arguments == wanted
         else:
-            assert call.problem is not None and wanted in call.problem and len(call.problem) < 300
+            assert (
+                call.problem is not None and wanted in call.problem and len(call.problem) < 300
+            )
 
 
 def test_a_text_without_its_calls_keeps_every_other_line() -> None:
@@ -480,7 +505,9 @@ def test_malformed_calls_are_answered_in_order(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_templates_that_cannot_are_refused_in_one_line() -> None:
-    with pytest.raises(ConfigError, match="shows no tool calls to the model; say --actions calls"):
+    with pytest.raises(
+        ConfigError, match="shows no tool calls to the model; say --actions calls"
+    ):
         Dialogue(tokenizer_of(SMOL, "<|im_end|>"), ADDS, actions="template")
     with pytest.raises(ConfigError, match="cannot read the tool calls"):
         Dialogue(tokenizer_of(shipped("qwen3") + " ", "<|im_end|>"), ADDS, actions="template")
@@ -494,7 +521,10 @@ def test_the_prompt_tells_the_tools() -> None:
     assert "add(x: integer, y: integer) - Add two numbers." in tokenizer.decode(
         dialogue.prompt_ids("12 + 30?")
     )
-    system = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "12 + 30?"}]
+    system = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "12 + 30?"},
+    ]
     assert "Be brief.\n\nYou can call" in tokenizer.decode(dialogue.prompt_ids(system))
     tokenizer, dialogue = dialogue_of("qwen3")
     assert '"name": "add"' in tokenizer.decode(dialogue.prompt_ids("12 + 30?"))
@@ -541,7 +571,9 @@ def test_a_slot_is_free_while_tools_answer(monkeypatch: pytest.MonkeyPatch) -> N
     class Together(Script):
         barrier = asyncio.Barrier(4)
 
-        def __call__(self, pool: Any, prompt: Prompt, *, position: int, index: int) -> "Together":
+        def __call__(
+            self, pool: Any, prompt: Prompt, *, position: int, index: int
+        ) -> "Together":
             return Together()
 
         async def call(self, name: str, arguments: Any) -> Answer:

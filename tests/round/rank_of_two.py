@@ -170,7 +170,12 @@ def exchange(peers: TorchPeers, folder: Path) -> dict[str, Any]:
         sums = peers.add_up([peers.rank + 1.0, 10.0])
     finally:
         rounds.close()
-    return {"groups": told(first), "sent": peers.bytes_sent, "empty": len(summaries), "sums": sums}
+    return {
+        "groups": told(first),
+        "sent": peers.bytes_sent,
+        "empty": len(summaries),
+        "sums": sums,
+    }
 
 
 def curriculum(peers: TorchPeers, folder: Path) -> dict[str, Any]:
@@ -242,7 +247,9 @@ def carried(peers: TorchPeers, folder: Path) -> dict[str, Any]:
 
 def broken(peers: TorchPeers, folder: Path) -> dict[str, Any]:
     engine = (
-        ScriptedEngine(wait_s=0.05, breaks_after=3) if peers.rank else ScriptedEngine(hangs=True)
+        ScriptedEngine(wait_s=0.05, breaks_after=3)
+        if peers.rank
+        else ScriptedEngine(hangs=True)
     )
     return fails(peers, engine, folder)
 

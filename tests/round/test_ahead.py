@@ -159,7 +159,8 @@ def test_with_weights_that_do_not_change_the_rounds_are_those_of_no_lag(make: Ma
 
     def plain(groups: Sequence[Group]) -> object:
         return [
-            (group.draw.position, [one.token_ids for one in group.completions]) for group in groups
+            (group.draw.position, [one.token_ids for one in group.completions])
+            for group in groups
         ]
 
     ahead = take(make("a", engine=engine, dynamic=True), range(STEPS))

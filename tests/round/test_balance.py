@@ -124,7 +124,8 @@ def loads(deal: Deal) -> list[int]:
 
 def loads_before(summaries: list[GroupSummary], world: int) -> list[int]:
     return [
-        sum(summary.cost for summary in summaries if summary.rank == rank) for rank in range(world)
+        sum(summary.cost for summary in summaries if summary.rank == rank)
+        for rank in range(world)
     ]
 
 
@@ -139,7 +140,9 @@ def of_length(position: int, lengths: list[int]) -> Group:
         Completion((5,) * length, (-1.0,) * length, "", "stop", 0) for length in lengths
     )
     return Group(
-        Draw(position, Prompt(position, ""), (1,) * 64), written, ((Score(1.0),),) * len(lengths)
+        Draw(position, Prompt(position, ""), (1,) * 64),
+        written,
+        ((Score(1.0),),) * len(lengths),
     )
 
 
@@ -170,7 +173,9 @@ def test_long_groups_are_dealt_by_what_they_cost_and_not_by_their_tokens() -> No
     by_tokens = [spread_of(cost, Cost(), longest=32768, seed=seed) for seed in range(10)]
     assert max(by_cost) < 1.03 and sum(by_tokens) / 10 > 1.03
     short = [
-        spread_of(cost, by, longest=512, seed=seed) for by in (cost, Cost()) for seed in range(10)
+        spread_of(cost, by, longest=512, seed=seed)
+        for by in (cost, Cost())
+        for seed in range(10)
     ]
     assert max(short) < 1.025, "short ones alike"
 
@@ -178,5 +183,6 @@ def test_long_groups_are_dealt_by_what_they_cost_and_not_by_their_tokens() -> No
 def test_a_group_costs_its_tokens_where_the_model_is_not_known() -> None:
     group = of_length(0, [10, 300])
     assert (
-        Cost().of(group) == group.num_tokens == 310 and Cost.of_model({"hidden_size": 8}) == Cost()
+        Cost().of(group) == group.num_tokens == 310
+        and Cost.of_model({"hidden_size": 8}) == Cost()
     )

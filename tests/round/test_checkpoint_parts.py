@@ -67,7 +67,8 @@ def test_through_any_ranks_each_position_is_drawn_once_and_in_order(
             shard = Shard(rank, world, tuple(draws["gaps"]), draws["start"])
             count = data.draw(st.integers(0, 9))
             mine = [
-                shard.position(index) for index in range(draws["cursor"], draws["cursor"] + count)
+                shard.position(index)
+                for index in range(draws["cursor"], draws["cursor"] + count)
             ]
             assert mine == sorted(mine)
             drawn += mine
@@ -157,12 +158,19 @@ def commit(folder: Path, step: int, world: int, *, but: int | None = None) -> No
 
 
 @pytest.mark.parametrize(("before", "world"), [(1, 2), (2, 1), (2, 4), (4, 1)])
-def test_the_journal_gives_other_ranks_their_part(tmp_path: Path, before: int, world: int) -> None:
+def test_the_journal_gives_other_ranks_their_part(
+    tmp_path: Path, before: int, world: int
+) -> None:
     commit(tmp_path, 3, before)
     parts = [Journal(tmp_path, rank=rank, world=world).read(3) for rank in range(world)]
     assert all(part is not None for part in parts)
     found = [part for part in parts if part is not None]
-    assert sorted(one.draw.position for part in found for one in part.groups) == [12, 13, 14, 15]
+    assert sorted(one.draw.position for part in found for one in part.groups) == [
+        12,
+        13,
+        14,
+        15,
+    ]
     assert all(part.state["draws"] == {"start": 16, "gaps": [], "cursor": 0} for part in found)
 
 
@@ -187,7 +195,10 @@ def test_files_of_ranks_that_are_no_more_go_with_the_others(tmp_path: Path) -> N
     journal = Journal(tmp_path, rank=0, world=1)
     journal.prune(before=1)
     journal.forget_from(3)
-    assert sorted(path.name[6:12] for path in tmp_path.iterdir()) == ["000001"] * 3 + ["000002"] * 3
+    assert (
+        sorted(path.name[6:12] for path in tmp_path.iterdir())
+        == ["000001"] * 3 + ["000002"] * 3
+    )
     Journal(tmp_path, rank=1, world=2).forget_from(2)
     assert (
         not (tmp_path / "round-000002-rank-1.json").exists()

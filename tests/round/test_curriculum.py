@@ -23,7 +23,9 @@ TOLD = st.lists(
 def test_the_chance_is_that_of_drawing_the_group_again(totals: list[float]) -> None:
     """Against every way to draw as many completions from the group's own."""
     again = list(itertools.product(totals, repeat=len(totals)))
-    assert chance_of(totals) == pytest.approx(sum(len(set(one)) > 1 for one in again) / len(again))
+    assert chance_of(totals) == pytest.approx(
+        sum(len(set(one)) > 1 for one in again) / len(again)
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,7 +51,9 @@ def test_what_taught_nothing_comes_seldom_and_what_taught_comes_often() -> None:
     assert order.weight(3) == 1.0
     order.learn([(3, 0.0, 0.0), (4, 0.99, 0.5)])
     assert order.weight(3) == LEAST and order.weight(4) == pytest.approx(1.09 / 1.1)
-    order.learn([(3, 0.656, 0.125)])  # one completion in eight was right: the policy has learned
+    order.learn(
+        [(3, 0.656, 0.125)]
+    )  # one completion in eight was right: the policy has learned
     assert order.weight(3) == pytest.approx((0.1 + 0.656) / (0.5 + 1 + 0.1))
 
 
@@ -78,7 +82,9 @@ def test_a_prompt_may_be_dropped_at_a_share_of_the_best_and_no_other_come_less_o
 
 
 @given(TOLD, TOLD)
-def test_a_state_and_the_rounds_after_it_give_the_memory_back(first: list, second: list) -> None:  # type: ignore[type-arg]
+def test_a_state_and_the_rounds_after_it_give_the_memory_back(
+    first: list, second: list
+) -> None:  # type: ignore[type-arg]
     order, again = Curriculum(seed=1), Curriculum(seed=1)
     order.learn(first)
     saved = json.loads(json.dumps(order.state_dict()))
@@ -98,7 +104,12 @@ def test_ranks_together_draw_what_one_would(world: int, told: list) -> None:  # 
         order.learn(told)
         rows = [Prompt(row, "x") for row in range(10)]
         return DrawSource(
-            rows, seed=2, encode=lambda _: (1,), max_prompt_tokens=1, shard=shard, curriculum=order
+            rows,
+            seed=2,
+            encode=lambda _: (1,),
+            max_prompt_tokens=1,
+            shard=shard,
+            curriculum=order,
         )
 
     def upto(source: DrawSource, end: int) -> dict[int, int]:
@@ -119,7 +130,9 @@ def test_where_all_are_dropped_prompts_still_come() -> None:
     order = Curriculum(seed=0, drop_after=1)
     order.learn([(row, 0.0, 1.0) for row in range(3)])
     rows = [Prompt(row, "x") for row in range(3)]
-    source = DrawSource(rows, seed=0, encode=lambda _: (1,), max_prompt_tokens=1, curriculum=order)
+    source = DrawSource(
+        rows, seed=0, encode=lambda _: (1,), max_prompt_tokens=1, curriculum=order
+    )
     assert len({source.draw().position for _ in range(5)}) == 5
 
 

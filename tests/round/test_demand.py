@@ -13,9 +13,16 @@ COUNTS = st.integers(0, 500)
 
 
 @given(COUNTS, COUNTS, COUNTS, COUNTS, st.integers(1, 8), st.floats(LEAST, 1.0))
-def test_bounds(need: int, kept: int, in_flight: int, drawn: int, tries: int, rate: float) -> None:
+def test_bounds(
+    need: int, kept: int, in_flight: int, drawn: int, tries: int, rate: float
+) -> None:
     wanted = num_to_draw(
-        need=need, kept=kept, in_flight=in_flight, drawn=drawn, max_draws=need * tries, rate=rate
+        need=need,
+        kept=kept,
+        in_flight=in_flight,
+        drawn=drawn,
+        max_draws=need * tries,
+        rate=rate,
     )
     assert wanted >= 0
     assert drawn + wanted <= max(drawn, need * tries)
@@ -48,4 +55,6 @@ def test_a_yield_of_nothing_still_asks_for_a_bounded_number() -> None:
     for _ in range(1000):
         seen.observe(taught=False)
     assert seen.rate == LEAST
-    assert num_to_draw(need=1, kept=0, in_flight=0, drawn=0, max_draws=1000, rate=seen.rate) == 20
+    assert (
+        num_to_draw(need=1, kept=0, in_flight=0, drawn=0, max_draws=1000, rate=seen.rate) == 20
+    )

@@ -30,7 +30,9 @@ def source(
 @given(st.integers(1, 4), st.integers(0, 50))
 def test_shards_together_draw_what_one_rank_would(world: int, seed: int) -> None:
     alone = source(seed=seed)
-    expected = {draw.position: draw.prompt.row for draw in (alone.draw() for _ in range(5 * world))}
+    expected = {
+        draw.position: draw.prompt.row for draw in (alone.draw() for _ in range(5 * world))
+    }
     seen: dict[int, int] = {}
     for rank in range(world):
         shard = source(seed=seed, shard=Shard(rank, world))
@@ -64,7 +66,9 @@ def test_a_prompt_that_does_not_fit_is_refused_by_its_row_and_not_skipped() -> N
     for _ in range(3):
         draws.draw()
     for _ in range(2):
-        with pytest.raises(DataError, match=r"row 3: the prompt has 4 tokens, between 1 and 3 fit"):
+        with pytest.raises(
+            DataError, match=r"row 3: the prompt has 4 tokens, between 1 and 3 fit"
+        ):
             draws.draw()
     assert draws.cursor == 3
 

@@ -55,7 +55,10 @@ async def run_round(engine: Engine, folder: Path, *, greedy: bool) -> list[Finis
     prompts = [Prompt(row, f"prompt {row}") for row in range(3)]
     draws = DrawSource(prompts, seed=None, encode=lambda p: (p.row + 10,), max_prompt_tokens=5)
     rules = Rules(group_size=2, seed=5, reward_weights=(1.0,), greedy_baseline=greedy)
-    specs, settings = [RewardConfig(reward=f"{folder}/their.py:digit")], RewardSettings(workers=1)
+    specs, settings = (
+        [RewardConfig(reward=f"{folder}/their.py:digit")],
+        RewardSettings(workers=1),
+    )
     async with RewardPool(
         specs, settings=settings, log=folder / "log", run_id="test-greedy"
     ) as pool:
@@ -77,7 +80,9 @@ def test_one_greedy_completion_a_prompt(greedy: bool, tmp_path: Path) -> None:
         "it is not trained on"
     )
     baselines = [group.greedy_scores_R for group in groups]
-    assert baselines == ([(Score(0.0),), (Score(1.0),), (Score(2.0),)] if greedy else [None] * 3)
+    assert baselines == (
+        [(Score(0.0),), (Score(1.0),), (Score(2.0),)] if greedy else [None] * 3
+    )
     assert [from_bytes(to_bytes(group)) for group in groups] == groups, "the journal keeps it"
 
 

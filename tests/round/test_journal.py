@@ -182,7 +182,9 @@ def test_damage_is_named(
     assert said in str(error.value)
 
 
-def test_a_new_round_ends_the_future_that_followed_the_old_one(make: Make, tmp_path: Path) -> None:
+def test_a_new_round_ends_the_future_that_followed_the_old_one(
+    make: Make, tmp_path: Path
+) -> None:
     first = make(tmp_path)
     for step in range(4):
         first.next_round(step=step, num_groups=1)
@@ -212,7 +214,9 @@ def test_turns_come_back(tmp_path: Path) -> None:
     journal = Journal(tmp_path, rank=0)
     journal.commit(0, [one], {})
     found = journal.read(0)
-    assert found is not None and found.groups == [one] and one.completions[0].mask == (1, 0, 0, 1)
+    assert (
+        found is not None and found.groups == [one] and one.completions[0].mask == (1, 0, 0, 1)
+    )
     assert one.num_tokens == 4 and one.num_written == 2
 
 

@@ -46,7 +46,10 @@ class TestEngine(Engine):
     __test__ = False
 
     def __init__(
-        self, name: str = "one", *, wait_s: Callable[[Sequence[int]], float] = lambda prompt: 0.0
+        self,
+        name: str = "one",
+        *,
+        wait_s: Callable[[Sequence[int]], float] = lambda prompt: 0.0,
     ) -> None:
         self.name = name
         self.asked: list[tuple[tuple[int, ...], int]] = []
@@ -107,7 +110,9 @@ def prompts(num: int) -> list[Prompt]:
 
 
 def source(num: int = 6) -> DrawSource:
-    return DrawSource(prompts(num), seed=None, encode=lambda p: (p.row + 10,), max_prompt_tokens=5)
+    return DrawSource(
+        prompts(num), seed=None, encode=lambda p: (p.row + 10,), max_prompt_tokens=5
+    )
 
 
 async def run_round(
@@ -152,7 +157,8 @@ def test_groups_come_in_the_order_drawn_whichever_ends_first(folder: Path) -> No
             str(seed)[-2:] for seed in seeds
         ]
         assert all(
-            asked in engine.asked for asked in ((item.group.draw.token_ids, seed) for seed in seeds)
+            asked in engine.asked
+            for asked in ((item.group.draw.token_ids, seed) for seed in seeds)
         )
     assert (stats.drawn, stats.num_tokens, stats.num_masked) == (4, 24, 0)
 
@@ -184,7 +190,9 @@ def test_rewards_in_each_of_several_environments_are_told_apart(folder: Path) ->
     finished, meter = run(run_round([TestEngine()], rules(**odd), rewards=["parity"]))
     totals: dict[str, list[float]] = {"odd": [], "even": []}
     for item in finished:
-        known = [value for scores in item.group.scores_GR if (value := scores[0].value) is not None]
+        known = [
+            value for scores in item.group.scores_GR if (value := scores[0].value) is not None
+        ]
         totals[item.group.draw.prompt.columns["environment"]] += known
     meter.end()
     shown = meter.metrics(meter.take())
@@ -278,7 +286,11 @@ def test_in_order_the_draws_do_not_depend_on_which_group_ends_first(folder: Path
                 run_round(
                     [TestEngine(wait_s=wait)],
                     rules(
-                        dynamic=True, in_order=in_order, group_size=2, max_in_flight=4, max_tries=20
+                        dynamic=True,
+                        in_order=in_order,
+                        group_size=2,
+                        max_in_flight=4,
+                        max_tries=20,
                     ),
                     rewards=["parity"],
                     need=8,
@@ -286,7 +298,9 @@ def test_in_order_the_draws_do_not_depend_on_which_group_ends_first(folder: Path
             )[0]
             for wait in waits
         ]
-        drawn.append({tuple(item.group.draw.position for item in finished) for finished in some})
+        drawn.append(
+            {tuple(item.group.draw.position for item in finished) for finished in some}
+        )
     assert len(drawn[0]) == 1 < len(drawn[1])
 
 

@@ -37,7 +37,12 @@ class TestEngine(Engine):
     __test__ = False
 
     def __init__(
-        self, name: str = "one", *, hangs: bool = False, fails: bool = False, stale: bool = False
+        self,
+        name: str = "one",
+        *,
+        hangs: bool = False,
+        fails: bool = False,
+        stale: bool = False,
     ) -> None:
         self.name = name
         self.version = 0
@@ -134,7 +139,9 @@ def test_weights_reach_every_engine_before_the_round_and_once_a_version(
     later = rounds.next_round(step=1, num_groups=2)
     for engine in engines:
         assert engine.loaded == [(tmp_path / "weights-0", 0), (tmp_path / "weights-1", 1)]
-    assert {completion.policy_version for group in later for completion in group.completions} == {1}
+    assert {
+        completion.policy_version for group in later for completion in group.completions
+    } == {1}
 
 
 def test_frozen_weights_are_never_sent(make: MakeRounds) -> None:

@@ -33,7 +33,9 @@ def make() -> Iterator[Callable[[], Controller]]:
                 draws=DrawSource([], seed=None, encode=lambda prompt: (), max_prompt_tokens=1),
                 rules=Rules(group_size=2, seed=0, reward_weights=()),
                 peers=Peers(),
-                slots=Slots(4, allocator=Allocator(SlotPool(4, ROLES, dict.fromkeys(ROLES, 64)))),
+                slots=Slots(
+                    4, allocator=Allocator(SlotPool(4, ROLES, dict.fromkeys(ROLES, 64)))
+                ),
             )
         )
         return made[-1]

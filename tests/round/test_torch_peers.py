@@ -131,7 +131,10 @@ def test_rounds_one_step_ahead_beside_the_collectives_of_training(seen: Seen) ->
     assert [rank["sums"] for rank in ranks] == [[3.0] * 200] * 2
     assert [[step["version"] for step in rank["steps"]] for rank in ranks] == [[0, 0, 1, 2]] * 2
     drawn = [
-        group["position"] for rank in ranks for step in rank["steps"] for group in step["groups"]
+        group["position"]
+        for rank in ranks
+        for step in rank["steps"]
+        for group in step["groups"]
     ]
     assert len(drawn) == 32 and len({*drawn}) == 32, "a group was trained on twice"
 

@@ -24,11 +24,15 @@ COLUMNS = st.dictionaries(
     TEXT, st.one_of(TEXT, st.integers(), st.booleans(), st.none(), st.lists(TEXT, max_size=3))
 )
 CHAT = st.lists(st.fixed_dictionaries({"role": TEXT, "content": TEXT}), max_size=3)
-IMAGES = st.lists(st.builds(Image, TEXT, st.integers(1, 99), st.integers(1, 99)), max_size=2).map(
-    tuple
-)
+IMAGES = st.lists(
+    st.builds(Image, TEXT, st.integers(1, 99), st.integers(1, 99)), max_size=2
+).map(tuple)
 PROMPTS = st.builds(
-    Prompt, row=st.integers(0, 99), content=st.one_of(TEXT, CHAT), columns=COLUMNS, images=IMAGES
+    Prompt,
+    row=st.integers(0, 99),
+    content=st.one_of(TEXT, CHAT),
+    columns=COLUMNS,
+    images=IMAGES,
 )
 SCORES = st.builds(
     Score, value=st.one_of(st.none(), st.floats(-10, 10)), problem=st.one_of(st.none(), TEXT)

@@ -137,14 +137,19 @@ def test_a_run_of_which_every_checkpoint_is_damaged_does_not_begin_again_by_itse
 def test_two_are_always_kept(tmp_path: Path, keep: int | None, left: list[int]) -> None:
     for step in (1, 2, 3, 4):
         save(tmp_path, step)
-    assert [step_of(path) for path in drop_oldest(tmp_path, keep=keep)] == left == steps(tmp_path)
+    assert (
+        [step_of(path) for path in drop_oldest(tmp_path, keep=keep)] == left == steps(tmp_path)
+    )
 
 
 def test_what_a_killed_save_or_removal_left_is_cleared(tmp_path: Path) -> None:
     save(tmp_path, 2)
     (staging(tmp_path, 4) / "checkpoint-4").mkdir(parents=True)
     (tmp_path / ".dropping-checkpoint-1").mkdir()
-    assert sorted(clear_leftovers(tmp_path)) == [".dropping-checkpoint-1", ".saving-checkpoint-4"]
+    assert sorted(clear_leftovers(tmp_path)) == [
+        ".dropping-checkpoint-1",
+        ".saving-checkpoint-4",
+    ]
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
 
 

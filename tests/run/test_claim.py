@@ -82,21 +82,28 @@ def test_checking_imports_no_torch() -> None:
 
 def test_another_run_is_refused_and_the_difference_named(folder: RunFolder) -> None:
     claim_and_release(folder)
-    with pytest.raises(RunFolderError, match=r"another run \(seed: 0 there, 7 here\).*--output"):
+    with pytest.raises(
+        RunFolderError, match=r"another run \(seed: 0 there, 7 here\).*--output"
+    ):
         check_claim(folder, config_for(folder, seed=7), resume=False)
     with pytest.raises(
         RunFolderError, match=r"another run \(seed: 0 there, 7 here\).*--accept-changes"
     ):
         check_claim(folder, config_for(folder, seed=7), resume=True)
     check_claim(
-        folder, config_for(folder, seed=7), resume=True, resume_options=Resume(accept_changes=True)
+        folder,
+        config_for(folder, seed=7),
+        resume=True,
+        resume_options=Resume(accept_changes=True),
     )
 
 
 def test_a_nested_difference_is_named_by_its_whole_key(folder: RunFolder) -> None:
     claim_and_release(folder, trl={"learning_rate": 1e-5, "beta": 0.1})
     changed = config_for(folder, trl={"learning_rate": 2e-5, "beta": 0.1})
-    with pytest.raises(RunFolderError, match=r"\(trl\.learning_rate: 1e-05 there, 2e-05 here\)"):
+    with pytest.raises(
+        RunFolderError, match=r"\(trl\.learning_rate: 1e-05 there, 2e-05 here\)"
+    ):
         check_claim(folder, changed, resume=True)
 
 
@@ -169,7 +176,9 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
         )
 
 
-def test_a_running_run_holds_its_folder(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_running_run_holds_its_folder(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ycore.run.claim._LOCK_WITHIN_S", 0.3)
     held = claim(folder, config_for(folder), resume=False)
     with pytest.raises(RunFolderError, match="another ycore is running"):
@@ -221,7 +230,11 @@ def test_of_two_commands_on_one_folder_one_is_refused(tmp_path: Path) -> None:
     winner = 1 + [one.returncode for one in both].index(0)
     assert f"holds another run (seed: {winner} there, {3 - winner} here)" in said[2 - winner]
     folder = RunFolder(tmp_path / "run")
-    assert read_json(folder.config)["config"]["seed"] == read_json(folder.summary)["seed"] == winner
+    assert (
+        read_json(folder.config)["config"]["seed"]
+        == read_json(folder.summary)["seed"]
+        == winner
+    )
 
 
 def test_the_id_is_random_and_stays_the_folders(folder: RunFolder, tmp_path: Path) -> None:
@@ -272,7 +285,16 @@ print(Claim(RunFolder(Path(sys.argv[1]) / "run")).run_id)
     os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare"
 )
 def test_one_path_in_two_mount_namespaces_has_two_ids(tmp_path: Path) -> None:
-    command = ["unshare", "-m", "sh", "-c", NAMESPACE, sys.executable, CLAIM_HERE, str(tmp_path)]
+    command = [
+        "unshare",
+        "-m",
+        "sh",
+        "-c",
+        NAMESPACE,
+        sys.executable,
+        CLAIM_HERE,
+        str(tmp_path),
+    ]
     ids = [
         subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stdout
         for _ in range(2)
@@ -340,7 +362,9 @@ def test_what_may_change_is_what_there_is() -> None:
         ({"trl": {"report_to": "wandb"}}, {"trl": {}}, ""),
     ],
 )
-def test_differences_are_named(old: dict[str, object], new: dict[str, object], said: str) -> None:
+def test_differences_are_named(
+    old: dict[str, object], new: dict[str, object], said: str
+) -> None:
     told = in_words(settings_that_differ(old, new))
     assert told.startswith(said) if said else told == ""
 
@@ -358,12 +382,16 @@ def test_a_model_is_known_by_its_content(tmp_path: Path) -> None:
     weights.write_bytes(bytes(1000))
     (tmp_path / "README.md").write_text("one")
     first = model_fingerprint(tmp_path)
-    assert first == "1000 bytes, sha256 d00a61415de420f9"  # as identity.json of earlier runs has it
+    assert (
+        first == "1000 bytes, sha256 d00a61415de420f9"
+    )  # as identity.json of earlier runs has it
     (tmp_path / "README.md").write_text("two")
     assert model_fingerprint(tmp_path) == first
     weights.write_bytes(bytes(999) + b"x")
     assert model_fingerprint(tmp_path) != first
-    (difference,) = contents_that_differ({"model": first}, {"model": model_fingerprint(tmp_path)})
+    (difference,) = contents_that_differ(
+        {"model": first}, {"model": model_fingerprint(tmp_path)}
+    )
     assert str(difference).startswith("model: '1000 bytes, sha256 ")
 
 

@@ -64,7 +64,10 @@ def bomb(width: int, height: int) -> bytes:
 
     def chunk(name: bytes, data: bytes) -> bytes:
         return (
-            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+            struct.pack(">I", len(data))
+            + name
+            + data
+            + struct.pack(">I", zlib.crc32(name + data))
         )
 
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)

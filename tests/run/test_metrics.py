@@ -67,7 +67,9 @@ def test_a_damaged_line_that_is_not_the_last_is_named(
     said: list[str] = []
     path = damaged(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in read_metrics(path, say=said.append)] == [1, 3]
-    assert said == [f"line 2 of {path} is damaged (it is not a JSON object); its step is left out"]
+    assert said == [
+        f"line 2 of {path} is damaged (it is not a JSON object); its step is left out"
+    ]
     read_metrics(path)
     assert capsys.readouterr().err == f"warning: {said[0]}\n"
 
@@ -105,7 +107,9 @@ def test_a_follower_sees_each_whole_row_once(tmp_path: Path) -> None:
     assert follower.read() == [{"step": 2}, {"step": 3}]
 
 
-def test_a_follower_goes_on_in_a_file_that_was_cut_and_tells_no_row_twice(tmp_path: Path) -> None:
+def test_a_follower_goes_on_in_a_file_that_was_cut_and_tells_no_row_twice(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "metrics.jsonl"
     follower = MetricsFollower(path)
     path.write_text('{"step": 1}\n{"step": 2, "took": 5}\n')
@@ -146,7 +150,11 @@ def test_rewards_are_means_of_the_first_and_last_five_steps() -> None:
 
 def test_a_run_without_steps_has_no_rewards() -> None:
     summary = summarise([], "failed", 1.0, error="no room")
-    assert (summary["steps"], summary["reward_first"], summary["reward_last"]) == (0, None, None)
+    assert (summary["steps"], summary["reward_first"], summary["reward_last"]) == (
+        0,
+        None,
+        None,
+    )
     assert summary["error"] == "no room"
 
 
@@ -189,7 +197,9 @@ def test_known_values(right: int, total: int, low: float, high: float) -> None:
     assert wilson_95(right, total) == pytest.approx((low, high), abs=1e-4)
 
 
-@given(st.integers(1, 500).flatmap(lambda total: st.tuples(st.integers(0, total), st.just(total))))
+@given(
+    st.integers(1, 500).flatmap(lambda total: st.tuples(st.integers(0, total), st.just(total)))
+)
 def test_it_holds_the_share_and_is_its_own_mirror(case: tuple[int, int]) -> None:
     right, total = case
     low, high = wilson_95(right, total)

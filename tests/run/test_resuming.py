@@ -67,7 +67,11 @@ def settled(
 def test_by_itself_it_goes_on_from_the_newest_and_takes_begun_rounds_again(
     folder: RunFolder,
 ) -> None:
-    assert settled(folder, Resume()) == (["going on from step 6"], [2, 4, 6], [2, 3, 4, 5, 6, 7])
+    assert settled(folder, Resume()) == (
+        ["going on from step 6"],
+        [2, 4, 6],
+        [2, 3, 4, 5, 6, 7],
+    )
     assert folder.identity.is_file()
 
 
@@ -91,7 +95,9 @@ def test_a_checkpoint_can_be_chosen(folder: RunFolder) -> None:
 
 def test_the_beginning_can_be_chosen(folder: RunFolder) -> None:
     said, steps, _ = settled(folder, Resume(step=0))
-    assert steps == [] and said[-1] == "going on from the first step: no checkpoint was saved yet"
+    assert (
+        steps == [] and said[-1] == "going on from the first step: no checkpoint was saved yet"
+    )
 
 
 def test_accepted_changes_are_named_and_the_old_future_is_dropped(folder: RunFolder) -> None:
@@ -114,8 +120,12 @@ def test_a_finished_run_goes_on_for_longer_with_accepted_changes(folder: RunFold
     claim(folder, config_for(folder, steps=101), resume=True).release()
 
 
-@pytest.mark.parametrize(("asked", "step"), [("4", 4), ("0", 0), ("{checkpoints}/checkpoint-6", 6)])
-def test_a_checkpoint_is_named_by_step_or_path(folder: RunFolder, asked: str, step: int) -> None:
+@pytest.mark.parametrize(
+    ("asked", "step"), [("4", 4), ("0", 0), ("{checkpoints}/checkpoint-6", 6)]
+)
+def test_a_checkpoint_is_named_by_step_or_path(
+    folder: RunFolder, asked: str, step: int
+) -> None:
     assert parse_checkpoint(asked.format(checkpoints=folder.checkpoints), folder) == step
 
 
@@ -124,7 +134,8 @@ def test_a_checkpoint_is_named_by_step_or_path(folder: RunFolder, asked: str, st
 )
 def test_other_names_are_refused(folder: RunFolder, asked: str) -> None:
     with pytest.raises(
-        RunFolderError, match=r"--resume-from takes a step or a folder.*checkpoints of step 2, 4, 6"
+        RunFolderError,
+        match=r"--resume-from takes a step or a folder.*checkpoints of step 2, 4, 6",
     ):
         parse_checkpoint(asked.format(checkpoints=folder.checkpoints), folder)
 
@@ -192,7 +203,8 @@ def test_what_cannot_go_on_with_other_ranks_is_refused(
         lambda: check_world(folder, Resume(), world=3),
     ):
         with pytest.raises(
-            RunFolderError, match=f"checkpoint-8 was saved by 2 ranks, and this run has 3; {why}"
+            RunFolderError,
+            match=f"checkpoint-8 was saved by 2 ranks, and this run has 3; {why}",
         ) as error:
             refuse()
         assert "go on with --processes 2, or" in str(error.value)

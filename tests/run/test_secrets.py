@@ -172,7 +172,16 @@ def test_secrets_go_whatever_they_are_nested_in() -> None:
 
 
 def test_a_command_keeps_everything_else() -> None:
-    command = ["ycore", "--max-tokens", "16", "--hub-token", "a", "--steps", "3", "--hub_token=b"]
+    command = [
+        "ycore",
+        "--max-tokens",
+        "16",
+        "--hub-token",
+        "a",
+        "--steps",
+        "3",
+        "--hub_token=b",
+    ]
     assert redact_command(command) == [
         *["ycore", "--max-tokens", "16", "--hub-token", HIDDEN, "--steps", "3"],
         f"--hub_token={HIDDEN}",

@@ -59,7 +59,9 @@ def score(lines: Iterable[dict]) -> dict[tuple[str, str, str], tuple[int, int, l
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.sandbox")
-    parser.add_argument("--rights", default=",".join(RIGHTS if os.geteuid() == 0 else RIGHTS[1::2]))
+    parser.add_argument(
+        "--rights", default=",".join(RIGHTS if os.geteuid() == 0 else RIGHTS[1::2])
+    )
     parser.add_argument("--where", default="worker,program")
     parser.add_argument("--json", type=Path, help="write every attempt here")
     parser.add_argument("--dry-run", action="store_true", help="say what would be tried")

@@ -43,7 +43,9 @@ def _command(change: Callable[[list[str]], list[str]]) -> Callable[[], None]:
 
 def _wide(line: list[str]) -> list[str]:
     at = line.index("--chdir")
-    wide = [part for name in ("/etc", "/home", "/var") for part in ("--ro-bind-try", name, name)]
+    wide = [
+        part for name in ("/etc", "/home", "/var") for part in ("--ro-bind-try", name, name)
+    ]
     return [*line[:at], *wide, *line[at:]]
 
 
@@ -59,7 +61,9 @@ def _own_network(line: list[str]) -> list[str]:
 MUTATIONS = [
     Mutation("no filter", "memfd: memory of no process", _no_filter),
     Mutation("no change of user", "three times the threads", _steps(uid=None), "root"),
-    Mutation("inherited environment", "a secret in its own environment", _inherited_environment),
+    Mutation(
+        "inherited environment", "a secret in its own environment", _inherited_environment
+    ),
     Mutation("a wide tree of files", "read /etc/passwd", _command(_wide)),
     Mutation(
         "a root that can be written to",

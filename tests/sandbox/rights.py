@@ -60,7 +60,9 @@ def main() -> None:
         os.setresgid(UID, UID, UID)
         os.setresuid(UID, UID, UID)
     os.execve(
-        command[0], command, {**os.environ, "HOME": "/nonexistent", "PYTHONDONTWRITEBYTECODE": "1"}
+        command[0],
+        command,
+        {**os.environ, "HOME": "/nonexistent", "PYTHONDONTWRITEBYTECODE": "1"},
     )
 
 
@@ -71,7 +73,13 @@ def _contain() -> None:
         program += [(0x15, 0, 1, number), (0x06, 0, 0, 0x50001)]
     allow, refuse = (0x06, 0, 0, 0x7FFF0000), (0x06, 0, 0, 0x50001)
     program += [(0x15, 0, 1, _CLONE3), (0x06, 0, 0, 0x50026)]
-    program += [(0x15, 0, 4, _CLONE), (0x20, 0, 0, 16), (0x45, 0, 1, _NEW_NAMESPACE), refuse, allow]
+    program += [
+        (0x15, 0, 4, _CLONE),
+        (0x20, 0, 0, 16),
+        (0x45, 0, 1, _NEW_NAMESPACE),
+        refuse,
+        allow,
+    ]
     program += [(0x15, 0, 4, _PERSONALITY), (0x20, 0, 0, 16), (0x15, 1, 0, 0), refuse, allow]
     program.append(allow)
     if os.geteuid() == 0:
@@ -100,7 +108,11 @@ def _open_closed_homes() -> None:
 
 
 def _python() -> list[Path]:
-    prefixes = {sys.prefix, sys.base_prefix, *(entry for entry in sys.path if os.path.isdir(entry))}
+    prefixes = {
+        sys.prefix,
+        sys.base_prefix,
+        *(entry for entry in sys.path if os.path.isdir(entry)),
+    }
     paths = sorted(Path(prefix).resolve() for prefix in prefixes)
     return [
         path

@@ -119,7 +119,9 @@ class Targets:
         for name, text in self.files.items():
             path = self.base / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            if path.exists() and (path.stat().st_nlink != 1 or path.stat().st_uid != os.geteuid()):
+            if path.exists() and (
+                path.stat().st_nlink != 1 or path.stat().st_uid != os.geteuid()
+            ):
                 path.unlink()
             if not path.exists() or path.read_text() != text:
                 path.write_text(text)
@@ -168,7 +170,9 @@ class Targets:
         for folder in ("home", "project"):
             for path in (self.base / folder).rglob("*"):
                 name = str(path.relative_to(self.base))
-                known = name in self.files or any(one.startswith(f"{name}/") for one in self.files)
+                known = name in self.files or any(
+                    one.startswith(f"{name}/") for one in self.files
+                )
                 if not known and not path.is_socket() and not name.endswith("rewards.log"):
                     return f"{name} was made"
         for name in ("shared", "shared_writable", "temporary"):
@@ -225,7 +229,9 @@ class Targets:
             CANARY,
             str(self.base / "home/secret.txt"),
         ]
-        process = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env={"TOKEN": CANARY})
+        process = subprocess.Popen(
+            line, stdout=subprocess.PIPE, text=True, env={"TOKEN": CANARY}
+        )
         assert process.stdout is not None
         self._processes.append(process)
         return process, int(process.stdout.readline())

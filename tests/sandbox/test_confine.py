@@ -10,7 +10,12 @@ import pytest
 
 from ycore.sandbox import Confinement, Level, Limits, View, confine, drop_rights
 from ycore.sandbox.confine import closed_path, confined_environment, confined_launch
-from ycore.sandbox.drop_rights import CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_SETGID, CAP_SETUID
+from ycore.sandbox.drop_rights import (
+    CAP_DAC_OVERRIDE,
+    CAP_DAC_READ_SEARCH,
+    CAP_SETGID,
+    CAP_SETUID,
+)
 from ycore.sandbox.level import level_refusal
 from ycore.sandbox.namespaces import bwrap_command
 
@@ -33,15 +38,21 @@ def test_the_environment_holds_a_few_harmless_variables_and_no_more(tmp_path: Pa
     assert {"HF_TOKEN", "A", "SSL_CERT_FILE"} & set(seen) == set()
     assert seen["LANG"] == "C" and seen["LC_ALL"] == "C" and seen["YCORE_RUN"] == "one"
     assert seen["HOME"] == seen["TMPDIR"] == str(tmp_path) and seen["HF_HUB_OFFLINE"] == "1"
-    online = confined_environment(View(network=True), run_id="one", scratch=tmp_path, parent=parent)
+    online = confined_environment(
+        View(network=True), run_id="one", scratch=tmp_path, parent=parent
+    )
     assert online["SSL_CERT_FILE"] == "c" and "HF_HUB_OFFLINE" not in online
 
 
 def test_a_cache_of_models_is_named_only_where_it_can_be_read(tmp_path: Path) -> None:
     parent = {"HF_HOME": str(tmp_path / "hf")}
-    seen = confined_environment(View(read=(tmp_path,)), run_id="", scratch=tmp_path, parent=parent)
+    seen = confined_environment(
+        View(read=(tmp_path,)), run_id="", scratch=tmp_path, parent=parent
+    )
     assert seen["HF_HOME"] == str(tmp_path / "hf")
-    assert "HF_HOME" not in confined_environment(View(), run_id="", scratch=tmp_path, parent=parent)
+    assert "HF_HOME" not in confined_environment(
+        View(), run_id="", scratch=tmp_path, parent=parent
+    )
 
 
 def test_what_is_closed_to_others_is_found_by_every_folder_on_the_way(tmp_path: Path) -> None:
@@ -126,7 +137,9 @@ def test_what_is_hidden_in_a_shown_folder_can_hold_a_shown_one(tmp_path: Path) -
     python.mkdir(parents=True)
     (tmp_path / ".env").write_text("SECRET=1")
     line = bound(
-        View(read=(tmp_path,), hidden=(tmp_path / ".pixi", tmp_path / ".env", Path("/elsewhere"))),
+        View(
+            read=(tmp_path,), hidden=(tmp_path / ".pixi", tmp_path / ".env", Path("/elsewhere"))
+        ),
         python,
     )
     order = [line.index(word) for word in (str(tmp_path), str(tmp_path / ".pixi"), str(python))]
@@ -173,13 +186,19 @@ def test_where_nothing_confines_root_keeps_the_right_to_read_at_most(tmp_path: P
     at_once = ["-n1", "-r1", source]
     launch = confined_launch("timeit", at_once, Confinement(Level.NONE, "x"))
     done = subprocess.run(
-        launch.command, env=launch.environment, cwd=launch.working, capture_output=True, timeout=240
+        launch.command,
+        env=launch.environment,
+        cwd=launch.working,
+        capture_output=True,
+        timeout=240,
     )
     launch.clear()
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout.splitlines()[0])
     assert (
-        seen["uid"] != 0 and seen["new"] == "1" and seen["rights"] in (0, 1 << CAP_DAC_READ_SEARCH)
+        seen["uid"] != 0
+        and seen["new"] == "1"
+        and seen["rights"] in (0, 1 << CAP_DAC_READ_SEARCH)
     )
     assert not any(seen[name] for name in ("root", "signal", "write")), seen
 
@@ -191,7 +210,11 @@ def test_a_launch_runs_a_module_and_removes_its_scratch(level: Level) -> None:
         pytest.skip(reason)
     launch = confined_launch("timeit", ["-n1", "-r1", "print(6*7)"], Confinement(level, "x"))
     done = subprocess.run(
-        launch.command, env=launch.environment, cwd=launch.working, capture_output=True, timeout=240
+        launch.command,
+        env=launch.environment,
+        cwd=launch.working,
+        capture_output=True,
+        timeout=240,
     )
     assert done.returncode == 0 and done.stdout.startswith(b"42\n"), done.stderr
     launch.clear()

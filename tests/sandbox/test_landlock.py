@@ -19,9 +19,7 @@ from ycore.sandbox.namespaces import python_folders
 pytestmark = pytest.mark.skipif(landlock_refusal() is not None, reason=str(landlock_refusal()))
 MIB = 2**20
 UID = 61999 if os.geteuid() == 0 else None
-BOOT = (
-    "import sys; sys.path[:] = {paths}; from ycore.sandbox.landlock import main; main(sys.argv[1:])"
-)
+BOOT = "import sys; sys.path[:] = {paths}; from ycore.sandbox.landlock import main; main(sys.argv[1:])"
 
 
 @pytest.fixture
@@ -47,7 +45,12 @@ def open_path(tmp_path: Path) -> Path:
 
 
 def start(
-    code: str, scratch: Path, folder: Path, *, view: View | None = None, limits: dict | None = None
+    code: str,
+    scratch: Path,
+    folder: Path,
+    *,
+    view: View | None = None,
+    limits: dict | None = None,
 ) -> subprocess.Popen[str]:
     (folder / "confined_code.py").write_text(code)
     view = view or View()
@@ -66,7 +69,9 @@ def start(
         json.dumps(asdict(this)),
         "confined_code",
     ]
-    return subprocess.Popen(line, env={"PATH": "/usr/bin:/bin"}, stdout=-1, stderr=-1, text=True)
+    return subprocess.Popen(
+        line, env={"PATH": "/usr/bin:/bin"}, stdout=-1, stderr=-1, text=True
+    )
 
 
 def run(code: str, scratch: Path, folder: Path, **keywords) -> tuple[int, str, str]:
@@ -123,7 +128,13 @@ print(os.getcwd())
         read=(project,), hidden=(project / ".env", project / "runs" / "mine"), working=project
     )
     _, output, errors = run(code, scratch, open_path, view=view)
-    expected = ["data.txt", "PermissionError", "runs/other.txt", "PermissionError", str(project)]
+    expected = [
+        "data.txt",
+        "PermissionError",
+        "runs/other.txt",
+        "PermissionError",
+        str(project),
+    ]
     assert output.splitlines() == expected, errors
 
 

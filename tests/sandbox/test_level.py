@@ -22,7 +22,10 @@ NO_NAMESPACES = "bwrap: Creating new namespace failed: Operation not permitted"
 
 
 def test_a_level_holds_when_honest_work_runs_and_nothing_got_through() -> None:
-    assert defect({HONEST: True, "a file of the user": False, MEMORY: False}, ATTEMPTED, "") is None
+    assert (
+        defect({HONEST: True, "a file of the user": False, MEMORY: False}, ATTEMPTED, "")
+        is None
+    )
     assert (
         defect({HONEST: True, "a file of the user": False}, ATTEMPTED, "") is None
     )  # the attempt on memory ended it
@@ -35,7 +38,9 @@ def test_a_level_is_refused_on_any_doubt() -> None:
         defect({HONEST: True, "a file of the user": True}, ATTEMPTED, "")
         == "reached from inside: a file of the user"
     )
-    assert defect({HONEST: True}, ATTEMPTED, "") == "ended before it could try a file of the user"
+    assert (
+        defect({HONEST: True}, ATTEMPTED, "") == "ended before it could try a file of the user"
+    )
 
 
 @pytest.fixture
@@ -51,7 +56,9 @@ def test_auto_takes_the_strongest_and_says_what_was_tried(answers: dict) -> None
     answers[Level.NAMESPACES] = NO_NAMESPACES
     choice = choose_level("auto")
     assert choice.level is Level.LANDLOCK
-    assert choice.line.startswith("landlock, the weaker level: ") and NO_NAMESPACES in choice.line
+    assert (
+        choice.line.startswith("landlock, the weaker level: ") and NO_NAMESPACES in choice.line
+    )
     assert "--security-opt" in choice.line
     answers[Level.LANDLOCK] = "the kernel has no Landlock"
     choice = choose_level("auto")
@@ -86,7 +93,9 @@ def test_the_way_out_fits_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert remedy_for("no bwrap is installed").startswith("`apt install bubblewrap`")
     assert "AppArmor" in remedy_for("bwrap: setting up uid map: Permission denied")
-    assert "AppArmor" in remedy_for("bwrap: loopback: Failed RTM_NEWADDR: Operation not permitted")
+    assert "AppArmor" in remedy_for(
+        "bwrap: loopback: Failed RTM_NEWADDR: Operation not permitted"
+    )
     monkeypatch.setattr(level, "_RESTRICTED", level.Path("/nowhere"))
     assert "--security-opt seccomp=unconfined" in remedy_for(NO_NAMESPACES)
 
@@ -137,7 +146,9 @@ def test_a_sandbox_in_which_python_cannot_start_is_refused(
 ) -> None:
     confined_launch = level.confined_launch
     monkeypatch.setattr(
-        level, "confined_launch", lambda module, *a, **k: confined_launch("no.such.module", *a, **k)
+        level,
+        "confined_launch",
+        lambda module, *a, **k: confined_launch("no.such.module", *a, **k),
     )
     answer = self_test(one)
     assert answer is not None and "No module named" in answer

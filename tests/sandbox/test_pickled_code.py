@@ -89,7 +89,9 @@ def test_a_function_of_a_script_goes_with_what_it_uses(
     assert function(completions=["7 and 12", "none"], answer=["", ""]) == [3.0, 0.0]
 
 
-def test_a_class_of_a_script_goes_with_what_it_uses(script: dict[str, Any], tmp_path: Path) -> None:
+def test_a_class_of_a_script_goes_with_what_it_uses(
+    script: dict[str, Any], tmp_path: Path
+) -> None:
     (named,) = code_references([script["Game"]], tmp_path / "env.py", kind="environment")
     assert ran_elsewhere(named, "[value().reset(), value().get_reward()]") == ["a-b-cmath", 0.5]
     assert code_references([Scores], tmp_path / "env.py", kind="environment") == [
@@ -141,7 +143,9 @@ def made(bonus: Any = 0.5, *, names: Any = (), **more: Any) -> Any:
     floor, log = math.floor, math
 
     @around
-    def score(completions: list[str], *, least: float = bonus, unit: Any = (names,)) -> list[Any]:
+    def score(
+        completions: list[str], *, least: float = bonus, unit: Any = (names,)
+    ) -> list[Any]:
         """Its first line
         and its second."""
         kept = """a
@@ -188,7 +192,11 @@ def ran_elsewhere(name: str, expression: str) -> Any:
         f"value = runpy.run_path(sys.argv[1])[{attribute!r}]; print(json.dumps({expression}))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, file], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", code, file],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
     )
     return json.loads(done.stdout)
 
@@ -259,7 +267,9 @@ def test_functions_of_one_maker_are_two_rewards(tmp_path: Path) -> None:
     assert third == f"{Path(__file__).resolve()}:outside"
 
 
-def test_functions_of_a_notebook_that_no_name_finds(script: dict[str, Any], tmp_path: Path) -> None:
+def test_functions_of_a_notebook_that_no_name_finds(
+    script: dict[str, Any], tmp_path: Path
+) -> None:
     """In `__main__` nothing can be imported: what such functions use is written beside them."""
     cells = """
 import functools
@@ -313,8 +323,12 @@ def plain(text):
         (made(names=LOCK), "wrapper"),
     ],
 )
-def test_what_no_worker_can_have_is_refused_by_name(reward: Any, name: str, tmp_path: Path) -> None:
-    with pytest.raises(RewardError, match=rf"the reward {name} cannot be sent.*lock") as refused:
+def test_what_no_worker_can_have_is_refused_by_name(
+    reward: Any, name: str, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        RewardError, match=rf"the reward {name} cannot be sent.*lock"
+    ) as refused:
         code_references([reward], tmp_path / "rewards.py")
     assert str(refused.value).endswith("and give file.py:name")
     assert not list(tmp_path.iterdir())
@@ -370,12 +384,16 @@ def test_what_a_function_holds_decides_its_file(tmp_path: Path) -> None:
 
 
 def test_a_tool_is_no_partial(tmp_path: Path) -> None:
-    with pytest.raises(RewardError, match="the tool partial is a partial and no plain function"):
+    with pytest.raises(
+        RewardError, match="the tool partial is a partial and no plain function"
+    ):
         code_references([functools.partial(outside)], tmp_path / "tools.py", kind="tool")
 
 
 def test_a_lock_around_a_scripts_function_is_refused_by_name(
     script: dict[str, Any], tmp_path: Path
 ) -> None:
-    with pytest.raises(RewardError, match=r"the reward locked cannot be sent to a worker.*lock"):
+    with pytest.raises(
+        RewardError, match=r"the reward locked cannot be sent to a worker.*lock"
+    ):
         code_references([script["locked"]], tmp_path / "rewards.py")

@@ -26,7 +26,9 @@ class Bench:
 
     def __init__(self, level: Level, folder: Path) -> None:
         self.level, self.runner = level, asyncio.Runner()
-        self.programs = ProgramPool(level, at_once=1, log=folder / "programs.log", run_id="test")
+        self.programs = ProgramPool(
+            level, at_once=1, log=folder / "programs.log", run_id="test"
+        )
         self(self.programs.start())
 
     def __call__(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -119,9 +121,7 @@ def test_a_program_that_hangs_is_ended(bench: Bench) -> None:
 
 
 def test_memory_of_many_processes_is_bounded_together(bench: Bench) -> None:
-    source = (
-        "import os, time\nfor _ in range(4): os.fork()\nkept = bytearray(100 << 20)\ntime.sleep(30)"
-    )
+    source = "import os, time\nfor _ in range(4): os.fork()\nkept = bytearray(100 << 20)\ntime.sleep(30)"
     assert bench.run(source).status == "memory"
 
 
@@ -134,7 +134,9 @@ def test_nothing_lives_on(bench: Bench) -> None:
         for process in psutil.process_iter(["pid", "cmdline"])
         if process.pid not in before
     ]
-    assert not [info for info in names if any("program_" in part for part in info["cmdline"] or ())]
+    assert not [
+        info for info in names if any("program_" in part for part in info["cmdline"] or ())
+    ]
 
 
 def test_a_fork_bomb_leaves_the_next_program_its_place(bench: Bench) -> None:
@@ -155,14 +157,18 @@ def test_folders_within_folders_cost_their_program_alone(bench: Bench) -> None:
 
 def test_nothing_passes_from_one_program_to_the_next(bench: Bench) -> None:
     assert (
-        bench.run("open('left.txt', 'w').write('x'); import builtins; builtins.print = None").status
+        bench.run(
+            "open('left.txt', 'w').write('x'); import builtins; builtins.print = None"
+        ).status
         == "ok"
     )
     outcome = bench.run("import os; print(os.path.exists('left.txt'))")
     assert outcome.output == b"False\n"
 
 
-def test_a_program_sees_an_empty_environment_and_no_module_of_ours(in_namespaces: Bench) -> None:
+def test_a_program_sees_an_empty_environment_and_no_module_of_ours(
+    in_namespaces: Bench,
+) -> None:
     ours = "[name for name in sys.modules if 'ycore' in name]"
     source = f"import os, sys\nprint(sorted(os.environ))\nprint({ours}, os.listdir('/proc'))"
     lines = in_namespaces.run(source).output.splitlines()
@@ -186,7 +192,9 @@ def test_what_cannot_be_made_is_nobodys_fault(
 ) -> None:
     if level_refusal(Level.NAMESPACES) is not None:
         pytest.skip("no namespaces here")
-    monkeypatch.setattr("ycore.sandbox.program_pool.filter_bytes", lambda level: b"not a filter")
+    monkeypatch.setattr(
+        "ycore.sandbox.program_pool.filter_bytes", lambda level: b"not a filter"
+    )
     programs = ProgramPool(Level.NAMESPACES, at_once=1, log=tmp_path / "log", run_id="test")
 
     async def work() -> ScriptResult:
@@ -202,7 +210,10 @@ def test_what_cannot_be_made_is_nobodys_fault(
 def test_tests_call_the_program_in_another_process(bench: Bench) -> None:
     source = "def add(a, b):\n    return a + b\n"
     verdict = bench.examine(
-        source, "assert add(1, 2) == 3", "assert add([1], [2]) == [1, 2]", "assert add(1, 1) == 3"
+        source,
+        "assert add(1, 2) == 3",
+        "assert add([1], [2]) == [1, 2]",
+        "assert add(1, 1) == 3",
     )
     assert verdict.units == (True, True, False) and verdict.ended
 
@@ -224,7 +235,9 @@ def test_a_program_that_does_not_begin_passes_nothing(
 
 
 def test_a_call_that_hangs_is_a_timeout(bench: Bench) -> None:
-    verdict = bench.examine("def f(x):\n    while True: pass\n", "assert f(1) == 1", timeout_s=1.0)
+    verdict = bench.examine(
+        "def f(x):\n    while True: pass\n", "assert f(1) == 1", timeout_s=1.0
+    )
     assert verdict.status == "timeout" and not passes(verdict)
 
 
@@ -277,7 +290,9 @@ def test_a_killed_parent_leaves_nothing(bench: Bench, tmp_path: Path) -> None:
     )
     line = [sys.executable, "-c", script, bench.level, str(tmp_path / "log")]
     parent = psutil.Popen(line, stderr=subprocess.DEVNULL)
-    below = _wait_for(lambda: [one for one in parent.children(recursive=True) if _is_program(one)])
+    below = _wait_for(
+        lambda: [one for one in parent.children(recursive=True) if _is_program(one)]
+    )
     everything = parent.children(recursive=True)
     parent.kill()
     parent.wait(10.0)

@@ -133,7 +133,8 @@ def test_plain_data_comes_back_as_it_was(tests: CallClient, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [Decimal("1.10"), Fraction(1, 3), range(2, 9, 3), b"\x00\xff", float("inf"), "\ud800"]
+    "value",
+    [Decimal("1.10"), Fraction(1, 3), range(2, 9, 3), b"\x00\xff", float("inf"), "\ud800"],
 )
 def test_less_common_data_too(call: Callable[..., Any], value: Any) -> None:
     assert call("same", value) == value

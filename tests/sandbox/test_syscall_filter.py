@@ -65,9 +65,9 @@ def test_every_call_of_the_table_is_refused_and_no_other(
     program = filter_bytes(level, machine=machine)
     named = {numbers[column] for numbers in ALWAYS.values()}
     for number in named - {None}:
-        assert number is not None and answer(program, number, architecture=architecture) == refused(
-            errno.EPERM
-        )
+        assert number is not None and answer(
+            program, number, architecture=architecture
+        ) == refused(errno.EPERM)
     others = {n[column] for table in TABLES for n in table.values()}
     for number in set(range(470)) - others:
         assert answer(program, number, architecture=architecture) == ALLOWED
@@ -94,20 +94,35 @@ def test_only_the_families_of_the_level_make_sockets(
     level: Level, network: bool, families: set[int]
 ) -> None:
     program = filter_bytes(level, machine="x86_64", network=network)
-    assert {family for family in range(50) if answer(program, 41, family) == ALLOWED} == families
+    assert {
+        family for family in range(50) if answer(program, 41, family) == ALLOWED
+    } == families
 
 
 def test_a_fork_is_allowed_and_a_namespace_is_not_even_with_high_bits_set() -> None:
     program = filter_bytes(Level.NAMESPACES, machine="x86_64")
     assert answer(program, 56, 0x01200011) == ALLOWED  # what fork passes
-    for bit in (0x80, 0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000):
-        assert answer(program, 56, 0xFFFFFFFF00000000 | bit | 17) == refused(errno.EPERM), hex(bit)
+    for bit in (
+        0x80,
+        0x20000,
+        0x2000000,
+        0x4000000,
+        0x8000000,
+        0x10000000,
+        0x20000000,
+        0x40000000,
+    ):
+        assert answer(program, 56, 0xFFFFFFFF00000000 | bit | 17) == refused(errno.EPERM), hex(
+            bit
+        )
     assert answer(program, 435) == refused(errno.ENOSYS)
 
 
 def test_limits_of_others_and_typing_into_a_terminal_are_refused() -> None:
     program = filter_bytes(Level.NAMESPACES, machine="x86_64")
-    assert answer(program, 302, 0, 7) == ALLOWED and answer(program, 302, 1) == refused(errno.EPERM)
+    assert answer(program, 302, 0, 7) == ALLOWED and answer(program, 302, 1) == refused(
+        errno.EPERM
+    )
     assert answer(program, 16, 0, 0x5413) == ALLOWED
     assert (
         answer(program, 16, 0, 0x5412)
@@ -118,13 +133,16 @@ def test_limits_of_others_and_typing_into_a_terminal_are_refused() -> None:
 
 def test_landlocks_gaps_are_closed_and_copying_a_file_seems_to_work() -> None:
     program = filter_bytes(Level.LANDLOCK, machine="x86_64", landlock_abi=7)
-    assert answer(program, 90) == refused(0) and answer(program, 188) == refused(errno.EOPNOTSUPP)
+    assert answer(program, 90) == refused(0) and answer(program, 188) == refused(
+        errno.EOPNOTSUPP
+    )
     assert answer(program, 62) == answer(program, 76) == ALLOWED
     old = filter_bytes(Level.LANDLOCK, machine="x86_64", landlock_abi=2)
     assert answer(old, 62) == answer(old, 76) == refused(errno.EPERM)
     assert (
         answer(
-            filter_bytes(Level.LANDLOCK, machine="x86_64", landlock_abi=2, has_own_user=True), 62
+            filter_bytes(Level.LANDLOCK, machine="x86_64", landlock_abi=2, has_own_user=True),
+            62,
         )
         == ALLOWED
     )

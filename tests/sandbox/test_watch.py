@@ -10,7 +10,15 @@ from threading import Event
 import pytest
 
 from ycore.sandbox import Limits
-from ycore.sandbox.watch import TreeUsage, Watch, below, deleted_bytes, files_in, memory_of, usage
+from ycore.sandbox.watch import (
+    TreeUsage,
+    Watch,
+    below,
+    deleted_bytes,
+    files_in,
+    memory_of,
+    usage,
+)
 
 MIB = 2**20
 AMPLE = Limits(memory=2**40, processes=10_000, scratch=2**40, files=10_000)
@@ -79,7 +87,9 @@ time.sleep(60)
     assert 64 * MIB <= memory_of(pids, at_most=100 * MIB) <= 100 * MIB
 
 
-def test_files_are_counted_with_those_that_were_deleted_and_are_open(tmp_path: Path, start) -> None:
+def test_files_are_counted_with_those_that_were_deleted_and_are_open(
+    tmp_path: Path, start
+) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "b" / "file").write_bytes(b"x" * MIB)
     (tmp_path / "link").symlink_to("/usr")

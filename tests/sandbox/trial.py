@@ -209,17 +209,23 @@ class Trial:
                 for probe in [Probe("honest", "", HONEST.strip()), *self.probes]:
                     source = f"{REWARD}\nvalue = _try(*json.loads({self.text(probe)!r}))\nprint('\\n{CANARY}', value)"
                     outcome = await programs.run(source, deadline_s=DEADLINE_S)
-                    last = outcome.output.decode(errors="replace").strip().splitlines()[-1:] or [""]
+                    last = outcome.output.decode(errors="replace").strip().splitlines()[
+                        -1:
+                    ] or [""]
                     value = float(last[0].split()[1]) if last[0].startswith(CANARY) else -1003.0
                     note = f"{outcome.status} {outcome.problem or ''}".strip()
                     if probe.name == "honest":
                         if value != 1.0:
                             text = f"{value} {outcome}\n{log.read_text()[-2000:]}"
-                            raise RuntimeError(f"honest work fails at {level} as a program: {text}")
+                            raise RuntimeError(
+                                f"honest work fails at {level} as a program: {text}"
+                            )
                         continue
                     if outcome.status == "infra_error":
                         note += log.read_text()[-500:]
-                    results.append(self.judge(probe, level, "program", value, note, daemons=True))
+                    results.append(
+                        self.judge(probe, level, "program", value, note, daemons=True)
+                    )
             finally:
                 await programs.close()
         return iter(results)
@@ -234,7 +240,13 @@ class Trial:
         through = value == 1.0 or harm is not None
         note = harm or (note if value == -1003.0 else f"{value:g}")
         return Result(
-            self.rights, level, where, probe.name, self.controls[probe.name], through, note[:300]
+            self.rights,
+            level,
+            where,
+            probe.name,
+            self.controls[probe.name],
+            through,
+            note[:300],
         )
 
 

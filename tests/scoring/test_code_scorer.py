@@ -33,7 +33,9 @@ class Room:
 
     def __init__(self, folder: Path) -> None:
         self.runner = asyncio.Runner()
-        self.programs = ProgramPool(Level.NAMESPACES, at_once=2, log=folder / "log", run_id="test")
+        self.programs = ProgramPool(
+            Level.NAMESPACES, at_once=2, log=folder / "log", run_id="test"
+        )
         self.meter = CodeMeter()
         self(self.programs.start())
 
@@ -49,7 +51,9 @@ class Room:
         **columns: Any,
     ) -> list[Score]:
         """Of a group of completions of one row."""
-        scorer = CodeScorer("code", CodeSettings(**settings or {}), self.programs, meter=self.meter)
+        scorer = CodeScorer(
+            "code", CodeSettings(**settings or {}), self.programs, meter=self.meter
+        )
 
         async def written(text: str) -> Completion:
             return Completion((1,), None, text, "stop", 0)
@@ -113,7 +117,9 @@ def test_calls_with_arguments(room: Room) -> None:
         {"input": [0.5], "output": 1.5},
         {"input": [1.0], "output": 2.0},
     ]
-    assert room.values(RIGHT, HALF, tests=tests, entry_point="f", settings={"credit": "share"}) == [
+    assert room.values(
+        RIGHT, HALF, tests=tests, entry_point="f", settings={"credit": "share"}
+    ) == [
         1.0,
         2 / 3,
     ]
@@ -144,9 +150,9 @@ def test_a_program_that_hangs_scores_nothing_and_is_counted(room: Room) -> None:
     hangs = fenced("while True: pass")
     assert room.values(hangs, tests=["assert f(1) == 2"], settings={"timeout_s": 0.5}) == [0.0]
     assert room.counted()["timeouts"] == 1
-    assert room.values(hangs, tests=[{"input": "", "output": ""}], settings={"timeout_s": 0.5}) == [
-        0.0
-    ]
+    assert room.values(
+        hangs, tests=[{"input": "", "output": ""}], settings={"timeout_s": 0.5}
+    ) == [0.0]
     assert room.counted()["timeouts"] == 1
 
 
@@ -224,8 +230,12 @@ def test_humaneval_canonical_solutions_all_pass_and_broken_ones_never(room: Room
     scorer = CodeScorer("code", CodeSettings(timeout_s=5.0), room.programs, meter=room.meter)
 
     async def score(row: dict[str, Any], body: str) -> float | None:
-        prompt = Prompt(0, row["prompt"], {"test": row["test"], "entry_point": row["entry_point"]})
-        return (await scorer.score_program(prompt, Completion((1,), None, body, "stop", 0))).value
+        prompt = Prompt(
+            0, row["prompt"], {"test": row["test"], "entry_point": row["entry_point"]}
+        )
+        return (
+            await scorer.score_program(prompt, Completion((1,), None, body, "stop", 0))
+        ).value
 
     async def all_of(bodies: list[str]) -> list[float | None]:
         return await asyncio.gather(*map(score, rows, bodies))

@@ -59,7 +59,9 @@ def test_what_is_not_known_breaks_nothing_and_teaches_nothing() -> None:
 def test_a_group_teaches_where_constraints_or_rewards_differ(
     scores: list[tuple[float, float | None, float]], teaches: bool
 ) -> None:
-    assert can_teach(group(*scores), WEIGHTS, constraints=Constraints([FORMAT, SHORT])) is teaches
+    assert (
+        can_teach(group(*scores), WEIGHTS, constraints=Constraints([FORMAT, SHORT])) is teaches
+    )
 
 
 def test_a_weight_grows_above_the_limit_and_falls_below_it() -> None:
@@ -135,6 +137,8 @@ def test_a_constraint_is_named_or_marked_and_has_no_weight(tmp_path: Path) -> No
         (1, "length"),
         (2, "format"),
     ]
-    assert resolve(recipe=found.model_dump(mode="json")) == found, "a resumed run is the same run"
+    assert resolve(recipe=found.model_dump(mode="json")) == found, (
+        "a resumed run is the same run"
+    )
     assert Constraints.of(found.model_copy(update={"algorithm": "eval"})) is None
     assert math.isclose(held.held[1].least, 1.0)

@@ -81,9 +81,13 @@ def test_rewards_of_turns_that_differ_teach_though_the_outcomes_are_equal() -> N
         turns = [Turn(True, 1, (), reward=reward) for reward in rewards]
         return Completion((1,) * len(turns), None, "", "stop", 0, tuple(turns))
 
-    def teaches(*completions: Completion, scores: tuple[float | None, ...] = (1.0, 1.0)) -> bool:
+    def teaches(
+        *completions: Completion, scores: tuple[float | None, ...] = (1.0, 1.0)
+    ) -> bool:
         draw = Draw(0, Prompt(0, "q"), (1,))
-        return can_teach(Group(draw, completions, tuple((Score(one),) for one in scores)), [1.0])
+        return can_teach(
+            Group(draw, completions, tuple((Score(one),) for one in scores)), [1.0]
+        )
 
     assert teaches(paid(0.5, None, None), paid(0.0, None))
     assert not teaches(paid(0.5, None), paid(0.5, None)) and not teaches(
@@ -112,7 +116,9 @@ def test_the_range_of_a_sum_is_weighted_and_one_that_is_not_declared_has_a_defau
     ]
     weights = [spec.weight for spec in specs]
     assert min_std_of_sum(min_stds(specs, 0.1), weights) == pytest.approx(0.2)
-    assert min_std_of_sum(min_stds(specs, 0.1, default_range=1.0), weights) == pytest.approx(0.4)
+    assert min_std_of_sum(min_stds(specs, 0.1, default_range=1.0), weights) == pytest.approx(
+        0.4
+    )
     assert min_std_of_sum(min_stds(specs, 0.0, default_range=1.0), weights) == 0.0
 
 
@@ -126,7 +132,9 @@ def test_rewards_that_cancel_teach_where_each_is_normalized_by_itself() -> None:
     equal = group((1.0, 0.0), (1.0, 0.0), (1.0, None))
     assert not can_teach(equal, weights[:2], normalizes_each=True)
     sums = normalized_sums([[1.0, None], [0.0, None], [None, None]], [2.0, 1.0])
-    assert sums[0] == pytest.approx(1.414, abs=1e-3) and sums[1] == pytest.approx(-1.414, abs=1e-3)
+    assert sums[0] == pytest.approx(1.414, abs=1e-3) and sums[1] == pytest.approx(
+        -1.414, abs=1e-3
+    )
     assert sums[2] is None
 
 
@@ -138,7 +146,9 @@ def test_the_sums_of_tensors_are_those_of_lists(
     rows: list[tuple[float | None, float | None]], weights: tuple[float, float]
 ) -> None:
     table = [[math.nan if value is None else value for value in row] for row in rows]
-    sums = weighted_sums(torch.tensor(table, dtype=torch.float64), torch.tensor(weights)).tolist()
+    sums = weighted_sums(
+        torch.tensor(table, dtype=torch.float64), torch.tensor(weights)
+    ).tolist()
     for row, total in zip(rows, sums, strict=True):
         expected = weighted_sum(row, weights)
         assert math.isnan(total) if expected is None else total == pytest.approx(expected)

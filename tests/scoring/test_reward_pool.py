@@ -82,7 +82,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def pool_of(
-    *functions: str, deadline_s: float = 10.0, workers: int = 2, args: dict[str, Any] | None = None
+    *functions: str,
+    deadline_s: float = 10.0,
+    workers: int = 2,
+    args: dict[str, Any] | None = None,
 ) -> RewardPool:
     specs = [
         RewardConfig(
@@ -120,14 +123,18 @@ def bounded(coroutine: Coroutine[Any, Any, Any], *, limit_s: float = 90.0) -> An
 def started_by_rewards(folder: Path) -> list[int]:
     """What `by_text` starts names the folder in its command line."""
     return [
-        p.pid for p in psutil.process_iter(["cmdline"]) if str(folder) in (p.info["cmdline"] or [])
+        p.pid
+        for p in psutil.process_iter(["cmdline"])
+        if str(folder) in (p.info["cmdline"] or [])
     ]
 
 
 def workers() -> list[psutil.Process]:
     """The reward workers under this process; what other tests of the session have started is not ours to count."""
     children = [
-        c for c in psutil.Process().children(recursive=True) if c.status() != psutil.STATUS_ZOMBIE
+        c
+        for c in psutil.Process().children(recursive=True)
+        if c.status() != psutil.STATUS_ZOMBIE
     ]
     return [child for child in children if "ycore.rewards.worker" in child.cmdline()]
 
@@ -160,9 +167,15 @@ def test_a_reward_gets_pictures_and_sees_nothing_else_of_the_run(folder: Path) -
     run.config.write_text("{}")
     spec = RewardConfig(reward="their_rewards.py:sees")
     pool = RewardPool(
-        [spec], settings=RewardSettings(), log=Path("rewards.log"), run_id="r", run_folder=run.root
+        [spec],
+        settings=RewardSettings(),
+        log=Path("rewards.log"),
+        run_id="r",
+        run_folder=run.root,
     )
-    prompt = Prompt(0, [{"role": "user", "content": f"{IMAGE_MARK}Which colour?"}], {}, (image,))
+    prompt = Prompt(
+        0, [{"role": "user", "content": f"{IMAGE_MARK}Which colour?"}], {}, (image,)
+    )
 
     async def run_it() -> list[list[Score]]:
         written = [
@@ -215,7 +228,9 @@ def test_a_wrong_length_is_found_item_by_item(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["print", "read", "fork"])
-def test_printing_reading_and_forking_cannot_touch_the_protocol(folder: Path, text: str) -> None:
+def test_printing_reading_and_forking_cannot_touch_the_protocol(
+    folder: Path, text: str
+) -> None:
     async def run() -> list[list[list[Score]]]:
         async with pool_of("by_text", workers=1) as pool:
             return [await score(pool, ["a", text]), await score(pool, ["b"])]
@@ -227,7 +242,9 @@ def test_printing_reading_and_forking_cannot_touch_the_protocol(folder: Path, te
     assert alive(folder) == []
 
 
-def test_a_worker_sees_no_secret_and_its_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_sees_no_secret_and_its_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     monkeypatch.setenv("LC_NUMERIC", "C")
@@ -279,7 +296,8 @@ def test_a_column_that_json_cannot_carry_stops_only_who_needs_it(folder: Path) -
     scores = scored(pool_of("good", "dated"), ["a"], when=[object()])
     assert scores[0][0] == Score(1.0)
     assert (
-        scores[0][1].problem is not None and "column 'when' cannot be sent" in scores[0][1].problem
+        scores[0][1].problem is not None
+        and "column 'when' cannot be sent" in scores[0][1].problem
     )
 
 
@@ -345,7 +363,9 @@ def test_workers_die_with_a_parent_that_is_killed(folder: Path) -> None:
         parent.kill()
     end = time.monotonic() + 10
     while (
-        worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE and time.monotonic() < end
+        worker.is_running()
+        and worker.status() != psutil.STATUS_ZOMBIE
+        and time.monotonic() < end
     ):
         time.sleep(0.02)
     assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
@@ -381,7 +401,9 @@ def test_a_daemon_that_left_every_group_ends_with_the_worker_and_with_the_check(
 
     async def work() -> None:
         settings = RewardSettings(workers=1)
-        async with RewardPool([spec], settings=settings, log=tmp_path / "log", run_id="daemons"):
+        async with RewardPool(
+            [spec], settings=settings, log=tmp_path / "log", run_id="daemons"
+        ):
             assert living(), "the reward had started none"
 
     asyncio.run(work())

@@ -51,7 +51,11 @@ def judge(name: str, **declared: Any) -> dict[str, Any]:
 
 
 def planned(
-    config: RunConfig, folder: Path, *, cores: int = 2, fetch: Callable[[str], Path] | None = None
+    config: RunConfig,
+    folder: Path,
+    *,
+    cores: int = 2,
+    fetch: Callable[[str], Path] | None = None,
 ) -> EnginePlan:
     """On a CPU, an engine of each model a core."""
     site = Site(RunFolder(folder), ONE_RANK, Machine(tuple(range(cores)), ()))
@@ -79,7 +83,9 @@ def test_judges_of_one_model_share_engines_and_addresses_have_none() -> None:
         {"reward": "rm:scalar"},
         judge("e", model="policy"),
     )
-    told = [(one.role, one.name, one.sources, one.max_new_tokens) for one in served_models(config)]
+    told = [
+        (one.role, one.name, one.sources, one.max_new_tokens) for one in served_models(config)
+    ]
     assert told == [
         ("rollout", "policy", (), 0),
         ("judge", "policy", (0, 2, 6), 300),
@@ -101,7 +107,9 @@ def test_an_ensemble_is_served_model_by_model() -> None:
     }
 
 
-def test_every_slot_has_an_engine_of_every_model_beside_its_rollout_engine(folder: Path) -> None:
+def test_every_slot_has_an_engine_of_every_model_beside_its_rollout_engine(
+    folder: Path,
+) -> None:
     config = config_of(
         judge("a"), judge("b", model="other", max_model_len=300), {"reward": "rm:scalar"}
     )
@@ -160,7 +168,9 @@ def test_on_a_device_each_scorer_has_the_share_that_was_planned(
 def test_a_judged_run_on_a_cpu_says_that_nothing_sleeps(folder: Path) -> None:
     judged, alone = config_of(judge("a")), config_of({"reward": "length"})
     assert "no engine sleeps" in planned(judged, folder, cores=1).note
-    assert planned(alone, folder, cores=1).note == "generating with vLLM: 1 engine on 1 CPU core"
+    assert (
+        planned(alone, folder, cores=1).note == "generating with vLLM: 1 engine on 1 CPU core"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +185,9 @@ def classifier(folder: Path, model: Path, **changes: Any) -> str:
     for file in model.iterdir():
         (target / file.name).write_bytes(file.read_bytes())
     told = (
-        json.loads((model / "config.json").read_text()) | {"id2label": {"0": "LABEL_0"}} | changes
+        json.loads((model / "config.json").read_text())
+        | {"id2label": {"0": "LABEL_0"}}
+        | changes
     )
     (target / "config.json").write_text(json.dumps(told))
     return str(target)
@@ -193,7 +205,10 @@ def test_a_run_that_can_be_scored_is_told_line_by_line(tmp_path: Path, model: Pa
     ("declared", "problem"),
     [
         ({"model": "no-such-folder/x/y"}, "judge a: .*no-such-folder"),
-        ({"max_model_len": 100_000}, "max_model_len is 100000, and its model has 512; lower it"),
+        (
+            {"max_model_len": 100_000},
+            "max_model_len is 100000, and its model has 512; lower it",
+        ),
         (
             {"messages": [{"role": "user", "content": "{completion} {lvel} {how_to_answer}"}]},
             "'lvel', .*did you mean 'level'",
@@ -213,7 +228,9 @@ def test_a_judge_that_cannot_score_the_run_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=problem):
         check_scorers(
-            config_of(judge("a", **declared), model=str(model)), ["answer", "level"], engine=VLLM
+            config_of(judge("a", **declared), model=str(model)),
+            ["answer", "level"],
+            engine=VLLM,
         )
 
 
@@ -240,7 +257,10 @@ def test_without_vllm_only_an_address_can_judge(model: Path) -> None:
     [
         ({}, "must be a sequence classifier with one label .* are LlamaForCausalLM"),
         (
-            {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "a", "1": "b"}},
+            {
+                "architectures": ["LlamaForSequenceClassification"],
+                "id2label": {"0": "a", "1": "b"},
+            },
             "has 2 labels",
         ),
         (
@@ -254,7 +274,9 @@ def test_a_model_that_gives_no_single_number_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=problem):
         check_scorers(
-            config_of({"reward": f"rm:{classifier(tmp_path, model, **changes)}"}), [], engine=VLLM
+            config_of({"reward": f"rm:{classifier(tmp_path, model, **changes)}"}),
+            [],
+            engine=VLLM,
         )
 
 
@@ -273,7 +295,11 @@ def test_a_run_carries_the_whole_declaration(
     assert config.rewards[0].model_dump(exclude_defaults=True) == {
         "reward": "judge:strict",
         "weight": 0.5,
-        "args": {"rubric": "Is it right?", "verdict": {"kind": "score", "max": 5.0}, "retries": 3},
+        "args": {
+            "rubric": "Is it right?",
+            "verdict": {"kind": "score", "max": 5.0},
+            "retries": 3,
+        },
     }
     assert with_declarations(config) == config, "a resumed run needs no file"
 
@@ -292,7 +318,9 @@ def test_rollouts_alone_need_no_placement() -> None:
     for placement in ("dynamic", "colocated"):
         check_run_placement(placed(placement), served_models(placed(placement)), num_slots=2)
     with pytest.raises(ConfigError, match="leave --placement out"):
-        check_run_placement(placed("split:1:1"), served_models(placed("split:1:1")), num_slots=2)
+        check_run_placement(
+            placed("split:1:1"), served_models(placed("split:1:1")), num_slots=2
+        )
 
 
 def test_nonsense_is_refused_before_slots_are_known() -> None:
@@ -301,7 +329,9 @@ def test_nonsense_is_refused_before_slots_are_known() -> None:
 
 
 def test_a_teacher_has_an_engine_of_its_own_role_on_every_slot(folder: Path) -> None:
-    config = config_of({"reward": f"teacher:{folder}"}, {"reward": "length"}, algorithm="distill")
+    config = config_of(
+        {"reward": f"teacher:{folder}"}, {"reward": "length"}, algorithm="distill"
+    )
     _, served = planned(config, folder).served
     assert [one.name for one in served.engines] == [
         "teacher-0",
@@ -318,7 +348,9 @@ def test_a_run_folder_stands_for_the_model_that_it_trained(tmp_path: Path) -> No
     assert model.name == str(tmp_path / "model")
 
 
-def test_a_teacher_with_another_tokenizer_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_a_teacher_with_another_tokenizer_is_refused_before_anything_starts(
+    tmp_path: Path,
+) -> None:
     policy, teacher = (write_tiny_model(tmp_path / name) for name in ("policy", "teacher"))
     config = config_of({"reward": f"teacher:{teacher}"}, model=str(policy))
     assert check_scorers(config, [], engine=VLLM) == [
@@ -351,7 +383,9 @@ def test_a_teacher_in_the_trainer_has_no_engine_and_is_compared_before_anything_
     with pytest.raises(ConfigError, match="take a teacher of the same family"):
         planned(config, tmp_path, fetch=Path)
     served = config_of({"reward": f"teacher:{policy}"}, model=str(policy), algorithm="distill")
-    with pytest.raises(ConfigError, match="install vLLM, or hold it in the trainer: --set distill"):
+    with pytest.raises(
+        ConfigError, match="install vLLM, or hold it in the trainer: --set distill"
+    ):
         check_scorers(served, [], engine=TRANSFORMERS)
 
 
@@ -372,9 +406,9 @@ def test_a_teacher_at_an_address_reads_as_the_policy_or_is_refused_before_anythi
     with teacher_at(policy) as address:
         line = f"teacher big: at {address}, the probability of each token"
         assert check_scorers(config(address), [], engine=TRANSFORMERS) == [line]
-        assert [model.role for model in planned(config(address), tmp_path, fetch=Path).served] == [
-            "rollout"
-        ]
+        assert [
+            model.role for model in planned(config(address), tmp_path, fetch=Path).served
+        ] == ["rollout"]
         exact = config(address, algorithm="distill", distill={"divergence": "js"})
         with pytest.raises(ConfigError, match="needs the teacher's weights, and it is at http"):
             check_scorers(exact, [], engine=VLLM)

@@ -69,7 +69,9 @@ class ScriptedJudge:
         content = question[-1]["content"]
         text = content if isinstance(content, str) else content[-1]["text"]
         self.pictures = (
-            [] if isinstance(content, str) else [part["image_url"]["url"] for part in content[:-1]]
+            []
+            if isinstance(content, str)
+            else [part["image_url"]["url"] for part in content[:-1]]
         )
         self.asked.append((text, seed, again))
         await asyncio.sleep(0)
@@ -128,7 +130,9 @@ def values(rows: Sequence[Sequence[Score]]) -> list[float | None]:
 
 def by_length(text: str) -> str:
     """The honest judge of these tests: a point for each letter of the answer."""
-    return f"<score>{len(text.partition('Answer:')[2].partition('End with')[0].strip())}</score>"
+    return (
+        f"<score>{len(text.partition('Answer:')[2].partition('End with')[0].strip())}</score>"
+    )
 
 
 def test_pointwise_scores_are_scaled_to_rewards() -> None:
@@ -243,7 +247,9 @@ def test_a_round_judges_while_it_still_writes() -> None:
     scoring = Scoring([((0,), make_scorer(make_judge(), [engine]))])
     rules = Rules(group_size=2, seed=0, reward_weights=(1.0,))
     draw = Draw(0, Prompt(0, "What?"), (1,))
-    draws = DrawSource([draw.prompt], seed=None, encode=lambda prompt: (1,), max_prompt_tokens=1)
+    draws = DrawSource(
+        [draw.prompt], seed=None, encode=lambda prompt: (1,), max_prompt_tokens=1
+    )
     controller = Controller(
         engines=[Writer()], scoring=scoring, draws=draws, rules=rules, peers=Peers()
     )
@@ -309,9 +315,7 @@ def shown(text: str) -> tuple[str, str]:
 
 def longer_is_better(text: str) -> str:
     first, second = shown(text)
-    return (
-        f"<score>{10 if len(first) > len(second) else 0 if len(first) < len(second) else 5}</score>"
-    )
+    return f"<score>{10 if len(first) > len(second) else 0 if len(first) < len(second) else 5}</score>"
 
 
 def test_siblings_are_compared_in_both_orders() -> None:
@@ -325,7 +329,8 @@ def test_siblings_are_compared_in_both_orders() -> None:
     )
     assert values(rows) == [0.5, 0.0, 1.0]
     assert (
-        len(engine.asked) == 6 and len({frozenset(shown(text)) for text, _, _ in engine.asked}) == 3
+        len(engine.asked) == 6
+        and len({frozenset(shown(text)) for text, _, _ in engine.asked}) == 3
     )
     assert meter.metrics(meter.take())["ycore/judge/position_bias"] == 0
 
@@ -476,7 +481,9 @@ def test_a_teacher_at_an_address_needs_no_slot_and_no_probabilities_of_the_polic
 ) -> None:
     model = write_tiny_model(tmp_path / "model")
     with teacher_at(model) as address:
-        spec = RewardConfig(reward="teacher:big", args={"base_url": address, "max_model_len": 4})
+        spec = RewardConfig(
+            reward="teacher:big", args={"base_url": address, "max_model_len": 4}
+        )
         config = DistillConfig(
             model="m", dataset="d", output="o", rewards=[spec], algorithm="distill"
         )
@@ -484,7 +491,9 @@ def test_a_teacher_at_an_address_needs_no_slot_and_no_probabilities_of_the_polic
 
         async def work(*token_ids: int) -> list[list[Score]]:
             tasks = [
-                asyncio.create_task(asyncio.sleep(0, Completion(token_ids, None, "", "stop", 0)))
+                asyncio.create_task(
+                    asyncio.sleep(0, Completion(token_ids, None, "", "stop", 0))
+                )
             ]
             return await scoring.score(
                 PendingGroup(Draw(0, Prompt(0, "q", {}), (9,)), tasks, 0, Slots(1))
@@ -548,7 +557,9 @@ def test_an_unreadable_verdict_of_the_policy_is_nothing_and_counted() -> None:
     meter = JudgeMeter()
     scorer = AgreementScorer(judge, meter=meter)
     rows = run(
-        scores_of(scorer, [right, wrong, "four", f"{right} {wrong}"], columns=dict(asked.columns))
+        scores_of(
+            scorer, [right, wrong, "four", f"{right} {wrong}"], columns=dict(asked.columns)
+        )
     )
     assert values(rows) == [1.0, 0.0, 0.0, 0.0]
     assert collect([meter], list)["ycore/judge/parse_failures"] == 2

@@ -138,7 +138,9 @@ def die(folder: RunFolder, *, after: int) -> None:
 
 
 def numbers(folder: RunFolder) -> list[dict[str, Any]]:
-    return [{key: row.get(key) for key in ("step", *SAME)} for row in read_metrics(folder.metrics)]
+    return [
+        {key: row.get(key) for key in ("step", *SAME)} for row in read_metrics(folder.metrics)
+    ]
 
 
 def weights(folder: RunFolder) -> dict[str, torch.Tensor]:
@@ -154,7 +156,9 @@ def assert_same(one: RunFolder, other: RunFolder) -> None:
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Callable[[str], RunFolder]:
+def reference(
+    tmp_path_factory: pytest.TempPathFactory, model: Path
+) -> Callable[[str], RunFolder]:
     """The uninterrupted run of a variant, once."""
     made: dict[str, RunFolder] = {}
 
@@ -271,7 +275,9 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_run_still_exact(
     assert_same(folder, reference("accumulation"))
 
 
-def test_a_checkpoint_holds_all_state_that_matters(reference: Callable[[str], RunFolder]) -> None:
+def test_a_checkpoint_holds_all_state_that_matters(
+    reference: Callable[[str], RunFolder],
+) -> None:
     """The inventory: leave one of these out, and a resumed run is another run."""
     folder = reference("several steps a round")
     saved = checkpoint_of(folder.checkpoints, 5)
@@ -386,7 +392,10 @@ class Poison(TrainerCallback):
     ("poison", "said"),
     [
         (Poison(math.nan, at_the_end=False), r"step 4: the loss is nan"),
-        (Poison(math.inf, at_the_end=True), r"after step 4 the weight .*lora_A.* is not finite"),
+        (
+            Poison(math.inf, at_the_end=True),
+            r"after step 4 the weight .*lora_A.* is not finite",
+        ),
     ],
     ids=["loss", "weight"],
 )
@@ -394,7 +403,9 @@ def test_a_number_that_is_none_stops_the_run_before_it_is_saved(
     tmp_path: Path, model: Path, poison: TrainerCallback, said: str
 ) -> None:
     folder = make(tmp_path, model, VARIANTS["accumulation"])
-    with pytest.raises(TrainerError, match=said + ".*the last checkpoint stands.*--accept-changes"):
+    with pytest.raises(
+        TrainerError, match=said + ".*the last checkpoint stands.*--accept-changes"
+    ):
         train(folder, poison)
     saved = checkpoints_in(folder.checkpoints)
     assert [path.name for path in saved] == ["checkpoint-2", "checkpoint-3"]

@@ -24,7 +24,11 @@ from tests.tiny_vision import write_tiny_vision_model
 from ycore.models.tiny import write_tiny_model
 from ycore.run.metrics import read_metrics
 
-COMMAND = [sys.executable, "-c", "import sys; from ycore_cli.main import main; sys.exit(main())"]
+COMMAND = [
+    sys.executable,
+    "-c",
+    "import sys; from ycore_cli.main import main; sys.exit(main())",
+]
 SAME = ("loss", "grad_norm", "reward", "completions/mean_length", "learning_rate")
 OWN = {
     "grpo": ("entropy",),
@@ -164,7 +168,8 @@ def test_killed_and_resumed_is_never_killed(
     algorithm, model = ("grpo", sighted) if sees else (algorithm, model)
     more = ["--dataset", str(sighted / "pictures" / "rows.jsonl")] if sees else []
     arguments = {
-        run: [algorithm, *words(algorithm, model, teacher, run), *more] for run in (whole, killed)
+        run: [algorithm, *words(algorithm, model, teacher, run), *more]
+        for run in (whole, killed)
     }
     with start(arguments[whole], tmp_path / "whole.log") as never_killed:
         kill_and_resume(arguments[killed], killed)

@@ -97,7 +97,9 @@ def adapter(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    return one.keys() == other.keys() and all(
+        torch.equal(one[name], other[name]) for name in one
+    )
 
 
 @pytest.mark.parametrize(
@@ -130,14 +132,17 @@ def test_it_learns_and_its_model_loads(
     told = read_json(RunFolder(output).held_out)
     before, after = told["held_out"]["before"], told["held_out"]["after"]
     assert after["n"] == before["n"] > 0
-    assert after["loss"] < before["loss"] if better == "loss" else after[better] > before[better]
-    assert list(measured(output)) == [0, 2, 4, 6, 8] and set(find_algorithm(method).figures) <= set(
-        after
+    assert (
+        after["loss"] < before["loss"] if better == "loss" else after[better] > before[better]
     )
+    assert list(measured(output)) == [0, 2, 4, 6, 8] and set(
+        find_algorithm(method).figures
+    ) <= set(after)
     assert measured(output)[8]["ycore/eval/loss"] == after["loss"] and after["step"] == 8
     if method == "reward":
         assert (
-            after["accuracy"] == 1.0 == after["accuracy/high"] and 0.5 < after["accuracy/low"] < 1.0
+            after["accuracy"] == 1.0 == after["accuracy/high"]
+            and 0.5 < after["accuracy/low"] < 1.0
         )
     assert loads(output, method, place)
     assert [path.name for path in sorted(RunFolder(output).checkpoints.glob("checkpoint-*"))] == [
@@ -171,7 +176,9 @@ def ranks_right(folder: Path) -> bool:
     with torch.no_grad():
         alone = [model(**tokenizer(text, return_tensors="pt")).logits.item() for text in texts]
         batch = (
-            model(**tokenizer(texts, return_tensors="pt", padding=True)).logits.squeeze(-1).tolist()
+            model(**tokenizer(texts, return_tensors="pt", padding=True))
+            .logits.squeeze(-1)
+            .tolist()
         )
     assert batch == pytest.approx(alone, abs=1e-4)
     return alone[0] > alone[1]
@@ -198,10 +205,16 @@ def test_the_compact_head_changes_no_figure_of_trls(
         names, "add_compact_head", lambda model, **how: (heads.append(model), add(model, **how))
     )
     for side, is_ours in (("ours", True), ("trl", False)):
-        monkeypatch.setitem(names, "needs_compact_head", lambda trainer, is_ours=is_ours: is_ours)
+        monkeypatch.setitem(
+            names, "needs_compact_head", lambda trainer, is_ours=is_ours: is_ours
+        )
         trained(opened(place, tmp_path / side, method, **keys))
-    assert len(heads) == (1 if method == "sft" or lora else 2)  # a reference beside whole weights
-    for ours, theirs in zip(*(figures(tmp_path / side) for side in ("ours", "trl")), strict=True):
+    assert len(heads) == (
+        1 if method == "sft" or lora else 2
+    )  # a reference beside whole weights
+    for ours, theirs in zip(
+        *(figures(tmp_path / side) for side in ("ours", "trl")), strict=True
+    ):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
 
 
@@ -216,7 +229,9 @@ def figures(output: Path) -> list[dict[str, float]]:
 
 
 def test_an_adapter_of_one_stage_is_the_model_of_the_next(place: Path, tmp_path: Path) -> None:
-    trained(opened(place, tmp_path / "one", "sft", columns={"text": "chosen"}, steps=2, merge=True))
+    trained(
+        opened(place, tmp_path / "one", "sft", columns={"text": "chosen"}, steps=2, merge=True)
+    )
     model = RunFolder(tmp_path / "one").model
     assert (model / "merged" / "config.json").is_file()
     assert resolve_model(str(model)).kind == "adapter"
@@ -278,7 +293,9 @@ def test_a_stop_ends_a_measurement_and_the_run_goes_on(
         run.close()
         assert list(measured(tmp_path / "run")) == [0, 2, 4, 6][: step // 2]
         assert read_json(
-            RunFolder(tmp_path / "run").checkpoints / f"checkpoint-{step}" / "trainer_state.json"
+            RunFolder(tmp_path / "run").checkpoints
+            / f"checkpoint-{step}"
+            / "trainer_state.json"
         )
     assert not RunFolder(tmp_path / "run").held_out.is_file()
 
@@ -289,7 +306,9 @@ def test_a_stop_ends_a_measurement_and_the_run_goes_on(
         [numbers(row) for row in read_metrics(tmp_path / run / "metrics.jsonl")]
         for run in ("run", "whole")
     ]
-    assert [row for row in steps[0] if "loss" in row] == [row for row in steps[1] if "loss" in row]
+    assert [row for row in steps[0] if "loss" in row] == [
+        row for row in steps[1] if "loss" in row
+    ]
 
 
 def numbers(row: dict[str, Any]) -> dict[str, Any]:
@@ -331,7 +350,9 @@ def test_evaluations_change_nothing_of_the_training_and_the_best_model_is_kept(
     weights = Keeps(run)
     run.trainer.add_callback(weights)
     trained(run)
-    assert list(measured(tmp_path / "plain")) == [0, 6] and list(measured(tmp_path / "best")) == [
+    assert list(measured(tmp_path / "plain")) == [0, 6] and list(
+        measured(tmp_path / "best")
+    ) == [
         0,
         2,
         4,
@@ -373,7 +394,9 @@ def test_a_reward_model_that_is_kept_trains_on_as_it_was(
     """It is saved merged, or in the dtype of its result, and the model in training must stay what it is."""
     keys: dict[str, Any] = {"steps": 4, "dtype": dtype, **({} if lora else {"lora": None})}
     trained(opened(place, tmp_path / "plain", "reward", **keys, eval_every=2))
-    trained(opened(place, tmp_path / "best", "reward", **keys, eval_every=2, keep_best="accuracy"))
+    trained(
+        opened(place, tmp_path / "best", "reward", **keys, eval_every=2, keep_best="accuracy")
+    )
     assert losses(tmp_path / "plain") == losses(tmp_path / "best")
     assert measured(tmp_path / "plain") == measured(tmp_path / "best")
     best = RunFolder(tmp_path / "best").best
@@ -410,14 +433,18 @@ def test_a_run_without_gain_ends_early_also_where_it_was_stopped_before(
             run = scripted(opened(place, tmp_path / name, "sft", **keys), told)
         trained(run)
         folder = RunFolder(tmp_path / name)
-        assert len(losses(tmp_path / name)) == 4 and list(measured(tmp_path / name)) == [0, 2, 4], (
-            name
-        )
+        assert len(losses(tmp_path / name)) == 4 and list(measured(tmp_path / name)) == [
+            0,
+            2,
+            4,
+        ], name
         assert (
             read_json(folder.held_out)["ended_early"]
             == "no gain in 1 evaluations over loss 1 of step 2"
         )
-    models = [adapter(RunFolder(tmp_path / name).model) for name in ("whole", "stopped", "killed")]
+    models = [
+        adapter(RunFolder(tmp_path / name).model) for name in ("whole", "stopped", "killed")
+    ]
     assert same(models[0], models[1]) and same(models[0], models[2])
 
 
@@ -431,15 +458,19 @@ class DiesAtTheEnd(TrainerCallback):
 
 
 def test_a_damaged_checkpoint_is_passed_over(place: Path, tmp_path: Path) -> None:
-    run = opened(place, tmp_path, "sft", columns={"text": "chosen"}, steps=6, checkpoint_every=2)
+    run = opened(
+        place, tmp_path, "sft", columns={"text": "chosen"}, steps=6, checkpoint_every=2
+    )
     run.trainer.add_callback(StopAfter(run, step=5))
     with pytest.raises(Interrupted):
         run.train()
     run.close()
-    (RunFolder(tmp_path).checkpoints / "checkpoint-4" / "adapter_model.safetensors").write_bytes(
-        b"half"
+    (
+        RunFolder(tmp_path).checkpoints / "checkpoint-4" / "adapter_model.safetensors"
+    ).write_bytes(b"half")
+    trained(
+        opened(place, tmp_path, "sft", columns={"text": "chosen"}, steps=6, checkpoint_every=2)
     )
-    trained(opened(place, tmp_path, "sft", columns={"text": "chosen"}, steps=6, checkpoint_every=2))
     assert len(losses(tmp_path)) == 6 and list(measured(tmp_path)) == [0, 2, 4, 6]
     assert (RunFolder(tmp_path).checkpoints / "damaged-checkpoint-4").is_dir()
 
@@ -449,7 +480,9 @@ def test_other_rows_are_another_run(place: Path, tmp_path: Path) -> None:
     pairs.write_text((place / "pairs.jsonl").read_text())
     opened(place, tmp_path / "run", "dpo", dataset=str(pairs)).close()
     pairs.write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS[:-1]))
-    with pytest.raises(RunFolderError, match=r"did not begin with this \(dataset: '26 \+ 6 rows"):
+    with pytest.raises(
+        RunFolderError, match=r"did not begin with this \(dataset: '26 \+ 6 rows"
+    ):
         opened(place, tmp_path / "run", "dpo", dataset=str(pairs))
 
 
@@ -475,12 +508,17 @@ class StopAfter(TrainerCallback):
 @pytest.mark.parametrize("method", ["sft", "dpo"])
 def test_rows_with_pictures_teach(method: str, lora: bool, tmp_path: Path) -> None:
     """A colour for each picture, under one question; the eyes learn too, or stay what they were under LoRA."""
-    model, colours = write_tiny_vision_model(tmp_path / "eyes"), ("red", "lime", "blue", "white")
+    model, colours = (
+        write_tiny_vision_model(tmp_path / "eyes"),
+        ("red", "lime", "blue", "white"),
+    )
     for colour in colours:
         Pillow.new("L" if colour == "white" else "RGB", (8, 8), colour).save(
             tmp_path / f"{colour}.png"
         )
-    rows = [{"prompt": "Which?", "image": f"{name}.png", "completion": name} for name in colours]
+    rows = [
+        {"prompt": "Which?", "image": f"{name}.png", "completion": name} for name in colours
+    ]
     pairs = [
         {**row, "chosen": row.pop("completion"), "rejected": "none"} for row in map(dict, rows)
     ]

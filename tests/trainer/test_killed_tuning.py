@@ -25,7 +25,10 @@ STEPS = 20
 def start(words: list[str], log: Path) -> subprocess.Popen[bytes]:
     with log.open("ab") as output:
         return subprocess.Popen(
-            [*COMMAND, *words], stdout=output, stderr=output, env={**os.environ, "COLUMNS": "80"}
+            [*COMMAND, *words],
+            stdout=output,
+            stderr=output,
+            env={**os.environ, "COLUMNS": "80"},
         )
 
 

@@ -38,7 +38,12 @@ SUMS = [{"prompt": f"{n} + 1 =", "answer": str(n + 1)} for n in range(8)]
 
 
 def trained(
-    tmp_path: Path, model: Path, rewards: list[Any], *, rows: Sequence[Any] = SUMS, **settings: Any
+    tmp_path: Path,
+    model: Path,
+    rewards: list[Any],
+    *,
+    rows: Sequence[Any] = SUMS,
+    **settings: Any,
 ) -> list[dict[str, Any]]:
     """The metrics of a run of two steps, in this process."""
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -88,7 +93,9 @@ def spread(tmp_path: Path) -> str:
 @pytest.mark.parametrize("name", sorted(presets()))
 def test_a_preset_trains(name: str, spread: str, model: Path, tmp_path: Path) -> None:
     has_critic = "critic" in presets()[name].run
-    ppo: dict[str, Any] = {"algorithm": "ppo", "critic": {"warmup_steps": 0}} if has_critic else {}
+    ppo: dict[str, Any] = (
+        {"algorithm": "ppo", "critic": {"warmup_steps": 0}} if has_critic else {}
+    )
     metrics = trained(tmp_path, model, [spread], preset=name, **ppo)
     assert all(row["grad_norm"] > 0 for row in metrics)
     assert all(("ycore/critic/loss" in row) == has_critic for row in metrics)
@@ -105,7 +112,9 @@ def test_a_preset_trains(name: str, spread: str, model: Path, tmp_path: Path) ->
 def test_an_estimator_that_no_preset_has_trains(
     name: str, spread: str, model: Path, tmp_path: Path
 ) -> None:
-    assert all(row["grad_norm"] > 0 for row in trained(tmp_path, model, [spread], advantage=name))
+    assert all(
+        row["grad_norm"] > 0 for row in trained(tmp_path, model, [spread], advantage=name)
+    )
 
 
 def test_a_constraint_is_kept_beside_a_reward(spread: str, model: Path, tmp_path: Path) -> None:
@@ -134,7 +143,9 @@ def test_ppo_trains_on_groups_of_one_and_saves_its_critic_beside_the_policy(
         trl={"beta": 0.05},
     )
     assert (
-        first["grad_norm"] == 0 and second["grad_norm"] > 0 and first["ycore/critic/grad_norm"] > 0
+        first["grad_norm"] == 0
+        and second["grad_norm"] > 0
+        and first["ycore/critic/grad_norm"] > 0
     )
     assert first["ycore/sampling/drawn"] == second["ycore/sampling/drawn"] == 4
     assert first["kl"] == pytest.approx(0, abs=1e-6)
@@ -171,7 +182,9 @@ def test_a_code_reward_trains(model: Path, tmp_path: Path) -> None:
     """The prompts leave a comment to write: noise of one line passes, noise that breaks the function does not."""
     if (answer := level_refusal(Level.NAMESPACES)) is not None:
         pytest.skip(f"no namespaces here: {answer}")
-    check = "def check(candidate):\n    assert candidate(1) == {}\n    assert candidate(0) == {}\n"
+    check = (
+        "def check(candidate):\n    assert candidate(1) == {}\n    assert candidate(0) == {}\n"
+    )
     rows = [
         {
             "prompt": f"def add(x):\n    return x + {n}  # ",

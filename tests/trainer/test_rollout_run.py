@@ -134,7 +134,9 @@ def test_a_run_leaves_its_model_metrics_and_samples(
         "ycore/time/sync",
         "ycore/time/round",
     }
-    assert (names | {"ycore/time/train", "ycore/time/step", "ycore/tokens_per_s"}) <= rows[0].keys()
+    assert (names | {"ycore/time/train", "ycore/time/step", "ycore/tokens_per_s"}) <= rows[
+        0
+    ].keys()
     assert all(row["grad_norm"] > 0 for row in rows)
     assert all(row["ycore/time/train"] > 0 for row in rows)
     samples = json.loads(folder.samples.read_text())
@@ -149,13 +151,17 @@ def test_a_policy_is_trained_as_a_judge_of_pairs(
     tmp_path: Path, model: Path, ended: list["subprocess.Popen[str]"]
 ) -> None:
     """A random model writes no verdict: agreement is 0 and counted, and the reward beside it teaches."""
-    rows = [{"prompt": f"{n}?", "chosen": "a", "rejected": "b", "answer": "1"} for n in range(8)]
+    rows = [
+        {"prompt": f"{n}?", "chosen": "a", "rejected": "b", "answer": "1"} for n in range(8)
+    ]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     judge = {
         "mode": "pairwise",
         "verdict": {"kind": "score"},
         "fence": False,
-        "messages": [{"role": "user", "content": "{prompt} {first} or {second}? {how_to_answer}"}],
+        "messages": [
+            {"role": "user", "content": "{prompt} {first} or {second}? {how_to_answer}"}
+        ],
     }
     spread = {"reward": f"{tmp_path / 'their_rewards.py'}:spread"}
     rewards = [{"reward": "agrees:mine", "args": judge}, spread]
@@ -167,11 +173,14 @@ def test_a_policy_is_trained_as_a_judge_of_pairs(
     written = read_metrics(folder.metrics)
     assert len(written) == 2
     for row in written:
-        assert row["rewards/mine/mean"] == 0 and row["grad_norm"] > 0 and row["ycore/masked"] == 0
+        assert (
+            row["rewards/mine/mean"] == 0 and row["grad_norm"] > 0 and row["ycore/masked"] == 0
+        )
         assert row["ycore/judge/parse_failures"] >= 8 and row["ycore/judge/calls"] == 0
     asked = [sample["prompt"] for sample in json.loads(folder.samples.read_text())["before"]]
     assert all(
-        " or " in str(prompt) and "the first answer is better" in str(prompt) for prompt in asked
+        " or " in str(prompt) and "the first answer is better" in str(prompt)
+        for prompt in asked
     )
 
 
@@ -211,7 +220,9 @@ def test_an_interrupted_run_leaves_a_checkpoint_and_goes_on_from_it(
     _, told = process.communicate(timeout=240)
     assert process.returncode == 130, told
     done = len(read_metrics(folder.metrics))
-    assert [path.name for path in folder.checkpoints.glob("checkpoint-*")] == [f"checkpoint-{done}"]
+    assert [path.name for path in folder.checkpoints.glob("checkpoint-*")] == [
+        f"checkpoint-{done}"
+    ]
     _, others = psutil.wait_procs(
         children, timeout=5
     )  # what the kernel ends with a worker, it ends a moment later
@@ -274,7 +285,9 @@ def test_a_policy_learns_in_two_environments_of_several_turns_without_a_dataset(
         "keep_journal": True,
         "turns": {"max_tokens": 12},
     }
-    folder = run_folder(tmp_path, model, **settings, rewards=[RewardConfig(reward="environment")])
+    folder = run_folder(
+        tmp_path, model, **settings, rewards=[RewardConfig(reward="environment")]
+    )
     write_json_atomic(
         folder.engines, {**json.loads(folder.engines.read_text()), "max_model_len": 256}
     )
@@ -312,7 +325,9 @@ def test_a_policy_learns_in_two_environments_of_several_turns_without_a_dataset(
         row.get("ycore/reward/Echo", 0) >= 0 and row.get("ycore/reward/less", -6) <= -6
         for row in rows
     )
-    assert all(row["ycore/turns/masked_tokens"] > 5 and row["ycore/masked"] == 0 for row in rows)
+    assert all(
+        row["ycore/turns/masked_tokens"] > 5 and row["ycore/masked"] == 0 for row in rows
+    )
     samples = json.loads(folder.samples.read_text())
     assert "\nuser: 1 so far\n" in "".join(sample["completion"] for sample in samples["after"])
 
@@ -355,7 +370,9 @@ def test_a_policy_learns_with_an_agent_that_writes_its_own_prompts(
         "keep_journal": True,
         "turns": {"max_tokens": 12},
     }
-    folder = run_folder(tmp_path, model, **settings, rewards=[RewardConfig(reward="environment")])
+    folder = run_folder(
+        tmp_path, model, **settings, rewards=[RewardConfig(reward="environment")]
+    )
     write_json_atomic(
         folder.engines, {**json.loads(folder.engines.read_text()), "max_model_len": 256}
     )

@@ -63,7 +63,9 @@ def started(
     write_json_atomic(output / "engines.json", {**told, "home": str(output)})
     for name, value in worker_environment(config).items():
         monkeypatch.setenv(name, value)
-    assert VARIABLE not in confined_environment(View(network=True), run_id="run", scratch=output)
+    assert VARIABLE not in confined_environment(
+        View(network=True), run_id="run", scratch=output
+    )
     return folder
 
 

@@ -16,9 +16,12 @@ RUN = {"model": "m", "dataset": "d", "output": "o", "rewards": [{"reward": "exac
 
 def test_the_share_of_truncated_completions_is_said_or_refused() -> None:
     config = RunConfig.model_validate(RUN | {"max_tokens": 64})
-    assert truncation(["length", *["stop"] * 15], config).startswith("6% of 16 sampled completions")
+    assert truncation(["length", *["stop"] * 15], config).startswith(
+        "6% of 16 sampled completions"
+    )
     with pytest.raises(
-        ConfigError, match=r"^94% of 16 .* at 64 tokens, and .*--max-tokens 256 .*max_truncated=1"
+        ConfigError,
+        match=r"^94% of 16 .* at 64 tokens, and .*--max-tokens 256 .*max_truncated=1",
     ):
         truncation(["stop", *["length"] * 15], config)
 

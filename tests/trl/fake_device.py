@@ -22,7 +22,10 @@ from ycore.trl import forward, packing
 from ycore.trl.offload import Offload
 
 NAME, DEVICE = "pretended", "pretended:0"
-PROMPTS, COMPLETIONS = [tuple(range(9)), tuple(range(9)), (3, 4)], [(1, 2, 3), (4, 5, 6, 7), (8,)]
+PROMPTS, COMPLETIONS = (
+    [tuple(range(9)), tuple(range(9)), (3, 4)],
+    [(1, 2, 3), (4, 5, 6, 7), (8,)],
+)
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -64,7 +67,9 @@ def score() -> None:
     logps, entropies = forward.packed_scores(model, rows, path="segments")
     assert str(logps.device) == str(entropies.device) == DEVICE
     logps.sum().backward()
-    assert {str(one.grad.device) for one in model.parameters() if one.grad is not None} == {DEVICE}
+    assert {str(one.grad.device) for one in model.parameters() if one.grad is not None} == {
+        DEVICE
+    }
 
 
 def untiled(hidden: Any, weight: Any, bias: Any, targets: Any, **_: Any) -> tuple[Any, Any]:
@@ -86,7 +91,9 @@ def merge() -> None:
     model = on_the_device()
     given = dict(weights.engine_weights(model, dtype=torch.bfloat16))
     assert {str(weight.device) for weight in given.values()} == {DEVICE}
-    numbers = sum(value.numel() for name, value in model.named_parameters() if "lora_" not in name)
+    numbers = sum(
+        value.numel() for name, value in model.named_parameters() if "lora_" not in name
+    )
     assert sum(weight.nbytes for weight in given.values()) == 2 * numbers
     for weight in given.values():
         try:

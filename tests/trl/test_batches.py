@@ -13,7 +13,9 @@ def rounds(draw: st.DrawFn) -> tuple[list[int], int, int, int]:
     group_size, windows = draw(st.integers(2, 4)), draw(st.integers(1, 3))
     groups_per_window = draw(st.integers(1, 4))
     in_window = groups_per_window * group_size
-    per_batch = draw(st.sampled_from([n for n in range(1, in_window + 1) if in_window % n == 0]))
+    per_batch = draw(
+        st.sampled_from([n for n in range(1, in_window + 1) if in_window % n == 0])
+    )
     total = groups_per_window * windows
     return (
         draw(st.lists(st.integers(1, 99), min_size=total, max_size=total)),
@@ -57,7 +59,8 @@ def test_groups_stay_whole_and_the_longest_of_a_window_come_first(
         assert lengths == sorted(lengths, reverse=True)
     if per_batch % group_size == 0:
         assert all(
-            len({i // group_size for i in batch}) == per_batch // group_size for batch in batches
+            len({i // group_size for i in batch}) == per_batch // group_size
+            for batch in batches
         )
 
 

@@ -70,7 +70,9 @@ def test_the_pairs_loss_with_the_likelihood_of_the_best() -> None:
 
 def test_all_constraints_must_hold_and_unknown_is_not_broken() -> None:
     two = (*HELD, Constraint(2, "short", 0.5, 0.1))
-    rewards = torch.tensor([[9, 1, 0.5], [9, 0.9, 1], [9, 1, 0.4], [9, NAN, 0.4], [9, NAN, 1.0]])
+    rewards = torch.tensor(
+        [[9, 1, 0.5], [9, 0.9, 1], [9, 1, 0.4], [9, NAN, 0.4], [9, NAN, 1.0]]
+    )
     found = kept(broken(rewards, two))
     assert found[:4].tolist() == [1, 0, 0, 0] and found[4].isnan()
     gates = gated(
@@ -95,13 +97,17 @@ class Rounds:
 
     def next_round(self, *, step: int, num_groups: int) -> list[Group]:
         completions = [
-            Completion(tuple(10 + place + 3 * n for n in range(2 + place)), None, "", "stop", step)
+            Completion(
+                tuple(10 + place + 3 * n for n in range(2 + place)), None, "", "stop", step
+            )
             for place in range(len(SCORES))
         ]
         draw = Draw(0, Prompt(row=0, content="prompt"), PROMPT)
         return [
             Group(
-                draw, tuple(completions), tuple(tuple(Score(one) for one in row) for row in SCORES)
+                draw,
+                tuple(completions),
+                tuple(tuple(Score(one) for one in row) for row in SCORES),
             )
         ]
 
@@ -114,7 +120,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def made(
     kind: type[Any], model: Path, output: Path, *, own: dict[str, Any], **settings: Any
 ) -> Any:
-    sizes = {"num_generations": 6, "per_device_train_batch_size": 6, "reward_weights": [1.0, 0.0]}
+    sizes = {
+        "num_generations": 6,
+        "per_device_train_batch_size": 6,
+        "reward_weights": [1.0, 0.0],
+    }
     own = {"constraints": Constraints(HELD), **own}
     settings = {"scale_rewards": "none", **sizes, **settings}
     return small_trainer(
@@ -123,7 +133,9 @@ def made(
 
 
 def advantages(trainer: Any) -> Tensor:
-    found: Tensor = trainer._generate_and_score_completions([{"prompt": "tick"}] * 6)["advantages"]
+    found: Tensor = trainer._generate_and_score_completions([{"prompt": "tick"}] * 6)[
+        "advantages"
+    ]
     return found
 
 
@@ -137,7 +149,9 @@ def test_the_trainer_gates_rewards_before_the_estimator(model: Path, tmp_path: P
     mean = sum(GATES) / 5
     close(found, [*(gate - mean for gate in GATES[:5]), 0.0])
     plain = advantages(
-        made(Trainer, model, tmp_path, own={"advantage": ESTIMATORS["crpg"], "constraints": None})
+        made(
+            Trainer, model, tmp_path, own={"advantage": ESTIMATORS["crpg"], "constraints": None}
+        )
     )
     assert plain[1] > 0 > found[1]
 
@@ -162,7 +176,9 @@ def test_the_kl_of_whole_completions_scales_the_reward(model: Path, tmp_path: Pa
             for like in (trainer.bare_model, trainer.ref_model)
         ]
         ratios.append(logps[0] - logps[1])
-    rewards = [max(0.0, 1 - ratio / 5) * gate for ratio, gate in zip(ratios, GATES, strict=True)]
+    rewards = [
+        max(0.0, 1 - ratio / 5) * gate for ratio, gate in zip(ratios, GATES, strict=True)
+    ]
     assert max(map(abs, ratios)) > 0.1
     found = advantages(trainer)
     mean = sum(rewards[:5]) / 5
@@ -176,7 +192,10 @@ def test_the_best_that_keeps_weighs_its_calibrated_reward(model: Path, tmp_path:
 
 
 def test_a_broken_constraint_costs_its_weight(model: Path, tmp_path: Path) -> None:
-    own = {"advantage": ESTIMATORS["dr-grpo"], "constraints": Constraints(HELD, by="lagrangian")}
+    own = {
+        "advantage": ESTIMATORS["dr-grpo"],
+        "constraints": Constraints(HELD, by="lagrangian"),
+    }
     totals = [2.0, 3.0 - 0.75, 1.0, 2.5, 0.5 - 0.75]
     mean = sum(totals) / 5
     close(
@@ -187,7 +206,9 @@ def test_a_broken_constraint_costs_its_weight(model: Path, tmp_path: Path) -> No
 
 def test_the_pair_in_the_trainer(model: Path, tmp_path: Path) -> None:
     """At the start all ratios are 1: the loss is log 2, less lambda times the best one's mean log-probability."""
-    trainer = made(TRAINERS["dpo"], model, tmp_path, own={"likelihood": 0.1}, beta=0.1, max_steps=1)
+    trainer = made(
+        TRAINERS["dpo"], model, tmp_path, own={"likelihood": 0.1}, beta=0.1, max_steps=1
+    )
     loss = trainer.training_step(trainer.model, [{"prompt": "tick"}] * 6, None)
     ids = Rounds().next_round(step=0, num_groups=1)[0].completions[3].token_ids
     logits = trainer.bare_model(input_ids=torch.tensor([[*PROMPT, *ids]])).logits[

@@ -27,8 +27,20 @@ SIGNATURES = {
     "_generate": ["self", "prompts"],
     "_get_per_token_logps_and_entropies": [
         *("self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"),
-        *("compute_entropy", "compute_aux_loss", "pixel_values", "image_grid_thw", "num_images"),
-        *("pixel_attention_mask", "spatial_shapes", "num_tiles", "image_sizes", "token_type_ids"),
+        *(
+            "compute_entropy",
+            "compute_aux_loss",
+            "pixel_values",
+            "image_grid_thw",
+            "num_images",
+        ),
+        *(
+            "pixel_attention_mask",
+            "spatial_shapes",
+            "num_tiles",
+            "image_sizes",
+            "token_type_ids",
+        ),
         *("mm_token_type_ids", "image_position_ids"),
     ],
 }
@@ -142,7 +154,10 @@ def test_every_trainer_saves_by_the_same_members(kind: type[Any]) -> None:
 
 
 def test_reward_batches_are_prepared_by_the_trainer() -> None:
-    assert list(inspect.signature(RewardTrainer._prepare_inputs).parameters) == ["self", "inputs"]
+    assert list(inspect.signature(RewardTrainer._prepare_inputs).parameters) == [
+        "self",
+        "inputs",
+    ]
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

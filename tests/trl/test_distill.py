@@ -88,16 +88,22 @@ class Rounds:
             flat = tuple(-3.0 - 0.5 * n for n in range(len(ids)))
             shifts = [self.shift(place, n) for n in range(len(ids))]
             completions.append(Completion(ids, flat, "", "stop", step))
-            taught = tuple(own + by for own, by in zip(flat, shifts, strict=True) if by is not None)
+            taught = tuple(
+                own + by for own, by in zip(flat, shifts, strict=True) if by is not None
+            )
             scores.append((Score(0.0, logprobs=taught) if taught else Score(None), Score(task)))
         return [
             Group(
-                Draw(0, Prompt(row=0, content="prompt"), PROMPT), tuple(completions), tuple(scores)
+                Draw(0, Prompt(row=0, content="prompt"), PROMPT),
+                tuple(completions),
+                tuple(scores),
             )
         ]
 
 
-def made(model: Path, output: Path, rounds: Rounds, *, weights: list[float], **own: Any) -> Trainer:
+def made(
+    model: Path, output: Path, rounds: Rounds, *, weights: list[float], **own: Any
+) -> Trainer:
     trainer = Trainer(
         model=str(model),
         reward_funcs=placeholder_rewards(["teacher", "task"]),
@@ -137,7 +143,10 @@ def step(trainer: Trainer) -> tuple[float, dict[str, Tensor], float]:
 
 def by_place(batch: dict[str, Tensor]) -> dict[int, list[float]]:
     rows = zip(
-        batch["completion_ids"], batch["completion_mask"].bool(), batch["advantages"], strict=True
+        batch["completion_ids"],
+        batch["completion_mask"].bool(),
+        batch["advantages"],
+        strict=True,
     )
     return {int(ids[0]) - 10: advantages[mask].tolist() for ids, mask, advantages in rows}
 
@@ -157,7 +166,9 @@ def test_teacher_and_task_are_added_by_weight(model: Path, tmp_path: Path) -> No
     def shift(place: int, n: int) -> float | None:
         return None if place == 3 else 0.1 * (place + 1) - 0.05 * n
 
-    trainer = made(model, tmp_path, Rounds(shift), weights=[2.0, 0.5], advantage=ESTIMATORS["rloo"])
+    trainer = made(
+        model, tmp_path, Rounds(shift), weights=[2.0, 0.5], advantage=ESTIMATORS["rloo"]
+    )
     _, batch, largest = step(trainer)
     mean = sum(TASK) / 4
     for place, found in by_place(batch).items():
@@ -243,7 +254,9 @@ def test_the_exact_loss_and_gradient_are_those_of_the_definition(
     tile = forward._logits
     monkeypatch.setattr(forward, "TILE", 3)
     monkeypatch.setattr(
-        forward, "_logits", lambda hidden, *rest: (rows.append(len(hidden)), tile(hidden, *rest))[1]
+        forward,
+        "_logits",
+        lambda hidden, *rest: (rows.append(len(hidden)), tile(hidden, *rest))[1],
     )
     trainer = made(
         model, tmp_path, Rounds(taught), weights=[0.5, 0.0], exact=exact, folders=[teacher]
@@ -258,7 +271,9 @@ def test_the_exact_loss_and_gradient_are_those_of_the_definition(
         own = torch.tensor([10 + place + 3 * n for n in range(2 + place)])
         ids = torch.cat([torch.tensor(PROMPT), own]).unsqueeze(0)
         logits = trainer.bare_model(input_ids=ids).logits[0, len(PROMPT) - 1 : -1]
-        theirs = other(input_ids=ids).logits[0, len(PROMPT) - 1 : -1, : logits.size(-1)].detach()
+        theirs = (
+            other(input_ids=ids).logits[0, len(PROMPT) - 1 : -1, : logits.size(-1)].detach()
+        )
         seen += defined(exact, logits.softmax(-1), theirs.softmax(-1))
     total = (
         0.5 * torch.stack(seen).sum() / (2 + 3 + 4 + 5)
@@ -303,7 +318,9 @@ def test_an_exact_divergence_and_rewards_are_added_by_weight(
         )
     alone, rewards, both = found
     assert (
-        torch.allclose(both, alone + rewards, rtol=0, atol=1e-6) and alone.any() and rewards.any()
+        torch.allclose(both, alone + rewards, rtol=0, atol=1e-6)
+        and alone.any()
+        and rewards.any()
     )
 
 
@@ -327,6 +344,12 @@ def test_a_teacher_that_caps_its_logits_is_refused(model: Path, tmp_path: Path) 
 def test_a_teacher_whose_attention_cannot_be_packed_is_refused(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(distill, "path_of", lambda teacher: None)  # one with sliding windows, say
-    with pytest.raises(ConfigError, match=r"cannot both be packed; leave distill\.divergence out"):
-        made(model, tmp_path, Rounds(taught), weights=[1.0, 0.0], exact=EXACT[0], folders=[model])
+    monkeypatch.setattr(
+        distill, "path_of", lambda teacher: None
+    )  # one with sliding windows, say
+    with pytest.raises(
+        ConfigError, match=r"cannot both be packed; leave distill\.divergence out"
+    ):
+        made(
+            model, tmp_path, Rounds(taught), weights=[1.0, 0.0], exact=EXACT[0], folders=[model]
+        )

@@ -59,7 +59,11 @@ def test_single_values_by_hand() -> None:
     ("name", "value"),
     # 0.375 log 4 both ways, as the two are mirror images; js: m = 5/16 1/4 5/16 1/8,
     # 0.5 log 1.6 - 0.125 log 2.5 = 0.2350018 - 0.1145363
-    [("reverse-kl", 0.375 * math.log(4)), ("forward-kl", 0.375 * math.log(4)), ("js", 0.1204655)],
+    [
+        ("reverse-kl", 0.375 * math.log(4)),
+        ("forward-kl", 0.375 * math.log(4)),
+        ("js", 0.1204655),
+    ],
 )
 def test_expectation_over_a_small_distribution_by_hand(name: str, value: float) -> None:
     policy, reference = torch.tensor(POLICY), torch.tensor(REFERENCE)
@@ -71,7 +75,9 @@ def test_reverse_kl_is_trls_formula() -> None:
     draw = torch.Generator().manual_seed(0)
     logps, ref = torch.randn(3, 7, generator=draw), torch.randn(3, 7, generator=draw)
     theirs = torch.exp(ref - logps) - (ref - logps) - 1
-    torch.testing.assert_close(divergence("reverse-kl", logps, ref), theirs, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        divergence("reverse-kl", logps, ref), theirs, rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -97,7 +103,9 @@ def test_with_the_ratio_the_gradient_is_that_of_the_divergence(
     weights.requires_grad_(True)
     policy, reference = weights.softmax(-1), reference_weights.softmax(-1)
     sampled = policy.detach()
-    loss = (sampled * (policy / sampled) * divergence(name, policy.log(), reference.log())).sum()
+    loss = (
+        sampled * (policy / sampled) * divergence(name, policy.log(), reference.log())
+    ).sum()
     wanted = gradient(exact(name, policy, reference), weights)
     torch.testing.assert_close(gradient(loss, weights), wanted, rtol=1e-7, atol=1e-10)
 
@@ -260,5 +268,7 @@ def test_the_likeliest_tokens_alone_give_no_divergence() -> None:
         ]
         assert raw == pytest.approx([reverse, forward], abs=1e-6) and min(raw) < 0
     p, q = STUDENT[:3], TEACHER[:3]
-    whole = [of_logits(name, p / p.sum(), q / q.sum())[0] for name in ("reverse-kl", "forward-kl")]
+    whole = [
+        of_logits(name, p / p.sum(), q / q.sum())[0] for name in ("reverse-kl", "forward-kl")
+    ]
     assert whole == pytest.approx([0.036551, 0.037699], abs=1e-6)

@@ -39,7 +39,9 @@ def trainer(
     kind: type[SeamGRPOTrainer], model: Path, output: Path, *, name: str, **trl: Any
 ) -> SeamGRPOTrainer:
     settings = {"max_steps": 2, "learning_rate": 1e-3, "logging_steps": 1, "beta": BETA, **trl}
-    return small_trainer(kind, model, output, EqualRewards(), own={"divergence": name}, **settings)
+    return small_trainer(
+        kind, model, output, EqualRewards(), own={"divergence": name}, **settings
+    )
 
 
 def moved_away(made: SeamGRPOTrainer) -> SeamGRPOTrainer:
@@ -69,7 +71,9 @@ def test_loss_and_gradient_are_those_of_the_definition(
     got = loss_and_slopes(made, made._compute_loss(made.model, batch))
 
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-    logps, _, _ = made._get_per_token_logps_and_entropies(made.model, ids, torch.ones_like(ids), 3)
+    logps, _, _ = made._get_per_token_logps_and_entropies(
+        made.model, ids, torch.ones_like(ids), 3
+    )
     ratio = torch.exp(logps - logps.detach())
     wanted = BETA * (ratio * DIVERGENCES[name](batch["ref_per_token_logps"] - logps)).mean()
     for ours, theirs in zip(got, loss_and_slopes(made, wanted), strict=True):

@@ -118,7 +118,10 @@ def groups(model: Path) -> list[Group]:
             first, second = torch.rand(2, generator=draw).tolist()
             masked = (index, member) == (2, 1)
             scores.append(
-                (Score(None if masked else first), Score(None if masked or member == 3 else second))
+                (
+                    Score(None if masked else first),
+                    Score(None if masked or member == 3 else second),
+                )
             )
         prompt = Prompt(row=index, content=f"prompt {index}", columns={"answer": str(index)})
         made.append(
@@ -272,15 +275,20 @@ def train(
     trainer.model.zero_grad()
     torch.manual_seed(5)  # TRL's shuffle
     loss = sum(
-        trainer.training_step(trainer.model, rows, None).item() for _ in range(num_micro_batches)
+        trainer.training_step(trainer.model, rows, None).item()
+        for _ in range(num_micro_batches)
     )
     grads = {
-        name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None
+        name: p.grad.clone()
+        for name, p in trainer.model.named_parameters()
+        if p.grad is not None
     }
     return loss, grads
 
 
-def difference(ours: tuple[float, dict[str, Any]], plain: tuple[float, dict[str, Any]]) -> float:
+def difference(
+    ours: tuple[float, dict[str, Any]], plain: tuple[float, dict[str, Any]]
+) -> float:
     """Largest difference in loss and gradients, relative to a loss or a gradient's norm that is above 1."""
     assert ours[1].keys() == plain[1].keys()
     norm = torch.stack([grad.norm() for grad in plain[1].values()]).norm().item()
@@ -381,7 +389,11 @@ SEVERAL_USES = [
         {"vllm_importance_sampling_mode": "token_truncate"},
         {"loss_type": "grpo", "beta": 0.05},
         {"loss_type": "grpo", "importance_sampling_level": "sequence"},
-        {"loss_type": "cispo", "epsilon_high": 5.0, "vllm_importance_sampling_mode": "token_mask"},
+        {
+            "loss_type": "cispo",
+            "epsilon_high": 5.0,
+            "vllm_importance_sampling_mode": "token_mask",
+        },
     )
 ]
 
@@ -441,7 +453,9 @@ def test_completions_in_turns_equal_trl(
         torch.cat([batch["tool_mask"] for batch in trainer._buffered_inputs])
         for trainer in (plain, ours)
     ]
-    assert masks[0].shape == masks[1].shape and 0 < (masks[0] == 0).sum() == (masks[1] == 0).sum()
+    assert (
+        masks[0].shape == masks[1].shape and 0 < (masks[0] == 0).sum() == (masks[1] == 0).sum()
+    )
 
 
 @pytest.mark.parametrize("case", SEVERAL_USES[::2], ids=str)
@@ -466,8 +480,12 @@ def test_the_gap_and_the_correction_see_the_policys_tokens_alone(
     loaded = AutoModelForCausalLM.from_pretrained(model)
 
     def wrong(group: Group, completion: Completion) -> Completion:
-        found = true_logprobs(loaded, list(group.draw.token_ids), list(completion.token_ids)) + 0.5
-        return replace(completion, logprobs=tuple((found * torch.tensor(completion.mask)).tolist()))
+        found = (
+            true_logprobs(loaded, list(group.draw.token_ids), list(completion.token_ids)) + 0.5
+        )
+        return replace(
+            completion, logprobs=tuple((found * torch.tensor(completion.mask)).tolist())
+        )
 
     told = [
         replace(one, completions=tuple(wrong(one, c) for c in one.completions)) for one in talks

@@ -65,7 +65,8 @@ def one_by_one(
     logps, entropies = torch.zeros(len(prompts), width), torch.zeros(len(prompts), width)
     for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         logits = (
-            model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
+            model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+            / TEMPERATURE
         )
         log_p = logits.log_softmax(-1)
         logps[index, : len(completion)] = log_p[range(len(completion)), completion]
@@ -160,7 +161,9 @@ def test_a_padding_token_inside_a_prompt_is_a_token(model: PreTrainedModel) -> N
     torch.testing.assert_close(logps, expected, rtol=0, atol=1e-5)
 
 
-def test_calls_without_the_fused_head_and_generation_are_as_before(model: PreTrainedModel) -> None:
+def test_calls_without_the_fused_head_and_generation_are_as_before(
+    model: PreTrainedModel,
+) -> None:
     prompts = torch.tensor([[PAD, PAD, 9, 8], [7, 6, 5, 9]])
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
     both = model.generate(prompts, attention_mask=mask, max_new_tokens=6, do_sample=False)
@@ -176,7 +179,10 @@ def test_calls_without_the_fused_head_and_generation_are_as_before(model: PreTra
 )
 @pytest.mark.parametrize("as_on_a_device", [False, True])
 def test_packed_rows_fit_trls_own_head(
-    tmp_path: Path, outputs: tuple[str, ...], as_on_a_device: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    outputs: tuple[str, ...],
+    as_on_a_device: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """TRL's head scores the labelled positions only where Triton runs, and gives a reference no entropies."""
     if as_on_a_device:
@@ -204,7 +210,9 @@ def test_a_model_whose_attention_ignores_the_segments_is_refused(tmp_path: Path)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_gradients_equal_those_of_each_sequence_alone(tmp_path: Path, checkpointing: bool) -> None:
+def test_gradients_equal_those_of_each_sequence_alone(
+    tmp_path: Path, checkpointing: bool
+) -> None:
     model = _loaded(write_tiny_model(tmp_path))
     prompts, completions = random_batch(3)
     ids, mask, width = padded(prompts, completions)
@@ -313,11 +321,18 @@ def test_a_head_without_a_backward_gives_the_same_values(frozen: bool) -> None:
     ],
 )
 def test_a_cpu_with_a_whole_head_needs_the_compact_one(
-    device: str, zero3: bool, fsdp: bool, moe: bool, needs: bool, monkeypatch: pytest.MonkeyPatch
+    device: str,
+    zero3: bool,
+    fsdp: bool,
+    moe: bool,
+    needs: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(forward, "is_deepspeed_zero3_enabled", lambda: zero3)
     accelerator = SimpleNamespace(device=torch.device(device))
-    trainer = SimpleNamespace(is_fsdp_enabled=fsdp, aux_loss_enabled=moe, accelerator=accelerator)
+    trainer = SimpleNamespace(
+        is_fsdp_enabled=fsdp, aux_loss_enabled=moe, accelerator=accelerator
+    )
     assert forward.needs_compact_head(trainer) is needs
 
 
@@ -335,7 +350,9 @@ def test_the_mean_of_the_logits_and_the_likeliest_token(
         hidden.clone().requires_grad_(), weight, offset, targets, **given
     )
     torch.testing.assert_close(means, logits.mean(-1))
-    assert are_likeliest.tolist() == (logits.argmax(-1) == targets).tolist() and any(are_likeliest)
+    assert are_likeliest.tolist() == (logits.argmax(-1) == targets).tolist() and any(
+        are_likeliest
+    )
     assert not means.requires_grad
 
 

@@ -39,7 +39,9 @@ TABLE = [
 def test_ratios_by_hand(
     mode: str, clip_min: float | None, clip_max: float | None, expected: list[list[float]]
 ) -> None:
-    ratio = importance_ratio(TRAINER, ENGINE, MASK, mode=mode, clip_min=clip_min, clip_max=clip_max)
+    ratio = importance_ratio(
+        TRAINER, ENGINE, MASK, mode=mode, clip_min=clip_min, clip_max=clip_max
+    )
     torch.testing.assert_close(ratio, torch.tensor(expected, dtype=torch.float32))
 
 
@@ -82,9 +84,9 @@ def test_which_tokens_are_dropped(
     assert all(
         keeps(name, logps, behaviour, -advantages).item() for name in ("dppo-tv", "dppo-kl")
     ), "it leads back"
-    assert old * math.log(old / new) + (1 - old) * math.log((1 - old) / (1 - new)) == pytest.approx(
-        kl, abs=1e-5
-    )
+    assert old * math.log(old / new) + (1 - old) * math.log(
+        (1 - old) / (1 - new)
+    ) == pytest.approx(kl, abs=1e-5)
     weight = region_weights("dppo-tv", logps, behaviour, advantages, torch.ones(1, 1)).item()
     assert weight == pytest.approx(min(new / old, 20.0) if by_tv else 0.0)
 

@@ -34,9 +34,13 @@ def test_a_step_after_a_time_away_is_the_step_that_it_would_have_been() -> None:
     assert not torch.equal(stayed[0], trained(3)[0][0])
 
 
-def test_every_tensor_of_the_state_is_another_while_away_and_has_its_dtype_and_numbers() -> None:
+def test_every_tensor_of_the_state_is_another_while_away_and_has_its_dtype_and_numbers() -> (
+    None
+):
     _, optimizer = trained(2)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [
+        parameter for group in optimizer.param_groups for parameter in group["params"]
+    ]
     before = {(p, key): value for p in parameters for key, value in optimizer.state[p].items()}
     assert {key for _, key in before} == {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
     back = Offload("optimizer", of="cpu").move_moments(optimizer)
@@ -48,8 +52,12 @@ def test_every_tensor_of_the_state_is_another_while_away_and_has_its_dtype_and_n
             and torch.equal(away, value)
         )
     back()
-    assert all(torch.equal(optimizer.state[p][key], value) for (p, key), value in before.items())
-    assert list(optimizer.state) == parameters, "the optimizer still finds its parameters' state"
+    assert all(
+        torch.equal(optimizer.state[p][key], value) for (p, key), value in before.items()
+    )
+    assert list(optimizer.state) == parameters, (
+        "the optimizer still finds its parameters' state"
+    )
 
 
 def test_what_is_on_no_device_or_pages_itself_stays() -> None:
@@ -91,7 +99,12 @@ class DeepSpeedEngine:
     """What is asked of DeepSpeed's engine, written down."""
 
     def __init__(
-        self, stage: int, *, optimizer: Any = None, cpu: bool = False, params: Device | None = None
+        self,
+        stage: int,
+        *,
+        optimizer: Any = None,
+        cpu: bool = False,
+        params: Device | None = None,
     ) -> None:
         self.calls: list[Any] = []
         self.optimizer = optimizer or Zero(FusedAdam([torch.nn.Parameter(torch.ones(1))]))
@@ -156,7 +169,12 @@ def test_deepspeeds_source_has_what_was_read_there() -> None:
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer as Stage2
 
-    for name in ("offload_states", "reload_states", "zero_use_cpu_optimizer", "zero_offload_param"):
+    for name in (
+        "offload_states",
+        "reload_states",
+        "zero_use_cpu_optimizer",
+        "zero_offload_param",
+    ):
         assert callable(getattr(Real, name))
     assert callable(Stage2.offload_states) and callable(Stage2.reload_states)
     assert "FusedAdam" in Stage3.offload_states.__code__.co_names
@@ -181,7 +199,9 @@ def test_before_there_is_an_optimizer_nothing_is_moved() -> None:
 
 
 def test_frozen_weights_leave_and_come_back_and_their_copy_on_the_host_is_made_once() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4).requires_grad_(False), torch.nn.Linear(4, 2))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 4).requires_grad_(False), torch.nn.Linear(4, 2)
+    )
     frozen, trained_weight = model[0].weight, model[1].weight
     before, on_device = frozen.detach().clone(), frozen.data_ptr()
     room = Offload("weights", [model], of="cpu")

@@ -39,7 +39,11 @@ def test_the_best_and_the_worst_are_the_first_of_their_group() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "margin", "loss", "slope"),
-    [("dpo", 1.5, 0.620957, -0.046257), ("dpo", 0.0, 0.693147, -0.05), ("ipo", 1.5, 12.25, -7.0)],
+    [
+        ("dpo", 1.5, 0.620957, -0.046257),
+        ("dpo", 0.0, 0.693147, -0.05),
+        ("ipo", 1.5, 12.25, -7.0),
+    ],
 )
 def test_the_loss_of_a_pair(kind: str, margin: float, loss: float, slope: float) -> None:
     """Log ratios 1 and -0.5, beta 0.1; and at the start, where both are 0."""
@@ -93,7 +97,9 @@ def made(model: Path, output: Path, kind: str, **settings: Any) -> Trainer:
         "gradient_accumulation_steps": 3,
         **settings,
     }
-    return small_trainer(TRAINERS[kind], model, output, Rounds(), scale_rewards="none", **settings)
+    return small_trainer(
+        TRAINERS[kind], model, output, Rounds(), scale_rewards="none", **settings
+    )
 
 
 def log_probability(trainer: Trainer, ids: tuple[int, ...], like: Any = None) -> Tensor:
@@ -115,7 +121,9 @@ def test_the_gradient_is_that_of_the_definition(model: Path, tmp_path: Path, kin
     for _ in range(3):
         trainer.training_step(trainer.model, [{"prompt": "tick"}] * 12, None)
     parameters = [one for one in trainer.bare_model.parameters() if one.requires_grad]
-    found = [torch.zeros_like(one) if one.grad is None else one.grad.clone() for one in parameters]
+    found = [
+        torch.zeros_like(one) if one.grad is None else one.grad.clone() for one in parameters
+    ]
     trainer.model.zero_grad()
     total = torch.zeros(())
     for group, scores in zip(Rounds().next_round(step=0, num_groups=3), SCORES, strict=True):
@@ -142,7 +150,9 @@ def test_the_gradient_is_that_of_the_definition(model: Path, tmp_path: Path, kin
         ]
         margin = ratios[0] - ratios[1]
         total = total + (
-            -torch.nn.functional.logsigmoid(0.1 * margin) if kind == "dpo" else (margin - 5) ** 2
+            -torch.nn.functional.logsigmoid(0.1 * margin)
+            if kind == "dpo"
+            else (margin - 5) ** 2
         )
     (total / 2).backward()  # type: ignore[no-untyped-call]
     for one, gradient in zip(parameters, found, strict=True):
@@ -167,4 +177,6 @@ def test_a_micro_batch_holds_whole_groups(model: Path, tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match="per_device_train_batch_size 2 does not hold whole groups of 4; say"
     ):
-        made(model, tmp_path, "dpo", per_device_train_batch_size=2, gradient_accumulation_steps=6)
+        made(
+            model, tmp_path, "dpo", per_device_train_batch_size=2, gradient_accumulation_steps=6
+        )

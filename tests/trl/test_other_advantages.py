@@ -44,7 +44,9 @@ class Fixed:
         ]
 
 
-def trainer(kind: type[SeamGRPOTrainer], model: Path, output: Path, **own: Any) -> SeamGRPOTrainer:
+def trainer(
+    kind: type[SeamGRPOTrainer], model: Path, output: Path, **own: Any
+) -> SeamGRPOTrainer:
     settings = {"per_device_train_batch_size": 8, "max_steps": 2, "learning_rate": 1e-2}
     return small_trainer(kind, model, output, Fixed(), own=own, **settings)
 
@@ -89,4 +91,6 @@ def test_gmpo_trains_behind_the_seam(model: Path, tmp_path: Path) -> None:
     before = [parameter.detach().clone() for parameter in made.model.parameters()]
     made.train()
     assert made.state.global_step == 2
-    assert any((old != new).any() for old, new in zip(before, made.model.parameters(), strict=True))
+    assert any(
+        (old != new).any() for old, new in zip(before, made.model.parameters(), strict=True)
+    )

@@ -29,10 +29,15 @@ batches = st.lists(
 def test_every_completion_is_in_the_row_once_after_its_own_prompt(
     batch: list[tuple[tuple[int, ...], tuple[int, ...]]], share: bool
 ) -> None:
-    prompts, completions = [prompt for prompt, _ in batch], [completion for _, completion in batch]
+    prompts, completions = (
+        [prompt for prompt, _ in batch],
+        [completion for _, completion in batch],
+    )
     blocks = plan_blocks(prompts, completions, share=share)
     members = [index for block in blocks for index in block.members]
-    assert sorted(members) == [index for index, completion in enumerate(completions) if completion]
+    assert sorted(members) == [
+        index for index, completion in enumerate(completions) if completion
+    ]
     width = max(1, *map(len, completions))
     row, places = pack(
         blocks, prompts, completions, [index * width for index in range(len(completions))]
@@ -92,7 +97,8 @@ SMALL = {
 
 
 @pytest.mark.parametrize(
-    ("attention", "path"), [("sdpa", "segments"), ("flash_attention_2", "varlen"), ("eager", None)]
+    ("attention", "path"),
+    [("sdpa", "segments"), ("flash_attention_2", "varlen"), ("eager", None)],
 )
 def test_the_attention_decides_how_rows_are_packed(attention: str, path: str | None) -> None:
     assert path_of(made(LlamaConfig(num_hidden_layers=1, **SMALL), attention)) == path
@@ -100,11 +106,17 @@ def test_the_attention_decides_how_rows_are_packed(attention: str, path: str | N
 
 def test_a_window_in_any_layer_cannot_be_packed() -> None:
     windowed = Qwen2Config(
-        num_hidden_layers=2, use_sliding_window=True, sliding_window=8, max_window_layers=1, **SMALL
+        num_hidden_layers=2,
+        use_sliding_window=True,
+        sliding_window=8,
+        max_window_layers=1,
+        **SMALL,
     )
     assert path_of(made(windowed, "sdpa")) is None
     assert (
-        path_of(made(Qwen2Config(num_hidden_layers=2, use_sliding_window=False, **SMALL), "sdpa"))
+        path_of(
+            made(Qwen2Config(num_hidden_layers=2, use_sliding_window=False, **SMALL), "sdpa")
+        )
         == "segments"
     )
 

@@ -137,7 +137,9 @@ def build(
         return {
             "model": str(model),
             "args": GRPOConfig(**arguments),
-            "train_dataset": Dataset.from_dict({"prompt": ["tick"] * (len(groups) * GROUP_SIZE)}),
+            "train_dataset": Dataset.from_dict(
+                {"prompt": ["tick"] * (len(groups) * GROUP_SIZE)}
+            ),
             "processing_class": load_sight(
                 model, sight.store, load_tokenizer(model, trust_remote_code=False)
             ).processor,
@@ -158,7 +160,9 @@ def build(
         if one is not None
     ]
     for one in bare:
-        never_write(one.get_base_model() if lora else one, image_token_ids(one.config.to_dict()))
+        never_write(
+            one.get_base_model() if lora else one, image_token_ids(one.config.to_dict())
+        )
     ours = SeamGRPOTrainer(reward_funcs=placeholder_rewards(["told"]), **common())
     ours.rounds, ours.open_image = Recorded(groups), sight.store.open
     for trainer in (plain, ours):
@@ -199,7 +203,9 @@ def train(
     torch.manual_seed(5)
     loss = sum(trainer.training_step(trainer.model, rows, None).item() for _ in range(2))
     return loss, {
-        name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None
+        name: p.grad.clone()
+        for name, p in trainer.model.named_parameters()
+        if p.grad is not None
     }
 
 
@@ -294,7 +300,8 @@ def test_a_picture_is_never_written_and_the_others_share_its_part(model: Path) -
         never_write(loaded, [token])
         after = loaded(input_ids=ids).logits
     assert (
-        after[..., token].max() < NEVER / 2 and after.log_softmax(-1).exp()[..., token].max() == 0
+        after[..., token].max() < NEVER / 2
+        and after.log_softmax(-1).exp()[..., token].max() == 0
     )
     rest = [number for number in range(before.size(-1)) if number != token]
     torch.testing.assert_close(after[..., rest], before[..., rest])

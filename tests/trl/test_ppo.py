@@ -49,7 +49,9 @@ def made(
     """A trainer with a critic whose head is not zero, before its first step."""
     of_critic = CriticSettings.model_fields.keys() - {"max_grad_norm"}
     own = {name: settings.pop(name) for name in list(settings) if name in of_critic}
-    adapters = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM") if lora else None
+    adapters = (
+        LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM") if lora else None
+    )
     critic = CriticSettings(**{"warmup_steps": 0, **own})
     settings = {
         "loss_type": "dapo",
@@ -156,7 +158,9 @@ def test_with_a_head_of_zeros_the_first_step_is_reinforce_over_tokens(
     torch.nn.init.zeros_(trainer.critic.head.bias)
     batch = step(trainer)
     expected = whitened(
-        scores_of(batch).double() * batch["value_mask"], batch["value_mask"], lambda total: total
+        scores_of(batch).double() * batch["value_mask"],
+        batch["value_mask"],
+        lambda total: total,
     )
     assert torch.allclose(batch["advantages"].double(), expected, atol=1e-6)
 
@@ -242,12 +246,15 @@ def test_in_the_warm_up_only_the_critic_moves(
     trainer._get_grad_norm(trainer.model, grad_norm=norm)
     trainer.optimizer.step()
     assert all(
-        torch.equal(one, old) for one, old in zip(trainer._policy_parameters, before, strict=True)
+        torch.equal(one, old)
+        for one, old in zip(trainer._policy_parameters, before, strict=True)
     )
     assert not any(one in trainer.optimizer.state for one in trainer._policy_parameters), (
         "no moment, and no step count"
     )
-    assert any(not torch.equal(one, values[name]) for name, one in trainer.critic.trained.items())
+    assert any(
+        not torch.equal(one, values[name]) for name, one in trainer.critic.trained.items()
+    )
     for (
         one
     ) in trainer._policy_parameters:  # the control: a gradient of zeros lets the weights decay
@@ -278,7 +285,9 @@ def test_a_bounded_head_stays_in_its_range(model: Path, tmp_path: Path) -> None:
         trainer.critic.head.bias.zero_()
         middle = trainer.critic(input_ids=torch.tensor([[1, 2]]), use_cache=False)[VALUES]
     assert (
-        bool((values > -1).all()) and bool((values < 3).all()) and middle.tolist() == [[1.0, 1.0]]
+        bool((values > -1).all())
+        and bool((values < 3).all())
+        and middle.tolist() == [[1.0, 1.0]]
     )
 
 

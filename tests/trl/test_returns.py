@@ -110,7 +110,9 @@ def test_tokens_of_an_environment_are_skipped() -> None:
     mask = torch.tensor([[1, 1, 0, 0, 1, 1, 0]])
     rewards = torch.tensor([[0.0, 0, 7, 7, 0, 1, 7]])
     values = torch.tensor([[0.2, 0.4, 9, 9, 0.5, 0.7, 9]])
-    advantages, targets = advantages_and_targets(rewards, values, mask, lam=0.95, target_lam=1.0)
+    advantages, targets = advantages_and_targets(
+        rewards, values, mask, lam=0.95, target_lam=1.0
+    )
     near(advantages[0], [0.732712, 0.56075, 0, 0, 0.485, 0.3, 0])
     near(targets[0], [1, 1, 0, 0, 1, 1, 0])
     assert last_token(mask).tolist() == [[False] * 5 + [True, False]]
@@ -228,14 +230,18 @@ def test_the_value_loss_and_its_gradient(
             moving, torch.tensor(0.5).double(), torch.tensor(target).double(), clip
         )
         found.backward()  # type: ignore[no-untyped-call]
-        assert (found.item(), moving.grad.item()) == pytest.approx((expected, gradient), abs=1e-6)  # type: ignore[union-attr]
+        assert (found.item(), moving.grad.item()) == pytest.approx(
+            (expected, gradient), abs=1e-6
+        )  # type: ignore[union-attr]
 
 
 def test_without_values_it_is_reinforce_and_with_the_groups_mean_grpo_unscaled() -> None:
     scores = torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0, 1.0])
     mask = (torch.arange(5) < torch.tensor([5, 3, 1, 4, 2, 5, 5, 1]).unsqueeze(1)).long()
     rewards = last_token(mask) * scores.unsqueeze(1)
-    reinforce, _ = advantages_and_targets(rewards, torch.zeros(8, 5), mask, lam=1.0, target_lam=1.0)
+    reinforce, _ = advantages_and_targets(
+        rewards, torch.zeros(8, 5), mask, lam=1.0, target_lam=1.0
+    )
     assert torch.equal(reinforce, scores.unsqueeze(1).double() * mask)
     means = scores.view(2, 4).mean(dim=1).repeat_interleave(4).unsqueeze(1)
     grpo, _ = advantages_and_targets(rewards, means.expand(8, 5), mask, lam=1.0, target_lam=1.0)

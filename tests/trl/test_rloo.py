@@ -39,7 +39,9 @@ def gradient(trainer: Any, inputs: dict[str, Any]) -> torch.Tensor:
     trainer.model.train()
     trainer.model.zero_grad()
     trainer._compute_loss(trainer.model, inputs).backward()
-    return torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
+    return torch.cat(
+        [p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None]
+    )
 
 
 @pytest.fixture
@@ -54,7 +56,9 @@ def test_it_is_trls_gradient_over_max_tokens(model: Path, moved: float) -> None:
     count, lengths = GROUPS * GROUP_SIZE, torch.tensor([1, 6, 3, 4, 2, 5, 6, 3])
     mask = (torch.arange(MAX_TOKENS) < lengths[:, None]).long()
     rewards = torch.rand(GROUPS, GROUP_SIZE, generator=draw)
-    advantages = ESTIMATORS["rloo"](rewards, torch.ones_like(rewards, dtype=torch.bool)).flatten()
+    advantages = ESTIMATORS["rloo"](
+        rewards, torch.ones_like(rewards, dtype=torch.bool)
+    ).flatten()
     expected = rewards - (rewards.sum(1, keepdim=True) - rewards) / (GROUP_SIZE - 1)
     assert torch.allclose(advantages, expected.flatten(), atol=1e-6)
     inputs: dict[str, Any] = {
@@ -69,12 +73,16 @@ def test_it_is_trls_gradient_over_max_tokens(model: Path, moved: float) -> None:
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
     attention = torch.cat([inputs["prompt_mask"], mask], 1)
     with torch.no_grad():
-        logps = rloo._get_per_token_logps_and_entropies(rloo.model, ids, attention, MAX_TOKENS)[0]
+        logps = rloo._get_per_token_logps_and_entropies(rloo.model, ids, attention, MAX_TOKENS)[
+            0
+        ]
     old = logps + moved * torch.randn(logps.shape, generator=draw)
     theirs = gradient(rloo, {**inputs, "old_logps": (old * mask).sum(1)})
     settings = dict(presets()["rloo"].trl)
     trainer = built(GRPOTrainer, GRPOConfig, model, **settings)
-    ours = gradient(trainer, {**inputs, "old_per_token_logps": old_by_completion(logps, old, mask)})
+    ours = gradient(
+        trainer, {**inputs, "old_per_token_logps": old_by_completion(logps, old, mask)}
+    )
     if moved:
         clipped = ((old - logps) * mask).sum(1).abs() > 0.25
         by_token = gradient(trainer, {**inputs, "old_per_token_logps": old})

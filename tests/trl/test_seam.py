@@ -57,7 +57,9 @@ def group(
     for member in range(GROUP_SIZE):
         ids = tuple(10 + position + member + n for n in range(member + 2))
         completions.append(
-            Completion(ids, None if gap is None else (flat + gap,) * len(ids), "", "stop", version)
+            Completion(
+                ids, None if gap is None else (flat + gap,) * len(ids), "", "stop", version
+            )
         )
     prompt = Prompt(row=position, content=f"prompt {position}")
     return Group(
@@ -171,9 +173,15 @@ def test_a_reference_whose_head_gives_no_entropies_trains(
     assert metric(trainer, "kl") == [pytest.approx(0.0, abs=1e-6)]
 
 
-def test_the_reference_is_stored_in_the_dtype_it_computes_in(model: Path, tmp_path: Path) -> None:
+def test_the_reference_is_stored_in_the_dtype_it_computes_in(
+    model: Path, tmp_path: Path
+) -> None:
     trainer = trained(
-        model, tmp_path, [group(n, gap=0.0, rewards=PLAIN) for n in range(2)], beta=0.1, bf16=True
+        model,
+        tmp_path,
+        [group(n, gap=0.0, rewards=PLAIN) for n in range(2)],
+        beta=0.1,
+        bf16=True,
     )
     assert {parameter.dtype for parameter in trainer.ref_model.parameters()} == {torch.bfloat16}
     assert {parameter.dtype for parameter in trainer.bare_model.parameters()} == {torch.float32}

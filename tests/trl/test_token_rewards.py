@@ -65,7 +65,9 @@ def test_reinforce_plus_plus_whitens_over_tokens(model: Path, tmp_path: Path) ->
     trainer = made(model, tmp_path, own={"kl_in": "reward"}, kind=ReinforceTrainer, beta=0.1)
     trainer.training_step(trainer.model, [{"prompt": "tick"}] * 4, None)
     batch = trainer._buffered_inputs[0]
-    tokens = torch.tensor([score for place, score in enumerate(SCORES) for _ in range(2 + place)])
+    tokens = torch.tensor(
+        [score for place, score in enumerate(SCORES) for _ in range(2 + place)]
+    )
     expected = (tokens - tokens.mean()) / tokens.std()
     found = batch["advantages"][batch["completion_mask"].bool()]
     assert sorted(found.tolist()) == pytest.approx(sorted(expected.tolist()), abs=1e-5)
@@ -79,7 +81,11 @@ def test_the_gradient_under_dppo_is_that_of_its_definition(
 ) -> None:
     """Weight times advantage times d log p, anchored at the engine's log-probabilities in every step of the round."""
     trainer = made(
-        model, tmp_path, own={"trust_region": name}, num_iterations=iterations, learning_rate=1e-1
+        model,
+        tmp_path,
+        own={"trust_region": name},
+        num_iterations=iterations,
+        learning_rate=1e-1,
     )
     for number in range(iterations):
         trainer.model.zero_grad()
@@ -127,7 +133,9 @@ def test_two_steps_a_round_clip_whole_completions(model: Path, tmp_path: Path) -
     """In the second step, -min(R A, clip(R) A) of each completion, R the product of its tokens' ratios; over tokens."""
     own = {"trust_region": "clip-completion"}
     correction = {"vllm_importance_sampling_correction": False}
-    trainer = made(model, tmp_path, own=own, num_iterations=2, loss_type="dr_grpo", **correction)
+    trainer = made(
+        model, tmp_path, own=own, num_iterations=2, loss_type="dr_grpo", **correction
+    )
     parameters, found = second_step(trainer)
     batch = trainer._buffered_inputs[0]
     ratios = (
@@ -158,7 +166,9 @@ def test_later_steps_of_a_round_are_decoupled_ppo(model: Path, tmp_path: Path) -
     new, prox, behaviour = (
         torch.tensor(pair).log() for pair in ([0.39, 0.45], [0.3, 0.5], [0.25, 0.7])
     )
-    by_hand = [decoupled(new, prox, behaviour, torch.tensor(sign)).tolist() for sign in (1.0, -1.0)]
+    by_hand = [
+        decoupled(new, prox, behaviour, torch.tensor(sign)).tolist() for sign in (1.0, -1.0)
+    ]
     assert by_hand[0] == pytest.approx([1.44, 0.642857], abs=1e-6)
     assert by_hand[1] == pytest.approx([-1.56, -0.642857], abs=1e-6)
 
@@ -194,7 +204,9 @@ def test_an_average_over_prompts_gives_each_prompt_that_teaches_the_same_weight(
 def test_the_trainer_averages_over_prompts(model: Path, tmp_path: Path) -> None:
     """One prompt: the same loss as over tokens. Two ranks: the sums are over both."""
     over = [made(model, tmp_path, own={"loss_average": name}) for name in ("tokens", "prompts")]
-    found = [float(one.training_step(one.model, [{"prompt": "tick"}] * 4, None)) for one in over]
+    found = [
+        float(one.training_step(one.model, [{"prompt": "tick"}] * 4, None)) for one in over
+    ]
     assert found[0] == pytest.approx(found[1], abs=1e-6) and found[0] != 0
     two = made(model, tmp_path, own={"loss_average": "prompts"})
     two._add_up = lambda sums: (

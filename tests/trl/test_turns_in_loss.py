@@ -34,8 +34,12 @@ def turn(num_tokens: int, *, ours: bool = True, begins: bool = False) -> Turn:
 def completion(*turns: tuple[tuple[int, ...], str], version: int = 0) -> Completion:
     """Each turn is its tokens and who said them: `p`olicy, `e`nvironment, or the `n`ew prompt of another sequence."""
     ids = tuple(token for tokens, _ in turns for token in tokens)
-    made = tuple(turn(len(tokens), ours=kind == "p", begins=kind == "n") for tokens, kind in turns)
-    logprobs = tuple(-4.0 if one.by_policy else 0.0 for one in made for _ in range(one.num_tokens))
+    made = tuple(
+        turn(len(tokens), ours=kind == "p", begins=kind == "n") for tokens, kind in turns
+    )
+    logprobs = tuple(
+        -4.0 if one.by_policy else 0.0 for one in made for _ in range(one.num_tokens)
+    )
     return Completion(ids, logprobs, "", "stop", version, made if len(made) > 1 else ())
 
 
@@ -59,7 +63,11 @@ ALONE = [
         ((50, 51, 52), (35, 36, 37, 38), (1, 1, 1, 1)),
     ],
     [(PROMPT, (30, 60), (1, 1))],
-    [(PROMPT, (61, 62, 63), (1, 1, 1)), (PROMPT, (64,), (1,)), ((50, 51, 52), (65, 66), (1, 1))],
+    [
+        (PROMPT, (61, 62, 63), (1, 1, 1)),
+        (PROMPT, (64,), (1,)),
+        ((50, 51, 52), (65, 66), (1, 1)),
+    ],
     [(PROMPT, (67, 42, 68, 69), (1, 0, 1, 1))],
 ]
 """The same, written down by hand: each sequence with its prompt, its tokens, and which of them are the policy's."""

@@ -80,7 +80,9 @@ def test_shares_add_up_to_the_seconds_covered(
     )
 
 
-@pytest.mark.parametrize(("step_s", "cell"), [(0, 1), (60, 1), (61, 2), (400, 10), (10**6, 600)])
+@pytest.mark.parametrize(
+    ("step_s", "cell"), [(0, 1), (60, 1), (61, 2), (400, 10), (10**6, 600)]
+)
 def test_the_cells_show_a_minute_or_the_longest_step(step_s: float, cell: float) -> None:
     assert cell_seconds(step_s) == cell
 
@@ -88,5 +90,7 @@ def test_the_cells_show_a_minute_or_the_longest_step(step_s: float, cell: float)
 def test_names_and_legend() -> None:
     assert lane_names([(0, 0), (0, 1)]) == ["slot 0", "slot 1"]
     assert lane_names([(0, 0), (1, 0)]) == ["rank 0, 0", "rank 1, 0"]
-    legend = draw_legend({"reward_model", "judge", "rollout"}, Window(0, 1, 60), swaps=True).plain
+    legend = draw_legend(
+        {"reward_model", "judge", "rollout"}, Window(0, 1, 60), swaps=True
+    ).plain
     assert legend == "the last 60 s: ▇ rollout  ▇ judge  ▇ reward model  · idle  ┃ swap"

@@ -56,7 +56,9 @@ def scene(
 def test_a_row_is_told_in_full() -> None:
     view = RunView(10)
     view.add({**ROW, "step": 2, "ycore/reward": 0.2})
-    view.add({**ROW, "ycore/reward_problems": {"raised KeyError": 3}, "ycore/reward_restarts": 2.0})
+    view.add(
+        {**ROW, "ycore/reward_problems": {"raised KeyError": 3}, "ycore/reward_restarts": 2.0}
+    )
     text = shown(view)
     assert "2 reward workers started again" in text
     assert restarted_workers({"ycore/reward_restarts": 0.5}) == "1 reward worker started again"
@@ -95,10 +97,12 @@ def test_the_first_steps_are_told_once_where_they_take_another_time_than_planned
 
 def test_a_reason_is_named_only_where_it_explains_the_difference() -> None:
     short = [
-        {"step": n, "ycore/time/step": 12.0, "completions/mean_length": 4.0} for n in (11, 12, 13)
+        {"step": n, "ycore/time/step": 12.0, "completions/mean_length": 4.0}
+        for n in (11, 12, 13)
     ]
     assert (
-        told_of(short)[2] == "planned 7.4 s a step; 3 steps took about 12.0 s each: 6 min 00 s left"
+        told_of(short)[2]
+        == "planned 7.4 s a step; 3 steps took about 12.0 s each: 6 min 00 s left"
     )
     quick = [{**row, "ycore/time/step": 3.0} for row in short]
     assert "took about 3.0 s each (completions of 4 tokens, not 16): " in told_of(quick)[2]

@@ -32,7 +32,9 @@ from ycore.view.record import ScoredCompletion, read_run
 
 HOSTILE = "<script>document.title = 'taken'</script> & <b>bold</b> \x1b[2J"
 CHROMIUM = (
-    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    shutil.which("chromium")
+    or shutil.which("chromium-browser")
+    or shutil.which("google-chrome")
 )
 QUIET = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
 
@@ -42,7 +44,9 @@ def run(tmp_path: Path) -> Path:
     return make_run(tmp_path / "first")
 
 
-def make_run(root: Path, *, seconds: float = 10.0, text: str = HOSTILE, num_ranks: int = 1) -> Path:
+def make_run(
+    root: Path, *, seconds: float = 10.0, text: str = HOSTILE, num_ranks: int = 1
+) -> Path:
     """A run's folder as ycore writes it: twelve steps, one round in the journal."""
     root.mkdir()
     config = {
@@ -65,7 +69,9 @@ def make_run(root: Path, *, seconds: float = 10.0, text: str = HOSTILE, num_rank
         for number in range(1, 13):
             writer.write(_step(number, seconds))
     (root / "summary.json").write_text(
-        json.dumps({"status": "finished", "wall_s": 130.0, "reward_first": 0.1, "reward_last": 0.9})
+        json.dumps(
+            {"status": "finished", "wall_s": 130.0, "reward_first": 0.1, "reward_last": 0.9}
+        )
     )
     for rank, group in enumerate((_group(text), _group("from the second rank"))[:num_ranks]):
         Journal(root / "journal", rank=rank, world=num_ranks).commit(12, [group], state={})
@@ -74,7 +80,9 @@ def make_run(root: Path, *, seconds: float = 10.0, text: str = HOSTILE, num_rank
 
 def _group(text: str) -> Group:
     prompt = Prompt(0, [{"role": "user", "content": "2 + 2?"}], {"answer": "4"})
-    wrote = [Completion((1, 2), (-0.5, -0.5), f"{text} {number}", "stop", 1) for number in range(3)]
+    wrote = [
+        Completion((1, 2), (-0.5, -0.5), f"{text} {number}", "stop", 1) for number in range(3)
+    ]
     scores = [(Score(1.0),), (Score(0.0),), (Score(None, "raised ValueError"),)]
     return Group(Draw(0, prompt, (5, 6)), tuple(wrote), tuple(scores))
 
@@ -127,14 +135,22 @@ def test_a_damaged_round_is_named_and_the_rest_is_shown(
     damage(run / "journal" / "round-000012-rank-0.json")
     assert ycore(["report", str(run)]) == 0
     assert "round-000012-rank-0.json is damaged (its sha256" in capsys.readouterr().out
-    assert "round-000012-rank-0.json is damaged (its sha256" in (run / "report.html").read_text()
+    assert (
+        "round-000012-rank-0.json is damaged (its sha256" in (run / "report.html").read_text()
+    )
 
 
 def test_the_turns_of_a_completion_are_told_apart_by_who_wrote_them(run: Path) -> None:
     call = {"type": "function", "function": {"name": "add", "arguments": {"x": 1}}}
     turns = (
         Turn(True, 1, ({"role": "assistant", "content": "let me see", "tool_calls": [call]},)),
-        Turn(False, 1, ({"role": "tool", "name": "add", "content": "<b>3"},), calls=1, seconds=0.5),
+        Turn(
+            False,
+            1,
+            ({"role": "tool", "name": "add", "content": "<b>3"},),
+            calls=1,
+            seconds=0.5,
+        ),
         Turn(True, 1, ({"role": "assistant", "content": "three"},)),
     )
     told = replace(
@@ -145,7 +161,9 @@ def test_the_turns_of_a_completion_are_told_apart_by_who_wrote_them(run: Path) -
         12, [replace(told, scores_GR=((Score(1.0),),))], state={}
     )
     page = render_page(make_report([read_run(run)]))
-    assert '<pre class="policy"><b>assistant</b> let me see\nadd({&#39;x&#39;: 1})</pre>' in page
+    assert (
+        '<pre class="policy"><b>assistant</b> let me see\nadd({&#39;x&#39;: 1})</pre>' in page
+    )
     assert (
         '<pre class="world"><b>tool</b> &lt;b&gt;3</pre><pre class="policy"><b>assistant</b> three</pre>'
         in page
@@ -260,7 +278,9 @@ def test_samples_show_the_pictures_of_their_prompts(run: Path) -> None:
     (run / "samples.json").write_text(json.dumps(samples))
     page = render_page(make_report([read_run(run)]))
     assert "<pre>Is [picture] a cat?</pre>" in page, "the mark is no letter that a browser has"
-    assert page.count('<img class="seen"') == 1 and base64.b64encode(b"a picture").decode() in page
+    assert (
+        page.count('<img class="seen"') == 1 and base64.b64encode(b"a picture").decode() in page
+    )
     (run / "samples.json").write_text(json.dumps(samples).replace(kept, "../run.json"))
     assert "Is [picture]" not in render_page(make_report([read_run(run)])), (
         "only names of pictures are read"
@@ -319,6 +339,8 @@ def test_a_browser_draws_it(run: Path, tmp_path: Path) -> None:
         "--dump-dom",
         page.as_uri(),
     ]
-    drawn = subprocess.run(command, capture_output=True, text=True, timeout=400, check=True).stdout
+    drawn = subprocess.run(
+        command, capture_output=True, text=True, timeout=400, check=True
+    ).stdout
     assert "<title>first</title>" in drawn and '<h2 id="spent">' in drawn
     assert drawn.count("<svg") == 2 and "<b>bold" not in drawn

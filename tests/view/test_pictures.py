@@ -54,7 +54,8 @@ def test_smoothing_keeps_a_straight_line() -> None:
 
 def test_a_picture_is_drawn_where_there_is_a_loss(tmp_path: Path) -> None:
     rows = [
-        {"step": step, "loss": 1.0 / step, "accuracy": 0.5, "margin": 0.1} for step in range(1, 7)
+        {"step": step, "loss": 1.0 / step, "accuracy": 0.5, "margin": 0.1}
+        for step in range(1, 7)
     ]
     assert draw_curve(rows, tmp_path / "curve.png", "title")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
@@ -83,7 +84,9 @@ def test_no_trace_is_no_trouble(tmp_path: Path) -> None:
 
 def test_the_last_rounds_are_drawn(tmp_path: Path) -> None:
     rounds = [Span(ROUND, 0, -1, 100.0 * step, 90, {"step": step}) for step in range(6)]
-    turns = [Span("rollout", 0, slot, 100.0 * step + 1, 40) for step in range(6) for slot in (0, 1)]
+    turns = [
+        Span("rollout", 0, slot, 100.0 * step + 1, 40) for step in range(6) for slot in (0, 1)
+    ]
     swaps = [Span(SWAP, 0, 1, 100.0 * step + 41, 5, {"awake": "judge"}) for step in range(6)]
     judged = [Span("judge", 0, 1, 100.0 * step + 46, 30) for step in range(6)]
     told = [*rounds, *turns, *swaps, *judged]

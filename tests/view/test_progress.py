@@ -84,7 +84,8 @@ def test_what_others_wrote_is_data_in_a_pipe_and_in_a_terminal(
     progress = open_progress(10, stream=stream)
     progress.say("the trainer failed: ValueError: '[/INST] \x1b]0;title\x07 :smile:'")
     progress.step(
-        ROW | {"ycore/reward_problems": {"raised ValueError: no number in '[/INST] 7'\x1b[2J": 2}}
+        ROW
+        | {"ycore/reward_problems": {"raised ValueError: no number in '[/INST] 7'\x1b[2J": 2}}
     )
     progress.close()
     assert r"ValueError: '[/INST] \x1b]0;title\x07 :smile:'" in stream.getvalue()
@@ -183,7 +184,9 @@ def test_the_table_has_the_numbers_that_its_steps_have() -> None:
         and "<th>held-out reward</th><th>problems</th>" in table
     )
     assert r"<td>2 x raised KeyError: &#x27;&lt;b&gt;\x1b&#x27;</td>" in table
-    assert table.endswith("<td>4</td>" + "<td></td>" * 8 + "<td>0.500</td><td></td></tr></table>")
+    assert table.endswith(
+        "<td>4</td>" + "<td></td>" * 8 + "<td>0.500</td><td></td></tr></table>"
+    )
     assert steps_as_html("empty", []) == "<p>empty</p><table><tr></tr></table>"
 
 
@@ -243,7 +246,9 @@ def test_a_run_that_goes_on_is_followed_to_its_end(run: Path) -> None:
     ]
 
 
-def test_once_returns_while_the_run_goes_on(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_once_returns_while_the_run_goes_on(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with (run / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert ycore(["report", str(run), "--once"]) == 0
@@ -264,5 +269,6 @@ def test_a_damaged_row_is_named_while_watching(run: Path) -> None:
     stream = io.StringIO()
     follow_run(run, stream=stream)
     assert (
-        f"line 1 of {metrics} is damaged" in stream.getvalue() and "step 2/4" in stream.getvalue()
+        f"line 1 of {metrics} is damaged" in stream.getvalue()
+        and "step 2/4" in stream.getvalue()
     )

@@ -67,10 +67,12 @@ def test_judging_is_a_share_of_the_busy_seconds_of_the_trace() -> None:
 def test_the_price_of_a_group_that_taught() -> None:
     half = {**STEP, "frac_reward_zero_std": 0.5}
     assert (
-        count_device_seconds([STEP], prompts_per_step=8, num_slots=1).per_informative_group == 2.5
+        count_device_seconds([STEP], prompts_per_step=8, num_slots=1).per_informative_group
+        == 2.5
     )
     assert (
-        count_device_seconds([half], prompts_per_step=8, num_slots=1).per_informative_group == 5.0
+        count_device_seconds([half], prompts_per_step=8, num_slots=1).per_informative_group
+        == 5.0
     )
     assert (
         count_device_seconds(
@@ -82,7 +84,9 @@ def test_the_price_of_a_group_that_taught() -> None:
 
 def test_rows_that_are_no_steps_cost_nothing() -> None:
     assert (
-        count_device_seconds([{"train_runtime": 3.0}, {}], prompts_per_step=8, num_slots=1).total
+        count_device_seconds(
+            [{"train_runtime": 3.0}, {}], prompts_per_step=8, num_slots=1
+        ).total
         == 0
     )
 
@@ -126,9 +130,13 @@ def test_a_slower_run_is_seen_at_fewer_steps() -> None:
     )
     of_fast, of_slow = at_equal_seconds([fast, slow])
     assert (
-        [one.device_s for one in of_fast] == [one.device_s for one in of_slow] == [10, 20, 30, 40]
+        [one.device_s for one in of_fast]
+        == [one.device_s for one in of_slow]
+        == [10, 20, 30, 40]
     )
-    assert [one.step for one in of_fast] == [5, 10, 15, 20] and [one.step for one in of_slow] == [
+    assert [one.step for one in of_fast] == [5, 10, 15, 20] and [
+        one.step for one in of_slow
+    ] == [
         1,
         2,
         3,
@@ -154,7 +162,10 @@ def test_steps_without_a_reward_or_a_time_are_left_out() -> None:
 
 
 CONFIG = RunConfig(
-    model="m", dataset="task:addition", output="o", rewards=[RewardConfig(reward="exact_answer")]
+    model="m",
+    dataset="task:addition",
+    output="o",
+    rewards=[RewardConfig(reward="exact_answer")],
 )
 
 
@@ -190,7 +201,9 @@ def test_where_groups_taught_the_rate_is_raised_first() -> None:
 
 
 def test_where_hardly_a_group_taught_the_prompts_are_to_blame() -> None:
-    told = advice(around(flat, frac_reward_zero_std=0.0, **{"ycore/sampling/drawn": 100.0}), CONFIG)
+    told = advice(
+        around(flat, frac_reward_zero_std=0.0, **{"ycore/sampling/drawn": 100.0}), CONFIG
+    )
     assert told is not None and "within only 240 of 3000 groups; try prompts" in told, (
         "eight a step taught"
     )

@@ -51,7 +51,11 @@ def trackio_page(place: Path) -> dict[str, Any]:
 
 def environment(place: Path) -> dict[str, str]:
     """Of trackers that write in `place`."""
-    own = {"WANDB_MODE": "offline", "WANDB_DIR": str(place), "TRACKIO_DIR": str(place / "trackio")}
+    own = {
+        "WANDB_MODE": "offline",
+        "WANDB_DIR": str(place),
+        "TRACKIO_DIR": str(place / "trackio"),
+    }
     return {**os.environ, **own, "HF_HUB_OFFLINE": "1"}
 
 
@@ -153,14 +157,17 @@ def test_evaluations_and_runs_on_examples_have_pages_too(tmp_path: Path) -> None
         for item in record.history.item
     }
     assert json.loads(told["ycore/eval/pass@1"]) == figures["pass@1"]
-    (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/ycore/completions_*.table.json")
+    (table,) = tmp_path.glob(
+        "wandb/offline-run-*/files/media/table/ycore/completions_*.table.json"
+    )
     assert len(json.loads(table.read_text())["data"]) == 3 * 2
     scalars = EventAccumulator(str(tmp_path / "measured" / "events")).Reload()
     assert scalars.Scalars("ycore/eval/pass@1")[0].value == pytest.approx(figures["pass@1"])
 
     (tmp_path / "rows.jsonl").write_text(
         "".join(
-            json.dumps({"prompt": f"{n} + 2 =", "completion": f"{n + 2}"}) + "\n" for n in range(8)
+            json.dumps({"prompt": f"{n} + 2 =", "completion": f"{n + 2}"}) + "\n"
+            for n in range(8)
         )
     )
     examples = {
@@ -173,11 +180,16 @@ def test_evaluations_and_runs_on_examples_have_pages_too(tmp_path: Path) -> None
     run(
         [
             "sft",
-            *words_of(examples | {"--held-out": 2, "--report-to": "wandb", "--project": "sums"}),
+            *words_of(
+                examples | {"--held-out": 2, "--report-to": "wandb", "--project": "sums"}
+            ),
         ],
         tmp_path,
     )
-    assert len(list(tmp_path.glob("wandb/offline-run-*/files/media/html/ycore/report_*.html"))) == 1
+    assert (
+        len(list(tmp_path.glob("wandb/offline-run-*/files/media/html/ycore/report_*.html")))
+        == 1
+    )
 
 
 @pytest.mark.slow
@@ -203,12 +215,17 @@ def test_a_flow_model_has_a_page_with_its_numbers_and_pictures(tmp_path: Path) -
         "--dataset": "classes",
         "--reward": "reward.py:bright",
     }
-    tracked = {"--report-to": "wandb,tensorboard", "--wandb-project": "sums", "--output": "drawn"}
+    tracked = {
+        "--report-to": "wandb,tensorboard",
+        "--wandb-project": "sums",
+        "--output": "drawn",
+    }
     run(["flow", *words_of(options | sizes | tracked)], tmp_path)
     run(["resume", "drawn", "--steps", "3", "--set", "trl.report_to=tensorboard"], tmp_path)
 
     rows = [
-        json.loads(line) for line in (tmp_path / "drawn" / "metrics.jsonl").read_text().splitlines()
+        json.loads(line)
+        for line in (tmp_path / "drawn" / "metrics.jsonl").read_text().splitlines()
     ]
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     assert (
@@ -223,7 +240,9 @@ def test_a_flow_model_has_a_page_with_its_numbers_and_pictures(tmp_path: Path) -
         for record in records_of(file)
         if record.HasField("history")
     ]
-    sent = [{name: json.loads(row[name]) for name in row if name[:6] == "train/"} for row in told]
+    sent = [
+        {name: json.loads(row[name]) for name in row if name[:6] == "train/"} for row in told
+    ]
     sent = [row for row in sent if len(row) > 1]  # what comes last has the step alone
     assert [row["train/global_step"] for row in sent] == [
         row["step"] for row in rows if row["step"] < 3
@@ -249,7 +268,10 @@ def test_a_flow_model_has_a_page_with_its_numbers_and_pictures(tmp_path: Path) -
 
 @pytest.mark.parametrize("names", ["trackio", "all"])
 def test_a_tracker_that_fails_at_the_end_costs_its_page_alone(
-    names: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    names: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     def no_network(**_: Any) -> None:
         raise ConnectionError("nobody answers")
@@ -270,7 +292,9 @@ def test_a_tracker_that_fails_at_the_end_costs_its_page_alone(
         "rewards": ["length"],
         "output": str(tmp_path),
     }
-    tell_evaluation(resolve(options=told | {"trl": {"report_to": names}}), folder, {"reward": 1.0})
+    tell_evaluation(
+        resolve(options=told | {"trl": {"report_to": names}}), folder, {"reward": 1.0}
+    )
     assert (
         capfd.readouterr().out
         == "trackio did not take what came last: ConnectionError: nobody answers\n"
@@ -335,7 +359,9 @@ def test_a_resumed_run_goes_on_with_its_pages(
     )
     assert list(wandb_file.parent.glob("files/media/images/ycore/curve_*.png"))
 
-    found = (path for path in tmp_path.rglob("events.out.tfevents.*") if path.suffix != ".ycore")
+    found = (
+        path for path in tmp_path.rglob("events.out.tfevents.*") if path.suffix != ".ycore"
+    )
     events = min(found, key=lambda path: path.stat().st_mtime)
     scalars = EventAccumulator(str(events)).Reload()
     assert "train/ycore/time/train" in scalars.Tags()["scalars"]
@@ -343,5 +369,8 @@ def test_a_resumed_run_goes_on_with_its_pages(
         round(row["reward"], 4) for row in rows[:2]
     ]
     page = EventAccumulator(str(events.parent), size_guidance={"tensors": 0}).Reload()
-    assert "ycore/text_summary" in page.Tags()["tensors"] and "ycore/curve" in page.Tags()["images"]
+    assert (
+        "ycore/text_summary" in page.Tags()["tensors"]
+        and "ycore/curve" in page.Tags()["images"]
+    )
     assert "ycore/completions/text_summary" in page.Tags()["tensors"]

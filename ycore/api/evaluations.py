@@ -43,7 +43,11 @@ def evaluation_plan(
 def run_evaluations(configs: Sequence[RunConfig]) -> dict[str, dict[str, Any]]:
     """Run the evaluations one after another; the summary of each by its model. Trackers get several as one group."""
     several = len(configs) > 1
-    with tracker_group(Path(configs[0].output).resolve().parent.name) if several else nullcontext():
+    with (
+        tracker_group(Path(configs[0].output).resolve().parent.name)
+        if several
+        else nullcontext()
+    ):
         return {config.model: run_worker(EVALUATOR, config) for config in configs}
 
 
@@ -77,7 +81,8 @@ def compare_evaluations(
     root = Path(configs[0].output).parent
     weights = [reward.weight for reward in configs[0].rewards]
     answers = {
-        config.model: side_by_side.read_results(Path(config.output), weights) for config in configs
+        config.model: side_by_side.read_results(Path(config.output), weights)
+        for config in configs
     }
     first, *compared = answers
     differences = {
@@ -142,9 +147,14 @@ def preflight_lines(result: Mapping[str, Any]) -> Iterator[str]:
 def _measured_rows(measured: PreflightMeasurements) -> Iterator[tuple[str, str]]:
     size = f"{measured.num_prompts} prompts x {measured.group_size} completions"
     yield "sampled", f"{size}, {measured.mean_tokens:.4g} tokens each on average"
-    yield "cut off", f"{measured.truncated:.0%} of the completions, at {measured.max_tokens} tokens"
+    yield (
+        "cut off",
+        f"{measured.truncated:.0%} of the completions, at {measured.max_tokens} tokens",
+    )
     yield "all equal", f"{measured.equal:.0%} of the groups, which teach nothing"
-    seconds = f"{measured.generate_s:.1f} s to generate, {measured.reward_s:.1f} s more to score"
+    seconds = (
+        f"{measured.generate_s:.1f} s to generate, {measured.reward_s:.1f} s more to score"
+    )
     yield "time", seconds
     if lengths := measured.prompts:
         longest = f"the longest of {lengths.longest} tokens"

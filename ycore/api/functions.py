@@ -116,7 +116,9 @@ def online_dpo(
     **settings: Any,
 ) -> Run:
     """Train a model on its own best and worst completions by reward; the arguments are those of `grpo`."""
-    return _train("online-dpo", rollout_settings(model, dataset, reward, settings), resume=resume)
+    return _train(
+        "online-dpo", rollout_settings(model, dataset, reward, settings), resume=resume
+    )
 
 
 @overload
@@ -168,7 +170,8 @@ def evaluate(
         settings["benchmark"] = benchmark
     keys = with_files("eval", rollout_settings(models[0], dataset, reward, settings))
     configs = with_folders(
-        [require_rollouts(resolve_keys(keys | {"model": name})) for name in models], keys["output"]
+        [require_rollouts(resolve_keys(keys | {"model": name})) for name in models],
+        keys["output"],
     )
     for config in configs:
         plan = outside_event_loop(
@@ -220,7 +223,9 @@ def dry_run(
     Raises:
         YcoreError: what the command says in one line.
     """
-    config = config_of(algorithm, rollout_settings(model, dataset, reward, settings), resume=False)
+    config = config_of(
+        algorithm, rollout_settings(model, dataset, reward, settings), resume=False
+    )
     plan = outside_event_loop(lambda: checked_plan(config, trains=algorithm != "eval"))
     return Planned(plan, list(aligned(plan_rows(plan))))
 

@@ -61,7 +61,12 @@ class Round:
     """
 
     def __init__(
-        self, *, model: str, dataset: "Rows", reward: "Reward | Sequence[Reward]", **settings: Any
+        self,
+        *,
+        model: str,
+        dataset: "Rows",
+        reward: "Reward | Sequence[Reward]",
+        **settings: Any,
     ) -> None:
         """The arguments are those of `grpo`; `steps` is what the schedule of the learning rate runs to.
 
@@ -196,7 +201,9 @@ class Round:
                 self._run.trainer.rounds = self
                 self._run.train()
                 self._answers.put(None)
-                while (request := self._requests.get()) is not None:  # save, after the last step
+                while (
+                    request := self._requests.get()
+                ) is not None:  # save, after the last step
                     self._serve(request)
             except Interrupted:
                 self._run.save_checkpoint()
@@ -244,7 +251,9 @@ class Round:
         draws = [controller.draws.draw() for _ in range(num_prompts)]
         controller.meter.drawn += num_prompts
         with controller.phase("round"):
-            return controller.run_round(together([write_group(draw) for draw in draws]), step=step)
+            return controller.run_round(
+                together([write_group(draw) for draw in draws]), step=step
+            )
 
     def _score(self, run: "RolloutRun", groups: "Sequence[Group]") -> "list[Group]":
         import asyncio
@@ -259,7 +268,9 @@ class Round:
             return completion
 
         async def score_group(group: "Group") -> "Group":
-            tasks = [asyncio.create_task(written(completion)) for completion in group.completions]
+            tasks = [
+                asyncio.create_task(written(completion)) for completion in group.completions
+            ]
             scores_GR = await controller.scoring.score(
                 PendingGroup(group.draw, tasks, step, controller.slots)
             )
@@ -304,7 +315,9 @@ class Round:
 def _unscored(group: "Group") -> RoundGroup:
     prompt = group.draw.prompt
     completions = tuple(completion.transcript for completion in group.completions)
-    return RoundGroup(prompt.content, prompt.columns, completions, [None] * len(completions), group)
+    return RoundGroup(
+        prompt.content, prompt.columns, completions, [None] * len(completions), group
+    )
 
 
 def _totals(group: "Group", weights: Sequence[float]) -> list[float | None]:

@@ -160,7 +160,9 @@ def step_config(step: StageRun, pipeline: Pipeline) -> AnyConfig:
         step.keys
     )
     with _named(step):
-        return resolve(recipe=recipe, options={"algorithm": algorithm, "output": str(step.folder)})
+        return resolve(
+            recipe=recipe, options={"algorithm": algorithm, "output": str(step.folder)}
+        )
 
 
 def with_stand_ins(step: StageRun) -> StageRun | None:
@@ -247,7 +249,9 @@ def _can_resume(step: StageRun) -> bool:
         return False
     if step.command not in ("eval", PAIRS):
         return True
-    folder_claim = Claim(RunFolder(step.folder))  # waits until the killed run's processes are gone
+    folder_claim = Claim(
+        RunFolder(step.folder)
+    )  # waits until the killed run's processes are gone
     try:
         shutil.rmtree(step.folder)
     finally:
@@ -280,7 +284,9 @@ def _stage_report(step: StageRun) -> dict[str, Any]:
         "status": summary.get("status", "to do" if state_of(step) == "to do" else "begun"),
         "wall_s": summary.get("wall_s"),
         "figures": {
-            key: value for key, value in summary.items() if key not in ("status", "wall_s", "error")
+            key: value
+            for key, value in summary.items()
+            if key not in ("status", "wall_s", "error")
         },
         "makes": step.makes,
     }

@@ -74,7 +74,9 @@ def make_run_plan(
     return make_plan(config, devices=devices, check=check, **_first_scorer(declared), **lengths)
 
 
-def plan_in_words(made: Plan, recipe: str | None, *, top: int) -> tuple[dict[str, Any], list[str]]:
+def plan_in_words(
+    made: Plan, recipe: str | None, *, top: int
+) -> tuple[dict[str, Any], list[str]]:
     """Put a plan into JSON values, and into lines for a person."""
     command = _command(made, recipe)
     start = ["", "start the first with", f"  {command}"] if command else []
@@ -94,7 +96,9 @@ def _with_judge(config: RunConfig, judge: str | None) -> RunConfig:
 
     rewards = list(config.rewards)
     if judge is not None:
-        first = next((number for number, reward in enumerate(rewards) if is_judge(reward)), None)
+        first = next(
+            (number for number, reward in enumerate(rewards) if is_judge(reward)), None
+        )
         if first is None:
             first, rewards = 0, [RewardConfig(reward="judge:cheerful")]
         args = {**rewards[first].args, "model": hub_id_of(judge)}
@@ -129,7 +133,9 @@ def with_args(declared: RunConfig, strategy: RunConfig) -> RunConfig:
 def _first_scorer(config: RunConfig) -> dict[str, Any]:
     """Describe the first model that scores in engines, as arguments of `make_plan`; a judge comes before any other."""
 
-    model = min(served_models(config)[1:], key=lambda model: model.role != "judge", default=None)
+    model = min(
+        served_models(config)[1:], key=lambda model: model.role != "judge", default=None
+    )
     if model is None:
         return {}
     return {
@@ -149,12 +155,12 @@ def _lines(made: Plan, *, top: int) -> Iterator[str]:
         for forecast in made.ranking.fitting[:top]:
             phase, peak = forecast.peak
             fullest = f"{peak / _GIB:.1f} of {forecast.capacity / _GIB:.1f} GiB, {phase}"
-            speed = (
-                f"{forecast.step_s:>7.1f} s  {forecast.tokens_per_step / forecast.step_s:>9,.0f}"
-            )
+            speed = f"{forecast.step_s:>7.1f} s  {forecast.tokens_per_step / forecast.step_s:>9,.0f}"
             yield f"{speed}  {fullest:<28}  {forecast.strategy.in_words}"
         yield from ["", *_memory_lines(best), "", "seconds of a step of the first"]
-        yield "  " + ", ".join(f"{name} {seconds:.1f}" for name, seconds in best.seconds.items())
+        yield "  " + ", ".join(
+            f"{name} {seconds:.1f}" for name, seconds in best.seconds.items()
+        )
     unfit = made.ranking.too_large[: 2 if made.ranking.fitting else top]
     if unfit:
         yield from ["", "does not fit"] if made.ranking.fitting else ["nothing fits"]

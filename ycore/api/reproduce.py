@@ -101,7 +101,9 @@ def compare_seeds(
     for seed in runs:
         folder = last_trained(root / f"seed-{seed}")
         records.append(replace(read_run(folder), name=str(folder.relative_to(root))))
-    page, *_ = write_report(make_report(records), root / "report.html", bands=curves, notes=notes)
+    page, *_ = write_report(
+        make_report(records), root / "report.html", bands=curves, notes=notes
+    )
     finals = {
         _run_name(seed, stage): final_of(rows)
         for seed, stages in runs.items()
@@ -125,7 +127,8 @@ def compare_seeds(
 def metric_of(rows: Sequence[Row]) -> str:
     """Choose what a run is compared by: its reward, or its accuracy where it learns from examples."""
     return next(
-        (name for name in _METRICS if any(number(row, name) is not None for row in rows)), REWARD[0]
+        (name for name in _METRICS if any(number(row, name) is not None for row in rows)),
+        REWARD[0],
     )
 
 

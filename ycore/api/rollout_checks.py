@@ -88,7 +88,9 @@ def _mean_prompt_tokens(prompts: Sequence[Prompt]) -> int:
     every_nth = max(1, len(prompts) // 64)
     contents = [prompts[row].content for row in range(0, len(prompts), every_nth)]
     num_chars = [
-        len(content) if isinstance(content, str) else sum(len(turn["content"]) for turn in content)
+        len(content)
+        if isinstance(content, str)
+        else sum(len(turn["content"]) for turn in content)
         for content in contents
     ]
     template_tokens = 0 if isinstance(contents[0], str) else 20

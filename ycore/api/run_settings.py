@@ -32,7 +32,12 @@ Reward = str | Callable[..., Sequence[float | None]] | Mapping[str, Any]
 Rows = str | Iterable[Mapping[str, Any]]
 """A dataset's name as `--dataset` takes it, or rows: a list of mappings, or a `datasets.Dataset`."""
 
-_FUNCTIONS = {"rewards": "reward", "eval_rewards": "reward", "tools": "tool", "env": "environment"}
+_FUNCTIONS = {
+    "rewards": "reward",
+    "eval_rewards": "reward",
+    "tools": "tool",
+    "env": "environment",
+}
 """Keys that take functions or classes, and what messages call these."""
 
 

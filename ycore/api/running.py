@@ -157,7 +157,9 @@ def run_training(
 ) -> dict[str, Any]:
     """Train as the `training_plan` says, and return the run's summary."""
     if resume:
-        settle(RunFolder(Path(config.output)), config, how, world=plan["ranks"]["world"], say=print)
+        settle(
+            RunFolder(Path(config.output)), config, how, world=plan["ranks"]["world"], say=print
+        )
     return run_worker(
         TRAINER,
         config,

@@ -91,7 +91,9 @@ class Run:
         from ycore.view.page import make_report, write_report
         from ycore.view.record import read_run
 
-        return write_report(make_report([read_run(self.folder)]), self.folder / "report.html")[0]
+        return write_report(make_report([read_run(self.folder)]), self.folder / "report.html")[
+            0
+        ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,9 @@ PAIRS = "pairs"
 
 PAIRS_FILE = "pairs.jsonl"
 COMMANDS: tuple[str, ...] = (*ALGORITHMS, "eval", PAIRS)
-TRAINS_A_POLICY = frozenset(row.name for row in ALGORITHMS.values() if not row.trains_reward_model)
+TRAINS_A_POLICY = frozenset(
+    row.name for row in ALGORITHMS.values() if not row.trains_reward_model
+)
 
 Compare = Literal["best-worst", "all"]
 """Completions that a `pairs` stage pairs: the best with the worst of a prompt, or every two whose rewards differ."""
@@ -181,9 +183,13 @@ class _Expansion:
             keys["seed"] = seed + self._seed_offset
         name = stage.name if stage.round is None else f"{stage.name}-{stage.round}"
         stand_ins = {
-            path: self._stand_ins[path] for path in sorted(self._used) if path in self._stand_ins
+            path: self._stand_ins[path]
+            for path in sorted(self._used)
+            if path in self._stand_ins
         }
-        step = StageRun(name, stage.command, keys, self._output / name, stand_ins, stage.compare)
+        step = StageRun(
+            name, stage.command, keys, self._output / name, stand_ins, stage.compare
+        )
         self._latest[stage.name] = step
         model = str(keys["model"])
         for kind, path in step.makes.items():
@@ -196,13 +202,17 @@ class _Expansion:
     def _replace(self, text: str, stage: Stage) -> str | int:
         if text == "${round}" and stage.round is not None:
             return stage.round  # a number stays one
-        return re.sub(r"\$\{([^}]*)\}", lambda match: self._resolve(match[1].strip(), stage), text)
+        return re.sub(
+            r"\$\{([^}]*)\}", lambda match: self._resolve(match[1].strip(), stage), text
+        )
 
     def _resolve(self, reference: str, stage: Stage) -> str:
         where = f"stage {stage.name}: ${{{reference}}}"
         if reference == "round":
             if stage.round is None:
-                raise ConfigError(f"{where} counts the rounds of a loop, and this stage is in none")
+                raise ConfigError(
+                    f"{where} counts the rounds of a loop, and this stage is in none"
+                )
             return str(stage.round)
         path = self._policy if reference == "model" else self._made(reference, where)
         if path is None:

@@ -88,7 +88,8 @@ def _reward_rows(plan: Mapping[str, Any]) -> Rows:
 def _block(name: str, lines: list[str]) -> Rows:
     """Name the first line, and indent the rest below it."""
     return [
-        ("" if index else name, f"  {line}" if index else line) for index, line in enumerate(lines)
+        ("" if index else name, f"  {line}" if index else line)
+        for index, line in enumerate(lines)
     ]
 
 
@@ -100,7 +101,11 @@ def _engine_rows(plan: Mapping[str, Any]) -> Rows:
         rows.append(("memory", plan["memory"]))
     if plan["forecast"]:
         rows.append(("time", plan["forecast"]["in_words"]))
-    partners = [*config["tools"], *config["env"], *([config["agent"]] if config["agent"] else [])]
+    partners = [
+        *config["tools"],
+        *config["env"],
+        *([config["agent"]] if config["agent"] else []),
+    ]
     if partners:
         rows.append(("turns", f"at most {config['max_turns']}, with {', '.join(partners)}"))
     return rows

@@ -155,7 +155,9 @@ class TransformersChat(Chat):
             return None
         from transformers import TextStreamer
 
-        streamer: Any = TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
+        streamer: Any = TextStreamer(
+            self._tokenizer, skip_prompt=True, skip_special_tokens=True
+        )
         streamer.on_finalized_text = lambda words, stream_end=False: show(words)
         return streamer
 
@@ -163,7 +165,9 @@ class TransformersChat(Chat):
 class ServedChat(Chat):
     """A conversation with a model that `ycore serve` serves at an address."""
 
-    def __init__(self, folder: Path, settings: ChatSettings, *, address: str, name: str) -> None:
+    def __init__(
+        self, folder: Path, settings: ChatSettings, *, address: str, name: str
+    ) -> None:
         super().__init__(folder, settings)
         self._address = address.rstrip("/")
         self._name = name
@@ -216,7 +220,9 @@ class ServedChat(Chat):
 # -- serve -------------------------------------------------------------------------------------------------------------
 
 
-def serve_command(folder: Path, *, name: str, host: str, port: int) -> tuple[list[str], EngineSpec]:
+def serve_command(
+    folder: Path, *, name: str, host: str, port: int
+) -> tuple[list[str], EngineSpec]:
     """Return the command line of vLLM's own server with OpenAI's interface, and the spec of its environment."""
     settings = read_settings(folder / "config.json")
     machine = this_machine()
@@ -320,7 +326,9 @@ def card(run: Path, *, repo: str, base: str | None, adapter: bool, has_curve: bo
     command = recorded.get("command", [])
     versions = recorded.get("versions", {}).items()
     summary = read_json(folder.summary) if folder.summary.is_file() else {}
-    rewards = ", ".join(f"`{printable(reward['reward'])}`" for reward in config.get("rewards", []))
+    rewards = ", ".join(
+        f"`{printable(reward['reward'])}`" for reward in config.get("rewards", [])
+    )
     head: dict[str, Any] = {
         "library_name": "peft" if adapter else "transformers",
         "tags": ["ycore", config["algorithm"]],
@@ -350,7 +358,15 @@ def card(run: Path, *, repo: str, base: str | None, adapter: bool, has_curve: bo
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings without empty ones and those about the machine."""
-    skipped = ("output", "processes", "restarts", "engine", "reward_workers", "sandbox", "replay")
+    skipped = (
+        "output",
+        "processes",
+        "restarts",
+        "engine",
+        "reward_workers",
+        "sandbox",
+        "replay",
+    )
     return {
         name: value
         for name, value in config.items()

@@ -41,9 +41,7 @@ class Algorithm(AlgorithmEntry):
 
     trl_config: str
     summary: str  # the first line of `--help`
-    help: (
-        str  # the next lines of `--help`: the columns it reads, and an example of a field of TRL's
-    )
+    help: str  # the next lines of `--help`: the columns it reads, and an example of a field of TRL's
     examples: tuple[str, ...]  # command lines for `--help`, without `ycore NAME`
     learns_from: Literal["rollouts", "examples"]
     module: str  # the file in `ycore/trl` that builds its trainer
@@ -51,7 +49,9 @@ class Algorithm(AlgorithmEntry):
         str, ...
     ] = ()  # options of runs with rollouts that its config class has no key for
     learning_rate: float  # the default for every weight; TRL's own default serves one of the two kinds of weights only
-    lora_learning_rate: float  # the default for adapters, which start at zero and need larger steps
+    lora_learning_rate: (
+        float  # the default for adapters, which start at zero and need larger steps
+    )
     settings: Mapping[str, Any] = field(default_factory=dict)  # keys under every other layer
     # An example is an answer, a better and a worse answer, or an answer with a label.
     rows: Literal["answers", "pairs", "labelled"] | None = None
@@ -59,7 +59,9 @@ class Algorithm(AlgorithmEntry):
     figures: tuple[str, ...] = ()
     sequences_per_row: int = 1  # sequences that the trainer runs for one row
     min_micro_batch: int = 1  # the fewest rows in a micro-batch
-    trains_reward_model: bool = False  # whether the result is a reward model instead of a policy
+    trains_reward_model: bool = (
+        False  # whether the result is a reward model instead of a policy
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,7 +283,9 @@ def find_entry(name: object) -> AlgorithmEntry:
     entries: dict[str, AlgorithmEntry] = {**ALGORITHMS, "eval": _EVAL, **families()}
     if name not in entries:
         near = nearest(str(name), entries, limit=1)
-        raise ConfigError(f"algorithm must be one of {', '.join(entries)}; it is {name!r}{near}")
+        raise ConfigError(
+            f"algorithm must be one of {', '.join(entries)}; it is {name!r}{near}"
+        )
     return entries[str(name)]
 
 

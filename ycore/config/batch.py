@@ -81,7 +81,9 @@ class BatchPlan(_Batch):
             f"{self.prompts_per_step} prompts x {self.group_size} completions = {completions}"
         )
         return total + (
-            "" if self.steps_per_round == 1 else f", {self.steps_per_round} optimizer steps a round"
+            ""
+            if self.steps_per_round == 1
+            else f", {self.steps_per_round} optimizer steps a round"
         )
 
 
@@ -140,7 +142,10 @@ def derive_tune_batch(
         num_rows: rows to train on, without those held out.
         context_length: the model's, in tokens, where it is known.
     """
-    algorithm, max_length = find_algorithm(config.algorithm), _max_length(config, context_length)
+    algorithm, max_length = (
+        find_algorithm(config.algorithm),
+        _max_length(config, context_length),
+    )
     size, accumulation = (config.trl.get(name) for name in _PER_RANK)
     total = config.batch_size
     if total is None and size is None and accumulation is None:
@@ -260,9 +265,7 @@ def problem_of(sizes: Sizes, *, on_cpu: bool) -> str | None:
         return f"prompts_per_step must be a multiple of the {ranks} ranks, for whole groups on each; it is {prompts}"
     size, accumulation, per_generation = _fill(sizes, on_cpu=on_cpu)
     if size * accumulation != local:
-        reason = (
-            f"per_device_train_batch_size * gradient_accumulation_steps is {size} * {accumulation}"
-        )
+        reason = f"per_device_train_batch_size * gradient_accumulation_steps is {size} * {accumulation}"
         if sizes.gradient_accumulation_steps is None:
             reason = f"per_device_train_batch_size {size} does not divide it"
         elif sizes.per_device_train_batch_size is None:

@@ -70,16 +70,23 @@ def preset_rewards(preset: Preset, rewards: Sequence[Any], *, max_tokens: int) -
     A weight of 0 switches it off: `--set rewards.1.weight=0`.
     """
     names = [reward["reward"] if isinstance(reward, Mapping) else reward for reward in rewards]
-    cache_tokens = 0 if preset.overlong_share is None else int(max_tokens * preset.overlong_share)
+    cache_tokens = (
+        0 if preset.overlong_share is None else int(max_tokens * preset.overlong_share)
+    )
     if not cache_tokens or "overlong" in names:
         return list(rewards)
     return [
         *rewards,
-        {"reward": "overlong", "args": {"max_tokens": max_tokens, "cache_tokens": cache_tokens}},
+        {
+            "reward": "overlong",
+            "args": {"max_tokens": max_tokens, "cache_tokens": cache_tokens},
+        },
     ]
 
 
-def preset_lines(preset: Preset, *, trl: Mapping[str, Any], run: Mapping[str, Any]) -> list[str]:
+def preset_lines(
+    preset: Preset, *, trl: Mapping[str, Any], run: Mapping[str, Any]
+) -> list[str]:
     """List what the preset sets, and what the user changed of it, for a plan with these TRL and run settings."""
     lines = [f"{preset.title} ({preset.source})"]
     for settings, resolved in ((preset.trl, trl), (flat(preset.run), flat(run))):

@@ -51,7 +51,9 @@ def config_error(
     rules = " or ".join(dict.fromkeys(_rule(detail) for detail in same))
     way_out = _WAYS_OUT.get(str(path[-1])) if path else None
     hint = (
-        f"; {way_out}" if way_out else nearest(str(value), re.findall(r"'([^']+)'", rules), limit=1)
+        f"; {way_out}"
+        if way_out
+        else nearest(str(value), re.findall(r"'([^']+)'", rules), limit=1)
     )
     return ConfigError(f"{_dotted(path)} must be {rules}; it is {shown(value)}{hint}")
 
@@ -75,7 +77,9 @@ def unknown_key(path: Path, entry: AlgorithmEntry) -> ConfigError:
             field = model.model_fields.get(part) if model else None
             model = _model_in(field.annotation) if field else None
     known = list(model.model_fields) if model else []
-    elsewhere = [other for other in _dotted_names(entry.config, "") if other.split(".")[-1] == text]
+    elsewhere = [
+        other for other in _dotted_names(entry.config, "") if other.split(".")[-1] == text
+    ]
     if not parents and text in trl_names:
         elsewhere.append(f"trl.{text}")
     hint = nearest(elsewhere[0], elsewhere) if elsewhere else nearest(text, known)
@@ -92,7 +96,9 @@ def declared_error(
         model: the class that refused `data`.
     """
     details = problem.errors(include_url=False)
-    detail = next((detail for detail in details if detail["type"] == "extra_forbidden"), details[0])
+    detail = next(
+        (detail for detail in details if detail["type"] == "extra_forbidden"), details[0]
+    )
     path, value = _existing(detail["loc"], data)
     name, kind = _dotted(path), detail["type"]
     if kind == "extra_forbidden":
@@ -107,7 +113,9 @@ def declared_error(
         return ConfigError(f"{what}: {_dotted(detail['loc'])} is missing")
     if kind.startswith("union_tag"):
         kinds = detail.get("ctx", {}).get("expected_tags")
-        return ConfigError(f"{what}: {name} must say its kind" + (f": {kinds}" if kinds else ""))
+        return ConfigError(
+            f"{what}: {name} must say its kind" + (f": {kinds}" if kinds else "")
+        )
     return ConfigError(f"{what}: {name} must be {_rule(detail)}; it is {shown(value)}")
 
 

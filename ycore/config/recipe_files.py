@@ -158,7 +158,9 @@ def load_recipe(name_or_file: str, *, command: str | None = None) -> dict[str, A
 
 def load_benchmark(name: str) -> dict[str, Any]:
     """`title`, `source`, and under `run` the keys of its evaluation; `file` where it is fetched. ConfigError."""
-    rows = yaml.safe_load(Path(__file__).with_name("benchmarks.yaml").read_text(encoding="utf-8"))
+    rows = yaml.safe_load(
+        Path(__file__).with_name("benchmarks.yaml").read_text(encoding="utf-8")
+    )
     key = "gym:NAME" if name.startswith("gym:") and "?" not in name else name
     if key not in rows:
         way_out = "other data is evaluated with --dataset and --reward"

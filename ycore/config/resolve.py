@@ -145,7 +145,9 @@ def _add_teacher(merged: dict[str, Any]) -> None:
     for reward in rewards:
         if isinstance(reward, Mapping) and reward.get("reward") == name:
             teacher = dict(reward)
-        elif isinstance(reward, Mapping) and not str(reward.get("reward")).startswith("teacher:"):
+        elif isinstance(reward, Mapping) and not str(reward.get("reward")).startswith(
+            "teacher:"
+        ):
             kept.append(reward)
     merged["rewards"] = [teacher, *kept]
 
@@ -218,7 +220,9 @@ def parse_set(item: str) -> tuple[list[str], Any]:
     key, equals, text = item.partition("=")
     path = [part.strip() for part in key.split(".")]
     if not equals or not all(path):
-        raise ConfigError(f"--set takes key.path=value, not {item!r}; e.g. --set engine.count=2")
+        raise ConfigError(
+            f"--set takes key.path=value, not {item!r}; e.g. --set engine.count=2"
+        )
     try:
         return path, yaml.safe_load(text)
     except yaml.YAMLError:
@@ -330,9 +334,13 @@ def check_needs(config: AnyConfig) -> None:
         if isinstance(file, str) and not os.path.isfile(os.path.expanduser(file)):
             raise ConfigError(f"{name} is a JSON file or JSON text; there is no file {file!r}")
     if config.trl.get("use_liger_kernel") and find_spec("liger_kernel") is None:
-        raise ConfigError("--use-liger-kernel: Liger is not installed; pip install liger-kernel")
+        raise ConfigError(
+            "--use-liger-kernel: Liger is not installed; pip install liger-kernel"
+        )
     if config.trl.get("deepspeed") is not None and find_spec("deepspeed") is None:
-        raise ConfigError("--deepspeed: DeepSpeed is not installed; pip install 'ycore[deepspeed]'")
+        raise ConfigError(
+            "--deepspeed: DeepSpeed is not installed; pip install 'ycore[deepspeed]'"
+        )
 
 
 def check_trackers(config: BaseConfig) -> None:
@@ -361,7 +369,9 @@ def check_trackers(config: BaseConfig) -> None:
 
 def _check_quantize(config: AnyConfig) -> None:
     if config.lora is None:
-        raise ConfigError("--quantize 4bit is for the frozen base of a LoRA run; leave --full out")
+        raise ConfigError(
+            "--quantize 4bit is for the frozen base of a LoRA run; leave --full out"
+        )
     if find_algorithm(config.algorithm).trains_reward_model:
         raise ConfigError(
             "a reward model is saved whole, which a base in 4 bits cannot be; leave --quantize out"

@@ -408,14 +408,20 @@ class RunConfig(ScoredConfig):
 
     def environment_of(self, columns: Mapping[str, Any]) -> str | None:
         """Return the name of a row's environment; None without any."""
-        return columns["environment"] if len(self.env) > 1 else next(iter(self.environments), None)
+        return (
+            columns["environment"] if len(self.env) > 1 else next(iter(self.environments), None)
+        )
 
     def for_evaluation(self) -> "EvalConfig | None":
         """Return the settings of an evaluation on the held-out rows; None where the run has none."""
         if self.eval_dataset is None:
             return None
         shared = {name: getattr(self, name) for name in RunConfig.model_fields}
-        rows = {"dataset": self.eval_dataset, "split": self.eval_split, "limit": self.eval_limit}
+        rows = {
+            "dataset": self.eval_dataset,
+            "split": self.eval_split,
+            "limit": self.eval_limit,
+        }
         rewards = self.eval_rewards or self.rewards
         return EvalConfig.model_construct(
             **shared | rows | {"algorithm": "eval", "rewards": rewards}
@@ -514,7 +520,9 @@ class TuneConfig(BaseConfig):
 
     # The dataset's own name of a column that the trainer reads: `{prompt: question, chosen: better}`.
     columns: dict[str, str] = {}
-    eval_dataset: str | None = None  # where held-out rows come from; None takes them from `dataset`
+    eval_dataset: str | None = (
+        None  # where held-out rows come from; None takes them from `dataset`
+    )
     # The split of the held-out rows; None splits `dataset` so that no prompt is on both sides.
     eval_split: str | None = None
     # Rows to measure on before the first step, every `eval_every` steps and after the last. None is a tenth of the

@@ -40,7 +40,9 @@ def trl_arguments(
 _SAVE_S = 3600.0
 
 
-def _defaults(config: AnyConfig, batch: BatchPlan | TuneBatch, folder: RunFolder) -> dict[str, Any]:
+def _defaults(
+    config: AnyConfig, batch: BatchPlan | TuneBatch, folder: RunFolder
+) -> dict[str, Any]:
     algorithm = find_algorithm(config.algorithm)
     defaults: dict[str, Any] = {
         "learning_rate": algorithm.learning_rate
@@ -72,7 +74,9 @@ def _defaults(config: AnyConfig, batch: BatchPlan | TuneBatch, folder: RunFolder
     return defaults
 
 
-def _owned(config: AnyConfig, batch: BatchPlan | TuneBatch, folder: RunFolder) -> dict[str, Any]:
+def _owned(
+    config: AnyConfig, batch: BatchPlan | TuneBatch, folder: RunFolder
+) -> dict[str, Any]:
     steps = batch.steps if isinstance(batch, TuneBatch) else config.steps
     assert steps is not None
     owned = {
@@ -117,14 +121,10 @@ _EVALUATION = (
     "eval_on_start",
     "load_best_model_at_end",
 )
-_NO_EVALUATION = (
-    "ycore evaluates by rollouts; say `--eval-dataset` and `--eval-every`, or `--keep-best pass@1`"
-)
+_NO_EVALUATION = "ycore evaluates by rollouts; say `--eval-dataset` and `--eval-every`, or `--keep-best pass@1`"
 _HELD_OUT = "ycore measures on held-out rows; say `--held-out 200` and `--eval-every`, or `--keep-best loss`"
 _DATA_ORDER = "ycore owns the order of the data, by `--seed`"
-_COMPILED_ANEW = (
-    "a packed row has another length at every pass, and each would be compiled anew; leave it out"
-)
+_COMPILED_ANEW = "a packed row has another length at every pass, and each would be compiled anew; leave it out"
 _ENGINE = "ycore starts, feeds and stops the engines itself; say `--engine vllm` or `--engine transformers`"
 
 _REFUSED: Mapping[str, Mapping[str, str]] = {

@@ -58,7 +58,9 @@ def fields_of(class_name: str) -> Mapping[str, TrlField]:
     fields = {}
     for name, row in {**classes[BASE], **classes[class_name]}.items():
         choices = tuple(row.get("choices", ()))
-        fields[name] = TrlField(name, row["type"], row["default"], choices, row.get("limits", {}))
+        fields[name] = TrlField(
+            name, row["type"], row["default"], choices, row.get("limits", {})
+        )
     return MappingProxyType(fields)
 
 
@@ -76,7 +78,9 @@ _TYPES: Mapping[str, Any] = {
 _BOUNDS = {"ge": "at least", "gt": "greater than", "le": "at most"}
 
 # What a YAML `true` or `no` means where TRL wants a word.
-_WORDS_OF_BOOL: Mapping[str, Mapping[bool, str]] = {"scale_rewards": {True: "group", False: "none"}}
+_WORDS_OF_BOOL: Mapping[str, Mapping[bool, str]] = {
+    "scale_rewards": {True: "group", False: "none"}
+}
 
 
 def coerce(field: TrlField, value: Any) -> Any:
@@ -149,7 +153,9 @@ def _check_number(field: TrlField, value: Any, error_type: str) -> None:
     """Refuse a number that is one, but not a possible one."""
     rule = "a finite number" if error_type == "finite_number" else ""
     if error_type in ("greater_than", "greater_than_equal", "less_than_equal"):
-        rule = " and ".join(f"{_BOUNDS[bound]} {limit:g}" for bound, limit in field.limits.items())
+        rule = " and ".join(
+            f"{_BOUNDS[bound]} {limit:g}" for bound, limit in field.limits.items()
+        )
     if rule:
         raise ConfigError(
             f"{field.name} must be {rule}; it is {value}; TRL's default is {field.default!r}"
@@ -157,7 +163,12 @@ def _check_number(field: TrlField, value: Any, error_type: str) -> None:
 
 
 def _refusal(field: TrlField, value: Any) -> ConfigError:
-    words = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text"}
+    words = {
+        "bool": "true or false",
+        "int": "a whole number",
+        "float": "a number",
+        "str": "text",
+    }
     words |= {
         "list[float]": "a comma list",
         "list[str]": "a comma list",

@@ -75,7 +75,9 @@ class ExampleSet:
     @property
     def left_out_note(self) -> str:
         """`3 left out (1 answers equal, 2 no answer)`, or nothing."""
-        listed = ", ".join(f"{count} {reason}" for reason, count in sorted(self.left_out.items()))
+        listed = ", ".join(
+            f"{count} {reason}" for reason, count in sorted(self.left_out.items())
+        )
         return f"{self.left_out.total()} left out ({listed})" if self.left_out else ""
 
 
@@ -194,7 +196,9 @@ def _add_pictures(
         if not isinstance(example, str):
             row = table.row(number)
             turns = example.get("prompt") or example.get("messages") or ""
-            images = images_of(row, turns, column, table.folder, store, fetch=config.fetch_images)
+            images = images_of(
+                row, turns, column, table.folder, store, fetch=config.fetch_images
+            )
             examples.append((example, row, images))
     first = next((row for _, row, images in examples if images), None)
     if first is None:
@@ -249,7 +253,9 @@ def _converter(config: TuneConfig, table: Table, as_chat: bool) -> ToExample:
     return lambda row: _pair_example(row, question, as_chat=as_chat)
 
 
-def _sft_converter(table: Table, question: str | None, *, as_chat: bool, whole: bool) -> ToExample:
+def _sft_converter(
+    table: Table, question: str | None, *, as_chat: bool, whole: bool
+) -> ToExample:
     conversation = next((name for name in CONVERSATION_COLUMNS if name in table.columns), None)
     completion = next((name for name in COMPLETION_COLUMNS if name in table.columns), None)
     if conversation is not None:
@@ -352,7 +358,9 @@ def pair_table(table: Table, prompt_column: str | None, *, as_chat: bool) -> Tab
             answers = {name: _text_of(pair[name]) for name in ("chosen", "rejected")}
             rows.append({**table.rows[number], "prompt": pair["prompt"], **answers})
     if not rows:
-        raise DataError(f"no row of {table.name} has two answers that differ; give another dataset")
+        raise DataError(
+            f"no row of {table.name} has two answers that differ; give another dataset"
+        )
     return Table(table.name, rows, tuple(dict.fromkeys(("prompt", *table.columns))))
 
 
@@ -396,7 +404,9 @@ def _labelled_example(row: TableRow, *, as_chat: bool) -> Example | str:
     value = row.values.get("label")
     label = _LABELS.get(str(value).strip().lower())
     if label is None:
-        raise DataError(f"'label' is {value!r} in {row.place}; a label is true or false, or 1 or 0")
+        raise DataError(
+            f"'label' is {value!r} in {row.place}; a label is true or false, or 1 or 0"
+        )
     return {**_with_prompt(prompt, as_chat, completion=completion), "label": label}
 
 

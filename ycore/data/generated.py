@@ -26,7 +26,9 @@ _SALT = "2 "
 _MAX_SIZE = 1_000_000
 _MAX_SHUFFLED = 1 << 18  # a task with more questions draws them in place of shuffling all
 _JSON = (str, int, float, bool, Mapping, list, tuple, type(None))
-_GYM_DRAWS_PER_ROW = 12  # a test question is one of five: draws enough to find as many as wanted
+_GYM_DRAWS_PER_ROW = (
+    12  # a test question is one of five: draws enough to find as many as wanted
+)
 
 DIGIT_QUESTIONS = {
     "see-digit": "Which digit is <image>? Answer with just the number.",
@@ -74,7 +76,9 @@ def task_table(text: str, *, split: str, seed: int) -> Table:
                 f"the task {name!r} has no argument {key!r}; it has {', '.join(limits)}{way_out}"
             )
     arguments = {
-        key: _whole_number(text, key, texts[key], low=low, high=high) if key in texts else default
+        key: _whole_number(text, key, texts[key], low=low, high=high)
+        if key in texts
+        else default
         for key, (low, default, high) in limits.items()
     }
     chance = random.Random(f"{name} {split} {seed}")
@@ -115,7 +119,9 @@ def _parse(text: str, split: str) -> tuple[str, dict[str, str]]:
     """Return name and arguments; DataError for a split that does not exist."""
     if split not in _SPLITS:
         way_out = nearest(split, _SPLITS) or "; take one of them"
-        raise DataError(f"{text} has the splits {' and '.join(_SPLITS)}, not {split!r}{way_out}")
+        raise DataError(
+            f"{text} has the splits {' and '.join(_SPLITS)}, not {split!r}{way_out}"
+        )
     return parse_name(text)
 
 
@@ -202,9 +208,7 @@ def _larger(arguments: Mapping[str, int], number: int) -> Question:
     low, span = _range(arguments["digits"])
     a = low + number // span
     b = low + number % span
-    prompt = (
-        f"Is {a} larger than {b}? Begin with yes or no, and then explain at length how you know."
-    )
+    prompt = f"Is {a} larger than {b}? Begin with yes or no, and then explain at length how you know."
     return Question(prompt, "yes" if a > b else "no", key=f"{min(a, b)} {max(a, b)}")
 
 
@@ -213,7 +217,9 @@ def _sort(arguments: Mapping[str, int], number: int) -> Question:
     values = [low + number // span**place % span for place in range(arguments["count"])]
     listed = ", ".join(map(str, values))
     ordered = ", ".join(map(str, sorted(values)))
-    prompt = f"Sort these numbers from smallest to largest: {listed}. Answer with just the numbers."
+    prompt = (
+        f"Sort these numbers from smallest to largest: {listed}. Answer with just the numbers."
+    )
     return Question(prompt, ordered, key=ordered)
 
 
@@ -270,7 +276,9 @@ def _digit_rows(
         }
 
 
-def _gym_dataset(text: str, name: str, texts: Mapping[str, str], *, size: int, seed: int) -> Any:
+def _gym_dataset(
+    text: str, name: str, texts: Mapping[str, str], *, size: int, seed: int
+) -> Any:
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError:

@@ -36,7 +36,11 @@ def file_suffix(path: Path) -> str | None:
     """Return the suffix that decides how `path` is read, or None."""
     name = path.name.lower()
     return next(
-        (suffix for suffix in sorted(_SUFFIXES, key=len, reverse=True) if name.endswith(suffix)),
+        (
+            suffix
+            for suffix in sorted(_SUFFIXES, key=len, reverse=True)
+            if name.endswith(suffix)
+        ),
         None,
     )
 
@@ -45,7 +49,9 @@ def file_table(path: Path) -> Table:
     suffix = file_suffix(path)
     if os.path.isdir(path):
         datasets = sorted(entry.name for entry in path.iterdir() if file_suffix(entry))[:3]
-        example = f", such as {', '.join(datasets)}" if datasets else f" ({', '.join(_SUFFIXES)})"
+        example = (
+            f", such as {', '.join(datasets)}" if datasets else f" ({', '.join(_SUFFIXES)})"
+        )
         raise DataError(f"--dataset {path} is a folder; name one file in it{example}")
     if not os.path.isfile(path):
         known = os.listdir(path.parent) if os.path.isdir(path.parent) else []
@@ -81,12 +87,16 @@ def _read_text(path: Path, suffix: str) -> Table:
 
 
 def _lines_table(rows: "JsonLines") -> Table:
-    return Table(str(rows.path), rows, columns_of(rows), lines=rows.lines, folder=rows.path.parent)
+    return Table(
+        str(rows.path), rows, columns_of(rows), lines=rows.lines, folder=rows.path.parent
+    )
 
 
 def _unpacked(path: Path) -> bytes:
     """Unpack a .gz piece by piece: a few kilobytes may stand for more than the memory holds."""
-    limit = min(max(_UNPACKED_BYTES, _UNPACKED_FACTOR * os.path.getsize(path)), _MAX_UNPACKED_BYTES)
+    limit = min(
+        max(_UNPACKED_BYTES, _UNPACKED_FACTOR * os.path.getsize(path)), _MAX_UNPACKED_BYTES
+    )
     with gzip.open(path) as file:
         data = bytearray()
         while piece := file.read(1 << 20):
@@ -126,7 +136,9 @@ class JsonLines(Sequence[Mapping[str, Any]]):
         self._digests = array("Q")
         start = 0
         for number, line in enumerate(source, start=1):
-            mark = len(codecs.BOM_UTF8) if number == 1 and line.startswith(codecs.BOM_UTF8) else 0
+            mark = (
+                len(codecs.BOM_UTF8) if number == 1 and line.startswith(codecs.BOM_UTF8) else 0
+            )
             if line[mark:].strip():
                 self.lines.append(number)
                 self._starts.append(start + mark)

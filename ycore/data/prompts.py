@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 PROMPT_COLUMNS = (QUESTION_COLUMNS[0], "messages", *QUESTION_COLUMNS[1:])
-RESERVED_COLUMNS = frozenset({"prompt", "prompts", "completion", "completions", "completion_ids"})
+RESERVED_COLUMNS = frozenset(
+    {"prompt", "prompts", "completion", "completions", "completion_ids"}
+)
 """Keywords that every reward function is called with: a column of that name is not passed on."""
 
 
@@ -52,10 +54,14 @@ def load_prompts(
     `as_chat` makes a text prompt a user's turn, for a model with a chat template. Pictures go into the `store`.
     """
     if config.dataset or not config.env:
-        table = read_table(config.dataset, split=config.split, seed=config.seed, limit=config.limit)
+        table = read_table(
+            config.dataset, split=config.split, seed=config.seed, limit=config.limit
+        )
     elif len(config.env) > 1:
         table = Table(
-            "no dataset", [{"environment": name} for name in config.environments], ("environment",)
+            "no dataset",
+            [{"environment": name} for name in config.environments],
+            ("environment",),
         )
     else:
         table = Table("no dataset", [{}], ())
@@ -207,7 +213,9 @@ class PromptRows(Sequence[Prompt]):
                 )
             return content
         if content and content[-1]["role"] == "assistant" and column != "prompt":
-            content = content[:-1]  # a whole conversation: the policy is to write its last answer
+            content = content[
+                :-1
+            ]  # a whole conversation: the policy is to write its last answer
         if not content:
             raise DataError(
                 f"the prompt ({column!r}) has no turns in {row.place}; correct or remove the row"
@@ -230,7 +238,11 @@ class PromptRows(Sequence[Prompt]):
             return content
         system = content[:1] if content[0]["role"] == "system" else []
         if self._system_prompt is not None and not system:
-            return [{"role": "system", "content": self._system_prompt}, *self._few_shot, *content]
+            return [
+                {"role": "system", "content": self._system_prompt},
+                *self._few_shot,
+                *content,
+            ]
         return [*system, *self._few_shot, *content[len(system) :]]
 
 

@@ -99,7 +99,9 @@ def _listed(value: Any, row: TableRow) -> list[Any]:
 
 def _in_turns(turns: Any) -> Any:
     """Yield the content of each image block of a conversation."""
-    for turn in turns if isinstance(turns, Sequence) and not isinstance(turns, str | bytes) else ():
+    for turn in (
+        turns if isinstance(turns, Sequence) and not isinstance(turns, str | bytes) else ()
+    ):
         content = turn.get("content") if isinstance(turn, Mapping) else None
         for block in (
             content if isinstance(content, Sequence) and not isinstance(content, str) else ()

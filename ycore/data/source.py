@@ -14,9 +14,7 @@ from ycore.data.table import Table
 from ycore.errors import DataError, nearest
 from ycore.models.hub import ANSWER_WITHIN_S, ask_hub, first_line
 
-_NO_HUB_NEEDED = (
-    "give a local file (.jsonl, .csv, .parquet), `task:addition` or another task, which need no hub"
-)
+_NO_HUB_NEEDED = "give a local file (.jsonl, .csv, .parquet), `task:addition` or another task, which need no hub"
 
 
 def read_table(name: str, *, split: str, seed: int, limit: int | None) -> Table:
@@ -31,7 +29,9 @@ def read_table(name: str, *, split: str, seed: int, limit: int | None) -> Table:
     is_path = name.startswith((".", "~", "/")) or hub_name.count("/") > 1
     is_path |= file_suffix(path) is not None and not (colon and "/" in hub_name)
     if not name.strip():
-        raise DataError("--dataset is empty; give a file, a hub id or a task such as task:addition")
+        raise DataError(
+            "--dataset is empty; give a file, a hub id or a task such as task:addition"
+        )
     if name.startswith("task:"):
         table = task_table(name, split=split, seed=seed)
     elif name.startswith("gym:"):
@@ -68,7 +68,9 @@ def _hub_table(text: str, *, split: str, limit: int | None) -> Table:
         )
     is_offline = answer.state == "unreachable"
     if file_suffix(Path(config)) is not None:
-        return replace(file_table(_hub_file(name, config, unreachable=answer.problem)), name=text)
+        return replace(
+            file_table(_hub_file(name, config, unreachable=answer.problem)), name=text
+        )
     if is_offline and not _is_cached(name):
         raise DataError(
             f"no dataset file {name!r}, and the hub cannot be reached to look for one: {answer.problem}; "

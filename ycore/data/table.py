@@ -77,7 +77,9 @@ class TableRow:
         """Return `content`, with a dialogue that is written as one text split into turns."""
         content = self.content(column)
         return (
-            to_messages(content) if isinstance(content, str) and is_dialogue(content) else content
+            to_messages(content)
+            if isinstance(content, str) and is_dialogue(content)
+            else content
         )
 
     def _turn(self, turn: Any, label: str) -> Message:
@@ -114,7 +116,11 @@ class TableRow:
             block.get("text") if kind == "text" else IMAGE_MARK
             for kind, block in zip(kinds, content, strict=True)
         ]
-        return "".join(texts) if texts and all(isinstance(text, str) for text in texts) else content
+        return (
+            "".join(texts)
+            if texts and all(isinstance(text, str) for text in texts)
+            else content
+        )
 
     def _check_characters(self, text: str, label: str) -> None:
         if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):

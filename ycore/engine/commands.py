@@ -67,11 +67,11 @@ _ROLE_OPTIONS: dict[str, dict[str, str]] = {
 
 # Arguments of vLLM's on which ycore's protocol, proofs or memory plan rest: what to say in place of `engine.args`.
 _SOCKET = "ycore talks to an engine over a socket of its own"
-_ONE_ENGINE = (
-    "say --set engine.count=2 for more engines, or --set engine.tensor_parallel=2 for wider ones"
-)
+_ONE_ENGINE = "say --set engine.count=2 for more engines, or --set engine.tensor_parallel=2 for wider ones"
 _WEIGHTS = "an engine holds the policy's weights as they are sent, which is proved after each sync; leave it out"
-_ADAPTERS = "say --set engine.sync=adapter, which sends the policy's adapters without merging them"
+_ADAPTERS = (
+    "say --set engine.sync=adapter, which sends the policy's adapters without merging them"
+)
 _ROLE = "ycore sets it by the engine's role; leave it out"
 
 _OWNED: Mapping[str, str] = {
@@ -82,11 +82,14 @@ _OWNED: Mapping[str, str] = {
         ("host", "port", "uds", "api_key", "root_path", "ssl_keyfile", "ssl_certfile"), _SOCKET
     ),
     **dict.fromkeys(
-        ("served_model_name", "runner", "convert", "logprobs_mode", "worker_extension_cls"), _ROLE
+        ("served_model_name", "runner", "convert", "logprobs_mode", "worker_extension_cls"),
+        _ROLE,
     ),
     **dict.fromkeys(("worker_cls", "generation_config", "override_generation_config"), _ROLE),
     **dict.fromkeys(("quantization", "quantization_config", "load_format"), _WEIGHTS),
-    **dict.fromkeys(("data_parallel_size", "pipeline_parallel_size", "device_ids"), _ONE_ENGINE),
+    **dict.fromkeys(
+        ("data_parallel_size", "pipeline_parallel_size", "device_ids"), _ONE_ENGINE
+    ),
     **dict.fromkeys(
         ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype"), _ADAPTERS
     ),
@@ -124,7 +127,9 @@ class EngineSpec:
     trust_remote_code: bool = False
     role: str = ROLLOUT  # or another of `placement.ROLES`
     has_neighbours: bool = False  # engines of other roles use the same cores or device
-    arguments: tuple[tuple[str, Any], ...] = ()  # of vLLM, by name, beside those that ycore sets
+    arguments: tuple[
+        tuple[str, Any], ...
+    ] = ()  # of vLLM, by name, beside those that ycore sets
     variables: tuple[str, ...] = ()  # of the environment, that the user adds to the usual ones
     deterministic: bool = False  # a sequence gets the same in any batch, at a price
     lora_rank: int = 0  # of the policy's adapters, where they are sent alone; 0 where merged
@@ -167,7 +172,9 @@ def engine_command(engine: EngineSpec) -> list[str]:
         }
         flags.append("--enable-lora")
     if engine.on_cpu:
-        options |= {"--distributed-executor-backend": "uni"} if engine.tensor_parallel == 1 else {}
+        options |= (
+            {"--distributed-executor-backend": "uni"} if engine.tensor_parallel == 1 else {}
+        )
         # No chunked prefill: when a prompt is read in parts, vLLM rewinds its seeded generator, which a CPU generator
         # cannot do, and the engine dies. So one pass must hold the longest prompt.
         options["--block-size"] = 32  # tokens; the CPU kernels need a multiple of this

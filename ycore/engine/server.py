@@ -24,7 +24,13 @@ Process = tuple[int, int]  # the inode and the modification time of its socket
 
 # The server closes a connection after 5 s without a request, as in a training step; ours are dropped well before.
 _LIMITS = httpx.Limits(max_connections=None, keepalive_expiry=1.0)
-_RETRY_PAUSES_S = (0.05, 0.2, 0.5, 1.0, 2.0)  # between requests to one process that keeps failing
+_RETRY_PAUSES_S = (
+    0.05,
+    0.2,
+    0.5,
+    1.0,
+    2.0,
+)  # between requests to one process that keeps failing
 
 
 class NoAnswer(EngineError):
@@ -69,7 +75,12 @@ class Server:
     """
 
     def __init__(
-        self, name: str, socket: Path, *, request_timeout_s: float, restart_timeout_s: float = 900.0
+        self,
+        name: str,
+        socket: Path,
+        *,
+        request_timeout_s: float,
+        restart_timeout_s: float = 900.0,
     ) -> None:
         self.name = name
         self.socket = socket
@@ -97,7 +108,9 @@ class Server:
                 f"{self.name}: not ready after {timeout_s:.0f} s; {way_out}"
             ) from None
 
-    async def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    async def request(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None
+    ) -> Any:
         """Send a request, and again after a restart, until a prepared process answers; return its JSON, None if empty.
 
         Raises:
@@ -119,16 +132,27 @@ class Server:
             self.in_flight -= 1
             answer.cancel()
         if is_lost:
-            within = f"{self._timeout_s + self._restart_timeout_s:.0f} s; see logs/{self.name}.log"
+            within = (
+                f"{self._timeout_s + self._restart_timeout_s:.0f} s; see logs/{self.name}.log"
+            )
             raise EngineError(
                 f"{self.name}: lost, and no answer to {path} from another process within {within}"
             )
-        why = f", sent {len(failures) + 1} times; first failure: {failures[0]}" if failures else ""
+        why = (
+            f", sent {len(failures) + 1} times; first failure: {failures[0]}"
+            if failures
+            else ""
+        )
         within = f"{self._timeout_s:.0f} s (engine.request_timeout_s)"
         raise EngineError(f"{self.name}: no answer to {path} within {within}{why}")
 
     async def request_once(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, is_json: bool = True
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        is_json: bool = True,
     ) -> Any:
         """Send one request to whatever process is there; NoAnswer where a retry may help, else EngineError.
 
@@ -142,7 +166,9 @@ class Server:
                 f"{self.name}: {path} failed, {why}; see logs/{self.name}.log"
             ) from error
         if response.is_error:
-            problem = f"{self.name}: {path} answered {response.status_code}: {response.text[:300]}"
+            problem = (
+                f"{self.name}: {path} answered {response.status_code}: {response.text[:300]}"
+            )
             if response.is_server_error:
                 raise NoAnswer(problem)
             if response.status_code == httpx.codes.BAD_REQUEST:

@@ -34,14 +34,18 @@ Entry = tuple[str, str, list[int], int]
 class Bucket:
     """Memory that an engine opens by its `handle`; on a CPU it is in `file`."""
 
-    def __init__(self, source: WeightSource, sums: Mapping[str, TensorSums], file: Path) -> None:
+    def __init__(
+        self, source: WeightSource, sums: Mapping[str, TensorSums], file: Path
+    ) -> None:
         largest = max((tensor.num_bytes for tensor in sums.values()), default=0)
         self._weights = source.weights
         self.num_bytes = max(BUCKET_BYTES, largest)
         if source.device.type == "cuda":
             self._memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=source.device)
             # Whoever reaches the engine's socket, which is the user's own, may call its worker: pickle adds nothing.
-            self.handle = base64.b64encode(pickle.dumps(reduce_tensor(self._memory)[1])).decode()
+            self.handle = base64.b64encode(
+                pickle.dumps(reduce_tensor(self._memory)[1])
+            ).decode()
             return
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -68,7 +72,9 @@ class Bucket:
                 entries = []
                 end = 0
             self._memory[end : end + weight.nbytes].copy_(weight.reshape(-1).view(torch.uint8))
-            entries.append((name, str(weight.dtype).removeprefix("torch."), [*weight.shape], end))
+            entries.append(
+                (name, str(weight.dtype).removeprefix("torch."), [*weight.shape], end)
+            )
             end += -(-weight.nbytes // _ALIGNED) * _ALIGNED
         yield self._written(entries)
 

@@ -30,7 +30,10 @@ class Sight:
     """
 
     def __init__(
-        self, processor: Any, store: ImageStore, template_arguments: Mapping[str, Any] | None = None
+        self,
+        processor: Any,
+        store: ImageStore,
+        template_arguments: Mapping[str, Any] | None = None,
     ) -> None:
         self.processor = processor
         self.store = store
@@ -63,7 +66,8 @@ class Sight:
     def inputs(self, prompts: Sequence[Prompt]) -> Any:
         """Return the inputs of transformers' model: (B, P) token ids padded left, and the pixels of all pictures."""
         return self._processed(
-            [self.text(prompt.content) for prompt in prompts], [prompt.images for prompt in prompts]
+            [self.text(prompt.content) for prompt in prompts],
+            [prompt.images for prompt in prompts],
         )
 
     def _encoded(self, text: str, images: tuple[Any, ...]) -> tuple[int, ...]:

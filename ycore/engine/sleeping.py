@@ -71,7 +71,9 @@ class SleepingEngine:
             return
         began = time.perf_counter()
         level = DROP if self._levels is None else self._levels.choose()
-        if self._changing.exists():  # a change was cut off; the deepest level if its file is empty
+        if (
+            self._changing.exists()
+        ):  # a change was cut off; the deepest level if its file is empty
             level = max(level, int(self._changing.read_text() or DROP))
         self._changing.write_text(str(level))
         await self._server.request("POST", SLEEP.format(level=level))

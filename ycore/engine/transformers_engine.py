@@ -67,7 +67,9 @@ class TransformersEngine(Engine):
     async def logprobs_of(
         self, context_ids: Sequence[int], target_ids: Sequence[int]
     ) -> tuple[float, ...]:
-        async with self._batches.lock:  # one use of the model at a time, as each has its own thread
+        async with (
+            self._batches.lock
+        ):  # one use of the model at a time, as each has its own thread
             return await asyncio.to_thread(self._score, list(context_ids), list(target_ids))
 
     def _score(self, context_ids: list[int], target_ids: list[int]) -> tuple[float, ...]:
@@ -76,7 +78,9 @@ class TransformersEngine(Engine):
             logits = self._model(input_ids=ids, use_cache=False).logits[
                 0, len(context_ids) - 1 : -1
             ]
-        chosen = logits.float().log_softmax(-1).gather(1, ids[0, len(context_ids) :].unsqueeze(1))
+        chosen = (
+            logits.float().log_softmax(-1).gather(1, ids[0, len(context_ids) :].unsqueeze(1))
+        )
         return tuple(chosen.squeeze(1).tolist())
 
     def _generate(self, batch: Sequence[_Request]) -> list[Completion]:
@@ -86,7 +90,9 @@ class TransformersEngine(Engine):
         # Without `devices`, fork_rng would touch every device on each rank.
         devices = [self._model.device] if self._model.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), self._inference():
-            torch.manual_seed(batch[0].seed)  # one generator, seeded by the batch's first request
+            torch.manual_seed(
+                batch[0].seed
+            )  # one generator, seeded by the batch's first request
             outputs = self._model.generate(
                 **inputs,
                 max_new_tokens=max(request.max_tokens for request in batch),
@@ -111,7 +117,9 @@ class TransformersEngine(Engine):
         prompts = [request.prompt for request in batch if request.prompt is not None]
         if not prompts:
             ids = [list(request.prompt_ids) for request in batch]
-            return self._tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt")
+            return self._tokenizer.pad(
+                {"input_ids": ids}, padding_side="left", return_tensors="pt"
+            )
         assert self._sight is not None, "a prompt with pictures, and a model that does not see"
         return self._sight.inputs(prompts)
 

@@ -66,7 +66,10 @@ class VllmEngine(Server, Engine):
         drafts: bool = False,
     ) -> None:
         super().__init__(
-            name, socket, request_timeout_s=request_timeout_s, restart_timeout_s=restart_timeout_s
+            name,
+            socket,
+            request_timeout_s=request_timeout_s,
+            restart_timeout_s=restart_timeout_s,
         )
         self.version = 0
         self._sleeping = SleepingEngine(self, refill=self._refill) if sleeps else None
@@ -158,7 +161,9 @@ class VllmEngine(Server, Engine):
         return Completion(
             token_ids=token_ids,
             logprobs=tuple(token["logprob"] for token in choice["logprobs"]["content"]),
-            text=str(self._sight.processor.tokenizer.decode(token_ids, skip_special_tokens=True)),
+            text=str(
+                self._sight.processor.tokenizer.decode(token_ids, skip_special_tokens=True)
+            ),
             finish_reason=choice["finish_reason"],
             policy_version=version,
         )
@@ -172,7 +177,9 @@ class VllmEngine(Server, Engine):
         sums = read_manifest(folder, version=version)
         self._weights = folder, version
         self._model = f"{ROLLOUT}-{version}" if has_adapters(sums) else ROLLOUT
-        if not self.is_home:  # the next request's preparation checks that the home has sent them
+        if (
+            not self.is_home
+        ):  # the next request's preparation checks that the home has sent them
             self.prepare_again()
             self.version = version
         elif self._can_take_weights:
@@ -258,7 +265,9 @@ class VllmEngine(Server, Engine):
         models = (await self.request_once("GET", "/v1/models"))["data"]
         for model in models:
             if model["parent"] is not None:
-                await self.request_once("POST", _UNLOAD, {"lora_name": model["id"]}, is_json=False)
+                await self.request_once(
+                    "POST", _UNLOAD, {"lora_name": model["id"]}, is_json=False
+                )
         await self.request_once(
             "POST", _LOAD, {"lora_name": self._model, "lora_path": str(folder)}, is_json=False
         )

@@ -48,7 +48,9 @@ class PolicyWorker(Worker):
 
     def open_bucket(self: Any, handle: str, num_bytes: int) -> None:
         """Begin to load weights that come in a `shared_bucket`; what else loads them must not come between."""
-        if getattr(self, "bucket", None) is not None:  # a trainer that died has left it half loaded
+        if (
+            getattr(self, "bucket", None) is not None
+        ):  # a trainer that died has left it half loaded
             self.close_bucket()
         self.bucket = opened(handle, num_bytes, self.device)
         with set_current_vllm_config(self.vllm_config):
@@ -76,9 +78,9 @@ class PolicyWorker(Worker):
         """Return `held_pieces` of the model and of its adapters, if it has some."""
         model = self.model_runner.get_model()
         workers = self.parallel_config.tensor_parallel_size
-        return held_pieces(model, dtype=self.model_config.dtype, workers=workers) + adapter_pieces(
-            model
-        )
+        return held_pieces(
+            model, dtype=self.model_config.dtype, workers=workers
+        ) + adapter_pieces(model)
 
 
 def pack_heads(model: Any) -> None:
@@ -106,7 +108,9 @@ def held_pieces(model: Any, *, dtype: Any, workers: int = 1) -> list[Piece]:
             if parameter.numel():
                 name = first_name.setdefault(parameter.data_ptr(), name)
             if leaf == "bias" and parameter.dtype == torch.float32:
-                parameter = parameter.to(dtype)  # a CPU keeps it in float32, with the same value
+                parameter = parameter.to(
+                    dtype
+                )  # a CPU keeps it in float32, with the same value
             packed = PACKED_SUMS.get(module) if leaf == "weight" else None
             is_norm = leaf in ("weight", "bias")
             is_known = workers == 1 or hasattr(module, "tp_rank") or is_norm
@@ -142,7 +146,9 @@ def parts_of(layer: Any) -> list[Part]:
     """
     rank = getattr(layer, "tp_rank", 0)
     size = getattr(layer, "tp_size", 1)
-    if hasattr(layer, "shard_indices"):  # an embedding, with rows of zeros behind the vocabulary
+    if hasattr(
+        layer, "shard_indices"
+    ):  # an embedding, with rows of zeros behind the vocabulary
         rows = layer.num_embeddings_per_partition
         return [Part(rows, layer.num_embeddings_padded, rank * rows)]
     rows_of_parts = list(getattr(layer, "output_partition_sizes", ()))
@@ -217,9 +223,9 @@ def multiply_rows_alike() -> None:
         rows = x.reshape(-1, x.shape[-1])
         if in_blocks and x.dtype == torch.bfloat16:
             padded = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % _BLOCK))
-            made = torch.cat([stock(layer, block, weight, bias) for block in padded.split(_BLOCK)])[
-                : len(rows)
-            ]
+            made = torch.cat(
+                [stock(layer, block, weight, bias) for block in padded.split(_BLOCK)]
+            )[: len(rows)]
         elif len(rows) == 1:
             made = stock(layer, rows.repeat(2, 1), weight, bias)[:1]
         else:
@@ -261,7 +267,8 @@ def _sample(
     noise = torch.empty_like(probabilities)
     # A request without a seed has no generator; the process's own then gives the seed of its row.
     seeds = [
-        int(torch.randint(2**62, (1,), generator=generators.get(row))) for row in range(len(noise))
+        int(torch.randint(2**62, (1,), generator=generators.get(row)))
+        for row in range(len(noise))
     ]
     fill_with_exponentials(noise.numpy(), seeds)
     return sample_with_exponential_noise(probabilities, noise), returned

@@ -16,7 +16,10 @@ import torch
 from ycore.errors import SyncError
 from ycore.run.files import read_json, write_json_atomic
 
-ROW_BASE, COLUMN_BASE = 0x5851F42D4C957F2D, 0x14057B7EF767814F  # odd, so that no power of them is 0
+ROW_BASE, COLUMN_BASE = (
+    0x5851F42D4C957F2D,
+    0x14057B7EF767814F,
+)  # odd, so that no power of them is 0
 _MODULUS = 2**64
 _MANIFEST = "weights.json"
 

@@ -66,13 +66,17 @@ def write_weights(
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     remove_manifest(folder)
     room = sum(len(name) + _ENTRY for name, _ in model.named_parameters(remove_duplicate=False))
-    files = [_File(folder / f"model-{number:05d}.safetensors", room) for number in range(NUM_FILES)]
+    files = [
+        _File(folder / f"model-{number:05d}.safetensors", room) for number in range(NUM_FILES)
+    ]
     waiting: deque[tuple[Future[None], int]] = deque()
     sums: dict[str, TensorSums] = {}
     try:
         with ThreadPoolExecutor(NUM_FILES, "weights") as threads:
             for name, weight in weights:
-                while waiting and sum(size for _, size in waiting) + weight.nbytes > QUEUED_BYTES:
+                while (
+                    waiting and sum(size for _, size in waiting) + weight.nbytes > QUEUED_BYTES
+                ):
                     waiting.popleft()[0].result()
                 write = min(files, key=lambda file: file.end).add(name, weight, sums)
                 waiting.append((threads.submit(write), weight.nbytes))
@@ -87,7 +91,9 @@ def write_weights(
     return num_bytes
 
 
-def note_weights(model: torch.nn.Module, folder: Path, *, dtype: torch.dtype, version: int) -> int:
+def note_weights(
+    model: torch.nn.Module, folder: Path, *, dtype: torch.dtype, version: int
+) -> int:
     """Write the manifest alone, for engines that copy the weights from this process; return the bytes of all weights."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     remove_manifest(folder)
@@ -131,10 +137,14 @@ def write_adapters(
         tensors[f"{owner}.lora_A.weight"] = torch.nn.functional.pad(down, (0, 0, 0, pad)).to(
             "cpu", dtype
         )
-        tensors[f"{owner}.lora_B.weight"] = torch.nn.functional.pad(up, (0, pad)).to("cpu", dtype)
+        tensors[f"{owner}.lora_B.weight"] = torch.nn.functional.pad(up, (0, pad)).to(
+            "cpu", dtype
+        )
     for name, weight in base.named_parameters():
         if weight.requires_grad and ".lora_" not in name and not name.startswith("critic."):
-            raise SyncError(f"engine.sync=adapter sends adapters alone, and {name} is trained too")
+            raise SyncError(
+                f"engine.sync=adapter sends adapters alone, and {name} is trained too"
+            )
     if model not in _BASE_SUMS:
         _BASE_SUMS[model] = {
             name: tensor_sums(weight)
@@ -146,7 +156,9 @@ def write_adapters(
         {f"base_model.model.{name}": tensor for name, tensor in tensors.items()},
         folder / "adapter_model.safetensors",
     )
-    rank = max(tensor.size(0) for name, tensor in tensors.items() if name.endswith("lora_A.weight"))
+    rank = max(
+        tensor.size(0) for name, tensor in tensors.items() if name.endswith("lora_A.weight")
+    )
     modules = sorted({name.split(".")[-3] for name in tensors})
     config = {
         "peft_type": "LORA",
@@ -196,7 +208,9 @@ class _File:
 
     def finish(self) -> int:
         """Write the header; return the bytes of the weights."""
-        header = json.dumps(self._entries, separators=(",", ":")).encode().ljust(self._start - 8)
+        header = (
+            json.dumps(self._entries, separators=(",", ":")).encode().ljust(self._start - 8)
+        )
         os.truncate(self.descriptor, self.end)
         os.pwrite(self.descriptor, header, 8)
         os.pwrite(self.descriptor, len(header).to_bytes(8, "little"), 0)

@@ -17,7 +17,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from ycore.config.schema import AnyConfig, RunConfig
 from ycore.errors import Interrupted
@@ -153,7 +159,9 @@ class Evaluation(TrainerCallback, ABC):
         """Log a row of its own, for the trackers too."""
         if figures:
             self._rows.append({"step": self._run.trainer.state.global_step, **figures})
-            Trainer.log(self._run.trainer, dict(figures))  # TRL's own adds the metrics of a step
+            Trainer.log(
+                self._run.trainer, dict(figures)
+            )  # TRL's own adds the metrics of a step
 
     def _log_with_step(self, figures: dict[str, float]) -> None:
         """Log the figures when the step is."""
@@ -220,7 +228,10 @@ class RolloutEvaluation(Evaluation):
 
     def start(self, *, timeout_s: float) -> None:
         """Wait for what scores the held-out completions, where that is not what scores the run's own."""
-        if self._held_out is not None and self._held_out.scoring is not self._controller.scoring:
+        if (
+            self._held_out is not None
+            and self._held_out.scoring is not self._controller.scoring
+        ):
             self._controller.run(self._held_out.scoring.start(timeout_s=timeout_s))
 
     def on_step_end(

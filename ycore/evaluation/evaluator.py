@@ -84,7 +84,9 @@ def load_policy(parts: "Assembly") -> Any:
         trust_remote_code=parts.config.trust_remote_code,
     )
     never_write(model, image_token_ids(model.config.to_dict()))
-    return model.to("cuda") if torch.cuda.is_available() and not parts.started.on_host else model
+    return (
+        model.to("cuda") if torch.cuda.is_available() and not parts.started.on_host else model
+    )
 
 
 def _run_rounds(
@@ -92,7 +94,10 @@ def _run_rounds(
 ) -> list[Group]:
     completions = root / "completions.jsonl"
     done: list[Group] = []
-    with closing(MetricsWriter(metrics)) as writer, completions.open("w", encoding="utf-8") as file:
+    with (
+        closing(MetricsWriter(metrics)) as writer,
+        completions.open("w", encoding="utf-8") as file,
+    ):
         while len(done) < num_prompts:
             num_groups = min(_PROMPTS_AT_ONCE, num_prompts - len(done))
             groups = controller.next_round(step=0, num_groups=num_groups)

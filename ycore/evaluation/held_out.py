@@ -80,7 +80,9 @@ def evaluate_policy(
     rank, world = controller.peers.rank, controller.peers.world
     controller.draws.cursor = 0
     draws = [controller.draws.draw() for _ in range(rank, num_prompts, world)]
-    groups = controller.run_round(_write_groups(controller, draws, step), step=step, trains=False)
+    groups = controller.run_round(
+        _write_groups(controller, draws, step), step=step, trains=False
+    )
     table = np.zeros((num_prompts, len(figure_names(config)) + len(_EXTRAS), 2))
     for group in groups:
         table[group.draw.position] = _count_group(group, config)
@@ -90,7 +92,9 @@ def evaluate_policy(
     return evaluation_figures(np.array(total).reshape(table.shape), config)
 
 
-async def _write_groups(controller: "Controller", draws: Sequence[Draw], step: int) -> list[Group]:
+async def _write_groups(
+    controller: "Controller", draws: Sequence[Draw], step: int
+) -> list[Group]:
     room = asyncio.Semaphore(controller.rules.max_in_flight or _PROMPTS_IN_FLIGHT)
 
     async def write(draw: Draw) -> Group:
@@ -371,7 +375,10 @@ def evaluation_summary(rows: Sequence[Row], config: AnyConfig) -> dict[str, Any]
     if not evaluations:
         return {}
     summary: dict[str, Any] = {
-        "held_out": {"before": row_figures(evaluations[0]), "after": row_figures(evaluations[-1])}
+        "held_out": {
+            "before": row_figures(evaluations[0]),
+            "after": row_figures(evaluations[-1]),
+        }
     }
     if config.keep_best and (best := best_of(evaluations, watched_metric(config))):
         summary["best"] = row_figures(best)

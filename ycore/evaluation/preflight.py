@@ -42,7 +42,9 @@ def _preflight(root: Path) -> None:
     from ycore.round.assemble import assemble
 
     measured, samples = run_preflight(assemble(root))
-    write_json_atomic(root / "preflight.json", {"preflight": asdict(measured), "samples": samples})
+    write_json_atomic(
+        root / "preflight.json", {"preflight": asdict(measured), "samples": samples}
+    )
 
 
 def run_preflight(

@@ -16,7 +16,10 @@ EQUAL_WARNS = 0.75
 UNREADABLE_STOPS, UNREADABLE_WARNS = 0.9, 0.1
 MASKED_WARNS = 0.1
 KEPT_WARNS = 0.9  # of the gradient that the limit of whole completions' weights keeps
-GAP_STOPS, GAP_WARNS = 0.5, 0.1  # of a token's log-probability; about 0.04 is bfloat16's rounding
+GAP_STOPS, GAP_WARNS = (
+    0.5,
+    0.1,
+)  # of a token's log-probability; about 0.04 is bfloat16's rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +157,9 @@ def kept_share(spread: float, *, tokens: float, limit: float) -> float:
     Phi(log(limit) / s - s / 2). So longer completions lose more.
     """
     deviation = spread * math.sqrt(tokens)
-    return NormalDist().cdf(math.log(limit) / deviation - deviation / 2) if deviation > 0 else 1.0
+    return (
+        NormalDist().cdf(math.log(limit) / deviation - deviation / 2) if deviation > 0 else 1.0
+    )
 
 
 _Rule = tuple[Level | None, str, str]

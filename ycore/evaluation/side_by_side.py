@@ -43,7 +43,9 @@ def read_results(folder: Path, weights: Sequence[float]) -> Results:
     return {row: _summarise(completions, weights) for row, completions in by_row.items()}
 
 
-def _summarise(completions: Sequence[Mapping[str, Any]], weights: Sequence[float]) -> PromptResult:
+def _summarise(
+    completions: Sequence[Mapping[str, Any]], weights: Sequence[float]
+) -> PromptResult:
     rewards = [completion["rewards"] for completion in completions]
     num_right = sum((values[0] or 0.0) >= RIGHT_FROM for values in rewards)
     return PromptResult(

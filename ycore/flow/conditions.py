@@ -24,7 +24,9 @@ def load_conditions(config: FlowConfig, *, num_classes: int) -> PromptSet:
     if config.dataset == CLASSES:
         table = Table(CLASSES, [{column: label} for label in range(num_classes)], (column,))
     else:
-        table = read_table(config.dataset, split=config.split, seed=config.seed, limit=config.limit)
+        table = read_table(
+            config.dataset, split=config.split, seed=config.seed, limit=config.limit
+        )
     if column not in table.columns:
         near = (
             nearest(column, table.columns)
@@ -40,7 +42,9 @@ def load_conditions(config: FlowConfig, *, num_classes: int) -> PromptSet:
         row = table.row(number)
         label = class_of(row, column, num_classes)
         values = {name: row.values.get(name) for name in passed} | {column: label}
-        prompt = Prompt(row=number, content=str(row.values.get("prompt", label)), columns=values)
+        prompt = Prompt(
+            row=number, content=str(row.values.get("prompt", label)), columns=values
+        )
         digest.update(json.dumps([prompt.content, values], default=str).encode())
         prompts.append(prompt)
     return PromptSet(prompts, tuple(passed), digest.hexdigest(), is_chat=False)

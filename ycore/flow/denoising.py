@@ -110,7 +110,9 @@ def step(
 def log_density(point: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
     """The log-density of a Gaussian with one std, summed over each picture's values, [B]; 0 where the std is 0."""
     safe = std.clamp_min(1e-20)
-    densities = -((point - mean) ** 2) / (2 * safe**2) - safe.log() - 0.5 * math.log(2 * math.pi)
+    densities = (
+        -((point - mean) ** 2) / (2 * safe**2) - safe.log() - 0.5 * math.log(2 * math.pi)
+    )
     return torch.where((std > 0).flatten(), densities.flatten(1).sum(1), 0.0)
 
 
@@ -176,7 +178,9 @@ def draw(
             mean_v = (v + velocity(x, then)) / 2
             x = step("ode", before, mean_v, now, then, level=0.0, near_one=near_one).point
         noisy = [
-            index for index, first in enumerate(firsts) if sampling.rule_at(number, first) in NOISY
+            index
+            for index, first in enumerate(firsts)
+            if sampling.rule_at(number, first) in NOISY
         ]
         if not noisy:
             continue
@@ -205,4 +209,6 @@ def draw(
 
 def noise_of(seed: int, shape: Sequence[int]) -> torch.Tensor:
     """Normal noise in float32, from a generator of its own on the CPU: the same in any batch and on any device."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32
+    )

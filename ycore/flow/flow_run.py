@@ -144,7 +144,9 @@ class FlowRun:
         self._engine.num_drawn = 0
         groups = self.controller.next_round(step=step, num_groups=self.config.prompts_per_step)
         row |= self.learner.learn(groups, step=step)
-        if not all(torch.isfinite(weight).all() for weight in self.learner.policy.trained.values()):
+        if not all(
+            torch.isfinite(weight).all() for weight in self.learner.policy.trained.values()
+        ):
             raise RunError(
                 f"the weights are no longer finite after step {step + 1}; lower --learning-rate, and resume"
             )

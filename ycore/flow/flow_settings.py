@@ -57,7 +57,11 @@ class FlowSettings(Strict):
     batch: Positive = 64  # pictures that the network takes at once
 
 
-_NOT_TAKEN: Mapping[str, Any] = {"quantize": None, "accelerate": None, "trust_remote_code": False}
+_NOT_TAKEN: Mapping[str, Any] = {
+    "quantize": None,
+    "accelerate": None,
+    "trust_remote_code": False,
+}
 _OF_TRACKERS = ("report_to", "project")
 
 
@@ -101,7 +105,9 @@ class FlowConfig(ScoredConfig):
         if self.lora is not None and self.lora != LoraSettings(
             r=self.lora.r, alpha=self.lora.alpha, target_modules=self.lora.target_modules
         ):
-            raise ConfigError("lora.dropout would make sampler and trainer disagree; leave it at 0")
+            raise ConfigError(
+                "lora.dropout would make sampler and trainer disagree; leave it at 0"
+            )
         is_noisy = flow.sampler in ("sde", "dance", "cps")
         if flow.method == "grpo" and (
             flow.noise == 0 or (flow.sampler is not None and not is_noisy)

@@ -59,7 +59,11 @@ class Learner:
     """
 
     def __init__(
-        self, policy: FlowPolicy, config: FlowConfig, sampling: Sampling, trajectories: Trajectories
+        self,
+        policy: FlowPolicy,
+        config: FlowConfig,
+        sampling: Sampling,
+        trajectories: Trajectories,
     ) -> None:
         self.policy = policy
         self._config = config
@@ -126,7 +130,9 @@ class Learner:
 
     def _update(self, batch: Batch, *, seed: str) -> dict[str, float]:
         self.optimizer.zero_grad()
-        parts = self._nft(batch, seed) if self._config.flow.method == "nft" else self._grpo(batch)
+        parts = (
+            self._nft(batch, seed) if self._config.flow.method == "nft" else self._grpo(batch)
+        )
         sums: dict[str, float] = {}
         for loss, measured in parts:
             loss.backward()
@@ -176,7 +182,9 @@ class Learner:
             made = self._replay(batch, rows, number, None)
             device = made.logprob.device
             old, advantages = batch.logprobs[rows, number], batch.advantages[rows]
-            clipped = grpo_loss(made.logprob, old.to(device), advantages.to(device), clip=flow.clip)
+            clipped = grpo_loss(
+                made.logprob, old.to(device), advantages.to(device), clip=flow.clip
+            )
             loss = clipped.loss
             measured = {
                 "ycore/flow/ratio": clipped.ratio.sum().item() * share,

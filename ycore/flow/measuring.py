@@ -63,7 +63,9 @@ async def measure(
         tasks = []
         for index in range(num_samples):
             seed = completion_seed(config.seed, -1 - label, index)
-            tasks.append(asyncio.create_task(engine.complete((label, NOWHERE), seed, greedy=True)))
+            tasks.append(
+                asyncio.create_task(engine.complete((label, NOWHERE), seed, greedy=True))
+            )
         writing = PendingGroup(Draw(prompt.row, prompt, (label,)), tasks, step, slots)
         scores = await together([scoring.score(writing) for scoring in scorings])
         return [await task for task in tasks], scores
@@ -96,10 +98,14 @@ def _values(pictures: Sequence[Picture], images: ImageStore) -> Any:
     return values[..., :1] if is_grey else values
 
 
-def _means(name: str, scores: Sequence[Sequence[Score]], specs: Sequence[Any]) -> dict[str, float]:
+def _means(
+    name: str, scores: Sequence[Sequence[Score]], specs: Sequence[Any]
+) -> dict[str, float]:
     """The mean of the weighted sum, and of each of several sources, with their intervals."""
     weights = [spec.weight for spec in specs]
-    columns: dict[str, list[float | None]] = {name: [total_reward(row, weights) for row in scores]}
+    columns: dict[str, list[float | None]] = {
+        name: [total_reward(row, weights) for row in scores]
+    }
     if len(specs) > 1:
         for source, source_name in enumerate(reward_names(specs)):
             columns[f"{name}s/{source_name}"] = [row[source].value for row in scores]
@@ -132,7 +138,9 @@ def judge_fell(rows: Sequence[Row]) -> float | None:
         rows: of the run's metrics, the last of them measured now.
     """
     measured = [
-        row for row in rows if number(row, TRAINED) is not None and number(row, JUDGED) is not None
+        row
+        for row in rows
+        if number(row, TRAINED) is not None and number(row, JUDGED) is not None
     ]
     if len(measured) < 2:
         return None

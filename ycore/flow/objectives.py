@@ -84,7 +84,11 @@ class Clipped(NamedTuple):
 
 
 def grpo_loss(
-    logprob: torch.Tensor, old_logprob: torch.Tensor, advantages: torch.Tensor, *, clip: float = 0.2
+    logprob: torch.Tensor,
+    old_logprob: torch.Tensor,
+    advantages: torch.Tensor,
+    *,
+    clip: float = 0.2,
 ) -> Clipped:
     """PPO's clipped loss of one step, with densities over all of a picture's values (arXiv 2505.05470, eq. 5).
 

@@ -56,7 +56,9 @@ class FlowPolicy:
                 inject_adapter_in_model(settings, self.network)
         self.network.eval().to(self.device)
         self.trained = {
-            name: weight for name, weight in self.network.named_parameters() if weight.requires_grad
+            name: weight
+            for name, weight in self.network.named_parameters()
+            if weight.requires_grad
         }
         self.reference = self.copy()
 
@@ -90,7 +92,11 @@ class FlowPolicy:
         return without + self.guidance * (v - without)
 
     def _network_velocity(
-        self, x: torch.Tensor, times: torch.Tensor, classes: torch.Tensor, weights: Weights | None
+        self,
+        x: torch.Tensor,
+        times: torch.Tensor,
+        classes: torch.Tensor,
+        weights: Weights | None,
     ) -> Any:
         inputs = (x.to(self.device), times.to(self.device) * _SCALE)
         named = {"class_labels": classes.to(self.device), "return_dict": False}

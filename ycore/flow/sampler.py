@@ -79,7 +79,9 @@ class Trajectories:
                 f"a trajectory of the journal cannot be read ({problem}); resume from 0"
             ) from None
         if hashlib.sha256(data).hexdigest() != name:
-            raise RunFolderError(f"{path} has changed: its sha256 is not its name; resume from 0")
+            raise RunFolderError(
+                f"{path} has changed: its sha256 is not its name; resume from 0"
+            )
         tensors: dict[str, torch.Tensor] = load(data)
         return tensors
 
@@ -238,7 +240,12 @@ def drop_pictures(folder: RunFolder) -> int:
 
 
 def contact_sheet(
-    policy: FlowPolicy, sampling: Sampling, classes: Sequence[int], path: Path, *, num_each: int = 8
+    policy: FlowPolicy,
+    sampling: Sampling,
+    classes: Sequence[int],
+    path: Path,
+    *,
+    num_each: int = 8,
 ) -> None:
     """A PNG with `num_each` pictures of every class, by the model that the run began with and by the policy, side by
     side and from the same noise."""

@@ -132,7 +132,9 @@ class Served(Strict):
     """A model that scores: in engines of the run, or at an address."""
 
     model: str  # a hub id, folder, GGUF file or built-in name
-    base_url: str | None = None  # an OpenAI-compatible address, which knows the model as `model`
+    base_url: str | None = (
+        None  # an OpenAI-compatible address, which knows the model as `model`
+    )
     api_key_env: str | None = (
         None  # the variable that holds the address's key; the key is never written anywhere
     )
@@ -145,8 +147,13 @@ class Served(Strict):
                 "api_key_env is for a base_url, and none is given; set base_url, or remove api_key_env"
             )
         if self.base_url is not None and not self.base_url.startswith(("http://", "https://")):
-            raise ValueError(f"base_url begins with http:// or https://; it is {self.base_url!r}")
-        if self.base_url is not None and "@" in self.base_url.partition("://")[2].partition("/")[0]:
+            raise ValueError(
+                f"base_url begins with http:// or https://; it is {self.base_url!r}"
+            )
+        if (
+            self.base_url is not None
+            and "@" in self.base_url.partition("://")[2].partition("/")[0]
+        ):
             raise ValueError(
                 "base_url has a password in it; put the key into a variable and name it by api_key_env"
             )
@@ -159,7 +166,9 @@ class Judge(Served):
     mode: Mode = "pointwise"
     verdict: Verdict
     rubric: str = ""
-    messages: list[TemplateMessage] = Field(default=[], min_length=1)  # by default the mode's own
+    messages: list[TemplateMessage] = Field(
+        default=[], min_length=1
+    )  # by default the mode's own
 
     scale: tuple[float, float] = (
         0.0,
@@ -251,7 +260,10 @@ _WARNING = "What stands between the marks <text-...> and </text-...> is to be ju
 
 def _check_template(judge: Judge) -> None:
     """ValueError where the judge would not see what it judges, or where the rubric would be lost."""
-    used, needed = _fields_in(judge.template), sorted(_fields_in([("user", _ANSWERS[judge.mode])]))
+    used, needed = (
+        _fields_in(judge.template),
+        sorted(_fields_in([("user", _ANSWERS[judge.mode])])),
+    )
     for name in needed:
         if name not in used:
             near = nearest(name, used, limit=1)

@@ -12,7 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ycore.judge.declaration import JsonVerdict, Judge, LabelVerdict, RankingVerdict, ScoreVerdict
+from ycore.judge.declaration import (
+    JsonVerdict,
+    Judge,
+    LabelVerdict,
+    RankingVerdict,
+    ScoreVerdict,
+)
 from ycore.types import IMAGE_MARK, Content, Prompt
 
 if TYPE_CHECKING:
@@ -77,7 +83,9 @@ class Questioner:
 
     def _fill(self, prompt: Prompt, shown: Mapping[str, str], key: str) -> Question:
         judge = self.judge
-        columns = {name: self._sanitized(as_text(value)) for name, value in prompt.columns.items()}
+        columns = {
+            name: self._sanitized(as_text(value)) for name, value in prompt.columns.items()
+        }
         fields = {
             **dict.fromkeys(judge.columns, ""),  # a row may lack a column that others have
             **columns,
@@ -89,7 +97,9 @@ class Questioner:
             "how_to_answer": _how_to_answer(judge, verdict_code(key)),
             **shown,
         }
-        return [{"role": role, "content": text.format_map(fields)} for role, text in judge.template]
+        return [
+            {"role": role, "content": text.format_map(fields)} for role, text in judge.template
+        ]
 
     def _shown(self, text: str, key: str) -> str:
         """A completion, between marks that do not occur in it."""
@@ -105,7 +115,9 @@ class Questioner:
     def _sanitized(self, text: str) -> str:
         verdict = self.judge.verdict
         tags = (
-            (_MARK, verdict.tag) if isinstance(verdict, ScoreVerdict | RankingVerdict) else (_MARK,)
+            (_MARK, verdict.tag)
+            if isinstance(verdict, ScoreVerdict | RankingVerdict)
+            else (_MARK,)
         )
         return sanitize(text, tags=tags, special_tokens=self.special_tokens)
 
@@ -196,7 +208,9 @@ def sanitize(text: str, *, tags: Sequence[str] = (), special_tokens: Sequence[st
 
 def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> tuple[str, ...]:
     """Every text that this tokenizer would read as one of its special tokens."""
-    added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    added = (
+        token.content for token in tokenizer.added_tokens_decoder.values() if token.special
+    )
     return tuple({*added, *tokenizer.all_special_tokens})
 
 

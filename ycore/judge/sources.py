@@ -43,7 +43,9 @@ class RewardModel(Strict):
         "mean"  # of several; `lower` is their mean - k * their deviation
     )
     k: Annotated[float, Field(ge=0)] = 1.0
-    center: float = 0.0  # subtracted from the logit; for example its mean over ordinary completions
+    center: float = (
+        0.0  # subtracted from the logit; for example its mean over ordinary completions
+    )
     multiplier: Annotated[float, Field(gt=0)] = 1.0
     clip: tuple[float, float] | None = None  # the least and the most reward, after both
     max_model_len: Positive | None = (
@@ -65,7 +67,9 @@ class RewardModel(Strict):
     def _check_models(self) -> Self:
         models = self.models
         if not all(models) or len(set(models)) < len(models):
-            raise ValueError(f"an ensemble names each of its models once, A+B; it is {self.model}")
+            raise ValueError(
+                f"an ensemble names each of its models once, A+B; it is {self.model}"
+            )
         if len(models) == 1 and self.combine != "mean":
             raise ValueError(
                 f"combine {self.combine} needs several models, rm:A+B; it is {self.model}"
@@ -192,8 +196,14 @@ def require_columns(name: str, judge: Judge, columns: Iterable[str]) -> None:
     """RewardError where the dataset lacks a column that the questions of the judge `name` need."""
     known = sorted(columns)
     for column in sorted(judge.columns - set(known)):
-        what = "reference_column" if column == judge.reference_column else "a field of its messages"
-        near = nearest(column, known, limit=1) or f"; the columns are {', '.join(known) or 'none'}"
+        what = (
+            "reference_column"
+            if column == judge.reference_column
+            else "a field of its messages"
+        )
+        near = (
+            nearest(column, known, limit=1) or f"; the columns are {', '.join(known) or 'none'}"
+        )
         raise RewardError(
             f"judge {name}: {what} is {column!r}, which is no column of the dataset{near}"
         )

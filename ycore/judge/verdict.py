@@ -13,7 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ycore.judge.declaration import JsonVerdict, Judge, LabelVerdict, RankingVerdict, ScoreVerdict
+from ycore.judge.declaration import (
+    JsonVerdict,
+    Judge,
+    LabelVerdict,
+    RankingVerdict,
+    ScoreVerdict,
+)
 from ycore.judge.question import fold_lookalikes
 
 _NUMBER = r"[+-]?[0-9]{1,9}(?:\.[0-9]{1,9})?"
@@ -58,7 +64,9 @@ def read_value(judge: Judge, reply: Reply, *, code: str) -> float:
         case LabelVerdict() as verdict:
             return _mean_label(verdict, reply, code)
         case ScoreVerdict() as verdict:
-            inside = _only_tag(_without_thinking(judge, reply), verdict.tag, code).strip(" \t\n")
+            inside = _only_tag(_without_thinking(judge, reply), verdict.tag, code).strip(
+                " \t\n"
+            )
             if re.fullmatch(_NUMBER, inside, re.ASCII) is None:
                 raise Unreadable("its verdict is not a number")
             value = float(inside)
@@ -110,7 +118,11 @@ def _after_thinking(text: str, judge: Judge) -> str:
     if "</think" in folded_after:
         raise Unreadable("its thinking ends more than once")
     opened = before.lstrip().startswith("<think>")
-    if folded_before.count("<think") > opened or "<think" in folded_after or (opened and not end):
+    if (
+        folded_before.count("<think") > opened
+        or "<think" in folded_after
+        or (opened and not end)
+    ):
         raise Unreadable("its thinking has no end")
     if end and not opened and _looks_like_a_verdict(folded_before, judge):
         raise Unreadable("more than one verdict, or one that is not whole")
@@ -247,7 +259,9 @@ def win_share(first_shown: float, second_shown: float) -> float:
 
 def follows_position(first_shown: float, second_shown: float) -> bool:
     """Whether the same position won in both orders; arguments as `win_share`."""
-    return (first_shown > 0.5 and second_shown > 0.5) or (first_shown < 0.5 and second_shown < 0.5)
+    return (first_shown > 0.5 and second_shown > 0.5) or (
+        first_shown < 0.5 and second_shown < 0.5
+    )
 
 
 def shares_of_rank(order: Sequence[int]) -> list[float]:

@@ -51,7 +51,9 @@ def facts_here(location: str, *, name: str | None = None) -> ModelFacts | None:
     # The engine reads an unusual config.json.
     with suppress(ModelError, ValueError, TypeError, OverflowError):
         config = model_config(location, ask=False)
-        return None if config.keys() & _UNUSUAL_KEYS else facts_of(config, name=name or location)
+        return (
+            None if config.keys() & _UNUSUAL_KEYS else facts_of(config, name=name or location)
+        )
     return None
 
 
@@ -111,7 +113,9 @@ class RunMemory:
             batch.per_device_train_batch_size,
             checkpointing=bool(config.trl.get("gradient_checkpointing", True)),
         )
-        teachers = [facts for facts in map(self._known, own_teachers(config)) if facts is not None]
+        teachers = [
+            facts for facts in map(self._known, own_teachers(config)) if facts is not None
+        ]
         work = replace(workload_of(config, policy), teachers=tuple(teachers))
         self.options = sharing_options(work, strategy)
         return trainer_memory(work, strategy)
@@ -237,7 +241,9 @@ class RunMemory:
             num_machines=self._site.layout.num_machines,
         )
         new_tokens = config.max_tokens + model.max_new_tokens
-        max_len = model.max_model_len or min(facts.context_length or MAX_MODEL_LEN, MAX_MODEL_LEN)
+        max_len = model.max_model_len or min(
+            facts.context_length or MAX_MODEL_LEN, MAX_MODEL_LEN
+        )
         value_bytes = 4 if config.dtype == "float32" else 2
         mean_len = min(max_len, PROMPT_TOKENS + new_tokens)
         return EngineNeed(facts, value_bytes, model.width, num_sequences, mean_len, max_len)

@@ -49,7 +49,9 @@ class RunProcesses:
     def by_role(self) -> list[tuple[str, psutil.Process]]:
         """Return those that live now, without helpers, which only start others or clear up after them."""
         roles = ((self._role(process), process) for process in self._watch.look())
-        return [(role, process) for role, process in roles if role is not None and role != _HELPER]
+        return [
+            (role, process) for role, process in roles if role is not None and role != _HELPER
+        ]
 
     def _role(self, process: psutil.Process) -> str | None:
         """Return a process's role by its command line, else its parent's; None while it may still change."""

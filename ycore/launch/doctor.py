@@ -112,7 +112,9 @@ def environment_checks() -> list[Check]:
     return [
         *check_versions(installed_versions(), beside_torch, on_gpu=bool(gpus)),
         *gpu_checks(gpus, torch_cuda=torch_cuda()),
-        check("memory", f"{memory.total / _GIB:.1f} GiB, {memory.available / _GIB:.1f} GiB free"),
+        check(
+            "memory", f"{memory.total / _GIB:.1f} GiB, {memory.available / _GIB:.1f} GiB free"
+        ),
         _check_shared_memory(),
     ]
 
@@ -127,7 +129,9 @@ def check_versions(
 ) -> list[Check]:
     """Compare installed versions with those that were tested together."""
     extra = "ycore[gpu]" if on_gpu else "ycore[cpu]"
-    checks = [check(name, versions.get(name) or "not installed") for name in ("ycore", "python")]
+    checks = [
+        check(name, versions.get(name) or "not installed") for name in ("ycore", "python")
+    ]
     checks += [
         _check_version(name, rule, versions) for name, rule in TESTED.items() if name != "vllm"
     ]
@@ -165,7 +169,9 @@ def machine_checks(folder: Path) -> list[Check]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     smaller = "stop other programs, or take a smaller model; `ycore plan` says what a run needs"
     more_files = f"ulimit -n {_OPEN_FILES if hard < 0 else min(hard, 65536)}"
-    sockets = f"can be made in {tempfile.gettempdir()}; engines listen on these, and open no port"
+    sockets = (
+        f"can be made in {tempfile.gettempdir()}; engines listen on these, and open no port"
+    )
     return [
         check(
             "free memory",
@@ -191,7 +197,9 @@ def machine_checks(folder: Path) -> list[Check]:
             mend="run in a folder on a local disk; this one cannot be locked",
         ),
         check("open files", f"{soft} at most", ok=soft >= _OPEN_FILES, mend=more_files),
-        check("sandbox", sandbox.line, ok=sandbox.level is Level.NAMESPACES, mend=sandbox.remedy),
+        check(
+            "sandbox", sandbox.line, ok=sandbox.level is Level.NAMESPACES, mend=sandbox.remedy
+        ),
         _leftovers(),
     ]
 
@@ -203,10 +211,14 @@ def role_checks(*, engines: bool) -> Iterator[Check]:
         _TRAINER,
         mend="pip install --force-reinstall ycore, in a new virtual environment",
     )
-    yield _role("rewards", _REWARD, mend="compare the versions above with those that were tested")
+    yield _role(
+        "rewards", _REWARD, mend="compare the versions above with those that were tested"
+    )
     if not is_vllm_installed():
         value = "no vLLM: transformers generates in the trainer's process, which is slower"
-        yield check("rollout", value, ok=False, mend="pip install 'ycore[cpu]' (or 'ycore[gpu]')")
+        yield check(
+            "rollout", value, ok=False, mend="pip install 'ycore[cpu]' (or 'ycore[gpu]')"
+        )
     elif engines:
         yield _rollout()
     else:
@@ -234,7 +246,9 @@ def gpu_checks(gpus: Sequence[Gpu], *, torch_cuda: str | None) -> Iterator[Check
     needed = _DRIVERS.get((torch_cuda or "").partition(".")[0])
     if needed is not None:
         value = f"{gpus[0].driver}; torch's CUDA {torch_cuda} needs {needed} or newer"
-        mend = f"update NVIDIA's driver to {needed} or newer, or install a torch for an older CUDA"
+        mend = (
+            f"update NVIDIA's driver to {needed} or newer, or install a torch for an older CUDA"
+        )
         yield check("driver", value, ok=_release(gpus[0].driver) >= _release(needed), mend=mend)
     old = [gpu.id for gpu in gpus if not gpu.has_bfloat16]
     if old:
@@ -277,14 +291,20 @@ def _check_version(name: str, rule: str, versions: Mapping[str, str | None]) -> 
     if version is None:
         return {"name": name, "ok": name == "deepspeed", "value": "not installed", "mend": mend}
     fits = version.startswith(rule.removesuffix("*"))
-    return check(name, version if fits else f"{version}, tested with {rule}", ok=fits, mend=mend)
+    return check(
+        name, version if fits else f"{version}, tested with {rule}", ok=fits, mend=mend
+    )
 
 
 def _check_shared_memory() -> Check:
     if not os.path.isdir("/dev/shm"):
-        return check("shared memory", "no /dev/shm; weights pass through the run folder instead")
+        return check(
+            "shared memory", "no /dev/shm; weights pass through the run folder instead"
+        )
     free = shutil.disk_usage("/dev/shm").free / _GIB
-    mend = "make /dev/shm larger (docker run --shm-size=8g); a sync of weights passes through it"
+    mend = (
+        "make /dev/shm larger (docker run --shm-size=8g); a sync of weights passes through it"
+    )
     return check("shared memory", f"{free:.1f} GiB free", ok=free >= 1.0, mend=mend)
 
 

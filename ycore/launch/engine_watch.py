@@ -53,7 +53,9 @@ class LiveEngine:
         self._start()
 
     def _start(self) -> None:
-        self.engine.socket.unlink(missing_ok=True)  # left by a killed process; nobody listens on it
+        self.engine.socket.unlink(
+            missing_ok=True
+        )  # left by a killed process; nobody listens on it
         asleep_file(self.engine.socket).unlink(missing_ok=True)
         kind = KINDS[self.engine.kind]
         self._process = ManagedProcess(
@@ -107,7 +109,9 @@ class LiveEngine:
         self.is_ready = self.was_ready = True
         # Only children that were there before it was ready: a compiler for a first request comes and goes.
         starting = self._seen_starting
-        parts = [part for part in self._process.tree()[1:] if starting is None or part in starting]
+        parts = [
+            part for part in self._process.tree()[1:] if starting is None or part in starting
+        ]
         with suppress(psutil.Error):
             self._parts = {f"{part.name()} ({part.pid})": part for part in parts}
         return True
@@ -173,7 +177,9 @@ class EngineWatch:
             fault = engine.find_fault()
             if fault is not None:
                 self._restart(engine, fault)
-            elif not engine.is_ready and time.monotonic() - engine.started > self.start_timeout_s:
+            elif (
+                not engine.is_ready and time.monotonic() - engine.started > self.start_timeout_s
+            ):
                 why = f"{engine.name} was not ready after {self.start_timeout_s:.0f} s: {engine.last_line()}"
                 self.on_hang(why)
                 raise EngineError(f"{why} (see {engine.log}, or raise engine.start_timeout_s)")
@@ -219,10 +225,14 @@ def start_engines(
     engines of a device start at once, and the trainer starts when all engines are ready.
     """
     if all(engine.on_cpu for engine in planned):
-        return [LiveEngine(engine, folder, health_timeout_s=health_timeout_s) for engine in planned]
+        return [
+            LiveEngine(engine, folder, health_timeout_s=health_timeout_s) for engine in planned
+        ]
     started: dict[str, LiveEngine] = {}
     for batch in start_order(planned):
-        live = [LiveEngine(engine, folder, health_timeout_s=health_timeout_s) for engine in batch]
+        live = [
+            LiveEngine(engine, folder, health_timeout_s=health_timeout_s) for engine in batch
+        ]
         watch = EngineWatch(live, start_timeout_s=start_timeout_s, say=say)
         while not watch.are_ready:
             watch.look()

@@ -151,7 +151,9 @@ def fetch_for_run(name: str, *, config: BaseConfig, folder: RunFolder, say: Say)
 def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch) -> EnginePlan:
     """Plan every engine of this machine."""
     model_config = read_json(fetch(config.model) / "config.json")
-    length = model_length(config.engine.max_model_len, model_config, option="engine.max_model_len")
+    length = model_length(
+        config.engine.max_model_len, model_config, option="engine.max_model_len"
+    )
     if config.replay is None or config.teaches_exactly:
         check_teachers(config, fetch(config.model), fetch)
     if config.replay is not None:

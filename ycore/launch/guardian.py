@@ -59,7 +59,9 @@ class RunWatch:
             parents += [child.pid for child in started]
             for child in started:
                 self._remember(child)
-        self._known = {key: process for key, process in self._known.items() if is_alive(process)}
+        self._known = {
+            key: process for key, process in self._known.items() if is_alive(process)
+        }
         return list(self._known.values())
 
     def kill(self, *, grace_s: float = 3.0) -> int:
@@ -90,7 +92,9 @@ class RunWatch:
 def _kill(process: psutil.Process, *, tracker_too: bool) -> None:
     """Send SIGKILL. Python's resource tracker may end by itself, after it has removed its processes' shared memory."""
     with suppress(psutil.Error):
-        is_tracker = any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+        is_tracker = any(
+            "multiprocessing.resource_tracker" in word for word in process.cmdline()
+        )
         if tracker_too or not is_tracker:
             process.kill()
 
@@ -152,7 +156,9 @@ def _start_guardian(folder: RunFolder, claim: Claim) -> "subprocess.Popen[bytes]
         guardian.communicate()
         lines = log.read_text(errors="replace").splitlines() if has_answered else []
         why = lines[-1].strip() if lines else f"no word from it within {_STARTS_WITHIN_S:.0f} s"
-        raise RunError(f"the process that clears up after a run did not start: {why} (see {log})")
+        raise RunError(
+            f"the process that clears up after a run did not start: {why} (see {log})"
+        )
     return guardian
 
 

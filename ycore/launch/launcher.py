@@ -117,7 +117,11 @@ class LocalRun:
             engines = self.start_engines()
         Supervisor(
             start=partial(
-                start_trainer, self.config, self.site, name=self.kind.name, module=self.kind.module
+                start_trainer,
+                self.config,
+                self.site,
+                name=self.kind.name,
+                module=self.kind.module,
             ),
             engines=engines,
             folder=self.site.folder,

@@ -20,7 +20,13 @@ from ycore.config.schema import BaseConfig, RunConfig
 from ycore.engine.commands import split_evenly
 from ycore.errors import ConfigError, nearest
 from ycore.launch.gpus import visible_gpus
-from ycore.plan.devices import bfloat16_factor, check_bfloat16, core_flags, format_of, usable_cores
+from ycore.plan.devices import (
+    bfloat16_factor,
+    check_bfloat16,
+    core_flags,
+    format_of,
+    usable_cores,
+)
 from ycore.plan.workload import SHARDINGS, Sharding
 from ycore.run.paths import RunFolder
 
@@ -86,7 +92,9 @@ class Layout:
 
     @property
     def uses_deepspeed(self) -> bool:
-        return self.accelerate is not None and self.accelerate["distributed_type"] == "DEEPSPEED"
+        return (
+            self.accelerate is not None and self.accelerate["distributed_type"] == "DEEPSPEED"
+        )
 
     @property
     def shards_weights(self) -> bool:
@@ -138,7 +146,9 @@ def on_machine(config: _Config, machine: Machine | None = None) -> _Config:
     machine = machine or this_machine()
     if config.dtype == "auto":
         changes["dtype"] = format_of(config.dtype, has_bfloat16=machine.has_bfloat16)
-    if config.processes == "auto" and (config.accelerate is None or config.accelerate in SHARDINGS):
+    if config.processes == "auto" and (
+        config.accelerate is None or config.accelerate in SHARDINGS
+    ):
         trains_on_all = config.algorithm != "eval" and machine.devices and not machine.is_sliced
         changes["processes"] = len(machine.devices) if trains_on_all else 1
     return config.model_copy(update=changes)
@@ -151,7 +161,9 @@ def site_of(config: BaseConfig, *, trains: bool = True) -> Site:
     layout = layout_of(config, machine) if trains else ONE_RANK
     check_deepspeed(config, layout)
     home = Path(config.output)
-    folder = RunFolder(home if layout.machine_rank == 0 else home / f"node-{layout.machine_rank}")
+    folder = RunFolder(
+        home if layout.machine_rank == 0 else home / f"node-{layout.machine_rank}"
+    )
     return Site(folder, layout, machine, trains)
 
 
@@ -200,7 +212,9 @@ def this_machine() -> Machine:
         free_bytes=min(free, default=None),
         host_bytes=float(psutil.virtual_memory().total),
         shm_bytes=float(shutil.disk_usage(_SHM).free) if os.path.isdir(_SHM) else None,
-        without_bfloat16=tuple(f"{gpu.id} ({gpu.name})" for gpu in gpus if not gpu.has_bfloat16),
+        without_bfloat16=tuple(
+            f"{gpu.id} ({gpu.name})" for gpu in gpus if not gpu.has_bfloat16
+        ),
         cores_have_bfloat16=bfloat16_factor(core_flags()) is not None,
     )
 
@@ -226,7 +240,9 @@ def describe_machine() -> dict[str, Any]:
     model_name = re.search(r"^model name\s*:\s*(.*)", text, re.MULTILINE)
     description: dict[str, Any] = {
         "cores": len(machine.cores),
-        "processor": model_name[1] if model_name else platform.processor() or platform.machine(),
+        "processor": model_name[1]
+        if model_name
+        else platform.processor() or platform.machine(),
         "flags": [flag for flag in _FLAGS if flag in flags],
         "memory_gib": round((machine.host_bytes or 0) / 2**30, 1),
     }
@@ -243,10 +259,14 @@ def layout_of(config: BaseConfig, machine: Machine) -> Layout:
     dtype = format_of(config.dtype, has_bfloat16=machine.has_bfloat16)
     name = next((name for name in SHARDINGS if name == (config.accelerate or "ddp")), None)
     if name is None:
-        layout = _layout_from_file(Path(str(config.accelerate)).expanduser(), config, dtype=dtype)
+        layout = _layout_from_file(
+            Path(str(config.accelerate)).expanduser(), config, dtype=dtype
+        )
     else:
         world = int(config.processes)
-        settings = accelerate_config(name, processes=world, on_cpu=not machine.devices, dtype=dtype)
+        settings = accelerate_config(
+            name, processes=world, on_cpu=not machine.devices, dtype=dtype
+        )
         layout = Layout(world, accelerate=settings)
     check_ranks_fit(config, layout, machine)
     return layout

@@ -204,7 +204,9 @@ def _check_host(
         return
     fits = int(machine.host_bytes // total)
     largest = max(weights, key=lambda name: weights[name])
-    way_out = f"say --set engine.count={fits}" if fits else f"take a smaller model than {largest}"
+    way_out = (
+        f"say --set engine.count={fits}" if fits else f"take a smaller model than {largest}"
+    )
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in weights.items())
     raise ConfigError(
         f"the engines' weights take {num_slots * total / GIB:.1f} GiB ({num_slots} of each: {parts}), and this machine "
@@ -228,7 +230,8 @@ def _check_sync(
     reasons = {
         "adapter": {
             "all weights are trained (--full)": config.lora is None,
-            "the trainer's base is quantised, and the engine's is not": config.quantize is not None,
+            "the trainer's base is quantised, and the engine's is not": config.quantize
+            is not None,
             "zero3 and fsdp2 cut up the base, whose sums are compared": layout.shards_weights,
             "workers of a wide engine divide the adapters": is_wide,
             "engines that sleep drop their base (engine.sleep)": sleeps,

@@ -34,7 +34,12 @@ _PLANNED_ALGORITHMS = ("grpo", "rloo", "ppo")
 
 
 def plan_steps(
-    config: RunConfig, site: Site, *, prompt_tokens: int, done: int = 0, core: Device | None = None
+    config: RunConfig,
+    site: Site,
+    *,
+    prompt_tokens: int,
+    done: int = 0,
+    core: Device | None = None,
 ) -> dict[str, Any] | None:
     """Return what the steps of a run will take, as JSON values; None where the formulas do not count them.
 

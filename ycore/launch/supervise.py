@@ -29,11 +29,15 @@ from ycore.view.progress import RunProgress
 TrainerProcess = ManagedProcess | RankedTrainer
 
 _POLL_S = 0.2
-_BLAME_WITHIN_S = 2.0  # a trainer may notice an engine's end before the engine's process is gone
+_BLAME_WITHIN_S = (
+    2.0  # a trainer may notice an engine's end before the engine's process is gone
+)
 _SAVE_WITHIN_S = 7200.0  # after Ctrl-C: finish the step, then save perhaps hundreds of GB
 _SAVE_STALLS_AFTER_S = 300.0
 _END_WITHIN_S = 60.0  # after Ctrl-C when there is nothing to save
-_WORKING_CPU_S = 5.0  # processor time that counts as progress; a process that only waits uses less
+_WORKING_CPU_S = (
+    5.0  # processor time that counts as progress; a process that only waits uses less
+)
 _DEADLINE_MISSED = re.compile(r"\bwithin \d+ s\b|timed out", re.IGNORECASE)
 
 
@@ -41,7 +45,9 @@ _DEADLINE_MISSED = re.compile(r"\bwithin \d+ s\b|timed out", re.IGNORECASE)
 class TrainerLimits:
     """Time limits of a trainer in seconds, and how often a failed one is started again."""
 
-    start_s: float = 3600.0  # from its start, or from when the engines are ready, to its first step
+    start_s: float = (
+        3600.0  # from its start, or from when the engines are ready, to its first step
+    )
     step_s: float = 3600.0
     stopped_s: float = 60.0  # how long one of its processes may be stopped (SIGSTOP)
     restarts: int = 0
@@ -243,7 +249,9 @@ class SaveWatch:
         folders = [*self._home.checkpoints.glob(".saving-*"), self._home.model]
         num_bytes = -1
         with suppress(FileNotFoundError):  # renamed or removed meanwhile, which is progress too
-            num_bytes = sum(path.stat().st_size for folder in folders for path in folder.rglob("*"))
+            num_bytes = sum(
+                path.stat().st_size for folder in folders for path in folder.rglob("*")
+            )
         cpu_s = 0.0
         waits_for_disk = False
         for process in self._trainer.tree():

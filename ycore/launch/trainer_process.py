@@ -34,7 +34,12 @@ def start_trainer(
     if layout.accelerate is not None:
         settings = folder.root / "accelerate.yaml"
         settings.write_text(yaml.safe_dump(dict(layout.accelerate)), encoding="utf-8")
-        launcher = ["-m", "accelerate.commands.launch", "--config_file", str(settings.resolve())]
+        launcher = [
+            "-m",
+            "accelerate.commands.launch",
+            "--config_file",
+            str(settings.resolve()),
+        ]
         num_threads = max(1, len(site.machine.cores) // layout.local)
         environment["OMP_NUM_THREADS"] = str(num_threads)
     process = ManagedProcess(

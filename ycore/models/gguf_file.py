@@ -17,9 +17,7 @@ from ycore.models.folder import read_settings
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """transformers' `model_type` -> GGUF's `general.architecture`."""
 
-_INSTEAD = (
-    "export it with --format merged, and convert that folder with llama.cpp's convert_hf_to_gguf.py"
-)
+_INSTEAD = "export it with --format merged, and convert that folder with llama.cpp's convert_hf_to_gguf.py"
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # llama.cpp's kinds of tokens
 
 
@@ -29,7 +27,9 @@ def check_exportable(folder: Path) -> dict[str, Any]:
     kind = config.get("model_type")
     if kind not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise ModelError(f"{folder} is a {kind} model, and GGUF is written of {known}; {_INSTEAD}")
+        raise ModelError(
+            f"{folder} is a {kind} model, and GGUF is written of {known}; {_INSTEAD}"
+        )
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         raise ModelError(
@@ -90,7 +90,9 @@ def _add_sizes(writer: Any, config: Mapping[str, Any]) -> None:
     writer.add_rope_dimension_count(head_size)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     rope = config.get("rope_parameters") or {}
-    writer.add_rope_freq_base(float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0))
+    writer.add_rope_freq_base(
+        float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    )
     writer.add_vocab_size(config["vocab_size"])
 
 
@@ -120,7 +122,9 @@ def _tensors(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, Any
 
 def _add_tokenizer(writer: Any, tokenizer: Any, folder: Path, *, size: int) -> None:
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    if backend["model"]["type"] != "BPE" or "ByteLevel" not in json.dumps(backend["pre_tokenizer"]):
+    if backend["model"]["type"] != "BPE" or "ByteLevel" not in json.dumps(
+        backend["pre_tokenizer"]
+    ):
         raise ModelError(
             f"the tokenizer of {folder} is no byte-level BPE, and no other is written to GGUF; {_INSTEAD}"
         )

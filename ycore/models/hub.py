@@ -34,11 +34,15 @@ def ask_hub(question: Callable[[Any], Any]) -> HubAnswer:
         return HubAnswer("unreachable", "HF_HUB_OFFLINE is set")
     answers: list[HubAnswer] = []
     # A name lookup can hang for longer than any timeout the client knows: a thread can be left behind.
-    asking = threading.Thread(target=lambda: answers.append(_ask(question, HfApi())), daemon=True)
+    asking = threading.Thread(
+        target=lambda: answers.append(_ask(question, HfApi())), daemon=True
+    )
     asking.start()
     asking.join(ANSWER_WITHIN_S)
     if not answers:
-        return HubAnswer("unreachable", f"{ENDPOINT} did not answer within {ANSWER_WITHIN_S:g} s")
+        return HubAnswer(
+            "unreachable", f"{ENDPOINT} did not answer within {ANSWER_WITHIN_S:g} s"
+        )
     return answers[0]
 
 
@@ -54,7 +58,9 @@ def _ask(question: Callable[[Any], Any], api: Any) -> HubAnswer:
     try:
         return HubAnswer("here", info=question(api))
     except HFValidationError as problem:
-        return HubAnswer("absent", f"that is not a name the hub can have: {first_line(problem)}")
+        return HubAnswer(
+            "absent", f"that is not a name the hub can have: {first_line(problem)}"
+        )
     except GatedRepoError:
         return HubAnswer(
             "refused", "it asks you to accept its terms on the hub and to log in (HF_TOKEN)"
@@ -64,7 +70,9 @@ def _ask(question: Callable[[Any], Any], api: Any) -> HubAnswer:
     except HfHubHTTPError as problem:
         return HubAnswer("unreachable", f"the hub answered {problem.response.status_code}")
     except (httpx.HTTPError, OSError, ValueError) as problem:
-        return HubAnswer("unreachable", f"{api.endpoint} cannot be reached: {first_line(problem)}")
+        return HubAnswer(
+            "unreachable", f"{api.endpoint} cannot be reached: {first_line(problem)}"
+        )
 
 
 def cached_snapshot(name: str) -> Path | None:
@@ -74,7 +82,8 @@ def cached_snapshot(name: str) -> Path | None:
 
     try:
         files = [
-            try_to_load_from_cache(name, file) for file in ("config.json", "adapter_config.json")
+            try_to_load_from_cache(name, file)
+            for file in ("config.json", "adapter_config.json")
         ]
     except HFValidationError:
         return None

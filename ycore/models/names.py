@@ -87,7 +87,9 @@ def resolve_model(name: str, *, trust_remote_code: bool = False) -> ModelPlan:
         name: A built-in name, a folder (a whole model or a LoRA adapter), a GGUF file, or a hub id.
     """
     path = Path(os.path.expanduser(name))
-    is_path = name.startswith((".", "~", os.sep)) or name.endswith(os.sep) or name.count("/") > 1
+    is_path = (
+        name.startswith((".", "~", os.sep)) or name.endswith(os.sep) or name.count("/") > 1
+    )
     if name.strip() == "":
         raise ModelError(f"--model is empty; {_WAY_OUT}")
     if name in BUILTIN and not os.path.isdir(path):
@@ -107,7 +109,8 @@ def resolve_model(name: str, *, trust_remote_code: bool = False) -> ModelPlan:
     if is_path or ("/" in name and os.path.isdir(path.parent)):
         siblings = [folder.name for folder in path.parent.glob("*/")]
         way_out = (
-            nearest(path.name, siblings) or "; give an existing folder, a hub id, or `smollm2-135m`"
+            nearest(path.name, siblings)
+            or "; give an existing folder, a hub id, or `smollm2-135m`"
         )
         raise ModelError(f"no such model folder: {name} (looked in {path.absolute()}){way_out}")
     return _hub_plan(name, trust_remote_code)
@@ -126,7 +129,9 @@ def hub_id(name: str, folder: Path) -> str | None:
     """Return the hub's id of the model `name` that was loaded from `folder`; None where it is no model of the hub."""
     named = BUILTIN[name].hub_id if name in BUILTIN else name
     is_builtin = name in BUILTIN and folder.parts[-2:] == ("builtin", name)
-    return named if is_builtin or f"models--{named.replace('/', '--')}" in folder.parts else None
+    return (
+        named if is_builtin or f"models--{named.replace('/', '--')}" in folder.parts else None
+    )
 
 
 def sighted_family(name: str) -> str | None:

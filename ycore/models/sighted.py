@@ -146,7 +146,8 @@ def _align(model: Any, processor: Any) -> float:
         moved = _moved(pixels[chosen], draw)
         seen = torch.stack(model.model.get_image_features(moved).pooler_output)
         wanted = torch.cat(
-            [words[labels[chosen]].unsqueeze(1), space.expand(BATCH, seen.size(1) - 1, -1)], dim=1
+            [words[labels[chosen]].unsqueeze(1), space.expand(BATCH, seen.size(1) - 1, -1)],
+            dim=1,
         )
         distances = (seen[:, :1] - words).square().mean(-1) / scale
         loss = (seen - wanted).square().mean() / scale + torch.nn.functional.cross_entropy(
@@ -165,7 +166,9 @@ def _align(model: Any, processor: Any) -> float:
 
 def _targets(model: Any, tokenizer: Any) -> tuple[Any, Any]:
     """Return the embeddings of the ten digits, (10, H), and of a space, (H,)."""
-    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (*"0123456789", " ")]
+    ids = [
+        tokenizer(text, add_special_tokens=False)["input_ids"] for text in (*"0123456789", " ")
+    ]
     if any(len(tokens) != 1 for tokens in ids):
         raise ModelError(
             "the eyes learn words of one token, and this tokenizer cuts a digit or a space in several"

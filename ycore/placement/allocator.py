@@ -106,7 +106,9 @@ class Allocator:
         self._requested = dict.fromkeys(roles, 0)
         self._sums: dict[str, Sums] = {role: Sums(rounds=1.0) for role in roles}
         self._awake = [role for role, count in self.division.items() for _ in range(count)]
-        speeds = {role: self.loads[role].speed if role in self.loads else UNKNOWN for role in roles}
+        speeds = {
+            role: self.loads[role].speed if role in self.loads else UNKNOWN for role in roles
+        }
         self._clocks = [SlotClock(speeds, now) for _ in self._awake]
         self._free: dict[str, list[tuple[int, int]]] = {role: [] for role in roles}
         """Heaps of (in flight, slot), also with old entries."""
@@ -268,7 +270,9 @@ class Allocator:
             in_flight, slot = free[0]
             clock = self._clocks[slot]
             can_take = (
-                self._awake[slot] == role and clock.swap_began is None and clock.in_flight < depth
+                self._awake[slot] == role
+                and clock.swap_began is None
+                and clock.in_flight < depth
             )
             if can_take and in_flight == clock.in_flight:
                 return own_slot if self._is_as_free(own_slot, slot, role) else slot

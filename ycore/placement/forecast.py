@@ -214,7 +214,9 @@ class _Round:
                 or not (self._moves or not scorer.num_slots)
             ):
                 continue
-            work_s = num_waiting * max(1, scorer.num_slots) * scorer.load.engine_s(scorer.capacity)
+            work_s = (
+                num_waiting * max(1, scorer.num_slots) * scorer.load.engine_s(scorer.capacity)
+            )
             if is_worth_a_swap(work_s, scorer.num_slots, self._pool.swap_s):
                 waiting_s[role] = work_s
         return max(waiting_s, key=lambda role: waiting_s[role], default=None)
@@ -225,7 +227,9 @@ class _Round:
         if role is None:
             return
         scorer = self._scorers[role]
-        helper = self._helpers[role] = self._mean_slot(role, scorer.load, self._rollout.num_slots)
+        helper = self._helpers[role] = self._mean_slot(
+            role, scorer.load, self._rollout.num_slots
+        )
         helper.now = self._now
         self._rollout.is_open = False
         waiting = list(scorer.waiting)

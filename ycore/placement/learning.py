@@ -40,9 +40,7 @@ class SleepLevels:
 
 _TRUST = 0.2  # weight of a new round in its mode's factor
 _FORGET = 0.03  # share of the way back to the first factor, in every round and mode
-_MIN_RATIO = (
-    0.6  # measured over forecast is clipped to these: beyond, something else disturbed the round
-)
+_MIN_RATIO = 0.6  # measured over forecast is clipped to these: beyond, something else disturbed the round
 _MAX_RATIO = 1.5
 
 EXCLUSIVE_FACTORS: Mapping[Mode, float] = {
@@ -117,7 +115,9 @@ class Learning:
         round_loads = _loads(now)
         if len(round_loads) == len(roles) and round_s > 0:
             expected_s = schedule_s(round_loads, self.schedule, pool)
-            self._calibration.observe(self.schedule.mode, seconds=round_s, forecast_s=expected_s)
+            self._calibration.observe(
+                self.schedule.mode, seconds=round_s, forecast_s=expected_s
+            )
         current = self.schedule if self._was_chosen else None
         self.schedule = next_schedule(current, self.loads, pool, self._calibration.factors)
         self._was_chosen = True
@@ -145,7 +145,9 @@ class Learning:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take what `state` gave. With other roles or another number of slots than then, only the loads are kept."""
         roles = self._pool.roles
-        self._sums = {role: Sums(*state["sums"][role]) for role in roles if role in state["sums"]}
+        self._sums = {
+            role: Sums(*state["sums"][role]) for role in roles if role in state["sums"]
+        }
         self._update_loads()
         division: dict[str, int] = state["division"]
         is_same = set(division) == set(roles) and sum(division.values()) == self._pool.num_slots

@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from typing import NamedTuple, Self
 
-MEMORY = 0.7  # weight that earlier rounds keep when a new one is added: about the last three count
+MEMORY = (
+    0.7  # weight that earlier rounds keep when a new one is added: about the last three count
+)
 # Depths in units of base / each: there an engine reaches four fifths, and 95 %, of its highest throughput.
 _GOOD_DEPTH = 4.0
 _FULL_DEPTH = 20.0
@@ -69,7 +71,9 @@ class Load:
         if moves:
             share = min(
                 share,
-                max(share * _MIN_DEPTH_SHARE, _FULL_DEPTH / _GOOD_DEPTH * self.speed.good_depth),
+                max(
+                    share * _MIN_DEPTH_SHARE, _FULL_DEPTH / _GOOD_DEPTH * self.speed.good_depth
+                ),
             )
         return max(1, int(min(capacity, max(share, self.speed.good_depth))))
 
@@ -94,7 +98,9 @@ class Sums:
     served_squared: float = 0.0
     served_step_s: float = 0.0
 
-    def observe(self, *, seconds: float, depth: float, size: float, served: float = 1.0) -> None:
+    def observe(
+        self, *, seconds: float, depth: float, size: float, served: float = 1.0
+    ) -> None:
         """Add a finished request: its engine's own seconds, the mean number in flight there, and its tokens.
 
         `served`: requests that left the engine in this time, with this one.
@@ -271,5 +277,7 @@ class SlotClock:
         self.in_flight += by
         self.in_flight_of[role] += by
         if by < 0:
-            self._totals[role] = self._totals[role]._replace(served=self._totals[role].served - by)
+            self._totals[role] = self._totals[role]._replace(
+                served=self._totals[role].served - by
+            )
         return self._totals[role]

@@ -11,10 +11,17 @@ ROLLOUT, JUDGE, REWARD_MODEL, TEACHER = "rollout", "judge", "reward_model", "tea
 ALLOCATOR = "allocator"
 """The name of the allocator's process, log and socket, on a machine with several ranks."""
 
-ROLES = (ROLLOUT, JUDGE, REWARD_MODEL, TEACHER)  # in the order in which a split gives their slots
+ROLES = (
+    ROLLOUT,
+    JUDGE,
+    REWARD_MODEL,
+    TEACHER,
+)  # in the order in which a split gives their slots
 Division = Mapping[str, int]  # slots per role; which slots does not matter, since all are alike
 Kind = Literal["colocated", "split", "dynamic"]
-_RULE = "placement must be colocated, dynamic, or split with slots for each role, e.g. split:3:1"
+_RULE = (
+    "placement must be colocated, dynamic, or split with slots for each role, e.g. split:3:1"
+)
 
 
 @dataclass(frozen=True, slots=True)

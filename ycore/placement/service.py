@@ -240,7 +240,9 @@ async def serve(socket: Path, num_ranks: int) -> None:
         if not failed.done():
             failed.set_exception(context.get("exception") or RuntimeError(context["message"]))
 
-    loop.set_exception_handler(fail)  # a decision that fails ends the process, and with it the run
+    loop.set_exception_handler(
+        fail
+    )  # a decision that fails ends the process, and with it the run
     socket.unlink(missing_ok=True)
     service = Service(num_ranks)
     server = await loop.create_unix_server(partial(Connection, service), str(socket))

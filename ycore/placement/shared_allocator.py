@@ -161,7 +161,9 @@ class SharedAllocator:
             return
         now = time.perf_counter()
         in_flight = {
-            f"{role} {slot}": 0 for role in self.pool.roles for slot in range(self.pool.num_slots)
+            f"{role} {slot}": 0
+            for role in self.pool.roles
+            for slot in range(self.pool.num_slots)
         }
         oldest_s = {}
         for (role, slot), (number, began) in self.allocator.in_flight().items():

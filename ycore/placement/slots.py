@@ -219,7 +219,9 @@ class Slots:
         try:
             if self._sleepers is not None:
                 home_slots = self._sleepers[ROLLOUT]
-                engines = [self._sleepers[role or self._awake[slot]][slot] for slot in home_slots]
+                engines = [
+                    self._sleepers[role or self._awake[slot]][slot] for slot in home_slots
+                ]
                 await asyncio.gather(*(engine.wake() for engine in engines))
             yield
         except asyncio.CancelledError:
@@ -282,9 +284,13 @@ class Slots:
         if self._error is not None:
             raise self._error
 
-    def _record(self, name: str, slot: int, began: float, ended: float, **details: object) -> None:
+    def _record(
+        self, name: str, slot: int, began: float, ended: float, **details: object
+    ) -> None:
         began_at = began + self._since_epoch
-        self._trace.add(Span(name, self._machine_rank, int(slot), began_at, ended - began, details))
+        self._trace.add(
+            Span(name, self._machine_rank, int(slot), began_at, ended - began, details)
+        )
 
 
 def usage_metrics(sums: Sequence[float]) -> dict[str, float]:

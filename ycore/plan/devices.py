@@ -120,7 +120,11 @@ def _of_memory(gigabytes: float) -> Device:
 _SIZE = 1024
 _COPY_BYTES = 64 * 2**20
 _REPEATS = 3
-_FASTER: tuple[tuple[str, float], ...] = (("amx_bf16", 6.0), ("avx512_bf16", 8.0), ("bf16", 2.0))
+_FASTER: tuple[tuple[str, float], ...] = (
+    ("amx_bf16", 6.0),
+    ("avx512_bf16", 8.0),
+    ("bf16", 2.0),
+)
 """By processor flag, how many times as fast torch multiplies in bfloat16 as numpy does in float32.
 
 Measured with AVX-512: 420 against 52 GFLOP/s a core; with AMX, in products of 512 rows of small models: 590 and 720
@@ -153,7 +157,9 @@ def core_flags() -> set[str]:
     """Return the flags of the first core in /proc/cpuinfo; empty where there is no such file."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
-    return set(next((line for line in lines if line.startswith(("flags", "Features"))), "").split())
+    return set(
+        next((line for line in lines if line.startswith(("flags", "Features"))), "").split()
+    )
 
 
 def usable_cores() -> tuple[int, ...]:
@@ -172,7 +178,9 @@ def bfloat16_factor(flags: set[str]) -> float | None:
 
 def format_of(dtype: str, *, has_bfloat16: bool) -> Literal["float32", "bfloat16"]:
     """Return what a run computes in: `auto` is bfloat16 where the device multiplies it, else float32."""
-    return "bfloat16" if dtype == "bfloat16" or (dtype == "auto" and has_bfloat16) else "float32"
+    return (
+        "bfloat16" if dtype == "bfloat16" or (dtype == "auto" and has_bfloat16) else "float32"
+    )
 
 
 def format_on(device: Device, dtype: str) -> Literal["float32", "bfloat16"]:

@@ -23,9 +23,13 @@ HEAD_TILE = 512
 DEVICE_SHARE, _HOST_SHARE = 0.95, 0.9
 """Shares of a GPU's and of the host's memory that a plan may use."""
 
-_LOGIT_BYTES = 14  # one logit of a tile: in bfloat16, in float32, its log-softmax and its softmax
+_LOGIT_BYTES = (
+    14  # one logit of a tile: in bfloat16, in float32, its log-softmax and its softmax
+)
 _PREFILL_TOKENS = 8192  # prompt tokens that vLLM takes into one step at most, by default
-_SYNC_BYTES = 0.5 * GIB  # queued by the writing rank (`QUEUED_BYTES` in ycore/engine/weights.py)
+_SYNC_BYTES = (
+    0.5 * GIB
+)  # queued by the writing rank (`QUEUED_BYTES` in ycore/engine/weights.py)
 _MAX_SEQUENCES = 256
 _NF4_BITS = 4.127  # with doubly quantised scales of blocks of 64 (arXiv 2305.14314, section 3)
 _CPU_CACHE_STEP = GIB  # on a CPU, vLLM's cache is whole GiB
@@ -91,12 +95,15 @@ def trainer_memory(
         libraries += overhead.zero
     states = trainer_states(work, strategy)
     resting: dict[Offload, float] = {
-        "none": libraries + sum(size for name, size in states.items() if name not in _ONE_STEP_ONLY)
+        "none": libraries
+        + sum(size for name, size in states.items() if name not in _ONE_STEP_ONLY)
     }
     resting["optimizer"] = resting["none"] - states.get("optimizer", 0.0)
     if not strategy.shards_weights:
         frozen = ("frozen weights", "reference", "teachers")
-        resting["weights"] = resting["optimizer"] - sum(states.get(name, 0.0) for name in frozen)
+        resting["weights"] = resting["optimizer"] - sum(
+            states.get(name, 0.0) for name in frozen
+        )
     parts = trainer_peak(work, strategy)
     allocator = overhead.slack * sum(parts.values())
     peak = {**parts, "allocator": allocator, "libraries": libraries}
@@ -125,7 +132,9 @@ def trainer_states(work: Workload, strategy: Strategy) -> Parts:
         parts["copies"] = autocast + buckets if strategy.sharding == "ddp" else two_layers
     else:
         parts["weights"] = float(size) * trained / weight_ranks
-        parts["gradients"] = float(size) * trained / (1 if strategy.sharding == "zero1" else ranks)
+        parts["gradients"] = (
+            float(size) * trained / (1 if strategy.sharding == "zero1" else ranks)
+        )
         parts["optimizer"] = 12.0 * trained / ranks
         gathered = two_layers if strategy.shards_weights else 0.0
         parts["copies"] = 4.0 * trained / ranks + gathered
@@ -189,7 +198,9 @@ def activations(work: Workload, strategy: Strategy) -> Parts:
     layer = tokens * saved_per_token(work)
     kept = facts.num_hidden_layers * layer
     if strategy.checkpointing:
-        kept = layer + facts.num_hidden_layers * tokens * work.bytes_per_value * facts.hidden_size
+        kept = (
+            layer + facts.num_hidden_layers * tokens * work.bytes_per_value * facts.hidden_size
+        )
     tile = min(HEAD_TILE, strategy.micro_batch * work.max_tokens)
     logits = tile * facts.vocab_size * _LOGIT_BYTES * (1 + len(work.teachers))
     return {"activations": kept, "logits": float(logits)}
@@ -255,7 +266,9 @@ class EngineNeed:
     def workspace(self) -> float:
         """The widest tensors of a prefill step, and 12 bytes for every logit of a decoding step."""
         facts = self.facts
-        widths = 2 * facts.intermediate_size * facts.num_experts_per_token + 4 * facts.hidden_size
+        widths = (
+            2 * facts.intermediate_size * facts.num_experts_per_token + 4 * facts.hidden_size
+        )
         widest = _PREFILL_TOKENS * widths * self.bytes_per_value / self.tensor_parallel
         return widest + 3.0 * 4 * self.sequences * facts.vocab_size
 
@@ -277,7 +290,9 @@ class EngineNeed:
         at_once = 0
         if cache >= self.least_cache:
             at_once = int(min(self.sequences, cache // (self.token_bytes * self.tokens)))
-        return EngineMemory(self.weights, max(0.0, cache), self.workspace, ON_GPU.engine, at_once)
+        return EngineMemory(
+            self.weights, max(0.0, cache), self.workspace, ON_GPU.engine, at_once
+        )
 
 
 def engine_weight_bytes(

@@ -104,7 +104,9 @@ class ModelFacts:
         ):  # with fewer KV heads than workers, several have the same one
             return f"{kv_heads} KV heads"
         return (
-            f"{self.intermediate_size} columns of an MLP" if self.intermediate_size % width else ""
+            f"{self.intermediate_size} columns of an MLP"
+            if self.intermediate_size % width
+            else ""
         )
 
     def lora_params(self, rank: int) -> int:
@@ -112,7 +114,9 @@ class ModelFacts:
 
         Experts get none: transformers keeps them in one tensor, which is no linear layer.
         """
-        attention = 2 * (self.hidden_size + self.query_size) + 2 * (self.hidden_size + self.kv_size)
+        attention = 2 * (self.hidden_size + self.query_size) + 2 * (
+            self.hidden_size + self.kv_size
+        )
         mlp = 3 * (self.hidden_size + self.intermediate_size) if self.num_experts == 1 else 0
         return self.num_hidden_layers * rank * (attention + mlp)
 
@@ -208,7 +212,9 @@ def model_config(name: str, *, ask: bool = True) -> dict[str, Any]:
         return _read(path)
     if name in MADE and not path.is_dir():  # before it is made: the language model in it
         made = made_folder(name)
-        return _read(made / "config.json") if made.is_dir() else model_config(MADE[name], ask=ask)
+        return (
+            _read(made / "config.json") if made.is_dir() else model_config(MADE[name], ask=ask)
+        )
     if path.is_dir():
         base = read_settings(path / "adapter_config.json").get("base_model_name_or_path")
         if isinstance(base, str) and not (path / "config.json").is_file():
@@ -224,7 +230,9 @@ def model_config(name: str, *, ask: bool = True) -> dict[str, Any]:
         else None
     )
     return (
-        model_config(str(snapshot), ask=ask) if snapshot is not None else _from_hub(name, ask=ask)
+        model_config(str(snapshot), ask=ask)
+        if snapshot is not None
+        else _from_hub(name, ask=ask)
     )
 
 

@@ -81,7 +81,8 @@ class Plan:
                 for forecast in self.ranking.too_large[:top]
             ],
             "cannot_be_run": [
-                forecast.as_json() | {"why": why} for forecast, why in self.ranking.refused[:top]
+                forecast.as_json() | {"why": why}
+                for forecast, why in self.ranking.refused[:top]
             ],
             "nearest": [
                 {"change": change.option} | change.forecast.as_json() for change in self.nearest
@@ -152,7 +153,9 @@ def _parse_fleet(devices: str, config: RunConfig, core: Device | None) -> Fleet:
 
 def most_ranks(work: Workload, fleet: Fleet) -> int:
     """Return the most devices that can train with equally many prompts."""
-    return max(ranks for ranks in range(1, fleet.count + 1) if not work.prompts_per_step % ranks)
+    return max(
+        ranks for ranks in range(1, fleet.count + 1) if not work.prompts_per_step % ranks
+    )
 
 
 def _divisors_below(bound: int, number: int) -> list[int]:
@@ -330,7 +333,11 @@ def _changes(
         yield "--max-tokens", half, shorter, fleet, micro_batch
     for factor in (2, 4, 8, 16, 32):
         count = fleet.count * factor
-        if count <= MAX_DEVICES and not fleet.device.on_cpu and not work.prompts_per_step % count:
+        if (
+            count <= MAX_DEVICES
+            and not fleet.device.on_cpu
+            and not work.prompts_per_step % count
+        ):
             larger = replace(fleet, count=count)
             yield "--devices", f"{count}x of the same", work, larger, micro_batch
     known = sorted(map(model_facts, KNOWN_CONFIGS), key=lambda facts: -facts.num_params)

@@ -175,7 +175,9 @@ class _Split:
 
     def _why_no_room(self, role: str, need: EngineNeed) -> str:
         """Say which engine does not fit, what it needs, what there is, and the way out."""
-        devices = f" on each of {need.tensor_parallel} devices" if need.tensor_parallel > 1 else ""
+        devices = (
+            f" on each of {need.tensor_parallel} devices" if need.tensor_parallel > 1 else ""
+        )
         problem = (
             f"{role} {need.facts.name}: an engine needs {need.least / GIB:.1f} GiB{devices} (weights "
             f"{need.weights / GIB:.1f}, a sequence of {need.longest} tokens {need.least_cache / GIB:.2f})"
@@ -194,7 +196,9 @@ class _Split:
             )
         problem += f", and {max(0.0, left) / GIB:.1f} of {size} are left"
         if beside:
-            problem += f" beside the {beside / GIB:.1f} that the trainer and sleeping engines hold"
+            problem += (
+                f" beside the {beside / GIB:.1f} that the trainer and sleeping engines hold"
+            )
         billions = (left - (need.least - need.weights)) * need.tensor_parallel
         billions /= need.bytes_per_value * 1e9
         if not self.sleeps and len(self._placed) > 1:
@@ -204,7 +208,9 @@ class _Split:
             way_out = f"take a model of {billions:.2g} billion parameters or fewer"
         else:
             way_out = "take larger devices"
-        return f"{problem}; {way_out}" + (", or a judge with a base_url" if role == JUDGE else "")
+        return f"{problem}; {way_out}" + (
+            ", or a judge with a base_url" if role == JUDGE else ""
+        )
 
     @property
     def line(self) -> str:
@@ -252,7 +258,9 @@ def memory_share(engine: EngineMemory, device_bytes: float) -> float:
     return min(DEVICE_SHARE, math.ceil(1000 * (engine.awake - _CONTEXT) / device_bytes) / 1000)
 
 
-def _divide_share(share: float, role: str, num_models: Mapping[str, int], *, sleeps: bool) -> float:
+def _divide_share(
+    share: float, role: str, num_models: Mapping[str, int], *, sleeps: bool
+) -> float:
     """Return one engine's part of the share that the user gives to each role; scorers awake together divide it."""
     if role == ROLLOUT:
         return share
@@ -263,9 +271,7 @@ def _divide_share(share: float, role: str, num_models: Mapping[str, int], *, sle
 
 def _describe(sleeps: bool, offload: Offload) -> str:
     if not sleeps:
-        return (
-            "engines stay awake beside the trainer, and the optimizer's state stays on the device"
-        )
+        return "engines stay awake beside the trainer, and the optimizer's state stays on the device"
     words = "engines sleep while the trainer trains"
     if offload == "none":
         return words

@@ -22,7 +22,9 @@ _OPTIONS = (
 """Keys of a config whose option has their name, in the order of a command."""
 
 
-def config_of(config: RunConfig, work: Workload, forecast: StepForecast, fleet: Fleet) -> RunConfig:
+def config_of(
+    config: RunConfig, work: Workload, forecast: StepForecast, fleet: Fleet
+) -> RunConfig:
     """Return the config that runs the workload with a forecast's strategy.
 
     The workload may differ from the config in the model, LoRA and the length.
@@ -141,7 +143,11 @@ def _changed_keys(
 def _option_words(key: str, value: Any) -> list[str]:
     if key in _OPTIONS:
         return [f"--{key.replace('_', '-')}", str(value)]
-    text = value if isinstance(value, str) and yaml.safe_load(value) == value else json.dumps(value)
+    text = (
+        value
+        if isinstance(value, str) and yaml.safe_load(value) == value
+        else json.dumps(value)
+    )
     if key.startswith("trl.") and isinstance(value, str | int | float):
         return [f"--{key.removeprefix('trl.').replace('_', '-')}", text]
     return ["--set", f"{key}={text}"]

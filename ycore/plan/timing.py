@@ -81,7 +81,10 @@ def step_seconds(
     """
     device = fleet.device
     cores = fleet.count // strategy.ranks if device.on_cpu else 1
-    times = {"sync": sync_s(work, device), **round_seconds(work, strategy, device, at_once=at_once)}
+    times = {
+        "sync": sync_s(work, device),
+        **round_seconds(work, strategy, device, at_once=at_once),
+    }
     times["train"] = train_s(work, strategy, device, cores=cores)
     return times | {"step": times["sync"] + times["round"] + times["train"]}
 
@@ -98,7 +101,9 @@ def round_seconds(
         divisions = [replace(strategy, kind="colocated")]
         for judge_slots in range(1, strategy.slots):
             divisions.append(replace(strategy, kind="split", judge_slots=judge_slots))
-        rounds = [round_seconds(work, division, device, at_once=at_once) for division in divisions]
+        rounds = [
+            round_seconds(work, division, device, at_once=at_once) for division in divisions
+        ]
         return min(rounds, key=lambda seconds: seconds["round"])
     is_split = strategy.kind == "split"
     times = {"generate": generate_s(work, strategy, device, at_once=at_once[ROLLOUT])}
@@ -207,7 +212,9 @@ def sync_s(work: Workload, device: Device) -> float:
 def swap_s(facts: ModelFacts, work: Workload, device: Device) -> float:
     """Return the seconds of a sleep of one engine and a wake of another."""
     efficiency = efficiency_of(device)
-    return efficiency.swap_s + facts.num_params * work.bytes_per_value / efficiency.swap_bandwidth
+    return (
+        efficiency.swap_s + facts.num_params * work.bytes_per_value / efficiency.swap_bandwidth
+    )
 
 
 def offload_s(work: Workload, strategy: Strategy, device: Device) -> float:

@@ -137,7 +137,10 @@ class Strategy:
         return ", ".join(words)
 
 
-OFFLOADED = {"optimizer": "optimizer's state", "weights": "optimizer's state and frozen weights"}
+OFFLOADED = {
+    "optimizer": "optimizer's state",
+    "weights": "optimizer's state and frozen weights",
+}
 
 
 def workload_of(

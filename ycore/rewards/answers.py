@@ -11,7 +11,9 @@ _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
 _NUMBER = re.compile(
     rf"(?:(?<![\w.)])[-+]\$?)?(?<![A-Za-z_])(?<!\d)(?:{_DIGITS}(?:\.\d+)?|(?<!\w)\.\d+)(?:[eE][-+]?\d{{1,3}})?"
 )
-_PLAIN_NUMBER = re.compile(rf"[-+]?\s?\$?(?:{_DIGITS}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{{1,3}})?\s?%?")
+_PLAIN_NUMBER = re.compile(
+    rf"[-+]?\s?\$?(?:{_DIGITS}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{{1,3}})?\s?%?"
+)
 _CLOSING = " \t\r\n.,;:!?*_`'\")]}$"
 
 
@@ -85,7 +87,9 @@ def number_of(text: str) -> Decimal | None:
 
 def numbers_in(text: str) -> list[Decimal]:
     """Return every number of a text, in order."""
-    return [_to_decimal(match) for match in _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))]
+    return [
+        _to_decimal(match) for match in _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
+    ]
 
 
 def gives(text: str, gold: str) -> bool:
@@ -102,7 +106,8 @@ def gives(text: str, gold: str) -> bool:
         return text.strip().endswith(gold)
     lines = text.rstrip(_CLOSING).splitlines()
     return (
-        bool(lines) and re.search(rf"(?<!\w){re.escape(folded)}$", _folded(lines[-1])) is not None
+        bool(lines)
+        and re.search(rf"(?<!\w){re.escape(folded)}$", _folded(lines[-1])) is not None
     )
 
 

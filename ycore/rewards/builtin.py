@@ -101,7 +101,9 @@ def numeric_answer(
     return scores
 
 
-def math(prompts: Contents, completions: Contents, answer: list[Any], **_columns: Any) -> Rewards:
+def math(
+    prompts: Contents, completions: Contents, answer: list[Any], **_columns: Any
+) -> Rewards:
     """1 where math-verify finds the formula equal to the answer, else 0; None where the answer itself is no formula.
 
     It may take forever on a hostile formula: the worker's deadline is its only limit.
@@ -156,7 +158,9 @@ def ifeval(
         row = checker.InputExample(
             key=0, instruction_id_list=names, prompt=completion_text(prompt), kwargs=arguments
         )
-        followed = check(row, completion_text(without_thinking(completion))).follow_instruction_list
+        followed = check(
+            row, completion_text(without_thinking(completion))
+        ).follow_instruction_list
         if not followed:
             scores.append(None)
         else:
@@ -220,7 +224,9 @@ def _gym_score(text: str, task: str, entry: dict[str, Any]) -> float:
         return 0.0
     right = entry.get("answer")
     wants_number = (
-        isinstance(right, str) and number_of(right) is not None and task not in EVALUATED_FORMULAS
+        isinstance(right, str)
+        and number_of(right) is not None
+        and task not in EVALUATED_FORMULAS
     )
     if wants_number and numbers_in(text):
         # The scorers want the bare answer; small models say "The answer is 7.".
@@ -236,7 +242,11 @@ def _gym_scorer(task: str) -> Any:
 
 
 def format(
-    prompts: Contents, completions: Contents, *, pattern: str = THINK_THEN_ANSWER, **_columns: Any
+    prompts: Contents,
+    completions: Contents,
+    *,
+    pattern: str = THINK_THEN_ANSWER,
+    **_columns: Any,
 ) -> Rewards:
     """1 where the whole completion, without the white space around it, matches `pattern`, else 0.
 
@@ -245,7 +255,9 @@ def format(
     try:
         whole = re.compile(pattern, re.DOTALL)
     except re.error as error:
-        raise ValueError(f"pattern must be a regular expression: {pattern!r}: {error}") from error
+        raise ValueError(
+            f"pattern must be a regular expression: {pattern!r}: {error}"
+        ) from error
     return [
         float(whole.fullmatch(completion_text(completion).strip()) is not None)
         for completion in completions
@@ -291,7 +303,9 @@ def overlong(
     """
     _require_positive("cache_tokens", cache_tokens)
     if cache_tokens >= max_tokens:
-        raise ValueError(f"cache_tokens must be below max_tokens: {cache_tokens} and {max_tokens}")
+        raise ValueError(
+            f"cache_tokens must be below max_tokens: {cache_tokens} and {max_tokens}"
+        )
     free = max_tokens - cache_tokens
     return [min(0.0, max(-1.0, (free - len(ids)) / cache_tokens)) for ids in completion_ids]
 
@@ -301,7 +315,9 @@ def _require_positive(name: str, value: float) -> None:
         raise ValueError(f"{name} must be above 0: {value}")
 
 
-def similarity(prompts: Contents, completions: Contents, *, n: int = 1, **_columns: Any) -> Rewards:
+def similarity(
+    prompts: Contents, completions: Contents, *, n: int = 1, **_columns: Any
+) -> Rewards:
     """A completion's mean similarity to the others of its group, from 0 to 1; None for a group of one.
 
     The similarity of two is the F1 of the word `n`-grams of their answers, counted with repetition, without regard to

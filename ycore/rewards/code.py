@@ -41,7 +41,9 @@ class CodeSettings(Strict):
     )
     timeout_s: Annotated[float, Field(gt=0, le=600)] = 5.0  # of each call or input
     memory_mb: Annotated[int, Field(ge=64)] = 512
-    packages: tuple[str, ...] = ()  # that programs and tests may import beside the standard library
+    packages: tuple[
+        str, ...
+    ] = ()  # that programs and tests may import beside the standard library
     tolerance: Annotated[float, Field(ge=0)] = 1e-6  # of numbers in outputs and returned values
 
 
@@ -303,7 +305,9 @@ def _pairs(tests: Sequence[Any], function: str) -> UnitTests | StdioTests:
     if not function:
         if all(isinstance(text, str) for pair in pairs for text in pair):
             return StdioTests(tuple(pairs))
-        raise ValueError("its inputs are arguments, and no column entry_point names the function")
+        raise ValueError(
+            "its inputs are arguments, and no column entry_point names the function"
+        )
     calls: list[tuple[list[Any], Any]] = []
     for arguments, expected in pairs:
         arguments = _from_json(arguments)
@@ -343,4 +347,6 @@ def _require_python(text: str) -> ast.Module:
     try:
         return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"a test is no Python: {error}: {' '.join(text.split())[:80]}") from None
+        raise ValueError(
+            f"a test is no Python: {error}: {' '.join(text.split())[:80]}"
+        ) from None

@@ -18,7 +18,14 @@ from ycore.rewards.builtin import BUILTIN, CODE, ENVIRONMENT, LIBRARIES, REFEREN
 from ycore.sandbox.user_code import names_file
 
 # What every call offers besides the dataset's columns; TRL's names.
-SUPPLIED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+SUPPLIED = (
+    "prompts",
+    "completions",
+    "completion_ids",
+    "trainer_state",
+    "log_extra",
+    "log_metric",
+)
 
 _MAX_MESSAGE = 300  # characters
 _FORMS = "a reward is a built-in name, file.py:function or package.module:function"
@@ -52,7 +59,9 @@ def reward_names(specs: Sequence[RewardConfig]) -> list[str]:
     names: list[str] = []
     for spec in specs:
         name = spec.reward.rpartition(":")[2].rstrip("/").rpartition("/")[2]
-        candidates = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
+        candidates = itertools.chain(
+            [name], (f"{name}_{number}" for number in itertools.count(2))
+        )
         names.append(next(candidate for candidate in candidates if candidate not in names))
     return names
 
@@ -101,7 +110,9 @@ def import_function(name: str) -> Reward:
 def exception_line(error: BaseException) -> str:
     """Return an exception as `Type: message`, cut to one line of bounded length."""
     message = " ".join(str(error).split())
-    return f"{type(error).__name__}: {message}"[:_MAX_MESSAGE] if message else type(error).__name__
+    return (
+        f"{type(error).__name__}: {message}"[:_MAX_MESSAGE] if message else type(error).__name__
+    )
 
 
 def _import_file(name: str, source: str) -> ModuleType:
@@ -115,7 +126,9 @@ def _import_file(name: str, source: str) -> ModuleType:
     # The prefix keeps a file called math.py or types.py from taking the place of another module.
     spec = importlib.util.spec_from_file_location(f"ycore_reward_{path.stem}", path)
     if spec is None or spec.loader is None:
-        raise RewardError(f"reward {name!r}: {path} is no Python file; its name must end in .py")
+        raise RewardError(
+            f"reward {name!r}: {path} is no Python file; its name must end in .py"
+        )
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     try:
@@ -216,7 +229,9 @@ def _unknown_argument(reward: str, argument: str, known: Iterable[str]) -> str:
     return f"reward {reward!r} takes no argument {argument!r}{near}"
 
 
-def require_reward_columns(reward: str, required: Iterable[str], columns: Iterable[str]) -> None:
+def require_reward_columns(
+    reward: str, required: Iterable[str], columns: Iterable[str]
+) -> None:
     """Raise RewardError for the first of the parameters that is neither supplied nor a column."""
     known = sorted(set(columns))
     for name in required:

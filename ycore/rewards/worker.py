@@ -54,7 +54,9 @@ def main() -> None:
     except RewardError as error:
         channel.reply({"nonce": first["nonce"], "error": str(error)})
         return
-    channel.reply({"nonce": first["nonce"], "ready": [asdict(source.inputs) for source in sources]})
+    channel.reply(
+        {"nonce": first["nonce"], "ready": [asdict(source.inputs) for source in sources]}
+    )
     for request in requests:
         channel.reply(
             {"nonce": request["nonce"], **call_reward(sources[request["source"]], request)}
@@ -84,14 +86,20 @@ def call_reward(source: LoadedReward, request: Mapping[str, Any]) -> dict[str, A
         traceback.print_exc()
         return {"failed": f"raised {exception_line(error)}"}
     finally:
-        if os.getpid() != owner:  # the reward forked, and this is the child: it must not answer too
+        if (
+            os.getpid() != owner
+        ):  # the reward forked, and this is the child: it must not answer too
             os._exit(0)
     if len(scores) != request["count"]:
-        return {"failed": f"wrong length: {len(scores)} values for {request['count']} completions"}
+        return {
+            "failed": f"wrong length: {len(scores)} values for {request['count']} completions"
+        }
     values = [value for value, _ in scores]
     problems = [problem for _, problem in scores]
     if len(json.dumps([values, problems])) > BYTES_PER_VALUE * len(scores) + MAX_BYTES // 2:
-        problems = [None if problem is None else problem.partition(":")[0] for problem in problems]
+        problems = [
+            None if problem is None else problem.partition(":")[0] for problem in problems
+        ]
     return {"values": values, "problems": problems}
 
 

@@ -15,7 +15,12 @@ from ycore.errors import RewardError
 from ycore.rewards.loading import Inputs, inputs_of, load_reward, require_reward_columns
 from ycore.rewards.replies import BYTES_PER_VALUE, MAX_BYTES, inputs_in, scores_in
 from ycore.sandbox import Confinement
-from ycore.sandbox.confined_worker import MAX_STARTS, START_TIMEOUT_S, CallFailed, ConfinedWorker
+from ycore.sandbox.confined_worker import (
+    MAX_STARTS,
+    START_TIMEOUT_S,
+    CallFailed,
+    ConfinedWorker,
+)
 from ycore.sandbox.user_code import user_code_confinement
 from ycore.types import Score
 

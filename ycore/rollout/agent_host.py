@@ -167,7 +167,9 @@ def main() -> None:
         start_agent(first, server)
         channel.reply({"nonce": first["nonce"], "ready": True})
     except (OSError, ValueError) as error:
-        return channel.reply({"nonce": first["nonce"], "error": " ".join(str(error).split())[:300]})
+        return channel.reply(
+            {"nonce": first["nonce"], "error": " ".join(str(error).split())[:300]}
+        )
     for request in requests:
         if request["reply"] is not None:
             server.answer(**request["reply"])

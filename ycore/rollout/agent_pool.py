@@ -50,7 +50,9 @@ class AgentExit(NamedTuple):
                 return Score(value)
         except ValueError:
             pass
-        text = "nothing" if self.paid is None else foreign_line(repr(self.paid), max_characters=60)
+        text = (
+            "nothing" if self.paid is None else foreign_line(repr(self.paid), max_characters=60)
+        )
         return Score(
             None,
             problem=f"environment: the agent wrote {text} to YCORE_REWARD_FILE, and no number",
@@ -160,7 +162,9 @@ class AgentPool:
         self._log = log
         self._words: Sequence[str] = words_of(config.agent)
         names = [f"{word}:agent" for word in self._words if Path(word).is_file()]
-        self._confinement = turns_confinement(config, names, run_folder=run_folder, run_id=run_id)
+        self._confinement = turns_confinement(
+            config, names, run_folder=run_folder, run_id=run_id
+        )
         self._slots = asyncio.Semaphore(config.turns.at_once)
         self._numbers = itertools.count()
 
@@ -189,7 +193,9 @@ class AgentPool:
 def _read_ready(line: bytes, nonce: str) -> None:
     reply = reply_in(line, nonce)
     if reply.get("ready") is not True:
-        raise CallFailed(foreign_line(str(reply.get("error", "no answer of an agent's process"))))
+        raise CallFailed(
+            foreign_line(str(reply.get("error", "no answer of an agent's process")))
+        )
 
 
 def _read_event(line: bytes, nonce: str) -> AgentCall | AgentExit:

@@ -50,7 +50,9 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
     """Read the body of a chat completion; CallRejected where it is not served. The run decides how to sample."""
     for name in _NOT_SERVED:
         if body.get(name):
-            raise CallRejected(f"{name} is not served: the run decides how the policy is sampled")
+            raise CallRejected(
+                f"{name} is not served: the run decides how the policy is sampled"
+            )
     if body.get("n") not in (None, 1) or body.get("tool_choice") not in (None, "auto"):
         raise CallRejected("n above 1 and a tool_choice besides 'auto' are not served")
     if (body.get("response_format") or {"type": "text"}) != {"type": "text"}:
@@ -226,7 +228,9 @@ class _ServedCompletion:
         self._num_turns = 0
         self._seconds = 0.0
 
-    async def answer(self, body: Mapping[str, Any], seconds: float) -> tuple[int, dict[str, Any]]:
+    async def answer(
+        self, body: Mapping[str, Any], seconds: float
+    ) -> tuple[int, dict[str, Any]]:
         """Return a call's status and answer, in OpenAI's form. `seconds`: what the agent took so far."""
         try:
             request = read_request(body)
@@ -291,7 +295,8 @@ class _ServedCompletion:
             raise CallRejected("the last message is the policy's, and nobody answers it")
         if self._conversations and not self._writer.several_sequences:
             raise CallRejected(
-                "the messages or tools do not go on from those of the call before", ends="forked"
+                "the messages or tools do not go on from those of the call before",
+                ends="forked",
             )
         try:
             dialogue = self._writer.dialogue_of(request.tools)
@@ -316,7 +321,9 @@ class _ServedCompletion:
     def _max_tokens_of(self, conversation: _Conversation | None) -> int:
         """Return how many tokens a conversation may have in all, beside those of the others."""
         return self._limits.max_tokens - sum(
-            other.builder.num_tokens for other in self._conversations if other is not conversation
+            other.builder.num_tokens
+            for other in self._conversations
+            if other is not conversation
         )
 
     async def _generate_turn(
@@ -362,7 +369,9 @@ class _ServedCompletion:
             },
         }
 
-    async def completion(self, start: GroupStart, finish_reason: str, earned: Score) -> Completion:
+    async def completion(
+        self, start: GroupStart, finish_reason: str, earned: Score
+    ) -> Completion:
         """Build the completion. An agent that made no call gets one masked token."""
         if self._last is None:
             part = await self._generate(start.draw.token_ids, self._turn_seed(0), max_tokens=1)
@@ -412,7 +421,9 @@ def _with_sequence(
     )
 
 
-def answer_of(message: Mapping[str, Any], calls: Sequence[Call], *, turn: int) -> dict[str, Any]:
+def answer_of(
+    message: Mapping[str, Any], calls: Sequence[Call], *, turn: int
+) -> dict[str, Any]:
     """Return the policy's turn as an OpenAI client reads it.
 
     The arguments of a call with a problem are the problem's text, and no JSON.
@@ -424,7 +435,9 @@ def answer_of(message: Mapping[str, Any], calls: Sequence[Call], *, turn: int) -
     for number, call in enumerate(calls):
         arguments = call.problem or json.dumps(dict(call.arguments))
         function = {"name": call.name, "arguments": arguments}
-        tool_calls.append({"id": f"call_{turn}_{number}", "type": "function", "function": function})
+        tool_calls.append(
+            {"id": f"call_{turn}_{number}", "type": "function", "function": function}
+        )
     if tool_calls:
         answer["tool_calls"] = tool_calls
     return answer

@@ -304,9 +304,13 @@ def _parse_call(line: str, name: str, parameters: Sequence[str]) -> Call:
         # As the tool gets them; TypeError of a set.
         return Call(name, json.loads(json.dumps(arguments)))
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
-        problem = str(error).partition(" (")[0] if isinstance(error, SyntaxError) else str(error)
+        problem = (
+            str(error).partition(" (")[0] if isinstance(error, SyntaxError) else str(error)
+        )
         form = f"{name}({', '.join(parameters)})"
-        return Call(name, {}, f"{problem[:120]}; write {form} with plain values, alone on a line")
+        return Call(
+            name, {}, f"{problem[:120]}; write {form} with plain values, alone on a line"
+        )
 
 
 def _arguments_in(line: str, name: str, parameters: Sequence[str]) -> dict[str, Any]:

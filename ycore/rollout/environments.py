@@ -40,7 +40,8 @@ class TextArena:
         games = textarena.envs.registration.ENV_REGISTRY
         if self._id not in games:
             way_out = (
-                nearest(self._id, games) or f"; there are {len(games)}, such as GuessTheNumber-v0"
+                nearest(self._id, games)
+                or f"; there are {len(games)}, such as GuessTheNumber-v0"
             )
             raise ToolRefused(f"TextArena has no game {self._id!r}{way_out}")
         try:
@@ -122,7 +123,9 @@ class Gym:
         from ycore.rewards.builtin import gym
 
         (self._score,) = gym([""], [text], [self._row["gym_task"]], [self._row["gym_entry"]])
-        return None if self._score is None or self._score >= 1 else "That is not right. Try again."
+        return (
+            None if self._score is None or self._score >= 1 else "That is not right. Try again."
+        )
 
     def get_reward(self) -> float | None:
         return self._score
@@ -161,7 +164,9 @@ def openenv_local(name: str, load: Callable[[str], Any]) -> "LocalEnvironment":
         return SessionEnvironment(name, made())
     if inspect.isclass(made) and issubclass(made, Environment):
         return SteppedEnvironment(name, made())
-    raise ToolRefused(f"{name!r} is neither an Environment nor a ResourceSessionFactory of OpenEnv")
+    raise ToolRefused(
+        f"{name!r} is neither an Environment nor a ResourceSessionFactory of OpenEnv"
+    )
 
 
 class LocalEnvironment:
@@ -223,7 +228,9 @@ class SteppedEnvironment(LocalEnvironment):
         fields = {} if self._action is None else dict(self._action.model_fields)
         fields.pop("metadata", None)
         needed = [key for key, field in fields.items() if field.is_required()]
-        self._text = needed[0] if len(needed) == 1 and fields[needed[0]].annotation is str else None
+        self._text = (
+            needed[0] if len(needed) == 1 and fields[needed[0]].annotation is str else None
+        )
         self.takes_text = self._text is not None
 
     @cached_property
@@ -289,7 +296,9 @@ class SessionEnvironment(LocalEnvironment):
     @cached_property
     def tools(self) -> dict[str, Any]:
         session = self._session or self._factory.create(task={}, seed=0)
-        return {tool.name: (tool.description, tool.input_schema) for tool in session.list_tools()}
+        return {
+            tool.name: (tool.description, tool.input_schema) for tool in session.list_tools()
+        }
 
     def reset(self, **row: Any) -> str:
         if self._session is not None:

@@ -117,7 +117,9 @@ class McpServer:
         self._send({"id": self._number, "method": method, "params": params})
         while True:
             message = self._receive(until)
-            if "method" in message and "id" in message:  # the server may ping, and ask nothing else
+            if (
+                "method" in message and "id" in message
+            ):  # the server may ping, and ask nothing else
                 refusal = {"error": {"code": -32601, "message": "no"}}
                 answer = {"result": {}} if message["method"] == "ping" else refusal
                 self._send({"id": message["id"], **answer})
@@ -129,7 +131,9 @@ class McpServer:
     def _send(self, message: dict[str, Any]) -> None:
         assert self._process is not None and self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps({"jsonrpc": "2.0", **message}).encode() + b"\n")
+            self._process.stdin.write(
+                json.dumps({"jsonrpc": "2.0", **message}).encode() + b"\n"
+            )
             self._process.stdin.flush()
         except BrokenPipeError:
             raise self._ended() from None

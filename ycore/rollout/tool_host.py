@@ -93,7 +93,9 @@ class ToolHost:
         if isinstance(self._env, LocalEnvironment):
             return []
         members = inspect.getmembers(type(self._env), inspect.isfunction)
-        return [name for name, _ in members if name not in _NOT_TOOLS and not name.startswith("_")]
+        return [
+            name for name, _ in members if name not in _NOT_TOOLS and not name.startswith("_")
+        ]
 
     @property
     def _takes_text(self) -> bool:
@@ -210,7 +212,9 @@ class ToolHost:
         raise ValueError(f"Tool {name} not found.")  # TRL's words
 
     def _awaited(self, result: Any) -> Any:
-        return self._runner.run(_as_coroutine(result)) if inspect.isawaitable(result) else result
+        return (
+            self._runner.run(_as_coroutine(result)) if inspect.isawaitable(result) else result
+        )
 
     def _observation(self, result: Any, method: str) -> str | None:
         text = self._awaited(result)
@@ -230,7 +234,9 @@ def _environment(env: str) -> Any:
             raise ToolRefused(
                 f"environment {env!r} has no reset(self, **row), which begins an episode; define it"
             )
-        if not (inspect.isclass(factory) and inspect.isfunction(getattr(factory, "reset", None))):
+        if not (
+            inspect.isclass(factory) and inspect.isfunction(getattr(factory, "reset", None))
+        ):
             raise ToolRefused(
                 f"environment {env!r} must be a class; it is a {type(factory).__name__}"
             )
@@ -348,7 +354,9 @@ def main() -> None:
     first = next(requests)
     try:
         host = ToolHost(first["tools"], first["env"])
-        channel.reply({"nonce": first["nonce"], "ready": host.describe(schemas=first["describe"])})
+        channel.reply(
+            {"nonce": first["nonce"], "ready": host.describe(schemas=first["describe"])}
+        )
     except ToolRefused as error:
         return channel.reply({"nonce": first["nonce"], "error": str(error)})
     for request in requests:
@@ -360,7 +368,9 @@ def main() -> None:
         except BaseException as error:  # noqa: BLE001 (a process boundary: sys.exit in a tool is its failure, not ours)
             traceback.print_exc()
             answer = {"failed": " ".join(str(error).split())[:300] or type(error).__name__}
-        if os.getpid() != owner:  # the tool forked, and this is the child: it must not answer too
+        if (
+            os.getpid() != owner
+        ):  # the tool forked, and this is the child: it must not answer too
             os._exit(0)
         channel.reply({"nonce": request["nonce"], **answer})
 

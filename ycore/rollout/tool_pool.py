@@ -200,7 +200,9 @@ async def _describe(config: RunConfig, env: str | None, confinement: Confinement
     return tool_set
 
 
-def _tools_confinement(config: RunConfig, *, run_folder: Path | None, run_id: str) -> Confinement:
+def _tools_confinement(
+    config: RunConfig, *, run_folder: Path | None, run_id: str
+) -> Confinement:
     names = [
         MCP_PREFIX if name.startswith(MCP_PREFIX) else name
         for name in config.tools
@@ -328,7 +330,12 @@ class ToolPool:
         await asyncio.gather(*(worker.close() for worker in self.workers))
 
     def _new(
-        self, tools: Sequence[str], env: str | None, confinement: Confinement, *, python: str | None
+        self,
+        tools: Sequence[str],
+        env: str | None,
+        confinement: Confinement,
+        *,
+        python: str | None,
     ) -> ToolWorker:
         name = f"tools.{next(self._numbers)}"
         worker = ToolWorker(tools, env, confinement, name=name, log=self._log, python=python)

@@ -186,7 +186,9 @@ class MultiTurnWriter(SingleTurnWriter):
 
     async def start(self, draw: Draw) -> GroupStart:
         """Reset an environment once, to learn its first observation for this prompt."""
-        async with Episode(self._pool, draw.prompt, position=draw.position, index=-1) as episode:
+        async with Episode(
+            self._pool, draw.prompt, position=draw.position, index=-1
+        ) as episode:
             observation = await episode.begin()
         if observation is None:
             return GroupStart(draw, draw.prompt)
@@ -237,12 +239,16 @@ class MultiTurnWriter(SingleTurnWriter):
 
         A call that was cut off is not asked.
         """
-        message, calls = dialogue.parse_turn(part.token_ids, part.text, prefix=builder.token_ids)
+        message, calls = dialogue.parse_turn(
+            part.token_ids, part.text, prefix=builder.token_ids
+        )
         turn = builder.add_policy_turn(part, message)
         if part.finish_reason != "stop" or not (calls or dialogue.takes_text):
             return False
         try:
-            goes_on = await _answer(builder, episode, dialogue, part.text, calls, is_last=is_last)
+            goes_on = await _answer(
+                builder, episode, dialogue, part.text, calls, is_last=is_last
+            )
             if self._pays_turns:
                 builder.set_reward(turn, await episode.turn_reward())
         except OutOfTime:

@@ -95,7 +95,9 @@ def build_writer(
     if tool_sets:
         return MultiTurnWriter(
             dialogues.of_prompt,
-            ToolPool(config, log=folder.log("tools"), run_id=folder.run_id, run_folder=folder.root),
+            ToolPool(
+                config, log=folder.log("tools"), run_id=folder.run_id, run_folder=folder.root
+            ),
             limits,
             pays=any(tool_set.pays for tool_set in tool_sets),
             pays_turns=config.pays_turns,
@@ -103,5 +105,7 @@ def build_writer(
         )
     if config.sampling.oversample > 1 and config.algorithm != "eval":
         decode = partial(tokenizer.decode, skip_special_tokens=True)
-        return CarryWriter(decode, max_tokens=config.max_tokens, max_age=config.sampling.carry_age)
+        return CarryWriter(
+            decode, max_tokens=config.max_tokens, max_age=config.sampling.carry_age
+        )
     return SingleTurnWriter()

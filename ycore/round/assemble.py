@@ -196,7 +196,11 @@ class Assembly:
     def engines(self, model: Any = None, *, source: WeightSource | None = None) -> list[Engine]:
         """Return this rank's rollout engines; see `RankEngines.clients`."""
         return self._rank.clients(
-            self.sampling(), model=model, tokenizer=self.tokenizer, sight=self.sight, source=source
+            self.sampling(),
+            model=model,
+            tokenizer=self.tokenizer,
+            sight=self.sight,
+            source=source,
         )
 
     def slots(self, engines: Sequence[Engine]) -> Slots:
@@ -224,7 +228,9 @@ def assemble(root: Path) -> Assembly:
     return Assembly(folder, config, started, tokenizer, prompts, tool_sets, sight)
 
 
-def _prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase, store: ImageStore) -> PromptSet:
+def _prompts(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, store: ImageStore
+) -> PromptSet:
     prompts = load_prompts(config, as_chat=tokenizer.chat_template is not None, store=store)
     if trains_a_judge(config):
         return judge_questions(config, prompts, tokenizer=tokenizer)

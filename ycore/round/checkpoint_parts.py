@@ -28,7 +28,9 @@ def states_of(controller: Any, *, of_round: bool = False) -> dict[str, Any]:
     for name, part in PARTS.items():
         owner = part.of(controller)
         method = (
-            "round_state_dict" if of_round and hasattr(owner, "round_state_dict") else "state_dict"
+            "round_state_dict"
+            if of_round and hasattr(owner, "round_state_dict")
+            else "state_dict"
         )
         states[name] = None if owner is None else getattr(owner, method)()
     return states
@@ -44,7 +46,8 @@ def load_states(controller: Any, states: State) -> None:
 def reshard_states(states: Sequence[State], *, world: int) -> list[dict[str, Any]]:
     """Return the states for `world` ranks, from those of all ranks before them, in order."""
     parts = {
-        name: part.reshard([state[name] for state in states], world) for name, part in PARTS.items()
+        name: part.reshard([state[name] for state in states], world)
+        for name, part in PARTS.items()
     }
     return [{name: of_ranks[rank] for name, of_ranks in parts.items()} for rank in range(world)]
 

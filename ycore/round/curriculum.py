@@ -106,7 +106,9 @@ class Curriculum:
             seen.taught = seen.taught * _MEMORY + chance
             seen.groups = seen.groups * _MEMORY + 1
             solved = reward > self._best * (self._drop_at if self._best > 0 else 1) - TOLERANCE
-            seen.solved = seen.solved + 1 if solved and (chance == 0 or self._drop_at < 1) else 0
+            seen.solved = (
+                seen.solved + 1 if solved and (chance == 0 or self._drop_at < 1) else 0
+            )
 
     @property
     def num_dropped(self) -> int:
@@ -121,7 +123,9 @@ class Curriculum:
         return {"learned": [list(observation) for observation in self._last_round]}
 
     def state_dict(self) -> dict[str, Any]:
-        rows = [[row, seen.taught, seen.groups, seen.solved] for row, seen in self._seen.items()]
+        rows = [
+            [row, seen.taught, seen.groups, seen.solved] for row, seen in self._seen.items()
+        ]
         return {"rows": rows, "best": self._best if rows else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -130,7 +134,8 @@ class Curriculum:
             self.learn((int(row), chance, reward) for row, chance, reward in state["learned"])
             return
         self._seen = {
-            int(row): _Seen(taught, groups, solved) for row, taught, groups, solved in state["rows"]
+            int(row): _Seen(taught, groups, solved)
+            for row, taught, groups, solved in state["rows"]
         }
         self._best = float("-inf") if state["best"] is None else state["best"]
 

@@ -52,7 +52,9 @@ class Journal:
         world = read_label(first).get("world", self._world)
         is_whole = all(round_file(self._folder, step, rank).is_file() for rank in range(world))
         if not is_whole:
-            self._part(step, 0, world)  # an error where it is the number of ranks that is damaged
+            self._part(
+                step, 0, world
+            )  # an error where it is the number of ranks that is damaged
         return world if is_whole else None
 
     def commit(

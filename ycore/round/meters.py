@@ -123,7 +123,11 @@ class RoundMeter:
         )
         return {
             **({"ycore/reward": reward_sum / num_scored} if num_scored else {}),
-            **{f"ycore/reward/{name}": total / number for name, total, number in in_each if number},
+            **{
+                f"ycore/reward/{name}": total / number
+                for name, total, number in in_each
+                if number
+            },
             **({"ycore/drafts/accepted": accepted / drafted} if drafted else {}),
             "ycore/tokens_per_s": num_tokens / self.seconds,
             "ycore/masked": num_masked,

@@ -145,10 +145,13 @@ class Deal:
     def metrics(self) -> dict[str, float]:
         """Groups that fill up the step without teaching, and the imbalance of costs before and after the deal."""
         chosen = [summary for rank_groups in self.chosen for summary in rank_groups]
-        metrics = {"ycore/sampling/filled": float(sum(not summary.teaches for summary in chosen))}
+        metrics = {
+            "ycore/sampling/filled": float(sum(not summary.teaches for summary in chosen))
+        }
         if len(self.chosen) > 1:
             before = [
-                sum(o.cost for o in chosen if o.rank == rank) for rank in range(len(self.chosen))
+                sum(o.cost for o in chosen if o.rank == rank)
+                for rank in range(len(self.chosen))
             ]
             metrics["ycore/balance/before"] = imbalance(before)
             metrics["ycore/balance/after"] = imbalance(
@@ -181,7 +184,9 @@ def deal_groups(summaries: Sequence[GroupSummary], *, world: int, per_rank: int)
     assigned: list[list[GroupSummary]] = [[] for _ in range(world)]
     over: list[GroupSummary] = []
     for summary in choose(summaries, world * per_rank):
-        (assigned[summary.rank] if len(assigned[summary.rank]) < per_rank else over).append(summary)
+        (assigned[summary.rank] if len(assigned[summary.rank]) < per_rank else over).append(
+            summary
+        )
     loads = [sum(summary.cost for summary in rank_groups) for rank_groups in assigned]
     for summary in sorted(over, key=lambda summary: (-summary.cost, summary.position)):
         rank = min(
@@ -255,7 +260,9 @@ class RankEventLoop:
                 await self._peers.meet(stopping=True)
                 raise
             if await self._peers.meet(stopping=False):
-                raise Interrupted("another rank was interrupted; the last finished step is kept")
+                raise Interrupted(
+                    "another rank was interrupted; the last finished step is kept"
+                )
             return result
 
         return self._runner.run(on_all_ranks())

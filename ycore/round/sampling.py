@@ -19,9 +19,7 @@ from ycore.scoring.constraints import Constraints
 from ycore.scoring.group_rewards import min_stds, normalizes_each_reward
 from ycore.types import Draw, Finished, Group, Prompt
 
-MEMORY = (
-    0.97  # weight that an observation keeps when the next one comes: about the last 33 groups count
-)
+MEMORY = 0.97  # weight that an observation keeps when the next one comes: about the last 33 groups count
 LEAST = 0.05  # lower bound of the estimated yield, so that one bad stretch does not start a flood of groups
 
 
@@ -48,7 +46,9 @@ class Cost:
             head_dim = int(text.get("head_dim") or hidden // heads)
             keys = int(text.get("num_key_value_heads") or heads) * head_dim
             weights = layers * hidden * (2 * heads * head_dim + 2 * keys + 3 * inner * experts)
-            return cls(2 * layers * heads * head_dim / (weights + hidden * int(text["vocab_size"])))
+            return cls(
+                2 * layers * heads * head_dim / (weights + hidden * int(text["vocab_size"]))
+            )
         except (KeyError, TypeError, ValueError, ZeroDivisionError):
             return cls()
 
@@ -58,7 +58,10 @@ class Cost:
             for sequence in group.sequences
         ]
         return round(
-            sum(length * (1 + self.attention * (prompt + length / 2)) for prompt, length in sizes)
+            sum(
+                length * (1 + self.attention * (prompt + length / 2))
+                for prompt, length in sizes
+            )
         )
 
 
@@ -247,7 +250,9 @@ class Quota:
 
     async def news(self, *, num_writing: int) -> None:
         """Return when the counts may say something new."""
-        await self._tally.news(idle_s=time.monotonic() - self._last_result, is_busy=num_writing > 0)
+        await self._tally.news(
+            idle_s=time.monotonic() - self._last_result, is_busy=num_writing > 0
+        )
 
     async def finish(self, item: Finished) -> None:
         self._last_result = time.monotonic()
@@ -358,7 +363,9 @@ class Shard:
 
     def position(self, index: int) -> int:
         place = index * self.world + self.rank
-        return self.gaps[place] if place < len(self.gaps) else self.start + place - len(self.gaps)
+        return (
+            self.gaps[place] if place < len(self.gaps) else self.start + place - len(self.gaps)
+        )
 
 
 WHOLE = Shard()
@@ -383,11 +390,17 @@ class DrawSource:
 
     def __post_init__(self) -> None:
         self._order = (
-            None if self.seed is None else PromptOrder(seed=self.seed, num_rows=len(self.prompts))
+            None
+            if self.seed is None
+            else PromptOrder(seed=self.seed, num_rows=len(self.prompts))
         )
 
     def row_at(self, position: int) -> int:
-        return position % len(self.prompts) if self._order is None else self._order.row_at(position)
+        return (
+            position % len(self.prompts)
+            if self._order is None
+            else self._order.row_at(position)
+        )
 
     def _takes(self, position: int) -> bool:
         return self.curriculum is None or self.curriculum.takes(position, self.row_at(position))

@@ -106,7 +106,9 @@ class Controller:
         self._synced: int | None = None
         self._seconds = 0.0
         self._metrics: dict[str, float] = {}
-        self._is_over = False  # the round: what engines still write is given back as far as it is
+        self._is_over = (
+            False  # the round: what engines still write is given back as far as it is
+        )
 
     def next_round(self, *, step: int, num_groups: int) -> list[Group]:
         """Scored groups for this rank, committed to the journal. Every rank calls this at the same step.
@@ -149,7 +151,9 @@ class Controller:
         Returns:
             The groups that this rank finished, in the order of their draws.
         """
-        quota = await Quota.open(self.rules, self.acceptance, self.peers, need=need, ready=ready)
+        quota = await Quota.open(
+            self.rules, self.acceptance, self.peers, need=need, ready=ready
+        )
         writing: list[asyncio.Task[Finished]] = []  # in the order of their draws
         finished: list[Finished] = []
         unfinished = [] if self.carrier is None else self.carrier.unfinished
@@ -176,14 +180,19 @@ class Controller:
         start = await self.writer.start(draw)
         draw = start.draw
         sampled = [
-            asyncio.create_task(self.complete(start, index)) for index in range(rules.group_size)
+            asyncio.create_task(self.complete(start, index))
+            for index in range(rules.group_size)
         ]
         greedy = []
         if rules.greedy_baseline:
-            greedy.append(asyncio.create_task(self.complete(start, rules.group_size, greedy=True)))
+            greedy.append(
+                asyncio.create_task(self.complete(start, rules.group_size, greedy=True))
+            )
         async with ending([*sampled, *greedy]):
             parts = [
-                PendingGroup(draw, tasks, step, self.slots) for tasks in (sampled, greedy) if tasks
+                PendingGroup(draw, tasks, step, self.slots)
+                for tasks in (sampled, greedy)
+                if tasks
             ]
             scores_GR, *baseline = await together([self.scoring.score(part) for part in parts])
             completions_G = await asyncio.gather(*sampled)
@@ -207,7 +216,9 @@ class Controller:
         compared = compared_rewards(group, rules.reward_weights, rules.constraints)
         return Finished(group, teaches, stats_of(compared))
 
-    async def complete(self, start: GroupStart, index: int, *, greedy: bool = False) -> Completion:
+    async def complete(
+        self, start: GroupStart, index: int, *, greedy: bool = False
+    ) -> Completion:
         """Write one completion. Each of the policy's turns is one request, whose seed does not depend on who answers it."""
         write = partial(self.write, greedy=greedy, prompt=start.draw.prompt)
         completion = await self.writer.write(start, index, write, seed=self.rules.seed)
@@ -266,7 +277,9 @@ class Controller:
         )
         self.note_all(deal.metrics())
         return [
-            finished[summary.index].group if summary.rank == peers.rank else received[summary.key]
+            finished[summary.index].group
+            if summary.rank == peers.rank
+            else received[summary.key]
             for summary in deal.chosen[peers.rank]
         ]
 
@@ -279,7 +292,9 @@ class Controller:
             ready = (engine.wait_ready(timeout_s=timeout_s) for engine in self.engines)
             opened = self.slots.open(timeout_s=timeout_s)
             await asyncio.gather(self.scoring.start(timeout_s=timeout_s), opened, *ready)
-            await self.slots.sleep()  # a trainer that ran before this one may have left some awake
+            await (
+                self.slots.sleep()
+            )  # a trainer that ran before this one may have left some awake
 
         self.run(wait())
 
@@ -287,7 +302,9 @@ class Controller:
         async def end() -> None:
             self.slots.close()
             scorings = (self.scoring, *self._evaluation_scoring)
-            await asyncio.gather(*(scoring.close() for scoring in scorings), self.writer.close())
+            await asyncio.gather(
+                *(scoring.close() for scoring in scorings), self.writer.close()
+            )
             await asyncio.gather(*(engine.close() for engine in self.engines))
 
         self._event_loop.close(end())
@@ -356,7 +373,9 @@ class Controller:
 
     # -- a round's work and metrics ----------------------------------------------------------------------------------
 
-    def for_evaluation(self, *, draws: DrawSource, rules: Rules, scoring: Scoring) -> "Controller":
+    def for_evaluation(
+        self, *, draws: DrawSource, rules: Rules, scoring: Scoring
+    ) -> "Controller":
         """Return a controller of other prompts over the same engines, that neither journals nor records.
 
         It takes nothing from this one's draws. It has the weights that this one synced.
@@ -439,7 +458,9 @@ class Controller:
         self.lengths.learn((draws.row_at(group.position), group.cost) for group in summaries)
         if draws.curriculum is not None:
             draws.curriculum.learn(
-                (draws.row_at(group.position), *group.stats) for group in summaries if group.stats
+                (draws.row_at(group.position), *group.stats)
+                for group in summaries
+                if group.stats
             )
             self.note_all({"ycore/curriculum/dropped": draws.curriculum.num_dropped})
 
@@ -497,7 +518,9 @@ class Controller:
             meters.append(self.rules.constraints)
         self.note_all(collect(meters, self.peers.add_up))
         self.note_all(
-            self.meter.own_metrics(rate=self.acceptance.rate, syncs=self._share_weights is not None)
+            self.meter.own_metrics(
+                rate=self.acceptance.rate, syncs=self._share_weights is not None
+            )
         )
         metrics = self._metrics
         self._metrics = {}

@@ -28,7 +28,9 @@ _FIELD = (
 
 
 class TorchTally(Tally):
-    def __init__(self, store: dist.Store, key: str, *, need: int, ready: int, starts: int) -> None:
+    def __init__(
+        self, store: dist.Store, key: str, *, need: int, ready: int, starts: int
+    ) -> None:
         self.need = need
         self._store = store
         self._key = key
@@ -66,7 +68,9 @@ class TorchPeers(Peers):
             self._store, f"round{self._num_rounds}", need=all_need, ready=ready, starts=starts
         )
         with self._in_time("beginning a round"):
-            dist.barrier(self._on_cpu)  # no rank reads counts to which another has not yet added
+            dist.barrier(
+                self._on_cpu
+            )  # no rank reads counts to which another has not yet added
         return tally
 
     async def meet(self, *, stopping: bool) -> bool:

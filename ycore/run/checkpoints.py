@@ -86,7 +86,9 @@ def publish(folder: Path, step: int, *, world: int) -> Path:
     """
     staged = staging(folder, step) / f"{_PREFIX}{step}"
     place = checkpoint_of(folder, step)
-    files = sorted(path for path in staged.rglob("*") if path.is_file() and path.name != _MANIFEST)
+    files = sorted(
+        path for path in staged.rglob("*") if path.is_file() and path.name != _MANIFEST
+    )
     for path in files:
         sync(path)
     names = [str(path.relative_to(staged)) for path in files]
@@ -156,7 +158,9 @@ def _first_damage(checkpoint: Path, expected: dict[str, Fingerprint]) -> str | N
         if not path.is_file():
             return f"{name} is missing"
         if path.stat().st_size != expected[name].bytes:
-            return f"{name} has {path.stat().st_size} bytes, {expected[name].bytes} were written"
+            return (
+                f"{name} has {path.stat().st_size} bytes, {expected[name].bytes} were written"
+            )
     for name, fingerprint in zip(paths, _fingerprints(paths.values()), strict=True):
         if fingerprint != expected[name]:
             return f"{name} has changed: its sha256 is not the one that was written"

@@ -145,7 +145,9 @@ def _check_writable(root: Path) -> None:
         parent = next(path for path in root.absolute().parents if os.path.lexists(path))
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             why = f"{parent} cannot be written to"
-            raise RunFolderError(f"--output {root} cannot be made, because {why}; choose another")
+            raise RunFolderError(
+                f"--output {root} cannot be made, because {why}; choose another"
+            )
     elif not root.is_dir():
         raise RunFolderError(
             f"--output must be a folder, and {root} is a file; choose another --output"
@@ -160,7 +162,9 @@ def _check_unused(root: Path) -> None:
     # The ranks of other machines, which may be faster, have folders here too.
     known = {LOCK, "logs", "checkpoints", "sockets"}
     foreign = sorted(
-        name for name in names if name not in known and not name.startswith(("node-", ".run.json."))
+        name
+        for name in names
+        if name not in known and not name.startswith(("node-", ".run.json."))
     )
     if foreign:
         listed = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
@@ -292,7 +296,9 @@ def changes(folder: RunFolder, config: BaseModel) -> list[Difference]:
     return settings_that_differ(stored_config(folder), redact(config.model_dump(mode="json")))
 
 
-def settings_that_differ(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[Difference]:
+def settings_that_differ(
+    stored: Mapping[str, Any], current: Mapping[str, Any]
+) -> list[Difference]:
     """Return the settings that change what is learned. More steps do not: the run goes on for longer."""
 
     def may_change(difference: Difference) -> bool:
@@ -307,7 +313,9 @@ def settings_that_differ(stored: Mapping[str, Any], current: Mapping[str, Any]) 
     return [difference for difference in differences if not may_change(difference)]
 
 
-def contents_that_differ(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[Difference]:
+def contents_that_differ(
+    stored: Mapping[str, Any], current: Mapping[str, Any]
+) -> list[Difference]:
     """Return the keys whose values differ or that only one of both has, in order."""
     return [
         Difference(name, stored.get(name), current.get(name))

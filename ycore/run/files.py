@@ -17,7 +17,12 @@ from typing import Any
 from ycore.errors import RunFolderError
 
 _FULL_NUMBERS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_FULL_IN_WORDS = ("No space left on device", "StorageFull", "Disk quota exceeded", "File too large")
+_FULL_IN_WORDS = (
+    "No space left on device",
+    "StorageFull",
+    "Disk quota exceeded",
+    "File too large",
+)
 
 
 def read_json(path: Path) -> Any:

@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn, Self
 
-_EXIT_STATUS = 130  # of `ycore.errors.Interrupted`; this module is imported before anything else
+_EXIT_STATUS = (
+    130  # of `ycore.errors.Interrupted`; this module is imported before anything else
+)
 
 
 def end_at_once(number: int, frame: object) -> None:

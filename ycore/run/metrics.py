@@ -112,7 +112,9 @@ class MetricsFollower:
         lines = self._lines.read()
         first = self._lines.num_lines - len(lines) + 1
         new = [
-            (place, line) for place, line in enumerate(lines, first) if hash(line) not in self._seen
+            (place, line)
+            for place, line in enumerate(lines, first)
+            if hash(line) not in self._seen
         ]
         self._seen.update(hash(line) for _, line in new)
         return _rows(new, self._path, self._say)
@@ -140,7 +142,9 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 def _open_to_append(path: Path) -> TextIO:
-    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a", encoding="utf-8")
+    return open(
+        os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a", encoding="utf-8"
+    )
 
 
 def _line(row: Row) -> str:
@@ -220,5 +224,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     Of the n completions that were sampled, c are right. Example: `pass_at_k(4, 1, 2)` is 0.5.
     """
     if not 0 <= c <= n or not 1 <= k <= n:
-        raise ValueError(f"pass@k needs 0 <= c <= n and 1 <= k <= n; n is {n}, c is {c}, k is {k}")
+        raise ValueError(
+            f"pass@k needs 0 <= c <= n and 1 <= k <= n; n is {n}, c is {c}, k is {k}"
+        )
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)

@@ -38,9 +38,13 @@ class RunFolder:
         self.images = root / "images"  # every picture once, named by its sha256
         # Denoising paths of pictures that a flow model drew, named by their sha256.
         self.trajectories = root / "trajectories"
-        self.pictures = root / "pictures.png"  # drawn from the same noise before and after training
+        self.pictures = (
+            root / "pictures.png"
+        )  # drawn from the same noise before and after training
         self.model = root / "model"
-        self.best = root / "best"  # the model that an evaluation found best, where the run keeps it
+        self.best = (
+            root / "best"
+        )  # the model that an evaluation found best, where the run keeps it
         self.logs = root / "logs"
         # Touched on every machine when a step begins; not there while the trainer is still starting.
         self.step_began = root / "step_began"

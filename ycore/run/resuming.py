@@ -124,7 +124,9 @@ def check_replay(run: Path, journal: Path) -> None:
 
 
 def _round_files(journal: Path) -> list[tuple[Path, int, int]]:
-    matches = ((path, _ROUND_NAME.fullmatch(path.name)) for path in journal.glob("round-*.json"))
+    matches = (
+        (path, _ROUND_NAME.fullmatch(path.name)) for path in journal.glob("round-*.json")
+    )
     return [(path, int(match[1]), int(match[2])) for path, match in matches if match]
 
 
@@ -149,12 +151,16 @@ def check_checkpoint(folder: RunFolder, step: int) -> None:
     if step == 0:
         return
     if not checkpoint.is_dir():
-        raise RunFolderError(f"{folder.root} has no checkpoint of step {step}; {_listed(folder)}")
+        raise RunFolderError(
+            f"{folder.root} has no checkpoint of step {step}; {_listed(folder)}"
+        )
     if problem := checkpoint_problem(checkpoint):
         raise RunFolderError(f"{checkpoint} is damaged ({problem}); {_listed(folder)}")
 
 
-def settle(folder: RunFolder, config: BaseModel, options: Resume, *, world: int, say: Say) -> None:
+def settle(
+    folder: RunFolder, config: BaseModel, options: Resume, *, world: int, say: Say
+) -> None:
     """Before anything is started, leave in the folder only what the run is to go on from, or raise RunFolderError.
 
     Checkpoints of later steps than `options` names are moved aside. Later rounds stay, and are trained on again as they
@@ -191,7 +197,9 @@ def settle(folder: RunFolder, config: BaseModel, options: Resume, *, world: int,
         folder_claim.release()
 
 
-def _newest_checkpoint(folder: RunFolder, step: int | None, *, world: int, say: Say) -> Path | None:
+def _newest_checkpoint(
+    folder: RunFolder, step: int | None, *, world: int, say: Say
+) -> Path | None:
     """Move checkpoints after `step` aside, and return the newest that verifies and that `world` ranks can load."""
     clear_leftovers(folder.checkpoints)
     if step is not None:

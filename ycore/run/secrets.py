@@ -60,11 +60,17 @@ _SHOWN_PART = re.compile(
 
 def is_secret(name: str, value: Any = None) -> bool:
     """Whether the value of this name (of a setting, an option, a variable) is one to hide."""
-    words = [word.lower() for word in _WORDS.findall(name.rpartition(".")[2].rstrip("0123456789_"))]
+    words = [
+        word.lower() for word in _WORDS.findall(name.rpartition(".")[2].rstrip("0123456789_"))
+    ]
     if not words:
         return False
     *before, last = words
-    if _ALWAYS.search(last) or (last == "pwd" and before) or words in (["token"], ["jwt"], ["dsn"]):
+    if (
+        _ALWAYS.search(last)
+        or (last == "pwd" and before)
+        or words in (["token"], ["jwt"], ["dsn"])
+    ):
         return True
     if last == "id" and before[-2:] == ["access", "key"]:
         return True
@@ -124,7 +130,9 @@ def redact(value: Any) -> Any:
     if isinstance(value, str):
         return redact_text(value)
     if isinstance(value, Mapping):
-        return {key: HIDDEN if _hides(key, item) else redact(item) for key, item in value.items()}
+        return {
+            key: HIDDEN if _hides(key, item) else redact(item) for key, item in value.items()
+        }
     if isinstance(value, Sequence):
         return [redact(item) for item in value]
     return value
@@ -187,7 +195,11 @@ def check_secrets(config: Mapping[str, Any]) -> None:
                 option = f"--{str(keys[0]).replace('_', '-')}"
             raise ConfigError(
                 f"run.json does not keep {name}, a secret; give {option} again"
-                + (", or set the environment variable HF_TOKEN" if name == "trl.hub_token" else "")
+                + (
+                    ", or set the environment variable HF_TOKEN"
+                    if name == "trl.hub_token"
+                    else ""
+                )
             )
 
 

@@ -37,6 +37,8 @@ async def next_finished(
         waiting.result()
     done = [task for task in tasks if task.done()]
     errors = [error for task in done if (error := task.exception()) is not None]
-    if errors:  # every exception is retrieved, so that asyncio warns of none; the first is raised
+    if (
+        errors
+    ):  # every exception is retrieved, so that asyncio warns of none; the first is raised
         raise errors[0]
     return done

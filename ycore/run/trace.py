@@ -92,7 +92,9 @@ class TraceWriter:
             if size >= self._max_bytes:
                 return
             if size + sum(map(len, lines)) >= self._max_bytes:
-                full = json.dumps({"name": FULL, "ph": "i", "ts": 0, "pid": 0, "tid": 0, "s": "g"})
+                full = json.dumps(
+                    {"name": FULL, "ph": "i", "ts": 0, "pid": 0, "tid": 0, "s": "g"}
+                )
                 lines = [full.ljust(max(0, self._max_bytes - size))]
             file.seek(size)
             file.truncate()
@@ -160,7 +162,9 @@ def parse_event(line: str) -> Event | None:
         match event["ph"]:
             case "X":
                 slot = int(event["tid"])
-                return Span(name, rank, slot, at, _seconds(event["dur"] / 1e6), {**event["args"]})
+                return Span(
+                    name, rank, slot, at, _seconds(event["dur"] / 1e6), {**event["args"]}
+                )
             case "C":
                 counts = {key: int(count) for key, count in event["args"].items()}
                 ages = {key: _seconds(age) for key, age in event["oldest_s"].items()}

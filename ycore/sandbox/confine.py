@@ -104,7 +104,9 @@ def confined_launch(
         os.chown(scratch, uid, uid)
     if confinement.level is Level.LANDLOCK:
         keep = None if uid is None or closed_path(view.read) is None else _reading_right()
-        rules = rules_of(view, limits, scratch=scratch, python=python_paths(), uid=uid, keep=keep)
+        rules = rules_of(
+            view, limits, scratch=scratch, python=python_paths(), uid=uid, keep=keep
+        )
         return Launch(
             [*_python_module("ycore.sandbox.landlock", asdict(rules)), module, *arguments],
             environment,
@@ -160,7 +162,9 @@ def _python_module(module: str, argument: Any) -> list[str]:
     return [sys.executable, "-P", "-m", module, json.dumps(argument)]
 
 
-def unconfined_steps(view: View, limits: Limits, uid: int | None) -> tuple[DropRightsSteps, str]:
+def unconfined_steps(
+    view: View, limits: Limits, uid: int | None
+) -> tuple[DropRightsSteps, str]:
     """Return the steps at the level `none`, with their description.
 
     Root still becomes a user of its own, wherever it then can read what it needs.
@@ -247,7 +251,9 @@ def _reading_right() -> int | None:
     permitted = capabilities()
     if permitted >> CAP_DAC_READ_SEARCH & 1:
         return CAP_DAC_READ_SEARCH
-    return CAP_DAC_OVERRIDE if permitted >> CAP_DAC_OVERRIDE & 1 and abi() >= LEAST_ABI else None
+    return (
+        CAP_DAC_OVERRIDE if permitted >> CAP_DAC_OVERRIDE & 1 and abi() >= LEAST_ABI else None
+    )
 
 
 def _interpreter() -> list[Path]:

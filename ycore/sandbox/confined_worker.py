@@ -347,7 +347,8 @@ class WorkerProcess:
         # The kernel knows; the event loop learns of an end a moment later.
         try:
             return (
-                os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+                os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                is None
             )
         except ChildProcessError:
             return False

@@ -59,7 +59,11 @@ def take_steps(steps: DropRightsSteps) -> None:
     for folder, (size, files) in steps["tmpfs"].items():
         # bwrap bounds its bytes, and not its files
         mount(
-            None, folder, None, MS_NOSUID | MS_NODEV | _MS_REMOUNT, f"size={size},nr_inodes={files}"
+            None,
+            folder,
+            None,
+            MS_NOSUID | MS_NODEV | _MS_REMOUNT,
+            f"size={size},nr_inodes={files}",
         )
     limit_resources(Limits(**steps["limits"]))
     give_up_rights(steps["uid"], keep=steps["keep"], refused=bytes.fromhex(steps["filter"]))
@@ -95,7 +99,9 @@ def limit_resources(limits: Limits) -> None:
 
 def give_up_rights(uid: int | None, *, keep: int | None = None, refused: bytes = b"") -> None:
     """Become `uid` where this is root; keep no right but `keep`, and no system call that is `refused`."""
-    if uid is None:  # every capability of a user namespace, the ambient and the bounding ones too
+    if (
+        uid is None
+    ):  # every capability of a user namespace, the ambient and the bounding ones too
         _empty_bounding_set()
         prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
         _set_capabilities(0)
@@ -123,7 +129,9 @@ def become(uid: int, *, keep: int | None = None) -> None:
         _set_capabilities(1 << keep)
         prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE, keep)
     prctl(PR_SET_NO_NEW_PRIVS, 1)  # nor does sudo give anything back
-    prctl(_PR_SET_DUMPABLE, 1)  # else /proc/self belongs to root, and libraries that read it fail
+    prctl(
+        _PR_SET_DUMPABLE, 1
+    )  # else /proc/self belongs to root, and libraries that read it fail
 
 
 def missing_rights(keep: int | None) -> list[int]:
@@ -162,7 +170,9 @@ def end_with_parent() -> None:
     with suppress(OSError):
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     with suppress(OSError):
-        prctl(PR_SET_CHILD_SUBREAPER, 1)  # daemons stay below this process, so that they are found
+        prctl(
+            PR_SET_CHILD_SUBREAPER, 1
+        )  # daemons stay below this process, so that they are found
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 

@@ -224,7 +224,10 @@ def main(arguments: list[str]) -> NoReturn:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     child = start_confined(rules, open_paths, lambda: _run_module(arguments[1], arguments[2:]))
     nothing = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1):  # they are the child's: its parent must see them close when it ends
+    for descriptor in (
+        0,
+        1,
+    ):  # they are the child's: its parent must see them close when it ends
         os.dup2(nothing, descriptor)
     os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     _end_as(_watch_over(child, rules))
@@ -235,7 +238,9 @@ def _run_module(name: str, arguments: list[str]) -> None:
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
-def start_confined(rules: LandlockRules, open_paths: OpenPaths, work: Callable[[], object]) -> int:
+def start_confined(
+    rules: LandlockRules, open_paths: OpenPaths, work: Callable[[], object]
+) -> int:
     """Do the work in a new process that is confined first; return its id, for which the caller waits."""
     stage = os.getpid()
     child = os.fork()

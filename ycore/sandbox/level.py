@@ -170,7 +170,9 @@ def self_test(level: Level) -> str | None:
     return defect(_outcomes(output), names, complaint.decode(errors="replace"))
 
 
-def defect(outcomes: Mapping[str, bool], attempted: Iterable[str], complaint: str) -> str | None:
+def defect(
+    outcomes: Mapping[str, bool], attempted: Iterable[str], complaint: str
+) -> str | None:
     """Return what is wrong with a level, given which attempts succeeded in it; None where it works."""
     if not outcomes.get(HONEST):
         lines = complaint.strip().splitlines() or ["no answer"]
@@ -179,7 +181,10 @@ def defect(outcomes: Mapping[str, bool], attempted: Iterable[str], complaint: st
     if through:
         return f"reached from inside: {', '.join(through)}"
     for name in attempted:
-        if name not in outcomes and name not in (MEMORY, PROCESSES):  # these may end the process
+        if name not in outcomes and name not in (
+            MEMORY,
+            PROCESSES,
+        ):  # these may end the process
             return f"ended before it could try {name}"
     return None
 
@@ -206,7 +211,9 @@ def _servers(word: str) -> Iterator[tuple[Path, int]]:
     (folder / "socket").chmod(0o777)
     listening[1].listen()
     for server in listening:
-        threading.Thread(target=_greet_forever, args=(server, word.encode()), daemon=True).start()
+        threading.Thread(
+            target=_greet_forever, args=(server, word.encode()), daemon=True
+        ).start()
     try:
         yield folder, listening[0].getsockname()[1]
     finally:

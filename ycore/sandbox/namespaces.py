@@ -36,7 +36,9 @@ def find_bwrap() -> Path | None:
 
     The system's is first because a distribution's AppArmor profile names its path.
     """
-    system = shutil.which("bwrap", path="/usr/bin:/usr/local/bin:/bin:/run/current-system/sw/bin")
+    system = shutil.which(
+        "bwrap", path="/usr/bin:/usr/local/bin:/bin:/run/current-system/sw/bin"
+    )
     if system is not None:
         return Path(system)
     for folder in (*site.getsitepackages(), site.getusersitepackages(), *sys.path):
@@ -101,7 +103,13 @@ def bwrap_command(
         as_root: ycore's user is root. The program then begins as root with the few rights that its first steps need.
         hosts_programs: the program is the server that makes further namespaces: it may, and it has a /proc.
     """
-    line = [str(bwrap), "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try"]
+    line = [
+        str(bwrap),
+        "--unshare-ipc",
+        "--unshare-pid",
+        "--unshare-uts",
+        "--unshare-cgroup-try",
+    ]
     line += [] if view.network else ["--unshare-net"]
     line += [] if as_root else ["--unshare-user"]
     line += ["--die-with-parent", "--new-session", "--hostname", "sandbox", "--cap-drop", "ALL"]

@@ -44,7 +44,9 @@ def code_references(values: Sequence[Any], file: Path, *, kind: str = "reward") 
     for reward in filter(callable, rewards):
         _require_kind(reward, kind)
     code = {
-        id(reward): reward for reward in rewards if callable(reward) and not _is_importable(reward)
+        id(reward): reward
+        for reward in rewards
+        if callable(reward) and not _is_importable(reward)
     }
     names = dict(zip(code, _distinct_names(code.values(), kind), strict=True))
     if code:
@@ -110,7 +112,9 @@ def _distinct_names(code: Iterable[Any], kind: str) -> list[str]:
         function = value.func if isinstance(value, functools.partial) else value
         name = getattr(function, "__name__", "")
         name = name if name.isidentifier() else kind
-        candidates = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
+        candidates = itertools.chain(
+            [name], (f"{name}_{number}" for number in itertools.count(2))
+        )
         names.append(next(candidate for candidate in candidates if candidate not in names))
     return names
 

@@ -39,7 +39,9 @@ from ycore.sandbox.syscall_filter import filter_bytes
 ProgramStatus = Literal["ok", "error", "timeout", "memory", "output", "killed", "infra_error"]
 """`error`: an exit status that is not 0. `killed`: by a signal that was not ours."""
 
-PROGRAM_LIMITS = Limits(memory=512 * MIB, scratch=64 * MIB, files=2000, processes=64, output=MIB)
+PROGRAM_LIMITS = Limits(
+    memory=512 * MIB, scratch=64 * MIB, files=2000, processes=64, output=MIB
+)
 _MAX_RESULTS = MIB  # bytes that tests may write
 _MAX_UNITS = 100_000
 _START_TIMEOUT_S = 60.0
@@ -249,8 +251,12 @@ class ProgramServer:
                 stderr=log,
                 start_new_session=True,
             )
-        prefix = f"ycore-{self._run_id}-scratch-"  # the guardian knows scratch folders by this name
-        settings = _server_settings(self._level, self._limits, self._packages, self._number, prefix)
+        prefix = (
+            f"ycore-{self._run_id}-scratch-"  # the guardian knows scratch folders by this name
+        )
+        settings = _server_settings(
+            self._level, self._limits, self._packages, self._number, prefix
+        )
         self._send(settings, ())
         await self._receive(_START_TIMEOUT_S)
         self._num_starts += 1
@@ -319,7 +325,12 @@ def read_results(
         return UnitTestResult(
             "infra_error", problem="the tests of a program did not begin", seconds=seconds
         )
-    summary: dict[str, Any] = {"state": "gone", "broken": None, "ended": False, "timed_out": False}
+    summary: dict[str, Any] = {
+        "state": "gone",
+        "broken": None,
+        "ended": False,
+        "timed_out": False,
+    }
     units: list[bool | None] = []
     for line in data.split(b"\n")[:-1]:
         message = json.loads(line)
@@ -435,7 +446,9 @@ def _server_settings(
     python = python_folders(site)
     settings = ServerSettings(
         level=level,
-        uid=FIRST_UID + (os.getpid() * 16 + number * 2) % NUM_UIDS if os.geteuid() == 0 else None,
+        uid=FIRST_UID + (os.getpid() * 16 + number * 2) % NUM_UIDS
+        if os.geteuid() == 0
+        else None,
         keep=None,
         limits=asdict(limits),
         filter="",

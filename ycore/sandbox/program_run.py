@@ -88,7 +88,12 @@ def _module(name: str, text: str) -> ModuleType:
     module.__file__ = _FILE_NAME
     sys.modules[name] = module
     lines = text.splitlines(keepends=True)
-    linecache.cache[_FILE_NAME] = (len(text), None, lines, _FILE_NAME)  # for tracebacks, inspect
+    linecache.cache[_FILE_NAME] = (
+        len(text),
+        None,
+        lines,
+        _FILE_NAME,
+    )  # for tracebacks, inspect
     return module
 
 

@@ -175,7 +175,9 @@ class _Server:
         scratch = None
         if self._settings["level"] != Level.NAMESPACES:
             folder, prefix = os.path.split(self._settings["prefix"])
-            scratch = tempfile.mkdtemp(prefix=prefix, dir=folder)  # else programs inherit a default
+            scratch = tempfile.mkdtemp(
+                prefix=prefix, dir=folder
+            )  # else programs inherit a default
             if uid is not None:
                 os.chown(scratch, uid, uid)
         report, report_end = os.pipe()
@@ -202,7 +204,9 @@ class _Server:
         report = _renumber(fds, report)
         _in_child(report, lambda: self._run(kind, uid, report, scratch))
 
-    def _run(self, kind: ProgramKind, uid: int | None, report: int, scratch: str | None) -> None:
+    def _run(
+        self, kind: ProgramKind, uid: int | None, report: int, scratch: str | None
+    ) -> None:
         self._confine(uid, scratch)
         os.write(report, b"ready\n")
         os.close(report)
@@ -259,7 +263,9 @@ def main() -> None:
     sys.path[:] = settings["path"]
     drop_rights.end_with_parent()
     signal.signal(signal.SIGTERM, _end)
-    drop_rights.prctl(drop_rights.PR_SET_PDEATHSIG, signal.SIGTERM)  # to end first what is below
+    drop_rights.prctl(
+        drop_rights.PR_SET_PDEATHSIG, signal.SIGTERM
+    )  # to end first what is below
     for name in (*_STDLIB.split(), *settings["modules"]):
         importlib.import_module(name)
     del settings["modules"]
@@ -316,7 +322,10 @@ def _mount_all(limits: Limits, kept: Sequence[str]) -> None:
     mount("none", "/", None, _MS_REC | _MS_PRIVATE, "")
     folders = {folder: os.open(folder, os.O_PATH) for folder in kept}
     mount("tmpfs", "/tmp", "tmpfs", flags, scratch)
-    for folder, descriptor in folders.items():  # Python's own, where it lies in the scratch folder
+    for (
+        folder,
+        descriptor,
+    ) in folders.items():  # Python's own, where it lies in the scratch folder
         os.makedirs(folder, exist_ok=True)
         mount(f"/proc/self/fd/{descriptor}", folder, None, _MS_BIND | _MS_REC, "")
         os.close(descriptor)

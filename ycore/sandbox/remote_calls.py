@@ -138,7 +138,11 @@ class CallClient:
         """Return the program's answer, or raise the exception that it raised; Silent or Gone for good."""
         self.num_calls += 1
         self._connection.limit(self._timeout_s)
-        request = {"ask": operation, "of": target, "args": [self._encode(value) for value in args]}
+        request = {
+            "ask": operation,
+            "of": target,
+            "args": [self._encode(value) for value in args],
+        }
         kwargs = {name: self._encode(value) for name, value in kwargs.items()}
         self._connection.send({**request, "kwargs": kwargs})
         reply = self._connection.receive()
@@ -206,7 +210,9 @@ class Handle:
         return str(self._ask("__str__"))
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Handle) and self._ask("__eq__", other) is True)
+        return self is other or (
+            isinstance(other, Handle) and self._ask("__eq__", other) is True
+        )
 
     def __hash__(self) -> int:
         return hash(self._number)
@@ -232,7 +238,8 @@ def serve_calls(connection: ProgramConnection, names: Mapping[str, Any]) -> NoRe
         target = objects[request["of"]]
         args = [decode_value(value, objects.__getitem__) for value in request["args"]]
         kwargs = {
-            k: decode_value(value, objects.__getitem__) for k, value in request["kwargs"].items()
+            k: decode_value(value, objects.__getitem__)
+            for k, value in request["kwargs"].items()
         }
         value = encode_value(_OPERATIONS[request["ask"]](target, *args, **kwargs), number_of)
         if value is not None or request["ask"] != "__call__":

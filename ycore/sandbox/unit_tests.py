@@ -66,7 +66,9 @@ class _Asserts(ast.NodeTransformer):
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
         if isinstance(node.test, ast.Constant):
-            return node  # `assert True` tests nothing, `assert False` marks a place not to reach
+            return (
+                node  # `assert True` tests nothing, `assert False` marks a place not to reach
+            )
         passed = ast.parse(f"{_RECORD}({self.count}, True)").body
         failed = ast.parse(f"{_RECORD}({self.count}, False)").body
         self.count += 1
@@ -178,7 +180,9 @@ def _run_prompt(text: str, entry_point: str, names: _Names) -> None:
     for ending in ("", "\n    pass\n"):
         with suppress(SyntaxError):
             tree = ast.parse(text + ending)
-            tree.body = [node for node in tree.body if getattr(node, "name", None) != entry_point]
+            tree.body = [
+                node for node in tree.body if getattr(node, "name", None) != entry_point
+            ]
             with suppress(Exception):  # a prompt need not be a program
                 names.run(tree)
             return

@@ -52,7 +52,9 @@ def user_code_confinement(
         ConfigError: this machine does not offer the level.
     """
     files = [
-        Path(name.rpartition(":")[0]).expanduser().absolute() for name in names if names_file(name)
+        Path(name.rpartition(":")[0]).expanduser().absolute()
+        for name in names
+        if names_file(name)
     ]
     named = [Path(name).expanduser().absolute() for name in read]
     view = _view(files, named, run_folder=run_folder, network=network, devices=gpu)

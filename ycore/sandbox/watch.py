@@ -148,7 +148,12 @@ class Watch(threading.Thread):
     """
 
     def __init__(
-        self, pid: int, limits: Limits, kill: Callable[[], object], *, scratch: str | None = None
+        self,
+        pid: int,
+        limits: Limits,
+        kill: Callable[[], object],
+        *,
+        scratch: str | None = None,
     ) -> None:
         """Start nothing yet.
 
@@ -168,7 +173,9 @@ class Watch(threading.Thread):
         while not self._stopped.wait(INTERVAL_S):
             if not os.path.exists(f"/proc/{self._pid}"):
                 return
-            self.excess = usage(below(self._pid), self._limits, self._scratch).excess(self._limits)
+            self.excess = usage(below(self._pid), self._limits, self._scratch).excess(
+                self._limits
+            )
             if self.excess is not None and not self._stopped.is_set():
                 self._kill()
                 return
@@ -180,7 +187,9 @@ class Watch(threading.Thread):
 
 _MEMORY = (b"RssAnon:", b"RssShmem:", b"VmSwap:")
 _SHARES = (b"Pss_Anon:", b"Pss_Shmem:", b"SwapPss:")
-_HAS_CHILDREN = os.path.exists(f"/proc/self/task/{os.getpid()}/children")  # CONFIG_PROC_CHILDREN
+_HAS_CHILDREN = os.path.exists(
+    f"/proc/self/task/{os.getpid()}/children"
+)  # CONFIG_PROC_CHILDREN
 
 
 def _children(pid: int) -> Iterator[int]:

@@ -146,7 +146,9 @@ class CodeScorer(Scorer):
         if verdict.broken is not None:
             return self.masked(f"the row's tests cannot run: {verdict.broken}")
         return Score(
-            share_passed(verdict) if self.settings.credit == "share" else float(passes_all(verdict))
+            share_passed(verdict)
+            if self.settings.credit == "share"
+            else float(passes_all(verdict))
         )
 
     async def _fed(self, source: str, tests: StdioTests) -> Score:

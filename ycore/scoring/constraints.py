@@ -97,7 +97,9 @@ class Constraints:
                 rewards_G.append(None)
             else:
                 weights = zip(self.weights, broken, strict=True)
-                rewards_G.append(total - sum(weight for weight, is_broken in weights if is_broken))
+                rewards_G.append(
+                    total - sum(weight for weight, is_broken in weights if is_broken)
+                )
         return rewards_G
 
     def count(self, group: Group) -> None:

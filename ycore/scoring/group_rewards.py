@@ -144,7 +144,9 @@ def can_teach(
     known = [total for total in totals if total is not None]
     if group.greedy_scores_R is not None:
         baseline = total_reward(group.greedy_scores_R, weights_R)
-        return baseline is not None and any(rewards_differ([total, baseline]) for total in known)
+        return baseline is not None and any(
+            rewards_differ([total, baseline]) for total in known
+        )
     if alone or len(known) < 2:
         return alone and bool(known)
     if normalizes_each:
@@ -157,5 +159,6 @@ def can_teach(
         if total is not None
     ]
     return any(
-        rewards_differ(rewards, min_std=min_std) for rewards in (known, *zip_longest(*turn_rewards))
+        rewards_differ(rewards, min_std=min_std)
+        for rewards in (known, *zip_longest(*turn_rewards))
     )

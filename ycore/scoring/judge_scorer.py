@@ -146,7 +146,9 @@ class JudgeScorer(Scorer):
                 f"{label}: max_model_len is {judge.max_model_len}, and its model has {plan.context_length}; lower it"
             )
         weights = (
-            "the policy's base weights" if judge.model == POLICY_BASE else f"{model}, {plan.note}"
+            "the policy's base weights"
+            if judge.model == POLICY_BASE
+            else f"{model}, {plan.note}"
         )
         return [f"{label}: {weights}, {form}"]
 
@@ -216,7 +218,9 @@ class JudgeScorer(Scorer):
 
     async def _compare_siblings(self, group: PendingGroup) -> list[Score]:
         pairs = ring_pairs(len(group), self.judge.opponents)
-        shares = await together([self._compare(group, first, second) for first, second in pairs])
+        shares = await together(
+            [self._compare(group, first, second) for first, second in pairs]
+        )
         shares_by_index: list[list[float]] = [[] for _ in range(len(group))]
         for (first, second), share in zip(pairs, shares, strict=True):
             if share is not None:
@@ -235,7 +239,9 @@ class JudgeScorer(Scorer):
         except Unreadable:
             return None
 
-    async def _win_share(self, group: PendingGroup, text: str, other: str, *, key: str) -> float:
+    async def _win_share(
+        self, group: PendingGroup, text: str, other: str, *, key: str
+    ) -> float:
         """Return the share of wins of `text`, judged in both orders, so that a preference for a position cancels out."""
         verdicts = []
         for number, texts in enumerate([(text, other), (other, text)]):

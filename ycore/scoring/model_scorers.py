@@ -183,7 +183,9 @@ def reward_model_encoder(
 
 def _check_classifier(name: str, model_config: Mapping[str, Any]) -> None:
     """ModelError unless a config.json is that of a sequence classifier with one label, which vLLM can serve."""
-    architectures = [str(architecture) for architecture in model_config.get("architectures") or []]
+    architectures = [
+        str(architecture) for architecture in model_config.get("architectures") or []
+    ]
     suffix = "ForSequenceClassification"
     if not any(architecture.endswith(suffix) for architecture in architectures):
         raise ModelError(
@@ -279,7 +281,12 @@ class TeacherScorer(Scorer):
             engine=VLLM if config.teaches_exactly else engine,
             way_out="install vLLM, or hold it in the trainer: --set distill.divergence=reverse-kl",
         )
-        if plan.ready and plan.folder is not None and policy.ready and policy.folder is not None:
+        if (
+            plan.ready
+            and plan.folder is not None
+            and policy.ready
+            and policy.folder is not None
+        ):
             check_same_tokens(policy.folder, plan.folder, name=teacher.model)
         if config.teaches_exactly:
             return [f"{label}: {plan.note}, {config.teacher_divergence}, exact, in the trainer"]
@@ -476,7 +483,11 @@ class ReferenceScorer(Scorer):
         return [[score] for score in scores]
 
     async def _score(
-        self, group: PendingGroup, index: int, answer_ids: list[int], bare: Sequence[float] | None
+        self,
+        group: PendingGroup,
+        index: int,
+        answer_ids: list[int],
+        bare: Sequence[float] | None,
     ) -> Score:
         completion = await group.tasks_G[index]
         logprobs = await self._logprobs(group, completion.text, answer_ids)

@@ -94,13 +94,17 @@ def check_run_placement(
     placement = parse_placement(config.placement)
     roles = in_order([model.role for model in models])
     check_placement(
-        placement, roles=roles, num_slots=sum(placement.shares) if num_slots is None else num_slots
+        placement,
+        roles=roles,
+        num_slots=sum(placement.shares) if num_slots is None else num_slots,
     )
 
 
 def _merge(model: ServedModel, other: ServedModel) -> ServedModel:
     lengths = [model.max_model_len, other.max_model_len]
-    widths = [width for width in (model.tensor_parallel, other.tensor_parallel) if width != "auto"]
+    widths = [
+        width for width in (model.tensor_parallel, other.tensor_parallel) if width != "auto"
+    ]
     return replace(
         model,
         sources=model.sources + other.sources,

@@ -68,8 +68,12 @@ def main() -> int:
         return 2
     dump_stacks_on_signal()
     folder = RunFolder(Path(sys.argv[1]))
-    is_ranks = "LOCAL_WORLD_SIZE" in os.environ  # torchrun started this process, be it the only one
-    return _train_as_rank(folder, this_rank()) if is_ranks else _train(folder, lambda error: None)
+    is_ranks = (
+        "LOCAL_WORLD_SIZE" in os.environ
+    )  # torchrun started this process, be it the only one
+    return (
+        _train_as_rank(folder, this_rank()) if is_ranks else _train(folder, lambda error: None)
+    )
 
 
 def _train_as_rank(folder: RunFolder, rank: Rank) -> int:
@@ -115,7 +119,9 @@ def _train(folder: RunFolder, report: Callable[[BaseException], None]) -> int:
     except OSError as error:
         if not is_disk_full(error):
             raise
-        known = RunError(f"no room left on the disk ({error}); make room, and go on with --resume")
+        known = RunError(
+            f"no room left on the disk ({error}); make room, and go on with --resume"
+        )
     report(known)
     return print_error(known)
 

@@ -41,7 +41,9 @@ class ExampleRun(TrainingRun):
         tokenizer.padding_side = "right"
         load_trainer_class(config).prepare_tokenizer(tokenizer)
         store = ImageStore(folder.images)
-        examples = load_examples(config, as_chat=tokenizer.chat_template is not None, store=store)
+        examples = load_examples(
+            config, as_chat=tokenizer.chat_template is not None, store=store
+        )
         trusts = config.trust_remote_code
         sight = (
             load_sight(model, store, tokenizer, trust_remote_code=trusts)
@@ -94,7 +96,8 @@ class ExampleRun(TrainingRun):
         """The others wait in a collective: torchrun ends them, or the collective's timeout does."""
         if self.trainer.accelerator.num_processes > 1:
             print(
-                f"rank {os.environ.get('RANK')} failed: {type(error).__name__}: {error}", flush=True
+                f"rank {os.environ.get('RANK')} failed: {type(error).__name__}: {error}",
+                flush=True,
             )
 
     def begin(self, *, resumes: bool) -> None:
@@ -119,7 +122,9 @@ class HeldOutRows(Evaluation):
 
     def _is_due(self, step: int) -> bool:
         between = isinstance(self._config, TuneConfig) and self._config.measures_between
-        return (between or step in (0, self._run.trainer.args.max_steps)) and super()._is_due(step)
+        return (between or step in (0, self._run.trainer.args.max_steps)) and super()._is_due(
+            step
+        )
 
     def _figures(self, step: int) -> dict[str, float]:
         trainer, began = self._run.trainer, time.perf_counter()

@@ -87,7 +87,9 @@ class RolloutRun(TrainingRun):
         if config.replay is None:
             trainer.rounds = self.controller
             journal = None if config.keep_journal else self._journal
-            return Checkpoints(self.home, trainer, RoundState(trainer, self.controller), journal)
+            return Checkpoints(
+                self.home, trainer, RoundState(trainer, self.controller), journal
+            )
         rounds = ReplayedRounds(
             Path(config.replay),
             rank=peers.rank,
@@ -117,7 +119,9 @@ class RolloutRun(TrainingRun):
         )
         sync = self._parts.config.engine.sync
         if sync == "merged":
-            num_bytes = write_weights(model, folder, dtype=dtype, writes=writes, version=version)
+            num_bytes = write_weights(
+                model, folder, dtype=dtype, writes=writes, version=version
+            )
         else:
             write = note_weights if sync == "ipc" else write_adapters
             num_bytes = write(model, folder, dtype=dtype, version=version) if writes else 0
@@ -172,7 +176,9 @@ class RolloutRun(TrainingRun):
         prompts = self._parts.prompts.prompts
         generator = random.Random(self._parts.config.seed)
         rows = generator.sample(range(len(prompts)), min(count, len(prompts)))
-        requests = [(prompts[row], self._parts.encode(prompts[row])) for row in rows if self.leads]
+        requests = [
+            (prompts[row], self._parts.encode(prompts[row])) for row in rows if self.leads
+        ]
         with self.trainer.room_for_engines():
             return self.controller.sample(requests, version=version)
 
@@ -209,7 +215,9 @@ def _contents(parts: Assembly) -> dict[str, str]:
         "model": model_fingerprint(parts.started.model),
     }
     named = [("reward", reward.reward) for reward in parts.config.rewards]
-    named += [("tool", name) for name in (*parts.config.tools, *parts.config.environments.values())]
+    named += [
+        ("tool", name) for name in (*parts.config.tools, *parts.config.environments.values())
+    ]
     contents |= file_fingerprints(named)
     return contents | {
         f"agent {file}": files_fingerprint([file]) for file in agent_files(parts.config.agent)

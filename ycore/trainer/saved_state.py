@@ -19,7 +19,12 @@ from ycore.errors import RunError
 from ycore.round.checkpoint_parts import reshard_states
 from ycore.round.journal import Journal
 from ycore.round.step import Controller
-from ycore.run.checkpoints import checkpoint_of, controller_file, read_checkpoint_manifest, step_of
+from ycore.run.checkpoints import (
+    checkpoint_of,
+    controller_file,
+    read_checkpoint_manifest,
+    step_of,
+)
 from ycore.run.files import read_json, write_json_atomic
 from ycore.run.paths import RunFolder
 from ycore.trainer.checkpoint_writer import CheckpointWriter, RankGroup

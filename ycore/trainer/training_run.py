@@ -205,7 +205,9 @@ class TrainingRun(ABC, TrainerCallback):
                 self.trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
             except EndedEarly:
                 handler = self.trainer.callback_handler  # whose trackers end with the training
-                handler.on_train_end(self.trainer.args, self.trainer.state, self.trainer.control)
+                handler.on_train_end(
+                    self.trainer.args, self.trainer.state, self.trainer.control
+                )
         if (
             self.trainer.state.global_step < self.trainer.args.max_steps
             and self.ended_early is None
@@ -241,7 +243,9 @@ class TrainingRun(ABC, TrainerCallback):
 
     def sum_over_ranks(self, number: float) -> float:
         """Add up a number of every rank."""
-        tensor = torch.tensor(number, dtype=torch.float64, device=self.trainer.accelerator.device)
+        tensor = torch.tensor(
+            number, dtype=torch.float64, device=self.trainer.accelerator.device
+        )
         total: Any = self.trainer.accelerator.reduce(tensor, reduction="sum")
         return float(total.item())
 

@@ -142,12 +142,16 @@ class DurableTrainer(BaseTrainer):
     def _save_more(self, checkpoint: Path) -> None:
         """The reference, if it follows the policy (`sync_ref_model`)."""
         if self.args.sync_ref_model and self.args.should_save:
-            save_model(self.accelerator.unwrap_model(self.ref_model), str(checkpoint / REFERENCE))
+            save_model(
+                self.accelerator.unwrap_model(self.ref_model), str(checkpoint / REFERENCE)
+            )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if self.args.sync_ref_model and checkpoint is not None:
-            load_model(self.accelerator.unwrap_model(self.ref_model), Path(checkpoint) / REFERENCE)
+            load_model(
+                self.accelerator.unwrap_model(self.ref_model), Path(checkpoint) / REFERENCE
+            )
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """transformers calls it for every micro-batch; the losses are checked once a step, to wait for one number."""

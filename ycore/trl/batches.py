@@ -20,7 +20,9 @@ class RoundPosition:
     """Where training stands between two steps."""
 
     micro_step: int  # micro-batches taken since the run began
-    has_engine_logps: bool  # TRL's `use_vllm`: the round came with the engine's log-probabilities
+    has_engine_logps: (
+        bool  # TRL's `use_vllm`: the round came with the engine's log-probabilities
+    )
     micro_batches: MicroBatches | None = None  # the round's, if later steps still learn from it
 
 
@@ -33,8 +35,12 @@ class FlatSequence:
     completion_ids: list[int]
     logprobs: list[float] | None
     mask: list[int] | None  # 1 at the policy's tokens; None where all are the policy's
-    later_prompts: list[tuple[int, int]]  # (first token, length) of prompts within the completion
-    turns: list[tuple[int, int, float]]  # (start, end, reward) of all turns but the last; NaN: none
+    later_prompts: list[
+        tuple[int, int]
+    ]  # (first token, length) of prompts within the completion
+    turns: list[
+        tuple[int, int, float]
+    ]  # (start, end, reward) of all turns but the last; NaN: none
     rewards: list[float]
     teacher_logps: list[tuple[float, ...] | None]  # of the tokens, one per source
     greedy_rewards: list[float]
@@ -142,7 +148,11 @@ def deal(
     per_window = len(order) // num_windows
     sequences: list[int] = []
     for start in range(0, len(order), per_window):
-        window = sorted(order[start : start + per_window], key=lambda group: -group_tokens[group])
+        window = sorted(
+            order[start : start + per_window], key=lambda group: -group_tokens[group]
+        )
         for group in window:
             sequences += range(group * group_size, (group + 1) * group_size)
-    return [sequences[start : start + per_batch] for start in range(0, len(sequences), per_batch)]
+    return [
+        sequences[start : start + per_batch] for start in range(0, len(sequences), per_batch)
+    ]

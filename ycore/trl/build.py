@@ -67,7 +67,10 @@ def build_trainer(
         arguments, data = _for_examples(config, folder, world_size, model, examples)
     # Frozen weights are stored in the dtype they are computed with; weights in training are stored in float32.
     stored = torch.float32 if config.lora is None else compute_dtype(config)
-    arguments["model_init_kwargs"] = {"dtype": stored, **(arguments.get("model_init_kwargs") or {})}
+    arguments["model_init_kwargs"] = {
+        "dtype": stored,
+        **(arguments.get("model_init_kwargs") or {}),
+    }
     if config.quantize is not None:
         data["quantization_config"] = _quantization(compute_dtype(config))
     settings = trainer_class.config_class(**arguments)
@@ -167,7 +170,9 @@ def vision_modules(model: Path) -> str | None:
 
 def _lora(settings: LoraSettings, task_type: str, model: Path) -> LoraConfig:
     return LoraConfig(
-        exclude_modules=vision_modules(model) if settings.target_modules == "all-linear" else None,
+        exclude_modules=vision_modules(model)
+        if settings.target_modules == "all-linear"
+        else None,
         r=settings.r,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,

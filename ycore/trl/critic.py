@@ -91,7 +91,9 @@ class Critic(nn.Module):
         trained = self.trained
         wrong = set(trained) ^ set(saved)
         wrong |= {
-            name for name in set(trained) & set(saved) if trained[name].shape != saved[name].shape
+            name
+            for name in set(trained) & set(saved)
+            if trained[name].shape != saved[name].shape
         }
         if wrong:
             raise RunError(

@@ -75,7 +75,10 @@ class Trainer(PolicyGradientTrainer):
             names = [teacher_of(config.rewards[source]).model for source in teachers]
             trusts = config.trust_remote_code
             plans = [resolve_model(name, trust_remote_code=trusts) for name in names]
-            settings |= {"exact": config.distill, "folders": [fetch_model(plan) for plan in plans]}
+            settings |= {
+                "exact": config.distill,
+                "folders": [fetch_model(plan) for plan in plans],
+            }
         return settings
 
     def _load(self, folder: Path) -> PreTrainedModel:
@@ -86,7 +89,9 @@ class Trainer(PolicyGradientTrainer):
                 f"an exact divergence reads whole output layers, which are sharded here; {way_out}"
             )
         policy = self.accelerator.unwrap_model(self.model)
-        attention = "sdpa" if self.packed_by == "segments" else policy.config._attn_implementation
+        attention = (
+            "sdpa" if self.packed_by == "segments" else policy.config._attn_implementation
+        )
         teacher: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=torch.bfloat16 if self.args.bf16 else torch.float32,
@@ -98,7 +103,9 @@ class Trainer(PolicyGradientTrainer):
                 f"the attention of policy and teacher {folder} cannot both be packed; {way_out}"
             )
         if not (has_plain_logits(teacher) and has_plain_logits(policy)):
-            raise ConfigError(f"policy or teacher {folder} caps or scales its logits; {way_out}")
+            raise ConfigError(
+                f"policy or teacher {folder} caps or scales its logits; {way_out}"
+            )
         if self.packed_by == "segments":
             use_segments(teacher)
         return teacher.requires_grad_(False).eval().to(self.accelerator.device)

@@ -85,7 +85,9 @@ def packed_scores(
     assert path is not None and (rows.pictures is None or rows.later_prompts is None)
     num_rows = len(rows.input_ids)
     passes = [
-        _packed_pass(model, rows, slice(first, first + (size or num_rows)), path, names, arguments)
+        _packed_pass(
+            model, rows, slice(first, first + (size or num_rows)), path, names, arguments
+        )
         for first in range(0, num_rows, size or num_rows)
     ]
     return [torch.cat(outputs) for outputs in zip(*passes, strict=True)]
@@ -131,7 +133,10 @@ def _packed_pass(
 
 
 def _unpad(
-    input_ids: Tensor, attention_mask: Tensor, width: int, later_prompts: Sequence[Sequence[int]]
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    width: int,
+    later_prompts: Sequence[Sequence[int]],
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], list[int]]:
     """Token ids of every sequence's prompt and completion, without padding, and its place among (B, T) outputs."""
     split = input_ids.size(1) - width
@@ -224,7 +229,9 @@ def add_compact_head(
             with_logits=with_logits,
         )
         names = ("log_probs", "entropy", "mean_logits", "is_top1")
-        placed = (score.new_zeros(shifted.shape).masked_scatter(wanted, score) for score in scores)
+        placed = (
+            score.new_zeros(shifted.shape).masked_scatter(wanted, score) for score in scores
+        )
         return FusedCausalLMOutput(label_mask=wanted, **dict(zip(names, placed, strict=False)))
 
     model.forward = types.MethodType(forward, model)

@@ -70,7 +70,9 @@ class Offload:
                 engine.offload_states(include=[State.optim_states, State.hp_params])
                 return lambda: engine.reload_states()
             optimizer = engine.optimizer if engine.zero_optimization_stage() == 3 else None
-        inner = getattr(optimizer, "optimizer", optimizer)  # of accelerate's wrapper, or of ZeRO's
+        inner = getattr(
+            optimizer, "optimizer", optimizer
+        )  # of accelerate's wrapper, or of ZeRO's
         return (lambda: None) if inner is None else self.move_moments(inner)
 
     def move_moments(self, optimizer: torch.optim.Optimizer) -> Restore:
@@ -113,7 +115,9 @@ class Offload:
 
         def restore() -> None:
             for parameter, device in moved:
-                parameter.data = self._frozen[parameter].to(device, non_blocking=True, copy=True)
+                parameter.data = self._frozen[parameter].to(
+                    device, non_blocking=True, copy=True
+                )
 
         return restore
 

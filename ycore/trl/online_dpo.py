@@ -117,7 +117,11 @@ class _DPOTrainer(Trainer):
     kind = "dpo"
 
 
-TRAINERS: dict[str, type[Trainer]] = {"dpo": _DPOTrainer, "ipo": _IPOTrainer, "rrhf": _RRHFTrainer}
+TRAINERS: dict[str, type[Trainer]] = {
+    "dpo": _DPOTrainer,
+    "ipo": _IPOTrainer,
+    "rrhf": _RRHFTrainer,
+}
 """The classes by `loss_from`."""
 
 

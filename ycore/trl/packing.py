@@ -62,7 +62,9 @@ def path_of(model: PreTrainedModel) -> str | None:
 
     Packing needs full attention in every layer, computed by one of transformers' attention functions.
     """
-    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"]
+    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or [
+        "full_attention"
+    ]
     if set(layer_types) != {"full_attention"} or not model._can_set_attn_implementation():
         return None
     attention = model.config._attn_implementation
@@ -154,7 +156,9 @@ def pack(
     return {name: torch.tensor([row]) for name, row in rows.items()}, torch.tensor([places])
 
 
-def attention_inputs(path: str, blocks: Sequence[Block], device: torch.device) -> dict[str, Any]:
+def attention_inputs(
+    path: str, blocks: Sequence[Block], device: torch.device
+) -> dict[str, Any]:
     """The model's inputs beside the row that keep its sequences apart."""
     if path == "flex":
         return {"attention_mask": flex_mask(blocks, device)}

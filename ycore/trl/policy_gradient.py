@@ -17,7 +17,12 @@ from ycore.config.schema import RunConfig
 from ycore.scoring.constraints import Constraints
 from ycore.trl.batches import loss_mask
 from ycore.trl.constrained import broken, gated, kept
-from ycore.trl.importance import behaviour_logps, effective_share, old_by_completion, region_weights
+from ycore.trl.importance import (
+    behaviour_logps,
+    effective_share,
+    old_by_completion,
+    region_weights,
+)
 from ycore.trl.returns import AddUp
 from ycore.trl.seam import SeamGRPOTrainer
 
@@ -116,7 +121,9 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
         advantages = _by_token(inputs["advantages"])
         weights = region_weights(self._trust_region, logps, behaviour, advantages, mask)
         outside = (weights == 0) * mask
-        self.record("ycore/outside_trust_region", outside.sum().item() / max(1, int(mask.sum())))
+        self.record(
+            "ycore/outside_trust_region", outside.sum().item() / max(1, int(mask.sum()))
+        )
         inputs["advantages"] = advantages * weights
         inputs["old_per_token_logps"] = logps
         inputs["importance_sampling_ratio"] = torch.ones_like(logps)
@@ -140,7 +147,9 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
     def _step_tokens(self, inputs: dict[str, Any]) -> Tensor:
         """Tokens of a whole optimizer step, a rank: what TRL's losses by token divide by."""
         in_round = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
-        return in_round * self.current_gradient_accumulation_steps / self.args.steps_per_generation
+        return (
+            in_round * self.current_gradient_accumulation_steps / self.args.steps_per_generation
+        )
 
     def _add_up(self, values: Tensor) -> Tensor:
         """The sum over all ranks of a vector."""

@@ -81,7 +81,9 @@ class Trainer(TokenRewardTrainer):
         if settings.whiten:
             advantages = whitened(advantages, mask, self._add_up)
         self._record_explained(values, to_go(rewards), mask * ~continues.unsqueeze(1))
-        self.record("ycore/critic/value", (values * mask).sum().item() / max(1, int(mask.sum())))
+        self.record(
+            "ycore/critic/value", (values * mask).sum().item() / max(1, int(mask.sum()))
+        )
         return {
             "advantages": advantages.float(),
             "old_values": values.float(),
@@ -178,7 +180,9 @@ class Trainer(TokenRewardTrainer):
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._settings.max_grad_norm))
         self._refuse(norm, "the norm of the critic's gradient")
         self.record("ycore/critic/grad_norm", norm)
-        return self.accelerator.clip_grad_norm_(self._policy_parameters, self.args.max_grad_norm)
+        return self.accelerator.clip_grad_norm_(
+            self._policy_parameters, self.args.max_grad_norm
+        )
 
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
         self._warm_up()

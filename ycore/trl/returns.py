@@ -143,7 +143,9 @@ def explained_by_position(
     return shares
 
 
-def value_losses(values: Tensor, old_values: Tensor, targets: Tensor, clip: float | None) -> Tensor:
+def value_losses(
+    values: Tensor, old_values: Tensor, targets: Tensor, clip: float | None
+) -> Tensor:
     """Half the squared error; with `clip`, the larger of it and that of values moved at most so far from the old."""
     losses = (values - targets).square()
     if clip is not None:

@@ -116,7 +116,11 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         self._last_loaded_step = -1
         # The compact head gives no gradient of the entropy.
         is_plain = not self._entropy_bonus_enabled and not self.args.cast_lm_head_to_fp32
-        if self.args.bf16 and self.ref_model is not None and not self._moves_or_shards_reference:
+        if (
+            self.args.bf16
+            and self.ref_model is not None
+            and not self._moves_or_shards_reference
+        ):
             # TRL loads it like the policy, whose weights in training are in float32.
             self.ref_model.to(torch.bfloat16)
         for model in bare_models:
@@ -128,7 +132,9 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
 
     @property
     def _moves_or_shards_reference(self) -> bool:
-        return bool(self.args.sync_ref_model or self.is_deepspeed_enabled or self.is_fsdp_enabled)
+        return bool(
+            self.args.sync_ref_model or self.is_deepspeed_enabled or self.is_fsdp_enabled
+        )
 
     def room_for_engines(self) -> AbstractContextManager[None]:
         """Keep off the device what is to leave it, where engines share it."""
@@ -239,7 +245,9 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         return {
             "prompt_ids": [sequence.prompt_ids for sequence in self._round],
             "completion_ids": [sequence.completion_ids for sequence in self._round],
-            "logprobs": [sequence.logprobs for sequence in self._round] if self.use_vllm else None,
+            "logprobs": [sequence.logprobs for sequence in self._round]
+            if self.use_vllm
+            else None,
             **({"env_mask": masks} if masks else {}),  # TRL's `tool_mask`
         }
 
@@ -320,7 +328,9 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         """
         step, rank = self.state.global_step, self.accelerator.process_index
         identity = f"{use}/{self.args.seed}/{step}/{rank}"
-        set_seed(int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=4).digest(), "big"))
+        set_seed(
+            int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=4).digest(), "big")
+        )
 
     def _dealt(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The batch in the order of its micro-batches."""
@@ -352,8 +362,12 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
     @property
     def _may_skip(self) -> bool:
         """Whether the ranks need no forward to add up gradients that are zero."""
-        steps_are_within_rounds = self._uses_per_round % self.args.gradient_accumulation_steps == 0
-        return steps_are_within_rounds and not (self.is_deepspeed_enabled or self.is_fsdp_enabled)
+        steps_are_within_rounds = (
+            self._uses_per_round % self.args.gradient_accumulation_steps == 0
+        )
+        return steps_are_within_rounds and not (
+            self.is_deepspeed_enabled or self.is_fsdp_enabled
+        )
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
         """TRL computes the loss from the batch; ycore lets its forward fill in the correction and the reference.
@@ -361,9 +375,13 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         Where no group has an advantage, the gradient is zero without a forward; the optimizer's step is what it would
         be.
         """
-        has_other_terms = self.beta != 0.0 or self._entropy_bonus_enabled or self.aux_loss_enabled
+        has_other_terms = (
+            self.beta != 0.0 or self._entropy_bonus_enabled or self.aux_loss_enabled
+        )
         self.has_gradient = (
-            has_other_terms or not self.skips_equal_rewards or bool(inputs["has_gradient"].any())
+            has_other_terms
+            or not self.skips_equal_rewards
+            or bool(inputs["has_gradient"].any())
         )
         self.record("ycore/skipped", float(not self.has_gradient))
         if not self.has_gradient and self._may_skip:

@@ -84,7 +84,9 @@ class TurnRewardTrainer(PolicyGradientTrainer):
         return advantages_BT
 
 
-def turn_advantages(rewards: Sequence[Sequence[float]], *, group_size: int) -> list[list[float]]:
+def turn_advantages(
+    rewards: Sequence[Sequence[float]], *, group_size: int
+) -> list[list[float]]:
     """GRPO's advantage of each turn's reward among those of its group's turns of the same number.
 
     Args:

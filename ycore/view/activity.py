@@ -134,7 +134,9 @@ class Scene:
         levels = self.activity.in_flight.get(rank)
         if levels is None or not self._is_now(levels):
             return 0
-        return sum(count for key, count in levels.values.items() if _role_and_slot(key)[1] == slot)
+        return sum(
+            count for key, count in levels.values.items() if _role_and_slot(key)[1] == slot
+        )
 
     def open_since(self, place: Place) -> dict[str, float]:
         """Return by role when the oldest request in flight on a slot began."""
@@ -171,7 +173,11 @@ class Scene:
         if order[place] == ROUND:
             words = self._round_words() or words
             oldest = min(
-                (began for slot in self.activity.lanes for began in self.open_since(slot).values()),
+                (
+                    began
+                    for slot in self.activity.lanes
+                    for began in self.open_since(slot).values()
+                ),
                 default=math.inf,
             )
             if self.until - oldest >= _LONG_S:

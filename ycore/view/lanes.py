@@ -94,7 +94,9 @@ def cell_seconds(at_least_s: float) -> float:
     return float(next((length for length in lengths if length >= wanted), 600))
 
 
-def draw_lane(lane: Lane, window: Window, *, open_since: Mapping[str, float] | None = None) -> Text:
+def draw_lane(
+    lane: Lane, window: Window, *, open_since: Mapping[str, float] | None = None
+) -> Text:
     """Draw one character a cell. `open_since`: by role, when its oldest request in flight began."""
     open_since = open_since or {}
     shares: dict[str, list[float]] = {}
@@ -137,7 +139,9 @@ def draw_legend(roles: Iterable[str], window: Window, *, swaps: bool) -> Text:
 def lane_names(places: Sequence[Place]) -> list[str]:
     """Return `slot 3`, or with several ranks `rank 1, 3`."""
     ranks = {rank for rank, _ in places}
-    return [f"slot {slot}" if len(ranks) < 2 else f"rank {rank}, {slot}" for rank, slot in places]
+    return [
+        f"slot {slot}" if len(ranks) < 2 else f"rank {rank}, {slot}" for rank, slot in places
+    ]
 
 
 def sort_roles(roles: Iterable[str]) -> list[str]:

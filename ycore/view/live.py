@@ -70,7 +70,11 @@ _NUM_FIRST_STEPS = 3  # steps that are compared with the plan
 _APART = 0.25  # the share of the plan from which they differ
 _REASONS = (
     ("{:.0f} groups drawn, not {:.0f}", "ycore/sampling/drawn", "groups"),
-    ("completions of {:.0f} tokens, not {:.0f}", "completions/mean_length", "completion_tokens"),
+    (
+        "completions of {:.0f} tokens, not {:.0f}",
+        "completions/mean_length",
+        "completion_tokens",
+    ),
 )
 
 Look = Callable[[], Scene]

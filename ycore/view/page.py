@@ -222,7 +222,9 @@ def chosen(completions: Sequence[ScoredCompletion]) -> list[ScoredCompletion]:
 def _pictures_of(sample: Mapping[str, Any], run: RecordedRun) -> list[Path]:
     """Return the files of the pictures that a prompt shows, of those that are small enough for a page."""
     images = [RunFolder(run.root).images / name for name in sample.get("images", ())]
-    return [file for file in images if file.is_file() and file.stat().st_size <= _MAX_PICTURE_BYTES]
+    return [
+        file for file in images if file.is_file() and file.stat().st_size <= _MAX_PICTURE_BYTES
+    ]
 
 
 def _judge_rows(metrics: Sequence[Row]) -> list[tuple[str, str]]:
@@ -363,7 +365,9 @@ def draw_device_seconds(runs: Sequence[RecordedRun]) -> Any:
         left = [start + width for start, width in zip(left, widths, strict=True)]
     style(axes, below="% of device seconds")
     axes.set_xlim(0, 100)
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=5, frameon=False, fontsize=9)
+    axes.legend(
+        loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=5, frameon=False, fontsize=9
+    )
     return figure
 
 

@@ -120,7 +120,9 @@ def draw_curve(metrics: Sequence[Row], path: Path, title: str) -> bool:
     if has_reward:
         _draw_held_out(main, metrics, HELD_OUT)
         _draw_main(main, points(metrics, *REWARD), "reward")
-        _draw_series(left, points(metrics, "completions/mean_length"), "completion length (tokens)")
+        _draw_series(
+            left, points(metrics, "completions/mean_length"), "completion length (tokens)"
+        )
         left.set_ylim(bottom=0)
         _draw_time(right, metrics)
     else:
@@ -208,7 +210,9 @@ def last_rounds(spans: Sequence[Span], num_rounds: int = 4) -> list[Span]:
 
 def draw_panels(panels: Sequence[tuple[str, Sequence[Span]]], path: Path) -> None:
     """Draw panels of lanes, each `(title, spans)`, one under the other on one scale of seconds; `path` is a PNG."""
-    lanes = [sorted({(span.rank, span.slot) for span in spans})[:_MAX_LANES] for _, spans in panels]
+    lanes = [
+        sorted({(span.rank, span.slot) for span in spans})[:_MAX_LANES] for _, spans in panels
+    ]
     heights = [0.9 + 0.28 * max(1, len(slots)) for slots in lanes]
     figure = new_figure(12, max(2.5, sum(heights)))
     grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)
@@ -255,5 +259,9 @@ def _add_legend(figure: Any, names: set[str]) -> None:
             look = _SWAP_LOOK if name == SWAP else {"color": ROLE_COLOURS.get(name, GREY)}
             patches.append(Patch(**look, label=name.replace("_", " ")))
     figure.legend(
-        handles=patches, loc="outside upper right", ncols=len(patches), frameon=False, fontsize=10
+        handles=patches,
+        loc="outside upper right",
+        ncols=len(patches),
+        frameon=False,
+        fontsize=10,
     )

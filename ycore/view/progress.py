@@ -172,7 +172,9 @@ def _formats(row: Row) -> list[tuple[str, ...]]:
     accuracy = ("accuracy {:.0%}", "accuracy", "rewards/accuracies")
     return [
         ("loss {:.4f}", "loss"),
-        accuracy if parts(row, [accuracy]) else ("token accuracy {:.0%}", "mean_token_accuracy"),
+        accuracy
+        if parts(row, [accuracy])
+        else ("token accuracy {:.0%}", "mean_token_accuracy"),
         ("margin {:.3f}", "rewards/margins", "margin"),
         ("rate {:.1e}", "learning_rate"),
         *_STEP,

@@ -176,9 +176,13 @@ def read_run(root: Path) -> RecordedRun:
         command=tuple(description.command),
         versions=description.versions,
         started=description.started,
-        summary=_read_optional(_Summary, folder.summary, problems).model_dump(exclude_unset=True),
+        summary=_read_optional(_Summary, folder.summary, problems).model_dump(
+            exclude_unset=True
+        ),
         metrics=metrics,
-        samples=_read_optional(_Samples, folder.samples, problems).model_dump(exclude_unset=True),
+        samples=_read_optional(_Samples, folder.samples, problems).model_dump(
+            exclude_unset=True
+        ),
         completions=_read_completions(folder, weights, problems),
         spent=count_device_seconds(
             metrics,
@@ -396,7 +400,9 @@ def _reward_at(curve: RewardCurve, device_s: float) -> RewardReached | None:
     if not window:
         return None
     rewards = [reward for _, _, reward in window]
-    return RewardReached(device_s, window[-1][1], fmean(rewards), half_width(rewards), len(rewards))
+    return RewardReached(
+        device_s, window[-1][1], fmean(rewards), half_width(rewards), len(rewards)
+    )
 
 
 # Student's t, 97.5 % quantile, by degrees of freedom from 0 (none) to 9, the most that a window has.
@@ -414,7 +420,9 @@ def half_width(values: Sequence[float]) -> float | None:
 # -- advice ------------------------------------------------------------------------------------------------------------
 
 _MIN_STEPS = 12  # a third of fewer steps has no spread to speak of
-_ENOUGH_TEACH = 0.1  # of the groups drawn: below this share the prompts are to blame, not the rate
+_ENOUGH_TEACH = (
+    0.1  # of the groups drawn: below this share the prompts are to blame, not the rate
+)
 
 
 def advice(metrics: Sequence[Row], config: RunConfig) -> str | None:
@@ -440,7 +448,9 @@ def advice(metrics: Sequence[Row], config: RunConfig) -> str | None:
     ends = f"{fmean(early):.3f} -> {fmean(late):.3f}, first and last third of the steps"
     rate = max(_or_zero(row, "learning_rate") for row in rows)
     if change < -2 * error:
-        way_out = f"--learning-rate {rate / 4:.1e}, or --beta 0.05 to stay near the first policy"
+        way_out = (
+            f"--learning-rate {rate / 4:.1e}, or --beta 0.05 to stay near the first policy"
+        )
         return f"the reward fell ({ends}): try {way_out}"
     flat = f"the reward did not rise ({ends})"
     num_taught, num_drawn = _count_groups(rows, config)
@@ -449,9 +459,7 @@ def advice(metrics: Sequence[Row], config: RunConfig) -> str | None:
             f"{flat}: rewards differ within only {num_taught:.0f} of {num_drawn:.0f} groups; "
             "try prompts that the model solves sometimes, or a larger --group-size"
         )
-    return (
-        f"{flat}, although groups taught: try --learning-rate {4 * rate:.1e}, and then more --steps"
-    )
+    return f"{flat}, although groups taught: try --learning-rate {4 * rate:.1e}, and then more --steps"
 
 
 def _count_groups(rows: Sequence[Row], config: RunConfig) -> tuple[float, float]:

@@ -122,7 +122,9 @@ class OwnPage:
     def send(self) -> None:
         """Send what a finished run has; its model, metrics and pictures are on the disk."""
         events = None if self._writer is None else self._writer.log_dir
-        _send_results(self._folder, self._config, self._trackers, nullcontext, events, self._step)
+        _send_results(
+            self._folder, self._config, self._trackers, nullcontext, events, self._step
+        )
 
     def close(self) -> None:
         if self._writer is not None:
@@ -161,13 +163,17 @@ def _modules(names: Sequence[str]) -> list[Any]:
     return [importlib.import_module(name) for name in ("wandb", "trackio") if name in names]
 
 
-def _open(tracker: Any, config: BaseConfig, folder: RunFolder, job_type: str | None = None) -> None:
+def _open(
+    tracker: Any, config: BaseConfig, folder: RunFolder, job_type: str | None = None
+) -> None:
     """Open the folder's page, or go on with it."""
     wandb_only: dict[str, Any] = {}
     if tracker.__name__ == "wandb":
         wandb_only = {"id": folder.run_id, "job_type": job_type}
     tracker.init(
-        project=config.trl.get("project") or os.environ.get("WANDB_PROJECT") or _DEFAULT_PROJECT,
+        project=config.trl.get("project")
+        or os.environ.get("WANDB_PROJECT")
+        or _DEFAULT_PROJECT,
         name=folder.root.name,
         resume="allow",
         group=os.environ.get(TRACKER_GROUP),

@@ -93,7 +93,9 @@ def simulate(
         outcomes.append(one.run())
         added = [
             sum(values)
-            for values in zip(*(allocator.measurements() for allocator in allocators), strict=True)
+            for values in zip(
+                *(allocator.measurements() for allocator in allocators), strict=True
+            )
         ]
         for allocator in allocators:
             allocator.learn(added)
@@ -121,7 +123,9 @@ class Scenario:
     def pool(self, roles: tuple[str, ...]) -> SlotPool:
         capacity = None
         if len(roles) > 1:
-            capacity = {role: CAPACITY * (self.engines if role == ROLLOUT else 1) for role in roles}
+            capacity = {
+                role: CAPACITY * (self.engines if role == ROLLOUT else 1) for role in roles
+            }
         return SlotPool(
             self.num_slots, roles, capacity, exclusive=self.swap_s > 0, swap_s=self.swap_s
         )
@@ -241,7 +245,9 @@ def compare_recorded(rounds: Sequence[Sequence[Request]], scenario: Scenario) ->
         for groups in (*recording.rounds[: scenario.warm_up], *recording.rounds):
             # A trace does not say which groups could teach, so each is drawn after as many others as it was then.
             wanted = Demand(len(groups), known_lengths=demand.known_lengths)
-            outcomes.append(SimulatedRound([allocator], machine, groups.__getitem__, wanted).run())
+            outcomes.append(
+                SimulatedRound([allocator], machine, groups.__getitem__, wanted).run()
+            )
             allocator.learn(allocator.measurements())
         return Result(placement, tuple(outcomes[-num_rounds:]))
 

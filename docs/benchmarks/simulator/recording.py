@@ -85,17 +85,23 @@ def recorded(rounds: Sequence[Sequence[Request]], *, group_size: int) -> Recordi
 
 def _groups(requests: Sequence[Request], group_size: int) -> list[SimulatedGroup]:
     """A round's groups in the order they were drawn; scorers' requests go to completions in the order both ended."""
-    rollouts = sorted((one for one in requests if one.role == ROLLOUT), key=lambda one: one.number)
+    rollouts = sorted(
+        (one for one in requests if one.role == ROLLOUT), key=lambda one: one.number
+    )
     by_end = sorted(rollouts, key=lambda one: one.ended)
     sizes = {one.number: {ROLLOUT: one.tokens} for one in rollouts}
     ended = {one.number: one.ended for one in rollouts}
     for role in sorted({one.role for one in requests} - {ROLLOUT}):
-        scorers = sorted((one for one in requests if one.role == role), key=lambda one: one.number)
+        scorers = sorted(
+            (one for one in requests if one.role == role), key=lambda one: one.number
+        )
         for place, one in enumerate(scorers):
             scored = by_end[place * len(by_end) // len(scorers)].number
             sizes[scored][role] = sizes[scored].get(role, 0.0) + one.tokens
             ended[scored] = max(ended[scored], one.ended)
-    chunks = [rollouts[first : first + group_size] for first in range(0, len(rollouts), group_size)]
+    chunks = [
+        rollouts[first : first + group_size] for first in range(0, len(rollouts), group_size)
+    ]
     ends = [max(ended[one.number] for one in chunk) for chunk in chunks]
     return [
         SimulatedGroup(
@@ -155,7 +161,8 @@ def curve(line: Speed, seen: Sequence[Seen]) -> Steps:
         for point, all_ in zip(points, tokens, strict=True)
     ]
     steps = [
-        sum(one.seconds for one in point) / all_ for point, all_ in zip(points, tokens, strict=True)
+        sum(one.seconds for one in point) / all_
+        for point, all_ in zip(points, tokens, strict=True)
     ]
     return Steps(line.base, line.each, tuple(depths), tuple(accumulate(steps, max)))
 

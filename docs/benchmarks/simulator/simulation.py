@@ -124,7 +124,8 @@ class VirtualSlot:
         self, speeds: Mapping[str, Speed], reading_s: Mapping[str, float] | None = None
     ) -> None:
         self._engines = {
-            role: _Engine(speed, (reading_s or {}).get(role, 0.0)) for role, speed in speeds.items()
+            role: _Engine(speed, (reading_s or {}).get(role, 0.0))
+            for role, speed in speeds.items()
         }
         self._now = 0.0
 
@@ -143,7 +144,10 @@ class VirtualSlot:
         busy = self._busy()
         ends = [(*engine.next_end(), role) for role, engine in busy.items()]
         return min(
-            ((self._now + seconds * len(busy), request, role) for seconds, request, role in ends),
+            (
+                (self._now + seconds * len(busy), request, role)
+                for seconds, request, role in ends
+            ),
             default=None,
         )
 
@@ -155,7 +159,9 @@ class VirtualSlot:
 
     def _busy(self) -> dict[str, _Engine]:
         return {
-            role: engine for role, engine in self._engines.items() if engine.ends or engine.reading
+            role: engine
+            for role, engine in self._engines.items()
+            if engine.ends or engine.reading
         }
 
 
@@ -189,7 +195,9 @@ class Demand:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     usage: Usage
-    lanes: list[Span]  # requests, by their role, and swaps; slots count on from machine to machine
+    lanes: list[
+        Span
+    ]  # requests, by their role, and swaps; slots count on from machine to machine
     drawn: int
 
 
@@ -235,9 +243,12 @@ class SimulatedRound:
         speeds, reading_s = self.machine.speeds, self.machine.reading_s
         self._num_slots = self.allocators[0].pool.num_slots  # of a machine
         self._slots = [
-            VirtualSlot(speeds, reading_s) for _ in range(len(self.allocators) * self._num_slots)
+            VirtualSlot(speeds, reading_s)
+            for _ in range(len(self.allocators) * self._num_slots)
         ]
-        self._stamps = [0] * len(self._slots)  # a slot's events with an older stamp no longer hold
+        self._stamps = [0] * len(
+            self._slots
+        )  # a slot's events with an older stamp no longer hold
         self._events: list[
             tuple[float, int, int, int, int]
         ] = []  # a heap of (time, order, slot, stamp, request)
@@ -265,7 +276,9 @@ class SimulatedRound:
             elif stamp == self._stamps[slot]:
                 self._end_request(slot, request, now)
                 self._act(now, changed=[slot])
-        assert all(allocator.is_idle for allocator in self.allocators), "every request was answered"
+        assert all(allocator.is_idle for allocator in self.allocators), (
+            "every request was answered"
+        )
         usages = [allocator.end_round(now) for allocator in self.allocators]
         busy_s = [seconds for usage in usages for seconds in usage.busy_s]
         swap_s = [seconds for usage in usages for seconds in usage.swap_s]
@@ -302,7 +315,9 @@ class SimulatedRound:
         opened.unanswered += 1
         known = role == ROLLOUT and self.demand.known_lengths
         length = fmean(sizes[ROLLOUT] for sizes in opened.group.completions) if known else 0.0
-        self.allocators[opened.machine].ask(len(self._requests), role, opened.rank, length=length)
+        self.allocators[opened.machine].ask(
+            len(self._requests), role, opened.rank, length=length
+        )
         self._has_news.add(opened.machine)
         self._requests.append(
             _Request(role, position, index, opened.group.completions[index][role])

@@ -157,7 +157,11 @@ def _divided(steps: Steps, lengths_at: LengthsAt, oversample: float, *, ahead: b
         name = "both" if oversample > 1 else "--max-staleness 1" if ahead else "apart, in turn"
         found.append(
             Played(
-                name, fmean(each), fmean(lengths[: _EARLY * steps.need]), fmean(lengths), rolling
+                name,
+                fmean(each),
+                fmean(lengths[: _EARLY * steps.need]),
+                fmean(lengths),
+                rolling,
             )
         )
     return min(found, key=lambda one: one.seconds)

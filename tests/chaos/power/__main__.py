@@ -107,7 +107,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--seed", type=int, default=0, help="every random choice follows from it (default 0)")
-    add("--cuts", type=int, default=10_000, help="moments at which the power fails (default 10000)")
+    add(
+        "--cuts",
+        type=int,
+        default=10_000,
+        help="moments at which the power fails (default 10000)",
+    )
     add(
         "--resumes",
         type=int,

@@ -172,12 +172,16 @@ def without(subject: Subject, is_dropped: Callable[[Operation], bool]) -> Subjec
     return subject_of(replace(recording, operations=operations))[0]
 
 
-def run_controls(subjects: Sequence[Subject], *, count: int, seed: int, say: Say) -> dict[str, int]:
+def run_controls(
+    subjects: Sequence[Subject], *, count: int, seed: int, say: Say
+) -> dict[str, int]:
     """How many cuts fail without each of the flushes."""
     found = {}
     for name, is_dropped in CONTROLS.items():
         mutants = [
-            mutant for subject in subjects if (mutant := without(subject, is_dropped)) is not None
+            mutant
+            for subject in subjects
+            if (mutant := without(subject, is_dropped)) is not None
         ]
         tally = judge_cuts(draw_cuts(mutants, count=count, seed=seed)) if mutants else Tally()
         found[name] = len(tally.failures)

@@ -152,7 +152,9 @@ class Disk:
             kept = done[: draw.randint(certain, len(done))]
         else:
             keep = draw.choice((0.0, 0.1, 0.5, 0.9, 1.0))
-            kept = [change for change in done if change.kept_from <= cut or draw.random() < keep]
+            kept = [
+                change for change in done if change.kept_from <= cut or draw.random() < keep
+            ]
         folders: dict[int, dict[str, int]] = defaultdict(dict)
         for change in kept:
             for folder, name, inode in change.names:
@@ -210,7 +212,9 @@ def _apply_partly(content: bytearray, offset: int, data: bytes, draw: random.Ran
 Observe = Callable[[int, Operation, World], None]
 
 
-def follow(operations: Sequence[Operation], observe: Observe | None = None) -> tuple[Disk, World]:
+def follow(
+    operations: Sequence[Operation], observe: Observe | None = None
+) -> tuple[Disk, World]:
     """Take every operation; `observe` sees the world after each."""
     disk, world = Disk(), World()
     for index, operation in enumerate(operations):
@@ -244,7 +248,8 @@ def _flush(disk: Disk, world: World, index: int, operation: Operation) -> None:
         if change.kept_from == _NEVER and change.names[-1][0] == inode:
             change.kept_from = index
     last = max(
-        (place for place, one in enumerate(disk.changes) if one.names[-1][0] == inode), default=-1
+        (place for place, one in enumerate(disk.changes) if one.names[-1][0] == inode),
+        default=-1,
     )
     for change in disk.changes[: last + 1]:
         change.kept_from_in_order = min(change.kept_from_in_order, index)

@@ -78,9 +78,9 @@ class Witness:
             for promise in self._pending.pop(operation.pid, []):
                 promise.since = index
                 self.promises.append(promise)
-        if operation.kind == "write" and operation.path.rpartition("/")[2].lstrip(".").startswith(
-            "metrics.jsonl"
-        ):
+        if operation.kind == "write" and operation.path.rpartition("/")[2].lstrip(
+            "."
+        ).startswith("metrics.jsonl"):
             self._see_rows(operation.data)
         if operation.kind in ("rename", "unlink"):
             self._see_name(index, operation, world)
@@ -145,7 +145,9 @@ class Witness:
                 promise.until = min(promise.until, index)
 
     def promised(self, cut: int, kind: str) -> list[Promise]:
-        return [one for one in self.promises if one.kind == kind and one.since <= cut < one.until]
+        return [
+            one for one in self.promises if one.kind == kind and one.since <= cut < one.until
+        ]
 
 
 _RESULTS = ("samples.json", "held_out.json")
@@ -284,10 +286,14 @@ def _check_rounds(witness: Witness, cut: int, folder: RunFolder, step: int) -> N
         read_round(path)
         taken.add((number, digest(path.read_bytes())))
     if taken and not any(taken <= together for together in witness.journals):
-        raise Broken(f"rounds {sorted(number for number, _ in taken)} were never there together")
+        raise Broken(
+            f"rounds {sorted(number for number, _ in taken)} were never there together"
+        )
     for one in witness.promised(cut, "round"):
         if one.step >= step and (one.step, one.content) not in taken:
-            raise Broken(f"the round of step {one.step} was committed and is gone, at step {step}")
+            raise Broken(
+                f"the round of step {one.step} was committed and is gone, at step {step}"
+            )
     rounds_in(folder.journal)
 
 
@@ -308,7 +314,10 @@ def _check_rest(witness: Witness, cut: int, folder: RunFolder) -> None:
     """Who the run is; and what nothing depends on must not stop it either."""
     if witness.promised(cut, "identity.json") and not folder.identity.is_file():
         raise Broken("identity.json is gone")
-    if folder.identity.is_file() and digest(folder.identity.read_bytes()) not in witness.identities:
+    if (
+        folder.identity.is_file()
+        and digest(folder.identity.read_bytes()) not in witness.identities
+    ):
         raise Broken("identity.json is not what was written")
     for path in (folder.samples, folder.held_out, folder.engines):
         if path.is_file():

@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.job import Job
-from tests.chaos.power.recording import Operation, build_recorder, read_log, recording_environment
+from tests.chaos.power.recording import (
+    Operation,
+    build_recorder,
+    read_log,
+    recording_environment,
+)
 from tests.chaos.results import Difference, Result, compare, read_result
 from tests.chaos.runs import Run, Setting, leftovers
 from ycore.config.schema import RunConfig, TuneConfig
@@ -54,7 +59,9 @@ class Recording:
     phases: Sequence[Phase]
 
     def phase(self, cut: int) -> Phase:
-        return [phase for phase in self.phases if phase.first <= cut or phase is self.phases[0]][-1]
+        return [
+            phase for phase in self.phases if phase.first <= cut or phase is self.phases[0]
+        ][-1]
 
 
 def rollout_parts(inputs: Path, *, steps: int = 6) -> list[Part]:
@@ -83,7 +90,12 @@ def tuning_parts(inputs: Path, *, steps: int = 30) -> list[Part]:
             "--held-out": 8,
             "--learning-rate": 1e-3,
         }
-        sets = ("dtype=float32", "lora.dropout=0.2", f"checkpoint_every={steps // 4}", "merge=true")
+        sets = (
+            "dtype=float32",
+            "lora.dropout=0.2",
+            f"checkpoint_every={steps // 4}",
+            "merge=true",
+        )
         given = [str(word) for option, value in options.items() for word in (option, value)]
         return ["sft", *given, *(word for one in sets for word in ("--set", one))]
 
@@ -102,7 +114,8 @@ def record(name: str, parts: Sequence[Part], setting: Setting) -> Recording:
     root.mkdir(parents=True)
     library = build_recorder(place)
     recorded = replace(
-        setting, environment={**setting.environment, **recording_environment(library, root, log)}
+        setting,
+        environment={**setting.environment, **recording_environment(library, root, log)},
     )
     starts: list[tuple[int, Part, RunConfig | TuneConfig, Result]] = []
     for part in parts:

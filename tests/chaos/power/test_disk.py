@@ -11,13 +11,20 @@ import pytest
 
 from tests.chaos.power.disk import ORDERS, Order, follow
 from tests.chaos.power.proof import unlike
-from tests.chaos.power.recording import Operation, build_recorder, read_log, recording_environment
+from tests.chaos.power.recording import (
+    Operation,
+    build_recorder,
+    read_log,
+    recording_environment,
+)
 from ycore.errors import RunError
 
 NEW = b"new" * 3000
 
 
-def op(kind: str, path: str, other: str = "", *, data: bytes = b"", offset: int = 0) -> Operation:
+def op(
+    kind: str, path: str, other: str = "", *, data: bytes = b"", offset: int = 0
+) -> Operation:
     return Operation(kind, path, 1, other, offset, data)  # type: ignore[arg-type]
 
 
@@ -61,7 +68,9 @@ def test_without_the_folders_flush_it_is_the_old_or_the_new_one(order: Order) ->
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_without_the_files_flush_a_renamed_file_may_be_empty_zeros_or_half(order: Order) -> None:
+def test_without_the_files_flush_a_renamed_file_may_be_empty_zeros_or_half(
+    order: Order,
+) -> None:
     found = {
         bytes(state["a"] or b"")
         for state in states(replaced(file_is_flushed=False, folder_is_flushed=True), order)
@@ -78,7 +87,12 @@ def test_names_are_lost_in_order_or_each_by_itself() -> None:
 
 
 def test_a_flushed_folder_brings_earlier_names_along_only_where_they_have_an_order() -> None:
-    made = [op("mkdir", "c"), op("mkdir", "d"), op("create", "d/1"), op("flush", "d", offset=-1)]
+    made = [
+        op("mkdir", "c"),
+        op("mkdir", "d"),
+        op("create", "d/1"),
+        op("flush", "d", offset=-1),
+    ]
     assert {tuple(sorted(state)) for state in states(made, "ordered")} == {("c", "d", "d/1")}
     assert {tuple(sorted(state)) for state in states(made, "independent")} == {
         (), ("c",), ("d", "d/1"), ("c", "d", "d/1")

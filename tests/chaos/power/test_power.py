@@ -24,7 +24,9 @@ def test_no_cut_of_a_real_run_breaks_a_promise_and_every_missing_flush_shows(
     except RunError as error:
         pytest.skip(str(error))
     setting = Setting(tmp_path, scripted={"--think-s": "0.01"})
-    recording = record("rl", rollout_parts(write_inputs(tmp_path / "inputs"), steps=4)[:2], setting)
+    recording = record(
+        "rl", rollout_parts(write_inputs(tmp_path / "inputs"), steps=4)[:2], setting
+    )
     subject, world = subject_of(recording)
     assert unlike(world.files(), tmp_path / "rl" / "recorded") == []
     assert {promise.kind for promise in subject.witness.promises} == {
@@ -37,7 +39,9 @@ def test_no_cut_of_a_real_run_breaks_a_promise_and_every_missing_flush_shows(
     assert set(tally.outcomes) >= {"begins", "resumes", "finished"} and tally.total == 300
 
     middle = next(
-        cut for cut in cuts if cut.after > recording.phases[1].first and cut.order == "independent"
+        cut
+        for cut in cuts
+        if cut.after > recording.phases[1].first and cut.order == "independent"
     )
     assert resume_cuts([middle], setting, say=print).failures == []
 

@@ -10,7 +10,12 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from tests.chaos.power.disk import ORDERS, follow
-from tests.chaos.power.recording import Operation, build_recorder, read_log, recording_environment
+from tests.chaos.power.recording import (
+    Operation,
+    build_recorder,
+    read_log,
+    recording_environment,
+)
 from ycore.errors import RunError
 
 State = dict[str, bytes | None]
@@ -107,14 +112,18 @@ def test_rounds_that_changed_settings_drop_are_gone_before_the_settings_are_ther
     assert {count for is_new, count in seen if is_new} == {2}
 
 
-def test_half_a_checkpoint_never_has_a_checkpoints_name(operations: Sequence[Operation]) -> None:
+def test_half_a_checkpoint_never_has_a_checkpoints_name(
+    operations: Sequence[Operation],
+) -> None:
     """Neither while it is saved, nor while an older one, or one of the same step, is removed."""
     counts = set()
     for state in states(operations, of="saved"):
         names = {path.partition("/")[0] for path in state if path.startswith("checkpoint-")}
         for name in names:
             files = {
-                path for path in state if path.startswith(f"{name}/") and state[path] is not None
+                path
+                for path in state
+                if path.startswith(f"{name}/") and state[path] is not None
             }
             assert len(files) == 5, (name, files)
             assert all(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import simulate
 import typer
 import yaml
 from pydantic import BaseModel
@@ -147,7 +148,30 @@ def test_every_command_is_of_a_program_that_is_checked_here() -> None:
     assert {line.split()[0] for _, line in commands()} <= {"ycore", "make", "pip", "python"}
 
 
-@pytest.mark.parametrize(("page", "line"), of_program("python"))
+SIMULATOR = "python docs/benchmarks/simulate.py"
+
+
+@pytest.mark.parametrize(
+    ("page", "line"),
+    [entry for entry in of_program("python") if entry.values[1].startswith(SIMULATOR)],
+)
+def test_lines_of_the_simulator_can_be_typed(page: Path, line: str) -> None:
+    arguments = simulate.parse_arguments(shlex.split(line, comments=True)[2:])
+    assert arguments.slots >= 1
+
+
+def test_a_line_of_the_simulator_runs() -> None:
+    words = shlex.split(f"{SIMULATOR} quickstart --slots 2 --judge-work 1")
+    done = subprocess.run(
+        [sys.executable, *words[1:]], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("page", "line"),
+    [entry for entry in of_program("python") if not entry.values[1].startswith(SIMULATOR)],
+)
 def test_lines_of_the_scorecard_name_rows_that_are_there(page: Path, line: str) -> None:
     words = shlex.split(line, comments=True)
     known = (

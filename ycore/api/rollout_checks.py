@@ -11,7 +11,7 @@ from ycore.data.examples import num_overlapping
 from ycore.data.prompts import PromptSet, load_prompts
 from ycore.engine.kinds import REPLAY, EngineKind, choose_kind
 from ycore.errors import ConfigError
-from ycore.judge.agreement import judge_questions, trains_a_judge
+from ycore.judge.agreement import check_agreement, judge_questions, trains_a_judge
 from ycore.launch.layout import Site
 from ycore.launch.machine_checks import check_run
 from ycore.launch.step_plan import plan_steps
@@ -79,8 +79,10 @@ def check_rollouts(
 
 
 def _load_prompts(config: RunConfig, *, as_chat: bool) -> PromptSet:
-    prompts = load_prompts(config, as_chat=as_chat)
-    return judge_questions(config, prompts) if trains_a_judge(config) else prompts
+    if not trains_a_judge(config):
+        return load_prompts(config, as_chat=as_chat)
+    check_agreement(config)
+    return judge_questions(config, load_prompts(config, as_chat=as_chat))
 
 
 def _mean_prompt_tokens(prompts: Sequence[Prompt]) -> int:

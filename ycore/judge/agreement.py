@@ -43,6 +43,11 @@ def trains_a_judge(config: RunConfig) -> bool:
     return any(map(is_agreement, config.rewards))
 
 
+def check_agreement(config: RunConfig) -> None:
+    """Raise ConfigError where the judge of the run's `agrees:` reward cannot be trained."""
+    agreement_of(next(filter(is_agreement, config.rewards)))
+
+
 def judge_questions(
     config: RunConfig, pairs: PromptSet, *, tokenizer: "PreTrainedTokenizerBase | None" = None
 ) -> PromptSet:

@@ -67,7 +67,7 @@ def parse_drafts(text: str) -> tuple[int, float]:
     return whole(num_tokens), min(1.0, at_least(0)(share or "0.5"))
 
 
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -95,7 +95,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int)
     add("--picture", type=Path, help="draw the last round of each placement")
     add("--json", action="store_true")
-    return parser.parse_args(arguments)
+    return parser
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    return make_parser().parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

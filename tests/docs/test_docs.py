@@ -490,8 +490,12 @@ def test_every_option_is_documented_and_no_other(command: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_options_that_a_page_mentions_exist(page: Path) -> None:
-    helps = scorecard_parser().format_help() + gpu_parser().format_help()
-    of_scorecard = set(re.findall(r"--[a-z-]+", helps))
+    parsers = (scorecard_parser(), gpu_parser(), simulate.make_parser())
+    of_scorecard = {
+        option
+        for parser in parsers
+        for option in re.findall(r"--[a-z-]+", parser.format_help())
+    }
     known = (
         {"--version"}
         | OF_TRL

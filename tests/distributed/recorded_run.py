@@ -19,6 +19,7 @@ from accelerate.state import AcceleratorState, GradientState
 from transformers import AutoTokenizer, TrainerCallback
 from trl.trainer import grpo_trainer
 
+from ycore.config.algorithms import find_algorithm
 from ycore.config.schema import RunConfig
 from ycore.engine.weights import write_weights
 from ycore.run.metrics import MetricsWriter
@@ -83,7 +84,7 @@ def main() -> None:
     for job in json.loads(Path(sys.argv[1]).read_text()):
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
-        run(RunConfig.model_validate(job), gather_object)
+        run(find_algorithm(job["algorithm"]).config.model_validate(job), gather_object)
 
 
 def run(config: RunConfig, gather_object: Any) -> None:

@@ -678,7 +678,7 @@ def test_a_completion_that_is_carried_over_has_each_versions_logprobs(
             for task in first:
                 task.cancel()
             await asyncio.gather(*first, return_exceptions=True)
-            turn.carry(0)
+            turn.end_round(0)
             await engine.load_weights(newer, 1)
             return await asyncio.gather(*play())
         finally:

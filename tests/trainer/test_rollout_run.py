@@ -17,12 +17,12 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ycore.config.learners import GroupConfig
 from ycore.config.schema import (
     EngineSettings,
     LoraSettings,
     RewardConfig,
     RewardSettings,
-    RunConfig,
 )
 from ycore.models.tiny import write_tiny_model
 from ycore.round.journal import Journal
@@ -50,7 +50,7 @@ def run_folder(tmp_path: Path, model: Path, **settings: Any) -> RunFolder:
     folder = RunFolder(tmp_path / "run")
     for path in (folder.root, folder.logs, folder.checkpoints):
         path.mkdir()
-    config = RunConfig.model_validate(
+    config = GroupConfig.model_validate(
         {
             "model": str(model),
             "dataset": str(tmp_path / "rows.jsonl"),

@@ -59,7 +59,8 @@ def _start_allocator(site: Site, environment: Mapping[str, str]) -> ManagedProce
     """Start the process that places the requests of several ranks. It lives as long as they do."""
     folder = site.folder
     num_ranks = site.layout.local
-    if num_ranks == 1 or not KINDS[read_json(folder.engines)["kind"]].has_servers:
+    kind = KINDS.get(read_json(folder.engines)["kind"])  # None for a run on given examples
+    if num_ranks == 1 or kind is None or not kind.has_servers:
         return None
     socket = folder.socket(ALLOCATOR)
     socket.unlink(missing_ok=True)  # a killed allocator leaves its socket

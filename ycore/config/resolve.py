@@ -75,6 +75,10 @@ def resolve_any(
     merged: dict[str, Any] = {"algorithm": entry.name}
     for layer in layers:
         merged = merge(merged, _normalised(layer, entry))
+    known = entry.config.model_fields
+    for key in [name for name, value in merged.items() if value is None and name not in known]:
+        if commands_with(key):  # `critic=null` takes a recipe's critic away
+            del merged[key]
     if isinstance(entry, Algorithm) and entry.learns_from == "rollouts":
         _fill_in_rollout_keys(merged)
     for path, value in indexed:

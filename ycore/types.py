@@ -109,7 +109,7 @@ class Turn:
     `messages` are what TRL's reward functions see of it: the assistant's message, or those of tools or a user. Of the
     environment's turns, `calls` of tools were asked, `failures` of them gave an error, and all took `seconds`.
     `reward` is what an environment paid for a turn of the policy, where it pays for single ones and is asked to.
-    One that `begins` is the prompt of another sequence: what comes after it was written without what came before it.
+    One that `starts_new_sequence` is the prompt of another sequence: what follows was written without what came before.
     """
 
     by_policy: bool
@@ -118,7 +118,7 @@ class Turn:
     calls: int = 0
     failures: int = 0
     seconds: float = 0.0
-    begins: bool = False
+    starts_new_sequence: bool = False
     reward: float | None = None
 
 
@@ -137,9 +137,9 @@ class Completion:
     `logprobs` are of the policy's tokens under the distribution that was sampled (after temperature and truncation),
     and 0 at the environment's; None where the engine shares the trainer's weights. `text` is the policy's last turn.
     `turns` cover all tokens in order; none where all are the policy's one turn. `earned` is what its environment paid.
-    `world` is what its environment's attributes were at its end, as JSON, for reward functions that look at them.
+    `env_state` has its environment's attributes at its end, as JSON, for reward functions that look at them.
     `prompt_ids` are of a prompt of its own, which an agent wrote; None where it follows its group's.
-    `stretches` are (end, version) of the tokens that earlier versions wrote; `policy_version` wrote the rest.
+    `segments` are (end, version) of the tokens that earlier versions wrote; `policy_version` wrote the rest.
     """
 
     token_ids: tuple[int, ...]
@@ -150,13 +150,13 @@ class Completion:
     turns: tuple[Turn, ...] = ()
     earned: Score | None = None
     prompt_ids: tuple[int, ...] | None = None
-    world: str | None = None
-    stretches: tuple[tuple[int, int], ...] = ()
+    env_state: str | None = None
+    segments: tuple[tuple[int, int], ...] = ()
 
     @property
     def first_version(self) -> int:
         """Which wrote its first token."""
-        return self.stretches[0][1] if self.stretches else self.policy_version
+        return self.segments[0][1] if self.segments else self.policy_version
 
     @property
     def mask(self) -> tuple[int, ...]:
@@ -172,7 +172,7 @@ class Completion:
         starts = [
             (end - turn.num_tokens, end)
             for turn, end in zip(self.turns, ends, strict=True)
-            if turn.begins
+            if turn.starts_new_sequence
         ]
         prompts = [
             self.prompt_ids or prompt_ids,
@@ -182,7 +182,7 @@ class Completion:
         return [*map(TokenSequence, prompts, [0, *(end for _, end in starts)], stops)]
 
     @property
-    def paid_turns(self) -> list[tuple[int, int, float | None]]:
+    def rewarded_turns(self) -> list[tuple[int, int, float | None]]:
         """Where the policy's turns are in `token_ids`, and their rewards. The last turn is not there: what is paid for
         it is the outcome's, which all turns share."""
         ends = itertools.accumulate(turn.num_tokens for turn in self.turns)
@@ -233,7 +233,7 @@ class Group:
     def turn_rewards(self) -> list[list[float | None]]:
         """Rewards of each completion's turns, without its last turn."""
         return [
-            [reward for _, _, reward in completion.paid_turns]
+            [reward for _, _, reward in completion.rewarded_turns]
             for completion in self.completions
         ]
 

@@ -686,11 +686,11 @@ def test_a_completion_that_is_carried_over_has_each_versions_logprobs(
 
     written = asyncio.run(asyncio.wait_for(work(), 120))
     carried = [
-        (prompt, one) for prompt, one in zip(PROMPTS, written, strict=True) if one.stretches
+        (prompt, one) for prompt, one in zip(PROMPTS, written, strict=True) if one.segments
     ]
     assert carried, "no completion was aborted on its way"
     for prompt, one in carried:
-        ((end, version),) = one.stretches
+        ((end, version),) = one.segments
         assert (version, one.policy_version) == (0, 1) and 0 < end < len(one.token_ids) <= 200
         old, new = (trainer_logprobs(folder, prompt, one, 1.0) for folder in (model, newer))
         assert logprobs(one) == pytest.approx([*old[:end], *new[end:]], abs=2e-3)

@@ -160,7 +160,7 @@ def test_a_carried_completion_is_whole_and_each_token_has_its_versions_logprob(
     make: Make,
 ) -> None:
     rounds = take(make(), range(8))
-    carried = [one for one in completions(rounds) if one.stretches]
+    carried = [one for one in completions(rounds) if one.segments]
     assert carried, "nothing was carried"
     for group in (group for groups in rounds for group in groups):
         for one in group.completions:
@@ -169,9 +169,9 @@ def test_a_carried_completion_is_whole_and_each_token_has_its_versions_logprob(
                 -float(1 + number) for number in range(len(one.token_ids))
             )
     for one in carried:
-        ends = [end for end, _ in one.stretches]
+        ends = [end for end, _ in one.segments]
         assert ends == sorted({*ends}) and ends[0] > 0 and ends[-1] < len(one.token_ids)
-        written_by = [version for end, version in one.stretches] + [one.policy_version]
+        written_by = [version for end, version in one.segments] + [one.policy_version]
         starts = [0, *ends, len(one.token_ids)]
         for version, begin, end in zip(written_by, starts, starts[1:], strict=False):
             assert {*one.token_ids[begin:end]} == {version}
@@ -266,8 +266,8 @@ def test_what_two_versions_wrote_is_one_completion() -> None:
     rest = Completion((4,), (-3.0,), "c", "stop", 5)
     decode = lambda ids: "".join(map(str, ids))  # noqa: E731
     assert joined(begun, rest, decode) == Completion(
-        (1, 2, 4), (-1.0, -2.0, -3.0), "124", "stop", 5, stretches=((2, 3),)
+        (1, 2, 4), (-1.0, -2.0, -3.0), "124", "stop", 5, segments=((2, 3),)
     )
     nothing = Completion((), (), "", ABORTED, 5)
     assert joined(begun, nothing, decode).first_version == 3
-    assert joined(joined(begun, nothing, decode), rest, decode).stretches == ((2, 3),)
+    assert joined(joined(begun, nothing, decode), rest, decode).segments == ((2, 3),)

@@ -313,7 +313,7 @@ def test_each_turn_of_the_policy_has_what_it_was_paid(monkeypatch: pytest.Monkey
     completion, _, how = play(tokenizer, dialogue, turns, script, monkeypatch, pays_turns=True)
     assert [turn.reward for turn in completion.turns] == [0.25, None, 0.5, None, None]
     assert how.meter.metrics(how.meter.take())["ycore/turns/reward"] == 0.375
-    (first, second), size = completion.paid_turns, len(asks)
+    (first, second), size = completion.rewarded_turns, len(asks)
     assert first == (0, size, 0.25) and second[2] == 0.5
     assert completion.token_ids[second[0] : second[1]] == tuple(asks)
     assert all(

@@ -577,7 +577,7 @@ def test_a_teacher_scores_the_tokens_of_its_own_rows() -> None:
     ours, theirs = (
         Turn(by_policy=by_policy, num_tokens=1, messages=()) for by_policy in (True, False)
     )
-    prompt = Turn(by_policy=False, num_tokens=2, messages=(), begins=True)
+    prompt = Turn(by_policy=False, num_tokens=2, messages=(), starts_new_sequence=True)
     completions = [
         Completion((5, 6), (-2.0, -1.0), "", "stop", 0),
         Completion(

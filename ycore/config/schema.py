@@ -152,7 +152,7 @@ class SamplingSettings(Strict):
         True  # replace groups whose rewards are all equal, because they have no gradient
     )
     # A group whose rewards deviate by less than this share of their range does not teach: scaling would make it noise.
-    dust: Annotated[float, Field(ge=0, lt=1)] = 1e-3
+    std_threshold: Annotated[float, Field(ge=0, lt=1)] = 1e-3
     max_tries: Positive = (
         4  # groups drawn for each one needed, at most; then the step trains on fewer
     )

@@ -227,7 +227,7 @@ def _log_ratios(model: Any, groups: Sequence[Group], temperature: float) -> list
         (group.prompt_ids(completion), completion)
         for group in groups
         for completion in group.completions
-        if not any(turn.begins for turn in completion.turns)
+        if not any(turn.starts_new_sequence for turn in completion.turns)
     ]
     ratios = []
     for prompt_ids, completion in pairs[:: max(1, len(pairs) // _NUM_COMPARED)][:_NUM_COMPARED]:

@@ -84,7 +84,7 @@ class Learner:
         """Update the weights, and return the step's metrics. Without a group that teaches nothing changes."""
         config = self._config
         weights = [reward.weight for reward in config.rewards]
-        stds_R = min_stds(config.rewards, config.sampling.dust, default_range=1.0)
+        stds_R = min_stds(config.rewards, config.sampling.std_threshold, default_range=1.0)
         rewards = [
             [total_reward(scores, weights) for scores in group.scores_GR] for group in groups
         ]

@@ -407,7 +407,7 @@ def _with_sequence(
     """Return the completion with the conversation as another sequence behind it."""
     part = conversation.builder.completion(earned)
     prompt_ids = conversation.prompt_ids
-    prompt = Turn(False, len(prompt_ids), tuple(conversation.prompt), begins=True)
+    prompt = Turn(False, len(prompt_ids), tuple(conversation.prompt), starts_new_sequence=True)
     logprobs = None
     if completion.logprobs is not None and part.logprobs is not None:
         logprobs = (*completion.logprobs, *(0.0,) * len(prompt_ids), *part.logprobs)

@@ -155,13 +155,13 @@ def joined(
     if not rest.token_ids:
         return begun
     token_ids = (*begun.token_ids, *rest.token_ids)
-    stretches = begun.stretches
+    segments = begun.segments
     if begun.policy_version != rest.policy_version:
-        stretches = (*stretches, (len(begun.token_ids), begun.policy_version))
+        segments = (*segments, (len(begun.token_ids), begun.policy_version))
     return replace(
         rest,
         token_ids=token_ids,
         logprobs=(*(begun.logprobs or ()), *(rest.logprobs or ())),
         text=decode(token_ids),
-        stretches=stretches,
+        segments=segments,
     )

@@ -111,7 +111,7 @@ class TurnMeter(CountMeter):
     calls: float = 0
     failures: float = 0
     seconds: float = 0
-    paid_turns: float = 0
+    rewarded_turns: float = 0
     paid: float = 0
     ended_turns: float = 0
     ended_length: float = 0
@@ -126,13 +126,13 @@ class TurnMeter(CountMeter):
             if turn.by_policy:
                 self.turns += 1
             else:
-                self.sequences += turn.begins
+                self.sequences += turn.starts_new_sequence
                 self.tokens += turn.num_tokens
                 self.calls += turn.calls
                 self.failures += turn.failures
                 self.seconds += turn.seconds
         rewards = [turn.reward for turn in completion.turns if turn.reward is not None]
-        self.paid_turns += len(rewards)
+        self.rewarded_turns += len(rewards)
         self.paid += sum(rewards)
         name = f"ended_{completion.finish_reason}"
         if name in self.__dict__:
@@ -149,8 +149,8 @@ class TurnMeter(CountMeter):
             "ycore/turns/masked_tokens": self.tokens / completions,
             "ycore/turns/tool_seconds": self.seconds / completions,
         }
-        if self.paid_turns:
-            metrics["ycore/turns/reward"] = self.paid / self.paid_turns
+        if self.rewarded_turns:
+            metrics["ycore/turns/reward"] = self.paid / self.rewarded_turns
         for reason in ("turns", "length", "deadline", "forked", "failed"):
             metrics[f"ycore/turns/ended_{reason}"] = getattr(self, f"ended_{reason}")
         return metrics
@@ -221,8 +221,8 @@ class MultiTurnWriter(SingleTurnWriter):
                 if not await self._turn(builder, episode, dialogue, part, is_last=is_last):
                     break
             earned = await episode.reward() if self._pays else None
-            world = await episode.attributes() if self._reads_state else None
-        completion = replace(builder.completion(earned), world=world)
+            env_state = await episode.attributes() if self._reads_state else None
+        completion = replace(builder.completion(earned), env_state=env_state)
         self.meter.count(completion)
         return completion
 

@@ -183,7 +183,7 @@ def rules_of(
         constraints=Constraints.of(config),
         in_order=config.deterministic,
         oversample=1.0 if evaluates else config.sampling.oversample,
-        min_stds_R=min_stds(config.rewards, config.sampling.dust),
+        min_stds_R=min_stds(config.rewards, config.sampling.std_threshold),
         normalizes_each=normalizes_each_reward(config),
         max_in_flight=max_in_flight,
     )

@@ -73,6 +73,6 @@ def completion_from_json(value: Mapping[str, Any]) -> Completion:
         ),
         "earned": None if earned is None else _score(earned),
         "prompt_ids": _optional_tuple(value["prompt_ids"]),
-        "stretches": tuple(map(tuple, value["stretches"])),
+        "segments": tuple(map(tuple, value["segments"])),
     }
     return Completion(**{**value, **nested})

@@ -248,8 +248,8 @@ class RuleScorer(Scorer):
         if prompt.images:
             files = [str(self.images.path(image.sha256)) for image in prompt.images]
             columns["images"] = [files] * len(completions)
-        if any(completion.world is not None for completion in completions):
-            columns["environments"] = [completion.world for completion in completions]
+        if any(completion.env_state is not None for completion in completions):
+            columns["environments"] = [completion.env_state for completion in completions]
         return columns
 
     async def close(self) -> None:

@@ -77,7 +77,7 @@ def _flatten_group(group: Group, open_image: Callable[[str], Any] | None) -> lis
                 later_prompts=[(s.start - len(s.prompt_ids), len(s.prompt_ids)) for s in later],
                 turns=[
                     (start, end, math.nan if reward is None else reward)
-                    for start, end, reward in completion.paid_turns
+                    for start, end, reward in completion.rewarded_turns
                 ],
                 rewards=_values(scores),
                 teacher_logps=[score.logprobs for score in scores],

@@ -430,7 +430,7 @@ def test_memory_disk_files_and_output_are_bounded(folder: Path, level: str) -> N
 
 INTO_A_CONTAINER = """
 import ctypes, json, os, struct, sys
-from ycore.sandbox.drop_rights import install_filter
+from ycore.sandbox.stage import install_filter
 kept = {0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 27, 29, 31}  # moby/moby, oci/caps/defaults.go
 for number in set(range(64)) - kept:
     ctypes.CDLL(None).prctl(24, number, 0, 0, 0)

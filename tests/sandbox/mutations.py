@@ -22,8 +22,8 @@ def _no_filter() -> None:
 
 def _steps(**changes: object) -> Callable[[], None]:
     def make() -> None:
-        made = confine.DropRightsSteps
-        confine.DropRightsSteps = lambda **steps: made(**{**steps, **changes})  # type: ignore[attr-defined, assignment, misc]
+        made = confine._stage_command
+        confine._stage_command = lambda steps: made({**steps, **changes})  # type: ignore[assignment, typeddict-item]
 
     return make
 

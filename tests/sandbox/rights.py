@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from ycore.sandbox.drop_rights import install_filter
+from ycore.sandbox.stage import install_filter
 
 UID = 4242
 # Docker's default: moby/moby, profiles/seccomp/default.json and oci/caps/defaults.go

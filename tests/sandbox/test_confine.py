@@ -8,16 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from ycore.sandbox import Confinement, Level, Limits, View, confine, drop_rights
+from ycore.sandbox import Confinement, Level, Limits, View, confine, namespaces, stage
 from ycore.sandbox.confine import closed_path, confined_environment, confined_launch
-from ycore.sandbox.drop_rights import (
-    CAP_DAC_OVERRIDE,
-    CAP_DAC_READ_SEARCH,
-    CAP_SETGID,
-    CAP_SETUID,
-)
 from ycore.sandbox.level import level_refusal
 from ycore.sandbox.namespaces import bwrap_command
+from ycore.sandbox.stage import CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_SETGID, CAP_SETUID
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux confines processes")
 ALL_RIGHTS = 2**41 - 1
@@ -69,19 +64,13 @@ def test_what_is_closed_to_others_is_found_by_every_folder_on_the_way(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("rights", "closed", "uid", "keep", "words"),
+    ("rights", "closed", "uid", "keep"),
     [
-        (ALL_RIGHTS, None, 61184, None, "runs as uid 61184, without any right of root's"),
-        (
-            ALL_RIGHTS,
-            Path("/h"),
-            61184,
-            CAP_DAC_READ_SEARCH,
-            "because /h is closed to others, it may read every file",
-        ),
-        (DOCKERS, None, 61184, None, "runs as uid 61184, without any right of root's"),
-        (DOCKERS, Path("/h"), None, None, "stays root: /h is closed to others; `chmod o+rx`"),
-        (0, None, None, None, "stays root: this system gives no right to change the user"),
+        (ALL_RIGHTS, None, 61184, None),
+        (ALL_RIGHTS, Path("/h"), 61184, CAP_DAC_READ_SEARCH),
+        (DOCKERS, None, 61184, None),
+        (DOCKERS, Path("/h"), None, None),
+        (0, None, None, None),
     ],
 )
 def test_root_becomes_another_user_wholly_or_not_at_all(
@@ -89,14 +78,12 @@ def test_root_becomes_another_user_wholly_or_not_at_all(
     closed: Path | None,
     uid: int | None,
     keep: int | None,
-    words: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(drop_rights, "capabilities", lambda: rights)
-    monkeypatch.setattr(confine, "closed_path", lambda _paths: closed)
-    steps, said = confine.unconfined_steps(View(), Limits(), 61184)
+    monkeypatch.setattr(stage, "capabilities", lambda: rights)
+    monkeypatch.setattr(confine, "closed_path", lambda _paths, roots: closed)
+    steps = confine.stage_steps(Level.NONE, View(), Limits(), 61184, python=[])
     assert (steps["uid"], steps["keep"]) == (uid, keep)
-    assert words in said and said.startswith("not confined")
     assert rights >> CAP_SETUID & rights >> CAP_SETGID & 1 or uid is None
 
 
@@ -106,13 +93,19 @@ def test_a_container_leaves_one_right_to_read_what_is_closed(
     found = []
     for rights, abi in ((ALL_RIGHTS, 2), (DOCKERS, 7), (DOCKERS, 2), (0, 7)):
         monkeypatch.setattr(confine, "capabilities", lambda rights=rights: rights)
-        monkeypatch.setattr(confine, "abi", lambda abi=abi: abi)
+        monkeypatch.setattr(confine, "landlock_abi", lambda abi=abi: abi)
         found.append(confine._reading_right())
     assert found == [CAP_DAC_READ_SEARCH, CAP_DAC_OVERRIDE, None, None]
 
 
 def bound(view: View, *python: Path) -> list[str]:
-    return bwrap_command(["true"], view, bwrap=Path("bwrap"), as_root=True, python=python)
+    return bwrap_command(["true"], view, as_root=True, python=python)
+
+
+@pytest.fixture(autouse=True)
+def bwrap(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = namespaces.find_bwrap() or Path("bwrap")
+    monkeypatch.setattr(namespaces, "find_bwrap", lambda: found)
 
 
 def words_after(line: list[str], option: str) -> list[str]:

@@ -192,9 +192,7 @@ def test_what_cannot_be_made_is_nobodys_fault(
 ) -> None:
     if level_refusal(Level.NAMESPACES) is not None:
         pytest.skip("no namespaces here")
-    monkeypatch.setattr(
-        "ycore.sandbox.program_pool.filter_bytes", lambda level: b"not a filter"
-    )
+    monkeypatch.setattr("ycore.sandbox.confine.filter_bytes", lambda *_, **__: b"not a filter")
     programs = ProgramPool(Level.NAMESPACES, at_once=1, log=tmp_path / "log", run_id="test")
 
     async def work() -> ScriptResult:

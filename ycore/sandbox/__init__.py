@@ -6,9 +6,8 @@ namespace can be made. `level` finds out by trying which.
 
 Outside, and trusted: `confine` (how to start a module confined), `namespaces` (bubblewrap's command line),
 `syscall_filter`, `watch`, `confined_worker`, `program_pool`. Inside, and trusted, before foreign code is there or
-beside it: `drop_rights`, `landlock`'s stage, `program_server`. Inside, with foreign code in the process or at the other
-end of a socket: `program_run`, `remote_calls`, `unit_tests`. What these write is checked outside. docs/overview.md has a
-picture.
+beside it: `stage`, `program_server`. Inside, with foreign code in the process or at the other end of a socket:
+`remote_calls`, `unit_tests`. What these write is checked outside. docs/overview.md has a picture.
 """
 
 from dataclasses import dataclass

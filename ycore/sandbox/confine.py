@@ -4,6 +4,7 @@ The module is trusted until it loads foreign code. It gets its arguments, the de
 folder, and an environment of a few harmless variables.
 """
 
+import ctypes
 import json
 import os
 import signal
@@ -11,25 +12,25 @@ import stat
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
 
-from ycore.errors import RunError
 from ycore.run.reports import RUN_MARKER, kill_tree
 from ycore.sandbox import MIB, Confinement, Level, Limits, View
-from ycore.sandbox.drop_rights import (
+from ycore.sandbox.namespaces import SCRATCH, bwrap_command, python_paths
+from ycore.sandbox.stage import (
     CAP_DAC_OVERRIDE,
     CAP_DAC_READ_SEARCH,
-    DropRightsSteps,
+    DEVICES,
+    StageSteps,
     capabilities,
+    landlock_abi,
     missing_rights,
 )
-from ycore.sandbox.landlock import LEAST_ABI, abi, rules_of
-from ycore.sandbox.namespaces import SCRATCH, bwrap_command, find_bwrap, python_paths
 from ycore.sandbox.syscall_filter import filter_bytes
 from ycore.sandbox.watch import remove_tree
 
@@ -37,6 +38,13 @@ FIRST_UID = 61184
 NUM_UIDS = 4336
 """The range that systemd sets apart for users that exist only while they run."""
 
+LEAST_ABI = 3
+"""The oldest Landlock that confines a user: below it, a file that may be read can be emptied (`open` with O_TRUNC)."""
+
+_SYSTEM = (
+    *("/usr", "/bin", "/lib", "/lib32", "/lib64"),
+    *("/etc/ld.so.cache", "/etc/localtime"),
+)
 _PASSED_ON = frozenset(
     {"LANG", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "PYTHONHASHSEED", "OMP_NUM_THREADS"}
 )
@@ -95,105 +103,133 @@ def confined_launch(
     uid = None
     if os.geteuid() == 0 and (confinement.level is not Level.NONE or confinement.own_user):
         uid = FIRST_UID + zlib.crc32(f"{run_id} {os.getpid()} {name}".encode()) % NUM_UIDS
+    python = python_paths()
     if confinement.level is Level.NAMESPACES:
-        return _launch_in_namespaces([module, *arguments], confinement, uid)
+        tmpfs = {
+            str(SCRATCH): (limits.scratch, limits.files),
+            "/dev/shm": (_SHARED_MEMORY, limits.files),
+        }
+        steps = stage_steps(Level.NAMESPACES, view, limits, uid, python=python) | {
+            "tmpfs": tmpfs
+        }
+        program = [*_stage_command(steps), module, *arguments]
+        return Launch(
+            bwrap_command(program, view, as_root=uid is not None, python=python),
+            confined_environment(view, run_id=run_id, scratch=SCRATCH),
+            working=None,
+            scratch=None,
+            description="confined in namespaces of its own",
+        )
     prefix = f"ycore-{run_id}-scratch-"  # the guardian knows scratch folders by this name
     scratch = Path(tempfile.mkdtemp(prefix=prefix))
-    environment = confined_environment(view, run_id=run_id, scratch=scratch)
-    if uid is not None:
-        os.chown(scratch, uid, uid)
-    if confinement.level is Level.LANDLOCK:
-        keep = None if uid is None or closed_path(view.read) is None else _reading_right()
-        rules = rules_of(
-            view, limits, scratch=scratch, python=python_paths(), uid=uid, keep=keep
-        )
-        return Launch(
-            [*_python_module("ycore.sandbox.landlock", asdict(rules)), module, *arguments],
-            environment,
-            working=scratch,
-            scratch=scratch,
-            description="confined by Landlock",
-            has_stage=True,
-        )
-    steps, description = unconfined_steps(view, limits, uid)
+    steps = stage_steps(confinement.level, view, limits, uid, python=python)
+    steps["scratch"] = str(scratch)
+    description = "confined by Landlock"
+    if confinement.level is Level.NONE:
+        description = f"not confined{_user_at_none(steps, uid, (*python, *view.read))}"
+    if steps["uid"] is not None:
+        os.chown(scratch, steps["uid"], steps["uid"])
     return Launch(
-        [*_python_module("ycore.sandbox.drop_rights", steps), module, *arguments],
-        environment,
+        [*_stage_command(steps), module, *arguments],
+        confined_environment(view, run_id=run_id, scratch=scratch),
         working=view.working or scratch,
         scratch=scratch,
         description=description,
+        has_stage=True,
     )
 
 
-def _launch_in_namespaces(
-    command: Sequence[str], confinement: Confinement, uid: int | None
-) -> Launch:
-    bwrap = find_bwrap()
-    if bwrap is None:
-        raise RunError(
-            "no bwrap is installed; install the package bubblewrap, or --sandbox landlock"
-        )
-    view = confinement.view
-    limits = confinement.limits
-    python = python_paths()
-    readable = (*python, *view.read)
-    is_closed = closed_path((*readable, *_interpreter()), roots=readable) is not None
-    steps = DropRightsSteps(
-        tmpfs={
-            str(SCRATCH): (limits.scratch, limits.files),
-            "/dev/shm": (_SHARED_MEMORY, limits.files),
-        },
-        limits=asdict(limits),
-        uid=uid,
-        keep=CAP_DAC_READ_SEARCH if is_closed and uid is not None else None,
-        filter=filter_bytes(Level.NAMESPACES, network=view.network).hex(),
-    )
-    program = [*_python_module("ycore.sandbox.drop_rights", steps), *command]
-    return Launch(
-        bwrap_command(program, view, bwrap=bwrap, as_root=uid is not None, python=python),
-        confined_environment(view, run_id=confinement.run_id, scratch=SCRATCH),
-        working=None,
-        scratch=None,
-        description="confined in namespaces of its own",
-    )
+def _stage_command(steps: StageSteps) -> list[str]:
+    return [sys.executable, "-P", "-m", "ycore.sandbox.stage", json.dumps(steps)]
 
 
-def _python_module(module: str, argument: Any) -> list[str]:
-    return [sys.executable, "-P", "-m", module, json.dumps(argument)]
+def stage_steps(
+    level: Level, view: View, limits: Limits, uid: int | None, *, python: Sequence[Path]
+) -> StageSteps:
+    """Return the steps of a process that sees `view` and `python`; where there is a scratch folder, it is named later.
 
-
-def unconfined_steps(
-    view: View, limits: Limits, uid: int | None
-) -> tuple[DropRightsSteps, str]:
-    """Return the steps at the level `none`, with their description.
-
-    Root still becomes a user of its own, wherever it then can read what it needs.
+    A user of its own keeps a right to read where something of these is closed to others. At `none`, root stays root
+    where no other user could read it, or become one.
     """
+    readable = (*python, *view.read)
     keep = None
-    description = f"not confined: runs as the user who started the run (uid {os.geteuid()})"
-    if uid is not None:
-        closed = closed_path((*python_paths(), *_interpreter(), *view.read))
-        keep = None if closed is None else CAP_DAC_READ_SEARCH
-        description = f"not confined, but runs as uid {uid}, without any right of root's"
-        if closed:
-            description = (
-                f"not confined, but runs as uid {uid}; because {closed} is closed to others, "
-                "it may read every file"
-            )
-        if missing_rights(keep):
-            description = (
-                f"not confined, and stays root: {closed} is closed to others; `chmod o+rx` it and what it lies in"
-                if closed
-                else "not confined, and stays root: this system gives no right to change the user"
-            )
+    # In namespaces, what lies above is made anew, open to all.
+    roots = readable if level is Level.NAMESPACES else ()
+    if uid is not None and closed_path(readable, roots=roots) is not None:
+        keep = _reading_right() if level is Level.LANDLOCK else CAP_DAC_READ_SEARCH
+    if level is Level.NONE:
+        if uid is None or missing_rights(keep):
+            limits = replace(limits, processes=2**22)  # a user's limit counts all of theirs
             uid = None
             keep = None
-    if uid is None:
-        limits = replace(limits, processes=2**22)  # a user's limit would count all of theirs
-    steps = DropRightsSteps(
-        tmpfs={}, limits=asdict(replace(limits, scratch=2**62)), uid=uid, keep=keep, filter=""
+        limits = replace(limits, scratch=2**62)
+    refused = b""
+    if level is not Level.NONE:
+        refused = filter_bytes(
+            level,
+            network=view.network,
+            landlock_abi=landlock_abi(),
+            has_own_user=uid is not None,
+        )
+    return StageSteps(
+        tmpfs={},
+        files=_readable_files(view, python) if level is Level.LANDLOCK else None,
+        scratch="",
+        limits=asdict(limits),
+        uid=uid,
+        keep=keep,
+        filter=refused.hex(),
+        in_namespaces=level is Level.NAMESPACES,
     )
-    return steps, description
+
+
+def _user_at_none(steps: StageSteps, wanted_uid: int | None, readable: Sequence[Path]) -> str:
+    """Say as whom a process runs at the level `none`."""
+    if wanted_uid is None:
+        return f": runs as the user who started the run (uid {os.geteuid()})"
+    closed = closed_path(readable)
+    if steps["uid"] is None:
+        if closed is None:
+            return ", and stays root: this system gives no right to change the user"
+        return f", and stays root: {closed} is closed to others; `chmod o+rx` it and what it lies in"
+    if closed is None:
+        return f", but runs as uid {steps['uid']}, without any right of root's"
+    return f", but runs as uid {steps['uid']}, which may read every file, because {closed} is closed to others"
+
+
+def _readable_files(view: View, python: Iterable[Path]) -> list[str]:
+    """Return the files and folders to read at the level `landlock`, as the stage takes them.
+
+    Landlock has no rule that takes back what another gives. So a folder with something hidden in it is given by its
+    entries, those that are there now, and for the rest its names can be listed.
+    """
+    system = map(Path, (*_SYSTEM, *DEVICES))
+    hidden = frozenset(path.resolve() for path in view.hidden)
+    readable = [path.resolve() for path in (*system, *python, *view.read) if path.exists()]
+    return sorted({name for path in readable for name in _around(path, hidden)})
+
+
+def _around(path: Path, hidden: frozenset[Path]) -> Iterator[str]:
+    if path in hidden:
+        return
+    if not any(path in inner.parents for inner in hidden):
+        yield str(path)
+        return
+    yield f"{path}{os.sep}"
+    with suppress(OSError):
+        for entry in path.iterdir():
+            if not entry.is_symlink():
+                yield from _around(entry, hidden)
+
+
+def landlock_refusal() -> str | None:
+    """Return why the level `landlock` is not available here, or None."""
+    version = landlock_abi()
+    if version == 0:
+        return f"the kernel has no Landlock ({os.strerror(ctypes.get_errno())})"
+    if version < LEAST_ABI and os.geteuid() != 0:
+        return f"Landlock ABI {version}, and as a user at least {LEAST_ABI} is needed"
+    return None
 
 
 def confined_environment(
@@ -246,17 +282,10 @@ def _reading_right() -> int | None:
     """Return a capability that reads the files of a closed folder under Landlock's rules, which it does not lift.
 
     Containers leave root CAP_DAC_OVERRIDE of the two. It would also let an older Landlock's gaps be used for emptying
-    files (`landlock.LEAST_ABI`).
+    files (`LEAST_ABI`).
     """
     permitted = capabilities()
     if permitted >> CAP_DAC_READ_SEARCH & 1:
         return CAP_DAC_READ_SEARCH
-    return (
-        CAP_DAC_OVERRIDE if permitted >> CAP_DAC_OVERRIDE & 1 and abi() >= LEAST_ABI else None
-    )
-
-
-def _interpreter() -> list[Path]:
-    """Return the files without which this Python does not start or import."""
-    entries = [Path(entry) for entry in sys.path if os.path.isabs(entry)]
-    return [Path(sys.executable).resolve(), Path(os.__file__), *entries]
+    can_override = permitted >> CAP_DAC_OVERRIDE & 1 and landlock_abi() >= LEAST_ABI
+    return CAP_DAC_OVERRIDE if can_override else None

@@ -22,8 +22,7 @@ from subprocess import DEVNULL, PIPE
 from ycore.errors import ConfigError, YcoreError
 from ycore.sandbox import MIB, Confinement, Level, Limits
 from ycore.sandbox.canaries import HONEST, MEMORY, PROCESSES, CanaryTargets, attempts
-from ycore.sandbox.confine import confined_launch
-from ycore.sandbox.landlock import landlock_refusal
+from ycore.sandbox.confine import confined_launch, landlock_refusal
 from ycore.sandbox.namespaces import find_bwrap
 
 AUTO = "auto"

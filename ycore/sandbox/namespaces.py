@@ -3,7 +3,7 @@
 A confined process gets a new, nearly empty tree of files: the system's libraries, Python, what its `View` names, a
 scratch folder in memory. It has no network but its own loopback, sees no other process, and no /proc. Root starts it
 without a user namespace, so that systems that forbid those to users do not matter, and drops to another user inside
-(`drop_rights`). Everybody else needs a user namespace.
+(`stage`). Everybody else needs a user namespace.
 """
 
 import os
@@ -14,6 +14,7 @@ import sysconfig
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from ycore.errors import RunError
 from ycore.sandbox import View
 
 SCRATCH = Path("/tmp")
@@ -92,7 +93,6 @@ def bwrap_command(
     program: Sequence[str],
     view: View,
     *,
-    bwrap: Path,
     as_root: bool,
     python: Sequence[Path],
     hosts_programs: bool = False,
@@ -102,7 +102,15 @@ def bwrap_command(
     Args:
         as_root: ycore's user is root. The program then begins as root with the few rights that its first steps need.
         hosts_programs: the program is the server that makes further namespaces: it may, and it has a /proc.
+
+    Raises:
+        RunError: no bwrap is installed.
     """
+    bwrap = find_bwrap()
+    if bwrap is None:
+        raise RunError(
+            "no bwrap is installed; install the package bubblewrap, or --sandbox landlock"
+        )
     line = [
         str(bwrap),
         "--unshare-ipc",

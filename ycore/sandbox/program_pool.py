@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from subprocess import Popen, TimeoutExpired
 from typing import Any, Literal
@@ -29,12 +29,9 @@ import ycore
 from ycore.errors import RunError
 from ycore.run.reports import kill_tree
 from ycore.sandbox import MIB, Level, Limits, View
-from ycore.sandbox.confine import FIRST_UID, NUM_UIDS, base_variables, unconfined_steps
-from ycore.sandbox.landlock import rules_of
-from ycore.sandbox.namespaces import SCRATCH, bwrap_command, find_bwrap, python_folders
-from ycore.sandbox.program_run import ProgramKind
-from ycore.sandbox.program_server import MAX_MESSAGE, ServerSettings
-from ycore.sandbox.syscall_filter import filter_bytes
+from ycore.sandbox.confine import FIRST_UID, NUM_UIDS, base_variables, stage_steps
+from ycore.sandbox.namespaces import SCRATCH, bwrap_command, python_folders
+from ycore.sandbox.program_server import MAX_MESSAGE, ProgramKind, ServerSettings
 
 ProgramStatus = Literal["ok", "error", "timeout", "memory", "output", "killed", "infra_error"]
 """`error`: an exit status that is not 0. `killed`: by a signal that was not ours."""
@@ -44,9 +41,11 @@ PROGRAM_LIMITS = Limits(
 )
 _MAX_RESULTS = MIB  # bytes that tests may write
 _MAX_UNITS = 100_000
-_START_TIMEOUT_S = 60.0
-_REPLY_GRACE_S = 10.0
+_START_TIMEOUT_S = 70.0  # of a server, and for its reply
 _STOP_TIMEOUT_S = 8.0
+_FIXED_VARIABLES = {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+"""Of every program: with the same hashes, so that results repeat."""
+
 _FIXED_SIZE = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
 
@@ -80,12 +79,6 @@ class UnitTestResult:
 
 _Programs = Sequence[tuple[ProgramKind, Sequence[int]]]
 """Programs to run together, with the descriptors that become each one's own from 0 on. The first one leads."""
-
-
-@dataclass(frozen=True, slots=True)
-class _JobResult:
-    ended: Sequence[Mapping[str, Any]]
-    seconds: float
 
 
 class ProgramPool:
@@ -138,13 +131,14 @@ class ProgramPool:
                 fds = [_sealed(files, stdin), stdout.rewound(), stderr.rewound()]
                 return [("script", [*fds, _sealed(files, _encoded(source))])]
 
-            result = await self._do(make, deadline_s)
-            if isinstance(result, str):
-                return ScriptResult("infra_error", problem=result)
-            status = _script_status(result.ended[0])
+            try:
+                (ended,), seconds = await self._do(make, deadline_s)
+            except ServerLost as lost:
+                return ScriptResult("infra_error", problem=str(lost))
+            status = _script_status(ended)
             if stdout.is_over or stderr.is_over:
                 status = "output"
-            return ScriptResult(status, stdout.data, stderr.data, result.seconds)
+            return ScriptResult(status, stdout.data, stderr.data, seconds)
 
     async def run_tests(
         self, source: str, tests: Mapping[str, Any], *, deadline_s: float
@@ -164,10 +158,11 @@ class ProgramPool:
                     ("callee", [*[nothing] * 3, program, ends[1]]),
                 ]
 
-            result = await self._do(make, deadline_s)
-            if isinstance(result, str):
-                return UnitTestResult("infra_error", problem=result)
-            return read_results(results.data, *result.ended, seconds=result.seconds)
+            try:
+                ended, seconds = await self._do(make, deadline_s)
+            except ServerLost as lost:
+                return UnitTestResult("infra_error", problem=str(lost))
+            return read_results(results.data, *ended, seconds=seconds)
 
     async def close(self) -> None:
         """Kill every server with all in it; the pool cannot be used again."""
@@ -176,29 +171,30 @@ class ProgramPool:
 
     async def _do(
         self, make: Callable[[ExitStack], _Programs], deadline_s: float
-    ) -> _JobResult | str:
-        """Do a job in the next idle server, twice where the server fails; return why where it cannot be done.
+    ) -> tuple[Sequence[Mapping[str, Any]], float]:
+        """Do a job in the next idle server, twice where the server fails; ServerLost where it cannot be done.
 
-        `make` opens the descriptors of the programs, which are closed with its stack once they have them.
+        `make` opens the descriptors of the programs, which are closed with its stack once they have them. Returns how
+        each program ended, and the seconds.
         """
         server = await self._idle.get()
         problem = ""
         try:
             for _ in range(2):
                 try:
-                    self.restarts += await server.ready()
+                    self.restarts += server.ready()
+                    began = time.perf_counter()
                     with ExitStack() as files:
                         server.begin(make(files), deadline_s)
-                    result = await server.end(deadline_s)
+                    ended = await server.end(deadline_s)
                 except (ServerLost, OSError) as error:
                     problem = str(error)
                 else:
-                    problems = [ended["problem"] for ended in result.ended if ended["problem"]]
-                    if not problems:
-                        return result
-                    problem = problems[0]
+                    problem = next(filter(None, (program["problem"] for program in ended)), "")
+                    if not problem:
+                        return ended, time.perf_counter() - began
                 server.close()
-            return problem
+            raise ServerLost(problem)
         except BaseException:
             server.close()  # given up in the middle of a job: what runs there ends too
             raise
@@ -207,7 +203,7 @@ class ProgramPool:
 
 
 class ServerLost(Exception):
-    """A server's process ended, or did not answer, in the middle of a job."""
+    """A server's process ended, or did not answer, in the middle of a job; or it could make no process."""
 
 
 class ProgramServer:
@@ -224,17 +220,14 @@ class ProgramServer:
         packages: Sequence[str],
     ) -> None:
         self._level = level
-        self._number = number
         self._log = log
-        self._run_id = run_id
-        self._limits = limits
-        self._packages = packages
+        self._command = server_command(level, limits, packages, number=number, run_id=run_id)
+        self._environment = {**base_variables(run_id, SCRATCH), **_FIXED_VARIABLES}
         self._process: Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._num_starts = 0
-        self._began = 0.0
 
-    async def ready(self) -> bool:
+    def ready(self) -> bool:
         """Make it so that a job can begin; return whether a server was started in place of one that had failed."""
         if self._process is not None and self._process.poll() is None:
             return False
@@ -244,38 +237,42 @@ class ProgramServer:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with child_control, self._log.open("ab") as log:
             self._process = Popen(
-                server_command(level=self._level, has_packages=bool(self._packages)),
-                env=_server_environment(self._run_id),
+                self._command,
+                env=self._environment,
                 stdin=child_control.fileno(),
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
-        prefix = (
-            f"ycore-{self._run_id}-scratch-"  # the guardian knows scratch folders by this name
-        )
-        settings = _server_settings(
-            self._level, self._limits, self._packages, self._number, prefix
-        )
-        self._send(settings, ())
-        await self._receive(_START_TIMEOUT_S)
         self._num_starts += 1
         return self._num_starts > 1
 
     def begin(self, programs: _Programs, deadline_s: float) -> None:
         """Begin a job. The programs have descriptors of their own afterwards."""
-        self._began = time.perf_counter()
-        message = {
-            "kinds": [kind for kind, _ in programs],
-            "num_fds": [len(fds) for _, fds in programs],
+        assert self._control is not None, "send to a server only when it is ready"
+        job = {
+            "programs": [[kind, len(fds)] for kind, fds in programs],
             "deadline_s": deadline_s,
         }
-        self._send(message, [descriptor for _, fds in programs for descriptor in fds])
+        fds = [descriptor for _, fds in programs for descriptor in fds]
+        socket.send_fds(self._control, [json.dumps(job).encode()], fds)
 
-    async def end(self, deadline_s: float) -> _JobResult:
+    async def end(self, deadline_s: float) -> Sequence[Mapping[str, Any]]:
         """Return how the job's programs ended: `status`, `reason`, `problem` of each; ServerLost where unknown."""
-        ended = await self._receive(deadline_s + _REPLY_GRACE_S)
-        return _JobResult(ended, time.perf_counter() - self._began)
+        assert self._control is not None
+        timeout_s = deadline_s + _START_TIMEOUT_S
+        try:
+            async with asyncio.timeout(timeout_s):
+                reply = await asyncio.get_running_loop().sock_recv(self._control, MAX_MESSAGE)
+        except TimeoutError:
+            raise ServerLost(
+                f"no answer of the server of programs within {timeout_s:g} s"
+            ) from None
+        except OSError:
+            reply = b""
+        if not reply:
+            raise ServerLost(f"the server of programs ended; its output is in {self._log}")
+        return json.loads(reply)  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """End everything; `ready` makes it anew."""
@@ -290,28 +287,6 @@ class ProgramServer:
             kill_tree(self._process.pid)
             self._process.wait()
             self._process = None
-
-    def _send(self, message: Any, fds: Sequence[int]) -> None:
-        assert self._control is not None, "send to a server only when it is ready"
-        try:
-            socket.send_fds(self._control, [json.dumps(message).encode()], list(fds))
-        except OSError as error:
-            raise ServerLost(str(error)) from None
-
-    async def _receive(self, timeout_s: float) -> Any:
-        assert self._control is not None
-        try:
-            async with asyncio.timeout(timeout_s):
-                data = await asyncio.get_running_loop().sock_recv(self._control, MAX_MESSAGE)
-        except TimeoutError:
-            raise ServerLost(
-                f"no answer of the server of programs within {timeout_s:g} s"
-            ) from None
-        except OSError:
-            data = b""
-        if not data:
-            raise ServerLost(f"the server of programs ended; its output is in {self._log}")
-        return json.loads(data)
 
 
 def read_results(
@@ -405,38 +380,12 @@ def _encoded(source: str) -> bytes:
     return source.encode("utf-8", errors="replace")
 
 
-def server_command(*, level: Level, has_packages: bool) -> list[str]:
-    """Return the command that starts a server: in bubblewrap's namespaces, or plainly at another level."""
-    code = (
-        f"import sys; sys.path.insert(0, {str(_package().parent)!r}); "
-        "from ycore.sandbox.program_server import main; main()"
-    )
-    server = [sys.executable, "-P", "-s", "-S", "-B", "-c", code]
-    if level is not Level.NAMESPACES:
-        return server
-    bwrap = find_bwrap()
-    if bwrap is None:
-        raise RunError("no bwrap is installed; install the package bubblewrap")
-    return bwrap_command(
-        server,
-        View(),
-        bwrap=bwrap,
-        as_root=os.geteuid() == 0,
-        python=python_folders(_site_packages() if has_packages else []),
-        hosts_programs=True,
-    )
-
-
-def _server_environment(run_id: str) -> dict[str, str]:
-    """Return the environment of the server and of every program: with the same hashes, so that results repeat."""
-    fixed = {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
-    return {**base_variables(run_id, SCRATCH), **fixed}
-
-
-def _server_settings(
-    level: Level, limits: Limits, packages: Sequence[str], number: int, prefix: str
-) -> ServerSettings:
-    """Return the first message to server `number`, whose programs' users are no other server's."""
+def server_command(
+    level: Level, limits: Limits, packages: Sequence[str], *, number: int, run_id: str
+) -> list[str]:
+    """Return the command that starts server `number`: in bubblewrap's namespaces, or plainly at another level."""
+    is_root = os.geteuid() == 0
+    uid = FIRST_UID + (os.getpid() * 16 + number * 2) % NUM_UIDS if is_root else None
     standard = [
         entry
         for entry in sys.path
@@ -444,38 +393,25 @@ def _server_settings(
     ]
     site = _site_packages() if packages else []
     python = python_folders(site)
+    package = Path(ycore.__file__).absolute().parent
+    prefix = f"ycore-{run_id}-scratch-"  # the guardian knows scratch folders by this name
     settings = ServerSettings(
-        level=level,
-        uid=FIRST_UID + (os.getpid() * 16 + number * 2) % NUM_UIDS
-        if os.geteuid() == 0
-        else None,
-        keep=None,
-        limits=asdict(limits),
-        filter="",
-        files=[],
+        steps=stage_steps(level, View(), limits, uid, python=python),
         prefix=os.path.join(tempfile.gettempdir(), prefix),
         path=[*standard, *site],
         modules=list(packages),
-        kept=[str(p) for p in python if p.is_relative_to(SCRATCH) and p != _package()],
+        kept=[str(p) for p in python if p.is_relative_to(SCRATCH) and p != package],
     )
-    if level is Level.NAMESPACES:
-        settings["filter"] = filter_bytes(level).hex()
-    elif level is Level.LANDLOCK:
-        rules = rules_of(View(), limits, scratch=SCRATCH, python=python, uid=settings["uid"])
-        settings["filter"] = rules.program
-        settings["files"] = rules.files
-    else:
-        steps, _ = unconfined_steps(View(), limits, settings["uid"])
-        settings["uid"] = steps["uid"]
-        settings["keep"] = steps["keep"]
-        settings["limits"] = steps["limits"]
-    return settings
+    code = (
+        f"import sys; sys.path.insert(0, {str(package.parent)!r}); "
+        "from ycore.sandbox.program_server import main; main()"
+    )
+    server = [sys.executable, "-P", "-s", "-S", "-B", "-c", code, json.dumps(settings)]
+    if level is not Level.NAMESPACES:
+        return server
+    return bwrap_command(server, View(), as_root=is_root, python=python, hosts_programs=True)
 
 
 def _site_packages() -> list[str]:
     """Return where this environment's packages are, those of a user or of another environment too."""
     return [entry for entry in sys.path if "-packages" in entry]
-
-
-def _package() -> Path:
-    return Path(ycore.__file__).absolute().parent

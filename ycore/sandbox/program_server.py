@@ -5,36 +5,46 @@ So nothing of one program, and nothing of the tests, is in the memory that the n
 counts what it holds, keeps its deadline, kills it with all that it left, and says how it ended. Its parent is
 `program_pool.ProgramServer`. Standard library only.
 
-Messages are JSON datagrams on descriptor 0. The first one has the server's settings, and is answered by `{"ready":
-true}`. Then a job `{"kinds", "num_fds", "deadline_s"}`, with the descriptors of each program in order, is answered by a
-list of how each program ended. The first program of a job leads it: when it ends, the others are killed. A job's
-programs share their network namespace with nothing but each other.
+Its argument is `ServerSettings`. Messages are JSON datagrams on descriptor 0: a job `{"programs": [[kind, number of
+descriptors], ...], "deadline_s"}`, with the descriptors in order, is answered by a list of how each program ended. The
+first program of a job leads it: when it ends, the others are killed.
 
-At the level `namespaces` the server itself runs in bubblewrap's, and a process is made in the way of `unshare --fork
---kill-child`: an intermediate process makes the namespaces and forks once more, because only a child is in a new
-namespace of processes. That child is its first process: when it is killed, the kernel ends all others in it. At
-`landlock` and `none` the server forks the process itself, and a job has ended when nothing is below the server.
+At the level `namespaces` the server itself runs in bubblewrap's, and each program is the first process of a namespace
+of its own: when it is killed, the kernel ends all others in it. At `landlock` and `none` a job has ended when nothing
+is below the server.
+
+Nothing that a program writes is believed about itself. A script gives its output; a called program gives values, and
+the tests that judge them run in another process (`unit_tests`).
 """
 
+import atexit
 import fcntl
 import gc
 import importlib
 import json
+import linecache
 import os
 import select
 import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypedDict
+from itertools import islice
+from types import ModuleType
+from typing import Any, Literal, NoReturn, TypedDict
 
-from ycore.sandbox import Level, Limits, drop_rights, landlock, watch
-from ycore.sandbox.drop_rights import MS_NODEV, MS_NOSUID, mount
-from ycore.sandbox.program_run import ProgramKind, run_program
+from ycore.sandbox import Limits, stage, watch
+from ycore.sandbox.remote_calls import Gone, ProgramConnection, serve_calls
+from ycore.sandbox.stage import MS_NODEV, MS_NOSUID, StageSteps, checked, mount
+from ycore.sandbox.unit_tests import run_unit_tests
+
+ProgramKind = Literal["script", "callee", "tests"]
 
 MAX_MESSAGE = 65536  # bytes
 _MAX_FDS = 64
@@ -42,22 +52,19 @@ _STDLIB = (
     "math re json random string itertools functools collections heapq bisect copy typing dataclasses enum operator "
     "datetime decimal fractions statistics hashlib io linecache abc textwrap calendar cmath time array queue"
 )
+_FILE_NAME = "program.py"
+_COMPILE_ERRORS = (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError)
 
 # Linux: sched.h, sys/mount.h
-_NEWNS, _NEWIPC, _NEWUSER, _NEWPID = 0x20000, 0x8000000, 0x10000000, 0x20000000
+_NEWNS, _NEWIPC, _NEWPID = 0x20000, 0x8000000, 0x20000000
 _MS_RDONLY, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 0x1000, 0x4000, 0x40000
 _HIGH = 200  # descriptors below it get their final numbers
 
 
 class ServerSettings(TypedDict):
-    """The first message to the server."""
+    """The server's argument."""
 
-    level: str
-    uid: int | None  # root's programs become this user and those after it
-    keep: int | None  # a capability that they keep all the same
-    limits: dict[str, int]  # of each program with all that it starts: `Limits`
-    filter: str  # of system calls, as hexadecimal digits; empty for none
-    files: list[str]  # at `landlock`, what programs may read
+    steps: StageSteps  # of each program; root's programs become `uid` and the users after it
     prefix: str  # of the paths of scratch folders, where these are not in memory
     path: list[str]  # where programs find modules
     modules: list[str]  # imported before the first program
@@ -66,31 +73,13 @@ class ServerSettings(TypedDict):
 
 @dataclass(slots=True)
 class Program:
-    """One program's process: the first of its namespace."""
+    """One program's process."""
 
-    child: int  # the process itself, or at `namespaces` the intermediate one
-    report: int  # a pipe with the process' id, and `ready` or what went wrong, a line each
-    scratch: str | None  # its folder, where that is not in memory
-    pid: int = 0
-    ended_fd: int = -1  # a pidfd, readable once the process (and its namespace) has ended
+    pid: int
+    ended_fd: int  # a pidfd, readable once the process (and its namespace) has ended
+    report: int  # a pipe that holds why it could not begin
     reason: str | None = None  # why the server killed it
     status: int | None = None  # exit code, or minus the signal
-    problem: str | None = None  # it could not be made
-
-    def await_start(self) -> None:
-        """Wait until the program has begun, or cannot."""
-        with os.fdopen(self.report, "rb") as file:
-            lines = file.read().decode(errors="replace").splitlines()
-        self.pid = next((int(line) for line in lines if line.isdigit()), 0)
-        messages = [line for line in lines if not line.isdigit()]  # either line may come first
-        if self.pid != self.child:
-            os.waitpid(self.child, 0)
-        if self.pid:
-            self.ended_fd = os.pidfd_open(self.pid)
-        else:
-            self.status = -1
-        if messages != ["ready"] or not self.pid:
-            self.problem = messages[-1] if messages else "no report"
 
     def kill(self, reason: str) -> None:
         if self.status is None and self.reason is None:
@@ -102,156 +91,10 @@ class Program:
         os.close(self.ended_fd)
         self.status = os.waitstatus_to_exitcode(status)
 
-
-class _Server:
-    def __init__(self, control: socket.socket, settings: ServerSettings) -> None:
-        self._control = control
-        self._settings = settings
-        self._limits = Limits(**settings["limits"])
-
-    def serve(self) -> NoReturn:
-        """Do one job after the other, until the parent is gone."""
-        while True:
-            programs = self._do(*_receive(self._control))
-            ended = [
-                {"status": program.status, "reason": program.reason, "problem": program.problem}
-                for program in programs
-            ]
-            self._control.send(json.dumps(ended).encode())
-
-    def _do(self, job: Mapping[str, Any], fds: list[int]) -> list[Program]:
-        deadline = time.monotonic() + job["deadline_s"]
-        programs: list[Program] = []
-        first = 0
-        for kind, num_fds in zip(job["kinds"], job["num_fds"], strict=True):
-            programs.append(self._start(kind, fds[first : first + num_fds], len(programs)))
-            first += num_fds
-        for descriptor in fds:
-            os.close(descriptor)
-        for program in programs:
-            program.await_start()
-        self._wait(programs, deadline)
-        watch.end_all_below(os.getpid())
-        for program in programs:
-            if program.scratch is not None:
-                watch.remove_tree(program.scratch)
-        return programs
-
-    def _wait(self, programs: Sequence[Program], deadline: float) -> None:
-        """Wait until every program has ended; the first one's end or the deadline ends them."""
-        if any(program.problem for program in programs):
-            _kill_all(programs, "problem")
-        last_look = time.monotonic()
-        while running := [program for program in programs if program.status is None]:
-            timeout_s = max(0.0, min(deadline - time.monotonic(), watch.INTERVAL_S))
-            ended_fds = [program.ended_fd for program in running]
-            ready, _, _ = select.select(ended_fds, [], [], timeout_s)
-            for program in running:
-                if program.ended_fd in ready:
-                    program.reap()
-            if programs[0].status is not None:
-                _kill_all(programs, "leader ended")
-            if time.monotonic() >= deadline:
-                _kill_all(programs, "deadline")
-            if time.monotonic() - last_look >= watch.INTERVAL_S:
-                self._look(programs)
-                last_look = time.monotonic()
-
-    def _look(self, programs: Sequence[Program]) -> None:
-        """Kill what holds too much. What has left its parent's tree counts for every program of the job."""
-        everything = watch.below(os.getpid())
-        running = [program for program in programs if program.status is None]
-        trees = {program.pid: {program.pid, *watch.below(program.pid)} for program in running}
-        for program in running:
-            foreign = set().union(*(tree for pid, tree in trees.items() if pid != program.pid))
-            pids = [pid for pid in everything if pid not in foreign]
-            if watch.usage(pids, self._limits, program.scratch).excess(self._limits):
-                program.kill("memory")
-
-    def _start(self, kind: ProgramKind, fds: Sequence[int], index: int) -> Program:
-        """Begin to make a new process, which runs a program with these descriptors from 0 on."""
-        uid = self._settings["uid"]
-        uid = None if uid is None else uid + index
-        scratch = None
-        if self._settings["level"] != Level.NAMESPACES:
-            folder, prefix = os.path.split(self._settings["prefix"])
-            scratch = tempfile.mkdtemp(
-                prefix=prefix, dir=folder
-            )  # else programs inherit a default
-            if uid is not None:
-                os.chown(scratch, uid, uid)
-        report, report_end = os.pipe()
-        child = os.fork()
-        if not child:
-            _in_child(report_end, lambda: self._begin(kind, fds, uid, report_end, scratch))
-        os.close(report_end)
-        return Program(child, report, scratch)
-
-    def _begin(
-        self,
-        kind: ProgramKind,
-        fds: Sequence[int],
-        uid: int | None,
-        report: int,
-        scratch: str | None,
-    ) -> None:
-        """Confine the new process, report that it is ready and run the program."""
-        if scratch is None:
-            self._enter_namespaces(report)
-        else:
-            os.write(report, f"{os.getpid()}\n".encode())
-        os.setsid()
-        report = _renumber(fds, report)
-        _in_child(report, lambda: self._run(kind, uid, report, scratch))
-
-    def _run(
-        self, kind: ProgramKind, uid: int | None, report: int, scratch: str | None
-    ) -> None:
-        self._confine(uid, scratch)
-        os.write(report, b"ready\n")
-        os.close(report)
-        run_program(kind, range(3, report), list(sys.path))
-
-    def _enter_namespaces(self, report: int) -> None:
-        """Make the namespaces, and the process in them, which alone returns."""
-        user_flag = _NEWUSER if self._settings["uid"] is None else 0
-        uid = os.geteuid()
-        gid = os.getegid()
-        flags = _NEWPID | _NEWNS | _NEWIPC | user_flag
-        drop_rights.checked(drop_rights.LIBC.unshare(flags), "unshare")
-        if user_flag:
-            _write("/proc/self/setgroups", "deny")
-            _write("/proc/self/uid_map", f"{uid} {uid} 1")
-            _write("/proc/self/gid_map", f"{gid} {gid} 1")
-        program = os.fork()
-        if program:
-            os.write(report, f"{program}\n".encode())
-            os._exit(0)
-
-    def _confine(self, uid: int | None, scratch: str | None) -> None:
-        settings = self._settings
-        if scratch is None:
-            _mount_all(self._limits, settings["kept"])
-        else:
-            os.environ["HOME"] = os.environ["TMPDIR"] = scratch
-            os.chdir(scratch)
-        if settings["level"] == Level.LANDLOCK and scratch is not None:
-            rules = landlock.LandlockRules(
-                files=settings["files"],
-                scratch=scratch,
-                working=scratch,
-                uid=uid,
-                keep=settings["keep"],
-                program=settings["filter"],
-                limits=settings["limits"],
-            )
-            landlock.confine(rules, landlock.change_user(rules))
-        else:
-            drop_rights.limit_resources(self._limits)
-            refused = bytes.fromhex(settings["filter"])
-            drop_rights.give_up_rights(uid, keep=settings["keep"], refused=refused)
-        if scratch is not None:
-            drop_rights.prctl(drop_rights.PR_SET_PDEATHSIG, signal.SIGKILL)
+    def summary(self) -> dict[str, Any]:
+        with os.fdopen(self.report, "rb") as file:
+            problem = file.read().decode(errors="replace")
+        return {"status": self.status, "reason": self.reason, "problem": problem}
 
 
 def main() -> None:
@@ -259,51 +102,133 @@ def main() -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    settings, _ = _receive(control)
+    settings: ServerSettings = json.loads(sys.argv[1])
     sys.path[:] = settings["path"]
-    drop_rights.end_with_parent()
-    signal.signal(signal.SIGTERM, _end)
-    drop_rights.prctl(
-        drop_rights.PR_SET_PDEATHSIG, signal.SIGTERM
-    )  # to end first what is below
+    stage.end_with_parent()
+    signal.signal(signal.SIGTERM, stage.end_everything)
+    # To end first what is below.
+    stage.checked_prctl(stage.PR_SET_PDEATHSIG, signal.SIGTERM)
     for name in (*_STDLIB.split(), *settings["modules"]):
         importlib.import_module(name)
-    del settings["modules"]
     gc.collect()
     gc.freeze()  # a program's garbage collection leaves the pages that all share as they are
-    control.send(json.dumps({"ready": True}).encode())
-    _Server(control, settings).serve()
+    while True:
+        message, fds, _, _ = socket.recv_fds(control, MAX_MESSAGE, _MAX_FDS)
+        if not message:
+            stage.end_everything()
+        control.send(json.dumps(_do(settings, json.loads(message), fds)).encode())
 
 
-def _receive(control: socket.socket) -> tuple[Any, list[int]]:
-    """Return the next message and its descriptors; end the process when the parent is gone."""
-    data, fds, _, _ = socket.recv_fds(control, MAX_MESSAGE, _MAX_FDS)
-    if not data:
-        _end()
-    return json.loads(data), fds
-
-
-def _end(*_signal: object) -> NoReturn:
+def _do(
+    settings: ServerSettings, job: Mapping[str, Any], fds: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Run the programs of a job, and say how each ended."""
+    deadline = time.monotonic() + job["deadline_s"]
+    scratch = None
+    if not settings["steps"]["in_namespaces"]:
+        folder, prefix = os.path.split(settings["prefix"])
+        # With its folder: else programs inherit what tempfile found out.
+        scratch = tempfile.mkdtemp(prefix=prefix, dir=folder)
+        os.chmod(scratch, 0o711)
+    programs: list[Program] = []
+    remaining = iter(fds)
+    for kind, num_fds in job["programs"]:
+        passed = list(islice(remaining, num_fds))
+        programs.append(_start(settings, kind, passed, len(programs), scratch))
+    for descriptor in fds:
+        os.close(descriptor)
+    _wait(programs, Limits(**settings["steps"]["limits"]), scratch, deadline)
     watch.end_all_below(os.getpid())
-    os._exit(0)
+    if scratch is not None:
+        watch.remove_tree(scratch)
+    return [program.summary() for program in programs]
 
 
-def _kill_all(programs: Sequence[Program], reason: str) -> None:
-    for program in programs:
-        program.kill(reason)
+def _wait(
+    programs: Sequence[Program], limits: Limits, scratch: str | None, deadline: float
+) -> None:
+    """Wait until every program has ended. The first one's end, the deadline or too much memory end them."""
+    next_look = time.monotonic() + watch.INTERVAL_S
+    while running := [program for program in programs if program.status is None]:
+        timeout_s = max(0.0, min(deadline, next_look) - time.monotonic())
+        ended_fds = [program.ended_fd for program in running]
+        ready, _, _ = select.select(ended_fds, [], [], timeout_s)
+        for program in running:
+            if program.ended_fd in ready:
+                program.reap()
+        reason = None
+        if programs[0].status is not None:
+            reason = "leader ended"
+        elif time.monotonic() >= deadline:
+            reason = "deadline"
+        elif time.monotonic() >= next_look:
+            usage = watch.usage(watch.below(os.getpid()), limits, scratch)
+            reason = "memory" if usage.excess(limits) else None
+            next_look = time.monotonic() + watch.INTERVAL_S
+        if reason is not None:
+            for program in running:
+                program.kill(reason)
 
 
-def _in_child(report: int, work: Callable[[], object]) -> NoReturn:
-    """Do the work of a child of the server, which never returns; what goes wrong is its last line to the server."""
+def _start(
+    settings: ServerSettings,
+    kind: ProgramKind,
+    fds: Sequence[int],
+    index: int,
+    folder: str | None,
+) -> Program:
+    """Begin to make a new process, which runs a program with these descriptors from 0 on."""
+    steps = settings["steps"].copy()
+    if steps["uid"] is not None:
+        steps["uid"] += index
+    if folder is None:
+        _give_next_child_a_namespace()
+    else:
+        steps["scratch"] = os.path.join(folder, str(index))
+        os.mkdir(steps["scratch"], 0o700)
+        if steps["uid"] is not None:
+            os.chown(steps["scratch"], steps["uid"], steps["uid"])
+    report, report_end = os.pipe()
+    pid = os.fork()
+    if not pid:
+        _begin(settings, steps, kind, fds, report_end)
+    os.close(report_end)
+    return Program(pid, os.pidfd_open(pid), report)
+
+
+def _give_next_child_a_namespace() -> None:
+    """Make a namespace of processes for the next child; a second one is refused until we are back in our own."""
+    own = os.open("/proc/self/ns/pid", os.O_RDONLY)
+    checked(stage.LIBC.setns(own, _NEWPID), "setns")
+    os.close(own)
+    checked(stage.LIBC.unshare(_NEWPID), "unshare")
+
+
+def _begin(
+    settings: ServerSettings,
+    steps: StageSteps,
+    kind: ProgramKind,
+    fds: Sequence[int],
+    report: int,
+) -> NoReturn:
+    """Confine the new process and run the program. Why it cannot begin is its report to the server."""
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        work()
+        os.setsid()
+        report = _renumber(fds, report)
+        if steps["in_namespaces"]:
+            checked(stage.LIBC.unshare(_NEWNS | _NEWIPC), "unshare")
+            _mount_all(Limits(**steps["limits"]), settings["kept"])
+        else:
+            os.environ["HOME"] = os.environ["TMPDIR"] = steps["scratch"]
+            os.chdir(steps["scratch"])
+        stage.take_steps(steps)
+        os.close(report)
     except BaseException as error:  # noqa: BLE001 (the border of a process)
         line = f"{type(error).__name__}: {error}".replace("\n", " ")
-        with suppress(OSError):
-            os.write(report, line.encode() + b"\n")
-    finally:
+        os.write(report, line.encode())
         os._exit(70)
+    _run_program(kind, range(3, report), settings["path"])
 
 
 def _renumber(fds: Sequence[int], report: int) -> int:
@@ -322,10 +247,7 @@ def _mount_all(limits: Limits, kept: Sequence[str]) -> None:
     mount("none", "/", None, _MS_REC | _MS_PRIVATE, "")
     folders = {folder: os.open(folder, os.O_PATH) for folder in kept}
     mount("tmpfs", "/tmp", "tmpfs", flags, scratch)
-    for (
-        folder,
-        descriptor,
-    ) in folders.items():  # Python's own, where it lies in the scratch folder
+    for folder, descriptor in folders.items():  # Python's own, where it lies in /tmp
         os.makedirs(folder, exist_ok=True)
         mount(f"/proc/self/fd/{descriptor}", folder, None, _MS_BIND | _MS_REC, "")
         os.close(descriptor)
@@ -334,9 +256,113 @@ def _mount_all(limits: Limits, kept: Sequence[str]) -> None:
     os.chdir("/tmp")
 
 
-def _write(path: str, text: str) -> None:
-    with open(path, "w") as file:
-        file.write(text)
+def _run_program(kind: ProgramKind, fds: Sequence[int], path: Sequence[str]) -> NoReturn:
+    """Run what the first of the descriptors holds, and end the process as that does; modules are found in `path`.
+
+    `fds`: the source; for the two other kinds then the connection between them, and for the tests their results.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _forget_server(path)
+    status = 0
+    try:
+        if kind == "script":
+            _run_script(*fds)
+        elif kind == "callee":
+            _run_callee(*fds)
+        else:
+            run_unit_tests(*fds)
+    except SystemExit as end:
+        status = _status_of(end)
+    except BaseException:  # noqa: BLE001 (the border of a process)
+        traceback.print_exc()
+        status = 1
+    if kind == "script":
+        status = _finish(status)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(BaseException):
+            stream.flush()
+    os._exit(status)
+
+
+def _run_script(source: int) -> None:
+    text = _read(source)
+    exec(compile(text, _FILE_NAME, "exec"), _module("__main__", text).__dict__)
+
+
+def _run_callee(source: int, connection: int) -> None:
+    """Run a program once as a module, say how that went, and answer the questions of the tests until they end."""
+    text = _read(source)
+    names = _module("solution", text).__dict__
+    tests = ProgramConnection(connection)
+    state = "ready"
+    try:
+        code = compile(text, _FILE_NAME, "exec")
+    except _COMPILE_ERRORS:
+        state = "compile_error"
+    else:
+        try:
+            exec(code, names)
+        except BaseException:  # noqa: BLE001 (SystemExit at the end of a module too)
+            state = "run_error"
+    with suppress(Gone):
+        tests.send({"state": state})
+        if state == "ready":
+            serve_calls(tests, names)
+
+
+def _read(descriptor: int) -> str:
+    with os.fdopen(descriptor, "rb") as file:
+        return file.read().decode("utf-8", errors="replace")
+
+
+def _module(name: str, text: str) -> ModuleType:
+    module = ModuleType(name)
+    module.__file__ = _FILE_NAME
+    sys.modules[name] = module
+    lines = text.splitlines(keepends=True)
+    linecache.cache[_FILE_NAME] = (
+        len(text),
+        None,
+        lines,
+        _FILE_NAME,
+    )  # for tracebacks, inspect
+    return module
+
+
+def _forget_server(path: Sequence[str]) -> None:
+    """Give fresh standard streams, and only Python's own modules and the allowed packages to import."""
+    sys.argv[:] = [_FILE_NAME]
+    sys.path[:] = path
+    for name in ("PYTHONPATH", "YCORE_RUN", "PWD"):
+        os.environ.pop(name, None)
+    for name in [name for name in sys.modules if name == "ycore" or name.startswith("ycore.")]:
+        del sys.modules[name]
+    stdin = open(0, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115 (it lasts)
+    for name, stream in (("stdin", stdin), ("stdout", _writer(1)), ("stderr", _writer(2))):
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _writer(descriptor: int) -> Any:
+    return open(descriptor, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
+
+
+def _finish(status: int) -> int:
+    """Do what Python does when a script has ended: wait for its threads, call what it registered."""
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    except BaseException:  # noqa: BLE001 (the border of a process)
+        traceback.print_exc()
+        return status or 1
+    return status
+
+
+def _status_of(end: SystemExit) -> int:
+    if end.code is None or isinstance(end.code, int):
+        return (end.code or 0) & 0xFF
+    print(end.code, file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

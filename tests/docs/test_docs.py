@@ -145,7 +145,13 @@ def test_there_is_something_to_test() -> None:
 
 
 def test_every_command_is_of_a_program_that_is_checked_here() -> None:
-    assert {line.split()[0] for _, line in commands()} <= {"ycore", "make", "pip", "python"}
+    assert {line.split()[0] for _, line in commands()} <= {
+        "ycore",
+        "make",
+        "pip",
+        "uv",
+        "python",
+    }
 
 
 SIMULATOR = "python docs/benchmarks/simulate.py"
@@ -353,16 +359,16 @@ def test_make_demo_is_a_run_that_works(tmp_path: Path) -> None:
 
 
 def test_make_prints_sentences_and_no_commands_to_a_newcomer() -> None:
-    installs, demo = makefile_lines("$(READY)")[1:], makefile_lines("demo")[1:]
-    assert installs and demo and all(line.startswith("@") for line in [*installs, *demo])
-    slow = [
-        number
-        for number, line in enumerate(installs)
-        if "pip install -qq --editable" in line or "torch==" in line
-    ]
-    assert len(slow) == 2 and all(
-        any("echo" in line for line in installs[number - 3 : number]) for number in slow
-    )
+    installs = makefile_lines("$(READY)")[1:]
+    demo = makefile_lines("demo")[1:]
+    assert installs
+    assert demo
+    assert all(line.startswith("@") for line in [*installs, *demo])
+    script = (ROOT / "install.sh").read_text().splitlines()
+    slow = [number for number, line in enumerate(script) if "install -qq ${EDITABLE" in line]
+    assert slow
+    for number in slow:
+        assert any("say " in line for line in script[number - 5 : number]), script[number]
 
 
 def makefile_lines(target: str) -> list[str]:
@@ -371,12 +377,14 @@ def makefile_lines(target: str) -> list[str]:
     return [line.strip() for line in found.group(0).splitlines()] if found else []
 
 
-@pytest.mark.parametrize(("page", "line"), of_program("pip"))
+@pytest.mark.parametrize(("page", "line"), [*of_program("pip"), *of_program("uv")])
 def test_pip_lines_name_extras_that_exist(page: Path, line: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    verb, *targets = shlex.split(line, comments=True)[1:]
-    assert verb == "install"
-    for target in targets:
+    words = shlex.split(line, comments=True)
+    words = words[words.index("install") + 1 :]
+    for target in words[2:] if words[0] == "--torch-backend" else words:
+        if target == "uv":
+            continue
         name, _, extras = target.rstrip("]").partition("[")
         assert name in (".", project["name"])
         assert set(extras.split(",")) <= project["optional-dependencies"].keys()

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 from simulator.recording import Steps
+from simulator.speeds import Speed
 
 from ycore.engine import Engine
-from ycore.placement.load import Speed
 from ycore.types import Completion
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
@@ -130,27 +130,3 @@ def test_prompts_that_do_not_teach_are_replaced_one_for_one(
             yields=script.OneForOne(),
         ).run()
         assert outcome.drawn == position - 3 * script.APART
-
-
-def test_the_sweep_compares_and_draws(tmp_path: Path) -> None:
-    sizes = (
-        "--slots 2 --models 0.6B --judge-work 0.5 --steps 2 --stretches 1 --per-slot 16 --warm-up 1 "
-        "--even-steps 1 --ratios 10"
-    )
-    command = [
-        sys.executable,
-        str(BENCHMARKS / "simulate_sweep.py"),
-        *sizes.split(),
-        "--output",
-        str(tmp_path),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
-    assert done.returncode == 0, done.stderr
-    told = json.loads((tmp_path / "results.json").read_text())
-    (row,) = told["points"]
-    assert row["best_split"] == "split:1:1" and set(row["swaps"]) == {"level 1", "level 2"}
-    assert told["summary"]["worst_over_split"] > 0
-    assert all(
-        row["dynamic_over_split"] > 0 for line in told["break_even"] for row in line["rows"]
-    )
-    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")

@@ -15,9 +15,9 @@ from simulator.simulation import (
     Workload,
     of_engines,
 )
+from simulator.speeds import Speed
 
 from ycore.placement.allocator import Allocator
-from ycore.placement.load import Speed
 from ycore.placement.placement import (
     DYNAMIC,
     JUDGE,
@@ -102,7 +102,7 @@ def test_one_slot_colocated_is_write_swap_judge() -> None:
         "half of each role's swap"
     )
     assert outcome.usage.swaps == 1 and outcome.drawn == 4
-    assert outcome.usage.idle_share == pytest.approx(0, abs=1e-9)
+    assert outcome.metrics["ycore/idle_share"] == pytest.approx(0, abs=1e-9)
 
 
 def test_a_split_overlaps_and_never_swaps() -> None:
@@ -114,7 +114,9 @@ def test_a_split_overlaps_and_never_swaps() -> None:
     ).run()
     assert outcome.usage.swaps == 0
     assert outcome.usage.seconds == pytest.approx(100 * SPEED.step_s(8) + 50 * SPEED.step_s(8))
-    assert outcome.usage.bound_ratio == pytest.approx(2.0), "one slot idles at a time"
+    assert outcome.metrics["ycore/bound_ratio"] == pytest.approx(2.0), (
+        "one slot idles at a time"
+    )
 
 
 def test_groups_that_cannot_teach_are_replaced_by_the_live_rules() -> None:

@@ -8,10 +8,10 @@ import pytest
 from simulator.comparison import Scenario, compare_recorded
 from simulator.recording import Request, Seen, curve, recorded, requests_of
 from simulator.simulation import Demand, Lengths, Machine, SimulatedRound, Workload
+from simulator.speeds import Speed
 
 from ycore.errors import DataError
 from ycore.placement.allocator import Allocator
-from ycore.placement.load import Speed
 from ycore.placement.placement import (
     JUDGE,
     REWARD_MODEL,

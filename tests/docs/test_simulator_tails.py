@@ -3,9 +3,8 @@
 import random
 
 import pytest
+from simulator.speeds import Speed
 from simulator.tails import Drafting, Steps, compare_tails
-
-from ycore.placement.load import Speed
 
 LONG = Steps(Speed(0.02, 0.0001), num_slots=8, need=64, train_s=40.0, swap_s=2.0, num_steps=12)
 

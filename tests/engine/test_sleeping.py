@@ -17,11 +17,18 @@ from typing import Any
 import pytest
 
 from ycore.engine import SamplingParams
-from ycore.engine.sleeping import SleepingEngine, SleepTogether, asleep_file, mark_asleep
+from ycore.engine.sleeping import (
+    DROP,
+    KEEP,
+    SleepingEngine,
+    SleepLevels,
+    SleepTogether,
+    asleep_file,
+    mark_asleep,
+)
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.engine.weight_proof import TensorSums, write_manifest
 from ycore.models.tiny import write_tiny_model
-from ycore.placement.learning import DROP, KEEP, SleepLevels
 
 WAKE = ["POST /wake_up?tags=weights", "POST /wake_up?tags=kv_cache"]
 WITH_RELOAD = [WAKE[0], "reload", WAKE[1]]
@@ -356,3 +363,15 @@ def test_a_run_whose_engines_sleep_learns_the_same(place: Path, placement: str) 
     assert "loads" in said or placement == "dynamic", (
         "two judges that wake twice each are not woken from the second level"
     )
+
+
+def test_a_frozen_model_tries_both_levels_and_keeps_the_cheaper() -> None:
+    levels = SleepLevels()
+    assert levels.choose() == KEEP
+    levels.observe(KEEP, 12.8)
+    assert levels.choose() == DROP
+    levels.observe(DROP, 6.8)
+    assert levels.choose() == DROP
+    for _ in range(5):
+        levels.observe(DROP, 20.0)
+    assert levels.choose() == KEEP

@@ -15,11 +15,10 @@ import pytest
 
 from ycore.engine import commands
 from ycore.engine.commands import EngineSpec
-from ycore.engine.sleeping import asleep_file, mark_asleep
+from ycore.engine.sleeping import DROP, KEEP, asleep_file, mark_asleep
 from ycore.errors import EngineError
 from ycore.launch.engine_watch import EngineWatch, LiveEngine, start_engines, start_order
 from ycore.launch.guardian import RunWatch
-from ycore.placement.learning import DROP, KEEP
 from ycore.run.paths import RunFolder
 
 ENGINE = """

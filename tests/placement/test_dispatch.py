@@ -94,17 +94,18 @@ def test_a_split_keeps_roles_apart_and_slots_within_their_capacity() -> None:
     assert log.seen == {(ROLLOUT, 0), (JUDGE, 1)} and log.most == 4
 
 
-@pytest.mark.parametrize("words", ["dynamic", "colocated"])
-def test_all_roles_get_through_with_engines_that_sleep(words: str) -> None:
+@pytest.mark.parametrize(("words", "num_slots"), [("dynamic", 1), ("colocated", 2)])
+def test_all_roles_get_through_with_engines_that_sleep(words: str, num_slots: int) -> None:
     calls: list[str] = []
     changed: list[str] = []
 
     async def work() -> dict[str, float]:
         sleepers = {
-            role: {slot: SlowSleeper(calls, f"{role} {slot}") for slot in range(2)}
+            role: {slot: SlowSleeper(calls, f"{role} {slot}") for slot in range(num_slots)}
             for role in ROLES
         }
-        slots = Slots(2, allocator=placed(words, exclusive=True), sleepers=sleepers)
+        allocator = placed(words, num_slots=num_slots, exclusive=True)
+        slots = Slots(num_slots, allocator=allocator, sleepers=sleepers)
         log = Log(slots)
         async with slots.round():
             await asyncio.gather(*(log.turn(ROLLOUT) for _ in range(6)))
@@ -114,8 +115,8 @@ def test_all_roles_get_through_with_engines_that_sleep(words: str) -> None:
         return await slots.end_round(list)
 
     metrics = run(work())
-    assert changed[:2] == ["wake rollout 0", "wake rollout 1"]
-    changed = changed[2:]
+    assert changed[:num_slots] == [f"wake rollout {slot}" for slot in range(num_slots)]
+    changed = changed[num_slots:]
     assert changed[0].startswith("sleep rollout") and any(
         call.startswith("wake judge") for call in changed
     )
@@ -198,8 +199,8 @@ def test_a_round_that_is_given_up_ends_asleep_and_one_that_failed_asks_nothing_m
         return given_up, failed
 
     given_up, failed = run(work())
-    assert given_up == ["wake rollout 0", "wake rollout 1", *ALL_SLEEP]
-    assert failed == ["wake rollout 0", "wake rollout 1"]
+    assert given_up == ["wake rollout 0", "wake judge 1", *ALL_SLEEP]
+    assert failed == ["wake rollout 0", "wake judge 1"]
 
 
 def test_engines_that_stay_up_are_neither_woken_nor_put_to_sleep() -> None:

@@ -1,22 +1,15 @@
-"""What placement learns from round to round, how far it trusts forecasts, and that a checkpoint keeps it."""
+"""What placement learns from round to round, and that a checkpoint keeps it."""
 
 import json
-from collections.abc import Mapping
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from simulator.simulation import Demand, Lengths, Machine, Outcome, SimulatedRound, Workload
+from simulator.speeds import Speed
 
-from ycore.placement.allocator import Allocator
-from ycore.placement.learning import (
-    AWAKE_FACTORS,
-    DROP,
-    EXCLUSIVE_FACTORS,
-    KEEP,
-    Calibration,
-    SleepLevels,
-)
-from ycore.placement.load import Speed
-from ycore.placement.placement import JUDGE, ROLLOUT, Mode, SlotPool, parse_placement
+from ycore.placement.allocator import Allocator, divide
+from ycore.placement.placement import JUDGE, ROLLOUT, SlotPool, parse_placement
 
 ROLES = (ROLLOUT, JUDGE)
 SPEED = Speed(0.012, 0.001)
@@ -50,7 +43,7 @@ def test_a_run_that_goes_on_places_as_it_would_have(words: str) -> None:
         play(first, number)
     second = allocator(words)
     second.restore(json.loads(json.dumps(first.state())))
-    assert second.state() == first.state() and second.loads == first.loads
+    assert second.state() == first.state()
     for number in range(4, 10):
         assert play(first, number).usage == play(second, number).usage
     assert second.state() == first.state()
@@ -68,59 +61,53 @@ def test_other_slots_than_then_keep_their_own_division() -> None:
     first, second = allocator(num_slots=4), allocator(num_slots=3)
     play(first, 0)
     second.restore(first.state())
-    assert sum(second.division.values()) == 3 and second.loads == first.loads
+    assert sum(second.division.values()) == 3
     assert sum(play(second, 1).usage.busy_s) > 0
 
 
-def test_moves_that_are_never_needed_cost_nothing() -> None:
-    """A round of which nothing is known begins with all slots for rollouts; the next with judges of their own."""
-    one = allocator()
-    play(one, 0)
-    assert one.division[JUDGE] >= 1
+def test_slots_follow_the_seconds_of_each_roles_requests() -> None:
+    """Short verdicts get the least, long ones more slots than what they judge."""
+    num_judges = []
+    for verdict in (10.0, 250.0, 1500.0):
+        one = allocator(num_slots=8)
+        work = Workload(Lengths(300, 0.3, 1000), {JUDGE: verdict}, group_size=4)
+        for number in range(5):
+            SimulatedRound(
+                [one], MACHINE, work.group_at, Demand(16), position=1000 * number
+            ).run()
+            one.learn(one.measurements())
+        num_judges.append(one.division[JUDGE])
+    assert num_judges[0] == 1 < num_judges[1] < num_judges[2]
 
 
-FIRST = EXCLUSIVE_FACTORS
+def test_a_division_that_is_near_the_work_stays() -> None:
+    now = {ROLLOUT: 6, JUDGE: 2}
+    assert divide(8, {ROLLOUT: 68.0, JUDGE: 32.0}, now) == now
+    assert divide(8, {ROLLOUT: 60.0, JUDGE: 40.0}, now) == {ROLLOUT: 5, JUDGE: 3}
+    assert divide(2, {ROLLOUT: 99.0, JUDGE: 1.0}, {ROLLOUT: 1, JUDGE: 1}) == {
+        ROLLOUT: 1,
+        JUDGE: 1,
+    }
 
 
-@pytest.mark.parametrize("first", [EXCLUSIVE_FACTORS, AWAKE_FACTORS])
-def test_before_anything_is_measured_the_factors_are_the_first(
-    first: Mapping[Mode, float],
+@given(
+    st.integers(3, 40),
+    st.lists(st.floats(0, 1e6), min_size=3, max_size=3).filter(lambda work: sum(work) > 1),
+)
+def test_slots_are_divided_whole_and_every_role_has_one(
+    num_slots: int, amounts: list[float]
 ) -> None:
-    assert Calibration(first).factors == first
+    work = dict(zip(("rollout", "judge", "teacher"), amounts, strict=True))
+    division = divide(num_slots, work, {**dict.fromkeys(work, 1), "rollout": num_slots - 2})
+    assert sum(division.values()) == num_slots and min(division.values()) >= 1
 
 
-def test_a_mode_comes_to_what_was_measured_and_others_stay() -> None:
-    calibration = Calibration()
-    for _ in range(60):
-        calibration.observe("divided", seconds=130.0, forecast_s=100.0)
-    assert calibration.factors["divided"] == pytest.approx(1.3, abs=0.06)
-    assert calibration.factors["phases"] == pytest.approx(FIRST["phases"])
-
-
-def test_what_was_long_not_used_is_forgotten() -> None:
-    calibration = Calibration()
-    for _ in range(3):
-        calibration.observe("phases", seconds=150.0, forecast_s=100.0)
-    after = calibration.factors["phases"]
-    for _ in range(200):
-        calibration.observe("divided", seconds=100.0, forecast_s=100.0)
-    assert after > FIRST["phases"] + 0.1
-    assert calibration.factors["phases"] == pytest.approx(FIRST["phases"], abs=0.01)
-
-
-def test_one_disturbed_round_counts_for_little() -> None:
-    calibration = Calibration()
-    calibration.observe("divided", seconds=1e6, forecast_s=100.0)
-    assert calibration.factors["divided"] <= 1.5
-
-
-def test_a_frozen_model_tries_both_levels_and_keeps_the_cheaper() -> None:
-    levels = SleepLevels()
-    assert levels.choose() == KEEP
-    levels.observe(KEEP, 12.8)
-    assert levels.choose() == DROP
-    levels.observe(DROP, 6.8)
-    assert levels.choose() == DROP
-    for _ in range(5):
-        levels.observe(DROP, 20.0)
-    assert levels.choose() == KEEP
+@pytest.mark.parametrize(("verdict", "mode"), [(1.0, "shared"), (200.0, "held")])
+def test_where_engines_stay_awake_long_verdicts_have_slots_of_their_own(
+    verdict: float, mode: str
+) -> None:
+    one = Allocator(SlotPool(2, ROLES, dict.fromkeys(ROLES, 64)))
+    work = Workload(Lengths(200, 0.8, 1000), {JUDGE: verdict}, group_size=4)
+    SimulatedRound([one], MACHINE, work.group_at, Demand(8)).run()
+    one.learn(one.measurements())
+    assert one.mode == mode and one.gathers == (mode == "shared")

@@ -114,7 +114,7 @@ def test_every_rank_asks_every_slot_and_they_learn_as_one(
         "counted once"
     )
     assert (
-        states[0]["sums"][ROLLOUT][0] == states[0]["sums"][JUDGE][0] == 12.0
+        states[0]["work"][ROLLOUT][0] == states[0]["work"][JUDGE][0] == 12.0
         and states[1] is None
     )
     assert process.wait(10) == 0, "it goes when all ranks have gone"
@@ -151,7 +151,7 @@ def test_what_was_learned_comes_back(socket: Path, start: Start) -> None:
 
     first = run(lived(None))
     again = run(lived(first))
-    assert again["sums"][ROLLOUT][0] == pytest.approx(0.7 * 3 + 3)
+    assert again["work"][ROLLOUT][0] == 3.0 and again["work"][ROLLOUT] != first["work"][ROLLOUT]
 
 
 def test_when_the_allocator_dies_whoever_waits_and_whoever_asks_hears_it(

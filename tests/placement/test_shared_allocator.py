@@ -129,7 +129,7 @@ def test_what_is_likely_long_starts_first_where_slots_are_full() -> None:
             machine.shared.ask(request, ROLLOUT, length)
         order = await machine.started()
         for _ in range(2):
-            machine.shared.ended(order[-1], 1.0)
+            machine.shared.ended(order[-1])
             order += await machine.started()
         return order
 
@@ -168,7 +168,7 @@ def test_a_ranks_long_tail_does_not_block_the_groups_of_another() -> None:
             machine.shared.ask(2 * number + 1, ROLLOUT, 0.0)
         order = []
         for _ in range(6):
-            machine.shared.ended(running.pop(0), 1.0)
+            machine.shared.ended(running.pop(0))
             running += await machine.started()
             order.append(running[-1] % 2)
         return order
@@ -178,11 +178,13 @@ def test_a_ranks_long_tail_does_not_block_the_groups_of_another() -> None:
 
 def test_a_start_goes_to_who_asked_and_a_swap_to_the_home_of_the_slot() -> None:
     async def work() -> None:
-        machine = await Machine(2, "dynamic", exclusive=True).begin()
+        machine = await Machine(2, "colocated", exclusive=True).begin()
         machine.shared.ask(1, JUDGE, 0.0)
-        assert await machine.decided() == [(home_rank(0, 2), "swap", 0, ROLLOUT, JUDGE)]
-        machine.shared.swapped(0)
-        assert await machine.decided() == [(1, "start", 1, 0)]
+        swaps = [(home_rank(slot, 2), "swap", slot, ROLLOUT, JUDGE) for slot in range(2)]
+        assert await machine.decided() == swaps
+        for slot in range(2):
+            machine.shared.swapped(slot)
+        assert await machine.decided() == [(1, "start", 1, 1)]
 
     run(work())
 
@@ -212,7 +214,7 @@ def test_a_round_ends_when_all_have_ended_and_counts_once(clock: list[float]) ->
         await machine.decided()
         clock[0] = 3.0
         for request in (0, 1):
-            machine.shared.ended(request, 30.0)
+            machine.shared.ended(request)
         first = asyncio.create_task(machine.shared.end_round())
         assert await machine.decided() == []
         clock[0] = 4.0
@@ -222,7 +224,7 @@ def test_a_round_ends_when_all_have_ended_and_counts_once(clock: list[float]) ->
         assert (rank, kind) == (0, "queues")
         assert {*waiting.values(), *in_flight.values()} == {0}
         state = await machine.shared.learn(measurements)
-        assert state == machine.shared.allocator.state() and state["sums"][JUDGE][0] == 1.0
+        assert state == machine.shared.allocator.state() and state["work"][JUDGE][0] == 1.0
 
     run(work())
 
@@ -235,7 +237,7 @@ def test_a_lost_rank_gives_its_requests_back() -> None:
         assert await machine.started() == [0]
         machine.shared.leave(0)
         assert await machine.started() == [1]
-        machine.shared.ended(1, 1.0)
+        machine.shared.ended(1)
         assert await machine.started() == [3]
         machine.shared.withdraw(3)
         assert machine.shared.allocator.is_idle
@@ -303,7 +305,7 @@ async def _random_events(num_ranks: int, seed: int, words: str, *, exclusive: bo
             shared.swapped(swapping.pop())
         elif running:
             request = source.choice(sorted(running))
-            shared.ended(request, source.uniform(1, 50))
+            shared.ended(request)
             forget(request)
         await act()
     for _ in range(1000):  # what is left runs out
@@ -311,7 +313,7 @@ async def _random_events(num_ranks: int, seed: int, words: str, *, exclusive: bo
             shared.swapped(swapping.pop())
         elif running:
             request = min(running)
-            shared.ended(request, 5.0)
+            shared.ended(request)
             forget(request)
         else:
             break

@@ -20,10 +20,13 @@ from functools import partial
 from pathlib import Path
 
 from ycore.engine.server import Server
-from ycore.placement.learning import DROP, SleepLevels
 from ycore.placement.slots import Sleeper
 
 SLEEP = "/sleep?level={level}"
+KEEP = 1
+"""vLLM's sleep level that keeps an engine's weights in host memory."""
+DROP = 2
+"""vLLM's sleep level that drops an engine's weights."""
 _CHANGING = ".between"  # suffix of the file while the engine falls asleep or wakes
 
 
@@ -37,6 +40,21 @@ def mark_asleep(socket: Path, level: int) -> None:
     changing = socket.with_suffix(_CHANGING)
     changing.write_text(str(level))
     changing.replace(asleep_file(socket))
+
+
+class SleepLevels:
+    """Chooses the sleep level of one frozen model: tries each once, then keeps the cheaper."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[int, float] = {}  # by level, of a sleep and the wake after it
+
+    def choose(self) -> int:
+        """Return KEEP or DROP, for the next sleep."""
+        return min((KEEP, DROP), key=lambda level: self.seconds.get(level, -1.0))
+
+    def observe(self, level: int, seconds: float) -> None:
+        """Record what a sleep at this level and the wake after it took together."""
+        self.seconds[level] = (self.seconds.get(level, seconds) + seconds) / 2
 
 
 class SleepingEngine:

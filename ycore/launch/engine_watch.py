@@ -15,10 +15,9 @@ import psutil
 from ycore.engine.commands import EngineSpec
 from ycore.engine.kinds import KINDS
 from ycore.engine.server import is_healthy, request_succeeds
-from ycore.engine.sleeping import SLEEP, asleep_file, mark_asleep
+from ycore.engine.sleeping import DROP, KEEP, SLEEP, asleep_file, mark_asleep
 from ycore.errors import EngineError
 from ycore.launch.processes import ManagedProcess, StopWatch, is_stopped
-from ycore.placement.learning import DROP, KEEP
 from ycore.placement.placement import ROLLOUT
 from ycore.run.paths import RunFolder
 from ycore.run.reports import is_alive, kill_tree

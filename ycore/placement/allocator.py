@@ -7,28 +7,39 @@ It has no clock, process or wait. The live run (`placement.shared_allocator`) an
 import heapq
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
-from ycore.placement.learning import Learning, moving_average
-from ycore.placement.load import UNKNOWN, Load, Reading, SlotClock, Sums, Usage, as_numbers
-from ycore.placement.moves import Backlog, best_move
+from ycore.placement.load import RoleWork, SlotClock, Usage
 from ycore.placement.placement import (
     DYNAMIC,
     ROLLOUT,
     Action,
-    Division,
-    Mode,
     Placement,
     SlotPool,
     StartRequest,
     Swap,
 )
 
-_SPARE_SHARE = (
-    4  # where all engines stay awake, a slot less than a quarter full can serve another role
-)
+Mode = Literal["held", "phases", "moving", "shared"]
+"""How slots change their role within a round.
+
+held: no slot does.
+phases: all slots roll out, then all change together.
+moving: a slot without work moves to another role where its backlog is worth the swap.
+shared: every slot serves all roles at once.
+"""
+
+_OWN_SLOT = 0.5
+"""Slots' worth of work from which a role has a slot of its own where all engines stay awake."""
+_NEAR = 0.75  # slots by which a role's share of the work may differ from its slots
+_MEMORY = 0.5  # weight that earlier rounds keep when a new one is added
+
+
+def moving_average(before: float | None, value: float) -> float:
+    """Average; `before` is None for the first value."""
+    return value if before is None else _MEMORY * before + (1 - _MEMORY) * value
 
 
 @dataclass(slots=True)
@@ -36,8 +47,6 @@ class _RunningRequest:
     role: str
     slot: int
     began: float
-    before: Reading
-    """The engine's totals when the request began."""
 
 
 class Queue:
@@ -88,35 +97,27 @@ class Allocator:
 
     def __init__(self, pool: SlotPool, placement: Placement = DYNAMIC) -> None:
         self.pool = pool
-        self._learned = Learning(pool, placement)
+        self.mode = mode_of(placement, pool)
+        self._is_dynamic = placement.kind == "dynamic" and len(pool.roles) > 1
+        self.division = first_division(placement, pool)
+        self._work: dict[str, RoleWork] = {}
+        """The mean round of one machine so far."""
         self._measured_swap_s: float | None = None
         self._running: dict[int, _RunningRequest] = {}
         self._waiting = {role: Queue() for role in pool.roles}
         self.begin_round(0.0)
 
     def begin_round(self, now: float) -> None:
-        """Start a round with the learned schedule's division; the engines in `awake` must be awake."""
+        """Start a round with the learned division; the engines in `awake` must be awake."""
         assert not self._running, "a round begins when the last has ended"
         roles = self.pool.roles
         self._began = now
-        self._seconds = 0.0
-        self._swaps = 0
-        self._has_verdict = False
-        self._ended_since_ask = False
-        self._requested = dict.fromkeys(roles, 0)
-        self._sums: dict[str, Sums] = {role: Sums(rounds=1.0) for role in roles}
+        self._num_swaps = 0
+        self._num_asked = dict.fromkeys(roles, 0)
+        self._num_ended = dict.fromkeys(roles, 0)
+        self._request_s = dict.fromkeys(roles, 0.0)
         self._awake = [role for role, count in self.division.items() for _ in range(count)]
-        speeds = {
-            role: self.loads[role].speed if role in self.loads else UNKNOWN for role in roles
-        }
-        self._clocks = [SlotClock(speeds, now) for _ in self._awake]
-        self._free: dict[str, list[tuple[int, int]]] = {role: [] for role in roles}
-        """Heaps of (in flight, slot), also with old entries."""
-        self._spare: dict[str, set[int]] = {role: set() for role in roles}
-        self._waking = dict.fromkeys(roles, 0)
-        self._num_slots = {role: self._awake.count(role) for role in roles}
-        for slot in range(self.pool.num_slots):
-            self._note(slot)
+        self._clocks = [SlotClock(roles, now) for _ in self._awake]
 
     def ask(self, request: int, role: str, rank: int = 0, *, length: float = 0.0) -> None:
         """Add a rank's request, by a number that no other has; a later `StartRequest` of `decide` names the slot.
@@ -124,32 +125,23 @@ class Allocator:
         `length`: the expected length of its answer, in any unit; 0 where nothing is known.
         """
         self._waiting[role].put(request, rank, length)
-        self._requested[role] += 1
-        if role == ROLLOUT and self._has_verdict:
-            scorers = self.pool.roles[1:]
-            verdicts = sum(self._sums[scorer].num for scorer in scorers) / len(scorers)
-            share = verdicts / self._requested[ROLLOUT]
-            self._sums[ROLLOUT].observe_late(share, is_first=self._ended_since_ask)
-            self._ended_since_ask = False
+        self._num_asked[role] += 1
 
     def withdraw(self, request: int, role: str, now: float, rank: int = 0) -> None:
         """Remove a request that was given up, whether it waits or runs."""
+        self._num_asked[role] -= 1
         running = self._running.pop(request, None)
         if running is None:
             self._waiting[role].remove(request, rank)
         else:
-            self._leave(running, now)
+            self._count(running.slot, role, -1, now)
 
-    def ended(self, request: int, now: float, *, size: float = 1.0) -> None:
-        """Remove a request that has its answer. `size`: tokens of the answer; 1 where they are not counted."""
+    def ended(self, request: int, now: float) -> None:
+        """Remove a request that has its answer."""
         running = self._running.pop(request)
-        seconds, depth, served = self._leave(running, now).since(running.before)
-        self._has_verdict |= running.role != ROLLOUT
-        self._ended_since_ask = True
-        if seconds > 0:
-            self._sums[running.role].observe(
-                seconds=seconds, depth=depth, size=max(size, 1.0), served=served
-            )
+        self._count(running.slot, running.role, -1, now)
+        self._num_ended[running.role] += 1
+        self._request_s[running.role] += now - running.began
 
     def swapped(self, slot: int, now: float) -> None:
         """A `Swap` of this slot is done: its new role can serve requests."""
@@ -158,49 +150,65 @@ class Allocator:
         seconds = now - clock.swap_began
         clock.swap_s += seconds
         clock.swap_began = None
-        self._waking[self._awake[slot]] -= 1
         self._measured_swap_s = moving_average(self._measured_swap_s, seconds)
-        self._note(slot)
 
     def end_round(self, now: float) -> Usage:
         """Return how the slots were used since the round began."""
         for clock in self._clocks:
             clock.advance(now)
-        self._seconds = now - self._began
-        busy_s = [clock.busy_s for clock in self._clocks]
+        busy_s = [sum(clock.busy_s.values()) for clock in self._clocks]
         swap_s = [clock.swap_s for clock in self._clocks]
-        return Usage(self._seconds, busy_s, swap_s, self._swaps)
+        return Usage(now - self._began, busy_s, swap_s, self._num_swaps)
 
     def measurements(self) -> list[float]:
         """Return what was measured in the round, to be added to the measurements of other machines' allocators."""
-        return [*as_numbers(self._sums, self.pool.roles), self.swap_s, self._seconds, 1.0]
+        measured = []
+        for role in self.pool.roles:
+            slot_s = sum(clock.busy_s[role] for clock in self._clocks)
+            measured += [float(self._num_ended[role]), self._request_s[role], slot_s]
+        return [*measured, self.swap_s, 1.0]
 
     def learn(self, added: Sequence[float]) -> None:
-        """Choose the next schedule from the element-wise sum of all allocators' `measurements`: the same on each."""
-        *numbers, swap_s, seconds, machines = added
-        self._learned.learn(numbers, swap_s=swap_s / machines, round_s=seconds / machines)
+        """Choose the next division from the element-wise sum of all allocators' `measurements`: the same on each."""
+        *sums, swap_s, num_machines = added
+        self._measured_swap_s = swap_s / num_machines
+        for index, role in enumerate(self.pool.roles):
+            measured = [value / num_machines for value in sums[3 * index : 3 * index + 3]]
+            before = astuple(self._work[role]) if role in self._work else measured
+            self._work[role] = RoleWork(*map(moving_average, before, measured))
+        work_s = {role: work.request_s for role, work in self._work.items()}
+        num_slots = self.pool.num_slots
+        if self._is_dynamic and num_slots >= len(work_s) and sum(work_s.values()) > 0:
+            self.division = divide(num_slots, work_s, self.division)
+            if not self.pool.exclusive:
+                least = num_slots * min(work_s.values()) / sum(work_s.values())
+                self.mode = "shared" if least < _OWN_SLOT else "held"
 
     def state(self) -> dict[str, Any]:
         """Return what was learned so far, as plain JSON values, for a checkpoint between rounds."""
-        return {**self._learned.state(), "swap_s": self._measured_swap_s}
+        return {
+            "work": {role: list(astuple(work)) for role, work in self._work.items()},
+            "division": self.division,
+            "mode": self.mode,
+            "swap_s": self._measured_swap_s,
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take what `state` gave; it counts from the next `begin_round` on."""
-        self._learned.restore(state)
+        """Take what `state` gave, from the next `begin_round` on; the division only for the same roles and slots."""
+        roles = self.pool.roles
+        work: dict[str, list[float]] = state["work"]
+        self._work = {role: RoleWork(*work[role]) for role in roles if role in work}
         self._measured_swap_s = state["swap_s"]
+        division: dict[str, int] = state["division"]
+        is_same = set(division) == set(roles) and sum(division.values()) == self.pool.num_slots
+        if self._is_dynamic and is_same:
+            self.division = {role: division[role] for role in roles}
+            self.mode = state["mode"]
 
     @property
     def awake(self) -> tuple[str, ...]:
         """The role that is awake on each slot; during a swap, the role that is waking."""
         return tuple(self._awake)
-
-    @property
-    def division(self) -> Division:
-        return self._learned.schedule.division
-
-    @property
-    def mode(self) -> Mode:
-        return self._learned.schedule.mode
 
     @property
     def gathers(self) -> bool:
@@ -212,10 +220,6 @@ class Allocator:
         return self.mode == "shared"
 
     @property
-    def loads(self) -> Mapping[str, Load]:
-        return self._learned.loads
-
-    @property
     def swap_s(self) -> float:
         """Seconds of a swap: measured, or the pool's until then."""
         return self.pool.swap_s if self._measured_swap_s is None else self._measured_swap_s
@@ -223,8 +227,11 @@ class Allocator:
     @property
     def is_idle(self) -> bool:
         """Whether no request waits or runs, and no swap is under way."""
-        is_swapping = any(clock.swap_began is not None for clock in self._clocks)
-        return not (self._running or is_swapping or any(self._waiting.values()))
+        return not (self._running or self._is_swapping or any(self._waiting.values()))
+
+    @property
+    def _is_swapping(self) -> bool:
+        return any(clock.swap_began is not None for clock in self._clocks)
 
     def waiting(self) -> dict[str, int]:
         return {role: len(requests) for role, requests in self._waiting.items()}
@@ -240,144 +247,150 @@ class Allocator:
 
     def decide(self, now: float) -> list[Action]:
         """Return the actions to carry out now, in order. Call it after every event, or several of the same moment."""
-        if not any(self._waiting.values()):
-            return []
         actions: list[Action] = []
-        for role in self.pool.roles:
-            waiting = self._waiting[role]
+        for role, waiting in self._waiting.items():
             while waiting and (slot := self._pick(role, waiting.next_rank)) is not None:
                 request = waiting.take()
-                before = self._clocks[slot].change(role, 1, now)
-                self._running[request] = _RunningRequest(role, slot, now, before)
-                self._note(slot)
+                self._count(slot, role, 1, now)
+                self._running[request] = _RunningRequest(role, slot, now)
                 actions.append(StartRequest(request, slot))
         if self.mode == "phases":
-            self._next_phase(now, actions)
-        elif self.mode in ("divided", "together"):
-            self._move_spare(now, actions)
+            actions += self._next_phase(now)
+        elif self.mode == "moving":
+            actions += self._move_idle_slots(now)
         return actions
 
     def _pick(self, role: str, rank: int) -> int | None:
         """Return the slot with the fewest in flight; of several the rank's own, to which it has connections."""
-        if self.mode == "shared":  # the fewest of this role, then the fewest of all
-            busy = [(clock.in_flight_of[role], clock.in_flight) for clock in self._clocks]
-            slot = min(range(self.pool.num_slots), key=busy.__getitem__)
-            return slot if busy[slot][0] < self._learned.depth[role] else None
-        depth = self._depth_now(role)
         own_slot = rank % self.pool.num_slots
-        free = self._free[role]
-        while free:
-            in_flight, slot = free[0]
+        depth = self._depth(role)
+        open_slots = [
+            slot
+            for slot, clock in enumerate(self._clocks)
+            if clock.swap_began is None
+            and clock.in_flight[role] < depth
+            and (self._awake[slot] == role or self.mode == "shared")
+        ]
+
+        def busy(slot: int) -> tuple[int, int, bool, int]:
             clock = self._clocks[slot]
-            can_take = (
-                self._awake[slot] == role
-                and clock.swap_began is None
-                and clock.in_flight < depth
-            )
-            if can_take and in_flight == clock.in_flight:
-                return own_slot if self._is_as_free(own_slot, slot, role) else slot
-            heapq.heappop(
-                free
-            )  # an old entry or a full slot, which is noted again when it gets room
-        return None
+            return clock.in_flight[role], clock.num_in_flight, slot != own_slot, slot
 
-    def _is_as_free(self, slot: int, other: int, role: str) -> bool:
-        clock = self._clocks[slot]
-        is_open = self._awake[slot] == role and clock.swap_began is None
-        return is_open and clock.in_flight == self._clocks[other].in_flight
+        return min(open_slots, key=busy, default=None)
 
-    def _depth_now(self, role: str) -> int:
-        """Return a role's depth. The slots that serve it leave slots that are waking for it a share of the queue."""
-        depth = self._learned.depth[role]
-        if not self._waking[role]:
-            return depth
-        unfinished = self._requested[role] - self._sums[role].num
-        soon = sum(self._soon_free(other) for other in self.pool.roles if other != role)
-        return min(depth, max(1, math.ceil(unfinished / (self._num_slots[role] + soon))))
+    def _depth(self, role: str) -> int:
+        """Return how many requests a slot may hold of a role: its share, as slots that still wake will take theirs.
 
-    def _soon_free(self, role: str) -> float:
-        """Estimate the slots that a role with nothing waiting gives up soon: the share of its requests that ended."""
-        load = self.loads.get(role)
-        if self._waiting[role] or load is None:
-            return 0.0
-        expected = self._requested[role] + self._coming(role, load)
-        return self._num_slots[role] * self._sums[role].num / expected if expected else 0.0
+        No other slot can take over what a slot holds. So where slots move, it holds no more than if all served the role.
+        """
+        capacity = self.pool.capacity_of(role)
+        if self.mode == "shared":
+            return capacity
+        unfinished = self._num_asked[role] - self._num_ended[role]
+        share = unfinished / max(1, self._awake.count(role))
+        if self.mode == "moving" and role != ROLLOUT:
+            num_requests = self._num_ended[role] + self._left(role)
+            share = min(share, num_requests / self.pool.num_slots)
+        return max(1, min(capacity, math.ceil(share)))
 
-    def _move_spare(self, now: float, actions: list[Action]) -> None:
-        """Move slots that have run out of work, one by one, to where the backlog is worth the swap."""
-        for role in self.pool.roles:
-            spare = self._spare[role]
-            while spare and not self._waiting[role]:
-                targets = {
-                    other: self._backlog(other) for other in self.pool.roles if other != role
-                }
-                target = best_move(
-                    self._backlog(role), targets, swap_s=self.swap_s, late_s=self._late_s(role)
-                )
-                if target is None:
-                    break
-                slot = min(spare, key=lambda slot: (self._clocks[slot].in_flight, slot))
-                self._swap(slot, target, now, actions)
+    def _left(self, role: str) -> float:
+        """Estimate the requests of the round without an answer, with those that running completions will bring."""
+        left = float(self._num_asked[role] - self._num_ended[role])
+        rollouts = self._work.get(ROLLOUT)
+        if role != ROLLOUT and rollouts is not None and rollouts.num_requests:
+            per_rollout = self._work[role].num_requests / rollouts.num_requests
+            left += per_rollout * (self._num_asked[ROLLOUT] - self._num_ended[ROLLOUT])
+        return left
 
-    def _backlog(self, role: str) -> Backlog:
-        waiting = len(self._waiting[role])
-        num_slots = self._num_slots[role]
-        load = self.loads.get(role)
-        if load is None:  # nothing is known yet: more than one request a slot is worth a try
-            return Backlog(min(waiting, 1), 0, 0 if waiting > num_slots else num_slots, 0.0)
-        engine_s = load.engine_s(self._learned.depth[role])
-        return Backlog(waiting, self._coming(role, load), num_slots, engine_s)
-
-    def _coming(self, role: str, load: Load) -> float:
-        """Estimate the requests still to come in this round: verdicts on running completions, and late rollouts."""
-        if role == ROLLOUT:
-            return max(0.0, load.num_late - self._sums[ROLLOUT].late)
-        rollout = self.loads.get(ROLLOUT)
-        under_way = self._requested[ROLLOUT] - self._sums[ROLLOUT].num
-        return under_way * load.num_requests / rollout.num_requests if rollout else 0.0
-
-    def _late_s(self, role: str) -> float:
-        """Estimate the delay if verdicts come late: dynamic sampling may then need another rollout."""
-        rollout = self.loads.get(ROLLOUT)
-        if role == ROLLOUT or rollout is None:
-            return 0.0
-        return min(1.0, rollout.num_late) * rollout.longest * rollout.speed.step_s(1)
-
-    def _next_phase(self, now: float, actions: list[Action]) -> None:
+    def _next_phase(self, now: float) -> list[Action]:
         """Change all slots together, once their role has nothing left anywhere."""
-        is_swapping = any(clock.swap_began is not None for clock in self._clocks)
-        if self._waiting[self._awake[0]] or self._running or is_swapping:
-            return
-        target = max(self.pool.roles, key=lambda other: len(self._waiting[other]))
-        for slot in range(self.pool.num_slots):
-            self._swap(slot, target, now, actions)
+        if self._waiting[self._awake[0]] or self._running or self._is_swapping or self.is_idle:
+            return []
+        target = max(self.pool.roles, key=lambda role: len(self._waiting[role]))
+        return [self._swap(slot, target, now) for slot in range(self.pool.num_slots)]
 
-    def _swap(self, slot: int, target: str, now: float, actions: list[Action]) -> None:
+    def _move_idle_slots(self, now: float) -> list[Action]:
+        """Move slots that have run out of work, one by one, to where the backlog is worth the swap."""
+        actions: list[Action] = []
+        for slot, role in enumerate(self.awake):
+            clock = self._clocks[slot]
+            if clock.num_in_flight or clock.swap_began is not None or self._waiting[role]:
+                continue
+            gains = {
+                target: self._gain_s(role, target)
+                for target in self.pool.roles
+                if target != role and self._waiting[target]
+            }
+            best = max(gains, key=lambda target: gains[target], default=role)
+            if best != role and gains[best] > 0:
+                actions.append(self._swap(slot, best, now))
+        return actions
+
+    def _gain_s(self, source: str, target: str) -> float:
+        """Return the seconds by which both roles are done sooner if a slot moves; infinite where `target` has none."""
+        num_source = self._awake.count(source)
+        num_target = self._awake.count(target)
+        if num_target == 0:
+            return math.inf
+        source_s = self._left_s(source)
+        target_s = self._left_s(target)
+        if num_source == 1 and source_s > 0:  # it would have to come back
+            return -math.inf
+        stay_s = max(source_s / num_source, target_s / num_target)
+        source_done_s = source_s / (num_source - 1) if source_s else 0.0
+        target_done_s = (target_s + 2 * self.swap_s) / (num_target + 1)
+        return stay_s - max(source_done_s, target_done_s)
+
+    def _left_s(self, role: str) -> float:
+        """Estimate the slot seconds of what a role has left in the round."""
+        work = self._work.get(role)
+        return 0.0 if work is None else self._left(role) * work.slot_s_each
+
+    def _swap(self, slot: int, target: str, now: float) -> Swap:
         role = self._awake[slot]
-        clock = self._clocks[slot]
-        self._num_slots[role] -= 1
-        self._num_slots[target] += 1
-        self._waking[target] += 1
-        self._spare[role].discard(slot)
         self._awake[slot] = target
-        clock.swap_began = now
-        self._swaps += 1
-        actions.append(Swap(slot, role, target))
+        self._clocks[slot].swap_began = now
+        self._num_swaps += 1
+        return Swap(slot, role, target)
 
-    def _leave(self, running: _RunningRequest, now: float) -> Reading:
-        reading = self._clocks[running.slot].change(running.role, -1, now)
-        self._note(running.slot)
-        return reading
-
-    def _note(self, slot: int) -> None:
-        """Update `_free` and `_spare` after the slot's role or number in flight has changed."""
-        role = self._awake[slot]
+    def _count(self, slot: int, role: str, change: int, now: float) -> None:
+        """Count a request more or less on a slot."""
         clock = self._clocks[slot]
-        if clock.swap_began is not None:
-            return
-        heapq.heappush(self._free[role], (clock.in_flight, slot))
-        spare_up_to = 0 if self.pool.exclusive else self._learned.depth[role] // _SPARE_SHARE
-        if clock.in_flight <= spare_up_to:
-            self._spare[role].add(slot)
-        else:
-            self._spare[role].discard(slot)
+        clock.advance(now)
+        clock.in_flight[role] += change
+
+
+def divide(num_slots: int, work: Mapping[str, float], now: Mapping[str, int]) -> dict[str, int]:
+    """Divide slots in proportion to work, at least one for each role; keep the present division where that is near."""
+    total = sum(work.values())
+    exact = {role: num_slots * amount / total for role, amount in work.items()}
+    if all(abs(max(1.0, exact[role]) - now[role]) < _NEAR for role in work):
+        return dict(now)
+    division = {role: max(1, round(share)) for role, share in exact.items()}
+    while (missing := num_slots - sum(division.values())) != 0:
+        change = 1 if missing > 0 else -1
+        candidates = [role for role in division if division[role] + change > 0]
+        role = max(candidates, key=lambda role: change * (exact[role] - division[role]))
+        division[role] += change
+    return division
+
+
+def mode_of(placement: Placement, pool: SlotPool) -> Mode:
+    """Return how slots change their role within a round."""
+    if placement.kind == "split" or len(pool.roles) == 1:
+        return "held"
+    if placement.kind == "colocated":
+        return "phases"
+    return "moving" if pool.exclusive else "shared"
+
+
+def first_division(placement: Placement, pool: SlotPool) -> dict[str, int]:
+    """Return the slots of each role in the first round: a split's, even shares, or all for rollouts."""
+    num_roles = len(pool.roles)
+    if num_roles > 1 and placement.kind == "split":
+        return dict(zip(pool.roles, placement.shares, strict=True))
+    if placement.kind == "colocated" or pool.num_slots < num_roles:
+        return dict.fromkeys(pool.roles, 0) | {ROLLOUT: pool.num_slots}
+    division = dict.fromkeys(pool.roles, pool.num_slots // num_roles)
+    division[ROLLOUT] += pool.num_slots % num_roles
+    return division

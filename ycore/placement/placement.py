@@ -17,7 +17,6 @@ ROLES = (
     REWARD_MODEL,
     TEACHER,
 )  # in the order in which a split gives their slots
-Division = Mapping[str, int]  # slots per role; which slots does not matter, since all are alike
 Kind = Literal["colocated", "split", "dynamic"]
 _RULE = (
     "placement must be colocated, dynamic, or split with slots for each role, e.g. split:3:1"
@@ -75,25 +74,6 @@ def check_placement(placement: Placement, *, roles: Sequence[str], num_slots: in
 def in_order(roles: Sequence[str]) -> tuple[str, ...]:
     """Return the roles without repeats, in the order of ROLES."""
     return tuple(sorted(set(roles), key=ROLES.index))
-
-
-Mode = Literal["divided", "held", "phases", "together", "shared"]
-"""How slots change their role within a round.
-
-divided: every role starts with slots; an idle slot moves to another role where that pays.
-held: every role starts with slots, and none moves (a split).
-phases: all slots roll out, then all change together: deep batches, no overlap.
-together: all slots roll out, and each leaves when it runs out of work.
-shared: every slot serves all roles at once; only where the engines of all roles stay awake.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """How a round goes: the division it starts with, and how slots change their role after that."""
-
-    division: Division
-    mode: Mode
 
 
 @dataclass(frozen=True, slots=True)

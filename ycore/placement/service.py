@@ -74,8 +74,8 @@ class RemoteAllocator(asyncio.Protocol):
     def ask(self, request: int, role: str, length: float) -> None:
         self._send("ask", None, request, role, length)
 
-    def ended(self, request: int, num_tokens: float) -> None:
-        self._send("ended", None, request, num_tokens)
+    def ended(self, request: int) -> None:
+        self._send("ended", None, request)
 
     def withdraw(self, request: int) -> None:
         self._send("withdraw", None, request)

@@ -67,9 +67,9 @@ class SharedAllocator:
         self.allocator.ask(request, role, request % self.num_ranks, length=length)
         self._decide_soon()
 
-    def ended(self, request: int, num_tokens: float) -> None:
+    def ended(self, request: int) -> None:
         del self._roles[request]
-        self.allocator.ended(request, time.perf_counter(), size=num_tokens)
+        self.allocator.ended(request, time.perf_counter())
         self._decide_soon()
 
     def withdraw(self, request: int) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from ycore.errors import RunError
 from ycore.placement.allocator import Allocator
+from ycore.placement.load import usage_metrics
 from ycore.placement.placement import ROLLOUT, SlotPool
 from ycore.placement.service import RemoteAllocator
 from ycore.placement.shared_allocator import SharedAllocator
@@ -141,7 +142,7 @@ class Slots:
             del self._granted[request]
         now = time.perf_counter()
         self._raise_error()
-        self._allocator.ended(request, float(lease.num_tokens or 1))
+        self._allocator.ended(request)
         seed = {} if lease.seed is None else {"seed": lease.seed}
         self._record(
             role,
@@ -291,17 +292,3 @@ class Slots:
         self._trace.add(
             Span(name, self._machine_rank, int(slot), began_at, ended - began, details)
         )
-
-
-def usage_metrics(sums: Sequence[float]) -> dict[str, float]:
-    """Return a step's metrics from `Usage.sums`, added up over machines.
-
-    `ycore/bound_ratio` is slot seconds over busy seconds: 1 is a round in which no slot was ever idle.
-    """
-    slot_s, busy_s, swap_s, num_swaps = sums
-    return {
-        "ycore/idle_share": max(0.0, 1 - (busy_s + swap_s) / slot_s) if slot_s > 0 else 0.0,
-        "ycore/bound_ratio": slot_s / busy_s if busy_s > 0 else 1.0,
-        "ycore/swaps": num_swaps,
-        "ycore/swap_s": swap_s,
-    }

@@ -12,9 +12,8 @@ from ycore.engine import NEVER, Engine, SamplingParams, WeightSource
 from ycore.engine.kinds import KINDS, EngineKind
 from ycore.engine.server import Server
 from ycore.engine.sight import Sight, image_token_ids
-from ycore.engine.sleeping import SleepingEngine, SleepTogether
+from ycore.engine.sleeping import SleepingEngine, SleepLevels, SleepTogether
 from ycore.placement.allocator import Allocator
-from ycore.placement.learning import SleepLevels
 from ycore.placement.placement import ALLOCATOR, ROLLOUT, SlotPool, in_order, parse_placement
 from ycore.placement.service import RemoteAllocator
 from ycore.placement.shared_allocator import home_rank

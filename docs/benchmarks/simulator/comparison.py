@@ -15,8 +15,8 @@ from simulator.simulation import (
     Workload,
     of_engines,
 )
+from simulator.speeds import Speed
 from ycore.placement.allocator import Allocator
-from ycore.placement.load import Speed
 from ycore.placement.placement import DYNAMIC, JUDGE, ROLLOUT, Placement, SlotPool, in_order
 from ycore.round.sampling import AcceptanceRate
 
@@ -42,11 +42,11 @@ class Result:
 
     @property
     def idle_share(self) -> float:
-        return fmean(outcome.usage.idle_share for outcome in self.rounds)
+        return fmean(outcome.metrics["ycore/idle_share"] for outcome in self.rounds)
 
     @property
     def bound_ratio(self) -> float:
-        return fmean(outcome.usage.bound_ratio for outcome in self.rounds)
+        return fmean(outcome.metrics["ycore/bound_ratio"] for outcome in self.rounds)
 
     @property
     def swaps(self) -> float:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, islice
 
 from simulator.simulation import SimulatedGroup
+from simulator.speeds import UNKNOWN, Reading, SlotClock, Speed, Sums
 from ycore.errors import DataError
-from ycore.placement.load import UNKNOWN, Reading, SlotClock, Speed, Sums
 from ycore.placement.placement import ROLLOUT
 from ycore.run.trace import ROUND, SWAP, Span
 
@@ -183,12 +183,10 @@ def _fit(requests: Sequence[Request]) -> tuple[dict[str, Steps], _Met]:
                 seen.setdefault(one.role, []).append(Seen(one.tokens or 1.0, seconds, depth))
         speeds = {}
         for role, of_role in seen.items():
-            sums = Sums(rounds=1.0)
+            sums = Sums()
             for saw in of_role:
                 sums.observe(seconds=saw.seconds, depth=saw.depth, size=saw.tokens)
-            load = sums.load()
-            assert load is not None, "something was seen"
-            speeds[role] = curve(load.speed, of_role)
+            speeds[role] = curve(sums.speed(), of_role)
     return speeds, met
 
 

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from statistics import fmean
 
+from simulator.speeds import Speed
 from ycore.placement.allocator import Allocator
-from ycore.placement.load import Speed, Usage
+from ycore.placement.load import Usage, usage_metrics
 from ycore.placement.placement import ROLLOUT, StartRequest
 from ycore.round.sampling import AcceptanceRate, num_to_draw
 from ycore.run.trace import SWAP, Span
@@ -200,6 +201,10 @@ class Outcome:
     ]  # requests, by their role, and swaps; slots count on from machine to machine
     drawn: int
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        return usage_metrics(self.usage.sums())
+
 
 @dataclass(slots=True)
 class _Request:
@@ -359,7 +364,7 @@ class SimulatedRound:
         self._slots[slot].end(request.role, now)
         self._lanes.append(Span(request.role, 0, slot, request.began, now - request.began))
         allocator = self.allocators[opened.machine]
-        allocator.ended(number, now, size=request.size)
+        allocator.ended(number, now)
         if request.role == ROLLOUT:
             opened.unwritten -= 1
             indices: Iterable[int] = [request.index]

@@ -14,8 +14,8 @@ from statistics import fmean
 from simulator.comparison import Scenario, assumed_work
 from simulator.recording import Request, recorded
 from simulator.simulation import SimulatedGroup
+from simulator.speeds import Speed
 from ycore.errors import ConfigError
-from ycore.placement.load import Speed
 from ycore.placement.placement import ROLLOUT
 
 LengthsAt = Callable[[int], Sequence[float]]

@@ -17,6 +17,7 @@ from ycore.placement.placement import JUDGE, ROLLOUT, SlotPool, parse_placement
 ROLES = (ROLLOUT, JUDGE)
 DEVICE = Speed(0.012, 0.0001)
 CORE = Speed(0.0223, 0.0007)
+LONG = Lengths(2000, 0.8, 8192)
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Case:
     swap_s: float = 6.8
     per_slot: int = 32
     speed: Speed = DEVICE
-    lengths: Lengths = Lengths(2000, 0.8, 8192)
+    lengths: Lengths = LONG
     group_size: int = 8
     replaces: bool = True
     reading_s: dict[str, float] = field(default_factory=dict)

@@ -2,9 +2,6 @@
 
 import argparse
 import asyncio
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace

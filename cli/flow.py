@@ -153,8 +153,13 @@ def flow_plan(
 ) -> dict[str, Any]:
     """Plan the run as JSON values; UserError where it cannot work. Nothing is loaded or made."""
     from ycore.config.resolve import check_trackers
-    from ycore.flow.conditions import load_conditions
-    from ycore.flow.flow_folder import DIGITS_CLASSES, FlowFolder, check_flow_needs, flow_model
+    from ycore.flow.flow_inputs import (
+        DIGITS_CLASSES,
+        FlowFolder,
+        check_flow_needs,
+        flow_model,
+        load_conditions,
+    )
     from ycore.flow.flow_settings import IMAGES
     from ycore.judge.sources import check_picture_judges, is_judge
     from ycore.rewards.worker_client import check_reward
@@ -211,9 +216,8 @@ def plan_rows(
     flow, model = config.flow, plan["model"]
     network = model["network"] or "is made once, from scikit-learn's digits, in a minute or two"
     weights = "every weight" if config.lora is None else f"LoRA r={config.lora.r}"
-    sampler = flow.sampler or ("sde" if flow.method == "grpo" else "ode")
     noise = ""
-    if sampler not in ("ode", "heun"):
+    if flow.rule == "sde":
         noise = f" with noise {flow.noise:g} in {flow.window or flow.steps - 1} of them"
     distance = f", {flow.kl:g} times the distance to the first model" if flow.kl else ""
     guidance = "without guidance" if flow.guidance == 1 else f"guidance {flow.guidance:g}"
@@ -230,7 +234,7 @@ def plan_rows(
         ("rewards", ", ".join(rewards)),
         ("sandbox", plan["sandbox"]),
         ("method", f"{flow.method}{distance}, {guidance}"),
-        ("sampler", f"{sampler}, {flow.steps} steps{noise}, in the trainer's process"),
+        ("sampler", f"{flow.rule}, {flow.steps} steps{noise}, in the trainer's process"),
         ("batch", f"{pictures}, {flow.updates} updates"),
         ("run", f"{config.steps} steps of {weights}, float32, {rate}, seed {config.seed}"),
         ("held out", f"{', '.join(judges)}, {measured}"),

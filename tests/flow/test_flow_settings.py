@@ -56,7 +56,6 @@ def test_options_win_over_set_which_wins_over_the_recipe() -> None:
         ({"flow": {"method": "grpo", "window": 10}}, "must be below flow.steps, 10"),
         ({"flow": {"method": "ppo"}}, "flow.method must be 'nft' or 'grpo'; it is 'ppo'"),
         ({"flow": {"kll": 1}}, "no key flow.kll"),
-        ({"flow": {"sampler": "cps", "noise": 2}}, "flow.noise of cps is a share"),
         ({"group_size": 1}, "group_size must be at least 2"),
         ({"rewards": ["exact_answer"]}, "a reward of ycore flow is a function of images"),
         ({"rewards": ["rm:model"]}, "a reward of ycore flow is a function of images"),

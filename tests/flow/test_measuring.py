@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ycore.errors import DataError
-from ycore.flow.conditions import load_conditions
+from ycore.flow.flow_inputs import load_conditions
 from ycore.flow.flow_settings import FlowConfig
 from ycore.flow.measuring import conditions, diversity, judge_fell
 

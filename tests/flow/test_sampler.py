@@ -8,26 +8,21 @@ import pytest
 import torch
 
 from ycore.errors import RunFolderError
-from ycore.flow.denoising import Sampling, grid
-from ycore.flow.flow_folder import FlowFolder
-from ycore.flow.policy import FlowPolicy
-from ycore.flow.sampler import (
-    Picture,
-    PictureEngine,
-    Trajectories,
-    contact_sheet,
-    drop_pictures,
-)
+from ycore.flow.flow_inputs import FlowFolder
+from ycore.flow.flow_math import SamplingPath, time_grid
+from ycore.flow.measuring import contact_sheet
+from ycore.flow.picture_rounds import drop_pictures
+from ycore.flow.sampler import FlowPolicy, Picture, PictureEngine, Trajectories
 from ycore.run.images import ImageStore
 from ycore.run.paths import RunFolder
 
 
 def engine_in(root: Path, model: Path, *, batch: int = 4) -> PictureEngine:
-    how = Sampling(grid(4), "sde", 0.7, length=2)
+    path = SamplingPath(time_grid(4), "sde", 0.7, length=2)
     return PictureEngine(
         FlowPolicy(FlowFolder(model), lora=None),
-        how,
-        Sampling(grid(5)),
+        path,
+        SamplingPath(time_grid(5)),
         RunFolder(root),
         batch=batch,
     )
@@ -118,5 +113,5 @@ def test_the_sheet_shows_both_models_from_the_same_noise(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     policy = FlowPolicy(FlowFolder(tiny_model), lora=None)
-    contact_sheet(policy, Sampling(grid(3)), [0, 2], tmp_path / "pictures.png", num_each=2)
+    contact_sheet(policy, SamplingPath(time_grid(3)), [0, 2], tmp_path / "pictures.png")
     assert (tmp_path / "pictures.png").read_bytes()[:4] == b"\x89PNG"

@@ -9,7 +9,7 @@ FAMILY = AlgorithmFamily(
     dataset="prompts.jsonl",
     reward="rewards.py:score",
     run="ycore.flow.flow_run:FlowRun",
-    model_source="ycore.flow.flow_folder:flow_model_source",
+    model_source="ycore.flow.flow_inputs:flow_model_source",
     command="ycore_cli.flow:flow",
     train="ycore_cli.flow:train_flow",
 )

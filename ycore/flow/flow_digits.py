@@ -9,22 +9,17 @@ from pathlib import Path
 
 import torch
 
-from ycore.errors import ConfigError
-from ycore.flow.flow_folder import DIGITS, DIGITS_CLASSES, INSTALL
-from ycore.flow.objectives import noised
+from ycore.flow.flow_inputs import DIGITS_CLASSES
+from ycore.flow.flow_math import noised
 
 NOISY_LABELS = 0.4
 _STEPS, _BATCH, _RATE, _AVERAGE = 800, 128, 2e-3, 0.99
 
 
 def digits() -> tuple[torch.Tensor, torch.Tensor]:
-    """The pictures in [-1, 1], [1797, 1, 8, 8], and their labels."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError:
-        raise ConfigError(
-            f"{DIGITS} is made from scikit-learn's digits, which is not installed; {INSTALL}"
-        ) from None
+    """Return the pictures in [-1, 1], [1797, 1, 8, 8], and their labels."""
+    from sklearn.datasets import load_digits
+
     dataset = load_digits()
     pictures = torch.tensor(dataset.images, dtype=torch.float32)[:, None] / 8 - 1
     return pictures, torch.tensor(dataset.target)

@@ -16,20 +16,18 @@ from safetensors.torch import load_file, save_file
 from ycore.config.schema import a_fifth
 from ycore.errors import Interrupted, RunError
 from ycore.evaluation.held_out import is_due, row_figures
-from ycore.flow.conditions import load_conditions
-from ycore.flow.flow_folder import FlowFolder
+from ycore.flow.flow_inputs import FlowFolder, load_conditions
+from ycore.flow.flow_math import SamplingPath, time_grid
 from ycore.flow.flow_settings import FlowConfig
-from ycore.flow.learner import Learner, sampling_of
-from ycore.flow.measuring import FELL, TRAINED, conditions, judge_fell, measure
-from ycore.flow.picture_rounds import picture_controller, picture_scoring
-from ycore.flow.policy import FlowPolicy
-from ycore.flow.sampler import (
+from ycore.flow.learner import Learner
+from ycore.flow.measuring import FELL, TRAINED, conditions, contact_sheet, judge_fell, measure
+from ycore.flow.picture_rounds import (
     OnePicture,
-    PictureEngine,
-    Trajectories,
-    contact_sheet,
     drop_pictures,
+    picture_controller,
+    picture_scoring,
 )
+from ycore.flow.sampler import FlowPolicy, PictureEngine, Trajectories
 from ycore.round.journal import Journal
 from ycore.run.checkpoints import checkpoint_of, controller_file, newest_for, step_of
 from ycore.run.claim import model_fingerprint
@@ -75,10 +73,12 @@ class FlowRun:
             seed=config.seed,
             device="cuda" if torch.cuda.is_available() else "cpu",
         )
-        sampling, self._plain = sampling_of(config, shift=folder.shift)
-        self.learner = Learner(policy, config, sampling, Trajectories(self.home.trajectories))
+        shift = config.flow.shift or folder.shift
+        path = path_of_rounds(config, shift=shift)
+        self._plain = SamplingPath(time_grid(config.flow.eval_steps, shift=shift))
+        self.learner = Learner(policy, config, path, Trajectories(self.home.trajectories))
         self._engine = PictureEngine(
-            policy, sampling, self._plain, self.home, batch=config.flow.batch
+            policy, path, self._plain, self.home, batch=config.flow.batch
         )
         self._images = ImageStore(self.home.images)
         self._journal = Journal(self.home.journal, rank=0, seed=config.seed)
@@ -87,7 +87,7 @@ class FlowRun:
             self.home,
             dataset.prompts,
             self._engine,
-            OnePicture(sampling),
+            OnePicture(path),
             self._journal,
         )
         self.stop = self.controller.stop
@@ -265,6 +265,15 @@ class FlowRun:
         self._metrics.close()
         if self._page is not None:
             self._page.close()
+
+
+def path_of_rounds(config: FlowConfig, *, shift: float) -> SamplingPath:
+    """Return how a round's pictures are drawn; `shift` moves the times towards the noise."""
+    flow = config.flow
+    length = 0
+    if flow.rule == "sde":
+        length = flow.window or flow.steps - 1  # the last step has no noise
+    return SamplingPath(time_grid(flow.steps, shift=shift), flow.rule, flow.noise, length)
 
 
 def _with_prefix(weights: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

@@ -27,15 +27,15 @@ class FlowSettings(Strict):
 
     # `nft`: DiffusionNFT (arXiv 2509.16117), which needs no densities. `grpo`: Flow-GRPO (arXiv 2505.05470).
     method: Literal["nft", "grpo"] = "nft"
-    # How a round's pictures are drawn: `ode` (Euler) or `heun`; with noise `sde`, `dance` or `cps`. None is `ode` for
-    # nft and `sde` for grpo.
-    sampler: Literal["ode", "heun", "sde", "dance", "cps"] | None = None
+    # How a round's pictures are drawn: `ode` (Euler), `heun`, or with noise `sde`. None is `ode` for nft and `sde` for
+    # grpo.
+    sampler: Literal["ode", "heun", "sde"] | None = None
     steps: Positive = 10  # of denoising, in a round
     eval_steps: Positive = 20  # of denoising without noise, where the model is measured
     shift: Annotated[float, Field(gt=0)] | None = (
         None  # of the times towards the noise; None is the scheduler's
     )
-    noise: Annotated[float, Field(ge=0)] = 0.7  # a of `sde`, eta of `dance` and `cps`
+    noise: Annotated[float, Field(ge=0)] = 0.7  # a of `sde`
     # Of grpo: steps with noise, which are those that learn (MixGRPO, arXiv 2507.21802). None is all but the last.
     window: Positive | None = None
     guidance: Annotated[float, Field(ge=0)] = (
@@ -55,6 +55,11 @@ class FlowSettings(Strict):
     old_rate: Share = 0.001
     old_most: Share = 0.5
     batch: Positive = 64  # pictures that the network takes at once
+
+    @property
+    def rule(self) -> Literal["ode", "heun", "sde"]:
+        """How a round's pictures are drawn."""
+        return self.sampler or ("sde" if self.method == "grpo" else "ode")
 
 
 _NOT_TAKEN: Mapping[str, Any] = {
@@ -108,18 +113,11 @@ class FlowConfig(ScoredConfig):
             raise ConfigError(
                 "lora.dropout would make sampler and trainer disagree; leave it at 0"
             )
-        is_noisy = flow.sampler in ("sde", "dance", "cps")
-        if flow.method == "grpo" and (
-            flow.noise == 0 or (flow.sampler is not None and not is_noisy)
-        ):
+        if flow.method == "grpo" and (flow.noise == 0 or flow.rule != "sde"):
             problem = f"flow.sampler is {flow.sampler}" if flow.noise else "flow.noise is 0"
             raise ConfigError(
                 f"--method grpo compares densities of steps, which only steps with noise have, and {problem}; "
                 "say --set flow.sampler=sde --set flow.noise=0.7, or take --method nft"
-            )
-        if flow.sampler == "cps" and flow.noise > 1:
-            raise ConfigError(
-                f"flow.noise of cps is a share, 1 at most; it is {flow.noise:g}; e.g. --set flow.noise=0.5"
             )
         if flow.method == "nft" and flow.window is not None:
             raise ConfigError("flow.window is of --method grpo, and this is nft; leave it out")

@@ -1,4 +1,4 @@
-"""One round's pictures and rewards become one or more updates of the policy, by DiffusionNFT or by Flow-GRPO."""
+"""Updates of a flow model from a round's pictures and rewards, by DiffusionNFT or by Flow-GRPO."""
 
 import hashlib
 import itertools
@@ -8,37 +8,28 @@ from statistics import fmean, pstdev
 
 import torch
 
-from ycore.flow.denoising import NOISY, DenoisingStep, Rule, Sampling, grid, step
-from ycore.flow.flow_settings import FlowConfig
-from ycore.flow.objectives import (
+from ycore.flow.flow_math import (
+    NoisyStep,
+    SamplingPath,
     group_advantages,
     grpo_loss,
     nft_loss,
     noised,
+    sde_step,
     share_of,
     step_kl,
     velocity_penalty,
 )
-from ycore.flow.policy import FlowPolicy, Weights
-from ycore.flow.sampler import Picture, Trajectories
+from ycore.flow.flow_settings import FlowConfig
+from ycore.flow.sampler import FlowPolicy, Picture, Trajectories, Weights
 from ycore.scoring.group_rewards import can_teach, min_stds, total_reward
 from ycore.types import Group
 
 
-def sampling_of(config: FlowConfig, *, shift: float) -> tuple[Sampling, Sampling]:
-    """The sampling of rounds, and that of measurements. `shift` is the model's own."""
-    flow = config.flow
-    shift = flow.shift or shift
-    rule: Rule = flow.sampler or ("sde" if flow.method == "grpo" else "ode")
-    length = (flow.window or flow.steps - 1) if rule in NOISY else 0
-    in_rounds = Sampling(grid(flow.steps, shift=shift), rule, flow.noise, length)
-    return in_rounds, Sampling(grid(flow.eval_steps, shift=shift))
-
-
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A round's pictures: [B, C, H, W], with noise their points [B, length + 1, C, H, W] and log-densities [B, length];
-    classes, places of the first step with noise, and advantages, all [B]."""
+    """A round's pictures [B, C, H, W], points [B, length + 1, C, H, W] and log-densities [B, length] of their steps with
+    noise; classes, first steps with noise, and advantages, all [B]."""
 
     pictures: torch.Tensor
     points: torch.Tensor
@@ -62,12 +53,12 @@ class Learner:
         self,
         policy: FlowPolicy,
         config: FlowConfig,
-        sampling: Sampling,
+        path: SamplingPath,
         trajectories: Trajectories,
     ) -> None:
         self.policy = policy
         self._config = config
-        self._sampling = sampling
+        self._path = path
         self._trajectories = trajectories
         self.old = policy.copy()
         """The weights that draw, with nft."""
@@ -77,7 +68,7 @@ class Learner:
 
     @property
     def drawing(self) -> Weights | None:
-        """The weights that the next round's pictures are drawn with; None for the policy's own."""
+        """Return the weights that the next round's pictures are drawn with; None for the policy's own."""
         return self.old if self._config.flow.method == "nft" else None
 
     def learn(self, groups: Sequence[Group], *, step: int) -> dict[str, float]:
@@ -114,8 +105,6 @@ class Learner:
         files = {name: self._trajectories.get(name) for name in names}
 
         def stacked(name: str) -> torch.Tensor:
-            if any(name not in tensors for tensors in files.values()):
-                return torch.zeros(len(pictures), 0)
             return torch.stack([files[picture.kept][name][picture.row] for picture in pictures])
 
         classes = [group.draw.token_ids[0] for group in groups for _ in group.completions]
@@ -144,7 +133,7 @@ class Learner:
         return sums | {"grad_norm": float(norm)}
 
     def _nft(self, batch: Batch, seed: str) -> Iterator[tuple[torch.Tensor, dict[str, float]]]:
-        """The loss of each part of the batch, each at a time of its own, and what it adds to the metrics."""
+        """Yield the loss of each part of the batch, each at a time of its own, and what it adds to the metrics."""
         flow, size, device = self._config.flow, len(batch), self.policy.device
         generator = _generator(seed)
         times = torch.rand(size, generator=generator)
@@ -175,16 +164,15 @@ class Learner:
             yield loss.sum() / size, measured
 
     def _grpo(self, batch: Batch) -> Iterator[tuple[torch.Tensor, dict[str, float]]]:
-        """The loss of each part of the batch at each of its steps with noise, and what it adds to the metrics."""
-        flow, length = self._config.flow, self._sampling.length
+        """Yield the loss of each part of the batch at each of its steps with noise, and what it adds to the metrics."""
+        flow, length = self._config.flow, self._path.length
         share = 1 / (len(batch) * length)
         for number, rows in itertools.product(range(length), _parts(len(batch), flow.batch)):
-            made = self._replay(batch, rows, number, None)
-            device = made.logprob.device
-            old, advantages = batch.logprobs[rows, number], batch.advantages[rows]
-            clipped = grpo_loss(
-                made.logprob, old.to(device), advantages.to(device), clip=flow.clip
-            )
+            step = self._replay(batch, rows, number, None)
+            device = step.mean.device
+            logprob = step.logprob(batch.points[rows, number + 1].to(device))
+            old = batch.logprobs[rows, number].to(device)
+            clipped = grpo_loss(logprob, old, batch.advantages[rows].to(device), clip=flow.clip)
             loss = clipped.loss
             measured = {
                 "ycore/flow/ratio": clipped.ratio.sum().item() * share,
@@ -194,28 +182,26 @@ class Learner:
             if flow.kl:
                 with torch.no_grad():
                     reference = self._replay(batch, rows, number, self.policy.reference)
-                kl = step_kl(made, reference)
+                kl = step_kl(step, reference)
                 loss = loss + flow.kl * kl
                 measured["kl"] = kl.sum().item() * share
             yield loss.sum() * share, measured
 
     def _replay(
         self, batch: Batch, rows: slice, number: int, weights: Weights | None
-    ) -> DenoisingStep:
-        """The step that was drawn as the `number`th with noise, as these weights would have made it."""
-        sampling, places = self._sampling, batch.firsts[rows] + number
-        times = torch.tensor(sampling.path.times)
-        x, now = batch.points[rows, number], times[places]
-        v = self.policy.velocity(x, now, batch.classes[rows], weights)
-        return step(
-            sampling.rule,
+    ) -> NoisyStep:
+        """Make the `number`th step with noise again, as these weights would have made it."""
+        places = batch.firsts[rows] + number
+        times = torch.tensor(self._path.times)
+        x = batch.points[rows, number]
+        v = self.policy.velocity(x, times[places], batch.classes[rows], weights)
+        return sde_step(
             x.to(v.device),
             v,
-            now.to(v.device),
+            times[places].to(v.device),
             times[places + 1].to(v.device),
-            level=sampling.level,
-            near_one=sampling.near_one,
-            reached=batch.points[rows, number + 1].to(v.device),
+            level=self._path.level,
+            near_one=self._path.near_one,
         )
 
 

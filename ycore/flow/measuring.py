@@ -5,13 +5,16 @@ A policy that has learned the mistakes of its reward shows here: the judge falls
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from ycore.evaluation.held_out import RIGHT_FROM, as_metrics, with_interval
+from ycore.flow.flow_math import SamplingPath
 from ycore.flow.flow_settings import FlowConfig
-from ycore.flow.sampler import NOWHERE, Picture, PictureEngine
+from ycore.flow.sampler import NOWHERE, FlowPolicy, Picture, PictureEngine, draw_pictures
 from ycore.placement.slots import Slots
 from ycore.rewards.loading import reward_names
 from ycore.rollout.turns import completion_seed
@@ -29,6 +32,8 @@ JUDGED = f"{EVALUATION}reward"
 """The reward of the held-out judge, on the same pictures."""
 
 FELL = f"{EVALUATION}judge_fell"
+
+_NUM_EACH = 8  # pictures of a class on the contact sheet
 
 
 def conditions(prompts: Sequence[Prompt], column: str) -> list[Prompt]:
@@ -153,3 +158,32 @@ def judge_fell(rows: Sequence[Row]) -> float | None:
 
 def _of(row: Mapping[str, Any], name: str) -> float:
     return number(row, EVALUATION + name) or 0.0
+
+
+def contact_sheet(
+    policy: FlowPolicy,
+    path: SamplingPath,
+    classes: Sequence[int],
+    file: Path,
+) -> None:
+    """Draw pictures of every class before and after the run, side by side and from the same noise, to a PNG."""
+    from ycore.view.pictures import new_figure, save_png
+
+    labels = torch.tensor(classes).repeat_interleave(_NUM_EACH)
+    seeds = [completion_seed(0, NOWHERE, number) for number in range(len(labels))]
+    figure = new_figure(9, 0.45 * len(classes) + 0.6)
+    halves = (("before", policy.reference), ("after", None))
+    for axes, (title, weights) in zip(figure.subplots(1, 2), halves, strict=True):
+        pictures = draw_pictures(policy, path, labels, seeds, weights=weights).pictures
+        rows = pictures.clamp(-1, 1).unflatten(0, (len(classes), _NUM_EACH))
+        framed = torch.nn.functional.pad(rows, (1, 1, 1, 1), value=-1.0)
+        # Rows of pictures beneath each other.
+        sheet = framed.permute(0, 3, 1, 4, 2).flatten(0, 1).flatten(1, 2)
+        colours = "gray_r" if sheet.shape[-1] == 1 else None
+        axes.imshow((sheet + 1) / 2, cmap=colours, vmin=0, vmax=1)
+        axes.set_title(title, loc="left", fontsize=11)
+        height = sheet.shape[0] / len(classes)
+        middles = [(place + 0.5) * height for place in range(len(classes))]
+        axes.set_yticks(middles, [str(label) for label in classes])
+        axes.set_xticks([])
+    save_png(figure, file)

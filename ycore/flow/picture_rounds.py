@@ -1,17 +1,20 @@
 """The rounds of `ycore flow`: conditions are prompts, pictures are completions, scored as images."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from ycore.config.schema import EngineSettings, RewardConfig
 from ycore.engine.judge_engine import RemoteJudge
+from ycore.flow.flow_math import SamplingPath, window_of
 from ycore.flow.flow_settings import IMAGES, FlowConfig
-from ycore.flow.sampler import OnePicture, Picture, PictureEngine
+from ycore.flow.sampler import Picture, PictureEngine
 from ycore.judge.question import Questioner
 from ycore.judge.sources import is_judge, judge_of
 from ycore.placement.slots import Slots
 from ycore.rewards.loading import reward_names
+from ycore.rollout.turns import Generate, GroupStart, SingleTurnWriter, completion_seed
 from ycore.round.journal import Journal
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules
@@ -45,6 +48,23 @@ class PictureJudge(JudgeScorer):
         prompt = replace(group.draw.prompt, images=(Picture.of(completion.text).image,))
         draw = replace(group.draw, prompt=prompt)
         return await super().score_one(replace(group, draw=draw), index)
+
+
+class OnePicture(SingleTurnWriter):
+    """A completion is one request, with the class and the place of the group's steps with noise."""
+
+    def __init__(self, path: SamplingPath) -> None:
+        self._path = path
+
+    async def write(
+        self, start: GroupStart, index: int, generate: Generate, *, seed: int
+    ) -> Completion:
+        position = start.draw.position
+        first = window_of(
+            seed, position, num_steps=self._path.num_steps, length=self._path.length
+        )
+        picture_seed = completion_seed(seed, position, index)
+        return await generate((*start.draw.token_ids, first), picture_seed)
 
 
 def picture_scoring(
@@ -113,3 +133,20 @@ def picture_controller(
         slots=Slots(1, trace=TraceWriter(folder.trace)),
         writer=writer,
     )
+
+
+def drop_pictures(folder: RunFolder) -> int:
+    """Delete pictures and trajectories that no round of the journal and no checkpoint refers to.
+
+    Return how many went.
+    """
+    rounds = folder.journal.glob("round-*.json")
+    states = folder.checkpoints.glob("*/controller-*.json")
+    references = b"".join(path.read_bytes() for path in (*rounds, *states))
+    num_deleted = 0
+    for place in (folder.images, folder.trajectories):
+        for path in place.iterdir() if place.is_dir() else ():
+            if os.fsencode(path.name) not in references:
+                path.unlink(missing_ok=True)
+                num_deleted += 1
+    return num_deleted

@@ -1,4 +1,4 @@
-"""The sampler: an `Engine` that draws pictures in batches, in the trainer's process and with the trainer's weights.
+"""A flow model as a policy, and the engine that draws pictures with it in the trainer's process.
 
 A picture is a completion whose text is a reference: the PNG in the run's store, by sha256, and the row of a file of
 trajectories. Neither JSON nor the journal holds a value of a picture.
@@ -6,26 +6,151 @@ trajectories. Neither JSON nor the journal holds a value of a picture.
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load, save
+from torch import nn
 
+from ycore.config.schema import LoraSettings
 from ycore.engine import Engine
 from ycore.engine.batching import Batches
-from ycore.errors import RunFolderError
-from ycore.flow.denoising import NOISY, Sampling, draw, window_of
-from ycore.flow.policy import FlowPolicy, Weights
-from ycore.rollout.turns import Generate, GroupStart, SingleTurnWriter, completion_seed
+from ycore.errors import ModelError, RunFolderError
+from ycore.flow.flow_inputs import FlowFolder
+from ycore.flow.flow_math import DrawnPictures, SamplingPath, draw
 from ycore.run.files import make_folder, write_bytes_atomic
 from ycore.run.images import ImageStore, png_of
 from ycore.run.paths import RunFolder
 from ycore.types import Completion, Image, Prompt
+
+Weights = Mapping[str, torch.Tensor]
+"""The trained weights by name: the policy's, an older policy's, or the reference's."""
+
+_SCALE = 1000.0  # of times, as diffusers' networks take them
+
+
+class FlowPolicy:
+    """The network, always in evaluation mode: in training mode a DiT drops a tenth of its labels, and trainer and
+    sampler would disagree.
+
+    Args:
+        guidance: classifier-free guidance (arXiv 2207.12598) in training and sampling alike: the velocity is
+            `v_none + guidance (v - v_none)`; 1 is without.
+    """
+
+    def __init__(
+        self,
+        folder: FlowFolder,
+        *,
+        lora: LoraSettings | None,
+        guidance: float = 1.0,
+        seed: int = 0,
+        device: str = "cpu",
+    ) -> None:
+        self.folder = folder
+        self.guidance = guidance
+        self.device = torch.device(device)
+        self.network = folder.load()
+        if lora is not None:
+            from peft import LoraConfig, inject_adapter_in_model
+
+            self.network.requires_grad_(False)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                settings = LoraConfig(
+                    r=lora.r,
+                    lora_alpha=lora.alpha,
+                    lora_dropout=0.0,
+                    target_modules=_targets(self.network, lora),
+                )
+                inject_adapter_in_model(settings, self.network)
+        self.network.eval().to(self.device)
+        self.trained = {
+            name: weight
+            for name, weight in self.network.named_parameters()
+            if weight.requires_grad
+        }
+        self.reference = self.copy()
+
+    def copy(self) -> dict[str, torch.Tensor]:
+        """Copy the trained weights."""
+        return {name: weight.detach().clone() for name, weight in self.trained.items()}
+
+    def put(self, weights: Weights) -> None:
+        """Set the trained weights; ModelError for those of another model."""
+        if weights.keys() != self.trained.keys():
+            raise ModelError(
+                "the weights are of another model; give the model that the run began with"
+            )
+        with torch.no_grad():
+            for name, weight in self.trained.items():
+                weight.copy_(weights[name])
+
+    def velocity(
+        self,
+        x: torch.Tensor,
+        times: torch.Tensor,
+        classes: torch.Tensor,
+        weights: Weights | None = None,
+    ) -> torch.Tensor:
+        """Return [B, C, H, W] in float32, at times [B] for classes [B]; with `weights` instead of the policy's own."""
+        v = self._network_velocity(x, times, classes, weights)
+        if self.guidance == 1:
+            return v
+        no_class = torch.full_like(classes, self.folder.no_class or 0)
+        without = self._network_velocity(x, times, no_class, weights)
+        return without + self.guidance * (v - without)
+
+    def _network_velocity(
+        self,
+        x: torch.Tensor,
+        times: torch.Tensor,
+        classes: torch.Tensor,
+        weights: Weights | None,
+    ) -> Any:
+        inputs = (x.to(self.device), times.to(self.device) * _SCALE)
+        named = {"class_labels": classes.to(self.device), "return_dict": False}
+        outputs = torch.func.functional_call(self.network, dict(weights or {}), inputs, named)
+        return outputs[0].float()
+
+    def save(self, root: Path) -> None:
+        """Write a folder that `--model` takes, whole: adapters are merged in."""
+        network = self.network
+        if any("lora_" in name for name in self.trained):
+            network = self.folder.load()
+            network.load_state_dict(_merged(self.network))
+        network.save_pretrained(root / self.folder.part)
+        scheduler = root / "scheduler" / "scheduler_config.json"
+        scheduler.parent.mkdir(parents=True, exist_ok=True)
+        scheduler.write_bytes((self.folder.root / "scheduler" / scheduler.name).read_bytes())
+
+
+def _targets(network: nn.Module, lora: LoraSettings) -> list[str] | str:
+    """Return the names of all linear layers of the blocks; peft's `all-linear` is for transformers' models."""
+    if lora.target_modules != "all-linear":
+        return lora.target_modules
+    linear = [name for name, module in network.named_modules() if isinstance(module, nn.Linear)]
+    return [name for name in linear if "block" in name and "emb" not in name] or linear
+
+
+def _merged(network: nn.Module) -> dict[str, torch.Tensor]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    merged = {
+        name.replace(".base_layer", ""): value.detach().clone()
+        for name, value in network.state_dict().items()
+        if "lora_" not in name
+    }
+    for name, module in network.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            merged[f"{name}.weight"] += module.get_delta_weight("default").detach()
+    return merged
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
 
 NOWHERE = -1
 """In place of the first step with noise: none, as where the model is measured."""
@@ -47,7 +172,7 @@ class Picture:
 
     @classmethod
     def of(cls, text: str) -> "Picture":
-        """From a completion's text."""
+        """Read it from a completion's text."""
         value = json.loads(text)
         return cls(**{**value, "image": Image(*value["image"])})
 
@@ -56,13 +181,13 @@ class Picture:
 
 
 class Trajectories:
-    """Files of tensors named by their sha256: `pictures`, and with noise `points` and `logprobs`, of one batch."""
+    """Files of tensors named by their sha256: `pictures`, `points` and `logprobs` of one batch."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def put(self, tensors: Mapping[str, torch.Tensor]) -> str:
-        """Keep them, on the disk on return; their name."""
+        """Keep tensors, on the disk on return, and return their name."""
         data = save({name: tensor.contiguous() for name, tensor in tensors.items()})
         name = hashlib.sha256(data).hexdigest()
         make_folder(self._folder)
@@ -70,7 +195,7 @@ class Trajectories:
         return name
 
     def get(self, name: str) -> dict[str, torch.Tensor]:
-        """RunFolderError where they are gone or have changed."""
+        """Return the tensors; RunFolderError where they are gone or have changed."""
         path = self._folder / name
         try:
             data = path.read_bytes()
@@ -103,7 +228,7 @@ class PictureEngine(Engine):
     others were asked for with it.
 
     Args:
-        sampling: of a round's pictures; `plain`: of those that measure the model.
+        path: of a round's pictures; `plain`: of those that measure the model.
         batch: pictures that the network takes at once.
     """
 
@@ -112,8 +237,8 @@ class PictureEngine(Engine):
     def __init__(
         self,
         policy: FlowPolicy,
-        sampling: Sampling,
-        plain: Sampling,
+        path: SamplingPath,
+        plain: SamplingPath,
         folder: RunFolder,
         *,
         batch: int,
@@ -123,7 +248,7 @@ class PictureEngine(Engine):
         """Weights to draw with; None for the policy's own."""
         self.num_drawn = 0
         self._policy = policy
-        self._sampling = sampling
+        self._path = path
         self._plain = plain
         self._batch = batch
         self._images = ImageStore(folder.images)
@@ -161,24 +286,25 @@ class PictureEngine(Engine):
 
     def _draw(self, requests: Sequence[_Request]) -> list[Completion]:
         measures = requests[0].measures
-        sampling = self._plain if measures else self._sampling
         filled = [*requests, *[requests[0]] * (self._batch - len(requests))]
         classes = torch.tensor([request.label for request in filled])
-        with torch.no_grad():
-            drawn = draw(
-                partial(_velocity, self._policy, classes, self.weights),
-                sampling,
-                [request.seed for request in filled],
-                self._policy.folder.shape,
-                firsts=[max(0, request.first) for request in filled],
-            )
-        size, kept = len(requests), ""
+        drawn = draw_pictures(
+            self._policy,
+            self._plain if measures else self._path,
+            classes,
+            [request.seed for request in filled],
+            firsts=[request.first for request in filled],
+            weights=self.weights,
+        )
+        size = len(requests)
         self.num_drawn += size
+        kept = ""
         if not measures:
-            tensors = {"pictures": drawn.pictures[:size]}
-            if sampling.rule in NOISY:
-                tensors["points"] = drawn.points[:size]
-                tensors["logprobs"] = drawn.logprobs[:size]
+            tensors = {
+                "pictures": drawn.pictures[:size],
+                "points": drawn.points[:size],
+                "logprobs": drawn.logprobs[:size],
+            }
             kept = self._trajectories.put(tensors)
         completions = []
         for row, (request, values) in enumerate(zip(requests, drawn.pictures, strict=False)):
@@ -188,86 +314,29 @@ class PictureEngine(Engine):
         return completions
 
 
-def _velocity(
+def draw_pictures(
     policy: FlowPolicy,
+    path: SamplingPath,
     classes: torch.Tensor,
-    weights: Weights | None,
-    x: torch.Tensor,
-    times: torch.Tensor,
-) -> torch.Tensor:
-    """On the CPU, where the noise is drawn and the steps are made."""
-    return policy.velocity(x, times, classes, weights).cpu()
+    seeds: Sequence[int],
+    *,
+    firsts: Sequence[int] = (),
+    weights: Weights | None = None,
+) -> DrawnPictures:
+    """Draw a picture of each class, with `weights` instead of the policy's own; noise and steps are on the CPU."""
+
+    def velocity(x: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
+        return policy.velocity(x, times, classes, weights).cpu()
+
+    with torch.no_grad():
+        return draw(velocity, path, seeds, policy.folder.shape, firsts=firsts)
 
 
 def as_pil(values: torch.Tensor) -> Any:
-    """A picture [C, H, W] in [-1, 1] as PIL has it, in grey or in colours of 8 bits."""
+    """Return a picture [C, H, W] in [-1, 1] as PIL has it, in grey or in colours of 8 bits."""
     from PIL import Image as Pillow
 
     bytes_ = ((values.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
     return Pillow.fromarray(
         bytes_[0].numpy() if len(bytes_) == 1 else bytes_.permute(1, 2, 0).numpy()
     )
-
-
-class OnePicture(SingleTurnWriter):
-    """A completion is one request, with the class and the place of the group's steps with noise."""
-
-    def __init__(self, sampling: Sampling) -> None:
-        self._sampling = sampling
-
-    async def write(
-        self, start: GroupStart, index: int, generate: Generate, *, seed: int
-    ) -> Completion:
-        sampling, position = self._sampling, start.draw.position
-        num_steps = sampling.path.num_steps
-        first = window_of(seed, position, num_steps=num_steps, length=sampling.length)
-        picture_seed = completion_seed(seed, position, index)
-        return await generate((*start.draw.token_ids, first), picture_seed)
-
-
-def drop_pictures(folder: RunFolder) -> int:
-    """Delete pictures and trajectories that no round of the journal and no checkpoint refers to; how many went."""
-    rounds = folder.journal.glob("round-*.json")
-    states = folder.checkpoints.glob("*/controller-*.json")
-    references = b"".join(path.read_bytes() for path in (*rounds, *states))
-    num_deleted = 0
-    for place in (folder.images, folder.trajectories):
-        for path in place.iterdir() if place.is_dir() else ():
-            if os.fsencode(path.name) not in references:
-                path.unlink(missing_ok=True)
-                num_deleted += 1
-    return num_deleted
-
-
-def contact_sheet(
-    policy: FlowPolicy,
-    sampling: Sampling,
-    classes: Sequence[int],
-    path: Path,
-    *,
-    num_each: int = 8,
-) -> None:
-    """A PNG with `num_each` pictures of every class, by the model that the run began with and by the policy, side by
-    side and from the same noise."""
-    from ycore.view.pictures import new_figure, save_png
-
-    labels = torch.tensor(classes).repeat_interleave(num_each)
-    seeds = [completion_seed(0, NOWHERE, number) for number in range(len(labels))]
-    figure = new_figure(9, 0.45 * len(classes) + 0.6)
-    halves = (("before", policy.reference), ("after", None))
-    for axes, (title, weights) in zip(figure.subplots(1, 2), halves, strict=True):
-        velocity = partial(_velocity, policy, labels, weights)
-        with torch.no_grad():
-            pictures = draw(velocity, sampling, seeds, policy.folder.shape).pictures
-        rows = pictures.clamp(-1, 1).unflatten(0, (len(classes), num_each))
-        framed = torch.nn.functional.pad(rows, (1, 1, 1, 1), value=-1.0)
-        # Rows of pictures beneath each other.
-        sheet = framed.permute(0, 3, 1, 4, 2).flatten(0, 1).flatten(1, 2)
-        colours = "gray_r" if sheet.shape[-1] == 1 else None
-        axes.imshow((sheet + 1) / 2, cmap=colours, vmin=0, vmax=1)
-        axes.set_title(title, loc="left", fontsize=11)
-        height = sheet.shape[0] / len(classes)
-        middles = [(place + 0.5) * height for place in range(len(classes))]
-        axes.set_yticks(middles, [str(label) for label in classes])
-        axes.set_xticks([])
-    save_png(figure, path)

@@ -1,9 +1,10 @@
-"""Flow models on disk: folders as diffusers saves them, and `flow-digits`, which ycore makes itself.
+"""The inputs of a flow run: a model's folder as diffusers saves it, and the conditions, the rows of a dataset.
 
 FOLDER/transformer or FOLDER/unet   the network: config.json and its weights in safetensors
 FOLDER/scheduler                    scheduler_config.json, of a FlowMatch scheduler
 """
 
+import hashlib
 import json
 import os
 import subprocess
@@ -15,15 +16,19 @@ from pathlib import Path
 from subprocess import DEVNULL, STDOUT
 from typing import Any
 
-from ycore.errors import ConfigError, ModelError
+from ycore.data.prompts import RESERVED_COLUMNS, PromptSet
+from ycore.data.source import read_table
+from ycore.data.table import Table, TableRow
+from ycore.errors import ConfigError, DataError, ModelError, nearest
+from ycore.flow.flow_settings import IMAGES, FlowConfig
 from ycore.models.hub import build_once, cache_dir
+from ycore.types import Prompt
 
 DIGITS = "flow-digits"
 DIGITS_CLASSES = 10
 _DIGITS_VERSION = 1
-_MAKE_WITHIN_S = 1800
 
-INSTALL = "pip install 'ycore[pictures]'"
+_INSTALL = "pip install 'ycore[pictures]'"
 _PARTS = ("transformer", "unet")
 _NETWORKS = {"DiTTransformer2DModel": "num_embeds_ada_norm", "UNet2DModel": "num_class_embeds"}
 """Networks that ask for a point, a time and a class; and what their number of classes is called."""
@@ -80,13 +85,9 @@ class FlowFolder:
         return self.num_classes if self.network == "DiTTransformer2DModel" else None
 
     def load(self) -> Any:
-        """The network in float32; ConfigError where diffusers is not installed."""
-        try:
-            import diffusers
-        except ImportError:
-            raise ConfigError(
-                f"ycore flow needs diffusers, which is not installed; {INSTALL}"
-            ) from None
+        """Return the network in float32."""
+        import diffusers
+
         return getattr(diffusers, self.network).from_pretrained(self.root / self.part)
 
 
@@ -96,7 +97,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def flow_model(name: str) -> Path:
-    """The folder that a model's name means, made or not; ModelError for one that is none."""
+    """Return the folder that a model's name means, made or not; ModelError for one that is none."""
     if name == DIGITS and not os.path.isdir(name):
         return cache_dir() / f"{DIGITS}-{_DIGITS_VERSION}"
     folder = Path(name).expanduser()
@@ -105,15 +106,15 @@ def flow_model(name: str) -> Path:
 
 
 def check_flow_needs(name: str) -> None:
-    """ConfigError where a package that the model needs is not installed."""
+    """Raise ConfigError where a package that the model needs is not installed."""
     needed = ("diffusers", "sklearn", "PIL") if name == DIGITS else ("diffusers", "PIL")
     missing = [package for package in needed if find_spec(package) is None]
     if missing:
-        raise ConfigError(f"ycore flow needs {missing[0]}, which is not installed; {INSTALL}")
+        raise ConfigError(f"ycore flow needs {missing[0]}, which is not installed; {_INSTALL}")
 
 
 def flow_model_source(name: str) -> tuple[str, Callable[..., Path]]:
-    """A note on where a model is, and the function that returns its folder, `fetch(log=...)`."""
+    """Return a note on where a model is, and the function that returns its folder, `fetch(log=...)`."""
     folder = flow_model(name)
     note = "is made once, from scikit-learn's digits, in two minutes"
     if folder.is_dir():
@@ -122,29 +123,75 @@ def flow_model_source(name: str) -> tuple[str, Callable[..., Path]]:
 
 
 def fetch_flow_model(name: str, *, log: Path) -> Path:
-    """The model's folder, made first where it is `flow-digits` and not there yet; ModelError where that fails."""
+    """Return the model's folder, made first where it is `flow-digits` and not there yet; ModelError where that fails."""
     folder = flow_model(name)
     if name != DIGITS or folder.is_dir():
         return folder
 
     def make(partial: Path) -> None:
         command = [sys.executable, "-P", "-m", "ycore.flow.flow_digits", str(partial)]
-        try:
-            with log.open("ab") as output:
-                done = subprocess.run(
-                    command,
-                    stdin=DEVNULL,
-                    stdout=output,
-                    stderr=STDOUT,
-                    timeout=_MAKE_WITHIN_S,
-                    check=False,
-                )
-        except subprocess.TimeoutExpired:
-            why = f"took more than {_MAKE_WITHIN_S} s; try again, or give --model a folder; its output is in {log}"
-            raise ModelError(f"making {DIGITS} {why}") from None
-        if done.returncode:
+        with log.open("ab") as output:
+            process = subprocess.run(
+                command, stdin=DEVNULL, stdout=output, stderr=STDOUT, check=False
+            )
+        if process.returncode:
             raise ModelError(
-                f"making {DIGITS} ended with exit status {done.returncode}; its output is in {log}"
+                f"making {DIGITS} ended with exit status {process.returncode}; its output is in {log}"
             )
 
     return build_once(folder, make)
+
+
+# -- conditions --------------------------------------------------------------------------------------------------------
+
+CLASSES = "classes"
+"""The dataset of every class of the model, once."""
+
+
+def load_conditions(config: FlowConfig, *, num_classes: int) -> PromptSet:
+    """Return the prompts of `config.dataset`, or each class once; DataError with the first row that lacks the condition.
+
+    A prompt's content is the row's text in `prompt`, where it has one, and its class else.
+    """
+    column = config.condition_column
+    if config.dataset == CLASSES:
+        table = Table(CLASSES, [{column: label} for label in range(num_classes)], (column,))
+    else:
+        table = read_table(
+            config.dataset, split=config.split, seed=config.seed, limit=config.limit
+        )
+    if column not in table.columns:
+        near = (
+            nearest(column, table.columns)
+            or "; name the one with the class by --set condition_column=NAME"
+        )
+        raise DataError(
+            f"{table.name} has no column {column!r}, the class to draw; it has {table.listed_columns}{near}"
+        )
+    passed = [name for name in table.columns if name not in {*RESERVED_COLUMNS, IMAGES}]
+    prompts = list[Prompt]()
+    digest = hashlib.sha256()
+    for number in range(len(table.rows)):
+        row = table.row(number)
+        label = class_of(row, column, num_classes)
+        values = {name: row.values.get(name) for name in passed} | {column: label}
+        prompt = Prompt(
+            row=number, content=str(row.values.get("prompt", label)), columns=values
+        )
+        digest.update(json.dumps([prompt.content, values], default=str).encode())
+        prompts.append(prompt)
+    return PromptSet(prompts, tuple(passed), digest.hexdigest(), is_chat=False)
+
+
+def class_of(row: TableRow, column: str, num_classes: int) -> int:
+    """Return the class of a row; DataError where it is none that the model knows."""
+    value: Any = row.values.get(column)
+    if isinstance(value, str) and value.strip().isdecimal():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < num_classes:
+        problem = "missing" if value is None else f"{value!r:.80}"
+        raise DataError(
+            f"the condition {column!r} is {problem} in {row.place}; it is a class of the model, a whole number from 0 to "
+            f"{num_classes - 1}: correct or remove the row"
+        )
+    return value

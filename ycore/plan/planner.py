@@ -1,12 +1,15 @@
-"""Plan a run on some devices: the strategies that fit, fastest first, or the nearest changes after which one fits."""
+"""Plan a run on some devices: the strategies that fit, the fastest first, and the options that run one."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+import shlex
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ycore.config.schema import RunConfig
+from ycore.config.batch import derive_batch
+from ycore.config.schema import RewardConfig, RunConfig
 from ycore.errors import ConfigError
+from ycore.judge.sources import is_judge
 from ycore.placement.placement import JUDGE
 from ycore.plan.devices import (
     GIB,
@@ -17,33 +20,89 @@ from ycore.plan.devices import (
     parse_devices,
     usable_cores,
 )
-from ycore.plan.model_facts import KNOWN_CONFIGS, model_facts
+from ycore.plan.memory import EngineMemory, Parts, capacity_of, step_memory
+from ycore.plan.model_facts import model_facts
 from ycore.plan.sharing import sharing_options
-from ycore.plan.step_forecast import StepForecast, forecast_step
-from ycore.plan.strategy_settings import config_of
+from ycore.plan.timing import step_seconds
 from ycore.plan.workload import SHARDINGS, Strategy, Workload, micro_batch_of, workload_of
 
 MAX_ENGINES_ON_CPU = 2
 """Engines that a run starts by default (ycore/launch/engines.py)."""
-
-MAX_CHANGES = 3
-MAX_DEVICES = 64
 
 Check = Callable[[RunConfig, Fleet], None]
 """Raises ConfigError where a machine of these devices cannot run the config."""
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """One option that makes a run fit, and the fastest strategy after it."""
+class StepForecast:
+    """The memory and time of a step.
 
-    option: str
-    forecast: StepForecast
+    Attributes:
+        trainer: one rank's trainer at its peak.
+        phases: bytes by phase and role, on the fullest device.
+        capacity: bytes that a plan may use of a device, or of the machine for a CPU.
+        seconds: see `timing.step_seconds`.
+        tokens_per_step: tokens of the completions that are trained on.
+    """
+
+    strategy: Strategy
+    trainer: Parts
+    engines: Mapping[str, EngineMemory]
+    phases: Mapping[str, Parts]
+    capacity: float
+    seconds: Mapping[str, float]
+    tokens_per_step: float
+
+    @property
+    def peak(self) -> tuple[str, float]:
+        """The fullest phase and its bytes."""
+        phase = max(self.phases, key=lambda name: sum(self.phases[name].values()))
+        return phase, sum(self.phases[phase].values())
+
+    @property
+    def fits(self) -> bool:
+        has_room = all(engine.at_once >= 1 for engine in self.engines.values())
+        return has_room and self.peak[1] <= self.capacity
+
+    @property
+    def step_s(self) -> float:
+        return self.seconds["step"]
+
+    def as_json(self) -> dict[str, Any]:
+        phase, peak = self.peak
+        return {
+            "strategy": asdict(self.strategy) | {"in_words": self.strategy.in_words},
+            "peak_phase": phase,
+            "peak_bytes": round(peak),
+            "capacity_bytes": round(self.capacity),
+            "memory": {name: _rounded(roles) for name, roles in self.phases.items()},
+            "trainer": _rounded(self.trainer),
+            "engines": {role: asdict(engine) for role, engine in self.engines.items()},
+            "seconds": {name: round(seconds, 3) for name, seconds in self.seconds.items()},
+        }
+
+
+def _rounded(parts: Parts) -> dict[str, int]:
+    return {name: round(size) for name, size in parts.items()}
+
+
+def forecast_step(work: Workload, strategy: Strategy, fleet: Fleet) -> StepForecast:
+    trainer, engines, phases = step_memory(work, strategy, fleet)
+    at_once = {role: max(1, engine.at_once) for role, engine in engines.items()}
+    return StepForecast(
+        strategy,
+        trainer,
+        engines,
+        phases,
+        capacity_of(fleet),
+        step_seconds(work, strategy, fleet, at_once=at_once),
+        tokens_per_step=float(work.completions * work.completion_tokens),
+    )
 
 
 @dataclass(slots=True)
-class Ranking:
-    """Forecasts of all strategies.
+class Plan:
+    """Forecasts of all strategies of a run.
 
     Attributes:
         fitting: those that fit and can be run, fastest first.
@@ -51,20 +110,19 @@ class Ranking:
         refused: those that fit and that no command can start, and why.
     """
 
+    config: RunConfig
+    work: Workload
+    fleet: Fleet
     fitting: list[StepForecast] = field(default_factory=list)
     too_large: list[StepForecast] = field(default_factory=list)
     refused: list[tuple[StepForecast, str]] = field(default_factory=list)
 
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """`first` is the run with the fastest strategy; `nearest` is empty where something fits."""
-
-    work: Workload
-    fleet: Fleet
-    ranking: Ranking
-    nearest: tuple[Change, ...] = ()
-    first: RunConfig | None = None
+    @property
+    def options(self) -> str | None:
+        """The options that run the fastest strategy; None where none fits."""
+        if not self.fitting:
+            return None
+        return layout_options(self.config, config_of(self.config, self.fitting[0], self.fleet))
 
     def as_json(self, *, top: int) -> dict[str, Any]:
         """Return JSON values, in bytes and seconds, with the first `top` strategies of each kind."""
@@ -75,18 +133,15 @@ class Plan:
             "judge": None if self.work.judge is None else self.work.judge.name,
             "devices": asdict(self.fleet.device) | {"count": self.fleet.count},
             "work": work,
-            "fits": [forecast.as_json() for forecast in self.ranking.fitting[:top]],
+            "fits": [forecast.as_json() for forecast in self.fitting[:top]],
             "does_not_fit": [
                 forecast.as_json() | {"why": why_too_large(forecast)}
-                for forecast in self.ranking.too_large[:top]
+                for forecast in self.too_large[:top]
             ],
             "cannot_be_run": [
-                forecast.as_json() | {"why": why}
-                for forecast, why in self.ranking.refused[:top]
+                forecast.as_json() | {"why": why} for forecast, why in self.refused[:top]
             ],
-            "nearest": [
-                {"change": change.option} | change.forecast.as_json() for change in self.nearest
-            ],
+            "options": self.options,
         }
 
 
@@ -112,6 +167,7 @@ def make_plan(
         check: what a launch checks; a strategy that does not pass is not among those that fit.
     """
     fleet = _parse_fleet(devices or "cpu", config, core)
+    on_cpu = fleet.device.on_cpu
     work = workload_of(
         config.model_copy(update={"dtype": format_on(fleet.device, config.dtype)}),
         model_facts(config.model),
@@ -121,25 +177,23 @@ def make_plan(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
     )
-    ranks, on_cpu = most_ranks(work, fleet), fleet.device.on_cpu
-    micro_batch = micro_batch_of(config, ranks=ranks, on_cpu=on_cpu)
-    ranking = _rank(config, check, work, fleet, micro_batch)
+    plan = Plan(config, work, fleet)
+    ranks = most_ranks(work, fleet)
+    largest = micro_batch_of(config, ranks=ranks, on_cpu=on_cpu)
+    _add_strategies(plan, check, largest)
     if "per_device_train_batch_size" not in config.trl and not on_cpu:
-        for size in _divisors_below(micro_batch, work.completions // ranks):
-            if ranking.fitting:  # a larger one is faster
+        plan_of_largest = list(plan.too_large)
+        for size in range(largest - 1, 0, -1):
+            if plan.fitting:  # a larger micro-batch is faster
                 break
-            smaller = _rank(config, check, work, fleet, size)
-            ranking.fitting = smaller.fitting
-            ranking.refused += smaller.refused
-    ranking.refused.sort(key=lambda refusal: refusal[0].step_s)
-    if ranking.fitting:
-        first = config_of(config, work, ranking.fitting[0], fleet)
-        return Plan(work, fleet, ranking, first=first)
-    reasons = {why for _, why in ranking.refused}
-    if len(reasons) == 1:
+            if work.completions // ranks % size == 0:
+                _add_strategies(plan, check, size)
+        plan.too_large = plan_of_largest
+    plan.refused.sort(key=lambda refusal: refusal[0].step_s)
+    reasons = {why for _, why in plan.refused}
+    if not plan.fitting and len(reasons) == 1:
         raise ConfigError(*reasons)  # whatever the strategy, the run itself is refused
-    nearest = nearest_changes(config, check, work, fleet, micro_batch)
-    return Plan(work, fleet, ranking, nearest=tuple(nearest))
+    return plan
 
 
 def _parse_fleet(devices: str, config: RunConfig, core: Device | None) -> Fleet:
@@ -158,43 +212,26 @@ def most_ranks(work: Workload, fleet: Fleet) -> int:
     )
 
 
-def _divisors_below(bound: int, number: int) -> list[int]:
-    return [size for size in range(bound - 1, 0, -1) if number % size == 0]
-
-
 # -- ranking -----------------------------------------------------------------------------------------------------------
 
 
-def _rank(
-    config: RunConfig, check: Check, work: Workload, fleet: Fleet, micro_batch: int
-) -> Ranking:
-    """Rank the strategies that the config allows."""
-    allowed = allowed_strategies(config, work, fleet, micro_batch)
-    fitting, too_large = rank_by_time(work, fleet, allowed)
-    ranking = Ranking(too_large=too_large)
-    for forecast in fitting:
+def _add_strategies(plan: Plan, check: Check, micro_batch: int) -> None:
+    """Add forecasts of the strategies that the config allows, with micro-batches of at most this size."""
+    allowed = allowed_strategies(plan.config, plan.work, plan.fleet, micro_batch)
+    forecasts = [forecast_step(plan.work, strategy, plan.fleet) for strategy in allowed]
+    # Strategies within a hundredth stay in the order in which they are allowed.
+    forecasts.sort(key=lambda forecast: round(100 * math.log(forecast.step_s)))
+    for forecast in forecasts:
+        if not forecast.fits:
+            plan.too_large.append(forecast)
+            continue
         try:
-            check(config_of(config, work, forecast, fleet), fleet)
+            check(config_of(plan.config, forecast, plan.fleet), plan.fleet)
         except ConfigError as problem:
-            ranking.refused.append((forecast, str(problem)))
+            plan.refused.append((forecast, str(problem)))
         else:
-            ranking.fitting.append(forecast)
-    return ranking
-
-
-def rank_by_time(
-    work: Workload, fleet: Fleet, candidates: Iterable[Strategy]
-) -> tuple[list[StepForecast], list[StepForecast]]:
-    """Return forecasts that fit, fastest first, and those that do not, least over first.
-
-    Strategies within a hundredth stay in the order of `candidates`.
-    """
-    forecasts = [forecast_step(work, strategy, fleet) for strategy in candidates]
-    fitting = [forecast for forecast in forecasts if forecast.fits]
-    fitting.sort(key=lambda forecast: round(100 * math.log(forecast.step_s)))
-    too_large = [forecast for forecast in forecasts if not forecast.fits]
-    too_large.sort(key=lambda forecast: forecast.peak[1] - forecast.capacity)
-    return fitting, too_large
+            plan.fitting.append(forecast)
+    plan.too_large.sort(key=lambda forecast: forecast.peak[1] - forecast.capacity)
 
 
 def why_too_large(forecast: StepForecast) -> str:
@@ -300,47 +337,88 @@ def _placements(work: Workload, base: Strategy) -> Iterator[Strategy]:
         yield replace(base, kind="split", judge_slots=judge_slots)
 
 
-# -- what would fit ----------------------------------------------------------------------------------------------------
+# -- settings ----------------------------------------------------------------------------------------------------------
 
 
-def nearest_changes(
-    config: RunConfig, check: Check, work: Workload, fleet: Fleet, micro_batch: int
-) -> list[Change]:
-    """Return a few single changes after which a strategy fits, the least loss first."""
-    changes: dict[str, Change] = {}
-    for option, value, new_work, new_fleet, new_size in _changes(work, fleet, micro_batch):
-        if option not in changes and len(changes) < MAX_CHANGES:
-            ranking = _rank(config, check, new_work, new_fleet, new_size)
-            if ranking.fitting:
-                changes[option] = Change(f"{option} {value}".strip(), ranking.fitting[0])
-    return list(changes.values())
+def config_of(config: RunConfig, forecast: StepForecast, fleet: Fleet) -> RunConfig:
+    """Return the config that runs with a forecast's strategy.
+
+    Raises:
+        ConfigError: the config fixes a tensor-parallel size other than the strategy's.
+    """
+    strategy = forecast.strategy
+    on_cpu = fleet.device.on_cpu
+    changes: dict[str, Any] = {
+        "processes": strategy.ranks,
+        "accelerate": None,
+        "engine": _engine_settings(config, strategy, on_cpu),
+        "rewards": [_with_width(spec, strategy) for spec in config.rewards],
+        "trl": dict(config.trl),
+    }
+    if strategy.ranks > 1 and strategy.sharding != "ddp":
+        changes["accelerate"] = strategy.sharding
+    if any(is_judge(spec) for spec in config.rewards) or len(forecast.engines) > 1:
+        changes["placement"] = placement_of(strategy)
+    if strategy.checkpointing != config.trl.get("gradient_checkpointing", not on_cpu):
+        changes["trl"]["gradient_checkpointing"] = strategy.checkpointing
+    planned = config.model_copy(update=changes)
+    batch = derive_batch(planned, world_size=strategy.ranks, on_cpu=on_cpu)
+    if batch.per_device_train_batch_size != strategy.micro_batch:
+        planned.trl["per_device_train_batch_size"] = strategy.micro_batch
+    return planned
 
 
-def _changes(
-    work: Workload, fleet: Fleet, micro_batch: int
-) -> Iterator[tuple[str, object, Workload, Fleet, int]]:
-    """Yield an option, its value, and the settings after it."""
-    for size in _divisors_below(micro_batch, micro_batch):
-        yield "--per-device-train-batch-size", size, work, fleet, size
-    if work.lora_rank is None:
-        yield "--lora", "", replace(work, lora_rank=16), fleet, micro_batch
-    elif not (work.quantized or fleet.device.on_cpu):
-        yield "--quantize", "4bit", replace(work, quantized=True), fleet, micro_batch
-    if work.judge is None and work.max_tokens > 256:
-        half = work.max_tokens // 2
-        mean = min(half, work.completion_tokens)
-        shorter = replace(work, max_tokens=half, completion_tokens=mean)
-        yield "--max-tokens", half, shorter, fleet, micro_batch
-    for factor in (2, 4, 8, 16, 32):
-        count = fleet.count * factor
-        if (
-            count <= MAX_DEVICES
-            and not fleet.device.on_cpu
-            and not work.prompts_per_step % count
-        ):
-            larger = replace(fleet, count=count)
-            yield "--devices", f"{count}x of the same", work, larger, micro_batch
-    known = sorted(map(model_facts, KNOWN_CONFIGS), key=lambda facts: -facts.num_params)
-    for facts in known:
-        if facts.num_params < work.policy.num_params:
-            yield "--model", facts.name, replace(work, policy=facts), fleet, micro_batch
+def _engine_settings(config: RunConfig, strategy: Strategy, on_cpu: bool) -> Any:
+    engine = config.engine
+    if engine.tensor_parallel not in ("auto", strategy.tensor_parallel):
+        raise ConfigError(f"engine.tensor_parallel is {engine.tensor_parallel}")
+    changes: dict[str, Any] = {}
+    if engine.count != "auto":
+        changes["count"] = strategy.slots
+    if strategy.spans_devices:
+        changes["tensor_parallel"] = strategy.tensor_parallel
+    if not on_cpu:
+        changes["sleep"] = strategy.sleeps
+        changes["offload"] = strategy.offload
+    return engine.model_copy(update=changes)
+
+
+def _with_width(spec: RewardConfig, strategy: Strategy) -> RewardConfig:
+    """Let a judge's engines span the strategy's devices; other rewards stay as they are."""
+    if not is_judge(spec) or not strategy.spans_devices:
+        return spec
+    width = strategy.judge_tensor_parallel
+    declared = spec.args.get("tensor_parallel", "auto")
+    if declared not in ("auto", width):
+        raise ConfigError(f"tensor_parallel of {spec.reward} is {declared}")
+    return spec.model_copy(update={"args": {**spec.args, "tensor_parallel": width}})
+
+
+def placement_of(strategy: Strategy) -> str:
+    if strategy.kind != "split":
+        return strategy.kind
+    return f"split:{strategy.slots - strategy.judge_slots}:{strategy.judge_slots}"
+
+
+def layout_options(config: RunConfig, planned: RunConfig) -> str:
+    """Return the options that make a command of `config` run as `planned`, which `config_of` gave."""
+    words = []
+    for name in ("processes", "accelerate", "placement"):
+        value = getattr(planned, name)
+        if value != getattr(config, name):
+            words += [f"--{name}", "ddp" if value is None else str(value)]
+    for name in ("gradient_checkpointing", "per_device_train_batch_size"):
+        if planned.trl.get(name) != config.trl.get(name):
+            words += [f"--{name.replace('_', '-')}", str(planned.trl[name]).lower()]
+    keys = {}
+    for name in ("count", "tensor_parallel", "sleep", "offload"):
+        value = getattr(planned.engine, name)
+        if value != getattr(config.engine, name):
+            keys[f"engine.{name}"] = value
+    for number, (spec, before) in enumerate(zip(planned.rewards, config.rewards, strict=True)):
+        width = spec.args.get("tensor_parallel")
+        if width != before.args.get("tensor_parallel"):
+            keys[f"rewards.{number}.args.tensor_parallel"] = width
+    for key, value in keys.items():
+        words += ["--set", f"{key}={str(value).lower()}"]
+    return shlex.join(words)

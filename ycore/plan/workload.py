@@ -107,6 +107,11 @@ class Strategy:
         return max(self.tensor_parallel, self.judge_tensor_parallel) // self.width(role)
 
     @property
+    def spans_devices(self) -> bool:
+        """Whether an engine spans several devices."""
+        return max(self.tensor_parallel, self.judge_tensor_parallel) > 1
+
+    @property
     def shards_weights(self) -> bool:
         return self.sharding in ("zero3", "fsdp2")
 

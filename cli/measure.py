@@ -58,13 +58,13 @@ def plan(
             prompt_tokens=_whole_number("--prompt-tokens", prompt_tokens),
             completion_tokens=_whole_number("--completion-tokens", completion_tokens),
         )
-    values, lines = plan_in_words(made, recipe, top=_whole_number("--top", top) or 5)
+    values, lines = plan_in_words(made, top=_whole_number("--top", top) or 5)
     if json:
         print_json(values)
     else:
         for line in lines:
             print_line(line)
-    if not made.ranking.fitting:
+    if not made.fitting:
         raise typer.Exit(1)
 
 

@@ -63,7 +63,6 @@ def print_closing(config: "RunConfig") -> None:
             ("model", str(folder.model)),
             ("curve", str(folder.curve)),
             ("metrics", str(folder.metrics)),
-            *_plan_rows(summary),
             *([("advice", str(summary["advice"]))] if "advice" in summary else []),
             ("try next", _eval_command(config, folder)),
             ("", "ycore grpo --model MODEL --dataset your.jsonl --reward your.py:score"),
@@ -119,23 +118,6 @@ def evaluation_rows(
             )
     if best := summary.get("best"):
         rows.append(("best model", f"{folder.best}, of step {best['step']}"))
-    return rows
-
-
-def _plan_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """List the plan before the run and with its measured lengths and draws, beside the measured values."""
-    rows: list[tuple[str, str]] = []
-    for row in summary.get("plan_and_measured", []):
-        unit = row["unit"]
-        before = (
-            f"{row['planned_before']:.2f} {unit} before the run, "
-            if "planned_before" in row
-            else ""
-        )
-        planned = (
-            f"{row['what']} {before}{row['planned']:.2f} {unit} with its own lengths and draws"
-        )
-        rows.append(("" if rows else "planned", f"{planned}, was {row['measured']:.2f}"))
     return rows
 
 

@@ -16,9 +16,10 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean, median_high
 from typing import Any
 
 from bounded import RunFailed, Stopped, run_bounded
@@ -30,12 +31,16 @@ from shaped_models import write_model, write_prompts
 
 from ycore.config.schema import RunConfig
 from ycore.launch.layout import Site, layout_of, this_machine
-from ycore.launch.step_plan import compared
+from ycore.launch.step_plan import cores_of, strategy_on_cores, workload_with
 from ycore.models.hub import cache_dir
-from ycore.plan.devices import Device, measured_core
-from ycore.plan.step_forecast import PlannedAndMeasured
+from ycore.plan.devices import GIB, Device, measured_core
+from ycore.plan.model_facts import facts_of
+from ycore.plan.planner import forecast_step
+from ycore.plan.workload import Workload
+from ycore.run.files import read_json
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
+from ycore.scoring.scorers import served_models
 
 COMBINATIONS = (
     "30m-full", "30m-lora", "135m-full", "135m-lora", "360m-full", "360m-lora",
@@ -53,6 +58,26 @@ max_tokens: 16
 retries: 0
 """
 _TIMEOUT_S = 400.0
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedAndMeasured:
+    """A figure of a finished run, and what the formulas say with the run's own lengths and draws."""
+
+    what: str
+    unit: str
+    planned: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """How far the formulas are off, as a share of what was measured."""
+        return self.planned / self.measured - 1
+
+    def as_json(self) -> dict[str, Any]:
+        figures = {"planned": self.planned, "measured": self.measured, "error": self.error}
+        rounded = {name: round(value, 3) for name, value in figures.items()}
+        return {"what": self.what, "unit": self.unit, **rounded}
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +180,7 @@ def run_one(
     config = RunConfig.model_validate(told)
     home, machine = RunFolder(run), this_machine()
     site = Site(home, layout_of(config, machine), machine)
-    rows = compared(config, site, read_metrics(home.metrics), core=core)
+    rows = compared(config, site, core)
     spent = json.loads((run.parent / "processor.json").read_text())
     planned = next(row.planned for row in rows if row.what == "time/step")
     return [
@@ -164,6 +189,68 @@ def run_one(
             "processor/step", "s", planned, sum(spent.values()) / len(machine.cores)
         ),
     ]
+
+
+def compared(config: RunConfig, site: Site, core: Device) -> list[PlannedAndMeasured]:
+    """Compare the finished run in the site's folder with its forecast; `core` is one core of this machine."""
+    engines, metrics = read_json(site.folder.engines), read_metrics(site.folder.metrics)
+    policy = facts_of(_model_config(engines), name=config.model)
+    scorers = [
+        (declared, facts_of(_model_config(scorer), name=declared.name))
+        for scorer, declared in zip(
+            engines.get("scorers", []), served_models(config)[1:], strict=False
+        )
+    ]
+    work = as_it_was(workload_with(config, policy, scorers), metrics)
+    strategy = strategy_on_cores(config, site, num_slots=max(1, len(engines["engines"])))
+    forecast = forecast_step(work, strategy, cores_of(site, core))
+    rows = []
+    for role, measured in by_role(read_json(site.folder.memory)).items():
+        if planned := forecast.phases["all at once"].get(role):
+            rows.append(
+                PlannedAndMeasured(f"memory/{role}", "GiB", planned / GIB, measured / GIB)
+            )
+    for phase in ("sync", "round", "train", "step"):
+        # Nothing is cached or compiled yet in the first step.
+        if seconds := _values(metrics[1:] or metrics, f"ycore/time/{phase}"):
+            rows.append(
+                PlannedAndMeasured(
+                    f"time/{phase}", "s", forecast.seconds[phase], median_high(seconds)
+                )
+            )
+    return rows
+
+
+def _model_config(engine: Mapping[str, Any]) -> Any:
+    return read_json(Path(engine["model"]) / "config.json")
+
+
+def as_it_was(work: Workload, metrics: Sequence[Mapping[str, Any]]) -> Workload:
+    """The workload with the lengths and draws that the run's steps had, which no plan can know."""
+    tokens = fmean(_values(metrics, "completions/mean_length") or [0.0])
+    drawn = fmean(_values(metrics, "ycore/sampling/drawn") or [0.0])
+    totals = _values(metrics, "num_tokens")
+    if tokens:
+        work = replace(work, completion_tokens=max(1, min(work.max_tokens, round(tokens))))
+    if tokens and totals:
+        prompt = round(max(totals) / (work.completions * len(totals)) - tokens)
+        work = replace(work, prompt_tokens=prompt) if prompt > 0 else work
+    return replace(work, draws=drawn / work.prompts_per_step) if drawn else work
+
+
+def by_role(peaks: Mapping[str, float]) -> dict[str, float]:
+    """Add up the engines of a role: `rollout-0` and `rollout-1` are `rollout`."""
+    roles: dict[str, float] = {}
+    for name, size in peaks.items():
+        role, _, number = name.rpartition("-")
+        role = role if number.isdigit() else name
+        roles[role] = roles.get(role, 0.0) + size
+    return roles
+
+
+def _values(metrics: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    values = [row.get(name) for row in metrics]
+    return [float(value) for value in values if isinstance(value, int | float)]
 
 
 def command_of(one: Combination, folder: Path, run: Path, *, steps: int) -> list[str]:

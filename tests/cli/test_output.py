@@ -18,7 +18,6 @@ from ycore_cli.output import (
 
 from ycore.api.tables import figure_rows
 from ycore.config.schema import RewardConfig, RunConfig
-from ycore.plan.step_forecast import PlannedAndMeasured
 from ycore.run.files import write_json_atomic
 from ycore.run.paths import RunFolder
 
@@ -139,25 +138,6 @@ def test_a_chats_last_turn_is_its_prompt(
     out = capsys.readouterr().out
     assert "[b]1 + 1 =" in out and "Add." not in out
     assert "ycore eval --model" in out and "--split test" in out
-
-
-def test_what_was_planned_before_the_run_is_told_apart_from_what_is_planned_afterwards(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = [
-        PlannedAndMeasured("time/train", "s", 3.0, 4.0, 2.0),
-        PlannedAndMeasured("time/step", "s", 6.25, 12.2),
-    ]
-    write_json_atomic(
-        RunFolder(tmp_path).summary, {"plan_and_measured": [row.as_json() for row in rows]}
-    )
-    closing(tmp_path, "2")
-    first, second = [line for line in capsys.readouterr().out.splitlines() if "time/" in line]
-    assert (
-        first
-        == "planned   time/train 2.00 s before the run, 3.00 s with its own lengths and draws, was 4.00"
-    )
-    assert second.strip() == "time/step 6.25 s with its own lengths and draws, was 12.20"
 
 
 @pytest.mark.parametrize(

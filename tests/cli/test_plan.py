@@ -43,8 +43,7 @@ def test_a_plan_for_devices_that_are_not_here(capsys: pytest.CaptureFixture[str]
     assert best["peak_bytes"] <= best["capacity_bytes"] < 80e9
     assert {"trainer", "judge"} <= set(best["memory"]["judge"])
     assert best["strategy"]["judge_tensor_parallel"] == 2 and not told["cannot_be_run"]
-    assert "--reward judge:cheerful" in told["command"]
-    assert "--set rewards.0.args.model=Qwen/Qwen3-8B" in told["command"]
+    assert "--set rewards.0.args.tensor_parallel=2" in told["options"]
 
 
 def test_a_reward_model_that_engines_serve_is_planned(
@@ -86,26 +85,15 @@ def test_the_table_says_what_a_person_wants_to_know(capsys: pytest.CaptureFixtur
     assert "zero3" in told and "zero2" not in told and "reference" in told
     assert "sync" in told and "wake-up" not in told
     *_, before, line = told.splitlines()
-    assert before == "start the first with"
-    start = "ycore grpo --model meta-llama/Llama-3.1-8B --dataset task:addition --processes 4 --accelerate zero3"
-    assert line.startswith(f"  {start} --reward exact_answer --full") and "--beta 0.1" in line
+    assert before == "the first runs with these options"
+    assert line.startswith("  --processes 4") and "--beta" not in line
 
 
 def test_what_does_not_fit_says_why_and_what_would(capsys: pytest.CaptureFixture[str]) -> None:
     assert typed("plan --model Qwen/Qwen2.5-7B-Instruct --devices 1x80GB --full") == 1
     told = capsys.readouterr().out
     assert "nothing fits" in told and "most of it the trainer" in told
-    assert "what would fit, nearest first" in told and "--lora" in told
-
-
-def test_a_model_that_is_too_large_for_the_machine_comes_with_one_that_is_not(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert typed("plan --model Qwen/Qwen2.5-72B-Instruct --devices 1x16GB --json") == 1
-    (mend,) = json.loads(capsys.readouterr().out)["nearest"]
-    assert (
-        mend["change"].startswith("--model ") and mend["peak_bytes"] <= mend["capacity_bytes"]
-    )
+    assert "--lora" in told and "more devices" in told
 
 
 def test_a_recipe_is_planned_for_the_machine_here(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from ycore.plan.model_facts import facts_of
-from ycore.plan.step_forecast import PlannedAndMeasured
+from ycore.plan.devices import GIB
+from ycore.plan.model_facts import facts_of, model_facts
+from ycore.plan.workload import Workload
 from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER
 
@@ -72,15 +73,35 @@ def test_the_command_of_a_combination(
 
 
 def test_a_row_of_the_table(parts: Any) -> None:
+    compared = parts.plan_and_measured.PlannedAndMeasured
     rows = [
-        PlannedAndMeasured("memory/trainer", "GiB", 2.2, 2.0),
-        PlannedAndMeasured("time/step", "s", 4.0, 5.0),
+        compared("memory/trainer", "GiB", 2.2, 2.0),
+        compared("time/step", "s", 4.0, 5.0),
     ]
     told = parts.plan_and_measured.as_lines("135m-lora", rows)
     assert (
         told
         == "| 135m-lora | memory/trainer 2.20 / 2.00 GiB (+10%) | time/step 4.00 / 5.00 s (-20%) |"
     )
+
+
+def test_a_run_is_compared_with_its_own_lengths_and_by_role(parts: Any) -> None:
+    job = Workload(
+        model_facts("smollm2-135m"),
+        prompts_per_step=4,
+        group_size=4,
+        prompt_tokens=256,
+        max_tokens=64,
+    )
+    rows = [
+        {"step": step, "num_tokens": 16 * 90 * step, "completions/mean_length": 50.0, "ycore/sampling/drawn": 6}
+        for step in (1, 2, 3)
+    ]  # fmt: skip
+    work = parts.plan_and_measured.as_it_was(job, rows)
+    assert (work.prompt_tokens, work.completion_tokens, work.draws) == (40, 50, 1.5)
+    assert parts.plan_and_measured.as_it_was(job, []) == job
+    peaks = {"trainer": 3 * GIB, "rollout-0": 2 * GIB, "rollout-1": 2 * GIB}
+    assert parts.plan_and_measured.by_role(peaks) == {"trainer": 3 * GIB, "rollout": 4 * GIB}
 
 
 def test_a_step_costs_what_was_added_between_the_first_and_the_last(

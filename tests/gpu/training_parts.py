@@ -29,7 +29,6 @@ from ycore.engine.weight_proof import tensor_sums
 from ycore.engine.weights import copied_to_host, engine_weights, write_weights
 from ycore.errors import RunError
 from ycore.launch.gpus import Gpu, visible_gpus
-from ycore.run.files import read_json
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
 from ycore.trl.forward import add_compact_head
@@ -330,9 +329,8 @@ def steps(folder: Path) -> str:
     gap = max(row["ycore/logprob_gap"] for row in rows)
     step = sorted(row["ycore/time/step"] for row in rows[1:])[0]
     said = f"a step takes {step:.1f} s; engine and trainer differ by {gap:.3f} nats a token"
-    if gpu is None:
-        planned = read_json(run.summary).get("plan_and_measured", [])
-    else:
+    planned = []
+    if gpu is not None:
         planned = _on_a_device(gpu, [float(line) for line in used.read_text().split()], step)
     said += "".join(
         f"; {one['what']} {one['measured']:.1f} {one['unit']}, planned {one['planned']:.1f}"

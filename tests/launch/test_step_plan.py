@@ -1,4 +1,4 @@
-"""The plan of a run's steps, before it starts and beside what was measured."""
+"""The planned seconds of a run's steps, before it starts."""
 
 import json
 from pathlib import Path
@@ -8,35 +8,12 @@ import pytest
 
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.launch.layout import ONE_RANK, Layout, Machine, Site
-from ycore.launch.step_plan import compared, plan_and_measured, plan_steps
+from ycore.launch.step_plan import plan_steps
 from ycore.plan.devices import GIB, Device
-from ycore.plan.model_facts import known_config
 from ycore.run.paths import RunFolder
 from ycore.run.text import as_duration
 
 CORE = Device("core", 24 * GIB, 4e11, 3e10, 1e10, "a test's", on_cpu=True)
-METRICS = [
-    {"step": step, "ycore/time/step": 3.0, "completions/mean_length": 40.0} for step in (1, 2)
-]
-
-
-@pytest.fixture
-def site(tmp_path: Path) -> Site:
-    """A finished run's folder."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(known_config("smollm2-135m")))
-    folder = RunFolder(tmp_path)
-    told = {
-        "kind": "vllm",
-        "engines": ["rollout-0", "rollout-1"],
-        "model": str(tmp_path / "model"),
-        "max_num_seqs": 8,
-    }
-    (tmp_path / "engines.json").write_text(json.dumps(told))
-    folder.memory.write_text(
-        json.dumps({"trainer": 3 * GIB, "rollout-0": 3 * GIB, "rollout-1": 3 * GIB})
-    )
-    return Site(folder, ONE_RANK, Machine(cores=(0, 1), devices=()))
 
 
 def config(**settings: object) -> RunConfig:
@@ -48,18 +25,6 @@ def config(**settings: object) -> RunConfig:
     return RunConfig.model_validate(told | {"output": "runs/x"} | settings)
 
 
-def test_memory_and_time_are_compared(site: Site) -> None:
-    rows = compared(config(), site, METRICS, core=CORE)
-    assert [row.what for row in rows] == ["memory/trainer", "memory/rollout", "time/step"]
-    assert rows[1].measured == 6.0
-
-
-def test_a_run_has_its_rows_in_json(site: Site) -> None:
-    rows = plan_and_measured(config(), site, METRICS)
-    assert {"what", "unit", "planned", "measured", "error"} == set(rows[0])
-    assert json.loads(json.dumps(rows)) == rows
-
-
 def new_run(folder: Path, **machine: Any) -> Site:
     """A run that has not begun, on two cores."""
     return Site(
@@ -67,18 +32,18 @@ def new_run(folder: Path, **machine: Any) -> Site:
     )
 
 
-def planned(site: Site, *, done: int = 0, **settings: object) -> dict[str, Any] | None:
+def planned(site: Site, **settings: object) -> dict[str, Any] | None:
     told = {"model": "smollm2-135m", "steps": 40, "max_tokens": 16, **settings}
-    return plan_steps(config(**told), site, prompt_tokens=44, done=done, core=CORE)
+    return plan_steps(config(**told), site, prompt_tokens=44, core=CORE)
 
 
 def test_a_run_is_planned_before_it_starts(tmp_path: Path) -> None:
     """For the lengths that can be known by then, which the plan's words tell."""
     plan = planned(new_run(tmp_path))
     assert plan is not None
-    step_s = plan["figures"]["time/step"]
+    step_s = plan["seconds"]["step"]
     assert step_s == pytest.approx(
-        sum(plan["figures"][f"time/{part}"] for part in ("sync", "round", "train")), abs=0.01
+        sum(plan["seconds"][part] for part in ("sync", "round", "train")), abs=0.01
     )
     assert plan["in_words"] == (
         f"about {step_s:.1f} s a step, {as_duration(40 * step_s)} for 40 steps, with prompts of 44 tokens, "
@@ -88,25 +53,8 @@ def test_a_run_is_planned_before_it_starts(tmp_path: Path) -> None:
     fixed = planned(new_run(tmp_path), sampling={"dynamic": False})
     assert (
         fixed is not None
-        and fixed["figures"]["time/step"] < step_s
+        and fixed["seconds"]["step"] < step_s
         and "drawn" not in fixed["in_words"]
-    )
-
-
-def test_a_run_that_goes_on_is_planned_with_its_own_lengths(tmp_path: Path) -> None:
-    row = {"completions/mean_length": 4.0, "ycore/sampling/drawn": 64.0}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 10, **row}) + "\n")
-    plan, fresh = planned(new_run(tmp_path), done=10), planned(new_run(tmp_path))
-    assert plan is not None and fresh is not None
-    assert " for 30 steps, with " in plan["in_words"] and plan["in_words"].endswith(
-        "64 groups drawn a step, as so far"
-    )
-    assert (plan["completion_tokens"], plan["groups"]) == (4, 64) and (
-        fresh["completion_tokens"],
-        fresh["groups"],
-    ) == (
-        16,
-        12,
     )
 
 
@@ -131,7 +79,7 @@ def test_a_judge_counts_by_the_form_of_its_verdict(tmp_path: Path) -> None:
         "verdicts of 16, " in by_labels["in_words"]
         and "verdicts of 256, " in by_words["in_words"]
     )
-    rounds = [one["figures"]["time/round"] for one in (alone, by_labels, by_words)]
+    rounds = [one["seconds"]["round"] for one in (alone, by_labels, by_words)]
     assert rounds == sorted(rounds)
     assert judged(mode="pairwise") is None
     assert judged(base_url="http://localhost:8000/v1") is None, (
@@ -159,28 +107,6 @@ def test_nothing_is_planned_where_the_formulas_do_not_count_the_step(
 
 def test_nothing_is_planned_for_gpus_whose_speed_nobody_measured(tmp_path: Path) -> None:
     assert planned(new_run(tmp_path, devices=("0",), device_bytes=80 * GIB)) is None
-
-
-def test_what_was_planned_before_stands_beside_what_is_planned_afterwards(site: Site) -> None:
-    before = planned(site)
-    assert before is not None
-    rows = {
-        row["what"]: row
-        for row in plan_and_measured(config(), site, METRICS, before=before["figures"])
-    }
-    assert rows["time/step"]["planned_before"] == before["figures"]["time/step"]
-    assert rows["memory/rollout"]["planned_before"] == before["figures"]["memory/rollout"]
-
-
-def test_nothing_is_compared_where_nothing_was_measured(site: Site) -> None:
-    assert plan_and_measured(config(), site, []) == []
-    site.folder.memory.unlink()
-    assert plan_and_measured(config(), site, METRICS) == []
-
-
-def test_a_model_that_cannot_be_planned_costs_no_run_its_summary(site: Site) -> None:
-    (site.folder.root / "model" / "config.json").write_text("{}")
-    assert plan_and_measured(config(), site, METRICS) == []
 
 
 @pytest.mark.parametrize(

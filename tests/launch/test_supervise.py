@@ -26,7 +26,6 @@ from ycore.launch import launcher
 from ycore.launch.engine_watch import LiveEngine
 from ycore.launch.launcher import RunKind, run_worker
 from ycore.models.tiny import write_tiny_model
-from ycore.run.files import read_json
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER, kill_tree
@@ -235,24 +234,6 @@ def wait_for(happens: Callable[[], bool]) -> None:
     while not happens():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def test_a_run_says_once_that_its_steps_are_not_as_planned(
-    run: Callable[..., str], config: RunConfig
-) -> None:
-    """And keeps what was planned before it in its summary."""
-    planned = {
-        "figures": {"time/step": 0.01, "memory/trainer": 1.0},
-        "groups": 8.0,
-        "completion_tokens": 16,
-    }
-    steps = "ask()\nfor number in range(1, 5): step(number)"
-    shown = run(steps, config.model_copy(update={"steps": 40}), planned=planned)
-    (line,) = [line for line in shown.splitlines() if line.startswith("planned")]
-    assert line == "planned 0.0 s a step; 3 steps took about 0.1 s each: 4 s left"
-    summary = read_json(RunFolder(Path(config.output)).summary)
-    (row,) = [row for row in summary["plan_and_measured"] if row["what"] == "time/step"]
-    assert (row["planned_before"], row["measured"]) == (0.01, 0.1)
 
 
 DIES_ONCE = """

@@ -14,7 +14,7 @@ from ycore.plan.memory import (
     trainer_states,
 )
 from ycore.plan.model_facts import model_facts
-from ycore.plan.step_forecast import forecast_step
+from ycore.plan.planner import forecast_step
 from ycore.plan.workload import Strategy, Workload
 
 CORE = Device("core", 24 * GIB, 4e11, 3e10, 1e10, "a test's", on_cpu=True)

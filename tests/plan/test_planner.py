@@ -1,4 +1,4 @@
-"""Ways to run a job: which fit, how they rank, and what mends a job that fits nowhere."""
+"""Strategies of a run: which fit, how they rank, and why one does not fit."""
 
 import itertools
 from dataclasses import replace
@@ -6,8 +6,14 @@ from dataclasses import replace
 from ycore.config.schema import RunConfig
 from ycore.plan.devices import DEVICES, GIB, Device, Fleet
 from ycore.plan.model_facts import model_facts
-from ycore.plan.planner import Plan, make_plan, rank_by_time, strategies, why_too_large
-from ycore.plan.step_forecast import forecast_step
+from ycore.plan.planner import (
+    Plan,
+    StepForecast,
+    forecast_step,
+    make_plan,
+    strategies,
+    why_too_large,
+)
 from ycore.plan.workload import Strategy, Workload
 
 CORE = Device("core", 24 * GIB, 4e11, 3e10, 1e10, "a test's", on_cpu=True)
@@ -23,19 +29,31 @@ JOB = Workload(
 EIGHT = Fleet(DEVICES["a100"], 8)
 
 
-def test_what_fits_is_ranked_by_time_and_each_way_once() -> None:
-    candidates = strategies(JOB, EIGHT, micro_batch=4)
-    fitting, others = rank_by_time(JOB, EIGHT, candidates)
-    assert len(set(candidates)) == len(candidates) == len(fitting) + len(others)
-    times = [one.step_s for one in fitting]
+def forecasts(
+    work: Workload, fleet: Fleet, *, micro_batch: int
+) -> tuple[list[StepForecast], list[StepForecast]]:
+    """The strategies that fit, and those that do not."""
+    candidates = strategies(work, fleet, micro_batch=micro_batch)
+    assert len(set(candidates)) == len(candidates)
+    made = [forecast_step(work, strategy, fleet) for strategy in candidates]
+    return [one for one in made if one.fits], [one for one in made if not one.fits]
+
+
+def test_what_fits_is_ranked_by_time() -> None:
+    made = planned_on("8xa100", prompts_per_step=64, max_tokens=1024)
+    times = [one.step_s for one in made.fitting]
+    assert len(times) > 10
     assert all(later >= earlier * 0.98 for earlier, later in itertools.pairwise(times))
-    assert all(one.peak[1] <= one.capacity for one in fitting)
-    assert all("GiB" in why_too_large(one) or "no room" in why_too_large(one) for one in others)
+    assert all(one.peak[1] <= one.capacity for one in made.fitting)
+    over = [one.peak[1] - one.capacity for one in made.too_large]
+    assert over == sorted(over)
+    for one in made.too_large:
+        assert "GiB" in why_too_large(one) or "no room" in why_too_large(one)
 
 
 def test_a_judge_can_be_apart_or_on_the_same_devices() -> None:
     work = replace(JOB, judge=model_facts("Qwen3-8B"))
-    fitting, _ = rank_by_time(work, EIGHT, strategies(work, EIGHT, micro_batch=4))
+    fitting, _ = forecasts(work, EIGHT, micro_batch=4)
     kinds = {one.strategy.kind for one in fitting}
     assert kinds == {"colocated", "split", "dynamic"}
     asleep_ways = [one for one in fitting if one.strategy.sleeps]
@@ -62,31 +80,15 @@ def test_sleeping_engines_leave_their_memory_to_the_trainer() -> None:
     assert asleep.seconds["swaps"] > 0 == awake.seconds["swaps"]
 
 
-def test_what_fits_nowhere_comes_with_the_nearest_that_does() -> None:
+def test_what_fits_nowhere_says_why() -> None:
     full = replace(JOB, lora_rank=None)
-    one = Fleet(DEVICES["a100"], 1)
-    fitting, others = rank_by_time(full, one, strategies(full, one, micro_batch=4))
-    assert not fitting and "most of it the trainer" in why_too_large(others[0])
-
-
-def test_what_fits_nowhere_comes_with_the_nearest_changes() -> None:
-    settings = {"model": "Qwen/Qwen2.5-7B-Instruct", "lora": None, "prompts_per_step": 64}
-    plan = planned_on("1xa100", **settings, trl={"per_device_train_batch_size": 4})
-    options = [change.option for change in plan.nearest]
-    assert options[:2] == ["--lora", "--devices 2x of the same"] and plan.first is None
-    assert all(change.forecast.fits for change in plan.nearest)
-
-
-def test_a_smaller_model_is_among_the_changes() -> None:
-    plan = planned_on("1x24GB", model="Qwen/Qwen2.5-72B-Instruct")
-    assert plan.nearest[-1].option.startswith("--model ")
+    fitting, others = forecasts(full, Fleet(DEVICES["a100"], 1), micro_batch=4)
+    assert not fitting and all("most of it the trainer" in why_too_large(one) for one in others)
 
 
 def test_on_cores_every_process_counts_at_once() -> None:
     work = Workload(model_facts("smollm2-135m"))
-    fitting, _ = rank_by_time(
-        work, Fleet(CORE, 2), strategies(work, Fleet(CORE, 2), micro_batch=8)
-    )
+    fitting, _ = forecasts(work, Fleet(CORE, 2), micro_batch=8)
     assert {one.strategy.ranks for one in fitting} == {1, 2}
     assert all(set(one.phases) == {"all at once"} for one in fitting)
     assert all(set(one.phases["all at once"]) == {"trainer", "rollout"} for one in fitting)
@@ -102,21 +104,17 @@ def test_a_7b_model_learns_with_adapters_on_one_device_of_24_gb() -> None:
     """Its weights alone are 14.2 GiB, in the trainer and again in the engine."""
     in_4_bits, whole = planned_on("1x24GB", quantize="4bit"), planned_on("1x24GB")
     for made in (in_4_bits, whole):
-        best = made.ranking.fitting[0]
+        best = made.fitting[0]
         assert set(best.phases) == {"train", "sync", "generate"}
         assert all(sum(roles.values()) <= best.capacity for roles in best.phases.values())
         assert best.strategy.sleeps and best.engines["rollout"].at_once >= 16
-    assert (
-        in_4_bits.ranking.fitting[0].strategy.micro_batch
-        > whole.ranking.fitting[0].strategy.micro_batch
-    )
-    assert whole.ranking.fitting[0].strategy.offload == "weights"
-    assert whole.first is not None and whole.first.trl["per_device_train_batch_size"] < 64
-    assert in_4_bits.first is not None and in_4_bits.first.quantize == "4bit"
+    assert in_4_bits.fitting[0].strategy.micro_batch > whole.fitting[0].strategy.micro_batch
+    assert whole.fitting[0].strategy.offload == "weights"
+    assert whole.options is not None and "--per-device-train-batch-size" in whole.options
+    assert in_4_bits.options is not None and "--quantize" not in in_4_bits.options
 
 
-def test_4_bits_are_among_the_nearest_changes() -> None:
-    told = planned_on("1x24GB", trl={"per_device_train_batch_size": 32})
-    assert not told.ranking.fitting and "--quantize 4bit" in [
-        change.option for change in told.nearest
-    ]
+def test_a_micro_batch_that_is_given_stays() -> None:
+    made = planned_on("1x24GB", trl={"per_device_train_batch_size": 32})
+    assert not made.fitting and made.options is None
+    assert {one.strategy.micro_batch for one in made.too_large} == {32}

@@ -12,7 +12,7 @@ import pytest
 from ycore.plan.devices import DEVICES, GB, GIB, Fleet
 from ycore.plan.memory import trainer_states
 from ycore.plan.model_facts import ModelFacts, model_facts
-from ycore.plan.planner import rank_by_time, strategies
+from ycore.plan.planner import forecast_step, strategies
 from ycore.plan.workload import Sharding, Strategy, Workload
 
 _ZERO = "arXiv 1910.02054, figure 1"
@@ -135,16 +135,12 @@ def test_what_trained_elsewhere_fits_and_what_did_not_does_not(row: Setting) -> 
     facts, fleet = model_facts(row.model), Fleet(DEVICES[row.device.lower()], row.devices)
     work = Workload(facts, prompts_per_step=32, group_size=4, prompt_tokens=256, completion_tokens=400, max_tokens=512,
               lora_rank=32 if row.lora else None)  # fmt: skip
-    fitting, _ = rank_by_time(
-        work,
-        fleet,
-        [
-            strategy
-            for strategy in strategies(work, fleet, micro_batch=1)
-            if strategy.ranks == 1 or strategy.sharding in row.shardings
-        ],
+    fits = any(
+        forecast_step(work, strategy, fleet).fits
+        for strategy in strategies(work, fleet, micro_batch=1)
+        if strategy.ranks == 1 or strategy.sharding in row.shardings
     )
-    assert bool(fitting) == row.trains, row.source
+    assert fits == row.trains, row.source
 
 
 # Seconds of a step; mean lengths are the source's, prompts taken as 100 tokens.
@@ -165,5 +161,9 @@ def test_a_step_is_of_the_size_published(
     fleet = Fleet(DEVICES["h100"], devices)
     work = Workload(model_facts(model), prompts_per_step=64, group_size=32, prompt_tokens=100,
               completion_tokens=tokens - 100, max_tokens=3996, lora_rank=None)  # fmt: skip
-    fitting, _ = rank_by_time(work, fleet, strategies(work, fleet, micro_batch=1))
-    assert published_s / 2 < fitting[0].step_s < published_s * 2, _NEMO
+    made = [
+        forecast_step(work, strategy, fleet)
+        for strategy in strategies(work, fleet, micro_batch=1)
+    ]
+    fastest_s = min(forecast.step_s for forecast in made if forecast.fits)
+    assert published_s / 2 < fastest_s < published_s * 2, _NEMO

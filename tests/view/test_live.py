@@ -11,7 +11,7 @@ from rich.console import Console
 
 from ycore.run.trace import IN_FLIGHT, ROUND, SWAP, WAITING, Event, Levels, Mark, Span
 from ycore.view.activity import Activity, Scene
-from ycore.view.live import FirstSteps, RunView, restarted_workers, slowest_part, sparkline
+from ycore.view.live import RunView, restarted_workers, slowest_part, sparkline
 
 ROW: dict[str, Any] = {
     "step": 3,
@@ -73,46 +73,6 @@ def test_a_row_is_told_in_full() -> None:
         assert part in text
     assert "step 10.0 s:  sync 0.5  round 2.0  train 7.5" in text
     assert "training, 75% of the step" in text and "3 x raised KeyError" in text
-
-
-PLANNED = {"figures": {"time/step": 7.4}, "groups": 12.0, "completion_tokens": 16}
-
-
-def told_of(rows: list[dict[str, Any]], *, num_steps: int = 43) -> list[str]:
-    steps = FirstSteps(num_steps, PLANNED)
-    return [steps.after(row) for row in rows]
-
-
-def test_the_first_steps_are_told_once_where_they_take_another_time_than_planned() -> None:
-    rows = [
-        {**ROW, "step": step, "ycore/time/step": 12.2, "ycore/sampling/drawn": 64.0}
-        for step in range(1, 8)
-    ]
-    said = told_of([{"step": 0, "ycore/eval/reward": 0.1}, *rows])
-    assert said[3] == (
-        "planned 7.4 s a step; 3 steps took about 12.2 s each (64 groups drawn, not 12): 8 min 08 s left"
-    )
-    assert [place for place, line in enumerate(said) if line] == [3]
-
-
-def test_a_reason_is_named_only_where_it_explains_the_difference() -> None:
-    short = [
-        {"step": n, "ycore/time/step": 12.0, "completions/mean_length": 4.0}
-        for n in (11, 12, 13)
-    ]
-    assert (
-        told_of(short)[2]
-        == "planned 7.4 s a step; 3 steps took about 12.0 s each: 6 min 00 s left"
-    )
-    quick = [{**row, "ycore/time/step": 3.0} for row in short]
-    assert "took about 3.0 s each (completions of 4 tokens, not 16): " in told_of(quick)[2]
-
-
-def test_first_steps_as_planned_are_not_told_nor_is_one_that_compiles() -> None:
-    assert (
-        told_of([{"step": n, "ycore/time/step": 60.0 if n == 1 else 8.0} for n in range(1, 6)])
-        == [""] * 5
-    )
 
 
 def test_what_a_row_has_not_is_not_shown() -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from ycore_cli.main import run as ycore
 
-from ycore.plan.step_forecast import PlannedAndMeasured
 from ycore.round.journal import Journal
 from ycore.run.metrics import MetricsWriter
 from ycore.run.trace import Span, TraceWriter
@@ -179,28 +178,6 @@ def test_completions_are_chosen_from_both_ends_and_the_middle() -> None:
     rewards = [one.reward for one in chosen([*written, ScoredCompletion("p", "c", None)])]
     assert rewards == [0, 1, 2, 3, 48, 49, 50, 51, 96, 97, 98, 99, None]
     assert [one.reward for one in chosen(written[:3])] == [0, 1, 2] and chosen([]) == []
-
-
-def test_the_plan_stands_beside_what_was_measured(run: Path) -> None:
-    """Under the key, and with the rows, that the launcher writes into summary.json."""
-    assert "Planned and measured" not in render_page(make_report([read_run(run)]))
-    summary = json.loads((run / "summary.json").read_text())
-    rows = [
-        PlannedAndMeasured("memory/trainer", "GiB", 2.2, 2.0).as_json(),
-        PlannedAndMeasured("time/step", "s", 4.0, 5.0, 3.5).as_json(),
-    ]
-    (run / "summary.json").write_text(json.dumps(summary | {"plan_and_measured": rows}))
-    page = render_page(make_report([read_run(run)]))
-    assert "Planned and measured: first" in page
-    told = [
-        re.findall(r"<td[^>]*>([^<]*)</td>", line)
-        for line in page.splitlines()
-        if "/trainer" in line or "/step," in line
-    ]
-    assert told == [
-        ["memory/trainer, GiB", "", "2.2", "2", "+10%"],
-        ["time/step, s", "3.5", "4", "5", "-20%"],
-    ]
 
 
 def test_a_band_lies_behind_the_curves_with_a_verdict_for_each_run(

@@ -6,17 +6,13 @@ from typing import Any
 
 from ycore.api.run_settings import keys_of
 from ycore.api.runs import Planned
-from ycore.config.learners import PolicyGradientConfig
-from ycore.config.recipe_files import load_recipe
 from ycore.config.resolve import require_rollouts, resolve
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.judge.sources import is_judge, with_declarations
 from ycore.launch import device_memory, machine_checks
 from ycore.plan.devices import Fleet
 from ycore.plan.model_facts import hub_id_of
-from ycore.plan.planner import Plan, make_plan, why_too_large
-from ycore.plan.step_forecast import StepForecast
-from ycore.plan.strategy_settings import command_line
+from ycore.plan.planner import Plan, StepForecast, make_plan, why_too_large
 from ycore.scoring.scorers import served_models
 
 _GIB = 2**30
@@ -56,7 +52,7 @@ def plan_run(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
     )
-    return Planned(*plan_in_words(made, None, top=5))
+    return Planned(*plan_in_words(made, top=5))
 
 
 def make_run_plan(
@@ -74,13 +70,9 @@ def make_run_plan(
     return make_plan(config, devices=devices, check=check, **_first_scorer(declared), **lengths)
 
 
-def plan_in_words(
-    made: Plan, recipe: str | None, *, top: int
-) -> tuple[dict[str, Any], list[str]]:
+def plan_in_words(made: Plan, *, top: int) -> tuple[dict[str, Any], list[str]]:
     """Put a plan into JSON values, and into lines for a person."""
-    command = _command(made, recipe)
-    start = ["", "start the first with", f"  {command}"] if command else []
-    return made.as_json(top=top) | {"command": command}, [*_lines(made, top=top), *start]
+    return made.as_json(top=top), list(_lines(made, top=top))
 
 
 def planned_config(
@@ -104,21 +96,6 @@ def _with_judge(config: RunConfig, judge: str | None) -> RunConfig:
         args = {**rewards[first].args, "model": hub_id_of(judge)}
         rewards[first] = rewards[first].model_copy(update={"args": args})
     return config.model_copy(update={"model": hub_id_of(config.model), "rewards": rewards})
-
-
-def _command(made: Plan, recipe: str | None) -> str | None:
-    """Write the command line that starts the first strategy; None where none fits."""
-    first = made.first
-    if first is None:
-        return None
-    base = {"model": first.model} | _EXAMPLE | (load_recipe(recipe) if recipe else {})
-    options = {"algorithm": first.algorithm}
-    if isinstance(first, PolicyGradientConfig) and first.preset is not None:
-        options["preset"] = first.preset
-    default = require_rollouts(resolve(recipe=base, options=options))
-    if made.fleet.device.on_cpu or made.fleet.count == 1:
-        default = default.model_copy(update={"processes": 1})  # what `auto` is there
-    return command_line(first, default, recipe=recipe)
 
 
 def with_args(declared: RunConfig, strategy: RunConfig) -> RunConfig:
@@ -146,13 +123,12 @@ def _first_scorer(config: RunConfig) -> dict[str, Any]:
 
 
 def _lines(made: Plan, *, top: int) -> Iterator[str]:
-
     yield from _job_lines(made)
     yield ""
-    if made.ranking.fitting:
-        best = made.ranking.fitting[0]
+    if made.fitting:
+        best = made.fitting[0]
         yield f"{'step':>9}  {'tokens/s':>9}  {'fullest phase':<28}  strategy"
-        for forecast in made.ranking.fitting[:top]:
+        for forecast in made.fitting[:top]:
             phase, peak = forecast.peak
             fullest = f"{peak / _GIB:.1f} of {forecast.capacity / _GIB:.1f} GiB, {phase}"
             speed = f"{forecast.step_s:>7.1f} s  {forecast.tokens_per_step / forecast.step_s:>9,.0f}"
@@ -161,27 +137,24 @@ def _lines(made: Plan, *, top: int) -> Iterator[str]:
         yield "  " + ", ".join(
             f"{name} {seconds:.1f}" for name, seconds in best.seconds.items()
         )
-    unfit = made.ranking.too_large[: 2 if made.ranking.fitting else top]
+    unfit = made.too_large[: 2 if made.fitting else top]
     if unfit:
-        yield from ["", "does not fit"] if made.ranking.fitting else ["nothing fits"]
+        yield from ["", "does not fit"] if made.fitting else ["nothing fits"]
         yield from (
             f"  {forecast.strategy.in_words}: {why_too_large(forecast)}" for forecast in unfit
         )
-    if made.ranking.refused:
+    if made.refused:
         yield from ["", "fits, and cannot be run"]
-        fastest = {
-            why: forecast for forecast, why in reversed(made.ranking.refused)
-        }  # for each reason
+        fastest = {why: forecast for forecast, why in reversed(made.refused)}  # for each reason
         shown = sorted(fastest.items(), key=lambda pair: pair[1].step_s)[:2]
         yield from (f"  {forecast.strategy.in_words}: {why}" for why, forecast in shown)
-    if made.ranking.fitting:
-        return
-    if not made.nearest:
-        yield "no change of batch, length, LoRA, devices or model would fit"
-        return
-    yield "what would fit, nearest first"
-    for near in made.nearest:
-        yield f"  {near.option}: {near.forecast.step_s:.1f} s a step, {near.forecast.strategy.in_words}"
+    if made.options is not None:
+        yield from ["", "the first runs with these options", f"  {made.options or 'none'}"]
+    else:
+        yield (
+            "take a smaller --per-device-train-batch-size, --lora or --quantize 4bit, fewer --max-tokens, more devices "
+            "or a smaller model"
+        )
 
 
 def _job_lines(made: Plan) -> Iterator[str]:

@@ -16,7 +16,7 @@ from ycore.launch.layout import Site
 from ycore.launch.machine_checks import check_run
 from ycore.launch.step_plan import plan_steps
 from ycore.models.names import ModelPlan, require_chat_template, require_sight, sighted_family
-from ycore.run.checkpoints import checkpoints_in, step_of
+from ycore.run.checkpoints import checkpoints_in
 from ycore.scoring.scorers import check_images, check_models, check_rows
 from ycore.types import Prompt
 
@@ -53,11 +53,10 @@ def check_rollouts(
     forecast = None
     if engine.has_servers and site.trains:
         saved = checkpoints_in(site.folder.checkpoints)
-        if step is None:
-            step = step_of(saved[-1]) if saved else 0
-        forecast = plan_steps(
-            config, site, prompt_tokens=_mean_prompt_tokens(prompts.prompts), done=step
-        )
+        if not saved:  # a run that goes on tells its time by its own steps
+            forecast = plan_steps(
+                config, site, prompt_tokens=_mean_prompt_tokens(prompts.prompts)
+            )
     columns = list(prompts.columns)
     return {
         "dataset": {

@@ -165,5 +165,4 @@ def run_training(
         config,
         resume=resume,
         num_steps=plan["trl"]["max_steps"],
-        planned=plan.get("forecast"),
     )

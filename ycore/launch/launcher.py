@@ -4,7 +4,6 @@ The trainer and the engines are started by module name, never imported.
 """
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -26,7 +25,6 @@ from ycore.run.interrupt import StopRequests
 from ycore.run.metrics import Status
 from ycore.run.paths import RunFolder
 from ycore.view.activity import RunActivity
-from ycore.view.live import FirstSteps
 from ycore.view.progress import RunProgress, open_progress
 
 
@@ -54,7 +52,6 @@ def run_worker(
     *,
     resume: bool = False,
     num_steps: int | None = None,
-    planned: Mapping[str, Any] | None = None,
     stream: TextIO | None = None,
 ) -> dict[str, Any]:
     """Run a trainer or its like, with the engines of its run, in the foreground.
@@ -64,7 +61,6 @@ def run_worker(
     Args:
         kind: TRAINER trains, EVALUATOR evaluates, PREFLIGHT runs one small round before any training.
         num_steps: what the progress bar counts to, where the config does not say it.
-        planned: what its steps were planned to take (`plan_steps`), where that is known.
 
     Returns:
         The content of summary.json; with `stop_asked` when the run finished although it was asked to stop.
@@ -84,7 +80,7 @@ def run_worker(
         progress = open_progress(config.steps or num_steps, stream=stream, look=activity.look)
     else:
         progress = open_progress(None, unit="prompts", stream=stream)
-    run = LocalRun(kind, config, site, progress, began, planned)
+    run = LocalRun(kind, config, site, progress, began)
     try:
         with StopRequests() as stops, guarded(site.folder, folder_claim):
             run.work(stops)
@@ -109,7 +105,6 @@ class LocalRun:
     site: Site
     progress: RunProgress
     began: float
-    planned: Mapping[str, Any] | None = None
 
     def work(self, stops: StopRequests) -> None:
         """Fetch the models, start engines and trainer, and return when the trainer has finished."""
@@ -130,7 +125,6 @@ class LocalRun:
             stops=stops,
             limits=limits_of(self.config),
             saves=self.kind.trains,
-            first_steps=FirstSteps(self.config.steps, self.planned) if self.planned else None,
         ).watch()
 
     def start_engines(self) -> EngineWatch:
@@ -173,7 +167,6 @@ class LocalRun:
             status,
             wall_s=time.monotonic() - self.began,
             result_file=self.kind.result_file,
-            planned=self.planned,
             error=error,
             say=self.progress.say,
         )

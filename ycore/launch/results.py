@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 from ycore.config.schema import BaseConfig, RunConfig, ScoredConfig, TuneConfig
 from ycore.launch.layout import Site
-from ycore.launch.step_plan import plan_and_measured
 from ycore.run.files import read_json, write_json_atomic
 from ycore.run.metrics import Status, read_metrics, summarise
 from ycore.run.paths import RunFolder
@@ -36,7 +35,6 @@ def write_results(
     *,
     wall_s: float,
     result_file: str | None,
-    planned: Mapping[str, Any] | None,
     error: BaseException | None,
     say: Say,
 ) -> dict[str, Any]:
@@ -44,7 +42,6 @@ def write_results(
 
     Args:
         result_file: the file with the results of a run that trains nothing; None for one that trains.
-        planned: what the steps were planned to take.
         error: why the run ended, unless it finished.
     """
     folder = site.folder
@@ -58,7 +55,7 @@ def write_results(
     if status == "finished" and result_file is not None:
         summary |= read_json(folder.root / result_file)
     elif status == "finished" and has_steps:
-        summary |= _training_results(config, site, metrics, planned)
+        summary |= _training_results(config, folder, metrics)
     write_json_atomic(folder.summary, summary)
     if has_steps:
         _draw(config, folder, metrics, say)
@@ -67,17 +64,12 @@ def write_results(
 
 
 def _training_results(
-    config: BaseConfig, site: Site, metrics: Metrics, planned: Mapping[str, Any] | None
+    config: BaseConfig, folder: RunFolder, metrics: Metrics
 ) -> dict[str, Any]:
     """Return what the summary of a finished training has besides its steps."""
-    folder = site.folder
     results = dict(read_json(folder.held_out)) if folder.held_out.is_file() else {}
-    if isinstance(config, RunConfig):
-        before = planned["figures"] if planned else None
-        if rows := plan_and_measured(config, site, metrics, before=before):
-            results["plan_and_measured"] = rows
-        if sentence := advice(metrics, config):
-            results["advice"] = sentence
+    if isinstance(config, RunConfig) and (sentence := advice(metrics, config)):
+        results["advice"] = sentence
     return results
 
 

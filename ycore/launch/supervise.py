@@ -23,7 +23,6 @@ from ycore.run.metrics import MetricsFollower
 from ycore.run.paths import RunFolder
 from ycore.run.reports import forget_reports
 from ycore.view.activity import RunActivity
-from ycore.view.live import FirstSteps
 from ycore.view.progress import RunProgress
 
 TrainerProcess = ManagedProcess | RankedTrainer
@@ -59,7 +58,6 @@ class Supervisor:
 
     `start` starts the trainer, which resumes from its newest checkpoint by itself. `home` is the folder that has the
     run's checkpoints; `folder` is this machine's. `saves`: the trainer saves checkpoints, as no evaluation does.
-    `first_steps` are compared with the plan, where there is one.
     """
 
     start: Callable[[], TrainerProcess]
@@ -70,7 +68,6 @@ class Supervisor:
     stops: StopRequests
     limits: TrainerLimits
     saves: bool
-    first_steps: FirstSteps | None = None
 
     def __post_init__(self) -> None:
         self._follower = MetricsFollower(self.folder.metrics, say=self.progress.say)
@@ -128,8 +125,6 @@ class Supervisor:
         self._memory.look()
         for row in self._follower.read():
             self.progress.step(row)
-            if self.first_steps is not None and (line := self.first_steps.after(row)):
-                self.progress.say(line)
             self._step = int(row.get("step", self._step))
             self._progressed = time.monotonic()
         mark = self.folder.step_began

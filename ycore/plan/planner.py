@@ -357,7 +357,7 @@ def config_of(config: RunConfig, forecast: StepForecast, fleet: Fleet) -> RunCon
     }
     if strategy.ranks > 1 and strategy.sharding != "ddp":
         changes["accelerate"] = strategy.sharding
-    if any(is_judge(spec) for spec in config.rewards) or len(forecast.engines) > 1:
+    if len(forecast.engines) > 1:
         changes["placement"] = placement_of(strategy)
     if strategy.checkpointing != config.trl.get("gradient_checkpointing", not on_cpu):
         changes["trl"]["gradient_checkpointing"] = strategy.checkpointing

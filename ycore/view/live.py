@@ -7,8 +7,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from statistics import median_high
-from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress_bar import ProgressBar
@@ -66,16 +64,6 @@ EVALUATED = (
 )
 
 _STEP = "ycore/time/step"
-_NUM_FIRST_STEPS = 3  # steps that are compared with the plan
-_APART = 0.25  # the share of the plan from which they differ
-_REASONS = (
-    ("{:.0f} groups drawn, not {:.0f}", "ycore/sampling/drawn", "groups"),
-    (
-        "completions of {:.0f} tokens, not {:.0f}",
-        "completions/mean_length",
-        "completion_tokens",
-    ),
-)
 
 Look = Callable[[], Scene]
 Line = tuple[str, Text | str]
@@ -206,43 +194,6 @@ class TimeLeft:
         if not self._seconds or num_left <= 0:
             return ""
         return f"{as_duration(num_left * sum(self._seconds) / len(self._seconds))} left"
-
-
-class FirstSteps:
-    """The first steps of a run beside `planned`, which `plan_steps` in ycore/launch/step_plan.py returns."""
-
-    def __init__(self, num_steps: int | None, planned: Mapping[str, Any]) -> None:
-        self._planned = planned
-        self._clock = TimeLeft(num_steps)
-        self._rows: list[Row] = []
-
-    def after(self, row: Row) -> str:
-        """Return a line after the third step where steps take another time than planned; nothing for any other row."""
-        if number(row, _STEP) is None or len(self._rows) == _NUM_FIRST_STEPS:
-            return ""
-        self._rows.append(row)
-        time_left = self._clock.after(row)
-        planned_s = self._planned["figures"]["time/step"]
-        measured_s = self._median(_STEP)
-        if len(self._rows) < _NUM_FIRST_STEPS or not _is_apart(measured_s, planned_s):
-            return ""
-        reasons = []
-        for form, name, key in _REASONS:
-            value, planned = self._median(name), self._planned[key]
-            explains = (value > planned) == (measured_s > planned_s)
-            if value and explains and _is_apart(value, planned):
-                reasons.append(form.format(value, planned))
-        line = f"planned {planned_s:.1f} s a step; {_NUM_FIRST_STEPS} steps took about {measured_s:.1f} s each"
-        line += f" ({', '.join(reasons)})" if reasons else ""
-        return line + (f": {time_left}" if time_left else "")
-
-    def _median(self, name: str) -> float:
-        """Return the median so far: the first step may compile, and one may evaluate; 0 where none has the number."""
-        return median_high([number(row, name) or 0.0 for row in self._rows])
-
-
-def _is_apart(value: float, planned: float) -> bool:
-    return abs(value - planned) > _APART * planned
 
 
 def parts(row: Row, formats: Sequence[Sequence[str]]) -> list[str]:

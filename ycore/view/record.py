@@ -96,22 +96,12 @@ class _Engines(_Checked):
     engines: list[str] = []
 
 
-class _Planned(_Checked):
-    what: str
-    unit: str
-    planned: float
-    measured: float
-    error: float
-    planned_before: float | None = None
-
-
 class _Summary(_Checked):
     status: str = ""
     steps: int = 0
     wall_s: float = 0.0
     reward_first: float | None = None
     reward_last: float | None = None
-    plan_and_measured: list[_Planned] = []
 
 
 class _Turn(_Checked):

@@ -1,10 +1,10 @@
-"""What the plan says can be run: its first way as a command line, read back and checked as a launch would."""
+"""What the plan says can be run: its options beside the run's own, read back and checked as a launch would."""
 
 import random
 import shlex
 from collections import Counter
-from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,8 +29,14 @@ from ycore.launch.machine_checks import check_described, check_run, described
 from ycore.plan import planner
 from ycore.plan.devices import DEVICES, GIB, Device
 from ycore.plan.model_facts import KNOWN_CONFIGS
-from ycore.plan.planner import Plan, make_plan
-from ycore.plan.strategy_settings import config_of, placement_of
+from ycore.plan.planner import (
+    Plan,
+    StepForecast,
+    config_of,
+    layout_options,
+    make_plan,
+    placement_of,
+)
 from ycore.plan.workload import Strategy
 
 CORE = Device("core", 24 * GIB, 4e11, 3e10, 1e10, "a test's", on_cpu=True)
@@ -43,13 +49,21 @@ def parsed(text: str) -> dict[str, Any]:
     return dict(yaml.safe_load(text))
 
 
-def read_back(line: str) -> RunConfig:
-    """The config of a command line, as `ycore grpo` reads it."""
-    program, name, *words = shlex.split(line)
-    assert (program, name) == ("ycore", "grpo")
-    found = resolve_config(GRPO.make_context("grpo", words), algorithm="grpo")
-    assert isinstance(found, RunConfig)
-    return found
+EXAMPLE = {
+    "dataset": "task:addition",
+    "rewards": [{"reward": "exact_answer"}],
+    "output": "runs/planned",
+}
+
+
+def read_back(keys: dict[str, Any], options: str, folder: Path) -> RunConfig:
+    """The config of a recipe with these keys and of a plan's options, as `ycore grpo` reads it."""
+    recipe = folder / "planned.yaml"
+    recipe.write_text(yaml.safe_dump({"algorithm": "grpo", **EXAMPLE, **keys}))
+    words = ["--recipe", str(recipe), *shlex.split(options)]
+    config = resolve_config(GRPO.make_context("grpo", words), algorithm="grpo")
+    assert isinstance(config, RunConfig)
+    return config
 
 
 def drawn(chance: random.Random) -> tuple[dict[str, Any], str]:
@@ -80,14 +94,7 @@ def drawn(chance: random.Random) -> tuple[dict[str, Any], str]:
 
 
 def config_with(keys: dict[str, Any]) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "dataset": "task:addition",
-            "rewards": [{"reward": "exact_answer"}],
-            "output": "runs/planned",
-        }
-        | keys
-    )
+    return RunConfig.model_validate(EXAMPLE | keys)
 
 
 def planned(keys: dict[str, Any], devices: str) -> Plan:
@@ -102,13 +109,25 @@ def planned(keys: dict[str, Any], devices: str) -> Plan:
     )
 
 
+def forecast_of(made: Plan, strategy: Strategy) -> StepForecast:
+    return next(forecast for forecast in made.fitting if forecast.strategy == strategy)
+
+
 def check_as_launched(
-    line: str, strategy: Strategy, made: Plan, monkeypatch: pytest.MonkeyPatch
+    keys: dict[str, Any],
+    strategy: Strategy,
+    made: Plan,
+    folder: Path,
+    patch: pytest.MonkeyPatch,
 ) -> None:
-    """On the described machine the command goes the way, and nothing refuses it."""
+    """On the described machine the run has this strategy, and nothing refuses it."""
     machine, work, fleet = described(made.fleet), made.work, made.fleet
-    monkeypatch.setattr(layout, "this_machine", lambda: machine)
-    config = read_back(line)
+    patch.setattr(layout, "this_machine", lambda: machine)
+    line = layout_options(
+        made.config, config_of(made.config, forecast_of(made, strategy), fleet)
+    )
+    assert "\n" not in line
+    config = read_back(keys, line, folder)
     site = site_of(config)
     check_run(config, site, vllm=True)
     models, slots, _ = arrange(config, site, facts_here)
@@ -135,9 +154,9 @@ def check_as_launched(
         assert config.engine.sleep == strategy.sleeps, line
 
 
-def test_every_way_of_hundreds_of_plans_can_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No nearest changes are sought, which would take minutes and refuse nothing."""
-    monkeypatch.setattr(planner, "nearest_changes", lambda *settings: [])
+def test_every_way_of_hundreds_of_plans_can_be_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(planner, "usable_cores", lambda: range(16))
     monkeypatch.setattr(
         sources, "parse_yaml", lambda text, **more: dict(parsed(text))
@@ -154,12 +173,10 @@ def test_every_way_of_hundreds_of_plans_can_be_run(monkeypatch: pytest.MonkeyPat
             )
             counts["refused as a whole"] += 1
             continue
-        unexpected = {why for _, why in made.ranking.refused if "engine." not in why}
+        unexpected = {why for _, why in made.refused if "engine." not in why}
         assert not unexpected, (unexpected, keys, devices)
-        counts["nothing fits"] += not made.ranking.fitting
-        firsts = {
-            one.strategy.kind: one for one in reversed(made.ranking.fitting)
-        }  # of each placement
+        counts["nothing fits"] += not made.fitting
+        firsts = {one.strategy.kind: one for one in reversed(made.fitting)}  # of each placement
         for kind, one in firsts.items():
             counts[kind] += 1
             counts["wide"] += (
@@ -168,37 +185,24 @@ def test_every_way_of_hundreds_of_plans_can_be_run(monkeypatch: pytest.MonkeyPat
             counts["unequal"] += (
                 one.strategy.tensor_parallel != one.strategy.judge_tensor_parallel
             )
-            first = config_of(config_with(keys), made.work, one, made.fleet)
-            line = command._command(replace(made, first=first), None)
-            assert line is not None and "\n" not in line
-            check_as_launched(line, one.strategy, made, monkeypatch)
+            check_as_launched(keys, one.strategy, made, tmp_path, monkeypatch)
     assert min(counts[kind] for kind in ("colocated", "dynamic", "split")) > JOBS / 20, counts
     assert counts["refused as a whole"] < JOBS / 5 and counts["nothing fits"] < JOBS / 2, counts
 
 
-def test_a_command_has_what_differs_from_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = resolve(
-        recipe=load_recipe("gsm8k-dapo"),
-        sets=["lora.r=4", "system_prompt=one 'two'"],
-        run_name="gsm8k-dapo",
-    )
+def test_the_options_of_a_plan_are_those_that_the_recipe_lacks() -> None:
+    config = resolve(recipe=load_recipe("gsm8k-dapo"), run_name="gsm8k-dapo")
     assert isinstance(config, RunConfig)
     made = make_plan(config, devices="4xH100", check=check_described)
-    line = command._command(made, "gsm8k-dapo")
-    assert line is not None and line.startswith(
-        "ycore grpo --recipe gsm8k-dapo --system-prompt"
-    )
-    assert "--processes 4" in line and "--set lora.r=4" in line and "--preset" not in line
-    monkeypatch.setattr(layout, "this_machine", lambda: described(made.fleet))
-    assert made.first is not None
-    settled = {"output": config.output, "dtype": "bfloat16"}  # what `auto` is on these devices
-    assert read_back(line) == made.first.model_copy(update=settled)
+    assert made.options is not None and "--processes 4" in made.options
+    planned_config = config_of(config, made.fitting[0], made.fleet)
+    assert layout_options(planned_config, planned_config) == ""
 
 
 def test_ways_over_several_devices_are_listed_with_their_widths() -> None:
     made = planned({"model": "Qwen/Qwen2.5-72B-Instruct", "prompts_per_step": 64}, "8xB200")
-    assert not made.ranking.refused
-    assert {one.strategy.tensor_parallel for one in made.ranking.fitting} >= {2, 4, 8}
+    assert not made.refused
+    assert {one.strategy.tensor_parallel for one in made.fitting} >= {2, 4, 8}
     judged = {
         "rewards": [
             {"reward": "judge:cheerful", "args": {"model": "Qwen/Qwen2.5-72B-Instruct"}}
@@ -208,13 +212,11 @@ def test_ways_over_several_devices_are_listed_with_their_widths() -> None:
     made = planned(keys, "8xH100")
     one = next(
         one
-        for one in made.ranking.fitting
+        for one in made.fitting
         if (one.strategy.tensor_parallel, one.strategy.judge_tensor_parallel) == (1, 4)
     )
-    line = command._command(
-        replace(made, first=config_of(config_with(keys), made.work, one, made.fleet)), None
-    )
-    assert line is not None
+    config = config_with(keys)
+    line = layout_options(config, config_of(config, one, made.fleet))
     assert "engine.tensor_parallel=1" in line and "rewards.0.args.tensor_parallel=4" in line
 
 
@@ -222,8 +224,8 @@ def test_a_declared_width_is_kept() -> None:
     made = planned(
         {"model": "Qwen/Qwen2.5-7B-Instruct", "engine": {"tensor_parallel": 2}}, "4xH100"
     )
-    assert {one.strategy.tensor_parallel for one in made.ranking.fitting} == {2}
-    assert {why for _, why in made.ranking.refused} == {"engine.tensor_parallel is 2"}
+    assert {one.strategy.tensor_parallel for one in made.fitting} == {2}
+    assert {why for _, why in made.refused} == {"engine.tensor_parallel is 2"}
 
 
 def test_ways_that_a_learner_refuses_are_not_among_those_that_fit() -> None:
@@ -232,7 +234,5 @@ def test_ways_that_a_learner_refuses_are_not_among_those_that_fit() -> None:
     config = resolve(recipe=base, sets=(), options={"algorithm": "ppo"})
     assert isinstance(config, RunConfig)
     made = make_plan(config, devices="2xa100", check=check_described)
-    assert {one.strategy.sharding for one in made.ranking.fitting} == {
-        "ddp"
-    } and made.first is not None
-    assert any("take --accelerate ddp" in why for _, why in made.ranking.refused)
+    assert {one.strategy.sharding for one in made.fitting} == {"ddp"}
+    assert any("take --accelerate ddp" in why for _, why in made.refused)

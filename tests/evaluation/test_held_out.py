@@ -169,7 +169,8 @@ def test_answers_that_are_equal_vote_together() -> None:
         == final_answer("<think>8</think>7.0")
         == final_answer(r"\boxed{7}")
     )
-    assert final_answer(r"\boxed{\frac{1}{2}}") == r"\frac{1}{2}"
+    assert final_answer(r"\boxed{\frac{1}{2}}") == final_answer("0.5") == final_answer("½")
+    assert final_answer(r"\boxed{x^2}") == r"x^2"
     assert final_answer("It is:\nParis.") == final_answer("PARIS") != final_answer("Rome")
     assert final_answer("") == "" == final_answer(r"\boxed{")
 

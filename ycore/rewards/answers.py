@@ -1,20 +1,127 @@
-"""The answer that a completion gives, and its comparison with the right one: numbers as numbers, all else as text."""
+"""The answer that a completion gives, and its comparison with the right one: numbers as numbers, all else as text.
 
-import re
+Texts are compared in Unicode's NFC, and words end where UAX 29 says. In scripts that put no space between words a word
+may end behind every letter, and in Korean particles may follow one.
+"""
+
+import unicodedata
+from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
-from typing import Any
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import regex
 
 from ycore.types import Content
 
-_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
+_UNSPACED = r"\p{Han}\p{Hiragana}\p{sc=Thai}\p{sc=Lao}\p{sc=Khmer}\p{sc=Myanmar}"
+_NOT_IN_LETTER = r"(?!\p{M}|[\u0e33\u0eb3])"  # not before the marks and vowel signs of a letter
+_WORD_START = (
+    rf"(?:\b|(?<=[{_UNSPACED}])|(?=[{_UNSPACED}])|(?<=\p{{Hangul}})(?!\p{{Hangul}})"
+    rf"|(?<=\p{{L}}{{2}}[.:])){_NOT_IN_LETTER}"
+)
+_WORD_END = rf"(?:\b|(?<=[{_UNSPACED}])|(?=[{_UNSPACED}\p{{Hangul}}])|(?=[.:]\p{{L}}{{2}})){_NOT_IN_LETTER}"
+_WORDS = regex.compile(
+    rf"(?=[{_UNSPACED}])\X|[[\p{{L}}\p{{M}}\p{{N}}_]--[{_UNSPACED}]]+", regex.V1
+)
+_HAS_UNSPACED = regex.compile(rf"[{_UNSPACED}]")
+_CLOSING = (
+    " \t\r\n.,;:!?*_`'\")]}$"
+    + "\u3002\uff0c\u3001\uff01\uff1f\uff1b\uff1a\u300d\u300f\uff09\u3011\u300b\u201d\u2019\u00bb\u2026\u17d4\u0964\u061f"
+)
+
+_CHARACTERS = str.maketrans(
+    dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d", "-")
+    | {
+        "\uff0b": "+",
+        "\uff0e": ".",
+        "\uff05": "%",
+        "\uff04": "$",
+        "\uff0f": "/",
+        "\u2044": "/",
+        "\u066b": ".",
+    }
+)
+_SUPERSCRIPTS = str.maketrans(
+    "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b", "0123456789-"
+)
+_GROUP = "\u2009"  # stands for every separator of thousands but comma and dot
+_SEPARATOR = r"(?:\\[,;: ]|\{\\[,;:]\}|\\thinspace\s?|[~'_\u2019\u02bc\u066c\u00a0\u2000-\u200a\u202f\u205f])"
+_ARGUMENT = r"\s?(?|\{\s*([^{}]{1,60}?)\s*\}|(\d))"
+_VULGAR_FRACTION = r"[\u00bc-\u00be\u2150-\u215e]"
+_REWRITES: list[tuple[Any, str | Callable[[Any], str]]] = [
+    (regex.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s?\{([^{}]*)\}"), r" \1"),
+    (regex.compile(r"\{([-,])\}|\\([%$])|\\!|\\(?:left|right)(?![A-Za-z])"), r"\1\2"),
+    (regex.compile(r"(?<![\p{L}\d])_+|_+(?![\p{L}\d])"), " "),
+    (regex.compile(r"\^\s?(?:\\circ|\{\s?\\circ\s?\})"), "\u00b0"),
+    (regex.compile(r"(?<=\d)\uff0c(?=\d)"), ","),
+    (regex.compile(rf"(?<=\d)(?:{_SEPARATOR}|\s(?=000(?!\d)))(?=\d)"), _GROUP),
+    (
+        regex.compile(rf"(\d?)\\[dtc]?frac{_ARGUMENT}{_ARGUMENT}"),
+        lambda found: _fraction_text(*found.groups()),
+    ),
+    (
+        regex.compile(rf"(\d?)({_VULGAR_FRACTION})"),
+        lambda found: _fraction_text(found[1], *_parts(found[2])),
+    ),
+    (
+        regex.compile("(?<=[0-9])[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+"),
+        lambda found: "^" + found[0].translate(_SUPERSCRIPTS),
+    ),
+]
+_IN_PARTS = regex.compile(
+    rf"(?<=\d)(?:{_SEPARATOR}|\{{,\}})(?=(?:\d\d\d?(?:{_SEPARATOR}|\{{,\}})){{0,12}}\d{{3}}(?!\d))"
+)
+
+_INTEGER = (
+    rf"(?:\d{{1,3}}(?:[,{_GROUP}]\d{{3}})+|\d{{1,2}}(?:[,{_GROUP}]\d{{2}}){{1,12}}[,{_GROUP}]\d{{3}}"
+    r"|[1-9]\d{0,2}(?:\.\d{3}){2,}|[1-9]\d{0,2}(?:\.\d{3})+(?=,\d{1,2}(?![\d,]))|\d++)(?!\d)"
+)
+_DECIMAL = rf"{_INTEGER}(?:(?<=[{_GROUP}.]\d{{3}}),\d++(?!,\d)|\.\d++)?+"
+_EXPONENT = r"\^\{?+(?P<power>[-+]?\d{1,3})\}?+(?!\d)"
+_SPACELESS = rf"{_UNSPACED}\p{{Hangul}}"
 # A sign belongs to its number only where nothing precedes it that could be subtracted from: `10-7` holds 10 and 7.
-_NUMBER = re.compile(
-    rf"(?:(?<![\w.)])[-+]\$?)?(?<![A-Za-z_])(?<!\d)(?:{_DIGITS}(?:\.\d+)?|(?<!\w)\.\d+)(?:[eE][-+]?\d{{1,3}})?"
+_SIGN = rf"(?:(?<![[\w.)\]}}%\u00b0]--[{_SPACELESS}]])(?<!\d\$)(?P<sign>[-+])(?=\p{{Sc}}?\s?[\d.]))?+"
+# Digits are no number of their own behind a letter, in an exponent, an index, a root or a denominator.
+_START = rf"(?<![[\p{{L}}\d_^/\u221a]--[{_SPACELESS}]])(?<!\d\.)(?<!\^[-+{{])(?<!\\sqrt\s?\{{?)"
+_NUMBER = regex.compile(
+    rf"{_SIGN}(?:\p{{Sc}}\s?(?P<sign>[-+])?+)?+(?:"
+    rf"(?P<chain>{_START}(?![1-9]\d{{0,2}}(?:\.\d{{3}}){{2,}}(?![.\d]))\d++(?:(?:\.\d++){{2,}}+|(?:/\d++){{2,}}+))"
+    rf"|(?:{_START}(?P<whole>\d{{1,9}})\s(?=\d{{1,9}}/\d))?+"
+    rf"(?P<top>{_START}{_DECIMAL}|(?<!\w)\.\d++)(?:/(?P<bottom>{_DECIMAL}))?+"
+    rf"(?:[eE](?P<power_of_ten>[-+]?\d{{1,3}})(?!\d))?+"
+    rf"(?:{_EXPONENT}|(?P<times>\s?(?:\\times|\\cdot|[\u00d7\u00b7*x])\s?10){_EXPONENT})?+"
+    r"(?!\^|\s?(?:\\sqrt|\\?pi\b|[\u03c0\u221a]))(?P<percent>\s?(?:%|per\s?cent\b))?+)",
+    regex.V1,
 )
-_PLAIN_NUMBER = re.compile(
-    rf"[-+]?\s?\$?(?:{_DIGITS}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{{1,3}})?\s?%?"
-)
-_CLOSING = " \t\r\n.,;:!?*_`'\")]}$"
+_UNIT = regex.compile(r"\s?((?:[\p{L}\u00b0\u00b5][^\s\d]*\s?){1,3})", regex.V1)
+_ALIASES = ("value", "aliases", "normalized_value", "normalized_aliases", "text")
+_BOX = "\\boxed{"
+THINKING = "<think>\n"
+
+
+class Number(NamedTuple):
+    """A number in a text. `20%` has the value 20 and is a share; `unit` are the words behind it in its line."""
+
+    value: Fraction
+    text: str
+    is_share: bool = False
+    unit: str = ""
+
+    @property
+    def digits(self) -> str:
+        return str(regex.sub(rf"[,\s\p{{Sc}}{_GROUP}]", "", self.text))
+
+    def equals(self, right: "Number", tolerance: float = 0.0) -> bool:
+        """Whether both are one number, but for `tolerance`: a share of the right one, or a distance where that is below 1.
+
+        20% is 20 and 0.2.
+        """
+        values = [self.value]
+        if self.is_share != right.is_share:
+            values.append(self.value / 100 if self.is_share else self.value * 100)
+        allowed = Fraction(tolerance) * max(Fraction(1), abs(right.value))
+        return any(abs(value - right.value) <= allowed for value in values)
 
 
 def completion_text(completion: Content) -> str:
@@ -43,12 +150,23 @@ def without_thinking(completion: Content) -> Content:
     """The completion without what precedes `</think>`, still as text or chat; empty where the thinking never ends."""
     if isinstance(completion, str):
         return _after_thinking(completion)
-    if not completion:
-        return []
-    return [
-        *completion[:-1],
-        {**completion[-1], "content": _after_thinking(completion_text(completion))},
-    ]
+    return _with_text(completion, _after_thinking(completion_text(completion)))
+
+
+def opens_thinking(rendered_prompt: str) -> bool:
+    """Whether what follows this prompt, of which the end is enough, begins inside the thinking."""
+    return rendered_prompt.rstrip().endswith("<think>")
+
+
+def with_thinking_opened(completion: Content) -> Content:
+    """The completion behind the `<think>` that its prompt ends with."""
+    if isinstance(completion, str):
+        return THINKING + completion
+    return _with_text(completion, THINKING + completion_text(completion))
+
+
+def _with_text(completion: list[Any], text: str) -> Content:
+    return [*completion[:-1], {**completion[-1], "content": text}] if completion else []
 
 
 def final_answer(text: str) -> str:
@@ -57,69 +175,122 @@ def final_answer(text: str) -> str:
     It is a formula in a box, the last number, or the last line without regard to case and closing punctuation.
     """
     answer = answer_text(text)
-    boxed = answer.rpartition("\\boxed{")[2]
-    if boxed != answer:
-        depth = 1
-        end = 0
-        while end < len(boxed) and depth:
-            depth += {"{": 1, "}": -1}.get(boxed[end], 0)
-            end += 1
-        answer = boxed[: end - 1] if not depth else boxed
-        if number_of(answer) is None:
-            return " ".join(answer.casefold().split())
+    box = boxed(answer)
+    if box is not None and number_of(box) is None:
+        return " ".join(_plain(box).casefold().split())
+    answer = answer if box is None else box
     numbers = numbers_in(answer)
-    lines = answer.rstrip(_CLOSING).splitlines()
-    if numbers:
-        return str(numbers[-1].normalize())
-    return _folded(lines[-1]) if lines else ""
+    return str(numbers[-1].value) if numbers else _last_line(answer)
 
 
-def gold_of(answer: Any) -> str:
-    """Return a row's right answer as text: what follows the last `####`, with which GSM8K's worked solutions end."""
-    return "" if answer is None else str(answer).rpartition("####")[2].strip()
+def boxed(text: str) -> str | None:
+    """Return what is in the last `\\boxed{...}` of a text; None where there is none."""
+    _, box, inside = text.rpartition(_BOX)
+    depth = 1
+    for end, character in enumerate(inside):
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if not depth:
+            return inside[:end]
+    return inside if box else None
 
 
-def number_of(text: str) -> Decimal | None:
-    """Return the number that the whole text is (`-4`, `1,234`, `$5`, `20%`, `7.`), or None."""
-    text = text.strip().replace("\N{MINUS SIGN}", "-")
-    return _to_decimal(text) if _PLAIN_NUMBER.fullmatch(text) else None
+def golds_of(answer: Any) -> list[str]:
+    """Return the texts that a row accepts as its answer; none where it is empty or NaN.
+
+    `answer` is a text, a number, a list or array of them, or a mapping with `value`, `aliases` (TriviaQA) or `text`
+    (SQuAD). Of a text only what follows the last `####` counts, with which GSM8K's worked solutions end.
+    """
+    if hasattr(answer, "tolist"):  # of numpy, from Parquet
+        answer = answer.tolist()
+    if isinstance(answer, Mapping):
+        answer = [answer[key] for key in _ALIASES if key in answer]
+    if isinstance(answer, list | tuple | set):
+        return list(dict.fromkeys(gold for item in answer for gold in golds_of(item)))
+    if answer is None or answer != answer:
+        return []
+    gold = str(answer).rpartition("####")[2].strip()
+    return [gold] if gold else []
 
 
-def numbers_in(text: str) -> list[Decimal]:
-    """Return every number of a text, in order."""
-    return [
-        _to_decimal(match) for match in _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
-    ]
+def number_of(text: str) -> Number | None:
+    """Return the number that the whole text is (`-4`, `1,234`, `$5`, `20%`, `7.`, `\\frac{1}{2}`, `5 km`), or None."""
+    text = _plain(text).strip().strip("$").strip().removesuffix(".")
+    text = regex.sub(r"^([-+])\s|\s?(/)\s?", r"\1\2", text)
+    numbers = _read_numbers(text)
+    number = next(numbers, None)
+    if number is None or next(numbers, None) or number.text + number.unit != text.strip():
+        return None
+    return number
+
+
+def numbers_in(text: str) -> list[Number]:
+    """Return every number of a text, in order, each whole: no part of a number is one."""
+    return list(_read_numbers(_plain(text)))
 
 
 def gives(text: str, gold: str) -> bool:
     """Whether a text ends with the right answer.
 
-    A number: the last number of the text equals it (`7` is `7.0`, `1,234` is `1234`). Anything else: the last line
-    that is not empty ends with it, as whole words, without regard to case and closing punctuation.
+    A number: the last number of the text equals it (`7` is `7.0`, `1,234` is `1234`), and has its unit or none where
+    it has one. Anything else: the last line that is not empty ends with it, as whole words, without regard to case and
+    closing punctuation.
     """
     right = number_of(gold)
     if right is not None:
-        return numbers_in(text)[-1:] == [right]
+        whole = number_of(text)
+        return any(
+            map(_same_quantity(right), numbers_in(text)[-1:] if whole is None else [whole])
+        )
     folded = _folded(gold)
     if not folded:  # the answer is punctuation
         return text.strip().endswith(gold)
-    lines = text.rstrip(_CLOSING).splitlines()
-    return (
-        bool(lines)
-        and re.search(rf"(?<!\w){re.escape(folded)}$", _folded(lines[-1])) is not None
-    )
+    return _word_search(folded, _last_line(text), end=r"\Z")
 
 
 def holds(text: str, gold: str) -> bool:
     """Whether the right answer occurs anywhere in a text: as one of its numbers, or as whole words."""
     right = number_of(gold)
     if right is not None:
-        return right in numbers_in(text)
+        return any(map(_same_quantity(right), numbers_in(text)))
     folded = _folded(gold)
-    if not folded:
-        return gold in text
-    return re.search(rf"(?<!\w){re.escape(folded)}(?!\w)", _folded(text)) is not None
+    return _word_search(folded, _folded(text), end=_WORD_END) if folded else gold in text
+
+
+def for_math_verify(text: str) -> str:
+    """Return a text with delimiters and signs as math-verify reads them: no dollar is money, no number is in parts."""
+    text = unicodedata.normalize("NFC", text).translate(_CHARACTERS).replace("\\$", "")
+    text = _IN_PARTS.sub("", text.replace("\\!", ""))
+    if text.count("$") % 2:
+        text = regex.sub(r"\$(?=\s?[\d.])", "", text)
+    fractions = regex.compile(_VULGAR_FRACTION)
+    return str(
+        fractions.sub(lambda found: r"\frac{{{}}}{{{}}}".format(*_parts(found[0])), text)
+    ).strip()
+
+
+def words_of(text: str) -> list[str]:
+    """Return a text's words: as white space parts them, and where a script has no spaces, its letters."""
+    words: list[str] = []
+    for part in unicodedata.normalize("NFC", text).split():
+        words += _WORDS.findall(part) if _HAS_UNSPACED.search(part) else [part]
+    return words
+
+
+def _same_quantity(right: Number) -> Callable[[Number], bool]:
+    unit = _folded(right.unit).split()
+
+    def same(number: Number) -> bool:
+        words = _folded(number.unit).split()
+        return number.equals(right) and (not unit or not words or words[: len(unit)] == unit)
+
+    return same
+
+
+def _word_search(folded: str, text: str, *, end: str) -> bool:
+    return (
+        regex.search(_WORD_START + regex.escape(folded) + end, text, regex.WORD | regex.V1)
+        is not None
+    )
 
 
 def _after_thinking(text: str) -> str:
@@ -129,9 +300,71 @@ def _after_thinking(text: str) -> str:
     return "" if "<think>" in text else text
 
 
+def _last_line(text: str) -> str:
+    lines = text.rstrip(_CLOSING).splitlines()
+    return _folded(lines[-1]) if lines else ""
+
+
 def _folded(text: str) -> str:
-    return " ".join(text.casefold().split()).rstrip(_CLOSING)
+    folded = unicodedata.normalize("NFC", _plain(text).casefold())
+    return " ".join(folded.replace(_GROUP, " ").split()).rstrip(_CLOSING)
 
 
-def _to_decimal(number: str) -> Decimal:
-    return Decimal(re.sub(r"[,$%\s]", "", number))
+def _plain(text: str) -> str:
+    """Return a text in NFC, with one form for each of the many in which LaTeX and Unicode write a number."""
+    text = unicodedata.normalize("NFC", text).translate(_CHARACTERS)
+    for pattern, replacement in _REWRITES:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def _fraction_text(before: str, top: str, bottom: str) -> str:
+    is_plain = regex.fullmatch(r"-?[\d.,]+", top) and regex.fullmatch(r"[\d.,]+", bottom)
+    space = " " if before else ""
+    return f"{before}{space}{top}/{bottom}" if is_plain else f"{before}({top})/{bottom}"
+
+
+def _parts(vulgar_fraction: str) -> list[str]:
+    return unicodedata.normalize("NFKC", vulgar_fraction).split("\u2044")
+
+
+def _read_numbers(plain: str) -> Iterator[Number]:
+    for found in _NUMBER.finditer(plain):
+        value = None if found["chain"] else _value(found)
+        if value is not None:
+            unit = _UNIT.match(plain, found.end())
+            yield Number(
+                value,
+                found[0].strip(),
+                found["percent"] is not None,
+                unit[0].rstrip() if unit else "",
+            )
+
+
+def _value(found: Any) -> Fraction | None:
+    """Return a match's value; None where it is beyond what anybody means (`9^999`), or divides by 0."""
+    value = _fraction(found["top"])
+    power = int(found["power"] or 0)
+    if found["bottom"]:
+        bottom = _fraction(found["bottom"])
+        if not bottom:
+            return None
+        value /= bottom
+    if found["times"]:
+        value *= Fraction(10) ** power
+    elif found["power"]:
+        if (power < 0 and not value) or abs(power) > 99 or len(found["top"]) > 20:
+            return None
+        value **= power
+    value = (value + int(found["whole"] or 0)) * Fraction(10) ** int(found["power_of_ten"] or 0)
+    return -value if found["sign"] == "-" else value
+
+
+def _fraction(digits: str) -> Fraction:
+    """Return the number that digits with their separators are."""
+    digits = digits.replace(_GROUP, "")
+    if regex.fullmatch(r"\d{1,3}(?:,\d{2,3})*,\d{3}(?:\.\d+)?", digits):
+        digits = digits.replace(",", "")
+    elif "," in digits or digits.count(".") > 1:  # 1.234,56 or 1.234.567
+        digits = digits.replace(".", "").replace(",", ".")
+    return Fraction(Decimal(digits))

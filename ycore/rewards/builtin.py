@@ -9,7 +9,6 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from decimal import Decimal
 from functools import cache, lru_cache
 from math import exp
 from statistics import fmean
@@ -21,13 +20,16 @@ from ycore.config.schema import RewardConfig, Strict
 from ycore.errors import RewardError
 from ycore.rewards.answers import (
     answer_text,
+    boxed,
     completion_text,
+    for_math_verify,
     gives,
-    gold_of,
+    golds_of,
     holds,
     number_of,
     numbers_in,
     without_thinking,
+    words_of,
 )
 from ycore.types import Content
 
@@ -53,6 +55,7 @@ EVALUATED_FORMULAS = frozenset(
     }
 )
 _DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[")
+_TEXT = re.compile(r"\\text\{[^{}]*\}")
 _WORD = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{2}")
 _PLAIN_LIST = re.compile(r"""[\w\s,\[\]'"#.-]*""")
 _FUNCTIONS = "a?(?:sin|cos|tan)h?|exp|log|ln|sqrt|pi|Abs"
@@ -64,14 +67,21 @@ _PLAIN_FORMULA = re.compile(
 def exact_answer(
     prompts: Contents, completions: Contents, answer: list[Any], **_columns: Any
 ) -> Rewards:
-    """1 where the completion ends with the answer (see `answers.gives`), else 0; None where the row has no answer."""
+    """1 where the completion ends with an answer that the row accepts (`answers.gives`), else 0; None without any.
+
+    `answer` may be a text, a number, a list of accepted answers, or a mapping with `value` and `aliases`. Numbers are
+    compared as numbers, in all forms that people and LaTeX write them.
+    """
     return _compared(completions, answer, gives)
 
 
 def contains_answer(
     prompts: Contents, completions: Contents, answer: list[Any], **_columns: Any
 ) -> Rewards:
-    """1 where the answer occurs anywhere (see `answers.holds`), else 0; None where the row has no answer."""
+    """1 where an answer that the row accepts occurs anywhere (`answers.holds`), else 0; None without any.
+
+    `answer` as in `exact_answer`.
+    """
     return _compared(completions, answer, holds)
 
 
@@ -83,34 +93,32 @@ def numeric_answer(
     tolerance: float = 1e-6,
     **_columns: Any,
 ) -> Rewards:
-    """1 where the last number given is within `tolerance` of the answer, else 0; None where the answer is no number.
+    """1 where the last number is within `tolerance` of an accepted answer, else 0; None where no answer is a number.
 
-    The tolerance is a share of the answer where that is above 1, and a distance below.
+    The tolerance is a share of the answer where that is above 1, and a distance below. `answer` as in `exact_answer`.
     """
     if tolerance < 0:
         raise ValueError(f"tolerance must be 0 or more: {tolerance}")
     scores: Rewards = []
     for completion, row_answer in zip(completions, answer, strict=True):
-        right = number_of(gold_of(row_answer))
-        numbers = numbers_in(answer_text(completion))
-        if right is None:
-            scores.append(None)
-            continue
-        allowed = Decimal(str(tolerance)) * max(Decimal(1), abs(right))
-        scores.append(float(bool(numbers) and abs(numbers[-1] - right) <= allowed))
+        known = [number for gold in golds_of(row_answer) if (number := number_of(gold))]
+        numbers = numbers_in(answer_text(completion))[-1:]
+        is_right = any(number.equals(right, tolerance) for number in numbers for right in known)
+        scores.append(float(is_right) if known else None)
     return scores
 
 
 def math(
     prompts: Contents, completions: Contents, answer: list[Any], **_columns: Any
 ) -> Rewards:
-    """1 where math-verify finds the formula equal to the answer, else 0; None where the answer itself is no formula.
+    """1 where math-verify finds the formula equal to an accepted answer, else 0; None where no answer is a formula.
 
-    It may take forever on a hostile formula: the worker's deadline is its only limit.
+    `answer` as in `exact_answer`; a formula may stand bare or between delimiters. It may take forever on a hostile
+    formula: the worker's deadline is its only limit.
     """
     return [
-        _math_score(completion, gold_of(gold))
-        for completion, gold in zip(completions, answer, strict=True)
+        _math_score(completion, golds_of(row_answer))
+        for completion, row_answer in zip(completions, answer, strict=True)
     ]
 
 
@@ -189,30 +197,39 @@ def _ifeval_checker() -> Any:
 def _compared(
     completions: Contents, answers: list[Any], is_right: Callable[[str, str], bool]
 ) -> Rewards:
-    golds = [gold_of(answer) for answer in answers]
-    return [
-        float(is_right(answer_text(completion), gold)) if gold else None
-        for completion, gold in zip(completions, golds, strict=True)
-    ]
+    rewards: Rewards = []
+    for completion, answer in zip(completions, answers, strict=True):
+        text, golds = answer_text(completion), golds_of(answer)
+        rewards.append(float(any(is_right(text, gold) for gold in golds)) if golds else None)
+    return rewards
 
 
-def _math_score(completion: Content, gold: str) -> float | None:
+def _math_score(completion: Content, golds: list[str]) -> float | None:
     import math_verify
 
-    parsed_gold = _parsed_gold(gold)
-    if not parsed_gold:
+    formulas = {gold: parsed for gold in golds if (parsed := _parsed_gold(gold))}
+    if not formulas:
         return None
+    text = for_math_verify(answer_text(completion))
+    box = boxed(text)
     # math-verify's own time limits answer "wrong" when they strike; the worker's deadline masks the item instead.
-    parsed = math_verify.parse(answer_text(completion), parsing_timeout=None)
-    return float(math_verify.verify(list(parsed_gold), parsed, timeout_seconds=None))
+    parsed = math_verify.parse(text, parsing_timeout=None)
+    return float(
+        any(
+            (box is not None and box.strip() == for_math_verify(gold))
+            or math_verify.verify(list(formula), parsed, timeout_seconds=None)
+            for gold, formula in formulas.items()
+        )
+    )
 
 
 @lru_cache(maxsize=1024)
 def _parsed_gold(gold: str) -> tuple[Any, ...]:
     import math_verify
 
+    gold = for_math_verify(gold)
     # Bare LaTeX (`x^2+1`) is only read between dollars; between dollars words would be read as products of letters.
-    is_bare = _DELIMITED.search(gold) is None and _WORD.search(gold) is None
+    is_bare = _DELIMITED.search(gold) is None and _WORD.search(_TEXT.sub("", gold)) is None
     parsed = math_verify.parse(f"${gold}$" if is_bare else gold, parsing_timeout=None)
     return tuple(parsed) if any(not isinstance(part, str) for part in parsed) else ()
 
@@ -230,7 +247,7 @@ def _gym_score(text: str, task: str, entry: dict[str, Any]) -> float:
     )
     if wants_number and numbers_in(text):
         # The scorers want the bare answer; small models say "The answer is 7.".
-        text = str(right) if gives(text, str(right)) else str(numbers_in(text)[-1])
+        text = str(right) if gives(text, str(right)) else numbers_in(text)[-1].digits
     return float(_gym_scorer(task)(text, entry))
 
 
@@ -269,7 +286,7 @@ def length(
 ) -> Rewards:
     """1 at `target` words, falling linearly to 0 at no words and at twice as many."""
     _require_positive("target", target)
-    counts = [len(completion_text(completion).split()) for completion in completions]
+    counts = [len(words_of(completion_text(completion))) for completion in completions]
     return [max(0.0, 1 - abs(count - target) / target) for count in counts]
 
 
@@ -284,7 +301,7 @@ def repetition(
     """Minus the share of a completion's word n-grams that repeat an earlier one, times `max_penalty`."""
     _require_positive("n", n)
     _require_positive("max_penalty", max_penalty)
-    grams = [_ngrams(completion_text(completion).split(), n) for completion in completions]
+    grams = [_ngrams(words_of(completion_text(completion)), n) for completion in completions]
     return [-max_penalty * (1 - len(set(mine)) / len(mine)) if mine else 0.0 for mine in grams]
 
 
@@ -326,7 +343,7 @@ def similarity(
     _require_positive("n", n)
     if len(completions) < 2:
         return [None] * len(completions)
-    words = [answer_text(completion).casefold().split() for completion in completions]
+    words = [words_of(answer_text(completion).casefold()) for completion in completions]
     grams = [
         Counter(_ngrams(mine, min(n, len(mine)) or 1)) for mine in words
     ]  # a shorter answer is one gram

@@ -28,7 +28,7 @@ from ycore.judge.sources import (
 from ycore.models.folder import read_settings
 from ycore.models.names import resolve_model
 from ycore.placement.placement import REWARD_MODEL, ROLLOUT, TEACHER
-from ycore.rewards.answers import gold_of
+from ycore.rewards.answers import golds_of
 from ycore.rewards.builtin import (
     REFERENCE,
     Reference,
@@ -473,7 +473,8 @@ class ReferenceScorer(Scorer):
         return cls(reference_of(spec), context.policy)
 
     async def score(self, group: PendingGroup) -> list[list[Score]]:
-        answer_ids = self._tokenize(gold_of(group.draw.prompt.columns.get("answer")))
+        golds = golds_of(group.draw.prompt.columns.get("answer"))
+        answer_ids = self._tokenize(golds[0]) if golds else []
         if not answer_ids:  # the reward does not apply to this row
             return [[Score(None)] for _ in range(len(group))]
         bare = await self._logprobs(group, "", answer_ids) if self.reference.debias else None

@@ -1,0 +1,193 @@
+"""Answers as people compare them: numbers whole, words by Unicode's rules, several accepted answers."""
+
+import json
+import time
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.rewards.test_builtin import score
+from ycore.rewards.answers import gives, golds_of, holds, number_of, numbers_in, words_of
+
+FOLDERS = [folder / "shared" / "cases" for folder in Path(__file__).parents]
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        (r"\boxed{1{,}234}", [1234]),
+        (r"1\,234", [1234]),
+        (r"1\!,234 and 1,\!234", [1234, 1234]),
+        (r"1\ 234\ 567", [1234567]),
+        ("1\u2009234, 1\u202f234, 1\u00a0234", [1234] * 3),
+        ("1'234'567.5", [Fraction("1234567.5")]),
+        ("12,34,567", [1234567]),
+        (r"12{,}34{,}567", [1234567]),
+        ("12{,}000", [12000]),
+        ("100 000", [100000]),
+        ("1.234,56", [Fraction("1234.56")]),
+        ("1.234.567", [1234567]),
+        ("1,2,3", [1, 2, 3]),
+        (r"\frac{1}{2}", [Fraction(1, 2)]),
+        (r"-\dfrac{3}{4}", [Fraction(-3, 4)]),
+        (r"2\frac12", [Fraction(5, 2)]),
+        ("½ and 2½ and 2 1/2", [Fraction(1, 2), Fraction(5, 2), Fraction(5, 2)]),
+        (r"1.2 \times 10^{3}", [1200]),
+        ("1.2\u00d710³", [1200]),
+        ("6.02e23", [602 * 10**21]),
+        ("10^-2", [Fraction(1, 100)]),
+        ("2^10", [1024]),
+        ("答案是-5", [-5]),
+        ("答案是5。", [5]),
+        ("\u22125", [-5]),
+        ("{-}5", [-5]),
+        ("-$5 or $-5", [-5, -5]),
+        ("10-7=3", [10, 7, 3]),
+        ("10\u201320", [10, 20]),
+        ("50%-60%", [50, 60]),
+        ("１，２３４", [1234]),  # noqa: RUF001
+        ("x^2, x_2, x/2, SmolLM2, é5, 3.11.2, 5/12/2024", []),
+        (r"2\sqrt{3}, 2\pi, 2π, √3", []),
+        ("9^999, 1/0", []),
+    ],
+)
+def test_numbers_are_read_whole(text: str, values: list[Any]) -> None:
+    assert [number.value for number in numbers_in(text)] == values
+
+
+@pytest.mark.parametrize(
+    ("text", "gold", "ends", "contains"),
+    [
+        ("答案是北京", "北京", True, True),
+        ("答案是北京。", "北京", True, True),
+        ("北京是首都", "北京", False, True),
+        ("答えは東京です", "東京", False, True),
+        ("정답은 서울입니다", "서울", False, True),
+        ("남서울", "서울", False, False),
+        ("คำตอบคือกรุงเทพ", "กรุงเทพ", True, True),
+        ("ກຳ", "ກ", False, False),
+        ("ຄຳຕອບແມ່ນວຽງຈັນ", "ວຽງຈັນ", True, True),
+        ("ចម្លើយគឺភ្នំពេញ។", "ភ្នំពេញ", True, True),
+        ("답은 Paris입니다", "Paris", False, True),
+        ("cafe\u0301", "caf\u00e9", True, True),
+        ("Comparis", "Paris", False, False),
+        ("I don't", "don", False, False),
+        ("Answer:Paris", "Paris", True, True),
+        ("_Paris_", "Paris", True, True),
+        (r"\boxed{\text{Paris}}", "Paris", True, True),
+        ("It takes 5 km", "5 km", True, True),
+        ("It takes 5km.", "5 km", True, True),
+        ("It is 5", "5 km", True, True),
+        ("5 miles", "5 km", False, False),
+        ("5 km", "5", True, True),
+        ("20%", "0.2", True, True),
+        ("20", "20%", True, True),
+        ("0.2", "20", False, False),
+        ("1/2", "2", False, False),
+        ("1/2", "0.5", True, True),
+    ],
+)
+def test_answers_are_compared_as_people_do(
+    text: str, gold: str, ends: bool, contains: bool
+) -> None:
+    assert (gives(text, gold), holds(text, gold)) == (ends, contains)
+
+
+@pytest.mark.parametrize(
+    ("answer", "golds"),
+    [
+        (["Paris", "Paris, France"], ["Paris", "Paris, France"]),
+        (("Paris", ""), ["Paris"]),
+        (np.array(["Paris", "Rome"], dtype=object), ["Paris", "Rome"]),
+        ({"value": "Paris", "aliases": ["City of Light", "Paris"]}, ["Paris", "City of Light"]),
+        ({"text": ["Paris"], "answer_start": [3]}, ["Paris"]),
+        (np.float64(5), ["5.0"]),
+        (7, ["7"]),
+        ("48 / 2\n#### 24", ["24"]),
+        (None, []),
+        ("  ", []),
+        ([], []),
+        ([None, float("nan")], []),
+        (np.float32("nan"), []),
+    ],
+)
+def test_what_a_row_accepts(answer: Any, golds: list[str]) -> None:
+    assert golds_of(answer) == golds
+
+
+def test_one_of_several_answers_is_enough_and_none_is_not_scored() -> None:
+    for name in ("exact_answer", "contains_answer"):
+        assert score(name, "It is Paris.", answer=["Rome", "Paris"]) == 1.0
+        assert score(name, "It is Rome.", answer={"value": "Paris", "aliases": ["Paname"]}) == 0
+        assert score(name, "5", answer=float("nan")) is None
+    assert score("numeric_answer", "It is 5.", answer=["five", "5"]) == 1.0
+    assert score("math", r"\boxed{5}", answer=["7", "5"]) == 1.0
+    assert score("math", r"\boxed{5}", answer=[]) is None
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        (r"\boxed{18}", r"\$18", 1.0),
+        (r"\boxed{\$18}", "18", 1.0),
+        (r"it costs \$18.", "$18", 1.0),
+        (r"\boxed{3 \text{ or } 5}", r"3 \text{ or } 5", 1.0),
+        (r"\boxed{1\,234}", "1234", 1.0),
+        (r"\boxed{1\,234}", "234", 0.0),
+        (r"\boxed{12{,}34{,}567}", "1234567", 1.0),
+        ("½", "0.5", 1.0),
+        ("\\boxed{\u22125}", "-5", 1.0),
+    ],
+)
+def test_math_reads_mended_delimiters(completion: str, answer: str, expected: float) -> None:
+    assert score("math", completion, answer=answer) == expected
+
+
+def test_words_of_languages_without_spaces_are_counted() -> None:
+    assert words_of("The answer is 北京。") == ["The", "answer", "is", "北", "京"]
+    assert words_of("a = b") == ["a", "=", "b"]
+    assert len(words_of("กรุงเทพ")) > 3
+    assert score("length", "中" * 10, target=10) == 1.0
+    assert score("repetition", "中" * 10, n=2) == pytest.approx(-8 / 9)
+    both = ["答案是北京", "答案是上海"]
+    assert score("similarity", both[0]) is None
+    from ycore.rewards.builtin import similarity
+
+    assert similarity(["?"] * 2, [*both]) == pytest.approx([0.6, 0.6])
+
+
+@pytest.mark.parametrize(
+    "hostile", ["1," * 20_000, "12_" * 20_000, "\\frac" * 20_000, "1/1 " * 9_000]
+)
+def test_numbers_are_read_in_linear_time(hostile: str) -> None:
+    began = time.process_time()
+    numbers_in(hostile)
+    number_of(hostile)
+    assert time.process_time() - began < 20.0
+
+
+def shared_rows(case: str, name: str = "rows.jsonl") -> list[dict[str, Any]]:
+    files = [folder / case / name for folder in FOLDERS]
+    file = next((file for file in files if file.is_file()), None)
+    if file is None:
+        pytest.skip(f"no shared case {case} here")
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def test_the_shared_rows_of_answers_are_scored_right() -> None:
+    for row in shared_rows("answer-list"):
+        assert score("exact_answer", "It is Paris.", answer=row["answer"]) == 1.0
+    (row,) = shared_rows("cjk-words")
+    assert score("exact_answer", "答案是北京", answer=row["answer"]) == 1.0
+    rewards = [
+        score(name, r"\boxed{1{,}234}", answer=row["answer"])
+        for row in shared_rows("latex-thousands")
+        for name in ("exact_answer", "contains_answer", "numeric_answer", "math")
+    ]
+    assert rewards == [1.0] * 4 + [0.0] * 4
+    dollar, either = shared_rows("math-dollar")
+    assert score("math", r"\boxed{18}", answer=dollar["answer"]) == 1.0
+    assert score("math", rf"\boxed{{{either['answer']}}}", answer=either["answer"]) == 1.0

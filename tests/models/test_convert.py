@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ycore.errors import ModelError
-from ycore.models.convert import read_header
+from ycore.models.convert import _merge_adapter, read_header
 from ycore.models.fetch import convert, download_gguf, fetch_model
 from ycore.models.folder import read_settings
 from ycore.models.names import BUILTIN, resolve_model
@@ -310,3 +310,42 @@ def test_an_adapter_without_its_weights(adapter: Path) -> None:
 def test_a_name_too_long_for_a_file_is_no_adapter() -> None:
     with pytest.raises(ModelError, match="no such model folder"):
         resolve_model("./" + "x" * 300)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        {"target_modules": ["embed_tokens", "q_proj"]},
+        {"target_modules": ["lm_head"]},
+        {"target_modules": ["lm_head", "embed_tokens"]},
+        {"target_modules": ["embed_tokens"], "ensure_weight_tying": True},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+        {"target_modules": ["q_proj"]},
+    ],
+)
+def test_an_adapter_of_tied_embeddings_is_the_same_model_once_merged(
+    layers: dict[str, Any], tmp_path: Path
+) -> None:
+    import torch
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = write_tiny_model(tmp_path / "base")
+    whole = AutoModelForCausalLM.from_pretrained(base)
+    assert whole.get_output_embeddings().weight is whole.get_input_embeddings().weight
+    adapted = get_peft_model(whole, LoraConfig(r=4, task_type="CAUSAL_LM", **layers))
+    torch.manual_seed(0)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    adapted.save_pretrained(tmp_path / "adapter")
+    ids = torch.arange(10, 30).unsqueeze(0)
+    again = AutoModelForCausalLM.from_pretrained(base)
+    trained = PeftModel.from_pretrained(again, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        expected = trained(ids).logits.log_softmax(-1)
+    _merge_adapter(tmp_path / "adapter", tmp_path / "merged", base)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    with torch.no_grad():
+        assert torch.allclose(merged(ids).logits.log_softmax(-1), expected, atol=1e-4)

@@ -15,6 +15,7 @@ from ycore.data.examples import load_examples
 from ycore.errors import ConfigError
 from ycore.launch.launcher import TRAINER, run_worker
 from ycore.launch.layout import Site, site_of
+from ycore.models.folder import check_adapter_targets
 from ycore.models.names import (
     ModelPlan,
     require_chat_template,
@@ -40,6 +41,10 @@ def checked_plan(
         trains: False for a preflight and an evaluation.
     """
     model = resolve_model(config.model, trust_remote_code=config.trust_remote_code)
+    trains_language_model = trains and not find_algorithm(config.algorithm).trains_reward_model
+    if trains_language_model and config.lora is not None and model.ready:
+        assert model.folder is not None
+        check_adapter_targets(config.lora.target_modules, model.folder)
     site = site_of(config, trains=trains)
     if isinstance(config, RunConfig):
         details = check_rollouts(config, model, site, step=how.step)

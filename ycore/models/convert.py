@@ -153,9 +153,32 @@ def _merge_adapter(source: Path, folder: Path, base: Path) -> None:
     model_class = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     tokenizer_class = AutoProcessor if sees else AutoTokenizer
     model = PeftModel.from_pretrained(model_class.from_pretrained(base, dtype="auto"), source)
-    model.merge_and_unload().save_pretrained(folder)
+    _merge_untied(model).save_pretrained(folder)
     has_tokenizer = (source / "tokenizer_config.json").is_file()
     tokenizer_class.from_pretrained(source if has_tokenizer else base).save_pretrained(folder)
+
+
+def _merge_untied(model: Any) -> Any:
+    """Merge the adapter into its base, whose output layer gets a weight of its own where the merged two differ.
+
+    While embedding and output layer are one tensor, an adapter of one of them would be merged into both.
+    """
+    import torch
+
+    embedding = model.get_base_model().get_input_embeddings()
+    tied = getattr(embedding, "base_layer", embedding).weight
+    for module in list(model.modules())[::-1]:
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter is tied and module is not getattr(embedding, "base_layer", embedding):
+                setattr(module, name, torch.nn.Parameter(parameter.detach().clone()))
+    merged = model.merge_and_unload()
+    head = merged.get_output_embeddings()
+    if torch.equal(head.weight, merged.get_input_embeddings().weight):
+        merged.tie_weights()
+    else:
+        merged.config.tie_word_embeddings = False
+        merged.config.get_text_config().tie_word_embeddings = False
+    return merged
 
 
 def _convert_gguf(source: Path, folder: Path) -> None:

@@ -161,8 +161,9 @@ def reward_model_encoder(
 ) -> Callable[[Prompt, str], list[int]]:
     """Return a function from a prompt and a completion to the token ids that TRL's trainers give a reward model.
 
-    A chat goes through the reward model's own chat template. A text is followed by the end token, as in TRL's
-    RewardTrainer. Special tokens that the policy spelled out are broken up, so that it cannot end its own turn.
+    A chat goes through the reward model's own chat template. A text is followed by the end token, and has the tokens
+    that the tokenizer adds, as in TRL's RewardTrainer. Special tokens that the policy spelled out are broken up, so
+    that it cannot end its own turn.
     """
     special = special_tokens(tokenizer)
 
@@ -173,9 +174,9 @@ def reward_model_encoder(
             end = str(tokenizer.eos_token or "")
             if not (end and text.endswith(end)):
                 text += end
-        else:
-            answer = {"role": "assistant", "content": completion}
-            text = str(tokenizer.apply_chat_template([*prompt.content, answer], tokenize=False))
+            return list(tokenizer(text)["input_ids"])
+        answer = {"role": "assistant", "content": completion}
+        text = str(tokenizer.apply_chat_template([*prompt.content, answer], tokenize=False))
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     return encode

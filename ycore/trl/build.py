@@ -15,7 +15,7 @@ from ycore.config.batch import derive_batch, derive_tune_batch
 from ycore.config.schema import AnyConfig, LoraSettings, RunConfig, TuneConfig
 from ycore.config.trl_arguments import trl_arguments
 from ycore.data.examples import Example, ExampleSet
-from ycore.models.folder import context_length, read_settings
+from ycore.models.folder import check_adapter_targets, context_length, read_settings
 from ycore.rewards.loading import reward_names
 from ycore.run.paths import RunFolder
 from ycore.trl.base import BaseTrainer, bare
@@ -79,6 +79,8 @@ def build_trainer(
         settings.num_generations = config.group_size
     adapters = None
     if config.lora is not None:
+        if trainer_class.task_type == "CAUSAL_LM":
+            check_adapter_targets(config.lora.target_modules, model)
         adapters = _lora(config.lora, trainer_class.task_type, model)
     trainer = trainer_class(
         model=str(model),

@@ -1,5 +1,6 @@
 """The trainers on given examples: supervised fine-tuning, DPO, KTO and reward models. All are TRL's."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,11 @@ from trl import (
 )
 
 from ycore.config.schema import TuneConfig
+from ycore.errors import ConfigError
 from ycore.run.metrics import wilson_95
 from ycore.trl.base import BaseTrainer
+
+_SPARE_NAME = re.compile("pad|reserved|unused|extra|dummy|placeholder", re.IGNORECASE)
 
 
 class FineTuner(BaseTrainer, SFTTrainer):
@@ -57,18 +61,29 @@ class RewardModelTrainer(BaseTrainer, RewardTrainer):
     config_class = RewardConfig
     task_type = "SEQ_CLS"
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        tokenizer = self.processing_class
+        if tokenizer.pad_token_id in last_tokens(tokenizer):
+            raise ConfigError(
+                f"a reward model is read at the last token that is no padding, and {tokenizer.pad_token!r} both pads "
+                "and ends a conversation; name another token of the tokenizer, which ends none, e.g. "
+                "--pad-token '<unk>', or take a model whose tokenizer has a spare one"
+            )
+
     @classmethod
     def prepare_tokenizer(cls, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Pad with a token that ends no conversation.
+        """Pad with a token that ends no conversation, if the tokenizer has one.
 
         transformers reads the reward at the last token that is not padding, vLLM at the last token. If padding were
         the end token, they would read at different places.
         """
-        if tokenizer.pad_token_id == tokenizer.eos_token_id and tokenizer.unk_token not in (
-            None,
-            tokenizer.eos_token,
-        ):
-            tokenizer.pad_token = tokenizer.unk_token
+        ends = last_tokens(tokenizer)
+        if tokenizer.pad_token_id not in ends:
+            return
+        spare = spare_token(tokenizer, ends)
+        if spare is not None:
+            tokenizer.pad_token = spare
 
     def measure(self) -> dict[str, Any]:
         """Accuracy on the held-out pairs with its 95 % interval, mean `loss` and `margin`; `right` of `n` pairs.
@@ -117,6 +132,29 @@ class RewardModelTrainer(BaseTrainer, RewardTrainer):
             model = model.float().merge_and_unload()
         model.to(dtype).save_pretrained(folder)
         self.processing_class.save_pretrained(folder)
+
+
+def last_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The ids of the tokens that can be the last of a text or a conversation, as TRL tokenizes them for a reward model."""
+    texts = [tokenizer(str(tokenizer.eos_token or ""))["input_ids"]]
+    if tokenizer.chat_template is not None:
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        texts.append(tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False))
+    return {token_ids[-1] for token_ids in texts if token_ids}
+
+
+def spare_token(tokenizer: PreTrainedTokenizerBase, ends: set[int]) -> str | None:
+    """A token of the tokenizer's that may pad: the unknown one, one that is named so, or one that no template writes."""
+    template = str(tokenizer.chat_template)
+    special = [token for token in tokenizer.added_tokens_decoder.values() if token.special]
+    unused = [token.content for token in special if token.content not in template]
+    named = [token for token in unused if _SPARE_NAME.search(token)]
+    for token in (tokenizer.unk_token, *named, *unused):
+        if token is None or token == tokenizer.bos_token:
+            continue
+        if tokenizer.convert_tokens_to_ids(token) not in ends:
+            return str(token)
+    return None
 
 
 _TRAINERS: dict[str, type[BaseTrainer]] = {

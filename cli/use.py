@@ -106,8 +106,10 @@ def chat(
     folders = [trained.language_model(name, best=best and name == model) for name in names]
     before = [trained.turns_before(name, system_prompt=system_prompt) for name in names]
     chats: list[Chat] = []
-    for folder, turns in zip(folders, before, strict=True):
-        settings = ChatSettings(max_tokens, temperature, seed, turns)
+    for name, folder, turns in zip(names, folders, before, strict=True):
+        settings = ChatSettings(
+            max_tokens, temperature, seed, turns, trained.template_arguments(name)
+        )
         if at is None:
             chats.append(trained.TransformersChat(folder, settings))
         else:
@@ -178,7 +180,13 @@ def serve(
     from ycore.engine.kinds import is_vllm_installed
 
     folder, name = trained.language_model(model, best=best), served_name(model)
-    words, spec = trained.serve_command(folder, name=name, host=host, port=port)
+    words, spec = trained.serve_command(
+        folder,
+        name=name,
+        host=host,
+        port=port,
+        template_arguments=trained.template_arguments(model),
+    )
     print_table([("model", f"{name}, from {folder}"), ("address", f"http://{host}:{port}/v1")])
     if dry_run:
         print_table([("command", shlex.join(words))])

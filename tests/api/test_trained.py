@@ -84,6 +84,62 @@ def test_a_run_is_asked_as_it_was_trained(run: Path) -> None:
     }
 
 
+def test_a_chat_has_the_template_arguments_of_its_run(run: Path) -> None:
+    template = run / "model" / "chat_template.jinja"
+    closed = "{% if enable_thinking is defined and not enable_thinking %}closed{% endif %}"
+    template.write_text(template.read_text() + closed)
+    assert (
+        trained.template_arguments(str(run)) == {} == trained.template_arguments("some/model")
+    )
+    arguments = {"enable_thinking": False}
+    stored = {"config": {**CONFIG, "trl": {"chat_template_kwargs": arguments}}}
+    (run / "run.json").write_text(json.dumps(stored))
+    assert trained.template_arguments(str(run)) == arguments
+
+    settings = ChatSettings(8, 0.0, 0, template_arguments=arguments)
+    chat = trained.TransformersChat(run / "model", settings)
+    rendered = []
+    render = chat._tokenizer.apply_chat_template
+
+    def recorded(turns: Any, **given: Any) -> Any:
+        inputs = render(turns, **given)
+        rendered.append(chat._tokenizer.decode(inputs["input_ids"][0]))
+        return inputs
+
+    chat._tokenizer.apply_chat_template = recorded
+    chat.say("2 + 2")
+    assert rendered[0].endswith("<|assistant|>closed")
+    words, _ = trained.serve_command(
+        run / "model", name="a", host="h", port=1, template_arguments=arguments
+    )
+    assert words[words.index("--default-chat-template-kwargs") + 1] == json.dumps(arguments)
+
+
+@pytest.mark.parametrize(
+    "of_folder",
+    [{"repetition_penalty": 5.0}, {"no_repeat_ngram_size": 1}, {"min_new_tokens": 8}, {}],
+)
+def test_a_chat_does_not_sample_by_the_folders_defaults(
+    of_folder: dict[str, Any], run: Path
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    file = run / "model" / "generation_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **of_folder}))
+    chat = trained.TransformersChat(run / "model", ChatSettings(8, 0.0, 0))
+    answer = chat.say("2 + 2")
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    model = AutoModelForCausalLM.from_pretrained(run / "model")
+    turns = [{"role": "user", "content": "2 + 2"}]
+    ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+    written: list[int] = []
+    with torch.no_grad():
+        while len(written) < 8 and tokenizer.eos_token_id not in written:
+            written.append(int(model(torch.tensor([ids + written])).logits[0, -1].argmax()))
+    assert answer == tokenizer.decode(written, skip_special_tokens=True)
+
+
 class Recorder(trained.Chat):
     """Answers `a` and keeps what it is asked."""
 
@@ -244,7 +300,9 @@ def test_a_push_makes_the_repository_and_sends_the_folder(
 
 
 def test_a_server_listens_where_it_is_told_and_cannot_be_changed(run: Path) -> None:
-    words, spec = trained.serve_command(run / "model", name="sums", host="127.0.0.1", port=9000)
+    words, spec = trained.serve_command(
+        run / "model", name="sums", host="127.0.0.1", port=9000, template_arguments={}
+    )
     line = " ".join(words)
     assert (
         "--host 127.0.0.1 --port 9000" in line

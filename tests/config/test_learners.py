@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from ycore.config.learners import CriticSettings, PPOConfig
+from ycore.config.learners import CriticSettings, PPOConfig, sampling_warnings
 from ycore.config.resolve import resolve
 from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError
@@ -347,3 +347,34 @@ def test_bad_input_is_one_line(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         config(**options)
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_a_repetition_penalty_that_the_trainer_cannot_know(algorithm: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"repetition_penalty 1\.5 .*leave it out.*--no-vllm-importance"
+    ):
+        config(algorithm=algorithm, trl={"repetition_penalty": 1.5})
+    known = {"repetition_penalty": 1.5, "vllm_importance_sampling_correction": False}
+    (line,) = sampling_warnings(config(algorithm=algorithm, trl=known))
+    assert "repetition_penalty 1.5" in line and "leave repetition_penalty out" in line
+    assert sampling_warnings(config(trl={"repetition_penalty": 1.0})) == []
+
+
+@pytest.mark.parametrize(
+    ("trl", "named"),
+    [
+        ({"top_k": 3}, ["top_k 3"]),
+        ({"top_p": 0.9, "min_p": 0.1}, ["top_p 0.9", "min_p 0.1"]),
+        ({"generation_kwargs": {"top_k": 3}}, ["generation_kwargs {'top_k': 3} has no effect"]),
+        ({"temperature": 0.7, "top_k": 0, "top_p": 1.0}, []),
+    ],
+)
+def test_the_plan_says_where_engines_do_not_sample_what_the_trainer_scores(
+    trl: dict[str, Any], named: list[str]
+) -> None:
+    lines = sampling_warnings(config(trl=trl))
+    assert len(lines) == bool(named)
+    assert all(name in lines[0] for name in named)
+    if named and "generation_kwargs" not in trl:
+        assert "sampling/importance_sampling_ratio/mean" in lines[0] and "out" in lines[0]

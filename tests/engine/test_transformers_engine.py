@@ -1,10 +1,12 @@
 import asyncio
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from PIL import Image as Pillow
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from trl.trainer.utils import add_fused_lm_head
@@ -108,6 +110,23 @@ def test_prompts_of_unequal_lengths_do_not_touch_each_other(
     assert [c.token_ids for c in together] == [c.token_ids for c in alone]
     for prompt, completion in zip(PROMPTS, together, strict=True):
         assert completion.token_ids == by_hand(parts[0], prompt, 10)
+
+
+@pytest.mark.parametrize("has_adapters", [False, True])
+def test_the_folders_sampling_defaults_do_not_apply(
+    has_adapters: bool, parts: tuple[Any, Any]
+) -> None:
+    model, tokenizer = copy.deepcopy(parts[0]), parts[1]
+    folder = model.generation_config
+    folder.repetition_penalty, folder.no_repeat_ngram_size, folder.min_new_tokens = 5.0, 1, 10
+    if has_adapters:
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
+    greedy = SamplingParams(max_tokens=10, temperature=0.0)
+    for prompt in PROMPTS:
+        (completion,) = complete((model, tokenizer), greedy, [(prompt, 0)])
+        assert completion.token_ids == by_hand(model, prompt, 10)
+    base = model.get_base_model() if has_adapters else model
+    assert base.generation_config is folder and folder.repetition_penalty == 5.0
 
 
 def by_hand(model: Any, prompt: list[int], num_tokens: int) -> tuple[int, ...]:

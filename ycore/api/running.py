@@ -8,6 +8,7 @@ from typing import Any
 from ycore.api.rollout_checks import check_rollouts
 from ycore.config.algorithms import find_algorithm
 from ycore.config.batch import derive_tune_batch
+from ycore.config.learners import sampling_warnings
 from ycore.config.resolve import check_needs
 from ycore.config.schema import AnyConfig, RunConfig, TuneConfig, a_fifth
 from ycore.config.trl_arguments import trl_arguments
@@ -75,7 +76,8 @@ def checked_plan(
         "trl": redact(trl_arguments(config, batch, site.folder)),
         "output": str(site.folder.root.absolute()),
     }
-    return plan | {"warnings": _warnings(plan)}
+    of_sampling = sampling_warnings(config) if trains and isinstance(config, RunConfig) else []
+    return plan | {"warnings": _warnings(plan) + of_sampling}
 
 
 def _warnings(plan: Mapping[str, Any]) -> list[str]:

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -75,14 +75,22 @@ def turns_before(name: str, *, system_prompt: str | None = None) -> list[dict[st
     return [*system, *config.get("few_shot", [])]
 
 
+def template_arguments(name: str) -> dict[str, Any]:
+    """Return what the run gave its chat template in training (`chat_template_kwargs`); {} for a model without a run."""
+    run = RunFolder(Path(name).expanduser())
+    config = read_json(run.config)["config"] if run.config.is_file() else {}
+    return config.get("trl", {}).get("chat_template_kwargs") or {}
+
+
 @dataclass(frozen=True, slots=True)
 class ChatSettings:
-    """How answers are sampled, and the turns `before` a conversation."""
+    """How answers are sampled, the turns `before` a conversation, and what the chat template gets beside the turns."""
 
     max_tokens: int
     temperature: float
     seed: int
     before: Sequence[dict[str, str]] = ()
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Chat:
@@ -130,14 +138,22 @@ class TransformersChat(Chat):
     def _write(self, prompt: str | list[dict[str, str]], *, seed: int, show: Say | None) -> str:
         import torch
 
+        from ycore.engine.transformers_engine import plain_generation  # it imports torch
+
         if isinstance(prompt, str):
             inputs = self._tokenizer(prompt, return_tensors="pt")
         else:
             inputs = self._tokenizer.apply_chat_template(
-                prompt, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+                prompt,
+                add_generation_prompt=True,
+                return_dict=True,
+                return_tensors="pt",
+                **self._settings.template_arguments,
             )
         samples = self._settings.temperature > 0
-        with torch.random.fork_rng(), torch.no_grad():
+        ends = self._model.generation_config.eos_token_id
+        ends = ends if isinstance(ends, list) else [ends]
+        with torch.random.fork_rng(), torch.no_grad(), plain_generation(self._model):
             torch.manual_seed(seed)
             written = self._model.generate(
                 **inputs.to(self._model.device),
@@ -146,6 +162,8 @@ class TransformersChat(Chat):
                 do_sample=samples,
                 top_k=0 if samples else None,
                 temperature=self._settings.temperature if samples else None,
+                # As in vLLM: those of the folder, and the tokenizer's.
+                eos_token_id=sorted({*ends, self._tokenizer.eos_token_id} - {None}) or None,
             )
         new_tokens = written[0, inputs["input_ids"].shape[1] :]
         return str(self._tokenizer.decode(new_tokens, skip_special_tokens=True))
@@ -174,7 +192,7 @@ class ServedChat(Chat):
 
     def _write(self, prompt: str | list[dict[str, str]], *, seed: int, show: Say | None) -> str:
         is_text = isinstance(prompt, str)
-        body = {
+        body: dict[str, Any] = {
             "model": self._name,
             "prompt" if is_text else "messages": prompt,
             "stream": True,
@@ -184,7 +202,11 @@ class ServedChat(Chat):
             # Not those of the model's folder, as with transformers.
             "top_p": 1,
             "top_k": 0,
+            "min_p": 0,
+            "repetition_penalty": 1,
         }
+        if not is_text:
+            body["chat_template_kwargs"] = dict(self._settings.template_arguments)
         answer = []
         for choice in self._streamed("completions" if is_text else "chat/completions", body):
             words = (choice["text"] if is_text else choice["delta"].get("content")) or ""
@@ -221,7 +243,7 @@ class ServedChat(Chat):
 
 
 def serve_command(
-    folder: Path, *, name: str, host: str, port: int
+    folder: Path, *, name: str, host: str, port: int, template_arguments: Mapping[str, Any]
 ) -> tuple[list[str], EngineSpec]:
     """Return the command line of vLLM's own server with OpenAI's interface, and the spec of its environment."""
     settings = read_settings(folder / "config.json")
@@ -238,6 +260,8 @@ def serve_command(
     socket = words.index("--uds")
     words[socket : socket + 2] = ["--host", host, "--port", str(port)]
     words[words.index("--served-model-name") + 1] = name
+    if template_arguments:
+        words += ["--default-chat-template-kwargs", json.dumps(template_arguments)]
     return words, spec
 
 

@@ -30,6 +30,34 @@ _PLAIN_SAMPLING = {
 """Fields of TRL's, and their values where the policy samples from its own distribution."""
 
 
+def changed_sampling(config: RunConfig) -> dict[str, Any]:
+    """The fields of TRL's by which engines sample from another distribution than the policy's own, with their values."""
+    values = {name: config.trl.get(name, plain[0]) for name, plain in _PLAIN_SAMPLING.items()}
+    return {name: value for name, value in values.items() if value not in _PLAIN_SAMPLING[name]}
+
+
+def sampling_warnings(config: RunConfig) -> list[str]:
+    """Say, a line each, where engines do not sample what the trainer scores, or a field about sampling has no effect."""
+    lines = []
+    # The trainer divides its logits by the temperature as well.
+    changed = {
+        name: value for name, value in changed_sampling(config).items() if name != "temperature"
+    }
+    if changed:
+        named = ", ".join(f"{name} {value:g}" for name, value in changed.items())
+        lines.append(
+            f"{named}: engines sample from a changed distribution, and the trainer scores tokens by the whole one; each "
+            "token's weight falls to the share of probability that was left to sample from (the metric "
+            f"sampling/importance_sampling_ratio/mean: 1 is right); leave {' and '.join(changed)} out"
+        )
+    if config.trl.get("generation_kwargs"):
+        lines.append(
+            f"generation_kwargs {config.trl['generation_kwargs']} has no effect: engines take temperature, top_p, "
+            "top_k, min_p and repetition_penalty; give them by their own options"
+        )
+    return lines
+
+
 class PolicyGradientConfig(RunConfig):
     """A run that trains on rollouts with one of TRL's policy-gradient losses."""
 
@@ -53,6 +81,13 @@ class PolicyGradientConfig(RunConfig):
 
     def check(self) -> None:
         super().check()
+        penalty = changed_sampling(self).get("repetition_penalty")
+        if penalty and self.trl.get("vllm_importance_sampling_correction", True):
+            raise ConfigError(
+                f"repetition_penalty {penalty:g} makes a token's probability in the engine depend on all tokens before "
+                "it, and the trainer has the policy's own: most importance weights would be near 0, and nothing would "
+                "be learned; leave it out, or learn without these weights: --no-vllm-importance-sampling-correction"
+            )
         if self.divergence != "reverse-kl" and not self.trl.get("beta"):
             raise ConfigError(
                 f"--divergence {self.divergence} needs beta above 0, its weight; it is 0; say --beta 0.04"
@@ -298,12 +333,10 @@ class DistillConfig(AdvantageConfig):
                 "ycore distill needs a teacher; say --teacher MODEL, a folder, a hub id or a run's folder"
             )
         self._check_rewards()
-        for name, plain in _PLAIN_SAMPLING.items():
-            if self.trl.get(name, plain[0]) not in plain:
-                raise ConfigError(
-                    f"a teacher's probabilities are those at temperature 1, and {name} is {self.trl[name]}; leave "
-                    f"{name} out"
-                )
+        for name, value in changed_sampling(self).items():
+            raise ConfigError(
+                f"a teacher's probabilities are those at temperature 1, and {name} is {value}; leave {name} out"
+            )
         if self.trl.get("scale_rewards", "none") not in ("none", False):
             raise ConfigError(
                 "ycore distill computes advantages itself; leave scale_rewards out, and say --advantage"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from transformers import GenerationConfig
 
 from ycore.engine import Engine, SamplingParams
 from ycore.engine.batching import Batches
@@ -17,6 +18,25 @@ from ycore.engine.sight import Sight
 from ycore.types import Completion, Prompt
 
 MAX_BATCH = 64
+
+
+@contextmanager
+def plain_generation(model: Any) -> Iterator[None]:
+    """Keep the sampling settings of the model folder's generation_config.json from `generate`, all but the end tokens.
+
+    vLLM's engines leave them out too (`--generation-config vllm`): a run samples as its own settings say.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    of_folder = base.generation_config
+    base.generation_config = GenerationConfig(
+        bos_token_id=of_folder.bos_token_id,
+        eos_token_id=of_folder.eos_token_id,
+        pad_token_id=of_folder.pad_token_id,
+    )
+    try:
+        yield
+    finally:
+        base.generation_config = of_folder
 
 
 class _Request(NamedTuple):
@@ -89,7 +109,11 @@ class TransformersEngine(Engine):
         greedy = batch[0].greedy or sampling.temperature == 0
         # Without `devices`, fork_rng would touch every device on each rank.
         devices = [self._model.device] if self._model.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), self._inference():
+        with (
+            torch.random.fork_rng(devices=devices),
+            self._inference(),
+            plain_generation(self._model),
+        ):
             torch.manual_seed(
                 batch[0].seed
             )  # one generator, seeded by the batch's first request

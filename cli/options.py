@@ -167,10 +167,6 @@ Preset = text(
 Advantage = text(
     "How rewards become advantages; e.g. rloo; see docs/algorithms.md.", metavar="NAME"
 )
-Divergence = text(
-    "Distance to the reference that --beta weighs: reverse-kl, forward-kl or js.",
-    metavar="NAME",
-)
 TrustRegion = text(
     "What bounds a step: clip, dppo-tv or dppo-kl; see docs/algorithms.md.", metavar="NAME"
 )
@@ -235,7 +231,7 @@ StageResume = switch("Skip what is finished, go on with what was begun.", "--res
 
 _TEXTS = (
     "model", "dataset", "output", "merge", "quantize", "system_prompt", "prompt_column", "answer_column",
-    "trust_remote_code", "deterministic", "split", "accelerate", "preset", "advantage", "divergence", "trust_region",
+    "trust_remote_code", "deterministic", "split", "accelerate", "preset", "advantage", "trust_region",
     "placement", "keep_journal", "replay", "teacher", "eval_dataset", "eval_split", "env_python", "agent",
     "keep_best", "stop_when", "eval_while_training",
 )  # fmt: skip

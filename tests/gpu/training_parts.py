@@ -35,7 +35,7 @@ from ycore.trl.forward import add_compact_head
 from ycore.trl.packing import attention_inputs, block_mask, pack, plan_blocks, use_segments
 
 GIB = 2**30
-PATHS = ("mask", "segments", "flex", "varlen")
+PATHS = ("mask", "segments", "varlen")
 _SMOLLM2: dict[str, Any] = {
     "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3,
     "num_hidden_layers": 30, "vocab_size": 49152, "tie_word_embeddings": True, "max_position_embeddings": 65536,
@@ -168,9 +168,7 @@ def forward_cost(tokens: int, path: str, layers: int = 30) -> dict[str, float]:
     prompt, so its row is longer. `mask`: one dense mask, made on the host, as long as the row in both directions.
     """
     shape = _SMOLLM2 | {"num_hidden_layers": layers}
-    policy = _policy(
-        {"varlen": "flash_attention_2", "flex": "flex_attention"}.get(path, "sdpa"), shape=shape
-    )
+    policy = _policy("flash_attention_2" if path == "varlen" else "sdpa", shape=shape)
     device, model = policy.device, policy.get_base_model()
     add_compact_head(model, temperature=1.0)
     policy.gradient_checkpointing_enable()

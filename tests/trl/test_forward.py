@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention import flex_attention
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
@@ -99,32 +98,6 @@ def test_scores_equal_those_of_each_sequence_alone(
         expected, expected_entropies = one_by_one(model, prompts, completions)
     torch.testing.assert_close(logps, expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(entropies, expected_entropies, rtol=0, atol=1e-5)
-
-
-def test_flex_attention_gives_the_scores_and_gradients_of_segments(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its kernels need a device, and so does its backward: here torch's own reference of it computes both."""
-    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
-    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    model = _loaded(write_tiny_model(tmp_path))
-    for seed in range(3):
-        prompts, completions = random_batch(seed)
-        ids, mask, width = padded(prompts, completions)
-        weights = torch.randn(len(ids), width, generator=torch.manual_seed(seed))
-        found = []
-        for path, attention in (("segments", packing.SEGMENTS), ("flex", "flex_attention")):
-            model.set_attn_implementation(attention)
-            assert packing.path_of(model) == path
-            model.zero_grad()
-            logps, _ = packed_scores(model, PaddedRows(ids, mask, width), path=path)
-            (logps * weights).sum().backward()
-            gradients = [
-                parameter.grad for parameter in model.parameters() if parameter.grad is not None
-            ]
-            found.append([logps.detach(), *(gradient.clone() for gradient in gradients)])
-        torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("prompt_length", [1, 4])

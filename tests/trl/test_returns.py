@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ycore.trl.returns import (
     advantages_and_targets,
-    explained_by_position,
     explained_variance,
     last_token,
     to_go,
@@ -185,31 +184,6 @@ def test_explained_variance() -> None:
     assert explained_variance(values, returns, mask, alone) == pytest.approx(0.35, abs=1e-6)
     assert explained_variance(values, torch.ones_like(returns), mask, alone) is None
     assert explained_variance(returns, returns, mask, alone) == pytest.approx(1)
-
-
-def test_explained_variance_jumps_where_the_reward_is_settled() -> None:
-    """Two completions of 6 tokens, the second with an environment's token between. Before token 0 the critic says 0.5,
-    after it the reward; and half of it before the tokens 4 and 5: 1 - Var(R / 2) / Var(R) = 0.75."""
-    mask = torch.tensor([[1, 1, 1, 1, 1, 1, 0], [1, 0, 1, 1, 1, 1, 1]])
-    returns = torch.tensor([[1.0] * 7, [0.0] * 7], dtype=torch.float64)
-    first = [0.5, 1, 1, 1, 0.5, 0.5, 9]
-    values = torch.tensor([first, [0.5, 9, 0, 0, 0, 0, 0]], dtype=torch.float64)
-    found = explained_by_position(values, returns, mask, alone, max_tokens=8)
-    assert found == {
-        0: pytest.approx(0),
-        1: pytest.approx(1),
-        2: pytest.approx(1),
-        4: pytest.approx(0.75),
-    }
-    assert explained_by_position(values, returns, mask, alone, max_tokens=1) == {
-        0: pytest.approx(explained_variance(values, returns, mask, alone))
-    }
-    assert explained_by_position(values, returns * 0, mask, alone, max_tokens=8) == {}
-    calls: list[int] = []
-    explained_by_position(
-        values, returns, mask * 0, lambda one: calls.append(len(one)) or one, max_tokens=8
-    )  # type: ignore[func-returns-value]
-    assert len(calls) == 2 * 4, "a rank without such tokens takes part in every sum"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from typing import Any
 from ycore.api.rollout_checks import check_rollouts
 from ycore.config.algorithms import find_algorithm
 from ycore.config.batch import derive_tune_batch
-from ycore.config.learners import sampling_warnings
 from ycore.config.resolve import check_needs
 from ycore.config.schema import AnyConfig, RunConfig, TuneConfig, a_fifth
 from ycore.config.trl_arguments import trl_arguments
@@ -76,7 +75,7 @@ def checked_plan(
         "trl": redact(trl_arguments(config, batch, site.folder)),
         "output": str(site.folder.root.absolute()),
     }
-    of_sampling = sampling_warnings(config) if trains and isinstance(config, RunConfig) else []
+    of_sampling = config.sampling_warnings() if trains and isinstance(config, RunConfig) else []
     return plan | {"warnings": _warnings(plan) + of_sampling}
 
 

@@ -20,42 +20,6 @@ _CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")
 _PROMPT_AVERAGED_LOSSES = ("dapo", "cispo")
 _COMPLETION_LOSSES = ("gmpo", "vespo", "luspo")
 _SHARDED = ("zero1", "zero2", "zero3", "fsdp2")
-_PLAIN_SAMPLING = {
-    "temperature": (1.0,),
-    "top_p": (1.0,),
-    "top_k": (0, None),
-    "min_p": (None, 0),
-    "repetition_penalty": (1.0,),
-}
-"""Fields of TRL's, and their values where the policy samples from its own distribution."""
-
-
-def changed_sampling(config: RunConfig) -> dict[str, Any]:
-    """The fields of TRL's by which engines sample from another distribution than the policy's own, with their values."""
-    values = {name: config.trl.get(name, plain[0]) for name, plain in _PLAIN_SAMPLING.items()}
-    return {name: value for name, value in values.items() if value not in _PLAIN_SAMPLING[name]}
-
-
-def sampling_warnings(config: RunConfig) -> list[str]:
-    """Say, a line each, where engines do not sample what the trainer scores, or a field about sampling has no effect."""
-    lines = []
-    # The trainer divides its logits by the temperature as well.
-    changed = {
-        name: value for name, value in changed_sampling(config).items() if name != "temperature"
-    }
-    if changed:
-        named = ", ".join(f"{name} {value:g}" for name, value in changed.items())
-        lines.append(
-            f"{named}: engines sample from a changed distribution, and the trainer scores tokens by the whole one; each "
-            "token's weight falls to the share of probability that was left to sample from (the metric "
-            f"sampling/importance_sampling_ratio/mean: 1 is right); leave {' and '.join(changed)} out"
-        )
-    if config.trl.get("generation_kwargs"):
-        lines.append(
-            f"generation_kwargs {config.trl['generation_kwargs']} has no effect: engines take temperature, top_p, "
-            "top_k, min_p and repetition_penalty; give them by their own options"
-        )
-    return lines
 
 
 class PolicyGradientConfig(RunConfig):
@@ -63,8 +27,6 @@ class PolicyGradientConfig(RunConfig):
 
     # The name of a paper's settings (`presets`); values that are given explicitly win over it.
     preset: str | None = None
-    # The distance to the reference that TRL's `beta` weighs; all but reverse-kl need a `beta` above 0.
-    divergence: Divergence = "reverse-kl"
     # What bounds a step: the loss's clip, or a mask by the distance to the policy that wrote the tokens.
     trust_region: TrustRegion = "clip"
     # For the losses `dapo` and `cispo`: the mean over all tokens, or over each prompt's tokens and then over the prompts.
@@ -81,24 +43,17 @@ class PolicyGradientConfig(RunConfig):
 
     def check(self) -> None:
         super().check()
-        penalty = changed_sampling(self).get("repetition_penalty")
+        penalty = self.changed_sampling.get("repetition_penalty")
         if penalty and self.trl.get("vllm_importance_sampling_correction", True):
             raise ConfigError(
                 f"repetition_penalty {penalty:g} makes a token's probability in the engine depend on all tokens before "
                 "it, and the trainer has the policy's own: most importance weights would be near 0, and nothing would "
                 "be learned; leave it out, or learn without these weights: --no-vllm-importance-sampling-correction"
             )
-        if self.divergence != "reverse-kl" and not self.trl.get("beta"):
-            raise ConfigError(
-                f"--divergence {self.divergence} needs beta above 0, its weight; it is 0; say --beta 0.04"
-            )
-        if self.trust_region != "clip" and (
-            self.loss_name not in _CLIPPED_LOSSES or self.divergence != "reverse-kl"
-        ):
+        if self.trust_region != "clip" and self.loss_name not in _CLIPPED_LOSSES:
             raise ConfigError(
                 f"--trust-region {self.trust_region} takes the place of the clip in the losses "
-                f"{', '.join(_CLIPPED_LOSSES)}, with --divergence reverse-kl; they are {self.loss_name} and "
-                f"{self.divergence}; leave it out"
+                f"{', '.join(_CLIPPED_LOSSES)}, and this is {self.loss_name}; leave it out"
             )
         if self.loss_average == "prompts" and self.loss_name not in _PROMPT_AVERAGED_LOSSES:
             raise ConfigError(
@@ -123,13 +78,6 @@ class PolicyGradientConfig(RunConfig):
         if self.trust_region == "clip-completion":
             raise ConfigError(
                 f"{name} has an advantage for each token; leave --trust-region clip-completion out"
-            )
-
-    def check_kl_in_reward(self) -> None:
-        if self.divergence != "reverse-kl":
-            raise ConfigError(
-                f"kl_in=reward takes the log ratio of each token, and --divergence {self.divergence} is a term of the "
-                "loss; say --set kl_in=loss, or leave --divergence out"
             )
 
 
@@ -212,15 +160,10 @@ class GroupConfig(AdvantageConfig):
             )
 
     def _check_kl(self) -> None:
-        self.check_kl_in_reward()
-        if self.advantage not in (TOKEN_ADVANTAGE, CRPG, "raft"):
+        if self.advantage != TOKEN_ADVANTAGE:
             raise ConfigError(
                 f"kl_in=reward needs advantages by token, and advantage {self.advantage} has one a completion; "
                 "take ycore ppo, --advantage reinforce++, or --set kl_in=loss"
-            )
-        if self.advantage == "raft" and not any(reward.constraint for reward in self.rewards):
-            raise ConfigError(
-                "kl_in=reward with --advantage raft is CGPO's, and there is no constraint; say --constraint"
             )
 
 
@@ -288,8 +231,6 @@ class PPOConfig(PolicyGradientConfig):
                 "critic.init brings a head without bounds, and critic.range sets some; give one of the two"
             )
         check_constraints(self)
-        if self.kl_in == "reward":
-            self.check_kl_in_reward()
         self.check_token_advantages("ycore ppo")
 
 
@@ -333,7 +274,7 @@ class DistillConfig(AdvantageConfig):
                 "ycore distill needs a teacher; say --teacher MODEL, a folder, a hub id or a run's folder"
             )
         self._check_rewards()
-        for name, value in changed_sampling(self).items():
+        for name, value in self.changed_sampling.items():
             raise ConfigError(
                 f"a teacher's probabilities are those at temperature 1, and {name} is {value}; leave {name} out"
             )

@@ -16,7 +16,7 @@ else:
     Advantage = Literal[ADVANTAGES]
 
 Divergence = Literal["reverse-kl", "forward-kl", "js"]
-"""The names for `--divergence`: the keys of `ycore.trl.divergence.DIVERGENCES`."""
+"""The exact divergences of `distill.divergence`."""
 
 
 TrustRegion = Literal["clip", "clip-completion", "dppo-tv", "dppo-kl", "icepop", "geometric"]

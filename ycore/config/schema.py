@@ -283,6 +283,16 @@ class ScoredConfig(BaseConfig):
     sandbox: SandboxSettings = SandboxSettings()
 
 
+_PLAIN_SAMPLING = {
+    "temperature": (1.0,),
+    "top_p": (1.0,),
+    "top_k": (0, None),
+    "min_p": (None, 0),
+    "repetition_penalty": (1.0,),
+}
+"""Fields of TRL's, and their values where the policy samples from its own distribution."""
+
+
 class RunConfig(ScoredConfig):
     """A run that learns from rollouts, or an evaluation."""
 
@@ -482,6 +492,33 @@ class RunConfig(ScoredConfig):
             raise ConfigError(
                 "engine.drafts and engine.args.speculative_config both say what is drafted; leave one out"
             )
+
+    @property
+    def changed_sampling(self) -> dict[str, Any]:
+        """TRL's fields by which engines sample from another distribution than the policy's own, with their values."""
+        values = {name: self.trl.get(name, plain[0]) for name, plain in _PLAIN_SAMPLING.items()}
+        return {
+            name: value for name, value in values.items() if value not in _PLAIN_SAMPLING[name]
+        }
+
+    def sampling_warnings(self) -> list[str]:
+        """Say, a line each, where engines sample what the trainer does not score, and which field has no effect."""
+        lines = []
+        changed = self.changed_sampling
+        changed.pop("temperature", None)  # the trainer divides its logits by it as well
+        if changed:
+            named = ", ".join(f"{name} {value:g}" for name, value in changed.items())
+            lines.append(
+                f"{named}: engines sample from a changed distribution, and the trainer scores tokens by the whole one; "
+                "each token's weight falls to the share of probability that was left to sample from (the metric "
+                f"sampling/importance_sampling_ratio/mean, 1 is right); leave {' and '.join(changed)} out"
+            )
+        if self.trl.get("generation_kwargs"):
+            lines.append(
+                f"generation_kwargs {self.trl['generation_kwargs']} has no effect; give temperature, top_p, top_k, "
+                "min_p and repetition_penalty by their own options"
+            )
+        return lines
 
 
 class EvalConfig(RunConfig):

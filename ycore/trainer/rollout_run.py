@@ -190,7 +190,6 @@ class RolloutRun(TrainingRun):
 
 _FORWARD = {
     "segments": "forward: packed rows, shared prompts once, attention by segments",
-    "flex": "forward: packed rows, shared prompts once, flex attention",
     "varlen": "forward: packed rows, flash attention with variable lengths",
     None: "forward: padded rows, because this model's attention cannot be packed",
 }

@@ -42,8 +42,3 @@ def gated(totals_N: Tensor, kept_N: Tensor, group_size: int) -> Tensor:
     totals_PG = totals_N.double().view(-1, group_size)
     rewards_PG = calibrated(totals_PG, totals_PG.nanmean(dim=1, keepdim=True))
     return (rewards_PG.flatten() * kept_N).masked_fill(kept_N.isnan(), torch.nan)
-
-
-def near(log_ratios_N: Tensor, kl_max: float) -> Tensor:
-    """max(1 - log(pi / pi_ref) / `kl_max`, 0) of whole completions: the factor of eq. 11."""
-    return (1 - log_ratios_N / kl_max).clamp(min=0)

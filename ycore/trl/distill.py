@@ -31,7 +31,6 @@ from ycore.models.fetch import fetch_model
 from ycore.models.names import resolve_model
 from ycore.trl.base import bare
 from ycore.trl.batches import loss_mask
-from ycore.trl.divergence import exact as exact_divergence
 from ycore.trl.forward import Compare, PaddedRows, has_plain_logits, packed_scores, score_tokens
 from ycore.trl.packing import IGNORE, path_of, use_segments
 from ycore.trl.policy_gradient import PolicyGradientTrainer
@@ -188,6 +187,33 @@ class Trainer(PolicyGradientTrainer):
             if counted.numel():
                 self.record("ycore/teacher/divergence", counted.mean().item())
         return loss
+
+
+def exact_divergence(name: str, log_p: Tensor, log_q: Tensor, *, beta: float = 0.5) -> Tensor:
+    """The divergence of the policy p from a teacher q, over the whole vocabulary: (...,), in nats, with gradient in p.
+
+    Args:
+        name: `reverse-kl` is KL(p || q), `forward-kl` is KL(q || p), and `js` is GKD's beta KL(q || m) +
+            (1 - beta) KL(p || m) with m = beta q + (1 - beta) p (arXiv 2306.13649, eq. 1).
+        log_p: (..., V), a log-softmax with gradient; those of some tokens alone are no distribution.
+        log_q: (..., V).
+
+    The gradient by `log_p` is written out, without what a softmax takes away. So it is 0 where the two are equal, and
+    not rounding, of which Adam would make a step.
+    """
+    with torch.no_grad():
+        p, q, gap = log_p.exp(), log_q.exp(), log_q - log_p
+        if name == "reverse-kl":
+            terms = slopes = -p * gap
+        elif name == "forward-kl":
+            terms, slopes = q * gap, p - q
+        else:
+            below = torch.log1p(beta * torch.expm1(gap))
+            above = gap + torch.log1p((1 - beta) * torch.expm1(-gap))
+            mixed = torch.where(gap > 0, above, below)  # log(m / p)
+            slopes = (beta - 1) * p * mixed
+            terms = beta * q * (gap - mixed) + slopes
+    return terms.sum(-1) + (slopes * (log_p - log_p.detach())).sum(-1)
 
 
 def add_teachers(policy: Any, teachers: Sequence[PreTrainedModel], compare: Compare) -> None:

@@ -22,7 +22,6 @@ from ycore.scoring.group_rewards import TOLERANCE
 from ycore.trl.batches import loss_mask
 from ycore.trl.constrained import broken, kept
 from ycore.trl.policy_gradient import PolicyGradientTrainer, whole_sequences
-from ycore.trl.seam import SeamGRPOTrainer
 
 
 class _PairLoss(GRPOTrainer):
@@ -92,7 +91,7 @@ class Trainer(PolicyGradientTrainer, _PairLoss):
         kept_PG = None
         totals = self._totals(self._rewards)
         if constraints is not None and constraints.by == "gate" and self.kind != "rrhf":
-            totals = SeamGRPOTrainer._totals(self, self._rewards)
+            totals = self._weighted_sums(self._rewards)
             replaced["kept"] = self._of_this_rank(kept(broken(self._rewards, constraints.held)))
             kept_PG = replaced["kept"].view(-1, size)
         has_no_token = loss_mask(batch).sum(dim=1) == 0

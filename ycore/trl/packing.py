@@ -7,8 +7,7 @@ predicts its first token, so each member needs a copy of its own.
     [ prompt[:-1] | prompt[-1] completion_1[:-1] | prompt[-1] completion_2[:-1] | ... ] [ next block ] ...
 
 Attention is computed segment by segment: a completion sees its block's prompt and itself. A dense mask would hold
-L x L entries for a row of L tokens, and attention would be computed between all of them. Flex attention, where the
-model is loaded with it, gets the same rule as a function, and skips the tiles of 128 x 128 in which nothing is seen.
+L x L entries for a row of L tokens, and attention would be computed between all of them.
 """
 
 import functools
@@ -19,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -58,7 +56,7 @@ class Segments:
 
 
 def path_of(model: PreTrainedModel) -> str | None:
-    """How the model's attention can be packed: "segments", "flex", "varlen" (flash attention), or None.
+    """How the model's attention can be packed: "segments", "varlen" (flash attention), or None.
 
     Packing needs full attention in every layer, computed by one of transformers' attention functions.
     """
@@ -70,8 +68,6 @@ def path_of(model: PreTrainedModel) -> str | None:
     attention = model.config._attn_implementation
     if attention in _FLASH or "flash-attn" in attention:
         return "varlen"
-    if attention == "flex_attention":
-        return "flex"
     return "segments" if attention in ("sdpa", SEGMENTS) else None
 
 
@@ -160,8 +156,6 @@ def attention_inputs(
     path: str, blocks: Sequence[Block], device: torch.device
 ) -> dict[str, Any]:
     """The model's inputs beside the row that keep its sequences apart."""
-    if path == "flex":
-        return {"attention_mask": flex_mask(blocks, device)}
     if path == "segments":
         # transformers makes no mask of its own where it is given one of four dimensions; nobody reads this one.
         mask = torch.ones(1, 1, 1, 1, device=device)
@@ -182,26 +176,6 @@ def block_mask(block: Block) -> Tensor:
     members = torch.arange(len(lengths)).repeat_interleave(lengths)
     may_see = (members.unsqueeze(1) == members) | (members == 0)
     return may_see.tril()[None, None]
-
-
-def flex_mask(blocks: Sequence[Block], device: torch.device) -> BlockMask:
-    """The mask of a whole row by `block_mask`'s rule, (1, 1, L, L). Only tiles are stored: seen whole, in part or not."""
-    parts = [(0, 0, 1)] if not blocks else []  # number of the block, of its member, and tokens
-    for number, block in enumerate(blocks):
-        lengths = (block.shared, *block.lengths)
-        parts += [(number, member, length) for member, length in enumerate(lengths)]
-    numbers, owners, repeats = torch.tensor(parts).unbind(1)
-    block_of = numbers.repeat_interleave(repeats).to(device)
-    member_of = owners.repeat_interleave(repeats).to(device)
-
-    def may_see(_batch: Any, _head: Any, query: Tensor, key: Tensor) -> Tensor:
-        in_sequence = (member_of[query] == member_of[key]) | (member_of[key] == 0)
-        return (query >= key) & (block_of[query] == block_of[key]) & in_sequence
-
-    size = len(block_of)
-    # Compiled, it needs no memory for L x L entries on the way.
-    compiles = device.type == "cuda"
-    return create_block_mask(may_see, None, None, size, size, device=device, _compile=compiles)
 
 
 def segment_attention(

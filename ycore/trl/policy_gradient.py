@@ -66,7 +66,6 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
             "constraints": Constraints.of(config),
         }
         if isinstance(config, PolicyGradientConfig):
-            settings["divergence"] = config.divergence
             settings["trust_region"] = config.trust_region
             settings["loss_average"] = config.loss_average
         if isinstance(config, GroupConfig | PPOConfig):
@@ -92,7 +91,7 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
 
     def _totals(self, rewards: Tensor) -> Tensor:
         """The weighted sums, less what broken constraints cost, or gated by them."""
-        totals = super()._totals(rewards)
+        totals = self._weighted_sums(rewards)
         if self._constraints is None:
             return totals
         broken_NC = broken(rewards, self._constraints.held)

@@ -19,7 +19,6 @@ from ycore.trl.forward import PaddedRows, packed_scores
 from ycore.trl.policy_gradient import whole_sequences
 from ycore.trl.returns import (
     advantages_and_targets,
-    explained_by_position,
     explained_variance,
     to_go,
     value_losses,
@@ -95,12 +94,6 @@ class Trainer(TokenRewardTrainer):
         explained = explained_variance(values, returns, mask, self._add_up)
         if explained is not None:
             self.record("ycore/critic/explained_variance", explained)
-        max_tokens = self.args.max_completion_length or 1
-        by_position = explained_by_position(
-            values, returns, mask, self._add_up, max_tokens=max_tokens
-        )
-        for position, share in by_position.items():
-            self.record(f"ycore/critic/explained_from/{position}", share)
 
     def _values_of(self, batch: dict[str, Any], continues: Tensor) -> tuple[Tensor, Tensor]:
         """Values before each token, (B, T), and after the last one, (B,), which is 0 unless the completion continues.

@@ -121,28 +121,6 @@ def explained_variance(
     return float(1 - all_error_squares / all_squares)
 
 
-def explained_by_position(
-    values_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor, add_up: AddUp, *, max_tokens: int
-) -> dict[int, float]:
-    """`explained_variance` before each completion's token number 0, 1, 2 to 3, 4 to 7, and so on, by the first of them.
-
-    Where a token settles the reward, a critic that has learned knows it from there on, and the figure jumps.
-
-    Args:
-        max_tokens: of the longest completion, the same on all ranks; the last range has those beyond it.
-    """
-    mask = mask_BT.bool()
-    powers = range(max(0, max_tokens - 1).bit_length())
-    firsts = torch.tensor([2**power for power in powers], device=mask.device)
-    ranges = torch.bucketize((mask.cumsum(dim=1) - 1).clamp(min=0), firsts, right=True)
-    shares = {}
-    for power in range(len(firsts) + 1):
-        explained = explained_variance(values_BT, returns_BT, mask & (ranges == power), add_up)
-        if explained is not None:
-            shares[2**power // 2] = explained
-    return shares
-
-
 def value_losses(
     values: Tensor, old_values: Tensor, targets: Tensor, clip: float | None
 ) -> Tensor:

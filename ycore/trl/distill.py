@@ -24,7 +24,6 @@ from trl import GRPOConfig
 
 from ycore.advantages import ESTIMATORS
 from ycore.config.learners import DistillConfig, DistillSettings
-from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError
 from ycore.judge.sources import teacher_of, teachers_of
 from ycore.models.fetch import fetch_model
@@ -65,9 +64,8 @@ class Trainer(PolicyGradientTrainer):
             add_teachers(bare(self.bare_model), self.frozen_models, compare)
 
     @classmethod
-    def settings_of(cls, config: RunConfig, model: Path) -> dict[str, Any]:
+    def settings_of(cls, config: DistillConfig, model: Path) -> dict[str, Any]:
         """Also which sources are teachers, and the folders of those that the trainer holds."""
-        assert isinstance(config, DistillConfig)
         teachers = teachers_of(config.rewards)
         settings = {**super().settings_of(config, model), "teachers": teachers}
         if config.teaches_exactly:  # the launcher has fetched the models

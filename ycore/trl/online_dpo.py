@@ -16,7 +16,6 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
 from ycore.config.learners import OnlineDPOConfig
-from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError
 from ycore.scoring.group_rewards import TOLERANCE
 from ycore.trl.batches import loss_mask
@@ -76,8 +75,7 @@ class Trainer(PolicyGradientTrainer, _PairLoss):
             )
 
     @classmethod
-    def settings_of(cls, config: RunConfig, model: Path) -> dict[str, Any]:
-        assert isinstance(config, OnlineDPOConfig)
+    def settings_of(cls, config: OnlineDPOConfig, model: Path) -> dict[str, Any]:
         settings = super().settings_of(config, model)
         return {**settings, "likelihood": config.constraints.likelihood}
 

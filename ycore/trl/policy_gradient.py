@@ -59,7 +59,7 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
             self.skips_equal_rewards = False
 
     @classmethod
-    def settings_of(cls, config: RunConfig, model: Path) -> dict[str, Any]:
+    def settings_of(cls, config: Any, model: Path) -> dict[str, Any]:
         """The arguments of this class for a run that begins with the weights in the folder `model`."""
         settings: dict[str, Any] = {
             "advantage": estimator_of(config),

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ycore.config.learners import CriticSettings, PPOConfig
-from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError
 from ycore.trl.critic import VALUES, add_critic, start_from_reward_model
 from ycore.trl.forward import PaddedRows, packed_scores
@@ -54,8 +53,7 @@ class Trainer(TokenRewardTrainer):
         self._values = torch.empty(0)
 
     @classmethod
-    def settings_of(cls, config: RunConfig, model: Path) -> dict[str, Any]:
-        assert isinstance(config, PPOConfig)
+    def settings_of(cls, config: PPOConfig, model: Path) -> dict[str, Any]:
         return {**super().settings_of(config, model), "critic": config.critic, "base": model}
 
     # -- the round: from scores to advantages and value targets -----------------------------------------------------

@@ -55,7 +55,15 @@ OWN_NAMES = (
         "_save_more",
         "_stop",
     ),
-    *("config_class", "task_type", "prepare_tokenizer", "bare_model", "measure", "write_model"),
+    *(
+        "config_class",
+        "task_type",
+        "prepare_tokenizer",
+        "bare_model",
+        "base_model",
+        "measure",
+        "write_model",
+    ),
 )
 TRAINERS = (GRPOTrainer, SFTTrainer, RewardTrainer, DPOTrainer, KTOTrainer)
 FUNCTIONS = {

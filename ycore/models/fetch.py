@@ -40,18 +40,23 @@ def fetch_model(plan: ModelPlan, *, log: Path | None = None) -> Path:
     if plan.kind == "builtin":
         return _fetch_builtin(BUILTIN[plan.name], plan.folder, log)
     if plan.kind == "made":
-        language_model = fetch_model(resolve_model(MADE[plan.name]), log=log)
+        language_model = fetch_named(MADE[plan.name], log=log)
         return build_once(
             plan.folder, lambda folder: convert("made", language_model, folder, log=log)
         )
     source = Path(os.path.expanduser(plan.name))
     base: Path | None = None
     if plan.kind == "adapter":
-        base_plan = resolve_model(base_name(source), trust_remote_code=plan.trust_remote_code)
-        base = fetch_model(base_plan, log=log)
+        trusts = plan.trust_remote_code
+        base = fetch_named(base_name(source), trust_remote_code=trusts, log=log)
     return build_once(
         plan.folder, lambda folder: convert(plan.kind, source, folder, base=base, log=log)
     )
+
+
+def fetch_named(name: str, *, trust_remote_code: bool = False, log: Path | None = None) -> Path:
+    """Return the folder of the model of this name; see `resolve_model` and `fetch_model`."""
+    return fetch_model(resolve_model(name, trust_remote_code=trust_remote_code), log=log)
 
 
 def convert(

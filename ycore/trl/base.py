@@ -56,6 +56,11 @@ class BaseTrainer(Trainer):
         """The policy without wrappers: transformers' model, or peft's around it."""
         return self.accelerator.unwrap_model(self.model)
 
+    @property
+    def base_model(self) -> Any:
+        """The policy as transformers' own model, without adapters around it."""
+        return bare(self.bare_model)
+
     def measure(self) -> dict[str, Any]:
         """TRL's figures of the model on the held-out rows, and `n`, their number. All ranks call it together."""
         figures = {name.removeprefix("eval_"): value for name, value in self.evaluate().items()}

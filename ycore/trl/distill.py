@@ -26,9 +26,7 @@ from ycore.advantages import ESTIMATORS
 from ycore.config.learners import DistillConfig, DistillSettings
 from ycore.errors import ConfigError
 from ycore.judge.sources import teacher_of, teachers_of
-from ycore.models.fetch import fetch_model
-from ycore.models.names import resolve_model
-from ycore.trl.base import bare
+from ycore.models.fetch import fetch_named
 from ycore.trl.batches import loss_mask
 from ycore.trl.forward import Compare, PaddedRows, has_plain_logits, packed_scores, score_tokens
 from ycore.trl.packing import IGNORE, path_of, use_segments
@@ -61,7 +59,7 @@ class Trainer(PolicyGradientTrainer):
         if exact is not None:
             self.frozen_models = [self._load(folder) for folder in folders]
             compare = functools.partial(exact_divergence, exact.divergence, beta=exact.beta)
-            add_teachers(bare(self.bare_model), self.frozen_models, compare)
+            add_teachers(self.base_model, self.frozen_models, compare)
 
     @classmethod
     def settings_of(cls, config: DistillConfig, model: Path) -> dict[str, Any]:
@@ -70,12 +68,10 @@ class Trainer(PolicyGradientTrainer):
         settings = {**super().settings_of(config, model), "teachers": teachers}
         if config.teaches_exactly:  # the launcher has fetched the models
             names = [teacher_of(config.rewards[source]).model for source in teachers]
-            trusts = config.trust_remote_code
-            plans = [resolve_model(name, trust_remote_code=trusts) for name in names]
-            settings |= {
-                "exact": config.distill,
-                "folders": [fetch_model(plan) for plan in plans],
-            }
+            settings["exact"] = config.distill
+            settings["folders"] = [
+                fetch_named(name, trust_remote_code=config.trust_remote_code) for name in names
+            ]
         return settings
 
     def _load(self, folder: Path) -> PreTrainedModel:

@@ -1,6 +1,7 @@
 """Values between a program and its tests: what crosses as data, what stays behind as a number, and nothing else."""
 
 import socket
+import struct
 import threading
 from collections import Counter, OrderedDict, namedtuple
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ycore.sandbox.remote_calls import (
+    MAX_BYTES,
     CallClient,
     Gone,
     Handle,
@@ -112,7 +114,7 @@ def tests() -> Iterator[CallClient]:
     thread.start()
     client = client_of(mine)
     yield client
-    client._connection._socket.close()
+    client._connection.close()
     thread.join(5.0)
     assert not thread.is_alive()
 
@@ -188,14 +190,23 @@ def test_an_argument_changes_only_where_the_function_returns_nothing(
 
 
 @pytest.mark.parametrize(
-    "line",
-    [b"[]\n", b"4\n", b"{\n", b'{"value": {"exec": "1"}}\n', b"[" * 100_000 + b"\n", b"\xff\n"],
+    "message",
+    [b"[]", b"4", b"{", b'{"value": {"exec": "1"}}', b"[" * 100_000, b"\xff"],
 )
-def test_garbage_is_no_value(line: bytes) -> None:
+def test_garbage_is_no_value(message: bytes) -> None:
     mine, theirs = socket.socketpair()
     with mine, theirs:
-        threading.Thread(target=lambda: theirs.sendall(line)).start()
+        data = struct.pack("!i", len(message)) + message
+        threading.Thread(target=lambda: theirs.sendall(data)).start()
         with pytest.raises((Gone, ValueError)):
+            client_of(mine).name("f")
+
+
+def test_a_message_that_is_too_long_is_not_read() -> None:
+    mine, theirs = socket.socketpair()
+    with mine, theirs:
+        theirs.sendall(struct.pack("!i", MAX_BYTES + 1))
+        with pytest.raises(Gone):
             client_of(mine).name("f")
 
 

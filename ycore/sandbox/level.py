@@ -7,11 +7,9 @@ there, outside.
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import tempfile
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -138,34 +136,21 @@ def remedy_for(answer: str) -> str:
 
 def self_test(level: Level) -> str | None:
     """Let a confined process try what it must not be able to do; return what got through, or None."""
-    word = f"canary-{os.urandom(8).hex()}"
-    with _servers(word) as (folder, port):
-        targets = CanaryTargets(
-            word=word,
-            file=str(folder / "file"),
-            port=port,
-            socket=str(folder / "socket"),
-            parent=os.getpid(),
-            memory=3 * _LIMITS.memory,
-            processes=3 * _LIMITS.processes,
-        )
-        os.environ[_VARIABLE] = word
+    with _targets() as targets:
         confinement = Confinement(level, "self-test", limits=_LIMITS)
-        launch = None
+        name = os.urandom(8).hex()
+        launch = confined_launch(
+            "ycore.sandbox.canaries", [json.dumps(targets)], confinement, name=name
+        )
         try:
-            launch = confined_launch(
-                "ycore.sandbox.canaries", [json.dumps(targets)], confinement, name=word
-            )
             with launch.start(stdin=DEVNULL, stdout=PIPE, stderr=PIPE) as process:
                 try:
                     output, complaint = process.communicate(timeout=_TIMEOUT_S)
                 finally:
                     process.kill()
         finally:
-            del os.environ[_VARIABLE]
-            if launch is not None:
-                launch.clear()
-    names = [name for name, _ in attempts(targets)]
+            launch.clear()
+        names = [name for name, _ in attempts(targets)]
     return defect(_outcomes(output), names, complaint.decode(errors="replace"))
 
 
@@ -198,34 +183,32 @@ def _outcomes(output: bytes) -> dict[str, bool]:
 
 
 @contextmanager
-def _servers(word: str) -> Iterator[tuple[Path, int]]:
-    """Give a folder that everybody may enter, with a file and a socket in it, and a port. Servers greet with the word."""
+def _targets() -> Iterator[CanaryTargets]:
+    """Give a file and a socket in a folder that everybody may enter, a port, and a variable, for as long as they exist."""
     # Not in /tmp where that can be avoided: a sandbox has a folder of its own there, whatever else it shows.
     writable = _ELSEWHERE if os.access(_ELSEWHERE, os.W_OK) else None
-    folder = Path(tempfile.mkdtemp(prefix="ycore-self-test-", dir=writable))
-    folder.chmod(0o755)
-    (folder / "file").write_text(word)
-    listening = [socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_UNIX)]
-    listening[1].bind(str(folder / "socket"))
-    (folder / "socket").chmod(0o777)
-    listening[1].listen()
-    for server in listening:
-        threading.Thread(
-            target=_greet_forever, args=(server, word.encode()), daemon=True
-        ).start()
-    try:
-        yield folder, listening[0].getsockname()[1]
-    finally:
-        for server in listening:
-            with suppress(OSError):
-                server.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for the next
-            server.close()
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _greet_forever(server: socket.socket, word: bytes) -> None:
-    with suppress(OSError):
-        while True:
-            connection, _ = server.accept()
-            with connection, suppress(OSError):
-                connection.sendall(word)
+    with (
+        tempfile.TemporaryDirectory(prefix="ycore-self-test-", dir=writable) as folder,
+        socket.create_server(("127.0.0.1", 0)) as port,
+        socket.socket(socket.AF_UNIX) as server,
+    ):
+        os.chmod(folder, 0o755)
+        file = Path(folder, "file")
+        file.write_text("canary")
+        path = f"{folder}/socket"
+        server.bind(path)
+        os.chmod(path, 0o777)
+        server.listen()
+        os.environ[_VARIABLE] = "canary"
+        try:
+            yield CanaryTargets(
+                file=str(file),
+                variable=_VARIABLE,
+                port=port.getsockname()[1],
+                socket=path,
+                parent=os.getpid(),
+                memory=3 * _LIMITS.memory,
+                processes=3 * _LIMITS.processes,
+            )
+        finally:
+            del os.environ[_VARIABLE]

@@ -1,6 +1,6 @@
 """Calls from tests to a program that nobody has read. Each is in a process of its own; a socket connects them.
 
-A line of JSON is a request of the tests or its answer. Values cross as plain data: numbers, texts, lists, dictionaries
+A JSON object is a request of the tests or its answer. Values cross as plain data: numbers, texts, lists, dictionaries
 and the like, rebuilt on the other end. An object that is no plain data stays in the program, and the tests get a
 `Handle`, so that its own `__eq__` never meets the tests. Standard library only: it is loaded inside the sandbox.
 """
@@ -8,14 +8,15 @@ and the like, rebuilt on the other end. An object that is no plain data stays in
 import builtins
 import json
 import operator
-import socket
-import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from decimal import Decimal
 from fractions import Fraction
+from functools import partialmethod
+from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-MAX_LINE = 8 * 2**20  # bytes
+MAX_BYTES = 8 * 2**20  # of a message
 _MAX_DEPTH = 300
 _PLAIN_INT = 2**63  # larger ones go as hexadecimal digits, which are read in linear time
 
@@ -68,56 +69,43 @@ class ProgramError(Exception):
 
 
 class ProgramConnection:
-    """One end of the socket between tests and program: a JSON object a line."""
+    """One end of the socket between tests and program: JSON objects, each with its length before it."""
 
     def __init__(self, descriptor: int) -> None:
         self.is_gone = False
-        self._socket = socket.socket(fileno=descriptor)
-        self._buffer = bytearray()
-        self._deadline: float | None = None  # of `time.monotonic`
-
-    def limit(self, seconds: float) -> None:
-        """Limit the time of all that is sent and received from now on."""
-        self._deadline = time.monotonic() + seconds
+        self._connection = Connection(descriptor)
 
     def send(self, message: Mapping[str, Any]) -> None:
-        line = json.dumps(message).encode() + b"\n"
-        if len(line) > MAX_LINE:
-            raise ValueError(f"a value of {len(line)} bytes is too large")
-        self._limited(lambda: self._socket.sendall(line))
+        data = json.dumps(message).encode()
+        if len(data) > MAX_BYTES:
+            raise ValueError(f"a value of {len(data)} bytes is too large")
+        with self._still_there():
+            self._connection.send_bytes(data)
 
-    def receive(self) -> dict[str, Any]:
-        """Return the next message; Silent after the deadline, Gone where there is none."""
-        while (end := self._buffer.find(b"\n")) < 0:
-            data = self._limited(lambda: self._socket.recv(65536))
-            if not data or len(self._buffer) > MAX_LINE:
-                self._lose(Gone)
-            self._buffer += data
-        line = bytes(self._buffer[:end])
-        del self._buffer[: end + 1]
-        try:
-            message = json.loads(line)
-        except (ValueError, RecursionError):
-            message = None
-        if not isinstance(message, dict):
-            self._lose(Gone)
+    def receive(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """Return the next message; Silent where none begins in time, Gone where there is none."""
+        with self._still_there():
+            if not self._connection.poll(timeout_s):
+                raise Silent
+            message = json.loads(self._connection.recv_bytes(MAX_BYTES))
+            if not isinstance(message, dict):
+                raise Gone
         return message
 
-    def _limited(self, work: Callable[[], Any]) -> Any:
+    def close(self) -> None:
+        self._connection.close()
+
+    @contextmanager
+    def _still_there(self) -> Iterator[None]:
+        """Raise Gone for what goes wrong, and for everything after that."""
         if self.is_gone:
             raise Gone
-        try:
-            if self._deadline is not None:
-                self._socket.settimeout(max(1e-6, self._deadline - time.monotonic()))
-            return work()
-        except TimeoutError:
-            self._lose(Silent)
-        except OSError:
-            self._lose(Gone)
-
-    def _lose(self, reason: type[BaseException]) -> NoReturn:
         self.is_gone = True
-        raise reason from None
+        try:
+            yield
+        except (OSError, EOFError, ValueError, RecursionError):
+            raise Gone from None
+        self.is_gone = False
 
 
 class CallClient:
@@ -137,7 +125,6 @@ class CallClient:
     def ask(self, operation: str, target: int | str, *args: Any, **kwargs: Any) -> Any:
         """Return the program's answer, or raise the exception that it raised; Silent or Gone for good."""
         self.num_calls += 1
-        self._connection.limit(self._timeout_s)
         request = {
             "ask": operation,
             "of": target,
@@ -145,7 +132,7 @@ class CallClient:
         }
         kwargs = {name: self._encode(value) for name, value in kwargs.items()}
         self._connection.send({**request, "kwargs": kwargs})
-        reply = self._connection.receive()
+        reply = self._connection.receive(self._timeout_s)
         if "raised" in reply:
             raise _exception(reply["raised"])
         value = decode_value(reply.get("value"), self._handle)
@@ -183,16 +170,16 @@ class Handle:
         self._client = client
         self._number = number
 
+    def _ask(self, operation: str, *args: Any, **kwargs: Any) -> Any:
+        return self._client.ask(operation, self._number, *args, **kwargs)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return self._ask("__getattr__", name)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._ask("__call__", *args, **kwargs)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._ask("__getitem__", key)
+    __call__ = partialmethod(_ask, "__call__")
+    __getitem__ = partialmethod(_ask, "__getitem__")
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._ask("__iter__"))
@@ -216,9 +203,6 @@ class Handle:
 
     def __hash__(self) -> int:
         return hash(self._number)
-
-    def _ask(self, operation: str, *args: Any, **kwargs: Any) -> Any:
-        return self._client.ask(operation, self._number, *args, **kwargs)
 
 
 def serve_calls(connection: ProgramConnection, names: Mapping[str, Any]) -> NoReturn:

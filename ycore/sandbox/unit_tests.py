@@ -122,9 +122,8 @@ def run_unit_tests(source: int, connection: int, results: int) -> None:
 
 
 def _run(tests: Mapping[str, Any], connection: ProgramConnection, results: _Results) -> None:
-    connection.limit(tests["timeout_s"])
     results.write(state="gone")
-    state = str(connection.receive().get("state"))
+    state = str(connection.receive(tests["timeout_s"]).get("state"))
     results.write(state=state)
     if state != "ready":
         return

@@ -13,7 +13,7 @@ import pytest
 
 from ycore.sandbox import Level, Limits, View
 from ycore.sandbox.confine import landlock_refusal, stage_steps
-from ycore.sandbox.namespaces import python_folders
+from ycore.sandbox.importable import python_paths
 from ycore.sandbox.stage import landlock_abi
 from ycore.sandbox.watch import Watch
 
@@ -57,7 +57,7 @@ def start(
     view = view or View()
     view = View(read=(*view.read, folder), hidden=view.hidden, working=view.working)
     steps = stage_steps(
-        Level.LANDLOCK, view, Limits(**(limits or {})), UID, python=python_folders()
+        Level.LANDLOCK, view, Limits(**(limits or {})), UID, python=python_paths()
     )
     paths = [str(folder), *(entry for entry in sys.path if os.path.isabs(entry))]
     line = [

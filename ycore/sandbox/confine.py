@@ -21,7 +21,8 @@ from typing import Any
 
 from ycore.run.reports import RUN_MARKER, kill_tree
 from ycore.sandbox import MIB, Confinement, Level, Limits, View
-from ycore.sandbox.namespaces import SCRATCH, bwrap_command, python_paths
+from ycore.sandbox.importable import python_paths
+from ycore.sandbox.namespaces import SCRATCH, bwrap_command
 from ycore.sandbox.stage import (
     CAP_DAC_OVERRIDE,
     CAP_DAC_READ_SEARCH,

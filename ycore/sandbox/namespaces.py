@@ -10,7 +10,6 @@ import os
 import shutil
 import site
 import sys
-import sysconfig
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -49,44 +48,8 @@ def find_bwrap() -> Path | None:
     return None
 
 
-def python_folders(paths: Iterable[str] | None = None) -> tuple[Path, ...]:
-    """Return `python_paths` without those that lie in another of them."""
-    folders: list[Path] = []
-    for path in sorted(python_paths(paths), key=_outer_first):
-        if not any(path.is_relative_to(folder) for folder in folders):
-            folders.append(path)
-    return tuple(folders)
-
-
 def _outer_first(path: Path) -> tuple[int, Path]:
     return len(path.parts), path
-
-
-def python_paths(paths: Iterable[str] | None = None) -> tuple[Path, ...]:
-    """Return the paths that this Python reads to start and import: its installation, its environment, its module path.
-
-    `paths` is the module path, by default what every Python of this environment has.
-    """
-    import ycore
-
-    prefixes = [
-        sys.prefix,
-        sys.base_prefix,
-        sys.exec_prefix,
-        sys.base_exec_prefix,
-        *sysconfig.get_paths().values(),
-    ]
-    files = [sys.executable, os.path.realpath(sys.executable), str(Path(ycore.__file__).parent)]
-    if paths is None:
-        of_this_process = {os.getcwd(), os.path.dirname(os.path.abspath(sys.argv[0]))}
-        of_every_process = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        of_this_process -= set(of_every_process)
-        paths = [entry for entry in sys.path if entry not in of_this_process]
-    entries = [entry for entry in paths if os.path.isabs(entry)]
-    existing = dict.fromkeys(
-        Path(name).absolute() for name in (*prefixes, *entries, *files) if os.path.exists(name)
-    )
-    return tuple(path for path in existing if not path.is_relative_to("/usr"))
 
 
 def bwrap_command(

@@ -30,8 +30,10 @@ from ycore.errors import RunError
 from ycore.run.reports import kill_tree
 from ycore.sandbox import MIB, Level, Limits, View
 from ycore.sandbox.confine import FIRST_UID, NUM_UIDS, base_variables, stage_steps
-from ycore.sandbox.namespaces import SCRATCH, bwrap_command, python_folders
+from ycore.sandbox.importable import python_paths, site_packages
+from ycore.sandbox.namespaces import SCRATCH, bwrap_command
 from ycore.sandbox.program_server import MAX_MESSAGE, ProgramKind, ServerSettings
+from ycore.sandbox.user_code import sources_view
 
 ProgramStatus = Literal["ok", "error", "timeout", "memory", "output", "killed", "infra_error"]
 """`error`: an exit status that is not 0. `killed`: by a signal that was not ours."""
@@ -391,16 +393,23 @@ def server_command(
         for entry in sys.path
         if entry.startswith(sys.base_prefix) and "-packages" not in entry
     ]
-    site = _site_packages() if packages else []
-    python = python_folders(site)
+    site = site_packages() if packages else []
+    python = python_paths(packages=bool(packages))
+    view = sources_view() if packages else View()
     package = Path(ycore.__file__).absolute().parent
+    shown = [
+        path
+        for path in (*python, *view.read)
+        if path.is_relative_to(SCRATCH) and path != package
+    ]
     prefix = f"ycore-{run_id}-scratch-"  # the guardian knows scratch folders by this name
     settings = ServerSettings(
-        steps=stage_steps(level, View(), limits, uid, python=python),
+        steps=stage_steps(level, view, limits, uid, python=python),
         prefix=os.path.join(tempfile.gettempdir(), prefix),
-        path=[*standard, *site],
+        path=standard,
+        site=site,
         modules=list(packages),
-        kept=[str(p) for p in python if p.is_relative_to(SCRATCH) and p != package],
+        kept=[str(path) for path in shown if not any(other in path.parents for other in shown)],
     )
     code = (
         f"import sys; sys.path.insert(0, {str(package.parent)!r}); "
@@ -409,9 +418,4 @@ def server_command(
     server = [sys.executable, "-P", "-s", "-S", "-B", "-c", code, json.dumps(settings)]
     if level is not Level.NAMESPACES:
         return server
-    return bwrap_command(server, View(), as_root=is_root, python=python, hosts_programs=True)
-
-
-def _site_packages() -> list[str]:
-    """Return where this environment's packages are, those of a user or of another environment too."""
-    return [entry for entry in sys.path if "-packages" in entry]
+    return bwrap_command(server, view, as_root=is_root, python=python, hosts_programs=True)

@@ -26,7 +26,9 @@ import linecache
 import os
 import select
 import signal
+import site
 import socket
+import stat
 import sys
 import tempfile
 import threading
@@ -71,9 +73,10 @@ class ServerSettings(TypedDict):
 
     steps: StageSteps  # of each program; root's programs become `uid` and the users after it
     prefix: str  # of the paths of scratch folders, where these are not in memory
-    path: list[str]  # where programs find modules
+    path: list[str]  # where programs find the standard library
+    site: list[str]  # folders of packages, with the `.pth` files of editable installs
     modules: list[str]  # imported before the first program
-    kept: list[str]  # folders under the scratch folder that programs see
+    kept: list[str]  # files and folders under the scratch folder that programs see
 
 
 @dataclass(slots=True)
@@ -109,6 +112,9 @@ def main() -> None:
     os.close(nothing)
     settings: ServerSettings = json.loads(sys.argv[1])
     sys.path[:] = settings["path"]
+    for folder in settings["site"]:
+        site.addsitedir(folder)
+    settings["path"] = list(sys.path)
     stage.end_with_parent()
     signal.signal(signal.SIGTERM, stage.end_everything)
     # To end first what is below.
@@ -250,11 +256,14 @@ def _mount_all(limits: Limits, kept: Sequence[str]) -> None:
     flags = MS_NOSUID | MS_NODEV
     scratch = f"size={limits.scratch},nr_inodes={limits.files},mode=1777"
     mount("none", "/", None, _MS_REC | _MS_PRIVATE, "")
-    folders = {folder: os.open(folder, os.O_PATH) for folder in kept}
+    paths = {path: os.open(path, os.O_PATH) for path in kept}
     mount("tmpfs", "/tmp", "tmpfs", flags, scratch)
-    for folder, descriptor in folders.items():  # Python's own, where it lies in /tmp
-        os.makedirs(folder, exist_ok=True)
-        mount(f"/proc/self/fd/{descriptor}", folder, None, _MS_BIND | _MS_REC, "")
+    for path, descriptor in paths.items():  # Python's own, where it lies in /tmp
+        is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        os.makedirs(path if is_folder else os.path.dirname(path), exist_ok=True)
+        if not is_folder:
+            os.mknod(path)
+        mount(f"/proc/self/fd/{descriptor}", path, None, _MS_BIND | _MS_REC, "")
         os.close(descriptor)
     mount("tmpfs", "/dev/shm", "tmpfs", flags, "size=16m,nr_inodes=1000,mode=1777")
     mount("tmpfs", "/proc", "tmpfs", flags | _MS_RDONLY, "size=4k,nr_inodes=2")

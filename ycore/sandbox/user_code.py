@@ -1,8 +1,8 @@
 """Decide which files a person's own code may see in a confined process: never those of a run.
 
-The working folder and the folders of its files are shown read-only. In them are hidden: the run's folder and other
-runs, every name that begins with a dot, and sockets, because a read-only folder keeps nobody from connecting. The
-search is bounded, because the working folder may be a whole home; it takes the shallow ones first.
+The working folder, the folders of its files and those that Python imports from are shown read-only. In them are hidden:
+the run's folder and other runs, every name that begins with a dot, and sockets, because a read-only folder keeps nobody
+from connecting. The search is bounded, because the working folder may be a whole home; it takes the shallow ones first.
 """
 
 import os
@@ -13,8 +13,9 @@ from pathlib import Path
 
 from ycore.run.paths import RunFolder
 from ycore.sandbox import GIB, Confinement, Level, Limits, View
+from ycore.sandbox.importable import python_paths, source_paths
 from ycore.sandbox.level import choose_level
-from ycore.sandbox.namespaces import SCRATCH, python_paths
+from ycore.sandbox.namespaces import SCRATCH
 
 _MAX_ENTRIES = 20_000  # looked at
 _MAX_HIDDEN = 1_000  # a command line of bwrap takes 9000 words
@@ -64,6 +65,12 @@ def user_code_confinement(
     )
 
 
+def sources_view() -> View:
+    """Return the view of a program that imports what this Python imports, and sees nothing else of a person's."""
+    visible = [path for folder in source_paths() for path in _parts(folder)]
+    return View(read=tuple(visible), hidden=tuple(_hidden_in(visible, None, python_paths())))
+
+
 def names_file(name: str) -> bool:
     """Whether a name is of a function in a file, and not of an installed module or a built-in one."""
     source = name.rpartition(":")[0]
@@ -79,10 +86,9 @@ def _view(
     devices: bool,
 ) -> View:
     working = Path.cwd()
-    python_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     folders = [
         working,
-        *(Path(entry) for entry in python_path if os.path.isabs(entry)),
+        *source_paths(),
         *(file.parent for file in files),
         *(file.resolve().parent for file in files),
     ]

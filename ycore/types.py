@@ -18,6 +18,9 @@ NO_PROMPT: Content = [{"role": "user", "content": ""}]
 """The prompt of a row without one, as in TRL; an environment puts its question at the end."""
 
 
+THINKING = "<think>\n"
+"""The end of a prompt whose completion begins inside the thinking."""
+
 IMAGE_MARK = "\ufffc"
 """Where a picture stands in the text of a prompt that has pictures: Unicode's object replacement character."""
 
@@ -140,6 +143,7 @@ class Completion:
     `env_state` has its environment's attributes at its end, as JSON, for reward functions that look at them.
     `prompt_ids` are of a prompt of its own, which an agent wrote; None where it follows its group's.
     `segments` are (end, version) of the tokens that earlier versions wrote; `policy_version` wrote the rest.
+    `in_thinking`: its prompt ends with `<think>`, so that it begins inside the thinking.
     """
 
     token_ids: tuple[int, ...]
@@ -152,6 +156,12 @@ class Completion:
     prompt_ids: tuple[int, ...] | None = None
     env_state: str | None = None
     segments: tuple[tuple[int, int], ...] = ()
+    in_thinking: bool = False
+
+    @property
+    def full_text(self) -> str:
+        """The text behind the `<think>` that the prompt opened."""
+        return THINKING + self.text if self.in_thinking else self.text
 
     @property
     def first_version(self) -> int:

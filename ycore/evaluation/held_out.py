@@ -151,7 +151,7 @@ def mean_of_known(values: Iterable[float | None]) -> float | None:
 
 def _is_vote_right(group: Group, is_right: Sequence[bool]) -> bool:
     """Tell whether the most frequent answer is right; of several, the first that was written."""
-    answers = [final_answer(completion.text) for completion in group.completions]
+    answers = [final_answer(completion.full_text) for completion in group.completions]
     (winner, _), *_ = Counter(answers).most_common(1)
     return is_right[answers.index(winner)]
 

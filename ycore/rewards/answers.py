@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import regex
 
-from ycore.types import Content
+from ycore.types import THINKING, Content
 
 _UNSPACED = r"\p{Han}\p{Hiragana}\p{sc=Thai}\p{sc=Lao}\p{sc=Khmer}\p{sc=Myanmar}"
 _NOT_IN_LETTER = r"(?!\p{M}|[\u0e33\u0eb3])"  # not before the marks and vowel signs of a letter
@@ -97,7 +97,6 @@ _NUMBER = regex.compile(
 _UNIT = regex.compile(r"\s?((?:[\p{L}\u00b0\u00b5][^\s\d]*\s?){1,3})", regex.V1)
 _ALIASES = ("value", "aliases", "normalized_value", "normalized_aliases", "text")
 _BOX = "\\boxed{"
-THINKING = "<think>\n"
 
 
 class Number(NamedTuple):
@@ -155,7 +154,7 @@ def without_thinking(completion: Content) -> Content:
 
 def opens_thinking(rendered_prompt: str) -> bool:
     """Whether what follows this prompt, of which the end is enough, begins inside the thinking."""
-    return rendered_prompt.rstrip().endswith("<think>")
+    return rendered_prompt.rstrip().endswith(THINKING.rstrip())
 
 
 def with_thinking_opened(completion: Content) -> Content:

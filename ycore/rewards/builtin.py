@@ -31,7 +31,7 @@ from ycore.rewards.answers import (
     without_thinking,
     words_of,
 )
-from ycore.types import Content
+from ycore.types import THINKING, Content
 
 Contents = list[Content]
 Rewards = list[float | None]
@@ -267,7 +267,8 @@ def format(
 ) -> Rewards:
     """1 where the whole completion, without the white space around it, matches `pattern`, else 0.
 
-    `.` matches line ends too. The default wants `<think>...</think>` and then an answer.
+    `.` matches line ends too. The default wants `<think>...</think>` and then an answer. Where the prompt opened the
+    thinking, a completion may match with that `<think>` or without.
     """
     try:
         whole = re.compile(pattern, re.DOTALL)
@@ -275,9 +276,9 @@ def format(
         raise ValueError(
             f"pattern must be a regular expression: {pattern!r}: {error}"
         ) from error
+    texts = [completion_text(completion).strip() for completion in completions]
     return [
-        float(whole.fullmatch(completion_text(completion).strip()) is not None)
-        for completion in completions
+        float(any(map(whole.fullmatch, (text, text.removeprefix(THINKING))))) for text in texts
     ]
 
 
@@ -366,6 +367,9 @@ def _f1(left: Counter[tuple[str, ...]], right: Counter[tuple[str, ...]]) -> floa
 _REWARDS: list[Reward] = [exact_answer, contains_answer, numeric_answer, math, gym, ifeval]
 _REWARDS += [format, length, repetition, overlong, similarity]
 BUILTIN = {reward.__name__: reward for reward in _REWARDS}
+
+# They look at completions behind the `<think>` that a prompt opened.
+READ_ANSWERS = frozenset(BUILTIN) - {"length", "repetition", "overlong"}
 
 # The module that a built-in reward imports, and the command that installs it.
 LIBRARIES = {

@@ -27,6 +27,8 @@ SUPPLIED = (
     "log_metric",
 )
 
+IN_THINKING = "in_thinking"  # the column that is True where the prompt opened the thinking
+
 _MAX_MESSAGE = 300  # characters
 _FORMS = "a reward is a built-in name, file.py:function or package.module:function"
 

@@ -25,9 +25,9 @@ from typing import Any, NamedTuple, SupportsFloat
 
 from ycore.config.schema import RewardConfig
 from ycore.errors import RewardError
-from ycore.rewards.answers import without_thinking
-from ycore.rewards.builtin import LIBRARIES, Reward
-from ycore.rewards.loading import Inputs, exception_line, inputs_of, load_reward
+from ycore.rewards.answers import with_thinking_opened, without_thinking
+from ycore.rewards.builtin import LIBRARIES, READ_ANSWERS, Reward
+from ycore.rewards.loading import IN_THINKING, Inputs, exception_line, inputs_of, load_reward
 from ycore.rewards.replies import BYTES_PER_VALUE, MAX_BYTES
 from ycore.run.images import ImageStore
 from ycore.sandbox.channel import Channel
@@ -40,6 +40,7 @@ class LoadedReward(NamedTuple):
     function: Reward
     inputs: Inputs
     strips_thinking: bool = False
+    reads_answers: bool = False
 
 
 def main() -> None:
@@ -67,7 +68,9 @@ def _load(spec: RewardConfig) -> LoadedReward:
     function = load_reward(spec)
     if spec.reward in LIBRARIES:  # now, so that no call's deadline pays for the import
         importlib.import_module(LIBRARIES[spec.reward][0])
-    return LoadedReward(function, inputs_of(function), spec.strip_thinking)
+    return LoadedReward(
+        function, inputs_of(function), spec.strip_thinking, spec.reward in READ_ANSWERS
+    )
 
 
 def call_reward(source: LoadedReward, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,6 +124,12 @@ def reward_in(value: object) -> tuple[float | None, str | None]:
 def _arguments(source: LoadedReward, request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments of one call: those offered inputs that the function takes."""
     offered = dict(request["inputs"])
+    if source.strips_thinking or source.reads_answers:
+        in_thinking = offered.get(IN_THINKING) or [False] * request["count"]
+        offered["completions"] = [
+            with_thinking_opened(text) if is_inside else text
+            for text, is_inside in zip(offered["completions"], in_thinking, strict=True)
+        ]
     if source.strips_thinking and "completions" in offered:
         # `completion_ids` stay those of the whole completion.
         offered["completions"] = [without_thinking(text) for text in offered["completions"]]

@@ -18,6 +18,7 @@ from ycore.engine.sight import Sight, load_sight
 from ycore.errors import DataError
 from ycore.judge.agreement import judge_questions, trains_a_judge
 from ycore.placement.slots import Slots
+from ycore.rewards.answers import opens_thinking
 from ycore.rollout.tool_pool import ToolSet, describe_tools
 from ycore.rollout.writers import RunDialogues, build_writer
 from ycore.round.ahead import ControllerAhead
@@ -79,6 +80,7 @@ class Assembly:
             journal=journal,
             max_surplus_age=config.sampling.max_age,
             slots=slots,
+            opens_thinking=self.opens_thinking,
             writer=build_writer(
                 config,
                 self.folder,
@@ -167,6 +169,9 @@ class Assembly:
             **template_arguments,
         )
         return tuple(ids)
+
+    def opens_thinking(self, prompt_ids: Sequence[int]) -> bool:
+        return opens_thinking(self.tokenizer.decode(list(prompt_ids[-16:])))
 
     def sampling(self) -> SamplingParams:
         return sampling_of(self.config, self.started.model, self.tokenizer)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -74,6 +75,7 @@ class Controller:
         slots: Slots | None = None,
         writer: CompletionWriter | None = None,
         event_loop: RankEventLoop | None = None,
+        opens_thinking: Callable[[Sequence[int]], bool] = lambda token_ids: False,
     ) -> None:
         """
         Args:
@@ -84,6 +86,7 @@ class Controller:
             slots: None for one slot an engine, without placement.
             writer: of completions; None for one turn, without tools.
             event_loop: of a controller over the same engines; None for a new one.
+            opens_thinking: whether what follows a prompt of these token ids begins inside the thinking.
         """
         self.record: Callable[[str, float], None] = lambda name, value: None
         self.engines = engines
@@ -92,6 +95,7 @@ class Controller:
         self.rules = rules
         self.peers = peers
         self.slots = slots or Slots(len(engines))
+        self.opens_thinking = opens_thinking
         self.writer: CompletionWriter = writer or SingleTurnWriter()
         self.leftover_groups = LeftoverGroups(max_age=max_surplus_age)
         self.acceptance = AcceptanceRate()
@@ -223,7 +227,8 @@ class Controller:
         write = partial(self.write, greedy=greedy, prompt=start.draw.prompt)
         completion = await self.writer.write(start, index, write, seed=self.rules.seed)
         self.meter.note_written()
-        return completion
+        in_thinking = self.opens_thinking(completion.prompt_ids or start.draw.token_ids)
+        return replace(completion, in_thinking=True) if in_thinking else completion
 
     async def write(
         self,
@@ -392,6 +397,7 @@ class Controller:
             slots=self.slots,
             writer=self._writer_apart(),
             event_loop=self._event_loop,
+            opens_thinking=self.opens_thinking,
         )
 
     def run_round(self, work: Coroutine[Any, Any, T], *, step: int, trains: bool = True) -> T:

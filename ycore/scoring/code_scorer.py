@@ -121,7 +121,7 @@ class CodeScorer(Scorer):
             tests = row_tests(prompt, self.settings)
         except ValueError as error:  # checked before the run: the dataset was changed since
             return self.masked(f"row {prompt.row}: {error}")
-        source = program_of(completion.text, tests)
+        source = program_of(completion.full_text, tests)
         self.meter.programs += 1
         if not source.strip():
             self.meter.no_code += 1

@@ -15,7 +15,7 @@ from ycore.config.schema import (
     ScoredConfig,
 )
 from ycore.data.prompts import PromptSet
-from ycore.rewards.loading import Inputs
+from ycore.rewards.loading import IN_THINKING, Inputs
 from ycore.rewards.worker_client import AUTO, RewardWorker, check_reward, reward_confinement
 from ycore.run.images import ImageStore
 from ycore.run.paths import RunFolder
@@ -42,7 +42,7 @@ class _Batch:
 
     def request(self, inputs: Inputs) -> dict[str, Any]:
         """A worker's request, with only what the reward takes and JSON can carry (no image, no date)."""
-        sent = {}
+        sent = {IN_THINKING: self.offered[IN_THINKING]} if IN_THINKING in self.offered else {}
         for name in filter(inputs.accepts, self.offered):
             try:
                 json.dumps(self.offered[name])
@@ -245,6 +245,8 @@ class RuleScorer(Scorer):
     ) -> dict[str, list[Any]]:
         """Return what functions may ask for beside the dataset's columns and the completions themselves."""
         columns: dict[str, list[Any]] = {}
+        if any(completion.in_thinking for completion in completions):
+            columns[IN_THINKING] = [completion.in_thinking for completion in completions]
         if prompt.images:
             files = [str(self.images.path(image.sha256)) for image in prompt.images]
             columns["images"] = [files] * len(completions)

@@ -28,7 +28,7 @@ from ycore.run.images import ImageStore
 from ycore.run.meter import CountMeter, Meter
 from ycore.run.paths import RunFolder
 from ycore.run.tasks import together
-from ycore.types import Completion, Draw, Score
+from ycore.types import THINKING, Completion, Draw, Score
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -276,16 +276,20 @@ def text_of(spec: RewardConfig) -> TextOf:
 
 def after_thinking(completion: Completion) -> str:
     """Return the transcript with only what follows the thinking in each of the policy's turns."""
+    thinking = THINKING if completion.in_thinking else ""
     turns = []
     for turn in completion.turns:
         if turn.by_policy:
             messages = tuple(
-                {**message, "content": without_thinking(message.get("content") or "")}
+                {
+                    **message,
+                    "content": without_thinking(thinking + (message.get("content") or "")),
+                }
                 for message in turn.messages
             )
             turn = replace(turn, messages=messages)
         turns.append(turn)
-    text = str(without_thinking(completion.text))
+    text = str(without_thinking(completion.full_text))
     return replace(completion, text=text, turns=tuple(turns)).transcript
 
 

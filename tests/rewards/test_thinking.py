@@ -1,0 +1,113 @@
+"""Thinking that the chat template opens: the completion begins inside it, for every reward, eval and judge."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import ycore
+from ycore.rewards.answers import opens_thinking
+from ycore.rewards.builtin import BUILTIN
+from ycore.rewards.code import StdioTests, program_of
+from ycore.rewards.loading import IN_THINKING, inputs_of
+from ycore.rewards.worker import LoadedReward, call_reward
+from ycore.scoring.scoring import after_thinking
+from ycore.types import Completion, Turn
+
+CUT_OFF = "Two and three, that could be 5"
+WHOLE = "Two and three make five.\n</think>\n\n5"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "opened"),
+    [
+        ("<|im_start|>assistant\n<think>\n", True),
+        ("<\uff5cAssistant\uff5c><think>\n", True),
+        ("User: 2 + 3?\nAssistant: <think>", True),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
+        ("<|im_start|>assistant\n", False),
+        ("Think in <think> tags.<|im_end|>\n<|im_start|>assistant\n", False),
+    ],
+)
+def test_the_end_of_the_prompt_says_whether_thinking_is_open(prompt: str, opened: bool) -> None:
+    assert opens_thinking(prompt) is opened
+
+
+def builtin(name: str, completion: Any, *, in_thinking: bool) -> Any:
+    function = BUILTIN[name]
+    source = LoadedReward(function, inputs_of(function), reads_answers=name != "length")
+    inputs = {"prompts": ["?"], "completions": [completion], "answer": ["5"]}
+    request = {"inputs": inputs | {IN_THINKING: [in_thinking]}, "step": 0, "count": 1}
+    (value,) = call_reward(source, request)["values"]
+    return value
+
+
+@pytest.mark.parametrize("as_chat", [False, True])
+def test_an_answer_inside_the_thinking_earns_nothing(as_chat: bool) -> None:
+    def rewards(text: str, *, in_thinking: bool) -> list[float]:
+        completion = [{"role": "assistant", "content": text}] if as_chat else text
+        names = ("exact_answer", "contains_answer", "numeric_answer", "math", "format")
+        return [builtin(name, completion, in_thinking=in_thinking) for name in names]
+
+    assert rewards(CUT_OFF, in_thinking=True) == [0.0] * 5
+    assert rewards(WHOLE, in_thinking=True) == [1.0] * 5
+    assert rewards(WHOLE, in_thinking=False) == [1.0] * 4 + [0.0]
+    assert rewards(f"<think>{WHOLE}", in_thinking=False) == [1.0] * 5
+
+
+def test_a_functions_completions_are_stripped_and_otherwise_as_the_policy_wrote_them() -> None:
+    texts: list[str] = []
+
+    def see(completions: list[str], **_columns: Any) -> list[float]:
+        texts.extend(completions)
+        return [0.0] * len(completions)
+
+    inputs = {"completions": [CUT_OFF, WHOLE], IN_THINKING: [True, True]}
+    for strips in (True, False):
+        source = LoadedReward(see, inputs_of(see), strips_thinking=strips)
+        call_reward(source, {"inputs": inputs, "step": 0, "count": 2})
+    assert texts == ["", "5", CUT_OFF, WHOLE]
+
+
+def test_judges_and_programs_get_what_follows_the_thinking() -> None:
+    def written(text: str, turns: tuple[Turn, ...] = ()) -> Completion:
+        return Completion((1,), None, text, "stop", 0, turns, in_thinking=True)
+
+    assert after_thinking(written(CUT_OFF)) == "" and after_thinking(written(WHOLE)) == "5"
+    turn = Turn(True, 1, ({"role": "assistant", "content": CUT_OFF},))
+    assert "5" not in after_thinking(written(CUT_OFF, (turn,)))
+    tests = StdioTests((("1", "1"),))
+    assert program_of(written("```python\nprint(1)\n```").full_text, tests) == ""
+
+
+def test_eval_knows_it_from_the_rendered_prompt(chat_model: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(chat_model, model)
+    (model / "chat_template.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    )
+    row = {"prompt": "Write a letter.", "answer": "a"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "seen.py").write_text(
+        "def stripped(completions, in_thinking=(), **columns):\n"
+        "    return [float(is_in and c[-1]['content'] == '') for c, is_in in zip(completions, in_thinking)]\n"
+    )
+    recipe = {
+        "model": str(model),
+        "dataset": "rows.jsonl",
+        "rewards": [
+            {"reward": "seen.py:stripped", "strip_thinking": True},
+            {"reward": "format"},
+        ],
+    }
+    (tmp_path / "think.yaml").write_text(json.dumps(recipe))
+    done = ycore(
+        "eval --recipe think.yaml --num-samples 2 --max-tokens 4 --engine transformers --json",
+        cwd=tmp_path,
+    )
+    figures = json.loads(done.stdout)
+    assert "1.0" in json.dumps(figures)
+    assert figures["metrics"]["rewards/stripped"] == 1.0

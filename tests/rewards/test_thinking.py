@@ -108,6 +108,5 @@ def test_eval_knows_it_from_the_rendered_prompt(chat_model: Path, tmp_path: Path
         "eval --recipe think.yaml --num-samples 2 --max-tokens 4 --engine transformers --json",
         cwd=tmp_path,
     )
-    figures = json.loads(done.stdout)
-    assert "1.0" in json.dumps(figures)
-    assert figures["metrics"]["rewards/stripped"] == 1.0
+    (line,) = done.stdout.splitlines()
+    assert '"rewards/stripped": 1.0' in line or '"rewards/stripped/mean": 1.0' in line, line

@@ -21,6 +21,12 @@ NO_PROMPT: Content = [{"role": "user", "content": ""}]
 THINKING = "<think>\n"
 """The end of a prompt whose completion begins inside the thinking."""
 
+
+def opens_thinking(rendered_prompt: str) -> bool:
+    """Whether what follows this prompt, of which the end is enough, begins inside the thinking."""
+    return rendered_prompt.rstrip().endswith(THINKING.rstrip())
+
+
 IMAGE_MARK = "\ufffc"
 """Where a picture stands in the text of a prompt that has pictures: Unicode's object replacement character."""
 

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 
 from tests.harness import ycore
-from ycore.rewards.answers import opens_thinking
 from ycore.rewards.builtin import BUILTIN
 from ycore.rewards.code import StdioTests, program_of
 from ycore.rewards.loading import IN_THINKING, inputs_of
 from ycore.rewards.worker import LoadedReward, call_reward
 from ycore.scoring.scoring import after_thinking
-from ycore.types import Completion, Turn
+from ycore.types import Completion, Turn, opens_thinking
 
 CUT_OFF = "Two and three, that could be 5"
 WHOLE = "Two and three make five.\n</think>\n\n5"

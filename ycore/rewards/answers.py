@@ -152,11 +152,6 @@ def without_thinking(completion: Content) -> Content:
     return _with_text(completion, _after_thinking(completion_text(completion)))
 
 
-def opens_thinking(rendered_prompt: str) -> bool:
-    """Whether what follows this prompt, of which the end is enough, begins inside the thinking."""
-    return rendered_prompt.rstrip().endswith(THINKING.rstrip())
-
-
 def with_thinking_opened(completion: Content) -> Content:
     """The completion behind the `<think>` that its prompt ends with."""
     if isinstance(completion, str):

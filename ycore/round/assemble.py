@@ -18,7 +18,6 @@ from ycore.engine.sight import Sight, load_sight
 from ycore.errors import DataError
 from ycore.judge.agreement import judge_questions, trains_a_judge
 from ycore.placement.slots import Slots
-from ycore.rewards.answers import opens_thinking
 from ycore.rollout.tool_pool import ToolSet, describe_tools
 from ycore.rollout.writers import RunDialogues, build_writer
 from ycore.round.ahead import ControllerAhead
@@ -33,7 +32,7 @@ from ycore.run.images import ImageStore
 from ycore.run.paths import RunFolder
 from ycore.scoring.scorers import build_scoring
 from ycore.scoring.scoring import Policy, Scoring
-from ycore.types import Prompt
+from ycore.types import Prompt, opens_thinking
 
 
 @dataclass(frozen=True)

@@ -177,7 +177,7 @@ def serve(
     ycore serve runs/quickstart --port 9000 --dry-run
     """
     from ycore.api import trained
-    from ycore.engine.kinds import is_vllm_installed
+    from ycore.engine.kinds import INSTALL_VLLM, is_vllm_installed
 
     folder, name = trained.language_model(model, best=best), served_name(model)
     words, spec = trained.serve_command(
@@ -193,7 +193,7 @@ def serve(
         print("Nothing was started; leave out --dry-run to serve.")
         return 0
     if not is_vllm_installed():
-        raise ConfigError("ycore serve needs vLLM; pip install 'ycore[cpu]' or 'ycore[gpu]'")
+        raise ConfigError(f"ycore serve needs vLLM; {INSTALL_VLLM}")
     return trained.serve_model(words, spec)
 
 

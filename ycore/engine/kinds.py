@@ -18,7 +18,9 @@ from ycore.engine.sight import Sight
 from ycore.engine.vllm_plugin import SERVED
 from ycore.errors import ConfigError
 
-INSTALL_VLLM = "pip install 'ycore[cpu]' (or 'ycore[gpu]')"
+INSTALL_VLLM_ON_CPU = "pip install uv && uv pip install --torch-backend cpu 'ycore[cpu]'"
+INSTALL_VLLM_ON_GPU = "pip install 'ycore[gpu]'"
+INSTALL_VLLM = f"{INSTALL_VLLM_ON_CPU}, on a GPU {INSTALL_VLLM_ON_GPU}"
 
 
 class EngineKind:

@@ -23,7 +23,12 @@ from typing import Any
 
 import psutil
 
-from ycore.engine.kinds import is_vllm_installed
+from ycore.engine.kinds import (
+    INSTALL_VLLM,
+    INSTALL_VLLM_ON_CPU,
+    INSTALL_VLLM_ON_GPU,
+    is_vllm_installed,
+)
 from ycore.errors import YcoreError
 from ycore.launch.gpus import Gpu, visible_gpus
 from ycore.launch.layout import this_machine
@@ -128,7 +133,7 @@ def check_versions(
     versions: Mapping[str, str | None], beside_torch: Mapping[str, str], *, on_gpu: bool
 ) -> list[Check]:
     """Compare installed versions with those that were tested together."""
-    extra = "ycore[gpu]" if on_gpu else "ycore[cpu]"
+    install = INSTALL_VLLM_ON_GPU if on_gpu else INSTALL_VLLM_ON_CPU
     checks = [
         check(name, versions.get(name) or "not installed") for name in ("ycore", "python")
     ]
@@ -140,7 +145,7 @@ def check_versions(
         checks.append(_check_version(vllm, TESTED["vllm"], versions))
     else:
         value = "not installed, so transformers generates, which is slower"
-        checks.append(check("vllm", value, ok=False, mend=f"pip install '{extra}'"))
+        checks.append(check("vllm", value, ok=False, mend=install))
     torch = versions.get("torch") or ""
     if not torch.endswith("+cpu"):
         return checks
@@ -216,9 +221,7 @@ def role_checks(*, engines: bool) -> Iterator[Check]:
     )
     if not is_vllm_installed():
         value = "no vLLM: transformers generates in the trainer's process, which is slower"
-        yield check(
-            "rollout", value, ok=False, mend="pip install 'ycore[cpu]' (or 'ycore[gpu]')"
-        )
+        yield check("rollout", value, ok=False, mend=INSTALL_VLLM)
     elif engines:
         yield _rollout()
     else:

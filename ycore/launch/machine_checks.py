@@ -11,7 +11,7 @@ from pathlib import Path
 from ycore.config.batch import BatchPlan, derive_batch
 from ycore.config.schema import RunConfig
 from ycore.engine.commands import check_arguments
-from ycore.engine.kinds import EngineKind, choose_kind
+from ycore.engine.kinds import INSTALL_VLLM, EngineKind, choose_kind
 from ycore.errors import ConfigError
 from ycore.launch import engines
 from ycore.launch.device_memory import FactsOf, facts_here, slot_width
@@ -95,7 +95,7 @@ def _check_engines(config: RunConfig, site: Site, known: FactsOf) -> DeviceShari
     return sharing
 
 
-_INSTALL = "install vLLM (pip install 'ycore[cpu]' or 'ycore[gpu]')"
+_INSTALL = f"install vLLM ({INSTALL_VLLM})"
 _AHEAD = "with --max-staleness 1 engines write the next round while the trainer trains"
 _MEASURES = "with --eval-while-training engines measure one step's policy while the trainer computes the next step"
 

@@ -149,6 +149,7 @@ stages:
 
 
 @pytest.mark.slow
+@pytest.mark.verify
 def test_a_pipeline_is_run_once_a_seed_and_compared(tmp_path: Path) -> None:
     prepare(tmp_path, STAGES)
     status, said = reproduce(tmp_path, "mine.yaml --seeds 2 --json")

@@ -86,6 +86,7 @@ def shard(folder: Path, kind: str) -> tuple[dict[str, torch.Tensor], Path]:
     return seen, folder
 
 
+@pytest.mark.verify
 def test_full_weights_are_whole_again(tmp_path: Path) -> None:
     seen, folder = shard(tmp_path, "full")
     expected = AutoModelForCausalLM.from_pretrained(

@@ -57,6 +57,7 @@ def run(place: Path, ranks: int) -> RunFolder:
     return folder
 
 
+@pytest.mark.verify
 def test_each_slot_serves_both_ranks_and_they_learn_what_one_learns(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "model", chat=True)
     (tmp_path / "word.yaml").write_text(JUDGE)

@@ -119,7 +119,11 @@ def test_an_interrupt_of_one_machine_stops_both(place: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "outputs", [["run", "run"], ["one", "two"]], ids=["shared folder", "own folders"]
+    "outputs",
+    [
+        pytest.param(["run", "run"], id="shared folder"),
+        pytest.param(["one", "two"], id="own folders", marks=pytest.mark.verify),
+    ],
 )
 def test_two_machines_make_one_run(place: Path, outputs: list[str]) -> None:
     ends = run(place, outputs, [f"{n} + 1 =" for n in range(16)])

@@ -108,7 +108,16 @@ def commands() -> list[tuple[Path, str]]:
 
 def of_program(name: str) -> list[Any]:
     chosen = [(page, line) for page, line in commands() if line.split()[0] == name]
-    return [pytest.param(page, line, id=f"{page.stem}: {line}") for page, line in chosen]
+    loads_model: set[str] = set()
+    params = []
+    for page, line in chosen:
+        use = line.split()[1] if name == "ycore" else ""
+        again = use in loads_model
+        if use in ("chat", "export"):
+            loads_model.add(use)
+        marks = [pytest.mark.verify] if again else []
+        params.append(pytest.param(page, line, id=f"{page.stem}: {line}", marks=marks))
+    return params
 
 
 def table(page: str, heading: str) -> list[list[str]]:

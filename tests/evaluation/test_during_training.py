@@ -302,7 +302,9 @@ def test_a_trainer_that_fails_meanwhile_does_not_wait_for_the_evaluation(
         train(evaluated(tmp_path, model, eval_while_training=True))
 
 
-@pytest.mark.parametrize("ranks", ["--processes 1", "--processes 2"])
+@pytest.mark.parametrize(
+    "ranks", ["--processes 2", pytest.param("--processes 1", marks=pytest.mark.verify)]
+)
 def test_whole_runs_measure_the_same_while_training(ranks: str, tmp_path: Path) -> None:
     """The scripted engine in vLLM's place: what it writes follows from the weights, so both runs must be the same."""
     write_tiny_model(tmp_path / "model")

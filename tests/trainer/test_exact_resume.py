@@ -158,7 +158,17 @@ def kill_and_resume(arguments: list[str], killed: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "distill", "online-dpo", PICTURES])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        "grpo",
+        "ppo",
+        *(
+            pytest.param(algorithm, marks=pytest.mark.verify)
+            for algorithm in ("distill", "online-dpo", PICTURES)
+        ),
+    ],
+)
 def test_killed_and_resumed_is_never_killed(
     algorithm: str, model: Path, sighted: Path, teacher: str, tmp_path: Path
 ) -> None:

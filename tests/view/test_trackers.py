@@ -131,6 +131,7 @@ def test_trackers_that_keep_files_get_model_and_journal_and_report(tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.verify
 def test_evaluations_and_runs_on_examples_have_pages_too(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -193,6 +194,7 @@ def test_evaluations_and_runs_on_examples_have_pages_too(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.verify
 def test_a_flow_model_has_a_page_with_its_numbers_and_pictures(tmp_path: Path) -> None:
     """A run that goes on for a step adds it to the files of tensorboard."""
     pytest.importorskip("wandb")

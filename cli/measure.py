@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from ycore.config.schema import RunConfig
 
 Top = Annotated[str, typer.Option(metavar="N", help="Ways to show.")]
-Engines = Annotated[
-    bool, typer.Option("--engines", help="Start a real engine too, which takes half a minute.")
-]
 
 
 def plan(
@@ -149,21 +146,20 @@ def preflight_or_exit(config: "RunConfig") -> None:
         raise typer.Exit(1)
 
 
-def doctor(engines: Engines = False, json: o.Json = False) -> None:
+def doctor(json: o.Json = False) -> None:
     """Try out what a run needs, and say how to fix it.
 
     \b
-    Versions, devices, memory, disk, sockets, locks, and every role in its own process.
+    Versions, devices, memory, disk, sockets, locks, sandbox and imports.
     Exit status 1 where something is broken.
 
     \b
     ycore doctor
-    ycore doctor --engines
     """
     from ycore.launch.doctor import doctor_report
 
     with stdout_for_json(json):
-        report = doctor_report(engines=engines)
+        report = doctor_report()
     if json:
         print_json(report)
     else:

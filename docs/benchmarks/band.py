@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from machine import hardware
+
 from ycore.api.reproduce import curve_of, final_of, metric_of, rows_by_stage
-from ycore.launch.layout import describe_machine
 from ycore.run.claim import installed_versions
 from ycore.run.files import write_json_atomic
 from ycore.run.metrics import Row
@@ -82,7 +83,7 @@ if __name__ == "__main__":
     about = {
         "recipe": arguments.output.stem,
         "sets": arguments.set,
-        "machine": machine_in_words(describe_machine()),
+        "machine": machine_in_words(hardware()),
         "versions": installed_versions(),
     }
     write_json_atomic(arguments.output, make_band(by_seed, about))

@@ -4,7 +4,6 @@ import os
 import resource
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ def broken(folder: Path) -> dict[str, str]:
 
 def test_this_machine_can_bind_lock_and_connect(tmp_path: Path) -> None:
     checks = {check["name"]: check for check in machine_checks(tmp_path)}
-    assert all(checks[name]["ok"] for name in ("unix sockets", "loopback", "file locks"))
+    assert all(checks[name]["ok"] for name in ("unix sockets", "file locks"))
 
 
 def test_a_cache_that_is_not_there_yet_is_on_its_parents_disk(
@@ -77,35 +76,30 @@ def test_what_a_run_left_behind_is_found(tmp_path: Path) -> None:
         left.rmdir()
 
 
-def test_a_role_that_fails_says_its_last_line() -> None:
-    check = doctor._role("trainer", "import no_such_module", mend="install it")
-    assert not check["ok"] and check["mend"] == "install it"
-    assert "No module named 'no_such_module'" in check["value"]
+def test_a_library_that_cannot_be_imported_says_its_last_line() -> None:
+    broken_import = doctor.check_imports("import no_such_module")
+    assert not broken_import["ok"] and "--force-reinstall" in broken_import["mend"]
+    assert "No module named 'no_such_module'" in broken_import["value"]
 
 
-def test_a_role_does_not_import_from_where_the_user_stands(
+def test_nothing_is_imported_from_where_the_user_stands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "json.py").write_text("raise SystemExit('the local file was imported')")
     monkeypatch.chdir(tmp_path)
-    assert doctor._role("trainer", "import json; json.dumps(1)", mend="")["ok"]
+    assert doctor.check_imports("import json; json.dumps(1)")["ok"]
 
 
-def test_a_role_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_ROLE_WITHIN_S", 0.5)
-    check = doctor._role("trainer", "import time; time.sleep(60)", mend="install it")
-    assert not check["ok"] and "no end after" in check["value"]
-
-
-def test_the_rewards_role_scores_here() -> None:
-    assert doctor._role("rewards", doctor._REWARD, mend="")["ok"]
+def test_an_import_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_IMPORTS_WITHIN_S", 0.5)
+    assert "no end after" in doctor.check_imports("import time; time.sleep(60)")["value"]
 
 
 def test_the_command_ends_with_1_where_something_is_broken(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bad = {"name": "x", "ok": False, "value": "broken", "mend": "mend it"}
-    monkeypatch.setattr(doctor, "role_checks", lambda **_: [bad])
+    monkeypatch.setattr(doctor, "check_imports", lambda: bad)
     assert run(["doctor"]) == 1
     told = capsys.readouterr().out
     assert "broken" in told and "mend it" in told and "to mend" in told
@@ -119,7 +113,7 @@ def test_the_command_ends_with_0_where_nothing_is(
         "platform": "a test's",
         "checks": [{"name": "x", "ok": True, "value": "fine", "mend": None}],
     }
-    monkeypatch.setattr(doctor, "doctor_report", lambda **_: good)
+    monkeypatch.setattr(doctor, "doctor_report", lambda: good)
     assert run(["doctor"]) == 0
     assert "everything works" in capsys.readouterr().out
 
@@ -188,31 +182,20 @@ def test_each_device_is_listed_with_its_memory() -> None:
             Gpu("1", "GPU-b", "GB10", "580.82.07"),
         ]
     )
-    assert found["devices"] == (True, "NVIDIA H200, 140 GiB, GB10")
+    assert found["devices"] == (True, "NVIDIA H200, GB10")
     assert found["driver"][0] and found["memory of device 0"] == (
         True,
         "139.0 of 140.0 GiB free",
     )
-    assert "memory of device 1" not in found and "bfloat16" not in found
+    assert "memory of device 1" not in found
 
 
-def test_a_driver_that_is_too_old_a_card_without_bfloat16_and_a_full_device_are_named() -> None:
+def test_a_driver_that_is_too_old_and_a_full_device_are_named() -> None:
     found = lines_of([Gpu("0", "GPU-a", "Tesla T4", "535.129.03", 15.0, 3.0, (7, 5))])
     assert found["driver"] == (False, "535.129.03; torch's CUDA 13.0 needs 580.65.06 or newer")
-    assert (
-        found["bfloat16"][1].endswith("so runs compute in float32")
-        and not found["memory of device 0"][0]
-    )
-    assert lines_of([Gpu("0", "GPU-a", "Tesla T4", "535.129.03")], torch_cuda="12.6")["driver"][
-        0
-    ]
-
-
-def test_the_links_between_devices_are_named() -> None:
-    two = [Gpu(str(n), f"GPU-{n}", "NVIDIA H100", "580.82.07") for n in range(2)]
-    assert lines_of(two)["links"][1].startswith("PCIe")
-    linked = [replace(gpu, has_nvlink=True) for gpu in two]
-    assert lines_of(linked)["links"][1] == "NVLink"
+    assert not found["memory of device 0"][0]
+    old_cuda = lines_of([Gpu("0", "GPU-a", "Tesla T4", "535.129.03")], torch_cuda="12.6")
+    assert old_cuda["driver"][0]
 
 
 def test_the_report_imports_nothing_heavy() -> None:
@@ -230,4 +213,4 @@ def test_the_report_imports_nothing_heavy() -> None:
 
 def test_the_report_tells_of_every_part() -> None:
     names = {check["name"] for check in environment_checks()}
-    assert {"torch", "trl", "devices", "memory", "shared memory"} <= names
+    assert {"torch", "trl", "devices"} <= names

@@ -24,12 +24,10 @@ class Device:
     free_mib: int = 0
     capability: tuple[int, int] = (9, 0)
     slices: tuple["Device | None", ...] = ()
-    num_links: int = 0
 
 
 EIGHT = [
-    Device(f"GPU-0000000{n}-aaaa", "NVIDIA H100 80GB HBM3", 81559, 81000, num_links=18)
-    for n in range(8)
+    Device(f"GPU-0000000{n}-aaaa", "NVIDIA H100 80GB HBM3", 81559, 81000) for n in range(8)
 ]
 T4 = Device("GPU-11111111-bbbb", "Tesla T4", 15360, 14900, (7, 5))
 DIVIDED = Device(
@@ -61,11 +59,6 @@ def install(monkeypatch: pytest.MonkeyPatch, devices: Sequence[Device]) -> None:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
         return found
 
-    def link(device: Device, index: int) -> int:
-        if not device.num_links:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        return int(index < device.num_links)
-
     answers = {
         "nvmlInit": lambda: None,
         "nvmlSystemGetDriverVersion": lambda: "580.82.07",
@@ -75,7 +68,6 @@ def install(monkeypatch: pytest.MonkeyPatch, devices: Sequence[Device]) -> None:
         "nvmlDeviceGetName": lambda device: device.name,
         "nvmlDeviceGetMemoryInfo": memory,
         "nvmlDeviceGetCudaComputeCapability": lambda device: device.capability,
-        "nvmlDeviceGetNvLinkState": link,
         "nvmlDeviceGetMigMode": mig_mode,
         "nvmlDeviceGetMaxMigDeviceCount": lambda device: len(device.slices),
         "nvmlDeviceGetMigDeviceHandleByIndex": part,
@@ -100,7 +92,7 @@ def test_every_gpu_of_the_driver_is_listed(monkeypatch: pytest.MonkeyPatch) -> N
     gpus = visible_gpus({})
     assert [gpu.id for gpu in gpus] == [str(n) for n in range(8)]
     assert gpus[0].name == "NVIDIA H100 80GB HBM3" and gpus[0].capability == (9, 0)
-    assert gpus[0].driver == "580.82.07" and gpus[0].has_nvlink
+    assert gpus[0].driver == "580.82.07"
     assert gpus[0].memory_gib == pytest.approx(79.6, abs=0.1)
     assert gpus[0].free_gib == pytest.approx(79.1, abs=0.1)
 
@@ -166,7 +158,6 @@ def test_older_devices_have_no_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None
     install(monkeypatch, [T4, EIGHT[0]])
     old, new = visible_gpus({})
     assert not old.has_bfloat16 and new.has_bfloat16
-    assert not old.has_nvlink
 
 
 def test_values_that_the_driver_does_not_give_are_unknown(

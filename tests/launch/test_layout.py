@@ -1,6 +1,5 @@
 """From `processes` and `accelerate` to ranks, machines and accelerate's config, or to one line that says why not."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from ycore.launch.layout import (
     layout_of,
     on_machine,
 )
-from ycore.plan.devices import check_bfloat16, core_flags
+from ycore.plan.devices import check_bfloat16
 from ycore.plan.workload import SHARDINGS, Sharding
 from ycore.run.paths import RunFolder
 
@@ -302,18 +301,3 @@ def test_cores_without_bfloat16_compute_in_float32_unless_told() -> None:
     assert (
         layout_of(config(accelerate="zero2", processes=2, dtype="auto"), old).accelerate or {}
     )["mixed_precision"] == "no"
-
-
-def test_a_machine_is_described_by_what_figures_depend_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    told = layout.describe_machine()
-    assert told["cores"] >= 1 and told["processor"] and told["memory_gib"] > 0
-    assert set(told["flags"]) <= core_flags() and json.loads(json.dumps(told)) == told
-    monkeypatch.setattr(layout, "this_machine", lambda: TWO)
-    monkeypatch.setattr(
-        layout,
-        "visible_gpus",
-        lambda: [Gpu(one, one, "NVIDIA H200", "1") for one in TWO.devices],
-    )
-    assert layout.describe_machine()["devices"] == ["NVIDIA H200", "NVIDIA H200"]

@@ -28,7 +28,6 @@ class Gpu:
     memory_gib: float | None = None
     free_gib: float | None = None
     capability: tuple[int, int] | None = None
-    has_nvlink: bool = False
 
     @property
     def has_bfloat16(self) -> bool:
@@ -81,10 +80,6 @@ def _present_gpus() -> Iterator[Gpu]:
             memory_gib=None if memory is None else memory.total / GIB,
             free_gib=None if memory is None else memory.free / GIB,
             capability=_ask(pynvml.nvmlDeviceGetCudaComputeCapability, handle),
-            has_nvlink=any(
-                _ask(pynvml.nvmlDeviceGetNvLinkState, handle, link)
-                for link in range(pynvml.NVML_NVLINK_MAX_LINKS)
-            ),
         )
         slices = [*_slices(handle, gpu)]
         yield from slices or [gpu]

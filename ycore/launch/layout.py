@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import os
-import platform
 import re
 import shutil
 from collections.abc import Mapping
@@ -225,30 +224,6 @@ def _is_cpu_build() -> bool:
         return importlib.metadata.version("torch").endswith("+cpu")
     except importlib.metadata.PackageNotFoundError:
         return True
-
-
-_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
-"""Instructions on which speed and sums of floats depend; the last two are ARM's."""
-
-
-def describe_machine() -> dict[str, Any]:
-    """Describe what figures depend on, as JSON values: processor, cores, memory, devices; no names of hosts."""
-    machine = this_machine()
-    flags = core_flags()
-    cpuinfo = Path("/proc/cpuinfo")
-    text = cpuinfo.read_text() if cpuinfo.is_file() else ""
-    model_name = re.search(r"^model name\s*:\s*(.*)", text, re.MULTILINE)
-    description: dict[str, Any] = {
-        "cores": len(machine.cores),
-        "processor": model_name[1]
-        if model_name
-        else platform.processor() or platform.machine(),
-        "flags": [flag for flag in _FLAGS if flag in flags],
-        "memory_gib": round((machine.host_bytes or 0) / 2**30, 1),
-    }
-    if machine.devices:
-        description["devices"] = [gpu.name for gpu in visible_gpus()]
-    return description
 
 
 def layout_of(config: BaseConfig, machine: Machine) -> Layout:

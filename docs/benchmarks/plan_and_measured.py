@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, median_high
@@ -29,18 +29,20 @@ from processor_clock import ProcessorClock
 from processor_speed import Speed
 from shaped_models import write_model, write_prompts
 
+from ycore.config.batch import derive_batch
 from ycore.config.schema import RunConfig
 from ycore.launch.layout import Site, layout_of, this_machine
-from ycore.launch.step_plan import cores_of, strategy_on_cores, workload_with
 from ycore.models.hub import cache_dir
-from ycore.plan.devices import GIB, Device, measured_core
-from ycore.plan.model_facts import facts_of
+from ycore.placement.placement import JUDGE
+from ycore.plan.devices import GIB, Device, Fleet, measured_core
+from ycore.plan.model_facts import ModelFacts, facts_of
 from ycore.plan.planner import forecast_step
-from ycore.plan.workload import Workload
+from ycore.plan.workload import Strategy, Workload, workload_of
 from ycore.run.files import read_json
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
 from ycore.scoring.scorers import served_models
+from ycore.scoring.scoring import ServedModel
 
 COMBINATIONS = (
     "30m-full", "30m-lora", "135m-full", "135m-lora", "360m-full", "360m-lora",
@@ -189,6 +191,42 @@ def run_one(
             "processor/step", "s", planned, sum(spent.values()) / len(machine.cores)
         ),
     ]
+
+
+def workload_with(
+    config: RunConfig,
+    policy: ModelFacts,
+    scorers: Iterable[tuple[ServedModel, ModelFacts]],
+    prompt_tokens: int | None = None,
+) -> Workload:
+    """Return a step's work. Of several models that score, a judge counts before the others."""
+    first = min(scorers, key=lambda pair: pair[0].role != JUDGE, default=None)
+    if first is None:
+        return workload_of(config, policy, prompt_tokens=prompt_tokens)
+    scorer, facts = first
+    return workload_of(
+        config,
+        policy,
+        prompt_tokens=prompt_tokens,
+        judge=facts,
+        judge_role=scorer.role,
+        judge_tokens=scorer.max_new_tokens or None,
+    )
+
+
+def strategy_on_cores(config: RunConfig, site: Site, *, num_slots: int) -> Strategy:
+    batch = derive_batch(config, world_size=site.layout.world, on_cpu=True)
+    return Strategy(
+        ranks=site.layout.local,
+        slots=num_slots,
+        sharding=site.layout.sharding,
+        micro_batch=batch.per_device_train_batch_size,
+        checkpointing=bool(config.trl.get("gradient_checkpointing")),
+    )
+
+
+def cores_of(site: Site, core: Device) -> Fleet:
+    return Fleet(core, max(len(site.machine.cores), site.layout.local))
 
 
 def compared(config: RunConfig, site: Site, core: Device) -> list[PlannedAndMeasured]:

@@ -1,7 +1,6 @@
 """The commands that train from the table of algorithms: plans and refusals of good and bad lines; `ycore resume`."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -225,30 +224,6 @@ def test_rloo_is_a_preset_of_the_group_algorithms(
     plan = json.loads(capfd.readouterr().out)
     assert (plan["config"]["preset"], plan["config"]["advantage"]) == ("rloo", "rloo")
     assert (plan["trl"]["loss_type"], plan["trl"]["scale_rewards"]) == ("dr_grpo", "none")
-
-
-def test_the_plan_says_how_long_a_run_will_take(
-    place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ycore.engine.kinds.is_vllm_installed", lambda: True)
-    monkeypatch.setattr("ycore.launch.layout.visible_gpus", tuple)
-    words = f"grpo --recipe quickstart --model {place}/model --output {place}/out --dry-run"
-    assert run(words.split()) == 0
-    shown = re.search(
-        r"^time +about [\d.]+ s a step, .+ for 40 steps, with (.+)$",
-        capfd.readouterr().out,
-        re.MULTILINE,
-    )
-    # 43 characters and a chat's marks; dynamic sampling draws half as many again
-    assert (
-        shown is not None
-        and shown[1]
-        == "prompts of 31 tokens, completions of 16 (the most), 12 groups drawn a step"
-    )
-    assert run([*words.split(), "--engine", "transformers", "--json"]) == 0
-    assert json.loads(capfd.readouterr().out)["forecast"] is None, (
-        "the formulas are of vLLM's engines"
-    )
 
 
 # -- going on with a run ------------------------------------------------------------------------------------------

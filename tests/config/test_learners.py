@@ -278,14 +278,13 @@ def test_where_every_scored_completion_teaches() -> None:
             "leave --deterministic or --oversample out",
         ),
         (
-            {"engine": {"drafts": 4}, "deterministic": True},
-            "leave --deterministic or engine.drafts out",
+            {"engine": {"args": {"speculative_config": {}}}, "deterministic": True},
+            "leave --deterministic or engine.args.speculative_config out",
         ),
         (
-            {"engine": {"drafts": 4}, "trl": {"min_p": 0.1}},
-            "leave --min-p or engine.drafts out",
+            {"engine": {"args": {"speculative_config": {}}}, "trl": {"min_p": 0.1}},
+            "leave --min-p or engine.args.speculative_config out",
         ),
-        ({"engine": {"drafts": 4, "args": {"speculative_config": {}}}}, "leave one out"),
         (
             {"algorithm": "ppo", "sampling": {"curriculum": "rate"}},
             "--curriculum learns which groups teach",

@@ -60,7 +60,7 @@ def test_whole_steps_are_played_with_what_shortens_their_tails(
     assert told[3]["seconds"] < told[2]["seconds"] and told[3]["rolling"] == 1
     assert run([*SMALL, "--judge-work", "0", "--train-s", "5", "--drafts", "4:0.8"]) == 0
     shown = capfd.readouterr().out
-    assert "apart, in turn" in shown and "engine.drafts=4" in shown
+    assert "apart, in turn" in shown and "drafts of 4" in shown
 
 
 def test_a_run_is_played_again(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """The command and environment of an engine, and one real engine from start to nothing left."""
 
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -94,16 +93,6 @@ def test_what_makes_an_engine_repeat_itself_to_the_bit() -> None:
     on_cpu = engine_environment(replace(CPU, deterministic=True), base={})
     assert on_cpu[REPEATABLE] == "1" and "VLLM_BATCH_INVARIANT" not in on_cpu
     assert REPEATABLE not in engine_environment(CPU, base={})
-
-
-def test_an_engine_that_drafts_does_so_while_few_requests_are_in_flight() -> None:
-    command = engine_command(replace(CPU, drafts=6))
-    config = json.loads(command[command.index("--speculative-config") + 1])
-    assert config["method"] == "ngram" and config["num_speculative_tokens"] == 6
-    first, second = config["num_speculative_tokens_per_batch_size"]
-    assert (first[2], second[2]) == (6, 0) and second[1] == CPU.max_num_seqs
-    assert "--speculative-config" not in engine_command(CPU)
-    assert "--disable-log-stats" not in command and "--disable-log-stats" in engine_command(CPU)
 
 
 def test_an_engine_that_gets_adapters_has_one_place_for_them() -> None:

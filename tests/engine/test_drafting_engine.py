@@ -1,6 +1,7 @@
 """A real vLLM that drafts, in float32: greedy tokens and sampled distributions are those of the model alone."""
 
 import asyncio
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,14 +71,24 @@ def drafting(
         yield engine.socket
 
 
+async def counts_of(engine: VllmEngine) -> tuple[float, float]:
+    """Return how many tokens the engine has drafted and accepted so far."""
+    text = await engine.request_once("GET", "/metrics", is_json=False)
+    drafted, accepted = (
+        re.search(rf"^vllm:spec_decode_num_{name}_tokens_total\b.* (\S+)$", text, re.MULTILINE)
+        for name in ("draft", "accepted")
+    )
+    return float(drafted[1]) if drafted else 0.0, float(accepted[1]) if accepted else 0.0
+
+
 def ask(
     socket: Path, sampling: SamplingParams, times: int, *, greedy: bool
 ) -> tuple[list[list[Completion]], tuple[float, float]]:
     """Return `times` completions of each prompt, four at once, and how many tokens were drafted and accepted."""
 
     async def work() -> tuple[list[list[Completion]], tuple[float, float]]:
-        engine = VllmEngine("rollout-0", socket, sampling, request_timeout_s=60, drafts=True)
-        await engine.take_drafts()
+        engine = VllmEngine("rollout-0", socket, sampling, request_timeout_s=60)
+        before = await counts_of(engine)
         seats = asyncio.Semaphore(4)
 
         async def complete(prompt: list[int], seed: int) -> Completion:
@@ -88,9 +99,9 @@ def ask(
         for number, prompt in enumerate(PROMPTS):
             requests = (complete(prompt, 1000 * number + seed) for seed in range(times))
             answers.append(list(await asyncio.gather(*requests)))
-        counts = await engine.take_drafts()
+        after = await counts_of(engine)
         await engine.close()
-        return answers, counts
+        return answers, (after[0] - before[0], after[1] - before[1])
 
     return asyncio.run(asyncio.wait_for(work(), 250))
 

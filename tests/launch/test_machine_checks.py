@@ -95,14 +95,6 @@ def test_completions_of_several_rounds_need_engines_that_give_back_what_they_beg
         check(CORES, engine={"kind": "transformers"}, sampling={"oversample": 1.5})
 
 
-def test_drafts_are_of_vllms_engines_and_of_text() -> None:
-    check(CORES, engine={"drafts": 4})
-    with pytest.raises(
-        ConfigError, match="drafts is of vLLM's engines, and of models that read text only"
-    ):
-        check(CORES, engine={"drafts": 4, "kind": "transformers"})
-
-
 def check(
     machine: Machine,
     *,

@@ -202,15 +202,6 @@ def test_rewards_in_each_of_several_environments_are_told_apart(folder: Path) ->
     assert "ycore/reward/none" not in shown
 
 
-def test_what_drafts_did_in_the_round_is_told() -> None:
-    meter = RoundMeter([], Peers(), [])
-    meter.end()
-    assert not any("drafts" in name for name in meter.metrics(meter.take()))
-    meter.num_drafted, meter.num_accepted = 100, 40
-    shown = meter.metrics(meter.take())
-    assert shown["ycore/drafts/accepted"] == 0.4
-
-
 def test_a_completion_without_any_reward_is_masked(folder: Path) -> None:
     finished, stats = run(run_round([TestEngine()], rules(), rewards=["parity"]))
     texts = [completion.text for item in finished for completion in item.group.completions]

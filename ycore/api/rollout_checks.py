@@ -1,7 +1,5 @@
 """Check a run with rollouts before it starts: prompts, rewards, tools, memory, time."""
 
-from collections.abc import Sequence
-from statistics import fmean
 from typing import Any
 
 from ycore.api.user_code_checks import check_turns, sandbox_lines
@@ -14,11 +12,8 @@ from ycore.errors import ConfigError
 from ycore.judge.agreement import check_agreement, judge_questions, trains_a_judge
 from ycore.launch.layout import Site
 from ycore.launch.machine_checks import check_run
-from ycore.launch.step_plan import plan_steps
 from ycore.models.names import ModelPlan, require_chat_template, require_sight, sighted_family
-from ycore.run.checkpoints import checkpoints_in
 from ycore.scoring.scorers import check_images, check_models, check_rows
-from ycore.types import Prompt
 
 
 def check_rollouts(
@@ -50,13 +45,6 @@ def check_rollouts(
         guesses_from(prompts.prompts, config.sampling.curriculum, config.group_size)
     check_turns(config, model)
     sharing = check_run(config, site)
-    forecast = None
-    if engine.has_servers and site.trains:
-        saved = checkpoints_in(site.folder.checkpoints)
-        if not saved:  # a run that goes on tells its time by its own steps
-            forecast = plan_steps(
-                config, site, prompt_tokens=_mean_prompt_tokens(prompts.prompts)
-            )
     columns = list(prompts.columns)
     return {
         "dataset": {
@@ -68,7 +56,6 @@ def check_rollouts(
         "evaluation": _check_evaluation(config, prompts),
         "engine": engine.name,
         "memory": None if sharing is None else sharing.line,
-        "forecast": forecast,
         "scorers": check_models(config, engine=engine),
         "sandbox": sandbox_lines(config),
         "batch": derive_batch(
@@ -82,20 +69,6 @@ def _load_prompts(config: RunConfig, *, as_chat: bool) -> PromptSet:
         return load_prompts(config, as_chat=as_chat)
     check_agreement(config)
     return judge_questions(config, load_prompts(config, as_chat=as_chat))
-
-
-def _mean_prompt_tokens(prompts: Sequence[Prompt]) -> int:
-    """Estimate tokens from characters, 4 each, because loading a tokenizer is too slow for a plan."""
-    every_nth = max(1, len(prompts) // 64)
-    contents = [prompts[row].content for row in range(0, len(prompts), every_nth)]
-    num_chars = [
-        len(content)
-        if isinstance(content, str)
-        else sum(len(turn["content"]) for turn in content)
-        for content in contents
-    ]
-    template_tokens = 0 if isinstance(contents[0], str) else 20
-    return round(fmean(num_chars) / 4) + template_tokens
 
 
 def _check_evaluation(config: RunConfig, prompts: PromptSet) -> dict[str, Any] | None:

@@ -99,8 +99,6 @@ def _engine_rows(plan: Mapping[str, Any]) -> Rows:
     rows = [("engine", f"{plan['engine']}, {tokens}")]
     if plan["memory"]:
         rows.append(("memory", plan["memory"]))
-    if plan["forecast"]:
-        rows.append(("time", plan["forecast"]["in_words"]))
     partners = [
         *config["tools"],
         *config["env"],

@@ -138,9 +138,6 @@ class EngineSettings(Strict):
     min_verified: Annotated[float, Field(ge=0, le=1)] = 1.0
     # Variables of the environment that engines get beside the usual ones: names, or beginnings such as `SLURM_*`.
     environment: list[str] = []
-    # Speculative decoding: tokens that one pass of the policy checks of a draft, which is what followed the same words
-    # before (vLLM's `ngram`); 0 for none. Only with at most four requests in flight.
-    drafts: Annotated[int, Field(ge=0, le=32, strict=True)] = 0
     # How often engines that died are started again in one run, all engines together; then the run fails.
     restarts: Annotated[int, Field(ge=0, strict=True)] = 3
 
@@ -477,20 +474,16 @@ class RunConfig(ScoredConfig):
             )
 
     def _check_drafts(self) -> None:
-        if not self.engine.drafts:
+        if "speculative_config" not in self.engine.args:
             return
         if self.deterministic:
             raise ConfigError(
                 "drafts depend on the requests in flight, and change a seed's tokens; leave --deterministic or "
-                "engine.drafts out"
+                "engine.args.speculative_config out"
             )
         if self.trl.get("min_p"):
             raise ConfigError(
-                "vLLM does not apply min_p to drafted tokens; leave --min-p or engine.drafts out"
-            )
-        if "speculative_config" in self.engine.args:
-            raise ConfigError(
-                "engine.drafts and engine.args.speculative_config both say what is drafted; leave one out"
+                "vLLM does not apply min_p to drafted tokens; leave --min-p or engine.args.speculative_config out"
             )
 
     @property

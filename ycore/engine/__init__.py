@@ -101,9 +101,5 @@ class Engine:
     async def abort(self) -> None:
         """Have `complete` return what was written so far, with the finish reason `abort`, for all in flight."""
 
-    async def take_drafts(self) -> tuple[float, float]:
-        """Return how many tokens were drafted, and how many of them accepted, since the last call."""
-        return 0.0, 0.0
-
     async def close(self) -> None:
         """Close connections; the process, if any, is the launcher's."""

@@ -49,7 +49,6 @@ REPEATABLE = "YCORE_ENGINE_REPEATS"
 """The environment variable of an engine on a CPU whose answers must not depend on its batch."""
 
 T = TypeVar("T")
-_MAX_DRAFTING = 4  # sequences of a pass that checks drafts
 _SECRET_ENDINGS = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
 
 _ROLE_OPTIONS: dict[str, dict[str, str]] = {
@@ -134,7 +133,6 @@ class EngineSpec:
     deterministic: bool = False  # a sequence gets the same in any batch, at a price
     lora_rank: int = 0  # of the policy's adapters, where they are sent alone; 0 where merged
     sees: bool = False  # prompts come with pictures
-    drafts: int = 0  # tokens that one pass checks of what followed the same words before
     kind: str = "vllm"  # of `kinds.KINDS`
 
     @property
@@ -157,13 +155,10 @@ def engine_command(engine: EngineSpec) -> list[str]:
         "--worker-extension-cls": "ycore.engine.vllm_extension.Worker",
         **_ROLE_OPTIONS[engine.role],
     }
-    # Counters for /metrics take an eighth of the server's work on an answer; only those of drafts are read.
-    flags = ["--disable-uvicorn-access-log", "--no-enable-log-requests"]
-    flags += [] if engine.drafts else ["--disable-log-stats"]
+    # Counters for /metrics take an eighth of the server's work on an answer, and nobody reads them.
+    flags = ["--disable-uvicorn-access-log", "--no-enable-log-requests", "--disable-log-stats"]
     if engine.tensor_parallel > 1:
         options["--tensor-parallel-size"] = engine.tensor_parallel
-    if engine.drafts:
-        options["--speculative-config"] = json.dumps(_speculative_config(engine))
     if engine.lora_rank:
         options |= {
             "--max-lora-rank": engine_rank(engine.lora_rank),
@@ -198,24 +193,6 @@ def engine_command(engine: EngineSpec) -> list[str]:
         *argument_words(engine.arguments),
     ]  # of an option that comes twice the last one counts
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words]
-
-
-def _speculative_config(engine: EngineSpec) -> dict[str, Any]:
-    """Draft what followed the same three to eight tokens before in the sequence (vLLM's `ngram`).
-
-    Nothing is drafted with more than four sequences in a pass: such a pass is bound by arithmetic, and a draft would
-    cost what it saves.
-    """
-    schedule = [(1, _MAX_DRAFTING, engine.drafts)]
-    if engine.max_num_seqs > _MAX_DRAFTING:
-        schedule.append((_MAX_DRAFTING + 1, engine.max_num_seqs, 0))
-    return {
-        "method": "ngram",
-        "num_speculative_tokens": engine.drafts,
-        "prompt_lookup_min": 3,
-        "prompt_lookup_max": 8,
-        "num_speculative_tokens_per_batch_size": schedule,
-    }
 
 
 def engine_rank(rank: int) -> int:

@@ -32,13 +32,11 @@ class EngineKind:
         has_servers: Whether the launcher starts engines as processes of their own. All ranks of a machine share them,
             they are sent the policy's weights, they report log-probabilities, they can give back unfinished
             completions, and the models that score are served beside them. Otherwise the trainer's own model writes.
-        can_draft: Whether it has `engine.drafts`.
     """
 
     name = ""
     note = ""
     has_servers = False
-    can_draft = False
 
     def is_installed(self) -> bool:
         return True
@@ -96,7 +94,6 @@ class VllmKind(EngineKind):
 
     name = "vllm"
     has_servers = True
-    can_draft = True
     note = "generating with vLLM"
 
     def is_installed(self) -> bool:
@@ -141,7 +138,6 @@ class VllmKind(EngineKind):
             is_home=is_home,
             sight=sight,
             source=source,
-            drafts=settings.drafts > 0,
         )
 
 

@@ -4,7 +4,6 @@ import asyncio
 import fcntl
 import math
 import os
-import re
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -34,7 +33,6 @@ _WEIGHT_INFO = "/weight_info"
 _LOAD = "/v1/load_lora_adapter"
 _UNLOAD = "/v1/unload_lora_adapter"
 _LOCK_LOOK_S = 0.02
-_DRAFT_COUNTERS = ("num_draft_tokens", "num_accepted_tokens")
 
 
 class VllmEngine(Server, Engine):
@@ -63,7 +61,6 @@ class VllmEngine(Server, Engine):
         is_home: bool = True,
         sight: Sight | None = None,
         source: WeightSource | None = None,
-        drafts: bool = False,
     ) -> None:
         super().__init__(
             name,
@@ -76,10 +73,8 @@ class VllmEngine(Server, Engine):
         self.sleeper = self._sleeping
         self.is_home = is_home
         self.source = source
-        self._drafts = drafts
         self._sampling = sampling
         self._sight = sight
-        self._num_drafted = self._num_accepted = 0.0
         self._min_verified = min_verified
         self._weights: tuple[Path, int] | None = None  # folder, version
         self._request_ids: set[str] = set()  # of completions in flight
@@ -125,18 +120,6 @@ class VllmEngine(Server, Engine):
             finish_reason=choice["finish_reason"],
             policy_version=version,
         )
-
-    async def take_drafts(self) -> tuple[float, float]:
-        if not self._drafts:
-            return 0.0, 0.0
-        text = await self.request_once("GET", "/metrics", is_json=False)
-        drafted, accepted = (_counter(text, name) for name in _DRAFT_COUNTERS)
-        if drafted < self._num_drafted:  # a new process counts from zero
-            self._num_drafted = self._num_accepted = 0.0
-        new = drafted - self._num_drafted, accepted - self._num_accepted
-        self._num_drafted = drafted
-        self._num_accepted = accepted
-        return new
 
     async def abort(self) -> None:
         """See `Engine`. A request that vLLM does not have yet goes on, and is aborted by the next call."""
@@ -271,12 +254,6 @@ class VllmEngine(Server, Engine):
         await self.request_once(
             "POST", _LOAD, {"lora_name": self._model, "lora_path": str(folder)}, is_json=False
         )
-
-
-def _counter(text: str, name: str) -> float:
-    """Return a counter of speculative decoding from the text of `/metrics`; 0 where nothing was drafted yet."""
-    line = re.search(rf"^vllm:spec_decode_{name}_total\b.* (\S+)$", text, re.MULTILINE)
-    return float(line[1]) if line else 0.0
 
 
 @asynccontextmanager

@@ -274,7 +274,6 @@ def _engine_spec(
         variables=tuple(config.engine.environment),
         arguments=tuple(config.engine.args.items()) if is_policy else (),
         sees=model.role in (ROLLOUT, JUDGE) and "vision_config" in settings,
-        drafts=config.engine.drafts if is_policy else 0,
         lora_rank=config.lora.r if config.lora and sends_adapters else 0,
     )
     if site.machine.devices:  # there, vLLM sizes its cache by itself

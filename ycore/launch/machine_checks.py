@@ -36,7 +36,7 @@ def check_run(
     """
     family = sighted_family(config.model)
     kind, _ = choose_kind(config.engine.kind, family=family, is_installed=vllm)
-    _check_options(config, site, kind, reads_pictures=bool(family))
+    _check_options(config, site, kind)
     if config.replay is None and kind.has_servers:
         return _check_engines(config, site, known)
     if config.replay is None:
@@ -45,9 +45,7 @@ def check_run(
     return None
 
 
-def _check_options(
-    config: RunConfig, site: Site, kind: EngineKind, *, reads_pictures: bool
-) -> None:
+def _check_options(config: RunConfig, site: Site, kind: EngineKind) -> None:
     """Check the options that depend on the kind of engine and the ranks."""
     layout = site.layout
     if config.algorithm != "eval":
@@ -59,9 +57,6 @@ def _check_options(
     if config.sampling.oversample > 1 and not kind.has_servers:
         rule = f"with --oversample engines give back what they have begun, and {kind.name} does not"
         raise ConfigError(f"{rule}; leave it out, or {_INSTALL}")
-    if config.engine.drafts and (reads_pictures or not kind.can_draft):
-        rule = "engine.drafts is of vLLM's engines, and of models that read text only"
-        raise ConfigError(f"{rule}; leave it out")
     if config.deterministic and config.replay is None and layout.world > 1:
         rule = "ranks share out the draws as they become free, so --deterministic is for one"
         raise ConfigError(f"{rule}, not {layout.world}; take --processes 1")

@@ -46,20 +46,11 @@ class RoundMeter:
         self.rewards: list[float] = []
         self.rewards_in: dict[str, list[float]] = {name: [] for name in self._environments}
         self.problems: Counter[str] = Counter()
-        self.num_drafted = self.num_accepted = 0.0
         self.generate_s = self.seconds = 0.0
         self._began = time.perf_counter()
 
     def note_written(self) -> None:
         self.generate_s = time.perf_counter() - self._began
-
-    async def note_drafts(self) -> None:
-        """Ask this rank's own engines how many tokens they drafted in the round, and how many were accepted."""
-        for engine in self._engines:
-            if engine.is_home:
-                drafted, accepted = await engine.take_drafts()
-                self.num_drafted += drafted
-                self.num_accepted += accepted
 
     def count(self, group: Group, weights_R: Sequence[float]) -> None:
         totals = [total_reward(scores_R, weights_R) for scores_R in group.scores_GR]
@@ -98,8 +89,6 @@ class RoundMeter:
         return [
             reward_sum,
             len(self.rewards),
-            self.num_drafted,
-            self.num_accepted,
             *counts,
             *environment_sums,
         ]
@@ -108,16 +97,14 @@ class RoundMeter:
         (
             reward_sum,
             num_scored,
-            drafted,
-            accepted,
             num_tokens,
             num_masked,
             drawn,
             surplus,
             moved,
             restarts,
-        ) = sums[:10]
-        environment_sums = sums[10:]
+        ) = sums[:8]
+        environment_sums = sums[8:]
         in_each = zip(
             self._environments, environment_sums[::2], environment_sums[1::2], strict=True
         )
@@ -128,7 +115,6 @@ class RoundMeter:
                 for name, total, number in in_each
                 if number
             },
-            **({"ycore/drafts/accepted": accepted / drafted} if drafted else {}),
             "ycore/tokens_per_s": num_tokens / self.seconds,
             "ycore/masked": num_masked,
             "ycore/sampling/drawn": drawn,

@@ -405,9 +405,7 @@ class Controller:
 
         async def with_engines_awake() -> T:
             async with self.slots.round(ROUND if trains else EVALUATION):
-                result = await work
-                await self.meter.note_drafts()
-                return result
+                return await work
 
         self.meter.begin()
         result = self.run(with_engines_awake())

@@ -87,7 +87,7 @@ def compare_tails(
     if drafts is not None:
         speed = Drafting(steps.speed.base, steps.speed.each, *drafts)
         played = _play(replace(steps, speed=speed), lengths_at, 1.0)
-        drafting.append(replace(played, name=f"engine.drafts={drafts[0]}"))
+        drafting.append(replace(played, name=f"drafts of {drafts[0]}"))
     return [
         *together,
         *drafting,

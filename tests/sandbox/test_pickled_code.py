@@ -3,7 +3,6 @@
 import functools
 import json
 import math
-import os
 import subprocess
 import sys
 import threading
@@ -84,7 +83,7 @@ def test_a_function_of_a_script_goes_with_what_it_uses(
     file = tmp_path / "own" / "rewards.py"
     (named,) = code_references([script["score"]], file)
     file = Path(named.removesuffix(":score"))
-    assert file.parent == tmp_path / "own" and file.name.startswith("rewards-")
+    assert file.parent == tmp_path / "own" and file.name == "rewards.py"
     function = load_reward(RewardConfig(reward=f"{file}:score"))
     assert function(completions=["7 and 12", "none"], answer=["", ""]) == [3.0, 0.0]
 
@@ -334,53 +333,11 @@ def test_what_no_worker_can_have_is_refused_by_name(
     assert not list(tmp_path.iterdir())
 
 
-def file_of(reward: Any, folder: Path) -> str:
-    return str(code_references([reward], folder / "rewards.py")[0])
-
-
-def test_the_same_code_has_the_same_file_in_every_process(tmp_path: Path) -> None:
-    program = """
-import functools, sys
-from pathlib import Path
-from ycore.sandbox.pickled_code import code_references
-WORDS = {"one", "two", "three", sys.argv[2]}
-class Scale:
-    factor = float(sys.argv[3])
-    def apply(self, text):
-        return self.factor * len(text)
-@functools.cache
-def known(text):
-    return text in WORDS or text in ("a", "b")
-def score(completions, scale=Scale()):
-    return [scale.apply(text) for text in completions if known(text) or Scale]
-print(code_references([score, lambda completions: score(completions)], Path(sys.argv[1]))[0])
-"""
-    (tmp_path / "script.py").write_text(program)
-
-    def name_of(seed: str, *arguments: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "script.py", "rewards.py", *arguments],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=120,
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONHASHSEED": seed},
-        )
-        return done.stdout
-
-    first = name_of("1", "four", "1")
-    written = (tmp_path / first.rpartition(":")[0]).read_bytes()
-    assert name_of("2", "four", "1") == first
-    assert (tmp_path / first.rpartition(":")[0]).read_bytes() == written
-    assert len({first, name_of("1", "five", "1"), name_of("1", "four", "2")}) == 3
-    assert ran_elsewhere(str(tmp_path / first.strip()), "value(['two'])") == [3.0]
-
-
-def test_what_a_function_holds_decides_its_file(tmp_path: Path) -> None:
-    files = [file_of(made(1.0), tmp_path), file_of(made(1.0), tmp_path)]
-    files += [file_of(made(2.0), tmp_path), file_of(made(1.0, share=1), tmp_path)]
-    assert files[0] == files[1] and len(set(files)) == 3
+def test_the_code_of_another_start_takes_the_place_of_the_last(tmp_path: Path) -> None:
+    made_by = lambda number: lambda completions: [number for _ in completions]  # noqa: E731
+    names = [code_references([made_by(n)], tmp_path / "rewards.py")[0] for n in (1.0, 2.0)]
+    assert names == [f"{tmp_path}/rewards.py:reward"] * 2
+    assert ran_elsewhere(names[0], "value(['abc'])") == [2.0]
 
 
 def test_a_tool_is_no_partial(tmp_path: Path) -> None:

@@ -11,13 +11,12 @@ import pytest
 
 from ycore.sandbox import Limits
 from ycore.sandbox.watch import (
-    TreeUsage,
     Watch,
     below,
     deleted_bytes,
+    excess_of,
     files_in,
     memory_of,
-    usage,
 )
 
 MIB = 2**20
@@ -107,16 +106,18 @@ if os.fork() == 0:
 time.sleep(60)
 """)
     assert 3 * MIB <= deleted_bytes(below(process.pid)) <= 4 * MIB
-    assert usage(below(process.pid), AMPLE, str(tmp_path)).scratch >= 4 * MIB
+    limits = replace(AMPLE, scratch=4 * MIB - 1)
+    excess = excess_of(below(process.pid), limits, str(tmp_path))
+    assert excess == "4 MiB of files, 3 MiB allowed"
+    assert excess_of([], replace(AMPLE, files=3), str(tmp_path)) == "4 files, 3 allowed"
 
 
 def test_what_is_over_is_named() -> None:
-    limits = Limits(memory=10 * MIB, processes=2, scratch=20 * MIB, files=5)
-    assert TreeUsage(10 * MIB, 2, 20 * MIB, 5).excess(limits) is None
-    assert TreeUsage(11 * MIB).excess(limits) == "11 MiB of memory, 10 MiB allowed"
-    assert TreeUsage(0, 3).excess(limits) == "3 processes, 2 allowed"
-    assert TreeUsage(0, 0, 21 * MIB).excess(limits) == "21 MiB of files, 20 MiB allowed"
-    assert TreeUsage(0, 0, 0, 6).excess(limits) == "6 files, 5 allowed"
+    pids = [os.getpid(), os.getppid()]
+    assert excess_of(pids, AMPLE) is None
+    assert excess_of(pids, replace(AMPLE, processes=1)) == "2 processes, 1 allowed"
+    excess = excess_of(pids, replace(AMPLE, memory=MIB))
+    assert excess is not None and excess.endswith("MiB of memory, 1 MiB allowed")
 
 
 def test_the_watch_ends_what_grows_and_leaves_what_does_not(start) -> None:
@@ -155,6 +156,6 @@ def test_a_look_is_cheap(start) -> None:
     times = []
     for _ in range(50):
         began = time.perf_counter()
-        usage(below(process.pid), AMPLE)
+        excess_of(below(process.pid), AMPLE)
         times.append(time.perf_counter() - began)
     assert min(times) < 0.005

@@ -7,23 +7,18 @@ start the script's run again. Only confined workers import that file.
 
 import base64
 import functools
-import hashlib
-import inspect
 import io
 import itertools
-import pickle
 import sys
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ycore.errors import RewardError
-from ycore.run.files import named_by_content, write_bytes_atomic
+from ycore.run.files import write_bytes_atomic
 
 _WAY_OUT = "write it into a file, with what it uses, and give file.py:name"
-_NOT_FINGERPRINTED = frozenset({"__dict__", "__weakref__", "__module__", "__doc__"})
 
 
 def code_references(values: Sequence[Any], file: Path, *, kind: str = "reward") -> list[Any]:
@@ -31,8 +26,7 @@ def code_references(values: Sequence[Any], file: Path, *, kind: str = "reward") 
 
     Args:
         values: names, declarations with a `reward`, functions and classes.
-        file: takes the pickled code, with the beginning of its fingerprint in its name: other code has another file,
-            and the same code, which a run resumes with, keeps its own.
+        file: takes the pickled code, in the place of what an earlier start wrote there.
         kind: `reward`, `tool` or `environment`, which is a class.
 
     Raises:
@@ -50,11 +44,7 @@ def code_references(values: Sequence[Any], file: Path, *, kind: str = "reward") 
     }
     names = dict(zip(code, _distinct_names(code.values(), kind), strict=True))
     if code:
-        fingerprint = _Fingerprint()
-        fingerprint.add([sys.version_info[:2], *code.values()])
-        file = named_by_content(file, fingerprint.digest.digest())
-        if not file.exists():
-            _write({names[key]: reward for key, reward in code.items()}, file, kind)
+        _write({names[key]: reward for key, reward in code.items()}, file, kind)
 
     def reference_of(reward: Any) -> Any:
         if id(reward) in names:
@@ -148,67 +138,3 @@ def _pickled(objects: Mapping[str, Any], kind: str) -> bytes:
 
 def _cached(function: Any, parameters: Mapping[str, Any]) -> Any:
     return functools.lru_cache(**parameters)(function)
-
-
-class _Fingerprint:
-    """A hash of what decides an object's behaviour: sources and values, equal in every process that makes them."""
-
-    def __init__(self) -> None:
-        self.digest = hashlib.sha256()
-        self._seen = dict[int, Any]()  # by id; kept, so that no id is used again
-
-    def add(self, value: Any) -> None:
-        if value is None or isinstance(value, str | int | float | bytes):
-            return self.digest.update(f"{value!r};".encode())
-        self.digest.update(f"{type(value).__qualname__}(".encode())
-        if id(value) not in self._seen:
-            self._seen[id(value)] = value
-            for part in _parts_of(value):
-                self.add(part)
-        self.digest.update(b")")
-
-
-def _parts_of(value: Any) -> Iterable[Any]:
-    """Return what a function or another object consists of, for its fingerprint."""
-    if isinstance(value, types.ModuleType) or _is_importable(value):
-        return [getattr(value, "__module__", None), value.__name__]
-    if isinstance(value, types.FunctionType):
-        cells = [cell for cell in value.__closure__ or () if cell != types.CellType()]
-        return [
-            *(_source_of(value.__code__), value.__defaults__, value.__kwdefaults__),
-            *(cell.cell_contents for cell in cells),
-            *(value.__globals__.get(name) for name in _global_names(value.__code__)),
-        ]
-    if isinstance(value, type):
-        attributes = {k: v for k, v in vars(value).items() if k not in _NOT_FINGERPRINTED}
-        return [*value.__bases__, attributes]
-    if isinstance(value, functools.partial):
-        return [value.func, value.args, value.keywords]
-    if isinstance(value, property):
-        return [value.fget]
-    if hasattr(value, "__wrapped__"):  # a cached function, a static method
-        return [value.__wrapped__]
-    if isinstance(value, Mapping):
-        return [part for item in value.items() for part in item]
-    if isinstance(value, set | frozenset):
-        return sorted(map(repr, value))
-    if isinstance(value, list | tuple):
-        return value
-    if type(value).__module__ == "__main__":
-        return [type(value), getattr(value, "__dict__", None)]
-    with suppress(Exception):  # `_pickled` refuses what cannot be pickled, by its name
-        return [pickle.dumps(value)]
-    return []
-
-
-def _source_of(code: types.CodeType) -> Any:
-    try:
-        return inspect.getsource(code)
-    except OSError:
-        return code.co_code
-
-
-def _global_names(code: types.CodeType) -> list[str]:
-    """Return the names that a function's code, and the code inside it, may look up around it."""
-    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return [*code.co_names, *(name for part in inner for name in _global_names(part))]

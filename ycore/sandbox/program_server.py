@@ -173,8 +173,8 @@ def _wait(
         elif time.monotonic() >= deadline:
             reason = "deadline"
         elif time.monotonic() >= next_look:
-            usage = watch.usage(watch.below(os.getpid()), limits, scratch)
-            reason = "memory" if usage.excess(limits) else None
+            excess = watch.excess_of(watch.below(os.getpid()), limits, scratch)
+            reason = "memory" if excess else None
             next_look = time.monotonic() + watch.INTERVAL_S
         if reason is not None:
             for program in running:

@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from ycore.sandbox import Limits
 
@@ -21,27 +20,6 @@ INTERVAL_S = 0.05
 _BLOCK = 512  # bytes: the unit of st_blocks
 _KIB = 1024
 _DEEPEST = 100  # folders within folders
-
-
-class TreeUsage(NamedTuple):
-    """A tree of processes: bytes of memory, processes, bytes in its scratch folder, files there."""
-
-    memory: int = 0
-    processes: int = 0
-    scratch: int = 0
-    files: int = 0
-
-    def excess(self, limits: Limits) -> str | None:
-        """Say which limit is exceeded, or return None."""
-        if self.memory > limits.memory:
-            return f"{self.memory >> 20} MiB of memory, {limits.memory >> 20} MiB allowed"
-        if self.processes > limits.processes:
-            return f"{self.processes} processes, {limits.processes} allowed"
-        if self.scratch > limits.scratch:
-            return f"{self.scratch >> 20} MiB of files, {limits.scratch >> 20} MiB allowed"
-        if self.files > limits.files:
-            return f"{self.files} files, {limits.files} allowed"
-        return None
 
 
 def below(pid: int) -> list[int]:
@@ -110,13 +88,22 @@ def deleted_bytes(pids: list[int]) -> int:
     return sum(sizes.values())
 
 
-def usage(pids: list[int], limits: Limits, scratch: str | None = None) -> TreeUsage:
-    """Return what these processes hold, and what lies in `scratch` where that is a plain folder."""
+def excess_of(pids: list[int], limits: Limits, scratch: str | None = None) -> str | None:
+    """Say which limit these processes exceed together, with what lies in `scratch` where that is a plain folder."""
     memory = memory_of(pids, at_most=limits.memory)
+    if memory > limits.memory:
+        return f"{memory >> 20} MiB of memory, {limits.memory >> 20} MiB allowed"
+    if len(pids) > limits.processes:
+        return f"{len(pids)} processes, {limits.processes} allowed"
     if scratch is None:
-        return TreeUsage(memory, len(pids))
+        return None
     num_bytes, num_files = files_in(scratch, at_most=limits.files)
-    return TreeUsage(memory, len(pids), num_bytes + deleted_bytes(pids), num_files)
+    num_bytes += deleted_bytes(pids)
+    if num_bytes > limits.scratch:
+        return f"{num_bytes >> 20} MiB of files, {limits.scratch >> 20} MiB allowed"
+    if num_files > limits.files:
+        return f"{num_files} files, {limits.files} allowed"
+    return None
 
 
 def end_all_below(pid: int, *, within_s: float = 5.0) -> bool:
@@ -173,9 +160,7 @@ class Watch(threading.Thread):
         while not self._stopped.wait(INTERVAL_S):
             if not os.path.exists(f"/proc/{self._pid}"):
                 return
-            self.excess = usage(below(self._pid), self._limits, self._scratch).excess(
-                self._limits
-            )
+            self.excess = excess_of(below(self._pid), self._limits, self._scratch)
             if self.excess is not None and not self._stopped.is_set():
                 self._kill()
                 return

@@ -195,7 +195,9 @@ def test_tests_that_cannot_run_mask_the_completion(room: Room) -> None:
 def test_a_sandbox_that_fails_masks_the_completion(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ycore.sandbox.program_pool.server_command", lambda **_: ["/bin/false"])
+    monkeypatch.setattr(
+        "ycore.sandbox.program_pool.server_command", lambda *_, **__: ["/bin/false"]
+    )
     programs = ProgramPool(Level.NAMESPACES, at_once=1, log=tmp_path / "log", run_id="test")
     meter = CodeMeter()
     scorer = CodeScorer("code", CodeSettings(), programs, meter=meter)

@@ -18,7 +18,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,16 +125,13 @@ class ProgramPool:
 
     async def run(self, source: str, *, stdin: bytes = b"", deadline_s: float) -> ScriptResult:
         """Run a program as a script with this standard input."""
-        with ExitStack() as outputs:
-            stdout = _OutputFile(outputs, self._limits.output)
-            stderr = _OutputFile(outputs, self._limits.output)
-
-            def make(files: ExitStack) -> _Programs:
-                fds = [_sealed(files, stdin), stdout.rewound(), stderr.rewound()]
-                return [("script", [*fds, _sealed(files, _encoded(source))])]
-
+        with ExitStack() as files:
+            stdout = _OutputFile(files, self._limits.output)
+            stderr = _OutputFile(files, self._limits.output)
+            program = _sealed(files, _encoded(source))
+            fds = [_sealed(files, stdin), stdout.descriptor, stderr.descriptor, program]
             try:
-                (ended,), seconds = await self._do(make, deadline_s)
+                (ended,), seconds = await self._do([("script", fds)], deadline_s)
             except ServerLost as lost:
                 return ScriptResult("infra_error", problem=str(lost))
             status = _script_status(ended)
@@ -146,22 +143,18 @@ class ProgramPool:
         self, source: str, tests: Mapping[str, Any], *, deadline_s: float
     ) -> UnitTestResult:
         """Run a row's tests against a program. `tests` is what `unit_tests` reads; it never reaches the program."""
-        with ExitStack() as outputs:
-            results = _OutputFile(outputs, _MAX_RESULTS)
-
-            def make(files: ExitStack) -> _Programs:
-                nothing = os.open(os.devnull, os.O_RDWR)
-                files.callback(os.close, nothing)
-                ends = [files.enter_context(end).fileno() for end in socket.socketpair()]
-                tests_source = _sealed(files, json.dumps(tests).encode())
-                program = _sealed(files, _encoded(source))
-                return [
-                    ("tests", [*[nothing] * 3, tests_source, ends[0], results.rewound()]),
-                    ("callee", [*[nothing] * 3, program, ends[1]]),
-                ]
-
+        with ExitStack() as files:
+            results = _OutputFile(files, _MAX_RESULTS)
+            nothing = os.open(os.devnull, os.O_RDWR)
+            files.callback(os.close, nothing)
+            tests_source = _sealed(files, json.dumps(tests).encode())
+            program = _sealed(files, _encoded(source))
+            programs: _Programs = [
+                ("tests", [nothing, nothing, nothing, tests_source, results.descriptor]),
+                ("callee", [nothing, nothing, nothing, program]),
+            ]
             try:
-                ended, seconds = await self._do(make, deadline_s)
+                ended, seconds = await self._do(programs, deadline_s)
             except ServerLost as lost:
                 return UnitTestResult("infra_error", problem=str(lost))
             return read_results(results.data, *ended, seconds=seconds)
@@ -172,12 +165,11 @@ class ProgramPool:
             server.close()
 
     async def _do(
-        self, make: Callable[[ExitStack], _Programs], deadline_s: float
+        self, programs: _Programs, deadline_s: float
     ) -> tuple[Sequence[Mapping[str, Any]], float]:
         """Do a job in the next idle server, twice where the server fails; ServerLost where it cannot be done.
 
-        `make` opens the descriptors of the programs, which are closed with its stack once they have them. Returns how
-        each program ended, and the seconds.
+        Returns how each program ended, and the seconds.
         """
         server = await self._idle.get()
         problem = ""
@@ -186,9 +178,7 @@ class ProgramPool:
                 try:
                     self.restarts += server.ready()
                     began = time.perf_counter()
-                    with ExitStack() as files:
-                        server.begin(make(files), deadline_s)
-                    ended = await server.end(deadline_s)
+                    ended = await server.do(programs, deadline_s)
                 except (ServerLost, OSError) as error:
                     problem = str(error)
                 else:
@@ -249,19 +239,17 @@ class ProgramServer:
         self._num_starts += 1
         return self._num_starts > 1
 
-    def begin(self, programs: _Programs, deadline_s: float) -> None:
-        """Begin a job. The programs have descriptors of their own afterwards."""
+    async def do(self, programs: _Programs, deadline_s: float) -> Sequence[Mapping[str, Any]]:
+        """Return how a job's programs ended: `status`, `reason`, `problem` of each; ServerLost where unknown."""
         assert self._control is not None, "send to a server only when it is ready"
         job = {
             "programs": [[kind, len(fds)] for kind, fds in programs],
             "deadline_s": deadline_s,
         }
-        fds = [descriptor for _, fds in programs for descriptor in fds]
-        socket.send_fds(self._control, [json.dumps(job).encode()], fds)
-
-    async def end(self, deadline_s: float) -> Sequence[Mapping[str, Any]]:
-        """Return how the job's programs ended: `status`, `reason`, `problem` of each; ServerLost where unknown."""
-        assert self._control is not None
+        all_fds = [descriptor for _, fds in programs for descriptor in fds]
+        for descriptor in all_fds:  # an earlier server may have moved in them
+            os.lseek(descriptor, 0, os.SEEK_SET)
+        socket.send_fds(self._control, [json.dumps(job).encode()], all_fds)
         timeout_s = deadline_s + _START_TIMEOUT_S
         try:
             async with asyncio.timeout(timeout_s):
@@ -343,20 +331,15 @@ class _OutputFile:
 
     def __init__(self, files: ExitStack, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._descriptor = os.memfd_create("output", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        files.callback(os.close, self._descriptor)
+        self.descriptor = os.memfd_create("output", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        files.callback(os.close, self.descriptor)
         # Twice as long, because the kernel refuses a whole write that crosses the end.
-        os.ftruncate(self._descriptor, 2 * max_bytes)
-        fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _FIXED_SIZE)
-
-    def rewound(self) -> int:
-        """Return the descriptor, which programs write to from the beginning."""
-        os.lseek(self._descriptor, 0, os.SEEK_SET)
-        return self._descriptor
+        os.ftruncate(self.descriptor, 2 * max_bytes)
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _FIXED_SIZE)
 
     @property
     def _num_bytes(self) -> int:
-        return os.lseek(self._descriptor, 0, os.SEEK_CUR)
+        return os.lseek(self.descriptor, 0, os.SEEK_CUR)
 
     @property
     def is_over(self) -> bool:
@@ -364,7 +347,7 @@ class _OutputFile:
 
     @property
     def data(self) -> bytes:
-        return os.pread(self._descriptor, min(self._num_bytes, self._max_bytes), 0)
+        return os.pread(self.descriptor, min(self._num_bytes, self._max_bytes), 0)
 
 
 def _sealed(files: ExitStack, data: bytes) -> int:
@@ -373,7 +356,6 @@ def _sealed(files: ExitStack, data: bytes) -> int:
     files.callback(os.close, descriptor)
     with os.fdopen(os.dup(descriptor), "wb") as file:
         file.write(data)
-    os.lseek(descriptor, 0, os.SEEK_SET)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _FIXED_SIZE | fcntl.F_SEAL_WRITE)
     return descriptor
 

@@ -7,7 +7,8 @@ counts what it holds, keeps its deadline, kills it with all that it left, and sa
 
 Its argument is `ServerSettings`. Messages are JSON datagrams on descriptor 0: a job `{"programs": [[kind, number of
 descriptors], ...], "deadline_s"}`, with the descriptors in order, is answered by a list of how each program ended. The
-first program of a job leads it: when it ends, the others are killed.
+first program of a job leads it: when it ends, the other is killed. The last descriptor of each is a connection between
+the two.
 
 At the level `namespaces` the server itself runs in bubblewrap's, and each program is the first process of a namespace
 of its own: when it is killed, the kernel ends all others in it. At `landlock` and `none` a job has ended when nothing
@@ -141,12 +142,13 @@ def _do(
         # With its folder: else programs inherit what tempfile found out.
         scratch = tempfile.mkdtemp(prefix=prefix, dir=folder)
         os.chmod(scratch, 0o711)
+    connection = [end.detach() for end in socket.socketpair()]
     programs: list[Program] = []
     remaining = iter(fds)
-    for kind, num_fds in job["programs"]:
-        passed = list(islice(remaining, num_fds))
-        programs.append(_start(settings, kind, passed, len(programs), scratch))
-    for descriptor in fds:
+    for index, (kind, num_fds) in enumerate(job["programs"]):
+        passed = [*islice(remaining, num_fds), connection[index]]
+        programs.append(_start(settings, kind, passed, index, scratch))
+    for descriptor in (*fds, *connection):
         os.close(descriptor)
     _wait(programs, Limits(**settings["steps"]["limits"]), scratch, deadline)
     watch.end_all_below(os.getpid())
@@ -273,7 +275,7 @@ def _mount_all(limits: Limits, kept: Sequence[str]) -> None:
 def _run_program(kind: ProgramKind, fds: Sequence[int], path: Sequence[str]) -> NoReturn:
     """Run what the first of the descriptors holds, and end the process as that does; modules are found in `path`.
 
-    `fds`: the source; for the two other kinds then the connection between them, and for the tests their results.
+    `fds`: the source, for the tests their results, and the connection.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _forget_server(path)
@@ -298,7 +300,8 @@ def _run_program(kind: ProgramKind, fds: Sequence[int], path: Sequence[str]) -> 
     os._exit(status)
 
 
-def _run_script(source: int) -> None:
+def _run_script(source: int, connection: int) -> None:
+    os.close(connection)
     text = _read(source)
     exec(compile(text, _FILE_NAME, "exec"), _module("__main__", text).__dict__)
 

@@ -107,7 +107,7 @@ class _Names(dict[str, Any]):
         exec(compile(tree, "tests", "exec"), self)
 
 
-def run_unit_tests(source: int, connection: int, results: int) -> None:
+def run_unit_tests(source: int, results: int, connection: int) -> None:
     """Run the tests that the descriptor `source` holds as JSON against the program behind `connection`."""
     with os.fdopen(source, "rb") as file:
         tests = json.loads(file.read())

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from ycore_cli import options as o
-from ycore_cli.output import print_json, print_table, stdout_for_json
+from ycore_cli.train import train
 
 from ycore.errors import ConfigError
 from ycore.run.files import read_json
@@ -35,7 +35,7 @@ Method = o.text(
     "How it learns: nft (DiffusionNFT) or grpo (Flow-GRPO); see docs/pictures.md.",
     metavar="NAME",
 )
-LearningRate = o.number(
+LearningRate = o.fraction(
     "Learning rate; 3e-4 with LoRA, 1e-5 for every weight if not given; e.g. 1e-4."
 )
 
@@ -44,7 +44,7 @@ _OPTIONS = {
     "split": o.Split, "limit": o.Limit, "prompts_per_step": o.PromptsPerStep, "group_size": o.GroupSize,
     "steps": o.Steps, "learning_rate": LearningRate, "eval_every": o.EvalEvery, "num_samples": o.NumSamples,
     "lora": o.Lora, "dynamic_sampling": o.DynamicSampling, "sandbox": o.Sandbox, "keep_journal": o.KeepJournal,
-    "restarts": o.Restarts, "report_to": o.ReportTo, "wandb_project": o.WandbProject, "seed": o.Seed,
+    "restarts": o.Restarts, "report_to": o.ReportTo, "seed": o.Seed,
     "set_": o.Set, "recipe": o.Recipe, "output": o.Output,
     "dry_run": o.DryRun, "resume": o.Resume, "resume_from": o.ResumeFrom, "accept_changes": o.AcceptChanges,
     "json": o.Json,
@@ -67,10 +67,11 @@ def flow(context: typer.Context, **options: Any) -> None:
     from ycore.api.run_settings import complete_config, stored_settings
     from ycore.config.recipe_files import load_recipe, recipe_name
     from ycore.config.resolve import resolve_any
-    from ycore.flow.flow_settings import FlowConfig
 
     resume = options["resume"] or options["resume_from"] is not None
-    keys, recipe = flow_keys(options), options["recipe"]
+    keys, recipe = o.config_keys(options), options["recipe"]
+    if options["report_to"] is not None:
+        keys["trl"] = {"report_to": options["report_to"].split(",")}
     base: dict[str, Any] = load_recipe(recipe, command="flow") if recipe else {}
     if resume and not recipe and "output" in keys:
         base = stored_settings(keys["output"])
@@ -83,8 +84,7 @@ def flow(context: typer.Context, **options: Any) -> None:
             run_name=name,
         )
     )
-    assert isinstance(config, FlowConfig)
-    train_flow(
+    train(
         config,
         resume=resume,
         resume_from=options["resume_from"],
@@ -94,63 +94,7 @@ def flow(context: typer.Context, **options: Any) -> None:
     )
 
 
-def flow_keys(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of the config that the options set."""
-    keys: dict[str, Any] = o.config_keys(options)
-    if options.get("method") is not None:
-        keys["flow"] = {"method": options["method"]}
-    if (text := options.get("learning_rate")) is not None:
-        try:
-            keys["learning_rate"] = float(text)
-        except ValueError:
-            raise ConfigError(
-                f"--learning-rate takes a number; it is {text!r}; e.g. --learning-rate 1e-4"
-            ) from None
-    return keys
-
-
-def train_flow(
-    config: "FlowConfig",
-    *,
-    resume: bool,
-    resume_from: str | None,
-    accept_changes: bool,
-    dry_run: bool,
-    json: bool,
-) -> None:
-    """Check, show the plan, and unless it is a dry run train in the foreground."""
-    from ycore.launch.launcher import TRAINER, run_worker
-    from ycore.run.claim import Resume
-    from ycore.run.resuming import check_checkpoint, parse_checkpoint, settle
-
-    if accept_changes and not resume:
-        raise ConfigError(
-            "--accept-changes is about a run that goes on; say --resume too, or leave it out"
-        )
-    with stdout_for_json(json):
-        folder = RunFolder(Path(config.output))
-        step = None if resume_from is None else parse_checkpoint(resume_from, folder)
-        resume_options = Resume(step=step, accept_changes=accept_changes)
-        result = flow_plan(config, resume=resume, resume_options=resume_options)
-        if step is not None:
-            check_checkpoint(folder, step)
-        if not (json and dry_run):
-            print_table(plan_rows(config, result, resume=resume))
-        if not dry_run:
-            if resume:
-                settle(folder, config, resume_options, world=1, say=print)
-            result = run_worker(TRAINER, config, resume=resume, num_steps=config.steps)
-    if json:
-        print_json(result)
-    elif dry_run:
-        print("Nothing was started; leave out --dry-run to train.")
-    else:
-        print_table(_closing_rows(config))
-
-
-def flow_plan(
-    config: "FlowConfig", *, resume: bool, resume_options: "Resume"
-) -> dict[str, Any]:
+def flow_plan(config: "FlowConfig", *, resume: bool, how: "Resume") -> dict[str, Any]:
     """Plan the run as JSON values; UserError where it cannot work. Nothing is loaded or made."""
     from ycore.config.resolve import check_trackers
     from ycore.flow.flow_inputs import (
@@ -189,11 +133,11 @@ def flow_plan(
                 sandbox=config.sandbox,
                 run_folder=Path(config.output),
             )
-    check_claim(
-        RunFolder(Path(config.output)), config, resume=resume, resume_options=resume_options
-    )
+    check_claim(RunFolder(Path(config.output)), config, resume=resume, resume_options=how)
     return {
         "config": redact(config.model_dump(mode="json")),
+        "ranks": {"world": 1},
+        "trl": {"max_steps": config.steps},
         "model": {
             "folder": str(folder),
             "ready": known is not None,
@@ -209,7 +153,7 @@ def flow_plan(
     }
 
 
-def plan_rows(
+def flow_plan_rows(
     config: "FlowConfig", plan: Mapping[str, Any], *, resume: bool
 ) -> list[tuple[str, str]]:
     """The plan as a person reads it, a name and a text each."""
@@ -242,7 +186,7 @@ def plan_rows(
     ]
 
 
-def _closing_rows(config: "FlowConfig") -> list[tuple[str, str]]:
+def flow_closing_rows(config: "FlowConfig") -> list[tuple[str, str]]:
     """The measurements, the places of the results, and a command to try next."""
     folder = RunFolder(Path(config.output))
     summary = read_json(folder.held_out) if folder.held_out.is_file() else {}

@@ -9,12 +9,10 @@ import typer
 from ycore_cli import options as o
 from ycore_cli.output import print_json, print_line, print_table, stdout_for_json
 
-from ycore.errors import ConfigError
-
 if TYPE_CHECKING:
     from ycore.config.schema import RunConfig
 
-Top = Annotated[str, typer.Option(metavar="N", help="Ways to show.")]
+Top = Annotated[int, typer.Option(metavar="N", help="Ways to show.", min=1)]
 
 
 def plan(
@@ -33,7 +31,7 @@ def plan(
     dynamic_sampling: o.DynamicSampling = None,
     set_: o.Set = None,
     recipe: o.Recipe = None,
-    top: Top = "5",
+    top: Top = 5,
     json: o.Json = False,
 ) -> None:
     """Memory and time of a run, before it starts, on any devices.
@@ -52,10 +50,10 @@ def plan(
             _planned_config(context, recipe),
             devices=devices,
             judge=judge,
-            prompt_tokens=_whole_number("--prompt-tokens", prompt_tokens),
-            completion_tokens=_whole_number("--completion-tokens", completion_tokens),
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
         )
-    values, lines = plan_in_words(made, top=_whole_number("--top", top) or 5)
+    values, lines = plan_in_words(made, top=top)
     if json:
         print_json(values)
     else:
@@ -75,17 +73,6 @@ def _planned_config(context: typer.Context, recipe: str | None) -> "RunConfig":
     algorithm = find_algorithm(base.get("algorithm", "grpo")).name
     options = o.typed_keys(context, algorithm=algorithm) | {"algorithm": algorithm}
     return planned_config(base, options, sets=context.params.get("set_") or ())
-
-
-def _whole_number(option: str, text: str | None) -> int | None:
-    """Parse an option that is 1 or more; None where it was not given."""
-    if text is None:
-        return None
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise ConfigError(
-            f"{option} takes a whole number of 1 or more; it is {text!r}; e.g. {option} 8"
-        )
-    return int(text)
 
 
 @o.takes({
@@ -189,7 +176,7 @@ def doctor(json: o.Json = False) -> None:
     "answer_column": o.AnswerColumn, "system_prompt": o.SystemPrompt, "trust_remote_code": o.TrustRemoteCode,
     "num_samples": o.NumSamples, "pairs": o.Pairs, "limit": o.Limit, "max_tokens": o.MaxTokens,
     "engine": o.EngineKind, "seed": o.Seed, "sandbox": o.Sandbox, "set_": o.Set, "recipe": o.Recipe, "output": o.Output,
-    "wandb_project": o.WandbProject, "dry_run": o.DryRun, "json": o.Json,
+    "dry_run": o.DryRun, "json": o.Json,
 })  # fmt: skip
 def evaluate(
     context: typer.Context, *, output: str | None, dry_run: bool, json: bool, **_: Any

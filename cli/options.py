@@ -1,7 +1,6 @@
 """Declare the options of the commands, once each, and make a run's config of those that were typed.
 
-Numbers are declared as text, so that a wrong one is refused in ycore's own words. Options that a command does not
-declare are fields of TRL's config, by TRL's name with dashes or underscores.
+Options that a command does not declare are fields of TRL's config, by TRL's name with dashes or underscores.
 """
 
 import inspect
@@ -23,7 +22,25 @@ def text(help: str, *names: str, metavar: str | None = None) -> Any:
 
 
 def number(help: str) -> Any:
-    return text(help, metavar="N")
+    return Annotated[int | None, typer.Option(metavar="N", help=help, parser=_whole_number)]
+
+
+def fraction(help: str) -> Any:
+    return Annotated[float | None, typer.Option(metavar="X", help=help, parser=_number)]
+
+
+def _whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"it takes a whole number; it is {text!r}; e.g. 8") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"it takes a number; it is {text!r}; e.g. 0.5") from None
 
 
 def texts(help: str, *names: str, metavar: str) -> Any:
@@ -131,7 +148,7 @@ StopWhen = texts(
 PromptsPerStep = number("Prompts in one optimizer step; e.g. 8.")
 GroupSize = number("Completions of each prompt; e.g. 8.")
 NumSamples = number("Completions of each prompt; e.g. 4.")
-Pairs = switch(
+Pairs = flag(
     "Score each row's chosen and rejected answer: how often a reward, judge or reward model agrees.",
     "--pairs",
 )
@@ -182,7 +199,7 @@ EvalDataset = text("Held-out rows; a hub id or file like --dataset.")
 EvalSplit = text("Split of the held-out rows; e.g. test.")
 HeldOut = number("Rows kept apart to measure on; by default a tenth, 256 at most; e.g. 200.")
 BatchSize = number("Rows in one optimizer step; e.g. 16.")
-Epochs = number("Passes over the rows, where --steps is not given.")
+Epochs = fraction("Passes over the rows, where --steps is not given.")
 
 # Training
 Steps = number("Optimizer steps; e.g. 100.")
@@ -191,13 +208,14 @@ Quantize = text("Keep the frozen base of a LoRA run in 4 bits: 4bit.", metavar="
 MaxStaleness = number(
     "Steps by which a round may be stale: 1 writes it while the last one trains."
 )
-Oversample = number(
+Oversample = fraction(
     "Groups in flight for each that is needed; what is not whole goes on in the next round; e.g. 1.5."
 )
 Deterministic = flag("Same command, same run, to the bit; slower.", "--deterministic")
 Merge = flag("Also save the model with its adapters merged in.", "--merge")
-Processes = number(
-    "Training processes on this machine: auto is one a GPU, and one on a CPU; e.g. 2."
+Processes = text(
+    "Training processes on this machine: auto is one a GPU, and one on a CPU; e.g. 2.",
+    metavar="N",
 )
 Accelerate = text(
     "How they share the work: ddp, zero1, zero2, zero3, fsdp2 or an accelerate config; see docs/parallel.md.",
@@ -207,7 +225,6 @@ ReportTo = text(
     "Trackers that get the run's numbers, of wandb, trackio and tensorboard; e.g. wandb.",
     metavar="NAMES",
 )
-WandbProject = text("Also log to Weights & Biases, in this project; e.g. sums.", metavar="NAME")
 Restarts = number("How often a trainer that dies is started again; 0 by default; e.g. 3.")
 Resume = switch("Go on from the newest whole checkpoint in --output.", "--resume")
 ResumeFrom = text(
@@ -229,18 +246,17 @@ StageSet = texts(
 )
 StageResume = switch("Skip what is finished, go on with what was begun.", "--resume")
 
-_TEXTS = (
-    "model", "dataset", "output", "merge", "quantize", "system_prompt", "prompt_column", "answer_column",
-    "trust_remote_code", "deterministic", "split", "accelerate", "preset", "advantage", "trust_region",
-    "placement", "keep_journal", "replay", "teacher", "eval_dataset", "eval_split", "env_python", "agent",
-    "keep_best", "stop_when", "eval_while_training",
-)  # fmt: skip
-_NUMBERS = (
-    "prompts_per_step", "group_size", "max_tokens", "steps", "seed", "num_samples", "limit", "processes", "restarts",
-    "batch_size", "held_out", "epochs", "max_turns", "eval_every",
-)  # fmt: skip
+_KEYS: Mapping[str, str] = {
+    "reward": "rewards", "eval_reward": "eval_rewards", "actions": "turns.actions", "engine": "engine.kind",
+    "sandbox": "sandbox.level", "dynamic_sampling": "sampling.dynamic", "curriculum": "sampling.curriculum",
+    "max_staleness": "sampling.max_staleness", "oversample": "sampling.oversample", "method": "flow.method",
+}  # fmt: skip
+"""Options that have another name than the key that they set."""
 
-_FRACTIONS = ("epochs", "oversample")
+_WITHOUT_KEY = {
+    "recipe", "set_", "dry_run", "resume", "resume_from", "accept_changes", "json", "preflight", "benchmark", "run",
+    "devices", "judge", "prompt_tokens", "completion_tokens", "top", "report_to",
+}  # fmt: skip
 
 # What other trainers call things, for those who come from them.
 _FAMILIAR: Mapping[str, str] = {
@@ -316,46 +332,23 @@ def typed_keys(
 
 def config_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     """Collect the keys of a config that the declared options set; options that were not given set none."""
-    keys = {name: params[name] for name in _TEXTS if params.get(name) is not None}
-    keys |= {
-        name: _parse_number(name, params[name])
-        for name in _NUMBERS
-        if params.get(name) is not None
-    }
-    for option, key in (("reward", "rewards"), ("eval_reward", "eval_rewards")):
-        if params.get(option):
-            keys[key] = list(params[option])
-    if params.get("constraint"):
-        keys["constraint"] = list(params["constraint"])
-    if params.get("pairs"):
-        keys["pairs"] = True
-    keys |= {name: list(params[name]) for name in ("tools", "env") if params.get(name)}
-    if params.get("actions") is not None:
-        keys["turns"] = {"actions": params["actions"]}
-    if params.get("wandb_project") is not None:
-        keys["trl"] = {"report_to": ["wandb"], "project": params["wandb_project"]}
-    if params.get("report_to") is not None:
-        keys["trl"] = keys.get("trl", {}) | {
-            "report_to": [name.strip() for name in params["report_to"].split(",")]
-        }
-    if params.get("engine") is not None:
-        keys["engine"] = {"kind": params["engine"]}
-    if params.get("sandbox") is not None:
-        keys["sandbox"] = {"level": params["sandbox"]}
-    if params.get("dynamic_sampling") is not None:
-        keys["sampling"] = {"dynamic": params["dynamic_sampling"]}
-    if params.get("curriculum") is not None:
-        curriculum = {"on": True, "off": False}.get(params["curriculum"], params["curriculum"])
-        keys["sampling"] = keys.get("sampling", {}) | {"curriculum": curriculum}
-    for name in ("max_staleness", "oversample"):
-        if params.get(name) is not None:
-            keys["sampling"] = keys.get("sampling", {}) | {
-                name: _parse_number(name, params[name])
-            }
-    if params.get("lora") is not None:
-        keys["lora"] = {} if params["lora"] else None
-    if "output" in keys:
-        keys["output"] = str(Path(keys["output"]).expanduser())
+    from ycore.config.resolve import set_key
+
+    keys: dict[str, Any] = {}
+    for name, value in params.items():
+        if isinstance(value, tuple | list):
+            value = list(value) or None
+        if name in _WITHOUT_KEY or value is None:
+            continue
+        if name == "lora":
+            value = {} if value else None
+        elif name == "curriculum":
+            value = {"on": True, "off": False}.get(value, value)
+        elif name == "processes" and value.isdecimal():
+            value = int(value)
+        elif name == "output":
+            value = str(Path(value).expanduser())
+        set_key(keys, _KEYS.get(name, name).split("."), value)
     return keys
 
 
@@ -411,17 +404,3 @@ def _stored(options: Mapping[str, Any], *, resume: bool) -> dict[str, Any]:
         run = options["replay"].rstrip("/")
         return stored_settings(run) | {"output": f"{run}-replay", "keep_journal": False}
     return {}
-
-
-def _parse_number(name: str, text: str) -> float | str:
-    if (name, text) == ("processes", "auto"):
-        return text
-    try:
-        return float(text) if name in _FRACTIONS else int(text)
-    except ValueError:
-        option, kind = (
-            "--" + name.replace("_", "-"),
-            "a number" if name in _FRACTIONS else "a whole number",
-        )
-        kind += " or auto" if name == "processes" else ""
-        raise ConfigError(f"{option} takes {kind}; it is {text!r}; e.g. {option} 8") from None

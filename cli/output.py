@@ -6,7 +6,6 @@ import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -64,7 +63,7 @@ def print_closing(config: "RunConfig") -> None:
             ("curve", str(folder.curve)),
             ("metrics", str(folder.metrics)),
             *([("advice", str(summary["advice"]))] if "advice" in summary else []),
-            ("try next", _eval_command(config, folder)),
+            ("try next", f"ycore chat {shlex.quote(str(folder.root))}"),
             ("", "ycore grpo --model MODEL --dataset your.jsonl --reward your.py:score"),
         ]
     )
@@ -119,41 +118,3 @@ def evaluation_rows(
     if best := summary.get("best"):
         rows.append(("best model", f"{folder.best}, of step {best['step']}"))
     return rows
-
-
-def _typed_rewards(folder: RunFolder) -> dict[str, str]:
-    """Map a judge's name to the words typed for it, because the settings keep a file's content and not its path."""
-    typed = read_json(folder.config)["command"] if folder.config.is_file() else []
-    words = [
-        part
-        for word in typed
-        for part in (word.split("=", 1) if word.startswith("--reward=") else [word])
-    ]
-    files = [value.partition(":") for option, value in pairwise(words) if option == "--reward"]
-    return {f"{kind}:{Path(file).stem}": f"{kind}:{file}" for kind, _, file in files}
-
-
-def _eval_command(config: "RunConfig", folder: RunFolder) -> str:
-    """Write the command that measures this run's model, on held-out rows where the dataset has such a split."""
-    words = ["ycore", "eval", "--model", str(folder.model)]
-    words += ["--dataset", config.dataset] if config.dataset else []
-    if config.dataset.startswith(("task:", "gym:")):
-        words += ["--split", "test"]
-    typed = _typed_rewards(folder)
-    for reward in config.rewards:
-        words += [
-            "--constraint" if reward.constraint else "--reward",
-            typed.get(reward.reward, reward.reward),
-        ]
-    for tool in config.tools:
-        words += ["--tools", tool]
-    if config.has_turns:
-        words += ["--env-python", config.env_python] if config.env_python else []
-        words += [
-            *(word for env in config.env for word in ("--env", env)),
-            "--max-turns",
-            str(config.max_turns),
-        ]
-        words += ["--agent", config.agent] if config.agent else []
-        words += ["--actions", config.turns.actions]
-    return shlex.join([*words, "--max-tokens", str(config.max_tokens)])

@@ -37,7 +37,7 @@ _ROLLOUTS = {
     "curriculum": o.Curriculum, "max_staleness": o.MaxStaleness, "oversample": o.Oversample,
     "placement": o.Placement, "preset": o.Preset,
     "advantage": o.Advantage, "trust_region": o.TrustRegion,
-    "keep_journal": o.KeepJournal, "replay": o.Replay, "restarts": o.Restarts, "wandb_project": o.WandbProject,
+    "keep_journal": o.KeepJournal, "replay": o.Replay, "restarts": o.Restarts,
     "preflight": o.Preflight, "eval_dataset": o.EvalDataset, "eval_split": o.EvalSplit, "eval_every": o.EvalEvery,
     "eval_while_training": o.EvalWhileTraining, "eval_reward": o.EvalReward, "keep_best": o.KeepBest,
     "stop_when": o.StopWhen,
@@ -45,7 +45,7 @@ _ROLLOUTS = {
 _EXAMPLES = {
     "dataset": o.Examples, "split": o.Split, "limit": o.Limit, "eval_dataset": o.EvalDataset,
     "eval_split": o.EvalSplit, "held_out": o.HeldOut, "eval_every": o.EvalEvery, "keep_best": o.KeepBest,
-    "stop_when": o.StopWhen, "batch_size": o.BatchSize, "epochs": o.Epochs, "wandb_project": o.WandbProject,
+    "stop_when": o.StopWhen, "batch_size": o.BatchSize, "epochs": o.Epochs,
 }  # fmt: skip
 _STARTING = {
     "dry_run": o.DryRun, "resume": o.Resume, "resume_from": o.ResumeFrom, "accept_changes": o.AcceptChanges,
@@ -177,7 +177,6 @@ def train(
     json: bool = False,
 ) -> None:
     """Check, show the plan, and unless it is a dry run train in the foreground."""
-    from ycore.api.run_settings import complete_config
     from ycore.api.running import run_training, training_plan
     from ycore.api.tables import plan_rows
     from ycore.config.schema import RunConfig, TuneConfig
@@ -188,17 +187,7 @@ def train(
         raise ConfigError(
             "--accept-changes is about a run that goes on; say --resume too, or leave it out"
         )
-    if family := families().get(config.algorithm):
-        load(family.train)(
-            config,
-            resume=resume,
-            resume_from=resume_from,
-            accept_changes=accept_changes,
-            dry_run=dry_run,
-            json=json,
-        )
-        return
-    assert isinstance(config, RunConfig | TuneConfig)
+    family = families().get(config.algorithm)
     with stdout_for_json(json):
         step = None
         if resume_from is not None:
@@ -206,16 +195,21 @@ def train(
         how = Resume(step=step, accept_changes=accept_changes)
         result = training_plan(config, resume=resume, how=how)
         if not (json and dry_run):
-            print_table(plan_rows(result, resume=resume))
+            if family is None:
+                print_table(plan_rows(result, resume=resume))
+            else:
+                print_table(load(family.plan_rows)(config, result, resume=resume))
         if not dry_run:
             result = run_training(config, result, resume=resume, how=how)
     if json:
         print_json(result)
     elif dry_run:
         print("Nothing was started; leave out --dry-run to train.")
+    elif family is not None:
+        print_table(load(family.closing_rows)(config))
     elif isinstance(config, RunConfig):
-        print_closing(complete_config(config))
-    else:
+        print_closing(config)
+    elif isinstance(config, TuneConfig):
         print_table(_closing_rows(config, result))
 
 

@@ -52,7 +52,7 @@ def _write_models(root: Path) -> None:
 BAD: tuple[tuple[str, str], ...] = (
     # sizes
     ("--group-size 1", "group_size must be 2 or more with advantage group"),
-    ("--group-size two", "--group-size takes a whole number; it is 'two'; e.g. --group-size 8"),
+    ("--group-size two", "'--group-size': it takes a whole number; it is 'two'"),
     ("--steps 0", "steps must be greater than 0; it is 0"),
     ("--max-tokens 512", "the model's context of 512 tokens; it is 512; e.g. --max-tokens 256"),
     ("--seed -1", "seed must be at least 0; it is -1"),

@@ -24,7 +24,7 @@ VISIBLE = {
         "--trust-remote-code", "--prompts-per-step", "--group-size", "--max-tokens", "--steps", "--lora",
         "--preset", "--advantage", "--constraint", "--deterministic", "--engine", "--sandbox",
         "--dynamic-sampling", "--curriculum", "--max-staleness", "--oversample", "--placement", "--processes",
-        "--accelerate", "--restarts", "--merge", "--wandb-project", "--seed", "--set", "--recipe",
+        "--accelerate", "--restarts", "--merge", "--seed", "--set", "--recipe",
         "--output", "--eval-dataset", "--eval-split", "--eval-every", "--eval-reward", "--keep-best", "--stop-when",
         "--eval-while-training",
         "--quantize", "--trust-region", "--tools", "--env", "--env-python", "--agent", "--actions", "--max-turns",
@@ -36,7 +36,7 @@ VISIBLE = {
         "--model", "--dataset", "--reward", "--split", "--prompt-column", "--answer-column", "--system-prompt",
         "--trust-remote-code", "--num-samples", "--limit", "--max-tokens", "--engine", "--sandbox", "--seed", "--set",
         "--recipe", "--tools", "--env", "--env-python", "--agent", "--actions", "--max-turns", "--output", "--dry-run",
-        "--benchmark", "--pairs", "--constraint", "--json", "--wandb-project",
+        "--benchmark", "--pairs", "--constraint", "--json",
     ],
 }  # fmt: skip
 """Of the commands that people meet first; what the others take is held to the docs (tests/docs)."""

@@ -137,26 +137,7 @@ def test_a_chats_last_turn_is_its_prompt(
     )
     out = capsys.readouterr().out
     assert "[b]1 + 1 =" in out and "Add." not in out
-    assert "ycore eval --model" in out and "--split test" in out
-
-
-@pytest.mark.parametrize(
-    "typed", [["--reward", "judge:mine/kind.yaml"], ["--reward=judge:mine/kind.yaml"]]
-)
-def test_the_next_command_names_a_judges_file(
-    typed: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The run's settings keep its content and its name, with which it cannot be loaded again."""
-    write_json_atomic(RunFolder(tmp_path).config, {"command": ["ycore", "grpo", *typed]})
-    judge, rule = (
-        RewardConfig(reward="judge:kind"),
-        RewardConfig(reward="format", constraint=True, weight=0.0),
-    )
-    closing(tmp_path, "2", rewards=[judge, rule])
-    out = capsys.readouterr().out.replace("\n", "")
-    assert (
-        "--reward judge:mine/kind.yaml --constraint format" in out and "exact_answer" not in out
-    )
+    assert f"ycore chat {tmp_path}" in out
 
 
 def test_a_table_is_data_too(capsys: pytest.CaptureFixture[str]) -> None:

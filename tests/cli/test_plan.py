@@ -118,7 +118,7 @@ def test_a_recipe_is_planned_for_the_machine_here(capsys: pytest.CaptureFixture[
         ("--devices 8x80GB", "model"),
         (
             "--model smollm2-135m --devices 1x80GB --prompt-tokens few",
-            "--prompt-tokens takes a whole number",
+            "it takes a whole number",
         ),
         (
             "--model smollm2-135m --devices 1x80GB --judge nosuch/judge",

@@ -184,7 +184,7 @@ def test_a_rank_that_is_killed_ends_the_run_at_once_and_is_named(
         ),
         ("--prompts-per-step 3", "error: prompts_per_step must be a multiple of the 2 ranks"),
         ("--processes 64", "error: --processes 64 is more than the "),
-        ("--processes two", "error: --processes takes a whole number or auto"),
+        ("--processes two", "error: processes must be 'auto' or"),
     ],
 )
 def test_what_cannot_work_is_refused(start: Start, more: str, line: str) -> None:

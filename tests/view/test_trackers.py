@@ -104,7 +104,7 @@ def test_trackers_that_keep_files_get_model_and_journal_and_report(tmp_path: Pat
     sizes = {"--steps": 2, "--prompts-per-step": 2, "--group-size": 2, "--output": output}
     tracked = {
         "--report-to": "wandb,trackio",
-        "--project": "sums",
+        "--set": "trl.project=sums",
         "--set": "tracker_files=[model,journal]",
     }
     options = {"--model": write_tiny_model(tmp_path / "model")} | SMALL | sizes | tracked
@@ -141,7 +141,7 @@ def test_evaluations_and_runs_on_examples_have_pages_too(tmp_path: Path) -> None
         "--num-samples": 2,
         "--limit": 3,
         "--report-to": "wandb,tensorboard",
-        "--project": "sums",
+        "--set": "trl.project=sums",
     }
     run(
         [
@@ -219,7 +219,7 @@ def test_a_flow_model_has_a_page_with_its_numbers_and_pictures(tmp_path: Path) -
     }
     tracked = {
         "--report-to": "wandb,tensorboard",
-        "--wandb-project": "sums",
+        "--set": "trl.project=sums",
         "--output": "drawn",
     }
     run(["flow", *words_of(options | sizes | tracked)], tmp_path)
@@ -323,7 +323,7 @@ def test_a_resumed_run_goes_on_with_its_pages(
         "--max-tokens": 6,
         "--engine": "transformers",
         "--report-to": "wandb,tensorboard,trackio",
-        "--project": "sums",
+        "--set": "trl.project=sums",
     }
     words = [str(word) for option, value in options.items() for word in (option, value)]
     monkeypatch.setenv("WANDB_RUN_GROUP", "family")

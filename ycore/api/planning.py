@@ -8,6 +8,7 @@ from ycore.api.run_settings import keys_of
 from ycore.api.runs import Planned
 from ycore.config.resolve import require_rollouts, resolve
 from ycore.config.schema import RewardConfig, RunConfig
+from ycore.errors import ConfigError
 from ycore.judge.sources import is_judge, with_declarations
 from ycore.launch import device_memory, machine_checks
 from ycore.plan.devices import Fleet
@@ -60,6 +61,9 @@ def make_run_plan(
 ) -> Plan:
     """Make the plan, with the checks of a launch; `lengths` are those of `make_plan`."""
 
+    for name, tokens in lengths.items():
+        if tokens is not None and tokens < 1:
+            raise ConfigError(f"{name} must be 1 or more; it is {tokens}; e.g. 256")
     config = _with_judge(config, judge)
     declared = with_declarations(config)
     known = cache(device_memory.facts_here)

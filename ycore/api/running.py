@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from ycore.api.rollout_checks import check_rollouts
-from ycore.config.algorithms import find_algorithm
+from ycore.config.algorithms import families, find_algorithm, load
 from ycore.config.batch import derive_tune_batch
 from ycore.config.resolve import check_needs
-from ycore.config.schema import AnyConfig, RunConfig, TuneConfig, a_fifth
+from ycore.config.schema import AnyConfig, BaseConfig, RunConfig, TuneConfig, a_fifth
 from ycore.config.trl_arguments import trl_arguments
 from ycore.data.examples import load_examples
 from ycore.errors import ConfigError
@@ -133,9 +133,14 @@ def _check_examples(config: TuneConfig, model: ModelPlan, site: Site) -> dict[st
     return {"dataset": dataset, "batch": batch}
 
 
-def training_plan(config: AnyConfig, *, resume: bool, how: Resume) -> dict[str, Any]:
+def training_plan(config: BaseConfig, *, resume: bool, how: Resume) -> dict[str, Any]:
     """Plan a training run as `checked_plan` does; UserError also where a checkpoint or journal cannot be used."""
-    plan = checked_plan(config, resume=resume, how=how)
+    plan: dict[str, Any]
+    if family := families().get(config.algorithm):
+        plan = load(family.plan)(config, resume=resume, how=how)
+    else:
+        assert isinstance(config, RunConfig | TuneConfig)
+        plan = checked_plan(config, resume=resume, how=how)
     folder = RunFolder(Path(config.output))
     if how.step is not None:
         check_checkpoint(folder, how.step)
@@ -159,7 +164,7 @@ def _check_kept_rounds(config: RunConfig) -> None:
 
 
 def run_training(
-    config: AnyConfig, plan: Mapping[str, Any], *, resume: bool, how: Resume
+    config: BaseConfig, plan: Mapping[str, Any], *, resume: bool, how: Resume
 ) -> dict[str, Any]:
     """Train as the `training_plan` says, and return the run's summary."""
     if resume:

@@ -76,7 +76,11 @@ class AlgorithmFamily(AlgorithmEntry):
     # Called with the model's name; returns a note for people, and a function that fetches it.
     model_source: str
     command: str  # the Typer command
-    train: str  # takes the arguments of `ycore_cli.train.train`: check, show the plan, train
+    plan: str  # called with the config, `resume` and `how`; returns JSON values, as `training_plan` does
+    plan_rows: (
+        str  # called with the config, its plan and `resume`; the rows that a person reads
+    )
+    closing_rows: str  # called with the config of a finished run
 
 
 _FAMILY_MODULES = ("ycore.flow",)

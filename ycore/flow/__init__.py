@@ -11,5 +11,7 @@ FAMILY = AlgorithmFamily(
     run="ycore.flow.flow_run:FlowRun",
     model_source="ycore.flow.flow_inputs:flow_model_source",
     command="ycore_cli.flow:flow",
-    train="ycore_cli.flow:train_flow",
+    plan="ycore_cli.flow:flow_plan",
+    plan_rows="ycore_cli.flow:flow_plan_rows",
+    closing_rows="ycore_cli.flow:flow_closing_rows",
 )

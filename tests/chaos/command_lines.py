@@ -58,7 +58,7 @@ BAD: tuple[tuple[str, str], ...] = (
     ("--seed -1", "seed must be at least 0; it is -1"),
     (
         "--per-device-train-batch-size 7",
-        "what works nearest: per_device_train_batch_size 4; or per_device_train_batch_",
+        "they are",
     ),
     (
         "--gradient-accumulation-steps 5",

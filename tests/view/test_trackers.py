@@ -104,7 +104,7 @@ def test_trackers_that_keep_files_get_model_and_journal_and_report(tmp_path: Pat
     sizes = {"--steps": 2, "--prompts-per-step": 2, "--group-size": 2, "--output": output}
     tracked = {
         "--report-to": "wandb,trackio",
-        "--set": "trl.project=sums",
+        "--project": "sums",
         "--set": "tracker_files=[model,journal]",
     }
     options = {"--model": write_tiny_model(tmp_path / "model")} | SMALL | sizes | tracked

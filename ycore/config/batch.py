@@ -1,4 +1,4 @@
-"""Batch arithmetic: from the sizes that people say to TRL's batch fields, or to the nearest sizes that work.
+"""Batch arithmetic: from the sizes that people say to TRL's batch fields.
 
 TRL counts an optimizer step as per_device_train_batch_size * world size * gradient_accumulation_steps.
 
@@ -7,10 +7,9 @@ per_device_train_batch_size * steps_per_generation completions on every rank, in
 step takes batch_size rows.
 """
 
-import itertools
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from ycore.config.algorithms import Algorithm, find_algorithm
 from ycore.config.schema import RunConfig, TuneConfig
@@ -22,25 +21,6 @@ DEFAULT_BATCH_SIZE = 8
 MAX_LENGTH = 1024  # TRL's own `max_length`
 
 _PER_RANK = ("per_device_train_batch_size", "gradient_accumulation_steps")
-_SEARCH = 256  # candidates tried below and above a refused number
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """The sizes of a run with rollouts by the keys that people write; None is left to ycore."""
-
-    world_size: int
-    prompts_per_step: int
-    group_size: int
-    max_tokens: int
-    per_device_train_batch_size: int | None = None
-    gradient_accumulation_steps: int | None = None
-    steps_per_generation: int | None = None
-
-    @property
-    def completions_per_rank(self) -> int:
-        """In one step, where the prompts divide evenly over the ranks."""
-        return self.prompts_per_step // self.world_size * self.group_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,30 +81,41 @@ class TuneBatch(_Batch):
 
 
 def derive_batch(config: RunConfig, *, world_size: int, on_cpu: bool) -> BatchPlan:
-    """Derive TRL's batch fields for a run with rollouts; ConfigError names the nearest sizes where these do not work."""
-    fields = {name: config.trl.get(name) for name in (*_PER_RANK, "steps_per_generation")}
-    sizes = Sizes(
-        world_size, config.prompts_per_step, config.group_size, config.max_tokens, **fields
-    )
-    return plan_batch(sizes, on_cpu=on_cpu)
-
-
-def plan_batch(sizes: Sizes, *, on_cpu: bool) -> BatchPlan:
-    """Derive TRL's batch fields from bare sizes, as `derive_batch` does."""
-    problem = problem_of(sizes, on_cpu=on_cpu)
-    if problem is not None:
-        nearby = [_change_in_words(sizes, other) for other in neighbours(sizes, on_cpu=on_cpu)]
-        raise ConfigError(f"{problem}; what works nearest: {'; or '.join(nearby)}")
-    size, accumulation, per_generation = _fill(sizes, on_cpu=on_cpu)
+    """Derive TRL's batch fields for a run with rollouts; ConfigError where the sizes do not divide."""
+    prompts = config.prompts_per_step
+    if prompts % world_size:
+        raise ConfigError(
+            f"prompts_per_step must be a multiple of the {world_size} ranks, for whole groups on each; it is {prompts}; "
+            f"e.g. {_multiples(prompts, world_size)}"
+        )
+    local = prompts // world_size * config.group_size
+    size, accumulation = (config.trl.get(name) for name in _PER_RANK)
+    if size is None and accumulation is None:
+        budget = _token_budget(on_cpu) // config.max_tokens
+        size = _micro_batch(local, budget, group=config.group_size)
+    size, accumulation = _split(local, size, accumulation)
+    if size * accumulation != local:
+        raise ConfigError(
+            f"per_device_train_batch_size * gradient_accumulation_steps must be the completions of a step on a rank; "
+            f"they are {size} * {accumulation} and {prompts} prompts x {config.group_size} / {world_size} = {local}; "
+            "leave one of the two out, or say divisors"
+        )
+    per_generation = config.trl.get("steps_per_generation") or accumulation
+    if per_generation % accumulation:
+        raise ConfigError(
+            f"steps_per_generation must be a multiple of gradient_accumulation_steps, so that a round is whole "
+            f"optimizer steps; they are {per_generation} and {accumulation}; e.g. "
+            f"{_multiples(per_generation, accumulation)}"
+        )
     return BatchPlan(
-        world_size=sizes.world_size,
+        world_size=world_size,
         on_cpu=on_cpu,
         per_device_train_batch_size=size,
         gradient_accumulation_steps=accumulation,
-        prompts_per_step=sizes.prompts_per_step,
-        group_size=sizes.group_size,
+        prompts_per_step=prompts,
+        group_size=config.group_size,
         steps_per_generation=per_generation,
-        groups_per_rank=size * per_generation // sizes.group_size,
+        groups_per_rank=size * per_generation // config.group_size,
     )
 
 
@@ -193,10 +184,9 @@ def _check_rows(
     world_size: int,
 ) -> None:
     if total % world_size:
-        below = total // world_size * world_size
-        multiples = " or ".join(str(size) for size in (below, below + world_size) if size)
         raise ConfigError(
-            f"batch_size must be a multiple of the {world_size} ranks; it is {total}; e.g. {multiples}"
+            f"batch_size must be a multiple of the {world_size} ranks; it is {total}; "
+            f"e.g. {_multiples(total, world_size)}"
         )
     if size * accumulation != total // world_size:
         raise ConfigError(
@@ -246,90 +236,7 @@ def _divisors(number: int) -> Iterator[int]:
             yield number // small
 
 
-def _fill(sizes: Sizes, *, on_cpu: bool) -> tuple[int, int, int]:
-    """Micro-batch size, accumulation steps, and micro-batches of a round."""
-    local = sizes.completions_per_rank
-    size, accumulation = sizes.per_device_train_batch_size, sizes.gradient_accumulation_steps
-    if size is None and accumulation is None:
-        size = _micro_batch(
-            local, _token_budget(on_cpu) // sizes.max_tokens, group=sizes.group_size
-        )
-    size, accumulation = _split(local, size, accumulation)
-    return size, accumulation, sizes.steps_per_generation or accumulation
-
-
-def problem_of(sizes: Sizes, *, on_cpu: bool) -> str | None:
-    """The rule that these sizes break, with their values, or None."""
-    prompts, ranks, local = sizes.prompts_per_step, sizes.world_size, sizes.completions_per_rank
-    if prompts % ranks:
-        return f"prompts_per_step must be a multiple of the {ranks} ranks, for whole groups on each; it is {prompts}"
-    size, accumulation, per_generation = _fill(sizes, on_cpu=on_cpu)
-    if size * accumulation != local:
-        reason = f"per_device_train_batch_size * gradient_accumulation_steps is {size} * {accumulation}"
-        if sizes.gradient_accumulation_steps is None:
-            reason = f"per_device_train_batch_size {size} does not divide it"
-        elif sizes.per_device_train_batch_size is None:
-            reason = f"gradient_accumulation_steps {accumulation} does not divide it"
-        return f"a step takes {prompts} prompts x {sizes.group_size} completions = {local} a rank, and {reason}"
-    if per_generation % accumulation:
-        return (
-            "steps_per_generation must be a multiple of gradient_accumulation_steps, so that a round is whole "
-            f"optimizer steps; they are {per_generation} and {accumulation}"
-        )
-    return None
-
-
-def neighbours(sizes: Sizes, *, on_cpu: bool) -> list[Sizes]:
-    """Accepted sizes near refused ones: one key changed where that is enough, else TRL's keys left to ycore."""
-    accepted: list[Sizes] = []
-    for key in (*_PER_RANK, "prompts_per_step"):
-        accepted += _nearest(sizes, key, on_cpu=on_cpu)
-    accepted = accepted or _nearest(sizes, "steps_per_generation", on_cpu=on_cpu)
-    if accepted:
-        return accepted[:3]
-    free = replace(
-        sizes,
-        per_device_train_batch_size=None,
-        gradient_accumulation_steps=None,
-        steps_per_generation=None,
-    )
-    if problem_of(free, on_cpu=on_cpu) is None:
-        return [free]
-    return _nearest(free, "prompts_per_step", on_cpu=on_cpu)
-
-
-def _nearest(sizes: Sizes, key: str, *, on_cpu: bool) -> list[Sizes]:
-    """The closest accepted value of one key below and above the one given."""
-    value = asdict(sizes)[key]
-    if value is None:
-        return []
-    nearest: list[Sizes] = []
-    for candidates in _candidates(sizes, key, value):
-        options = (replace(sizes, **{key: candidate}) for candidate in candidates)
-        accepted = (option for option in options if problem_of(option, on_cpu=on_cpu) is None)
-        nearest += itertools.islice(accepted, 1)
-    return nearest
-
-
-def _candidates(sizes: Sizes, key: str, value: int) -> tuple[Iterable[int], Iterable[int]]:
-    """Other values of a key, nearest first: those below the value given, and those above it."""
-    local = sizes.completions_per_rank
-    if key in _PER_RANK and local:
-        divisors = sorted(set(_divisors(local)))
-        below = [divisor for divisor in reversed(divisors) if divisor < value]
-        above = [divisor for divisor in divisors if divisor > value]
-        return below, above
-    step = sizes.world_size if key == "prompts_per_step" else 1
-    floor = (value - 1) // step * step
-    ceiling = floor + step if floor + step > value else floor + 2 * step
-    smaller = range(floor, max(0, floor - _SEARCH * step), -step)
-    larger = range(ceiling, ceiling + _SEARCH * step, step)
-    return smaller, larger
-
-
-def _change_in_words(before: Sizes, after: Sizes) -> str:
-    old = asdict(before)
-    changed = {key: value for key, value in asdict(after).items() if value != old[key]}
-    return " with ".join(
-        f"no {key}" if value is None else f"{key} {value}" for key, value in changed.items()
-    )
+def _multiples(number: int, factor: int) -> str:
+    """Name the nearest multiples."""
+    below = number // factor * factor
+    return f"{below} or {below + factor}" if below else str(factor)

@@ -3,7 +3,7 @@
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -42,14 +42,6 @@ SystemPrompt = Annotated[
         "--system-prompt", help="In place of the run's own; '' for none; e.g. 'Be brief.'"
     ),
 ]
-At = Annotated[
-    str | None,
-    typer.Option(
-        "--at",
-        metavar="URL",
-        help="Where `ycore serve` serves it; e.g. http://127.0.0.1:8000/v1.",
-    ),
-]
 Host = Annotated[
     str, typer.Option(help="Address to listen on; the default is this machine only.")
 ]
@@ -78,7 +70,6 @@ def chat(
     temperature: Temperature = 0.7,
     seed: Seed = 0,
     system_prompt: SystemPrompt = None,
-    at: At = None,
     best: Best = False,
 ) -> None:
     """Talk to a run's model, or to two side by side. Ctrl-D ends.
@@ -89,7 +80,6 @@ def chat(
     \b
     ycore chat runs/quickstart --prompt 'What is 3 + 4?' --temperature 0
     ycore chat runs/quickstart --against smollm2-135m
-    ycore chat runs/quickstart --at http://127.0.0.1:8000/v1
     """
     from rich.console import Console
     from rich.table import Table
@@ -99,10 +89,6 @@ def chat(
     from ycore.api.trained import Chat, ChatSettings
 
     names = [model] if against is None else [model, against]
-    if at is not None and against is not None:
-        raise ConfigError(
-            "--at is one server with one model, and --against needs two; leave one of them out"
-        )
     folders = [trained.language_model(name, best=best and name == model) for name in names]
     before = [trained.turns_before(name, system_prompt=system_prompt) for name in names]
     chats: list[Chat] = []
@@ -110,19 +96,10 @@ def chat(
         settings = ChatSettings(
             max_tokens, temperature, seed, turns, trained.template_arguments(name)
         )
-        if at is None:
-            chats.append(trained.TransformersChat(folder, settings))
-        else:
-            chats.append(
-                trained.ServedChat(folder, settings, address=at, name=served_name(model))
-            )
+        chats.append(Chat(folder, settings))
     is_asked = sys.stdin.isatty() and not prompt
     if is_asked:
-        said = [
-            f"{name}{_begins_with(turns, system_prompt)}"
-            for name, turns in zip(names, before, strict=True)
-        ]
-        print_line(f"{' and '.join(said)}; Ctrl-D ends")
+        print_line(f"{' and '.join(names)}; Ctrl-D ends")
     for text in prompt or _typed(is_asked):
         if against is None:
             chats[0].say(text, show=lambda words: print(printable(words), end="", flush=True))
@@ -137,16 +114,6 @@ def chat(
 def served_name(model: str) -> str:
     """Name a model where it is served or written: the last part of its name; for `.`, the folder's."""
     return Path(os.path.abspath(Path(model).expanduser())).name  # a link keeps its own name
-
-
-def _begins_with(turns: Sequence[dict[str, str]], system_prompt: str | None) -> str:
-    """Say what is put before the conversation."""
-    is_system = [turn["role"] == "system" for turn in turns]
-    whose = "its run's" if system_prompt is None else "your"
-    parts = [f"{whose} system prompt"] * any(is_system) + ["its run's examples"] * (
-        not all(is_system)
-    )
-    return f" with {' and '.join(parts)}" if parts else ""
 
 
 def _typed(is_asked: bool) -> Iterator[str]:

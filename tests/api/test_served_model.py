@@ -1,4 +1,4 @@
-"""`ycore serve` and `ycore chat --at`, with vLLM's own server."""
+"""`ycore serve`, with vLLM's own server."""
 
 import os
 import signal
@@ -11,9 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ycore.api.trained import ChatSettings, ServedChat
 from ycore.engine.kinds import is_vllm_installed
-from ycore.errors import RunError
 from ycore.models.tiny import write_tiny_model
 
 pytestmark = [
@@ -58,23 +56,11 @@ def _answers() -> bool:
 
 
 @pytest.mark.usefixtures("server")
-def test_a_chat_is_answered_by_the_server_in_pieces(model: Path) -> None:
-    def chat(system: str) -> ServedChat:
-        before = [{"role": "system", "content": system}]
-        settings = ChatSettings(24, 1.0, 0, before)
-        return ServedChat(model, settings, address=f"{ADDRESS}/", name="sums")
-
-    pieces: list[str] = []
-    served = chat("Add.")
-    answers = [served.say("2 + 2?", show=pieces.append), served.say("3 + 3?")]
-    assert "".join(pieces) == answers[0] != "" and len([piece for piece in pieces if piece]) > 1
-    again = chat("Add.")
-    assert [again.say("2 + 2?"), again.say("3 + 3?")] == answers
-    assert chat("Multiply.").say("2 + 2?") != answers[0]
-
-
-@pytest.mark.usefixtures("server")
-def test_a_model_that_is_not_served_there_is_told_with_the_servers_words(model: Path) -> None:
-    other = ServedChat(model, ChatSettings(24, 1.0, 0), address=ADDRESS, name="other")
-    with pytest.raises(RunError, match=r"answered 404: .*other.*; is other served there"):
-        other.say("2 + 2?")
+def test_a_model_is_served_by_its_folders_name() -> None:
+    body = {
+        "model": "sums",
+        "messages": [{"role": "user", "content": "2 + 2?"}],
+        "max_tokens": 4,
+    }
+    reply = httpx.post(f"{ADDRESS}/chat/completions", json=body, timeout=60)
+    assert reply.json()["choices"][0]["message"]["role"] == "assistant"

@@ -60,7 +60,7 @@ def test_a_reward_model_does_not_write(run: Path) -> None:
 
 def test_the_same_turns_have_the_same_answers(run: Path) -> None:
     def answers(seed: int) -> list[str]:
-        chat = trained.TransformersChat(run / "model", ChatSettings(6, 1.0, seed))
+        chat = trained.Chat(run / "model", ChatSettings(6, 1.0, seed))
         return [chat.say("2 + 2"), chat.say("and then?")]
 
     assert answers(0) == answers(0) != answers(1)
@@ -97,7 +97,7 @@ def test_a_chat_has_the_template_arguments_of_its_run(run: Path) -> None:
     assert trained.template_arguments(str(run)) == arguments
 
     settings = ChatSettings(8, 0.0, 0, template_arguments=arguments)
-    chat = trained.TransformersChat(run / "model", settings)
+    chat = trained.Chat(run / "model", settings)
     rendered = []
     render = chat._tokenizer.apply_chat_template
 
@@ -127,7 +127,7 @@ def test_a_chat_does_not_sample_by_the_folders_defaults(
 
     file = run / "model" / "generation_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **of_folder}))
-    chat = trained.TransformersChat(run / "model", ChatSettings(8, 0.0, 0))
+    chat = trained.Chat(run / "model", ChatSettings(8, 0.0, 0))
     answer = chat.say("2 + 2")
     tokenizer = AutoTokenizer.from_pretrained(run / "model")
     model = AutoModelForCausalLM.from_pretrained(run / "model")
@@ -172,7 +172,7 @@ def test_a_conversation_goes_on_from_the_turns_before_it(run: Path, tmp_path: Pa
 
 def test_what_is_shown_while_it_is_written_is_the_answer(run: Path) -> None:
     shown: list[str] = []
-    chat = trained.TransformersChat(run / "model", ChatSettings(60, 1.0, 0))
+    chat = trained.Chat(run / "model", ChatSettings(60, 1.0, 0))
     answer = chat.say("2 + 2", show=shown.append)
     assert "".join(shown) == answer
     assert len([words for words in shown if words]) > 1
@@ -187,10 +187,9 @@ def test_a_card_says_what_it_is_and_how_it_was_made(run: Path) -> None:
         "(curve.png)",
         "grpo --recipe quickstart",
         "trl 1.16.0",
-        "steps: 40",
     ):
         assert part in told
-    assert "| pass@1 | 0.250 | 0.750 | 0.600 to 0.900 |" in told
+    assert "| pass@1 | 0.250 | 0.750 |" in told
     assert "runs/sums" not in told and "engine" not in told, "what is only about the machine"
 
 

@@ -62,7 +62,7 @@ BAD: tuple[tuple[str, str], ...] = (
     ),
     (
         "--gradient-accumulation-steps 5",
-        "gradient_accumulation_steps 4; or gradient_accumulation_steps 8",
+        "leave one of the two out",
     ),
     (
         "--num-generations 4 --group-size 8",

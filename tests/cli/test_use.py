@@ -16,6 +16,11 @@ CONFIG = {"system_prompt": "Add.", "few_shot": EXAMPLE}
 class Echo(trained.Chat):
     """Answers with the contents of all turns."""
 
+    def __init__(self, folder: Path, settings: trained.ChatSettings) -> None:
+        self._settings = settings
+        self._is_chat = True
+        self._turns = list(settings.before)
+
     def _write(self, prompt: Any, *, seed: int, show: Any) -> str:
         answer = "|".join(turn["content"] for turn in prompt)
         if show is not None:
@@ -33,9 +38,8 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda prompt: next(typed, None) or raise_end())
-    monkeypatch.setattr(trained, "TransformersChat", Echo)
+    monkeypatch.setattr(trained, "Chat", Echo)
     monkeypatch.setattr(trained, "language_model", lambda name, best: tmp_path)
-    monkeypatch.setattr(trained, "has_chat_template", lambda folder: True)
     return tmp_path
 
 
@@ -44,27 +48,19 @@ def raise_end() -> str:
 
 
 @pytest.mark.parametrize(
-    ("words", "head", "answer"),
+    ("words", "answer"),
     [
-        (
-            "a",
-            "a with its run's system prompt and its run's examples; Ctrl-D ends",
-            "Add.|1|1|hi",
-        ),
-        (
-            "a --system-prompt Mul.",
-            "a with your system prompt and its run's examples; Ctrl-D ends",
-            "Mul.|1|1|hi",
-        ),
-        ("b --system-prompt Mul.", "b with your system prompt; Ctrl-D ends", "Mul.|hi"),
-        ("b", "b; Ctrl-D ends", "hi"),
+        ("a", "Add.|1|1|hi"),
+        ("a --system-prompt Mul.", "Mul.|1|1|hi"),
+        ("b --system-prompt Mul.", "Mul.|hi"),
+        ("b", "hi"),
     ],
 )
-def test_the_head_says_what_the_conversation_begins_with(
-    root: Path, capsys: pytest.CaptureFixture[str], words: str, head: str, answer: str
+def test_a_conversation_begins_as_the_run_was_trained(
+    root: Path, capsys: pytest.CaptureFixture[str], words: str, answer: str
 ) -> None:
     assert run(["chat", *words.split()]) == 0
-    assert capsys.readouterr().out.splitlines() == [head, answer]
+    assert capsys.readouterr().out.splitlines() == [f"{words[0]}; Ctrl-D ends", answer]
 
 
 def test_of_two_models_each_has_its_own_runs_prompt(
@@ -73,24 +69,6 @@ def test_of_two_models_each_has_its_own_runs_prompt(
     assert run(["chat", "a", "--against", "b", "--system-prompt", "", "--prompt", "2"]) == 0
     row = capsys.readouterr().out.splitlines()[-2]
     assert [cell.strip() for cell in row.strip("│").split("│")] == ["1|1|2", "2"]
-
-
-def test_a_server_of_one_model_is_not_asked_for_two(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["chat", "a", "--against", "b", "--at", "http://127.0.0.1:1/v1"]) == 2
-    assert "--at is one server with one model" in capsys.readouterr().err
-
-
-def test_an_address_where_nothing_listens_is_told_in_a_line(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["chat", "a", "--prompt", "hi", "--at", "http://127.0.0.1:1/v1"]) == 1
-    error = capsys.readouterr().err
-    assert (
-        "no answer from http://127.0.0.1:1/v1" in error
-        and "start it with `ycore serve a`" in error
-    )
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def test_evaluations_and_runs_on_examples_have_pages_too(tmp_path: Path) -> None
         "--num-samples": 2,
         "--limit": 3,
         "--report-to": "wandb,tensorboard",
-        "--set": "trl.project=sums",
+        "--project": "sums",
     }
     run(
         [
@@ -323,7 +323,7 @@ def test_a_resumed_run_goes_on_with_its_pages(
         "--max-tokens": 6,
         "--engine": "transformers",
         "--report-to": "wandb,tensorboard,trackio",
-        "--set": "trl.project=sums",
+        "--project": "sums",
     }
     words = [str(word) for option, value in options.items() for word in (option, value)]
     monkeypatch.setenv("WANDB_RUN_GROUP", "family")

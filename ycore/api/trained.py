@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from ycore.config.algorithms import find_algorithm
 from ycore.engine.commands import EngineSpec, engine_command, engine_environment, kv_cache_gib
 from ycore.errors import ModelError, RunError, RunFolderError
@@ -31,7 +29,6 @@ from ycore.run.text import Say, printable, topic
 
 _SERVED_SEQUENCES = 8  # that a served model decodes at once on a CPU
 _SERVED_LENGTH = 4096
-_READ_TIMEOUT_S = 120.0  # for the next piece of an answer
 _LEFT_OUT = ("training_args.bin",)  # pickled, and about this machine
 
 
@@ -94,9 +91,12 @@ class ChatSettings:
 
 
 class Chat:
-    """A conversation with one model: `chat.say("2 + 2?")`."""
+    """A conversation with a model in this process, by transformers: `chat.say("2 + 2?")`."""
 
     def __init__(self, folder: Path, settings: ChatSettings) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
         self._settings = settings
         self._is_chat = has_chat_template(folder)
         self._turns = list(settings.before)
@@ -104,6 +104,12 @@ class Chat:
             raise ModelError(
                 f"the model in {folder} has no chat template, so no system prompt either; leave it out"
             )
+        dtype = "auto" if this_machine().has_bfloat16 else "float32"
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._model: Any = (
+            AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device)
+        )
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
 
     def say(self, text: str, *, show: Say | None = None) -> str:
         """Return the answer to the next turn, the same for the same turns and seed; `show` gets its words meanwhile."""
@@ -117,29 +123,15 @@ class Chat:
 
     def _write(self, prompt: str | list[dict[str, str]], *, seed: int, show: Say | None) -> str:
         """Continue a text, or answer the last of the turns."""
-        raise NotImplementedError
-
-
-class TransformersChat(Chat):
-    """A conversation with a model in this process, by transformers."""
-
-    def __init__(self, folder: Path, settings: ChatSettings) -> None:
         import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        super().__init__(folder, settings)
-        dtype = "auto" if this_machine().has_bfloat16 else "float32"
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._model: Any = (
-            AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device)
-        )
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-
-    def _write(self, prompt: str | list[dict[str, str]], *, seed: int, show: Say | None) -> str:
-        import torch
+        from transformers import TextStreamer
 
         from ycore.engine.transformers_engine import plain_generation  # it imports torch
 
+        streamer: Any = None
+        if show is not None:
+            streamer = TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
+            streamer.on_finalized_text = lambda words, stream_end=False: show(words)
         if isinstance(prompt, str):
             inputs = self._tokenizer(prompt, return_tensors="pt")
         else:
@@ -158,7 +150,7 @@ class TransformersChat(Chat):
             written = self._model.generate(
                 **inputs.to(self._model.device),
                 max_new_tokens=self._settings.max_tokens,
-                streamer=self._streamer(show),
+                streamer=streamer,
                 do_sample=samples,
                 top_k=0 if samples else None,
                 temperature=self._settings.temperature if samples else None,
@@ -167,76 +159,6 @@ class TransformersChat(Chat):
             )
         new_tokens = written[0, inputs["input_ids"].shape[1] :]
         return str(self._tokenizer.decode(new_tokens, skip_special_tokens=True))
-
-    def _streamer(self, show: Say | None) -> Any:
-        if show is None:
-            return None
-        from transformers import TextStreamer
-
-        streamer: Any = TextStreamer(
-            self._tokenizer, skip_prompt=True, skip_special_tokens=True
-        )
-        streamer.on_finalized_text = lambda words, stream_end=False: show(words)
-        return streamer
-
-
-class ServedChat(Chat):
-    """A conversation with a model that `ycore serve` serves at an address."""
-
-    def __init__(
-        self, folder: Path, settings: ChatSettings, *, address: str, name: str
-    ) -> None:
-        super().__init__(folder, settings)
-        self._address = address.rstrip("/")
-        self._name = name
-
-    def _write(self, prompt: str | list[dict[str, str]], *, seed: int, show: Say | None) -> str:
-        is_text = isinstance(prompt, str)
-        body: dict[str, Any] = {
-            "model": self._name,
-            "prompt" if is_text else "messages": prompt,
-            "stream": True,
-            "max_tokens": self._settings.max_tokens,
-            "temperature": self._settings.temperature,
-            "seed": seed,
-            # Not those of the model's folder, as with transformers.
-            "top_p": 1,
-            "top_k": 0,
-            "min_p": 0,
-            "repetition_penalty": 1,
-        }
-        if not is_text:
-            body["chat_template_kwargs"] = dict(self._settings.template_arguments)
-        answer = []
-        for choice in self._streamed("completions" if is_text else "chat/completions", body):
-            words = (choice["text"] if is_text else choice["delta"].get("content")) or ""
-            answer.append(words)
-            if show is not None:
-                show(words)
-        return "".join(answer)
-
-    def _streamed(self, route: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the answer's pieces as the server sends them (server-sent events)."""
-        secret = os.environ.get("VLLM_API_KEY")
-        headers = {"Authorization": f"Bearer {secret}"} if secret else {}
-        timeout = httpx.Timeout(_READ_TIMEOUT_S, connect=5.0)
-        try:
-            with httpx.stream(
-                "POST", f"{self._address}/{route}", json=body, headers=headers, timeout=timeout
-            ) as reply:
-                if reply.is_error:
-                    text = reply.read().decode(errors="replace")[:300]
-                    raise RunError(
-                        f"{self._address} answered {reply.status_code}: {text}; is {self._name} served there?"
-                    )
-                for line in reply.iter_lines():
-                    if line.startswith("data: {"):
-                        yield from json.loads(line.removeprefix("data: "))["choices"]
-        except (httpx.HTTPError, httpx.InvalidURL) as problem:
-            raise RunError(
-                f"no answer from {self._address}: {problem}; start it with `ycore serve {self._name}`, and give its "
-                "address, e.g. http://127.0.0.1:8000/v1"
-            ) from None
 
 
 # -- serve -------------------------------------------------------------------------------------------------------------
@@ -374,58 +296,25 @@ def card(run: Path, *, repo: str, base: str | None, adapter: bool, has_curve: bo
         f"## How it was trained\n\n```sh\n{printable(shlex.join(map(str, command)))}\n```"
         if command
         else "",
-        f"```yaml\n{yaml.safe_dump(_settings(config), sort_keys=False)}```",
         f"Versions: {', '.join(f'{name} {version}' for name, version in versions if version)}.",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings without empty ones and those about the machine."""
-    skipped = (
-        "output",
-        "processes",
-        "restarts",
-        "engine",
-        "reward_workers",
-        "sandbox",
-        "replay",
-    )
-    return {
-        name: value
-        for name, value in config.items()
-        if name not in skipped and value not in (None, [], {})
-    }
-
-
 def _measured(summary: Mapping[str, Any]) -> str:
     """Write the evaluation on held-out rows as a table; the training reward where there was none."""
-    held_out = summary.get("held_out") or {}
-    before = held_out.get("before") or {}
-    after = held_out.get("after") or {}
-    names = [
-        name
-        for name, value in after.items()
-        if isinstance(value, float) and not name.endswith(("/low", "/high"))
-    ]
+    ends = summary.get("held_out") or {}
     rows = []
-    for name in names:
-        low = after.get(f"{name}/low")
-        high = after.get(f"{name}/high")
-        spread = "" if low is None or high is None else f"{low:.3f} to {high:.3f}"
-        first = f"{before[name]:.3f}" if isinstance(before.get(name), float) else ""
-        rows.append(f"| {name} | {first} | {after[name]:.3f} | {spread} |")
+    for name, after in (ends.get("after") or {}).items():
+        before = ends["before"].get(name)
+        if isinstance(before, float) and not name.endswith(("/low", "/high")):
+            rows.append(f"| {name} | {before:.3f} | {after:.3f} |")
     if rows:
-        head = "| on held-out rows | before | after | 95 % interval |\n|---|---|---|---|"
+        head = "| on held-out rows | before | after |\n|---|---|---|"
         return "## Evaluation\n\n" + "\n".join([head, *rows])
-    first_reward = summary.get("reward_first")
-    last_reward = summary.get("reward_last")
-    if first_reward is None or last_reward is None:
+    if summary.get("reward_last") is None:
         return ""
-    return (
-        f"The training reward went from {first_reward:.3f} to {last_reward:.3f} "
-        "(means of up to five steps at either end)."
-    )
+    return f"The training reward went from {summary['reward_first']:.3f} to {summary['reward_last']:.3f}."
 
 
 def push(folder: Path, *, repo: str, private: bool, say: Say) -> None:

@@ -24,14 +24,11 @@ __all__ = [
     "plan_run",
     "ppo",
     "reward_model",
-    "rloo",
     "sft",
 ]
 _MODULES = {
-    "Comparison": "runs",
-    "Planned": "runs",
+    "Planned": "tables",
     "Round": "own_loop",
-    "Run": "runs",
     "plan_run": "planning",
 }
 """The files of `ycore.api` in which names are that are not in its `functions`."""

@@ -1,3 +1,5 @@
+from ycore.api.functions import Comparison as Comparison
+from ycore.api.functions import Run as Run
 from ycore.api.functions import distill as distill
 from ycore.api.functions import dpo as dpo
 from ycore.api.functions import dry_run as dry_run
@@ -7,13 +9,10 @@ from ycore.api.functions import kto as kto
 from ycore.api.functions import online_dpo as online_dpo
 from ycore.api.functions import ppo as ppo
 from ycore.api.functions import reward_model as reward_model
-from ycore.api.functions import rloo as rloo
 from ycore.api.functions import sft as sft
 from ycore.api.own_loop import Round as Round
 from ycore.api.planning import plan_run as plan_run
-from ycore.api.runs import Comparison as Comparison
-from ycore.api.runs import Planned as Planned
-from ycore.api.runs import Run as Run
+from ycore.api.tables import Planned as Planned
 
 __version__: str
 __all__: list[str]

@@ -244,7 +244,7 @@ def test_a_mistake_is_the_commands_own(tmp_path: Path, model: Path) -> None:
 
 
 def test_rows_lie_beside_the_run(tmp_path: Path) -> None:
-    from ycore.api.run_settings import config_of
+    from ycore.api.run_settings import settings_config
 
     settings = {
         "model": "m",
@@ -252,7 +252,7 @@ def test_rows_lie_beside_the_run(tmp_path: Path) -> None:
         "rewards": [letters],
         "output": str(tmp_path / "run"),
     }
-    config = config_of("grpo", settings, resume=False)
+    config = settings_config("grpo", settings, resume=False)
     assert json.loads(Path(config.dataset).read_text()) == {"prompt": "é"}
     assert (
         Path(config.dataset).parent == tmp_path
@@ -261,12 +261,12 @@ def test_rows_lie_beside_the_run(tmp_path: Path) -> None:
 
 
 def test_a_later_call_leaves_what_an_earlier_one_wrote(tmp_path: Path) -> None:
-    from ycore.api.run_settings import config_of
+    from ycore.api.run_settings import settings_config
 
     def rows(prompt: str) -> Path:
         settings = {"model": "m", "dataset": [{"prompt": prompt}], "rewards": ["length"]}
         return Path(
-            config_of(
+            settings_config(
                 "grpo", settings | {"output": str(tmp_path / "run")}, resume=False
             ).dataset
         )

@@ -27,8 +27,8 @@ from tests.chaos.__main__ import make_parser as scorecard_parser
 from tests.gpu.__main__ import make_parser as gpu_parser
 from tests.models.test_gguf_file import write_random_model
 from ycore.api import functions
-from ycore.api.run_settings import config_of
-from ycore.api.runs import Run
+from ycore.api.functions import Run
+from ycore.api.run_settings import settings_config
 from ycore.config.algorithms import ALGORITHMS
 from ycore.config.learners import DistillConfig, GroupConfig, OnlineDPOConfig, PPOConfig
 from ycore.config.recipe_files import list_recipes, load_benchmark, load_recipe
@@ -618,7 +618,7 @@ def test_the_python_lines_of_the_page_for_agents_are_runs(
     configs = []
 
     def plan(algorithm: str, settings: dict[str, Any], *, resume: bool) -> Run:
-        configs.append(config_of(algorithm, dict(settings), resume=resume))
+        configs.append(settings_config(algorithm, dict(settings), resume=resume))
         return Run(written(Path("run")))
 
     def written(folder: Path) -> Path:

@@ -6,7 +6,9 @@
 Keyword arguments are the keys of a run (docs/options.md), and fields of TRL's config by their own names.
 """
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, overload
@@ -21,19 +23,125 @@ from ycore.api.evaluations import (
 from ycore.api.run_settings import (
     Reward,
     Rows,
-    config_of,
     outside_event_loop,
     resolve_keys,
     rollout_settings,
+    settings_config,
     tell_warnings,
     with_files,
 )
 from ycore.api.running import checked_plan, run_training, training_plan
-from ycore.api.runs import Comparison, Planned, Run
-from ycore.api.tables import aligned, plan_rows
+from ycore.api.tables import Planned, aligned, figure_rows, plan_rows
 from ycore.config.resolve import require_rollouts
-from ycore.errors import ConfigError
+from ycore.errors import ConfigError, RunFolderError
 from ycore.run.claim import AS_IT_WAS
+from ycore.run.files import read_json
+from ycore.run.metrics import read_metrics
+from ycore.run.paths import RunFolder
+
+
+class Run:
+    """A run's folder: its settings, metrics and model. `Run("runs/first")` opens one that exists."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Open the folder; RunFolderError where it holds no run."""
+        self.folder = Path(folder).expanduser()
+        self._files = RunFolder(self.folder)
+        if not self._files.config.is_file():
+            raise RunFolderError(
+                f"{folder} has no run.json, so it is no run's folder; name the run's `output`"
+            )
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder)!r})"
+
+    def _repr_html_(self) -> str:
+        """Show in a notebook how the run ended, and its last steps, or an evaluation's figures."""
+        from ycore.view.progress import as_html, steps_as_html
+
+        summary = self.summary
+        head = f"{self.folder}: {summary.get('status', 'opened')}"
+        if self.config["algorithm"] == "eval" and summary:
+            return as_html(head, [["figure", "value"], *figure_rows(summary)])
+        return steps_as_html(head, self.metrics)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """How the run ended, and its figures, as summary.json has them; {} before that."""
+        return dict(read_json(self._files.summary)) if self._files.summary.is_file() else {}
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The settings, as run.json has them."""
+        return dict(read_json(self._files.config)["config"])
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """One mapping a step, by the names in docs/overview.md."""
+        return read_metrics(self._files.metrics)
+
+    @property
+    def completions(self) -> list[dict[str, Any]]:
+        """Every completion of an evaluation with its prompt and its rewards."""
+        file = self.folder / "completions.jsonl"
+        if not file.is_file():
+            raise RunFolderError(
+                f"{self.folder} has no completions.jsonl, which only an evaluation writes"
+            )
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+    def model(self, *, best: bool = False) -> Any:
+        """Load the trained model with transformers, with peft's adapter around it where there is one.
+
+        Args:
+            best: the model that `keep_best` kept.
+        """
+        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+        from ycore.api.trained import trained_model
+        from ycore.config.algorithms import find_algorithm
+
+        scores = find_algorithm(self.config["algorithm"]).trains_reward_model
+        loader: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+        return loader.from_pretrained(trained_model(str(self.folder), best=best), dtype="auto")
+
+    def tokenizer(self) -> Any:
+        """Load the model's tokenizer with transformers."""
+        from transformers import AutoTokenizer
+
+        from ycore.api.trained import trained_model
+
+        return AutoTokenizer.from_pretrained(trained_model(str(self.folder)))
+
+    def report(self) -> Path:
+        """Write report.html into the folder, and return its path."""
+        from ycore.view.page import make_report, write_report
+        from ycore.view.record import read_run
+
+        return write_report(make_report([read_run(self.folder)]), self.folder / "report.html")[
+            0
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Evaluations of several models on the same prompts.
+
+    Attributes:
+        folder: comparison.json, and differences.jsonl with every prompt, those first on which the models differ most.
+        runs: each model's evaluation.
+        differences: each model but the first: its figures less the first's, with intervals.
+    """
+
+    folder: Path
+    runs: Mapping[str, Run]
+    differences: Mapping[str, Mapping[str, float]]
+    table: Sequence[Sequence[str]] = field(repr=False)
+
+    def _repr_html_(self) -> str:
+        from ycore.view.progress import as_html
+
+        return as_html(str(self.folder), self.table)
 
 
 def grpo(
@@ -59,19 +167,6 @@ def grpo(
     Raises:
         YcoreError: what the command says in one line.
     """
-    return _train("grpo", rollout_settings(model, dataset, reward, settings), resume=resume)
-
-
-def rloo(
-    *,
-    model: str,
-    dataset: Rows = "",
-    reward: Reward | Sequence[Reward] = (),
-    resume: bool = False,
-    **settings: Any,
-) -> Run:
-    """Train a model on a reward with RLOO, a preset of `grpo`; the arguments are those of `grpo`."""
-    settings["preset"] = "rloo"
     return _train("grpo", rollout_settings(model, dataset, reward, settings), resume=resume)
 
 
@@ -223,7 +318,7 @@ def dry_run(
     Raises:
         YcoreError: what the command says in one line.
     """
-    config = config_of(
+    config = settings_config(
         algorithm, rollout_settings(model, dataset, reward, settings), resume=False
     )
     plan = outside_event_loop(lambda: checked_plan(config, trains=algorithm != "eval"))
@@ -231,7 +326,7 @@ def dry_run(
 
 
 def _train(algorithm: str, settings: Mapping[str, Any], *, resume: bool) -> Run:
-    config = config_of(algorithm, settings, resume=resume)
+    config = settings_config(algorithm, settings, resume=resume)
     plan = outside_event_loop(lambda: training_plan(config, resume=resume, how=AS_IT_WAS))
     tell_warnings(plan, depth=4)
     run_training(config, plan, resume=resume, how=AS_IT_WAS)

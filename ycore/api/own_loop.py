@@ -74,16 +74,16 @@ class Round:
             YcoreError: what the command says in one line.
         """
         from ycore.api.run_settings import (
-            config_of,
             outside_event_loop,
             rollout_settings,
+            settings_config,
             tell_warnings,
         )
         from ycore.api.running import checked_plan
         from ycore.config.resolve import require_rollouts
 
         run_settings = rollout_settings(model, dataset, reward, {"processes": 1, **settings})
-        config = require_rollouts(config_of("grpo", run_settings, resume=False))
+        config = require_rollouts(settings_config("grpo", run_settings, resume=False))
         if config.replay is not None or config.eval_dataset is not None:
             raise ConfigError(
                 "a Round draws its own rounds and measures nothing; leave out replay and eval_dataset"

@@ -5,7 +5,7 @@ from functools import cache
 from typing import Any
 
 from ycore.api.run_settings import keys_of
-from ycore.api.runs import Planned
+from ycore.api.tables import Planned
 from ycore.config.resolve import require_rollouts, resolve
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.errors import ConfigError

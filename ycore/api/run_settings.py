@@ -55,7 +55,7 @@ def rollout_settings(
     return {**collected, **settings}
 
 
-def config_of(algorithm: str, settings: Mapping[str, Any], *, resume: bool) -> AnyConfig:
+def settings_config(algorithm: str, settings: Mapping[str, Any], *, resume: bool) -> AnyConfig:
     """Validate the settings; rows and functions are written beside the run's folder, and stand in it by their files."""
     return resolve_keys(with_files(algorithm, settings), resume=resume)
 

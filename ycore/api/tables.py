@@ -1,9 +1,21 @@
 """Put plans and figures into the rows of the tables that a person reads."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 Rows = list[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Planned:
+    """A plan: text when it is shown or printed, and in `values` what `--json` prints."""
+
+    values: Mapping[str, Any]
+    lines: Sequence[str]
+
+    def __repr__(self) -> str:
+        return "\n".join(self.lines)
 
 
 def aligned(rows: Iterable[Sequence[str]]) -> Iterator[str]:

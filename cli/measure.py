@@ -234,7 +234,7 @@ def _length_advice(
     configs: "Sequence[RunConfig]", summaries: Mapping[str, Mapping[str, Any]]
 ) -> list[str]:
     """Advise a longer `--max-tokens` for each model of whose completions many are cut off."""
-    from ycore.evaluation.preflight_verdict import TRUNCATED_WARNS
+    from ycore.evaluation.preflight import TRUNCATED_WARNS
 
     lines = []
     for config in configs:

@@ -24,9 +24,9 @@ from rich.console import Console
 from ycore.run.images import ImageStore
 from ycore.run.paths import RunFolder
 from ycore.view.activity import RunActivity
-from ycore.view.live import RunView
 from ycore.view.page import make_report, write_report
 from ycore.view.pictures import new_figure, save_png
+from ycore.view.progress import RunView
 from ycore.view.record import read_run
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

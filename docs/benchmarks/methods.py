@@ -24,6 +24,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from band import half_width
 from bounded import RunFailed, run_bounded
 from contestants import Settings, environment, trl_command
 from machine import describe_machine
@@ -33,7 +34,6 @@ from ycore.config.schema import RewardConfig, RunConfig
 from ycore.data.prompts import load_prompts
 from ycore.plan.devices import bfloat16_factor, core_flags, format_of
 from ycore.run.metrics import read_metrics
-from ycore.view.record import half_width
 
 YCORE = [sys.executable, "-c", "from ycore_cli.main import main; main()"]
 TASKS = {

@@ -12,7 +12,7 @@ from ycore_cli.main import run
 
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.evaluation.evaluator import _position_bias
-from ycore.evaluation.preflight_verdict import PreflightMeasurements, preflight_verdict
+from ycore.evaluation.preflight import PreflightMeasurements, preflight_verdict
 from ycore.models.hub import HubAnswer
 from ycore.models.tiny import write_tiny_model
 from ycore.run.reports import TRACKER_GROUP

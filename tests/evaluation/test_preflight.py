@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from ycore.config.learners import GroupConfig
 from ycore.config.schema import EngineSettings, RewardConfig, RewardSettings, RunConfig
-from ycore.evaluation.preflight import add_groups, check_template, samples_of, weight_limit
-from ycore.evaluation.preflight_verdict import (
+from ycore.evaluation.preflight import (
     PreflightMeasurements,
+    add_groups,
+    check_template,
     parse_measurements,
     preflight_verdict,
+    samples_of,
 )
 from ycore.models.tiny import write_tiny_model
 from ycore.run.files import write_json_atomic
@@ -191,24 +192,3 @@ def test_a_template_of_another_model_is_found(tokenizer: Any, template: str, tol
 def test_an_end_of_turn_that_ends_no_completion_is_found(tokenizer: Any) -> None:
     other = tokenizer.convert_tokens_to_ids("<|system|>")
     assert checked(tokenizer, tokenizer.chat_template, ends=(other,)) == ((), "<|end|>")
-
-
-@pytest.mark.parametrize(
-    ("settings", "limit"),
-    [
-        ({}, 3.0),
-        ({"trust_region": "clip-completion"}, 3.0),
-        ({"trl": {"vllm_importance_sampling_clip_max": 2.0}}, 2.0),
-        ({"trl": {"vllm_importance_sampling_mode": "token_mask"}}, None),
-        ({"trl": {"vllm_importance_sampling_correction": False}}, None),
-        ({"trl": {"vllm_importance_sampling_clip_max": None}}, None),
-        ({"trust_region": "icepop"}, None),
-    ],
-)
-def test_when_a_completions_weight_can_leave_it_out(
-    settings: dict[str, Any], limit: float | None
-) -> None:
-    config = GroupConfig(
-        model="m", dataset="d", output="o", rewards=[RewardConfig(reward="length")], **settings
-    )
-    assert weight_limit(config) == limit

@@ -5,13 +5,12 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from ycore.evaluation.preflight_verdict import (
+from ycore.evaluation.preflight import (
     JudgeCalls,
     PreflightMeasurements,
     PromptLengths,
     TemplateCheck,
     histogram,
-    kept_share,
     parse_measurements,
     preflight_verdict,
 )
@@ -154,39 +153,3 @@ def test_a_histogram_counts_every_reward_once() -> None:
 def test_measurements_survive_json() -> None:
     measured = replace(GOOD, judges=JudgeCalls(3, 1), template=TemplateCheck(("a",), "<|end|>"))
     assert parse_measurements(json.loads(json.dumps(asdict(measured)))) == measured
-
-
-@pytest.mark.parametrize(
-    ("spread", "tokens", "kept"),
-    [
-        (0.02, 1024, 0.92),
-        (0.02, 8192, 0.38),
-        (0.05, 256, 0.83),
-        (0.05, 1024, 0.45),
-        (0.05, 8192, 0.02),
-        (0.1, 16, 0.99),
-    ],
-)
-def test_a_mask_of_whole_completions_keeps_less_of_longer_ones(
-    spread: float, tokens: int, kept: float
-) -> None:
-    assert kept_share(spread, tokens=tokens, limit=3.0) == pytest.approx(kept, abs=0.005)
-    assert kept_share(0.0, tokens=tokens, limit=3.0) == 1.0
-
-
-def test_the_length_trap_is_told_before_the_run() -> None:
-    trapped = replace(
-        GOOD, mean_tokens=1024.0, max_tokens=8192, gap_spread=0.05, weight_limit=3.0
-    )
-    judged = preflight_verdict(trapped)
-    assert judged.learns and judged.findings[0].what.startswith(
-        "a completion of 1024 tokens keeps 45% of its gradient"
-    )
-    assert (
-        "one of 8192 keeps 2%" in judged.findings[0].what
-        and "token_truncate" in judged.findings[0].mend
-    )
-    assert (
-        not preflight_verdict(replace(trapped, weight_limit=None)).findings
-        and not preflight_verdict(replace(GOOD, weight_limit=3.0)).findings
-    )

@@ -1,4 +1,4 @@
-"""What a run is at: lanes, queues and the phase from events and two files' times, also of a run that was killed."""
+"""What a run is at: slots, queues and the phase from events and two files' times, also of a run that was killed."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,6 @@ from ycore.run.trace import (
     FULL,
     IN_FLIGHT,
     ROUND,
-    SWAP,
     SYNC,
     WAITING,
     Event,
@@ -18,7 +17,7 @@ from ycore.run.trace import (
     Span,
     TraceWriter,
 )
-from ycore.view.activity import Activity, RunActivity, Scene
+from ycore.view.activity import Activity, RunActivity, Scene, slot_names
 
 T = 1000.0
 
@@ -41,19 +40,6 @@ def scene(
     return Scene(activity, until, False, began, ended)
 
 
-def test_turns_and_swaps_become_lanes() -> None:
-    turns = [
-        Span("rollout", 0, 1, T, 5),
-        Span("rollout", 0, 1, T + 4, 3),
-        Span("judge", 0, 0, T + 8, 1),
-    ]
-    swap = Span(SWAP, 0, 0, T + 7, 0.5, {"awake": "judge"})
-    lanes = scene(*turns, swap, Span(ROUND, 0, -1, T, 9)).activity.lanes
-    assert set(lanes) == {(0, 0), (0, 1)}
-    assert lanes[0, 1].busy == {"rollout": [(T, 7)]}
-    assert lanes[0, 0].swaps == [(T + 7, 0.5, "judge")]
-
-
 def test_queues_are_those_of_all_ranks() -> None:
     told = [
         *levels(T + 1, waiting=5, rollout_0=8, judge_0=1),
@@ -61,18 +47,19 @@ def test_queues_are_those_of_all_ranks() -> None:
     ]
     now = scene(*told)
     assert now.queues() == {"rollout": (12, 7), "judge": (1, 0)}
-    assert now.num_in_flight((0, 0)) == 9 and now.num_in_flight((1, 0)) == 4
-    assert now.open_since((0, 0)) == {"rollout": T - 19, "judge": T - 19}
+    assert now.slots() == {
+        (0, 0): [
+            "rollout 8 in flight, the oldest for 49 s",
+            "judge 1 in flight, the oldest for 49 s",
+        ],
+        (1, 0): ["rollout 4 in flight, the oldest for 49 s"],
+    }
 
 
 def test_what_an_earlier_step_left_in_flight_is_gone() -> None:
     """A trainer that was killed in a round says nothing more; the next one begins another step."""
     now = scene(*levels(T - 5, waiting=5, rollout_0=8))
-    assert (
-        now.queues() == {"rollout": (0, 0)}
-        and now.num_in_flight((0, 0)) == 0
-        and now.open_since((0, 0)) == {}
-    )
+    assert now.queues() == {"rollout": (0, 0)} and now.slots() == {(0, 0): []}
 
 
 ROUND_OVER = Span(ROUND, 0, -1, T + 2, 8)
@@ -109,15 +96,21 @@ def test_before_and_between_steps() -> None:
     assert scene(began=T, ended=T + 12).now() == "between steps for 18 s"
 
 
-def test_a_full_trace_has_no_lanes_to_show() -> None:
-    assert scene(Span("rollout", 0, 0, T, 5)).shows_lanes
-    assert not scene(Span("rollout", 0, 0, T, 5), Mark(FULL, 0, 0.0)).shows_lanes
+def test_a_full_trace_has_no_slots_to_show() -> None:
+    assert scene(*levels(T + 5, rollout_0=1)).slots()
+    full = scene(*levels(T + 5, rollout_0=1), Mark(FULL, 0, 0.0))
+    assert full.slots() == {} and full.queues() == {}
+
+
+def test_names_say_the_rank_where_there_are_several() -> None:
+    assert slot_names([(0, 0), (0, 1)]) == ["slot 0", "slot 1"]
+    assert slot_names([(0, 1), (1, 1)]) == ["rank 0, 1", "rank 1, 1"]
 
 
 def test_a_folder_is_followed(tmp_path: Path) -> None:
-    """One of a run without a trace, then with one, then over: its lanes end where its last event did."""
+    """One of a run without a trace, then with one, then over: it ends where its last event did."""
     look = RunActivity(tmp_path).look()
-    assert not look.has_begun and not look.shows_lanes and not look.is_over
+    assert not look.has_begun and not look.slots() and not look.is_over
     writer = TraceWriter(tmp_path / "trace.json")
     for event in (Span("rollout", 0, 0, T, 5), *levels(T + 7, rollout_0=2)):
         writer.add(event)
@@ -127,7 +120,7 @@ def test_a_folder_is_followed(tmp_path: Path) -> None:
     look = RunActivity(tmp_path).look()
     assert (
         look.has_begun
-        and look.shows_lanes
+        and len(look.slots()[0, 0]) == 1
         and look.step_began == T
         and look.queues() == {"rollout": (2, 0)}
     )

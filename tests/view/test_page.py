@@ -19,10 +19,7 @@ from ycore.run.metrics import MetricsWriter
 from ycore.run.trace import Span, TraceWriter
 from ycore.types import IMAGE_MARK, Completion, Draw, Group, Prompt, Score, Turn
 from ycore.view.page import (
-    BandCurves,
     chosen,
-    draw_bands,
-    draw_measures,
     make_report,
     render_page,
     write_report,
@@ -180,43 +177,6 @@ def test_completions_are_chosen_from_both_ends_and_the_middle() -> None:
     assert [one.reward for one in chosen(written[:3])] == [0, 1, 2] and chosen([]) == []
 
 
-def test_a_band_lies_behind_the_curves_with_a_verdict_for_each_run(
-    run: Path, tmp_path: Path
-) -> None:
-    report = make_report([read_run(run)])
-    band = BandCurves(
-        "sft",
-        "accuracy",
-        steps=[(0.1, 0.3)] * 12,
-        final=(0.2, 0.45),
-        curves={"seed 0": [n / 12 for n in range(12)]},
-        verdicts=[("seed 0/sft", "OUTSIDE", "25%", "0.917")],
-    )
-    measured = BandCurves(
-        "after",
-        "reward",
-        [(0.1, 0.3)],
-        (0.1, 0.3),
-        {"seed 0": [0.2]},
-        [("seed 0", "inside", "1", "2")],
-    )
-    page = render_page(report, [band, measured], ["the band is of 3 seeds"])
-    assert "Against the band" not in render_page(report)
-    told = re.findall(
-        r"<td[^>]*>([^<]*)</td>", next(line for line in page.splitlines() if "OUTSIDE" in line)
-    )
-    assert told == ["OUTSIDE", "25%", "0.917", "0.200 to 0.450"] and "seed 0/sft</td>" in page
-    assert '<p class="note">the band is of 3 seeds</p>' in page
-    assert page.count("<svg") == render_page(report).count("<svg") + 1
-    figure = draw_bands([band, measured])
-    shaded = [len(axes.collections) + len(axes.patches) for axes in figure.axes]
-    assert shaded == [2, 1], "of the steps and of the final value; and of the one value"
-    assert (
-        len(draw_measures(report, [band, measured]).axes) == len(draw_measures(report).axes) + 2
-    ), "in the picture too"
-    assert write_report(report, tmp_path / "page.html", bands=[band])[0].is_file()
-
-
 def test_samples_judges_and_versions_are_shown(run: Path) -> None:
     asked = [{"role": "user", "content": "3 + 3?"}]
     samples = {
@@ -290,7 +250,6 @@ def test_several_runs_side_by_side(
     other, page = make_run(tmp_path / "second", seconds=20.0), tmp_path / "both.html"
     assert ycore(["report", str(run), str(other), "--output", str(page), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["runs"]
-    assert [one["at_equal_seconds"][-1]["step"] for one in told] == [12, 6]
     assert told[0]["device_seconds_per_informative_group"] == pytest.approx(5.0)
     assert told == json.loads(page.with_suffix(".json").read_text())["runs"]
     assert page.with_suffix(".png").read_bytes().startswith(b"\x89PNG")

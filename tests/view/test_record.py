@@ -1,7 +1,5 @@
 """What a report counts: where device seconds went, runs at equal device seconds, rewards that did not rise."""
 
-import math
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +13,7 @@ from ycore.run.trace import Span
 from ycore.view.record import (
     PARTS,
     advice,
-    at_equal_seconds,
     count_device_seconds,
-    half_width,
     judging_share,
     reward_curve,
 )
@@ -123,42 +119,11 @@ def rows(seconds: float, *rewards: float) -> list[dict[str, float]]:
     ]
 
 
-def test_a_slower_run_is_seen_at_fewer_steps() -> None:
-    fast, slow = (
-        reward_curve(rows(1, *range(1, 21)), num_slots=2),
-        reward_curve(rows(4, *range(1, 21)), num_slots=2),
-    )
-    of_fast, of_slow = at_equal_seconds([fast, slow])
-    assert (
-        [one.device_s for one in of_fast]
-        == [one.device_s for one in of_slow]
-        == [10, 20, 30, 40]
-    )
-    assert [one.step for one in of_fast] == [5, 10, 15, 20] and [
-        one.step for one in of_slow
-    ] == [
-        1,
-        2,
-        3,
-        5,
-    ]
-    assert of_fast[-1].reward == statistics.fmean(range(11, 21)) and of_slow[-1].reward == 3
-
-
-def test_the_interval_is_students() -> None:
-    assert half_width([1.0, 2.0]) is None
-    assert half_width([1.0, 2.0, 3.0]) == pytest.approx(4.303 / math.sqrt(3))
-    assert half_width([float(n) for n in range(10)]) == pytest.approx(
-        2.262 * statistics.stdev(range(10)) / math.sqrt(10)
-    )
-
-
 def test_steps_without_a_reward_or_a_time_are_left_out() -> None:
     found = reward_curve(
         [{"step": 1, "reward": 1.0}, *rows(1, 2.0), {"step": 3, "step_time": 1.0}], num_slots=1
     )
     assert found == [(1.0, 1, 2.0)]
-    assert at_equal_seconds([found, []]) == [[], []]
 
 
 CONFIG = RunConfig(

@@ -11,7 +11,7 @@ from ycore.api.running import checked_plan
 from ycore.config.recipe_files import load_benchmark
 from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError, DataError
-from ycore.evaluation.preflight_verdict import (
+from ycore.evaluation.preflight import (
     NUM_PROMPTS,
     PreflightMeasurements,
     histogram,

@@ -1,28 +1,23 @@
 """`python -m ycore.evaluation.preflight RUN_FOLDER`: one small round with everything of the run but training.
 
-It measures how many completions are cut off, how many groups can teach, and how far engine and trainer are apart. It
-leaves `preflight.json`; `preflight_verdict` judges the figures. Whether synced weights arrive, the run itself proves.
+It measures how many completions are cut off, how many groups can teach, and how far engine and trainer are apart, and
+leaves `preflight.json`. `preflight_verdict` judges the figures: will this run learn anything, and if not, what to
+change. Whether synced weights arrive, the run itself proves.
 """
 
 import re
 import sys
-from collections.abc import Collection, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean, pstdev
-from typing import TYPE_CHECKING, Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Literal
 
-from ycore.config.trl_fields import fields_of
+from pydantic import TypeAdapter
+
 from ycore.evaluation.evaluator import load_policy
 from ycore.evaluation.held_out import mean_of_known
-from ycore.evaluation.preflight_verdict import (
-    NUM_PROMPTS,
-    JudgeCalls,
-    PreflightMeasurements,
-    PromptLengths,
-    TemplateCheck,
-)
 from ycore.round.sampling import DrawSource
 from ycore.run.files import write_json_atomic
 from ycore.run.interrupt import on_stop
@@ -31,11 +26,97 @@ from ycore.scoring.group_rewards import can_teach, total_reward
 from ycore.types import Completion, Group, Message, Prompt
 
 if TYPE_CHECKING:
-    from ycore.config.schema import RunConfig
     from ycore.round.assemble import Assembly
 
 _NUM_COMPARED = 16  # completions whose log-probabilities the model computes again
 _NUM_SAMPLES = 4
+
+Level = Literal["stops", "warns"]
+
+NUM_PROMPTS = 16  # prompts of a preflight, each for a whole group of completions
+TRUNCATED_STOPS, TRUNCATED_WARNS = 0.9, 0.25
+EQUAL_WARNS = 0.75
+UNREADABLE_STOPS, UNREADABLE_WARNS = 0.9, 0.1
+MASKED_WARNS = 0.1
+GAP_STOPS, GAP_WARNS = (
+    0.5,
+    0.1,
+)  # of a token's log-probability; about 0.04 is bfloat16's rounding
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeCalls:
+    """Requests to all judges, answers whose verdict cannot be read, and the mean seconds of a call."""
+
+    calls: int
+    unreadable: int
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLengths:
+    """Lengths of all prompts of the dataset, in tokens as the engine gets them.
+
+    Attributes:
+        too_long: prompts that leave no room for a completion.
+        room: tokens that a prompt may have: the engine's context minus the longest completion.
+    """
+
+    rows: int
+    longest: int
+    longest_row: int
+    too_long: int
+    room: int
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateCheck:
+    """Problems of the conversations that the chat template writes; none where prompts are plain text.
+
+    Attributes:
+        end_of_turn: the token that ends an answer in the template, where it does not end a completion.
+    """
+
+    problems: tuple[str, ...] = ()
+    end_of_turn: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PreflightMeasurements:
+    """Results of a preflight's round.
+
+    Attributes:
+        truncated: share of completions cut off at `max_tokens`.
+        equal: share of groups whose rewards are all equal.
+        rewards: the weighted sum of its sources, of every scored completion.
+        masked: share of completions that no source could score.
+        problems: how often each problem kept a source from scoring.
+        means: mean of each reward source; None where it scored nothing.
+        reward_s: seconds from the last completion of the round until all were scored.
+        logprob_gap: mean absolute difference of a token's log-probability, engine against trainer, on the same
+            weights; None where the trainer itself generates.
+    """
+
+    num_prompts: int
+    group_size: int
+    max_tokens: int
+    context: int
+    truncated: float
+    equal: float
+    rewards: tuple[float, ...]
+    masked: float
+    problems: Mapping[str, int] = field(default_factory=dict)
+    means: Mapping[str, float | None] = field(default_factory=dict)
+    generate_s: float = 0.0
+    reward_s: float = 0.0
+    mean_tokens: float = 0.0
+    prompts: PromptLengths | None = None
+    template: TemplateCheck = TemplateCheck()
+    judges: JudgeCalls | None = None
+    logprob_gap: float | None = None
+
+
+# -- the round ---------------------------------------------------------------------------------------------------------
 
 
 def _preflight(root: Path) -> None:
@@ -75,10 +156,8 @@ def run_preflight(
     measured = replace(_add_recorded(measured, recorded), problems=problems)
     if parts.kind.has_servers and parts.sight is None:  # the model here reads text only
         temperature = float(config.trl.get("temperature", 1.0)) or 1.0
-        log_ratios = _log_ratios(model, groups, temperature)
-        gap = fmean(map(abs, log_ratios)) if log_ratios else None
-        spread = pstdev(log_ratios) if log_ratios else 0.0
-        measured = replace(measured, logprob_gap=gap, gap_spread=spread)
+        gaps = _logprob_gaps(model, groups, temperature)
+        measured = replace(measured, logprob_gap=fmean(gaps) if gaps else None)
     return measured, samples_of(groups, weights=rules.reward_weights)
 
 
@@ -100,7 +179,6 @@ def _measure_prompts(parts: "Assembly", lengths: Sequence[int]) -> PreflightMeas
         equal=0.0,
         rewards=(),
         masked=0.0,
-        weight_limit=weight_limit(config),
         template=template,
         prompts=PromptLengths(
             rows=len(lengths),
@@ -184,23 +262,6 @@ def _add_recorded(
     return replace(measured, judges=JudgeCalls(calls, unreadable, latency_s))
 
 
-def weight_limit(config: "RunConfig") -> float | None:
-    """Return the limit of TRL's `sequence_mask`, which leaves out whole completions; None where it does not act."""
-
-    def setting(name: str) -> Any:
-        name = f"vllm_importance_sampling_{name}"
-        return config.trl.get(name, fields_of("GRPOConfig")[name].default)
-
-    limit = setting("clip_max")
-    if (
-        not config.masks_whole_completions
-        or not setting("correction")
-        or setting("mode") != "sequence_mask"
-    ):
-        return None
-    return None if limit is None else float(limit)
-
-
 def samples_of(groups: Sequence[Group], *, weights: Sequence[float]) -> list[dict[str, Any]]:
     """Return a few completions, evenly from the lowest reward to the highest; those without a reward come first."""
     samples = [
@@ -221,23 +282,23 @@ def samples_of(groups: Sequence[Group], *, weights: Sequence[float]) -> list[dic
 # -- log-probabilities -------------------------------------------------------------------------------------------------
 
 
-def _log_ratios(model: Any, groups: Sequence[Group], temperature: float) -> list[float]:
-    """Return the model's log-probability less the engine's, of the policy's tokens of some completions."""
+def _logprob_gaps(model: Any, groups: Sequence[Group], temperature: float) -> list[float]:
+    """Return how far the model's log-probability is from the engine's, of the policy's tokens of some completions."""
     pairs = [
         (group.prompt_ids(completion), completion)
         for group in groups
         for completion in group.completions
         if not any(turn.starts_new_sequence for turn in completion.turns)
     ]
-    ratios = []
+    gaps = []
     for prompt_ids, completion in pairs[:: max(1, len(pairs) // _NUM_COMPARED)][:_NUM_COMPARED]:
         computed = _logprobs(model, prompt_ids, completion, temperature)
         for engine_logprob, logprob, by_policy in zip(
             completion.logprobs or (), computed, completion.mask, strict=False
         ):
             if by_policy:
-                ratios.append(logprob - engine_logprob)
-    return ratios
+                gaps.append(abs(logprob - engine_logprob))
+    return gaps
 
 
 def _logprobs(
@@ -312,6 +373,163 @@ def _end_of_turn(
     if not ids or ids[0] in ends or ids[0] not in tokenizer.all_special_ids:
         return None
     return str(tokenizer.convert_ids_to_tokens(ids[0]))
+
+
+# -- the verdict -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    level: Level
+    what: str
+    mend: str
+
+
+@dataclass(frozen=True, slots=True)
+class PreflightVerdict:
+    """`learns` is False where a finding stops learning; findings come worst first."""
+
+    learns: bool
+    in_words: str
+    findings: tuple[Finding, ...]
+
+
+def preflight_verdict(measured: PreflightMeasurements) -> PreflightVerdict:
+    rules = [*_input_rules(measured), *_engine_rules(measured), *_reward_rules(measured)]
+    findings = [Finding(level, what, mend) for level, what, mend in rules if level is not None]
+    findings.sort(key=lambda finding: finding.level != "stops")
+    if not findings:
+        teaching = 1 - measured.equal
+        words = f"this run can learn: {teaching:.0%} of the groups have something to compare"
+        return PreflightVerdict(True, words, ())
+    first = f"{findings[0].what}; {findings[0].mend}"
+    if findings[0].level == "stops":
+        words = f"this run will not learn: {first}"
+        return PreflightVerdict(False, words, tuple(findings))
+    count = "one thing" if len(findings) == 1 else f"{len(findings)} things"
+    words = f"this run can learn, with {count} to mend first: {first}"
+    return PreflightVerdict(True, words, tuple(findings))
+
+
+def parse_measurements(preflight: Mapping[str, Any]) -> PreflightMeasurements:
+    """Read the measurements of a preflight.json, which has them as `dataclasses.asdict` gives them."""
+    return TypeAdapter(PreflightMeasurements).validate_python(preflight)
+
+
+def histogram(rewards: tuple[float, ...], *, bins: int = 10) -> list[tuple[float, float, int]]:
+    """Return low edge, high edge and count of each bin; one bin where all rewards are equal."""
+    if not rewards:
+        return []
+    low, high = min(rewards), max(rewards)
+    if low == high:
+        return [(low, high, len(rewards))]
+    width = (high - low) / bins
+    counts = [0] * bins
+    for reward in rewards:
+        counts[min(bins - 1, int((reward - low) / width))] += 1
+    return [(low + k * width, low + (k + 1) * width, count) for k, count in enumerate(counts)]
+
+
+_Rule = tuple[Level | None, str, str]
+"""A finding's level, what was found, and what to change; None where the measurement is fine."""
+
+
+def _level(value: float, warns: float, stops: float = float("inf")) -> Level | None:
+    """Return the level of a value; NaN warns."""
+    if value >= stops:
+        return "stops"
+    return None if value < warns else "warns"
+
+
+def _input_rules(measured: PreflightMeasurements) -> Iterator[_Rule]:
+    prompts, template = measured.prompts, measured.template
+    if prompts is not None:
+        needed = prompts.longest + measured.max_tokens
+        yield (
+            "stops" if prompts.too_long else None,
+            f"{prompts.too_long} of {prompts.rows} prompts are longer than the {prompts.room} tokens that fit beside a "
+            f"completion; the longest, row {prompts.longest_row}, has {prompts.longest}",
+            f"leave them out, lower --max-tokens, or --set engine.max_model_len={needed}",
+        )
+    for problem in template.problems:
+        yield (
+            "stops",
+            f"the chat template is not this model's: {problem}",
+            "put the model's own chat_template.jinja into its folder, or take an instruct model",
+        )
+    yield (
+        None if template.end_of_turn is None else "warns",
+        f"the chat template ends an answer with {template.end_of_turn!r}, and a completion does not end there",
+        f"add {template.end_of_turn!r} to eos_token_id in the model's generation_config.json",
+    )
+
+
+def _engine_rules(measured: PreflightMeasurements) -> Iterator[_Rule]:
+    gap = measured.logprob_gap or 0.0
+    yield (
+        _level(gap, GAP_WARNS, GAP_STOPS),
+        f"engine and trainer differ by {gap:.2f} in a token's log-probability on the same weights",
+        "give both the same dtype (--set dtype=float32), and see docs/algorithms.md on the correction",
+    )
+    longest_prompt = 0 if measured.prompts is None else measured.prompts.longest
+    longer = min(4 * measured.max_tokens, measured.context - longest_prompt)
+    way_out = "ask for a shorter answer (--system-prompt), or raise engine.max_model_len"
+    if longer > measured.max_tokens:
+        way_out = f"--max-tokens {longer}"
+    yield (
+        _level(measured.truncated, TRUNCATED_WARNS, TRUNCATED_STOPS),
+        f"{measured.truncated:.0%} of the completions are cut off at {measured.max_tokens} tokens",
+        way_out,
+    )
+
+
+def _reward_rules(measured: PreflightMeasurements) -> Iterator[_Rule]:
+    judges, rewards = measured.judges, measured.rewards
+    if judges is not None and judges.calls:
+        share = judges.unreadable / judges.calls
+        yield (
+            _level(share, UNREADABLE_WARNS, UNREADABLE_STOPS),
+            f"{share:.0%} of the judge's {judges.calls} answers hold no verdict that can be read",
+            "give it more tokens, a larger model, or the `json` verdict, which the engine enforces",
+        )
+    problem = max(measured.problems, key=lambda name: measured.problems[name], default="")
+    look = "mend the reward; see logs/rewards.log"
+    if rewards:
+        words = f"{measured.masked:.0%} of the completions could not be scored ({problem or 'no reason given'})"
+        yield _level(measured.masked, MASKED_WARNS), words, look
+        yield _equal_rule(measured.equal, min(rewards), max(rewards))
+    else:
+        yield (
+            "stops",
+            f"no completion could be scored ({problem or 'no reward gave a value'})",
+            look,
+        )
+    yield (
+        "warns" if measured.reward_s > max(1.0, measured.generate_s) else None,
+        f"scoring takes {measured.reward_s:.1f} s after {measured.generate_s:.1f} s of generating",
+        "--set reward_workers.workers=4, or a faster reward",
+    )
+
+
+def _equal_rule(equal: float, low: float, high: float) -> _Rule:
+    """Judge the share of groups without a gradient: those whose rewards are all equal."""
+    if equal < 1.0:
+        return (
+            _level(equal, EQUAL_WARNS),
+            f"{equal:.0%} of the groups have rewards that are all equal and teach nothing",
+            f"keep dynamic sampling on (about {1 / (1 - equal):.0f} groups drawn for each kept), raise "
+            "--group-size, or choose prompts of a fitting difficulty",
+        )
+    if low != high:
+        return (
+            "stops",
+            "rewards differ between prompts but in no group, so there is no gradient",
+            "raise --temperature or --group-size, or check that the reward looks at the completion",
+        )
+    way_out = "the task may be solved already or the reward too lenient: take harder prompts or a stricter reward"
+    if low == 0.0:
+        way_out = "look at the completions below, then take easier prompts, another reward, or a --system-prompt"
+    return "stops", f"every reward is {low:g}, so there is no gradient", way_out
 
 
 if __name__ == "__main__":

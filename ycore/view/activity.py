@@ -1,4 +1,4 @@
-"""Read what a run does at this moment: its slots' lanes, its queues, the phase of its step.
+"""Read what a run does at this moment: its slots, its queues, the phase of its step.
 
 The sources are trace.json, and the times of `step_began`, touched when a step begins, and of metrics.jsonl.
 """
@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,15 +18,14 @@ from ycore.run.trace import (
     FULL,
     IN_FLIGHT,
     ROUND,
-    SWAP,
     SYNC,
     TRAIN,
     Event,
     Levels,
     Mark,
+    Span,
     TraceFollower,
 )
-from ycore.view.lanes import Lane, Place, sort_roles
 
 PHASES: Mapping[str, str] = {
     SYNC: "sending weights",
@@ -43,59 +42,39 @@ _ROLE_WORDS = {
     "teacher": "teaching",
 }
 _LONG_S = 10.0
-_MAX_SWAPS = 1000
+
+Place = tuple[int, int]
+"""(rank, slot)"""
+
 _CLOCK_S = 0.05  # a file's time is a few milliseconds behind the clock
 
 
 @dataclass(slots=True)
 class Activity:
-    """The state after the events of a trace: a lane a slot, and the last levels and the phase of each rank."""
+    """The state after the events of a trace: the last levels and the phase of each rank."""
 
-    lanes: dict[Place, Lane] = field(default_factory=dict)
     newest: float = 0.0
-    is_full: bool = False
     waiting: dict[int, Levels] = field(default_factory=dict)
     in_flight: dict[int, Levels] = field(default_factory=dict)
     phases: dict[int, tuple[str, float]] = field(default_factory=dict)
 
     def add(self, events: list[Event]) -> None:
         """Add events in the order they were written."""
-        turns: dict[tuple[Place, str], list[tuple[float, float]]] = {}
         for event in events:
-            if isinstance(event, Mark):
-                self._add_mark(event)
-            elif isinstance(event, Levels):
-                self._add_levels(event)
-            elif event.name == ROUND:
-                self.phases[event.rank] = (TRAIN, event.began + event.seconds)
-            elif event.name == SWAP:
-                swaps = self._lane(event.rank, event.slot).swaps
-                swaps.append((event.began, event.seconds, str(event.details.get("awake", ""))))
-                del swaps[:-_MAX_SWAPS]
+            if isinstance(event, Levels):
+                levels = self.in_flight if event.name == IN_FLIGHT else self.waiting
+                levels[event.rank] = event
+                self.newest = max(self.newest, event.at)
+            elif isinstance(event, Span):
+                ended = event.began + event.seconds
+                self.newest = max(self.newest, ended)
+                if event.name == ROUND:
+                    self.phases[event.rank] = (TRAIN, ended)
+            elif event.name == FULL:  # nothing is written any more
+                self.waiting.clear()
+                self.in_flight.clear()
             else:
-                place = (event.rank, event.slot)
-                turns.setdefault((place, event.name), []).append((event.began, event.seconds))
-                self.newest = max(self.newest, event.began + event.seconds)
-        for (place, role), intervals in turns.items():
-            self._lane(*place).add(role, intervals)
-
-    def _lane(self, rank: int, slot: int) -> Lane:
-        return self.lanes.setdefault((rank, slot), Lane())
-
-    def _add_mark(self, mark: Mark) -> None:
-        if mark.name == FULL:
-            self.is_full = True
-        else:
-            self.phases[mark.rank] = (mark.name, mark.at)
-
-    def _add_levels(self, levels: Levels) -> None:
-        if levels.name != IN_FLIGHT:
-            self.waiting[levels.rank] = levels
-            return
-        self.in_flight[levels.rank] = levels
-        self.newest = max(self.newest, levels.at)
-        for key in levels.values:
-            self._lane(levels.rank, _role_and_slot(key)[1])
+                self.phases[event.rank] = (event.name, event.at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +89,7 @@ class Scene:
 
     @property
     def has_begun(self) -> bool:
-        return self.step_began is not None or bool(self.activity.lanes)
-
-    @property
-    def shows_lanes(self) -> bool:
-        return bool(self.activity.lanes) and not self.activity.is_full
+        return self.step_began is not None or bool(self.activity.newest)
 
     def queues(self) -> dict[str, tuple[int, int]]:
         """Return by role the requests in flight and those that wait, over all ranks that have reported it."""
@@ -128,24 +103,25 @@ class Scene:
         roles = sort_roles({*in_flight, *waiting})
         return {role: (in_flight[role], waiting[role]) for role in roles}
 
-    def num_in_flight(self, place: Place) -> int:
-        """Return the requests in flight on a slot, whatever their role."""
-        rank, slot = place
-        levels = self.activity.in_flight.get(rank)
-        if levels is None or not self._is_now(levels):
-            return 0
-        return sum(
-            count for key, count in levels.values.items() if _role_and_slot(key)[1] == slot
-        )
+    def slots(self) -> dict[Place, list[str]]:
+        """Return what each slot does now, by role: `judge 12 in flight, the oldest for 8 s`."""
+        words: dict[Place, list[str]] = {}
+        for rank, levels in self.activity.in_flight.items():
+            for key, count in levels.values.items():
+                role, slot = _role_and_slot(key)
+                of_slot = words.setdefault((rank, slot), [])
+                if count and self._is_now(levels):
+                    age = self._time_since(levels.at - levels.oldest_s.get(key, 0.0))
+                    of_slot.append(f"{_spaced(role)} {count} in flight, the oldest for {age}")
+        return words
 
-    def open_since(self, place: Place) -> dict[str, float]:
-        """Return by role when the oldest request in flight on a slot began."""
-        rank, slot = place
-        levels = self.activity.in_flight.get(rank)
-        if levels is None or not self._is_now(levels):
-            return {}
-        oldest = ((*_role_and_slot(key), age_s) for key, age_s in levels.oldest_s.items())
-        return {role: levels.at - age_s for role, on_slot, age_s in oldest if on_slot == slot}
+    def _oldest_began(self) -> float:
+        """Return when the oldest request in flight began; infinity without one."""
+        began = math.inf
+        for levels in self.activity.in_flight.values():
+            if levels.oldest_s and self._is_now(levels):
+                began = min(began, levels.at - max(levels.oldest_s.values()))
+        return began
 
     def _is_now(self, levels: Levels) -> bool:
         """Tell whether they were reported in this step: the requests of an earlier one are gone, and count as none."""
@@ -172,14 +148,7 @@ class Scene:
         words = _PHASE_WORDS[order[place]]
         if order[place] == ROUND:
             words = self._round_words() or words
-            oldest = min(
-                (
-                    began
-                    for slot in self.activity.lanes
-                    for began in self.open_since(slot).values()
-                ),
-                default=math.inf,
-            )
+            oldest = self._oldest_began()
             if self.until - oldest >= _LONG_S:
                 elapsed = f"one request for {self._time_since(oldest)}"
         is_shared = all(other == place for other, *_ in phases)
@@ -196,7 +165,7 @@ class Scene:
 
     def queue_words(self) -> list[str]:
         return [
-            f"{role.replace('_', ' ')} {in_flight} in flight, {waiting} waiting"
+            f"{_spaced(role)} {in_flight} in flight, {waiting} waiting"
             for role, (in_flight, waiting) in self.queues().items()
         ]
 
@@ -232,10 +201,30 @@ class RunActivity:
         try:
             self._activity.add(self._follower.read())
         except OSError:  # a view is not worth a run
-            self._activity.is_full = True
+            self._activity.add([Mark(FULL, 0, 0.0)])
         until = self._activity.newest if is_over else time.time()
         step_began = _touched(self._folder.step_began)
         return Scene(self._activity, until, is_over, step_began, _touched(self._folder.metrics))
+
+
+def slot_names(places: Sequence[Place]) -> list[str]:
+    """Return `slot 3`, or with several ranks `rank 1, 3`."""
+    ranks = {rank for rank, _ in places}
+    return [
+        f"slot {slot}" if len(ranks) < 2 else f"rank {rank}, {slot}" for rank, slot in places
+    ]
+
+
+def sort_roles(roles: Iterable[str]) -> list[str]:
+    """Return the roles in the order in which a completion meets them, and then others."""
+    known = list(_ROLE_WORDS)
+    return sorted(
+        set(roles), key=lambda role: (known.index(role) if role in known else len(known), role)
+    )
+
+
+def _spaced(role: str) -> str:
+    return role.replace("_", " ")
 
 
 def _role_and_slot(key: str) -> tuple[str, int]:

@@ -3,9 +3,8 @@
 import base64
 import io
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from statistics import fmean
@@ -16,7 +15,6 @@ from ycore.run.metrics import REWARD, STEP_SECONDS, Row, number
 from ycore.run.paths import RunFolder
 from ycore.run.text import as_duration, printable, topic
 from ycore.view.pictures import (
-    GREY,
     HELD_OUT,
     HELD_OUT_LOSS,
     Points,
@@ -31,7 +29,6 @@ from ycore.view.record import (
     PARTS,
     RecordedRun,
     ScoredCompletion,
-    at_equal_seconds,
     content_text,
 )
 
@@ -81,60 +78,26 @@ _MAX_PICTURE_BYTES = 1 << 20
 _NUM_CHOSEN = 4  # completions at either end of the last round, and in its middle
 
 
-@dataclass(frozen=True, slots=True)
-class BandCurves:
-    """The curves of runs over the band of other runs: of a recipe, or of one `stage` of a pipeline.
-
-    Attributes:
-        steps: the interval of each step.
-        final: the interval of the last value.
-        curves: by run, in the runs' order.
-        verdicts: a row a run: its name, inside or OUTSIDE, the share of its steps inside, its last value.
-    """
-
-    stage: str
-    metric: str
-    steps: Sequence[Sequence[float]]
-    final: Sequence[float]
-    curves: Mapping[str, Sequence[float]]
-    verdicts: Sequence[tuple[str, ...]]
-
-
 def make_report(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
-    """Give the runs different names; where there are several, add what each had reached at equal device seconds."""
+    """Give the runs different names."""
     names = [run.name for run in runs]
     report = []
     for place, run in enumerate(runs, 1):
         if names.count(run.name) > 1:
             run = replace(run, name=f"{run.name} ({place})")
         report.append(run)
-    if len(runs) == 1:
-        return report
-    curves = [run.reward_curve for run in runs]
-    return [
-        replace(run, reached=reached)
-        for run, reached in zip(report, at_equal_seconds(curves), strict=True)
-    ]
+    return report
 
 
-def write_report(
-    runs: Sequence[RecordedRun],
-    page: Path,
-    *,
-    bands: Sequence[BandCurves] = (),
-    notes: Sequence[str] = (),
-) -> list[Path]:
-    """Write the page, and beside it the same as `.json` and the curves as `.png`; return the files written.
-
-    `bands` are laid behind the runs' curves, and `notes` say of which runs they are.
-    """
+def write_report(runs: Sequence[RecordedRun], page: Path) -> list[Path]:
+    """Write the page, and beside it the same as `.json` and the curves as `.png`; return the files written."""
     page.parent.mkdir(parents=True, exist_ok=True)
     partial = page.with_name(f".{page.name}")
-    partial.write_text(render_page(runs, bands, notes), encoding="utf-8")
+    partial.write_text(render_page(runs), encoding="utf-8")
     partial.replace(page)
     written = [page, page.with_suffix(".json")]
     write_json_atomic(written[-1], report_json(runs))
-    figure = draw_measures(runs, bands)
+    figure = draw_measures(runs)
     if figure is not None:
         written.append(page.with_suffix(".png"))
         save_png(figure, written[-1])
@@ -153,7 +116,6 @@ def report_json(runs: Sequence[RecordedRun]) -> dict[str, Any]:
                 "slots": run.spent.num_slots,
                 "device_seconds": dict(run.spent.seconds),
                 "device_seconds_per_informative_group": run.spent.per_informative_group,
-                "at_equal_seconds": [asdict(reached) for reached in run.reached],
                 "problems": list(run.problems),
                 "command": list(run.command),
                 "versions": dict(run.versions),
@@ -164,9 +126,7 @@ def report_json(runs: Sequence[RecordedRun]) -> dict[str, Any]:
     }
 
 
-def render_page(
-    runs: Sequence[RecordedRun], bands: Sequence[BandCurves] = (), notes: Sequence[str] = ()
-) -> str:
+def render_page(runs: Sequence[RecordedRun]) -> str:
     """Return HTML that needs no network and no other file; whatever a model wrote is shown as text."""
     from jinja2 import Environment
 
@@ -190,15 +150,10 @@ def render_page(
     over_seconds = draw_reward_over_seconds(runs) if len(runs) > 1 else None
     return environment.from_string(source).render(
         runs=runs,
-        bands=bands,
-        notes=notes,
-        over_bands=as_svg(draw_bands(bands)) if bands else None,
         colours=RUN_COLOURS,
         same_question=len({(run.config.get("model"), topic(run.config)) for run in runs}) == 1,
         curves=None if measures is None else as_svg(measures),
         over_seconds=None if over_seconds is None else as_svg(over_seconds),
-        # Runs may reach fewer marks than others: only those that all have are shown.
-        reached=list(zip(*(run.reached for run in runs), strict=False)),
         spent_picture=as_svg(draw_device_seconds(runs)),
         parts=[part for part in PARTS if any(run.spent.seconds[part] for run in runs)],
     )
@@ -259,66 +214,25 @@ def _short(value: Any) -> str:
 # -- figures -----------------------------------------------------------------------------------------------------------
 
 
-def draw_measures(runs: Sequence[RecordedRun], bands: Sequence[BandCurves] = ()) -> Any | None:
-    """Draw a panel for each band, and for each measure that some run has, a colour a run; None without any."""
-    panels: list[Callable[[Any], None]] = [partial(_draw_band, band=band) for band in bands]
+def draw_measures(runs: Sequence[RecordedRun]) -> Any | None:
+    """Draw a panel for each measure that some run has, a colour a run; None without any."""
+    panels = []
     for title, names in _PANELS:
         series = [points(run.metrics, *names) for run in runs]
         if any(steps for steps, _ in series):
-            panels.append(partial(_draw_measure, title=title, series=series))
-    return _draw_grid(panels, columns=3, width=4.2, height=2.5) if panels else None
-
-
-def draw_bands(bands: Sequence[BandCurves]) -> Any:
-    """Draw a larger figure of the bands alone, with legends."""
-    panels = [partial(_draw_band, band=band) for band in bands]
-    figure = _draw_grid(panels, columns=2, width=5.6 if len(bands) > 1 else 11, height=3.4)
-    for axes in figure.axes:
-        axes.legend(frameon=False, fontsize=9)
-    return figure
-
-
-def _draw_grid(
-    panels: Sequence[Callable[[Any], None]], *, columns: int, width: float, height: float
-) -> Any:
-    columns = min(columns, len(panels))
+            panels.append((title, series))
+    if not panels:
+        return None
+    columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
-    figure = new_figure(width * columns, height * rows)
-    for place, draw in enumerate(panels, 1):
-        draw(figure.add_subplot(rows, columns, place))
+    figure = new_figure(4.2 * columns, 2.5 * rows)
+    for place, (title, series) in enumerate(panels, 1):
+        axes = figure.add_subplot(rows, columns, place)
+        for index, run_points in enumerate(series):
+            _draw_smoothed(axes, run_points, index)
+        axes.set_title(title, fontsize=10, loc="left")
+        style(axes)
     return figure
-
-
-def _draw_measure(axes: Any, title: str, series: Sequence[Points]) -> None:
-    for index, run_points in enumerate(series):
-        _draw_smoothed(axes, run_points, index)
-    axes.set_title(title, fontsize=10, loc="left")
-    style(axes)
-
-
-def _draw_band(axes: Any, band: BandCurves) -> None:
-    """Draw the interval of the final value as a bar at the right. Runs of one value each stand side by side."""
-    has_steps = len(band.steps) > 1
-    shade: dict[str, Any] = {"color": GREY, "alpha": 0.25, "linewidth": 0, "label": "the band"}
-    if has_steps:
-        num_steps = len(band.steps)
-        lows, highs = zip(*band.steps, strict=True)
-        axes.fill_between(range(1, num_steps + 1), lows, highs, **shade)
-        axes.vlines(num_steps * 1.02, *band.final, color=GREY, alpha=0.7, linewidth=5,
-                    label="of the final value")  # fmt: skip
-    else:
-        axes.axhspan(*band.final, **shade)
-    for index, (name, values) in enumerate(band.curves.items()):
-        steps = range(1, len(values) + 1) if has_steps else [index] * len(values)
-        colour = _colour(index)
-        mark = "-" if has_steps else "o"
-        axes.plot(steps, values, mark, color=colour, linewidth=1.8, label=literal(name))
-    title = f"{band.stage}: {band.metric}" if band.stage else band.metric
-    axes.set_title(literal(f"{title}, over the band"), fontsize=10, loc="left")
-    style(axes, below="step" if has_steps else "")
-    if not has_steps:
-        axes.set_xticks(range(len(band.curves)), map(literal, band.curves))
-        axes.margins(x=0.2)
 
 
 def draw_reward_over_seconds(runs: Sequence[RecordedRun]) -> Any | None:

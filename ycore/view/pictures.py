@@ -13,7 +13,7 @@ from ycore.run.metrics import REWARD, Row, number
 from ycore.run.paths import RunFolder
 from ycore.run.text import printable
 from ycore.run.trace import ROUND, SWAP, Span, busy_intervals, finish_trace, read_trace
-from ycore.view.lanes import lane_names
+from ycore.view.activity import slot_names
 
 Points = tuple[list[float], list[float]]
 """Steps, and the values at them."""
@@ -238,7 +238,7 @@ def _draw_lanes(axes: Any, spans: Sequence[Span], slots: Sequence[tuple[int, int
             axes.broken_barh(bars, (row - 0.4, 0.8), **_SWAP_LOOK)
             begins = [began for began, _ in bars]
             axes.vlines(begins, row - 0.45, row + 0.45, color=ROLE_COLOURS[SWAP], linewidth=1)
-    axes.set_yticks(range(len(slots)), lane_names(slots), fontsize=9)
+    axes.set_yticks(range(len(slots)), slot_names(slots), fontsize=9)
     axes.set_ylim(len(slots) - 0.5, -0.5)
     axes.set_xlim(left=0)
     axes.spines[["top", "right", "left"]].set_visible(False)

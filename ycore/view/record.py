@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from statistics import fmean, stdev, variance
+from statistics import fmean, variance
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -46,7 +46,6 @@ class RecordedRun:
         completions: those of the newest round in the journal.
         pictures: of a model that draws, before and after.
         problems: files of the run that are damaged, so that what they held is missing here.
-        reached: the reward at equal device seconds, where runs are compared.
     """
 
     root: Path
@@ -64,7 +63,6 @@ class RecordedRun:
     timeline: Path | None
     pictures: Path | None = None
     problems: Sequence[str] = ()
-    reached: Sequence["RewardReached"] = ()
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -350,18 +348,7 @@ def judging_share(spans: Iterable[Span]) -> float:
     return scoring_s / (rollout_s + scoring_s) if scoring_s else 0.0
 
 
-# -- runs compared -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class RewardReached:
-    """A run's reward after some device seconds: the mean of the last ten steps, with its `half_width`."""
-
-    device_s: float
-    step: int
-    reward: float
-    half_width: float | None
-    steps: int
+# -- reward -----------------------------------------------------------------------------------------------------
 
 
 def reward_curve(metrics: Sequence[Row], *, num_slots: int) -> RewardCurve:
@@ -373,38 +360,6 @@ def reward_curve(metrics: Sequence[Row], *, num_slots: int) -> RewardCurve:
             steps.append((seconds * num_slots, int(_or_zero(row, "step")), reward))
     times = accumulate(seconds for seconds, _, _ in steps)
     return [(at, step, reward) for at, (_, step, reward) in zip(times, steps, strict=True)]
-
-
-def at_equal_seconds(curves: Sequence[RewardCurve]) -> list[list[RewardReached]]:
-    """Return what each run had reached at quarters of the device seconds that all have; none if one is empty."""
-    if not curves or any(not curve for curve in curves):
-        return [[] for _ in curves]
-    common = min(curve[-1][0] for curve in curves)
-    marks = [common * share for share in (0.25, 0.5, 0.75, 1.0)]
-    reached = [[_reward_at(curve, device_s) for device_s in marks] for curve in curves]
-    return [[point for point in points if point is not None] for points in reached]
-
-
-def _reward_at(curve: RewardCurve, device_s: float) -> RewardReached | None:
-    window = [point for point in curve if point[0] <= device_s * (1 + 1e-9)][-10:]
-    if not window:
-        return None
-    rewards = [reward for _, _, reward in window]
-    return RewardReached(
-        device_s, window[-1][1], fmean(rewards), half_width(rewards), len(rewards)
-    )
-
-
-# Student's t, 97.5 % quantile, by degrees of freedom from 0 (none) to 9, the most that a window has.
-_T_975 = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-
-
-def half_width(values: Sequence[float]) -> float | None:
-    """Return half the 95 % interval of the mean (Student's t, independent values); None with fewer than three."""
-    if len(values) < 3:
-        return None
-    quantile = _T_975[min(len(values), len(_T_975)) - 1]
-    return quantile * stdev(values) / math.sqrt(len(values))
 
 
 # -- advice ------------------------------------------------------------------------------------------------------------

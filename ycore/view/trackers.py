@@ -28,11 +28,10 @@ from transformers.trainer_callback import CallbackHandler
 
 from ycore.config.schema import AnyConfig, BaseConfig, TuneConfig
 from ycore.run.files import read_json
-from ycore.run.metrics import STEP_SECONDS, Row, number, read_metrics, summarise
+from ycore.run.metrics import STEP_SECONDS, Row, number, summarise
 from ycore.run.paths import RunFolder
 from ycore.run.reports import TRACKER_GROUP
 from ycore.view.page import make_report, render_page
-from ycore.view.pictures import draw_curve
 from ycore.view.record import content_text, read_run
 
 Table = tuple[Sequence[str], Sequence[Sequence[Any]]]
@@ -42,7 +41,7 @@ _KNOWN = ("wandb", "trackio", "tensorboard")
 _DEFAULT_PROJECT = "huggingface"  # transformers' own
 _MAX_COMPLETIONS = 1000  # of an evaluation, in a table
 _SAMPLES, _REPORT = "ycore/completions", "ycore/report"
-_CURVE, _PICTURES = "ycore/curve", "ycore/pictures"
+_PICTURES = "ycore/pictures"
 _STEP = "train/global_step"  # as transformers names it, and the numbers beside it
 
 
@@ -232,10 +231,7 @@ def _send_results(
 ) -> None:
     """Send what a finished run has, to tensorboard's folder `events` too."""
     table = _samples(folder)
-    curve = folder.root / ".curve-for-trackers.png"
-    draw_curve(read_metrics(folder.metrics), curve, folder.root.name)
-    pictures = {_CURVE: curve, _PICTURES: folder.pictures}
-    drawn = {name: str(file) for name, file in pictures.items() if file.is_file()}
+    drawn = {_PICTURES: str(folder.pictures)} if folder.pictures.is_file() else {}
     for tracker in trackers:
         with _tolerate_failure(tracker.__name__), reopen(tracker):
             results = {name: tracker.Image(file) for name, file in drawn.items()}
@@ -248,7 +244,6 @@ def _send_results(
     if events is not None:  # TRL has closed its own writer
         with _tolerate_failure("tensorboard"):
             _write_events(events, table, drawn, step=step)
-    curve.unlink(missing_ok=True)
 
 
 def _send_folder(tracker: Any, folder: RunFolder, kind: str) -> None:

@@ -127,7 +127,6 @@ HEAVY_FILES = {
     "engine/weight_proof.py",
     "engine/weights.py",
     "evaluation/during_training.py",
-    "trainer/saved_state.py",
     "trainer/example_run.py",
     "trainer/rollout_run.py",
     "view/trackers.py",

@@ -262,7 +262,7 @@ class Point:
         return Patch(f"die at: {self.name}", (Edit(self.file, self.line, new),))
 
 
-_SAVER = "ycore/trainer/saved_state.py"
+_SAVER = "ycore/trainer/training_run.py"
 _WRITER = "ycore/trainer/checkpoint_writer.py"
 _COMMIT = "        self._journal.commit(step, groups, state, metrics)\n"
 

@@ -370,41 +370,6 @@ def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"tracker_files": ["model"]}, "name one, e.g. --report-to wandb"),
-        (
-            {"tracker_files": ["model"], "trl": {"report_to": "tensorboard"}},
-            "a tracker that keeps files",
-        ),
-        ({"tracker_files": ["journal"], "trl": {"report_to": "wandb"}}, "with --keep-journal"),
-    ],
-)
-def test_files_for_a_tracker_need_one_that_keeps_them(given: dict[str, Any], said: str) -> None:
-    pytest.importorskip("wandb")
-    told = {
-        "algorithm": "grpo",
-        "model": "m",
-        "dataset": "d",
-        "rewards": ["length"],
-        "output": "o",
-    }
-    with pytest.raises(ConfigError) as caught:
-        check_needs(resolve(options=told | given))
-    assert said in str(caught.value)
-    check_needs(
-        resolve(
-            options=told
-            | {
-                "tracker_files": ["journal"],
-                "keep_journal": True,
-                "trl": {"report_to": "wandb"},
-            }
-        )
-    )
-
-
-@pytest.mark.parametrize(
     ("changes", "message"),
     [
         (

@@ -16,7 +16,6 @@ from ycore_cli.main import run as ycore
 
 from ycore.round.journal import Journal
 from ycore.run.metrics import MetricsWriter
-from ycore.run.trace import Span, TraceWriter
 from ycore.types import IMAGE_MARK, Completion, Draw, Group, Prompt, Score, Turn
 from ycore.view.page import (
     chosen,
@@ -222,18 +221,6 @@ def test_samples_show_the_pictures_of_their_prompts(run: Path) -> None:
     assert "Is [picture]" not in render_page(make_report([read_run(run)])), (
         "only names of pictures are read"
     )
-
-
-def test_what_judges_took_is_read_from_the_trace(run: Path) -> None:
-    trace = TraceWriter(run / "trace.json")
-    for span in (Span("rollout", 0, 0, 1.0, 3.0), Span("judge", 0, 1, 4.0, 1.0)):
-        trace.add(span)
-    trace.flush()
-    told = read_run(run).spent.seconds
-    assert told["judging"] == pytest.approx(
-        0.25 * 12 * 5.0 * 2
-    )  # of twelve rounds of 5 s on two slots
-    assert told["useful tokens"] == pytest.approx(0.75 * 12 * 5.0 * 2)
 
 
 def test_a_run_that_is_still_going_has_a_report(run: Path) -> None:

@@ -9,12 +9,10 @@ from hypothesis import strategies as st
 
 from ycore.config.learners import PPOConfig
 from ycore.config.schema import RewardConfig, RunConfig, SamplingSettings
-from ycore.run.trace import Span
 from ycore.view.record import (
     PARTS,
     advice,
     count_device_seconds,
-    judging_share,
     reward_curve,
 )
 
@@ -31,12 +29,11 @@ STEP = {
 
 
 def test_by_hand() -> None:
-    """16 groups drawn for 8: half of the round taught nothing; a quarter of the rest was cut off."""
+    """16 groups drawn for 8: half of the round taught nothing."""
     seconds = count_device_seconds([STEP], prompts_per_step=8, num_slots=2).seconds
     told = {part: value for part, value in seconds.items() if value}
     assert told == {
-        "useful tokens": 7.5,
-        "cut off at the limit": 2.5,
+        "groups that taught": 10.0,
         "groups not trained on": 10.0,
         "weight sync": 2.0,
         "training": 16.0,
@@ -44,20 +41,11 @@ def test_by_hand() -> None:
     }
 
 
-def test_judging_idle_and_swaps_come_out_of_the_round() -> None:
+def test_idle_and_swaps_come_out_of_the_round() -> None:
     row = {**STEP, "ycore/idle_share": 0.2, "ycore/swap_s": 1.0, "ycore/sampling/drawn": 8}
-    seconds = count_device_seconds([row], prompts_per_step=8, num_slots=1, judging=0.5).seconds
-    assert (seconds["idle"], seconds["swaps"], seconds["judging"]) == (2.0, 1.0, 3.5)
-    assert seconds["useful tokens"] + seconds["cut off at the limit"] == pytest.approx(3.5)
-
-
-def test_judging_is_a_share_of_the_busy_seconds_of_the_trace() -> None:
-    """Two rollouts of 4 s that overlap by 2 are 6 s; a judge and a reward model of 1 s on another slot are 2."""
-    rollouts = [Span("rollout", 0, 0, began, 4.0) for began in (10.0, 12.0)]
-    scorers = [Span("judge", 0, 1, 16.0, 1.0), Span("reward_model", 0, 1, 16.5, 1.0)]
-    unasked = [Span("swap", 0, 1, 15.0, 1.0), Span("round", 0, -1, 10.0, 9.0)]
-    assert judging_share([*rollouts, *scorers, *unasked]) == 0.25
-    assert judging_share(rollouts) == judging_share(unasked) == 0
+    seconds = count_device_seconds([row], prompts_per_step=8, num_slots=1).seconds
+    assert (seconds["idle"], seconds["swaps"]) == (2.0, 1.0)
+    assert seconds["groups that taught"] == pytest.approx(7.0)
 
 
 def test_the_price_of_a_group_that_taught() -> None:
@@ -107,7 +95,7 @@ def test_every_second_is_counted_once(
         "frac_reward_zero_std": shares[3],
         "ycore/sampling/drawn": drawn,
     }
-    told = count_device_seconds([row], prompts_per_step=8, num_slots=slots, judging=shares[1])
+    told = count_device_seconds([row], prompts_per_step=8, num_slots=slots)
     assert told.total == pytest.approx(sum(parts) * slots)
     assert set(told.seconds) == set(PARTS) and min(told.seconds.values()) >= 0
 

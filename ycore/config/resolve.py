@@ -348,7 +348,7 @@ def check_needs(config: AnyConfig) -> None:
 
 
 def check_trackers(config: BaseConfig) -> None:
-    """ConfigError for trackers that are not installed, or that cannot get what they are to get."""
+    """Raise ConfigError for trackers that are not installed."""
     trackers = {
         "wandb": "'ycore[wandb]'",
         "trackio": "'ycore[trackio]'",
@@ -356,14 +356,6 @@ def check_trackers(config: BaseConfig) -> None:
     }
     report_to = config.trl.get("report_to")
     names = report_to if isinstance(report_to, list) else [report_to]
-    if config.tracker_files and not {"wandb", "trackio", "all"} & {*names}:
-        raise ConfigError(
-            "tracker_files needs a tracker that keeps files; name one, e.g. --report-to wandb"
-        )
-    if "journal" in config.tracker_files and not getattr(config, "keep_journal", False):
-        raise ConfigError(
-            "tracker_files: [journal] sends every round of a run; keep them, with --keep-journal"
-        )
     for name in names:
         if name in trackers and find_spec(name) is None:
             raise ConfigError(

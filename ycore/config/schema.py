@@ -254,8 +254,6 @@ class BaseConfig(Strict):
     steps: Positive | None = None  # optimizer steps
     # `ddp`, `zero1`, `zero2`, `zero3`, `fsdp2`, or an accelerate config file; None is `ddp` for several processes.
     accelerate: str | None = None
-    # What trackers that keep files get at the end: `model`, and `journal` of a run that keeps it.
-    tracker_files: list[Literal["model", "journal"]] = []
     trl: dict[str, Any] = {}  # any other field of TRL's config class, by TRL's own name
 
     def check(self) -> None:

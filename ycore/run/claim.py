@@ -259,7 +259,7 @@ FREE = {
     "sandbox.level", "turns.at_once", "turns.memory_gib",
     "eval_dataset", "eval_split", "eval_limit", "eval_every", "eval_rewards", "num_samples",
     "eval_while_training",
-    "keep_best", "stop_when", "max_truncated", "tracker_files",
+    "keep_best", "stop_when", "max_truncated",
 }  # fmt: skip
 """Settings that a resumed run may change: its folder, what it shows and how fast it is, not what it learns.
 

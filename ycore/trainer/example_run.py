@@ -24,8 +24,7 @@ from ycore.run.files import read_json
 from ycore.run.images import ImageStore
 from ycore.run.paths import RunFolder
 from ycore.run.secrets import load_config
-from ycore.trainer.saved_state import Checkpoints
-from ycore.trainer.training_run import TrainingRun
+from ycore.trainer.training_run import Checkpoints, TrainingRun
 from ycore.trl.build import load_trainer_class
 
 

@@ -21,8 +21,7 @@ from ycore.round.torch_peers import TorchPeers
 from ycore.run.claim import files_fingerprint, model_fingerprint
 from ycore.run.files import write_json_atomic
 from ycore.trainer.checkpoint_writer import file_fingerprints
-from ycore.trainer.saved_state import Checkpoints, RoundState
-from ycore.trainer.training_run import TrainingRun
+from ycore.trainer.training_run import Checkpoints, RoundState, TrainingRun
 from ycore.trl.build import compute_dtype
 
 NUM_SAMPLES = 4

@@ -46,16 +46,14 @@ RUN_COLOURS = (
 
 _PART_COLOURS = (
     "#2456a6",
-    "#7da3d6",
     "#c9d3e0",
-    "#8a4fa3",
     "#b03a48",
     "#e4e6ea",
     "#d9a441",
     "#3f8f5f",
     "#9aa0a8",
 )
-_DARK_PARTS = ("useful tokens", "judging", "swaps", "training")
+_DARK_PARTS = ("groups that taught", "swaps", "training")
 _PANELS = (
     ("reward", REWARD),
     ("reward on held-out prompts", (HELD_OUT,)),

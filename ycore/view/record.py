@@ -1,7 +1,7 @@
 """Read a run's folder once for a report: settings, numbers, completions, and where its device seconds went."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -16,7 +16,6 @@ from ycore.run.files import read_json
 from ycore.run.metrics import REWARD, STEP_SECONDS, Row, number, read_metrics
 from ycore.run.paths import RunFolder
 from ycore.run.resuming import read_round, round_file, rounds_in
-from ycore.run.trace import ROUND, SWAP, Span, busy_intervals, read_trace
 from ycore.scoring.group_rewards import weighted_sum
 from ycore.types import IMAGE_MARK, Group, said
 
@@ -176,7 +175,6 @@ def read_run(root: Path) -> RecordedRun:
             metrics,
             prompts_per_step=config.prompts_per_step,
             num_slots=num_slots,
-            judging=judging_share(read_trace(folder.trace)),
         ),
         reward_curve=reward_curve(metrics, num_slots=num_slots),
         timeline=folder.timeline if folder.timeline.is_file() else None,
@@ -249,10 +247,8 @@ def content_text(content: Any) -> str:
 # -- device seconds ----------------------------------------------------------------------------------------------------
 
 PARTS = (
-    "useful tokens",
-    "cut off at the limit",
+    "groups that taught",
     "groups not trained on",
-    "judging",
     "swaps",
     "idle",
     "weight sync",
@@ -284,38 +280,34 @@ class DeviceSeconds:
 
 
 def count_device_seconds(
-    metrics: Sequence[Row], *, prompts_per_step: int, num_slots: int, judging: float = 0.0
+    metrics: Sequence[Row], *, prompts_per_step: int, num_slots: int
 ) -> DeviceSeconds:
-    """Sum over the run's steps, each of them with every slot and with the run's `judging_share`."""
+    """Sum over the run's steps, each of them with every slot."""
     seconds = dict.fromkeys(PARTS, 0.0)
     informative = 0.0
     for row in metrics:
         if number(row, *STEP_SECONDS) is None:
             continue
-        for part, value in _step_parts(row, prompts_per_step, judging).items():
+        for part, value in _step_parts(row, prompts_per_step).items():
             seconds[part] += value * num_slots
         informative += _informative_groups(row, prompts_per_step)
     return DeviceSeconds(seconds, informative, num_slots)
 
 
-def _step_parts(row: Row, num_prompts: int, judging_share: float) -> dict[str, float]:
-    """Divide one step's seconds."""
+def _step_parts(row: Row, num_prompts: int) -> dict[str, float]:
+    """Divide one step's seconds; what a round was busy is divided by groups, with the scoring of each."""
     sync = _or_zero(row, "ycore/time/sync")
     whole_round = _or_zero(row, "ycore/time/round")
     train = _or_zero(row, "ycore/time/train")
     idle = whole_round * min(1.0, _or_zero(row, "ycore/idle_share"))
     swaps = min(_or_zero(row, "ycore/swap_s"), whole_round - idle)
-    judging = (whole_round - idle - swaps) * judging_share
-    writing = whole_round - idle - swaps - judging
+    busy = whole_round - idle - swaps
     drawn = number(row, "ycore/sampling/drawn")
     num_drawn = max(num_prompts if drawn is None else drawn, 1.0)
-    useful = min(1.0, _informative_groups(row, num_prompts) / num_drawn)
-    cut = min(1.0, _or_zero(row, "completions/clipped_ratio"))
+    taught = min(1.0, _informative_groups(row, num_prompts) / num_drawn)
     return {
-        "useful tokens": writing * useful * (1 - cut),
-        "cut off at the limit": writing * useful * cut,
-        "groups not trained on": writing * (1 - useful),
-        "judging": judging,
+        "groups that taught": busy * taught,
+        "groups not trained on": busy * (1 - taught),
         "swaps": swaps,
         "idle": idle,
         "weight sync": sync,
@@ -330,22 +322,6 @@ def _informative_groups(row: Row, num_prompts: int) -> float:
 
 def _or_zero(row: Row, *names: str) -> float:
     return number(row, *names) or 0.0
-
-
-def judging_share(spans: Iterable[Span]) -> float:
-    """Return the share of scorers in the seconds with requests in flight, summed over slots and roles."""
-    lanes: dict[tuple[int, int, str], list[Span]] = {}
-    for span in spans:
-        if span.name not in (SWAP, ROUND):
-            lanes.setdefault((span.rank, span.slot, span.name), []).append(span)
-    rollout_s = scoring_s = 0.0
-    for (_, _, role), lane in lanes.items():
-        busy_s = math.fsum(seconds for _, seconds in busy_intervals(lane))
-        if role == "rollout":
-            rollout_s += busy_s
-        else:
-            scoring_s += busy_s
-    return scoring_s / (rollout_s + scoring_s) if scoring_s else 0.0
 
 
 # -- reward -----------------------------------------------------------------------------------------------------

@@ -1,15 +1,14 @@
 """Send trackers what they show of a run beside the numbers that transformers' callbacks send them.
 
-At a run's start: run.json, without secrets; once its model is saved: the curve, completions before and after, the
-report, and the folders that `tracker_files` names. A run without such callbacks (`ycore flow`) sends its numbers too
-(`OwnPage`), and `ycore eval` figures and completions. wandb and trackio share an interface; tensorboard keeps numbers,
+At a run's start: run.json, without secrets; once its model is saved: completions before and after, and the report.
+A run without such callbacks (`ycore flow`) sends its numbers too (`OwnPage`), and `ycore eval` figures and completions.
+wandb and trackio share an interface; tensorboard keeps numbers,
 texts and pictures only.
 """
 
 import importlib
 import json
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -239,19 +238,9 @@ def _send_results(
             if table[1]:
                 results[_SAMPLES] = _as_table(tracker, table)
             tracker.log(results)
-            for kind in config.tracker_files:
-                _send_folder(tracker, folder, kind)
     if events is not None:  # TRL has closed its own writer
         with _tolerate_failure("tensorboard"):
             _write_events(events, table, drawn, step=step)
-
-
-def _send_folder(tracker: Any, folder: RunFolder, kind: str) -> None:
-    """Send the run's `model` or `journal` as an artifact."""
-    name = re.sub(r"[^\w.-]+", "-", f"{folder.root.resolve().name}-{kind}")
-    artifact = tracker.Artifact(name, type=kind)
-    artifact.add_dir(str(getattr(folder, kind)))
-    tracker.log_artifact(artifact)
 
 
 def _render_report(folder: RunFolder, config: BaseConfig) -> str:

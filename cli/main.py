@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 from ycore_cli.look import docs, recipes, report
-from ycore_cli.measure import doctor, evaluate, plan, preflight
+from ycore_cli.measure import doctor, evaluate_models, plan, preflight
 from ycore_cli.train import pipeline, resume, training_command
 from ycore_cli.use import chat, export, serve
 
@@ -34,7 +34,7 @@ for family in families().values():
     app.command(family.name)(load(family.command))
 for name, command in {
     "resume": resume,
-    "eval": evaluate,
+    "eval": evaluate_models,
     "plan": plan,
     "preflight": preflight,
 }.items():

@@ -178,7 +178,7 @@ def doctor(json: o.Json = False) -> None:
     "engine": o.EngineKind, "seed": o.Seed, "sandbox": o.Sandbox, "set_": o.Set, "recipe": o.Recipe, "output": o.Output,
     "dry_run": o.DryRun, "json": o.Json,
 })  # fmt: skip
-def evaluate(
+def evaluate_models(
     context: typer.Context, *, output: str | None, dry_run: bool, json: bool, **_: Any
 ) -> None:
     """Measure a model, or several on the same prompts.

@@ -7,7 +7,7 @@ import pytest
 
 from ycore.evaluation.side_by_side import (
     difference,
-    read_results,
+    read_evaluation,
     table_lines,
     write_differences,
 )
@@ -36,7 +36,7 @@ def folder_of(place: Path, name: str, rewards: list[list[list[float | None]]]) -
 
 def test_a_prompts_figures_are_those_of_its_completions(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "a", [[[1.0, 0.5], [0.0, None]], [[None, None], [None, None]]])
-    answers = read_results(folder, [1.0, 2.0])
+    answers = read_evaluation(folder, [1.0, 2.0])
     assert (answers[0].reward, answers[0].right, answers[0].completions) == (
         1.0,
         0.5,
@@ -50,8 +50,10 @@ def test_a_prompts_figures_are_those_of_its_completions(tmp_path: Path) -> None:
 
 def test_differences_are_paired(tmp_path: Path) -> None:
     """Prompts differ by a lot, models by 0.1 on every prompt: apart from each other only in pairs."""
-    first = read_results(folder_of(tmp_path, "a", [[[n % 2 * 1.0]] for n in range(40)]), [1.0])
-    other = read_results(
+    first = read_evaluation(
+        folder_of(tmp_path, "a", [[[n % 2 * 1.0]] for n in range(40)]), [1.0]
+    )
+    other = read_evaluation(
         folder_of(tmp_path, "b", [[[n % 2 * 1.0 + 0.1]] for n in range(40)]), [1.0]
     )
     found = difference(first, other)
@@ -65,8 +67,8 @@ def test_differences_are_paired(tmp_path: Path) -> None:
 def test_a_prompt_that_one_could_not_be_scored_on_is_in_no_difference_of_rewards(
     tmp_path: Path,
 ) -> None:
-    first = read_results(folder_of(tmp_path, "a", [[[0.0]], [[None]]]), [1.0])
-    other = read_results(folder_of(tmp_path, "b", [[[1.0]], [[1.0]]]), [1.0])
+    first = read_evaluation(folder_of(tmp_path, "a", [[[0.0]], [[None]]]), [1.0])
+    other = read_evaluation(folder_of(tmp_path, "b", [[[1.0]], [[1.0]]]), [1.0])
     found = difference(first, other)
     assert (found["reward"], found["pass@1"]) == (1.0, 1.0)
     none = difference({1: first[1]}, other)
@@ -75,8 +77,8 @@ def test_a_prompt_that_one_could_not_be_scored_on_is_in_no_difference_of_rewards
 
 def test_the_file_begins_with_the_prompts_on_which_they_differ_most(tmp_path: Path) -> None:
     answers = {
-        "a": read_results(folder_of(tmp_path, "a", [[[1.0]], [[0.0]], [[0.5]]]), [1.0]),
-        "b": read_results(folder_of(tmp_path, "b", [[[1.0]], [[1.0]], [[0.25]]]), [1.0]),
+        "a": read_evaluation(folder_of(tmp_path, "a", [[[1.0]], [[0.0]], [[0.5]]]), [1.0]),
+        "b": read_evaluation(folder_of(tmp_path, "b", [[[1.0]], [[1.0]], [[0.25]]]), [1.0]),
     }
     write_differences(answers, tmp_path / "out.jsonl")
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]

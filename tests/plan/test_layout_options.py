@@ -32,10 +32,10 @@ from ycore.plan.model_facts import KNOWN_CONFIGS
 from ycore.plan.planner import (
     Plan,
     StepForecast,
-    config_of,
     layout_options,
     make_plan,
     placement_of,
+    with_layout,
 )
 from ycore.plan.workload import Strategy
 
@@ -124,7 +124,7 @@ def check_as_launched(
     machine, work, fleet = described(made.fleet), made.work, made.fleet
     patch.setattr(layout, "this_machine", lambda: machine)
     line = layout_options(
-        made.config, config_of(made.config, forecast_of(made, strategy), fleet)
+        made.config, with_layout(made.config, forecast_of(made, strategy), fleet)
     )
     assert "\n" not in line
     config = read_back(keys, line, folder)
@@ -195,7 +195,7 @@ def test_the_options_of_a_plan_are_those_that_the_recipe_lacks() -> None:
     assert isinstance(config, RunConfig)
     made = make_plan(config, devices="4xH100", check=check_described)
     assert made.options is not None and "--processes 4" in made.options
-    planned_config = config_of(config, made.fitting[0], made.fleet)
+    planned_config = with_layout(config, made.fitting[0], made.fleet)
     assert layout_options(planned_config, planned_config) == ""
 
 
@@ -216,7 +216,7 @@ def test_ways_over_several_devices_are_listed_with_their_widths() -> None:
         if (one.strategy.tensor_parallel, one.strategy.judge_tensor_parallel) == (1, 4)
     )
     config = config_with(keys)
-    line = layout_options(config, config_of(config, one, made.fleet))
+    line = layout_options(config, with_layout(config, one, made.fleet))
     assert "engine.tensor_parallel=1" in line and "rewards.0.args.tensor_parallel=4" in line
 
 

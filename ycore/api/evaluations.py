@@ -81,7 +81,7 @@ def compare_evaluations(
     root = Path(configs[0].output).parent
     weights = [reward.weight for reward in configs[0].rewards]
     answers = {
-        config.model: side_by_side.read_results(Path(config.output), weights)
+        config.model: side_by_side.read_evaluation(Path(config.output), weights)
         for config in configs
     }
     first, *compared = answers

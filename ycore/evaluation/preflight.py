@@ -122,13 +122,13 @@ class PreflightMeasurements:
 def _preflight(root: Path) -> None:
     from ycore.round.assemble import assemble
 
-    measured, samples = run_preflight(assemble(root))
+    measured, samples = measure_round(assemble(root))
     write_json_atomic(
         root / "preflight.json", {"preflight": asdict(measured), "samples": samples}
     )
 
 
-def run_preflight(
+def measure_round(
     parts: "Assembly",
 ) -> tuple[PreflightMeasurements, list[dict[str, Any]]]:
     """Return all measurements, and a few completions from the worst reward to the best."""

@@ -34,7 +34,7 @@ Results = Mapping[int, PromptResult]
 """By row of the dataset."""
 
 
-def read_results(folder: Path, weights: Sequence[float]) -> Results:
+def read_evaluation(folder: Path, weights: Sequence[float]) -> Results:
     """Read what `ycore eval` wrote in `completions.jsonl`, with these weights of the rewards."""
     by_row: dict[int, list[dict[str, Any]]] = {}
     for line in (folder / "completions.jsonl").read_text(encoding="utf-8").splitlines():

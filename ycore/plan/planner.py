@@ -122,7 +122,9 @@ class Plan:
         """The options that run the fastest strategy; None where none fits."""
         if not self.fitting:
             return None
-        return layout_options(self.config, config_of(self.config, self.fitting[0], self.fleet))
+        return layout_options(
+            self.config, with_layout(self.config, self.fitting[0], self.fleet)
+        )
 
     def as_json(self, *, top: int) -> dict[str, Any]:
         """Return JSON values, in bytes and seconds, with the first `top` strategies of each kind."""
@@ -226,7 +228,7 @@ def _add_strategies(plan: Plan, check: Check, micro_batch: int) -> None:
             plan.too_large.append(forecast)
             continue
         try:
-            check(config_of(plan.config, forecast, plan.fleet), plan.fleet)
+            check(with_layout(plan.config, forecast, plan.fleet), plan.fleet)
         except ConfigError as problem:
             plan.refused.append((forecast, str(problem)))
         else:
@@ -340,7 +342,7 @@ def _placements(work: Workload, base: Strategy) -> Iterator[Strategy]:
 # -- settings ----------------------------------------------------------------------------------------------------------
 
 
-def config_of(config: RunConfig, forecast: StepForecast, fleet: Fleet) -> RunConfig:
+def with_layout(config: RunConfig, forecast: StepForecast, fleet: Fleet) -> RunConfig:
     """Return the config that runs with a forecast's strategy.
 
     Raises:
@@ -401,7 +403,7 @@ def placement_of(strategy: Strategy) -> str:
 
 
 def layout_options(config: RunConfig, planned: RunConfig) -> str:
-    """Return the options that make a command of `config` run as `planned`, which `config_of` gave."""
+    """Return the options that make a command of `config` run as `planned`, which `with_layout` gave."""
     words = []
     for name in ("processes", "accelerate", "placement"):
         value = getattr(planned, name)

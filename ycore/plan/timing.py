@@ -229,17 +229,40 @@ def offload_s(work: Workload, strategy: Strategy, device: Device) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """One engine: a model on `tensor_parallel` devices."""
+    """The engines of one role: `count` of them, each with a model on `tensor_parallel` devices.
+
+    `at_once` sequences fit into an engine's cache together.
+    """
 
     facts: ModelFacts
     device: Device
     bytes_per_value: int
     tensor_parallel: int
+    count: int = 1
+    at_once: int = 1
 
-    def prefill_s(self, tokens: float) -> float:
-        """Return the seconds of reading prompts: two operations a parameter and token."""
-        flops = self.device.flops * efficiency_of(self.device).serving * self.tensor_parallel
-        return 2.0 * self.facts.linear_params * tokens / flops
+    def round_s(
+        self, sequences: int, *, prompt_tokens: float, lengths: list[float], context: int
+    ) -> float:
+        """Return the seconds of all sequences of a round, divided among the engines.
+
+        Args:
+            prompt_tokens: what an engine reads for each sequence: two operations a parameter and token.
+            lengths: of the sequences, in equal numbers; they are decoded in waves, which short ones leave first.
+            context: tokens before the first that is written.
+        """
+        efficiency = efficiency_of(self.device)
+        share = -(-sequences // self.count)
+        flops = self.device.flops * efficiency.serving * self.tensor_parallel
+        prefill_s = 2.0 * self.facts.linear_params * share * prompt_tokens / flops
+        wave = max(1.0, min(share, self.at_once))
+        decode_s, written = 0.0, 0.0
+        for index, length in enumerate(sorted(lengths)):
+            running = wave * (1 - index / len(lengths))
+            mean_context = context + (written + length) / 2
+            decode_s += (length - written) * self.decode_step_s(running, context=mean_context)
+            written = length
+        return share * efficiency.request_s + prefill_s + decode_s * share / wave
 
     def decode_step_s(self, sequences: float, *, context: float) -> float:
         """Return the seconds of one token for each sequence.
@@ -258,39 +281,19 @@ class Serving:
         cache_s = sequences * sequence_bytes / bandwidth
         return product_s + cache_s + efficiency.decode_s + efficiency.sequence_s * sequences
 
-    def decode_s(
-        self, sequences: float, *, lengths: list[float], context: int, at_once: int
-    ) -> float:
-        """Return the seconds of decoding sequences of these lengths in equal numbers, in waves of `at_once`.
-
-        Short ones leave a wave first.
-        """
-        wave = max(1.0, min(sequences, at_once))
-        seconds, done = 0.0, 0.0
-        for index, length in enumerate(sorted(lengths)):
-            running = wave * (1 - index / len(lengths))
-            mean_context = context + (done + length) / 2
-            seconds += (length - done) * self.decode_step_s(running, context=mean_context)
-            done = length
-        return seconds * sequences / wave
-
 
 def generate_s(work: Workload, strategy: Strategy, device: Device, *, at_once: int) -> float:
     """Return the seconds of all completions of a round, each engine writing `at_once` at a time."""
     slots = strategy.slots - (strategy.judge_slots if strategy.kind == "split" else 0)
-    num_engines = max(1, slots) * strategy.engines_per_slot(ROLLOUT)
-    engine = Serving(work.policy, device, work.bytes_per_value, strategy.tensor_parallel)
-    sequences = -(-work.completions * work.draws // num_engines)
-    requests_s = sequences * efficiency_of(device).request_s
-    prefill_s = engine.prefill_s(sequences / work.group_size * work.prompt_tokens)
-    lengths = [
-        min(work.max_tokens, length)
-        for length in spread_lengths(work.completion_tokens, work.max_tokens)
-    ]
-    decode_s = engine.decode_s(
-        sequences, lengths=lengths, context=work.prompt_tokens, at_once=at_once
+    count = max(1, slots) * strategy.engines_per_slot(ROLLOUT)
+    width = strategy.tensor_parallel
+    engines = Serving(work.policy, device, work.bytes_per_value, width, count, at_once)
+    return engines.round_s(
+        round(work.completions * work.draws),
+        prompt_tokens=work.prompt_tokens / work.group_size,
+        lengths=spread_lengths(work.completion_tokens, work.max_tokens),
+        context=work.prompt_tokens,
     )
-    return requests_s + prefill_s + decode_s
 
 
 def judge_s(work: Workload, strategy: Strategy, device: Device, *, at_once: int) -> float:
@@ -301,19 +304,21 @@ def judge_s(work: Workload, strategy: Strategy, device: Device, *, at_once: int)
     if work.judge is None:
         return 0.0
     slots = strategy.judge_slots if strategy.kind == "split" else strategy.slots
-    num_engines = max(1, slots) * strategy.engines_per_slot(work.judge_role)
-    engine = Serving(work.judge, device, work.bytes_per_value, strategy.judge_tensor_parallel)
-    verdicts = -(-work.completions * work.draws // num_engines)
+    count = max(1, slots) * strategy.engines_per_slot(work.judge_role)
+    width = strategy.judge_tensor_parallel
+    engines = Serving(work.judge, device, work.bytes_per_value, width, count, at_once)
     context = work.judge_prompt_tokens + work.completion_tokens
-    requests_s = verdicts * efficiency_of(device).request_s
-    decode_s = engine.decode_s(
-        verdicts, lengths=[work.judge_tokens], context=context, at_once=at_once
+    return engines.round_s(
+        round(work.completions * work.draws),
+        prompt_tokens=context,
+        lengths=[work.judge_tokens],
+        context=context,
     )
-    return requests_s + engine.prefill_s(verdicts * context) + decode_s
 
 
 def spread_lengths(mean: float, longest: int) -> list[float]:
     """Return lengths in classes of equal number: even from zero to twice the mean, or all the longest."""
     if mean >= longest:
         return [float(longest)]
-    return [2 * mean * (k + 0.5) / _LENGTH_CLASSES for k in range(_LENGTH_CLASSES)]
+    spread = [2 * mean * (k + 0.5) / _LENGTH_CLASSES for k in range(_LENGTH_CLASSES)]
+    return [min(longest, length) for length in spread]

@@ -1,0 +1,274 @@
+"""Tokens and masks by the chat templates of published families: ycore's rows give what TRL alone makes of the same rows.
+
+TRL's own templates come from the installed package. The others are written by the formats that their makers publish.
+"""
+
+import json
+import re
+import string
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trl
+from datasets import Dataset
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
+from trl import RewardConfig as TrlRewardConfig
+
+from ycore.config.resolve import resolve
+from ycore.config.schema import TuneConfig
+from ycore.data.examples import load_examples
+from ycore.run.paths import RunFolder
+from ycore.trl.build import _rows, load_trainer_class
+
+OURS = Path(__file__).parents[1] / "data" / "templates"
+THEIRS = Path(trl.__file__).parent / "chat_templates"
+# The template's file, then its begin and end tokens, and what the template gets beside the turns.
+FAMILIES: dict[str, tuple[Path, str, str, dict[str, Any]]] = {
+    "llama3": (THEIRS / "llama3.jinja", "<|begin_of_text|>", "<|eot_id|>", {}),
+    "llama3.2": (THEIRS / "llama3_2.jinja", "<|begin_of_text|>", "<|eot_id|>", {}),
+    "qwen2.5": (THEIRS / "qwen2_5.jinja", "<|endoftext|>", "<|im_end|>", {}),
+    "qwen3": (THEIRS / "qwen3.jinja", "<|endoftext|>", "<|im_end|>", {}),
+    "qwen3-closed": (
+        THEIRS / "qwen3.jinja",
+        "<|endoftext|>",
+        "<|im_end|>",
+        {"enable_thinking": False},
+    ),
+    "gemma3": (THEIRS / "gemma3.jinja", "<bos>", "<end_of_turn>", {}),
+    "deepseek-r1": (
+        THEIRS / "deepseek_r1_distill.jinja",
+        "<\uff5cbegin▁of▁sentence\uff5c>",
+        "<\uff5cend▁of▁sentence\uff5c>",
+        {},
+    ),
+    "glm4": (THEIRS / "glm4moe.jinja", "[gMASK]", "<|user|>", {}),
+    "gpt-oss": (THEIRS / "gptoss.jinja", "<|startoftext|>", "<|return|>", {}),
+    "mistral": (OURS / "mistral.jinja", "<s>", "</s>", {}),
+    "phi4": (OURS / "phi4.jinja", "<|endoftext|>", "<|im_end|>", {}),
+    "smollm2": (OURS / "smollm2.jinja", "<|im_start|>", "<|im_end|>", {}),
+    "granite": (
+        OURS / "granite.jinja",
+        "<|end_of_text|>",
+        "<|end_of_text|>",
+        {"thinking": True},
+    ),
+}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {"x": {"type": "integer"}, "y": {"type": "integer"}},
+            "required": ["x", "y"],
+        },
+    },
+}
+_SPECIAL = re.compile(r"<\|[^|<>]+\|>|<\uff5c[^\uff5c<>]+\uff5c>|\[[/A-Za-z]+\]|</?[a-z_]+>")
+
+TRL_TRAINERS: Mapping[str, tuple[Any, Any]] = {
+    "sft": (SFTTrainer, SFTConfig),
+    "dpo": (DPOTrainer, DPOConfig),
+    "reward": (RewardTrainer, TrlRewardConfig),
+    "kto": (KTOTrainer, KTOConfig),
+}
+
+
+def tokenizer_of(family: str | None, *, added: str = "$A") -> PreTrainedTokenizerFast:
+    """A tokenizer with one token a letter, and one for each marker of the family's template; None has no template."""
+    path, begin, end, _ = FAMILIES[family or "llama3"]
+    template = path.read_text(encoding="utf-8")
+    markers = dict.fromkeys(["<unk>", "<pad>", begin, end, *_SPECIAL.findall(template)])
+    vocabulary = {token: number for number, token in enumerate([*markers, *string.printable])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        unk_token="<unk>",
+        pad_token="<pad>",
+        bos_token=begin,
+        eos_token=end,
+        additional_special_tokens=list(markers),
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = None if family is None else template
+    ids = [(token, vocabulary[token]) for token in added.split() if token != "$A"]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=added, special_tokens=ids
+    )
+    return tokenizer
+
+
+def tokens_of(trainer: Any) -> list[str]:
+    """What the trainer is given of every row, in no order: token ids, masks and labels."""
+    names = [name for name in trainer.train_dataset.column_names if name.endswith(_GIVEN)]
+    assert names
+    rows = [{name: row[name] for name in names} for row in trainer.train_dataset]
+    return sorted(json.dumps(row) for row in rows)
+
+
+_GIVEN = ("ids", "mask", "masks", "labels", "label")
+
+
+def model_of(tokenizer: PreTrainedTokenizerFast, algorithm: str, folder: Path) -> str:
+    """The folder of a random model with the tokenizer's vocabulary."""
+    kind = LlamaForSequenceClassification if algorithm == "reward" else LlamaForCausalLM
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=1, num_key_value_heads=1, num_labels=1, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    kind(config).save_pretrained(folder)
+    return str(folder)
+
+
+def trained_alike(
+    tmp_path: Path,
+    algorithm: str,
+    rows: Sequence[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerFast,
+    **arguments: Any,
+) -> None:
+    """Compare what ycore's trainer and TRL's make of the same rows."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = resolve(
+        options={
+            "algorithm": algorithm, "model": "m", "dataset": str(file), "output": str(tmp_path / "run"),
+            "held_out": 0, "trl": arguments,
+        }
+    )  # fmt: skip
+    assert isinstance(config, TuneConfig)
+    examples = load_examples(config, as_chat=tokenizer.chat_template is not None)
+    ours = trainer_on(
+        load_trainer_class(config), tmp_path, algorithm, tokenizer, arguments,
+        _rows(examples.train, RunFolder(tmp_path / "run")),
+    )  # fmt: skip
+    trainer, _ = TRL_TRAINERS[algorithm]
+    theirs = trainer_on(
+        trainer, tmp_path, algorithm, tokenizer, arguments, Dataset.from_list(list(rows))
+    )
+    assert tokens_of(ours) == tokens_of(theirs)
+
+
+def trainer_on(
+    trainer: Any,
+    tmp_path: Path,
+    algorithm: str,
+    tokenizer: PreTrainedTokenizerFast,
+    arguments: dict[str, Any],
+    rows: Dataset,
+) -> Any:
+    _, config = TRL_TRAINERS[algorithm]
+    batch = {"per_device_train_batch_size": 2} if algorithm == "kto" else {}
+    settings = config(
+        output_dir=str(tmp_path / "trl"), report_to="none", use_cpu=True, bf16=False, max_length=None,
+        gradient_checkpointing=False, **batch, **arguments,
+    )  # fmt: skip
+    return trainer(
+        model=model_of(tokenizer, algorithm, tmp_path / algorithm),
+        args=settings,
+        processing_class=tokenizer,
+        train_dataset=rows,
+    )
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+PROMPTS = (
+    [user("What is 2 + 3?")],
+    [{"role": "system", "content": "Add."}, user("1 + 1"), assistant("2"), user("and 2 + 2?")],
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_conversations(family: str, tmp_path: Path) -> None:
+    """Prompt and completion, preferences, and labelled answers, as turns."""
+    tokenizer = tokenizer_of(family)
+    arguments = FAMILIES[family][3]
+    more = {"chat_template_kwargs": arguments} if arguments else {}
+    answers = [
+        {"prompt": turns, "completion": [assistant("It is 5.")], **more} for turns in PROMPTS
+    ]
+    pairs = [
+        {"prompt": turns, "chosen": [assistant("5")], "rejected": [assistant("six")], **more}
+        for turns in PROMPTS
+    ]
+    whole = [
+        {"chosen": [*row["prompt"], *row["chosen"]], "rejected": [*row["prompt"], *row["rejected"]], **more}
+        for row in pairs
+    ]  # fmt: skip
+    labelled = [{**row, "label": number == 0} for number, row in enumerate(answers)]
+    trained_alike(tmp_path, "sft", answers, tokenizer)
+    trained_alike(tmp_path, "dpo", pairs, tokenizer)
+    trained_alike(tmp_path, "dpo", whole, tokenizer)
+    trained_alike(tmp_path, "reward", pairs, tokenizer)
+    trained_alike(tmp_path, "kto", labelled, tokenizer)
+
+
+@pytest.mark.parametrize(
+    "family", ["llama3.2", "qwen2.5", "qwen3", "glm4", "gpt-oss", "granite"]
+)
+def test_tools_and_reasoning(family: str, tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(family)
+    key = "thinking" if family == "gpt-oss" else "reasoning_content"
+    more = {} if family in ("llama3.2", "qwen2.5") else {key: "2 and 3"}
+    other = assistant("5", **{key: "a guess"}) if more else assistant("6")
+    answers = [{"prompt": PROMPTS[0], "completion": [assistant("5", **more)], "tools": [TOOL]}]
+    trained_alike(tmp_path, "sft", answers, tokenizer)
+    pairs = [
+        {
+            "prompt": PROMPTS[0],
+            "chosen": [assistant("5", **more)],
+            "rejected": [other],
+            "tools": [TOOL],
+        }
+    ]
+    trained_alike(tmp_path, "dpo", pairs, tokenizer)
+    trained_alike(tmp_path, "reward", pairs, tokenizer)
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen2.5", "qwen3", "gemma3", "glm4", "gpt-oss"])
+def test_all_answers_of_a_conversation(family: str, tmp_path: Path) -> None:
+    """TRL's `assistant_only_loss`, by its training templates."""
+    rows = [{"messages": [*turns, assistant("It is 5.")]} for turns in PROMPTS]
+    trained_alike(tmp_path, "sft", rows, tokenizer_of(family), assistant_only_loss=True)
+
+
+@pytest.mark.parametrize("added", ["$A", "<|begin_of_text|> $A", "$A <|eot_id|>"])
+def test_texts(added: str, tmp_path: Path) -> None:
+    """The standard forms, for a model without a chat template."""
+    tokenizer = tokenizer_of(None, added=added)
+    question = {"prompt": "2 + 3 is"}
+    trained_alike(tmp_path, "sft", [{"text": "2 + 3 is 5"}], tokenizer)
+    trained_alike(tmp_path, "sft", [{**question, "completion": " 5"}], tokenizer)
+    pair = {**question, "chosen": " 5", "rejected": " 6"}
+    trained_alike(tmp_path, "dpo", [pair], tokenizer)
+    trained_alike(tmp_path, "reward", [pair], tokenizer)
+    labelled = [{**question, "completion": f" {n}", "label": n == 5} for n in (5, 6)]
+    trained_alike(tmp_path, "kto", labelled, tokenizer)

@@ -8,6 +8,7 @@ import re
 import string
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,8 +36,10 @@ from trl import RewardConfig as TrlRewardConfig
 from ycore.config.resolve import resolve
 from ycore.config.schema import TuneConfig
 from ycore.data.examples import load_examples
+from ycore.round.assemble import Assembly
 from ycore.run.paths import RunFolder
 from ycore.trl.build import _rows, load_trainer_class
+from ycore.types import Prompt
 
 OURS = Path(__file__).parents[1] / "data" / "templates"
 THEIRS = Path(trl.__file__).parent / "chat_templates"
@@ -272,3 +275,45 @@ def test_texts(added: str, tmp_path: Path) -> None:
     trained_alike(tmp_path, "reward", [pair], tokenizer)
     labelled = [{**question, "completion": f" {n}", "label": n == 5} for n in (5, 6)]
     trained_alike(tmp_path, "kto", labelled, tokenizer)
+
+
+def grpo_tokens(tokenizer: PreTrainedTokenizerFast, prompt: Prompt, family: str) -> list[int]:
+    """What a run's engines get for this prompt."""
+    arguments = {"chat_template_kwargs": FAMILIES[family][3]}
+    run = SimpleNamespace(
+        config=SimpleNamespace(trl=arguments), tokenizer=tokenizer, tool_sets={}, sight=None
+    )
+    return list(Assembly.encode(run, prompt))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_runs_prompts_are_a_chats(family: str) -> None:
+    """They are also what TRL makes of the same prompt for GRPO: one call of the tokenizer."""
+    tokenizer = tokenizer_of(family)
+    for turns in PROMPTS:
+        chat = tokenizer.apply_chat_template(
+            turns, add_generation_prompt=True, return_dict=True, **FAMILIES[family][3]
+        )
+        assert grpo_tokens(tokenizer, Prompt(0, turns), family) == chat["input_ids"]
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_runs_prompts_are_a_servers(family: str) -> None:
+    """vLLM, which also serves judges, gives some templates their texts in blocks."""
+    renderer = pytest.importorskip("vllm.renderers.hf")
+    tokenizer = tokenizer_of(family)
+    is_text = (
+        renderer._detect_content_format(tokenizer.chat_template, default="string") == "string"
+    )
+    for turns in PROMPTS:
+        served = [
+            turn
+            if is_text
+            else {**turn, "content": [{"type": "text", "text": turn["content"]}]}
+            for turn in turns
+        ]
+        ids = tokenizer.apply_chat_template(
+            served, add_generation_prompt=True, return_dict=False, **FAMILIES[family][3]
+        )
+        assert grpo_tokens(tokenizer, Prompt(0, turns), family) == ids

@@ -274,12 +274,7 @@ def base_name(adapter: Path) -> str:
 
 
 def _is_its_own_base(adapter: Path) -> bool:
-    """Tell whether an adapter leads back to itself, through other adapters or at once."""
-    seen: set[Path] = set()
-    while adapter.resolve() not in seen and is_adapter(adapter):
-        seen.add(adapter.resolve())
-        adapter = Path(os.path.expanduser(base_name(adapter)))
-    return adapter.resolve() in seen
+    return Path(os.path.expanduser(base_name(adapter))).resolve() == adapter.resolve()
 
 
 def _content_id(path: Path) -> str:

@@ -72,7 +72,6 @@ class Trainer(TokenRewardTrainer):
             lam=settings.lam,
             target_lam=settings.target_lam,
             alpha=settings.alpha,
-            macro_tokens=settings.macro_tokens,
             bootstrap_B=bootstrap,
         )
         if settings.whiten:

@@ -1,7 +1,10 @@
 """The pure part of the code reward: which code a completion holds, which tests a row has, what a verdict is worth."""
 
+import base64
 import json
+import pickle
 import time
+import zlib
 from typing import Any
 
 import pytest
@@ -29,6 +32,15 @@ PROMPT = 'import math\n\ndef helper(x):\n    return -x\n\ndef area(r):\n    """T
 CHECK = "def check(candidate):\n    assert candidate(0) == 0\n"
 
 
+def lcb(stdin: str, stdout: str) -> dict[str, str]:
+    return {"input": stdin, "output": stdout, "testtype": "functional"}
+
+
+def packed(value: Any) -> str:
+    """LiveCodeBench's private tests: a pickled text of JSON."""
+    return base64.b64encode(zlib.compress(pickle.dumps(json.dumps(value)))).decode()
+
+
 def row(content: Any = "q", **columns: Any) -> Prompt:
     return Prompt(4, content, columns)
 
@@ -45,6 +57,21 @@ def row(content: Any = "q", **columns: Any) -> Prompt:
         ("<think>```python\na = 1\n```</think>```python\na = 6\n```", "a = 6\n"),
         ("<think>```python\na = 1\n```", ""),
         ("```python\n```", ""),
+        (
+            "1. Here:\n\n   ```python\n   def f():\n       return 1\n   ```\n",
+            "def f():\n    return 1\n",
+        ),
+        ("- ```python\n  a = 1\n  ```", "a = 1\n"),
+        ("> ```python\n> a = 1\n> ```", "a = 1\n"),
+        ("~~~python\na = '```'\n~~~", "a = '```'\n"),
+        ("````python\n```\na = 1\n````", "```\na = 1\n"),
+        ('```Python title="a.py"\na = 1\n```', "a = 1\n"),
+        ("```{.python}\na = 1\n```", "a = 1\n"),
+        (
+            '```python\ndef f():\n    """\n    ```\n    """\n```',
+            'def f():\n    """\n    ```\n    """\n',
+        ),
+        ("a = `x` ```not a fence```\n", "a = `x` ```not a fence```\n"),
         ("", ""),
     ],
 )
@@ -109,6 +136,30 @@ def test_a_prompt_in_a_chat_is_found_in_its_block_too() -> None:
             UnitTests(entry_point="f", calls=(([1], [1]),)),
         ),
         (
+            {"input_output": json.dumps({"inputs": [[1]], "outputs": [[6]], "fn_name": "g"})},
+            UnitTests(entry_point="g", calls=(([1], [6]),), is_wrapped=True),
+        ),
+        (
+            {"input_output": {"inputs": [["1", "2"]], "outputs": ["3"]}},
+            StdioTests((("1\n2", "3"),)),
+        ),
+        (
+            {
+                "public_test_cases": json.dumps([lcb("[1]\n2", "[3]")]),
+                "private_test_cases": packed([lcb("[4]\n5", "6")]),
+                "metadata": '{"func_name": "g"}',
+            },
+            UnitTests(entry_point="g", calls=(([[1], 2], [3]), ([[4], 5], 6))),
+        ),
+        (
+            {
+                "public_test_cases": [{"input": "1\n", "output": "2\n", "testtype": "stdin"}],
+                "private_test_cases": "[]",
+                "metadata": "{}",
+            },
+            StdioTests((("1\n", "2\n"),)),
+        ),
+        (
             {"tests": json.dumps({"inputs": [[1], 5], "outputs": ["a", None], "fn_name": "g"})},
             UnitTests(entry_point="g", calls=(([1], "a"), ([5], None))),
         ),
@@ -148,7 +199,7 @@ def test_malformed_tests_are_refused_with_their_row(
 def test_a_dataset_without_tests_is_refused() -> None:
     with pytest.raises(
         RewardError,
-        match=r"needs a column with tests .tests or test_list or test., and the dataset has answer",
+        match=r"needs a column with tests .tests or test_list or test or .*., and the dataset has answer",
     ):
         check_tests(RewardConfig(reward="code"), ["answer"], [])
     with pytest.raises(RewardError, match=r"needs a column with tests .*checks"):
@@ -211,3 +262,27 @@ def test_what_a_verdict_is_worth(
 )
 def test_outputs_are_compared_line_by_line(printed: bytes, wanted: str, same: bool) -> None:
     assert same_output(printed, wanted, 1e-6) is same
+
+
+class Harmful:
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return print, ("unpickled",)
+
+
+@pytest.mark.parametrize(
+    "private",
+    [
+        base64.b64encode(zlib.compress(pickle.dumps(Harmful()))).decode(),
+        base64.b64encode(zlib.compress(pickle.dumps(["a", "b"]))).decode(),
+        base64.b64encode(b"no zlib").decode(),
+        "no base64",
+        packed({"a": 1}),
+    ],
+)
+def test_private_tests_are_never_unpickled(
+    private: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    columns = {"public_test_cases": [lcb("1", "1")], "private_test_cases": private}
+    with pytest.raises(ValueError, match="private_test_cases"):
+        row_tests(row(**columns, fn_name="f"), SETTINGS)
+    assert "unpickled" not in capsys.readouterr().out

@@ -111,6 +111,62 @@ def test_asserts(room: Room) -> None:
     assert room.values(RIGHT, HALF, tests=tests, settings={"credit": "share"}) == [1.0, 0.5]
 
 
+APPS = {"fn_name": "total", "inputs": [[[1, 2, 3]], [[4]]], "outputs": [[6], [4]]}
+SOLUTION = """class Solution:
+    def total(self, nums: List[int]) -> Optional[int]:
+        return reduce(lambda a, b: a + b, nums)"""
+
+
+@pytest.mark.parametrize(
+    ("code", "reward"),
+    [
+        ("def total(nums): return sum(nums)", 1.0),
+        ("def total(nums): return [sum(nums)]", 1.0),
+        (SOLUTION, 1.0),
+        ("def total(nums: List[int]) -> int:\n    return Counter(x=sum(nums))['x']", 1.0),
+        (
+            "from __future__ import annotations\ndef total(nums: List[int]): return sum(nums)",
+            1.0,
+        ),
+        ("def total(nums): return 6", 0.0),
+        ("class Solution:\n    def total(self, nums): return 6", 0.0),
+        ("class Solution:\n    def sum(self, nums): return sum(nums)", 0.0),
+    ],
+)
+def test_functions_and_solutions_are_called_as_apps_calls_them(
+    room: Room, code: str, reward: float
+) -> None:
+    assert room.values(fenced(code), content="Write total(nums).", tests=APPS) == [reward]
+
+
+def test_wrapped_values_count_only_where_all_are(room: Room) -> None:
+    tests = {"fn_name": "f", "inputs": [[1], [2]], "outputs": [[1], [2, 3]]}
+    assert room.values(fenced("def f(x): return [x, x + 1][: x]"), tests=tests) == [1.0]
+    assert room.values(fenced("def f(x): return x if x == 1 else [2, 3]"), tests=tests) == [0.0]
+
+
+def test_a_function_that_nobody_named_is_masked_and_one_that_the_prompt_names_is_not(
+    room: Room,
+) -> None:
+    code = fenced("def add_up(nums): return sum(nums)")
+    (score,) = room.scores([code], content="Add up the numbers.", tests=APPS)
+    assert score.value is None and "row 0" in str(score.problem)
+    assert room.counted()["unreachable"] == 1
+    assert room.values(code, content="Write total(nums).", tests=APPS) == [0.0]
+    assert room.counted()["unreachable"] == 1
+
+
+def test_an_imported_name_is_not_the_programs(room: Room) -> None:
+    tests = {"fn_name": "gcd", "inputs": [[4, 6]], "outputs": [2]}
+    assert room.values(fenced("x = 1  # gcd"), tests=tests) == [0.0]
+    assert room.values(fenced("def gcd(a, b): return math.gcd(a, b)"), tests=tests) == [1.0]
+
+
+def test_a_script_may_use_the_testers_names_too(room: Room) -> None:
+    code = fenced("print(sum(map(int, sys.stdin.readline().split())))")
+    assert room.values(code, tests=[{"input": "1 2\n", "output": "3\n"}]) == [1.0]
+
+
 def test_calls_with_arguments(room: Room) -> None:
     tests = [
         {"input": [1], "output": 2},

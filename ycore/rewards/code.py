@@ -1,14 +1,17 @@
 """The reward `code`: a completion's program against its row's tests, run in the sandbox of programs.
 
 This file is the pure part: which code a completion holds, which tests a row has, and what a verdict is worth. The
-scorer that runs the programs is `ycore.scoring.code_scorer`. Rows have tests in one of four shapes (`row_tests`).
+scorer that runs the programs is `ycore.scoring.code_scorer`. `row_tests` has the shapes of tests.
 """
 
 import ast
+import base64
 import importlib.util
 import json
 import math
+import pickletools
 import re
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -23,11 +26,30 @@ from ycore.rewards.builtin import CODE
 from ycore.sandbox.program_pool import UnitTestResult
 from ycore.types import Content, Prompt
 
-TEST_COLUMNS = ("tests", "test_list", "test")
+TEST_COLUMNS = ("tests", "test_list", "test", "input_output", "public_test_cases")
+_PRIVATE_COLUMN = "private_test_cases"  # LiveCodeBench's, beside the public ones
 _SETUP_COLUMNS = ("test_imports", "test_setup_code")
 _NAME_COLUMNS = ("entry_point", "fn_name", "function")
 _MAX_TIMEOUTS = 10  # a program may take this many times `timeout_s` for all of its tests
 _PYTHON = frozenset({"python", "py", "python3"})
+_PICKLED_OBJECTS = frozenset(
+    {"GLOBAL", "STACK_GLOBAL", "INST", "OBJ", "REDUCE", "NEWOBJ", "NEWOBJ_EX", "BUILD"}
+)
+_MAX_PRIVATE = 2**28  # bytes of a row's private tests
+# The testers of APPS and LiveCodeBench give programs names of these modules without an import.
+_GIVEN_IMPORTS = """\
+import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string, sys, time
+from bisect import bisect, bisect_left, bisect_right, insort
+from collections import ChainMap, Counter, OrderedDict, defaultdict, deque, namedtuple
+from functools import cache, cmp_to_key, lru_cache, partial, reduce
+from heapq import heapify, heappop, heappush, heappushpop, heapreplace, merge, nlargest, nsmallest
+from itertools import accumulate, chain, combinations, count, cycle, groupby, permutations, product, zip_longest
+from math import ceil, comb, cos, exp, fabs, factorial, floor, gcd, inf, isqrt, lcm, log, log2, log10, pi, sin, sqrt, tan
+from typing import *
+"""
+_FENCE = re.compile(
+    r"(?P<margin>(?:[ \t]|>|[-*+][ \t]|\d{1,9}[.)][ \t])*)(?P<fence>`{3,}|~{3,})(?P<info>.*)"
+)
 
 
 class CodeSettings(Strict):
@@ -52,6 +74,7 @@ class UnitTests:
     """Tests that call the program: texts with asserts, or arguments and the values to return (`calls`).
 
     `entry_point` is the function under test where the row names one. `given` is code that the prompt has already.
+    Where `is_wrapped`, the values of `calls` are lists of one, as in APPS, and the value in it is right too.
     """
 
     tests: tuple[str, ...] = ()
@@ -59,6 +82,7 @@ class UnitTests:
     entry_point: str = ""
     given: str = ""
     calls: tuple[tuple[list[Any], Any], ...] = ()
+    is_wrapped: bool = False
 
     def __len__(self) -> int:
         return len(self.tests) + len(self.calls)
@@ -71,6 +95,7 @@ class UnitTests:
             "entry_point": self.entry_point,
             "given": self.given,
             "calls": self.calls,
+            "is_wrapped": self.is_wrapped,
             "timeout_s": settings.timeout_s,
             "tolerance": settings.tolerance,
             "stop_at_failure": settings.credit == "all",
@@ -129,7 +154,8 @@ def row_tests(prompt: Prompt, settings: CodeSettings) -> UnitTests | StdioTests:
     Asserts: a list of texts (MBPP's `test_list`, with `test_imports` and `test_setup_code`), or one text.
     HumanEval: a text that defines `check(candidate)`, with the column `entry_point`.
     StdioTests: `[{"input": text, "output": text}]` for standard input and output; with `entry_point` and inputs that are no
-    texts, lists of arguments and returned values. Also as `{"inputs": [...], "outputs": [...], "fn_name": ...}`.
+    texts, lists of arguments and returned values. Also as `{"inputs": [...], "outputs": [...], "fn_name": ...}` (APPS,
+    TACO), and as LiveCodeBench's public and private test cases.
     """
     columns = prompt.columns
     names = TEST_COLUMNS if settings.tests is None else (settings.tests,)
@@ -137,8 +163,14 @@ def row_tests(prompt: Prompt, settings: CodeSettings) -> UnitTests | StdioTests:
     if name is None:
         raise ValueError(f"no tests in {' or '.join(names)}")
     tests = _from_json(columns[name])
+    if name == "public_test_cases" and isinstance(tests, list):
+        tests = [*tests, *_private_tests(columns.get(_PRIVATE_COLUMN))]
     function = next((str(columns[key]) for key in _NAME_COLUMNS if columns.get(key)), "")
-    if isinstance(tests, Mapping):
+    metadata = _from_json(columns.get("metadata"))
+    if not function and isinstance(metadata, Mapping):
+        function = str(metadata.get("func_name") or "")
+    is_apps = isinstance(tests, Mapping)
+    if is_apps:
         function = str(tests.get("fn_name") or function)
         tests = _zipped(tests)
     if isinstance(tests, str):
@@ -154,7 +186,7 @@ def row_tests(prompt: Prompt, settings: CodeSettings) -> UnitTests | StdioTests:
         for text in setup:
             _require_python(text)
         return UnitTests(tuple(tests), tuple(setup))
-    return _pairs(tests, function)
+    return _pairs(tests, function, may_wrap=is_apps)
 
 
 def code_of(completion: Content) -> str:
@@ -177,12 +209,26 @@ def program_of(completion: Content, tests: UnitTests | StdioTests) -> str:
     to the first line that leaves the function's body.
     """
     code = code_of(completion)
+    if code.strip() and (isinstance(tests, StdioTests) or tests.calls):
+        imports = "" if "from __future__" in code else _GIVEN_IMPORTS
+        if isinstance(tests, StdioTests):
+            return imports + code
+        # A function of the same name that is imported here would pass for the program's.
+        forget = f"globals().pop({tests.entry_point!r}, None)\n" if imports else ""
+        return imports + forget + code + _method_as_function(code, tests.entry_point)
     if isinstance(tests, StdioTests) or not tests.given:
         return code
     if _defines(code, tests.entry_point):
         start = _definition(tests.entry_point).search(tests.given)
         return f"{tests.given[: start.start()] if start else ''}\n{code}"
     return tests.given + _body(code)
+
+
+def reaches(tests: UnitTests | StdioTests, text: str) -> bool:
+    """Whether a text, a program or its prompt, has the name of the function that the tests call, if they call one."""
+    if isinstance(tests, StdioTests) or not tests.calls:
+        return True
+    return re.search(rf"\b{re.escape(tests.entry_point)}\b", text) is not None
 
 
 def share_passed(result: UnitTestResult) -> float:
@@ -243,21 +289,52 @@ def _after_thinking(text: str) -> str:
 
 
 def _blocks(text: str) -> list[tuple[str, str]]:
-    """Return the language and the body of each fenced block. Linear in the text."""
+    """Return the language and the body of each fenced block, as CommonMark reads them. Linear in the text.
+
+    The indentation of a fence, in a list for example, is no part of its body. A block that is not closed ends with the
+    text.
+    """
     blocks: list[tuple[str, str]] = []
-    language: str | None = None
+    opening: re.Match[str] | None = None
     body: list[str] = []
-    for line in [*text.splitlines(keepends=True), "```"]:  # a block that is not closed ends too
-        stripped = line.strip()
-        if language is None and stripped.startswith("```"):
-            language = stripped.strip("`").strip().lower()
-            body = []
-        elif language is not None and stripped == "```":
-            blocks.append((language, "".join(body)))
-            language = None
-        elif language is not None:
-            body.append(line)
-    return blocks
+    for line in text.splitlines(keepends=True):
+        match = _FENCE.match(line)
+        if opening is None:
+            if match and not (match["fence"][0] == "`" and "`" in match["info"]):
+                opening, body = match, []
+        elif match and _closes(match, opening):
+            blocks.append((_language(opening), "".join(body)))
+            opening = None
+        else:
+            body.append(_without_margin(line, opening["margin"]))
+    return blocks if opening is None else [*blocks, (_language(opening), "".join(body))]
+
+
+def _closes(fence: re.Match[str], opening: re.Match[str]) -> bool:
+    return (
+        fence["fence"].startswith(opening["fence"])
+        and not fence["info"].strip()
+        and len(fence["margin"]) <= len(opening["margin"]) + 3
+    )
+
+
+def _language(opening: re.Match[str]) -> str:
+    """Return the first word of the info string: `python` of `Python title="a.py"` and of `{.python}`."""
+    return re.split(r"[\s:,{}]", opening["info"].strip().lstrip("{."), maxsplit=1)[0].lower()
+
+
+def _without_margin(line: str, margin: str) -> str:
+    for character in margin:
+        if line[:1] == ">" == character or line[:1] in (" ", "\t"):
+            line = line[1:]
+    return line
+
+
+def _method_as_function(code: str, function: str) -> str:
+    """Return a line that makes a method of `class Solution` the function under test, as APPS and LeetCode call it."""
+    if _defines(code, function) or not re.search(r"^class Solution\b", code, re.MULTILINE):
+        return ""
+    return f"\n\n{function} = Solution().{function}\n"
 
 
 def _definition(function: str) -> re.Pattern[str]:
@@ -286,35 +363,66 @@ def _check_exam(prompt: Prompt, text: str, function: str) -> UnitTests:
         raise ValueError(
             "its tests define check(candidate), and no column entry_point names the function"
         )
-    content = prompt.content
-    if not isinstance(content, str):
-        content = str(content[-1]["content"]) if content else ""
+    content = completion_text(prompt.content)
     fenced = _blocks(content)
     prefix = fenced[-1][1] if fenced else content
     prefix = prefix if _defines(prefix, function) else ""
     return UnitTests((text,), entry_point=function, given=prefix)
 
 
-def _pairs(tests: Sequence[Any], function: str) -> UnitTests | StdioTests:
+def _pairs(tests: Sequence[Any], function: str, *, may_wrap: bool) -> UnitTests | StdioTests:
     for number, test in enumerate(tests):
         if not isinstance(test, Mapping) or not {"input", "output"} <= set(test):
             raise ValueError(
                 f"test {number} is no text and has no input and output: {str(test)[:80]}"
             )
-    pairs = [(test["input"], test["output"]) for test in tests]
     if not function:
+        pairs = [(_joined(test["input"]), _joined(test["output"])) for test in tests]
         if all(isinstance(text, str) for pair in pairs for text in pair):
             return StdioTests(tuple(pairs))
         raise ValueError(
             "its inputs are arguments, and no column entry_point names the function"
         )
-    calls: list[tuple[list[Any], Any]] = []
-    for arguments, expected in pairs:
-        arguments = _from_json(arguments)
-        calls.append(
-            (arguments if isinstance(arguments, list) else [arguments], _from_json(expected))
-        )
-    return UnitTests(entry_point=function, calls=tuple(calls))
+    calls = [(_arguments(test), _from_json(test["output"])) for test in tests]
+    is_wrapped = may_wrap and all(
+        isinstance(value, list) and len(value) == 1 for _, value in calls
+    )
+    return UnitTests(entry_point=function, calls=tuple(calls), is_wrapped=is_wrapped)
+
+
+def _joined(lines: Any) -> Any:
+    """Return lines in a list, as APPS has some, as one text."""
+    if isinstance(lines, list) and all(isinstance(line, str) for line in lines):
+        return "\n".join(lines)
+    return lines
+
+
+def _arguments(test: Mapping[str, Any]) -> list[Any]:
+    if test.get("testtype") == "functional":  # LiveCodeBench: an argument a line
+        return [_from_json(line) for line in str(test["input"]).splitlines()]
+    arguments = _from_json(test["input"])
+    return arguments if isinstance(arguments, list) else [arguments]
+
+
+def _private_tests(value: Any) -> list[Any]:
+    """Return LiveCodeBench's private tests: JSON, or a pickled text of JSON, packed. Nothing is unpickled."""
+    tests = _from_json(value or "[]")
+    if isinstance(tests, str):
+        try:
+            packed = base64.b64decode(tests, validate=True)
+            pickled = zlib.decompressobj().decompress(packed, _MAX_PRIVATE)
+            operations = [(code.name, value) for code, value, _ in pickletools.genops(pickled)]
+        except (ValueError, zlib.error) as error:
+            raise ValueError(f"{_PRIVATE_COLUMN} cannot be read: {error}") from None
+        texts = [value for _, value in operations if isinstance(value, str)]
+        if len(texts) != 1 or any(name in _PICKLED_OBJECTS for name, _ in operations):
+            raise ValueError(
+                f"{_PRIVATE_COLUMN} pickles more than one text; give the tests as JSON"
+            )
+        tests = _from_json(texts[0])
+    if not isinstance(tests, list):
+        raise ValueError(f"{_PRIVATE_COLUMN} is no list of tests")
+    return tests
 
 
 def _zipped(tests: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -151,8 +151,10 @@ def _run_calls(tests: Mapping[str, Any], client: CallClient, results: _Results) 
     function = client.name(tests["entry_point"])
     for unit, (args, expected) in enumerate(tests["calls"]):
         passed = False
+        accepted = [expected, *expected] if tests["is_wrapped"] else [expected]
         with suppress(Exception):  # the program's, or a value that cannot be compared
-            passed = same_value(function(*args), expected, tests["tolerance"])
+            value = function(*args)
+            passed = any(same_value(value, right, tests["tolerance"]) for right in accepted)
         results.record(unit, passed)
 
 

@@ -6,15 +6,18 @@ from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.data.prompts import PromptSet
+from ycore.rewards.answers import completion_text
 from ycore.rewards.builtin import is_code
 from ycore.rewards.code import (
     CodeSettings,
     StdioTests,
     UnitTests,
     check_tests,
+    code_of,
     code_settings,
     passes_all,
     program_of,
+    reaches,
     row_tests,
     same_output,
     share_passed,
@@ -42,6 +45,7 @@ class CodeMeter(CountMeter):
     timeouts: float = 0
     memory: float = 0
     infra_errors: float = 0
+    unreachable: float = 0
     seconds: float = 0
 
     def summary(self) -> Mapping[str, float]:
@@ -120,12 +124,20 @@ class CodeScorer(Scorer):
         try:
             tests = row_tests(prompt, self.settings)
         except ValueError as error:  # checked before the run: the dataset was changed since
+            self.meter.unreachable += 1
             return self.masked(f"row {prompt.row}: {error}")
         source = program_of(completion.full_text, tests)
         self.meter.programs += 1
         if not source.strip():
             self.meter.no_code += 1
             return Score(0.0)
+        if not reaches(tests, code_of(completion.full_text)):
+            self.meter.unreachable += 1
+            if reaches(tests, completion_text(prompt.content)):
+                return Score(0.0)
+            return self.masked(
+                f"row {prompt.row}: its tests call a function that its prompt does not name"
+            )
         score = await (
             self._examined(source, tests)
             if isinstance(tests, UnitTests)

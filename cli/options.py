@@ -91,7 +91,7 @@ Tools = texts(
     metavar="NAME",
 )
 Env = texts(
-    "What it acts in: file.py:Class, textarena:ID, gym:NAME or openenv:NAME; of several, each row's column "
+    "What it acts in: file.py:Class, textarena:ID or gym:NAME; of several, each row's column "
     "`environment` names its own; see docs/agents.md.",
     metavar="[NAME=]ENV",
 )

@@ -74,10 +74,6 @@ LINE = "grpo --model model --dataset task:addition --max-tokens 32 --output run 
             "does not start (No such file or directory); give the path",
         ),
         (
-            "--env openenv:https://host",
-            "OpenEnv's environments run in the sandbox here, without server",
-        ),
-        (
             "--env gym:chain_sm",
             "reasoning-gym has no task 'chain_sm'; did you mean 'chain_sum'",
         ),

@@ -402,12 +402,11 @@ def test_an_environment_has_the_name_that_was_given_or_its_own() -> None:
     given = [
         "walk=a.py:Walk",
         "a.py:Hunt",
-        "openenv:b.py:Grid",
         "textarena:Sudoku-v0?clues=20",
         "gym:chain_sum?x=a:b",
     ]
     found = resolve(recipe=BASE | {"env": given}).environments
-    assert list(found) == ["walk", "Hunt", "Grid", "Sudoku-v0", "chain_sum"]
+    assert list(found) == ["walk", "Hunt", "Sudoku-v0", "chain_sum"]
     assert list(found.values()) == ["a.py:Walk", *given[1:]]
     assert resolve(recipe=BASE | {"env": "a.py:Walk"}).env == ["a.py:Walk"], (
         "as in a run.json of an earlier version"

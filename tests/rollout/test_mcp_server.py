@@ -9,7 +9,7 @@ import pytest
 from ycore.config.schema import RunConfig, TurnSettings
 from ycore.errors import ConfigError
 from ycore.rollout import ToolRefused
-from ycore.rollout.mcp_server import McpServer, ServerEnded
+from ycore.rollout.mcp_server import McpServer
 from ycore.rollout.tool_pool import Answer, Episode, ToolPool, describe_tools
 from ycore.types import Prompt
 
@@ -112,12 +112,11 @@ def test_what_a_server_says_is_read_by_the_protocol(
         with pytest.raises(RuntimeError, match="not here"):
             server.call("t_3", {})
         assert "a line of a log" in capfd.readouterr().err
-        assert server._process is not None
-        server._process.kill()
-        with pytest.raises(ServerEnded, match="ended with status -9"):
-            server.call("t_1", {})
     finally:
-        server.end()
+        server._process.kill()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="ended with status -9"):
+            server.call("t_1", {})
 
 
 @pytest.mark.parametrize(
@@ -129,7 +128,7 @@ def test_what_a_server_says_is_read_by_the_protocol(
             "no-such-program --here",
             "no MCP server started: 'no-such-program': No such file or directory; the command",
         ),
-        ("sleep 100", "it did not answer within 0.3 s"),
+        ("sleep 100", "ended with status -9; the command runs in the sandbox"),
         ("sh -c 'exit 5'", "it ended with status 5"),
         ("cat", "no MCP server started"),
     ],
@@ -186,7 +185,7 @@ def test_each_completion_has_a_server_of_its_own_held_as_tools_are(place: Path) 
                 note = ("add_note", {"text": "a", "times": 2})
                 first = await play(pool, note, ("fail", {}), ("look", {}), note)
                 second = await play(pool, note, ("end", {}), note, ("none", {}))
-                assert [host.restarts for host in pool.workers] == [1]
+                assert pool.workers == []
                 return first, second
         finally:
             await pool.close()
@@ -201,5 +200,5 @@ def test_each_completion_has_a_server_of_its_own_held_as_tools_are(place: Path) 
     assert (
         second[0] == Answer("a, a") and second[1].failed
     )  # a new server, which then ends itself
-    assert second[2] == Answer("a, a, a, a")  # and comes back with what it was asked
+    assert second[2].failed and "ended with status 3" in second[2].text
     assert second[3] == Answer("{'error': 'Tool none not found.'}", failed=True)

@@ -22,19 +22,12 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ycore.rollout import ToolRefused
-from ycore.rollout.environments import (
-    GAMES,
-    OPENENV_PREFIX,
-    LocalEnvironment,
-    game_class,
-    openenv_local,
-)
-from ycore.rollout.mcp_server import MCP_PREFIX, McpServer, ServerEnded
+from ycore.rollout.games import GAMES, game_class
+from ycore.rollout.mcp_server import MCP_PREFIX, McpServer
 from ycore.sandbox.channel import Channel
 
 PYTHON = "python"
@@ -74,8 +67,6 @@ class ToolHost:
         """The reward of calls and steps since the turn's reward was last asked for."""
         self._runner = asyncio.Runner()
         self._servers = [McpServer(name) for name in tools if name.startswith(MCP_PREFIX)]
-        self._declaring: list[McpServer | LocalEnvironment] = [*self._servers]
-        """Servers and environments that declare their tools themselves."""
         for name in tools:
             if not name.startswith(MCP_PREFIX):
                 self._add(python if name == PYTHON else load(name, "tool"), source=name)
@@ -84,14 +75,10 @@ class ToolHost:
             self._check_reward(env)
             for name in self._methods:
                 self._add(getattr(self._env, name), source=f"{env}.{name}")
-        if isinstance(self._env, LocalEnvironment):
-            self._declaring.append(self._env)
 
     @property
     def _methods(self) -> list[str]:
         """The environment's public methods, which are its tools; as in TRL, those of its class, inherited or not."""
-        if isinstance(self._env, LocalEnvironment):
-            return []
         members = inspect.getmembers(type(self._env), inspect.isfunction)
         return [
             name for name, _ in members if name not in _NOT_TOOLS and not name.startswith("_")
@@ -100,8 +87,6 @@ class ToolHost:
     @property
     def _takes_text(self) -> bool:
         """Whether the only method is `step(self, text)`, so that a whole turn is the action."""
-        if isinstance(self._env, LocalEnvironment):
-            return self._env.takes_text
         if self._env is None or self._methods != ["step"]:
             return False
         return len(inspect.signature(self._env.step).parameters) == 1
@@ -128,10 +113,10 @@ class ToolHost:
         tools: list[dict[str, Any]] = []
         if schemas and not self._takes_text:
             tools = [schema_of(tool) for tool in self._tools.values()]
-            for declaring in self._declaring:
-                for schema in declaring.schemas:
+            for server in self._servers:
+                for schema in server.schemas:
                     names = [tool["function"]["name"] for tool in tools]
-                    _require_new(schema["function"]["name"], names, source=declaring.name)
+                    _require_new(schema["function"]["name"], names, source=server.name)
                     tools.append(schema)
         return {
             "tools": tools,
@@ -167,13 +152,6 @@ class ToolHost:
     def _op_call(self, request: Mapping[str, Any]) -> str:
         return str(self._call(request["name"], request["arguments"]))[:MAX_TEXT]
 
-    def _op_start_servers(self, request: Mapping[str, Any]) -> int:
-        return sum(len(server.tools) for server in self._servers)
-
-    def _op_end_servers(self, request: Mapping[str, Any]) -> None:
-        for server in self._servers:
-            server.end()
-
     def _op_turn_reward(self, request: Mapping[str, Any]) -> float | None:
         reward = self._turn_reward
         self._turn_reward = None
@@ -206,9 +184,9 @@ class ToolHost:
     def _call(self, name: str, arguments: Mapping[str, Any]) -> Any:
         if name in self._tools:
             return self._awaited(self._tools[name](**arguments))
-        for declaring in self._declaring:
-            if name in declaring.tools:
-                return declaring.call(name, arguments)
+        for server in self._servers:
+            if name in server.tools:
+                return server.call(name, arguments)
         raise ValueError(f"Tool {name} not found.")  # TRL's words
 
     def _awaited(self, result: Any) -> Any:
@@ -226,8 +204,6 @@ class ToolHost:
 def _environment(env: str) -> Any:
     """Return the environment of this name; ToolRefused where there is none, or it does not start."""
     try:
-        if env.startswith(OPENENV_PREFIX):
-            return openenv_local(env, partial(load, kind="environment"))
         is_game = env.partition(":")[0] in GAMES
         factory = game_class(env) if is_game else load(env, "environment")
         if not callable(getattr(factory, "reset", None)):
@@ -363,8 +339,6 @@ def main() -> None:
         owner = os.getpid()
         try:
             answer = {"value": host.answer(request)}
-        except ServerEnded:
-            raise  # what it knew is lost: this process ends, and another takes the calls again
         except BaseException as error:  # noqa: BLE001 (a process boundary: sys.exit in a tool is its failure, not ours)
             traceback.print_exc()
             answer = {"failed": " ".join(str(error).split())[:300] or type(error).__name__}

@@ -1,8 +1,7 @@
 """Tools and environments as the trainer asks them: a process for each completion that uses them, used again after it.
 
 A call that raises is an answer. A call that hangs is ended at its deadline, with its process; a call that ends its
-process is an answer too. An environment that was lost so begins anew and takes its earlier calls again. Nothing ends
-the run.
+process is an answer too. The environment in such a process is lost, and its completion masked. Nothing ends the run.
 """
 
 import asyncio
@@ -22,7 +21,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError, RewardError
-from ycore.rollout.environments import OPENENV_PREFIX
 from ycore.rollout.mcp_server import MCP_PREFIX
 from ycore.rollout.tool_host import MAX_TEXT, PYTHON
 from ycore.sandbox import Confinement, Limits, View
@@ -94,9 +92,8 @@ class ToolWorker(ConfinedWorker[ToolSet]):
         *,
         name: str,
         log: Path | None,
-        python: str | None = None,
+        python: str | None,
         describe: bool = False,
-        start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         """`python` is another Python to run in; `describe` asks for schemas, which takes seconds."""
         super().__init__(
@@ -105,7 +102,7 @@ class ToolWorker(ConfinedWorker[ToolSet]):
             confinement,
             name=name,
             log=log,
-            start_timeout_s=start_timeout_s,
+            start_timeout_s=_DESCRIBE_TIMEOUT_S if describe else START_TIMEOUT_S,
         )
         self.env = env
         if python is not None:
@@ -177,7 +174,6 @@ async def _describe(config: RunConfig, env: str | None, confinement: Confinement
         log=None,
         python=config.env_python,
         describe=True,
-        start_timeout_s=_DESCRIBE_TIMEOUT_S,
     )
     try:
         tool_set = await worker.start()
@@ -208,7 +204,7 @@ def _tools_confinement(
         for name in config.tools
         if name != PYTHON
     ]
-    names += [env.removeprefix(OPENENV_PREFIX) for env in config.environments.values()]
+    names += config.environments.values()
     read = [] if config.env_python is None else _python_paths(config.env_python)[1:]
     return turns_confinement(config, names, read=read, run_folder=run_folder, run_id=run_id)
 
@@ -263,7 +259,8 @@ class ToolPool:
     """Example: `pool = ToolPool(config, log=..., run_id=...); episode = Episode(pool, ...); await pool.close()`.
 
     Processes are started when they are needed, `turns.at_once` at most of a kind: those of the user's tools and
-    environment, and those of the tool `python`, which see no file and serve one completion each.
+    environment, and those of the tool `python`, which see no file. A process serves completion after completion, but
+    for one with an MCP server or the tool `python`, which keep state.
     """
 
     def __init__(
@@ -271,6 +268,7 @@ class ToolPool:
     ) -> None:
         self.config = config
         self.workers: list[ToolWorker] = []
+        self.has_servers = any(name.startswith(MCP_PREFIX) for name in config.tools)
         self._idle: list[ToolWorker] = []
         self._log = log
         self._confinement = _tools_confinement(config, run_folder=run_folder, run_id=run_id)
@@ -279,11 +277,6 @@ class ToolPool:
         self._worker_slots = asyncio.Semaphore(config.turns.at_once)
         self._interpreter_slots = asyncio.Semaphore(config.turns.at_once)
         self._numbers = itertools.count()
-
-    @property
-    def has_servers(self) -> bool:
-        """Whether there are MCP servers, which may keep state: each completion has its own."""
-        return any(name.startswith(MCP_PREFIX) for name in self.config.tools)
 
     @asynccontextmanager
     async def worker(self, env: str | None) -> AsyncIterator[ToolWorker]:
@@ -298,10 +291,10 @@ class ToolPool:
             try:
                 yield worker
             finally:
-                if self.has_servers and worker.is_running:
-                    with suppress(CallFailed):
-                        await worker.ask("end_servers", deadline_s=self.config.turns.call_s)
-                self._idle.append(worker)
+                if self.has_servers:
+                    await self._end(worker)
+                else:
+                    self._idle.append(worker)
 
     async def _take_idle(self, env: str | None) -> ToolWorker | None:
         """Return the last used worker of this environment; without any, make room for a new worker."""
@@ -310,9 +303,7 @@ class ToolPool:
                 self._idle.remove(worker)
                 return worker
         if self._idle and len(self.workers) >= self.config.turns.at_once:
-            oldest = self._idle.pop(0)
-            self.workers.remove(oldest)
-            await oldest.close()
+            await self._end(self._idle.pop(0))
         return None
 
     @asynccontextmanager
@@ -323,11 +314,14 @@ class ToolPool:
             try:
                 yield worker
             finally:
-                self.workers.remove(worker)
-                await worker.close()
+                await self._end(worker)
 
     async def close(self) -> None:
         await asyncio.gather(*(worker.close() for worker in self.workers))
+
+    async def _end(self, worker: ToolWorker) -> None:
+        self.workers.remove(worker)
+        await worker.close()
 
     def _new(
         self,
@@ -341,14 +335,6 @@ class ToolPool:
         worker = ToolWorker(tools, env, confinement, name=name, log=self._log, python=python)
         self.workers.append(worker)
         return worker
-
-
-class Operation(NamedTuple):
-    """An operation that an environment answered; its seed follows from its number."""
-
-    op: str
-    request: Mapping[str, Any]
-    number: int
 
 
 class Episode:
@@ -370,8 +356,7 @@ class Episode:
         self._stack = AsyncExitStack()
         self._worker: ToolWorker | None = None
         self._interpreter: ToolWorker | None = None
-        self._history: list[Operation] = []
-        self._number = 0
+        self._num_calls = 0
         self._problem: str | None = None
 
     async def __aenter__(self) -> "Episode":
@@ -384,9 +369,8 @@ class Episode:
         """Reset the environment, if there is one; return its first observation, or None."""
         if self._env is None:
             return None
-        worker = await self._take_worker()
         try:
-            return await self._timed(self._begin(worker))
+            return await self._timed(self._begin(self._env))
         except (CallFailed, RewardError) as failure:
             self.lose(f"reset: {failure}")
         return None
@@ -399,24 +383,27 @@ class Episode:
         """Return a tool's answer; OutOfTime where no time is left."""
         request = {"name": name, "arguments": dict(arguments)}
         in_interpreter = name == PYTHON and PYTHON in self._pool.config.tools
-        work = self._interpret(request) if in_interpreter else self._ask("call", request)
-        try:
-            return Answer(str(await self._timed(work)))
-        except (CallFailed, RewardError) as failure:
-            return Answer(str({"error": str(failure)}), failed=True)  # TRL's form
+        answer = await self._answer(
+            self._interpret(request) if in_interpreter else self._ask("call", **request)
+        )
+        assert answer is not None
+        return answer
 
     async def step(self, text: str) -> Answer | None:
         """Return the answer of an environment that takes text; None where it is over."""
+        return await self._answer(self._ask("step", text=text))
+
+    async def _answer(self, work: Awaitable[Any]) -> Answer | None:
         try:
-            answer = await self._timed(self._ask("step", {"text": text}))
+            value = await self._timed(work)
         except (CallFailed, RewardError) as failure:
-            return Answer(str({"error": str(failure)}), failed=True)
-        return None if answer is None else Answer(str(answer))
+            return Answer(str({"error": str(failure)}), failed=True)  # TRL's form
+        return None if value is None else Answer(str(value))
 
     async def turn_reward(self) -> float | None:
         """Return what the environment paid since the last turn; None where it paid no finite number, or is lost."""
         with suppress(CallFailed, RewardError):
-            value = await self._timed(self._ask("turn_reward", {}))
+            value = await self._timed(self._ask("turn_reward"))
             if isinstance(value, int | float) and math.isfinite(value):
                 return value
         return None
@@ -425,7 +412,7 @@ class Episode:
         """Return what the environment pays for the whole episode."""
         if self._problem is None and self._worker is not None:
             try:
-                value = await self._timed(self._ask("reward", {}))
+                value = await self._timed(self._ask("reward"))
                 if value is None:
                     return Score(None)
                 if not isinstance(value, str) and math.isfinite(value):
@@ -438,7 +425,7 @@ class Episode:
     async def attributes(self) -> str | None:
         """Return the environment's attributes as JSON; None where it is lost."""
         with suppress(CallFailed, RewardError, OutOfTime):
-            value = await self._timed(self._ask("attributes", {}))
+            value = await self._timed(self._ask("attributes"))
             return value if isinstance(value, str) else None
         return None
 
@@ -449,54 +436,45 @@ class Episode:
         finally:
             self.seconds += time.perf_counter() - began
 
-    async def _ask(self, op: str, request: Mapping[str, Any]) -> Any:
+    async def _ask(self, op: str, **request: Any) -> Any:
         if self._problem is not None:
             raise CallFailed(f"the environment is gone: {self._problem}")
-        if self._worker is None and not self._pool.has_servers:
+        if self._env is None and not self._pool.has_servers:
             async with self._pool.worker(None) as worker:
                 await worker.ready()
-                return await self._send(worker, self._next(op, request))
+                return await self._send(worker, op, request)
         if self._worker is None:
-            await self._begin(await self._take_worker())
-        assert self._worker is not None
-        if not self._worker.is_running:
-            await self._replay(self._worker)
-        operation = self._next(op, request)
-        value = await self._send(self._worker, operation)
-        self._history.append(operation)
-        return value
+            self._worker = await self._stack.enter_async_context(self._pool.worker(self._env))
+            await self._worker.ready()
+        try:
+            return await self._send(self._worker, op, request)
+        except CallFailed as failure:
+            if not self._worker.is_running:
+                self.lose(str(failure))
+            raise
 
     async def _interpret(self, request: Mapping[str, Any]) -> Any:
         if self._interpreter is None:
             self._interpreter = await self._stack.enter_async_context(self._pool.interpreter())
-        was_running = self._interpreter.is_running
         await self._interpreter.ready()
-        value = await self._send(self._interpreter, self._next("call", request))
-        if self._interpreter.restarts and not was_running:
-            return f"(the interpreter began anew: its variables are gone)\n{value}"
-        return value
+        return await self._send(self._interpreter, "call", request)
 
-    def _next(self, op: str, request: Mapping[str, Any]) -> Operation:
-        return Operation(op, request, self._number + 1)
-
-    async def _send(self, worker: ToolWorker, operation: Operation) -> Any:
+    async def _send(self, worker: ToolWorker, op: str, request: Mapping[str, Any]) -> Any:
         time_left_s = self._settings.completion_s - self.seconds
         if time_left_s <= 0:
             raise OutOfTime
-        self._number = max(self._number, operation.number)
+        self._num_calls += 1
         return await worker.ask(
-            operation.op,
+            op,
             deadline_s=min(time_left_s, self._settings.call_s),
-            seed=seed_of(f"{self._seed_key}/{self._index}/{operation.number}"),
-            **operation.request,
+            seed=seed_of(f"{self._seed_key}/{self._index}/{self._num_calls}"),
+            **request,
         )
 
-    async def _take_worker(self) -> ToolWorker:
-        self._worker = await self._stack.enter_async_context(self._pool.worker(self._env))
-        return self._worker
-
-    async def _begin(self, worker: ToolWorker) -> str | None:
+    async def _begin(self, env: str) -> str | None:
         """Reset the environment; in a new process where a used one does not answer any more."""
+        worker = await self._stack.enter_async_context(self._pool.worker(env))
+        self._worker = worker
         was_used = worker.is_running
         try:
             return await self._reset(worker)
@@ -507,10 +485,6 @@ class Episode:
 
     async def _reset(self, worker: ToolWorker) -> str | None:
         await worker.ready()
-        if self._pool.has_servers:
-            await worker.ask("start_servers", deadline_s=START_TIMEOUT_S)
-        if self._env is None:
-            return None
         row = {**self._prompt.columns, "prompt": self._prompt.content}
         if len(self._pool.config.env) > 1:  # then `environment` is not passed on, as in TRL
             row.pop("environment", None)
@@ -521,16 +495,6 @@ class Episode:
             row=plain(row),
         )
         return observation
-
-    async def _replay(self, worker: ToolWorker) -> None:
-        """Begin again in a new process, and repeat every operation that had an answer."""
-        try:
-            await self._reset(worker)
-            for operation in self._history:
-                await self._send(worker, operation)
-        except CallFailed as failure:
-            self.lose(f"it was lost, and did not come back: {failure}")
-            raise
 
 
 def plain(value: Any) -> Any:

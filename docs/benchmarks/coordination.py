@@ -38,10 +38,9 @@ from ycore.engine.vllm_engine import VllmEngine
 from ycore.placement.placement import DYNAMIC, SlotPool
 from ycore.placement.service import RemoteAllocator
 from ycore.placement.slots import Slots
-from ycore.round.peers import Peers
+from ycore.round.peers import Peers, TorchPeers
 from ycore.round.sampling import DrawSource, Rules, Shard
 from ycore.round.step import Controller
-from ycore.round.torch_peers import TorchPeers
 from ycore.scoring.reward_pool import RewardPool, RuleScorer
 from ycore.scoring.scoring import Scoring
 from ycore.types import Prompt, Score

@@ -61,10 +61,9 @@ from ycore.placement.service import RemoteAllocator
 from ycore.placement.shared_allocator import home_rank
 from ycore.placement.slots import Slots
 from ycore.rollout.turns import completion_seed
-from ycore.round.peers import Peers
+from ycore.round.peers import Peers, TorchPeers
 from ycore.round.sampling import AcceptanceRate, DrawSource, Rules
 from ycore.round.step import Controller
-from ycore.round.torch_peers import TorchPeers
 from ycore.run.tasks import together
 from ycore.run.trace import ROUND, TraceWriter, read_trace
 from ycore.scoring.scoring import PendingGroup, Scoring

@@ -22,8 +22,7 @@ from ycore.engine.vllm_engine import VllmEngine
 from ycore.engine.weight_proof import tensor_sums, write_manifest
 from ycore.errors import SyncError
 from ycore.models.tiny import write_tiny_model
-from ycore.rollout.agent_pool import AgentPool
-from ycore.rollout.agents import AgentWriter
+from ycore.rollout.agents import AgentPool, AgentWriter
 from ycore.rollout.carried import CarryWriter
 from ycore.rollout.dialogue import Dialogue
 from ycore.rollout.tool_pool import ToolPool, ToolSet
@@ -517,7 +516,7 @@ def test_the_openai_client_is_answered_as_an_environment_inside_is(
     )
     kinds = [
         MultiTurnWriter(lambda _: inside, pool, limits, pays=False),
-        AgentWriter(lambda tools: through, agents, limits, call_s=60),
+        AgentWriter(lambda tools: through, agents, limits),
     ]
 
     async def play() -> list[list[Completion]]:

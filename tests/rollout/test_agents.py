@@ -21,8 +21,7 @@ from ycore.advantages import ESTIMATORS
 from ycore.config.schema import RunConfig
 from ycore.engine import Engine as BaseEngine
 from ycore.errors import ConfigError
-from ycore.rollout.agent_pool import AgentCall, AgentExit, AgentPool
-from ycore.rollout.agents import AgentWriter, read_request
+from ycore.rollout.agents import AgentCall, AgentExit, AgentPool, AgentWriter, read_request
 from ycore.rollout.dialogue import Dialogue
 from ycore.rollout.tool_pool import OutOfTime, ToolPool, ToolSet, describe_tools
 from ycore.rollout.turns import GroupStart, MultiTurnWriter, SingleTurnWriter, TurnLimits
@@ -80,7 +79,6 @@ class Scripted:
 
     def __init__(self, acts: Sequence[Any]) -> None:
         self.acts, self.answers, self.statuses = list(acts), list[Any](), list[int]()
-        self.within: list[float] = []
         self.seconds = 0.0
 
     @asynccontextmanager
@@ -89,8 +87,7 @@ class Scripted:
     ) -> AsyncIterator["Scripted"]:
         yield self
 
-    async def next(self, reply: Any = None, *, within_s: float = 1e9) -> Any:
-        self.within.append(within_s)
+    async def next(self, reply: Any = None) -> Any:
         if reply is not None:
             self.statuses.append(reply["status"])
             self.answers.append(reply["body"])
@@ -132,7 +129,7 @@ def play(
         Writer(tokenizer, [ids_of(tokenizer, text) for text in turns]),
         Scripted(acts),
     )
-    how = AgentWriter(dialogue, agent, TurnLimits(**{**LIMITS, **limits}), call_s=5.0)  # type: ignore[arg-type]
+    how = AgentWriter(dialogue, agent, TurnLimits(**{**LIMITS, **limits}))  # type: ignore[arg-type]
     how.several_sequences = splits
     completion = asyncio.run(
         how.write(GroupStart(Draw(5, PROMPT, (7, 8)), PROMPT), 1, writer, seed=0)
@@ -200,7 +197,7 @@ def test_no_token_of_a_talk_through_the_door_is_written_as_text_and_read_again(
     for _ in range(100):
         wrote = [[*chance.choices(lower, k=12), tokenizer.eos_token_id] for _ in range(3)]
         writer, agent = Writer(tokenizer, wrote), Scripted([goes_on] * 3 + [AgentExit(0)])
-        how = AgentWriter(dialogue_of, agent, TurnLimits(**LIMITS), call_s=5.0)  # type: ignore[arg-type]
+        how = AgentWriter(dialogue_of, agent, TurnLimits(**LIMITS))  # type: ignore[arg-type]
         found = asyncio.run(
             how.write(GroupStart(Draw(5, PROMPT, (7, 8)), PROMPT), 1, writer, seed=0)
         )
@@ -343,7 +340,6 @@ def test_where_rows_are_not_packed_a_call_that_does_not_go_on_ends_the_completio
     assert agent.statuses == [200, 400, 400] and len(writer.asked) == 1
     assert completion.finish_reason == "forked" and metrics["ycore/turns/ended_forked"] == 1
     assert len(completion.turns) == 1 and completion.earned == Score(1.0)
-    assert agent.within == [1e9, 1e9, 5.0, 5.0], "it has little time left to end"
 
 
 def test_every_end_has_its_name() -> None:
@@ -449,7 +445,7 @@ def test_a_template_that_shows_no_tools_fails_the_agent_and_not_the_run() -> Non
 
     with pytest.raises(ConfigError):
         dialogue("")
-    how = AgentWriter(dialogue, agent, TurnLimits(**LIMITS), call_s=5.0)  # type: ignore[arg-type]
+    how = AgentWriter(dialogue, agent, TurnLimits(**LIMITS))  # type: ignore[arg-type]
     start = GroupStart(Draw(5, PROMPT, (7, 8)), PROMPT)
     completion = asyncio.run(
         how.write(start, 1, Writer(tokenizer, [ids_of(tokenizer, "a")]), seed=0)
@@ -596,7 +592,6 @@ def test_the_openai_client_through_the_door_is_the_same_as_tools_inside(
         dialogue_of,
         AgentPool(config, log=place / "agents.log", **where),
         TurnLimits(**LIMITS),
-        call_s=60.0,
     )
     through = trained_on(name, tokenizer, agents, bare)
 

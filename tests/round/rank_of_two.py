@@ -25,9 +25,9 @@ from ycore.errors import EngineError, YcoreError
 from ycore.rollout.carried import CarryWriter
 from ycore.round.ahead import ControllerAhead
 from ycore.round.curriculum import Curriculum
+from ycore.round.peers import TorchPeers
 from ycore.round.sampling import DrawSource, Rules, Shard
 from ycore.round.step import Controller
-from ycore.round.torch_peers import TorchPeers
 from ycore.scoring.reward_pool import RewardPool
 from ycore.types import Completion, Group, Prompt
 

@@ -129,7 +129,7 @@ def _check_turns(config: RunConfig, model: ModelPlan) -> None:
             "reference_probability reads one turn; take another reward, or leave out --tools, --env and --agent"
         )
     if config.agent is not None:
-        from ycore.rollout.agent_pool import check_agent
+        from ycore.rollout.agents import check_agent
 
         check_agent(config)
         require_chat_template(model)

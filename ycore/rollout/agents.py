@@ -1,20 +1,31 @@
 """A completion that a user's own agent writes with the policy, through the calls of its OpenAI client.
 
+Each completion has a confined process with an agent, which asks. What the process says is read as text that anybody may
+have written: it can call, end, and name a reward, no more.
+
 The messages of a call are compared with those of earlier calls, as messages. What they add is appended as tokens, and
 counts as the environment's. What the policy wrote before is never tokenised again. A call that continues no earlier one
 begins another sequence of the completion.
 """
 
+import asyncio
+import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+import math
+import shlex
+import shutil
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError
-from ycore.rollout.agent_host import MODEL
-from ycore.rollout.agent_pool import AgentCall, AgentExit, AgentPool, RunningAgent
+from ycore.rollout.agent_host import MAX_BODY, MODEL
 from ycore.rollout.dialogue import Call, Dialogue
-from ycore.rollout.tool_pool import OutOfTime
+from ycore.rollout.tool_pool import OutOfTime, plain, seed_of, turns_confinement
 from ycore.rollout.turns import (
     CompletionBuilder,
     Generate,
@@ -24,10 +35,188 @@ from ycore.rollout.turns import (
     TurnMeter,
     completion_seed,
 )
-from ycore.sandbox.confined_worker import CallFailed
-from ycore.types import Completion, Score, Turn
+from ycore.sandbox import Level
+from ycore.sandbox.confine import base_variables
+from ycore.sandbox.confined_worker import CallFailed, ConfinedWorker, foreign_line, reply_in
+from ycore.sandbox.level import choose_level
+from ycore.types import Completion, Prompt, Score, Turn
 
 _NOT_SERVED = ("stop", "logit_bias", "functions", "function_call", "logprobs", "audio")
+_MAX_EVENT_BYTES = 3 * MAX_BODY + 4096
+"""JSON takes six bytes for a character of two, and twelve for a character of four."""
+
+
+class AgentCall(NamedTuple):
+    """A call of the agent's client."""
+
+    number: int
+    body: Mapping[str, Any]
+
+
+class AgentExit(NamedTuple):
+    """The agent's exit code, and the text of its reward file."""
+
+    code: int
+    paid: str | None = None
+
+    @property
+    def score(self) -> Score:
+        try:
+            value = float(self.paid or "")
+            if math.isfinite(value):
+                return Score(value)
+        except ValueError:
+            pass
+        text = (
+            "nothing" if self.paid is None else foreign_line(repr(self.paid), max_characters=60)
+        )
+        return Score(
+            None,
+            problem=f"environment: the agent wrote {text} to YCORE_REWARD_FILE, and no number",
+        )
+
+
+def words_of(agent: str) -> list[str]:
+    """Split a command into its words; ConfigError where it cannot be started."""
+    try:
+        words = shlex.split(agent)
+    except ValueError as error:
+        raise ConfigError(
+            f"agent {agent!r} is no command: {error}; write it as in a shell"
+        ) from None
+    if not words:
+        raise ConfigError(
+            "agent is an empty command; write it as in a shell, for example 'python my_agent.py'"
+        )
+    if shutil.which(words[0], path=base_variables("", Path("/"))["PATH"]) is None:
+        raise ConfigError(
+            f"agent {agent!r}: no program {words[0]!r}; give its path, or one on PATH in the sandbox"
+        )
+    missing = [word for word in words if word.endswith(".py") and not Path(word).is_file()]
+    if missing:
+        raise ConfigError(
+            f"agent {agent!r}: no file {missing[0]}; give its path from the working folder"
+        )
+    return words
+
+
+def agent_files(agent: str | None) -> list[Path]:
+    """Return the files that a command names, its program aside."""
+    words = [] if agent is None else words_of(agent)[1:]
+    return [Path(word) for word in words if Path(word).is_file()]
+
+
+def check_agent(config: RunConfig) -> None:
+    """ConfigError where the run's agent cannot work."""
+    if config.agent is None:
+        return
+    words_of(config.agent)
+    if config.tools or config.env:
+        raise ConfigError(
+            "an agent brings its own tools and world; leave out --tools and --env, or --agent"
+        )
+    choice = choose_level(config.sandbox.level)
+    if choice.level is Level.LANDLOCK and not config.turns.sandbox.network:
+        raise ConfigError(
+            "an agent is reached on loopback, which the sandbox's level landlock closes; "
+            f"{choice.remedy or 'take --sandbox namespaces'}, or --set turns.sandbox.network=true"
+        )
+
+
+class RunningAgent(ConfinedWorker[None]):
+    """A confined process with an agent, from its start to its end.
+
+    `seconds` are the agent's own, without those of the policy; it has `completion_s` of them.
+    """
+
+    module = "ycore.rollout.agent_host"
+    kind = "agent"
+    completion_s: float
+    seconds = 0.0
+    _has_begun = False
+
+    async def next(self, reply: Mapping[str, Any] | None = None) -> AgentCall | AgentExit:
+        """Return what the agent does next, after the `reply` to its last call.
+
+        Raises:
+            OutOfTime: it took too long.
+            CallFailed: it could not be started, or its process is gone.
+        """
+        began = time.perf_counter()
+        timeout_s = max(0.01, self.completion_s - self.seconds)
+        try:
+            if not self._has_begun:
+                self._has_begun = True
+                await self.start()
+            return await self.exchange(
+                {"reply": reply}, _read_event, max_bytes=_MAX_EVENT_BYTES, timeout_s=timeout_s
+            )
+        except CallFailed as failure:
+            if str(failure).startswith("timeout"):
+                raise OutOfTime from None
+            raise
+        finally:
+            self.seconds += time.perf_counter() - began
+
+
+class AgentPool:
+    """Example: `async with AgentPool(config, ...).run(prompt, position=4, index=1) as agent: await agent.next()`.
+
+    At most `turns.at_once` agents run at a time.
+    """
+
+    def __init__(
+        self, config: RunConfig, *, log: Path, run_id: str, run_folder: Path | None = None
+    ) -> None:
+        assert config.agent is not None
+        self._config = config
+        self._log = log
+        self._words: Sequence[str] = words_of(config.agent)
+        names = [f"{word}:agent" for word in self._words if Path(word).is_file()]
+        self._confinement = turns_confinement(
+            config, names, run_folder=run_folder, run_id=run_id
+        )
+        self._slots = asyncio.Semaphore(config.turns.at_once)
+        self._numbers = itertools.count()
+
+    @asynccontextmanager
+    async def run(
+        self, prompt: Prompt, *, position: int, index: int
+    ) -> AsyncIterator[RunningAgent]:
+        """Run an agent for this completion; it is ended, with all that it started, when this ends."""
+        row = plain({**prompt.columns, "prompt": prompt.content})
+        seed = str(seed_of(f"{self._config.seed}/{position}/{index}"))
+        variables = {"YCORE_ROW": json.dumps(row), "YCORE_SEED": seed, "PYTHONHASHSEED": seed}
+        async with self._slots:
+            agent = RunningAgent(
+                {"command": self._words, "variables": variables},
+                _read_ready,
+                self._confinement,
+                log=self._log,
+                name=f"agent.{next(self._numbers)}",
+            )
+            agent.completion_s = self._config.turns.completion_s
+            try:
+                yield agent
+            finally:
+                await agent.close()
+
+
+def _read_ready(line: bytes, nonce: str) -> None:
+    reply = reply_in(line, nonce)
+    if reply.get("ready") is not True:
+        raise CallFailed(
+            foreign_line(str(reply.get("error", "no answer of an agent's process")))
+        )
+
+
+def _read_event(line: bytes, nonce: str) -> AgentCall | AgentExit:
+    match reply_in(line, nonce).get("value"):
+        case {"call": int(number), "body": dict(body)}:
+            return AgentCall(number, body)
+        case {"exit": int(code), "paid": str() | None as paid}:
+            return AgentExit(code, paid)
+    raise CallFailed("no answer of an agent's process: neither a call nor its end")
 
 
 class CallRejected(Exception):
@@ -129,16 +318,10 @@ class AgentWriter(SingleTurnWriter):
 
     Args:
         dialogue_of: returns how the policy acts with these tools, which are JSON as an agent sent them.
-        call_s: seconds that the agent has to end, once a call of it ended the completion.
     """
 
     def __init__(
-        self,
-        dialogue_of: Callable[[str], Dialogue],
-        pool: AgentPool,
-        limits: TurnLimits,
-        *,
-        call_s: float,
+        self, dialogue_of: Callable[[str], Dialogue], pool: AgentPool, limits: TurnLimits
     ) -> None:
         self.meter = TurnMeter()
         self.meters = [self.meter]
@@ -147,7 +330,6 @@ class AgentWriter(SingleTurnWriter):
         self.several_sequences = True
         """Whether a completion may have several sequences, which only packed rows keep apart."""
         self._pool = pool
-        self._call_s = call_s
 
     async def write(
         self, start: GroupStart, index: int, generate: Generate, *, seed: int
@@ -178,11 +360,7 @@ class AgentWriter(SingleTurnWriter):
         event = await agent.next()
         while isinstance(event, AgentCall):
             status, body = await served.answer(event.body, agent.seconds)
-            reply = {"number": event.number, "status": status, "body": body}
-            if served.finish_reason is None:
-                event = await agent.next(reply)
-            else:
-                event = await agent.next(reply, within_s=self._call_s)
+            event = await agent.next({"number": event.number, "status": status, "body": body})
         return event
 
 

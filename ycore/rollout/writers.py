@@ -7,8 +7,7 @@ from functools import cached_property, partial
 from transformers import PreTrainedTokenizerBase
 
 from ycore.config.schema import RunConfig
-from ycore.rollout.agent_pool import AgentPool
-from ycore.rollout.agents import AgentWriter
+from ycore.rollout.agents import AgentPool, AgentWriter
 from ycore.rollout.carried import CarryWriter
 from ycore.rollout.dialogue import Dialogue
 from ycore.rollout.tool_pool import ToolPool, ToolSet
@@ -89,7 +88,6 @@ def build_writer(
                 config, log=folder.log("agents"), run_id=folder.run_id, run_folder=folder.root
             ),
             limits,
-            call_s=config.turns.call_s,
         )
     tool_sets = dialogues.tool_sets.values()
     if tool_sets:

@@ -32,19 +32,21 @@ class RoundMeter:
         self,
         engines: Sequence[Engine],
         peers: Peers,
-        surplus: Sized,
+        leftover_groups: Sized,
         environments: Sequence[str] = (),
     ) -> None:
-        self._environments = environments
         self._engines = engines
-        self._peers, self._surplus = peers, surplus
-        self._bytes_reported, self._restarts_reported = peers.bytes_sent, 0
+        self._peers = peers
+        self._leftover_groups = leftover_groups
+        self._environments = environments
+        self._bytes_reported = peers.bytes_sent
+        self._restarts_reported = 0
         self.begin()
 
     def begin(self) -> None:
         self.drawn = self.num_tokens = self.num_masked = 0
-        self.rewards: list[float] = []
-        self.rewards_in: dict[str, list[float]] = {name: [] for name in self._environments}
+        # Of all completions, then of those in each of several environments.
+        self.rewards: dict[str, list[float]] = {name: [] for name in ("", *self._environments)}
         self.problems: Counter[str] = Counter()
         self.generate_s = self.seconds = 0.0
         self._began = time.perf_counter()
@@ -54,12 +56,12 @@ class RoundMeter:
 
     def count(self, group: Group, weights_R: Sequence[float]) -> None:
         totals = [total_reward(scores_R, weights_R) for scores_R in group.scores_GR]
+        known = [total for total in totals if total is not None]
         self.num_tokens += group.num_written
         self.num_masked += totals.count(None)
-        known = [total for total in totals if total is not None]
-        self.rewards += known
+        self.rewards[""] += known
         if self._environments:
-            self.rewards_in[group.draw.prompt.columns["environment"]] += known
+            self.rewards[group.draw.prompt.columns["environment"]] += known
         self.problems.update(
             score.problem for scores_R in group.scores_GR for score in scores_R if score.problem
         )
@@ -70,6 +72,7 @@ class RoundMeter:
     def take(self) -> Sequence[float]:
         moved = self._peers.bytes_sent - self._bytes_reported
         self._bytes_reported += moved
+<<<<<<< HEAD
         restarts = sum(engine.restarts for engine in self._engines)
         new_restarts, self._restarts_reported = restarts - self._restarts_reported, restarts
         reward_sum = math.fsum(
@@ -115,13 +118,34 @@ class RoundMeter:
                 for name, total, number in in_each
                 if number
             },
+=======
+        restarts = sum(engine.restarts for engine in self._engines) - self._restarts_reported
+        self._restarts_reported += restarts
+        counts: list[float] = [self.num_tokens, self.num_masked, self.drawn]
+        counts += [len(self._leftover_groups), moved, restarts]
+        counts += [self.num_drafted, self.num_accepted]
+        for rewards in self.rewards.values():
+            # Exact, so that the order in which groups finish does not matter.
+            counts += [math.fsum(rewards), len(rewards)]
+        return counts
+
+    def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
+        num_tokens, num_masked, drawn, leftover, moved, restarts, drafted, accepted = sums[:8]
+        metrics = {
+>>>>>>> 34bb45d (Merge agents' pool and the ranks' exchange into the files that use them; deal through the store)
             "ycore/tokens_per_s": num_tokens / self.seconds,
             "ycore/masked": num_masked,
             "ycore/sampling/drawn": drawn,
-            "ycore/sampling/surplus": surplus,
+            "ycore/sampling/surplus": leftover,
             "ycore/bytes_moved": moved,
             "ycore/engine_restarts": restarts,
         }
+        if drafted:
+            metrics["ycore/drafts/accepted"] = accepted / drafted
+        for name, total, number in zip(self.rewards, sums[8::2], sums[9::2], strict=True):
+            if number:
+                metrics[f"ycore/reward/{name}".rstrip("/")] = total / number
+        return metrics
 
     def own_metrics(self, *, rate: float, syncs: bool) -> dict[str, float]:
         """Return the metrics that are not summed over ranks.

@@ -11,13 +11,11 @@ from ycore.engine import Engine, WeightSource
 from ycore.engine.weights import engine_weights, note_weights, write_adapters, write_weights
 from ycore.errors import ConfigError
 from ycore.evaluation.during_training import RolloutEvaluation
-from ycore.rollout.agent_pool import agent_files
-from ycore.rollout.agents import AgentWriter
+from ycore.rollout.agents import AgentWriter, agent_files
 from ycore.round.assemble import Assembly
 from ycore.round.journal import Journal, ReplayedRounds
-from ycore.round.peers import Peers
+from ycore.round.peers import Peers, TorchPeers
 from ycore.round.step import Controller
-from ycore.round.torch_peers import TorchPeers
 from ycore.run.claim import files_fingerprint, model_fingerprint
 from ycore.run.files import write_json_atomic
 from ycore.trainer.checkpoint_writer import file_fingerprints

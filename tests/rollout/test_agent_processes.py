@@ -12,7 +12,7 @@ import pytest
 
 from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError
-from ycore.rollout.agent_pool import AgentCall, AgentExit, AgentPool, RunningAgent, check_agent
+from ycore.rollout.agents import AgentCall, AgentExit, AgentPool, RunningAgent, check_agent
 from ycore.rollout.tool_pool import OutOfTime
 from ycore.sandbox import Level
 from ycore.sandbox.confined_worker import CallFailed
@@ -190,7 +190,7 @@ def test_commands_that_cannot_be_started_are_refused(
 
 def test_landlock_has_no_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "ycore.rollout.agent_pool.choose_level", lambda wanted: LevelChoice(Level.LANDLOCK, {})
+        "ycore.rollout.agents.choose_level", lambda wanted: LevelChoice(Level.LANDLOCK, {})
     )
     with pytest.raises(
         ConfigError, match="loopback, which the sandbox's level landlock closes"

@@ -23,10 +23,15 @@ from ycore.engine.weight_proof import tensor_sums, write_manifest
 from ycore.errors import SyncError
 from ycore.models.tiny import write_tiny_model
 from ycore.rollout.agents import AgentPool, AgentWriter
-from ycore.rollout.carried import CarryWriter
 from ycore.rollout.dialogue import Dialogue
 from ycore.rollout.tool_pool import ToolPool, ToolSet
-from ycore.rollout.turns import GroupStart, MultiTurnWriter, TurnLimits, completion_seed
+from ycore.rollout.turns import (
+    CarryWriter,
+    GroupStart,
+    MultiTurnWriter,
+    TurnLimits,
+    completion_seed,
+)
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules
 from ycore.round.step import Controller

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ycore.engine import Engine
-from ycore.rollout.carried import ABORTED, CarryWriter, joined
+from ycore.rollout.turns import ABORTED, CarryWriter, joined
 from ycore.round.ahead import ControllerAhead
 from ycore.round.journal import Journal
 from ycore.round.peers import Peers

@@ -22,7 +22,7 @@ from tests.rollout.test_carried import MAX_TOKENS, TickingEngine
 from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.engine import Engine
 from ycore.errors import EngineError, YcoreError
-from ycore.rollout.carried import CarryWriter
+from ycore.rollout.turns import CarryWriter
 from ycore.round.ahead import ControllerAhead
 from ycore.round.curriculum import Curriculum
 from ycore.round.peers import TorchPeers

@@ -8,12 +8,11 @@ import pytest
 
 from ycore.config.resolve import resolve
 from ycore.config.schema import RunConfig
-from ycore.round.checkpoint_parts import reshard_states
+from ycore.round.journal import reshard_states
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules
 from ycore.round.step import Controller
-from ycore.scoring.constraints import Constraint, Constraints
-from ycore.scoring.group_rewards import can_teach, compared_rewards
+from ycore.scoring.group_rewards import Constraint, Constraints, can_teach, compared_rewards
 from ycore.scoring.scoring import Scoring
 from ycore.types import Completion, Draw, Group, Prompt, Score
 
@@ -33,7 +32,10 @@ def test_a_gate_puts_what_breaks_one_below_all_others() -> None:
     found = compared_rewards(
         group((2.0, 1, 0.5), (3.0, 0.9, 1), (1.0, 1, 1), (0.5, 1, 0.4)), WEIGHTS, held
     )
-    assert found == [2.0, -0.5, 1.0, -0.5]
+    mean = (2.0 + 3.0 + 1.0 + 0.5) / 4
+    assert found == pytest.approx(
+        [1 / (1 + math.exp(mean - 2.0)), 0.0, 1 / (1 + math.exp(mean - 1.0)), 0.0]
+    )
 
 
 def test_what_is_not_known_breaks_nothing_and_teaches_nothing() -> None:
@@ -41,7 +43,7 @@ def test_what_is_not_known_breaks_nothing_and_teaches_nothing() -> None:
     found = compared_rewards(
         group((2.0, None, 1), (2.0, None, 0), (None, 1, 1), (2.0, 1, 1)), WEIGHTS, held
     )
-    assert found == [None, 1.0, None, 2.0], (
+    assert found == [None, 0.0, None, 0.5], (
         "the second breaks another constraint; the third has no reward"
     )
 

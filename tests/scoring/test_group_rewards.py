@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ycore.config.schema import RewardConfig
-from ycore.scoring.constraints import Constraint, Constraints
 from ycore.scoring.group_rewards import (
     TOLERANCE,
+    Constraint,
+    Constraints,
     can_teach,
     compared_rewards,
     min_std_of_sum,

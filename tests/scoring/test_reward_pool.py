@@ -268,12 +268,12 @@ def test_many_groups_with_bad_items_never_starve_the_pool(folder: Path) -> None:
 
 
 def test_workers_that_were_started_again_are_counted(folder: Path) -> None:
-    async def run() -> list[int]:
-        seen = []
+    async def run() -> list[float]:
+        seen: list[float] = []
         async with pool_of("by_text", workers=1) as pool:
             for group in (["a"], ["raise"], ["_exit"], ["b"]):
                 await score(pool, group)
-                seen.append(pool.restarts)
+                seen += pool.take()
         return seen
 
     assert bounded(run()) == [0, 0, 0, 1]

@@ -263,10 +263,6 @@ def test_without_vllm_only_an_address_can_judge(model: Path) -> None:
             },
             "has 2 labels",
         ),
-        (
-            {"architectures": ["NoveltyForSequenceClassification"]},
-            "vLLM has no NoveltyForSequenceClassification",
-        ),
     ],
 )
 def test_a_model_that_gives_no_single_number_is_refused(
@@ -418,7 +414,7 @@ def test_a_teacher_at_an_address_reads_as_the_policy_or_is_refused_before_anythi
         ):
             check_scorers(config(f"{address}/nowhere"), [], engine=VLLM)
     with teacher_at(other) as address:
-        message = f"another tokenizer than the policy: 'a' is {vocab['b']} in the policy's, and"
+        message = "another tokenizer than the policy: .* take one of the same family"
         with pytest.raises(ConfigError, match=message):
             check_scorers(config(address), [], engine=VLLM)
         with pytest.raises(ConfigError, match=message):

@@ -5,7 +5,6 @@ import json
 import re
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -33,7 +32,6 @@ from ycore.round.sampling import DrawSource, Rules
 from ycore.round.step import Controller
 from ycore.run.images import ImageStore, png_of
 from ycore.run.paths import RunFolder
-from ycore.sandbox import Level
 from ycore.scoring.judge_scorer import AgreementScorer, JudgeMeter, JudgeScorer
 from ycore.scoring.model_scorers import (
     EnsembleMember,
@@ -42,7 +40,6 @@ from ycore.scoring.model_scorers import (
     TeacherMeter,
     TeacherScorer,
 )
-from ycore.scoring.reward_pool import WorkerMeter
 from ycore.scoring.scorers import build_scoring
 from ycore.scoring.scoring import PendingGroup, Scorer, Scoring
 from ycore.types import IMAGE_MARK, Completion, Draw, Prompt, Score, Turn
@@ -422,20 +419,6 @@ def test_metrics_of_all_judges_and_ranks_are_added_up() -> None:
         "ycore/reward_model/tokens": 60,
     }
     assert collect(Scoring([]).meters, list) == {}
-
-
-def test_reward_workers_that_were_started_again_are_told_once() -> None:
-    pool: Any = SimpleNamespace(restarts=0, level=Level.NAMESPACES)
-    scoring = Scoring([], [WorkerMeter(pool)])
-    told = []
-    for pool.restarts in (3, 3, 4):
-        told.append(collect(scoring.meters, lambda sums: [2 * value for value in sums]))
-    assert [row["ycore/reward_restarts"] for row in told] == [6, 0, 2]
-    assert [row["ycore/sandbox_level"] for row in told] == [
-        2,
-        2,
-        2,
-    ]  # the same on all ranks, and not added up
 
 
 def test_a_reward_model_scores_each_completion() -> None:

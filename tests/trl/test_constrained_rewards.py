@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.trl.small_trainer import small_trainer
 from ycore.advantages import ESTIMATORS
 from ycore.models.tiny import write_tiny_model
-from ycore.scoring.constraints import Constraint, Constraints
+from ycore.scoring.group_rewards import Constraint, Constraints
 from ycore.trl.constrained import broken, calibrated, gated, kept
 from ycore.trl.grpo import Trainer
 from ycore.trl.online_dpo import Trainer as OnlineDPOTrainer

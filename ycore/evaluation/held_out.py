@@ -22,8 +22,7 @@ from ycore.rewards.answers import final_answer
 from ycore.rewards.loading import reward_names
 from ycore.run.metrics import EVALUATION, STEP_SECONDS, Row, is_evaluation, number, pass_at_k
 from ycore.run.tasks import together
-from ycore.scoring.constraints import constraints_of
-from ycore.scoring.group_rewards import total_reward
+from ycore.scoring.group_rewards import constraints_of, total_reward
 from ycore.types import Draw, Group
 
 if TYPE_CHECKING:

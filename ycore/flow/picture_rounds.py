@@ -25,7 +25,7 @@ from ycore.run.paths import RunFolder
 from ycore.run.trace import TraceWriter
 from ycore.scoring.group_rewards import min_stds
 from ycore.scoring.judge_scorer import JudgeMeter, JudgeScorer
-from ycore.scoring.reward_pool import RuleScorer, WorkerMeter, reward_pool
+from ycore.scoring.reward_pool import RuleScorer, reward_pool
 from ycore.scoring.scoring import PendingGroup, Scorer, Scoring
 from ycore.types import Completion, Prompt, Score
 
@@ -78,7 +78,7 @@ def picture_scoring(
     if rules:
         pool = reward_pool(config, folder, [specs[source] for source in rules])
         scorers.append((rules, PictureScorer(pool, images)))
-        meters.append(WorkerMeter(pool))
+        meters.append(pool)
     timeout_s = EngineSettings().request_timeout_s
     for source, spec in enumerate(specs):
         if source in rules:

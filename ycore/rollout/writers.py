@@ -8,10 +8,10 @@ from transformers import PreTrainedTokenizerBase
 
 from ycore.config.schema import RunConfig
 from ycore.rollout.agents import AgentPool, AgentWriter
-from ycore.rollout.carried import CarryWriter
 from ycore.rollout.dialogue import Dialogue
 from ycore.rollout.tool_pool import ToolPool, ToolSet
 from ycore.rollout.turns import (
+    CarryWriter,
     CompletionWriter,
     GivenPairWriter,
     MultiTurnWriter,

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ycore.errors import YcoreError
-from ycore.round.checkpoint_parts import states_of
-from ycore.round.journal import Committed
+from ycore.round.journal import Committed, states_of
 from ycore.round.step import Controller
 from ycore.run.trace import SYNC
 from ycore.types import Group

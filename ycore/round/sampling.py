@@ -15,8 +15,7 @@ from ycore.round.curriculum import Curriculum
 from ycore.round.peers import Counts, Peers, Tally
 from ycore.run.files import read_json
 from ycore.run.group_json import finished_from_json, finished_to_json
-from ycore.scoring.constraints import Constraints
-from ycore.scoring.group_rewards import min_stds, normalizes_each_reward
+from ycore.scoring.group_rewards import Constraints, min_stds, normalizes_each_reward
 from ycore.types import Draw, Finished, Group, Prompt
 
 MEMORY = 0.97  # weight that an observation keeps when the next one comes: about the last 33 groups count
@@ -121,7 +120,7 @@ class Rules:
         in_order: take groups as they were drawn, not as they end: then the draws do not depend on how long each takes.
         max_in_flight: groups that this rank's engines can write at once. More stay unclaimed, for a rank that is free.
         oversample: groups in flight for each that is expected to be needed. Above 1 a round is over as soon as it has
-            enough, and what is not whole goes on in the next (`rollout.carried`).
+            enough, and what is not whole goes on in the next (`rollout.turns`).
         min_stds_R: standard deviations of rewards below which they do not teach (`group_rewards.min_stds`).
         normalizes_each: see `group_rewards.normalizes_each_reward`.
     """

@@ -19,11 +19,9 @@ from typing import Any, TypeVar
 from ycore.engine import Engine
 from ycore.placement.placement import ROLLOUT
 from ycore.placement.slots import Slots
-from ycore.rollout.carried import CarryWriter
-from ycore.rollout.turns import CompletionWriter, GroupStart, SingleTurnWriter
-from ycore.round.checkpoint_parts import load_states, states_of
+from ycore.rollout.turns import CarryWriter, CompletionWriter, GroupStart, SingleTurnWriter
 from ycore.round.curriculum import stats_of
-from ycore.round.journal import Committed, Journal, record_again
+from ycore.round.journal import Committed, Journal, load_states, record_again, states_of
 from ycore.round.meters import RoundMeter, collect
 from ycore.round.peers import GroupSummary, Peers, RankEventLoop, deal_groups
 from ycore.round.sampling import (

@@ -4,7 +4,6 @@ A pointwise question is sent when its completion is written, a pairwise one when
 """
 
 import hashlib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -16,7 +15,7 @@ from ycore.engine.judge_engine import JudgeEngine, QuestionRefused, RemoteJudge,
 from ycore.engine.kinds import EngineKind
 from ycore.errors import ModelError, RewardError
 from ycore.judge.agreement import KEY, agreement, agreement_of
-from ycore.judge.declaration import POLICY_BASE, Judge, Served
+from ycore.judge.declaration import POLICY_BASE, Judge
 from ycore.judge.question import (
     Question,
     Questioner,
@@ -57,6 +56,7 @@ from ycore.scoring.scoring import (
     ScorerContext,
     ServedModel,
     TextOf,
+    check_api_key,
     plain_text,
     plan_served_model,
     text_of,
@@ -302,19 +302,11 @@ class JudgeScorer(Scorer):
         self, question: Question, group: PendingGroup, *, key: str, attempt: int
     ) -> Reply:
         seed = _seed_of(f"{key}/{attempt}")
-        if self.judge.base_url is not None:
-            return await self._timed(self.engines[0], question, seed=seed, again=attempt > 0)
-        async with group.turn(JUDGE) as slot:
+        async with group.turn(JUDGE, at_address=self.judge.base_url is not None) as slot:
             engine = slot.pick(self.engines)
-            reply = await self._timed(engine, question, seed=seed, again=attempt > 0)
+            with self.meter.timed():
+                reply = await engine.ask(self.judge, question, seed=seed, again=attempt > 0)
             slot.num_tokens = reply.num_tokens
-            return reply
-
-    async def _timed(
-        self, engine: JudgeEngine, question: Question, *, seed: int, again: bool
-    ) -> Reply:
-        with self.meter.timed():
-            reply = await engine.ask(self.judge, question, seed=seed, again=again)
         self.meter.tokens += reply.num_tokens
         return reply
 
@@ -374,14 +366,6 @@ class AgreementScorer(Scorer):
         except Unreadable:
             self.meter.parse_failures += 1
             return Score(0.0)
-
-
-def check_api_key(label: str, served: Served) -> None:
-    """RewardError where the environment lacks the variable with an address's key."""
-    if served.api_key_env is not None and not os.environ.get(served.api_key_env):
-        raise RewardError(
-            f"{label}: the environment variable {served.api_key_env} (api_key_env) is not set; export it"
-        )
 
 
 def _seed_of(key: str) -> int:

@@ -88,6 +88,7 @@ class RewardPool:
         """
         self._deadline_s = settings.deadline_s
         self._workers: list[RewardWorker] = []
+        self._restarts_reported = 0
         self.level = choose_level(sandbox.level).level
         callers: dict[int, _Caller] = {}
         for number, sources in enumerate(_by_sandbox(specs)):
@@ -102,10 +103,16 @@ class RewardPool:
             callers |= {source: _Caller(idle, index) for index, source in enumerate(sources)}
         self._callers = [callers[source] for source in range(len(specs))]
 
-    @property
-    def restarts(self) -> int:
-        """How many workers were started so far in place of one that hung or ended."""
-        return sum(worker.restarts for worker in self._workers)
+    def take(self) -> Sequence[float]:
+        """Return how many workers were started since the last call in place of one that hung or ended."""
+        restarts = sum(worker.restarts for worker in self._workers) - self._restarts_reported
+        self._restarts_reported += restarts
+        return [float(restarts)]
+
+    def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
+        """Return the restarts, and the sandbox level: 2 namespaces, 1 Landlock, 0 nothing."""
+        level = LEVEL_NUMBERS[self.level]
+        return {"ycore/reward_restarts": sums[0], "ycore/sandbox_level": level}
 
     async def start(self) -> None:
         """Start every worker now, not at its first call; RewardError when the rewards cannot be loaded."""
@@ -256,20 +263,3 @@ class RuleScorer(Scorer):
 
     async def close(self) -> None:
         await self._pool.close()
-
-
-class WorkerMeter:
-    """Restarts of the worker processes, and their sandbox level: 2 namespaces, 1 Landlock, 0 nothing."""
-
-    def __init__(self, pool: RewardPool) -> None:
-        self._pool = pool
-        self._reported = 0
-
-    def take(self) -> Sequence[float]:
-        restarts = self._pool.restarts - self._reported
-        self._reported += restarts
-        return [float(restarts)]
-
-    def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
-        level = LEVEL_NUMBERS[self._pool.level]
-        return {"ycore/reward_restarts": sums[0], "ycore/sandbox_level": level}

@@ -21,7 +21,7 @@ from ycore.scoring.model_scorers import (
     RewardModelScorer,
     TeacherScorer,
 )
-from ycore.scoring.reward_pool import RuleScorer, WorkerMeter, reward_pool
+from ycore.scoring.reward_pool import RuleScorer, reward_pool
 from ycore.scoring.scoring import (
     Policy,
     Scorer,
@@ -163,7 +163,7 @@ def build_scoring(
     if rules:
         pool = reward_pool(config, folder, [config.rewards[source] for source in rules])
         scorers.append((rules, RuleScorer(pool, ImageStore(folder.images))))
-        meters.append(WorkerMeter(pool))
+        meters.append(pool)
     for source, spec in enumerate(config.rewards):
         if source not in rules:
             scorers.append(((source,), scorer_class(spec).build(spec, source, context)))

@@ -5,6 +5,7 @@ ends, so that scoring overlaps with generation; a scorer that compares completio
 """
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -19,7 +20,8 @@ from ycore.engine import Engine
 from ycore.engine.commands import EngineSpec
 from ycore.engine.kinds import EngineKind
 from ycore.engine.server import Server, restart_timeout_s
-from ycore.errors import ConfigError, ModelError
+from ycore.errors import ConfigError, ModelError, RewardError
+from ycore.judge.declaration import Served
 from ycore.models.names import ModelPlan, resolve_model
 from ycore.placement.placement import ROLLOUT
 from ycore.placement.slots import SlotLease, Slots
@@ -98,8 +100,14 @@ class PendingGroup:
         return list(await asyncio.gather(*self.tasks_G))
 
     @asynccontextmanager
-    async def turn(self, role: str) -> AsyncIterator[SlotLease]:
-        """Hold a slot for a scorer's request. Where slots are shared in time, first wait for the whole group."""
+    async def turn(self, role: str, *, at_address: bool = False) -> AsyncIterator[SlotLease]:
+        """Hold a slot for a scorer's request; a model at an address needs none.
+
+        Where slots are shared in time, first wait for the whole group.
+        """
+        if at_address:
+            yield SlotLease(0)
+            return
         if self.slots.gathers:
             await self.all()
         async with self.slots.turn(role) as turn:
@@ -268,6 +276,14 @@ def plan_served_model(
         return resolve_model(model, trust_remote_code=config.trust_remote_code)
     except ModelError as problem:
         raise ModelError(f"{label}: {problem}") from None
+
+
+def check_api_key(label: str, served: Served) -> None:
+    """RewardError where the environment lacks the variable with an address's key."""
+    if served.api_key_env is not None and not os.environ.get(served.api_key_env):
+        raise RewardError(
+            f"{label}: the environment variable {served.api_key_env} (api_key_env) is not set; export it"
+        )
 
 
 def text_of(spec: RewardConfig) -> TextOf:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ycore.scoring.constraints import Constraint
+from ycore.scoring.group_rewards import Constraint
 
 
 def broken(rewards_NR: Tensor, constraints: Sequence[Constraint]) -> Tensor:

@@ -14,7 +14,7 @@ from ycore.config.learners import (
     PPOConfig,
 )
 from ycore.config.schema import RunConfig
-from ycore.scoring.constraints import Constraints
+from ycore.scoring.group_rewards import Constraints
 from ycore.trl.batches import loss_mask
 from ycore.trl.constrained import broken, gated, kept
 from ycore.trl.importance import (

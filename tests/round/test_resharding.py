@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ycore.round.checkpoint_parts import (
+from ycore.round.journal import (
     PARTS,
+    Journal,
     positions_to_come,
     reshard_round,
     reshard_states,
 )
-from ycore.round.journal import Journal
 from ycore.round.sampling import Shard
 from ycore.run.group_json import to_json
 from ycore.types import Completion, Draw, Group, Prompt, Score

@@ -94,10 +94,6 @@ class NoReset:
         """Draw."""
         return 1
 
-class Texts:
-    def reset(self, **row):
-        pass
-
     def get_reward(self) -> str:
         return "1"
 
@@ -184,11 +180,6 @@ def test_what_calls_paid_is_added_up_until_it_is_asked_for() -> None:
         (["add"], None, "needs both sides of its colon"),
         ([], "tools.py:NoReset", "has no reset"),
         ([], "tools.py:add", "has no reset"),
-        (
-            [],
-            "tools.py:Texts",
-            "get_reward of environment 'tools.py:Texts' returns str; a reward is a number",
-        ),
         ([], "tools.py:Breaks", "raised ValueError: no server"),
     ],
 )

@@ -110,11 +110,12 @@ def test_the_weights_are_part_of_a_checkpoint_and_of_a_round() -> None:
     for _ in range(3):
         first.count(group((1.0, 0, 1), (1.0, 1, 1)))
         first.meter.end()
-        first.commit(0, [])
+        first.hand_over(first.commit(0, []))
     assert first.constraint_weights == [pytest.approx(3 * 0.4)]
     saved = json.loads(json.dumps(first.state()))
     second.restore(saved)
-    assert second.constraint_weights == first.constraint_weights
+    assert second.rules.constraints is not None
+    assert second.rules.constraints.weights == first.constraint_weights
     (again,) = reshard_states([saved, saved], world=1)
     assert again["constraints"] == first.constraint_weights
     for one in made:

@@ -230,7 +230,7 @@ class Connection(asyncio.Protocol):
             self._service.leave(self._rank)
 
 
-async def serve(socket: Path, num_ranks: int) -> None:
+async def serve_allocator(socket: Path, num_ranks: int) -> None:
     """Return when all ranks have come and gone; raise where a decision or a message fails."""
     loop = asyncio.get_running_loop()
     failed = loop.create_future()
@@ -256,7 +256,7 @@ async def serve(socket: Path, num_ranks: int) -> None:
 def main() -> None:
     dump_stacks_on_signal()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with its ranks
-    asyncio.run(serve(Path(sys.argv[1]), int(sys.argv[2])))
+    asyncio.run(serve_allocator(Path(sys.argv[1]), int(sys.argv[2])))
 
 
 if __name__ == "__main__":

@@ -72,7 +72,6 @@ class ToolHost:
                 self._add(python if name == PYTHON else load(name, "tool"), source=name)
         if env is not None:
             self._env = _environment(env)
-            self._check_reward(env)
             for name in self._methods:
                 self._add(getattr(self._env, name), source=f"{env}.{name}")
 
@@ -98,15 +97,6 @@ class ToolHost:
     def _add(self, tool: Callable[..., Any], *, source: str) -> None:
         _require_new(tool.__name__, self._tools, source=source)
         self._tools[tool.__name__] = tool
-
-    def _check_reward(self, env: str) -> None:
-        get_reward = getattr(self._env, "get_reward", None)
-        returned = getattr(get_reward, "__annotations__", {}).get("return")
-        name = getattr(returned, "__name__", returned)
-        if name in ("str", "bytes", "list", "dict"):
-            raise ToolRefused(
-                f"get_reward of environment {env!r} returns {name}; a reward is a number, or None"
-            )
 
     def describe(self, *, schemas: bool) -> dict[str, Any]:
         """Return a `ToolSet` as JSON; with `schemas`, those that transformers makes for chat templates."""

@@ -1,15 +1,15 @@
 """Build the writer of a run's completions from its config."""
 
 import json
-from collections.abc import Mapping
 from functools import cached_property, partial
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from ycore.config.schema import RunConfig
 from ycore.rollout.agents import AgentPool, AgentWriter
 from ycore.rollout.dialogue import Dialogue
-from ycore.rollout.tool_pool import ToolPool, ToolSet
+from ycore.rollout.tool_pool import ToolPool, ToolSet, describe_tools
 from ycore.rollout.turns import (
     CarryWriter,
     CompletionWriter,
@@ -29,12 +29,12 @@ class RunDialogues:
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        tool_sets: Mapping[str | None, ToolSet],
+        self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, run_folder: Path
     ) -> None:
-        self.tool_sets = tool_sets
+        # A replay writes nothing, so that nobody needs to load what its run wrote with.
+        self.tool_sets = (
+            describe_tools(config, run_folder=run_folder) if not config.replay else {}
+        )
         self._config = config
         self._tokenizer = tokenizer
         self._by_tools: dict[str, Dialogue] = {}

@@ -44,10 +44,6 @@ class ControllerAhead(Controller):
         self._ahead: _Ahead | None = None
         self._is_under_way = False
         self._waited_s = 0.0
-        self._of_step: tuple[dict[str, int], list[float] | None] = (
-            {},
-            None,
-        )  # problems, weights of the constraints
 
     def next_round(self, *, step: int, num_groups: int) -> list[Group]:
         """Return the round generated during the previous step, and start generating the next one."""
@@ -58,7 +54,6 @@ class ControllerAhead(Controller):
             groups = self.hand_over(ahead.work.result())
         else:
             groups = super().next_round(step=step, num_groups=num_groups)
-        self._of_step = super().problems, super().constraint_weights
         if step + 1 < self._num_steps and self.committed(step + 1, num_groups) is None:
             self._begin(step + 1, num_groups, version=step)
         self._waited_s += time.perf_counter() - began
@@ -101,14 +96,6 @@ class ControllerAhead(Controller):
     def state(self) -> dict[str, Any]:
         """At the end of the last step: without the round ahead, which the journal has."""
         return states_of(self) if self._ahead is None else self._ahead.before
-
-    @property
-    def problems(self) -> dict[str, int]:
-        return self._of_step[0]
-
-    @property
-    def constraint_weights(self) -> list[float] | None:
-        return self._of_step[1]
 
     def close(self) -> None:
         self._abandoned.set()

@@ -1,12 +1,11 @@
 """From a run's folder to the parts of its controller: prompts, engines, scorers, slots."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ycore.config.resolve import read_config, require_rollouts
@@ -18,7 +17,6 @@ from ycore.engine.sight import Sight, load_sight
 from ycore.errors import DataError
 from ycore.judge.agreement import judge_questions, trains_a_judge
 from ycore.placement.slots import Slots
-from ycore.rollout.tool_pool import ToolSet, describe_tools
 from ycore.rollout.writers import RunDialogues, build_writer
 from ycore.round.ahead import ControllerAhead
 from ycore.round.curriculum import Curriculum
@@ -27,7 +25,6 @@ from ycore.round.peers import Peers
 from ycore.round.rank_engines import EngineList, RankEngines, sampling_of
 from ycore.round.sampling import WHOLE, DrawSource, Rules, Shard, rules_of
 from ycore.round.step import Controller, ShareWeights
-from ycore.run.files import read_json
 from ycore.run.images import ImageStore
 from ycore.run.paths import RunFolder
 from ycore.scoring.scorers import build_scoring
@@ -44,8 +41,7 @@ class Assembly:
     started: EngineList
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptSet
-    tool_sets: Mapping[str | None, ToolSet] = field(default_factory=dict)
-    """The tools of each environment, by its name; {} without tools and environments."""
+    dialogues: RunDialogues
     sight: Sight | None = None
     """The image processor; None where no prompt has pictures."""
 
@@ -133,10 +129,6 @@ class Assembly:
     def _rank(self) -> RankEngines:
         return RankEngines(self.folder, self.config, self.started)
 
-    @cached_property
-    def dialogues(self) -> RunDialogues:
-        return RunDialogues(self.config, self.tokenizer, self.tool_sets)
-
     @property
     def kind(self) -> EngineKind:
         return self._rank.kind
@@ -155,7 +147,7 @@ class Assembly:
         if prompt.images:
             assert self.sight is not None
             return self.sight.prompt_ids(prompt)
-        if self.tool_sets:
+        if self.dialogues.tool_sets:
             return self.dialogues.of_prompt(prompt).prompt_ids(prompt.content)
         if isinstance(prompt.content, str):
             return tuple(self.tokenizer(prompt.content)["input_ids"])
@@ -193,7 +185,7 @@ class Assembly:
             self.config,
             model=self.started.model,
             num_prompts=len(self.prompts.prompts),
-            max_num_seqs=None if self.tool_sets else self.started.max_num_seqs,
+            max_num_seqs=None if self.dialogues.tool_sets else self.started.max_num_seqs,
             num_engines=num_engines,
         )
 
@@ -215,7 +207,7 @@ def assemble(root: Path) -> Assembly:
     """Read the launcher's files in a run's folder, and load tokenizer and prompts."""
     folder = RunFolder(root)
     config = require_rollouts(read_config(folder))
-    started = TypeAdapter(EngineList).validate_python(read_json(folder.engines))
+    started = EngineList.read(folder)
     tokenizer = load_tokenizer(started.model, trust_remote_code=config.trust_remote_code)
     store = ImageStore(folder.images)
     prompts = _prompts(config, tokenizer, store)
@@ -228,8 +220,8 @@ def assemble(root: Path) -> Assembly:
             trust_remote_code=config.trust_remote_code,
             template_arguments=config.trl.get("chat_template_kwargs"),
         )
-    tool_sets = describe_tools(config, run_folder=root) if config.replay is None else {}
-    return Assembly(folder, config, started, tokenizer, prompts, tool_sets, sight)
+    dialogues = RunDialogues(config, tokenizer, run_folder=root)
+    return Assembly(folder, config, started, tokenizer, prompts, dialogues, sight)
 
 
 def _prompts(

@@ -10,7 +10,7 @@ and those to come keep their order.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -164,6 +164,8 @@ class Committed:
     groups: list[Group]
     state: dict[str, Any]
     metrics: Mapping[str, float]
+    problems: Mapping[str, int] = field(default_factory=dict)
+    """Reasons why completions have no reward, with their numbers; not in the journal."""
 
 
 class Journal:

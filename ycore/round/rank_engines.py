@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
+from pydantic import TypeAdapter
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ycore.config.schema import Offload, RunConfig
@@ -50,6 +51,10 @@ class EngineList:
     sleeps: bool = False
     offload: Offload = "none"
     on_host: bool = False
+
+    @classmethod
+    def read(cls, folder: RunFolder) -> Self:
+        return TypeAdapter(cls).validate_python(read_json(folder.engines))
 
 
 @dataclass(frozen=True)

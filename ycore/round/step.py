@@ -108,6 +108,10 @@ class Controller:
         self._synced: int | None = None
         self._seconds = 0.0
         self._metrics: dict[str, float] = {}
+        self.problems: Mapping[str, int] = {}
+        """Reasons why completions of the last round have no reward, with their numbers."""
+        self.constraint_weights: list[float] | None = None
+        """The weights that the last round is trained with; None without constraints."""
         self._is_over = (
             False  # the round: what engines still write is given back as far as it is
         )
@@ -467,16 +471,6 @@ class Controller:
             self.note_all({"ycore/curriculum/dropped": draws.curriculum.num_dropped})
 
     @property
-    def problems(self) -> dict[str, int]:
-        """Reasons why completions of the last round have no reward, with their numbers."""
-        return dict(self.meter.problems)
-
-    @property
-    def constraint_weights(self) -> list[float] | None:
-        """The weights that the last round is trained with; None without constraints."""
-        return None if self.rules.constraints is None else list(self.rules.constraints.weights)
-
-    @property
     def carrier(self) -> CarryWriter | None:
         """The writer, where completions may take several rounds."""
         return self.writer if isinstance(self.writer, CarryWriter) else None
@@ -511,7 +505,7 @@ class Controller:
         """Set the controller to its state after a committed round, and return that round's groups."""
         self.restore(committed.state)
         record_again(committed, self.record)
-        return committed.groups
+        return self._groups_of(committed)
 
     def commit(self, step: int, groups: list[Group]) -> Committed:
         """Write the round to the journal before the optimizer sees it."""
@@ -529,12 +523,17 @@ class Controller:
         state = states_of(self, of_round=True)
         if self._journal is not None:
             self._journal.commit(step, groups, state, metrics)
-        return Committed(groups, state, metrics)
+        return Committed(groups, state, metrics, dict(self.meter.problems))
 
     def hand_over(self, committed: Committed) -> list[Group]:
         """Record a new round's metrics, and return its groups."""
         for name, value in committed.metrics.items():
             self.record(name, value)
+        return self._groups_of(committed)
+
+    def _groups_of(self, committed: Committed) -> list[Group]:
+        self.problems = committed.problems
+        self.constraint_weights = committed.state["constraints"]
         return committed.groups
 
     def state(self) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -24,35 +23,6 @@ from ycore.sandbox.confined_worker import CallFailed
 from ycore.sandbox.level import LEVEL_NUMBERS, choose_level
 from ycore.scoring.scoring import NO_IMAGES, PendingGroup, Scorer
 from ycore.types import Completion, Content, Prompt, Score
-
-
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """Completions to score together: everything that a reward may ask for, by keyword, one value per completion."""
-
-    offered: Mapping[str, Sequence[Any]]
-    step: int
-    size: int
-
-    def item(self, index: int) -> "_Batch":
-        """One completion alone."""
-        return _Batch(
-            {name: [values[index]] for name, values in self.offered.items()}, self.step, size=1
-        )
-
-    def request(self, inputs: Inputs) -> dict[str, Any]:
-        """A worker's request, with only what the reward takes and JSON can carry (no image, no date)."""
-        sent = {IN_THINKING: self.offered[IN_THINKING]} if IN_THINKING in self.offered else {}
-        for name in filter(inputs.accepts, self.offered):
-            try:
-                json.dumps(self.offered[name])
-                sent[name] = self.offered[name]
-            except (TypeError, ValueError) as error:
-                if name in inputs.required:
-                    raise CallFailed(
-                        f"column {name!r} cannot be sent to a worker: {error}"
-                    ) from error
-        return {"step": self.step, "inputs": sent}
 
 
 class _Caller(NamedTuple):
@@ -144,9 +114,8 @@ class RewardPool:
             "completions": completions,
             "completion_ids": completion_ids,
         }
-        batch = _Batch(offered, step, len(completions))
         scores_RG = await together(
-            [self._score(source, batch) for source in range(len(self._callers))]
+            [self._score(source, offered, step) for source in range(len(self._callers))]
         )
         return [list(scores_R) for scores_R in zip(*scores_RG, strict=True)]
 
@@ -165,24 +134,45 @@ class RewardPool:
     async def __aexit__(self, *_error: object) -> None:
         await self.close()
 
-    async def _score(self, source: int, batch: _Batch) -> list[Score]:
+    async def _score(
+        self, source: int, offered: Mapping[str, Sequence[Any]], step: int
+    ) -> list[Score]:
         caller = self._callers[source]
+        size = len(offered["completions"])
         worker = await caller.idle.get()
         try:
-            inputs = await worker.ready()
-            request = batch.request(inputs[caller.source])
+            inputs = (await worker.ready())[caller.source]
             return await worker.ask(
-                caller.source, request, count=batch.size, deadline_s=self._deadline_s
+                caller.source,
+                {"step": step, "inputs": _taken(inputs, offered)},
+                count=size,
+                deadline_s=self._deadline_s,
             )
         except CallFailed as failure:
-            if batch.size == 1:
+            if size == 1:
                 return [Score(None, problem=str(failure))]
         finally:
             caller.idle.put_nowait(worker)
-        scores = await together(
-            [self._score(source, batch.item(index)) for index in range(batch.size)]
-        )
+        items = [
+            {name: [values[index]] for name, values in offered.items()} for index in range(size)
+        ]
+        scores = await together([self._score(source, item, step) for item in items])
         return [score for (score,) in scores]
+
+
+def _taken(inputs: Inputs, offered: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
+    """Return what a reward takes and JSON can carry (no image, no date); CallFailed where it lacks something."""
+    taken = {IN_THINKING: offered[IN_THINKING]} if IN_THINKING in offered else {}
+    for name in filter(inputs.accepts, offered):
+        try:
+            json.dumps(offered[name])
+            taken[name] = offered[name]
+        except (TypeError, ValueError) as error:
+            if name in inputs.required:
+                raise CallFailed(
+                    f"column {name!r} cannot be sent to a worker: {error}"
+                ) from error
+    return taken
 
 
 def _by_sandbox(specs: Sequence[RewardConfig]) -> list[list[int]]:

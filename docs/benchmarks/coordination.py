@@ -107,7 +107,7 @@ def control(rank: int, world: int, engines: Sequence[Path], job: Job, answer: Pa
     rounds.start(timeout_s=120)
     groups = job["groups"] * (len(engines) if world == 1 else 1)
     rounds.next_round(step=0, num_groups=groups)  # warms up: connections, buffers
-    before, moved, allocator = _used(), _moved(peers), _used_by(job.get("allocator_pid"))
+    before, moved, allocator = _used(), peers.bytes_sent, _used_by(job.get("allocator_pid"))
     began = time.perf_counter()
     for step in range(1, job["rounds"] + 1):
         rounds.next_round(step=step, num_groups=groups)
@@ -116,7 +116,7 @@ def control(rank: int, world: int, engines: Sequence[Path], job: Job, answer: Pa
         "cpu_s": _used() - before,
         "allocator_cpu_s": allocator,
         "wall_s": time.perf_counter() - began,
-        "peer_bytes": _moved(peers) - moved,
+        "peer_bytes": peers.bytes_sent - moved,
     }
     answer.write_text(json.dumps(told))
     rounds.close()
@@ -132,10 +132,6 @@ def _used() -> float:
 
 def _used_by(pid: int | None) -> float:
     return 0.0 if pid is None else sum(psutil.Process(pid).cpu_times()[:2])
-
-
-def _moved(peers: Peers | TorchPeers) -> int:
-    return peers.bytes_sent + (peers.bytes_received if isinstance(peers, TorchPeers) else 0)
 
 
 def measure(world: int, num_engines: int, job: Job) -> dict[str, Any]:

@@ -131,7 +131,7 @@ class Peers:
         """Make the other ranks raise RunError with this message."""
 
 
-# -- over torch.distributed: counts, summaries and meetings in its store, groups as bytes from rank to rank --------------
+# -- over torch.distributed: counts, meetings, summaries and the groups that move, in its store ----------------------
 
 _FAILURE, _STOP = "failure", "stop"
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.005, 0.2
@@ -167,7 +167,7 @@ class TorchPeers(Peers):
     def __init__(self, *, timeout_s: float = 300.0) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self._timeout_s = timeout_s
-        self.bytes_sent = self.bytes_received = 0
+        self.bytes_sent = 0
         self._store = dist.PrefixStore("ycore/", _get_default_store())
         # Groups live in host memory, whatever the devices.
         self._on_cpu = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
@@ -229,17 +229,20 @@ class TorchPeers(Peers):
     def exchange(
         self, moves: Sequence[tuple[GroupSummary, int]], own: Sequence[Group]
     ) -> dict[tuple[int, int], Group]:
-        received: dict[tuple[int, int], Group] = {}
-        for (
-            summary,
-            receiver,
-        ) in moves:  # the same order on every rank, so no two wait for each other
+        if not moves:
+            return {}
+        for summary, _ in moves:
             if summary.rank == self.rank:
-                with self._in_time(f"sending a group to rank {receiver}"):
-                    self._send(to_bytes(own[summary.index]), receiver)
-            elif receiver == self.rank:
-                with self._in_time(f"receiving a group from rank {summary.rank}"):
-                    received[summary.key] = from_bytes(self._receive(summary.rank))
+                data: Any = to_bytes(own[summary.index])  # the store takes bytes too
+                self._store.set(f"group{summary.key}", data)
+                self.bytes_sent += len(data)
+        received: dict[tuple[int, int], Group] = {}
+        with self._in_time("exchanging groups"):
+            dist.barrier(self._on_cpu)
+            for summary, receiver in moves:
+                if receiver == self.rank:
+                    received[summary.key] = from_bytes(self._store.get(f"group{summary.key}"))
+                    self._store.delete_key(f"group{summary.key}")
         return received
 
     def add_up(self, values: Sequence[float]) -> list[float]:
@@ -262,21 +265,6 @@ class TorchPeers(Peers):
                 f"rank {self.rank}: {what} did not end; another rank is gone, or did not come within "
                 f"{self._timeout_s:.0f} s (collective_timeout_s): {reason}"
             ) from error
-
-    def _send(self, data: bytes, receiver: int) -> None:
-        dist.send(torch.tensor([len(data)]), receiver, group=self._on_cpu)
-        dist.send(
-            torch.frombuffer(bytearray(data), dtype=torch.uint8), receiver, group=self._on_cpu
-        )
-        self.bytes_sent += len(data)
-
-    def _receive(self, sender: int) -> bytes:
-        size = torch.zeros(1, dtype=torch.long)
-        dist.recv(size, sender, group=self._on_cpu)
-        data = torch.zeros(int(size), dtype=torch.uint8)
-        dist.recv(data, sender, group=self._on_cpu)
-        self.bytes_received += len(data)
-        return bytes(data.numpy())
 
     def ask_to_stop(self) -> None:
         self._store.set(_STOP, str(self.rank))

@@ -26,8 +26,7 @@ from ycore.types import Group
 T = TypeVar("T")
 _STOP_LOOK_S = 0.1
 
-_LOOK_S, _LOOK_LONGEST_S = 0.05, 0.5
-_PATIENCE = 0.1  # share of the time since the last result that passes before a rank looks at the counts again
+_LOOK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +76,9 @@ class Tally:
         """The counts as far as this rank knows."""
         return self._counts
 
-    async def news(self, *, idle_s: float, is_busy: bool) -> None:
-        """Return when it is time to look again. The longer the last result is ago, the longer: a long wait costs few
-        looks. `is_busy`: this rank writes groups itself."""
-        await asyncio.sleep(
-            (4 if is_busy else 1) * min(_LOOK_LONGEST_S, max(_LOOK_S, _PATIENCE * idle_s))
-        )
+    async def news(self) -> None:
+        """Return when it is time to look again."""
+        await asyncio.sleep(_LOOK_S)
 
 
 class Peers:
@@ -135,7 +131,7 @@ class Peers:
 
 _FAILURE, _STOP = "failure", "stop"
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.005, 0.2
-_MEETING_PATIENCE = 0.05  # of the time waited so far, to the next look: waiting long costs little, waiting short ends soon
+_PATIENCE = 0.05  # of the time waited so far, to the next look: waiting long costs little, waiting short ends soon
 _FIELD = (
     1 << 20
 )  # of a round's three counts, which share one 64-bit number so that one request reads and changes all
@@ -198,7 +194,7 @@ class TorchPeers(Peers):
             await asyncio.sleep(
                 min(
                     _LAST_LOOK_S,
-                    max(_FIRST_LOOK_S, _MEETING_PATIENCE * (time.monotonic() - began)),
+                    max(_FIRST_LOOK_S, _PATIENCE * (time.monotonic() - began)),
                 )
             )
             arrived = int(self._store.add(f"meeting{number}", 0))

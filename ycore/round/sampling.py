@@ -1,7 +1,6 @@
 """Which prompt comes next, which groups can teach, and how many to write: the decisions of dynamic sampling."""
 
 import math
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from pathlib import Path
@@ -234,7 +233,6 @@ class Quota:
     def __init__(self, rules: Rules, acceptance: AcceptanceRate, world: int) -> None:
         self._rules, self._acceptance, self._world = rules, acceptance, world
         self._first: int | None = None
-        self._last_result = time.monotonic()
 
     @classmethod
     async def open(
@@ -247,14 +245,11 @@ class Quota:
         quota._counts = await quota._tally.look()
         return quota
 
-    async def news(self, *, num_writing: int) -> None:
+    async def news(self) -> None:
         """Return when the counts may say something new."""
-        await self._tally.news(
-            idle_s=time.monotonic() - self._last_result, is_busy=num_writing > 0
-        )
+        await self._tally.news()
 
     async def finish(self, item: Finished) -> None:
-        self._last_result = time.monotonic()
         await self._tally.add(kept=int(item.teaches or not self._rules.dynamic), in_flight=-1)
 
     async def claim(self, *, num_writing: int) -> int | None:

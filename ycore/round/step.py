@@ -170,7 +170,7 @@ class Controller:
                     writing.append(asyncio.create_task(self.group(draw, step=step)))
                 # In order, what is drawn next follows from the groups drawn before, and not from which ends first.
                 awaited = writing[:1] if self.rules.in_order else writing
-                done = await next_finished(awaited, quota.news(num_writing=len(writing)))
+                done = await next_finished(awaited, quota.news())
                 writing[:] = [task for task in writing if task not in done]
                 for task in done:
                     await quota.finish(task.result())

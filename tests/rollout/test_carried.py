@@ -10,11 +10,10 @@ import pytest
 
 from ycore.engine import Engine
 from ycore.rollout.turns import ABORTED, CarryWriter, joined
-from ycore.round.ahead import ControllerAhead
 from ycore.round.journal import Journal
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules
-from ycore.round.step import Controller
+from ycore.round.step import Controller, ControllerAhead
 from ycore.scoring.scoring import PendingGroup, Scoring
 from ycore.types import Completion, Group, Prompt, Score
 

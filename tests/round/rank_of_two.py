@@ -23,11 +23,10 @@ from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.engine import Engine
 from ycore.errors import EngineError, YcoreError
 from ycore.rollout.turns import CarryWriter
-from ycore.round.ahead import ControllerAhead
 from ycore.round.curriculum import Curriculum
 from ycore.round.peers import TorchPeers
 from ycore.round.sampling import DrawSource, Rules, Shard
-from ycore.round.step import Controller
+from ycore.round.step import Controller, ControllerAhead
 from ycore.scoring.reward_pool import RewardPool
 from ycore.types import Completion, Group, Prompt
 

@@ -18,13 +18,12 @@ from ycore.errors import DataError
 from ycore.judge.agreement import judge_questions, trains_a_judge
 from ycore.placement.slots import Slots
 from ycore.rollout.writers import RunDialogues, build_writer
-from ycore.round.ahead import ControllerAhead
 from ycore.round.curriculum import Curriculum
 from ycore.round.journal import Journal
 from ycore.round.peers import Peers
 from ycore.round.rank_engines import EngineList, RankEngines, sampling_of
 from ycore.round.sampling import WHOLE, DrawSource, Rules, Shard, rules_of
-from ycore.round.step import Controller, ShareWeights
+from ycore.round.step import Controller, ControllerAhead, ShareWeights
 from ycore.run.images import ImageStore
 from ycore.run.paths import RunFolder
 from ycore.scoring.scorers import build_scoring

@@ -72,67 +72,18 @@ class RoundMeter:
     def take(self) -> Sequence[float]:
         moved = self._peers.bytes_sent - self._bytes_reported
         self._bytes_reported += moved
-<<<<<<< HEAD
-        restarts = sum(engine.restarts for engine in self._engines)
-        new_restarts, self._restarts_reported = restarts - self._restarts_reported, restarts
-        reward_sum = math.fsum(
-            self.rewards
-        )  # exact, so that the order in which groups finish does not matter
-        counts = (
-            self.num_tokens,
-            self.num_masked,
-            self.drawn,
-            len(self._surplus),
-            moved,
-            new_restarts,
-        )
-        environment_sums = list[float]()
-        for rewards in self.rewards_in.values():
-            environment_sums += [math.fsum(rewards), len(rewards)]
-        return [
-            reward_sum,
-            len(self.rewards),
-            *counts,
-            *environment_sums,
-        ]
-
-    def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
-        (
-            reward_sum,
-            num_scored,
-            num_tokens,
-            num_masked,
-            drawn,
-            surplus,
-            moved,
-            restarts,
-        ) = sums[:8]
-        environment_sums = sums[8:]
-        in_each = zip(
-            self._environments, environment_sums[::2], environment_sums[1::2], strict=True
-        )
-        return {
-            **({"ycore/reward": reward_sum / num_scored} if num_scored else {}),
-            **{
-                f"ycore/reward/{name}": total / number
-                for name, total, number in in_each
-                if number
-            },
-=======
         restarts = sum(engine.restarts for engine in self._engines) - self._restarts_reported
         self._restarts_reported += restarts
         counts: list[float] = [self.num_tokens, self.num_masked, self.drawn]
         counts += [len(self._leftover_groups), moved, restarts]
-        counts += [self.num_drafted, self.num_accepted]
         for rewards in self.rewards.values():
             # Exact, so that the order in which groups finish does not matter.
             counts += [math.fsum(rewards), len(rewards)]
         return counts
 
     def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
-        num_tokens, num_masked, drawn, leftover, moved, restarts, drafted, accepted = sums[:8]
+        num_tokens, num_masked, drawn, leftover, moved, restarts = sums[:6]
         metrics = {
->>>>>>> 34bb45d (Merge agents' pool and the ranks' exchange into the files that use them; deal through the store)
             "ycore/tokens_per_s": num_tokens / self.seconds,
             "ycore/masked": num_masked,
             "ycore/sampling/drawn": drawn,
@@ -140,9 +91,7 @@ class RoundMeter:
             "ycore/bytes_moved": moved,
             "ycore/engine_restarts": restarts,
         }
-        if drafted:
-            metrics["ycore/drafts/accepted"] = accepted / drafted
-        for name, total, number in zip(self.rewards, sums[8::2], sums[9::2], strict=True):
+        for name, total, number in zip(self.rewards, sums[6::2], sums[7::2], strict=True):
             if number:
                 metrics[f"ycore/reward/{name}".rstrip("/")] = total / number
         return metrics

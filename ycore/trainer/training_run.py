@@ -30,8 +30,7 @@ from ycore.config.schema import AnyConfig
 from ycore.data.examples import ExampleSet
 from ycore.errors import Interrupted, RunError
 from ycore.evaluation.during_training import EndedEarly
-from ycore.round.checkpoint_parts import reshard_states
-from ycore.round.journal import Journal
+from ycore.round.journal import Journal, reshard_states
 from ycore.round.step import Controller
 from ycore.run.checkpoints import (
     checkpoint_of,

@@ -88,7 +88,7 @@ def test_a_sampled_completion_is_printed_as_data(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = PreflightMeasurements(
-        4, 4, 8, 64, truncated=0.0, equal=0.0, rewards=(0.0, 1.0), masked=0.0
+        group_size=4, max_tokens=8, context=64, num_prompts=4, rewards=(0.0, 1.0)
     )
     result: dict[str, Any] = {
         "preflight": asdict(measured),

@@ -1,21 +1,18 @@
-"""The preflight role in a process of its own, over transformers' generation, and the checks of chat templates."""
+"""The preflight role in a process of its own, over transformers' generation."""
 
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from ycore.config.schema import EngineSettings, RewardConfig, RewardSettings, RunConfig
 from ycore.evaluation.preflight import (
     PreflightMeasurements,
     add_groups,
-    check_template,
     parse_measurements,
     preflight_verdict,
     samples_of,
@@ -100,8 +97,6 @@ def test_truncation_equal_rewards_and_a_long_prompt_are_measured(
         1,
         7,
     )
-    assert measured.logprob_gap is None  # the trainer's own weights generate
-    assert measured.template.problems == () and measured.template.end_of_turn is None
     found = [finding.what for finding in preflight_verdict(measured).findings]
     assert "1 of 20 prompts are longer than the 62 tokens" in found[0]
     assert any("cut off at 2 tokens" in what for what in found)
@@ -116,8 +111,8 @@ def group(*completions: tuple[float | None, str]) -> Group:
 
 def test_what_groups_say() -> None:
     groups = [group((1.0, "stop"), (0.0, "length")), group((0.5, "stop"), (0.5, "stop"))]
-    empty = PreflightMeasurements(0, 2, 8, 64, truncated=0.0, equal=0.0, rewards=(), masked=0.0)
-    measured = add_groups(empty, groups, weights=(1.0, 0.5), names=("a", "b"))
+    empty = PreflightMeasurements(group_size=2, max_tokens=8, context=64)
+    measured = add_groups(empty, groups, (1.0, 0.5), ("a", "b"))
     assert (measured.truncated, measured.equal, measured.masked) == (0.25, 0.5, 0.0)
     assert measured.rewards == (2.0, 1.0, 1.5, 1.5)
     assert measured.means == {"a": 0.5, "b": 2.0}
@@ -127,68 +122,3 @@ def test_what_groups_say() -> None:
         1.5,
         2.0,
     ]
-
-
-# -- chat templates ----------------------------------------------------------------------------------------------------
-
-ASKED = [{"role": "user", "content": "2 + 2"}]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model: Path) -> Any:
-    return AutoTokenizer.from_pretrained(model)
-
-
-def templated(tokenizer: Any, template: str) -> Any:
-    before, tokenizer.chat_template = tokenizer.chat_template, template
-    return SimpleNamespace(restore=lambda: setattr(tokenizer, "chat_template", before))
-
-
-def checked(
-    tokenizer: Any, template: str, *, ends: tuple[int, ...] | None = None
-) -> tuple[tuple[str, ...], str | None]:
-    changed = templated(tokenizer, template)
-    try:
-        told = check_template(
-            tokenizer, ASKED, ends=(tokenizer.eos_token_id,) if ends is None else ends
-        )
-    finally:
-        changed.restore()
-    return told.problems, told.end_of_turn
-
-
-def test_a_models_own_template_has_no_problems(tokenizer: Any) -> None:
-    assert checked(tokenizer, tokenizer.chat_template) == ((), None)
-
-
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-@pytest.mark.parametrize(
-    ("template", "told"),
-    [
-        (
-            CHATML,
-            "it writes <|im_end|>, <|im_start|>, which this tokenizer does not have as a token",
-        ),
-        (
-            "<|user|>{% if add_generation_prompt %}<|assistant|>{% endif %}",
-            "what the user says is not in what it writes",
-        ),
-        (
-            "{% for m in messages %}<|user|>{{ m['content'] }}<|end|>{% endfor %}",
-            "assistant's turn begins",
-        ),
-    ],
-)
-def test_a_template_of_another_model_is_found(tokenizer: Any, template: str, told: str) -> None:
-    problems, _ = checked(tokenizer, template)
-    assert any(told in problem for problem in problems)
-
-
-def test_an_end_of_turn_that_ends_no_completion_is_found(tokenizer: Any) -> None:
-    other = tokenizer.convert_tokens_to_ids("<|system|>")
-    assert checked(tokenizer, tokenizer.chat_template, ends=(other,)) == ((), "<|end|>")

@@ -55,7 +55,7 @@ def test_a_judge_can_be_apart_or_on_the_same_devices() -> None:
     work = replace(JOB, judge=model_facts("Qwen3-8B"))
     fitting, _ = forecasts(work, EIGHT, micro_batch=4)
     kinds = {one.strategy.kind for one in fitting}
-    assert kinds == {"colocated", "split", "dynamic"}
+    assert kinds == {"colocated", "dynamic"}
     asleep_ways = [one for one in fitting if one.strategy.sleeps]
     best = {
         kind: min(one.step_s for one in asleep_ways if one.strategy.kind == kind)
@@ -64,7 +64,7 @@ def test_a_judge_can_be_apart_or_on_the_same_devices() -> None:
     assert best["dynamic"] <= best["colocated"], (
         "slots that move in the middle of a round wait less"
     )
-    apart = next(one for one in asleep_ways if one.strategy.kind == "split")
+    apart = next(one for one in asleep_ways if one.strategy.kind == "dynamic")
     assert set(apart.phases) == {"train", "sync", "generate", "judge"}
     asleep = apart.phases["generate"]["judge"]
     assert asleep < 2 * GIB, "a launch starts an engine of every role on every slot"

@@ -161,5 +161,3 @@ def _measured_rows(measured: PreflightMeasurements) -> Iterator[tuple[str, str]]
         yield "prompts", f"{lengths.rows}, {longest}; {lengths.room} fit"
     if judges := measured.judges:
         yield "judges", f"{judges.calls} verdicts, {judges.unreadable} unreadable"
-    if measured.logprob_gap is not None:
-        yield "logprobs", f"engine and trainer differ by {measured.logprob_gap:.4f} a token"

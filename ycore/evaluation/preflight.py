@@ -1,17 +1,14 @@
 """`python -m ycore.evaluation.preflight RUN_FOLDER`: one small round with everything of the run but training.
 
-It measures how many completions are cut off, how many groups can teach, and how far engine and trainer are apart, and
-leaves `preflight.json`. `preflight_verdict` judges the figures: will this run learn anything, and if not, what to
-change. Whether synced weights arrive, the run itself proves.
+It measures how many completions are cut off and how many groups can teach, and leaves `preflight.json`.
+`preflight_verdict` judges the figures: will this run learn anything, and if not, what to change. Whether synced weights
+arrive, the run itself proves, and its steps record how far engine and trainer are apart.
 """
 
-import re
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import TypeAdapter
@@ -23,12 +20,11 @@ from ycore.run.files import write_json_atomic
 from ycore.run.interrupt import on_stop
 from ycore.run.reports import run_alone
 from ycore.scoring.group_rewards import can_teach, total_reward
-from ycore.types import Completion, Group, Message, Prompt
+from ycore.types import Group, Prompt
 
 if TYPE_CHECKING:
     from ycore.round.assemble import Assembly
 
-_NUM_COMPARED = 16  # completions whose log-probabilities the model computes again
 _NUM_SAMPLES = 4
 
 Level = Literal["stops", "warns"]
@@ -38,19 +34,14 @@ TRUNCATED_STOPS, TRUNCATED_WARNS = 0.9, 0.25
 EQUAL_WARNS = 0.75
 UNREADABLE_STOPS, UNREADABLE_WARNS = 0.9, 0.1
 MASKED_WARNS = 0.1
-GAP_STOPS, GAP_WARNS = (
-    0.5,
-    0.1,
-)  # of a token's log-probability; about 0.04 is bfloat16's rounding
 
 
 @dataclass(frozen=True, slots=True)
 class JudgeCalls:
-    """Requests to all judges, answers whose verdict cannot be read, and the mean seconds of a call."""
+    """Requests to all judges, and answers whose verdict cannot be read."""
 
     calls: int
     unreadable: int
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +61,6 @@ class PromptLengths:
 
 
 @dataclass(frozen=True, slots=True)
-class TemplateCheck:
-    """Problems of the conversations that the chat template writes; none where prompts are plain text.
-
-    Attributes:
-        end_of_turn: the token that ends an answer in the template, where it does not end a completion.
-    """
-
-    problems: tuple[str, ...] = ()
-    end_of_turn: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class PreflightMeasurements:
     """Results of a preflight's round.
 
@@ -93,27 +72,23 @@ class PreflightMeasurements:
         problems: how often each problem kept a source from scoring.
         means: mean of each reward source; None where it scored nothing.
         reward_s: seconds from the last completion of the round until all were scored.
-        logprob_gap: mean absolute difference of a token's log-probability, engine against trainer, on the same
-            weights; None where the trainer itself generates.
     """
 
-    num_prompts: int
     group_size: int
     max_tokens: int
     context: int
-    truncated: float
-    equal: float
-    rewards: tuple[float, ...]
-    masked: float
+    num_prompts: int = 0
+    truncated: float = 0.0
+    equal: float = 0.0
+    rewards: tuple[float, ...] = ()
+    masked: float = 0.0
     problems: Mapping[str, int] = field(default_factory=dict)
     means: Mapping[str, float | None] = field(default_factory=dict)
     generate_s: float = 0.0
     reward_s: float = 0.0
     mean_tokens: float = 0.0
     prompts: PromptLengths | None = None
-    template: TemplateCheck = TemplateCheck()
     judges: JudgeCalls | None = None
-    logprob_gap: float | None = None
 
 
 # -- the round ---------------------------------------------------------------------------------------------------------
@@ -143,58 +118,49 @@ def measure_round(
     ]
     if not fitting:
         return measured, []
-    model = load_policy(parts)
     recorded: dict[str, float] = {}
-    groups, problems = _run_round(parts, model, fitting, recorded)
-    measured = add_groups(
+    groups, problems = _run_round(parts, fitting, recorded)
+    names = [reward.reward for reward in config.rewards]
+    weights = rules.reward_weights
+    measured = add_groups(measured, groups, weights, names, alone=rules.teaches_alone)
+    generate_s = recorded.get("ycore/time/generate", 0.0)
+    judges = None
+    if calls := int(recorded.get("ycore/judge/calls", 0)):
+        judges = JudgeCalls(calls, int(recorded.get("ycore/judge/parse_failures", 0)))
+    measured = replace(
         measured,
-        groups,
-        weights=rules.reward_weights,
-        names=[reward.reward for reward in config.rewards],
-        alone=rules.teaches_alone,
+        problems=problems,
+        generate_s=generate_s,
+        reward_s=max(0.0, recorded.get("ycore/time/round", 0.0) - generate_s),
+        judges=judges,
     )
-    measured = replace(_add_recorded(measured, recorded), problems=problems)
-    if parts.kind.has_servers and parts.sight is None:  # the model here reads text only
-        temperature = float(config.trl.get("temperature", 1.0)) or 1.0
-        gaps = _logprob_gaps(model, groups, temperature)
-        measured = replace(measured, logprob_gap=fmean(gaps) if gaps else None)
-    return measured, samples_of(groups, weights=rules.reward_weights)
+    return measured, samples_of(groups, weights=weights)
 
 
 def _measure_prompts(parts: "Assembly", lengths: Sequence[int]) -> PreflightMeasurements:
-    """Return what is known before the round: the prompts' lengths, the chat template, the run's limits."""
-    config, prompts, room = parts.config, parts.prompts.prompts, parts.max_prompt_tokens
+    """Return what is known before the round: the prompts' lengths and the run's limits."""
+    config, room = parts.config, parts.max_prompt_tokens
     longest = max(range(len(lengths)), key=lambda index: lengths[index])
-    template = TemplateCheck()
-    first = prompts[0].content
-    if not isinstance(first, str):
-        ends = parts.sampling().stop_token_ids
-        template = check_template(parts.tokenizer, first, ends=ends)
+    prompts = PromptLengths(
+        rows=len(lengths),
+        longest=lengths[longest],
+        longest_row=parts.prompts.prompts[longest].row,
+        too_long=sum(length > room for length in lengths),
+        room=room,
+    )
     return PreflightMeasurements(
-        num_prompts=0,
         group_size=config.group_size,
         max_tokens=config.max_tokens,
         context=parts.started.max_model_len,
-        truncated=0.0,
-        equal=0.0,
-        rewards=(),
-        masked=0.0,
-        template=template,
-        prompts=PromptLengths(
-            rows=len(lengths),
-            longest=lengths[longest],
-            longest_row=prompts[longest].row,
-            too_long=sum(length > room for length in lengths),
-            room=room,
-        ),
+        prompts=prompts,
     )
 
 
 def _run_round(
-    parts: "Assembly", model: Any, prompts: Sequence[Prompt], recorded: dict[str, float]
+    parts: "Assembly", prompts: Sequence[Prompt], recorded: dict[str, float]
 ) -> tuple[list[Group], dict[str, int]]:
     """Return the groups of a round, which fills `recorded`, and how often each problem kept a source from scoring."""
-    engines = parts.engines(model)
+    engines = parts.engines(None if parts.kind.has_servers else load_policy(parts))
     controller = parts.controller(
         engines,
         draws=DrawSource(
@@ -219,9 +185,9 @@ def _run_round(
 def add_groups(
     measured: PreflightMeasurements,
     groups: Sequence[Group],
-    *,
     weights: Sequence[float],
     names: Sequence[str],
+    *,
     alone: bool = False,
 ) -> PreflightMeasurements:
     """Add what a round's groups show: shares, rewards, and the mean of every source."""
@@ -247,21 +213,6 @@ def add_groups(
     )
 
 
-def _add_recorded(
-    measured: PreflightMeasurements, recorded: dict[str, float]
-) -> PreflightMeasurements:
-    """Add seconds and the judges' counts, as the round recorded them."""
-    generate_s = recorded.get("ycore/time/generate", 0.0)
-    reward_s = max(0.0, recorded.get("ycore/time/round", 0.0) - generate_s)
-    measured = replace(measured, generate_s=generate_s, reward_s=reward_s)
-    calls = int(recorded.get("ycore/judge/calls", 0))
-    if not calls:
-        return measured
-    unreadable = int(recorded.get("ycore/judge/parse_failures", 0))
-    latency_s = recorded.get("ycore/judge/latency_s", 0.0)
-    return replace(measured, judges=JudgeCalls(calls, unreadable, latency_s))
-
-
 def samples_of(groups: Sequence[Group], *, weights: Sequence[float]) -> list[dict[str, Any]]:
     """Return a few completions, evenly from the lowest reward to the highest; those without a reward come first."""
     samples = [
@@ -277,102 +228,6 @@ def samples_of(groups: Sequence[Group], *, weights: Sequence[float]) -> list[dic
     lowest = float("-inf")
     samples.sort(key=lambda row: lowest if row["reward"] is None else row["reward"])
     return samples[:: max(1, (len(samples) - 1) // (_NUM_SAMPLES - 1))][:_NUM_SAMPLES]
-
-
-# -- log-probabilities -------------------------------------------------------------------------------------------------
-
-
-def _logprob_gaps(model: Any, groups: Sequence[Group], temperature: float) -> list[float]:
-    """Return how far the model's log-probability is from the engine's, of the policy's tokens of some completions."""
-    pairs = [
-        (group.prompt_ids(completion), completion)
-        for group in groups
-        for completion in group.completions
-        if not any(turn.starts_new_sequence for turn in completion.turns)
-    ]
-    gaps = []
-    for prompt_ids, completion in pairs[:: max(1, len(pairs) // _NUM_COMPARED)][:_NUM_COMPARED]:
-        computed = _logprobs(model, prompt_ids, completion, temperature)
-        for engine_logprob, logprob, by_policy in zip(
-            completion.logprobs or (), computed, completion.mask, strict=False
-        ):
-            if by_policy:
-                gaps.append(abs(logprob - engine_logprob))
-    return gaps
-
-
-def _logprobs(
-    model: Any, prompt_ids: Sequence[int], completion: Completion, temperature: float
-) -> list[float]:
-    """Return the model's log-probability of every token of a completion."""
-    import torch
-
-    ids = torch.tensor([[*prompt_ids, *completion.token_ids]], device=model.device)
-    with torch.no_grad():
-        logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt_ids) - 1 : -1]
-    logps = torch.log_softmax(logits.float() / temperature, dim=-1)
-    tokens = torch.tensor(completion.token_ids, device=model.device).unsqueeze(-1)
-    return [float(value) for value in logps.gather(-1, tokens).squeeze(-1)]
-
-
-# -- the chat template -------------------------------------------------------------------------------------------------
-
-_MARKER = re.compile(
-    r"<\|[^|<>\s]{1,40}\|>|\[/?INST\]|<(?:start|end)_of_turn>|<\|(?:im_start|im_end)\|>"
-)
-_ANSWER = "yes"
-
-
-def check_template(
-    tokenizer: Any, messages: Sequence[Message], *, ends: Collection[int]
-) -> TemplateCheck:
-    """Find what is wrong with the tokenizer's chat template, on one prompt of the dataset.
-
-    Args:
-        messages: a prompt that ends with the user's turn.
-        ends: ids of the tokens that end a completion.
-    """
-    prompt = _render(tokenizer, messages, add_generation_prompt=True)
-    encode = partial(tokenizer.encode, add_special_tokens=False)
-    unknown = tokenizer.unk_token_id
-    problems = []
-    # Markers that are one token in another family's tokenizer, and several in this one.
-    pieces = {marker: encode(marker) for marker in sorted(set(_MARKER.findall(prompt)))}
-    foreign = [marker for marker, ids in pieces.items() if len(ids) != 1 or ids[0] == unknown]
-    if foreign:
-        problems.append(
-            f"it writes {', '.join(foreign)}, which this tokenizer does not have as a token"
-        )
-    lost = [turn["role"] for turn in messages if turn["content"].strip() not in prompt]
-    if lost:
-        problems.append(f"what the {lost[-1]} says is not in what it writes")
-    if prompt == _render(tokenizer, messages, add_generation_prompt=False):
-        problems.append("nothing in it says that the assistant's turn begins")
-    ids = encode(prompt)
-    num_unknown = ids.count(unknown)
-    if num_unknown > 0.2 * len(ids):  # many are of another vocabulary; a few are rare letters
-        problems.append(f"{num_unknown} of its {len(ids)} tokens are unknown to the model")
-    return TemplateCheck(tuple(problems), _end_of_turn(tokenizer, messages, ends=ends))
-
-
-def _render(tokenizer: Any, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-    text = tokenizer.apply_chat_template(
-        list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
-    )
-    return str(text)
-
-
-def _end_of_turn(
-    tokenizer: Any, messages: Sequence[Message], *, ends: Collection[int]
-) -> str | None:
-    """Return the first token after an answer, if it is special and does not end a completion."""
-    answer: Message = {"role": "assistant", "content": _ANSWER}
-    text = _render(tokenizer, [*messages, answer], add_generation_prompt=False)
-    _, answered, after = text.rpartition(_ANSWER)
-    ids = tokenizer.encode(after, add_special_tokens=False) if answered and after else []
-    if not ids or ids[0] in ends or ids[0] not in tokenizer.all_special_ids:
-        return None
-    return str(tokenizer.convert_ids_to_tokens(ids[0]))
 
 
 # -- the verdict -------------------------------------------------------------------------------------------------------
@@ -395,7 +250,7 @@ class PreflightVerdict:
 
 
 def preflight_verdict(measured: PreflightMeasurements) -> PreflightVerdict:
-    rules = [*_input_rules(measured), *_engine_rules(measured), *_reward_rules(measured)]
+    rules = [*_input_rules(measured), *_reward_rules(measured)]
     findings = [Finding(level, what, mend) for level, what, mend in rules if level is not None]
     findings.sort(key=lambda finding: finding.level != "stops")
     if not findings:
@@ -442,7 +297,7 @@ def _level(value: float, warns: float, stops: float = float("inf")) -> Level | N
 
 
 def _input_rules(measured: PreflightMeasurements) -> Iterator[_Rule]:
-    prompts, template = measured.prompts, measured.template
+    prompts = measured.prompts
     if prompts is not None:
         needed = prompts.longest + measured.max_tokens
         yield (
@@ -451,26 +306,6 @@ def _input_rules(measured: PreflightMeasurements) -> Iterator[_Rule]:
             f"completion; the longest, row {prompts.longest_row}, has {prompts.longest}",
             f"leave them out, lower --max-tokens, or --set engine.max_model_len={needed}",
         )
-    for problem in template.problems:
-        yield (
-            "stops",
-            f"the chat template is not this model's: {problem}",
-            "put the model's own chat_template.jinja into its folder, or take an instruct model",
-        )
-    yield (
-        None if template.end_of_turn is None else "warns",
-        f"the chat template ends an answer with {template.end_of_turn!r}, and a completion does not end there",
-        f"add {template.end_of_turn!r} to eos_token_id in the model's generation_config.json",
-    )
-
-
-def _engine_rules(measured: PreflightMeasurements) -> Iterator[_Rule]:
-    gap = measured.logprob_gap or 0.0
-    yield (
-        _level(gap, GAP_WARNS, GAP_STOPS),
-        f"engine and trainer differ by {gap:.2f} in a token's log-probability on the same weights",
-        "give both the same dtype (--set dtype=float32), and see docs/algorithms.md on the correction",
-    )
     longest_prompt = 0 if measured.prompts is None else measured.prompts.longest
     longer = min(4 * measured.max_tokens, measured.context - longest_prompt)
     way_out = "ask for a shorter answer (--system-prompt), or raise engine.max_model_len"

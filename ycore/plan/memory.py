@@ -304,26 +304,24 @@ def engine_weight_bytes(
 
 def engine_needs(work: Workload, strategy: Strategy) -> Mapping[str, EngineNeed]:
     """Return what the engines of one slot hold, by role."""
-    rollout_slots = strategy.slots - strategy.judge_slots
     tokens = work.prompt_tokens + work.max_tokens
     needs = {
         ROLLOUT: EngineNeed(
             work.policy,
             work.bytes_per_value,
             strategy.tensor_parallel,
-            _sequences(work, rollout_slots * strategy.engines_per_slot(ROLLOUT)),
+            _sequences(work, strategy.slots * strategy.engines_per_slot(ROLLOUT)),
             tokens,
             max(tokens, work.max_model_len),
         )
     }
     if work.judge is not None:
-        slots = strategy.judge_slots if strategy.kind == "split" else strategy.slots
         tokens = work.judge_prompt_tokens + work.max_tokens + work.judge_tokens
         needs[work.judge_role] = EngineNeed(
             work.judge,
             work.bytes_per_value,
             strategy.judge_tensor_parallel,
-            _sequences(work, slots * strategy.engines_per_slot(work.judge_role)),
+            _sequences(work, strategy.slots * strategy.engines_per_slot(work.judge_role)),
             tokens,
             max(tokens, min(work.judge.context_length or MAX_CONTEXT, MAX_CONTEXT)),
         )
@@ -429,7 +427,7 @@ def gpu_phases(
     sleeps: bool,
     offload: Offload,
 ) -> Mapping[str, Parts]:
-    """Return the phases of a device. In a split too it has an engine of every role, of which one is never used."""
+    """Return the phases of a device. It has an engine of every role."""
     awake = {role: sum(engine.awake for engine in models) for role, models in engines.items()}
     idle = awake
     if sleeps:

@@ -332,11 +332,8 @@ def engine_widths(work: Workload, num_devices: int) -> list[tuple[int, int]]:
 
 def _placements(work: Workload, base: Strategy) -> Iterator[Strategy]:
     yield base
-    if work.judge is None or base.slots < 2:
-        return
-    yield replace(base, kind="dynamic")
-    for judge_slots in sorted({1, base.slots // 4, base.slots // 2, base.slots - 1} - {0}):
-        yield replace(base, kind="split", judge_slots=judge_slots)
+    if work.judge is not None and base.slots > 1:
+        yield replace(base, kind="dynamic")
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------
@@ -360,7 +357,7 @@ def with_layout(config: RunConfig, forecast: StepForecast, fleet: Fleet) -> RunC
     if strategy.ranks > 1 and strategy.sharding != "ddp":
         changes["accelerate"] = strategy.sharding
     if len(forecast.engines) > 1:
-        changes["placement"] = placement_of(strategy)
+        changes["placement"] = strategy.kind
     if strategy.checkpointing != config.trl.get("gradient_checkpointing", not on_cpu):
         changes["trl"]["gradient_checkpointing"] = strategy.checkpointing
     planned = config.model_copy(update=changes)
@@ -394,12 +391,6 @@ def _with_width(spec: RewardConfig, strategy: Strategy) -> RewardConfig:
     if declared not in ("auto", width):
         raise ConfigError(f"tensor_parallel of {spec.reward} is {declared}")
     return spec.model_copy(update={"args": {**spec.args, "tensor_parallel": width}})
-
-
-def placement_of(strategy: Strategy) -> str:
-    if strategy.kind != "split":
-        return strategy.kind
-    return f"split:{strategy.slots - strategy.judge_slots}:{strategy.judge_slots}"
 
 
 def layout_options(config: RunConfig, planned: RunConfig) -> str:

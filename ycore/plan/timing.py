@@ -5,7 +5,7 @@ the memory's speed (the roofline's two terms, added: Williams et al. 2009), plus
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ycore.placement.placement import ROLLOUT
 from ycore.plan.devices import Device, Fleet
@@ -94,33 +94,37 @@ def round_seconds(
 ) -> dict[str, float]:
     """Return seconds of `generate`, `judge`, `swaps` and the whole `round`.
 
-    In a split judging overlaps generating once the first group has ended. Dynamic placement finds the best division of
-    the slots by itself: within a few percent, see docs/placement.md.
+    Colocated roles take turns on every slot. Dynamic placement also finds the best division of the slots, in which
+    judging overlaps generating once the first group has ended: within a few percent, see docs/placement.md.
     """
-    if strategy.kind == "dynamic":
-        divisions = [replace(strategy, kind="colocated")]
-        for judge_slots in range(1, strategy.slots):
-            divisions.append(replace(strategy, kind="split", judge_slots=judge_slots))
-        rounds = [
-            round_seconds(work, division, device, at_once=at_once) for division in divisions
-        ]
-        return min(rounds, key=lambda seconds: seconds["round"])
-    is_split = strategy.kind == "split"
-    times = {"generate": generate_s(work, strategy, device, at_once=at_once[ROLLOUT])}
-    swaps = offload_s(work, strategy, device)
+    rollout_at_once = at_once[ROLLOUT]
+    swaps_s = offload_s(work, strategy, device)
     if strategy.sleeps:
-        swaps += swap_s(work.policy, work, device)
-    both_s = times["generate"]
-    if work.judge is not None:
-        judge = judge_s(work, strategy, device, at_once=at_once[work.judge_role])
-        times[PHASES[work.judge_role]] = judge
-        if is_split:
-            shorter, longer = sorted([both_s, judge])
-            both_s = longer + shorter / max(1, work.prompts_per_step)
-        else:
-            both_s += judge
-            swaps += swap_s(work.judge, work, device)
-    return {**times, "swaps": swaps, "round": both_s + swaps}
+        swaps_s += swap_s(work.policy, work, device)
+    slots = strategy.slots
+    generate = generate_s(work, strategy, device, slots=slots, at_once=rollout_at_once)
+    if work.judge is None:
+        return {"generate": generate, "swaps": swaps_s, "round": generate + swaps_s}
+    phase = PHASES[work.judge_role]
+    judge_at_once = at_once[work.judge_role]
+    judge = judge_s(work, strategy, device, slots=slots, at_once=judge_at_once)
+    judge_swap_s = swap_s(work.judge, work, device)
+    best = {
+        "generate": generate,
+        phase: judge,
+        "swaps": swaps_s + judge_swap_s,
+        "round": generate + judge + swaps_s + judge_swap_s,
+    }
+    for judge_slots in range(1, slots if strategy.kind == "dynamic" else 1):
+        generate = generate_s(
+            work, strategy, device, slots=slots - judge_slots, at_once=rollout_at_once
+        )
+        judge = judge_s(work, strategy, device, slots=judge_slots, at_once=judge_at_once)
+        shorter, longer = sorted([generate, judge])
+        round_s = longer + shorter / max(1, work.prompts_per_step) + swaps_s
+        if round_s < best["round"]:
+            best = {"generate": generate, phase: judge, "swaps": swaps_s, "round": round_s}
+    return best
 
 
 def train_s(work: Workload, strategy: Strategy, device: Device, *, cores: int = 1) -> float:
@@ -282,10 +286,11 @@ class Serving:
         return product_s + cache_s + efficiency.decode_s + efficiency.sequence_s * sequences
 
 
-def generate_s(work: Workload, strategy: Strategy, device: Device, *, at_once: int) -> float:
+def generate_s(
+    work: Workload, strategy: Strategy, device: Device, *, slots: int, at_once: int
+) -> float:
     """Return the seconds of all completions of a round, each engine writing `at_once` at a time."""
-    slots = strategy.slots - (strategy.judge_slots if strategy.kind == "split" else 0)
-    count = max(1, slots) * strategy.engines_per_slot(ROLLOUT)
+    count = slots * strategy.engines_per_slot(ROLLOUT)
     width = strategy.tensor_parallel
     engines = Serving(work.policy, device, work.bytes_per_value, width, count, at_once)
     return engines.round_s(
@@ -296,15 +301,16 @@ def generate_s(work: Workload, strategy: Strategy, device: Device, *, at_once: i
     )
 
 
-def judge_s(work: Workload, strategy: Strategy, device: Device, *, at_once: int) -> float:
-    """Return the seconds of a verdict on every completion of a round.
+def judge_s(
+    work: Workload, strategy: Strategy, device: Device, *, slots: int, at_once: int
+) -> float:
+    """Return the seconds of a verdict on every completion of a round; 0 without a model that scores.
 
     The judge reads its instructions, the prompt and the completion.
     """
     if work.judge is None:
         return 0.0
-    slots = strategy.judge_slots if strategy.kind == "split" else strategy.slots
-    count = max(1, slots) * strategy.engines_per_slot(work.judge_role)
+    count = slots * strategy.engines_per_slot(work.judge_role)
     width = strategy.judge_tensor_parallel
     engines = Serving(work.judge, device, work.bytes_per_value, width, count, at_once)
     context = work.judge_prompt_tokens + work.completion_tokens

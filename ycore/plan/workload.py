@@ -6,7 +6,7 @@ from typing import Literal, get_args
 from ycore.config.batch import derive_batch
 from ycore.config.schema import Offload, RunConfig
 from ycore.errors import ConfigError
-from ycore.placement.placement import JUDGE, REWARD_MODEL, ROLLOUT, TEACHER, Kind
+from ycore.placement.placement import JUDGE, REWARD_MODEL, ROLLOUT, TEACHER
 from ycore.plan.model_facts import ModelFacts
 
 Sharding = Literal["ddp", "zero1", "zero2", "zero3", "fsdp2"]
@@ -84,7 +84,7 @@ class Strategy:
         slots: blocks of devices that can work at the same time, each for one role.
         micro_batch: completions in one forward pass of a rank.
         tensor_parallel: devices that an engine of the policy spans; a slot is as wide as the widest engine.
-        judge_slots: slots of the judge in a split.
+        kind: `dynamic` divides the slots between the policy and the judge by itself; see docs/placement.md.
         sleeps: engines free their memory while the trainer trains.
     """
 
@@ -95,8 +95,7 @@ class Strategy:
     checkpointing: bool = False
     tensor_parallel: int = 1
     judge_tensor_parallel: int = 1
-    kind: Kind = "colocated"
-    judge_slots: int = 0
+    kind: Literal["colocated", "dynamic"] = "colocated"
     sleeps: bool = False
     offload: Offload = "none"
 
@@ -123,8 +122,6 @@ class Strategy:
     def in_words(self) -> str:
         """A description for people, e.g. `colocated, zero2, micro-batch 4`."""
         words: list[str] = [self.kind]
-        if self.kind == "split":
-            words = [f"split {self.slots - self.judge_slots}:{self.judge_slots}"]
         words.append(self.sharding if self.ranks > 1 else "one rank")
         words.append(f"micro-batch {self.micro_batch}")
         if self.checkpointing:

@@ -113,7 +113,7 @@ def test_a_recipe_is_planned_for_the_machine_here(capsys: pytest.CaptureFixture[
         ),
         (
             "--model smollm2-135m --devices 2x24GB --per-device-train-batch-size 5",
-            "5 does not divide it",
+            "they are 5 * 6 and 8 prompts x 8 / 2 = 32",
         ),
         ("--devices 8x80GB", "model"),
         (

@@ -213,12 +213,6 @@ def test_an_evaluation_gives_the_whole_device_to_engines(tmp_path: Path) -> None
     assert 0.7 < share_of(judged) + share_of(judged, "judge") < 0.95
 
 
-def test_a_preflights_own_model_is_on_the_device_where_it_fits(tmp_path: Path) -> None:
-    assert "on_host" not in plan(config_of(EIGHT), ONE_80, tmp_path, trains=False).as_json()
-    crowded = plan(config_of(SEVEN), ONE_24, tmp_path, trains=False)
-    assert crowded.as_json()["on_host"] and not crowded.sleeps and share_of(crowded) > 0.7
-
-
 def test_a_teacher_in_the_trainer_takes_room_from_the_engines(tmp_path: Path) -> None:
     taught = {"algorithm": "distill", "rewards": [RewardConfig(reward=f"teacher:{SEVEN}")]}
     beside = plan(config_of(HALF, distill={"divergence": "js"}, **taught), ONE_24, tmp_path)

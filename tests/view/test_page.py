@@ -266,4 +266,4 @@ def test_a_browser_draws_it(run: Path, tmp_path: Path) -> None:
         command, capture_output=True, text=True, timeout=400, check=True
     ).stdout
     assert "<title>first</title>" in drawn and '<h2 id="spent">' in drawn
-    assert drawn.count("<svg") == 2 and "<b>bold" not in drawn
+    assert drawn.count("<svg") == 1 and "<b>bold" not in drawn

@@ -69,7 +69,7 @@ def _position_bias(recorded: Sequence[tuple[str, float]]) -> dict[str, float]:
 
 
 def load_policy(parts: "Assembly") -> Any:
-    """Load the run's model as transformers does, on the device where there is one with room."""
+    """Load the run's model as transformers does, on the device where there is one."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -84,9 +84,7 @@ def load_policy(parts: "Assembly") -> Any:
         trust_remote_code=parts.config.trust_remote_code,
     )
     never_write(model, image_token_ids(model.config.to_dict()))
-    return (
-        model.to("cuda") if torch.cuda.is_available() and not parts.started.on_host else model
-    )
+    return model.to("cuda") if torch.cuda.is_available() else model
 
 
 def _run_rounds(

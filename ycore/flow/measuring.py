@@ -14,7 +14,14 @@ import torch
 from ycore.evaluation.held_out import RIGHT_FROM, as_metrics, with_interval
 from ycore.flow.flow_math import SamplingPath
 from ycore.flow.flow_settings import FlowConfig
-from ycore.flow.sampler import NOWHERE, FlowPolicy, Picture, PictureEngine, draw_pictures
+from ycore.flow.sampler import (
+    NOWHERE,
+    FlowPolicy,
+    Picture,
+    PictureEngine,
+    as_pil,
+    draw_pictures,
+)
 from ycore.placement.slots import Slots
 from ycore.rewards.loading import reward_names
 from ycore.rollout.turns import completion_seed
@@ -33,7 +40,8 @@ JUDGED = f"{EVALUATION}reward"
 
 FELL = f"{EVALUATION}judge_fell"
 
-_NUM_EACH = 8  # pictures of a class on the contact sheet
+_NUM_EACH = 8  # pictures of a class on the contact sheet, before and after
+_SCALE = 4  # pixels of the sheet for one of a picture
 
 
 def conditions(prompts: Sequence[Prompt], column: str) -> list[Prompt]:
@@ -161,29 +169,21 @@ def _of(row: Mapping[str, Any], name: str) -> float:
 
 
 def contact_sheet(
-    policy: FlowPolicy,
-    path: SamplingPath,
-    classes: Sequence[int],
-    file: Path,
+    policy: FlowPolicy, path: SamplingPath, classes: Sequence[int], file: Path
 ) -> None:
-    """Draw pictures of every class before and after the run, side by side and from the same noise, to a PNG."""
-    from ycore.view.pictures import new_figure, save_png
+    """Draw pictures of every class to a PNG, a row each: by the first model at the left, by the policy at the right.
 
+    Both begin from the same noise.
+    """
     labels = torch.tensor(classes).repeat_interleave(_NUM_EACH)
     seeds = [completion_seed(0, NOWHERE, number) for number in range(len(labels))]
-    figure = new_figure(9, 0.45 * len(classes) + 0.6)
-    halves = (("before", policy.reference), ("after", None))
-    for axes, (title, weights) in zip(figure.subplots(1, 2), halves, strict=True):
+    halves = []
+    for weights in (policy.reference, None):
         pictures = draw_pictures(policy, path, labels, seeds, weights=weights).pictures
-        rows = pictures.clamp(-1, 1).unflatten(0, (len(classes), _NUM_EACH))
-        framed = torch.nn.functional.pad(rows, (1, 1, 1, 1), value=-1.0)
-        # Rows of pictures beneath each other.
-        sheet = framed.permute(0, 3, 1, 4, 2).flatten(0, 1).flatten(1, 2)
-        colours = "gray_r" if sheet.shape[-1] == 1 else None
-        axes.imshow((sheet + 1) / 2, cmap=colours, vmin=0, vmax=1)
-        axes.set_title(title, loc="left", fontsize=11)
-        height = sheet.shape[0] / len(classes)
-        middles = [(place + 0.5) * height for place in range(len(classes))]
-        axes.set_yticks(middles, [str(label) for label in classes])
-        axes.set_xticks([])
-    save_png(figure, file)
+        framed = torch.nn.functional.pad(pictures, (1, 1, 1, 1), value=-1.0)
+        rows = framed.unflatten(0, (len(classes), _NUM_EACH))
+        # Rows of pictures beneath each other: [C, rows * height, columns * width].
+        halves.append(rows.permute(2, 0, 3, 1, 4).flatten(3, 4).flatten(1, 2))
+    gap = torch.ones(*halves[0].shape[:2], 2)
+    sheet = as_pil(torch.cat([halves[0], gap, halves[1]], dim=2))
+    sheet.resize((sheet.width * _SCALE, sheet.height * _SCALE), resample=0).save(file)

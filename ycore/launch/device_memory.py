@@ -7,7 +7,7 @@ of them on every slot, so all widths must divide the widest.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -39,8 +39,6 @@ MAX_MODEL_LEN = 4096  # tokens, where neither the user nor the model asks for le
 PROMPT_TOKENS = 512  # tokens of KV cache for a sequence's prompt; longer prompts wait for room
 MAX_ROLLOUT_SEQS = 256
 MAX_SCORER_SEQS = 32
-_LOGIT_BYTES = 10
-"""Bytes of a logit where a preflight computes log-probabilities: bfloat16, float32, and their log-softmax."""
 
 
 def facts_here(location: str, *, name: str | None = None) -> ModelFacts | None:
@@ -91,15 +89,10 @@ class RunMemory:
         self.options: list[SharingOption] = [(False, "none")]
         self._trainer = NO_TRAINER
         policy = known(config.model)
-        if config.algorithm == "eval":
-            pass
-        elif policy is None:
-            if site.trains:
-                self.options += [(True, "none"), (True, "optimizer")]
-        elif site.trains:
+        if site.trains and policy is None:
+            self.options += [(True, "none"), (True, "optimizer")]
+        elif site.trains and policy is not None:
             self._trainer = self._training_memory(policy)
-        else:
-            self._trainer = _preflight_memory(policy, config)
         self.options = _allowed_options(self.options, config)
 
     def _training_memory(self, policy: ModelFacts) -> TrainerMemory:
@@ -210,23 +203,14 @@ class RunMemory:
             needs.setdefault(model.role, []).append(need)
         assert device_bytes is not None
 
-        def shared(trainer: TrainerMemory) -> DeviceSharing:
-            return share_device(
-                needs,
-                trainer,
-                self.options,
-                device_bytes=device_bytes,
-                free_bytes=machine.free_bytes,
-                share=share,
-            )
-
-        try:
-            return shared(self._trainer)
-        except ConfigError:
-            if self._site.trains or self._trainer is NO_TRAINER:
-                raise
-            # A preflight then computes on the host.
-            return replace(shared(NO_TRAINER), has_trainer=False)
+        return share_device(
+            needs,
+            self._trainer,
+            self.options,
+            device_bytes=device_bytes,
+            free_bytes=machine.free_bytes,
+            share=share,
+        )
 
     def _engine_need(
         self, model: ServedModel, facts: ModelFacts, *, num_policy: int, num_engines: int
@@ -268,20 +252,6 @@ def _width_error(
     return ConfigError(
         f"{model.option('tensor_parallel')} {width} {rule}; the nearest that works is {nearest}"
     )
-
-
-def _preflight_memory(policy: ModelFacts, config: RunConfig) -> TrainerMemory:
-    """Return the memory of a model that only computes log-probabilities, one sequence at a time."""
-    work = workload_of(config, policy)
-    states = trainer_memory(work, Strategy(1, 1)).parts
-    weights = float(policy.num_params * work.bytes_per_value)
-    logits = float(_LOGIT_BYTES * policy.vocab_size * (work.prompt_tokens + work.max_tokens))
-    parts: Mapping[str, float] = {
-        "weights": weights,
-        "logits": logits,
-        "libraries": states["libraries"],
-    }
-    return TrainerMemory(parts, {"none": weights + states["libraries"]}, 0.0)
 
 
 def _allowed_options(options: list[SharingOption], config: RunConfig) -> list[SharingOption]:

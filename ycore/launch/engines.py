@@ -115,8 +115,6 @@ class EnginePlan:
             content["sleeps"] = True
         if self.sharing is not None and self.sleeps:
             content["offload"] = self.sharing.offload
-        if self.sharing is not None and not self.sharing.has_trainer:
-            content["on_host"] = True
         return content
 
 

@@ -54,7 +54,6 @@ class DeviceSharing:
     offload: Offload
     shares: Mapping[str, Sequence[float]]
     line: str
-    has_trainer: bool = True  # on the device
 
 
 def usable_bytes(device_bytes: float, free_bytes: float | None = None) -> float:

@@ -37,7 +37,7 @@ class EngineList:
     `engines` and those of `scorers` are slot by slot, as many on each; `num_slots` None is one engine a slot. `home`:
     the folder of the whole run, on a machine that is not its first. `max_num_seqs`: completions that one engine
     writes at once. `sleeps`: engines share devices with the trainer, and sleep while others use them. `offload`: what
-    the trainer keeps in host memory meanwhile. `on_host`: a preflight's own model finds no room on the device.
+    the trainer keeps in host memory meanwhile.
     """
 
     kind: str
@@ -50,7 +50,6 @@ class EngineList:
     scorers: Sequence[ScorerEngines] = ()
     sleeps: bool = False
     offload: Offload = "none"
-    on_host: bool = False
 
     @classmethod
     def read(cls, folder: RunFolder) -> Self:

@@ -44,16 +44,6 @@ RUN_COLOURS = (
 )
 """Colours of runs, in their order; more runs begin again."""
 
-_PART_COLOURS = (
-    "#2456a6",
-    "#c9d3e0",
-    "#b03a48",
-    "#e4e6ea",
-    "#d9a441",
-    "#3f8f5f",
-    "#9aa0a8",
-)
-_DARK_PARTS = ("groups that taught", "swaps", "training")
 _PANELS = (
     ("reward", REWARD),
     ("reward on held-out prompts", (HELD_OUT,)),
@@ -152,7 +142,6 @@ def render_page(runs: Sequence[RecordedRun]) -> str:
         same_question=len({(run.config.get("model"), topic(run.config)) for run in runs}) == 1,
         curves=None if measures is None else as_svg(measures),
         over_seconds=None if over_seconds is None else as_svg(over_seconds),
-        spent_picture=as_svg(draw_device_seconds(runs)),
         parts=[part for part in PARTS if any(run.spent.seconds[part] for run in runs)],
     )
 
@@ -257,30 +246,6 @@ def _draw_smoothed(axes: Any, series: Points, index: int, *, label: str = "") ->
 
 def _colour(index: int) -> str:
     return RUN_COLOURS[index % len(RUN_COLOURS)]
-
-
-def draw_device_seconds(runs: Sequence[RecordedRun]) -> Any:
-    """Draw a bar a run: its device seconds, by what they went into."""
-    figure = new_figure(11, 1.3 + 0.55 * len(runs))
-    axes = figure.add_subplot()
-    upwards = list(reversed(runs))
-    left = [0.0] * len(runs)
-    for part, colour in zip(PARTS, _PART_COLOURS, strict=True):
-        widths = [100 * run.spent.share(part) for run in upwards]
-        if not any(widths):
-            continue
-        names = [literal(run.name) for run in upwards]
-        bars = axes.barh(names, widths, left=left, color=colour, label=part, height=0.62)
-        labels = [f"{width:.0f}%" if width >= 6 else "" for width in widths]
-        ink = "white" if part in _DARK_PARTS else "#20242a"
-        axes.bar_label(bars, labels, label_type="center", color=ink)
-        left = [start + width for start, width in zip(left, widths, strict=True)]
-    style(axes, below="% of device seconds")
-    axes.set_xlim(0, 100)
-    axes.legend(
-        loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=5, frameon=False, fontsize=9
-    )
-    return figure
 
 
 def as_svg(figure: Any) -> str:

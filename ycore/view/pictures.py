@@ -177,16 +177,10 @@ def _draw_held_out(axes: Any, metrics: Sequence[Row], name: str) -> None:
 
 
 def _draw_time(axes: Any, metrics: Sequence[Row]) -> None:
-    layers = [dict(zip(*points(metrics, name), strict=True)) for name, _, _ in _PHASES]
-    steps = sorted({step for layer in layers for step in layer})
+    for name, label, colour in _PHASES:
+        axes.plot(*points(metrics, name), color=colour, linewidth=1.5, label=label)
     axes.set_title("seconds a step", fontsize=11, loc="left")
-    if not steps:
-        return
-    heights = [[layer.get(step, 0.0) for step in steps] for layer in layers]
-    labels = [label for _, label, _ in _PHASES]
-    colours = [colour for _, _, colour in _PHASES]
-    axes.stackplot(steps, heights, labels=labels, colors=colours, alpha=0.85)
-    axes.set_ylim(0, max(map(sum, zip(*heights, strict=True))) * 1.35 or 1)
+    axes.set_ylim(bottom=0)
     axes.legend(loc="upper right", frameon=False, fontsize=9, ncols=3)
 
 

@@ -2,8 +2,7 @@
 
 At a run's start: run.json, without secrets; once its model is saved: completions before and after, and the report.
 A run without such callbacks (`ycore flow`) sends its numbers too (`OwnPage`), and `ycore eval` figures and completions.
-wandb and trackio share an interface; tensorboard keeps numbers,
-texts and pictures only.
+wandb and trackio share an interface; tensorboard keeps the settings and the numbers only.
 """
 
 import importlib
@@ -36,7 +35,6 @@ from ycore.view.record import content_text, read_run
 Table = tuple[Sequence[str], Sequence[Sequence[Any]]]
 """Names of the columns, and the rows."""
 
-_KNOWN = ("wandb", "trackio", "tensorboard")
 _DEFAULT_PROJECT = "huggingface"  # transformers' own
 _MAX_COMPLETIONS = 1000  # of an evaluation, in a table
 _SAMPLES, _REPORT = "ycore/completions", "ycore/report"
@@ -54,7 +52,6 @@ class TrackerPage(TrainerCallback):
         self._folder = folder
         self._handler = handler
         self._config = config
-        self._events: str | None = None
         if project := config.trl.get("project"):
             # transformers passes it on to every tracker but wandb.
             os.environ.setdefault("WANDB_PROJECT", project)
@@ -77,14 +74,11 @@ class TrackerPage(TrainerCallback):
         for callback in self._handler.callbacks:
             if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
                 _add_settings(callback.tb_writer, self._folder)
-                self._events = callback.tb_writer.log_dir
 
-    def close(self, args: TrainingArguments, *, step: int) -> None:
+    def close(self, args: TrainingArguments) -> None:
         """Send what a finished run has; its model, metrics and samples are on the disk. On the first rank only."""
-        if set(args.report_to) & set(_KNOWN):
-            reopen = partial(_reopen, args=args)
-            trackers = _modules(args.report_to)
-            _send_results(self._folder, self._config, trackers, reopen, self._events, step)
+        reopen = partial(_reopen, args=args)
+        _send_results(self._folder, self._config, _modules(args.report_to), reopen)
 
 
 class OwnPage:
@@ -96,7 +90,6 @@ class OwnPage:
         self._folder = folder
         self._trackers = _modules(names)
         self._writer: Any = None
-        self._step = 0
         for tracker in self._trackers:
             _open(tracker, config, folder)
             if tracker.__name__ == "wandb":
@@ -107,22 +100,19 @@ class OwnPage:
 
     def log(self, row: Row) -> None:
         """Send the numbers of a row of metrics.jsonl, which may be of an evaluation."""
-        self._step = int(row["step"])
+        step = int(row["step"])
         numbers = {}
         for name in row:
             if name != "step" and (value := number(row, name)) is not None:
                 numbers[f"train/{name}"] = value
         for tracker in self._trackers:
-            tracker.log(numbers | {_STEP: self._step})
+            tracker.log(numbers | {_STEP: step})
         if self._writer is not None:
-            _add_numbers(self._writer, numbers, step=self._step)
+            _add_numbers(self._writer, numbers, step=step)
 
     def send(self) -> None:
         """Send what a finished run has; its model, metrics and pictures are on the disk."""
-        events = None if self._writer is None else self._writer.log_dir
-        _send_results(
-            self._folder, self._config, self._trackers, nullcontext, events, self._step
-        )
+        _send_results(self._folder, self._config, self._trackers, nullcontext)
 
     def close(self) -> None:
         if self._writer is not None:
@@ -142,10 +132,8 @@ def tell_evaluation(config: AnyConfig, folder: RunFolder, figures: Mapping[str, 
             tracker.log(numbers | {_SAMPLES: _as_table(tracker, table)})
             tracker.finish()
     if "tensorboard" in names:
-        with _tolerate_failure("tensorboard"):
-            with _new_writer(folder) as writer:
-                _add_numbers(writer, numbers, step=0)
-            _write_events(writer.log_dir, table, {}, step=0)
+        with _tolerate_failure("tensorboard"), _new_writer(folder) as writer:
+            _add_numbers(writer, numbers, step=0)
 
 
 # -- wandb and trackio -------------------------------------------------------------------------------------------------
@@ -225,22 +213,17 @@ def _send_results(
     config: BaseConfig,
     trackers: Sequence[Any],
     reopen: Callable[[Any], AbstractContextManager[None]],
-    events: str | None,
-    step: int,
 ) -> None:
-    """Send what a finished run has, to tensorboard's folder `events` too."""
+    """Send what a finished run has to trackers that show tables and pages."""
     table = _samples(folder)
-    drawn = {_PICTURES: str(folder.pictures)} if folder.pictures.is_file() else {}
     for tracker in trackers:
         with _tolerate_failure(tracker.__name__), reopen(tracker):
-            results = {name: tracker.Image(file) for name, file in drawn.items()}
-            results[_REPORT] = tracker.Html(_render_report(folder, config))
+            results = {_REPORT: tracker.Html(_render_report(folder, config))}
+            if folder.pictures.is_file():
+                results[_PICTURES] = tracker.Image(str(folder.pictures))
             if table[1]:
                 results[_SAMPLES] = _as_table(tracker, table)
             tracker.log(results)
-    if events is not None:  # TRL has closed its own writer
-        with _tolerate_failure("tensorboard"):
-            _write_events(events, table, drawn, step=step)
 
 
 def _render_report(folder: RunFolder, config: BaseConfig) -> str:
@@ -293,19 +276,3 @@ def _add_settings(writer: Any, folder: RunFolder) -> None:
 def _add_numbers(writer: Any, numbers: Mapping[str, float], *, step: int) -> None:
     for name, value in numbers.items():
         writer.add_scalar(name, value, step)
-
-
-def _write_events(events: str, table: Table, drawn: Mapping[str, str], *, step: int) -> None:
-    from matplotlib.image import imread
-    from torch.utils.tensorboard import SummaryWriter
-
-    columns, rows = table
-    lines = ["|".join(columns), "|".join("---" for _ in columns)]
-    for row in rows:
-        cells = [str(cell).replace("|", "\\|").replace("\n", " ") for cell in row]
-        lines.append("|".join(cells))
-    with SummaryWriter(events, filename_suffix=".ycore") as writer:
-        if rows:
-            writer.add_text(_SAMPLES, "\n".join(lines))
-        for name, file in drawn.items():
-            writer.add_image(name, imread(file), step, dataformats="HWC")

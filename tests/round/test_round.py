@@ -12,7 +12,7 @@ import pytest
 from tests.rollout.talks import rules_alone
 from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.engine import Engine
-from ycore.errors import EngineError
+from ycore.errors import EngineError, RunError
 from ycore.placement.allocator import Allocator
 from ycore.placement.placement import ROLLOUT, SlotPool
 from ycore.placement.slots import Slots
@@ -22,7 +22,7 @@ from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules
 from ycore.round.step import Controller
 from ycore.scoring.reward_pool import RewardPool
-from ycore.types import Completion, Finished, Prompt
+from ycore.types import Completion, Draw, Finished, Group, Prompt, Score
 
 T = TypeVar("T")
 
@@ -317,3 +317,23 @@ def test_an_engine_that_breaks_is_one_plain_error(
     del caught
     gc.collect()
     assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
+
+
+def test_a_step_whose_every_score_failed_ends_the_run(folder: Path) -> None:
+    meter = RoundMeter([], Peers(), [])
+    failed = Score(None, problem="raised ValueError: no key")
+    draw = Draw(0, prompts(1)[0], (1,))
+    written = Completion((1,), None, "a", "stop", 0)
+
+    def count(*scores: Score) -> None:
+        meter.begin()
+        group = Group(draw, (written,) * len(scores), tuple((score,) for score in scores))
+        meter.count(group, (1.0,))
+        meter.end()
+
+    count(failed, failed)
+    with pytest.raises(RunError, match=r"all 2 failed .raised ValueError: no key.; correct"):
+        meter.metrics(meter.take())
+    for scores in ((failed, Score(1.0)), (Score(None), Score(None)), (failed, Score(None))):
+        count(*scores)
+        assert meter.metrics(meter.take())["ycore/masked"] >= 1

@@ -172,6 +172,7 @@ def _run_round(
         rules=replace(parts.rules(num_engines=len(engines)), dynamic=False, oversample=1.0),
     )
     controller.record = recorded.__setitem__
+    controller.meter.requires_scores = False
     on_stop(controller.stop.set)
     try:
         controller.start(timeout_s=parts.config.engine.start_timeout_s)

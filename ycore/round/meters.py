@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence, Sized
 
 from ycore.engine import Engine
+from ycore.errors import RunError
 from ycore.placement.slots import AddUp
 from ycore.round.peers import Peers
 from ycore.run.meter import Meter
@@ -41,6 +42,7 @@ class RoundMeter:
         self._environments = environments
         self._bytes_reported = peers.bytes_sent
         self._restarts_reported = 0
+        self.requires_scores = True  # a preflight reports a step without any
         self.begin()
 
     def begin(self) -> None:
@@ -74,15 +76,18 @@ class RoundMeter:
         self._bytes_reported += moved
         restarts = sum(engine.restarts for engine in self._engines) - self._restarts_reported
         self._restarts_reported += restarts
-        counts: list[float] = [self.num_tokens, self.num_masked, self.drawn]
-        counts += [len(self._leftover_groups), moved, restarts]
+        counts: list[float] = [self.num_tokens, self.num_masked, self.problems.total()]
+        counts += [self.drawn, len(self._leftover_groups), moved, restarts]
         for rewards in self.rewards.values():
             # Exact, so that the order in which groups finish does not matter.
             counts += [math.fsum(rewards), len(rewards)]
         return counts
 
     def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
-        num_tokens, num_masked, drawn, leftover, moved, restarts = sums[:6]
+        num_tokens, num_masked, num_failed, drawn, leftover, moved, restarts = sums[:7]
+        num_scored = sums[8]
+        if self.requires_scores and not num_scored and 0 < num_masked <= num_failed:
+            raise RunError(self._nothing_scored(num_masked))
         metrics = {
             "ycore/tokens_per_s": num_tokens / self.seconds,
             "ycore/masked": num_masked,
@@ -91,10 +96,17 @@ class RoundMeter:
             "ycore/bytes_moved": moved,
             "ycore/engine_restarts": restarts,
         }
-        for name, total, number in zip(self.rewards, sums[6::2], sums[7::2], strict=True):
+        for name, total, number in zip(self.rewards, sums[7::2], sums[8::2], strict=True):
             if number:
                 metrics[f"ycore/reward/{name}".rstrip("/")] = total / number
         return metrics
+
+    def _nothing_scored(self, num_masked: float) -> str:
+        problem, _ = next(iter(self.problems.most_common(1)), ("of another rank", 0))
+        return (
+            f"a step needs a completion that a reward can score, and all {num_masked:g} failed ({problem}); "
+            "correct the reward or what it needs (logs/rewards.log has its output), then resume the run"
+        )
 
     def own_metrics(self, *, rate: float, syncs: bool) -> dict[str, float]:
         """Return the metrics that are not summed over ranks.

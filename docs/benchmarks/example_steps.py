@@ -19,6 +19,7 @@ import yaml
 import ycore_recipes
 from bounded import run_bounded
 from machine import describe_machine
+from processor_clock import ProcessorClock
 
 from ycore.run.metrics import read_metrics
 
@@ -55,9 +56,14 @@ def measured(told: argparse.Namespace, side: str, folder: Path) -> dict[str, Any
         "PYTHONPATH": str(Path(__file__).parent)
     }  # where the trainer's process finds `whole_head`
     before = spent()
-    run_bounded(
-        command, folder=folder, environment=path, timeout_s=told.timeout, stop=threading.Event()
-    )
+    with ProcessorClock(folder / "run") as clock:
+        run_bounded(
+            command,
+            folder=folder,
+            environment=path,
+            timeout_s=told.timeout,
+            stop=threading.Event(),
+        )
     after = spent()
     output = folder / "run"
     metrics = read_metrics(output / "metrics.jsonl", say=print)
@@ -66,7 +72,7 @@ def measured(told: argparse.Namespace, side: str, folder: Path) -> dict[str, Any
         "user_s": after.ru_utime - before.ru_utime,
         "kernel_s": after.ru_stime - before.ru_stime,
         "page_faults": after.ru_minflt - before.ru_minflt,
-        "peak_bytes": json.loads((output / "memory.json").read_text())["trainer"],
+        "peak_bytes": clock.peaks["trainer"],
         "step_s": [row["ycore/time/step"] for row in metrics],
         "loss": [row["loss"] for row in metrics],
     }

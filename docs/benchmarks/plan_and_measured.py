@@ -178,6 +178,7 @@ def run_one(
                 stop=stop,
             )
         (run.parent / "processor.json").write_text(json.dumps(clock.a_step()))
+        (run.parent / "memory.json").write_text(json.dumps(clock.peaks))
     told = json.loads((run / "run.json").read_text())["config"]
     config = RunConfig.model_validate(told)
     home, machine = RunFolder(run), this_machine()
@@ -243,7 +244,7 @@ def compared(config: RunConfig, site: Site, core: Device) -> list[PlannedAndMeas
     strategy = strategy_on_cores(config, site, num_slots=max(1, len(engines["engines"])))
     forecast = forecast_step(work, strategy, cores_of(site, core))
     rows = []
-    for role, measured in by_role(read_json(site.folder.memory)).items():
+    for role, measured in by_role(read_json(site.folder.root.parent / "memory.json")).items():
         if planned := forecast.phases["all at once"].get(role):
             rows.append(
                 PlannedAndMeasured(f"memory/{role}", "GiB", planned / GIB, measured / GIB)

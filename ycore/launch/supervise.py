@@ -12,12 +12,11 @@ from typing import NoReturn
 import psutil
 
 from ycore.errors import Interrupted, RunError, TrainerError, UserError
-from ycore.launch.diagnostics import MemoryPeaks, write_stacks
+from ycore.launch.diagnostics import write_stacks
 from ycore.launch.engine_watch import EngineWatch
 from ycore.launch.guardian import RunWatch
 from ycore.launch.processes import ManagedProcess, RankedTrainer, StopWatch, is_stopped
 from ycore.run.checkpoints import checkpoints_in, step_of
-from ycore.run.files import write_json_atomic
 from ycore.run.interrupt import StopRequests
 from ycore.run.metrics import MetricsFollower
 from ycore.run.paths import RunFolder
@@ -72,13 +71,12 @@ class Supervisor:
     def __post_init__(self) -> None:
         self._follower = MetricsFollower(self.folder.metrics, say=self.progress.say)
         self._hint = f"; `ycore resume {self.home.root}` continues" if self.saves else ""
-        self._memory = MemoryPeaks(self.folder.run_id)
         self._num_restarts = 0
         self._trainer = self._start_trainer()
         self.engines.on_hang = self._write_stacks
 
     def watch(self) -> None:
-        """Return when the trainer has finished; raise for every other end. Either way memory.json is written."""
+        """Return when the trainer has finished; raise for every other end."""
         while True:
             try:
                 return self._watch_trainer()
@@ -88,8 +86,6 @@ class Supervisor:
                 self._restart(error)
             except RunError as error:
                 raise type(error)(f"{error}{self._hint}") from None
-            finally:
-                write_json_atomic(self.folder.memory, self._memory.peaks)
 
     def _start_trainer(self) -> TrainerProcess:
         self.folder.step_began.unlink(missing_ok=True)
@@ -122,7 +118,6 @@ class Supervisor:
         self._raise_for_exit()
 
     def _show_progress(self) -> None:
-        self._memory.look()
         for row in self._follower.read():
             self.progress.step(row)
             self._step = int(row.get("step", self._step))

@@ -25,7 +25,6 @@ class RunFolder:
         self.metrics = root / "metrics.jsonl"
         self.trace = root / "trace.json"
         self.summary = root / "summary.json"
-        self.memory = root / "memory.json"  # the most bytes that each role has held
         # Completions to the same few prompts, before and after training.
         self.samples = root / "samples.json"
         # Measured on held-out rows before and after training, and for the best model.

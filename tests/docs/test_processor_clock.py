@@ -1,13 +1,15 @@
-"""Peaks of memory by role."""
+"""Peaks of memory by role, from outside a run."""
 
 import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+from processor_clock import ProcessorClock, peak_bytes, role_of
 
-from ycore.launch.diagnostics import MemoryPeaks, peak_bytes, role_of
+from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -30,19 +32,21 @@ def test_whose_process_a_command_line_is(command: str, role: str | None) -> None
     assert role_of(command.split()) == role
 
 
-def test_the_peak_of_a_running_process_is_kept_after_its_memory_is_given_back() -> None:
+def test_the_peak_of_a_running_process_is_kept_after_its_memory_is_given_back(
+    tmp_path: Path,
+) -> None:
     """A process with a child, as an engine has one: both count, what they held at most, and nobody else's."""
     child = "import time; held = bytearray(60 << 20); time.sleep(60)"
     code = f"import subprocess as s, sys; held = bytearray(80 << 20); del held; s.run([sys.executable, '-c', {child!r}])"
     process = subprocess.Popen(
         [sys.executable, "-c", code, "--uds", "/tmp/rollout-0.sock"],
-        env={**os.environ, RUN_MARKER: "peaks-test"},
+        env={**os.environ, RUN_MARKER: RunFolder(tmp_path).run_id},
         start_new_session=True,
     )
     try:
-        memory, deadline = MemoryPeaks("peaks-test"), time.monotonic() + 30
+        memory, deadline = ProcessorClock(tmp_path), time.monotonic() + 30
         while time.monotonic() < deadline and memory.peaks.get("rollout-0", 0) < 140 << 20:
-            memory.look()
+            memory.look_at_memory()
             time.sleep(0.1)
     finally:
         os.killpg(process.pid, 9)
@@ -54,4 +58,4 @@ def test_the_peak_of_a_running_process_is_kept_after_its_memory_is_given_back() 
 def test_a_process_that_is_gone_has_no_peak() -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
-    assert peak_bytes(process.pid) is None
+    assert peak_bytes(process.pid) == 0

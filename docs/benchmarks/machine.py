@@ -7,8 +7,7 @@ from typing import Any
 
 import psutil
 
-from ycore.launch.gpus import visible_gpus
-from ycore.launch.layout import this_machine
+from ycore.launch.layout import this_machine, visible_gpus
 from ycore.plan.devices import core_flags
 from ycore.run.claim import installed_versions
 

@@ -57,8 +57,7 @@ from simulator.simulation import Demand, Machine, SimulatedGroup
 
 from ycore.placement.allocator import Allocator
 from ycore.placement.placement import JUDGE, ROLLOUT, SlotPool, parse_placement
-from ycore.placement.service import RemoteAllocator
-from ycore.placement.shared_allocator import home_rank
+from ycore.placement.service import RemoteAllocator, home_rank
 from ycore.placement.slots import Slots
 from ycore.rollout.turns import completion_seed
 from ycore.round.peers import Peers, TorchPeers

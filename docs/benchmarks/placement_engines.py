@@ -14,8 +14,7 @@ from typing import Any
 
 from ycore.engine import Engine
 from ycore.engine.commands import EngineSpec, engine_command, engine_environment
-from ycore.engine.server import Server, is_healthy
-from ycore.engine.sleeping import SleepingEngine
+from ycore.engine.server import Server, SleepingEngine, is_healthy
 from ycore.launch.guardian import RunWatch, remove_leftovers
 from ycore.launch.processes import ManagedProcess
 from ycore.models.fetch import fetch_model

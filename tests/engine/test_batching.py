@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from ycore.engine.batching import Batches
+from ycore.engine.transformers_engine import Batches
 from ycore.types import Completion
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from ycore.engine import SamplingParams
-from ycore.engine.sleeping import (
+from ycore.engine.server import (
     DROP,
     KEEP,
     SleepingEngine,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.gpu.check import PARTS, run_part
 from ycore.errors import RunError
-from ycore.launch.gpus import visible_gpus
+from ycore.launch.layout import visible_gpus
 
 
 def main() -> int:

@@ -21,13 +21,13 @@ from transformers import AutoModelForCausalLM
 
 from ycore.engine import SamplingParams, WeightSource
 from ycore.engine.commands import EngineSpec
-from ycore.engine.sleeping import KEEP, SleepingEngine, SleepLevels
+from ycore.engine.server import KEEP, SleepingEngine, SleepLevels
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.engine.weights import engine_weights, note_weights, write_weights
 from ycore.errors import RunError
 from ycore.launch.engine_watch import EngineWatch, LiveEngine
-from ycore.launch.gpus import Gpu, visible_gpus
 from ycore.launch.guardian import RunWatch, remove_leftovers
+from ycore.launch.layout import Gpu, visible_gpus
 from ycore.models.tiny import write_tiny_model
 from ycore.run.files import make_private
 from ycore.run.paths import RunFolder

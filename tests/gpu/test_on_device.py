@@ -7,7 +7,7 @@ import torch
 
 from tests.gpu.check import PARTS, run_part
 from ycore.launch.doctor import gpu_checks, torch_cuda
-from ycore.launch.gpus import visible_gpus
+from ycore.launch.layout import visible_gpus
 
 pytestmark = [
     pytest.mark.gpu,

@@ -28,7 +28,7 @@ from ycore.engine.shared_bucket import Bucket
 from ycore.engine.weight_proof import tensor_sums
 from ycore.engine.weights import copied_to_host, engine_weights, write_weights
 from ycore.errors import RunError
-from ycore.launch.gpus import Gpu, visible_gpus
+from ycore.launch.layout import Gpu, visible_gpus
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
 from ycore.trl.forward import add_compact_head

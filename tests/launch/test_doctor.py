@@ -13,7 +13,7 @@ from ycore_cli.main import run
 from ycore.engine.kinds import INSTALL_VLLM_ON_CPU
 from ycore.launch import doctor
 from ycore.launch.doctor import check_versions, environment_checks, gpu_checks, machine_checks
-from ycore.launch.gpus import Gpu
+from ycore.launch.layout import Gpu
 from ycore.sandbox import Level
 from ycore.sandbox.level import LevelChoice
 

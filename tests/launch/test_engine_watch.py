@@ -15,7 +15,7 @@ import pytest
 
 from ycore.engine import commands
 from ycore.engine.commands import EngineSpec
-from ycore.engine.sleeping import DROP, KEEP, asleep_file, mark_asleep
+from ycore.engine.server import DROP, KEEP, asleep_file, mark_asleep
 from ycore.errors import EngineError
 from ycore.launch.engine_watch import EngineWatch, LiveEngine, start_engines, start_order
 from ycore.launch.guardian import RunWatch

@@ -8,8 +8,8 @@ from typing import Any
 import pynvml
 import pytest
 
-from ycore.launch import gpus as module
-from ycore.launch.gpus import visible_gpus
+from ycore.launch import layout as module
+from ycore.launch.layout import visible_gpus
 
 MIB = 2**20
 

@@ -21,7 +21,7 @@ from ycore.errors import EngineError, Interrupted, TrainerError, UserError
 from ycore.launch import launcher, layout, results, supervise
 from ycore.launch.launcher import RunKind, run_worker
 from ycore.launch.layout import Machine
-from ycore.launch.trainer_process import worker_environment
+from ycore.launch.processes import worker_environment
 from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER

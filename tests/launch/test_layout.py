@@ -12,10 +12,10 @@ from accelerate.utils import DistributedType
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.errors import ConfigError
 from ycore.launch import layout
-from ycore.launch.gpus import Gpu
 from ycore.launch.layout import (
     ONE_RANK,
     Dtype,
+    Gpu,
     Machine,
     Site,
     accelerate_config,

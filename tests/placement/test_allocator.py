@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ycore.placement.allocator import Allocator
-from ycore.placement.load import usage_metrics
+from ycore.placement.allocator import Allocator, usage_metrics
 from ycore.placement.placement import (
     DYNAMIC,
     JUDGE,

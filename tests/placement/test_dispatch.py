@@ -263,7 +263,7 @@ def test_queue_depths_are_told_while_the_round_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Soon after they change, and once more at the round's end, when nothing is left."""
-    monkeypatch.setattr("ycore.placement.shared_allocator._REPORT_EVERY_S", 0.02)
+    monkeypatch.setattr("ycore.placement.service._REPORT_EVERY_S", 0.02)
     path = tmp_path / "trace.json"
 
     def told() -> list[Levels | Mark]:

@@ -2,8 +2,7 @@
 
 import pytest
 
-from ycore.placement.allocator import Allocator
-from ycore.placement.load import SlotClock, Usage, usage_metrics
+from ycore.placement.allocator import Allocator, SlotClock, Usage, usage_metrics
 from ycore.placement.placement import JUDGE, ROLLOUT, SlotPool
 
 ROLES = (ROLLOUT, JUDGE)

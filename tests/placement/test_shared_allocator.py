@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ycore.placement.allocator import Allocator, Queue
 from ycore.placement.placement import JUDGE, ROLLOUT, SlotPool, parse_placement
-from ycore.placement.shared_allocator import SharedAllocator, home_rank
+from ycore.placement.service import SharedAllocator, home_rank
 
 ROLES = (ROLLOUT, JUDGE)
 
@@ -79,7 +79,7 @@ class Machine:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
-    monkeypatch.setattr("ycore.placement.shared_allocator.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("ycore.placement.service.time.perf_counter", lambda: now[0])
     return now
 
 

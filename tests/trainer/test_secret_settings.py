@@ -9,7 +9,7 @@ import pytest
 from ycore_cli.main import run
 
 from ycore.config.resolve import resolve
-from ycore.launch.trainer_process import worker_environment
+from ycore.launch.processes import worker_environment
 from ycore.models.tiny import write_tiny_model
 from ycore.round.assemble import assemble
 from ycore.run.claim import claim

@@ -13,10 +13,9 @@ from typing import Any
 
 from ycore.engine import Engine, SamplingParams, WeightSource
 from ycore.engine.judge_engine import prompt_logprobs, prompt_request
-from ycore.engine.server import Server
+from ycore.engine.server import Server, SleepingEngine, reload_from_disk
 from ycore.engine.shared_bucket import Bucket
 from ycore.engine.sight import Sight
-from ycore.engine.sleeping import SleepingEngine, reload_from_disk
 from ycore.engine.vllm_plugin import NOT_LOADED
 from ycore.engine.weight_proof import (
     Piece,

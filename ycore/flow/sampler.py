@@ -17,7 +17,7 @@ from torch import nn
 
 from ycore.config.schema import LoraSettings
 from ycore.engine import Engine
-from ycore.engine.batching import Batches
+from ycore.engine.transformers_engine import Batches
 from ycore.errors import ModelError, RunFolderError
 from ycore.flow.flow_inputs import FlowFolder
 from ycore.flow.flow_math import DrawnPictures, SamplingPath, draw

@@ -23,8 +23,7 @@ from typing import Any
 import psutil
 
 from ycore.engine.kinds import INSTALL_VLLM_ON_CPU, INSTALL_VLLM_ON_GPU
-from ycore.launch.gpus import Gpu, visible_gpus
-from ycore.launch.layout import this_machine
+from ycore.launch.layout import Gpu, this_machine, visible_gpus
 from ycore.models.hub import cache_dir
 from ycore.plan.devices import format_of
 from ycore.run.claim import installed_versions

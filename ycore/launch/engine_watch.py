@@ -14,8 +14,15 @@ import psutil
 
 from ycore.engine.commands import EngineSpec
 from ycore.engine.kinds import KINDS
-from ycore.engine.server import is_healthy, request_succeeds
-from ycore.engine.sleeping import DROP, KEEP, SLEEP, asleep_file, mark_asleep
+from ycore.engine.server import (
+    DROP,
+    KEEP,
+    SLEEP,
+    asleep_file,
+    is_healthy,
+    mark_asleep,
+    request_succeeds,
+)
 from ycore.errors import EngineError
 from ycore.launch.processes import ManagedProcess, StopWatch, is_stopped
 from ycore.placement.placement import ROLLOUT

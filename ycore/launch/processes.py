@@ -9,16 +9,23 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
+import yaml
 
+from ycore.config.schema import BaseConfig, TuneConfig
+from ycore.engine.kinds import KINDS
 from ycore.errors import Interrupted
+from ycore.launch.layout import Site
+from ycore.placement.placement import ALLOCATOR
+from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER, Report, descendants, is_alive, read_report
+from ycore.run.secrets import secrets_environment
 
 _TAIL_BYTES = 64 * 1024
 _UNWATCHED_AFTER_S = 10.0
@@ -342,3 +349,150 @@ def _first_failed(reports: list[Report]) -> Report | None:
         key=lambda report: (report.exit_code == Interrupted.exit_code, report.at),
         default=None,
     )
+
+
+_STACK_WITHIN_S = 1.0
+_STACK_ENDS_AFTER_S = 0.05  # a stack is complete when its log has not grown for so long
+
+
+def write_stacks(processes: Iterable[psutil.Process], path: Path, *, why: str) -> Path:
+    """Write the stack of each process to a file that only its owner can read; its first line is `why`.
+
+    ycore's processes, and vLLM's engine core, write their stacks to their logs on SIGUSR2 (Python's faulthandler),
+    even in the middle of a call that never ends. Of any other process, its state in the kernel is written instead.
+    """
+    with open(
+        os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w", encoding="utf-8"
+    ) as file:
+        file.write(f"{why}\n")
+        for process in processes:
+            try:
+                title = " ".join(process.cmdline()[:6])
+            except psutil.Error:
+                title = "ended"
+            file.write(f"\n== process {process.pid}: {title}\n{_stack(process.pid)}\n")
+    return path
+
+
+def _stack(pid: int) -> str:
+    wait_channel = _proc(pid, "wchan").strip("0\n")
+    state = f"state {_status(pid, 'State') or 'gone'}"
+    if wait_channel:
+        state += f", in {wait_channel}"
+    # A process without a handler would be ended by the signal.
+    has_handler = int(_status(pid, "SigCgt") or "0", 16) >> (signal.SIGUSR2 - 1) & 1
+    log = Path(os.path.realpath(f"/proc/{pid}/fd/2"))  # of standard error
+    if not has_handler or not os.path.isfile(log):
+        return f"cannot be asked for its stack; {state}"
+    size_before = log.stat().st_size
+    os.kill(pid, signal.SIGUSR2)
+    if is_stopped(pid):
+        os.kill(pid, signal.SIGCONT)  # it is killed next in any case, and can say where it was
+        state += "; continued, to write its stack"
+    stack = _appended(log, size_before)
+    if not stack:
+        return f"wrote no stack within {_STACK_WITHIN_S:.0f} s; {state}"
+    return f"{state}\n{stack}"
+
+
+def _status(pid: int, name: str) -> str:
+    """Return a value of /proc/PID/status; empty for a process that has ended."""
+    match = re.search(rf"^{name}:\s*(.*)", _proc(pid, "status"), re.MULTILINE)
+    return match[1] if match else ""
+
+
+def _proc(pid: int, name: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text()
+    except OSError:
+        return ""
+
+
+def _appended(log: Path, size_before: int) -> str:
+    """Return what was added to a log, once it has stopped growing."""
+    deadline = time.monotonic() + _STACK_WITHIN_S
+    size = size_before
+    grew = time.monotonic()
+    while time.monotonic() < deadline:
+        now = log.stat().st_size
+        if now > size:
+            size = now
+            grew = time.monotonic()
+        elif size > size_before and time.monotonic() - grew > _STACK_ENDS_AFTER_S:
+            break
+        time.sleep(0.01)
+    with log.open("rb") as file:
+        file.seek(size_before)
+        return file.read(size - size_before).decode(errors="replace").rstrip()
+
+
+_KEEP_FREED = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "8000000000",
+    "MALLOC_TOP_PAD_": "67108864",
+}
+"""glibc keeps the large blocks that a step frees. By default the kernel takes them, and clears them for the next."""
+
+
+def start_trainer(
+    config: BaseConfig, site: Site, *, name: str, module: str
+) -> ManagedProcess | RankedTrainer:
+    """Start `python -m MODULE RUN_FOLDER`, once or for every rank of this machine."""
+    folder = site.folder
+    layout = site.layout
+    environment = worker_environment(config, on_cpu=not site.machine.devices)
+    environment |= site.trainer_environment
+    launcher: list[str] = []
+    if layout.accelerate is not None:
+        settings = folder.root / "accelerate.yaml"
+        settings.write_text(yaml.safe_dump(dict(layout.accelerate)), encoding="utf-8")
+        launcher = [
+            "-m",
+            "accelerate.commands.launch",
+            "--config_file",
+            str(settings.resolve()),
+        ]
+        num_threads = max(1, len(site.machine.cores) // layout.local)
+        environment["OMP_NUM_THREADS"] = str(num_threads)
+    process = ManagedProcess(
+        name,
+        [sys.executable, *launcher, "-m", module, str(folder.root.resolve())],
+        environment=environment,
+        run_id=folder.run_id,
+        log=folder.log(name),
+    )
+    if layout.accelerate is None:
+        return process
+    allocator = _start_allocator(site, environment)
+    return RankedTrainer(process, folder, num_ranks=layout.local, allocator=allocator)
+
+
+def _start_allocator(site: Site, environment: Mapping[str, str]) -> ManagedProcess | None:
+    """Start the process that places the requests of several ranks. It lives as long as they do."""
+    folder = site.folder
+    num_ranks = site.layout.local
+    kind = KINDS.get(read_json(folder.engines)["kind"])  # None for a run on given examples
+    if num_ranks == 1 or kind is None or not kind.has_servers:
+        return None
+    socket = folder.socket(ALLOCATOR)
+    socket.unlink(missing_ok=True)  # a killed allocator leaves its socket
+    return ManagedProcess(
+        ALLOCATOR,
+        [sys.executable, "-m", "ycore.placement.service", str(socket), str(num_ranks)],
+        environment=environment,
+        run_id=folder.run_id,
+        log=folder.log(ALLOCATOR),
+    )
+
+
+def worker_environment(config: BaseConfig, *, on_cpu: bool = False) -> dict[str, str]:
+    """Return this process's environment with defaults for what it leaves unset, and with the config's secrets."""
+    return {
+        # Threads that wait for each other by spinning take ten times as long where another process wants a core too.
+        "GOMP_SPINCOUNT": "10000",
+        **(_KEEP_FREED if on_cpu and isinstance(config, TuneConfig) else {}),
+        **os.environ,
+        "PYTHONUNBUFFERED": "1",
+        "SPT_NOENV": "1",
+        **secrets_environment(config.model_dump(mode="json")),
+    }

@@ -12,10 +12,15 @@ from typing import NoReturn
 import psutil
 
 from ycore.errors import Interrupted, RunError, TrainerError, UserError
-from ycore.launch.diagnostics import write_stacks
 from ycore.launch.engine_watch import EngineWatch
 from ycore.launch.guardian import RunWatch
-from ycore.launch.processes import ManagedProcess, RankedTrainer, StopWatch, is_stopped
+from ycore.launch.processes import (
+    ManagedProcess,
+    RankedTrainer,
+    StopWatch,
+    is_stopped,
+    write_stacks,
+)
 from ycore.run.checkpoints import checkpoints_in, step_of
 from ycore.run.interrupt import StopRequests
 from ycore.run.metrics import MetricsFollower

@@ -13,11 +13,9 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
 from ycore.errors import RunError
-from ycore.placement.allocator import Allocator
-from ycore.placement.load import usage_metrics
+from ycore.placement.allocator import Allocator, usage_metrics
 from ycore.placement.placement import ROLLOUT, SlotPool
-from ycore.placement.service import RemoteAllocator
-from ycore.placement.shared_allocator import SharedAllocator
+from ycore.placement.service import RemoteAllocator, SharedAllocator
 from ycore.run.trace import IN_FLIGHT, ROUND, SWAP, WAITING, Levels, Mark, Span, TraceWriter
 
 E = TypeVar("E")

@@ -11,13 +11,11 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from ycore.config.schema import Offload, RunConfig
 from ycore.engine import NEVER, Engine, SamplingParams, WeightSource
 from ycore.engine.kinds import KINDS, EngineKind
-from ycore.engine.server import Server
+from ycore.engine.server import Server, SleepingEngine, SleepLevels, SleepTogether
 from ycore.engine.sight import Sight, image_token_ids
-from ycore.engine.sleeping import SleepingEngine, SleepLevels, SleepTogether
 from ycore.placement.allocator import Allocator
 from ycore.placement.placement import ALLOCATOR, ROLLOUT, SlotPool, in_order, parse_placement
-from ycore.placement.service import RemoteAllocator
-from ycore.placement.shared_allocator import home_rank
+from ycore.placement.service import RemoteAllocator, home_rank
 from ycore.placement.slots import Sleeper, Slots
 from ycore.run.files import read_json
 from ycore.run.paths import RunFolder

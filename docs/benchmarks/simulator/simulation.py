@@ -13,8 +13,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from statistics import fmean
 
 from simulator.speeds import Speed
-from ycore.placement.allocator import Allocator
-from ycore.placement.load import Usage, usage_metrics
+from ycore.placement.allocator import Allocator, Usage, usage_metrics
 from ycore.placement.placement import ROLLOUT, StartRequest
 from ycore.round.sampling import AcceptanceRate, num_to_draw
 from ycore.run.trace import SWAP, Span

@@ -147,11 +147,10 @@ def assert_nothing_is_left(config: RunConfig) -> None:
         ),
         (
             "os.kill(server, signal.SIGSTOP)",
-            r"rollout-0 has been stopped \(SIGSTOP\) for \d+ s",
+            r"rollout-0 has not answered /health for \d+ s",
         ),
-        ("os.kill(part, signal.SIGSTOP)", r"rollout-0 has been stopped \(SIGSTOP\) for \d+ s"),
     ],
-    ids=["server-killed", "part-killed", "server-stopped", "part-stopped"],
+    ids=["server-killed", "part-killed", "server-stopped"],
 )
 def test_an_engine_in_trouble_is_started_again(
     run: Callable[..., str], config: RunConfig, harm: str, said: str
@@ -308,10 +307,9 @@ def test_a_stopped_trainer_is_named_with_its_step(
         busy_with_step_two()
     """
     with pytest.raises(
-        TrainerError,
-        match=r"trainer has been stopped \(SIGSTOP\) for \d+ s, in step 2 .*stacks-step-2",
+        TrainerError, match=r"trainer has not finished a step for \d+ s .*stacks-step-2"
     ):
-        run(code, config)
+        run(code, config.model_copy(update={"step_timeout_s": 1.0}))
     told = (RunFolder(Path(config.output)).logs / "stacks-step-2.txt").read_text()
     assert "busy_with_step_two" in told, "it was let go on to say where it was"
     assert "cannot be asked for its stack; state S (sleeping)" in told, (

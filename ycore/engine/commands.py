@@ -10,7 +10,6 @@ Prefix caching is on, vLLM's default: the completions of a group share their pro
 tokens, since few prompts fill vLLM's 128.
 """
 
-import ast
 import json
 import math
 import os
@@ -19,13 +18,11 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from ycore.engine.vllm_plugin import FORKED, SIGHTED
-from ycore.errors import ConfigError, nearest
+from ycore.errors import ConfigError
 from ycore.models.hub import cache_dir
 from ycore.placement.placement import JUDGE, REWARD_MODEL, ROLLOUT, TEACHER
 from ycore.run.reports import RUN_MARKER
@@ -324,39 +321,10 @@ def kv_cache_gib(
 
 
 def check_arguments(arguments: Iterable[str]) -> None:
-    """Raise ConfigError for an argument that ycore sets, and for one that the installed vLLM does not have."""
+    """Raise ConfigError for an argument that ycore sets; vLLM refuses one that it does not have."""
     for name in arguments:
         if name in _OWNED:
             raise ConfigError(f"engine.args.{name} is not passed on: {_OWNED[name]}")
-        known = vllm_arguments()
-        if known and name not in known:
-            hint = (
-                nearest(name, known - _OWNED.keys())
-                or "; names are those of vLLM's EngineArgs, with _"
-            )
-            raise ConfigError(f"vLLM has no argument {name} (engine.args){hint}")
-
-
-@cache
-def vllm_arguments() -> frozenset[str]:
-    """Return the fields of vLLM's `EngineArgs` from its source, since an import takes seconds; empty without vLLM."""
-    spec = find_spec("vllm")
-    if spec is None or spec.origin is None:
-        return frozenset()
-    source = (Path(spec.origin).parent / "engine" / "arg_utils.py").read_text(encoding="utf-8")
-    classes = (
-        node
-        for node in ast.parse(source).body
-        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"
-    )
-    return frozenset(
-        field.target.id
-        for node in classes
-        for field in node.body
-        if isinstance(field, ast.AnnAssign)
-        and isinstance(field.target, ast.Name)
-        and field.target.id[0] != "_"
-    )
 
 
 def argument_words(arguments: Iterable[tuple[str, Any]]) -> list[str]:

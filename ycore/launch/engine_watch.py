@@ -24,7 +24,7 @@ from ycore.engine.server import (
     request_succeeds,
 )
 from ycore.errors import EngineError
-from ycore.launch.processes import ManagedProcess, StopWatch, is_stopped
+from ycore.launch.processes import ManagedProcess
 from ycore.placement.placement import ROLLOUT
 from ycore.run.paths import RunFolder
 from ycore.run.reports import is_alive, kill_tree
@@ -74,7 +74,6 @@ class LiveEngine:
         )
         self.is_ready = False
         self.started = self._polled = time.monotonic()
-        self._stopped = StopWatch(self.health_timeout_s)
         self._parts: dict[str, psutil.Process] = {}
         self._seen_starting: list[psutil.Process] | None = None
         self._silent_since: float | None = None
@@ -138,16 +137,8 @@ class LiveEngine:
         for name, part in self._parts.items():
             if not is_alive(part):
                 return EngineFault(f"lost its process {name}, killed or out of memory")
-        pids = [self._process.pid, *(part.pid for part in self._parts.values())]
-        stopped_s = self._stopped.look(pids)
         silent_s = 0.0 if self._silent_since is None else time.monotonic() - self._silent_since
-        is_silent = self.is_ready and silent_s > self.health_timeout_s
-        if stopped_s is not None or (is_silent and any(map(is_stopped, pids))):
-            return EngineFault(
-                f"has been stopped (SIGSTOP) for {max(stopped_s or 0.0, silent_s):.0f} s",
-                hangs=True,
-            )
-        if is_silent:
+        if self.is_ready and silent_s > self.health_timeout_s:
             return EngineFault(
                 f"has not answered /health for {silent_s:.0f} s (engine.health_timeout_s)",
                 hangs=True,

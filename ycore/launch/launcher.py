@@ -187,7 +187,6 @@ def limits_of(config: BaseConfig) -> TrainerLimits:
     return TrainerLimits(
         start_s=config.engine.start_timeout_s,
         step_s=config.step_timeout_s,
-        stopped_s=config.engine.health_timeout_s,
         restarts=config.restarts,
     )
 

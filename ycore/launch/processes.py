@@ -28,7 +28,6 @@ from ycore.run.reports import RUN_MARKER, Report, descendants, is_alive, read_re
 from ycore.run.secrets import secrets_environment
 
 _TAIL_BYTES = 64 * 1024
-_UNWATCHED_AFTER_S = 10.0
 _OTHER_RANKS_WITHIN_S = 3.0
 """How long the other ranks have to end by themselves after one has failed."""
 
@@ -119,9 +118,6 @@ class ManagedProcess:
             ending += ", and the machine ran out of memory meanwhile (`ycore plan` shows what a run takes)"
         return ending
 
-    def members(self) -> dict[str, int]:
-        return {self.name: self.pid}
-
     def tree(self) -> list[psutil.Process]:
         """Return the process and everything below it, now."""
         try:
@@ -146,46 +142,12 @@ class ManagedProcess:
             return file.read().decode(errors="replace").splitlines()
 
 
-class StopWatch:
-    """How long a process has been stopped (SIGSTOP, Ctrl-Z), once that is longer than allowed."""
-
-    def __init__(self, allowed_s: float) -> None:
-        self._allowed_s = allowed_s
-        self._since: dict[int, float] = {}
-        self._looked = time.monotonic()
-
-    def look(self, pids: Sequence[int]) -> float | None:
-        """Return for how many seconds one of them has been stopped; None while that is allowed.
-
-        Time without a look does not count: a launcher that was stopped itself must not blame its processes.
-        """
-        now = time.monotonic()
-        unwatched_s = max(0.0, now - self._looked - _UNWATCHED_AFTER_S)
-        self._looked = now
-        self._since = {
-            pid: self._since.get(pid, now - unwatched_s) + unwatched_s
-            for pid in pids
-            if is_stopped(pid)
-        }
-        longest_s = max((now - since for since in self._since.values()), default=0.0)
-        return longest_s if longest_s > self._allowed_s else None
-
-
 def out_of_memory_kills() -> int:
     """Count the processes that the kernel has ended so far because the machine or a container was out of memory."""
     with suppress(OSError, ValueError, StopIteration):
         lines = (line.split() for line in Path("/proc/vmstat").read_text().splitlines())
         return next(int(count) for name, count in lines if name == "oom_kill")
     return 0
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether the process waits for SIGCONT. Reads /proc, which is cheap enough to do often."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] == "T"
 
 
 def meaningful_line(lines: Sequence[str]) -> str:
@@ -263,18 +225,6 @@ class RankedTrainer:
         self._interrupted_early |= number == signal.SIGINT and not self._ranks
         if number == signal.SIGKILL or not ranks:
             self._launcher.send(number)
-
-    def members(self) -> dict[str, int]:
-        """Return the process ids of the ranks that work, and of their allocator, by name."""
-        pids = {
-            f"{self._launcher.name} rank {report.number}": report.pid
-            for report in self._reports()
-            if report.exit_code is None
-        }
-        return pids if self._allocator is None else pids | self._allocator.members()
-
-    def tree(self) -> list[psutil.Process]:
-        return self._launcher.tree()
 
     def how_it_ended(self) -> str:
         return self._ended().ending
@@ -386,9 +336,9 @@ def _stack(pid: int) -> str:
         return f"cannot be asked for its stack; {state}"
     size_before = log.stat().st_size
     os.kill(pid, signal.SIGUSR2)
-    if is_stopped(pid):
-        os.kill(pid, signal.SIGCONT)  # it is killed next in any case, and can say where it was
-        state += "; continued, to write its stack"
+    os.kill(
+        pid, signal.SIGCONT
+    )  # a stopped one is killed next in any case, and can say where it was
     stack = _appended(log, size_before)
     if not stack:
         return f"wrote no stack within {_STACK_WITHIN_S:.0f} s; {state}"

@@ -4,12 +4,9 @@ import re
 import signal
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
-
-import psutil
 
 from ycore.errors import Interrupted, RunError, TrainerError, UserError
 from ycore.launch.engine_watch import EngineWatch
@@ -17,8 +14,6 @@ from ycore.launch.guardian import RunWatch
 from ycore.launch.processes import (
     ManagedProcess,
     RankedTrainer,
-    StopWatch,
-    is_stopped,
     write_stacks,
 )
 from ycore.run.checkpoints import checkpoints_in, step_of
@@ -36,11 +31,7 @@ _BLAME_WITHIN_S = (
     2.0  # a trainer may notice an engine's end before the engine's process is gone
 )
 _SAVE_WITHIN_S = 7200.0  # after Ctrl-C: finish the step, then save perhaps hundreds of GB
-_SAVE_STALLS_AFTER_S = 300.0
 _END_WITHIN_S = 60.0  # after Ctrl-C when there is nothing to save
-_WORKING_CPU_S = (
-    5.0  # processor time that counts as progress; a process that only waits uses less
-)
 _DEADLINE_MISSED = re.compile(r"\bwithin \d+ s\b|timed out", re.IGNORECASE)
 
 
@@ -52,7 +43,6 @@ class TrainerLimits:
         3600.0  # from its start, or from when the engines are ready, to its first step
     )
     step_s: float = 3600.0
-    stopped_s: float = 60.0  # how long one of its processes may be stopped (SIGSTOP)
     restarts: int = 0
 
 
@@ -96,7 +86,6 @@ class Supervisor:
         self.folder.step_began.unlink(missing_ok=True)
         self._step_began_ns = 0  # 0 before the first step of this trainer
         self._progressed = time.monotonic()
-        self._stopped = StopWatch(self.limits.stopped_s)
         checkpoints = checkpoints_in(self.folder.checkpoints)
         self._step = step_of(checkpoints[-1]) if checkpoints else 0
         return self.start()
@@ -134,13 +123,7 @@ class Supervisor:
             self._progressed = time.monotonic()
 
     def _check_limits(self) -> None:
-        """Raise TrainerError for a trainer that is stopped or makes no progress."""
-        members = self._trainer.members()
-        stopped_s = self._stopped.look(list(members.values()))
-        if stopped_s is not None:
-            stopped = (name for name, pid in members.items() if is_stopped(pid))
-            name = next(stopped, self._trainer.name)
-            self._give_up(f"{name} has been stopped (SIGSTOP) for {stopped_s:.0f} s")
+        """Raise TrainerError for a trainer that makes no progress."""
         if not self.engines.are_ready:
             self._progressed = time.monotonic()
         silent_s = time.monotonic() - self._progressed
@@ -154,13 +137,12 @@ class Supervisor:
             )
 
     def _stop(self) -> None:
-        """Ask the trainer to save and end, and wait while it makes progress. A second request kills it."""
+        """Ask the trainer to save and end, and wait until it has. A second request kills it."""
         what_happens = "there is nothing to save"
         if self._will_save:
             what_happens = "the trainer finishes its step and saves a checkpoint"
         self.progress.say(f"stopping: {what_happens}; press Ctrl-C again to stop at once")
         self._trainer.send(signal.SIGINT)
-        saving = SaveWatch(self._trainer, self.home)
         began = time.monotonic()
         signalled_ns = time.time_ns()
         while self._trainer.exit_code is None:
@@ -173,7 +155,7 @@ class Supervisor:
             if self.stops.count > 1 or (not self._will_save and waited_s > _END_WITHIN_S):
                 self._trainer.send(signal.SIGKILL)
                 raise Interrupted(f"stopped at once in step {self._step + 1}{self._hint}")
-            if waited_s > _SAVE_WITHIN_S or saving.stalled_s() > _SAVE_STALLS_AFTER_S:
+            if waited_s > _SAVE_WITHIN_S:
                 self._give_up(
                     f"{self._trainer.name} did not save and end within {waited_s:.0f} s of being stopped"
                 )
@@ -227,37 +209,3 @@ class Supervisor:
     def _activity(self) -> str:
         now = RunActivity(self.folder.root).look()
         return "; ".join([now.now(), *now.queue_words()])
-
-
-class SaveWatch:
-    """Whether a trainer that saves makes progress: its files grow, it computes, or it waits for a disk."""
-
-    def __init__(self, trainer: TrainerProcess, home: RunFolder) -> None:
-        self._trainer = trainer
-        self._home = home
-        self._num_bytes = 0
-        self._cpu_s = 0.0
-        self._progressed = time.monotonic()
-
-    def stalled_s(self) -> float:
-        """Return the seconds since the last progress."""
-        folders = [*self._home.checkpoints.glob(".saving-*"), self._home.model]
-        num_bytes = -1
-        with suppress(FileNotFoundError):  # renamed or removed meanwhile, which is progress too
-            num_bytes = sum(
-                path.stat().st_size for folder in folders for path in folder.rglob("*")
-            )
-        cpu_s = 0.0
-        waits_for_disk = False
-        for process in self._trainer.tree():
-            with suppress(psutil.Error):
-                times = process.cpu_times()
-                cpu_s += times.user + times.system
-                waits_for_disk |= process.status() == psutil.STATUS_DISK_SLEEP
-        has_grown = num_bytes != self._num_bytes
-        has_computed = abs(cpu_s - self._cpu_s) > _WORKING_CPU_S
-        if has_grown or has_computed or waits_for_disk:
-            self._num_bytes = num_bytes
-            self._cpu_s = cpu_s
-            self._progressed = time.monotonic()
-        return time.monotonic() - self._progressed

@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from ycore.engine.commands import (
     engine_environment,
     inherited,
     kv_cache_gib,
-    vllm_arguments,
 )
 from ycore.engine.kinds import is_vllm_installed
 from ycore.engine.server import is_healthy
@@ -347,22 +346,3 @@ def test_what_ycore_sets_is_refused_with_what_to_say_instead(name: str, way_out:
     assert str(refused.value).startswith(
         f"engine.args.{name} is not passed on: "
     ) and way_out in str(refused.value)
-
-
-def test_what_vllm_does_not_know_is_refused_with_the_nearest() -> None:
-    if not vllm_arguments():
-        pytest.skip("vLLM is not installed")
-    check_arguments(["max_num_seqs", "block_size", "speculative_config", "compilation_config"])
-    with pytest.raises(
-        ConfigError,
-        match=r"no argument max_num_seq \(engine\.args\); did you mean 'max_num_seqs'",
-    ):
-        check_arguments(["max_num_seq"])
-
-
-@pytest.mark.engine
-def test_the_names_read_from_vllms_source_are_its_own() -> None:
-    arg_utils = pytest.importorskip("vllm.engine.arg_utils")
-    assert vllm_arguments() == {
-        one.name for one in fields(arg_utils.EngineArgs) if one.name[0] != "_"
-    }

@@ -238,6 +238,7 @@ def test_conversations(family: str, tmp_path: Path) -> None:
     trained_alike(tmp_path, "kto", labelled, tokenizer)
 
 
+@reads_all
 @pytest.mark.parametrize(
     "family", ["llama3.2", "qwen2.5", "qwen3", "glm4", "gpt-oss", "granite"]
 )

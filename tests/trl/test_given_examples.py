@@ -75,6 +75,23 @@ def test_a_chat_reward_model_is_asked_with_the_tokens_it_was_trained_on(model: P
     assert row["chosen_ids"] == reward_model_encoder(tokenizer)(Prompt(0, question), "5")
 
 
+def test_a_chat_reward_model_is_asked_of_a_text_as_of_a_users_turn(model: Path) -> None:
+    """`ycore reward` makes texts turns, where the tokenizer has a chat template."""
+    encode = reward_model_encoder(AutoTokenizer.from_pretrained(model))
+    question = [{"role": "user", "content": QUESTION}]
+    assert encode(Prompt(0, QUESTION), "5") == encode(Prompt(0, question), "5")
+
+
+def test_a_text_reward_model_reads_one_turn(model: Path) -> None:
+    encode = reward_model_encoder(text_tokenizer(model, "<|system|> $A"))
+    turn = {"role": "user", "content": QUESTION}
+    assert encode(Prompt(0, [turn]), " 5") == encode(Prompt(0, QUESTION), " 5")
+    with pytest.raises(
+        ConfigError, match=r"row 7 is a conversation of 2 turns.*no chat template"
+    ):
+        encode(Prompt(7, [turn, turn]), " 5")
+
+
 @pytest.mark.parametrize(
     ("special", "expected"),
     [

@@ -159,25 +159,40 @@ def reward_model_encoder(
 ) -> Callable[[Prompt, str], list[int]]:
     """Return a function from a prompt and a completion to the token ids that TRL's trainers give a reward model.
 
-    A chat goes through the reward model's own chat template. A text is followed by the end token, and has the tokens
-    that the tokenizer adds, as in TRL's RewardTrainer. Special tokens that the policy spelled out are broken up, so
-    that it cannot end its own turn.
+    As in the run that trained it: with a chat template a text is a user's turn, and without one a text is followed by
+    the end token and has the tokens that the tokenizer adds. Special tokens that the policy spelled out are broken up,
+    so that it cannot end its own turn.
     """
     special = special_tokens(tokenizer)
 
     def encode(prompt: Prompt, completion: str) -> list[int]:
         completion = break_special_tokens(completion, special)
-        if isinstance(prompt.content, str):
-            text = prompt.content + completion
+        if tokenizer.chat_template is None:
+            text = _only_text(prompt) + completion
             end = str(tokenizer.eos_token or "")
             if not (end and text.endswith(end)):
                 text += end
             return list(tokenizer(text)["input_ids"])
+        turns = prompt.content
+        if isinstance(turns, str):
+            turns = [{"role": "user", "content": turns}]
         answer = {"role": "assistant", "content": completion}
-        text = str(tokenizer.apply_chat_template([*prompt.content, answer], tokenize=False))
+        text = str(tokenizer.apply_chat_template([*turns, answer], tokenize=False))
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     return encode
+
+
+def _only_text(prompt: Prompt) -> str:
+    """Return the text of a prompt of one turn, for a model without a chat template; ConfigError for a conversation."""
+    if isinstance(prompt.content, str):
+        return prompt.content
+    if len(prompt.content) > 1:
+        raise ConfigError(
+            f"the prompt of row {prompt.row} is a conversation of {len(prompt.content)} turns, and the reward model's "
+            "tokenizer has no chat template; take a reward model with one, or prompts of one turn"
+        )
+    return str(prompt.content[0]["content"])
 
 
 def _check_classifier(name: str, model_config: Mapping[str, Any]) -> None:

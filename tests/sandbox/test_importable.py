@@ -124,8 +124,8 @@ def level(request: pytest.FixtureRequest) -> Level:
     return Level(request.param)
 
 
-def by_setuptools(environment: Environment) -> None:
-    """By the real backend, whose finder maps names to folders outside of sys.path."""
+def by_setuptools(environment: Environment, mode: str = "lenient") -> None:
+    """By the real backend: a finder that maps names to folders outside of sys.path, or a folder of links (strict)."""
     pytest.importorskip("setuptools")
     environment.source.rename(environment.project / "mine")
     (environment.project / "helpers.py").write_text("")
@@ -134,11 +134,14 @@ def by_setuptools(environment: Environment) -> None:
         '[project]\nname = "mine"\nversion = "0.1"\n'
         '[tool.setuptools]\npackages = ["mine"]\npy-modules = ["helpers"]\n'
     )
-    build = "import sys; from setuptools.build_meta import build_editable; build_editable(sys.argv[1])"
+    build = (
+        "import sys; from setuptools.build_meta import build_editable; "
+        "build_editable(sys.argv[1], {'editable_mode': sys.argv[2]})"
+    )
     wheels = environment.working.parent / "wheels"
     wheels.mkdir()
     subprocess.run(
-        [sys.executable, "-c", build, str(wheels)],
+        [sys.executable, "-c", build, str(wheels), mode],
         cwd=environment.project,
         check=True,
         capture_output=True,
@@ -148,7 +151,12 @@ def by_setuptools(environment: Environment) -> None:
     zipfile.ZipFile(wheel).extractall(environment.site)
     init = environment.project / "mine" / "__init__.py"
     init.write_text(f"import helpers\n{init.read_text()}")
-    assert list(environment.site.glob("__editable___mine_*_finder.py"))
+    has_finder = bool(list(environment.site.glob("__editable___mine_*_finder.py")))
+    assert has_finder == (mode != "strict")
+
+
+def by_strict_setuptools(environment: Environment) -> None:
+    by_setuptools(environment, "strict")
 
 
 def by_a_path_file(name: str) -> Callable[[Environment], None]:
@@ -181,6 +189,7 @@ def by_hatch_exactly(environment: Environment) -> None:
 
 LAYOUTS = {
     "setuptools": by_setuptools,
+    "setuptools strict": by_strict_setuptools,
     "setuptools src": by_a_path_file("__editable__.mine-0.1.pth"),
     "hatch": by_a_path_file("_editable_impl_mine.pth"),
     "hatch exact": by_hatch_exactly,

@@ -44,10 +44,13 @@ def source_paths() -> tuple[Path, ...]:
     entries = [
         entry for entry in sys.path if os.path.isabs(entry) and entry not in of_this_process
     ]
+    # A strict editable install of setuptools is a folder of links.
+    links = [path for path in map(Path, entries) if path.name.startswith("__editable__")]
+    linked = [file.resolve().parent for folder in links for file in folder.rglob("*.*")]
     python = [*python_paths(), Path("/usr")]
     return tuple(
         path
-        for path in dict.fromkeys(map(Path, (*entries, *_mapped_paths())))
+        for path in dict.fromkeys([*map(Path, (*entries, *_mapped_paths())), *linked])
         if path.exists() and not any(path.is_relative_to(folder) for folder in python)
     )
 

@@ -15,7 +15,12 @@ import pytest
 
 from ycore.sandbox import Level
 from ycore.sandbox.level import level_refusal
-from ycore.sandbox.program_pool import ProgramPool, ScriptResult, UnitTestResult, read_results
+from ycore.sandbox.program_pool import (
+    ProgramPool,
+    ScriptResult,
+    UnitTestResult,
+    unit_test_result,
+)
 
 T = TypeVar("T")
 LEVELS = [Level.NAMESPACES, Level.LANDLOCK]
@@ -273,10 +278,12 @@ def test_the_same_tests_pass_for_a_program_that_is_right(bench: Bench) -> None:
 def test_a_verdict_that_is_cut_short_has_not_ended() -> None:
     ended = {"reason": None, "status": 0}
     lines = b'{"state": "ready"}\n{"units": 2}\n{"unit": 0, "passed": true}\n{"unit": 1, "pass'
-    verdict = read_results(lines, ended, ended, seconds=0.0)
+    verdict = unit_test_result(lines, ended, ended, seconds=0.0)
     assert verdict.units == (True, None) and not verdict.ended
-    assert read_results(b"", ended, ended, seconds=0.0).status == "infra_error"
-    assert read_results(lines, {"reason": "deadline"}, ended, seconds=0.0).status == "timeout"
+    assert unit_test_result(b"", ended, ended, seconds=0.0).status == "infra_error"
+    assert (
+        unit_test_result(lines, {"reason": "deadline"}, ended, seconds=0.0).status == "timeout"
+    )
 
 
 def test_a_killed_parent_leaves_nothing(bench: Bench, tmp_path: Path) -> None:

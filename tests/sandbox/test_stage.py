@@ -20,7 +20,9 @@ from ycore.sandbox.watch import Watch
 pytestmark = pytest.mark.skipif(landlock_refusal() is not None, reason=str(landlock_refusal()))
 MIB = 2**20
 UID = 61999 if os.geteuid() == 0 else None
-BOOT = "import sys; sys.path[:] = {paths}; from ycore.sandbox.stage import main; main()"
+BOOT = (
+    "import sys; sys.path[:] = {paths}; from ycore.sandbox.stage import run_stage; run_stage()"
+)
 
 
 @pytest.fixture

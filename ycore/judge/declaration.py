@@ -289,7 +289,7 @@ def _check_template(judge: Judge) -> None:
 
 
 def _fields_in(template: Template) -> set[str]:
-    found: set[str] = set()
+    names: set[str] = set()
     for _, text in template:
         try:
             parts = list(Formatter().parse(text))
@@ -304,5 +304,5 @@ def _fields_in(template: Template) -> set[str]:
                 raise ValueError(
                     f"a field is a plain name in braces, not {{{name}}}; {_PLAIN_BRACES}"
                 )
-            found.add(name)
-    return found
+            names.add(name)
+    return names

@@ -8,8 +8,9 @@ that a written verdict must carry: whatever a judge copies from what it judges i
 import hashlib
 import re
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ycore.judge.declaration import (
@@ -65,23 +66,25 @@ class Questioner:
 
     def pointwise(self, prompt: Prompt, completion: str, *, key: str) -> Question:
         """The question about one completion; marks and code follow from the request's `key`."""
-        return self._fill(prompt, {"completion": self._shown(completion, key)}, key)
+        return self._fill(prompt, {"completion": self._fenced(completion, key)}, key)
 
     def pairwise(self, prompt: Prompt, first: str, second: str, *, key: str) -> Question:
         """The question which of two completions is better; `key` as in `pointwise`."""
         return self._fill(
-            prompt, {"first": self._shown(first, key), "second": self._shown(second, key)}, key
+            prompt,
+            {"first": self._fenced(first, key), "second": self._fenced(second, key)},
+            key,
         )
 
     def groupwise(self, prompt: Prompt, completions: Sequence[str], *, key: str) -> Question:
         """The question to rank a group; `key` as in `pointwise`."""
-        shown = (
-            f"Answer {number}:\n{self._shown(text, key)}"
+        answers = (
+            f"Answer {number}:\n{self._fenced(text, key)}"
             for number, text in enumerate(completions, start=1)
         )
-        return self._fill(prompt, {"completions": "\n\n".join(shown)}, key)
+        return self._fill(prompt, {"completions": "\n\n".join(answers)}, key)
 
-    def _fill(self, prompt: Prompt, shown: Mapping[str, str], key: str) -> Question:
+    def _fill(self, prompt: Prompt, answers: Mapping[str, str], key: str) -> Question:
         judge = self.judge
         columns = {
             name: self._sanitized(as_text(value)) for name, value in prompt.columns.items()
@@ -95,18 +98,19 @@ class Questioner:
             "reference": columns.get(judge.reference_column, ""),
             "rubric": judge.rubric.strip(),
             "how_to_answer": _how_to_answer(judge, verdict_code(key)),
-            **shown,
+            **answers,
         }
         return [
             {"role": role, "content": text.format_map(fields)} for role, text in judge.template
         ]
 
-    def _shown(self, text: str, key: str) -> str:
+    def _fenced(self, text: str, key: str) -> str:
         """A completion, between marks that do not occur in it."""
         text = self._sanitized(text)
         if not self.judge.fence:
             return text
-        mark, number = "", 0
+        mark = ""
+        number = 0
         while not mark or mark in text:
             mark = _MARK + hashlib.sha256(f"{key}\0{number}".encode()).hexdigest()[:10]
             number += 1
@@ -129,21 +133,22 @@ def verdict_code(key: str) -> str:
 
 def numbered(text: str) -> str:
     """With `[picture 1]` and so on where a picture stands."""
-    first, *others = text.split(IMAGE_MARK)
+    first, *rest = text.split(IMAGE_MARK)
     return first + "".join(
-        f"[picture {number}]{part}" for number, part in enumerate(others, start=1)
+        f"[picture {number}]{part}" for number, part in enumerate(rest, start=1)
     )
 
 
 def with_pictures(question: Question, urls: Sequence[str]) -> Question:
     """The question with pictures before its last turn's text, as OpenAI's API takes them."""
+    if not urls:
+        return question
     *before, last = question
-    shown = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-    return (
-        [*before, {**last, "content": [*shown, {"type": "text", "text": last["content"]}]}]
-        if shown
-        else question
-    )
+    pictures = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [
+        *before,
+        {**last, "content": [*pictures, {"type": "text", "text": last["content"]}]},
+    ]
 
 
 def _how_to_answer(judge: Judge, code: str) -> str:
@@ -157,8 +162,8 @@ def _how_to_answer(judge: Judge, code: str) -> str:
             number = _number_range(judge, verdict)
             return f'Answer with a JSON object with {keys}; {verdict.field} is a number {number}, code is "{code}".'
         case LabelVerdict() as verdict:
-            *others, last = verdict.labels
-            words = f"{', '.join(others)} or {last}"
+            *first, last = verdict.labels
+            words = f"{', '.join(first)} or {last}"
             return f'Answer with a JSON object with "code" and "label"; code is "{code}", label is {words}.'
         case RankingVerdict() as verdict:
             tag = f"{verdict.tag}-{code}"
@@ -166,7 +171,8 @@ def _how_to_answer(judge: Judge, code: str) -> str:
 
 
 def _number_range(judge: Judge, verdict: ScoreVerdict | JsonVerdict) -> str:
-    low, high = f"{verdict.min:g}", f"{verdict.max:g}"
+    low = f"{verdict.min:g}"
+    high = f"{verdict.max:g}"
     meaning = (
         f" ({high}: the first answer is better, {low}: the second)"
         if judge.mode == "pairwise"
@@ -195,9 +201,10 @@ def sanitize(text: str, *, tags: Sequence[str] = (), special_tokens: Sequence[st
         tags: How the names of reserved tags begin; the brackets of `<score>` become parentheses: `(score)`.
         special_tokens: Of the judge's tokenizer; those of common chat formats are broken up in any case.
     """
-    text = break_special_tokens(text.translate(_SEEN), special_tokens)
+    text = break_special_tokens("".join(map(_seen, text)), special_tokens)
     text = _SPECIAL.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
-    pieces, done = [], 0
+    pieces = []
+    done = 0
     for match in _BRACKETED.finditer(text) if tags else ():
         name = re.sub(r"[\s/\\]", "", fold_lookalikes(match[1]))
         if any(name.startswith(tag) for tag in tags):
@@ -224,25 +231,15 @@ def break_special_tokens(text: str, special_tokens: Sequence[str]) -> str:
 
 
 def fold_lookalikes(text: str) -> str:
-    """Return what a text looks like at a glance: one alphabet, one kind of bracket, lower case, nothing invisible."""
-    return text.translate(_FOLDED)
-
-
-class _ByLetter(dict[int, str]):
-    """A table for `str.translate` that grows as letters are met.
+    """Return what a text looks like at a glance: one alphabet, one kind of bracket, lower case, nothing invisible.
 
     Letter by letter, and not a whole text at once: Unicode's normalization sorts a run of combining marks, whose cost
     grows with the square of its length.
     """
-
-    def __init__(self, change: Callable[[str], str]) -> None:
-        super().__init__()
-        self._change = change
-
-    def __missing__(self, code: int) -> str:
-        return self.setdefault(code, self._change(chr(code)))
+    return "".join(map(_folded, text))
 
 
+@cache
 def _seen(letter: str) -> str:
     hidden = letter not in "\n\t" and (
         unicodedata.category(letter) in _INVISIBLE or letter in _SELECTORS
@@ -250,10 +247,8 @@ def _seen(letter: str) -> str:
     return "" if hidden else letter
 
 
+@cache
 def _folded(letter: str) -> str:
     apart = unicodedata.normalize("NFKD", _PLAIN.get(letter, _seen(letter)))
     plain = "".join(_PLAIN.get(part, part) for part in apart if not unicodedata.combining(part))
     return plain.casefold().translate(_TWINS)
-
-
-_SEEN, _FOLDED = _ByLetter(_seen), _ByLetter(_folded)

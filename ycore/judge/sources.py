@@ -27,7 +27,8 @@ from ycore.errors import ConfigError, RewardError, nearest
 from ycore.judge.declaration import POLICY_BASE, Judge, Served
 from ycore.run.paths import RunFolder
 
-JUDGE_PREFIX, REWARD_MODEL_PREFIX = "judge:", "rm:"
+JUDGE_PREFIX = "judge:"
+REWARD_MODEL_PREFIX = "rm:"
 _Declared = TypeVar("_Declared", bound=Strict)
 _Scored = TypeVar("_Scored", bound=ScoredConfig)
 
@@ -196,7 +197,7 @@ def require_columns(name: str, judge: Judge, columns: Iterable[str]) -> None:
     """RewardError where the dataset lacks a column that the questions of the judge `name` need."""
     known = sorted(columns)
     for column in sorted(judge.columns - set(known)):
-        what = (
+        key = (
             "reference_column"
             if column == judge.reference_column
             else "a field of its messages"
@@ -205,7 +206,7 @@ def require_columns(name: str, judge: Judge, columns: Iterable[str]) -> None:
             nearest(column, known, limit=1) or f"; the columns are {', '.join(known) or 'none'}"
         )
         raise RewardError(
-            f"judge {name}: {what} is {column!r}, which is no column of the dataset{near}"
+            f"judge {name}: {key} is {column!r}, which is no column of the dataset{near}"
         )
 
 

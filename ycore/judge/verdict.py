@@ -114,7 +114,8 @@ def _after_thinking(text: str, judge: Judge) -> str:
     look like a verdict: a quoted `</think>` would otherwise hide the judge's own.
     """
     before, end, after = text.partition("</think>")
-    folded_before, folded_after = fold_lookalikes(before), fold_lookalikes(after)
+    folded_before = fold_lookalikes(before)
+    folded_after = fold_lookalikes(after)
     if "</think" in folded_after:
         raise Unreadable("its thinking ends more than once")
     opened = before.lstrip().startswith("<think>")
@@ -140,15 +141,15 @@ def _looks_like_a_verdict(folded: str, judge: Judge) -> bool:
 
 
 def _only_tag(text: str, tag: str, code: str) -> str:
-    found = re.findall(rf"<{tag}-{code}>([^<]{{0,400}})</{tag}-{code}>", text)
+    verdicts = re.findall(rf"<{tag}-{code}>([^<]{{0,400}})</{tag}-{code}>", text)
     lookalikes = re.findall(rf"<[\s/\\]*{tag}", fold_lookalikes(text))
     if not lookalikes:
         raise Unreadable("no verdict")
     if code not in text:
         raise Unreadable("its verdict lacks the code")
-    if len(found) != 1 or len(lookalikes) != 2:
+    if len(verdicts) != 1 or len(lookalikes) != 2:
         raise Unreadable("more than one verdict, or one that is not whole")
-    return str(found[0])
+    return str(verdicts[0])
 
 
 def _json_number(text: str, verdict: JsonVerdict, code: str) -> float:
@@ -187,15 +188,15 @@ def _mean_label(verdict: LabelVerdict, reply: Reply, code: str) -> float:
     """The labels' mean value, weighted by probability; a token counts for a label if it begins that label only."""
     if not reply.tokens:
         raise Unreadable("no log-probabilities")
-    found = _LABELLED.fullmatch(reply.text) if len(reply.text) <= _MAX_LENGTH else None
-    if found is None:
+    match = _LABELLED.fullmatch(reply.text[: _MAX_LENGTH + 1])
+    if match is None or len(reply.text) > _MAX_LENGTH:
         raise Unreadable("not a JSON object with code and label")
-    if found["code"] != code:
+    if match["code"] != code:
         raise Unreadable("its verdict lacks the code")
     names = {label: _without_spaces(label).casefold() for label in verdict.labels}
-    if _without_spaces(found["label"]).casefold() not in names.values():
+    if _without_spaces(match["label"]).casefold() not in names.values():
         raise Unreadable("none of the labels")
-    before, likeliest = _token_at(reply.tokens, reply.text, found.start("label"))
+    before, likeliest = _token_at(reply.tokens, reply.text, match.start("label"))
     mass = dict.fromkeys(verdict.labels, 0.0)
     for token, logprob in likeliest.items():
         word = _without_spaces(token)
@@ -222,7 +223,9 @@ def _token_at(
 
     Spaces are left out: some tokenizers drop them where a token is decoded alone.
     """
-    whole, start, done = _without_spaces(text), len(_without_spaces(text[:place])), 0
+    whole = _without_spaces(text)
+    start = len(_without_spaces(text[:place]))
+    done = 0
     for token in tokens:
         piece = _without_spaces(token.text)
         if not whole.startswith(piece, done):

@@ -33,7 +33,7 @@ MEMORY = "memory"
 PROCESSES = "processes"
 
 
-def main() -> None:
+def try_all() -> None:
     for name, attempt in attempts(json.loads(sys.argv[1])):
         try:
             attempt()
@@ -106,4 +106,4 @@ def _fork(count: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try_all()

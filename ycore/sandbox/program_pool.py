@@ -157,7 +157,7 @@ class ProgramPool:
                 ended, seconds = await self._do(programs, deadline_s)
             except ServerLost as lost:
                 return UnitTestResult("infra_error", problem=str(lost))
-            return read_results(results.data, *ended, seconds=seconds)
+            return unit_test_result(results.data, *ended, seconds=seconds)
 
     async def close(self) -> None:
         """Kill every server with all in it; the pool cannot be used again."""
@@ -279,7 +279,7 @@ class ProgramServer:
             self._process = None
 
 
-def read_results(
+def unit_test_result(
     data: bytes, tests: Mapping[str, Any], callee: Mapping[str, Any], *, seconds: float
 ) -> UnitTestResult:
     """Read the lines of the tests' process. Tests that were cut short have not ended, and so have not passed.
@@ -395,7 +395,7 @@ def server_command(
     )
     code = (
         f"import sys; sys.path.insert(0, {str(package.parent)!r}); "
-        "from ycore.sandbox.program_server import main; main()"
+        "from ycore.sandbox.program_server import serve_programs; serve_programs()"
     )
     server = [sys.executable, "-P", "-s", "-S", "-B", "-c", code, json.dumps(settings)]
     if level is not Level.NAMESPACES:

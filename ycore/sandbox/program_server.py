@@ -106,7 +106,7 @@ class Program:
         return {"status": self.status, "reason": self.reason, "problem": problem}
 
 
-def main() -> None:
+def serve_programs() -> None:
     control = socket.socket(fileno=os.dup(0))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -380,7 +380,3 @@ def _status_of(end: SystemExit) -> int:
         return (end.code or 0) & 0xFF
     print(end.code, file=sys.stderr)
     return 1
-
-
-if __name__ == "__main__":
-    main()

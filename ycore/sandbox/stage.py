@@ -86,7 +86,7 @@ class StageSteps(TypedDict):
     in_namespaces: bool
 
 
-def main() -> None:
+def run_stage() -> None:
     steps: StageSteps = json.loads(sys.argv[1])
     del sys.argv[:2]
     if not steps["in_namespaces"]:
@@ -323,4 +323,4 @@ def checked(status: int, call: str) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    run_stage()

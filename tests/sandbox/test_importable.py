@@ -1,6 +1,7 @@
 """Confined code imports what the user can: each layout of an editable install, namespace packages, zip, working folder."""
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -16,66 +17,77 @@ from ycore.sandbox.level import level_refusal
 
 LEVELS = [Level.NAMESPACES, Level.LANDLOCK]
 CODE = """
-from pathlib import Path
-SECRET = Path({secret!r})
 def score(completions, **columns):
     return [1.0 for _ in completions]
+def read_secret():
+    with open({secret!r}) as file:
+        return file.read()
+"""
+REWARD = """
+from {module} import read_secret, score
 try:
-    SECRET.read_text()
+    assert not read_secret(), "a hidden file is open"
 except OSError:
     pass
-else:
-    if SECRET.read_text():
-        raise SystemExit("a hidden file is open")
 """
 CHECK = """
-import sys
+import json, sys
 from ycore.config.schema import RewardConfig, SandboxSettings
+from ycore.errors import YcoreError
 from ycore.rewards.worker_client import check_reward
-check_reward(RewardConfig(reward=sys.argv[2]), ["answer", "images", "label"], sandbox=SandboxSettings(level=sys.argv[1]))
-"""
-SOURCE = """
-import {name}
-try:
-    print({name}.score([1]), bool(open({secret!r}).read()))
-except OSError:
-    print({name}.score([1]), "hidden")
+problems = {}
+for name in sys.argv[2:]:
+    try:
+        check_reward(RewardConfig(reward=name), ["images", "label"], sandbox=SandboxSettings(level=sys.argv[1]))
+    except YcoreError as error:
+        problems[name] = str(error)
+print(json.dumps(problems))
 """
 PROGRAM = """
-import asyncio, sys
+import {module}
+try:
+    print({module}.score([1]), bool({module}.read_secret()))
+except OSError:
+    print({module}.score([1]), False)
+"""
+RUN = """
+import asyncio, json, sys
 from pathlib import Path
 from ycore.sandbox import Level
 from ycore.sandbox.program_pool import ProgramPool
 async def run():
-    pool = ProgramPool(Level(sys.argv[1]), at_once=1, log=Path("log"), run_id="t", packages=["mine"])
+    names = sys.argv[2::2]
+    pool = ProgramPool(Level(sys.argv[1]), at_once=1, log=Path("log"), run_id="t", packages=names)
     try:
-        return await pool.run(sys.argv[2], deadline_s=30)
+        sources = zip(names, sys.argv[3::2], strict=True)
+        return {name: repr(await pool.run(source, deadline_s=30)) for name, source in sources}
     finally:
         await pool.close()
-result = asyncio.run(run())
-assert result.output in (b"[1.0] hidden\\n", b"[1.0] False\\n"), (result, Path("log").read_text())
+print(json.dumps(asyncio.run(run())))
 """
 
 
 class Environment:
-    """A virtual environment that sees this one's packages, a project to install into it, and an empty folder to run in."""
+    """A virtual environment on top of this one, with packages installed from their places, and an empty folder."""
 
     def __init__(self, folder: Path) -> None:
+        for outer in (folder, *folder.parents):  # also another user may enter
+            if outer.stat().st_uid == os.geteuid() and outer != Path("/"):
+                outer.chmod(outer.stat().st_mode | 0o055)
+        self.folder = folder
         venv.create(folder / "venv", symlinks=True)
         self.python = folder / "venv" / "bin" / "python"
         self.site = next((folder / "venv" / "lib").glob("python*/site-packages"))
         packages = [entry for entry in sys.path if "-packages" in entry]
         (self.site / "zz_base.pth").write_text("\n".join(packages))
+        self.working = folder / "working"
+        self.working.mkdir()
         ours = {}
         for name in ("ycore", "ycore_cli", "ycore_docs", "ycore_recipes"):
             spec = importlib.util.find_spec(name)
             assert spec is not None and spec.submodule_search_locations
             ours[name] = next(iter(spec.submodule_search_locations))
         self.map_packages("ycore", ours)
-        self.project = folder / "project"
-        self.working = folder / "working"
-        self.working.mkdir()
-        self.source = self.package("src/mine")
 
     def map_packages(
         self, name: str, mapping: dict[str, str], namespaces: dict[str, list[str]] | None = None
@@ -88,89 +100,83 @@ class Environment:
             f"import __editable___{name}_finder; __editable___{name}_finder.install()"
         )
 
-    def package(self, name: str) -> Path:
-        """Write a package that fails where it can read the project's .env."""
-        package = self.project / name
-        package.mkdir(parents=True)
-        secret = self.project / ".env"
+    def project(self, name: str, package: str) -> Path:
+        """Write a project with a package whose `read_secret` reads the project's .env, and a reward that may not."""
+        project = self.folder / "projects" / name
+        (project / package).mkdir(parents=True)
+        secret = project / ".env"
         secret.write_text("TOKEN=1")
-        (package / "__init__.py").write_text(CODE.format(secret=str(secret)))
-        return package
+        (project / package / "__init__.py").write_text(CODE.format(secret=str(secret)))
+        module = package.removeprefix("src/").replace("/", ".")
+        (self.working / f"use_{name}.py").write_text(REWARD.format(module=module))
+        return project
 
-    def run(self, program: str, *arguments: str, **variables: str) -> None:
+    def run(self, program: str, *arguments: str) -> dict[str, str]:
         done = subprocess.run(
             [str(self.python), "-c", program, *arguments],
             cwd=self.working,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(self.folder / "packed.zip"),
+            },
             capture_output=True,
             text=True,
             timeout=240,
         )
         assert done.returncode == 0, done.stderr[-2000:]
+        return dict(json.loads(done.stdout))
 
 
-@pytest.fixture
-def environment(tmp_path: Path) -> Environment:
-    for folder in (tmp_path, *tmp_path.parents):  # also another user may enter
-        if folder.stat().st_uid == os.geteuid() and folder != Path("/"):
-            folder.chmod(folder.stat().st_mode | 0o055)
-    return Environment(tmp_path)
-
-
-@pytest.fixture(params=LEVELS)
-def level(request: pytest.FixtureRequest) -> Level:
-    if (answer := level_refusal(request.param)) is not None:
-        pytest.skip(f"level {request.param} does not hold here: {answer}")
-    return Level(request.param)
-
-
-def by_setuptools(environment: Environment, mode: str = "lenient") -> None:
+def by_setuptools(environment: Environment, name: str, mode: str = "lenient") -> None:
     """By the real backend: a finder that maps names to folders outside of sys.path, or a folder of links (strict)."""
     pytest.importorskip("setuptools")
-    environment.source.rename(environment.project / "mine")
-    (environment.project / "helpers.py").write_text("")
-    (environment.project / "pyproject.toml").write_text(
+    project = environment.project(name, name)
+    (project / f"{name}_helpers.py").write_text("")
+    init = project / name / "__init__.py"
+    init.write_text(f"import {name}_helpers\n{init.read_text()}")
+    (project / "pyproject.toml").write_text(
         '[build-system]\nrequires = ["setuptools"]\nbuild-backend = "setuptools.build_meta"\n'
-        '[project]\nname = "mine"\nversion = "0.1"\n'
-        '[tool.setuptools]\npackages = ["mine"]\npy-modules = ["helpers"]\n'
+        f'[project]\nname = "{name}"\nversion = "0.1"\n'
+        f'[tool.setuptools]\npackages = ["{name}"]\npy-modules = ["{name}_helpers"]\n'
     )
     build = (
         "import sys; from setuptools.build_meta import build_editable; "
         "build_editable(sys.argv[1], {'editable_mode': sys.argv[2]})"
     )
-    wheels = environment.working.parent / "wheels"
-    wheels.mkdir()
+    wheels = environment.folder / "wheels" / name
+    wheels.mkdir(parents=True)
     subprocess.run(
         [sys.executable, "-c", build, str(wheels), mode],
-        cwd=environment.project,
+        cwd=project,
         check=True,
         capture_output=True,
         timeout=240,
     )
     (wheel,) = wheels.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(environment.site)
-    init = environment.project / "mine" / "__init__.py"
-    init.write_text(f"import helpers\n{init.read_text()}")
-    has_finder = bool(list(environment.site.glob("__editable___mine_*_finder.py")))
+    has_finder = bool(list(environment.site.glob(f"__editable___{name}_*_finder.py")))
     assert has_finder == (mode != "strict")
 
 
-def by_strict_setuptools(environment: Environment) -> None:
-    by_setuptools(environment, "strict")
+def by_strict_setuptools(environment: Environment, name: str) -> None:
+    by_setuptools(environment, name, "strict")
 
 
-def by_a_path_file(name: str) -> Callable[[Environment], None]:
-    """As hatch (_editable_impl_mine.pth), uv (mine.pth) and setuptools' src layout (__editable__.mine-0.1.pth) write."""
+def by_a_path_file(form: str, package: str = "{}") -> Callable[[Environment, str], None]:
+    """As hatch, uv and setuptools write; a flat project shows all of it but what is hidden."""
 
-    def install(environment: Environment) -> None:
-        environment.source.rename(environment.project / "mine")
-        (environment.site / name).write_text(str(environment.project))
+    def install(environment: Environment, name: str) -> None:
+        project = environment.project(name, package.format(name))
+        source = (project / package.format(name)).parent
+        (environment.site / form.format(name)).write_text(str(source))
 
     return install
 
 
-def by_hatch_exactly(environment: Environment) -> None:
+def by_hatch_exactly(environment: Environment, name: str) -> None:
     """As hatch writes with `dev-mode-exact`, through the package `editables`."""
+    project = environment.project(name, f"src/{name}")
     (environment.site / "editables.py").write_text(
         "import importlib.abc, importlib.util, sys\n"
         "class F(importlib.abc.MetaPathFinder):\n"
@@ -180,63 +186,75 @@ def by_hatch_exactly(environment: Environment) -> None:
         "        if name in cls._redirections:\n"
         "            return importlib.util.spec_from_file_location(name, cls._redirections[name])\n"
     )
-    (environment.site / "_editable_impl_mine.py").write_text(
+    init = project / "src" / name / "__init__.py"
+    (environment.site / f"_editable_impl_{name}.py").write_text(
         "from editables import F\nimport sys\nsys.meta_path.append(F)\n"
-        f"F._redirections['mine'] = {str(environment.source / '__init__.py')!r}\n"
+        f"F._redirections[{name!r}] = {str(init)!r}\n"
     )
-    (environment.site / "_editable_impl_mine.pth").write_text("import _editable_impl_mine\n")
+    (environment.site / f"_editable_impl_{name}.pth").write_text(
+        f"import _editable_impl_{name}\n"
+    )
 
 
-LAYOUTS = {
+LAYOUTS: dict[str, Callable[[Environment, str], None]] = {
     "setuptools": by_setuptools,
-    "setuptools strict": by_strict_setuptools,
-    "setuptools src": by_a_path_file("__editable__.mine-0.1.pth"),
-    "hatch": by_a_path_file("_editable_impl_mine.pth"),
-    "hatch exact": by_hatch_exactly,
-    "uv": by_a_path_file("mine.pth"),
+    "setuptools_strict": by_strict_setuptools,
+    "setuptools_src": by_a_path_file("__editable__.{}-0.1.pth", "src/{}"),
+    "setuptools_old": by_a_path_file("__editable__.{}-0.1.pth"),
+    "hatch": by_a_path_file("_editable_impl_{}.pth"),
+    "hatch_exact": by_hatch_exactly,
+    "uv": by_a_path_file("{}.pth", "src/{}"),
+    "uv_flat": by_a_path_file("{}.pth"),
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_editable_package_is_imported_and_its_secrets_stay_hidden(
-    layout: str, environment: Environment, level: Level
-) -> None:
-    LAYOUTS[layout](environment)
-    environment.run(CHECK, level, "mine:score")
-
-
-@pytest.mark.parametrize("layout", ["setuptools", "uv"])
-def test_programs_of_a_model_import_an_editable_package_too(
-    layout: str, environment: Environment, level: Level
-) -> None:
-    (environment.source / "__init__.py").write_text("def score(values): return [1.0]")
-    LAYOUTS[layout](environment)
-    secret = str(environment.project / ".env")
-    environment.run(PROGRAM, level, SOURCE.format(name="mine", secret=secret))
-
-
-def test_a_namespace_package_is_imported(environment: Environment, level: Level) -> None:
-    """As setuptools' finder maps it: the namespace's folder is no package itself."""
-    inner = environment.package("lib/shared/inner")
-    environment.map_packages(
-        "shared", {"shared.inner": str(inner)}, {"shared": [str(inner.parent)]}
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    made = Environment(tmp_path_factory.mktemp("importable"))
+    for layout, install in LAYOUTS.items():
+        install(made, f"by_{layout}")
+    project = made.project("namespace", "lib/shared/inner")
+    (made.working / "use_namespace.py").write_text(REWARD.format(module="shared.inner"))
+    shared = project / "lib" / "shared"
+    made.map_packages(
+        "shared", {"shared.inner": str(shared / "inner")}, {"shared": [str(shared)]}
     )
-    environment.run(CHECK, level, "shared.inner:score")
-
-
-def test_a_zip_archive_and_the_working_folder_are_imported(
-    environment: Environment, level: Level
-) -> None:
-    with zipfile.ZipFile(environment.project / "packed.zip", "w") as archive:
+    with zipfile.ZipFile(made.folder / "packed.zip", "w") as archive:
         archive.writestr("packed/__init__.py", CODE.format(secret=os.devnull))
-    archives = str(environment.project / "packed.zip")
-    environment.run(CHECK, level, "packed:score", PYTHONPATH=archives)
-    (environment.working / "near").mkdir()
-    (environment.working / "near" / "rules.py").write_text("from packed import score")
-    environment.run(CHECK, level, "near.rules:score", PYTHONPATH=archives)
+    (made.working / "near").mkdir()
+    (made.working / "near" / "rules.py").write_text("from packed import score")
+    return made
 
 
-def test_ycore_s_own_recipes_are_imported_outside_of_its_clone(
+@pytest.fixture(scope="module", params=LEVELS)
+def level(request: pytest.FixtureRequest) -> Level:
+    if (answer := level_refusal(request.param)) is not None:
+        pytest.skip(f"level {request.param} does not hold here: {answer}")
+    return Level(request.param)
+
+
+REWARDS = [
+    *(f"use_by_{layout}:score" for layout in LAYOUTS),
+    *("use_namespace:score", "packed:score", "near.rules:score", "ycore_recipes.digits:hits"),
+]
+
+
+@pytest.fixture(scope="module")
+def problems(environment: Environment, level: Level) -> dict[str, str]:
+    return environment.run(CHECK, level, *REWARDS)
+
+
+@pytest.mark.parametrize("reward", REWARDS)
+def test_a_reward_imports_what_the_user_can_and_reads_no_secret_beside_it(
+    reward: str, problems: dict[str, str]
+) -> None:
+    assert reward not in problems, problems[reward]
+
+
+def test_a_program_of_a_model_imports_editable_packages_too(
     environment: Environment, level: Level
 ) -> None:
-    environment.run(CHECK, level, "ycore_recipes.digits:hits")
+    names = [f"by_{layout}" for layout in LAYOUTS]
+    programs = [part for name in names for part in (name, PROGRAM.format(module=name))]
+    results = environment.run(RUN, level, *programs)
+    assert {name for name in names if "[1.0] False" not in results[name]} == set(), results

@@ -186,7 +186,7 @@ def test_where_every_scored_completion_teaches() -> None:
         ),
         (
             {"algorithm": "online-dpo", "loss_from": "grpo"},
-            "loss_from must be 'dpo' or 'ipo'; it is 'grpo'",
+            "loss_from must be 'dpo', 'ipo' or 'rrhf'; it is 'grpo'",
         ),
         (
             {"algorithm": "online-dpo", "advantage": "rloo"},
@@ -199,6 +199,10 @@ def test_where_every_scored_completion_teaches() -> None:
         (
             {"algorithm": "online-dpo", "trl": {"beta": 0.0}},
             "the loss dpo needs beta above 0; say --beta 0.1",
+        ),
+        (
+            {"algorithm": "online-dpo", "loss_from": "rrhf"},
+            "the loss rrhf compares with no reference; say --beta 0",
         ),
         (
             {"algorithm": "online-dpo", "trust_region": "dppo-tv"},

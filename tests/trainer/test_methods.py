@@ -152,13 +152,14 @@ def test_ppo_trains_on_groups_of_one_and_saves_its_critic_beside_the_policy(
     assert (tmp_path / "run" / "checkpoints" / "checkpoint-2" / "critic.safetensors").is_file()
 
 
-@pytest.mark.parametrize("loss", ["dpo", "ipo"])
+@pytest.mark.parametrize("loss", ["dpo", "ipo", "rrhf"])
 def test_pairs_of_the_policys_own_completions_train(
     loss: str, spread: str, model: Path, tmp_path: Path
 ) -> None:
-    metrics = trained(tmp_path, model, [spread], algorithm="online-dpo", loss_from=loss)
+    beta: dict[str, Any] = {"trl": {"beta": 0.0}} if loss == "rrhf" else {}
+    metrics = trained(tmp_path, model, [spread], algorithm="online-dpo", loss_from=loss, **beta)
     assert all(row["grad_norm"] > 0 for row in metrics)
-    assert all("ycore/pairs/margin" in row for row in metrics)
+    assert [("ycore/pairs/margin" in row) for row in metrics] == [loss != "rrhf"] * 2
 
 
 def test_similarity_and_the_references_probability_train(model: Path, tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ from ycore.models.tiny import write_tiny_model
 from ycore.scoring.group_rewards import Constraint, Constraints
 from ycore.trl.constrained import broken, calibrated, gated, kept
 from ycore.trl.grpo import Trainer
-from ycore.trl.online_dpo import Trainer as OnlineDPOTrainer
-from ycore.trl.online_dpo import best_and_worst
+from ycore.trl.online_dpo import TRAINERS, best_and_worst, preference_losses
 from ycore.types import Completion, Draw, Group, Prompt, Score
 
 NAN = float("nan")
@@ -59,6 +58,12 @@ def test_where_none_breaks_or_all_do(kept_G: list[float], pair: tuple[int, int] 
     assert differ.item() == (pair is not None) and (
         pair is None or (best.item(), worst.item()) == pair
     )
+
+
+def test_the_pairs_loss_with_the_likelihood_of_the_best() -> None:
+    """Log ratios 1 and -0.5, beta 0.1, lambda 0.1, 4 tokens of log-probability -2 in all: 0.620957 + 0.05."""
+    loss = preference_losses(torch.tensor([1.5]), beta=0.1, kind="dpo") - 0.1 * (-2.0 / 4)
+    close(loss, [0.670957])
 
 
 def test_all_constraints_must_hold_and_unknown_is_not_broken() -> None:
@@ -163,9 +168,14 @@ def test_a_broken_constraint_costs_its_weight(model: Path, tmp_path: Path) -> No
 
 
 def test_the_pair_in_the_trainer(model: Path, tmp_path: Path) -> None:
-    """At the start all ratios are 1: the loss is log 2."""
+    """At the start all ratios are 1: the loss is log 2, less lambda times the best one's mean log-probability."""
     trainer = made(
-        OnlineDPOTrainer, model, tmp_path, own={"kind": "dpo"}, beta=0.1, max_steps=1
+        TRAINERS["dpo"], model, tmp_path, own={"likelihood": 0.1}, beta=0.1, max_steps=1
     )
     loss = trainer.training_step(trainer.model, [{"prompt": "tick"}] * 6, None)
-    assert float(loss) == pytest.approx(0.693147, abs=1e-5)
+    ids = Rounds().next_round(step=0, num_groups=1)[0].completions[3].token_ids
+    logits = trainer.bare_model(input_ids=torch.tensor([[*PROMPT, *ids]])).logits[
+        0, len(PROMPT) - 1 : -1
+    ]
+    mean = logits.log_softmax(-1).gather(1, torch.tensor(ids).unsqueeze(1)).mean()
+    assert float(loss) == pytest.approx(0.693147 - 0.1 * mean.item(), abs=1e-5)

@@ -12,10 +12,12 @@ from tests.trl.small_trainer import small_trainer
 from ycore.errors import ConfigError
 from ycore.models.tiny import write_tiny_model
 from ycore.trl.online_dpo import (
+    TRAINERS,
     Trainer,
     best_and_worst,
     margins_of,
     preference_losses,
+    ranking_losses,
 )
 from ycore.types import Completion, Draw, Group, Prompt, Score
 
@@ -54,6 +56,15 @@ def test_the_loss_of_a_pair(kind: str, margin: float, loss: float, slope: float)
     )
 
 
+def test_the_ranking_of_a_group() -> None:
+    """Means -1, -0.5, -2, -3: of the pairs in the wrong order, 0.5 (second over first), 1 (first over third), 1.5."""
+    sums, lengths = torch.tensor([[-2.0, -1.0, -4.0, -6.0]] * 2), torch.full((2, 4), 2)
+    totals = torch.tensor([[0.5, 0.0, 1.0, NAN], [0.5, 0.5, 0.5, 0.5]])
+    assert ranking_losses(sums, lengths, totals).tolist() == pytest.approx(
+        [0.5 + 1.0 + 1.5 + 4.0], abs=1e-6
+    )
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("model"))
@@ -82,12 +93,12 @@ class Rounds:
 
 def made(model: Path, output: Path, kind: str, **settings: Any) -> Trainer:
     settings = {
-        "beta": 0.1,
+        "beta": 0.0 if kind == "rrhf" else 0.1,
         "gradient_accumulation_steps": 3,
         **settings,
     }
     return small_trainer(
-        Trainer, model, output, Rounds(), own={"kind": kind}, scale_rewards="none", **settings
+        TRAINERS[kind], model, output, Rounds(), scale_rewards="none", **settings
     )
 
 
@@ -99,7 +110,7 @@ def log_probability(trainer: Trainer, ids: tuple[int, ...], like: Any = None) ->
     return logits.log_softmax(-1).gather(1, torch.tensor(ids).unsqueeze(1)).sum()
 
 
-@pytest.mark.parametrize("kind", ["dpo", "ipo"])
+@pytest.mark.parametrize("kind", ["dpo", "ipo", "rrhf"])
 def test_the_gradient_is_that_of_the_definition(model: Path, tmp_path: Path, kind: str) -> None:
     """Over three micro-batches of a group each, one of which has no pair; after a change of the policy."""
     trainer = made(model, tmp_path, kind)
@@ -122,6 +133,16 @@ def test_the_gradient_is_that_of_the_definition(model: Path, tmp_path: Path, kin
         known = [place for place in range(4) if scores[place] is not None]
         best = max(known, key=lambda place: scores[place] or 0)
         worst = min(known, key=lambda place: scores[place] or 0)
+        if kind == "rrhf":
+            logps = [log_probability(trainer, one) for one in ids]
+            total = total - logps[best]
+            for i in known:
+                for j in known:
+                    if (scores[i] or 0) < (scores[j] or 0):
+                        total = total + (logps[i] / len(ids[i]) - logps[j] / len(ids[j])).clamp(
+                            min=0
+                        )
+            continue
         ratios = [
             log_probability(trainer, ids[one])
             - log_probability(trainer, ids[one], trainer.ref_model).detach()

@@ -162,7 +162,7 @@ _ROWS = (
         summary="Train a model on its own best and worst completions.",
         help=(
             "Rewards, judges or reward models choose the best and the worst completion of each group; DPO's loss\n"
-            "learns from the two. --set loss_from=ipo takes another loss; --beta is DPO's."
+            "learns from the two. --set loss_from=ipo or rrhf takes another loss; --beta is DPO's."
         ),
         examples=(
             "--recipe quickstart --beta 0.1",

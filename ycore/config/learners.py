@@ -325,8 +325,8 @@ class DistillConfig(AdvantageConfig):
 class OnlineDPOConfig(RunConfig):
     """A run of `ycore online-dpo`."""
 
-    # The loss, which compares the best and the worst completion of a group.
-    loss_from: Literal["dpo", "ipo"] = "dpo"
+    # The loss, which compares the best and the worst completion of a group, or all of them (rrhf).
+    loss_from: Literal["dpo", "ipo", "rrhf"] = "dpo"
 
     def check(self) -> None:
         super().check()
@@ -336,7 +336,10 @@ class OnlineDPOConfig(RunConfig):
                 "group_size must be 2 or more for ycore online-dpo, which compares the completions of a group; it is "
                 "1; e.g. --group-size 8"
             )
-        if not self.trl.get("beta", 0) > 0:
+        beta = self.trl.get("beta", 0)
+        if self.loss_from == "rrhf" and beta > 0:
+            raise ConfigError("the loss rrhf compares with no reference; say --beta 0")
+        if self.loss_from != "rrhf" and not beta > 0:
             raise ConfigError(f"the loss {self.loss_from} needs beta above 0; say --beta 0.1")
         check_constraints(self)
 

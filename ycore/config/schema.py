@@ -88,6 +88,8 @@ class ConstraintSettings(Strict):
         1.0  # of `lagrangian`: what a weight gains a step where all break it
     )
     start: Annotated[float, Field(ge=0)] = 0.0  # of `lagrangian`: the weights at the start
+    # Of `ycore online-dpo`: weight of the mean log-probability of the best completion's tokens (CODPO, eq. 14).
+    likelihood: Annotated[float, Field(ge=0)] = 0.0
 
 
 class LoraSettings(Strict):

@@ -2,9 +2,10 @@
 
     dpo    -log sigmoid(beta * m), m = log pi(best) / ref(best) - log pi(worst) / ref(worst); arXiv 2305.18290, eq. 7
     ipo    (m - 1 / (2 beta))^2; arXiv 2310.12036, eq. 17
+    rrhf   sum over pairs, i worse than j, of max(0, p_i - p_j), less log pi(best); arXiv 2304.05302, section 3.1
 
-pi and ref are of whole completions. The loss of a step is the mean over the groups of all ranks; a group whose rewards
-are all equal has none.
+pi and ref are of whole completions, and p_i is log pi(i) over its number of tokens. The loss of a step is the mean over
+the groups of all ranks; a group whose rewards are all equal has none.
 """
 
 from pathlib import Path
@@ -26,18 +27,29 @@ class _PairLoss(GRPOTrainer):
     """The loss of best and worst completions, in the place of GRPO's under the seam."""
 
     kind: str
+    likelihood = 0.0
+    """Weight of the best completion's mean log-probability (CODPO, eq. 14)."""
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
         ids, attention_mask = whole_sequences(inputs)
-        width = inputs["completion_ids"].size(1)
-        logps = self._get_per_token_logps_and_entropies(model, ids, attention_mask, width)[0]
-        log_ratios = (logps - inputs["ref_per_token_logps"]) * loss_mask(inputs)
-        size = self.num_generations
-        kept_PG = inputs["kept"].view(-1, size) if "kept" in inputs else None
-        ratios_PG = log_ratios.sum(1).view(-1, size)
-        margins = margins_of(ratios_PG, inputs["totals"].view(-1, size), kept_PG)
-        losses = preference_losses(margins, beta=self.beta, kind=self.kind)
-        self._record_margins(margins.detach())
+        width, size = inputs["completion_ids"].size(1), self.num_generations
+        forward = self._get_per_token_logps_and_entropies
+        logps = forward(model, ids, attention_mask, width)[0]
+        mask, totals = loss_mask(inputs), inputs["totals"].view(-1, size)
+        sums, num_tokens = (logps * mask).sum(1).view(-1, size), mask.sum(1).view(-1, size)
+        if self.kind == "rrhf":
+            losses = ranking_losses(sums, num_tokens, totals)
+        else:
+            kept_PG = inputs["kept"].view(-1, size) if "kept" in inputs else None
+            ratios = ((logps - inputs["ref_per_token_logps"]) * mask).sum(1).view(-1, size)
+            margins = margins_of(ratios, totals, kept_PG)
+            losses = preference_losses(margins, beta=self.beta, kind=self.kind)
+            if self.likelihood:
+                means = sums / num_tokens.clamp(min=1)
+                best, _, differ = best_and_worst(totals, kept_PG)
+                best_means = means.gather(1, best.unsqueeze(1)).squeeze(1)[differ]
+                losses = losses - self.likelihood * best_means
+            self._record_margins(margins.detach())
         return losses.sum() / inputs["pairs_a_step"][0].clamp(min=1) + 0.0 * logps.sum()
 
     def _record_margins(self, margins: Tensor) -> None:
@@ -52,9 +64,9 @@ class Trainer(PolicyGradientTrainer, _PairLoss):
 
     config_class = GRPOConfig
 
-    def __init__(self, *args: Any, kind: str, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, likelihood: float = 0.0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.kind = kind
+        self.likelihood = likelihood
         if self.args.per_device_train_batch_size % self.num_generations:
             raise ConfigError(
                 "the completions of a group are compared within one micro-batch, and per_device_train_batch_size "
@@ -64,7 +76,8 @@ class Trainer(PolicyGradientTrainer, _PairLoss):
 
     @classmethod
     def settings_of(cls, config: OnlineDPOConfig, model: Path) -> dict[str, Any]:
-        return {**super().settings_of(config, model), "kind": config.loss_from}
+        settings = super().settings_of(config, model)
+        return {**settings, "likelihood": config.constraints.likelihood}
 
     def _replaced_advantages(self, batch: dict[str, Any]) -> dict[str, Tensor]:
         """Add what the loss needs: the rewards, and the groups of an optimizer step, a rank.
@@ -75,7 +88,7 @@ class Trainer(PolicyGradientTrainer, _PairLoss):
         replaced = {}
         kept_PG = None
         totals = self._totals(self._rewards)
-        if constraints is not None and constraints.by == "gate":
+        if constraints is not None and constraints.by == "gate" and self.kind != "rrhf":
             totals = self._weighted_sums(self._rewards)
             replaced["kept"] = self._of_this_rank(kept(broken(self._rewards, constraints.held)))
             kept_PG = replaced["kept"].view(-1, size)
@@ -87,6 +100,30 @@ class Trainer(PolicyGradientTrainer, _PairLoss):
         replaced["totals"] = totals
         replaced["pairs_a_step"] = torch.full_like(totals, float(pairs) * share)
         return replaced
+
+
+class _IPOTrainer(Trainer):
+    kind = "ipo"
+
+
+class _RRHFTrainer(Trainer):
+    kind = "rrhf"
+
+
+class _DPOTrainer(Trainer):
+    kind = "dpo"
+
+
+TRAINERS: dict[str, type[Trainer]] = {
+    "dpo": _DPOTrainer,
+    "ipo": _IPOTrainer,
+    "rrhf": _RRHFTrainer,
+}
+"""The classes by `loss_from`."""
+
+
+def trainer_class(config: OnlineDPOConfig) -> type[Trainer]:
+    return TRAINERS[config.loss_from]
 
 
 def best_and_worst(
@@ -121,3 +158,14 @@ def preference_losses(margins: Tensor, *, beta: float, kind: str) -> Tensor:
     if kind == "ipo":
         return (margins - 1 / (2 * beta)).square()
     return -torch.nn.functional.logsigmoid(beta * margins)
+
+
+def ranking_losses(sums_PG: Tensor, num_tokens_PG: Tensor, totals_PG: Tensor) -> Tensor:
+    """RRHF's loss of each group whose rewards differ, from its completions' log-probabilities and lengths."""
+    best, _, differ = best_and_worst(totals_PG)
+    means = sums_PG / num_tokens_PG.clamp(min=1)
+    worse = (
+        totals_PG.unsqueeze(2) < totals_PG.unsqueeze(1) - TOLERANCE
+    )  # NaN is neither better nor worse
+    hinges = (means.unsqueeze(2) - means.unsqueeze(1)).clamp(min=0) * worse
+    return (hinges.sum(dim=(1, 2)) - sums_PG.gather(1, best.unsqueeze(1)).squeeze(1))[differ]

@@ -130,6 +130,14 @@ PAPERS: dict[str, dict[str, Any]] = {
         "epsilon_high": 0.2,
         "beta": 0.0,
     },
+    "ma-rlhf": {  # the constants of its trainer and scripts
+        "loss_type": "dapo",
+        "importance_sampling_level": "token",
+        "scale_rewards": "none",
+        "epsilon": 0.2,
+        "epsilon_high": 0.2,
+        "beta": 0.05,
+    },
 }
 CRITICS: dict[str, dict[str, Any]] = {
     "ppo-n-plus": {
@@ -156,6 +164,15 @@ CRITICS: dict[str, dict[str, Any]] = {
         "target_lam": 1.0,
         "whiten": False,
         "range": [0.0, 1.0],
+    },
+    "ma-rlhf": {
+        "lr_ratio": 1.0,
+        "warmup_steps": 0,
+        "lam": 0.95,
+        "target_lam": 0.95,
+        "value_clip": 0.2,
+        "whiten": False,
+        "macro_tokens": 5,
     },
 }
 RUNS: dict[str, dict[str, Any]] = {

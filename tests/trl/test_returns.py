@@ -1,4 +1,4 @@
-"""GAE, whitening, explained variance and the value loss, against tables worked out by hand."""
+"""GAE, macro actions, whitening, explained variance and the value loss, against tables worked out by hand."""
 
 import math
 
@@ -115,6 +115,22 @@ def test_tokens_of_an_environment_are_skipped() -> None:
     near(advantages[0], [0.732712, 0.56075, 0, 0, 0.485, 0.3, 0])
     near(targets[0], [1, 1, 0, 0, 1, 1, 0])
     assert last_token(mask).tolist() == [[False] * 5 + [True, False]]
+
+
+MACRO_KL = [0.2, 0.0, -0.1, 0.3, 0.1, 0.0, 0.1]
+MACRO_REWARDS = [-0.1 * kl + (place == 6) for place, kl in enumerate(MACRO_KL)]
+MACRO_VALUES = [0.1, 0.2, 0.3, 0.3, 0.5, 0.6, 0.8]
+
+
+def test_macro_actions() -> None:
+    near(
+        one(MACRO_REWARDS, MACRO_VALUES, lam=0.95)[0],
+        [0.697508, 0.650008, 0.578956, 0.598901, 0.451475, 0.3805, 0.19],
+    )
+    advantages, targets = one(MACRO_REWARDS, MACRO_VALUES, lam=0.95, macro_tokens=3)
+    near(advantages, [0.706808] * 3 + [0.473833] * 3 + [0.19])
+    near(targets, [0.906808] * 3 + [0.9405] * 3 + [0.99])
+    near(one(MACRO_REWARDS, MACRO_VALUES, lam=0.95, macro_tokens=7)[0], [0.54] * 7)
 
 
 def test_whitening_is_over_the_tokens_of_all_ranks() -> None:

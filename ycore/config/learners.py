@@ -7,7 +7,7 @@ from pydantic import Field, field_validator
 
 from ycore.advantages import TOKEN_ADVANTAGE, TURN_ADVANTAGE
 from ycore.config.presets import Advantage, Divergence, TrustRegion
-from ycore.config.schema import TEACHER, RewardConfig, RunConfig, Strict
+from ycore.config.schema import TEACHER, Positive, RewardConfig, RunConfig, Strict
 from ycore.errors import ConfigError
 
 UNGROUPED_ADVANTAGES = (TOKEN_ADVANTAGE, "remax")
@@ -188,6 +188,7 @@ class CriticSettings(Strict):
     value_clip: Annotated[float, Field(gt=0)] | None = None
     # Subtract the advantages' mean and divide by their deviation, among the tokens of all ranks.
     whiten: bool = True
+    macro_tokens: Positive = 1  # tokens that share one advantage (MA-RLHF)
     # A completion that was cut at `max_tokens` is followed by its value, instead of nothing.
     bootstrap: bool = False
     # Bounds of a value, those of the reward; None is unbounded.

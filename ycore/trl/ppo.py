@@ -72,6 +72,7 @@ class Trainer(TokenRewardTrainer):
             lam=settings.lam,
             target_lam=settings.target_lam,
             alpha=settings.alpha,
+            macro_tokens=settings.macro_tokens,
             bootstrap_B=bootstrap,
         )
         if settings.whiten:

@@ -35,6 +35,7 @@ def advantages_and_targets(
     lam: float,
     target_lam: float,
     alpha: float | None = None,
+    macro_tokens: int = 1,
     bootstrap_B: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (arXiv 1506.02438, eq. 16): A_t = sum over l of lam^l * delta_(t+l).
@@ -45,36 +46,45 @@ def advantages_and_targets(
         lam: of the policy's advantages.
         target_lam: of the value targets A_t + V_t (decoupled GAE, arXiv 2503.01491); 1 gives Monte Carlo returns.
         alpha: lam is 1 - 1 / (alpha * l) instead, at least 0, for a completion of l actions (arXiv 2504.05118, eq. 5).
+        macro_tokens: tokens of a macro action (arXiv 2410.02743). Its reward is the sum over its tokens, its value
+            their mean, and its advantage and target count for each of them. 1 is PPO.
 
     Returns:
         Advantages and targets, (B, T) float64, 0 outside of the mask.
     """
     mask = mask_BT.bool()
-    rewards = rewards_BT.double()
-    values = values_BT.double()
-    after_B = torch.zeros_like(values[:, 0]) if bootstrap_B is None else bootstrap_B.double()
-    policy_lam_B = torch.full_like(after_B, lam)
+    place = ((mask.long().cumsum(dim=1) - 1) // macro_tokens).clamp(min=0)
+    num_tokens = torch.zeros(mask.shape, dtype=torch.float64, device=mask.device)
+    sizes = num_tokens.scatter_add(1, place, mask.double())
+    rewards = num_tokens.scatter_add(1, place, torch.where(mask, rewards_BT.double(), 0))
+    values = num_tokens.scatter_add(
+        1, place, torch.where(mask, values_BT.double(), 0)
+    ) / sizes.clamp(min=1)
+    is_action = sizes > 0
+    length = is_action.sum(dim=1)
+    after = torch.zeros_like(values[:, 0]) if bootstrap_B is None else bootstrap_B.double()
+    policy_lam = torch.full_like(after, lam)
     if alpha is not None:
-        lengths_B = mask.sum(dim=1).clamp(min=1).double()
-        policy_lam_B = (1 - 1 / (alpha * lengths_B)).clamp(min=0)
+        policy_lam = (1 - 1 / (alpha * length.clamp(min=1).double())).clamp(min=0)
 
     def estimate(lam_B: Tensor) -> Tensor:
         advantages = torch.zeros_like(values)
-        next_value_B = after_B
-        sum_B = torch.zeros_like(after_B)
-        for step in reversed(range(mask.size(1))):
-            acts_B = mask[:, step]
-            value_B = values[:, step]
+        next_value_B, sum_B = after, torch.zeros_like(after)
+        for step in range(int(length.max()) - 1, -1, -1):
+            acts_B, value_B = is_action[:, step], values[:, step]
             new_sum_B = rewards[:, step] + next_value_B - value_B + lam_B * sum_B
             sum_B = torch.where(acts_B, new_sum_B, sum_B)
             next_value_B = torch.where(acts_B, value_B, next_value_B)
             advantages[:, step] = torch.where(acts_B, sum_B, 0)
         return advantages
 
-    advantages = target_advantages = estimate(policy_lam_B)
+    def by_token(values_of_actions: Tensor) -> Tensor:
+        return torch.where(mask, values_of_actions.gather(1, place), 0)
+
+    advantages = target_advantages = estimate(policy_lam)
     if alpha is not None or target_lam != lam:
-        target_advantages = estimate(torch.full_like(after_B, target_lam))
-    return advantages, torch.where(mask, values + target_advantages, 0)
+        target_advantages = estimate(torch.full_like(after, target_lam))
+    return by_token(advantages), by_token(values + target_advantages)
 
 
 def whitened(advantages_BT: Tensor, mask_BT: Tensor, add_up: AddUp) -> Tensor:

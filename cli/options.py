@@ -184,6 +184,10 @@ Preset = text(
 Advantage = text(
     "How rewards become advantages; e.g. rloo; see docs/algorithms.md.", metavar="NAME"
 )
+Divergence = text(
+    "Distance to the reference that --beta weighs: reverse-kl, forward-kl or js.",
+    metavar="NAME",
+)
 TrustRegion = text(
     "What bounds a step: clip, dppo-tv or dppo-kl; see docs/algorithms.md.", metavar="NAME"
 )

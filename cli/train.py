@@ -36,7 +36,7 @@ _ROLLOUTS = {
     "max_tokens": o.MaxTokens, "engine": o.EngineKind, "sandbox": o.Sandbox, "dynamic_sampling": o.DynamicSampling,
     "curriculum": o.Curriculum, "max_staleness": o.MaxStaleness, "oversample": o.Oversample,
     "placement": o.Placement, "preset": o.Preset,
-    "advantage": o.Advantage, "trust_region": o.TrustRegion,
+    "advantage": o.Advantage, "divergence": o.Divergence, "trust_region": o.TrustRegion,
     "keep_journal": o.KeepJournal, "replay": o.Replay, "restarts": o.Restarts,
     "preflight": o.Preflight, "eval_dataset": o.EvalDataset, "eval_split": o.EvalSplit, "eval_every": o.EvalEvery,
     "eval_while_training": o.EvalWhileTraining, "eval_reward": o.EvalReward, "keep_best": o.KeepBest,

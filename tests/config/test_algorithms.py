@@ -22,7 +22,7 @@ def test_a_row_names_what_exists(algorithm: Algorithm) -> None:
     assert issubclass(algorithm.config, RunConfig if learns_from_rollouts else TuneConfig)
     if learns_from_rollouts:
         keys = set(algorithm.config.model_fields)
-        for key in ("advantage", "preset", "trust_region"):
+        for key in ("advantage", "preset", "divergence", "trust_region"):
             assert (key in algorithm.lacks) == (key not in keys)
     assert (algorithm.rows is None) == learns_from_rollouts
 

@@ -329,6 +329,18 @@ def test_dapo_brings_its_overlong_punishment_and_the_user_can_change_it() -> Non
     assert len(resolve(options={**said, "preset": "gspo"}).rewards) == 1
 
 
+@pytest.mark.parametrize("name", ["forward-kl", "js"])
+def test_another_divergence_needs_its_weight(name: str) -> None:
+    said = {"model": "m", "dataset": "d", "rewards": ["r"], "divergence": name}
+    with pytest.raises(
+        ConfigError,
+        match=f"--divergence {name} needs beta above 0, its weight; it is 0; say --beta",
+    ):
+        resolve(options=said)
+    assert resolve(options={**said, "trl": {"beta": "0.1"}}).divergence == name
+    assert resolve(options={**said, "preset": "grpo"}).trl["beta"] == 0.04
+
+
 def test_a_recipe_lies_on_the_preset_it_names() -> None:
     recipe = {
         "model": "m",

@@ -163,6 +163,10 @@ def test_the_output_has_a_default(
             "engine.kind must be 'auto', 'vllm' or 'transformers'; it is 'vlm'; did you mean 'vllm'?",
         ),
         (
+            {"divergence": "forward_kl"},
+            "divergence must be 'reverse-kl', 'forward-kl' or 'js'; it is 'forward_kl'; did you mean 'forward-kl'?",
+        ),
+        (
             {"advantage": "reinforce+"},
             "advantage must be 'group', 'dr-grpo', 'rloo', 'lite-ppo', 'reinforce++-baseline', 'remax', 'maxrl', 'raft', "
             "'crpg', 'reinforce++' or 'turn'; it is 'reinforce+'; did you mean 'reinforce++'?",

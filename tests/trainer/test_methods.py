@@ -162,6 +162,12 @@ def test_pairs_of_the_policys_own_completions_train(
     assert [("ycore/pairs/margin" in row) for row in metrics] == [loss != "rrhf"] * 2
 
 
+@pytest.mark.parametrize("name", ["forward-kl", "js"])
+def test_a_divergence_trains(name: str, spread: str, model: Path, tmp_path: Path) -> None:
+    first, second = trained(tmp_path, model, [spread], divergence=name, trl={"beta": 0.1})
+    assert first["kl"] == pytest.approx(0, abs=1e-6) and second["kl"] > 0
+
+
 def test_similarity_and_the_references_probability_train(model: Path, tmp_path: Path) -> None:
     rewards = [
         "similarity",

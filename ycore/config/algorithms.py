@@ -170,7 +170,7 @@ _ROWS = (
         ),
         config_class="ycore.config.learners:OnlineDPOConfig",
         module="ycore.trl.online_dpo",
-        lacks=("teacher", "advantage", "preset", "trust_region"),
+        lacks=("teacher", "advantage", "preset", "divergence", "trust_region"),
         settings={"trl": {"beta": 0.1, "scale_rewards": "none"}},
     ),
     Algorithm(

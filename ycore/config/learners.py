@@ -27,6 +27,8 @@ class PolicyGradientConfig(RunConfig):
 
     # The name of a paper's settings (`presets`); values that are given explicitly win over it.
     preset: str | None = None
+    # The distance to the reference that TRL's `beta` weighs; all but reverse-kl need a `beta` above 0.
+    divergence: Divergence = "reverse-kl"
     # What bounds a step: the loss's clip, or a mask by the distance to the policy that wrote the tokens.
     trust_region: TrustRegion = "clip"
     # For the losses `dapo` and `cispo`: the mean over all tokens, or over each prompt's tokens and then over the prompts.
@@ -49,6 +51,15 @@ class PolicyGradientConfig(RunConfig):
                 f"repetition_penalty {penalty:g} makes a token's probability in the engine depend on all tokens before "
                 "it, and the trainer has the policy's own: most importance weights would be near 0, and nothing would "
                 "be learned; leave it out, or learn without these weights: --no-vllm-importance-sampling-correction"
+            )
+        if self.divergence != "reverse-kl" and not self.trl.get("beta"):
+            raise ConfigError(
+                f"--divergence {self.divergence} needs beta above 0, its weight; it is 0; say --beta 0.04"
+            )
+        if self.divergence != "reverse-kl" and self.trust_region != "clip":
+            raise ConfigError(
+                f"--trust-region {self.trust_region} needs --divergence reverse-kl, and it is {self.divergence}; leave "
+                "one of them out"
             )
         if self.trust_region != "clip" and self.loss_name not in _CLIPPED_LOSSES:
             raise ConfigError(

@@ -16,7 +16,7 @@ else:
     Advantage = Literal[ADVANTAGES]
 
 Divergence = Literal["reverse-kl", "forward-kl", "js"]
-"""The exact divergences of `distill.divergence`."""
+"""The names for `--divergence`, and the exact ones of `distill.divergence`."""
 
 
 TrustRegion = Literal["clip", "clip-completion", "dppo-tv", "dppo-kl", "icepop", "geometric"]

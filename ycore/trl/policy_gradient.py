@@ -66,6 +66,7 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
             "constraints": Constraints.of(config),
         }
         if isinstance(config, PolicyGradientConfig):
+            settings["divergence"] = config.divergence
             settings["trust_region"] = config.trust_region
             settings["loss_average"] = config.loss_average
         if isinstance(config, GroupConfig | PPOConfig):

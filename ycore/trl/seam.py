@@ -14,6 +14,7 @@ import torch
 from accelerate.utils import gather, set_seed
 from torch import Tensor
 from trl import GRPOTrainer
+from trl.trainer import grpo_trainer
 from trl.trainer.utils import (
     shuffle_sequence_dict,
     split_pixel_values_by_grid,
@@ -33,6 +34,7 @@ from ycore.trl.batches import (
     later_prompt_lengths,
     loss_mask,
 )
+from ycore.trl.divergence import stand_in
 from ycore.trl.forward import (
     PaddedRows,
     Pictures,
@@ -62,6 +64,7 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
 
     Args:
         advantage: replaces TRL's advantages; None keeps them.
+        divergence: replaces TRL's KL term, see `divergence.stand_in`.
     """
 
     rounds: RoundSource
@@ -94,10 +97,12 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         self,
         *args: Any,
         advantage: Estimator | None = None,
+        divergence: str = "reverse-kl",
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, rollout_func=self._return_round, **kwargs)
         self._advantage = advantage
+        self._divergence = divergence
         models = [model for model in (self.model, self.ref_model) if model is not None]
         bare_models = [bare(self.accelerator.unwrap_model(model)) for model in models]
         self.packed_by = None if self.aux_loss_enabled else path_of(bare_models[0])
@@ -200,7 +205,8 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         self.use_vllm = self._round[0].logprobs is not None
         self._last_loaded_step = step  # TRL would sync its own engine otherwise
         rows = [sequence.row for sequence in self._round]
-        with self._correction_left_to_the_loss():
+        texts = texts_stay_local(len(rows), logs_completions=self.log_completions)
+        with self._correction_left_to_the_loss(), texts:
             batch: dict[str, Any] = super()._generate_and_score_completions(rows)
         self._complete(batch, step)
         return batch
@@ -458,11 +464,14 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         return [sequence.mask or [1] * len(sequence.completion_ids) for sequence in self._round]
 
     def _fill_in(self, inputs: dict[str, Any], logps: Tensor) -> None:
-        """Give the loss what depends on its own forward: the importance weights."""
+        """Give the loss what depends on its own forward: the importance weights, and the reference's stand-in."""
         if "sampling_per_token_logps" in inputs and self._learns_once:
             if self.vllm_importance_sampling_correction:
                 self._fill_in_correction(inputs, logps.detach())
             self._record_gap(logps.detach(), inputs)
+        if "ref_per_token_logps" in inputs:
+            reference = inputs["ref_per_token_logps"]
+            inputs["ref_per_token_logps"] = stand_in(self._divergence, logps, reference)
 
     def _fill_in_correction(self, inputs: dict[str, Any], logps: Tensor) -> None:
         """Give the loss the importance weights that the batch was built without."""
@@ -488,6 +497,28 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
             gap = absolute_gap(logps, inputs["sampling_per_token_logps"], mask)
             if gap.numel():
                 self.record(name, gap.mean().item())
+
+
+@contextmanager
+def texts_stay_local(num_sequences: int, *, logs_completions: bool) -> Iterator[None]:
+    """TRL gathers every prompt and completion of all ranks for its table of completions; without one, it need not.
+
+    Args:
+        num_sequences: of this rank; a list of that length is taken for texts and not gathered.
+        logs_completions: TRL's `log_completions`: whether the table is wanted.
+    """
+    gather_object = grpo_trainer.gather_object
+
+    def gather_unless_texts(items: list[Any]) -> list[Any]:
+        gathered: list[Any] = items if len(items) == num_sequences else gather_object(items)
+        return gathered
+
+    if not logs_completions:
+        grpo_trainer.gather_object = gather_unless_texts
+    try:
+        yield
+    finally:
+        grpo_trainer.gather_object = gather_object
 
 
 def _known(rewards: list[list[float]]) -> list[list[float | None]]:

@@ -62,19 +62,12 @@ def test_unknown_names_get_the_nearest(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
-            f"{name}: &{name} [{', '.join([f'*{chr(ord(name) - 1)}'] * 10)}]\n" for name in "bcdefg"
-        ), "more than 100000 values"),
-        ("model: &a [*a]\n", "more than 100000 values|nested too deeply"),
-        ("model: " + "[" * 3000, "nested too deeply"),
+        ("model: " + "[" * 3000, "not YAML"),
         ("model: 2024-99-99\n", "not YAML: month must be"),
         ("steps: " + "9" * 5000, "not YAML: Exceeds the limit"),
-        ("model: " + "x" * 1_000_001, "longer than 1000000 characters"),
     ],
-)  # fmt: skip
-def test_what_would_fill_the_memory_or_the_stack_is_one_line(
-    text: str, words: str, tmp_path: Path
-) -> None:
+)
+def test_an_impossible_value_is_one_line(text: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(text)
     with pytest.raises(ConfigError, match=words) as caught:
         load_recipe(str(tmp_path / "mine.yaml"))

@@ -1,6 +1,6 @@
 """Recipes: whole runs by name, in YAML. The shipped ones are the package `ycore_recipes`."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -13,7 +13,6 @@ from ycore.errors import ConfigError, UserError, nearest
 
 SUFFIXES = (".yaml", ".yml")
 PIPELINE = "pipeline"
-_LONGEST, _MOST_VALUES = 1_000_000, 100_000  # characters of a file, and values in it
 
 
 def read_yaml_file(
@@ -26,13 +25,7 @@ def read_yaml_file(
         way_out: the end of the message where there is no such file and none with a similar name.
     """
     try:
-        with file.open(encoding="utf-8") as opened:
-            text = opened.read(_LONGEST + 1)
-        if len(text) > _LONGEST:
-            raise error(
-                f"the {what} {file} is longer than {_LONGEST} characters, which no {what} is; give another file"
-            )
-        return text
+        return file.read_text(encoding="utf-8")
     except FileNotFoundError:
         siblings = [path.name for path in file.parent.glob("*") if path.suffix in SUFFIXES]
         raise error(
@@ -53,45 +46,17 @@ def parse_yaml(
     """
     try:
         parsed = yaml.safe_load(text)
-        is_small = _count_values(parsed, most=_MOST_VALUES) > 0
     except yaml.MarkedYAMLError as problem:
         line = f", line {problem.problem_mark.line + 1}" if problem.problem_mark else ""
         raise error(f"{what}{line}: not YAML: {problem.problem or problem.context}") from None
     except yaml.YAMLError as problem:
         raise error(f"{what} is not YAML: {' '.join(str(problem).split())}") from None
-    except RecursionError:
-        raise error(f"{what} is nested too deeply, or in itself; write it flat") from None
-    except (
-        ValueError,
-        OverflowError,
-        TypeError,
-        AttributeError,
-    ) as problem:  # of dates and numbers out of range
+    except (ValueError, OverflowError, TypeError, AttributeError, RecursionError) as problem:
         raise error(f"{what} is not YAML: {problem}") from None
-    if not is_small:
-        raise error(
-            f"{what} has more than {_MOST_VALUES} values once its aliases (*name) are written out; use fewer"
-        )
     if not isinstance(parsed, dict) or not all(isinstance(key, str) for key in parsed):
         kind = "empty" if parsed is None else f"a {type(parsed).__name__}"
         raise error(f"{what} must be a mapping of keys such as `{example}: ...`; it is {kind}")
     return parsed
-
-
-def _count_values(value: Any, *, most: int) -> int:
-    """Count values, each alias as what it stands for; 0 where there are more than `most`."""
-    count = 1
-    items: Iterable[Any] = ()
-    if isinstance(value, dict):
-        items = value.values()
-    elif isinstance(value, list | set):
-        items = value
-    for item in items:
-        below = _count_values(item, most=most - count)
-        if not below:
-            return 0
-        count += below
-    return count if count <= most else 0
 
 
 _ABOUT = ("description", "never_run")

@@ -75,10 +75,6 @@ def resolve_any(
     merged: dict[str, Any] = {"algorithm": entry.name}
     for layer in layers:
         merged = merge(merged, _normalised(layer, entry))
-    known = entry.config.model_fields
-    for key in [name for name, value in merged.items() if value is None and name not in known]:
-        if commands_with(key):  # `critic=null` takes a recipe's critic away
-            del merged[key]
     if isinstance(entry, Algorithm) and entry.learns_from == "rollouts":
         _fill_in_rollout_keys(merged)
     for path, value in indexed:
@@ -328,8 +324,19 @@ def _short(name: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", last.lower()).strip("-.") or "run"
 
 
+_PACKAGES: Mapping[str, str] = {
+    "wandb": "'ycore[wandb]'",
+    "trackio": "'ycore[trackio]'",
+    "tensorboard": "tensorboard",
+    "liger_kernel": "liger-kernel",
+    "deepspeed": "'ycore[deepspeed]'",
+    "bitsandbytes": "'ycore[qlora]'",
+}
+"""How the packages are installed that some settings need."""
+
+
 def check_needs(config: AnyConfig) -> None:
-    """ConfigError for trackers that are not installed and configuration files that do not exist."""
+    """ConfigError for packages that are not installed and configuration files that do not exist."""
     if config.quantize is not None:
         _check_quantize(config)
     check_trackers(config)
@@ -337,45 +344,38 @@ def check_needs(config: AnyConfig) -> None:
         file = config.trl.get(name)
         if isinstance(file, str) and not os.path.isfile(os.path.expanduser(file)):
             raise ConfigError(f"{name} is a JSON file or JSON text; there is no file {file!r}")
-    if config.trl.get("use_liger_kernel") and find_spec("liger_kernel") is None:
+    if config.trl.get("use_liger_kernel"):
+        _require("liger_kernel", "--use-liger-kernel")
+    if config.trl.get("deepspeed") is not None:
+        _require("deepspeed", "--deepspeed")
+
+
+def _require(package: str, option: str) -> None:
+    if find_spec(package) is None:
         raise ConfigError(
-            "--use-liger-kernel: Liger is not installed; pip install liger-kernel"
-        )
-    if config.trl.get("deepspeed") is not None and find_spec("deepspeed") is None:
-        raise ConfigError(
-            "--deepspeed: DeepSpeed is not installed; pip install 'ycore[deepspeed]'"
+            f"{option}: {package} is not installed; pip install {_PACKAGES[package]}"
         )
 
 
 def check_trackers(config: BaseConfig) -> None:
     """Raise ConfigError for trackers that are not installed."""
-    trackers = {
-        "wandb": "'ycore[wandb]'",
-        "trackio": "'ycore[trackio]'",
-        "tensorboard": "tensorboard",
-    }
     report_to = config.trl.get("report_to")
     names = report_to if isinstance(report_to, list) else [report_to]
-    for name in names:
-        if name in trackers and find_spec(name) is None:
-            raise ConfigError(
-                f"--report-to {name}: {name} is not installed; pip install {trackers[name]}"
-            )
+    for name in ("wandb", "trackio", "tensorboard"):
+        if name in names:
+            _require(name, f"--report-to {name}")
 
 
 def _check_quantize(config: AnyConfig) -> None:
+    rule = None
     if config.lora is None:
-        raise ConfigError(
-            "--quantize 4bit is for the frozen base of a LoRA run; leave --full out"
+        rule = "is for the frozen base of a LoRA run; leave --full out"
+    elif find_algorithm(config.algorithm).trains_reward_model:
+        rule = "cannot be: a reward model is saved whole; leave --quantize out"
+    elif config.accelerate in ("zero3", "fsdp2"):
+        rule = (
+            f"keeps the base whole on each rank, and {config.accelerate} shards it; take zero2"
         )
-    if find_algorithm(config.algorithm).trains_reward_model:
-        raise ConfigError(
-            "a reward model is saved whole, which a base in 4 bits cannot be; leave --quantize out"
-        )
-    if config.accelerate in ("zero3", "fsdp2"):
-        rule = f"each rank keeps the base whole, and {config.accelerate} shards it"
-        raise ConfigError(f"--quantize 4bit: {rule}; take zero2")
-    if find_spec("bitsandbytes") is None:
-        raise ConfigError(
-            "--quantize 4bit: bitsandbytes is not installed; pip install 'ycore[qlora]'"
-        )
+    if rule is not None:
+        raise ConfigError(f"--quantize 4bit {rule}")
+    _require("bitsandbytes", "--quantize 4bit")

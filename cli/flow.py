@@ -39,19 +39,20 @@ LearningRate = o.fraction(
     "Learning rate; 3e-4 with LoRA, 1e-5 for every weight if not given; e.g. 1e-4."
 )
 
-_OPTIONS = {
-    "model": FlowModel, "dataset": Conditions, "reward": PictureReward, "eval_reward": HeldOutJudge, "method": Method,
-    "split": o.Split, "limit": o.Limit, "prompts_per_step": o.PromptsPerStep, "group_size": o.GroupSize,
-    "steps": o.Steps, "learning_rate": LearningRate, "eval_every": o.EvalEvery, "num_samples": o.NumSamples,
-    "lora": o.Lora, "dynamic_sampling": o.DynamicSampling, "sandbox": o.Sandbox, "keep_journal": o.KeepJournal,
-    "restarts": o.Restarts, "report_to": o.ReportTo, "seed": o.Seed,
-    "set_": o.Set, "recipe": o.Recipe, "output": o.Output,
-    "dry_run": o.DryRun, "resume": o.Resume, "resume_from": o.ResumeFrom, "accept_changes": o.AcceptChanges,
-    "json": o.Json,
-}  # fmt: skip
 
-
-@o.takes(_OPTIONS)
+@o.takes(
+    """
+    split limit prompts_per_step group_size steps eval_every num_samples lora dynamic_sampling sandbox
+    keep_journal restarts report_to seed set_ recipe output dry_run resume resume_from accept_changes
+    json
+    """,
+    model=FlowModel,
+    dataset=Conditions,
+    reward=PictureReward,
+    eval_reward=HeldOutJudge,
+    method=Method,
+    learning_rate=LearningRate,
+)
 def flow(context: typer.Context, **options: Any) -> None:
     """Train a model that draws on a reward of its pictures.
 

@@ -12,27 +12,27 @@ from ycore_cli.output import print_json, print_line, print_table, stdout_for_jso
 if TYPE_CHECKING:
     from ycore.config.schema import RunConfig
 
-Top = Annotated[int, typer.Option(metavar="N", help="Ways to show.", min=1)]
+Top = Annotated[int | None, typer.Option(metavar="N", help="Ways to show.", min=1)]
 
 
+@o.takes(
+    """
+    model devices judge prompts_per_step group_size max_tokens prompt_tokens completion_tokens lora
+    quantize accelerate dynamic_sampling set_ recipe json
+    """,
+    top=Top,
+)
 def plan(
     context: typer.Context,
-    model: o.Model = None,
-    devices: o.Devices = None,
-    judge: o.Judge = None,
-    prompts_per_step: o.PromptsPerStep = None,
-    group_size: o.GroupSize = None,
-    max_tokens: o.MaxTokens = None,
-    prompt_tokens: o.PromptTokens = None,
-    completion_tokens: o.CompletionTokens = None,
-    lora: o.Lora = None,
-    quantize: o.Quantize = None,
-    accelerate: o.Accelerate = None,
-    dynamic_sampling: o.DynamicSampling = None,
-    set_: o.Set = None,
-    recipe: o.Recipe = None,
-    top: Top = 5,
-    json: o.Json = False,
+    *,
+    devices: str | None,
+    judge: str | None,
+    prompt_tokens: int | None,
+    completion_tokens: int | None,
+    recipe: str | None,
+    top: int | None,
+    json: bool,
+    **_: Any,
 ) -> None:
     """Memory and time of a run, before it starts, on any devices.
 
@@ -53,7 +53,7 @@ def plan(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
         )
-    values, lines = plan_in_words(made, top=top)
+    values, lines = plan_in_words(made, top=top or 5)
     if json:
         print_json(values)
     else:
@@ -75,15 +75,13 @@ def _planned_config(context: typer.Context, recipe: str | None) -> "RunConfig":
     return planned_config(base, options, sets=context.params.get("set_") or ())
 
 
-@o.takes({
-    "model": o.Model, "dataset": o.Dataset, "reward": o.Reward, "tools": o.Tools, "env": o.Env,
-    "env_python": o.EnvPython,
-    "agent": o.Agent, "max_turns": o.MaxTurns, "actions": o.Actions, "prompt_column": o.PromptColumn,
-    "answer_column": o.AnswerColumn, "system_prompt": o.SystemPrompt, "trust_remote_code": o.TrustRemoteCode,
-    "group_size": o.GroupSize, "max_tokens": o.MaxTokens, "lora": o.Lora, "preset": o.Preset, "engine": o.EngineKind,
-    "sandbox": o.Sandbox, "seed": o.Seed, "set_": o.Set, "recipe": o.Recipe, "output": o.Output,
-    "dry_run": o.DryRun, "json": o.Json,
-})  # fmt: skip
+@o.takes(
+    """
+    model dataset reward tools env env_python agent max_turns actions prompt_column answer_column
+    system_prompt trust_remote_code group_size max_tokens lora preset engine sandbox seed set_ recipe
+    output dry_run json
+    """,
+)
 def preflight(context: typer.Context, *, dry_run: bool, json: bool, **_: Any) -> None:
     """Will this run learn? Find out before it starts.
 
@@ -142,6 +140,7 @@ def doctor(json: o.Json = False) -> None:
 
     \b
     ycore doctor
+    ycore doctor --json
     """
     from ycore.launch.doctor import doctor_report
 
@@ -168,16 +167,14 @@ def doctor(json: o.Json = False) -> None:
         raise typer.Exit(1)
 
 
-@o.takes({
-    "model": o.Models, "benchmark": o.Benchmark, "dataset": o.Dataset, "reward": o.Reward,
-    "constraint": o.Constraint, "tools": o.Tools,
-    "env": o.Env, "env_python": o.EnvPython,
-    "agent": o.Agent, "max_turns": o.MaxTurns, "actions": o.Actions, "split": o.Split, "prompt_column": o.PromptColumn,
-    "answer_column": o.AnswerColumn, "system_prompt": o.SystemPrompt, "trust_remote_code": o.TrustRemoteCode,
-    "num_samples": o.NumSamples, "pairs": o.Pairs, "limit": o.Limit, "max_tokens": o.MaxTokens,
-    "engine": o.EngineKind, "seed": o.Seed, "sandbox": o.Sandbox, "set_": o.Set, "recipe": o.Recipe, "output": o.Output,
-    "dry_run": o.DryRun, "json": o.Json,
-})  # fmt: skip
+@o.takes(
+    """
+    benchmark dataset reward constraint tools env env_python agent max_turns actions split prompt_column
+    answer_column system_prompt trust_remote_code num_samples pairs limit max_tokens engine seed sandbox
+    set_ recipe output dry_run json
+    """,
+    model=o.Models,
+)
 def evaluate_models(
     context: typer.Context, *, output: str | None, dry_run: bool, json: bool, **_: Any
 ) -> None:

@@ -56,199 +56,220 @@ def switch(help: str, name: str) -> Any:
     return Annotated[bool, typer.Option(name, help=help)]
 
 
-Model = text("Hub id, folder or GGUF file; e.g. Qwen/Qwen2.5-0.5B-Instruct, or smollm2-135m.")
-Output = text("Folder that the run writes; e.g. runs/first.")
-Recipe = text("Start from a recipe, by name or YAML file; e.g. quickstart.")
-TrustRemoteCode = flag("Run Python code that the model brings along.", "--trust-remote-code")
-Set = texts(
-    "Any key of a run or recipe; may be repeated; e.g. engine.count=2, rewards.0.weight=0.5.",
-    "--set",
-    metavar="KEY=VALUE",
-)
-Seed = number("Fixes the data's order and the sampling; e.g. 0.")
-DryRun = switch("Check everything, show the plan, start nothing.", "--dry-run")
-Json = switch("One JSON object on standard output, the rest on standard error.", "--json")
+OPTIONS: Mapping[str, Any] = {
+    "model": text(
+        "Hub id, folder or GGUF file; e.g. Qwen/Qwen2.5-0.5B-Instruct, or smollm2-135m."
+    ),
+    "output": text("Folder that the run writes; e.g. runs/first."),
+    "recipe": text("Start from a recipe, by name or YAML file; e.g. quickstart."),
+    "trust_remote_code": flag(
+        "Run Python code that the model brings along.", "--trust-remote-code"
+    ),
+    "set_": texts(
+        "Any key of a run or recipe; may be repeated; e.g. engine.count=2, rewards.0.weight=0.5.",
+        "--set",
+        metavar="KEY=VALUE",
+    ),
+    "seed": number("Fixes the data's order and the sampling; e.g. 0."),
+    "dry_run": switch("Check everything, show the plan, start nothing.", "--dry-run"),
+    "json": switch("One JSON object on standard output, the rest on standard error.", "--json"),
+    # Prompts and rewards
+    "dataset": text(
+        "Hub id, JSONL, CSV or Parquet file, or a generated task; e.g. openai/gsm8k:main, task:addition?digits=2."
+    ),
+    "reward": texts(
+        "Built-in name, file.py:function, judge:FILE.yaml or rm:MODEL; may be repeated; e.g. exact_answer.",
+        metavar="NAME",
+    ),
+    "constraint": texts(
+        "A reward that is to be kept instead of raised, and the share of completions that may break it; may be repeated; "
+        "e.g. format:0.05.",
+        metavar="NAME[:LIMIT]",
+    ),
+    "teacher": text(
+        "Whose probabilities the policy learns: hub id, folder or run; e.g. runs/quickstart.",
+        metavar="MODEL",
+    ),
+    "tools": texts(
+        "What the policy may call: file.py:function, python or mcp:COMMAND; may be repeated; see docs/agents.md.",
+        metavar="NAME",
+    ),
+    "env": texts(
+        "What it acts in: file.py:Class, textarena:ID or gym:NAME; of several, each row's column "
+        "`environment` names its own; see docs/agents.md.",
+        metavar="[NAME=]ENV",
+    ),
+    "env_python": text(
+        "Another Python for tools and environment, with packages of its own.", metavar="PATH"
+    ),
+    "agent": text(
+        "A command that talks to the policy as an OpenAI client; see docs/agents.md.",
+        metavar="COMMAND",
+    ),
+    "max_turns": number(
+        "Turns of the policy in a completion with tools, an environment or an agent; e.g. 4."
+    ),
+    "actions": text(
+        "How it calls tools: template (of its chat template) or calls (in its text).",
+        metavar="HOW",
+    ),
+    "prompt_column": text("Column that holds the prompt; e.g. question."),
+    "answer_column": text("Column that rewards get as `answer`; e.g. solution."),
+    "system_prompt": text("System prompt of every chat; e.g. 'Answer with a number.'"),
+    "benchmark": text(
+        "Dataset, prompt and reward by name: gsm8k, math500, humaneval, ifeval, harmless-base or gym:NAME.",
+        metavar="NAME",
+    ),
+    "limit": number("Rows to take from the dataset; e.g. 200."),
+    "split": text("Split of the dataset; e.g. test."),
+    # Evaluation during a run
+    "eval_every": number(
+        "Steps between evaluations on held-out rows; a fifth of the run if not given; e.g. 20."
+    ),
+    "eval_while_training": flag(
+        "Let the engines measure while the trainer computes the next step.",
+        "--eval-while-training",
+    ),
+    "eval_reward": texts(
+        "What scores them, if not the run's rewards; may be repeated; e.g. exact_answer.",
+        metavar="NAME",
+    ),
+    "keep_best": text(
+        "Keep the model that was best by this figure of an evaluation; e.g. pass@1, or loss.",
+        metavar="FIGURE",
+    ),
+    "stop_when": texts(
+        "End early: no-gain:N evaluations, seconds:N, nothing-to-learn:N steps with rollouts; may be repeated; e.g. "
+        "no-gain:5.",
+        metavar="RULE:N",
+    ),
+    # Rollouts
+    "prompts_per_step": number("Prompts in one optimizer step; e.g. 8."),
+    "group_size": number("Completions of each prompt; e.g. 8."),
+    "num_samples": number("Completions of each prompt; e.g. 4."),
+    "pairs": flag(
+        "Score each row's chosen and rejected answer: how often a reward, judge or reward model agrees.",
+        "--pairs",
+    ),
+    "max_tokens": number("Longest completion, in tokens; e.g. 256."),
+    "engine": text(
+        "What generates the completions: auto, vllm or transformers.",
+        "--engine",
+        metavar="KIND",
+    ),
+    "sandbox": text(
+        "What confines your reward functions: auto, namespaces, landlock or none; see docs/sandbox.md.",
+        metavar="LEVEL",
+    ),
+    "dynamic_sampling": flag(
+        "Replace groups whose rewards are all equal (the default), or train on all groups.",
+        "--dynamic-sampling/--no-dynamic-sampling",
+    ),
+    "curriculum": text(
+        "Draw prompts that teach more often: off, on, or the column with each row's share of right completions.",
+        metavar="HOW",
+    ),
+    "placement": text(
+        "How rollouts and judges share the slots: dynamic, colocated or split:3:1; see docs/placement.md.",
+        metavar="HOW",
+    ),
+    "keep_journal": flag(
+        "Keep every round on disk, so that it can be replayed.", "--keep-journal"
+    ),
+    "replay": text(
+        "Train on the rounds of a run with a kept journal, without engines.", metavar="RUN"
+    ),
+    # The algorithm
+    "preset": text(
+        "A paper's settings, under your own; e.g. dapo; see docs/algorithms.md.", metavar="NAME"
+    ),
+    "advantage": text(
+        "How rewards become advantages; e.g. rloo; see docs/algorithms.md.", metavar="NAME"
+    ),
+    "divergence": text(
+        "Distance to the reference that --beta weighs: reverse-kl, forward-kl or js.",
+        metavar="NAME",
+    ),
+    "trust_region": text(
+        "What bounds a step: clip, dppo-tv or dppo-kl; see docs/algorithms.md.", metavar="NAME"
+    ),
+    "preflight": switch(
+        "First check whether this run can learn (ycore preflight); train only if so.",
+        "--preflight",
+    ),
+    # Given examples
+    "eval_dataset": text("Held-out rows; a hub id or file like --dataset."),
+    "eval_split": text("Split of the held-out rows; e.g. test."),
+    "held_out": number(
+        "Rows kept apart to measure on; by default a tenth, 256 at most; e.g. 200."
+    ),
+    "batch_size": number("Rows in one optimizer step; e.g. 16."),
+    "epochs": fraction("Passes over the rows, where --steps is not given."),
+    # Training
+    "steps": number("Optimizer steps; e.g. 100."),
+    "lora": flag("Train low-rank adapters (the default), or every weight.", "--lora/--full"),
+    "quantize": text("Keep the frozen base of a LoRA run in 4 bits: 4bit.", metavar="BITS"),
+    "max_staleness": number(
+        "Steps by which a round may be stale: 1 writes it while the last one trains."
+    ),
+    "oversample": fraction(
+        "Groups in flight for each that is needed; what is not whole goes on in the next round; e.g. 1.5."
+    ),
+    "deterministic": flag("Same command, same run, to the bit; slower.", "--deterministic"),
+    "merge": flag("Also save the model with its adapters merged in.", "--merge"),
+    "processes": text(
+        "Training processes on this machine: auto is one a GPU, and one on a CPU; e.g. 2.",
+        metavar="N",
+    ),
+    "accelerate": text(
+        "How they share the work: ddp, zero1, zero2, zero3, fsdp2 or an accelerate config; see docs/parallel.md.",
+        metavar="NAME|FILE",
+    ),
+    "report_to": text(
+        "Trackers that get the run's numbers, of wandb, trackio and tensorboard; e.g. wandb.",
+        metavar="NAMES",
+    ),
+    "restarts": number("How often a trainer that dies is started again; 0 by default; e.g. 3."),
+    "resume": switch("Go on from the newest whole checkpoint in --output.", "--resume"),
+    "resume_from": text(
+        "Go on from this checkpoint; 0 is the beginning; e.g. 40.", metavar="STEP|PATH"
+    ),
+    "accept_changes": switch(
+        "Go on even though settings, dataset, model or rewards have changed.",
+        "--accept-changes",
+    ),
+    # Plans, pipelines
+    "devices": text("8x80GB, 4xH100, 2xcpu, cpu; this machine if not given.", metavar="NxKIND"),
+    "judge": text("A generative judge too; e.g. Qwen3-8B.", metavar="MODEL"),
+    "prompt_tokens": number("Tokens of a prompt; the default is 256."),
+    "completion_tokens": number("Mean tokens of a completion; --max-tokens if not given."),
+}
+"""The options of the commands, by the names under which a command gets them."""
 
-# Prompts and rewards
-Dataset = text(
-    "Hub id, JSONL, CSV or Parquet file, or a generated task; e.g. openai/gsm8k:main, task:addition?digits=2."
-)
-Reward = texts(
-    "Built-in name, file.py:function, judge:FILE.yaml or rm:MODEL; may be repeated; e.g. exact_answer.",
-    metavar="NAME",
-)
-Constraint = texts(
-    "A reward that is to be kept instead of raised, and the share of completions that may break it; may be repeated; "
-    "e.g. format:0.05.",
-    metavar="NAME[:LIMIT]",
-)
-Teacher = text(
-    "Whose probabilities the policy learns: hub id, folder or run; e.g. runs/quickstart.",
-    metavar="MODEL",
-)
-Tools = texts(
-    "What the policy may call: file.py:function, python or mcp:COMMAND; may be repeated; see docs/agents.md.",
-    metavar="NAME",
-)
-Env = texts(
-    "What it acts in: file.py:Class, textarena:ID or gym:NAME; of several, each row's column "
-    "`environment` names its own; see docs/agents.md.",
-    metavar="[NAME=]ENV",
-)
-EnvPython = text(
-    "Another Python for tools and environment, with packages of its own.", metavar="PATH"
-)
-Agent = text(
-    "A command that talks to the policy as an OpenAI client; see docs/agents.md.",
-    metavar="COMMAND",
-)
-MaxTurns = number(
-    "Turns of the policy in a completion with tools, an environment or an agent; e.g. 4."
-)
-Actions = text(
-    "How it calls tools: template (of its chat template) or calls (in its text).", metavar="HOW"
-)
-PromptColumn = text("Column that holds the prompt; e.g. question.")
-AnswerColumn = text("Column that rewards get as `answer`; e.g. solution.")
-SystemPrompt = text("System prompt of every chat; e.g. 'Answer with a number.'")
 Models = texts(
     "Hub id, folder or GGUF file; several are measured on the same prompts and compared.",
     "--model",
     metavar="MODEL",
 )
-Benchmark = text(
-    "Dataset, prompt and reward by name: gsm8k, math500, humaneval, ifeval, harmless-base or gym:NAME.",
-    metavar="NAME",
-)
-Limit = number("Rows to take from the dataset; e.g. 200.")
-Split = text("Split of the dataset; e.g. test.")
-
-# Evaluation during a run
-EvalEvery = number(
-    "Steps between evaluations on held-out rows; a fifth of the run if not given; e.g. 20."
-)
-EvalWhileTraining = flag(
-    "Let the engines measure while the trainer computes the next step.", "--eval-while-training"
-)
-EvalReward = texts(
-    "What scores them, if not the run's rewards; may be repeated; e.g. exact_answer.",
-    metavar="NAME",
-)
-KeepBest = text(
-    "Keep the model that was best by this figure of an evaluation; e.g. pass@1, or loss.",
-    metavar="FIGURE",
-)
-StopWhen = texts(
-    "End early: no-gain:N evaluations, seconds:N, nothing-to-learn:N steps with rollouts; may be repeated; e.g. "
-    "no-gain:5.",
-    metavar="RULE:N",
-)
-
-# Rollouts
-PromptsPerStep = number("Prompts in one optimizer step; e.g. 8.")
-GroupSize = number("Completions of each prompt; e.g. 8.")
-NumSamples = number("Completions of each prompt; e.g. 4.")
-Pairs = flag(
-    "Score each row's chosen and rejected answer: how often a reward, judge or reward model agrees.",
-    "--pairs",
-)
-MaxTokens = number("Longest completion, in tokens; e.g. 256.")
-EngineKind = text(
-    "What generates the completions: auto, vllm or transformers.", "--engine", metavar="KIND"
-)
-Sandbox = text(
-    "What confines your reward functions: auto, namespaces, landlock or none; see docs/sandbox.md.",
-    metavar="LEVEL",
-)
-DynamicSampling = flag(
-    "Replace groups whose rewards are all equal (the default), or train on all groups.",
-    "--dynamic-sampling/--no-dynamic-sampling",
-)
-Curriculum = text(
-    "Draw prompts that teach more often: off, on, or the column with each row's share of right completions.",
-    metavar="HOW",
-)
-Placement = text(
-    "How rollouts and judges share the slots: dynamic, colocated or split:3:1; see docs/placement.md.",
-    metavar="HOW",
-)
-KeepJournal = flag("Keep every round on disk, so that it can be replayed.", "--keep-journal")
-Replay = text(
-    "Train on the rounds of a run with a kept journal, without engines.", metavar="RUN"
-)
-
-# The algorithm
-Preset = text(
-    "A paper's settings, under your own; e.g. dapo; see docs/algorithms.md.", metavar="NAME"
-)
-Advantage = text(
-    "How rewards become advantages; e.g. rloo; see docs/algorithms.md.", metavar="NAME"
-)
-Divergence = text(
-    "Distance to the reference that --beta weighs: reverse-kl, forward-kl or js.",
-    metavar="NAME",
-)
-TrustRegion = text(
-    "What bounds a step: clip, dppo-tv or dppo-kl; see docs/algorithms.md.", metavar="NAME"
-)
-Preflight = switch(
-    "First check whether this run can learn (ycore preflight); train only if so.", "--preflight"
-)
-
-# Given examples
 Examples = text(
     "Hub id, or JSONL, CSV or Parquet file, with the columns named above.", "--dataset"
 )
-EvalDataset = text("Held-out rows; a hub id or file like --dataset.")
-EvalSplit = text("Split of the held-out rows; e.g. test.")
-HeldOut = number("Rows kept apart to measure on; by default a tenth, 256 at most; e.g. 200.")
-BatchSize = number("Rows in one optimizer step; e.g. 16.")
-Epochs = fraction("Passes over the rows, where --steps is not given.")
-
-# Training
-Steps = number("Optimizer steps; e.g. 100.")
-Lora = flag("Train low-rank adapters (the default), or every weight.", "--lora/--full")
-Quantize = text("Keep the frozen base of a LoRA run in 4 bits: 4bit.", metavar="BITS")
-MaxStaleness = number(
-    "Steps by which a round may be stale: 1 writes it while the last one trains."
-)
-Oversample = fraction(
-    "Groups in flight for each that is needed; what is not whole goes on in the next round; e.g. 1.5."
-)
-Deterministic = flag("Same command, same run, to the bit; slower.", "--deterministic")
-Merge = flag("Also save the model with its adapters merged in.", "--merge")
-Processes = text(
-    "Training processes on this machine: auto is one a GPU, and one on a CPU; e.g. 2.",
-    metavar="N",
-)
-Accelerate = text(
-    "How they share the work: ddp, zero1, zero2, zero3, fsdp2 or an accelerate config; see docs/parallel.md.",
-    metavar="NAME|FILE",
-)
-ReportTo = text(
-    "Trackers that get the run's numbers, of wandb, trackio and tensorboard; e.g. wandb.",
-    metavar="NAMES",
-)
-Restarts = number("How often a trainer that dies is started again; 0 by default; e.g. 3.")
-Resume = switch("Go on from the newest whole checkpoint in --output.", "--resume")
-ResumeFrom = text(
-    "Go on from this checkpoint; 0 is the beginning; e.g. 40.", metavar="STEP|PATH"
-)
-AcceptChanges = switch(
-    "Go on even though settings, dataset, model or rewards have changed.", "--accept-changes"
-)
-
-# Plans, pipelines
-Devices = text("8x80GB, 4xH100, 2xcpu, cpu; this machine if not given.", metavar="NxKIND")
-Judge = text("A generative judge too; e.g. Qwen3-8B.", metavar="MODEL")
-PromptTokens = number("Tokens of a prompt; the default is 256.")
-CompletionTokens = number("Mean tokens of a completion; --max-tokens if not given.")
 StageSet = texts(
     "Any key of a stage; may be repeated; e.g. sft.steps=50.",
     "--set",
     metavar="STAGE.KEY=VALUE",
 )
 StageResume = switch("Skip what is finished, go on with what was begun.", "--resume")
+
+Model = OPTIONS["model"]
+Output = OPTIONS["output"]
+Set = OPTIONS["set_"]
+DryRun = OPTIONS["dry_run"]
+Json = OPTIONS["json"]
+ResumeFrom = OPTIONS["resume_from"]
+AcceptChanges = OPTIONS["accept_changes"]
+Steps = OPTIONS["steps"]
+Processes = OPTIONS["processes"]
 
 _KEYS: Mapping[str, str] = {
     "reward": "rewards", "eval_reward": "eval_rewards", "actions": "turns.actions", "engine": "engine.kind",
@@ -278,9 +299,9 @@ _FAMILIAR: Mapping[str, str] = {
 }
 
 
-def takes(options: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Declare the options of a command to Typer, by the names under which the command gets them."""
-    kind = inspect.Parameter.KEYWORD_ONLY
+def takes(names: str, **variants: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Declare options of a command to Typer: `names` of `OPTIONS`, and `variants` that other commands declare otherwise."""
+    options = {name: OPTIONS[name] for name in names.split()} | variants
     parameters = [
         inspect.Parameter(
             "context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context
@@ -288,7 +309,11 @@ def takes(options: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callabl
     ]
     for name, option in options.items():
         default = False if get_args(option)[0] is bool else None
-        parameters.append(inspect.Parameter(name, kind, annotation=option, default=default))
+        parameters.append(
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, annotation=option, default=default
+            )
+        )
 
     def declare(command: Callable[..., None]) -> Callable[..., None]:
         command.__dict__["__signature__"] = inspect.Signature(parameters)

@@ -27,35 +27,19 @@ if TYPE_CHECKING:
     from ycore.config.schema import BaseConfig, TuneConfig
 
 
-_ROLLOUTS = {
-    "dataset": o.Dataset, "teacher": o.Teacher, "reward": o.Reward, "constraint": o.Constraint, "tools": o.Tools,
-    "env": o.Env, "env_python": o.EnvPython,
-    "agent": o.Agent, "max_turns": o.MaxTurns, "actions": o.Actions, "prompt_column": o.PromptColumn,
-    "answer_column": o.AnswerColumn,
-    "system_prompt": o.SystemPrompt, "prompts_per_step": o.PromptsPerStep, "group_size": o.GroupSize,
-    "max_tokens": o.MaxTokens, "engine": o.EngineKind, "sandbox": o.Sandbox, "dynamic_sampling": o.DynamicSampling,
-    "curriculum": o.Curriculum, "max_staleness": o.MaxStaleness, "oversample": o.Oversample,
-    "placement": o.Placement, "preset": o.Preset,
-    "advantage": o.Advantage, "divergence": o.Divergence, "trust_region": o.TrustRegion,
-    "keep_journal": o.KeepJournal, "replay": o.Replay, "restarts": o.Restarts,
-    "preflight": o.Preflight, "eval_dataset": o.EvalDataset, "eval_split": o.EvalSplit, "eval_every": o.EvalEvery,
-    "eval_while_training": o.EvalWhileTraining, "eval_reward": o.EvalReward, "keep_best": o.KeepBest,
-    "stop_when": o.StopWhen,
-}  # fmt: skip
-_EXAMPLES = {
-    "dataset": o.Examples, "split": o.Split, "limit": o.Limit, "eval_dataset": o.EvalDataset,
-    "eval_split": o.EvalSplit, "held_out": o.HeldOut, "eval_every": o.EvalEvery, "keep_best": o.KeepBest,
-    "stop_when": o.StopWhen, "batch_size": o.BatchSize, "epochs": o.Epochs,
-}  # fmt: skip
-_STARTING = {
-    "dry_run": o.DryRun, "resume": o.Resume, "resume_from": o.ResumeFrom, "accept_changes": o.AcceptChanges,
-    "json": o.Json,
-}  # fmt: skip
-_TRAINING = {
-    "steps": o.Steps, "lora": o.Lora, "quantize": o.Quantize, "merge": o.Merge, "processes": o.Processes,
-    "accelerate": o.Accelerate, "deterministic": o.Deterministic, "trust_remote_code": o.TrustRemoteCode,
-    "seed": o.Seed, "set_": o.Set, "recipe": o.Recipe, "output": o.Output, **_STARTING,
-}  # fmt: skip
+_ROLLOUTS = """
+    dataset teacher reward constraint tools env env_python agent max_turns actions prompt_column answer_column
+    system_prompt prompts_per_step group_size max_tokens engine sandbox dynamic_sampling curriculum
+    max_staleness oversample placement preset advantage divergence trust_region keep_journal replay restarts preflight
+    eval_dataset eval_split eval_every eval_while_training eval_reward keep_best stop_when
+"""
+_EXAMPLES = """
+    split limit eval_dataset eval_split held_out eval_every keep_best stop_when batch_size epochs
+"""
+_TRAINING = """
+    steps lora quantize merge processes accelerate deterministic trust_remote_code seed set_ recipe output
+    dry_run resume resume_from accept_changes json
+"""
 
 
 def training_command(algorithm: Algorithm) -> Callable[..., None]:
@@ -77,13 +61,16 @@ def training_command(algorithm: Algorithm) -> Callable[..., None]:
             json=options["json"],
         )
 
-    data = _ROLLOUTS if algorithm.learns_from == "rollouts" else _EXAMPLES
-    declared = {"model": o.Model} | data | _TRAINING
-    for name in algorithm.lacks:
-        del declared[name]
+    variants: dict[str, Any] = {}
+    data = _ROLLOUTS
+    if algorithm.learns_from == "examples":
+        variants["dataset"] = o.Examples
+        data = _EXAMPLES
+    names = ["model", *data.split(), *_TRAINING.split()]
+    taken = " ".join(name for name in names if name not in algorithm.lacks)
     examples = "\n".join(f"ycore {algorithm.name} {example}" for example in algorithm.examples)
     command.__doc__ = f"{algorithm.summary}\n\n\b\n{algorithm.help}\n\n\b\n{examples}"
-    o.takes(declared)(command)
+    o.takes(taken, **variants)(command)
     return command
 
 

@@ -214,9 +214,11 @@ def _math_score(completion: Content, golds: list[str]) -> float | None:
     box = boxed(text)
     # math-verify's own time limits answer "wrong" when they strike; the worker's deadline masks the item instead.
     parsed = math_verify.parse(text, parsing_timeout=None)
+    bare = box or ("" if _DELIMITED.search(text) else text)
     return float(
         any(
-            (box is not None and box.strip() == for_math_verify(gold))
+            box == for_math_verify(gold)
+            or (number_of(gold) is not None and gives(bare, gold))  # bare LaTeX, and more forms
             or math_verify.verify(list(formula), parsed, timeout_seconds=None)
             for gold, formula in formulas.items()
         )

@@ -18,7 +18,7 @@ import pytest
 from ycore.config.schema import EngineSettings, RewardConfig, RunConfig, TuneConfig
 from ycore.engine import commands
 from ycore.errors import EngineError, Interrupted, TrainerError, UserError
-from ycore.launch import launcher, layout, results, supervise
+from ycore.launch import launcher, layout, supervise
 from ycore.launch.launcher import RunKind, run_worker
 from ycore.launch.layout import Machine
 from ycore.launch.processes import worker_environment
@@ -124,7 +124,7 @@ def test_run_json_names_what_confines_the_runs_own_rewards(
     worker: Callable[..., RunKind], config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        results,
+        launcher,
         "choose_level",
         lambda wanted: LevelChoice(Level.LANDLOCK, {Level.NAMESPACES: "no bwrap"}),
     )

@@ -4,8 +4,8 @@ It has no clock, process or wait. The live run (`placement.shared_allocator`) an
 (`docs/benchmarks/simulator`) report the same events to it and carry out the same actions.
 """
 
-import heapq
 import math
+from bisect import insort
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from itertools import count
@@ -125,42 +125,35 @@ class Queue:
     one that ends last decides when the round is over, and of equals the one that was asked first."""
 
     def __init__(self) -> None:
-        self._requests: dict[int, set[int]] = {}
-        """By rank, the rank whose turn it is first."""
-        self._heaps: dict[int, list[tuple[float, int, int]]] = {}
-        """By rank: (-length, order, request), also of requests that were removed."""
-        self._length = 0
+        self._waiting: dict[int, list[tuple[float, int, int]]] = {}
+        """By rank, the rank whose turn it is first: (-length, order, request), sorted."""
         self._order = count()
 
     def __len__(self) -> int:
-        return self._length
+        return sum(map(len, self._waiting.values()))
 
     def put(self, request: int, rank: int, length: float = 0.0) -> None:
         """Add a request. `length`: the expected length of its answer."""
-        self._requests.setdefault(rank, set()).add(request)
-        heapq.heappush(self._heaps.setdefault(rank, []), (-length, next(self._order), request))
-        self._length += 1
+        insort(self._waiting.setdefault(rank, []), (-length, next(self._order), request))
 
     @property
     def next_rank(self) -> int:
-        return next(iter(self._requests))
+        return next(iter(self._waiting))
 
     def take(self) -> int:
         rank = self.next_rank
-        requests = self._requests[rank]
-        while (request := heapq.heappop(self._heaps[rank])[2]) not in requests:
-            pass
-        self.remove(request, rank)
-        if requests:  # behind the other ranks that wait
-            self._requests[rank] = self._requests.pop(rank)
+        waiting = self._waiting.pop(rank)
+        *_, request = waiting.pop(0)
+        if waiting:
+            self._waiting[rank] = waiting  # behind the other ranks that wait
         return request
 
     def remove(self, request: int, rank: int) -> None:
-        self._requests[rank].remove(request)
-        self._length -= 1
-        if not self._requests[rank]:
-            del self._requests[rank]
-            del self._heaps[rank]
+        waiting = [entry for entry in self._waiting[rank] if entry[-1] != request]
+        if waiting:
+            self._waiting[rank] = waiting
+        else:
+            del self._waiting[rank]
 
 
 class Allocator:

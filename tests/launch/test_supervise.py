@@ -147,7 +147,7 @@ def assert_nothing_is_left(config: RunConfig) -> None:
         ),
         (
             "os.kill(server, signal.SIGSTOP)",
-            r"rollout-0 has not answered /health for \d+ s",
+            r"rollout-0 has not answered /health for \d+ s \(engine.health_timeout_s\)",
         ),
     ],
     ids=["server-killed", "part-killed", "server-stopped"],

@@ -180,7 +180,9 @@ class Allocator:
         self._num_asked = dict.fromkeys(roles, 0)
         self._num_ended = dict.fromkeys(roles, 0)
         self._request_s = dict.fromkeys(roles, 0.0)
-        self._awake = [role for role, count in self.division.items() for _ in range(count)]
+        self._awake: list[str] = []
+        for role, num_slots in self.division.items():
+            self._awake += [role] * num_slots
         self._clocks = [SlotClock(roles, now) for _ in self._awake]
 
     def ask(self, request: int, role: str, rank: int = 0, *, length: float = 0.0) -> None:
@@ -264,7 +266,8 @@ class Allocator:
         self._work = {role: RoleWork(*work[role]) for role in roles if role in work}
         self._measured_swap_s = state["swap_s"]
         division: dict[str, int] = state["division"]
-        is_same = set(division) == set(roles) and sum(division.values()) == self.pool.num_slots
+        has_same_roles = set(division) == set(roles)
+        is_same = has_same_roles and sum(division.values()) == self.pool.num_slots
         if self._is_dynamic and is_same:
             self.division = {role: division[role] for role in roles}
             self.mode = state["mode"]
@@ -368,7 +371,8 @@ class Allocator:
 
     def _next_phase(self, now: float) -> list[Action]:
         """Change all slots together, once their role has nothing left anywhere."""
-        if self._waiting[self._awake[0]] or self._running or self._is_swapping or self.is_idle:
+        is_busy = bool(self._waiting[self._awake[0]] or self._running or self._is_swapping)
+        if is_busy or self.is_idle:
             return []
         target = max(self.pool.roles, key=lambda role: len(self._waiting[role]))
         return [self._swap(slot, target, now) for slot in range(self.pool.num_slots)]

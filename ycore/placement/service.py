@@ -21,13 +21,14 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from ycore.errors import RunError
 from ycore.placement.allocator import Allocator
 from ycore.placement.placement import Placement, SlotPool, StartRequest, parse_placement
 from ycore.run.reports import dump_stacks_on_signal
 
+T = TypeVar("T")
 _REPORT_EVERY_S = 1.0
 
 
@@ -102,8 +103,7 @@ class SharedAllocator:
         """
         if state is not None:
             self.allocator.restore(state)
-        begun: tuple[list[str], bool] = await self._when_all_arrive("begin", self._begin)
-        return begun
+        return await self._when_all_arrive("begin", self._begin)
 
     def _begin(self) -> tuple[list[str], bool]:
         self._is_waking = True
@@ -121,8 +121,7 @@ class SharedAllocator:
 
     async def end_round(self) -> tuple[list[float], list[float]]:
         """Wait until all ranks end the round; return `Allocator.measurements` and `Usage.sums`."""
-        ended: tuple[list[float], list[float]] = await self._when_all_arrive("end", self._end)
-        return ended
+        return await self._when_all_arrive("end", self._end)
 
     def _end(self) -> tuple[list[float], list[float]]:
         usage = self.allocator.end_round(time.perf_counter())
@@ -134,10 +133,10 @@ class SharedAllocator:
         self.allocator.learn(sums)
         return self.allocator.state()
 
-    async def _when_all_arrive(self, event: str, act: Callable[[], Any]) -> Any:
+    async def _when_all_arrive(self, event: str, act: Callable[[], T]) -> T:
         """Return what `act` returns once the last rank has come."""
         arrived = self._arrived.setdefault(event, [])
-        future = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         arrived.append(future)
         if len(arrived) == self.num_ranks:
             del self._arrived[event]

@@ -122,7 +122,7 @@ class Slots:
         `length`: the expected length of the answer, in any unit. The longest waiting request comes first.
         """
         request = next(self._numbers)
-        asked = time.perf_counter()
+        asked_at = time.perf_counter()
         self._raise_error()
         granted = self._granted[request] = asyncio.get_running_loop().create_future()
         try:
@@ -149,7 +149,7 @@ class Slots:
             now,
             request=request,
             tokens=lease.num_tokens,
-            waited_s=round(began - asked, 6),
+            waited_s=round(began - asked_at, 6),
             **seed,
             asked_by=self._rank,
         )

@@ -128,7 +128,18 @@ class TemplateMessage(Strict):
     content: str
 
 
-class Served(Strict):
+class ScoringModel(Strict):
+    """A model that scores in engines of the run."""
+
+    max_model_len: Positive | None = (
+        None  # prompt, answer and verdict, in tokens; None: the model's own, 4096 at most
+    )
+    tensor_parallel: Width = (
+        "auto"  # devices that one of its engines spans; `auto`: the fewest that fit, on a CPU 1
+    )
+
+
+class Served(ScoringModel):
     """A model that scores: in engines of the run, or at an address."""
 
     model: str  # a hub id, folder, GGUF file or built-in name
@@ -186,12 +197,6 @@ class Judge(Served):
     )
     strip_thinking: bool = True  # read only what follows `</think>`
     fence: bool = True  # put unpredictable marks around what the policy wrote
-    max_model_len: Positive | None = (
-        None  # question plus answer, in tokens; None: the model's own, 4096 at most
-    )
-    tensor_parallel: Width = (
-        "auto"  # devices that one of its engines spans; `auto`: the fewest that fit, on a CPU 1
-    )
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

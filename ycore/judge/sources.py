@@ -16,15 +16,13 @@ from ycore.config.recipe_files import SUFFIXES, parse_yaml, read_yaml_file
 from ycore.config.schema import (
     AGREES,
     TEACHER,
-    Positive,
     RewardConfig,
     RunConfig,
     ScoredConfig,
     Strict,
-    Width,
 )
 from ycore.errors import ConfigError, RewardError, nearest
-from ycore.judge.declaration import POLICY_BASE, Judge, Served
+from ycore.judge.declaration import POLICY_BASE, Judge, ScoringModel, Served
 from ycore.run.paths import RunFolder
 
 JUDGE_PREFIX = "judge:"
@@ -33,7 +31,7 @@ _Declared = TypeVar("_Declared", bound=Strict)
 _Scored = TypeVar("_Scored", bound=ScoredConfig)
 
 
-class RewardModel(Strict):
+class RewardModel(ScoringModel):
     """A sequence classifier with one label, or an ensemble: `--reward rm:MODEL` or `rm:A+B`, with these as `args`.
 
     What the least of several, or their mean less their spread, is good for: Coste et al., arXiv 2310.02743.
@@ -49,12 +47,6 @@ class RewardModel(Strict):
     )
     multiplier: Annotated[float, Field(gt=0)] = 1.0
     clip: tuple[float, float] | None = None  # the least and the most reward, after both
-    max_model_len: Positive | None = (
-        None  # prompt plus completion, in tokens; None: the model's own, 4096 at most
-    )
-    tensor_parallel: Width = (
-        "auto"  # devices that one of its engines spans; `auto`: the fewest that fit, on a CPU 1
-    )
 
     @model_validator(mode="after")
     def _check_clip(self) -> Self:
@@ -98,8 +90,6 @@ class Teacher(Served):
 
     # Only for rows with these values in these columns, e.g. `{subject: algebra}`; so each row may have its own teacher.
     where: Mapping[str, str] = Field(default_factory=dict)
-    max_model_len: Positive | None = None  # as a reward model's
-    tensor_parallel: Width = "auto"
 
     def teaches(self, columns: Mapping[str, Any]) -> bool:
         return all(str(columns.get(name)) == value for name, value in self.where.items())

@@ -16,8 +16,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from subprocess import Popen
-from typing import Any
 
 from ycore.run.reports import RUN_MARKER, kill_tree
 from ycore.sandbox import MIB, Confinement, Level, Limits, View
@@ -67,16 +65,6 @@ class Launch:
     scratch: Path | None
     description: str
     has_stage: bool = False
-
-    def start(self, **descriptors: Any) -> "Popen[bytes]":
-        """Start it; `stdin`, `stdout`, `stderr` and `pass_fds` are those of Popen."""
-        return Popen(
-            self.command,
-            env=self.environment,
-            cwd=self.working,
-            start_new_session=True,
-            **descriptors,
-        )
 
     def end(self, pid: int) -> None:
         """End the started process with all below it. Our own stage does so itself: no new process escapes it."""

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from subprocess import DEVNULL, PIPE
+from subprocess import DEVNULL
 
 from ycore.errors import ConfigError, YcoreError
 from ycore.sandbox import MIB, Confinement, Level, Limits
@@ -143,15 +143,19 @@ def self_test(level: Level) -> str | None:
             "ycore.sandbox.canaries", [json.dumps(targets)], confinement, name=name
         )
         try:
-            with launch.start(stdin=DEVNULL, stdout=PIPE, stderr=PIPE) as process:
-                try:
-                    output, complaint = process.communicate(timeout=_TIMEOUT_S)
-                finally:
-                    process.kill()
+            done = subprocess.run(
+                launch.command,
+                env=launch.environment,
+                cwd=launch.working,
+                start_new_session=True,
+                stdin=DEVNULL,
+                capture_output=True,
+                timeout=_TIMEOUT_S,
+            )
         finally:
             launch.clear()
         names = [name for name, _ in attempts(targets)]
-    return defect(_outcomes(output), names, complaint.decode(errors="replace"))
+    return defect(_outcomes(done.stdout), names, done.stderr.decode(errors="replace"))
 
 
 def defect(

@@ -8,8 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-Message = Mapping[str, str]
-"""One chat turn: `{"role": ..., "content": ...}`."""
+Message = Mapping[str, Any]
+"""One chat turn: `{"role": ..., "content": ...}`, and what else its row says: `tool_calls`, `reasoning_content`, ...
+
+The content is None only beside `tool_calls`.
+"""
 
 Content = str | list[Message]
 """A prompt or a completion as a person sees it: plain text, or chat turns."""
@@ -61,7 +64,7 @@ def in_blocks(content: Content, pictures: Sequence[Any] | None = None) -> list[d
             content_blocks += [{"type": "text", "text": part}] if part else []
         return content_blocks
 
-    return [{**turn, "content": blocks(turn["content"])} for turn in turns]
+    return [{**turn, "content": blocks(turn["content"] or "")} for turn in turns]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,10 @@ class Prompt:
     columns: Mapping[str, Any] = field(default_factory=dict)
     images: tuple[Image, ...] = ()
     """Images in the order of their marks in the content. Without images a mark is an ordinary letter."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Tools that the row lists, which the chat template shows."""
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """The row's own arguments of the chat template, over the run's."""
 
     @property
     def is_chat(self) -> bool:

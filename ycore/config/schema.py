@@ -260,6 +260,16 @@ class BaseConfig(Strict):
         """Raise ConfigError where two keys contradict each other."""
 
 
+class RowSettings(Strict):
+    """Where the columns of a dataset have names of their own."""
+
+    prompt_column: str | None = None  # None looks for the columns of `data.rows.FORMS`
+    # What sft learns, and what rewards get as `answer`; None looks for it.
+    answer_column: str | None = None
+    # The dataset's own name of any column: `{chosen: better, rejected: worse}`.
+    columns: dict[str, str] = {}
+
+
 class ScoredConfig(BaseConfig):
     """A run that learns from rewards of what its model made."""
 
@@ -288,7 +298,7 @@ _PLAIN_SAMPLING = {
 """Fields of TRL's, and their values where the policy samples from its own distribution."""
 
 
-class RunConfig(ScoredConfig):
+class RunConfig(ScoredConfig, RowSettings):
     """A run that learns from rollouts, or an evaluation."""
 
     algorithm: str = "grpo"
@@ -306,11 +316,6 @@ class RunConfig(ScoredConfig):
         8  # turns of the policy in a completion, where it has tools, an environment or an agent
     )
     turns: TurnSettings = TurnSettings()
-    # None looks for `prompt`, `messages`, `question`, `problem`, `instruction`, in this order.
-    prompt_column: str | None = None
-    answer_column: str | None = (
-        None  # renamed to `answer` for the rewards; None keeps the columns as they are
-    )
     system_prompt: str | None = None
     # Turns before every prompt, after the system's: a worked example, `{role: user, content: ...}` and so on.
     few_shot: list[dict[Literal["role", "content"], str]] = []
@@ -543,11 +548,9 @@ class EvalConfig(RunConfig):
                 )
 
 
-class TuneConfig(BaseConfig):
+class TuneConfig(BaseConfig, RowSettings):
     """A run that learns from given examples."""
 
-    # The dataset's own name of a column that the trainer reads: `{prompt: question, chosen: better}`.
-    columns: dict[str, str] = {}
     eval_dataset: str | None = (
         None  # where held-out rows come from; None takes them from `dataset`
     )

@@ -1,19 +1,18 @@
 """The prompts of a run with rollouts, with the columns that rewards read, and the order in which a run draws them."""
 
 import hashlib
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import date, time, timedelta
-from decimal import Decimal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from ycore.config.schema import AGREES, RunConfig
+from ycore.data.cells import IMAGE_COLUMNS
 from ycore.data.examples import pair_table
-from ycore.data.row_images import IMAGE_COLUMNS, images_of, with_marks
+from ycore.data.row_images import images_of, with_marks
+from ycore.data.rows import FORMS, RowNeeds, RowReader, renamed
 from ycore.data.source import read_table
-from ycore.data.table import QUESTION_COLUMNS, Table, TableRow
+from ycore.data.table import Table, TableRow
 from ycore.errors import DataError
 from ycore.run.images import ImageStore
 from ycore.types import NO_PROMPT, Content, Image, Message, Prompt
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from numpy import int64
     from numpy.typing import NDArray
 
-PROMPT_COLUMNS = (QUESTION_COLUMNS[0], "messages", *QUESTION_COLUMNS[1:])
 RESERVED_COLUMNS = frozenset(
     {"prompt", "prompts", "completion", "completions", "completion_ids"}
 )
@@ -37,6 +35,7 @@ class PromptSet:
         columns: The columns that rewards may ask for.
         fingerprint: A digest that changes with any prompt, column or their order.
         shows: The first row with a picture; None where no row has one.
+        reading: What was read from which column, for the plan.
     """
 
     prompts: Sequence[Prompt]
@@ -44,6 +43,7 @@ class PromptSet:
     fingerprint: str
     is_chat: bool
     shows: int | None = None
+    reading: Mapping[str, Any] = field(default_factory=dict)
 
 
 def load_prompts(
@@ -65,6 +65,7 @@ def load_prompts(
         )
     else:
         table = Table("no dataset", [{}], ())
+    table = renamed(table, config.columns)
     if config.given_pairs or any(reward.reward.startswith(AGREES) for reward in config.rewards):
         table = pair_table(table, config.prompt_column, as_chat=as_chat)
     return to_prompts(table, config, as_chat=as_chat, store=store)
@@ -103,119 +104,152 @@ def to_prompts(
     table: Table, config: RunConfig, *, as_chat: bool, store: ImageStore | None = None
 ) -> PromptSet:
     """Make every row a prompt; the answer column is passed on to rewards under the name `answer`."""
-    column = _prompt_column(table, config.prompt_column, optional=bool(config.env))
-    answer = config.answer_column
     if len(config.env) > 1:
         _check_environments(table, list(config.environments))
-    passed = {
-        name: name
-        for name in table.columns
-        if name not in {*RESERVED_COLUMNS, *IMAGE_COLUMNS, column, answer}
-    }
-    if answer is not None:
-        table.require_column(answer, "--answer-column")
-        passed["answer"] = answer
+    before: list[Message] = [
+        {str(key): text for key, text in turn.items()} for turn in config.few_shot
+    ]
     if any(turn.keys() != {"role", "content"} for turn in config.few_shot):
         raise DataError(
             "few_shot is a list of turns with a role and a content each, e.g. {role: user, content: 'Hi'}"
         )
-    before: list[Message] = [
-        {str(key): text for key, text in turn.items()} for turn in config.few_shot
-    ]
+    needs = RowNeeds(
+        "prompts",
+        as_chat=as_chat or config.system_prompt is not None or bool(before),
+        prompt_column=config.prompt_column,
+        answer_column=config.answer_column,
+    )
+    reader = RowReader(table, needs)
+    if reader.form is None and not reader.has_pairs and not config.env:
+        raise DataError(
+            f"{table.name} has none of the columns {', '.join(form.question for form in FORMS[:-1])}; it has "
+            f"{table.listed_columns}; name the one that holds the prompts with --prompt-column"
+        )
     prompts = PromptRows(
-        table,
-        column,
-        passed,
+        reader,
         system_prompt=config.system_prompt,
         few_shot=before,
-        as_chat=as_chat,
         store=store or ImageStore(None),
         fetch=config.fetch_images,
     )
-    fingerprint = _fingerprint(prompts)
-    columns = (*passed, *(["images"] if prompts.with_images else []))
-    shows = min(prompts.with_images, default=None)
-    return PromptSet(prompts, columns, fingerprint, is_chat=prompts[0].is_chat, shows=shows)
+    fingerprint = prompts.check()
+    columns = (*prompts.passed, *(["images"] if prompts.with_images else []))
+    return PromptSet(
+        prompts,
+        columns,
+        fingerprint,
+        is_chat=prompts[0].is_chat,
+        shows=min(prompts.with_images, default=None),
+        reading=reader.summary(),
+    )
 
 
 class PromptRows(Sequence[Prompt]):
     """The prompts of a table, each made when it is read; DataError with the row where it cannot be a prompt.
 
     Args:
-        column: The column with the prompts; None where an environment asks.
-        passed: The table's columns, by the names under which rewards get them.
         fetch: Whether pictures at an `http(s)://` address are fetched.
 
     Attributes:
+        passed: The table's columns, by the names under which rewards get them.
         with_images: The pictures of each row read so far that has any.
     """
 
     def __init__(
         self,
-        table: Table,
-        column: str | None,
-        passed: Mapping[str, str],
+        reader: RowReader,
         *,
         system_prompt: str | None,
         few_shot: Sequence[Message] = (),
-        as_chat: bool,
         store: ImageStore,
         fetch: bool,
     ) -> None:
         self.with_images: dict[int, tuple[Image, ...]] = {}
-        self._table = table
-        self._column = column
-        self._passed = passed
+        self._reader = reader
+        self._table = reader.table
+        self._column = reader.prompt_column
         self._store = store
         self._fetch = fetch
-        self._system_prompt = system_prompt
+        self._system = (
+            [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+        )
         self._few_shot = few_shot
-        self._as_chat = as_chat or system_prompt is not None or bool(few_shot)
-        self._is_text = isinstance(self._content(table.row(0)), str)
+        self._is_text: bool | None = None
+        hidden = {*RESERVED_COLUMNS, *IMAGE_COLUMNS, self._column, reader.needs.answer_column}
+        self.passed = {name: name for name in self._table.columns if name not in hidden}
+        if reader.answer is not None:
+            self.passed["answer"] = reader.answer
+
+    def check(self) -> str:
+        """Read every row once; return a digest of what the prompts are made of."""
+        needs = self._reader.needs
+        digest = hashlib.sha256(repr([needs, self._system, self._few_shot]).encode())
+        for number, values in enumerate(self._table.rows):
+            _, images = self._content_and_images(TableRow(values, self._table, number))
+            digest.update(repr([values, *images]).encode("utf-8", "surrogatepass"))
+        return digest.hexdigest()
 
     def __len__(self) -> int:
         return len(self._table.rows)
 
+    def __iter__(self) -> Iterator[Prompt]:
+        for number, values in enumerate(self._table.rows):
+            yield self._prompt(TableRow(values, self._table, number))
+
     def __getitem__(self, index: Any) -> Any:
-        number = range(len(self))[index]
-        row = self._table.row(number)
-        content = self._content(row)
-        if isinstance(content, str) != self._is_text:
-            kinds = ("text", "chat") if self._is_text else ("chat", "text")
+        return self._prompt(self._table.row(range(len(self))[index]))
+
+    def _prompt(self, row: TableRow) -> Prompt:
+        content, images = self._content_and_images(row)
+        reader = self._reader
+        return Prompt(
+            row=row.number,
+            content=content,
+            columns={
+                name: reader.gold(row) if name == "answer" else row.values.get(column)
+                for name, column in self.passed.items()
+            },
+            images=images,
+            tools=tuple(reader.tools(row)),
+            template_arguments=reader.template_arguments(row),
+        )
+
+    def _content_and_images(self, row: TableRow) -> tuple[Content, tuple[Image, ...]]:
+        content = NO_PROMPT if self._column is None else self._checked(row)
+        is_text = isinstance(content, str)
+        if self._is_text is None:
+            self._is_text = is_text
+        if is_text != self._is_text:
+            kinds = ("chat", "text") if is_text else ("text", "chat")
             raise DataError(
-                f"the column {self._column!r} mixes text and chat: {kinds[0]} in "
-                f"{self._table.row(0).place}, {kinds[1]} in {row.place}; make every prompt the same kind"
+                f"the column {self._column!r} mixes text and chat: {kinds[0]} in {self._table.row(0).place}, "
+                f"{kinds[1]} in {row.place}; make every prompt the same kind"
             )
-        columns = {new: row.values.get(old) for new, old in self._passed.items()}
-        if self._as_chat and isinstance(content, str):
-            content = [{"role": "user", "content": content}]
-        images = self.with_images.get(number, ())
-        if not images:
-            images = images_of(
+        images: tuple[Image, ...] = ()
+        if self._reader.may_show(content):
+            images = self.with_images.get(row.number) or images_of(
                 row, content, self._column, self._table.folder, self._store, fetch=self._fetch
             )
+            content = with_marks(content, images, row.place)
         if images:
-            self.with_images[number] = images
-        content = self._for_policy(with_marks(content, images, row.place))
-        return Prompt(row=number, content=content, columns=columns, images=images)
+            self.with_images[row.number] = images
+        if isinstance(content, str):
+            return content, images
+        if self._system or self._few_shot:
+            first = content[:1] if content[0]["role"] == "system" else []
+            content = [*(first or self._system), *self._few_shot, *content[len(first) :]]
+        return content, images
 
-    def _content(self, row: TableRow) -> Content:
+    def _checked(self, row: TableRow) -> Content:
         """Return the prompt as the dataset has it."""
         column = self._column
-        if column is None:
-            return NO_PROMPT
-        is_pair = column == "chosen" and _has_pairs(self._table)
-        content = _without_answer(row) if is_pair else row.content(column)
+        content = self._reader.prompt(row)
         if isinstance(content, str):
             if not content.strip():
                 raise DataError(
                     f"the prompt ({column!r}) is empty in {row.place}; correct or remove the row"
                 )
             return content
-        if content and content[-1]["role"] == "assistant" and column != "prompt":
-            content = content[
-                :-1
-            ]  # a whole conversation: the policy is to write its last answer
         if not content:
             raise DataError(
                 f"the prompt ({column!r}) has no turns in {row.place}; correct or remove the row"
@@ -226,24 +260,12 @@ class PromptRows(Sequence[Prompt]):
                 "remove that turn: the policy writes it"
             )
         for number, turn in enumerate(content):
-            if turn["role"] != "system" and not turn["content"].strip():
+            says = (turn["content"] or "").strip() or turn.get("tool_calls")
+            if not says and turn["role"] != "system":
                 raise DataError(
                     f"turn {number} of {column!r} is empty in {row.place}; correct or remove the row"
                 )
         return content
-
-    def _for_policy(self, content: Content) -> Content:
-        """Add the system prompt and the worked examples, where the run has them."""
-        if isinstance(content, str):
-            return content
-        system = content[:1] if content[0]["role"] == "system" else []
-        if self._system_prompt is not None and not system:
-            return [
-                {"role": "system", "content": self._system_prompt},
-                *self._few_shot,
-                *content,
-            ]
-        return [*system, *self._few_shot, *content[len(system) :]]
 
 
 def _check_environments(table: Table, names: Sequence[str]) -> None:
@@ -256,51 +278,3 @@ def _check_environments(table: Table, names: Sequence[str]) -> None:
         row = table.row(number)
         if (name := row.values.get("environment")) not in names:
             raise DataError(f"{rule}; it is {name!r:.80} in {row.place}; correct the row")
-
-
-def _prompt_column(table: Table, chosen: str | None, *, optional: bool) -> str | None:
-    """Return the column with the prompts; None where there is none and it is `optional`, since an environment asks."""
-    if chosen is None:
-        candidates = (*PROMPT_COLUMNS, "chosen") if _has_pairs(table) else PROMPT_COLUMNS
-        chosen = next((name for name in candidates if name in table.columns), None)
-        if chosen is None and optional:
-            return None
-        if chosen is None:
-            raise DataError(
-                f"{table.name} has none of the columns {', '.join(PROMPT_COLUMNS)}; it has "
-                f"{table.listed_columns}; name the one that holds the prompts with --prompt-column"
-            )
-    table.require_column(chosen, "--prompt-column")
-    return chosen
-
-
-def _has_pairs(table: Table) -> bool:
-    return {"chosen", "rejected"} <= set(table.columns)
-
-
-def _without_answer(row: TableRow) -> list[Message]:
-    """Return a pair's conversation up to its last answer."""
-    turns = row.conversation("chosen")
-    if isinstance(turns, str):
-        raise DataError(
-            f"'chosen' is an answer without its conversation in {row.place}; "
-            "name the column that holds the prompts with --prompt-column"
-        )
-    while turns and turns[-1]["role"] == "assistant":
-        turns = turns[:-1]
-    return turns
-
-
-def _fingerprint(prompts: Iterable[Prompt]) -> str:
-    digest = hashlib.sha256()
-    for prompt in prompts:
-        parts = [prompt.content, prompt.columns, *([prompt.images] if prompt.images else [])]
-        digest.update(json.dumps(parts, default=_stable_text).encode())
-    return digest.hexdigest()
-
-
-def _stable_text(value: Any) -> str:
-    """Write a value that JSON cannot hold; of an object of another kind, only its type's name is stable."""
-    if isinstance(value, bytes | date | time | timedelta | Decimal):
-        return repr(value)
-    return type(value).__qualname__

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ycore.data.table import IMAGE_BLOCKS, TableRow
+from ycore.data.cells import IMAGE_BLOCKS, IMAGE_COLUMNS
+from ycore.data.table import TableRow
 from ycore.errors import DataError
 from ycore.models.hub import cache_dir, first_line
 from ycore.run.files import write_bytes_atomic
 from ycore.run.images import MAX_BYTES, ImageStore, png_of
 from ycore.types import IMAGE_MARK, Content, Image, Message
 
-IMAGE_COLUMNS = ("image", "images")
 _HUB_MARK = "<image>"  # in a text, by LLaVA's datasets and others after it
 _KEYS = ("image", "path", "url", "image_url", "base64", "bytes")
 _FETCH_S = 30.0  # without a byte from the server
@@ -80,11 +80,11 @@ def with_marks(content: Content, images: Sequence[Image], place: str) -> Content
 
 
 def _count(content: Sequence[Message], mark: str) -> int:
-    return sum(turn["content"].count(mark) for turn in content)
+    return sum((turn["content"] or "").count(mark) for turn in content)
 
 
 def _replaced(content: Sequence[Message], mark: str, by: str) -> list[Message]:
-    return [{**turn, "content": turn["content"].replace(mark, by)} for turn in content]
+    return [{**turn, "content": (turn["content"] or "").replace(mark, by)} for turn in content]
 
 
 def _listed(value: Any, row: TableRow) -> list[Any]:

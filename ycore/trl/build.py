@@ -154,9 +154,12 @@ def _for_examples(
 
 
 def _rows(rows: Sequence[Example], folder: RunFolder) -> Dataset:
-    """TRL's rows. Images are opened as they are drawn, upright and in RGB as everywhere."""
+    """TRL's rows. Images are opened as they are drawn, upright and in RGB as everywhere.
+
+    Turns with different keys, and tools' arguments, stay as they are: Arrow alone would give each the keys of all.
+    """
     if "images" not in rows[0]:
-        return Dataset.from_list([dict(row) for row in rows])
+        return Dataset.from_list([dict(row) for row in rows], on_mixed_types="use_json")
     with_paths = [
         {**row, "images": [str(folder.images / image.sha256) for image in row["images"]]}
         for row in rows

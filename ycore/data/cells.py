@@ -1,0 +1,196 @@
+"""Read one cell as text or chat turns: lists of turns, JSON in text, dialogues in one text, ShareGPT's names."""
+
+import ast
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from ycore.data.table import TableRow
+from ycore.errors import DataError
+from ycore.types import IMAGE_MARK, Content, Message
+
+IMAGE_BLOCKS = ("image", "image_url")
+IMAGE_COLUMNS = ("image", "images")
+ROLES = {
+    **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(
+        ("gpt", "chatgpt", "model", "bing", "bard", "bot", "chatbot", "ai"), "assistant"
+    ),
+    **dict.fromkeys(("function", "observation", "ipython", "tool_response"), "tool"),
+    **dict.fromkeys(("function_call", "tool_call"), "assistant"),
+}
+"""The role that a dataset's name for a writer stands for."""
+
+_CALLS = ("function_call", "tool_call")
+_TURN_KEYS = frozenset({"role", "from", "content", "value"})
+_WEIGHT_KEYS = frozenset({"weight", "train", "training", "trainable", "loss", "loss_mask"})
+_ROLES_LISTED = ", ".join(ROLES)
+_TURNS_AS_TEXT = re.compile(r"\s*\[?\s*\{\s*['\"](?:role|from|content|value)['\"]\s*:")
+_SPEAKER = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
+
+
+def content_of(row: TableRow, column: str, aliases: dict[str, str]) -> Content:
+    """Return the cell as text or chat turns, which may be JSON in a text; DataError where it is neither.
+
+    Args:
+        aliases: Gets the names of writers that stand for a role, with that role.
+    """
+    value = row.cell(column)
+    if isinstance(value, str):
+        listed = _parse_turns(value, column, row) if value.lstrip()[:1] in ("[", "{") else None
+        if listed is None:
+            check_characters(value, repr(column), row)
+            return value
+        value = listed
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return [
+            _turn(turn, f"turn {number} of {column!r}", row, aliases)
+            for number, turn in enumerate(value)
+        ]
+    kind = "null" if value is None else type(value).__name__
+    raise DataError(
+        f"{column!r} is {kind} in {row.place}; it must be text or a list of {{role, content}} turns: "
+        "correct or remove the row"
+    )
+
+
+def parse_literal(text: str) -> Any:
+    """Read JSON, or a list as Python writes it, which is what pandas puts into a CSV; ValueError for anything else."""
+    with suppress(ValueError, RecursionError):
+        return json.loads(text)
+    try:
+        return ast.literal_eval(text.strip())
+    except (SyntaxError, TypeError, MemoryError, RecursionError) as problem:
+        raise ValueError(str(problem)) from None
+
+
+def _parse_turns(text: str, column: str, row: TableRow) -> list[Any] | None:
+    """Return the turns that a text lists; None where it is a text."""
+    try:
+        value = parse_literal(text)
+    except ValueError:
+        if _TURNS_AS_TEXT.match(text) is None:
+            return None
+        raise DataError(
+            f"{column!r} begins like a list of turns in {row.place}, and cannot be read as JSON: {text[:40]!r}; "
+            "write the cell as JSON, or the dataset as JSONL or Parquet"
+        ) from None
+    listed = value if isinstance(value, list) else [value]
+    are_turns = all(
+        isinstance(turn, Mapping) and not {"role", "from"}.isdisjoint(turn) for turn in listed
+    )
+    return listed if listed and are_turns else None
+
+
+def _turn(turn: Any, label: str, row: TableRow, aliases: dict[str, str]) -> Message:
+    """Read a turn with `role` and `content`, or with `from` and `value` as in ShareGPT files, and all other keys."""
+    if not isinstance(turn, Mapping):
+        raise DataError(
+            f"{label} is {type(turn).__name__} in {row.place}; a turn is an object with role and content"
+        )
+    name = turn.get("from") if turn.get("role") is None else turn["role"]
+    content = turn.get("value") if turn.get("content") is None else turn["content"]
+    content = _without_blocks(content, label, row)
+    rest = {}
+    if not turn.keys() <= _TURN_KEYS:
+        rest = {
+            str(key): value
+            for key, value in turn.items()
+            if key not in _TURN_KEYS and value is not None and value != []
+        }
+        _refuse_weights(rest, label, row)
+    if not isinstance(name, str) or not name:
+        raise DataError(_not_a_turn(turn, label, row))
+    role = ROLES.get(name) or ROLES.get(name.strip().lower())
+    if role is None:
+        raise DataError(
+            f"{label} has the role {name!r} in {row.place}; the roles are {_ROLES_LISTED}: rename it, or remove the row"
+        )
+    if role != name:
+        aliases[name] = role
+    if name in _CALLS:
+        return {"role": role, "content": "", **rest, "tool_calls": _calls(content, label, row)}
+    if not isinstance(content, str) and not (content is None and "tool_calls" in rest):
+        raise DataError(_not_a_turn(turn, label, row))
+    check_characters(content or "", label, row)
+    return {"role": role, "content": content, **rest}
+
+
+def _not_a_turn(turn: Mapping[str, Any], label: str, row: TableRow) -> str:
+    kinds = ", ".join(f"{key}: {type(item).__name__}" for key, item in turn.items())
+    return f"{label} has {kinds or 'nothing'} in {row.place}; a turn has role and content, both text"
+
+
+def _refuse_weights(rest: dict[str, Any], label: str, row: TableRow) -> None:
+    """DataError for a key that takes a turn out of the loss, which no trainer here reads; one of 1 says nothing."""
+    for key in _WEIGHT_KEYS & rest.keys():
+        weight = rest.pop(key)
+        if weight not in (1, True, "1"):
+            raise DataError(
+                f"{label} has {key} {weight!r} in {row.place}, and answers are trained on by their place alone (the last, "
+                f"or all with --assistant-only-loss); remove the key {key}, or cut the conversation after its last answer"
+            )
+
+
+def _calls(content: Any, label: str, row: TableRow) -> list[dict[str, Any]]:
+    """Return the calls of a turn of ShareGPT's role function_call: JSON with name and arguments."""
+    try:
+        value = parse_literal(content)
+        calls = value if isinstance(value, list) else [value]
+        return [
+            {
+                "type": "function",
+                "function": {"name": call["name"], "arguments": call["arguments"]},
+            }
+            for call in calls
+        ]
+    except (ValueError, TypeError, KeyError):
+        raise DataError(
+            f"{label} is a call in {row.place}, and its value is {content!r:.60}; it is JSON with name and arguments"
+        ) from None
+
+
+def _without_blocks(content: Any, label: str, row: TableRow) -> Any:
+    """Join the texts of a turn in blocks, with a mark for each picture; other content stays as it is."""
+    if isinstance(content, str | bytes) or not isinstance(content, Sequence):
+        return content
+    kinds = [block.get("type") if isinstance(block, Mapping) else None for block in content]
+    if other := [kind for kind in kinds if kind not in ("text", *IMAGE_BLOCKS)]:
+        raise DataError(
+            f"{label} has a block of type {other[0]!r} in {row.place}; a block is a text or an image"
+        )
+    texts = [
+        block.get("text") if kind == "text" else IMAGE_MARK
+        for kind, block in zip(kinds, content, strict=True)
+    ]
+    return "".join(texts) if texts and all(isinstance(text, str) for text in texts) else content
+
+
+def check_characters(text: str, label: str, row: TableRow) -> None:
+    if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise DataError(
+            f"{label} holds half of a character (a lone surrogate) in {row.place}; correct or remove the row"
+        )
+
+
+def is_dialogue(text: str) -> bool:
+    """Tell whether `text` is a conversation, `Human: ... Assistant: ...`, as in hh-rlhf."""
+    return "\n\nAssistant:" in text and re.match(r"\s*Human:", text) is not None
+
+
+def to_messages(text: str) -> list[Message]:
+    """Split a dialogue into turns without the white space around each. An open last `Assistant:` is no turn."""
+    marks = list(_SPEAKER.finditer(text))
+    ends = [mark.start() for mark in marks[1:]] + [len(text)]
+    turns: list[Message] = [
+        {
+            "role": "user" if mark[1] == "Human" else "assistant",
+            "content": text[mark.end() : end].strip(),
+        }
+        for mark, end in zip(marks, ends, strict=True)
+    ]
+    is_open = turns[-1]["role"] == "assistant" and not turns[-1]["content"]
+    return turns[:-1] if is_open else turns

@@ -1,0 +1,670 @@
+"""Read what a row says: question, answers, tools and what else the chat template gets. All commands read by `FORMS`.
+
+A form is chosen by the columns of the whole table and the command's `RowNeeds`; then each row is read by it.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from ycore.data.cells import (
+    IMAGE_COLUMNS,
+    check_characters,
+    content_of,
+    is_dialogue,
+    parse_literal,
+    to_messages,
+)
+from ycore.data.table import Table, TableRow
+from ycore.errors import DataError
+from ycore.types import IMAGE_MARK, Content, Message
+
+ANSWERS = (
+    "completion",
+    "response",
+    "output",
+    "answer",
+    "solution",
+    "canonical_solution",
+    "code",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Where a kind of dataset has its question and its answer.
+
+    Attributes:
+        question: The column of the question; a list of turns may hold the answer too.
+        joined: Columns that follow the question as further paragraphs.
+        answers: Columns of the answer, in order of preference; none where the turns hold it.
+        marker: A column that only this kind of dataset has.
+    """
+
+    question: str
+    joined: tuple[str, ...] = ()
+    answers: tuple[str, ...] = ANSWERS
+    marker: str | None = None
+
+
+CONVERSATIONS = tuple(
+    Form(name, answers=()) for name in ("messages", "conversations", "conversation")
+)
+FORMS = (
+    Form("prompt"),  # TRL, verl, HumanEval, hh
+    *CONVERSATIONS,  # OpenAI, ShareGPT
+    Form("question", joined=("starter_code",)),  # GSM8K, OpenOrca, APPS, TACO
+    Form("problem", answers=("solution", *ANSWERS)),  # MATH, NuminaMath, OpenR1
+    Form("instruction", joined=("input", "context")),  # Alpaca, Dolly
+    Form("question_content", joined=("starter_code",)),  # LiveCodeBench
+    Form("text", answers=("code",), marker="test_list"),  # MBPP
+)
+"""The kinds of datasets, in order of preference where a table has the columns of several."""
+
+SYSTEM_COLUMNS = ("system", "system_prompt")
+REASONING_COLUMNS = ("reasoning_content", "reasoning", "thinking")
+GOLD_COLUMNS = ("reward_model.ground_truth", "ground_truth", "expected_answer")
+"""Columns that rewards get as `answer` where no column has that name."""
+EXPECTED = frozenset(
+    {
+        *SYSTEM_COLUMNS,
+        *REASONING_COLUMNS,
+        *("history", "tools", "functions", "context", "input", "starter_code"),
+        *("documents", "chat_template_kwargs", "weight", "weights", "loss_mask", "margin"),
+        *IMAGE_COLUMNS,
+    }
+)
+"""Columns that trainers read: the plan warns where one is there and is not used."""
+
+_NO_TOOLS: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RowNeeds:
+    """What a command takes from a row.
+
+    Attributes:
+        kind: `prompts` (the policy writes the answer), `answers`, `pairs`, or `labelled` (answers with a label).
+        prompt_column: The user's choice; None goes by `FORMS`.
+        answer_column: The same for the answer.
+        as_chat: Make texts chat turns, for a model with a chat template.
+        whole: Keep a conversation in one piece, for a loss over all answers.
+    """
+
+    kind: Literal["prompts", "answers", "pairs", "labelled"]
+    as_chat: bool
+    prompt_column: str | None = None
+    answer_column: str | None = None
+    whole: bool = False
+
+
+@dataclass(slots=True)
+class Row:
+    """What a row says. The answers are `completion`; `chosen` and `rejected`; or all of it as `text` or `messages`."""
+
+    question: Content | None
+    answers: dict[str, Content]
+    tools: Sequence[Any] = _NO_TOOLS
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+class RowReader:
+    """Reads the rows of a table by the form that its columns have; DataError with the row where that cannot be.
+
+    Attributes:
+        form: None where there is no question apart from the answers.
+        notes: Counts what was read otherwise than it stands, by what was done.
+    """
+
+    def __init__(self, table: Table, needs: RowNeeds) -> None:
+        self.table = table
+        self.needs = needs
+        self.notes: Counter[str] = Counter()
+        self.roles: dict[str, str] = {}
+        self._columns = frozenset(table.columns)
+        self.has_pairs = {"chosen", "rejected"} <= self._columns
+        self.form = self._find_form()
+        self.answer = self._find_answer()
+        self._joined = [
+            name for name in (self.form.joined if self.form else ()) if name in self._columns
+        ]
+        self._system = next((name for name in SYSTEM_COLUMNS if name in self._columns), None)
+        self._has_history = "history" in self._columns
+        self._reasoning = next(
+            (name for name in REASONING_COLUMNS if name in self._columns), None
+        )
+        if self.answer is None or not needs.as_chat or needs.kind == "prompts":
+            self._reasoning = None
+        self._has_tools = needs.as_chat and "tools" in self._columns
+        self._has_arguments = needs.as_chat and "chat_template_kwargs" in self._columns
+        self._has_image_columns = not self._columns.isdisjoint(IMAGE_COLUMNS)
+        self._is_plain = not (self._joined or self._system or self._has_history)
+
+    def _find_form(self) -> Form | None:
+        if (name := self.needs.prompt_column) is not None:
+            self.table.require_column(name, "--prompt-column")
+            return next((form for form in FORMS if form.question == name), Form(name))
+        forms = FORMS
+        if self.needs.kind == "answers":
+            forms = (*CONVERSATIONS, *(form for form in FORMS if form not in CONVERSATIONS))
+        elif self.needs.kind == "pairs" or (
+            self.needs.kind == "labelled" and "label" not in self._columns
+        ):
+            forms = tuple(form for form in FORMS if form not in CONVERSATIONS)
+        return next((form for form in forms if self._fits(form)), None)
+
+    def _fits(self, form: Form) -> bool:
+        if not {form.question, form.marker or form.question} <= self._columns:
+            return False
+        needs_answer = self.needs.kind == "answers" and form not in CONVERSATIONS
+        return not needs_answer or bool(
+            self.needs.answer_column or self._columns.intersection(form.answers)
+        )
+
+    def _find_answer(self) -> str | None:
+        """Return the column with the answer; of a run with rollouts, the one that rewards get as `answer`."""
+        if (name := self.needs.answer_column) is not None:
+            self.table.require_column(name, "--answer-column")
+            return name
+        if self.needs.kind == "prompts":
+            if "answer" in self._columns:
+                return "answer"
+            if self.form is not None and self.form.question == "problem":
+                return next((name for name in ("solution",) if name in self._columns), None)
+            return next((name for name in GOLD_COLUMNS if self._has_cell(name)), None)
+        candidates = self.form.answers if self.form else ()
+        return next((name for name in candidates if name in self._columns), None)
+
+    def _has_cell(self, name: str) -> bool:
+        return name in self._columns or (
+            self.table.has(name) and self.table.row(0).cell(name) is not None
+        )
+
+    def prompt(self, row: TableRow) -> Content:
+        """Return what the policy is asked: the question, or a conversation up to its last answer."""
+        if self.form is None:
+            content = content_of(row, "chosen", self.roles)
+            turns = (
+                to_messages(content)
+                if isinstance(content, str) and is_dialogue(content)
+                else content
+            )
+            if isinstance(turns, str):
+                raise DataError(
+                    f"'chosen' is an answer without its conversation in {row.place}; "
+                    "name the column that holds the prompts with --prompt-column"
+                )
+            return self._after_history(self._before_answer(turns), row)
+        question = self.question(row)
+        if isinstance(question, str):
+            return question
+        if self.form.question != "prompt":
+            return self._before_answer(question)
+        for name in ("chosen", "completion"):
+            if name in self._columns and isinstance(row.values.get(name), list):
+                answer = content_of(row, name, self.roles)
+                assert not isinstance(answer, str)
+                return _split_answer(answer, question, name, row, strip=False)[0] or question
+        return question
+
+    def _before_answer(self, turns: list[Message]) -> list[Message]:
+        """Cut the answer that ends a whole conversation: the policy is to write it."""
+        stop = len(turns)
+        while stop and turns[stop - 1]["role"] == "assistant":
+            stop -= 1
+        if stop < len(turns):
+            self.notes["last answers are cut, for the policy writes them"] += 1
+        return turns[:stop]
+
+    def question(self, row: TableRow) -> Content:
+        """Return the question, with what belongs before and after it."""
+        assert self.form is not None
+        content = content_of(row, self.form.question, self.roles)
+        if self._is_plain and not isinstance(content, str):
+            return content
+        if isinstance(content, str):
+            for name in self._joined:
+                if text := _text_of(row, name):
+                    content = f"{content}\n\n{text}" if content.strip() else text
+            if not self.needs.as_chat and not self._has_history:
+                system = _text_of(row, self._system)
+                return f"{system}\n\n{content}" if system else content
+            content = self._turns(content)
+        return self._after_history(content, row)
+
+    def _turns(self, text: str) -> list[Message]:
+        return to_messages(text) if is_dialogue(text) else [{"role": "user", "content": text}]
+
+    def _after_history(self, turns: list[Message], row: TableRow) -> list[Message]:
+        """Put the columns `system` and `history` before the turns."""
+        before: list[Message] = []
+        if system := _text_of(row, self._system):
+            first = turns[0] if turns else {}
+            if first.get("role") != "system":
+                before = [{"role": "system", "content": system}]
+            elif first["content"].strip() != system.strip():
+                self.notes[
+                    f"turns keep their own system prompt, not the column {self._system}"
+                ] += 1
+        if self._has_history:
+            before += _history(row)
+        return before + turns
+
+    def may_show(self, content: Content) -> bool:
+        """Tell whether a row with this question may have pictures."""
+        return self._has_image_columns or (
+            not isinstance(content, str)
+            and any(IMAGE_MARK in (turn["content"] or "") for turn in content)
+        )
+
+    def read(self, row: TableRow) -> Row | str:
+        """Return what a row says to a trainer that learns from answers, or why nothing can be learned from it."""
+        answers: Row | str
+        if self.needs.kind == "pairs" or (self.needs.kind == "labelled" and self.reads_pairs):
+            answers = self._pair(row)
+        elif self.form is None:
+            answers = self._whole_text(row)
+        elif self.answer is None:
+            answers = self._conversation(row)
+        else:
+            answers = self._answered(row)
+        if isinstance(answers, Row):
+            if self._has_tools:
+                answers.tools = self.tools(row)
+            if self._has_arguments:
+                answers.template_arguments = self.template_arguments(row)
+        return answers
+
+    @property
+    def reads_pairs(self) -> bool:
+        return self.has_pairs and (self.needs.kind == "pairs" or "label" not in self._columns)
+
+    def _answered(self, row: TableRow) -> Row | str:
+        """Read a question and an answer in two columns."""
+        assert self.form is not None and self.answer is not None
+        question = self.question(row)
+        answer = content_of(row, self.answer, self.roles)
+        if _is_empty(answer):
+            return "no answer"
+        if (
+            isinstance(answer, str)
+            and self._reasoning
+            and (text := _text_of(row, self._reasoning))
+        ):
+            answer = [{"role": "assistant", "content": answer, "reasoning_content": text}]
+        return self._joined_row(row, question, {"completion": answer})
+
+    def _joined_row(
+        self, row: TableRow, question: Content, answers: dict[str, Content]
+    ) -> Row | str:
+        """Return question and answers as texts, or all as chat turns; answers that repeat the question lose it."""
+        contents = (question, *answers.values())
+        if not self.needs.as_chat and all(isinstance(content, str) for content in contents):
+            return Row(question, answers)
+        turns = self._turns(question) if isinstance(question, str) else question
+        was_dialogue = isinstance(text := row.cell(self._question_name or ""), str) and (
+            is_dialogue(text)
+        )
+        if turns and turns[-1]["role"] == "assistant":
+            raise DataError(
+                f"the prompt ({self._question_name!r}) ends with an assistant turn in {row.place}; "
+                "remove that turn: it stands before the answer"
+            )
+        if was_dialogue and any(_is_empty([turn]) for turn in turns):
+            return "a turn is empty"
+        split = {
+            name: _split_answer(content, turns, name, row, strip=was_dialogue)
+            for name, content in answers.items()
+        }
+        heads = [head or turns for head, _ in split.values()]
+        if any(head != heads[0] for head in heads):
+            return "conversations part before the last answer"
+        return Row(heads[0], {name: answer for name, (_, answer) in split.items()})
+
+    @property
+    def _question_name(self) -> str | None:
+        return self.form.question if self.form else None
+
+    def _conversation(self, row: TableRow) -> Row | str:
+        """Cut before the last answer, so that the loss is of that answer and not of what the user said."""
+        assert self.form is not None
+        turns = self.question(row)
+        if isinstance(turns, str) or (
+            isinstance(row.cell(self.form.question), str) and not _has_answer(turns)
+        ):
+            raise DataError(
+                f"{self.form.question!r} is text in {row.place}; it must be a list of {{role, content}} turns"
+            )
+        if self.needs.whole and not _is_empty(turns):
+            return Row(None, {"messages": turns})
+        question, answer = self.split_last_answer(turns)
+        if not answer or _is_empty(answer):
+            return "no answer"
+        if not question:
+            return "no question"
+        return Row(question, {"completion": answer})
+
+    def split_last_answer(self, turns: list[Message]) -> tuple[list[Message], list[Message]]:
+        """Split a conversation before the turns of the assistant at its end; questions that nobody answers are cut."""
+        stop = len(turns)
+        while stop and turns[stop - 1]["role"] != "assistant":
+            stop -= 1
+        if stop < len(turns) and stop:
+            self.notes["last questions that nobody answers are cut"] += 1
+        start = stop
+        while start and turns[start - 1]["role"] == "assistant":
+            start -= 1
+        return turns[:start], turns[start:stop]
+
+    def _whole_text(self, row: TableRow) -> Row | str:
+        content = content_of(row, "text", self.roles)
+        if isinstance(content, str) and not (self.needs.as_chat and is_dialogue(content)):
+            return Row(None, {"text": content}) if content.strip() else "no text"
+        turns = to_messages(content) if isinstance(content, str) else content
+        if self.needs.whole:
+            return Row(None, {"messages": turns})
+        question, answer = self.split_last_answer(turns)
+        return Row(question, {"completion": answer}) if answer and question else "no answer"
+
+    def _pair(self, row: TableRow) -> Row | str:
+        pair: dict[str, Content] = {}
+        for name in ("chosen", "rejected"):
+            content = content_of(row, name, self.roles)
+            if self.needs.as_chat and isinstance(content, str) and is_dialogue(content):
+                content = to_messages(content)
+            is_asking = (
+                isinstance(content, list) and content[-1:] and content[-1]["role"] == "user"
+            )
+            if is_asking or _is_empty(content):
+                return "no answer"
+            pair[name] = content
+        if pair["chosen"] == pair["rejected"]:
+            return "answers equal"
+        if self.form is not None:
+            return self._joined_row(row, self.question(row), pair)
+        chosen, rejected = pair.values()
+        if isinstance(chosen, str) and isinstance(rejected, str):
+            return _split_texts(chosen, rejected)
+        if isinstance(chosen, str) or isinstance(rejected, str):
+            raise DataError(
+                f"one of 'chosen' and 'rejected' is chat turns in {row.place}, and the other is text; "
+                "make them the same kind"
+            )
+        differ_last = len(chosen) > 1 and chosen[:-1] == rejected[:-1]
+        if not differ_last or chosen[-1]["role"] != "assistant" != rejected[-1]["role"]:
+            return "conversations part before the last answer"
+        question = self._after_history(chosen[:-1], row)
+        return Row(question, {"chosen": chosen[-1:], "rejected": rejected[-1:]})
+
+    def tools(self, row: TableRow) -> Sequence[Any]:
+        """Return the tools that the chat template lists before the question."""
+        value = row.cell("tools") if self._has_tools else None
+        value = _parsed(value, "tools", row)
+        if value is None:
+            return _NO_TOOLS
+        if not isinstance(value, Sequence) or not all(
+            isinstance(tool, Mapping) for tool in value
+        ):
+            raise DataError(
+                f"'tools' is {type(value).__name__} in {row.place}; it is a list of tools as JSON schemas"
+            )
+        return value
+
+    def template_arguments(self, row: TableRow) -> dict[str, Any]:
+        """Return the row's own arguments of the chat template."""
+        value = row.cell("chat_template_kwargs") if self._has_arguments else None
+        value = _parsed(value, "chat_template_kwargs", row)
+        if value is None:
+            return {}
+        if not isinstance(value, Mapping):
+            raise DataError(
+                f"'chat_template_kwargs' is {type(value).__name__} in {row.place}; it is an object"
+            )
+        return {str(key): item for key, item in value.items() if item is not None}
+
+    def gold(self, row: TableRow) -> Any:
+        """Return what rewards get as `answer`; of a worked solution that boxes its result, the result."""
+        assert self.answer is not None
+        value = row.cell(self.answer)
+        is_worked = self.answer == "solution" and self.needs.answer_column is None
+        return last_boxed(value) or value if is_worked and isinstance(value, str) else value
+
+    @property
+    def used(self) -> list[str]:
+        """The columns that were read, in the order of the table."""
+        used = {self._question_name, self.answer, *self._joined, self._system, self._reasoning}
+        used |= {"history"} if self._has_history else set()
+        used |= {"tools"} if self._has_tools else set()
+        used |= {"chat_template_kwargs"} if self._has_arguments else set()
+        if self.needs.kind in ("pairs", "labelled") and self.reads_pairs:
+            used |= {"chosen", "rejected", "margin"}
+        if self.needs.kind == "labelled":
+            used.add("label")
+        if self.needs.kind == "answers" and self.form is None:
+            used.add("text")
+        used |= set(IMAGE_COLUMNS)
+        roots = {name.partition(".")[0] for name in used if name}
+        return [name for name in self.table.columns if name in used or name in roots]
+
+    @property
+    def prompt_column(self) -> str | None:
+        """The column that the policy is asked with; None where there is none."""
+        return self._question_name or ("chosen" if self.has_pairs else None)
+
+    def summary(self) -> dict[str, Any]:
+        """Describe the reading as JSON values; only after all rows were read are its notes whole."""
+        used = self.used
+        notes = [f"{count} x {note}" for note, count in sorted(self.notes.items())]
+        if self.roles:
+            notes.append(
+                "roles "
+                + ", ".join(f"{name} as {role}" for name, role in sorted(self.roles.items()))
+            )
+        return {
+            "in_words": self.in_words(),
+            "unused": [name for name in self.table.columns if name not in used],
+            "expected": [
+                name for name in self.table.columns if name in EXPECTED and name not in used
+            ],
+            "notes": notes,
+        }
+
+    def in_words(self) -> str:
+        """`question from instruction + input, answer from output; not used: source`."""
+        parts = []
+        names = [self._system, "history" if self._has_history else None, self._question_name]
+        asked = " + ".join(name for name in (*names, *self._joined) if name)
+        if self.needs.kind in ("pairs", "labelled") and self.reads_pairs:
+            parts += [
+                f"question from {asked or 'what chosen and rejected share'}",
+                "answers from chosen and rejected",
+            ]
+        elif self.form is None:
+            parts.append("no question" if self.needs.kind == "prompts" else "all of text")
+        elif self.answer is None or (
+            self.form in CONVERSATIONS and self.needs.kind != "prompts"
+        ):
+            parts.append(
+                f"question from {asked}"
+                if self.needs.kind == "prompts"
+                else f"question and answer from {asked}"
+            )
+        else:
+            reasoning = f"{self._reasoning} + " if self._reasoning else ""
+            parts += [f"question from {asked}", f"answer from {reasoning}{self.answer}"]
+        parts += [
+            name
+            for name, is_read in (
+                ("tools", self._has_tools),
+                ("chat_template_kwargs", self._has_arguments),
+            )
+            if is_read
+        ]
+        return ", ".join(parts)
+
+
+def _text_of(row: TableRow, column: str | None) -> str:
+    """Return a cell of text without the white space around it; empty where there is none."""
+    value = None if column is None else row.cell(column)
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise DataError(
+            f"{column!r} is {type(value).__name__} in {row.place}; it is text that belongs to the question: "
+            "write it as text, or rename the column"
+        )
+    check_characters(value, repr(column), row)
+    return value.strip() and value
+
+
+def _history(row: TableRow) -> list[Message]:
+    """Return the earlier turns of Alpaca's `history`: a list of questions with their answers."""
+    value = _parsed(row.cell("history"), "history", row) or []
+    if value and isinstance(value[0], Mapping):
+        listed = content_of(row, "history", {})
+        assert not isinstance(listed, str)
+        return listed
+    turns: list[Message] = []
+    for pair in value:
+        if not (
+            isinstance(pair, Sequence)
+            and len(pair) == 2
+            and all(isinstance(text, str) for text in pair)
+        ):
+            raise DataError(
+                f"'history' has {pair!r:.60} in {row.place}; it is a list of [question, answer] pairs"
+            )
+        turns += [
+            {"role": role, "content": text}
+            for role, text in zip(("user", "assistant"), pair, strict=True)
+        ]
+    return turns
+
+
+def _parsed(value: Any, column: str, row: TableRow) -> Any:
+    """Return the value of a cell that may hold JSON in a text; None where it is empty."""
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return None
+    try:
+        return parse_literal(value)
+    except ValueError as problem:
+        raise DataError(
+            f"{column!r} cannot be read as JSON in {row.place}: {problem}; correct the cell"
+        ) from None
+
+
+def _is_empty(content: Content) -> bool:
+    """Tell whether there is nothing to learn from: no turns, blank text, or a last turn that is blank."""
+    if isinstance(content, str):
+        return not content.strip()
+    last = content[-1] if content else {}
+    return not (last.get("content") or "").strip() and not last.get("tool_calls")
+
+
+def _has_answer(turns: Sequence[Message]) -> bool:
+    return any(turn["role"] == "assistant" for turn in turns)
+
+
+def _split_answer(
+    content: Content, question: list[Message], name: str, row: TableRow, *, strip: bool
+) -> tuple[list[Message] | None, list[Message]]:
+    """Split a whole conversation into its question and the answer; None for the question where it is no conversation.
+
+    The conversation's question wins where the row's `question` is its end: it may have a system prompt, earlier turns or
+    less white space.
+    """
+    if isinstance(content, str):
+        return None, [{"role": "assistant", "content": content.strip() if strip else content}]
+    start = len(content)
+    while start and content[start - 1]["role"] not in ("user", "system", "developer"):
+        start -= 1
+    if start == 0 and not _starts_with(content, question):
+        return None, content
+    if start == len(content):
+        raise DataError(
+            f"{name!r} ends with a {content[-1]['role']} turn in {row.place}; an answer ends with the assistant's"
+        )
+    if _starts_with(content, question):
+        start = len(question)
+        rest = content[start:]
+        if any(turn["role"] in ("user", "system", "developer") for turn in rest):
+            raise DataError(_holds_question(name, row))
+        return content[:start], rest
+    head = content[:start]
+    if _starts_with(head[-len(question) :], question):
+        return head, content[start:]
+    if _starts_with(question[-len(head) :], head):
+        return None, content[start:]
+    raise DataError(_holds_question(name, row))
+
+
+def _holds_question(name: str, row: TableRow) -> str:
+    return (
+        f"{name!r} contains a user's turn that the row's question lacks in {row.place}; an answer is the "
+        "assistant's alone: remove the turns before it, or the column with the question"
+    )
+
+
+def _starts_with(turns: Sequence[Message], question: Sequence[Message]) -> bool:
+    """Tell whether the turns begin with the question, without regard to white space."""
+    if len(turns) < len(question):
+        return False
+    return all(
+        turn["role"] == asked["role"] and _words(turn) == _words(asked)
+        for turn, asked in zip(turns, question, strict=False)
+    )
+
+
+def _words(turn: Message) -> list[str]:
+    return (turn.get("content") or "").split()
+
+
+def _split_texts(chosen: str, rejected: str) -> Row | str:
+    """Cut where the assistant's last turn begins, else at the last space of the common beginning."""
+    mark = "\n\nAssistant:"
+    differing = (
+        place
+        for place, letters in enumerate(zip(chosen, rejected, strict=False))
+        if letters[0] != letters[1]
+    )
+    common = chosen[: next(differing, min(len(chosen), len(rejected)))]
+    end = common.rfind(mark) + len(mark) if mark in common else common.rfind(" ")
+    if end <= 0 or not chosen[end:].strip() or not rejected[end:].strip():
+        return "conversations part before the last answer"
+    return Row(chosen[:end], {"chosen": chosen[end:], "rejected": rejected[end:]})
+
+
+_BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
+
+
+def last_boxed(solution: str) -> str | None:
+    r"""Return what the last `\boxed{...}` of a worked solution holds; None where there is none."""
+    marks = list(_BOXED.finditer(solution))
+    if not marks:
+        return None
+    depth = 1
+    for place in range(marks[-1].end(), len(solution)):
+        depth += {"{": 1, "}": -1}.get(solution[place], 0)
+        if depth == 0:
+            return solution[marks[-1].end() : place].strip()
+    return None
+
+
+def renamed(table: Table, columns: Mapping[str, str]) -> Table:
+    """Give columns the names of `columns` in place of the user's, which are its values."""
+    for new_name, old_name in columns.items():
+        table.require_column(old_name, f"columns.{new_name}")
+    if not columns:
+        return table
+    names = {old_name: new_name for new_name, old_name in columns.items()}
+    hidden = set(columns) - set(names)  # columns that had one of these names before
+    rows = [
+        {names.get(name, name): value for name, value in row.items() if name not in hidden}
+        for row in table.rows
+    ]
+    kept = tuple(names.get(name, name) for name in table.columns if name not in hidden)
+    return replace(table, rows=rows, columns=kept)

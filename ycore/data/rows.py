@@ -83,7 +83,7 @@ _NO_TOOLS: tuple[Any, ...] = ()
 
 @dataclass(frozen=True, slots=True)
 class RowNeeds:
-    """What a command takes from a row.
+    """The part of a row that a command takes.
 
     Attributes:
         kind: `prompts` (the policy writes the answer), `answers`, `pairs`, or `labelled` (answers with a label).
@@ -102,7 +102,7 @@ class RowNeeds:
 
 @dataclass(slots=True)
 class Row:
-    """What a row says. The answers are `completion`; `chosen` and `rejected`; or all of it as `text` or `messages`."""
+    """A question, and the answers: `completion`; `chosen` and `rejected`; or all of it as `text` or `messages`."""
 
     question: Content | None
     answers: dict[str, Content]
@@ -432,21 +432,31 @@ class RowReader:
         return last_boxed(value) or value if is_worked and isinstance(value, str) else value
 
     @property
-    def used(self) -> list[str]:
-        """The columns that were read, in the order of the table."""
-        used = {self._question_name, self.answer, *self._joined, self._system, self._reasoning}
-        used |= {"history"} if self._has_history else set()
-        used |= {"tools"} if self._has_tools else set()
-        used |= {"chat_template_kwargs"} if self._has_arguments else set()
+    def used(self) -> set[str]:
+        """The columns that were read."""
+        used = {
+            self._question_name,
+            self.answer,
+            self._system,
+            self._reasoning,
+            *self._joined,
+            *IMAGE_COLUMNS,
+        }
+        if self._has_history:
+            used.add("history")
+        if self._has_tools:
+            used.add("tools")
+        if self._has_arguments:
+            used.add("chat_template_kwargs")
         if self.needs.kind in ("pairs", "labelled") and self.reads_pairs:
             used |= {"chosen", "rejected", "margin"}
         if self.needs.kind == "labelled":
             used.add("label")
         if self.needs.kind == "answers" and self.form is None:
             used.add("text")
-        used |= set(IMAGE_COLUMNS)
-        roots = {name.partition(".")[0] for name in used if name}
-        return [name for name in self.table.columns if name in used or name in roots]
+        return {
+            name if name in self._columns else name.partition(".")[0] for name in used if name
+        }
 
     @property
     def prompt_column(self) -> str | None:

@@ -72,6 +72,9 @@ OPTIONS: Mapping[str, Any] = {
     ),
     "seed": number("Fixes the data's order and the sampling; e.g. 0."),
     "dry_run": switch("Check everything, show the plan, start nothing.", "--dry-run"),
+    "show_rows": number(
+        "Rows of the dataset that the plan shows as the model sees them; 1 by default."
+    ),
     "json": switch("One JSON object on standard output, the rest on standard error.", "--json"),
     # Prompts and rewards
     "dataset": text(
@@ -113,8 +116,10 @@ OPTIONS: Mapping[str, Any] = {
         "How it calls tools: template (of its chat template) or calls (in its text).",
         metavar="HOW",
     ),
-    "prompt_column": text("Column that holds the prompt; e.g. question."),
-    "answer_column": text("Column that rewards get as `answer`; e.g. solution."),
+    "prompt_column": text("Column that holds the question; e.g. question."),
+    "answer_column": text(
+        "Column with the answer, for the trainer or the rewards; e.g. solution."
+    ),
     "system_prompt": text("System prompt of every chat; e.g. 'Answer with a number.'"),
     "benchmark": text(
         "Dataset, prompt and reward by name: gsm8k, math500, humaneval, ifeval, harmless-base or gym:NAME.",
@@ -279,7 +284,7 @@ _KEYS: Mapping[str, str] = {
 """Options that have another name than the key that they set."""
 
 _WITHOUT_KEY = {
-    "recipe", "set_", "dry_run", "resume", "resume_from", "accept_changes", "json", "preflight", "benchmark", "run",
+    "recipe", "set_", "dry_run", "show_rows", "resume", "resume_from", "accept_changes", "json", "preflight", "benchmark", "run",
     "devices", "judge", "prompt_tokens", "completion_tokens", "top", "report_to",
 }  # fmt: skip
 

@@ -34,11 +34,11 @@ _ROLLOUTS = """
     eval_dataset eval_split eval_every eval_while_training eval_reward keep_best stop_when
 """
 _EXAMPLES = """
-    split limit eval_dataset eval_split held_out eval_every keep_best stop_when batch_size epochs
+    prompt_column answer_column split limit eval_dataset eval_split held_out eval_every keep_best stop_when batch_size epochs
 """
 _TRAINING = """
     steps lora quantize merge processes accelerate deterministic trust_remote_code seed set_ recipe output
-    dry_run resume resume_from accept_changes json
+    dry_run show_rows resume resume_from accept_changes json
 """
 
 
@@ -58,6 +58,7 @@ def training_command(algorithm: Algorithm) -> Callable[..., None]:
             resume_from=options["resume_from"],
             accept_changes=options["accept_changes"],
             dry_run=options["dry_run"],
+            show_rows=options["show_rows"] or 1,
             json=options["json"],
         )
 
@@ -161,6 +162,7 @@ def train(
     resume_from: str | None = None,
     accept_changes: bool = False,
     dry_run: bool,
+    show_rows: int = 1,
     json: bool = False,
 ) -> None:
     """Check, show the plan, and unless it is a dry run train in the foreground."""
@@ -180,7 +182,7 @@ def train(
         if resume_from is not None:
             step = parse_checkpoint(resume_from, RunFolder(Path(config.output)))
         how = Resume(step=step, accept_changes=accept_changes)
-        result = training_plan(config, resume=resume, how=how)
+        result = training_plan(config, resume=resume, how=how, show_rows=show_rows)
         if not (json and dry_run):
             if family is None:
                 print_table(plan_rows(result, resume=resume))

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from ycore.api.shown_rows import rows_read
 from ycore.config.batch import derive_batch
 from ycore.config.schema import RunConfig, a_fifth
 from ycore.data.examples import num_overlapping
@@ -25,12 +26,13 @@ from ycore.scoring.scorers import (
 
 
 def check_rollouts(
-    config: RunConfig, model: ModelPlan, site: Site, *, step: int | None
+    config: RunConfig, model: ModelPlan, site: Site, *, step: int | None, show_rows: int
 ) -> dict[str, Any]:
     """Plan the parts that only a run with rollouts has; UserError where they cannot work.
 
     Args:
         step: the checkpoint that the run goes on from; None is the newest.
+        show_rows: how many of the dataset's rows the plan shows.
     """
     engine: EngineKind = REPLAY
     if config.replay is None:
@@ -54,12 +56,14 @@ def check_rollouts(
     _check_turns(config, model)
     sharing = check_run(config, site)
     columns = list(prompts.columns)
+    template_arguments = config.trl.get("chat_template_kwargs")
     return {
         "dataset": {
             "rows": len(prompts.prompts),
             "columns": columns,
             "chat": prompts.is_chat,
             "fingerprint": prompts.fingerprint,
+            "reading": rows_read(prompts, model, template_arguments, num_rows=show_rows),
         },
         "evaluation": _check_evaluation(config, prompts),
         "engine": engine.name,

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ycore.api.rollout_checks import check_rollouts
+from ycore.api.shown_rows import reading_warnings, rows_read
 from ycore.config.algorithms import families, find_algorithm, load
 from ycore.config.batch import derive_tune_batch
 from ycore.config.resolve import check_needs
@@ -31,7 +32,12 @@ from ycore.run.secrets import redact
 
 
 def checked_plan(
-    config: AnyConfig, *, resume: bool = False, how: Resume = AS_IT_WAS, trains: bool = True
+    config: AnyConfig,
+    *,
+    resume: bool = False,
+    how: Resume = AS_IT_WAS,
+    trains: bool = True,
+    show_rows: int = 1,
 ) -> dict[str, Any]:
     """Plan the run as JSON values; UserError where it cannot work.
 
@@ -39,6 +45,7 @@ def checked_plan(
         resume: the run's folder must hold this run, instead of none.
         how: the checkpoint to go on from, and whether the settings may differ.
         trains: False for a preflight and an evaluation.
+        show_rows: how many of the dataset's rows the plan shows.
     """
     model = resolve_model(config.model, trust_remote_code=config.trust_remote_code)
     trains_language_model = trains and not find_algorithm(config.algorithm).trains_reward_model
@@ -47,9 +54,9 @@ def checked_plan(
         check_adapter_targets(config.lora.target_modules, model.folder)
     site = site_of(config, trains=trains)
     if isinstance(config, RunConfig):
-        details = check_rollouts(config, model, site, step=how.step)
+        details = check_rollouts(config, model, site, step=how.step, show_rows=show_rows)
     else:
-        details = _check_examples(config, model, site)
+        details = _check_examples(config, model, site, show_rows)
     batch = details.pop("batch")
     check_needs(config)
     check_claim(site.folder, config, resume=resume, resume_options=how)
@@ -82,7 +89,8 @@ def checked_plan(
 def _warnings(plan: Mapping[str, Any]) -> list[str]:
     """Name what makes the run worth less than it seems, a line each."""
     config, dataset, evaluation = plan["config"], plan["dataset"], plan.get("evaluation")
-    lines = []
+    has_tools = bool(config.get("tools") or config.get("env") or config.get("agent"))
+    lines = reading_warnings(dataset["reading"], has_tools=has_tools)
     overlap = (evaluation or dataset).get("overlap")
     if overlap:
         num_held_out = evaluation["rows"] if evaluation else dataset["held_out"]
@@ -98,7 +106,9 @@ def _warnings(plan: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _check_examples(config: TuneConfig, model: ModelPlan, site: Site) -> dict[str, Any]:
+def _check_examples(
+    config: TuneConfig, model: ModelPlan, site: Site, show_rows: int
+) -> dict[str, Any]:
     examples = load_examples(config, as_chat=model.has_chat_template is True)
     if examples.is_chat:
         require_chat_template(model)
@@ -120,27 +130,31 @@ def _check_examples(config: TuneConfig, model: ModelPlan, site: Site) -> dict[st
         context_length=model.context_length,
     )
     measures = bool(examples.held_out) and config.measures_between
+    is_apart = config.eval_dataset is not None or config.eval_split is not None
     dataset = {
         "rows": len(examples.train),
         "held_out": len(examples.held_out),
-        "overlap": examples.overlap,
+        "overlap": examples.overlap if is_apart else 0,
         "eval_every": (config.eval_every or a_fifth(batch.steps)) if measures else None,
         "columns": list(examples.columns),
         "chat": examples.is_chat,
         "left_out": examples.left_out_note,
         "fingerprint": examples.fingerprint,
+        "reading": rows_read(examples, model, None, num_rows=show_rows),
     }
     return {"dataset": dataset, "batch": batch}
 
 
-def training_plan(config: BaseConfig, *, resume: bool, how: Resume) -> dict[str, Any]:
+def training_plan(
+    config: BaseConfig, *, resume: bool, how: Resume, show_rows: int = 1
+) -> dict[str, Any]:
     """Plan a training run as `checked_plan` does; UserError also where a checkpoint or journal cannot be used."""
     plan: dict[str, Any]
     if family := families().get(config.algorithm):
         plan = load(family.plan)(config, resume=resume, how=how)
     else:
         assert isinstance(config, RunConfig | TuneConfig)
-        plan = checked_plan(config, resume=resume, how=how)
+        plan = checked_plan(config, resume=resume, how=how, show_rows=show_rows)
     folder = RunFolder(Path(config.output))
     if how.step is not None:
         check_checkpoint(folder, how.step)

@@ -39,6 +39,8 @@ def figure_rows(summary: Mapping[str, Any]) -> list[list[str]]:
 
 def plan_rows(plan: Mapping[str, Any], *, resume: bool = False) -> Rows:
     """Put a `checked_plan` into words."""
+    from ycore.api.shown_rows import reading_rows  # with pydantic
+
     config, model = plan["config"], plan["model"]
     context = f", context {model['context_length']}" if model["context_length"] else ""
     has_rollouts = "rewards" in config
@@ -46,6 +48,7 @@ def plan_rows(plan: Mapping[str, Any], *, resume: bool = False) -> Rows:
         ("model", f"{config['model']}: {model['note']}{context}"),
         ("dataset", f"{config['dataset'] or 'none'}: {_dataset_in_words(plan['dataset'])}"),
     ]
+    rows += reading_rows(plan["dataset"]["reading"])
     if has_rollouts:
         rows += _reward_rows(plan)
     if plan.get("evaluation"):

@@ -11,7 +11,7 @@ from typing import Any
 from ycore.errors import ModelError
 from ycore.models.folder import read_settings
 from ycore.run.images import ImageStore
-from ycore.types import Content, Prompt, in_blocks
+from ycore.types import Prompt, in_blocks
 
 
 def image_token_ids(config: Mapping[str, Any]) -> list[int]:
@@ -40,33 +40,33 @@ class Sight:
         self._template_arguments = dict(template_arguments or {})
         self._ids = lru_cache(maxsize=4096)(self._encoded)
 
-    def text(self, content: Content) -> str:
+    def text(self, prompt: Prompt) -> str:
         """Write a prompt with its chat template, with a token for each picture."""
+        arguments = {**self._template_arguments, **prompt.template_arguments}
         return str(
             self.processor.apply_chat_template(
-                in_blocks(content),
+                in_blocks(prompt.content),
+                tools=list(prompt.tools) or None,
                 add_generation_prompt=True,
                 tokenize=False,
-                **self._template_arguments,
+                **arguments,
             )
         )
 
     def prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
         """Return the token ids that the model reads."""
-        return self._ids(self.text(prompt.content), prompt.images)
+        return self._ids(self.text(prompt), prompt.images)
 
     def short_ids(self, prompt: Prompt) -> tuple[int, ...]:
         """Return the token ids with one token a picture; vLLM expands it."""
         return tuple(
-            self.processor.tokenizer(self.text(prompt.content), add_special_tokens=False)[
-                "input_ids"
-            ]
+            self.processor.tokenizer(self.text(prompt), add_special_tokens=False)["input_ids"]
         )
 
     def inputs(self, prompts: Sequence[Prompt]) -> Any:
         """Return the inputs of transformers' model: (B, P) token ids padded left, and the pixels of all pictures."""
         return self._processed(
-            [self.text(prompt.content) for prompt in prompts],
+            [self.text(prompt) for prompt in prompts],
             [prompt.images for prompt in prompts],
         )
 

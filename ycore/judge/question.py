@@ -20,7 +20,7 @@ from ycore.judge.declaration import (
     RankingVerdict,
     ScoreVerdict,
 )
-from ycore.types import IMAGE_MARK, Content, Prompt
+from ycore.types import IMAGE_MARK, Content, Prompt, said
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -189,9 +189,13 @@ def as_text(content: Content | Any) -> str:
     if is_list and all(isinstance(turn, Mapping) and "content" in turn for turn in content):
         turns = [turn for turn in content if turn.get("role") != "system"]
         if len(turns) == 1:
-            return str(turns[0]["content"])
-        return "\n".join(f"{turn.get('role')}: {turn['content']}" for turn in turns)
+            return _said_in(turns[0])
+        return "\n".join(f"{turn.get('role')}: {_said_in(turn)}" for turn in turns)
     return "" if content is None else str(content)
+
+
+def _said_in(turn: Mapping[str, Any]) -> str:
+    return said(turn) if turn.get("tool_calls") else str(turn["content"])
 
 
 def sanitize(text: str, *, tags: Sequence[str] = (), special_tokens: Sequence[str] = ()) -> str:

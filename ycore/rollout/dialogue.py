@@ -112,13 +112,24 @@ class Dialogue:
                 f"TRL cannot read the tool calls of {name}'s chat template; {_WAY_OUT}"
             ) from None
 
-    def prompt_ids(self, content: Content) -> tuple[int, ...]:
-        """Return a prompt's token ids, with what the policy must know of its tools."""
+    def prompt_ids(
+        self, content: Content, template_arguments: Mapping[str, Any] | None = None
+    ) -> tuple[int, ...]:
+        """Return a prompt's token ids, with what the policy must know of its tools.
+
+        Args:
+            template_arguments: The prompt's own, over the run's.
+        """
         if isinstance(content, str):
             content = [{"role": "user", "content": content}]
         messages = self._template_messages(content)
         if self._by_template:
-            return self._render(messages, add_generation_prompt=True, tools=self._tools)
+            return self._render(
+                messages,
+                add_generation_prompt=True,
+                tools=self._tools,
+                template_arguments=template_arguments,
+            )
         if self._tools and not self.takes_text:
             system = ["You can call these functions, each on a line of its own:"]
             system += map(_signature, self._tools)
@@ -126,7 +137,9 @@ class Dialogue:
             if messages[0]["role"] == "system":
                 text = f"{messages.pop(0)['content']}\n\n{text}"
             messages.insert(0, {"role": "system", "content": text})
-        return self._render(messages, add_generation_prompt=True)
+        return self._render(
+            messages, add_generation_prompt=True, template_arguments=template_arguments
+        )
 
     def parse_turn(
         self, token_ids: Sequence[int], text: str, *, prefix: Sequence[int]
@@ -245,9 +258,11 @@ class Dialogue:
         *,
         add_generation_prompt: bool = False,
         tools: list[ChatMessage] | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
         arguments = {
             **self._template_arguments,
+            **(template_arguments or {}),
             "add_generation_prompt": add_generation_prompt,
             "tools": tools,
         }

@@ -356,7 +356,9 @@ class MultiTurnWriter(SingleTurnWriter):
         if observation is None:
             return GroupStart(draw, draw.prompt)
         content = append_observation(draw.prompt, observation)
-        token_ids = self._dialogue_of(draw.prompt).prompt_ids(content)
+        token_ids = self._dialogue_of(draw.prompt).prompt_ids(
+            content, draw.prompt.template_arguments
+        )
         if len(token_ids) > self._limits.max_prompt_tokens:
             # The completions' environments will say what the policy does not read: these are lost.
             return GroupStart(draw, draw.prompt)

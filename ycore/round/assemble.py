@@ -147,12 +147,16 @@ class Assembly:
             assert self.sight is not None
             return self.sight.prompt_ids(prompt)
         if self.dialogues.tool_sets:
-            return self.dialogues.of_prompt(prompt).prompt_ids(prompt.content)
+            return self.dialogues.of_prompt(prompt).prompt_ids(
+                prompt.content, prompt.template_arguments
+            )
         if isinstance(prompt.content, str):
             return tuple(self.tokenizer(prompt.content)["input_ids"])
-        template_arguments = self.config.trl.get("chat_template_kwargs") or {}
+        run_arguments = self.config.trl.get("chat_template_kwargs") or {}
+        template_arguments = {**run_arguments, **prompt.template_arguments}
         ids = self.tokenizer.apply_chat_template(
             prompt.content,
+            tools=list(prompt.tools) or None,
             add_generation_prompt=True,
             tokenize=True,
             return_dict=False,

@@ -44,7 +44,8 @@ def draw_from_json(value: Mapping[str, Any]) -> Draw:
     prompt = value["prompt"]
     images = tuple(Image(*image) for image in prompt["images"])
     token_ids = tuple(value["token_ids"])
-    return Draw(value["position"], Prompt(**{**prompt, "images": images}), token_ids)
+    prompt = {**prompt, "images": images, "tools": tuple(prompt["tools"])}
+    return Draw(value["position"], Prompt(**prompt), token_ids)
 
 
 def _score(value: Mapping[str, Any]) -> Score:

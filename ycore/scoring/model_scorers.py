@@ -177,7 +177,14 @@ def reward_model_encoder(
         if isinstance(turns, str):
             turns = [{"role": "user", "content": turns}]
         answer = {"role": "assistant", "content": completion}
-        text = str(tokenizer.apply_chat_template([*turns, answer], tokenize=False))
+        text = str(
+            tokenizer.apply_chat_template(
+                [*turns, answer],
+                tools=list(prompt.tools) or None,
+                tokenize=False,
+                **prompt.template_arguments,
+            )
+        )
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     return encode

@@ -1,0 +1,151 @@
+"""Show in a plan what was read of a dataset: which columns, and its first rows as the model will see them."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
+from typing import Any
+
+from ycore.data.examples import ExampleSet
+from ycore.data.prompts import PromptSet
+from ycore.models.chat_template import ChatTemplate
+from ycore.models.names import ModelPlan
+from ycore.types import Content, Prompt, said
+
+_ANSWERS = {"completion": "learned", "chosen": "better", "rejected": "worse"}
+_WIDTH = 68
+_MAX_LINES = 3
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+
+
+def rows_read(
+    rows: PromptSet | ExampleSet,
+    model: ModelPlan,
+    template_arguments: Mapping[str, Any] | None,
+    *,
+    num_rows: int,
+) -> dict[str, Any]:
+    """Describe the reading, with the first rows written by the model's template where it is on this machine."""
+    writer = _RowWriter(model, template_arguments or {})
+    if isinstance(rows, PromptSet):
+        num_rows = min(num_rows, len(rows.prompts))
+        written = [writer.prompt(rows.prompts[number]) for number in range(num_rows)]
+    else:
+        written = [writer.example(row) for row in rows.train[:num_rows]]
+    return {**rows.reading, "rows": written, "lost": sorted(writer.lost)}
+
+
+def reading_rows(reading: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Put `rows_read` into words, in lines of at most 80 columns."""
+    unused = f"; not used: {', '.join(reading['unused'])}" if reading["unused"] else ""
+    lines = [("read", reading["in_words"] + unused)]
+    lines += [("", note) for note in reading["notes"]]
+    for row in reading["rows"]:
+        for label, text in row.items():
+            lines += [
+                ("" if index else label, line) for index, line in enumerate(_lines_of(text))
+            ]
+    return lines
+
+
+def _lines_of(text: str) -> Iterator[str]:
+    r"""Cut a text into lines, with its own line breaks as `\n`; the middle of a long one is left out."""
+    text = text.replace("\n", "\\n")
+    lines = [text[start : start + _WIDTH] for start in range(0, len(text), _WIDTH)] or [""]
+    if len(lines) > _MAX_LINES:
+        num_left_out = len(text) - _MAX_LINES * _WIDTH
+        lines = [*lines[: _MAX_LINES - 1], f"... {num_left_out} characters ...", text[-_WIDTH:]]
+    yield from lines
+
+
+def reading_warnings(reading: Mapping[str, Any], *, has_tools: bool) -> list[str]:
+    """Name what the rows say and the model does not get, a line each."""
+    lines = [
+        f"the column {name} is not used, which other trainers read; rename it to what it is, or remove it"
+        for name in reading["expected"]
+    ]
+    lines += [
+        f"the chat template does not show {part}: the model will not see it"
+        for part in reading["lost"]
+    ]
+    if has_tools and "tools" in reading["in_words"].split(", "):
+        lines.append("the rows' tools are not used: the run has tools of its own")
+    return lines
+
+
+class _RowWriter:
+    """Writes rows as the model sees them.
+
+    Attributes:
+        lost: What rows say, and the template leaves out.
+    """
+
+    def __init__(self, model: ModelPlan, arguments: Mapping[str, Any]) -> None:
+        self.lost: set[str] = set()
+        is_here = model.folder is not None and model.ready
+        self._template = ChatTemplate.of(model.folder) if is_here and model.folder else None
+        self._arguments = arguments
+
+    def prompt(self, prompt: Prompt) -> dict[str, str]:
+        options = {"tools": list(prompt.tools) or None, **prompt.template_arguments}
+        return {"asked": self._written(prompt.content, options, opens_answer=True)}
+
+    def example(self, example: Mapping[str, Any]) -> dict[str, str]:
+        """Return the prompt, up to where all answers still agree with it, and what follows: what is learned from."""
+        tools = example.get("tools")
+        options = {
+            "tools": json.loads(tools) if tools else None,
+            **(example.get("chat_template_kwargs") or {}),
+        }
+        if "prompt" not in example:
+            content = example["messages"] if "messages" in example else example["text"]
+            return {"learned": self._written(content, options)}
+        asked = self._written(example["prompt"], options, opens_answer=True)
+        answers = {
+            label: self._written(example["prompt"] + example[name], options)
+            for name, label in _ANSWERS.items()
+            if name in example
+        }
+        texts = [asked, *answers.values()]
+        letters = zip(*texts, strict=False)
+        shared = sum(1 for _ in takewhile(lambda at: len(set(at)) == 1, letters))
+        written = {"asked": asked[:shared]} | {
+            label: text[shared:] for label, text in answers.items()
+        }
+        if "label" in example:
+            written["label"] = "good" if example["label"] else "bad"
+        return written
+
+    def _written(
+        self, content: Content, options: Mapping[str, Any], *, opens_answer: bool = False
+    ) -> str:
+        if isinstance(content, str):
+            end = "" if opens_answer or self._template is None else self._template.eos_token
+            return content if content.endswith(end) else content + end  # as TRL ends texts
+        if self._template is None:
+            return "\n".join(f"{turn['role']}: {said(turn)}" for turn in content)
+        options = {**self._arguments, **options}
+        try:
+            text = self._template.render(content, add_generation_prompt=opens_answer, **options)
+        except ValueError as problem:
+            return f"(the chat template refuses this row: {problem})"
+        self._note_lost(content, options.get("tools") or (), text)
+        return text
+
+    def _note_lost(
+        self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], text: str
+    ) -> None:
+        words = " ".join(text.split())
+        for turn in turns:
+            content = turn.get("content")
+            if isinstance(content, str):
+                # Templates drop earlier thinking on purpose.
+                content = " ".join(content.rpartition("</think>")[2].split())
+                if content not in words:
+                    self.lost.add(f"what the {turn['role']} says")
+        for key in _REASONING:
+            value = turns[-1].get(key) if turns else None
+            if isinstance(value, str) and " ".join(value.split()) not in words:
+                self.lost.add(f"{key} of the answer")
+        for tool in tools:
+            if str(tool.get("function", tool).get("name", "")) not in text:
+                self.lost.add("the row's tools")

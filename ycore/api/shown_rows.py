@@ -99,16 +99,16 @@ class _RowWriter:
         if "prompt" not in example:
             content = example["messages"] if "messages" in example else example["text"]
             return {"learned": self._written(content, options)}
-        asked = self._written(example["prompt"], options, opens_answer=True)
+        prompt = self._written(example["prompt"], options, opens_answer=True)
         answers = {
             label: self._written(example["prompt"] + example[name], options)
             for name, label in _ANSWERS.items()
             if name in example
         }
-        texts = [asked, *answers.values()]
+        texts = [prompt, *answers.values()]
         letters = zip(*texts, strict=False)
         shared = sum(1 for _ in takewhile(lambda at: len(set(at)) == 1, letters))
-        written = {"asked": asked[:shared]} | {
+        written = {"asked": prompt[:shared]} | {
             label: text[shared:] for label, text in answers.items()
         }
         if "label" in example:

@@ -485,10 +485,10 @@ class RowReader:
         """`question from instruction + input, answer from output; not used: source`."""
         parts = []
         names = [self._system, "history" if self._has_history else None, self._question_name]
-        asked = " + ".join(name for name in (*names, *self._joined) if name)
+        question = " + ".join(name for name in (*names, *self._joined) if name)
         if self.needs.kind in ("pairs", "labelled") and self.reads_pairs:
             parts += [
-                f"question from {asked or 'what chosen and rejected share'}",
+                f"question from {question or 'what chosen and rejected share'}",
                 "answers from chosen and rejected",
             ]
         elif self.form is None:
@@ -497,13 +497,13 @@ class RowReader:
             self.form in CONVERSATIONS and self.needs.kind != "prompts"
         ):
             parts.append(
-                f"question from {asked}"
+                f"question from {question}"
                 if self.needs.kind == "prompts"
-                else f"question and answer from {asked}"
+                else f"question and answer from {question}"
             )
         else:
             reasoning = f"{self._reasoning} + " if self._reasoning else ""
-            parts += [f"question from {asked}", f"answer from {reasoning}{self.answer}"]
+            parts += [f"question from {question}", f"answer from {reasoning}{self.answer}"]
         parts += [
             name
             for name, is_read in (
@@ -624,8 +624,8 @@ def _starts_with(turns: Sequence[Message], question: Sequence[Message]) -> bool:
     if len(turns) < len(question):
         return False
     return all(
-        turn["role"] == asked["role"] and _words(turn) == _words(asked)
-        for turn, asked in zip(turns, question, strict=False)
+        turn["role"] == other["role"] and _words(turn) == _words(other)
+        for turn, other in zip(turns, question, strict=False)
     )
 
 

@@ -100,8 +100,8 @@ def test_the_plan_in_words(place: Path, capfd: pytest.CaptureFixture[str]) -> No
     assert run((GRPO + more).format(place=place).split()) == 0
     out, err = capfd.readouterr()
     assert err == ""
-    assert [line.split()[0] for line in out.splitlines()] == [
-        "model", "dataset", "rewards", "batch", "run", "engine", "output", "Nothing",
+    assert [line.split()[0] for line in out.splitlines() if line[0] != " "] == [
+        "model", "dataset", "read", "asked", "rewards", "batch", "run", "engine", "output", "Nothing",
     ]  # fmt: skip
     assert "8 rows of chat prompts" in out
     assert "4 prompts x 8 completions = 32 a step on 1 rank: 1 micro-batch of 32" in out

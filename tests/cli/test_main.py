@@ -29,7 +29,7 @@ VISIBLE = {
         "--eval-while-training",
         "--quantize", "--trust-region", "--tools", "--env", "--env-python", "--agent", "--actions", "--max-turns",
         "--preflight", "--dry-run", "--resume", "--resume-from", "--accept-changes", "--keep-journal", "--replay",
-        "--json",
+        "--json", "--show-rows",
     ],
     "resume": ["run", "--resume-from", "--accept-changes", "--steps", "--processes", "--set", "--dry-run", "--json"],
     "eval": [

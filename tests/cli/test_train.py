@@ -102,9 +102,13 @@ def test_the_plan_in_words(place: Path, capfd: pytest.CaptureFixture[str]) -> No
     )
     out, err = capfd.readouterr()
     assert err == ""
-    assert [text.split()[0] for text in out.splitlines()] == [
+    assert [text.split()[0] for text in out.splitlines() if text[0] != " "] == [
         "model",
         "dataset",
+        "read",
+        "asked",
+        "better",
+        "worse",
         "batch",
         "run",
         "output",

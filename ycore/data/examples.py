@@ -156,7 +156,7 @@ def _key(value: Any) -> str:
         return "{" + "\0".join(f"{name}\0{_key(value[name])}" for name in sorted(value)) + "}"
     if isinstance(value, list | tuple):
         return "[" + "\0".join(map(_key, value)) + "]"
-    return json.dumps(value)
+    return repr(value)
 
 
 def _read_examples(

@@ -1,4 +1,4 @@
-"""Read datasets in local files: JSONL, JSON, CSV and Parquet, by suffix; the first three also compressed with gzip.
+"""Read datasets in local files: JSONL, JSON, CSV, TSV and Parquet, by suffix; all but the last also by gzip.
 
 The datasets library is not used: this names the line of a damaged row, and starts without a long import. No file is
 memory-mapped, because somebody may edit it while a run reads it: a mapping shows the edit, and reading beyond the new
@@ -8,12 +8,12 @@ end kills the process with SIGBUS.
 import codecs
 import csv
 import gzip
-import hashlib
 import io
 import json
 import os
 import zlib
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,12 @@ from ycore.errors import DataError, nearest
 _IN_MEMORY_BYTES = 16 * 2**20
 """Size of the largest JSONL file that a process keeps in memory; it reads a larger one row by row."""
 
-_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz", ".json.gz", ".csv.gz")
+_BLOCK_BYTES = 1 << 18
+"""Bytes that are read at once where all rows are read in turn."""
+
+_TEXTS = (".jsonl", ".json", ".csv", ".tsv")
+_SUFFIXES = (*_TEXTS, ".parquet", *(f"{suffix}.gz" for suffix in _TEXTS))
+_DECODER = json.JSONDecoder()
 
 # A .gz is unpacked into memory, up to 64 MiB or 40 times its own size, and never more than 4 GiB.
 _UNPACKED_BYTES = 64 << 20
@@ -75,7 +80,7 @@ def _read_text(path: Path, suffix: str) -> Table:
         return _lines_table(JsonLines(path, open(path, "rb")))
     data = _unpacked(path) if is_zipped else path.read_bytes()
     is_array = data[:4096].removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
-    if suffix.startswith(".csv"):
+    if suffix.startswith((".csv", ".tsv")):
         return _parse_csv(path, _decoded(path, data))
     if suffix.startswith(".jsonl") or not is_array:
         return _lines_table(JsonLines(path, io.BytesIO(data)))
@@ -87,9 +92,7 @@ def _read_text(path: Path, suffix: str) -> Table:
 
 
 def _lines_table(rows: "JsonLines") -> Table:
-    return Table(
-        str(rows.path), rows, columns_of(rows), lines=rows.lines, folder=rows.path.parent
-    )
+    return Table(str(rows.path), rows, rows.columns, lines=rows.lines, folder=rows.path.parent)
 
 
 def _unpacked(path: Path) -> bytes:
@@ -122,8 +125,11 @@ def _decoded(path: Path, data: bytes) -> str:
 class JsonLines(Sequence[Mapping[str, Any]]):
     """The rows of a JSONL file, parsed when they are read: a process keeps the offsets of the lines, not the rows.
 
-    Of a file too large for memory it keeps a digest of each line, and raises DataError where a line has changed. Blank
-    lines are skipped. Only newlines end a line: Unicode's other separators may be part of a text.
+    Of a file too large for memory it keeps a hash of each line, and raises DataError where a line has changed.
+    Blank lines are skipped. Only newlines end a line: Unicode's other separators may be part of a text.
+
+    Attributes:
+        columns: Every column that some row has, in order of first appearance.
     """
 
     def __init__(self, path: Path, source: io.BytesIO | io.BufferedReader) -> None:
@@ -133,49 +139,70 @@ class JsonLines(Sequence[Mapping[str, Any]]):
         self._memory = source.getbuffer() if isinstance(source, io.BytesIO) else None
         self._starts = array("Q")
         self._lengths = array("Q")
-        self._digests = array("Q")
+        self._hashes = array("q")
+        columns: dict[str, None] = {}
         start = 0
         for number, line in enumerate(source, start=1):
-            mark = (
-                len(codecs.BOM_UTF8) if number == 1 and line.startswith(codecs.BOM_UTF8) else 0
-            )
-            if line[mark:].strip():
+            length = len(line)
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            if not line.isspace() and line:
                 self.lines.append(number)
-                self._starts.append(start + mark)
-                self._lengths.append(len(line) - mark)
+                self._starts.append(start + length - len(line))
+                self._lengths.append(len(line))
                 if self._memory is None:
-                    self._digests.append(_digest(line[mark:]))
-            start += len(line)
+                    self._hashes.append(hash(line))
+                row = self._parsed(line, len(self.lines) - 1)
+                if not row.keys() <= columns.keys():
+                    columns |= dict.fromkeys(row)
+            start += length
+        self.columns = tuple(columns)
 
     def __len__(self) -> int:
         return len(self._starts)
 
-    def __getitem__(self, index: Any) -> Any:
-        place = f"{self.path}, line {self.lines[index]}"
-        line = self._line(index, place)
-        try:
-            text = line.decode("utf-8")
-        except UnicodeDecodeError as problem:
-            raise DataError(
-                f"{place}: not UTF-8 text ({problem.reason}); convert the file to UTF-8"
-            ) from None
-        return _json_object(place, _parse_json(place, text))
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        stop = 0
+        while (index := stop) < len(self):
+            start = self._starts[index]
+            stop = bisect_left(self._starts, start + _BLOCK_BYTES, lo=index + 1)
+            block = self._read(start, self._starts[stop - 1] + self._lengths[stop - 1] - start)
+            for number in range(index, stop):
+                begin = self._starts[number] - start
+                yield self._checked(block[begin : begin + self._lengths[number]], number)
 
-    def _line(self, index: int, place: str) -> bytes:
-        start = self._starts[index]
-        length = self._lengths[index]
+    def __getitem__(self, index: Any) -> Any:
+        line = self._read(self._starts[index], self._lengths[index])
+        return self._checked(line, index)
+
+    def _checked(self, line: bytes, index: int) -> dict[str, Any]:
+        if self._memory is None and hash(line) != self._hashes[index]:
+            raise DataError(
+                f"{self._place(index)}: the file was changed while it was in use; bring back what it was, and resume"
+            )
+        return self._parsed(line, index)
+
+    def _place(self, index: int) -> str:
+        return f"{self.path}, line {self.lines[index]}"
+
+    def _read(self, start: int, length: int) -> bytes:
         if self._memory is not None:
             return bytes(self._memory[start : start + length])
-        line = os.pread(self._source.fileno(), length, start)
-        if _digest(line) != self._digests[index]:
+        return os.pread(self._source.fileno(), length, start)
+
+    def _parsed(self, line: bytes, index: int) -> dict[str, Any]:
+        try:
+            text = line.decode()
+            row, end = _DECODER.raw_decode(text)
+            if type(row) is dict and not text[end:].strip():
+                return row
+        except UnicodeDecodeError as problem:
             raise DataError(
-                f"{place}: the file was changed while it was in use; bring back what it was, and resume"
-            )
-        return line
-
-
-def _digest(line: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(line, digest_size=8).digest())
+                f"{self._place(index)}: not UTF-8 text ({problem.reason}); convert the file to UTF-8"
+            ) from None
+        except (ValueError, RecursionError):
+            pass  # white space before the row, or an error that `_parse_json` words
+        return _json_object(self._place(index), _parse_json(self._place(index), text))
 
 
 def _parse_json(place: str, text: str) -> Any:
@@ -199,7 +226,7 @@ def _json_object(place: str, entry: Any) -> dict[str, Any]:
 
 def _parse_csv(path: Path, text: str) -> Table:
     csv.field_size_limit(1 << 30)  # characters; 2**17 by default
-    records = _csv_records(path, text)
+    records = _csv_records(path, text, _delimiter(text))
     _, header = next(records, (1, []))
     if len(set(header)) != len(header) or "" in header:
         raise DataError(
@@ -217,9 +244,15 @@ def _parse_csv(path: Path, text: str) -> Table:
     return Table(str(path), rows, tuple(header), lines, folder=path.parent)
 
 
-def _csv_records(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
+def _delimiter(text: str) -> str:
+    """Return the sign that separates the names in the first line: a comma, else a tab or a semicolon."""
+    header = text.partition("\n")[0]
+    return next((sign for sign in (",", "\t", ";") if sign in header), ",")
+
+
+def _csv_records(path: Path, text: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
     """Yield each record with the number of the line on which it begins; blank lines are skipped."""
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     line = 1
     try:
         for record in reader:

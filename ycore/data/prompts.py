@@ -186,7 +186,7 @@ class PromptRows(Sequence[Prompt]):
         digest = hashlib.sha256(repr([needs, self._system, self._few_shot]).encode())
         for number, values in enumerate(self._table.rows):
             _, images = self._content_and_images(TableRow(values, self._table, number))
-            digest.update(repr([values, *images]).encode("utf-8", "surrogatepass"))
+            digest.update(repr((values, images)).encode("utf-8", "surrogatepass"))
         return digest.hexdigest()
 
     def __len__(self) -> int:

@@ -139,6 +139,9 @@ class RowReader:
             self._reasoning = None
         self._has_tools = needs.as_chat and "tools" in self._columns
         self._has_arguments = needs.as_chat and "chat_template_kwargs" in self._columns
+        self._whole_answers = [
+            name for name in ("chosen", "completion") if name in self._columns
+        ]
         self._has_image_columns = not self._columns.isdisjoint(IMAGE_COLUMNS)
         self._is_plain = not (self._joined or self._system or self._has_history)
 
@@ -202,11 +205,12 @@ class RowReader:
             return question
         if self.form.question != "prompt":
             return self._before_answer(question)
-        for name in ("chosen", "completion"):
-            if name in self._columns and isinstance(row.values.get(name), list):
+        for name in self._whole_answers:
+            if isinstance(row.values.get(name), str | list):
                 answer = content_of(row, name, self.roles)
-                assert not isinstance(answer, str)
-                return _split_answer(answer, question, name, row, strip=False)[0] or question
+                if not isinstance(answer, str):
+                    head, _ = _split_answer(answer, question, name, row, strip=False)
+                    return head or question
         return question
 
     def _before_answer(self, turns: list[Message]) -> list[Message]:
@@ -214,16 +218,15 @@ class RowReader:
         stop = len(turns)
         while stop and turns[stop - 1]["role"] == "assistant":
             stop -= 1
-        if stop < len(turns):
-            self.notes["last answers are cut, for the policy writes them"] += 1
+        if stop == len(turns):
+            return turns
+        self.notes["last answers are cut, for the policy writes them"] += 1
         return turns[:stop]
 
     def question(self, row: TableRow) -> Content:
         """Return the question, with what belongs before and after it."""
         assert self.form is not None
         content = content_of(row, self.form.question, self.roles)
-        if self._is_plain and not isinstance(content, str):
-            return content
         if isinstance(content, str):
             for name in self._joined:
                 if text := _text_of(row, name):
@@ -232,7 +235,7 @@ class RowReader:
                 system = _text_of(row, self._system)
                 return f"{system}\n\n{content}" if system else content
             content = self._turns(content)
-        return self._after_history(content, row)
+        return content if self._is_plain else self._after_history(content, row)
 
     def _turns(self, text: str) -> list[Message]:
         return to_messages(text) if is_dialogue(text) else [{"role": "user", "content": text}]
@@ -288,12 +291,13 @@ class RowReader:
         answer = content_of(row, self.answer, self.roles)
         if _is_empty(answer):
             return "no answer"
-        if (
-            isinstance(answer, str)
-            and self._reasoning
-            and (text := _text_of(row, self._reasoning))
-        ):
-            answer = [{"role": "assistant", "content": answer, "reasoning_content": text}]
+        if text := _text_of(row, self._reasoning):
+            turns: list[Message] = (
+                [{"role": "assistant", "content": answer}]
+                if isinstance(answer, str)
+                else answer
+            )
+            answer = [*turns[:-1], {**turns[-1], "reasoning_content": text}]
         return self._joined_row(row, question, {"completion": answer})
 
     def _joined_row(

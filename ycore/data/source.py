@@ -36,6 +36,8 @@ def read_table(name: str, *, split: str, seed: int, limit: int | None) -> Table:
         table = task_table(name, split=split, seed=seed)
     elif name.startswith("gym:"):
         table = gym_table(name, split=split, seed=seed)
+    elif _is_saved(path):
+        table = _saved_table(path, split)
     elif is_path or os.path.exists(path):
         table = file_table(path)
     else:
@@ -47,6 +49,31 @@ def read_table(name: str, *, split: str, seed: int, limit: int | None) -> Table:
         return table
     lines = None if table.lines is None else table.lines[:limit]
     return replace(table, rows=[table.rows[number] for number in range(limit)], lines=lines)
+
+
+def _is_saved(path: Path) -> bool:
+    """Tell whether a folder was written by `save_to_disk` of the datasets library."""
+    return any(os.path.isfile(path / name) for name in ("dataset_dict.json", "state.json"))
+
+
+def _saved_table(path: Path, split: str) -> Table:
+    from datasets import DatasetDict, load_from_disk
+
+    try:
+        rows = load_from_disk(
+            path, keep_in_memory=True
+        )  # as in `local_files`, nothing is mapped
+    except (OSError, ValueError, KeyError) as problem:
+        raise DataError(
+            f"{path} cannot be read: {first_line(problem)}; write it again with save_to_disk"
+        ) from None
+    if isinstance(rows, DatasetDict):
+        if split not in rows:
+            raise DataError(
+                f"{path} has the splits {', '.join(rows)}, not {split!r}; take one of them"
+            )
+        rows = rows[split]
+    return Table(str(path), _undecoded(rows).with_format(None), tuple(rows.column_names))
 
 
 def _refuse_mistyped_schemes(name: str) -> None:

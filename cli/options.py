@@ -284,7 +284,8 @@ _KEYS: Mapping[str, str] = {
 """Options that have another name than the key that they set."""
 
 _WITHOUT_KEY = {
-    "recipe", "set_", "dry_run", "show_rows", "resume", "resume_from", "accept_changes", "json", "preflight", "benchmark", "run",
+    "recipe", "set_", "dry_run", "show_rows", "resume", "resume_from", "accept_changes", "json", "preflight",
+    "benchmark", "run",
     "devices", "judge", "prompt_tokens", "completion_tokens", "top", "report_to",
 }  # fmt: skip
 

@@ -34,7 +34,8 @@ _ROLLOUTS = """
     eval_dataset eval_split eval_every eval_while_training eval_reward keep_best stop_when
 """
 _EXAMPLES = """
-    prompt_column answer_column split limit eval_dataset eval_split held_out eval_every keep_best stop_when batch_size epochs
+    prompt_column answer_column split limit eval_dataset eval_split held_out eval_every keep_best stop_when
+    batch_size epochs
 """
 _TRAINING = """
     steps lora quantize merge processes accelerate deterministic trust_remote_code seed set_ recipe output

@@ -119,18 +119,6 @@ def preflight(context: typer.Context, *, dry_run: bool, json: bool, **_: Any) ->
         raise typer.Exit(1)
 
 
-def preflight_or_exit(config: "RunConfig") -> None:
-    """Run a preflight, with the verdict on standard error; exit with status 1 if the run will not learn."""
-    from ycore.api.evaluations import preflight_config, preflight_lines, run_preflight
-
-    with stdout_for_json(True):
-        result = run_preflight(preflight_config(config))
-    for line in preflight_lines(result):
-        print_line(line, stream=sys.stderr)
-    if not result["learns"]:
-        raise typer.Exit(1)
-
-
 def doctor(json: o.Json = False) -> None:
     """Try out what a run needs, and say how to fix it.
 

@@ -198,10 +198,6 @@ OPTIONS: Mapping[str, Any] = {
     "trust_region": text(
         "What bounds a step: clip, dppo-tv or dppo-kl; see docs/algorithms.md.", metavar="NAME"
     ),
-    "preflight": switch(
-        "First check whether this run can learn (ycore preflight); train only if so.",
-        "--preflight",
-    ),
     # Given examples
     "eval_dataset": text("Held-out rows; a hub id or file like --dataset."),
     "eval_split": text("Split of the held-out rows; e.g. test."),
@@ -284,7 +280,7 @@ _KEYS: Mapping[str, str] = {
 """Options that have another name than the key that they set."""
 
 _WITHOUT_KEY = {
-    "recipe", "set_", "dry_run", "show_rows", "resume", "resume_from", "accept_changes", "json", "preflight",
+    "recipe", "set_", "dry_run", "show_rows", "resume", "resume_from", "accept_changes", "json",
     "benchmark", "run",
     "devices", "judge", "prompt_tokens", "completion_tokens", "top", "report_to",
 }  # fmt: skip

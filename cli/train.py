@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from ycore_cli import options as o
-from ycore_cli.measure import preflight_or_exit
 from ycore_cli.output import (
     evaluation_rows,
     print_closing,
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 _ROLLOUTS = """
     dataset teacher reward constraint tools env env_python agent max_turns actions prompt_column answer_column
     system_prompt prompts_per_step group_size max_tokens engine sandbox dynamic_sampling curriculum
-    max_staleness oversample placement preset advantage divergence trust_region keep_journal replay restarts preflight
+    max_staleness oversample placement preset advantage divergence trust_region keep_journal replay restarts
     eval_dataset eval_split eval_every eval_while_training eval_reward keep_best stop_when
 """
 _EXAMPLES = """
@@ -49,10 +48,6 @@ def training_command(algorithm: Algorithm) -> Callable[..., None]:
     def command(context: typer.Context, **options: Any) -> None:
         resume = options["resume"] or options["resume_from"] is not None
         config = o.resolve_config(context, algorithm=algorithm.name, resume=resume)
-        if options.get("preflight") and not options["dry_run"] and not resume:
-            from ycore.config.resolve import require_rollouts
-
-            preflight_or_exit(require_rollouts(config))
         train(
             config,
             resume=resume,

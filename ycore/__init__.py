@@ -10,7 +10,6 @@ from typing import Any
 
 __version__ = "0.1.0"
 __all__ = [
-    "Comparison",
     "Planned",
     "Round",
     "Run",

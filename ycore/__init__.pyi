@@ -1,4 +1,3 @@
-from ycore.api.functions import Comparison as Comparison
 from ycore.api.functions import Run as Run
 from ycore.api.functions import distill as distill
 from ycore.api.functions import dpo as dpo

@@ -71,39 +71,17 @@ def test_rows_and_a_function_become_a_run(tmp_path: Path, model: Path) -> None:
 
 
 @pytest.mark.slow
-def test_several_models_are_compared_on_a_benchmark(tmp_path: Path, model: Path) -> None:
-    models = [str(model), str(write_tiny_model(tmp_path / "other", seed=1))]
+def test_a_model_is_measured_on_a_benchmark(tmp_path: Path, model: Path) -> None:
     rows = [{"question": f"{number} + 1 =", "answer": str(number + 1)} for number in range(3)]
-    found = ycore.evaluate(
-        model=models, benchmark="gsm8k", dataset=iter(rows), reward=letters, num_samples=2,
-        output=str(tmp_path / "both"), **{key: SMALL[key] for key in ("engine", "dtype", "max_tokens")},
+    run = ycore.evaluate(
+        model=str(model), benchmark="gsm8k", dataset=iter(rows), reward=letters, num_samples=2,
+        output=str(tmp_path / "one"), **{key: SMALL[key] for key in ("engine", "dtype", "max_tokens")},
     )  # fmt: skip
-    assert list(found.runs) == models and found.folder == tmp_path / "both"
-    first, other = found.runs.values()
-    assert (
-        first.config["prompt_column"] == "question" and "boxed" in first.config["system_prompt"]
-    )
-    gap = found.differences[models[1]]
-    assert gap["num_prompts"] == 3
-    assert gap["reward"] == pytest.approx(other.summary["reward"] - first.summary["reward"])
-    assert len(other.completions) == 6 and (found.folder / "differences.jsonl").is_file()
-    assert (
-        f"<th>{models[1]}</th>" in found._repr_html_()
-        and "<td>num_samples</td>" in other._repr_html_()
-    )
+    assert run.config["prompt_column"] == "question" and "boxed" in run.config["system_prompt"]
+    assert len(run.completions) == 6 and "<td>num_samples</td>" in run._repr_html_()
 
 
-def test_what_cannot_be_compared_is_refused(tmp_path: Path, model: Path) -> None:
-    for models, said in (
-        ([str(model)] * 2, "must differ"), ([str(model)], "two models or more; it has 1"), ([], "it has 0"),
-    ):  # fmt: skip
-        with pytest.raises(ConfigError, match=said):
-            ycore.evaluate(
-                model=models,
-                dataset="task:addition",
-                reward="exact_answer",
-                output=str(tmp_path / "x"),
-            )
+def test_a_benchmark_is_of_an_evaluation(tmp_path: Path, model: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean 'gsm8k'"):
         ycore.evaluate(model=str(model), benchmark="gsm8", output=str(tmp_path / "x"))
     with pytest.raises(ConfigError, match="benchmark"):

@@ -28,7 +28,7 @@ VISIBLE = {
         "--output", "--eval-dataset", "--eval-split", "--eval-every", "--eval-reward", "--keep-best", "--stop-when",
         "--eval-while-training",
         "--quantize", "--trust-region", "--tools", "--env", "--env-python", "--agent", "--actions", "--max-turns",
-        "--preflight", "--dry-run", "--resume", "--resume-from", "--accept-changes", "--keep-journal", "--replay",
+        "--dry-run", "--resume", "--resume-from", "--accept-changes", "--keep-journal", "--replay",
         "--json", "--show-rows",
     ],
     "resume": ["run", "--resume-from", "--accept-changes", "--steps", "--processes", "--set", "--dry-run", "--json"],

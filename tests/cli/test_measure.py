@@ -1,4 +1,4 @@
-"""`ycore preflight` as it is typed: what it says of runs that cannot learn, and `--preflight` before one."""
+"""`ycore preflight` as it is typed: what it says of runs that cannot learn."""
 
 import json
 import os
@@ -68,16 +68,16 @@ def test_a_mistake_is_one_line(place: Path, capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().err.startswith("error: ")
 
 
-def test_a_run_is_not_started_where_nothing_can_be_learned(
+def test_a_run_does_not_learn_where_nothing_can_be_learned(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = typed(
         place,
         "run",
-        f"--reward {place}/rewards.py:nothing --engine transformers --max-tokens 4 --steps 1 --preflight",
+        f"--reward {place}/rewards.py:nothing --engine transformers --max-tokens 4",
     )
-    assert run(["grpo", *words]) == 1
-    told = capsys.readouterr().err
+    assert run(["preflight", *words]) == 1
+    told = capsys.readouterr().out
     assert "this run will not learn" in told and "every reward is 0" in told and "0.00" in told
     assert (place / "run-preflight" / "preflight.json").is_file() and not (
         place / "run"
@@ -96,10 +96,19 @@ def test_a_sampled_completion_is_printed_as_data(
     }
     result["samples"] = [{"completion": "\x1b[2J[/INST]\x07", "reward": 1.0}]
     monkeypatch.setattr("ycore.api.evaluations.run_preflight", lambda config: result)
-    measure.preflight_or_exit(
-        RunConfig(model="m", dataset="d", rewards=[RewardConfig(reward="length")], output="out")
-    )
-    assert r"   1.00  \x1b[2J[/INST]\x07" in capsys.readouterr().err
+    words = [
+        "preflight",
+        "--model",
+        "m",
+        "--dataset",
+        "d",
+        "--reward",
+        "length",
+        "--output",
+        "out",
+    ]
+    assert run(words) == int(not result["learns"])
+    assert r"   1.00  \x1b[2J[/INST]\x07" in capsys.readouterr().out
 
 
 @pytest.mark.engine

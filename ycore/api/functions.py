@@ -8,18 +8,10 @@ Keyword arguments are the keys of a run (docs/options.md), and fields of TRL's c
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
-from ycore.api.evaluations import (
-    check_models_differ,
-    compare_evaluations,
-    evaluation_plan,
-    run_evaluations,
-    with_folders,
-)
+from ycore.api.evaluations import evaluation_plan, run_evaluations
 from ycore.api.run_settings import (
     Reward,
     Rows,
@@ -33,7 +25,7 @@ from ycore.api.run_settings import (
 from ycore.api.running import checked_plan, run_training, training_plan
 from ycore.api.tables import Planned, aligned, figure_rows, plan_rows
 from ycore.config.resolve import require_rollouts
-from ycore.errors import ConfigError, RunFolderError
+from ycore.errors import RunFolderError
 from ycore.run.claim import AS_IT_WAS
 from ycore.run.files import read_json
 from ycore.run.metrics import read_metrics
@@ -123,27 +115,6 @@ class Run:
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Evaluations of several models on the same prompts.
-
-    Attributes:
-        folder: comparison.json, and differences.jsonl with every prompt, those first on which the models differ most.
-        runs: each model's evaluation.
-        differences: each model but the first: its figures less the first's, with intervals.
-    """
-
-    folder: Path
-    runs: Mapping[str, Run]
-    differences: Mapping[str, Mapping[str, float]]
-    table: Sequence[Sequence[str]] = field(repr=False)
-
-    def _repr_html_(self) -> str:
-        from ycore.view.progress import as_html
-
-        return as_html(str(self.folder), self.table)
-
-
 def grpo(
     *,
     model: str,
@@ -216,7 +187,6 @@ def online_dpo(
     )
 
 
-@overload
 def evaluate(
     *,
     model: str,
@@ -224,61 +194,26 @@ def evaluate(
     dataset: Rows = "",
     reward: Reward | Sequence[Reward] = (),
     **settings: Any,
-) -> Run: ...
-
-
-@overload
-def evaluate(
-    *,
-    model: list[str] | tuple[str, ...],
-    benchmark: str = "",
-    dataset: Rows = "",
-    reward: Reward | Sequence[Reward] = (),
-    **settings: Any,
-) -> Comparison: ...
-
-
-def evaluate(
-    *,
-    model: str | Sequence[str],
-    benchmark: str = "",
-    dataset: Rows = "",
-    reward: Reward | Sequence[Reward] = (),
-    **settings: Any,
-) -> Run | Comparison:
-    """Measure a model: the figures are in `.summary`, the completions in `.completions`. Or compare several.
+) -> Run:
+    """Measure a model: the figures are in `.summary`, the completions in `.completions`.
 
     Args:
-        model: one as `grpo` takes it, or a run's model; or a list, which are asked the same prompts.
+        model: as `grpo` takes it, or a run's model.
         benchmark: `gsm8k`, `math500`, ...: it sets the dataset, the reward and the prompt, and you may set them too.
         dataset: as for `grpo`.
         reward: as for `grpo`.
         settings: as for `grpo`; and `num_samples` completions of each prompt.
     """
-    models = [model] if isinstance(model, str) else list(model)
-    if not isinstance(model, str) and len(models) < 2:
-        raise ConfigError(
-            f"a comparison takes two models or more; it has {len(models)}; give one by its name alone"
-        )
-    check_models_differ(models)
     if benchmark:
         settings["benchmark"] = benchmark
-    keys = with_files("eval", rollout_settings(models[0], dataset, reward, settings))
-    configs = with_folders(
-        [require_rollouts(resolve_keys(keys | {"model": name})) for name in models],
-        keys["output"],
+    keys = with_files("eval", rollout_settings(model, dataset, reward, settings))
+    config = require_rollouts(resolve_keys(keys))
+    plan = outside_event_loop(
+        lambda: evaluation_plan(config, benchmark=benchmark, has_dataset="dataset" in keys)
     )
-    for config in configs:
-        plan = outside_event_loop(
-            partial(evaluation_plan, config, benchmark=benchmark, has_dataset="dataset" in keys)
-        )
-        tell_warnings(plan, depth=3)
-    summaries = run_evaluations(configs)
-    runs = {config.model: Run(config.output) for config in configs}
-    if isinstance(model, str):
-        return runs[model]
-    result, table = compare_evaluations(configs, summaries)
-    return Comparison(Path(result["output"]), runs, result["differences"], table)
+    tell_warnings(plan, depth=3)
+    run_evaluations([config])
+    return Run(config.output)
 
 
 def sft(*, model: str, dataset: Rows, resume: bool = False, **settings: Any) -> Run:

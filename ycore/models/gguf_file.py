@@ -18,7 +18,10 @@ ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """transformers' `model_type` -> GGUF's `general.architecture`."""
 
 _INSTEAD = "export it with --format merged, and convert that folder with llama.cpp's convert_hf_to_gguf.py"
-_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # llama.cpp's kinds of tokens
+_NORMAL = 1
+_CONTROL = 3
+_USER_DEFINED = 4
+_UNUSED = 5
 
 
 def check_exportable(folder: Path) -> dict[str, Any]:

@@ -163,7 +163,8 @@ def start_from_reward_model(critic: Critic, run: Path, *, base: Path) -> None:
         raise ConfigError(
             f"{setting} must be the folder of a finished run of `ycore reward`, and it is not"
         )
-    began_with, base_model = read_json(folder.identity)["model"], model_fingerprint(base)
+    began_with = read_json(folder.identity)["model"]
+    base_model = model_fingerprint(base)
     if began_with != base_model:
         raise ConfigError(
             f"{setting} began with another model ({began_with} instead of {base_model}); train it on this run's --model"
@@ -178,7 +179,8 @@ def start_from_reward_model(critic: Critic, run: Path, *, base: Path) -> None:
         )
     if has_adapter:
         saved_lora = read_json(source / "adapter_config.json")
-        saved_r, saved_alpha = saved_lora["r"], saved_lora["lora_alpha"]
+        saved_r = saved_lora["r"]
+        saved_alpha = saved_lora["lora_alpha"]
         r, alpha = _adapters_of(critic)
         if (saved_r, saved_alpha) != (r, alpha):
             raise ConfigError(

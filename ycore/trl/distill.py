@@ -173,7 +173,8 @@ class Trainer(PolicyGradientTrainer):
         loss = super()._compute_loss(model, inputs)
         if not self.frozen_models:
             return loss
-        mask, step_tokens = loss_mask(inputs), self._step_tokens(inputs)
+        mask = loss_mask(inputs)
+        step_tokens = self._step_tokens(inputs)
         by_teacher = zip(self._divergences, inputs["teacher_weights"].unbind(1), strict=True)
         for divergence, weights in by_teacher:
             loss = loss + (divergence * mask * weights.unsqueeze(1)).sum() / step_tokens
@@ -196,11 +197,14 @@ def exact_divergence(name: str, log_p: Tensor, log_q: Tensor, *, beta: float = 0
     not rounding, of which Adam would make a step.
     """
     with torch.no_grad():
-        p, q, gap = log_p.exp(), log_q.exp(), log_q - log_p
+        p = log_p.exp()
+        q = log_q.exp()
+        gap = log_q - log_p
         if name == "reverse-kl":
             terms = slopes = -p * gap
         elif name == "forward-kl":
-            terms, slopes = q * gap, p - q
+            terms = q * gap
+            slopes = p - q
         else:
             below = torch.log1p(beta * torch.expm1(gap))
             above = gap + torch.log1p((1 - beta) * torch.expm1(-gap))

@@ -49,7 +49,8 @@ def stand_in(name: str, logps: Tensor, ref_logps: Tensor) -> Tensor:
         x = (ref_logps - logps).detach().double().requires_grad_(True)
         value = DIVERGENCES[name](x)
         (slope,) = torch.autograd.grad(value.sum(), x)
-    x, value = x.detach(), value.detach().clamp(min=0)
+    x = x.detach()
+    value = value.detach().clamp(min=0)
     y = torch.where(x < 0, -_inverse(value, sign=-1), _inverse(value, sign=1))
     # Near equality both are parabolas, and the quotient below would be 0 / 0.
     near = x.abs() < _NEAR_EQUALITY

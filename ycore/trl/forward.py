@@ -101,7 +101,9 @@ def _packed_pass(
     names: Sequence[str],
     arguments: dict[str, Any],
 ) -> list[Tensor]:
-    ids, width, pictures = rows.input_ids[part], rows.completion_width, rows.pictures
+    ids = rows.input_ids[part]
+    width = rows.completion_width
+    pictures = rows.pictures
     later = [[0] * width] * len(ids)
     if rows.later_prompts is not None:
         later = rows.later_prompts[part].tolist()
@@ -140,8 +142,11 @@ def _unpad(
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], list[int]]:
     """Token ids of every sequence's prompt and completion, without padding, and its place among (B, T) outputs."""
     split = input_ids.size(1) - width
-    keep, ids = attention_mask.bool().cpu(), input_ids.cpu()
-    prompts, completions, starts = [], [], []
+    keep = attention_mask.bool().cpu()
+    ids = input_ids.cpu()
+    prompts = []
+    completions = []
+    starts = []
     for index, (row, mask, lengths) in enumerate(zip(ids, keep, later_prompts, strict=True)):
         prompt = row[:split][mask[:split]].tolist()
         written = row[split:][mask[split:]].tolist()
@@ -210,7 +215,8 @@ def add_compact_head(
     def forward(
         self: PreTrainedModel, *args: Any, fused_lm_head: bool = False, **kwargs: Any
     ) -> Any:
-        shifted, labels = kwargs.pop("shift_labels", None), kwargs.pop("labels", None)
+        shifted = kwargs.pop("shift_labels", None)
+        labels = kwargs.pop("labels", None)
         if not fused_lm_head or (shifted is None and labels is None):
             for name, value in (("shift_labels", shifted), ("labels", labels)):
                 if value is not None:
@@ -218,8 +224,10 @@ def add_compact_head(
             return trl_forward(*args, fused_lm_head=fused_lm_head, **kwargs)
         hidden = self.base_model(*args, **kwargs).last_hidden_state
         if shifted is None:
-            hidden, shifted = hidden[:, :-1], labels[:, 1:]
-        head, wanted = self.get_output_embeddings(), shifted != IGNORE
+            hidden = hidden[:, :-1]
+            shifted = labels[:, 1:]
+        head = self.get_output_embeddings()
+        wanted = shifted != IGNORE
         scores = score_tokens(
             hidden[wanted],
             head.weight,
@@ -337,7 +345,8 @@ class _FrozenHead(torch.autograd.Function):
         temperature: float,
         with_logits: bool,
     ) -> tuple[Tensor, ...]:
-        tiles, slopes = [], []
+        tiles = []
+        slopes = []
         for states, ids in zip(hidden.split(TILE), targets.split(TILE), strict=True):
             logits = _logits(states, weight, bias, temperature)
             statistics = _logit_statistics(logits, ids) if with_logits else []

@@ -91,7 +91,8 @@ class RewardModelTrainer(BaseTrainer, RewardTrainer):
         TRL's own figures are means over batches, and the last batch may be smaller.
         """
         margins = self._margins()
-        right, total = int((margins > 0).sum()), margins.numel()
+        right = int((margins > 0).sum())
+        total = margins.numel()
         return {
             "n": total,
             "right": right,

@@ -63,12 +63,14 @@ def keeps(name: str, logps: Tensor, behaviour_logps: Tensor, advantages: Tensor)
         behaviour_logps: the same under the policy that wrote it.
         advantages: of which the sign counts; their shape, or one that broadcasts to it.
     """
-    new, old = logps.double().exp(), behaviour_logps.double().exp()
+    new = logps.double().exp()
+    old = behaviour_logps.double().exp()
     leads_away = (new - old) * advantages > 0
     if name == "dppo-tv":
         distance = (new - old).abs()
     else:
-        rest_old, rest_new = (1 - old).clamp(min=1e-12), (1 - new).clamp(min=1e-12)
+        rest_old = (1 - old).clamp(min=1e-12)
+        rest_new = (1 - new).clamp(min=1e-12)
         of_token = old * (behaviour_logps - logps).double()
         distance = of_token + rest_old * (rest_old.log() - rest_new.log())
     return ~(leads_away & (distance > LIMITS[name]))

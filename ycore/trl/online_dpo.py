@@ -32,11 +32,14 @@ class _PairLoss(GRPOTrainer):
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
         ids, attention_mask = whole_sequences(inputs)
-        width, size = inputs["completion_ids"].size(1), self.num_generations
+        width = inputs["completion_ids"].size(1)
+        size = self.num_generations
         forward = self._get_per_token_logps_and_entropies
         logps = forward(model, ids, attention_mask, width)[0]
-        mask, totals = loss_mask(inputs), inputs["totals"].view(-1, size)
-        sums, num_tokens = (logps * mask).sum(1).view(-1, size), mask.sum(1).view(-1, size)
+        mask = loss_mask(inputs)
+        totals = inputs["totals"].view(-1, size)
+        sums = (logps * mask).sum(1).view(-1, size)
+        num_tokens = mask.sum(1).view(-1, size)
         if self.kind == "rrhf":
             losses = ranking_losses(sums, num_tokens, totals)
         else:
@@ -84,7 +87,8 @@ class Trainer(PolicyGradientTrainer, _PairLoss):
 
         A completion with no token to learn from, such as one that was truncated and is masked, is not compared.
         """
-        size, constraints = self.num_generations, self._constraints
+        size = self.num_generations
+        constraints = self._constraints
         replaced = {}
         kept_PG = None
         totals = self._totals(self._rewards)
@@ -137,7 +141,8 @@ def best_and_worst(
     """
     missing = totals_PG.isnan()
     kept_PG = torch.ones_like(totals_PG) if kept_PG is None else kept_PG
-    good, bad = ~missing & (kept_PG == 1), ~missing & (kept_PG == 0)
+    good = ~missing & (kept_PG == 1)
+    bad = ~missing & (kept_PG == 0)
     some_bad = bad.any(dim=1)
     highest, best = totals_PG.masked_fill(~good, -torch.inf).max(dim=1)
     lowest, worst = totals_PG.masked_fill(

@@ -147,7 +147,10 @@ def pack(
             labels += completions[index]
             places += range(starts[index], starts[index] + length)
     if not ids:
-        ids, positions, labels, places = [0], [0], [IGNORE], [0]
+        ids = [0]
+        positions = [0]
+        labels = [IGNORE]
+        places = [0]
     rows = {"input_ids": ids, "position_ids": positions, "shift_labels": labels}
     return {name: torch.tensor([row]) for name, row in rows.items()}, torch.tensor([places])
 
@@ -200,7 +203,8 @@ def segment_attention(
         return attend(query, key, value, attention_mask)
     segments.num_served += 1
     # As autocast would cast, which does not see the bias's call.
-    query, key = query.to(value.dtype), key.to(value.dtype)
+    query = query.to(value.dtype)
+    key = key.to(value.dtype)
     outputs: list[Tensor] = []
     start = 0
     for block in segments.blocks:
@@ -226,7 +230,8 @@ def _attend_by_member(
     value: Tensor,
 ) -> list[Tensor]:
     """The outputs of a block's rows: its prompt with the first completion, then each other completion."""
-    shared, end = block.shared, block.shared + block.lengths[0]
+    shared = block.shared
+    end = block.shared + block.lengths[0]
     first = attend(query[:, :, :end], key[:, :, :end], value[:, :, :end], None)[0]
     outputs = [first]
     for length in block.lengths[1:]:

@@ -108,7 +108,8 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
         is then weight * advantage * d log p.
         """
         super()._fill_in(inputs, logps)
-        logps, mask = logps.detach(), loss_mask(inputs)
+        logps = logps.detach()
+        mask = loss_mask(inputs)
         old = inputs.get("old_per_token_logps")
         behaviour = behaviour_logps(inputs.get("sampling_per_token_logps"), old, logps)
         self.record("ycore/effective_share", effective_share((logps - behaviour)[mask.bool()]))
@@ -139,7 +140,8 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
         if old is not None:
             return old
         ids, mask = whole_sequences(batch)
-        width, size = batch["completion_ids"].size(1), self.args.per_device_train_batch_size
+        width = batch["completion_ids"].size(1)
+        size = self.args.per_device_train_batch_size
         forward = self._get_per_token_logps_and_entropies
         with torch.no_grad():
             return forward(self.model, ids, mask, width, batch_size=size)[0]

@@ -69,9 +69,11 @@ def advantages_and_targets(
 
     def estimate(lam_B: Tensor) -> Tensor:
         advantages = torch.zeros_like(values)
-        next_value_B, sum_B = after, torch.zeros_like(after)
+        next_value_B = after
+        sum_B = torch.zeros_like(after)
         for step in range(int(length.max()) - 1, -1, -1):
-            acts_B, value_B = is_action[:, step], values[:, step]
+            acts_B = is_action[:, step]
+            value_B = values[:, step]
             new_sum_B = rewards[:, step] + next_value_B - value_B + lam_B * sum_B
             sum_B = torch.where(acts_B, new_sum_B, sum_B)
             next_value_B = torch.where(acts_B, value_B, next_value_B)

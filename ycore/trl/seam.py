@@ -330,7 +330,8 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
 
         Restoring their states is not enough: a round that is generated draws from them, and one that is read does not.
         """
-        step, rank = self.state.global_step, self.accelerator.process_index
+        step = self.state.global_step
+        rank = self.accelerator.process_index
         identity = f"{use}/{self.args.seed}/{step}/{rank}"
         set_seed(
             int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=4).digest(), "big")
@@ -343,7 +344,8 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         if depends_on_batch or self._entropy_bonus_enabled:
             shuffled: dict[str, Any] = shuffle_sequence_dict(batch)
             return shuffled
-        args, size = self.args, self.num_generations
+        args = self.args
+        size = self.num_generations
         micro_batches = deal(
             batch["completion_mask"].sum(dim=1).view(-1, size).sum(dim=1).tolist(),
             group_size=size,

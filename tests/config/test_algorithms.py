@@ -16,7 +16,7 @@ from ycore.errors import ConfigError
 @pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=lambda row: row.name)
 def test_a_row_names_what_exists(algorithm: Algorithm) -> None:
     assert ALGORITHMS[algorithm.name] is algorithm
-    assert find_spec(algorithm.module) is not None
+    assert find_spec(algorithm.trainer.partition(":")[0]) is not None
     assert fields_of(algorithm.trl_config)
     learns_from_rollouts = algorithm.learns_from == "rollouts"
     assert issubclass(algorithm.config, RunConfig if learns_from_rollouts else TuneConfig)

@@ -13,7 +13,8 @@ from ycore.models.tiny import write_tiny_model
 from ycore.scoring.group_rewards import Constraint, Constraints
 from ycore.trl.constrained import broken, calibrated, gated, kept
 from ycore.trl.grpo import Trainer
-from ycore.trl.online_dpo import TRAINERS, best_and_worst, preference_losses
+from ycore.trl.online_dpo import Trainer as OnlineDPOTrainer
+from ycore.trl.online_dpo import best_and_worst, preference_losses
 from ycore.types import Completion, Draw, Group, Prompt, Score
 
 NAN = float("nan")
@@ -170,7 +171,12 @@ def test_a_broken_constraint_costs_its_weight(model: Path, tmp_path: Path) -> No
 def test_the_pair_in_the_trainer(model: Path, tmp_path: Path) -> None:
     """At the start all ratios are 1: the loss is log 2, less lambda times the best one's mean log-probability."""
     trainer = made(
-        TRAINERS["dpo"], model, tmp_path, own={"likelihood": 0.1}, beta=0.1, max_steps=1
+        OnlineDPOTrainer,
+        model,
+        tmp_path,
+        own={"kind": "dpo", "likelihood": 0.1},
+        beta=0.1,
+        max_steps=1,
     )
     loss = trainer.training_step(trainer.model, [{"prompt": "tick"}] * 6, None)
     ids = Rounds().next_round(step=0, num_groups=1)[0].completions[3].token_ids

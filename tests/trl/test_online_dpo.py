@@ -12,7 +12,6 @@ from tests.trl.small_trainer import small_trainer
 from ycore.errors import ConfigError
 from ycore.models.tiny import write_tiny_model
 from ycore.trl.online_dpo import (
-    TRAINERS,
     Trainer,
     best_and_worst,
     margins_of,
@@ -98,7 +97,7 @@ def made(model: Path, output: Path, kind: str, **settings: Any) -> Trainer:
         **settings,
     }
     return small_trainer(
-        TRAINERS[kind], model, output, Rounds(), scale_rewards="none", **settings
+        Trainer, model, output, Rounds(), own={"kind": kind}, scale_rewards="none", **settings
     )
 
 

@@ -44,7 +44,7 @@ class Algorithm(AlgorithmEntry):
     help: str  # the next lines of `--help`: the columns it reads, and an example of a field of TRL's
     examples: tuple[str, ...]  # command lines for `--help`, without `ycore NAME`
     learns_from: Literal["rollouts", "examples"]
-    module: str  # the file in `ycore/trl` that builds its trainer
+    trainer: str  # `module:attribute` of its trainer's class, or of a function that chooses it by the config
     lacks: tuple[
         str, ...
     ] = ()  # options of runs with rollouts that its config class has no key for
@@ -111,7 +111,7 @@ _GRPO = Algorithm(
     config_class="ycore.config.learners:GroupConfig",
     learns_from="rollouts",
     trl_config="GRPOConfig",
-    module="ycore.trl.grpo",
+    trainer="ycore.trl.grpo:choose_group_trainer",
     lacks=("teacher",),
     dataset="'task:addition?digits=1'",
     learning_rate=1e-6,
@@ -132,7 +132,7 @@ _ROWS = (
             "--recipe ppo-quickstart --preset vapo --group-size 1",
         ),
         config_class="ycore.config.learners:PPOConfig",
-        module="ycore.trl.ppo",
+        trainer="ycore.trl.ppo:Trainer",
         lacks=("teacher", "advantage"),
         # TRL's own advantages are replaced, and its deviation of a group of one would not exist.
         settings={"trl": {"loss_type": "dapo", "scale_rewards": "none"}},
@@ -151,7 +151,7 @@ _ROWS = (
             "--model smollm2-135m --teacher HuggingFaceTB/SmolLM2-1.7B-Instruct --dataset prompts.jsonl",
         ),
         config_class="ycore.config.learners:DistillConfig",
-        module="ycore.trl.distill",
+        trainer="ycore.trl.distill:Trainer",
         lacks=("constraint",),
         lora_learning_rate=1e-4,  # as in Thinking Machines' on-policy distillation
         settings={"trl": {"loss_type": "dapo", "scale_rewards": "none"}},
@@ -169,7 +169,7 @@ _ROWS = (
             "--recipe judge-chat --beta 0.1 --set loss_from=ipo",
         ),
         config_class="ycore.config.learners:OnlineDPOConfig",
-        module="ycore.trl.online_dpo",
+        trainer="ycore.trl.online_dpo:Trainer",
         lacks=("teacher", "advantage", "preset", "divergence", "trust_region"),
         settings={"trl": {"beta": 0.1, "scale_rewards": "none"}},
     ),
@@ -187,7 +187,7 @@ _ROWS = (
         config_class="ycore.config.schema:TuneConfig",
         learns_from="examples",
         trl_config="SFTConfig",
-        module="ycore.trl.given_examples",
+        trainer="ycore.trl.given_examples:FineTuner",
         dataset="chats.jsonl",
         learning_rate=2e-5,
         lora_learning_rate=2e-4,
@@ -209,7 +209,7 @@ _ROWS = (
         config_class="ycore.config.schema:TuneConfig",
         learns_from="examples",
         trl_config="RewardConfig",
-        module="ycore.trl.given_examples",
+        trainer="ycore.trl.given_examples:RewardModelTrainer",
         dataset="pairs.jsonl",
         learning_rate=1e-5,  # TRL's 1e-4 on every weight of a reward model makes it forget its pretraining
         lora_learning_rate=1e-4,
@@ -233,7 +233,7 @@ _ROWS = (
         config_class="ycore.config.schema:TuneConfig",
         learns_from="examples",
         trl_config="DPOConfig",
-        module="ycore.trl.given_examples",
+        trainer="ycore.trl.given_examples:PairTrainer",
         dataset="pairs.jsonl",
         learning_rate=1e-6,
         lora_learning_rate=2e-5,
@@ -255,7 +255,7 @@ _ROWS = (
         config_class="ycore.config.schema:TuneConfig",
         learns_from="examples",
         trl_config="KTOConfig",
-        module="ycore.trl.given_examples",
+        trainer="ycore.trl.given_examples:LabelTrainer",
         dataset="labelled.jsonl",
         learning_rate=1e-6,
         lora_learning_rate=2e-5,

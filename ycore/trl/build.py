@@ -1,6 +1,5 @@
 """Build a run's trainer: the algorithm's class with its arguments, model, adapters and data."""
 
-import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from datasets import Dataset, Image, List
 from peft import LoraConfig
 from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase, TrainerCallback
 
-from ycore.config.algorithms import find_algorithm
+from ycore.config.algorithms import find_algorithm, load
 from ycore.config.batch import derive_batch, derive_tune_batch
 from ycore.config.schema import AnyConfig, LoraSettings, RunConfig, TuneConfig
 from ycore.config.trl_arguments import trl_arguments
@@ -26,13 +25,9 @@ VISION_MODULES = "vision|visual|projector|connector|merger|aligner"
 
 
 def load_trainer_class(config: AnyConfig) -> type[BaseTrainer]:
-    """The class of the run's algorithm, from the module that the table of algorithms names.
-
-    It is the module's `Trainer`, or what its `trainer_class` chooses by the config.
-    """
-    module = importlib.import_module(find_algorithm(config.algorithm).module)
-    choose = getattr(module, "trainer_class", None)
-    trainer: type[BaseTrainer] = module.Trainer if choose is None else choose(config)
+    """Import the class of the run's algorithm, which the table of algorithms names."""
+    named: Any = load(find_algorithm(config.algorithm).trainer)
+    trainer: type[BaseTrainer] = named if isinstance(named, type) else named(config)
     return trainer
 
 

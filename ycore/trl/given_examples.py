@@ -18,7 +18,6 @@ from trl import (
     SFTTrainer,
 )
 
-from ycore.config.schema import TuneConfig
 from ycore.errors import ConfigError
 from ycore.run.metrics import wilson_95
 from ycore.trl.base import BaseTrainer
@@ -156,15 +155,3 @@ def spare_token(tokenizer: PreTrainedTokenizerBase, ends: set[int]) -> str | Non
         if tokenizer.convert_tokens_to_ids(token) not in ends:
             return str(token)
     return None
-
-
-_TRAINERS: dict[str, type[BaseTrainer]] = {
-    "sft": FineTuner,
-    "dpo": PairTrainer,
-    "kto": LabelTrainer,
-    "reward": RewardModelTrainer,
-}
-
-
-def trainer_class(config: TuneConfig) -> type[BaseTrainer]:
-    return _TRAINERS[config.algorithm]

@@ -22,7 +22,7 @@ class GMPORoundTrainer(Trainer, GMPOTrainer):
     """The seam first, then GMPO's loss, then everything else of GRPO."""
 
 
-def trainer_class(config: GroupConfig) -> type[PolicyGradientTrainer]:
+def choose_group_trainer(config: GroupConfig) -> type[PolicyGradientTrainer]:
     """The class for the run's `advantage` and `loss_from`."""
     if config.advantage == TOKEN_ADVANTAGE:
         return ReinforceTrainer

@@ -67,8 +67,9 @@ class Trainer(PolicyGradientTrainer, _PairLoss):
 
     config_class = GRPOConfig
 
-    def __init__(self, *args: Any, likelihood: float = 0.0, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, kind: str, likelihood: float = 0.0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.kind = kind
         self.likelihood = likelihood
         if self.args.per_device_train_batch_size % self.num_generations:
             raise ConfigError(
@@ -80,7 +81,11 @@ class Trainer(PolicyGradientTrainer, _PairLoss):
     @classmethod
     def settings_of(cls, config: OnlineDPOConfig, model: Path) -> dict[str, Any]:
         settings = super().settings_of(config, model)
-        return {**settings, "likelihood": config.constraints.likelihood}
+        return {
+            **settings,
+            "kind": config.loss_from,
+            "likelihood": config.constraints.likelihood,
+        }
 
     def _replaced_advantages(self, batch: dict[str, Any]) -> dict[str, Tensor]:
         """Add what the loss needs: the rewards, and the groups of an optimizer step, a rank.
@@ -104,30 +109,6 @@ class Trainer(PolicyGradientTrainer, _PairLoss):
         replaced["totals"] = totals
         replaced["pairs_a_step"] = torch.full_like(totals, float(pairs) * share)
         return replaced
-
-
-class _IPOTrainer(Trainer):
-    kind = "ipo"
-
-
-class _RRHFTrainer(Trainer):
-    kind = "rrhf"
-
-
-class _DPOTrainer(Trainer):
-    kind = "dpo"
-
-
-TRAINERS: dict[str, type[Trainer]] = {
-    "dpo": _DPOTrainer,
-    "ipo": _IPOTrainer,
-    "rrhf": _RRHFTrainer,
-}
-"""The classes by `loss_from`."""
-
-
-def trainer_class(config: OnlineDPOConfig) -> type[Trainer]:
-    return TRAINERS[config.loss_from]
 
 
 def best_and_worst(

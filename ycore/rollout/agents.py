@@ -25,7 +25,7 @@ from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError
 from ycore.rollout.agent_host import MAX_BODY, MODEL
 from ycore.rollout.dialogue import Call, Dialogue
-from ycore.rollout.tool_pool import OutOfTime, plain, seed_of, turns_confinement
+from ycore.rollout.tool_pool import OutOfTime, seed_of, turns_confinement
 from ycore.rollout.turns import (
     CompletionBuilder,
     Generate,
@@ -184,9 +184,9 @@ class AgentPool:
         self, prompt: Prompt, *, position: int, index: int
     ) -> AsyncIterator[RunningAgent]:
         """Run an agent for this completion; it is ended, with all that it started, when this ends."""
-        row = plain({**prompt.columns, "prompt": prompt.content})
+        row = json.dumps({**prompt.columns, "prompt": prompt.content}, default=str)
         seed = str(seed_of(f"{self._config.seed}/{position}/{index}"))
-        variables = {"YCORE_ROW": json.dumps(row), "YCORE_SEED": seed, "PYTHONHASHSEED": seed}
+        variables = {"YCORE_ROW": row, "YCORE_SEED": seed, "PYTHONHASHSEED": seed}
         async with self._slots:
             agent = RunningAgent(
                 {"command": self._words, "variables": variables},

@@ -492,18 +492,9 @@ class Episode:
             "reset",
             deadline_s=self._settings.call_s,
             seed=seed_of(self._seed_key),
-            row=plain(row),
+            row=json.loads(json.dumps(row, default=str)),
         )
         return observation
-
-
-def plain(value: Any) -> Any:
-    """Return a row's value as JSON can carry it; anything else, a date for example, becomes text."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
 
 
 def seed_of(key: str) -> int:

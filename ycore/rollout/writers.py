@@ -1,7 +1,7 @@
 """Build the writer of a run's completions from its config."""
 
 import json
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -37,6 +37,9 @@ class RunDialogues:
         )
         self._config = config
         self._tokenizer = tokenizer
+        self._by_environment = {
+            name: self._dialogue(tool_set) for name, tool_set in self.tool_sets.items()
+        }
         self._by_tools: dict[str, Dialogue] = {}
 
     def of_prompt(self, prompt: Prompt) -> Dialogue:
@@ -50,10 +53,6 @@ class RunDialogues:
                 ToolSet(tuple(json.loads(tools))), users_answer=True
             )
         return self._by_tools[tools]
-
-    @cached_property
-    def _by_environment(self) -> dict[str | None, Dialogue]:
-        return {name: self._dialogue(tool_set) for name, tool_set in self.tool_sets.items()}
 
     def _dialogue(self, tool_set: ToolSet, *, users_answer: bool = False) -> Dialogue:
         return Dialogue(

@@ -76,7 +76,7 @@ class AgentExit(NamedTuple):
         )
 
 
-def words_of(agent: str) -> list[str]:
+def split_command(agent: str) -> list[str]:
     """Split a command into its words; ConfigError where it cannot be started."""
     try:
         words = shlex.split(agent)
@@ -102,7 +102,7 @@ def words_of(agent: str) -> list[str]:
 
 def agent_files(agent: str | None) -> list[Path]:
     """Return the files that a command names, its program aside."""
-    words = [] if agent is None else words_of(agent)[1:]
+    words = [] if agent is None else split_command(agent)[1:]
     return [Path(word) for word in words if Path(word).is_file()]
 
 
@@ -110,7 +110,7 @@ def check_agent(config: RunConfig) -> None:
     """ConfigError where the run's agent cannot work."""
     if config.agent is None:
         return
-    words_of(config.agent)
+    split_command(config.agent)
     if config.tools or config.env:
         raise ConfigError(
             "an agent brings its own tools and world; leave out --tools and --env, or --agent"
@@ -171,7 +171,7 @@ class AgentPool:
         assert config.agent is not None
         self._config = config
         self._log = log
-        self._words: Sequence[str] = words_of(config.agent)
+        self._words: Sequence[str] = split_command(config.agent)
         names = [f"{word}:agent" for word in self._words if Path(word).is_file()]
         self._confinement = turns_confinement(
             config, names, run_folder=run_folder, run_id=run_id

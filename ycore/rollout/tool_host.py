@@ -69,7 +69,7 @@ class ToolHost:
         self._servers = [McpServer(name) for name in tools if name.startswith(MCP_PREFIX)]
         for name in tools:
             if not name.startswith(MCP_PREFIX):
-                self._add(python if name == PYTHON else load(name, "tool"), source=name)
+                self._add(python if name == PYTHON else load_from(name, "tool"), source=name)
         if env is not None:
             self._env = _environment(env)
             for name in self._methods:
@@ -195,7 +195,7 @@ def _environment(env: str) -> Any:
     """Return the environment of this name; ToolRefused where there is none, or it does not start."""
     try:
         is_game = env.partition(":")[0] in GAMES
-        factory = game_class(env) if is_game else load(env, "environment")
+        factory = game_class(env) if is_game else load_from(env, "environment")
         if not callable(getattr(factory, "reset", None)):
             raise ToolRefused(
                 f"environment {env!r} has no reset(self, **row), which begins an episode; define it"
@@ -226,7 +226,7 @@ async def _as_coroutine(result: Any) -> Any:
     return await result
 
 
-def load(name: str, kind: str) -> Any:
+def load_from(name: str, kind: str) -> Any:
     """Return the object of `file.py:name` or `package.module:name`; ToolRefused where there is none."""
     source, _, attribute = name.rpartition(":")
     if not source or not attribute:

@@ -28,7 +28,8 @@ def chance_of(totals_G: Sequence[float]) -> float:
     Each completion is drawn from those of the group, with replacement: 1 - sum over the different rewards v of
     (n_v / G)^G. With k of G right it is 1 - (k/G)^G - (1 - k/G)^G.
     """
-    size, counts = len(totals_G), Counter(round(total / TOLERANCE) for total in totals_G)
+    size = len(totals_G)
+    counts = Counter(round(total / TOLERANCE) for total in totals_G)
     return 1 - sum((count / size) ** size for count in counts.values()) if size > 1 else 0.0
 
 
@@ -60,8 +61,11 @@ class Curriculum:
         drop_at: float = 1.0,
         least: float = 0.1,
     ) -> None:
-        self._seed, self._guesses, self._drop_after = seed, guesses, drop_after
-        self._drop_at, self._least = drop_at, least
+        self._seed = seed
+        self._guesses = guesses
+        self._drop_after = drop_after
+        self._drop_at = drop_at
+        self._least = least
         self._seen: dict[int, _Seen] = {}
         self._best = float("-inf")
         self._last_round: list[GroupLearned] = []

@@ -173,7 +173,10 @@ class Journal:
 
     def __init__(self, folder: Path, *, rank: int, world: int = 1, seed: int = 0) -> None:
         """`seed` is the run's; each completion's own follows from it and from the position of its prompt."""
-        self._folder, self._rank, self._world, self._seed = folder, rank, world, seed
+        self._folder = folder
+        self._rank = rank
+        self._world = world
+        self._seed = seed
 
     def path(self, step: int) -> Path:
         return round_file(self._folder, step, self._rank)
@@ -238,9 +241,9 @@ class Journal:
         path = round_file(self._folder, step, rank)
         head, content = read_round(path)
         label = {"step": step, "rank": rank, "world": content.get("world", head.get("world"))}
-        found = {name: head.get(name) for name in label}
-        if found != label:
-            raise damaged_round(path, f"it is of {found}, not of {label}")
+        written = {name: head.get(name) for name in label}
+        if written != label:
+            raise damaged_round(path, f"it is of {written}, not of {label}")
         if head.get("world") != world:
             return None
         groups = [group_from_json(group) for group in content["groups"]]
@@ -279,8 +282,10 @@ class ReplayedRounds:
         group_size: int,
         record: Callable[[str, float], None],
     ) -> None:
-        self._run, self._folder = run, RunFolder(run).journal
-        self._group_size, self._record = group_size, record
+        self._run = run
+        self._folder = RunFolder(run).journal
+        self._group_size = group_size
+        self._record = record
         self._journal = Journal(self._folder, rank=rank, world=world)
         self.constraint_weights: list[float] | None = None
 
@@ -296,18 +301,18 @@ class ReplayedRounds:
 
     def next_round(self, *, step: int, num_groups: int) -> list[Group]:
         """The round of this step; RunFolderError where there is none, ConfigError where it has another size."""
-        found = self._journal.read(step)
-        if found is None:
+        committed = self._journal.read(step)
+        if committed is None:
             raise RunFolderError(
                 f"the journal of {self._run} has no round of step {step}; say --steps {step}"
             )
-        groups = found.groups
+        groups = committed.groups
         sizes = {len(group.completions) for group in groups}
         if len(groups) != num_groups or sizes != {self._group_size}:
             raise ConfigError(
                 f"the rounds of {self._run} are {len(groups)} groups of {max(sizes)} a rank, and this run takes "
                 f"{num_groups} of {self._group_size}; leave --prompts-per-step and --group-size as they were"
             )
-        record_again(found, self._record)
-        self.constraint_weights = found.state["constraints"]
+        record_again(committed, self._record)
+        self.constraint_weights = committed.state["constraints"]
         return groups

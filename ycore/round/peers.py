@@ -102,12 +102,12 @@ class Peers:
         return list(summaries)
 
     def exchange(
-        self, moves: Sequence[tuple[GroupSummary, int]], own: Sequence[Group]
+        self, moves: Sequence[tuple[GroupSummary, int]], groups: Sequence[Group]
     ) -> dict[tuple[int, int], Group]:
         """Send and receive the groups that change ranks; returns those received, by the key of their summary.
 
-        `moves` are summaries and the ranks that receive them, in an order that all ranks share. An summary's `index` counts
-        in `own`, its rank's groups.
+        `moves` are summaries and the ranks that receive them, in an order that all ranks share. A summary's `index` counts
+        in `groups`, its rank's.
         """
         assert not moves, "a single rank has no other to give groups to"
         return {}
@@ -223,13 +223,13 @@ class TorchPeers(Peers):
         ]
 
     def exchange(
-        self, moves: Sequence[tuple[GroupSummary, int]], own: Sequence[Group]
+        self, moves: Sequence[tuple[GroupSummary, int]], groups: Sequence[Group]
     ) -> dict[tuple[int, int], Group]:
         if not moves:
             return {}
         for summary, _ in moves:
             if summary.rank == self.rank:
-                data: Any = to_bytes(own[summary.index])  # the store takes bytes too
+                data: Any = to_bytes(groups[summary.index])  # the store takes bytes too
                 self._store.set(f"group{summary.key}", data)
                 self.bytes_sent += len(data)
         received: dict[tuple[int, int], Group] = {}
@@ -249,7 +249,7 @@ class TorchPeers(Peers):
         return added
 
     @contextmanager
-    def _in_time(self, what: str) -> Iterator[None]:
+    def _in_time(self, doing: str) -> Iterator[None]:
         """Around collectives: torch's error about a rank that does not take part becomes one that names the call."""
         try:
             yield
@@ -258,7 +258,7 @@ class TorchPeers(Peers):
                 self._check()
             reason = str(error).partition("\n")[0][:200]
             raise PeerError(
-                f"rank {self.rank}: {what} did not end; another rank is gone, or did not come within "
+                f"rank {self.rank}: {doing} did not end; another rank is gone, or did not come within "
                 f"{self._timeout_s:.0f} s (collective_timeout_s): {reason}"
             ) from error
 
@@ -365,34 +365,25 @@ def deal_groups(summaries: Sequence[GroupSummary], *, world: int, per_rank: int)
 def _swap_while_it_helps(assigned: list[list[GroupSummary]], loads: list[int]) -> None:
     """Swap a group of the heaviest rank for a lighter one elsewhere, as long as the larger load of the two falls."""
     for _ in range(_MAX_SWAPS):
+        heavy = loads.index(max(loads))
         if imbalance(loads) <= _EVEN_ENOUGH:
             return
-        heavy = loads.index(max(loads))
-        swap = _best_swap(assigned, loads, heavy)
-        if swap is None:
+        swaps = [
+            (max(loads[heavy] - delta, loads[rank] + delta), rank, ours, theirs)
+            for rank in range(len(assigned))
+            for ours, summary in enumerate(assigned[heavy])
+            for theirs, other in enumerate(assigned[rank])
+            if (delta := summary.cost - other.cost) > 0
+        ]
+        peak, rank, ours, theirs = min(swaps, default=(loads[heavy], heavy, 0, 0))
+        if peak >= loads[heavy]:
             return
-        ours, rank, theirs = swap
-        delta = assigned[heavy][ours].cost - assigned[rank][theirs].cost
-        assigned[heavy][ours], assigned[rank][theirs] = (
-            assigned[rank][theirs],
-            assigned[heavy][ours],
-        )
-        loads[heavy] -= delta
-        loads[rank] += delta
-
-
-def _best_swap(
-    assigned: list[list[GroupSummary]], loads: list[int], heavy: int
-) -> tuple[int, int, int] | None:
-    best, best_peak = None, loads[heavy]
-    for rank in range(len(assigned)):
-        for ours, summary in enumerate(assigned[heavy]):
-            for theirs, other in enumerate(assigned[rank]):
-                delta = summary.cost - other.cost
-                peak = max(loads[heavy] - delta, loads[rank] + delta)
-                if delta > 0 and peak < best_peak:
-                    best, best_peak = (ours, rank, theirs), peak
-    return best
+        group = assigned[heavy][ours]
+        lighter = assigned[rank][theirs]
+        assigned[heavy][ours] = lighter
+        assigned[rank][theirs] = group
+        loads[heavy] -= group.cost - lighter.cost
+        loads[rank] += group.cost - lighter.cost
 
 
 # -- one event loop a rank ---------------------------------------------------------------------------------------------

@@ -231,7 +231,9 @@ class Quota:
     _counts: Counts
 
     def __init__(self, rules: Rules, acceptance: AcceptanceRate, world: int) -> None:
-        self._rules, self._acceptance, self._world = rules, acceptance, world
+        self._rules = rules
+        self._acceptance = acceptance
+        self._world = world
         self._first: int | None = None
 
     @classmethod
@@ -277,7 +279,7 @@ class Quota:
     def _num_wanted(self, need: int, counts: Counts) -> int:
         """Where fewer prompts than needed can still teach, the draws that find those are all that is worth their time:
         the round fills up with what it has."""
-        rules, dynamic = self._rules, self._rules.dynamic
+        rules = self._rules
         num_to_find = (
             need
             if rules.num_prompts is None
@@ -289,9 +291,9 @@ class Quota:
             in_flight=counts.in_flight,
             drawn=counts.drawn,
             max_draws=max(need, num_to_find * rules.max_tries)
-            if dynamic
+            if rules.dynamic
             else math.ceil(need * rules.oversample),
-            rate=(self._acceptance.rate if dynamic else 1.0) / rules.oversample,
+            rate=(self._acceptance.rate if rules.dynamic else 1.0) / rules.oversample,
         )
 
     async def _take(self, wanted: int, num_writing: int) -> int:

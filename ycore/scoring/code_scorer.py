@@ -165,10 +165,11 @@ class CodeScorer(Scorer):
 
     async def _fed(self, source: str, tests: StdioTests) -> Score:
         """Once for each input. Outputs are compared here: the program never gets one."""
-        passed, worst = 0, "ok"
-        for given, wanted in tests.pairs:
+        passed = 0
+        worst = "ok"
+        for stdin, wanted in tests.pairs:
             outcome: ScriptResult = await self.programs.run(
-                source, stdin=given.encode(errors="replace"), deadline_s=self.settings.timeout_s
+                source, stdin=stdin.encode(errors="replace"), deadline_s=self.settings.timeout_s
             )
             self.meter.seconds += outcome.seconds
             if outcome.status == "infra_error":

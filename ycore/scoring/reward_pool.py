@@ -62,12 +62,13 @@ class RewardPool:
         self.level = choose_level(sandbox.level).level
         callers: dict[int, _Caller] = {}
         for number, sources in enumerate(_by_sandbox(specs)):
-            group, idle = [specs[source] for source in sources], asyncio.Queue[RewardWorker]()
-            held = reward_confinement(
+            group = [specs[source] for source in sources]
+            idle = asyncio.Queue[RewardWorker]()
+            confinement = reward_confinement(
                 group, settings=settings, sandbox=sandbox, run_folder=run_folder, run_id=run_id
             )
             for slot in range(settings.workers):
-                worker = RewardWorker(group, held, log=log, name=f"{number}.{slot}")
+                worker = RewardWorker(group, confinement, log=log, name=f"{number}.{slot}")
                 self._workers.append(worker)
                 idle.put_nowait(worker)
             callers |= {source: _Caller(idle, index) for index, source in enumerate(sources)}
@@ -223,7 +224,8 @@ class RuleScorer(Scorer):
 
     async def score(self, group: PendingGroup) -> list[list[Score]]:
         completions = await group.all()
-        prompt, num = group.draw.prompt, len(completions)
+        prompt = group.draw.prompt
+        num = len(completions)
         columns = {name: [value] * num for name, value in prompt.columns.items()}
         if prompt.is_chat:
             contents: list[Any] = [completion.messages for completion in completions]

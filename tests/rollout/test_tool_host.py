@@ -204,9 +204,9 @@ def test_schemas_are_those_of_transformers() -> None:
 
     (schema,) = ToolHost(["tools.py:add"], None).describe(schemas=True)["tools"]
     assert schema["function"]["name"] == "add" and schema == schema_of(
-        tool_host.load("tools.py:add", "tool")
+        tool_host.load_from("tools.py:add", "tool")
     )
-    assert schema == get_json_schema(tool_host.load("tools.py:add", "tool"))
+    assert schema == get_json_schema(tool_host.load_from("tools.py:add", "tool"))
 
 
 def test_variables_of_the_interpreter_last() -> None:

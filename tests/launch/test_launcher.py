@@ -25,8 +25,6 @@ from ycore.launch.processes import worker_environment
 from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER
-from ycore.sandbox import Level
-from ycore.sandbox.level import LevelChoice
 
 WITHIN_S = 120.0
 
@@ -118,22 +116,6 @@ def test_a_run_that_finishes(worker: Callable[..., RunKind], config: RunConfig) 
     assert "step 3/3  reward 0.750" in shown
     assert "transformers" in shown
     assert_nothing_is_left(config)
-
-
-def test_run_json_names_what_confines_the_runs_own_rewards(
-    worker: Callable[..., RunKind], config: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        launcher,
-        "choose_level",
-        lambda wanted: LevelChoice(Level.LANDLOCK, {Level.NAMESPACES: "no bwrap"}),
-    )
-    run(
-        worker(""),
-        config.model_copy(update={"rewards": [RewardConfig(reward="mine.py:score")]}),
-    )
-    told = read_json(RunFolder(Path(config.output)).config)["sandbox"]
-    assert told.startswith("landlock, the weaker level: ") and "no bwrap" in told
 
 
 def test_one_rank_on_a_machine_with_several_devices_sees_one(

@@ -26,8 +26,6 @@ from ycore.run.metrics import Status, read_metrics, summarise
 from ycore.run.paths import RunFolder
 from ycore.run.secrets import redact
 from ycore.run.text import Say, as_duration, topic
-from ycore.sandbox.level import choose_level
-from ycore.scoring.scorers import runs_unknown_code
 from ycore.view.activity import RunActivity
 from ycore.view.pictures import draw_curve, finish_trace_and_draw
 from ycore.view.progress import RunProgress, open_progress
@@ -80,7 +78,6 @@ def run_worker(
     if isinstance(config, RunConfig):
         check_run(config, site)
     folder_claim = claim(site.folder, config, resume=resume)
-    note_sandbox(site.folder, config)
     if kind.trains:
         activity = RunActivity(site.folder.root)
         progress = open_progress(config.steps or num_steps, stream=stream, look=activity.look)
@@ -192,15 +189,6 @@ def limits_of(config: BaseConfig) -> TrainerLimits:
 
 
 Metrics = list[dict[str, Any]]
-
-
-def note_sandbox(folder: RunFolder, config: BaseConfig) -> None:
-    """Add to run.json what confines the user's own code, where the run has any."""
-    if not isinstance(config, ScoredConfig):
-        return
-    if runs_unknown_code(config) or (isinstance(config, RunConfig) and config.has_turns):
-        level = choose_level(config.sandbox.level)
-        write_json_atomic(folder.config, read_json(folder.config) | {"sandbox": level.line})
 
 
 def write_results(

@@ -14,7 +14,7 @@ from ycore_cli.train import pipeline, resume, training_command
 from ycore_cli.use import chat, export, serve
 
 from ycore import __version__
-from ycore.config.algorithms import ALGORITHMS, families, load
+from ycore.config.algorithms import ALGORITHMS, families, load_reference
 from ycore.errors import ConfigError, Interrupted, YcoreError
 from ycore.run.interrupt import run_command
 from ycore.run.text import printable
@@ -31,7 +31,7 @@ app = typer.Typer(
 for algorithm in ALGORITHMS.values():
     app.command(algorithm.name, context_settings=_ANY_TRL_FIELD)(training_command(algorithm))
 for family in families().values():
-    app.command(family.name)(load(family.command))
+    app.command(family.name)(load_reference(family.command))
 for name, command in {
     "resume": resume,
     "eval": evaluate_models,

@@ -21,15 +21,17 @@ def text(help: str, *names: str, metavar: str | None = None) -> Any:
     return Annotated[str | None, typer.Option(*names, metavar=metavar, help=help)]
 
 
-def number(help: str) -> Any:
-    return Annotated[int | None, typer.Option(metavar="N", help=help, parser=_whole_number)]
+def whole_number(help: str) -> Any:
+    return Annotated[
+        int | None, typer.Option(metavar="N", help=help, parser=_parse_whole_number)
+    ]
 
 
 def fraction(help: str) -> Any:
     return Annotated[float | None, typer.Option(metavar="X", help=help, parser=_number)]
 
 
-def _whole_number(text: str) -> int:
+def _parse_whole_number(text: str) -> int:
     try:
         return int(text)
     except ValueError:
@@ -70,9 +72,9 @@ OPTIONS: Mapping[str, Any] = {
         "--set",
         metavar="KEY=VALUE",
     ),
-    "seed": number("Fixes the data's order and the sampling; e.g. 0."),
+    "seed": whole_number("Fixes the data's order and the sampling; e.g. 0."),
     "dry_run": switch("Check everything, show the plan, start nothing.", "--dry-run"),
-    "show_rows": number(
+    "show_rows": whole_number(
         "Rows of the dataset that the plan shows as the model sees them; 1 by default."
     ),
     "json": switch("One JSON object on standard output, the rest on standard error.", "--json"),
@@ -109,7 +111,7 @@ OPTIONS: Mapping[str, Any] = {
         "A command that talks to the policy as an OpenAI client; see docs/agents.md.",
         metavar="COMMAND",
     ),
-    "max_turns": number(
+    "max_turns": whole_number(
         "Turns of the policy in a completion with tools, an environment or an agent; e.g. 4."
     ),
     "actions": text(
@@ -125,10 +127,10 @@ OPTIONS: Mapping[str, Any] = {
         "Dataset, prompt and reward by name: gsm8k, math500, humaneval, ifeval, harmless-base or gym:NAME.",
         metavar="NAME",
     ),
-    "limit": number("Rows to take from the dataset; e.g. 200."),
+    "limit": whole_number("Rows to take from the dataset; e.g. 200."),
     "split": text("Split of the dataset; e.g. test."),
     # Evaluation during a run
-    "eval_every": number(
+    "eval_every": whole_number(
         "Steps between evaluations on held-out rows; a fifth of the run if not given; e.g. 20."
     ),
     "eval_while_training": flag(
@@ -149,14 +151,14 @@ OPTIONS: Mapping[str, Any] = {
         metavar="RULE:N",
     ),
     # Rollouts
-    "prompts_per_step": number("Prompts in one optimizer step; e.g. 8."),
-    "group_size": number("Completions of each prompt; e.g. 8."),
-    "num_samples": number("Completions of each prompt; e.g. 4."),
+    "prompts_per_step": whole_number("Prompts in one optimizer step; e.g. 8."),
+    "group_size": whole_number("Completions of each prompt; e.g. 8."),
+    "num_samples": whole_number("Completions of each prompt; e.g. 4."),
     "pairs": flag(
         "Score each row's chosen and rejected answer: how often a reward, judge or reward model agrees.",
         "--pairs",
     ),
-    "max_tokens": number("Longest completion, in tokens; e.g. 256."),
+    "max_tokens": whole_number("Longest completion, in tokens; e.g. 256."),
     "engine": text(
         "What generates the completions: auto, vllm or transformers.",
         "--engine",
@@ -201,16 +203,16 @@ OPTIONS: Mapping[str, Any] = {
     # Given examples
     "eval_dataset": text("Held-out rows; a hub id or file like --dataset."),
     "eval_split": text("Split of the held-out rows; e.g. test."),
-    "held_out": number(
+    "held_out": whole_number(
         "Rows kept apart to measure on; by default a tenth, 256 at most; e.g. 200."
     ),
-    "batch_size": number("Rows in one optimizer step; e.g. 16."),
+    "batch_size": whole_number("Rows in one optimizer step; e.g. 16."),
     "epochs": fraction("Passes over the rows, where --steps is not given."),
     # Training
-    "steps": number("Optimizer steps; e.g. 100."),
+    "steps": whole_number("Optimizer steps; e.g. 100."),
     "lora": flag("Train low-rank adapters (the default), or every weight.", "--lora/--full"),
     "quantize": text("Keep the frozen base of a LoRA run in 4 bits: 4bit.", metavar="BITS"),
-    "max_staleness": number(
+    "max_staleness": whole_number(
         "Steps by which a round may be stale: 1 writes it while the last one trains."
     ),
     "oversample": fraction(
@@ -230,7 +232,9 @@ OPTIONS: Mapping[str, Any] = {
         "Trackers that get the run's numbers, of wandb, trackio and tensorboard; e.g. wandb.",
         metavar="NAMES",
     ),
-    "restarts": number("How often a trainer that dies is started again; 0 by default; e.g. 3."),
+    "restarts": whole_number(
+        "How often a trainer that dies is started again; 0 by default; e.g. 3."
+    ),
     "resume": switch("Go on from the newest whole checkpoint in --output.", "--resume"),
     "resume_from": text(
         "Go on from this checkpoint; 0 is the beginning; e.g. 40.", metavar="STEP|PATH"
@@ -242,8 +246,10 @@ OPTIONS: Mapping[str, Any] = {
     # Plans, pipelines
     "devices": text("8x80GB, 4xH100, 2xcpu, cpu; this machine if not given.", metavar="NxKIND"),
     "judge": text("A generative judge too; e.g. Qwen3-8B.", metavar="MODEL"),
-    "prompt_tokens": number("Tokens of a prompt; the default is 256."),
-    "completion_tokens": number("Mean tokens of a completion; --max-tokens if not given."),
+    "prompt_tokens": whole_number("Tokens of a prompt; the default is 256."),
+    "completion_tokens": whole_number(
+        "Mean tokens of a completion; --max-tokens if not given."
+    ),
 }
 """The options of the commands, by the names under which a command gets them."""
 

@@ -17,7 +17,7 @@ from ycore_cli.output import (
     stdout_for_json,
 )
 
-from ycore.config.algorithms import Algorithm, families, find_algorithm, load
+from ycore.config.algorithms import Algorithm, families, find_algorithm, load_reference
 from ycore.errors import ConfigError, RunFolderError
 from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
@@ -183,7 +183,7 @@ def train(
             if family is None:
                 print_table(plan_rows(result, resume=resume))
             else:
-                print_table(load(family.plan_rows)(config, result, resume=resume))
+                print_table(load_reference(family.plan_rows)(config, result, resume=resume))
         if not dry_run:
             result = run_training(config, result, resume=resume, how=how)
     if json:
@@ -191,7 +191,7 @@ def train(
     elif dry_run:
         print("Nothing was started; leave out --dry-run to train.")
     elif family is not None:
-        print_table(load(family.closing_rows)(config))
+        print_table(load_reference(family.closing_rows)(config))
     elif isinstance(config, RunConfig):
         print_closing(config)
     elif isinstance(config, TuneConfig):

@@ -7,7 +7,7 @@ from typing import Any
 
 from ycore.api.rollout_checks import check_rollouts
 from ycore.api.shown_rows import reading_warnings, rows_read
-from ycore.config.algorithms import families, find_algorithm, load
+from ycore.config.algorithms import families, find_algorithm, load_reference
 from ycore.config.batch import derive_tune_batch
 from ycore.config.resolve import check_needs
 from ycore.config.schema import AnyConfig, BaseConfig, RunConfig, TuneConfig, a_fifth
@@ -151,7 +151,7 @@ def training_plan(
     """Plan a training run as `checked_plan` does; UserError also where a checkpoint or journal cannot be used."""
     plan: dict[str, Any]
     if family := families().get(config.algorithm):
-        plan = load(family.plan)(config, resume=resume, how=how)
+        plan = load_reference(family.plan)(config, resume=resume, how=how)
     else:
         assert isinstance(config, RunConfig | TuneConfig)
         plan = checked_plan(config, resume=resume, how=how, show_rows=show_rows)

@@ -31,7 +31,7 @@ class AlgorithmEntry:
     @property
     def config(self) -> "type[BaseConfig]":
         """The class that validates its runs."""
-        loaded: type[BaseConfig] = load(self.config_class)
+        loaded: type[BaseConfig] = load_reference(self.config_class)
         return loaded
 
 
@@ -68,7 +68,7 @@ class Algorithm(AlgorithmEntry):
 class AlgorithmFamily(AlgorithmEntry):
     """An algorithm that brings its own config class, trainer and command, because TRL has no trainer for it.
 
-    Its parts are references, `module:attribute`, which `load` imports when they are used. A new family is a module
+    Its parts are references, `module:attribute`, which `load_reference` imports when they are used. A new family is a module
     with a `FAMILY`, named in `_FAMILY_MODULES`.
     """
 
@@ -86,7 +86,7 @@ class AlgorithmFamily(AlgorithmEntry):
 _FAMILY_MODULES = ("ycore.flow",)
 
 
-def load(reference: str) -> Any:
+def load_reference(reference: str) -> Any:
     """Import `module:attribute`."""
     module, _, attribute = reference.partition(":")
     return getattr(importlib.import_module(module), attribute)
@@ -95,7 +95,9 @@ def load(reference: str) -> Any:
 @cache
 def families() -> Mapping[str, AlgorithmFamily]:
     """Import the algorithm families, by name."""
-    loaded: list[AlgorithmFamily] = [load(f"{module}:FAMILY") for module in _FAMILY_MODULES]
+    loaded: list[AlgorithmFamily] = [
+        load_reference(f"{module}:FAMILY") for module in _FAMILY_MODULES
+    ]
     return MappingProxyType({family.name: family for family in loaded})
 
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ycore.config.algorithms import families, load
+from ycore.config.algorithms import families, load_reference
 from ycore.config.schema import BaseConfig, RunConfig
 from ycore.engine.commands import EngineSpec, kv_cache_gib, split_evenly
 from ycore.engine.kinds import REPLAY, EngineKind, choose_kind
@@ -132,7 +132,7 @@ def fetch_for_run(name: str, *, config: BaseConfig, folder: RunFolder, say: Say)
     """Return a model's local folder. A process that makes or converts it carries the run's marker, and ends with it."""
     family = families().get(config.algorithm)
     if family is not None:
-        source: tuple[str, Callable[..., Path]] = load(family.model_source)(name)
+        source: tuple[str, Callable[..., Path]] = load_reference(family.model_source)(name)
         note, fetch = source
     else:
         model = resolve_model(name, trust_remote_code=config.trust_remote_code)

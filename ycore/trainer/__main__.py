@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Event
 from typing import Protocol
 
-from ycore.config.algorithms import families, find_algorithm, load
+from ycore.config.algorithms import families, find_algorithm, load_reference
 from ycore.errors import Interrupted, PeerError, RunError, YcoreError
 from ycore.run.files import is_disk_full, read_json
 from ycore.run.interrupt import on_stop
@@ -49,7 +49,7 @@ def open_run(root: Path) -> AlgorithmRun:
     """The run of a folder as the launcher left it."""
     algorithm = read_json(RunFolder(root).config)["config"]["algorithm"]
     if algorithm in families():
-        run: AlgorithmRun = load(families()[algorithm].run)(root)
+        run: AlgorithmRun = load_reference(families()[algorithm].run)(root)
         return run
     if find_algorithm(algorithm).learns_from == "examples":
         from ycore.trainer.example_run import ExampleRun

@@ -68,8 +68,8 @@ class Algorithm(AlgorithmEntry):
 class AlgorithmFamily(AlgorithmEntry):
     """An algorithm that brings its own config class, trainer and command, because TRL has no trainer for it.
 
-    Its parts are references, `module:attribute`, which `load_reference` imports when they are used. A new family is a module
-    with a `FAMILY`, named in `_FAMILY_MODULES`.
+    Its parts are references, `module:attribute`, which `load_reference` imports when they are used. A new family is a
+    module with a `FAMILY`, named in `_FAMILY_MODULES`.
     """
 
     run: str  # called with the run's folder in the trainer's process; `trainer.__main__.AlgorithmRun`

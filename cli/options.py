@@ -133,10 +133,6 @@ OPTIONS: Mapping[str, Any] = {
     "eval_every": whole_number(
         "Steps between evaluations on held-out rows; a fifth of the run if not given; e.g. 20."
     ),
-    "eval_while_training": flag(
-        "Let the engines measure while the trainer computes the next step.",
-        "--eval-while-training",
-    ),
     "eval_reward": texts(
         "What scores them, if not the run's rewards; may be repeated; e.g. exact_answer.",
         metavar="NAME",

@@ -233,7 +233,6 @@ def test_a_run_in_4_bits_that_saves_adapters_alone_is_warned(
             "it is 'pass@3'; did you mean",
         ),
         ("--eval-every 5", "--eval-every needs rows to measure on"),
-        ("--eval-while-training", "--eval-while-training needs rows to measure on"),
         ("--eval-dataset {place}/train.jsonl --eval-reward no_such", "no_such"),
         ("--stop-when bored:3", "'bored:3'"),
     ],

@@ -26,7 +26,6 @@ VISIBLE = {
         "--dynamic-sampling", "--curriculum", "--max-staleness", "--oversample", "--placement", "--processes",
         "--accelerate", "--restarts", "--merge", "--seed", "--set", "--recipe",
         "--output", "--eval-dataset", "--eval-split", "--eval-every", "--eval-reward", "--keep-best", "--stop-when",
-        "--eval-while-training",
         "--quantize", "--trust-region", "--tools", "--env", "--env-python", "--agent", "--actions", "--max-turns",
         "--dry-run", "--resume", "--resume-from", "--accept-changes", "--keep-journal", "--replay",
         "--json", "--show-rows",

@@ -4,8 +4,6 @@ They are `RolloutRun`s of a tiny model in this process, as in `test_durable_run`
 """
 
 import json
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +12,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from tests.harness import ycore
-from tests.trainer.test_durable_run import STEPS, Died, die, make, numbers, train
-from ycore.errors import EngineError, Interrupted
+from tests.trainer.test_durable_run import STEPS, die, make, numbers, train
 from ycore.models.tiny import write_tiny_model
 from ycore.round.assemble import assemble
-from ycore.run.checkpoints import checkpoints_in, step_of
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
 from ycore.trainer.rollout_run import RolloutRun
@@ -119,9 +114,8 @@ def test_a_run_that_dies_measures_the_same_when_it_goes_on(
     assert best["step"] == json.loads(folder.held_out.read_text())["best"]["step"]
 
 
-@pytest.mark.parametrize("while_training", [False, True])
 def test_the_best_model_is_kept_beside_the_last(
-    while_training: bool, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The measured values are the test's own: the second evaluation is the best."""
     told = {0: 0.1, 2: 0.9, 4: 0.3, 6: 0.2}
@@ -129,7 +123,7 @@ def test_the_best_model_is_kept_beside_the_last(
         "ycore.evaluation.during_training.evaluate_policy",
         lambda *_, step, config: {"reward": told[step]},
     )
-    folder = evaluated(tmp_path, model, keep_best="reward", eval_while_training=while_training)
+    folder = evaluated(tmp_path, model, keep_best="reward")
     run = RolloutRun(assemble(folder.root))
     keeps = Keeps(lambda: run.trainer.bare_model)
     run.trainer.add_callback(keeps)
@@ -158,181 +152,6 @@ def test_a_run_without_gain_ends_early_and_is_finished(
     assert [row["step"] for row in read_metrics(folder.metrics)] == [0, 1, 2, 3, 4]
     assert "no gain in 2 evaluations" in json.loads(folder.held_out.read_text())["ended_early"]
     assert (folder.model / "adapter_model.safetensors").is_file()
-
-
-# -- while the trainer computes the next step: the measured values are the tests' own ----------------------------------
-
-
-class Measures:
-    """In place of `measure`: notes which thread measures which step."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.threads: dict[int, str] = {}
-        self.fails_at: int | None = None
-        self.stays_at: int | None = None
-        """Of this step it only ends when the run is told to stop."""
-        monkeypatch.setattr("ycore.evaluation.during_training.evaluate_policy", self)
-
-    def __call__(
-        self, controller: Any, num_prompts: int, *, step: int, config: Any
-    ) -> dict[str, float]:
-        self.threads[step] = threading.current_thread().name.partition("_")[0]
-        if step == self.fails_at:
-            raise EngineError("the engine is gone")
-        if step == self.stays_at:
-            assert controller.stop.wait(60)
-            raise Interrupted("interrupted while generating")
-        return {"reward": 0.5 - step / 100}
-
-
-@pytest.fixture
-def measures(monkeypatch: pytest.MonkeyPatch) -> Measures:
-    return Measures(monkeypatch)
-
-
-def rows_of(folder: RunFolder) -> list[tuple[int, bool, bool]]:
-    """Of each row: its step, whether it has a loss, whether it has what an evaluation measured."""
-    return [
-        (row["step"], "loss" in row, "ycore/eval/reward" in row)
-        for row in read_metrics(folder.metrics)
-    ]
-
-
-@pytest.mark.parametrize(
-    "trl",
-    [{}, {"per_device_train_batch_size": 4, "steps_per_generation": 4}],
-    ids=["a step a round", "two steps"],
-)
-def test_a_step_is_measured_while_the_next_one_is_computed(
-    trl: dict[str, Any], tmp_path: Path, model: Path, measures: Measures
-) -> None:
-    folder = evaluated(tmp_path, model, trl, eval_while_training=True)
-    train(folder)
-    assert measures.threads == {
-        0: "MainThread",
-        2: "evaluation",
-        4: "evaluation",
-        STEPS: "MainThread",
-    }
-    expected = [
-        (0, False, True),
-        (1, True, False),
-        (2, True, False),
-        (2, False, True),
-        (3, True, False),
-    ]
-    assert rows_of(folder) == [
-        *expected,
-        (4, True, False),
-        (4, False, True),
-        (5, True, False),
-        (6, True, True),
-    ]
-    waits = [row["step"] for row in read_metrics(folder.metrics) if "ycore/time/waited" in row]
-    assert waits == [3, 5]
-
-
-def test_an_early_end_is_decided_a_step_later(
-    tmp_path: Path, model: Path, measures: Measures
-) -> None:
-    folder = evaluated(tmp_path, model, stop_when=["no-gain:1"], eval_while_training=True)
-    train(folder)
-    assert rows_of(folder)[-3:] == [(2, False, True), (3, True, False), (3, False, True)]
-    assert json.loads(folder.held_out.read_text())["held_out"]["after"]["step"] == 3
-
-
-def stop_beside(
-    run: RolloutRun, measures: Measures, step: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ask the run to stop from the first forward after this step on, once it is being measured."""
-    compute = SeamGRPOTrainer._compute_loss
-
-    def stops(self: Any, *args: Any) -> Any:
-        if self.state.global_step == step:
-            while step not in measures.threads:
-                time.sleep(0.01)
-            run.stop.set()
-        return compute(self, *args)
-
-    monkeypatch.setattr(SeamGRPOTrainer, "_compute_loss", stops)
-
-
-def test_a_stop_while_a_step_is_measured_takes_the_next_step_back_and_measures_again(
-    tmp_path: Path, model: Path, measures: Measures, whole: tuple[RunFolder, RunFolder]
-) -> None:
-    folder = evaluated(tmp_path, model, eval_while_training=True)
-    run, measures.stays_at = RolloutRun(assemble(folder.root)), 2
-    try:
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(Interrupted):
-            stop_beside(run, measures, 2, patch)
-            run.train()
-        run.save_checkpoint()
-    finally:
-        run.close()
-    assert rows_of(folder) == [(0, False, True), (1, True, False), (2, True, False)]
-    assert step_of(checkpoints_in(folder.checkpoints)[-1]) == 2
-
-    measures.stays_at = None
-    train(folder)
-    assert measures.threads[2] == "MainThread"
-    assert rows_of(folder)[2:5] == [(2, True, False), (2, False, True), (3, True, False)]
-    assert numbers(whole[0]) == [row for row in numbers(folder) if row["loss"] is not None]
-
-
-def test_an_evaluation_that_fails_beside_the_trainer_ends_the_run(
-    tmp_path: Path, model: Path, measures: Measures
-) -> None:
-    measures.fails_at = 2
-    with pytest.raises(EngineError, match="the engine is gone"):
-        train(evaluated(tmp_path, model, eval_while_training=True))
-
-
-def test_a_trainer_that_fails_meanwhile_does_not_wait_for_the_evaluation(
-    tmp_path: Path, model: Path, measures: Measures, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compute, measures.stays_at = SeamGRPOTrainer._compute_loss, 2
-
-    def dies(self: Any, *args: Any) -> Any:
-        if self.state.global_step == 2:
-            raise Died
-        return compute(self, *args)
-
-    monkeypatch.setattr(SeamGRPOTrainer, "_compute_loss", dies)
-    with pytest.raises(Died):
-        train(evaluated(tmp_path, model, eval_while_training=True))
-
-
-@pytest.mark.parametrize(
-    "ranks", ["--processes 2", pytest.param("--processes 1", marks=pytest.mark.verify)]
-)
-def test_whole_runs_measure_the_same_while_training(ranks: str, tmp_path: Path) -> None:
-    """The scripted engine in vLLM's place: what it writes follows from the weights, so both runs must be the same."""
-    write_tiny_model(tmp_path / "model")
-    line = "grpo --model model --prompts-per-step 2 --group-size 4 --set dtype=float32 --dataset task:addition?digits=1"
-    line += " --reward exact_answer --max-tokens 8 --steps 5 --eval-dataset task:addition?digits=1 --eval-every 2"
-    line += f" --keep-best reward --set num_samples=2 --set eval_limit=6 --no-dynamic-sampling {ranks}"
-    for name, more in (("between", ""), ("beside", "--eval-while-training")):
-        ycore(f"{line} --output {name} {more}", cwd=tmp_path, scripted_engine={})
-    between, beside = (RunFolder(tmp_path / name) for name in ("between", "beside"))
-    assert numbers(between)[1:] == [row for row in numbers(beside) if row["loss"] is not None]
-    assert measured(between) == measured(beside) and list(measured(beside)) == [0, 2, 4, 5]
-    one, other = (json.loads(folder.held_out.read_text()) for folder in (between, beside))
-    assert one["best"]["step"] == other["best"]["step"]
-    best = [
-        load_file(folder.best / "adapter_model.safetensors") for folder in (between, beside)
-    ]
-    assert all(torch.equal(best[0][name], best[1][name]) for name in best[0])
-
-
-def measured(folder: RunFolder) -> dict[int, dict[str, float]]:
-    rows = [row for row in read_metrics(folder.metrics) if "ycore/eval/reward" in row]
-    return {
-        row["step"]: {name: row[name] for name in row if name.startswith("ycore/eval/")}
-        for row in rows
-    }
-
-
-# -- what ends a run ---------------------------------------------------------------------------------------------------
 
 
 def constant(place: Path, model: Path, **settings: Any) -> RunFolder:

@@ -67,26 +67,6 @@ def test_rounds_ahead_need_engines_that_are_awake_while_the_trainer_trains() -> 
         check(CORES, replay="runs/other", **ahead)
 
 
-def test_evaluations_beside_the_trainer_need_engines_that_idle_meanwhile() -> None:
-    beside: dict[str, Any] = {"eval_while_training": True}
-    check(CORES, **beside)
-    with pytest.raises(
-        ConfigError, match="take turns on a device; leave --eval-while-training out"
-    ):
-        check(H100, engine={"sleep": True}, **beside)
-    with pytest.raises(ConfigError, match="transformers writes with the trainer's own model"):
-        check(CORES, engine={"kind": "transformers"}, **beside)
-    with pytest.raises(
-        ConfigError,
-        match="with --max-staleness 1 they write the next round; leave one of them out",
-    ):
-        check(CORES, sampling={"max_staleness": 1}, **beside)
-    with pytest.raises(
-        ConfigError, match="DeepSpeed changes the weights within the backward pass"
-    ):
-        check(CORES, processes=2, accelerate="zero2", **beside)
-
-
 def test_completions_of_several_rounds_need_engines_that_give_back_what_they_began() -> None:
     check(CORES, sampling={"oversample": 1.5})
     with pytest.raises(

@@ -89,7 +89,6 @@ def _check_evaluation(config: RunConfig, prompts: PromptSet) -> dict[str, Any] |
         (
             config.eval_dataset,
             config.eval_every,
-            config.eval_while_training,
             config.eval_rewards,
             config.keep_best,
             config.stop_when,
@@ -110,7 +109,6 @@ def _check_evaluation(config: RunConfig, prompts: PromptSet) -> dict[str, Any] |
         "rows": len(rows.prompts),
         "rewards": [reward.reward for reward in held_out.rewards],
         "every": config.eval_every or a_fifth(config.steps),
-        "while_training": config.eval_while_training,
         "overlap": num_overlapping(_inputs(rows), _inputs(prompts)),
     }
 

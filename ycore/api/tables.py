@@ -78,8 +78,6 @@ def _dataset_in_words(dataset: Mapping[str, Any]) -> str:
 def _evaluation_in_words(evaluation: Mapping[str, Any]) -> str:
     rewards = ", ".join(evaluation["rewards"])
     when = f"before the first step, every {evaluation['every']} steps and after the last"
-    if evaluation["while_training"]:
-        when += ", while the trainer computes the next step"
     return f"{evaluation['dataset']}: {evaluation['rows']} rows, by {rewards}, {when}"
 
 

@@ -329,9 +329,6 @@ class RunConfig(ScoredConfig, RowSettings):
     eval_dataset: str | None = None
     eval_split: str = "test"
     eval_limit: Positive | None = None  # rows to take from it; None takes all
-    eval_while_training: bool = (
-        False  # measure a step's policy while the trainer computes the next step
-    )
     keep_best: str | None = (
         None  # a figure of an evaluation, e.g. `pass@1`: its best model is kept in `best/`
     )

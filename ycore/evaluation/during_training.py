@@ -3,17 +3,13 @@
 All decisions follow from the run's metrics alone, so a resumed run decides the same. Evaluations draw nothing that
 training draws: held-out prompts have their own order, and every completion its own seed.
 
-The model of a step is measured when the step ends. With `eval_while_training` the engines of a run with rollouts
-measure it in a thread while the trainer computes the next step, from the end of its round to before its optimizer
-changes the weights. So figures, the best model and what a resumed run measures are the same; only `stop_when` decides a
-step later.
+The model of a step is measured when the step ends, before the next one begins.
 """
 
 import os
 import shutil
 import time
 from abc import ABC, abstractmethod
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,7 +37,6 @@ from ycore.round.step import Controller
 from ycore.run.files import read_json, sync, write_json_atomic
 from ycore.run.metrics import STEP_SECONDS, is_evaluation, read_metrics
 from ycore.run.paths import RunFolder
-from ycore.run.trace import TRAIN
 
 _RECORD = "evaluation.json"  # in the folder of the best model: its step and figures
 
@@ -97,7 +92,7 @@ class Evaluation(TrainerCallback, ABC):
             shutil.rmtree(self._folder.best)  # of a step that is taken again
         if self._is_due(step) and not self._is_measured(step):
             self._log(self._measure(step))
-        if not self._is_later(step) and self._ends(step):
+        if self._ends(step):
             raise EndedEarly
 
     def on_step_end(
@@ -107,7 +102,7 @@ class Evaluation(TrainerCallback, ABC):
         if control.should_training_stop and step < args.max_steps:
             return  # stopped: the step itself is whole, it is logged and saved, and measured when the run goes on
         figures: dict[str, float] = {}
-        if self._is_due(step) and not self._is_later(step):
+        if self._is_due(step):
             try:
                 figures = self._measure(step)
             except Interrupted:
@@ -136,10 +131,6 @@ class Evaluation(TrainerCallback, ABC):
 
     def _is_due(self, step: int) -> bool:
         return self._measures and is_due(step, self._config.eval_every, self._max_steps)
-
-    def _is_later(self, step: int) -> bool:
-        """Tell whether the model of this step is measured beside the next one."""
-        return False
 
     def _is_measured(self, step: int) -> bool:
         return any(row.get("step") == step and is_evaluation(row) for row in self._rows)
@@ -220,11 +211,7 @@ class RolloutEvaluation(Evaluation):
         super().__init__(run, config, measures=held_out is not None)
         self._controller = controller
         self._held_out = held_out
-        self._while_training = config.eval_while_training
         self._settings = config.for_evaluation()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="evaluation")
-        self._starts_after_round = False
-        self._under_way: Future[dict[str, float]] | None = None
 
     def start(self, *, timeout_s: float) -> None:
         """Wait for what scores the held-out completions, where that is not what scores the run's own."""
@@ -233,45 +220,6 @@ class RolloutEvaluation(Evaluation):
             and self._held_out.scoring is not self._controller.scoring
         ):
             self._controller.run(self._held_out.scoring.start(timeout_s=timeout_s))
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        self._starts_after_round = self._is_later(state.global_step)
-        super().on_step_end(args, state, control)
-
-    def begin(self) -> None:
-        """Let the engines, which are free now, measure what was due at the end of the last step, in a thread."""
-        if not self._starts_after_round:
-            return
-        self._starts_after_round = False
-        step = self._run.trainer.state.global_step
-        self._controller.sync(step)
-        self._run.mark_progress()
-        self._under_way = self._thread.submit(self._ask_engines, step, next_phase=TRAIN)
-
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        """Wait for what `begin` began. Interrupted: this step is not taken, and the run goes on with measuring."""
-        if self._under_way is None:
-            return
-        under_way = self._under_way
-        self._under_way = None
-        began = time.perf_counter()
-        figures = under_way.result()
-        self._keep(state.global_step, figures)
-        self._controller.note_waited(time.perf_counter() - began)
-        self._log(figures)
-
-    def close(self) -> None:
-        """End an evaluation that nobody waits for any more."""
-        if self._under_way is not None:
-            self._controller.stop.set()
-        self._thread.shutdown()
-
-    def _is_later(self, step: int) -> bool:
-        return self._while_training and self._is_due(step) and 0 < step < self._max_steps
 
     def _row(self, step: int) -> dict[str, Any]:
         leaders_s = self._run.last_step_s if self._run.leads else 0.0
@@ -284,16 +232,12 @@ class RolloutEvaluation(Evaluation):
             self._run.trainer.record(name, value)
 
     def _figures(self, step: int) -> dict[str, float]:
-        with self._run.trainer.room_for_engines():
-            self._controller.sync(step)
-            return self._ask_engines(step)
-
-    def _ask_engines(self, step: int, *, next_phase: str | None = None) -> dict[str, float]:
-        """Return the metrics of the policy that the engines hold; `next_phase` of the step goes on afterwards."""
         assert self._held_out is not None and self._settings is not None, "due only with rows"
         began = time.perf_counter()
         num_prompts = len(self._held_out.draws.prompts)
-        figures = evaluate_policy(self._held_out, num_prompts, step=step, config=self._settings)
-        if next_phase is not None:
-            self._controller.slots.begin_phase(next_phase)
+        with self._run.trainer.room_for_engines():
+            self._controller.sync(step)
+            figures = evaluate_policy(
+                self._held_out, num_prompts, step=step, config=self._settings
+            )
         return as_metrics(figures) | {"ycore/time/eval": time.perf_counter() - began}

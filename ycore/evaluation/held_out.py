@@ -236,10 +236,7 @@ def check_evaluation(config: RunConfig) -> None:
         raise ConfigError(
             "--eval-dataset needs engines, and a run with --replay starts none; leave one of them out"
         )
-    more = {
-        "--eval-while-training": config.eval_while_training,
-        "--eval-reward": config.eval_rewards,
-    }
+    more = {"--eval-reward": config.eval_rewards}
     _check_options(config, settings, more, "name them, e.g. --eval-dataset test.jsonl")
     for spec in config.eval_rewards:
         if spec.reward.startswith(("judge:", "rm:", "teacher:")) and spec not in config.rewards:

@@ -15,7 +15,7 @@ from ycore.engine.kinds import INSTALL_VLLM, EngineKind, choose_kind
 from ycore.errors import ConfigError
 from ycore.launch import engines
 from ycore.launch.device_memory import FactsOf, facts_here, slot_width
-from ycore.launch.layout import Layout, Machine, Site, check_deepspeed, layout_of, on_machine
+from ycore.launch.layout import Machine, Site, check_deepspeed, layout_of, on_machine
 from ycore.models.names import sighted_family
 from ycore.placement.placement import REWARD_MODEL
 from ycore.plan.devices import GIB, Fleet
@@ -52,8 +52,6 @@ def _check_options(config: RunConfig, site: Site, kind: EngineKind) -> None:
         batch = derive_batch(config, world_size=layout.world, on_cpu=not site.machine.devices)
         if config.sampling.max_staleness:
             _check_ahead(config, batch, kind)
-    if config.eval_while_training:
-        _check_evaluation(config, layout, kind)
     if config.sampling.oversample > 1 and not kind.has_servers:
         rule = f"with --oversample engines give back what they have begun, and {kind.name} does not"
         raise ConfigError(f"{rule}; leave it out, or {_INSTALL}")
@@ -68,16 +66,11 @@ def _check_engines(config: RunConfig, site: Site, known: FactsOf) -> DeviceShari
     models, slots, sharing = engines.arrange(config, site, known)
     check_run_placement(config, models, num_slots=len(slots))
     sleeps = sharing is not None and sharing.sleeps
-    for rule, is_set in (
-        (_AHEAD, config.sampling.max_staleness),
-        (_MEASURES, config.eval_while_training),
-    ):
-        if is_set and sleeps:
-            option = rule.split()[1]
-            raise ConfigError(
-                f"{rule}, and here engines and trainer take turns on a device; leave {option} out, or say "
-                "--set engine.sleep=false where both fit"
-            )
+    if config.sampling.max_staleness and sleeps:
+        raise ConfigError(
+            f"{_AHEAD}, and here engines and trainer take turns on a device; leave --max-staleness out, or say "
+            "--set engine.sleep=false where both fit"
+        )
     sync = config.engine.sync
     on_cpu = not site.machine.devices
     if sync != "merged":
@@ -92,7 +85,6 @@ def _check_engines(config: RunConfig, site: Site, known: FactsOf) -> DeviceShari
 
 _INSTALL = f"install vLLM ({INSTALL_VLLM})"
 _AHEAD = "with --max-staleness 1 engines write the next round while the trainer trains"
-_MEASURES = "with --eval-while-training engines measure one step's policy while the trainer computes the next step"
 
 
 def _check_ahead(config: RunConfig, batch: BatchPlan, kind: EngineKind) -> None:
@@ -106,22 +98,6 @@ def _check_ahead(config: RunConfig, batch: BatchPlan, kind: EngineKind) -> None:
         raise ConfigError(
             f"--max-staleness counts steps of one round each, and a round here has {steps}; leave it out, or leave "
             "steps_per_generation and num_iterations out"
-        )
-
-
-def _check_evaluation(config: RunConfig, layout: Layout, kind: EngineKind) -> None:
-    """Refuse what gives engines no time to measure while the trainer trains, or would hold up its weights."""
-    if not kind.has_servers:
-        rule = f"{_MEASURES}, and {kind.name} writes with the trainer's own model"
-        raise ConfigError(f"{rule}; leave --eval-while-training out, or {_INSTALL}")
-    if config.sampling.max_staleness:
-        raise ConfigError(
-            f"{_MEASURES}, and with --max-staleness 1 they write the next round; leave one of them out"
-        )
-    if layout.uses_deepspeed:
-        raise ConfigError(
-            f"{_MEASURES}, and DeepSpeed changes the weights within the backward pass, before the best model could be "
-            "saved; leave --eval-while-training out, or take another --accelerate"
         )
 
 

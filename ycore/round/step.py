@@ -441,11 +441,6 @@ class Controller:
         self._seconds = 0.0
         return seconds
 
-    def note_waited(self, seconds: float) -> None:
-        """Note that training waited for something that is no sync and no round; `take_seconds` counts it too."""
-        self._seconds += seconds
-        self.record("ycore/time/waited", seconds)
-
     def next_draws(self, number: int, unfinished: list[Draw]) -> list[Draw]:
         """Return prompts to start: first from `unfinished` groups, which are removed from it, then new draws."""
         again = unfinished[:number]

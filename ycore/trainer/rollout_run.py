@@ -49,7 +49,6 @@ class RolloutRun(TrainingRun):
         self.save_with(self._take_rounds())
         held_out = parts.evaluation(self.controller)
         self._evaluation = RolloutEvaluation(self, parts.config, self.controller, held_out)
-        self.trainer.after_round = self._evaluation.begin
         # It comes after the checkpoints', which remember the step's end.
         self.trainer.add_callback(self._evaluation)
 
@@ -180,7 +179,6 @@ class RolloutRun(TrainingRun):
             return self.controller.sample(requests, version=version)
 
     def close(self) -> None:
-        self._evaluation.close()
         self.controller.close()
         super().close()
 

@@ -74,9 +74,6 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
     offload = "none"
     """The part of the state that leaves the device for a round, where engines share it; see `Offload`."""
 
-    after_round: Callable[[], None] = staticmethod(lambda: None)
-    """Called in every step, once or twice, when its round is there: the engines have nothing more to do in it."""
-
     skips_equal_rewards = True
     """Whether a step of groups of equal rewards has no gradient; a critic and rewards of single tokens have one."""
 
@@ -198,7 +195,6 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         num_groups = len(inputs) // self.num_generations
         with self.room_for_engines():
             groups = self.rounds.next_round(step=step, num_groups=num_groups)
-        self.after_round()
         # What follows is the same whether the round was generated or read.
         self._seed_generators("round")
         self._round = flatten(groups, self.open_image)
@@ -321,7 +317,6 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
             parts = split_tensor_dict(self._dealt(split_pixel_values_by_grid(batch)), steps)
             self._buffered_inputs = [unsplit_pixel_values_by_grid(part) for part in parts]
         if self._step % self.args.gradient_accumulation_steps == 0:
-            self.after_round()  # the round may be an earlier step's
             self._seed_generators("step")
         return self._buffered_inputs[self._step % steps]
 

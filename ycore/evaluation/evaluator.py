@@ -6,8 +6,8 @@ figures) and `completions.jsonl` (every completion with its rewards) in the run 
 
 import json
 import sys
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -35,17 +35,12 @@ def _evaluate(root: Path) -> None:
 
     parts = assemble(root)
     config = parts.config
-    model = None if config.given_pairs or parts.kind.has_servers else load_policy(parts)
-    controller = parts.controller([] if config.given_pairs else parts.engines(model))
+    engines = [] if config.given_pairs else parts.engines(own_model(parts))
+    controller = parts.controller(engines)
     recorded: list[tuple[str, float]] = []
     controller.record = lambda name, value: recorded.append((name, value))
-    on_stop(controller.stop.set)
-    try:
-        controller.start(timeout_s=config.engine.start_timeout_s)
-        parts.folder.step_began.touch()
+    with started(controller, parts):
         groups = _run_rounds(controller, len(parts.prompts.prompts), parts.folder.metrics, root)
-    finally:
-        controller.close()
     result: dict[str, float]
     if config.given_pairs:
         result = {"num_pairs": len(groups)} | pair_figures(groups, config)
@@ -68,8 +63,22 @@ def _position_bias(recorded: Sequence[tuple[str, float]]) -> dict[str, float]:
     return {"position_bias": followed / sum(counts)} if counts else {}
 
 
-def load_policy(parts: "Assembly") -> Any:
-    """Load the run's model as transformers does, on the device where there is one."""
+@contextmanager
+def started(controller: "Controller", parts: "Assembly") -> Iterator[None]:
+    """Start a controller that trains nothing, and close it on leaving."""
+    on_stop(controller.stop.set)
+    try:
+        controller.start(timeout_s=parts.config.engine.start_timeout_s)
+        parts.folder.step_began.touch()
+        yield
+    finally:
+        controller.close()
+
+
+def own_model(parts: "Assembly") -> Any | None:
+    """Load the run's model as transformers does, on the device where there is one; None where servers hold it."""
+    if parts.kind.has_servers:
+        return None
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import TypeAdapter
 
-from ycore.evaluation.evaluator import load_policy
+from ycore.evaluation.evaluator import own_model, started
 from ycore.evaluation.held_out import mean_of_known
 from ycore.round.sampling import DrawSource
 from ycore.run.files import write_json_atomic
-from ycore.run.interrupt import on_stop
 from ycore.run.reports import run_alone
 from ycore.scoring.group_rewards import can_teach, total_reward
 from ycore.types import Group, Prompt
@@ -160,26 +159,19 @@ def _run_round(
     parts: "Assembly", prompts: Sequence[Prompt], recorded: dict[str, float]
 ) -> tuple[list[Group], dict[str, int]]:
     """Return the groups of a round, which fills `recorded`, and how often each problem kept a source from scoring."""
-    engines = parts.engines(None if parts.kind.has_servers else load_policy(parts))
-    controller = parts.controller(
-        engines,
-        draws=DrawSource(
-            prompts,
-            seed=parts.config.seed,
-            encode=parts.encode,
-            max_prompt_tokens=parts.max_prompt_tokens,
-        ),
-        rules=replace(parts.rules(num_engines=len(engines)), dynamic=False, oversample=1.0),
+    engines = parts.engines(own_model(parts))
+    draws = DrawSource(
+        prompts,
+        seed=parts.config.seed,
+        encode=parts.encode,
+        max_prompt_tokens=parts.max_prompt_tokens,
     )
+    rules = replace(parts.rules(num_engines=len(engines)), dynamic=False, oversample=1.0)
+    controller = parts.controller(engines, draws=draws, rules=rules)
     controller.record = recorded.__setitem__
     controller.meter.requires_scores = False
-    on_stop(controller.stop.set)
-    try:
-        controller.start(timeout_s=parts.config.engine.start_timeout_s)
-        parts.folder.step_began.touch()
+    with started(controller, parts):
         groups = controller.next_round(step=0, num_groups=min(NUM_PROMPTS, len(prompts)))
-    finally:
-        controller.close()
     return groups, dict(controller.meter.problems)
 
 

@@ -63,8 +63,7 @@ def report(
     if live or once:
         _follow(runs, once=once)
         return
-    from ycore.view.page import make_report, report_json, write_report
-    from ycore.view.record import read_run
+    from ycore.view.report import make_report, read_run, report_json, write_report
 
     page = output or runs[0] / "report.html"
     if page.suffix != ".html":

@@ -24,10 +24,9 @@ from rich.console import Console
 from ycore.run.images import ImageStore
 from ycore.run.paths import RunFolder
 from ycore.view.activity import RunActivity
-from ycore.view.page import make_report, write_report
 from ycore.view.pictures import new_figure, save_png
 from ycore.view.progress import RunView
-from ycore.view.record import read_run
+from ycore.view.report import make_report, read_run, write_report
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 QUIET = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"

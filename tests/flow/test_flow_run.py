@@ -25,8 +25,7 @@ from ycore.run.claim import claim
 from ycore.run.files import write_json_atomic
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
-from ycore.view.page import render_page
-from ycore.view.record import read_run
+from ycore.view.report import read_run, render_page
 
 REWARD = """
 import numpy

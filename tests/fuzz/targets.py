@@ -42,9 +42,8 @@ from ycore.run.resuming import read_round
 from ycore.run.text import printable
 from ycore.sandbox.confined_worker import CallFailed
 from ycore.types import Prompt
-from ycore.view.page import make_report, render_page
 from ycore.view.progress import PlainProgress, RunView
-from ycore.view.record import read_run
+from ycore.view.report import make_report, read_run, render_page
 
 Draw = Callable[[random.Random], bytes]
 

@@ -107,8 +107,7 @@ class Run:
 
     def report(self) -> Path:
         """Write report.html into the folder, and return its path."""
-        from ycore.view.page import make_report, write_report
-        from ycore.view.record import read_run
+        from ycore.view.report import make_report, read_run, write_report
 
         return write_report(make_report([read_run(self.folder)]), self.folder / "report.html")[
             0

@@ -16,8 +16,7 @@ from ycore.config.algorithms import ALGORITHMS
 from ycore.run.files import read_json, write_json_atomic
 from ycore.run.metrics import REWARD, Row, number, read_metrics
 from ycore.run.paths import RunFolder
-from ycore.view.page import make_report, write_report
-from ycore.view.record import read_run
+from ycore.view.report import make_report, read_run, write_report
 
 _WINDOW = 5  # steps of a trailing mean; one step's reward says little
 _METRICS = (*REWARD, "rewards/accuracies", "accuracy", "mean_token_accuracy")

@@ -29,7 +29,7 @@ from ycore.run.text import Say, as_duration, topic
 from ycore.view.activity import RunActivity
 from ycore.view.pictures import draw_curve, finish_trace_and_draw
 from ycore.view.progress import RunProgress, open_progress
-from ycore.view.record import advice
+from ycore.view.report import advice
 
 
 @dataclass(frozen=True, slots=True)

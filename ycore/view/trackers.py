@@ -29,8 +29,7 @@ from ycore.run.files import read_json
 from ycore.run.metrics import STEP_SECONDS, Row, number, summarise
 from ycore.run.paths import RunFolder
 from ycore.run.reports import TRACKER_GROUP
-from ycore.view.page import make_report, render_page
-from ycore.view.record import content_text, read_run
+from ycore.view.report import content_text, make_report, read_run, render_page
 
 Table = tuple[Sequence[str], Sequence[Sequence[Any]]]
 """Names of the columns, and the rows."""

@@ -17,13 +17,14 @@ from ycore_cli.main import run as ycore
 from ycore.round.journal import Journal
 from ycore.run.metrics import MetricsWriter
 from ycore.types import IMAGE_MARK, Completion, Draw, Group, Prompt, Score, Turn
-from ycore.view.page import (
+from ycore.view.report import (
+    ScoredCompletion,
     chosen,
     make_report,
+    read_run,
     render_page,
     write_report,
 )
-from ycore.view.record import ScoredCompletion, read_run
 
 HOSTILE = "<script>document.title = 'taken'</script> & <b>bold</b> \x1b[2J"
 CHROMIUM = (

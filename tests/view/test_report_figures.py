@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ycore.config.learners import PPOConfig
 from ycore.config.schema import RewardConfig, RunConfig, SamplingSettings
-from ycore.view.record import (
+from ycore.view.report import (
     PARTS,
     advice,
     count_device_seconds,

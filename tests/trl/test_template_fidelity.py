@@ -38,6 +38,7 @@ from ycore.config.schema import TuneConfig
 from ycore.data.examples import load_examples
 from ycore.round.assemble import Assembly
 from ycore.run.paths import RunFolder
+from ycore.scoring.model_scorers import reward_model_encoder
 from ycore.trl.build import _rows, load_trainer_class
 from ycore.types import Prompt
 
@@ -195,10 +196,6 @@ def trainer_on(
     )
 
 
-READS_ALL = "tools" in Prompt.__dataclass_fields__
-reads_all = pytest.mark.skipif(not READS_ALL, reason="tools and reasoning of rows are not read")
-
-
 def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
@@ -217,7 +214,7 @@ PROMPTS = (
 def test_conversations(family: str, tmp_path: Path) -> None:
     """Prompt and completion, preferences, and labelled answers, as turns."""
     tokenizer = tokenizer_of(family)
-    arguments = FAMILIES[family][3] if READS_ALL else {}
+    arguments = FAMILIES[family][3]
     more = {"chat_template_kwargs": arguments} if arguments else {}
     answers = [
         {"prompt": turns, "completion": [assistant("It is 5.")], **more} for turns in PROMPTS
@@ -238,7 +235,6 @@ def test_conversations(family: str, tmp_path: Path) -> None:
     trained_alike(tmp_path, "kto", labelled, tokenizer)
 
 
-@reads_all
 @pytest.mark.parametrize(
     "family", ["llama3.2", "qwen2.5", "qwen3", "glm4", "gpt-oss", "granite"]
 )
@@ -282,11 +278,29 @@ def test_texts(added: str, tmp_path: Path) -> None:
     trained_alike(tmp_path, "kto", labelled, tokenizer)
 
 
+@pytest.mark.parametrize("family", ["llama3.2", "qwen3", "glm4", "granite"])
+def test_a_reward_model_is_asked_with_the_rows_tools(family: str, tmp_path: Path) -> None:
+    """The tokens of `rm:` in a run are those of RewardTrainer, for a row with tools and template arguments."""
+    tokenizer = tokenizer_of(family)
+    pair = {"prompt": PROMPTS[0], "chosen": [assistant("5")], "rejected": [assistant("6")]}
+    row = {**pair, "tools": [TOOL], "chat_template_kwargs": {"enable_thinking": False}}
+    rows = Dataset.from_list([row])
+    trainer = trainer_on(RewardTrainer, tmp_path, "reward", tokenizer, {}, rows)
+    prompt = Prompt(
+        0, PROMPTS[0], tools=(TOOL,), template_arguments=row["chat_template_kwargs"]
+    )
+    assert trainer.train_dataset[0]["chosen_ids"] == reward_model_encoder(tokenizer)(
+        prompt, "5"
+    )
+
+
 def grpo_tokens(tokenizer: PreTrainedTokenizerFast, prompt: Prompt, family: str) -> list[int]:
     """What a run's engines get for this prompt."""
     arguments = {"chat_template_kwargs": FAMILIES[family][3]}
     run = SimpleNamespace(
-        config=SimpleNamespace(trl=arguments), tokenizer=tokenizer, tool_sets={}, sight=None
+        config=SimpleNamespace(trl=arguments),
+        tokenizer=tokenizer,
+        dialogues=SimpleNamespace(tool_sets={}),
     )
     return list(Assembly.encode(run, prompt))  # type: ignore[arg-type]
 

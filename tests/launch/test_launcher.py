@@ -351,43 +351,13 @@ IS_STOPPED = """
     (root / "step_began").touch()
     signal.signal(signal.SIGINT, lambda *_: None)
     os.kill(os.getppid(), signal.SIGINT)
-    end = time.monotonic() + 4
-"""
-GROWS = """
-    staging = root / "checkpoints" / ".saving-checkpoint-3"
-    staging.mkdir(parents=True)
-    while time.monotonic() < end:
-        with (staging / "model.safetensors").open("ab") as file:
-            file.write(b"more")
-        time.sleep(0.2)
-    sys.exit(130)
-"""
-COMPUTES = """
-    while time.monotonic() < end:
-        sum(range(10**5))
-    sys.exit(130)
 """
 
 
-@pytest.mark.parametrize("save", [GROWS, COMPUTES], ids=["files grow", "computes"])
-def test_a_slow_save_has_all_the_time_in_which_it_makes_progress(
-    worker: Callable[..., RunKind],
-    config: RunConfig,
-    monkeypatch: pytest.MonkeyPatch,
-    save: str,
-) -> None:
-    monkeypatch.setattr(supervise, "_SAVE_STALLS_AFTER_S", 1.5)
-    monkeypatch.setattr(supervise, "_WORKING_CPU_S", 0.1)
-    made = worker(textwrap.dedent(IS_STOPPED) + textwrap.dedent(save))
-    with pytest.raises(Interrupted, match="stopped after step 3"):
-        run(made, config)
-    assert read_json(RunFolder(Path(config.output)).summary)["status"] == "interrupted"
-
-
-def test_a_save_without_progress_fails_the_run(
+def test_a_save_that_never_ends_fails_the_run(
     worker: Callable[..., RunKind], config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervise, "_SAVE_STALLS_AFTER_S", 1.5)
+    monkeypatch.setattr(supervise, "_SAVE_WITHIN_S", 1.5)
     made = worker(textwrap.dedent(IS_STOPPED) + "time.sleep(600)")
     with pytest.raises(
         TrainerError, match=r"trainer did not save and end within \d+ s .*stacks-step-4"

@@ -9,7 +9,7 @@ from datasets import Dataset, Image, List
 from peft import LoraConfig
 from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase, TrainerCallback
 
-from ycore.config.algorithms import find_algorithm, load
+from ycore.config.algorithms import find_algorithm, load_reference
 from ycore.config.batch import derive_batch, derive_tune_batch
 from ycore.config.schema import AnyConfig, LoraSettings, RunConfig, TuneConfig
 from ycore.config.trl_arguments import trl_arguments
@@ -26,7 +26,7 @@ VISION_MODULES = "vision|visual|projector|connector|merger|aligner"
 
 def load_trainer_class(config: AnyConfig) -> type[BaseTrainer]:
     """Import the class of the run's algorithm, which the table of algorithms names."""
-    named: Any = load(find_algorithm(config.algorithm).trainer)
+    named: Any = load_reference(find_algorithm(config.algorithm).trainer)
     trainer: type[BaseTrainer] = named if isinstance(named, type) else named(config)
     return trainer
 

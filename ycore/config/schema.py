@@ -161,8 +161,6 @@ class SamplingSettings(Strict):
     # Groups in flight for each that is expected to be needed. Above 1 a round is over as soon as it has enough, and
     # completions that are not whole go on in the next (APRIL, arXiv 2509.18521).
     oversample: Annotated[float, Field(ge=1, le=4)] = 1.0
-    # Policy versions by which a completion that goes on may lag behind with its first token; then it begins anew.
-    carry_age: Positive = 4
     # True: a prompt whose groups taught nothing is drawn less often. A column's name: the same, with each row's share
     # of right completions to begin with.
     curriculum: bool | str = False

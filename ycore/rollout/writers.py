@@ -21,6 +21,9 @@ from ycore.rollout.turns import (
 from ycore.run.paths import RunFolder
 from ycore.types import Prompt
 
+_CARRY_AGE = 4
+"""Policy versions by which a completion that goes on may lag behind with its first token; then it begins anew."""
+
 
 class RunDialogues:
     """The dialogues of a run: one for each environment, and one for each set of tools that an agent brings.
@@ -102,7 +105,5 @@ def build_writer(
         )
     if config.sampling.oversample > 1 and config.algorithm != "eval":
         decode = partial(tokenizer.decode, skip_special_tokens=True)
-        return CarryWriter(
-            decode, max_tokens=config.max_tokens, max_age=config.sampling.carry_age
-        )
+        return CarryWriter(decode, max_tokens=config.max_tokens, max_age=_CARRY_AGE)
     return SingleTurnWriter()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.rewards.test_answers import shared_rows
 from ycore.config.schema import RewardConfig
 from ycore.errors import RewardError
 from ycore.rewards.code import (
@@ -286,3 +287,13 @@ def test_private_tests_are_never_unpickled(
     with pytest.raises(ValueError, match="private_test_cases"):
         row_tests(row(**columns, fn_name="f"), SETTINGS)
     assert "unpickled" not in capsys.readouterr().out
+
+
+def test_the_shared_rows_of_code_are_read_as_their_testers_read_them() -> None:
+    for case in ("code-apps-wrapped-output", "code-solution-class"):
+        (columns,) = shared_rows(case, "tasks.jsonl")
+        tests = row_tests(row(columns.pop("prompt"), **columns), SETTINGS)
+        assert isinstance(tests, UnitTests) and tests.entry_point == "total"
+        assert tests.is_wrapped is (case == "code-apps-wrapped-output")
+        program = program_of("class Solution:\n    def total(self, nums): return 6", tests)
+        assert program.endswith("total = Solution().total\n")

@@ -181,7 +181,7 @@ def test_a_judge_is_asked_as_each_completion_ends() -> None:
 def test_where_slots_are_shared_a_judge_is_asked_once_the_whole_group_is_written() -> None:
     """The short completion's verdict waits for the long one, and both are asked at one moment."""
     allocator = Allocator(
-        SlotPool(1, ("rollout", "judge"), {"rollout": 8, "judge": 8}, exclusive=False)
+        SlotPool(2, ("rollout", "judge"), {"rollout": 8, "judge": 8}, exclusive=False)
     )
     written: list[str] = []
     seen: list[tuple[str, ...]] = []
@@ -197,23 +197,22 @@ def test_where_slots_are_shared_a_judge_is_asked_once_the_whole_group_is_written
 
     async def work(mode: str) -> list[list[Score]]:
         allocator.restore(
-            {**allocator.state(), "mode": mode, "division": {"rollout": 1, "judge": 0}}
+            {**allocator.state(), "mode": mode, "division": {"rollout": 1, "judge": 1}}
         )
         allocator.begin_round(0.0)
         tasks = [
             asyncio.create_task(write(text, seconds))
             for text, seconds in (("short", 0.0), ("long", 0.05))
         ]
-        slots = Slots(1, allocator=allocator)
+        slots = Slots(2, allocator=allocator)
         writing = PendingGroup(Draw(0, Prompt(0, "What?"), (1,)), tasks, 0, slots)
         async with slots.round():
-            scores = await make_scorer(make_judge(), [ScriptedJudge("judge-0", verdict)]).score(
-                writing
-            )
+            engines = [ScriptedJudge(f"judge-{slot}", verdict) for slot in range(2)]
+            scores = await make_scorer(make_judge(), engines).score(writing)
         written.clear()
         return scores
 
-    assert values(run(work("together"))) == values(run(work("shared"))) == [0.1, 0.1]
+    assert values(run(work("held"))) == values(run(work("shared"))) == [0.1, 0.1]
     assert seen == [("short",), ("short", "long"), ("short", "long"), ("short", "long")]
 
 

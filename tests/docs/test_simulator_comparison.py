@@ -74,7 +74,7 @@ def test_where_a_judge_reads_long_prompts_one_after_another_dynamic_learns_to_sh
         for words in ("dynamic", "split:1:1", "colocated")
     ]
     dynamic, split, colocated = (result.seconds for result in results)
-    assert dynamic < 0.9 * split and dynamic < colocated, (dynamic, split, colocated)
+    assert dynamic < 0.8 * split and dynamic < 1.02 * colocated, (dynamic, split, colocated)
     assert results[0].swaps > 0, "slots move within a round"
 
 

@@ -338,25 +338,30 @@ def _read_numbers(plain: str) -> Iterator[Number]:
 def _value(found: Any) -> Fraction | None:
     """Return a match's value; None where it is beyond what anybody means (`9^999`), or divides by 0."""
     value = _fraction(found["top"])
-    power = int(found["power"] or 0)
     if found["bottom"]:
         bottom = _fraction(found["bottom"])
         if not bottom:
             return None
         value /= bottom
+    power = int(found["power"] or 0)
     if found["times"]:
         value *= Fraction(10) ** power
     elif found["power"]:
         if (power < 0 and not value) or abs(power) > 99 or len(found["top"]) > 20:
             return None
         value **= power
-    value = (value + int(found["whole"] or 0)) * Fraction(10) ** int(found["power_of_ten"] or 0)
+    if found["whole"]:
+        value += int(found["whole"])
+    if found["power_of_ten"]:
+        value *= Fraction(10) ** int(found["power_of_ten"])
     return -value if found["sign"] == "-" else value
 
 
 def _fraction(digits: str) -> Fraction:
     """Return the number that digits with their separators are."""
     digits = digits.replace(_GROUP, "")
+    if digits.isdecimal():  # Python reads no int of more than 4300 digits
+        return Fraction(int(digits)) if len(digits) < 1000 else Fraction(Decimal(digits))
     if regex.fullmatch(r"\d{1,3}(?:,\d{2,3})*,\d{3}(?:\.\d+)?", digits):
         digits = digits.replace(",", "")
     elif "," in digits or digits.count(".") > 1:  # 1.234,56 or 1.234.567

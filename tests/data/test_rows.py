@@ -353,3 +353,13 @@ def test_the_shared_case_of_alpaca(case: str, method: str) -> None:
         assert question in [prompt.content for prompt in prompts(path).prompts]
     else:
         assert question in [row["prompt"] for row in examples(path, method).train]
+
+
+def test_what_a_plan_says_of_pairs_that_are_prompts(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    row = {"chosen": TURNS, "rejected": [*TURNS[:1], said("5")], "weight": 1}
+    path.write_text(json.dumps(row) + "\n")
+    reading = prompts(path).reading
+    assert reading["in_words"] == "question from chosen"
+    assert (reading["unused"], reading["expected"]) == (["rejected", "weight"], ["weight"])
+    assert reading["notes"] == ["1 x last answers are cut, for the policy writes them"]

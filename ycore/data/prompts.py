@@ -133,6 +133,7 @@ def to_prompts(
         fetch=config.fetch_images,
     )
     fingerprint = prompts.check()
+    reading = reader.summary()  # before any row is read again, and its notes are counted twice
     columns = (*prompts.passed, *(["images"] if prompts.with_images else []))
     return PromptSet(
         prompts,
@@ -140,7 +141,7 @@ def to_prompts(
         fingerprint,
         is_chat=prompts[0].is_chat,
         shows=min(prompts.with_images, default=None),
-        reading=reader.summary(),
+        reading=reading,
     )
 
 

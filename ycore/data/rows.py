@@ -143,6 +143,9 @@ class RowReader:
             name for name in ("chosen", "completion") if name in self._columns
         ]
         self._has_image_columns = not self._columns.isdisjoint(IMAGE_COLUMNS)
+        self._beside = ["tools"] * self._has_tools + [
+            "chat_template_kwargs"
+        ] * self._has_arguments
         self._is_plain = not (self._joined or self._system or self._has_history)
 
     def _find_form(self) -> Form | None:
@@ -332,25 +335,28 @@ class RowReader:
         return self.form.question if self.form else None
 
     def _conversation(self, row: TableRow) -> Row | str:
-        """Cut before the last answer, so that the loss is of that answer and not of what the user said."""
         assert self.form is not None
+        cell = row.cell(self.form.question)
         turns = self.question(row)
-        if isinstance(turns, str) or (
-            isinstance(row.cell(self.form.question), str) and not _has_answer(turns)
-        ):
+        is_text = isinstance(cell, str) and isinstance(
+            content_of(row, self.form.question, {}), str
+        )
+        if isinstance(turns, str) or (is_text and not is_dialogue(cell)):
             raise DataError(
                 f"{self.form.question!r} is text in {row.place}; it must be a list of {{role, content}} turns"
             )
+        return self._cut(turns)
+
+    def _cut(self, turns: list[Message]) -> Row | str:
+        """Cut before the last answer, so that the loss is of that answer and not of what the user said."""
         if self.needs.whole and not _is_empty(turns):
             return Row(None, {"messages": turns})
-        question, answer = self.split_last_answer(turns)
-        if not answer or _is_empty(answer):
+        question, answer = self._split_last_answer(turns)
+        if _is_empty(answer):
             return "no answer"
-        if not question:
-            return "no question"
-        return Row(question, {"completion": answer})
+        return Row(question, {"completion": answer}) if question else "no question"
 
-    def split_last_answer(self, turns: list[Message]) -> tuple[list[Message], list[Message]]:
+    def _split_last_answer(self, turns: list[Message]) -> tuple[list[Message], list[Message]]:
         """Split a conversation before the turns of the assistant at its end; questions that nobody answers are cut."""
         stop = len(turns)
         while stop and turns[stop - 1]["role"] != "assistant":
@@ -364,13 +370,11 @@ class RowReader:
 
     def _whole_text(self, row: TableRow) -> Row | str:
         content = content_of(row, "text", self.roles)
-        if isinstance(content, str) and not (self.needs.as_chat and is_dialogue(content)):
-            return Row(None, {"text": content}) if content.strip() else "no text"
-        turns = to_messages(content) if isinstance(content, str) else content
-        if self.needs.whole:
-            return Row(None, {"messages": turns})
-        question, answer = self.split_last_answer(turns)
-        return Row(question, {"completion": answer}) if answer and question else "no answer"
+        if isinstance(content, list):
+            return self._cut(content)
+        if self.needs.as_chat and is_dialogue(content):
+            return self._cut(to_messages(content))
+        return Row(None, {"text": content}) if content.strip() else "no text"
 
     def _pair(self, row: TableRow) -> Row | str:
         pair: dict[str, Content] = {}
@@ -390,6 +394,11 @@ class RowReader:
             return self._joined_row(row, self.question(row), pair)
         chosen, rejected = pair.values()
         if isinstance(chosen, str) and isinstance(rejected, str):
+            if not self._is_plain:
+                raise DataError(
+                    f"{row.place} has a system prompt or a history, and no question before 'chosen' and 'rejected'; "
+                    "name the question's column with --prompt-column, or make them chat turns"
+                )
             return _split_texts(chosen, rejected)
         if isinstance(chosen, str) or isinstance(rejected, str):
             raise DataError(
@@ -397,7 +406,8 @@ class RowReader:
                 "make them the same kind"
             )
         differ_last = len(chosen) > 1 and chosen[:-1] == rejected[:-1]
-        if not differ_last or chosen[-1]["role"] != "assistant" != rejected[-1]["role"]:
+        are_answers = chosen[-1]["role"] == rejected[-1]["role"] == "assistant"
+        if not (differ_last and are_answers):
             return "conversations part before the last answer"
         question = self._after_history(chosen[:-1], row)
         return Row(question, {"chosen": chosen[-1:], "rejected": rejected[-1:]})
@@ -439,7 +449,7 @@ class RowReader:
     def used(self) -> set[str]:
         """The columns that were read."""
         used = {
-            self._question_name,
+            self._question_name if self.needs.kind != "prompts" else self.prompt_column,
             self.answer,
             self._system,
             self._reasoning,
@@ -448,10 +458,7 @@ class RowReader:
         }
         if self._has_history:
             used.add("history")
-        if self._has_tools:
-            used.add("tools")
-        if self._has_arguments:
-            used.add("chat_template_kwargs")
+        used.update(self._beside)
         if self.needs.kind in ("pairs", "labelled") and self.reads_pairs:
             used |= {"chosen", "rejected", "margin"}
         if self.needs.kind == "labelled":
@@ -486,37 +493,23 @@ class RowReader:
         }
 
     def in_words(self) -> str:
-        """`question from instruction + input, answer from output; not used: source`."""
-        parts = []
-        names = [self._system, "history" if self._has_history else None, self._question_name]
-        question = " + ".join(name for name in (*names, *self._joined) if name)
+        """`question from instruction + input, answer from output, tools`."""
+        history = "history" if self._has_history else None
+        columns = (self._system, history, self._question_name, *self._joined)
+        question = " + ".join(name for name in columns if name)
+        answer = self.answer
+        if self._reasoning and answer:
+            answer = f"{self._reasoning} + {answer}"
         if self.needs.kind in ("pairs", "labelled") and self.reads_pairs:
-            parts += [
-                f"question from {question or 'what chosen and rejected share'}",
-                "answers from chosen and rejected",
-            ]
-        elif self.form is None:
-            parts.append("no question" if self.needs.kind == "prompts" else "all of text")
-        elif self.answer is None or (
-            self.form in CONVERSATIONS and self.needs.kind != "prompts"
-        ):
-            parts.append(
-                f"question from {question}"
-                if self.needs.kind == "prompts"
-                else f"question and answer from {question}"
-            )
-        else:
-            reasoning = f"{self._reasoning} + " if self._reasoning else ""
-            parts += [f"question from {question}", f"answer from {reasoning}{self.answer}"]
-        parts += [
-            name
-            for name, is_read in (
-                ("tools", self._has_tools),
-                ("chat_template_kwargs", self._has_arguments),
-            )
-            if is_read
-        ]
-        return ", ".join(parts)
+            question = question or "what chosen and rejected share"
+            answer = "chosen and rejected"
+        elif self.needs.kind != "prompts":
+            question = question or "text"
+            answer = answer or question
+        parts = [f"question from {question or self.prompt_column or 'the environment'}"]
+        if answer:
+            parts.append(f"answer from {answer}")
+        return ", ".join([*parts, *self._beside])
 
 
 def _text_of(row: TableRow, column: str | None) -> str:
@@ -577,10 +570,6 @@ def _is_empty(content: Content) -> bool:
         return not content.strip()
     last = content[-1] if content else {}
     return not (last.get("content") or "").strip() and not last.get("tool_calls")
-
-
-def _has_answer(turns: Sequence[Message]) -> bool:
-    return any(turn["role"] == "assistant" for turn in turns)
 
 
 def _split_answer(

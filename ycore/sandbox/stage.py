@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NoReturn, TypedDict
 
 from ycore.sandbox import Limits
-from ycore.sandbox.watch import end_all_below
+from ycore.sandbox.watch import INTERVAL_S, below, end_all_below, excess_of
 
 # Linux: mount(2), prctl(2), capset(2)
 MS_NOSUID = 2
@@ -69,6 +69,9 @@ DEVICES = {
     "/dev/urandom": _READ_FILE,
 }
 
+EXIT_EXCESS = 240
+"""The stage's exit status where the tree held too much; a confined process's own status is cut to less than it."""
+
 _MANY_FILES = 4096  # descriptors of one process
 LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -78,7 +81,9 @@ class StageSteps(TypedDict):
 
     tmpfs: dict[str, tuple[int, int]]  # folder: bytes, files
     files: list[str] | None  # what Landlock lets it read; None where Landlock has no part
-    scratch: str  # the one folder that Landlock lets it write in
+    scratch: (
+        str  # its folder, the one that Landlock lets it write in; empty where that is in memory
+    )
     limits: dict[str, int]  # the fields of `Limits`
     uid: int | None  # whom root becomes; None for a user, who stays who they are
     keep: int | None  # a capability that is kept all the same
@@ -90,7 +95,7 @@ def run_stage() -> None:
     steps: StageSteps = json.loads(sys.argv[1])
     del sys.argv[:2]
     if not steps["in_namespaces"]:
-        _supervise_child()
+        _supervise_child(steps)
     take_steps(steps)
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
@@ -120,38 +125,61 @@ def take_steps(steps: StageSteps) -> None:
     end_with_parent()  # the kernel forgets this with a change of user
 
 
-def _supervise_child() -> None:
+def _supervise_child(steps: StageSteps) -> None:
     """Return in a new process. This one waits for that, ends all that it left and ends as it did.
 
-    It also ends everything at SIGTERM and when its own parent is gone. Only the child has the descriptors.
+    It also ends everything when that holds too much (`EXIT_EXCESS`, and a line on standard error), at SIGTERM and when
+    its own parent is gone. Only the child keeps standard input, standard output and the other descriptors.
     """
     parent = os.getppid()
     checked_prctl(_PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGTERM, end_everything)
-    checked_prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:
-        os._exit(1)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     child = os.fork()
     if not child:
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.setsid()
         return
     nothing = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):
+    for descriptor in (0, 1):
         os.dup2(nothing, descriptor)
     os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    pid = 0
-    status = 0
-    while pid != child:
-        pid, status = os.wait()
-    end_all_below(os.getpid())
-    code = os.waitstatus_to_exitcode(status)
+    if (
+        steps["uid"] is not None
+    ):  # in a container, root may not look at another user's processes
+        give_up_rights(steps["uid"], keep=steps["keep"])
+    checked_prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        end_everything()
+    code = _watch_over(child, Limits(**steps["limits"]), steps["scratch"])
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with suppress(OSError):
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code & 0xFF)
+
+
+def _watch_over(child: int, limits: Limits, scratch: str) -> int:
+    """Wait until the child has ended or its tree holds too much, end what is left, and return its exit code."""
+    code: int | None = None
+    excess: str | None = None
+    while code is None and excess is None:
+        signal.sigtimedwait([signal.SIGCHLD], INTERVAL_S)
+        excess = excess_of(below(os.getpid()), limits, scratch)
+        pid = child
+        while pid:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == child:
+                code = os.waitstatus_to_exitcode(status)
+                break
+    end_all_below(os.getpid())
+    if excess is not None:
+        os.write(2, f"sandbox: ended, because it held {excess}\n".encode())
+        return EXIT_EXCESS
+    assert code is not None
+    return min(code, EXIT_EXCESS - 1)
 
 
 def end_everything(*_signal: object) -> NoReturn:

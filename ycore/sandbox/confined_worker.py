@@ -21,6 +21,7 @@ from ycore.errors import RewardError
 from ycore.run.reports import kill_tree
 from ycore.sandbox import Confinement
 from ycore.sandbox.confine import Launch, confined_launch
+from ycore.sandbox.stage import EXIT_EXCESS
 from ycore.sandbox.watch import Watch
 
 START_TIMEOUT_S = 120.0
@@ -362,6 +363,8 @@ class WorkerProcess:
             return f"it held {self._watch.excess}"
         if code is None:
             return "it closed its output"
+        if self.launch.has_stage and code == EXIT_EXCESS:
+            return "it held too much; its log says of what"
         code = 128 - code if code > 128 else code  # bwrap reports a signal as a shell does
         return f"signal {-code}" if code < 0 else f"exit status {code}"
 

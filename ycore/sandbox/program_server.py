@@ -150,7 +150,7 @@ def _do(
         programs.append(_start(settings, kind, passed, index, scratch))
     for descriptor in (*fds, *connection):
         os.close(descriptor)
-    _wait(programs, Limits(**settings["steps"]["limits"]), scratch, deadline)
+    _wait(programs, settings["steps"], scratch, deadline)
     watch.end_all_below(os.getpid())
     if scratch is not None:
         watch.remove_tree(scratch)
@@ -158,7 +158,7 @@ def _do(
 
 
 def _wait(
-    programs: Sequence[Program], limits: Limits, scratch: str | None, deadline: float
+    programs: Sequence[Program], steps: StageSteps, scratch: str | None, deadline: float
 ) -> None:
     """Wait until every program has ended. The first one's end, the deadline or too much memory end them."""
     next_look = time.monotonic() + watch.INTERVAL_S
@@ -175,12 +175,36 @@ def _wait(
         elif time.monotonic() >= deadline:
             reason = "deadline"
         elif time.monotonic() >= next_look:
-            excess = watch.excess_of(watch.below(os.getpid()), limits, scratch)
-            reason = "memory" if excess else None
+            reason = "memory" if _is_excess(steps, scratch) else None
             next_look = time.monotonic() + watch.INTERVAL_S
         if reason is not None:
             for program in running:
                 program.kill(reason)
+
+
+def _is_excess(steps: StageSteps, scratch: str | None) -> bool:
+    """Whether the programs hold too much. In a container, root may not look at another user's open files as root."""
+    pids = watch.below(os.getpid())
+    limits = Limits(**steps["limits"])
+    if watch.excess_of(pids, limits, scratch):
+        return True
+    if steps["uid"] is None or scratch is None:
+        return False
+    try:
+        for user in (steps["uid"], steps["uid"] + 1):
+            stage.LIBC.setfsgid(user)
+            stage.LIBC.setfsuid(user)
+            # It took away the rights that the programs may have kept.
+            stage.set_capabilities(stage.capabilities())
+            if watch.deleted_bytes(pids) > limits.scratch:
+                return True
+            stage.LIBC.setfsuid(0)
+        return False
+    finally:
+        stage.LIBC.setfsuid(0)
+        stage.LIBC.setfsgid(0)
+        # The kernel forgets this with a change of user.
+        stage.checked_prctl(stage.PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _start(

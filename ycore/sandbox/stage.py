@@ -237,14 +237,14 @@ def give_up_rights(uid: int | None, *, keep: int | None = None) -> None:
             checked_prctl(_PR_CAPBSET_DROP, number)
     if uid is None:  # every capability of a user namespace, the ambient ones too
         checked_prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
-        _set_capabilities(0)
+        set_capabilities(0)
     else:
         checked_prctl(_PR_SET_KEEPCAPS, int(keep is not None))
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
         if keep is not None:
-            _set_capabilities(1 << keep)
+            set_capabilities(1 << keep, inheritable=1 << keep)
             checked_prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE, keep)
         # Else /proc/self belongs to root, and libraries that read it fail.
         checked_prctl(_PR_SET_DUMPABLE, 1)
@@ -267,12 +267,12 @@ def capabilities() -> int:
     return int(low) | int(high) << 32
 
 
-def _set_capabilities(bits: int) -> None:
-    # capset(2): effective, permitted and inheritable; the second triple is for numbers from 32 on.
-    low = bits & 0xFFFFFFFF
-    high = bits >> 32
+def set_capabilities(bits: int, *, inheritable: int = 0) -> None:
+    """Make these the effective and permitted capabilities of this process."""
+    sets = (bits, bits, inheritable)
+    parts = [*(bits & 0xFFFFFFFF for bits in sets), *(bits >> 32 for bits in sets)]
     header = struct.pack("<Ii", _CAPABILITY_VERSION_3, 0)
-    checked(LIBC.capset(header, struct.pack("<6I", low, low, low, high, high, high)), "capset")
+    checked(LIBC.capset(header, struct.pack("<6I", *parts)), "capset")
 
 
 def landlock_abi() -> int:

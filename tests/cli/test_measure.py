@@ -125,7 +125,6 @@ def test_a_judge_that_never_parses_is_found_in_real_engines(
     assert run(["preflight", *words]) == 1
     result = json.loads(capsys.readouterr().out)
     measured = result["preflight"]
-    assert measured["logprob_gap"] < 0.01  # on the first weights engine and trainer agree
     assert measured["judges"]["calls"] == measured["judges"]["unreadable"] > 0
     assert "judge" in " ".join(finding["what"] for finding in result["findings"])
 

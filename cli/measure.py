@@ -12,6 +12,8 @@ from ycore_cli.output import print_json, print_line, print_table, stdout_for_jso
 if TYPE_CHECKING:
     from ycore.config.schema import RunConfig
 
+_CUT_OFF_WARNS = 0.25  # the share of completions, as in a preflight
+
 Top = Annotated[int | None, typer.Option(metavar="N", help="Ways to show.", min=1)]
 
 
@@ -219,12 +221,10 @@ def _length_advice(
     configs: "Sequence[RunConfig]", summaries: Mapping[str, Mapping[str, Any]]
 ) -> list[str]:
     """Advise a longer `--max-tokens` for each model of whose completions many are cut off."""
-    from ycore.evaluation.preflight import TRUNCATED_WARNS
-
     lines = []
     for config in configs:
         cut_off = summaries[config.model].get("cut_off", 0.0)
-        if cut_off > TRUNCATED_WARNS:
+        if cut_off > _CUT_OFF_WARNS:
             lines.append(
                 f"{cut_off:.0%} of the completions of {config.model} are cut off at {config.max_tokens} tokens; a "
                 f"longer --max-tokens would let more of them end, e.g. --max-tokens {4 * config.max_tokens}"

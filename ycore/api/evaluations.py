@@ -4,23 +4,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ycore.api.run_settings import unused_folder
 from ycore.api.running import checked_plan
 from ycore.config.recipe_files import load_benchmark
 from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError, DataError
-from ycore.evaluation.preflight import (
-    NUM_PROMPTS,
-    PreflightMeasurements,
-    histogram,
-    parse_measurements,
-    preflight_verdict,
-)
 from ycore.launch.launcher import EVALUATOR, PREFLIGHT, run_worker
 from ycore.run.files import write_json_atomic
 from ycore.run.reports import tracker_group
+
+if TYPE_CHECKING:  # it imports torch
+    from ycore.evaluation.preflight import PreflightMeasurements
 
 _SAMPLE_WIDTH = 100
 _BAR_WIDTH = 30
@@ -98,6 +94,8 @@ def compare_evaluations(
 
 def preflight_config(config: RunConfig) -> RunConfig:
     """Return the same run in another folder, in one process, with as many prompts as a preflight takes."""
+    from ycore.evaluation.preflight import NUM_PROMPTS
+
     return config.model_copy(
         update={
             "output": unused_folder(f"{config.output}-preflight"),
@@ -110,6 +108,8 @@ def preflight_config(config: RunConfig) -> RunConfig:
 
 def run_preflight(config: RunConfig) -> dict[str, Any]:
     """Check and measure; the measurements, a few completions and the verdict, as JSON values."""
+    from ycore.evaluation.preflight import parse_measurements, preflight_verdict
+
     checked_plan(config, trains=False)
     summary = run_worker(PREFLIGHT, config)
     return {
@@ -121,6 +121,8 @@ def run_preflight(config: RunConfig) -> dict[str, Any]:
 
 def preflight_lines(result: Mapping[str, Any]) -> Iterator[str]:
     """Yield what was measured, the rewards as a histogram, a few completions, the verdict."""
+    from ycore.evaluation.preflight import histogram, parse_measurements
+
     measured = parse_measurements(result["preflight"])
     for name, value in _measured_rows(measured):
         yield f"{name:<10} {value}"
@@ -144,7 +146,7 @@ def preflight_lines(result: Mapping[str, Any]) -> Iterator[str]:
         yield f"  also: {finding['what']}; {finding['mend']}"
 
 
-def _measured_rows(measured: PreflightMeasurements) -> Iterator[tuple[str, str]]:
+def _measured_rows(measured: "PreflightMeasurements") -> Iterator[tuple[str, str]]:
     size = f"{measured.num_prompts} prompts x {measured.group_size} completions"
     yield "sampled", f"{size}, {measured.mean_tokens:.4g} tokens each on average"
     yield (

@@ -539,6 +539,7 @@ def test_one_row_is_as_many_worlds_as_an_environment_draws(
     rewards: Any = [{"reward": "environment"}]
     parts: Any = {"folder": None, "tokenizer": None, "prompts": SimpleNamespace(prompts=[1])}
     parts["started"] = SimpleNamespace(model=tmp_path, max_num_seqs=None)
+    parts["dialogues"] = SimpleNamespace(tool_sets={})
     config = RunConfig(
         algorithm="grpo", model="m", dataset="d", output="o", rewards=rewards, env=env
     )

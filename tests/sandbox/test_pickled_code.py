@@ -83,7 +83,7 @@ def test_a_function_of_a_script_goes_with_what_it_uses(
     file = tmp_path / "own" / "rewards.py"
     (named,) = code_references([script["score"]], file)
     file = Path(named.removesuffix(":score"))
-    assert file.parent == tmp_path / "own" and file.name == "rewards.py"
+    assert file.parent == tmp_path / "own" and file.name.startswith("rewards-")
     function = load_reward(RewardConfig(reward=f"{file}:score"))
     assert function(completions=["7 and 12", "none"], answer=["", ""]) == [3.0, 0.0]
 
@@ -333,11 +333,18 @@ def test_what_no_worker_can_have_is_refused_by_name(
     assert not list(tmp_path.iterdir())
 
 
-def test_the_code_of_another_start_takes_the_place_of_the_last(tmp_path: Path) -> None:
-    made_by = lambda number: lambda completions: [number for _ in completions]  # noqa: E731
+def test_other_source_has_another_file_and_other_values_take_the_place_of_the_last(
+    tmp_path: Path,
+) -> None:
+    def made_by(number: float) -> Callable[..., list[float]]:
+        return lambda completions: [number for _ in completions]
+
     names = [code_references([made_by(n)], tmp_path / "rewards.py")[0] for n in (1.0, 2.0)]
-    assert names == [f"{tmp_path}/rewards.py:reward"] * 2
-    assert ran_elsewhere(names[0], "value(['abc'])") == [2.0]
+    assert names[0] == names[1]
+    assert ran_elsewhere(names[1], "value(['abc'])") == [2.0]
+    other = code_references([lambda completions: [0.0]], tmp_path / "rewards.py")[0]
+    assert other != names[0]
+    assert ran_elsewhere(names[1], "value(['abc'])") == [2.0]
 
 
 def test_a_tool_is_no_partial(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ start the script's run again. Only confined workers import that file.
 
 import base64
 import functools
+import inspect
 import io
 import itertools
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ycore.errors import RewardError
-from ycore.run.files import write_bytes_atomic
+from ycore.run.files import named_by_content, write_bytes_atomic
 
 _WAY_OUT = "write it into a file, with what it uses, and give file.py:name"
 
@@ -26,7 +27,8 @@ def code_references(values: Sequence[Any], file: Path, *, kind: str = "reward") 
 
     Args:
         values: names, declarations with a `reward`, functions and classes.
-        file: takes the pickled code, in the place of what an earlier start wrote there.
+        file: takes the pickled code, with a hash of its source in the name: a run is not resumed with other source by
+            mistake. Values that the code holds are written anew at each start.
         kind: `reward`, `tool` or `environment`, which is a class.
 
     Raises:
@@ -44,6 +46,8 @@ def code_references(values: Sequence[Any], file: Path, *, kind: str = "reward") 
     }
     names = dict(zip(code, _distinct_names(code.values(), kind), strict=True))
     if code:
+        sources = "".join(_source_of(reward) for reward in code.values())
+        file = named_by_content(file, sources.encode())
         _write({names[key]: reward for key, reward in code.items()}, file, kind)
 
     def reference_of(reward: Any) -> Any:
@@ -57,6 +61,16 @@ def code_references(values: Sequence[Any], file: Path, *, kind: str = "reward") 
         else reference_of(reward)
         for value, reward in zip(values, rewards, strict=True)
     ]
+
+
+def _source_of(code: Any) -> str:
+    """Return the source of a function, a class or what a partial calls; its name where there is none."""
+    while isinstance(code, functools.partial):
+        code = code.func
+    try:
+        return inspect.getsource(code if isinstance(code, type) else inspect.unwrap(code))
+    except (OSError, TypeError):
+        return str(getattr(code, "__qualname__", type(code)))
 
 
 def _write(objects: Mapping[str, Any], file: Path, kind: str) -> None:

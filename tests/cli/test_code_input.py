@@ -40,7 +40,8 @@ def with_levels(monkeypatch: pytest.MonkeyPatch, *holding: Level) -> None:
     [
         (
             "--dataset none.jsonl",
-            "needs a column with tests (tests or test_list or test), and the dataset has answer",
+            "needs a column with tests (tests or test_list or test or input_output or "
+            "public_test_cases), and the dataset has answer",
         ),
         ("--dataset bad.jsonl", "row 1, counted from 0: a test is no Python"),
         (

@@ -44,9 +44,9 @@ def test_a_judge_is_trained_and_the_plan_says_so(
     assert told["scorers"] == [
         "agrees:pairs: the policy is the judge, pairwise, verdict by json"
     ]
-    assert told["dataset"] | {"fingerprint": ""} == {
-        "rows": 8, "columns": ["chosen", "rejected"], "chat": True, "fingerprint": ""
-    }  # fmt: skip
+    assert told["dataset"]["rows"] == 8
+    assert told["dataset"]["columns"] == ["chosen", "rejected"]
+    assert told["dataset"]["reading"]["in_words"] == "question from prompt"
     assert told["evaluation"]["overlap"] == 8, "a pair has the same question wherever it is"
 
 
@@ -146,7 +146,7 @@ def test_a_dry_run_refuses_the_placements_that_a_launch_would(
         ),
         (
             "--reward agrees:pairs.yaml",
-            "with or without prompt; it has prompt, answer; rename a column in the dataset",
+            "with or without prompt; it has prompt, answer; name yours, e.g. --set columns.chosen=",
         ),
         (
             "--reward agrees:good.yaml",

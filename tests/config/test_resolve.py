@@ -424,3 +424,11 @@ def test_an_environment_has_the_name_that_was_given_or_its_own() -> None:
         "env": "a.py:Walk"
     }
     assert resolve(recipe=bare).dataset == ""
+
+
+def test_null_takes_away_a_recipes_key_that_the_algorithm_does_not_have() -> None:
+    recipe = {**BASE, "algorithm": "ppo", "critic": {"lr_ratio": 2.0}}
+    options = {"algorithm": "grpo"}
+    assert resolve(recipe=recipe, sets=["critic=null"], options=options).algorithm == "grpo"
+    with pytest.raises(ConfigError, match="critic is of ycore ppo"):
+        resolve(recipe=recipe, options=options)

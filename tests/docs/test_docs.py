@@ -524,6 +524,7 @@ def test_options_that_a_page_mentions_exist(page: Path) -> None:
         for row in ALGORITHMS.values()
         for field in fields_of(row.trl_config).values()
     }
+    known |= {option.replace("--", "--no-", 1) for option in known}
     prose = _BLOCK.sub("", page.read_text(encoding="utf-8"))
     mentioned = {
         word.replace("_", "-")

@@ -75,6 +75,9 @@ def resolve_any(
     merged: dict[str, Any] = {"algorithm": entry.name}
     for layer in layers:
         merged = merge(merged, _normalised(layer, entry))
+    for key in [name for name, value in merged.items() if value is None]:
+        if key not in entry.config.model_fields and commands_with(key):
+            del merged[key]  # `critic=null` takes the critic of a PPO recipe away
     if isinstance(entry, Algorithm) and entry.learns_from == "rollouts":
         _fill_in_rollout_keys(merged)
     for path, value in indexed:

@@ -127,8 +127,8 @@ MUTATIONS: tuple[Patch, ...] = (
             ),
             Edit(
                 "ycore/trl/seam.py",
-                "        step, rank = self.state.global_step, self.accelerator.process_index\n",
-                "        return\n        step, rank = 0, 0\n",
+                "        step = self.state.global_step\n        rank = self.accelerator.process_index\n",
+                "        return\n        step = rank = 0\n",
             ),
         ),
     ),

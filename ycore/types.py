@@ -4,6 +4,7 @@ Axes, as suffixes of names: `_P` prompts of a round, `_G` completions of a group
 """
 
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -24,10 +25,25 @@ NO_PROMPT: Content = [{"role": "user", "content": ""}]
 THINKING = "<think>\n"
 """The end of a prompt whose completion begins inside the thinking."""
 
+THOUGHT_TAG = re.compile(
+    r"</?(?:(?:seed:)?think|thinking|thought|reasoning)>|\[/?THINK\]|\u25c1/?think\u25b7"
+    r"|<\|(?:begin|end)_of_thought\|>|<\|(?:START|END)_THINKING\|>"
+)
+"""The tags around the thinking of the published families."""
+
+
+def ends_thinking(tag: str) -> bool:
+    return "/" in tag or "end_" in tag.lower()
+
 
 def opens_thinking(rendered_prompt: str) -> bool:
     """Whether what follows this prompt, of which the end is enough, begins inside the thinking."""
-    return rendered_prompt.rstrip().endswith(THINKING.rstrip())
+    tags = THOUGHT_TAG.findall(rendered_prompt)
+    return (
+        bool(tags)
+        and rendered_prompt.rstrip().endswith(tags[-1])
+        and not ends_thinking(tags[-1])
+    )
 
 
 IMAGE_MARK = "\ufffc"

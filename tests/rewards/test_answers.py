@@ -118,6 +118,38 @@ def test_what_a_row_accepts(answer: Any, golds: list[str]) -> None:
     assert golds_of(answer) == golds
 
 
+@pytest.mark.parametrize(
+    ("answer", "golds"),
+    [
+        ('["3", "three"]', ["3", "three"]),
+        ("['3', 'three']", ["3", "three"]),
+        ("['3' 'three']", ["3", "three"]),
+        ('{"value": "Bob", "aliases": ["B"]}', ["Bob", "B"]),
+        ("[1, 2]", []),
+        ("{1, 2}", []),
+        ("[open", []),
+    ],
+)
+def test_accepted_answers_as_text_count_beside_the_text_itself(
+    answer: str, golds: list[str]
+) -> None:
+    assert golds_of(answer) == [answer, *golds]
+
+
+@pytest.mark.parametrize(
+    ("text", "gold"),
+    [
+        (r"\boxed{(1, 2)}", "(1,2)"),
+        ("It is [1,2].", "[1, 2]"),
+        ("答案是\uff21", "A"),
+        (r"1\text{,}234", "1234"),
+        ("50\u066a", "0.5"),
+    ],
+)
+def test_spacing_and_width_make_no_other_answer(text: str, gold: str) -> None:
+    assert gives(text, gold)
+
+
 def test_one_of_several_answers_is_enough_and_none_is_not_scored() -> None:
     for name in ("exact_answer", "contains_answer"):
         assert score(name, "It is Paris.", answer=["Rome", "Paris"]) == 1.0

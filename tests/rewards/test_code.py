@@ -55,6 +55,7 @@ def row(content: Any = "q", **columns: Any) -> Prompt:
         ("   ```py\na = 4\n  ```", "a = 4\n"),
         ("```python\nnever closed", "never closed"),
         ("a = 5\n", "a = 5\n"),
+        ("So:\n<answer>a = 5</answer>", "a = 5"),
         ("<think>```python\na = 1\n```</think>```python\na = 6\n```", "a = 6\n"),
         ("<think>```python\na = 1\n```", ""),
         ("```python\n```", ""),
@@ -195,6 +196,50 @@ def test_malformed_tests_are_refused_with_their_row(
             [row(tests=["assert f(0)"]), row(**columns)],
         )
     assert problem in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "def test_f():\n    assert f(1) == 1",
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        self.assertEqual(f(1), 1)",
+        "['f(1) == 1' 'f(2) == 2', f]",
+        ["def test_f():\n    assert f(1) == 1"],
+    ],
+)
+def test_tests_that_run_nothing_are_refused_for_every_program_would_pass(tests: Any) -> None:
+    with pytest.raises(ValueError, match=r"run nothing.*write asserts"):
+        row_tests(row(tests=tests), SETTINGS)
+
+
+def test_tests_that_pandas_wrote_as_pythons_text() -> None:
+    asserts = ("assert f(1) == 1", "assert f('a') == 2")
+    assert row_tests(row(test_list=repr(list(asserts))), SETTINGS) == UnitTests(asserts)
+    pairs = repr({"inputs": ["1\n"], "outputs": ["2\n"]})
+    assert row_tests(row(input_output=pairs), SETTINGS) == StdioTests((("1\n", "2\n"),))
+
+
+def test_a_test_may_name_its_function_itself() -> None:
+    test = {**lcb("[1]", "2"), "metadata": {"func_name": "total"}}
+    assert row_tests(row(tests=json.dumps([test])), SETTINGS) == UnitTests(
+        entry_point="total", calls=(([[1]], 2),)
+    )
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        UnitTests(("assert total([1]) == 1",)),
+        UnitTests((CHECK,), entry_point="total", given="def total(a):\n"),
+    ],
+)
+def test_asserts_and_checks_reach_methods_of_a_solution(tests: UnitTests) -> None:
+    names: dict[str, Any] = {}
+    exec(
+        program_of("class Solution:\n    def total(self, a):\n        return sum(a)\n", tests),
+        names,
+    )
+    assert names["total"]([1, 2]) == 3
 
 
 def test_a_dataset_without_tests_is_refused() -> None:

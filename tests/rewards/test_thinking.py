@@ -27,6 +27,10 @@ WHOLE = "Two and three make five.\n</think>\n\n5"
         ("User: 2 + 3?\nAssistant: <think>", True),
         ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
         ("<|im_start|>assistant\n", False),
+        ("[SYSTEM_PROMPT]Think.[/SYSTEM_PROMPT]2 + 3?[/INST][THINK]", True),
+        ("<seed:bos>assistant\n<seed:think>", True),
+        ("<|im_start|>assistant\n<reasoning>\n", True),
+        ("<|im_start|>assistant\n[THINK]\n[/THINK]\n", False),
         ("Think in <think> tags.<|im_end|>\n<|im_start|>assistant\n", False),
     ],
 )
@@ -54,6 +58,14 @@ def test_an_answer_inside_the_thinking_earns_nothing(as_chat: bool) -> None:
     assert rewards(WHOLE, in_thinking=True) == [1.0] * 5
     assert rewards(WHOLE, in_thinking=False) == [1.0] * 4 + [0.0]
     assert rewards(f"<think>{WHOLE}", in_thinking=False) == [1.0] * 5
+
+
+@pytest.mark.parametrize("tag", ["thinking", "seed:think", "reasoning", "thought"])
+def test_thinking_in_other_tags(tag: str) -> None:
+    assert builtin("exact_answer", f"<{tag}>{CUT_OFF}", in_thinking=False) == 0
+    assert builtin("exact_answer", CUT_OFF, in_thinking=True) == 0
+    assert builtin("exact_answer", f"5, or 6\n</{tag}>\n5", in_thinking=True) == 1
+    assert program_of(f"<{tag}>```python\ny = 1\n```", StdioTests((("1", "1"),))).strip() == ""
 
 
 def test_a_functions_completions_are_stripped_and_otherwise_as_the_policy_wrote_them() -> None:

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import regex
 
-from ycore.types import THINKING, Content
+from ycore.data.cells import parse_literal
+from ycore.types import THINKING, THOUGHT_TAG, Content, ends_thinking
 
 _UNSPACED = r"\p{Han}\p{Hiragana}\p{sc=Thai}\p{sc=Lao}\p{sc=Khmer}\p{sc=Myanmar}"
 _NOT_IN_LETTER = r"(?!\p{M}|[\u0e33\u0eb3])"  # not before the marks and vowel signs of a letter
@@ -40,7 +41,10 @@ _CHARACTERS = str.maketrans(
         "\uff0f": "/",
         "\u2044": "/",
         "\u066b": ".",
+        "\u066a": "%",
     }
+    # the letters and brackets of full width
+    | {chr(code + 0xFEE0): chr(code) for code in (40, 41, *range(65, 91), *range(97, 123))}
 )
 _SUPERSCRIPTS = str.maketrans(
     "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b", "0123456789-"
@@ -50,6 +54,11 @@ _SEPARATOR = r"(?:\\[,;: ]|\{\\[,;:]\}|\\thinspace\s?|[~'_\u2019\u02bc\u066c\u00
 _ARGUMENT = r"\s?(?|\{\s*([^{}]{1,60}?)\s*\}|(\d))"
 _VULGAR_FRACTION = r"[\u00bc-\u00be\u2150-\u215e]"
 _REWRITES: list[tuple[Any, str | Callable[[Any], str]]] = [
+    (regex.compile(r"\\(?:text|mathrm|mbox)\s?\{,\}"), ","),
+    (
+        regex.compile(r"[(\[{][^()\[\]{}]*,\s[^()\[\]{}]*(?:[)\]}]|\Z)"),
+        lambda found: regex.sub(r",\s+", ",", found[0]),
+    ),
     (regex.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s?\{([^{}]*)\}"), r" \1"),
     (regex.compile(r"\{([-,])\}|\\([%$])|\\!|\\(?:left|right)(?![A-Za-z])"), r"\1\2"),
     (regex.compile(r"(?<![\p{L}\d])_+|_+(?![\p{L}\d])"), " "),
@@ -95,7 +104,16 @@ _NUMBER = regex.compile(
     regex.V1,
 )
 _UNIT = regex.compile(r"\s?((?:[\p{L}\u00b0\u00b5][^\s\d]*\s?){1,3})", regex.V1)
-_ALIASES = ("value", "aliases", "normalized_value", "normalized_aliases", "text")
+_ALIASES = (
+    "value",
+    "aliases",
+    "normalized_value",
+    "normalized_aliases",
+    "text",
+    "answer",
+    "answers",
+    "ground_truth",
+)
 _BOX = "\\boxed{"
 
 
@@ -139,7 +157,7 @@ def answer_text(completion: Content) -> str:
 
     A `<think>` that never ends gives no answer: an empty text.
     """
-    after = _after_thinking(completion_text(completion))
+    after = after_thinking(completion_text(completion))
     # Searched from the end, not by a regular expression: ten thousand unclosed tags must not cost a deadline.
     tagged, closing, _ = after.rpartition("</answer>")
     return (tagged.rpartition("<answer>")[2] if closing else after).strip()
@@ -148,8 +166,8 @@ def answer_text(completion: Content) -> str:
 def without_thinking(completion: Content) -> Content:
     """The completion without what precedes `</think>`, still as text or chat; empty where the thinking never ends."""
     if isinstance(completion, str):
-        return _after_thinking(completion)
-    return _with_text(completion, _after_thinking(completion_text(completion)))
+        return after_thinking(completion).lstrip()
+    return _with_text(completion, after_thinking(completion_text(completion)).lstrip())
 
 
 def with_thinking_opened(completion: Content) -> Content:
@@ -191,8 +209,9 @@ def boxed(text: str) -> str | None:
 def golds_of(answer: Any) -> list[str]:
     """Return the texts that a row accepts as its answer; none where it is empty or NaN.
 
-    `answer` is a text, a number, a list or array of them, or a mapping with `value`, `aliases` (TriviaQA) or `text`
-    (SQuAD). Of a text only what follows the last `####` counts, with which GSM8K's worked solutions end.
+    `answer` is a text, a number, a list or array of them, or a mapping with `value`, `aliases` (TriviaQA), `text`
+    (SQuAD), `answer` or `ground_truth`, also as JSON, Python's or numpy's text of a mapping or of a list of texts. Of a
+    text only what follows the last `####` counts, with which GSM8K's worked solutions end.
     """
     if hasattr(answer, "tolist"):  # of numpy, from Parquet
         answer = answer.tolist()
@@ -203,7 +222,21 @@ def golds_of(answer: Any) -> list[str]:
     if answer is None or answer != answer:
         return []
     gold = str(answer).rpartition("####")[2].strip()
-    return [gold] if gold else []
+    if not gold or gold.lower() == "nan":
+        return []
+    return [gold, *_listed_golds(gold)] if gold[0] in "[{" else [gold]
+
+
+def _listed_golds(text: str) -> list[str]:
+    """Return the accepted answers that a text lists; none where it is an answer itself, as `[1, 2]`."""
+    try:
+        value = parse_literal(
+            regex.sub(r"(?<=['\"])\s+(?=['\"])", ", ", text)
+        )  # numpy's text has no commas
+    except ValueError:
+        return []
+    are_texts = isinstance(value, list) and all(isinstance(item, str) for item in value)
+    return golds_of(value) if are_texts or isinstance(value, dict) else []
 
 
 def number_of(text: str) -> Number | None:
@@ -287,11 +320,13 @@ def _word_search(folded: str, text: str, *, end: str) -> bool:
     )
 
 
-def _after_thinking(text: str) -> str:
-    _before, end, after = text.rpartition("</think>")
-    if end:
-        return after.lstrip()
-    return "" if "<think>" in text else text
+def after_thinking(text: str) -> str:
+    """Return what follows the last end of thinking; nothing where the thinking never ends."""
+    tags = list(THOUGHT_TAG.finditer(text))
+    end = next((tag.end() for tag in reversed(tags) if ends_thinking(tag[0])), None)
+    if end is None:
+        return "" if tags else text
+    return text[end:]
 
 
 def _last_line(text: str) -> str:

@@ -13,6 +13,7 @@ import pickletools
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -20,8 +21,9 @@ from pydantic import Field, ValidationError
 
 from ycore.config.problems import declared_error
 from ycore.config.schema import RewardConfig, Strict
+from ycore.data.cells import parse_literal
 from ycore.errors import RewardError
-from ycore.rewards.answers import completion_text
+from ycore.rewards.answers import after_thinking, completion_text
 from ycore.rewards.builtin import CODE
 from ycore.sandbox.program_pool import UnitTestResult
 from ycore.types import Content, Prompt
@@ -50,6 +52,9 @@ from typing import *
 _FENCE = re.compile(
     r"(?P<margin>(?:[ \t]|>|[-*+][ \t]|\d{1,9}[.)][ \t])*)(?P<fence>`{3,}|~{3,})(?P<info>.*)"
 )
+
+_SOLUTION = re.compile(r"^class Solution\b", re.MULTILINE)
+_METHOD = re.compile(r"^\s+def ([A-Za-z]\w*)", re.MULTILINE)
 
 
 class CodeSettings(Strict):
@@ -166,9 +171,11 @@ def row_tests(prompt: Prompt, settings: CodeSettings) -> UnitTests | StdioTests:
     if name == "public_test_cases" and isinstance(tests, list):
         tests = [*tests, *_private_tests(columns.get(_PRIVATE_COLUMN))]
     function = next((str(columns[key]) for key in _NAME_COLUMNS if columns.get(key)), "")
-    metadata = _from_json(columns.get("metadata"))
-    if not function and isinstance(metadata, Mapping):
-        function = str(metadata.get("func_name") or "")
+    first = tests[0] if isinstance(tests, list) and tests else None
+    for holder in (columns, first):
+        metadata = _from_json(holder.get("metadata")) if isinstance(holder, Mapping) else None
+        if not function and isinstance(metadata, Mapping):
+            function = str(metadata.get("func_name") or "")
     is_apps = isinstance(tests, Mapping)
     if is_apps:
         function = str(tests.get("fn_name") or function)
@@ -180,8 +187,7 @@ def row_tests(prompt: Prompt, settings: CodeSettings) -> UnitTests | StdioTests:
             f"{name} is a {type(tests).__name__}, not a list of asserts or of inputs and outputs"
         )
     if all(isinstance(test, str) for test in tests):
-        for test in tests:
-            _require_python(test)
+        _require_tests([_require_python(test) for test in tests])
         setup = [_as_setup(columns[key]) for key in _SETUP_COLUMNS if columns.get(key)]
         for text in setup:
             _require_python(text)
@@ -190,16 +196,19 @@ def row_tests(prompt: Prompt, settings: CodeSettings) -> UnitTests | StdioTests:
 
 
 def code_of(completion: Content) -> str:
-    """Return the program in a completion: its last block fenced as Python, else its last fenced block, else all of it.
+    """Return the program in a completion: its last Python block, else its last fenced block, else its `<answer>`, else all.
 
     A block that is not closed goes to the end. Only what follows the thinking counts.
     """
-    text = _after_thinking(completion_text(completion))
+    text = after_thinking(completion_text(completion))
     fenced = _blocks(text)
     python = [body for language, body in fenced if language in _PYTHON]
     if python:
         return python[-1]
-    return fenced[-1][1] if fenced else text
+    if fenced:
+        return fenced[-1][1]
+    tagged, closing, _ = text.rpartition("</answer>")
+    return tagged.rpartition("<answer>")[2] if closing else text
 
 
 def program_of(completion: Content, tests: UnitTests | StdioTests) -> str:
@@ -215,8 +224,13 @@ def program_of(completion: Content, tests: UnitTests | StdioTests) -> str:
             return imports + code
         # A function of the same name that is imported here would pass for the program's.
         forget = f"globals().pop({tests.entry_point!r}, None)\n" if imports else ""
-        return imports + forget + code + _method_as_function(code, tests.entry_point)
-    if isinstance(tests, StdioTests) or not tests.given:
+        return imports + forget + code + _methods_as_functions(code, [tests.entry_point])
+    if isinstance(tests, StdioTests):
+        return code
+    if _SOLUTION.search(code):
+        called = [tests.entry_point] if tests.entry_point else _METHOD.findall(code)
+        return code + _methods_as_functions(code, called)
+    if not tests.given:
         return code
     if _defines(code, tests.entry_point):
         start = _definition(tests.entry_point).search(tests.given)
@@ -280,14 +294,6 @@ def _same_word(word: str, expected: str, tolerance: float) -> bool:
         return False
 
 
-def _after_thinking(text: str) -> str:
-    """Return what follows the thinking with its white space, which continues a prompt."""
-    _, end, after = text.rpartition("</think>")
-    if end:
-        return after
-    return "" if "<think>" in text else text
-
-
 def _blocks(text: str) -> list[tuple[str, str]]:
     """Return the language and the body of each fenced block, as CommonMark reads them. Linear in the text.
 
@@ -330,11 +336,12 @@ def _without_margin(line: str, margin: str) -> str:
     return line
 
 
-def _method_as_function(code: str, function: str) -> str:
-    """Return a line that makes a method of `class Solution` the function under test, as APPS and LeetCode call it."""
-    if _defines(code, function) or not re.search(r"^class Solution\b", code, re.MULTILINE):
+def _methods_as_functions(code: str, functions: Iterable[str]) -> str:
+    """Return lines that make methods of `class Solution` the functions under test, as APPS and LeetCode call them."""
+    if not _SOLUTION.search(code):
         return ""
-    return f"\n\n{function} = Solution().{function}\n"
+    missing = [function for function in functions if not _defines(code, function)]
+    return "\n\n" + "".join(f"{function} = Solution().{function}\n" for function in missing)
 
 
 def _definition(function: str) -> re.Pattern[str]:
@@ -358,6 +365,7 @@ def _check_exam(prompt: Prompt, text: str, function: str) -> UnitTests:
     tree = _require_python(text)
     defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
     if "check" not in defined:
+        _require_tests([tree])
         return UnitTests((text,))
     if not function:
         raise ValueError(
@@ -437,13 +445,27 @@ def _zipped(tests: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _from_json(value: Any) -> Any:
-    """Return the value that a text holds as JSON, else the text: CSV files and many datasets write lists so."""
+    """Return the value that a text holds as JSON or as Python writes it (CSV files, many datasets), else the text."""
     if isinstance(value, str):
-        try:
+        with suppress(ValueError, RecursionError):
             return json.loads(value)
-        except (ValueError, RecursionError):
-            return value
+        with suppress(ValueError, TypeError, RecursionError):  # Python's text of plain data
+            return json.loads(json.dumps(parse_literal(value)))
     return value
+
+
+def _require_tests(trees: Sequence[ast.Module]) -> None:
+    """ValueError where the texts only define or name things: nothing would run, and no program would fail."""
+    defining = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    for node in (node for tree in trees for node in tree.body):
+        is_value = isinstance(node, ast.Expr) and not any(
+            isinstance(part, ast.Call) for part in ast.walk(node)
+        )
+        if not isinstance(node, defining) and not is_value:
+            return
+    raise ValueError(
+        "its tests run nothing, they only define functions or name values; write asserts, or call what they define"
+    )
 
 
 def _as_setup(value: Any) -> str:

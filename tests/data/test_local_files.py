@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ycore.config.schema import RewardConfig, RunConfig
+from ycore.data import local_files
 from ycore.data.prompts import PromptSet, load_prompts
 from ycore.errors import DataError
 
@@ -204,6 +205,11 @@ def test_a_csv_record_of_another_length_names_its_line(tmp_path: Path, record: s
 def test_a_csv_quote_that_never_closes(tmp_path: Path) -> None:
     (tmp_path / "data.csv").write_text('prompt,answer\n"a,b\n')
     assert "line 2: malformed CSV" in refused(tmp_path / "data.csv")
+
+
+def test_the_index_that_pandas_writes_is_a_column(tmp_path: Path) -> None:
+    (tmp_path / "data.csv").write_text(",prompt\n0,a\n")
+    assert local_files.file_table(tmp_path / "data.csv").columns == ("Unnamed: 0", "prompt")
 
 
 @pytest.mark.parametrize("header", ["prompt,prompt", "prompt,"])

@@ -104,6 +104,11 @@ def test_every_command_reads_a_form_the_same(
         assert [row["prompt"] for row in examples(path, "kto").train] == [question] * 2
 
 
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
     import pyarrow
     import pyarrow.parquet
@@ -246,6 +251,86 @@ def test_a_dialogue_that_opens_the_answer_has_no_empty_turn(tmp_path: Path) -> N
             assert example["prompt"] == [user("a")]
     assert prompts(path).prompts[0].content == [user("a")]
     assert prompts(path, as_chat=False).prompts[0].content == row["prompt"]
+
+
+@pytest.mark.parametrize(
+    ("start", "answer"),
+    [
+        ("\nHuman: Where?", "\nAssistant:"),
+        ("Human:Where?", "\n\n Assistant:"),
+        ("\r\n\r\nHuman: Where?", "\r\n\r\nAssistant:"),
+        ("Human:  Where? ", "\n\n\n\nAssistant: "),
+    ],
+)
+def test_dialogues_with_other_spacing(start: str, answer: str, tmp_path: Path) -> None:
+    path = write_jsonl(
+        tmp_path / "a.jsonl",
+        [{"chosen": f"{start}{answer} South.", "rejected": f"{start}{answer} North."}],
+    )
+    (pair,) = examples(path, "dpo").train
+    assert pair["prompt"] == [user("Where?")] == prompts(path).prompts[0].content
+    assert [pair[name][0]["content"] for name in ("chosen", "rejected")] == ["South.", "North."]
+
+
+def test_a_dialogue_may_be_cut_before_its_speaker(tmp_path: Path) -> None:
+    row = {
+        "prompt": "\n\nHuman: Where?",
+        "chosen": "\n\nAssistant: S",
+        "rejected": "\n\nAssistant: N",
+    }
+    path = write_jsonl(tmp_path / "a.jsonl", [row])
+    (pair,) = examples(path, "dpo").train
+    assert (pair["prompt"], pair["chosen"][0]["content"]) == ([user("Where?")], "S")
+    assert prompts(path).prompts[0].content == [user("Where?")]
+
+
+@pytest.mark.parametrize(
+    "question", [{"messages": [user("2 + 2?")]}, {"input": "2 + 2?"}, {"query": "2 + 2?"}]
+)
+def test_pairs_of_texts_have_their_question_in_any_of_its_columns(
+    question: dict[str, Any], tmp_path: Path
+) -> None:
+    row = {**question, "chosen": "The answer is 4", "rejected": "The answer is 5"}
+    path = write_jsonl(tmp_path / "a.jsonl", [row])
+    for method in ("dpo", "reward"):
+        (pair,) = examples(path, method).train
+        assert pair["prompt"] == [user("2 + 2?")]
+        assert pair["chosen"][0]["content"] == "The answer is 4"
+
+
+def test_a_row_without_a_question_teaches_nothing(tmp_path: Path) -> None:
+    rows = [{"question": text, "answer": "4"} for text in ("", "  ", "2 + 2?")]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    assert examples(path, "sft").left_out == {"no question": 2}
+
+
+@pytest.mark.parametrize(
+    ("row", "note"),
+    [
+        (
+            {"prompt": "Where?", "chosen": "Where? S", "rejected": "Where? N"},
+            "begin with their question",
+        ),
+        (
+            {"prompt": "[INST] Where? [/INST]", "chosen": "S", "rejected": "N"},
+            "marks of a chat template",
+        ),
+        (
+            {"task": "Where?", "chosen": "It is S", "rejected": "It is N"},
+            "common beginning of chosen",
+        ),
+    ],
+)
+def test_the_plan_says_what_looks_odd(row: dict[str, Any], note: str, tmp_path: Path) -> None:
+    (said,) = examples(write_jsonl(tmp_path / "a.jsonl", [row]), "dpo").reading["notes"]
+    assert said.startswith("1 x ")
+    assert note in said
+
+
+def test_other_spellings_of_columns_that_trainers_read_are_warned_of(tmp_path: Path) -> None:
+    row = {"instruction": "Add", "Input": "2 and 1", "choices": ["3"], "id": "a", "output": "3"}
+    reading = examples(write_jsonl(tmp_path / "a.jsonl", [row]), "sft").reading
+    assert reading["expected"] == ["Input", "choices"]
 
 
 def test_columns_have_the_same_options_everywhere(tmp_path: Path) -> None:

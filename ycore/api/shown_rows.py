@@ -136,6 +136,9 @@ class _RowWriter:
     ) -> None:
         words = " ".join(text.split())
         for turn in turns:
+            calls = [call.get("function", call) for call in turn.get("tool_calls") or ()]
+            if not all(str(call.get("name", "")) in text for call in calls):
+                self.lost.add(f"the tool_calls of the {turn['role']}")
             content = turn.get("content")
             if isinstance(content, str):
                 # Templates drop earlier thinking on purpose.

@@ -29,7 +29,10 @@ _TURN_KEYS = frozenset({"role", "from", "content", "value"})
 _WEIGHT_KEYS = frozenset({"weight", "train", "training", "trainable", "loss", "loss_mask"})
 _ROLES_LISTED = ", ".join(ROLES)
 _TURNS_AS_TEXT = re.compile(r"\s*\[?\s*\{\s*['\"](?:role|from|content|value)['\"]\s*:")
-_SPEAKER = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
+_SPEAKERS = {
+    blank: re.compile(rf"(?:\A\s*|{blank}[ \t]*)(Human|Assistant):")
+    for blank in (r"\n\s*\n", r"\n")
+}
 
 
 def content_of(row: TableRow, column: str, aliases: dict[str, str]) -> Content:
@@ -63,8 +66,8 @@ def parse_literal(text: str) -> Any:
         return json.loads(text)
     try:
         return ast.literal_eval(text.strip())
-    except (SyntaxError, TypeError, MemoryError, RecursionError) as problem:
-        raise ValueError(str(problem)) from None
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+        raise ValueError("it is neither JSON nor a value as Python writes it") from None
 
 
 def _parse_turns(text: str, column: str, row: TableRow) -> list[Any] | None:
@@ -178,12 +181,18 @@ def check_characters(text: str, label: str, row: TableRow) -> None:
 
 def is_dialogue(text: str) -> bool:
     """Tell whether `text` is a conversation, `Human: ... Assistant: ...`, as in hh-rlhf."""
-    return "\n\nAssistant:" in text and re.match(r"\s*Human:", text) is not None
+    if "Human:" not in text or re.match(r"\s*Human:", text) is None:
+        return False
+    return text.startswith("\n\nHuman:") or re.search(r"\n[ \t]*Assistant:", text) is not None
 
 
 def to_messages(text: str) -> list[Message]:
     """Split a dialogue into turns without the white space around each. An open last `Assistant:` is no turn."""
-    marks = list(_SPEAKER.finditer(text))
+    marks = next(
+        marks
+        for blank, speaker in _SPEAKERS.items()
+        if len(marks := list(speaker.finditer(text))) > 1 or blank == r"\n"
+    )
     ends = [mark.start() for mark in marks[1:]] + [len(text)]
     turns: list[Message] = [
         {

@@ -228,9 +228,11 @@ def _parse_csv(path: Path, text: str) -> Table:
     csv.field_size_limit(1 << 30)  # characters; 2**17 by default
     records = _csv_records(path, text, _delimiter(text))
     _, header = next(records, (1, []))
+    if header[:1] == [""]:
+        header = ["Unnamed: 0", *header[1:]]  # pandas' index, by the name that pandas gives it
     if len(set(header)) != len(header) or "" in header:
         raise DataError(
-            f"{path}, line 1: a CSV file begins with a line of distinct column names, not {header}"
+            f"{path}, line 1: a CSV file begins with a line of distinct column names, not {header}; rename one of them"
         )
     rows = []
     lines = []

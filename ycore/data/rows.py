@@ -59,6 +59,8 @@ FORMS = (
     Form("problem", answers=("solution", *ANSWERS)),  # MATH, NuminaMath, OpenR1
     Form("instruction", joined=("input", "context")),  # Alpaca, Dolly
     Form("question_content", joined=("starter_code",)),  # LiveCodeBench
+    Form("query"),  # MetaMath
+    Form("input"),
     Form("text", answers=("code",), marker="test_list"),  # MBPP
 )
 """The kinds of datasets, in order of preference where a table has the columns of several."""
@@ -73,10 +75,29 @@ EXPECTED = frozenset(
         *REASONING_COLUMNS,
         *("history", "tools", "functions", "context", "input", "starter_code"),
         *("documents", "chat_template_kwargs", "weight", "weights", "loss_mask", "margin"),
+        *("inputs", "choices", "options", "passage"),
         *IMAGE_COLUMNS,
     }
 )
-"""Columns that trainers read: the plan warns where one is there and is not used."""
+"""Columns that trainers read, in any case: the plan warns where one is there and is not used."""
+_CHAT_BEGINS = (
+    "<|im_start|>",
+    "<s>",
+    "[INST]",
+    "<bos>",
+    "<|begin_of_text|>",
+    "<|start_header_id|>",
+)
+_CHAT_ENDS = (
+    *(
+        "<|im_start|>assistant",
+        "[/INST]",
+        "<|end_header_id|>",
+        "<start_of_turn>model",
+        "<|assistant|>",
+    ),
+    *("### Response:", "### Assistant:", "### Answer:", "ASSISTANT:"),
+)
 
 _NO_TOOLS: tuple[Any, ...] = ()
 
@@ -155,10 +176,10 @@ class RowReader:
         forms = FORMS
         if self.needs.kind == "answers":
             forms = (*CONVERSATIONS, *(form for form in FORMS if form not in CONVERSATIONS))
-        elif self.needs.kind == "pairs" or (
-            self.needs.kind == "labelled" and "label" not in self._columns
-        ):
+        elif self.reads_pairs:
             forms = tuple(form for form in FORMS if form not in CONVERSATIONS)
+            if isinstance(self.table.row(0).cell("chosen"), str):
+                forms += CONVERSATIONS  # else they are often the pair's better answer
         return next((form for form in forms if self._fits(form)), None)
 
     def _fits(self, form: Form) -> bool:
@@ -241,6 +262,10 @@ class RowReader:
         return content if self._is_plain else self._after_history(content, row)
 
     def _turns(self, text: str) -> list[Message]:
+        if text.startswith(_CHAT_BEGINS) or text.rstrip().endswith(_CHAT_ENDS):
+            self.notes[
+                "texts have the marks of a chat template, and get the model's template around them"
+            ] += 1
         return to_messages(text) if is_dialogue(text) else [{"role": "user", "content": text}]
 
     def _after_history(self, turns: list[Message], row: TableRow) -> list[Message]:
@@ -268,7 +293,7 @@ class RowReader:
     def read(self, row: TableRow) -> Row | str:
         """Return what a row says to a trainer that learns from answers, or why nothing can be learned from it."""
         answers: Row | str
-        if self.needs.kind == "pairs" or (self.needs.kind == "labelled" and self.reads_pairs):
+        if self.reads_pairs:
             answers = self._pair(row)
         elif self.form is None:
             answers = self._whole_text(row)
@@ -285,7 +310,10 @@ class RowReader:
 
     @property
     def reads_pairs(self) -> bool:
-        return self.has_pairs and (self.needs.kind == "pairs" or "label" not in self._columns)
+        return self.has_pairs and (
+            self.needs.kind == "pairs"
+            or (self.needs.kind == "labelled" and "label" not in self._columns)
+        )
 
     def _answered(self, row: TableRow) -> Row | str:
         """Read a question and an answer in two columns."""
@@ -308,6 +336,20 @@ class RowReader:
     ) -> Row | str:
         """Return question and answers as texts, or all as chat turns; answers that repeat the question lose it."""
         contents = (question, *answers.values())
+        asked = (
+            question
+            if isinstance(question, str)
+            else question[-1]["content"]
+            if question
+            else ""
+        )
+        if (asked := (asked or "").strip()) and any(
+            isinstance(answer, str) and answer.lstrip().startswith(asked)
+            for answer in answers.values()
+        ):
+            self.notes[
+                "answers begin with their question and are learned with it; cut it there if it is no part of them"
+            ] += 1
         if not self.needs.as_chat and all(isinstance(content, str) for content in contents):
             return Row(question, answers)
         turns = self._turns(question) if isinstance(question, str) else question
@@ -321,6 +363,13 @@ class RowReader:
             )
         if was_dialogue and any(_is_empty([turn]) for turn in turns):
             return "a turn is empty"
+        if (
+            turns
+            and turns[-1]["role"] == "user"
+            and _is_empty(turns)
+            and not self._has_image_columns
+        ):
+            return "no question"
         split = {
             name: _split_answer(content, turns, name, row, strip=was_dialogue)
             for name, content in answers.items()
@@ -391,7 +440,10 @@ class RowReader:
         if pair["chosen"] == pair["rejected"]:
             return "answers equal"
         if self.form is not None:
-            return self._joined_row(row, self.question(row), pair)
+            question = self.question(row)
+            if isinstance(question, list) and self.form in CONVERSATIONS:
+                question = self._before_answer(question)
+            return self._joined_row(row, question, pair)
         chosen, rejected = pair.values()
         if isinstance(chosen, str) and isinstance(rejected, str):
             if not self._is_plain:
@@ -399,6 +451,8 @@ class RowReader:
                     f"{row.place} has a system prompt or a history, and no question before 'chosen' and 'rejected'; "
                     "name the question's column with --prompt-column, or make them chat turns"
                 )
+            if "Assistant:" not in chosen:
+                self.notes["questions are the common beginning of chosen and rejected"] += 1
             return _split_texts(chosen, rejected)
         if isinstance(chosen, str) or isinstance(rejected, str):
             raise DataError(
@@ -459,7 +513,7 @@ class RowReader:
         if self._has_history:
             used.add("history")
         used.update(self._beside)
-        if self.needs.kind in ("pairs", "labelled") and self.reads_pairs:
+        if self.reads_pairs:
             used |= {"chosen", "rejected", "margin"}
         if self.needs.kind == "labelled":
             used.add("label")
@@ -487,7 +541,9 @@ class RowReader:
             "in_words": self.in_words(),
             "unused": [name for name in self.table.columns if name not in used],
             "expected": [
-                name for name in self.table.columns if name in EXPECTED and name not in used
+                name
+                for name in self.table.columns
+                if name.lower() in EXPECTED and name not in used
             ],
             "notes": notes,
         }
@@ -500,7 +556,7 @@ class RowReader:
         answer = self.answer
         if self._reasoning and answer:
             answer = f"{self._reasoning} + {answer}"
-        if self.needs.kind in ("pairs", "labelled") and self.reads_pairs:
+        if self.reads_pairs:
             question = question or "what chosen and rejected share"
             answer = "chosen and rejected"
         elif self.needs.kind != "prompts":
@@ -581,7 +637,9 @@ def _split_answer(
     less white space.
     """
     if isinstance(content, str):
-        return None, [{"role": "assistant", "content": content.strip() if strip else content}]
+        if strip:
+            content = content.strip().removeprefix("Assistant:").lstrip()
+        return None, [{"role": "assistant", "content": content}]
     start = len(content)
     while start and content[start - 1]["role"] not in ("user", "system", "developer"):
         start -= 1
@@ -628,14 +686,14 @@ def _words(turn: Message) -> list[str]:
 
 def _split_texts(chosen: str, rejected: str) -> Row | str:
     """Cut where the assistant's last turn begins, else at the last space of the common beginning."""
-    mark = "\n\nAssistant:"
     differing = (
         place
         for place, letters in enumerate(zip(chosen, rejected, strict=False))
         if letters[0] != letters[1]
     )
     common = chosen[: next(differing, min(len(chosen), len(rejected)))]
-    end = common.rfind(mark) + len(mark) if mark in common else common.rfind(" ")
+    marks = list(re.finditer(r"\n[ \t]*Assistant:", common))
+    end = marks[-1].end() if marks else common.rfind(" ")
     if end <= 0 or not chosen[end:].strip() or not rejected[end:].strip():
         return "conversations part before the last answer"
     return Row(chosen[:end], {"chosen": chosen[end:], "rejected": rejected[end:]})

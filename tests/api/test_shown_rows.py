@@ -77,6 +77,13 @@ def test_lines_and_warnings(tmp_path: Path) -> None:
     assert "tools of its own" in reading_warnings(reading, has_tools=True)[1]
     lost = read(tmp_path, "sft", ROW, PLAIN)["lost"]
     assert lost == ["reasoning_content of the answer", "the row's tools"]
+    call = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "add", "arguments": {}}}],
+    }
+    called = {"messages": [{"role": "user", "content": "a"}, call]}
+    assert read(tmp_path, "sft", called, PLAIN)["lost"] == ["the tool_calls of the assistant"]
 
 
 def test_a_long_row_is_cut_in_the_middle(tmp_path: Path) -> None:

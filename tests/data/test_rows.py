@@ -68,6 +68,7 @@ FORMS: list[tuple[str, dict[str, Any], list[dict[str, Any]], str, Any]] = [
     ("hh-rlhf", {"prompt": "\n\nHuman: 2 + 2?\n\nAssistant:", "completion": " 4"}, TURNS[:1], "4", None),
     ("GSM8K", {"question": "2 + 2?", "answer": "Add. #### 4"}, TURNS[:1], "Add. #### 4", "Add. #### 4"),
     ("reasoning columns", {"question": "2 + 2?", "reasoning": "Add.", "answer": "4"}, TURNS[:1], "4", "4"),
+    ("MetaMath", {"query": "2 + 2?", "response": "4", "type": "x"}, [user("2 + 2?")], "4", None),
     ("HumanEval", {"task_id": "h/0", "prompt": "def f():", "canonical_solution": "  return 4",
                    "test": "assert f() == 4", "entry_point": "f"}, [user("def f():")], "  return 4", None),
     ("MBPP", {"text": "Write f.", "code": "f = 4", "test_list": ["assert f"]}, [user("Write f.")], "f = 4", None),

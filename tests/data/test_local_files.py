@@ -207,6 +207,18 @@ def test_a_csv_quote_that_never_closes(tmp_path: Path) -> None:
     assert "line 2: malformed CSV" in refused(tmp_path / "data.csv")
 
 
+@pytest.mark.parametrize(
+    ("name", "header"), [("a.tsv", "question\tanswer, short"), ("a.csv", "a, b;question;x")]
+)
+def test_a_header_may_have_another_separator_in_a_name(
+    name: str, header: str, tmp_path: Path
+) -> None:
+    sign = "\t" if name == "a.tsv" else ";"
+    path = tmp_path / name
+    path.write_text(f"{header}\n{sign.join('12345'[: header.count(sign) + 1])}\n")
+    assert local_files.file_table(path).columns == tuple(header.split(sign))
+
+
 def test_the_index_that_pandas_writes_is_a_column(tmp_path: Path) -> None:
     (tmp_path / "data.csv").write_text(",prompt\n0,a\n")
     assert local_files.file_table(tmp_path / "data.csv").columns == ("Unnamed: 0", "prompt")

@@ -328,6 +328,25 @@ def test_the_plan_says_what_looks_odd(row: dict[str, Any], note: str, tmp_path: 
     assert note in said
 
 
+def test_the_plan_counts_prompts_without_an_answer_and_lists_that_are_text(
+    tmp_path: Path,
+) -> None:
+    answers = [None, "", [], float("nan"), "3", 0]
+    rows = [{"prompt": "Q?", "answer": answer} for answer in answers]
+    rows.append({"prompt": '["Q?", "R?"]', "answer": "3"})
+    notes = prompts(write_jsonl(tmp_path / "a.jsonl", rows)).reading["notes"]
+    assert [note.split(" is ")[0].split(" are ")[0] for note in notes] == [
+        "4 x answer",
+        "1 x questions in brackets",
+    ]
+
+
+def test_one_turn_needs_no_list(tmp_path: Path) -> None:
+    row = {"prompt": user("Q?"), "chosen": said("a"), "rejected": said("b")}
+    (pair,) = examples(write_jsonl(tmp_path / "a.jsonl", [row]), "dpo").train
+    assert (pair["prompt"], pair["rejected"]) == ([user("Q?")], [said("b")])
+
+
 def test_other_spellings_of_columns_that_trainers_read_are_warned_of(tmp_path: Path) -> None:
     row = {"instruction": "Add", "Input": "2 and 1", "choices": ["3"], "id": "a", "output": "3"}
     reading = examples(write_jsonl(tmp_path / "a.jsonl", [row]), "sft").reading

@@ -219,6 +219,11 @@ def test_tests_that_pandas_wrote_as_pythons_text() -> None:
     assert row_tests(row(input_output=pairs), SETTINGS) == StdioTests((("1\n", "2\n"),))
 
 
+def test_calls_without_the_name_of_their_function_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"call a function.*fn_name"):
+        row_tests(row(public_test_cases=json.dumps([lcb("[1]", "2")])), SETTINGS)
+
+
 def test_a_test_may_name_its_function_itself() -> None:
     test = {**lcb("[1]", "2"), "metadata": {"func_name": "total"}}
     assert row_tests(row(tests=json.dumps([test])), SETTINGS) == UnitTests(

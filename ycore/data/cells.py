@@ -48,6 +48,8 @@ def content_of(row: TableRow, column: str, aliases: dict[str, str]) -> Content:
             check_characters(value, repr(column), row)
             return value
         value = listed
+    if isinstance(value, Mapping) and len(_TURN_KEYS & value.keys()) > 1:
+        value = [value]
     if isinstance(value, Sequence) and not isinstance(value, bytes):
         return [
             _turn(turn, f"turn {number} of {column!r}", row, aliases)

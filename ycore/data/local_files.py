@@ -81,7 +81,8 @@ def _read_text(path: Path, suffix: str) -> Table:
     data = _unpacked(path) if is_zipped else path.read_bytes()
     is_array = data[:4096].removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
     if suffix.startswith((".csv", ".tsv")):
-        return _parse_csv(path, _decoded(path, data))
+        signs = "\t,;" if suffix.startswith(".tsv") else ",\t;"
+        return _parse_csv(path, _decoded(path, data), signs)
     if suffix.startswith(".jsonl") or not is_array:
         return _lines_table(JsonLines(path, io.BytesIO(data)))
     entries = _parse_json(str(path), _decoded(path, data))
@@ -224,9 +225,10 @@ def _json_object(place: str, entry: Any) -> dict[str, Any]:
     return entry
 
 
-def _parse_csv(path: Path, text: str) -> Table:
+def _parse_csv(path: Path, text: str, signs: str) -> Table:
+    """Read records that are separated by the sign of `signs` that the first line has most of, the first of equals."""
     csv.field_size_limit(1 << 30)  # characters; 2**17 by default
-    records = _csv_records(path, text, _delimiter(text))
+    records = _csv_records(path, text, max(signs, key=text.partition("\n")[0].count))
     _, header = next(records, (1, []))
     if header[:1] == [""]:
         header = ["Unnamed: 0", *header[1:]]  # pandas' index, by the name that pandas gives it
@@ -244,12 +246,6 @@ def _parse_csv(path: Path, text: str) -> Table:
         rows.append(dict(zip(header, record, strict=True)))
         lines.append(line)
     return Table(str(path), rows, tuple(header), lines, folder=path.parent)
-
-
-def _delimiter(text: str) -> str:
-    """Return the sign that separates the names in the first line: a comma, else a tab or a semicolon."""
-    header = text.partition("\n")[0]
-    return next((sign for sign in (",", "\t", ";") if sign in header), ",")
 
 
 def _csv_records(path: Path, text: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:

@@ -186,7 +186,9 @@ class PromptRows(Sequence[Prompt]):
         needs = self._reader.needs
         digest = hashlib.sha256(repr([needs, self._system, self._few_shot]).encode())
         for number, values in enumerate(self._table.rows):
-            _, images = self._content_and_images(TableRow(values, self._table, number))
+            row = TableRow(values, self._table, number)
+            _, images = self._content_and_images(row)
+            self._reader.note_missing_gold(row)
             digest.update(repr((values, images)).encode("utf-8", "surrogatepass"))
         return digest.hexdigest()
 

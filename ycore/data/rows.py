@@ -255,6 +255,10 @@ class RowReader:
             for name in self._joined:
                 if text := _text_of(row, name):
                     content = f"{content}\n\n{text}" if content.strip() else text
+            if content[:1] + content[-1:] in ("[]", "{}") and content[:5] != "[INST":
+                self.notes[
+                    "questions in brackets are taken as text, for they list no turns"
+                ] += 1
             if not self.needs.as_chat and not self._has_history:
                 system = _text_of(row, self._system)
                 return f"{system}\n\n{content}" if system else content
@@ -491,6 +495,13 @@ class RowReader:
                 f"'chat_template_kwargs' is {type(value).__name__} in {row.place}; it is an object"
             )
         return {str(key): item for key, item in value.items() if item is not None}
+
+    def note_missing_gold(self, row: TableRow) -> None:
+        value = row.cell(self.answer) if self.answer else ()
+        if value is None or value == "" or value == [] or value != value:
+            self.notes[
+                f"{self.answer} is empty: rewards that compare it do not score the row"
+            ] += 1
 
     def gold(self, row: TableRow) -> Any:
         """Return what rewards get as `answer`; of a worked solution that boxes its result, the result."""

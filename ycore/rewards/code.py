@@ -384,6 +384,10 @@ def _pairs(tests: Sequence[Any], function: str, *, may_wrap: bool) -> UnitTests 
             raise ValueError(
                 f"test {number} is no text and has no input and output: {str(test)[:80]}"
             )
+    if not function and any(test.get("testtype") == "functional" for test in tests):
+        raise ValueError(
+            "its tests call a function, and neither metadata nor a column fn_name or entry_point names it"
+        )
     if not function:
         pairs = [(_joined(test["input"]), _joined(test["output"])) for test in tests]
         if all(isinstance(text, str) for pair in pairs for text in pair):

@@ -144,10 +144,22 @@ def test_accepted_answers_as_text_count_beside_the_text_itself(
         ("答案是\uff21", "A"),
         (r"1\text{,}234", "1234"),
         ("50\u066a", "0.5"),
+        ("O\u2019Brien", "O'Brien"),
+        ("Paris\u200b.", "Paris"),
+        ("at 10:30", "10:30"),
+        (r"\boxed{\frac{1}{2},\frac{1}{3}}", r"\frac{1}{2},\frac{1}{3}"),
+        ("on 2024-01-05", "2024-01-05"),
     ],
 )
 def test_spacing_and_width_make_no_other_answer(text: str, gold: str) -> None:
     assert gives(text, gold)
+
+
+@pytest.mark.parametrize(
+    ("text", "part"), [("10:30", "30"), ("2024-01-05", "5"), ("a ratio of 2:3", "3")]
+)
+def test_no_part_of_a_time_date_or_ratio_is_an_answer(text: str, part: str) -> None:
+    assert not gives(text, part) and not holds(text, part)
 
 
 def test_one_of_several_answers_is_enough_and_none_is_not_scored() -> None:

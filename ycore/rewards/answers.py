@@ -42,7 +42,9 @@ _CHARACTERS = str.maketrans(
         "\u2044": "/",
         "\u066b": ".",
         "\u066a": "%",
+        "\u2019": "'",
     }
+    | dict.fromkeys("\u200b\u200e\u200f\ufeff", "")  # no width
     # the letters and brackets of full width
     | {chr(code + 0xFEE0): chr(code) for code in (40, 41, *range(65, 91), *range(97, 123))}
 )
@@ -56,7 +58,7 @@ _VULGAR_FRACTION = r"[\u00bc-\u00be\u2150-\u215e]"
 _REWRITES: list[tuple[Any, str | Callable[[Any], str]]] = [
     (regex.compile(r"\\(?:text|mathrm|mbox)\s?\{,\}"), ","),
     (
-        regex.compile(r"[(\[{][^()\[\]{}]*,\s[^()\[\]{}]*(?:[)\]}]|\Z)"),
+        regex.compile(r"[(\[{][^()\[\]{}]*,\s[^()\[\]{}]*[)\]}]"),
         lambda found: regex.sub(r",\s+", ",", found[0]),
     ),
     (regex.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s?\{([^{}]*)\}"), r" \1"),
@@ -95,7 +97,7 @@ _SIGN = rf"(?:(?<![[\w.)\]}}%\u00b0]--[{_SPACELESS}]])(?<!\d\$)(?P<sign>[-+])(?=
 _START = rf"(?<![[\p{{L}}\d_^/\u221a]--[{_SPACELESS}]])(?<!\d\.)(?<!\^[-+{{])(?<!\\sqrt\s?\{{?)"
 _NUMBER = regex.compile(
     rf"{_SIGN}(?:\p{{Sc}}\s?(?P<sign>[-+])?+)?+(?:"
-    rf"(?P<chain>{_START}(?![1-9]\d{{0,2}}(?:\.\d{{3}}){{2,}}(?![.\d]))\d++(?:(?:\.\d++){{2,}}+|(?:/\d++){{2,}}+))"
+    rf"(?P<chain>{_START}(?![1-9]\d{{0,2}}(?:\.\d{{3}}){{2,}}(?![.\d]))\d++(?:(?:[.]\d++){{2,}}+|(?:/\d++){{2,}}+|(?:-\d++){{2,}}+|(?::\d++)++))"
     rf"|(?:{_START}(?P<whole>\d{{1,9}})\s(?=\d{{1,9}}/\d))?+"
     rf"(?P<top>{_START}{_DECIMAL}|(?<!\w)\.\d++)(?:/(?P<bottom>{_DECIMAL}))?+"
     rf"(?:[eE](?P<power_of_ten>[-+]?\d{{1,3}})(?!\d))?+"
@@ -330,8 +332,8 @@ def after_thinking(text: str) -> str:
 
 
 def _last_line(text: str) -> str:
-    lines = text.rstrip(_CLOSING).splitlines()
-    return _folded(lines[-1]) if lines else ""
+    num_lines = len(text.rstrip(_CLOSING).splitlines())
+    return _folded(text.splitlines()[num_lines - 1]) if num_lines else ""
 
 
 def _folded(text: str) -> str:

@@ -204,7 +204,8 @@ def test_words_of_languages_without_spaces_are_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    "hostile", ["1," * 20_000, "12_" * 20_000, "\\frac" * 20_000, "1/1 " * 9_000]
+    "hostile",
+    ["1," * 20_000, "12_" * 20_000, "\\frac" * 20_000, "1/1 " * 9_000, "(" + "a, " * 40_000],
 )
 def test_numbers_are_read_in_linear_time(hostile: str) -> None:
     began = time.process_time()

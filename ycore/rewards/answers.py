@@ -58,7 +58,7 @@ _VULGAR_FRACTION = r"[\u00bc-\u00be\u2150-\u215e]"
 _REWRITES: list[tuple[Any, str | Callable[[Any], str]]] = [
     (regex.compile(r"\\(?:text|mathrm|mbox)\s?\{,\}"), ","),
     (
-        regex.compile(r"[(\[{][^()\[\]{}]*,\s[^()\[\]{}]*[)\]}]"),
+        regex.compile(r"[(\[{][^()\[\]{}]*+[)\]}]"),
         lambda found: regex.sub(r",\s+", ",", found[0]),
     ),
     (regex.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s?\{([^{}]*)\}"), r" \1"),

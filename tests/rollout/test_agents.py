@@ -28,11 +28,10 @@ from ycore.rollout.turns import GroupStart, MultiTurnWriter, SingleTurnWriter, T
 from ycore.round.peers import Peers
 from ycore.round.sampling import Cost, DrawSource, Rules
 from ycore.round.step import Controller
-from ycore.run.group_json import from_bytes, to_bytes
 from ycore.sandbox.confined_worker import CallFailed
 from ycore.scoring.scoring import PendingGroup, Scorer, Scoring
 from ycore.trl.batches import FlatSequence, flatten
-from ycore.types import Completion, Draw, Group, Prompt, Score
+from ycore.types import Completion, Draw, Group, Prompt, Score, from_bytes, to_bytes
 
 DOCS = (Path(__file__).resolve().parents[2] / "docs" / "agents.md").read_text()
 AGENT = DOCS.partition("# my_agent.py\n")[2].partition("```")[0]

@@ -16,8 +16,7 @@ from ycore.round.journal import (
     reshard_states,
 )
 from ycore.round.sampling import Shard
-from ycore.run.group_json import to_json
-from ycore.types import Completion, Draw, Group, Prompt, Score
+from ycore.types import Completion, Draw, Group, Prompt, Score, to_json
 
 WORLDS = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 

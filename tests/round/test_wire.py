@@ -6,8 +6,19 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ycore.run.group_json import finished_from_json, finished_to_json, from_bytes, to_bytes
-from ycore.types import Completion, Draw, Finished, Group, Image, Prompt, Score
+from ycore.types import (
+    Completion,
+    Draw,
+    Finished,
+    Group,
+    Image,
+    Prompt,
+    Score,
+    finished_from_json,
+    finished_to_json,
+    from_bytes,
+    to_bytes,
+)
 
 LOGPROBS = st.floats(-1e6, 0.0, allow_nan=False)
 TEXT = st.text(max_size=20)

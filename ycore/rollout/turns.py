@@ -12,9 +12,18 @@ from typing import Any, Protocol
 
 from ycore.rollout.dialogue import Call, Dialogue
 from ycore.rollout.tool_pool import Answer, Episode, OutOfTime, ToolPool
-from ycore.run.group_json import completion_from_json, draw_from_json, to_json
 from ycore.run.meter import CountMeter, Meter
-from ycore.types import Completion, Draw, Message, Prompt, Score, Turn
+from ycore.types import (
+    Completion,
+    Draw,
+    Message,
+    Prompt,
+    Score,
+    Turn,
+    completion_from_json,
+    draw_from_json,
+    to_json,
+)
 
 
 class Generate(Protocol):

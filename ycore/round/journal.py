@@ -19,7 +19,6 @@ from ycore.errors import ConfigError, RunFolderError
 from ycore.round.peers import GroupSummary, deal_groups
 from ycore.round.sampling import Shard
 from ycore.run.files import make_folder
-from ycore.run.group_json import group_from_json, to_json
 from ycore.run.paths import RunFolder
 from ycore.run.resuming import (
     check_replay,
@@ -30,7 +29,7 @@ from ycore.run.resuming import (
     round_file,
     write_round,
 )
-from ycore.types import Group
+from ycore.types import Group, group_from_json, to_json
 
 # -- the parts of a controller's state, and what another number of ranks makes of them ---------------------------------
 

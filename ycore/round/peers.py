@@ -19,9 +19,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ycore.errors import Interrupted, PeerError, RunError, YcoreError
-from ycore.run.group_json import from_bytes, to_bytes
 from ycore.run.tasks import ending
-from ycore.types import Group
+from ycore.types import Group, from_bytes, to_bytes
 
 T = TypeVar("T")
 _STOP_LOOK_S = 0.1

@@ -13,9 +13,8 @@ from ycore.errors import DataError
 from ycore.round.curriculum import Curriculum
 from ycore.round.peers import Counts, Peers, Tally
 from ycore.run.files import read_json
-from ycore.run.group_json import finished_from_json, finished_to_json
 from ycore.scoring.group_rewards import Constraints, min_stds, normalizes_each_reward
-from ycore.types import Draw, Finished, Group, Prompt
+from ycore.types import Draw, Finished, Group, Prompt, finished_from_json, finished_to_json
 
 MEMORY = 0.97  # weight that an observation keeps when the next one comes: about the last 33 groups count
 LEAST = 0.05  # lower bound of the estimated yield, so that one bad stretch does not start a flood of groups

@@ -35,7 +35,7 @@ from ycore.judge.question import Questioner, verdict_code
 from ycore.judge.sources import judge_of
 from ycore.judge.verdict import Reply, Unreadable, read_ranking, read_value
 from ycore.models.names import resolve_model
-from ycore.rewards.replies import inputs_in, scores_in
+from ycore.rewards.worker_client import inputs_in, scores_in
 from ycore.run.files import seal
 from ycore.run.metrics import read_metrics
 from ycore.run.resuming import read_round

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ycore.rewards.replies import inputs_in, scores_in
+from ycore.rewards.worker_client import inputs_in, scores_in
 from ycore.sandbox.confined_worker import CallFailed
 from ycore.types import Score
 

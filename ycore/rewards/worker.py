@@ -4,7 +4,7 @@ JSON lines come on standard input; answers go to the descriptor. The first line 
 by `{"nonce", "ready": [parameters of each]}` or `{"nonce", "error": line}`. Then each `{"nonce", "source", "step",
 "count", "inputs": {parameter: one value per completion}}` is answered by `{"nonce", "values", "problems"}`, one of each
 per completion, or by `{"nonce", "failed": line}` where the call gave no such list. Deadlines, restarts and doubts about
-what is answered are the parent's (`worker_client`, `replies`).
+what is answered are the parent's (`worker_client`).
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from ycore.errors import RewardError
 from ycore.rewards.answers import with_thinking_opened, without_thinking
 from ycore.rewards.builtin import LIBRARIES, READ_ANSWERS, Reward
 from ycore.rewards.loading import IN_THINKING, Inputs, exception_line, inputs_of, load_reward
-from ycore.rewards.replies import BYTES_PER_VALUE, MAX_BYTES
+from ycore.rewards.worker_client import BYTES_PER_VALUE, MAX_BYTES
 from ycore.run.images import ImageStore
 from ycore.sandbox.channel import Channel
 from ycore.types import in_blocks

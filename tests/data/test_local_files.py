@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ycore.config.schema import RewardConfig, RunConfig
-from ycore.data import local_files
+from ycore.data import source
 from ycore.data.prompts import PromptSet, load_prompts
 from ycore.errors import DataError
 
@@ -86,10 +86,10 @@ def test_every_kind_of_file_reads_the_same(tmp_path: Path, suffix: str) -> None:
 EDIT_AND_READ = """
 import sys
 from pathlib import Path
-from ycore.data import local_files
+from ycore.data import source
 path, change = Path(sys.argv[1]), sys.argv[2]
-local_files._IN_MEMORY_BYTES = int(sys.argv[3])
-rows = local_files.file_table(path).rows
+source._IN_MEMORY_BYTES = int(sys.argv[3])
+rows = source.file_table(path).rows
 path.write_text("" if change == "emptied" else path.read_text().replace("row 2", "now 2"))
 try:
     print([row["prompt"] for row in rows])
@@ -216,12 +216,12 @@ def test_a_header_may_have_another_separator_in_a_name(
     sign = "\t" if name == "a.tsv" else ";"
     path = tmp_path / name
     path.write_text(f"{header}\n{sign.join('12345'[: header.count(sign) + 1])}\n")
-    assert local_files.file_table(path).columns == tuple(header.split(sign))
+    assert source.file_table(path).columns == tuple(header.split(sign))
 
 
 def test_the_index_that_pandas_writes_is_a_column(tmp_path: Path) -> None:
     (tmp_path / "data.csv").write_text(",prompt\n0,a\n")
-    assert local_files.file_table(tmp_path / "data.csv").columns == ("Unnamed: 0", "prompt")
+    assert source.file_table(tmp_path / "data.csv").columns == ("Unnamed: 0", "prompt")
 
 
 @pytest.mark.parametrize("header", ["prompt,prompt", "prompt,"])

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from ycore.config.schema import RunConfig
-from ycore.data import local_files
+from ycore.data import source
 from ycore.errors import DataError, RunError, RunFolderError, TrainerError
 from ycore.models.tiny import write_tiny_model
 from ycore.round.assemble import assemble
@@ -227,7 +227,7 @@ def test_a_dataset_too_large_for_memory_that_is_edited_ends_the_run_which_resume
     reference: Callable[[str], RunFolder],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(local_files, "_IN_MEMORY_BYTES", 0)
+    monkeypatch.setattr(source, "_IN_MEMORY_BYTES", 0)
     folder = make(tmp_path, model, {})
     path = tmp_path / "rows.jsonl"
     rows = path.read_text()

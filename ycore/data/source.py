@@ -3,14 +3,22 @@
 A dataset of the hub is `owner/name`, `owner/name:config`, or `owner/name:folder/file.jsonl` for one file of it.
 """
 
+import codecs
+import csv
+import gzip
+import io
+import json
 import os
+import zlib
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ycore.data.generated import DIGIT_QUESTIONS, TASKS, gym_table, task_table
-from ycore.data.local_files import file_suffix, file_table
-from ycore.data.table import Table
+from ycore.data.table import Table, columns_of
 from ycore.errors import DataError, nearest
 from ycore.models.hub import ANSWER_WITHIN_S, ask_hub, first_line
 
@@ -60,9 +68,7 @@ def _saved_table(path: Path, split: str) -> Table:
     from datasets import DatasetDict, load_from_disk
 
     try:
-        rows = load_from_disk(
-            path, keep_in_memory=True
-        )  # as in `local_files`, nothing is mapped
+        rows = load_from_disk(path, keep_in_memory=True)  # as of local files, nothing is mapped
     except (OSError, ValueError, KeyError) as problem:
         raise DataError(
             f"{path} cannot be read: {first_line(problem)}; write it again with save_to_disk"
@@ -172,3 +178,276 @@ def _load(name: str, config: str | None, split: str, *, offline: bool) -> Any:
         ) from None
     finally:
         datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
+
+
+# -- local files: JSONL, JSON, CSV, TSV and Parquet, by suffix; all but the last also by gzip ------------------------------
+#
+# The datasets library is not used: this names the line of a damaged row, and starts without a long import. No file is
+# memory-mapped, because somebody may edit it while a run reads it: a mapping shows the edit, and reading beyond the new
+# end kills the process with SIGBUS.
+
+
+_IN_MEMORY_BYTES = 16 * 2**20
+"""Size of the largest JSONL file that a process keeps in memory; it reads a larger one row by row."""
+
+_BLOCK_BYTES = 1 << 18
+"""Bytes that are read at once where all rows are read in turn."""
+
+_TEXTS = (".jsonl", ".json", ".csv", ".tsv")
+_SUFFIXES = (*_TEXTS, ".parquet", *(f"{suffix}.gz" for suffix in _TEXTS))
+_DECODER = json.JSONDecoder()
+
+# A .gz is unpacked into memory, up to 64 MiB or 40 times its own size, and never more than 4 GiB.
+_UNPACKED_BYTES = 64 << 20
+_UNPACKED_FACTOR = 40
+_MAX_UNPACKED_BYTES = 4 << 30
+
+
+def file_suffix(path: Path) -> str | None:
+    """Return the suffix that decides how `path` is read, or None."""
+    name = path.name.lower()
+    return next(
+        (
+            suffix
+            for suffix in sorted(_SUFFIXES, key=len, reverse=True)
+            if name.endswith(suffix)
+        ),
+        None,
+    )
+
+
+def file_table(path: Path) -> Table:
+    suffix = file_suffix(path)
+    if os.path.isdir(path):
+        datasets = sorted(entry.name for entry in path.iterdir() if file_suffix(entry))[:3]
+        example = (
+            f", such as {', '.join(datasets)}" if datasets else f" ({', '.join(_SUFFIXES)})"
+        )
+        raise DataError(f"--dataset {path} is a folder; name one file in it{example}")
+    if not os.path.isfile(path):
+        known = os.listdir(path.parent) if os.path.isdir(path.parent) else []
+        way_out = nearest(path.name, known) or "; give an existing file"
+        raise DataError(
+            f"no such dataset file: {path} (looked in {path.absolute().parent}){way_out}"
+        )
+    if suffix is None:
+        raise DataError(
+            f"--dataset {path}: the suffix says how a file is read; rename it to one of {', '.join(_SUFFIXES)}"
+        )
+    try:
+        return _read_parquet(path) if suffix == ".parquet" else _read_text(path, suffix)
+    except (OSError, EOFError, zlib.error) as problem:
+        raise DataError(f"{path} cannot be read: {problem}; check the file") from None
+
+
+def _read_text(path: Path, suffix: str) -> Table:
+    is_zipped = suffix.endswith(".gz")
+    if suffix.startswith(".jsonl") and not is_zipped and path.stat().st_size > _IN_MEMORY_BYTES:
+        return _lines_table(JsonLines(path, open(path, "rb")))
+    data = _unpacked(path) if is_zipped else path.read_bytes()
+    is_array = data[:4096].removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+    if suffix.startswith((".csv", ".tsv")):
+        signs = "\t,;" if suffix.startswith(".tsv") else ",\t;"
+        return _parse_csv(path, _decoded(path, data), signs)
+    if suffix.startswith(".jsonl") or not is_array:
+        return _lines_table(JsonLines(path, io.BytesIO(data)))
+    entries = _parse_json(str(path), _decoded(path, data))
+    objects = [
+        _json_object(f"{path}, entry {number}", entry) for number, entry in enumerate(entries)
+    ]
+    return Table(str(path), objects, columns_of(objects), folder=path.parent)
+
+
+def _lines_table(rows: "JsonLines") -> Table:
+    return Table(str(rows.path), rows, rows.columns, lines=rows.lines, folder=rows.path.parent)
+
+
+def _unpacked(path: Path) -> bytes:
+    """Unpack a .gz piece by piece: a few kilobytes may stand for more than the memory holds."""
+    limit = min(
+        max(_UNPACKED_BYTES, _UNPACKED_FACTOR * os.path.getsize(path)), _MAX_UNPACKED_BYTES
+    )
+    with gzip.open(path) as file:
+        data = bytearray()
+        while piece := file.read(1 << 20):
+            data += piece
+            if len(data) > limit:
+                raise DataError(
+                    f"{path} holds more than {limit >> 20} MB, and has {os.path.getsize(path)} bytes itself; "
+                    "if that is right, unpack it with gunzip: a plain file may have any size"
+                )
+    return bytes(data)
+
+
+def _decoded(path: Path, data: bytes) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as problem:
+        line = data.count(b"\n", 0, problem.start) + 1
+        raise DataError(
+            f"{path}, line {line}: not UTF-8 text ({problem.reason}); convert the file to UTF-8"
+        ) from None
+
+
+class JsonLines(Sequence[Mapping[str, Any]]):
+    """The rows of a JSONL file, parsed when they are read: a process keeps the offsets of the lines, not the rows.
+
+    Of a file too large for memory it keeps a hash of each line, and raises DataError where a line has changed.
+    Blank lines are skipped. Only newlines end a line: Unicode's other separators may be part of a text.
+
+    Attributes:
+        columns: Every column that some row has, in order of first appearance.
+    """
+
+    def __init__(self, path: Path, source: io.BytesIO | io.BufferedReader) -> None:
+        self.path = path
+        self.lines = array("Q")
+        self._source = source
+        self._memory = source.getbuffer() if isinstance(source, io.BytesIO) else None
+        self._starts = array("Q")
+        self._lengths = array("Q")
+        self._hashes = array("q")
+        columns: dict[str, None] = {}
+        start = 0
+        for number, line in enumerate(source, start=1):
+            length = len(line)
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            if not line.isspace() and line:
+                self.lines.append(number)
+                self._starts.append(start + length - len(line))
+                self._lengths.append(len(line))
+                if self._memory is None:
+                    self._hashes.append(hash(line))
+                row = self._parsed(line, len(self.lines) - 1)
+                if not row.keys() <= columns.keys():
+                    columns |= dict.fromkeys(row)
+            start += length
+        self.columns = tuple(columns)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        stop = 0
+        while (index := stop) < len(self):
+            start = self._starts[index]
+            stop = bisect_left(self._starts, start + _BLOCK_BYTES, lo=index + 1)
+            block = self._read(start, self._starts[stop - 1] + self._lengths[stop - 1] - start)
+            for number in range(index, stop):
+                begin = self._starts[number] - start
+                yield self._checked(block[begin : begin + self._lengths[number]], number)
+
+    def __getitem__(self, index: Any) -> Any:
+        line = self._read(self._starts[index], self._lengths[index])
+        return self._checked(line, index)
+
+    def _checked(self, line: bytes, index: int) -> dict[str, Any]:
+        if self._memory is None and hash(line) != self._hashes[index]:
+            raise DataError(
+                f"{self._place(index)}: the file was changed while it was in use; bring back what it was, and resume"
+            )
+        return self._parsed(line, index)
+
+    def _place(self, index: int) -> str:
+        return f"{self.path}, line {self.lines[index]}"
+
+    def _read(self, start: int, length: int) -> bytes:
+        if self._memory is not None:
+            return bytes(self._memory[start : start + length])
+        return os.pread(self._source.fileno(), length, start)
+
+    def _parsed(self, line: bytes, index: int) -> dict[str, Any]:
+        try:
+            text = line.decode()
+            row, end = _DECODER.raw_decode(text)
+            if type(row) is dict and not text[end:].strip():
+                return row
+        except UnicodeDecodeError as problem:
+            raise DataError(
+                f"{self._place(index)}: not UTF-8 text ({problem.reason}); convert the file to UTF-8"
+            ) from None
+        except (ValueError, RecursionError):
+            pass  # white space before the row, or an error that `_parse_json` words
+        return _json_object(self._place(index), _parse_json(self._place(index), text))
+
+
+def _parse_json(place: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as problem:
+        raise DataError(
+            f"{place}: malformed JSON: {problem.msg} (character {problem.pos + 1}); correct it"
+        ) from None
+    except (ValueError, RecursionError) as problem:
+        raise DataError(f"{place}: malformed JSON: {problem}; correct it") from None
+
+
+def _json_object(place: str, entry: Any) -> dict[str, Any]:
+    if not isinstance(entry, dict):
+        raise DataError(
+            f'{place}: a row is a JSON object such as {{"prompt": "..."}}, not {type(entry).__name__}'
+        )
+    return entry
+
+
+def _parse_csv(path: Path, text: str, signs: str) -> Table:
+    """Read records that are separated by the sign of `signs` that the first line has most of, the first of equals."""
+    csv.field_size_limit(1 << 30)  # characters; 2**17 by default
+    records = _csv_records(path, text, max(signs, key=text.partition("\n")[0].count))
+    _, header = next(records, (1, []))
+    if header[:1] == [""]:
+        header = ["Unnamed: 0", *header[1:]]  # pandas' index, by the name that pandas gives it
+    if len(set(header)) != len(header) or "" in header:
+        raise DataError(
+            f"{path}, line 1: a CSV file begins with a line of distinct column names, not {header}; rename one of them"
+        )
+    rows = []
+    lines = []
+    for line, record in records:
+        if len(record) != len(header):
+            raise DataError(
+                f"{path}, line {line}: {len(record)} values for the {len(header)} columns of line 1; correct it"
+            )
+        rows.append(dict(zip(header, record, strict=True)))
+        lines.append(line)
+    return Table(str(path), rows, tuple(header), lines, folder=path.parent)
+
+
+def _csv_records(path: Path, text: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield each record with the number of the line on which it begins; blank lines are skipped."""
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    line = 1
+    try:
+        for record in reader:
+            if record:
+                yield line, record
+            line = reader.line_num + 1
+    except csv.Error as problem:
+        raise DataError(f"{path}, line {line}: malformed CSV: {problem}; correct it") from None
+
+
+class _ParquetRows(Sequence[Mapping[str, Any]]):
+    def __init__(self, table: Any) -> None:
+        self._table = table
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        (row,) = self._table.slice(range(len(self))[index], 1).to_pylist()
+        return row
+
+
+def _read_parquet(path: Path) -> Table:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (pyarrow.ArrowException, OSError) as problem:
+        reason = str(problem).splitlines()[0]
+        raise DataError(
+            f"{path} cannot be read as Parquet: {reason}; write the file again"
+        ) from None
+    return Table(str(path), _ParquetRows(table), tuple(table.column_names), folder=path.parent)

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from ycore_cli.look import docs, recipes, report
 from ycore_cli.measure import doctor, evaluate_models, plan, preflight
+from ycore_cli.panels import PanelCommand
 from ycore_cli.train import pipeline, resume, training_command
 from ycore_cli.use import chat, export, serve
 
@@ -29,18 +30,20 @@ app = typer.Typer(
     add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
 )  # fmt: skip
 for algorithm in ALGORITHMS.values():
-    app.command(algorithm.name, context_settings=_ANY_TRL_FIELD)(training_command(algorithm))
+    app.command(algorithm.name, cls=PanelCommand, context_settings=_ANY_TRL_FIELD)(
+        training_command(algorithm)
+    )
 for family in families().values():
-    app.command(family.name)(load_reference(family.command))
+    app.command(family.name, cls=PanelCommand)(load_reference(family.command))
 for name, command in {
     "resume": resume,
     "eval": evaluate_models,
     "plan": plan,
     "preflight": preflight,
 }.items():
-    app.command(name, context_settings=_ANY_TRL_FIELD)(command)
+    app.command(name, cls=PanelCommand, context_settings=_ANY_TRL_FIELD)(command)
 for command in (pipeline, recipes, doctor, report, chat, serve, export, docs):
-    app.command()(command)
+    app.command(cls=PanelCommand)(command)
 
 _MOVED = {
     "agents": "ycore docs skill prints it",

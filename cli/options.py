@@ -4,12 +4,16 @@ Options that a command does not declare are fields of TRL's config, by TRL's nam
 """
 
 import inspect
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
+from ycore.config.algorithms import Algorithm, AlgorithmEntry, find_entry
+from ycore.config.trl_fields import fields_of
 from ycore.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -59,31 +63,30 @@ def switch(help: str, name: str) -> Any:
 
 
 OPTIONS: Mapping[str, Any] = {
-    "model": text(
-        "Hub id, folder or GGUF file; e.g. Qwen/Qwen2.5-0.5B-Instruct, or smollm2-135m."
-    ),
-    "output": text("Folder that the run writes; e.g. runs/first."),
+    "model": text("Hub id, folder or GGUF file; e.g. smollm2-135m."),
+    "output": text("Folder that the run writes; e.g. runs/first [TRL: output_dir]."),
     "recipe": text("Start from a recipe, by name or YAML file; e.g. quickstart."),
     "trust_remote_code": flag(
-        "Run Python code that the model brings along.", "--trust-remote-code"
+        "Run Python code that the model brings along [TRL: trust_remote_code].",
+        "--trust-remote-code",
     ),
     "set_": texts(
-        "Any key of a run or recipe; may be repeated; e.g. engine.count=2, rewards.0.weight=0.5.",
+        "Any key, e.g. engine.count=2, rewards.0.weight=0.5.",
         "--set",
         metavar="KEY=VALUE",
     ),
-    "seed": whole_number("Fixes the data's order and the sampling; e.g. 0."),
+    "seed": whole_number("Fixes the data's order and the sampling [0; TRL: seed]."),
     "dry_run": switch("Check everything, show the plan, start nothing.", "--dry-run"),
     "show_rows": whole_number(
-        "Rows of the dataset that the plan shows as the model sees them; 1 by default."
+        "Rows of the dataset that the plan shows as the model sees them [1]."
     ),
-    "json": switch("One JSON object on standard output, the rest on standard error.", "--json"),
+    "json": switch("One JSON object on standard output.", "--json"),
     # Prompts and rewards
     "dataset": text(
-        "Hub id, JSONL, CSV or Parquet file, or a generated task; e.g. openai/gsm8k:main, task:addition?digits=2."
+        "Hub id, JSONL, CSV or Parquet file, or a task; e.g. task:addition?digits=2."
     ),
     "reward": texts(
-        "Built-in name, file.py:function, judge:FILE.yaml or rm:MODEL; may be repeated; e.g. exact_answer.",
+        "exact_answer or another built-in, file.py:function, judge:FILE.yaml or rm:MODEL.",
         metavar="NAME",
     ),
     "constraint": texts(
@@ -96,12 +99,11 @@ OPTIONS: Mapping[str, Any] = {
         metavar="MODEL",
     ),
     "tools": texts(
-        "What the policy may call: file.py:function, python or mcp:COMMAND; may be repeated; see docs/agents.md.",
+        "What the policy may call: file.py:function, python or mcp:COMMAND.",
         metavar="NAME",
     ),
     "env": texts(
-        "What it acts in: file.py:Class, textarena:ID or gym:NAME; of several, each row's column "
-        "`environment` names its own; see docs/agents.md.",
+        "What it acts in: file.py:Class, textarena:ID or gym:NAME; see docs/agents.md.",
         metavar="[NAME=]ENV",
     ),
     "env_python": text(
@@ -112,16 +114,14 @@ OPTIONS: Mapping[str, Any] = {
         metavar="COMMAND",
     ),
     "max_turns": whole_number(
-        "Turns of the policy in a completion with tools, an environment or an agent; e.g. 4."
+        "Turns of the policy in a completion with tools, an environment or an agent [8]."
     ),
     "actions": text(
         "How it calls tools: template (of its chat template) or calls (in its text).",
         metavar="HOW",
     ),
     "prompt_column": text("Column that holds the question; e.g. question."),
-    "answer_column": text(
-        "Column with the answer, for the trainer or the rewards; e.g. solution."
-    ),
+    "answer_column": text("Column with the answer; e.g. solution."),
     "system_prompt": text("System prompt of every chat; e.g. 'Answer with a number.'"),
     "benchmark": text(
         "Dataset, prompt and reward by name: gsm8k, math500, humaneval, ifeval, harmless-base or gym:NAME.",
@@ -130,15 +130,13 @@ OPTIONS: Mapping[str, Any] = {
     "limit": whole_number("Rows to take from the dataset; e.g. 200."),
     "split": text("Split of the dataset; e.g. test."),
     # Evaluation during a run
-    "eval_every": whole_number(
-        "Steps between evaluations on held-out rows; a fifth of the run if not given; e.g. 20."
-    ),
+    "eval_every": whole_number("Steps between evaluations [a fifth of the run]."),
     "eval_reward": texts(
         "What scores them, if not the run's rewards; may be repeated; e.g. exact_answer.",
         metavar="NAME",
     ),
     "keep_best": text(
-        "Keep the model that was best by this figure of an evaluation; e.g. pass@1, or loss.",
+        "Keep the model that was best by this; e.g. pass@1, or loss.",
         metavar="FIGURE",
     ),
     "stop_when": texts(
@@ -147,21 +145,23 @@ OPTIONS: Mapping[str, Any] = {
         metavar="RULE:N",
     ),
     # Rollouts
-    "prompts_per_step": whole_number("Prompts in one optimizer step; e.g. 8."),
-    "group_size": whole_number("Completions of each prompt; e.g. 8."),
-    "num_samples": whole_number("Completions of each prompt; e.g. 4."),
+    "prompts_per_step": whole_number("Prompts in one optimizer step [8]."),
+    "group_size": whole_number("Completions of each prompt [8; TRL: num_generations]."),
+    "num_samples": whole_number("Completions of each prompt [4]."),
     "pairs": flag(
         "Score each row's chosen and rejected answer: how often a reward, judge or reward model agrees.",
         "--pairs",
     ),
-    "max_tokens": whole_number("Longest completion, in tokens; e.g. 256."),
+    "max_tokens": whole_number(
+        "Longest completion, in tokens [256; TRL: max_completion_length]."
+    ),
     "engine": text(
-        "What generates the completions: auto, vllm or transformers.",
+        "auto, vllm or transformers [auto].",
         "--engine",
         metavar="KIND",
     ),
     "sandbox": text(
-        "What confines your reward functions: auto, namespaces, landlock or none; see docs/sandbox.md.",
+        "What confines your reward functions: auto, namespaces, landlock or none [auto]; see docs/sandbox.md.",
         metavar="LEVEL",
     ),
     "dynamic_sampling": flag(
@@ -173,7 +173,7 @@ OPTIONS: Mapping[str, Any] = {
         metavar="HOW",
     ),
     "placement": text(
-        "How rollouts and judges share the slots: dynamic, colocated or split:3:1; see docs/placement.md.",
+        "How rollouts and judges share the slots: dynamic, colocated or split:3:1 [dynamic]; see docs/placement.md.",
         metavar="HOW",
     ),
     "keep_journal": flag(
@@ -183,18 +183,18 @@ OPTIONS: Mapping[str, Any] = {
         "Train on the rounds of a run with a kept journal, without engines.", metavar="RUN"
     ),
     # The algorithm
-    "preset": text(
-        "A paper's settings, under your own; e.g. dapo; see docs/algorithms.md.", metavar="NAME"
-    ),
+    "preset": text("A paper's settings, under your own; e.g. dapo.", metavar="NAME"),
     "advantage": text(
-        "How rewards become advantages; e.g. rloo; see docs/algorithms.md.", metavar="NAME"
+        "How rewards become advantages, e.g. rloo [group]; see docs/algorithms.md.",
+        metavar="NAME",
     ),
     "divergence": text(
-        "Distance to the reference that --beta weighs: reverse-kl, forward-kl or js.",
+        "Distance to the reference that --beta weighs: reverse-kl, forward-kl or js [reverse-kl].",
         metavar="NAME",
     ),
     "trust_region": text(
-        "What bounds a step: clip, dppo-tv or dppo-kl; see docs/algorithms.md.", metavar="NAME"
+        "What bounds a step: clip, dppo-tv or dppo-kl [clip]; see docs/algorithms.md.",
+        metavar="NAME",
     ),
     # Given examples
     "eval_dataset": text("Held-out rows; a hub id or file like --dataset."),
@@ -202,22 +202,24 @@ OPTIONS: Mapping[str, Any] = {
     "held_out": whole_number(
         "Rows kept apart to measure on; by default a tenth, 256 at most; e.g. 200."
     ),
-    "batch_size": whole_number("Rows in one optimizer step; e.g. 16."),
-    "epochs": fraction("Passes over the rows, where --steps is not given."),
+    "batch_size": whole_number("Rows in one optimizer step; e.g. 16 [by the number of rows]."),
+    "epochs": fraction(
+        "Passes over the rows, where --steps is not given [1.0; TRL: num_train_epochs]."
+    ),
     # Training
-    "steps": whole_number("Optimizer steps; e.g. 100."),
-    "lora": flag("Train low-rank adapters (the default), or every weight.", "--lora/--full"),
+    "steps": whole_number("Optimizer steps [100 with rollouts; TRL: max_steps]."),
+    "lora": flag("Train adapters (the default), or every weight.", "--lora/--full"),
     "quantize": text("Keep the frozen base of a LoRA run in 4 bits: 4bit.", metavar="BITS"),
     "max_staleness": whole_number(
-        "Steps by which a round may be stale: 1 writes it while the last one trains."
+        "Steps by which a round may be stale: 1 writes it while the last one trains [0]."
     ),
     "oversample": fraction(
-        "Groups in flight for each that is needed; what is not whole goes on in the next round; e.g. 1.5."
+        "Groups in flight for each that is needed; what is not whole goes on in the next round [1.0]."
     ),
     "deterministic": flag("Same command, same run, to the bit; slower.", "--deterministic"),
     "merge": flag("Also save the model with its adapters merged in.", "--merge"),
     "processes": text(
-        "Training processes on this machine: auto is one a GPU, and one on a CPU; e.g. 2.",
+        "Training processes here [auto: one a GPU].",
         metavar="N",
     ),
     "accelerate": text(
@@ -225,12 +227,10 @@ OPTIONS: Mapping[str, Any] = {
         metavar="NAME|FILE",
     ),
     "report_to": text(
-        "Trackers that get the run's numbers, of wandb, trackio and tensorboard; e.g. wandb.",
+        "Trackers that get the run's numbers: wandb, trackio, tensorboard [none].",
         metavar="NAMES",
     ),
-    "restarts": whole_number(
-        "How often a trainer that dies is started again; 0 by default; e.g. 3."
-    ),
+    "restarts": whole_number("How often a trainer that dies is started again [0]."),
     "resume": switch("Go on from the newest whole checkpoint in --output.", "--resume"),
     "resume_from": text(
         "Go on from this checkpoint; 0 is the beginning; e.g. 40.", metavar="STEP|PATH"
@@ -287,20 +287,41 @@ _WITHOUT_KEY = {
     "devices", "judge", "prompt_tokens", "completion_tokens", "top", "report_to",
 }  # fmt: skip
 
-# What other trainers call things, for those who come from them.
-_FAMILIAR: Mapping[str, str] = {
-    "--lr": "--learning-rate",
-    "--batch-size": "--prompts-per-step",
-    "--epochs": "--steps",
-    "--kl-coef": "--beta",
-    "--max-new-tokens": "--max-tokens",
-    "--max-length": "--max-tokens",
-    "--model-name-or-path": "--model",
-    "--dataset-name": "--dataset",
-    "--dataset-train-split": "--set",
-    "--reward-funcs": "--reward",
-    "--config": "--recipe",
+TRL_FIELDS: Mapping[str, str] = {
+    "learning_rate": "Peak learning rate",
+    "beta": "Weight of the distance to the reference",
+    "temperature": "Temperature of the completions",
+    "top_p": "Share of the probability that is sampled from",
+    "top_k": "Tokens that are sampled from; 0 is all",
+    "num_iterations": "Passes over each round of completions",
+    "epsilon": "How far a step may move a token's probability",
+    "loss_type": "The loss, by TRL's name",
+    "scale_rewards": "What advantages are divided by: group, batch or none",
+    "max_length": "Longest row, in tokens",
+    "lr_scheduler_type": "Course of the learning rate; e.g. cosine",
+    "warmup_steps": "Steps in which it rises, or their share of the run below 1",
+    "weight_decay": "Weight decay of the optimizer",
+    "report_to": "Trackers: wandb, trackio, tensorboard",
 }
+"""The fields of TRL's that people set most, which are options like ycore's own."""
+
+
+def trl_options(algorithm: Algorithm) -> dict[str, Any]:
+    """Declare the usual fields of the algorithm's config class of TRL, with their defaults in ycore."""
+    fields = fields_of(algorithm.trl_config)
+    defaults = {name: field.default for name, field in fields.items()}
+    defaults |= algorithm.settings.get("trl", {})
+    defaults["learning_rate"] = (
+        f"{algorithm.lora_learning_rate:g}, with --full {algorithm.learning_rate:g}"
+    )
+    metavars = {"int": "N", "float": "X"}
+    return {
+        name: text(
+            f"{help} [{defaults[name]}].", metavar=metavars.get(fields[name].kinds[0], "NAME")
+        )
+        for name, help in TRL_FIELDS.items()
+        if name in fields
+    }
 
 
 def takes(names: str, **variants: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -349,17 +370,18 @@ def typed_keys(
     context: typer.Context, *, algorithm: str, arguments: Sequence[str] | None = None
 ) -> dict[str, Any]:
     """Collect the keys of a config that were typed; under `trl`, TRL's fields among `arguments`, or else `context.args`."""
-    from ycore.config.algorithms import families, find_algorithm
-
-    keys = config_keys(context.params)
+    params, trl = dict(context.params), {}
+    entry = find_entry(algorithm)
+    words = context.args if arguments is None else arguments
+    if isinstance(entry, Algorithm):
+        trl = {name: params.pop(name) for name in TRL_FIELDS if params.get(name) is not None}
+    keys = config_keys(params)
     declared = [
         name
         for option in context.command.params
         for name in (*option.opts, *option.secondary_opts)
     ]
-    words = context.args if arguments is None else arguments
-    trl_class = None if algorithm in families() else find_algorithm(algorithm).trl_config
-    trl = _trl_options(words, declared=declared, trl_class=trl_class)
+    trl |= _trl_options(words, declared=declared, entry=entry)
     return keys | ({"trl": {**keys.get("trl", {}), **trl}} if trl else {})
 
 
@@ -386,14 +408,13 @@ def config_keys(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _trl_options(
-    arguments: Sequence[str], *, declared: Iterable[str], trl_class: str | None
+    arguments: Sequence[str], *, declared: Iterable[str], entry: AlgorithmEntry
 ) -> dict[str, Any]:
-    """Parse undeclared options into values, still as text; a ConfigError names the nearest option to an unknown one."""
-    from ycore.config.trl_fields import fields_of
-
-    fields = fields_of(trl_class) if arguments and trl_class is not None else {}
+    """Parse undeclared options into values, still as text; a ConfigError says what to type instead of an unknown one."""
+    fields = fields_of(entry.trl_config) if arguments and entry.trl_config else {}
     flags = {name for name, field in fields.items() if field.is_flag}
     values: dict[str, Any] = {}
+    value: str | bool | None
     rest = list(arguments)
     while rest:
         token = rest.pop(0)
@@ -403,28 +424,37 @@ def _trl_options(
                 f"{token!r} is not an option; a value follows its option, e.g. --steps 100"
             )
         name = option.lstrip("-").replace("-", "_")
+        value = text if equals else rest[0] if rest and not rest[0].startswith("--") else None
         if not equals and name not in fields and name.startswith("no_") and name[3:] in flags:
-            values[name[3:]] = False
+            name, value = name[3:], False
         elif name not in fields or not option.startswith("--"):
             known = [*declared, *(field.option for field in fields.values())]
-            familiar = _FAMILIAR.get(option.replace("_", "-"))
-            near = (
-                f"; did you mean {familiar!r}?"
-                if familiar in known
-                else nearest(option, known, limit=1)
-            )
-            raise ConfigError(f"no option {option}{near}")
-        elif equals:
-            values[name] = text
-        elif rest and not rest[0].startswith("--"):
-            values[name] = rest.pop(0)
-        elif name in flags:
-            values[name] = True
-        else:
+            words = _familiar_words(option.replace("_", "-"), str(value or "VALUE"), entry)
+            hint = f"; say {words}" if words else nearest(option, known, limit=1)
+            raise ConfigError(f"no option {option}{hint}")
+        elif not equals and value is not None:
+            rest.pop(0)
+        elif value is None and name in flags:
+            value = True
+        elif value is None:
             raise ConfigError(
                 f"{option} needs a value; TRL's default is {fields[name].default!r}"
             )
+        if name in values:
+            raise ConfigError(f"{option} is given twice, and takes one value; leave one out")
+        values[name] = value
     return values
+
+
+def _familiar_words(option: str, value: str, entry: AlgorithmEntry) -> str | None:
+    """Find the words for an option that another trainer calls so."""
+    import yaml
+
+    file = files("ycore.config").joinpath("familiar_options.yaml")
+    familiar = yaml.safe_load(file.read_text(encoding="utf-8"))
+    kind = entry.learns_from if isinstance(entry, Algorithm) else "rollouts"
+    words: str | None = (familiar["any"] | familiar[kind]).get(option)
+    return words and words.replace("{}", shlex.quote(value))
 
 
 def _stored(options: Mapping[str, Any], *, resume: bool) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def training_command(algorithm: Algorithm) -> Callable[..., None]:
             json=options["json"],
         )
 
-    variants: dict[str, Any] = {}
+    variants = o.trl_options(algorithm)
     data = _ROLLOUTS
     if algorithm.learns_from == "examples":
         variants["dataset"] = o.Examples

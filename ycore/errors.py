@@ -67,5 +67,10 @@ class Interrupted(YcoreError):
 
 def nearest(name: str, known: Iterable[str], *, limit: int = 3) -> str:
     """The way out of a mistyped name: `"; did you mean 'a' or 'b'?"`, or nothing when none is near."""
-    matches = difflib.get_close_matches(name, list(known), n=limit, cutoff=0.55)
-    return f"; did you mean {' or '.join(map(repr, matches))}?" if matches else ""
+    bare_names = {option.lstrip("-"): option for option in known}
+    matches = difflib.get_close_matches(name.lstrip("-"), bare_names, n=limit, cutoff=0.7)
+    return (
+        f"; did you mean {' or '.join(repr(bare_names[match]) for match in matches)}?"
+        if matches
+        else ""
+    )

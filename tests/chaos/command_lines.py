@@ -8,6 +8,15 @@ from ycore.models.tiny import write_tiny_model
 GRPO = "grpo --model {place}/model --dataset {place}/train.jsonl --reward exact_answer --output {place}/out --dry-run "
 
 
+def command_words(more: str, place: Path) -> list[str]:
+    """Split `GRPO` and what follows, which replaces the options of `GRPO` that it gives too."""
+    first, rest = GRPO.format(place=place).split(), more.format(place=place).split()
+    for option in ("--model", "--dataset", "--output"):
+        if option in rest:
+            del first[first.index(option) : first.index(option) + 2]
+    return [*first, *rest]
+
+
 def write_place(root: Path) -> Path:
     """A folder with models, datasets, a reward file and recipes, good and bad."""
     root.mkdir(parents=True, exist_ok=True)
@@ -72,12 +81,17 @@ BAD: tuple[tuple[str, str], ...] = (
     ("--lerning-rate 1e-4", "no option --lerning-rate; did you mean '--learning-rate'?"),
     ("--lerning_rate=1e-4", "no option --lerning_rate; did you mean '--learning-rate'?"),
     ("--grop-size 4", "no option --grop-size; did you mean '--group-size'?"),
-    ("--lr 1e-4", "no option --lr; did you mean '--learning-rate'?"),
+    ("--lr 1e-4", "no option --lr; say --learning-rate 1e-4"),
+    ("--seed 1 --seed 2", "--seed takes one value, and it is given 2 times; leave one out"),
+    ("--lora --full", "--lora takes one value"),
+    ("--weight-decay 0 --max-steps 3 --max-steps 4", "--max-steps is given twice"),
+    ("--model --seed 1", "--model needs a value, and --seed follows it"),
     ("-x", "no option -x"),
     ("stray", "'stray' is not an option; a value follows its option, e.g. --steps 100"),
     ("--steps", "option '--steps' requires an argument"),
-    ("--learning-rate", "--learning-rate needs a value; TRL's default is 1e-06"),
-    ("--learning-rate --beta 0", "--learning-rate needs a value"),
+    ("--learning-rate", "option '--learning-rate' requires an argument"),
+    ("--learning-rate --beta 0", "--learning-rate needs a value, and --beta follows it"),
+    ("--adam-beta1", "--adam-beta1 needs a value; TRL's default is 0.9"),
     (
         "--learning-rate fast",
         "learning_rate takes a number; it is 'fast'; TRL's default is 1e-06",

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from tests.chaos.bench import Bench, Row
-from tests.chaos.command_lines import BAD, GOOD, GRPO, write_place
+from tests.chaos.command_lines import BAD, GOOD, command_words, write_place
 from tests.chaos.runs import Setting
 from ycore.config.batch import derive_batch
 from ycore.config.presets import presets
@@ -104,7 +104,7 @@ def _problem_of_good(setting: Setting, place: Path, more: str) -> str | None:
 def _run(
     setting: Setting, place: Path, more: str
 ) -> tuple["subprocess.CompletedProcess[str] | None", float]:
-    words = (GRPO + more).format(place=place).split()
+    words = command_words(more, place)
     began = time.monotonic()
     try:
         done = subprocess.run(

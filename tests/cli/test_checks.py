@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from ycore_cli.main import run
 
+from tests.chaos.command_lines import GRPO, command_words
 from ycore.config.resolve import resolve
 from ycore.models.tiny import write_tiny_model
 from ycore.run.claim import claim
@@ -35,8 +36,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     return root
 
-
-GRPO = "grpo --model {place}/model --dataset {place}/train.jsonl --reward exact_answer --output {place}/out --dry-run "
 
 GOOD: list[tuple[str, tuple[str | int, ...], Any]] = [
     ("", ("config", "steps"), 100),
@@ -87,7 +86,7 @@ def test_a_good_command_line_gives_its_plan(
     place: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    assert run((GRPO + "--json " + more).format(place=place).split()) == 0
+    assert run(command_words("--json " + more, place)) == 0
     value = json.loads(capfd.readouterr().out)
     for key in path:
         value = value[key]
@@ -97,7 +96,7 @@ def test_a_good_command_line_gives_its_plan(
 
 def test_the_plan_in_words(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     more = "--prompts-per-step 4 --max-tokens 64 --engine transformers --use-cpu --set dtype=bfloat16"
-    assert run((GRPO + more).format(place=place).split()) == 0
+    assert run(command_words(more, place)) == 0
     out, err = capfd.readouterr()
     assert err == ""
     assert [line.split()[0] for line in out.splitlines() if line[0] != " "] == [
@@ -240,6 +239,6 @@ def test_a_run_in_4_bits_that_saves_adapters_alone_is_warned(
 def test_what_an_evaluation_cannot_be_is_one_line(
     more: str, said: str, place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert run((GRPO + more).format(place=place).split()) == 2
+    assert run(command_words(more, place)) == 2
     told = capfd.readouterr().err
     assert said in told and told.count("\n") == 1

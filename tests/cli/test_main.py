@@ -1,6 +1,7 @@
 """The visible options are few and frozen here; help imports nothing that a command needs only when it runs."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,8 +12,13 @@ import pytest
 import typer
 import yaml
 from ycore_cli.main import app, run
+from ycore_cli.options import TRL_FIELDS
+from ycore_cli.panels import PANELS
 
 from ycore import __version__
+from ycore.config.algorithms import ALGORITHMS
+from ycore.config.trl_arguments import aliases
+from ycore.config.trl_fields import fields_of
 
 COMMANDS = [
     "grpo", "ppo", "distill", "online-dpo", "sft", "reward", "dpo", "kto", "flow", "resume", "eval", "plan",
@@ -29,7 +35,9 @@ VISIBLE = {
         "--output", "--eval-dataset", "--eval-split", "--eval-every", "--eval-reward", "--keep-best", "--stop-when",
         "--quantize", "--trust-region", "--tools", "--env", "--env-python", "--agent", "--actions", "--max-turns",
         "--dry-run", "--resume", "--resume-from", "--accept-changes", "--keep-journal", "--replay",
-        "--json", "--show-rows",
+        "--json", "--show-rows", "--learning-rate", "--beta", "--temperature", "--top-p", "--top-k", "--num-iterations",
+        "--epsilon", "--loss-type", "--scale-rewards", "--lr-scheduler-type", "--warmup-steps", "--weight-decay",
+        "--report-to",
     ],
     "resume": ["run", "--resume-from", "--accept-changes", "--steps", "--processes", "--set", "--dry-run", "--json"],
     "eval": [
@@ -87,6 +95,54 @@ def test_pages_are_listed_and_printed(capfd: pytest.CaptureFixture[str]) -> None
     )
     assert run(["docs", "reward"]) == 2
     assert capfd.readouterr().err == "error: no page 'reward'; did you mean 'rewards'?\n"
+
+
+TRAINS = [name for name in COMMANDS if name in ALGORITHMS or name in ("flow", "eval")]
+
+
+@pytest.mark.parametrize("name", TRAINS)
+def test_options_are_in_panels(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run([name, "--help"]) == 0
+    usual = capfd.readouterr().out
+    assert f"`ycore {name} --help-all`" in usual and "Options:" not in usual
+    assert len(usual.splitlines()) <= 70
+    assert run([name, "--help-all"]) == 0
+    every = capfd.readouterr().out
+    places = [every.index(f"\n{panel}:\n") for panel in PANELS if f"\n{panel}:\n" in every]
+    assert len(places) >= 5 and places == sorted(places)
+    for option in group().commands[name].params:
+        assert f"\n  {option.opts[0]} " in every, "it is in no panel"
+
+
+@pytest.mark.parametrize("name", ["grpo", "sft"])
+def test_help_says_the_defaults_and_trls_names(name: str) -> None:
+    """`[8; TRL: num_generations]` at the end of an option's help is its key's default, and TRL's name of the key."""
+    entry = ALGORITHMS[name]
+    keys = {key: trl for trl, key in aliases(entry).items()}
+    num_defaults = 0
+    for option in group().commands[name].params:
+        noted = re.search(r"\[([^\]]*?)(?:(?:; )?TRL: (\w+))?\]", option.help)
+        default, trl = noted.groups() if noted else ("", None)
+        assert trl == keys.get(option.name), option.name
+        key = entry.config.model_fields.get(option.name)
+        if default and key and isinstance(key.default, int | float | str):
+            assert default.startswith(f"{key.default}"), option.name
+            num_defaults += 1
+    assert num_defaults >= 3
+
+
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+def test_the_usual_fields_of_trl_say_ycores_default(name: str) -> None:
+    """That is TRL's, unless the algorithm's row has another."""
+    entry = ALGORITHMS[name]
+    helps = {option.name: option.help for option in group().commands[name].params}
+    fields = fields_of(entry.trl_config)
+    typed = [field for field in TRL_FIELDS if field in fields]
+    assert len(typed) >= 6 and set(typed) <= helps.keys()
+    for field in set(typed) - {"learning_rate"}:
+        default = entry.settings.get("trl", {}).get(field, fields[field].default)
+        assert f"[{default}]" in helps[field]
+    assert f"{entry.lora_learning_rate:g}" in helps["learning_rate"]
 
 
 @pytest.mark.parametrize(
@@ -158,9 +214,13 @@ sys.meta_path.insert(0, Slow())
 """
 
 
-def test_help_is_there_in_half_a_second() -> None:
-    command = [sys.executable, "-c", "from ycore_cli.main import main; main()", "--help"]
+@pytest.mark.parametrize("words", ["--help", "grpo --help"])
+def test_help_takes_half_a_second_of_a_processor(words: str) -> None:
+    command = [*START, *words.split()]
     assert min(_seconds(command) for _ in range(3)) < 0.5
+
+
+START = [sys.executable, "-c", "from ycore_cli.main import main; main()"]
 
 
 def _seconds(command: list[str]) -> float:

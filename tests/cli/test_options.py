@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from ycore_cli.main import run
 
-from tests.chaos.command_lines import BAD, GRPO, write_place
+from tests.chaos.command_lines import BAD, command_words, write_place
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def test_one_line_says_the_rule_the_value_and_the_way_out(
     more: str, words: str, place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     begun = time.monotonic()
-    status = run((GRPO + more).format(place=place).split())
+    status = run(command_words(more, place))
     _assert_one_error_line(status, capfd.readouterr(), words.format(place=place))
     assert time.monotonic() - begun < 10
     assert not (place / "out").exists()
@@ -82,7 +82,7 @@ def test_an_error_does_nothing_to_the_terminal(
 )
 def test_the_installed_command_ends_the_same_way(more: str, place: Path) -> None:
     command = [sys.executable, "-c", "from ycore_cli.main import main; main()"]
-    arguments = (GRPO + more).format(place=place).split()
+    arguments = command_words(more, place)
     done = subprocess.run(
         [*command, *arguments], capture_output=True, text=True, timeout=60, check=False
     )

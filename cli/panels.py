@@ -1,0 +1,79 @@
+"""How a command is read: its help in panels, and what holds for the words of every command line."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from typer.core import TyperCommand
+
+from ycore.errors import ConfigError
+
+PANELS: Mapping[str, tuple[str, str]] = {
+    "Data": (
+        "model dataset recipe prompt_column answer_column benchmark split limit",
+        "system_prompt trust_remote_code show_rows",
+    ),
+    "Reward": (
+        "reward teacher tools env pairs",
+        "max_turns constraint agent env_python actions sandbox",
+    ),
+    "Batch": (
+        "steps epochs batch_size prompts_per_step group_size num_samples max_tokens max_length",
+        "dynamic_sampling curriculum oversample max_staleness",
+    ),
+    "Algorithm": (
+        "learning_rate method beta temperature num_iterations epsilon loss_type lora preset",
+        "lr_scheduler_type warmup_steps weight_decay top_p top_k scale_rewards advantage divergence trust_region",
+    ),
+    "Engine": ("engine processes", "accelerate quantize placement deterministic"),
+    "Evaluation": ("eval_dataset eval_every keep_best", "eval_split held_out eval_reward stop_when"),
+    "Run": (
+        "output dry_run resume report_to seed set_ json",
+        "resume_from accept_changes restarts keep_journal replay merge",
+    ),
+}  # fmt: skip
+"""Parameters of the commands, by panel: the ones of `--help`, and the ones that only `--help-all` adds."""
+
+
+class PanelCommand(TyperCommand):
+    """A command that lists its options in panels."""
+
+    shows_all = False
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if "--help-all" in args:
+            self.shows_all, args = True, ["--help"]
+        if not ctx.resilient_parsing:
+            self._refuse_misread_words(ctx, args)
+        return super().parse_args(ctx, args)
+
+    def _refuse_misread_words(self, ctx: Any, args: list[str]) -> None:
+        """Refuse an option that comes twice but takes one value, and an option as the value of the one before it."""
+        values, _, parameters = self.make_parser(ctx).parse_args(args=list(args))
+        known = {option for parameter in self.get_params(ctx) for option in parameter.opts}
+        for parameter, count in Counter(parameters).items():
+            option, value = parameter.opts[0], values.get(parameter.name)
+            takes_one = not getattr(parameter, "multiple", False) and value is not True
+            if count > 1 and takes_one:
+                raise ConfigError(
+                    f"{option} takes one value, and it is given {count} times; leave one out"
+                )
+            if isinstance(value, str) and value in known:
+                raise ConfigError(
+                    f"{option} needs a value, and {value} follows it; say {option} VALUE"
+                )
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        parameters = {parameter.name: parameter for parameter in self.get_params(ctx)}
+        if "output" not in parameters or "set_" not in parameters:
+            return super().format_options(ctx, formatter)
+        for panel, (usual, rare) in PANELS.items():
+            names = f"{usual} {rare if self.shows_all else ''}".split()
+            rows = [
+                parameters[name].get_help_record(ctx) for name in names if name in parameters
+            ]
+            if rows:
+                with formatter.section(panel):
+                    formatter.write_dl(rows)
+        if not self.shows_all:
+            formatter.write(f"\n`ycore {self.name} --help-all` shows every option.\n")

@@ -1,12 +1,13 @@
 """Commands about runs that exist, recipes, and ycore itself: `report`, `recipes`, `docs`."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from ycore_cli import options as o
-from ycore_cli.output import print_json, print_line, print_table, stdout_for_json
+from ycore_cli.output import newest_run, print_json, print_line, print_table, stdout_for_json
 
 from ycore.errors import ConfigError, RunFolderError
 
@@ -14,8 +15,8 @@ if TYPE_CHECKING:
     from ycore.config.recipe_files import RecipeEntry
 
 ReportedRuns = Annotated[
-    list[Path],
-    typer.Argument(metavar="RUN [RUN2 ...]", help="Folders of runs, finished or not."),
+    list[Path] | None,
+    typer.Argument(metavar="[RUN ...]", help="Folders of runs; the newest if none is given."),
 ]
 Page = Annotated[
     Path | None, typer.Option(help="The page to write; report.html in the first run's folder.")
@@ -26,8 +27,9 @@ Live = Annotated[
 Once = Annotated[
     bool, typer.Option("--once", help="Show one run in the terminal as it is now, and return.")
 ]
-DocsPage = Annotated[
-    str | None, typer.Argument(metavar="[PAGE]", help="A page's name; e.g. rewards.")
+DocsWords = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[PAGE|WORDS]", help="A page's name, or words to search for."),
 ]
 Recipe = Annotated[
     str | None,
@@ -45,7 +47,7 @@ SeedRuns = Annotated[
 
 
 def report(
-    runs: ReportedRuns,
+    runs: ReportedRuns = None,
     output: Page = None,
     live: Live = False,
     once: Once = False,
@@ -60,6 +62,7 @@ def report(
     ycore report runs/dapo runs/grpo --output dapo-and-grpo.html
     ycore report runs/quickstart --live
     """
+    runs = runs or [newest_run()]
     if live or once:
         _follow(runs, once=once)
         return
@@ -93,35 +96,56 @@ def _follow(runs: Sequence[Path], *, once: bool) -> None:
         print("left; the run goes on")
 
 
-def docs(page: DocsPage = None) -> None:
-    """Print a page of the documentation, or list the pages.
+def docs(words: DocsWords = None) -> None:
+    """Print a page of the documentation, search the pages, or list them.
 
     \b
     ycore docs
     ycore docs rewards
+    ycore docs OpenAI as a judge
     ycore docs skill           ycore in one page, for coding agents and for people
     """
     from importlib.resources import files
-
-    from ycore.errors import nearest
 
     pages = {
         entry.name.removesuffix(".md"): entry.read_text(encoding="utf-8")
         for entry in files("ycore_docs").iterdir()
         if entry.name.endswith(".md")
     }
-    if page is None:
+    if not words:
         titles = [
             (name, f"\n{pages[name]}".partition("\n# ")[2].partition("\n")[0])
             for name in sorted(pages)
         ]
         print_table(titles)
         print("Print one with `ycore docs PAGE`.")
-    elif page in pages:
-        print(pages[page], end="")
+    elif " ".join(words) in pages:
+        print(pages[" ".join(words)], end="")
     else:
-        hint = nearest(page, sorted(pages)) or "; `ycore docs` lists them"
-        raise ConfigError(f"no page {page!r}{hint}")
+        places = _search(pages, words)
+        if not places:
+            raise ConfigError(f"no page has {' '.join(words)!r}; `ycore docs` lists the pages")
+        print_table((f"ycore docs {name}", heading) for name, heading in places)
+
+
+def _search(pages: Mapping[str, str], words: Sequence[str]) -> list[tuple[str, str]]:
+    """Rank the sections of the pages by how often they have the words, first in headings; five with their headings."""
+    stems = [
+        re.compile(rf"\b{re.escape(word.lower().rstrip('s'))}")
+        for word in words
+        if len(word) > 2
+    ]
+    ranked = []
+    for name, text in pages.items():
+        for section in re.split(r"^#+ ", text, flags=re.MULTILINE)[1:]:
+            heading, _, body = section.lower().partition("\n")
+            hits = [
+                10 * len(stem.findall(heading)) + min(len(stem.findall(body)), 5)
+                for stem in stems
+            ]
+            ranked.append((sum(map(bool, hits)), sum(hits), name, section.partition("\n")[0]))
+    ranked.sort(key=lambda place: (-place[0], -place[1]))
+    return [(name, heading) for _, score, name, heading in ranked[:5] if score]
 
 
 def recipes(

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from ycore_cli.look import docs, recipes, report
 from ycore_cli.measure import doctor, evaluate_models, plan, preflight
+from ycore_cli.output import print_json
 from ycore_cli.panels import PanelCommand
 from ycore_cli.train import pipeline, resume, training_command
 from ycore_cli.use import chat, export, serve
@@ -95,16 +96,21 @@ def run(arguments: Sequence[str]) -> int:
         status = app(args=list(arguments), prog_name="ycore", standalone_mode=False)
     except YcoreError as error:
         kind = "interrupted" if isinstance(error, Interrupted) else "error"
-        print(f"{kind}: {_one_line(str(error))}", file=sys.stderr)
-        return error.exit_code
+        return _fail(kind, str(error), error.exit_code, arguments)
     except typer.TyperException as error:
-        message = _one_line(error.format_message()).rstrip(".")
-        print(f"error: {message[:1].lower()}{message[1:]}; see `ycore --help`", file=sys.stderr)
-        return 2
+        message = error.format_message().strip().rstrip(".")
+        message = f"{message[:1].lower()}{message[1:]}; see `ycore --help`"
+        return _fail("error", message, 2, arguments)
     if status == 130:
         print("interrupted", file=sys.stderr)
     return status if isinstance(status, int) else 0
 
 
-def _one_line(text: str) -> str:
-    return printable(" ".join(line.strip() for line in text.splitlines() if line.strip()))
+def _fail(kind: str, message: str, status: int, arguments: Sequence[str]) -> int:
+    """Print the error as a line on standard error, and with `--json` as an object on standard output."""
+    lines = (line.strip() for line in message.splitlines())
+    line = printable(" ".join(filter(None, lines)))
+    print(f"{kind}: {line}", file=sys.stderr)
+    if "--json" in arguments:
+        print_json({kind: line, "status": status})
+    return status

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ycore.api.tables import aligned
+from ycore.errors import ConfigError
 from ycore.run.files import json_safe, read_json
 from ycore.run.paths import RunFolder
 from ycore.run.text import printable
@@ -48,6 +49,16 @@ def print_line(text: str, *, stream: TextIO | None = None) -> None:
 def print_table(rows: Iterable[Sequence[str]]) -> None:
     for line in aligned(rows):
         print_line(line)
+
+
+def newest_run() -> Path:
+    """Find the newest run in `runs`, and say which it is; ConfigError where there is none."""
+    configs = sorted(Path("runs").glob("*/run.json"), key=lambda file: file.stat().st_mtime)
+    if not configs:
+        raise ConfigError("no run is named, and the folder runs has none; say e.g. runs/first")
+    run = configs[-1].parent
+    print_line(f"the newest run: {run}", stream=sys.stderr)
+    return run
 
 
 def print_closing(config: "RunConfig") -> None:

@@ -10,6 +10,7 @@ import typer
 from ycore_cli import options as o
 from ycore_cli.output import (
     evaluation_rows,
+    newest_run,
     print_closing,
     print_json,
     print_line,
@@ -74,8 +75,9 @@ def training_command(algorithm: Algorithm) -> Callable[..., None]:
 def resume(
     context: typer.Context,
     run: Annotated[
-        str, typer.Argument(metavar="RUN", help="The run's folder; e.g. runs/first.")
-    ],
+        str | None,
+        typer.Argument(metavar="[RUN]", help="The run's folder; the newest if not given."),
+    ] = None,
     resume_from: o.ResumeFrom = None,
     accept_changes: o.AcceptChanges = False,
     steps: o.Steps = None,
@@ -99,7 +101,7 @@ def resume(
     from ycore.api.run_settings import complete_config
     from ycore.config.resolve import resolve_any
 
-    words = [run, *context.args]
+    words = [run or str(newest_run()), *context.args]
     folder_word = _folder_among(words)
     words.remove(folder_word)
     folder = Path(folder_word).expanduser().absolute()

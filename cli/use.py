@@ -5,13 +5,13 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from ycore_cli import options as o
-from ycore_cli.output import print_line, print_table
+from ycore_cli.output import newest_run, print_line, print_table
 
-from ycore.errors import ConfigError, RunFolderError
+from ycore.errors import ConfigError, RunFolderError, nearest
 from ycore.run.text import printable
 
 Name = Annotated[
@@ -47,8 +47,16 @@ Host = Annotated[
 ]
 Port = Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on; e.g. 8000.")]
 Form = Annotated[
-    Literal["merged", "gguf"] | None,
-    typer.Option("--format", help="A whole model's folder (the default), or one GGUF file."),
+    str | None,
+    typer.Option(
+        "--format", help="merged, a whole model's folder, or gguf, one file [merged]."
+    ),
+]
+ChatName = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[RUN|MODEL]", help="A run's folder, the newest if not given, or a model."
+    ),
 ]
 Target = Annotated[
     Path | None, typer.Option("--output", help="What to write; a new name in the run's folder.")
@@ -63,7 +71,7 @@ Private = Annotated[
 
 
 def chat(
-    model: Name,
+    model: ChatName = None,
     against: Against = None,
     prompt: Ask = None,
     max_tokens: MaxTokens = 256,
@@ -88,6 +96,7 @@ def chat(
     from ycore.api import trained
     from ycore.api.trained import Chat, ChatSettings
 
+    model = model or str(newest_run())
     names = [model] if against is None else [model, against]
     folders = [trained.language_model(name, best=best and name == model) for name in names]
     before = [trained.turns_before(name, system_prompt=system_prompt) for name in names]
@@ -184,6 +193,10 @@ def export(
     ycore export runs/quickstart --format gguf --output models/sums.gguf
     ycore export runs/quickstart --push me/sums --private
     """
+    if form not in (None, "merged", "gguf"):
+        raise ConfigError(
+            f"--format is merged or gguf; it is {form!r}{nearest(form, ['merged', 'gguf'])}"
+        )
     if push is not None:
         _push(
             Path(model),

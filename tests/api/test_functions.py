@@ -7,9 +7,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 
 import ycore
+from ycore.api.run_settings import settings_config
 from ycore.errors import ConfigError, RunFolderError, UserError
 from ycore.models.tiny import write_tiny_model
 
@@ -210,6 +212,22 @@ def test_a_mistake_is_the_commands_own(tmp_path: Path, model: Path) -> None:
         rows = [{"prompt": "1"}, {"prompt": object()}]
         ycore.grpo(model=str(model), dataset=rows, reward="length", output=str(tmp_path / "x"))
     assert not (tmp_path / "x").exists()
+
+
+def test_a_frame_of_pandas_is_rows(tmp_path: Path, model: Path) -> None:
+    frame = pandas.DataFrame({"prompt": ["1 + 1 =", "2 + 2 ="], "answer": [2, 4]})
+    config = settings_config(
+        "grpo",
+        {
+            "model": str(model),
+            "dataset": frame,
+            "rewards": ["exact_answer"],
+            "output": str(tmp_path / "run"),
+        },
+        resume=False,
+    )
+    rows = [json.loads(line) for line in Path(config.dataset).read_text().splitlines()]
+    assert rows == [{"prompt": "1 + 1 =", "answer": 2}, {"prompt": "2 + 2 =", "answer": 4}]
 
 
 def test_rows_lie_beside_the_run(tmp_path: Path) -> None:

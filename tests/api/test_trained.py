@@ -193,6 +193,38 @@ def test_a_card_says_what_it_is_and_how_it_was_made(run: Path) -> None:
     assert "runs/sums" not in told and "engine" not in told, "what is only about the machine"
 
 
+def test_a_card_holds_no_folder_of_the_machine(run: Path) -> None:
+    recorded = json.loads((run / "run.json").read_text())
+    recorded["command"] = [
+        *("ycore", "grpo", "--model", "org/model", "--dataset=/home/me/data/train.jsonl"),
+        *(
+            "--reward",
+            "judge:/home/me/strict.yaml",
+            "--output",
+            "/home/me/my runs/a",
+            "~/x.yaml",
+        ),
+        *("--agent", "http://host/v1"),
+    ]
+    recorded["config"]["rewards"] = [{"reward": "/home/me/rewards.py:score"}]
+    (run / "run.json").write_text(json.dumps(recorded))
+    card = trained.card(run, repo="me/sums", base=None, adapter=False, has_curve=False)
+    assert "/home" not in card and "my runs" not in card
+    assert "`rewards.py:score`" in card
+    assert (
+        "--model org/model --dataset=train.jsonl --reward judge:strict.yaml --output a" in card
+    )
+    assert "x.yaml --agent http://host/v1" in card
+
+
+def test_a_command_to_paste_is_quoted(tmp_path: Path) -> None:
+    run = tmp_path / "läufe" / "eins zwei"
+    run.mkdir(parents=True)
+    (run / "run.json").write_text("{}")
+    with pytest.raises(RunFolderError, match=f"`ycore resume '{run}'` goes on"):
+        trained.trained_model(str(run))
+
+
 def test_a_card_tells_the_system_prompt_to_ask_with(run: Path) -> None:
     (run / "run.json").write_text(
         json.dumps({"config": {**CONFIG, "system_prompt": "Add, please."}})

@@ -93,8 +93,29 @@ def test_pages_are_listed_and_printed(capfd: pytest.CaptureFixture[str]) -> None
     assert yaml.safe_load(front).keys() == {"name", "description"} and page.startswith(
         "\n# ycore in one page\n"
     )
-    assert run(["docs", "reward"]) == 2
-    assert capfd.readouterr().err == "error: no page 'reward'; did you mean 'rewards'?\n"
+    assert run(["docs", "zzz"]) == 2
+    assert "no page has 'zzz'; `ycore docs` lists" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("wandb", "report"),
+        ("resume", "reliability"),
+        ("images", "pictures"),
+        ("OOM", "plan"),
+        ("OpenAI as a judge", "judges"),
+        ("reward", "rewards"),
+        ("several GPUs", "parallel"),
+    ],
+)
+def test_words_find_their_page(
+    words: str, page: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["docs", *words.split()]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert len(lines) <= 5
+    assert any(line.startswith(f"ycore docs {page} ") for line in lines[:2])
 
 
 TRAINS = [name for name in COMMANDS if name in ALGORITHMS or name in ("flow", "eval")]

@@ -1,5 +1,6 @@
 """Bad input through the real command: exit status 2, one `error:` line with the way out, nothing on standard output."""
 
+import json
 import subprocess
 import sys
 import time
@@ -87,7 +88,11 @@ def test_the_installed_command_ends_the_same_way(more: str, place: Path) -> None
         [*command, *arguments], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 2
-    assert done.stdout == ""
+    if "--json" in more:
+        said = {"error": done.stderr.strip().removeprefix("error: "), "status": 2}
+        assert json.loads(done.stdout) == said
+    else:
+        assert done.stdout == ""
     assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: ")
 
 

@@ -1,6 +1,7 @@
 """`ycore chat` from its command line, with a talker of the test's own."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,34 @@ def test_a_conversation_begins_as_the_run_was_trained(
 ) -> None:
     assert run(["chat", *words.split()]) == 0
     assert capsys.readouterr().out.splitlines() == [f"{words[0]}; Ctrl-D ends", answer]
+
+
+def test_the_newest_run_is_taken_where_none_is_named(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["chat"]) == 2
+    assert "the folder runs has none; say e.g. runs/first" in capsys.readouterr().err
+    (root / "runs").mkdir()
+    for seconds, name in enumerate("ba"):
+        (root / name).rename(root / "runs" / name)
+        os.utime(root / "runs" / name / "run.json", (seconds, seconds))
+    assert run(["chat"]) == 0
+    said = capsys.readouterr()
+    assert said.err == "the newest run: runs/a\n" and "Add.|1|1|hi" in said.out
+    stored = json.dumps(
+        {"config": {"algorithm": "eval"}}
+    )  # which has no report, and does not go on
+    (root / "runs" / "a" / "run.json").write_text(stored)
+    assert run(["report"]) == run(["resume"]) == 2
+    assert capsys.readouterr().err.count("the newest run: runs/a\n") == 2
+
+
+def test_a_form_that_is_none_is_refused_in_our_words(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert run(["export", "runs/a", "--format", "ggfu"]) == 2
+    error = "error: --format is merged or gguf; it is 'ggfu'; did you mean 'gguf'?\n"
+    assert capfd.readouterr() == ("", error)
 
 
 def test_of_two_models_each_has_its_own_runs_prompt(

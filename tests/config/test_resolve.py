@@ -373,6 +373,17 @@ def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPa
         check_needs(_with_trl(report_to="tensorboard,wandb"))
 
 
+@pytest.mark.parametrize("name", ["swanlab", "mlflow", "comet_ml", "azure_ml", "flyte"])
+def test_no_tracker_passes_that_is_not_installed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ycore.config.resolve.find_spec", lambda package: None)
+    with pytest.raises(
+        ConfigError, match=rf"--report-to {name}: \w+ is not installed; pip install \w+"
+    ):
+        check_needs(_with_trl(report_to=name))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -30,7 +30,7 @@ Reward = str | Callable[..., Sequence[float | None]] | Mapping[str, Any]
 """A name as `--reward` takes it, a function in TRL's shape, or a mapping such as `{"reward": f, "weight": 0.5}`."""
 
 Rows = str | Iterable[Mapping[str, Any]]
-"""A dataset's name as `--dataset` takes it, or rows: a list of mappings, or a `datasets.Dataset`."""
+"""A dataset's name as `--dataset` takes it, or rows: a list of mappings, a `datasets.Dataset` or a frame of pandas."""
 
 _FUNCTIONS = {
     "rewards": "reward",
@@ -128,6 +128,8 @@ def _with_names(functions: Any, kind: str, file: Path) -> list[Any]:
 
 def _write_rows(rows: Iterable[Mapping[str, Any]], file: Path) -> Path:
     """Write the rows as JSONL into a file that is named by its content too; ConfigError for a row that is not JSON."""
+    if hasattr(rows, "iterrows"):  # a frame of pandas is a mapping of columns
+        rows = cast(Any, rows).to_dict("records")
     lines = []
     for number, row in enumerate(rows):
         try:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -43,7 +44,7 @@ def trained_model(name: str, *, best: bool = False) -> str:
         if best:
             problem = "kept no best model; say --keep-best when it trains"
         raise RunFolderError(
-            f"the run {folder.root} {problem}; `ycore resume {folder.root}` goes on with a stopped run"
+            f"the run {folder.root} {problem}; `ycore resume {shlex.quote(str(folder.root))}` goes on with a stopped run"
         )
     return str(model)
 
@@ -269,11 +270,12 @@ def card(run: Path, *, repo: str, base: str | None, adapter: bool, has_curve: bo
     folder = RunFolder(run)
     recorded = read_json(folder.config)
     config = recorded["config"]
-    command = recorded.get("command", [])
+    command = [_without_folder(str(word)) for word in recorded.get("command", [])]
     versions = recorded.get("versions", {}).items()
     summary = read_json(folder.summary) if folder.summary.is_file() else {}
     rewards = ", ".join(
-        f"`{printable(reward['reward'])}`" for reward in config.get("rewards", [])
+        f"`{printable(_without_folder(reward['reward']))}`"
+        for reward in config.get("rewards", [])
     )
     head: dict[str, Any] = {
         "library_name": "peft" if adapter else "transformers",
@@ -293,12 +295,17 @@ def card(run: Path, *, repo: str, base: str | None, adapter: bool, has_curve: bo
         "![the run's curve](curve.png)" if has_curve else "",
         _measured(summary),
         f"## Use\n\n```sh\n{printable(shlex.join(['ycore', 'chat', repo, *system_option]))}\n```",
-        f"## How it was trained\n\n```sh\n{printable(shlex.join(map(str, command)))}\n```"
+        f"## How it was trained\n\n```sh\n{printable(shlex.join(command))}\n```"
         if command
         else "",
         f"Versions: {', '.join(f'{name} {version}' for name, version in versions if version)}.",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _without_folder(word: str) -> str:
+    """Leave the folders of an absolute path out, which tell about this machine only; `judge:/home/a/b.yaml` too."""
+    return re.sub(r"(^|[:=])(~|/(?!/))([^/]*/)*", r"\1", word)
 
 
 def _measured(summary: Mapping[str, Any]) -> str:

@@ -356,7 +356,7 @@ def check_needs(config: AnyConfig) -> None:
 def _require(package: str, option: str) -> None:
     if find_spec(package) is None:
         raise ConfigError(
-            f"{option}: {package} is not installed; pip install {_PACKAGES[package]}"
+            f"{option}: {package} is not installed; pip install {_PACKAGES.get(package, package)}"
         )
 
 
@@ -364,9 +364,10 @@ def check_trackers(config: BaseConfig) -> None:
     """Raise ConfigError for trackers that are not installed."""
     report_to = config.trl.get("report_to")
     names = report_to if isinstance(report_to, list) else [report_to]
-    for name in ("wandb", "trackio", "tensorboard"):
-        if name in names:
-            _require(name, f"--report-to {name}")
+    for name in names:
+        if name not in (None, "none", "all"):
+            package = {"azure_ml": "azureml", "flyte": "flytekit", "kubeflow": "kubernetes"}
+            _require(package.get(name, name), f"--report-to {name}")
 
 
 def _check_quantize(config: AnyConfig) -> None:

@@ -1,6 +1,7 @@
 """Watch a run's processes until it ends: show progress, restart what died, and turn every end into its error."""
 
 import re
+import shlex
 import signal
 import time
 from collections.abc import Callable
@@ -65,7 +66,8 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         self._follower = MetricsFollower(self.folder.metrics, say=self.progress.say)
-        self._hint = f"; `ycore resume {self.home.root}` continues" if self.saves else ""
+        root = shlex.quote(str(self.home.root))
+        self._hint = f"; `ycore resume {root}` continues" if self.saves else ""
         self._num_restarts = 0
         self._trainer = self._start_trainer()
         self.engines.on_hang = self._write_stacks

@@ -9,6 +9,7 @@ import hashlib
 import importlib.metadata
 import os
 import platform
+import shlex
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -196,7 +197,7 @@ def _check_same_run(
     )
     if is_finished(folder) and not (resume and is_longer):
         raise RunFolderError(
-            f"{root} holds this run, finished; go on for longer with `ycore resume {root} --steps N`, "
+            f"{root} holds this run, finished; go on for longer with `ycore resume {shlex.quote(str(root))} --steps N`, "
             "or choose another --output to run it again"
         )
     if not resume:

@@ -9,6 +9,7 @@ goes on, and it fits 80 columns.
 import importlib
 import math
 import re
+import shlex
 import sys
 import time
 from collections import deque
@@ -454,7 +455,8 @@ def _ending(folder: RunFolder) -> str:
     if is_held(folder):
         return "the run goes on"
     if not folder.summary.is_file():
-        return f"over without a summary, as after a kill; `ycore resume {folder.root}` goes on"
+        run = shlex.quote(str(folder.root))
+        return f"over without a summary, as after a kill; `ycore resume {run}` goes on"
     summary = read_json(folder.summary)
     steps = f"{summary.get('status', 'ended')} after {summary.get('steps', 0)} steps"
     duration = f", {as_duration(summary['wall_s'])}" if "wall_s" in summary else ""

@@ -97,7 +97,7 @@ def _follow(runs: Sequence[Path], *, once: bool) -> None:
 
 
 def docs(words: DocsWords = None) -> None:
-    """Print a page of the documentation, search the pages, or list them.
+    """Print a page of the documentation, or search the pages.
 
     \b
     ycore docs

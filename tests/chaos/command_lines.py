@@ -1,6 +1,7 @@
 """Command lines that must be refused, with words of the refusal, and command lines that must be accepted."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from ycore.models.tiny import write_tiny_model
@@ -9,12 +10,17 @@ GRPO = "grpo --model {place}/model --dataset {place}/train.jsonl --reward exact_
 
 
 def command_words(more: str, place: Path) -> list[str]:
-    """Split `GRPO` and what follows, which replaces the options of `GRPO` that it gives too."""
-    first, rest = GRPO.format(place=place).split(), more.format(place=place).split()
+    """Split `GRPO` and what follows it."""
+    return replaced(GRPO.format(place=place).split(), more.format(place=place).split())
+
+
+def replaced(words: Sequence[str], more: Sequence[str]) -> list[str]:
+    """Join two parts of a command line, the later of which replaces options of the earlier."""
+    kept, given = list(words), [word.partition("=")[0] for word in more]
     for option in ("--model", "--dataset", "--output"):
-        if option in rest:
-            del first[first.index(option) : first.index(option) + 2]
-    return [*first, *rest]
+        if option in kept and option in given:
+            del kept[kept.index(option) : kept.index(option) + 2]
+    return [*kept, *more]
 
 
 def write_place(root: Path) -> Path:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from ycore_cli.main import run
 
+from tests.chaos.command_lines import replaced
 from tests.flow.conftest import save_tiny_model
 
 ASKS = "messages:\n- {role: user, content: '{completion} {rubric} {labl} {how_to_answer}'}\n"
@@ -105,7 +106,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(
 def test_bad_input_is_one_line(
     folder: Path, change: list[str], said: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert run([*GIVEN, *change]) == 2
+    assert run(replaced(GIVEN, change)) == 2
     err = capfd.readouterr().err
     assert said in err and err.count("\n") == 1, err
 

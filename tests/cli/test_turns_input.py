@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from ycore_cli.main import run
 
+from tests.chaos.command_lines import replaced
 from ycore.models.tiny import write_tiny_model
 
 FILE = '''
@@ -135,7 +136,7 @@ def test_what_cannot_work_is_refused_in_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(place)
-    assert run((LINE + words).split()) == 2
+    assert run(replaced(LINE.split(), words.split())) == 2
     error = capsys.readouterr().err.strip()
     assert problem in error and len(error.splitlines()) == 1 and not (place / "run").exists()
 

@@ -67,10 +67,10 @@ class Interrupted(YcoreError):
 
 def nearest(name: str, known: Iterable[str], *, limit: int = 3) -> str:
     """The way out of a mistyped name: `"; did you mean 'a' or 'b'?"`, or nothing when none is near."""
-    bare_names = {option.lstrip("-"): option for option in known}
-    matches = difflib.get_close_matches(name.lstrip("-"), bare_names, n=limit, cutoff=0.7)
-    return (
-        f"; did you mean {' or '.join(repr(bare_names[match]) for match in matches)}?"
-        if matches
-        else ""
-    )
+    bare_name = name.lstrip("-")
+    known_names = {option.lstrip("-"): option for option in known}
+    matches = difflib.get_close_matches(bare_name, known_names, n=limit, cutoff=0.7)
+    matches = matches or [other for other in known_names if other.startswith(bare_name)][:limit]
+    if not matches:
+        return ""
+    return f"; did you mean {' or '.join(repr(known_names[match]) for match in matches)}?"

@@ -28,7 +28,7 @@ app = typer.Typer(
         "max_content_width": 100, "help_option_names": ["--help", "-h"],
         "token_normalize_func": lambda name: name.replace("_", "-"),  # --group_size is --group-size
     },
-    add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+    pretty_exceptions_enable=False, rich_markup_mode=None,
 )  # fmt: skip
 for algorithm in ALGORITHMS.values():
     app.command(algorithm.name, cls=PanelCommand, context_settings=_ANY_TRL_FIELD)(

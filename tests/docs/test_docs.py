@@ -514,7 +514,7 @@ def test_options_that_a_page_mentions_exist(page: Path) -> None:
         for option in re.findall(r"--[a-z-]+", parser.format_help())
     }
     known = (
-        {"--version", "--help-all"}
+        {"--version", "--help-all", "--install-completion"}
         | OF_TRL
         | of_scorecard
         | {option for name in COMMANDS for option in declared(name)}

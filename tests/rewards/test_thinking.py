@@ -12,7 +12,7 @@ from ycore.rewards.builtin import BUILTIN
 from ycore.rewards.code import StdioTests, program_of
 from ycore.rewards.loading import IN_THINKING, inputs_of
 from ycore.rewards.worker import LoadedReward, call_reward
-from ycore.scoring.scoring import after_thinking
+from ycore.scoring.scoring import text_without_thinking
 from ycore.types import Completion, Turn, opens_thinking
 
 CUT_OFF = "Two and three, that could be 5"
@@ -86,9 +86,12 @@ def test_judges_and_programs_get_what_follows_the_thinking() -> None:
     def written(text: str, turns: tuple[Turn, ...] = ()) -> Completion:
         return Completion((1,), None, text, "stop", 0, turns, in_thinking=True)
 
-    assert after_thinking(written(CUT_OFF)) == "" and after_thinking(written(WHOLE)) == "5"
+    assert (
+        text_without_thinking(written(CUT_OFF)) == ""
+        and text_without_thinking(written(WHOLE)) == "5"
+    )
     turn = Turn(True, 1, ({"role": "assistant", "content": CUT_OFF},))
-    assert "5" not in after_thinking(written(CUT_OFF, (turn,)))
+    assert "5" not in text_without_thinking(written(CUT_OFF, (turn,)))
     tests = StdioTests((("1", "1"),))
     assert program_of(written("```python\nprint(1)\n```").full_text, tests) == ""
 

@@ -287,10 +287,10 @@ def check_api_key(label: str, served: Served) -> None:
 
 
 def text_of(spec: RewardConfig) -> TextOf:
-    return after_thinking if spec.strip_thinking else plain_text
+    return text_without_thinking if spec.strip_thinking else plain_text
 
 
-def after_thinking(completion: Completion) -> str:
+def text_without_thinking(completion: Completion) -> str:
     """Return the transcript with only what follows the thinking in each of the policy's turns."""
     thinking = THINKING if completion.in_thinking else ""
     turns = []

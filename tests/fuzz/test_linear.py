@@ -17,7 +17,7 @@ from ycore.rewards import answers, builtin
 from ycore.run.text import printable
 from ycore.types import Prompt
 
-LENGTH = 16_000
+LENGTH = 5_000
 HOSTILE = [
     *(
         " ",

@@ -22,6 +22,7 @@ _WORD_START = (
     rf"|(?<=\p{{L}}{{2}}[.:])){_NOT_IN_LETTER}"
 )
 _WORD_END = rf"(?:\b|(?<=[{_UNSPACED}])|(?=[{_UNSPACED}\p{{Hangul}}])|(?=[.:]\p{{L}}{{2}})){_NOT_IN_LETTER}"
+_LONG_MARKS = regex.compile(r"(\p{M}{30})\p{M}+")
 _WORDS = regex.compile(
     rf"(?=[{_UNSPACED}])\X|[[\p{{L}}\p{{M}}\p{{N}}_]--[{_UNSPACED}]]+", regex.V1
 )
@@ -287,7 +288,7 @@ def holds(text: str, gold: str) -> bool:
 
 def for_math_verify(text: str) -> str:
     """Return a text with delimiters and signs as math-verify reads them: no dollar is money, no number is in parts."""
-    text = unicodedata.normalize("NFC", text).translate(_CHARACTERS).replace("\\$", "")
+    text = _composed(text).translate(_CHARACTERS).replace("\\$", "")
     text = _IN_PARTS.sub("", text.replace("\\!", ""))
     if text.count("$") % 2:
         text = regex.sub(r"\$(?=\s?[\d.])", "", text)
@@ -297,10 +298,15 @@ def for_math_verify(text: str) -> str:
     ).strip()
 
 
+def _composed(text: str) -> str:
+    """Return a text in NFC; of a run of combining marks the first 30, because their sorting takes quadratic time."""
+    return unicodedata.normalize("NFC", _LONG_MARKS.sub(r"\1", text))
+
+
 def words_of(text: str) -> list[str]:
     """Return a text's words: as white space parts them, and where a script has no spaces, its letters."""
     words: list[str] = []
-    for part in unicodedata.normalize("NFC", text).split():
+    for part in _composed(text).split():
         words += _WORDS.findall(part) if _HAS_UNSPACED.search(part) else [part]
     return words
 
@@ -337,13 +343,13 @@ def _last_line(text: str) -> str:
 
 
 def _folded(text: str) -> str:
-    folded = unicodedata.normalize("NFC", _plain(text).casefold())
+    folded = _composed(_plain(text).casefold())
     return " ".join(folded.replace(_GROUP, " ").split()).rstrip(_CLOSING)
 
 
 def _plain(text: str) -> str:
     """Return a text in NFC, with one form for each of the many in which LaTeX and Unicode write a number."""
-    text = unicodedata.normalize("NFC", text).translate(_CHARACTERS)
+    text = _composed(text).translate(_CHARACTERS)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     return text

@@ -50,7 +50,12 @@ class PanelCommand(TyperCommand):
     def _refuse_misread_words(self, ctx: Any, args: list[str]) -> None:
         """Refuse an option that comes twice but takes one value, and an option as the value of the one before it."""
         values, _, parameters = self.make_parser(ctx).parse_args(args=list(args))
-        known = {option for parameter in self.get_params(ctx) for option in parameter.opts}
+        known = {
+            option
+            for parameter in self.get_params(ctx)
+            for option in parameter.opts
+            if option.startswith("-")
+        }
         for parameter, count in Counter(parameters).items():
             option, value = parameter.opts[0], values.get(parameter.name)
             takes_one = not getattr(parameter, "multiple", False) and value is not True
@@ -58,7 +63,7 @@ class PanelCommand(TyperCommand):
                 raise ConfigError(
                     f"{option} takes one value, and it is given {count} times; leave one out"
                 )
-            if isinstance(value, str) and value in known:
+            if option.startswith("-") and isinstance(value, str) and value in known:
                 raise ConfigError(
                     f"{option} needs a value, and {value} follows it; say {option} VALUE"
                 )

@@ -70,7 +70,13 @@ def nearest(name: str, known: Iterable[str], *, limit: int = 3) -> str:
     bare_name = name.lstrip("-")
     known_names = {option.lstrip("-"): option for option in known}
     matches = difflib.get_close_matches(bare_name, known_names, n=limit, cutoff=0.7)
-    matches = matches or [other for other in known_names if other.startswith(bare_name)][:limit]
+    if not matches and bare_name:
+        letters = sorted(bare_name)  # `stf` has those of `sft`
+        matches = [
+            other
+            for other in known_names
+            if other.startswith(bare_name) or sorted(other) == letters
+        ][:limit]
     if not matches:
         return ""
     return f"; did you mean {' or '.join(repr(known_names[match]) for match in matches)}?"

@@ -35,7 +35,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def line(place: Path, words: str) -> list[str]:
     method, _, more = words.partition(" ")
-    base = f"{method} --model {place}/model --output {place}/out --dry-run"
+    model = "" if "--model " in more else f" --model {place}/model"
+    base = f"{method}{model} --output {place}/out --dry-run"
     data = (
         "" if "--dataset" in more or "--recipe" in more else f" --dataset {place}/pairs.jsonl"
     )
@@ -204,8 +205,8 @@ BAD = [
         "a reward model is saved whole, and --accelerate zero3 splits it",
     ),
     ("dpo --held-out 20", "20 held-out rows of 20 leave none to train on; lower --held-out"),
-    ("dpo --model_name_or_path x", "no option --model_name_or_path; did you mean '--model'?"),
-    ("dpo --lr 1", "no option --lr; did you mean '--learning-rate'?"),
+    ("dpo --model_name_or_path x", "no option --model_name_or_path; say --model x"),
+    ("dpo --lr 1", "no option --lr; say --learning-rate 1"),
     ("dpo --resume", "--resume needs the folder of a run"),
 ]
 

@@ -71,12 +71,10 @@ def nearest(name: str, known: Iterable[str], *, limit: int = 3) -> str:
     known_names = {option.lstrip("-"): option for option in known}
     matches = difflib.get_close_matches(bare_name, known_names, n=limit, cutoff=0.7)
     if not matches and bare_name:
-        letters = sorted(bare_name)  # `stf` has those of `sft`
-        matches = [
-            other
-            for other in known_names
-            if other.startswith(bare_name) or sorted(other) == letters
-        ][:limit]
+        short = difflib.get_close_matches(bare_name, known_names, n=limit, cutoff=0.66)
+        matches = [other for other in short if len(other) == len(bare_name)]  # `stf` is `sft`
+        matches = matches or [other for other in known_names if other.startswith(bare_name)]
+        matches = matches[:limit]
     if not matches:
         return ""
     return f"; did you mean {' or '.join(repr(known_names[match]) for match in matches)}?"

@@ -31,7 +31,6 @@ _POLL_S = 0.2
 _BLAME_WITHIN_S = (
     2.0  # a trainer may notice an engine's end before the engine's process is gone
 )
-_SAVE_WITHIN_S = 7200.0  # after Ctrl-C: finish the step, then save perhaps hundreds of GB
 _END_WITHIN_S = 60.0  # after Ctrl-C when there is nothing to save
 _DEADLINE_MISSED = re.compile(r"\bwithin \d+ s\b|timed out", re.IGNORECASE)
 
@@ -139,7 +138,10 @@ class Supervisor:
             )
 
     def _stop(self) -> None:
-        """Ask the trainer to save and end, and wait until it has. A second request kills it."""
+        """Ask the trainer to save and end, and wait until it has. A second request kills it.
+
+        A save has the time of a step, whether it was asked for by Ctrl-C or comes between two steps.
+        """
         what_happens = "there is nothing to save"
         if self._will_save:
             what_happens = "the trainer finishes its step and saves a checkpoint"
@@ -157,9 +159,10 @@ class Supervisor:
             if self.stops.count > 1 or (not self._will_save and waited_s > _END_WITHIN_S):
                 self._trainer.send(signal.SIGKILL)
                 raise Interrupted(f"stopped at once in step {self._step + 1}{self._hint}")
-            if waited_s > _SAVE_WITHIN_S:
+            silent_s = time.monotonic() - self._progressed
+            if self._will_save and silent_s > self.limits.step_s:
                 self._give_up(
-                    f"{self._trainer.name} did not save and end within {waited_s:.0f} s of being stopped"
+                    f"{self._trainer.name} did not save and end within {silent_s:.0f} s (step_timeout_s)"
                 )
             time.sleep(_POLL_S)
 

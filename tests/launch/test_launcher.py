@@ -17,7 +17,7 @@ import pytest
 
 from ycore.config.schema import EngineSettings, RewardConfig, RunConfig, TuneConfig
 from ycore.engine import commands
-from ycore.errors import EngineError, Interrupted, TrainerError, UserError
+from ycore.errors import EngineError, Interrupted, RunError, TrainerError, UserError
 from ycore.launch import launcher, layout, supervise
 from ycore.launch.launcher import RunKind, run_worker
 from ycore.launch.layout import Machine
@@ -130,6 +130,25 @@ def test_one_rank_on_a_machine_with_several_devices_sees_one(
         worker(code), config.model_copy(update={"processes": 1, "dtype": "float32"})
     )
     assert summary["status"] == "finished"
+
+
+def test_a_lock_that_ranks_would_wait_for_ends_the_run_before_they_start(
+    worker: Callable[..., RunKind],
+    config: RunConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lock = tmp_path / "extensions" / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(lock.parents[1]))
+    monkeypatch.setattr(layout, "find_spec", lambda name: name)
+    monkeypatch.setattr(layout, "this_machine", lambda: Machine(cores=(0, 1), devices=()))
+    sharded = config.model_copy(update={"accelerate": "zero2", "processes": 2})
+    with pytest.raises(RunError, match=f"; rm {lock}"):
+        run(worker(""), sharded)
+    assert not RunFolder(Path(config.output)).log("trainer").exists()
+    assert_nothing_is_left(config)
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])

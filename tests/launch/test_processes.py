@@ -11,8 +11,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ycore.errors import RunError
 from ycore.launch import processes
-from ycore.launch.processes import ManagedProcess, RankedTrainer, meaningful_line
+from ycore.launch.processes import (
+    ManagedProcess,
+    RankedTrainer,
+    meaningful_line,
+    remove_extension_locks,
+)
 from ycore.run.files import write_json_atomic
 from ycore.run.paths import RunFolder
 from ycore.run.reports import Rank, Report, forget_reports, read_report, report_end, report_file
@@ -112,6 +118,52 @@ def test_a_steps_figures_are_no_reason() -> None:
         meaningful_line(["the last words", "{'loss': '0.5', 'ycore/time/sync': '1.8e-06'}"])
         == "the last words"
     )
+
+
+@pytest.fixture(params=["TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"])
+def lock(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """A lock as `torch.utils.file_baton` makes it, in a cache that this variable names."""
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setenv(request.param, str(tmp_path))
+    python = f"py{sys.version_info.major}{sys.version_info.minor}_cpu"
+    inner = "" if request.param == "TORCH_EXTENSIONS_DIR" else f"torch_extensions/{python}"
+    lock = tmp_path / inner / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    return lock
+
+
+def age(lock: Path) -> None:
+    long_ago = time.time() - 2 * processes._COMPILES_WITHIN_S
+    os.utime(lock, (long_ago, long_ago))
+
+
+def test_an_old_lock_of_nobody_is_removed_from_the_cache_of_extensions(lock: Path) -> None:
+    age(lock)
+    lines: list[str] = []
+    remove_extension_locks(lines.append, num_machines=1)
+    assert not lock.exists() and str(lock) in lines[0]
+
+
+def test_a_lock_that_a_process_has_open_stays(lock: Path) -> None:
+    age(lock)
+    code = f"import time; file = open({str(lock)!r}); print('up', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as compiler:
+        assert compiler.stdout is not None and compiler.stdout.readline() == b"up\n"
+        remove_extension_locks(print, num_machines=1)
+        assert lock.exists()
+        compiler.kill()
+
+
+def test_a_young_lock_of_nobody_is_refused_unless_another_machine_may_have_it(
+    lock: Path,
+) -> None:
+    remove_extension_locks(print, num_machines=2)
+    with pytest.raises(RunError, match=f"{lock}: no process here has .* open.*; rm {lock}"):
+        remove_extension_locks(print, num_machines=1)
+    assert lock.exists()
 
 
 SLEEPER = "import time; time.sleep(60)"

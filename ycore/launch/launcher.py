@@ -120,6 +120,7 @@ class LocalRun:
                 self.site,
                 name=self.kind.name,
                 module=self.kind.module,
+                say=self.progress.say,
             ),
             engines=engines,
             folder=self.site.folder,

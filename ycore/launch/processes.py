@@ -19,17 +19,20 @@ import yaml
 
 from ycore.config.schema import BaseConfig, TuneConfig
 from ycore.engine.kinds import KINDS
-from ycore.errors import Interrupted
+from ycore.errors import Interrupted, RunError
 from ycore.launch.layout import Site
 from ycore.placement.placement import ALLOCATOR
 from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER, Report, descendants, is_alive, read_report
 from ycore.run.secrets import secrets_environment
+from ycore.run.text import Say
 
 _TAIL_BYTES = 64 * 1024
 _OTHER_RANKS_WITHIN_S = 3.0
 """How long the other ranks have to end by themselves after one has failed."""
+
+_COMPILES_WITHIN_S = 3600.0  # an extension of torch's, on any machine
 
 _PREFIX = re.compile(
     r"^(?:\([A-Za-z_]+(?:[-_ ]?\w+)*(?: pid=\d+)?\)\s*)?"  # (EngineCore pid=12)
@@ -232,7 +235,7 @@ class RankedTrainer:
     def last_line(self) -> str:
         return self._ended().last_line
 
-    def _ended(self) -> "_EndedProcess":
+    def _ended(self) -> _EndedProcess:
         """Return the process whose end explains the trainer's: the allocator, a rank, or torchrun."""
         process = self._lost_allocator or self._launcher
         culprit = self._culprit()
@@ -385,11 +388,13 @@ _KEEP_FREED = {
 
 
 def start_trainer(
-    config: BaseConfig, site: Site, *, name: str, module: str
+    config: BaseConfig, site: Site, *, name: str, module: str, say: Say
 ) -> ManagedProcess | RankedTrainer:
     """Start `python -m MODULE RUN_FOLDER`, once or for every rank of this machine."""
     folder = site.folder
     layout = site.layout
+    if layout.uses_deepspeed:
+        remove_extension_locks(say, num_machines=layout.num_machines)
     environment = worker_environment(config, on_cpu=not site.machine.devices)
     environment |= site.trainer_environment
     launcher: list[str] = []
@@ -415,6 +420,41 @@ def start_trainer(
         return process
     allocator = _start_allocator(site, environment)
     return RankedTrainer(process, folder, num_ranks=layout.local, allocator=allocator)
+
+
+def remove_extension_locks(say: Say, *, num_machines: int) -> None:
+    """Remove locks that killed processes left in torch's cache of compiled extensions: ranks wait for them for ever.
+
+    torch has a lock open while it compiles. One that no process here has open may be another machine's, where the cache
+    is shared. So a young one stays; where the run is of one machine, it is a RunError.
+    """
+    folder = os.environ.get("TORCH_EXTENSIONS_DIR")
+    pattern = "*/lock"
+    if folder is None:
+        folder = os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
+        pattern = f"torch_extensions/py{sys.version_info.major}{sys.version_info.minor}*/*/lock"
+    locks = list(Path(folder).glob(pattern))
+    open_paths = _open_paths() if locks else set()
+    for lock in locks:
+        if not lock.exists() or str(lock.resolve()) in open_paths:
+            continue
+        if time.time() - lock.stat().st_mtime > _COMPILES_WITHIN_S:
+            lock.unlink(missing_ok=True)
+            say(f"removed {lock}, which a killed process has left")
+        elif num_machines == 1:
+            raise RunError(
+                f"{lock}: no process here has this lock of torch's open, so that ranks would wait for it for ever; "
+                f"rm {lock}, unless another machine is compiling there"
+            )
+
+
+def _open_paths() -> set[str]:
+    """Return the files that this user's processes have open."""
+    paths: set[str] = set()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            paths |= {file.path for file in process.open_files()}
+    return paths
 
 
 def _start_allocator(site: Site, environment: Mapping[str, str]) -> ManagedProcess | None:

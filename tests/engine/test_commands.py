@@ -1,5 +1,6 @@
 """The command and environment of an engine, and one real engine from start to nothing left."""
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -44,6 +45,13 @@ CPU = EngineSpec(
 )
 
 
+def environment_from(variables: dict[str, str], engine: EngineSpec) -> dict[str, str]:
+    """The engine's environment where these variables are this process's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "environ", variables)
+        return engine_environment(engine)
+
+
 def test_the_command_on_cpu() -> None:
     assert engine_command(CPU) == [
         *[sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", "/models/m"],
@@ -71,27 +79,22 @@ def test_the_command_on_a_device() -> None:
     command = engine_command(gpu)
     assert "--enforce-eager" not in command
     assert command[command.index("--gpu-memory-utilization") + 1] == "0.3"
-    assert engine_environment(gpu, base={})["CUDA_VISIBLE_DEVICES"] == "3"
-    assert "OMP_NUM_THREADS" not in engine_environment(gpu, base={})
+    assert environment_from({}, gpu)["CUDA_VISIBLE_DEVICES"] == "3"
+    assert "OMP_NUM_THREADS" not in environment_from({}, gpu)
     assert "--enable-sleep-mode" not in command
     assert "--enable-sleep-mode" in engine_command(replace(gpu, sleeps=True))
-    assert engine_environment(replace(gpu, sleeps=True), base={}) == engine_environment(
-        gpu, base={}
-    )
+    assert environment_from({}, replace(gpu, sleeps=True)) == environment_from({}, gpu)
 
 
 def test_what_makes_an_engine_repeat_itself_to_the_bit() -> None:
     """On a CPU a patch, and no split of keys among threads; on a device vLLM's own mode where asked."""
     gpu = replace(CPU, cores=None, devices=("3",), gpu_memory_utilization=0.3)
-    assert engine_environment(CPU, base={})["VLLM_CPU_ATTN_SPLIT_KV"] == "0"
-    assert "VLLM_BATCH_INVARIANT" not in engine_environment(gpu, base={})
-    assert (
-        engine_environment(replace(gpu, deterministic=True), base={})["VLLM_BATCH_INVARIANT"]
-        == "1"
-    )
-    on_cpu = engine_environment(replace(CPU, deterministic=True), base={})
+    assert environment_from({}, CPU)["VLLM_CPU_ATTN_SPLIT_KV"] == "0"
+    assert "VLLM_BATCH_INVARIANT" not in environment_from({}, gpu)
+    assert environment_from({}, replace(gpu, deterministic=True))["VLLM_BATCH_INVARIANT"] == "1"
+    on_cpu = environment_from({}, replace(CPU, deterministic=True))
     assert on_cpu[REPEATABLE] == "1" and "VLLM_BATCH_INVARIANT" not in on_cpu
-    assert REPEATABLE not in engine_environment(CPU, base={})
+    assert REPEATABLE not in environment_from({}, CPU)
 
 
 def test_an_engine_that_gets_adapters_has_one_place_for_them() -> None:
@@ -102,7 +105,7 @@ def test_an_engine_that_gets_adapters_has_one_place_for_them() -> None:
         engine_environment(replace(CPU, lora_rank=24))["VLLM_ALLOW_RUNTIME_LORA_UPDATING"]
         == "1"
     )
-    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in engine_environment(CPU, base={})
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in environment_from({}, CPU)
     with pytest.raises(ConfigError, match="rank 512 at most, not 600"):
         engine_command(replace(CPU, lora_rank=600))
 
@@ -115,7 +118,7 @@ def test_the_environment_carries_the_marker_and_no_secrets() -> None:
         "OMP_NUM_THREADS": "64",
         "TMPDIR": "/t",
     }
-    environment = engine_environment(CPU, base=base)
+    environment = environment_from(base, CPU)
     assert "canary" not in environment.values()
     assert environment["PATH"] == "/bin"
     expected = {
@@ -186,13 +189,10 @@ def test_what_the_user_names_it_gets() -> None:
 
 
 def test_threads_wait_with_little_spinning_where_another_engine_wants_their_cores() -> None:
-    assert "GOMP_SPINCOUNT" not in engine_environment(CPU, base={"GOMP_SPINCOUNT": "7"})
-    assert (
-        engine_environment(replace(CPU, has_neighbours=True), base={})["GOMP_SPINCOUNT"]
-        == "1000"
-    )
-    assert "GOMP_SPINCOUNT" not in engine_environment(
-        replace(CPU, cores=(0,), has_neighbours=True), base={}
+    assert "GOMP_SPINCOUNT" not in environment_from({"GOMP_SPINCOUNT": "7"}, CPU)
+    assert environment_from({}, replace(CPU, has_neighbours=True))["GOMP_SPINCOUNT"] == "1000"
+    assert "GOMP_SPINCOUNT" not in environment_from(
+        {}, replace(CPU, cores=(0,), has_neighbours=True)
     )
 
 

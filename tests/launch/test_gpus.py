@@ -77,19 +77,22 @@ def install(monkeypatch: pytest.MonkeyPatch, devices: Sequence[Device]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _forget_the_driver() -> Iterator[None]:
+def _forget_the_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     module._driver_answers.cache_clear()
     yield
     module._driver_answers.cache_clear()
 
 
 def ids(visible: str) -> list[str]:
-    return [gpu.id for gpu in visible_gpus({"CUDA_VISIBLE_DEVICES": visible})]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        return [gpu.id for gpu in visible_gpus()]
 
 
 def test_every_gpu_of_the_driver_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, EIGHT)
-    gpus = visible_gpus({})
+    gpus = visible_gpus()
     assert [gpu.id for gpu in gpus] == [str(n) for n in range(8)]
     assert gpus[0].name == "NVIDIA H100 80GB HBM3" and gpus[0].capability == (9, 0)
     assert gpus[0].driver == "580.82.07"
@@ -119,7 +122,7 @@ def test_the_environment_chooses_among_them(
 
 def test_the_slices_of_a_divided_gpu_are_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, [DIVIDED])
-    gpus = visible_gpus({})
+    gpus = visible_gpus()
     assert [gpu.id for gpu in gpus] == ["MIG-33333333-dddd", "MIG-44444444-eeee"]
     assert [round(gpu.memory_gib or 0) for gpu in gpus] == [39, 10]
     assert [gpu.capability for gpu in gpus] == [(8, 0), (8, 0)]
@@ -131,7 +134,7 @@ def test_no_driver_is_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 
     monkeypatch.setattr(pynvml, "nvmlInit", fail)
-    assert visible_gpus({}) == ()
+    assert visible_gpus() == ()
 
 
 def test_a_device_that_is_lost_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,20 +146,20 @@ def test_a_device_that_is_lost_is_left_out(monkeypatch: pytest.MonkeyPatch) -> N
         return EIGHT[index]
 
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", handle)
-    assert [gpu.id for gpu in visible_gpus({})] == ["1"]
+    assert [gpu.id for gpu in visible_gpus()] == ["1"]
 
 
 def test_free_memory_is_that_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, [T4])
-    (before,) = visible_gpus({})
+    (before,) = visible_gpus()
     install(monkeypatch, [Device(T4.uuid, T4.name, 15360, 1024, (7, 5))])
-    (after,) = visible_gpus({})
+    (after,) = visible_gpus()
     assert before.free_gib != after.free_gib == 1.0
 
 
 def test_older_devices_have_no_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, [T4, EIGHT[0]])
-    old, new = visible_gpus({})
+    old, new = visible_gpus()
     assert not old.has_bfloat16 and new.has_bfloat16
 
 
@@ -164,6 +167,6 @@ def test_values_that_the_driver_does_not_give_are_unknown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     install(monkeypatch, [Device("GPU-5", "NVIDIA GB10", capability=(12, 1))])
-    (unified,) = visible_gpus({})
+    (unified,) = visible_gpus()
     assert unified.memory_gib is None and unified.free_gib is None
     assert unified.capability == (12, 1)

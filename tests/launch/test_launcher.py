@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,8 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run
 
 def run(worker: RunKind, config: RunConfig) -> tuple[dict[str, Any], str]:
     stream = io.StringIO()
-    summary = run_worker(worker, config, resume=False, stream=stream)
+    with redirect_stdout(stream):
+        summary = run_worker(worker, config, resume=False)
     return summary, stream.getvalue()
 
 
@@ -268,7 +270,7 @@ from ycore.launch.launcher import RunKind, run_worker
 from ycore.launch.layout import Machine
 config = RunConfig(**json.loads(sys.argv[1]))
 try:
-    run_worker(RunKind("trainer", "made_worker"), config, resume=False, stream=None)
+    run_worker(RunKind("trainer", "made_worker"), config, resume=False)
 except YcoreError as error:
     print(type(error).__name__, error)
     sys.exit(error.exit_code)

@@ -11,6 +11,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -113,9 +114,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
             textwrap.dedent(WORKER) + textwrap.dedent(code)
         )
         try:
-            run_worker(
-                RunKind("trainer", "made_worker"), config, resume=False, stream=stream, **given
-            )
+            with redirect_stdout(stream):
+                run_worker(RunKind("trainer", "made_worker"), config, resume=False, **given)
         finally:
             assert_nothing_is_left(config)
         return stream.getvalue()

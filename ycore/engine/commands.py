@@ -202,12 +202,9 @@ def engine_rank(rank: int) -> int:
     )
 
 
-def engine_environment(
-    engine: EngineSpec, *, base: Mapping[str, str] | None = None
-) -> dict[str, str]:
-    """Return the server's whole environment: the variables of `base` that it may need, no secrets, and its own."""
-    base = os.environ if base is None else base
-    environment = inherited(base, also=engine.variables)
+def engine_environment(engine: EngineSpec) -> dict[str, str]:
+    """Return the server's whole environment: those of our variables that it may need, no secrets, and its own."""
+    environment = inherited(os.environ, also=engine.variables)
     environment |= {
         RUN_MARKER: engine.run_id,
         "SPT_NOENV": "1",  # a process title must not overwrite the environment: the run's processes are found by it

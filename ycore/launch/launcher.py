@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 from ycore.config.schema import BaseConfig, RunConfig, ScoredConfig, TuneConfig
 from ycore.errors import Interrupted
@@ -56,7 +56,6 @@ def run_worker(
     *,
     resume: bool = False,
     num_steps: int | None = None,
-    stream: TextIO | None = None,
 ) -> dict[str, Any]:
     """Run a trainer or its like, with the engines of its run, in the foreground.
 
@@ -80,9 +79,9 @@ def run_worker(
     folder_claim = claim(site.folder, config, resume=resume)
     if kind.trains:
         activity = RunActivity(site.folder.root)
-        progress = open_progress(config.steps or num_steps, stream=stream, look=activity.look)
+        progress = open_progress(config.steps or num_steps, look=activity.look)
     else:
-        progress = open_progress(None, unit="prompts", stream=stream)
+        progress = open_progress(None, unit="prompts")
     run = LocalRun(kind, config, site, progress, began)
     try:
         with StopRequests() as stops, guarded(site.folder, folder_claim):

@@ -24,6 +24,7 @@ from ycore.config.schema import BaseConfig, RunConfig
 from ycore.engine.commands import split_evenly
 from ycore.errors import ConfigError, nearest
 from ycore.plan.devices import (
+    GIB,
     bfloat16_factor,
     check_bfloat16,
     core_flags,
@@ -32,8 +33,6 @@ from ycore.plan.devices import (
 )
 from ycore.plan.workload import SHARDINGS, Sharding
 from ycore.run.paths import RunFolder
-
-GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +56,10 @@ class Gpu:
         return self.capability is None or self.capability >= (8, 0)
 
 
-def visible_gpus(environment: Mapping[str, str] | None = None) -> tuple[Gpu, ...]:
+def visible_gpus() -> tuple[Gpu, ...]:
     """Return the devices that this process may use, in the order of CUDA_VISIBLE_DEVICES or else the driver's."""
     present = tuple(_present_gpus()) if _driver_answers() else ()
-    visible = (os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return present
     chosen: list[Gpu] = []
@@ -309,8 +308,8 @@ def check_deepspeed(config: BaseConfig, layout: Layout) -> None:
 def this_machine() -> Machine:
     """Return the cores and devices of this process; no device where torch is a CPU build."""
     gpus = () if _is_cpu_build() else visible_gpus()
-    sizes = [gpu.memory_gib * 2**30 for gpu in gpus if gpu.memory_gib is not None]
-    free = [gpu.free_gib * 2**30 for gpu in gpus if gpu.free_gib is not None]
+    sizes = [gpu.memory_gib * GIB for gpu in gpus if gpu.memory_gib is not None]
+    free = [gpu.free_gib * GIB for gpu in gpus if gpu.free_gib is not None]
     return Machine(
         cores=usable_cores(),
         devices=tuple(gpu.id for gpu in gpus),

@@ -102,7 +102,7 @@ def control(rank: int, world: int, engines: Sequence[Path], job: Job, answer: Pa
         ),
         peers=peers,
         share_weights=None,
-        slots=Slots(len(engines), remote=remote, rank=rank),
+        slots=Slots(len(engines), allocator=remote, rank=rank),
     )
     rounds.start(timeout_s=120)
     groups = job["groups"] * (len(engines) if world == 1 else 1)

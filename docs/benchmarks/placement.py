@@ -189,8 +189,7 @@ class Contestant:
         trace = TraceWriter(self.trace)
         self.slots = Slots(
             2,
-            allocator=allocator,
-            remote=remote,
+            allocator=remote or allocator,
             sleepers=engines_asleep,
             trace=trace,
             rank=rank,

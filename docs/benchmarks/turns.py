@@ -66,7 +66,7 @@ def rank_of(rank: int, num_ranks: int, socket: Path, job: dict[str, Any], answer
         pool = SlotPool(num_ranks, ROLES, dict.fromkeys(ROLES, CAPACITY))
         remote = RemoteAllocator(socket, pool, half, rank=rank, num_ranks=num_ranks)
     answer.write_text(
-        json.dumps(asyncio.run(play(Slots(num_ranks, remote=remote, rank=rank), **job)))
+        json.dumps(asyncio.run(play(Slots(num_ranks, allocator=remote, rank=rank), **job)))
     )
 
 

@@ -59,7 +59,7 @@ def slots_of(
     remote = RemoteAllocator(
         socket, pool, parse_placement(words), rank=rank, num_ranks=num_ranks
     )
-    return Slots(2, remote=remote, trace=TraceWriter(trace), rank=first + rank)
+    return Slots(2, allocator=remote, trace=TraceWriter(trace), rank=first + rank)
 
 
 async def opened(*ranks: Slots) -> tuple[Slots, ...]:

@@ -1,6 +1,6 @@
 """The allocator decides which slot serves which request, and when a slot changes its role: events in, actions out.
 
-It has no clock, process or wait. The live run (`placement.shared_allocator`) and the simulator with its virtual clock
+It has no clock, process or wait. The live run (`placement.service`) and the simulator with its virtual clock
 (`docs/benchmarks/simulator`) report the same events to it and carry out the same actions.
 """
 

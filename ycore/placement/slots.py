@@ -64,29 +64,26 @@ class Slots:
         self,
         num_slots: int,
         *,
-        allocator: Allocator | None = None,
-        remote: RemoteAllocator | None = None,
+        allocator: Allocator | RemoteAllocator | None = None,
         sleepers: Mapping[str, Mapping[int, Sleeper]] | None = None,
         trace: TraceWriter | None = None,
         rank: int = 0,
     ) -> None:
         """
         Args:
-            allocator: of slots that are this rank's alone.
-            remote: the allocator that several ranks of the machine share.
+            allocator: one of this rank alone, or a connection to the one that the machine's ranks share.
             sleepers: by role and home slot of this rank, the engines that share a device in time. None: all engines
                 stay awake.
             rank: of this process in the whole run.
         """
         self._trace = trace or TraceWriter(None)
-        self._remote = remote
-        if remote is None:
+        if isinstance(allocator, RemoteAllocator):
+            allocator.listen(self, self._fail)
+            self._allocator: SharedAllocator | RemoteAllocator = allocator
+        else:
             local = SharedAllocator(allocator or Allocator(SlotPool(num_slots)))
             local.listen(self)
-            self._allocator: SharedAllocator | RemoteAllocator = local
-        else:
-            remote.listen(self, self._fail)
-            self._allocator = remote
+            self._allocator = local
         self._pool = self._allocator.pool
         self._sleepers = sleepers
         self._rank = rank
@@ -108,12 +105,12 @@ class Slots:
 
     async def open(self, *, timeout_s: float) -> None:
         """Reach the allocator; RunError where it is not there in time."""
-        if self._remote is not None:
-            await self._remote.open(timeout_s=timeout_s)
+        if isinstance(self._allocator, RemoteAllocator):
+            await self._allocator.open(timeout_s=timeout_s)
 
     def close(self) -> None:
-        if self._remote is not None:
-            self._remote.close()
+        if isinstance(self._allocator, RemoteAllocator):
+            self._allocator.close()
 
     @asynccontextmanager
     async def turn(self, role: str, length: float = 0.0) -> AsyncIterator[SlotLease]:

@@ -120,11 +120,10 @@ class RankEngines:
         capacity = None if len(roles) == 1 else dict.fromkeys(roles, depth)
         pool = SlotPool(self.num_slots, roles, capacity, exclusive=self.listed.sleeps)
         placement = parse_placement(self.config.placement)
-        allocator = None
-        remote = None
+        allocator: Allocator | RemoteAllocator
         if self.kind.has_servers and rank.local_world > 1:
             socket = self.folder.socket(ALLOCATOR)
-            remote = RemoteAllocator(
+            allocator = RemoteAllocator(
                 socket, pool, placement, rank=rank.local, num_ranks=rank.local_world
             )
         else:
@@ -132,7 +131,6 @@ class RankEngines:
         return Slots(
             self.num_slots,
             allocator=allocator,
-            remote=remote,
             sleepers=self._sleepers(engines) if self.listed.sleeps else None,
             trace=TraceWriter(self.folder.trace),
             rank=rank.number,

@@ -25,7 +25,6 @@ import psutil
 from ycore.engine.kinds import INSTALL_VLLM_ON_CPU, INSTALL_VLLM_ON_GPU
 from ycore.launch.layout import Gpu, this_machine, visible_gpus
 from ycore.models.hub import cache_dir
-from ycore.plan.devices import GIB
 from ycore.run.claim import installed_versions
 from ycore.run.reports import RUN_MARKER
 from ycore.sandbox.level import choose_level
@@ -47,6 +46,7 @@ _DRIVERS = {"12": "525.60.13", "13": "580.65.06"}
 
 _BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
 _FREE_MEMORY_GIB = 3.0  # a small model's trainer and engine on a CPU
+_GIB = 2**30
 _OPEN_FILES = 1024
 _IMPORTS = "import torch, trl, peft, accelerate; torch.ones(2, 2) @ torch.ones(2, 2)"
 _IMPORTS_WITHIN_S = 120.0
@@ -182,13 +182,13 @@ def _release(version: str) -> tuple[int, ...]:
 def machine_checks(folder: Path) -> list[Check]:
     """Check the machine, and the folder that runs will be started in."""
     memory = psutil.virtual_memory()
-    free_memory = memory.available / GIB
+    free_memory = memory.available / _GIB
     sandbox = choose_level()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return [
         check(
             "memory",
-            f"{memory.total / GIB:.1f} GiB, {free_memory:.1f} GiB free",
+            f"{memory.total / _GIB:.1f} GiB, {free_memory:.1f} GiB free",
             ok=free_memory >= _FREE_MEMORY_GIB,
             mend="stop other programs, or take a smaller model; `ycore plan` says what a run needs",
         ),
@@ -217,7 +217,7 @@ def machine_checks(folder: Path) -> list[Check]:
 def _check_shared_memory() -> Check:
     if not os.path.isdir("/dev/shm"):
         return check("shared memory", "no /dev/shm; weights pass through the run folder")
-    free = shutil.disk_usage("/dev/shm").free / GIB
+    free = shutil.disk_usage("/dev/shm").free / _GIB
     mend = (
         "make /dev/shm larger (docker run --shm-size=8g); a sync of weights passes through it"
     )
@@ -226,7 +226,7 @@ def _check_shared_memory() -> Check:
 
 def _check_disk(name: str, folder: Path) -> Check:
     existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
-    free = shutil.disk_usage(existing).free / GIB
+    free = shutil.disk_usage(existing).free / _GIB
     mend = "make room: a checkpoint of a full model is six times its weights in bfloat16"
     return check(name, f"{free:.1f} GiB free", ok=free >= 5.0, mend=mend)
 

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ycore.config.schema import a_fifth
+from ycore.data.prompts import PromptSet
 from ycore.errors import Interrupted, RunError
 from ycore.evaluation.held_out import is_due, row_figures
 from ycore.flow.flow_inputs import FlowFolder, load_conditions
@@ -21,13 +22,8 @@ from ycore.flow.flow_math import SamplingPath, time_grid
 from ycore.flow.flow_settings import FlowConfig
 from ycore.flow.learner import Learner
 from ycore.flow.measuring import FELL, TRAINED, conditions, contact_sheet, judge_fell, measure
-from ycore.flow.picture_rounds import (
-    OnePicture,
-    drop_pictures,
-    picture_controller,
-    picture_scoring,
-)
-from ycore.flow.sampler import FlowPolicy, PictureEngine, Trajectories
+from ycore.flow.picture_rounds import drop_pictures, picture_controller, picture_scoring
+from ycore.flow.sampler import FlowPolicy, OnePicture, PictureEngine, Trajectories
 from ycore.round.journal import Journal
 from ycore.run.checkpoints import checkpoint_of, controller_file, newest_for, step_of
 from ycore.run.claim import model_fingerprint
@@ -58,12 +54,7 @@ class FlowRun:
         self.config = config = FlowConfig.model_validate(load_config(self.home))
         folder = FlowFolder(Path(read_json(self.home.engines)["model"]))
         dataset = load_conditions(config, num_classes=folder.num_classes)
-        named = [("reward", reward.reward) for reward in config.rewards]
-        contents = {
-            "dataset": f"{len(dataset.prompts)} rows, sha256 {dataset.fingerprint[:16]}",
-            "model": model_fingerprint(folder.root / folder.part),
-        }
-        check_contents(self.home, contents | file_fingerprints(named))
+        self._check_contents(folder, dataset)
         for place in (self.home.images, self.home.trajectories):
             make_folder(place)
         policy = FlowPolicy(
@@ -81,19 +72,19 @@ class FlowRun:
             policy, path, self._plain, self.home, batch=config.flow.batch
         )
         self._images = ImageStore(self.home.images)
-        self._journal = Journal(self.home.journal, rank=0, seed=config.seed)
+        journal = Journal(self.home.journal, rank=0, seed=config.seed)
         self.controller = picture_controller(
             config,
             self.home,
             dataset.prompts,
             self._engine,
             OnePicture(path),
-            self._journal,
+            journal,
         )
         self.stop = self.controller.stop
         self._judge = None
         if config.eval_rewards:
-            self._judge = picture_scoring(config, config.eval_rewards, self.home, self._images)
+            self._judge = picture_scoring(config, config.eval_rewards, self.home)
         self._conditions = conditions(dataset.prompts, config.condition_column)
         self._metrics = MetricsWriter(self.home.metrics)
         self._page = _tracker_page(config, self.home)
@@ -105,8 +96,17 @@ class FlowRun:
             expected_bytes=sum(16 * weight.numel() for weight in policy.trained.values()),
             keep=_NUM_CHECKPOINTS,
             ranks=RankGroup(),
-            journal=None if config.keep_journal else self._journal,
+            journal=None if config.keep_journal else journal,
         )
+
+    def _check_contents(self, folder: FlowFolder, dataset: PromptSet) -> None:
+        """Refuse to go on with another model, dataset or reward than the run began with."""
+        named = [("reward", reward.reward) for reward in self.config.rewards]
+        contents = {
+            "dataset": f"{len(dataset.prompts)} rows, sha256 {dataset.fingerprint[:16]}",
+            "model": model_fingerprint(folder.root / folder.part),
+        }
+        check_contents(self.home, contents | file_fingerprints(named))
 
     def train(self) -> None:
         """Take all steps, from the newest checkpoint if there is one; Interrupted where it is asked to stop."""
@@ -168,7 +168,7 @@ class FlowRun:
         return is_due(self._step, self.config.eval_every, self.config.steps)
 
     def _measured(self) -> dict[str, Any]:
-        """The figures of the policy, and a warning where the judge says that it is over-optimised."""
+        """Return the figures of the policy, and a warning where the judge says that it is over-optimised."""
         began, step = time.perf_counter(), self._step
         self.home.step_began.touch()
         self._engine.weights = None
@@ -285,7 +285,7 @@ def _with_prefix(weights: Mapping[str, torch.Tensor], prefix: str) -> dict[str, 
 
 
 def _tracker_page(config: FlowConfig, home: RunFolder) -> "OwnPage | None":
-    """The run's page in the trackers that it names; they need transformers, which nothing else in `flow` does."""
+    """Return the run's page in the trackers that it names; they need transformers, which nothing else in `flow` does."""
     if config.trl.get("report_to") in (None, "none", ["none"]):
         return None
     from ycore.view.trackers import OwnPage

@@ -45,7 +45,7 @@ _SCALE = 4  # pixels of the sheet for one of a picture
 
 
 def conditions(prompts: Sequence[Prompt], column: str) -> list[Prompt]:
-    """The first row of each class."""
+    """Return the first row of each class."""
     by_class: dict[int, Prompt] = {}
     for prompt in prompts:
         by_class.setdefault(prompt.columns[column], prompt)
@@ -63,18 +63,13 @@ async def measure(
     slots: Slots,
     images: ImageStore,
 ) -> dict[str, float]:
-    """The figures of the policy as it is, each with its interval over pictures; `judge` None measures the rewards.
-
-    `diversity_of_right` is that of the pictures to which the judge gives 1 or more: a model that draws what it was not
-    asked for is diverse within a class for that alone.
-    """
-    column, num_samples = config.condition_column, config.num_samples
+    """Draw and score pictures of every class, and return their figures; `judge` None measures the rewards."""
     scorings = [trained] if judge is None else [trained, judge]
 
     async def measure_class(prompt: Prompt) -> tuple[list[Completion], list[list[list[Score]]]]:
-        label = prompt.columns[column]
+        label = prompt.columns[config.condition_column]
         tasks = []
-        for index in range(num_samples):
+        for index in range(config.num_samples):
             seed = completion_seed(config.seed, -1 - label, index)
             tasks.append(
                 asyncio.create_task(engine.complete((label, NOWHERE), seed, greedy=True))
@@ -84,25 +79,46 @@ async def measure(
         return [await task for task in tasks], scores
 
     groups = await together([measure_class(prompt) for prompt in prompts])
+    pictures = [Picture.of(drawn.text) for completions, _ in groups for drawn in completions]
+    classes = [prompt.columns[config.condition_column] for prompt in prompts]
+    return as_metrics(
+        _figures(
+            _values(pictures, images),
+            np.repeat(classes, config.num_samples),
+            judged=[scores for _, by_scoring in groups for scores in by_scoring[-1]],
+            learned_from=[scores for _, by_scoring in groups for scores in by_scoring[0]],
+            config=config,
+        )
+    )
+
+
+def _figures(
+    values: Any,
+    labels: Any,
+    *,
+    judged: Sequence[Sequence[Score]],
+    learned_from: Sequence[Sequence[Score]],
+    config: FlowConfig,
+) -> dict[str, float]:
+    """Return figures of pictures with these values and classes, each with its interval over pictures.
+
+    `diversity_of_right` is that of the pictures to which the judge gives 1 or more: a model that draws what it was not
+    asked for is diverse within a class for that alone.
+    """
     specs = config.eval_rewards or config.rewards
-    judged = [scores for _, by_scoring in groups for scores in by_scoring[-1]]
     figures = _means("reward", judged, specs)
-    if judge is not None:
-        learned_from = [scores for _, by_scoring in groups for scores in by_scoring[0]]
+    if config.eval_rewards:
         figures |= _means("trained_reward", learned_from, config.rewards)
-    completions = [completion for of_class, _ in groups for completion in of_class]
-    values = _values([Picture.of(completion.text) for completion in completions], images)
-    labels = np.repeat([prompt.columns[column] for prompt in prompts], num_samples)
     weights = [spec.weight for spec in specs]
     totals = [total_reward(scores, weights) for scores in judged]
     right = np.array([total is not None and total >= RIGHT_FROM for total in totals])
     figures["diversity"] = diversity(values, labels)
     figures["diversity_of_right"] = diversity(values[right], labels[right])
-    return as_metrics(figures)
+    return figures
 
 
 def _values(pictures: Sequence[Picture], images: ImageStore) -> Any:
-    """Values in [-1, 1], (N, H, W, C); one channel of grey pictures, which the store opens in colours."""
+    """Return values in [-1, 1], (N, H, W, C); one channel of grey pictures, which the store opens in colours."""
     opened = [
         np.asarray(images.open(picture.image.sha256), dtype=np.float64) for picture in pictures
     ]
@@ -114,7 +130,7 @@ def _values(pictures: Sequence[Picture], images: ImageStore) -> Any:
 def _means(
     name: str, scores: Sequence[Sequence[Score]], specs: Sequence[Any]
 ) -> dict[str, float]:
-    """The mean of the weighted sum, and of each of several sources, with their intervals."""
+    """Return the mean of the weighted sum, and of each of several sources, with their intervals."""
     weights = [spec.weight for spec in specs]
     columns: dict[str, list[float | None]] = {
         name: [total_reward(row, weights) for row in scores]
@@ -130,7 +146,7 @@ def _means(
 
 
 def diversity(values: Any, classes: Any) -> float:
-    """The mean distance of two pictures of one class: the root of summed squares, of values in [-1, 1]."""
+    """Return the mean distance of two pictures of one class: the root of summed squares, of values in [-1, 1]."""
     means = []
     for label in np.unique(classes):
         of_class = values[classes == label]
@@ -144,8 +160,9 @@ def diversity(values: Any, classes: Any) -> float:
 
 
 def judge_fell(rows: Sequence[Row]) -> float | None:
-    """By how much the held-out judge lies below its best, where that is sure (the intervals do not meet) and the reward
-    that is trained on has not fallen with it; None where the policy is not over-optimised.
+    """Return by how much the held-out judge lies below its best; None where the policy is not over-optimised.
+
+    It is where that is sure (the intervals do not meet), and the reward that is trained on has not fallen with it.
 
     Args:
         rows: of the run's metrics, the last of them measured now.

@@ -7,14 +7,12 @@ from typing import Any
 
 from ycore.config.schema import EngineSettings, RewardConfig
 from ycore.engine.judge_engine import RemoteJudge
-from ycore.flow.flow_math import SamplingPath, window_of
 from ycore.flow.flow_settings import IMAGES, FlowConfig
-from ycore.flow.sampler import Picture, PictureEngine
+from ycore.flow.sampler import OnePicture, Picture, PictureEngine
 from ycore.judge.question import Questioner
 from ycore.judge.sources import is_judge, judge_of
 from ycore.placement.slots import Slots
 from ycore.rewards.loading import reward_names
-from ycore.rollout.turns import Generate, GroupStart, SingleTurnWriter, completion_seed
 from ycore.round.journal import Journal
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules
@@ -50,28 +48,11 @@ class PictureJudge(JudgeScorer):
         return await super().score_one(replace(group, draw=draw), index)
 
 
-class OnePicture(SingleTurnWriter):
-    """A completion is one request, with the class and the place of the group's steps with noise."""
-
-    def __init__(self, path: SamplingPath) -> None:
-        self._path = path
-
-    async def write(
-        self, start: GroupStart, index: int, generate: Generate, *, seed: int
-    ) -> Completion:
-        position = start.draw.position
-        first = window_of(
-            seed, position, num_steps=self._path.num_steps, length=self._path.length
-        )
-        picture_seed = completion_seed(seed, position, index)
-        return await generate((*start.draw.token_ids, first), picture_seed)
-
-
 def picture_scoring(
-    config: FlowConfig, specs: Sequence[RewardConfig], folder: RunFolder, images: ImageStore
+    config: FlowConfig, specs: Sequence[RewardConfig], folder: RunFolder
 ) -> Scoring:
-    """Scoring by the run's rewards, or by its held-out judges."""
-    names, judge_meter = reward_names(specs), JudgeMeter()
+    """Return the scoring by the run's rewards, or by its held-out judges."""
+    names, judge_meter, images = reward_names(specs), JudgeMeter(), ImageStore(folder.images)
     rules = [source for source, spec in enumerate(specs) if not is_judge(spec)]
     scorers: list[tuple[Sequence[int], Scorer]] = []
     meters: list[Meter] = [judge_meter] if len(rules) < len(specs) else []
@@ -105,7 +86,7 @@ def picture_controller(
     writer: OnePicture,
     journal: Journal,
 ) -> Controller:
-    """The controller of the one rank, with the one engine that shares the trainer's process."""
+    """Return the controller of the one rank, with the one engine that shares the trainer's process."""
     rules = Rules(
         group_size=config.group_size,
         seed=config.seed,
@@ -124,7 +105,7 @@ def picture_controller(
     )
     return Controller(
         engines=[engine],
-        scoring=picture_scoring(config, config.rewards, folder, ImageStore(folder.images)),
+        scoring=picture_scoring(config, config.rewards, folder),
         draws=draws,
         rules=rules,
         peers=Peers(),

@@ -20,7 +20,8 @@ from ycore.engine import Engine
 from ycore.engine.transformers_engine import Batches
 from ycore.errors import ModelError, RunFolderError
 from ycore.flow.flow_inputs import FlowFolder
-from ycore.flow.flow_math import DrawnPictures, SamplingPath, draw
+from ycore.flow.flow_math import DrawnPictures, SamplingPath, draw, window_of
+from ycore.rollout.turns import Generate, GroupStart, SingleTurnWriter, completion_seed
 from ycore.run.files import make_folder, write_bytes_atomic
 from ycore.run.images import ImageStore, png_of
 from ycore.run.paths import RunFolder
@@ -257,14 +258,8 @@ class PictureEngine(Engine):
             self._draw, kind=lambda request: request.measures, most=batch, wait_s=JOIN_S
         )
 
-    async def wait_ready(self, *, timeout_s: float) -> None:
-        """Nothing to wait for."""
-
     async def load_weights(self, folder: Path, version: int) -> None:
         self.version = version
-
-    async def close(self) -> None:
-        """Nothing to close."""
 
     async def complete(
         self,
@@ -278,11 +273,6 @@ class PictureEngine(Engine):
         """Draw a picture; `greedy` measures: without noise in its steps, and nothing is kept to learn from."""
         label, first = prompt_ids
         return await self._batches.ask(_Request(label, NOWHERE if greedy else first, seed))
-
-    async def logprobs_of(
-        self, context_ids: Sequence[int], target_ids: Sequence[int]
-    ) -> tuple[float, ...]:
-        raise NotImplementedError("a picture has no tokens")
 
     def _draw(self, requests: Sequence[_Request]) -> list[Completion]:
         measures = requests[0].measures
@@ -312,6 +302,23 @@ class PictureEngine(Engine):
             text = Picture(image, kept, row, request.first).as_text()
             completions.append(Completion((), None, text, "stop", self.version))
         return completions
+
+
+class OnePicture(SingleTurnWriter):
+    """A completion is one request, with the class and the place of the group's steps with noise."""
+
+    def __init__(self, path: SamplingPath) -> None:
+        self._path = path
+
+    async def write(
+        self, start: GroupStart, index: int, generate: Generate, *, seed: int
+    ) -> Completion:
+        position = start.draw.position
+        first = window_of(
+            seed, position, num_steps=self._path.num_steps, length=self._path.length
+        )
+        picture_seed = completion_seed(seed, position, index)
+        return await generate((*start.draw.token_ids, first), picture_seed)
 
 
 def draw_pictures(

@@ -7,6 +7,7 @@ environment wrote between them is skipped. There is no discount: gamma is 1. The
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -61,32 +62,37 @@ def advantages_and_targets(
         1, place, torch.where(mask, values_BT.double(), 0)
     ) / sizes.clamp(min=1)
     is_action = sizes > 0
-    length = is_action.sum(dim=1)
     after = torch.zeros_like(values[:, 0]) if bootstrap_B is None else bootstrap_B.double()
     policy_lam = torch.full_like(after, lam)
     if alpha is not None:
-        policy_lam = (1 - 1 / (alpha * length.clamp(min=1).double())).clamp(min=0)
-
-    def estimate(lam_B: Tensor) -> Tensor:
-        advantages = torch.zeros_like(values)
-        next_value_B = after
-        sum_B = torch.zeros_like(after)
-        for step in range(int(length.max()) - 1, -1, -1):
-            acts_B = is_action[:, step]
-            value_B = values[:, step]
-            new_sum_B = rewards[:, step] + next_value_B - value_B + lam_B * sum_B
-            sum_B = torch.where(acts_B, new_sum_B, sum_B)
-            next_value_B = torch.where(acts_B, value_B, next_value_B)
-            advantages[:, step] = torch.where(acts_B, sum_B, 0)
-        return advantages
+        num_actions = is_action.sum(dim=1).clamp(min=1).double()
+        policy_lam = (1 - 1 / (alpha * num_actions)).clamp(min=0)
 
     def by_token(values_of_actions: Tensor) -> Tensor:
         return torch.where(mask, values_of_actions.gather(1, place), 0)
 
+    estimate = partial(_advantages_of_actions, rewards, values, is_action, after)
     advantages = target_advantages = estimate(policy_lam)
     if alpha is not None or target_lam != lam:
         target_advantages = estimate(torch.full_like(after, target_lam))
     return by_token(advantages), by_token(values + target_advantages)
+
+
+def _advantages_of_actions(
+    rewards: Tensor, values: Tensor, is_action: Tensor, after_B: Tensor, lam_B: Tensor
+) -> Tensor:
+    """Return A_t of each action, from the last one back; `after_B` is V after a completion's last action."""
+    advantages = torch.zeros_like(values)
+    next_value_B = after_B
+    sum_B = torch.zeros_like(after_B)
+    for step in range(int(is_action.sum(dim=1).max()) - 1, -1, -1):
+        acts_B = is_action[:, step]
+        value_B = values[:, step]
+        new_sum_B = rewards[:, step] + next_value_B - value_B + lam_B * sum_B
+        sum_B = torch.where(acts_B, new_sum_B, sum_B)
+        next_value_B = torch.where(acts_B, value_B, next_value_B)
+        advantages[:, step] = torch.where(acts_B, sum_B, 0)
+    return advantages
 
 
 def whitened(advantages_BT: Tensor, mask_BT: Tensor, add_up: AddUp) -> Tensor:

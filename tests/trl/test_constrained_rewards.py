@@ -83,6 +83,22 @@ def test_all_constraints_must_hold_and_unknown_is_not_broken() -> None:
     )
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_the_gate_of_the_round_is_that_of_the_loss(seed: int) -> None:
+    """Sampling decides by floats which groups teach, training by tensors: both give the same rewards."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randint(0, 4, (4, 3), generator=generator) / 2.0
+    scores[torch.rand(4, 3, generator=generator) < 0.2] = NAN
+    two = (*HELD, Constraint(2, "short", 0.5, 0.1))
+    rows = [[None if value != value else value for value in row] for row in scores.tolist()]
+    compared = Constraints(two).compared(
+        [row[0] for row in rows], [[Score(value) for value in row] for row in rows]
+    )
+    expected = torch.tensor([NAN if reward is None else reward for reward in compared])
+    gates = gated(scores[:, 0], kept(broken(scores, two)), 4)
+    torch.testing.assert_close(gates, expected.double(), rtol=0, atol=1e-6, equal_nan=True)
+
+
 # -- in the trainers ---------------------------------------------------------------------------------------------------
 
 PROMPT = (9, 8, 7)

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.trl.divergence_definitions import exact, gradient
 from ycore.trl.divergence import DIVERGENCES, stand_in
 
 NAMES = sorted(DIVERGENCES)
@@ -20,21 +21,6 @@ POLICY, REFERENCE = [0.5, 0.25, 0.125, 0.125], [0.125, 0.25, 0.5, 0.125]
 logits = st.lists(st.floats(-3, 3, width=32), min_size=5, max_size=5).map(
     lambda row: torch.tensor(row).double()
 )
-
-
-def kl(left: Tensor, right: Tensor) -> Tensor:
-    return (left * (left.log() - right.log())).sum()
-
-
-def exact(name: str, policy: Tensor, reference: Tensor) -> Tensor:
-    middle = (policy + reference) / 2
-    if name == "js":
-        return (kl(policy, middle) + kl(reference, middle)) / 2
-    return kl(policy, reference) if name == "reverse-kl" else kl(reference, policy)
-
-
-def gradient(loss: Tensor, weights: Tensor) -> Tensor:
-    return torch.autograd.grad(loss, weights, retain_graph=True)[0]
 
 
 def test_single_values_by_hand() -> None:

@@ -6,24 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.trl.divergence_definitions import exact, gradient, kl
 from ycore.trl.distill import exact_divergence
 
 NAMES = ("forward-kl", "js", "reverse-kl")
-
-
-def kl(left: Tensor, right: Tensor) -> Tensor:
-    return (left * (left.log() - right.log())).sum()
-
-
-def exact(name: str, policy: Tensor, reference: Tensor) -> Tensor:
-    middle = (policy + reference) / 2
-    if name == "js":
-        return (kl(policy, middle) + kl(reference, middle)) / 2
-    return kl(policy, reference) if name == "reverse-kl" else kl(reference, policy)
-
-
-def gradient(loss: Tensor, weights: Tensor) -> Tensor:
-    return torch.autograd.grad(loss, weights, retain_graph=True)[0]
 
 
 STUDENT, TEACHER = (

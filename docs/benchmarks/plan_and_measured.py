@@ -48,7 +48,6 @@ COMBINATIONS = (
     "30m-full", "30m-lora", "135m-full", "135m-lora", "360m-full", "360m-lora",
     "135m-full-2", "135m-lora-2", "30m-full-2-zero2", "135m-lora-judge",
 )  # fmt: skip
-MEMORY_WITHIN, TIME_WITHIN = 0.15, 0.25
 
 _REWARD = (
     "def spread(completion_ids):\n    return [sum(ids) % 7 / 7 for ids in completion_ids]\n"

@@ -6,7 +6,7 @@ written: the gradient is that of the reverse KL of each token's distribution, su
 (arXiv 2601.02780, eq. 8) and GKD's on-policy case (arXiv 2306.13649). The estimate itself as a loss would have no
 gradient at all: its expected gradient is that of a distribution's sum, which is constant.
 
-An exact divergence (`divergence.exact`) is itself the loss, a mean over the tokens of the step: at each place that the
+An exact divergence (`exact_divergence`) is itself the loss, a mean over the tokens of the step: at each place that the
 policy reached it compares the whole distributions (GKD with tokens of the student's own, arXiv 2306.13649, eq. 1).
 """
 

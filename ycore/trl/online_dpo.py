@@ -116,7 +116,7 @@ def best_and_worst(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The first completion of each group with the highest reward, the first with the lowest, and whether they differ.
 
-    NaN is a completion without a reward; it is neither. With `kept_PG` (`advantages.kept`) the best keeps all
+    NaN is a completion without a reward; it is neither. With `kept_PG` (`constrained.kept`) the best keeps all
     constraints, and the worst breaks some, where one does; a group of which none keeps them has no best (CODPO,
     arXiv 2409.20370, section 4.2).
     """

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from ycore.evaluation.preflight import (
     samples_of,
 )
 from ycore.models.tiny import write_tiny_model
+from ycore.round.sampling import Rules
 from ycore.run.files import write_json_atomic
 from ycore.run.paths import RunFolder
+from ycore.scoring.group_rewards import Constraint, Constraints
 from ycore.types import Completion, Draw, Group, Prompt, Score
 
 REWARD = """
@@ -112,7 +115,8 @@ def group(*completions: tuple[float | None, str]) -> Group:
 def test_what_groups_say() -> None:
     groups = [group((1.0, "stop"), (0.0, "length")), group((0.5, "stop"), (0.5, "stop"))]
     empty = PreflightMeasurements(group_size=2, max_tokens=8, context=64)
-    measured = add_groups(empty, groups, (1.0, 0.5), ("a", "b"))
+    rules = Rules(group_size=2, seed=0, reward_weights=(1.0, 0.5))
+    measured = add_groups(empty, groups, rules, ("a", "b"))
     assert (measured.truncated, measured.equal, measured.masked) == (0.25, 0.5, 0.0)
     assert measured.rewards == (2.0, 1.0, 1.5, 1.5)
     assert measured.means == {"a": 0.5, "b": 2.0}
@@ -122,3 +126,18 @@ def test_what_groups_say() -> None:
         1.5,
         2.0,
     ]
+
+
+def test_the_groups_that_teach_are_those_of_the_run() -> None:
+    """Rewards that hardly deviate do not teach, and equal ones do where one completion breaks a constraint."""
+    groups = [group((1.0, "stop"), (0.98, "stop"))]
+    empty = PreflightMeasurements(group_size=2, max_tokens=8, context=64)
+    rules = Rules(group_size=2, seed=0, reward_weights=(1.0, 0.0))
+    assert add_groups(empty, groups, rules, ("a", "b")).equal == 0.0
+    coarse = replace(rules, min_stds_R=(0.05, 0.0))
+    assert add_groups(empty, groups, coarse, ("a", "b")).equal == 1.0
+    only_measured = replace(rules, reward_weights=(0.0, 1.0))
+    assert add_groups(empty, groups, only_measured, ("a", "b")).equal == 1.0
+    constraints = Constraints([Constraint(0, "a", 0.99, 0.05)])
+    gated = replace(only_measured, constraints=constraints)
+    assert add_groups(empty, groups, gated, ("a", "b")).equal == 0.0

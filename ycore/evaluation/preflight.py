@@ -15,10 +15,10 @@ from pydantic import TypeAdapter
 
 from ycore.evaluation.evaluator import own_model, started
 from ycore.evaluation.held_out import mean_of_known
-from ycore.round.sampling import DrawSource
+from ycore.round.sampling import DrawSource, Rules
 from ycore.run.files import write_json_atomic
 from ycore.run.reports import run_alone
-from ycore.scoring.group_rewards import can_teach, total_reward
+from ycore.scoring.group_rewards import total_reward
 from ycore.types import Group, Prompt
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class PreflightMeasurements:
 
     Attributes:
         truncated: share of completions cut off at `max_tokens`.
-        equal: share of groups whose rewards are all equal.
+        equal: share of groups that cannot teach, whose rewards are as good as equal.
         rewards: the weighted sum of its sources, of every scored completion.
         masked: share of completions that no source could score.
         problems: how often each problem kept a source from scoring.
@@ -106,7 +106,7 @@ def measure_round(
     parts: "Assembly",
 ) -> tuple[PreflightMeasurements, list[dict[str, Any]]]:
     """Return all measurements, and a few completions from the worst reward to the best."""
-    config, rules = parts.config, parts.rules()
+    rules = parts.rules()
     prompts = parts.prompts.prompts
     lengths = [len(parts.encode(prompt)) for prompt in prompts]
     measured = _measure_prompts(parts, lengths)
@@ -119,9 +119,8 @@ def measure_round(
         return measured, []
     recorded: dict[str, float] = {}
     groups, problems = _run_round(parts, fitting, recorded)
-    names = [reward.reward for reward in config.rewards]
-    weights = rules.reward_weights
-    measured = add_groups(measured, groups, weights, names, alone=rules.teaches_alone)
+    names = [reward.reward for reward in parts.config.rewards]
+    measured = add_groups(measured, groups, rules, names)
     generate_s = recorded.get("ycore/time/generate", 0.0)
     judges = None
     if calls := int(recorded.get("ycore/judge/calls", 0)):
@@ -133,7 +132,7 @@ def measure_round(
         reward_s=max(0.0, recorded.get("ycore/time/round", 0.0) - generate_s),
         judges=judges,
     )
-    return measured, samples_of(groups, weights=weights)
+    return measured, samples_of(groups, weights=rules.reward_weights)
 
 
 def _measure_prompts(parts: "Assembly", lengths: Sequence[int]) -> PreflightMeasurements:
@@ -178,19 +177,16 @@ def _run_round(
 def add_groups(
     measured: PreflightMeasurements,
     groups: Sequence[Group],
-    weights: Sequence[float],
+    rules: Rules,
     names: Sequence[str],
-    *,
-    alone: bool = False,
 ) -> PreflightMeasurements:
     """Add what a round's groups show: shares, rewards, and the mean of every source."""
     completions = [completion for group in groups for completion in group.completions]
     rows = [scores for group in groups for scores in group.scores_GR]
-    totals = [total_reward(scores, weights) for scores in rows]
+    totals = [total_reward(scores, rules.reward_weights) for scores in rows]
     rewards = tuple(total for total in totals if total is not None)
     num_cut = sum(completion.finish_reason == "length" for completion in completions)
-    num_tokens = sum(sum(completion.mask) for completion in completions)
-    num_teaching = sum(can_teach(group, weights, alone=alone) for group in groups)
+    num_teaching = sum(map(rules.can_teach, groups))
     return replace(
         measured,
         num_prompts=len(groups),
@@ -202,7 +198,7 @@ def add_groups(
             name: mean_of_known(scores[source].value for scores in rows)
             for source, name in enumerate(names)
         },
-        mean_tokens=num_tokens / len(completions),
+        mean_tokens=sum(group.num_written for group in groups) / len(completions),
     )
 
 

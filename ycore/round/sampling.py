@@ -13,7 +13,12 @@ from ycore.errors import DataError
 from ycore.round.curriculum import Curriculum
 from ycore.round.peers import Counts, Peers, Tally
 from ycore.run.files import read_json
-from ycore.scoring.group_rewards import Constraints, min_stds, normalizes_each_reward
+from ycore.scoring.group_rewards import (
+    Constraints,
+    can_teach,
+    min_stds,
+    normalizes_each_reward,
+)
 from ycore.types import Draw, Finished, Group, Prompt, finished_from_json, finished_to_json
 
 MEMORY = 0.97  # weight that an observation keeps when the next one comes: about the last 33 groups count
@@ -139,6 +144,17 @@ class Rules:
     oversample: float = 1.0
     min_stds_R: tuple[float, ...] | None = None
     normalizes_each: bool = False
+
+    def can_teach(self, group: Group) -> bool:
+        """Return whether a group teaches in a run with these rules (`group_rewards.can_teach`)."""
+        return can_teach(
+            group,
+            self.reward_weights,
+            alone=self.teaches_alone,
+            min_stds_R=self.min_stds_R,
+            constraints=self.constraints,
+            normalizes_each=self.normalizes_each,
+        )
 
 
 def rules_of(

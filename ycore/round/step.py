@@ -36,7 +36,7 @@ from ycore.round.sampling import (
 )
 from ycore.run.tasks import ending, next_finished, together
 from ycore.run.trace import EVALUATION, ROUND, SYNC
-from ycore.scoring.group_rewards import can_teach, compared_rewards
+from ycore.scoring.group_rewards import compared_rewards
 from ycore.scoring.scoring import PendingGroup, Scoring
 from ycore.types import Completion, Draw, Finished, Group, Prompt
 
@@ -213,16 +213,8 @@ class Controller:
         self.count(group)
         if self.carrier is not None:
             self.carrier.finish_group(draw)
-        teaches = can_teach(
-            group,
-            rules.reward_weights,
-            alone=rules.teaches_alone,
-            min_stds_R=rules.min_stds_R,
-            constraints=rules.constraints,
-            normalizes_each=rules.normalizes_each,
-        )
         compared = compared_rewards(group, rules.reward_weights, rules.constraints)
-        return Finished(group, teaches, stats_of(compared))
+        return Finished(group, rules.can_teach(group), stats_of(compared))
 
     async def complete(
         self, start: GroupStart, index: int, *, greedy: bool = False

@@ -9,7 +9,6 @@ import typer
 from ycore_cli import options as o
 from ycore_cli.train import train
 
-from ycore.errors import ConfigError
 from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
 
@@ -116,10 +115,8 @@ def flow_plan(config: "FlowConfig", *, resume: bool, how: "Resume") -> dict[str,
     check_trackers(config)
     folder = flow_model(config.model)
     known = FlowFolder(folder) if folder.is_dir() else None
-    if known is not None and config.flow.guidance != 1 and known.no_class is None:
-        raise ConfigError(
-            f"flow.guidance needs a class for none, which a {known.network} has not; leave it out"
-        )
+    if known is not None:
+        known.check_guidance(config.flow.guidance)
     prompts = load_conditions(
         config, num_classes=DIGITS_CLASSES if known is None else known.num_classes
     )

@@ -159,3 +159,5 @@ def test_a_network_without_a_class_for_none_takes_no_guidance(tmp_path: Path) ->
     folder = FlowFolder(tmp_path)
     assert FlowPolicy(folder, lora=None).velocity(*asked(4)).shape == (4, 1, 4, 4)
     assert folder.no_class is None
+    with pytest.raises(ConfigError, match=r"needs a class for none, .* it is 2; leave it out"):
+        FlowPolicy(folder, lora=None, guidance=2.0)

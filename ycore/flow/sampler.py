@@ -51,6 +51,7 @@ class FlowPolicy:
         seed: int = 0,
         device: str = "cpu",
     ) -> None:
+        folder.check_guidance(guidance)
         self.folder = folder
         self.guidance = guidance
         self.device = torch.device(device)
@@ -101,8 +102,10 @@ class FlowPolicy:
         v = self._network_velocity(x, times, classes, weights)
         if self.guidance == 1:
             return v
-        no_class = torch.full_like(classes, self.folder.no_class or 0)
-        without = self._network_velocity(x, times, no_class, weights)
+        no_class = self.folder.no_class
+        assert no_class is not None, "checked when the policy was made"
+        no_classes = torch.full_like(classes, no_class)
+        without = self._network_velocity(x, times, no_classes, weights)
         return without + self.guidance * (v - without)
 
     def _network_velocity(

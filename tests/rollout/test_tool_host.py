@@ -97,6 +97,10 @@ class NoReset:
     def get_reward(self) -> str:
         return "1"
 
+class Texts(Steps):
+    def get_reward(self):
+        return "1"
+
 class Breaks:
     def __init__(self):
         raise ValueError("no\\nserver")
@@ -169,6 +173,12 @@ def test_what_calls_paid_is_added_up_until_it_is_asked_for() -> None:
             and host.answer({"op": "turn_reward"}) is None
         )
         call(host, "go", by=2)  # another completion's, which ended without asking
+
+
+def test_a_reward_that_is_text_is_refused() -> None:
+    host = ToolHost([], "tools.py:Texts")
+    with pytest.raises(TypeError, match="get_reward returns a number or None, not the str '1'"):
+        host.answer({"op": "reward"})
 
 
 @pytest.mark.parametrize(

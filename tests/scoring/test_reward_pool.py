@@ -15,8 +15,10 @@ from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.errors import RewardError
 from ycore.placement.slots import Slots
 from ycore.rewards.worker_client import check_reward
+from ycore.round.meters import collect
 from ycore.run.images import ImageStore, png_of
 from ycore.run.paths import RunFolder
+from ycore.sandbox import Level
 from ycore.scoring.reward_pool import RewardPool, RuleScorer
 from ycore.scoring.scoring import PendingGroup
 from ycore.types import IMAGE_MARK, Completion, Content, Draw, Prompt, Score
@@ -415,3 +417,11 @@ def wait_until_gone(living: Callable[[], list[int]]) -> None:
     while living():
         assert time.monotonic() < deadline, "a daemon of the reward lives on"
         time.sleep(0.05)
+
+
+def test_restarts_are_added_over_ranks_and_the_sandbox_level_is_not() -> None:
+    pool = pool_of("length")
+    for level, number in ((Level.NAMESPACES, 2), (Level.LANDLOCK, 1), (Level.NONE, 0)):
+        pool.level = level
+        metrics = collect([pool], lambda counts: [6.0 for _ in counts])
+        assert metrics == {"ycore/reward_restarts": 6.0, "ycore/sandbox_level": number}

@@ -29,6 +29,8 @@ from ycore.plan.workload import SHARDINGS, Strategy, Workload, micro_batch_of, w
 MAX_ENGINES_ON_CPU = 2
 """Engines that a run starts by default (ycore/launch/engines.py)."""
 
+_OTHER_WIDTH = "these engines would span another number of devices; leave it out"
+
 Check = Callable[[RunConfig, Fleet], None]
 """Raises ConfigError where a machine of these devices cannot run the config."""
 
@@ -370,7 +372,9 @@ def with_layout(config: RunConfig, forecast: StepForecast, fleet: Fleet) -> RunC
 def _engine_settings(config: RunConfig, strategy: Strategy, on_cpu: bool) -> Any:
     engine = config.engine
     if engine.tensor_parallel not in ("auto", strategy.tensor_parallel):
-        raise ConfigError(f"engine.tensor_parallel is {engine.tensor_parallel}")
+        raise ConfigError(
+            f"engine.tensor_parallel is {engine.tensor_parallel}, and {_OTHER_WIDTH}"
+        )
     changes: dict[str, Any] = {}
     if engine.count != "auto":
         changes["count"] = strategy.slots
@@ -389,7 +393,7 @@ def _with_width(spec: RewardConfig, strategy: Strategy) -> RewardConfig:
     width = strategy.judge_tensor_parallel
     declared = spec.args.get("tensor_parallel", "auto")
     if declared not in ("auto", width):
-        raise ConfigError(f"tensor_parallel of {spec.reward} is {declared}")
+        raise ConfigError(f"tensor_parallel of {spec.reward} is {declared}, and {_OTHER_WIDTH}")
     return spec.model_copy(update={"args": {**spec.args, "tensor_parallel": width}})
 
 

@@ -23,8 +23,6 @@ from ycore.run.tasks import ending
 from ycore.types import Group, from_bytes, to_bytes
 
 T = TypeVar("T")
-_STOP_LOOK_S = 0.1
-
 _LOOK_S = 0.1
 
 
@@ -439,7 +437,7 @@ class RankEventLoop:
         while not stop.is_set():
             if self._peers.stop_asked():
                 stop.set()
-            await asyncio.sleep(_STOP_LOOK_S)
+            await asyncio.sleep(_LOOK_S)
         self._peers.ask_to_stop()
         raise Interrupted("interrupted while generating; the last finished step is kept")
 

@@ -23,10 +23,10 @@ from processor_clock import ProcessorClock
 
 from ycore.run.metrics import read_metrics
 
-COMMAND = "import ycore_cli; from ycore.launch import launcher; {change}; ycore_cli.start()"
-WHOLE_HEAD = "launcher.TRAINER = launcher.Worker('trainer', 'whole_head')"
+COMMAND = "import ycore_cli; from ycore.launch import launcher, processes; {change}; ycore_cli.start()"
+WHOLE_HEAD = "launcher.TRAINER = launcher.RunKind('trainer', 'whole_head')"
 SIDES = {
-    "memory": {"gives back": "launcher._KEEP_FREED.clear()", "keeps": "pass"},
+    "memory": {"gives back": "processes._KEEP_FREED.clear()", "keeps": "pass"},
     "head": {"every position": WHOLE_HEAD, "answers": "pass"},
 }
 

@@ -1,5 +1,6 @@
 """One cell of a table: dialogues in one text, JSON in text, roles, and what is no text and no list of turns."""
 
+import time
 from typing import Any
 
 import pytest
@@ -23,6 +24,13 @@ def test_a_dialogue_is_taken_apart_turn_by_turn() -> None:
     assert [(turn["role"], turn["content"]) for turn in to_messages(text)] == [
         ("user", "one\n\ntwo"), ("assistant", "he said Human: x"), ("user", ""),
     ], "what opens the answer is no turn"  # fmt: skip
+
+
+def test_cells_of_white_space_are_read_in_linear_time() -> None:
+    began = time.process_time()
+    assert len(to_messages("Human:" + "\n" * 50_000 + "a")) == 1
+    assert content_of(row_of(" " * 50_000 + "{ a"), "messages", {})
+    assert time.process_time() - began < 5.0, "minutes where the time is quadratic"
 
 
 def test_a_turn_that_holds_half_of_a_character_is_refused_with_its_place() -> None:

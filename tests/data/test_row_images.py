@@ -227,3 +227,13 @@ def test_a_picture_at_an_address_is_fetched_once_where_it_is_allowed(
         rows = [{"prompt": "?", "image": f"{address}/{path}"}]
         with pytest.raises(DataError, match=problem):
             to_prompts(Table("data", rows, ("prompt", "image")), allowed, as_chat=True)
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_a_picture_in_turns_that_are_json_or_no_list_is_read(as_text: bool) -> None:
+    url = f"data:image/png;base64,{base64.b64encode(RED).decode()}"
+    (turn,) = user([{"type": "image", "image": url}, text("Which colour?")])
+    (prompt,) = prompts({"prompt": json.dumps([turn]) if as_text else turn}).prompts
+    assert prompt.content == user(f"{IMAGE_MARK}Which colour?") and len(prompt.images) == 1
+    (turn,) = user([{"type": "image"}, text("Which colour?")])
+    assert "no image" in refused(prompt=json.dumps([turn]) if as_text else turn)

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from math import inf
 from typing import Any
 
 from ycore.data.table import TableRow
@@ -28,11 +29,8 @@ _CALLS = ("function_call", "tool_call")
 _TURN_KEYS = frozenset({"role", "from", "content", "value"})
 _WEIGHT_KEYS = frozenset({"weight", "train", "training", "trainable", "loss", "loss_mask"})
 _ROLES_LISTED = ", ".join(ROLES)
-_TURNS_AS_TEXT = re.compile(r"\s*\[?\s*\{\s*['\"](?:role|from|content|value)['\"]\s*:")
-_SPEAKERS = {
-    blank: re.compile(rf"(?:\A\s*|{blank}[ \t]*)(Human|Assistant):")
-    for blank in (r"\n\s*\n", r"\n")
-}
+_TURNS_AS_TEXT = re.compile(r"\s*+\[?\s*+\{\s*+['\"](?:role|from|content|value)['\"]\s*+:")
+_SPEAKER = re.compile(r"(Human|Assistant):")
 
 
 def content_of(row: TableRow, column: str, aliases: dict[str, str]) -> Content:
@@ -41,15 +39,10 @@ def content_of(row: TableRow, column: str, aliases: dict[str, str]) -> Content:
     Args:
         aliases: Gets the names of writers that stand for a role, with that role.
     """
-    value = row.cell(column)
+    value = listed_cell(row, column)
     if isinstance(value, str):
-        listed = _parse_turns(value, column, row) if value.lstrip()[:1] in ("[", "{") else None
-        if listed is None:
-            check_characters(value, repr(column), row)
-            return value
-        value = listed
-    if isinstance(value, Mapping) and len(_TURN_KEYS & value.keys()) > 1:
-        value = [value]
+        check_characters(value, repr(column), row)
+        return value
     if isinstance(value, Sequence) and not isinstance(value, bytes):
         return [
             _turn(turn, f"turn {number} of {column!r}", row, aliases)
@@ -60,6 +53,16 @@ def content_of(row: TableRow, column: str, aliases: dict[str, str]) -> Content:
         f"{column!r} is {kind} in {row.place}; it must be text or a list of {{role, content}} turns: "
         "correct or remove the row"
     )
+
+
+def listed_cell(row: TableRow, column: str) -> Any:
+    """Return a cell as it stands, but turns in a text and a turn without a list as a list."""
+    value = row.cell(column)
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        value = _parse_turns(value, column, row) or value
+    if isinstance(value, Mapping) and len(_TURN_KEYS & value.keys()) > 1:
+        value = [value]
+    return value
 
 
 def parse_literal(text: str) -> Any:
@@ -190,11 +193,10 @@ def is_dialogue(text: str) -> bool:
 
 def to_messages(text: str) -> list[Message]:
     """Split a dialogue into turns without the white space around each. An open last `Assistant:` is no turn."""
-    marks = next(
-        marks
-        for blank, speaker in _SPEAKERS.items()
-        if len(marks := list(speaker.finditer(text))) > 1 or blank == r"\n"
-    )
+    speakers = [(mark, _gap_before(text, mark.start())) for mark in _SPEAKER.finditer(text)]
+    marks = [mark for mark, gap in speakers if gap > 1]
+    if len(marks) < 2:
+        marks = [mark for mark, gap in speakers if gap]
     ends = [mark.start() for mark in marks[1:]] + [len(text)]
     turns: list[Message] = [
         {
@@ -205,3 +207,14 @@ def to_messages(text: str) -> list[Message]:
     ]
     is_open = turns[-1]["role"] == "assistant" and not turns[-1]["content"]
     return turns[:-1] if is_open else turns
+
+
+def _gap_before(text: str, place: int) -> float:
+    """Count the line ends in the white space before a place: infinite where the text begins, 0 within a line."""
+    start = place
+    while start and text[start - 1].isspace():
+        start -= 1
+    gap = text[start:place]
+    if not start:
+        return inf
+    return 0 if gap.rpartition("\n")[2].strip(" \t") else gap.count("\n")

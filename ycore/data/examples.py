@@ -297,8 +297,7 @@ def _images_of(
     turns = example.get(question) or ""
     if not reader.may_show(turns):
         return ()
-    column, folder = reader.prompt_column, reader.table.folder
-    images = images_of(row, turns, column, folder, store, fetch=config.fetch_images)
+    images = images_of(row, turns, reader.prompt_column, store, fetch=config.fetch_images)
     if not images:
         return ()
     if config.algorithm not in SIGHTED:

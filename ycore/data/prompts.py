@@ -231,7 +231,7 @@ class PromptRows(Sequence[Prompt]):
         images: tuple[Image, ...] = ()
         if self._reader.may_show(content):
             images = self.with_images.get(row.number) or images_of(
-                row, content, self._column, self._table.folder, self._store, fetch=self._fetch
+                row, content, self._column, self._store, fetch=self._fetch
             )
             content = with_marks(content, images, row.place)
         if images:

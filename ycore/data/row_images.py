@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ycore.data.cells import IMAGE_BLOCKS, IMAGE_COLUMNS
+from ycore.data.cells import IMAGE_BLOCKS, IMAGE_COLUMNS, listed_cell
 from ycore.data.table import TableRow
 from ycore.errors import DataError
 from ycore.models.hub import cache_dir, first_line
@@ -24,7 +24,6 @@ def images_of(
     row: TableRow,
     content: Content,
     column: str | None,
-    folder: Path | None,
     store: ImageStore,
     *,
     fetch: bool,
@@ -32,14 +31,14 @@ def images_of(
     """Put the pictures of a row into the store; DataError with the row where a picture is missing or damaged.
 
     Args:
-        content: The cell of `column`, as `TableRow.content` reads it.
-        folder: As `Table.folder`.
+        content: What `cells.content_of` reads in `column`.
         fetch: Whether pictures at an `http(s)://` address are fetched.
     """
     values = [value for name in IMAGE_COLUMNS for value in _listed(row.values.get(name), row)]
-    values = values or list(_in_turns(row.values.get(column or "")))
+    turns = listed_cell(row, column) if column else None
+    values = values or list(_in_turns(turns))
     if not values and isinstance(content, list):
-        places = _count(content, IMAGE_MARK) if _has_blocks(row, column) else 0
+        places = _count(content, IMAGE_MARK) if _has_blocks(turns) else 0
         places = places or (
             _count(content, _HUB_MARK) if not set(IMAGE_COLUMNS).isdisjoint(row.values) else 0
         )
@@ -47,6 +46,7 @@ def images_of(
             raise DataError(
                 f"{places} places for an image and no image in {row.place}; add it, or remove the row"
             )
+    folder = row.table.folder
     return tuple(
         store.put(_bytes_of(value, folder, row.place, fetch), row.place) for value in values
     )
@@ -110,9 +110,8 @@ def _in_turns(turns: Any) -> Any:
                 yield from (block[key] for key in _KEYS if block.get(key) is not None)
 
 
-def _has_blocks(row: TableRow, column: str | None) -> bool:
-    """Tell whether marks in the row's turns stand for blocks, and are no letters of its texts."""
-    turns = row.values.get(column or "")
+def _has_blocks(turns: Any) -> bool:
+    """Tell whether marks in a row's turns stand for blocks, and are no letters of its texts."""
     return not isinstance(turns, str) and any(
         not isinstance(turn.get("content", ""), str) for turn in turns or ()
     )

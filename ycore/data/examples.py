@@ -16,12 +16,22 @@ from typing import Any
 from ycore.config.algorithms import find_algorithm
 from ycore.config.schema import TuneConfig
 from ycore.data.row_images import images_of, with_marks
-from ycore.data.rows import ANSWERS, CONVERSATIONS, FORMS, Row, RowNeeds, RowReader, renamed
+from ycore.data.rows import (
+    ANSWERS,
+    CONVERSATIONS,
+    FORMS,
+    TEMPLATE_COLUMNS,
+    Row,
+    RowNeeds,
+    RowReader,
+    last_text,
+    renamed,
+)
 from ycore.data.source import read_table
 from ycore.data.table import Table, TableRow
 from ycore.errors import ConfigError, DataError
 from ycore.run.images import ImageStore
-from ycore.types import Content, Image, in_blocks
+from ycore.types import Image, in_blocks
 
 SIGHTED = ("sft", "dpo")
 """The algorithms whose rows may have pictures."""
@@ -31,7 +41,6 @@ Example = dict[str, Any]  # one row of TRL's: its columns depend on the trainer
 _HELD_OUT_SHARE = 10
 _MAX_HELD_OUT = 256
 _LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-_TEMPLATE_KEYS = ("tools", "chat_template_kwargs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,17 +339,13 @@ def pair_table(table: Table, prompt_column: str | None, *, as_chat: bool) -> Tab
         row = table.row(number)
         pair = reader.read(row)
         if isinstance(pair, Row):
-            answers = {name: _text_of(pair.answers[name]) for name in ("chosen", "rejected")}
+            answers = {name: last_text(pair.answers[name]) for name in ("chosen", "rejected")}
             rows.append({**row.values, "prompt": pair.question, **answers})
     if not rows:
         raise DataError(
             f"no row of {table.name} has two answers that differ; give another dataset"
         )
     return Table(table.name, rows, tuple(dict.fromkeys(("prompt", *table.columns))))
-
-
-def _text_of(answer: Content) -> str:
-    return answer if isinstance(answer, str) else answer[-1]["content"] or ""
 
 
 def _labelled(table: Table, examples: list[Example]) -> list[Example]:
@@ -351,7 +356,7 @@ def _labelled(table: Table, examples: list[Example]) -> list[Example]:
                 "prompt": pair["prompt"],
                 "completion": pair[column],
                 "label": label,
-                **{name: pair[name] for name in _TEMPLATE_KEYS if name in pair},
+                **{name: pair[name] for name in TEMPLATE_COLUMNS if name in pair},
             }
             for pair in examples
             for column, label in (("chosen", True), ("rejected", False))

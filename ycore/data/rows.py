@@ -66,6 +66,8 @@ FORMS = (
 """The kinds of datasets, in order of preference where a table has the columns of several."""
 
 SYSTEM_COLUMNS = ("system", "system_prompt")
+TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
+"""Columns that the chat template gets beside the turns."""
 REASONING_COLUMNS = ("reasoning_content", "reasoning", "thinking")
 GOLD_COLUMNS = ("reward_model.ground_truth", "ground_truth", "expected_answer")
 """Columns that rewards get as `answer` where no column has that name."""
@@ -148,26 +150,21 @@ class RowReader:
         self.has_pairs = {"chosen", "rejected"} <= self._columns
         self.form = self._find_form()
         self.answer = self._find_answer()
-        self._joined = [
-            name for name in (self.form.joined if self.form else ()) if name in self._columns
-        ]
-        self._system = next((name for name in SYSTEM_COLUMNS if name in self._columns), None)
+        self._joined = self._present(self.form.joined if self.form else ())
+        self._system = self._first(SYSTEM_COLUMNS)
         self._has_history = "history" in self._columns
-        self._reasoning = next(
-            (name for name in REASONING_COLUMNS if name in self._columns), None
-        )
-        if self.answer is None or not needs.as_chat or needs.kind == "prompts":
-            self._reasoning = None
-        self._has_tools = needs.as_chat and "tools" in self._columns
-        self._has_arguments = needs.as_chat and "chat_template_kwargs" in self._columns
-        self._whole_answers = [
-            name for name in ("chosen", "completion") if name in self._columns
-        ]
-        self._has_image_columns = not self._columns.isdisjoint(IMAGE_COLUMNS)
-        self._beside = ["tools"] * self._has_tools + [
-            "chat_template_kwargs"
-        ] * self._has_arguments
         self._is_plain = not (self._joined or self._system or self._has_history)
+        learns_turns = needs.as_chat and needs.kind != "prompts" and self.answer is not None
+        self._reasoning = self._first(REASONING_COLUMNS) if learns_turns else None
+        self._for_template = self._present(TEMPLATE_COLUMNS if needs.as_chat else ())
+        self._whole_answers = self._present(("chosen", "completion"))
+        self._has_image_columns = not self._columns.isdisjoint(IMAGE_COLUMNS)
+
+    def _present(self, names: Sequence[str]) -> list[str]:
+        return [name for name in names if name in self._columns]
+
+    def _first(self, names: Sequence[str]) -> str | None:
+        return next(iter(self._present(names)), None)
 
     def _find_form(self) -> Form | None:
         if (name := self.needs.prompt_column) is not None:
@@ -199,10 +196,9 @@ class RowReader:
             if "answer" in self._columns:
                 return "answer"
             if self.form is not None and self.form.question == "problem":
-                return next((name for name in ("solution",) if name in self._columns), None)
+                return self._first(("solution",))
             return next((name for name in GOLD_COLUMNS if self._has_cell(name)), None)
-        candidates = self.form.answers if self.form else ()
-        return next((name for name in candidates if name in self._columns), None)
+        return self._first(self.form.answers if self.form else ())
 
     def _has_cell(self, name: str) -> bool:
         return name in self._columns or (
@@ -305,11 +301,9 @@ class RowReader:
             answers = self._conversation(row)
         else:
             answers = self._answered(row)
-        if isinstance(answers, Row):
-            if self._has_tools:
-                answers.tools = self.tools(row)
-            if self._has_arguments:
-                answers.template_arguments = self.template_arguments(row)
+        if isinstance(answers, Row) and self._for_template:
+            answers.tools = self.tools(row)
+            answers.template_arguments = self.template_arguments(row)
         return answers
 
     @property
@@ -340,15 +334,9 @@ class RowReader:
     ) -> Row | str:
         """Return question and answers as texts, or all as chat turns; answers that repeat the question lose it."""
         contents = (question, *answers.values())
-        asked = (
-            question
-            if isinstance(question, str)
-            else question[-1]["content"]
-            if question
-            else ""
-        )
-        if (asked := (asked or "").strip()) and any(
-            isinstance(answer, str) and answer.lstrip().startswith(asked)
+        last_words = last_text(question).strip()
+        if last_words and any(
+            isinstance(answer, str) and answer.lstrip().startswith(last_words)
             for answer in answers.values()
         ):
             self.notes[
@@ -357,9 +345,8 @@ class RowReader:
         if not self.needs.as_chat and all(isinstance(content, str) for content in contents):
             return Row(question, answers)
         turns = self._turns(question) if isinstance(question, str) else question
-        was_dialogue = isinstance(text := row.cell(self._question_name or ""), str) and (
-            is_dialogue(text)
-        )
+        text = row.cell(self._question_name or "")
+        was_dialogue = isinstance(text, str) and is_dialogue(text)
         if turns and turns[-1]["role"] == "assistant":
             raise DataError(
                 f"the prompt ({self._question_name!r}) ends with an assistant turn in {row.place}; "
@@ -472,8 +459,7 @@ class RowReader:
 
     def tools(self, row: TableRow) -> Sequence[Any]:
         """Return the tools that the chat template lists before the question."""
-        value = row.cell("tools") if self._has_tools else None
-        value = _parsed(value, "tools", row)
+        value = self._template_cell(row, "tools")
         if value is None:
             return _NO_TOOLS
         if not isinstance(value, Sequence) or not all(
@@ -486,8 +472,7 @@ class RowReader:
 
     def template_arguments(self, row: TableRow) -> dict[str, Any]:
         """Return the row's own arguments of the chat template."""
-        value = row.cell("chat_template_kwargs") if self._has_arguments else None
-        value = _parsed(value, "chat_template_kwargs", row)
+        value = self._template_cell(row, "chat_template_kwargs")
         if value is None:
             return {}
         if not isinstance(value, Mapping):
@@ -495,6 +480,9 @@ class RowReader:
                 f"'chat_template_kwargs' is {type(value).__name__} in {row.place}; it is an object"
             )
         return {str(key): item for key, item in value.items() if item is not None}
+
+    def _template_cell(self, row: TableRow, column: str) -> Any:
+        return _parsed(row, column) if column in self._for_template else None
 
     def note_missing_gold(self, row: TableRow) -> None:
         value = row.cell(self.answer) if self.answer else ()
@@ -508,7 +496,9 @@ class RowReader:
         assert self.answer is not None
         value = row.cell(self.answer)
         is_worked = self.answer == "solution" and self.needs.answer_column is None
-        return last_boxed(value) or value if is_worked and isinstance(value, str) else value
+        if is_worked and isinstance(value, str):
+            return last_boxed(value) or value
+        return value
 
     @property
     def used(self) -> set[str]:
@@ -519,11 +509,11 @@ class RowReader:
             self._system,
             self._reasoning,
             *self._joined,
+            *self._for_template,
             *IMAGE_COLUMNS,
         }
         if self._has_history:
             used.add("history")
-        used.update(self._beside)
         if self.reads_pairs:
             used |= {"chosen", "rejected", "margin"}
         if self.needs.kind == "labelled":
@@ -576,7 +566,7 @@ class RowReader:
         parts = [f"question from {question or self.prompt_column or 'the environment'}"]
         if answer:
             parts.append(f"answer from {answer}")
-        return ", ".join([*parts, *self._beside])
+        return ", ".join([*parts, *self._for_template])
 
 
 def _text_of(row: TableRow, column: str | None) -> str:
@@ -595,7 +585,7 @@ def _text_of(row: TableRow, column: str | None) -> str:
 
 def _history(row: TableRow) -> list[Message]:
     """Return the earlier turns of Alpaca's `history`: a list of questions with their answers."""
-    value = _parsed(row.cell("history"), "history", row) or []
+    value = _parsed(row, "history") or []
     if value and isinstance(value[0], Mapping):
         listed = content_of(row, "history", {})
         assert not isinstance(listed, str)
@@ -617,8 +607,9 @@ def _history(row: TableRow) -> list[Message]:
     return turns
 
 
-def _parsed(value: Any, column: str, row: TableRow) -> Any:
+def _parsed(row: TableRow, column: str) -> Any:
     """Return the value of a cell that may hold JSON in a text; None where it is empty."""
+    value = row.cell(column)
     if not isinstance(value, str):
         return value
     if not value.strip():
@@ -631,12 +622,17 @@ def _parsed(value: Any, column: str, row: TableRow) -> Any:
         ) from None
 
 
+def last_text(content: Content) -> str:
+    """Return a text itself, or the text of the last turn; empty where there is none."""
+    if isinstance(content, str):
+        return content
+    return (content[-1].get("content") or "") if content else ""
+
+
 def _is_empty(content: Content) -> bool:
     """Tell whether there is nothing to learn from: no turns, blank text, or a last turn that is blank."""
-    if isinstance(content, str):
-        return not content.strip()
-    last = content[-1] if content else {}
-    return not (last.get("content") or "").strip() and not last.get("tool_calls")
+    calls = not isinstance(content, str) and content and content[-1].get("tool_calls")
+    return not last_text(content).strip() and not calls
 
 
 def _split_answer(

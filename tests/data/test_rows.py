@@ -331,10 +331,13 @@ def test_the_plan_says_what_looks_odd(row: dict[str, Any], note: str, tmp_path: 
 def test_the_plan_counts_prompts_without_an_answer_and_lists_that_are_text(
     tmp_path: Path,
 ) -> None:
-    answers = [None, "", [], float("nan"), "3", 0]
+    answers: list[Any] = [None, "", [], float("nan"), "3", 0]
     rows = [{"prompt": "Q?", "answer": answer} for answer in answers]
     rows.append({"prompt": '["Q?", "R?"]', "answer": "3"})
+    rows += [{"prompt": "Q?", "answer": answer} for answer in ({"result": 3}, {"value": 3})]
     notes = prompts(write_jsonl(tmp_path / "a.jsonl", rows)).reading["notes"]
+    unknown = notes.pop(0)
+    assert unknown.startswith("1 x answer has none of the keys value, aliases,"), notes
     assert [note.split(" is ")[0].split(" are ")[0] for note in notes] == [
         "4 x answer",
         "1 x questions in brackets",

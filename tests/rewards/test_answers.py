@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from tests.rewards.test_builtin import score
-from ycore.rewards.answers import gives, golds_of, holds, number_of, numbers_in, words_of
+from ycore.data.cells import golds_of
+from ycore.rewards.answers import gives, holds, number_of, numbers_in, words_of
 
 FOLDERS = [folder / "shared" / "cases" for folder in Path(__file__).parents]
 

@@ -14,7 +14,6 @@ import pytest
 
 from tests.rewards.pairs import Pair, pairs
 from tests.rewards.test_builtin import score
-from ycore.rewards.answers import golds_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "rewards.md"
 

@@ -1,4 +1,6 @@
-"""Read one cell as text or chat turns: lists of turns, JSON in text, dialogues in one text, ShareGPT's names."""
+"""Read one cell: as text or chat turns (lists of turns, JSON in text, dialogues in one text, ShareGPT's names), or as
+the answers that a row accepts.
+"""
 
 import ast
 import json
@@ -24,6 +26,18 @@ ROLES = {
     **dict.fromkeys(("function_call", "tool_call"), "assistant"),
 }
 """The role that a dataset's name for a writer stands for."""
+
+GOLD_KEYS = (
+    "value",
+    "aliases",
+    "normalized_value",
+    "normalized_aliases",
+    "text",
+    "answer",
+    "answers",
+    "ground_truth",
+)
+"""The keys of a mapping under which it has accepted answers."""
 
 _CALLS = ("function_call", "tool_call")
 _TURN_KEYS = frozenset({"role", "from", "content", "value"})
@@ -218,3 +232,46 @@ def _gap_before(text: str, place: int) -> float:
     if not start:
         return inf
     return 0 if gap.rpartition("\n")[2].strip(" \t") else gap.count("\n")
+
+
+def golds_of(answer: Any) -> list[str]:
+    """Return the texts that a row accepts as its answer; none where it is empty or NaN.
+
+    `answer` is a text, a number, a list or array of them, or a mapping with `value`, `aliases` (TriviaQA), `text`
+    (SQuAD), `answer` or `ground_truth`, also as JSON, Python's or numpy's text of a mapping or of a list of texts. Of a
+    text only what follows the last `####` counts, with which GSM8K's worked solutions end.
+    """
+    if hasattr(answer, "tolist"):  # of numpy, from Parquet
+        answer = answer.tolist()
+    if isinstance(answer, Mapping):
+        answer = [answer[key] for key in GOLD_KEYS if key in answer]
+    if isinstance(answer, list | tuple | set):
+        return list(dict.fromkeys(gold for item in answer for gold in golds_of(item)))
+    if answer is None or answer != answer:
+        return []
+    gold = str(answer).rpartition("####")[2].strip()
+    if not gold or gold.lower() == "nan":
+        return []
+    return [gold, *_listed_golds(gold)] if gold[0] in "[{" else [gold]
+
+
+def _listed_golds(text: str) -> list[str]:
+    """Return the accepted answers that a text lists; none where it is an answer itself, as `[1, 2]`."""
+    try:
+        value = parse_literal(
+            re.sub(r"(?<=['\"])\s+(?=['\"])", ", ", text)
+        )  # numpy's text has no commas
+    except ValueError:
+        return []
+    are_texts = isinstance(value, list) and all(isinstance(item, str) for item in value)
+    return golds_of(value) if are_texts or isinstance(value, dict) else []
+
+
+def until_closed(text: str) -> str | None:
+    """Return a text up to the brace that closes what it continues; None where it stays open."""
+    depth = 1
+    for place, character in enumerate(text):
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if not depth:
+            return text[:place]
+    return None

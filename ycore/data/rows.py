@@ -10,12 +10,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ycore.data.cells import (
+    GOLD_KEYS,
     IMAGE_COLUMNS,
     check_characters,
     content_of,
+    golds_of,
     is_dialogue,
     parse_literal,
     to_messages,
+    until_closed,
 )
 from ycore.data.table import Table, TableRow
 from ycore.errors import DataError
@@ -485,11 +488,13 @@ class RowReader:
         return _parsed(row, column) if column in self._for_template else None
 
     def note_missing_gold(self, row: TableRow) -> None:
-        value = row.cell(self.answer) if self.answer else ()
-        if value is None or value == "" or value == [] or value != value:
-            self.notes[
-                f"{self.answer} is empty: rewards that compare it do not score the row"
-            ] += 1
+        if self.answer is None or golds_of(value := row.cell(self.answer)):
+            return
+        is_unknown = isinstance(value, Mapping) and value.keys().isdisjoint(GOLD_KEYS)
+        problem = f"has none of the keys {', '.join(GOLD_KEYS)}" if is_unknown else "is empty"
+        self.notes[
+            f"{self.answer} {problem}: rewards that compare it do not score the row"
+        ] += 1
 
     def gold(self, row: TableRow) -> Any:
         """Return what rewards get as `answer`; of a worked solution that boxes its result, the result."""
@@ -712,14 +717,8 @@ _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 def last_boxed(solution: str) -> str | None:
     r"""Return what the last `\boxed{...}` of a worked solution holds; None where there is none."""
     marks = list(_BOXED.finditer(solution))
-    if not marks:
-        return None
-    depth = 1
-    for place in range(marks[-1].end(), len(solution)):
-        depth += {"{": 1, "}": -1}.get(solution[place], 0)
-        if depth == 0:
-            return solution[marks[-1].end() : place].strip()
-    return None
+    closed = until_closed(solution[marks[-1].end() :]) if marks else None
+    return None if closed is None else closed.strip()
 
 
 def renamed(table: Table, columns: Mapping[str, str]) -> Table:

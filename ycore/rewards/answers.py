@@ -5,14 +5,14 @@ may end behind every letter, and in Korean particles may follow one.
 """
 
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 import regex
 
-from ycore.data.cells import parse_literal
+from ycore.data.cells import until_closed
 from ycore.types import THINKING, THOUGHT_TAG, Content, ends_thinking
 
 _UNSPACED = r"\p{Han}\p{Hiragana}\p{sc=Thai}\p{sc=Lao}\p{sc=Khmer}\p{sc=Myanmar}"
@@ -107,16 +107,6 @@ _NUMBER = regex.compile(
     regex.V1,
 )
 _UNIT = regex.compile(r"\s?((?:[\p{L}\u00b0\u00b5][^\s\d]*\s?){1,3})", regex.V1)
-_ALIASES = (
-    "value",
-    "aliases",
-    "normalized_value",
-    "normalized_aliases",
-    "text",
-    "answer",
-    "answers",
-    "ground_truth",
-)
 _BOX = "\\boxed{"
 
 
@@ -201,45 +191,8 @@ def final_answer(text: str) -> str:
 def boxed(text: str) -> str | None:
     """Return what is in the last `\\boxed{...}` of a text; None where there is none."""
     _, box, inside = text.rpartition(_BOX)
-    depth = 1
-    for end, character in enumerate(inside):
-        depth += {"{": 1, "}": -1}.get(character, 0)
-        if not depth:
-            return inside[:end]
-    return inside if box else None
-
-
-def golds_of(answer: Any) -> list[str]:
-    """Return the texts that a row accepts as its answer; none where it is empty or NaN.
-
-    `answer` is a text, a number, a list or array of them, or a mapping with `value`, `aliases` (TriviaQA), `text`
-    (SQuAD), `answer` or `ground_truth`, also as JSON, Python's or numpy's text of a mapping or of a list of texts. Of a
-    text only what follows the last `####` counts, with which GSM8K's worked solutions end.
-    """
-    if hasattr(answer, "tolist"):  # of numpy, from Parquet
-        answer = answer.tolist()
-    if isinstance(answer, Mapping):
-        answer = [answer[key] for key in _ALIASES if key in answer]
-    if isinstance(answer, list | tuple | set):
-        return list(dict.fromkeys(gold for item in answer for gold in golds_of(item)))
-    if answer is None or answer != answer:
-        return []
-    gold = str(answer).rpartition("####")[2].strip()
-    if not gold or gold.lower() == "nan":
-        return []
-    return [gold, *_listed_golds(gold)] if gold[0] in "[{" else [gold]
-
-
-def _listed_golds(text: str) -> list[str]:
-    """Return the accepted answers that a text lists; none where it is an answer itself, as `[1, 2]`."""
-    try:
-        value = parse_literal(
-            regex.sub(r"(?<=['\"])\s+(?=['\"])", ", ", text)
-        )  # numpy's text has no commas
-    except ValueError:
-        return []
-    are_texts = isinstance(value, list) and all(isinstance(item, str) for item in value)
-    return golds_of(value) if are_texts or isinstance(value, dict) else []
+    closed = until_closed(inside)
+    return (inside if closed is None else closed) if box else None
 
 
 def number_of(text: str) -> Number | None:

@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ycore.config.schema import RewardConfig, Strict
+from ycore.data.cells import golds_of
 from ycore.errors import RewardError
 from ycore.rewards.answers import (
     answer_text,
@@ -24,7 +25,6 @@ from ycore.rewards.answers import (
     completion_text,
     for_math_verify,
     gives,
-    golds_of,
     holds,
     number_of,
     numbers_in,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import httpx
 
 from ycore.config.schema import RewardConfig, RunConfig
+from ycore.data.cells import golds_of
 from ycore.data.prompts import PromptSet
 from ycore.engine.judge_engine import QuestionRefused, RemoteTeacher, key_header
 from ycore.engine.kinds import VLLM, EngineKind
@@ -26,7 +27,6 @@ from ycore.judge.sources import (
 from ycore.models.folder import read_settings
 from ycore.models.names import resolve_model
 from ycore.placement.placement import REWARD_MODEL, ROLLOUT, TEACHER
-from ycore.rewards.answers import golds_of
 from ycore.rewards.builtin import (
     REFERENCE,
     Reference,

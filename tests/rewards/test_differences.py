@@ -14,6 +14,7 @@ import pytest
 
 from tests.rewards.pairs import Pair, pairs
 from tests.rewards.test_builtin import score
+from ycore.data.cells import golds_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "rewards.md"
 

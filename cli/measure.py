@@ -12,8 +12,6 @@ from ycore_cli.output import print_json, print_line, print_table, stdout_for_jso
 if TYPE_CHECKING:
     from ycore.config.schema import RunConfig
 
-_CUT_OFF_WARNS = 0.25  # the share of completions, as in a preflight
-
 Top = Annotated[int | None, typer.Option(metavar="N", help="Ways to show.", min=1)]
 
 
@@ -199,7 +197,7 @@ def evaluate_models(
                 print_table(plan_rows(plan))
         if not dry_run:
             results = run_evaluations(configs)
-    advice = _length_advice(configs, results)
+    advice = [] if dry_run else _length_advice(configs, results)
     result: Mapping[str, Any] = results
     lines: list[list[str]] = []
     if len(configs) == 1:
@@ -220,11 +218,13 @@ def evaluate_models(
 def _length_advice(
     configs: "Sequence[RunConfig]", summaries: Mapping[str, Mapping[str, Any]]
 ) -> list[str]:
-    """Advise a longer `--max-tokens` for each model of whose completions many are cut off."""
+    """Advise a longer `--max-tokens` for each model of whose completions as many are cut off as a preflight warns of."""
+    from ycore.evaluation.preflight import TRUNCATED_WARNS
+
     lines = []
     for config in configs:
         cut_off = summaries[config.model].get("cut_off", 0.0)
-        if cut_off > _CUT_OFF_WARNS:
+        if cut_off > TRUNCATED_WARNS:
             lines.append(
                 f"{cut_off:.0%} of the completions of {config.model} are cut off at {config.max_tokens} tokens; a "
                 f"longer --max-tokens would let more of them end, e.g. --max-tokens {4 * config.max_tokens}"

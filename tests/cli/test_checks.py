@@ -183,13 +183,15 @@ def test_other_dry_runs_print_one_json_object_too(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_local_dry_run_imports_nothing_heavy(place: Path) -> None:
+@pytest.mark.parametrize("command", ["grpo", "preflight"])
+def test_a_local_dry_run_imports_nothing_heavy(command: str, place: Path) -> None:
     code = (
         "import sys; from ycore_cli.main import run; status = run(sys.argv[1:]); "
         "heavy = ('torch', 'trl', 'vllm', 'transformers', 'datasets'); "
         "print(status, [name for name in heavy if name in sys.modules])"
     )
     arguments = (GRPO + "--learning-rate 1e-5").format(place=place).split()
+    arguments[0] = command
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],
         capture_output=True,

@@ -15,7 +15,6 @@ from pydantic import TypeAdapter
 
 from ycore.evaluation.evaluator import own_model, started
 from ycore.evaluation.held_out import mean_of_known
-from ycore.round.sampling import DrawSource, Rules
 from ycore.run.files import write_json_atomic
 from ycore.run.reports import run_alone
 from ycore.scoring.group_rewards import total_reward
@@ -23,6 +22,7 @@ from ycore.types import Group, Prompt
 
 if TYPE_CHECKING:
     from ycore.round.assemble import Assembly
+    from ycore.round.sampling import Rules
 
 _NUM_SAMPLES = 4
 
@@ -158,6 +158,8 @@ def _run_round(
     parts: "Assembly", prompts: Sequence[Prompt], recorded: dict[str, float]
 ) -> tuple[list[Group], dict[str, int]]:
     """Return the groups of a round, which fills `recorded`, and how often each problem kept a source from scoring."""
+    from ycore.round.sampling import DrawSource  # loads torch, which a verdict does without
+
     engines = parts.engines(own_model(parts))
     draws = DrawSource(
         prompts,
@@ -177,7 +179,7 @@ def _run_round(
 def add_groups(
     measured: PreflightMeasurements,
     groups: Sequence[Group],
-    rules: Rules,
+    rules: "Rules",
     names: Sequence[str],
 ) -> PreflightMeasurements:
     """Add what a round's groups show: shares, rewards, and the mean of every source."""

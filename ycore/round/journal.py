@@ -58,16 +58,27 @@ def states_of(controller: Any, *, of_round: bool = False) -> dict[str, Any]:
 
 
 def load_states(controller: Any, states: State) -> None:
+    """Load the state of every part; RunFolderError where that of one was not saved."""
     for name, part in PARTS.items():
-        owner = part.of(controller)
-        if owner is not None and states[name] is not None:
-            owner.load_state_dict(states[name])
+        state, owner = state_of(states, name), part.of(controller)
+        if owner is not None and state is not None:
+            owner.load_state_dict(state)
+
+
+def state_of(states: State, name: str) -> Any:
+    """Return the state of a part; RunFolderError where it was not saved, because ycore did not have the part then."""
+    if name not in states:
+        raise RunFolderError(
+            f"a checkpoint and a round hold the state of {', '.join(PARTS)}, and here {name} is missing, which an "
+            "earlier ycore did not save; go on with the version of ycore in run.json, or begin with another --output"
+        )
+    return states[name]
 
 
 def reshard_states(states: Sequence[State], *, world: int) -> list[dict[str, Any]]:
     """Return the states for `world` ranks, from those of all ranks before them, in order."""
     parts = {
-        name: part.reshard([state[name] for state in states], world)
+        name: part.reshard([state_of(state, name) for state in states], world)
         for name, part in PARTS.items()
     }
     return [{name: of_ranks[rank] for name, of_ranks in parts.items()} for rank in range(world)]
@@ -313,5 +324,5 @@ class ReplayedRounds:
                 f"{num_groups} of {self._group_size}; leave --prompts-per-step and --group-size as they were"
             )
         record_again(committed, self._record)
-        self.constraint_weights = committed.state["constraints"]
+        self.constraint_weights = state_of(committed.state, "constraints")
         return groups

@@ -10,6 +10,7 @@ from ycore_cli import options as o
 from ycore_cli.output import newest_run, print_json, print_line, print_table, stdout_for_json
 
 from ycore.errors import ConfigError, RunFolderError
+from ycore.run.paths import RunFolder
 
 if TYPE_CHECKING:
     from ycore.config.recipe_files import RecipeEntry
@@ -62,7 +63,13 @@ def report(
     ycore report runs/dapo runs/grpo --output dapo-and-grpo.html
     ycore report runs/quickstart --live
     """
-    runs = runs or [newest_run()]
+    if not runs:
+        runs = [
+            newest_run(
+                lambda run: live or once or _has_a_step(run),
+                need="ycore report needs one with a step",
+            )
+        ]
     if live or once:
         _follow(runs, once=once)
         return
@@ -81,6 +88,10 @@ def report(
     else:
         print_table([("page", str(written[0])), *(("", str(path)) for path in written[1:])])
         print_table([("damaged", problem) for run in made for problem in run.problems])
+
+
+def _has_a_step(run: RunFolder) -> bool:
+    return run.metrics.is_file() and run.metrics.stat().st_size > 0
 
 
 def _follow(runs: Sequence[Path], *, once: bool) -> None:
@@ -242,7 +253,6 @@ def _run_seed(
     from ycore.config.recipe_files import load_recipe
     from ycore.config.resolve import resolve_any
     from ycore.run.claim import changes, is_finished
-    from ycore.run.paths import RunFolder
 
     folder = RunFolder(root)
     base = load_recipe(recipe)

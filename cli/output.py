@@ -4,7 +4,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -51,14 +51,16 @@ def print_table(rows: Iterable[Sequence[str]]) -> None:
         print_line(line)
 
 
-def newest_run() -> Path:
-    """Find the newest run in `runs`, and say which it is; ConfigError where there is none."""
-    configs = sorted(Path("runs").glob("*/run.json"), key=lambda file: file.stat().st_mtime)
-    if not configs:
-        raise ConfigError("no run is named, and the folder runs has none; say e.g. runs/first")
-    run = configs[-1].parent
-    print_line(f"the newest run: {run}", stream=sys.stderr)
-    return run
+def newest_run(can_use: Callable[[RunFolder], bool], *, need: str) -> Path:
+    """Find the newest run in `runs` that a command can use, and say which it is; ConfigError with the `need` for none."""
+    configs = sorted(Path("runs").glob("*/run.json"), key=lambda file: -file.stat().st_mtime)
+    for config in configs:
+        if can_use(RunFolder(config.parent)):
+            print_line(f"the newest run: {config.parent}", stream=sys.stderr)
+            return config.parent
+    raise ConfigError(
+        f"no run is named, and {need}: the folder runs has none; say e.g. runs/first"
+    )
 
 
 def print_closing(config: "RunConfig") -> None:

@@ -99,9 +99,18 @@ def resume(
     ycore resume runs/first --resume-from 40 --learning-rate 1e-6 --accept-changes
     """
     from ycore.api.run_settings import complete_config
+    from ycore.api.running import can_go_on
     from ycore.config.resolve import resolve_any
 
-    words = [run or str(newest_run()), *context.args]
+    if run is None:
+        for_longer = steps is not None or resume_from is not None
+        run = str(
+            newest_run(
+                lambda folder: can_go_on(folder, for_longer=for_longer),
+                need="ycore resume needs one that is not finished, or --steps",
+            )
+        )
+    words = [run, *context.args]
     folder_word = _folder_among(words)
     words.remove(folder_word)
     folder = Path(folder_word).expanduser().absolute()

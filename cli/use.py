@@ -96,7 +96,13 @@ def chat(
     from ycore.api import trained
     from ycore.api.trained import Chat, ChatSettings
 
-    model = model or str(newest_run())
+    if model is None:
+        model = str(
+            newest_run(
+                lambda run: trained.has_language_model(run, best=best),
+                need="ycore chat needs one with a saved model",
+            )
+        )
     names = [model] if against is None else [model, against]
     folders = [trained.language_model(name, best=best and name == model) for name in names]
     before = [trained.turns_before(name, system_prompt=system_prompt) for name in names]

@@ -11,7 +11,7 @@ from ycore_cli.main import run
 from ycore.api import trained
 
 EXAMPLE = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "1"}]
-CONFIG = {"system_prompt": "Add.", "few_shot": EXAMPLE}
+CONFIG = {"algorithm": "grpo", "system_prompt": "Add.", "few_shot": EXAMPLE}
 
 
 class Echo(trained.Chat):
@@ -32,8 +32,8 @@ class Echo(trained.Chat):
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the runs `a`, which has a system prompt and examples, and `b`; somebody types `hi` there."""
-    for name, config in (("a", CONFIG), ("b", {})):
-        (tmp_path / name).mkdir()
+    for name, config in (("a", CONFIG), ("b", {"algorithm": "sft"})):
+        (tmp_path / name / "model").mkdir(parents=True)
         (tmp_path / name / "run.json").write_text(json.dumps({"config": config}))
     typed = iter(["hi"])
     monkeypatch.chdir(tmp_path)
@@ -76,12 +76,55 @@ def test_the_newest_run_is_taken_where_none_is_named(
     assert run(["chat"]) == 0
     said = capsys.readouterr()
     assert said.err == "the newest run: runs/a\n" and "Add.|1|1|hi" in said.out
-    stored = json.dumps(
-        {"config": {"algorithm": "eval"}}
-    )  # which has no report, and does not go on
-    (root / "runs" / "a" / "run.json").write_text(stored)
-    assert run(["report"]) == run(["resume"]) == 2
-    assert capsys.readouterr().err.count("the newest run: runs/a\n") == 2
+
+
+def write_run(name: str, algorithm: str, *files: str) -> None:
+    """Write a run with these files into `runs`, newer than those that are there."""
+    folder = Path("runs") / name
+    for file in ("run.json", *files):
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text('{"status": "finished"}\n')
+    config = {"algorithm": algorithm, "steps": 4}
+    (folder / "run.json").write_text(json.dumps({"config": config}))
+    seconds = len(list(Path("runs").iterdir()))
+    os.utime(folder / "run.json", (seconds, seconds))
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("chat", "finished"),
+        ("chat --best", "stopped"),
+        ("report", "finished"),
+        ("report --once", "evaluation"),
+        ("resume", "stopped"),
+        ("resume --steps 8", "reward"),
+    ],
+)
+def test_the_newest_run_is_one_that_the_command_can_use(
+    root: Path, words: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two of the newer ones have no model that writes, two have no step, and one has nothing to go on with."""
+    write_run("stopped", "grpo", "best/x", "logs/trainer.log")
+    write_run("finished", "grpo", "model/x", "metrics.jsonl", "summary.json")
+    write_run("reward", "reward", "model/x", "summary.json")
+    write_run("preflight", "grpo", "logs/preflight.log", "summary.json")
+    write_run("evaluation", "eval", "eval.json", "summary.json")
+    run(words.split())
+    assert capsys.readouterr().err.startswith(f"the newest run: runs/{name}\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "need"),
+    [("chat", "a saved model"), ("report", "a step"), ("resume", "not finished, or --steps")],
+)
+def test_where_no_run_can_be_used_the_need_is_said(
+    root: Path, command: str, need: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run("evaluation", "eval", "summary.json")
+    assert run([command]) == 2
+    said = capsys.readouterr().err
+    assert f"ycore {command} needs one " in said and need in said and "say e.g. runs/" in said
 
 
 def test_a_form_that_is_none_is_refused_in_our_words(

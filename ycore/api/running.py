@@ -14,7 +14,7 @@ from ycore.config.schema import AnyConfig, BaseConfig, RunConfig, TuneConfig, a_
 from ycore.config.trl_arguments import trl_arguments
 from ycore.data.examples import load_examples
 from ycore.errors import ConfigError
-from ycore.launch.launcher import TRAINER, run_worker
+from ycore.launch.launcher import PREFLIGHT, TRAINER, run_worker
 from ycore.launch.layout import Site, site_of
 from ycore.models.folder import check_adapter_targets
 from ycore.models.names import (
@@ -25,7 +25,7 @@ from ycore.models.names import (
     sighted_family,
 )
 from ycore.run.checkpoints import MIN_KEPT
-from ycore.run.claim import AS_IT_WAS, Resume, check_claim
+from ycore.run.claim import AS_IT_WAS, Resume, check_claim, is_finished, stored_config
 from ycore.run.paths import RunFolder
 from ycore.run.resuming import check_checkpoint, check_replay, check_world, settle
 from ycore.run.secrets import redact
@@ -163,6 +163,13 @@ def training_plan(
     if isinstance(config, RunConfig):
         _check_kept_rounds(config)
     return plan
+
+
+def can_go_on(folder: RunFolder, *, for_longer: bool) -> bool:
+    """Whether the folder holds a training run that can go on; a finished one can where it is to go on for longer."""
+    measures = stored_config(folder).get("algorithm") == "eval"
+    is_preflight = folder.log(PREFLIGHT.name).is_file()
+    return not (measures or is_preflight) and (for_longer or not is_finished(folder))
 
 
 def _check_kept_rounds(config: RunConfig) -> None:

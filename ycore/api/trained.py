@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ycore.config.algorithms import find_algorithm
+from ycore.config.algorithms import ALGORITHMS, find_algorithm
 from ycore.engine.commands import EngineSpec, engine_command, engine_environment, kv_cache_gib
 from ycore.errors import ModelError, RunError, RunFolderError
 from ycore.launch.engines import model_length
@@ -47,6 +47,13 @@ def trained_model(name: str, *, best: bool = False) -> str:
             f"the run {folder.root} {problem}; `ycore resume {shlex.quote(str(folder.root))}` goes on with a stopped run"
         )
     return str(model)
+
+
+def has_language_model(run: RunFolder, *, best: bool) -> bool:
+    """Whether the run has saved a model that writes text."""
+    algorithm = ALGORITHMS.get(read_json(run.config)["config"].get("algorithm"))
+    writes = algorithm is not None and not algorithm.trains_reward_model
+    return writes and (run.best if best else run.model).is_dir()
 
 
 def language_model(name: str, *, best: bool = False) -> Path:

@@ -41,19 +41,23 @@ class PanelCommand(TyperCommand):
     shows_all = False
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if "--help-all" in args:
-            self.shows_all, args = True, ["--help"]
+        self.shows_all = "--help-all" in args
+        if self.shows_all:
+            args = ["--help"]
         if not ctx.resilient_parsing:
             self._refuse_misread_words(ctx, args)
         return super().parse_args(ctx, args)
 
     def _refuse_misread_words(self, ctx: Any, args: list[str]) -> None:
-        """Refuse an option that comes twice but takes one value, and an option as the value of the one before it."""
+        """Refuse an option that comes twice but takes one value, and an option as the value of the one before it.
+
+        A callback of an option sees its last value alone, so the words are parsed for their order first.
+        """
         values, _, parameters = self.make_parser(ctx).parse_args(args=list(args))
         known = {
             option
             for parameter in self.get_params(ctx)
-            for option in parameter.opts
+            for option in (*parameter.opts, *parameter.secondary_opts)
             if option.startswith("-")
         }
         for parameter, count in Counter(parameters).items():

@@ -92,6 +92,7 @@ BAD: tuple[tuple[str, str], ...] = (
     ("--lora --full", "--lora takes one value"),
     ("--weight-decay 0 --max-steps 3 --max-steps 4", "--max-steps is given twice"),
     ("--model --seed 1", "--model needs a value, and --seed follows it"),
+    ("--preset --full", "--preset needs a value, and --full follows it"),
     ("-x", "no option -x"),
     ("stray", "'stray' is not an option; a value follows its option, e.g. --steps 100"),
     ("--steps", "option '--steps' requires an argument"),

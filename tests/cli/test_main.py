@@ -129,6 +129,8 @@ def test_options_are_in_panels(name: str, capfd: pytest.CaptureFixture[str]) -> 
     assert len(usual.splitlines()) <= 70
     assert run([name, "--help-all"]) == 0
     every = capfd.readouterr().out
+    assert run([name, "--help"]) == 0
+    assert capfd.readouterr().out == usual
     places = [every.index(f"\n{panel}:\n") for panel in PANELS if f"\n{panel}:\n" in every]
     assert len(places) >= 5 and places == sorted(places)
     for option in group().commands[name].params:

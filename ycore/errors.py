@@ -66,15 +66,18 @@ class Interrupted(YcoreError):
 
 
 def nearest(name: str, known: Iterable[str], *, limit: int = 3) -> str:
-    """The way out of a mistyped name: `"; did you mean 'a' or 'b'?"`, or nothing when none is near."""
+    """The way out of a mistyped name: `"; did you mean 'a' or 'b'?"`, or nothing when none is near.
+
+    Near are names with most of its letters in order, or with one of three letters another, or with its beginning.
+    """
     bare_name = name.lstrip("-")
     known_names = {option.lstrip("-"): option for option in known}
-    matches = difflib.get_close_matches(bare_name, known_names, n=limit, cutoff=0.7)
-    if not matches and bare_name:
-        short = difflib.get_close_matches(bare_name, known_names, n=limit, cutoff=0.66)
-        matches = [other for other in short if len(other) == len(bare_name)]  # `stf` is `sft`
-        matches = matches or [other for other in known_names if other.startswith(bare_name)]
-        matches = matches[:limit]
+    as_long = [other for other in known_names if len(other) == len(bare_name)]
+    matches = (
+        difflib.get_close_matches(bare_name, known_names, n=limit, cutoff=0.7)
+        or difflib.get_close_matches(bare_name, as_long, n=limit, cutoff=0.66)
+        or [other for other in known_names if bare_name and other.startswith(bare_name)][:limit]
+    )
     if not matches:
         return ""
     return f"; did you mean {' or '.join(repr(known_names[match]) for match in matches)}?"

@@ -430,7 +430,8 @@ def _trl_options(
         elif name not in fields or not option.startswith("--"):
             known = [*declared, *(field.option for field in fields.values())]
             words = _familiar_words(option.replace("_", "-"), str(value or "VALUE"), entry)
-            hint = f"; say {words}" if words else nearest(option, known, limit=1)
+            works_here = words is not None and words.split()[0] in known
+            hint = f"; say {words}" if works_here else nearest(option, known, limit=1)
             raise ConfigError(f"no option {option}{hint}")
         elif not equals and value is not None:
             rest.pop(0)
@@ -453,7 +454,9 @@ def _familiar_words(option: str, value: str, entry: AlgorithmEntry) -> str | Non
     file = files("ycore.config").joinpath("familiar_options.yaml")
     familiar = yaml.safe_load(file.read_text(encoding="utf-8"))
     kind = entry.learns_from if isinstance(entry, Algorithm) else "rollouts"
-    words: str | None = (familiar["any"] | familiar[kind]).get(option)
+    words: str | None = (familiar["any"] | familiar[kind] | familiar.get(entry.name, {})).get(
+        option
+    )
     return words and words.replace("{}", shlex.quote(value))
 
 

@@ -19,7 +19,7 @@ TABLE = [
     (COMMANDS[kind], option, words)
     for kind in COMMANDS
     for option, words in {**FAMILIAR["any"], **FAMILIAR[kind]}.items()
-]
+] + [("eval", option, words) for option, words in FAMILIAR["eval"].items()]
 VALUES = {
     "--dtype": "float32", "--torch-dtype": "bfloat16", "--gpu-memory-utilization": "0.5", "--optimizer": "adamw_torch",
     "--scheduler": "cosine", "--lr-scheduler": "cosine", "--adv-estimator": "rloo", "--logger": "wandb",
@@ -38,12 +38,14 @@ def resolve_line(command: str, words: list[str]) -> object:
     """Resolve the config of a command line as the command does."""
     group = typer.main.get_command(app)
     first = ["--model", "m", "--dataset", "d"]
-    if command == "grpo" and "--reward" not in words:
+    if command != "sft" and "--reward" not in words:
         first += ["--reward", "exact_answer"]
     for option in ("--model", "--dataset"):
         if option in words:
             del first[first.index(option) : first.index(option) + 2]
     context = group.commands[command].make_context(command, [*first, *words])
+    if command == "eval":  # it takes several, one run each
+        (context.params["model"],) = context.params["model"]
     keys = typed_keys(context, algorithm=command) | {"algorithm": command}
     return resolve(sets=context.params["set_"] or (), options={"output": "o", **keys})
 
@@ -57,6 +59,12 @@ def test_the_words_of_the_error_work(command: str, option: str, words: str) -> N
     assert said == f"no option {option}; say {words.replace('{}', value)}"
     advice = re.sub(r" \(.*\)$", "", said.partition("; say ")[2]).replace(" N", " 2")
     resolve_line(command, shlex.split(advice.replace("=N", "=2")))
+
+
+@pytest.mark.parametrize("option", ["--gpus", "--epochs", "--adv-estimator"])
+def test_words_whose_option_the_command_lacks_are_not_said(option: str) -> None:
+    with pytest.raises(ConfigError, match=f"^no option {option}$"):
+        resolve_line("eval", [option, "2"])
 
 
 def test_there_are_sixty_of_them() -> None:

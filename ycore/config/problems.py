@@ -69,7 +69,8 @@ def unknown_key(path: Path, entry: AlgorithmEntry) -> ConfigError:
     if commands:
         has_it = " and ".join(f"ycore {command}" for command in commands[:2])
         return ConfigError(
-            f"{name} is of {has_it}, and this is ycore {entry.name}; leave it out, or take ycore {commands[0]}"
+            f"{name} is of {has_it}, and this is ycore {entry.name}; leave it out, or take ycore {commands[0]}; "
+            f"--set {name}=null leaves a recipe's out"
         )
     model: type[BaseModel] | None = entry.config
     for part in parents:

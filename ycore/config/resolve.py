@@ -65,8 +65,9 @@ def resolve_any(
     plain, indexed = parse_sets(sets)
     layers = [recipe or {}, plain, options or {}]
     entry = find_entry(_topmost("algorithm", layers) or "grpo")
-    if entry.name == "eval":
-        layers[0] = _keys_for_evaluation(layers[0], entry)
+    if entry.name == "eval":  # of a training recipe it takes the keys that it has
+        recipe_keys = layers[0].items()
+        layers[0] = {key: value for key, value in recipe_keys if not _is_of_others(key, entry)}
     if isinstance(entry, Algorithm):
         preset = _topmost("preset", layers)
         if preset is not None:
@@ -75,9 +76,11 @@ def resolve_any(
     merged: dict[str, Any] = {"algorithm": entry.name}
     for layer in layers:
         merged = merge(merged, _normalised(layer, entry))
-    for key in [name for name, value in merged.items() if value is None]:
-        if key not in entry.config.model_fields and commands_with(key):
-            del merged[key]  # `critic=null` takes the critic of a PPO recipe away
+    merged = {
+        key: value
+        for key, value in merged.items()
+        if value is not None or not _is_of_others(key, entry)  # `critic=null`: without a critic
+    }
     if isinstance(entry, Algorithm) and entry.learns_from == "rollouts":
         _fill_in_rollout_keys(merged)
     for path, value in indexed:
@@ -98,13 +101,9 @@ def _preset_layer(name: str, entry: AlgorithmEntry) -> dict[str, Any]:
     return layer
 
 
-def _keys_for_evaluation(recipe: Mapping[str, Any], entry: AlgorithmEntry) -> dict[str, Any]:
-    """Drop the keys of a training recipe that an evaluation does not have."""
-    return {
-        key: value
-        for key, value in recipe.items()
-        if key in entry.config.model_fields or not commands_with(key)
-    }
+def _is_of_others(key: str, entry: AlgorithmEntry) -> bool:
+    """Whether other algorithms have the key, and this one has not."""
+    return key not in entry.config.model_fields and bool(commands_with(key))
 
 
 def _fill_in_rollout_keys(merged: dict[str, Any]) -> None:

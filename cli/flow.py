@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from ycore_cli import options as o
-from ycore_cli.train import train
+from ycore_cli.train import train_as_typed
 
 from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
@@ -64,34 +64,7 @@ def flow(context: typer.Context, **options: Any) -> None:
     ycore flow --recipe digits
     ycore flow --model my-model --dataset prompts.jsonl --reward rewards.py:score --eval-reward judge.py:reads
     """
-    from ycore.api.run_settings import complete_config, stored_settings
-    from ycore.config.recipe_files import load_recipe, recipe_name
-    from ycore.config.resolve import resolve_any
-
-    resume = options["resume"] or options["resume_from"] is not None
-    keys, recipe = o.config_keys(options), options["recipe"]
-    if options["report_to"] is not None:
-        keys["trl"] = {"report_to": options["report_to"].split(",")}
-    base: dict[str, Any] = load_recipe(recipe, command="flow") if recipe else {}
-    if resume and not recipe and "output" in keys:
-        base = stored_settings(keys["output"])
-    name = recipe_name(recipe) if recipe else None
-    config = complete_config(
-        resolve_any(
-            recipe=base,
-            sets=options["set_"] or (),
-            options=keys | {"algorithm": "flow"},
-            run_name=name,
-        )
-    )
-    train(
-        config,
-        resume=resume,
-        resume_from=options["resume_from"],
-        accept_changes=options["accept_changes"],
-        dry_run=options["dry_run"],
-        json=options["json"],
-    )
+    train_as_typed(context, "flow", options)
 
 
 def flow_plan(config: "FlowConfig", *, resume: bool, how: "Resume") -> dict[str, Any]:

@@ -17,7 +17,7 @@ from ycore.config.trl_fields import fields_of
 from ycore.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from ycore.config.schema import AnyConfig
+    from ycore.config.schema import BaseConfig
 
 
 def text(help: str, *names: str, metavar: str | None = None) -> Any:
@@ -349,11 +349,11 @@ def takes(names: str, **variants: Any) -> Callable[[Callable[..., None]], Callab
 
 def resolve_config(
     context: typer.Context, *, algorithm: str, resume: bool = False
-) -> "AnyConfig":
+) -> "BaseConfig":
     """Resolve the config of a command from its recipe or the run in `--output` (`resume`), and its options."""
     from ycore.api.run_settings import complete_config
     from ycore.config.recipe_files import load_benchmark, load_recipe, recipe_name
-    from ycore.config.resolve import resolve
+    from ycore.config.resolve import resolve_any
 
     options = typed_keys(context, algorithm=algorithm) | {"algorithm": algorithm}
     recipe, sets = context.params.get("recipe"), context.params.get("set_") or ()
@@ -363,7 +363,8 @@ def resolve_config(
     if algorithm == "eval":
         base.pop("output", None)  # a recipe's own folder is its training run's
     run_name = recipe_name(recipe) if recipe else None
-    return complete_config(resolve(recipe=base, sets=sets, options=options, run_name=run_name))
+    config = resolve_any(recipe=base, sets=sets, options=options, run_name=run_name)
+    return complete_config(config)
 
 
 def typed_keys(
@@ -375,6 +376,8 @@ def typed_keys(
     words = context.args if arguments is None else arguments
     if isinstance(entry, Algorithm):
         trl = {name: params.pop(name) for name in TRL_FIELDS if params.get(name) is not None}
+    elif params.get("report_to") is not None:
+        trl = {"report_to": params["report_to"].split(",")}
     keys = config_keys(params)
     declared = [
         name

@@ -47,17 +47,7 @@ def training_command(algorithm: Algorithm) -> Callable[..., None]:
     """Make the Typer command of an algorithm."""
 
     def command(context: typer.Context, **options: Any) -> None:
-        resume = options["resume"] or options["resume_from"] is not None
-        config = o.resolve_config(context, algorithm=algorithm.name, resume=resume)
-        train(
-            config,
-            resume=resume,
-            resume_from=options["resume_from"],
-            accept_changes=options["accept_changes"],
-            dry_run=options["dry_run"],
-            show_rows=options["show_rows"] or 1,
-            json=options["json"],
-        )
+        train_as_typed(context, algorithm.name, options)
 
     variants = o.trl_options(algorithm)
     data = _ROLLOUTS
@@ -70,6 +60,20 @@ def training_command(algorithm: Algorithm) -> Callable[..., None]:
     command.__doc__ = f"{algorithm.summary}\n\n\b\n{algorithm.help}\n\n\b\n{examples}"
     o.takes(taken, **variants)(command)
     return command
+
+
+def train_as_typed(context: typer.Context, algorithm: str, options: Mapping[str, Any]) -> None:
+    """Train with the options of a command."""
+    resume = options["resume"] or options["resume_from"] is not None
+    train(
+        o.resolve_config(context, algorithm=algorithm, resume=resume),
+        resume=resume,
+        resume_from=options["resume_from"],
+        accept_changes=options["accept_changes"],
+        dry_run=options["dry_run"],
+        show_rows=options.get("show_rows") or 1,
+        json=options["json"],
+    )
 
 
 def resume(

@@ -441,5 +441,5 @@ def test_null_takes_away_a_recipes_key_that_the_algorithm_does_not_have() -> Non
     recipe = {**BASE, "algorithm": "ppo", "critic": {"lr_ratio": 2.0}}
     options = {"algorithm": "grpo"}
     assert resolve(recipe=recipe, sets=["critic=null"], options=options).algorithm == "grpo"
-    with pytest.raises(ConfigError, match="critic is of ycore ppo.*--set critic=null leaves"):
+    with pytest.raises(ConfigError, match=r"critic is of ycore ppo.*--set critic=null leaves"):
         resolve(recipe=recipe, options=options)

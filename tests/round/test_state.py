@@ -70,7 +70,9 @@ def test_a_state_from_before_a_part_existed_is_refused(
 ) -> None:
     before = make().state()
     del before["lengths"]
-    with pytest.raises(RunFolderError, match="and here lengths is missing.*begin with another"):
+    with pytest.raises(
+        RunFolderError, match=r"and here lengths is missing.*begin with another"
+    ):
         make().restore(before)
 
 

@@ -156,7 +156,7 @@ def test_eight_devices_with_a_judge(tmp_path: Path) -> None:
         [f"judge-{n}" for n in range(8)],
     ]
     for one in specs:
-        assert engine_environment(one, base={})["CUDA_VISIBLE_DEVICES"] == one.name[-1]
+        assert engine_environment(one)["CUDA_VISIBLE_DEVICES"] == one.name[-1]
         assert "--enable-sleep-mode" in engine_command(one)
     assert (
         site.layout.local == 8
@@ -179,9 +179,7 @@ def test_two_small_devices_share_a_small_model_with_a_judge(tmp_path: Path) -> N
 def test_slices_of_a_device_are_devices(tmp_path: Path) -> None:
     config = config_of(HALF, judge=HALF, placement="split:1:1")
     made = plan(config, SLICES, tmp_path)
-    assert [
-        engine_environment(one, base={})["CUDA_VISIBLE_DEVICES"] for one in made.engines
-    ] == [
+    assert [engine_environment(one)["CUDA_VISIBLE_DEVICES"] for one in made.engines] == [
         "MIG-a",
         "MIG-b",
     ]

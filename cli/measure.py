@@ -18,7 +18,7 @@ Top = Annotated[int | None, typer.Option(metavar="N", help="Ways to show.", min=
 @o.takes(
     """
     model devices judge prompts_per_step group_size max_tokens prompt_tokens completion_tokens lora
-    quantize accelerate dynamic_sampling set_ recipe json
+    quantize accelerate dynamic_sampling dataset split prompt_column answer_column show_rows set_ recipe json
     """,
     top=Top,
 )
@@ -30,6 +30,8 @@ def plan(
     prompt_tokens: int | None,
     completion_tokens: int | None,
     recipe: str | None,
+    dataset: str | None,
+    show_rows: int | None,
     top: int | None,
     json: bool,
     **_: Any,
@@ -38,33 +40,46 @@ def plan(
 
     \b
     Reads the model's config.json alone, see docs/plan.md. Fields of TRL's GRPOConfig are options too.
+    With --dataset or --show-rows it also shows rows of the dataset as the model will see them.
 
     \b
     ycore plan --model Qwen/Qwen2.5-7B-Instruct --devices 8x80GB --max-tokens 1024 --prompts-per-step 64
-    ycore plan --recipe quickstart --devices cpu
+    ycore plan --recipe quickstart --devices cpu --show-rows 3
     """
     from ycore.api.planning import make_run_plan, plan_in_words
+    from ycore.api.shown_rows import shown_dataset
 
     with stdout_for_json(json):
+        config, names_dataset = _planned_config(context, recipe)
         made = make_run_plan(
-            _planned_config(context, recipe),
+            config,
             devices=devices,
             judge=judge,
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
         )
-    values, lines = plan_in_words(made, top=top or 5)
+        values, lines = plan_in_words(made, top=top or 5)
+        if show_rows is not None and not names_dataset:
+            raise typer.BadParameter(
+                f"--show-rows {show_rows} shows rows of the run's dataset; name it with --dataset"
+            )
+        rows: list[tuple[str, str]] = []
+        if show_rows is not None or dataset is not None:
+            values["dataset"], rows = shown_dataset(config, num_rows=show_rows or 1)
     if json:
         print_json(values)
     else:
+        if rows:
+            print_table(rows)
+            print_line("")
         for line in lines:
             print_line(line)
     if not made.fitting:
         raise typer.Exit(1)
 
 
-def _planned_config(context: typer.Context, recipe: str | None) -> "RunConfig":
-    """Resolve the options and the recipe; what only a real run needs is filled in."""
+def _planned_config(context: typer.Context, recipe: str | None) -> "tuple[RunConfig, bool]":
+    """Resolve the options and the recipe, and tell whether they name a dataset; what only a run needs is filled in."""
     from ycore.api.planning import planned_config
     from ycore.config.algorithms import find_algorithm
     from ycore.config.recipe_files import load_recipe
@@ -72,7 +87,8 @@ def _planned_config(context: typer.Context, recipe: str | None) -> "RunConfig":
     base = load_recipe(recipe) if recipe else {}
     algorithm = find_algorithm(base.get("algorithm", "grpo")).name
     options = o.typed_keys(context, algorithm=algorithm) | {"algorithm": algorithm}
-    return planned_config(base, options, sets=context.params.get("set_") or ())
+    config = planned_config(base, options, sets=context.params.get("set_") or ())
+    return config, "dataset" in {**base, **options}
 
 
 @o.takes(

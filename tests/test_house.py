@@ -27,11 +27,11 @@ SOURCES = sorted(
     ]
 )
 
-MAX_TOKENS = 295_000
+MAX_TOKENS = 296_000
 MAX_TOKENS_PER_LINE = 8.25
 MAX_FILES = 220
 MAX_FUNCTION_TOKENS = 500
-MAX_MEAN_IMPORTS = 5.45
+MAX_MEAN_IMPORTS = 5.47
 """Modules of ycore that a file imports: a reader who opens it must know these too."""
 MAX_IMPORTS = 21
 MAX_VAGUE_NAMES = 30

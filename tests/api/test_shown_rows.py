@@ -4,10 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ycore.api.shown_rows import reading_rows, reading_warnings, rows_read
 from ycore.config.resolve import resolve
 from ycore.data.examples import load_examples
 from ycore.data.prompts import load_prompts
+from ycore.errors import DataError
 from ycore.models.names import ModelPlan
 
 TEMPLATE = (
@@ -19,12 +22,16 @@ PLAIN = "{% for turn in messages %}<{{ turn.role }}>{{ turn.content }}{% endfor 
 
 
 def read(
-    folder: Path, method: str, row: dict[str, Any], template: str = TEMPLATE
+    folder: Path,
+    method: str,
+    rows: dict[str, Any] | list[dict[str, Any]],
+    template: str = TEMPLATE,
 ) -> dict[str, Any]:
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"chat_template": template, "eos_token": "</s>"})
     )
-    (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    listed = rows if isinstance(rows, list) else [rows]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in listed))
     model = ModelPlan("m", "folder", folder, True, "found", has_chat_template=True)
     options = {
         "algorithm": method,
@@ -92,6 +99,31 @@ def test_a_long_row_is_cut_in_the_middle(tmp_path: Path) -> None:
     assert lines[-1][1].endswith("a</><assistant>")
 
 
-def test_a_template_that_refuses_the_row_is_told(tmp_path: Path) -> None:
-    rows = read(tmp_path, "grpo", ROW, "{{ raise_exception('no tools') }}")["rows"]
-    assert "refuses this row: no tools" in rows[0]["asked"]
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo", "reward", "kto", "grpo"])
+def test_a_row_that_the_template_refuses_is_refused(method: str, tmp_path: Path) -> None:
+    """The second row, although the plan shows one: every order of roles is tried."""
+    row = {"prompt": "a", "completion": "b", "chosen": "c", "rejected": "d"}
+    if method in ("sft", "kto"):
+        row = {"prompt": "a", "completion": "b"}
+    rows = [row, {**row, "system": "s"}, {**row, "system": ""}]
+    if method == "kto":
+        rows = [{**row, "label": index < 2} for index, row in enumerate(rows)]
+    with pytest.raises(DataError, match=r"row 1 \(line 2\) of .*: no system; change or remove"):
+        read(tmp_path, method, rows, NO_SYSTEM + PLAIN)
+    assert read(tmp_path, method, rows, PLAIN)["lost"] == []
+
+
+def test_a_model_that_is_not_here_shows_rows_without_its_template(tmp_path: Path) -> None:
+    read(tmp_path, "grpo", [ROW])
+    config = resolve(
+        options={
+            "algorithm": "grpo", "model": "m", "output": "o", "dataset": str(tmp_path / "rows.jsonl"),
+            "rewards": ["exact_answer"],
+        }
+    )  # fmt: skip
+    model = ModelPlan("hub", "m", None, False, "", has_chat_template=True)
+    reading = rows_read(load_prompts(config, as_chat=True), model, {}, num_rows=1)
+    assert "without its chat template" in reading["notes"][-1]

@@ -102,6 +102,24 @@ def test_a_recipe_is_planned_for_the_machine_here(capsys: pytest.CaptureFixture[
     assert "LoRA r=4" in told and "all at once" in told and "GFLOP/s" in told
 
 
+def test_rows_of_the_dataset_are_shown_as_a_dry_run_shows_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    rows = [{"instruction": "Add.", "input": text, "source": "s"} for text in ("1, 2", "3, 4")]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    line = f"plan --model Qwen/Qwen2.5-7B-Instruct --devices 8x80GB --dataset {file}"
+    assert typed(f"{line} --show-rows 3") == 0
+    told = capsys.readouterr().out
+    assert "question from instruction + input; not used: source" in told
+    assert told.count("asked ") == 2 and "user: Add.\\n\\n3, 4" in told
+    assert "without its chat template" in told, "the model is not on this machine"
+    assert typed(f"{line} --json") == 0
+    assert len(json.loads(capsys.readouterr().out)["dataset"]["reading"]["rows"]) == 1
+    assert typed("plan --model smollm2-135m --devices cpu --show-rows 3") == 2
+    assert "name it with --dataset" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("line", "told"),
     [

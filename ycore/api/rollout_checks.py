@@ -65,7 +65,7 @@ def check_rollouts(
             "fingerprint": prompts.fingerprint,
             "reading": rows_read(prompts, model, template_arguments, num_rows=show_rows),
         },
-        "evaluation": _check_evaluation(config, prompts),
+        "evaluation": _check_evaluation(config, prompts, model),
         "engine": engine.name,
         "memory": None if sharing is None else sharing.line,
         "scorers": check_models(config, engine=engine),
@@ -83,7 +83,9 @@ def _load_prompts(config: RunConfig, *, as_chat: bool) -> PromptSet:
     return judge_questions(config, load_prompts(config, as_chat=as_chat))
 
 
-def _check_evaluation(config: RunConfig, prompts: PromptSet) -> dict[str, Any] | None:
+def _check_evaluation(
+    config: RunConfig, prompts: PromptSet, model: ModelPlan
+) -> dict[str, Any] | None:
     """Describe the held-out rows and when they are measured; None for a run without any."""
     is_configured = any(
         (
@@ -104,6 +106,7 @@ def _check_evaluation(config: RunConfig, prompts: PromptSet) -> dict[str, Any] |
         return None
     rows = _load_prompts(held_out, as_chat=prompts.is_chat)
     check_rows(held_out, rows)
+    rows_read(rows, model, config.trl.get("chat_template_kwargs"), num_rows=0)
     return {
         "dataset": held_out.dataset,
         "rows": len(rows.prompts),

@@ -16,6 +16,7 @@ from ycore.data.examples import load_examples
 from ycore.errors import ConfigError
 from ycore.launch.launcher import PREFLIGHT, TRAINER, run_worker
 from ycore.launch.layout import Site, site_of
+from ycore.models.chat_template import check_padding
 from ycore.models.folder import check_adapter_targets
 from ycore.models.names import (
     ModelPlan,
@@ -122,6 +123,8 @@ def _check_examples(
         raise ConfigError(
             f"a reward model is saved whole, and --accelerate {config.accelerate} splits it; take zero2 or ddp"
         )
+    if find_algorithm(config.algorithm).trains_reward_model and model.ready and model.folder:
+        check_padding(model.folder, config.trl.get("pad_token"))
     batch = derive_tune_batch(
         config,
         num_rows=len(examples.train),

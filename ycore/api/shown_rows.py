@@ -5,10 +5,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
+from ycore.config.schema import RunConfig
 from ycore.data.examples import ExampleSet
-from ycore.data.prompts import PromptSet
+from ycore.data.prompts import PromptSet, load_prompts
+from ycore.errors import DataError, ModelError
 from ycore.models.chat_template import ChatTemplate
-from ycore.models.names import ModelPlan
+from ycore.models.names import ModelPlan, resolve_model
 from ycore.types import Content, Prompt, said
 
 _ANSWERS = {"completion": "learned", "chosen": "better", "rejected": "worse"}
@@ -24,14 +26,27 @@ def rows_read(
     *,
     num_rows: int,
 ) -> dict[str, Any]:
-    """Describe the reading, with the first rows written by the model's template where it is on this machine."""
+    """Describe the reading, with the first rows written by the model's template where it is on this machine.
+
+    DataError where the template refuses a row; of the rows with the same order of roles, one is tried.
+    """
     writer = _RowWriter(model, template_arguments or {})
+    samples: Mapping[str, Prompt | Mapping[str, Any]]
+    first: Sequence[Prompt | Mapping[str, Any]]
     if isinstance(rows, PromptSet):
-        num_rows = min(num_rows, len(rows.prompts))
-        written = [writer.prompt(rows.prompts[number]) for number in range(num_rows)]
+        samples = {place: rows.prompts[number] for place, number in rows.samples.items()}
+        first = [rows.prompts[number] for number in range(min(num_rows, len(rows.prompts)))]
     else:
-        written = [writer.example(row) for row in rows.train[:num_rows]]
-    return {**rows.reading, "rows": written, "lost": sorted(writer.lost)}
+        samples = rows.samples
+        first = rows.train[:num_rows]
+    if rows.is_chat and writer.has_template:
+        for place, row in samples.items():
+            writer.row(row, place)
+    written = [writer.row(row, "a row that the plan shows") for row in first]
+    notes = list(rows.reading.get("notes", ()))
+    if rows.is_chat and not writer.has_template:
+        notes.append("the model is not here yet: rows are shown without its chat template")
+    return {**rows.reading, "notes": notes, "rows": written, "lost": sorted(writer.lost)}
 
 
 def reading_rows(reading: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -72,6 +87,28 @@ def reading_warnings(reading: Mapping[str, Any], *, has_tools: bool) -> list[str
     return lines
 
 
+def shown_dataset(
+    config: RunConfig, *, num_rows: int
+) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """Read the dataset of a run, as its dry run does, as JSON values and as rows of a table.
+
+    A model that is not known here shows its rows without a chat template.
+    """
+    try:
+        model = resolve_model(config.model)
+    except ModelError as problem:
+        model = ModelPlan(
+            "hub", config.model, None, False, str(problem), has_chat_template=True
+        )
+    prompts = load_prompts(config, as_chat=model.has_chat_template is True)
+    arguments = config.trl.get("chat_template_kwargs")
+    reading = rows_read(prompts, model, arguments, num_rows=num_rows)
+    warnings = reading_warnings(reading, has_tools=config.has_turns)
+    rows = [("dataset", f"{config.dataset}: {len(prompts.prompts)} rows")]
+    rows += [*reading_rows(reading), *(("warning", line) for line in warnings)]
+    return {"rows": len(prompts.prompts), "reading": reading, "warnings": warnings}, rows
+
+
 class _RowWriter:
     """Writes rows as the model sees them.
 
@@ -84,12 +121,26 @@ class _RowWriter:
         is_here = model.folder is not None and model.ready
         self._template = ChatTemplate.of(model.folder) if is_here and model.folder else None
         self._arguments = arguments
+        self._name = model.name
 
-    def prompt(self, prompt: Prompt) -> dict[str, str]:
+    @property
+    def has_template(self) -> bool:
+        return self._template is not None
+
+    def row(self, row: Prompt | Mapping[str, Any], place: str) -> dict[str, str]:
+        try:
+            return self._prompt(row) if isinstance(row, Prompt) else self._example(row)
+        except ValueError as problem:
+            raise DataError(
+                f"the chat template of {self._name} refuses {place}: {problem}; "
+                "change or remove the row, or take a model whose template takes it"
+            ) from None
+
+    def _prompt(self, prompt: Prompt) -> dict[str, str]:
         options = {"tools": list(prompt.tools) or None, **prompt.template_arguments}
         return {"asked": self._written(prompt.content, options, opens_answer=True)}
 
-    def example(self, example: Mapping[str, Any]) -> dict[str, str]:
+    def _example(self, example: Mapping[str, Any]) -> dict[str, str]:
         """Return the prompt, up to where all answers still agree with it, and what follows: what is learned from."""
         tools = example.get("tools")
         options = {
@@ -124,10 +175,7 @@ class _RowWriter:
         if self._template is None:
             return "\n".join(f"{turn['role']}: {said(turn)}" for turn in content)
         options = {**self._arguments, **options}
-        try:
-            text = self._template.render(content, add_generation_prompt=opens_answer, **options)
-        except ValueError as problem:
-            return f"(the chat template refuses this row: {problem})"
+        text = self._template.render(content, add_generation_prompt=opens_answer, **options)
         self._note_lost(content, options.get("tools") or (), text)
         return text
 
@@ -143,7 +191,7 @@ class _RowWriter:
             if isinstance(content, str):
                 # Templates drop earlier thinking on purpose.
                 content = " ".join(content.rpartition("</think>")[2].split())
-                if content not in words:
+                if content not in words and json.dumps(content)[1:-1] not in text:
                     self.lost.add(f"what the {turn['role']} says")
         for key in _REASONING:
             value = turns[-1].get(key) if turns else None

@@ -21,6 +21,7 @@ from ycore.data.rows import (
     CONVERSATIONS,
     FORMS,
     TEMPLATE_COLUMNS,
+    RoleOrders,
     Row,
     RowNeeds,
     RowReader,
@@ -49,12 +50,14 @@ class ExampleSet:
 
     Attributes:
         reading: What was read from which column, for the plan.
+        samples: The first example of each order of roles, by its row's place, for the plan to try its template on.
     """
 
     train: Sequence[Example]
     held_out: Sequence[Example]
     left_out: Counter[str] = field(default_factory=Counter)
     reading: Mapping[str, Any] = field(default_factory=dict)
+    samples: Mapping[str, Example] = field(default_factory=dict)
 
     @property
     def is_chat(self) -> bool:
@@ -114,7 +117,12 @@ def load_examples(
         split = config.eval_split or config.split
         apart = _read_examples(config, name, split, as_chat=as_chat, store=store)
         chance.shuffle(examples)
-        return replace(whole, train=examples, held_out=apart.train[: config.held_out])
+        return replace(
+            whole,
+            train=examples,
+            held_out=apart.train[: config.held_out],
+            samples={**whole.samples, **apart.samples},
+        )
     count = (
         min(len(examples) // _HELD_OUT_SHARE, _MAX_HELD_OUT)
         if config.held_out is None
@@ -177,6 +185,8 @@ def _read_examples(
     left_out = Counter[str]()
     examples: list[Example] = []
     pictures: list[tuple[Image, ...]] = []
+    orders = RoleOrders()
+    samples: dict[str, Example] = {}
     for number, values in enumerate(reader.table.rows):
         row = TableRow(values, reader.table, number)
         example = _to_example(reader, row)
@@ -186,6 +196,8 @@ def _read_examples(
         images = _images_of(config, reader, row, example, store)
         if images:
             pictures += [()] * (len(examples) - len(pictures)) + [images]
+        if orders.is_new(*example.values()):
+            samples[row.place] = example
         examples.append(example)
     if not examples:
         raise DataError(
@@ -201,7 +213,7 @@ def _read_examples(
     if 0 < num_lacking < len(examples):
         reader.notes["pairs without a margin count as margin 0"] = num_lacking
     _fill(table, examples)
-    return ExampleSet(examples, [], left_out, reader.summary())
+    return ExampleSet(examples, [], left_out, reader.summary(), samples)
 
 
 def _row_reader(config: TuneConfig, table: Table, *, as_chat: bool) -> RowReader:

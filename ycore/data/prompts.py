@@ -10,7 +10,7 @@ from ycore.config.schema import AGREES, RunConfig
 from ycore.data.cells import IMAGE_COLUMNS
 from ycore.data.examples import pair_table
 from ycore.data.row_images import images_of, with_marks
-from ycore.data.rows import FORMS, RowNeeds, RowReader, renamed
+from ycore.data.rows import FORMS, RoleOrders, RowNeeds, RowReader, renamed
 from ycore.data.source import read_table
 from ycore.data.table import Table, TableRow
 from ycore.errors import DataError
@@ -36,6 +36,7 @@ class PromptSet:
         fingerprint: A digest that changes with any prompt, column or their order.
         shows: The first row with a picture; None where no row has one.
         reading: What was read from which column, for the plan.
+        samples: The first row of each order of roles, by its place in the file, for the plan to try its template on.
     """
 
     prompts: Sequence[Prompt]
@@ -44,6 +45,7 @@ class PromptSet:
     is_chat: bool
     shows: int | None = None
     reading: Mapping[str, Any] = field(default_factory=dict)
+    samples: Mapping[str, int] = field(default_factory=dict)
 
 
 def load_prompts(
@@ -142,6 +144,7 @@ def to_prompts(
         is_chat=prompts[0].is_chat,
         shows=min(prompts.with_images, default=None),
         reading=reading,
+        samples={table.row(number).place: number for number in prompts.samples},
     )
 
 
@@ -154,6 +157,7 @@ class PromptRows(Sequence[Prompt]):
     Attributes:
         passed: The table's columns, by the names under which rewards get them.
         with_images: The pictures of each row read so far that has any.
+        samples: The first row of each order of roles, once `check` has read them all.
     """
 
     def __init__(
@@ -166,6 +170,7 @@ class PromptRows(Sequence[Prompt]):
         fetch: bool,
     ) -> None:
         self.with_images: dict[int, tuple[Image, ...]] = {}
+        self.samples: list[int] = []
         self._reader = reader
         self._table = reader.table
         self._column = reader.prompt_column
@@ -185,9 +190,12 @@ class PromptRows(Sequence[Prompt]):
         """Read every row once; return a digest of what the prompts are made of."""
         needs = self._reader.needs
         digest = hashlib.sha256(repr([needs, self._system, self._few_shot]).encode())
+        orders = RoleOrders()
         for number, values in enumerate(self._table.rows):
             row = TableRow(values, self._table, number)
-            _, images = self._content_and_images(row)
+            content, images = self._content_and_images(row)
+            if orders.is_new(content):
+                self.samples.append(number)
             self._reader.note_missing_gold(row)
             digest.update(repr((values, images)).encode("utf-8", "surrogatepass"))
         return digest.hexdigest()

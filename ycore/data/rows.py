@@ -104,6 +104,8 @@ _CHAT_ENDS = (
     *("### Response:", "### Assistant:", "### Answer:", "ASSISTANT:"),
 )
 
+_MAX_ORDERS = 1000
+
 _NO_TOOLS: tuple[Any, ...] = ()
 
 
@@ -625,6 +627,30 @@ def _parsed(row: TableRow, column: str) -> Any:
         raise DataError(
             f"{column!r} cannot be read as JSON in {row.place}: {problem}; correct the cell"
         ) from None
+
+
+class RoleOrders:
+    """Tells the first of the rows whose turns have the same roles and keys: a chat template takes all of them, or none.
+
+    Of a thousand orders only the first rows are told.
+    """
+
+    def __init__(self) -> None:
+        self._orders: set[Any] = set()
+
+    def is_new(self, *contents: Any) -> bool:
+        order = tuple(
+            [
+                turn["role"] if len(turn) == 2 else (turn["role"], *turn)
+                for content in contents
+                if type(content) is list
+                for turn in content
+            ]
+        )
+        if order in self._orders or len(self._orders) == _MAX_ORDERS:
+            return False
+        self._orders.add(order)
+        return True
 
 
 def last_text(content: Content) -> str:

@@ -1,6 +1,5 @@
 """The trainers on given examples: supervised fine-tuning, DPO, KTO and reward models. All are TRL's."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,9 @@ from trl import (
     SFTTrainer,
 )
 
-from ycore.errors import ConfigError
+from ycore.models.chat_template import pads_its_end, spare_token
 from ycore.run.metrics import wilson_95
 from ycore.trl.base import BaseTrainer
-
-_SPARE_NAME = re.compile("pad|reserved|unused|extra|dummy|placeholder", re.IGNORECASE)
 
 
 class FineTuner(BaseTrainer, SFTTrainer):
@@ -64,11 +61,7 @@ class RewardModelTrainer(BaseTrainer, RewardTrainer):
         super().__init__(*args, **kwargs)
         tokenizer = self.processing_class
         if tokenizer.pad_token_id in last_tokens(tokenizer):
-            raise ConfigError(
-                f"a reward model is read at the last token that is no padding, and {tokenizer.pad_token!r} both pads "
-                "and ends a conversation; name another token of the tokenizer, which ends none, e.g. "
-                "--pad-token '<unk>', or take a model whose tokenizer has a spare one"
-            )
+            raise pads_its_end(tokenizer.pad_token)
 
     @classmethod
     def prepare_tokenizer(cls, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -80,7 +73,14 @@ class RewardModelTrainer(BaseTrainer, RewardTrainer):
         ends = last_tokens(tokenizer)
         if tokenizer.pad_token_id not in ends:
             return
-        spare = spare_token(tokenizer, ends)
+        added = tokenizer.added_tokens_decoder.values()
+        spare = spare_token(
+            [token.content for token in added if token.special],
+            ends=tokenizer.convert_ids_to_tokens(list(ends)),
+            template=str(tokenizer.chat_template),
+            unknown=tokenizer.unk_token,
+            begin=tokenizer.bos_token,
+        )
         if spare is not None:
             tokenizer.pad_token = spare
 
@@ -141,17 +141,3 @@ def last_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         texts.append(tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False))
     return {token_ids[-1] for token_ids in texts if token_ids}
-
-
-def spare_token(tokenizer: PreTrainedTokenizerBase, ends: set[int]) -> str | None:
-    """A token of the tokenizer's that may pad: the unknown one, one that is named so, or one that no template writes."""
-    template = str(tokenizer.chat_template)
-    special = [token for token in tokenizer.added_tokens_decoder.values() if token.special]
-    unused = [token.content for token in special if token.content not in template]
-    named = [token for token in unused if _SPARE_NAME.search(token)]
-    for token in (tokenizer.unk_token, *named, *unused):
-        if token is None or token == tokenizer.bos_token:
-            continue
-        if tokenizer.convert_tokens_to_ids(token) not in ends:
-            return str(token)
-    return None

@@ -64,10 +64,45 @@ def test_auto_takes_the_strongest_and_says_what_was_tried(answers: dict) -> None
     choice = choose_level("auto")
     assert choice.level is Level.NONE
     assert (
-        "unconfined" in choice.line
+        "your own code needs --sandbox none" in choice.line
         and "the kernel has no Landlock" in choice.line
         and "\n" not in choice.line
     )
+
+
+def test_no_answer_is_no_reason_for_a_weaker_level(answers: dict) -> None:
+    answers[Level.NAMESPACES] = "no answer"
+    with pytest.raises(ConfigError, match=r"level namespaces gave no answer in 3 .*--sandbox"):
+        choose_level("auto")
+    answers[Level.NAMESPACES] = NO_NAMESPACES
+    answers[Level.LANDLOCK] = "fork: Resource temporarily unavailable"
+    with pytest.raises(ConfigError, match=r"landlock gave no answer .*unavailable.*ulimit -u"):
+        choose_level("auto")
+
+
+@pytest.mark.parametrize(
+    ("replies", "answer", "num_tries"),
+    [
+        (["no answer", BlockingIOError(11, "Resource temporarily unavailable"), None], None, 3),
+        (["no answer"] * 4, "no answer", 3),
+        ([NO_NAMESPACES, None], NO_NAMESPACES, 1),
+    ],
+)
+def test_a_busy_machine_is_asked_again(
+    replies: list, answer: str | None, num_tries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Level] = []
+
+    def answer_next(one: Level) -> str | None:
+        tried.append(one)
+        reply = replies[len(tried) - 1]
+        if isinstance(reply, OSError):
+            raise reply
+        return reply
+
+    monkeypatch.setattr(level, "self_test", answer_next)
+    monkeypatch.setattr(level, "landlock_refusal", lambda: None)
+    assert level_refusal.__wrapped__(Level.LANDLOCK) == answer and len(tried) == num_tries
 
 
 def test_a_level_asked_for_by_name_is_never_replaced(answers: dict) -> None:

@@ -1,4 +1,6 @@
+import itertools
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -7,13 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Event
 
+import psutil
 import pytest
 
 from ycore.sandbox import Limits
+from ycore.sandbox import watch as watch_module
 from ycore.sandbox.watch import (
     Watch,
     below,
     deleted_bytes,
+    end_all_below,
     excess_of,
     files_in,
     memory_of,
@@ -115,9 +120,59 @@ time.sleep(60)
 def test_what_is_over_is_named() -> None:
     pids = [os.getpid(), os.getppid()]
     assert excess_of(pids, AMPLE) is None
-    assert excess_of(pids, replace(AMPLE, processes=1)) == "2 processes, 1 allowed"
+    excess = excess_of(pids, replace(AMPLE, processes=1))
+    assert excess is not None and excess.endswith("processes and threads, 1 allowed")
     excess = excess_of(pids, replace(AMPLE, memory=MIB))
     assert excess is not None and excess.endswith("MiB of memory, 1 MiB allowed")
+
+
+def test_threads_count_like_processes(start) -> None:
+    process = start("""
+import threading, time
+for _ in range(6):
+    threading.Thread(target=time.sleep, args=(60,)).start()
+print("ready", flush=True)
+""")
+    assert excess_of([process.pid], replace(AMPLE, processes=7)) is None
+    excess = excess_of([process.pid], replace(AMPLE, processes=6))
+    assert excess == "7 processes and threads, 6 allowed"
+
+
+def test_all_are_stopped_before_one_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bomb fills each free place: the third process is found late."""
+    looks = iter([[1], [1, 2], [1, 2, 3], [1, 2, 3], []])
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(watch_module, "below", lambda pid: next(looks))
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
+    assert end_all_below(-1)
+    stops = [(pid, signal.SIGSTOP) for pid in (1, 2, 3)]
+    assert sent == [*stops, *((pid, signal.SIGKILL) for pid in (1, 2, 3))]
+
+
+def test_a_machine_without_time_leaves_nothing(start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look takes seconds, and the first one finds only a part."""
+    process = start("""
+import os, time
+for _ in range(8):
+    os.fork() or time.sleep(60)
+print("ready", flush=True)
+time.sleep(60)
+""")
+    family = psutil.Process(process.pid).children(recursive=True)
+    real = watch_module.below
+    clock = itertools.count(0.0, 6.0)
+    monkeypatch.setattr(watch_module.time, "monotonic", lambda: next(clock))
+    num_looks = itertools.count()
+    monkeypatch.setattr(
+        watch_module, "below", lambda pid: real(pid)[: 2 if next(num_looks) < 2 else None]
+    )
+
+    def wait(seconds: float) -> None:  # the parent reaps nothing, so its children stay zombies
+        if all(one.status() == psutil.STATUS_ZOMBIE for one in family):
+            monkeypatch.setattr(watch_module, "below", lambda pid: [])
+
+    monkeypatch.setattr(watch_module.time, "sleep", wait)
+    assert end_all_below(process.pid)
 
 
 def test_the_watch_ends_what_grows_and_leaves_what_does_not(start) -> None:

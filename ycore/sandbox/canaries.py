@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import TypedDict
 
@@ -28,6 +29,7 @@ class CanaryTargets(TypedDict):
     processes: int
 
 
+_WATCH_S = 10.0  # for a watch that ends what the kernel did not refuse; it looks every 50 ms
 HONEST = "honest"
 MEMORY = "memory"
 PROCESSES = "processes"
@@ -99,6 +101,7 @@ def _fork(count: int) -> None:
             if child == 0:
                 signal.pause()
             children.append(child)
+        time.sleep(_WATCH_S)
     finally:
         for child in children:
             os.kill(child, signal.SIGKILL)

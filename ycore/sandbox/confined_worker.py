@@ -22,7 +22,7 @@ from ycore.run.reports import kill_tree
 from ycore.sandbox import Confinement
 from ycore.sandbox.confine import Launch, confined_launch
 from ycore.sandbox.stage import EXIT_EXCESS
-from ycore.sandbox.watch import Watch
+from ycore.sandbox.watch import END_S, Watch
 
 START_TIMEOUT_S = 120.0
 MAX_STARTS = 3
@@ -373,9 +373,13 @@ class WorkerProcess:
         self.launch.end(self.process.pid)
 
     async def reap(self) -> None:
-        """Wait for the end, bounded: a detached child may hold the pipes that this waits for."""
+        """Wait for the end, bounded: a detached child may hold the pipes that this waits for.
+
+        A stage that is killed earlier would leave what it is about to end.
+        """
+        more_s = END_S if self.launch.has_stage else 0.0
         with suppress(TimeoutError):
-            async with asyncio.timeout(_REAP_TIMEOUT_S):
+            async with asyncio.timeout(_REAP_TIMEOUT_S + more_s):
                 await self.process.wait()
                 await self._output.ended.wait()
         if self.process.returncode is None:

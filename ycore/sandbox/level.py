@@ -28,6 +28,10 @@ LEVEL_NUMBERS: Mapping[Level, int] = {Level.NAMESPACES: 2, Level.LANDLOCK: 1, Le
 """For metrics, which are numbers."""
 
 _TIMEOUT_S = 60.0  # a self-test takes 0.2 s; on a busy machine, ten times that was seen
+_MAX_TRIES = 3
+NO_ANSWER = "no answer"
+_BUSY = (NO_ANSWER, "temporarily unavailable", "cannot allocate memory", "timed out")
+"""Answers of a machine that is busy or short of memory, and not of one that lacks a level."""
 _LIMITS = Limits(memory=256 * MIB, scratch=16 * MIB, files=100, processes=16)
 _WEAKER = "confined code can learn the names, sizes and times of your files, and has no loopback of its own"
 _ASKED_FOR = "none, as was asked for"
@@ -58,7 +62,7 @@ class LevelChoice:
             return "namespaces"
         if self.level is Level.LANDLOCK:
             return f"landlock, the weaker level: {_WEAKER}{reason}"
-        return f"none: reward functions run unconfined{reason}" if reason else _ASKED_FOR
+        return f"none: your own code needs --sandbox none{reason}" if reason else _ASKED_FOR
 
     @property
     def answers(self) -> str:
@@ -73,10 +77,10 @@ class LevelChoice:
 
 
 def choose_level(wanted: str = AUTO) -> LevelChoice:
-    """Return the level to run at: for `auto` the strongest that works here, or `none`.
+    """Return the level to run at: for `auto` the strongest that works here, or `none` (see `require_sandbox`).
 
     Raises:
-        ConfigError: another level is wanted, and does not work here.
+        ConfigError: another level is wanted, and does not work here; or a level gave no answer, time and again.
     """
     if wanted == Level.NONE:
         return LevelChoice(Level.NONE, {})
@@ -92,12 +96,17 @@ def choose_level(wanted: str = AUTO) -> LevelChoice:
         answer = level_refusal(level)
         if answer is None:
             return LevelChoice(level, refused)
+        if _is_busy(answer):
+            raise ConfigError(
+                f"the sandbox at level {level} gave no answer in {_MAX_TRIES} tries ({answer}), so nobody knows whether "
+                f"it holds; try again on a quieter machine or with a higher `ulimit -u`, or name a level with --sandbox"
+            )
         refused[level] = answer
     return LevelChoice(Level.NONE, refused)
 
 
 def require_sandbox(choice: LevelChoice, purpose: str) -> Level:
-    """Return the level for programs that a model wrote; ConfigError where `auto` found none."""
+    """Return the level for code that is not ycore's; ConfigError where `auto` found none."""
     if choice.level is Level.NONE and choice.refused:
         raise ConfigError(
             f"{purpose} needs a sandbox, and there is none here ({choice.answers}); {choice.remedy}, or --sandbox none"
@@ -112,10 +121,21 @@ def level_refusal(level: Level) -> str | None:
         return reason
     if level is Level.NAMESPACES and find_bwrap() is None:
         return "no bwrap is installed"
-    try:
-        return self_test(level)
-    except (YcoreError, OSError, NotImplementedError, subprocess.SubprocessError) as error:
-        return " ".join(str(error).split())
+    answer: str | None = None
+    for _ in range(_MAX_TRIES):
+        try:
+            answer = self_test(level)
+        except subprocess.TimeoutExpired:
+            return f"timed out after {_TIMEOUT_S:g} s"
+        except (YcoreError, OSError, NotImplementedError) as error:
+            answer = " ".join(str(error).split())
+        if answer is None or not _is_busy(answer):
+            break
+    return answer
+
+
+def _is_busy(answer: str) -> bool:
+    return any(words in answer.lower() for words in _BUSY)
 
 
 def remedy_for(answer: str) -> str:
@@ -163,7 +183,7 @@ def defect(
 ) -> str | None:
     """Return what is wrong with a level, given which attempts succeeded in it; None where it works."""
     if not outcomes.get(HONEST):
-        lines = complaint.strip().splitlines() or ["no answer"]
+        lines = complaint.strip().splitlines() or [NO_ANSWER]
         return next((line for line in lines if line.startswith("bwrap")), lines[-1])[:300]
     through = [name for name, succeeded in outcomes.items() if succeeded and name != HONEST]
     if through:

@@ -34,6 +34,7 @@ from ycore.sandbox.importable import python_paths, site_packages
 from ycore.sandbox.namespaces import SCRATCH, bwrap_command
 from ycore.sandbox.program_server import MAX_MESSAGE, ProgramKind, ServerSettings
 from ycore.sandbox.user_code import sources_view
+from ycore.sandbox.watch import END_S
 
 ProgramStatus = Literal["ok", "error", "timeout", "memory", "output", "killed", "infra_error"]
 """`error`: an exit status that is not 0. `killed`: by a signal that was not ours."""
@@ -44,7 +45,7 @@ PROGRAM_LIMITS = Limits(
 _MAX_RESULTS = MIB  # bytes that tests may write
 _MAX_UNITS = 100_000
 _START_TIMEOUT_S = 70.0  # of a server, and for its reply
-_STOP_TIMEOUT_S = 8.0
+_STOP_TIMEOUT_S = END_S + 5.0  # killed earlier, a server would leave what it is about to end
 _FIXED_VARIABLES = {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
 """Every program has these: with the same hashes, results repeat."""
 

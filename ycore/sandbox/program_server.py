@@ -151,10 +151,13 @@ def _do(
     for descriptor in (*fds, *connection):
         os.close(descriptor)
     _wait(programs, settings["steps"], scratch, deadline)
-    watch.end_all_below(os.getpid())
+    is_over = watch.end_all_below(os.getpid())
     if scratch is not None:
         watch.remove_tree(scratch)
-    return [program.summary() for program in programs]
+    summaries = [program.summary() for program in programs]
+    if not is_over:  # the next program does not run beside them
+        summaries[0]["problem"] = f"processes of the program were left after {watch.END_S:g} s"
+    return summaries
 
 
 def _wait(

@@ -73,6 +73,7 @@ EXIT_EXCESS = 240
 """The stage's exit status where the tree held too much; a confined process's own status is cut to less than it."""
 
 _MANY_FILES = 4096  # descriptors of one process
+_SPARE_TASKS = 64  # for a user's processes and threads that start later, elsewhere
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -111,8 +112,11 @@ def take_steps(steps: StageSteps) -> None:
     limits = Limits(**steps["limits"])
     ruleset = None
     if steps["files"] is not None:
-        # The kernel counts the processes of a user; the limit is of this tree's.
-        num_others = 2 if steps["uid"] is not None else _num_tasks_of(os.getuid())
+        # The kernel counts the processes of a user, whose others come and go; the limit is of this tree's, which the
+        # watch counts.
+        num_others = 2
+        if steps["uid"] is None:
+            num_others = _num_tasks_of(os.getuid()) + _SPARE_TASKS
         limits = replace(limits, processes=limits.processes + num_others)
         ruleset = _ruleset(steps["files"], steps["scratch"])
     _limit_resources(limits)

@@ -14,7 +14,7 @@ from pathlib import Path
 from ycore.run.paths import RunFolder
 from ycore.sandbox import GIB, Confinement, Level, Limits, View
 from ycore.sandbox.importable import python_paths, source_paths
-from ycore.sandbox.level import choose_level
+from ycore.sandbox.level import choose_level, require_sandbox
 from ycore.sandbox.namespaces import SCRATCH
 
 _MAX_ENTRIES = 20_000  # looked at
@@ -50,7 +50,8 @@ def user_code_confinement(
         run_folder: hidden but for its images, and for those of the named files that lie in it.
 
     Raises:
-        ConfigError: this machine does not offer the level.
+        ConfigError: this machine does not offer the level, or for `auto` none; only ycore's own rewards, which have no
+            colon, then run unconfined.
     """
     files = [
         Path(name.rpartition(":")[0]).expanduser().absolute()
@@ -60,9 +61,10 @@ def user_code_confinement(
     named = [Path(name).expanduser().absolute() for name in read]
     view = _view(files, named, run_folder=run_folder, network=network, devices=gpu)
     limits = Limits(memory=int(memory_gib * GIB))
-    return Confinement(
-        choose_level(level).level, run_id, view, limits, own_user=level != Level.NONE
-    )
+    choice = choose_level(level)
+    if not names or any(":" in name for name in names):
+        require_sandbox(choice, "code that is not ycore's own")
+    return Confinement(choice.level, run_id, view, limits, own_user=level != Level.NONE)
 
 
 def sources_view() -> View:

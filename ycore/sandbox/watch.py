@@ -17,6 +17,7 @@ from pathlib import Path
 from ycore.sandbox import Limits
 
 INTERVAL_S = 0.05
+END_S = 60.0  # for the end of a tree; an honest one takes milliseconds
 _BLOCK = 512  # bytes: the unit of st_blocks
 _KIB = 1024
 _DEEPEST = 100  # folders within folders
@@ -93,8 +94,9 @@ def excess_of(pids: list[int], limits: Limits, scratch: str | None = None) -> st
     memory = memory_of(pids, at_most=limits.memory)
     if memory > limits.memory:
         return f"{memory >> 20} MiB of memory, {limits.memory >> 20} MiB allowed"
-    if len(pids) > limits.processes:
-        return f"{len(pids)} processes, {limits.processes} allowed"
+    num_tasks = _num_tasks(pids)
+    if num_tasks > limits.processes:
+        return f"{num_tasks} processes and threads, {limits.processes} allowed"
     if scratch is None:
         return None
     num_bytes, num_files = files_in(scratch, at_most=limits.files)
@@ -106,18 +108,21 @@ def excess_of(pids: list[int], limits: Limits, scratch: str | None = None) -> st
     return None
 
 
-def end_all_below(pid: int, *, within_s: float = 5.0) -> bool:
-    """Kill what is below `pid`, again and again until nothing is left; False where something was left all the same.
+def end_all_below(pid: int) -> bool:
+    """End what is below `pid`, until nothing is left; False where something was left all the same.
 
-    They are stopped first, because a killed process of a fork bomb is replaced faster than the next is found. `pid` is
-    a child subreaper, so that what leaves its parent stays below it.
+    Everything is stopped before the first is killed: else a fork bomb fills each free place before the next is found. A
+    bomb takes the time of the processor too, so this goes on for long. `pid` is a child subreaper, so that what leaves
+    its parent stays below it.
     """
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + END_S
     while pids := below(pid):
-        for number in (signal.SIGSTOP, signal.SIGKILL):
-            for descendant in pids:
-                with suppress(OSError):
-                    os.kill(descendant, number)
+        stopped: set[int] = set()
+        while new := [descendant for descendant in pids if descendant not in stopped]:
+            _send(signal.SIGSTOP, new)
+            stopped.update(new)
+            pids = below(pid)
+        _send(signal.SIGKILL, pids)
         with suppress(ChildProcessError):
             while pid == os.getpid() and os.waitpid(-1, os.WNOHANG)[0]:
                 pass
@@ -125,6 +130,12 @@ def end_all_below(pid: int, *, within_s: float = 5.0) -> bool:
             return False
         time.sleep(0.002)
     return True
+
+
+def _send(number: signal.Signals, pids: list[int]) -> None:
+    for pid in pids:
+        with suppress(OSError):
+            os.kill(pid, number)
 
 
 class Watch(threading.Thread):
@@ -192,6 +203,15 @@ def _children_by_scan() -> Callable[[int], list[int]]:
                 parent = int(file.read().rpartition(b")")[2].split()[1])
                 children[parent].append(int(name))
     return children.__getitem__
+
+
+def _num_tasks(pids: list[int]) -> int:
+    """Return the number of processes and threads: a folder in /proc has a link for each thread, and two more."""
+    count = 0
+    for pid in pids:
+        with suppress(OSError):
+            count += os.stat(f"/proc/{pid}/task").st_nlink - 2
+    return count
 
 
 def _sum_of_lines(path: str, names: tuple[bytes, ...]) -> int:

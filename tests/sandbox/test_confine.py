@@ -1,6 +1,5 @@
 """How confined processes are started: what they are told, who they become, and what they can still read."""
 
-import json
 import os
 import subprocess
 import sys
@@ -145,55 +144,6 @@ def test_a_server_of_programs_has_a_proc_and_a_device_its_drivers_files() -> Non
     assert "--proc" not in bound(View()) and "--unshare-net" in bound(View())
     assert "--unshare-net" not in bound(View(network=True))
     assert "--proc" in bound(View(devices=True)) and "/sys" in bound(View(devices=True))
-
-
-WHO = """
-import json, os, sys
-from pathlib import Path
-status = dict(line.split(':', 1) for line in Path('/proc/self/status').read_text().splitlines())
-def can(attempt):
-    try:
-        attempt()
-        return True
-    except OSError:
-        return False
-print(json.dumps({
-    'uid': os.getuid(), 'rights': int(status['CapEff'], 16), 'new': status['NoNewPrivs'].strip(),
-    'root': can(lambda: os.setuid(0)), 'signal': can(lambda: os.kill(PARENT, 0)),
-    'look': can(lambda: Path('/proc/PARENT/environ').read_bytes()), 'write': can(lambda: Path('FOLDER/new').touch()),
-}))
-"""
-
-
-@linux
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root has something to give up")
-def test_where_nothing_confines_root_keeps_the_right_to_read_at_most(tmp_path: Path) -> None:
-    source = WHO.replace("PARENT", str(os.getpid())).replace("FOLDER", str(tmp_path))
-    plain = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, timeout=240
-    )
-    control = json.loads(plain.stdout)
-    assert control["uid"] == 0 and all(
-        control[name] for name in ("root", "signal", "look", "write")
-    )
-    at_once = ["-n1", "-r1", source]
-    launch = confined_launch("timeit", at_once, Confinement(Level.NONE, "x"))
-    done = subprocess.run(
-        launch.command,
-        env=launch.environment,
-        cwd=launch.working,
-        capture_output=True,
-        timeout=240,
-    )
-    launch.clear()
-    assert done.returncode == 0, done.stderr
-    seen = json.loads(done.stdout.splitlines()[0])
-    assert (
-        seen["uid"] != 0
-        and seen["new"] == "1"
-        and seen["rights"] in (0, 1 << CAP_DAC_READ_SEARCH)
-    )
-    assert not any(seen[name] for name in ("root", "signal", "write")), seen
 
 
 @linux

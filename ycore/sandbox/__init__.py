@@ -29,7 +29,7 @@ class Level(StrEnum):
     """Rules on files instead of mounts: names, sizes and times of files can still be learned."""
 
     NONE = "none"
-    """Limits, and for root a user of its own; every file that this user may read is open to it."""
+    """Limits, and for programs of root a user of their own; every file that this user may read is open to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +60,9 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Confinement:
-    """How to confine a process, what it may see, and the run whose mark it carries, so that it is found.
-
-    `own_user`: root becomes a user of the process' own also at the level `none`.
-    """
+    """How to confine a process, what it may see, and the run whose mark it carries, so that it is found."""
 
     level: Level
     run_id: str
     view: View = View()
     limits: Limits = Limits()
-    own_user: bool = True

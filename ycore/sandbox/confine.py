@@ -90,7 +90,7 @@ def confined_launch(
     limits = confinement.limits
     run_id = confinement.run_id
     uid = None
-    if os.geteuid() == 0 and (confinement.level is not Level.NONE or confinement.own_user):
+    if os.geteuid() == 0 and confinement.level is not Level.NONE:
         uid = FIRST_UID + zlib.crc32(f"{run_id} {os.getpid()} {name}".encode()) % NUM_UIDS
     python = python_paths()
     if confinement.level is Level.NAMESPACES:
@@ -115,7 +115,7 @@ def confined_launch(
     steps["scratch"] = str(scratch)
     description = "confined by Landlock"
     if confinement.level is Level.NONE:
-        description = f"not confined{_user_at_none(steps, uid, (*python, *view.read))}"
+        description = f"not confined: runs as the user who started the run (uid {os.geteuid()})"
     if steps["uid"] is not None:
         os.chown(scratch, steps["uid"], steps["uid"])
     return Launch(
@@ -170,20 +170,6 @@ def stage_steps(
         filter=refused.hex(),
         in_namespaces=level is Level.NAMESPACES,
     )
-
-
-def _user_at_none(steps: StageSteps, wanted_uid: int | None, readable: Sequence[Path]) -> str:
-    """Say as whom a process runs at the level `none`."""
-    if wanted_uid is None:
-        return f": runs as the user who started the run (uid {os.geteuid()})"
-    closed = closed_path(readable)
-    if steps["uid"] is None:
-        if closed is None:
-            return ", and stays root: this system gives no right to change the user"
-        return f", and stays root: {closed} is closed to others; `chmod o+rx` it and what it lies in"
-    if closed is None:
-        return f", but runs as uid {steps['uid']}, without any right of root's"
-    return f", but runs as uid {steps['uid']}, which may read every file, because {closed} is closed to others"
 
 
 def _readable_files(view: View, python: Iterable[Path]) -> list[str]:

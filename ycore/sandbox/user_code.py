@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ycore.run.paths import RunFolder
-from ycore.sandbox import GIB, Confinement, Level, Limits, View
+from ycore.sandbox import GIB, Confinement, Limits, View
 from ycore.sandbox.importable import python_paths, source_paths
 from ycore.sandbox.level import choose_level, require_sandbox
 from ycore.sandbox.namespaces import SCRATCH
@@ -64,7 +64,7 @@ def user_code_confinement(
     choice = choose_level(level)
     if not names or any(":" in name for name in names):
         require_sandbox(choice, "code that is not ycore's own")
-    return Confinement(choice.level, run_id, view, limits, own_user=level != Level.NONE)
+    return Confinement(choice.level, run_id, view, limits)
 
 
 def sources_view() -> View:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 GIB = 2**30
 MIB = 2**20
+END_S = 60.0  # for the end of a tree of processes; an honest one takes milliseconds
 
 
 class Level(StrEnum):

@@ -19,10 +19,10 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from ycore.errors import RewardError
 from ycore.run.reports import kill_tree
-from ycore.sandbox import Confinement
+from ycore.sandbox import END_S, Confinement
 from ycore.sandbox.confine import Launch, confined_launch
 from ycore.sandbox.stage import EXIT_EXCESS
-from ycore.sandbox.watch import END_S, Watch
+from ycore.sandbox.watch import Watch
 
 START_TIMEOUT_S = 120.0
 MAX_STARTS = 3

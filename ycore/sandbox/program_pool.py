@@ -28,13 +28,12 @@ from typing import Any, Literal
 import ycore
 from ycore.errors import RunError
 from ycore.run.reports import kill_tree
-from ycore.sandbox import MIB, Level, Limits, View
+from ycore.sandbox import END_S, MIB, Level, Limits, View
 from ycore.sandbox.confine import FIRST_UID, NUM_UIDS, base_variables, stage_steps
 from ycore.sandbox.importable import python_paths, site_packages
 from ycore.sandbox.namespaces import SCRATCH, bwrap_command
 from ycore.sandbox.program_server import MAX_MESSAGE, ProgramKind, ServerSettings
 from ycore.sandbox.user_code import sources_view
-from ycore.sandbox.watch import END_S
 
 ProgramStatus = Literal["ok", "error", "timeout", "memory", "output", "killed", "infra_error"]
 """`error`: an exit status that is not 0. `killed`: by a signal that was not ours."""

@@ -42,7 +42,7 @@ from itertools import islice
 from types import ModuleType
 from typing import Any, Literal, NoReturn, TypedDict
 
-from ycore.sandbox import Limits, stage, watch
+from ycore.sandbox import END_S, Limits, stage, watch
 from ycore.sandbox.remote_calls import Gone, ProgramConnection, serve_calls
 from ycore.sandbox.stage import MS_NODEV, MS_NOSUID, StageSteps, checked, mount
 from ycore.sandbox.unit_tests import run_unit_tests
@@ -156,7 +156,7 @@ def _do(
         watch.remove_tree(scratch)
     summaries = [program.summary() for program in programs]
     if not is_over:  # the next program does not run beside them
-        summaries[0]["problem"] = f"processes of the program were left after {watch.END_S:g} s"
+        summaries[0]["problem"] = f"processes of the program were left after {END_S:g} s"
     return summaries
 
 

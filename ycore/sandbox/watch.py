@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from ycore.sandbox import Limits
+from ycore.sandbox import END_S, Limits
 
 INTERVAL_S = 0.05
-END_S = 60.0  # for the end of a tree; an honest one takes milliseconds
 _BLOCK = 512  # bytes: the unit of st_blocks
 _KIB = 1024
 _DEEPEST = 100  # folders within folders

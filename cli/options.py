@@ -230,6 +230,9 @@ OPTIONS: Mapping[str, Any] = {
         "Trackers that get the run's numbers: wandb, trackio, tensorboard [none].",
         metavar="NAMES",
     ),
+    "log_every": whole_number(
+        "Steps between tables of completions in trackers [10]; see also TRL's --log-completions."
+    ),
     "restarts": whole_number("How often a trainer that dies is started again [0]."),
     "resume": switch("Go on from the newest whole checkpoint in --output.", "--resume"),
     "resume_from": text(

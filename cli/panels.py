@@ -29,7 +29,7 @@ PANELS: Mapping[str, tuple[str, str]] = {
     "Evaluation": ("eval_dataset eval_every keep_best", "eval_split held_out eval_reward stop_when"),
     "Run": (
         "output dry_run resume report_to seed set_ json",
-        "resume_from accept_changes restarts keep_journal replay merge",
+        "log_every resume_from accept_changes restarts keep_journal replay merge",
     ),
 }  # fmt: skip
 """Parameters of the commands, by panel: the ones of `--help`, and the ones that only `--help-all` adds."""

@@ -96,15 +96,44 @@ def records_of(file: Path) -> list[Any]:
     return records
 
 
+def history_of(file: Path) -> list[dict[str, Any]]:
+    """The rows that an offline run of wandb logged."""
+    rows = [
+        {
+            ".".join(item.nested_key) or item.key: json.loads(item.value_json)
+            for item in record.history.item
+        }
+        for record in records_of(file)
+        if record.HasField("history")
+    ]
+    return [row for row in rows if row]
+
+
+def settings_of(file: Path) -> dict[str, Any]:
+    """The config of an offline run of wandb, as its users see it."""
+    settings: dict[str, Any] = {}
+    for record in records_of(file):
+        updates = [*record.run.config.update, *record.config.update]
+        settings |= {item.key: json.loads(item.value_json) for item in updates if item.key}
+    return settings
+
+
 @pytest.mark.slow
-def test_trackers_get_the_report(tmp_path: Path) -> None:
+def test_trackers_get_what_their_users_look_for(tmp_path: Path) -> None:
+    """Evaluations as `eval/`, tags, job type, settings at the top, completions with rewards and advantages; the report."""
     pytest.importorskip("wandb")
     pytest.importorskip("trackio")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     output = tmp_path / "run"
-    sizes = {"--steps": 2, "--prompts-per-step": 2, "--group-size": 2, "--output": output}
+    sizes = {"--steps": 3, "--prompts-per-step": 2, "--group-size": 2, "--output": output}
     tracked = {
-        "--report-to": "wandb,trackio",
+        "--report-to": "wandb,trackio,tensorboard",
         "--project": "sums",
+        "--eval-dataset": "task:addition?digits=1&size=8",
+        "--eval-every": 3,
+        "--log-every": 2,
+        "--preset": "rloo",
     }
     options = {"--model": write_tiny_model(tmp_path / "model")} | SMALL | sizes | tracked
     run(["grpo", *words_of(options)], tmp_path)
@@ -112,10 +141,93 @@ def test_trackers_get_the_report(tmp_path: Path) -> None:
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     (report,) = file.parent.glob("files/media/html/ycore/report_*.html")
     assert "finished" in report.read_text() and "Before and after" in report.read_text()
+    (page_run,) = [record.run for record in records_of(file) if record.HasField("run")][:1]
+    assert page_run.job_type == "train" and list(page_run.tags) == ["grpo", "model", "rloo"]
+    rows = history_of(file)
+    measured = {row["train/global_step"]: row for row in rows if "eval/pass@1" in row}
+    assert set(measured) == {0, 3} and not any("train/ycore/eval" in str(row) for row in rows)
+    settings = settings_of(file)
+    assert (settings["algorithm"], settings["dataset"]) == ("grpo", "task:addition?digits=1")
+    assert {"model", "learning_rate", "beta", "lora_r", "group_size", "seed"} <= set(settings)
+    assert (settings["rewards"], settings["preset"]) == ("length", "rloo")
+    logged = [row for row in rows if "completions.path" in row]
+    assert [row["train/global_step"] for row in logged] == [1, 2, 3]
+    path = file.parent / "files" / logged[0]["completions.path"]
+    table = json.loads(path.read_text())
+    assert table["columns"] == [
+        "step",
+        "prompt",
+        "completion",
+        "length",
+        "advantage",
+        "finish_reason",
+        "problem",
+    ]
+    assert len(table["data"]) == 4
+    for row in table["data"]:
+        step, prompt, completion, reward, advantage, reason, problem = row
+        assert step == 1 and isinstance(prompt, str) and isinstance(completion, str)
+        assert (
+            isinstance(reward, float)
+            and isinstance(advantage, float)
+            and reason in ("stop", "length")
+            and problem == ""
+        )
 
     page = trackio_page(tmp_path)
     assert (page["name"], page["group"]) == ("run", None), "one page, named like the folder"
-    assert {"ycore/report", "ycore/completions", "train/reward"} <= set(page["logged"])
+    wanted = {
+        "ycore/report",
+        "ycore/before_and_after",
+        "train/reward",
+        "completions",
+        "eval/pass@1",
+    }
+    assert wanted <= set(page["logged"])
+
+    events = EventAccumulator(
+        str(next(output.rglob("events.out.tfevents.*")).parent), size_guidance={"tensors": 0}
+    ).Reload()
+    tags = events.Tags()
+    assert "eval/pass@1" in tags["scalars"] and "completions/text_summary" in tags["tensors"]
+    assert {"completions/length", "completions/advantage"} <= set(tags["histograms"])
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_alerts(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    (tmp_path / "reward.py").write_text(
+        "import os, signal\n\n\ndef fatal(completions, **_):\n    raise RuntimeError('no such answer')\n"
+    )
+    options = {
+        "--model": write_tiny_model(tmp_path / "model"),
+        "--dataset": "task:addition?digits=1",
+        "--reward": "length",
+        "--engine": "transformers",
+        "--max-tokens": 6,
+        "--prompts-per-step": 2,
+        "--group-size": 2,
+        "--steps": 2,
+        "--output": tmp_path / "run",
+        "--set": "step_timeout_s=0.01",
+        "--report-to": "wandb,tensorboard",
+    }
+    done = subprocess.run(
+        [*YCORE, "grpo", *words_of(options)],
+        cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=800,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    files = sorted(
+        tmp_path.glob("wandb/offline-run-*/run-*.wandb"), key=lambda f: f.stat().st_mtime
+    )
+    assert {file.name for file in files} == {f"run-{RunFolder(tmp_path / 'run').run_id}.wandb"}
+    alerts = [r.alert for f in files for r in records_of(f) if r.HasField("alert")]
+    (alert,) = alerts
+    assert (
+        alert.title == "run hangs" and "step_timeout_s" in alert.text and alert.level == "ERROR"
+    )
+    exits = [r.exit.exit_code for r in records_of(files[-1]) if r.HasField("exit")]
+    assert exits == [1]
 
 
 @pytest.mark.slow
@@ -140,18 +252,17 @@ def test_evaluations_and_runs_on_examples_have_pages_too(tmp_path: Path) -> None
     )
     figures = json.loads((tmp_path / "measured" / "eval.json").read_text())
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    told = {
-        item.nested_key[0] if item.nested_key else item.key: item.value_json
-        for record in records_of(file)
-        for item in record.history.item
-    }
-    assert json.loads(told["ycore/eval/pass@1"]) == figures["pass@1"]
+    told = {name: value for row in history_of(file) for name, value in row.items()}
+    assert told["eval/pass@1"] == figures["pass@1"] and told["train/global_step"] == 0
+    (page_run,) = [record.run for record in records_of(file) if record.HasField("run")][:1]
+    assert page_run.job_type == "eval" and "eval" in page_run.tags
+    assert settings_of(file)["num_samples"] == 2
     (table,) = tmp_path.glob(
-        "wandb/offline-run-*/files/media/table/ycore/completions_*.table.json"
+        "wandb/offline-run-*/files/media/table/eval/completions_*.table.json"
     )
     assert len(json.loads(table.read_text())["data"]) == 3 * 2
     scalars = EventAccumulator(str(tmp_path / "measured" / "events")).Reload()
-    assert scalars.Scalars("ycore/eval/pass@1")[0].value == pytest.approx(figures["pass@1"])
+    assert scalars.Scalars("eval/pass@1")[0].value == pytest.approx(figures["pass@1"])
 
     (tmp_path / "rows.jsonl").write_text(
         "".join(
@@ -231,14 +342,15 @@ def test_a_flow_model_has_a_page_with_its_numbers_and_pictures(tmp_path: Path) -
         if record.HasField("history")
     ]
     sent = [
-        {name: json.loads(row[name]) for name in row if name[:6] == "train/"} for row in told
+        {name: json.loads(row[name]) for name in row if name.startswith(("train/", "eval/"))}
+        for row in told
     ]
     sent = [row for row in sent if len(row) > 1]  # what comes last has the step alone
     assert [row["train/global_step"] for row in sent] == [
         row["step"] for row in rows if row["step"] < 3
     ]
     for mine, row in zip(sent, rows, strict=False):
-        assert mine["train/ycore/eval/reward"] == pytest.approx(row["ycore/eval/reward"])
+        assert mine["eval/reward"] == pytest.approx(row["ycore/eval/reward"])
     assert {"train/loss", "train/reward"} <= set(sent[1])
     for kind in (
         "html/ycore/report_*.html",
@@ -249,7 +361,7 @@ def test_a_flow_model_has_a_page_with_its_numbers_and_pictures(tmp_path: Path) -
     page = EventAccumulator(
         str(tmp_path / "drawn" / "events"), size_guidance={"tensors": 0}
     ).Reload()
-    scalars = {event.step: event.value for event in page.Scalars("train/ycore/eval/reward")}
+    scalars = {event.step: event.value for event in page.Scalars("eval/reward")}
     assert scalars == pytest.approx({row["step"]: row["ycore/eval/reward"] for row in rows})
     assert "ycore/text_summary" in page.Tags()["tensors"]
 
@@ -325,7 +437,9 @@ def test_a_resumed_run_goes_on_with_its_pages(
     run_id = RunFolder(output).run_id
     assert [path.name for path in files] == [f"run-{run_id}.wandb"] * 2
     tables = list(
-        tmp_path.glob("wandb/offline-run-*/files/media/table/ycore/completions_*.table.json")
+        tmp_path.glob(
+            "wandb/offline-run-*/files/media/table/ycore/before_and_after_*.table.json"
+        )
     )
     assert len(tables) == 2
     table = json.loads(tables[0].read_text())

@@ -254,6 +254,10 @@ class BaseConfig(Strict):
     accelerate: str | None = None
     trl: dict[str, Any] = {}  # any other field of TRL's config class, by TRL's own name
 
+    @property
+    def has_trackers(self) -> bool:
+        return self.trl.get("report_to") not in (None, "none", ["none"])
+
     def check(self) -> None:
         """Raise ConfigError where two keys contradict each other."""
 
@@ -322,6 +326,7 @@ class RunConfig(ScoredConfig, RowSettings):
     max_tokens: Positive = 256  # longest completion; TRL's `max_completion_length`
     # A run is refused where more of its first sampled completions are cut off at `max_tokens`; 1 refuses none.
     max_truncated: Annotated[float, Field(gt=0, le=1)] = 0.9
+    log_every: Positive = 10  # steps from one table of completions in trackers to the next
     steps: Positive = 100
     # Rows that the policy is measured on before the first step, every `eval_every` steps and after the last.
     eval_dataset: str | None = None

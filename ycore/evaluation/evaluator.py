@@ -49,7 +49,7 @@ def _evaluate(root: Path) -> None:
         result = {"num_prompts": len(groups), "num_samples": config.num_samples}
         result |= evaluation_figures(count_groups(groups, config), config)
     write_json_atomic(root / "eval.json", result)
-    if config.trl.get("report_to") not in (None, "none"):
+    if config.has_trackers:
         from ycore.view.trackers import tell_evaluation
 
         tell_evaluation(config, parts.folder, result)

@@ -286,7 +286,7 @@ def _with_prefix(weights: Mapping[str, torch.Tensor], prefix: str) -> dict[str, 
 
 def _tracker_page(config: FlowConfig, home: RunFolder) -> "OwnPage | None":
     """Return the run's page in the trackers that it names; they need transformers, which nothing else in `flow` does."""
-    if config.trl.get("report_to") in (None, "none", ["none"]):
+    if not config.has_trackers:
         return None
     from ycore.view.trackers import OwnPage
 

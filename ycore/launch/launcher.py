@@ -3,6 +3,8 @@
 The trainer and the engines are started by module name, never imported.
 """
 
+import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,6 +32,8 @@ from ycore.view.activity import RunActivity
 from ycore.view.pictures import draw_curve, finish_trace_and_draw
 from ycore.view.progress import RunProgress, open_progress
 from ycore.view.report import advice
+
+_ALERT_WITHIN_S = 60.0  # a tracker may wait for a network
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,8 @@ def run_worker(
     except BaseException as error:
         was_stopped = isinstance(error, Interrupted | KeyboardInterrupt)
         run.sum_up("interrupted" if was_stopped else "failed", error=error)
+        if not was_stopped:
+            run.alert()
         raise
     else:
         summary = run.sum_up("finished")
@@ -173,6 +179,16 @@ class LocalRun:
             error=error,
             say=self.progress.say,
         )
+
+    def alert(self) -> None:
+        """Let the run's trackers say why it failed, from a process of their own: they need what a launcher does not."""
+        if not self.config.has_trackers or self.site.layout.machine_rank:
+            return
+        words = [sys.executable, "-m", "ycore.view.trackers", str(self.site.folder.root)]
+        try:
+            subprocess.run(words, timeout=_ALERT_WITHIN_S, stdin=subprocess.DEVNULL, check=True)
+        except (OSError, subprocess.SubprocessError) as problem:
+            self.progress.say(f"trackers got no alert: {problem}")
 
 
 def limits_of(config: BaseConfig) -> TrainerLimits:

@@ -259,7 +259,7 @@ FREE = {
     "engine.environment", "reward_workers.workers", "reward_workers.deadline_s", "reward_workers.memory_gib",
     "sandbox.level", "turns.at_once", "turns.memory_gib",
     "eval_dataset", "eval_split", "eval_limit", "eval_every", "eval_rewards", "num_samples",
-    "keep_best", "stop_when", "max_truncated",
+    "keep_best", "stop_when", "max_truncated", "log_every",
 }  # fmt: skip
 """Settings that a resumed run may change: its folder, what it shows and how fast it is, not what it learns.
 

@@ -47,6 +47,7 @@ class RolloutRun(TrainingRun):
         self.controller = self.step_metrics.controller = self._make_controller()
         self.stop = self.controller.stop  # which also ends a round that is being generated
         self.save_with(self._take_rounds())
+        self._page.show_rounds(self.trainer, every=parts.config.log_every)
         held_out = parts.evaluation(self.controller)
         self._evaluation = RolloutEvaluation(self, parts.config, self.controller, held_out)
         # It comes after the checkpoints', which remember the step's end.

@@ -83,6 +83,9 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
     open_image: Callable[[str], Any] | None = None
     """Opens an image by its sha256, where prompts have images."""
 
+    num_logged = 0
+    """Completions of a round of which `logged_completions` keeps the rows."""
+
     has_gradient = True
     """Whether the step has one: a group of any rank with an advantage, or another term of the loss."""
 
@@ -108,6 +111,8 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         """Whether prompts with images are packed too."""
         self._offloaded: Offload | None = None
         self._round: list[FlatSequence] = []
+        self.logged_completions: list[dict[str, Any]] = []
+        """The first completions of this rank's last round, by TRL's columns and what else is known of them."""
         self._rewards = torch.empty(0)
         self._micro_batch: dict[str, Any] | None = None
         self._last_loaded_step = -1
@@ -205,7 +210,36 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         with self._correction_left_to_the_loss(), texts:
             batch: dict[str, Any] = super()._generate_and_score_completions(rows)
         self._complete(batch, step)
+        self.logged_completions = self._rows_to_log(groups, batch)
         return batch
+
+    def _rows_to_log(
+        self, groups: Sequence[Group], batch: dict[str, Any]
+    ) -> list[dict[str, Any]]:
+        advantages = batch["advantages"][: self.num_logged].float()
+        if advantages.ndim > 1:  # of tokens: their mean
+            mask = loss_mask(batch)[: self.num_logged]
+            advantages = (advantages * mask).sum(1) / mask.sum(1).clamp(min=1)
+        completions = (
+            (group.draw.prompt, completion, scores)
+            for group in groups
+            for completion, scores in zip(group.completions, group.scores_GR, strict=True)
+        )
+        return [
+            {
+                "prompt": prompt.content,
+                "completion": completion.transcript,
+                **dict(
+                    zip(self.reward_func_names, (score.value for score in scores), strict=True)
+                ),
+                "advantage": advantage,
+                "finish_reason": completion.finish_reason,
+                "problem": "; ".join(score.problem for score in scores if score.problem),
+            }
+            for advantage, (prompt, completion, scores) in zip(
+                advantages.tolist(), completions, strict=False
+            )
+        ]
 
     def _complete(self, batch: dict[str, Any], step: int) -> None:
         """Add to TRL's batch what ycore's forward and losses read."""

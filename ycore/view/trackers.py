@@ -1,32 +1,38 @@
 """Send trackers what they show of a run beside the numbers that transformers' callbacks send them.
 
-At a run's start: run.json, without secrets; once its model is saved: completions before and after, and the report.
-A run without such callbacks (`ycore flow`) sends its numbers too (`OwnPage`), and `ycore eval` figures and completions.
-wandb and trackio share an interface; tensorboard keeps the settings and the numbers only.
+At a run's start: its settings, without secrets; during it: completions with their rewards; once its model is saved:
+completions before and after, and the report. A run without such callbacks (`ycore flow`) sends its numbers too
+(`OwnPage`), and `ycore eval` figures and completions. wandb and trackio share an interface; tensorboard keeps numbers,
+histograms and text. `python -m ycore.view.trackers RUN_FOLDER` sends an alert on why the run failed.
 """
 
 import importlib
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
+import numpy as np
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import (
     TensorBoardCallback,
     TrackioCallback,
     WandbCallback,
     get_available_reporting_integrations,
+    get_reporting_integration_callbacks,
 )
 from transformers.trainer_callback import CallbackHandler
 
+from ycore.config.resolve import read_config
 from ycore.config.schema import AnyConfig, BaseConfig, TuneConfig
 from ycore.run.files import read_json
-from ycore.run.metrics import STEP_SECONDS, Row, number, summarise
+from ycore.run.metrics import EVALUATION, STEP_SECONDS, Row, number, summarise
 from ycore.run.paths import RunFolder
 from ycore.run.reports import TRACKER_GROUP
 from ycore.view.report import content_text, make_report, read_run, render_page
@@ -36,9 +42,21 @@ Table = tuple[Sequence[str], Sequence[Sequence[Any]]]
 
 _DEFAULT_PROJECT = "huggingface"  # transformers' own
 _MAX_COMPLETIONS = 1000  # of an evaluation, in a table
-_SAMPLES, _REPORT = "ycore/completions", "ycore/report"
+_MAX_LOGGED = 16  # completions of a round, in a table
+_MAX_LETTERS = 4000  # of a prompt or a completion of a round
+_MAX_TAG = 64  # letters, by wandb's rule
+_COMPLETIONS = "completions"  # TRL's name of its table
+_EVALUATED = "eval/completions"
+_SAMPLES, _REPORT = "ycore/before_and_after", "ycore/report"
 _PICTURES = "ycore/pictures"
 _STEP = "train/global_step"  # as transformers names it, and the numbers beside it
+
+
+class RoundTrainer(Protocol):
+    """A trainer of rounds, which keeps some rows of the last one for a table."""
+
+    num_logged: int
+    logged_completions: list[dict[str, Any]]
 
 
 class TrackerPage(TrainerCallback):
@@ -47,6 +65,9 @@ class TrackerPage(TrainerCallback):
     Add it after the trackers' own callbacks, which open their runs when training begins.
     """
 
+    _rounds: RoundTrainer | None = None
+    _log_every = 0
+
     def __init__(self, folder: RunFolder, handler: CallbackHandler, config: AnyConfig) -> None:
         self._folder = folder
         self._handler = handler
@@ -54,11 +75,16 @@ class TrackerPage(TrainerCallback):
         if project := config.trl.get("project"):
             # transformers passes it on to every tracker but wandb.
             os.environ.setdefault("WANDB_PROJECT", project)
+        trackers = tuple(get_reporting_integration_callbacks(_tracker_names(config)))
         for callback in handler.callbacks:
+            if isinstance(callback, trackers):
+                callback.__dict__["on_log"] = partial(_log_evaluations_apart, callback.on_log)
             if isinstance(callback, WandbCallback):
                 # The folder's id: a resumed run goes on with its page.
                 os.environ.setdefault("WANDB_RUN_ID", folder.run_id)
                 os.environ.setdefault("WANDB_RESUME", "allow")
+                os.environ.setdefault("WANDB_JOB_TYPE", "train")
+                os.environ["WANDB_TAGS"] = ",".join(_tags(folder))
             if isinstance(callback, TrackioCallback):  # wandb reads the variable itself
                 group = os.environ.get(TRACKER_GROUP)
                 callback._trackio.init = partial(callback._trackio.init, group=group)
@@ -69,10 +95,54 @@ class TrackerPage(TrainerCallback):
         if not state.is_world_process_zero:
             return
         for tracker in _modules(args.report_to):
-            tracker.config.update(_prefixed_settings(self._folder), allow_val_change=True)
-        for callback in self._handler.callbacks:
-            if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
-                _add_settings(callback.tb_writer, self._folder)
+            tracker.config.update(_settings(self._folder), allow_val_change=True)
+        for writer in self._writers:
+            _add_settings(writer, self._folder)
+
+    def show_rounds(self, trainer: RoundTrainer, *, every: int) -> None:
+        """From now on send a table of completions of the first step, of every `every` steps, and of the last.
+
+        TRL sends its own of all completions with `log_completions`, under the same name.
+        """
+        if not self._config.has_trackers or self._config.trl.get("log_completions"):
+            return
+        trainer.num_logged = self._config.trl.get("num_completions_to_print") or _MAX_LOGGED
+        self._rounds, self._log_every = trainer, every
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        step = state.global_step
+        is_an_end = step in (1, args.max_steps) or control.should_training_stop
+        if self._rounds is None or not (is_an_end or step % self._log_every == 0):
+            return
+        rows = [
+            {
+                "step": step,
+                **row,
+                "prompt": _shortened(row["prompt"]),
+                "completion": _shortened(row["completion"]),
+            }
+            for row in self._rounds.logged_completions
+        ]
+        if not rows or not state.is_world_process_zero:
+            return
+        table = list(rows[0]), [list(row.values()) for row in rows]
+        for tracker in _modules(args.report_to):
+            with _tolerate_failure(tracker.__name__):
+                tracker.log({_COMPLETIONS: _as_table(tracker, table), _STEP: step})
+        for writer in self._writers:
+            _add_completions(writer, rows, step=step)
+
+    @property
+    def _writers(self) -> list[Any]:
+        """The writers of tensorboard's callbacks, open while the run trains."""
+        writers = [
+            callback.tb_writer
+            for callback in self._handler.callbacks
+            if isinstance(callback, TensorBoardCallback)
+        ]
+        return [writer for writer in writers if writer is not None]
 
     def close(self, args: TrainingArguments) -> None:
         """Send what a finished run has; its model, metrics and samples are on the disk. On the first rank only."""
@@ -90,9 +160,7 @@ class OwnPage:
         self._trackers = _modules(names)
         self._writer: Any = None
         for tracker in self._trackers:
-            _open(tracker, config, folder)
-            if tracker.__name__ == "wandb":
-                tracker.define_metric("*", step_metric=_STEP, step_sync=True)
+            _open(tracker, config, folder, job_type="train")
         if "tensorboard" in names:
             self._writer = _new_writer(folder)
             _add_settings(self._writer, folder)
@@ -103,7 +171,10 @@ class OwnPage:
         numbers = {}
         for name in row:
             if name != "step" and (value := number(row, name)) is not None:
-                numbers[f"train/{name}"] = value
+                is_evaluation = name.startswith(EVALUATION)
+                numbers[name.removeprefix("ycore/") if is_evaluation else f"train/{name}"] = (
+                    value
+                )
         for tracker in self._trackers:
             tracker.log(numbers | {_STEP: step})
         if self._writer is not None:
@@ -122,17 +193,53 @@ class OwnPage:
 
 
 def tell_evaluation(config: AnyConfig, folder: RunFolder, figures: Mapping[str, float]) -> None:
-    """Open a page for an evaluation in the run's trackers, with its settings, its figures and its completions."""
+    """Open a page for an evaluation in the run's trackers, with its settings, its figures and its completions.
+
+    The figures are named as those of evaluations in a run, and stand at the step of the model that was measured.
+    """
     names, table = _tracker_names(config), _evaluated_completions(folder)
-    numbers = {f"ycore/eval/{name}": value for name, value in figures.items()}
+    numbers = {f"eval/{name}": value for name, value in figures.items()}
+    step = _step_of_model(Path(config.model).expanduser())
     for tracker in _modules(names):
         with _tolerate_failure(tracker.__name__):
             _open(tracker, config, folder, job_type="eval")
-            tracker.log(numbers | {_SAMPLES: _as_table(tracker, table)})
+            tracker.log(numbers | {_EVALUATED: _as_table(tracker, table), _STEP: step})
             tracker.finish()
     if "tensorboard" in names:
         with _tolerate_failure("tensorboard"), _new_writer(folder) as writer:
-            _add_numbers(writer, numbers, step=0)
+            _add_settings(writer, folder)
+            _add_numbers(writer, numbers, step=step)
+
+
+def tell_failure(config: BaseConfig, folder: RunFolder, error: str) -> None:
+    """Send an alert on why the run failed, and end its page as a failed one."""
+    title = f"{folder.root.name} {'hangs' if '_timeout_s)' in error else 'failed'}"
+    for tracker in _modules(_tracker_names(config)):
+        with _tolerate_failure(tracker.__name__):
+            _open(tracker, config, folder)
+            if tracker.__name__ == "wandb":
+                tracker.alert(title=title, text=error, level="ERROR")
+                tracker.finish(exit_code=1)
+            else:
+                tracker.alert(title=title, text=error, level=tracker.AlertLevel.ERROR)
+                tracker.finish()
+    if "tensorboard" in _tracker_names(config):
+        with _tolerate_failure("tensorboard"), _new_writer(folder) as writer:
+            writer.add_text("alert", f"{title}: {error}")
+
+
+def _step_of_model(folder: Path) -> int:
+    """Return the step of a run's model or checkpoint; 0 of every other model."""
+    if folder.name.startswith("checkpoint-"):
+        return int(folder.name.removeprefix("checkpoint-"))
+    for file, key in (
+        (folder / "evaluation.json", "step"),
+        (folder / "summary.json", "steps"),
+        (folder.parent / "summary.json", "steps"),
+    ):
+        if file.is_file():
+            return int(read_json(file).get(key) or 0)
+    return 0
 
 
 # -- wandb and trackio -------------------------------------------------------------------------------------------------
@@ -154,7 +261,7 @@ def _open(
     """Open the folder's page, or go on with it."""
     wandb_only: dict[str, Any] = {}
     if tracker.__name__ == "wandb":
-        wandb_only = {"id": folder.run_id, "job_type": job_type}
+        wandb_only = {"id": folder.run_id, "job_type": job_type, "tags": _tags(folder)}
     tracker.init(
         project=config.trl.get("project")
         or os.environ.get("WANDB_PROJECT")
@@ -162,14 +269,66 @@ def _open(
         name=folder.root.name,
         resume="allow",
         group=os.environ.get(TRACKER_GROUP),
-        config=_prefixed_settings(folder),
+        config=_settings(folder),
         **wandb_only,
     )
+    if tracker.__name__ == "wandb":
+        tracker.define_metric("*", step_metric=_STEP, step_sync=True)
 
 
-def _prefixed_settings(folder: RunFolder) -> dict[str, Any]:
-    """Return run.json; prefixed, since TRL's arguments and the model's config are there too."""
-    return {f"ycore/{key}": value for key, value in read_json(folder.config).items()}
+def _settings(folder: RunFolder) -> dict[str, Any]:
+    """Return the main settings by their plain names, and all of run.json; prefixed, since TRL's arguments are there too."""
+    record = read_json(folder.config)
+    config = record.get("config", {})
+    settings = {**config.get("trl", {}), **config}
+    plain = {
+        name: value
+        for name, value in settings.items()
+        if isinstance(value, str | int | float) and not isinstance(value, bool)
+    }
+    if rewards := config.get("rewards"):
+        plain["rewards"] = ", ".join(reward["reward"] for reward in rewards)
+    if lora := config.get("lora"):
+        plain["lora_r"] = lora["r"]
+    plain |= _typed_names(record)
+    return plain | {f"ycore/{key}": value for key, value in record.items()}
+
+
+def _typed_names(record: Mapping[str, Any]) -> dict[str, str]:
+    """Return the recipe and the preset that were typed."""
+    words = [part for word in record.get("command", ()) for part in word.split("=", 1)]
+    names = {}
+    for option in ("recipe", "preset"):
+        if f"--{option}" in words[:-1]:
+            names[option] = Path(words[words.index(f"--{option}") + 1]).stem
+    return names
+
+
+def _tags(folder: RunFolder) -> list[str]:
+    """Return the user's own tags, and algorithm, model, recipe and preset."""
+    record = read_json(folder.config)
+    config = record.get("config", {})
+    model = Path(config.get("model", "")).name
+    own_tags = os.environ.get("WANDB_TAGS", "").split(",")
+    tags = [*own_tags, config.get("algorithm", ""), model, *_typed_names(record).values()]
+    shortened = [tag.replace(",", " ").strip()[:_MAX_TAG] for tag in tags]
+    return list(dict.fromkeys(filter(None, shortened)))
+
+
+def _log_evaluations_apart(
+    on_log: Callable[..., None], *states: Any, logs: Mapping[str, Any], **rest: Any
+) -> None:
+    """Let a tracker of transformers have `eval_NAME`, its name for evaluations, which it shows as `eval/NAME`."""
+    renamed = {
+        f"eval_{name.removeprefix(EVALUATION)}" if name.startswith(EVALUATION) else name: value
+        for name, value in logs.items()
+    }
+    on_log(*states, logs=renamed, **rest)
+
+
+def _shortened(content: Any) -> str:
+    text = content_text(content)
+    return text if len(text) <= _MAX_LETTERS else f"{text[:_MAX_LETTERS]} ..."
 
 
 def _as_table(tracker: Any, table: Table) -> Any:
@@ -272,6 +431,30 @@ def _add_settings(writer: Any, folder: RunFolder) -> None:
     writer.add_text("ycore", f"```\n{json.dumps(read_json(folder.config), indent=2)}\n```")
 
 
+def _add_completions(writer: Any, rows: Sequence[Mapping[str, Any]], *, step: int) -> None:
+    """Add the completions of a round as text, and their rewards and advantages as histograms."""
+    texts = []
+    for row in rows:
+        facts = {
+            name: row[name] for name in row if name not in ("step", "prompt", "completion")
+        }
+        texts.append(f"{json.dumps(facts)}\n\n```\n{row['prompt']}\n\n{row['completion']}\n```")
+    writer.add_text(_COMPLETIONS, "\n\n---\n\n".join(texts), step)
+    for name in rows[0]:
+        values = [row[name] for row in rows if isinstance(row[name], float)]
+        if values:
+            writer.add_histogram(f"{_COMPLETIONS}/{name}", np.array(values), step)
+
+
 def _add_numbers(writer: Any, numbers: Mapping[str, float], *, step: int) -> None:
     for name, value in numbers.items():
         writer.add_scalar(name, value, step)
+
+
+def _main() -> None:
+    folder = RunFolder(Path(sys.argv[1]))
+    tell_failure(read_config(folder), folder, read_json(folder.summary)["error"])
+
+
+if __name__ == "__main__":
+    _main()

@@ -37,7 +37,7 @@ VISIBLE = {
         "--dry-run", "--resume", "--resume-from", "--accept-changes", "--keep-journal", "--replay",
         "--json", "--show-rows", "--learning-rate", "--beta", "--temperature", "--top-p", "--top-k", "--num-iterations",
         "--epsilon", "--loss-type", "--scale-rewards", "--lr-scheduler-type", "--warmup-steps", "--weight-decay",
-        "--report-to",
+        "--report-to", "--log-every",
     ],
     "resume": ["run", "--resume-from", "--accept-changes", "--steps", "--processes", "--set", "--dry-run", "--json"],
     "eval": [

@@ -100,11 +100,65 @@ def test_the_plan_in_words(place: Path, capfd: pytest.CaptureFixture[str]) -> No
     out, err = capfd.readouterr()
     assert err == ""
     assert [line.split()[0] for line in out.splitlines() if line[0] != " "] == [
-        "model", "dataset", "read", "asked", "rewards", "batch", "run", "engine", "output", "Nothing",
+        "model", "dataset", "read", "asked", "rewards", "batch", "run", "loss", "data", "time", "changed", "engine",
+        "output", "Nothing",
     ]  # fmt: skip
     assert "8 rows of chat prompts" in out
     assert "4 prompts x 8 completions = 32 a step on 1 rank: 1 micro-batch of 32" in out
     assert "100 steps of LoRA r=16, bfloat16, learning rate 2e-05, seed 0" in out
+    assert "400 prompts = 50 epochs; at most 2,048 tokens a step, 204,800 in all" in out
+    assert "time     not forecast: the speed of transformers is not known beforehand" in out
+    assert "use_cpu true (default false)" in out
+
+
+def test_the_plan_says_what_is_not_at_its_default_and_what_is_written(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    more = (
+        "--recipe quickstart --beta 0.04 --temperature 0.7 --set trl.epsilon=0.3 --loss-type dr_grpo"
+        " --keep-best reward --eval-dataset task:addition?digits=1 --report-to wandb --merge"
+    )
+    assert run(command_words(more, place)) == 0
+    out = capfd.readouterr().out
+    assert "dr_grpo, beta 0.04, temperature 0.7, num_iterations 1" in out
+    assert "epsilon 0.3 (default 0.2)" in out
+    assert "lr_scheduler_type constant (default linear)" in out
+    for name in ("beta", "loss_type", "learning_rate", "steps"):  # are in other rows
+        assert f"{name} " not in out.split("changed")[1].split("engine")[0]
+    written = " ".join(out.split("output")[1].split())
+    for part in ("model/merged/", "best/", "metrics.jsonl", "every 8 steps", "sent to wandb"):
+        assert part in written, written
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_the_plan_forecasts_seconds_epochs_and_tokens(
+    passes: int, place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["grpo", "--recipe", "quickstart", "--num-iterations", str(passes), "--dry-run"]
+    words += ["--output", str(place / "out"), "--model", str(place / "model")]
+    assert run([*words, "--json"]) == 0
+    length = json.loads(capfd.readouterr().out)["length"]
+    assert (length["rounds"], length["epochs"]) == (40 // passes, 4 / passes)
+    assert length["tokens_per_step"] == 8 * 8 * 16
+    low, high = length["time"]["run_s"]
+    assert 0 < length["time"]["start_s"] < low < high
+    assert run(words) == 0
+    out = capfd.readouterr().out
+    assert "on an idle machine" in out and "a step" in out.split("time")[1]
+    lines = out.splitlines()
+    assert len(lines) < 24 and max(map(len, lines[2:])) <= 80, out
+
+
+def test_the_plan_of_given_examples_has_its_length_too(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["sft", "--model", f"{place}/model", "--dataset", f"{place}/train.jsonl"]
+    words += ["--epochs", "3", "--batch-size", "2", "--output", str(place / "out"), "--dry-run"]
+    assert run([*words, "--json"]) == 0
+    length = json.loads(capfd.readouterr().out)["length"]
+    assert (length["steps"], length["epochs"]) == (12, 3)
+    low, high = length["time"]["run_s"]
+    assert 0 < low < high
 
 
 def test_resume_needs_only_the_folder(

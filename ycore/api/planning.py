@@ -1,19 +1,25 @@
-"""Plan the memory and time of a run from the model's config.json alone, without its devices."""
+"""Plan the memory and time of a run from the model's config.json alone: on any devices, or on this machine's."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from ycore.api.run_settings import keys_of
 from ycore.api.tables import Planned
+from ycore.config.algorithms import find_algorithm
+from ycore.config.batch import BatchPlan, TuneBatch
 from ycore.config.resolve import require_rollouts, resolve
-from ycore.config.schema import RewardConfig, RunConfig
+from ycore.config.schema import BaseConfig, RewardConfig, RunConfig, TuneConfig, a_fifth
 from ycore.errors import ConfigError
 from ycore.judge.sources import is_judge, with_declarations
-from ycore.launch import device_memory, machine_checks
-from ycore.plan.devices import Fleet
-from ycore.plan.model_facts import hub_id_of
-from ycore.plan.planner import Plan, StepForecast, make_plan, why_too_large
+from ycore.launch import device_memory, engines, machine_checks
+from ycore.launch.layout import Machine, Site, visible_gpus
+from ycore.plan.devices import Fleet, device_called, measured_core
+from ycore.plan.model_facts import ModelFacts, hub_id_of
+from ycore.plan.planner import Plan, StepForecast, forecast_step, make_plan, why_too_large
+from ycore.plan.timing import efficiency_of, train_s
+from ycore.plan.workload import Strategy, Workload, workload_of
 from ycore.scoring.scorers import served_models
 
 _GIB = 2**30
@@ -77,6 +83,176 @@ def make_run_plan(
 def plan_in_words(made: Plan, *, top: int) -> tuple[dict[str, Any], list[str]]:
     """Put a plan into JSON values, and into lines for a person."""
     return made.as_json(top=top), list(_lines(made, top=top))
+
+
+# -- the seconds of a run on this machine ------------------------------------------------------------------------------
+
+_BRIEF = 0.25  # share of --max-tokens that a mean completion has at the fast end of a forecast; at the slow end 1
+_SPREAD = 1.4  # either way, of a step on given examples: their lengths are estimated
+
+
+def run_length(
+    config: RunConfig | TuneConfig,
+    site: Site,
+    batch: BatchPlan | TuneBatch,
+    details: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Count the prompts, epochs and tokens of a run, and forecast its seconds, from what a plan knows of its rows."""
+    num_rows, row_tokens = (
+        details["dataset"]["rows"],
+        details["dataset"]["reading"]["mean_tokens"],
+    )
+    why_not = _why_no_forecast(config, site, engine=details.get("engine"))
+    if isinstance(config, TuneConfig):
+        assert isinstance(batch, TuneBatch)
+        length: dict[str, Any] = {
+            "steps": batch.steps,
+            "epochs": batch.epochs,
+            "tokens_per_step": batch.batch_size
+            * min(row_tokens, batch.max_length or row_tokens),
+        }
+        if why_not is None:
+            length["time"] = _examples_forecast(config, site, batch, row_tokens=row_tokens)
+    else:
+        assert isinstance(batch, BatchPlan)
+        rounds = batch.num_rounds(config.steps, passes=int(config.trl.get("num_iterations", 1)))
+        prompts_per_round = config.prompts_per_step * batch.steps_per_round
+        length = {
+            "steps": config.steps,
+            "rounds": rounds,
+            "prompts_per_round": prompts_per_round,
+            "epochs": rounds * prompts_per_round / num_rows if num_rows else None,
+            "tokens_per_step": config.prompts_per_step * config.group_size * config.max_tokens,
+        }
+        if why_not is None:
+            evaluation = details.get("evaluation") or {"rows": 0}
+            length["time"] = _rollouts_forecast(
+                config, site, batch, prompt_tokens=row_tokens, held_out_rows=evaluation["rows"]
+            )
+    return length | {"no_forecast": why_not}
+
+
+def _why_no_forecast(config: BaseConfig, site: Site, *, engine: str | None) -> str | None:
+    """Say why the seconds of a run cannot be forecast; None where they can."""
+    if engine not in (None, "vllm"):
+        return f"the speed of {engine} is not known beforehand"
+    if site.layout.num_machines > 1:
+        return "the speed of the network between machines is not known"
+    if device_memory.facts_here(config.model) is None:
+        return f"the sizes of {config.model} are not known here"
+    if _fleet(config, site.machine) is None:
+        return "the speed of this device is not known"
+    return None
+
+
+def _rollouts_forecast(
+    config: RunConfig, site: Site, batch: BatchPlan, *, prompt_tokens: int, held_out_rows: int
+) -> dict[str, Any]:
+    """Forecast the seconds of a run with rollouts, by the formulas of `ycore plan`, on an idle machine.
+
+    At the fast end completions are brief and every group teaches; at the slow end they are as long as they may be.
+    """
+    models, slots, sharing = engines.arrange(config, site, device_memory.facts_here)
+    scorer = _first_scorer(config)
+    work = workload_of(
+        config,
+        _facts(config.model),
+        judge=device_memory.facts_here(scorer["judge"]) if scorer else None,
+        judge_role=scorer.get("judge_role", ""),
+        judge_tokens=scorer.get("judge_tokens"),
+        prompt_tokens=prompt_tokens,
+    )
+    strategy = Strategy(
+        site.layout.world,
+        len(slots),
+        site.layout.sharding,
+        batch.per_device_train_batch_size,
+        checkpointing=bool(config.trl.get("gradient_checkpointing", not batch.on_cpu)),
+        tensor_parallel=models[0].width,
+        judge_tensor_parallel=max((model.width for model in models[1:]), default=1),
+        sleeps=sharing is not None and sharing.sleeps,
+        offload="none" if sharing is None else sharing.offload,
+    )
+    fleet = _fleet(config, site.machine)
+    assert fleet is not None
+    brief = replace(work, completion_tokens=max(1, round(_BRIEF * work.max_tokens)), draws=1.0)
+    rounds = batch.num_rounds(config.steps, passes=int(config.trl.get("num_iterations", 1)))
+    num_evaluations, start_s = _num_evaluations(config), efficiency_of(fleet.device).start_s
+    ends: dict[str, list[float]] = {"step_s": [], "evaluation_s": [], "run_s": []}
+    for kind in (brief, work):
+        seconds = forecast_step(kind, strategy, fleet).seconds
+        measured = replace(
+            kind, prompts_per_step=held_out_rows, group_size=config.num_samples, draws=1.0
+        )
+        evaluation_s = 0.0
+        if held_out_rows:
+            evaluation_s = forecast_step(measured, strategy, fleet).seconds["round"]
+        training_s = config.steps * seconds["train"]
+        if rounds < config.steps:  # the probabilities before the first of several steps
+            training_s *= 4 / 3
+        training_s += rounds * (seconds["sync"] + batch.steps_per_round * seconds["round"])
+        ends["step_s"].append(training_s / config.steps)
+        ends["evaluation_s"].append(evaluation_s)
+        ends["run_s"].append(start_s + training_s + num_evaluations * evaluation_s)
+    return {"start_s": start_s, "evaluations": num_evaluations if held_out_rows else 0, **ends}
+
+
+def _examples_forecast(
+    config: TuneConfig, site: Site, batch: TuneBatch, *, row_tokens: int
+) -> dict[str, Any]:
+    """Forecast the seconds of a run on given examples, without those of evaluations."""
+    sequences = find_algorithm(config.algorithm).sequences_per_row
+    tokens = max(1, min(row_tokens, batch.max_length or row_tokens))
+    work = Workload(
+        _facts(config.model),
+        prompts_per_step=batch.batch_size * sequences,
+        group_size=1,
+        prompt_tokens=0,
+        completion_tokens=tokens,
+        max_tokens=tokens,
+        lora_rank=None if config.lora is None else config.lora.r,
+        quantized=config.quantize is not None,
+        bytes_per_value=4 if config.dtype == "float32" else 2,
+    )
+    strategy = Strategy(
+        site.layout.world,
+        1,
+        site.layout.sharding,
+        batch.per_device_train_batch_size * sequences,
+        checkpointing=bool(config.trl.get("gradient_checkpointing", not batch.on_cpu)),
+    )
+    fleet = _fleet(config, site.machine)
+    assert fleet is not None
+    cores = fleet.count // strategy.ranks if fleet.device.on_cpu else 1
+    step_s = train_s(work, strategy, fleet.device, cores=cores)
+    start_s = efficiency_of(fleet.device).start_s / 2  # no engines
+    ends = [step_s / _SPREAD, step_s * _SPREAD]
+    return {
+        "start_s": start_s,
+        "evaluations": 0,
+        "step_s": ends,
+        "evaluation_s": [0.0, 0.0],
+        "run_s": [start_s + batch.steps * seconds for seconds in ends],
+    }
+
+
+def _num_evaluations(config: RunConfig) -> int:
+    every = config.eval_every or a_fifth(config.steps)
+    return len({0, *range(every, config.steps, every), config.steps})
+
+
+def _facts(model: str) -> ModelFacts:
+    facts = device_memory.facts_here(model)
+    assert facts is not None
+    return facts
+
+
+def _fleet(config: BaseConfig, machine: Machine) -> Fleet | None:
+    """Describe this machine's devices or cores; None where the speed of its devices is not known."""
+    if not machine.devices:
+        return Fleet(measured_core(config.dtype), len(machine.cores))
+    device = device_called(visible_gpus()[0].name)
+    return None if device is None else Fleet(device, len(machine.devices))
 
 
 def planned_config(

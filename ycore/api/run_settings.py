@@ -10,17 +10,18 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from ycore.config.algorithms import find_algorithm
+from ycore.config.presets import find_preset, preset_layer
 from ycore.config.recipe_files import load_benchmark
 from ycore.config.resolve import resolve
-from ycore.config.schema import AnyConfig, BaseConfig, ScoredConfig
+from ycore.config.schema import AnyConfig, BaseConfig, RunConfig, ScoredConfig
 from ycore.config.trl_fields import fields_of
 from ycore.errors import ConfigError
 from ycore.judge.sources import with_declarations
 from ycore.launch.layout import on_machine
-from ycore.run.claim import stored_config
+from ycore.run.claim import flat, stored_config
 from ycore.run.files import named_by_content, write_bytes_atomic
 from ycore.run.paths import RunFolder
-from ycore.run.secrets import without_hub_token
+from ycore.run.secrets import redact, without_hub_token
 from ycore.sandbox.pickled_code import code_references
 
 _T = TypeVar("_T")
@@ -31,6 +32,9 @@ Reward = str | Callable[..., Sequence[float | None]] | Mapping[str, Any]
 
 Rows = str | Iterable[Mapping[str, Any]]
 """A dataset's name as `--dataset` takes it, or rows: a list of mappings, a `datasets.Dataset` or a frame of pandas."""
+
+MAIN_FIELDS = ("loss_type", "beta", "temperature", "num_iterations")
+"""Fields of TRL's that a plan always shows, beside the learning rate."""
 
 _FUNCTIONS = {
     "rewards": "reward",
@@ -99,6 +103,54 @@ def resolve_keys(keys: Mapping[str, Any], *, resume: bool = False) -> AnyConfig:
     if keys["algorithm"] == "eval" and "benchmark" in keys:
         base = load_benchmark(keys.pop("benchmark"))["run"]
     return complete_config(resolve(recipe=base, options=keys))
+
+
+_IN_OTHER_ROWS = {
+    "algorithm", "model", "dataset", "output", "rewards", "tools", "env", "agent", "max_turns", "preset",
+    "prompts_per_step", "group_size", "batch_size", "max_tokens", "num_samples", "pairs",
+    "steps", "epochs", "seed", "dtype", "processes", "lora", "lora.r", "engine.kind",
+    "eval_dataset", "eval_every", "eval_rewards", "held_out",
+}  # fmt: skip
+"""Settings that a plan shows in rows of their own."""
+
+
+def changed_settings(config: AnyConfig, *, trains: bool) -> dict[str, list[Any]]:
+    """Return the settings that are not at their default and in no other row of a plan, each with its default.
+
+    What an algorithm sets by itself is its default; a preset's settings have rows of their own. Of TRL's fields a
+    measurement reads those of sampling alone.
+    """
+    row = find_algorithm(config.algorithm)
+    defaults = flat(type(config).model_construct().model_dump(mode="json", exclude={"trl"}))
+    defaults |= {name: field.default for name, field in fields_of(row.trl_config).items()}
+    defaults |= row.settings.get("trl", {})
+    settings = redact(config.model_dump(mode="json"))
+    current = flat({**settings, "trl": {}})
+    if trains:
+        current |= settings["trl"]
+    elif isinstance(config, RunConfig):
+        current |= config.changed_sampling
+    preset = getattr(config, "preset", None)
+    if preset is not None:
+        layer = preset_layer(find_preset(preset))
+        defaults |= {**flat({**layer, "trl": {}}), **layer["trl"]}
+    in_other_rows = {*_IN_OTHER_ROWS, *(("learning_rate", *MAIN_FIELDS) if trains else ())}
+    return {
+        name: [value, defaults.get(name)]
+        for name, value in current.items()
+        if name not in in_other_rows and value != defaults.get(name)
+    }
+
+
+def main_settings(config: AnyConfig) -> dict[str, Any]:
+    """Return the loss and TRL's main fields of the run, also where they are at their defaults."""
+    row = find_algorithm(config.algorithm)
+    values = {name: field.default for name, field in fields_of(row.trl_config).items()}
+    values |= {**row.settings.get("trl", {}), **config.trl}
+    loss_from = getattr(config, "loss_from", "grpo")
+    if loss_from != "grpo":
+        values["loss_type"] = loss_from
+    return {name: values[name] for name in MAIN_FIELDS if name in values}
 
 
 def tell_warnings(plan: Mapping[str, Any], *, depth: int) -> None:

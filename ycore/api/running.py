@@ -5,7 +5,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ycore.api.planning import run_length
 from ycore.api.rollout_checks import check_rollouts
+from ycore.api.run_settings import changed_settings, main_settings
 from ycore.api.shown_rows import reading_warnings, rows_read
 from ycore.config.algorithms import families, find_algorithm, load_reference
 from ycore.config.batch import derive_tune_batch
@@ -80,6 +82,9 @@ def checked_plan(
         },
         **details,
         "batch": asdict(batch) | {"in_words": str(batch)},
+        "main": main_settings(config),
+        "changed": changed_settings(config, trains=trains),
+        "length": run_length(config, site, batch, details) if trains else None,
         "trl": redact(trl_arguments(config, batch, site.folder)),
         "output": str(site.folder.root.absolute()),
     }

@@ -1,6 +1,7 @@
 """Show in a plan what was read of a dataset: which columns, and its first rows as the model will see them."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
@@ -16,6 +17,8 @@ from ycore.types import Content, Prompt, said
 _ANSWERS = {"completion": "learned", "chosen": "better", "rejected": "worse"}
 _WIDTH = 68
 _MAX_LINES = 3
+_MEASURED_ROWS = 16  # whose length stands for all
+_TOKEN_CHARACTERS = 4  # a rough mean, for the forecast of seconds alone
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -33,12 +36,14 @@ def rows_read(
     writer = _RowWriter(model, template_arguments or {})
     samples: Mapping[str, Prompt | Mapping[str, Any]]
     first: Sequence[Prompt | Mapping[str, Any]]
+    num_measured = max(num_rows, _MEASURED_ROWS)
     if isinstance(rows, PromptSet):
         samples = {place: rows.prompts[number] for place, number in rows.samples.items()}
-        first = [rows.prompts[number] for number in range(min(num_rows, len(rows.prompts)))]
+        num_measured = min(num_measured, len(rows.prompts))
+        first = [rows.prompts[number] for number in range(num_measured)]
     else:
         samples = rows.samples
-        first = rows.train[:num_rows]
+        first = rows.train[:num_measured]
     if rows.is_chat and writer.has_template:
         for place, row in samples.items():
             writer.row(row, place)
@@ -46,7 +51,14 @@ def rows_read(
     notes = list(rows.reading.get("notes", ()))
     if rows.is_chat and not writer.has_template:
         notes.append("the model is not here yet: rows are shown without its chat template")
-    return {**rows.reading, "notes": notes, "rows": written, "lost": sorted(writer.lost)}
+    characters = sum(len(text) for row in written for text in row.values())
+    return {
+        **rows.reading,
+        "notes": notes,
+        "rows": written[:num_rows],
+        "lost": sorted(writer.lost),
+        "mean_tokens": math.ceil(characters / _TOKEN_CHARACTERS / max(1, len(written))),
+    }
 
 
 def reading_rows(reading: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -1,10 +1,15 @@
 """Put plans and figures into the rows of the tables that a person reads."""
 
+import json
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ycore.run.text import as_duration
+
 Rows = list[tuple[str, str]]
+_LINE = 68  # characters of a row's text, so that a plan fits into 80 columns
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -57,10 +62,97 @@ def plan_rows(plan: Mapping[str, Any], *, resume: bool = False) -> Rows:
     if config["algorithm"] != "eval":
         rows.append(("batch", plan["batch"]["in_words"]))
     rows.append(("run", f"{_run_in_words(plan)}, seed {config['seed']}"))
+    if plan["length"] is not None:
+        rows += _length_rows(plan)
+    rows += _changed_rows(plan["changed"])
     if has_rollouts:
         rows += _engine_rows(plan)
     goes_on = ", going on from its last checkpoint" if resume else ""
-    return [*rows, ("output", config["output"] + goes_on)]
+    output = [config["output"] + goes_on]
+    if plan["length"] is not None:
+        output += textwrap.wrap(_files_in_words(plan), _LINE)
+    return rows + _block("output", output)
+
+
+def _length_rows(plan: Mapping[str, Any]) -> Rows:
+    """Show the main settings, epochs, tokens and seconds of a run that trains."""
+    length, steps = plan["length"], plan["length"]["steps"]
+    main = [
+        f"{name.removeprefix('loss_type')} {_shown(value)}".lstrip()
+        for name, value in plan["main"].items()
+        if value is not None
+    ]
+    rows = [("loss", ", ".join(main))] if main else []
+    tokens = length["tokens_per_step"]
+    if "rounds" in length:
+        num_prompts = length["rounds"] * length["prompts_per_round"]
+        data = f"{num_prompts:,} prompts"
+        if length["epochs"] is not None:
+            data += f" = {length['epochs']:.2g} epochs"
+        data += f"; at most {tokens:,} tokens a step, {steps * tokens:,} in all"
+    else:
+        data = f"{length['epochs']:g} epochs; about {tokens:,} tokens a step, {steps * tokens:,} in all"
+    return [*rows, ("data", data), *_block("time", _time_lines(length))]
+
+
+def _time_lines(length: Mapping[str, Any]) -> list[str]:
+    if length["no_forecast"]:
+        return [f"not forecast: {length['no_forecast']}"]
+    time = length["time"]
+    quickest, slowest = map(as_duration, time["run_s"])
+    parts = [f"start {time['start_s']:.0f} s", f"a step {_range(time['step_s'])}"]
+    if time["evaluations"]:
+        parts.append(
+            f"{time['evaluations']} evaluations of {_range(time['evaluation_s'])} each"
+        )
+    return [f"{quickest} to {slowest} on an idle machine", ", ".join(parts)]
+
+
+def _range(seconds: Sequence[float]) -> str:
+    low, high = seconds
+    return (
+        f"{low:.1f} to {high:.1f} s"
+        if high < 10
+        else f"{as_duration(low)} to {as_duration(high)}"
+    )
+
+
+def _changed_rows(changed: Mapping[str, Sequence[Any]]) -> Rows:
+    """Show what is not at its default, as many as fit on a line."""
+    lines: list[str] = []
+    for name, (value, default) in changed.items():
+        text = f"{name} {_shown(value)} (default {_shown(default)})"
+        if lines and len(lines[-1]) + len(text) < _LINE:
+            lines[-1] += f", {text}"
+        else:
+            lines.append(text)
+    return [("" if index else "changed", line) for index, line in enumerate(lines)]
+
+
+def _shown(value: Any) -> str:
+    """Write a setting as YAML does, and cut a long one."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _LINE // 2 else f"{text[: _LINE // 2]}..."
+
+
+def _files_in_words(plan: Mapping[str, Any]) -> str:
+    """Name the files that the run writes, and what leaves the machine."""
+    config, trl = plan["config"], plan["trl"]
+    model = "model/" if config["lora"] is None else "model/ (the adapter)"
+    if config["merge"]:
+        model = "model/ (the adapter; whole in model/merged/)"
+    best = "best/, " if config.get("keep_best") else ""
+    files = f"{model}, {best}metrics.jsonl, curve.png, logs/, checkpoints/ (every {trl['save_steps']} steps"
+    files += f", the last {trl['save_total_limit']})" if trl["save_total_limit"] else ")"
+    if config.get("keep_journal"):
+        files += ", journal/ (every round)"
+    trackers = trl["report_to"] if isinstance(trl["report_to"], list) else [trl["report_to"]]
+    leaving = [name for name in trackers if name not in ("none", "tensorboard")]
+    if trl.get("push_to_hub"):
+        leaving.append(f"the hub ({trl.get('hub_model_id') or 'your own namespace'})")
+    return files + (f"; sent to {', '.join(leaving)}" if leaving else "")
 
 
 def _dataset_in_words(dataset: Mapping[str, Any]) -> str:

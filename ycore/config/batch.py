@@ -55,6 +55,10 @@ class BatchPlan(_Batch):
         """Optimizer steps that learn from one round of generation, before `num_iterations` repeats them."""
         return self.steps_per_generation // self.gradient_accumulation_steps
 
+    def num_rounds(self, steps: int, *, passes: int) -> int:
+        """Rounds of generation in a run of these steps; `passes` is TRL's `num_iterations`."""
+        return math.ceil(steps / (self.steps_per_round * passes))
+
     def __str__(self) -> str:
         completions = self.prompts_per_step * self.group_size
         total = self._in_words(

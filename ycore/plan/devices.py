@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -69,6 +70,13 @@ def check_bfloat16(dtype: str, without: Sequence[str]) -> None:
         raise ConfigError(
             f"the run computes in bfloat16, and device {old} has none; train with --set dtype=float32"
         )
+
+
+def device_called(driver_name: str) -> Device | None:
+    """Find a device by the name that its driver gives, e.g. `NVIDIA A100-SXM4-40GB`; None for an unknown one."""
+    words = set(re.split(r"[^a-z0-9]+", driver_name.lower()))
+    known = [device for name, device in DEVICES.items() if set(name.split("-")) <= words]
+    return max(known, key=lambda device: len(device.name), default=None)
 
 
 _COMMON = ("t4", "a10", "a100-40gb", "l40s", "a100", "h20", "h200")
@@ -189,6 +197,7 @@ def format_on(device: Device, dtype: str) -> Literal["float32", "bfloat16"]:
     return format_of(dtype, has_bfloat16=device.has_bfloat16)
 
 
+@cache
 def _measure() -> tuple[float, float]:
     """Measure operations and bytes a second of one core, the best of a few tries."""
     import numpy as np

@@ -33,6 +33,7 @@ class Efficiency:
         micro_batch_s: seconds of a micro-batch whatever is in it.
         offload_bandwidth: bytes a second between a device and pinned host memory.
         request_s: seconds of a request to an engine: parsing, scheduling, answering.
+        start_s: seconds until engines and trainer are up, beside reading the weights.
     """
 
     training: float
@@ -46,6 +47,7 @@ class Efficiency:
     swap_s: float
     swap_bandwidth: float
     micro_batch_s: float
+    start_s: float
     offload_bandwidth: float = 1e12
     request_s: float = 0.0
 
@@ -53,13 +55,14 @@ class Efficiency:
 ON_GPU = Efficiency(
     training=0.65, serving=0.5, memory=0.7, passes=6.0, decode_s=0.004, sequence_s=2e-5,
     sync_s=0.3, sync_bandwidth=5e9, swap_s=1.5, swap_bandwidth=3.1e9, micro_batch_s=0.02,
-    offload_bandwidth=1.2e10,
+    start_s=60.0, offload_bandwidth=1.2e10,
 )  # fmt: skip
 """Not measured: set so that three published step times (tests/plan/test_published.py) come out within twice."""
 
 ON_CPU = Efficiency(
     training=0.40, serving=0.30, memory=0.40, passes=6.0, decode_s=0.008, sequence_s=5e-4, request_s=0.010,
     sync_s=0.13, sync_bandwidth=0.48e9, swap_s=0.0, swap_bandwidth=1e12, micro_batch_s=0.05,
+    start_s=20.0,
 )  # fmt: skip
 """Fitted to the measured steps of docs/benchmarks.md."""
 

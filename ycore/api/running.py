@@ -27,10 +27,15 @@ from ycore.models.names import (
     resolve_model,
     sighted_family,
 )
-from ycore.run.checkpoints import MIN_KEPT
 from ycore.run.claim import AS_IT_WAS, Resume, check_claim, is_finished, stored_config
 from ycore.run.paths import RunFolder
-from ycore.run.resuming import check_checkpoint, check_replay, check_world, settle
+from ycore.run.resuming import (
+    check_checkpoint,
+    check_num_kept,
+    check_replay,
+    check_world,
+    settle,
+)
 from ycore.run.secrets import redact
 
 
@@ -181,12 +186,7 @@ def can_go_on(folder: RunFolder, *, for_longer: bool) -> bool:
 
 
 def _check_kept_rounds(config: RunConfig) -> None:
-    limit = config.trl.get("save_total_limit")
-    if limit is not None and limit < MIN_KEPT:
-        raise ConfigError(
-            f"save_total_limit must be {MIN_KEPT} or more, so that one checkpoint is whole where another is damaged; "
-            f"it is {limit}"
-        )
+    check_num_kept(config.trl.get("save_total_limit"))
     if config.replay is not None:
         replayed = RunFolder(Path(config.replay).expanduser())
         check_replay(replayed.root, replayed.journal)

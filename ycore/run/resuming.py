@@ -12,8 +12,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from ycore.errors import RunFolderError
+from ycore.errors import ConfigError, RunFolderError
 from ycore.run.checkpoints import (
+    MIN_KEPT,
     check_ranks,
     checkpoint_of,
     checkpoint_problem,
@@ -107,6 +108,15 @@ def drop_rounds(
         path.unlink(missing_ok=True)
     if dropped:
         sync(journal)
+
+
+def check_num_kept(limit: int | None) -> None:
+    """Raise ConfigError where fewer checkpoints are to be kept than a damaged one needs beside it."""
+    if limit is not None and limit < MIN_KEPT:
+        raise ConfigError(
+            f"save_total_limit must be {MIN_KEPT} or more, so that one checkpoint is whole where another is damaged; "
+            f"it is {limit}"
+        )
 
 
 def check_replay(run: Path, journal: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ycore.engine import SamplingParams
+from ycore.engine import SamplingParams, vllm_engine
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.engine.weight_proof import TensorSums, write_manifest
 from ycore.errors import EngineError, SyncError
@@ -112,6 +112,29 @@ def test_an_engine_that_names_another_version_is_a_sync_error(
 ) -> None:
     with pytest.raises(SyncError, match=f"rollout-7: holds policy version {told}, not 3"):
         sync(socket, weights, lambda path: says_version(told, path))
+
+
+@pytest.mark.parametrize("num_refusals", [2, 1000])
+def test_keys_of_earlier_weights_are_dropped_before_the_next_request(
+    socket: Path, weights: Path, monkeypatch: pytest.MonkeyPatch, num_refusals: int
+) -> None:
+    """vLLM refuses to drop them while a request holds some; its answer was not read."""
+    monkeypatch.setattr(vllm_engine, "_RESET_WAIT_S", 0.001)
+    resets = 0
+
+    async def answer(path: str) -> tuple[int, bytes]:
+        nonlocal resets
+        if path != "/reset_prefix_cache":
+            return await says_version("3", path)
+        resets += 1
+        return 200, json.dumps({"success": resets > num_refusals}).encode()
+
+    if num_refusals == 2:
+        assert sync(socket, weights, answer).version == 3
+        assert resets == 3
+    else:
+        with pytest.raises(SyncError, match="rollout-7 still held keys and values of earlier"):
+            sync(socket, weights, answer)
 
 
 def test_the_version_and_the_sums_read_back_are_taken(socket: Path, weights: Path) -> None:

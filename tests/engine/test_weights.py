@@ -3,6 +3,7 @@
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -276,3 +277,24 @@ def test_of_a_base_in_4_bits_what_the_trainer_computes_with_is_sent(
         )
     print(f"mean gap of logits {gap:.2g}; with a base that was not rounded {unrounded:.2g}")
     assert gap < 0.005 and unrounded > 4 * gap
+
+
+def test_a_base_in_4_bits_that_waits_on_the_host_is_unpacked_where_its_scales_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`engine.offload=weights` moves the packed weights alone; bitsandbytes then mixed host and device data."""
+    from bitsandbytes import functional
+
+    places: list[tuple[torch.device, torch.device]] = []
+
+    def unpack(data: torch.Tensor, state: Any) -> torch.Tensor:
+        places.append((data.device, state.absmax.device))
+        return torch.zeros(4, 4)
+
+    monkeypatch.setattr(functional, "dequantize_4bit", unpack)
+    packed: Any = torch.nn.Parameter(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False)
+    packed.quant_state = SimpleNamespace(absmax=torch.empty(1, device="meta"))
+    model = torch.nn.Module()
+    model.register_parameter("weight", packed)
+    assert [name for name, _ in engine_weights(model, dtype=torch.bfloat16)] == ["weight"]
+    assert places == [(torch.device("meta"), torch.device("meta"))]

@@ -6,16 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ycore.config.learners import DistillConfig
 from ycore.config.schema import EngineSettings, RewardConfig, RunConfig
 from ycore.engine.commands import engine_command, engine_environment
 from ycore.errors import ConfigError
+from ycore.launch.device_memory import fit_devices
 from ycore.launch.engine_watch import start_order
 from ycore.launch.engines import EnginePlan, plan_engines
-from ycore.launch.layout import ONE_RANK, Machine, Site, layout_of
+from ycore.launch.layout import ONE_RANK, Machine, Site, layout_of, on_machine
 from ycore.launch.machine_checks import check_run
-from ycore.plan.model_facts import KNOWN_CONFIGS
+from ycore.plan.memory import trainer_memory
+from ycore.plan.model_facts import KNOWN_CONFIGS, facts_of
+from ycore.plan.workload import Strategy, workload_of
 from ycore.run.paths import RunFolder
 
 GIB = 2**30
@@ -243,3 +247,103 @@ def test_more_sequences_at_once_get_more_cache(tmp_path: Path) -> None:
     few = plan(config_of(THREE), ONE_80, tmp_path)
     assert made.engines[0].max_num_seqs == 256 and made.as_json()["max_num_seqs"] == 256
     assert share_of(made) > share_of(few) + 0.05
+
+
+def fitted(config: RunConfig, machine: Machine) -> RunConfig:
+    return fit_devices(on_machine(config, machine), machine)
+
+
+def test_the_micro_batch_is_the_largest_that_a_device_has_room_for(tmp_path: Path) -> None:
+    """LoRA of 7B on 24 GB with all defaults needed 27.9 GiB of 22.8, was announced, and started."""
+    config = fitted(config_of(SEVEN), ONE_24)
+    assert config.trl["per_device_train_batch_size"] < 32
+    made = plan(config, ONE_24, tmp_path)
+    assert made.sharing is not None and "can be used" not in made.sharing.line
+    assert fitted(config_of(HALF), ONE_80).trl == {}, "where the usual one fits, it is taken"
+    named = config_of(SEVEN, trl={"per_device_train_batch_size": 4})
+    assert fitted(named, ONE_24).trl == named.trl
+
+
+def test_states_that_ddp_cannot_hold_are_divided(tmp_path: Path) -> None:
+    """All weights of 7B on eight devices of 80 GB needed 174 GiB of 75.7 by ddp, and were told of the batch size."""
+    config = fitted(config_of(SEVEN, lora=None), H100)
+    assert config.accelerate == "zero2"
+    made = plan(config, H100, tmp_path)
+    assert made.sharing is not None and "can be used" not in made.sharing.line
+    assert fitted(config_of(SEVEN), H100).accelerate is None
+
+
+@pytest.mark.parametrize(
+    ("machine", "settings", "way_out"),
+    [
+        (ONE_24, {"lora": None}, r"take LoRA \(leave --full out\)"),
+        (ONE_24, {"model": FOURTEEN}, "take --quantize 4bit"),
+        (H100, {"lora": None, "accelerate": "ddp"}, "take --accelerate zero2"),
+        (
+            ONE_24,
+            {"model": "Qwen/Qwen2.5-72B-Instruct"},
+            "take a smaller model, or larger or more devices",
+        ),
+    ],
+)
+def test_a_trainer_that_cannot_fit_is_refused_with_what_fits(
+    machine: Machine, settings: dict[str, Any], way_out: str
+) -> None:
+    config = config_of(**({"model": SEVEN} | settings))
+    rule = r"holds [\d.]+ GiB on each device before any activations, and [\d.]+ of its"
+    with pytest.raises(ConfigError, match=f"{rule} .*; {way_out}"):
+        fitted(config, machine)
+
+
+def test_weights_go_through_the_device_where_dev_shm_is_small() -> None:
+    """Docker gives /dev/shm 64 MB, which refused every run on one GPU."""
+    docker = replace(ONE_24, shm_bytes=64 * 2.0**20)
+    config = fitted(config_of(HALF), docker)
+    assert config.engine.sync == "ipc"
+    assert check_run(config, site_on(config, docker), vllm=True) is not None
+    assert fitted(config_of(HALF), ONE_24).engine.sync == "auto"
+    two = replace(docker, devices=("0", "1"))
+    with pytest.raises(ConfigError, match=r"/dev/shm must hold .*--shm-size=8g"):
+        config = fitted(config_of(HALF), two)
+        check_run(config, site_on(config, two), vllm=True)
+
+
+@pytest.mark.parametrize(("num_devices", "num_ranks"), [(3, 2), (5, 4), (6, 4), (7, 4), (8, 8)])
+def test_the_default_step_runs_on_any_number_of_devices(
+    num_devices: int, num_ranks: int
+) -> None:
+    """Eight prompts a step, which nobody asked for, refused 3, 5, 6 and 7 devices."""
+    machine = replace(H100, devices=H100.devices[:num_devices])
+    config = fitted(config_of(HALF), machine)
+    assert config.processes == num_ranks
+    check_run(config, site_on(config, machine), vllm=True)
+    with pytest.raises(ConfigError, match="must be a multiple of the 3 ranks"):
+        three = config_of(HALF, processes=3)
+        check_run(three, site_on(three, H100), vllm=True)
+
+
+def test_pinned_memory_is_not_rounded_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch rounds each pinned tensor up to a power of two: 15.2 GB of weights took 29.0 GB of the host."""
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    site = site_on(config_of(HALF), ONE_24)
+    setting = "pinned_max_round_threshold_mb:1"
+    assert site.trainer_environment["PYTORCH_ALLOC_CONF"] == setting
+    torch._C._accelerator_setAllocatorSettings(setting)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    environment = site.trainer_environment
+    assert environment["PYTORCH_CUDA_ALLOC_CONF"] == f"expandable_segments:True,{setting}"
+    assert "PYTORCH_ALLOC_CONF" not in environment
+
+
+def test_what_ranks_keep_between_steps_is_planned_as_kept() -> None:
+    facts = facts_of(KNOWN_CONFIGS[SEVEN], name=SEVEN)
+    work = workload_of(config_of(SEVEN, lora=None), facts)
+    trained = facts.num_params
+    ddp = trainer_memory(work, Strategy(8, 1, "ddp", 8))
+    alone = trainer_memory(work, Strategy(1, 1, "ddp", 8))
+    assert ddp.resting["none"] - alone.resting["none"] == pytest.approx(4 * trained), (
+        "buckets of gradients"
+    )
+    zero3 = trainer_memory(work, Strategy(8, 1, "zero3", 8)).resting
+    assert zero3["none"] - zero3["optimizer"] == pytest.approx(8 * trained / 8)

@@ -145,7 +145,7 @@ def test_what_works_passes(machine: Machine, settings: dict[str, Any]) -> None:
             H100,
             {"judge": BIG, "judge_width": 1},
             f"judge {BIG}: an engine needs 139.6 GiB (weights 135.4, a sequence of 4096 tokens 1.25), and 68.3 of a "
-            "device's 74.5 GiB are left beside the 2.4 that the trainer and sleeping engines hold; take a model of 34 "
+            "device's 74.5 GiB are left beside the 2.5 that the trainer and sleeping engines hold; take a model of 34 "
             "billion parameters or fewer, or a judge with a base_url",
         ),
         (
@@ -212,7 +212,11 @@ def test_what_works_passes(machine: Machine, settings: dict[str, Any]) -> None:
             {"judge": BIG},
             f"and this machine has 14.9 GiB; take a smaller model than judge {BIG}",
         ),
-        (H100, {"prompts_per_step": 12}, "prompts_per_step must be a multiple of the 8 ranks"),
+        (
+            H100,
+            {"prompts_per_step": 12, "processes": 8},
+            "prompts_per_step must be a multiple of the 8 ranks",
+        ),
         (TWO_24, {"processes": 3}, "--processes 3 is more than the 2 devices of this machine"),
         (
             SMALL_SHM,

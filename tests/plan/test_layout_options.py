@@ -21,7 +21,7 @@ from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError
 from ycore.judge import sources
 from ycore.judge.sources import with_declarations
-from ycore.launch import layout
+from ycore.launch import device_memory, layout
 from ycore.launch.device_memory import facts_here
 from ycore.launch.engines import arrange
 from ycore.launch.layout import site_of
@@ -122,6 +122,7 @@ def check_as_launched(
     """On the described machine the run has this strategy, and nothing refuses it."""
     machine, work, fleet = described(made.fleet), made.work, made.fleet
     patch.setattr(layout, "this_machine", lambda: machine)
+    patch.setattr(device_memory, "this_machine", lambda: machine)
     line = layout_options(
         made.config, with_layout(made.config, forecast_of(made, strategy), fleet)
     )

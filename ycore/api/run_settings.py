@@ -17,6 +17,7 @@ from ycore.config.schema import AnyConfig, BaseConfig, RunConfig, ScoredConfig
 from ycore.config.trl_fields import fields_of
 from ycore.errors import ConfigError
 from ycore.judge.sources import with_declarations
+from ycore.launch.device_memory import fit_devices
 from ycore.launch.layout import on_machine
 from ycore.run.claim import flat, stored_config
 from ycore.run.files import named_by_content, write_bytes_atomic
@@ -198,10 +199,11 @@ def _write_rows(rows: Iterable[Mapping[str, Any]], file: Path) -> Path:
 
 
 def complete_config(config: _Config) -> _Config:
-    """Read the files of judges into the config, and settle what `auto` means on this machine."""
+    """Read the files of judges into the config, and settle what `auto` and what is left open mean on this machine."""
     if isinstance(config, ScoredConfig):
         config = with_declarations(config)
-    return on_machine(config)
+    config = on_machine(config)
+    return cast(_Config, fit_devices(config)) if isinstance(config, RunConfig) else config
 
 
 def stored_settings(run: str) -> dict[str, Any]:

@@ -95,8 +95,7 @@ def derive_batch(config: RunConfig, *, world_size: int, on_cpu: bool) -> BatchPl
     local = prompts // world_size * config.group_size
     size, accumulation = (config.trl.get(name) for name in _PER_RANK)
     if size is None and accumulation is None:
-        budget = _token_budget(on_cpu) // config.max_tokens
-        size = _micro_batch(local, budget, group=config.group_size)
+        size = micro_batch_sizes(config, world_size=world_size, on_cpu=on_cpu)[0]
     size, accumulation = _split(local, size, accumulation)
     if size * accumulation != local:
         raise ConfigError(
@@ -121,6 +120,13 @@ def derive_batch(config: RunConfig, *, world_size: int, on_cpu: bool) -> BatchPl
         steps_per_generation=per_generation,
         groups_per_rank=size * per_generation // config.group_size,
     )
+
+
+def micro_batch_sizes(config: RunConfig, *, world_size: int, on_cpu: bool) -> list[int]:
+    """Return the micro-batches that a run may take where none is given, the usual one first and then smaller ones."""
+    local = config.prompts_per_step // world_size * config.group_size
+    budget = _token_budget(on_cpu) // config.max_tokens
+    return _micro_batches(local, budget, group=config.group_size)
 
 
 def derive_tune_batch(
@@ -149,9 +155,8 @@ def derive_tune_batch(
         total = (size or 1) * (accumulation or 1) * world_size
     if size is None and accumulation is None:
         tokens = algorithm.sequences_per_row * (max_length or context_length or MAX_LENGTH)
-        size = _micro_batch(
-            total // world_size, max(algorithm.min_micro_batch, _token_budget(on_cpu) // tokens)
-        )
+        most = max(algorithm.min_micro_batch, _token_budget(on_cpu) // tokens)
+        size = _micro_batches(total // world_size, most)[0]
     size, accumulation = _split(total // world_size, size, accumulation)
     _check_rows(algorithm, total, size, accumulation, num_rows=num_rows, world_size=world_size)
     steps = config.steps or max(1, math.ceil(config.epochs * num_rows / total))
@@ -216,14 +221,14 @@ def _token_budget(on_cpu: bool) -> int:
     return MICRO_BATCH_TOKENS_CPU if on_cpu else MICRO_BATCH_TOKENS_GPU
 
 
-def _micro_batch(local: int, most: int, *, group: int = 1) -> int:
-    """The largest divisor of a rank's share up to `most` that keeps groups whole or cuts them evenly."""
-    fitting = (
+def _micro_batches(local: int, most: int, *, group: int = 1) -> list[int]:
+    """The divisors of a rank's share up to `most` that keep groups whole or cut them evenly, the largest first."""
+    fitting = {
         size
         for size in _divisors(local)
         if size <= most and (size % group == 0 or group % size == 0)
-    )
-    return max(fitting, default=1)
+    }
+    return sorted(fitting | {1}, reverse=True)
 
 
 def _split(local: int, size: int | None, accumulation: int | None) -> tuple[int, int]:

@@ -132,8 +132,8 @@ class EngineSettings(Strict):
     # How long an engine may be stopped, or not answer `/health`, before it is killed and started again.
     health_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     # What a sync sends: all weights with adapters merged, the adapters alone, or all weights without files: the engines
-    # copy them from the trainer's memory.
-    sync: Literal["merged", "adapter", "ipc"] = "merged"
+    # copy them from the trainer's memory. `auto` is `merged`, and `ipc` where /dev/shm is too small and one device trains.
+    sync: Literal["auto", "merged", "adapter", "ipc"] = "auto"
     # Share of the policy's tensors and bytes that must be verified in an engine after each sync of weights.
     min_verified: Annotated[float, Field(ge=0, le=1)] = 1.0
     # Variables of the environment that engines get beside the usual ones: names, or beginnings such as `SLURM_*`.

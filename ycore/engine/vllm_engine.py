@@ -32,6 +32,8 @@ _WEIGHT_INFO = "/weight_info"
 _LOAD = "/v1/load_lora_adapter"
 _UNLOAD = "/v1/unload_lora_adapter"
 _LOCK_LOOK_S = 0.02
+_RESET_TRIES = 50
+_RESET_WAIT_S = 0.1
 
 
 class VllmEngine(Server, Engine):
@@ -217,11 +219,23 @@ class VllmEngine(Server, Engine):
             self.verified_share = check_read_back(sums, pieces, at_least=self._min_verified)
         except SyncError as error:
             raise SyncError(f"{self.name}: policy version {version}: {error}") from None
-        await self.request_once("POST", "/reset_prefix_cache")
+        await self._forget_prefixes()
         if self._sight is not None:  # features of pictures are cached by the pictures' hashes
             await self.request_once("POST", "/reset_mm_cache")
             await self.request_once("POST", "/reset_encoder_cache")
         await self.request_once("POST", "/update_weight_version", {"new_version": str(version)})
+
+    async def _forget_prefixes(self) -> None:
+        """Drop the keys and values that earlier weights left; vLLM refuses while a request still holds some."""
+        for _ in range(_RESET_TRIES):
+            answer = await self.request_once("POST", "/reset_prefix_cache")
+            if answer.get("success") is not False:
+                return
+            await asyncio.sleep(_RESET_WAIT_S)
+        raise SyncError(
+            f"{self.name} still held keys and values of earlier weights {_RESET_TRIES * _RESET_WAIT_S:g} s after it had "
+            f"loaded new ones: /reset_prefix_cache answered {answer}; resume the run"
+        )
 
     async def _call(self, method: str, **arguments: Any) -> list[list[Piece] | None]:
         """Call a method of the process's workers; return the result of each."""

@@ -295,8 +295,8 @@ def _dequantised(parameter: Any) -> torch.Tensor:
     """Return the weight that the trainer multiplies with, of one that bitsandbytes holds in 4 bits."""
     from bitsandbytes import functional
 
-    data = parameter.data
     state = copy.copy(parameter.quant_state)
+    data = parameter.data.to(state.absmax.device)  # packed weights may wait on the host
     if getattr(state, "packing_format_for_cpu", False):
         # The first forward has packed it; its scales are no longer in 8 bits.
         state.original_nested = False

@@ -10,13 +10,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
-from ycore.config.batch import derive_batch
-from ycore.config.schema import RunConfig
+from ycore.config.batch import derive_batch, micro_batch_sizes
+from ycore.config.schema import LoraSettings, RunConfig
 from ycore.errors import ConfigError, ModelError
-from ycore.launch.layout import Machine, Site
+from ycore.launch.layout import Layout, Machine, Site, layout_of, this_machine
 from ycore.placement.placement import ROLLOUT
-from ycore.plan.memory import NO_TRAINER, EngineNeed, TrainerMemory, trainer_memory
+from ycore.plan.devices import GIB
+from ycore.plan.memory import NO_TRAINER, ON_GPU, EngineNeed, TrainerMemory, trainer_memory
 from ycore.plan.model_facts import ModelFacts, facts_of, model_config
 from ycore.plan.sharing import (
     DeviceSharing,
@@ -79,6 +81,110 @@ def max_sequences(
     return min(math.ceil(num_sequences * num_policy / num_engines), MAX_SCORER_SEQS)
 
 
+def fit_devices(
+    config: RunConfig, machine: Machine | None = None, *, known: FactsOf = facts_here
+) -> RunConfig:
+    """Return the config with what it leaves open chosen by the devices' memory: sharding, micro-batch, sync.
+
+    `machine`: this one where it is not named.
+
+    It is the first of ddp, zero2 and zero3 of which weights, gradients and optimizer fit, and the largest micro-batch
+    up to the usual one that fits beside them. On cores, and where a size is not known, nothing is changed.
+
+    Raises:
+        ConfigError: weights, gradients and optimizer alone are more than a device holds.
+    """
+    machine = machine or this_machine()
+    policy = known(config.model)
+    if not machine.devices or policy is None or config.algorithm == "eval":
+        return config
+    if config.engine.sync == "auto" and _needs_ipc(config, machine, policy):
+        engine = config.engine.model_copy(update={"sync": "ipc"})
+        config = config.model_copy(update={"engine": engine})
+    if machine.device_bytes is None or config.replay is not None:
+        return config
+    room = usable_bytes(machine.device_bytes, machine.free_bytes) - ON_GPU.asleep
+    shardings = [config.accelerate]
+    if config.accelerate is None and config.processes != 1:
+        shardings += ["zero2", "zero3"]
+    candidates = [config.model_copy(update={"accelerate": name}) for name in shardings]
+    for candidate in candidates:
+        layout = layout_of(candidate, machine)
+        for fitting in _with_micro_batches(candidate, layout):
+            trainer, _ = _training_memory(fitting, layout, policy, known)
+            if trainer.peak <= room:
+                return fitting
+    for candidate in candidates:
+        layout = layout_of(candidate, machine)
+        smallest = _with_micro_batches(candidate, layout)[-1]
+        trainer, _ = _training_memory(smallest, layout, policy, known)
+        if trainer.held <= room:
+            return smallest
+    raise _too_large_error(config, machine, policy, known, room)
+
+
+def _needs_ipc(config: RunConfig, machine: Machine, policy: ModelFacts) -> bool:
+    """Whether /dev/shm cannot hold the policy's weights, and one device both trains and has all engines."""
+    size = policy.num_params * (4 if config.dtype == "float32" else 2)
+    is_small = machine.shm_bytes is not None and machine.shm_bytes < size
+    return is_small and len(machine.devices) == 1 and config.processes == 1
+
+
+def _with_micro_batches(config: RunConfig, layout: Layout) -> list[RunConfig]:
+    """Return the config with each micro-batch that it may take, the usual one first, unless it names one."""
+    if config.trl.keys() & {"per_device_train_batch_size", "gradient_accumulation_steps"}:
+        return [config]
+    _, *smaller = micro_batch_sizes(config, world_size=layout.world, on_cpu=False)
+    named = [config.trl | {"per_device_train_batch_size": size} for size in smaller]
+    return [config, *(config.model_copy(update={"trl": trl}) for trl in named)]
+
+
+def _too_large_error(
+    config: RunConfig, machine: Machine, policy: ModelFacts, known: FactsOf, room: float
+) -> ConfigError:
+    """Say what the trainer takes of a device, and the first change with which it fits."""
+
+    def held(changed: RunConfig) -> float:
+        trainer, _ = _training_memory(changed, layout_of(changed, machine), policy, known)
+        return trainer.held
+
+    changes: dict[str, dict[str, Any]] = {}
+    if config.processes != 1:
+        changes |= {f"--accelerate {name}": {"accelerate": name} for name in ("zero2", "zero3")}
+    if config.lora is None:
+        changes["LoRA (leave --full out)"] = {"lora": LoraSettings()}
+    elif config.quantize is None:
+        changes["--quantize 4bit"] = {"quantize": "4bit"}
+    fitting = (
+        f"take {words}"
+        for words, change in changes.items()
+        if held(config.model_copy(update=change)) <= room
+    )
+    way_out = next(fitting, "take a smaller model, or larger or more devices")
+    assert machine.device_bytes is not None
+    return ConfigError(
+        f"training {config.model} holds {held(config) / GIB:.1f} GiB on each device before any activations, and "
+        f"{room / GIB:.1f} of its {machine.device_bytes / GIB:.1f} can be used; {way_out}"
+    )
+
+
+def _training_memory(
+    config: RunConfig, layout: Layout, policy: ModelFacts, known: FactsOf
+) -> tuple[TrainerMemory, list[SharingOption]]:
+    """Return the memory of a rank, and the ways in which it can share its device."""
+    batch = derive_batch(config, world_size=layout.world, on_cpu=False)
+    strategy = Strategy(
+        layout.world,
+        1,
+        layout.sharding,
+        batch.per_device_train_batch_size,
+        checkpointing=bool(config.trl.get("gradient_checkpointing", True)),
+    )
+    teachers = [facts for facts in map(known, own_teachers(config)) if facts is not None]
+    work = replace(workload_of(config, policy), teachers=tuple(teachers))
+    return trainer_memory(work, strategy), sharing_options(work, strategy)
+
+
 class RunMemory:
     """The memory of a run on devices. Example: `RunMemory(config, site, known).share(models, num_slots=8)`."""
 
@@ -92,26 +198,8 @@ class RunMemory:
         if site.trains and policy is None:
             self.options += [(True, "none"), (True, "optimizer")]
         elif site.trains and policy is not None:
-            self._trainer = self._training_memory(policy)
+            self._trainer, self.options = _training_memory(config, site.layout, policy, known)
         self.options = _allowed_options(self.options, config)
-
-    def _training_memory(self, policy: ModelFacts) -> TrainerMemory:
-        config = self._config
-        layout = self._site.layout
-        batch = derive_batch(config, world_size=layout.world, on_cpu=False)
-        strategy = Strategy(
-            layout.world,
-            1,
-            layout.sharding,
-            batch.per_device_train_batch_size,
-            checkpointing=bool(config.trl.get("gradient_checkpointing", True)),
-        )
-        teachers = [
-            facts for facts in map(self._known, own_teachers(config)) if facts is not None
-        ]
-        work = replace(workload_of(config, policy), teachers=tuple(teachers))
-        self.options = sharing_options(work, strategy)
-        return trainer_memory(work, strategy)
 
     def with_widths(self, models: Sequence[ServedModel]) -> list[ServedModel]:
         """Return the models with the width of their engines: as declared, or the fewest devices on which one fits.

@@ -138,6 +138,8 @@ def _ask(question: Callable[..., Any], *arguments: Any) -> Any:
 Dtype = Literal["float32", "bfloat16"]
 
 _SHM = "/dev/shm"
+_PINNED_AS_IT_IS = "pinned_max_round_threshold_mb:1"
+"""Stops torch from rounding pinned memory up to powers of two: 15 GB of weights would take 29."""
 _MIXED_PRECISION: Mapping[Dtype, str] = {"float32": "no", "bfloat16": "bf16"}
 
 
@@ -232,11 +234,19 @@ class Site:
 
         Indices are the driver's, in the order of the bus. A file for accelerate may choose devices itself.
         """
-        gpu_ids = (self.layout.accelerate or {}).get("gpu_ids", "all")
-        if not self.machine.devices or gpu_ids not in ("all", None):
+        if not self.machine.devices:
             return {}
-        devices = self.machine.devices[: self.layout.local]
-        return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(devices)}
+        is_old_name = "PYTORCH_CUDA_ALLOC_CONF" in os.environ
+        allocator = "PYTORCH_CUDA_ALLOC_CONF" if is_old_name else "PYTORCH_ALLOC_CONF"
+        of_user = os.environ.get(allocator)
+        environment = {
+            allocator: f"{of_user},{_PINNED_AS_IT_IS}" if of_user else _PINNED_AS_IT_IS
+        }
+        if (self.layout.accelerate or {}).get("gpu_ids", "all") in ("all", None):
+            environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+            devices = self.machine.devices[: self.layout.local]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        return environment
 
 
 _Config = TypeVar("_Config", bound=BaseConfig)
@@ -255,8 +265,18 @@ def on_machine(config: _Config, machine: Machine | None = None) -> _Config:
         config.accelerate is None or config.accelerate in SHARDINGS
     ):
         trains_on_all = config.algorithm != "eval" and machine.devices and not machine.is_sliced
-        changes["processes"] = len(machine.devices) if trains_on_all else 1
+        changes["processes"] = _num_ranks(config, len(machine.devices)) if trains_on_all else 1
     return config.model_copy(update=changes)
+
+
+def _num_ranks(config: BaseConfig, num_devices: int) -> int:
+    """Return the most ranks, up to the devices, that can have whole groups of a step each."""
+    if not isinstance(config, RunConfig):
+        return num_devices
+    dividing = (
+        number for number in range(1, num_devices + 1) if config.prompts_per_step % number == 0
+    )
+    return max(dividing)
 
 
 def site_of(config: BaseConfig, *, trains: bool = True) -> Site:

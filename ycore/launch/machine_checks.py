@@ -73,11 +73,11 @@ def _check_engines(config: RunConfig, site: Site, known: FactsOf) -> DeviceShari
         )
     sync = config.engine.sync
     on_cpu = not site.machine.devices
-    if sync != "merged":
+    if sync in ("adapter", "ipc"):
         _check_sync(config, site, models, slots, sleeps=sleeps)
     if on_cpu:
         _check_host(config, site.machine, len(slots), models, known)
-    passes_files = sync == "merged" or (sync == "ipc" and on_cpu)
+    passes_files = sync in ("auto", "merged") or (sync == "ipc" and on_cpu)
     if config.algorithm != "eval" and config.sync_every and passes_files:
         _check_shared_memory(config, site.machine, known)
     return sharing
@@ -103,7 +103,7 @@ def _check_ahead(config: RunConfig, batch: BatchPlan, kind: EngineKind) -> None:
 
 def _check_in_process(config: RunConfig, site: Site, kind: EngineKind) -> None:
     sync = config.engine.sync
-    if sync != "merged":
+    if sync in ("adapter", "ipc"):
         raise ConfigError(
             f"engine.sync={sync} cannot be used here: {kind.name} is sent no weights; leave it out"
         )

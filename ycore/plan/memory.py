@@ -73,11 +73,13 @@ class TrainerMemory:
         parts: at its peak.
         resting: between its steps, by what is then in host memory.
         gather: what a sync adds.
+        held: what it cannot do without in a step, whatever the micro-batch.
     """
 
     parts: Parts
     resting: Mapping[Offload, float]
     gather: float
+    held: float = 0.0
 
     @property
     def peak(self) -> float:
@@ -98,7 +100,9 @@ def trainer_memory(
         "none": libraries
         + sum(size for name, size in states.items() if name not in _ONE_STEP_ONLY)
     }
-    resting["optimizer"] = resting["none"] - states.get("optimizer", 0.0)
+    # Under ZeRO-3 the float32 masters stay, 4 of 12 bytes: DeepSpeed itself moves only its own FusedAdam's state.
+    leaves = 8 / 12 if strategy.sharding == "zero3" else 1.0
+    resting["optimizer"] = resting["none"] - leaves * states.get("optimizer", 0.0)
     if not strategy.shards_weights:
         frozen = ("frozen weights", "reference", "teachers")
         resting["weights"] = resting["optimizer"] - sum(
@@ -107,7 +111,8 @@ def trainer_memory(
     parts = trainer_peak(work, strategy)
     allocator = overhead.slack * sum(parts.values())
     peak = {**parts, "allocator": allocator, "libraries": libraries}
-    return TrainerMemory(peak, resting, largest_weight(work.policy))
+    held = libraries + sum(states.values())
+    return TrainerMemory(peak, resting, largest_weight(work.policy), held)
 
 
 def trainer_states(work: Workload, strategy: Strategy) -> Parts:
@@ -128,8 +133,9 @@ def trainer_states(work: Workload, strategy: Strategy) -> Parts:
         parts["gradients"] = 4.0 * trained / weight_ranks
         parts["optimizer"] = 8.0 * trained / weight_ranks
         autocast = 2.0 * trained if size == 2 else 0.0
-        buckets = 4.0 * trained if ranks > 1 else 0.0
-        parts["copies"] = autocast + buckets if strategy.sharding == "ddp" else two_layers
+        parts["copies"] = autocast if strategy.sharding == "ddp" else two_layers
+        if strategy.sharding == "ddp" and ranks > 1:
+            parts["gradient buckets"] = 4.0 * trained  # DDP's reducer keeps them between steps
     else:
         parts["weights"] = float(size) * trained / weight_ranks
         parts["gradients"] = (

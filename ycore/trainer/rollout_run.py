@@ -115,7 +115,7 @@ class RolloutRun(TrainingRun):
             accelerator.is_local_main_process,
         )
         sync = self._parts.config.engine.sync
-        if sync == "merged":
+        if sync in ("auto", "merged"):
             num_bytes = write_weights(
                 model, folder, dtype=dtype, writes=writes, version=version
             )

@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: install demo test verify check clean
+.PHONY: install demo test verify check docs clean
 
 install: $(READY)
 
@@ -22,6 +22,10 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The pages as a site with a search, in build/site; nothing is fetched, and a broken link ends it.
+docs: $(READY)
+	$(BIN)/zensical build --strict
 
 # Two workers, file by file: much of a test's time is waiting for processes. Their threads should not wait spinning.
 test: $(READY)

@@ -1,6 +1,5 @@
-"""Commands about runs that exist, recipes, and ycore itself: `report`, `recipes`, `docs`."""
+"""Commands about runs that exist, and recipes: `report`, `recipes`."""
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,10 +26,6 @@ Live = Annotated[
 ]
 Once = Annotated[
     bool, typer.Option("--once", help="Show one run in the terminal as it is now, and return.")
-]
-DocsWords = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[PAGE|WORDS]", help="A page's name, or words to search for."),
 ]
 Recipe = Annotated[
     str | None,
@@ -105,58 +100,6 @@ def _follow(runs: Sequence[Path], *, once: bool) -> None:
         follow_run(runs[0], once=once)
     except KeyboardInterrupt:
         print("left; the run goes on")
-
-
-def docs(words: DocsWords = None) -> None:
-    """Print a page of the documentation, or search the pages.
-
-    \b
-    ycore docs
-    ycore docs rewards
-    ycore docs OpenAI as a judge
-    ycore docs skill           ycore in one page, for coding agents and for people
-    """
-    from importlib.resources import files
-
-    pages = {
-        entry.name.removesuffix(".md"): entry.read_text(encoding="utf-8")
-        for entry in files("ycore_docs").iterdir()
-        if entry.name.endswith(".md")
-    }
-    if not words:
-        titles = [
-            (name, f"\n{pages[name]}".partition("\n# ")[2].partition("\n")[0])
-            for name in sorted(pages)
-        ]
-        print_table(titles)
-        print("Print one with `ycore docs PAGE`.")
-    elif " ".join(words) in pages:
-        print(pages[" ".join(words)], end="")
-    else:
-        places = _search(pages, words)
-        if not places:
-            raise ConfigError(f"no page has {' '.join(words)!r}; `ycore docs` lists the pages")
-        print_table((f"ycore docs {name}", heading) for name, heading in places)
-
-
-def _search(pages: Mapping[str, str], words: Sequence[str]) -> list[tuple[str, str]]:
-    """Rank the sections of the pages by how often they have the words, first in headings; five with their headings."""
-    stems = [
-        re.compile(rf"\b{re.escape(word.lower().rstrip('s'))}")
-        for word in words
-        if len(word) > 2
-    ]
-    ranked = []
-    for name, text in pages.items():
-        for section in re.split(r"^#+ ", text, flags=re.MULTILINE)[1:]:
-            heading, _, body = section.lower().partition("\n")
-            hits = [
-                10 * len(stem.findall(heading)) + min(len(stem.findall(body)), 5)
-                for stem in stems
-            ]
-            ranked.append((sum(map(bool, hits)), sum(hits), name, section.partition("\n")[0]))
-    ranked.sort(key=lambda place: (-place[0], -place[1]))
-    return [(name, heading) for _, score, name, heading in ranked[:5] if score]
 
 
 def recipes(

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import typer
-from ycore_cli.look import docs, recipes, report
+from ycore_cli.look import recipes, report
 from ycore_cli.measure import doctor, evaluate_models, plan, preflight
 from ycore_cli.output import print_json
+from ycore_cli.pages import docs, explanation
 from ycore_cli.panels import PanelCommand
 from ycore_cli.train import pipeline, resume, training_command
 from ycore_cli.use import chat, export, serve
@@ -110,6 +111,7 @@ def _fail(kind: str, message: str, status: int, arguments: Sequence[str]) -> int
     """Print the error as a line on standard error, and with `--json` as an object on standard output."""
     lines = (line.strip() for line in message.splitlines())
     line = printable(" ".join(filter(None, lines)))
+    line += explanation(line)
     print(f"{kind}: {line}", file=sys.stderr)
     if "--json" in arguments:
         print_json({kind: line, "status": status})

@@ -1,0 +1,161 @@
+"""`ycore docs`: the pages in the order of `index.md`, one page or section, a search, and the section that explains an error."""
+
+import math
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Annotated
+
+import typer
+from ycore_cli.output import print_table
+
+from ycore.errors import ConfigError, nearest
+
+DocsWords = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[PAGE|WORDS]", help="A page's name, or words to search for."),
+]
+
+_COMMON = frozenset("a an and are as at be by can do does for from how i in is it my of on or the to use using what when why with".split())  # fmt: skip
+_LINK = re.compile(r"^- \[(.+?)\]\((\w[\w-]*)\.md\): (.+)$", re.MULTILINE)
+_SYMPTOM = re.compile(r"^It says: (.+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading of a page with the text below it, up to the next heading."""
+
+    page: str
+    heading: str
+    text: str
+
+    @property
+    def address(self) -> str:
+        """What `ycore docs` takes to print this section alone."""
+        anchor = re.sub(r"[^\w -]", "", self.heading).strip().lower().replace(" ", "-")
+        return f"{self.page}#{anchor}"
+
+
+def docs(words: DocsWords = None) -> None:
+    """Print a page of the documentation, a section of one, or search the pages.
+
+    \b
+    ycore docs                 the pages, in the order to read them in
+    ycore docs rewards
+    ycore docs OpenAI as a judge
+    ycore docs skill           ycore in one page, for coding agents and for people
+    """
+    pages = read_pages()
+    wanted = " ".join(words or ())
+    page, _, anchor = wanted.partition("#")
+    if not wanted:
+        for group, entries in read_order(pages["index"]).items():
+            print(group)
+            print_table((f"  {name}", title) for name, title in entries.items())
+        print("Print one with `ycore docs PAGE`, or search with `ycore docs WORDS`.")
+    elif wanted in pages:
+        _print_markdown(pages[wanted])
+    elif anchor and page in pages:
+        known = {section.address: section for section in sections(page, pages[page])}
+        if wanted not in known:
+            raise ConfigError(f"no section {wanted!r}{nearest(wanted, known, limit=1)}")
+        _print_markdown(known[wanted].text)
+    else:
+        places = search(pages, wanted)
+        if not places:
+            raise ConfigError(f"no page has {wanted!r}; `ycore docs` lists the pages")
+        print_table((f"ycore docs {place.address}", place.heading) for place in places)
+
+
+def read_pages() -> dict[str, str]:
+    """Return the installed pages by name, without the marks of generated parts."""
+    return {
+        entry.name.removesuffix(".md"): re.sub(
+            r"^<!--.*-->\n", "", entry.read_text(encoding="utf-8"), flags=re.MULTILINE
+        )
+        for entry in files("ycore_docs").iterdir()
+        if entry.name.endswith(".md")
+    }
+
+
+def read_order(index: str) -> dict[str, dict[str, str]]:
+    """Return the titles of the pages by group and name, in the order of the index."""
+    groups = re.split(r"^## ", index, flags=re.MULTILINE)[1:]
+    return {
+        group.partition("\n")[0]: {name: title for title, name, _ in _LINK.findall(group)}
+        for group in groups
+    }
+
+
+def sections(page: str, text: str) -> Iterator[Section]:
+    """Cut a page at its headings; a comment in a fenced block is none."""
+    heading, lines, in_block = "", list[str](), False
+    for line in text.splitlines(keepends=True):
+        in_block ^= line.startswith("```")
+        if line.startswith("#") and not in_block:
+            if heading:
+                yield Section(page, heading, "".join(lines))
+            heading, lines = line.lstrip("#").strip(), []
+        lines.append(line)
+    yield Section(page, heading, "".join(lines))
+
+
+def search(pages: Mapping[str, str], query: str, *, limit: int = 5) -> list[Section]:
+    """Rank sections by the words of the query: rare words first, in headings above titles above text."""
+    words = re.findall(r"[\w@]+", query.lower())
+    stems = [_stem(word) for word in words if word not in _COMMON]
+    about = {name: f"{name} {title} {text}" for title, name, text in _LINK.findall(pages["index"])}
+    places = [
+        section
+        for name, text in pages.items()
+        if name != "index"
+        for section in sections(name, text)
+    ]
+    bodies = [place.text.lower() for place in places]
+    scores = dict.fromkeys(range(len(places)), 0.0)
+    found = dict.fromkeys(range(len(places)), 0)
+    for stem in stems:
+        hits = [len(stem.findall(body)) for body in bodies]
+        rarity = math.log(1 + len(places) / (1 + sum(map(bool, hits))))
+        for index, place in enumerate(places):
+            is_named = bool(stem.search(place.heading.lower()))
+            is_about = bool(stem.search(about.get(place.page, "").lower()))
+            found[index] += bool(hits[index] or is_about)
+            scores[index] += rarity * (6 * is_named + 3 * is_about + math.log1p(hits[index]))
+    ranked = sorted(scores, key=lambda index: -scores[index] * found[index] ** 2)
+    return [places[index] for index in ranked[:limit] if scores[index]]
+
+
+def _stem(word: str) -> re.Pattern[str]:
+    """Match words that begin like this one; of three letters or fewer only the word, one or many."""
+    if len(word) <= 3:
+        return re.compile(rf"(?<![a-z0-9]){re.escape(word)}s?(?![a-z])")
+    return re.compile(rf"(?<![a-z0-9]){re.escape(word.removesuffix('s'))}")
+
+
+def explanation(error: str) -> str:
+    """Return `; see ...` for an error that `troubleshooting.md` quotes (`It says:`), else nothing.
+
+    Dots in a quotation stand for the values of the error.
+    """
+    text = files("ycore_docs").joinpath("troubleshooting.md").read_text(encoding="utf-8")
+    for section in sections("troubleshooting", text):
+        for line in _SYMPTOM.findall(section.text):
+            for quoted in re.findall(r"`([^`]+)`", line):
+                pattern = ".*".join(map(re.escape, quoted.split("...")))
+                if re.search(pattern, error):
+                    return f"; see `ycore docs {section.address}`"
+    return ""
+
+
+def _print_markdown(text: str) -> None:
+    """Print a page as it is written, and in a terminal with its tables drawn."""
+    if not sys.stdout.isatty():
+        print(text, end="")
+        return
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    Console().print(Markdown(text))

@@ -1,9 +1,9 @@
-"""`ycore docs`: the pages in the order of `index.md`, one page or section, a search, and the section that explains an error."""
+"""`ycore docs`: the pages in their order, one page or section, a search, and the section that explains an error."""
 
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Annotated
@@ -18,7 +18,9 @@ DocsWords = Annotated[
     typer.Argument(metavar="[PAGE|WORDS]", help="A page's name, or words to search for."),
 ]
 
-_COMMON = frozenset("a an and are as at be by can do does for from how i in is it my of on or the to use using what when why with".split())  # fmt: skip
+_COMMON = re.compile(
+    "an?|and|are|as|at|be|by|can|do|does|for|from|how|i|in|is|it|my|of|on|or|the|to|use|using|what|when|why|with"
+)
 _LINK = re.compile(r"^- \[(.+?)\]\((\w[\w-]*)\.md\): (.+)$", re.MULTILINE)
 _SYMPTOM = re.compile(r"^It says: (.+)$", re.MULTILINE)
 
@@ -33,7 +35,7 @@ class Section:
 
     @property
     def address(self) -> str:
-        """What `ycore docs` takes to print this section alone."""
+        """Return the words with which `ycore docs` prints this section alone."""
         anchor = re.sub(r"[^\w -]", "", self.heading).strip().lower().replace(" ", "-")
         return f"{self.page}#{anchor}"
 
@@ -105,8 +107,10 @@ def sections(page: str, text: str) -> Iterator[Section]:
 def search(pages: Mapping[str, str], query: str, *, limit: int = 5) -> list[Section]:
     """Rank sections by the words of the query: rare words first, in headings above titles above text."""
     words = re.findall(r"[\w@]+", query.lower())
-    stems = [_stem(word) for word in words if word not in _COMMON]
-    about = {name: f"{name} {title} {text}" for title, name, text in _LINK.findall(pages["index"])}
+    stems = [_stem(word) for word in words if not _COMMON.fullmatch(word)]
+    about = {
+        name: f"{name} {title} {text}" for title, name, text in _LINK.findall(pages["index"])
+    }
     places = [
         section
         for name, text in pages.items()
@@ -115,16 +119,16 @@ def search(pages: Mapping[str, str], query: str, *, limit: int = 5) -> list[Sect
     ]
     bodies = [place.text.lower() for place in places]
     scores = dict.fromkeys(range(len(places)), 0.0)
-    found = dict.fromkeys(range(len(places)), 0)
+    matched = dict.fromkeys(range(len(places)), 0)
     for stem in stems:
         hits = [len(stem.findall(body)) for body in bodies]
         rarity = math.log(1 + len(places) / (1 + sum(map(bool, hits))))
         for index, place in enumerate(places):
             is_named = bool(stem.search(place.heading.lower()))
             is_about = bool(stem.search(about.get(place.page, "").lower()))
-            found[index] += bool(hits[index] or is_about)
+            matched[index] += bool(hits[index] or is_about)
             scores[index] += rarity * (6 * is_named + 3 * is_about + math.log1p(hits[index]))
-    ranked = sorted(scores, key=lambda index: -scores[index] * found[index] ** 2)
+    ranked = sorted(scores, key=lambda index: -scores[index] * matched[index] ** 2)
     return [places[index] for index in ranked[:limit] if scores[index]]
 
 

@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Write the generated parts of the pages: options of every command, metrics, and the Python interface.
 
     python docs/reference.py            writes them
@@ -151,7 +152,9 @@ def options_table() -> str:
     for command, parsed in commands.items():
         for parameter in parsed.params:
             if parameter.opts[0].startswith("-"):
-                names = ", ".join(f"`{name}`" for name in [*parameter.opts, *parameter.secondary_opts])
+                names = ", ".join(
+                    f"`{name}`" for name in [*parameter.opts, *parameter.secondary_opts]
+                )
                 text = re.sub(r"docs/([\w-]+)\.md", r"[\1.md](\1.md)", parameter.help or "")
                 rows[names, text].append(command)
     lines = ["| option | commands | meaning |", "|---|---|---|"]
@@ -179,7 +182,9 @@ def metrics_page() -> str:
         if not any(matches(name, known) or matches(known, name) for known in described)
     ]
     if missing:
-        raise ValueError(f"docs/reference.py says nothing about {', '.join(missing)}; add a line")
+        raise ValueError(
+            f"docs/reference.py says nothing about {', '.join(missing)}; add a line"
+        )
     text = f"# Metrics\n\n{INTRODUCTION}\n"
     for group, entries in METRICS.items():
         text += f"\n## {group}\n\n| name | unit | meaning |\n|---|---|---|\n"
@@ -269,7 +274,9 @@ def plain_signature(function: Any) -> str:
     for name, parameter in inspect.signature(function).parameters.items():
         if name == "self":
             continue
-        mark = {parameter.VAR_KEYWORD: "**", parameter.VAR_POSITIONAL: "*"}.get(parameter.kind, "")
+        mark = {parameter.VAR_KEYWORD: "**", parameter.VAR_POSITIONAL: "*"}.get(
+            parameter.kind, ""
+        )
         default = "" if parameter.default is parameter.empty else f"={parameter.default!r}"
         names.append(f"{mark}{name}{default}")
     return f"({', '.join(names)})"

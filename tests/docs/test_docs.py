@@ -491,6 +491,7 @@ def declared(command: str) -> set[str]:
         name
         for parameter in parameters
         for name in (*parameter.opts, *parameter.secondary_opts)
+        if name.startswith("-")
     }
 
 
@@ -514,7 +515,7 @@ def test_options_that_a_page_mentions_exist(page: Path) -> None:
         for option in re.findall(r"--[a-z-]+", parser.format_help())
     }
     known = (
-        {"--version", "--help-all", "--install-completion"}
+        {"--version", "--help-all", "--install-completion", "--torch-backend", "--shm-size"}
         | OF_TRL
         | of_scorecard
         | {option for name in COMMANDS for option in declared(name)}

@@ -30,7 +30,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("zensical", reason="the optional package zensical is not installed")
     folder = tmp_path_factory.mktemp("site")
     shutil.copy(ROOT / "zensical.toml", folder)
-    shutil.copytree(ROOT / "docs", folder / "docs", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "docs", folder / "docs", ignore=shutil.ignore_patterns("__pycache__")
+    )
     nobody = "http://127.0.0.1:9"
     done = subprocess.run(
         [Path(sys.executable).parent / "zensical", "build", "--strict"],
@@ -59,7 +61,9 @@ def test_a_page_loads_nothing_from_elsewhere(site: Path) -> None:
     for page in site.glob("*.html"):
         text = page.read_text(encoding="utf-8")
         tags = re.findall(r"<(?:script|img|iframe)[^>]*\bsrc=\"(.*?)\"", text)
-        tags += re.findall(r"<link[^>]*rel=\"(?:stylesheet|preload|icon)\"[^>]*href=\"(.*?)\"", text)
+        tags += re.findall(
+            r"<link[^>]*rel=\"(?:stylesheet|preload|icon)\"[^>]*href=\"(.*?)\"", text
+        )
         assert tags and not [tag for tag in tags if tag.startswith(("http", "//"))], page.name
 
 
@@ -77,7 +81,9 @@ def test_the_site_has_the_order_of_the_index() -> None:
     for group in groups:
         for name, entries in group.items():
             site_pages = {
-                page.removesuffix(".md"): title for entry in entries for title, page in entry.items()
+                page.removesuffix(".md"): title
+                for entry in entries
+                for title, page in entry.items()
             }
             assert list(site_pages.items()) == list(ORDER[name].items())
 
@@ -186,7 +192,8 @@ def messages() -> Iterator[str]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
                 parts = [
-                    part.value if isinstance(part, ast.Constant) else "..." for part in node.values
+                    part.value if isinstance(part, ast.Constant) else "..."
+                    for part in node.values
                 ]
                 yield "".join(map(str, parts))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -211,7 +218,9 @@ def test_what_the_troubleshooting_quotes_is_what_ycore_says() -> None:
     invented = [
         words
         for _, words in QUOTED
-        if not any(re.search(".*".join(map(re.escape, words.split("..."))), text) for text in said)
+        if not any(
+            re.search(".*".join(map(re.escape, words.split("..."))), text) for text in said
+        )
     ]
     assert invented == []
 

@@ -113,7 +113,13 @@ METRICS: dict[str, dict[str, tuple[str, str]]] = {
     },
 }  # fmt: skip
 """By group, then by names: the unit, and the meaning."""
-NO_METRICS = {"ycore/report", "ycore/completions", "ycore/pictures", "ycore/NAME"}
+NO_METRICS = {
+    "ycore/before_and_after",
+    "ycore/report",
+    "ycore/completions",
+    "ycore/pictures",
+    "ycore/NAME",
+}
 """Names in the code that trackers use beside the metrics."""
 SCORERS = re.compile(r"ycore/NAME/(calls|latency_s|tokens)")
 

@@ -19,7 +19,8 @@ from ycore_cli.use import chat, export, serve
 from ycore import __version__
 from ycore.config.algorithms import ALGORITHMS, families, load_reference
 from ycore.errors import ConfigError, Interrupted, YcoreError
-from ycore.run.interrupt import run_command
+from ycore.run.files import file_problem
+from ycore.run.interrupt import keep_printing, run_command
 from ycore.run.text import printable
 
 _ANY_TRL_FIELD = {"ignore_unknown_options": True, "allow_extra_args": True}
@@ -86,7 +87,12 @@ def ycore(
 
 def main() -> None:
     """The console script, once everything is imported that it needs to begin."""
-    sys.exit(run_command(lambda: run(sys.argv[1:])))
+    output_problem = keep_printing()
+    status = run_command(lambda: run(sys.argv[1:]))
+    if (problem := output_problem()) and not status:
+        print(f"error: what was printed is not whole ({problem.strerror})", file=sys.stderr)
+        status = 1
+    sys.exit(status)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -98,6 +104,11 @@ def run(arguments: Sequence[str]) -> int:
     except YcoreError as error:
         kind = "interrupted" if isinstance(error, Interrupted) else "error"
         return _fail(kind, str(error), error.exit_code, arguments)
+    except OSError as error:
+        return _fail("error", file_problem(error), 2, arguments)
+    except MemoryError:
+        message = "the memory is full; free some, or allow more (ulimit -v)"
+        return _fail("error", message, 1, arguments)
     except typer.TyperException as error:
         message = error.format_message().strip().rstrip(".")
         message = f"{message[:1].lower()}{message[1:]}; see `ycore --help`"

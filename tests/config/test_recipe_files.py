@@ -1,5 +1,6 @@
 """Recipes by name and by file, and what is said of those that cannot be read."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,25 @@ def test_an_impossible_value_is_one_line(text: str, words: str, tmp_path: Path) 
     with pytest.raises(ConfigError, match=words) as caught:
         load_recipe(str(tmp_path / "mine.yaml"))
     assert "\n" not in str(caught.value)
+
+
+def test_a_recipe_is_a_file_of_a_bounded_size(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo.yaml")
+    with pytest.raises(ConfigError, match=r"fifo\.yaml cannot be read as text: it is a FIFO"):
+        load_recipe(str(tmp_path / "fifo.yaml"))
+    (tmp_path / "large.yaml").touch()
+    os.truncate(tmp_path / "large.yaml", 2**35)
+    with pytest.raises(ConfigError, match=r"it has 34359738368 bytes, and at most 1048576"):
+        load_recipe(str(tmp_path / "large.yaml"))
+
+
+def test_yaml_that_repeats_itself_stays_small(tmp_path: Path) -> None:
+    lines = ["a: &a [x, x, x, x, x, x, x, x, x]"]
+    for name, before in zip("bcdefghij", "abcdefghi", strict=True):
+        lines.append(f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]")
+    (tmp_path / "bomb.yaml").write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match="more than 100000 values"):
+        load_recipe(str(tmp_path / "bomb.yaml"))
+    (tmp_path / "ring.yaml").write_text("model: &a [*a]\n")
+    with pytest.raises(ConfigError, match="nested"):
+        load_recipe(str(tmp_path / "ring.yaml"))

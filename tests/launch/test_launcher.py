@@ -1,5 +1,6 @@
 """A whole run with a worker of the test's own in the trainer's place: every way it can end."""
 
+import errno
 import io
 import json
 import os
@@ -20,7 +21,8 @@ from ycore.config.schema import EngineSettings, RewardConfig, RunConfig, TuneCon
 from ycore.engine import commands
 from ycore.errors import EngineError, Interrupted, RunError, TrainerError, UserError
 from ycore.launch import launcher, layout, supervise
-from ycore.launch.launcher import RunKind, run_worker
+from ycore.launch.engine_watch import EngineWatch
+from ycore.launch.launcher import LocalRun, RunKind, run_worker
 from ycore.launch.layout import Machine
 from ycore.launch.processes import worker_environment
 from ycore.run.files import read_json
@@ -223,6 +225,45 @@ def test_a_users_mistake_is_passed_on_as_it_is(
         run(worker(code), config)
 
 
+def test_a_folder_that_is_gone_leaves_the_cause_in_its_line(
+    worker: Callable[..., RunKind], config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(path: Path, value: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(launcher, "write_json_atomic", fails)
+    monkeypatch.setattr(LocalRun, "start_engines", lambda run: EngineWatch())
+    stream = io.StringIO()
+    with redirect_stdout(stream), pytest.raises(TrainerError, match="ValueError: no good"):
+        run_worker(worker("raise ValueError('no good')"), config)
+    assert "summary.json could not be written: Read-only file system" in stream.getvalue()
+    assert_nothing_is_left(config)
+
+
+def test_a_picture_or_result_that_fails_leaves_a_summary(
+    worker: Callable[..., RunKind], config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: object, **named: object) -> None:
+        raise KeyError("no such column")
+
+    monkeypatch.setattr(launcher, "summarise", fails)
+    with pytest.raises(RunError, match=r"the launcher failed, .*KeyError.*launcher\.log"):
+        run(worker(""), config)
+    summary = read_json(RunFolder(Path(config.output)).summary)
+    assert summary["status"] == "failed" and "no such column" in summary["error"]
+    assert "Traceback" in RunFolder(Path(config.output)).log("launcher").read_text()
+
+
+def test_a_summary_that_cannot_be_renamed_is_one_line(
+    worker: Callable[..., RunKind], config: RunConfig
+) -> None:
+    code = """(root / "summary.json").mkdir()"""
+    with pytest.raises(
+        RunError, match=r"summary\.json cannot be used \(Is a directory\); look"
+    ):
+        run(worker(code), config)
+
+
 def in_vllms_place(monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
     """Have the launcher start this command instead of vLLM's."""
     monkeypatch.setattr(commands, "engine_command", lambda engine: command)
@@ -266,7 +307,8 @@ LAUNCH = """
 import json, sys
 from ycore.config.schema import RunConfig
 from ycore.errors import YcoreError
-from ycore.launch.launcher import RunKind, run_worker
+from ycore.launch.engine_watch import EngineWatch
+from ycore.launch.launcher import LocalRun, RunKind, run_worker
 from ycore.launch.layout import Machine
 config = RunConfig(**json.loads(sys.argv[1]))
 try:

@@ -189,7 +189,7 @@ BAD = [
     ),
     (FILE.replace("MULTI_GPU", "DEEPSPEED"), "deepspeed_multinode_launcher must be 'standard'"),
     ("steps: 3\n", "no accelerate config: it has no distributed_type"),
-    ("a: [\n", "is not YAML"),
+    ("a: [\n", "not YAML"),
 ]
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -349,3 +350,10 @@ def test_an_adapter_of_tied_embeddings_is_the_same_model_once_merged(
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     with torch.no_grad():
         assert torch.allclose(merged(ids).logits.log_softmax(-1), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_a_gguf_that_is_no_file(make: Callable[[Path], None], tmp_path: Path) -> None:
+    make(tmp_path / "model.gguf")
+    with pytest.raises(ModelError, match="name another"):
+        read_header(tmp_path / "model.gguf")

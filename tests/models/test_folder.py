@@ -1,7 +1,9 @@
 """What is wrong with a model folder is said before anything is loaded."""
 
 import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -204,3 +206,31 @@ def test_adapters_that_a_merged_model_has(targets: str | list[str], model: Path)
 def test_a_pattern_of_adapters_that_is_none(model: Path) -> None:
     with pytest.raises(ConfigError, match=r"'\(q_proj' is no pattern .*give a list"):
         check_adapter_targets("(q_proj", model)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_a_part_that_is_no_file(name: str, make: Callable[[Path], None], model: Path) -> None:
+    (model / name).unlink(missing_ok=True)
+    make(model / name)
+    message = refused(model)
+    assert name in message and ("download or save" in message or "give a folder" in message)
+
+
+def test_a_config_larger_than_the_memory(model: Path) -> None:
+    os.truncate(model / "config.json", 20 * 2**30)
+    assert (
+        "config.json cannot be read" in (message := refused(model)) and "21474836480" in message
+    )
+
+
+def test_a_number_of_4000_digits(model: Path) -> None:
+    edit(model / "config.json", hidden_size=10**4000)
+    assert "an integer beyond" in refused(model)
+
+
+def test_a_header_larger_than_any_model_has(model: Path) -> None:
+    with (model / "model.safetensors").open("r+b") as file:
+        file.write((99_000_000).to_bytes(8, "little"))
+        file.truncate(99_000_008)
+    assert "its header has 99000000 bytes" in refused(model)

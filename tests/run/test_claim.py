@@ -408,3 +408,18 @@ def test_a_large_file_is_known_by_blocks_over_all_of_it(
         data[place] = 1
         file.write_bytes(data)
         assert files_fingerprint([file]) != first
+
+
+@pytest.mark.parametrize("name", [".lock", "metrics.jsonl"])
+def test_a_folder_in_a_files_place_is_one_line(name: str, folder: RunFolder) -> None:
+    (folder.root / name).mkdir(parents=True)
+    with pytest.raises(RunFolderError, match=f"{name} must be a file; remove it, or choose"):
+        claim(folder, config_for(folder), resume=False)
+
+
+def test_a_name_that_no_disk_takes_is_one_line(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / ("x" * 300))
+    with pytest.raises(
+        RunFolderError, match=r"--output .* cannot be used \(File name too long: "
+    ):
+        check_claim(folder, config_for(folder), resume=False)

@@ -1,3 +1,5 @@
+import json
+import os
 import subprocess
 import sys
 import time
@@ -6,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ycore.errors import RunFolderError
-from ycore.run.files import read_json, write_json_atomic
+from ycore.run.files import LineFollower, parse_json, read_json, read_regular, write_json_atomic
 
 
 def test_written_values_come_back_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -54,3 +56,59 @@ def test_a_damaged_file_is_named(tmp_path: Path, content: str) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="no such file"):
         read_json(tmp_path / "run.json")
+
+
+def make_strange(path: Path, kind: str) -> Path:
+    """Put what is no file at `path`: a FIFO would be waited for, a device read without end."""
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "FIFO":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    return path
+
+
+@pytest.mark.parametrize("kind", ["folder", "FIFO", "device"])
+def test_what_is_no_file_is_not_read(kind: str, tmp_path: Path) -> None:
+    path = make_strange(tmp_path / "run.json", kind)
+    with pytest.raises(ValueError, match=f"it is .*{kind}.* and not a file"):
+        read_regular(path)
+    with pytest.raises(RunFolderError, match=r"run\.json is not JSON \(it is a"):
+        read_json(path)
+    assert LineFollower(path).read() == []
+
+
+def test_a_file_is_measured_before_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    with path.open("wb") as file:
+        file.truncate(20 * 2**30)
+    with pytest.raises(ValueError, match="it has 21474836480 bytes, and at most 1000 are read"):
+        read_regular(path, max_bytes=1000)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 100_000, "nested too deeply"),
+        ("[" * 200 + "]" * 200, "nested more than 100 levels"),
+        ('{"hidden_size": 1' + "0" * 4000 + "}", "an integer beyond"),
+        ('{"hidden_size": 1' + "0" * 5000 + "}", "integer"),
+    ],
+)
+def test_json_of_strangers_is_bounded(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_json(text)
+    assert parse_json(json.dumps({"model_max_length": int(1e30)})) == {
+        "model_max_length": int(1e30)
+    }
+
+
+def test_a_line_without_end_does_not_fill_the_memory(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_bytes(b"a\n" + b"x" * 10)
+    follower = LineFollower(path)
+    assert follower.read() == [b"a"]
+    with path.open("ab") as file:
+        file.write(b"y\nb\n")
+    assert follower.read() == [b"x" * 10 + b"y", b"b"]

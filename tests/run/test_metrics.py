@@ -68,7 +68,7 @@ def test_a_damaged_line_that_is_not_the_last_is_named(
     path = damaged(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in read_metrics(path, say=said.append)] == [1, 3]
     assert said == [
-        f"line 2 of {path} is damaged (it is not a JSON object); its step is left out"
+        f"line 2 of {path} is damaged (it is not a JSON object with a step); its step is left out"
     ]
     read_metrics(path)
     assert capsys.readouterr().err == f"warning: {said[0]}\n"
@@ -235,3 +235,12 @@ def test_many_completions_stay_exact() -> None:
 def test_impossible_counts_are_refused(n: int, c: int, k: int) -> None:
     with pytest.raises(ValueError, match="pass@k needs"):
         pass_at_k(n, c, k)
+
+
+@pytest.mark.parametrize("step", ['"x"', "1e400", "-1", "1.5", "[1]", "1" + "0" * 400, "NaN"])
+def test_a_foreign_row_is_left_out_and_named(step: str, tmp_path: Path) -> None:
+    said: list[str] = []
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1}}\n{{"step": {step}}}\n{{"step": 3}}\n')
+    assert read_metrics(path, say=said.append) == [{"step": 1}, {"step": 3}]
+    assert len(said) == 1 and said[0].startswith(f"line 2 of {path} is damaged")

@@ -10,9 +10,12 @@ import yaml
 
 from ycore.config.algorithms import ALGORITHMS, families
 from ycore.errors import ConfigError, UserError, nearest
+from ycore.run.files import check_plain, read_regular
 
 SUFFIXES = (".yaml", ".yml")
 PIPELINE = "pipeline"
+_MAX_BYTES = 2**20  # PyYAML takes 10 s for so much
+_MAX_VALUES = 100_000
 
 
 def read_yaml_file(
@@ -25,13 +28,13 @@ def read_yaml_file(
         way_out: the end of the message where there is no such file and none with a similar name.
     """
     try:
-        return file.read_text(encoding="utf-8")
+        return str(read_regular(file, max_bytes=_MAX_BYTES), "utf-8")
     except FileNotFoundError:
         siblings = [path.name for path in file.parent.glob("*") if path.suffix in SUFFIXES]
         raise error(
             f"no such {what} file: {file}{nearest(file.name, siblings, limit=1) or f'; {way_out}'}"
         ) from None
-    except (OSError, UnicodeDecodeError) as problem:
+    except (OSError, ValueError) as problem:
         raise error(f"the {what} {file} cannot be read as text: {problem}") from None
 
 
@@ -45,7 +48,7 @@ def parse_yaml(
         example: a key that such a text may have, for messages.
     """
     try:
-        parsed = yaml.safe_load(text)
+        parsed = check_plain(yaml.safe_load(text), max_values=_MAX_VALUES)
     except yaml.MarkedYAMLError as problem:
         line = f", line {problem.problem_mark.line + 1}" if problem.problem_mark else ""
         raise error(f"{what}{line}: not YAML: {problem.problem or problem.context}") from None

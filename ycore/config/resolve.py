@@ -26,6 +26,7 @@ from ycore.config.schema import AnyConfig, BaseConfig, RunConfig, TuneConfig
 from ycore.config.trl_arguments import alias_value, aliases, refusal
 from ycore.config.trl_fields import coerce, fields_of
 from ycore.errors import ConfigError
+from ycore.run.files import check_plain
 from ycore.run.paths import RunFolder
 from ycore.run.secrets import load_config
 
@@ -226,8 +227,8 @@ def parse_set(item: str) -> tuple[list[str], Any]:
             f"--set takes key.path=value, not {item!r}; e.g. --set engine.count=2"
         )
     try:
-        return path, yaml.safe_load(text)
-    except yaml.YAMLError:
+        return path, check_plain(yaml.safe_load(text))
+    except (yaml.YAMLError, ValueError, RecursionError):
         raise ConfigError(
             f"--set {key}: {text!r} is not a YAML value; quote it, e.g. --set {key}='\"text\"'"
         ) from None

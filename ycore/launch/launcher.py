@@ -6,14 +6,16 @@ The trainer and the engines are started by module name, never imported.
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
 from ycore.config.schema import BaseConfig, RunConfig, ScoredConfig, TuneConfig
-from ycore.errors import Interrupted
+from ycore.errors import Interrupted, RunError, YcoreError
 from ycore.launch.engine_watch import EngineWatch, start_engines
 from ycore.launch.engines import fetch_for_run, plan_engines
 from ycore.launch.guardian import guarded
@@ -22,7 +24,7 @@ from ycore.launch.machine_checks import check_run
 from ycore.launch.processes import start_trainer
 from ycore.launch.supervise import Supervisor, TrainerLimits
 from ycore.run.claim import claim
-from ycore.run.files import read_json, write_json_atomic
+from ycore.run.files import as_run_error, read_json, write_json_atomic
 from ycore.run.interrupt import StopRequests
 from ycore.run.metrics import Status, read_metrics, summarise
 from ycore.run.paths import RunFolder
@@ -90,15 +92,15 @@ def run_worker(
     try:
         with StopRequests() as stops, guarded(site.folder, folder_claim):
             run.work(stops)
-    except BaseException as error:
-        was_stopped = isinstance(error, Interrupted | KeyboardInterrupt)
-        run.sum_up("interrupted" if was_stopped else "failed", error=error)
-        if not was_stopped:
-            run.alert()
-        raise
-    else:
         summary = run.sum_up("finished")
         return summary | {"stop_asked": True} if stops.count else summary
+    except (YcoreError, KeyboardInterrupt) as error:
+        run.end(error)
+        raise
+    except Exception as error:  # noqa: BLE001 -- a defect ends in one line too
+        known = run.known_error(error)
+        run.end(known)
+        raise known from None
     finally:
         progress.close()
         folder_claim.release()
@@ -167,6 +169,35 @@ class LocalRun:
             start_timeout_s=settings.start_timeout_s,
             say=say,
         )
+
+    def known_error(self, error: Exception) -> RunError:
+        """Return what the command says of an error in a line; the traceback of a defect goes to logs/launcher.log."""
+        if isinstance(error, OSError):
+            return as_run_error(error)
+        log = self.site.folder.log("launcher")
+        lines = traceback.format_exception(error)
+        with suppress(OSError), log.open("a", encoding="utf-8") as file:
+            file.writelines(lines)
+        message = f"{type(error).__name__}: {error}".splitlines()[0]
+        return RunError(f"the launcher failed, which it never should: {message} (see {log})")
+
+    def end(self, error: BaseException) -> None:
+        """Sum up a run that did not finish, as well as its folder still lets it; nothing here hides the `error`."""
+        was_stopped = isinstance(error, Interrupted | KeyboardInterrupt)
+        status: Status = "interrupted" if was_stopped else "failed"
+        summary = self.site.folder.summary
+        try:
+            self.sum_up(status, error=error)
+        except Exception as problem:  # noqa: BLE001 -- whatever it is, the summary is tried once more
+            reason = problem.strerror if isinstance(problem, OSError) else problem
+            wall_s = round(time.monotonic() - self.began, 1)
+            content = {"status": status, "wall_s": wall_s, "error": redact(str(error))}
+            try:
+                write_json_atomic(summary, content)
+            except OSError:
+                self.progress.say(f"{summary} could not be written: {reason}")
+        if not was_stopped:
+            self.alert()
 
     def sum_up(self, status: Status, *, error: BaseException | None = None) -> dict[str, Any]:
         """Write summary.json, draw the curve, and return the summary."""

@@ -20,6 +20,7 @@ import psutil
 import pynvml
 import yaml
 
+from ycore.config.recipe_files import parse_yaml, read_yaml_file
 from ycore.config.schema import BaseConfig, RunConfig
 from ycore.engine.commands import split_evenly
 from ycore.errors import ConfigError, nearest
@@ -433,18 +434,16 @@ def _layout_from_file(path: Path, config: BaseConfig, *, dtype: Dtype) -> Layout
 
 def _read_accelerate_file(path: Path) -> dict[str, Any]:
     """Read the file's mapping. `$NAME` and `${NAME}` come from the environment, so that one file serves all nodes."""
-    text = os.path.expandvars(path.read_text(encoding="utf-8"))
+    way_out = "`accelerate config` writes one"
+    text = os.path.expandvars(read_yaml_file(path, what="accelerate", way_out=way_out))
     if unset := re.search(r"\$\{?(\w+)", text):
         raise ConfigError(
             f"{path} names the environment variable {unset[1]}, which is not set; export {unset[1]}=..."
         )
-    try:
-        settings = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(settings, dict) or "distributed_type" not in settings:
+    settings = parse_yaml(text, what=str(path), example="distributed_type")
+    if "distributed_type" not in settings:
         raise ConfigError(
-            f"{path} is no accelerate config: it has no distributed_type; `accelerate config` writes one"
+            f"{path} is no accelerate config: it has no distributed_type; {way_out}"
         )
     return settings
 

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 from ycore.errors import ModelError
 from ycore.models.hub import first_line
+from ycore.run.files import check_regular
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -24,6 +25,7 @@ _STRING = 8
 _ARRAY = 9
 _MAX_STRING = 1 << 26  # bytes
 _MAX_ITEMS = 1 << 24  # of an array
+_MAX_HEADER = 1 << 28  # bytes; the largest vocabularies take 20 MB
 
 _TYPES = {
     "general.architecture": str,
@@ -43,6 +45,10 @@ PROBE = "Is 12 + 345 = 357?  Yes,  it's\n\n  so: `x = y_1`. Ünïcödé 東京!"
 
 def read_header(path: Path) -> dict[str, Any]:
     """Return the metadata of a GGUF file; ModelError where the file is damaged, or ycore cannot convert it."""
+    try:
+        check_regular(path)
+    except ValueError as problem:
+        raise ModelError(f"{path} is not a GGUF file ({problem}); name another") from None
     with path.open("rb") as file:
         if file.read(4) != _MAGIC:
             raise ModelError(
@@ -107,6 +113,8 @@ def _string(file: BinaryIO) -> str:
 def _unpack(file: BinaryIO, layout: str) -> tuple[Any, ...]:
     """Read the next little-endian values of the file."""
     size = struct.calcsize("<" + layout)
+    if file.tell() + size > _MAX_HEADER:
+        raise EOFError(f"more than {_MAX_HEADER} bytes of metadata")
     data = file.read(size)
     if len(data) != size:
         raise EOFError("it is cut short")

@@ -1,6 +1,5 @@
 """Check a model folder without loading it; whether weights fit their config is for transformers."""
 
-import json
 import os
 import re
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from ycore.errors import ConfigError, ModelError
+from ycore.run.files import MAX_SETTINGS_BYTES, check_regular, parse_json, read_regular
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -18,6 +18,7 @@ _TOKENIZER_FILES = (
     "vocab.txt",
     "tekken.json",
 )
+_MAX_HEADER_BYTES = 32 * 2**20  # a thousand weights take 0.2 MB
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
@@ -87,11 +88,11 @@ def context_length(config: dict[str, Any]) -> int | None:
 
 def read_settings(path: Path) -> dict[str, Any]:
     """Return the JSON object in `path`; {} where there is no file."""
-    if not path.is_file():
+    if not path.exists():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as problem:
+        content = parse_json(read_regular(path, max_bytes=MAX_SETTINGS_BYTES))
+    except (ValueError, OSError) as problem:
         raise ModelError(
             f"{path} cannot be read as JSON ({problem}); download or save the model again"
         ) from None
@@ -150,6 +151,17 @@ def _ties_embeddings(folder: Path) -> bool:
     return not any(layer in name for name in names for layer in _OUTPUT_LAYERS)
 
 
+def check_weights_header(path: Path) -> None:
+    """Raise ValueError where a file of safetensors is no file, or where its header alone would fill the memory."""
+    check_regular(path)
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+    if _MAX_HEADER_BYTES < length < 10**8:  # from there on safetensors refuses it by itself
+        raise ValueError(
+            f"its header has {length} bytes, and at most {_MAX_HEADER_BYTES} are read"
+        )
+
+
 def _check_weights(folder: Path) -> None:
     index = read_settings(folder / "model.safetensors.index.json")
     listed = index.get("weight_map", {})
@@ -169,8 +181,13 @@ def _check_weights(folder: Path) -> None:
     weights = sorted(folder.glob("*.safetensors"))
     for path in weights:
         try:
+            check_weights_header(path)
             with safe_open(path, framework="np"):
                 pass  # it compares the file's length with its header, so that a partial download is found at once
+        except ValueError as problem:
+            raise ModelError(
+                f"{path} cannot be read ({problem}); download or save it again"
+            ) from None
         except SafetensorError as problem:
             reason = f"is not a whole safetensors file ({problem}); download or save it again"
             with path.open("rb") as file:

@@ -16,7 +16,14 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ycore.errors import RunFolderError
-from ycore.run.files import seal, sync, unseal, write_bytes_atomic
+from ycore.run.files import (
+    MAX_SETTINGS_BYTES,
+    read_regular,
+    seal,
+    sync,
+    unseal,
+    write_bytes_atomic,
+)
 from ycore.run.text import Say
 
 SCHEMA = 2
@@ -111,7 +118,7 @@ def read_checkpoint_manifest(checkpoint: Path) -> Manifest:
     """Return a checkpoint's manifest; RunFolderError where it is missing or damaged, or lists too little."""
     path = checkpoint / _MANIFEST
     try:
-        _, content = unseal(path.read_bytes(), schema=SCHEMA)
+        _, content = unseal(read_regular(path, max_bytes=MAX_SETTINGS_BYTES), schema=SCHEMA)
         manifest = Manifest.model_validate(content)
     except FileNotFoundError:
         raise RunFolderError(f"{_MANIFEST} is missing, which is written last") from None

@@ -12,7 +12,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -68,7 +68,7 @@ def is_held(folder: RunFolder) -> bool:
     try:
         with open(folder.lock, "rb") as lock:
             return not _try_lock(lock.fileno(), fcntl.LOCK_SH)
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         return False
 
 
@@ -105,6 +105,23 @@ def claim(folder: RunFolder, config: BaseModel, *, resume: bool) -> Claim:
         RunFolderError: another process has the folder, or what is in it does not fit `resume`.
     """
     check_claim(folder, config, resume=resume)
+    with _usable(folder.root):
+        return _claimed(folder, config, resume=resume)
+
+
+@contextlib.contextmanager
+def _usable(root: Path) -> Iterator[None]:
+    """Turn an error of the system, about a name or a file that ycore has there, into RunFolderError."""
+    try:
+        yield
+    except OSError as error:
+        name = Path(error.filename or root).name[:100]
+        raise RunFolderError(
+            f"--output {str(root)[:200]} cannot be used ({error.strerror}: {name}); mend that, or choose another --output"
+        ) from None
+
+
+def _claimed(folder: RunFolder, config: BaseModel, *, resume: bool) -> Claim:
     make_folder(folder.root)
     folder_claim = Claim(folder)
     try:
@@ -130,15 +147,21 @@ def check_claim(
         resume_options: which checkpoint the resumed run starts from, and which changed settings it accepts.
     """
     check_secrets(config.model_dump(mode="json"))
-    _check_writable(folder.root)
-    if folder.config.is_file():
-        _check_same_run(folder, config, resume=resume, resume_options=resume_options)
-    elif resume:
-        raise RunFolderError(
-            f"--resume needs the folder of a run, and {folder.root} holds no run.json; leave it out"
-        )
-    else:
-        _check_unused(folder.root)
+    with _usable(folder.root):
+        _check_writable(folder.root)
+        for path in (folder.lock, folder.metrics):
+            if os.path.lexists(path) and not path.is_file():
+                raise RunFolderError(
+                    f"{path} must be a file; remove it, or choose another --output"
+                )
+        if folder.config.is_file():
+            _check_same_run(folder, config, resume=resume, resume_options=resume_options)
+        elif resume:
+            raise RunFolderError(
+                f"--resume needs the folder of a run, and {folder.root} holds no run.json; leave it out"
+            )
+        else:
+            _check_unused(folder.root)
 
 
 def _check_writable(root: Path) -> None:

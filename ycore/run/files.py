@@ -1,7 +1,10 @@
-"""Files that are whole or not there, after a kill or a loss of power; files read while they grow; private folders.
+"""Files that are whole or not there, after a kill or a loss of power; files of unknown origin; private folders.
 
 A JSON file is written beside its place, brought to the disk and renamed: a reader never sees half of it. A sealed file
 is two lines of JSON, a header and a body, and the header has the body's sha256: damage is found.
+
+Every file that ycore did not write itself is read through `read_regular`, and its JSON or YAML through `check_plain`: what
+is no file, or is too large, too deep or too long a number, is a ValueError in a few words.
 """
 
 import errno
@@ -14,7 +17,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ycore.errors import RunFolderError
+from ycore.errors import RunError, RunFolderError
+
+MAX_SETTINGS_BYTES = 64 * 2**20
+"""A file of settings, such as a model's config.json, has no more; its weights' index is the largest."""
+
+_MAX_DEPTH = 100
+_MAX_VALUES = 5_000_000
+_MAX_INTEGER = 10**31
+"""No setting is larger (some tokenizers' greatest length is 10**30), and products of several still fit a float."""
+
+_MAX_LINE_BYTES = 64 * 2**20
 
 _FULL_NUMBERS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FULL_IN_WORDS = (
@@ -25,13 +38,62 @@ _FULL_IN_WORDS = (
 )
 
 
+def check_regular(path: Path) -> int:
+    """Return a file's size in bytes; ValueError for a folder, a FIFO or a device, which could be read without end."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a FIFO, a socket or a device"
+        raise ValueError(f"it is {kind} and not a file")
+    return status.st_size
+
+
+def read_regular(path: Path, *, max_bytes: int | None = None) -> bytes:
+    """Return a file's content; ValueError where it is no file, or has more than `max_bytes`."""
+    size = check_regular(path)
+    if max_bytes is not None and size > max_bytes:
+        raise ValueError(f"it has {size} bytes, and at most {max_bytes} are read")
+    return path.read_bytes()
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text, after `check_plain`; ValueError says what is wrong."""
+    try:
+        return check_plain(json.loads(text))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def check_plain(value: Any, *, max_values: int = _MAX_VALUES) -> Any:
+    """Return what JSON or YAML gave; ValueError where it is too deep, too much or has an endless number.
+
+    A few lines of YAML can repeat a list by its name until it is larger than the memory, or contain it in itself.
+    """
+    level, num_values = [value], 0
+    for _ in range(_MAX_DEPTH):
+        num_values += len(level)
+        if num_values > max_values:
+            raise ValueError(f"it has more than {max_values} values")
+        if any(type(item) is int and abs(item) > _MAX_INTEGER for item in level):
+            raise ValueError("it has an integer beyond 10**31")
+        inner = [item for item in level if isinstance(item, dict | list)]
+        if not inner:
+            return value
+        num_inner = sum(map(len, inner))
+        if num_values + num_inner > max_values:
+            raise ValueError(f"it has more than {max_values} values")
+        level = []
+        for item in inner:
+            level.extend(item.values() if isinstance(item, dict) else item)
+    raise ValueError(f"it is nested more than {_MAX_DEPTH} levels deep")
+
+
 def read_json(path: Path) -> Any:
     """Return the value in `path`; RunFolderError where the file is missing or is not JSON."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(read_regular(path))
     except FileNotFoundError:
         raise RunFolderError(f"no such file: {path}; is this a run's folder?") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise RunFolderError(
             f"{path} is not JSON ({error}); it was not written by ycore, or was changed"
         ) from None
@@ -136,6 +198,31 @@ def is_disk_full(error: BaseException) -> bool:
     return False
 
 
+_WAYS_OUT = {
+    **dict.fromkeys(_FULL_NUMBERS, "make room"),
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "make its place writable"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "allow more open files (ulimit -n)"),
+    **dict.fromkeys((errno.ENOMEM, errno.EAGAIN), "leave it more memory and processes"),
+    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.ESTALE), "put back what was moved"),
+}
+
+
+def as_run_error(error: OSError) -> RunError:
+    """Return the error that ends a run whose file failed."""
+    return RunError(f"{file_problem(error)}, and go on with --resume")
+
+
+def file_problem(error: OSError) -> str:
+    """Say which file failed, why, and what helps, in one line."""
+    reason = error.strerror or str(error) or type(error).__name__
+    path = error.filename2 or error.filename
+    file = f"{path} cannot be used" if path else "a file cannot be written"
+    if is_disk_full(error):
+        file = "no room left on the disk"
+    way_out = _WAYS_OUT.get(error.errno or 0, "look at the disk and its rights")
+    return f"{file} ({reason}); {way_out}"
+
+
 class LineFollower:
     """Reads a file while others append to it: each whole line once.
 
@@ -156,8 +243,9 @@ class LineFollower:
     def read(self) -> list[bytes]:
         """Return the lines completed since the last call."""
         try:
+            check_regular(self._path)
             file = self._path.open("rb")
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError):
             return []
         with file:
             inode = os.fstat(file.fileno()).st_ino
@@ -169,9 +257,11 @@ class LineFollower:
                 self._inode = inode
                 self.num_lines = 0
             file.seek(self._offset)
-            data = file.read()
-        lines = data.split(b"\n")[:-1]
-        self._offset += data.rfind(b"\n") + 1
+            lines = list(iter(lambda: file.readline(_MAX_LINE_BYTES), b""))
+        if lines and not lines[-1].endswith(b"\n") and len(lines[-1]) < _MAX_LINE_BYTES:
+            lines.pop()  # it is still being written
+        self._offset += sum(map(len, lines))
+        lines = [line.removesuffix(b"\n") for line in lines]
         self.num_lines += len(lines)
         return lines
 

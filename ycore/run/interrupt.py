@@ -1,9 +1,11 @@
-"""Ctrl-C and other stop signals, in every process of ycore: the command, a run's launcher, its trainer.
+"""Ctrl-C and other stop signals, and a reader of the output who leaves: what must not break off a process of ycore.
 
 The command ends with one line and exit status 130 from its first instruction on. A launcher counts the requests, and a
 trainer is told of them; both then end in order.
 """
 
+import errno
+import io
 import os
 import signal
 import sys
@@ -56,6 +58,48 @@ def run_command(command: Callable[[], int]) -> int:
         # A Ctrl-C in Python's own shutdown would hide the status.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     return status
+
+
+class _Output(io.FileIO):
+    """A standard stream whose writes never fail: what is printed is not worth a run."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor, "wb", closefd=False)
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            if error.errno != errno.EPIPE:  # `ycore grpo | head -1` has read what it wants
+                self.error = error
+            return memoryview(data).nbytes
+
+
+def keep_printing() -> Callable[[], OSError | None]:
+    """Let no failed write to the standard streams end this process.
+
+    Returns:
+        A function that returns why standard output is not whole, unless its reader left.
+    """
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(
+            io.BufferedWriter(_Output(stream.fileno())),
+            encoding=stream.encoding,
+            errors=stream.errors,
+            line_buffering=stream is sys.stderr or stream.isatty(),
+        )
+        for stream in (sys.stdout, sys.stderr)
+    )
+    output = sys.stdout.buffer.raw
+
+    def problem() -> OSError | None:
+        sys.stdout.flush()
+        return output.error
+
+    return problem
 
 
 class StopRequests:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from ycore.run.files import LineFollower, json_safe, sync
+from ycore.run.files import LineFollower, json_safe, read_regular, sync
 from ycore.run.text import Say
 
 Row = Mapping[str, Any]
@@ -88,7 +88,7 @@ def read_metrics(path: Path, *, say: Say = warn) -> list[dict[str, Any]]:
     """
     if not path.is_file():
         return []
-    *lines, last_line = path.read_bytes().split(b"\n")
+    *lines, last_line = read_regular(path).split(b"\n")
     rows = _rows(enumerate(lines, 1), path, say)
     last = _row(last_line)
     return rows if last is None else [*rows, last]
@@ -128,7 +128,7 @@ def _rows(lines: Iterable[tuple[int, bytes]], path: Path, say: Say) -> list[dict
             rows.append(row)
         elif line.strip():
             say(
-                f"line {place} of {path} is damaged (it is not a JSON object); its step is left out"
+                f"line {place} of {path} is damaged (it is not a JSON object with a step); its step is left out"
             )
     return rows
 
@@ -138,7 +138,9 @@ def _row(line: bytes) -> dict[str, Any] | None:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) else None
+    if not isinstance(row, dict) or not isinstance(step := row.get("step", 0), int | float):
+        return None
+    return row if 0 <= step < 2**53 and step == int(step) else None
 
 
 def _open_to_append(path: Path) -> TextIO:

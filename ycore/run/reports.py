@@ -18,6 +18,7 @@ import psutil
 
 from ycore.errors import UserError, YcoreError
 from ycore.run.files import read_json, write_json_atomic
+from ycore.run.interrupt import keep_printing
 from ycore.run.paths import RunFolder
 
 RUN_MARKER = "YCORE_RUN"
@@ -131,6 +132,7 @@ def run_alone(module: str, work: Callable[[Path], None]) -> int:
     if len(sys.argv) != 2:
         print(f"usage: python -m {module} RUN_FOLDER", file=sys.stderr)
         return 2
+    keep_printing()
     dump_stacks_on_signal()
     try:
         work(Path(sys.argv[1]))

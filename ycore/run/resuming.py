@@ -26,7 +26,7 @@ from ycore.run.checkpoints import (
     step_of,
 )
 from ycore.run.claim import Claim, Resume, changes, check_claim, in_words, write_description
-from ycore.run.files import seal, sync, unseal, write_bytes_atomic
+from ycore.run.files import read_regular, seal, sync, unseal, write_bytes_atomic
 from ycore.run.paths import RunFolder
 from ycore.run.text import Say
 
@@ -52,7 +52,7 @@ def write_round(path: Path, label: Mapping[str, int], content: Mapping[str, Any]
 def read_round(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the header and the round of a file of `write_round`; RunFolderError where it is damaged."""
     try:
-        return unseal(path.read_bytes(), schema=_ROUND_SCHEMA)
+        return unseal(read_regular(path), schema=_ROUND_SCHEMA)
     except ValueError as problem:
         raise damaged_round(path, str(problem)) from None
 

@@ -5,15 +5,16 @@ It leaves checkpoints, the model, metrics and samples in the run folder.
 
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event
 from typing import Protocol
 
 from ycore.config.algorithms import families, find_algorithm, load_reference
-from ycore.errors import Interrupted, PeerError, RunError, YcoreError
-from ycore.run.files import is_disk_full, read_json
-from ycore.run.interrupt import on_stop
+from ycore.errors import Interrupted, PeerError, YcoreError
+from ycore.run.files import as_run_error, read_json
+from ycore.run.interrupt import keep_printing, on_stop
 from ycore.run.paths import RunFolder
 from ycore.run.reports import (
     Rank,
@@ -66,6 +67,7 @@ def main() -> int:
     if len(sys.argv) != 2:
         print("usage: python -m ycore.trainer RUN_FOLDER", file=sys.stderr)
         return 2
+    keep_printing()
     dump_stacks_on_signal()
     folder = RunFolder(Path(sys.argv[1]))
     is_ranks = (
@@ -117,11 +119,8 @@ def _train(folder: RunFolder, report: Callable[[BaseException], None]) -> int:
     except YcoreError as error:
         known = error
     except OSError as error:
-        if not is_disk_full(error):
-            raise
-        known = RunError(
-            f"no room left on the disk ({error}); make room, and go on with --resume"
-        )
+        traceback.print_exc()  # for the log; the launcher shows the line
+        known = as_run_error(error)
     report(known)
     return print_error(known)
 

@@ -30,7 +30,7 @@ app = typer.Typer(
         "max_content_width": 100, "help_option_names": ["--help", "-h"],
         "token_normalize_func": lambda name: name.replace("_", "-"),  # --group_size is --group-size
     },
-    pretty_exceptions_enable=False, rich_markup_mode=None,
+    pretty_exceptions_enable=False, rich_markup_mode=None, add_completion=False,
 )  # fmt: skip
 for algorithm in ALGORITHMS.values():
     app.command(algorithm.name, cls=PanelCommand, context_settings=_ANY_TRL_FIELD)(
@@ -67,12 +67,46 @@ def _version(wanted: bool) -> None:
         raise typer.Exit()
 
 
+def _install_completion(context: typer.Context, wanted: bool) -> None:
+    if wanted:
+        from ycore_cli.completion import install_completion
+
+        print(install_completion(context.command))
+        raise typer.Exit()
+
+
+def _show_completion(context: typer.Context, wanted: bool) -> None:
+    if wanted:
+        from ycore_cli.completion import completion_script
+
+        print(completion_script(context.command), end="")
+        raise typer.Exit()
+
+
 @app.callback(invoke_without_command=True)
 def ycore(
     context: typer.Context,
     version: Annotated[
         bool,
         typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
+    ] = False,
+    install_completion: Annotated[
+        bool,
+        typer.Option(
+            "--install-completion",
+            callback=_install_completion,
+            is_eager=True,
+            help="Let your shell (bash, zsh or fish) complete ycore's words on Tab.",
+        ),
+    ] = False,
+    show_completion: Annotated[
+        bool,
+        typer.Option(
+            "--show-completion",
+            callback=_show_completion,
+            is_eager=True,
+            help="Print what it would read instead.",
+        ),
     ] = False,
 ) -> None:
     """Reinforcement learning for language models from one command.

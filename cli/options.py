@@ -277,7 +277,7 @@ AcceptChanges = OPTIONS["accept_changes"]
 Steps = OPTIONS["steps"]
 Processes = OPTIONS["processes"]
 
-_KEYS: Mapping[str, str] = {
+KEYS: Mapping[str, str] = {
     "reward": "rewards", "eval_reward": "eval_rewards", "actions": "turns.actions", "engine": "engine.kind",
     "sandbox": "sandbox.level", "dynamic_sampling": "sampling.dynamic", "curriculum": "sampling.curriculum",
     "max_staleness": "sampling.max_staleness", "oversample": "sampling.oversample", "method": "flow.method",
@@ -409,7 +409,7 @@ def config_keys(params: Mapping[str, Any]) -> dict[str, Any]:
             value = int(value)
         elif name == "output":
             value = str(Path(value).expanduser())
-        set_key(keys, _KEYS.get(name, name).split("."), value)
+        set_key(keys, KEYS.get(name, name).split("."), value)
     return keys
 
 

@@ -243,22 +243,6 @@ def test_help_takes_half_a_second_of_a_processor(words: str) -> None:
     assert min(_seconds(command) for _ in range(3)) < 0.5
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_shell_completes_commands_and_options(shell: str) -> None:
-    for words, completed in (("ycore gr", "grpo"), ("ycore grpo --le", "--learning-rate")):
-        variables = {
-            "_YCORE_COMPLETE": f"complete_{shell}",
-            "_TYPER_COMPLETE_ARGS": words,
-            "_TYPER_COMPLETE_FISH_ACTION": "get-args",
-            "COMP_WORDS": words,
-            "COMP_CWORD": str(len(words.split()) - 1),
-        }
-        done = subprocess.run(
-            START, env={**os.environ, **variables}, capture_output=True, text=True, timeout=60
-        )
-        assert completed in done.stdout and done.stderr == ""
-
-
 START = [sys.executable, "-c", "from ycore_cli.main import main; main()"]
 
 

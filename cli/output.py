@@ -76,10 +76,50 @@ def print_closing(config: "RunConfig") -> None:
             ("curve", str(folder.curve)),
             ("metrics", str(folder.metrics)),
             *([("advice", str(summary["advice"]))] if "advice" in summary else []),
-            ("try next", f"ycore chat {shlex.quote(str(folder.root))}"),
-            ("", "ycore grpo --model MODEL --dataset your.jsonl --reward your.py:score"),
+            *_numbered("try next", map(shlex.join, _next_commands(config))),
         ]
     )
+
+
+def _numbered(name: str, lines: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Name the first of the lines."""
+    for index, line in enumerate(lines):
+        yield "" if index else name, line
+
+
+def _next_commands(config: "RunConfig") -> Iterator[list[str]]:
+    """Yield what a user does next with the model: talk to it, measure it as the run did, train on own data.
+
+    A measurement is given where its words say all of it: turns, judges' files and arguments are the recipe's.
+    """
+    folder = RunFolder(Path(config.output))
+    yield ["ycore", "chat", str(folder.root)]
+    rewards = config.eval_rewards or config.rewards
+    in_words = not (config.has_turns or config.few_shot or any(spec.args for spec in rewards))
+    if config.eval_dataset is not None and in_words:
+        words = ["ycore", "eval", "--model", config.model, "--model", str(folder.model)]
+        words += ["--dataset", config.eval_dataset, "--split", config.eval_split]
+        for spec in rewards:
+            words += ["--reward", spec.reward]
+        words += ["--num-samples", str(config.num_samples)]
+        words += ["--max-tokens", str(config.max_tokens)]
+        for name, column in config.columns.items():
+            words += ["--set", f"columns.{name}={column}"]
+        if config.system_prompt is not None:
+            words += ["--system-prompt", config.system_prompt]
+        yield words
+    else:
+        yield ["ycore", "report", str(folder.root)]
+    yield [
+        "ycore",
+        "grpo",
+        "--model",
+        "MODEL",
+        "--dataset",
+        "yours.jsonl",
+        "--reward",
+        "yours.py:score",
+    ]
 
 
 def _print_samples(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
@@ -115,6 +155,11 @@ def evaluation_rows(
             for name in names or after
             if isinstance(before.get(name), float) and name in after
         ]
+        if names is None:  # with rewards of 0 and 1, pass@1 is the reward once more
+            pairs = {name: (before[name], after[name]) for name in reversed(known)}
+            known = sorted(
+                {pair: name for name, pair in pairs.items()}.values(), key=known.index
+            )
         for index, name in enumerate(name for name in known if names or f"{name}/low" in after):
             reach = [
                 f"{after[f'{name}/{end}']:.3f}"

@@ -1,6 +1,7 @@
 """One JSON object on standard output; text that a model wrote is printed as data; how a command ends."""
 
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -74,6 +75,52 @@ def test_what_evaluations_found_is_told_by_its_figures(tmp_path: Path) -> None:
     ]
     assert evaluation_rows(RunFolder(tmp_path), summary)[1] == ("held out", rows[2][1])
     assert evaluation_rows(RunFolder(tmp_path), {}) == []
+
+
+def test_equal_figures_are_shown_once(tmp_path: Path) -> None:
+    before = {"reward": 0.25, "pass@1": 0.25, "pass@1/low": 0.1, "pass@1/high": 0.4}
+    after = {name: value + 0.5 for name, value in before.items()}
+    after |= {"reward/low": 0.6, "reward/high": 0.9}
+    rows = evaluation_rows(
+        RunFolder(tmp_path), {"held_out": {"before": before, "after": after}}
+    )
+    assert rows == [("held out", "reward 0.250 -> 0.750, 95 % interval 0.600 to 0.900")]
+
+
+@pytest.mark.parametrize("has_turns", [False, True])
+def test_the_end_says_what_to_try_next_in_words_to_paste(
+    has_turns: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "läufe" / "eins zwei"
+    config = RunConfig(
+        model="m",
+        dataset="train.jsonl",
+        eval_dataset="held out.jsonl",
+        rewards=[RewardConfig(reward="exact_answer")],
+        eval_rewards=[RewardConfig(reward="contains_answer")],
+        system_prompt="Add.",
+        tools=["tools.py:add"] if has_turns else [],
+        output=str(folder),
+    )
+    print_closing(config)
+    commands = [
+        shlex.split(line.removeprefix("try next"))
+        for line in capsys.readouterr().out.splitlines()
+        if "ycore " in line
+    ]
+    assert commands[0] == ["ycore", "chat", str(folder)]
+    measures = commands[1][:2] == ["ycore", "eval"]
+    assert measures is not has_turns and len(commands) == 3
+    if measures:
+        words = " ".join(commands[1])
+        for part in (
+            "--dataset held out.jsonl",
+            "--reward contains_answer",
+            "--system-prompt Add.",
+            "--model m",
+        ):
+            assert part in words
+        assert str(folder / "model") in commands[1] and "train.jsonl" not in words
 
 
 def test_recipes_as_json(capfd: pytest.CaptureFixture[str]) -> None:

@@ -66,7 +66,7 @@ def test_a_machine_without_room_for_a_bucket_says_so(
     """Without the check the first byte beyond the room ends the process by SIGBUS."""
     monkeypatch.setattr(shared_bucket, "BUCKET_BYTES", 2**55)
     with pytest.raises(
-        SyncError, match=rf"a bucket of {2**55} bytes for weights: .*rollout-0.bucket"
+        SyncError, match=rf"a bucket of {2**25}.00 GiB for weights: .*rollout-0.bucket"
     ):
         bucket_in(tmp_path)
 

@@ -221,7 +221,7 @@ def test_what_works_passes(machine: Machine, settings: dict[str, Any]) -> None:
         (
             SMALL_SHM,
             {},
-            "/dev/shm must hold the policy's weights: 988065536 bytes; 67108864 "
+            "/dev/shm must hold the policy's weights: 0.92 GiB; 0.06 GiB "
             "are free; make it larger, e.g. docker run --shm-size=8g",
         ),
         (

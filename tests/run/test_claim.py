@@ -354,7 +354,7 @@ def test_what_may_change_is_what_there_is() -> None:
         (
             {"rewards": [{"weight": 1}]},
             {"rewards": [{"weight": 2}]},
-            "rewards: [{'weight': 1}] there",
+            "rewards.0.weight: 1 there, 2 here",
         ),
         ({"steps": 9}, {"steps": 8}, "steps: 9 there, 8 here"),
         ({"steps": 9}, {"steps": 10}, ""),
@@ -367,6 +367,14 @@ def test_differences_are_named(
 ) -> None:
     told = in_words(settings_that_differ(old, new))
     assert told.startswith(said) if said else told == ""
+
+
+def test_a_long_difference_is_short_and_names_the_key_that_differs() -> None:
+    long = [{"reward": "a" * 100, "weight": 1.0, "args": {"file": "b" * 300}}]
+    changed = [{"reward": "a" * 100, "weight": 2.0, "args": {"file": "c" * 300}}]
+    told = in_words(settings_that_differ({"rewards": long}, {"rewards": changed}))
+    assert "rewards.0.weight: 1.0 there, 2.0 here" in told
+    assert "rewards.0.args.file: 'bbb" in told and len(told) < 250
 
 
 def test_many_differences_are_counted() -> None:

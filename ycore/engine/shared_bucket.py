@@ -53,7 +53,7 @@ class Bucket:
             os.posix_fallocate(descriptor, 0, self.num_bytes)
         except OSError as problem:
             raise SyncError(
-                f"a bucket of {self.num_bytes} bytes for weights: {problem.strerror}: {file}"
+                f"a bucket of {self.num_bytes / 2**30:.2f} GiB for weights: {problem.strerror}: {file}"
             ) from None
         finally:
             os.close(descriptor)

@@ -269,7 +269,7 @@ def write_results(
     write_json_atomic(folder.summary, summary)
     if has_steps:
         _draw(config, folder, metrics, say)
-        say(_closing_line(summary, measure, folder))
+        say(_closing_line(summary, measure))
     return summary
 
 
@@ -283,16 +283,13 @@ def _training_results(
     return results
 
 
-def _closing_line(summary: Mapping[str, Any], measure: str, folder: RunFolder) -> str:
+def _closing_line(summary: Mapping[str, Any], measure: str) -> str:
     means = [summary[f"{measure}_first"], summary[f"{measure}_last"]]
     change = " -> ".join("?" if mean is None else f"{mean:.3f}" for mean in means)
-    line = (
+    return (
         f"{summary['status']} after {summary['steps']} steps, {as_duration(summary['wall_s'])}: "
         f"{measure} {change} (means of up to five steps at either end)"
     )
-    if summary["status"] == "finished":
-        line += f"; model in {folder.model}, curve in {folder.curve}"
-    return line
 
 
 def _draw(config: BaseConfig, folder: RunFolder, metrics: Metrics, say: Say) -> None:

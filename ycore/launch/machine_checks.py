@@ -228,6 +228,6 @@ def _check_shared_memory(config: RunConfig, machine: Machine, known: FactsOf) ->
     if needed > machine.shm_bytes:
         gib = max(8, math.ceil(1.1 * needed / GIB))
         raise ConfigError(
-            f"/dev/shm must hold the policy's weights: {needed:.0f} bytes; "
-            f"{machine.shm_bytes:.0f} are free; make it larger, e.g. docker run --shm-size={gib}g"
+            f"/dev/shm must hold the policy's weights: {needed / GIB:.2f} GiB; "
+            f"{machine.shm_bytes / GIB:.2f} GiB are free; make it larger, e.g. docker run --shm-size={gib}g"
         )

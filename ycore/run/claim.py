@@ -302,6 +302,9 @@ FREE_WITH_RANKS = {"trl.per_device_train_batch_size", "trl.gradient_accumulation
 """How a rank divides its part of a step; free where the number of ranks changes too."""
 
 
+_BRIEF = 60  # characters of a value in a message
+
+
 @dataclass(frozen=True, slots=True)
 class Difference:
     """A setting or a fingerprint that is not as it was."""
@@ -311,7 +314,7 @@ class Difference:
     new: Any
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.old!r} there, {self.new!r} here"
+        return f"{self.name}: {_brief(self.old)} there, {_brief(self.new)} here"
 
 
 def changes(folder: RunFolder, config: BaseModel) -> list[Difference]:
@@ -348,10 +351,26 @@ def contents_that_differ(
 
 
 def in_words(differences: Iterable[Difference]) -> str:
-    """Return the first three of them, for a message."""
-    texts = [str(difference) for difference in differences]
+    """Return the first three of them, for a message; of lists, the items that differ."""
+    texts = [str(inner) for difference in differences for inner in _inner(difference)]
     more = f"; and {len(texts) - 3} more" if len(texts) > 3 else ""
     return "; ".join(texts[:3]) + more
+
+
+def _inner(difference: Difference) -> list[Difference]:
+    old, new = difference.old, difference.new
+    if not (isinstance(old, list) and isinstance(new, list)):
+        return [difference]
+    before, after = (
+        flat({f"{difference.name}.{index}": item for index, item in enumerate(items)})
+        for items in (old, new)
+    )
+    return contents_that_differ(before, after)
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _BRIEF else f"{text[: _BRIEF - 3]}..."
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -163,7 +163,9 @@ class ConfinedWorker(Generic[R]):
                 await stdin.drain()
                 line = await running.replies.read_line(max_bytes)
             if line is None:
-                raise CallFailed(f"no answer of a worker: more than {max_bytes} bytes")
+                raise CallFailed(
+                    f"no answer of a worker: more than {max_bytes / 2**20:.1f} MiB"
+                )
             is_answered = line.startswith(b"{") and nonce.encode() in line
             return read(line, nonce)
         except TimeoutError:

@@ -1,10 +1,15 @@
 """What is done with a trained model: found by its run, talked to, described, staged, sent, served."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.models.test_hub import write_adapter
@@ -12,6 +17,7 @@ from ycore.api import trained
 from ycore.api.trained import ChatSettings
 from ycore.errors import ModelError, RunError, RunFolderError
 from ycore.models.tiny import write_tiny_model
+from ycore.run.reports import is_alive
 
 CONFIG = {
     "algorithm": "grpo", "model": "smollm2-135m", "dataset": "task:addition", "output": "runs/sums", "steps": 40,
@@ -354,3 +360,35 @@ def test_an_export_never_writes_over_anything(run: Path, tmp_path: Path) -> None
     ).exists()
     with pytest.raises(RunFolderError, match="exists; choose another --output"):
         trained.export_model(run / "model", tmp_path / "out", form="merged", name="sums")
+
+
+_SERVES = """
+import signal, sys
+from pathlib import Path
+from ycore.api import trained
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests under nohup inherit that it is ignored
+model, pids = map(Path, sys.argv[1:])
+_, spec = trained.serve_command(model, name="sums", host="127.0.0.1", port=9000, template_arguments={})
+sys.exit(trained.serve_model(["sh", "-c", f"sleep 600 & echo $$ $! > {pids}; wait"], spec))
+"""
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL]
+)
+def test_a_server_ends_with_its_command(
+    run: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    pids = tmp_path / "pids"
+    command = subprocess.Popen([sys.executable, "-c", _SERVES, str(run / "model"), str(pids)])
+    server: list[psutil.Process] = []
+    deadline = time.monotonic() + 120
+    while not server and command.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+        if pids.exists() and len(words := pids.read_text().split()) == 2:
+            server = [psutil.Process(int(word)) for word in words]
+    command.send_signal(number)
+    assert command.wait(60) == (-9 if number == signal.SIGKILL else 0)
+    while any(is_alive(process) for process in server) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [process for process in server if is_alive(process)] == [] and len(server) == 2

@@ -4,13 +4,13 @@ import contextlib
 import json
 import os
 import re
-import secrets
 import shlex
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,16 @@ from ycore.config.algorithms import ALGORITHMS, find_algorithm
 from ycore.engine.commands import EngineSpec, engine_command, engine_environment, kv_cache_gib
 from ycore.errors import ModelError, RunError, RunFolderError
 from ycore.launch.engines import model_length
+from ycore.launch.guardian import guarded
 from ycore.launch.layout import this_machine
 from ycore.models.convert import ADAPTER_CONFIG, is_adapter
 from ycore.models.fetch import fetch_model
 from ycore.models.folder import has_chat_template, read_settings
 from ycore.models.names import hub_id, resolve_model
 from ycore.placement.placement import JUDGE
+from ycore.run.claim import Claim
 from ycore.run.files import read_json
+from ycore.run.interrupt import StopRequests
 from ycore.run.paths import RunFolder
 from ycore.run.text import Say, printable, topic
 
@@ -180,8 +183,8 @@ def serve_command(
     machine = this_machine()
     length = min(_SERVED_LENGTH, model_length(None, settings, option="--max-model-len"))
     spec = EngineSpec(
-        name="serve", model=folder, socket=Path("unused"), temporary=Path(tempfile.gettempdir()),
-        run_id=secrets.token_hex(6), dtype="bfloat16" if machine.has_bfloat16 else "float32", max_model_len=length,
+        name="serve", model=folder, socket=Path("unused"), temporary=Path("unused"),
+        run_id="unused", dtype="bfloat16" if machine.has_bfloat16 else "float32", max_model_len=length,
         max_num_seqs=_SERVED_SEQUENCES, seed=0,
         cores=None if machine.devices else machine.cores, devices=machine.devices[:1],
         memory_gib=kv_cache_gib(settings, length * _SERVED_SEQUENCES), gpu_memory_utilization=0.9, role=JUDGE,
@@ -196,23 +199,31 @@ def serve_command(
 
 
 def serve_model(words: Sequence[str], spec: EngineSpec) -> int:
-    """Serve until Ctrl-C; return the exit status. Clients must give the key in VLLM_API_KEY, if any."""
-    with tempfile.TemporaryDirectory(prefix="ycore-serve-") as temporary:
-        environment = engine_environment(spec) | {"TMPDIR": temporary}
-        # Its routes change the model, and everybody here may use a port.
-        del environment["VLLM_SERVER_DEV_MODE"]
-        if "VLLM_API_KEY" in os.environ:
-            environment["VLLM_API_KEY"] = os.environ["VLLM_API_KEY"]
-        process = subprocess.Popen(list(words), env=environment)
+    """Serve until Ctrl-C, SIGTERM or a closed terminal; return the exit status. However this process ends, a guardian
+    ends the server. Clients must give the key in VLLM_API_KEY, if any.
+    """
+    with tempfile.TemporaryDirectory(prefix="ycore-serve-") as place:
+        folder = RunFolder(Path(place))
+        folder.logs.mkdir()
+        claim = Claim(folder)
         try:
-            return process.wait()
-        except KeyboardInterrupt:  # the server has the terminal's Ctrl-C too
-            return 0
+            with StopRequests() as stops, guarded(folder, claim):
+                environment = engine_environment(
+                    replace(spec, run_id=folder.run_id, temporary=folder.temporary)
+                )
+                # Its routes change the model, and everybody here may use a port.
+                del environment["VLLM_SERVER_DEV_MODE"]
+                if "VLLM_API_KEY" in os.environ:
+                    environment["VLLM_API_KEY"] = os.environ["VLLM_API_KEY"]
+                process = subprocess.Popen(list(words), env=environment)
+                while process.poll() is None and not stops.count:
+                    time.sleep(0.2)
+                process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=20)
+                return 0 if stops.count else process.returncode
         finally:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=20)
-            process.kill()
+            claim.release()
 
 
 # -- export ------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from ycore.sandbox.confine import closed_path, confined_environment, confined_la
 from ycore.sandbox.level import level_refusal
 from ycore.sandbox.namespaces import bwrap_command
 from ycore.sandbox.stage import CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_SETGID, CAP_SETUID
+from ycore.sandbox.user_code import user_code_confinement
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux confines processes")
 ALL_RIGHTS = 2**41 - 1
@@ -138,6 +139,42 @@ def test_what_is_hidden_in_a_shown_folder_can_hold_a_shown_one(tmp_path: Path) -
     assert order == sorted(order)
     assert line[line.index(str(tmp_path / ".env")) - 1] == os.devnull
     assert line.index("--remount-ro", order[-1]) > order[-1] and "/elsewhere" not in line
+
+
+@linux
+def test_a_run_behind_a_link_is_hidden_and_what_is_to_be_read_behind_one_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`runs` leads to another disk, `inside` into the project, and an output is a link itself."""
+    if (reason := level_refusal(Level.NAMESPACES)) is not None:
+        pytest.skip(reason)
+    project, disk, data = (tmp_path / name for name in ("project", "disk", "data"))
+    for folder in (project / "own" / "run", disk / "run", data):
+        folder.mkdir(parents=True)
+        (folder / "journal").write_text("canary")
+    for name, target in {
+        "runs": disk,
+        "inside": project / "own",
+        "output": disk / "run",
+        "data": data,
+        ".env": disk / "run" / "journal",
+    }.items():
+        (project / name).symlink_to(target)
+    monkeypatch.chdir(project)
+    source = "import glob; print(sorted(glob.glob('*/journal') + glob.glob('*/*/journal') + glob.glob('.e*')))"
+    for run in ("runs/run", "inside/run", "output"):
+        confinement = user_code_confinement(
+            ["numbers:mean"], read=["data"], network=False, gpu=False, level="namespaces", memory_gib=1.0,
+            run_folder=Path(run), run_id="x",
+        )  # fmt: skip
+        launch = confined_launch("timeit", ["-n1", "-r1", source], confinement)
+        done = subprocess.run(
+            launch.command, env=launch.environment, cwd=launch.working, capture_output=True, text=True, timeout=240
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        seen = done.stdout.splitlines()[0]
+        assert "data/journal" in seen and "runs" not in seen and "output" not in seen
+        assert ("own/run/journal" in seen) == (run != "inside/run")
 
 
 def test_a_server_of_programs_has_a_proc_and_a_device_its_drivers_files() -> None:

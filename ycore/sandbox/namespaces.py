@@ -11,6 +11,7 @@ import shutil
 import site
 import sys
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 
 from ycore.errors import RunError
@@ -113,10 +114,21 @@ def _binds(visible: Iterable[Path], hidden: Iterable[Path]) -> list[str]:
     """Bind the paths to show, the outer before the inner, so that what is hidden in a folder can hold a path to show.
 
     Every parent is made first, open to all: bwrap would copy the mode of a closed home.
+    What lies behind a link in a shown folder is shown or hidden where the link leads: bwrap makes nothing through a link.
     """
-    paths = {path.absolute(): False for path in hidden} | {
-        path.absolute(): True for path in visible
-    }
+    shown = {path.absolute() for path in visible}
+    is_link = cache(Path.is_symlink)
+
+    def place(path: Path) -> Path:
+        path = path.absolute()
+        links = (part for part in (path, *path.parents) if is_link(part))
+        return (
+            path.resolve()
+            if any(not shown.isdisjoint(link.parents) for link in links)
+            else path
+        )
+
+    paths = {place(path): False for path in hidden} | {place(path): True for path in shown}
     line: list[str] = []
     made = {Path("/"), Path("/usr"), Path("/dev"), Path("/dev/shm"), SCRATCH}
     covered: list[str] = []

@@ -18,7 +18,8 @@ import pytest
 from ycore.config.schema import RewardConfig, RewardSandbox, RewardSettings, SandboxSettings
 from ycore.errors import RewardError
 from ycore.rewards.worker_client import check_reward
-from ycore.sandbox import Level, namespaces
+from ycore.sandbox import Confinement, Level, Limits, confined_worker, namespaces
+from ycore.sandbox.confined_worker import ConfinedWorker
 from ycore.sandbox.level import level_refusal
 from ycore.scoring.reward_pool import RewardPool
 from ycore.types import Score
@@ -376,6 +377,25 @@ def test_a_reward_that_writes_answers_of_its_own_masks_its_items_and_the_next_ca
                 assert [score.value for (score,) in scores] == [1.0], how
 
     asyncio.run(run())
+
+
+def test_a_log_of_many_processes_keeps_what_was_written_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each completion has a process of its own, whose output is bounded alone."""
+    log = tmp_path / "logs" / "tools.log"
+    monkeypatch.setattr(confined_worker, "MAX_LOG_BYTES", 8192)
+    for number in range(50):
+        confinement = Confinement(Level.NONE, "x", limits=Limits(output=1000))
+        worker = ConfinedWorker[None]({}, lambda *_: None, confinement, log=log)
+        worker.kind = "worker"
+        for _ in range(3):
+            worker._write_log(f"line of {number}\n".encode() * 40)
+        assert log.stat().st_size < 8192 + 1000
+    lines = log.read_text().splitlines()
+    assert lines[0].startswith("older lines are gone: a log keeps")
+    assert sum("older lines are gone" in line for line in lines) == 1
+    assert "line of 49" in lines and "line of 30" not in lines
 
 
 HOGS = """

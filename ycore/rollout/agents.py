@@ -35,7 +35,7 @@ from ycore.rollout.turns import (
     TurnMeter,
     completion_seed,
 )
-from ycore.sandbox import Level
+from ycore.sandbox import MIB, Level
 from ycore.sandbox.confine import base_variables
 from ycore.sandbox.confined_worker import CallFailed, ConfinedWorker, foreign_line, reply_in
 from ycore.sandbox.level import choose_level
@@ -173,9 +173,9 @@ class AgentPool:
         self._log = log
         self._words: Sequence[str] = split_command(config.agent)
         names = [f"{word}:agent" for word in self._words if Path(word).is_file()]
-        self._confinement = turns_confinement(
-            config, names, run_folder=run_folder, run_id=run_id
-        )
+        confinement = turns_confinement(config, names, run_folder=run_folder, run_id=run_id)
+        limits = replace(confinement.limits, output=MIB)  # each completion has a process
+        self._confinement = replace(confinement, limits=limits)
         self._slots = asyncio.Semaphore(config.turns.at_once)
         self._numbers = itertools.count()
 

@@ -15,11 +15,11 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, BinaryIO, Generic, NoReturn, TypeVar
 
 from ycore.errors import RewardError
 from ycore.run.reports import kill_tree
-from ycore.sandbox import END_S, Confinement
+from ycore.sandbox import END_S, MIB, Confinement
 from ycore.sandbox.confine import Launch, confined_launch
 from ycore.sandbox.stage import EXIT_EXCESS
 from ycore.sandbox.watch import Watch
@@ -31,6 +31,7 @@ _NONCE_BYTES = 16
 _TAIL = 1000  # bytes of output, of which an error shows the last line
 _MAX_TEXT = 300  # characters
 _REAP_TIMEOUT_S = 5.0
+MAX_LOG_BYTES = 32 * MIB  # of all processes of a kind in a run
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -197,8 +198,10 @@ class ConfinedWorker(Generic[R]):
             data += f"\n{self.kind}: what it prints beyond {limit} bytes is dropped\n".encode()
         with suppress(OSError):
             self._log.parent.mkdir(parents=True, exist_ok=True)
-            with self._log.open("ab") as log:
+            with self._log.open("a+b") as log:
                 log.write(data)
+                if log.tell() > MAX_LOG_BYTES:
+                    _drop_older_half(log)
 
     def _kill(self) -> None:
         if self._running is not None:
@@ -210,6 +213,16 @@ class ConfinedWorker(Generic[R]):
         if self._killed is not None:
             await self._killed.reap()
             self._killed = None
+
+
+def _drop_older_half(log: BinaryIO) -> None:
+    """Keep what was written last, behind a line that says so; where writers append, none has to know of this."""
+    log.seek(-MAX_LOG_BYTES // 2, os.SEEK_END)
+    log.readline()
+    newest = log.read()
+    log.truncate(0)
+    log.write(f"older lines are gone: a log keeps {MAX_LOG_BYTES >> 20} MiB at most\n".encode())
+    log.write(newest)
 
 
 class ReplySocket:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -380,9 +381,9 @@ def test_another_python_runs_them_with_its_own_packages_alone(
     [
         (
             "no/python",
-            "env_python 'no/python' does not start .No such file or directory.; give the path of a Python",
+            "env_python 'no/python' is no program; give the path of a Python",
         ),
-        ("true", "env_python 'true' does not start"),
+        ("true", "env_python 'true' is no Python; give the path of a Python"),
     ],
 )
 def test_what_is_no_other_python_is_refused_in_one_line(
@@ -390,6 +391,33 @@ def test_what_is_no_other_python_is_refused_in_one_line(
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
         describe_tools(config_of(place, env="tools.py:Walk", env_python=python))
+
+
+@pytest.mark.parametrize("is_script", [True, False])
+def test_another_python_is_executed_where_it_is_confined_alone(
+    place: Path, tmp_path: Path, is_script: bool
+) -> None:
+    """A recipe from elsewhere names any file, and a dry run describes tools."""
+    program = tmp_path / "bin" / "python3"
+    program.parent.mkdir()
+    written = tmp_path / "written"
+    written.mkdir()
+    written.chmod(0o777)
+    if is_script:
+        program.write_text(f"#!/bin/sh\ntouch {written}/file\nexit 3\n")
+    else:  # a Python whose library writes as soon as it is imported
+        shutil.copy(Path(sys.executable).resolve(), program)
+        library = tmp_path / "lib" / f"python3.{sys.version_info.minor}"
+        library.mkdir(parents=True)
+        (library / "os.py").touch()
+        (library / "encodings.py").write_text(f"import posix; posix.open('{written}/file', 65)")
+    program.chmod(0o755)
+    control = subprocess.run([program, "-I", "-c", ""], capture_output=True, timeout=60)
+    assert control.returncode and [*written.iterdir()]
+    (written / "file").unlink()
+    with pytest.raises(ConfigError, match="is a script" if is_script else "worker died"):
+        describe_tools(config_of(place, env="tools.py:Walk", env_python=str(program)))
+    assert not [*written.iterdir()]
 
 
 def test_a_turn_is_paid_once(run: Callable[..., Any]) -> None:

@@ -302,6 +302,8 @@ def one_line(error: BaseException) -> str:
 
 _IN_ANOTHER = """
 import runpy, sys, types
+if sys.version_info < (3, 11):
+    sys.exit(f"env_python {sys.executable} is Python {sys.version.split()[0]}; tools need 3.11 or later")
 package = sys.modules["ycore"] = types.ModuleType("ycore")
 package.__path__ = [sys.argv.pop(1)]
 runpy.run_module("ycore.rollout.tool_host", run_name="__main__", alter_sys=True)

@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import os
-import subprocess
+import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -106,7 +106,7 @@ class ToolWorker(ConfinedWorker[ToolSet]):
         )
         self.env = env
         if python is not None:
-            self.arguments = (_python_paths(python)[0],)
+            self.arguments = (python_files(python)[0],)
 
     async def ask(self, op: str, *, deadline_s: float, **request: Any) -> Any:
         """Return the value of an operation; CallFailed where it raised, hung or ended the process."""
@@ -205,7 +205,7 @@ def _tools_confinement(
         if name != PYTHON
     ]
     names += config.environments.values()
-    read = [] if config.env_python is None else _python_paths(config.env_python)[1:]
+    read = [] if config.env_python is None else python_files(config.env_python)[1:]
     return turns_confinement(config, names, read=read, run_folder=run_folder, run_id=run_id)
 
 
@@ -232,27 +232,31 @@ def turns_confinement(
 
 
 @cache
-def _python_paths(python: str) -> tuple[str, ...]:
-    """Return a Python's executable, then what it must read to start and import; ConfigError where it is unusable."""
-    program = (
-        "import json, os, sys, sysconfig; print(json.dumps([sys.version_info[:2], [sys.executable, sys.prefix, "
-        "sys.base_prefix, os.path.realpath(sys.executable), *sysconfig.get_paths().values(), *sys.path]]))"
-    )
-    command = [os.path.expanduser(python), "-I", "-c", program]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-        version, paths = json.loads(done.stdout)
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or type(error).__name__
+def python_files(python: str) -> tuple[str, ...]:
+    """Return a Python's executable, then what it must read to start and import; ConfigError where it is unusable.
+
+    Its files say so: it is run where it is confined, and nowhere else.
+    """
+    executable = Path(os.path.abspath(shutil.which(os.path.expanduser(python)) or python))
+    real = executable.resolve()
+    base, prefix = real.parent.parent, executable.parent.parent
+    problem = None
+    if not os.access(executable, os.X_OK):
+        problem = "no program"
+    elif real.read_bytes()[:4] != b"\x7fELF":
+        problem = "a script"
+    elif not real.name.startswith(("python", "pypy")) or not [*base.glob("lib/*/os.py")]:
+        problem = "no Python"
+    if problem is not None:
         raise ConfigError(
-            f"env_python {python!r} does not start ({reason}); give the path of a Python"
-        ) from None
-    if tuple(version) < (3, 11):
-        raise ConfigError(
-            f"env_python {python!r} is Python {version[0]}.{version[1]}; tools need 3.11 or later"
+            f"env_python {python!r} is {problem}; give the path of a Python, as its sys.executable says it"
         )
-    existing = dict.fromkeys(os.path.abspath(path) for path in paths if os.path.exists(path))
-    return (paths[0], *(path for path in existing if not f"{path}/".startswith("/usr/")))
+    paths = [str(base)]
+    if (prefix / "pyvenv.cfg").is_file():
+        paths.append(str(prefix))
+        for file in prefix.glob("lib/*/site-packages/*.pth"):  # editable installs
+            paths += filter(os.path.isabs, file.read_text(errors="replace").splitlines())
+    return (str(executable), *(path for path in paths if path != "/usr" and path.strip("/")))
 
 
 class ToolPool:

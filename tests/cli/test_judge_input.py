@@ -67,7 +67,7 @@ def test_the_plan_shows_every_judge(
     told = json.loads(out)
     assert told["scorers"] == [
         "judge good: the policy's base weights, pointwise, verdict by score",
-        "judge far: big at http://judge.test/v1, pointwise, verdict by json",
+        "judge far: big at http://judge.test/v1 (gets the variable YCORE_TEST_ABSENT_KEY), pointwise, verdict by json",
         "judge cheerful: the policy's base weights, pointwise, verdict by labels",
     ]
     first = told["config"]["rewards"][0]

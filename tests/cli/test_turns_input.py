@@ -1,5 +1,6 @@
 """Tools and environments that cannot work end a command with one line, before anything starts."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,9 @@ class Paying(Game):
 
 class Endless:
     pass
+
+def length(completions, **columns):
+    return [float(len(text)) for text in completions]
 
 def score(environments, **columns):
     return [one.score for one in environments]
@@ -72,7 +76,7 @@ LINE = "grpo --model model --dataset task:addition --max-tokens 32 --output run 
         ),
         (
             "--env acts.py:Paying --env-python no/python",
-            "does not start (No such file or directory); give the path",
+            "env_python 'no/python' is no program; give the path",
         ),
         (
             "--env gym:chain_sm",
@@ -157,3 +161,35 @@ def test_what_works_is_in_the_plan(
         "at most 3, with acts.py:add, acts.py:Paying" in shown
         and "environment (weight 1)" in shown
     )
+
+
+def test_the_plan_names_what_a_recipe_opens(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A recipe from elsewhere says what it reads and reaches before it runs."""
+    monkeypatch.chdir(place)
+    (place / "opens.yaml").write_text(
+        f"""
+algorithm: grpo
+model: model
+dataset: task:addition
+output: opened
+env: acts.py:Paying
+env_python: {sys.executable}
+turns: {{sandbox: {{network: true, read: [notes]}}}}
+rewards:
+  - {{reward: "acts.py:length", sandbox: {{read: [words.txt]}}}}
+engine: {{environment: [AWS_SECRET_ACCESS_KEY, "SLURM_*"]}}
+fetch_images: true
+"""
+    )
+    assert run(["grpo", "--recipe", "opens.yaml", "--actions", "calls", "--dry-run"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for words in (
+        "acts.py:length: reads words.txt",
+        "tools, environment or agent: network, reads notes",
+        f"env_python: runs and reads {sys.executable}",
+        "engines get the variables AWS_SECRET_ACCESS_KEY, SLURM_*",
+        "pictures are fetched from the addresses in the rows",
+    ):
+        assert words in said, words

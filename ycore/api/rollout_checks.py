@@ -170,14 +170,27 @@ def _check_environments(config: RunConfig, model: ModelPlan) -> None:
 
 
 def _sandbox_lines(config: RunConfig) -> list[str]:
-    """Describe what confines the user's rewards and a model's programs; [] where the run has neither."""
-    of_user = [reward for reward in config.rewards if is_rule(reward) and ":" in reward.reward]
-    if not runs_unknown_code(config) and not config.has_turns:
-        return []
-    lines = [choose_level(config.sandbox.level).line]
-    for reward in of_user:
-        opened = ["network"] * reward.sandbox.network + ["GPU"] * reward.sandbox.gpu
-        opened += [f"reads {path}" for path in reward.sandbox.read]
+    """Describe what confines the user's code and a model's programs, and all that a recipe opens to code or engines."""
+    runs_code = runs_unknown_code(config) or config.has_turns
+    lines = [choose_level(config.sandbox.level).line] if runs_code else []
+    openings = {
+        reward.reward: reward.sandbox
+        for reward in (*config.rewards, *config.eval_rewards)
+        if is_rule(reward) and ":" in reward.reward
+    }
+    if config.has_turns:
+        openings["tools, environment or agent"] = config.turns.sandbox
+    for name, sandbox in openings.items():
+        opened = ["network"] * sandbox.network + ["GPU"] * sandbox.gpu
+        opened += [f"reads {path}" for path in sandbox.read]
         if opened:
-            lines.append(f"{reward.reward}: {', '.join(opened)}")
+            lines.append(f"{name}: {', '.join(opened)}")
+    if config.env_python is not None:
+        from ycore.rollout.tool_pool import python_files
+
+        lines.append(f"env_python: runs and reads {', '.join(python_files(config.env_python))}")
+    if config.engine.environment:
+        lines.append(f"engines get the variables {', '.join(config.engine.environment)}")
+    if config.fetch_images:
+        lines.append("pictures are fetched from the addresses in the rows")
     return lines

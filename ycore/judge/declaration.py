@@ -151,6 +151,12 @@ class Served(ScoringModel):
     )
     concurrency: Positive = 8  # the most requests in flight to the address
 
+    @property
+    def address_line(self) -> str:
+        """The address, and the variable of the environment whose value is sent there."""
+        key = "" if self.api_key_env is None else f" (gets the variable {self.api_key_env})"
+        return f"{self.base_url}{key}"
+
     @model_validator(mode="after")
     def _check_address(self) -> Self:
         if self.api_key_env is not None and self.base_url is None:

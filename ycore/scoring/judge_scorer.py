@@ -128,7 +128,7 @@ class JudgeScorer(Scorer):
         form = f"{judge.mode}, verdict by {judge.verdict.kind}"
         if judge.base_url is not None:
             check_api_key(label, judge)
-            return [f"{label}: {judge.model} at {judge.base_url}, {form}"]
+            return [f"{label}: {judge.model} at {judge.address_line}, {form}"]
         model = model_name(judge, config)
         plan = plan_served_model(
             label, model, config, engine=engine, way_out="give it a base_url, or install vLLM"

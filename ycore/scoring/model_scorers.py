@@ -281,7 +281,7 @@ class TeacherScorer(Scorer):
             check_api_key(label, teacher)
             if policy.ready and policy.folder is not None:
                 check_tokens_at(policy.folder, teacher)
-            return [f"{label}: at {teacher.base_url}, the probability of each token"]
+            return [f"{label}: at {teacher.address_line}, the probability of each token"]
         plan = plan_served_model(
             label,
             teacher.model,

@@ -177,6 +177,34 @@ def test_a_run_behind_a_link_is_hidden_and_what_is_to_be_read_behind_one_is_show
         assert ("own/run/journal" in seen) == (run != "inside/run")
 
 
+FILES = """
+import os
+num_files = 0
+for folder in ("/tmp", "/dev/shm"):
+    for number in range(300):
+        try:
+            open(f"{folder}/{number}", "x").close()
+        except OSError:
+            break
+        num_files += 1
+print(num_files)
+"""
+
+
+@linux
+def test_shared_memory_is_part_of_the_limit_of_files() -> None:
+    if (reason := level_refusal(Level.NAMESPACES)) is not None:
+        pytest.skip(reason)
+    limits = Limits(files=160, scratch=8 * 2**20, memory=2**30)
+    confinement = Confinement(Level.NAMESPACES, "x", limits=limits)
+    launch = confined_launch("timeit", ["-n1", "-r1", FILES], confinement)
+    done = subprocess.run(
+        launch.command, env=launch.environment, capture_output=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert 140 <= int(done.stdout.splitlines()[0]) <= 160
+
+
 def test_a_server_of_programs_has_a_proc_and_a_device_its_drivers_files() -> None:
     assert "--proc" not in bound(View()) and "--unshare-net" in bound(View())
     assert "--unshare-net" not in bound(View(network=True))

@@ -117,6 +117,34 @@ time.sleep(60)
     assert excess_of([], replace(AMPLE, files=3), str(tmp_path)) == "4 files, 3 allowed"
 
 
+def test_a_folder_closed_to_its_owner_is_removed(tmp_path: Path) -> None:
+    """Root opens any folder, so this is another user where the tests run as root."""
+    work = f"""
+import os, sys
+sys.path[:0] = {sys.path!r}
+from pathlib import Path
+from ycore.sandbox.watch import remove_tree
+scratch, aside = Path({str(tmp_path)!r}, "scratch"), Path({str(tmp_path)!r}, "aside")
+if os.getuid() == 0:
+    os.chown({str(tmp_path)!r}, 61184, 61184)
+    os.setresuid(61184, 61184, 61184)
+aside.mkdir(0o500)
+(scratch / "a" / "b").mkdir(parents=True)
+(scratch / "a" / "b" / "file").touch()
+(scratch / "link").symlink_to(aside)
+(scratch / "a" / "b").chmod(0)
+(scratch / "a").chmod(0)
+remove_tree(scratch)
+print(scratch.exists(), oct(aside.stat().st_mode & 0o777))
+"""
+    for parent in [*tmp_path.parents][:2]:
+        parent.chmod(0o711)
+    done = subprocess.run(
+        [sys.executable, "-c", work], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "False 0o500\n", done.stderr
+
+
 def test_what_is_over_is_named() -> None:
     pids = [os.getpid(), os.getppid()]
     assert excess_of(pids, AMPLE) is None

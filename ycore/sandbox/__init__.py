@@ -43,6 +43,11 @@ class Limits:
     processes: int = 512  # processes and threads
     output: int = 16 * MIB  # bytes that it may print; what it prints beyond is dropped
 
+    @property
+    def shared_files(self) -> int:
+        """The part of the files that /dev/shm may hold, where the kernel counts it apart from the scratch folder."""
+        return self.files // 8
+
 
 @dataclass(frozen=True, slots=True)
 class View:

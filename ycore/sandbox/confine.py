@@ -95,8 +95,8 @@ def confined_launch(
     python = python_paths()
     if confinement.level is Level.NAMESPACES:
         tmpfs = {
-            str(SCRATCH): (limits.scratch, limits.files),
-            "/dev/shm": (_SHARED_MEMORY, limits.files),
+            str(SCRATCH): (limits.scratch, limits.files - limits.shared_files),
+            "/dev/shm": (_SHARED_MEMORY, limits.shared_files),
         }
         steps = stage_steps(Level.NAMESPACES, view, limits, uid, python=python) | {
             "tmpfs": tmpfs

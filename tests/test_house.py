@@ -29,7 +29,7 @@ SOURCES = sorted(
 
 MAX_TOKENS = 308_000
 MAX_TOKENS_PER_LINE = 8.26
-MAX_FILES = 220
+MAX_FILES = 221
 MAX_FUNCTION_TOKENS = 500
 MAX_MEAN_IMPORTS = 5.6
 """Modules of ycore that a file imports: a reader who opens it must know these too."""
@@ -85,6 +85,7 @@ LAYOUT = frozenset(
 ROOMS = [
     *(
         "errors",
+        "foreign",
         "types",
         "advantages",
         "run",
@@ -369,6 +370,37 @@ def test_heavy_imports_wait(path: Path) -> None:
     if room_of(path) in MAY_BE_HEAVY or relative in HEAVY_FILES:
         return
     assert not imports_at_the_top(path) & HEAVY
+
+
+FOREIGN_SOURCES = {
+    "httpx": {
+        "run/address.py",  # the client of all that is not ours
+        "engine/server.py",  # engines of the run, on sockets of its folder
+        *("models/hub.py", "models/fetch.py", "data/source.py"),  # errors of the hub's client
+    },
+    **{name: set() for name in ("urllib.request", "http.client", "requests", "aiohttp")},
+    "http.server": {"rollout/agent_host.py"},  # confined
+}
+"""Modules that read what others send, and the files that may import them."""
+READS_JSON_OF_OTHERS = re.compile(r"\b(?:response|answer|reply)\.json\(|json\.loads?\(")
+READ_FOREIGN = {
+    *("run/address.py", "engine/judge_engine.py", "rollout/agents.py", "rollout/dialogue.py"),
+    *("rollout/mcp_server.py", "sandbox/confined_worker.py", "rewards/worker_client.py"),
+}
+"""Files that read foreign text; they parse it by `foreign_json` alone."""
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_foreign_text_has_one_gate_and_foreign_addresses_one_client(path: Path) -> None:
+    relative = path.relative_to(ROOT).as_posix().removeprefix("ycore/")
+    for module, readers in FOREIGN_SOURCES.items():
+        assert module not in imports(path) or relative in readers, (
+            f"{module} reads what others send: take ycore.run.address, whose answers are bounded"
+        )
+    if relative in READ_FOREIGN:
+        assert not READS_JSON_OF_OTHERS.search(path.read_text()), (
+            "foreign JSON is read by ycore.foreign.foreign_json"
+        )
 
 
 def test_no_file_names_a_machine() -> None:

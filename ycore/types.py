@@ -1,4 +1,4 @@
-"""The values that pass between rooms: frozen, typed, standard library only.
+"""The values that pass between rooms: frozen, typed, of the standard library's types.
 
 Axes, as suffixes of names: `_P` prompts of a round, `_G` completions of a group, `_R` reward sources, `_T` tokens.
 """
@@ -9,6 +9,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple
+
+from ycore.foreign import MAX_DEPTH, foreign_value
 
 Message = Mapping[str, Any]
 """One chat turn: `{"role": ..., "content": ...}`, and what else its row says: `tool_calls`, `reasoning_content`, ...
@@ -368,14 +370,17 @@ def finished_from_json(value: Mapping[str, Any]) -> Finished:
     return Finished(group_from_json(value["group"]), value["teaches"])
 
 
+def _turn(value: Mapping[str, Any]) -> Turn:
+    messages = foreign_value(value["messages"], max_depth=2 * MAX_DEPTH)
+    return Turn(**{**value, "messages": tuple(messages)})
+
+
 def completion_from_json(value: Mapping[str, Any]) -> Completion:
     earned = value["earned"]
     nested = {
         "token_ids": tuple(value["token_ids"]),
         "logprobs": _optional_tuple(value["logprobs"]),
-        "turns": tuple(
-            Turn(**{**turn, "messages": tuple(turn["messages"])}) for turn in value["turns"]
-        ),
+        "turns": tuple(map(_turn, value["turns"])),
         "earned": None if earned is None else _score(earned),
         "prompt_ids": _optional_tuple(value["prompt_ids"]),
         "segments": tuple(map(tuple, value["segments"])),

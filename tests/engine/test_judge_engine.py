@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -17,8 +18,10 @@ from ycore.engine.judge_engine import (
     backoff_s,
     build_chat_request,
     parse_reply,
+    prompt_logprobs,
 )
 from ycore.errors import EngineError
+from ycore.foreign import ForeignRefused
 from ycore.judge.declaration import Judge
 from ycore.judge.sources import Teacher, judge_of
 from ycore.judge.verdict import Reply, ReplyToken
@@ -32,6 +35,18 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judge_engine, "TRIES", 4)
     monkeypatch.setattr(judge_engine, "FIRST_WAIT_S", 0.001)
     monkeypatch.setattr(judge_engine, "LONGEST_WAIT_S", 0.002)
+
+
+class Unread(httpx.MockTransport):
+    """Gives the handler's response as a server does: nothing of it is read yet."""
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        response = await super().handle_async_request(request)
+        return httpx.Response(
+            response.status_code,
+            headers=response.headers,
+            stream=httpx.ByteStream(response.content),
+        )
 
 
 def make_judge(**declared: Any) -> Judge:
@@ -56,7 +71,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def remote(judge: Judge, handle: Callable[[httpx.Request], httpx.Response]) -> RemoteJudge:
-    transport = httpx.MockTransport(handle)
+    transport = Unread(handle)
     return RemoteJudge("test", judge, request_timeout_s=5, transport=transport)
 
 
@@ -171,9 +186,7 @@ def test_no_more_are_in_flight_than_the_judge_allows() -> None:
             return httpx.Response(200, json=answer())
 
         judge = make_judge(concurrency=3)
-        engine = RemoteJudge(
-            "test", judge, request_timeout_s=5, transport=httpx.MockTransport(handle)
-        )
+        engine = RemoteJudge("test", judge, request_timeout_s=5, transport=Unread(handle))
         await asyncio.gather(*(engine.ask(judge, QUESTION, seed=n) for n in range(12)))
         await engine.close()
         return most
@@ -182,11 +195,76 @@ def test_no_more_are_in_flight_than_the_judge_allows() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [[], {}, {"choices": []}, {"choices": [{"message": {}}]}, {"choices": [7]}]
+    "body",
+    [
+        [],
+        {},
+        7,
+        "x",
+        None,
+        {"error": {"message": "no"}},
+        {"choices": []},
+        {"choices": {}},
+        {"choices": [{"message": {}}]},
+        {"choices": [7]},
+        {"choices": [{"message": "x"}]},
+        answer(text=["7"]),  # type: ignore[arg-type]
+        answer(text=7),  # type: ignore[arg-type]
+        answer(logprobs=[1]),
+        answer(logprobs={"content": 7}),
+        answer(logprobs={"content": [{"token": 7}]}),
+        answer(logprobs={"content": [{"token": "7", "top_logprobs": 7}]}),
+        answer(
+            logprobs={
+                "content": [{"token": "7", "top_logprobs": [{"token": "7", "logprob": "many"}]}]
+            }
+        ),
+        answer(
+            logprobs={
+                "content": [
+                    {"token": "7", "top_logprobs": [{"token": "7", "logprob": 10**400}]}
+                ]
+            }
+        ),
+        answer(
+            logprobs={
+                "content": [
+                    {"token": "7", "top_logprobs": [{"token": "7", "logprob": math.nan}]}
+                ]
+            }
+        ),
+        {**answer(), "usage": [1]},
+    ],
 )
-def test_an_answer_that_is_no_completion_is_an_error(body: Any) -> None:
-    with pytest.raises(EngineError, match="no chat completion"):
-        parse_reply(body, name="test")
+def test_an_answer_that_is_no_completion_costs_its_question(body: Any) -> None:
+    with pytest.raises(ForeignRefused, match="no chat completion") as problem:
+        parse_reply(body)
+    assert len(str(problem.value)) < 120
+    data = json.dumps(body).encode()
+    with pytest.raises(QuestionRefused, match="its answer cannot be read"):
+        ask(make_judge(), lambda request: httpx.Response(200, content=data))
+
+
+@pytest.mark.parametrize("usage", ["many", None, math.nan, math.inf, -5, 10**400, [], True])
+def test_an_odd_usage_costs_no_verdict(usage: Any) -> None:
+    assert parse_reply({**answer(), "usage": {"total_tokens": usage}}).num_tokens == 0
+    assert parse_reply({**answer(), "usage": {"total_tokens": 12.0}}).num_tokens == 12
+
+
+def test_after_a_right_answer_no_status_ends_the_run() -> None:
+    async def work() -> None:
+        statuses = iter([200, 404, 301])
+        engine = remote(
+            make_judge(), lambda request: httpx.Response(next(statuses), json=answer())
+        )
+        judge = make_judge()
+        assert (await engine.ask(judge, QUESTION, seed=0)).text == "<score>7</score>"
+        for _ in range(2):
+            with pytest.raises(QuestionRefused, match="the address refused the question"):
+                await engine.ask(judge, QUESTION, seed=0)
+        await engine.close()
+
+    run(work())
 
 
 def test_labels_ask_for_every_tokens_probabilities() -> None:
@@ -207,8 +285,7 @@ def test_labels_ask_for_every_tokens_probabilities() -> None:
     reply = parse_reply(
         answer(
             "yes", logprobs={"content": [{"token": "yes", "top_logprobs": top}, {"token": "!"}]}
-        ),
-        name="test",
+        )
     )
     assert reply.tokens == [ReplyToken("yes", {"yes": -0.1, "no": -2.0}), ReplyToken("!", {})]
 
@@ -232,7 +309,7 @@ def taught(handle: Callable[[httpx.Request], httpx.Response]) -> tuple[float, ..
     async def work() -> tuple[float, ...]:
         teacher = Teacher(model="big", base_url="http://teachers.test/v1")
         engine = RemoteTeacher(
-            "teacher:big", teacher, request_timeout_s=5, transport=httpx.MockTransport(handle)
+            "teacher:big", teacher, request_timeout_s=5, transport=Unread(handle)
         )
         try:
             return await engine.logprobs_of([5, 6], [7, 8])
@@ -267,12 +344,22 @@ def test_a_teacher_at_an_address_says_how_likely_the_given_tokens_are() -> None:
 
 
 @pytest.mark.parametrize(
-    "told", [{}, {"prompt_logprobs": None}, {"prompt_logprobs": [None, {}, {}, {}]}]
+    "told",
+    [
+        {},
+        {"prompt_logprobs": None},
+        {"prompt_logprobs": [None, {}, {}, {}]},
+        *(
+            {"prompt_logprobs": [None, {}, {"7": {"logprob": value}}, {"8": {"logprob": -1}}]}
+            for value in ("-1", None, True, 5.0, math.inf, 10**400)
+        ),
+    ],
 )
 def test_an_address_without_a_prompts_probabilities_is_no_teacher(told: Any) -> None:
-    with pytest.raises(
-        EngineError, match=r"gives no probabilities of a prompt's tokens .*is a vLLM server"
-    ):
-        taught(lambda request: httpx.Response(200, json={"choices": [told]}))
+    with pytest.raises(QuestionRefused, match="its answer cannot be read"):
+        data = json.dumps({"choices": [told]}).encode()
+        taught(lambda request: httpx.Response(200, content=data))
+    with pytest.raises(ForeignRefused, match=r"a prompt's tokens .*is a vLLM server"):
+        prompt_logprobs({"choices": [told]}, [5, 6], [7, 8])
     with pytest.raises(QuestionRefused):
         taught(lambda request: httpx.Response(400, text="too long"))

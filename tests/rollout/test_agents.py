@@ -422,7 +422,7 @@ def test_an_agent_that_never_asks_teaches_nothing(acts: list[Any], reason: str) 
         ),
         (
             {"messages": USER, "tools": [{"function": {"name": 3}}]},
-            "name and description are text",
+            "a function's name is text",
         ),
     ],
 )

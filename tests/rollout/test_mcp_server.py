@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -128,7 +129,7 @@ def test_what_a_server_says_is_read_by_the_protocol(
             "no-such-program --here",
             "no MCP server started: 'no-such-program': No such file or directory; the command",
         ),
-        ("sleep 100", "ended with status -9; the command runs in the sandbox"),
+        ("sleep 100", "it did not answer in time; the command runs in the sandbox"),
         ("sh -c 'exit 5'", "it ended with status 5"),
         ("cat", "no MCP server started"),
     ],
@@ -202,3 +203,97 @@ def test_each_completion_has_a_server_of_its_own_held_as_tools_are(place: Path) 
     )  # a new server, which then ends itself
     assert second[2].failed and "ended with status 3" in second[2].text
     assert second[3] == Answer("{'error': 'Tool none not found.'}", failed=True)
+
+
+BAD = r"""
+import json, sys
+kind = sys.argv[1]
+def say(**message):
+    print(json.dumps({"jsonrpc": "2.0", **message}), flush=True)
+def tools(*listed, **more):
+    return {"tools": list(listed), **more}
+TOOL = {"name": "t"}
+PAGES = {
+    "endless pages": lambda page: tools({"name": f"t{page}"}, nextCursor=str(page)),
+    "the same page": lambda page: tools(TOOL, nextCursor="again"),
+    "many tools": lambda page: tools(*({"name": f"t{number}"} for number in range(200_000))),
+    "no tools": lambda page: tools(),
+    "text": lambda page: "tools",
+    "nothing": lambda page: None,
+    "a list": lambda page: [TOOL],
+    "tools of text": lambda page: tools("t"),
+    "tools without a name": lambda page: tools({}),
+    "a name of a number": lambda page: tools({"name": 5}),
+    "tools in text": lambda page: {"tools": "abc"},
+    "no schema": lambda page: tools({"name": "t", "inputSchema": 5}),
+    "odd properties": lambda page: tools({"name": "t", "inputSchema": {"properties": 5}}),
+    "odd property": lambda page: tools({"name": "t", "inputSchema": {"properties": {"a": 5}}}),
+    "odd description": lambda page: tools({"name": "t", "description": [5]}),
+}
+page = 0
+for line in sys.stdin:
+    asked = json.loads(line)
+    if "id" not in asked:
+        continue
+    page += 1
+    if kind == "no line end":
+        while True:
+            sys.stdout.write("x" * 65536)
+    if kind == "endless log":
+        while True:
+            print("x" * 100)
+    if kind == "endless pings":
+        while True:
+            print(json.dumps({"id": 1, "method": "ping"}), flush=True)
+    if kind == "an error of text":
+        print(json.dumps({"id": asked["id"], "error": "no\nway"}), flush=True)
+    if kind == "neither":
+        say(id=asked["id"])
+    if kind == "deep":
+        print("[" * 100_000, flush=True)
+    say(id=asked["id"], result=PAGES[kind](page) if kind in PAGES and asked["method"] == "tools/list" else {})
+"""
+BAD_KINDS = [
+    *("endless pages", "the same page", "many tools", "no tools", "text", "nothing", "a list"),
+    *("tools of text", "tools without a name", "a name of a number", "tools in text"),
+    *("no schema", "odd properties", "odd property", "odd description"),
+    *("no line end", "endless log", "endless pings", "an error of text", "neither", "deep"),
+]
+
+
+@pytest.mark.parametrize("kind", BAD_KINDS)
+def test_whatever_a_server_answers_it_is_refused_in_one_line(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bad.py").write_text(BAD)
+    monkeypatch.chdir(tmp_path)
+    began = time.monotonic()
+    with pytest.raises(ToolRefused, match=r"^tool .mcp:") as refusal:
+        print(McpServer(f"mcp:{sys.executable} bad.py '{kind}'", start_s=3.0).schemas)
+    assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 900
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        *(
+            5,
+            "x",
+            None,
+            [],
+            {"content": 5},
+            {"content": [5]},
+            {"content": [{"type": "resource"}]},
+        ),
+        {"content": [{"type": "resource", "resource": 5}]},
+    ],
+)
+def test_an_odd_answer_of_a_tool_is_a_failed_call(result: object) -> None:
+    server = object.__new__(McpServer)
+    server.tools = {"t": {"name": "t"}}
+    monkey = pytest.MonkeyPatch()
+    with monkey.context() as patch:
+        patch.setattr(server, "_ask", lambda method, params: result)
+        with pytest.raises(RuntimeError, match="not as MCP has it"):
+            server.call("t", {})

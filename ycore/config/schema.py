@@ -8,9 +8,17 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
+)
 
 from ycore.errors import ConfigError
+from ycore.foreign import foreign_text
 
 Positive = Annotated[int, Field(gt=0, le=10**9, strict=True)]
 Count = Annotated[int, Field(gt=0, le=10**6, strict=True)]
@@ -29,6 +37,16 @@ TEACHER = "teacher:"
 
 AGREES = "agrees:"
 """The beginning of a reward's name for which the policy is a judge of pairs."""
+
+
+def _whole(text: str) -> str:
+    if foreign_text(text) != text:
+        raise ValueError("it holds half of a character (a lone surrogate); correct the text")
+    return text
+
+
+Said = Annotated[str, AfterValidator(_whole)]
+"""Text that the policy reads."""
 
 
 def _as_list(value: Any) -> Any:
@@ -318,9 +336,9 @@ class RunConfig(ScoredConfig, RowSettings):
         8  # turns of the policy in a completion, where it has tools, an environment or an agent
     )
     turns: TurnSettings = TurnSettings()
-    system_prompt: str | None = None
+    system_prompt: Said | None = None
     # Turns before every prompt, after the system's: a worked example, `{role: user, content: ...}` and so on.
-    few_shot: list[dict[Literal["role", "content"], str]] = []
+    few_shot: list[dict[Literal["role", "content"], Said]] = []
     # Completions of each prompt; TRL's `num_generations`. 1 is for advantages that do not compare within a group.
     group_size: Count = 8
     max_tokens: Positive = 256  # longest completion; TRL's `max_completion_length`

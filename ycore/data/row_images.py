@@ -10,14 +10,15 @@ from typing import Any
 from ycore.data.cells import IMAGE_BLOCKS, IMAGE_COLUMNS, listed_cell
 from ycore.data.table import TableRow
 from ycore.errors import DataError
-from ycore.models.hub import cache_dir, first_line
+from ycore.models.hub import cache_dir
+from ycore.run.address import AddressFailed, fetch_answer
 from ycore.run.files import write_bytes_atomic
 from ycore.run.images import MAX_BYTES, ImageStore, png_of
 from ycore.types import IMAGE_MARK, Content, Image, Message
 
 _HUB_MARK = "<image>"  # in a text, by LLaVA's datasets and others after it
 _KEYS = ("image", "path", "url", "image_url", "base64", "bytes")
-_FETCH_S = 30.0  # without a byte from the server
+_FETCH_S = 30.0
 
 
 def images_of(
@@ -163,29 +164,23 @@ def _read(name: str, folder: Path | None, place: str) -> bytes:
 
 def _fetched(url: str, place: str) -> bytes:
     """Fetch a picture once: other processes and a resumed run read the cache."""
-    import httpx
-
     cached = cache_dir() / "images" / hashlib.sha256(url.encode()).hexdigest()
     if cached.is_file():
         return cached.read_bytes()
     try:
-        data = bytearray()
-        with httpx.stream("GET", url, timeout=_FETCH_S, follow_redirects=True) as answer:
-            answer.raise_for_status()
-            for part in answer.iter_bytes():
-                data += part
-                if len(data) > MAX_BYTES:
-                    return bytes(data)  # which the store refuses
-    except (httpx.HTTPError, httpx.InvalidURL) as problem:
-        reason = f"{first_line(problem):.120}"
+        answer = fetch_answer(
+            url, follow_redirects=True, timeout_s=_FETCH_S, max_bytes=MAX_BYTES
+        )
+    except AddressFailed as problem:
+        reason = f"{problem!s:.120}"
         raise DataError(
             f"the image of {place} cannot be fetched from {url:.80} ({reason}); correct the row"
         ) from None
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
-        write_bytes_atomic(cached, bytes(data))
+        write_bytes_atomic(cached, answer.data)
     except OSError as problem:
         raise DataError(
             f"cannot write the cache of images: {problem}; set YCORE_CACHE to a folder with room"
         ) from None
-    return bytes(data)
+    return answer.data

@@ -5,19 +5,29 @@ Only the text of the judge's own turn comes back, so nothing inside the question
 """
 
 import asyncio
+import math
 import os
 import random
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
-
-import httpx
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NoReturn, TypeVar
 
 from ycore.engine.server import BadRequest, Server
 from ycore.errors import EngineError
+from ycore.foreign import (
+    LARGEST_REWARD,
+    ForeignRefused,
+    foreign_json,
+    foreign_line,
+    foreign_reward,
+)
 from ycore.judge.declaration import JsonVerdict, Judge, LabelVerdict, Served
 from ycore.judge.question import Question
 from ycore.judge.verdict import Reply, ReplyToken
 from ycore.placement.placement import JUDGE
+from ycore.run.address import Address, AddressAnswer, AddressFailed
+
+T = TypeVar("T")
 
 _MAX_REFUSALS = 16  # in a row
 _FORM_TOKENS = 64  # at most, of a label's verdict without the label
@@ -26,7 +36,9 @@ FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 30.0
 _TRANSIENT_STATUS = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 _REFUSED_STATUS = (400, 413, 422)
-_TRANSIENT_ERRORS = (httpx.TimeoutException, httpx.NetworkError, httpx.RemoteProtocolError)
+_MAX_REPLY = 4 * 2**20  # bytes of an answer, packed and unpacked
+_BYTES_PER_TOKEN = 512  # more, of a teacher's
+_ROUNDING = 0.01  # above 0, of a log-probability
 
 
 class QuestionRefused(Exception):
@@ -42,7 +54,7 @@ class _CountsRefusals:
     def _refuse(self, why: str, *, details: str) -> NoReturn:
         self._num_refused += 1
         if self._num_refused >= _MAX_REFUSALS:
-            details = " ".join(details[:300].split())
+            details = foreign_line(" ".join(details.split()))
             raise EngineError(
                 f"{self.name}: the last {self._num_refused} questions had no answer, {why}: {details}"
             )
@@ -69,8 +81,12 @@ class VllmJudge(_CountsRefusals, Server):
             answer = await self.request("POST", "/v1/chat/completions", body)
         except BadRequest as problem:  # most often too long for the judge's context
             self._refuse("the engine refused the question", details=str(problem))
+        try:
+            reply = parse_reply(answer)
+        except ForeignRefused as problem:
+            self._refuse("its answer cannot be read", details=str(problem))
         self._num_refused = 0
-        return parse_reply(answer, name=self.name)
+        return reply
 
 
 class _Remote(_CountsRefusals):
@@ -79,77 +95,78 @@ class _Remote(_CountsRefusals):
     The key is read from the environment, kept here and sent to this address alone.
 
     Args:
-        request_timeout_s: Limit of one try.
+        request_timeout_s: Limit of a request, retries included.
         transport: For tests.
     """
 
     def __init__(
-        self,
-        name: str,
-        served: Served,
-        *,
-        request_timeout_s: float,
-        transport: httpx.AsyncBaseTransport | None = None,
+        self, name: str, served: Served, *, request_timeout_s: float, transport: Any = None
     ) -> None:
         assert served.base_url is not None
         self.name = name
         self._served = served
-        self._address = served.base_url
+        self._base_url = served.base_url
         self._in_flight = asyncio.Semaphore(served.concurrency)
-        self._client = httpx.AsyncClient(
-            base_url=served.base_url.rstrip("/") + "/",
+        self._timeout_s = request_timeout_s
+        self._has_answered = False
+        self._address = Address(
+            served.base_url.rstrip("/") + "/",
             headers=key_header(served, name=name),
-            timeout=httpx.Timeout(request_timeout_s, connect=20.0, pool=None),
             transport=transport,
-            follow_redirects=False,
         )
 
     async def wait_ready(self, *, timeout_s: float) -> None:
         """Nothing to wait for: the first question finds out whether the address answers."""
 
-    async def _answer(self, path: str, body: Mapping[str, Any]) -> Any:
+    async def _ask(
+        self, path: str, body: Mapping[str, Any], read: Callable[[Any], T], *, max_bytes: int
+    ) -> T:
+        """Return what `read` makes of the answer's JSON; it raises ForeignRefused for JSON that it cannot read.
+
+        A status that a retry cannot change is an EngineError, unless the address has answered before: then it costs
+        this question.
+        """
         async with self._in_flight:
-            response = await self._post(path, body)
-        status = response.status_code
-        if status in _REFUSED_STATUS:
-            self._refuse("the address refused the question", details=response.text)
-        self._num_refused = 0
-        if status != httpx.codes.OK:
-            text = " ".join(response.text[:200].split())
-            raise EngineError(
-                f"{self.name}: {self._address} answered {status}: {text}; check base_url, model and key"
-            )
+            answer = await self._post(path, body, max_bytes)
+        details = f"{self._base_url} answered {answer.status}: {answer.line}"
+        if answer.status in _REFUSED_STATUS or (answer.status != 200 and self._has_answered):
+            self._refuse("the address refused the question", details=details)
+        if answer.status != 200:
+            raise EngineError(f"{self.name}: {details}; check base_url, model and key")
         try:
-            return response.json()
-        except ValueError:
-            raise EngineError(
-                f"{self.name}: {self._address} answered no JSON; check base_url"
-            ) from None
+            value = await asyncio.to_thread(lambda: read(foreign_json(answer.data)))
+        except ForeignRefused as problem:
+            self._refuse(
+                "its answer cannot be read",
+                details=f"{problem}: {details}; check base_url and model",
+            )
+        self._num_refused = 0
+        self._has_answered = True
+        return value
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._address.close()
 
-    async def _post(self, path: str, body: Mapping[str, Any]) -> httpx.Response:
-        problem = ""
+    async def _post(self, path: str, body: Mapping[str, Any], max_bytes: int) -> AddressAnswer:
+        problem = f"no whole answer within {self._timeout_s:g} s (engine.request_timeout_s)"
         retry_after_s = 0.0
-        for attempt in range(TRIES):
-            if attempt:
-                await asyncio.sleep(backoff_s(attempt - 1, at_least_s=retry_after_s))
-            try:
-                response = await self._client.post(path, json=body)
-            except _TRANSIENT_ERRORS as error:
-                problem = str(error) or type(error).__name__
-                continue
-            except httpx.HTTPError as error:
-                raise EngineError(
-                    f"{self.name}: {self._address} cannot be asked: {error}; check base_url"
-                ) from None
-            if response.status_code not in _TRANSIENT_STATUS:
-                return response
-            after = response.headers.get("retry-after", "")
-            problem = f"status {response.status_code}"
-            retry_after_s = float(after) if after.isdigit() else 0.0
-        self._refuse("the address did not answer", details=f"{self._address}, {problem}")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._timeout_s):
+                for attempt in range(TRIES):
+                    if attempt:
+                        await asyncio.sleep(backoff_s(attempt - 1, at_least_s=retry_after_s))
+                    try:
+                        answer = await self._address.ask(path, body, max_bytes=max_bytes)
+                    except AddressFailed as failure:
+                        problem = str(failure)
+                        if failure.may_pass:
+                            continue
+                        break
+                    if answer.status not in _TRANSIENT_STATUS:
+                        return answer
+                    problem = f"status {answer.status}"
+                    retry_after_s = answer.retry_after_s
+        self._refuse("the address did not answer", details=f"{self._base_url}, {problem}")
 
 
 class RemoteJudge(_Remote):
@@ -158,7 +175,7 @@ class RemoteJudge(_Remote):
     ) -> Reply:
         """Ask one question, as `VllmJudge.ask`."""
         body = build_chat_request(judge, question, model=judge.model, seed=seed, again=again)
-        return parse_reply(await self._answer("chat/completions", body), name=self.name)
+        return await self._ask("chat/completions", body, parse_reply, max_bytes=_MAX_REPLY)
 
 
 class RemoteTeacher(_Remote):
@@ -168,16 +185,13 @@ class RemoteTeacher(_Remote):
         self, context_ids: Sequence[int], target_ids: Sequence[int]
     ) -> tuple[float, ...]:
         """Return the log-probability of each target token; QuestionRefused for a sequence that is not taken."""
-        answer = await self._answer(
-            "completions", prompt_request(self._served.model, context_ids, target_ids)
+        num_tokens = len(context_ids) + len(target_ids)
+        return await self._ask(
+            "completions",
+            prompt_request(self._served.model, context_ids, target_ids),
+            lambda answer: prompt_logprobs(answer, context_ids, target_ids),
+            max_bytes=_MAX_REPLY + _BYTES_PER_TOKEN * num_tokens,
         )
-        try:
-            return prompt_logprobs(answer, context_ids, target_ids)
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError):
-            raise EngineError(
-                f"{self.name}: {self._address} gives no probabilities of a prompt's tokens (prompt_logprobs); "
-                "a teacher's address is a vLLM server"
-            ) from None
 
 
 def prompt_request(
@@ -196,12 +210,27 @@ def prompt_request(
 def prompt_logprobs(
     answer: Any, context_ids: Sequence[int], target_ids: Sequence[int]
 ) -> tuple[float, ...]:
-    """Read the answer to a `prompt_request`."""
-    by_place = answer["choices"][0]["prompt_logprobs"][len(context_ids) :]
-    return tuple(
-        logprobs[str(token)]["logprob"]
-        for logprobs, token in zip(by_place, target_ids, strict=True)
-    )
+    """Read the answer to a `prompt_request`; ForeignRefused where it lacks a token's."""
+    try:
+        by_place = answer["choices"][0]["prompt_logprobs"][len(context_ids) :]
+        return tuple(
+            _logprob(logprobs[str(token)])
+            for logprobs, token in zip(by_place, target_ids, strict=True)
+        )
+    except (KeyError, IndexError, TypeError, ValueError):
+        raise ForeignRefused(
+            "it gives no probabilities of a prompt's tokens (prompt_logprobs); a teacher's address is a vLLM server"
+        ) from None
+
+
+def _logprob(source: Any) -> float:
+    """Return the log-probability, infinite for less than any number; TypeError for text, ValueError for more than 1."""
+    value = source["logprob"]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError("a log-probability is a number")
+    if not value < _ROUNDING:
+        raise ValueError("a log-probability is at most 0")
+    return float(value) if value >= -LARGEST_REWARD else -math.inf
 
 
 JudgeEngine = VllmJudge | RemoteJudge
@@ -270,32 +299,39 @@ def _json_object(fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def parse_reply(answer: Any, *, name: str) -> Reply:
-    """Read the first choice's message; EngineError where the answer has none."""
+def parse_reply(answer: Any) -> Reply:
+    """Read the first choice's message; ForeignRefused where the answer has none."""
     try:
         choice = answer["choices"][0]
         text = choice["message"]["content"]
-        tokens = (choice.get("logprobs") or {}).get("content") or []
         usage = answer.get("usage") or {}
+        tokens = (choice.get("logprobs") or {}).get("content") or []
+        # The number is for a metric alone, so an odd one costs no verdict.
+        num_tokens = foreign_reward(usage.get("total_tokens")) or 0.0
         return Reply(
-            text="" if text is None else str(text),
-            finish_reason=str(choice.get("finish_reason")),
+            text="" if text is None else _text(text),
             tokens=[
-                ReplyToken(str(token["token"]), _likeliest(token.get("top_logprobs") or ()))
+                ReplyToken(_text(token["token"]), _likeliest(token.get("top_logprobs") or ()))
                 for token in tokens
             ]
             or None,
-            num_tokens=int(usage.get("total_tokens") or 0),
+            num_tokens=max(0, int(num_tokens)),
         )
-    except (KeyError, IndexError, TypeError, AttributeError) as problem:
-        raise EngineError(
-            f"{name}: its answer is no chat completion ({problem!r}); is it an OpenAI API?"
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as problem:
+        raise ForeignRefused(
+            f"no chat completion ({foreign_line(repr(problem), max_characters=80)})"
         ) from None
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError("a text is no text")
+    return value
 
 
 def _likeliest(candidates: Any) -> dict[str, float]:
     likeliest: dict[str, float] = {}  # different tokens may have the same text
     for candidate in candidates:
-        token = candidate["token"]
-        likeliest[token] = max(float(candidate["logprob"]), likeliest.get(token, float("-inf")))
+        token = _text(candidate["token"])
+        likeliest[token] = max(_logprob(candidate), likeliest.get(token, -math.inf))
     return likeliest

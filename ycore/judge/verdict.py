@@ -49,7 +49,6 @@ class ReplyToken:
 @dataclass(frozen=True, slots=True)
 class Reply:
     text: str  # what a judge wrote in its own turn, and nothing else
-    finish_reason: str = "stop"
     tokens: Sequence[ReplyToken] | None = None  # of the text, for labels
     num_tokens: int = 0  # of question and reply
 

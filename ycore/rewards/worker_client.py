@@ -12,6 +12,7 @@ from typing import Any
 
 from ycore.config.schema import RewardConfig, RewardSettings, SandboxSettings
 from ycore.errors import RewardError
+from ycore.foreign import LARGEST_REWARD, foreign_line
 from ycore.rewards.loading import Inputs, inputs_of, load_reward, require_reward_columns
 from ycore.sandbox import Confinement
 from ycore.sandbox.confined_worker import (
@@ -19,7 +20,6 @@ from ycore.sandbox.confined_worker import (
     START_TIMEOUT_S,
     CallFailed,
     ConfinedWorker,
-    foreign_line,
     reply_in,
 )
 from ycore.sandbox.user_code import user_code_confinement
@@ -36,7 +36,6 @@ MAX_BYTES = 4096
 """Bytes of a reply, besides `BYTES_PER_VALUE` for each completion."""
 
 BYTES_PER_VALUE = 64
-_LARGEST = 1e15  # rewards become float32, and their squares are summed
 _MAX_ERROR = 600  # characters
 
 
@@ -210,8 +209,8 @@ def _score(value: object, problem: object, allowed_range: tuple[float, float] | 
         return Score(None)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise CallFailed("no answer of a worker: a value is no number")
-    if not -_LARGEST <= value <= _LARGEST:
-        return Score(None, problem=f"too large: beyond {_LARGEST:g} either way")
+    if not -LARGEST_REWARD <= value <= LARGEST_REWARD:
+        return Score(None, problem=f"too large: beyond {LARGEST_REWARD:g} either way")
     if allowed_range is not None and not allowed_range[0] <= value <= allowed_range[1]:
         return Score(
             None,

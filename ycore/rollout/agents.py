@@ -11,18 +11,18 @@ begins another sequence of the completion.
 import asyncio
 import itertools
 import json
-import math
 import shlex
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError
+from ycore.foreign import ForeignRefused, foreign_json, foreign_line, foreign_reward, read_tool
 from ycore.rollout.agent_host import MAX_BODY, MODEL
 from ycore.rollout.dialogue import Call, Dialogue
 from ycore.rollout.tool_pool import OutOfTime, seed_of, turns_confinement
@@ -37,7 +37,7 @@ from ycore.rollout.turns import (
 )
 from ycore.sandbox import MIB, Level
 from ycore.sandbox.confine import base_variables
-from ycore.sandbox.confined_worker import CallFailed, ConfinedWorker, foreign_line, reply_in
+from ycore.sandbox.confined_worker import CallFailed, ConfinedWorker, reply_in
 from ycore.sandbox.level import choose_level
 from ycore.types import Completion, Prompt, Score, Turn
 
@@ -61,12 +61,10 @@ class AgentExit(NamedTuple):
 
     @property
     def score(self) -> Score:
-        try:
-            value = float(self.paid or "")
-            if math.isfinite(value):
+        with suppress(ValueError):
+            value = foreign_reward(float(self.paid or ""))
+            if value is not None:
                 return Score(value)
-        except ValueError:
-            pass
         text = (
             "nothing" if self.paid is None else foreign_line(repr(self.paid), max_characters=60)
         )
@@ -257,7 +255,7 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
     try:
         return ChatRequest(
             [_message(message, tool_names) for message in messages],
-            json.dumps([_tool(tool) for tool in tools]),
+            json.dumps([read_tool(tool) for tool in tools]),
             limit,
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -278,7 +276,7 @@ def _message(source: Mapping[str, Any], tool_names: dict[str, str]) -> dict[str,
     calls = []
     for call in source.get("tool_calls") or ():
         function = call["function"]
-        tool_names[call["id"]] = function["name"]
+        tool_names[call["id"]] = _name(function["name"])
         arguments = _arguments(function["arguments"]) if role == "assistant" else None
         calls.append(
             {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
@@ -287,30 +285,23 @@ def _message(source: Mapping[str, Any], tool_names: dict[str, str]) -> dict[str,
         message["tool_calls"] = calls
     if role == "tool":
         call_id = source.get("tool_call_id", "")
-        message["name"] = tool_names.get(call_id, source.get("name", "tool"))
+        message["name"] = tool_names.get(call_id, _name(source.get("name", "tool")))
     return message
+
+
+def _name(name: object) -> str:
+    if not isinstance(name, str):
+        raise TypeError("a function's name is text")
+    return name
 
 
 def _arguments(text: str) -> Any:
     """Parse a call's arguments: a dict if they are a JSON object, else the raw text."""
     try:
-        arguments = json.loads(text)
-    except ValueError:
+        arguments = foreign_json(text)
+    except ForeignRefused:
         return text
     return arguments if isinstance(arguments, dict) else text
-
-
-def _tool(source: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool with all that templates write, and its keys in their order."""
-    function = dict(source["function"])
-    parameters = dict(function.get("parameters") or {})
-    parameters.setdefault("type", "object")
-    parameters.setdefault("properties", {})
-    function.setdefault("description", "")
-    function["parameters"] = parameters
-    if not isinstance(function["name"], str) or not isinstance(function["description"], str):
-        raise TypeError("a function's name and description are text")
-    return {"type": "function", "function": function}
 
 
 class AgentWriter(SingleTurnWriter):
@@ -415,13 +406,10 @@ class _ServedCompletion:
             self._check_open()
             conversation = self._continued(request, seconds) or self._new(request)
             return 200, await self._generate_turn(conversation, request)
-        except CallRejected as problem:
-            self.finish_reason = self.finish_reason or problem.ends
-            error = {
-                "message": str(problem),
-                "type": "invalid_request_error",
-                "code": problem.ends,
-            }
+        except (CallRejected, ConfigError) as problem:
+            ends = problem.ends if isinstance(problem, CallRejected) else "failed"
+            self.finish_reason = self.finish_reason or ends
+            error = {"message": str(problem), "type": "invalid_request_error", "code": ends}
             return 400, {"error": error}
 
     def _check_open(self) -> None:
@@ -476,10 +464,7 @@ class _ServedCompletion:
                 "the messages or tools do not go on from those of the call before",
                 ends="forked",
             )
-        try:
-            dialogue = self._writer.dialogue_of(request.tools)
-        except ConfigError as error:
-            raise CallRejected(str(error), ends="failed") from None
+        dialogue = self._writer.dialogue_of(request.tools)
         messages = dialogue.sanitize(request.messages)
         prompt_ids = dialogue.prompt_ids([*messages])
         num_tokens, limit = len(prompt_ids), self._limits.max_prompt_tokens

@@ -20,6 +20,7 @@ from trl.chat_template_utils import (
 )
 
 from ycore.errors import ConfigError
+from ycore.foreign import foreign_json, foreign_line, foreign_value
 from ycore.judge.question import break_special_tokens, special_tokens
 from ycore.rollout.tool_pool import Answer, ToolSet
 from ycore.types import Content
@@ -80,7 +81,7 @@ class Dialogue:
             examples.append([_DUMMY])
         try:
             self._check_answers(examples)
-        except ValueError:
+        except ConfigError:
             # TRL's copy of the template renders what came before the same whatever follows.
             try:
                 self._template = get_training_chat_template(tokenizer)
@@ -172,20 +173,14 @@ class Dialogue:
     ) -> tuple[dict[str, Any], list[Call]]:
         tools: Any = self._tools
         try:
-            message = parse_response(
-                self._tokenizer, list(token_ids), prefix=list(prefix), tools=tools
+            message = foreign_value(
+                parse_response(
+                    self._tokenizer, list(token_ids), prefix=list(prefix), tools=tools
+                )
             )
+            return message, [_read_call(call) for call in message.get("tool_calls") or ()]
         except Exception:  # noqa: BLE001 (whatever a model wrote: TRL lets an AttributeError of an empty turn pass)
-            message = {"role": "assistant", "content": text}
-        calls = []
-        for call in message.get("tool_calls") or ():
-            function = call["function"]
-            if isinstance(function["arguments"], Mapping):
-                calls.append(Call(function["name"], function["arguments"]))
-            else:
-                problem = "the arguments must be an object with a value for each name"
-                calls.append(Call(function["name"], {}, problem))
-        return message, calls
+            return {"role": "assistant", "content": text}, []
 
     def answer_messages(
         self, calls: Sequence[Call], answers: Sequence[Answer]
@@ -249,7 +244,7 @@ class Dialogue:
             # Some templates write a line break after the end token, which belongs to what follows.
             before = before[: len(before) - before[::-1].index(eos)]
         if whole[: len(before)] != before:
-            raise ValueError("the chat template renders a turn otherwise when another follows")
+            raise ConfigError("the chat template renders a turn otherwise when another follows")
         return whole[len(before) :]
 
     def _render(
@@ -266,14 +261,33 @@ class Dialogue:
             "add_generation_prompt": add_generation_prompt,
             "tools": tools,
         }
-        ids: Any = self._tokenizer.apply_chat_template(
-            list(map(dict, messages)),
-            chat_template=self._template,
-            tokenize=True,
-            return_dict=False,
-            **arguments,
-        )
+        try:
+            ids: Any = self._tokenizer.apply_chat_template(
+                list(map(dict, messages)),
+                chat_template=self._template,
+                tokenize=True,
+                return_dict=False,
+                **arguments,
+            )
+        except (
+            Exception
+        ) as problem:  # templates are programs, and tools' schemas may be anything
+            reason = foreign_line(f"{type(problem).__name__}: {problem}")
+            raise ConfigError(
+                f"the chat template of {self._tokenizer.name_or_path} cannot show these messages and tools "
+                f"({reason}); correct the tools' schemas, or take another template"
+            ) from problem
         return tuple(ids)
+
+
+def _read_call(source: Mapping[str, Any]) -> Call:
+    function = source["function"]
+    if not isinstance(function["name"], str):
+        raise TypeError("a function's name is text")
+    if isinstance(function["arguments"], Mapping):
+        return Call(function["name"], function["arguments"])
+    problem = "the arguments must be an object with a value for each name"
+    return Call(function["name"], {}, problem)
 
 
 def _signature(tool: ChatMessage) -> str:
@@ -317,7 +331,7 @@ def _parse_call(line: str, name: str, parameters: Sequence[str]) -> Call:
     try:
         arguments = _arguments_in(line, name, parameters)
         # As the tool gets them; TypeError of a set.
-        return Call(name, json.loads(json.dumps(arguments)))
+        return Call(name, foreign_json(json.dumps(arguments)))
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
         problem = (
             str(error).partition(" (")[0] if isinstance(error, SyntaxError) else str(error)

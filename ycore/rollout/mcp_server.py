@@ -6,18 +6,26 @@ each worker, and any Python can run this. The server is a child of the worker, c
 
 import contextlib
 import json
+import math
+import os
 import re
+import select
 import shlex
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
+from ycore.foreign import ForeignRefused, foreign_json, foreign_line, read_tool
 from ycore.rollout import ToolRefused
 
 MCP_PREFIX = "mcp:"
 START_S = 60.0  # limit for the server's first answers
+_MAX_LINE = 16 * 2**20  # bytes; a picture may be in it
+_MAX_PAGES = 100
+_MAX_TOOLS = 1000
 _VERSION = "2025-06-18"
 _HELLO = {
     "protocolVersion": _VERSION,
@@ -36,6 +44,7 @@ class McpServer:
     def __init__(self, name: str, *, start_s: float = START_S) -> None:
         self.name = name
         self._number = 0
+        self._received = b""
         try:
             command = shlex.split(name.removeprefix(MCP_PREFIX))
         except ValueError as error:
@@ -53,8 +62,8 @@ class McpServer:
             self.tools = self._start(start_s)
         except OSError as error:
             problem = f"{command[0]!r}: {error.strerror or error}"
-        except (RuntimeError, KeyError, TypeError) as error:
-            problem = str(error)
+        except RuntimeError as error:
+            problem = foreign_line(" ".join(str(error).split()))
         else:
             return
         raise ToolRefused(
@@ -64,34 +73,60 @@ class McpServer:
 
     def _start(self, start_s: float) -> dict[str, dict[str, Any]]:
         """Return the server's tools; it is ended where it does not answer in time."""
-        deadline = threading.Timer(start_s, self._process.kill)
-        deadline.start()
+        self._deadline = time.monotonic() + start_s
+        # A server that reads nothing stops what is written to it.
+        end = threading.Timer(start_s + 1.0, self._process.kill)
+        end.start()
         tools: dict[str, dict[str, Any]] = {}
         try:
             self._ask("initialize", _HELLO)
             self._send({"method": "notifications/initialized"})
-            page = self._ask("tools/list", {})
-            tools |= _by_name(page)
-            while page.get("nextCursor"):
-                page = self._ask("tools/list", {"cursor": page["nextCursor"]})
+            cursor: dict[str, Any] = {}
+            for _ in range(_MAX_PAGES):
+                page = self._ask("tools/list", cursor)
                 tools |= _by_name(page)
+                if not page.get("nextCursor"):
+                    break
+                cursor = {"cursor": page["nextCursor"]}
+            else:
+                raise RuntimeError(f"its list of tools has more than {_MAX_PAGES} pages")
+        except (KeyError, TypeError, AttributeError, ValueError) as problem:
+            self._process.kill()
+            raise RuntimeError(
+                f"its list of tools is not as MCP has it ({problem!r})"
+            ) from None
+        except RuntimeError:
+            self._process.kill()
+            raise
         finally:
-            deadline.cancel()
-        if not tools:
-            raise RuntimeError("it has no tools")
+            end.cancel()
+        if not tools or len(tools) > _MAX_TOOLS:
+            raise RuntimeError(
+                f"it has {len(tools)} tools, and between 1 and {_MAX_TOOLS} can be used"
+            )
+        self._deadline = math.inf  # a call's is the trainer's
         return tools
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
         """The tools in the form of chat templates."""
-        return [_schema(name, tool) for name, tool in self.tools.items()]
+        try:
+            return [_schema(name, tool) for name, tool in self.tools.items()]
+        except (KeyError, TypeError, ValueError) as problem:
+            raise ToolRefused(
+                f"tool {self.name!r}: a tool of this server is not as MCP has it: {foreign_line(str(problem))}"
+            ) from None
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Return a tool's answer as text; RuntimeError where it failed, or the server has ended."""
         params = {"name": self.tools[name]["name"], "arguments": dict(arguments)}
         result = self._ask("tools/call", params)
-        text = "\n".join(map(_text, result.get("content", ())))
-        if result.get("isError"):
+        try:
+            text = "\n".join(map(_text, result.get("content", ())))
+            failed = result.get("isError")
+        except (KeyError, TypeError, AttributeError) as problem:
+            raise RuntimeError(f"its answer is not as MCP has it ({problem!r})") from None
+        if failed:
             raise RuntimeError(text or "the tool failed")
         return text or json.dumps(result.get("structuredContent") or "")
 
@@ -106,9 +141,12 @@ class McpServer:
                 answer = {"result": {}} if message["method"] == "ping" else refusal
                 self._send({"id": message["id"], **answer})
             elif message.get("id") == self._number:
-                if "error" in message:
-                    raise RuntimeError(str(message["error"].get("message", message["error"])))
-                return message["result"]
+                if "result" in message:
+                    return message["result"]
+                error = message.get("error")
+                raise RuntimeError(
+                    str(error.get("message", error) if isinstance(error, dict) else error)
+                )
 
     def _send(self, message: dict[str, Any]) -> None:
         assert self._process.stdin is not None
@@ -120,16 +158,36 @@ class McpServer:
 
     def _receive(self) -> dict[str, Any]:
         """Return the next message; anything else that the server prints goes to the log."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            with contextlib.suppress(ValueError):
-                message = json.loads(line)
+        while True:
+            line = self._read_line()
+            with contextlib.suppress(ForeignRefused):
+                message = foreign_json(line)
                 if isinstance(message, dict):
                     return message
             print(line.decode(errors="replace"), file=sys.stderr)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1)
-        raise RuntimeError(f"it ended with status {self._process.returncode}")
+
+    def _read_line(self) -> bytes:
+        """Return the next line; RuntimeError where there is none in time, it is too long, or the server has ended."""
+        assert self._process.stdout is not None
+        pipe = self._process.stdout.fileno()
+        while True:
+            left_s = self._deadline - time.monotonic()
+            if left_s <= 0:
+                raise RuntimeError("it did not answer in time")
+            if b"\n" in self._received:
+                break
+            if len(self._received) > _MAX_LINE:
+                raise RuntimeError(f"it wrote a line of more than {_MAX_LINE} bytes")
+            if not select.select([pipe], [], [], min(left_s, 1.0))[0]:
+                continue
+            part = os.read(pipe, 65536)
+            if not part:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(1)
+                raise RuntimeError(f"it ended with status {self._process.returncode}")
+            self._received += part
+        line, _, self._received = self._received.partition(b"\n")
+        return line
 
 
 def _by_name(page: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -142,7 +200,7 @@ def _schema(name: str, tool: Mapping[str, Any]) -> dict[str, Any]:
         "description": tool.get("description") or "",
         "parameters": {"type": "object", "properties": {}, **tool.get("inputSchema", {})},
     }
-    return {"type": "function", "function": function}
+    return read_tool({"function": function})
 
 
 def _text(block: Mapping[str, Any]) -> str:

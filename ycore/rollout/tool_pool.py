@@ -8,7 +8,6 @@ import asyncio
 import hashlib
 import itertools
 import json
-import math
 import os
 import shutil
 import time
@@ -21,6 +20,14 @@ from typing import Any, NamedTuple, TypeVar
 
 from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError, RewardError
+from ycore.foreign import (
+    ForeignRefused,
+    foreign_json,
+    foreign_line,
+    foreign_reward,
+    foreign_text,
+    read_tool,
+)
 from ycore.rollout.mcp_server import MCP_PREFIX
 from ycore.rollout.tool_host import MAX_TEXT, PYTHON
 from ycore.sandbox import Confinement, Limits, View
@@ -28,7 +35,6 @@ from ycore.sandbox.confined_worker import (
     START_TIMEOUT_S,
     CallFailed,
     ConfinedWorker,
-    foreign_line,
     reply_in,
 )
 from ycore.sandbox.level import choose_level, require_sandbox
@@ -121,17 +127,16 @@ def _read_tool_set(line: bytes, nonce: str) -> ToolSet:
         raise CallFailed(foreign_line(reply["error"], max_characters=600))
     try:
         ready = reply["ready"]
-        tool_set = ToolSet(
-            tuple(ready["tools"]),
+        return ToolSet(
+            tuple(map(read_tool, ready["tools"])),
             takes_text=bool(ready["takes_text"]),
             pays=bool(ready["pays"]),
             pays_turns=bool(ready["pays_turns"]),
         )
-        if all(isinstance(name, str) for name in tool_set.names):
-            return tool_set
-    except (KeyError, TypeError):
-        pass
-    raise CallFailed("no answer of a tool worker: no description")
+    except (KeyError, TypeError, ValueError) as problem:
+        raise CallFailed(
+            f"no answer of a tool worker: no description of its tools ({foreign_line(str(problem))})"
+        ) from None
 
 
 def _read_value(line: bytes, nonce: str) -> Any:
@@ -141,7 +146,7 @@ def _read_value(line: bytes, nonce: str) -> Any:
     value = reply.get("value")
     if "value" not in reply or not (value is None or isinstance(value, str | int | float)):
         raise CallFailed("no answer of a tool worker: no value")
-    return value[:MAX_TEXT] if isinstance(value, str) else value
+    return foreign_text(value, max_characters=MAX_TEXT) if isinstance(value, str) else value
 
 
 def describe_tools(
@@ -407,9 +412,7 @@ class Episode:
     async def turn_reward(self) -> float | None:
         """Return what the environment paid since the last turn; None where it paid no finite number, or is lost."""
         with suppress(CallFailed, RewardError):
-            value = await self._timed(self._ask("turn_reward"))
-            if isinstance(value, int | float) and math.isfinite(value):
-                return value
+            return foreign_reward(await self._timed(self._ask("turn_reward")))
         return None
 
     async def reward(self) -> Score:
@@ -417,20 +420,19 @@ class Episode:
         if self._problem is None and self._worker is not None:
             try:
                 value = await self._timed(self._ask("reward"))
-                if value is None:
-                    return Score(None)
-                if not isinstance(value, str) and math.isfinite(value):
-                    return Score(float(value))
-                self.lose(f"get_reward gave {value!r}")
+                paid = foreign_reward(value)
+                if value is None or paid is not None:
+                    return Score(paid)
+                self.lose(f"get_reward gave {foreign_line(repr(value), max_characters=60)}")
             except (CallFailed, RewardError, OutOfTime) as failure:
                 self.lose(f"get_reward: {failure or 'out of time'}")
         return Score(None, problem=f"environment: {self._problem}"[:300])
 
     async def attributes(self) -> str | None:
         """Return the environment's attributes as JSON; None where it is lost."""
-        with suppress(CallFailed, RewardError, OutOfTime):
+        with suppress(CallFailed, RewardError, OutOfTime, ForeignRefused):
             value = await self._timed(self._ask("attributes"))
-            return value if isinstance(value, str) else None
+            return json.dumps(foreign_json(value)) if isinstance(value, str) else None
         return None
 
     async def _timed(self, work: Awaitable[T]) -> T:

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from ycore.errors import ConfigError
 from ycore.rollout.dialogue import Call, Dialogue
 from ycore.rollout.tool_pool import Answer, Episode, OutOfTime, ToolPool
 from ycore.run.meter import CountMeter, Meter
@@ -427,6 +428,10 @@ class MultiTurnWriter(SingleTurnWriter):
                 builder.set_reward(turn, await episode.turn_reward())
         except OutOfTime:
             builder.finish_reason = "deadline"
+            return False
+        except ConfigError as problem:
+            builder.finish_reason = "failed"
+            episode.lose(str(problem))
             return False
         return goes_on
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence, Sized
 
 from ycore.engine import Engine
 from ycore.errors import RunError
+from ycore.foreign import CHANGED_TEXTS
 from ycore.placement.slots import AddUp
 from ycore.round.peers import Peers
 from ycore.run.meter import Meter
@@ -77,15 +78,21 @@ class RoundMeter:
         restarts = sum(engine.restarts for engine in self._engines) - self._restarts_reported
         self._restarts_reported += restarts
         counts: list[float] = [self.num_tokens, self.num_masked, self.problems.total()]
-        counts += [self.drawn, len(self._leftover_groups), moved, restarts]
+        counts += [
+            self.drawn,
+            len(self._leftover_groups),
+            moved,
+            restarts,
+            CHANGED_TEXTS.take(),
+        ]
         for rewards in self.rewards.values():
             # Exact, so that the order in which groups finish does not matter.
             counts += [math.fsum(rewards), len(rewards)]
         return counts
 
     def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
-        num_tokens, num_masked, num_failed, drawn, leftover, moved, restarts = sums[:7]
-        num_scored = sums[8]
+        num_tokens, num_masked, num_failed, drawn, leftover, moved, restarts, changed = sums[:8]
+        num_scored = sums[9]
         if self.requires_scores and not num_scored and 0 < num_masked <= num_failed:
             raise RunError(self._nothing_scored(num_masked))
         metrics = {
@@ -95,8 +102,9 @@ class RoundMeter:
             "ycore/sampling/surplus": leftover,
             "ycore/bytes_moved": moved,
             "ycore/engine_restarts": restarts,
+            "ycore/foreign_texts_changed": changed,
         }
-        for name, total, number in zip(self.rewards, sums[7::2], sums[8::2], strict=True):
+        for name, total, number in zip(self.rewards, sums[8::2], sums[9::2], strict=True):
             if number:
                 metrics[f"ycore/reward/{name}".rstrip("/")] = total / number
         return metrics

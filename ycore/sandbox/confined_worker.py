@@ -15,9 +15,10 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, NoReturn, TypeVar
+from typing import Any, BinaryIO, Generic, TypeVar
 
 from ycore.errors import RewardError
+from ycore.foreign import ForeignRefused, foreign_json, foreign_line
 from ycore.run.reports import kill_tree
 from ycore.sandbox import END_S, MIB, Confinement
 from ycore.sandbox.confine import Launch, confined_launch
@@ -29,7 +30,6 @@ MAX_STARTS = 3
 _MAX_START_REPLY = 64 * 1024  # bytes of the first reply
 _NONCE_BYTES = 16
 _TAIL = 1000  # bytes of output, of which an error shows the last line
-_MAX_TEXT = 300  # characters
 _REAP_TIMEOUT_S = 5.0
 MAX_LOG_BYTES = 32 * MIB  # of all processes of a kind in a run
 
@@ -407,31 +407,12 @@ class WorkerProcess:
 def reply_in(line: bytes, nonce: str) -> dict[str, Any]:
     """Return the JSON object of a line that answers the request of this nonce; CallFailed for anything else."""
     try:
-        reply = json.loads(
-            line, parse_constant=_refuse_constant, object_pairs_hook=_refuse_repeated_keys
-        )
-    except (ValueError, RecursionError) as error:
-        raise CallFailed(
-            f"no answer of a worker: {foreign_line(str(error), max_characters=80)}"
-        ) from None
+        reply = foreign_json(line, strict=True)
+    except ForeignRefused as problem:
+        raise CallFailed(f"no answer of a worker: {problem}") from None
     reply_nonce = reply.get("nonce") if isinstance(reply, dict) else None
     if not isinstance(reply_nonce, str) or not hmac.compare_digest(
         reply_nonce.encode(errors="replace"), nonce.encode()
     ):
         raise CallFailed("no answer of a worker: it does not belong to this call")
     return reply  # type: ignore[no-any-return]
-
-
-def foreign_line(text: str, *, max_characters: int = _MAX_TEXT) -> str:
-    """Return the beginning of a foreign text in one line that can do nothing to a terminal."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text[:max_characters])
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number")
-
-
-def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len({key for key, _ in pairs}) != len(pairs):
-        raise ValueError("a key is there twice")
-    return dict(pairs)

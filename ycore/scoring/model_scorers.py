@@ -7,14 +7,13 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import httpx
-
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.data.cells import golds_of
 from ycore.data.prompts import PromptSet
 from ycore.engine.judge_engine import QuestionRefused, RemoteTeacher, key_header
 from ycore.engine.kinds import VLLM, EngineKind
 from ycore.errors import ConfigError, ModelError
+from ycore.foreign import ForeignRefused, foreign_json
 from ycore.judge.question import break_special_tokens, special_tokens
 from ycore.judge.sources import (
     RewardModel,
@@ -37,6 +36,7 @@ from ycore.rewards.builtin import (
     reference_reward,
 )
 from ycore.rewards.loading import require_reward_columns
+from ycore.run.address import AddressFailed, fetch_answer
 from ycore.run.tasks import together
 from ycore.scoring.scoring import (
     PendingGroup,
@@ -416,14 +416,15 @@ def check_tokens_at(policy: Path, teacher: Teacher) -> None:
     address = teacher.base_url.rstrip("/").removesuffix("/v1")
     label = f"teacher {teacher.model}"
     try:
-        answer = httpx.post(
+        answer = fetch_answer(
             f"{address}/tokenize",
-            json={"model": teacher.model, "prompt": text, "add_special_tokens": False},
+            {"model": teacher.model, "prompt": text, "add_special_tokens": False},
             headers=key_header(teacher, name=label),
-            timeout=_ANSWER_S,
+            timeout_s=_ANSWER_S,
+            max_bytes=2**20,
         )
-        teacher_ids = answer.raise_for_status().json()["tokens"]
-    except (httpx.HTTPError, ValueError, KeyError, TypeError) as problem:
+        teacher_ids = foreign_json(answer.data)["tokens"]
+    except (AddressFailed, ForeignRefused, KeyError, TypeError) as problem:
         raise ConfigError(
             f"{label}: {address}/tokenize gives no tokens to compare with the policy's ({problem}); "
             "base_url is that of a vLLM server, with /v1"

@@ -1,0 +1,131 @@
+"""The one client of addresses that are not ours: judges, teachers, pictures of rows.
+
+Whatever such an address sends, an answer is bounded in bytes, packed and unpacked, and in seconds, from the first byte
+sent to the last received. It is unpacked outside of the event loop.
+"""
+
+import asyncio
+import zlib
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from http.cookiejar import CookieJar, DefaultCookiePolicy
+from typing import Any, NamedTuple
+
+import httpx
+
+from ycore.foreign import foreign_line
+
+_CONNECT_S = 20.0
+_MAY_PASS = (httpx.TimeoutException, httpx.NetworkError, httpx.RemoteProtocolError)
+_PACKED = ("gzip", "x-gzip", "deflate")
+
+
+class AddressFailed(Exception):
+    """No answer that can be used; the message says why in one line. `may_pass`: another try may have one."""
+
+    def __init__(self, problem: str, *, may_pass: bool = False) -> None:
+        super().__init__(foreign_line(" ".join(problem.split())))
+        self.may_pass = may_pass
+
+
+class AddressAnswer(NamedTuple):
+    status: int
+    data: bytes
+    retry_after_s: float = 0.0
+
+    @property
+    def line(self) -> str:
+        """The beginning of the answer, for a message."""
+        return foreign_line(" ".join(self.data[:200].decode(errors="replace").split()))
+
+
+class Address:
+    """Example: `answer = await Address("http://judge/v1/").ask("chat/completions", {...}, max_bytes=2**22)`."""
+
+    def __init__(
+        self,
+        base_url: str = "",
+        *,
+        headers: Mapping[str, str] | None = None,
+        follow_redirects: bool = False,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self._client = httpx.AsyncClient(
+            base_url=base_url,
+            headers={"Accept-Encoding": "gzip", **(headers or {})},
+            timeout=httpx.Timeout(None, connect=_CONNECT_S),  # the caller has the deadline
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
+            follow_redirects=follow_redirects,
+            transport=transport,
+        )
+
+    async def ask(
+        self, path: str, body: Mapping[str, Any] | None = None, *, max_bytes: int
+    ) -> AddressAnswer:
+        """Return the answer to this JSON, or to a GET without one; AddressFailed where there is none of `max_bytes`."""
+        try:
+            method = "GET" if body is None else "POST"
+            async with self._client.stream(method, path, json=body) as response:
+                packed = bytearray()
+                async for part in response.aiter_raw():
+                    packed += part
+                    if len(packed) > max_bytes:
+                        raise AddressFailed(f"its answer has more than {max_bytes} bytes")
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as problem:
+            raise AddressFailed(
+                str(problem) or type(problem).__name__, may_pass=isinstance(problem, _MAY_PASS)
+            ) from None
+        packing = response.headers.get("content-encoding", "identity").strip().lower()
+        data = await asyncio.to_thread(_unpacked, bytes(packed), packing, max_bytes)
+        after = response.headers.get("retry-after", "")
+        return AddressAnswer(
+            response.status_code, data, float(after) if after.isdecimal() else 0.0
+        )
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+def fetch_answer(
+    url: str,
+    body: Mapping[str, Any] | None = None,
+    *,
+    headers: Mapping[str, str] | None = None,
+    follow_redirects: bool = False,
+    timeout_s: float,
+    max_bytes: int,
+) -> AddressAnswer:
+    """Return the answer of a URL, for code outside of an event loop or inside; AddressFailed unless its status is 200."""
+
+    async def work() -> AddressAnswer:
+        address = Address(headers=headers, follow_redirects=follow_redirects)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await address.ask(url, body, max_bytes=max_bytes)
+        except TimeoutError:
+            raise AddressFailed(f"no whole answer within {timeout_s:g} s") from None
+        finally:
+            await address.close()
+
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(lambda: asyncio.run(work())).result()
+    if answer.status != httpx.codes.OK:
+        raise AddressFailed(f"it answered {answer.status}: {answer.line}")
+    return answer
+
+
+def _unpacked(data: bytes, packing: str, max_bytes: int) -> bytes:
+    if packing in ("identity", ""):
+        return data
+    if packing not in _PACKED:
+        raise AddressFailed(f"its answer is packed by {packing}, which was not asked for")
+    unpacker = zlib.decompressobj(wbits=47)  # gzip or zlib, by its first bytes
+    try:
+        plain = unpacker.decompress(data, max_bytes + 1)
+    except zlib.error as problem:
+        raise AddressFailed(f"its answer is not {packing}: {problem}") from None
+    if len(plain) > max_bytes:
+        raise AddressFailed(f"its answer unpacks to more than {max_bytes} bytes")
+    if not unpacker.eof:
+        raise AddressFailed(f"its answer's {packing} is cut off")
+    return plain

@@ -16,7 +16,7 @@ $(READY): pyproject.toml install.sh
 demo: $(READY)
 	@test ! -e runs/quickstart || mv runs/quickstart "runs/quickstart-$$(date +%Y%m%d-%H%M%S)"
 	@echo "A small chat model now learns one-digit sums. On two cores it takes some minutes; Ctrl-C keeps a checkpoint."
-	@$(BIN)/ycore grpo --recipe quickstart --steps 24 --eval-dataset "task:addition?digits=1" --eval-every 24
+	@$(BIN)/ycore grpo --recipe quickstart --steps 10 --learning-rate 4e-4 --eval-dataset "task:addition?digits=1" --eval-every 10
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -237,7 +237,10 @@ def test_other_dry_runs_print_one_json_object_too(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("command", ["grpo", "preflight"])
+TOOLS = "grpo --tools ycore_recipes.calculator:add --actions calls"
+
+
+@pytest.mark.parametrize("command", ["grpo", "preflight", TOOLS])
 def test_a_local_dry_run_imports_nothing_heavy(command: str, place: Path) -> None:
     code = (
         "import sys; from ycore_cli.main import run; status = run(sys.argv[1:]); "
@@ -245,7 +248,7 @@ def test_a_local_dry_run_imports_nothing_heavy(command: str, place: Path) -> Non
         "print(status, [name for name in heavy if name in sys.modules])"
     )
     arguments = (GRPO + "--learning-rate 1e-5").format(place=place).split()
-    arguments[0] = command
+    arguments[:1] = command.split()
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],
         capture_output=True,

@@ -67,7 +67,7 @@ LINE = "grpo --model model --dataset task:addition --max-tokens 32 --output run 
             "two tools are named 'add'",
         ),
         (
-            "--reward exact_answer --tools acts.py:add",
+            "--reward exact_answer --tools acts.py:add --actions template",
             "shows no tool calls to the model; say --actions calls",
         ),
         (
@@ -128,7 +128,7 @@ LINE = "grpo --model model --dataset task:addition --max-tokens 32 --output run 
         ("--reward exact_answer --max-tool-calling-iterations 3", "say `--max-turns`"),
         (
             "--reward exact_answer --tools python --actions text",
-            "turns.actions must be 'template' or 'calls'",
+            "turns.actions must be 'auto', 'template' or 'calls'",
         ),
     ],
 )
@@ -158,7 +158,7 @@ def test_what_works_is_in_the_plan(
     assert run(line.split()) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert (
-        "at most 3, with acts.py:add, acts.py:Paying" in shown
+        "at most 3, with acts.py:add, acts.py:Paying, called in the text" in shown
         and "environment (weight 1)" in shown
     )
 
@@ -193,3 +193,12 @@ fetch_images: true
         "pictures are fetched from the addresses in the rows",
     ):
         assert words in said, words
+
+
+def test_where_the_template_shows_no_tools_calls_are_text_and_the_plan_says_so(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    assert run((LINE + "--reward exact_answer --tools acts.py:add").split()) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "with acts.py:add, called in the text (the chat template shows no tools)" in shown

@@ -423,9 +423,9 @@ def test_blocks_are_what_they_say(page: Path) -> None:
         (
             "README.md",
             "rewards.py:short_and_right",
-            ["blue", "It is blue", "red"],
+            ["blue", "The colour of it is surely blue", "red"],
             ["blue"] * 3,
-            [0.98, 0.94, -0.02],
+            [1.0, 0.96, 0.0],
         ),
         ("docs/rewards.md", "polite.py:polite", ["Thank you", "No"], ["7"] * 2, [1.0, 0.0]),
         (

@@ -509,6 +509,7 @@ def test_templates_that_cannot_are_refused_in_one_line() -> None:
         ConfigError, match="shows no tool calls to the model; say --actions calls"
     ):
         Dialogue(tokenizer_of(SMOL, "<|im_end|>"), ADDS, actions="template")
+    assert Dialogue(tokenizer_of(SMOL, "<|im_end|>"), ADDS, actions="auto").calls_in_text
     with pytest.raises(ConfigError, match="cannot read the tool calls"):
         Dialogue(tokenizer_of(shipped("qwen3") + " ", "<|im_end|>"), ADDS, actions="template")
     forgets = "{% for m in messages %}{% if loop.last %}{{ m['role'] + m['content'] }}{% endif %}<|im_end|>{% endfor %}"

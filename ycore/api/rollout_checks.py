@@ -1,5 +1,6 @@
 """Check a run with rollouts before it starts: prompts, rewards, tools, memory, time."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from ycore.errors import ConfigError, RewardError
 from ycore.judge.agreement import check_agreement, judge_questions, trains_a_judge
 from ycore.launch.layout import Site
 from ycore.launch.machine_checks import check_run
+from ycore.models.chat_template import ChatTemplate
 from ycore.models.names import ModelPlan, require_chat_template, require_sight, sighted_family
 from ycore.rewards.builtin import is_environment, is_reference
 from ycore.sandbox.level import choose_level
@@ -53,7 +55,7 @@ def check_rollouts(
         from ycore.round.curriculum import guesses_from
 
         guesses_from(prompts.prompts, config.sampling.curriculum, config.group_size)
-    _check_turns(config, model)
+    calls_in_text = _check_turns(config, model)
     sharing = check_run(config, site)
     columns = list(prompts.columns)
     template_arguments = config.trl.get("chat_template_kwargs")
@@ -66,6 +68,7 @@ def check_rollouts(
             "reading": rows_read(prompts, model, template_arguments, num_rows=show_rows),
         },
         "evaluation": _check_evaluation(config, prompts, model),
+        "calls_in_text": calls_in_text,
         "engine": engine.name,
         "memory": None if sharing is None else sharing.line,
         "scorers": check_models(config, engine=engine),
@@ -120,15 +123,18 @@ def _inputs(prompts: PromptSet) -> list[list[Any]]:
     return [[prompt.content, prompt.images] for prompt in prompts.prompts]
 
 
-def _check_turns(config: RunConfig, model: ModelPlan) -> None:
-    """Raise UserError where the tools or environment cannot work, or the chat template cannot use them."""
+def _check_turns(config: RunConfig, model: ModelPlan) -> bool:
+    """Raise UserError where the tools or environment cannot work, or the chat template cannot use them.
+
+    Return whether tools are called in the policy's text; for an agent, whose tools are not known yet, False.
+    """
     acts = bool(config.env) or config.agent is not None
     if any(is_environment(reward) for reward in config.rewards) and not acts:
         raise RewardError(
             "the reward 'environment' is what an environment pays, and the run has none; say --env"
         )
     if not config.has_turns:
-        return
+        return False
     if any(is_reference(reward) for reward in config.rewards):
         raise RewardError(
             "reference_probability reads one turn; take another reward, or leave out --tools, --env and --agent"
@@ -138,12 +144,12 @@ def _check_turns(config: RunConfig, model: ModelPlan) -> None:
 
         check_agent(config)
         require_chat_template(model)
-        return
-    _check_environments(config, model)
+        return False
+    return _check_environments(config, model)
 
 
-def _check_environments(config: RunConfig, model: ModelPlan) -> None:
-    from ycore.rollout.tool_pool import describe_tools  # loads transformers and TRL
+def _check_environments(config: RunConfig, model: ModelPlan) -> bool:
+    from ycore.rollout.tool_pool import describe_tools
 
     described = describe_tools(config, run_folder=Path(config.output))
     from_environment = [is_environment(reward) for reward in config.rewards]
@@ -160,13 +166,32 @@ def _check_environments(config: RunConfig, model: ModelPlan) -> None:
                 f"environment {name!r} pays for no single turn: its class has no attribute turn_reward; "
                 f"give it one, or leave out --advantage turn"
             )
-    if model.folder is not None and (model.folder / "tokenizer_config.json").is_file():
-        from ycore.rollout.dialogue import Dialogue
-        from ycore.round.assemble import load_tokenizer
+    if model.folder is None or not (model.folder / "tokenizer_config.json").is_file():
+        return config.turns.actions == "calls"
+    if config.turns.actions == "calls" and _keeps_earlier_turns(ChatTemplate.of(model.folder)):
+        return True
+    from ycore.rollout.dialogue import Dialogue  # with TRL, which takes seconds
+    from ycore.round.assemble import load_tokenizer
 
-        tokenizer = load_tokenizer(model.folder, trust_remote_code=config.trust_remote_code)
-        for environment in described.values():
-            Dialogue(tokenizer, environment, actions=config.turns.actions)
+    tokenizer = load_tokenizer(model.folder, trust_remote_code=config.trust_remote_code)
+    dialogues = [
+        Dialogue(tokenizer, environment, actions=config.turns.actions)
+        for environment in described.values()
+    ]
+    return any(dialogue.calls_in_text for dialogue in dialogues)
+
+
+def _keeps_earlier_turns(template: ChatTemplate) -> bool:
+    """Whether an answer only adds to what was rendered up to the end token, so that `Dialogue` accepts the template."""
+    user: Mapping[str, Any] = {"role": "user", "content": "dummy"}
+    talk = [user, {"role": "assistant", "content": ""}]
+    try:
+        before = template.render(talk, add_generation_prompt=False)
+        whole = template.render([*talk, user], add_generation_prompt=True)
+    except ValueError:
+        return False
+    end = before.rfind(template.eos_token) if template.eos_token else -1
+    return end >= 0 and whole.startswith(before[: end + len(template.eos_token)])
 
 
 def _sandbox_lines(config: RunConfig) -> list[str]:

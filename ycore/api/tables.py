@@ -210,7 +210,12 @@ def _engine_rows(plan: Mapping[str, Any]) -> Rows:
         *([config["agent"]] if config["agent"] else []),
     ]
     if partners:
-        rows.append(("turns", f"at most {config['max_turns']}, with {', '.join(partners)}"))
+        turns = f"at most {config['max_turns']}, with {', '.join(partners)}"
+        if plan["calls_in_text"]:
+            turns += ", called in the text"
+            if config["turns"]["actions"] == "auto":
+                turns += " (the chat template shows no tools)"
+        rows.append(("turns", turns))
     return rows
 
 

@@ -214,8 +214,9 @@ class TurnSettings(Strict):
     """Completions in several turns: how the policy acts, and what its tools and environment may take."""
 
     # `template`: it calls tools as its chat template shows them. `calls`: it writes `name(1, word="x")` on a line of
-    # its own, and is answered as by a user. An environment whose only tool is `step(text)` gets whole turns.
-    actions: Literal["template", "calls"] = "template"
+    # its own, and is answered as by a user. An environment whose only tool is `step(text)` gets whole turns. `auto`
+    # takes `template` where the chat template shows tools, and else `calls`.
+    actions: Literal["auto", "template", "calls"] = "auto"
     max_tokens: Positive | None = (
         None  # longest turn of the policy; None is what is left of the completion
     )

@@ -9,21 +9,16 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
-
-from transformers import PreTrainedTokenizerBase
-from trl.chat_template_utils import (
-    add_response_schema,
-    get_training_chat_template,
-    parse_response,
-    supports_tool_calling,
-)
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ycore.errors import ConfigError
 from ycore.foreign import foreign_json, foreign_line, foreign_value
 from ycore.judge.question import break_special_tokens, special_tokens
 from ycore.rollout.tool_pool import Answer, ToolSet
 from ycore.types import Content
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _DUMMY: Mapping[str, Any] = {"role": "user", "content": "dummy"}
 _MAX_LINE = 4000  # characters of a call in text
@@ -48,14 +43,14 @@ class Dialogue:
     """How a model calls tools and is answered. ConfigError where its chat template cannot express it.
 
     Args:
-        actions: `template` or `calls`, see `TurnSettings`.
+        actions: `template`, `calls` or `auto`, see `TurnSettings`.
         template_arguments: TRL's `chat_template_kwargs`.
         users_answer: whether a user may answer too, besides the tools.
     """
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: "PreTrainedTokenizerBase",
         tool_set: ToolSet,
         *,
         actions: str,
@@ -65,7 +60,7 @@ class Dialogue:
         self.takes_text = tool_set.takes_text
         self._tokenizer = tokenizer
         self._tools = list(tool_set.tools)
-        self._by_template = actions == "template" and not self.takes_text and bool(self._tools)
+        self._by_template = actions != "calls" and not self.takes_text and bool(self._tools)
         self._template: str | None = None
         self._template_arguments = dict(template_arguments or {})
         self._special = special_tokens(tokenizer)
@@ -75,7 +70,12 @@ class Dialogue:
                 f"tools and environments need a chat template, and {name} has none; take a chat model"
             )
         if self._by_template:
-            self._prepare_calls(name)
+            try:
+                self._prepare_calls(name)
+            except ConfigError:
+                if actions == "template":
+                    raise
+                self._by_template = False
         examples = [self.answer_messages([Call("dummy", {})], [Answer("dummy")])]
         if users_answer:
             examples.append([_DUMMY])
@@ -83,6 +83,8 @@ class Dialogue:
             self._check_answers(examples)
         except ConfigError:
             # TRL's copy of the template renders what came before the same whatever follows.
+            from trl.chat_template_utils import get_training_chat_template
+
             try:
                 self._template = get_training_chat_template(tokenizer)
                 self._check_answers(examples)
@@ -96,7 +98,14 @@ class Dialogue:
         for messages in examples:
             self.answer_ids(messages)
 
+    @property
+    def calls_in_text(self) -> bool:
+        """Whether the policy calls its tools in its text, because of `actions` or for want of a template's own calls."""
+        return bool(self._tools) and not self.takes_text and not self._by_template
+
     def _prepare_calls(self, name: str) -> None:
+        from trl.chat_template_utils import add_response_schema, supports_tool_calling
+
         tokenizer = self._tokenizer
         if not supports_tool_calling(tokenizer):
             raise ConfigError(
@@ -171,6 +180,8 @@ class Dialogue:
     def _parse_by_template(
         self, token_ids: Sequence[int], text: str, *, prefix: Sequence[int]
     ) -> tuple[dict[str, Any], list[Call]]:
+        from trl.chat_template_utils import parse_response
+
         tools: Any = self._tools
         try:
             message = foreign_value(

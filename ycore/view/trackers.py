@@ -246,9 +246,11 @@ def _step_of_model(folder: Path) -> int:
 
 
 def _tracker_names(config: BaseConfig) -> Sequence[str]:
-    names = config.trl.get("report_to") or "none"
+    names = config.trl.get("report_to") or []
     names = [names] if isinstance(names, str) else names
-    return get_available_reporting_integrations() if "all" in names else names
+    if "all" in names:
+        return get_available_reporting_integrations()
+    return [name for name in names if name != "none"]
 
 
 def _modules(names: Sequence[str]) -> list[Any]:

@@ -14,7 +14,7 @@ import pytest
 from ycore.config.resolve import resolve
 from ycore.models.tiny import write_tiny_model
 from ycore.run.paths import RunFolder
-from ycore.view.trackers import tell_evaluation
+from ycore.view.trackers import TrackerPage, tell_evaluation
 
 YCORE = [sys.executable, "-c", "import sys; from ycore_cli.main import main; sys.exit(main())"]
 COMMAND = [*YCORE, "grpo"]
@@ -464,3 +464,13 @@ def test_a_resumed_run_goes_on_with_its_pages(
     ]
     page = EventAccumulator(str(events.parent), size_guidance={"tensors": 0}).Reload()
     assert "ycore/text_summary" in page.Tags()["tensors"]
+
+
+@pytest.mark.parametrize("trl", [{}, {"report_to": "none"}, {"report_to": ["none"]}])
+def test_a_run_without_trackers_has_a_page_of_none(tmp_path: Path, trl: dict[str, Any]) -> None:
+    config = resolve(
+        options={"model": "m", "dataset": "task:addition", "rewards": ["exact_answer"]}
+        | {"output": str(tmp_path), "trl": trl}
+    )
+    handler: Any = SimpleNamespace(callbacks=[])
+    TrackerPage(RunFolder(tmp_path), handler, config)

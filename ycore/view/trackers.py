@@ -249,7 +249,7 @@ def _tracker_names(config: BaseConfig) -> Sequence[str]:
     names = config.trl.get("report_to") or []
     names = [names] if isinstance(names, str) else names
     if "all" in names:
-        return get_available_reporting_integrations()
+        names = get_available_reporting_integrations()
     return [name for name in names if name != "none"]
 
 

@@ -200,8 +200,8 @@ def metrics_page() -> str:
 
 
 INTRODUCTION = """\
-Every step is one JSON object in `metrics.jsonl`, with the same names in the trackers. Names with `ycore/` are ycore's own, the
-others TRL's. [reading-curves.md](reading-curves.md) says which to look at. A share is from 0 to 1, a nat is a natural logarithm."""
+Every step is one JSON object in `metrics.jsonl`; trackers have the same names below `train/`, and evaluations below `eval/`. Names with
+`ycore/` are ycore's own, the others TRL's. [reading-curves.md](reading-curves.md) says which to look at. A share is from 0 to 1, a nat is a natural logarithm."""
 
 
 def matches(pattern: str, name: str) -> bool:

@@ -69,7 +69,7 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """One mapping a step, by the names in docs/overview.md."""
+        """One mapping a step, by the names in docs/metrics.md."""
         return read_metrics(self._files.metrics)
 
     @property

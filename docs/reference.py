@@ -34,7 +34,7 @@ METRICS: dict[str, dict[str, tuple[str, str]]] = {
         "frac_reward_zero_std": ("share", "groups of the step whose rewards are all equal: they teach nothing"),
         "ycore/masked": ("completions", "completions that no reward could score"),
         "ycore/reward_problems": ("counts", "why, by reward"),
-        "ycore/foreign_texts_changed": ("texts", "texts from tools, environments, agents or addresses that were changed before the policy saw them"),
+        "ycore/foreign_texts_changed": ("texts", "texts of tools, environments, agents and judges that were no whole Unicode or too long, and were made so"),
         "ycore/reward_restarts": ("workers", "reward workers that hung or ended in the step, and were started again"),
         "ycore/sandbox_level": ("level", "what confines reward functions: 2 is `namespaces`, 1 `landlock`, 0 `none` ([sandbox.md](sandbox.md))"),
         "ycore/violations/NAME": ("share", "completions that broke this constraint ([algorithms.md](algorithms.md#constraints))"),

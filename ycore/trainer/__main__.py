@@ -5,7 +5,6 @@ It leaves checkpoints, the model, metrics and samples in the run folder.
 
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event
@@ -119,7 +118,6 @@ def _train(folder: RunFolder, report: Callable[[BaseException], None]) -> int:
     except YcoreError as error:
         known = error
     except OSError as error:
-        traceback.print_exc()  # for the log; the launcher shows the line
         known = as_run_error(error)
     report(known)
     return print_error(known)

@@ -253,3 +253,21 @@ def _seconds(command: list[str]) -> float:
     process.returncode = os.waitstatus_to_exitcode(status)
     assert process.returncode == 0
     return usage.ru_utime + usage.ru_stime
+
+
+def test_a_reader_who_leaves_costs_nothing() -> None:
+    words = [sys.executable, "-c", "from ycore_cli import start; start()", "grpo", "--help"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b"" and process.wait(60) == 0
+
+
+def test_output_that_is_not_whole_is_said() -> None:
+    words = [sys.executable, "-c", "from ycore_cli import start; start()", "grpo", "--help"]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            words, stdout=full, stderr=subprocess.PIPE, timeout=60, text=True
+        )
+    assert ended.returncode == 1 and "No space left on device" in ended.stderr
+    assert ended.stderr.count("\n") == 1

@@ -1,6 +1,7 @@
 """What a row says: a file of every form in its writer's own layout, refusals, and a scan of 1,000 rows."""
 
 import csv
+import gzip
 import io
 import json
 import random
@@ -16,7 +17,14 @@ from ycore.data.prompts import PromptSet, load_prompts
 from ycore.data.rows import last_boxed
 from ycore.errors import DataError
 
-CASES = Path(__file__).resolve().parents[3] / "shared" / "cases"
+CASES = next(
+    (
+        folder / "shared" / "cases"
+        for folder in Path(__file__).resolve().parents
+        if (folder / "shared").is_dir()
+    ),
+    Path("cases"),
+)
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "datasets.md"
 
 
@@ -217,6 +225,8 @@ def test_margins_are_numbers_in_a_csv_and_zero_where_a_row_has_none(tmp_path: Pa
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("sft", {"instruction": [user("a")], "input": "b", "output": "c"}, "'input' is text beside .*rename"),
+    ("grpo", {"question": [user("a")], "starter_code": "b"}, "'starter_code' is text beside .*rename"),
     ("sft", {"messages": [user("a"), {"role": "critic", "content": "b"}]}, "role 'critic'.*rename"),
     ("sft", {"messages": [user("a"), said("b", weight=0)]}, "weight 0.*remove the key"),
     ("sft", {"prompt": [user("a"), said("b")], "completion": "c"}, "ends with an assistant turn.*remove"),
@@ -310,22 +320,21 @@ def test_a_row_without_a_question_teaches_nothing(tmp_path: Path) -> None:
     [
         (
             {"prompt": "Where?", "chosen": "Where? S", "rejected": "Where? N"},
-            "begin with their question",
+            "2 x answers begin with their question",
         ),
         (
             {"prompt": "[INST] Where? [/INST]", "chosen": "S", "rejected": "N"},
-            "marks of a chat template",
+            "1 x texts have the marks of a chat template",
         ),
         (
             {"task": "Where?", "chosen": "It is S", "rejected": "It is N"},
-            "common beginning of chosen",
+            "1 x questions are the common beginning of chosen",
         ),
     ],
 )
 def test_the_plan_says_what_looks_odd(row: dict[str, Any], note: str, tmp_path: Path) -> None:
     (said,) = examples(write_jsonl(tmp_path / "a.jsonl", [row]), "dpo").reading["notes"]
-    assert said.startswith("1 x ")
-    assert note in said
+    assert said.startswith(note)
 
 
 def test_the_plan_counts_prompts_without_an_answer_and_lists_that_are_text(
@@ -348,6 +357,33 @@ def test_one_turn_needs_no_list(tmp_path: Path) -> None:
     row = {"prompt": user("Q?"), "chosen": said("a"), "rejected": said("b")}
     (pair,) = examples(write_jsonl(tmp_path / "a.jsonl", [row]), "dpo").train
     assert (pair["prompt"], pair["rejected"]) == ([user("Q?")], [said("b")])
+
+
+def test_earlier_turns_follow_the_system_prompt_of_the_turns(tmp_path: Path) -> None:
+    row = {
+        "prompt": [SYSTEM, user("b")],
+        "history": [["a", "c"]],
+        "chosen": "d",
+        "rejected": "e",
+    }
+    (pair,) = examples(write_jsonl(tmp_path / "a.jsonl", [row]), "dpo").train
+    assert pair["prompt"] == [SYSTEM, user("a"), said("c"), user("b")]
+
+
+@pytest.mark.parametrize("column", ["answer", "reasoning"])
+def test_columns_that_pairs_do_not_learn_are_named(column: str, tmp_path: Path) -> None:
+    row = {"prompt": "a", "chosen": "b", "rejected": "c", "answer": "d", column: "e"}
+    reading = examples(write_jsonl(tmp_path / "a.jsonl", [row]), "dpo").reading
+    assert column in reading["unused"]
+
+
+def test_a_dialogue_beside_another_question_is_refused_for_models_of_text(
+    tmp_path: Path,
+) -> None:
+    row = {"prompt": "Q?", "chosen": f"{HH} or 5", "rejected": HH}
+    path = write_jsonl(tmp_path / "a.jsonl", [row])
+    with pytest.raises(DataError, match=r"'chosen' contains a user's turn .*row 0"):
+        examples(path, "dpo", as_chat=False)
 
 
 def test_other_spellings_of_columns_that_trainers_read_are_warned_of(tmp_path: Path) -> None:
@@ -376,71 +412,172 @@ def test_the_result_of_a_worked_solution() -> None:
     assert last_boxed("4") is last_boxed(r"\boxed{1") is None
 
 
-def texts_in(value: Any) -> list[str]:
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, dict):
-        return [text for item in value.values() for text in texts_in(item)]
-    return (
-        [text for item in value for text in texts_in(item)] if isinstance(value, list) else []
-    )
+PAIRS: list[dict[str, Any]] = [
+    {"prompt": "q", "chosen": "b", "rejected": "w", "margin": 0.5},
+    {"prompt": [user("q")], "chosen": [said("b")], "rejected": [said("w")]},
+    {"question": "q", "chosen": "b", "rejected": "w"},
+    {"instruction": "q", "input": "i", "chosen": "b", "rejected": "w"},
+    {"chosen": [user("SAME"), said("b")], "rejected": [user("SAME"), said("w")]},
+    {"prompt": [user("SAME")], "chosen": [user("SAME"), said("b")], "rejected": [user("SAME"), said("w")]},
+    {"chosen": "\n\nHuman: SAME\n\nAssistant: b", "rejected": "\n\nHuman: SAME\n\nAssistant: w"},
+]  # fmt: skip
+ASKED = (
+    *("prompt", "question", "problem", "instruction", "input", "context", "query", "text"),
+    *("question_content", "starter_code", "system", "system_prompt", "history"),
+)
+CONVERSATIONS = ("messages", "conversations", "chosen", "rejected", "completion")
+MARK = re.compile(r"z\d+x\d+z")
 
 
-def random_row(chance: random.Random, number: int) -> dict[str, Any]:
-    """Fill a random form with texts that occur nowhere else."""
+def marks_in(value: Any) -> set[str]:
+    return set(MARK.findall(json.dumps(value, default=str)))
+
+
+def random_row(base: dict[str, Any], number: int, chance: random.Random) -> dict[str, Any]:
+    """Fill a form, and some more columns, with texts that occur nowhere else."""
+    row = {**base}
+    for name in (
+        *("source", "system", "system_prompt", "history", "context", "input"),
+        *("reasoning", "thinking", "tools", "answer"),
+    ):
+        if name not in row and chance.random() < 0.1:
+            row[name] = {"history": [["Hi", "Hello"]], "tools": TOOLS}.get(name, name)
+    shared = f"z{number}x{chance.randrange(10**9)}z"
 
     def fresh(value: Any) -> Any:
         if isinstance(value, str):
-            return f"{value} t{number}x{chance.randrange(10**9)}"
+            mark = f"z{number}x{chance.randrange(10**9)}z"
+            if value.endswith("Assistant:"):
+                return value.replace("2 + 2?", f"2 + 2? {mark}")
+            text = value if "SAME" in value and "Human:" not in value else f"{value} {mark}"
+            return text.replace("SAME", shared)
         if isinstance(value, list):
             return [fresh(item) for item in value]
         if isinstance(value, dict):
-            return {
-                key: item if key in ("role", "from", "type") else fresh(item)
-                for key, item in value.items()
-            }
+            fixed = ("role", "from", "type", "style")
+            return {key: item if key in fixed else fresh(item) for key, item in value.items()}
         return value
 
-    _, row, *_ = chance.choice(FORMS)
-    row = {**row}
-    for name in ("source", "system", "history", "reasoning", "context", "notes"):
-        if name not in row and chance.random() < 0.15:
-            row[name] = [["Hi", "Hello"]] if name == "history" else name
-    made = {key: fresh(value) for key, value in row.items()}
-    if isinstance(made.get("prompt"), str) and "Assistant:" in made["prompt"]:
-        made["prompt"] = row["prompt"]
-    return made
+    return {key: fresh(value) for key, value in row.items()}
 
 
-def test_no_text_of_a_thousand_rows_disappears_without_a_word(tmp_path: Path) -> None:
-    """Each text of a row is in its example, in a column that the plan names as not used, or the row is refused."""
+def random_bases(pool: list[dict[str, Any]], chance: random.Random) -> list[dict[str, Any]]:
+    """Return forms that a file mixes: any of them, or those of one question column, with texts and turns."""
+    if chance.random() < 0.5:
+        column = chance.choice(["prompt", "question", "problem", "instruction", "messages"])
+        pool = [base for base in pool if column in base] or pool
+        for base in [base for base in pool if isinstance(base.get(column), str)]:
+            if "Human:" not in base[column]:
+                pool = [*pool, {**base, column: [SYSTEM, user("q")]}]
+            for name in ("completion", "output", "response"):
+                if name in base:
+                    pool = [*pool, {**base, name: [said("a")]}]
+    return chance.sample(pool, min(len(pool), chance.randrange(1, 4)))
+
+
+def write_rows(rows: list[dict[str, Any]], folder: Path, chance: random.Random) -> Path:
+    layout = chance.choice(["jsonl", "json", "csv", "tsv", "parquet", "jsonl.gz", "bom.jsonl"])
+    path = folder / f"rows.{layout}"
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    as_text = [
+        {
+            name: value if isinstance(value, str | bool | float | None) else json.dumps(value)
+            for name, value in ((name, row.get(name)) for name in names)
+        }
+        for row in rows
+    ]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    if layout == "json":
+        path.write_text(json.dumps(rows))
+    elif layout in ("csv", "tsv"):
+        write_csv(path, as_text, "\t" if layout == "tsv" else ",")
+    elif layout == "parquet":
+        write_parquet(path, as_text)
+    elif layout == "jsonl.gz":
+        path.write_bytes(gzip.compress(lines.encode()))
+    elif layout == "bom.jsonl":
+        path.write_bytes(b"\xef\xbb\xbf" + lines.replace("\n", "\r\n").encode())
+    else:
+        path.write_text(lines)
+    return path
+
+
+def answer_marks(row: dict[str, Any]) -> set[str]:
+    """The marks of the row's answers: of conversations, those of the last turn."""
+    marks: set[str] = set()
+    for name in CONVERSATIONS:
+        value = row.get(name)
+        is_dialogue = isinstance(value, str) and "Human:" in value
+        last = value[-1] if isinstance(value, list) else value
+        marks |= {MARK.findall(value)[-1]} if is_dialogue else marks_in(last)
+    return marks
+
+
+def read_example(method: str, path: Path, as_chat: bool) -> tuple[list[dict[str, Any]], Any]:
+    if method not in ("grpo", "eval"):
+        found = examples(path, method, as_chat=as_chat)
+        return list(found.train), found
+    options = {
+        "algorithm": method,
+        "model": "m",
+        "dataset": str(path),
+        "rewards": ["exact_answer"],
+    }
+    config = resolve(options=options if method == "eval" else {**options, "output": "o"})
+    read = load_prompts(config, as_chat=as_chat)
+    return [
+        {"prompt": row.content, "tools": row.tools, "columns": dict(row.columns)}
+        for row in read.prompts
+    ], read
+
+
+@pytest.mark.parametrize("as_chat", [True, False])
+@pytest.mark.parametrize("method", ["sft", "dpo", "reward", "kto", "grpo", "eval"])
+def test_no_text_of_a_thousand_mixed_rows_disappears_or_changes_place(
+    method: str, as_chat: bool, tmp_path: Path
+) -> None:
+    """Each text is where it belongs, in a column that the plan calls not used, or its file is refused with the row."""
     chance = random.Random(0)
+    forms = [row for _, row, *_ in FORMS]
+    pool = {"sft": [*forms, *PAIRS], "dpo": PAIRS, "reward": PAIRS}.get(method, forms + PAIRS)
     num_read = 0
-    for number in range(1000):
-        row = random_row(chance, number)
-        path = tmp_path / "rows.jsonl"
-        path.write_text(json.dumps(row) + "\n")
+    for _ in range(50):
+        bases = random_bases(pool, chance)
+        rows = [random_row(chance.choice(bases), number, chance) for number in range(20)]
+        if method == "kto":
+            rows = [
+                row if "chosen" in row else {**row, "label": chance.random() < 0.5}
+                for row in rows
+            ]
+        path = write_rows(rows, tmp_path, chance)
         try:
-            found = examples(path, "sft")
+            read, found = read_example(method, path, as_chat)
         except DataError as problem:
-            assert "row 0" in str(problem), row
+            rule = r"row \d+|lacks the columns|has no column|has none of the|no row of|every label|mixes text and chat"
+            assert re.search(rule, str(problem)), problem
             continue
         num_read += 1
-        (example,) = found.train
-        kept = "\n".join(texts_in(example))
-        for name, value in row.items():
-            if name in found.reading["unused"]:
-                continue
-            for text in texts_in(value):
-                is_name = text in ("user", "assistant", "system", "human", "gpt")
-                assert (
-                    is_name
-                    or " ".join(text.split()) in " ".join(kept.split())
-                    or ("Human:" in text)
-                ), (name, text, example)
-        roles = [turn["role"] for turn in example["prompt"]]
-        assert roles[-1] == "user" and example["completion"][-1]["role"] == "assistant"
-    assert num_read > 900
+        unused = {*found.reading["unused"]}
+        if any("keep their own system prompt" in note for note in found.reading["notes"]):
+            unused |= {"system", "system_prompt"}
+        num_absent = 0
+        for row in rows:
+            made = [example for example in read if marks_in(example) & marks_in(row)]
+            num_absent += not made
+            asked = set().union(*(marks_in(example.get("prompt", "")) for example in made))
+            kept = marks_in(made)
+            is_whole = any("text" in example for example in made)
+            if method in ("grpo", "eval"):
+                kept |= answer_marks(row)  # the policy writes it
+            for name, value in row.items() if made else ():
+                lost = marks_in(value) - kept
+                assert not lost or name in unused, (name, row, made, found.reading)
+                if name in ASKED and name not in unused and not is_whole:
+                    assert marks_in(value) <= asked | answer_marks(row), (name, row, made)
+            assert is_whole or not answer_marks(row) & asked, (row, made)
+        num_left_out = 0 if method in ("grpo", "eval") else found.left_out.total()
+        assert num_absent == num_left_out
+    assert num_read >= 15
 
 
 @pytest.mark.parametrize(

@@ -194,6 +194,8 @@ class RowReader:
 
     def _find_answer(self) -> str | None:
         """Return the column with the answer; of a run with rollouts, the one that rewards get as `answer`."""
+        if self.reads_pairs:
+            return None
         if (name := self.needs.answer_column) is not None:
             self.table.require_column(name, "--answer-column")
             return name
@@ -264,6 +266,11 @@ class RowReader:
                 system = _text_of(row, self._system)
                 return f"{system}\n\n{content}" if system else content
             content = self._turns(content)
+        elif beside := next((name for name in self._joined if _text_of(row, name)), None):
+            raise DataError(
+                f"{beside!r} is text beside a question of chat turns in {row.place}; "
+                "write it into the turns, or rename the column"
+            )
         return content if self._is_plain else self._after_history(content, row)
 
     def _turns(self, text: str) -> list[Message]:
@@ -275,18 +282,16 @@ class RowReader:
 
     def _after_history(self, turns: list[Message], row: TableRow) -> list[Message]:
         """Put the columns `system` and `history` before the turns."""
-        before: list[Message] = []
+        start = turns[:1] if turns and turns[0]["role"] == "system" else []
+        rest = turns[len(start) :]
         if system := _text_of(row, self._system):
-            first = turns[0] if turns else {}
-            if first.get("role") != "system":
-                before = [{"role": "system", "content": system}]
-            elif first["content"].strip() != system.strip():
+            if not start:
+                start = [{"role": "system", "content": system}]
+            elif start[0]["content"].strip() != system.strip():
                 self.notes[
                     f"turns keep their own system prompt, not the column {self._system}"
                 ] += 1
-        if self._has_history:
-            before += _history(row)
-        return before + turns
+        return [*start, *(_history(row) if self._has_history else ()), *rest]
 
     def may_show(self, content: Content) -> bool:
         """Tell whether a row with this question may have pictures."""
@@ -340,13 +345,15 @@ class RowReader:
         """Return question and answers as texts, or all as chat turns; answers that repeat the question lose it."""
         contents = (question, *answers.values())
         last_words = last_text(question).strip()
-        if last_words and any(
-            isinstance(answer, str) and answer.lstrip().startswith(last_words)
-            for answer in answers.values()
-        ):
-            self.notes[
-                "answers begin with their question and are learned with it; cut it there if it is no part of them"
-            ] += 1
+        for name, answer in answers.items():
+            if not isinstance(answer, str):
+                continue
+            if last_words and answer.lstrip().startswith(last_words):
+                self.notes[
+                    "answers begin with their question and are learned with it; cut it there if it is no part of them"
+                ] += 1
+            elif is_dialogue(answer):
+                raise DataError(_holds_question(name, row))
         if not self.needs.as_chat and all(isinstance(content, str) for content in contents):
             return Row(question, answers)
         turns = self._turns(question) if isinstance(question, str) else question

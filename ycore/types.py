@@ -35,7 +35,7 @@ THOUGHT_TAG = re.compile(
 """The tags around the thinking of the published families."""
 
 
-def ends_thinking(tag: str) -> bool:
+def _ends_thinking(tag: str) -> bool:
     return "/" in tag or "end_" in tag.lower()
 
 
@@ -45,8 +45,17 @@ def opens_thinking(rendered_prompt: str) -> bool:
     return (
         bool(tags)
         and rendered_prompt.rstrip().endswith(tags[-1])
-        and not ends_thinking(tags[-1])
+        and not _ends_thinking(tags[-1])
     )
+
+
+def after_thinking(text: str) -> str:
+    """Return what follows the last end of thinking; nothing where the thinking never ends."""
+    tags = list(THOUGHT_TAG.finditer(text))
+    end = next((tag.end() for tag in reversed(tags) if _ends_thinking(tag[0])), None)
+    if end is None:
+        return "" if tags else text
+    return text[end:]
 
 
 IMAGE_MARK = "\ufffc"

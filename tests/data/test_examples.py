@@ -174,7 +174,7 @@ REFUSED: list[tuple[str, list[dict[str, Any]], str]] = [
     (
         "sft",
         [{"a": "b"}],
-        r"lacks the columns that sft reads.*it has a; name yours, e.g. --set columns.completion=a",
+        r"lacks the columns that sft reads.*it has a; name yours, e.g. --answer-column a",
     ),
     (
         "dpo",

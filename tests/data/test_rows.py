@@ -359,6 +359,30 @@ def test_one_turn_needs_no_list(tmp_path: Path) -> None:
     assert (pair["prompt"], pair["rejected"]) == ([user("Q?")], [said("b")])
 
 
+def test_the_first_of_several_solutions_is_learned(tmp_path: Path) -> None:
+    rows = [{"question": "Q?", "solutions": json.dumps(texts)} for texts in (["a", "b"], [])]
+    found = examples(write_jsonl(tmp_path / "a.jsonl", rows), "sft")
+    assert [row["completion"] for row in found.train] == [[said("a")]]
+    assert found.reading["notes"] == ["1 x of several solutions the first is learned"]
+    assert found.left_out == {"no answer": 1}
+
+
+def test_a_context_belongs_to_its_question(tmp_path: Path) -> None:
+    row = {"question": "Where?", "context": "In Rome.", "answer": "Rome"}
+    path = write_jsonl(tmp_path / "a.jsonl", [row])
+    question = [user("Where?\n\nIn Rome.")]
+    assert prompts(path).prompts[0].content == question
+    (example,) = examples(path, "sft").train
+    assert example["prompt"] == question
+
+
+def test_an_answer_column_is_none_of_a_pair(tmp_path: Path) -> None:
+    row = {"prompt": "a", "chosen": "b", "rejected": "c", "best": "d"}
+    path = write_jsonl(tmp_path / "a.jsonl", [row])
+    with pytest.raises(DataError, match=r"dpo learns from .*--set columns\.chosen=best"):
+        examples(path, "dpo", answer_column="best")
+
+
 def test_earlier_turns_follow_the_system_prompt_of_the_turns(tmp_path: Path) -> None:
     row = {
         "prompt": [SYSTEM, user("b")],

@@ -135,6 +135,14 @@ def _numbers() -> Iterator[Pair]:
         yield Pair("a number in Chinese", str(number), f"答案是{number}。", True)
         yield Pair("a number in Chinese", str(-number), f"答案是{number}。", False)
 
+    for number in (1234, 56789):
+        yield from _said(
+            "thousands with plain spaces", str(number), _grouped(number, " "), num=2
+        )
+    yield from _said("a decimal comma", "3.5", "3,5", num=2)
+    yield from _said("plus or minus", "5", "±5", is_right=False, num=2)
+    yield from _said("plus or minus", "±5", "±5", num=2)
+
 
 def _texts() -> Iterator[Pair]:
     for answer in ("Paris", "Ada Lovelace", "blue whale"):

@@ -72,8 +72,9 @@ def content_of(row: TableRow, column: str, aliases: dict[str, str]) -> Content:
 def listed_cell(row: TableRow, column: str) -> Any:
     """Return a cell as it stands, but turns in a text and a turn without a list as a list."""
     value = row.cell(column)
-    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
-        value = _parse_turns(value, column, row) or value
+    if isinstance(value, str):
+        may_list = value.lstrip()[:1] in ("[", "{")
+        return (may_list and _parse_turns(value, column, row)) or value
     if isinstance(value, Mapping) and len(_TURN_KEYS & value.keys()) > 1:
         value = [value]
     return value
@@ -241,14 +242,15 @@ def golds_of(answer: Any) -> list[str]:
     (SQuAD), `answer` or `ground_truth`, also as JSON, Python's or numpy's text of a mapping or of a list of texts. Of a
     text only what follows the last `####` counts, with which GSM8K's worked solutions end.
     """
-    if hasattr(answer, "tolist"):  # of numpy, from Parquet
-        answer = answer.tolist()
-    if isinstance(answer, Mapping):
-        answer = [answer[key] for key in GOLD_KEYS if key in answer]
-    if isinstance(answer, list | tuple | set):
-        return list(dict.fromkeys(gold for item in answer for gold in golds_of(item)))
-    if answer is None or answer != answer:
-        return []
+    if not isinstance(answer, str):
+        if hasattr(answer, "tolist"):  # of numpy, from Parquet
+            answer = answer.tolist()
+        if isinstance(answer, Mapping):
+            answer = [answer[key] for key in GOLD_KEYS if key in answer]
+        if isinstance(answer, list | tuple | set):
+            return list(dict.fromkeys(gold for item in answer for gold in golds_of(item)))
+        if answer is None or answer != answer:
+            return []
     gold = str(answer).rpartition("####")[2].strip()
     if not gold or gold.lower() == "nan":
         return []

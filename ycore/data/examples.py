@@ -169,10 +169,11 @@ def _key(value: Any) -> str:
     """Return a text that is equal for values that differ in white space, or in the order of keys, alone."""
     if isinstance(value, str):
         return " ".join(value.split())
-    if isinstance(value, Mapping):
-        return "{" + "\0".join(f"{name}\0{_key(value[name])}" for name in sorted(value)) + "}"
+    if isinstance(value, dict):
+        pairs = [f"{name}\0{_key(value[name])}" for name in sorted(value)]
+        return "{" + "\0".join(pairs) + "}"
     if isinstance(value, list | tuple):
-        return "[" + "\0".join(map(_key, value)) + "]"
+        return "[" + "\0".join([_key(item) for item in value]) + "]"
     return repr(value)
 
 
@@ -244,6 +245,11 @@ def _row_reader(config: TuneConfig, table: Table, *, as_chat: bool) -> RowReader
             "or the columns of pairs",
         )
     elif kind != "answers":
+        if config.answer_column is not None:
+            raise DataError(
+                f"--answer-column {config.answer_column} names one answer, and {config.algorithm} learns from `chosen` and "
+                f"`rejected`; say --set columns.chosen={config.answer_column}"
+            )
         _require_columns(table, ("chosen", "rejected"), "with or without prompt")
     return reader
 
@@ -394,4 +400,6 @@ def _require_columns(
 
 def _has(table: Table, wanted: str) -> str:
     last = table.columns[-1] if table.columns else "answer"
-    return f"it has {table.listed_columns}; name yours, e.g. --set columns.{wanted}={last}"
+    options = {"prompt": "--prompt-column ", "completion": "--answer-column "}
+    option = options.get(wanted, f"--set columns.{wanted}=")
+    return f"it has {table.listed_columns}; name yours, e.g. {option}{last}"

@@ -32,6 +32,7 @@ ANSWERS = (
     "solution",
     "canonical_solution",
     "code",
+    "solutions",
 )
 
 
@@ -58,7 +59,7 @@ CONVERSATIONS = tuple(
 FORMS = (
     Form("prompt"),  # TRL, verl, HumanEval, hh
     *CONVERSATIONS,  # OpenAI, ShareGPT
-    Form("question", joined=("starter_code",)),  # GSM8K, OpenOrca, APPS, TACO
+    Form("question", joined=("context", "starter_code")),  # GSM8K, SQuAD, OpenOrca, APPS, TACO
     Form("problem", answers=("solution", *ANSWERS)),  # MATH, NuminaMath, OpenR1
     Form("instruction", joined=("input", "context")),  # Alpaca, Dolly
     Form("question_content", joined=("starter_code",)),  # LiveCodeBench
@@ -327,7 +328,10 @@ class RowReader:
         """Read a question and an answer in two columns."""
         assert self.form is not None and self.answer is not None
         question = self.question(row)
-        answer = content_of(row, self.answer, self.roles)
+        is_listed = self.answer == "solutions"
+        answer = (
+            self._first_solution(row) if is_listed else content_of(row, self.answer, self.roles)
+        )
         if _is_empty(answer):
             return "no answer"
         if text := _text_of(row, self._reasoning):
@@ -338,6 +342,17 @@ class RowReader:
             )
             answer = [*turns[:-1], {**turns[-1], "reasoning_content": text}]
         return self._joined_row(row, question, {"completion": answer})
+
+    def _first_solution(self, row: TableRow) -> Content:
+        """Return the first of APPS's and TACO's programs."""
+        solutions = _parsed(row, "solutions") or [""]
+        if not isinstance(solutions, Sequence) or not isinstance(solutions[0], str):
+            raise DataError(
+                f"'solutions' is {solutions!r:.60} in {row.place}; it is a list of programs: correct or remove the row"
+            )
+        if len(solutions) > 1:
+            self.notes["of several solutions the first is learned"] += 1
+        return solutions[0]
 
     def _joined_row(
         self, row: TableRow, question: Content, answers: dict[str, Content]

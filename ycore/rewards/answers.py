@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import regex
 
 from ycore.data.cells import until_closed
-from ycore.types import THINKING, THOUGHT_TAG, Content, ends_thinking
+from ycore.types import THINKING, Content, after_thinking
 
 _UNSPACED = r"\p{Han}\p{Hiragana}\p{sc=Thai}\p{sc=Lao}\p{sc=Khmer}\p{sc=Myanmar}"
 _NOT_IN_LETTER = r"(?!\p{M}|[\u0e33\u0eb3])"  # not before the marks and vowel signs of a letter
@@ -94,8 +94,8 @@ _EXPONENT = r"\^\{?+(?P<power>[-+]?\d{1,3})\}?+(?!\d)"
 _SPACELESS = rf"{_UNSPACED}\p{{Hangul}}"
 # A sign belongs to its number only where nothing precedes it that could be subtracted from: `10-7` holds 10 and 7.
 _SIGN = rf"(?:(?<![[\w.)\]}}%\u00b0]--[{_SPACELESS}]])(?<!\d\$)(?P<sign>[-+])(?=\p{{Sc}}?\s?[\d.]))?+"
-# Digits are no number of their own behind a letter, in an exponent, an index, a root or a denominator.
-_START = rf"(?<![[\p{{L}}\d_^/\u221a]--[{_SPACELESS}]])(?<!\d\.)(?<!\^[-+{{])(?<!\\sqrt\s?\{{?)"
+# Digits are no number of their own behind a letter or `±`, in an exponent, an index, a root or a denominator.
+_START = rf"(?<![[\p{{L}}\d_^/\u221a\u00b1\u2213]--[{_SPACELESS}]])(?<!\d\.)(?<!\^[-+{{])(?<!\\sqrt\s?\{{?)"
 _NUMBER = regex.compile(
     rf"{_SIGN}(?:\p{{Sc}}\s?(?P<sign>[-+])?+)?+(?:"
     rf"(?P<chain>{_START}(?![1-9]\d{{0,2}}(?:\.\d{{3}}){{2,}}(?![.\d]))\d++(?:(?:[.]\d++){{2,}}+|(?:/\d++){{2,}}+|(?:-\d++){{2,}}+|(?::\d++)++))"
@@ -279,15 +279,6 @@ def _word_search(folded: str, text: str, *, end: str) -> bool:
         regex.search(_WORD_START + regex.escape(folded) + end, text, regex.WORD | regex.V1)
         is not None
     )
-
-
-def after_thinking(text: str) -> str:
-    """Return what follows the last end of thinking; nothing where the thinking never ends."""
-    tags = list(THOUGHT_TAG.finditer(text))
-    end = next((tag.end() for tag in reversed(tags) if ends_thinking(tag[0])), None)
-    if end is None:
-        return "" if tags else text
-    return text[end:]
 
 
 def _last_line(text: str) -> str:

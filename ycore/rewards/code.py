@@ -23,10 +23,10 @@ from ycore.config.problems import declared_error
 from ycore.config.schema import RewardConfig, Strict
 from ycore.data.cells import parse_literal
 from ycore.errors import RewardError
-from ycore.rewards.answers import after_thinking, completion_text
+from ycore.rewards.answers import completion_text
 from ycore.rewards.builtin import CODE
 from ycore.sandbox.program_pool import UnitTestResult
-from ycore.types import Content, Prompt
+from ycore.types import Content, Prompt, after_thinking
 
 TEST_COLUMNS = ("tests", "test_list", "test", "input_output", "public_test_cases")
 _PRIVATE_COLUMN = "private_test_cases"  # LiveCodeBench's, beside the public ones

@@ -116,7 +116,7 @@ def take_steps(steps: StageSteps) -> None:
         # watch counts.
         num_others = 2
         if steps["uid"] is None:
-            num_others = _num_tasks_of(os.getuid()) + _SPARE_TASKS
+            num_others = _num_tasks_of(os.getuid()) + min(_SPARE_TASKS, limits.processes)
         limits = replace(limits, processes=limits.processes + num_others)
         ruleset = _ruleset(steps["files"], steps["scratch"])
     _limit_resources(limits)

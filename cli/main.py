@@ -22,6 +22,7 @@ from ycore.errors import ConfigError, Interrupted, YcoreError
 from ycore.run.files import file_problem
 from ycore.run.interrupt import keep_printing, run_command
 from ycore.run.text import printable
+from ycore.run.work import command_pulse
 
 _ANY_TRL_FIELD = {"ignore_unknown_options": True, "allow_extra_args": True}
 
@@ -122,11 +123,17 @@ def ycore(
 def main() -> None:
     """The console script, once everything is imported that it needs to begin."""
     output_problem = keep_printing()
-    status = run_command(lambda: run(sys.argv[1:]))
+    status = run_command(_run_with_pulse)
     if (problem := output_problem()) and not status:
         print(f"error: what was printed is not whole ({problem.strerror})", file=sys.stderr)
         status = 1
     sys.exit(status)
+
+
+def _run_with_pulse() -> int:
+    """Run the command, which says on standard error what it does where it is silent for long."""
+    with command_pulse(sys.stderr, " ".join(["ycore", *sys.argv[1:2]])):
+        return run(sys.argv[1:])
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -1,10 +1,12 @@
 """What a run is at: slots, queues and the phase from events and two files' times, also of a run that was killed."""
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
+from ycore.run.paths import RunFolder
 from ycore.run.trace import (
     FULL,
     IN_FLIGHT,
@@ -17,7 +19,14 @@ from ycore.run.trace import (
     Span,
     TraceWriter,
 )
-from ycore.view.activity import Activity, RunActivity, Scene, slot_names
+from ycore.view.activity import (
+    Activity,
+    RunActivity,
+    Scene,
+    engine_phase,
+    slot_names,
+    starting_words,
+)
 
 T = 1000.0
 
@@ -128,3 +137,48 @@ def test_a_folder_is_followed(tmp_path: Path) -> None:
     look = RunActivity(tmp_path).look()
     assert look.is_over and look.until == T + 7 and look.queues() == {"rollout": (0, 0)}
     assert RunActivity(tmp_path, goes_on=lambda: True).look().until > T + 7
+
+
+VLLM_LOG = [
+    ("", "starting"),
+    ("INFO Initializing a V1 LLM engine (v0.31) with config: ...", "starting"),
+    ("INFO Starting to load model /models/tiny...", "loading weights"),
+    ("INFO Loading weights took 3.2 seconds", "warming up"),
+    ("INFO Dynamo bytecode transform time: 4.1 s", "compiling"),
+    ("INFO torch.compile takes 12.1 s in total", "warming up"),
+    ("Capturing CUDA graphs: 10%", "capturing CUDA graphs"),
+    (
+        "INFO init engine (profile, create kv cache, warmup model) took 20 s",
+        "opening its socket",
+    ),
+    ("INFO Available routes are:", "ready"),
+]
+
+
+def test_what_an_engine_does_is_what_its_log_said_last(tmp_path: Path) -> None:
+    log = tmp_path / "engine-0.log"
+    assert engine_phase(log, since=0.0) == ""
+    for line, phase in VLLM_LOG:
+        with log.open("a") as file:
+            file.write(f"{line}\n")
+        assert engine_phase(log, since=0.0) == phase
+    os.utime(log, (100.0, 100.0))
+    assert engine_phase(log, since=200.0) == "starting", "the log is of an earlier start"
+
+
+def test_a_run_that_starts_says_what_its_processes_do(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.logs.mkdir()
+    folder.engines.write_text(json.dumps({"engines": ["engine-0", "engine-1"], "scorers": []}))
+    os.utime(folder.engines, (1000.0, 1000.0))
+    for name in ("engine-0", "engine-1"):
+        folder.log(name).write_text("INFO Starting to load model\n")
+    assert starting_words(folder, 1012.0) == "starting for 12 s: 2 engines loading weights"
+    folder.log("engine-1").write_text("INFO Available routes are:\n")
+    folder.log("trainer").touch()
+    assert starting_words(folder, 1012.0) == (
+        "starting for 12 s: engine-0 loading weights, engine-1 ready, trainer loading its libraries"
+    )
+    folder.work.write_text('{"words": "loading the model"}')
+    assert starting_words(folder, 1012.0).endswith("trainer loading the model")
+    assert RunActivity(tmp_path).look().now().startswith("starting for ")

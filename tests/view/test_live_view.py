@@ -142,7 +142,7 @@ def test_an_evaluation_of_held_out_rows_is_shown_beside_the_loss() -> None:
     )
     lines = [line.strip().split(maxsplit=1) for line in shown(view).splitlines()]
     assert lines[1] == ["loss", "2.250  █▁"], "the last step's, which the evaluation is not"
-    assert lines[2] == ["held", "out  loss 2.3750 accuracy 75% at step 2"]
+    assert lines[2] == ["held", "out  loss 2.3750  accuracy 75%  at step 2"]
 
 
 def test_a_run_that_is_over_waits_for_nothing() -> None:
@@ -172,14 +172,31 @@ def test_it_never_shrinks_while_the_run_goes_on() -> None:
     assert len(heights) == 1
 
 
+LABELS = {"reward", "groups", "tokens", "time", "slowest", "now", "queues"}
+
+
 @pytest.mark.parametrize("num_ranks", [1, 12])
-@pytest.mark.parametrize("width", [40, 80, 200])
-def test_it_fits(width: int, num_ranks: int) -> None:
+@pytest.mark.parametrize("width", [40, 60, 80, 120, 200])
+def test_it_fits_and_cuts_no_name_and_no_figure(width: int, num_ranks: int) -> None:
     view = RunView(1000, look=lambda: scene(12, num_ranks=num_ranks))
     for step in range(1, 200):
-        view.add({**ROW, "step": step, "ycore/reward": step / 200})
-    lines = shown(view, width=width).splitlines()
-    assert max(map(len, lines)) <= width
+        view.add({**ROW, "step": step, "ycore/reward": step / 200, "ycore/eval/reward": 0.5})
+    text = shown(view, width=width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    words = set(text.split())
+    assert words >= LABELS and "held out" in text
+    assert "slot 7" in text and f"and {12 * num_ranks - 8} more" in text
+    whole = {word.rstrip(",") for word in shown(view, width=200).split()}
+    drawn = set("▁▂▃▄▅▆▇█━─")
+    assert all(word.rstrip(",") in whole or set(word) <= drawn for word in words)
+
+
+def test_a_wide_terminal_has_the_steps_beside_the_slots() -> None:
+    view = RunView(10, look=lambda: scene(2))
+    view.add(ROW)
+    line = shown(view, width=160).splitlines()[1]
+    assert line.startswith("reward") and "  now  " in line
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.integers(1, 60))

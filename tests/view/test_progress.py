@@ -8,6 +8,7 @@ import threading
 import time
 import types
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ import pytest
 from ycore_cli.main import run as ycore
 
 from ycore.run.metrics import MetricsWriter
+from ycore.run.work import Work
+from ycore.view.activity import Activity, Scene
 from ycore.view.progress import (
     LiveProgress,
     PlainProgress,
-    describe_step,
     follow_run,
     open_progress,
+    step_lines,
     steps_as_html,
 )
 
@@ -48,8 +51,7 @@ def test_a_pipe_gets_one_plain_line_a_step() -> None:
     progress.close()
     assert stream.getvalue().splitlines() == [
         "engine ready after 19 s",
-        "step 3/10  reward 0.417  length 12  zero-variance 25%  sync 0.5 s  round 2.0 s  train 7.5 s  432 tok/s"
-        "  gap 0.0004  1 min 10 s left",
+        "step 3/10  reward 0.417  time/step 10.0  tokens_per_s 432  1 min 10 s left",
         "step 10/10",
     ]
 
@@ -99,17 +101,62 @@ LOSSES: list[dict[str, Any]] = [
 
 
 def test_the_plain_line_tells_the_loss_where_there_is_no_reward() -> None:
-    assert describe_step(LOSSES[1]) == [
-        "loss 0.5000",
-        "accuracy 50%",
-        "margin 0.100",
-        "rate 1.0e-04",
+    assert step_lines("step 2", LOSSES[1]) == [
+        "step 2  loss 0.5000  accuracy 50%  margin 0.100  learning_rate 1.0e-04"
     ]
-    assert describe_step({"step": 1, "loss": 0.5, "mean_token_accuracy": 0.25}) == [
-        "loss 0.5000",
-        "token accuracy 25%",
-    ]
-    assert describe_step({"step": 1, "loss": 0.5, "reward": 0.25}) == ["reward 0.250"]
+    row = {"step": 1, "loss": 0.5, "mean_token_accuracy": 0.25}
+    assert step_lines("step 1", row) == ["step 1  loss 0.5000  mean_token_accuracy 25%"]
+    row = {"step": 1, "loss": 0.5, "reward": 0.25}
+    assert step_lines("step 1", row) == ["step 1  reward 0.250"]
+
+
+FULL_ROW = ROW | {
+    "kl": 0.0123,
+    "ycore/sampling/yield": 0.5,
+    "ycore/eval/reward": 0.5,
+    "ycore/eval/reward/low": 0.25,
+    "ycore/eval/reward/high": 0.75,
+    "ycore/eval/pass@1": 0.5,
+}
+
+
+def test_a_plain_line_fits_80_columns_and_greps() -> None:
+    """The most useful figures come first, each whole and by its name in metrics.jsonl."""
+    lines = step_lines("step 300/1000", FULL_ROW, "12 h 05 min left")
+    assert lines[0].startswith("step 300/1000  reward 0.417  kl 0.0123  time/step 10.0")
+    assert lines[0].endswith("  12 h 05 min left")
+    assert lines[1] == "step 300/1000  eval/reward 0.500 (0.250 to 0.750)  eval/pass@1 0.500"
+    assert all(len(line) <= 80 for line in lines)
+    for line in lines:
+        for part in line.removesuffix("  12 h 05 min left").split("  ")[1:]:
+            assert any(name.endswith(part.split()[0]) for name in FULL_ROW), part
+
+
+def test_a_problem_of_a_reward_has_a_line_of_its_own() -> None:
+    lines = step_lines("step 3", ROW | {"ycore/reward_problems": {"raised KeyError: 'a'": 2}})
+    assert lines[1:] == ["step 3  masked 2 x raised KeyError: 'a'"]
+
+
+def test_where_nothing_is_printed_a_line_says_what_goes_on() -> None:
+    """Of a run whose engines start, of one that generates, and of one that evaluates; none once it is over."""
+    stream = io.StringIO()
+    scene = Scene(
+        Activity(), 1030.0, False, None, None, starting="starting for 9 s: engine-0 compiling"
+    )
+    progress = PlainProgress(4, "step", stream, lambda: scene)
+    try:
+        assert progress.now() == "starting for 9 s: engine-0 compiling"
+        scene = Scene(Activity(), 1030.0, False, 1000.0, 990.0)
+        assert progress.now().endswith("30 s into the step")
+        progress.step(ROW | {"step": 2})
+        assert progress.now().startswith("after step 2/4, ")
+        work = Work("evaluating", total=8, unit="prompts", done=2, began=1020.0)
+        scene = replace(scene, work=work)
+        assert progress.now() == "evaluating for 10 s, 2 of 8 prompts, 0.2/s, 30 s left"
+        scene = replace(scene, is_over=True)
+        assert progress.now() == ""
+    finally:
+        progress.close()
 
 
 class Shown:
@@ -154,11 +201,11 @@ def test_a_notebook_gets_one_table_that_every_step_updates(
     table = shown.last["text/html"]
     assert table.count("<tr>") == 11 and "<p>step 13/14  10 s left</p>" in table
     assert (
-        "<tr><th>step</th><th>reward</th><th>length</th><th>zero-variance</th><th>sync s</th>"
+        "<tr><th>step</th><th>reward</th><th>time/step</th><th>tokens_per_s</th><th>mean_length</th>"
         in table
     )
     assert (
-        "<tr><td>13</td><td>1.300</td><td>12</td><td>25%</td><td>0.5</td>" in table
+        "<tr><td>13</td><td>1.300</td><td>10.0</td><td>432</td><td>12</td>" in table
         and "<td>3</td>" not in table
     )
 
@@ -170,7 +217,7 @@ def test_a_terminals_ipython_is_no_notebook(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_table_has_the_numbers_that_its_steps_have() -> None:
     assert (
-        "<tr><th>step</th><th>loss</th><th>accuracy</th><th>margin</th><th>rate</th></tr>"
+        "<tr><th>step</th><th>loss</th><th>accuracy</th><th>margin</th><th>learning_rate</th></tr>"
         in steps_as_html("sft", LOSSES)
     )
     rows = [
@@ -181,11 +228,11 @@ def test_the_table_has_the_numbers_that_its_steps_have() -> None:
     table = steps_as_html("<run>", rows)
     assert (
         table.startswith("<p>&lt;run&gt;</p>")
-        and "<th>held-out reward</th><th>problems</th>" in table
+        and "<th>eval/reward</th><th>problems</th>" in table
     )
     assert r"<td>2 x raised KeyError: &#x27;&lt;b&gt;\x1b&#x27;</td>" in table
     assert table.endswith(
-        "<td>4</td>" + "<td></td>" * 8 + "<td>0.500</td><td></td></tr></table>"
+        "<td>4</td>" + "<td></td>" * 9 + "<td>0.500</td><td></td></tr></table>"
     )
     assert steps_as_html("empty", []) == "<p>empty</p><table><tr></tr></table>"
 

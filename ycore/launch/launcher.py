@@ -83,11 +83,11 @@ def run_worker(
     if isinstance(config, RunConfig):
         check_run(config, site)
     folder_claim = claim(site.folder, config, resume=resume)
+    activity = RunActivity(site.folder.root)
     if kind.trains:
-        activity = RunActivity(site.folder.root)
         progress = open_progress(config.steps or num_steps, look=activity.look)
     else:
-        progress = open_progress(None, unit="prompts")
+        progress = open_progress(None, unit="prompts", look=activity.look)
     run = LocalRun(kind, config, site, progress, began)
     try:
         with StopRequests() as stops, guarded(site.folder, folder_claim):

@@ -85,6 +85,7 @@ class Supervisor:
 
     def _start_trainer(self) -> TrainerProcess:
         self.folder.step_began.unlink(missing_ok=True)
+        self.folder.work.unlink(missing_ok=True)
         self._step_began_ns = 0  # 0 before the first step of this trainer
         self._progressed = time.monotonic()
         checkpoints = checkpoints_in(self.folder.checkpoints)

@@ -47,6 +47,8 @@ class RunFolder:
         self.logs = root / "logs"
         # Touched on every machine when a step begins; not there while the trainer is still starting.
         self.step_began = root / "step_began"
+        # What the trainer, or who is in its place, is busy with beside its steps.
+        self.work = root / "work.json"
 
     def log(self, process: str) -> Path:
         return self.logs / f"{process}.log"

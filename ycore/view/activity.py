@@ -1,9 +1,11 @@
 """Read what a run does at this moment: its slots, its queues, the phase of its step.
 
-The sources are trace.json, and the times of `step_began`, touched when a step begins, and of metrics.jsonl.
+The sources are trace.json, the times of `step_began`, touched when a step begins, and of metrics.jsonl, and until the
+first step the logs of the engines.
 """
 
 import math
+import os
 import threading
 import time
 from collections import Counter
@@ -11,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
 from ycore.run.text import as_duration
 from ycore.run.trace import (
@@ -26,6 +29,7 @@ from ycore.run.trace import (
     Span,
     TraceFollower,
 )
+from ycore.run.work import Work, read_work
 
 PHASES: Mapping[str, str] = {
     SYNC: "sending weights",
@@ -42,6 +46,21 @@ _ROLE_WORDS = {
     "teacher": "teaching",
 }
 _LONG_S = 10.0
+
+_ENGINE_PHASES = (
+    (b"Initializing a V1 LLM engine", "starting"),
+    (b"Starting to load model", "loading weights"),
+    (b"Loading weights took", "warming up"),
+    (b"Dynamo bytecode transform", "compiling"),
+    (b"Compiling a graph", "compiling"),
+    (b"torch.compile took", "warming up"),
+    (b"torch.compile takes", "warming up"),
+    (b"Capturing CUDA graphs", "capturing CUDA graphs"),
+    (b"init engine (", "opening its socket"),
+    (b"Available routes are", "ready"),
+)
+"""Parts of vLLM's log, and what the engine does from there on."""
+_LOG_TAIL = 1 << 16
 
 Place = tuple[int, int]
 """(rank, slot)"""
@@ -86,6 +105,8 @@ class Scene:
     is_over: bool
     step_began: float | None
     step_ended: float | None
+    starting: str = ""  # what the processes of a run that has not begun do
+    work: Work | None = None  # of the trainer, beside its steps
 
     @property
     def has_begun(self) -> bool:
@@ -132,7 +153,9 @@ class Scene:
     def now(self) -> str:
         """Return `training for 12 s, 28 s into the step`: the phase of the rank that is least far in this step."""
         if self.step_began is None:
-            return "starting"
+            return self.starting or "starting"
+        if self.work is not None:
+            return self.work.line(self.until)
         if self.step_ended is not None and self.step_ended >= self.step_began:
             return f"between steps for {self._time_since(self.step_ended)}"
         elapsed = f"{self._time_since(self.step_began)} into the step"
@@ -204,7 +227,63 @@ class RunActivity:
             self._activity.add([Mark(FULL, 0, 0.0)])
         until = self._activity.newest if is_over else time.time()
         step_began = _touched(self._folder.step_began)
-        return Scene(self._activity, until, is_over, step_began, _touched(self._folder.metrics))
+        ended = _touched(self._folder.metrics)
+        work = None if is_over else read_work(self._folder.work)
+        starting = "" if step_began is not None else starting_words(self._folder, until)
+        return Scene(
+            self._activity,
+            until,
+            is_over=is_over,
+            step_began=step_began,
+            step_ended=ended,
+            starting=starting,
+            work=work,
+        )
+
+
+def starting_words(folder: RunFolder, now: float) -> str:
+    """Return `starting for 12 s: 2 engines loading weights, trainer loading the model`, from the processes' logs."""
+    began = _touched(folder.engines)
+    if began is None:
+        return ""
+    plan = read_json(folder.engines)
+    names = [
+        *plan["engines"],
+        *(name for scorer in plan.get("scorers", ()) for name in scorer["engines"]),
+    ]
+    by_phase: dict[str, list[str]] = {}
+    for name in names:
+        by_phase.setdefault(engine_phase(folder.log(name), since=began), []).append(name)
+    words = [
+        f"{who[0] if len(who) == 1 else f'{len(who)} engines'} {phase}"
+        for phase, who in by_phase.items()
+        if phase
+    ]
+    work = read_work(folder.work)
+    if work is not None:
+        words.append(f"trainer {work.words}")
+    elif folder.log("trainer").is_file():
+        words.append("trainer loading its libraries")
+    return ": ".join(
+        [f"starting for {as_duration(now - began)}", *filter(None, [", ".join(words)])]
+    )
+
+
+def engine_phase(log: Path, *, since: float) -> str:
+    """Return what the engine with this log does, such as `loading weights`; nothing while there is no log.
+
+    A log that was not written to `since` is that of an earlier start.
+    """
+    try:
+        if log.stat().st_mtime < since:
+            return "starting"
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_TAIL))
+            tail = file.read()
+    except OSError:
+        return ""
+    places = [(tail.rfind(mark), phase) for mark, phase in _ENGINE_PHASES if mark in tail]
+    return max(places, default=(0, "starting"))[1]
 
 
 def slot_names(places: Sequence[Place]) -> list[str]:

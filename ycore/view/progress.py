@@ -1,7 +1,7 @@
 """Show a run while it goes on: a live view in a terminal, a table in a notebook, else one line a step.
 
 The live view has the run's reward, its groups, where its step's time goes, and its slots. It never shrinks while the run
-goes on, and it fits 80 columns.
+goes on. It fits 40 columns and more: what does not fit is left out whole, and no name is cut. A plain line fits 80.
 
 `follow_run` shows the same of a run from another terminal, while it goes on or once it has ended.
 """
@@ -19,9 +19,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
-from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
@@ -38,6 +38,7 @@ from ycore.run.metrics import (
 )
 from ycore.run.paths import RunFolder
 from ycore.run.text import as_duration, printable, topic
+from ycore.run.work import Pulse, current, progress_bar, quiet
 from ycore.view.activity import PHASES, RunActivity, Scene, slot_names
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -67,27 +68,37 @@ _NUMBERS = {
     ),
 }
 
+# The most useful first: a line has as many as fit. The names are those of metrics.jsonl, without `ycore/`.
 EVALUATED = (
-    ("held-out reward {:.3f}", "ycore/eval/reward"),
+    ("eval/reward {:.3f}", "ycore/eval/reward"),
     ("({:.3f}", "ycore/eval/reward/low"),
     ("to {:.3f})", "ycore/eval/reward/high"),
-    ("pass@1 {:.3f}", "ycore/eval/pass@1"),
-    ("held-out loss {:.4f}", "ycore/eval/loss"),
-    ("accuracy {:.0%}", "ycore/eval/accuracy", "ycore/eval/rewards/accuracies"),
-    ("token accuracy {:.0%}", "ycore/eval/mean_token_accuracy"),
+    ("eval/pass@1 {:.3f}", "ycore/eval/pass@1"),
+    ("eval/loss {:.4f}", "ycore/eval/loss"),
+    ("eval/accuracy {:.0%}", "ycore/eval/accuracy", "ycore/eval/rewards/accuracies"),
+    ("eval/mean_token_accuracy {:.0%}", "ycore/eval/mean_token_accuracy"),
     ("over-optimised: the judge fell by {:.3f}", "ycore/eval/judge_fell"),
 )
 _STEP = (
-    ("length {:.0f}", "completions/mean_length"),
-    ("zero-variance {:.0%}", "frac_reward_zero_std"),
-    ("yield {:.0%}", "ycore/sampling/yield"),
-    ("sync {:.1f} s", "ycore/time/sync"),
-    ("round {:.1f} s", "ycore/time/round"),
-    ("train {:.1f} s", "ycore/time/train"),
-    ("{:.0f} tok/s", "ycore/tokens_per_s"),
-    ("gap {:.4f}", "ycore/logprob_gap"),
+    ("kl {:.4f}", "kl"),
+    ("time/step {:.1f}", *STEP_SECONDS),
+    ("tokens_per_s {:.0f}", "ycore/tokens_per_s"),
+    ("mean_length {:.0f}", "completions/mean_length"),
+    ("frac_reward_zero_std {:.2f}", "frac_reward_zero_std"),
+    ("time/round {:.1f}", "ycore/time/round"),
+    ("time/train {:.1f}", "ycore/time/train"),
+    ("time/sync {:.1f}", "ycore/time/sync"),
+    ("sampling/yield {:.2f}", "ycore/sampling/yield"),
+    ("logprob_gap {:.4f}", "ycore/logprob_gap"),
 )
 _EVALUATED = (EVALUATED[0], EVALUATED[3])  # without the interval
+_LINE_COLUMNS = 80
+_TWO_BLOCKS_COLUMNS = 120
+_MAX_SPARKLINE = 60
+_MAX_BAR = 40
+_WORK_BAR = 16
+_LABEL_COLUMNS = 10  # `rank 12, 3` is the longest
+_ENDS_OF_PARTS = re.compile(r",? {2,}|, ")
 _MAX_ROWS = 10  # of a table
 
 Look = Callable[[], Scene]
@@ -137,36 +148,45 @@ class RunView:
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> Iterator[RenderableType]:
-        step = int(number(self._last, "step") or 0)
-        total = "" if self._num_steps is None else f"/{self._num_steps}"
-        bar: RenderableType = ""
-        if self._num_steps:
-            bar = ProgressBar(total=self._num_steps, completed=step, width=24)
-        head = Table.grid(padding=(0, 2))
-        head.add_row(f"{self._unit} {step}{total}", bar, self._time_left)
-        yield head
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="dim", no_wrap=True)
-        table.add_column(no_wrap=True, overflow="ellipsis")
-        lines = self._lines()
-        if self._look is not None:
-            lines += self._scene_lines(self._look())
-        for name, text in lines:
-            table.add_row(name, text if isinstance(text, Text) else Text(text))
-        yield table
+        width = options.max_width
+        scene = None if self._look is None else self._look()
+        yield self._head(width)
+        lines = [] if scene is None else self._scene_lines(scene)
+        if lines and width >= _TWO_BLOCKS_COLUMNS:
+            half = (width - 2) // 2
+            blocks = Table.grid(padding=(0, 2))
+            blocks.add_row(_block(self._lines(half), half), _block(lines, half))
+            yield blocks
+        else:
+            yield _block(self._lines(width) + lines, width)
 
-    def _lines(self) -> list[Line]:
+    def _head(self, width: int) -> Text:
+        """Return `step 3/10  ━━━━━━────────  1 min 10 s left`."""
+        step = int(number(self._last, "step") or 0)
+        head = f"{self._unit} {step}" + (
+            "" if self._num_steps is None else f"/{self._num_steps}"
+        )
+        columns = min(_MAX_BAR, width - len(head) - len(self._time_left) - 4)
+        bar = ""
+        if self._num_steps and columns > 0:
+            bar = progress_bar(min(1.0, step / self._num_steps), columns)
+        return Text("  ").join(
+            part for part in (Text(head), Text(bar, "green"), Text(self._time_left)) if part
+        )
+
+    def _lines(self, width: int) -> list[Line]:
         row = self._last
         lines: list[Line] = []
         if self._values:
             spread = number(row, "reward_std")
             last = f"{self._values[-1]:.3f}" + ("" if spread is None else f" ± {spread:.3f}")
-            bars = sparkline(self._values, width=32)
+            columns = min(_MAX_SPARKLINE, width - _LABEL_COLUMNS - len(last) - 2)
+            bars = sparkline(self._values, width=max(1, columns))
             lines.append((self._watched, Text.assemble(f"{last}  ", (bars, "green"))))
         lines += [(name, "  ".join(parts(row, formats))) for name, formats in _NUMBERS.items()]
         if self._evaluated:
-            figures = " ".join(parts(self._evaluated, EVALUATED)).removeprefix("held-out ")
-            lines.append(("held out", f"{figures} at step {self._evaluated['step']}"))
+            figures = _evaluation_words(self._evaluated).replace("eval/", "")
+            lines.append(("held out", f"{figures}  at step {self._evaluated['step']}"))
         lines.append(("slowest", slowest_part(row)))
         if self._has_masked:
             lines.append(("masked", ", ".join(reward_problems(row)) or "none"))
@@ -177,7 +197,10 @@ class RunView:
         """Return what the run does, its queues, and a line a slot."""
         if scene.is_over:
             return []
-        lines: list[Line] = [("now", scene.now())]
+        now = Text(scene.now())
+        if scene.work is not None and (share := scene.work.share()) is not None:
+            now = Text.assemble((progress_bar(share, _WORK_BAR), "green"), "  ", now)
+        lines: list[Line] = [("now", now)]
         if queues := scene.queue_words():
             lines.append(("queues", "   ".join(queues)))
         slots = scene.slots()
@@ -186,6 +209,28 @@ class RunView:
             lines.append((name, "   ".join(slots[place]) or "idle"))
         num_more = len(slots) - len(places)
         return [*lines, ("", f"and {num_more} more")] if num_more else lines
+
+
+def _block(lines: Sequence[Line], width: int) -> Table:
+    """Put lines beneath each other, their names in full, of their texts as much as fits in whole parts."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    label_columns = max((len(name) for name, _ in lines), default=0)
+    columns = max(1, width - label_columns - 2)
+    table.add_column(style="dim", no_wrap=True, width=label_columns)
+    table.add_column(no_wrap=True, overflow="ellipsis", width=columns)
+    for name, text in lines:
+        text = text if isinstance(text, Text) else Text(text)
+        table.add_row(name, text[: len(first_parts(text.plain, columns))])
+    return table
+
+
+def first_parts(text: str, columns: int) -> str:
+    """Return as many parts of a text, which end with a comma or two spaces, as fit; the whole of a first that is longer."""
+    if len(text) <= columns:
+        return text
+    ends = [match.start() for match in _ENDS_OF_PARTS.finditer(text)]
+    fitting = [end for end in ends if end <= columns]
+    return text[: max(fitting)] if fitting else text[: min(ends, default=len(text))]
 
 
 class TimeLeft:
@@ -278,30 +323,57 @@ def open_progress(
         return TableProgress(num_steps, unit, sys.stdout, display)
     stream = sys.stdout if stream is None else stream
     if not stream.isatty():
-        return PlainProgress(num_steps, unit, stream)
+        return PlainProgress(num_steps, unit, stream, look)
     return LiveProgress(num_steps, unit, stream, look)
 
 
 class PlainProgress:
-    """One line a step, for logs and pipes. Whatever a model, a dataset or a reward wrote is shown as data."""
+    """One line a step, for logs and pipes. Whatever a model, a dataset or a reward wrote is shown as data.
 
-    def __init__(self, num_steps: int | None, unit: str, stream: TextIO) -> None:
+    With `look`, a line that begins with `now` says what goes on where nothing was printed for 5 s.
+    """
+
+    def __init__(
+        self, num_steps: int | None, unit: str, stream: TextIO, look: Look | None = None
+    ) -> None:
         self._unit = unit
         self._total = "" if num_steps is None else f"/{num_steps}"
         self._stream = stream
+        self._look = look
         self._clock = TimeLeft(num_steps)
+        self._step = 0
+        self._pulse: Pulse | None = None
+        if look is not None:
+            self._pulse = Pulse(stream, self.now).__enter__()
 
     def say(self, line: str) -> None:
         """Print a line about the run as a whole: engines starting, a model being fetched."""
         print(printable(line), file=self._stream, flush=True)
+        if self._pulse is not None:
+            self._pulse.end_silence()
 
     def step(self, row: Row) -> None:
         """Print one row of metrics.jsonl."""
         if "step" in row:
+            self._step = int(number(row, "step") or 0)
             head = f"{self._unit} {row['step']}{self._total}"
-            self.say("  ".join([head, *describe_step(row), self._clock.after(row)]).rstrip())
+            for line in step_lines(head, row, self._clock.after(row)):
+                self.say(line)
+
+    def now(self) -> str:
+        """Return what goes on, in this process or in the run; nothing once the run is over."""
+        if (work := current()) is not None:
+            return work.line(time.time())
+        if self._look is None or (scene := self._look()).is_over:
+            return ""
+        is_in_step = scene.step_began is not None and scene.work is None
+        head = f"after {self._unit} {self._step}{self._total}, " if self._step else ""
+        return (head if is_in_step else "") + scene.now()
 
     def close(self) -> None:
+        if self._pulse is not None:
+            self._pulse.__exit__()
+            self._pulse = None
         self._stream.flush()
 
 
@@ -312,12 +384,31 @@ class LiveProgress:
         self, num_steps: int | None, unit: str, stream: TextIO, look: Look | None = None
     ) -> None:
         self._view = RunView(num_steps, unit=unit, look=look)
+        self._look = look
+        self._quiet = quiet()
+        self._quiet.__enter__()
+        self._spinner = Spinner("dots")
         self._live = Live(
             console=Console(file=stream),
-            refresh_per_second=2,
-            get_renderable=lambda: self._view if self._view.has_begun else "",
+            refresh_per_second=4,
+            get_renderable=self._renderable,
         )
         self._live.start()
+
+    def _renderable(self) -> RenderableType:
+        """Return the view, and beneath it what the launcher itself is busy with, or what starts."""
+        work = current()
+        words = "" if work is None else work.line(time.time())
+        if self._view.has_begun:
+            view: list[RenderableType] = [self._view]
+        else:
+            view = []
+            words = words or ("" if self._look is None else self._look().starting)
+        if words:
+            row = Table.grid(padding=(0, 1))
+            row.add_row(self._spinner, Text(words, no_wrap=True, overflow="ellipsis"))
+            view.append(row)
+        return Group(*view)
 
     def say(self, line: str) -> None:
         self._live.console.print(Text(printable(line)), soft_wrap=True)
@@ -328,6 +419,7 @@ class LiveProgress:
     def close(self) -> None:
         """Leave the terminal as it was."""
         self._live.stop()
+        self._quiet.__exit__(None, None, None)
 
 
 class TableProgress(PlainProgress):
@@ -367,14 +459,32 @@ def _display_of_notebook() -> Callable[..., Any] | None:
     return display
 
 
-def describe_step(row: Row) -> list[str]:
-    """Write the numbers of one step that a person watches."""
-    words = [
-        *parts(row, [*_formats(row), *EVALUATED]),
-        *reward_problems(row),
-        restarted_workers(row),
-    ]
-    return [word for word in words if word]
+def step_lines(head: str, row: Row, time_left: str = "") -> list[str]:
+    """Write a step on a line of 80 columns, the most useful numbers first; an evaluation and problems on their own."""
+    figures = ""
+    room = _LINE_COLUMNS - len(f"{head}  {time_left}".rstrip())
+    for word in parts(row, _formats(row)):
+        if len(figures) + len(word) + 2 > room:
+            break
+        figures += f"  {word}"
+    lines = []
+    evaluation = _evaluation_words(row)
+    problems = ", ".join(reward_problems(row))
+    if figures or not evaluation:
+        lines.append(f"{head}{figures}  {time_left}".rstrip())
+    if evaluation:
+        lines.append(f"{head}  {evaluation}")
+    if problems:
+        lines.append(f"{head}  masked {problems}")
+    if restarts := restarted_workers(row):
+        lines.append(f"{head}  {restarts}")
+    return lines
+
+
+def _evaluation_words(row: Row) -> str:
+    """Return `eval/reward 0.512 (0.470 to 0.553)  eval/pass@1 0.500`; nothing for a row without an evaluation."""
+    words = "  ".join(parts(row, EVALUATED))
+    return words.replace("  (", " (").replace("  to ", " to ")
 
 
 def _formats(row: Row) -> list[tuple[str, ...]]:
@@ -386,15 +496,15 @@ def _formats(row: Row) -> list[tuple[str, ...]]:
         ("loss {:.4f}", "loss"),
         accuracy
         if parts(row, [accuracy])
-        else ("token accuracy {:.0%}", "mean_token_accuracy"),
+        else ("mean_token_accuracy {:.0%}", "mean_token_accuracy"),
         ("margin {:.3f}", "rewards/margins", "margin"),
-        ("rate {:.1e}", "learning_rate"),
+        ("learning_rate {:.1e}", "learning_rate"),
         *_STEP,
     ]
 
 
 def steps_as_html(head: str, rows: Iterable[Row], *, unit: str = "step") -> str:
-    """Write the last of these steps as a table, a row each: the numbers of `describe_step` that any of them has."""
+    """Write the last of these steps as a table, a row each: the numbers of `step_lines` that any of them has."""
     rows = [row for row in rows if "step" in row][-_MAX_ROWS:]
     columns = {unit: [str(row["step"]) for row in rows]}
     formats = dict.fromkeys(form for row in rows for form in (*_formats(row), *_EVALUATED))
@@ -429,9 +539,12 @@ def follow_run(root: Path, *, stream: TextIO | None = None, once: bool = False) 
         )
     config = read_json(folder.config).get("config", {})
     activity = RunActivity(root, goes_on=lambda: is_held(folder))
-    has_steps = config.get("algorithm") != "eval"
+    evaluates = config.get("algorithm") == "eval"
     progress = open_progress(
-        config.get("steps"), stream=stream, look=activity.look if has_steps else None
+        None if evaluates else config.get("steps"),
+        unit="prompts" if evaluates else "step",
+        stream=stream,
+        look=activity.look,
     )
     try:
         progress.say(

@@ -13,6 +13,7 @@ from ycore_cli.output import newest_run, print_line, print_table
 
 from ycore.errors import ConfigError, RunFolderError, nearest
 from ycore.run.text import printable
+from ycore.run.work import quiet, working
 
 Name = Annotated[
     str,
@@ -111,13 +112,17 @@ def chat(
         settings = ChatSettings(
             max_tokens, temperature, seed, turns, trained.template_arguments(name)
         )
-        chats.append(Chat(folder, settings))
+        with working(f"loading {name}"):
+            chats.append(Chat(folder, settings))
     is_asked = sys.stdin.isatty() and not prompt
     if is_asked:
         print_line(f"{' and '.join(names)}; Ctrl-D ends")
     for text in prompt or _typed(is_asked):
         if against is None:
-            chats[0].say(text, show=lambda words: print(printable(words), end="", flush=True))
+            with quiet():
+                chats[0].say(
+                    text, show=lambda words: print(printable(words), end="", flush=True)
+                )
             print(flush=True)
             continue
         answers = [chat.say(text) for chat in chats]
@@ -135,7 +140,8 @@ def _typed(is_asked: bool) -> Iterator[str]:
     """Yield the lines of standard input that are not empty."""
     while True:
         try:
-            line = input("> " if is_asked else "")
+            with quiet():
+                line = input("> " if is_asked else "")
         except (EOFError, KeyboardInterrupt):
             return
         if line.strip():
@@ -176,7 +182,8 @@ def serve(
         return 0
     if not is_vllm_installed():
         raise ConfigError(f"ycore serve needs vLLM; {INSTALL_VLLM}")
-    return trained.serve_model(words, spec)
+    with quiet():  # vLLM speaks
+        return trained.serve_model(words, spec)
 
 
 def export(

@@ -30,6 +30,7 @@ from ycore.run.files import read_json
 from ycore.run.interrupt import StopRequests
 from ycore.run.paths import RunFolder
 from ycore.run.text import Say, printable, topic
+from ycore.run.work import working
 
 _SERVED_SEQUENCES = 8  # that a served model decodes at once on a CPU
 _SERVED_LENGTH = 4096
@@ -239,7 +240,16 @@ def export_model(folder: Path, target: Path, *, form: str, name: str) -> None:
 
         write_gguf(folder, target, name=name)
         return
-    shutil.copytree(folder, target, ignore=shutil.ignore_patterns(*_LEFT_OUT))
+    num_files = sum(file.is_file() for file in folder.rglob("*"))
+    with working(f"copying to {target}", total=num_files, unit="files") as work:
+
+        def copy(source: str, copied: str) -> None:
+            shutil.copy2(source, copied)
+            work.add()
+
+        shutil.copytree(
+            folder, target, ignore=shutil.ignore_patterns(*_LEFT_OUT), copy_function=copy
+        )
 
 
 # -- push --------------------------------------------------------------------------------------------------------------
@@ -350,9 +360,12 @@ def push(folder: Path, *, repo: str, private: bool, say: Say) -> None:
     api = HfApi()
     try:
         api.create_repo(repo, private=private, exist_ok=True)
-        sent = api.upload_folder(
-            repo_id=repo, folder_path=folder, commit_message="Upload a model trained with ycore"
-        )
+        with working(f"sending to {repo}"):
+            sent = api.upload_folder(
+                repo_id=repo,
+                folder_path=folder,
+                commit_message="Upload a model trained with ycore",
+            )
     except (HfHubHTTPError, OSError, ValueError) as problem:
         first = str(problem).strip().splitlines()[0]
         raise RunError(

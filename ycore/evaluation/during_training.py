@@ -37,6 +37,7 @@ from ycore.round.step import Controller
 from ycore.run.files import read_json, sync, write_json_atomic
 from ycore.run.metrics import STEP_SECONDS, is_evaluation, read_metrics
 from ycore.run.paths import RunFolder
+from ycore.run.work import working
 
 _RECORD = "evaluation.json"  # in the folder of the best model: its step and figures
 
@@ -161,7 +162,8 @@ class Evaluation(TrainerCallback, ABC):
     def _measure(self, step: int) -> dict[str, float]:
         """Return the metrics of the model of this step, which is kept where it is the best so far."""
         self._run.mark_progress()
-        figures = self._figures(step)
+        with working("evaluating on held-out rows"):
+            figures = self._figures(step)
         self._keep(step, figures)
         return figures
 

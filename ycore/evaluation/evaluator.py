@@ -20,7 +20,9 @@ from ycore.evaluation.held_out import (
 from ycore.run.files import sync, write_json_atomic
 from ycore.run.interrupt import on_stop
 from ycore.run.metrics import MetricsWriter
+from ycore.run.paths import RunFolder
 from ycore.run.reports import run_alone
+from ycore.run.work import publish_work, working
 from ycore.types import Group
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ _PROMPTS_AT_ONCE = 64  # enough to keep the engines busy, few enough to hold
 def _evaluate(root: Path) -> None:
     from ycore.round.assemble import assemble
 
+    publish_work(RunFolder(root).work)
     parts = assemble(root)
     config = parts.config
     engines = [] if config.given_pairs else parts.engines(own_model(parts))
@@ -104,12 +107,14 @@ def _run_rounds(
     with (
         closing(MetricsWriter(metrics)) as writer,
         completions.open("w", encoding="utf-8") as file,
+        working("evaluating", total=num_prompts, unit="prompts") as work,
     ):
         while len(done) < num_prompts:
             num_groups = min(_PROMPTS_AT_ONCE, num_prompts - len(done))
             groups = controller.next_round(step=0, num_groups=num_groups)
             _write_completions(groups, file)
             done += groups
+            work.add(len(groups))
             first_rewards = [scores[0].value for group in done for scores in group.scores_GR]
             writer.write({"step": len(done), "reward": mean_of_known(first_rewards)})
     for path in (metrics, completions):

@@ -22,6 +22,7 @@ from ycore.rewards.answers import final_answer
 from ycore.rewards.loading import reward_names
 from ycore.run.metrics import EVALUATION, STEP_SECONDS, Row, is_evaluation, number, pass_at_k
 from ycore.run.tasks import together
+from ycore.run.work import working
 from ycore.scoring.group_rewards import constraints_of, total_reward
 from ycore.types import Draw, Group
 
@@ -96,11 +97,15 @@ async def _write_groups(
 ) -> list[Group]:
     room = asyncio.Semaphore(controller.rules.max_in_flight or _PROMPTS_IN_FLIGHT)
 
-    async def write(draw: Draw) -> Group:
-        async with room:
-            return (await controller.group(draw, step=step)).group
+    with working("evaluating", total=len(draws), unit="prompts") as work:
 
-    return await together([write(draw) for draw in draws])
+        async def write(draw: Draw) -> Group:
+            async with room:
+                group = (await controller.group(draw, step=step)).group
+            work.add()
+            return group
+
+        return await together([write(draw) for draw in draws])
 
 
 def count_groups(groups: Iterable[Group], config: RunConfig) -> Table:

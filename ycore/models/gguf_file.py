@@ -13,11 +13,13 @@ from typing import Any
 from ycore.errors import ModelError
 from ycore.models.convert import PROBE, SPLITTING, set_splitting
 from ycore.models.folder import read_settings
+from ycore.run.work import working
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """transformers' `model_type` -> GGUF's `general.architecture`."""
 
 _INSTEAD = "export it with --format merged, and convert that folder with llama.cpp's convert_hf_to_gguf.py"
+_BF16_BYTES = 2
 _NORMAL = 1
 _CONTROL = 3
 _USER_DEFINED = 4
@@ -60,20 +62,24 @@ def write_gguf(folder: Path, file: Path, *, name: str) -> None:
     _add_sizes(writer, config)
     _add_tokenizer(writer, tokenizer, folder, size=config["vocab_size"])
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config["num_hidden_layers"])
-    for tensor, values in _tensors(folder, config):
-        written = names.get_name(tensor, try_suffixes=(".weight", ".bias"))
-        if written is None:
-            raise ModelError(
-                f"{folder} has the weight {tensor}, which GGUF's {arch} has not; {_INSTEAD}"
-            )
-        if values.ndim == 1:
-            writer.add_tensor(written, values)
-        else:
-            kind = gguf.GGMLQuantizationType.BF16
-            writer.add_tensor(written, gguf.quants.quantize(values, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    num_bytes = sum(part.stat().st_size for part in folder.glob("*.safetensors"))
+    with working(f"converting {name}", total=num_bytes, unit="MB") as work:
+        for tensor, values in _tensors(folder, config):
+            written = names.get_name(tensor, try_suffixes=(".weight", ".bias"))
+            if written is None:
+                raise ModelError(
+                    f"{folder} has the weight {tensor}, which GGUF's {arch} has not; {_INSTEAD}"
+                )
+            if values.ndim == 1:
+                writer.add_tensor(written, values)
+            else:
+                kind = gguf.GGMLQuantizationType.BF16
+                writer.add_tensor(written, gguf.quants.quantize(values, kind), raw_dtype=kind)
+            work.add(_BF16_BYTES * values.size)
+    with working(f"writing {file}"):
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
     writer.close()
     partial.replace(file)
 

@@ -23,6 +23,7 @@ from ycore.run.reports import (
     take_place,
     this_rank,
 )
+from ycore.run.work import publish_work, working
 
 
 class AlgorithmRun(Protocol):
@@ -113,8 +114,12 @@ def _outcome(error: BaseException) -> tuple[int, str]:
 
 def _train(folder: RunFolder, report: Callable[[BaseException], None]) -> int:
     """Train, and turn an expected error into one line and an exit status."""
+    if this_rank().number == 0:
+        publish_work(folder.work)
     try:
-        return _train_and_save(open_run(folder.root), report)
+        with working("loading the model"):
+            run = open_run(folder.root)
+        return _train_and_save(run, report)
     except YcoreError as error:
         known = error
     except OSError as error:
@@ -127,7 +132,8 @@ def _train_and_save(run: AlgorithmRun, report: Callable[[BaseException], None]) 
     on_stop(lambda: run.stop.set())
     try:
         run.train()
-        run.save()
+        with working("saving the model"):
+            run.save()
     except Interrupted as stopped:
         run.save_checkpoint()
         print(f"interrupted: {stopped}", file=sys.stderr)

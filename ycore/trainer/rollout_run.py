@@ -18,6 +18,7 @@ from ycore.round.peers import Peers, TorchPeers
 from ycore.round.step import Controller
 from ycore.run.claim import files_fingerprint, model_fingerprint
 from ycore.run.files import write_json_atomic
+from ycore.run.work import working
 from ycore.trainer.checkpoint_writer import file_fingerprints
 from ycore.trainer.training_run import Checkpoints, RoundState, TrainingRun
 from ycore.trl.build import compute_dtype
@@ -143,10 +144,12 @@ class RolloutRun(TrainingRun):
                 print("forward of prompts with pictures: padded rows, TRL's own", flush=True)
         self._samples: dict[str, list[dict[str, Any]]] = {}
         if self._parts.config.replay is None:
-            self.controller.start(timeout_s=self._parts.config.engine.start_timeout_s)
-            if not resumes:
-                self._check_truncation()
-            self._samples["before"] = self._sample(version=0)
+            with working("waiting for the engines"):
+                self.controller.start(timeout_s=self._parts.config.engine.start_timeout_s)
+            with working("sampling before training"):
+                if not resumes:
+                    self._check_truncation()
+                self._samples["before"] = self._sample(version=0)
             self._evaluation.start(timeout_s=self._parts.config.engine.start_timeout_s)
 
     def finish(self) -> None:

@@ -267,8 +267,8 @@ def sparkline(values: Sequence[float], *, width: int) -> str:
     low, high = min(values), max(values)
     if high == low:
         return _BARS[3] * len(values)
-    scale = (len(_BARS) - 1) / (high - low)
-    return "".join(_BARS[round((value - low) * scale)] for value in values)
+    top = len(_BARS) - 1
+    return "".join(_BARS[round((value - low) / (high - low) * top)] for value in values)
 
 
 def reward_problems(row: Row) -> list[str]:

@@ -29,9 +29,9 @@ SOURCES = sorted(
 
 MAX_TOKENS = 308_700
 MAX_TOKENS_PER_LINE = 8.26
-MAX_FILES = 221
+MAX_FILES = 222
 MAX_FUNCTION_TOKENS = 500
-MAX_MEAN_IMPORTS = 5.62
+MAX_MEAN_IMPORTS = 5.64
 """Modules of ycore that a file imports: a reader who opens it must know these too."""
 MAX_IMPORTS = 21
 MAX_VAGUE_NAMES = 30

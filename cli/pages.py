@@ -41,7 +41,7 @@ class Section:
 
 
 def docs(words: DocsWords = None) -> None:
-    """Print a page of the documentation, a section of one, or search the pages.
+    """Print a page of the documentation, or find one by words.
 
     \b
     ycore docs                 the pages, in the order to read them in

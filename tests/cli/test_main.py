@@ -87,7 +87,8 @@ def test_no_line_of_the_command_list_is_cut_off(capfd: pytest.CaptureFixture[str
 def test_pages_are_listed_and_printed(capfd: pytest.CaptureFixture[str]) -> None:
     assert run(["docs"]) == 0
     listed = capfd.readouterr().out
-    assert "sandbox      Sandbox\n" in listed and "skill        ycore in one page\n" in listed
+    assert re.search(r"^  sandbox +Sandbox$", listed, re.M)
+    assert re.search(r"^  skill +ycore in one page$", listed, re.M)
     assert run(["docs", "skill"]) == 0
     _, front, page = capfd.readouterr().out.split("---\n", 2)
     assert yaml.safe_load(front).keys() == {"name", "description"} and page.startswith(
@@ -95,27 +96,6 @@ def test_pages_are_listed_and_printed(capfd: pytest.CaptureFixture[str]) -> None
     )
     assert run(["docs", "zzz"]) == 2
     assert "no page has 'zzz'; `ycore docs` lists" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "page"),
-    [
-        ("wandb", "report"),
-        ("resume", "reliability"),
-        ("images", "pictures"),
-        ("OOM", "plan"),
-        ("OpenAI as a judge", "judges"),
-        ("reward", "rewards"),
-        ("several GPUs", "parallel"),
-    ],
-)
-def test_words_find_their_page(
-    words: str, page: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["docs", *words.split()]) == 0
-    lines = capfd.readouterr().out.splitlines()
-    assert len(lines) <= 5
-    assert any(line.startswith(f"ycore docs {page} ") for line in lines[:2])
 
 
 TRAINS = [name for name in COMMANDS if name in ALGORITHMS or name in ("flow", "eval")]

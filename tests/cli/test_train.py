@@ -112,6 +112,9 @@ def test_the_plan_in_words(place: Path, capfd: pytest.CaptureFixture[str]) -> No
         "worse",
         "batch",
         "run",
+        "data",
+        "time",
+        "changed",
         "output",
         "Nothing",
     ]

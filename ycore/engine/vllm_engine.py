@@ -229,7 +229,7 @@ class VllmEngine(Server, Engine):
         """Drop the keys and values that earlier weights left; vLLM refuses while a request still holds some."""
         for _ in range(_RESET_TRIES):
             answer = await self.request_once("POST", "/reset_prefix_cache")
-            if answer.get("success") is not False:
+            if (answer or {}).get("success") is not False:
                 return
             await asyncio.sleep(_RESET_WAIT_S)
         raise SyncError(

@@ -251,7 +251,8 @@ def _fleet(config: BaseConfig, machine: Machine) -> Fleet | None:
     """Describe this machine's devices or cores; None where the speed of its devices is not known."""
     if not machine.devices:
         return Fleet(measured_core(config.dtype), len(machine.cores))
-    device = device_called(visible_gpus()[0].name)
+    gpus = visible_gpus()
+    device = device_called(gpus[0].name) if gpus else None
     return None if device is None else Fleet(device, len(machine.devices))
 
 

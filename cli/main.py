@@ -18,7 +18,7 @@ from ycore_cli.use import chat, export, serve
 
 from ycore import __version__
 from ycore.config.algorithms import ALGORITHMS, families, load_reference
-from ycore.errors import ConfigError, Interrupted, YcoreError
+from ycore.errors import ConfigError, Interrupted, YcoreError, nearest
 from ycore.run.files import file_problem
 from ycore.run.interrupt import keep_printing, run_command
 from ycore.run.text import printable
@@ -151,12 +151,22 @@ def run(arguments: Sequence[str]) -> int:
         message = "the memory is full; free some, or allow more (ulimit -v)"
         return _fail("error", message, 1, arguments)
     except typer.TyperException as error:
-        message = error.format_message().strip().rstrip(".")
-        message = f"{message[:1].lower()}{message[1:]}; see `ycore --help`"
-        return _fail("error", message, 2, arguments)
+        return _fail("error", _refusal(error), 2, arguments)
     if status == 130:
         print("interrupted", file=sys.stderr)
     return status if isinstance(status, int) else 0
+
+
+def _refusal(error: typer.TyperException) -> str:
+    """Say in our form what typer refuses: an unknown option with the nearest one of its command."""
+    option, context = getattr(error, "option_name", ""), getattr(error, "ctx", None)
+    if option and context and error.format_message().startswith("No such option"):
+        parameters = context.command.params
+        known = [name for parameter in parameters for name in parameter.opts if name[0] == "-"]
+        return f"no option {option}{nearest(option, known, limit=1) or f'; see `{context.command_path} --help`'}"
+    message = error.format_message().strip().rstrip(".").replace(". Did", "; did")
+    message = f"{message[:1].lower()}{message[1:]}"
+    return message if message.endswith("?") else f"{message}; see `ycore --help`"
 
 
 def _fail(kind: str, message: str, status: int, arguments: Sequence[str]) -> int:

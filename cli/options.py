@@ -4,9 +4,7 @@ Options that a command does not declare are fields of TRL's config, by TRL's nam
 """
 
 import inspect
-import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -434,8 +432,10 @@ def _trl_options(
         if not equals and name not in fields and name.startswith("no_") and name[3:] in flags:
             name, value = name[3:], False
         elif name not in fields or not option.startswith("--"):
+            from ycore.config.problems import familiar_words
+
             known = [*declared, *(field.option for field in fields.values())]
-            words = _familiar_words(option.replace("_", "-"), str(value or "VALUE"), entry)
+            words = familiar_words(option.replace("_", "-"), str(value or "VALUE"), entry)
             works_here = words is not None and words.split()[0] in known
             hint = f"; say {words}" if works_here else nearest(option, known, limit=1)
             raise ConfigError(f"no option {option}{hint}")
@@ -451,19 +451,6 @@ def _trl_options(
             raise ConfigError(f"{option} is given twice, and takes one value; leave one out")
         values[name] = value
     return values
-
-
-def _familiar_words(option: str, value: str, entry: AlgorithmEntry) -> str | None:
-    """Find the words for an option that another trainer calls so."""
-    import yaml
-
-    file = files("ycore.config").joinpath("familiar_options.yaml")
-    familiar = yaml.safe_load(file.read_text(encoding="utf-8"))
-    kind = entry.learns_from if isinstance(entry, Algorithm) else "rollouts"
-    words: str | None = (familiar["any"] | familiar[kind] | familiar.get(entry.name, {})).get(
-        option
-    )
-    return words and words.replace("{}", shlex.quote(value))
 
 
 def _stored(options: Mapping[str, Any], *, resume: bool) -> dict[str, Any]:

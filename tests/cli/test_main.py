@@ -217,6 +217,23 @@ sys.meta_path.insert(0, Slow())
 """
 
 
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ("gpro", "no such command 'gpro'; did you mean 'grpo'?"),
+        ("zzz", "no such command 'zzz'; see `ycore --help`"),
+        ("docs --jsn", "no option --jsn; see `ycore docs --help`"),
+        ("chat --agianst x", "no option --agianst; did you mean '--against'?"),
+        ("--verson", "no option --verson; did you mean '--version'?"),
+    ],
+)
+def test_a_mistyped_word_is_one_sentence(
+    words: str, answer: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(words.split()) == 2
+    assert capfd.readouterr().err == f"error: {answer}\n"
+
+
 @pytest.mark.parametrize("words", ["--help", "grpo --help"])
 def test_help_takes_half_a_second_of_a_processor(words: str) -> None:
     command = [*START, *words.split()]

@@ -51,10 +51,10 @@ def test_one_line_says_the_rule_the_value_and_the_way_out(
             "eval --model m --dataset d --reward r --temprature 1",
             "did you mean '--temperature'?",
         ),
-        ("grop", "no such command 'grop'. Did you mean 'grpo'?"),
-        ("recipes --jsn", "no such option: --jsn"),
+        ("grop", "no such command 'grop'; did you mean 'grpo'?"),
+        ("recipes --jsn", "no option --jsn; "),
         ("recipes extra", "extra"),
-        ("--verison", "no such option: --verison"),
+        ("--verison", "no option --verison; "),
         ("pipeline nope", "no recipe 'nope'; there are iterative-dpo, rlhf-pipeline"),
         ("grpo --recipe nope.yaml", "no such recipe file: nope.yaml; `ycore recipes` lists"),
         (

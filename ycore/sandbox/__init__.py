@@ -8,7 +8,7 @@ Outside, and trusted: `confine` (how to start a module confined), `namespaces` (
 and `user_code` (what it may read), `syscall_filter`, `watch`, `confined_worker`, `program_pool`.
 Inside, and trusted, before foreign code is there or
 beside it: `stage`, `program_server`. Inside, with foreign code in the process or at the other end of a socket:
-`remote_calls`, `unit_tests`. What these write is checked outside. docs/overview.md has a picture.
+`remote_calls`, `unit_tests`. What these write is checked outside.
 """
 
 from dataclasses import dataclass

@@ -16,6 +16,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
+# How long a command takes depends on the machine, and with it whether it says meanwhile that it goes on.
+os.environ["YCORE_PROGRESS"] = "off"
 
 
 @pytest.fixture(scope="session")

@@ -25,9 +25,22 @@ from ycore.run.work import (
 )
 
 
+@pytest.fixture(autouse=True)
+def progress_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("YCORE_PROGRESS")
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+def test_nothing_is_shown_where_progress_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("YCORE_PROGRESS", "off")
+    stream = io.StringIO()
+    with Pulse(stream, lambda: "converting") as pulse:
+        pulse.look(time.monotonic() + 10)
+    assert stream.getvalue() == ""
 
 
 def test_work_is_told_with_its_rate_and_the_time_left() -> None:

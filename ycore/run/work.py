@@ -163,7 +163,7 @@ class Pulse:
 
     Args:
         stream: a terminal gets a bar that goes when the work ends; anything else gets plain lines.
-        words: returns what goes on now; nothing is shown while it is empty.
+        words: returns what goes on now; nothing is shown while it is empty, nor with `YCORE_PROGRESS=off`.
     """
 
     _open: ClassVar[list["Pulse | None"]] = []
@@ -203,7 +203,8 @@ class Pulse:
             if self._ended.is_set() or Pulse._open[-1] is not self:
                 return
             words = self._words()
-            if not words or not self._silence.is_too_long(now):
+            is_off = os.environ.get("YCORE_PROGRESS") == "off"
+            if is_off or not words or not self._silence.is_too_long(now):
                 return
             if not self._stream.isatty():
                 print(f"now  {printable(words, one_line=True)}", file=self._stream, flush=True)

@@ -83,6 +83,8 @@ def run_worker(
     if isinstance(config, RunConfig):
         check_run(config, site)
     folder_claim = claim(site.folder, config, resume=resume)
+    for of_last_run in (site.folder.step_began, site.folder.work):
+        of_last_run.unlink(missing_ok=True)
     activity = RunActivity(site.folder.root)
     if kind.trains:
         progress = open_progress(config.steps or num_steps, look=activity.look)

@@ -271,6 +271,8 @@ def dry_run(line: str, folder: Path) -> "subprocess.CompletedProcess[str]":
     for model in models:
         if model.startswith("runs/"):
             write_stand_in(folder / model)
+    for model in re.findall(r"rm:(runs/[\w/-]+)", line):
+        write_stand_in(folder / model)
     caches = {"HF_HOME": str(folder / "hub"), "YCORE_CACHE": str(folder / "cache")}
     return subprocess.run(
         [sys.executable, "-c", ENTRY, *words],

@@ -108,6 +108,19 @@ def test_the_page_needs_nothing_else(run: Path) -> None:
     assert "url(http" not in page and "@import" not in page
 
 
+def test_the_page_is_for_dark_screens_and_for_phones_too(run: Path) -> None:
+    page = render_page(make_report([read_run(run)]))
+    style = page.partition("<style>")[2].partition("</style>")[0]
+    light, dark = re.findall(r":root \{(.*?)\}", style, re.DOTALL)
+    names = re.findall(r"--(\w+):", light)
+    assert "light dark" in light and "(prefers-color-scheme: dark)" in style
+    assert re.findall(r"--(\w+):", dark) == names, "each colour has one of its own there"
+    rest = re.sub(r":root \{.*?\}|svg, img \{.*?\}", "", style, flags=re.DOTALL)
+    assert not re.findall(r"#[0-9a-f]{3,6}\b", rest), "no other rule has a colour of its own"
+    phone = style.partition("(max-width: 640px)")[2]
+    assert re.search(r"table \{[^}]*overflow-x: auto", phone), "a wide table moves alone"
+
+
 def test_the_rewards_of_the_last_round_are_weighted_sums(run: Path) -> None:
     assert [one.reward for one in read_run(run).completions] == [2.0, 0.0, None]
 

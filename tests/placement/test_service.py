@@ -183,17 +183,24 @@ def test_a_rank_that_dies_gives_its_turns_back(socket: Path, start: Start) -> No
         start(2)
         one, other = await opened(slots_of(0, socket), slots_of(1, socket))
 
-        async def play(slots: Slots, seconds: float) -> set[int]:
-            async with slots.round():
-                found = await turns(slots, ROLLOUT, 4, seconds)
-                if slots is other:  # the round of a rank whose peer is gone has no common end
-                    done.append(found)
-                    await asyncio.sleep(60)
-                return found
+        holds_one = asyncio.Event()
+
+        async def hold() -> None:
+            async with one.round(), one.turn(ROLLOUT), one.turn(ROLLOUT):  # all that a slot has
+                holds_one.set()
+                await asyncio.sleep(60)
+
+        async def wait() -> None:
+            async with other.round():
+                await holds_one.wait()
+                done.append(await turns(other, ROLLOUT, 4))
+                # The round of a rank whose peer is gone has no common end.
+                await asyncio.sleep(60)
 
         done: list[set[int]] = []
-        holds = asyncio.create_task(play(one, 60))
-        waits = asyncio.create_task(play(other, 0.01))
+        holds = asyncio.create_task(hold())
+        waits = asyncio.create_task(wait())
+        await holds_one.wait()
         await asyncio.sleep(0.5)
         assert not done
         one.close()

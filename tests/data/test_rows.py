@@ -337,6 +337,12 @@ def test_the_plan_says_what_looks_odd(row: dict[str, Any], note: str, tmp_path: 
     assert said.startswith(note)
 
 
+def test_an_answer_in_the_turns_is_not_said_to_be_in_the_system_prompt(tmp_path: Path) -> None:
+    row = {"system": "Be brief.", "conversations": [user("Q?"), said("A.")]}
+    read = examples(write_jsonl(tmp_path / "a.jsonl", [row]), "sft").reading["in_words"]
+    assert read == "question from system + conversations, answer from conversations"
+
+
 def test_the_plan_counts_prompts_without_an_answer_and_lists_that_are_text(
     tmp_path: Path,
 ) -> None:

@@ -591,7 +591,7 @@ class RowReader:
             answer = "chosen and rejected"
         elif self.needs.kind != "prompts":
             question = question or "text"
-            answer = answer or question
+            answer = answer or self._question_name or question
         parts = [f"question from {question or self.prompt_column or 'the environment'}"]
         if answer:
             parts.append(f"answer from {answer}")

@@ -208,9 +208,8 @@ def workload_with(
         config,
         policy,
         prompt_tokens=prompt_tokens,
+        scorer=scorer,
         judge=facts,
-        judge_role=scorer.role,
-        judge_tokens=scorer.max_new_tokens or None,
     )
 
 

@@ -21,7 +21,7 @@ from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError
 from ycore.judge import sources
 from ycore.judge.sources import with_declarations
-from ycore.launch import device_memory, layout
+from ycore.launch import layout
 from ycore.launch.device_memory import facts_here
 from ycore.launch.engines import arrange
 from ycore.launch.layout import site_of
@@ -37,6 +37,7 @@ from ycore.plan.planner import (
     with_layout,
 )
 from ycore.plan.workload import Strategy
+from ycore.scoring.scorers import first_scorer, served_models
 
 CORE = Device("core", 24 * GIB, 4e11, 3e10, 1e10, "a test's", on_cpu=True)
 JOBS = 300
@@ -102,7 +103,7 @@ def planned(keys: dict[str, Any], devices: str) -> Plan:
     return make_plan(
         config,
         devices=devices,
-        **command._first_scorer(declared),
+        scorer=first_scorer(served_models(declared)),
         core=CORE,
         check=lambda one, fleet: check_described(command.with_args(declared, one), fleet),
     )
@@ -122,7 +123,6 @@ def check_as_launched(
     """On the described machine the run has this strategy, and nothing refuses it."""
     machine, work, fleet = described(made.fleet), made.work, made.fleet
     patch.setattr(layout, "this_machine", lambda: machine)
-    patch.setattr(device_memory, "this_machine", lambda: machine)
     line = layout_options(
         made.config, with_layout(made.config, forecast_of(made, strategy), fleet)
     )

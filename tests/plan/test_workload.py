@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from ycore.config.batch import micro_batch_sizes
 from ycore.config.resolve import resolve
 from ycore.config.schema import RunConfig
 from ycore.plan.model_facts import model_facts
-from ycore.plan.workload import micro_batch_of, workload_of
+from ycore.plan.workload import workload_of
 
 SMALL = model_facts("smollm2-135m")
 
@@ -76,9 +77,15 @@ def test_a_critic_is_trained_beside_the_policy_and_every_group_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "ranks", "size"), [({}, 1, 8), ({"prompts_per_step": 3}, 2, 1)]
+    ("trl", "sizes"),
+    [
+        ({}, [8, 4, 2, 1]),
+        ({"per_device_train_batch_size": 2}, [2]),
+        ({"gradient_accumulation_steps": 4}, [16]),
+    ],
 )
-def test_a_micro_batch_is_the_runs_or_one_where_its_sizes_do_not_work(
-    settings: dict[str, object], ranks: int, size: int
+def test_micro_batches_are_the_runs_own_or_the_usual_one_and_smaller_ones(
+    trl: dict[str, int], sizes: list[int]
 ) -> None:
-    assert micro_batch_of(run_of(**settings), ranks=ranks, on_cpu=True) == size
+    config = run_of(trl=trl)
+    assert micro_batch_sizes(config, world_size=1, on_cpu=True) == sizes

@@ -14,13 +14,14 @@ from ycore.config.schema import BaseConfig, RewardConfig, RunConfig, TuneConfig,
 from ycore.errors import ConfigError
 from ycore.judge.sources import is_judge, with_declarations
 from ycore.launch import device_memory, engines, machine_checks
+from ycore.launch.device_memory import rank_strategy
 from ycore.launch.layout import Machine, Site, visible_gpus
 from ycore.plan.devices import Fleet, device_called, measured_core
 from ycore.plan.model_facts import ModelFacts, hub_id_of
 from ycore.plan.planner import Plan, StepForecast, forecast_step, make_plan, why_too_large
 from ycore.plan.timing import efficiency_of, train_s
-from ycore.plan.workload import Strategy, Workload, workload_of
-from ycore.scoring.scorers import served_models
+from ycore.plan.workload import Workload, workload_of
+from ycore.scoring.scorers import first_scorer, served_models
 
 _GIB = 2**30
 _SCORER = {"judge": "judge", "reward_model": "scorer", "teacher": "teacher"}
@@ -77,7 +78,8 @@ def make_run_plan(
     def check(strategy: RunConfig, fleet: Fleet) -> None:
         machine_checks.check_described(with_args(declared, strategy), fleet, known=known)
 
-    return make_plan(config, devices=devices, check=check, **_first_scorer(declared), **lengths)
+    scorer = first_scorer(served_models(declared))
+    return make_plan(config, devices=devices, check=check, scorer=scorer, **lengths)
 
 
 def plan_in_words(made: Plan, *, top: int) -> tuple[dict[str, Any], list[str]]:
@@ -98,153 +100,144 @@ def run_length(
     details: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Count the prompts, epochs and tokens of a run, and forecast its seconds, from what a plan knows of its rows."""
-    num_rows, row_tokens = (
-        details["dataset"]["rows"],
-        details["dataset"]["reading"]["mean_tokens"],
-    )
-    why_not = _why_no_forecast(config, site, engine=details.get("engine"))
-    if isinstance(config, TuneConfig):
-        assert isinstance(batch, TuneBatch)
-        length: dict[str, Any] = {
-            "steps": batch.steps,
-            "epochs": batch.epochs,
-            "tokens_per_step": batch.batch_size
-            * min(row_tokens, batch.max_length or row_tokens),
-        }
-        if why_not is None:
-            length["time"] = _examples_forecast(config, site, batch, row_tokens=row_tokens)
-    else:
+    length = _counts(config, batch, details["dataset"])
+    engine = details.get("engine", "vllm")
+    no_forecast = None
+    if engine != "vllm":
+        no_forecast = f"the speed of {engine} is not known beforehand"
+    elif site.layout.num_machines > 1:
+        no_forecast = "the speed of the network between machines is not known"
+    elif (policy := device_memory.facts_here(config.model)) is None:
+        no_forecast = f"the sizes of {config.model} are not known here"
+    elif (fleet := _fleet(config, site.machine)) is None:
+        no_forecast = "the speed of this device is not known"
+    elif isinstance(config, RunConfig):
         assert isinstance(batch, BatchPlan)
-        rounds = batch.num_rounds(config.steps, passes=int(config.trl.get("num_iterations", 1)))
-        prompts_per_round = config.prompts_per_step * batch.steps_per_round
-        length = {
-            "steps": config.steps,
-            "rounds": rounds,
-            "prompts_per_round": prompts_per_round,
-            "epochs": rounds * prompts_per_round / num_rows if num_rows else None,
-            "tokens_per_step": config.prompts_per_step * config.group_size * config.max_tokens,
-        }
-        if why_not is None:
-            evaluation = details.get("evaluation") or {"rows": 0}
-            length["time"] = _rollouts_forecast(
-                config, site, batch, prompt_tokens=row_tokens, held_out_rows=evaluation["rows"]
-            )
-    return length | {"no_forecast": why_not}
+        length["time"] = _rollouts_time(config, site, batch, policy, fleet, details)
+    else:
+        assert isinstance(batch, TuneBatch)
+        tokens = length["tokens_per_step"] // batch.batch_size
+        length["time"] = _examples_time(config, site, batch, policy, fleet, tokens)
+    return length | {"no_forecast": no_forecast}
 
 
-def _why_no_forecast(config: BaseConfig, site: Site, *, engine: str | None) -> str | None:
-    """Say why the seconds of a run cannot be forecast; None where they can."""
-    if engine not in (None, "vllm"):
-        return f"the speed of {engine} is not known beforehand"
-    if site.layout.num_machines > 1:
-        return "the speed of the network between machines is not known"
-    if device_memory.facts_here(config.model) is None:
-        return f"the sizes of {config.model} are not known here"
-    if _fleet(config, site.machine) is None:
-        return "the speed of this device is not known"
-    return None
+def _counts(
+    config: RunConfig | TuneConfig, batch: BatchPlan | TuneBatch, dataset: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Count steps, epochs and the tokens of a step; of a run with rollouts, also rounds and their prompts."""
+    if isinstance(batch, TuneBatch):
+        row_tokens = dataset["reading"]["mean_tokens"]
+        tokens = batch.batch_size * min(row_tokens, batch.max_length or row_tokens)
+        return {"steps": batch.steps, "epochs": batch.epochs, "tokens_per_step": tokens}
+    assert isinstance(config, RunConfig)
+    rounds = batch.num_rounds(config)
+    prompts_per_round = config.prompts_per_step * batch.steps_per_round
+    return {
+        "steps": config.steps,
+        "rounds": rounds,
+        "prompts_per_round": prompts_per_round,
+        "epochs": rounds * prompts_per_round / dataset["rows"] if dataset["rows"] else None,
+        "tokens_per_step": config.prompts_per_step * config.group_size * config.max_tokens,
+    }
 
 
-def _rollouts_forecast(
-    config: RunConfig, site: Site, batch: BatchPlan, *, prompt_tokens: int, held_out_rows: int
+def _rollouts_time(
+    config: RunConfig,
+    site: Site,
+    batch: BatchPlan,
+    policy: ModelFacts,
+    fleet: Fleet,
+    details: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Forecast the seconds of a run with rollouts, by the formulas of `ycore plan`, on an idle machine.
 
     At the fast end completions are brief and every group teaches; at the slow end they are as long as they may be.
     """
     models, slots, sharing = engines.arrange(config, site, device_memory.facts_here)
-    scorer = _first_scorer(config)
-    work = workload_of(
-        config,
-        _facts(config.model),
-        judge=device_memory.facts_here(scorer["judge"]) if scorer else None,
-        judge_role=scorer.get("judge_role", ""),
-        judge_tokens=scorer.get("judge_tokens"),
-        prompt_tokens=prompt_tokens,
-    )
-    strategy = Strategy(
-        site.layout.world,
-        len(slots),
-        site.layout.sharding,
-        batch.per_device_train_batch_size,
-        checkpointing=bool(config.trl.get("gradient_checkpointing", not batch.on_cpu)),
+    scorer = first_scorer(models)
+    facts = None if scorer is None else device_memory.facts_here(scorer.name)
+    prompt_tokens = details["dataset"]["reading"]["mean_tokens"]
+    work = workload_of(config, policy, scorer=scorer, judge=facts, prompt_tokens=prompt_tokens)
+    strategy = replace(
+        rank_strategy(config, site.layout, batch),
+        slots=len(slots),
         tensor_parallel=models[0].width,
         judge_tensor_parallel=max((model.width for model in models[1:]), default=1),
-        sleeps=sharing is not None and sharing.sleeps,
-        offload="none" if sharing is None else sharing.offload,
     )
-    fleet = _fleet(config, site.machine)
-    assert fleet is not None
+    if sharing is not None:
+        strategy = replace(strategy, sleeps=sharing.sleeps, offload=sharing.offload)
+    held_out_rows = (details["evaluation"] or {"rows": 0})["rows"]
+    step_s, evaluation_s = [], []
     brief = replace(work, completion_tokens=max(1, round(_BRIEF * work.max_tokens)), draws=1.0)
-    rounds = batch.num_rounds(config.steps, passes=int(config.trl.get("num_iterations", 1)))
-    num_evaluations, start_s = _num_evaluations(config), efficiency_of(fleet.device).start_s
-    ends: dict[str, list[float]] = {"step_s": [], "evaluation_s": [], "run_s": []}
     for kind in (brief, work):
-        seconds = forecast_step(kind, strategy, fleet).seconds
+        step_s.append(_mean_step_s(config, batch, forecast_step(kind, strategy, fleet)))
         measured = replace(
             kind, prompts_per_step=held_out_rows, group_size=config.num_samples, draws=1.0
         )
-        evaluation_s = 0.0
-        if held_out_rows:
-            evaluation_s = forecast_step(measured, strategy, fleet).seconds["round"]
-        training_s = config.steps * seconds["train"]
-        if rounds < config.steps:  # the probabilities before the first of several steps
-            training_s *= 4 / 3
-        training_s += rounds * (seconds["sync"] + batch.steps_per_round * seconds["round"])
-        ends["step_s"].append(training_s / config.steps)
-        ends["evaluation_s"].append(evaluation_s)
-        ends["run_s"].append(start_s + training_s + num_evaluations * evaluation_s)
-    return {"start_s": start_s, "evaluations": num_evaluations if held_out_rows else 0, **ends}
+        seconds = forecast_step(measured, strategy, fleet).seconds if held_out_rows else {}
+        evaluation_s.append(seconds.get("round", 0.0))
+    every = config.eval_every or a_fifth(config.steps)
+    evaluations = {0, *range(every, config.steps, every), config.steps} if held_out_rows else ()
+    start_s = efficiency_of(fleet.device).start_s
+    return _time(start_s, config.steps, step_s, len(evaluations), evaluation_s)
 
 
-def _examples_forecast(
-    config: TuneConfig, site: Site, batch: TuneBatch, *, row_tokens: int
+def _mean_step_s(config: RunConfig, batch: BatchPlan, forecast: StepForecast) -> float:
+    """Return the seconds of a step with its share of a round, from which several steps may learn."""
+    seconds, rounds = forecast.seconds, batch.num_rounds(config)
+    # Before the first of several steps, the probabilities are computed once more.
+    train_s = seconds["train"] * (4 / 3 if rounds < config.steps else 1)
+    round_s = seconds["sync"] + batch.steps_per_round * seconds["round"]
+    return train_s + round_s * rounds / config.steps
+
+
+def _examples_time(
+    config: TuneConfig,
+    site: Site,
+    batch: TuneBatch,
+    policy: ModelFacts,
+    fleet: Fleet,
+    tokens: int,
 ) -> dict[str, Any]:
     """Forecast the seconds of a run on given examples, without those of evaluations."""
     sequences = find_algorithm(config.algorithm).sequences_per_row
-    tokens = max(1, min(row_tokens, batch.max_length or row_tokens))
+    strategy = rank_strategy(config, site.layout, batch)
+    strategy = replace(strategy, micro_batch=strategy.micro_batch * sequences)
     work = Workload(
-        _facts(config.model),
+        policy,
         prompts_per_step=batch.batch_size * sequences,
         group_size=1,
         prompt_tokens=0,
-        completion_tokens=tokens,
-        max_tokens=tokens,
+        completion_tokens=max(1, tokens),
+        max_tokens=max(1, tokens),
         lora_rank=None if config.lora is None else config.lora.r,
         quantized=config.quantize is not None,
-        bytes_per_value=4 if config.dtype == "float32" else 2,
+        bytes_per_value=config.value_bytes,
     )
-    strategy = Strategy(
-        site.layout.world,
-        1,
-        site.layout.sharding,
-        batch.per_device_train_batch_size * sequences,
-        checkpointing=bool(config.trl.get("gradient_checkpointing", not batch.on_cpu)),
-    )
-    fleet = _fleet(config, site.machine)
-    assert fleet is not None
     cores = fleet.count // strategy.ranks if fleet.device.on_cpu else 1
     step_s = train_s(work, strategy, fleet.device, cores=cores)
     start_s = efficiency_of(fleet.device).start_s / 2  # no engines
-    ends = [step_s / _SPREAD, step_s * _SPREAD]
+    return _time(start_s, batch.steps, (step_s / _SPREAD, step_s * _SPREAD))
+
+
+def _time(
+    start_s: float,
+    steps: int,
+    step_s: Sequence[float],
+    evaluations: int = 0,
+    evaluation_s: Sequence[float] = (0.0, 0.0),
+) -> dict[str, Any]:
+    """Return the parts of a run's seconds and their sum, at the fast end and at the slow end."""
+    ends = zip(step_s, evaluation_s, strict=True)
     return {
         "start_s": start_s,
-        "evaluations": 0,
-        "step_s": ends,
-        "evaluation_s": [0.0, 0.0],
-        "run_s": [start_s + batch.steps * seconds for seconds in ends],
+        "evaluations": evaluations,
+        "step_s": step_s,
+        "evaluation_s": evaluation_s,
+        "run_s": [
+            start_s + steps * step + evaluations * evaluation for step, evaluation in ends
+        ],
     }
-
-
-def _num_evaluations(config: RunConfig) -> int:
-    every = config.eval_every or a_fifth(config.steps)
-    return len({0, *range(every, config.steps, every), config.steps})
-
-
-def _facts(model: str) -> ModelFacts:
-    facts = device_memory.facts_here(model)
-    assert facts is not None
-    return facts
 
 
 def _fleet(config: BaseConfig, machine: Machine) -> Fleet | None:
@@ -286,21 +279,6 @@ def with_args(declared: RunConfig, strategy: RunConfig) -> RunConfig:
         for spec, reward in zip(declared.rewards, strategy.rewards, strict=True)
     ]
     return strategy.model_copy(update={"rewards": rewards})
-
-
-def _first_scorer(config: RunConfig) -> dict[str, Any]:
-    """Describe the first model that scores in engines, as arguments of `make_plan`; a judge comes before any other."""
-
-    model = min(
-        served_models(config)[1:], key=lambda model: model.role != "judge", default=None
-    )
-    if model is None:
-        return {}
-    return {
-        "judge": model.name,
-        "judge_role": model.role,
-        "judge_tokens": model.max_new_tokens or None,
-    }
 
 
 def _lines(made: Plan, *, top: int) -> Iterator[str]:

@@ -17,8 +17,8 @@ from ycore.config.schema import AnyConfig, BaseConfig, RunConfig, ScoredConfig
 from ycore.config.trl_fields import fields_of
 from ycore.errors import ConfigError
 from ycore.judge.sources import with_declarations
+from ycore.launch import layout
 from ycore.launch.device_memory import fit_devices
-from ycore.launch.layout import on_machine
 from ycore.run.claim import flat, stored_config
 from ycore.run.files import named_by_content, write_bytes_atomic
 from ycore.run.paths import RunFolder
@@ -121,33 +121,38 @@ def changed_settings(config: AnyConfig, *, trains: bool) -> dict[str, list[Any]]
     What an algorithm sets by itself is its default; a preset's settings have rows of their own. Of TRL's fields a
     measurement reads those of sampling alone.
     """
-    row = find_algorithm(config.algorithm)
-    defaults = flat(type(config).model_construct().model_dump(mode="json", exclude={"trl"}))
-    defaults |= {name: field.default for name, field in fields_of(row.trl_config).items()}
-    defaults |= row.settings.get("trl", {})
+    defaults = _by_name(type(config).model_construct().model_dump(mode="json"))
+    defaults |= _trl_defaults(config)
     settings = redact(config.model_dump(mode="json"))
-    current = flat({**settings, "trl": {}})
+    in_other_rows = _IN_OTHER_ROWS
     if trains:
-        current |= settings["trl"]
-    elif isinstance(config, RunConfig):
-        current |= config.changed_sampling
-    preset = getattr(config, "preset", None)
-    if preset is not None:
-        layer = preset_layer(find_preset(preset))
-        defaults |= {**flat({**layer, "trl": {}}), **layer["trl"]}
-    in_other_rows = {*_IN_OTHER_ROWS, *(("learning_rate", *MAIN_FIELDS) if trains else ())}
+        in_other_rows = in_other_rows.union(MAIN_FIELDS, ["learning_rate"])
+    else:
+        settings["trl"] = config.changed_sampling if isinstance(config, RunConfig) else {}
+    if (preset := settings.get("preset")) is not None:
+        defaults |= _by_name(preset_layer(find_preset(preset)))
     return {
         name: [value, defaults.get(name)]
-        for name, value in current.items()
+        for name, value in _by_name(settings).items()
         if name not in in_other_rows and value != defaults.get(name)
     }
 
 
+def _by_name(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all settings by their dotted names, TRL's fields by TRL's."""
+    return {**flat({**settings, "trl": {}}), **settings["trl"]}
+
+
+def _trl_defaults(config: AnyConfig) -> dict[str, Any]:
+    """Return the defaults of TRL's fields, as the algorithm changes them."""
+    row = find_algorithm(config.algorithm)
+    defaults = {name: field.default for name, field in fields_of(row.trl_config).items()}
+    return {**defaults, **row.settings.get("trl", {})}
+
+
 def main_settings(config: AnyConfig) -> dict[str, Any]:
     """Return the loss and TRL's main fields of the run, also where they are at their defaults."""
-    row = find_algorithm(config.algorithm)
-    values = {name: field.default for name, field in fields_of(row.trl_config).items()}
-    values |= {**row.settings.get("trl", {}), **config.trl}
+    values = _trl_defaults(config) | config.trl
     loss_from = getattr(config, "loss_from", "grpo")
     if loss_from != "grpo":
         values["loss_type"] = loss_from
@@ -202,8 +207,11 @@ def complete_config(config: _Config) -> _Config:
     """Read the files of judges into the config, and settle what `auto` and what is left open mean on this machine."""
     if isinstance(config, ScoredConfig):
         config = with_declarations(config)
-    config = on_machine(config)
-    return cast(_Config, fit_devices(config)) if isinstance(config, RunConfig) else config
+    machine = layout.this_machine()
+    config = layout.on_machine(config, machine)
+    return (
+        cast(_Config, fit_devices(config, machine)) if isinstance(config, RunConfig) else config
+    )
 
 
 def stored_settings(run: str) -> dict[str, Any]:

@@ -56,10 +56,8 @@ def checked_plan(
         show_rows: how many of the dataset's rows the plan shows.
     """
     model = resolve_model(config.model, trust_remote_code=config.trust_remote_code)
-    trains_language_model = trains and not find_algorithm(config.algorithm).trains_reward_model
-    if trains_language_model and config.lora is not None and model.ready:
-        assert model.folder is not None
-        check_adapter_targets(config.lora.target_modules, model.folder)
+    if trains and model.ready:
+        _check_model(config, model)
     site = site_of(config, trains=trains)
     if isinstance(config, RunConfig):
         details = check_rollouts(config, model, site, step=how.step, show_rows=show_rows)
@@ -70,21 +68,7 @@ def checked_plan(
     check_claim(site.folder, config, resume=resume, resume_options=how)
     plan = {
         "config": redact(config.model_dump(mode="json")),
-        "model": {
-            "kind": model.kind,
-            "folder": None if model.folder is None else str(model.folder),
-            "ready": model.ready,
-            "note": model.note,
-            "context_length": model.context_length,
-            "chat": model.has_chat_template is True,
-            "sees": sighted_family(config.model) is not None,
-        },
-        "devices": {"gpus": len(site.machine.devices), "cores": len(site.machine.cores)},
-        "ranks": {
-            "world": site.layout.world,
-            "here": site.layout.local,
-            "machines": site.layout.num_machines,
-        },
+        **_places(config, model, site),
         **details,
         "batch": asdict(batch) | {"in_words": str(batch)},
         "main": main_settings(config),
@@ -95,6 +79,37 @@ def checked_plan(
     }
     of_sampling = config.sampling_warnings() if trains and isinstance(config, RunConfig) else []
     return plan | {"warnings": _warnings(plan) + of_sampling}
+
+
+def _check_model(config: AnyConfig, model: ModelPlan) -> None:
+    """UserError where a model that is here cannot be trained so."""
+    assert model.folder is not None
+    if find_algorithm(config.algorithm).trains_reward_model:
+        check_padding(model.folder, config.trl.get("pad_token"))
+    elif config.lora is not None:
+        check_adapter_targets(config.lora.target_modules, model.folder)
+
+
+def _places(config: AnyConfig, model: ModelPlan, site: Site) -> dict[str, Any]:
+    """Describe the model and the machine as JSON values."""
+    machine, layout = site.machine, site.layout
+    return {
+        "model": {
+            "kind": model.kind,
+            "folder": None if model.folder is None else str(model.folder),
+            "ready": model.ready,
+            "note": model.note,
+            "context_length": model.context_length,
+            "chat": model.has_chat_template is True,
+            "sees": sighted_family(config.model) is not None,
+        },
+        "devices": {"gpus": len(machine.devices), "cores": len(machine.cores)},
+        "ranks": {
+            "world": layout.world,
+            "here": layout.local,
+            "machines": layout.num_machines,
+        },
+    }
 
 
 def _warnings(plan: Mapping[str, Any]) -> list[str]:
@@ -133,8 +148,6 @@ def _check_examples(
         raise ConfigError(
             f"a reward model is saved whole, and --accelerate {config.accelerate} splits it; take zero2 or ddp"
         )
-    if find_algorithm(config.algorithm).trains_reward_model and model.ready and model.folder:
-        check_padding(model.folder, config.trl.get("pad_token"))
     batch = derive_tune_batch(
         config,
         num_rows=len(examples.train),

@@ -126,7 +126,7 @@ def _changed_rows(changed: Mapping[str, Sequence[Any]]) -> Rows:
             lines[-1] += f", {text}"
         else:
             lines.append(text)
-    return [("" if index else "changed", line) for index, line in enumerate(lines)]
+    return _block("changed", lines)
 
 
 def _shown(value: Any) -> str:

@@ -55,9 +55,10 @@ class BatchPlan(_Batch):
         """Optimizer steps that learn from one round of generation, before `num_iterations` repeats them."""
         return self.steps_per_generation // self.gradient_accumulation_steps
 
-    def num_rounds(self, steps: int, *, passes: int) -> int:
-        """Rounds of generation in a run of these steps; `passes` is TRL's `num_iterations`."""
-        return math.ceil(steps / (self.steps_per_round * passes))
+    def num_rounds(self, config: RunConfig) -> int:
+        """Rounds of generation in the run."""
+        passes = int(config.trl.get("num_iterations", 1))
+        return math.ceil(config.steps / (self.steps_per_round * passes))
 
     def __str__(self) -> str:
         completions = self.prompts_per_step * self.group_size
@@ -93,10 +94,8 @@ def derive_batch(config: RunConfig, *, world_size: int, on_cpu: bool) -> BatchPl
             f"e.g. {_multiples(prompts, world_size)}"
         )
     local = prompts // world_size * config.group_size
-    size, accumulation = (config.trl.get(name) for name in _PER_RANK)
-    if size is None and accumulation is None:
-        size = micro_batch_sizes(config, world_size=world_size, on_cpu=on_cpu)[0]
-    size, accumulation = _split(local, size, accumulation)
+    size = micro_batch_sizes(config, world_size=world_size, on_cpu=on_cpu)[0]
+    size, accumulation = _split(local, size, config.trl.get("gradient_accumulation_steps"))
     if size * accumulation != local:
         raise ConfigError(
             f"per_device_train_batch_size * gradient_accumulation_steps must be the completions of a step on a rank; "
@@ -123,8 +122,11 @@ def derive_batch(config: RunConfig, *, world_size: int, on_cpu: bool) -> BatchPl
 
 
 def micro_batch_sizes(config: RunConfig, *, world_size: int, on_cpu: bool) -> list[int]:
-    """Return the micro-batches that a run may take where none is given, the usual one first and then smaller ones."""
+    """Return the micro-batches that a run may take: its own, or the usual one first and then smaller ones."""
     local = config.prompts_per_step // world_size * config.group_size
+    size, accumulation = (config.trl.get(name) for name in _PER_RANK)
+    if size is not None or accumulation is not None:
+        return [_split(local, size, accumulation)[0]]
     budget = _token_budget(on_cpu) // config.max_tokens
     return _micro_batches(local, budget, group=config.group_size)
 

@@ -274,6 +274,11 @@ class BaseConfig(Strict):
     trl: dict[str, Any] = {}  # any other field of TRL's config class, by TRL's own name
 
     @property
+    def value_bytes(self) -> int:
+        """Bytes of a number that trainer and engines compute with."""
+        return 4 if self.dtype == "float32" else 2
+
+    @property
     def has_trackers(self) -> bool:
         return self.trl.get("report_to") not in (None, "none", ["none"])
 

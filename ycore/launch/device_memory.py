@@ -12,10 +12,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from ycore.config.batch import derive_batch, micro_batch_sizes
-from ycore.config.schema import LoraSettings, RunConfig
+from ycore.config.batch import BatchPlan, TuneBatch, derive_batch, micro_batch_sizes
+from ycore.config.schema import LoraSettings, RunConfig, TuneConfig
 from ycore.errors import ConfigError, ModelError
-from ycore.launch.layout import Layout, Machine, Site, layout_of, this_machine
+from ycore.launch.layout import Layout, Machine, Site, layout_of
 from ycore.placement.placement import ROLLOUT
 from ycore.plan.devices import GIB
 from ycore.plan.memory import NO_TRAINER, ON_GPU, EngineNeed, TrainerMemory, trainer_memory
@@ -81,12 +81,8 @@ def max_sequences(
     return min(math.ceil(num_sequences * num_policy / num_engines), MAX_SCORER_SEQS)
 
 
-def fit_devices(
-    config: RunConfig, machine: Machine | None = None, *, known: FactsOf = facts_here
-) -> RunConfig:
+def fit_devices(config: RunConfig, machine: Machine) -> RunConfig:
     """Return the config with what it leaves open chosen by the devices' memory: sharding, micro-batch, sync.
-
-    `machine`: this one where it is not named.
 
     It is the first of ddp, zero2 and zero3 of which weights, gradients and optimizer fit, and the largest micro-batch
     up to the usual one that fits beside them. On cores, and where a size is not known, nothing is changed.
@@ -94,8 +90,7 @@ def fit_devices(
     Raises:
         ConfigError: weights, gradients and optimizer alone are more than a device holds.
     """
-    machine = machine or this_machine()
-    policy = known(config.model)
+    policy = facts_here(config.model)
     if not machine.devices or policy is None or config.algorithm == "eval":
         return config
     if config.engine.sync == "auto" and _needs_ipc(config, machine, policy):
@@ -107,47 +102,54 @@ def fit_devices(
     shardings = [config.accelerate]
     if config.accelerate is None and config.processes != 1:
         shardings += ["zero2", "zero3"]
-    candidates = [config.model_copy(update={"accelerate": name}) for name in shardings]
-    for candidate in candidates:
-        layout = layout_of(candidate, machine)
-        for fitting in _with_micro_batches(candidate, layout):
-            trainer, _ = _training_memory(fitting, layout, policy, known)
-            if trainer.peak <= room:
-                return fitting
-    for candidate in candidates:
-        layout = layout_of(candidate, machine)
-        smallest = _with_micro_batches(candidate, layout)[-1]
-        trainer, _ = _training_memory(smallest, layout, policy, known)
-        if trainer.held <= room:
-            return smallest
-    raise _too_large_error(config, machine, policy, known, room)
+
+    def trainer_of(candidate: RunConfig) -> TrainerMemory:
+        return _training_memory(candidate, layout_of(candidate, machine), policy, facts_here)[0]
+
+    candidates = [
+        (candidate, trainer_of(candidate))
+        for name in shardings
+        for candidate in _with_micro_batches(config, machine, name)
+    ]
+    for candidate, trainer in candidates:
+        if trainer.peak <= room:
+            return candidate
+    # What activations take is not certain: of the first sharding that holds the rest, the smallest micro-batch may run.
+    smallest = {
+        candidate.accelerate: candidate
+        for candidate, trainer in candidates
+        if trainer.held <= room
+    }
+    if smallest:
+        return next(iter(smallest.values()))
+    raise _too_large_error(config, machine, trainer_of, room)
 
 
 def _needs_ipc(config: RunConfig, machine: Machine, policy: ModelFacts) -> bool:
     """Whether /dev/shm cannot hold the policy's weights, and one device both trains and has all engines."""
-    size = policy.num_params * (4 if config.dtype == "float32" else 2)
+    size = policy.num_params * config.value_bytes
     is_small = machine.shm_bytes is not None and machine.shm_bytes < size
     return is_small and len(machine.devices) == 1 and config.processes == 1
 
 
-def _with_micro_batches(config: RunConfig, layout: Layout) -> list[RunConfig]:
-    """Return the config with each micro-batch that it may take, the usual one first, unless it names one."""
-    if config.trl.keys() & {"per_device_train_batch_size", "gradient_accumulation_steps"}:
-        return [config]
-    _, *smaller = micro_batch_sizes(config, world_size=layout.world, on_cpu=False)
+def _with_micro_batches(
+    config: RunConfig, machine: Machine, sharding: str | None
+) -> list[RunConfig]:
+    """Return the sharded config with each micro-batch that it may take, the usual one first."""
+    config = config.model_copy(update={"accelerate": sharding})
+    world = layout_of(config, machine).world
+    _, *smaller = micro_batch_sizes(config, world_size=world, on_cpu=False)
     named = [config.trl | {"per_device_train_batch_size": size} for size in smaller]
     return [config, *(config.model_copy(update={"trl": trl}) for trl in named)]
 
 
 def _too_large_error(
-    config: RunConfig, machine: Machine, policy: ModelFacts, known: FactsOf, room: float
+    config: RunConfig,
+    machine: Machine,
+    trainer_of: Callable[[RunConfig], TrainerMemory],
+    room: float,
 ) -> ConfigError:
     """Say what the trainer takes of a device, and the first change with which it fits."""
-
-    def held(changed: RunConfig) -> float:
-        trainer, _ = _training_memory(changed, layout_of(changed, machine), policy, known)
-        return trainer.held
-
     changes: dict[str, dict[str, Any]] = {}
     if config.processes != 1:
         changes |= {f"--accelerate {name}": {"accelerate": name} for name in ("zero2", "zero3")}
@@ -158,13 +160,27 @@ def _too_large_error(
     fitting = (
         f"take {words}"
         for words, change in changes.items()
-        if held(config.model_copy(update=change)) <= room
+        if trainer_of(config.model_copy(update=change)).held <= room
     )
     way_out = next(fitting, "take a smaller model, or larger or more devices")
     assert machine.device_bytes is not None
     return ConfigError(
-        f"training {config.model} holds {held(config) / GIB:.1f} GiB on each device before any activations, and "
+        f"training {config.model} holds {trainer_of(config).held / GIB:.1f} GiB on each device before any activations, and "
         f"{room / GIB:.1f} of its {machine.device_bytes / GIB:.1f} can be used; {way_out}"
+    )
+
+
+def rank_strategy(
+    config: RunConfig | TuneConfig, layout: Layout, batch: BatchPlan | TuneBatch
+) -> Strategy:
+    """Return how the ranks train, without what engines add."""
+    checkpointing = config.trl.get("gradient_checkpointing", not batch.on_cpu)
+    return Strategy(
+        layout.world,
+        1,
+        layout.sharding,
+        batch.per_device_train_batch_size,
+        checkpointing=bool(checkpointing),
     )
 
 
@@ -173,13 +189,7 @@ def _training_memory(
 ) -> tuple[TrainerMemory, list[SharingOption]]:
     """Return the memory of a rank, and the ways in which it can share its device."""
     batch = derive_batch(config, world_size=layout.world, on_cpu=False)
-    strategy = Strategy(
-        layout.world,
-        1,
-        layout.sharding,
-        batch.per_device_train_batch_size,
-        checkpointing=bool(config.trl.get("gradient_checkpointing", True)),
-    )
+    strategy = rank_strategy(config, layout, batch)
     teachers = [facts for facts in map(known, own_teachers(config)) if facts is not None]
     work = replace(workload_of(config, policy), teachers=tuple(teachers))
     return trainer_memory(work, strategy), sharing_options(work, strategy)
@@ -316,9 +326,10 @@ class RunMemory:
         max_len = model.max_model_len or min(
             facts.context_length or MAX_MODEL_LEN, MAX_MODEL_LEN
         )
-        value_bytes = 4 if config.dtype == "float32" else 2
         mean_len = min(max_len, PROMPT_TOKENS + new_tokens)
-        return EngineNeed(facts, value_bytes, model.width, num_sequences, mean_len, max_len)
+        return EngineNeed(
+            facts, config.value_bytes, model.width, num_sequences, mean_len, max_len
+        )
 
 
 def _width_error(

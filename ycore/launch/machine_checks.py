@@ -147,12 +147,8 @@ def described(fleet: Fleet) -> Machine:
 def _weights(role: str, facts: ModelFacts, config: RunConfig) -> float:
     """Return the bytes of an engine's weights; a reward model has a score in place of the output head."""
     head = facts.head_params if role == REWARD_MODEL and not facts.tied else 0
-    whole = engine_weight_bytes(facts, _value_bytes(config), tensor_parallel=1)
+    whole = engine_weight_bytes(facts, config.value_bytes, tensor_parallel=1)
     return whole * (1 - head / facts.num_params)
-
-
-def _value_bytes(config: RunConfig) -> int:
-    return 4 if config.dtype == "float32" else 2
 
 
 def _check_host(
@@ -224,7 +220,7 @@ def _check_shared_memory(config: RunConfig, machine: Machine, known: FactsOf) ->
     facts = known(config.model)
     if facts is None or machine.shm_bytes is None:
         return
-    needed = facts.num_params * _value_bytes(config)
+    needed = facts.num_params * config.value_bytes
     if needed > machine.shm_bytes:
         gib = max(8, math.ceil(1.1 * needed / GIB))
         raise ConfigError(

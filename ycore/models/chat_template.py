@@ -91,30 +91,31 @@ def check_padding(folder: Path, pad_token: str | None) -> None:
         pad_token: The user's own.
     """
     template = ChatTemplate.of(folder)
-    end = template.eos_token
-    pad = pad_token or template.tokens.get("pad_token", end)
+    tokens, end = template.tokens, template.eos_token
+    pad = pad_token or tokens.get("pad_token", end)
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    text = template.render(turns, add_generation_prompt=False)
-    if not pad or not (pad == end or text.endswith(pad)):
+    ends_chat = pad == end or template.render(turns, add_generation_prompt=False).endswith(pad)
+    if not pad or not ends_chat:
         return
-    files = [
-        read_settings(folder / f"{name}.json") for name in ("tokenizer_config", "tokenizer")
-    ]
-    of_class = str(files[0].get("tokenizer_class") or "PreTrainedTokenizerFast")
-    if not files[1] or not ("unk_token" in files[0] or of_class.startswith("PreTrained")):
+    if pad_token is not None:
+        raise pads_its_end(pad)
+    settings = read_settings(folder / "tokenizer_config.json")
+    tokenizer = read_settings(folder / "tokenizer.json")
+    of_class = str(settings.get("tokenizer_class") or "PreTrainedTokenizerFast")
+    if not tokenizer or not ("unk_token" in settings or of_class.startswith("PreTrained")):
         return
     added = [
-        *files[1].get("added_tokens", ()),
-        *files[0].get("added_tokens_decoder", {}).values(),
+        *tokenizer.get("added_tokens", ()),
+        *settings.get("added_tokens_decoder", {}).values(),
     ]
     spare = spare_token(
         [token["content"] for token in added if token.get("special")],
         ends={pad, end},
         template=str(template.source),
-        unknown=template.tokens.get("unk_token"),
-        begin=template.tokens.get("bos_token"),
+        unknown=tokens.get("unk_token"),
+        begin=tokens.get("bos_token"),
     )
-    if pad_token is not None or spare is None:
+    if spare is None:
         raise pads_its_end(pad)
 
 

@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ycore.config.batch import derive_batch
+from ycore.config.batch import derive_batch, micro_batch_sizes
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.errors import ConfigError
 from ycore.judge.sources import is_judge
-from ycore.placement.placement import JUDGE
 from ycore.plan.devices import (
     GIB,
     Device,
@@ -24,7 +23,8 @@ from ycore.plan.memory import EngineMemory, Parts, capacity_of, step_memory
 from ycore.plan.model_facts import model_facts
 from ycore.plan.sharing import sharing_options
 from ycore.plan.timing import step_seconds
-from ycore.plan.workload import SHARDINGS, Strategy, Workload, micro_batch_of, workload_of
+from ycore.plan.workload import SHARDINGS, Strategy, Workload, workload_of
+from ycore.scoring.scoring import ServedModel
 
 MAX_ENGINES_ON_CPU = 2
 """Engines that a run starts by default (ycore/launch/engines.py)."""
@@ -153,9 +153,7 @@ def make_plan(
     config: RunConfig,
     *,
     devices: str | None = None,
-    judge: str | None = None,
-    judge_role: str = JUDGE,
-    judge_tokens: int | None = None,
+    scorer: ServedModel | None = None,
     prompt_tokens: int | None = None,
     completion_tokens: int | None = None,
     core: Device | None = None,
@@ -165,7 +163,7 @@ def make_plan(
 
     Args:
         devices: as `--devices`; by default every core of this machine.
-        judge: the name of a model that scores in engines; `judge_tokens` is the length of its longest verdict.
+        scorer: a model that scores in engines.
         prompt_tokens, completion_tokens: mean lengths; by default 256, and the longest.
         core: one core of this machine; by default measured where the plan is for cores.
         check: what a launch checks; a strategy that does not pass is not among those that fit.
@@ -175,24 +173,21 @@ def make_plan(
     work = workload_of(
         config.model_copy(update={"dtype": format_on(fleet.device, config.dtype)}),
         model_facts(config.model),
-        judge=None if judge is None else model_facts(judge),
-        judge_role=judge_role,
-        judge_tokens=judge_tokens,
+        scorer=scorer,
+        judge=None if scorer is None else model_facts(scorer.name),
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
     )
     plan = Plan(config, work, fleet)
     ranks = most_ranks(work, fleet)
-    largest = micro_batch_of(config, ranks=ranks, on_cpu=on_cpu)
-    _add_strategies(plan, check, largest)
-    if "per_device_train_batch_size" not in config.trl and not on_cpu:
-        plan_of_largest = list(plan.too_large)
-        for size in range(largest - 1, 0, -1):
-            if plan.fitting:  # a larger micro-batch is faster
-                break
-            if work.completions // ranks % size == 0:
-                _add_strategies(plan, check, size)
-        plan.too_large = plan_of_largest
+    usual, *smaller = micro_batch_sizes(config, world_size=ranks, on_cpu=on_cpu)
+    _add_strategies(plan, check, usual)
+    too_large = list(plan.too_large)
+    for size in () if on_cpu else smaller:
+        if plan.fitting:  # a larger micro-batch is faster
+            break
+        _add_strategies(plan, check, size)
+    plan.too_large = too_large
     plan.refused.sort(key=lambda refusal: refusal[0].step_s)
     reasons = {why for _, why in plan.refused}
     if not plan.fitting and len(reasons) == 1:

@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ycore.config.batch import derive_batch
 from ycore.config.schema import Offload, RunConfig
-from ycore.errors import ConfigError
 from ycore.placement.placement import JUDGE, REWARD_MODEL, ROLLOUT, TEACHER
 from ycore.plan.model_facts import ModelFacts
+from ycore.scoring.scoring import ServedModel
 
 Sharding = Literal["ddp", "zero1", "zero2", "zero3", "fsdp2"]
 SHARDINGS: tuple[Sharding, ...] = get_args(Sharding)
@@ -149,19 +148,20 @@ def workload_of(
     config: RunConfig,
     policy: ModelFacts,
     *,
+    scorer: ServedModel | None = None,
     judge: ModelFacts | None = None,
-    judge_role: str = JUDGE,
-    judge_tokens: int | None = None,
     prompt_tokens: int | None = None,
     completion_tokens: int | None = None,
 ) -> Workload:
-    """Return the workload of a run.
+    """Return the workload of a run; `judge` are the facts of `scorer`, a model that scores in engines.
 
     By default a mean prompt has 256 tokens (with one picture more, for a policy that sees), a verdict at most 128, and
     a completion the most. A reward model or a teacher reads what the policy has read and written, and writes nothing.
     """
     context = policy.context_length or MAX_CONTEXT
     prompt_tokens = prompt_tokens or PROMPT_TOKENS + policy.image_tokens
+    judge_role = JUDGE if scorer is None else scorer.role
+    verdict_tokens = 0 if scorer is None else scorer.max_new_tokens
     is_dynamic = config.sampling.dynamic and not config.teaches_alone
     return Workload(
         policy=policy,
@@ -173,20 +173,12 @@ def workload_of(
         max_model_len=config.engine.max_model_len or min(context, MAX_CONTEXT),
         lora_rank=None if config.lora is None else config.lora.r,
         quantized=config.quantize is not None,
-        bytes_per_value=4 if config.dtype == "float32" else 2,
+        bytes_per_value=config.value_bytes,
         draws=_DYNAMIC_DRAWS if is_dynamic else 1.0,
         has_reference=bool(config.trl.get("beta")),
         has_critic=config.has_critic,
         judge=judge,
         judge_role=judge_role,
         judge_prompt_tokens=PROMPT_TOKENS if judge_role == JUDGE else prompt_tokens,
-        judge_tokens=judge_tokens or (_VERDICT_TOKENS if judge_role == JUDGE else 1),
+        judge_tokens=verdict_tokens or (_VERDICT_TOKENS if judge_role == JUDGE else 1),
     )
-
-
-def micro_batch_of(config: RunConfig, *, ranks: int, on_cpu: bool) -> int:
-    """Return the completions in one forward pass of a rank, as the run derives them; 1 where its sizes do not work."""
-    try:
-        return derive_batch(config, world_size=ranks, on_cpu=on_cpu).per_device_train_batch_size
-    except ConfigError:
-        return 1

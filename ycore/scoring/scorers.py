@@ -8,7 +8,7 @@ from ycore.data.prompts import PromptSet
 from ycore.engine.kinds import EngineKind
 from ycore.errors import ConfigError
 from ycore.judge.sources import is_teacher, teacher_of
-from ycore.placement.placement import ROLLOUT, check_placement, in_order, parse_placement
+from ycore.placement.placement import JUDGE, ROLLOUT, check_placement, in_order, parse_placement
 from ycore.rewards.loading import reward_names
 from ycore.run.images import ImageStore
 from ycore.run.meter import Meter
@@ -78,6 +78,11 @@ def served_models(config: RunConfig) -> list[ServedModel]:
             model = replace(model, sources=(source,))
             models[key] = _merge(models[key], model) if key in models else model
     return list(models.values())
+
+
+def first_scorer(models: Sequence[ServedModel]) -> ServedModel | None:
+    """Return the first model after the policy; a judge comes before any other."""
+    return min(models[1:], key=lambda model: model.role != JUDGE, default=None)
 
 
 def own_teachers(config: RunConfig) -> list[str]:

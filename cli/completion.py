@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ycore_cli.options import KEYS
-from ycore_cli.pages import read_pages
 
 from ycore.config.algorithms import ALGORITHMS, families, find_entry
 from ycore.config.trl_fields import fields_of
@@ -112,6 +111,7 @@ def _values() -> dict[str, Sequence[str]]:
 
     recipes = tuple(entry.name for entry in list_recipes())
     benchmarks = files("ycore.config").joinpath("benchmarks.yaml").read_text()
+    pages = (page.name for page in files("ycore_docs").iterdir())
     return {
         "form": ("merged", "gguf"),
         "curriculum": ("off", "on"),
@@ -120,7 +120,7 @@ def _values() -> dict[str, Sequence[str]]:
         "report_to": ("wandb", "trackio", "tensorboard"),
         "preset": list(presets()),
         "benchmark": list(yaml.safe_load(benchmarks)),
-        "words": sorted(read_pages()),
+        "words": sorted(name.removesuffix(".md") for name in pages if name.endswith(".md")),
         **dict.fromkeys(("recipe", "file"), recipes),
         **dict.fromkeys(("reward", "eval_reward", "constraint"), (*BUILTIN, CODE)),
         **dict.fromkeys(("run", "runs", "model", "replay", "teacher", "against"), ("RUNS",)),
@@ -209,7 +209,7 @@ function __ycore_candidates
     if string match -q -- '--*=*' "$current"
         set previous (string replace -r '=.*' '' -- $current)
         set prefix "$previous="
-        set current ''
+        set current (string replace "$prefix" '' -- $current)
     end
     set -l rows
     set -l flags
@@ -240,7 +240,7 @@ CASES
     if set -q arguments[1]
         printf '%s\\n' $arguments
     else
-        __fish_complete_path "$current"
+        printf '%s\\n' $prefix(__fish_complete_path "$current")
     end
 end
 complete -c ycore -f -a '(__ycore_candidates)'

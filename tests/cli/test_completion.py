@@ -87,6 +87,11 @@ def test_tab_completes_every_kind_of_word(
         assert press_tab(shell, file, f"ycore {command} runs/") == runs
     assert press_tab(shell, file, "ycore eval --model runs/fi") == {"runs/first"}
     assert not (home / "harm").exists()
+    if shell == "fish":
+        (home / "rows.jsonl").touch()
+        assert press_tab(shell, file, "ycore grpo --engine=v") == {"--engine=vllm"}
+        assert press_tab(shell, file, "ycore grpo --dataset ro") == {"rows.jsonl"}
+        assert press_tab(shell, file, "ycore grpo --dataset=ro") == {"--dataset=rows.jsonl"}
     if shell == "bash":
         assert press_tab(shell, file, "ycore grpo --engine=v") == {"vllm"}
         assert press_tab(shell, file, "ycore grpo --engine=") == {

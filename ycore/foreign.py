@@ -90,6 +90,13 @@ def foreign_reward(value: object) -> float | None:
     return float(value) if -LARGEST_REWARD <= value <= LARGEST_REWARD else None
 
 
+def foreign_word(value: object, what: str) -> str:
+    """Return a text that must be there; TypeError for anything else. `what` names it, such as `a function's name`."""
+    if not isinstance(value, str):
+        raise TypeError(f"{what} is text")
+    return value
+
+
 def read_tool(source: Any) -> dict[str, Any]:
     """Return a tool with all that templates write, and its keys in their order; TypeError or KeyError for no tool."""
     function = dict(source["function"])
@@ -98,9 +105,8 @@ def read_tool(source: Any) -> dict[str, Any]:
     properties = parameters.setdefault("properties", {})
     function.setdefault("description", "")
     function["parameters"] = parameters
-    for key in ("name", "description"):
-        if not isinstance(function[key], str):
-            raise TypeError(f"a function's {key} is text")
+    foreign_word(function["name"], "a function's name")
+    foreign_word(function["description"], "a function's description")
     if not isinstance(properties, dict) or not all(
         isinstance(schema, dict) for schema in properties.values()
     ):

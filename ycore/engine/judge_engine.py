@@ -20,6 +20,7 @@ from ycore.foreign import (
     foreign_json,
     foreign_line,
     foreign_reward,
+    foreign_word,
 )
 from ycore.judge.declaration import JsonVerdict, Judge, LabelVerdict, Served
 from ycore.judge.question import Question
@@ -309,9 +310,12 @@ def parse_reply(answer: Any) -> Reply:
         # The number is for a metric alone, so an odd one costs no verdict.
         num_tokens = foreign_reward(usage.get("total_tokens")) or 0.0
         return Reply(
-            text="" if text is None else _text(text),
+            text="" if text is None else foreign_word(text, "content"),
             tokens=[
-                ReplyToken(_text(token["token"]), _likeliest(token.get("top_logprobs") or ()))
+                ReplyToken(
+                    foreign_word(token["token"], "a token"),
+                    _likeliest(token.get("top_logprobs") or ()),
+                )
                 for token in tokens
             ]
             or None,
@@ -323,15 +327,9 @@ def parse_reply(answer: Any) -> Reply:
         ) from None
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError("a text is no text")
-    return value
-
-
 def _likeliest(candidates: Any) -> dict[str, float]:
     likeliest: dict[str, float] = {}  # different tokens may have the same text
     for candidate in candidates:
-        token = _text(candidate["token"])
+        token = foreign_word(candidate["token"], "a token")
         likeliest[token] = max(_logprob(candidate), likeliest.get(token, -math.inf))
     return likeliest

@@ -203,15 +203,30 @@ class LocalRun:
 
     def sum_up(self, status: Status, *, error: BaseException | None = None) -> dict[str, Any]:
         """Write summary.json, draw the curve, and return the summary."""
-        return write_results(
-            self.config,
-            self.site,
-            status,
-            wall_s=time.monotonic() - self.began,
-            result_file=self.kind.result_file,
-            error=error,
-            say=self.progress.say,
+        config = self.config
+        folder = self.site.folder
+        # The first machine alone has the metrics of a run.
+        has_steps = self.kind.trains and self.site.layout.machine_rank == 0
+        measure: Literal["reward", "loss"] = (
+            "loss" if isinstance(config, TuneConfig) else "reward"
         )
+        metrics = read_metrics(folder.metrics, say=self.progress.say)
+        message = None if error is None else redact(str(error) or type(error).__name__)
+        wall_s = time.monotonic() - self.began
+        summary = summarise(metrics, status, wall_s, measure=measure, error=message)
+        if not has_steps:
+            summary = {
+                key: summary[key] for key in ("status", "wall_s", "error") if key in summary
+            }
+        if status == "finished" and self.kind.result_file is not None:
+            summary |= read_json(folder.root / self.kind.result_file)
+        elif status == "finished" and has_steps:
+            summary |= _training_results(config, folder, metrics)
+        write_json_atomic(folder.summary, summary)
+        if has_steps:
+            _draw(config, folder, metrics, self.progress.say)
+            self.progress.say(_closing_line(summary, measure))
+        return summary
 
     def alert(self) -> None:
         """Let the run's trackers say why it failed, from a process of their own: they need what a launcher does not."""
@@ -238,41 +253,6 @@ def limits_of(config: BaseConfig) -> TrainerLimits:
 
 
 Metrics = list[dict[str, Any]]
-
-
-def write_results(
-    config: BaseConfig,
-    site: Site,
-    status: Status,
-    *,
-    wall_s: float,
-    result_file: str | None,
-    error: BaseException | None,
-    say: Say,
-) -> dict[str, Any]:
-    """Write summary.json and draw the curve. Only the first machine has the metrics of a run.
-
-    Args:
-        result_file: the file with the results of a run that trains nothing; None for one that trains.
-        error: why the run ended, unless it finished.
-    """
-    folder = site.folder
-    has_steps = result_file is None and site.layout.machine_rank == 0
-    measure: Literal["reward", "loss"] = "loss" if isinstance(config, TuneConfig) else "reward"
-    metrics = read_metrics(folder.metrics, say=say)
-    message = None if error is None else redact(str(error) or type(error).__name__)
-    summary = summarise(metrics, status, wall_s, measure=measure, error=message)
-    if not has_steps:
-        summary = {key: summary[key] for key in ("status", "wall_s", "error") if key in summary}
-    if status == "finished" and result_file is not None:
-        summary |= read_json(folder.root / result_file)
-    elif status == "finished" and has_steps:
-        summary |= _training_results(config, folder, metrics)
-    write_json_atomic(folder.summary, summary)
-    if has_steps:
-        _draw(config, folder, metrics, say)
-        say(_closing_line(summary, measure))
-    return summary
 
 
 def _training_results(

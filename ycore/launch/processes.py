@@ -434,7 +434,10 @@ def remove_extension_locks(say: Say, *, num_machines: int) -> None:
         folder = os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
         pattern = f"torch_extensions/py{sys.version_info.major}{sys.version_info.minor}*/*/lock"
     locks = list(Path(folder).glob(pattern))
-    open_paths = _open_paths() if locks else set()
+    processes = psutil.process_iter(["open_files"]) if locks else ()
+    open_paths = {
+        file.path for process in processes for file in process.info["open_files"] or ()
+    }
     for lock in locks:
         if not lock.exists() or str(lock.resolve()) in open_paths:
             continue
@@ -446,15 +449,6 @@ def remove_extension_locks(say: Say, *, num_machines: int) -> None:
                 f"{lock}: no process here has this lock of torch's open, so that ranks would wait for it for ever; "
                 f"rm {lock}, unless another machine is compiling there"
             )
-
-
-def _open_paths() -> set[str]:
-    """Return the files that this user's processes have open."""
-    paths: set[str] = set()
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            paths |= {file.path for file in process.open_files()}
-    return paths
 
 
 def _start_allocator(site: Site, environment: Mapping[str, str]) -> ManagedProcess | None:

@@ -22,7 +22,14 @@ from typing import Any, NamedTuple
 
 from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError
-from ycore.foreign import ForeignRefused, foreign_json, foreign_line, foreign_reward, read_tool
+from ycore.foreign import (
+    ForeignRefused,
+    foreign_json,
+    foreign_line,
+    foreign_reward,
+    foreign_word,
+    read_tool,
+)
 from ycore.rollout.agent_host import MAX_BODY, MODEL
 from ycore.rollout.dialogue import Call, Dialogue
 from ycore.rollout.tool_pool import OutOfTime, seed_of, turns_confinement
@@ -276,7 +283,7 @@ def _message(source: Mapping[str, Any], tool_names: dict[str, str]) -> dict[str,
     calls = []
     for call in source.get("tool_calls") or ():
         function = call["function"]
-        tool_names[call["id"]] = _name(function["name"])
+        tool_names[call["id"]] = foreign_word(function["name"], "a function's name")
         arguments = _arguments(function["arguments"]) if role == "assistant" else None
         calls.append(
             {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
@@ -285,14 +292,10 @@ def _message(source: Mapping[str, Any], tool_names: dict[str, str]) -> dict[str,
         message["tool_calls"] = calls
     if role == "tool":
         call_id = source.get("tool_call_id", "")
-        message["name"] = tool_names.get(call_id, _name(source.get("name", "tool")))
+        message["name"] = tool_names.get(
+            call_id, foreign_word(source.get("name", "tool"), "a function's name")
+        )
     return message
-
-
-def _name(name: object) -> str:
-    if not isinstance(name, str):
-        raise TypeError("a function's name is text")
-    return name
 
 
 def _arguments(text: str) -> Any:

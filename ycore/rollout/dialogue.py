@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ycore.errors import ConfigError
-from ycore.foreign import foreign_json, foreign_line, foreign_value
+from ycore.foreign import foreign_json, foreign_line, foreign_value, foreign_word
 from ycore.judge.question import break_special_tokens, special_tokens
 from ycore.rollout.tool_pool import Answer, ToolSet
 from ycore.types import Content
@@ -280,9 +280,7 @@ class Dialogue:
                 return_dict=False,
                 **arguments,
             )
-        except (
-            Exception
-        ) as problem:  # templates are programs, and tools' schemas may be anything
+        except Exception as problem:  # templates are programs: raises anything
             reason = foreign_line(f"{type(problem).__name__}: {problem}")
             raise ConfigError(
                 f"the chat template of {self._tokenizer.name_or_path} cannot show these messages and tools "
@@ -293,12 +291,10 @@ class Dialogue:
 
 def _read_call(source: Mapping[str, Any]) -> Call:
     function = source["function"]
-    if not isinstance(function["name"], str):
-        raise TypeError("a function's name is text")
+    name = foreign_word(function["name"], "a function's name")
     if isinstance(function["arguments"], Mapping):
-        return Call(function["name"], function["arguments"])
-    problem = "the arguments must be an object with a value for each name"
-    return Call(function["name"], {}, problem)
+        return Call(name, function["arguments"])
+    return Call(name, {}, "the arguments must be an object with a value for each name")
 
 
 def _signature(tool: ChatMessage) -> str:

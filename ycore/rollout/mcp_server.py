@@ -26,6 +26,8 @@ START_S = 60.0  # limit for the server's first answers
 _MAX_LINE = 16 * 2**20  # bytes; a picture may be in it
 _MAX_PAGES = 100
 _MAX_TOOLS = 1000
+_MALFORMED = (KeyError, TypeError, AttributeError, ValueError)
+"""Errors of reading an answer that is not as MCP has it."""
 _VERSION = "2025-06-18"
 _HELLO = {
     "protocolVersion": _VERSION,
@@ -37,8 +39,8 @@ _HELLO = {
 class McpServer:
     """The server of `mcp:COMMAND`; ToolRefused where it does not start.
 
-    `tools` are by names that can be written as a call: `_` stands for other characters. Once the server has ended,
-    every call fails.
+    `tools` are by names that can be written as a call: `_` stands for other characters. `schemas` are the same in the
+    form of chat templates. Once the server has ended, every call fails.
     """
 
     def __init__(self, name: str, *, start_s: float = START_S) -> None:
@@ -60,12 +62,14 @@ class McpServer:
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
             )
             self.tools = self._start(start_s)
+            self.schemas = [_schema(name, tool) for name, tool in self.tools.items()]
+            return
         except OSError as error:
             problem = f"{command[0]!r}: {error.strerror or error}"
         except RuntimeError as error:
             problem = foreign_line(" ".join(str(error).split()))
-        else:
-            return
+        except _MALFORMED as error:
+            problem = foreign_line(f"its list of tools is not as MCP has it ({error!r})")
         raise ToolRefused(
             f"tool {name!r}: no MCP server started: {problem}; the command runs in the sandbox, without a network "
             f"unless turns.sandbox.network is true, and has {start_s:g} s"
@@ -90,12 +94,7 @@ class McpServer:
                 cursor = {"cursor": page["nextCursor"]}
             else:
                 raise RuntimeError(f"its list of tools has more than {_MAX_PAGES} pages")
-        except (KeyError, TypeError, AttributeError, ValueError) as problem:
-            self._process.kill()
-            raise RuntimeError(
-                f"its list of tools is not as MCP has it ({problem!r})"
-            ) from None
-        except RuntimeError:
+        except (RuntimeError, *_MALFORMED):
             self._process.kill()
             raise
         finally:
@@ -107,26 +106,15 @@ class McpServer:
         self._deadline = math.inf  # a call's is the trainer's
         return tools
 
-    @property
-    def schemas(self) -> list[dict[str, Any]]:
-        """The tools in the form of chat templates."""
-        try:
-            return [_schema(name, tool) for name, tool in self.tools.items()]
-        except (KeyError, TypeError, ValueError) as problem:
-            raise ToolRefused(
-                f"tool {self.name!r}: a tool of this server is not as MCP has it: {foreign_line(str(problem))}"
-            ) from None
-
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Return a tool's answer as text; RuntimeError where it failed, or the server has ended."""
         params = {"name": self.tools[name]["name"], "arguments": dict(arguments)}
         result = self._ask("tools/call", params)
         try:
             text = "\n".join(map(_text, result.get("content", ())))
-            failed = result.get("isError")
-        except (KeyError, TypeError, AttributeError) as problem:
+        except _MALFORMED as problem:
             raise RuntimeError(f"its answer is not as MCP has it ({problem!r})") from None
-        if failed:
+        if result.get("isError"):
             raise RuntimeError(text or "the tool failed")
         return text or json.dumps(result.get("structuredContent") or "")
 

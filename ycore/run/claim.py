@@ -106,7 +106,20 @@ def claim(folder: RunFolder, config: BaseModel, *, resume: bool) -> Claim:
     """
     check_claim(folder, config, resume=resume)
     with _usable(folder.root):
-        return _claimed(folder, config, resume=resume)
+        make_folder(folder.root)
+        folder_claim = Claim(folder)
+        try:
+            # Again: another command may have had the folder since.
+            check_claim(folder, config, resume=resume)
+            for inner in (folder.logs, folder.checkpoints):
+                inner.mkdir(mode=0o700, exist_ok=True)
+            folder.summary.unlink(missing_ok=True)
+            sync(folder.root)  # before run.json may promise more steps than this summary had
+            write_description(folder, config, resume=resume)
+        except BaseException:
+            folder_claim.release()
+            raise
+    return folder_claim
 
 
 @contextlib.contextmanager
@@ -119,23 +132,6 @@ def _usable(root: Path) -> Iterator[None]:
         raise RunFolderError(
             f"--output {str(root)[:200]} cannot be used ({error.strerror}: {name}); mend that, or choose another --output"
         ) from None
-
-
-def _claimed(folder: RunFolder, config: BaseModel, *, resume: bool) -> Claim:
-    make_folder(folder.root)
-    folder_claim = Claim(folder)
-    try:
-        # Again: another command may have had the folder since.
-        check_claim(folder, config, resume=resume)
-        for inner in (folder.logs, folder.checkpoints):
-            inner.mkdir(mode=0o700, exist_ok=True)
-        folder.summary.unlink(missing_ok=True)
-        sync(folder.root)  # before run.json may promise more steps than this summary had
-        write_description(folder, config, resume=resume)
-    except BaseException:
-        folder_claim.release()
-        raise
-    return folder_claim
 
 
 def check_claim(

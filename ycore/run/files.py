@@ -68,18 +68,15 @@ def check_plain(value: Any, *, max_values: int = _MAX_VALUES) -> Any:
 
     A few lines of YAML can repeat a list by its name until it is larger than the memory, or contain it in itself.
     """
-    level, num_values = [value], 0
+    level, num_values = [value], 1
     for _ in range(_MAX_DEPTH):
-        num_values += len(level)
-        if num_values > max_values:
-            raise ValueError(f"it has more than {max_values} values")
         if any(type(item) is int and abs(item) > _MAX_INTEGER for item in level):
             raise ValueError("it has an integer beyond 10**31")
         inner = [item for item in level if isinstance(item, dict | list)]
         if not inner:
             return value
-        num_inner = sum(map(len, inner))
-        if num_values + num_inner > max_values:
+        num_values += sum(map(len, inner))
+        if num_values > max_values:
             raise ValueError(f"it has more than {max_values} values")
         level = []
         for item in inner:

@@ -13,7 +13,6 @@ from ycore.run.work import (
     EVERY_S,
     FIRST_S,
     Pulse,
-    Silence,
     Work,
     command_pulse,
     counted_in,
@@ -65,18 +64,21 @@ def test_the_innermost_work_is_shown() -> None:
 
 def test_silence_ends_within_2_s_and_then_every_5_s() -> None:
     """By a fake clock that looks five times a second, as a pulse does: over a minute, and after a line of another."""
-    silence = Silence(100.0)
+    stream = io.StringIO()
     spoken = []
-    for tick in range(1, 301):
-        now = 100.0 + tick / 5
-        if tick == 40:
-            silence.end(now)
-        elif silence.is_too_long(now):
-            spoken.append(now)
-            silence.end(now)
-    moments = sorted([100.0, 108.0, *spoken])
-    assert spoken[0] - 100.0 <= FIRST_S
-    assert max(later - earlier for earlier, later in pairwise(moments)) <= EVERY_S
+    began = time.monotonic()
+    with Pulse(stream, lambda: "converting") as pulse:
+        for tick in range(1, 301):
+            now = began + tick / 5
+            if tick == 40:
+                pulse.end_silence(now)
+            else:
+                pulse.look(now)
+            if stream.getvalue().count("now") > len(spoken):
+                spoken.append(now)
+    moments = sorted([began, began + 8.0, *spoken])
+    assert spoken[0] - began <= FIRST_S
+    assert max(later - earlier for earlier, later in pairwise(moments)) <= EVERY_S + 1e-6
     assert len(spoken) <= 2 + 60 / (EVERY_S - 0.5)
 
 

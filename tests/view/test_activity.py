@@ -19,6 +19,7 @@ from ycore.run.trace import (
     Span,
     TraceWriter,
 )
+from ycore.run.work import working
 from ycore.view.activity import (
     Activity,
     RunActivity,
@@ -164,6 +165,12 @@ def test_what_an_engine_does_is_what_its_log_said_last(tmp_path: Path) -> None:
         assert engine_phase(log, since=0.0) == phase
     os.utime(log, (100.0, 100.0))
     assert engine_phase(log, since=200.0) == "starting", "the log is of an earlier start"
+
+
+def test_before_its_engines_start_a_launcher_says_what_it_does_itself(tmp_path: Path) -> None:
+    with working("converting sums.gguf"):
+        assert RunActivity(tmp_path).look().now() == "converting sums.gguf for 0 s"
+    assert RunActivity(tmp_path).look().now() == "starting"
 
 
 def test_a_run_that_starts_says_what_its_processes_do(tmp_path: Path) -> None:

@@ -159,6 +159,25 @@ def test_where_nothing_is_printed_a_line_says_what_goes_on() -> None:
         progress.close()
 
 
+def test_a_terminal_shows_what_starts_and_then_the_view(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    starting = Scene(
+        Activity(), 1030.0, False, None, None, starting="starting for 9 s: engine-0 \x1b[2J"
+    )
+    stream = Terminal()
+    LiveProgress(4, "step", stream, lambda: starting).close()
+    assert r"starting for 9 s: engine-0 \x1b[2J" in stream.getvalue()
+    assert "step 0/4" not in stream.getvalue()
+    stream = Terminal()
+    progress = LiveProgress(4, "step", stream, lambda: starting)
+    progress.step(ROW)
+    progress.close()
+    assert "step 3/4" in stream.getvalue()
+
+
 class Shown:
     """What IPython's `display` was given, and its handle: what is shown now is `last`."""
 

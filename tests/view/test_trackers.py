@@ -33,6 +33,7 @@ from trackio.sqlite_storage import SQLiteStorage
 rows = SQLiteStorage.get_logs("sums", run.name)
 artifacts = [one["name"] for one in SQLiteStorage.list_artifacts("sums")]
 told = {"name": run.name, "group": run.config["_Group"], "artifacts": artifacts}
+told["settings"] = sorted(run.config)
 told["logged"] = sorted({name for row in rows for name in row})
 told["steps"] = [row["train/global_step"] for row in rows if "train/reward" in row]
 print(json.dumps(told))
@@ -120,7 +121,7 @@ def settings_of(file: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_trackers_get_what_their_users_look_for(tmp_path: Path) -> None:
-    """Evaluations as `eval/`, tags, job type, settings at the top, completions with rewards and advantages; the report."""
+    """Evaluations as `eval/`, tags, job type, settings at the top, completions with rewards and advantages."""
     pytest.importorskip("wandb")
     pytest.importorskip("trackio")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -139,8 +140,8 @@ def test_trackers_get_what_their_users_look_for(tmp_path: Path) -> None:
     run(["grpo", *words_of(options)], tmp_path)
 
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    (report,) = file.parent.glob("files/media/html/ycore/report_*.html")
-    assert "finished" in report.read_text() and "Before and after" in report.read_text()
+    (after,) = file.parent.glob("files/media/table/ycore/before_and_after_*.table.json")
+    assert json.loads(after.read_text())["columns"] == ["prompt", "before", "after"]
     (page_run,) = [record.run for record in records_of(file) if record.HasField("run")][:1]
     assert page_run.job_type == "train" and list(page_run.tags) == ["grpo", "model", "rloo"]
     rows = history_of(file)
@@ -177,13 +178,13 @@ def test_trackers_get_what_their_users_look_for(tmp_path: Path) -> None:
     page = trackio_page(tmp_path)
     assert (page["name"], page["group"]) == ("run", None), "one page, named like the folder"
     wanted = {
-        "ycore/report",
         "ycore/before_and_after",
         "train/reward",
         "completions",
         "eval/pass@1",
     }
     assert wanted <= set(page["logged"])
+    assert {"learning_rate", "group_size", "ycore/config"} <= set(page["settings"])
 
     events = EventAccumulator(
         str(next(output.rglob("events.out.tfevents.*")).parent), size_guidance={"tensors": 0}
@@ -286,10 +287,13 @@ def test_evaluations_and_runs_on_examples_have_pages_too(tmp_path: Path) -> None
         ],
         tmp_path,
     )
-    assert (
-        len(list(tmp_path.glob("wandb/offline-run-*/files/media/html/ycore/report_*.html")))
-        == 1
+    (tuned,) = tmp_path.glob(
+        f"wandb/offline-run-*/run-{RunFolder(tmp_path / 'tuned').run_id}.wandb"
     )
+    assert [row["train/global_step"] for row in history_of(tuned) if "train/loss" in row] == [
+        1,
+        2,
+    ]
 
 
 @pytest.mark.slow
@@ -352,11 +356,7 @@ def test_a_flow_model_has_a_page_with_its_numbers_and_pictures(tmp_path: Path) -
     for mine, row in zip(sent, rows, strict=False):
         assert mine["eval/reward"] == pytest.approx(row["ycore/eval/reward"])
     assert {"train/loss", "train/reward"} <= set(sent[1])
-    for kind in (
-        "html/ycore/report_*.html",
-        "images/ycore/pictures_*.png",
-    ):
-        assert len(list(file.parent.glob(f"files/media/{kind}"))) == 1, kind
+    assert len(list(file.parent.glob("files/media/images/ycore/pictures_*.png"))) == 1
 
     page = EventAccumulator(
         str(tmp_path / "drawn" / "events"), size_guidance={"tensors": 0}

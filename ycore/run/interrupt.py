@@ -70,8 +70,6 @@ class _Output(io.FileIO):
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
-        except BlockingIOError:
-            raise
         except OSError as error:
             if error.errno != errno.EPIPE:  # `ycore grpo | head -1` has read what it wants
                 self.error = error

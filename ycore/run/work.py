@@ -8,11 +8,12 @@ to a file.
 import json
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self, TextIO
 
@@ -23,7 +24,7 @@ EVERY_S = 5.0
 _LOOK_S = 0.2
 _PUBLISH_S = 0.5
 _BAR_COLUMNS = 24
-_COUNTS = re.compile(rb"(\d+)/(\d+) \[|Progress (\d+) of (\d+)")  # as tqdm and as pip count
+_COUNTS = re.compile(rb"(\d+)/(\d+) \[")  # as tqdm counts
 
 Count = Callable[[], tuple[float, float] | None]
 """Returns how much is done and of how much; None while nobody knows."""
@@ -100,8 +101,8 @@ def counted_in(log: Path, *, begin: int = 0) -> tuple[float, float] | None:
         return None
     if not counts:
         return None
-    done, total = (float(text) for text in counts[-1] if text)
-    return (done, total) if total else None
+    done, total = counts[-1]
+    return float(done), float(total)
 
 
 # -- between processes -------------------------------------------------------------------------------------------------
@@ -135,50 +136,38 @@ def _publish(*, within_s: float = 0.0) -> None:
             return
         work.share()
         partial = _board.with_name(f".{_board.name}")
-        content = {
-            name: getattr(work, name) for name in ("words", "total", "unit", "done", "began")
-        }
-        partial.write_text(json.dumps(content))
+        partial.write_text(json.dumps(asdict(replace(work, count=None))))
         partial.replace(_board)
 
 
 # -- on a screen -------------------------------------------------------------------------------------------------------
 
 
-class Silence:
-    """Decides when a line is due: 2 s after the beginning, and 5 s after the last line."""
-
-    def __init__(self, now: float) -> None:
-        self._due = now + FIRST_S - _LOOK_S
-
-    def end(self, now: float) -> None:
-        self._due = now + EVERY_S - _LOOK_S
-
-    def is_too_long(self, now: float) -> bool:
-        return now >= self._due
-
-
 class Pulse:
-    """Shows what goes on, from a thread of its own. Of several pulses that are open, the newest alone speaks.
+    """Shows what goes on, from a thread of its own: 2 s after it opens, and 5 s after the last line.
+
+    Of several pulses that are open, the newest alone speaks.
 
     Args:
         stream: a terminal gets a bar that goes when the work ends; anything else gets plain lines.
         words: returns what goes on now; nothing is shown while it is empty, nor with `YCORE_PROGRESS=off`.
     """
 
-    _open: ClassVar[list["Pulse | None"]] = []
+    _open: ClassVar[list["Pulse"]] = []
 
     def __init__(self, stream: TextIO, words: Callable[[], str]) -> None:
         self._stream = stream
         self._words = words
+        self._is_off = os.environ.get("YCORE_PROGRESS") == "off"
         self._lock = threading.Lock()
-        self._silence = Silence(time.monotonic())
+        self._due = time.monotonic() + FIRST_S - _LOOK_S
         self._ended = threading.Event()
         self._live: Any = None
 
     def __enter__(self) -> Self:
-        _hide_all()
         Pulse._open.append(self)
+        for older in Pulse._open[:-1]:
+            older.hide()
         threading.Thread(target=self._run, name="ycore-pulse", daemon=True).start()
         return self
 
@@ -187,9 +176,9 @@ class Pulse:
         self.hide()
         Pulse._open.remove(self)
 
-    def end_silence(self) -> None:
+    def end_silence(self, now: float) -> None:
         """Tell it that a line was printed."""
-        self._silence.end(time.monotonic())
+        self._due = now + EVERY_S - _LOOK_S
 
     def hide(self) -> None:
         with self._lock:
@@ -202,13 +191,11 @@ class Pulse:
         with self._lock:
             if self._ended.is_set() or Pulse._open[-1] is not self:
                 return
-            words = self._words()
-            is_off = os.environ.get("YCORE_PROGRESS") == "off"
-            if is_off or not words or not self._silence.is_too_long(now):
+            if self._is_off or now < self._due or not (words := self._words()):
                 return
             if not self._stream.isatty():
                 print(f"now  {printable(words, one_line=True)}", file=self._stream, flush=True)
-                self._silence.end(now)
+                self.end_silence(now)
             elif self._live is None:
                 self._live = _open_live(self._stream, self._words)
 
@@ -218,21 +205,9 @@ class Pulse:
                 self.look(time.monotonic())
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Leave the terminal to another, such as a person who types, until the context ends."""
-    _hide_all()
-    Pulse._open.append(None)
-    try:
-        yield
-    finally:
-        Pulse._open.remove(None)
-
-
-def _hide_all() -> None:
-    for pulse in Pulse._open:
-        if pulse is not None:
-            pulse.hide()
+def quiet() -> Pulse:
+    """Return a pulse that says nothing: it leaves the terminal to another, such as a person who types."""
+    return Pulse(sys.stderr, str)
 
 
 def command_pulse(stream: TextIO, command: str) -> Pulse:
@@ -247,30 +222,32 @@ def progress_bar(share: float, columns: int) -> str:
     return "━" * num_full + "─" * (columns - num_full)
 
 
+def spinning_row(spinner: Any, words: str, *, columns: int) -> Any:
+    """Return a row of rich: a spinner, a bar where the work at hand is counted, and words."""
+    from rich.table import Table
+    from rich.text import Text
+
+    cells = [spinner, Text(printable(words, one_line=True), no_wrap=True, overflow="ellipsis")]
+    work = current()
+    share = None if work is None else work.share()
+    if share is not None and columns >= 3 * _BAR_COLUMNS:
+        cells.insert(1, Text(progress_bar(share, _BAR_COLUMNS), style="green"))
+    row = Table.grid(padding=(0, 1))
+    row.add_row(*cells)
+    return row
+
+
 def _open_live(stream: TextIO, words: Callable[[], str]) -> Any:
     """Show the words in a terminal, redrawn as they change, beneath what else is printed there."""
     from rich.console import Console
     from rich.live import Live
     from rich.spinner import Spinner
-    from rich.table import Table
-    from rich.text import Text
 
     console = Console(file=stream)
     spinner = Spinner("dots")
-
-    def row() -> Table:
-        work = current()
-        share = None if work is None else work.share()
-        table = Table.grid(padding=(0, 1))
-        cells: list[Any] = [spinner, Text(printable(words(), one_line=True), no_wrap=True)]
-        if share is not None and console.width >= 3 * _BAR_COLUMNS:
-            cells.insert(1, Text(progress_bar(share, _BAR_COLUMNS), style="green"))
-        table.add_row(*cells)
-        return table
-
     live = Live(
         console=console,
-        get_renderable=row,
+        get_renderable=lambda: spinning_row(spinner, words(), columns=console.width),
         refresh_per_second=5,
         transient=True,
         redirect_stdout=os.isatty(1),

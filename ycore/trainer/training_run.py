@@ -413,7 +413,7 @@ class TrainingRun(ABC, TrainerCallback):
         self.save_model_in(self.home.model)
         if self.leads:
             sync(self.home.metrics)
-            self._page.close(self.trainer.args)
+            self._page.close()
         self.trainer.accelerator.wait_for_everyone()
 
     def save_model_in(self, folder: Path) -> None:

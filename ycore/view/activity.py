@@ -29,7 +29,7 @@ from ycore.run.trace import (
     Span,
     TraceFollower,
 )
-from ycore.run.work import Work, read_work
+from ycore.run.work import Work, current, read_work
 
 PHASES: Mapping[str, str] = {
     SYNC: "sending weights",
@@ -151,7 +151,12 @@ class Scene:
         return levels.at >= self.step_began - _CLOCK_S
 
     def now(self) -> str:
-        """Return `training for 12 s, 28 s into the step`: the phase of the rank that is least far in this step."""
+        """Return `training for 12 s, 28 s into the step`: the phase of the rank that is least far in this step.
+
+        Nothing goes on once the run is over.
+        """
+        if self.is_over:
+            return ""
         if self.step_began is None:
             return self.starting or "starting"
         if self.work is not None:
@@ -242,7 +247,12 @@ class RunActivity:
 
 
 def starting_words(folder: RunFolder, now: float) -> str:
-    """Return `starting for 12 s: 2 engines loading weights, trainer loading the model`, from the processes' logs."""
+    """Return `starting for 12 s: 2 engines loading weights, trainer loading the model`, from the processes' logs.
+
+    Before, it is what this process itself is busy with, such as a model's conversion.
+    """
+    if (of_launcher := current()) is not None:
+        return of_launcher.line(now)
     began = _touched(folder.engines)
     if began is None:
         return ""

@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.live import Live
 from rich.spinner import Spinner
 from rich.table import Table
@@ -38,8 +38,8 @@ from ycore.run.metrics import (
 )
 from ycore.run.paths import RunFolder
 from ycore.run.text import as_duration, printable, topic
-from ycore.run.work import Pulse, current, progress_bar, quiet
-from ycore.view.activity import PHASES, RunActivity, Scene, slot_names
+from ycore.run.work import Pulse, progress_bar, quiet, spinning_row
+from ycore.view.activity import PHASES, Activity, RunActivity, Scene, slot_names
 
 _BARS = "▁▂▃▄▅▆▇█"
 MAX_SLOTS = 8
@@ -102,14 +102,20 @@ _ENDS_OF_PARTS = re.compile(r",? {2,}|, ")
 _MAX_ROWS = 10  # of a table
 
 Look = Callable[[], Scene]
+"""Returns what the run does now, such as `RunActivity.look`."""
 Line = tuple[str, Text | str]
+
+
+def look_at_nothing() -> Scene:
+    """Return the scene of a run whose rows alone are shown."""
+    return Scene(Activity(), 0.0, is_over=True, step_began=None, step_ended=None)
 
 
 class RunView:
     """A renderable of rich; its arguments are those of `open_progress`: `view.add(row); console.print(view)`."""
 
     def __init__(
-        self, num_steps: int | None, *, unit: str = "step", look: Look | None = None
+        self, num_steps: int | None, *, unit: str = "step", look: Look = look_at_nothing
     ) -> None:
         self._num_steps = num_steps
         self._unit = unit
@@ -131,27 +137,23 @@ class RunView:
         if is_evaluation(row):
             self._evaluated = row
         self._has_masked = self._has_masked or bool(row.get("ycore/reward_problems"))
-        value = number(row, *REWARD)
-        if value is None and "loss" in row:
-            self._watched = "loss"
-            value = number(row, "loss")
-        elif value is not None:
-            self._watched = "reward"
-        if value is not None:
-            self._values.append(value)
+        for label, names in (("reward", REWARD), ("loss", ("loss",))):
+            if (value := number(row, *names)) is not None:
+                self._watched = label
+                self._values.append(value)
+                return
 
     @property
     def has_begun(self) -> bool:
         """Whether there is anything to show: a row, or a first step under way."""
-        return bool(self._last) or (self._look is not None and self._look().has_begun)
+        return bool(self._last) or self._look().has_begun
 
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> Iterator[RenderableType]:
         width = options.max_width
-        scene = None if self._look is None else self._look()
         yield self._head(width)
-        lines = [] if scene is None else self._scene_lines(scene)
+        lines = self._scene_lines(self._look())
         if lines and width >= _TWO_BLOCKS_COLUMNS:
             half = (width - 2) // 2
             blocks = Table.grid(padding=(0, 2))
@@ -310,14 +312,14 @@ def open_progress(
     *,
     unit: str = "step",
     stream: TextIO | None = None,
-    look: Look | None = None,
+    look: Look = look_at_nothing,
 ) -> "RunProgress":
     """Open the live view where `stream` is a terminal, a table in a notebook, plain lines elsewhere.
 
     Args:
         num_steps: how many rows there will be; None where nobody knows.
         stream: standard output, or a notebook's cell, where it is None.
-        look: returns what the run does now (`RunActivity.look`); None shows the rows alone.
+        look: returns what the run does now; without it, the rows alone are shown.
     """
     if stream is None and (display := _display_of_notebook()) is not None:
         return TableProgress(num_steps, unit, sys.stdout, display)
@@ -334,7 +336,7 @@ class PlainProgress:
     """
 
     def __init__(
-        self, num_steps: int | None, unit: str, stream: TextIO, look: Look | None = None
+        self, num_steps: int | None, unit: str, stream: TextIO, look: Look = look_at_nothing
     ) -> None:
         self._unit = unit
         self._total = "" if num_steps is None else f"/{num_steps}"
@@ -343,14 +345,14 @@ class PlainProgress:
         self._clock = TimeLeft(num_steps)
         self._step = 0
         self._pulse: Pulse | None = None
-        if look is not None:
+        if look is not look_at_nothing:
             self._pulse = Pulse(stream, self.now).__enter__()
 
     def say(self, line: str) -> None:
         """Print a line about the run as a whole: engines starting, a model being fetched."""
         print(printable(line), file=self._stream, flush=True)
         if self._pulse is not None:
-            self._pulse.end_silence()
+            self._pulse.end_silence(time.monotonic())
 
     def step(self, row: Row) -> None:
         """Print one row of metrics.jsonl."""
@@ -361,14 +363,11 @@ class PlainProgress:
                 self.say(line)
 
     def now(self) -> str:
-        """Return what goes on, in this process or in the run; nothing once the run is over."""
-        if (work := current()) is not None:
-            return work.line(time.time())
-        if self._look is None or (scene := self._look()).is_over:
-            return ""
-        is_in_step = scene.step_began is not None and scene.work is None
-        head = f"after {self._unit} {self._step}{self._total}, " if self._step else ""
-        return (head if is_in_step else "") + scene.now()
+        """Return what goes on; nothing once the run is over."""
+        scene = self._look()
+        is_in_step = scene.step_began is not None and scene.work is None and not scene.is_over
+        head = f"after {self._unit} {self._step}{self._total}, "
+        return (head if self._step and is_in_step else "") + scene.now()
 
     def close(self) -> None:
         if self._pulse is not None:
@@ -381,37 +380,29 @@ class LiveProgress:
     """The live view, redrawn twice a second beneath the lines about the run as a whole."""
 
     def __init__(
-        self, num_steps: int | None, unit: str, stream: TextIO, look: Look | None = None
+        self, num_steps: int | None, unit: str, stream: TextIO, look: Look = look_at_nothing
     ) -> None:
         self._view = RunView(num_steps, unit=unit, look=look)
         self._look = look
-        self._quiet = quiet()
-        self._quiet.__enter__()
+        self._quiet = quiet().__enter__()
         self._spinner = Spinner("dots")
+        self._console = Console(file=stream)
         self._live = Live(
-            console=Console(file=stream),
+            console=self._console,
             refresh_per_second=4,
             get_renderable=self._renderable,
         )
         self._live.start()
 
     def _renderable(self) -> RenderableType:
-        """Return the view, and beneath it what the launcher itself is busy with, or what starts."""
-        work = current()
-        words = "" if work is None else work.line(time.time())
-        if self._view.has_begun:
-            view: list[RenderableType] = [self._view]
-        else:
-            view = []
-            words = words or ("" if self._look is None else self._look().starting)
-        if words:
-            row = Table.grid(padding=(0, 1))
-            row.add_row(self._spinner, Text(words, no_wrap=True, overflow="ellipsis"))
-            view.append(row)
-        return Group(*view)
+        """Return the view; before, a row on what starts."""
+        if self._view.has_begun or not (words := self._look().now()):
+            return self._view
+        row: RenderableType = spinning_row(self._spinner, words, columns=self._console.width)
+        return row
 
     def say(self, line: str) -> None:
-        self._live.console.print(Text(printable(line)), soft_wrap=True)
+        self._console.print(Text(printable(line)), soft_wrap=True)
 
     def step(self, row: Row) -> None:
         self._view.add(row)
@@ -419,7 +410,7 @@ class LiveProgress:
     def close(self) -> None:
         """Leave the terminal as it was."""
         self._live.stop()
-        self._quiet.__exit__(None, None, None)
+        self._quiet.__exit__()
 
 
 class TableProgress(PlainProgress):

@@ -1,9 +1,9 @@
 """Send trackers what they show of a run beside the numbers that transformers' callbacks send them.
 
 At a run's start: its settings, without secrets; during it: completions with their rewards; once its model is saved:
-completions before and after, and the report. A run without such callbacks (`ycore flow`) sends its numbers too
-(`OwnPage`), and `ycore eval` figures and completions. wandb and trackio share an interface; tensorboard keeps numbers,
-histograms and text. `python -m ycore.view.trackers RUN_FOLDER` sends an alert on why the run failed.
+completions before and after. A run without such callbacks (`ycore flow`) sends its numbers too (`OwnPage`), and
+`ycore eval` figures and completions. wandb and trackio share an interface; tensorboard keeps numbers, histograms and
+text. `python -m ycore.view.trackers RUN_FOLDER` sends an alert on why the run failed.
 """
 
 import importlib
@@ -11,12 +11,11 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -30,15 +29,15 @@ from transformers.integrations import (
 from transformers.trainer_callback import CallbackHandler
 
 from ycore.config.resolve import read_config
-from ycore.config.schema import AnyConfig, BaseConfig, TuneConfig
+from ycore.config.schema import AnyConfig, BaseConfig
 from ycore.run.files import read_json
-from ycore.run.metrics import EVALUATION, STEP_SECONDS, Row, number, summarise
+from ycore.run.metrics import EVALUATION, Row, number
 from ycore.run.paths import RunFolder
 from ycore.run.reports import TRACKER_GROUP
-from ycore.view.report import content_text, make_report, read_run, render_page
+from ycore.view.report import content_text
 
-Table = tuple[Sequence[str], Sequence[Sequence[Any]]]
-"""Names of the columns, and the rows."""
+Rows = Sequence[Mapping[str, Any]]
+"""The rows of a table, all with the same columns."""
 
 _DEFAULT_PROJECT = "huggingface"  # transformers' own
 _MAX_COMPLETIONS = 1000  # of an evaluation, in a table
@@ -47,7 +46,7 @@ _MAX_LETTERS = 4000  # of a prompt or a completion of a round
 _MAX_TAG = 64  # letters, by wandb's rule
 _COMPLETIONS = "completions"  # TRL's name of its table
 _EVALUATED = "eval/completions"
-_SAMPLES, _REPORT = "ycore/before_and_after", "ycore/report"
+_SAMPLES = "ycore/before_and_after"
 _PICTURES = "ycore/pictures"
 _STEP = "train/global_step"  # as transformers names it, and the numbers beside it
 
@@ -72,19 +71,14 @@ class TrackerPage(TrainerCallback):
         self._folder = folder
         self._handler = handler
         self._config = config
-        if project := config.trl.get("project"):
-            # transformers passes it on to every tracker but wandb.
-            os.environ.setdefault("WANDB_PROJECT", project)
-        trackers = tuple(get_reporting_integration_callbacks(_tracker_names(config)))
+        names = _tracker_names(config)
+        self._trackers = _modules(names)
+        callbacks = tuple(get_reporting_integration_callbacks(names))
         for callback in handler.callbacks:
-            if isinstance(callback, trackers):
+            if isinstance(callback, callbacks):
                 callback.__dict__["on_log"] = partial(_log_evaluations_apart, callback.on_log)
             if isinstance(callback, WandbCallback):
-                # The folder's id: a resumed run goes on with its page.
-                os.environ.setdefault("WANDB_RUN_ID", folder.run_id)
-                os.environ.setdefault("WANDB_RESUME", "allow")
-                os.environ.setdefault("WANDB_JOB_TYPE", "train")
-                os.environ["WANDB_TAGS"] = ",".join(_tags(folder))
+                _set_wandb_variables(config, folder)
             if isinstance(callback, TrackioCallback):  # wandb reads the variable itself
                 group = os.environ.get(TRACKER_GROUP)
                 callback._trackio.init = partial(callback._trackio.init, group=group)
@@ -94,8 +88,9 @@ class TrackerPage(TrainerCallback):
     ) -> None:
         if not state.is_world_process_zero:
             return
-        for tracker in _modules(args.report_to):
+        for tracker in self._trackers:
             tracker.config.update(_settings(self._folder), allow_val_change=True)
+            self._settings = dict(tracker.config)
         for writer in self._writers:
             _add_settings(writer, self._folder)
 
@@ -127,10 +122,9 @@ class TrackerPage(TrainerCallback):
         ]
         if not rows or not state.is_world_process_zero:
             return
-        table = list(rows[0]), [list(row.values()) for row in rows]
-        for tracker in _modules(args.report_to):
+        for tracker in self._trackers:
             with _tolerate_failure(tracker.__name__):
-                tracker.log({_COMPLETIONS: _as_table(tracker, table), _STEP: step})
+                tracker.log({_COMPLETIONS: _as_table(tracker, rows), _STEP: step})
         for writer in self._writers:
             _add_completions(writer, rows, step=step)
 
@@ -144,10 +138,26 @@ class TrackerPage(TrainerCallback):
         ]
         return [writer for writer in writers if writer is not None]
 
-    def close(self, args: TrainingArguments) -> None:
-        """Send what a finished run has; its model, metrics and samples are on the disk. On the first rank only."""
-        reopen = partial(_reopen, args=args)
-        _send_results(self._folder, self._config, _modules(args.report_to), reopen)
+    def close(self) -> None:
+        """Send completions before and after training, to the same prompts. On the first rank only."""
+        if not self._folder.samples.is_file():
+            return
+        samples = read_json(self._folder.samples)
+        rows = [
+            {
+                "prompt": content_text(before["prompt"]),
+                "before": before["completion"],
+                "after": after["completion"],
+            }
+            for before, after in zip(samples["before"], samples["after"], strict=True)
+        ]
+        for tracker in self._trackers:
+            with _tolerate_failure(tracker.__name__):
+                # transformers closes trackio's page with the last step; opened again, it has none of the settings.
+                _open(tracker, self._config, self._folder)
+                tracker.config.update(self._settings, allow_val_change=True)
+                tracker.log({_SAMPLES: _as_table(tracker, rows)})
+                tracker.finish()
 
 
 class OwnPage:
@@ -155,12 +165,11 @@ class OwnPage:
 
     def __init__(self, config: BaseConfig, folder: RunFolder) -> None:
         names = _tracker_names(config)
-        self._config = config
         self._folder = folder
         self._trackers = _modules(names)
         self._writer: Any = None
         for tracker in self._trackers:
-            _open(tracker, config, folder, job_type="train")
+            _open(tracker, config, folder)
         if "tensorboard" in names:
             self._writer = _new_writer(folder)
             _add_settings(self._writer, folder)
@@ -181,8 +190,10 @@ class OwnPage:
             _add_numbers(self._writer, numbers, step=step)
 
     def send(self) -> None:
-        """Send what a finished run has; its model, metrics and pictures are on the disk."""
-        _send_results(self._folder, self._config, self._trackers, nullcontext)
+        """Send the pictures of a finished run."""
+        for tracker in self._trackers:
+            with _tolerate_failure(tracker.__name__):
+                tracker.log({_PICTURES: tracker.Image(str(self._folder.pictures))})
 
     def close(self) -> None:
         if self._writer is not None:
@@ -197,13 +208,14 @@ def tell_evaluation(config: AnyConfig, folder: RunFolder, figures: Mapping[str, 
 
     The figures are named as those of evaluations in a run, and stand at the step of the model that was measured.
     """
-    names, table = _tracker_names(config), _evaluated_completions(folder)
+    names = _tracker_names(config)
+    rows = _evaluated_completions(folder)
     numbers = {f"eval/{name}": value for name, value in figures.items()}
     step = _step_of_model(Path(config.model).expanduser())
     for tracker in _modules(names):
         with _tolerate_failure(tracker.__name__):
-            _open(tracker, config, folder, job_type="eval")
-            tracker.log(numbers | {_EVALUATED: _as_table(tracker, table), _STEP: step})
+            _open(tracker, config, folder)
+            tracker.log(numbers | {_EVALUATED: _as_table(tracker, rows), _STEP: step})
             tracker.finish()
     if "tensorboard" in names:
         with _tolerate_failure("tensorboard"), _new_writer(folder) as writer:
@@ -213,17 +225,17 @@ def tell_evaluation(config: AnyConfig, folder: RunFolder, figures: Mapping[str, 
 
 def tell_failure(config: BaseConfig, folder: RunFolder, error: str) -> None:
     """Send an alert on why the run failed, and end its page as a failed one."""
+    names = _tracker_names(config)
     title = f"{folder.root.name} {'hangs' if '_timeout_s)' in error else 'failed'}"
-    for tracker in _modules(_tracker_names(config)):
+    for tracker in _modules(names):
         with _tolerate_failure(tracker.__name__):
             _open(tracker, config, folder)
+            tracker.alert(title=title, text=error, level=tracker.AlertLevel.ERROR)
             if tracker.__name__ == "wandb":
-                tracker.alert(title=title, text=error, level="ERROR")
                 tracker.finish(exit_code=1)
             else:
-                tracker.alert(title=title, text=error, level=tracker.AlertLevel.ERROR)
                 tracker.finish()
-    if "tensorboard" in _tracker_names(config):
+    if "tensorboard" in names:
         with _tolerate_failure("tensorboard"), _new_writer(folder) as writer:
             writer.add_text("alert", f"{title}: {error}")
 
@@ -257,25 +269,33 @@ def _modules(names: Sequence[str]) -> list[Any]:
     return [importlib.import_module(name) for name in ("wandb", "trackio") if name in names]
 
 
-def _open(
-    tracker: Any, config: BaseConfig, folder: RunFolder, job_type: str | None = None
-) -> None:
+def _open(tracker: Any, config: BaseConfig, folder: RunFolder) -> None:
     """Open the folder's page, or go on with it."""
-    wandb_only: dict[str, Any] = {}
-    if tracker.__name__ == "wandb":
-        wandb_only = {"id": folder.run_id, "job_type": job_type, "tags": _tags(folder)}
+    is_wandb = tracker.__name__ == "wandb"
+    if is_wandb:
+        _set_wandb_variables(config, folder)
     tracker.init(
         project=config.trl.get("project")
         or os.environ.get("WANDB_PROJECT")
         or _DEFAULT_PROJECT,
-        name=folder.root.name,
+        name=config.trl.get("run_name") or folder.root.resolve().name,
         resume="allow",
         group=os.environ.get(TRACKER_GROUP),
         config=_settings(folder),
-        **wandb_only,
+        **({} if is_wandb else {"space_id": config.trl.get("trackio_space_id")}),
     )
-    if tracker.__name__ == "wandb":
+    if is_wandb:
         tracker.define_metric("*", step_metric=_STEP, step_sync=True)
+
+
+def _set_wandb_variables(config: BaseConfig, folder: RunFolder) -> None:
+    """Set wandb's own variables where the user has not: by the folder's id, a resumed run goes on with its page."""
+    if project := config.trl.get("project"):
+        os.environ.setdefault("WANDB_PROJECT", project)
+    os.environ.setdefault("WANDB_RUN_ID", folder.run_id)
+    os.environ.setdefault("WANDB_RESUME", "allow")
+    os.environ.setdefault("WANDB_JOB_TYPE", "eval" if config.algorithm == "eval" else "train")
+    os.environ["WANDB_TAGS"] = ",".join(_tags(folder))
 
 
 def _settings(folder: RunFolder) -> dict[str, Any]:
@@ -333,9 +353,8 @@ def _shortened(content: Any) -> str:
     return text if len(text) <= _MAX_LETTERS else f"{text[:_MAX_LETTERS]} ..."
 
 
-def _as_table(tracker: Any, table: Table) -> Any:
-    columns, rows = table
-    return tracker.Table(columns=list(columns), data=list(rows))
+def _as_table(tracker: Any, rows: Rows) -> Any:
+    return tracker.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
 
 
 @contextmanager
@@ -350,73 +369,18 @@ def _tolerate_failure(tracker: str) -> Iterator[None]:
         )
 
 
-@contextmanager
-def _reopen(tracker: Any, args: TrainingArguments) -> Iterator[None]:
-    """Open trackio's page again, which transformers closes with the last step; wandb's is open until the end."""
-    if tracker.__name__ == "wandb":
-        yield
-        return
-    tracker.init(
-        project=args.project, name=args.run_name, space_id=args.trackio_space_id, resume="allow"
-    )
-    try:
-        yield
-    finally:
-        tracker.finish()
-
-
-# -- results -----------------------------------------------------------------------------------------------------------
-
-
-def _send_results(
-    folder: RunFolder,
-    config: BaseConfig,
-    trackers: Sequence[Any],
-    reopen: Callable[[Any], AbstractContextManager[None]],
-) -> None:
-    """Send what a finished run has to trackers that show tables and pages."""
-    table = _samples(folder)
-    for tracker in trackers:
-        with _tolerate_failure(tracker.__name__), reopen(tracker):
-            results = {_REPORT: tracker.Html(_render_report(folder, config))}
-            if folder.pictures.is_file():
-                results[_PICTURES] = tracker.Image(str(folder.pictures))
-            if table[1]:
-                results[_SAMPLES] = _as_table(tracker, table)
-            tracker.log(results)
-
-
-def _render_report(folder: RunFolder, config: BaseConfig) -> str:
-    """Return the page of `ycore report`, with the seconds of steps alone.
-
-    The launcher writes the summary after its trainer has ended.
-    """
-    run = read_run(folder.root)
-    seconds = sum(number(row, *STEP_SECONDS) or 0.0 for row in run.metrics)
-    measure: Literal["reward", "loss"] = "loss" if isinstance(config, TuneConfig) else "reward"
-    summary = summarise(run.metrics, "finished", seconds, measure=measure)
-    return render_page(make_report([replace(run, summary=summary)]))
-
-
-def _samples(folder: RunFolder) -> Table:
-    """Return completions before and after training, to the same prompts."""
-    rows = []
-    if folder.samples.is_file():
-        samples = read_json(folder.samples)
-        for before, after in zip(samples["before"], samples["after"], strict=True):
-            prompt = content_text(before["prompt"])
-            rows.append([prompt, before["completion"], after["completion"]])
-    return ("prompt", "before", "after"), rows
-
-
-def _evaluated_completions(folder: RunFolder) -> Table:
+def _evaluated_completions(folder: RunFolder) -> Rows:
     """Return the first completions of an evaluation, with their rewards."""
-    rows = []
     with (folder.root / "completions.jsonl").open(encoding="utf-8") as lines:
-        for row in map(json.loads, islice(lines, _MAX_COMPLETIONS)):
-            texts = [content_text(row["prompt"]), content_text(row["completion"])]
-            rows.append([*texts, json.dumps(row["rewards"]), row["finish_reason"]])
-    return ("prompt", "completion", "rewards", "finish_reason"), rows
+        return [
+            {
+                "prompt": content_text(row["prompt"]),
+                "completion": content_text(row["completion"]),
+                "rewards": json.dumps(row["rewards"]),
+                "finish_reason": row["finish_reason"],
+            }
+            for row in map(json.loads, islice(lines, _MAX_COMPLETIONS))
+        ]
 
 
 # -- tensorboard -------------------------------------------------------------------------------------------------------
@@ -433,7 +397,7 @@ def _add_settings(writer: Any, folder: RunFolder) -> None:
     writer.add_text("ycore", f"```\n{json.dumps(read_json(folder.config), indent=2)}\n```")
 
 
-def _add_completions(writer: Any, rows: Sequence[Mapping[str, Any]], *, step: int) -> None:
+def _add_completions(writer: Any, rows: Rows, *, step: int) -> None:
     """Add the completions of a round as text, and their rewards and advantages as histograms."""
     texts = []
     for row in rows:

@@ -27,10 +27,10 @@ def test_a_witness_sees_what_hides_and_takes_it_along(tmp_path: Path) -> None:
         pytest.skip(str(problem))
     try:
         starter = subprocess.Popen(
-            [sys.executable, "-c", f"import time; time.sleep(1)\n{HIDES}"]
+            [sys.executable, "-c", f"input()\n{HIDES}"], stdin=subprocess.PIPE
         )
         witness.add(starter.pid)
-        starter.wait(30)
+        starter.communicate(b"\n", timeout=120)
         deadline = time.monotonic() + 120
         while [process.name() for process in witness.processes()] != ["sleep"]:
             assert time.monotonic() < deadline

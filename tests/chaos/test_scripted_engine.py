@@ -57,7 +57,7 @@ def start(model: Path, tmp_path: Path) -> Iterator[Start]:
             "scripted",
             socket,
             SamplingParams(max_tokens=12, stop_token_ids=(2,)),
-            request_timeout_s=10,
+            request_timeout_s=60,
         )
 
     yield begin
@@ -82,7 +82,7 @@ def test_a_completion_follows_from_weights_prompt_and_seed(
     start: Start, model: Path, tmp_path: Path
 ) -> None:
     async def ask(engine: VllmEngine) -> None:
-        await engine.wait_ready(timeout_s=10)
+        await engine.wait_ready(timeout_s=60)
         await engine.load_weights(shared(model, tmp_path / "weights", version=0), 0)
         first = await engine.complete([7, 8], 5)
         assert first == await engine.complete([7, 8], 5)
@@ -102,7 +102,7 @@ def test_a_completion_that_is_aborted_is_the_beginning_of_the_whole_one(
     async def ask(engine: VllmEngine, *, aborts: bool) -> list[Completion]:
         await engine.load_weights(shared(model, tmp_path / "weights", version=0), 0)
         asked = [asyncio.ensure_future(engine.complete([7], seed)) for seed in range(4)]
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(1.8)  # between the first token of each and the last of the shortest
         if aborts:
             await engine.abort()
         answers = await asyncio.gather(*asked)
@@ -110,7 +110,7 @@ def test_a_completion_that_is_aborted_is_the_beginning_of_the_whole_one(
         return answers
 
     whole = asyncio.run(ask(start(), aborts=False))
-    parts = asyncio.run(ask(start(token_s=0.25), aborts=True))
+    parts = asyncio.run(ask(start(token_s=1.0), aborts=True))
     assert {one.finish_reason for one in parts} == {"abort"}
     for part, one in zip(parts, whole, strict=True):
         assert part.token_ids == one.token_ids[: len(part.token_ids)] and 1 <= len(

@@ -115,7 +115,7 @@ def tests() -> Iterator[CallClient]:
     client = client_of(mine)
     yield client
     client._connection.close()
-    thread.join(5.0)
+    thread.join(60.0)
     assert not thread.is_alive()
 
 

@@ -22,6 +22,7 @@ from ycore.sandbox.watch import (
     excess_of,
     files_in,
     memory_of,
+    remove_tree,
 )
 
 MIB = 2**20
@@ -145,6 +146,15 @@ print(scratch.exists(), oct(aside.stat().st_mode & 0o777))
     assert done.stdout == "False 0o500\n", done.stderr
 
 
+def test_folders_nested_too_deeply_for_a_path_are_removed(tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    make = "import os\nfor _ in range(1100):\n    os.mkdir('a'), os.chdir('a')"
+    scratch.mkdir()
+    subprocess.run([sys.executable, "-I", "-S", "-c", make], cwd=scratch, check=True)
+    remove_tree(scratch)
+    assert not scratch.exists()
+
+
 def test_what_is_over_is_named() -> None:
     pids = [os.getpid(), os.getppid()]
     assert excess_of(pids, AMPLE) is None
@@ -195,9 +205,22 @@ time.sleep(60)
         watch_module, "below", lambda pid: real(pid)[: 2 if next(num_looks) < 2 else None]
     )
 
+    killed: set[int] = set()
+    send, sleep = watch_module._send, time.sleep
+
+    def record(number: signal.Signals, pids: list[int]) -> None:
+        send(number, pids)
+        if number == signal.SIGKILL:
+            killed.update(pids)
+
     def wait(seconds: float) -> None:  # the parent reaps nothing, so its children stay zombies
-        if all(one.status() == psutil.STATUS_ZOMBIE for one in family):
+        for child in family:
+            while child.pid in killed and child.status() != psutil.STATUS_ZOMBIE:
+                sleep(seconds)
+        if killed >= {child.pid for child in family}:
             monkeypatch.setattr(watch_module, "below", lambda pid: [])
+
+    monkeypatch.setattr(watch_module, "_send", record)
 
     monkeypatch.setattr(watch_module.time, "sleep", wait)
     assert end_all_below(process.pid)
@@ -217,7 +240,7 @@ time.sleep(60)
     watch = Watch(process.pid, replace(AMPLE, memory=64 * MIB), killed.set)
     other = Watch(process.pid, AMPLE, spared.set)
     watch.start(), other.start()
-    assert killed.wait(20.0)
+    assert killed.wait(120.0)
     assert watch.excess is not None and watch.excess.endswith("of memory, 64 MiB allowed")
     other.stop()
     other.join(5.0)
@@ -226,10 +249,10 @@ time.sleep(60)
 
 def test_the_watch_ends_with_its_process(start) -> None:
     process = start("print('ready', flush=True)")
-    process.wait(20.0)
+    process.wait(120.0)
     watch = Watch(process.pid, AMPLE, lambda: None)
     watch.start()
-    watch.join(10.0)
+    watch.join(120.0)
     assert not watch.is_alive() and watch.excess is None
 
 

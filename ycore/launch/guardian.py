@@ -9,7 +9,6 @@ at an earlier look.
 
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from ycore.run.claim import Claim
 from ycore.run.files import make_private
 from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER, is_alive
+from ycore.sandbox.watch import remove_tree
 
 _KILL_WITHIN_S = 20.0
 _TRACKER_ENDS_WITHIN_S = 1.0
@@ -111,7 +111,7 @@ def remove_leftovers(folder: RunFolder) -> None:
     scratch = temporary.parent.glob(f"{temporary.name}-scratch-*")  # of confined processes
     for path in (folder.sockets, temporary, folder.shared_memory, *scratch):
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
+            remove_tree(path)
 
 
 @contextmanager

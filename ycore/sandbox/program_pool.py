@@ -25,7 +25,6 @@ from pathlib import Path
 from subprocess import Popen, TimeoutExpired
 from typing import Any, Literal
 
-import ycore
 from ycore.errors import RunError
 from ycore.run.reports import kill_tree
 from ycore.sandbox import END_S, MIB, Level, Limits, View
@@ -378,7 +377,7 @@ def server_command(
     site = site_packages() if packages else []
     python = python_paths(packages=bool(packages))
     view = sources_view() if packages else View()
-    package = Path(ycore.__file__).absolute().parent
+    package = Path(__file__).absolute().parents[1]
     shown = [
         path
         for path in (*python, *view.read)

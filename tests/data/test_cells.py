@@ -97,7 +97,7 @@ def test_names_of_writers_stand_for_roles_and_are_told() -> None:
 def test_all_keys_of_a_turn_are_kept_and_a_weight_is_refused() -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": {}}}
     turns = [
-        {"role": "user", "content": "a", "name": "Ann", "tool_calls": None},
+        {"role": "user", "content": "a", "name": "Ann", "tool_calls": None, "weight": 0},
         {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "b"},
         {"role": "tool", "content": "c", "tool_call_id": "1", "weight": 1},
     ]
@@ -107,4 +107,4 @@ def test_all_keys_of_a_turn_are_kept_and_a_weight_is_refused() -> None:
         {"role": "tool", "content": "c", "tool_call_id": "1"},
     ]
     with pytest.raises(DataError, match=r"has weight 0 in row 0 \(line 4\).*remove the key"):
-        content_of(row_of([{"role": "user", "content": "a", "weight": 0}]), "messages", {})
+        content_of(row_of([{"role": "assistant", "content": "a", "weight": 0}]), "messages", {})

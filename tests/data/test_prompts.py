@@ -248,7 +248,7 @@ def refused_rows(*rows: dict[str, Any], **options: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["prompt", "messages", "question", "problem", "instruction"])
+@pytest.mark.parametrize("name", ["prompt", "question", "problem", "instruction", "query"])
 def test_the_asking_column_is_found(name: str) -> None:
     assert contents({"other": "x", name: "hi"}) == ["hi"]
 

@@ -62,6 +62,8 @@ FORMS: list[tuple[str, dict[str, Any], list[dict[str, Any]], str, Any]] = [
     ("TRL prompt-completion", {"prompt": TURNS[:1], "completion": TURNS[1:]}, TURNS[:1], "4", None),
     ("messages", {"messages": TURNS}, TURNS[:1], "4", None),
     ("ShareGPT", {"conversations": SHAREGPT, "system": "Be brief."}, [SYSTEM, *TURNS[:1]], "4", None),
+    ("ShareGPT", {"conversations": [{**SHAREGPT[0], "weight": 0}, {**SHAREGPT[1], "weight": 1}]},
+     TURNS[:1], "4", None),
     ("Alpaca", {"instruction": "Add.", "input": "2 and 2", "output": "4", "system": "Be brief.",
                 "history": [["Hi", "Hello"]]},
      [SYSTEM, user("Hi"), said("Hello"), user("Add.\n\n2 and 2")], "4", None),
@@ -71,6 +73,11 @@ FORMS: list[tuple[str, dict[str, Any], list[dict[str, Any]], str, Any]] = [
      [SYSTEM, *TURNS[:1]], "4", None),
     ("NuminaMath, OpenR1", {"problem": "2 + 2?", "solution": "So \\boxed{4}.", "answer": "4"},
      TURNS[:1], "So \\boxed{4}.", "4"),
+    ("NuminaMath, OpenR1", {"question": "2 + 2?", "solution": "So \\boxed{4}.", "answer": "4"},
+     TURNS[:1], "So \\boxed{4}.", "4"),
+    ("NuminaMath, OpenR1", {"problem": "2 + 2?", "solution": "So 4.", "expected_answer": "4"},
+     TURNS[:1], "So 4.", "4"),
+    ("MATH", {"question": "2 + 2?", "solution": "So \\boxed{4}."}, TURNS[:1], "So \\boxed{4}.", "4"),
     ("MATH", {"problem": "2 + 2?", "level": "1", "type": "algebra", "solution": "So \\boxed{4}."},
      TURNS[:1], "So \\boxed{4}.", "4"),
     ("hh-rlhf", {"prompt": "\n\nHuman: 2 + 2?\n\nAssistant:", "completion": " 4"}, TURNS[:1], "4", None),
@@ -242,6 +249,23 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
+_AS_TEXT = json.dumps(TURNS)
+REFUSED += [
+    (method, {column: cell, "answer": "4"}, rule)
+    for method in ("sft", "grpo")
+    for column, cell, rule in (
+        ("messages", f"turns: {_AS_TEXT}", "'messages' is text .*must be a list"),
+        ("messages", f"array({TURNS}, dtype=object)", "cannot be read as JSON.*JSONL"),
+        ("prompt", json.dumps({"messages": TURNS[:1]}), "cannot be read as JSON.*JSONL"),
+        (
+            "prompt",
+            '[{"id": 1, "role": "user", "content": "2 +',
+            "cannot be read as JSON.*JSONL",
+        ),
+    )
+]
+
+
 @pytest.mark.parametrize(("method", "row", "message"), REFUSED)
 def test_what_would_be_a_guess_is_refused_with_the_row(
     method: str, row: dict[str, Any], message: str, tmp_path: Path
@@ -357,6 +381,60 @@ def test_the_plan_counts_prompts_without_an_answer_and_lists_that_are_text(
         "4 x answer",
         "1 x questions in brackets",
     ]
+
+
+def test_turns_in_a_text_in_a_text_are_turns(tmp_path: Path) -> None:
+    row = {"messages": json.dumps(json.dumps(TURNS))}
+    path = write_jsonl(tmp_path / "a.jsonl", [row])
+    assert prompts(path).prompts[0].content == TURNS[:1]
+    (example,) = examples(path, "sft").train
+    assert example == {"prompt": TURNS[:1], "completion": TURNS[1:]}
+
+
+@pytest.mark.parametrize(
+    "text", ['{"from": "LHR", "to": "JFK"}', '"2 + 2?" he asked.', '{"value": 4}']
+)
+def test_json_that_lists_no_turns_is_text(text: str, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": text, "completion": text}])
+    assert prompts(path).prompts[0].content == [user(text)]
+    assert examples(path, "sft").train[0]["completion"] == [said(text)]
+
+
+def test_an_answer_of_one_turn_has_its_question_in_the_conversation(tmp_path: Path) -> None:
+    row = {
+        "conversations": SHAREGPT[:1],
+        "chosen": {"from": "gpt", "value": "a"},
+        "rejected": {"from": "gpt", "value": "b"},
+    }
+    for pair in (row, {**row, "chosen": [row["chosen"]], "rejected": [row["rejected"]]}):
+        path = write_jsonl(tmp_path / "a.jsonl", [pair])
+        for method in ("dpo", "reward", "kto"):
+            assert examples(path, method).train[0]["prompt"] == TURNS[:1]
+
+
+@pytest.mark.parametrize(
+    ("before", "opening"),
+    [
+        ("<|im_start|>user\nWhere is it?<|im_end|>\n", "<|im_start|>assistant"),
+        ("[INST] Where is it? ", "[/INST]"),
+        ("USER: Where is it? ", "ASSISTANT:"),
+        ("User: Where is it?", "\n\nAssistant:"),
+    ],
+)
+def test_texts_are_cut_where_their_answer_opens(
+    before: str, opening: str, tmp_path: Path
+) -> None:
+    question = before + opening
+    row = {"chosen": f"{question} in the south", "rejected": f"{question} in the north"}
+    (pair,) = examples(write_jsonl(tmp_path / "a.jsonl", [row]), "dpo").train
+    assert (pair["prompt"], pair["chosen"]) == (question, " in the south")
+    earlier = {key: f"{text} {question} Yes" for key, text in row.items()}
+    path = write_jsonl(tmp_path / "a.jsonl", [row, earlier])
+    left_out = examples(path, "dpo").left_out
+    assert left_out == {"conversations part before the last answer": 1}
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": question, "completion": "South"}])
+    notes = examples(path, "sft").reading["notes"]
+    assert [note for note in notes if "texts have the marks of a chat template" in note]
 
 
 def test_one_turn_needs_no_list(tmp_path: Path) -> None:

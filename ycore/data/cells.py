@@ -43,7 +43,10 @@ _CALLS = ("function_call", "tool_call")
 _TURN_KEYS = frozenset({"role", "from", "content", "value"})
 _WEIGHT_KEYS = frozenset({"weight", "train", "training", "trainable", "loss", "loss_mask"})
 _ROLES_LISTED = ", ".join(ROLES)
-_TURNS_AS_TEXT = re.compile(r"\s*+\[?\s*+\{\s*+['\"](?:role|from|content|value)['\"]\s*+:")
+_BEGINS_TURN = re.compile(r"\s*+\[?\s*+\{\s*+['\"](?:role|from|content|value)['\"]\s*+:")
+_NAMES_WRITER = re.compile(
+    rf"""(?s:.{{0,500}}?)['"](?:role|from)\\*['"]\s*+:[\s'"\\]*+(?:{"|".join(ROLES)})['"\\]"""
+)
 _SPEAKER = re.compile(r"(Human|Assistant):")
 
 
@@ -73,11 +76,9 @@ def listed_cell(row: TableRow, column: str) -> Any:
     """Return a cell as it stands, but turns in a text and a turn without a list as a list."""
     value = row.cell(column)
     if isinstance(value, str):
-        may_list = value.lstrip()[:1] in ("[", "{")
+        may_list = value.lstrip().startswith(("[", "{", '"[', '"{', "array("))
         return (may_list and _parse_turns(value, column, row)) or value
-    if isinstance(value, Mapping) and len(_TURN_KEYS & value.keys()) > 1:
-        value = [value]
-    return value
+    return [value] if _is_turn(value) else value
 
 
 def parse_literal(text: str) -> Any:
@@ -92,20 +93,25 @@ def parse_literal(text: str) -> Any:
 
 def _parse_turns(text: str, column: str, row: TableRow) -> list[Any] | None:
     """Return the turns that a text lists; None where it is a text."""
-    try:
+    value = None
+    with suppress(ValueError):
         value = parse_literal(text)
-    except ValueError:
-        if _TURNS_AS_TEXT.match(text) is None:
-            return None
-        raise DataError(
-            f"{column!r} begins like a list of turns in {row.place}, and cannot be read as JSON: {text[:40]!r}; "
-            "write the cell as JSON, or the dataset as JSONL or Parquet"
-        ) from None
+        value = parse_literal(value) if isinstance(value, str) else value
     listed = value if isinstance(value, list) else [value]
-    are_turns = all(
-        isinstance(turn, Mapping) and not {"role", "from"}.isdisjoint(turn) for turn in listed
+    if listed and all(map(_is_turn, listed)):
+        return listed
+    if not (_NAMES_WRITER.match(text) or (value is None and _BEGINS_TURN.match(text))):
+        return None
+    raise DataError(
+        f"{column!r} holds turns in {row.place}, and cannot be read as JSON that lists them: {text[:40]!r}; "
+        "write the cell as JSON, or the dataset as JSONL or Parquet"
     )
-    return listed if listed and are_turns else None
+
+
+def _is_turn(value: Any) -> bool:
+    return isinstance(value, Mapping) and (
+        "tool_calls" in value or len(_TURN_KEYS & value.keys()) > 1
+    )
 
 
 def _turn(turn: Any, label: str, row: TableRow, aliases: dict[str, str]) -> Message:
@@ -124,7 +130,6 @@ def _turn(turn: Any, label: str, row: TableRow, aliases: dict[str, str]) -> Mess
             for key, value in turn.items()
             if key not in _TURN_KEYS and value is not None and value != []
         }
-        _refuse_weights(rest, label, row)
     if not isinstance(name, str) or not name:
         raise DataError(_not_a_turn(turn, label, row))
     role = ROLES.get(name) or ROLES.get(name.strip().lower())
@@ -134,6 +139,8 @@ def _turn(turn: Any, label: str, row: TableRow, aliases: dict[str, str]) -> Mess
         )
     if role != name:
         aliases[name] = role
+    if rest:
+        _refuse_weights(rest, role, label, row)
     if name in _CALLS:
         return {"role": role, "content": "", **rest, "tool_calls": _calls(content, label, row)}
     if not isinstance(content, str) and not (content is None and "tool_calls" in rest):
@@ -147,11 +154,11 @@ def _not_a_turn(turn: Mapping[str, Any], label: str, row: TableRow) -> str:
     return f"{label} has {kinds or 'nothing'} in {row.place}; a turn has role and content, both text"
 
 
-def _refuse_weights(rest: dict[str, Any], label: str, row: TableRow) -> None:
-    """DataError for a key that takes a turn out of the loss, which no trainer here reads; one of 1 says nothing."""
+def _refuse_weights(rest: dict[str, Any], role: str, label: str, row: TableRow) -> None:
+    """DataError for a key that takes an answer out of the loss, which no trainer here reads; one of 1 says nothing."""
     for key in _WEIGHT_KEYS & rest.keys():
         weight = rest.pop(key)
-        if weight not in (1, True, "1"):
+        if role == "assistant" and weight not in (1, True, "1"):
             raise DataError(
                 f"{label} has {key} {weight!r} in {row.place}, and answers are trained on by their place alone (the last, "
                 f"or all with --assistant-only-loss); remove the key {key}, or cut the conversation after its last answer"

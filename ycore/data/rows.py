@@ -28,8 +28,8 @@ ANSWERS = (
     "completion",
     "response",
     "output",
-    "answer",
     "solution",
+    "answer",
     "canonical_solution",
     "code",
     "solutions",
@@ -60,7 +60,7 @@ FORMS = (
     Form("prompt"),  # TRL, verl, HumanEval, hh
     *CONVERSATIONS,  # OpenAI, ShareGPT
     Form("question", joined=("context", "starter_code")),  # GSM8K, SQuAD, OpenOrca, APPS, TACO
-    Form("problem", answers=("solution", *ANSWERS)),  # MATH, NuminaMath, OpenR1
+    Form("problem"),  # MATH, NuminaMath, OpenR1
     Form("instruction", joined=("input", "context")),  # Alpaca, Dolly
     Form("question_content", joined=("starter_code",)),  # LiveCodeBench
     Form("query"),  # MetaMath
@@ -73,15 +73,21 @@ SYSTEM_COLUMNS = ("system", "system_prompt")
 TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
 """Columns that the chat template gets beside the turns."""
 REASONING_COLUMNS = ("reasoning_content", "reasoning", "thinking")
-GOLD_COLUMNS = ("reward_model.ground_truth", "ground_truth", "expected_answer")
-"""Columns that rewards get as `answer` where no column has that name."""
+GOLD_COLUMNS = (
+    "answer",
+    "reward_model.ground_truth",
+    "ground_truth",
+    "expected_answer",
+    "solution",
+)
+"""Columns that rewards get as `answer`, in order of preference."""
 EXPECTED = frozenset(
     {
         *SYSTEM_COLUMNS,
         *REASONING_COLUMNS,
         *("history", "tools", "functions", "context", "input", "starter_code"),
         *("documents", "chat_template_kwargs", "weight", "weights", "loss_mask", "margin"),
-        *("inputs", "choices", "options", "passage"),
+        *("inputs", "choices", "options", "passage", "role", "context_messages", "trajectory"),
         *IMAGE_COLUMNS,
     }
 )
@@ -102,8 +108,11 @@ _CHAT_ENDS = (
         "<start_of_turn>model",
         "<|assistant|>",
     ),
-    *("### Response:", "### Assistant:", "### Answer:", "ASSISTANT:"),
+    *("### Response:", "### Assistant:", "### Answer:", "ASSISTANT:", "\nAssistant:"),
 )
+
+_OPENED = re.compile("|".join([r"\n[ \t]*Assistant:", *map(re.escape, _CHAT_ENDS)]))
+"""The marks that open an answer in a text."""
 
 _MAX_ORDERS = 1000
 
@@ -181,7 +190,8 @@ class RowReader:
             forms = (*CONVERSATIONS, *(form for form in FORMS if form not in CONVERSATIONS))
         elif self.reads_pairs:
             forms = tuple(form for form in FORMS if form not in CONVERSATIONS)
-            if isinstance(self.table.row(0).cell("chosen"), str):
+            chosen = self.table.row(0).cell("chosen") or ()
+            if isinstance(chosen, str | Mapping) or len(chosen) == 1:
                 forms += CONVERSATIONS  # else they are often the pair's better answer
         return next((form for form in forms if self._fits(form)), None)
 
@@ -201,10 +211,6 @@ class RowReader:
             self.table.require_column(name, "--answer-column")
             return name
         if self.needs.kind == "prompts":
-            if "answer" in self._columns:
-                return "answer"
-            if self.form is not None and self.form.question == "problem":
-                return self._first(("solution",))
             return next((name for name in GOLD_COLUMNS if self._has_cell(name)), None)
         return self._first(self.form.answers if self.form else ())
 
@@ -256,6 +262,11 @@ class RowReader:
         assert self.form is not None
         content = content_of(row, self.form.question, self.roles)
         if isinstance(content, str):
+            is_turns = self.needs.as_chat and is_dialogue(content)
+            if self.form in CONVERSATIONS and not is_turns:
+                raise DataError(
+                    f"{self.form.question!r} is text in {row.place}; it must be a list of {{role, content}} turns"
+                )
             for name in self._joined:
                 if text := _text_of(row, name):
                     content = f"{content}\n\n{text}" if content.strip() else text
@@ -275,11 +286,13 @@ class RowReader:
         return content if self._is_plain else self._after_history(content, row)
 
     def _turns(self, text: str) -> list[Message]:
+        if is_dialogue(text):
+            return to_messages(text)
         if text.startswith(_CHAT_BEGINS) or text.rstrip().endswith(_CHAT_ENDS):
             self.notes[
                 "texts have the marks of a chat template, and get the model's template around them"
             ] += 1
-        return to_messages(text) if is_dialogue(text) else [{"role": "user", "content": text}]
+        return [{"role": "user", "content": text}]
 
     def _after_history(self, turns: list[Message], row: TableRow) -> list[Message]:
         """Put the columns `system` and `history` before the turns."""
@@ -402,16 +415,8 @@ class RowReader:
         return self.form.question if self.form else None
 
     def _conversation(self, row: TableRow) -> Row | str:
-        assert self.form is not None
-        cell = row.cell(self.form.question)
         turns = self.question(row)
-        is_text = isinstance(cell, str) and isinstance(
-            content_of(row, self.form.question, {}), str
-        )
-        if isinstance(turns, str) or (is_text and not is_dialogue(cell)):
-            raise DataError(
-                f"{self.form.question!r} is text in {row.place}; it must be a list of {{role, content}} turns"
-            )
+        assert not isinstance(turns, str)
         return self._cut(turns)
 
     def _cut(self, turns: list[Message]) -> Row | str:
@@ -752,11 +757,12 @@ def _split_texts(chosen: str, rejected: str) -> Row | str:
         if letters[0] != letters[1]
     )
     common = chosen[: next(differing, min(len(chosen), len(rejected)))]
-    marks = list(re.finditer(r"\n[ \t]*Assistant:", common))
+    marks = list(_OPENED.finditer(common))
     end = marks[-1].end() if marks else common.rfind(" ")
-    if end <= 0 or not chosen[end:].strip() or not rejected[end:].strip():
+    answers = (chosen[end:], rejected[end:])
+    if end <= 0 or not all(map(str.strip, answers)) or any(map(_OPENED.search, answers)):
         return "conversations part before the last answer"
-    return Row(chosen[:end], {"chosen": chosen[end:], "rejected": rejected[end:]})
+    return Row(chosen[:end], dict(zip(("chosen", "rejected"), answers, strict=True)))
 
 
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")

@@ -10,7 +10,7 @@ import pytest
 
 from ycore.config.schema import RewardConfig
 from ycore.errors import RewardError
-from ycore.rewards.loading import import_function, load_reward, reward_names
+from ycore.rewards.loading import load_reward, reward_names
 from ycore.rewards.worker_client import check_reward
 
 PLAIN = """
@@ -72,7 +72,8 @@ def test_a_module_that_makes_its_names_on_demand_works(folder: Path) -> None:
     (folder / "lazy_module.py").write_text(
         "def __getattr__(name):\n    return lambda completions: [name]\n"
     )
-    assert str(import_function("lazy_module:anything")(completions=["a"])) == "['anything']"
+    reward = load_reward(spec("lazy_module:anything"))
+    assert str(reward(completions=["a"])) == "['anything']"
 
 
 @pytest.mark.parametrize(
@@ -94,9 +95,13 @@ def test_a_module_that_makes_its_names_on_demand_works(folder: Path) -> None:
         ("overlong", {"max_tokens": 10}, "needs the arguments cache_tokens"),
         ("overlong", {"max_tokens": 10, "cache_tokens": 20}, "cache_tokens"),
         ("my_reward.py:plain", {}, "no file my_reward.py; did you mean 'my_rewards.py'"),
-        ("my_rewards.py:plane", {}, "no function 'plane' there; did you mean 'plain'"),
+        (
+            "my_rewards.py:plane",
+            {},
+            "my_rewards.py has no 'plane' to call; did you mean 'plain'",
+        ),
         ("my_rewards.py:zzzzz", {}, "it has plain, singular, like_trl"),
-        ("my_rewards.py:constant", {}, "'constant' is a int; it must be a function"),
+        ("my_rewards.py:constant", {}, "my_rewards.py has no 'constant' to call; it has plain"),
         ("my_rewards.py:", {}, "both sides of its colon"),
         ("my_rewards.py:plain", {"bonnus": 1}, "no argument 'bonnus'; did you mean 'bonus'"),
         (

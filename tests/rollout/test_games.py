@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ycore.rollout import ToolRefused
+from ycore.errors import UserError
 from ycore.rollout.tool_host import ToolHost
 
 
@@ -122,7 +122,7 @@ def test_the_question_is_the_rows_where_the_dataset_is_of_reasoning_gym() -> Non
     ],
 )
 def test_an_unknown_game_is_refused_in_one_line(name: str, problem: str) -> None:
-    with pytest.raises(ToolRefused) as refused:
+    with pytest.raises(UserError) as refused:
         host_of(name)
     assert problem in str(refused.value) and "\n" not in str(refused.value)
 
@@ -130,7 +130,7 @@ def test_an_unknown_game_is_refused_in_one_line(name: str, problem: str) -> None
 def test_a_library_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "textarena", None)
     with pytest.raises(
-        ToolRefused, match=r"needs the package textarena: pip install 'ycore\[textarena\]'"
+        UserError, match=r"needs the package textarena: pip install 'ycore\[textarena\]'"
     ):
         ToolHost([], "textarena:GuessTheNumber-v0")
     random.seed()

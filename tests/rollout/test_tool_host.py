@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from ycore.rollout import ToolRefused, tool_host
+from ycore.errors import ConfigError
+from ycore.rollout import tool_host
 from ycore.rollout.tool_host import MAX_TEXT, ToolHost, schema_of
+from ycore.sandbox.channel import load_named
 
 TOOLS = '''
 import random
@@ -196,7 +198,7 @@ def test_a_reward_that_is_text_is_refused() -> None:
 def test_what_is_no_tool_or_environment_is_refused_in_one_line(
     given: list[str], env: str | None, problem: str
 ) -> None:
-    with pytest.raises(ToolRefused) as refused:
+    with pytest.raises(ConfigError) as refused:
         ToolHost(given, env)
     assert problem in str(refused.value) and "\n" not in str(refused.value)
 
@@ -204,7 +206,7 @@ def test_what_is_no_tool_or_environment_is_refused_in_one_line(
 @pytest.mark.parametrize("name", ["untyped", "undescribed"])
 def test_a_tool_without_types_or_docstring_is_refused(name: str) -> None:
     with pytest.raises(
-        ToolRefused, match=f"tool '{name}' cannot be shown to a model: .*; give it a docstring"
+        ConfigError, match=f"tool '{name}' cannot be shown to a model: .*; give it a docstring"
     ):
         ToolHost([f"tools.py:{name}"], None).describe(schemas=True)
 
@@ -214,9 +216,9 @@ def test_schemas_are_those_of_transformers() -> None:
 
     (schema,) = ToolHost(["tools.py:add"], None).describe(schemas=True)["tools"]
     assert schema["function"]["name"] == "add" and schema == schema_of(
-        tool_host.load_from("tools.py:add", "tool")
+        load_named("tools.py:add", kind="tool", error=ConfigError)
     )
-    assert schema == get_json_schema(tool_host.load_from("tools.py:add", "tool"))
+    assert schema == get_json_schema(load_named("tools.py:add", kind="tool", error=ConfigError))
 
 
 def test_variables_of_the_interpreter_last() -> None:

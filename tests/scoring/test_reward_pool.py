@@ -310,7 +310,9 @@ def test_a_builtins_setting_is_not_taken_from_a_column_of_its_name(folder: Path)
 
 
 def test_a_reward_that_cannot_be_loaded_is_an_error_that_says_why(folder: Path) -> None:
-    with pytest.raises(RewardError, match=r"3 attempts: .*no function 'absent'.*rewards\.log"):
+    with pytest.raises(
+        RewardError, match=r"3 attempts: .*has no 'absent' to call.*rewards\.log"
+    ):
         scored(pool_of("absent"), ["a"])
     assert alive(folder) == []
 

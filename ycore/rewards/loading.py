@@ -1,21 +1,17 @@
 """Load the function of a reward by its name, bind and check its arguments, and read its parameters."""
 
 import functools
-import importlib
 import importlib.util
 import inspect
 import itertools
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 from ycore.config.schema import RewardConfig
 from ycore.errors import RewardError, nearest
 from ycore.rewards.builtin import BUILTIN, CODE, ENVIRONMENT, LIBRARIES, REFERENCE, Reward
-from ycore.sandbox.user_code import names_file
+from ycore.sandbox.channel import load_named
 
 # What every call offers besides the dataset's columns; TRL's names.
 SUPPLIED = (
@@ -29,7 +25,6 @@ SUPPLIED = (
 
 IN_THINKING = "in_thinking"  # the column that is True where the prompt opened the thinking
 
-_MAX_MESSAGE = 300  # characters
 _FORMS = "a reward is a built-in name, file.py:function or package.module:function"
 
 
@@ -52,7 +47,8 @@ class Inputs:
 def load_reward(spec: RewardConfig) -> Reward:
     """Import the function of a reward and bind its `args`; RewardError where one does not fit the other."""
     if ":" in spec.reward:
-        return _bind_custom(spec, import_function(spec.reward))
+        function = load_named(spec.reward, kind="reward", error=RewardError)
+        return _bind_custom(spec, function)
     return _bind_builtin(spec)
 
 
@@ -80,88 +76,6 @@ def inputs_of(function: Callable[..., Any]) -> Inputs:
         elif name not in bound and parameter.kind is not parameter.VAR_POSITIONAL:
             (required if parameter.default is parameter.empty else optional).append(name)
     return Inputs(tuple(required), tuple(optional), bound, takes_any)
-
-
-def import_function(name: str) -> Reward:
-    """Import the function that `name` names; modules are found in the working folder and in a file's own folder too."""
-    source, _, function = name.rpartition(":")
-    if not source or not function:
-        raise RewardError(
-            f"reward {name!r} needs both sides of its colon: file.py:function or package.module:function"
-        )
-    _add_to_path(Path.cwd())
-    module = _import_file(name, source) if names_file(name) else _import_module(name, source)
-    try:
-        # Not vars(): a module may make its names on demand, as trl.rewards does.
-        reward = getattr(module, function)
-    except AttributeError:
-        public = [
-            key
-            for key, value in vars(module).items()
-            if callable(value) and not key.startswith("_")
-        ]
-        near = nearest(function, public) or f"; it has {', '.join(public[:8]) or 'none'}"
-        raise RewardError(f"reward {name!r}: no function {function!r} there{near}") from None
-    if not callable(reward):
-        raise RewardError(
-            f"reward {name!r}: {function!r} is a {type(reward).__name__}; it must be a function"
-        )
-    return cast(Reward, reward)
-
-
-def exception_line(error: BaseException) -> str:
-    """Return an exception as `Type: message`, cut to one line of bounded length."""
-    message = " ".join(str(error).split())
-    return (
-        f"{type(error).__name__}: {message}"[:_MAX_MESSAGE] if message else type(error).__name__
-    )
-
-
-def _import_file(name: str, source: str) -> ModuleType:
-    path = Path(source).expanduser()
-    if not path.is_file():
-        near = nearest(path.name, (file.name for file in path.parent.glob("*.py")))
-        raise RewardError(
-            f"reward {name!r}: no file {path}{near or '; give its path from the working folder'}"
-        )
-    _add_to_path(path.resolve().parent)
-    # The prefix keeps a file called math.py or types.py from taking the place of another module.
-    spec = importlib.util.spec_from_file_location(f"ycore_reward_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise RewardError(
-            f"reward {name!r}: {path} is no Python file; its name must end in .py"
-        )
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise RewardError(
-            f"reward {name!r}: importing {path} raised {exception_line(error)}"
-        ) from error
-    return module
-
-
-def _import_module(name: str, source: str) -> ModuleType:
-    try:
-        return importlib.import_module(source)
-    except (Exception, SystemExit) as error:
-        absent = error.name if isinstance(error, ModuleNotFoundError) else None
-        if absent is None or not f"{source}.".startswith(f"{absent}."):
-            raise RewardError(
-                f"reward {name!r}: importing {source} raised {exception_line(error)}"
-            ) from error
-        folder = Path.cwd()
-        files = [*folder.glob("*.py"), *folder.glob("*/*.py")]
-        modules = [".".join(file.relative_to(folder).with_suffix("").parts) for file in files]
-        near = nearest(source, modules)
-        way_out = near or "; it must be installed, or lie under the working folder"
-        raise RewardError(f"reward {name!r}: no module {absent!r}{way_out}") from error
-
-
-def _add_to_path(folder: Path) -> None:
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
 
 
 def _bind_builtin(spec: RewardConfig) -> Reward:

@@ -8,13 +8,10 @@ what is answered are the parent's (`worker_client`).
 """
 
 import asyncio
-import faulthandler
 import importlib
 import inspect
 import json
 import math
-import os
-import signal
 import sys
 import traceback
 from collections.abc import Awaitable, Iterable, Mapping
@@ -27,10 +24,10 @@ from ycore.config.schema import RewardConfig
 from ycore.errors import RewardError
 from ycore.rewards.answers import with_thinking_opened, without_thinking
 from ycore.rewards.builtin import LIBRARIES, READ_ANSWERS, Reward
-from ycore.rewards.loading import IN_THINKING, Inputs, exception_line, inputs_of, load_reward
+from ycore.rewards.loading import IN_THINKING, Inputs, inputs_of, load_reward
 from ycore.rewards.worker_client import BYTES_PER_VALUE, MAX_BYTES
 from ycore.run.images import ImageStore
-from ycore.sandbox.channel import Channel
+from ycore.sandbox.channel import Channel, exception_line
 from ycore.types import in_blocks
 
 
@@ -45,9 +42,6 @@ class LoadedReward(NamedTuple):
 
 def main() -> None:
     channel = Channel(int(sys.argv[1]))
-    faulthandler.register(
-        signal.SIGUSR2, all_threads=True
-    )  # with this signal, the launcher asks for stacks
     requests = iter(channel)
     first = next(requests)
     try:
@@ -75,7 +69,6 @@ def _load(spec: RewardConfig) -> LoadedReward:
 
 def call_reward(source: LoadedReward, request: Mapping[str, Any]) -> dict[str, Any]:
     """Call one reward; whatever it does, short of ending the process, becomes an answer."""
-    owner = os.getpid()
     try:
         result: object = source.function(**_arguments(source, request))
         if inspect.isawaitable(result):
@@ -88,11 +81,6 @@ def call_reward(source: LoadedReward, request: Mapping[str, Any]) -> dict[str, A
     except BaseException as error:  # noqa: BLE001 (a process boundary: sys.exit in a reward is its problem, not ours)
         traceback.print_exc()
         return {"failed": f"raised {exception_line(error)}"}
-    finally:
-        if (
-            os.getpid() != owner
-        ):  # the reward forked, and this is the child: it must not answer too
-            os._exit(0)
     if len(scores) != request["count"]:
         return {
             "failed": f"wrong length: {len(scores)} values for {request['count']} completions"

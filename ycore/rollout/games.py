@@ -8,8 +8,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from ycore.errors import DataError, nearest
-from ycore.rollout import ToolRefused
+from ycore.errors import ConfigError, nearest
 
 
 class TextArena:
@@ -24,7 +23,7 @@ class TextArena:
         try:
             import textarena
         except ImportError:
-            raise ToolRefused(
+            raise ConfigError(
                 f"textarena:{self.name} needs the package textarena: pip install 'ycore[textarena]'"
             ) from None
         self._library = textarena
@@ -36,12 +35,12 @@ class TextArena:
                 nearest(self._id, games)
                 or f"; there are {len(games)}, such as GuessTheNumber-v0"
             )
-            raise ToolRefused(f"TextArena has no game {self._id!r}{way_out}")
+            raise ConfigError(f"TextArena has no game {self._id!r}{way_out}")
         try:
             self.reset()
         except Exception as error:
             problem = " ".join(str(error).split())[:200]
-            raise ToolRefused(
+            raise ConfigError(
                 f"the game {self.name!r} does not start here with one player: {type(error).__name__}: {problem}; "
                 "take another: some need more players, or texts or models from the network"
             ) from error
@@ -80,10 +79,7 @@ def _split(name: str) -> tuple[str, dict[str, Any]]:
     """Return name and arguments of a `scheme:NAME?key=value`."""
     from ycore.data.generated import parse_name, typed_arguments
 
-    try:
-        plain_name, arguments = parse_name(name)
-    except DataError as error:
-        raise ToolRefused(str(error)) from None
+    plain_name, arguments = parse_name(name)
     return plain_name, typed_arguments(arguments)
 
 
@@ -106,10 +102,7 @@ class Gym:
         if "gym_entry" in row:
             return None  # the row's prompt is its question
         name = f"gym:{self.name}{'&' if '?' in self.name else '?'}size=1"
-        try:
-            (self._row,) = gym_table(name, split="train", seed=random.getrandbits(31)).rows
-        except DataError as error:
-            raise ToolRefused(str(error)) from None
+        (self._row,) = gym_table(name, split="train", seed=random.getrandbits(31)).rows
         return str(self._row["prompt"])
 
     def step(self, text: str) -> str | None:

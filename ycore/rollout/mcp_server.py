@@ -18,8 +18,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from ycore.errors import ConfigError
 from ycore.foreign import ForeignRefused, foreign_json, foreign_line, read_tool
-from ycore.rollout import ToolRefused
 
 MCP_PREFIX = "mcp:"
 START_S = 60.0  # limit for the server's first answers
@@ -37,7 +37,7 @@ _HELLO = {
 
 
 class McpServer:
-    """The server of `mcp:COMMAND`; ToolRefused where it does not start.
+    """The server of `mcp:COMMAND`; ConfigError where it does not start.
 
     `tools` are by names that can be written as a call: `_` stands for other characters. `schemas` are the same in the
     form of chat templates. Once the server has ended, every call fails.
@@ -50,11 +50,11 @@ class McpServer:
         try:
             command = shlex.split(name.removeprefix(MCP_PREFIX))
         except ValueError as error:
-            raise ToolRefused(
+            raise ConfigError(
                 f"tool {name!r}: {error}; quote the words of the command as for a shell"
             ) from None
         if not command:
-            raise ToolRefused(
+            raise ConfigError(
                 f"tool {name!r} has no command; say what starts the server, e.g. mcp:python server.py"
             )
         try:
@@ -70,7 +70,7 @@ class McpServer:
             problem = foreign_line(" ".join(str(error).split()))
         except _MALFORMED as error:
             problem = foreign_line(f"its list of tools is not as MCP has it ({error!r})")
-        raise ToolRefused(
+        raise ConfigError(
             f"tool {name!r}: no MCP server started: {problem}; the command runs in the sandbox, without a network "
             f"unless turns.sandbox.network is true, and has {start_s:g} s"
         )

@@ -10,25 +10,21 @@ TRL's (`environment_factory`): `reset(**row)`, public methods as tools, `get_rew
 import ast
 import asyncio
 import contextlib
-import faulthandler
-import importlib
-import importlib.util
 import inspect
 import io
 import json
 import os
 import random
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from ycore.rollout import ToolRefused
+from ycore.errors import ConfigError, UserError
 from ycore.rollout.games import GAMES, game_class
 from ycore.rollout.mcp_server import MCP_PREFIX, McpServer
-from ycore.sandbox.channel import Channel
+from ycore.sandbox.channel import Channel, exception_line, load_named
 
 PYTHON = "python"
 """The name of the tool that runs what the model writes."""
@@ -69,7 +65,12 @@ class ToolHost:
         self._servers = [McpServer(name) for name in tools if name.startswith(MCP_PREFIX)]
         for name in tools:
             if not name.startswith(MCP_PREFIX):
-                self._add(python if name == PYTHON else load_from(name, "tool"), source=name)
+                tool = (
+                    python
+                    if name == PYTHON
+                    else load_named(name, kind="tool", error=ConfigError)
+                )
+                self._add(tool, source=name)
         if env is not None:
             self._env = _environment(env)
             for name in self._methods:
@@ -192,32 +193,36 @@ class ToolHost:
 
 
 def _environment(env: str) -> Any:
-    """Return the environment of this name; ToolRefused where there is none, or it does not start."""
+    """Return the environment of this name; ConfigError where there is none, or it does not start."""
     try:
         is_game = env.partition(":")[0] in GAMES
-        factory = game_class(env) if is_game else load_from(env, "environment")
+        factory = (
+            game_class(env)
+            if is_game
+            else load_named(env, kind="environment", error=ConfigError)
+        )
         if not callable(getattr(factory, "reset", None)):
-            raise ToolRefused(
+            raise ConfigError(
                 f"environment {env!r} has no reset(self, **row), which begins an episode; define it"
             )
         if not (
             inspect.isclass(factory) and inspect.isfunction(getattr(factory, "reset", None))
         ):
-            raise ToolRefused(
+            raise ConfigError(
                 f"environment {env!r} must be a class; it is a {type(factory).__name__}"
             )
         return factory()
-    except ToolRefused:
+    except UserError:
         raise
     except BaseException as error:
-        raise ToolRefused(
-            f"environment {env!r}: {env.rpartition(':')[2]}() raised {one_line(error)}"
+        raise ConfigError(
+            f"environment {env!r}: {env.rpartition(':')[2]}() raised {exception_line(error)}"
         ) from error
 
 
 def _require_new(name: str, names: Collection[str], *, source: str) -> None:
     if name in names:
-        raise ToolRefused(
+        raise ConfigError(
             f"two tools are named {name!r}, one of them {source!r}; rename one: a model calls them by name"
         )
 
@@ -226,62 +231,20 @@ async def _as_coroutine(result: Any) -> Any:
     return await result
 
 
-def load_from(name: str, kind: str) -> Any:
-    """Return the object of `file.py:name` or `package.module:name`; ToolRefused where there is none."""
-    source, _, attribute = name.rpartition(":")
-    if not source or not attribute:
-        raise ToolRefused(
-            f"{kind} {name!r} needs both sides of its colon: file.py:name or package.module:name"
-        )
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        if source.endswith(".py") or "/" in source:
-            path = Path(source).expanduser()
-            if not path.is_file():
-                raise ToolRefused(
-                    f"{kind} {name!r}: no file {path}; give its path from the working folder"
-                )
-            sys.path.insert(0, str(path.resolve().parent))
-            spec = importlib.util.spec_from_file_location(f"ycore_{kind}_{path.stem}", path)
-            assert spec is not None and spec.loader is not None
-            module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(source)
-    except ToolRefused:
-        raise
-    except BaseException as error:
-        raise ToolRefused(
-            f"{kind} {name!r}: importing {source} raised {one_line(error)}"
-        ) from error
-    loaded = getattr(module, attribute, None)
-    if not callable(loaded):
-        public = [
-            key
-            for key, value in vars(module).items()
-            if callable(value) and not key.startswith("_")
-        ]
-        raise ToolRefused(
-            f"{kind} {name!r}: {source} has no {attribute!r} to call; it has {', '.join(public[:8]) or 'none'}"
-        )
-    return loaded
-
-
 def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:
-    """Return the tool's schema for chat templates; ToolRefused where it lacks types or a docstring."""
+    """Return the tool's schema for chat templates; ConfigError where it lacks types or a docstring."""
     try:
         from transformers.utils.chat_template_utils import get_json_schema
     except ImportError as error:
-        raise ToolRefused(
+        raise ConfigError(
             f"tool {tool.__name__!r} cannot be shown to a model: the schema is made by transformers, and this Python "
             f"({sys.executable}) has none; install it there"
         ) from error
     try:
         schema: dict[str, Any] = get_json_schema(tool)
     except Exception as error:
-        raise ToolRefused(
-            f"tool {tool.__name__!r} cannot be shown to a model: {one_line(error)}; "
+        raise ConfigError(
+            f"tool {tool.__name__!r} cannot be shown to a model: {exception_line(error)}; "
             "give it a docstring with `Args:` that describes every argument, and a type for each"
         ) from error
     return schema
@@ -293,11 +256,6 @@ def seed(number: int) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(number % 2**32)
-
-
-def one_line(error: BaseException) -> str:
-    message = " ".join(str(error).split())[:300]
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 _IN_ANOTHER = """
@@ -316,8 +274,6 @@ def main() -> None:
         folder = str(Path(__file__).resolve().parent.parent)
         os.execv(sys.argv[2], [sys.argv[2], "-I", "-B", "-c", _IN_ANOTHER, folder, sys.argv[1]])
     channel = Channel(int(sys.argv[1]))
-    # With this signal the launcher asks for stacks.
-    faulthandler.register(signal.SIGUSR2, all_threads=True)
     requests = iter(channel)
     first = next(requests)
     try:
@@ -325,19 +281,14 @@ def main() -> None:
         channel.reply(
             {"nonce": first["nonce"], "ready": host.describe(schemas=first["describe"])}
         )
-    except ToolRefused as error:
+    except UserError as error:
         return channel.reply({"nonce": first["nonce"], "error": str(error)})
     for request in requests:
-        owner = os.getpid()
         try:
             answer = {"value": host.answer(request)}
         except BaseException as error:  # noqa: BLE001 (a process boundary: sys.exit in a tool is its failure, not ours)
             traceback.print_exc()
             answer = {"failed": " ".join(str(error).split())[:300] or type(error).__name__}
-        if (
-            os.getpid() != owner
-        ):  # the tool forked, and this is the child: it must not answer too
-            os._exit(0)
         channel.reply({"nonce": request["nonce"], **answer})
 
 

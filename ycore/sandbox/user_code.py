@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ycore.run.paths import RunFolder
 from ycore.sandbox import GIB, Confinement, Limits, View
+from ycore.sandbox.channel import names_file
 from ycore.sandbox.importable import python_paths, source_paths
 from ycore.sandbox.level import choose_level, require_sandbox
 from ycore.sandbox.namespaces import SCRATCH
@@ -71,12 +72,6 @@ def sources_view() -> View:
     """Return the view of a program that imports what this Python imports, and sees nothing else of a person's."""
     visible = [path for folder in source_paths() for path in _parts(folder)]
     return View(read=tuple(visible), hidden=tuple(_hidden_in(visible, None, python_paths())))
-
-
-def names_file(name: str) -> bool:
-    """Whether a name is of a function in a file, and not of an installed module or a built-in one."""
-    source = name.rpartition(":")[0]
-    return source.endswith(".py") or "/" in source
 
 
 def _view(

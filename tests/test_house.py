@@ -29,9 +29,9 @@ SOURCES = sorted(
 
 MAX_TOKENS = 313_000
 MAX_TOKENS_PER_LINE = 8.26
-MAX_FILES = 222
+MAX_FILES = 221
 MAX_FUNCTION_TOKENS = 500
-MAX_MEAN_IMPORTS = 5.64
+MAX_MEAN_IMPORTS = 5.63
 """Modules of ycore that a file imports: a reader who opens it must know these too."""
 MAX_IMPORTS = 21
 MAX_VAGUE_NAMES = 30

@@ -16,7 +16,6 @@ from ycore.config.schema import RewardConfig
 from ycore.engine import Engine
 from ycore.engine.judge_engine import QuestionRefused
 from ycore.errors import EngineError
-from ycore.judge.agreement import KEY, Questions, shows_chosen_first
 from ycore.judge.declaration import Judge
 from ycore.judge.question import Question, Questioner, verdict_code
 from ycore.judge.sources import RewardModel, Teacher, judge_of
@@ -32,7 +31,14 @@ from ycore.round.sampling import DrawSource, Rules
 from ycore.round.step import Controller
 from ycore.run.images import ImageStore, png_of
 from ycore.run.paths import RunFolder
-from ycore.scoring.judge_scorer import AgreementScorer, JudgeMeter, JudgeScorer
+from ycore.scoring.judge_scorer import (
+    KEY,
+    AgreementScorer,
+    JudgeMeter,
+    JudgeScorer,
+    Questions,
+    shows_chosen_first,
+)
 from ycore.scoring.model_scorers import (
     EnsembleMember,
     RewardModelMeter,

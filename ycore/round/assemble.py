@@ -15,7 +15,6 @@ from ycore.engine import Engine, SamplingParams, WeightSource
 from ycore.engine.kinds import EngineKind
 from ycore.engine.sight import Sight, load_sight
 from ycore.errors import DataError
-from ycore.judge.agreement import judge_questions, trains_a_judge
 from ycore.placement.slots import Slots
 from ycore.rollout.writers import RunDialogues, build_writer
 from ycore.round.curriculum import Curriculum
@@ -26,6 +25,7 @@ from ycore.round.sampling import WHOLE, DrawSource, Rules, Shard, rules_of
 from ycore.round.step import Controller, ControllerAhead, ShareWeights
 from ycore.run.images import ImageStore
 from ycore.run.paths import RunFolder
+from ycore.scoring.judge_scorer import judge_questions, trains_a_judge
 from ycore.scoring.scorers import build_scoring
 from ycore.scoring.scoring import Policy, Scoring
 from ycore.types import Prompt, opens_thinking

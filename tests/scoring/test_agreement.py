@@ -10,7 +10,10 @@ import pytest
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.data.prompts import PromptSet, load_prompts
 from ycore.errors import UserError
-from ycore.judge.agreement import (
+from ycore.judge.question import Questioner, verdict_code
+from ycore.judge.sources import with_declarations
+from ycore.judge.verdict import Unreadable
+from ycore.scoring.judge_scorer import (
     KEY,
     agreement,
     agreement_of,
@@ -18,9 +21,6 @@ from ycore.judge.agreement import (
     shows_chosen_first,
     trains_a_judge,
 )
-from ycore.judge.question import Questioner, verdict_code
-from ycore.judge.sources import with_declarations
-from ycore.judge.verdict import Unreadable
 from ycore.types import Prompt
 
 PAIRWISE = {"mode": "pairwise", "verdict": {"kind": "score"}, "rubric": "Which is right?"}

@@ -163,6 +163,69 @@ def test_no_part_of_a_time_date_or_ratio_is_an_answer(text: str, part: str) -> N
     assert not gives(text, part) and not holds(text, part)
 
 
+@pytest.mark.parametrize(
+    ("box", "part"),
+    [
+        (r"\frac{\sqrt{3}}{2}", "2"),
+        ("2x+3", "3"),
+        ("x>5", "5"),
+        (r"\pm 5", "5"),
+        ("3+2i", "2"),
+        ("5i", "5"),
+        ("101_2", "2"),
+        (r"\log_2 5", "5"),
+        ("100!", "100"),
+        ("1, 2, 3", "3"),
+        (r"\begin{pmatrix}1\\2\end{pmatrix}", "2"),
+        ("(1, 2)", "2"),
+    ],
+)
+def test_no_part_of_a_formula_in_a_box_is_an_answer(box: str, part: str) -> None:
+    for name in ("exact_answer", "numeric_answer", "math"):
+        assert score(name, rf"So it is $\boxed{{{box}}}$.", answer=part) == 0.0, name
+
+
+@pytest.mark.parametrize(
+    "box",
+    [
+        "x = 12",
+        r"12\text{ cm}",
+        r"12\,\text{cm}^2",
+        r"12\mathrm{~cm}",
+        r"12 \text{ apples in all}",
+        r"12^\circ",
+    ],
+)
+def test_a_number_in_a_box_may_have_a_name_and_a_unit(box: str) -> None:
+    for name in ("exact_answer", "numeric_answer", "math"):
+        assert score(name, rf"So it is $\boxed{{{box}}}$.", answer="12") == 1.0, name
+
+
+@pytest.mark.parametrize(
+    ("text", "gold", "expected"),
+    [
+        ("\u51713\u4e07\u5143\u3002", "30000", True),
+        ("30000\u5143", "3\u4e07\u5143", True),
+        ("3\u5143", "3\u4e07\u5143", False),
+        ("1\u5104", "100000000", True),
+        ("2 million", "2,000,000", True),
+        ("2,000,000 people", "2 million people", True),
+        ("2 million", "2", True),
+        ("2", "2 million", False),
+        ("2 billion", "2 million", False),
+        ("90 degrees", "90\u00b0", True),
+        (r"90^{\circ}", "90 degrees", True),
+        (r"12 \text{ cm}^2", "12 cm\u00b2", True),
+        ("12 cm", r"12\text{ cm}^2", False),
+        ("\u0661\u0662\u0663\u0664", "1234", True),
+        ("\u0661\u0662\u0663\u0664", "234", False),
+        ("\u0967\u0968\u0969", "123", True),
+    ],
+)
+def test_units_and_digits_of_other_scripts(text: str, gold: str, expected: bool) -> None:
+    assert gives(text, gold) is expected
+
+
 def test_one_of_several_answers_is_enough_and_none_is_not_scored() -> None:
     for name in ("exact_answer", "contains_answer"):
         assert score(name, "It is Paris.", answer=["Rome", "Paris"]) == 1.0

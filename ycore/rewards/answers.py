@@ -62,7 +62,7 @@ _REWRITES: list[tuple[Any, str | Callable[[Any], str]]] = [
         regex.compile(r"[(\[{][^()\[\]{}]*+[)\]}]"),
         lambda found: regex.sub(r",\s+", ",", found[0]),
     ),
-    (regex.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s?\{([^{}]*)\}"), r" \1"),
+    (regex.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s?\{\s*([^{}]*)\}"), r" \1"),
     (regex.compile(r"\{([-,])\}|\\([%$])|\\!|\\(?:left|right)(?![A-Za-z])"), r"\1\2"),
     (regex.compile(r"(?<![\p{L}\d])_+|_+(?![\p{L}\d])"), " "),
     (regex.compile(r"\^\s?(?:\\circ|\{\s?\\circ\s?\})"), "\u00b0"),
@@ -79,6 +79,12 @@ _REWRITES: list[tuple[Any, str | Callable[[Any], str]]] = [
     (
         regex.compile("(?<=[0-9])[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+"),
         lambda found: "^" + found[0].translate(_SUPERSCRIPTS),
+    ),
+    (regex.compile(r"\\[,;: ]|~"), " "),
+    (regex.compile(r"(?<=\d)\s*degrees?\b"), "\u00b0"),
+    (
+        regex.compile(r"(?<=\s\p{L}{1,4})\^\{?([23])\}?(?!\d)"),
+        lambda found: chr(0xB0 + int(found[1])),
     ),
 ]
 _IN_PARTS = regex.compile(
@@ -103,10 +109,17 @@ _NUMBER = regex.compile(
     rf"(?P<top>{_START}{_DECIMAL}|(?<!\w)\.\d++)(?:/(?P<bottom>{_DECIMAL}))?+"
     rf"(?:[eE](?P<power_of_ten>[-+]?\d{{1,3}})(?!\d))?+"
     rf"(?:{_EXPONENT}|(?P<times>\s?(?:\\times|\\cdot|[\u00d7\u00b7*x])\s?10){_EXPONENT})?+"
-    r"(?!\^|\s?(?:\\sqrt|\\?pi\b|[\u03c0\u221a]))(?P<percent>\s?(?:%|per\s?cent\b))?+)",
+    r"(?!\^|i\b|\s?(?:\\sqrt|\\?pi\b|[\u03c0\u221a]))(?P<percent>\s?(?:%|per\s?cent\b))?+)",
     regex.V1,
 )
-_UNIT = regex.compile(r"\s?((?:[\p{L}\u00b0\u00b5][^\s\d]*\s?){1,3})", regex.V1)
+_UNIT = regex.compile(r"\s{0,2}((?:[\p{L}\u00b0\u00b5][^\s\d]*\s?){1,3})", regex.V1)
+_FORMULA = regex.compile(r"[\\^_<>+*/|!{}\[\]-]|\p{Sm}")
+_SCALES = (
+    dict.fromkeys("\u4e07\u842c\ub9cc", 10**4)
+    | dict.fromkeys("\u4ebf\u5104\uc5b5", 10**8)
+    | {"thousand": 10**3, "lakh": 10**5, "million": 10**6, "crore": 10**7, "billion": 10**9}
+)
+_SCALE = regex.compile(rf"\s*({'|'.join(_SCALES)})(?![a-z])", regex.I)
 _BOX = "\\boxed{"
 
 
@@ -119,19 +132,26 @@ class Number(NamedTuple):
     unit: str = ""
 
     @property
+    def scale(self) -> int:
+        """How many of its units the first word behind the number stands for: a million is 1,000,000."""
+        found = _SCALE.match(self.unit)
+        return _SCALES[found[1].casefold()] if found else 1
+
+    @property
     def digits(self) -> str:
         return str(regex.sub(rf"[,\s\p{{Sc}}{_GROUP}]", "", self.text))
 
     def equals(self, right: "Number", tolerance: float = 0.0) -> bool:
         """Whether both are one number, but for `tolerance`: a share of the right one, or a distance where that is below 1.
 
-        20% is 20 and 0.2.
+        20% is 20 and 0.2; 2 million is 2 and 2,000,000, but only the latter as the right one.
         """
-        values = [self.value]
+        expected = right.value * right.scale
+        values = [self.value, self.value * self.scale]
         if self.is_share != right.is_share:
             values.append(self.value / 100 if self.is_share else self.value * 100)
-        allowed = Fraction(tolerance) * max(Fraction(1), abs(right.value))
-        return any(abs(value - right.value) <= allowed for value in values)
+        allowed = Fraction(tolerance) * max(Fraction(1), abs(expected))
+        return any(abs(value - expected) <= allowed for value in values)
 
 
 def completion_text(completion: Content) -> str:
@@ -211,19 +231,32 @@ def numbers_in(text: str) -> list[Number]:
     return list(_read_numbers(_plain(text)))
 
 
+def last_number(text: str) -> list[Number]:
+    """Return the number that a text is or ends with; none where it is one of several, or of a formula, in a box."""
+    if (whole := number_of(text)) is not None:
+        return [whole]
+    box = boxed(text)
+    if box is None or numbers_in(text[text.rfind(box) + len(box) :]):
+        return numbers_in(text)[-1:]
+    if (whole := number_of(box.rpartition("=")[2])) is not None:
+        return [whole]
+    numbers = numbers_in(box)
+    is_alone = len(numbers) == 1 and not _FORMULA.search(
+        _plain(box).replace(numbers[0].text, "")
+    )
+    return numbers if is_alone else []
+
+
 def gives(text: str, gold: str) -> bool:
     """Whether a text ends with the right answer.
 
-    A number: the last number of the text equals it (`7` is `7.0`, `1,234` is `1234`), and has its unit or none where
-    it has one. Anything else: the last line that is not empty ends with it, as whole words, without regard to case and
-    closing punctuation.
+    A number: the last of the text (`last_number`) equals it (`7` is `7.0`, `1,234` is `1234`), and has its unit or none
+    where it has one. Anything else: the last line that is not empty ends with it, as whole words, without regard to case
+    and closing punctuation.
     """
     right = number_of(gold)
     if right is not None:
-        whole = number_of(text)
-        return any(
-            map(_same_quantity(right), numbers_in(text)[-1:] if whole is None else [whole])
-        )
+        return any(map(_same_quantity(right), last_number(text)))
     folded = _folded(gold)
     if not folded:  # the answer is punctuation
         return text.strip().endswith(gold)
@@ -265,10 +298,13 @@ def words_of(text: str) -> list[str]:
 
 
 def _same_quantity(right: Number) -> Callable[[Number], bool]:
-    unit = _folded(right.unit).split()
+    def words_of_unit(number: Number) -> list[str]:
+        return _folded(_SCALE.sub("", number.unit, count=1)).split()
+
+    unit = words_of_unit(right)
 
     def same(number: Number) -> bool:
-        words = _folded(number.unit).split()
+        words = words_of_unit(number)
         return number.equals(right) and (not unit or not words or words[: len(unit)] == unit)
 
     return same

@@ -26,6 +26,7 @@ from ycore.rewards.answers import (
     for_math_verify,
     gives,
     holds,
+    last_number,
     number_of,
     numbers_in,
     without_thinking,
@@ -102,7 +103,7 @@ def numeric_answer(
     scores: Rewards = []
     for completion, row_answer in zip(completions, answer, strict=True):
         known = [number for gold in golds_of(row_answer) if (number := number_of(gold))]
-        numbers = numbers_in(answer_text(completion))[-1:]
+        numbers = last_number(answer_text(completion))
         is_right = any(number.equals(right, tolerance) for number in numbers for right in known)
         scores.append(float(is_right) if known else None)
     return scores
@@ -214,7 +215,7 @@ def _math_score(completion: Content, golds: list[str]) -> float | None:
     box = boxed(text)
     # math-verify's own time limits answer "wrong" when they strike; the worker's deadline masks the item instead.
     parsed = math_verify.parse(text, parsing_timeout=None)
-    bare = box or ("" if _DELIMITED.search(text) else text)
+    bare = "" if box is None and _DELIMITED.search(text) else text
     return float(
         any(
             box == for_math_verify(gold)

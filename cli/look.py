@@ -51,7 +51,7 @@ def report(
 ) -> None:
     """Look at a run: one page of curves and completions, or live.
 
-    The page needs no network; a JSON and a PNG of the same are written beside it.
+    The page needs no network. With --json its numbers are printed too.
 
     \b
     ycore report runs/quickstart
@@ -77,12 +77,12 @@ def report(
             f"--output {page} is the page's file, which ends in .html; e.g. {example}"
         )
     made = make_report([read_run(root) for root in runs])
-    written = write_report(made, page)
+    write_report(made, page)
     if json:
         print_json(report_json(made))
     else:
-        print_table([("page", str(written[0])), *(("", str(path)) for path in written[1:])])
-        print_table([("damaged", problem) for run in made for problem in run.problems])
+        problems = [("damaged", problem) for run in made for problem in run.problems]
+        print_table([("page", str(page)), *problems])
 
 
 def _has_a_step(run: RunFolder) -> bool:

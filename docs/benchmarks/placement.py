@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from lanes import draw_panels
 from machine import busy_share, describe_machine
 from placement_engines import (
     PUBLISHED_S,
@@ -67,7 +68,6 @@ from ycore.run.tasks import together
 from ycore.run.trace import ROUND, TraceWriter, read_trace
 from ycore.scoring.scoring import PendingGroup, Scoring
 from ycore.types import Draw, Prompt, Score
-from ycore.view.pictures import draw_panels
 
 PLACEMENTS = ("colocated", "split:1:1", "dynamic")
 APART = 1000

@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lanes import draw_panels
 from rich.console import Console
 from rich.table import Table
 from simulator.comparison import (
@@ -33,7 +34,6 @@ from ycore.config.recipe_files import load_recipe
 from ycore.config.resolve import require_rollouts, resolve
 from ycore.errors import RunFolderError, YcoreError
 from ycore.run.trace import read_trace
-from ycore.view.pictures import draw_panels
 
 _EXAMPLE: dict[str, Any] = {
     "model": "smollm2-135m",

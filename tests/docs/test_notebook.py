@@ -29,16 +29,8 @@ def test_every_cell_runs(tmp_path: Path) -> None:
     client.NotebookClient(
         book, timeout=800, resources={"metadata": {"path": str(tmp_path)}}
     ).execute()
-    (table,) = [
-        output for output in cells_of(book)[2].outputs if output.output_type == "display_data"
-    ]
-    assert table.data["text/plain"] == "step 2/2"
-    assert (
-        "<th>reward</th>" in table.data["text/html"]
-        and table.data["text/html"].count("<tr>") == 3
-    )
     said = [words(cell) for cell in cells_of(book)]
-    assert "<td>2</td>" in said[2] and "runs/notebook: finished" in said[2]
+    assert "step 2/2" in said[2] and "'status': 'finished'" in said[2]
     assert (
         "report.html" in said[3] and (tmp_path / "runs" / "notebook" / "report.html").is_file()
     )

@@ -8,7 +8,6 @@ import pytest
 
 from ycore.run.paths import RunFolder
 from ycore.run.trace import (
-    FULL,
     IN_FLIGHT,
     ROUND,
     SYNC,
@@ -104,12 +103,6 @@ def test_it_is_said_what_a_step_waits_for(events: list[Event], said: str) -> Non
 def test_before_and_between_steps() -> None:
     assert scene(began=None).now() == "starting"
     assert scene(began=T, ended=T + 12).now() == "between steps for 18 s"
-
-
-def test_a_full_trace_has_no_slots_to_show() -> None:
-    assert scene(*levels(T + 5, rollout_0=1)).slots()
-    full = scene(*levels(T + 5, rollout_0=1), Mark(FULL, 0, 0.0))
-    assert full.slots() == {} and full.queues() == {}
 
 
 def test_names_say_the_rank_where_there_are_several() -> None:

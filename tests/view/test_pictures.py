@@ -1,16 +1,12 @@
-"""curve.png and timeline.png: drawn where there is something to draw, of the right size."""
+"""curve.png: drawn where there is something to draw, of the right size."""
 
 import struct
 from pathlib import Path
 
 import pytest
 
-from ycore.run.paths import RunFolder
-from ycore.run.trace import ROUND, SWAP, Span, TraceWriter, read_trace
 from ycore.view.pictures import (
     draw_curve,
-    finish_trace_and_draw,
-    last_rounds,
     literal,
     points,
     smooth,
@@ -75,30 +71,6 @@ def test_a_title_is_drawn_as_it_is(tmp_path: Path) -> None:
     assert draw_curve(
         [{"step": 1, "reward": 0.5}], tmp_path / "curve.png", r"grpo: m on data$\broken$.jsonl"
     )
-
-
-def test_no_trace_is_no_trouble(tmp_path: Path) -> None:
-    finish_trace_and_draw(RunFolder(tmp_path), "nothing")
-    assert read_trace(tmp_path / "trace.json") == [] and list(tmp_path.iterdir()) == []
-
-
-def test_the_last_rounds_are_drawn(tmp_path: Path) -> None:
-    rounds = [Span(ROUND, 0, -1, 100.0 * step, 90, {"step": step}) for step in range(6)]
-    turns = [
-        Span("rollout", 0, slot, 100.0 * step + 1, 40) for step in range(6) for slot in (0, 1)
-    ]
-    swaps = [Span(SWAP, 0, 1, 100.0 * step + 41, 5, {"awake": "judge"}) for step in range(6)]
-    judged = [Span("judge", 0, 1, 100.0 * step + 46, 30) for step in range(6)]
-    told = [*rounds, *turns, *swaps, *judged]
-    assert {span.began // 100 for span in last_rounds(told)} == {2, 3, 4, 5}
-    folder = RunFolder(tmp_path)
-    writer = TraceWriter(folder.trace)
-    for span in told:
-        writer.add(span)
-    writer.flush()
-    finish_trace_and_draw(folder, "dynamic")
-    assert folder.timeline.read_bytes().startswith(b"\x89PNG")
-    assert sorted(tmp_path.iterdir()) == [folder.timeline, folder.trace]
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,8 @@
 import fcntl
 import io
 import json
-import sys
 import threading
 import time
-import types
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +22,6 @@ from ycore.view.progress import (
     follow_run,
     open_progress,
     step_lines,
-    steps_as_html,
 )
 
 ROW = {
@@ -176,84 +173,6 @@ def test_a_terminal_shows_what_starts_and_then_the_view(
     progress.step(ROW)
     progress.close()
     assert "step 3/4" in stream.getvalue()
-
-
-class Shown:
-    """What IPython's `display` was given, and its handle: what is shown now is `last`."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, kernel: object) -> None:
-        self.calls: list[str] = []
-        shell = types.SimpleNamespace(kernel=kernel)
-        monkeypatch.setitem(
-            sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell)
-        )
-        monkeypatch.setitem(
-            sys.modules, "IPython.display", types.SimpleNamespace(display=self.display)
-        )
-
-    def display(self, data: dict[str, str], *, raw: bool, display_id: bool) -> "Shown":
-        assert raw and display_id
-        self.calls.append("display")
-        self.last = data
-        return self
-
-    def update(self, data: dict[str, str], *, raw: bool) -> None:
-        assert raw
-        self.calls.append("update")
-        self.last = data
-
-
-def test_a_notebook_gets_one_table_that_every_step_updates(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shown = Shown(monkeypatch, kernel=object())
-    progress = open_progress(14)
-    progress.say("engine ready after 19 s")
-    progress.step(ROW)
-    progress.step({"train_loss": 0.0})
-    for step in range(4, 14):
-        progress.step(ROW | {"step": step, "reward": step / 10})
-    progress.close()
-    assert capsys.readouterr().out == "engine ready after 19 s\n"
-    assert shown.calls == ["display", *["update"] * 10]
-    assert shown.last["text/plain"] == "step 13/14  10 s left"
-    table = shown.last["text/html"]
-    assert table.count("<tr>") == 11 and "<p>step 13/14  10 s left</p>" in table
-    assert (
-        "<tr><th>step</th><th>reward</th><th>time/step</th><th>tokens_per_s</th><th>mean_length</th>"
-        in table
-    )
-    assert (
-        "<tr><td>13</td><td>1.300</td><td>10.0</td><td>432</td><td>12</td>" in table
-        and "<td>3</td>" not in table
-    )
-
-
-def test_a_terminals_ipython_is_no_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = Shown(monkeypatch, kernel=None)
-    assert type(open_progress(3)) is PlainProgress and shown.calls == []
-
-
-def test_the_table_has_the_numbers_that_its_steps_have() -> None:
-    assert (
-        "<tr><th>step</th><th>loss</th><th>accuracy</th><th>margin</th><th>learning_rate</th></tr>"
-        in steps_as_html("sft", LOSSES)
-    )
-    rows = [
-        dict(ROW),
-        {"step": 4, "reward": None, "ycore/eval/reward": 0.5, "ycore/eval/reward/low": 0.25},
-    ]
-    rows[0]["ycore/reward_problems"] = {"raised KeyError: '<b>\x1b'": 2}
-    table = steps_as_html("<run>", rows)
-    assert (
-        table.startswith("<p>&lt;run&gt;</p>")
-        and "<th>eval/reward</th><th>problems</th>" in table
-    )
-    assert r"<td>2 x raised KeyError: &#x27;&lt;b&gt;\x1b&#x27;</td>" in table
-    assert table.endswith(
-        "<td>4</td>" + "<td></td>" * 9 + "<td>0.500</td><td></td></tr></table>"
-    )
-    assert steps_as_html("empty", []) == "<p>empty</p><table><tr></tr></table>"
 
 
 @pytest.fixture

@@ -252,8 +252,7 @@ def test_several_runs_side_by_side(
     assert ycore(["report", str(run), str(other), "--output", str(page), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["runs"]
     assert told[0]["device_seconds_per_informative_group"] == pytest.approx(5.0)
-    assert told == json.loads(page.with_suffix(".json").read_text())["runs"]
-    assert page.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert "Reward over device seconds" in page.read_text()
 
 
 @pytest.mark.parametrize("problem", ["no run.json", "no step"])
@@ -268,7 +267,7 @@ def test_what_is_no_run_is_refused(
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 def test_a_browser_draws_it(run: Path, tmp_path: Path) -> None:
     """The page as Chromium has it once scripts would have run: hostile text did nothing, every picture has a size."""
-    (page, *_) = write_report(make_report([read_run(run)]), tmp_path / "report.html")
+    page = write_report(make_report([read_run(run)]), tmp_path / "report.html")
     command = [
         str(CHROMIUM),
         *QUIET.split(),

@@ -13,7 +13,7 @@ from ycore.view.report import (
     PARTS,
     advice,
     count_device_seconds,
-    reward_curve,
+    reward_over_seconds,
 )
 
 STEP = {
@@ -108,10 +108,10 @@ def rows(seconds: float, *rewards: float) -> list[dict[str, float]]:
 
 
 def test_steps_without_a_reward_or_a_time_are_left_out() -> None:
-    found = reward_curve(
+    found = reward_over_seconds(
         [{"step": 1, "reward": 1.0}, *rows(1, 2.0), {"step": 3, "step_time": 1.0}], num_slots=1
     )
-    assert found == [(1.0, 1, 2.0)]
+    assert found == ([1.0], [2.0])
 
 
 CONFIG = RunConfig(

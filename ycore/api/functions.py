@@ -28,7 +28,7 @@ from ycore.api.run_settings import (
     with_files,
 )
 from ycore.api.running import checked_plan, run_training, training_plan
-from ycore.api.tables import Planned, aligned, figure_rows, plan_rows
+from ycore.api.tables import Planned, aligned, plan_rows
 from ycore.config.algorithms import find_algorithm
 from ycore.config.resolve import require_rollouts
 from ycore.config.trl_fields import fields_of
@@ -53,16 +53,6 @@ class Run:
 
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r})"
-
-    def _repr_html_(self) -> str:
-        """Show in a notebook how the run ended, and its last steps, or an evaluation's figures."""
-        from ycore.view.progress import as_html, steps_as_html
-
-        summary = self.summary
-        head = f"{self.folder}: {summary.get('status', 'opened')}"
-        if self.config["algorithm"] == "eval" and summary:
-            return as_html(head, [["figure", "value"], *figure_rows(summary)])
-        return steps_as_html(head, self.metrics)
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -116,9 +106,7 @@ class Run:
         """Write report.html into the folder, and return its path."""
         from ycore.view.report import make_report, read_run, write_report
 
-        return write_report(make_report([read_run(self.folder)]), self.folder / "report.html")[
-            0
-        ]
+        return write_report(make_report([read_run(self.folder)]), self.folder / "report.html")
 
 
 def grpo(

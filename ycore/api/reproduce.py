@@ -66,7 +66,7 @@ def compare_seeds(
                 verdicts.append(judge_run(run, rows, bands[stage]))
             if RunFolder(folder / stage).metrics.is_file():
                 records.append(replace(read_run(folder / stage), name=f"seed-{run}"))
-    page, *_ = write_report(make_report(records), root / "report.html")
+    page = write_report(make_report(records), root / "report.html")
     result = {
         "finals": finals,
         "verdicts": [asdict(verdict) for verdict in verdicts],

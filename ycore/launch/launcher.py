@@ -31,7 +31,7 @@ from ycore.run.paths import RunFolder
 from ycore.run.secrets import redact
 from ycore.run.text import Say, as_duration, topic
 from ycore.view.activity import RunActivity
-from ycore.view.pictures import draw_curve, finish_trace_and_draw
+from ycore.view.pictures import draw_curve
 from ycore.view.progress import RunProgress, open_progress
 from ycore.view.report import advice
 
@@ -275,10 +275,8 @@ def _closing_line(summary: Mapping[str, Any], measure: str) -> str:
 
 
 def _draw(config: BaseConfig, folder: RunFolder, metrics: Metrics, say: Say) -> None:
-    """Draw the curve and the timeline; a picture that cannot be drawn costs a line, not the run's result."""
+    """Draw the curve; a picture that cannot be drawn costs a line, not the run's result."""
     try:
-        if isinstance(config, RunConfig):
-            finish_trace_and_draw(folder, f"placement {config.placement}, the last rounds")
         data = Path(topic(vars(config))).name or folder.root.name
         draw_curve(metrics, folder.curve, f"{config.algorithm}: {config.model} on {data}")
     except (OSError, RuntimeError, ValueError) as problem:

@@ -30,7 +30,6 @@ class RunFolder:
         # Measured on held-out rows before and after training, and for the best model.
         self.held_out = root / "held_out.json"
         self.curve = root / "curve.png"
-        self.timeline = root / "timeline.png"
         self.checkpoints = root / "checkpoints"
         # The rounds since the oldest checkpoint that is kept, or all of them.
         self.journal = root / "journal"

@@ -1,21 +1,20 @@
 """Write and read trace.json: requests, swaps and rounds of a run, for Perfetto and chrome://tracing.
 
-A span is written when it is over; levels are written once a second. The file is a JSON array, an event a line. The
-format lets the closing bracket be missing, so the file of a killed run opens too. Ranks append whole lines to it.
+A span is written when it is over; levels are written once a second. The file is a JSON array, an event a line, whose
+closing bracket the format lets be missing. Ranks append whole lines to it. The newest steps are kept.
 """
 
 import fcntl
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ycore.run.files import LineFollower
 
 _OPENING = "[\n"
-_CLOSING = "\n]\n"
 
 SWAP = "swap"
 ROUND = "round"
@@ -24,7 +23,6 @@ EVALUATION = "eval"
 TRAIN = "train"
 WAITING = "waiting"
 IN_FLIGHT = "in flight"
-FULL = "trace is full"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +63,10 @@ Event = Span | Levels | Mark
 class TraceWriter:
     """Appends events, which reach the disk with `flush`, or some hundred at a time; no `path` keeps no trace.
 
-    A file of `max_bytes` takes no more events; its last one says so.
+    A file that has come to `max_bytes` takes the place of the one before it (`earlier_part`), and a new one begins.
     """
 
-    def __init__(self, path: Path | None, *, max_bytes: int = 256 * 2**20) -> None:
+    def __init__(self, path: Path | None, *, max_bytes: int = 32 * 2**20) -> None:
         self.path = path
         self._max_bytes = max_bytes
         self._lines: list[str] = []
@@ -83,44 +81,31 @@ class TraceWriter:
     def flush(self) -> None:
         if self.path is None or not self._lines:
             return
-        lines = self._lines
+        text = "".join(line + ",\n" for line in self._lines)
         self._lines = []
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
         with os.fdopen(descriptor, "r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # ranks write to one file
-            size = _end_of_events(file)
-            if size >= self._max_bytes:
-                return
-            if size + sum(map(len, lines)) >= self._max_bytes:
-                full = json.dumps(
-                    {"name": FULL, "ph": "i", "ts": 0, "pid": 0, "tid": 0, "s": "g"}
-                )
-                lines = [full.ljust(max(0, self._max_bytes - size))]
-            file.seek(size)
+            size = file.seek(_end_of_last_line(file))
             file.truncate()
-            file.write(
-                (("" if size else _OPENING) + "".join(line + ",\n" for line in lines)).encode()
-            )
+            file.write(((_OPENING if size == 0 else "") + text).encode())
+            if size < self._max_bytes <= file.tell():  # true of one rank's lines only
+                self.path.replace(earlier_part(self.path))
 
 
-def finish_trace(path: Path) -> None:
-    """Close the array, so that strict readers of JSON take it too; a later run of the folder opens it again."""
-    if not path.is_file():
-        return
-    with path.open("r+b") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        size = _end_of_events(file)
-        if size > len(_OPENING):
-            file.seek(size - len(",\n"))
-            file.truncate()
-            file.write(_CLOSING.encode())
+def earlier_part(path: Path) -> Path:
+    """Return the file of the events before those in the trace `path`."""
+    return path.with_name("trace-earlier.json")
 
 
 def read_trace(path: Path) -> list[Span]:
     """Return every whole span of a trace, also of one that was cut off; none where there is no file."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    events = map(parse_event, text.split("\n"))
-    return [event for event in events if isinstance(event, Span)]
+    spans = []
+    for part in (earlier_part(path), path):
+        text = part.read_text(encoding="utf-8", errors="replace") if part.is_file() else ""
+        events = map(parse_event, text.split("\n"))
+        spans += [event for event in events if isinstance(event, Span)]
+    return spans
 
 
 class TraceFollower:
@@ -133,23 +118,6 @@ class TraceFollower:
         """Return the events that were completed since the last call."""
         events = (parse_event(line.decode(errors="replace")) for line in self._lines.read())
         return [event for event in events if event is not None]
-
-
-def busy_intervals(spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """Return (began, seconds) of the intervals in which at least one of the spans lasts."""
-    return merge_intervals((span.began, span.seconds) for span in spans)
-
-
-def merge_intervals(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return (began, seconds) in order; intervals that touch or overlap become one."""
-    merged: list[tuple[float, float]] = []
-    for began, seconds in sorted(intervals):
-        if merged and began <= merged[-1][0] + merged[-1][1]:
-            first, length = merged[-1]
-            merged[-1] = (first, max(length, began + seconds - first))
-        else:
-            merged.append((began, seconds))
-    return merged
 
 
 def parse_event(line: str) -> Event | None:
@@ -207,15 +175,9 @@ def _to_json(event: Event) -> dict[str, Any]:
             return {**common, "ph": "i", "tid": -1, "s": "t"}
 
 
-def _end_of_events(file: Any) -> int:
-    """Return where the next event goes: behind the last whole line, before a closing bracket; 0 in an empty file."""
-    size: int = file.seek(0, os.SEEK_END)
+def _end_of_last_line(file: BinaryIO) -> int:
+    """Return where the next event goes: a kill may have left half a line."""
+    size = file.seek(0, os.SEEK_END)
     tail_size = min(size, 1 << 16)
     file.seek(size - tail_size)
-    tail: bytes = file.read()
-    if tail.endswith(_CLOSING.encode()):
-        file.seek(size - len(_CLOSING))
-        file.write(b",\n")
-        file.truncate()
-        return size - len(_CLOSING) + len(",\n")
-    return size - tail_size + tail.rfind(b"\n") + 1
+    return size - tail_size + file.read().rfind(b"\n") + 1

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,14 +19,12 @@ from ycore.run.paths import RunFolder
 from ycore.run.text import as_duration
 from ycore.run.trace import (
     EVALUATION,
-    FULL,
     IN_FLIGHT,
     ROUND,
     SYNC,
     TRAIN,
     Event,
     Levels,
-    Mark,
     Span,
     TraceFollower,
 )
@@ -89,9 +88,6 @@ class Activity:
                 self.newest = max(self.newest, ended)
                 if event.name == ROUND:
                     self.phases[event.rank] = (TRAIN, ended)
-            elif event.name == FULL:  # nothing is written any more
-                self.waiting.clear()
-                self.in_flight.clear()
             else:
                 self.phases[event.rank] = (event.name, event.at)
 
@@ -226,10 +222,8 @@ class RunActivity:
 
     def _look(self) -> Scene:
         is_over = not self._goes_on()  # before reading: what was written last is then read too
-        try:
+        with suppress(OSError):  # a view is not worth a run
             self._activity.add(self._follower.read())
-        except OSError:  # a view is not worth a run
-            self._activity.add([Mark(FULL, 0, 0.0)])
         until = self._activity.newest if is_over else time.time()
         step_began = _touched(self._folder.step_began)
         ended = _touched(self._folder.metrics)

@@ -1,27 +1,17 @@
-"""Draw a run's pictures: curve.png, and timeline.png with a lane a slot.
+"""Draw a run's curve.png, and what every figure shares. Figures are drawn to files only, so no display is needed."""
 
-Figures are drawn to files only, so no display is needed.
-"""
-
-import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from ycore.run.metrics import REWARD, Row, number
-from ycore.run.paths import RunFolder
 from ycore.run.text import printable
-from ycore.run.trace import ROUND, SWAP, Span, busy_intervals, finish_trace, read_trace
-from ycore.view.activity import slot_names
 
 Points = tuple[list[float], list[float]]
 """Steps, and the values at them."""
 
 BLUE, GREY, GREEN = "#2456a6", "#8a8f98", "#3f8f5f"
-ROLE_COLOURS: Mapping[str, str] = {
-    "rollout": BLUE, "judge": "#d9822b", "reward_model": GREEN, "teacher": "#8a4fa3", SWAP: "#c9342f",
-}  # fmt: skip
 HELD_OUT, HELD_OUT_LOSS = "ycore/eval/reward", "ycore/eval/loss"
 
 _PHASES = (
@@ -42,10 +32,6 @@ _BENEATH_A_LOSS = (
         "learning_rate": "learning rate",
     },
 )
-_MAX_LANES = 64
-_SWAP_LOOK: Mapping[str, Any] = {
-    "facecolor": "white", "edgecolor": ROLE_COLOURS[SWAP], "hatch": "////", "linewidth": 1,
-}  # fmt: skip
 
 
 # -- for every figure --------------------------------------------------------------------------------------------------
@@ -97,10 +83,12 @@ def points(metrics: Sequence[Row], *names: str) -> Points:
 def smooth(values: Sequence[float], *, window: int | None = None) -> list[float]:
     """Average within half a window (by default a tenth of all) on either side; shorter at the ends: never shifted."""
     half = (max(3, len(values) // 10) if window is None else window) // 2
+    sums = [0.0, *accumulate(values)]
     means = []
     for index in range(len(values)):
         reach = min(half, index, len(values) - 1 - index)
-        means.append(fmean(values[index - reach : index + reach + 1]))
+        total = sums[index + reach + 1] - sums[index - reach]
+        means.append(total / (2 * reach + 1))
     return means
 
 
@@ -182,80 +170,3 @@ def _draw_time(axes: Any, metrics: Sequence[Row]) -> None:
     axes.set_title("seconds a step", fontsize=11, loc="left")
     axes.set_ylim(bottom=0)
     axes.legend(loc="upper right", frameon=False, fontsize=9, ncols=3)
-
-
-# -- timeline.png ------------------------------------------------------------------------------------------------------
-
-
-def finish_trace_and_draw(folder: RunFolder, title: str) -> None:
-    """Close the run's trace.json and draw its last rounds beside it; a picture is not worth a run's result."""
-    with contextlib.suppress(OSError, RuntimeError, ValueError):
-        finish_trace(folder.trace)
-        if spans := last_rounds(read_trace(folder.trace)):
-            draw_panels([(title, spans)], folder.timeline)
-
-
-def last_rounds(spans: Sequence[Span], num_rounds: int = 4) -> list[Span]:
-    """Return the spans since the beginning of the last rounds, without the rounds themselves."""
-    began = {span.details.get("step", 0): span.began for span in spans if span.name == ROUND}
-    since = sorted(began.values())[-num_rounds:][0] if began else 0.0
-    return [span for span in spans if span.name != ROUND and span.began >= since]
-
-
-def draw_panels(panels: Sequence[tuple[str, Sequence[Span]]], path: Path) -> None:
-    """Draw panels of lanes, each `(title, spans)`, one under the other on one scale of seconds; `path` is a PNG."""
-    lanes = [
-        sorted({(span.rank, span.slot) for span in spans})[:_MAX_LANES] for _, spans in panels
-    ]
-    heights = [0.9 + 0.28 * max(1, len(slots)) for slots in lanes]
-    figure = new_figure(12, max(2.5, sum(heights)))
-    grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)
-    for axes, (title, spans), slots in zip(grid[:, 0], panels, lanes, strict=True):
-        _draw_lanes(axes, spans, slots)
-        axes.set_title(literal(title), loc="left", fontsize=11)
-    grid[-1, 0].set_xlabel("seconds", fontsize=10)
-    _add_legend(figure, {span.name for _, spans in panels for span in spans})
-    save_png(figure, path)
-
-
-def _draw_lanes(axes: Any, spans: Sequence[Span], slots: Sequence[tuple[int, int]]) -> None:
-    start = min((span.began for span in spans), default=0.0)
-    for row, (rank, slot) in enumerate(slots):
-        lane = [span for span in spans if (span.rank, span.slot) == (rank, slot)]
-        # Backwards, so that rollouts come first: where roles share a slot, the others lie over them; swaps over all.
-        names = sorted({span.name for span in lane} - {SWAP}, reverse=True)
-        for name in names:
-            bars = _bars(lane, name, start)
-            colour = ROLE_COLOURS.get(name, GREY)
-            axes.broken_barh(bars, (row - 0.4, 0.8), facecolor=colour, alpha=0.8)
-        if bars := _bars(lane, SWAP, start):
-            axes.broken_barh(bars, (row - 0.4, 0.8), **_SWAP_LOOK)
-            begins = [began for began, _ in bars]
-            axes.vlines(begins, row - 0.45, row + 0.45, color=ROLE_COLOURS[SWAP], linewidth=1)
-    axes.set_yticks(range(len(slots)), slot_names(slots), fontsize=9)
-    axes.set_ylim(len(slots) - 0.5, -0.5)
-    axes.set_xlim(left=0)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-
-
-def _bars(lane: Sequence[Span], name: str, start: float) -> list[tuple[float, float]]:
-    intervals = busy_intervals(span for span in lane if span.name == name)
-    return [(began - start, seconds) for began, seconds in intervals]
-
-
-def _add_legend(figure: Any, names: set[str]) -> None:
-    from matplotlib.patches import Patch
-
-    patches = []
-    for name in (*ROLE_COLOURS, *sorted(names - ROLE_COLOURS.keys())):
-        if name in names:
-            look = _SWAP_LOOK if name == SWAP else {"color": ROLE_COLOURS.get(name, GREY)}
-            patches.append(Patch(**look, label=name.replace("_", " ")))
-    figure.legend(
-        handles=patches,
-        loc="outside upper right",
-        ncols=len(patches),
-        frameon=False,
-        fontsize=10,
-    )

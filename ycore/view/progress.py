@@ -1,4 +1,4 @@
-"""Show a run while it goes on: a live view in a terminal, a table in a notebook, else one line a step.
+"""Show a run while it goes on: a live view in a terminal, else one line a step.
 
 The live view has the run's reward, its groups, where its step's time goes, and its slots. It never shrinks while the run
 goes on. It fits 40 columns and more: what does not fit is left out whole, and no name is cut. A plain line fits 80.
@@ -6,18 +6,16 @@ goes on. It fits 40 columns and more: what does not fit is left out whole, and n
 `follow_run` shows the same of a run from another terminal, while it goes on or once it has ended.
 """
 
-import importlib
 import math
 import re
 import shlex
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from html import escape
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.live import Live
@@ -91,7 +89,6 @@ _STEP = (
     ("sampling/yield {:.2f}", "ycore/sampling/yield"),
     ("logprob_gap {:.4f}", "ycore/logprob_gap"),
 )
-_EVALUATED = (EVALUATED[0], EVALUATED[3])  # without the interval
 _LINE_COLUMNS = 80
 _TWO_BLOCKS_COLUMNS = 120
 _MAX_SPARKLINE = 60
@@ -99,7 +96,6 @@ _MAX_BAR = 40
 _WORK_BAR = 16
 _LABEL_COLUMNS = 10  # `rank 12, 3` is the longest
 _ENDS_OF_PARTS = re.compile(r",? {2,}|, ")
-_MAX_ROWS = 10  # of a table
 
 Look = Callable[[], Scene]
 """Returns what the run does now, such as `RunActivity.look`."""
@@ -314,15 +310,13 @@ def open_progress(
     stream: TextIO | None = None,
     look: Look = look_at_nothing,
 ) -> "RunProgress":
-    """Open the live view where `stream` is a terminal, a table in a notebook, plain lines elsewhere.
+    """Open the live view where `stream` is a terminal, plain lines elsewhere.
 
     Args:
         num_steps: how many rows there will be; None where nobody knows.
-        stream: standard output, or a notebook's cell, where it is None.
+        stream: standard output where it is None.
         look: returns what the run does now; without it, the rows alone are shown.
     """
-    if stream is None and (display := _display_of_notebook()) is not None:
-        return TableProgress(num_steps, unit, sys.stdout, display)
     stream = sys.stdout if stream is None else stream
     if not stream.isatty():
         return PlainProgress(num_steps, unit, stream, look)
@@ -413,41 +407,7 @@ class LiveProgress:
         self._quiet.__exit__()
 
 
-class TableProgress(PlainProgress):
-    """In a notebook's cell: a table of the last steps, which every step updates in place."""
-
-    def __init__(
-        self, num_steps: int | None, unit: str, stream: TextIO, display: Callable[..., Any]
-    ) -> None:
-        super().__init__(num_steps, unit, stream)
-        self._display = display
-        self._handle: Any = None
-        self._rows = deque[Row](maxlen=_MAX_ROWS)
-
-    def step(self, row: Row) -> None:
-        if "step" not in row:
-            return
-        self._rows.append(row)
-        head = f"{self._unit} {row['step']}{self._total}  {self._clock.after(row)}".rstrip()
-        html = steps_as_html(head, self._rows, unit=self._unit)
-        data = {"text/html": html, "text/plain": head}
-        if self._handle is None:
-            self._handle = self._display(data, raw=True, display_id=True)
-        else:
-            self._handle.update(data, raw=True)
-
-
 RunProgress = PlainProgress | LiveProgress
-
-
-def _display_of_notebook() -> Callable[..., Any] | None:
-    """Return IPython's `display` in a notebook's kernel, where IPython is imported; else None."""
-    ipython = sys.modules.get("IPython")
-    shell = None if ipython is None else ipython.get_ipython()
-    if getattr(shell, "kernel", None) is None:
-        return None
-    display: Callable[..., Any] = importlib.import_module("IPython.display").display
-    return display
 
 
 def step_lines(head: str, row: Row, time_left: str = "") -> list[str]:
@@ -492,33 +452,6 @@ def _formats(row: Row) -> list[tuple[str, ...]]:
         ("learning_rate {:.1e}", "learning_rate"),
         *_STEP,
     ]
-
-
-def steps_as_html(head: str, rows: Iterable[Row], *, unit: str = "step") -> str:
-    """Write the last of these steps as a table, a row each: the numbers of `step_lines` that any of them has."""
-    rows = [row for row in rows if "step" in row][-_MAX_ROWS:]
-    columns = {unit: [str(row["step"]) for row in rows]}
-    formats = dict.fromkeys(form for row in rows for form in (*_formats(row), *_EVALUATED))
-    for form, *names in formats:
-        title, place, rest = re.split(r"(\{.*?\})", form)
-        values = [number(row, *names) for row in rows]
-        cells = ["" if value is None else place.format(value) for value in values]
-        columns[" ".join(f"{title}{rest}".split())] = cells
-    columns["problems"] = [
-        ", ".join(filter(None, [*reward_problems(row), restarted_workers(row)])) for row in rows
-    ]
-    filled = {title: cells for title, cells in columns.items() if any(cells)}
-    return as_html(head, [list(filled), *map(list, zip(*filled.values(), strict=True))])
-
-
-def as_html(head: str, rows: Sequence[Sequence[str]]) -> str:
-    """Write a line and a table beneath it, whose first row has the titles."""
-    lines = []
-    for index, row in enumerate(rows):
-        kind = "td" if index else "th"
-        lines.append("".join(f"<{kind}>{escape(cell)}</{kind}>" for cell in row))
-    table = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f"<p>{escape(head)}</p><table>{table}</table>"
 
 
 def follow_run(root: Path, *, stream: TextIO | None = None, once: bool = False) -> None:

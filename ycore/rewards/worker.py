@@ -25,7 +25,6 @@ from ycore.errors import RewardError
 from ycore.rewards.answers import with_thinking_opened, without_thinking
 from ycore.rewards.builtin import LIBRARIES, READ_ANSWERS, Reward
 from ycore.rewards.loading import IN_THINKING, Inputs, inputs_of, load_reward
-from ycore.rewards.worker_client import BYTES_PER_VALUE, MAX_BYTES
 from ycore.run.images import ImageStore
 from ycore.sandbox.channel import Channel, exception_line
 from ycore.types import in_blocks
@@ -87,10 +86,6 @@ def call_reward(source: LoadedReward, request: Mapping[str, Any]) -> dict[str, A
         }
     values = [value for value, _ in scores]
     problems = [problem for _, problem in scores]
-    if len(json.dumps([values, problems])) > BYTES_PER_VALUE * len(scores) + MAX_BYTES // 2:
-        problems = [
-            None if problem is None else problem.partition(":")[0] for problem in problems
-        ]
     return {"values": values, "problems": problems}
 
 

@@ -35,7 +35,8 @@ AUTO = SandboxSettings()
 MAX_BYTES = 4096
 """Bytes of a reply, besides `BYTES_PER_VALUE` for each completion."""
 
-BYTES_PER_VALUE = 64
+BYTES_PER_VALUE = 2048
+"""A problem has 150 characters, of twelve bytes at most as JSON."""
 _MAX_ERROR = 600  # characters
 
 

@@ -117,7 +117,6 @@ def flow_plan(config: "FlowConfig", *, resume: bool, how: "Resume") -> dict[str,
         "dataset": {
             "rows": len(prompts.prompts),
             "columns": list(prompts.columns),
-            "fingerprint": prompts.fingerprint,
         },
         "sandbox": choose_level(config.sandbox.level).line,
         "output": str(Path(config.output).absolute()),

@@ -31,7 +31,7 @@ CONFIG = {
 
 
 def check_scorers(config: RunConfig, columns: list[str], *, engine: str) -> list[str]:
-    check_rows(config, PromptSet([], tuple(columns), "", is_chat=True, shows=None))
+    check_rows(config, PromptSet([], tuple(columns), str, is_chat=True, shows=None))
     return check_models(config, engine=engine)
 
 

@@ -64,7 +64,6 @@ def check_rollouts(
             "rows": len(prompts.prompts),
             "columns": columns,
             "chat": prompts.is_chat,
-            "fingerprint": prompts.fingerprint,
             "reading": rows_read(prompts, model, template_arguments, num_rows=show_rows),
         },
         "evaluation": _check_evaluation(config, prompts, model),

@@ -165,7 +165,6 @@ def _check_examples(
         "columns": list(examples.columns),
         "chat": examples.is_chat,
         "left_out": examples.left_out_note,
-        "fingerprint": examples.fingerprint,
         "reading": rows_read(examples, model, None, num_rows=show_rows),
     }
     return {"dataset": dataset, "batch": batch}

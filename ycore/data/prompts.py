@@ -1,7 +1,7 @@
 """The prompts of a run with rollouts, with the columns that rewards read, and the order in which a run draws them."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,7 @@ class PromptSet:
 
     Attributes:
         columns: The columns that rewards may ask for.
-        fingerprint: A digest that changes with any prompt, column or their order.
+        digest: Makes the `fingerprint`.
         shows: The first row with a picture; None where no row has one.
         reading: What was read from which column, for the plan.
         samples: The first row of each order of roles, by its place in the file, for the plan to try its template on.
@@ -41,11 +41,16 @@ class PromptSet:
 
     prompts: Sequence[Prompt]
     columns: tuple[str, ...]
-    fingerprint: str
+    digest: Callable[[], str]
     is_chat: bool
     shows: int | None = None
     reading: Mapping[str, Any] = field(default_factory=dict)
     samples: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest that changes with any prompt, column or their order."""
+        return self.digest()
 
 
 def load_prompts(
@@ -134,13 +139,13 @@ def to_prompts(
         store=store or ImageStore(None),
         fetch=config.fetch_images,
     )
-    fingerprint = prompts.check()
+    prompts.check()
     reading = reader.summary()  # before any row is read again, and its notes are counted twice
     columns = (*prompts.passed, *(["images"] if prompts.with_images else []))
     return PromptSet(
         prompts,
         columns,
-        fingerprint,
+        prompts.digest,
         is_chat=prompts[0].is_chat,
         shows=min(prompts.with_images, default=None),
         reading=reading,
@@ -186,18 +191,23 @@ class PromptRows(Sequence[Prompt]):
         if reader.answer is not None:
             self.passed["answer"] = reader.answer
 
-    def check(self) -> str:
-        """Read every row once; return a digest of what the prompts are made of."""
-        needs = self._reader.needs
-        digest = hashlib.sha256(repr([needs, self._system, self._few_shot]).encode())
+    def check(self) -> None:
+        """Read every row once."""
         orders = RoleOrders()
         for number, values in enumerate(self._table.rows):
             row = TableRow(values, self._table, number)
-            content, images = self._content_and_images(row)
+            content, _ = self._content_and_images(row)
             if orders.is_new(content):
                 self.samples.append(number)
             self._reader.note_missing_gold(row)
-            digest.update(repr((values, images)).encode("utf-8", "surrogatepass"))
+
+    def digest(self) -> str:
+        """Return a digest of what the prompts are made of."""
+        needs = self._reader.needs
+        digest = hashlib.sha256(repr([needs, self._system, self._few_shot]).encode())
+        for number, values in enumerate(self._table.rows):
+            read = repr((values, self.with_images.get(number, ())))
+            digest.update(read.encode("utf-8", "surrogatepass"))
         return digest.hexdigest()
 
     def __len__(self) -> int:

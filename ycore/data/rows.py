@@ -311,7 +311,7 @@ class RowReader:
         """Tell whether a row with this question may have pictures."""
         return self._has_image_columns or (
             not isinstance(content, str)
-            and any(IMAGE_MARK in (turn["content"] or "") for turn in content)
+            and any([IMAGE_MARK in (turn["content"] or "") for turn in content])
         )
 
     def read(self, row: TableRow) -> Row | str:
@@ -371,18 +371,18 @@ class RowReader:
         self, row: TableRow, question: Content, answers: dict[str, Content]
     ) -> Row | str:
         """Return question and answers as texts, or all as chat turns; answers that repeat the question lose it."""
-        contents = (question, *answers.values())
         last_words = last_text(question).strip()
+        are_texts = isinstance(question, str)
         for name, answer in answers.items():
             if not isinstance(answer, str):
-                continue
-            if last_words and answer.lstrip().startswith(last_words):
+                are_texts = False
+            elif last_words and answer.lstrip().startswith(last_words):
                 self.notes[
                     "answers begin with their question and are learned with it; cut it there if it is no part of them"
                 ] += 1
             elif is_dialogue(answer):
                 raise DataError(_holds_question(name, row))
-        if not self.needs.as_chat and all(isinstance(content, str) for content in contents):
+        if are_texts and not self.needs.as_chat:
             return Row(question, answers)
         turns = self._turns(question) if isinstance(question, str) else question
         text = row.cell(self._question_name or "")
@@ -394,21 +394,17 @@ class RowReader:
             )
         if was_dialogue and any(_is_empty([turn]) for turn in turns):
             return "a turn is empty"
-        if (
-            turns
-            and turns[-1]["role"] == "user"
-            and _is_empty(turns)
-            and not self._has_image_columns
-        ):
+        is_asked = not turns or turns[-1]["role"] != "user" or last_words
+        if not is_asked and not self._has_image_columns:
             return "no question"
-        split = {
-            name: _split_answer(content, turns, name, row, strip=was_dialogue)
-            for name, content in answers.items()
-        }
-        heads = [head or turns for head, _ in split.values()]
-        if any(head != heads[0] for head in heads):
+        heads: list[list[Message]] = []
+        learned: dict[str, Content] = {}
+        for name, answer in answers.items():
+            head, learned[name] = _split_answer(answer, turns, name, row, strip=was_dialogue)
+            heads.append(head or turns)
+        if heads[0] != heads[-1]:
             return "conversations part before the last answer"
-        return Row(heads[0], {name: answer for name, (_, answer) in split.items()})
+        return Row(heads[0], learned)
 
     @property
     def _question_name(self) -> str | None:
@@ -689,8 +685,9 @@ def last_text(content: Content) -> str:
 
 def _is_empty(content: Content) -> bool:
     """Tell whether there is nothing to learn from: no turns, blank text, or a last turn that is blank."""
-    calls = not isinstance(content, str) and content and content[-1].get("tool_calls")
-    return not last_text(content).strip() and not calls
+    if last_text(content).strip():
+        return False
+    return isinstance(content, str) or not content or not content[-1].get("tool_calls")
 
 
 def _split_answer(

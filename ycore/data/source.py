@@ -17,6 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import from_json
+
 from ycore.data.generated import DIGIT_QUESTIONS, TASKS, gym_table, task_table
 from ycore.data.table import Table, columns_of
 from ycore.errors import DataError, nearest
@@ -195,7 +197,6 @@ _BLOCK_BYTES = 1 << 18
 
 _TEXTS = (".jsonl", ".json", ".csv", ".tsv")
 _SUFFIXES = (*_TEXTS, ".parquet", *(f"{suffix}.gz" for suffix in _TEXTS))
-_DECODER = json.JSONDecoder()
 
 # A .gz is unpacked into memory, up to 64 MiB or 40 times its own size, and never more than 4 GiB.
 _UNPACKED_BYTES = 64 << 20
@@ -248,10 +249,10 @@ def _read_text(path: Path, suffix: str) -> Table:
     is_array = data[:4096].removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
     if suffix.startswith((".csv", ".tsv")):
         signs = "\t,;" if suffix.startswith(".tsv") else ",\t;"
-        return _parse_csv(path, _decoded(path, data), signs)
+        return _parse_csv(path, _decoded(str(path), data), signs)
     if suffix.startswith(".jsonl") or not is_array:
         return _lines_table(JsonLines(path, io.BytesIO(data)))
-    entries = _parse_json(str(path), _decoded(path, data))
+    entries = _parse_json(str(path), _decoded(str(path), data))
     objects = [
         _json_object(f"{path}, entry {number}", entry) for number, entry in enumerate(entries)
     ]
@@ -279,13 +280,12 @@ def _unpacked(path: Path) -> bytes:
     return bytes(data)
 
 
-def _decoded(path: Path, data: bytes) -> str:
+def _decoded(place: str, data: bytes) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as problem:
-        line = data.count(b"\n", 0, problem.start) + 1
         raise DataError(
-            f"{path}, line {line}: not UTF-8 text ({problem.reason}); convert the file to UTF-8"
+            f"{place}: not UTF-8 text ({problem.reason}, byte {problem.start}); convert it to UTF-8"
         ) from None
 
 
@@ -359,17 +359,13 @@ class JsonLines(Sequence[Mapping[str, Any]]):
 
     def _parsed(self, line: bytes, index: int) -> dict[str, Any]:
         try:
-            text = line.decode()
-            row, end = _DECODER.raw_decode(text)
-            if type(row) is dict and not text[end:].strip():
+            row = from_json(line, cache_strings="keys")
+            if type(row) is dict:
                 return row
-        except UnicodeDecodeError as problem:
-            raise DataError(
-                f"{self._place(index)}: not UTF-8 text ({problem.reason}); convert the file to UTF-8"
-            ) from None
-        except (ValueError, RecursionError):
-            pass  # white space before the row, or an error that `_parse_json` words
-        return _json_object(self._place(index), _parse_json(self._place(index), text))
+        except ValueError:
+            pass  # half of a character, which json reads, or an error that it words better
+        place = self._place(index)
+        return _json_object(place, _parse_json(place, _decoded(place, line)))
 
 
 def _parse_json(place: str, text: str) -> Any:

@@ -188,7 +188,7 @@ def load_conditions(config: FlowConfig, *, num_classes: int) -> PromptSet:
         )
         digest.update(json.dumps([prompt.content, values], default=str).encode())
         prompts.append(prompt)
-    return PromptSet(prompts, tuple(passed), digest.hexdigest(), is_chat=False)
+    return PromptSet(prompts, tuple(passed), digest.hexdigest, is_chat=False)
 
 
 def class_of(row: TableRow, column: str, num_classes: int) -> int:

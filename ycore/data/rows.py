@@ -311,7 +311,7 @@ class RowReader:
         """Tell whether a row with this question may have pictures."""
         return self._has_image_columns or (
             not isinstance(content, str)
-            and any([IMAGE_MARK in (turn["content"] or "") for turn in content])
+            and any(IMAGE_MARK in (turn["content"] or "") for turn in content)
         )
 
     def read(self, row: TableRow) -> Row | str:

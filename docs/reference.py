@@ -13,7 +13,7 @@ import inspect
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -153,9 +153,9 @@ def pages() -> dict[str, str]:
 
 
 def options_table() -> str:
-    """Return a row for each option and meaning, with the commands that share it."""
+    """Return a row for each option, with the commands that have it and what it means to each."""
     commands = typer.main.get_command(typer_app()).commands  # type: ignore[attr-defined]
-    rows: dict[tuple[str, str], list[str]] = defaultdict(list)
+    rows: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for command, parsed in commands.items():
         for parameter in parsed.params:
             if parameter.opts[0].startswith("-"):
@@ -163,10 +163,13 @@ def options_table() -> str:
                     f"`{name}`" for name in [*parameter.opts, *parameter.secondary_opts]
                 )
                 text = re.sub(r"docs/([\w-]+)\.md", r"[\1.md](\1.md)", parameter.help or "")
-                rows[names, text].append(command)
+                rows[names][text.replace("|", "\\|")].append(command)
     lines = ["| option | commands | meaning |", "|---|---|---|"]
-    for (names, text), users in rows.items():
-        lines.append(f"| {names} | {', '.join(users)} | {text.replace('|', chr(92) + '|')} |")
+    for names, texts in rows.items():
+        (first, _), *others = texts.items()
+        meaning = " ".join([first, *(f"**{', '.join(of)}**: {text}" for text, of in others)])
+        users = ", ".join(command for of in texts.values() for command in of)
+        lines.append(f"| {names} | {users} | {meaning} |")
     lines.append("| `--help` | every command | Show the options. |")
     return "\n".join(lines) + "\n"
 
@@ -230,44 +233,52 @@ def names_in_code() -> Iterator[str]:
 def api_page() -> str:
     """Return the page of what `import ycore` has, from its docstrings."""
     text = (
-        "# Python\n\nThe commands are functions: `from ycore import grpo`. Further keyword arguments are the keys of "
-        "[options.md](options.md#keys), and\nfields of TRL's config. A mistake raises `ycore.errors.YcoreError` with the line "
-        "that the command would print.\n"
+        "# Python\n\nThe commands are functions: `from ycore import grpo`. A mistake raises `ycore.errors.YcoreError` with the line "
+        "that the\ncommand would print. Further keyword arguments are the keys of [options.md](options.md#keys) and fields of TRL's "
+        'config:\n`steps=100`, `engine="transformers"`, `learning_rate=1e-5`.\n'
     )
-    for name in sorted(ycore.__all__, key=lambda name: (name[0].isupper(), name)):
-        thing = getattr(ycore, name)
-        text += f"\n## {name}\n\n"
-        if not inspect.isclass(thing):
-            text += described(name, thing)
-            continue
-        head, _, attributes = (inspect.getdoc(thing) or "").partition("\n\nAttributes:\n")
-        text += f"{head}\n\n"
-        for line in attributes.splitlines():
-            attribute, _, meaning = line.strip().partition(": ")
-            text += f"- `.{attribute}`: {meaning}\n"
-        for member, value in vars(thing).items():
-            if member.startswith("_") or not (callable(value) or isinstance(value, property)):
-                continue
-            if isinstance(value, property):
-                text += f"- `.{member}`: {first_line(value)}\n"
-            else:
-                text += f"- `.{member}{plain_signature(value)}`: {first_line(value)}\n"
+    things = {name: getattr(ycore, name) for name in sorted(ycore.__all__)}
+    functions = {name: thing for name, thing in things.items() if not inspect.isclass(thing)}
+    text += "\n## Functions\n\n| function | what it does |\n|---|---|\n"
+    meanings: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, function in functions.items():
+        head, _, arguments = (inspect.getdoc(function) or "").partition("\nArgs:\n")
+        text += f"| `{name}{own_parameters(function)}` | {' '.join(head.split())} |\n"
+        arguments = arguments.partition("\nRaises:")[0]
+        for item in re.split(r"^    (?=\w[\w, ]*: )", arguments, flags=re.MULTILINE)[1:]:
+            argument, _, meaning = " ".join(item.split()).partition(": ")
+            meanings[name, meaning] += argument.split(", ")
+    text += "\n## Arguments\n\n| function | argument | meaning |\n|---|---|---|\n"
+    for (name, meaning), arguments_of in meanings.items():
+        names = ", ".join(f"`{argument}`" for argument in arguments_of)
+        text += f"| `{name}` | {names} | {meaning} |\n"
+    for name, thing in things.items():
+        if name not in functions:
+            text += described_class(name, thing)
     return re.sub(r"docs/([\w-]+)\.md", r"[\1.md](\1.md)", text)
 
 
-def described(name: str, function: Any) -> str:
-    """Return a function's signature and docstring, its arguments as a list."""
-    head, _, rest = (inspect.getdoc(function) or "").partition("\nArgs:\n")
-    arguments, _, _ = rest.partition("\nRaises:")
-    text = f"`{name}{plain_signature(function)}`\n\n{head.strip()}\n"
-    items = re.split(r"^    (?=\w[\w, ]*: )", arguments, flags=re.MULTILINE)[1:]
-    if items:
-        text += "\n"
-    for item in items:
-        argument, _, meaning = " ".join(item.split()).partition(": ")
-        names = ", ".join(f"`{name}`" for name in argument.split(", "))
-        text += f"- {names}: {meaning}\n"
-    return text
+def described_class(name: str, thing: type) -> str:
+    """Return a class's docstring, and its attributes and methods as a list."""
+    head, _, attributes = (inspect.getdoc(thing) or "").partition("\n\nAttributes:\n")
+    text = f"\n## {name}\n\n{head}\n"
+    lines = []
+    for line in attributes.splitlines():
+        attribute, _, meaning = line.strip().partition(": ")
+        lines.append(f"- `.{attribute}`: {meaning}\n")
+    for member, value in vars(thing).items():
+        if member.startswith("_") or not (callable(value) or isinstance(value, property)):
+            continue
+        signature = "" if isinstance(value, property) else plain_signature(value)
+        lines.append(f"- `.{member}{signature}`: {first_line(value)}\n")
+    return text + ("\n" + "".join(lines) if lines else "")
+
+
+def own_parameters(function: Any) -> str:
+    """Return the parameters that are in the function's own source, not the keys that its signature adds."""
+    code = function.__code__
+    own = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return plain_signature(function, own)
 
 
 def first_line(thing: Any) -> str:
@@ -275,11 +286,13 @@ def first_line(thing: Any) -> str:
     return (inspect.getdoc(thing) or "").partition("\n\n")[0].replace("\n", " ")
 
 
-def plain_signature(function: Any) -> str:
+def plain_signature(function: Any, only: Collection[str] = ()) -> str:
     """Return the parameters with their defaults, without types."""
     names = []
     for name, parameter in inspect.signature(function).parameters.items():
-        if name == "self":
+        if name == "self" or (
+            only and name not in only and parameter.kind != parameter.VAR_KEYWORD
+        ):
             continue
         mark = {parameter.VAR_KEYWORD: "**", parameter.VAR_POSITIONAL: "*"}.get(
             parameter.kind, ""

@@ -560,8 +560,19 @@ def is_model(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
+def documented_keys(page: str) -> dict[str, Any]:
+    """Every key of a page's table with the default that is written there; a row may have several of both."""
+    told: dict[str, Any] = {}
+    for names, defaults, _ in table(page, "## Keys"):
+        keys = quoted(names)
+        cells = defaults.split(", ") if len(keys) > 1 else [defaults]
+        for key, cell in zip(keys, cells, strict=True):
+            told[key] = yaml.safe_load(quoted(cell)[0]) if "`" in cell else cell
+    return told
+
+
 def test_every_key_is_documented_with_its_default_and_no_other() -> None:
-    told = {quoted(key)[0]: cell for key, cell, _ in table("docs/options.md", "## Keys")}
+    told = documented_keys("docs/options.md")
     keys: dict[str, Any] = {}
     for config_class in (PPOConfig, DistillConfig, OnlineDPOConfig, EvalConfig, GroupConfig):
         keys |= dict(config_keys(config_class))
@@ -569,26 +580,28 @@ def test_every_key_is_documented_with_its_default_and_no_other() -> None:
     assert told.keys() == keys.keys()
     for key, default in keys.items():
         expected = "required" if default is PydanticUndefined else default
-        cell = told[key]
-        assert (yaml.safe_load(quoted(cell)[0]) if "`" in cell else cell) == expected, key
+        assert told[key] == expected, key
 
 
 def test_the_trainers_page_has_their_keys_and_aliases() -> None:
-    told = {quoted(key)[0]: cell for key, cell, _ in table("docs/trainers.md", "## Keys")}
+    own, shared = documented_keys("docs/trainers.md"), documented_keys("docs/options.md")
+    section = (
+        (ROOT / "docs" / "trainers.md").read_text(encoding="utf-8").partition("## Keys\n")[2]
+    )
+    same = quoted(section.partition("same name, default and meaning")[2].partition("\n\n")[0])
+    told = own | {key: shared[key] for key in same}
     fields = TuneConfig.model_fields
-    assert told.keys() == fields.keys()
+    assert told.keys() == fields.keys() and not own.keys() & set(same)
     for key, field in fields.items():
         default = {} if key == "lora" else field.default
         expected = "required" if default is PydanticUndefined else default
-        assert (
-            yaml.safe_load(quoted(told[key])[0]) if "`" in told[key] else told[key]
-        ) == expected, key
+        assert told[key] == expected, key
     page = (ROOT / "docs" / "trainers.md").read_text(encoding="utf-8")
-    spelled, own = (
+    spelled, aliased = (
         re.findall(r"`max_steps`.*? are TRL's names of (.*)\.\n", page, re.DOTALL),
         aliases(ALGORITHMS["sft"]).values(),
     )
-    assert spelled and quoted(spelled[0]) == list(own)
+    assert spelled and quoted(spelled[0]) == list(aliased)
 
 
 def test_trl_names_that_ycore_owns_are_documented() -> None:

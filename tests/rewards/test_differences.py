@@ -1,6 +1,7 @@
 """Rewards against the verdicts of people, of Math-Verify, of SQuAD's normalisation and of lm-eval's GSM8K.
 
-The table in docs/rewards.md has the number of pairs on which each agrees with a person, and why others do not.
+The table in differences.md has the number of pairs on which each agrees with a person, and why others do not;
+docs/rewards.md has the sums.
 """
 
 import re
@@ -16,6 +17,7 @@ from tests.rewards.pairs import Pair, pairs
 from tests.rewards.test_builtin import score
 from ycore.data.cells import golds_of
 
+TABLE = Path(__file__).parent / "differences.md"
 PAGE = Path(__file__).parents[2] / "docs" / "rewards.md"
 
 
@@ -102,11 +104,9 @@ def agreements() -> dict[str, dict[str, str]]:
 
 
 def table() -> dict[str, list[str]]:
-    """Return the rows of the page's table by their class."""
-    _, _, section = PAGE.read_text(encoding="utf-8").partition(
-        "### Compared with other measures"
-    )
-    lines = [line for line in section.split("\n#")[0].splitlines() if line.startswith("| ")][1:]
+    """Return the rows of the table by their class."""
+    text = TABLE.read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if line.startswith("| ")][1:]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {row[0]: row[1:] for row in rows if not row[0].startswith("-")}
 
@@ -122,6 +122,19 @@ def test_every_difference_from_other_measures_is_explained() -> None:
         assert cells == list(row.values()), (kind, row)
         differs = any(len({*cell.split("/")}) > 1 for cell in cells if cell)
         assert bool(reason) == differs, f"{kind}: a difference has a reason"
+
+
+def test_the_page_has_the_sums() -> None:
+    def total(column: int, *, numbers: bool) -> str:
+        cells = [row[column] for row in table().values() if bool(row[2]) == numbers]
+        counts = [map(int, cell.split("/")) for cell in cells if cell]
+        return "{}/{}".format(*map(sum, zip(*counts, strict=True)))
+
+    page = PAGE.read_text(encoding="utf-8")
+    numbers = [total(column, numbers=True) for column in (0, 1, 2, 4)]
+    texts = [total(column, numbers=False) for column in (0, 5)]
+    assert f"| numbers | {' | '.join(numbers)} | |" in page
+    assert f"| texts | {texts[0]} | | | | {texts[1]} |" in page
 
 
 def test_ours_differ_from_a_person_only_where_the_page_says_so() -> None:

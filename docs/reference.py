@@ -10,6 +10,7 @@ the code; their units and meanings are here.
 
 import ast
 import inspect
+import json
 import re
 import sys
 from collections import defaultdict
@@ -20,6 +21,8 @@ from typing import Any
 import typer
 
 import ycore
+from ycore.config.learners import GroupConfig
+from ycore.config.schema import EvalConfig
 
 DOCS = Path(__file__).resolve().parent
 MARK = "<!-- written by docs/reference.py -->\n"
@@ -153,9 +156,10 @@ def pages() -> dict[str, str]:
 
 
 def options_table() -> str:
-    """Return a row for each option, with the commands that have it and what it means to each."""
+    """Return a row for each option, with the commands that have it, its key, and what it means to each command."""
     commands = typer.main.get_command(typer_app()).commands  # type: ignore[attr-defined]
     rows: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    keys: dict[str, str] = {}
     for command, parsed in commands.items():
         for parameter in parsed.params:
             if parameter.opts[0].startswith("-"):
@@ -164,14 +168,35 @@ def options_table() -> str:
                 )
                 text = re.sub(r"docs/([\w-]+)\.md", r"[\1.md](\1.md)", parameter.help or "")
                 rows[names][text.replace("|", "\\|")].append(command)
-    lines = ["| option | commands | meaning |", "|---|---|---|"]
+                keys[names] = key_cell(parameter.name)
+    lines = ["| option | commands | key: default | meaning |", "|---|---|---|---|"]
     for names, texts in rows.items():
         (first, _), *others = texts.items()
         meaning = " ".join([first, *(f"**{', '.join(of)}**: {text}" for text, of in others)])
         users = ", ".join(command for of in texts.values() for command in of)
-        lines.append(f"| {names} | {users} | {meaning} |")
-    lines.append("| `--help` | every command | Show the options. |")
+        lines.append(f"| {names} | {users} | {keys[names]} | {meaning} |")
+    lines.append("| `--help` | every command | | Show the options. |")
     return "\n".join(lines) + "\n"
+
+
+def key_cell(option: str) -> str:
+    """Return the key of a run with rollouts that an option sets, and its default; nothing where it sets none."""
+    from ycore_cli.options import KEYS
+
+    path = KEYS.get(option, option)
+    for config in (GroupConfig, EvalConfig):
+        field, model = None, config
+        for part in path.split("."):
+            field = model.model_fields.get(part) if inspect.isclass(model) else None
+            model = field.annotation if field else None  # type: ignore[assignment]
+        if field is None:
+            continue
+        if field.is_required():
+            return f"`{path}`: required"
+        default = field.get_default(call_default_factory=True, validated_data={})
+        text = "{}" if path == "lora" else json.dumps(default).strip('"')
+        return f"`{path}`: `{text}`"
+    return ""
 
 
 def typer_app() -> typer.Typer:

@@ -502,7 +502,7 @@ def test_every_option_is_documented_and_no_other(command: str) -> None:
     rows = table("docs/options.md", "## Options")
     assert {
         option
-        for names, where, _ in rows
+        for names, where, *_ in rows
         if command in where.split(", ") or where == "every command"
         for option in quoted(names)
     } == declared(command)
@@ -563,12 +563,22 @@ def is_model(annotation: Any) -> bool:
 def documented_keys(page: str) -> dict[str, Any]:
     """Every key of a page's table with the default that is written there; a row may have several of both."""
     told: dict[str, Any] = {}
+    if page.endswith("options.md"):
+        for _, _, key, _ in table(page, "## Options"):
+            if key:
+                name, _, default = key.partition(": ")
+                told[quoted(name)[0]] = read_default(default)
     for names, defaults, _ in table(page, "## Keys"):
         keys = quoted(names)
         cells = defaults.split(", ") if len(keys) > 1 else [defaults]
         for key, cell in zip(keys, cells, strict=True):
-            told[key] = yaml.safe_load(quoted(cell)[0]) if "`" in cell else cell
+            assert key not in told, f"{key} is documented twice"
+            told[key] = read_default(cell)
     return told
+
+
+def read_default(cell: str) -> Any:
+    return yaml.safe_load(quoted(cell)[0]) if "`" in cell else cell
 
 
 def test_every_key_is_documented_with_its_default_and_no_other() -> None:

@@ -1,6 +1,8 @@
 """The pages are true: what they tell a reader to type works, and what they list is what there is."""
 
 import ast
+import atexit
+import functools
 import gzip
 import itertools
 import json
@@ -9,6 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +27,7 @@ from pydantic_core import PydanticUndefined
 from ycore_cli.main import app
 
 from tests.chaos.__main__ import make_parser as scorecard_parser
+from tests.docs.warm_command import WarmCommand
 from tests.gpu.__main__ import make_parser as gpu_parser
 from tests.models.test_gguf_file import write_random_model
 from ycore.api import functions
@@ -46,7 +50,6 @@ from ycore.scoring.code_scorer import CodeMeter
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-ENTRY = "from ycore_cli.main import main; main()"
 TO_WRITE = ("jsonl", "csv", "python", "yaml")
 STARTS = (
     *("grpo", "ppo", "distill", "online-dpo", "sft", "reward", "dpo", "kto", "flow"),
@@ -274,16 +277,16 @@ def dry_run(line: str, folder: Path) -> "subprocess.CompletedProcess[str]":
     for model in re.findall(r"rm:(runs/[\w/-]+)", line):
         write_stand_in(folder / model)
     caches = {"HF_HOME": str(folder / "hub"), "YCORE_CACHE": str(folder / "cache")}
-    return subprocess.run(
-        [sys.executable, "-c", ENTRY, *words],
-        cwd=folder,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", **caches},
-        capture_output=True,
-        text=True,
-        timeout=600 if words[0] in USES else 240,
-        stdin=subprocess.DEVNULL,
-        check=False,
-    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **caches}
+    with tempfile.TemporaryDirectory() as scratch:
+        return warm_command().run(words, cwd=folder, env=environment, scratch=Path(scratch))
+
+
+@functools.cache
+def warm_command() -> WarmCommand:
+    command = WarmCommand()
+    atexit.register(command.close)
+    return command
 
 
 def option(line: str, name: str) -> str:

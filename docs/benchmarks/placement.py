@@ -53,7 +53,7 @@ from placement_engines import (
 )
 from placement_speeds import Measured, mean_of, measure
 from simulator.comparison import Scenario, compare_recorded, simulate
-from simulator.recording import requests_of
+from simulator.recording import read_trace, requests_of
 from simulator.simulation import Demand, Machine, SimulatedGroup
 
 from ycore.placement.allocator import Allocator
@@ -65,7 +65,7 @@ from ycore.round.peers import Peers, TorchPeers
 from ycore.round.sampling import AcceptanceRate, DrawSource, Rules
 from ycore.round.step import Controller
 from ycore.run.tasks import together
-from ycore.run.trace import ROUND, TraceWriter, read_trace
+from ycore.run.trace import ROUND, TraceWriter
 from ycore.scoring.scoring import PendingGroup, Scoring
 from ycore.types import Draw, Prompt, Score
 

@@ -27,13 +27,12 @@ from simulator.comparison import (
     compare_recorded,
     recommend,
 )
-from simulator.recording import Request, requests_of
+from simulator.recording import Request, read_trace, requests_of
 from simulator.tails import Played, compare_steps
 
 from ycore.config.recipe_files import load_recipe
 from ycore.config.resolve import require_rollouts, resolve
 from ycore.errors import RunFolderError, YcoreError
-from ycore.run.trace import read_trace
 
 _EXAMPLE: dict[str, Any] = {
     "model": "smollm2-135m",

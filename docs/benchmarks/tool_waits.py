@@ -21,11 +21,12 @@ from typing import Any
 import psutil
 import yaml
 from machine import describe_machine
+from simulator.recording import read_trace
 
 from ycore.rollout.turns import completion_seed
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
-from ycore.run.trace import Span, read_trace
+from ycore.run.trace import Span
 
 _TOOL = '''
 import time

@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from simulator.recording import read_trace
 
 from ycore.engine.kinds import is_vllm_installed
 from ycore.models.tiny import write_tiny_model
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
-from ycore.run.trace import read_trace
 
 pytestmark = [
     pytest.mark.slow,

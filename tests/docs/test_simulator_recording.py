@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from simulator.comparison import Scenario, compare_recorded
-from simulator.recording import Request, Seen, curve, recorded, requests_of
+from simulator.recording import Request, Seen, curve, read_trace, recorded, requests_of
 from simulator.simulation import Demand, Lengths, Machine, SimulatedRound, Workload
 from simulator.speeds import Speed
 
@@ -21,7 +21,7 @@ from ycore.placement.placement import (
     parse_placement,
 )
 from ycore.placement.slots import Slots
-from ycore.run.trace import TraceWriter, read_trace
+from ycore.run.trace import TraceWriter
 
 ROLES = (ROLLOUT, JUDGE)
 SPEED = Speed(0.02, 0.002)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from simulator.recording import read_trace
 
 from ycore.errors import EngineError
 from ycore.placement.allocator import Allocator
@@ -19,7 +20,6 @@ from ycore.run.trace import (
     Mark,
     TraceWriter,
     parse_event,
-    read_trace,
 )
 
 ROLES = (ROLLOUT, JUDGE)

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from simulator.recording import read_trace
+
 from ycore.run.trace import (
     IN_FLIGHT,
     Levels,
@@ -13,7 +15,6 @@ from ycore.run.trace import (
     TraceWriter,
     earlier_part,
     parse_event,
-    read_trace,
 )
 
 

@@ -18,7 +18,7 @@ from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules
 from ycore.round.step import Controller
 from ycore.run.images import ImageStore
-from ycore.run.meter import Meter
+from ycore.run.metrics import Meter
 from ycore.run.paths import RunFolder
 from ycore.run.trace import TraceWriter
 from ycore.scoring.group_rewards import min_stds

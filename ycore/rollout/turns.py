@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from ycore.errors import ConfigError
 from ycore.rollout.dialogue import Call, Dialogue
 from ycore.rollout.tool_pool import Answer, Episode, OutOfTime, ToolPool
-from ycore.run.meter import CountMeter, Meter
+from ycore.run.metrics import CountMeter, Meter
 from ycore.types import (
     Completion,
     Draw,

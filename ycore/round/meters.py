@@ -10,7 +10,7 @@ from ycore.errors import RunError
 from ycore.foreign import CHANGED_TEXTS
 from ycore.placement.slots import AddUp
 from ycore.round.peers import Peers
-from ycore.run.meter import Meter
+from ycore.run.metrics import Meter
 from ycore.scoring.group_rewards import total_reward
 from ycore.types import Group
 

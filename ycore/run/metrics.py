@@ -1,4 +1,4 @@
-"""Write, read and follow metrics.jsonl, a line of JSON a step; summarise a run; Wilson's interval and pass@k.
+"""Count what becomes metrics; write, read and follow metrics.jsonl; summarise a run; Wilson's interval and pass@k.
 
 The names of the numbers are TRL's own, and ycore's begin with `ycore/`.
 """
@@ -9,10 +9,11 @@ import os
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, Protocol, TextIO
 
-from ycore.run.files import LineFollower, json_safe, read_regular, sync
+from ycore.run.files import LineFollower, json_safe, read_regular, sync, write_bytes_atomic
 from ycore.run.text import Say
 
 Row = Mapping[str, Any]
@@ -63,13 +64,7 @@ class MetricsWriter:
     def forget_after(self, step: int) -> None:
         """Drop rows of later steps, which a resumed run takes again; neither a kill nor a power cut loses others."""
         kept = [row for row in read_metrics(self._path) if row.get("step", 0) <= step]
-        shorter = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        with _open_to_append(shorter) as file:
-            file.writelines(_line(row) for row in kept)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(shorter, self._path)
-        sync(self._path.parent)
+        write_bytes_atomic(self._path, "".join(map(_line, kept)).encode())
         self._file.close()
         self._file = _open_to_append(self._path)
 
@@ -230,3 +225,34 @@ def pass_at_k(n: int, c: int, k: int) -> float:
             f"pass@k needs 0 <= c <= n and 1 <= k <= n; n is {n}, c is {c}, k is {k}"
         )
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+# -- counts of a rank --------------------------------------------------------------------------------------------------
+
+
+class Meter(Protocol):
+    """Counts of one rank that can be added to those of other ranks."""
+
+    def take(self) -> Sequence[float]:
+        """Return the counts since the last call; as many numbers on every rank."""
+
+    def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
+        """Return the step's metrics from each count's sum over all ranks."""
+
+
+@dataclass
+class CountMeter:
+    """A meter whose fields are its counts."""
+
+    def take(self) -> Sequence[float]:
+        counts: tuple[float, ...] = astuple(self)
+        for field in fields(self):
+            setattr(self, field.name, 0)
+        return counts
+
+    def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
+        return type(self)(*sums).summary()
+
+    def summary(self) -> Mapping[str, float]:
+        """Return the metrics of these counts."""
+        raise NotImplementedError

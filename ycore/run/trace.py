@@ -1,4 +1,4 @@
-"""Write and read trace.json: requests, swaps and rounds of a run, for Perfetto and chrome://tracing.
+"""Write and follow trace.json: requests, swaps and rounds of a run, for Perfetto and chrome://tracing.
 
 A span is written when it is over; levels are written once a second. The file is a JSON array, an event a line, whose
 closing bracket the format lets be missing. Ranks append whole lines to it. The newest steps are kept.
@@ -96,16 +96,6 @@ class TraceWriter:
 def earlier_part(path: Path) -> Path:
     """Return the file of the events before those in the trace `path`."""
     return path.with_name("trace-earlier.json")
-
-
-def read_trace(path: Path) -> list[Span]:
-    """Return every whole span of a trace, also of one that was cut off; none where there is no file."""
-    spans = []
-    for part in (earlier_part(path), path):
-        text = part.read_text(encoding="utf-8", errors="replace") if part.is_file() else ""
-        events = map(parse_event, text.split("\n"))
-        spans += [event for event in events if isinstance(event, Span)]
-    return spans
 
 
 class TraceFollower:

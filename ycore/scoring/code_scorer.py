@@ -22,7 +22,7 @@ from ycore.rewards.code import (
     same_output,
     share_passed,
 )
-from ycore.run.meter import CountMeter
+from ycore.run.metrics import CountMeter
 from ycore.run.reports import this_rank
 from ycore.sandbox import MIB
 from ycore.sandbox.level import choose_level, require_sandbox

@@ -11,7 +11,7 @@ from ycore.judge.sources import is_teacher, teacher_of
 from ycore.placement.placement import JUDGE, ROLLOUT, check_placement, in_order, parse_placement
 from ycore.rewards.loading import reward_names
 from ycore.run.images import ImageStore
-from ycore.run.meter import Meter
+from ycore.run.metrics import Meter
 from ycore.run.paths import RunFolder
 from ycore.scoring.code_scorer import CodeScorer
 from ycore.scoring.judge_scorer import AgreementScorer, JudgeScorer

@@ -27,7 +27,7 @@ from ycore.placement.placement import ROLLOUT
 from ycore.placement.slots import SlotLease, Slots
 from ycore.rewards.answers import without_thinking
 from ycore.run.images import ImageStore
-from ycore.run.meter import CountMeter, Meter
+from ycore.run.metrics import CountMeter, Meter
 from ycore.run.paths import RunFolder
 from ycore.run.tasks import together
 from ycore.types import THINKING, Completion, Draw, Score

@@ -90,7 +90,6 @@ _STEP = (
     ("logprob_gap {:.4f}", "ycore/logprob_gap"),
 )
 _LINE_COLUMNS = 80
-_TWO_BLOCKS_COLUMNS = 120
 _MAX_SPARKLINE = 60
 _MAX_BAR = 40
 _WORK_BAR = 16
@@ -149,14 +148,7 @@ class RunView:
     ) -> Iterator[RenderableType]:
         width = options.max_width
         yield self._head(width)
-        lines = self._scene_lines(self._look())
-        if lines and width >= _TWO_BLOCKS_COLUMNS:
-            half = (width - 2) // 2
-            blocks = Table.grid(padding=(0, 2))
-            blocks.add_row(_block(self._lines(half), half), _block(lines, half))
-            yield blocks
-        else:
-            yield _block(self._lines(width) + lines, width)
+        yield _block(self._lines(width) + self._scene_lines(self._look()), width)
 
     def _head(self, width: int) -> Text:
         """Return `step 3/10  ━━━━━━────────  1 min 10 s left`."""

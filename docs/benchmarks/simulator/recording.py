@@ -9,12 +9,13 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, islice
+from pathlib import Path
 
 from simulator.simulation import SimulatedGroup
 from simulator.speeds import UNKNOWN, Reading, SlotClock, Speed, Sums
 from ycore.errors import DataError
 from ycore.placement.placement import ROLLOUT
-from ycore.run.trace import ROUND, SWAP, Span
+from ycore.run.trace import ROUND, SWAP, Span, earlier_part, parse_event
 
 _EDGES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
 _ENOUGH = 3  # requests that make a point of the curve; fewer join the next point
@@ -32,6 +33,16 @@ class Request:
     began: float
     ended: float
     tokens: float = 0.0
+
+
+def read_trace(path: Path) -> list[Span]:
+    """Return every whole span of a trace, also of one that was cut off; none where there is no file."""
+    spans = []
+    for part in (earlier_part(path), path):
+        text = part.read_text(encoding="utf-8", errors="replace") if part.is_file() else ""
+        events = map(parse_event, text.split("\n"))
+        spans += [event for event in events if isinstance(event, Span)]
+    return spans
 
 
 def requests_of(spans: Sequence[Span]) -> list[list[Request]]:

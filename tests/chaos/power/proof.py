@@ -19,7 +19,7 @@ from ycore.run.claim import AS_IT_WAS, check_claim, is_finished, stored_config
 from ycore.run.metrics import MetricsWriter, is_evaluation, read_metrics
 from ycore.run.paths import RunFolder
 from ycore.run.resuming import read_round, round_file, rounds_in, settle
-from ycore.run.trace import Mark, TraceWriter, read_trace
+from ycore.run.trace import Mark, TraceFollower, TraceWriter
 
 State = Mapping[str, bytes | None]
 Files = Mapping[str, str]
@@ -322,11 +322,11 @@ def _check_rest(witness: Witness, cut: int, folder: RunFolder) -> None:
     for path in (folder.samples, folder.held_out, folder.engines):
         if path.is_file():
             json.loads(path.read_bytes())
-    read_trace(folder.trace)
+    TraceFollower(folder.trace).read()
     writer = TraceWriter(folder.trace)
     writer.add(Mark("round", 0, 1.0))
     writer.flush()
-    read_trace(folder.trace)
+    TraceFollower(folder.trace).read()
 
 
 def put(state: State, root: Path, pool: Path) -> None:

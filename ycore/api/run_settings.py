@@ -22,7 +22,7 @@ from ycore.launch.device_memory import fit_devices
 from ycore.run.claim import flat, stored_config
 from ycore.run.files import named_by_content, write_bytes_atomic
 from ycore.run.paths import RunFolder
-from ycore.run.secrets import redact, without_hub_token
+from ycore.run.secrets import redact
 from ycore.sandbox.pickled_code import code_references
 
 _T = TypeVar("_T")
@@ -217,7 +217,7 @@ def complete_config(config: _Config) -> _Config:
 def stored_settings(run: str) -> dict[str, Any]:
     """Read the settings of a run's folder; {} where it holds none. Its secrets are `***`, and must be given again."""
     folder = RunFolder(Path(run).expanduser())
-    return without_hub_token(stored_config(folder)) if folder.config.is_file() else {}
+    return stored_config(folder) if folder.config.is_file() else {}
 
 
 def unused_folder(output: str) -> str:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 from pydantic import TypeAdapter
 
 from ycore.evaluation.evaluator import own_model, started
@@ -264,16 +265,10 @@ def parse_measurements(preflight: Mapping[str, Any]) -> PreflightMeasurements:
 
 def histogram(rewards: tuple[float, ...], *, bins: int = 10) -> list[tuple[float, float, int]]:
     """Return low edge, high edge and count of each bin; one bin where all rewards are equal."""
-    if not rewards:
-        return []
-    low, high = min(rewards), max(rewards)
-    if low == high:
-        return [(low, high, len(rewards))]
-    width = (high - low) / bins
-    counts = [0] * bins
-    for reward in rewards:
-        counts[min(bins - 1, int((reward - low) / width))] += 1
-    return [(low + k * width, low + (k + 1) * width, count) for k, count in enumerate(counts)]
+    if len(set(rewards)) < 2:
+        return [(rewards[0], rewards[0], len(rewards))] if rewards else []
+    counts, edges = np.histogram(rewards, bins)
+    return list(zip(edges[:-1].tolist(), edges[1:].tolist(), counts.tolist(), strict=True))
 
 
 _Rule = tuple[Level | None, str, str]

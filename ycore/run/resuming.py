@@ -19,8 +19,7 @@ from ycore.run.checkpoints import (
     checkpoint_of,
     checkpoint_problem,
     checkpoints_in,
-    clear_leftovers,
-    newest_whole,
+    newest_for,
     read_checkpoint_manifest,
     set_aside_after,
     step_of,
@@ -211,15 +210,11 @@ def _newest_checkpoint(
     folder: RunFolder, step: int | None, *, world: int, say: Say
 ) -> Path | None:
     """Move checkpoints after `step` aside, and return the newest that verifies and that `world` ranks can load."""
-    clear_leftovers(folder.checkpoints)
     if step is not None:
         check_checkpoint(folder, step)
         for path in set_aside_after(folder.checkpoints, step):
             say(f"{path.name}: of a later step than {step}")
-    newest = newest_whole(folder.checkpoints, say=say)
-    if newest is not None:
-        check_ranks(newest, world=world)
-    return newest
+    return newest_for(folder.checkpoints, world=world, say=say)
 
 
 def check_world(folder: RunFolder, options: Resume, *, world: int) -> None:

@@ -176,14 +176,6 @@ def load_config(folder: RunFolder) -> dict[str, Any]:
     return config
 
 
-def without_hub_token(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings of a run.json without their hidden `hub_token` where HF_TOKEN, which the hub reads, holds one."""
-    trl = dict(config.get("trl") or {})
-    if trl.get("hub_token") == HIDDEN and os.environ.get("HF_TOKEN"):
-        del trl["hub_token"]
-    return {**config, "trl": trl}
-
-
 def check_secrets(config: Mapping[str, Any]) -> None:
     """Raise ConfigError, with the option to give again, where settings of a run.json have `***` for a secret."""
     for path, value in _leaves(config):
@@ -193,14 +185,7 @@ def check_secrets(config: Mapping[str, Any]) -> None:
             option = f"--set {name}=..."
             if len(keys) == 1:
                 option = f"--{str(keys[0]).replace('_', '-')}"
-            raise ConfigError(
-                f"run.json does not keep {name}, a secret; give {option} again"
-                + (
-                    ", or set the environment variable HF_TOKEN"
-                    if name == "trl.hub_token"
-                    else ""
-                )
-            )
+            raise ConfigError(f"run.json does not keep {name}, a secret; give {option} again")
 
 
 def _at(config: Any, path: Path) -> Any:

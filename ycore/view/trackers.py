@@ -2,7 +2,7 @@
 
 At a run's start: its settings, without secrets; during it: completions with their rewards; once its model is saved:
 completions before and after. A run without such callbacks (`ycore flow`) sends its numbers too (`OwnPage`), and
-`ycore eval` figures and completions. wandb and trackio share an interface; tensorboard keeps numbers, histograms and
+`ycore eval` figures and completions. wandb and trackio share an interface; tensorboard keeps numbers and
 text. `python -m ycore.view.trackers RUN_FOLDER` sends an alert on why the run failed.
 """
 
@@ -17,7 +17,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import (
     TensorBoardCallback,
@@ -398,7 +397,7 @@ def _add_settings(writer: Any, folder: RunFolder) -> None:
 
 
 def _add_completions(writer: Any, rows: Rows, *, step: int) -> None:
-    """Add the completions of a round as text, and their rewards and advantages as histograms."""
+    """Add the completions of a round as text."""
     texts = []
     for row in rows:
         facts = {
@@ -406,10 +405,6 @@ def _add_completions(writer: Any, rows: Rows, *, step: int) -> None:
         }
         texts.append(f"{json.dumps(facts)}\n\n```\n{row['prompt']}\n\n{row['completion']}\n```")
     writer.add_text(_COMPLETIONS, "\n\n---\n\n".join(texts), step)
-    for name in rows[0]:
-        values = [row[name] for row in rows if isinstance(row[name], float)]
-        if values:
-            writer.add_histogram(f"{_COMPLETIONS}/{name}", np.array(values), step)
 
 
 def _add_numbers(writer: Any, numbers: Mapping[str, float], *, step: int) -> None:

@@ -127,7 +127,7 @@ def recipes(
     from ycore.api.reproduce import compare_seeds, stored_band
     from ycore.errors import Interrupted
     from ycore.run.files import read_json
-    from ycore.run.reports import tracker_group
+    from ycore.run.paths import tracker_group
 
     name = Path(recipe).stem
     root = output or Path("runs") / f"reproduce-{name}"

@@ -32,8 +32,7 @@ from ycore.errors import (
 )
 from ycore.run.claim import claim
 from ycore.run.files import write_json_atomic
-from ycore.run.paths import RunFolder
-from ycore.run.reports import TRACKER_GROUP
+from ycore.run.paths import TRACKER_GROUP, RunFolder
 
 SFT = {"dataset": "chats.jsonl"}
 PAIRS = {"dataset": "prompts.jsonl", "rewards": ["exact_answer"]}

@@ -17,7 +17,7 @@ from docs.benchmarks.band import interval, machine_in_words, make_band
 from ycore.api.reproduce import curve_of, final_of, judge_run, stored_band
 from ycore.errors import Interrupted
 from ycore.models.tiny import write_tiny_model
-from ycore.run.reports import TRACKER_GROUP
+from ycore.run.paths import TRACKER_GROUP
 
 
 def run(seed: int, *, gain: float = 0.8, steps: int = 40) -> list[dict[str, Any]]:

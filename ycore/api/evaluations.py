@@ -13,7 +13,7 @@ from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError, DataError
 from ycore.launch.launcher import EVALUATOR, PREFLIGHT, run_worker
 from ycore.run.files import write_json_atomic
-from ycore.run.reports import tracker_group
+from ycore.run.paths import tracker_group
 
 if TYPE_CHECKING:  # it imports torch
     from ycore.evaluation.preflight import PreflightMeasurements

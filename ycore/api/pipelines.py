@@ -43,8 +43,7 @@ from ycore.errors import (
 from ycore.launch.launcher import EVALUATOR, run_worker
 from ycore.run.claim import AS_IT_WAS, Claim, is_finished
 from ycore.run.files import make_private, read_json, write_bytes_atomic, write_json_atomic
-from ycore.run.paths import LOCK, RunFolder
-from ycore.run.reports import tracker_group
+from ycore.run.paths import LOCK, RunFolder, tracker_group
 from ycore.run.text import Say
 from ycore.scoring.group_rewards import rewards_differ, weighted_sum
 

@@ -1,14 +1,19 @@
-"""The paths of a run's files, and its id. What is in a file belongs to who writes it."""
+"""The paths of a run's files, its id, and its group in trackers. What is in a file belongs to who writes it."""
 
 import hashlib
 import json
 import os
 import secrets
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 LOCK = ".lock"
+
+TRACKER_GROUP = "WANDB_RUN_GROUP"
+"""wandb's own environment variable for runs that belong together."""
 
 
 class RunFolder:
@@ -123,3 +128,15 @@ def _file_of(descriptor: int) -> dict[str, int]:
     """Identify the file itself: a copy has another inode."""
     status = os.fstat(descriptor)
     return {"device": status.st_dev, "inode": status.st_ino}
+
+
+@contextmanager
+def tracker_group(name: str) -> Iterator[None]:
+    """Make the runs that start meanwhile one group in trackers, unless the user has named another."""
+    is_set = TRACKER_GROUP in os.environ
+    os.environ.setdefault(TRACKER_GROUP, name)
+    try:
+        yield
+    finally:
+        if not is_set:
+            del os.environ[TRACKER_GROUP]

@@ -9,8 +9,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,22 +23,6 @@ from ycore.run.paths import RunFolder
 
 RUN_MARKER = "YCORE_RUN"
 """The environment variable that every process of a run carries; its value is `RunFolder.run_id`."""
-
-
-TRACKER_GROUP = "WANDB_RUN_GROUP"
-"""wandb's own environment variable for runs that belong together."""
-
-
-@contextmanager
-def tracker_group(name: str) -> Iterator[None]:
-    """Make the runs that start meanwhile one group in trackers, unless the user has named another."""
-    is_set = TRACKER_GROUP in os.environ
-    os.environ.setdefault(TRACKER_GROUP, name)
-    try:
-        yield
-    finally:
-        if not is_set:
-            del os.environ[TRACKER_GROUP]
 
 
 def dump_stacks_on_signal() -> None:

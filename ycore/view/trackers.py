@@ -31,8 +31,7 @@ from ycore.config.resolve import read_config
 from ycore.config.schema import AnyConfig, BaseConfig
 from ycore.run.files import read_json
 from ycore.run.metrics import EVALUATION, Row, number
-from ycore.run.paths import RunFolder
-from ycore.run.reports import TRACKER_GROUP
+from ycore.run.paths import TRACKER_GROUP, RunFolder
 from ycore.view.report import content_text
 
 Rows = Sequence[Mapping[str, Any]]

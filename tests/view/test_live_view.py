@@ -192,13 +192,6 @@ def test_it_fits_and_cuts_no_name_and_no_figure(width: int, num_ranks: int) -> N
     assert all(word.rstrip(",") in whole or set(word) <= drawn for word in words)
 
 
-def test_a_wide_terminal_has_the_steps_beside_the_slots() -> None:
-    view = RunView(10, look=lambda: scene(2))
-    view.add(ROW)
-    line = shown(view, width=160).splitlines()[1]
-    assert line.startswith("reward") and "  now  " in line
-
-
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.integers(1, 60))
 def test_a_sparkline_is_never_wider_than_it_may_be(values: list[float], width: int) -> None:
     assert len(sparkline(values, width=width)) == min(len(values), width)

@@ -80,6 +80,7 @@ def write_classifier(model: Path, folder: Path) -> None:
     AutoTokenizer.from_pretrained(model).save_pretrained(folder)
 
 
+@pytest.mark.verify
 def test_a_run_whose_teacher_is_the_policy_learns_nothing(tmp_path: Path) -> None:
     """Another teacher, which is only measured, shows that the probabilities are compared."""
     write_tiny_model(tmp_path / "model")

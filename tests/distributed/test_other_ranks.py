@@ -15,7 +15,7 @@ from tests.chaos.results import read_rounds
 from ycore.models.tiny import write_tiny_model
 from ycore.run.metrics import read_metrics
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.verify]
 
 COMMAND = [
     sys.executable,

@@ -14,6 +14,7 @@ from ycore.run.metrics import read_metrics
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.verify,
     pytest.mark.engine,
     pytest.mark.skipif(not is_vllm_installed(), reason="needs vLLM"),
 ]

@@ -45,6 +45,7 @@ def losses(model: Path, output: Path, *more: str) -> list[float]:
 
 
 @pytest.mark.slow
+@pytest.mark.verify
 def test_two_ranks_with_zero2_learn_what_one_learns(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model")
     one = losses(model, tmp_path / "one")

@@ -326,6 +326,7 @@ def _assert_gone(pid: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.verify
 def test_the_script_measures_both_and_the_bare_passes(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "model")
     done = subprocess.run(

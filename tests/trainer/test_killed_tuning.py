@@ -38,6 +38,7 @@ def options(model: Path, output: Path) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.verify
 def test_killed_and_resumed_is_never_killed(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model")
     whole, killed = tmp_path / "whole", tmp_path / "killed"

@@ -23,7 +23,7 @@ os.environ["YCORE_PROGRESS"] = "off"
 @pytest.fixture(scope="session")
 def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a random model of a hundred thousand parameters with a chat template. Tests only read it."""
-    from ycore.models.tiny import write_tiny_model
+    from tests.tiny_model import write_tiny_model
 
     return write_tiny_model(tmp_path_factory.mktemp("chat-model"))
 
@@ -31,6 +31,6 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same model without a chat template. Tests only read it."""
-    from ycore.models.tiny import write_tiny_model
+    from tests.tiny_model import write_tiny_model
 
     return write_tiny_model(tmp_path_factory.mktemp("text-model"), chat=False)

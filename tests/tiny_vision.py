@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from tests.tiny_model import write_tiny_model
 from ycore.models.sighted import IMAGE_TOKEN, processor_of, vision_config
-from ycore.models.tiny import write_tiny_model
 
 _TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{% if message['content'] is string %}"

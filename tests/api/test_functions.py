@@ -13,9 +13,9 @@ import pandas
 import pytest
 
 import ycore
+from tests.tiny_model import write_tiny_model
 from ycore.api.run_settings import settings_config
 from ycore.errors import ConfigError, RunFolderError, UserError
-from ycore.models.tiny import write_tiny_model
 
 SMALL: dict[str, Any] = {
     "engine": "transformers", "dtype": "float32", "prompts_per_step": 2, "group_size": 2, "max_tokens": 4,

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from tests.tiny_model import write_tiny_model
 from ycore import Round, grpo
 from ycore.errors import ConfigError, RunError
-from ycore.models.tiny import write_tiny_model
 from ycore.run.metrics import read_metrics
 
 SMALL: dict[str, Any] = {

@@ -14,9 +14,9 @@ import pytest
 from ycore_cli import look
 
 from docs.benchmarks.band import interval, machine_in_words, make_band
+from tests.tiny_model import write_tiny_model
 from ycore.api.reproduce import curve_of, final_of, judge_run, stored_band
 from ycore.errors import Interrupted
-from ycore.models.tiny import write_tiny_model
 from ycore.run.paths import TRACKER_GROUP
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.tiny_model import write_tiny_model
 from ycore.engine.kinds import is_vllm_installed
-from ycore.models.tiny import write_tiny_model
 
 pytestmark = [
     pytest.mark.engine,

@@ -13,10 +13,10 @@ import psutil
 import pytest
 
 from tests.models.test_hub import write_adapter
+from tests.tiny_model import write_tiny_model
 from ycore.api import trained
 from ycore.api.trained import ChatSettings
 from ycore.errors import ModelError, RunError, RunFolderError
-from ycore.models.tiny import write_tiny_model
 from ycore.run.reports import is_alive
 
 CONFIG = {

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from ycore.models.tiny import write_tiny_model
+from tests.tiny_model import write_tiny_model
 
 GRPO = "grpo --model {place}/model --dataset {place}/train.jsonl --reward exact_answer --output {place}/out --dry-run "
 

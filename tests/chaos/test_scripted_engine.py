@@ -13,11 +13,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.chaos.scripted_engine import Faults
+from tests.tiny_model import write_tiny_model
 from ycore.engine import SamplingParams
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.engine.weight_proof import tensor_sums, write_manifest
 from ycore.errors import SyncError, YcoreError
-from ycore.models.tiny import write_tiny_model
 from ycore.types import Completion
 
 Start = Callable[..., VllmEngine]

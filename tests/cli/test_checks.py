@@ -10,8 +10,8 @@ import pytest
 from ycore_cli.main import run
 
 from tests.chaos.command_lines import GRPO, command_words
+from tests.tiny_model import write_tiny_model
 from ycore.config.resolve import resolve
-from ycore.models.tiny import write_tiny_model
 from ycore.run.claim import claim
 from ycore.run.paths import RunFolder
 

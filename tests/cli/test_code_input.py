@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from ycore_cli.main import run
 
-from ycore.models.tiny import write_tiny_model
+from tests.tiny_model import write_tiny_model
 from ycore.sandbox import Level, level
 
 GRPO = "grpo --model model --output out --reward code --dry-run "

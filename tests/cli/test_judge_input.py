@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from ycore_cli.main import run
 
+from tests.tiny_model import write_tiny_model
 from ycore.launch.layout import Machine
-from ycore.models.tiny import write_tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,11 @@ import pytest
 from ycore_cli import measure
 from ycore_cli.main import run
 
+from tests.tiny_model import write_tiny_model
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.evaluation.evaluator import _position_bias
 from ycore.evaluation.preflight import PreflightMeasurements, preflight_verdict
 from ycore.models.hub import HubAnswer
-from ycore.models.tiny import write_tiny_model
 from ycore.run.paths import TRACKER_GROUP
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"

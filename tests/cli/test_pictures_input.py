@@ -7,8 +7,8 @@ import pytest
 from PIL import Image as Pillow
 from ycore_cli.main import run
 
+from tests.tiny_model import write_tiny_model
 from tests.tiny_vision import write_tiny_vision_model
-from ycore.models.tiny import write_tiny_model
 
 
 @pytest.fixture(scope="module")

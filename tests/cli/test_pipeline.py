@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from ycore_cli.main import run
 
-from ycore.models.tiny import write_tiny_model
+from tests.tiny_model import write_tiny_model
 
 
 @pytest.fixture(scope="module")

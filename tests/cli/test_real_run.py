@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ycore.models.tiny import write_tiny_model
+from tests.tiny_model import write_tiny_model
 
 COMMON = "--dataset task:addition?digits=1 --reward exact_answer --max-tokens 8 --engine transformers --json"
 

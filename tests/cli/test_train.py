@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from ycore_cli.main import run
 
+from tests.tiny_model import write_tiny_model
 from ycore.config.resolve import resolve
-from ycore.models.tiny import write_tiny_model
 from ycore.run.claim import claim
 from ycore.run.paths import RunFolder
 from ycore.run.resuming import round_file

@@ -7,7 +7,7 @@ import pytest
 from ycore_cli.main import run
 
 from tests.chaos.command_lines import replaced
-from ycore.models.tiny import write_tiny_model
+from tests.tiny_model import write_tiny_model
 
 FILE = '''
 def add(x: int, y: int) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ycore.models.tiny import write_tiny_model
+from tests.tiny_model import write_tiny_model
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER

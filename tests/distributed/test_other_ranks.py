@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.chaos.results import read_rounds
-from ycore.models.tiny import write_tiny_model
+from tests.tiny_model import write_tiny_model
 from ycore.run.metrics import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.verify]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiny_model import write_tiny_model
 from ycore.engine.kinds import is_vllm_installed
-from ycore.models.tiny import write_tiny_model
 from ycore.run.metrics import read_metrics
 
 pytestmark = [

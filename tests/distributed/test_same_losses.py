@@ -12,6 +12,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from tests.tiny_model import write_tiny_model
 from ycore.config.algorithms import find_algorithm
 from ycore.config.schema import (
     LoraSettings,
@@ -19,7 +20,6 @@ from ycore.config.schema import (
     RunConfig,
 )
 from ycore.launch.layout import accelerate_config
-from ycore.models.tiny import write_tiny_model
 from ycore.run.metrics import read_metrics
 
 pytestmark = pytest.mark.slow

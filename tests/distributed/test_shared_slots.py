@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from simulator.recording import read_trace
 
+from tests.tiny_model import write_tiny_model
 from ycore.engine.kinds import is_vllm_installed
-from ycore.models.tiny import write_tiny_model
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
 

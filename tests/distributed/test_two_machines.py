@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from ycore.models.tiny import write_tiny_model
+from tests.tiny_model import write_tiny_model
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
 

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ycore.models.tiny import write_tiny_model
+from tests.tiny_model import write_tiny_model
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ycore.models.tiny import write_tiny_model
+from tests.tiny_model import write_tiny_model
 
 NOTEBOOK = Path(__file__).resolve().parents[2] / "docs" / "first-run.ipynb"
 TINY = """model = "model"

@@ -221,7 +221,7 @@ def test_a_config_without_a_shape_names_the_way_out() -> None:
 def test_a_real_engine_starts_answers_and_leaves_nothing(
     tmp_path: Path, cpu_engine: Any
 ) -> None:
-    from ycore.models.tiny import write_tiny_model
+    from tests.tiny_model import write_tiny_model
 
     folder = RunFolder(tmp_path / "run")
     engine = cpu_engine(folder, write_tiny_model(tmp_path / "model"), max_num_seqs=4)

@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.tiny_model import write_tiny_model
 from ycore.engine.kinds import is_vllm_installed
-from ycore.models.tiny import write_tiny_model
 from ycore.run.metrics import read_metrics
 
 SCRIPTED = [sys.executable, "-m", "tests.chaos.command", json.dumps({"--think-s": "0.05"})]

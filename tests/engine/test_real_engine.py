@@ -14,6 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.rollout.talks import rules_alone
+from tests.tiny_model import write_tiny_model
 from ycore.config.schema import RewardConfig, RewardSettings, RunConfig
 from ycore.engine import SamplingParams, WeightSource, vllm_engine
 from ycore.engine.kinds import is_vllm_installed
@@ -21,7 +22,6 @@ from ycore.engine.shared_bucket import Bucket, Entry
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.engine.weight_proof import tensor_sums, write_manifest
 from ycore.errors import SyncError
-from ycore.models.tiny import write_tiny_model
 from ycore.rollout.agents import AgentPool, AgentWriter
 from ycore.rollout.dialogue import Dialogue
 from ycore.rollout.tool_pool import ToolPool, ToolSet

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.tiny_model import write_tiny_model
 from ycore.engine import SamplingParams
 from ycore.engine.kinds import is_vllm_installed
 from ycore.engine.vllm_engine import VllmEngine
-from ycore.models.tiny import write_tiny_model
 from ycore.run.paths import RunFolder
 from ycore.types import Completion
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from tests.tiny_model import write_tiny_model
 from ycore.config.schema import RunConfig
 from ycore.engine.judge_engine import QuestionRefused, VllmJudge
 from ycore.engine.kinds import is_vllm_installed
@@ -18,7 +19,6 @@ from ycore.judge.sources import judge_of
 from ycore.judge.verdict import Reply, Unreadable, read_value
 from ycore.launch.engines import plan_engines
 from ycore.launch.layout import ONE_RANK, Machine, Site
-from ycore.models.tiny import write_tiny_model
 from ycore.run.paths import RunFolder
 from ycore.scoring.model_scorers import reward_model_encoder
 from ycore.types import Prompt

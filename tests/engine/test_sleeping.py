@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.tiny_model import write_tiny_model
 from ycore.engine import SamplingParams
 from ycore.engine.server import (
     DROP,
@@ -28,7 +29,6 @@ from ycore.engine.server import (
 )
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.engine.weight_proof import TensorSums, write_manifest
-from ycore.models.tiny import write_tiny_model
 
 WAKE = ["POST /wake_up?tags=weights", "POST /wake_up?tags=kv_cache"]
 WITH_RELOAD = [WAKE[0], "reload", WAKE[1]]

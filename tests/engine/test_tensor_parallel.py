@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests.tiny_model import write_tiny_model
 from ycore.engine import SamplingParams, commands
 from ycore.engine.kinds import is_vllm_installed
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.engine.weight_proof import tensor_sums, write_manifest
 from ycore.errors import SyncError
-from ycore.models.tiny import write_tiny_model
 from ycore.placement.placement import ROLLOUT
 from ycore.run.paths import RunFolder
 from ycore.types import Completion

@@ -11,11 +11,11 @@ from PIL import Image as Pillow
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from trl.trainer.utils import add_fused_lm_head
 
+from tests.tiny_model import write_tiny_model
 from tests.tiny_vision import write_tiny_vision_model
 from ycore.engine import SamplingParams, transformers_engine
 from ycore.engine.sight import image_token_ids, load_sight
 from ycore.engine.transformers_engine import TransformersEngine
-from ycore.models.tiny import write_tiny_model
 from ycore.run.images import ImageStore, png_of
 from ycore.trl.forward import add_compact_head, never_write
 from ycore.types import IMAGE_MARK, Completion, Prompt

@@ -13,11 +13,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
+from tests.tiny_model import write_tiny_model
 from ycore.engine import weights
 from ycore.engine.weight_proof import read_manifest, tensor_sums
 from ycore.engine.weights import engine_weights, save_merged, write_adapters, write_weights
 from ycore.errors import SyncError
-from ycore.models.tiny import write_tiny_model
 
 SMALL = {
     "hidden_size": 8,

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
+from tests.tiny_model import write_tiny_model
 from tests.trainer.test_durable_run import STEPS, die, make, numbers, train
-from ycore.models.tiny import write_tiny_model
 from ycore.round.assemble import assemble
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.tiny_model import write_tiny_model
 from ycore.config.schema import EngineSettings, RewardConfig, RewardSettings, RunConfig
 from ycore.evaluation.preflight import (
     PreflightMeasurements,
@@ -18,7 +19,6 @@ from ycore.evaluation.preflight import (
     preflight_verdict,
     samples_of,
 )
-from ycore.models.tiny import write_tiny_model
 from ycore.round.sampling import Rules
 from ycore.run.files import write_json_atomic
 from ycore.run.paths import RunFolder

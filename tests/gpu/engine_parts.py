@@ -19,6 +19,7 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.tiny_model import write_tiny_model
 from ycore.engine import SamplingParams, WeightSource
 from ycore.engine.commands import EngineSpec
 from ycore.engine.server import KEEP, SleepingEngine, SleepLevels
@@ -28,7 +29,6 @@ from ycore.errors import RunError
 from ycore.launch.engine_watch import EngineWatch, LiveEngine
 from ycore.launch.guardian import RunWatch, remove_leftovers
 from ycore.launch.layout import Gpu, visible_gpus
-from ycore.models.tiny import write_tiny_model
 from ycore.run.files import make_private
 from ycore.run.paths import RunFolder
 

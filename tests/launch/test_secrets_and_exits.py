@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ycore.models.tiny import write_tiny_model
+from tests.tiny_model import write_tiny_model
 from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER
 

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.tiny_model import write_tiny_model
 from ycore.config.schema import EngineSettings, RewardConfig, RunConfig
 from ycore.engine import commands
 from ycore.engine.commands import EngineSpec
@@ -26,7 +27,6 @@ from ycore.errors import EngineError, TrainerError
 from ycore.launch import launcher
 from ycore.launch.engine_watch import LiveEngine
 from ycore.launch.launcher import RunKind, run_worker
-from ycore.models.tiny import write_tiny_model
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER, kill_tree

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ycore.errors import ConfigError
-from ycore.models.chat_template import ChatTemplate, check_padding
+from ycore.models.chat_template import ChatTemplate
 
 SOURCE = (
     "{{ bos_token }}{% if tools %}{{ tools | tojson }}\n{% endif %}"
@@ -48,35 +47,3 @@ def test_a_template_that_refuses_is_a_value_error(tmp_path: Path) -> None:
     template = ChatTemplate.of(write(tmp_path, "{{ raise_exception('no system turns') }}"))
     with pytest.raises(ValueError, match="no system turns"):
         template.render(TURNS, add_generation_prompt=False)
-
-
-@pytest.mark.parametrize(
-    ("settings", "added", "pad_token", "is_refused"),
-    [
-        ({}, [], None, True),
-        ({"pad_token": "<pad>"}, [], None, False),
-        ({"pad_token": "<pad>"}, [], "</s>", True),
-        ({"pad_token": "</s>", "unk_token": "<unk>"}, [], None, False),
-        ({}, ["<|reserved_3|>"], None, False),
-        ({}, ["<s>", "</s>"], None, True),
-        ({"eos_token": "<end>", "pad_token": "</s>"}, ["</s>"], None, True),
-        ({"tokenizer_class": "LlamaTokenizer"}, [], None, False),
-    ],
-)
-def test_a_reward_model_pads_with_a_token_that_ends_nothing(
-    settings: dict[str, str],
-    added: list[str],
-    pad_token: str | None,
-    is_refused: bool,
-    tmp_path: Path,
-) -> None:
-    """A tokenizer whose class may bring an unknown token is left to the trainer."""
-    template = "{% for turn in messages %}{{ turn.content }}</s>{% endfor %}"
-    known = {"chat_template": template, "bos_token": "<s>", "eos_token": "</s>"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**known, **settings}))
-    tokens = [{"id": 1, "content": token, "special": True} for token in added]
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
-    if not is_refused:
-        return check_padding(tmp_path, pad_token)
-    with pytest.raises(ConfigError, match=r"'</s>' both pads and ends .*--pad-token"):
-        check_padding(tmp_path, pad_token)

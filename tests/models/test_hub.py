@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiny_model import write_tiny_model
 from ycore.errors import ModelError
 from ycore.models.hub import build_once, cache_dir
-from ycore.models.tiny import write_tiny_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ASK = """

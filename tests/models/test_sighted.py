@@ -6,11 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.tiny_model import write_tiny_model
 from ycore.data.source import read_table
 from ycore.errors import ModelError
 from ycore.models import sighted
 from ycore.models.names import MADE, require_sight, resolve_model, sighted_family
-from ycore.models.tiny import write_tiny_model
 
 
 @pytest.fixture

@@ -25,10 +25,10 @@ from tests.rollout.talks import (
     shipped,
     tokenizer_of,
 )
+from tests.tiny_model import write_tiny_model
 from ycore.config.schema import RunConfig
 from ycore.engine import Engine as BaseEngine
 from ycore.errors import ConfigError
-from ycore.models.tiny import write_tiny_model
 from ycore.placement.allocator import Allocator
 from ycore.placement.placement import ROLLOUT, SlotPool
 from ycore.placement.slots import Slots

@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.tiny_model import write_tiny_model
 from ycore.config.schema import RewardConfig
 from ycore.engine import SamplingParams
 from ycore.engine.transformers_engine import TransformersEngine
 from ycore.errors import RewardError
-from ycore.models.tiny import write_tiny_model
 from ycore.placement.slots import Slots
 from ycore.rewards.builtin import Reference
 from ycore.scoring.model_scorers import ReferenceScorer

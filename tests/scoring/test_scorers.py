@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.scripted_teacher import teacher_at
+from tests.tiny_model import write_tiny_model
 from ycore.config.learners import DistillConfig
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.data.prompts import PromptSet
@@ -18,7 +19,6 @@ from ycore.judge.sources import with_declarations
 from ycore.launch.device_memory import RunMemory
 from ycore.launch.engines import EnginePlan, plan_engines
 from ycore.launch.layout import ONE_RANK, Machine, Site
-from ycore.models.tiny import write_tiny_model
 from ycore.plan.sharing import DeviceSharing
 from ycore.run.paths import RunFolder
 from ycore.scoring.scorers import check_models, check_rows, check_run_placement, served_models

@@ -11,6 +11,7 @@ import pytest
 from PIL import Image as Pillow
 
 from tests.scripted_teacher import logprob_of, teacher_at
+from tests.tiny_model import write_tiny_model
 from ycore.config.learners import DistillConfig, DistillSettings
 from ycore.config.schema import RewardConfig
 from ycore.engine import Engine
@@ -20,7 +21,6 @@ from ycore.judge.declaration import Judge
 from ycore.judge.question import Question, Questioner, verdict_code
 from ycore.judge.sources import RewardModel, Teacher, judge_of
 from ycore.judge.verdict import Reply
-from ycore.models.tiny import write_tiny_model
 from ycore.placement.allocator import Allocator
 from ycore.placement.placement import SlotPool
 from ycore.placement.slots import Slots

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from transformers import TrainerCallback
 
+from tests.tiny_model import write_tiny_model
 from ycore.config.schema import RunConfig
 from ycore.errors import Interrupted, RunError
-from ycore.models.tiny import write_tiny_model
 from ycore.round.assemble import assemble
 from ycore.run.checkpoints import checkpoint_problem, checkpoints_in, size_of
 from ycore.run.files import is_disk_full, write_json_atomic

@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
+from tests.tiny_model import write_tiny_model
 from ycore.config.schema import RunConfig
 from ycore.data import source
 from ycore.errors import DataError, RunError, RunFolderError, TrainerError
-from ycore.models.tiny import write_tiny_model
 from ycore.round.assemble import assemble
 from ycore.run.checkpoints import checkpoint_of, checkpoint_problem, checkpoints_in, staging
 from ycore.run.files import write_json_atomic

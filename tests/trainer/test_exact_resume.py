@@ -20,8 +20,8 @@ from PIL import Image as Pillow
 from safetensors.numpy import load_file
 
 from tests.scripted_teacher import teacher_at
+from tests.tiny_model import write_tiny_model
 from tests.tiny_vision import write_tiny_vision_model
-from ycore.models.tiny import write_tiny_model
 from ycore.run.metrics import read_metrics
 
 COMMAND = [

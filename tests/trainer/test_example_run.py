@@ -15,13 +15,13 @@ from transformers import (
     TrainerCallback,
 )
 
+from tests.tiny_model import write_tiny_model
 from tests.tiny_vision import write_tiny_vision_model
 from ycore.config.algorithms import find_algorithm
 from ycore.config.resolve import resolve
 from ycore.errors import DataError, Interrupted, RunFolderError
 from ycore.models.fetch import fetch_model
 from ycore.models.names import resolve_model
-from ycore.models.tiny import write_tiny_model
 from ycore.run.claim import claim
 from ycore.run.files import read_json, write_json_atomic
 from ycore.run.metrics import is_evaluation, read_metrics

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ycore.models.tiny import write_tiny_model
+from tests.tiny_model import write_tiny_model
 from ycore.run.metrics import read_metrics
 
 COMMAND = [

@@ -11,9 +11,9 @@ import pytest
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
+from tests.tiny_model import write_tiny_model
 from ycore.config.presets import Advantage, presets
 from ycore.config.resolve import resolve
-from ycore.models.tiny import write_tiny_model
 from ycore.round.assemble import assemble
 from ycore.run.files import write_json_atomic
 from ycore.run.metrics import read_metrics

@@ -17,6 +17,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.tiny_model import write_tiny_model
 from ycore.config.learners import GroupConfig
 from ycore.config.schema import (
     EngineSettings,
@@ -24,7 +25,6 @@ from ycore.config.schema import (
     RewardConfig,
     RewardSettings,
 )
-from ycore.models.tiny import write_tiny_model
 from ycore.round.journal import Journal
 from ycore.run.files import write_json_atomic
 from ycore.run.metrics import read_metrics

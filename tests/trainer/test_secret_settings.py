@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from ycore_cli.main import run
 
+from tests.tiny_model import write_tiny_model
 from ycore.config.resolve import resolve
 from ycore.launch.processes import worker_environment
-from ycore.models.tiny import write_tiny_model
 from ycore.round.assemble import assemble
 from ycore.run.claim import claim
 from ycore.run.files import write_json_atomic

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.tiny_model import write_tiny_model
 from tests.trl.small_trainer import small_trainer
 from ycore.advantages import ESTIMATORS
-from ycore.models.tiny import write_tiny_model
 from ycore.scoring.group_rewards import Constraint, Constraints
 from ycore.trl.constrained import broken, calibrated, gated, kept
 from ycore.trl.grpo import Trainer

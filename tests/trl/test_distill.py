@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig
 
+from tests.tiny_model import write_tiny_model
 from ycore.advantages import ESTIMATORS
 from ycore.config.learners import DistillSettings
 from ycore.errors import ConfigError
-from ycore.models.tiny import write_tiny_model
 from ycore.trl import distill, forward
 from ycore.trl.build import placeholder_rewards
 from ycore.trl.distill import Trainer, log_ratios

@@ -10,8 +10,8 @@ import torch
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 
+from tests.tiny_model import write_tiny_model
 from tests.trl.small_trainer import small_trainer
-from ycore.models.tiny import write_tiny_model
 from ycore.trl.divergence import DIVERGENCES
 from ycore.trl.grpo import GMPORoundTrainer
 from ycore.trl.seam import SeamGRPOTrainer

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
+from tests.tiny_model import write_tiny_model
 from ycore.errors import RunError
-from ycore.models.tiny import write_tiny_model
 from ycore.trl import forward, packing
 from ycore.trl.forward import (
     PaddedRows,

@@ -9,8 +9,8 @@ from datasets import Dataset
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from tests.tiny_model import write_tiny_model
 from ycore.errors import ConfigError
-from ycore.models.tiny import write_tiny_model
 from ycore.scoring.model_scorers import reward_model_encoder
 from ycore.trl.given_examples import RewardModelTrainer, last_tokens
 from ycore.types import Prompt

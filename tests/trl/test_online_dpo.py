@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.tiny_model import write_tiny_model
 from tests.trl.small_trainer import small_trainer
 from ycore.errors import ConfigError
-from ycore.models.tiny import write_tiny_model
 from ycore.trl.online_dpo import (
     Trainer,
     best_and_worst,

@@ -11,9 +11,9 @@ import torch
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 
+from tests.tiny_model import write_tiny_model
 from tests.trl.small_trainer import small_trainer
 from ycore.advantages import ESTIMATORS
-from ycore.models.tiny import write_tiny_model
 from ycore.trl.grpo import GMPORoundTrainer
 from ycore.trl.seam import SeamGRPOTrainer
 from ycore.types import Completion, Draw, Group, Prompt, Score

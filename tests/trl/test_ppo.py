@@ -10,11 +10,11 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
+from tests.tiny_model import write_tiny_model
 from tests.trl.small_trainer import small_trainer
 from ycore.config.learners import CriticSettings
 from ycore.engine.weights import engine_weights
 from ycore.errors import ConfigError, RunError
-from ycore.models.tiny import write_tiny_model
 from ycore.run.claim import model_fingerprint
 from ycore.run.paths import RunFolder
 from ycore.trl.critic import NAME, VALUES, start_from_reward_model

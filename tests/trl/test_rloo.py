@@ -8,9 +8,9 @@ import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
+from tests.tiny_model import write_tiny_model
 from ycore.advantages import ESTIMATORS
 from ycore.config.presets import presets
-from ycore.models.tiny import write_tiny_model
 from ycore.trl.importance import old_by_completion
 
 GROUPS, GROUP_SIZE, MAX_TOKENS = 2, 4, 6

@@ -14,7 +14,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 from trl import GRPOConfig
 
-from ycore.models.tiny import write_tiny_model
+from tests.tiny_model import write_tiny_model
 from ycore.trl import seam
 from ycore.trl.build import placeholder_rewards
 from ycore.trl.seam import SeamGRPOTrainer

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.tiny_model import write_tiny_model
 from tests.trl.small_trainer import small_trainer
-from ycore.models.tiny import write_tiny_model
 from ycore.trl.grpo import Trainer
 from ycore.trl.importance import region_weights
 from ycore.trl.policy_gradient import PolicyGradientTrainer, prompt_weights

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.tiny_model import write_tiny_model
 from ycore.config.resolve import resolve
-from ycore.models.tiny import write_tiny_model
 from ycore.run.paths import RunFolder
 from ycore.view.trackers import TrackerPage, tell_evaluation
 

@@ -18,8 +18,6 @@ from ycore.data.examples import load_examples
 from ycore.errors import ConfigError
 from ycore.launch.launcher import PREFLIGHT, TRAINER, run_worker
 from ycore.launch.layout import Site, site_of
-from ycore.models.chat_template import check_padding
-from ycore.models.folder import check_adapter_targets
 from ycore.models.names import (
     ModelPlan,
     require_chat_template,
@@ -56,8 +54,6 @@ def checked_plan(
         show_rows: how many of the dataset's rows the plan shows.
     """
     model = resolve_model(config.model, trust_remote_code=config.trust_remote_code)
-    if trains and model.ready:
-        _check_model(config, model)
     site = site_of(config, trains=trains)
     if isinstance(config, RunConfig):
         details = check_rollouts(config, model, site, step=how.step, show_rows=show_rows)
@@ -79,15 +75,6 @@ def checked_plan(
     }
     of_sampling = config.sampling_warnings() if trains and isinstance(config, RunConfig) else []
     return plan | {"warnings": _warnings(plan) + of_sampling}
-
-
-def _check_model(config: AnyConfig, model: ModelPlan) -> None:
-    """UserError where a model that is here cannot be trained so."""
-    assert model.folder is not None
-    if find_algorithm(config.algorithm).trains_reward_model:
-        check_padding(model.folder, config.trl.get("pad_token"))
-    elif config.lora is not None:
-        check_adapter_targets(config.lora.target_modules, model.folder)
 
 
 def _places(config: AnyConfig, model: ModelPlan, site: Site) -> dict[str, Any]:

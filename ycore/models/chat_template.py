@@ -2,16 +2,14 @@
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ycore.errors import ConfigError
 from ycore.models.folder import read_settings
 
-_SPARE_NAME = re.compile("pad|reserved|unused|extra|dummy|placeholder", re.IGNORECASE)
 _TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -80,71 +78,6 @@ class ChatTemplate:
         source = re.sub(r"(\{%-?\s*)generation(\s*-?%\})", r"\1if true\2", self.source or "")
         source = re.sub(r"(\{%-?\s*)endgeneration(\s*-?%\})", r"\1endif\2", source)
         return environment.from_string(source)
-
-
-def check_padding(folder: Path, pad_token: str | None) -> None:
-    """ConfigError where a reward model would pad with the token that ends a conversation, for lack of a spare one.
-
-    A tokenizer whose class may bring an unknown token, which the files do not name, passes: the trainer sees it.
-
-    Args:
-        pad_token: The user's own.
-    """
-    template = ChatTemplate.of(folder)
-    tokens, end = template.tokens, template.eos_token
-    pad = pad_token or tokens.get("pad_token", end)
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    ends_chat = pad == end or template.render(turns, add_generation_prompt=False).endswith(pad)
-    if not pad or not ends_chat:
-        return
-    if pad_token is not None:
-        raise pads_its_end(pad)
-    settings = read_settings(folder / "tokenizer_config.json")
-    tokenizer = read_settings(folder / "tokenizer.json")
-    of_class = str(settings.get("tokenizer_class") or "PreTrainedTokenizerFast")
-    if not tokenizer or not ("unk_token" in settings or of_class.startswith("PreTrained")):
-        return
-    added = [
-        *tokenizer.get("added_tokens", ()),
-        *settings.get("added_tokens_decoder", {}).values(),
-    ]
-    spare = spare_token(
-        [token["content"] for token in added if token.get("special")],
-        ends={pad, end},
-        template=str(template.source),
-        unknown=tokens.get("unk_token"),
-        begin=tokens.get("bos_token"),
-    )
-    if spare is None:
-        raise pads_its_end(pad)
-
-
-def pads_its_end(pad_token: str) -> ConfigError:
-    return ConfigError(
-        f"a reward model is read at the last token that is no padding, and {pad_token!r} both pads and ends a "
-        "conversation; name another token of the tokenizer, which ends none, e.g. --pad-token '<unk>', or take a model "
-        "whose tokenizer has a spare one"
-    )
-
-
-def spare_token(
-    special: Sequence[str],
-    *,
-    ends: Collection[str],
-    template: str,
-    unknown: str | None,
-    begin: str | None,
-) -> str | None:
-    """Return a token that may pad: the unknown one, one that is named so, or one that no template writes.
-
-    Args:
-        special: The tokenizer's special tokens.
-        ends: The tokens that may end a text or a conversation.
-    """
-    unused = [token for token in special if token not in template]
-    named = [token for token in unused if _SPARE_NAME.search(token)]
-    candidates = [token for token in (unknown, *named, *unused) if token not in (None, begin)]
-    return next((token for token in candidates if token not in ends), None)
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:

@@ -2,15 +2,14 @@
 
 It is a process because it loads torch, transformers and a whole model. Of a GGUF file, transformers reads two things
 wrong that no later step would notice: the end-of-text token, and how a byte-pair tokenizer splits text before it
-merges. `read_header` takes a fraction of a second, where the `gguf` package takes 20 s for 128,000 tokens.
+merges.
 """
 
 import os
-import struct
 import sys
 import traceback
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from ycore.errors import ModelError
 from ycore.models.hub import first_line
@@ -19,61 +18,54 @@ from ycore.run.files import check_regular
 ADAPTER_CONFIG = "adapter_config.json"
 
 _MAGIC = b"GGUF"
-_SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
-"""struct's formats by GGUF's value types."""
-_STRING = 8
-_ARRAY = 9
-_MAX_STRING = 1 << 26  # bytes
-_MAX_ITEMS = 1 << 24  # of an array
-_MAX_HEADER = 1 << 28  # bytes; the largest vocabularies take 20 MB
-
-_TYPES = {
-    "general.architecture": str,
-    "tokenizer.chat_template": str,
-    "tokenizer.ggml.tokens": list,
-    "tokenizer.ggml.pre": str,
-    "tokenizer.ggml.model": str,
-}
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 # How byte-pair tokenizers split text, by GGUF's `tokenizer.ggml.pre`; None is the splitting of GPT-2.
 SPLITTING = {"gpt-2": None, "smollm": None, "llama-bpe": _WORDS % "{1,3}", "qwen2": _WORDS % ""}
 
+_SPECIAL = {
+    "bos_token": "bos",
+    "eos_token": "eos",
+    "unk_token": "unknown",
+    "pad_token": "padding",
+}
+"""transformers' names of special tokens, and GGUF's."""
+_TOKENIZER_KEYS = (
+    "tokenizer.chat_template",
+    *(f"tokenizer.ggml.{key}" for key in ("tokens", "pre", "model")),
+    *(f"tokenizer.ggml.{key}_token_id" for key in _SPECIAL.values()),
+)
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
 PROBE = "Is 12 + 345 = 357?  Yes,  it's\n\n  so: `x = y_1`. Ünïcödé 東京!"
 
 
-def read_header(path: Path) -> dict[str, Any]:
-    """Return the metadata of a GGUF file; ModelError where the file is damaged, or ycore cannot convert it."""
+def check_gguf(path: Path) -> None:
+    """Raise ModelError where a file does not begin as a GGUF file does; the rest is found out as it is converted."""
     try:
         check_regular(path)
     except ValueError as problem:
         raise ModelError(f"{path} is not a GGUF file ({problem}); name another") from None
     with path.open("rb") as file:
-        if file.read(4) != _MAGIC:
+        if file.read(len(_MAGIC)) != _MAGIC:
             raise ModelError(
                 f"{path} is not a GGUF file (it does not begin with 'GGUF'); download or export it again"
             )
-        try:
-            (version,) = _unpack(file, "I")
-            if version not in (2, 3):
-                raise EOFError(f"version {version}; 2 and 3 can be read")
-            _num_tensors, num_values = _unpack(file, "QQ")
-            header = {
-                _string(file): _value(file, *_unpack(file, "I")) for _ in range(num_values)
-            }
-        except (KeyError, struct.error, UnicodeDecodeError, EOFError) as problem:
-            raise ModelError(
-                f"{path} is a damaged GGUF file ({problem}); download or export it again"
-            ) from None
+
+
+def _tokenizer_fields(path: Path) -> dict[str, Any]:
+    """Return what a GGUF file says of its tokenizer; ModelError where ycore cannot convert that."""
+    from gguf import GGUFReader
+
+    try:
+        fields = GGUFReader(path).fields
+        header = {key: fields[key].contents() for key in _TOKENIZER_KEYS if key in fields}
+    except (LookupError, ValueError) as problem:
+        raise ModelError(
+            f"{path} is a damaged GGUF file ({first_line(problem)}); download or export it again"
+        ) from None
     instead = "use the model's folder with config.json and safetensors instead"
     if "tokenizer.ggml.tokens" not in header:
         raise ModelError(f"{path} carries no tokenizer; {instead}")
-    for key, kind in _TYPES.items():
-        if not isinstance(value := header.get(key, kind()), kind):
-            raise ModelError(
-                f"{path} is a damaged GGUF file ({key} is {value!r:.40}); download or export it again"
-            )
     rule = header.get("tokenizer.ggml.pre", "gpt-2")
     if header.get("tokenizer.ggml.model") == "gpt2" and rule not in SPLITTING:
         known = ", ".join(
@@ -83,42 +75,6 @@ def read_header(path: Path) -> dict[str, Any]:
             f"{path} splits text by the rule {rule!r}, and the rules known here are {known}; {instead}"
         )
     return header
-
-
-def _value(file: BinaryIO, kind: int) -> Any:
-    if kind == _STRING:
-        return _string(file)
-    if kind != _ARRAY:
-        return _unpack(file, _SCALARS[kind])[0]
-    kind, count = _unpack(file, "IQ")
-    if count > _MAX_ITEMS:
-        raise EOFError(f"an array of {count} values")
-    if (
-        kind == _ARRAY
-    ):  # no model has them, and their depth would be bounded by the file's size alone
-        raise EOFError("an array of arrays")
-    if kind in _SCALARS:
-        return list(_unpack(file, f"{count}{_SCALARS[kind]}"))
-    return [_value(file, kind) for _ in range(count)]
-
-
-def _string(file: BinaryIO) -> str:
-    (length,) = _unpack(file, "Q")
-    if length > _MAX_STRING:
-        raise EOFError(f"a text of {length} bytes")
-    (data,) = _unpack(file, f"{length}s")
-    return str(data, "utf-8")
-
-
-def _unpack(file: BinaryIO, layout: str) -> tuple[Any, ...]:
-    """Read the next little-endian values of the file."""
-    size = struct.calcsize("<" + layout)
-    if file.tell() + size > _MAX_HEADER:
-        raise EOFError(f"more than {_MAX_HEADER} bytes of metadata")
-    data = file.read(size)
-    if len(data) != size:
-        raise EOFError("it is cut short")
-    return struct.unpack("<" + layout, data)
 
 
 def is_adapter(folder: Path) -> bool:
@@ -193,7 +149,7 @@ def _convert_gguf(source: Path, folder: Path) -> None:
     """Write bfloat16 safetensors, tokenizer and generation config of `source` into `folder`."""
     from transformers import AutoTokenizer
 
-    tokenizer = _tokenizer(source, read_header(source))
+    tokenizer = _tokenizer(source, _tokenizer_fields(source))
     model = _plain_model(source)
     # Generation stops at the tokenizer's end-of-text token, and at the file's where that is another one.
     ends = {tokenizer.eos_token_id, model.config.eos_token_id} - {None}
@@ -234,13 +190,7 @@ def _tokenizer(source: Path, header: dict[str, Any]) -> Any:
 
 def _special_tokens(header: dict[str, Any]) -> dict[str, str]:
     tokens = header["tokenizer.ggml.tokens"]
-    keys = {
-        "bos_token": "bos",
-        "eos_token": "eos",
-        "unk_token": "unknown",
-        "pad_token": "padding",
-    }
-    ids = {name: header.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
+    ids = {name: header.get(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL.items()}
     chosen = {name: tokens[token_id] for name, token_id in ids.items() if token_id is not None}
     template = header.get("tokenizer.chat_template", "")
     turn_end = next((end for end in _TURN_ENDS if end in template and end in tokens), None)

@@ -1,14 +1,12 @@
 """Check a model folder without loading it; whether weights fit their config is for transformers."""
 
 import os
-import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from ycore.errors import ConfigError, ModelError
+from ycore.errors import ModelError
 from ycore.run.files import MAX_SETTINGS_BYTES, check_regular, parse_json, read_regular
 
 _TOKENIZER_FILES = (
@@ -21,18 +19,6 @@ _TOKENIZER_FILES = (
 _MAX_HEADER_BYTES = 32 * 2**20  # a thousand weights take 0.2 MB
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
-
-_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings")
-_OUTPUT_LAYERS = ("lm_head", "embed_out")
-_PREFIXES = (
-    "",
-    "model.",
-    "transformer.",
-    "gpt_neox.",
-    "model.decoder.",
-    "model.language_model.",
-)
-"""Names of modules in transformers' models, and what comes before them."""
 
 
 def inspect_folder(folder: Path, *, trust_remote_code: bool) -> dict[str, Any]:
@@ -101,54 +87,6 @@ def read_settings(path: Path) -> dict[str, Any]:
             f"{path} must hold a JSON object, not {type(content).__name__}; save the model again"
         )
     return content
-
-
-def check_adapter_targets(targets: str | Sequence[str], folder: Path) -> None:
-    """ConfigError where `lora.target_modules` takes a layer whose adapters no engine and no merged model would have.
-
-    The loss is computed from the output layer's own weight, without adapters. Where that is also the embedding's, an
-    adapter of the embedding would move both in the merged model, and in the trainer the embedding alone.
-    """
-    way_out = "leave it out of lora.target_modules, or train every weight with --full"
-    for name in _OUTPUT_LAYERS:
-        if _is_target(name, targets):
-            raise ConfigError(
-                f"lora.target_modules {targets!r} takes the output layer {name}, and the loss reads its weight without "
-                f"adapters; {way_out}"
-            )
-    for name in _EMBEDDINGS:
-        if _is_target(name, targets) and _ties_embeddings(folder):
-            raise ConfigError(
-                f"lora.target_modules {targets!r} takes the embedding {name}, which is also the output layer of the "
-                f"model in {folder} (tie_word_embeddings): merged, its adapters would change both; {way_out}"
-            )
-
-
-def _is_target(name: str, targets: str | Sequence[str]) -> bool:
-    """Whether peft would put an adapter on the module: a text is a pattern of whole names, a list has their ends."""
-    keys = [prefix + name for prefix in _PREFIXES]
-    if not isinstance(targets, str):
-        return any(f".{key}".endswith(f".{target}") for key in keys for target in targets)
-    try:
-        return targets != "all-linear" and any(re.fullmatch(targets, key) for key in keys)
-    except re.error as error:
-        raise ConfigError(
-            f"lora.target_modules {targets!r} is no pattern ({error}); give a list of names, e.g. [q_proj, v_proj]"
-        ) from None
-
-
-def _ties_embeddings(folder: Path) -> bool:
-    """Whether output layer and embedding share a weight: as the config says, or no file has one of the output layer."""
-    config = read_settings(folder / "config.json")
-    nested = config.get("text_config")
-    for settings in (config, nested if isinstance(nested, dict) else {}):
-        if "tie_word_embeddings" in settings:
-            return bool(settings["tie_word_embeddings"])
-    names: set[str] = set()
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="np") as weights:
-            names |= set(weights.keys())
-    return not any(layer in name for name in names for layer in _OUTPUT_LAYERS)
 
 
 def check_weights_header(path: Path) -> None:

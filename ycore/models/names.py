@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ycore.errors import ModelError, nearest
-from ycore.models.convert import ADAPTER_CONFIG, is_adapter, read_header
+from ycore.models.convert import ADAPTER_CONFIG, check_gguf, is_adapter
 from ycore.models.folder import (
     context_length,
     has_chat_template,
@@ -219,19 +219,12 @@ def _gguf_plan(name: str, path: Path) -> ModelPlan:
         raise ModelError(
             f"no such GGUF file: {name} (looked in {path.absolute()}); give an existing one"
         )
-    header = read_header(path)
+    check_gguf(path)
     folder = cache_dir() / "gguf" / _content_id(path)
     if folder.is_dir():
         return _ready_plan("gguf", name, folder, trust_remote_code=False)
     note = f"will be converted to safetensors once, into {folder}"
-    longest = header.get(f"{header.get('general.architecture')}.context_length")
-    if longest is not None and (type(longest) is not int or longest < 0):
-        raise ModelError(
-            f"{path} is a damaged GGUF file (its context length is {longest}); download or export it again"
-        )
-    return ModelPlan(
-        "gguf", name, folder, False, note, longest or None, "tokenizer.chat_template" in header
-    )
+    return ModelPlan("gguf", name, folder, False, note)
 
 
 def _adapter_plan(name: str, path: Path, trust_remote_code: bool) -> ModelPlan:

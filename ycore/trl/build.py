@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from datasets import Dataset, Image, List
 from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
 from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase, TrainerCallback
 
 from ycore.config.algorithms import find_algorithm, load_reference
@@ -14,7 +15,8 @@ from ycore.config.batch import derive_batch, derive_tune_batch
 from ycore.config.schema import AnyConfig, LoraSettings, RunConfig, TuneConfig
 from ycore.config.trl_arguments import trl_arguments
 from ycore.data.examples import Example, ExampleSet
-from ycore.models.folder import check_adapter_targets, context_length, read_settings
+from ycore.errors import ConfigError
+from ycore.models.folder import context_length, read_settings
 from ycore.rewards.loading import reward_names
 from ycore.run.paths import RunFolder
 from ycore.trl.base import BaseTrainer, bare
@@ -74,8 +76,6 @@ def build_trainer(
         settings.num_generations = config.group_size
     adapters = None
     if config.lora is not None:
-        if trainer_class.task_type == "CAUSAL_LM":
-            check_adapter_targets(config.lora.target_modules, model)
         adapters = _lora(config.lora, trainer_class.task_type, model)
     trainer = trainer_class(
         model=str(model),
@@ -89,6 +89,8 @@ def build_trainer(
         # TRL makes adapters of a quantised base bfloat16.
         _store_trained_in_float32(trainer.model)
     is_language_model = trainer_class.task_type == "CAUSAL_LM"
+    if is_language_model:
+        refuse_lost_adapters(trainer.bare_model)
     if examples is not None and is_language_model and needs_compact_head(trainer):
         _add_compact_heads(trainer)
     return trainer
@@ -179,6 +181,25 @@ def _lora(settings: LoraSettings, task_type: str, model: Path) -> LoraConfig:
         target_modules=settings.target_modules,
         task_type=task_type,
     )
+
+
+def refuse_lost_adapters(model: torch.nn.Module) -> None:
+    """ConfigError where a layer has adapters that no engine and no merged model would have.
+
+    The loss is computed from the output layer's own weight, without adapters. Where that is also the embedding's, an
+    adapter of the embedding would move both in the merged model, and in the trainer the embedding alone.
+    """
+    inner = bare(model)
+    fixed = [inner.get_output_embeddings()]
+    if inner.config.get_text_config().tie_word_embeddings:
+        fixed.append(inner.get_input_embeddings())
+    for name, layer in inner.named_modules():
+        if layer in fixed and isinstance(layer, LoraLayer):
+            raise ConfigError(
+                f"lora.target_modules takes {name}, and the loss reads the output layer's weight without adapters, which "
+                "may be the embedding's too (tie_word_embeddings); leave it out of lora.target_modules, or train every "
+                "weight with --full"
+            )
 
 
 def _quantization(dtype: torch.dtype) -> BitsAndBytesConfig:

@@ -1,5 +1,6 @@
 """The trainers on given examples: supervised fine-tuning, DPO, KTO and reward models. All are TRL's."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from trl import (
     SFTTrainer,
 )
 
-from ycore.models.chat_template import pads_its_end, spare_token
+from ycore.errors import ConfigError
 from ycore.run.metrics import wilson_95
 from ycore.trl.base import BaseTrainer
+
+_SPARE_NAME = re.compile("pad|reserved|unused|extra|dummy|placeholder", re.IGNORECASE)
 
 
 class FineTuner(BaseTrainer, SFTTrainer):
@@ -61,11 +64,16 @@ class RewardModelTrainer(BaseTrainer, RewardTrainer):
         super().__init__(*args, **kwargs)
         tokenizer = self.processing_class
         if tokenizer.pad_token_id in last_tokens(tokenizer):
-            raise pads_its_end(tokenizer.pad_token)
+            raise ConfigError(
+                f"a reward model is read at the last token that is no padding, and {tokenizer.pad_token!r} both pads and "
+                "ends a conversation; name another token of the tokenizer, which ends none, e.g. --pad-token '<unk>', or "
+                "take a model whose tokenizer has a spare one"
+            )
 
     @classmethod
     def prepare_tokenizer(cls, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Pad with a token that ends no conversation, if the tokenizer has one.
+        """Pad with a token that ends no conversation, if the tokenizer has one: the unknown one, one that is named so,
+        or one that no template writes.
 
         transformers reads the reward at the last token that is not padding, vLLM at the last token. If padding were
         the end token, they would read at different places.
@@ -73,14 +81,14 @@ class RewardModelTrainer(BaseTrainer, RewardTrainer):
         ends = last_tokens(tokenizer)
         if tokenizer.pad_token_id not in ends:
             return
+        template = str(tokenizer.chat_template)
         added = tokenizer.added_tokens_decoder.values()
-        spare = spare_token(
-            [token.content for token in added if token.special],
-            ends=tokenizer.convert_ids_to_tokens(list(ends)),
-            template=str(tokenizer.chat_template),
-            unknown=tokenizer.unk_token,
-            begin=tokenizer.bos_token,
-        )
+        special = [token.content for token in added if token.special]
+        unused = [token for token in special if token not in template]
+        named = [token for token in unused if _SPARE_NAME.search(token)]
+        unfit = {None, tokenizer.bos_token, *tokenizer.convert_ids_to_tokens(list(ends))}
+        candidates = (tokenizer.unk_token, *named, *unused)
+        spare = next((token for token in candidates if token not in unfit), None)
         if spare is not None:
             tokenizer.pad_token = spare
 

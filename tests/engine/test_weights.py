@@ -177,23 +177,15 @@ def test_adapters_alone_add_up_to_what_is_merged(checkpoint: Path, tmp_path: Pat
     assert config["target_modules"] == sorted({name.split(".")[-3] for name in sent})
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (None, "all weights are trained"),
-        ({"use_dora": True}, r"self_attn.q_proj has another kind"),
-        ({"target_modules": ["embed_tokens"]}, r"embed_tokens has another kind"),
-        ({"modules_to_save": ["norm"]}, r"norm.modules_to_save.default.weight is trained too"),
-    ],
-)
 def test_what_an_engine_cannot_add_to_its_base_is_refused(
-    checkpoint: Path, tmp_path: Path, settings: dict[str, Any] | None, message: str
+    checkpoint: Path, tmp_path: Path
 ) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint)
-    if settings is not None:
-        lora = {"r": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **settings}
-        model = get_peft_model(model, LoraConfig(**lora))
-    with pytest.raises(SyncError, match=rf"engine.sync=adapter sends .*{message}"):
+    lora = {"r": 4, "target_modules": ["embed_tokens"], "task_type": "CAUSAL_LM"}
+    model = get_peft_model(model, LoraConfig(**lora))
+    with pytest.raises(
+        SyncError, match=r"engine.sync=adapter sends .*embed_tokens has another kind"
+    ):
         write_adapters(model, tmp_path, dtype=torch.float32, version=1)
     assert list(tmp_path.iterdir()) == []
 

@@ -350,5 +350,5 @@ def test_an_adapter_of_tied_embeddings_is_the_same_model_once_merged(
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
 def test_a_gguf_that_is_no_file(make: Callable[[Path], None], tmp_path: Path) -> None:
     make(tmp_path / "model.gguf")
-    with pytest.raises(ModelError, match="name another"):
+    with pytest.raises(ModelError, match="no such GGUF file"):
         resolve_model(str(tmp_path / "model.gguf"))

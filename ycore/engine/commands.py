@@ -130,7 +130,6 @@ class EngineSpec:
     deterministic: bool = False  # a sequence gets the same in any batch, at a price
     lora_rank: int = 0  # of the policy's adapters, where they are sent alone; 0 where merged
     sees: bool = False  # prompts come with pictures
-    kind: str = "vllm"  # of `kinds.KINDS`
 
     @property
     def on_cpu(self) -> bool:

@@ -1,11 +1,13 @@
 """Extend each of vLLM's workers (`--worker-extension-cls`); importing this module patches vLLM.
 
-On a CPU vLLM multiplies with packed copies of its weights and keeps no others. Two patches follow:
+On a CPU vLLM multiplies with packed copies of its weights and keeps no others. Three patches follow:
 1. A reload packs only the weights that the checkpoint names. An output head that is tied to the embedding is not named,
    so it would keep the first policy's weights: `load_policy` packs it again.
 2. Packed weights cannot be read back, so their sums are taken as they are packed.
-A third patch is for speed: seeded sampling at a ninth of vLLM's cost (5 ms a decoding step instead of 45), by the same
-method with a faster generator. With a fourth, what a sequence gets does not depend on what else is in its batch; in
+3. Experts are packed again at each load, and their sums taken before; also on a device, where a kernel may want them in
+   another order.
+A fourth patch is for speed: seeded sampling at a ninth of vLLM's cost (5 ms a decoding step instead of 45), by the same
+method with a faster generator. With a fifth, what a sequence gets does not depend on what else is in its batch; in
 bfloat16 on a CPU with AMX only where it is asked for. It needs VLLM_CPU_ATTN_SPLIT_KV=0 too, as `commands` sets it.
 """
 
@@ -25,12 +27,13 @@ from vllm.platforms import current_platform
 from ycore.engine.commands import REPEATABLE
 from ycore.engine.shared_bucket import Entry, opened, weights_in
 from ycore.engine.vllm_plugin import NAMES, SIGHTED
-from ycore.engine.weight_proof import Part, PartSums, Piece, part_sums, pieces_of
+from ycore.engine.weight_proof import Part, PartSums, Piece, part_sums, pieces_of, tensor_sums
 from ycore.run.reports import dump_stacks_on_signal
 
 _BLOCK = 16  # rows
 _AS_IT_IS: Mapping[str, str] = {}
 PACKED_SUMS: dict[Any, list[PartSums]] = {}  # by layer, the sums of its weight as it was packed
+EXPERTS: dict[Any, list[Piece]] = {}  # by layer, the pieces of its experts as they were loaded
 
 
 class Worker:
@@ -103,6 +106,9 @@ def held_pieces(model: Any, *, dtype: Any, workers: int = 1) -> list[Piece]:
     pieces: list[Piece] = []
     first_name: dict[int, str] = {}
     for module_name, module in model.named_modules():
+        if module in EXPERTS:
+            pieces += EXPERTS[module]
+            continue
         for leaf, parameter in module.named_parameters(recurse=False):
             name = f"{module_name}.{leaf}"
             if parameter.numel():
@@ -204,6 +210,49 @@ def record_packed_sums() -> None:
     utils.dispatch_cpu_unquantized_gemm = pack_and_record
 
 
+def pack_experts() -> None:
+    """Note the experts' sums before vLLM reorders them, and pack a CPU's copies at every load: vLLM does at the first."""
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as module
+
+    method = module.UnquantizedFusedMoEMethod
+    process = method.process_weights_after_loading
+
+    def process_and_record(self: Any, layer: Any) -> None:
+        EXPERTS[layer] = expert_pieces(layer)
+        is_first = self.moe_kernel is None
+        process(self, layer)
+        if current_platform.is_cpu() and not is_first:
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    method.process_weights_after_loading = process_and_record
+
+
+def expert_pieces(layer: Any) -> list[Piece]:
+    """Return the pieces of this worker's experts, by the names that vLLM loads them from.
+
+    Workers divide the rows of the gates and of the way up, and the columns of the way down, or the experts.
+    """
+    config = layer.moe_config
+    rows = config.intermediate_size_per_partition_unpadded
+    columns = config.hidden_dim_unpadded
+    rank = config.tp_rank
+    pieces: list[Piece] = []
+    for _, name, number, shard in layer.get_expert_mapping():
+        place = layer._map_global_expert_id_to_local_expert_id(number)
+        if place < 0:  # another worker's
+            continue
+        if shard == "w2":
+            matrix = layer.w2_weight[place, :columns, :rows]
+            part = Part(columns, columns)
+        else:
+            matrix = layer.w13_weight[place].chunk(2)[shard == "w3"][:rows, :columns]
+            part = Part(rows, rows * config.tp_size, rank * rows)
+        names = [f"{layer.layer_name.removesuffix('experts')}{name}weight"]
+        column_shard = rank if shard == "w2" else 0
+        pieces += pieces_of(names, [(part, tensor_sums(matrix))], column_shard=column_shard)
+    return pieces
+
+
 def multiply_rows_alike() -> None:
     """Give a row the same bits whatever the others are: the number of rows must not choose the kernel.
 
@@ -296,6 +345,7 @@ def sample_drafted_positions() -> None:
 
 
 dump_stacks_on_signal()
+pack_experts()
 if current_platform.is_cpu():
     sample_drafted_positions()
     use_faster_sampler()

@@ -189,8 +189,7 @@ def check_read_back(
         raise SyncError(
             f"{len(places)} of {len(sent)} tensors ({by_bytes:.1%} of the bytes) are verified, and engine.min_verified"
             f" is {at_least:g}: the engine does not have {unknown} in the checkpoint's form, and nothing shows whether"
-            " it loads them; if it keeps them in another form (fused experts), accept that with"
-            f" --set engine.min_verified={int(share * 1000) / 1000:g}"
+            " it loads them; take --engine transformers"
         )
     return share
 

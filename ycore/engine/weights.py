@@ -1,6 +1,7 @@
 """Write the policy's weights for an engine as a checkpoint, with sums of each tensor.
 
-Names are the checkpoint's, adapters are merged, and all has one dtype. Adapters are merged into a copy of the base
+Names are the checkpoint's, by transformers' own tables of what it renames and stacks (the experts of a mixture).
+Adapters are merged, and all has one dtype. Adapters are merged into a copy of the base
 weights: merging in place and subtracting again loses a little of a bfloat16 base at every step. Sharded weights
 (ZeRO-3, FSDP2) are gathered one at a time, so all ranks must walk them together; only the rank that writes merges,
 casts and copies. A weight is merged, cast and summed on its device, so the sums cover the copy to the host too.
@@ -13,7 +14,7 @@ import copy
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -22,10 +23,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from peft import PeftModel
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import LoraLayer, ParamWrapper
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import revert_weight_conversion
 
 from ycore.engine.commands import engine_rank
 from ycore.engine.weight_proof import TensorSums, remove_manifest, tensor_sums, write_manifest
@@ -65,7 +67,7 @@ def write_weights(
         return 0
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     remove_manifest(folder)
-    room = sum(len(name) + _ENTRY for name, _ in model.named_parameters(remove_duplicate=False))
+    room = sum(len(name) + _ENTRY for name in _checkpoint_names(model))
     files = [
         _File(folder / f"model-{number:05d}.safetensors", room) for number in range(NUM_FILES)
     ]
@@ -102,9 +104,7 @@ def note_weights(
     return sum(tensor.num_bytes for tensor in sums.values())
 
 
-def write_adapters(
-    model: torch.nn.Module, folder: Path, *, dtype: torch.dtype, version: int
-) -> int:
+def write_adapters(model: PeftModel, folder: Path, *, dtype: torch.dtype, version: int) -> int:
     """Write the policy's adapters into `folder` for an engine that has the base; return their bytes. Not for shards.
 
     The manifest has the sums of the adapters and of the base. The scale is in B, and ranks are padded with zeros, so
@@ -113,38 +113,25 @@ def write_adapters(
     Raises:
         SyncError: An engine cannot add what is trained to its base: no plain LoRA of linear layers.
     """
-    if not isinstance(model, PeftModel):
-        raise SyncError(
-            "engine.sync=adapter sends adapters, and all weights are trained; leave it out"
-        )
-    base = model.get_base_model()
+    rank = engine_rank(model.active_peft_config.r)
     tensors: dict[str, torch.Tensor] = {}
-    for owner, layer in base.named_modules():
+    for owner, layer in model.get_base_model().named_modules():
         if not isinstance(layer, LoraLayer):
             continue
         (name,) = layer.active_adapters
-        if (
-            name not in layer.lora_A
-            or name in layer.lora_variant
-            or getattr(layer, "fan_in_fan_out", False)
-        ):
+        if name not in layer.lora_A or isinstance(layer, ParamWrapper):
             raise SyncError(
                 f"engine.sync=adapter sends plain LoRA of linear layers, and {owner} has another kind"
             )
         down = layer.lora_A[name].weight.detach()
         up = layer.lora_B[name].weight.detach() * layer.scaling[name]
-        pad = engine_rank(len(down)) - len(down)
-        tensors[f"{owner}.lora_A.weight"] = torch.nn.functional.pad(down, (0, 0, 0, pad)).to(
-            "cpu", dtype
-        )
-        tensors[f"{owner}.lora_B.weight"] = torch.nn.functional.pad(up, (0, pad)).to(
-            "cpu", dtype
-        )
-    for name, weight in base.named_parameters():
-        if weight.requires_grad and ".lora_" not in name and not name.startswith("critic."):
-            raise SyncError(
-                f"engine.sync=adapter sends adapters alone, and {name} is trained too"
-            )
+        padding = rank - len(down)
+        padded = {
+            "A": torch.nn.functional.pad(down, (0, 0, 0, padding)),
+            "B": torch.nn.functional.pad(up, (0, padding)),
+        }
+        for letter, matrix in padded.items():
+            tensors[f"{owner}.lora_{letter}.weight"] = matrix.to("cpu", dtype)
     if model not in _BASE_SUMS:
         _BASE_SUMS[model] = {
             name: tensor_sums(weight)
@@ -156,21 +143,29 @@ def write_adapters(
         {f"base_model.model.{name}": tensor for name, tensor in tensors.items()},
         folder / "adapter_model.safetensors",
     )
-    rank = max(
-        tensor.size(0) for name, tensor in tensors.items() if name.endswith("lora_A.weight")
-    )
-    modules = sorted({name.split(".")[-3] for name in tensors})
     config = {
         "peft_type": "LORA",
         "r": rank,
         "lora_alpha": rank,
-        "target_modules": modules,
+        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
         "bias": "none",
     }
     (folder / "adapter_config.json").write_text(json.dumps(config))
     adapter_sums = {name: tensor_sums(tensor) for name, tensor in tensors.items()}
     write_manifest(folder, version, _BASE_SUMS[model] | adapter_sums)
     return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _checkpoint_names(model: torch.nn.Module) -> Iterable[str]:
+    """Return the names of what `engine_weights` yields, and perhaps a few more."""
+    shapes = {
+        _without_wrappers(name): getattr(weight, "ds_shape", weight.shape)
+        for name, weight in _base_of(model).named_parameters(remove_duplicate=False)
+    }
+    with torch.device("meta"):
+        weights = {name: torch.empty(shape) for name, shape in shapes.items()}
+    names: Iterable[str] = revert_weight_conversion(_base_of(model), weights)
+    return names
 
 
 class _File:
@@ -258,9 +253,13 @@ def engine_weights(
         writes: False yields nothing, and does a rank's part in gathering.
         merges: False leaves the adapters out.
     """
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = _base_of(model)
     layers = base.named_modules() if merges else ()
-    adapted = {name: layer for name, layer in layers if isinstance(layer, LoraLayer)}
+    adapted = {
+        _without_wrappers(f"{name}.{getattr(layer, 'parameter_name', 'weight')}"): layer
+        for name, layer in layers
+        if isinstance(layer, LoraLayer)
+    }
     seen: set[int] = set()
     for name, parameter in base.named_parameters(remove_duplicate=False):
         if ".lora_" in name or ".modules_to_save." in name or id(parameter) in seen:
@@ -268,8 +267,8 @@ def engine_weights(
         if name.startswith("critic."):  # PPO's, which is the trainer's own
             continue
         seen.add(id(parameter))
-        owner, _, leaf = name.partition(".base_layer.")
-        layer = adapted.get(owner) if leaf == "weight" else None
+        name = _without_wrappers(name)
+        layer = adapted.get(name)
         adapters = (
             []
             if layer is None
@@ -288,7 +287,16 @@ def engine_weights(
                 weight = weight.to(
                     dtype, copy=layer is None and "ds_id" in vars(parameter)
                 ).contiguous()
-                yield (f"{owner}.{leaf}" if leaf else name), weight
+                yield from revert_weight_conversion(base, {name: weight}).items()
+
+
+def _base_of(model: torch.nn.Module) -> Any:
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def _without_wrappers(name: str) -> str:
+    """Return the name of a weight of the model without peft's wrappers of it."""
+    return name.replace(".base_layer", "")
 
 
 def _dequantised(parameter: Any) -> torch.Tensor:
@@ -327,6 +335,11 @@ def _merged(layer: LoraLayer, weight: torch.Tensor, dtype: torch.dtype) -> torch
 
     On a CPU by tiles of rows that stay in its cache, 13 times as fast as whole: most of that were page faults.
     """
+    if isinstance(layer, ParamWrapper):  # a stack of experts, or a router
+        whole = weight.float()
+        for name in layer.active_adapters:
+            whole = whole + layer.get_delta_weight(name).float()
+        return whole.to(dtype)
     factors = []
     for name in layer.active_adapters:
         if name in layer.lora_A:

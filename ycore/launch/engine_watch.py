@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import psutil
 
-from ycore.engine.commands import EngineSpec
-from ycore.engine.kinds import KINDS
+from ycore.engine.commands import EngineSpec, engine_command, engine_environment
 from ycore.engine.server import (
     DROP,
     KEEP,
@@ -63,11 +62,10 @@ class LiveEngine:
             missing_ok=True
         )  # left by a killed process; nobody listens on it
         asleep_file(self.engine.socket).unlink(missing_ok=True)
-        kind = KINDS[self.engine.kind]
         self._process = ManagedProcess(
             self.name,
-            kind.command(self.engine),
-            environment=kind.environment(self.engine),
+            engine_command(self.engine),
+            environment=engine_environment(self.engine),
             run_id=self.folder.run_id,
             log=self.log,
             cores=self.engine.cores,

@@ -267,7 +267,6 @@ def _engine_spec(
         tensor_parallel=model.width,
         trust_remote_code=config.trust_remote_code,
         deterministic=config.deterministic,
-        kind=kind.name,
         role=model.role,
         variables=tuple(config.engine.environment),
         arguments=tuple(config.engine.args.items()) if is_policy else (),

@@ -13,11 +13,8 @@ from typing import Any
 
 from ycore.errors import ModelError
 from ycore.models.hub import first_line
-from ycore.run.files import check_regular
 
 ADAPTER_CONFIG = "adapter_config.json"
-
-_MAGIC = b"GGUF"
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 # How byte-pair tokenizers split text, by GGUF's `tokenizer.ggml.pre`; None is the splitting of GPT-2.
@@ -37,19 +34,6 @@ _TOKENIZER_KEYS = (
 )
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
 PROBE = "Is 12 + 345 = 357?  Yes,  it's\n\n  so: `x = y_1`. Ünïcödé 東京!"
-
-
-def check_gguf(path: Path) -> None:
-    """Raise ModelError where a file does not begin as a GGUF file does; the rest is found out as it is converted."""
-    try:
-        check_regular(path)
-    except ValueError as problem:
-        raise ModelError(f"{path} is not a GGUF file ({problem}); name another") from None
-    with path.open("rb") as file:
-        if file.read(len(_MAGIC)) != _MAGIC:
-            raise ModelError(
-                f"{path} is not a GGUF file (it does not begin with 'GGUF'); download or export it again"
-            )
 
 
 def _tokenizer_fields(path: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ycore.errors import ModelError, nearest
-from ycore.models.convert import ADAPTER_CONFIG, check_gguf, is_adapter
+from ycore.models.convert import ADAPTER_CONFIG, is_adapter
 from ycore.models.folder import (
     context_length,
     has_chat_template,
@@ -219,7 +219,11 @@ def _gguf_plan(name: str, path: Path) -> ModelPlan:
         raise ModelError(
             f"no such GGUF file: {name} (looked in {path.absolute()}); give an existing one"
         )
-    check_gguf(path)
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ModelError(
+                f"{path} is not a GGUF file (it does not begin with 'GGUF'); download or export it again"
+            )
     folder = cache_dir() / "gguf" / _content_id(path)
     if folder.is_dir():
         return _ready_plan("gguf", name, folder, trust_remote_code=False)

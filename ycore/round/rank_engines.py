@@ -11,7 +11,13 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from ycore.config.schema import Offload, RunConfig
 from ycore.engine import NEVER, Engine, SamplingParams, WeightSource
 from ycore.engine.kinds import KINDS, EngineKind
-from ycore.engine.server import Server, SleepingEngine, SleepLevels, SleepTogether
+from ycore.engine.server import (
+    Server,
+    SleepingEngine,
+    SleepLevels,
+    SleepTogether,
+    restart_timeout_s,
+)
 from ycore.engine.sight import Sight, image_token_ids
 from ycore.placement.allocator import Allocator
 from ycore.placement.placement import ALLOCATOR, ROLLOUT, SlotPool, in_order, parse_placement
@@ -90,15 +96,22 @@ class RankEngines:
             source: The policy's weights in this process, for `engine.sync=ipc`.
         """
         if not self.kind.has_servers:
-            return [self.kind.in_process(model, tokenizer, sampling, sight)]
+            from ycore.engine.transformers_engine import TransformersEngine
+
+            return [TransformersEngine(model, tokenizer, sampling, sight)]
+        from ycore.engine.vllm_engine import VllmEngine
+
+        settings = self.config.engine
         names = self.listed.engines
         home_names = {name for slot in self._home_slots for name in self._on_slot(names, slot)}
         return [
-            self.kind.client(
+            VllmEngine(
                 name,
                 self.folder.socket(name),
                 sampling,
-                self.config.engine,
+                request_timeout_s=settings.request_timeout_s,
+                restart_timeout_s=restart_timeout_s(settings),
+                min_verified=settings.min_verified,
                 sleeps=self.listed.sleeps and name in home_names,
                 is_home=name in home_names,
                 sight=sight,

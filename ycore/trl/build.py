@@ -8,7 +8,17 @@ import torch
 from datasets import Dataset, Image, List
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
-from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase, TrainerCallback
+from peft.utils.transformers_weight_conversion import (
+    _MODEL_TO_CONVERSION_PATTERN,
+    _MOE_TARGET_MODULE_MAPPING,
+)
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+)
 
 from ycore.config.algorithms import find_algorithm, load_reference
 from ycore.config.batch import derive_batch, derive_tune_batch
@@ -178,9 +188,28 @@ def _lora(settings: LoraSettings, task_type: str, model: Path) -> LoraConfig:
         r=settings.r,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
-        target_modules=settings.target_modules,
+        target_modules=_targets(settings, model),
         task_type=task_type,
     )
+
+
+def _targets(settings: LoraSettings, model: Path) -> str | list[str]:
+    """Return the layers that get adapters. `all-linear` leaves out what peft would add of a mixture of experts: the
+    experts and their router. Those get adapters where they are named.
+    """
+    kind = read_settings(model / "config.json").get("model_type")
+    mixture = _MOE_TARGET_MODULE_MAPPING.get(_MODEL_TO_CONVERSION_PATTERN.get(kind))
+    if settings.target_modules != "all-linear" or mixture is None:
+        return settings.target_modules
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    head = skeleton.get_output_embeddings()
+    linear = {
+        name.rpartition(".")[2]
+        for name, layer in skeleton.named_modules()
+        if isinstance(layer, torch.nn.Linear) and layer is not head
+    }
+    return sorted(linear - mixture.keys())
 
 
 def refuse_lost_adapters(model: torch.nn.Module) -> None:

@@ -17,6 +17,7 @@ from ycore.engine.commands import REPEATABLE
 from ycore.engine.vllm_extension import (
     checkpoint_names,
     column_shard_of,
+    expert_pieces,
     fill_with_exponentials,
     held_pieces,
     multiply_rows_alike,
@@ -267,3 +268,59 @@ def test_columns_and_the_vocabulary_of_two_workers_add_up() -> None:
     pieces = shards_of(columns, ["down"], list(down.split(32, dim=1)))
     pieces += shards_of(vocabulary, ["embed"], list(padded.split(64)))
     assert check_read_back(sent, pieces) == 1.0
+
+
+@pytest.mark.parametrize("divides_experts", [False, True])
+def test_the_experts_of_two_workers_add_up(divides_experts: bool) -> None:
+    """Layers as vLLM's `RoutedExperts` describes itself, with rows and columns behind those of the checkpoint."""
+    names = [
+        (number, f"experts.{number}.{leaf}.", shard)
+        for number in range(4)
+        for leaf, shard in (("gate_proj", "w1"), ("down_proj", "w2"), ("up_proj", "w3"))
+    ]
+    shapes = {"w1": (8, 16), "w2": (16, 8), "w3": (8, 16)}
+    tensors = {f"mlp.{name}weight": torch.randn(shapes[shard]) for _, name, shard in names}
+
+    def worker(rank: int) -> Any:
+        places = range(2 * rank, 2 * rank + 2) if divides_experts else range(4)
+        rows = slice(0, 8) if divides_experts else slice(4 * rank, 4 * rank + 4)
+        size = rows.stop - rows.start
+        of = [
+            [
+                tensors[f"mlp.experts.{place}.{leaf}_proj.weight"]
+                for leaf in ("gate", "up", "down")
+            ]
+            for place in places
+        ]
+        pad = torch.nn.functional.pad
+        return SimpleNamespace(
+            layer_name="mlp.experts",
+            moe_config=SimpleNamespace(
+                intermediate_size_per_partition_unpadded=size,
+                hidden_dim_unpadded=16,
+                tp_rank=0 if divides_experts else rank,
+                tp_size=1 if divides_experts else 2,
+            ),
+            get_expert_mapping=lambda: [
+                ("w", name, number, shard) for number, name, shard in names
+            ],
+            _map_global_expert_id_to_local_expert_id=lambda number: (
+                places.index(number) if number in places else -1
+            ),
+            w13_weight=torch.stack(
+                [
+                    torch.cat([pad(matrix[rows], (0, 0, 0, 1)) for matrix in (gate, up)])
+                    for gate, up, _ in of
+                ]
+            ),
+            w2_weight=torch.stack([pad(down[:, rows], (0, 1)) for *_, down in of]),
+        )
+
+    workers = [worker(0), worker(1)]
+    sent = {name: tensor_sums(tensor) for name, tensor in tensors.items()}
+    pieces = [piece for one in workers for piece in expert_pieces(one)]
+    assert check_read_back(sent, pieces) == 1.0
+    workers[1].w2_weight[1, 0, 0] += 1
+    pieces = [piece for one in workers for piece in expert_pieces(one)]
+    with pytest.raises(SyncError, match="1 of 12 tensors are not the trainer's"):
+        check_read_back(sent, pieces)

@@ -226,18 +226,17 @@ def test_one_verified_tensor_does_not_speak_for_the_others() -> None:
     assert str(refused.value) == (
         "1 of 6 tensors (0.7% of the bytes) are verified, and engine.min_verified is 1: the engine does not have"
         " layers.0.self_attn.k_proj.weight, layers.0.self_attn.o_proj.weight, layers.0.self_attn.q_proj.weight, ... in"
-        " the checkpoint's form, and nothing shows whether it loads them; if it keeps them in another form (fused"
-        " experts), accept that with --set engine.min_verified=0.006"
+        " the checkpoint's form, and nothing shows whether it loads them; take --engine transformers"
     )
 
 
-def test_the_share_is_the_lesser_one_of_tensors_and_of_bytes_and_the_way_out_works() -> None:
+def test_the_share_is_the_lesser_one_of_tensors_and_of_bytes() -> None:
     tensors = made()
     sent = sums_of(tensors)
     told = [one for one in held(tensors) if one[0] != NORM]
     with pytest.raises(
         SyncError,
-        match=r"5 of 6 tensors \(99\.3% of the bytes\).* accept that with --set .*=0\.833$",
+        match=r"5 of 6 tensors \(99\.3% of the bytes\).* take --engine transformers$",
     ):
         check_read_back(sent, told)
     assert check_read_back(sent, told, at_least=0.833) == pytest.approx(5 / 6)

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import psutil
 
-from ycore.engine.commands import EngineSpec, engine_command, engine_environment
+from ycore.engine import commands
+from ycore.engine.commands import EngineSpec
 from ycore.engine.server import (
     DROP,
     KEEP,
@@ -64,8 +65,8 @@ class LiveEngine:
         asleep_file(self.engine.socket).unlink(missing_ok=True)
         self._process = ManagedProcess(
             self.name,
-            engine_command(self.engine),
-            environment=engine_environment(self.engine),
+            commands.engine_command(self.engine),
+            environment=commands.engine_environment(self.engine),
             run_id=self.folder.run_id,
             log=self.log,
             cores=self.engine.cores,

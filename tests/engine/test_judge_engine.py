@@ -3,7 +3,9 @@
 import asyncio
 import json
 import math
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
@@ -15,11 +17,13 @@ from ycore.engine.judge_engine import (
     QuestionRefused,
     RemoteJudge,
     RemoteTeacher,
+    VllmJudge,
     backoff_s,
     build_chat_request,
     parse_reply,
     prompt_logprobs,
 )
+from ycore.engine.server import BadRequest
 from ycore.errors import EngineError
 from ycore.foreign import ForeignRefused
 from ycore.judge.declaration import Judge
@@ -142,26 +146,96 @@ def test_what_will_not_pass_ends_at_once(status: int) -> None:
     assert calls == 1
 
 
-def test_one_question_refused_costs_it_and_many_in_a_row_end_the_run() -> None:
-    async def work(handle: Callable[[httpx.Request], httpx.Response], times: int) -> list[str]:
-        engine, judge, seen = remote(make_judge(), handle), make_judge(), []
-        for _ in range(times):
-            try:
-                await engine.ask(judge, QUESTION, seed=0)
-            except QuestionRefused as refusal:
-                seen.append(str(refusal))
-        await engine.close()
-        return seen
+def answers_of(
+    handle: Callable[[httpx.Request], httpx.Response], questions: int, *, at_once: bool = False
+) -> list[str]:
+    """The verdict on each question, or why it has none."""
 
-    assert (
-        run(work(lambda request: httpx.Response(400), 3))
-        == ["the address refused the question"] * 3
-    )
-    assert (
-        run(work(lambda request: httpx.Response(503), 2)) == ["the address did not answer"] * 2
-    )
-    with pytest.raises(EngineError, match="the last 16 questions had no answer"):
-        run(work(lambda request: httpx.Response(422, text="too long"), 16))
+    async def work() -> list[str]:
+        judge = make_judge(concurrency=max(1, questions))
+        engine = remote(judge, handle)
+
+        async def verdict(number: int) -> str:
+            try:
+                return (await engine.ask(judge, QUESTION, seed=number)).text
+            except QuestionRefused as refusal:
+                return str(refusal)
+
+        try:
+            if at_once:
+                return await asyncio.gather(*map(verdict, range(questions)))
+            return [await verdict(number) for number in range(questions)]
+        finally:
+            await engine.close()
+
+    return run(work())
+
+
+@pytest.mark.parametrize(
+    ("status", "why"), [(400, "refused the question"), (500, "did not answer")]
+)
+def test_questions_refused_cost_their_verdicts_and_never_end_the_run(
+    status: int, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = answers_of(lambda request: httpx.Response(status, text="too\nlong"), 40)
+    assert seen == [f"the address {why}"] * 40
+    assert f"{status}" in capsys.readouterr().out
+
+
+def test_a_local_judge_that_refuses_each_question_never_ends_the_run() -> None:
+    class Refusing(VllmJudge):
+        async def request(self, *_: Any, **__: Any) -> Any:
+            raise BadRequest("too long")
+
+    async def work() -> None:
+        engine = Refusing("judge-0", Path("no.sock"), request_timeout_s=5)
+        for _ in range(40):
+            with pytest.raises(QuestionRefused, match="the engine refused the question"):
+                await engine.ask(make_judge(), QUESTION, seed=0)
+
+    run(work())
+
+
+def test_while_the_address_is_away_the_run_waits_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = set[str]()
+    calls = 0
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        nonlocal calls
+        calls += 1
+        if calls <= 8:
+            return httpx.Response(503)
+        return httpx.Response(200, json=answer())
+
+    @contextmanager
+    def working(words: str) -> Iterator[None]:
+        said.add(words)
+        yield
+
+    monkeypatch.setattr(judge_engine, "working", working)
+    assert answers_of(handle, 1) == ["<score>7</score>"]
+    assert said == {"waiting for test: http://judges.test/v1, status 503"}
+
+
+def test_an_address_that_stays_away_ends_the_run_after_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(judge_engine, "PATIENCE_S", 0.05)
+    rule = r"test: http://judges.test/v1 has not answered for \d+ s \(status 503\); .*--resume"
+    with pytest.raises(EngineError, match=rule):
+        answers_of(lambda request: httpx.Response(503), 1)
+
+
+def test_a_question_that_alone_has_no_answer_costs_its_verdict() -> None:
+    def handle(request: httpx.Request) -> httpx.Response:
+        if json.loads(request.content)["seed"] == 0:
+            return httpx.Response(503)
+        return httpx.Response(200, json=answer())
+
+    seen = answers_of(handle, 3, at_once=True)
+    assert seen == ["the address did not answer", *["<score>7</score>"] * 2]
 
 
 def test_a_wait_grows_and_is_no_shorter_than_the_address_asks(

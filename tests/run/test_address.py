@@ -152,6 +152,7 @@ def test_no_answer_takes_time_or_memory_or_ends_a_run(
 ) -> None:
     monkeypatch.setattr(judge_engine, "TRIES", 3)
     monkeypatch.setattr(judge_engine, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(judge_engine, "PATIENCE_S", 0.5)
     answer = {**KINDS, **READABLE}[kind]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.monotonic()

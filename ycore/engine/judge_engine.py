@@ -5,11 +5,12 @@ Only the text of the judge's own turn comes back, so nothing inside the question
 """
 
 import asyncio
+import itertools
 import math
 import os
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, NoReturn, TypeVar
 
 from ycore.engine.server import BadRequest, Server
@@ -27,15 +28,17 @@ from ycore.judge.question import Question
 from ycore.judge.verdict import Reply, ReplyToken
 from ycore.placement.placement import JUDGE
 from ycore.run.address import Address, AddressAnswer, AddressFailed
+from ycore.run.work import working
 
 T = TypeVar("T")
 
-_MAX_REFUSALS = 16  # in a row
 _FORM_TOKENS = 64  # at most, of a label's verdict without the label
-TRIES = 7  # of a request to an address
+TRIES = 7  # of a request that fails while the address answers others
+PATIENCE_S = 1800.0  # of a request while the address answers none
 FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 30.0
-_TRANSIENT_STATUS = (408, 409, 425, 429, 500, 502, 503, 504, 529)
+_AWAY_STATUS = (429, 502, 503, 504, 529)
+_TRANSIENT_STATUS = (408, 409, 425, 500, *_AWAY_STATUS)
 _REFUSED_STATUS = (400, 413, 422)
 _MAX_REPLY = 4 * 2**20  # bytes of an answer, packed and unpacked
 _BYTES_PER_TOKEN = 512  # more, of a teacher's
@@ -46,23 +49,13 @@ class QuestionRefused(Exception):
     """The judge does not take this question; it may take another."""
 
 
-class _CountsRefusals:
-    """Counts questions refused in a row: a few are the questions' fault and cost a verdict each; many are not."""
-
-    name: str
-    _num_refused = 0
-
-    def _refuse(self, why: str, *, details: str) -> NoReturn:
-        self._num_refused += 1
-        if self._num_refused >= _MAX_REFUSALS:
-            details = foreign_line(" ".join(details.split()))
-            raise EngineError(
-                f"{self.name}: the last {self._num_refused} questions had no answer, {why}: {details}"
-            )
-        raise QuestionRefused(why)
+def refuse(name: str, why: str, *, details: str) -> NoReturn:
+    """Give a question up; the log has the details."""
+    print(f"{name}: {why}: {foreign_line(' '.join(details.split()))}", flush=True)
+    raise QuestionRefused(why)
 
 
-class VllmJudge(_CountsRefusals, Server):
+class VllmJudge(Server):
     """Example: `VllmJudge("judge-0", folder.socket("judge-0"), request_timeout_s=600)`."""
 
     async def ask(
@@ -75,28 +68,26 @@ class VllmJudge(_CountsRefusals, Server):
 
         Raises:
             QuestionRefused: The judge does not take this question.
-            EngineError: No answer, or too many questions refused in a row.
+            EngineError: The engine is gone for good.
         """
         body = build_chat_request(judge, question, model=JUDGE, seed=seed, again=again)
         try:
             answer = await self.request("POST", "/v1/chat/completions", body)
         except BadRequest as problem:  # most often too long for the judge's context
-            self._refuse("the engine refused the question", details=str(problem))
+            refuse(self.name, "the engine refused the question", details=str(problem))
         try:
-            reply = parse_reply(answer)
+            return parse_reply(answer)
         except ForeignRefused as problem:
-            self._refuse("its answer cannot be read", details=str(problem))
-        self._num_refused = 0
-        return reply
+            refuse(self.name, "its answer cannot be read", details=str(problem))
 
 
-class _Remote(_CountsRefusals):
-    """A model at an address that the user gives; requests that failed for a passing reason are retried.
+class _Remote:
+    """A model at an address that the user gives. While nobody answers there the run waits, for half an hour at most.
 
     The key is read from the environment, kept here and sent to this address alone.
 
     Args:
-        request_timeout_s: Limit of a request, retries included.
+        request_timeout_s: Limit of each try of a request.
         transport: For tests.
     """
 
@@ -109,7 +100,7 @@ class _Remote(_CountsRefusals):
         self._base_url = served.base_url
         self._in_flight = asyncio.Semaphore(served.concurrency)
         self._timeout_s = request_timeout_s
-        self._has_answered = False
+        self._answered_at = -math.inf
         self._address = Address(
             served.base_url.rstrip("/") + "/",
             headers=key_header(served, name=name),
@@ -130,44 +121,60 @@ class _Remote(_CountsRefusals):
         async with self._in_flight:
             answer = await self._post(path, body, max_bytes)
         details = f"{self._base_url} answered {answer.status}: {answer.line}"
-        if answer.status in _REFUSED_STATUS or (answer.status != 200 and self._has_answered):
-            self._refuse("the address refused the question", details=details)
+        if answer.status in _REFUSED_STATUS or (
+            answer.status != 200 and self._answered_at > -math.inf
+        ):
+            refuse(self.name, "the address refused the question", details=details)
         if answer.status != 200:
             raise EngineError(f"{self.name}: {details}; check base_url, model and key")
         try:
             value = await asyncio.to_thread(lambda: read(foreign_json(answer.data)))
         except ForeignRefused as problem:
-            self._refuse(
+            refuse(
+                self.name,
                 "its answer cannot be read",
                 details=f"{problem}: {details}; check base_url and model",
             )
-        self._num_refused = 0
-        self._has_answered = True
+        self._answered_at = time.monotonic()
         return value
 
     async def close(self) -> None:
         await self._address.close()
 
     async def _post(self, path: str, body: Mapping[str, Any], max_bytes: int) -> AddressAnswer:
-        problem = f"no whole answer within {self._timeout_s:g} s (engine.request_timeout_s)"
-        retry_after_s = 0.0
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._timeout_s):
-                for attempt in range(TRIES):
-                    if attempt:
-                        await asyncio.sleep(backoff_s(attempt - 1, at_least_s=retry_after_s))
-                    try:
-                        answer = await self._address.ask(path, body, max_bytes=max_bytes)
-                    except AddressFailed as failure:
-                        problem = str(failure)
-                        if failure.may_pass:
-                            continue
-                        break
-                    if answer.status not in _TRANSIENT_STATUS:
-                        return answer
-                    problem = f"status {answer.status}"
-                    retry_after_s = answer.retry_after_s
-        self._refuse("the address did not answer", details=f"{self._base_url}, {problem}")
+        """Ask until there is an answer. EngineError once the address has answered nobody for `PATIENCE_S`."""
+        began = time.monotonic()
+        for attempt in itertools.count():
+            retry_after_s = 0.0
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    answer = await self._address.ask(path, body, max_bytes=max_bytes)
+                if answer.status not in _TRANSIENT_STATUS:
+                    return answer
+                problem = f"status {answer.status}"
+                is_away = answer.status in _AWAY_STATUS
+                retry_after_s = answer.retry_after_s
+            except TimeoutError:
+                problem = (
+                    f"no whole answer within {self._timeout_s:g} s (engine.request_timeout_s)"
+                )
+                break
+            except AddressFailed as failure:
+                problem = str(failure)
+                is_away = failure.may_pass
+                if not is_away:
+                    break
+            if attempt + 1 >= TRIES and (not is_away or self._answered_at > began):
+                break
+            waited_s = time.monotonic() - began
+            if waited_s > PATIENCE_S:
+                raise EngineError(
+                    f"{self.name}: {self._base_url} has not answered for {waited_s:.0f} s ({problem}); see that it does, "
+                    "and go on with --resume"
+                )
+            with working(f"waiting for {self.name}: {self._base_url}, {problem}"):
+                await asyncio.sleep(backoff_s(attempt, at_least_s=retry_after_s))
+        refuse(self.name, "the address did not answer", details=f"{self._base_url}, {problem}")
 
 
 class RemoteJudge(_Remote):
@@ -251,7 +258,7 @@ def key_header(served: Served, *, name: str) -> dict[str, str]:
 
 def backoff_s(attempt: int, *, at_least_s: float = 0.0) -> float:
     """Return the seconds before the next try, doubling with a random part, at most `LONGEST_WAIT_S`."""
-    grown = FIRST_WAIT_S * 2.0**attempt * random.uniform(0.5, 1.0)
+    grown = FIRST_WAIT_S * 2.0 ** min(attempt, 9) * random.uniform(0.5, 1.0)
     return min(LONGEST_WAIT_S, max(grown, at_least_s))
 
 

@@ -80,7 +80,8 @@ def flow_plan(config: "FlowConfig", *, resume: bool, how: "Resume") -> dict[str,
     from ycore.flow.flow_settings import IMAGES
     from ycore.judge.sources import check_picture_judges, is_judge
     from ycore.rewards.worker_client import check_reward
-    from ycore.run.claim import check_claim
+    from ycore.run.claim import check_claim, contents_of
+    from ycore.run.resuming import check_began_with
     from ycore.run.secrets import redact
     from ycore.sandbox.level import choose_level
 
@@ -104,7 +105,14 @@ def flow_plan(config: "FlowConfig", *, resume: bool, how: "Resume") -> dict[str,
                 sandbox=config.sandbox,
                 run_folder=Path(config.output),
             )
-    check_claim(RunFolder(Path(config.output)), config, resume=resume, resume_options=how)
+    home = RunFolder(Path(config.output))
+    check_claim(home, config, resume=resume, resume_options=how)
+    if resume and not how.accept_changes:
+        contents = None
+        if known is not None:
+            weights = known.root / known.part
+            contents = contents_of(prompts.identity, weights, config.code_names)
+        check_began_with(home, contents)
     return {
         "config": redact(config.model_dump(mode="json")),
         "ranks": {"world": 1},

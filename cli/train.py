@@ -181,7 +181,7 @@ def train(
     from ycore.api.tables import plan_rows
     from ycore.config.schema import RunConfig, TuneConfig
     from ycore.run.claim import Resume
-    from ycore.run.resuming import parse_checkpoint
+    from ycore.run.resuming import outlook, parse_checkpoint
 
     if accept_changes and not resume:
         raise ConfigError(
@@ -194,11 +194,14 @@ def train(
             step = parse_checkpoint(resume_from, RunFolder(Path(config.output)))
         how = Resume(step=step, accept_changes=accept_changes)
         result = training_plan(config, resume=resume, how=how, show_rows=show_rows)
+        if resume and dry_run:
+            result["resume"] = outlook(RunFolder(Path(config.output)), how)
         if not (json and dry_run):
             if family is None:
-                print_table(plan_rows(result, resume=resume))
+                rows = plan_rows(result, resume=resume)
             else:
-                print_table(load_reference(family.plan_rows)(config, result, resume=resume))
+                rows = load_reference(family.plan_rows)(config, result, resume=resume)
+            print_table([*rows, *(("resume", line) for line in result.get("resume", ()))])
         if not dry_run:
             result = run_training(config, result, resume=resume, how=how)
     if json:

@@ -1,6 +1,7 @@
 """The commands that train from the table of algorithms: plans and refusals of good and bad lines; `ycore resume`."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ from ycore_cli.main import run
 
 from tests.tiny_model import write_tiny_model
 from ycore.config.resolve import resolve
-from ycore.run.claim import claim
+from ycore.data.prompts import load_prompts
+from ycore.run.checkpoints import publish, staging
+from ycore.run.claim import check_contents, claim, contents_of
 from ycore.run.paths import RunFolder
 from ycore.run.resuming import round_file
 
@@ -319,6 +322,80 @@ def test_another_run_is_refused_by_name(
         assert (
             run(["resume", str(stopped), "--dry-run", "--accept-changes", *more.split()]) == 0
         )
+
+
+@pytest.fixture
+def saved(stopped: Path, begun: Path) -> Iterator[RunFolder]:
+    """The stopped run with what its trainer has left: identity.json, and checkpoints of steps 2 and 4."""
+    folder = RunFolder(stopped)
+    config = resolve(
+        options={
+            "model": "model",
+            "dataset": str(begun / "train.jsonl"),
+            "rewards": ["exact_answer"],
+            "output": str(stopped),
+        }
+    )
+    identity = load_prompts(config, as_chat=True).identity
+    check_contents(folder, contents_of(identity, begun / "model", config.code_names))
+    for step in (2, 4):
+        staged = staging(folder.checkpoints, step) / f"checkpoint-{step}"
+        staged.mkdir(parents=True)
+        for name in (
+            "model.safetensors",
+            "trainer_state.json",
+            "rng_state.pth",
+            "controller-0.json",
+        ):
+            (staged / name).write_bytes(b"w" * step)
+        publish(folder.checkpoints, step, world=1)
+    files = {path: path.read_bytes() for path in begun.rglob("*") if path.is_file()}
+    yield folder
+    for path, content in files.items():
+        path.write_bytes(content)
+
+
+def test_a_dry_run_says_from_which_checkpoint_it_goes_on(
+    saved: RunFolder, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["resume", str(saved.root), "--dry-run"]
+    assert run(words) == 0 and "going on from step 4" in capfd.readouterr().out
+    (saved.checkpoints / "checkpoint-4" / "model.safetensors").write_bytes(b"wwwx")
+    assert run([*words, "--json"]) == 0
+    damaged, begins = json.loads(capfd.readouterr().out)["resume"]
+    assert damaged.startswith("checkpoint-4 is damaged (model.safetensors has changed")
+    assert begins == "going on from step 2"
+    assert [path.name for path in saved.checkpoints.iterdir()].count("checkpoint-4") == 1
+    (saved.checkpoints / "checkpoint-2" / "model.safetensors").unlink()
+    assert run(words) == 2
+    assert "verifies (checkpoint-4: model" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [("dataset", "train.jsonl"), ("model", "model/config.json")],
+)
+def test_changed_contents_are_refused_before_anything_starts(
+    name: str, changed: str, saved: RunFolder, begun: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = begun / changed
+    path.write_text(path.read_text().replace("2", "3", 1))
+    words = ["resume", str(saved.root), "--dry-run"]
+    assert run(words) == 2
+    err = capfd.readouterr().err
+    assert f"({name}: " in err and "--accept-changes" in err and err.count("\n") == 1
+    assert run([*words, "--accept-changes"]) == 0
+
+
+def test_a_run_with_checkpoints_and_without_its_identity_is_refused(
+    saved: RunFolder, capfd: pytest.CaptureFixture[str]
+) -> None:
+    saved.identity.unlink()
+    words = ["resume", str(saved.root), "--dry-run"]
+    assert run(words) == 2
+    err = capfd.readouterr().err
+    assert "identity.json is missing" in err and "--accept-changes" in err
+    assert run([*words, "--accept-changes"]) == 0 and not saved.identity.exists()
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,7 @@ def check_rollouts(
     columns = list(prompts.columns)
     template_arguments = config.trl.get("chat_template_kwargs")
     return {
+        "contents": prompts,
         "dataset": {
             "rows": len(prompts.prompts),
             "columns": columns,

@@ -25,9 +25,17 @@ from ycore.models.names import (
     resolve_model,
     sighted_family,
 )
-from ycore.run.claim import AS_IT_WAS, Resume, check_claim, is_finished, stored_config
+from ycore.run.claim import (
+    AS_IT_WAS,
+    Resume,
+    check_claim,
+    contents_of,
+    is_finished,
+    stored_config,
+)
 from ycore.run.paths import RunFolder
 from ycore.run.resuming import (
+    check_began_with,
     check_checkpoint,
     check_num_kept,
     check_replay,
@@ -59,9 +67,14 @@ def checked_plan(
         details = check_rollouts(config, model, site, step=how.step, show_rows=show_rows)
     else:
         details = _check_examples(config, model, site, show_rows)
-    batch = details.pop("batch")
+    batch, rows = details.pop("batch"), details.pop("contents")
     check_needs(config)
     check_claim(site.folder, config, resume=resume, resume_options=how)
+    if resume and not how.accept_changes:
+        contents = None
+        if model.ready and model.folder is not None:
+            contents = contents_of(rows.identity, model.folder, config.code_names)
+        check_began_with(site.folder, contents)
     plan = {
         "config": redact(config.model_dump(mode="json")),
         **_places(config, model, site),
@@ -154,7 +167,7 @@ def _check_examples(
         "left_out": examples.left_out_note,
         "reading": rows_read(examples, model, None, num_rows=show_rows),
     }
-    return {"dataset": dataset, "batch": batch}
+    return {"contents": examples, "dataset": dataset, "batch": batch}
 
 
 def training_plan(

@@ -5,6 +5,7 @@
 
 import math
 import re
+import shlex
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -285,6 +286,11 @@ class BaseConfig(Strict):
     def check(self) -> None:
         """Raise ConfigError where two keys contradict each other."""
 
+    @property
+    def code_names(self) -> list[tuple[str, str]]:
+        """Kind and name of all that may be in files of a person's: rewards, and what answers the policy."""
+        return []
+
 
 class RowSettings(Strict):
     """Where the columns of a dataset have names of their own."""
@@ -312,6 +318,10 @@ class ScoredConfig(BaseConfig):
     sampling: SamplingSettings = SamplingSettings()
     reward_workers: RewardSettings = RewardSettings()
     sandbox: SandboxSettings = SandboxSettings()
+
+    @property
+    def code_names(self) -> list[tuple[str, str]]:
+        return [("reward", reward.reward) for reward in self.rewards]
 
 
 _PLAIN_SAMPLING = {
@@ -439,6 +449,12 @@ class RunConfig(ScoredConfig, RowSettings):
             name = named[1] if named else reference.partition("?")[0].rpartition(":")[2]
             by_name[name] = reference
         return by_name
+
+    @property
+    def code_names(self) -> list[tuple[str, str]]:
+        tools = [("tool", name) for name in (*self.tools, *self.environments.values())]
+        agent = [("agent", f"{word}:") for word in shlex.split(self.agent or "")[1:]]
+        return [*super().code_names, *tools, *agent]
 
     def environment_of(self, columns: Mapping[str, Any]) -> str | None:
         """Return the name of a row's environment; None without any."""

@@ -85,6 +85,11 @@ class ExampleSet:
         return digest.hexdigest()
 
     @property
+    def identity(self) -> str:
+        """Return the words by which a resumed run knows its rows again."""
+        return f"{len(self.train)} + {len(self.held_out)} rows, sha256 {self.fingerprint[:16]}"
+
+    @property
     def overlap(self) -> int:
         """Count the held-out examples whose prompt, or whole text without a prompt, is also trained on."""
         return num_overlapping(map(_prompt_of, self.held_out), map(_prompt_of, self.train))

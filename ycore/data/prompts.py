@@ -52,6 +52,11 @@ class PromptSet:
         """A digest that changes with any prompt, column or their order."""
         return self.digest()
 
+    @property
+    def identity(self) -> str:
+        """Return the words by which a resumed run knows its rows again."""
+        return f"{len(self.prompts)} rows, sha256 {self.fingerprint[:16]}"
+
 
 def load_prompts(
     config: RunConfig, *, as_chat: bool = False, store: ImageStore | None = None

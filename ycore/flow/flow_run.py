@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ycore.config.schema import a_fifth
-from ycore.data.prompts import PromptSet
 from ycore.errors import Interrupted, RunError
 from ycore.evaluation.held_out import is_due, row_figures
 from ycore.flow.flow_inputs import FlowFolder, load_conditions
@@ -26,7 +25,7 @@ from ycore.flow.picture_rounds import drop_pictures, picture_controller, picture
 from ycore.flow.sampler import FlowPolicy, OnePicture, PictureEngine, Trajectories
 from ycore.round.journal import Journal
 from ycore.run.checkpoints import checkpoint_of, controller_file, newest_for, step_of
-from ycore.run.claim import model_fingerprint
+from ycore.run.claim import check_contents, contents_of
 from ycore.run.files import make_folder, read_json, sync, sync_tree, write_json_atomic
 from ycore.run.images import ImageStore
 from ycore.run.metrics import MetricsWriter, is_evaluation, read_metrics
@@ -35,8 +34,6 @@ from ycore.run.secrets import load_config
 from ycore.trainer.checkpoint_writer import (
     CheckpointWriter,
     RankGroup,
-    check_contents,
-    file_fingerprints,
 )
 
 if TYPE_CHECKING:
@@ -54,7 +51,8 @@ class FlowRun:
         self.config = config = FlowConfig.model_validate(load_config(self.home))
         folder = FlowFolder(Path(read_json(self.home.engines)["model"]))
         dataset = load_conditions(config, num_classes=folder.num_classes)
-        self._check_contents(folder, dataset)
+        model = folder.root / folder.part
+        check_contents(self.home, contents_of(dataset.identity, model, config.code_names))
         for place in (self.home.images, self.home.trajectories):
             make_folder(place)
         policy = FlowPolicy(
@@ -98,15 +96,6 @@ class FlowRun:
             ranks=RankGroup(),
             journal=None if config.keep_journal else journal,
         )
-
-    def _check_contents(self, folder: FlowFolder, dataset: PromptSet) -> None:
-        """Refuse to go on with another model, dataset or reward than the run began with."""
-        named = [("reward", reward.reward) for reward in self.config.rewards]
-        contents = {
-            "dataset": f"{len(dataset.prompts)} rows, sha256 {dataset.fingerprint[:16]}",
-            "model": model_fingerprint(folder.root / folder.part),
-        }
-        check_contents(self.home, contents | file_fingerprints(named))
 
     def train(self) -> None:
         """Take all steps, from the newest checkpoint if there is one; Interrupted where it is asked to stop."""

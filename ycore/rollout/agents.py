@@ -105,12 +105,6 @@ def split_command(agent: str) -> list[str]:
     return words
 
 
-def agent_files(agent: str | None) -> list[Path]:
-    """Return the files that a command names, its program aside."""
-    words = [] if agent is None else split_command(agent)[1:]
-    return [Path(word) for word in words if Path(word).is_file()]
-
-
 def check_agent(config: RunConfig) -> None:
     """ConfigError where the run's agent cannot work."""
     if config.agent is None:

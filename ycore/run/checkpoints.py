@@ -174,11 +174,12 @@ def _first_damage(checkpoint: Path, expected: dict[str, Fingerprint]) -> str | N
     return None
 
 
-def newest_whole(folder: Path, *, say: Say) -> Path | None:
+def newest_whole(folder: Path, *, say: Say, moves: bool = True) -> Path | None:
     """Return the latest checkpoint that verifies; None where no checkpoint was ever saved.
 
     Args:
-        say: takes a line for each damaged checkpoint, which is moved aside and passed over.
+        say: takes a line for each damaged checkpoint, which is passed over.
+        moves: move damaged checkpoints aside.
 
     Raises:
         RunFolderError: all checkpoints are damaged.
@@ -188,8 +189,8 @@ def newest_whole(folder: Path, *, say: Say) -> Path | None:
         problem = checkpoint_problem(checkpoint)
         if problem is None:
             return checkpoint
-        moved = _move(checkpoint, "damaged-")
-        say(f"{checkpoint.name} is damaged ({problem}); passed over, and kept as {moved.name}")
+        kept = f", and kept as {_move(checkpoint, 'damaged-').name}" if moves else ""
+        say(f"{checkpoint.name} is damaged ({problem}); passed over{kept}")
         reasons.append(f"{checkpoint.name}: {problem}")
     if reasons:
         raise RunFolderError(

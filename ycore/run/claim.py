@@ -397,6 +397,36 @@ def files_fingerprint(files: Iterable[Path]) -> str:
     return f"{size} bytes, sha256 {digest.hexdigest()[:16]}"
 
 
+def contents_of(
+    dataset: str, model: Path, code_names: Iterable[tuple[str, str]]
+) -> dict[str, str]:
+    """Return fingerprints of what a run learns from, by name: its dataset's, its model's, and those of files of code.
+
+    Args:
+        model: the folder of its weights.
+        code_names: kind and name of what may be code: `file.py:function`.
+    """
+    contents = {"dataset": dataset, "model": model_fingerprint(model)}
+    for kind, name in code_names:
+        file = Path(name.rpartition(":")[0]).expanduser()
+        if file.is_file():
+            contents[f"{kind} {name.removesuffix(':')}"] = files_fingerprint([file])
+    return contents
+
+
+def check_contents(home: RunFolder, contents: dict[str, str]) -> None:
+    """Write down what a run learns from at its first start; RunFolderError where a later one learns from other contents."""
+    if not home.identity.is_file():
+        write_json_atomic(home.identity, contents)
+        return
+    differences = contents_that_differ(read_json(home.identity), contents)
+    if differences:
+        raise RunFolderError(
+            f"{home.root} did not begin with this ({in_words(differences)}); bring back what it was, "
+            "or go on all the same with --resume --accept-changes"
+        )
+
+
 def model_fingerprint(folder: Path) -> str:
     """Return the fingerprint of a model's weights, configuration and tokenizer, without its pictures and readme."""
     kinds = {".safetensors", ".json", ".model", ".txt", ".jinja", ".bin", ".py"}

@@ -20,11 +20,20 @@ from ycore.run.checkpoints import (
     checkpoint_problem,
     checkpoints_in,
     newest_for,
+    newest_whole,
     read_checkpoint_manifest,
     set_aside_after,
     step_of,
 )
-from ycore.run.claim import Claim, Resume, changes, check_claim, in_words, write_description
+from ycore.run.claim import (
+    Claim,
+    Resume,
+    changes,
+    check_claim,
+    check_contents,
+    in_words,
+    write_description,
+)
 from ycore.run.files import read_regular, seal, sync, unseal, write_bytes_atomic
 from ycore.run.paths import RunFolder
 from ycore.run.text import Say
@@ -167,6 +176,37 @@ def check_checkpoint(folder: RunFolder, step: int) -> None:
         raise RunFolderError(f"{checkpoint} is damaged ({problem}); {_listed(folder)}")
 
 
+def check_began_with(folder: RunFolder, contents: dict[str, str] | None) -> None:
+    """RunFolderError where a run would go on with other contents than it began with, or nobody knows with which.
+
+    `contents`: None where they are not known before the model is fetched.
+    """
+    if folder.identity.is_file():
+        if contents is not None:
+            check_contents(folder, contents)
+    elif checkpoints_in(folder.checkpoints) or rounds_in(folder.journal):
+        raise RunFolderError(
+            f"{folder.identity} is missing, so nobody knows whether dataset, model and rewards are those that the run "
+            "began with; put it back, or go on all the same with --resume --accept-changes"
+        )
+
+
+def outlook(folder: RunFolder, options: Resume) -> list[str]:
+    """Say from which checkpoint `settle` would go on, and which damaged ones it would pass over; nothing is changed."""
+    lines: list[str] = []
+    step = options.step
+    if step is None:
+        newest = newest_whole(folder.checkpoints, say=lines.append, moves=False)
+        step = 0 if newest is None else step_of(newest)
+    return [*lines, _beginning(step)]
+
+
+def _beginning(step: int) -> str:
+    if step:
+        return f"going on from step {step}"
+    return "going on from the first step: no checkpoint was saved yet"
+
+
 def settle(
     folder: RunFolder, config: BaseModel, options: Resume, *, world: int, say: Say
 ) -> None:
@@ -186,10 +226,7 @@ def settle(
         newest = _newest_checkpoint(folder, options.step, world=world, say=say)
         step = 0 if newest is None else step_of(newest)
         folder.summary.unlink(missing_ok=True)  # a finished run that goes on is not finished
-        if step:
-            say(f"going on from step {step}")
-        else:
-            say("going on from the first step: no checkpoint was saved yet")
+        say(_beginning(step))
         world_before = _world_before(folder, newest)
         if world_before not in (None, world):
             say(

@@ -1,14 +1,14 @@
 """Write a run's checkpoints: published together by all ranks or not at all, and none without room on the disk."""
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
 
-from ycore.errors import RunError, RunFolderError, YcoreError
+from ycore.errors import RunError, YcoreError
 from ycore.round.journal import Journal
 from ycore.run.checkpoints import (
     MIN_KEPT,
@@ -19,8 +19,7 @@ from ycore.run.checkpoints import (
     staging,
     step_of,
 )
-from ycore.run.claim import contents_that_differ, files_fingerprint, in_words
-from ycore.run.files import is_disk_full, make_folder, read_json, sync, write_json_atomic
+from ycore.run.files import is_disk_full, make_folder, sync
 from ycore.run.paths import RunFolder
 
 _SPARE = 1.1  # of the last checkpoint's size must be free for the next one
@@ -136,30 +135,3 @@ class CheckpointWriter:
 
     def _free_bytes(self) -> int:
         return shutil.disk_usage(self._folder).free
-
-
-def check_contents(home: RunFolder, contents: dict[str, str]) -> None:
-    """Write down what a run learns from at its first start: fingerprints of its rows, model and rewards by name.
-
-    Raises:
-        RunFolderError: a later start finds another content.
-    """
-    if not home.identity.is_file():
-        write_json_atomic(home.identity, contents)
-        return
-    differences = contents_that_differ(read_json(home.identity), contents)
-    if differences:
-        raise RunFolderError(
-            f"{home.root} did not begin with this ({in_words(differences)}); bring back what it was, "
-            "or go on all the same with --resume --accept-changes"
-        )
-
-
-def file_fingerprints(named: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Fingerprints of the Python files among pairs of a kind and a name, such as `reward` and `file.py:function`."""
-    fingerprints = {}
-    for kind, name in named:
-        file = Path(name.rpartition(":")[0]).expanduser()
-        if file.suffix == ".py" and file.is_file():
-            fingerprints[f"{kind} {name}"] = files_fingerprint([file])
-    return fingerprints

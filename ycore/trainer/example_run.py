@@ -19,7 +19,7 @@ from ycore.errors import DataError, Interrupted
 from ycore.evaluation.during_training import Evaluation
 from ycore.evaluation.held_out import as_metrics
 from ycore.round.assemble import load_tokenizer
-from ycore.run.claim import model_fingerprint
+from ycore.run.claim import contents_of
 from ycore.run.files import read_json
 from ycore.run.images import ImageStore
 from ycore.run.paths import RunFolder
@@ -49,14 +49,13 @@ class ExampleRun(TrainingRun):
             if examples.shows
             else None
         )
-        rows = f"{len(examples.train)} + {len(examples.held_out)} rows, sha256 {examples.fingerprint[:16]}"
         super().__init__(
             config,
             folder,
             RunFolder(Path(started["home"])),
             model=model,
             tokenizer=tokenizer if sight is None else sight.processor,
-            contents={"dataset": rows, "model": model_fingerprint(model)},
+            contents=contents_of(examples.identity, model, config.code_names),
             examples=examples,
         )
         self.stop = threading.Event()

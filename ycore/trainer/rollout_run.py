@@ -11,15 +11,14 @@ from ycore.engine import Engine, WeightSource
 from ycore.engine.weights import engine_weights, note_weights, write_adapters, write_weights
 from ycore.errors import ConfigError
 from ycore.evaluation.during_training import RolloutEvaluation
-from ycore.rollout.agents import AgentWriter, agent_files
+from ycore.rollout.agents import AgentWriter
 from ycore.round.assemble import Assembly
 from ycore.round.journal import Journal, ReplayedRounds
 from ycore.round.peers import Peers, TorchPeers
 from ycore.round.step import Controller
-from ycore.run.claim import files_fingerprint, model_fingerprint
+from ycore.run.claim import contents_of
 from ycore.run.files import write_json_atomic
 from ycore.run.work import working
-from ycore.trainer.checkpoint_writer import file_fingerprints
 from ycore.trainer.training_run import Checkpoints, RoundState, TrainingRun
 from ycore.trl.build import compute_dtype
 
@@ -40,7 +39,9 @@ class RolloutRun(TrainingRun):
             parts.home,
             model=parts.started.model,
             tokenizer=parts.tokenizer if parts.sight is None else parts.sight.processor,
-            contents=_contents(parts),
+            contents=contents_of(
+                parts.prompts.identity, parts.started.model, parts.config.code_names
+            ),
         )
         if parts.sight is not None:
             self.trainer.open_image = parts.sight.store.open
@@ -204,19 +205,3 @@ def truncation(finish_reasons: Sequence[str], config: RunConfig) -> str:
             "another --output), or go on with --resume --set max_truncated=1"
         )
     return line
-
-
-def _contents(parts: Assembly) -> dict[str, str]:
-    """Fingerprints of what the run learns from; the policy itself is in the checkpoint."""
-    contents = {
-        "dataset": f"{len(parts.prompts.prompts)} rows, sha256 {parts.prompts.fingerprint[:16]}",
-        "model": model_fingerprint(parts.started.model),
-    }
-    named = [("reward", reward.reward) for reward in parts.config.rewards]
-    named += [
-        ("tool", name) for name in (*parts.config.tools, *parts.config.environments.values())
-    ]
-    contents |= file_fingerprints(named)
-    return contents | {
-        f"agent {file}": files_fingerprint([file]) for file in agent_files(parts.config.agent)
-    }

@@ -39,11 +39,12 @@ from ycore.run.checkpoints import (
     read_checkpoint_manifest,
     step_of,
 )
+from ycore.run.claim import check_contents
 from ycore.run.files import read_json, sync, sync_tree, write_json_atomic
 from ycore.run.metrics import MetricsWriter, is_evaluation
 from ycore.run.paths import RunFolder
 from ycore.run.reports import this_rank
-from ycore.trainer.checkpoint_writer import CheckpointWriter, RankGroup, check_contents
+from ycore.trainer.checkpoint_writer import CheckpointWriter, RankGroup
 from ycore.trl.base import BaseTrainer
 from ycore.trl.batches import MicroBatches, RoundPosition
 from ycore.trl.build import build_trainer, compute_dtype

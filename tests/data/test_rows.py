@@ -688,24 +688,72 @@ def test_no_text_of_a_thousand_mixed_rows_disappears_or_changes_place(
     assert num_read >= 15
 
 
+def turns_of(*texts: str, system: str | None = None) -> list[dict[str, Any]]:
+    start = [] if system is None else [{"role": "system", "content": system}]
+    return start + [(said if number % 2 else user)(text) for number, text in enumerate(texts)]
+
+
+_CASES: list[tuple[str, str, Any, Any]] = [
+    # file, methods, a question and what is learned of it; or None and the refusal
+    ("alpaca-input/sft.jsonl", "sft grpo", turns_of("Add the two numbers.\n\n2 and 1"), "3"),
+    ("alpaca-input/rl.jsonl", "sft grpo", turns_of("Add the two numbers.\n\n2 and 1"), "3"),
+    ("alpaca-input/kto.jsonl", "kto", turns_of("Add the two numbers.\n\n2 and 1"), "3"),
+    ("alpaca-input/pairs.jsonl", "dpo reward", turns_of("Add the two numbers.\n\n2 and 1"), "3"),
+    ("alpaca-input/history.jsonl", "sft grpo",
+     turns_of("Tell me about Peru 2.", "It is a country.", "And its capital?", system="Be brief."), "Lima."),
+    ("alpaca-system-history/alpaca.jsonl", "sft grpo",
+     turns_of("What is the capital of Peru?", "Lima.", "And the population in year 2002?",
+              system="You are a geographer. Answer in pirate speech."), "About 2 million."),
+    ("alpaca-system-history/sharegpt.jsonl", "sft grpo",
+     turns_of("Weather in town 2?", system="You are a terse weather bot."), "Sunny."),
+    ("csv-json-messages/chats.csv", "sft grpo", turns_of("What is 2+1?"), "3"),
+    ("csv-json-messages/prompts.csv", "sft grpo", turns_of("What is 2+1?"), "3"),
+    ("csv-json-messages/pairs.csv", "dpo reward kto grpo", turns_of("What is 2+1?"), "3"),
+    ("csv-margin/pairs.csv", "dpo reward", turns_of("Question 2?"), "Good answer 2."),
+    ("fields-dropped/dpo-reasoning.jsonl", "dpo reward", turns_of("What is 2+3?"), "5"),
+    ("fields-dropped/reason.jsonl", "sft grpo", turns_of("What is 2+3?"), "It is 5."),
+    ("fields-dropped/system-column.jsonl", "sft grpo", turns_of("Hi", system="Speak like a pirate."), "Arr"),
+    ("hh-prompt-open/pairs.jsonl", "dpo reward kto grpo", turns_of("What is dew?"), "Water on grass."),
+    ("message-extra-keys/reasoning.jsonl", "sft grpo", turns_of("What is 2+1?"), "3"),
+    ("message-extra-keys/weight.jsonl", "sft grpo", None, "weight 0 in row 0"),
+    ("pair-repeats-prompt/last-turn.jsonl", "dpo reward kto grpo", turns_of("Hi", "Hello", "What is dew?"), "Water."),
+    ("pair-repeats-prompt/sft.jsonl", "sft grpo", turns_of("What is dew?"), "Water."),
+    ("pair-repeats-prompt/space.jsonl", "dpo reward kto grpo", turns_of("What is dew?"), "Water."),
+    ("pair-repeats-prompt/system.jsonl", "dpo reward kto grpo",
+     turns_of("What is dew?", system="Be brief."), "Water on grass."),
+    ("prompt-whitespace/pairs.jsonl", "dpo reward kto grpo", turns_of("Question 2?"), "Good answer 2."),
+    ("prompt-whitespace/pairs-system.jsonl", "dpo reward kto grpo",
+     turns_of("Question 2?", system="Be short."), "Good answer 2."),
+    ("prompt-whitespace/sys.jsonl", "sft grpo", turns_of("Q2?", system="Be short."), "A."),
+    ("unknown-role/chatgpt.jsonl", "sft grpo", turns_of("What is 2 plus 1?"), "It is 3."),
+    ("unknown-role/conv.jsonl", "sft grpo", turns_of("2+1?"), "3"),
+    ("unknown-role/model.jsonl", "sft grpo", turns_of("What is 2 plus 1?"), "It is 3."),
+    ("unknown-role/text_roles.jsonl", "grpo", None, "ends with an assistant turn in row 0"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("case", "method"),
+    ("case", "method", "question", "answer"),
     [
-        *(("alpaca-input/pairs.jsonl", method) for method in ("dpo", "reward")),
-        ("alpaca-input/kto.jsonl", "kto"),
-        ("alpaca-input/sft.jsonl", "sft"),
-        ("alpaca-input/rl.jsonl", "grpo"),
+        (case, method, question, answer)
+        for case, methods, question, answer in _CASES
+        for method in methods.split()
     ],
 )
-def test_the_shared_case_of_alpaca(case: str, method: str) -> None:
+def test_the_shared_cases_of_rows(case: str, method: str, question: Any, answer: str) -> None:
     path = CASES / case
     if not path.is_file():
         pytest.skip(f"the shared case {case} is not on this machine")
-    question = [user("Add the two numbers.\n\n2 and 1")]
-    if method == "grpo":
-        assert question in [prompt.content for prompt in prompts(path).prompts]
-    else:
-        assert question in [row["prompt"] for row in examples(path, method).train]
+    if question is None:
+        with pytest.raises(DataError, match=answer):
+            read_example(method, path, as_chat=True)
+        return
+    rows, _ = read_example(method, path, as_chat=True)
+    same = [row for row in rows if row["prompt"] == question]
+    assert same
+    if method != "grpo":
+        learned = [row.get("chosen", row.get("completion"))[-1]["content"] for row in same]
+        assert answer in learned
 
 
 def test_what_a_plan_says_of_pairs_that_are_prompts(tmp_path: Path) -> None:

@@ -167,6 +167,19 @@ def test_a_script_may_use_the_testers_names_too(room: Room) -> None:
     assert room.values(code, tests=[{"input": "1 2\n", "output": "3\n"}]) == [1.0]
 
 
+@pytest.mark.parametrize("end", ["exit()", "quit(0)", "sys.exit(0)", "raise SystemExit"])
+def test_a_script_may_end_itself(room: Room, end: str) -> None:
+    code = fenced(f"print(sum(map(int, input().split())))\n{end}")
+    assert room.values(code, tests=[{"input": "1 2\n", "output": "3\n"}]) == [1.0]
+
+
+def test_leetcodes_check_calls_a_method_of_a_solution(room: Room) -> None:
+    test = "def check(candidate):\n    assert candidate(nums=[1, 2, 3]) == 6\n"
+    codes = [SOLUTION, "def total(nums): return sum(nums)", SOLUTION.replace("+", "-")]
+    rewards = room.values(*map(fenced, codes), test=test, entry_point="Solution().total")
+    assert rewards == [1.0, 1.0, 0.0]
+
+
 def test_calls_with_arguments(room: Room) -> None:
     tests = [
         {"input": [1], "output": 2},

@@ -48,6 +48,7 @@ from functools import cache, cmp_to_key, lru_cache, partial, reduce
 from heapq import heapify, heappop, heappush, heappushpop, heapreplace, merge, nlargest, nsmallest
 from itertools import accumulate, chain, combinations, count, cycle, groupby, permutations, product, zip_longest
 from math import ceil, comb, cos, exp, fabs, factorial, floor, gcd, inf, isqrt, lcm, log, log2, log10, pi, sin, sqrt, tan
+from sys import exit, exit as quit
 from typing import *
 """
 _MARKDOWN = MarkdownIt("zero").enable(["code", "fence", "blockquote", "list"]).disable("inline")
@@ -175,6 +176,7 @@ def row_tests(prompt: Prompt, settings: CodeSettings) -> UnitTests | StdioTests:
         metadata = _from_json(holder.get("metadata")) if isinstance(holder, Mapping) else None
         if not function and isinstance(metadata, Mapping):
             function = str(metadata.get("func_name") or "")
+    function = function.removeprefix("Solution().")  # LeetCode's
     is_apps = isinstance(tests, Mapping)
     if is_apps:
         function = str(tests.get("fn_name") or function)
@@ -217,8 +219,8 @@ def program_of(completion: Content, tests: UnitTests | StdioTests) -> str:
     to the first line that leaves the function's body.
     """
     code = code_of(completion)
+    imports = "" if "from __future__" in code else _GIVEN_IMPORTS
     if code.strip() and (isinstance(tests, StdioTests) or tests.calls):
-        imports = "" if "from __future__" in code else _GIVEN_IMPORTS
         if isinstance(tests, StdioTests):
             return imports + code
         # A function of the same name that is imported here would pass for the program's.
@@ -228,7 +230,7 @@ def program_of(completion: Content, tests: UnitTests | StdioTests) -> str:
         return code
     if _SOLUTION.search(code):
         called = [tests.entry_point] if tests.entry_point else _METHOD.findall(code)
-        return code + _methods_as_functions(code, called)
+        return imports + code + _methods_as_functions(code, called)
     if not tests.given:
         return code
     if _defines(code, tests.entry_point):

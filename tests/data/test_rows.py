@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from ycore.config.resolve import resolve
+from ycore.data.cells import last_boxed
 from ycore.data.examples import ExampleSet, load_examples
 from ycore.data.prompts import PromptSet, load_prompts
-from ycore.data.rows import last_boxed
 from ycore.errors import DataError
 
 CASES = next(
@@ -435,6 +435,18 @@ def test_texts_are_cut_where_their_answer_opens(
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": question, "completion": "South"}])
     notes = examples(path, "sft").reading["notes"]
     assert [note for note in notes if "texts have the marks of a chat template" in note]
+
+
+def test_the_plan_counts_answers_that_are_worked_solutions_without_a_mark(
+    tmp_path: Path,
+) -> None:
+    worked = "First we add the two. " * 5
+    golds = [worked, rf"{worked}\boxed{{4}}", f"{worked}\n#### 4", "4"]
+    path = write_jsonl(
+        tmp_path / "a.jsonl", [{"question": "Q?", "answer": gold} for gold in golds]
+    )
+    (note,) = prompts(path).reading["notes"]
+    assert note.startswith("1 x answer is a long text")
 
 
 def test_one_turn_needs_no_list(tmp_path: Path) -> None:

@@ -135,6 +135,22 @@ def _numbers() -> Iterator[Pair]:
         yield Pair("a number in Chinese", str(number), f"答案是{number}。", True)
         yield Pair("a number in Chinese", str(-number), f"答案是{number}。", False)
 
+    for part, formula in (
+        *(("2", r"\frac{\sqrt{3}}{2}"), ("3", "2x+3"), ("5", "x>5"), ("2", "3+2i")),
+        *(("5", r"\log_2 5"), ("100", "100!"), ("2", "1, 2"), ("2", "(1, 2)")),
+    ):
+        yield Pair("a part of a formula", part, rf"So it is $\boxed{{{formula}}}$.", False)
+        yield Pair("a part of a formula", formula, rf"So it is $\boxed{{{formula}}}$.", True)
+    for answer, written in (
+        *(
+            ("30000", "3\u4e07\u5143"),
+            ("3\u4e07\u5143", "30000\u5143"),
+            ("100000000", "1\u5104"),
+        ),
+        *(("2000000", "2 million"), ("2 million", "2,000,000")),
+    ):
+        yield from _said("ten thousands and millions", answer, written, num=2)
+
     for number in (1234, 56789):
         yield from _said(
             "thousands with plain spaces", str(number), _grouped(number, " "), num=2

@@ -108,6 +108,8 @@ def test_answers_are_compared_as_people_do(
         (np.float64(5), ["5.0"]),
         (7, ["7"]),
         ("48 / 2\n#### 24", ["24"]),
+        (r"So $\boxed{1}$, then $\boxed{\frac{1}{2}}$.", [r"\frac{1}{2}"]),
+        (r"\boxed{24}", ["24"]),
         (None, []),
         ("  ", []),
         ([], []),
@@ -189,6 +191,9 @@ def test_no_part_of_a_formula_in_a_box_is_an_answer(box: str, part: str) -> None
     "box",
     [
         "x = 12",
+        "{12}",
+        r"\approx 12",
+        r"\displaystyle 12",
         r"12\text{ cm}",
         r"12\,\text{cm}^2",
         r"12\mathrm{~cm}",
@@ -220,6 +225,11 @@ def test_a_number_in_a_box_may_have_a_name_and_a_unit(box: str) -> None:
         ("\u0661\u0662\u0663\u0664", "1234", True),
         ("\u0661\u0662\u0663\u0664", "234", False),
         ("\u0967\u0968\u0969", "123", True),
+        ("1/2", r"\(\frac{1}{2}\)", True),
+        (r"\[5\]", "5", True),
+        ("5", r"\[5\]", True),
+        ("\u7b54\u6848\u662f\u5bf9", "\u5bf9", True),
+        ("\u4e0d\u5bf9", "\u5bf9", False),
     ],
 )
 def test_units_and_digits_of_other_scripts(text: str, gold: str, expected: bool) -> None:
@@ -248,6 +258,15 @@ def test_one_of_several_answers_is_enough_and_none_is_not_scored() -> None:
         (r"\boxed{12{,}34{,}567}", "1234567", 1.0),
         ("½", "0.5", 1.0),
         ("\\boxed{\u22125}", "-5", 1.0),
+        (r"\boxed{\sqrt{2}}", "\u221a2", 1.0),
+        ("\\boxed{\u221a2}", r"\sqrt{2}", 1.0),
+        ("2\u221a3", "2\u221a3", 1.0),
+        ("3\u03c0", r"3\pi", 1.0),
+        (r"\boxed{\frac{\pi}{2}}", "\u03c0/2", 1.0),
+        (r"(-\infty, 3]", "(\u2212\u221e, 3]", 1.0),
+        (r"\boxed{[2,\infty)}", "[2, \u221e)", 1.0),
+        ("\\boxed{\u221a2}", "2", 0.0),
+        ("\\boxed{3\u03c0}", "3", 0.0),
     ],
 )
 def test_math_reads_mended_delimiters(completion: str, answer: str, expected: float) -> None:

@@ -247,7 +247,7 @@ def golds_of(answer: Any) -> list[str]:
 
     `answer` is a text, a number, a list or array of them, or a mapping with `value`, `aliases` (TriviaQA), `text`
     (SQuAD), `answer` or `ground_truth`, also as JSON, Python's or numpy's text of a mapping or of a list of texts. Of a
-    text only what follows the last `####` counts, with which GSM8K's worked solutions end.
+    worked solution only its result counts: the last box, or what follows the last `####`.
     """
     if not isinstance(answer, str):
         if hasattr(answer, "tolist"):  # of numpy, from Parquet
@@ -258,7 +258,8 @@ def golds_of(answer: Any) -> list[str]:
             return list(dict.fromkeys(gold for item in answer for gold in golds_of(item)))
         if answer is None or answer != answer:
             return []
-    gold = str(answer).rpartition("####")[2].strip()
+    text = str(answer)
+    gold = (last_boxed(text) or text).rpartition("####")[2].strip()
     if not gold or gold.lower() == "nan":
         return []
     return [gold, *_listed_golds(gold)] if gold[0] in "[{" else [gold]
@@ -284,3 +285,13 @@ def until_closed(text: str) -> str | None:
         if not depth:
             return text[:place]
     return None
+
+
+_BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
+
+
+def last_boxed(solution: str) -> str | None:
+    r"""Return what the last `\boxed{...}` of a worked solution holds; None where there is none."""
+    marks = list(_BOXED.finditer(solution))
+    closed = until_closed(solution[marks[-1].end() :]) if marks else None
+    return None if closed is None else closed.strip()

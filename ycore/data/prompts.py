@@ -204,7 +204,7 @@ class PromptRows(Sequence[Prompt]):
             content, _ = self._content_and_images(row)
             if orders.is_new(content):
                 self.samples.append(number)
-            self._reader.note_missing_gold(row)
+            self._reader.note_gold(row)
 
     def digest(self) -> str:
         """Return a digest of what the prompts are made of."""

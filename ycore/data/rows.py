@@ -16,9 +16,9 @@ from ycore.data.cells import (
     content_of,
     golds_of,
     is_dialogue,
+    last_boxed,
     parse_literal,
     to_messages,
-    until_closed,
 )
 from ycore.data.table import Table, TableRow
 from ycore.errors import DataError
@@ -115,6 +115,7 @@ _OPENED = re.compile("|".join([r"\n[ \t]*Assistant:", *map(re.escape, _CHAT_ENDS
 """The marks that open an answer in a text."""
 
 _MAX_ORDERS = 1000
+_MAX_SPACES = 20  # of an answer that rewards may compare
 
 _NO_TOOLS: tuple[Any, ...] = ()
 
@@ -512,8 +513,16 @@ class RowReader:
     def _template_cell(self, row: TableRow, column: str) -> Any:
         return _parsed(row, column) if column in self._for_template else None
 
-    def note_missing_gold(self, row: TableRow) -> None:
-        if self.answer is None or golds_of(value := row.cell(self.answer)):
+    def note_gold(self, row: TableRow) -> None:
+        """Count answers that rewards cannot compare, or hardly."""
+        if self.answer is None:
+            return
+        value = row.cell(self.answer)
+        if golds := golds_of(value):
+            if golds[0].count(" ") > _MAX_SPACES:
+                self.notes[
+                    f"{self.answer} is a long text: rewards that compare it want all of it"
+                ] += 1
             return
         is_unknown = isinstance(value, Mapping) and value.keys().isdisjoint(GOLD_KEYS)
         problem = f"has none of the keys {', '.join(GOLD_KEYS)}" if is_unknown else "is empty"
@@ -760,16 +769,6 @@ def _split_texts(chosen: str, rejected: str) -> Row | str:
     if end <= 0 or not all(map(str.strip, answers)) or any(map(_OPENED.search, answers)):
         return "conversations part before the last answer"
     return Row(chosen[:end], dict(zip(("chosen", "rejected"), answers, strict=True)))
-
-
-_BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
-
-
-def last_boxed(solution: str) -> str | None:
-    r"""Return what the last `\boxed{...}` of a worked solution holds; None where there is none."""
-    marks = list(_BOXED.finditer(solution))
-    closed = until_closed(solution[marks[-1].end() :]) if marks else None
-    return None if closed is None else closed.strip()
 
 
 def renamed(table: Table, columns: Mapping[str, str]) -> Table:

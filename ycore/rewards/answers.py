@@ -16,10 +16,11 @@ from ycore.data.cells import until_closed
 from ycore.types import THINKING, Content, after_thinking
 
 _UNSPACED = r"\p{Han}\p{Hiragana}\p{sc=Thai}\p{sc=Lao}\p{sc=Khmer}\p{sc=Myanmar}"
+_NOT = r"(?<![\u4e0d\u6ca1\u975e\u672a\u65e0\u7121])"  # before what is denied
 _NOT_IN_LETTER = r"(?!\p{M}|[\u0e33\u0eb3])"  # not before the marks and vowel signs of a letter
 _WORD_START = (
     rf"(?:\b|(?<=[{_UNSPACED}])|(?=[{_UNSPACED}])|(?<=\p{{Hangul}})(?!\p{{Hangul}})"
-    rf"|(?<=\p{{L}}{{2}}[.:])){_NOT_IN_LETTER}"
+    rf"|(?<=\p{{L}}{{2}}[.:])){_NOT}{_NOT_IN_LETTER}"
 )
 _WORD_END = rf"(?:\b|(?<=[{_UNSPACED}])|(?=[{_UNSPACED}\p{{Hangul}}])|(?=[.:]\p{{L}}{{2}})){_NOT_IN_LETTER}"
 _LONG_MARKS = regex.compile(r"(\p{M}{30})\p{M}+")
@@ -49,6 +50,7 @@ _CHARACTERS = str.maketrans(
     # the letters and brackets of full width
     | {chr(code + 0xFEE0): chr(code) for code in (40, 41, *range(65, 91), *range(97, 123))}
 )
+_SYMBOLS = str.maketrans({"\u03c0": r"\pi ", "\u221e": r"\infty ", "\u221a": r"\sqrt "})
 _SUPERSCRIPTS = str.maketrans(
     "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b", "0123456789-"
 )
@@ -57,13 +59,15 @@ _SEPARATOR = r"(?:\\[,;: ]|\{\\[,;:]\}|\\thinspace\s?|[~'_\u2019\u02bc\u066c\u00
 _ARGUMENT = r"\s?(?|\{\s*([^{}]{1,60}?)\s*\}|(\d))"
 _VULGAR_FRACTION = r"[\u00bc-\u00be\u2150-\u215e]"
 _REWRITES: list[tuple[Any, str | Callable[[Any], str]]] = [
+    (regex.compile(r"\\[()\[\]]"), " "),
     (regex.compile(r"\\(?:text|mathrm|mbox)\s?\{,\}"), ","),
-    (
-        regex.compile(r"[(\[{][^()\[\]{}]*+[)\]}]"),
-        lambda found: regex.sub(r",\s+", ",", found[0]),
-    ),
     (regex.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s?\{\s*([^{}]*)\}"), r" \1"),
-    (regex.compile(r"\{([-,])\}|\\([%$])|\\!|\\(?:left|right)(?![A-Za-z])"), r"\1\2"),
+    (
+        regex.compile(
+            r"\{([-,])\}|\\([%$])|\\!|\\(?:left|right|displaystyle|approx|quad)(?![A-Za-z])"
+        ),
+        r"\1\2",
+    ),
     (regex.compile(r"(?<![\p{L}\d])_+|_+(?![\p{L}\d])"), " "),
     (regex.compile(r"\^\s?(?:\\circ|\{\s?\\circ\s?\})"), "\u00b0"),
     (regex.compile(r"(?<=\d)\uff0c(?=\d)"), ","),
@@ -113,7 +117,7 @@ _NUMBER = regex.compile(
     regex.V1,
 )
 _UNIT = regex.compile(r"\s{0,2}((?:[\p{L}\u00b0\u00b5][^\s\d]*\s?){1,3})", regex.V1)
-_FORMULA = regex.compile(r"[\\^_<>+*/|!{}\[\]-]|\p{Sm}")
+_FORMULA = regex.compile(r"[\\^_<>+*/|!\[\]-]|\p{Sm}")
 _SCALES = (
     dict.fromkeys("\u4e07\u842c\ub9cc", 10**4)
     | dict.fromkeys("\u4ebf\u5104\uc5b5", 10**8)
@@ -274,7 +278,7 @@ def holds(text: str, gold: str) -> bool:
 
 def for_math_verify(text: str) -> str:
     """Return a text with delimiters and signs as math-verify reads them: no dollar is money, no number is in parts."""
-    text = _composed(text).translate(_CHARACTERS).replace("\\$", "")
+    text = _composed(text).translate(_CHARACTERS | _SYMBOLS).replace("\\$", "")
     text = _IN_PARTS.sub("", text.replace("\\!", ""))
     if text.count("$") % 2:
         text = regex.sub(r"\$(?=\s?[\d.])", "", text)
@@ -324,7 +328,8 @@ def _last_line(text: str) -> str:
 
 def _folded(text: str) -> str:
     folded = _composed(_plain(text).casefold())
-    return " ".join(folded.replace(_GROUP, " ").split()).rstrip(_CLOSING)
+    words = folded.replace(_GROUP, " ").split()
+    return " ".join(words).replace(", ", ",").rstrip(_CLOSING)
 
 
 def _plain(text: str) -> str:

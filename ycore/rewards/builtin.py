@@ -218,7 +218,7 @@ def _math_score(completion: Content, golds: list[str]) -> float | None:
     bare = "" if box is None and _DELIMITED.search(text) else text
     return float(
         any(
-            box == for_math_verify(gold)
+            (box or text).replace(" ", "") == for_math_verify(gold).replace(" ", "")
             or (number_of(gold) is not None and gives(bare, gold))  # bare LaTeX, and more forms
             or math_verify.verify(list(formula), parsed, timeout_seconds=None)
             for gold, formula in formulas.items()

@@ -5,15 +5,20 @@ TRL's own templates come from the installed package. The others are written by t
 
 import json
 import re
+import socket
 import string
-from collections.abc import Mapping, Sequence
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 import trl
 from datasets import Dataset
+from jinja2 import TemplateError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import (
@@ -32,10 +37,14 @@ from trl import (
     SFTTrainer,
 )
 from trl import RewardConfig as TrlRewardConfig
+from ycore_cli.use import chat
 
+from ycore.api.trained import serve_command
 from ycore.config.resolve import resolve
 from ycore.config.schema import TuneConfig
 from ycore.data.examples import load_examples
+from ycore.engine.commands import engine_environment
+from ycore.engine.kinds import is_vllm_installed
 from ycore.round.assemble import Assembly
 from ycore.run.paths import RunFolder
 from ycore.scoring.model_scorers import reward_model_encoder
@@ -97,11 +106,18 @@ TRL_TRAINERS: Mapping[str, tuple[Any, Any]] = {
 }
 
 
-def tokenizer_of(family: str | None, *, added: str = "$A") -> PreTrainedTokenizerFast:
-    """A tokenizer with one token a letter, and one for each marker of the family's template; None has no template."""
+def tokenizer_of(
+    family: str | None, *, added: str = "$A", more: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token a letter, and one for each marker of the family's template and of `more`.
+
+    Without a family it has no template.
+    """
     path, begin, end, _ = FAMILIES[family or "llama3"]
     template = path.read_text(encoding="utf-8")
-    markers = dict.fromkeys(["<unk>", "<pad>", begin, end, *_SPECIAL.findall(template)])
+    markers = dict.fromkeys(
+        ["<unk>", "<pad>", begin, end, *_SPECIAL.findall("".join([template, *more]))]
+    )
     vocabulary = {token: number for number, token in enumerate([*markers, *string.printable])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -138,8 +154,8 @@ def model_of(tokenizer: PreTrainedTokenizerFast, algorithm: str, folder: Path) -
     """The folder of a random model with the tokenizer's vocabulary."""
     kind = LlamaForSequenceClassification if algorithm == "reward" else LlamaForCausalLM
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-        num_attention_heads=1, num_key_value_heads=1, num_labels=1, pad_token_id=tokenizer.pad_token_id,
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, num_labels=1, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     kind(config).save_pretrained(folder)
     return str(folder)
@@ -316,23 +332,139 @@ def test_a_runs_prompts_are_a_chats(family: str) -> None:
         assert grpo_tokens(tokenizer, Prompt(0, turns), family) == chat["input_ids"]
 
 
-@pytest.mark.verify
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_runs_prompts_are_a_servers(family: str) -> None:
-    """vLLM, which also serves judges, gives some templates their texts in blocks."""
-    renderer = pytest.importorskip("vllm.renderers.hf")
+def test_a_runs_prompts_are_those_of_ycore_chat(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first turns and template arguments come from the run's folder."""
     tokenizer = tokenizer_of(family)
-    is_text = (
-        renderer._detect_content_format(tokenizer.chat_template, default="string") == "string"
+    run = RunFolder(tmp_path)
+    model_of(tokenizer, "sft", run.model)
+    tokenizer.save_pretrained(run.model)
+    trained = {
+        "algorithm": "grpo",
+        "system_prompt": "Add.",
+        "few_shot": PROMPTS[1][1:3],
+        "trl": {"chat_template_kwargs": FAMILIES[family][3]},
+    }
+    run.config.write_text(json.dumps({"config": trained}))
+    asked: list[list[int]] = []
+    generate = LlamaForCausalLM.generate
+
+    def asking(model: Any, **options: Any) -> Any:
+        asked.append(options["input_ids"][0].tolist())
+        return generate(model, **options)
+
+    monkeypatch.setattr(LlamaForCausalLM, "generate", asking)
+    chat(str(tmp_path), prompt=["and 2 + 2?", "more"], max_tokens=1)
+    assert asked[0] == list(grpo_tokens(tokenizer, Prompt(0, PROMPTS[1]), family))
+    assert len(asked) == 2
+
+
+ROWS_OF_SERVERS: list[tuple[Sequence[dict[str, Any]], list[dict[str, Any]]]] = [
+    *((turns, []) for turns in PROMPTS),
+    (PROMPTS[0], [TOOL]),
+    (
+        [
+            *PROMPTS[0],
+            assistant(
+                "",
+                tool_calls=[
+                    {
+                        "type": "function",
+                        "id": "call12345",
+                        "function": {"name": "add", "arguments": {"x": 2, "y": 3}},
+                    }
+                ],
+            ),
+            {"role": "tool", "content": "5", "tool_call_id": "call12345"},
+            user("Is it odd?"),
+        ],
+        [TOOL],
+    ),
+    ([*PROMPTS[0], assistant("5", reasoning_content="2 and 3"), user("Is it odd?")], []),
+]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Any]]:
+    """The address of a server as `ycore serve` starts it, which also takes templates, and its tokenizer."""
+    folder = tmp_path_factory.mktemp("served")
+    tokenizer = tokenizer_of(
+        "llama3", more=[path.read_text() for path, *_ in FAMILIES.values()]
     )
-    for turns in PROMPTS:
-        served = [
-            turn
-            if is_text
-            else {**turn, "content": [{"type": "text", "text": turn["content"]}]}
-            for turn in turns
+    model_of(tokenizer, "sft", folder)
+    tokenizer.save_pretrained(folder)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words, spec = serve_command(
+        folder, name="m", host="127.0.0.1", port=port, template_arguments={}
+    )
+    process = subprocess.Popen(
+        [*words, "--trust-request-chat-template"], env=engine_environment(spec)
+    )
+    address = f"http://127.0.0.1:{port}"
+    until = time.monotonic() + 300
+    try:
+        while not _is_up(address):
+            assert process.poll() is None and time.monotonic() < until
+            time.sleep(0.5)
+        yield f"{address}/v1/chat/completions", tokenizer
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def _is_up(address: str) -> bool:
+    try:
+        return httpx.get(f"{address}/health", timeout=5).is_success
+    except httpx.HTTPError:
+        return False
+
+
+@pytest.mark.verify
+@pytest.mark.engine
+@pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_runs_prompts_are_a_servers(family: str, served: tuple[str, Any]) -> None:
+    """vLLM, which also serves judges: the tokens that it says it was asked with."""
+    address, tokenizer = served
+    path, *_, arguments = FAMILIES[family]
+    tokenizer.chat_template = path.read_text()
+    num_alike = 0
+    for turns, tools in ROWS_OF_SERVERS:
+        prompt = Prompt(0, list(turns), tools=tuple(tools))
+        try:
+            ours = grpo_tokens(tokenizer, prompt, family)
+        except (TemplateError, TypeError):
+            continue  # the template takes no such turns
+        body = {
+            "messages": [_as_sent(turn) for turn in turns],
+            "chat_template": tokenizer.chat_template,
+            "chat_template_kwargs": arguments,
+            "max_tokens": 1,
+            "return_token_ids": True,
+            **({"tools": tools, "tool_choice": "none"} if tools else {}),
+        }
+        reply = httpx.post(address, json=body, timeout=60)
+        assert reply.is_success, reply.text
+        assert tokenizer.decode(reply.json()["prompt_token_ids"]) == tokenizer.decode(ours)
+        assert reply.json()["prompt_token_ids"] == ours
+        num_alike += 1
+    assert num_alike >= 3
+
+
+def _as_sent(turn: dict[str, Any]) -> dict[str, Any]:
+    """Write a turn as OpenAI's interface has it: arguments of calls as JSON in a text, thinking as `reasoning`."""
+    sent = {"reasoning" if key == "reasoning_content" else key: turn[key] for key in turn}
+    if "tool_calls" in turn:
+        functions = [
+            {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}
+            for call in turn["tool_calls"]
         ]
-        ids = tokenizer.apply_chat_template(
-            served, add_generation_prompt=True, return_dict=False, **FAMILIES[family][3]
-        )
-        assert grpo_tokens(tokenizer, Prompt(0, turns), family) == ids
+        sent["tool_calls"] = [
+            {**call, "function": function}
+            for call, function in zip(turn["tool_calls"], functions, strict=True)
+        ]
+    return sent

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 ReportedRuns = Annotated[
     list[Path] | None,
-    typer.Argument(metavar="[RUN ...]", help="Folders of runs; the newest if none is given."),
+    typer.Argument(metavar="RUN", help="Folders of runs; the newest if none is given."),
 ]
 Page = Annotated[
     Path | None, typer.Option(help="The page to write; report.html in the first run's folder.")
@@ -29,9 +29,11 @@ Once = Annotated[
 ]
 Recipe = Annotated[
     str | None,
-    typer.Argument(metavar="[RECIPE]", help="Run this one, a shipped recipe or a YAML file."),
+    typer.Argument(metavar="RECIPE", help="Run this one, a shipped recipe or a YAML file."),
 ]
-Seeds = Annotated[int, typer.Option(min=1, help="Runs, with the seeds 0, 1, ...; e.g. 3.")]
+Seeds = Annotated[
+    int, typer.Option(metavar="N", min=1, help="Runs, with the seeds 0, 1, ...; e.g. 3.")
+]
 Band = Annotated[
     Path | None,
     typer.Option("--band", help="The band to compare with; that of the recipe if not given."),

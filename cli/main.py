@@ -5,7 +5,7 @@ Nothing heavy is imported until a command runs.
 
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from ycore_cli.look import recipes, report
@@ -18,7 +18,7 @@ from ycore_cli.use import chat, export, serve
 
 from ycore import __version__
 from ycore.config.algorithms import ALGORITHMS, families, load_reference
-from ycore.errors import ConfigError, Interrupted, YcoreError, nearest
+from ycore.errors import ConfigError, Interrupted, YcoreError, must_be, nearest
 from ycore.run.files import file_problem
 from ycore.run.interrupt import keep_printing, run_command
 from ycore.run.text import printable
@@ -159,11 +159,16 @@ def run(arguments: Sequence[str]) -> int:
 
 def _refusal(error: typer.TyperException) -> str:
     """Say in our form what typer refuses: an unknown option with the nearest one of its command."""
+    from pydantic import ValidationError
+
     option, context = getattr(error, "option_name", ""), getattr(error, "ctx", None)
     if option and context and error.format_message().startswith("No such option"):
         parameters = context.command.params
         known = [name for parameter in parameters for name in parameter.opts if name[0] == "-"]
         return f"no option {option}{nearest(option, known, limit=1) or f'; see `{context.command_path} --help`'}"
+    parameter: Any = getattr(error, "param", None)
+    if isinstance(error.__cause__, ValidationError):
+        return must_be(parameter.opts[0], error.__cause__.errors())
     message = error.format_message().strip().rstrip(".").replace(". Did", "; did")
     message = f"{message[:1].lower()}{message[1:]}"
     return message if message.endswith("?") else f"{message}; see `ycore --help`"

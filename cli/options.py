@@ -24,27 +24,11 @@ def text(help: str, *names: str, metavar: str | None = None) -> Any:
 
 
 def whole_number(help: str) -> Any:
-    return Annotated[
-        int | None, typer.Option(metavar="N", help=help, parser=_parse_whole_number)
-    ]
+    return Annotated[int | None, typer.Option(metavar="N", help=help)]
 
 
 def fraction(help: str) -> Any:
-    return Annotated[float | None, typer.Option(metavar="X", help=help, parser=_number)]
-
-
-def _parse_whole_number(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise typer.BadParameter(f"it takes a whole number; it is {text!r}; e.g. 8") from None
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise typer.BadParameter(f"it takes a number; it is {text!r}; e.g. 0.5") from None
+    return Annotated[float | None, typer.Option(metavar="X", help=help)]
 
 
 def texts(help: str, *names: str, metavar: str) -> Any:

@@ -80,7 +80,7 @@ def resume(
     context: typer.Context,
     run: Annotated[
         str | None,
-        typer.Argument(metavar="[RUN]", help="The run's folder; the newest if not given."),
+        typer.Argument(metavar="RUN", help="The run's folder; the newest if not given."),
     ] = None,
     resume_from: o.ResumeFrom = None,
     accept_changes: o.AcceptChanges = False,

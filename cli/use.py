@@ -22,11 +22,13 @@ Name = Annotated[
 Best = Annotated[
     bool, typer.Option("--best", help="The model that --keep-best kept, not the last one.")
 ]
-MaxTokens = Annotated[int, typer.Option(min=1, help="Longest answer, in tokens; e.g. 256.")]
-Temperature = Annotated[
-    float, typer.Option(min=0, help="0 takes the likeliest token; e.g. 0.7.")
+MaxTokens = Annotated[
+    int, typer.Option(metavar="N", min=1, help="Longest answer, in tokens; e.g. 256.")
 ]
-Seed = Annotated[int, typer.Option(min=0, help="Fixes the answers; e.g. 0.")]
+Temperature = Annotated[
+    float, typer.Option(metavar="X", min=0, help="0 takes the likeliest token; e.g. 0.7.")
+]
+Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Fixes the answers; e.g. 0.")]
 Ask = Annotated[
     list[str] | None,
     typer.Option("--prompt", help="Say this and end; may be repeated; e.g. 'Hello.'"),
@@ -46,7 +48,9 @@ SystemPrompt = Annotated[
 Host = Annotated[
     str, typer.Option(help="Address to listen on; the default is this machine only.")
 ]
-Port = Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on; e.g. 8000.")]
+Port = Annotated[
+    int, typer.Option(metavar="N", min=1, max=65535, help="Port to listen on; e.g. 8000.")
+]
 Form = Annotated[
     str | None,
     typer.Option(
@@ -56,7 +60,7 @@ Form = Annotated[
 ChatName = Annotated[
     str | None,
     typer.Argument(
-        metavar="[RUN|MODEL]", help="A run's folder, the newest if not given, or a model."
+        metavar="RUN|MODEL", help="A run's folder, the newest if not given, or a model."
     ),
 ]
 Target = Annotated[

@@ -4,7 +4,12 @@ Every message is one line: the rule, the values, the way out.
 """
 
 import difflib
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 
 class YcoreError(Exception):
@@ -81,3 +86,39 @@ def nearest(name: str, known: Iterable[str], *, limit: int = 3) -> str:
     if not matches:
         return ""
     return f"; did you mean {' or '.join(repr(known_names[match]) for match in matches)}?"
+
+
+_RULES: Mapping[str, str] = {
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
+    "finite_number": "a finite number",
+    "string_type": "text",
+    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
+    "list_type": "a list",
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "a mapping"),
+    "none_required": "none",
+    "greater_than": "greater than {gt:g}",
+    "greater_than_equal": "at least {ge:g}",
+    "less_than": "less than {lt:g}",
+    "less_than_equal": "at most {le:g}",
+    "literal_error": "{expected}",
+    "too_short": "a list of {min_length} or more",
+}
+
+
+def must_be(name: str, details: "Sequence[ErrorDetails]") -> str:
+    """Say of a value that pydantic refused, in one line, what it must be, what it is, and the nearest word."""
+    rules = list(dict.fromkeys(map(_rule, details)))
+    rule = " or ".join([rule for rule in rules if rule != "none"] or rules)
+    value = details[-1]["input"]
+    text = repr(value)
+    shown = text if len(text) <= 300 else f"{text[:200]}... ({len(text)} characters)"
+    hint = nearest(str(value), re.findall(r"'([^']+)'", rule), limit=1)
+    return f"{name} must be {rule}; it is {shown}{hint}"
+
+
+def _rule(detail: "ErrorDetails") -> str:
+    template = _RULES.get(detail["type"])
+    if template is None:
+        return detail["msg"][:1].lower() + detail["msg"][1:]
+    return template.format(**detail.get("ctx", {}))

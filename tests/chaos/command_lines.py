@@ -67,7 +67,7 @@ def _write_models(root: Path) -> None:
 BAD: tuple[tuple[str, str], ...] = (
     # sizes
     ("--group-size 1", "group_size must be 2 or more with advantage group"),
-    ("--group-size two", "'--group-size': it takes a whole number; it is 'two'"),
+    ("--group-size two", "--group-size must be a whole number; it is 'two'"),
     ("--steps 0", "steps must be greater than 0; it is 0"),
     ("--max-tokens 512", "the model's context of 512 tokens; it is 512; e.g. --max-tokens 256"),
     ("--seed -1", "seed must be at least 0; it is -1"),
@@ -101,13 +101,13 @@ BAD: tuple[tuple[str, str], ...] = (
     ("--adam-beta1", "--adam-beta1 needs a value; TRL's default is 0.9"),
     (
         "--learning-rate fast",
-        "learning_rate takes a number; it is 'fast'; TRL's default is 1e-06",
+        "learning_rate must be a number; it is 'fast'; TRL's default is 1e-06",
     ),
-    ("--learning-rate nan", "learning_rate must be a finite number; it is nan"),
-    ("--learning-rate=-1", "learning_rate must be at least 0; it is -1"),
+    ("--learning-rate nan", "learning_rate must be a finite number; it is 'nan'"),
+    ("--learning-rate=-1", "learning_rate must be at least 0; it is '-1'"),
     ("--loss-type drgrpo", "it is 'drgrpo'; did you mean 'dr_grpo'?"),
     ("--report-to wandbb", "it is 'wandbb'; did you mean 'wandb'?"),
-    ("--log-completions maybe", "log_completions takes true or false; it is 'maybe'"),
+    ("--log-completions maybe", "log_completions must be true or false; it is 'maybe'"),
     ("--deepspeed {place}/zero9.json", "there is no file"),
     (
         "--engine vlm",

@@ -136,7 +136,7 @@ def test_rows_of_the_dataset_are_shown_as_a_dry_run_shows_them(
         ("--devices 8x80GB", "model"),
         (
             "--model smollm2-135m --devices 1x80GB --prompt-tokens few",
-            "it takes a whole number",
+            "must be a whole number",
         ),
         (
             "--model smollm2-135m --devices 1x80GB --judge nosuch/judge",

@@ -192,8 +192,8 @@ BAD = [
         "dpo --batch-size 64",
         "a step takes 64 rows and the dataset has 18 to train on; e.g. --batch-size 18",
     ),
-    ("dpo --batch-size eight", "takes a whole number; it is 'eight'"),
-    ("dpo --epochs many", "takes a number; it is 'many'"),
+    ("dpo --batch-size eight", "must be a whole number; it is 'eight'"),
+    ("dpo --epochs many", "must be a number; it is 'many'"),
     (
         "dpo --max-length 4096",
         "max_length must fit into the model's context of 512 tokens; it is 4096",

@@ -288,9 +288,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "dpo",
         {"trl": {"loss_type": "ippo"}},
-        r"loss_type is one of sigmoid, .*did you mean 'ipo'",
+        r"loss_type must be 'sigmoid', .*did you mean 'ipo'",
     ),
-    ("sft", {"trl": {"loss_type": "dapo"}}, "loss_type is one of nll, dft, chunked_nll"),
+    ("sft", {"trl": {"loss_type": "dapo"}}, "loss_type must be 'nll', 'dft' or 'chunked_nll'"),
     ("kto", {"trl": {"max_length": 0}}, "max_length must be at least 1"),
     (
         "sft",

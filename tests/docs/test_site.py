@@ -239,4 +239,4 @@ def test_an_error_names_the_section_that_explains_it(
 
 
 def test_an_error_that_says_it_all_names_no_page() -> None:
-    assert explanation("--steps takes a whole number; it is 'x'; e.g. 8") == ""
+    assert explanation("--steps must be a whole number; it is 'x'") == ""

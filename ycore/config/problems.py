@@ -1,35 +1,17 @@
 """Put what pydantic finds wrong into one line that a person can act on: the key, the rule, the value, the way out."""
 
-import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib.resources import files
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
 
 from ycore.config.algorithms import Algorithm, AlgorithmEntry, commands_with
 from ycore.config.trl_fields import fields_of
-from ycore.errors import ConfigError, nearest
+from ycore.errors import ConfigError, must_be, nearest
 
 Path = tuple[str | int, ...]
-
-_RULES: Mapping[str, str] = {
-    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "a whole number"),
-    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
-    "finite_number": "a finite number",
-    "string_type": "text",
-    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
-    "list_type": "a list",
-    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "a mapping"),
-    "greater_than": "greater than {gt:g}",
-    "greater_than_equal": "at least {ge:g}",
-    "less_than": "less than {lt:g}",
-    "less_than_equal": "at most {le:g}",
-    "literal_error": "{expected}",
-    "too_short": "a list of {min_length} or more",
-}
 
 _WAYS_OUT: Mapping[str, str] = {
     "lora": "write lora: {} for the defaults, or lora: null (--full) to train every weight",
@@ -44,20 +26,14 @@ def config_error(
     details = problem.errors(include_url=False)
     for detail in details:
         if detail["type"] == "extra_forbidden":
-            return unknown_key(_existing(detail["loc"], data)[0], entry)
+            return unknown_key(_existing(detail["loc"], data), entry)
     missing = [detail["loc"] for detail in details if detail["type"] == "missing"]
     if missing:
         return _missing(missing, entry)
-    path, value = _existing(details[0]["loc"], data)
-    same = [detail for detail in details if _existing(detail["loc"], data)[0] == path]
-    rules = " or ".join(dict.fromkeys(_rule(detail) for detail in same))
-    way_out = _WAYS_OUT.get(str(path[-1])) if path else None
-    hint = (
-        f"; {way_out}"
-        if way_out
-        else nearest(str(value), re.findall(r"'([^']+)'", rules), limit=1)
-    )
-    return ConfigError(f"{_dotted(path)} must be {rules}; it is {shown(value)}{hint}")
+    path = _existing(details[0]["loc"], data)
+    same = [detail for detail in details if _existing(detail["loc"], data) == path]
+    rule, way_out = must_be(_dotted(path), same), _WAYS_OUT.get(str(path[-1])) if path else None
+    return ConfigError(f"{rule}; {way_out}" if way_out else rule)
 
 
 def unknown_key(path: Path, entry: AlgorithmEntry) -> ConfigError:
@@ -134,8 +110,8 @@ def declared_error(
     detail = next(
         (detail for detail in details if detail["type"] == "extra_forbidden"), details[0]
     )
-    path, value = _existing(detail["loc"], data)
-    name, kind = _dotted(path), detail["type"]
+    path, kind = _existing(detail["loc"], data), detail["type"]
+    name = _dotted(path)
     if kind == "extra_forbidden":
         known = [key for key in model.model_fields if key not in data] if len(path) == 1 else []
         hint = nearest(str(path[-1]), known) or (
@@ -151,7 +127,7 @@ def declared_error(
         return ConfigError(
             f"{what}: {name} must say its kind" + (f": {kinds}" if kinds else "")
         )
-    return ConfigError(f"{what}: {name} must be {_rule(detail)}; it is {shown(value)}")
+    return ConfigError(f"{what}: {must_be(name, [detail])}")
 
 
 def _missing(places: Sequence[Path], entry: AlgorithmEntry) -> ConfigError:
@@ -171,32 +147,19 @@ def _missing(places: Sequence[Path], entry: AlgorithmEntry) -> ConfigError:
     )
 
 
-def _rule(detail: ErrorDetails) -> str:
-    template = _RULES.get(detail["type"])
-    if template is None:
-        return detail["msg"][:1].lower() + detail["msg"][1:]
-    return template.format(**detail.get("ctx", {}))
-
-
-def _existing(place: Path, data: Any) -> tuple[Path, Any]:
-    """An error's path in the data, without the names that pydantic adds for a union's branches, and the value there."""
+def _existing(place: Path, data: Any) -> Path:
+    """An error's path in the data, without the names that pydantic adds for a union's branches."""
     path: list[str | int] = []
     for part in place:
         in_list = isinstance(data, list) and isinstance(part, int) and part < len(data)
         if in_list or (isinstance(data, Mapping) and part in data):
             data = data[part]
             path.append(part)
-    return tuple(path), data
+    return tuple(path)
 
 
 def _dotted(path: Path) -> str:
     return ".".join(str(part) for part in path) or "a key"
-
-
-def shown(value: Any) -> str:
-    """A value as its user wrote it, cut where it would fill the screen."""
-    text = repr(value)
-    return text if len(text) <= 300 else f"{text[:200]}... ({len(text)} characters)"
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:

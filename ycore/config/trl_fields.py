@@ -9,14 +9,15 @@ They are read from `trl_fields.json`, because importing TRL takes seconds. After
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, Union
 
-from ycore.errors import ConfigError, nearest
+from ycore.errors import ConfigError, must_be
 
 TABLE = Path(__file__).with_suffix(".json")
 BASE = "TrainingArguments"
@@ -64,47 +65,43 @@ def fields_of(class_name: str) -> Mapping[str, TrlField]:
     return MappingProxyType(fields)
 
 
-_TYPES: Mapping[str, Any] = {
-    "None": None,
-    "int": int,
-    "float": float,
-    "list[float]": list[float],
-    "list[str]": list[str],
-    "dict": dict[str, Any],
-    "str": str,
-}
-"""Types in the order in which a value is tried; a `bool` is taken unchanged."""
-
-_BOUNDS = {"ge": "at least", "gt": "greater than", "le": "at most"}
-
-# What a YAML `true` or `no` means where TRL wants a word.
 _WORDS_OF_BOOL: Mapping[str, Mapping[bool, str]] = {
     "scale_rewards": {True: "group", False: "none"}
 }
+"""Words of TRL's that YAML reads as `true` or `false`; elsewhere `no` is the word `no`."""
 
 
 def coerce(field: TrlField, value: Any) -> Any:
     """The text of a command line, or a value of a YAML file, in the field's own type; ConfigError where it has none."""
     from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-    config = ConfigDict(allow_inf_nan=False, coerce_numbers_to_str=True)
     parsed = _parse(field, value.strip()) if isinstance(value, str) else value
-    if isinstance(parsed, bool):
-        return parsed if field.is_flag else _word_of(field, parsed)
-    if isinstance(parsed, str) and parsed in field.choices:
-        return parsed
-    for kind in _TYPES:
-        if kind in field.kinds:
-            limits: Any = field.limits if kind in ("int", "float") else {}
-            limited: Any = Annotated[_TYPES[kind], Field(**limits)]
-            try:
-                converted = TypeAdapter(limited, config=config).validate_python(parsed)
-            except ValidationError as problem:
-                _check_number(field, value, problem.errors(include_url=False)[0]["type"])
-            else:
-                _check_choices(field, converted)
-                return converted
-    raise _refusal(field, value)
+    if isinstance(parsed, bool) and not field.is_flag:
+        parsed = _WORDS_OF_BOOL.get(field.name, {False: "no"}).get(parsed, str(parsed))
+    word: Any = Literal[field.choices] if field.choices else str
+    bounds: Any = field.limits
+    limits = Field(**bounds)
+    types = {
+        "None": None,
+        "bool": Annotated[bool, Field(strict=True)],
+        "int": Annotated[int, limits],
+        "float": Annotated[float, limits],
+        "list[float]": list[float],
+        "list[str]": list[word],
+        "dict": dict[str, Any],
+        "str": word,
+    }
+    annotation: Any = Union[tuple(types[kind] for kind in field.kinds)]  # noqa: UP007
+    config = ConfigDict(allow_inf_nan=False, coerce_numbers_to_str=True)
+    try:
+        return TypeAdapter(annotation, config=config).validate_python(parsed)
+    except ValidationError as problem:
+        rule = must_be(field.name, problem.errors(include_url=False))
+        if "dict" in field.kinds:
+            rule += "; a mapping is JSON, such as '{\"key\": 1}'"
+        elif not rule.endswith("?"):
+            rule += f"; TRL's default is {field.default!r}"
+        raise ConfigError(rule) from None
 
 
 def _parse(field: TrlField, text: str) -> Any:
@@ -120,62 +117,10 @@ def _parse(field: TrlField, text: str) -> Any:
         return word == "true"
     is_list = "list[str]" in kinds or "list[float]" in kinds
     if ("dict" in kinds and text.startswith("{")) or (is_list and text.startswith("[")):
-        try:
+        with suppress(ValueError):
             return json.loads(text)
-        except ValueError:
-            raise _refusal(field, text) from None
     return (
         [part.strip() for part in text.split(",")]
         if is_list and ("," in text or "str" not in kinds)
         else text
-    )
-
-
-def _word_of(field: TrlField, value: bool) -> str:
-    """YAML reads `no` and `none`-like words as booleans; give the field its word back."""
-    if field.name in _WORDS_OF_BOOL:
-        return _WORDS_OF_BOOL[field.name][value]
-    if not value and "no" in field.choices:
-        return "no"
-    raise _refusal(field, value)
-
-
-def _check_choices(field: TrlField, value: Any) -> None:
-    for item in value if isinstance(value, list) else [value]:
-        if isinstance(item, str) and field.choices and item not in field.choices:
-            known = ", ".join(field.choices)
-            raise ConfigError(
-                f"{field.name} is one of {known}; it is {item!r}{nearest(item, field.choices, limit=1)}"
-            )
-
-
-def _check_number(field: TrlField, value: Any, error_type: str) -> None:
-    """Refuse a number that is one, but not a possible one."""
-    rule = "a finite number" if error_type == "finite_number" else ""
-    if error_type in ("greater_than", "greater_than_equal", "less_than_equal"):
-        rule = " and ".join(
-            f"{_BOUNDS[bound]} {limit:g}" for bound, limit in field.limits.items()
-        )
-    if rule:
-        raise ConfigError(
-            f"{field.name} must be {rule}; it is {value}; TRL's default is {field.default!r}"
-        )
-
-
-def _refusal(field: TrlField, value: Any) -> ConfigError:
-    words = {
-        "bool": "true or false",
-        "int": "a whole number",
-        "float": "a number",
-        "str": "text",
-    }
-    words |= {
-        "list[float]": "a comma list",
-        "list[str]": "a comma list",
-        "dict": "JSON like '{\"key\": 1}'",
-    }
-    taken = [text for kind, text in (words | {"None": "none"}).items() if kind in field.kinds]
-    usual = ", ".join(field.choices) if field.choices else " or ".join(taken)
-    return ConfigError(
-        f"{field.name} takes {usual}; it is {value!r}; TRL's default is {field.default!r}"
     )

@@ -1,6 +1,5 @@
 """`ycore docs`: the pages in their order, one page or section, a search, and the section that explains an error."""
 
-import math
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,12 +14,9 @@ from ycore.errors import ConfigError, nearest
 
 DocsWords = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[PAGE|WORDS]", help="A page's name, or words to search for."),
+    typer.Argument(metavar="PAGE|WORDS", help="A page's name, or words to search for."),
 ]
 
-_COMMON = re.compile(
-    "an?|and|are|as|at|be|by|can|do|does|for|from|how|i|in|is|it|my|of|on|or|the|to|use|using|what|when|why|with"
-)
 _LINK = re.compile(r"^- \[(.+?)\]\((\w[\w-]*)\.md\): (.+)$", re.MULTILINE)
 _SYMPTOM = re.compile(r"^It says: (.+)$", re.MULTILINE)
 
@@ -105,9 +101,12 @@ def sections(page: str, text: str) -> Iterator[Section]:
 
 
 def search(pages: Mapping[str, str], query: str, *, limit: int = 5) -> list[Section]:
-    """Rank sections by the words of the query: rare words first, in headings above titles above text."""
-    words = re.findall(r"[\w@]+", query.lower())
-    stems = [_stem(word) for word in words if not _COMMON.fullmatch(word)]
+    """Rank sections by SQLite's full-text search: rare words first, in headings above titles above text."""
+    import sqlite3
+
+    words = re.findall(r"\w+", query.lower())
+    if not words:
+        return []
     about = {
         name: f"{name} {title} {text}" for title, name, text in _LINK.findall(pages["index"])
     }
@@ -117,26 +116,20 @@ def search(pages: Mapping[str, str], query: str, *, limit: int = 5) -> list[Sect
         if name != "index"
         for section in sections(name, text)
     ]
-    bodies = [place.text.lower() for place in places]
-    scores = dict.fromkeys(range(len(places)), 0.0)
-    matched = dict.fromkeys(range(len(places)), 0)
-    for stem in stems:
-        hits = [len(stem.findall(body)) for body in bodies]
-        rarity = math.log(1 + len(places) / (1 + sum(map(bool, hits))))
-        for index, place in enumerate(places):
-            is_named = bool(stem.search(place.heading.lower()))
-            is_about = bool(stem.search(about.get(place.page, "").lower()))
-            matched[index] += bool(hits[index] or is_about)
-            scores[index] += rarity * (6 * is_named + 3 * is_about + math.log1p(hits[index]))
-    ranked = sorted(scores, key=lambda index: -scores[index] * matched[index] ** 2)
-    return [places[index] for index in ranked[:limit] if scores[index]]
-
-
-def _stem(word: str) -> re.Pattern[str]:
-    """Match words that begin like this one; of three letters or fewer only the word, one or many."""
-    if len(word) <= 3:
-        return re.compile(rf"(?<![a-z0-9]){re.escape(word)}s?(?![a-z])")
-    return re.compile(rf"(?<![a-z0-9]){re.escape(word.removesuffix('s'))}")
+    rows = [
+        (place.heading, about.get(place.page, ""), re.sub(r"\d+\.\d+", "", place.text))
+        for place in places
+    ]
+    with sqlite3.connect(":memory:") as table:
+        table.execute(
+            "create virtual table places using fts5(heading, about, text, tokenize=porter)"
+        )
+        table.executemany("insert into places values (?, ?, ?)", rows)
+        ranked = table.execute(
+            "select rowid from places where places match ? order by bm25(places, 3.5, 3.5) limit ?",
+            (" OR ".join(f'"{word}"{"*" * (len(word) > 3)}' for word in words), limit),
+        ).fetchall()
+    return [places[rowid - 1] for (rowid,) in ranked]
 
 
 def explanation(error: str) -> str:

@@ -17,7 +17,7 @@ from ycore.config.trl_fields import fields_of
 from ycore.errors import ConfigError
 
 
-def install_completion(group: Any) -> str:
+def install_completion_script(group: Any) -> str:
     """Write the script for the user's shell, and the line that reads it into the shell's own file; say where."""
     shell = _users_shell()
     folder = Path(os.environ.get("XDG_CONFIG_HOME", Path.home() / ".config"))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from ycore_cli import options as o
+from ycore_cli.output import before_and_after
 from ycore_cli.train import train_as_typed
 
 from ycore.run.files import read_json
@@ -177,10 +178,7 @@ def flow_closing_rows(config: "FlowConfig") -> list[tuple[str, str]]:
         }
         for name, title in titles.items():
             if name in after and name in before:
-                spread = (
-                    f"95 % interval {after[f'{name}/low']:.3f} to {after[f'{name}/high']:.3f}"
-                )
-                rows.append((title, f"{before[name]:.3f} -> {after[name]:.3f}, {spread}"))
+                rows.append((title, before_and_after(ends, name)))
         key, note = "diversity", ""
         if before["diversity_of_right"] and after["diversity_of_right"]:
             key, note = "diversity_of_right", ", of the pictures that are right"

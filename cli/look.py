@@ -1,6 +1,7 @@
 """Commands about runs that exist, and recipes: `report`, `recipes`."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -163,16 +164,7 @@ def _list_recipes(*, json: bool) -> None:
 
     entries = [(entry, stored_band(entry.name)) for entry in list_recipes()]
     if json:
-        rows = [
-            {
-                "name": entry.name,
-                "description": entry.description,
-                "never_run": entry.never_run,
-                "band": band,
-            }
-            for entry, band in entries
-        ]
-        print_json({"recipes": rows})
+        print_json({"recipes": [{**asdict(entry), "band": band} for entry, band in entries]})
         return
     print_table((entry.line, entry.description + _mark(entry, band)) for entry, band in entries)
     print("Run one with `ycore` before its line; a path to your own YAML file works too.")

@@ -62,52 +62,21 @@ _MOVED = {
 """Former commands, and where they went."""
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
-        print(f"ycore {__version__}")
-        raise typer.Exit()
-
-
-def _install_completion(context: typer.Context, wanted: bool) -> None:
-    if wanted:
-        from ycore_cli.completion import install_completion
-
-        print(install_completion(context.command))
-        raise typer.Exit()
-
-
-def _show_completion(context: typer.Context, wanted: bool) -> None:
-    if wanted:
-        from ycore_cli.completion import completion_script
-
-        print(completion_script(context.command), end="")
-        raise typer.Exit()
-
-
 @app.callback(invoke_without_command=True)
 def ycore(
     context: typer.Context,
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
-    ] = False,
+    *,
+    version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
     install_completion: Annotated[
         bool,
         typer.Option(
             "--install-completion",
-            callback=_install_completion,
-            is_eager=True,
             help="Let your shell (bash, zsh or fish) complete ycore's words on Tab.",
         ),
     ] = False,
     show_completion: Annotated[
         bool,
-        typer.Option(
-            "--show-completion",
-            callback=_show_completion,
-            is_eager=True,
-            help="Print what it would read instead.",
-        ),
+        typer.Option("--show-completion", help="Print what it would read instead."),
     ] = False,
 ) -> None:
     """Reinforcement learning for language models from one command.
@@ -116,8 +85,20 @@ def ycore(
     ycore grpo --recipe quickstart      a small model learns addition, on two CPU cores
     ycore eval --help                   measure a model on a reward
     """
-    if context.invoked_subcommand is None:
+    if version:
+        print(f"ycore {__version__}")
+    elif install_completion or show_completion:
+        from ycore_cli.completion import completion_script, install_completion_script
+
+        if show_completion:
+            print(completion_script(context.command), end="")
+        else:
+            print(install_completion_script(context.command))
+    elif context.invoked_subcommand is None:
         print(context.get_help())
+    else:
+        return
+    raise typer.Exit()
 
 
 def main() -> None:

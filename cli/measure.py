@@ -153,15 +153,13 @@ def doctor(json: o.Json = False) -> None:
     if json:
         print_json(report)
     else:
-        num_broken = 0
         rows = []
         for check in report["checks"]:
-            num_broken += not check["ok"]
             mend = f"  -> {check['mend']}" if check["mend"] else ""
-            rows.append(
-                (check["name"], f"{'ok ' if check['ok'] else '-- '} {check['value']}{mend}")
-            )
+            mark = "ok " if check["ok"] else "-- "
+            rows.append((check["name"], f"{mark} {check['value']}{mend}"))
         print_table(rows)
+        num_broken = sum(not check["ok"] for check in report["checks"])
         print(
             f"{num_broken} to mend; each line ends with how"
             if num_broken

@@ -76,7 +76,7 @@ def print_closing(config: "RunConfig") -> None:
             ("curve", str(folder.curve)),
             ("metrics", str(folder.metrics)),
             *([("advice", str(summary["advice"]))] if "advice" in summary else []),
-            *_numbered("try next", map(shlex.join, _next_commands(config))),
+            *_numbered("try next", _next_commands(config)),
         ]
     )
 
@@ -87,16 +87,18 @@ def _numbered(name: str, lines: Iterable[str]) -> Iterator[tuple[str, str]]:
         yield "" if index else name, line
 
 
-def _next_commands(config: "RunConfig") -> Iterator[list[str]]:
+def _next_commands(config: "RunConfig") -> Iterator[str]:
     """Yield what a user does next with the model: talk to it, measure it as the run did, train on own data.
 
     A measurement is given where its words say all of it: turns, judges' files and arguments are the recipe's.
     """
     folder = RunFolder(Path(config.output))
-    yield ["ycore", "chat", str(folder.root)]
+    yield shlex.join(["ycore", "chat", str(folder.root)])
     rewards = config.eval_rewards or config.rewards
     in_words = not (config.has_turns or config.few_shot or any(spec.args for spec in rewards))
-    if config.eval_dataset is not None and in_words:
+    if config.eval_dataset is None or not in_words:
+        yield shlex.join(["ycore", "report", str(folder.root)])
+    else:
         words = ["ycore", "eval", "--model", config.model, "--model", str(folder.model)]
         words += ["--dataset", config.eval_dataset, "--split", config.eval_split]
         for spec in rewards:
@@ -107,19 +109,8 @@ def _next_commands(config: "RunConfig") -> Iterator[list[str]]:
             words += ["--set", f"columns.{name}={column}"]
         if config.system_prompt is not None:
             words += ["--system-prompt", config.system_prompt]
-        yield words
-    else:
-        yield ["ycore", "report", str(folder.root)]
-    yield [
-        "ycore",
-        "grpo",
-        "--model",
-        "MODEL",
-        "--dataset",
-        "yours.jsonl",
-        "--reward",
-        "yours.py:score",
-    ]
+        yield shlex.join(words)
+    yield "ycore grpo --model MODEL --dataset yours.jsonl --reward yours.py:score"
 
 
 def _print_samples(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
@@ -144,35 +135,34 @@ def _print_samples(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
 
 
 def evaluation_rows(
-    folder: RunFolder, summary: Mapping[str, Any], names: Sequence[str] | None = None
+    folder: RunFolder, summary: Mapping[str, Any], names: Sequence[str] = ()
 ) -> list[tuple[str, str]]:
     """List the figures of the run's evaluations, by these names or all with an interval, and the best model."""
     rows = [("ended early", str(summary["ended_early"]))] if "ended_early" in summary else []
     if ends := summary.get("held_out"):
         before, after = ends["before"], ends["after"]
         known = [
-            name
-            for name in names or after
-            if isinstance(before.get(name), float) and name in after
+            name for name in names if isinstance(before.get(name), float) and name in after
         ]
-        if names is None:  # with rewards of 0 and 1, pass@1 is the reward once more
-            pairs = {name: (before[name], after[name]) for name in reversed(known)}
-            known = sorted(
-                {pair: name for name, pair in pairs.items()}.values(), key=known.index
-            )
-        for index, name in enumerate(name for name in known if names or f"{name}/low" in after):
-            reach = [
-                f"{after[f'{name}/{end}']:.3f}"
-                for end in ("low", "high")
-                if f"{name}/{end}" in after
-            ]
-            spread = f", 95 % interval {' to '.join(reach)}" if reach else ""
-            rows.append(
-                (
-                    "" if index else "held out",
-                    f"{name} {before[name]:.3f} -> {after[name]:.3f}{spread}",
-                )
-            )
+        if not names:  # with rewards of 0 and 1, pass@1 is the reward once more
+            pairs = {
+                (before[name], after[name]): name
+                for name in reversed(after)
+                if name in before and f"{name}/low" in after
+            }
+            known = list(reversed(pairs.values()))
+        rows += _numbered(
+            "held out", (f"{name} {before_and_after(ends, name)}" for name in known)
+        )
     if best := summary.get("best"):
         rows.append(("best model", f"{folder.best}, of step {best['step']}"))
     return rows
+
+
+def before_and_after(ends: Mapping[str, Mapping[str, float]], name: str) -> str:
+    """Say a figure at both ends of a run, with its interval where it has one."""
+    before, after = ends["before"], ends["after"]
+    text = f"{before[name]:.3f} -> {after[name]:.3f}"
+    if f"{name}/low" in after:
+        text += f", 95 % interval {after[f'{name}/low']:.3f} to {after[f'{name}/high']:.3f}"
+    return text

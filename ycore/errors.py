@@ -112,9 +112,10 @@ def must_be(name: str, details: "Sequence[ErrorDetails]") -> str:
     rule = " or ".join([rule for rule in rules if rule != "none"] or rules)
     value = details[-1]["input"]
     text = repr(value)
-    shown = text if len(text) <= 300 else f"{text[:200]}... ({len(text)} characters)"
+    if len(text) > 300:
+        text = f"{text[:200]}... ({len(text)} characters)"
     hint = nearest(str(value), re.findall(r"'([^']+)'", rule), limit=1)
-    return f"{name} must be {rule}; it is {shown}{hint}"
+    return f"{name} must be {rule}; it is {text}{hint}"
 
 
 def _rule(detail: "ErrorDetails") -> str:

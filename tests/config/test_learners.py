@@ -133,7 +133,7 @@ def test_where_every_scored_completion_teaches() -> None:
         ),
         (
             {**DISTILL, "distill": {"divergence": "top-k"}},
-            "top-k is no divergence: over the likeliest tokens alone",
+            "distill.divergence must be 'sampled' or 'reverse-kl', 'forward-kl' or 'js'; it is 'top-k'",
         ),
         (
             {**DISTILL, "distill": {"beta": 0.3}},

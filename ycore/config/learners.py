@@ -1,9 +1,9 @@
 """The config classes of the algorithms that train on rollouts: the keys that only some of them have, and which of these
 fit together."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from ycore.advantages import TOKEN_ADVANTAGE, TURN_ADVANTAGE
 from ycore.config.presets import Advantage, Divergence, TrustRegion
@@ -252,16 +252,6 @@ class DistillSettings(Strict):
     # exact, over the whole vocabulary, as the loss; every rank of the trainer then holds the teacher.
     divergence: Literal["sampled"] | Divergence = "sampled"
     beta: Annotated[float, Field(gt=0, lt=1)] = 0.5  # `js`: the teacher's share of the mixture
-
-    @field_validator("divergence", mode="before")
-    @classmethod
-    def _no_top_k(cls, value: Any) -> Any:
-        if str(value).startswith("top"):
-            raise ValueError(
-                f"{value} is no divergence: over the likeliest tokens alone it can be below 0, and falls as they lose "
-                "mass; take reverse-kl, forward-kl or js, over the whole vocabulary"
-            )
-        return value
 
 
 class DistillConfig(AdvantageConfig):

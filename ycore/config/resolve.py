@@ -140,19 +140,15 @@ def _add_teacher(merged: dict[str, Any]) -> None:
     """Put the reward `teacher:MODEL` first, for which `teacher` is short; it replaces another teacher."""
     model = merged.pop("teacher", None)
     rewards = merged.get("rewards") or []
-    if model is None or not isinstance(rewards, list):
-        return
-    name = f"teacher:{model}"
-    teacher: dict[str, Any] = {"reward": name}
-    kept = []
-    for reward in rewards:
-        if isinstance(reward, Mapping) and reward.get("reward") == name:
-            teacher = dict(reward)
-        elif isinstance(reward, Mapping) and not str(reward.get("reward")).startswith(
-            "teacher:"
-        ):
-            kept.append(reward)
-    merged["rewards"] = [teacher, *kept]
+    if model is not None and isinstance(rewards, list):
+        name = f"teacher:{model}"
+        same = [reward for reward in rewards if _name_of(reward) == name]
+        rest = [reward for reward in rewards if not _name_of(reward).startswith("teacher:")]
+        merged["rewards"] = [*(same or [{"reward": name}]), *rest]
+
+
+def _name_of(reward: Any) -> str:
+    return str(reward.get("reward")) if isinstance(reward, Mapping) else ""
 
 
 def _add_constraints(merged: dict[str, Any]) -> None:
@@ -169,11 +165,7 @@ def _add_constraints(merged: dict[str, Any]) -> None:
             raise ConfigError(
                 f"--constraint takes the name of a reward, or NAME:LIMIT; it is {text!r}; e.g. format:0.1"
             )
-        same = [
-            reward
-            for reward in rewards
-            if isinstance(reward, dict) and reward.get("reward") == name
-        ]
+        same = [reward for reward in rewards if _name_of(reward) == name]
         if same:
             same[0].pop("weight", None)
             same[0].update(marks)

@@ -12,13 +12,13 @@ import pytest
 from tests.rewards.test_answers import shared_rows
 from ycore.config.schema import RewardConfig
 from ycore.errors import RewardError
+from ycore.rewards.builtin import settings_of
 from ycore.rewards.code import (
     CodeSettings,
     StdioTests,
     UnitTests,
     check_tests,
     code_of,
-    code_settings,
     passes_all,
     program_of,
     row_tests,
@@ -267,7 +267,7 @@ def test_a_dataset_without_tests_is_refused() -> None:
 )
 def test_wrong_settings_are_one_line(args: dict[str, Any], problem: str) -> None:
     with pytest.raises(RewardError, match=problem):
-        code_settings(RewardConfig(reward="code", args=args))
+        settings_of(RewardConfig(reward="code", args=args), CodeSettings)
 
 
 def test_a_package_that_is_not_installed_is_refused() -> None:

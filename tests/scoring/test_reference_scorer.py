@@ -106,5 +106,5 @@ def test_it_is_checked_before_the_run() -> None:
     check_rows(("answer",), debias=False)
     with pytest.raises(RewardError, match=r"needs the column 'answer', .* --answer-column"):
         check_rows(("solution",))
-    with pytest.raises(RewardError, match="it takes debias, bridge"):
+    with pytest.raises(RewardError, match="no key debiased; did you mean 'debias'"):
         check_rows(("answer",), debiased=True)

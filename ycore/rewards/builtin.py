@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from math import exp
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
+from ycore.config.problems import declared_error
 from ycore.config.schema import RewardConfig, Strict
 from ycore.data.cells import golds_of
 from ycore.errors import RewardError
@@ -37,6 +38,7 @@ from ycore.types import THINKING, Content
 Contents = list[Content]
 Rewards = list[float | None]
 Reward = Callable[..., Rewards]
+_Settings = TypeVar("_Settings", bound=BaseModel)
 
 THINK_THEN_ANSWER = r"<think>(?:(?!</?think>).)*</think>\s*(?=\S)(?:(?!</?think>).)+"
 REFERENCE = "reference_probability"
@@ -406,16 +408,14 @@ def is_code(spec: RewardConfig) -> bool:
     return spec.reward == CODE
 
 
-def reference_of(spec: RewardConfig) -> Reference:
+def settings_of(spec: RewardConfig, model: type[_Settings]) -> _Settings:
     """Return the settings in a reward's `args`; RewardError where one is unknown or of the wrong type."""
     try:
-        return Reference.model_validate(spec.args)
+        return model.model_validate(spec.args)
     except ValidationError as problem:
-        detail = problem.errors(include_url=False)[0]
-        key = ".".join(str(part) for part in detail["loc"])
-        takes = ", ".join(Reference.model_fields)
+        name = f"reward {spec.reward!r}"
         raise RewardError(
-            f"reward {REFERENCE!r}: argument {key}: {detail['msg']}; it takes {takes}"
+            str(declared_error(problem, spec.args, what=name, model=model))
         ) from None
 
 

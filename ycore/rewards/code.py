@@ -18,14 +18,13 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from markdown_it import MarkdownIt
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from ycore.config.problems import declared_error
 from ycore.config.schema import RewardConfig, Strict
 from ycore.data.cells import parse_literal
 from ycore.errors import RewardError
 from ycore.rewards.answers import completion_text
-from ycore.rewards.builtin import CODE
+from ycore.rewards.builtin import CODE, settings_of
 from ycore.sandbox.program_pool import UnitTestResult
 from ycore.types import Content, Prompt, after_thinking
 
@@ -121,19 +120,9 @@ class StdioTests:
         return len(self.pairs)
 
 
-def code_settings(spec: RewardConfig) -> CodeSettings:
-    """Return the settings in a reward's `args`; RewardError where one is unknown or of the wrong type."""
-    try:
-        return CodeSettings.model_validate(spec.args)
-    except ValidationError as problem:
-        raise RewardError(
-            str(declared_error(problem, spec.args, what=f"reward {CODE!r}", model=CodeSettings))
-        ) from None
-
-
 def check_tests(spec: RewardConfig, columns: Sequence[str], rows: Iterable[Prompt]) -> None:
     """Raise RewardError for a dataset without tests, or for the first row whose tests cannot be read."""
-    settings = code_settings(spec)
+    settings = settings_of(spec, CodeSettings)
     for package in settings.packages:
         if importlib.util.find_spec(package) is None:
             raise RewardError(f"reward {CODE!r}: the package {package!r} is not installed here")

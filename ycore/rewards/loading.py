@@ -8,9 +8,19 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, create_model
+
 from ycore.config.schema import RewardConfig
 from ycore.errors import RewardError, nearest
-from ycore.rewards.builtin import BUILTIN, CODE, ENVIRONMENT, LIBRARIES, REFERENCE, Reward
+from ycore.rewards.builtin import (
+    BUILTIN,
+    CODE,
+    ENVIRONMENT,
+    LIBRARIES,
+    REFERENCE,
+    Reward,
+    settings_of,
+)
 from ycore.sandbox.channel import load_named
 
 # What every call offers besides the dataset's columns; TRL's names.
@@ -88,31 +98,17 @@ def _bind_builtin(spec: RewardConfig) -> Reward:
     if module and importlib.util.find_spec(module) is None:
         raise RewardError(f"reward {name!r} needs {module}, which is not installed; {install}")
     parameters = inspect.signature(BUILTIN[name]).parameters.values()
-    settings = {
-        parameter.name: parameter
+    settings: dict[str, Any] = {
+        parameter.name: (
+            parameter.annotation,
+            ... if parameter.default is parameter.empty else parameter.default,
+        )
         for parameter in parameters
         if parameter.kind is parameter.KEYWORD_ONLY
     }
-    for argument, value in spec.args.items():
-        if argument not in settings:
-            raise RewardError(_unknown_argument(name, argument, settings))
-        wanted = settings[argument].annotation
-        types = (int, float) if wanted is float else wanted
-        if isinstance(value, bool) or not isinstance(value, types):
-            raise RewardError(
-                f"argument {argument!r} of reward {name!r} is of type {wanted.__name__}: {value!r}"
-            )
-    missing = [
-        argument
-        for argument, setting in settings.items()
-        if setting.default is setting.empty and argument not in spec.args
-    ]
-    if missing:
-        raise RewardError(
-            f"reward {name!r} needs the arguments {', '.join(missing)}; give them under its `args`"
-        )
-    defaults = {argument: setting.default for argument, setting in settings.items()}
-    bound = functools.partial(BUILTIN[name], **{**defaults, **spec.args})
+    config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model: type[BaseModel] = create_model(name, __config__=config, **settings)
+    bound = functools.partial(BUILTIN[name], **settings_of(spec, model).model_dump())
     try:
         if settings:  # with no completions, only the settings can be refused
             bound(**{column: [] for column in inputs_of(bound).required})
@@ -135,14 +131,9 @@ def _bind_custom(spec: RewardConfig, function: Reward) -> Reward:
                 f"argument {argument!r} of reward {spec.reward!r} is given by the run; remove it"
             )
         if not inputs.accepts(argument):
-            raise RewardError(_unknown_argument(spec.reward, argument, free))
+            near = nearest(argument, free) or f"; it takes {', '.join(free) or 'none'}"
+            raise RewardError(f"reward {spec.reward!r} takes no argument {argument!r}{near}")
     return functools.partial(function, **spec.args) if spec.args else function
-
-
-def _unknown_argument(reward: str, argument: str, known: Iterable[str]) -> str:
-    names = list(known)
-    near = nearest(argument, names) or f"; it takes {', '.join(names) or 'none'}"
-    return f"reward {reward!r} takes no argument {argument!r}{near}"
 
 
 def require_reward_columns(

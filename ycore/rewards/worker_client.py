@@ -6,9 +6,12 @@ also under `--dry-run`, are the same process.
 """
 
 import asyncio
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from ycore.config.schema import RewardConfig, RewardSettings, SandboxSettings
 from ycore.errors import RewardError
@@ -38,6 +41,7 @@ MAX_BYTES = 4096
 BYTES_PER_VALUE = 2048
 """A problem has 150 characters, of twelve bytes at most as JSON."""
 _MAX_ERROR = 600  # characters
+_READY = TypeAdapter(list[Inputs])
 
 
 def reward_confinement(
@@ -195,10 +199,13 @@ def inputs_in(line: bytes, *, nonce: str, count: int) -> list[Inputs]:
     reply = reply_in(line, nonce)
     if set(reply) == {"nonce", "error"} and isinstance(reply["error"], str):
         raise CallFailed(foreign_line(reply["error"], max_characters=_MAX_ERROR))
-    ready = reply.get("ready")
-    if set(reply) != {"nonce", "ready"} or not isinstance(ready, list) or len(ready) != count:
-        raise CallFailed("no answer of a worker: it has other keys")
-    return [_inputs(parameters) for parameters in ready]
+    try:
+        inputs = _READY.validate_json(json.dumps(reply.get("ready")), strict=True)
+    except ValidationError:
+        raise CallFailed("no answer of a worker: no list of parameters") from None
+    if len(inputs) != count:
+        raise CallFailed("no answer of a worker: no list of parameters")
+    return inputs
 
 
 def _score(value: object, problem: object, allowed_range: tuple[float, float] | None) -> Score:
@@ -218,18 +225,3 @@ def _score(value: object, problem: object, allowed_range: tuple[float, float] | 
             problem=f"out of range: {value:g} is not within {allowed_range[0]:g} and {allowed_range[1]:g}",
         )
     return Score(float(value))
-
-
-def _inputs(parameters: Any) -> Inputs:
-    names = ("required", "optional", "bound")
-    if not isinstance(parameters, dict) or set(parameters) != {*names, "takes_any"}:
-        raise CallFailed("no answer of a worker: no list of parameters")
-    lists = [parameters[name] for name in names]
-    is_text = all(
-        isinstance(values, list) and all(isinstance(value, str) for value in values)
-        for values in lists
-    )
-    if not is_text or not isinstance(parameters["takes_any"], bool):
-        raise CallFailed("no answer of a worker: no list of parameters")
-    required, optional, bound = (tuple(values) for values in lists)
-    return Inputs(required, optional, bound, parameters["takes_any"])

@@ -7,14 +7,13 @@ from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.data.prompts import PromptSet
 from ycore.rewards.answers import completion_text
-from ycore.rewards.builtin import is_code
+from ycore.rewards.builtin import is_code, settings_of
 from ycore.rewards.code import (
     CodeSettings,
     StdioTests,
     UnitTests,
     check_tests,
     code_of,
-    code_settings,
     passes_all,
     program_of,
     reaches,
@@ -97,7 +96,7 @@ class CodeScorer(Scorer):
     @classmethod
     def build(cls, spec: RewardConfig, source: int, context: ScorerContext) -> Scorer:
         """Build the scorer at the sandbox level of this run; it runs a program on each core, up to 16 at once."""
-        settings = code_settings(spec)
+        settings = settings_of(spec, CodeSettings)
         num_cores = len(os.sched_getaffinity(0)) // this_rank().local_world
         level = choose_level(context.config.sandbox.level)
         programs = ProgramPool(

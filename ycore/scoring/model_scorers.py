@@ -32,8 +32,8 @@ from ycore.rewards.builtin import (
     before_the_answer,
     is_environment,
     is_reference,
-    reference_of,
     reference_reward,
+    settings_of,
 )
 from ycore.rewards.loading import require_reward_columns
 from ycore.run.address import AddressFailed, fetch_answer
@@ -464,7 +464,7 @@ class ReferenceScorer(Scorer):
 
     @classmethod
     def check_rows(cls, spec: RewardConfig, config: RunConfig, prompts: PromptSet) -> None:
-        reference_of(spec)
+        settings_of(spec, Reference)
         require_reward_columns(REFERENCE, ["answer"], prompts.columns)
 
     @classmethod
@@ -473,7 +473,7 @@ class ReferenceScorer(Scorer):
 
     @classmethod
     def build(cls, spec: RewardConfig, source: int, context: ScorerContext) -> Scorer:
-        return cls(reference_of(spec), context.policy)
+        return cls(settings_of(spec, Reference), context.policy)
 
     async def score(self, group: PendingGroup) -> list[list[Score]]:
         golds = golds_of(group.draw.prompt.columns.get("answer"))

@@ -166,8 +166,8 @@ def test_held_out_rows_that_are_also_trained_on_are_counted_in_a_warning(
 
 
 BAD = [
-    ("sft", "lacks the columns that sft reads"),
-    ("reward --dataset {place}/texts.jsonl", "has no column chosen and no rejected"),
+    ("sft", "lacks the columns messages"),
+    ("reward --dataset {place}/texts.jsonl", "lacks the columns chosen and rejected"),
     ("reward --dataset {place}/empty.jsonl", "is empty; a run needs at least one row"),
     ("reward --dataset {place}/pair.jsonl", "did you mean 'pairs.jsonl'"),
     ("sft --dataset {place}/chats.jsonl", "no row of"),

@@ -174,14 +174,18 @@ REFUSED: list[tuple[str, list[dict[str, Any]], str]] = [
     (
         "sft",
         [{"a": "b"}],
-        r"lacks the columns that sft reads.*it has a; name yours, e.g. --answer-column a",
+        r"lacks the columns messages.*it has a; name yours, e.g. --answer-column a",
     ),
     (
         "dpo",
         [{"prompt": "p", "chosen": "c"}],
-        r"has no column rejected; wanted are chosen and rejected",
+        r"lacks the columns chosen and rejected.*columns.rejected=",
     ),
-    ("kto", [{"prompt": "p", "completion": "c"}], r"has no column label"),
+    (
+        "kto",
+        [{"prompt": "p", "completion": "c"}],
+        r"lacks the columns prompt, completion and label.*columns.label=",
+    ),
     ("kto", [{"prompt": "p", "completion": "c", "label": True}], r"every label of .* is True"),
     (
         "kto",

@@ -106,7 +106,7 @@ def test_a_14b_model_fits_on_80_gb(tmp_path: Path) -> None:
     fixed = config_of(FOURTEEN, engine={"gpu_memory_utilization": 0.3})
     with pytest.raises(
         ConfigError,
-        match=r"30\.6 GiB .*gets 0\.3 of a device's 79\.6 GiB; say --set engine\.gpu",
+        match=r"30\.6 GiB .*24\.4 of a device's 79\.6 GiB are left.*engine\.gpu_memory_utilization, or leave",
     ):
         check_run(fixed, site_on(fixed, ONE_80), vllm=True)
 

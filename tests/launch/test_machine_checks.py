@@ -145,7 +145,7 @@ def test_what_works_passes(machine: Machine, settings: dict[str, Any]) -> None:
             H100,
             {"judge": BIG, "judge_width": 1},
             f"judge {BIG}: an engine needs 139.6 GiB (weights 135.4, a sequence of 4096 tokens 1.25), and 68.3 of a "
-            "device's 74.5 GiB are left beside the 2.5 that the trainer and sleeping engines hold; take a model of 34 "
+            "device's 74.5 GiB are left beside the 2.5 that the trainer and other engines hold; take a model of 34 "
             "billion parameters or fewer, or a judge with a base_url",
         ),
         (
@@ -193,7 +193,7 @@ def test_what_works_passes(machine: Machine, settings: dict[str, Any]) -> None:
         (
             SLICES,
             {"judge": EIGHT},
-            "that the trainer and sleeping engines hold; take a model of 2 billion parameters or fewer",
+            "that the trainer and other engines hold; take a model of 2 billion parameters or fewer",
         ),
         (
             H100,

@@ -145,7 +145,7 @@ def test_a_judge_that_writes_no_verdict_on_two_answers_is_refused(
 
 
 def test_other_rows_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="has no column chosen and no rejected"):
+    with pytest.raises(UserError, match="lacks the columns chosen and rejected"):
         questions(tmp_path, [{"prompt": "1 + 1?", "answer": "2"}])
     with pytest.raises(
         UserError,

@@ -10,7 +10,7 @@ from ycore.api.tables import Planned
 from ycore.config.algorithms import find_algorithm
 from ycore.config.batch import BatchPlan, TuneBatch
 from ycore.config.resolve import require_rollouts, resolve
-from ycore.config.schema import BaseConfig, RewardConfig, RunConfig, TuneConfig, a_fifth
+from ycore.config.schema import BaseConfig, RewardConfig, RunConfig, TuneConfig
 from ycore.errors import ConfigError
 from ycore.judge.sources import is_judge, with_declarations
 from ycore.launch import device_memory, engines, machine_checks
@@ -149,7 +149,7 @@ def _rollouts_time(
     fleet: Fleet,
     details: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Forecast the seconds of a run with rollouts, by the formulas of `ycore plan`, on an idle machine.
+    """Forecast the seconds of a run with rollouts, without evaluations, by the formulas of `ycore plan`.
 
     At the fast end completions are brief and every group teaches; at the slow end they are as long as they may be.
     """
@@ -166,20 +166,12 @@ def _rollouts_time(
     )
     if sharing is not None:
         strategy = replace(strategy, sleeps=sharing.sleeps, offload=sharing.offload)
-    held_out_rows = (details["evaluation"] or {"rows": 0})["rows"]
-    step_s, evaluation_s = [], []
     brief = replace(work, completion_tokens=max(1, round(_BRIEF * work.max_tokens)), draws=1.0)
-    for kind in (brief, work):
-        step_s.append(_mean_step_s(config, batch, forecast_step(kind, strategy, fleet)))
-        measured = replace(
-            kind, prompts_per_step=held_out_rows, group_size=config.num_samples, draws=1.0
-        )
-        seconds = forecast_step(measured, strategy, fleet).seconds if held_out_rows else {}
-        evaluation_s.append(seconds.get("round", 0.0))
-    every = config.eval_every or a_fifth(config.steps)
-    evaluations = {0, *range(every, config.steps, every), config.steps} if held_out_rows else ()
-    start_s = efficiency_of(fleet.device).start_s
-    return _time(start_s, config.steps, step_s, len(evaluations), evaluation_s)
+    step_s = [
+        _mean_step_s(config, batch, forecast_step(kind, strategy, fleet))
+        for kind in (brief, work)
+    ]
+    return _time(efficiency_of(fleet.device).start_s, config.steps, step_s)
 
 
 def _mean_step_s(config: RunConfig, batch: BatchPlan, forecast: StepForecast) -> float:
@@ -220,24 +212,10 @@ def _examples_time(
     return _time(start_s, batch.steps, (step_s / _SPREAD, step_s * _SPREAD))
 
 
-def _time(
-    start_s: float,
-    steps: int,
-    step_s: Sequence[float],
-    evaluations: int = 0,
-    evaluation_s: Sequence[float] = (0.0, 0.0),
-) -> dict[str, Any]:
+def _time(start_s: float, steps: int, step_s: Sequence[float]) -> dict[str, Any]:
     """Return the parts of a run's seconds and their sum, at the fast end and at the slow end."""
-    ends = zip(step_s, evaluation_s, strict=True)
-    return {
-        "start_s": start_s,
-        "evaluations": evaluations,
-        "step_s": step_s,
-        "evaluation_s": evaluation_s,
-        "run_s": [
-            start_s + steps * step + evaluations * evaluation for step, evaluation in ends
-        ],
-    }
+    run_s = [start_s + steps * seconds for seconds in step_s]
+    return {"start_s": start_s, "step_s": step_s, "run_s": run_s}
 
 
 def _fleet(config: BaseConfig, machine: Machine) -> Fleet | None:

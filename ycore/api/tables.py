@@ -100,33 +100,23 @@ def _time_lines(length: Mapping[str, Any]) -> list[str]:
         return [f"not forecast: {length['no_forecast']}"]
     time = length["time"]
     quickest, slowest = map(as_duration, time["run_s"])
-    parts = [f"start {time['start_s']:.0f} s", f"a step {_range(time['step_s'])}"]
-    if time["evaluations"]:
-        parts.append(
-            f"{time['evaluations']} evaluations of {_range(time['evaluation_s'])} each"
-        )
-    return [f"{quickest} to {slowest} on an idle machine", ", ".join(parts)]
-
-
-def _range(seconds: Sequence[float]) -> str:
-    low, high = seconds
-    return (
-        f"{low:.1f} to {high:.1f} s"
-        if high < 10
-        else f"{as_duration(low)} to {as_duration(high)}"
-    )
+    low, high = time["step_s"]
+    step = f"{low:.1f} to {high:.1f} s"
+    if high >= 10:
+        step = f"{as_duration(low)} to {as_duration(high)}"
+    return [
+        f"{quickest} to {slowest} on an idle machine, without evaluations",
+        f"start {time['start_s']:.0f} s, a step {step}",
+    ]
 
 
 def _changed_rows(changed: Mapping[str, Sequence[Any]]) -> Rows:
     """Show what is not at its default, as many as fit on a line."""
-    lines: list[str] = []
-    for name, (value, default) in changed.items():
-        text = f"{name} {_shown(value)} (default {_shown(default)})"
-        if lines and len(lines[-1]) + len(text) < _LINE:
-            lines[-1] += f", {text}"
-        else:
-            lines.append(text)
-    return _block("changed", lines)
+    texts = [
+        f"{name} {_shown(value)} (default {_shown(default)})"
+        for name, (value, default) in changed.items()
+    ]
+    return _block("changed", textwrap.wrap(", ".join(texts), _LINE))
 
 
 def _shown(value: Any) -> str:

@@ -19,9 +19,7 @@ from ycore.config.algorithms import find_algorithm
 from ycore.config.schema import TuneConfig
 from ycore.data.row_images import images_of, with_marks
 from ycore.data.rows import (
-    ANSWERS,
     CONVERSATIONS,
-    FORMS,
     TEMPLATE_COLUMNS,
     RoleOrders,
     Row,
@@ -205,7 +203,7 @@ def _read_examples(
     reader = _row_reader(config, renamed(table, config.columns), as_chat=as_chat)
     left_out = Counter[str]()
     examples: list[Example] = []
-    pictures: list[tuple[Image, ...]] = []
+    pictures: dict[int, tuple[Image, ...]] = {}
     orders = RoleOrders()
     samples: dict[str, Example] = {}
     for number, values in enumerate(reader.table.rows):
@@ -214,9 +212,8 @@ def _read_examples(
         if isinstance(example, str):
             left_out[example] += 1
             continue
-        images = _images_of(config, reader, row, example, store)
-        if images:
-            pictures += [()] * (len(examples) - len(pictures)) + [images]
+        if images := _images_of(config, reader, row, example, store):
+            pictures[len(examples)] = images
         if orders.is_new(*example.values()):
             samples[row.place] = example
         examples.append(example)
@@ -225,9 +222,8 @@ def _read_examples(
             f"no row of {table.name} can be learned from ({', '.join(left_out)}); give another dataset"
         )
     if pictures:
-        pictures += [()] * (len(examples) - len(pictures))
-        for example, images in zip(examples, pictures, strict=True):
-            _show(example, images)
+        for number, example in enumerate(examples):
+            _show(example, pictures.get(number, ()))
     if reader.needs.kind == "labelled":
         examples = _labelled(table, examples)
     num_lacking = sum("margin" not in example for example in examples)
@@ -247,30 +243,21 @@ def _row_reader(config: TuneConfig, table: Table, *, as_chat: bool) -> RowReader
     )
     needs = RowNeeds(kind, as_chat, config.prompt_column, config.answer_column, whole)
     reader = RowReader(table, needs)
-    if kind == "answers" and reader.form is None and "text" not in table.columns:
-        questions = ", ".join(
-            form.question for form in FORMS[1:-1] if form not in CONVERSATIONS
-        )
-        raise DataError(
-            f"{table.name} lacks the columns that sft reads: `messages`, or `prompt` and `completion` "
-            f"(or {questions} and {', '.join(ANSWERS[1:])}), or `text`; {_has(table, 'completion')}"
-        )
-    if kind == "labelled" and ("label" in table.columns or not reader.has_pairs):
-        has_both = reader.form is not None and (
-            reader.answer is not None or reader.form in CONVERSATIONS
-        )
-        _require_columns(
-            table,
-            ("label",) if has_both else ("prompt", "completion", "label"),
-            "or the columns of pairs",
-        )
-    elif kind != "answers":
+    if kind == "answers":
+        if reader.form is None and "text" not in table.columns:
+            raise _lacks(table, "messages, or prompt and completion, or text", "completion")
+    elif kind == "labelled" and ("label" in table.columns or not reader.has_pairs):
+        has_answer = reader.answer is not None or reader.form in CONVERSATIONS
+        if reader.form is None or not has_answer or "label" not in table.columns:
+            wanted = "prompt, completion and label, or prompt, chosen and rejected"
+            raise _lacks(table, wanted, "label" if has_answer else "completion")
+    else:
         if config.answer_column is not None:
             raise DataError(
                 f"--answer-column {config.answer_column} names one answer, and {config.algorithm} learns from `chosen` and "
                 f"`rejected`; say --set columns.chosen={config.answer_column}"
             )
-        _require_columns(table, ("chosen", "rejected"), "with or without prompt")
+        _require_pairs(table)
     return reader
 
 
@@ -369,8 +356,7 @@ def _show(example: Example, images: tuple[Image, ...]) -> None:
 
 def pair_table(table: Table, prompt_column: str | None, *, as_chat: bool) -> Table:
     """Return the pairs with `prompt`, `chosen` and `rejected` as texts; DataError where none is left."""
-    way_out = f"it has {table.listed_columns}; name yours, e.g. --set columns.chosen=better"
-    _require_columns(table, ("chosen", "rejected"), "with or without prompt", way_out=way_out)
+    _require_pairs(table)
     reader = RowReader(table, RowNeeds("pairs", as_chat, prompt_column))
     rows: list[dict[str, Any]] = []
     for number in range(len(table.rows)):
@@ -407,19 +393,15 @@ def _labelled(table: Table, examples: list[Example]) -> list[Example]:
     return examples
 
 
-def _require_columns(
-    table: Table, required: Sequence[str], note: str, *, way_out: str = ""
-) -> None:
-    missing = [name for name in required if name not in table.columns]
-    if missing:
-        raise DataError(
-            f"{table.name} has no column {' and no '.join(missing)}; wanted are {' and '.join(required)}, {note}; "
-            f"{way_out or _has(table, missing[0])}"
-        )
+def _require_pairs(table: Table) -> None:
+    if not {"chosen", "rejected"}.issubset(table.columns):
+        wanted = "chosen and rejected, with or without prompt"
+        raise _lacks(table, wanted, "rejected" if "chosen" in table.columns else "chosen")
 
 
-def _has(table: Table, wanted: str) -> str:
+def _lacks(table: Table, wanted: str, missing: str) -> DataError:
     last = table.columns[-1] if table.columns else "answer"
-    options = {"prompt": "--prompt-column ", "completion": "--answer-column "}
-    option = options.get(wanted, f"--set columns.{wanted}=")
-    return f"it has {table.listed_columns}; name yours, e.g. {option}{last}"
+    option = "--answer-column " if missing == "completion" else f"--set columns.{missing}="
+    return DataError(
+        f"{table.name} lacks the columns {wanted}; it has {table.listed_columns}; name yours, e.g. {option}{last}"
+    )

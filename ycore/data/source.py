@@ -198,23 +198,11 @@ _BLOCK_BYTES = 1 << 18
 _TEXTS = (".jsonl", ".json", ".csv", ".tsv")
 _SUFFIXES = (*_TEXTS, ".parquet", *(f"{suffix}.gz" for suffix in _TEXTS))
 
-# A .gz is unpacked into memory, up to 64 MiB or 40 times its own size, and never more than 4 GiB.
-_UNPACKED_BYTES = 64 << 20
-_UNPACKED_FACTOR = 40
-_MAX_UNPACKED_BYTES = 4 << 30
-
 
 def file_suffix(path: Path) -> str | None:
     """Return the suffix that decides how `path` is read, or None."""
     name = path.name.lower()
-    return next(
-        (
-            suffix
-            for suffix in sorted(_SUFFIXES, key=len, reverse=True)
-            if name.endswith(suffix)
-        ),
-        None,
-    )
+    return next((suffix for suffix in _SUFFIXES if name.endswith(suffix)), None)
 
 
 def file_table(path: Path) -> Table:
@@ -245,7 +233,7 @@ def _read_text(path: Path, suffix: str) -> Table:
     is_zipped = suffix.endswith(".gz")
     if suffix.startswith(".jsonl") and not is_zipped and path.stat().st_size > _IN_MEMORY_BYTES:
         return _lines_table(JsonLines(path, open(path, "rb")))
-    data = _unpacked(path) if is_zipped else path.read_bytes()
+    data = gzip.decompress(path.read_bytes()) if is_zipped else path.read_bytes()
     is_array = data[:4096].removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
     if suffix.startswith((".csv", ".tsv")):
         signs = "\t,;" if suffix.startswith(".tsv") else ",\t;"
@@ -261,23 +249,6 @@ def _read_text(path: Path, suffix: str) -> Table:
 
 def _lines_table(rows: "JsonLines") -> Table:
     return Table(str(rows.path), rows, rows.columns, lines=rows.lines, folder=rows.path.parent)
-
-
-def _unpacked(path: Path) -> bytes:
-    """Unpack a .gz piece by piece: a few kilobytes may stand for more than the memory holds."""
-    limit = min(
-        max(_UNPACKED_BYTES, _UNPACKED_FACTOR * os.path.getsize(path)), _MAX_UNPACKED_BYTES
-    )
-    with gzip.open(path) as file:
-        data = bytearray()
-        while piece := file.read(1 << 20):
-            data += piece
-            if len(data) > limit:
-                raise DataError(
-                    f"{path} holds more than {limit >> 20} MB, and has {os.path.getsize(path)} bytes itself; "
-                    "if that is right, unpack it with gunzip: a plain file may have any size"
-                )
-    return bytes(data)
 
 
 def _decoded(place: str, data: bytes) -> str:
@@ -310,19 +281,16 @@ class JsonLines(Sequence[Mapping[str, Any]]):
         columns: dict[str, None] = {}
         start = 0
         for number, line in enumerate(source, start=1):
-            length = len(line)
-            if number == 1:
-                line = line.removeprefix(codecs.BOM_UTF8)
-            if not line.isspace() and line:
+            if line.removeprefix(codecs.BOM_UTF8).strip():
                 self.lines.append(number)
-                self._starts.append(start + length - len(line))
+                self._starts.append(start)
                 self._lengths.append(len(line))
                 if self._memory is None:
                     self._hashes.append(hash(line))
                 row = self._parsed(line, len(self.lines) - 1)
                 if not row.keys() <= columns.keys():
                     columns |= dict.fromkeys(row)
-            start += length
+            start += len(line)
         self.columns = tuple(columns)
 
     def __len__(self) -> int:

@@ -19,6 +19,14 @@ KNOWN_CONFIGS: Mapping[str, dict[str, Any]] = json.loads(
 )
 """By hub id."""
 
+_KNOWN_IDS = {
+    name.lower(): model_id
+    for hub_id in KNOWN_CONFIGS
+    for model_id in (hub_id, hub_id.removesuffix("-Instruct"))
+    for name in (model_id, model_id.rpartition("/")[2])
+}
+"""Hub ids of these models and their base models, by the whole id or its last part in lower case."""
+
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Model types with weights that their config.json does not mention.
 _BIASED = ("qwen2", "qwen2_moe")  # biases on queries, keys and values
@@ -182,22 +190,14 @@ def hub_id_of(name: str) -> str:
     """Return the hub id of a short name, e.g. `Qwen/Qwen3-8B` for `Qwen3-8B`; other names as they are."""
     if "/" in name or name in BUILTIN or Path(name).expanduser().exists():
         return name
-    for hub_id in KNOWN_CONFIGS:
-        for candidate in (hub_id, hub_id.removesuffix("-Instruct")):
-            if candidate.rpartition("/")[2].lower() == name.lower():
-                return candidate
-    return name
+    return _KNOWN_IDS.get(name.lower(), name)
 
 
 def known_config(name: str) -> dict[str, Any] | None:
     """Return the config in models.json of a hub id, its base model's id, or its last part; None where there is none."""
     wanted = BUILTIN[name].hub_id if name in BUILTIN else name
-    for hub_id, config in KNOWN_CONFIGS.items():
-        base = hub_id.lower().removesuffix("-instruct")
-        ids = (hub_id.lower(), base)
-        if wanted.lower() in (*ids, *(model_id.rpartition("/")[2] for model_id in ids)):
-            return config
-    return None
+    known_id = _KNOWN_IDS.get(wanted.lower())
+    return KNOWN_CONFIGS.get(known_id or "") or KNOWN_CONFIGS.get(f"{known_id}-Instruct")
 
 
 def model_facts(name: str) -> ModelFacts:

@@ -77,15 +77,11 @@ class StepForecast:
             "peak_phase": phase,
             "peak_bytes": round(peak),
             "capacity_bytes": round(self.capacity),
-            "memory": {name: _rounded(roles) for name, roles in self.phases.items()},
-            "trainer": _rounded(self.trainer),
+            "memory": dict(self.phases),
+            "trainer": dict(self.trainer),
             "engines": {role: asdict(engine) for role, engine in self.engines.items()},
-            "seconds": {name: round(seconds, 3) for name, seconds in self.seconds.items()},
+            "seconds": dict(self.seconds),
         }
-
-
-def _rounded(parts: Parts) -> dict[str, int]:
-    return {name: round(size) for name, size in parts.items()}
 
 
 def forecast_step(work: Workload, strategy: Strategy, fleet: Fleet) -> StepForecast:

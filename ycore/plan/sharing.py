@@ -181,35 +181,27 @@ class _Split:
             f"{role} {need.facts.name}: an engine needs {need.least / GIB:.1f} GiB{devices} (weights "
             f"{need.weights / GIB:.1f}, a sequence of {need.longest} tokens {need.least_cache / GIB:.2f})"
         )
-        size = f"a device's {self._device_bytes / GIB:.1f} GiB"
-        beside = self._trainer.peak
+        beside = self._trainer.peak + sum(
+            other.least for _, other, _ in self._placed if other is not need
+        )
         if self.sleeps:
             num_asleep = sum(self._num_models.values()) - self._num_models[role]
             beside = self._trainer.resting[self.offload] + ON_GPU.asleep * num_asleep
         left = self._capacity - beside
-        if self._share is not None and need.least <= left:
-            enough = math.ceil(100 * (need.least - _CONTEXT) / self._device_bytes) / 100
-            return (
-                f"{problem}, and gets {self._share_of_engine(role):.2g} of {size}; say "
-                f"--set engine.gpu_memory_utilization={enough:g}, or leave that out"
-            )
-        problem += f", and {max(0.0, left) / GIB:.1f} of {size} are left"
-        if beside:
-            problem += (
-                f" beside the {beside / GIB:.1f} that the trainer and sleeping engines hold"
-            )
         billions = (left - (need.least - need.weights)) * need.tensor_parallel
         billions /= need.bytes_per_value * 1e9
-        if not self.sleeps and len(self._placed) > 1:
-            problem += f" for {len(self._placed)} engines that stay awake"
-            way_out = "take a smaller model, or larger devices"
-        elif billions > 0.1:
+        way_out = "take larger devices"
+        if billions > 0.1:
             way_out = f"take a model of {billions:.2g} billion parameters or fewer"
-        else:
-            way_out = "take larger devices"
-        return f"{problem}; {way_out}" + (
-            ", or a judge with a base_url" if role == JUDGE else ""
-        )
+        if self._share is not None:
+            left = min(left, self._device_bytes * self._share_of_engine(role) + _CONTEXT)
+            way_out = "raise engine.gpu_memory_utilization, or leave it out"
+        if role == JUDGE:
+            way_out += ", or a judge with a base_url"
+        problem += f", and {max(0.0, left) / GIB:.1f} of a device's {self._device_bytes / GIB:.1f} GiB are left"
+        if beside:
+            problem += f" beside the {beside / GIB:.1f} that the trainer and other engines hold"
+        return f"{problem}; {way_out}"
 
     @property
     def line(self) -> str:

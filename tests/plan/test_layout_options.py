@@ -13,7 +13,6 @@ import yaml
 from ycore_cli.main import app
 from ycore_cli.options import resolve_config
 
-from ycore.api import planning as command
 from ycore.config.batch import derive_batch
 from ycore.config.recipe_files import load_recipe
 from ycore.config.resolve import resolve
@@ -99,13 +98,12 @@ def config_with(keys: dict[str, Any]) -> RunConfig:
 
 def planned(keys: dict[str, Any], devices: str) -> Plan:
     config = config_with(keys)
-    declared = with_declarations(config)
     return make_plan(
         config,
         devices=devices,
-        scorer=first_scorer(served_models(declared)),
+        scorer=first_scorer(served_models(with_declarations(config))),
         core=CORE,
-        check=lambda one, fleet: check_described(command.with_args(declared, one), fleet),
+        check=lambda one, fleet: check_described(with_declarations(one), fleet),
     )
 
 

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from ycore.api.run_settings import keys_of
-from ycore.api.tables import Planned
+from ycore.api.tables import Planned, aligned
 from ycore.config.algorithms import find_algorithm
 from ycore.config.batch import BatchPlan, TuneBatch
 from ycore.config.resolve import require_rollouts, resolve
@@ -72,13 +72,12 @@ def make_run_plan(
         if tokens is not None and tokens < 1:
             raise ConfigError(f"{name} must be 1 or more; it is {tokens}; e.g. 256")
     config = _with_judge(config, judge)
-    declared = with_declarations(config)
     known = cache(device_memory.facts_here)
 
     def check(strategy: RunConfig, fleet: Fleet) -> None:
-        machine_checks.check_described(with_args(declared, strategy), fleet, known=known)
+        machine_checks.check_described(with_declarations(strategy), fleet, known=known)
 
-    scorer = first_scorer(served_models(declared))
+    scorer = first_scorer(served_models(with_declarations(config)))
     return make_plan(config, devices=devices, check=check, scorer=scorer, **lengths)
 
 
@@ -250,26 +249,18 @@ def _with_judge(config: RunConfig, judge: str | None) -> RunConfig:
     return config.model_copy(update={"model": hub_id_of(config.model), "rewards": rewards})
 
 
-def with_args(declared: RunConfig, strategy: RunConfig) -> RunConfig:
-    """Put the declarations of judges into a strategy's config, so that their files are read once."""
-    rewards = [
-        spec.model_copy(update={"args": {**spec.args, **reward.args}})
-        for spec, reward in zip(declared.rewards, strategy.rewards, strict=True)
-    ]
-    return strategy.model_copy(update={"rewards": rewards})
-
-
 def _lines(made: Plan, *, top: int) -> Iterator[str]:
     yield from _job_lines(made)
     yield ""
     if made.fitting:
         best = made.fitting[0]
-        yield f"{'step':>9}  {'tokens/s':>9}  {'fullest phase':<28}  strategy"
+        rows = [("step", "tokens/s", "fullest phase", "strategy")]
         for forecast in made.fitting[:top]:
             phase, peak = forecast.peak
             fullest = f"{peak / _GIB:.1f} of {forecast.capacity / _GIB:.1f} GiB, {phase}"
-            speed = f"{forecast.step_s:>7.1f} s  {forecast.tokens_per_step / forecast.step_s:>9,.0f}"
-            yield f"{speed}  {fullest:<28}  {forecast.strategy.in_words}"
+            speed = f"{forecast.tokens_per_step / forecast.step_s:,.0f}"
+            rows.append((f"{forecast.step_s:.1f} s", speed, fullest, forecast.strategy.in_words))
+        yield from aligned(rows)
         yield from ["", *_memory_lines(best), "", "seconds of a step of the first"]
         yield "  " + ", ".join(
             f"{name} {seconds:.1f}" for name, seconds in best.seconds.items()
@@ -318,10 +309,11 @@ def _memory_lines(forecast: StepForecast) -> Iterator[str]:
     roles = list(dict.fromkeys(role for phase in forecast.phases.values() for role in phase))
     where = "all processes of a role" if "all at once" in forecast.phases else "one device"
     yield f"memory of the first, GiB of {where}"
-    yield f"  {'phase':<18}" + "".join(f"{role:>13}" for role in [*roles, "all"])
+    rows = [["  phase", *roles, "all"]]
     for phase, sizes in forecast.phases.items():
         cells = [*(sizes.get(role, 0) for role in roles), sum(sizes.values())]
-        yield f"  {phase:<18}" + "".join(f"{size / _GIB:>13.1f}" for size in cells)
+        rows.append([f"  {phase}", *(f"{size / _GIB:.1f}" for size in cells)])
+    yield from aligned(rows)
     parts = ", ".join(
         f"{part} {size / _GIB:.2f}"
         for part, size in forecast.trainer.items()

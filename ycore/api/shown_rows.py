@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Any
 
 from ycore.config.schema import RunConfig
@@ -34,19 +34,11 @@ def rows_read(
     DataError where the template refuses a row; of the rows with the same order of roles, one is tried.
     """
     writer = _RowWriter(model, template_arguments or {})
-    samples: Mapping[str, Prompt | Mapping[str, Any]]
-    first: Sequence[Prompt | Mapping[str, Any]]
-    num_measured = max(num_rows, _MEASURED_ROWS)
-    if isinstance(rows, PromptSet):
-        samples = {place: rows.prompts[number] for place, number in rows.samples.items()}
-        num_measured = min(num_measured, len(rows.prompts))
-        first = [rows.prompts[number] for number in range(num_measured)]
-    else:
-        samples = rows.samples
-        first = rows.train[:num_measured]
+    every: Sequence[Any] = rows.prompts if isinstance(rows, PromptSet) else rows.train
     if rows.is_chat and writer.has_template:
-        for place, row in samples.items():
-            writer.row(row, place)
+        for place, row in rows.samples.items():
+            writer.row(every[row] if isinstance(row, int) else row, place)
+    first = islice(every, max(num_rows, _MEASURED_ROWS))
     written = [writer.row(row, "a row that the plan shows") for row in first]
     notes = list(rows.reading.get("notes", ()))
     if rows.is_chat and not writer.has_template:

@@ -9,7 +9,6 @@ from ycore.evaluation.preflight import (
     JudgeCalls,
     PreflightMeasurements,
     PromptLengths,
-    histogram,
     parse_measurements,
     preflight_verdict,
 )
@@ -126,13 +125,6 @@ def test_no_longer_completion_is_advised_than_the_context_has_room_for() -> None
     lengths = PromptLengths(rows=1, longest=1900, longest_row=0, too_long=0, room=1920)
     judged = preflight_verdict(replace(GOOD, truncated=1.0, prompts=lengths))
     assert "--max-tokens 148" in judged.in_words
-
-
-def test_a_histogram_counts_every_reward_once() -> None:
-    bins = histogram(GOOD.rewards, bins=4)
-    assert [count for _, _, count in bins] == [32, 0, 16, 16]
-    assert histogram((0.5, 0.5)) == [(0.5, 0.5, 2)]
-    assert histogram(()) == []
 
 
 def test_measurements_survive_json() -> None:

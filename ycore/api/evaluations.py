@@ -4,10 +4,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ycore.api.run_settings import unused_folder
 from ycore.api.running import checked_plan
+from ycore.api.tables import aligned, figure_rows
 from ycore.config.recipe_files import load_benchmark
 from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError, DataError
@@ -15,11 +16,7 @@ from ycore.launch.launcher import EVALUATOR, PREFLIGHT, run_worker
 from ycore.run.files import write_json_atomic
 from ycore.run.paths import tracker_group
 
-if TYPE_CHECKING:  # it imports torch
-    from ycore.evaluation.preflight import PreflightMeasurements
-
 _SAMPLE_WIDTH = 100
-_BAR_WIDTH = 30
 
 
 def evaluation_plan(
@@ -120,46 +117,14 @@ def run_preflight(config: RunConfig) -> dict[str, Any]:
 
 
 def preflight_lines(result: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what was measured, the rewards as a histogram, a few completions, the verdict."""
-    from ycore.evaluation.preflight import histogram, parse_measurements
-
-    measured = parse_measurements(result["preflight"])
-    for name, value in _measured_rows(measured):
-        yield f"{name:<10} {value}"
+    """Yield what was measured, a few completions from the lowest reward to the highest, the verdict."""
+    yield from aligned(figure_rows(result["preflight"]))
     yield ""
-    bins = [(low, high, count) for low, high, count in histogram(measured.rewards) if count]
-    largest = max((count for _, _, count in bins), default=1)
-    for low, high, count in bins:
-        edges = f"{low:.2f}" if low == high else f"{low:.2f} to {high:.2f}"
-        yield f"reward {edges:<16} {count:>4} {'#' * max(1, round(_BAR_WIDTH * count / largest))}"
-    if result["samples"]:
-        yield ""
     for sample in result["samples"]:
         text = " ".join(str(sample["completion"]).split())
-        if len(text) > _SAMPLE_WIDTH:
-            text = text[: _SAMPLE_WIDTH - 3] + "..."
         reward = "masked" if sample["reward"] is None else f"{sample['reward']:.2f}"
-        yield f"{reward:>7}  {text}"
+        yield f"{reward:>7}  {text[:_SAMPLE_WIDTH]}"
     yield ""
     yield result["in_words"]
     for finding in result["findings"][1:]:
         yield f"  also: {finding['what']}; {finding['mend']}"
-
-
-def _measured_rows(measured: "PreflightMeasurements") -> Iterator[tuple[str, str]]:
-    size = f"{measured.num_prompts} prompts x {measured.group_size} completions"
-    yield "sampled", f"{size}, {measured.mean_tokens:.4g} tokens each on average"
-    yield (
-        "cut off",
-        f"{measured.truncated:.0%} of the completions, at {measured.max_tokens} tokens",
-    )
-    yield "all equal", f"{measured.equal:.0%} of the groups, which teach nothing"
-    seconds = (
-        f"{measured.generate_s:.1f} s to generate, {measured.reward_s:.1f} s more to score"
-    )
-    yield "time", seconds
-    if lengths := measured.prompts:
-        longest = f"the longest of {lengths.longest} tokens"
-        yield "prompts", f"{lengths.rows}, {longest}; {lengths.room} fit"
-    if judges := measured.judges:
-        yield "judges", f"{judges.calls} verdicts, {judges.unreadable} unreadable"

@@ -259,7 +259,9 @@ def _lines(made: Plan, *, top: int) -> Iterator[str]:
             phase, peak = forecast.peak
             fullest = f"{peak / _GIB:.1f} of {forecast.capacity / _GIB:.1f} GiB, {phase}"
             speed = f"{forecast.tokens_per_step / forecast.step_s:,.0f}"
-            rows.append((f"{forecast.step_s:.1f} s", speed, fullest, forecast.strategy.in_words))
+            rows.append(
+                (f"{forecast.step_s:.1f} s", speed, fullest, forecast.strategy.in_words)
+            )
         yield from aligned(rows)
         yield from ["", *_memory_lines(best), "", "seconds of a step of the first"]
         yield "  " + ", ".join(

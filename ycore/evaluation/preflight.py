@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 from pydantic import TypeAdapter
 
 from ycore.evaluation.evaluator import own_model, started
@@ -261,14 +260,6 @@ def preflight_verdict(measured: PreflightMeasurements) -> PreflightVerdict:
 def parse_measurements(preflight: Mapping[str, Any]) -> PreflightMeasurements:
     """Read the measurements of a preflight.json, which has them as `dataclasses.asdict` gives them."""
     return TypeAdapter(PreflightMeasurements).validate_python(preflight)
-
-
-def histogram(rewards: tuple[float, ...], *, bins: int = 10) -> list[tuple[float, float, int]]:
-    """Return low edge, high edge and count of each bin; one bin where all rewards are equal."""
-    if len(set(rewards)) < 2:
-        return [(rewards[0], rewards[0], len(rewards))] if rewards else []
-    counts, edges = np.histogram(rewards, bins)
-    return list(zip(edges[:-1].tolist(), edges[1:].tolist(), counts.tolist(), strict=True))
 
 
 _Rule = tuple[Level | None, str, str]

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_vision import write_tiny_vision_model
-from ycore.config.schema import RunConfig
 from ycore.errors import ModelError
 from ycore.models.names import sighted_family
 from ycore.plan.model_facts import (
@@ -16,8 +14,6 @@ from ycore.plan.model_facts import (
     model_config,
     model_facts,
 )
-from ycore.plan.workload import workload_of
-from ycore.run.files import read_json
 
 # As the hub tells them, or as the weights' own shapes add up.
 COUNTED = {
@@ -39,35 +35,6 @@ def test_parameters_are_counted_to_the_last(name: str) -> None:
     config = known_config(name)
     assert config is not None
     assert facts_of(config, name=name).num_params == COUNTED[name]
-
-
-def test_a_model_that_sees_is_counted_with_its_eyes(tmp_path: Path) -> None:
-    from transformers import AutoModelForImageTextToText
-
-    folder = write_tiny_vision_model(tmp_path / "model")
-    facts = model_facts(str(folder))
-    weights = AutoModelForImageTextToText.from_pretrained(folder).state_dict()
-    sizes = {
-        name: weight.numel() for name, weight in weights.items() if name != "lm_head.weight"
-    }
-    assert facts.num_params == sum(sizes.values())
-    assert facts.eyes_params == sum(
-        size for name, size in sizes.items() if "language_model" not in name
-    )
-    assert facts.image_tokens == 4
-    plain = facts_of(
-        {
-            key: one
-            for key, one in read_json(folder / "config.json").items()
-            if key != "vision_config"
-        },
-        name="",
-    )
-    assert (plain.eyes_params, plain.image_tokens) == (0, 0)
-    config = RunConfig(model="m", dataset="d", rewards=[{"reward": "r"}], output="o")
-    assert (
-        workload_of(config, facts).prompt_tokens == workload_of(config, plain).prompt_tokens + 4
-    )
 
 
 def test_adapters_are_counted_as_peft_counts_them() -> None:

@@ -291,13 +291,6 @@ def _job_lines(made: Plan) -> Iterator[str]:
     work, device = made.work, made.fleet.device
     trained = "every weight" if work.lora_rank is None else f"LoRA r={work.lora_rank}"
     yield f"model    {work.policy.name}: {work.policy.num_params / 1e9:.2f} billion parameters, {trained}"
-    if work.policy.eyes_params:
-        tokens = (
-            f"{work.policy.image_tokens} tokens of a prompt"
-            if work.policy.image_tokens
-            else "tokens by its size"
-        )
-        yield f"pictures {work.policy.eyes_params / 1e6:.1f} million of these parameters see; a picture is {tokens}"
     if work.judge is not None:
         yield f"{_SCORER[work.judge_role]:<8} {work.judge.name}: {work.judge.num_params / 1e9:.2f} billion parameters"
     yield f"devices  {made.fleet.count} x {device.name}: {device.memory_bytes / _GIB:.0f} GiB; {device.in_words}"

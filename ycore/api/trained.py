@@ -25,7 +25,7 @@ from ycore.models.fetch import fetch_model
 from ycore.models.folder import has_chat_template, read_settings
 from ycore.models.names import hub_id, resolve_model
 from ycore.placement.placement import JUDGE
-from ycore.run.claim import Claim
+from ycore.run.claim import Claim, stored_config
 from ycore.run.files import read_json
 from ycore.run.interrupt import StopRequests
 from ycore.run.paths import RunFolder
@@ -55,7 +55,7 @@ def trained_model(name: str, *, best: bool = False) -> str:
 
 def has_language_model(run: RunFolder, *, best: bool) -> bool:
     """Whether the run has saved a model that writes text."""
-    algorithm = ALGORITHMS.get(read_json(run.config)["config"].get("algorithm"))
+    algorithm = ALGORITHMS.get(stored_config(run).get("algorithm", ""))
     writes = algorithm is not None and not algorithm.trains_reward_model
     return writes and (run.best if best else run.model).is_dir()
 
@@ -77,8 +77,7 @@ def language_model(name: str, *, best: bool = False) -> Path:
 
 def turns_before(name: str, *, system_prompt: str | None = None) -> list[dict[str, str]]:
     """Return the turns before every prompt in training: the system prompt, unless another is given, and `few_shot`."""
-    run = RunFolder(Path(name).expanduser())
-    config = read_json(run.config)["config"] if run.config.is_file() else {}
+    config = _settings_of(name)
     text = config.get("system_prompt") if system_prompt is None else system_prompt or None
     system = [] if text is None else [{"role": "system", "content": text}]
     return [*system, *config.get("few_shot", [])]
@@ -86,9 +85,13 @@ def turns_before(name: str, *, system_prompt: str | None = None) -> list[dict[st
 
 def template_arguments(name: str) -> dict[str, Any]:
     """Return what the run gave its chat template in training (`chat_template_kwargs`); {} for a model without a run."""
+    return _settings_of(name).get("trl", {}).get("chat_template_kwargs") or {}
+
+
+def _settings_of(name: str) -> dict[str, Any]:
+    """Return the settings of a run; {} for any other name of a model."""
     run = RunFolder(Path(name).expanduser())
-    config = read_json(run.config)["config"] if run.config.is_file() else {}
-    return config.get("trl", {}).get("chat_template_kwargs") or {}
+    return stored_config(run) if run.config.is_file() else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +289,7 @@ def staged(run: Path, *, best: bool, merged: bool, repo: str) -> Iterator[Path]:
 def _base_id(run: RunFolder) -> str | None:
     """Return the hub id of the model that the run began with; None for a folder, a file or another adapter."""
     loaded = read_json(run.engines).get("model", "") if run.engines.is_file() else ""
-    return hub_id(read_json(run.config)["config"]["model"], Path(loaded))
+    return hub_id(stored_config(run)["model"], Path(loaded))
 
 
 def card(run: Path, *, repo: str, base: str | None, adapter: bool, has_curve: bool) -> str:

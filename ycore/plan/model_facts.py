@@ -51,8 +51,6 @@ class ModelFacts:
     num_experts_per_token: int = 1
     attention_bias: bool = False
     head_norms: bool = False
-    eyes_params: int = 0  # of a model that sees: its vision tower and projector
-    image_tokens: int = 0  # tokens of a prompt for one picture
 
     @property
     def query_size(self) -> int:
@@ -88,7 +86,7 @@ class ModelFacts:
     @property
     def num_params(self) -> int:
         """All weights; tied embeddings count once."""
-        embeddings = self.head_params * (1 if self.tied else 2) + self.eyes_params
+        embeddings = self.head_params * (1 if self.tied else 2)
         return embeddings + self.num_hidden_layers * self.layer_params + self.hidden_size
 
     @property
@@ -153,29 +151,7 @@ def facts_of(config: Mapping[str, Any], *, name: str) -> ModelFacts:
         num_experts_per_token=int(text.get("num_experts_per_tok") or 1) if experts > 1 else 1,
         attention_bias=bool(text.get("attention_bias")) or kind in _BIASED,
         head_norms=kind in _NORMED_HEADS,
-        **_eyes(config, hidden),
     )
-
-
-def _eyes(config: Mapping[str, Any], hidden: int) -> dict[str, int]:
-    """Count the weights of a vision tower (arXiv 2010.11929) with a projector of two layers, as LLaVA's.
-
-    Its tokens a picture are 0 where they follow from the picture's size. Families with other towers come near it.
-    """
-    tower = config.get("vision_config")
-    if not isinstance(tower, Mapping) or not tower.get("hidden_size"):
-        return {}
-    sizes = [tower.get(name) for name in ("hidden_size", "num_hidden_layers", "patch_size")]
-    width, layers, patch = (size if isinstance(size, int) else 0 for size in sizes)
-    inner = tower.get("intermediate_size") or 4 * width
-    side = tower.get("image_size")
-    patches = (side // patch) ** 2 if patch and isinstance(side, int) else 0
-    block = 4 * width * (width + 1) + 2 * width * inner + inner + width + 4 * width
-    seen = width * (3 * patch**2 + 1) + patches * width + layers * block + 2 * width
-    return {
-        "eyes_params": seen + hidden * (width + hidden + 2),
-        "image_tokens": config.get("image_seq_length", patches),
-    }
 
 
 def _size(config: Mapping[str, Any], key: str, name: str) -> int:

@@ -7,6 +7,7 @@ vLLM takes `gpu_memory_utilization` of the whole device, and refuses to start wh
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ycore.config.schema import Offload
 from ycore.errors import ConfigError
@@ -93,31 +94,28 @@ def share_device(
     return DeviceSharing(split.sleeps, split.offload, shares, split.line)
 
 
+@dataclass(frozen=True)
 class _Split:
     """One way to divide a device."""
 
-    def __init__(
-        self,
-        needs: Needs,
-        trainer: TrainerMemory,
-        sleeps: bool,
-        offload: Offload,
-        capacity: float,
-        device_bytes: float,
-        share: float | None,
-    ) -> None:
-        self.sleeps = sleeps
-        self.offload = offload
-        self._needs = needs
-        self._trainer = trainer
-        self._capacity = capacity
-        self._device_bytes = device_bytes
-        self._share = share
-        self._num_models = {role: len(models) for role, models in needs.items()}
-        self.engines = self._make_engines()
-        self._phases = gpu_phases(self.engines, trainer, sleeps=sleeps, offload=offload)
+    _needs: Needs
+    _trainer: TrainerMemory
+    sleeps: bool
+    offload: Offload
+    _capacity: float
+    _device_bytes: float
+    _share: float | None
 
-    def _make_engines(self) -> Mapping[str, list[EngineMemory]]:
+    @cached_property
+    def _phases(self) -> Mapping[str, Parts]:
+        return gpu_phases(self.engines, self._trainer, sleeps=self.sleeps, offload=self.offload)
+
+    @property
+    def _num_models(self) -> Mapping[str, int]:
+        return {role: len(models) for role, models in self._needs.items()}
+
+    @cached_property
+    def engines(self) -> Mapping[str, list[EngineMemory]]:
         if self._share is None:
             return engines_on_gpu(
                 self._needs,

@@ -155,11 +155,11 @@ def workload_of(
 ) -> Workload:
     """Return the workload of a run; `judge` are the facts of `scorer`, a model that scores in engines.
 
-    By default a mean prompt has 256 tokens (with one picture more, for a policy that sees), a verdict at most 128, and
+    By default a mean prompt has 256 tokens, a verdict at most 128, and
     a completion the most. A reward model or a teacher reads what the policy has read and written, and writes nothing.
     """
     context = policy.context_length or MAX_CONTEXT
-    prompt_tokens = prompt_tokens or PROMPT_TOKENS + policy.image_tokens
+    prompt_tokens = prompt_tokens or PROMPT_TOKENS
     judge_role = JUDGE if scorer is None else scorer.role
     verdict_tokens = 0 if scorer is None else scorer.max_new_tokens
     is_dynamic = config.sampling.dynamic and not config.teaches_alone

@@ -374,7 +374,7 @@ def test_a_prompt_does_not_end_with_an_answer() -> None:
 
 @pytest.mark.parametrize("value", [[], [ANSWER]])
 def test_a_conversation_without_a_question(value: list[Any]) -> None:
-    assert "has no turns in row 0" in refused_rows({"messages": value})
+    assert "is empty in row 0" in refused_rows({"messages": value})
 
 
 @pytest.mark.parametrize(
@@ -482,14 +482,8 @@ def test_the_order_of_a_seed_is_written_down() -> None:
     ]
 
 
-@pytest.mark.parametrize(("seed", "num_rows"), [(0, 0), (-1, 3)])
-def test_an_order_of_nothing(seed: int, num_rows: int) -> None:
-    with pytest.raises(ValueError, match="an order needs"):
-        PromptOrder(seed=seed, num_rows=num_rows)
-
-
 def test_positions_count_from_zero() -> None:
-    with pytest.raises(ValueError, match="counts from 0"):
+    with pytest.raises(ValueError, match="non-negative"):
         PromptOrder(seed=0, num_rows=3).row_at(-1)
 
 

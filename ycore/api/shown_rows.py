@@ -70,9 +70,8 @@ def _lines_of(text: str) -> Iterator[str]:
     r"""Cut a text into lines, with its own line breaks as `\n`; the middle of a long one is left out."""
     text = text.replace("\n", "\\n")
     lines = [text[start : start + _WIDTH] for start in range(0, len(text), _WIDTH)] or [""]
-    if len(lines) > _MAX_LINES:
-        num_left_out = len(text) - _MAX_LINES * _WIDTH
-        lines = [*lines[: _MAX_LINES - 1], f"... {num_left_out} characters ...", text[-_WIDTH:]]
+    if (num_left_out := len(text) - _MAX_LINES * _WIDTH) > 0:
+        lines[_MAX_LINES - 1 :] = [f"... {num_left_out} characters ...", text[-_WIDTH:]]
     yield from lines
 
 

@@ -9,7 +9,7 @@ import json
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from itertools import islice
 from typing import Any
 from urllib.parse import parse_qsl
@@ -37,28 +37,6 @@ DIGIT_QUESTIONS = {
 """Questions about pictures of handwritten digits, by task name. The answer is the sum of the digits shown."""
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A question of a task. Questions that give each other away, as 3 + 4 and 4 + 3, have the same `key` and split."""
-
-    prompt: str
-    answer: str
-    key: str
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """A numbered set of questions: `question(arguments, i)` for every i below `count(arguments)`.
-
-    Attributes:
-        limits: Each argument's lowest, default and highest value.
-    """
-
-    limits: Mapping[str, tuple[int, int, int]]
-    count: Callable[[Mapping[str, int]], int]
-    question: Callable[[Mapping[str, int], int], Question]
-
-
 def task_table(text: str, *, split: str, seed: int) -> Table:
     name, texts = _parse(text, split)
     known = (*TASKS, *DIGIT_QUESTIONS)
@@ -66,7 +44,7 @@ def task_table(text: str, *, split: str, seed: int) -> Table:
         way_out = nearest(name, known) or "; take one of them"
         raise DataError(f"no task {name!r}; there are {', '.join(known)}{way_out}")
     limits = {
-        **(TASKS[name].limits if name in TASKS else {"wrong": (0, 0, 1)}),
+        **({"digits": (1, 1, 9)} if name in TASKS else {"wrong": (0, 0, 1)}),
         "size": (1, 1000, _MAX_SIZE),
     }
     for key in texts:
@@ -85,11 +63,7 @@ def task_table(text: str, *, split: str, seed: int) -> Table:
     if name in DIGIT_QUESTIONS:
         pictured = list(islice(_digit_rows(name, arguments, split, chance), arguments["size"]))
         return Table(text, pictured, ("prompt", "images", "answer"))
-    questions = _questions(name, TASKS[name], arguments, split, chance)
-    rows = [
-        {"prompt": made.prompt, "answer": made.answer}
-        for made in islice(questions, arguments["size"])
-    ]
+    rows = list(islice(_rows(name, arguments["digits"], split, chance), arguments["size"]))
     return Table(text, rows, ("prompt", "answer"))
 
 
@@ -159,16 +133,19 @@ def _is_in_split(key: str, split: str) -> bool:
     return (number % _TEST_SHARE == 0) == (split == "test")
 
 
-def _questions(
-    name: str, task: Task, arguments: Mapping[str, int], split: str, chance: random.Random
-) -> Iterator[Question]:
-    """Yield the distinct questions of a split, in random order."""
+def _rows(
+    name: str, digits: int, split: str, chance: random.Random
+) -> Iterator[dict[str, str]]:
+    """Yield the distinct questions of a split, in random order; 3 + 4 and 4 + 3 are in the same split."""
+    low, span = (0, 10) if digits == 1 else (10 ** (digits - 1), 9 * 10 ** (digits - 1))
     seen: set[str] = set()
-    for number in _shuffled_numbers(task.count(arguments), chance):
-        question = task.question(arguments, number)
-        if question.prompt not in seen and _is_in_split(f"{name} {question.key}", split):
-            seen.add(question.prompt)
-            yield question
+    for number in _shuffled_numbers(span**2, chance):
+        left, right = (low + place for place in divmod(number, span))
+        prompt, answer = TASKS[name](left, right)
+        key = f"{name} {min(left, right)} {max(left, right)}"
+        if prompt not in seen and _is_in_split(key, split):
+            seen.add(prompt)
+            yield {"prompt": prompt, "answer": answer}
 
 
 def _shuffled_numbers(count: int, chance: random.Random) -> Iterator[int]:
@@ -184,69 +161,28 @@ def _shuffled_numbers(count: int, chance: random.Random) -> Iterator[int]:
             yield number
 
 
-def _range(digits: int) -> tuple[int, int]:
-    """Return the first number of `digits` digits, and how many there are; one digit begins at 0."""
-    return (0, 10) if digits == 1 else (10 ** (digits - 1), 9 * 10 ** (digits - 1))
+def _asked(left: int, sign: str, right: int, answer: int) -> tuple[str, str]:
+    return f"What is {left} {sign} {right}? Answer with just the number.", str(answer)
 
 
-def _arithmetic(sign: str, compute: Callable[[int, int], int]) -> Task:
-    def question(arguments: Mapping[str, int], number: int) -> Question:
-        low, span = _range(arguments["digits"])
-        a = low + number // span
-        b = low + number % span
-        if sign == "-" and a < b:
-            a, b = b, a  # no negative answers: the minus sign is another stats
-        prompt = f"What is {a} {sign} {b}? Answer with just the number."
-        return Question(prompt, str(compute(a, b)), key=f"{min(a, b)} {max(a, b)}")
-
-    return Task(
-        {"digits": (1, 1, 9)}, lambda arguments: _range(arguments["digits"])[1] ** 2, question
-    )
+def _subtraction(left: int, right: int) -> tuple[str, str]:
+    """No answer is negative: the minus sign would be another token."""
+    left, right = max(left, right), min(left, right)
+    return _asked(left, "-", right, left - right)
 
 
-def _larger(arguments: Mapping[str, int], number: int) -> Question:
-    low, span = _range(arguments["digits"])
-    a = low + number // span
-    b = low + number % span
-    prompt = f"Is {a} larger than {b}? Begin with yes or no, and then explain at length how you know."
-    return Question(prompt, "yes" if a > b else "no", key=f"{min(a, b)} {max(a, b)}")
+def _larger(left: int, right: int) -> tuple[str, str]:
+    prompt = f"Is {left} larger than {right}? Begin with yes or no, and then explain at length how you know."
+    return prompt, "yes" if left > right else "no"
 
 
-def _sort(arguments: Mapping[str, int], number: int) -> Question:
-    low, span = _range(arguments["digits"])
-    values = [low + number // span**place % span for place in range(arguments["count"])]
-    listed = ", ".join(map(str, values))
-    ordered = ", ".join(map(str, sorted(values)))
-    prompt = (
-        f"Sort these numbers from smallest to largest: {listed}. Answer with just the numbers."
-    )
-    return Question(prompt, ordered, key=ordered)
-
-
-def _reverse(arguments: Mapping[str, int], number: int) -> Question:
-    letters = "".join(
-        chr(ord("a") + number // 26**place % 26) for place in range(arguments["length"])
-    )
-    prompt = f"Write the letters of '{letters}' in reverse order. Answer with just the letters."
-    return Question(prompt, letters[::-1], key=min(letters, letters[::-1]))
-
-
-TASKS: dict[str, Task] = {
-    "addition": _arithmetic("+", lambda a, b: a + b),
-    "subtraction": _arithmetic("-", lambda a, b: a - b),
-    "multiplication": _arithmetic("*", lambda a, b: a * b),
-    "larger": Task(
-        {"digits": (1, 1, 9)}, lambda arguments: _range(arguments["digits"])[1] ** 2, _larger
-    ),
-    "sort": Task(
-        {"count": (2, 4, 20), "digits": (1, 1, 9)},
-        lambda arguments: int(_range(arguments["digits"])[1] ** arguments["count"]),
-        _sort,
-    ),
-    "reverse": Task(
-        {"length": (2, 4, 20)}, lambda arguments: int(26 ** arguments["length"]), _reverse
-    ),
+TASKS: Mapping[str, Callable[[int, int], tuple[str, str]]] = {
+    "addition": lambda left, right: _asked(left, "+", right, left + right),
+    "subtraction": _subtraction,
+    "multiplication": lambda left, right: _asked(left, "*", right, left * right),
+    "larger": _larger,
 }
+"""The question and its answer about two numbers, by the task's name."""
 
 
 def _digit_rows(

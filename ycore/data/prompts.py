@@ -83,24 +83,18 @@ def load_prompts(
     return to_prompts(table, config, as_chat=as_chat, store=store)
 
 
+@dataclass(frozen=True, slots=True)
 class PromptOrder:
     """A permutation of the rows for each epoch: a pure function of seed, number of rows and position.
 
     Example: `PromptOrder(seed=0, num_rows=3)` gives `row_at(0..2)` some order of 0, 1, 2 and `row_at(3..5)` another.
     """
 
-    def __init__(self, *, seed: int, num_rows: int) -> None:
-        if num_rows < 1 or seed < 0:
-            raise ValueError(
-                f"an order needs at least one row and a seed from 0: num_rows={num_rows}, seed={seed}"
-            )
-        self.seed = seed
-        self.num_rows = num_rows
+    seed: int
+    num_rows: int
 
     def row_at(self, position: int) -> int:
         """Return the row that the run draws at `position`, which counts from 0 over all epochs."""
-        if position < 0:
-            raise ValueError(f"a position counts from 0, not {position}")
         epoch, place = divmod(position, self.num_rows)
         return int(_permutation(self.seed, epoch, self.num_rows)[place])
 
@@ -271,14 +265,12 @@ class PromptRows(Sequence[Prompt]):
         column = self._column
         content = self._reader.prompt(row)
         if isinstance(content, str):
-            if not content.strip():
-                raise DataError(
-                    f"the prompt ({column!r}) is empty in {row.place}; correct or remove the row"
-                )
-            return content
+            if content.strip():
+                return content
+            content = []
         if not content:
             raise DataError(
-                f"the prompt ({column!r}) has no turns in {row.place}; correct or remove the row"
+                f"the prompt ({column!r}) is empty in {row.place}; correct or remove the row"
             )
         if content[-1]["role"] == "assistant":
             raise DataError(

@@ -44,11 +44,10 @@ METRICS: dict[str, dict[str, tuple[str, str]]] = {
         "ycore/constraint_weight/NAME": ("reward", "what breaking it costs in the step, with `constraints.by=lagrangian`"),
         "ycore/code/programs, ycore/code/passed, ycore/code/no_code, ycore/code/compile_errors, ycore/code/run_errors, ycore/code/timeouts, ycore/code/memory, ycore/code/infra_errors, ycore/code/unreachable": ("programs", "programs of the completions, and how they ended ([rewards.md](rewards.md#code))"),
         "ycore/code/latency_s": ("s", "seconds of a program"),
-        "ycore/judge/calls, ycore/judge/tokens": ("a step", "questions to the judge, and tokens of its answers"),
-        "ycore/judge/latency_s": ("s", "seconds of a question"),
+        "ycore/judge/calls, ycore/judge/tokens, ycore/judge/latency_s": ("a step, s", "questions to the judge, tokens of its answers, seconds of a question"),
+        "ycore/reward_model/calls, ycore/reward_model/tokens, ycore/reward_model/latency_s": ("a step, s", "the same of a reward model"),
         "ycore/judge/parse_failures": ("answers", "answers that held no verdict"),
         "ycore/judge/pairs, ycore/judge/position_bias": ("pairs, share", "pairs judged in both orders, and those decided by the position alone ([judges.md](judges.md))"),
-        "ycore/reward_model/calls, ycore/reward_model/tokens, ycore/reward_model/latency_s": ("a step, s", "the same of a reward model"),
     },
     "Completions": {
         "completions/mean_length, completions/min_length, completions/max_length": ("tokens", "lengths; `..._terminated_length` counts completions that ended by themselves"),
@@ -71,17 +70,14 @@ METRICS: dict[str, dict[str, tuple[str, str]]] = {
         "ycore/logprob_gap": ("nats", "mean difference of a token's log-probability between engine and trainer; constant and below 0.1 is healthy"),
         "sampling/importance_sampling_ratio/mean": ("ratio", "the importance weight between both; 1 without a cut of the sampling"),
         "ycore/skipped": ("0 or 1", "1 where no group of the step could teach: there is no gradient, and the model's passes are left out"),
-        "ycore/critic/loss, ycore/critic/value, ycore/critic/grad_norm": ("", "the critic of `ycore ppo`: its loss, mean value, gradient"),
-        "ycore/critic/explained_variance, ycore/critic/explained_from/N": ("share", "of the returns that the values explain; in completions from the token N on"),
+        "ycore/critic/loss, ycore/critic/value, ycore/critic/grad_norm, ycore/critic/explained_variance, ycore/critic/explained_from/N": ("", "the critic of `ycore ppo`: its loss, mean value and gradient; the share of the returns that its values explain, and in completions from the token N on"),
         "ycore/pairs/accuracy, ycore/pairs/margin": ("share, nats", "of `ycore online-dpo`: pairs in the right order, and the mean margin"),
-        "ycore/teacher/kl, ycore/teacher/divergence": ("nats", "of `ycore distill`: the distance to the teacher, by tokens written or exact"),
-        "ycore/teacher/calls, ycore/teacher/tokens, ycore/teacher/latency_s": ("a step, s", "questions to the teacher, their tokens and seconds"),
+        "ycore/teacher/kl, ycore/teacher/divergence, ycore/teacher/calls, ycore/teacher/tokens, ycore/teacher/latency_s": ("nats, a step, s", "of `ycore distill`: the distance to the teacher, by tokens written or exact; questions to it, their tokens and seconds"),
         "rewards/accuracies, rewards/margins, rewards/chosen, rewards/rejected": ("share, nats", "of `dpo` and `kto`: pairs in the right order, margins and implicit rewards"),
         "accuracy, margin, mean_reward, min_reward, max_reward": ("share, reward", "of `ycore reward`: pairs in the right order, the difference, the values"),
         "mean_token_accuracy": ("share", "of `ycore sft`: tokens that the model would have chosen"),
         "logps/chosen, logps/rejected, logits/chosen, logits/rejected": ("nats", "of `dpo` and `kto`: what the policy gives both answers"),
-        "ycore/flow/ratio, ycore/flow/ratio_off, ycore/flow/clipped": ("ratio, share", "of `ycore flow`: the ratio of a step, how far it is from 1, and how often it is clipped"),
-        "ycore/flow/velocity_gap, ycore/flow/pictures_per_s": ("", "distance to the reference's velocity; pictures drawn in a second"),
+        "ycore/flow/ratio, ycore/flow/ratio_off, ycore/flow/clipped, ycore/flow/velocity_gap, ycore/flow/pictures_per_s": ("ratio, share", "of `ycore flow`: the ratio of a step, how far it is from 1, how often it is clipped; distance to the reference's velocity; pictures drawn in a second"),
     },
     "Sampling": {
         "ycore/sampling/drawn, ycore/sampling/yield": ("groups, share", "groups drawn in the round; those that could teach, lately"),
@@ -103,8 +99,7 @@ METRICS: dict[str, dict[str, tuple[str, str]]] = {
         "ycore/idle_share, ycore/bound_ratio": ("share, ratio", "of the engines' time in which they did nothing; the round over the time it would take without that"),
         "ycore/swaps, ycore/swap_s": ("a step, s", "changes of role of the slots ([placement.md](placement.md)), and their seconds"),
         "ycore/engine_restarts": ("engines", "engines that were started again since the step before"),
-        "ycore/balance/before, ycore/balance/after": ("ratio", "the most loaded rank over the mean, before and after groups are dealt out"),
-        "ycore/bytes_moved": ("bytes", "what ranks sent each other for that"),
+        "ycore/balance/before, ycore/balance/after, ycore/bytes_moved": ("ratio, bytes", "the most loaded rank over the mean, before and after groups are dealt out, and what ranks sent each other for that"),
     },
     "Evaluation": {
         "ycore/eval/reward, ycore/eval/rewards/NAME": ("reward", "on the held-out rows ([evaluation.md](evaluation.md))"),
@@ -230,7 +225,7 @@ def metrics_page() -> str:
 
 INTRODUCTION = """\
 Every step is one JSON object in `metrics.jsonl`; trackers have the same names below `train/`, and evaluations below `eval/`. Names with
-`ycore/` are ycore's own, the others TRL's. [reading-curves.md](reading-curves.md) says which to look at. A share is from 0 to 1, a nat is a natural logarithm."""
+`ycore/` are ycore's own, the others TRL's. [reading-curves.md](reading-curves.md) says which to look at. A nat is a natural logarithm."""
 
 
 def matches(pattern: str, name: str) -> bool:

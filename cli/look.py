@@ -62,12 +62,8 @@ def report(
     ycore report runs/quickstart --live
     """
     if not runs:
-        runs = [
-            newest_run(
-                lambda run: live or once or _has_a_step(run),
-                need="ycore report needs one with a step",
-            )
-        ]
+        can_use = (lambda _: True) if live or once else _has_a_step
+        runs = [newest_run("report", can_use, need="with a step")]
     if live or once:
         _follow(runs, once=once)
         return

@@ -51,7 +51,7 @@ def print_table(rows: Iterable[Sequence[str]]) -> None:
         print_line(line)
 
 
-def newest_run(can_use: Callable[[RunFolder], bool], *, need: str) -> Path:
+def newest_run(command: str, can_use: Callable[[RunFolder], bool], *, need: str) -> Path:
     """Find the newest run in `runs` that a command can use, and say which it is; ConfigError with the `need` for none."""
     configs = sorted(Path("runs").glob("*/run.json"), key=lambda file: -file.stat().st_mtime)
     for config in configs:
@@ -59,7 +59,8 @@ def newest_run(can_use: Callable[[RunFolder], bool], *, need: str) -> Path:
             print_line(f"the newest run: {config.parent}", stream=sys.stderr)
             return config.parent
     raise ConfigError(
-        f"no run is named, and {need}: the folder runs has none; say e.g. runs/first"
+        f"ycore {command} takes the newest run {need}, and the folder runs has none; name one, e.g. "
+        f"ycore {command} runs/first"
     )
 
 

@@ -108,12 +108,12 @@ def resume(
 
     if run is None:
         for_longer = steps is not None or resume_from is not None
-        run = str(
-            newest_run(
-                lambda folder: can_go_on(folder, for_longer=for_longer),
-                need="ycore resume needs one that is not finished, or --steps",
-            )
+        newest = newest_run(
+            "resume",
+            lambda folder: can_go_on(folder, for_longer=for_longer),
+            need="that is not finished (with --steps, any)",
         )
+        run = str(newest)
     words = [run, *context.args]
     folder_word = _folder_among(words)
     words.remove(folder_word)

@@ -16,8 +16,10 @@ from ycore.run.text import printable
 from ycore.run.work import quiet, working
 
 Name = Annotated[
-    str,
-    typer.Argument(metavar="RUN|MODEL", help="A run's folder, or a model; e.g. runs/first."),
+    str | None,
+    typer.Argument(
+        metavar="RUN|MODEL", help="A run's folder, the newest if not given, or a model."
+    ),
 ]
 Best = Annotated[
     bool, typer.Option("--best", help="The model that --keep-best kept, not the last one.")
@@ -57,12 +59,6 @@ Form = Annotated[
         "--format", help="merged, a whole model's folder, or gguf, one file [merged]."
     ),
 ]
-ChatName = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="RUN|MODEL", help="A run's folder, the newest if not given, or a model."
-    ),
-]
 Target = Annotated[
     Path | None, typer.Option("--output", help="What to write; a new name in the run's folder.")
 ]
@@ -76,7 +72,7 @@ Private = Annotated[
 
 
 def chat(
-    model: ChatName = None,
+    model: Name = None,
     against: Against = None,
     prompt: Ask = None,
     max_tokens: MaxTokens = 256,
@@ -101,13 +97,7 @@ def chat(
     from ycore.api import trained
     from ycore.api.trained import Chat, ChatSettings
 
-    if model is None:
-        model = str(
-            newest_run(
-                lambda run: trained.has_language_model(run, best=best),
-                need="ycore chat needs one with a saved model",
-            )
-        )
+    model = _named(model, "chat", best=best)
     names = [model] if against is None else [model, against]
     folders = [trained.language_model(name, best=best and name == model) for name in names]
     before = [trained.turns_before(name, system_prompt=system_prompt) for name in names]
@@ -135,6 +125,19 @@ def chat(
         Console().print(table)
 
 
+def _named(model: str | None, command: str, *, best: bool) -> str:
+    """Return the run or model that was named, or else the newest run with a model."""
+    from ycore.api.trained import has_language_model
+
+    if model is not None:
+        return model
+    return str(
+        newest_run(
+            command, lambda run: has_language_model(run, best=best), need="with a saved model"
+        )
+    )
+
+
 def served_name(model: str) -> str:
     """Name a model where it is served or written: the last part of its name; for `.`, the folder's."""
     return Path(os.path.abspath(Path(model).expanduser())).name  # a link keeps its own name
@@ -153,7 +156,7 @@ def _typed(is_asked: bool) -> Iterator[str]:
 
 
 def serve(
-    model: Name,
+    model: Name = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
     best: Best = False,
@@ -171,6 +174,7 @@ def serve(
     from ycore.api import trained
     from ycore.engine.kinds import INSTALL_VLLM, is_vllm_installed
 
+    model = _named(model, "serve", best=best)
     folder, name = trained.language_model(model, best=best), served_name(model)
     words, spec = trained.serve_command(
         folder,
@@ -191,7 +195,7 @@ def serve(
 
 
 def export(
-    model: Name,
+    model: Name = None,
     form: Form = None,
     output: Target = None,
     best: Best = False,
@@ -214,6 +218,7 @@ def export(
         raise ConfigError(
             f"--format is merged or gguf; it is {form!r}{nearest(form, ['merged', 'gguf'])}"
         )
+    model = _named(model, "export", best=best)
     if push is not None:
         _push(
             Path(model),

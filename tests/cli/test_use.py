@@ -68,7 +68,10 @@ def test_the_newest_run_is_taken_where_none_is_named(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["chat"]) == 2
-    assert "the folder runs has none; say e.g. runs/first" in capsys.readouterr().err
+    assert (
+        "the folder runs has none; name one, e.g. ycore chat runs/first"
+        in capsys.readouterr().err
+    )
     (root / "runs").mkdir()
     for seconds, name in enumerate("ba"):
         (root / name).rename(root / "runs" / name)
@@ -95,6 +98,8 @@ def write_run(name: str, algorithm: str, *files: str) -> None:
     [
         ("chat", "finished"),
         ("chat --best", "stopped"),
+        ("serve --dry-run", "finished"),
+        ("export --dry-run", "finished"),
         ("report", "finished"),
         ("report --once", "evaluation"),
         ("resume", "stopped"),
@@ -116,7 +121,13 @@ def test_the_newest_run_is_one_that_the_command_can_use(
 
 @pytest.mark.parametrize(
     ("command", "need"),
-    [("chat", "a saved model"), ("report", "a step"), ("resume", "not finished, or --steps")],
+    [
+        ("chat", "with a saved model"),
+        ("serve", "with a saved model"),
+        ("export", "with a saved model"),
+        ("report", "with a step"),
+        ("resume", "that is not finished (with --steps, any)"),
+    ],
 )
 def test_where_no_run_can_be_used_the_need_is_said(
     root: Path, command: str, need: str, capsys: pytest.CaptureFixture[str]
@@ -124,7 +135,8 @@ def test_where_no_run_can_be_used_the_need_is_said(
     write_run("evaluation", "eval", "summary.json")
     assert run([command]) == 2
     said = capsys.readouterr().err
-    assert f"ycore {command} needs one " in said and need in said and "say e.g. runs/" in said
+    assert f"ycore {command} takes the newest run {need}" in said
+    assert f"e.g. ycore {command} runs/first" in said
 
 
 def test_a_form_that_is_none_is_refused_in_our_words(

@@ -139,6 +139,7 @@ def test_the_output_has_a_default(
     [
         ({"stesp": 3}, "no key stesp; did you mean 'steps'?"),
         ({"learning_rate": 3}, "no key learning_rate; did you mean 'trl.learning_rate'?"),
+        ({"lr": 3}, "no key lr; as an option it is --learning-rate VALUE"),
         ({"kind": "vllm"}, "no key kind; did you mean 'engine.kind'?"),
         ({"engine": {"kidn": "x"}}, "no key engine.kidn; did you mean 'kind'?"),
         (

@@ -64,26 +64,6 @@ def preset_layer(preset: Preset) -> dict[str, Any]:
     return {"trl": dict(preset.trl), **preset.run}
 
 
-def preset_rewards(preset: Preset, rewards: Sequence[Any], *, max_tokens: int) -> list[Any]:
-    """The run's rewards, then the one that the preset adds, unless the run has one of that name.
-
-    A weight of 0 switches it off: `--set rewards.1.weight=0`.
-    """
-    names = [reward["reward"] if isinstance(reward, Mapping) else reward for reward in rewards]
-    cache_tokens = (
-        0 if preset.overlong_share is None else int(max_tokens * preset.overlong_share)
-    )
-    if not cache_tokens or "overlong" in names:
-        return list(rewards)
-    return [
-        *rewards,
-        {
-            "reward": "overlong",
-            "args": {"max_tokens": max_tokens, "cache_tokens": cache_tokens},
-        },
-    ]
-
-
 def preset_lines(
     preset: Preset, *, trl: Mapping[str, Any], run: Mapping[str, Any]
 ) -> list[str]:

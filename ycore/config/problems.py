@@ -1,14 +1,13 @@
 """Put what pydantic finds wrong into one line that a person can act on: the key, the rule, the value, the way out."""
 
 import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from importlib.resources import files
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from ycore.config.algorithms import Algorithm, AlgorithmEntry, commands_with
-from ycore.config.trl_fields import fields_of
+from ycore.config.trl_fields import familiar_options, fields_of
 from ycore.errors import ConfigError, must_be, nearest
 
 Path = tuple[str | int, ...]
@@ -61,40 +60,26 @@ def unknown_key(path: Path, entry: AlgorithmEntry) -> ConfigError:
     ]
     if not parents and text in trl_names:
         elsewhere.append(f"trl.{text}")
-    if not parents and not elsewhere:
-        elsewhere = _familiar_keys(text, {*known}, trl_names, entry)
     hint = nearest(elsewhere[0], elsewhere) if elsewhere else nearest(text, known)
-    if not parents:
-        hint = hint or nearest(text, trl_names, limit=1) or "; `ycore docs options` lists them"
+    if not parents and not elsewhere:
+        words = familiar_words("--" + text.replace("_", "-"), "VALUE", entry)
+        hint = (
+            f"; as an option it is {words}"
+            if words
+            else hint or nearest(text, trl_names, limit=1)
+        )
+        hint = hint or "; `ycore docs options` lists them"
     return ConfigError(f"no key {name}{hint or '; known here: ' + ', '.join(known)}")
 
 
 def familiar_words(option: str, value: str, entry: AlgorithmEntry) -> str | None:
     """Find the words for an option that another trainer calls so."""
-    import yaml
-
-    file = files("ycore.config").joinpath("familiar_options.yaml")
-    familiar = yaml.safe_load(file.read_text(encoding="utf-8"))
+    familiar = familiar_options()
     kind = entry.learns_from if isinstance(entry, Algorithm) else "rollouts"
     words: str | None = (familiar["any"] | familiar[kind] | familiar.get(entry.name, {})).get(
         option
     )
     return words and words.replace("{}", shlex.quote(value))
-
-
-def _familiar_keys(
-    text: str, known: Collection[str], trl_names: Collection[str], entry: AlgorithmEntry
-) -> list[str]:
-    """Return the key, if any, that those words set."""
-    words = (familiar_words("--" + text.replace("_", "-"), "", entry) or "").split()
-    if not words:
-        return []
-    option = words[0].lstrip("-").replace("-", "_")
-    key = words[1].partition("=")[0] if option == "set" else option
-    key = "rewards" if key == "reward" else key
-    if key in trl_names and key not in known:
-        return [f"trl.{key}"]
-    return [key] if key.partition(".")[0] in known else []
 
 
 def declared_error(

@@ -20,7 +20,7 @@ from ycore.config.algorithms import (
     find_algorithm,
     find_entry,
 )
-from ycore.config.presets import find_preset, preset_layer, preset_rewards
+from ycore.config.presets import find_preset, preset_layer
 from ycore.config.problems import config_error, unknown_key
 from ycore.config.schema import AnyConfig, BaseConfig, RunConfig, TuneConfig
 from ycore.config.trl_arguments import alias_value, aliases, refusal
@@ -175,13 +175,17 @@ def _add_constraints(merged: dict[str, Any]) -> None:
 
 
 def _add_preset_rewards(merged: dict[str, Any]) -> None:
+    """Add the reward of a preset, unless the run has one of that name; a weight of 0 switches it off."""
     rewards = merged.get("rewards")
     max_tokens = merged.get("max_tokens", RunConfig.model_fields["max_tokens"].default)
     if merged.get("preset") is None or merged["algorithm"] == "eval":
         return
     if isinstance(rewards, list) and isinstance(max_tokens, int):
-        preset = find_preset(str(merged["preset"]))
-        merged["rewards"] = preset_rewards(preset, rewards, max_tokens=max_tokens)
+        share = find_preset(str(merged["preset"])).overlong_share or 0.0
+        cache_tokens = int(max_tokens * share)
+        if cache_tokens and "overlong" not in map(_name_of, rewards):
+            arguments = {"max_tokens": max_tokens, "cache_tokens": cache_tokens}
+            merged["rewards"] = [*rewards, {"reward": "overlong", "args": arguments}]
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 from ycore.config.algorithms import Algorithm, find_algorithm
 from ycore.config.batch import BatchPlan, TuneBatch
 from ycore.config.schema import AnyConfig, RunConfig, a_fifth
+from ycore.config.trl_fields import familiar_options
 from ycore.errors import ConfigError
 from ycore.run.paths import RunFolder
 
@@ -113,54 +114,6 @@ _ALIASES: Mapping[str, str] = {
     "bf16": "dtype",
 }
 
-_EVALUATION = (
-    "do_eval",
-    "do_predict",
-    "eval_strategy",
-    "eval_steps",
-    "eval_on_start",
-    "load_best_model_at_end",
-)
-_NO_EVALUATION = "ycore evaluates by rollouts; say `--eval-dataset` and `--eval-every`, or `--keep-best pass@1`"
-_HELD_OUT = "ycore measures on held-out rows; say `--held-out 200` and `--eval-every`, or `--keep-best loss`"
-_DATA_ORDER = "ycore owns the order of the data, by `--seed`"
-_COMPILED_ANEW = "a packed row has another length at every pass, and each would be compiled anew; leave it out"
-_ENGINE = "ycore starts, feeds and stops the engines itself; say `--engine vllm` or `--engine transformers`"
-
-_REFUSED: Mapping[str, Mapping[str, str]] = {
-    "rollouts": {
-        "generation_batch_size": "say `--prompts-per-step`; a round is prompts_per_step * group_size completions",
-        "auto_find_batch_size": "a smaller batch would split groups; lower `--prompts-per-step` or `--group-size`",
-        "use_vllm": _ENGINE,
-        "vllm_gpu_memory_utilization": "say `--set engine.gpu_memory_utilization=0.3`",
-        "vllm_max_model_length": "say `--set engine.max_model_len=4096`",
-        "reward_weights": "a reward carries its own weight; say `--set rewards.0.weight=0.5`",
-        "num_train_epochs": "a run's length is its number of steps; say `--steps`",
-        "max_tool_calling_iterations": "say `--max-turns`, the policy's turns: one more than rounds of calls",
-        "remove_unused_columns": "rewards read the dataset's columns, so they are always kept",
-        "shuffle_dataset": _DATA_ORDER,
-        "do_train": "`ycore grpo` trains",
-        **dict.fromkeys(
-            ("torch_compile", "torch_compile_backend", "torch_compile_mode"), _COMPILED_ANEW
-        ),
-        **dict.fromkeys((*_EVALUATION, "num_generations_eval"), _NO_EVALUATION),
-    },
-    "examples": {
-        "auto_find_batch_size": "a batch that shrinks by itself is another run; lower `--batch-size` or `--max-length`",
-        "shuffle_dataset": "rows are always shuffled, by `--seed`",
-        "remove_unused_columns": "ycore passes on the columns that the trainer reads, and no others",
-        "dataset_text_field": "say `--set columns.text=NAME`",
-        "dataset_kwargs": "ycore prepares the rows; TRL only tokenizes them",
-        "do_train": "the command trains",
-        **dict.fromkeys((*_EVALUATION, "eval_packing"), _HELD_OUT),
-    },
-}
-_ALWAYS_REFUSED: Mapping[str, str] = {
-    "fp16": "ycore computes in float32 or bfloat16; say `--set dtype=float32`",
-    "resume_from_checkpoint": "say `--resume`, which continues from the run folder's last checkpoint",
-    "data_seed": _DATA_ORDER,
-}
-
 
 def aliases(algorithm: Algorithm) -> dict[str, str]:
     """TRL's name of a key -> the key of the algorithm's config."""
@@ -184,11 +137,9 @@ def alias_value(name: str, value: Any, algorithm: Algorithm) -> Any:
 
 def refusal(name: str, algorithm: Algorithm) -> str | None:
     """Why a field of TRL's cannot be given, and what to say instead; None where it can."""
-    reason = _REFUSED[algorithm.learns_from].get(name, _ALWAYS_REFUSED.get(name))
-    if (
-        reason is None
-        and name.startswith("vllm_")
-        and not name.startswith("vllm_importance_sampling_")
-    ):
-        return _ENGINE
+    refused = familiar_options()["trl"]
+    reasons = refused["any"] | refused[algorithm.learns_from]
+    if name.startswith("vllm_") and not name.startswith("vllm_importance_sampling_"):
+        reasons = {name: refused["rollouts"]["use_vllm"]} | reasons
+    reason: str | None = reasons.get(name)
     return reason

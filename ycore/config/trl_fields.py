@@ -65,6 +65,17 @@ def fields_of(class_name: str) -> Mapping[str, TrlField]:
     return MappingProxyType(fields)
 
 
+@cache
+def familiar_options() -> Mapping[str, Any]:
+    """The words that ycore has for options of other trainers, and for fields of TRL's that it does not take."""
+    import yaml
+
+    loaded: Mapping[str, Any] = yaml.safe_load(
+        TABLE.with_name("familiar_options.yaml").read_text(encoding="utf-8")
+    )
+    return loaded
+
+
 _WORDS_OF_BOOL: Mapping[str, Mapping[bool, str]] = {
     "scale_rewards": {True: "group", False: "none"}
 }

@@ -76,7 +76,7 @@ LINE = "grpo --model model --dataset task:addition --max-tokens 32 --output run 
         ),
         (
             "--env acts.py:Paying --env-python no/python",
-            "env_python 'no/python' is no program; give the path",
+            "env_python 'no/python' is no Python; give the path",
         ),
         (
             "--env gym:chain_sm",

@@ -382,7 +382,7 @@ def test_another_python_runs_them_with_its_own_packages_alone(
     [
         (
             "no/python",
-            "env_python 'no/python' is no program; give the path of a Python",
+            "env_python 'no/python' is no Python; give the path of a Python",
         ),
         ("true", "env_python 'true' is no Python; give the path of a Python"),
     ],
@@ -416,7 +416,7 @@ def test_another_python_is_executed_where_it_is_confined_alone(
     control = subprocess.run([program, "-I", "-c", ""], capture_output=True, timeout=60)
     assert control.returncode and [*written.iterdir()]
     (written / "file").unlink()
-    with pytest.raises(ConfigError, match="is a script" if is_script else "worker died"):
+    with pytest.raises(ConfigError, match="is no Python" if is_script else "worker died"):
         describe_tools(config_of(place, env="tools.py:Walk", env_python=str(program)))
     assert not [*written.iterdir()]
 

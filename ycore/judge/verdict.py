@@ -5,14 +5,13 @@ the code of its question. A text with two verdicts, or with one that only looks 
 quote what is judged.
 """
 
-import json
 import math
 import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from ycore.foreign import ForeignRefused, foreign_json
 from ycore.judge.declaration import (
     JsonVerdict,
     Judge,
@@ -156,10 +155,8 @@ def _json_number(text: str, verdict: JsonVerdict, code: str) -> float:
     if text.startswith("```") and text.endswith("```"):
         text = text[3:-3].removeprefix("json")
     try:
-        parsed = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
-    except Unreadable:
-        raise
-    except (RecursionError, ValueError):
+        parsed = foreign_json(text, strict=True)
+    except ForeignRefused:
         raise Unreadable("not JSON") from None
     expected = {verdict.field, "code", *(["reason"] if verdict.reason else [])}
     if not isinstance(parsed, dict) or parsed.keys() != expected:
@@ -170,17 +167,6 @@ def _json_number(text: str, verdict: JsonVerdict, code: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise Unreadable("its verdict is not a number")
     return float(value) if abs(value) < 1e12 else math.inf
-
-
-def _unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        raise Unreadable("a JSON key comes twice")
-    return fields
-
-
-def _no_constant(name: str) -> float:
-    raise Unreadable("its verdict is not a number")
 
 
 def _mean_label(verdict: LabelVerdict, reply: Reply, code: str) -> float:

@@ -4,8 +4,10 @@ Rollouts, judges, reward models and teachers are served alike. Every slot (some 
 rollout engine, and beside it one engine of each model that scores; several, where one does not span the whole slot.
 """
 
+import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -186,6 +188,7 @@ def _with_engines(
     width = slot_width(models)
     num_policy = len(slots) * (width // models[0].width)
     served: list[ServedModel] = []
+    numbers = defaultdict[str, Iterator[int]](itertools.count)
     for model in models:
         same_role = [other for other in served if other.role == model.role]
         parts = [part for slot in slots for part in slot.parts(width // model.width)]
@@ -202,9 +205,19 @@ def _with_engines(
         if sharing is not None:
             share = sharing.shares[model.role][len(same_role)]
             spec = replace(spec, gpu_memory_utilization=share, sleeps=sharing.sleeps)
-        first_number = sum(len(other.engines) for other in same_role)
-        engines = _named_engines(parts, spec, site.folder, first_number)
-        served.append(replace(model, engines=engines))
+        # `judge-2`, `judge-3`: of one role, the engines of several models are numbered through.
+        names = (f"{model.role.replace('_', '-')}-{number}" for number in numbers[model.role])
+        engines = [
+            replace(
+                spec,
+                name=name,
+                socket=site.folder.socket(name),
+                cores=part.cores,
+                devices=part.devices,
+            )
+            for part, name in zip(parts, names, strict=False)
+        ]
+        served.append(replace(model, engines=tuple(engines)))
     return tuple(served)
 
 
@@ -279,26 +292,6 @@ def _engine_spec(
         return replace(spec, memory_gib=config.engine.memory_gib)
     new_tokens = config.max_tokens + model.max_new_tokens
     return replace(spec, memory_gib=_cache_gib(spec, settings, new_tokens))
-
-
-def _named_engines(
-    parts: Sequence[Slot], spec: EngineSpec, folder: RunFolder, first_number: int
-) -> tuple[EngineSpec, ...]:
-    """Return an engine of a model on every part of a slot, named after its role: `judge-2`, `judge-3`."""
-    role = spec.role.replace("_", "-")
-    engines = []
-    for number, part in enumerate(parts, first_number):
-        name = f"{role}-{number}"
-        engines.append(
-            replace(
-                spec,
-                name=name,
-                socket=folder.socket(name),
-                cores=part.cores,
-                devices=part.devices,
-            )
-        )
-    return tuple(engines)
 
 
 def slots_of(config: RunConfig, site: Site, width: int = 1) -> list[Slot]:

@@ -14,7 +14,7 @@ import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
 from markdown_it import MarkdownIt
@@ -94,12 +94,7 @@ class UnitTests:
     def request(self, settings: CodeSettings) -> dict[str, Any]:
         """Return the tests as the sandbox reads them (`sandbox.unit_tests`)."""
         return {
-            "tests": self.tests,
-            "setup": self.setup,
-            "entry_point": self.entry_point,
-            "given": self.given,
-            "calls": self.calls,
-            "is_wrapped": self.is_wrapped,
+            **asdict(self),
             "timeout_s": settings.timeout_s,
             "tolerance": settings.tolerance,
             "stop_at_failure": settings.credit == "all",

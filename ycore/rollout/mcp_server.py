@@ -13,7 +13,6 @@ import select
 import shlex
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -78,9 +77,6 @@ class McpServer:
     def _start(self, start_s: float) -> dict[str, dict[str, Any]]:
         """Return the server's tools; it is ended where it does not answer in time."""
         self._deadline = time.monotonic() + start_s
-        # A server that reads nothing stops what is written to it.
-        end = threading.Timer(start_s + 1.0, self._process.kill)
-        end.start()
         tools: dict[str, dict[str, Any]] = {}
         try:
             self._ask("initialize", _HELLO)
@@ -97,8 +93,6 @@ class McpServer:
         except (RuntimeError, *_MALFORMED):
             self._process.kill()
             raise
-        finally:
-            end.cancel()
         if not tools or len(tools) > _MAX_TOOLS:
             raise RuntimeError(
                 f"it has {len(tools)} tools, and between 1 and {_MAX_TOOLS} can be used"

@@ -245,16 +245,10 @@ def python_files(python: str) -> tuple[str, ...]:
     executable = Path(os.path.abspath(shutil.which(os.path.expanduser(python)) or python))
     real = executable.resolve()
     base, prefix = real.parent.parent, executable.parent.parent
-    problem = None
-    if not os.access(executable, os.X_OK):
-        problem = "no program"
-    elif real.read_bytes()[:4] != b"\x7fELF":
-        problem = "a script"
-    elif not real.name.startswith(("python", "pypy")) or not [*base.glob("lib/*/os.py")]:
-        problem = "no Python"
-    if problem is not None:
+    is_python = real.name.startswith(("python", "pypy")) and any(base.glob("lib/*/os.py"))
+    if not is_python or not os.access(executable, os.X_OK):
         raise ConfigError(
-            f"env_python {python!r} is {problem}; give the path of a Python, as its sys.executable says it"
+            f"env_python {python!r} is no Python; give the path of a Python, as its sys.executable says it"
         )
     paths = [str(base)]
     if (prefix / "pyvenv.cfg").is_file():

@@ -47,33 +47,19 @@ class GroupStart:
     observation: str | None = None
 
 
-class CompletionWriter(Protocol):
-    """Writes the completions of a run."""
-
-    meters: Sequence[Meter]
-
-    async def start(self, draw: Draw) -> GroupStart:
-        """Return where the group of this draw starts."""
-
-    async def write(
-        self, start: GroupStart, index: int, generate: Generate, *, seed: int
-    ) -> Completion:
-        """Write a completion of a group, by its index; `seed` is the run's."""
-
-    async def close(self) -> None: ...
-
-
 class SingleTurnWriter:
-    """Without tools: the policy writes until it stops."""
+    """Writes the completions of a run, here without tools: the policy writes until it stops. The others derive from it."""
 
     meters: Sequence[Meter] = ()
 
     async def start(self, draw: Draw) -> GroupStart:
+        """Return where the group of this draw starts."""
         return GroupStart(draw, draw.prompt)
 
     async def write(
         self, start: GroupStart, index: int, generate: Generate, *, seed: int
     ) -> Completion:
+        """Write a completion of a group, by its index; `seed` is the run's."""
         turn_seed = completion_seed(seed, start.draw.position, index)
         return await generate(start.draw.token_ids, turn_seed)
 

@@ -12,7 +12,6 @@ from ycore.rollout.dialogue import Dialogue
 from ycore.rollout.tool_pool import ToolPool, ToolSet, describe_tools
 from ycore.rollout.turns import (
     CarryWriter,
-    CompletionWriter,
     GivenPairWriter,
     MultiTurnWriter,
     SingleTurnWriter,
@@ -74,7 +73,7 @@ def build_writer(
     dialogues: RunDialogues,
     *,
     max_prompt_tokens: int,
-) -> CompletionWriter:
+) -> SingleTurnWriter:
     limits = TurnLimits(
         max_turns=config.max_turns,
         max_tokens=config.max_tokens,

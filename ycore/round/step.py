@@ -21,7 +21,7 @@ from ycore.engine import Engine
 from ycore.errors import YcoreError
 from ycore.placement.placement import ROLLOUT
 from ycore.placement.slots import Slots
-from ycore.rollout.turns import CarryWriter, CompletionWriter, GroupStart, SingleTurnWriter
+from ycore.rollout.turns import CarryWriter, GroupStart, SingleTurnWriter
 from ycore.round.curriculum import stats_of
 from ycore.round.journal import Committed, Journal, load_states, record_again, states_of
 from ycore.round.meters import RoundMeter, collect
@@ -73,7 +73,7 @@ class Controller:
         journal: Journal | None = None,
         max_surplus_age: int = 1,
         slots: Slots | None = None,
-        writer: CompletionWriter | None = None,
+        writer: SingleTurnWriter | None = None,
         event_loop: RankEventLoop | None = None,
         opens_thinking: Callable[[Sequence[int]], bool] = lambda token_ids: False,
     ) -> None:
@@ -96,7 +96,7 @@ class Controller:
         self.peers = peers
         self.slots = slots or Slots(len(engines))
         self.opens_thinking = opens_thinking
-        self.writer: CompletionWriter = writer or SingleTurnWriter()
+        self.writer = writer or SingleTurnWriter()
         self.leftover_groups = LeftoverGroups(max_age=max_surplus_age)
         self.acceptance = AcceptanceRate()
         self.lengths = ExpectedLengths()
@@ -464,7 +464,7 @@ class Controller:
         """The writer, where completions may take several rounds."""
         return self.writer if isinstance(self.writer, CarryWriter) else None
 
-    def _writer_apart(self) -> CompletionWriter:
+    def _writer_apart(self) -> SingleTurnWriter:
         """Return a writer of completions that are not of the run's rounds."""
         return self.writer if self.carrier is None else SingleTurnWriter()
 

@@ -172,6 +172,15 @@ def test_every_file_layout(layout: str, tmp_path: Path) -> None:
     assert prompt.template_arguments == {"enable_thinking": False}
 
 
+def test_a_csvs_header_may_have_spaces(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("question, answer\n2 + 2?, 4\n")
+    assert (
+        examples(path, "sft").reading["in_words"]
+        == "question from question, answer from answer"
+    )
+
+
 def test_turns_that_call_tools_keep_all_keys(tmp_path: Path) -> None:
     turns = [
         user("2 + 2?"),
@@ -352,6 +361,13 @@ def test_a_row_without_a_question_teaches_nothing(tmp_path: Path) -> None:
         ),
         (
             {"task": "Where?", "chosen": "It is S", "rejected": "It is N"},
+            "1 x questions are the common beginning of chosen",
+        ),
+        (
+            {
+                "chosen": "User: Where?\n\nAssistant: S",
+                "rejected": "User: Where?\n\nAssistant: N",
+            },
             "1 x questions are the common beginning of chosen",
         ),
     ],

@@ -471,7 +471,7 @@ class RowReader:
                     f"{row.place} has a system prompt or a history, and no question before 'chosen' and 'rejected'; "
                     "name the question's column with --prompt-column, or make them chat turns"
                 )
-            if "Assistant:" not in chosen:
+            if self.needs.as_chat or "Assistant:" not in chosen:
                 self.notes["questions are the common beginning of chosen and rejected"] += 1
             return _split_texts(chosen, rejected)
         if isinstance(chosen, str) or isinstance(rejected, str):

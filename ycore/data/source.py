@@ -360,6 +360,7 @@ def _parse_csv(path: Path, text: str, signs: str) -> Table:
     csv.field_size_limit(1 << 30)  # characters; 2**17 by default
     records = _csv_records(path, text, max(signs, key=text.partition("\n")[0].count))
     _, header = next(records, (1, []))
+    header = [name.strip() for name in header]
     if header[:1] == [""]:
         header = ["Unnamed: 0", *header[1:]]  # pandas' index, by the name that pandas gives it
     if len(set(header)) != len(header) or "" in header:

@@ -1,5 +1,6 @@
 """`ycore serve`, with vLLM's own server."""
 
+import json
 import os
 import signal
 import subprocess
@@ -7,12 +8,17 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
+from transformers import AutoTokenizer
 
 from tests.tiny_model import write_tiny_model
 from ycore.engine.kinds import is_vllm_installed
+from ycore.round.assemble import Assembly
+from ycore.run.paths import RunFolder
+from ycore.types import Prompt
 
 pytestmark = [
     pytest.mark.engine,
@@ -23,18 +29,27 @@ PORT = 8000 + os.getpid() % 20_000
 ADDRESS = f"http://127.0.0.1:{PORT}/v1"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("served") / "sums"
-    write_tiny_model(folder)
-    return folder
+ARGUMENTS = {"mark": "!"}
 
 
 @pytest.fixture(scope="module")
-def server(model: Path) -> Iterator[subprocess.Popen[bytes]]:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose chat template got an argument in training."""
+    folder = RunFolder(tmp_path_factory.mktemp("served") / "sums")
+    write_tiny_model(folder.model)
+    tokenizer = AutoTokenizer.from_pretrained(folder.model)
+    tokenizer.chat_template += "{{ mark }}"
+    tokenizer.save_pretrained(folder.model)
+    config = {"algorithm": "grpo", "trl": {"chat_template_kwargs": ARGUMENTS}}
+    folder.config.write_text(json.dumps({"config": config}))
+    return folder.root
+
+
+@pytest.fixture(scope="module")
+def server(run: Path) -> Iterator[subprocess.Popen[bytes]]:
     words = [sys.executable, "-c", "from ycore_cli.main import main; main()"]
     process = subprocess.Popen(
-        [*words, "serve", str(model), "--port", str(PORT)], start_new_session=True
+        [*words, "serve", str(run), "--port", str(PORT)], start_new_session=True
     )
     until = time.monotonic() + 300
     try:
@@ -56,11 +71,16 @@ def _answers() -> bool:
 
 
 @pytest.mark.usefixtures("server")
-def test_a_model_is_served_by_its_folders_name() -> None:
-    body = {
-        "model": "sums",
-        "messages": [{"role": "user", "content": "2 + 2?"}],
-        "max_tokens": 4,
-    }
-    reply = httpx.post(f"{ADDRESS}/chat/completions", json=body, timeout=60)
-    assert reply.json()["choices"][0]["message"]["role"] == "assistant"
+def test_a_run_is_served_by_its_folders_name_and_asked_as_in_training(run: Path) -> None:
+    turns = [{"role": "user", "content": "2 + 2?"}]
+    body = {"model": "sums", "messages": turns, "max_tokens": 4, "return_token_ids": True}
+    reply = httpx.post(f"{ADDRESS}/chat/completions", json=body, timeout=60).json()
+    assert reply["choices"][0]["message"]["role"] == "assistant"
+    in_training = SimpleNamespace(
+        config=SimpleNamespace(trl={"chat_template_kwargs": ARGUMENTS}),
+        tokenizer=AutoTokenizer.from_pretrained(RunFolder(run).model),
+        dialogues=SimpleNamespace(tool_sets={}),
+    )
+    ids = Assembly.encode(in_training, Prompt(0, turns))  # type: ignore[arg-type]
+    assert tuple(reply["prompt_token_ids"]) == ids
+    assert in_training.tokenizer.decode(ids).endswith("<|assistant|>!")

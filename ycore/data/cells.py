@@ -292,6 +292,8 @@ _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
 def last_boxed(solution: str) -> str | None:
     r"""Return what the last `\boxed{...}` of a worked solution holds; None where there is none."""
-    marks = list(_BOXED.finditer(solution))
-    closed = until_closed(solution[marks[-1].end() :]) if marks else None
+    if "box" not in solution:
+        return None
+    _, *insides = _BOXED.split(solution)
+    closed = until_closed(insides[-1]) if insides else None
     return None if closed is None else closed.strip()

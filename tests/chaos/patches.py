@@ -100,7 +100,7 @@ IN_PLACE = Patch(
     "checkpoint written in place",
     (
         Edit(
-            "ycore/trainer/checkpoint_writer.py",
+            "ycore/run/checkpoints.py",
             "            if leads:\n                self._stage(staged, step)\n",
             "            if leads:\n                self._stage(staged, step)\n"
             "                place = checkpoint_of(self._folder, step)\n"
@@ -263,7 +263,7 @@ class Point:
 
 
 _SAVER = "ycore/trainer/training_run.py"
-_WRITER = "ycore/trainer/checkpoint_writer.py"
+_WRITER = "ycore/run/checkpoints.py"
 _COMMIT = "        self._journal.commit(step, groups, state, metrics)\n"
 
 POINTS: tuple[Point, ...] = (
@@ -327,7 +327,7 @@ POINTS: tuple[Point, ...] = (
     Point(
         "rounds dropped",
         _WRITER,
-        "            self._journal.prune(before=step_of(checkpoints_in(self._folder)[0]))\n",
+        "            self._prune(step_of(checkpoints_in(self._folder)[0]))\n",
         before=False,
         each_step=False,
     ),

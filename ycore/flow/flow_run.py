@@ -24,17 +24,20 @@ from ycore.flow.measuring import FELL, TRAINED, conditions, contact_sheet, judge
 from ycore.flow.picture_rounds import drop_pictures, picture_controller, picture_scoring
 from ycore.flow.sampler import FlowPolicy, OnePicture, PictureEngine, Trajectories
 from ycore.round.journal import Journal
-from ycore.run.checkpoints import checkpoint_of, controller_file, newest_for, step_of
+from ycore.run.checkpoints import (
+    CheckpointWriter,
+    RankGroup,
+    checkpoint_of,
+    controller_file,
+    newest_for,
+    step_of,
+)
 from ycore.run.claim import check_contents, contents_of
 from ycore.run.files import make_folder, read_json, sync, sync_tree, write_json_atomic
 from ycore.run.images import ImageStore
 from ycore.run.metrics import MetricsWriter, is_evaluation, read_metrics
 from ycore.run.paths import RunFolder
 from ycore.run.secrets import load_config
-from ycore.trainer.checkpoint_writer import (
-    CheckpointWriter,
-    RankGroup,
-)
 
 if TYPE_CHECKING:
     from ycore.view.trackers import OwnPage
@@ -94,7 +97,7 @@ class FlowRun:
             expected_bytes=sum(16 * weight.numel() for weight in policy.trained.values()),
             keep=_NUM_CHECKPOINTS,
             ranks=RankGroup(),
-            journal=None if config.keep_journal else journal,
+            prune=None if config.keep_journal else journal.prune,
         )
 
     def train(self) -> None:

@@ -85,10 +85,8 @@ class RolloutRun(TrainingRun):
         config, peers, trainer = self._parts.config, self._peers, self.trainer
         if config.replay is None:
             trainer.rounds = self.controller
-            journal = None if config.keep_journal else self._journal
-            return Checkpoints(
-                self.home, trainer, RoundState(trainer, self.controller), journal
-            )
+            prune = None if config.keep_journal else self._journal.prune
+            return Checkpoints(self.home, trainer, RoundState(trainer, self.controller), prune)
         rounds = ReplayedRounds(
             Path(config.replay),
             rank=peers.rank,

@@ -8,7 +8,7 @@ that later steps still learn from (`round-RANK.safetensors`).
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -30,9 +30,11 @@ from ycore.config.schema import AnyConfig
 from ycore.data.examples import ExampleSet
 from ycore.errors import Interrupted, RunError
 from ycore.evaluation.during_training import EndedEarly
-from ycore.round.journal import Journal, reshard_states
+from ycore.round.journal import reshard_states
 from ycore.round.step import Controller
 from ycore.run.checkpoints import (
+    CheckpointWriter,
+    RankGroup,
     checkpoint_of,
     controller_file,
     newest_for,
@@ -44,7 +46,6 @@ from ycore.run.files import read_json, sync, sync_tree, write_json_atomic
 from ycore.run.metrics import MetricsWriter, is_evaluation
 from ycore.run.paths import RunFolder
 from ycore.run.reports import this_rank
-from ycore.trainer.checkpoint_writer import CheckpointWriter, RankGroup
 from ycore.trl.base import BaseTrainer
 from ycore.trl.batches import MicroBatches, RoundPosition
 from ycore.trl.build import build_trainer, compute_dtype
@@ -118,7 +119,7 @@ class Checkpoints(TrainerCallback):
 
     Args:
         rounds: of a run with rollouts.
-        journal: pruned with the checkpoints; None keeps its rounds.
+        prune: as `CheckpointWriter` takes it.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class Checkpoints(TrainerCallback):
         home: RunFolder,
         trainer: BaseTrainer,
         rounds: RoundState | None = None,
-        journal: Journal | None = None,
+        prune: Callable[[int], None] | None = None,
     ) -> None:
         accelerator = trainer.accelerator
         self._trainer = trainer
@@ -142,7 +143,7 @@ class Checkpoints(TrainerCallback):
         keep = trainer.args.save_total_limit
         size = _expected_bytes(trainer.model)
         self.writer = CheckpointWriter(
-            home, expected_bytes=size, keep=keep, ranks=ranks, journal=journal
+            home, expected_bytes=size, keep=keep, ranks=ranks, prune=prune
         )
 
     @property

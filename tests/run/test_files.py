@@ -54,7 +54,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, content: str) -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match="no such file"):
+    with pytest.raises(RunFolderError, match="so it is no run's folder; name"):
         read_json(tmp_path / "run.json")
 
 

@@ -46,10 +46,7 @@ class Run:
         """Open the folder; RunFolderError where it holds no run."""
         self.folder = Path(folder).expanduser()
         self._files = RunFolder(self.folder)
-        if not self._files.config.is_file():
-            raise RunFolderError(
-                f"{folder} has no run.json, so it is no run's folder; name the run's `output`"
-            )
+        read_json(self._files.config)
 
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r})"

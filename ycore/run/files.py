@@ -89,7 +89,9 @@ def read_json(path: Path) -> Any:
     try:
         return parse_json(read_regular(path))
     except FileNotFoundError:
-        raise RunFolderError(f"no such file: {path}; is this a run's folder?") from None
+        raise RunFolderError(
+            f"{path.parent} has no {path.name}, so it is no run's folder; name the folder that --output named"
+        ) from None
     except ValueError as error:
         raise RunFolderError(
             f"{path} is not JSON ({error}); it was not written by ycore, or was changed"

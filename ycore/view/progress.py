@@ -23,7 +23,6 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from ycore.errors import RunFolderError
 from ycore.run.claim import is_held
 from ycore.run.files import read_json
 from ycore.run.metrics import (
@@ -449,10 +448,6 @@ def _formats(row: Row) -> list[tuple[str, ...]]:
 def follow_run(root: Path, *, stream: TextIO | None = None, once: bool = False) -> None:
     """Show every step of the run in `root`, from its first, until it has ended, or `once` those that are there."""
     folder = RunFolder(root)
-    if not folder.config.is_file():
-        raise RunFolderError(
-            f"{root} has no run.json, so it is no run's folder; name the folder that --output named"
-        )
     config = read_json(folder.config).get("config", {})
     activity = RunActivity(root, goes_on=lambda: is_held(folder))
     evaluates = config.get("algorithm") == "eval"

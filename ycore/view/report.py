@@ -137,10 +137,6 @@ _File = TypeVar("_File", bound=_Checked)
 def read_run(root: Path) -> RecordedRun:
     """Read what a report shows of a run, finished or not; RunFolderError where no step is finished."""
     folder = RunFolder(root)
-    if not folder.config.is_file():
-        raise RunFolderError(
-            f"{root} has no run.json, so it is no run's folder; name the folder that --output named"
-        )
     description = _check(_Description, read_json(folder.config), folder.config)
     config = description.config
     problems: list[str] = []

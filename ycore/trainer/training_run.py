@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch.serialization import register_package
 from transformers import (
     PreTrainedTokenizerBase,
+    PrinterCallback,
     TrainerCallback,
     TrainerControl,
     TrainerState,
@@ -264,6 +265,7 @@ class StepMetrics(TrainerCallback):
         logs: dict[str, Any],
         **_: Any,
     ) -> None:
+        state.log_history.clear()  # metrics.jsonl has it, and every checkpoint would be larger than the last
         if not state.is_world_process_zero:
             return
         row: dict[str, Any] = {"step": state.global_step}
@@ -327,6 +329,7 @@ class TrainingRun(ABC, TrainerCallback):
         )
         if rank.number > 0:
             check_contents(home, contents)  # rank 0 has written them before the ranks met
+        self.trainer.remove_callback(PrinterCallback)  # metrics.jsonl has what it would print
         self._page = TrackerPage(home, self.trainer.callback_handler, config)
         self.trainer.add_callback(self._page)
         self.leads = bool(self.trainer.accelerator.is_main_process)

@@ -101,9 +101,9 @@ class Run:
 
     def report(self) -> Path:
         """Write report.html into the folder, and return its path."""
-        from ycore.view.report import make_report, read_run, write_report
+        from ycore.view.report import read_run, write_report
 
-        return write_report(make_report([read_run(self.folder)]), self.folder / "report.html")
+        return write_report([read_run(self.folder)], self.folder / "report.html")
 
 
 def grpo(

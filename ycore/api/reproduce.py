@@ -16,7 +16,7 @@ from ycore.config.algorithms import ALGORITHMS
 from ycore.run.files import read_json, write_json_atomic
 from ycore.run.metrics import REWARD, Row, number, read_metrics
 from ycore.run.paths import RunFolder
-from ycore.view.report import make_report, read_run, write_report
+from ycore.view.report import read_run, write_report
 
 _WINDOW = 5  # steps of a trailing mean; one step's reward says little
 _METRICS = (*REWARD, "rewards/accuracies", "accuracy", "mean_token_accuracy")
@@ -66,7 +66,7 @@ def compare_seeds(
                 verdicts.append(judge_run(run, rows, bands[stage]))
             if RunFolder(folder / stage).metrics.is_file():
                 records.append(replace(read_run(folder / stage), name=f"seed-{run}"))
-    page = write_report(make_report(records), root / "report.html")
+    page = write_report(records, root / "report.html")
     result = {
         "finals": finals,
         "verdicts": [asdict(verdict) for verdict in verdicts],

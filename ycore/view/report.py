@@ -398,18 +398,16 @@ _PANELS = (
 
 
 _MAX_PICTURE_BYTES = 1 << 20
-_NUM_CHOSEN = 4  # completions at either end of the last round, and in its middle
+_NUM_CHOSEN = 12  # completions of the last round
 
 
 def make_report(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
     """Give the runs different names."""
     names = [run.name for run in runs]
-    report = []
-    for place, run in enumerate(runs, 1):
-        if names.count(run.name) > 1:
-            run = replace(run, name=f"{run.name} ({place})")
-        report.append(run)
-    return report
+    return [
+        replace(run, name=f"{run.name} ({place})") if names.count(run.name) > 1 else run
+        for place, run in enumerate(runs, 1)
+    ]
 
 
 def write_report(runs: Sequence[RecordedRun], page: Path) -> Path:
@@ -475,18 +473,13 @@ def render_page(runs: Sequence[RecordedRun]) -> str:
 
 
 def chosen(completions: Sequence[ScoredCompletion]) -> list[ScoredCompletion]:
-    """Choose the lowest rewards, the middle ones and the highest, in this order, and one without a reward."""
+    """Choose a few, evenly from the lowest reward to the highest, and one without a reward."""
     scored = [completion for completion in completions if completion.reward is not None]
     masked = [completion for completion in completions if completion.reward is None]
     scored.sort(key=lambda completion: completion.reward or 0.0)
-    places = range(len(scored))
-    middle, half = len(scored) // 2, _NUM_CHOSEN // 2
-    kept = {
-        *places[:_NUM_CHOSEN],
-        *places[max(0, middle - half) : middle + half],
-        *places[-_NUM_CHOSEN:],
-    }
-    return [scored[place] for place in sorted(kept)] + masked[:1]
+    last = len(scored) - 1
+    places = {last * number // (_NUM_CHOSEN - 1) for number in range(_NUM_CHOSEN)}
+    return [scored[place] for place in sorted(places) if scored] + masked[:1]
 
 
 def _pictures_of(sample: Mapping[str, Any], run: RecordedRun) -> list[Path]:

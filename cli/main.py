@@ -142,17 +142,19 @@ def _refusal(error: typer.TyperException) -> str:
     """Say in our form what typer refuses: an unknown option with the nearest one of its command."""
     from pydantic import ValidationError
 
-    option, context = getattr(error, "option_name", ""), getattr(error, "ctx", None)
-    if option and context and error.format_message().startswith("No such option"):
+    context: Any = getattr(error, "ctx", None)
+    if isinstance(error.__cause__, ValidationError):
+        parameter: Any = getattr(error, "param", None)
+        return must_be(parameter.opts[0], error.__cause__.errors())
+    way_out = f"; see `{context.command_path if context else 'ycore'} --help`"
+    message = error.format_message().strip().rstrip(".").replace(". Did", "; did")
+    if message.startswith("No such option"):
+        option: str = getattr(error, "option_name", "")
         parameters = context.command.params
         known = [name for parameter in parameters for name in parameter.opts if name[0] == "-"]
-        return f"no option {option}{nearest(option, known, limit=1) or f'; see `{context.command_path} --help`'}"
-    parameter: Any = getattr(error, "param", None)
-    if isinstance(error.__cause__, ValidationError):
-        return must_be(parameter.opts[0], error.__cause__.errors())
-    message = error.format_message().strip().rstrip(".").replace(". Did", "; did")
+        return f"no option {option}{nearest(option, known, limit=1) or way_out}"
     message = f"{message[:1].lower()}{message[1:]}"
-    return message if message.endswith("?") else f"{message}; see `ycore --help`"
+    return message if message.endswith("?") else f"{message}{way_out}"
 
 
 def _fail(kind: str, message: str, status: int, arguments: Sequence[str]) -> int:

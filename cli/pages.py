@@ -133,7 +133,7 @@ def search(pages: Mapping[str, str], query: str, *, limit: int = 5) -> list[Sect
 
 
 def explanation(error: str) -> str:
-    """Return `; see ...` for an error that `troubleshooting.md` quotes (`It says:`), else nothing.
+    """Return where to read on, for an error that `troubleshooting.md` quotes (`It says:`), else nothing.
 
     Dots in a quotation stand for the values of the error.
     """
@@ -143,7 +143,7 @@ def explanation(error: str) -> str:
             for quoted in re.findall(r"`([^`]+)`", line):
                 pattern = ".*".join(map(re.escape, quoted.split("...")))
                 if re.search(pattern, error):
-                    return f"; see `ycore docs {section.address}`"
+                    return f"{' See' if error[-1] == '?' else '; see'} `ycore docs {section.address}`"
     return ""
 
 

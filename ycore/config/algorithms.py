@@ -119,6 +119,27 @@ _GRPO = Algorithm(
     learning_rate=1e-6,
     lora_learning_rate=2e-5,
 )
+_SFT = Algorithm(
+    name="sft",
+    summary="Fine-tune a model on given answers.",
+    help=(
+        "Columns: messages; or prompt and completion (question and answer, instruction and output);\n"
+        "or text. Any field of TRL's SFTConfig is an option too, e.g. --max-length 2048."
+    ),
+    examples=(
+        "--recipe sft-chat",
+        "--model smollm2-135m --dataset chats.jsonl --output runs/sft",
+    ),
+    config_class="ycore.config.schema:TuneConfig",
+    learns_from="examples",
+    trl_config="SFTConfig",
+    trainer="ycore.trl.given_examples:FineTuner",
+    dataset="chats.jsonl",
+    learning_rate=2e-5,
+    lora_learning_rate=2e-4,
+    rows="answers",
+    figures=("loss", "mean_token_accuracy"),
+)
 _ROWS = (
     _GRPO,
     replace(
@@ -175,28 +196,9 @@ _ROWS = (
         lacks=("teacher", "advantage", "preset", "divergence", "trust_region"),
         settings={"trl": {"beta": 0.1, "scale_rewards": "none"}},
     ),
-    Algorithm(
-        name="sft",
-        summary="Fine-tune a model on given answers.",
-        help=(
-            "Columns: messages; or prompt and completion (question and answer, instruction and output);\n"
-            "or text. Any field of TRL's SFTConfig is an option too, e.g. --max-length 2048."
-        ),
-        examples=(
-            "--recipe sft-chat",
-            "--model smollm2-135m --dataset chats.jsonl --output runs/sft",
-        ),
-        config_class="ycore.config.schema:TuneConfig",
-        learns_from="examples",
-        trl_config="SFTConfig",
-        trainer="ycore.trl.given_examples:FineTuner",
-        dataset="chats.jsonl",
-        learning_rate=2e-5,
-        lora_learning_rate=2e-4,
-        rows="answers",
-        figures=("loss", "mean_token_accuracy"),
-    ),
-    Algorithm(
+    _SFT,
+    replace(
+        _SFT,
         name="reward",
         summary="Train a reward model on pairs of better and worse answers.",
         help=(
@@ -208,8 +210,6 @@ _ROWS = (
             "--recipe hh-reward",
             "--model smollm2-135m --dataset pairs.jsonl --output runs/rm",
         ),
-        config_class="ycore.config.schema:TuneConfig",
-        learns_from="examples",
         trl_config="RewardConfig",
         trainer="ycore.trl.given_examples:RewardModelTrainer",
         dataset="pairs.jsonl",
@@ -220,7 +220,8 @@ _ROWS = (
         sequences_per_row=2,
         trains_reward_model=True,
     ),
-    Algorithm(
+    replace(
+        _SFT,
         name="dpo",
         summary="Train a model on pairs of better and worse answers.",
         help=(
@@ -232,8 +233,6 @@ _ROWS = (
             "--recipe hh-dpo",
             "--model runs/sft/model --dataset pairs.jsonl --output runs/dpo",
         ),
-        config_class="ycore.config.schema:TuneConfig",
-        learns_from="examples",
         trl_config="DPOConfig",
         trainer="ycore.trl.given_examples:PairTrainer",
         dataset="pairs.jsonl",
@@ -243,7 +242,8 @@ _ROWS = (
         figures=("loss", "rewards/accuracies", "rewards/margins"),
         sequences_per_row=2,
     ),
-    Algorithm(
+    replace(
+        _SFT,
         name="kto",
         summary="Train a model on answers that are labelled good or bad.",
         help=(
@@ -254,8 +254,6 @@ _ROWS = (
             "--model smollm2-135m --dataset labelled.jsonl --output runs/kto",
             "--model runs/sft/model --dataset pairs.jsonl --dry-run",
         ),
-        config_class="ycore.config.schema:TuneConfig",
-        learns_from="examples",
         trl_config="KTOConfig",
         trainer="ycore.trl.given_examples:LabelTrainer",
         dataset="labelled.jsonl",

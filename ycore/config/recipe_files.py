@@ -16,6 +16,14 @@ SUFFIXES = (".yaml", ".yml")
 PIPELINE = "pipeline"
 _MAX_BYTES = 2**20  # PyYAML takes 10 s for so much
 _MAX_VALUES = 100_000
+_UNREADABLE = (
+    yaml.YAMLError,
+    ValueError,
+    OverflowError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+)
 
 
 def read_yaml_file(
@@ -52,10 +60,8 @@ def parse_yaml(
     except yaml.MarkedYAMLError as problem:
         line = f", line {problem.problem_mark.line + 1}" if problem.problem_mark else ""
         raise error(f"{what}{line}: not YAML: {problem.problem or problem.context}") from None
-    except yaml.YAMLError as problem:
+    except _UNREADABLE as problem:
         raise error(f"{what} is not YAML: {' '.join(str(problem).split())}") from None
-    except (ValueError, OverflowError, TypeError, AttributeError, RecursionError) as problem:
-        raise error(f"{what} is not YAML: {problem}") from None
     if not isinstance(parsed, dict) or not all(isinstance(key, str) for key in parsed):
         kind = "empty" if parsed is None else f"a {type(parsed).__name__}"
         raise error(f"{what} must be a mapping of keys such as `{example}: ...`; it is {kind}")

@@ -45,7 +45,7 @@ def switch(help: str, name: str) -> Any:
 
 
 OPTIONS: Mapping[str, Any] = {
-    "model": text("Hub id, folder or GGUF file; e.g. smollm2-135m."),
+    "model": text("Hub id or folder; e.g. smollm2-135m."),
     "output": text("Folder that the run writes; e.g. runs/first [TRL: output_dir]."),
     "recipe": text("Start from a recipe, by name or YAML file; e.g. quickstart."),
     "trust_remote_code": flag(
@@ -235,7 +235,7 @@ OPTIONS: Mapping[str, Any] = {
 """The options of the commands, by the names under which a command gets them."""
 
 Models = texts(
-    "Hub id, folder or GGUF file; several are measured on the same prompts and compared.",
+    "Hub id or folder; several are measured on the same prompts and compared.",
     "--model",
     metavar="MODEL",
 )

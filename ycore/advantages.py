@@ -24,10 +24,10 @@ EPSILON = 1e-4
 """Added to every standard deviation: TRL's constant."""
 
 TOKEN_ADVANTAGE = "reinforce++"
-"""REINFORCE++ has an advantage for each token, which `ycore.trl.token_rewards` computes."""
+"""REINFORCE++ has an advantage for each token, which `ycore.trl.grpo` computes."""
 
 TURN_ADVANTAGE = "turn"
-"""MT-GRPO has an advantage for each turn of the policy, which `ycore.trl.token_rewards` computes."""
+"""MT-GRPO has an advantage for each turn of the policy, which `ycore.trl.grpo` computes."""
 
 _GROUP, _BATCH = (1,), (0, 1)
 

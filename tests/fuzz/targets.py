@@ -70,69 +70,6 @@ class Target:
 # -- models ------------------------------------------------------------------------------------------------------------
 
 
-def gguf(values: Sequence[tuple[str, int, bytes]]) -> bytes:
-    """A GGUF file of metadata alone: key, type and the value's bytes."""
-    body = b"".join(
-        _gguf_text(key) + struct.pack("<I", kind) + value for key, kind, value in values
-    )
-    return b"GGUF" + struct.pack("<IQQ", 3, 0, len(values)) + body
-
-
-def _gguf_text(text: str) -> bytes:
-    return struct.pack("<Q", len(text.encode())) + text.encode()
-
-
-GGUF = gguf(
-    [
-        ("general.architecture", 8, _gguf_text("llama")),
-        ("llama.context_length", 4, struct.pack("<I", 128)),
-        ("tokenizer.ggml.model", 8, _gguf_text("gpt2")),
-        ("tokenizer.ggml.pre", 8, _gguf_text("smollm")),
-        (
-            "tokenizer.ggml.tokens",
-            9,
-            struct.pack("<IQ", 8, 2) + _gguf_text("a") + _gguf_text("b"),
-        ),
-    ]
-)
-
-
-def _draw_gguf(chance: random.Random) -> bytes:
-    """The right keys with values of any type."""
-    kinds = {
-        0: b"\1",
-        1: b"\xff",
-        4: b"\xff" * 4,
-        6: struct.pack("<f", float("nan")),
-        7: b"\1",
-        10: b"\xff" * 8,
-    }
-    kinds |= {
-        8: _gguf_text("x"),
-        9: struct.pack("<IQ", 4, 1) + b"\0" * 4,
-        12: struct.pack("<d", float("inf")),
-    }
-    kinds |= {5: b"\xff" * 4, 11: b"\0" * 7 + b"\x80"}
-    depth = chance.choice((2, 100, 2000))
-    nest = struct.pack("<IQ", 9, 1) * depth + struct.pack("<IQ", 4, 0)
-    keys = [
-        "general.architecture",
-        "llama.context_length",
-        "tokenizer.ggml.model",
-        "tokenizer.ggml.pre",
-    ]
-    values = []
-    for key in [*keys, "tokenizer.ggml.tokens", "tokenizer.chat_template"]:
-        kind = chance.choice(list(kinds))
-        values.append((key, kind, nest if kind == 9 and chance.random() < 0.5 else kinds[kind]))
-    return gguf(values)
-
-
-def read_gguf(data: bytes, place: Path) -> None:
-    (place / "model.gguf").write_bytes(data)
-    resolve_model(str(place / "model.gguf"))
-
-
 CONFIG = {
     "model_type": "llama",
     "hidden_size": 8,
@@ -621,7 +558,6 @@ def targets() -> list[Target]:
         if name != "round"
     ]
     return [
-        Target("gguf", [GGUF], read_gguf, _draw_gguf, rounds=2000),
         Target("safetensors", [SAFETENSORS], read_weights, rounds=2000),
         Target(
             "model-settings",

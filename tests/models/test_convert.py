@@ -1,9 +1,7 @@
 """GGUF files and adapters: refused early where they cannot work, made into a whole model once where they can."""
 
 import json
-import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import pytest
 
 from tests.tiny_model import write_tiny_model
 from ycore.errors import ModelError
-from ycore.models.convert import _merge_adapter, _tokenizer_fields
+from ycore.models.convert import _merge_adapter
 from ycore.models.fetch import convert, download_gguf, fetch_model
 from ycore.models.folder import read_settings
 from ycore.models.names import BUILTIN, resolve_model
@@ -28,9 +26,7 @@ def byte_letters() -> list[str]:
     return [chr(byte) for byte in plain] + [chr(256 + number) for number in range(len(others))]
 
 
-def write_gguf(
-    path: Path, *, rule: str = "smollm", template: str | None = TEMPLATE, tokenizer: bool = True
-) -> Path:
+def write_gguf(path: Path) -> Path:
     """A two-layer llama with a byte-level tokenizer, small enough to convert in a test."""
     from gguf import GGUFWriter
 
@@ -52,16 +48,14 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(len(tokens))
-    if tokenizer:
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(rule)
-        writer.add_token_list(tokens)
-        writer.add_token_types([3] * 3 + [1] * (len(tokens) - 3))
-        writer.add_token_merges(["\u0120 \u0120", "t h"])
-        writer.add_bos_token_id(1)
-        writer.add_eos_token_id(0)
-        if template is not None:
-            writer.add_chat_template(template)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] * 3 + [1] * (len(tokens) - 3))
+    writer.add_token_merges(["\u0120 \u0120", "t h"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_chat_template(TEMPLATE)
     random = np.random.default_rng(0)
     shapes = {"token_embd": (len(tokens), HIDDEN), "output_norm": (HIDDEN,)}
     for layer in range(2):
@@ -98,65 +92,17 @@ def refused(path: Path) -> str:
     return str(caught.value)
 
 
-def test_a_gguf_file_is_planned_before_its_conversion(tmp_path: Path) -> None:
-    plan = resolve_model(str(write_gguf(tmp_path / "m.gguf")))
-    assert (plan.kind, plan.ready) == ("gguf", False)
-    assert "torch" not in plan.note and str(plan.folder) in plan.note
+def test_a_gguf_file_of_the_users_is_no_model(tmp_path: Path) -> None:
+    message = refused(write_gguf(tmp_path / "m.gguf"))
+    assert "m.gguf is a file" in message and "safetensors" in message
 
 
-def test_a_missing_file(tmp_path: Path) -> None:
-    assert "no such GGUF file" in refused(tmp_path / "m.gguf")
-
-
-@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 a zip", b"ggufsmall"])
-def test_a_file_that_is_not_gguf(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "m.gguf").write_bytes(content)
-    assert "is not a GGUF file" in refused(tmp_path / "m.gguf")
-
-
-def refused_later(path: Path) -> str:
-    with pytest.raises(ModelError) as caught:
-        _tokenizer_fields(path)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("length", [4, 10, 24, 30, 200, 2000])
-def test_a_file_cut_short(tmp_path: Path, length: int) -> None:
-    path = write_gguf(tmp_path / "m.gguf")
-    path.write_bytes(path.read_bytes()[:length])
-    assert "damaged GGUF file" in refused_later(path)
-
-
-def test_a_splitting_rule_nobody_here_knows(tmp_path: Path) -> None:
-    message = refused_later(write_gguf(tmp_path / "m.gguf", rule="tekken"))
-    assert "'tekken'" in message and "smollm" in message
-
-
-def test_a_file_without_tokenizer(tmp_path: Path) -> None:
-    assert "carries no tokenizer" in refused_later(
-        write_gguf(tmp_path / "m.gguf", tokenizer=False)
-    )
-
-
-def test_it_is_converted_once(tmp_path: Path, cache: Path) -> None:
-    source = write_gguf(tmp_path / "m.gguf")
-    log = tmp_path / "convert.log"
-    folder = fetch_model(resolve_model(str(source)), log=log)
-    assert folder.is_relative_to(cache) and log.exists()
-    assert sorted(path.name for path in folder.parent.iterdir()) == [
-        folder.name,
-        f"{folder.name}.lock",
-    ]
-
-    again = resolve_model(str(source))
-    assert again.ready and again.folder == folder
-    os.utime(source, (1, 1))
-    assert not resolve_model(str(source)).ready, "a changed file is another model"
-
-    # The file says that text ends on token 0; its chat template ends turns on token 2, and both must stop it.
+def test_tokens_survive_the_conversion(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    folder.mkdir()
+    convert("gguf", write_gguf(tmp_path / "m.gguf"), folder)
     assert read_settings(folder / "tokenizer_config.json")["eos_token"] == "<|im_end|>"
-    assert read_settings(folder / "generation_config.json")["eos_token_id"] == [0, 2]
+    assert read_settings(folder / "generation_config.json")["eos_token_id"] == 2
 
     from transformers import AutoTokenizer
 
@@ -191,15 +137,13 @@ def test_weights_survive_the_conversion(tmp_path: Path) -> None:
     )
 
 
-def test_a_failed_conversion_leaves_nothing(tmp_path: Path, cache: Path) -> None:
+def test_a_failed_conversion_says_why_in_one_line(tmp_path: Path) -> None:
     source = write_gguf(tmp_path / "m.gguf")
-    plan = resolve_model(str(source))
     with source.open("r+b") as file:
         file.truncate(source.stat().st_size // 2)
     with pytest.raises(ModelError, match="cannot convert") as caught:
-        fetch_model(plan, log=tmp_path / "convert.log")
+        convert("gguf", source, tmp_path / "m", log=tmp_path / "convert.log")
     assert "\n" not in str(caught.value)
-    assert [path.suffix for path in (cache / "gguf").iterdir()] == [".lock"]
 
 
 @pytest.mark.slow
@@ -345,10 +289,3 @@ def test_an_adapter_of_tied_embeddings_is_the_same_model_once_merged(
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     with torch.no_grad():
         assert torch.allclose(merged(ids).logits.log_softmax(-1), expected, atol=1e-4)
-
-
-@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
-def test_a_gguf_that_is_no_file(make: Callable[[Path], None], tmp_path: Path) -> None:
-    make(tmp_path / "model.gguf")
-    with pytest.raises(ModelError, match="no such GGUF file"):
-        resolve_model(str(tmp_path / "model.gguf"))

@@ -72,12 +72,6 @@ def test_without_config(model: Path) -> None:
     assert "has no config.json" in refused(model)
 
 
-def test_a_folder_of_gguf_files_names_one(model: Path) -> None:
-    (model / "config.json").unlink()
-    (model / "m.Q4.gguf").write_bytes(b"GGUF")
-    assert str(model / "m.Q4.gguf") in refused(model)
-
-
 def test_config_that_is_not_json(model: Path) -> None:
     (model / "config.json").write_text('{"model_type": ')
     assert "cannot be read as JSON" in refused(model)
@@ -194,10 +188,3 @@ def test_a_config_larger_than_the_memory(model: Path) -> None:
 def test_a_number_of_4000_digits(model: Path) -> None:
     edit(model / "config.json", hidden_size=10**4000)
     assert "an integer beyond" in refused(model)
-
-
-def test_a_header_larger_than_any_model_has(model: Path) -> None:
-    with (model / "model.safetensors").open("r+b") as file:
-        file.write((99_000_000).to_bytes(8, "little"))
-        file.truncate(99_000_008)
-    assert "its header has 99000000 bytes" in refused(model)

@@ -180,7 +180,7 @@ def same_answers(
             "is a gemma3 model, and GGUF is written of llama, qwen2, qwen3",
         ),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "scales its positions"),
-        ({"num_local_experts": 4}, "mixture of experts"),
+        ({"model_type": "qwen3_moe"}, "is a qwen3_moe model"),
     ],
 )
 def test_what_cannot_be_written_is_refused_by_name(

@@ -22,7 +22,7 @@ from ycore.scoring.group_rewards import (
     weighted_sum,
     weighted_sums,
 )
-from ycore.trl.constrained import gated
+from ycore.trl.policy_gradient import gated
 from ycore.types import Completion, Draw, Group, Prompt, Score, Turn
 
 REWARDS = st.one_of(st.none(), st.floats(-10, 10))

@@ -11,10 +11,10 @@ from tests.tiny_model import write_tiny_model
 from tests.trl.small_trainer import small_trainer
 from ycore.advantages import ESTIMATORS
 from ycore.scoring.group_rewards import Constraint, Constraints
-from ycore.trl.constrained import broken, calibrated, gated, kept
 from ycore.trl.grpo import Trainer
 from ycore.trl.online_dpo import Trainer as OnlineDPOTrainer
 from ycore.trl.online_dpo import best_and_worst, preference_losses
+from ycore.trl.policy_gradient import broken, calibrated, gated, kept
 from ycore.types import Completion, Draw, Group, Prompt, Score
 
 NAN = float("nan")

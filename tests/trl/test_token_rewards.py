@@ -9,10 +9,9 @@ import torch
 
 from tests.tiny_model import write_tiny_model
 from tests.trl.small_trainer import small_trainer
-from ycore.trl.grpo import Trainer
+from ycore.trl.grpo import ReinforceTrainer, Trainer
 from ycore.trl.importance import region_weights
 from ycore.trl.policy_gradient import PolicyGradientTrainer, prompt_weights
-from ycore.trl.token_rewards import ReinforceTrainer
 from ycore.types import Completion, Draw, Group, Prompt, Score
 
 PROMPT = (9, 8, 7)

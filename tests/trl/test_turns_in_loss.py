@@ -14,9 +14,9 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 from tests.tiny_model import write_tiny_model
 from tests.trl.small_trainer import small_trainer
 from ycore.config.learners import CriticSettings
+from ycore.trl.grpo import TurnRewardTrainer, turn_advantages
 from ycore.trl.ppo import Trainer as PPO
 from ycore.trl.seam import SeamGRPOTrainer
-from ycore.trl.token_rewards import TurnRewardTrainer, turn_advantages
 from ycore.types import Completion, Draw, Group, Prompt, Score, Turn
 
 PROMPT = (9, 8, 20, 21)

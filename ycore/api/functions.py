@@ -117,7 +117,7 @@ def grpo(
     """Train a model on a reward with GRPO; return when it has finished.
 
     Args:
-        model: a hub id, a folder, a GGUF file, or `smollm2-135m`.
+        model: a hub id, a folder, or `smollm2-135m`.
         dataset: a name, or rows with a prompt column; may be left out where `env` asks.
         reward: one or several; may be left out where `env` pays. A function is called in a worker process: its source
             must be in a file or a notebook's cell, and what it uses or holds from around it must be imported, a

@@ -20,9 +20,10 @@ from ycore.errors import ModelError, RunError, RunFolderError
 from ycore.launch.engines import model_length
 from ycore.launch.guardian import guarded
 from ycore.launch.layout import this_machine
+from ycore.models.chat_template import ChatTemplate
 from ycore.models.convert import ADAPTER_CONFIG, is_adapter
 from ycore.models.fetch import fetch_model
-from ycore.models.folder import has_chat_template, read_settings
+from ycore.models.folder import read_settings
 from ycore.models.names import hub_id, resolve_model
 from ycore.placement.placement import JUDGE
 from ycore.run.claim import Claim, stored_config
@@ -113,7 +114,7 @@ class Chat:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         self._settings = settings
-        self._is_chat = has_chat_template(folder)
+        self._is_chat = bool(ChatTemplate.of(folder).source)
         self._turns = list(settings.before)
         if settings.before and not self._is_chat:
             raise ModelError(

@@ -243,7 +243,7 @@ class BaseConfig(Strict):
     """The settings that every run has."""
 
     algorithm: str  # a row of `algorithms.ALGORITHMS`, or `eval`
-    model: str  # a hub id, a local folder, a GGUF file, or the built-in name `smollm2-135m`
+    model: str  # a hub id, a local folder, or the built-in name `smollm2-135m`
     # A hub id (`name` or `name:config`), a JSONL, CSV or Parquet file, `task:NAME?args` or `gym:NAME?args`. Empty for
     # environments that ask their own questions.
     dataset: str

@@ -1,4 +1,4 @@
-"""Convert GGUF files and LoRA adapters to model folders: `python -m ycore.models.convert KIND SOURCE FOLDER [BASE]`.
+"""Convert a built-in GGUF file and LoRA adapters to model folders: `python -m ycore.models.convert KIND SOURCE FOLDER [BASE]`.
 
 It is a process because it loads torch, transformers and a whole model. Of a GGUF file, transformers reads two things
 wrong that no later step would notice: the end-of-text token, and how a byte-pair tokenizer splits text before it
@@ -27,38 +27,7 @@ _SPECIAL = {
     "pad_token": "padding",
 }
 """transformers' names of special tokens, and GGUF's."""
-_TOKENIZER_KEYS = (
-    "tokenizer.chat_template",
-    *(f"tokenizer.ggml.{key}" for key in ("tokens", "pre", "model")),
-    *(f"tokenizer.ggml.{key}_token_id" for key in _SPECIAL.values()),
-)
-_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
 PROBE = "Is 12 + 345 = 357?  Yes,  it's\n\n  so: `x = y_1`. Ünïcödé 東京!"
-
-
-def _tokenizer_fields(path: Path) -> dict[str, Any]:
-    """Return what a GGUF file says of its tokenizer; ModelError where ycore cannot convert that."""
-    from gguf import GGUFReader
-
-    try:
-        fields = GGUFReader(path).fields
-        header = {key: fields[key].contents() for key in _TOKENIZER_KEYS if key in fields}
-    except (LookupError, ValueError) as problem:
-        raise ModelError(
-            f"{path} is a damaged GGUF file ({first_line(problem)}); download or export it again"
-        ) from None
-    instead = "use the model's folder with config.json and safetensors instead"
-    if "tokenizer.ggml.tokens" not in header:
-        raise ModelError(f"{path} carries no tokenizer; {instead}")
-    rule = header.get("tokenizer.ggml.pre", "gpt-2")
-    if header.get("tokenizer.ggml.model") == "gpt2" and rule not in SPLITTING:
-        known = ", ".join(
-            SPLITTING
-        )  # with another rule, the model would train on other tokens than it knows
-        raise ModelError(
-            f"{path} splits text by the rule {rule!r}, and the rules known here are {known}; {instead}"
-        )
-    return header
 
 
 def is_adapter(folder: Path) -> bool:
@@ -131,9 +100,7 @@ def _merge_untied(model: Any) -> Any:
 
 def _convert_gguf(source: Path, folder: Path) -> None:
     """Write bfloat16 safetensors, tokenizer and generation config of `source` into `folder`."""
-    from transformers import AutoTokenizer
-
-    tokenizer = _tokenizer(source, _tokenizer_fields(source))
+    tokenizer = _tokenizer(source)
     model = _plain_model(source)
     # Generation stops at the tokenizer's end-of-text token, and at the file's where that is another one.
     ends = {tokenizer.eos_token_id, model.config.eos_token_id} - {None}
@@ -143,44 +110,22 @@ def _convert_gguf(source: Path, folder: Path) -> None:
         config.eos_token_id = sorted(ends) if len(ends) > 1 else tokenizer.eos_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    # transformers may load a family's own tokenizer in place of the saved one: its tokens must be the same.
-    again = AutoTokenizer.from_pretrained(folder)
-    if (
-        again(PROBE).input_ids != tokenizer(PROBE).input_ids
-        or again.eos_token_id != tokenizer.eos_token_id
-    ):
-        raise ModelError(
-            f"{source}: its tokenizer is another one once saved; use the model's own folder"
-        )
 
 
-def _tokenizer(source: Path, header: dict[str, Any]) -> Any:
+def _tokenizer(source: Path) -> Any:
+    from gguf import GGUFReader
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    fields = GGUFReader(source).fields
+    tokens = fields["tokenizer.ggml.tokens"].contents()
     # transformers 5.17 takes the beginning-of-text token for the end-of-text one.
-    for name, token in _special_tokens(header).items():
-        setattr(tokenizer, name, token)
+    for name, key in _SPECIAL.items():
+        if (field := fields.get(f"tokenizer.ggml.{key}_token_id")) is not None:
+            setattr(tokenizer, name, tokens[field.contents()])
     tokenizer.clean_up_tokenization_spaces = False
-    if header.get("tokenizer.ggml.model") == "gpt2":
-        set_splitting(tokenizer.backend_tokenizer, header.get("tokenizer.ggml.pre", "gpt-2"))
-    decoded = str(tokenizer.decode(tokenizer(PROBE, add_special_tokens=False).input_ids))
-    if decoded.strip() != PROBE:
-        raise ModelError(
-            f"{source}: its tokenizer does not give text back ({decoded!r}); use the model's own folder"
-        )
+    set_splitting(tokenizer.backend_tokenizer, fields["tokenizer.ggml.pre"].contents())
     return tokenizer
-
-
-def _special_tokens(header: dict[str, Any]) -> dict[str, str]:
-    tokens = header["tokenizer.ggml.tokens"]
-    ids = {name: header.get(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL.items()}
-    chosen = {name: tokens[token_id] for name, token_id in ids.items() if token_id is not None}
-    template = header.get("tokenizer.chat_template", "")
-    turn_end = next((end for end in _TURN_ENDS if end in template and end in tokens), None)
-    if turn_end is not None:
-        chosen["eos_token"] = turn_end  # a chat model that ends on another token never stops
-    return chosen
 
 
 def set_splitting(backend: Any, rule: str) -> None:

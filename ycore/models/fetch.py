@@ -18,7 +18,6 @@ from ycore.models.names import (
     BUILTIN,
     MADE,
     BuiltinModel,
-    Kind,
     ModelPlan,
     base_name,
     resolve_model,
@@ -47,12 +46,10 @@ def fetch_model(plan: ModelPlan, *, log: Path | None = None) -> Path:
             plan.folder, lambda folder: convert("made", language_model, folder, log=log)
         )
     source = Path(os.path.expanduser(plan.name))
-    base: Path | None = None
-    if plan.kind == "adapter":
-        trusts = plan.trust_remote_code
-        base = fetch_named(base_name(source), trust_remote_code=trusts, log=log)
+    trusts = plan.trust_remote_code
+    base = fetch_named(base_name(source), trust_remote_code=trusts, log=log)
     return build_once(
-        plan.folder, lambda folder: convert(plan.kind, source, folder, base=base, log=log)
+        plan.folder, lambda folder: convert("adapter", source, folder, base=base, log=log)
     )
 
 
@@ -62,7 +59,7 @@ def fetch_named(name: str, *, trust_remote_code: bool = False, log: Path | None 
 
 
 def convert(
-    kind: Kind, source: Path, folder: Path, *, base: Path | None = None, log: Path | None = None
+    kind: str, source: Path, folder: Path, *, base: Path | None = None, log: Path | None = None
 ) -> None:
     """Write a whole model into `folder`, in a child process, so that its memory and modules do not stay here.
 

@@ -16,7 +16,6 @@ _TOKENIZER_FILES = (
     "vocab.txt",
     "tekken.json",
 )
-_MAX_HEADER_BYTES = 32 * 2**20  # a thousand weights take 0.2 MB
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
@@ -24,11 +23,8 @@ _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_l
 def inspect_folder(folder: Path, *, trust_remote_code: bool) -> dict[str, Any]:
     """Return the folder's config.json after all checks; ModelError with the first thing missing or damaged."""
     if not (folder / "config.json").is_file():
-        ggufs = sorted(folder.glob("*.gguf"))
         raise ModelError(
-            f"the folder {folder} has no config.json but GGUF files; name one of them: {ggufs[0]}"
-            if ggufs
-            else f"the model folder {folder} has no config.json; give a folder that model.save_pretrained(...) wrote"
+            f"the model folder {folder} has no config.json; give a folder that model.save_pretrained(...) wrote"
         )
     config = read_settings(folder / "config.json")
     tokenizer_config = read_settings(folder / "tokenizer_config.json")
@@ -53,13 +49,6 @@ def refuse_remote_code(name: str, settings: dict[str, Any], trusted: bool) -> No
             f"{name} asks to run Python code that comes with the model (`auto_map`); "
             "read that code, then pass --trust-remote-code, or take another model"
         )
-
-
-def has_chat_template(folder: Path) -> bool:
-    """Tell whether the folder's tokenizer can write a conversation as text."""
-    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
-        return True
-    return bool(read_settings(folder / "tokenizer_config.json").get("chat_template"))
 
 
 def context_length(config: dict[str, Any]) -> int | None:
@@ -89,17 +78,6 @@ def read_settings(path: Path) -> dict[str, Any]:
     return content
 
 
-def check_weights_header(path: Path) -> None:
-    """Raise ValueError where a file of safetensors is no file, or where its header alone would fill the memory."""
-    check_regular(path)
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-    if _MAX_HEADER_BYTES < length < 10**8:  # from there on safetensors refuses it by itself
-        raise ValueError(
-            f"its header has {length} bytes, and at most {_MAX_HEADER_BYTES} are read"
-        )
-
-
 def _check_weights(folder: Path) -> None:
     index = read_settings(folder / "model.safetensors.index.json")
     listed = index.get("weight_map", {})
@@ -119,7 +97,7 @@ def _check_weights(folder: Path) -> None:
     weights = sorted(folder.glob("*.safetensors"))
     for path in weights:
         try:
-            check_weights_header(path)
+            check_regular(path)
             with safe_open(path, framework="np"):
                 pass  # it compares the file's length with its header, so that a partial download is found at once
         except ValueError as problem:

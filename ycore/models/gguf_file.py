@@ -39,10 +39,6 @@ def check_exportable(folder: Path) -> dict[str, Any]:
         raise ModelError(
             f"{folder} scales its positions ({rope}), which is not written to GGUF; {_INSTEAD}"
         )
-    if any(name in config for name in ("num_local_experts", "num_experts")):
-        raise ModelError(
-            f"{folder} is a mixture of experts, which is not written to GGUF; {_INSTEAD}"
-        )
     return config
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ycore.errors import ModelError, nearest
+from ycore.models.chat_template import ChatTemplate
 from ycore.models.convert import ADAPTER_CONFIG, is_adapter
 from ycore.models.folder import (
     context_length,
-    has_chat_template,
     inspect_folder,
     read_settings,
     refuse_remote_code,
@@ -23,7 +23,7 @@ _WAY_OUT = "give a local folder, or `smollm2-135m`, which needs no hub"
 MADE = {"smollm2-digits": "smollm2-135m"}
 """Models that are made on this machine, by name, and the language model of each (`models.sighted`)."""
 
-Kind = Literal["hub", "folder", "gguf", "adapter", "builtin", "made"]
+Kind = Literal["hub", "folder", "adapter", "builtin", "made"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def resolve_model(name: str, *, trust_remote_code: bool = False) -> ModelPlan:
     Nothing is loaded or downloaded; a question to the hub takes three seconds at most.
 
     Args:
-        name: A built-in name, a folder (a whole model or a LoRA adapter), a GGUF file, or a hub id.
+        name: A built-in name, a folder (a whole model or a LoRA adapter), or a hub id.
     """
     path = Path(os.path.expanduser(name))
     is_path = (
@@ -96,15 +96,13 @@ def resolve_model(name: str, *, trust_remote_code: bool = False) -> ModelPlan:
         return _builtin_plan(name, trust_remote_code)
     if name in MADE and not os.path.isdir(path):
         return _made_plan(name)
-    if path.suffix.lower() == ".gguf":
-        return _gguf_plan(name, path)
     if is_adapter(path):
         return _adapter_plan(name, path, trust_remote_code)
     if os.path.isdir(path):
         return _ready_plan("folder", name, path, trust_remote_code)
     if os.path.isfile(path):
         raise ModelError(
-            f"--model {name} is a file; give the folder that holds it, or a .gguf file"
+            f"--model {name} is a file; give the folder that holds it, with config.json and safetensors"
         )
     if is_path or ("/" in name and os.path.isdir(path.parent)):
         siblings = [folder.name for folder in path.parent.glob("*/")]
@@ -175,7 +173,7 @@ def _ready_plan(kind: Kind, name: str, folder: Path, trust_remote_code: bool) ->
         ready=True,
         note=f"found in {folder}",
         context_length=context_length(config),
-        has_chat_template=has_chat_template(folder),
+        has_chat_template=bool(ChatTemplate.of(folder).source),
         config=config,
         trust_remote_code=trust_remote_code,
     )
@@ -214,23 +212,6 @@ def made_folder(name: str) -> Path:
     return cache_dir() / "made" / f"{name}-{_MADE_VERSION}"
 
 
-def _gguf_plan(name: str, path: Path) -> ModelPlan:
-    if not os.path.isfile(path):
-        raise ModelError(
-            f"no such GGUF file: {name} (looked in {path.absolute()}); give an existing one"
-        )
-    with path.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise ModelError(
-                f"{path} is not a GGUF file (it does not begin with 'GGUF'); download or export it again"
-            )
-    folder = cache_dir() / "gguf" / _content_id(path)
-    if folder.is_dir():
-        return _ready_plan("gguf", name, folder, trust_remote_code=False)
-    note = f"will be converted to safetensors once, into {folder}"
-    return ModelPlan("gguf", name, folder, False, note)
-
-
 def _adapter_plan(name: str, path: Path, trust_remote_code: bool) -> ModelPlan:
     weights = path / _ADAPTER_WEIGHTS
     if not weights.is_file():
@@ -251,7 +232,7 @@ def _adapter_plan(name: str, path: Path, trust_remote_code: bool) -> ModelPlan:
         raise ModelError(
             f"{name} is an adapter of {named}, which cannot be found: {problem}"
         ) from None
-    template = has_chat_template(path) or base.has_chat_template
+    template = bool(ChatTemplate.of(path).source) or base.has_chat_template
     note = f"will be merged with its base {named} once, into {folder}"
     return replace(
         base,

@@ -19,8 +19,7 @@ from ycore.config.learners import OnlineDPOConfig
 from ycore.errors import ConfigError
 from ycore.scoring.group_rewards import TOLERANCE
 from ycore.trl.batches import loss_mask
-from ycore.trl.constrained import broken, kept
-from ycore.trl.policy_gradient import PolicyGradientTrainer, whole_sequences
+from ycore.trl.policy_gradient import PolicyGradientTrainer, broken, kept, whole_sequences
 
 
 class _PairLoss(GRPOTrainer):
@@ -116,7 +115,7 @@ def best_and_worst(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The first completion of each group with the highest reward, the first with the lowest, and whether they differ.
 
-    NaN is a completion without a reward; it is neither. With `kept_PG` (`constrained.kept`) the best keeps all
+    NaN is a completion without a reward; it is neither. With `kept_PG` (`policy_gradient.kept`) the best keeps all
     constraints, and the worst breaks some, where one does; a group of which none keeps them has no best (CODPO,
     arXiv 2409.20370, section 4.2).
     """

@@ -15,6 +15,7 @@ from ycore.config.learners import CriticSettings, PPOConfig
 from ycore.errors import ConfigError
 from ycore.trl.critic import VALUES, add_critic, start_from_reward_model
 from ycore.trl.forward import PaddedRows, packed_scores
+from ycore.trl.grpo import TokenRewardTrainer
 from ycore.trl.policy_gradient import whole_sequences
 from ycore.trl.returns import (
     advantages_and_targets,
@@ -23,7 +24,6 @@ from ycore.trl.returns import (
     value_losses,
     whitened,
 )
-from ycore.trl.token_rewards import TokenRewardTrainer
 
 
 class Trainer(TokenRewardTrainer):

@@ -63,7 +63,7 @@ def test_a_mixture_of_experts_is_trained_merged_and_exported(
     steps = [json.loads(row) for row in rows if "ycore/sync_proved" in row]
     assert [row["ycore/sync_proved"] for row in steps] == [1.0, 1.0]
     assert all(row["ycore/logprob_gap"] < 0.01 for row in steps)
-    _ycore(tmp_path, "export out --format merged --output whole --json")
+    _run(tmp_path, "export out --format merged --output whole")
     before, after = (
         {
             name: weight
@@ -77,7 +77,7 @@ def test_a_mixture_of_experts_is_trained_merged_and_exported(
     assert any(".experts." in name for name in moved) == (trains != "--merge")
 
 
-def _ycore(folder: Path, line: str) -> dict[str, Any]:
+def _run(folder: Path, line: str) -> str:
     command = [sys.executable, "-c", "from ycore_cli.main import main; main()", *line.split()]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
@@ -90,6 +90,11 @@ def _ycore(folder: Path, line: str) -> dict[str, Any]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("\n") == 1
-    value: dict[str, Any] = json.loads(done.stdout)
+    return done.stdout
+
+
+def _ycore(folder: Path, line: str) -> dict[str, Any]:
+    output = _run(folder, line)
+    assert output.count("\n") == 1
+    value: dict[str, Any] = json.loads(output)
     return value

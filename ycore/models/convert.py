@@ -1,4 +1,4 @@
-"""Convert a built-in GGUF file and LoRA adapters to model folders: `python -m ycore.models.convert KIND SOURCE FOLDER [BASE]`.
+"""Convert a built-in GGUF file and adapters to model folders: `python -m ycore.models.convert KIND SOURCE FOLDER [BASE]`.
 
 It is a process because it loads torch, transformers and a whole model. Of a GGUF file, transformers reads two things
 wrong that no later step would notice: the end-of-text token, and how a byte-pair tokenizer splits text before it

@@ -20,7 +20,6 @@ from ycore.errors import ModelError, RunError, RunFolderError
 from ycore.launch.engines import model_length
 from ycore.launch.guardian import guarded
 from ycore.launch.layout import this_machine
-from ycore.models.chat_template import ChatTemplate
 from ycore.models.convert import ADAPTER_CONFIG, is_adapter
 from ycore.models.fetch import fetch_model
 from ycore.models.folder import read_settings
@@ -114,7 +113,8 @@ class Chat:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         self._settings = settings
-        self._is_chat = bool(ChatTemplate.of(folder).source)
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        self._is_chat = bool(self._tokenizer.chat_template)
         self._turns = list(settings.before)
         if settings.before and not self._is_chat:
             raise ModelError(
@@ -125,7 +125,6 @@ class Chat:
         self._model: Any = (
             AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device)
         )
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
 
     def say(self, text: str, *, show: Say | None = None) -> str:
         """Return the answer to the next turn, the same for the same turns and seed; `show` gets its words meanwhile."""

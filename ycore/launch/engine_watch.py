@@ -13,7 +13,6 @@ from typing import NamedTuple
 import psutil
 
 from ycore.engine import commands
-from ycore.engine.commands import EngineSpec
 from ycore.engine.server import (
     DROP,
     KEEP,
@@ -47,7 +46,7 @@ class EngineFault(NamedTuple):
 class LiveEngine:
     """An engine across its restarts, each with a new process."""
 
-    engine: EngineSpec
+    engine: commands.EngineSpec
     folder: RunFolder
     _: KW_ONLY
     health_timeout_s: float
@@ -208,7 +207,7 @@ class EngineWatch:
 
 
 def start_engines(
-    planned: Sequence[EngineSpec],
+    planned: Sequence[commands.EngineSpec],
     folder: RunFolder,
     *,
     health_timeout_s: float,
@@ -248,10 +247,10 @@ def start_engines(
     return [started[engine.name] for engine in planned]
 
 
-def start_order(planned: Sequence[EngineSpec]) -> list[list[EngineSpec]]:
+def start_order(planned: Sequence[commands.EngineSpec]) -> list[list[commands.EngineSpec]]:
     """Return the first engine of every device together, then the second of each, and so on; one may span several."""
     num_started: dict[str, int] = {}  # by device
-    batches: dict[int, list[EngineSpec]] = {}
+    batches: dict[int, list[commands.EngineSpec]] = {}
     for engine in planned:
         position = max(num_started.get(device, 0) for device in engine.devices)
         num_started |= dict.fromkeys(engine.devices, position + 1)

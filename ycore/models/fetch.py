@@ -12,7 +12,6 @@ from pathlib import Path
 from subprocess import DEVNULL, STDOUT
 
 from ycore.errors import ModelError
-from ycore.models.folder import inspect_folder
 from ycore.models.hub import ANSWER_WITHIN_S, ask_hub, build_once, first_line
 from ycore.models.names import (
     BUILTIN,
@@ -82,7 +81,6 @@ def convert(
             f"cannot convert {source}: {reason}"
             + ("" if log is None else f" (its output is in {log})")
         )
-    inspect_folder(folder, trust_remote_code=False)
 
 
 def _run_child(

@@ -3,13 +3,13 @@
 A picture is one token in what a chat template writes, and as many as it has features in what the model reads.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from ycore.errors import ModelError
-from ycore.models.folder import read_settings
 from ycore.run.images import ImageStore
 from ycore.types import Prompt, in_blocks
 
@@ -103,7 +103,7 @@ def load_sight(
             f"the pictures need the model's processor, which cannot be loaded: {reason}"
         ) from None
     if not isinstance(processor, ProcessorMixin) or not image_token_ids(
-        read_settings(model / "config.json")
+        json.loads((model / "config.json").read_text())
     ):
         raise ModelError(
             f"the prompts have pictures, and {model} reads text only; take a vision-language model"

@@ -14,7 +14,6 @@ from ycore.judge.sources import is_judge, judge_of
 from ycore.placement.slots import Slots
 from ycore.rewards.loading import reward_names
 from ycore.round.journal import Journal
-from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules
 from ycore.round.step import Controller
 from ycore.run.images import ImageStore
@@ -108,7 +107,6 @@ def picture_controller(
         scoring=picture_scoring(config, config.rewards, folder),
         draws=draws,
         rules=rules,
-        peers=Peers(),
         journal=journal,
         max_surplus_age=config.sampling.max_age,
         slots=Slots(1, trace=TraceWriter(folder.trace)),

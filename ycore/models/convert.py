@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from ycore.errors import ModelError
-from ycore.models.hub import first_line
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -50,7 +49,7 @@ def main() -> int:
         write(*map(Path, sys.argv[2:]))
     except (OSError, ValueError, RuntimeError) as problem:
         traceback.print_exc()
-        print(f"error: {first_line(problem)}", file=sys.stderr)
+        print(f"error: {' '.join(str(problem).split())}", file=sys.stderr)
         return 1
     return 0
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from ycore.errors import ModelError
 from ycore.models.convert import PROBE, SPLITTING, set_splitting
-from ycore.models.folder import read_settings
 from ycore.run.work import Work, working
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -27,7 +26,7 @@ _UNUSED = 5
 
 def check_exportable(folder: Path) -> dict[str, Any]:
     """Return the folder's config; ModelError where its model cannot be written as GGUF."""
-    config = read_settings(folder / "config.json")
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     kind = config.get("model_type")
     if kind not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)

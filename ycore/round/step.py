@@ -67,7 +67,7 @@ class Controller:
         scoring: Scoring,
         draws: DrawSource,
         rules: Rules,
-        peers: Peers,
+        peers: Peers | None = None,
         share_weights: ShareWeights | None = None,
         sync_every: int = 1,
         journal: Journal | None = None,
@@ -79,6 +79,7 @@ class Controller:
     ) -> None:
         """
         Args:
+            peers: None for a single rank.
             share_weights: None where engines have the trainer's own weights, or where they are to stay frozen.
             sync_every: versions from one that a round loads to the next.
             journal: None where a round need not survive a kill (evaluation, preflight).
@@ -93,6 +94,7 @@ class Controller:
         self.scoring = scoring
         self.draws = draws
         self.rules = rules
+        peers = peers or Peers()
         self.peers = peers
         self.slots = slots or Slots(len(engines))
         self.opens_thinking = opens_thinking

@@ -83,7 +83,7 @@ def test_what_is_no_reward_is_none(value: object) -> None:
 
 
 def test_lines_do_nothing_to_a_terminal() -> None:
-    assert foreign_line("a\x1b[2J\n\ud800b") == "a?[2J??b"
+    assert foreign_line("a\x1b[2J \n\ud800b\n") == "a?[2J ?b"
 
 
 def test_replies_of_confined_code_pass_the_gate() -> None:

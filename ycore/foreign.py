@@ -115,8 +115,9 @@ def read_tool(source: Any) -> dict[str, Any]:
 
 
 def foreign_line(text: str, *, max_characters: int = _MAX_LINE) -> str:
-    """Return the beginning of a text in one line that can do nothing to a terminal."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text[:max_characters])
+    """Return the beginning of a text in one line of words that can do nothing to a terminal."""
+    line = " ".join(text[:max_characters].split())
+    return "".join(letter if letter.isprintable() else "?" for letter in line)
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -24,7 +24,7 @@ def test_an_answer_in_its_shape_is_believed() -> None:
     masked = scores_in(line(problems=["not finite: inf\x1b[2J\n", None]), nonce=NONCE, count=2)[
         0
     ]
-    assert masked == Score(None, problem="not finite: inf?[2J?")
+    assert masked == Score(None, problem="not finite: inf?[2J")
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,6 @@ def test_an_answer_in_its_shape_is_believed() -> None:
         line(values=[[1.0], 1.0]),
         line(problems=[1, None]),
         line(extra=1),
-        line(failed="x"),
         b'{"nonce": "5f0c", "values": [' + b"9" * 5000 + b', 1], "problems": [null, null]}',
     ],
 )
@@ -89,6 +88,11 @@ def test_a_range_that_the_recipe_gives_is_held_outside() -> None:
         Score(None, problem="out of range: 1.5 is not within 0 and 1"),
         Score(1.0),
     ]
+
+
+def test_a_failure_beside_values_masks_the_call_too() -> None:
+    with pytest.raises(CallFailed, match="raised"):
+        scores_in(line(failed="raised"), nonce=NONCE, count=2)
 
 
 def test_a_failure_is_one_line_of_bounded_length() -> None:

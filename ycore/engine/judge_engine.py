@@ -51,7 +51,7 @@ class QuestionRefused(Exception):
 
 def refuse(name: str, why: str, *, details: str) -> NoReturn:
     """Give a question up; the log has the details."""
-    print(f"{name}: {why}: {foreign_line(' '.join(details.split()))}", flush=True)
+    print(f"{name}: {why}: {foreign_line(details)}", flush=True)
     raise QuestionRefused(why)
 
 

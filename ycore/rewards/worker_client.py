@@ -40,7 +40,6 @@ MAX_BYTES = 4096
 
 BYTES_PER_VALUE = 2048
 """A problem has 150 characters, of twelve bytes at most as JSON."""
-_MAX_ERROR = 600  # characters
 _READY = TypeAdapter(list[Inputs])
 
 
@@ -176,8 +175,6 @@ def scores_in(
     `allowed_range` is the lowest and the highest reward that the recipe allows.
     """
     reply = reply_in(line, nonce)
-    if set(reply) == {"nonce", "failed"} and isinstance(reply["failed"], str):
-        raise CallFailed(foreign_line(reply["failed"]))
     if set(reply) != {"nonce", "values", "problems"}:
         raise CallFailed("no answer of a worker: it has other keys")
     values = reply["values"]
@@ -197,8 +194,6 @@ def scores_in(
 def inputs_in(line: bytes, *, nonce: str, count: int) -> list[Inputs]:
     """Return the parameters of each of `count` rewards, once they are loaded; CallFailed where they could not be."""
     reply = reply_in(line, nonce)
-    if set(reply) == {"nonce", "error"} and isinstance(reply["error"], str):
-        raise CallFailed(foreign_line(reply["error"], max_characters=_MAX_ERROR))
     try:
         inputs = _READY.validate_json(json.dumps(reply.get("ready")), strict=True)
     except ValidationError:

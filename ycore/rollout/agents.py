@@ -202,11 +202,8 @@ class AgentPool:
 
 
 def _read_ready(line: bytes, nonce: str) -> None:
-    reply = reply_in(line, nonce)
-    if reply.get("ready") is not True:
-        raise CallFailed(
-            foreign_line(str(reply.get("error", "no answer of an agent's process")))
-        )
+    if reply_in(line, nonce).get("ready") is not True:
+        raise CallFailed("no answer of an agent's process")
 
 
 def _read_event(line: bytes, nonce: str) -> AgentCall | AgentExit:

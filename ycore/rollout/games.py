@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ycore.errors import ConfigError, nearest
+from ycore.sandbox.channel import exception_line
 
 
 class TextArena:
@@ -39,9 +40,8 @@ class TextArena:
         try:
             self.reset()
         except Exception as error:
-            problem = " ".join(str(error).split())[:200]
             raise ConfigError(
-                f"the game {self.name!r} does not start here with one player: {type(error).__name__}: {problem}; "
+                f"the game {self.name!r} does not start here with one player: {exception_line(error)}; "
                 "take another: some need more players, or texts or models from the network"
             ) from error
 

@@ -66,7 +66,7 @@ class McpServer:
         except OSError as error:
             problem = f"{command[0]!r}: {error.strerror or error}"
         except RuntimeError as error:
-            problem = foreign_line(" ".join(str(error).split()))
+            problem = foreign_line(str(error))
         except _MALFORMED as error:
             problem = foreign_line(f"its list of tools is not as MCP has it ({error!r})")
         raise ConfigError(

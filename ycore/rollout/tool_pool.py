@@ -80,10 +80,6 @@ class OutOfTime(Exception):
     """The completion has had its seconds of tools and environment."""
 
 
-class ToolRaised(CallFailed):
-    """The code raised, and its process goes on."""
-
-
 class ToolWorker(ConfinedWorker[ToolSet]):
     """A process with tools and perhaps an environment."""
 
@@ -123,8 +119,6 @@ class ToolWorker(ConfinedWorker[ToolSet]):
 
 def _read_tool_set(line: bytes, nonce: str) -> ToolSet:
     reply = reply_in(line, nonce)
-    if isinstance(reply.get("error"), str):
-        raise CallFailed(foreign_line(reply["error"], max_characters=600))
     try:
         ready = reply["ready"]
         return ToolSet(
@@ -141,8 +135,6 @@ def _read_tool_set(line: bytes, nonce: str) -> ToolSet:
 
 def _read_value(line: bytes, nonce: str) -> Any:
     reply = reply_in(line, nonce)
-    if isinstance(reply.get("failed"), str):
-        raise ToolRaised(foreign_line(reply["failed"]))
     value = reply.get("value")
     if "value" not in reply or not (value is None or isinstance(value, str | int | float)):
         raise CallFailed("no answer of a tool worker: no value")

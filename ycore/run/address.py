@@ -24,7 +24,7 @@ class AddressFailed(Exception):
     """No answer that can be used; the message says why in one line. `may_pass`: another try may have one."""
 
     def __init__(self, problem: str, *, may_pass: bool = False) -> None:
-        super().__init__(foreign_line(" ".join(problem.split())))
+        super().__init__(foreign_line(problem))
         self.may_pass = may_pass
 
 
@@ -36,7 +36,7 @@ class AddressAnswer(NamedTuple):
     @property
     def line(self) -> str:
         """The beginning of the answer, for a message."""
-        return foreign_line(" ".join(self.data[:200].decode(errors="replace").split()))
+        return foreign_line(self.data[:200].decode(errors="replace"))
 
 
 class Address:

@@ -404,8 +404,15 @@ class WorkerProcess:
         self.launch.clear()
 
 
+_FAILURES = {"error": 600, "failed": 300}  # characters that are shown
+
+
 def reply_in(line: bytes, nonce: str) -> dict[str, Any]:
-    """Return the JSON object of a line that answers the request of this nonce; CallFailed for anything else."""
+    """Return the JSON object of a line that answers the request of this nonce.
+
+    Raises:
+        CallFailed: It says that the start ended in an `error`, or that the call `failed`; or it is anything else.
+    """
     try:
         reply = foreign_json(line, strict=True)
     except ForeignRefused as problem:
@@ -415,4 +422,7 @@ def reply_in(line: bytes, nonce: str) -> dict[str, Any]:
         reply_nonce.encode(errors="replace"), nonce.encode()
     ):
         raise CallFailed("no answer of a worker: it does not belong to this call")
+    for key, max_characters in _FAILURES.items():
+        if isinstance(reply.get(key), str):
+            raise CallFailed(foreign_line(reply[key], max_characters=max_characters))
     return reply  # type: ignore[no-any-return]

@@ -77,6 +77,8 @@ FORMS: list[tuple[str, dict[str, Any], list[dict[str, Any]], str, Any]] = [
      TURNS[:1], "So \\boxed{4}.", "4"),
     ("NuminaMath, OpenR1", {"problem": "2 + 2?", "solution": "So 4.", "expected_answer": "4"},
      TURNS[:1], "So 4.", "4"),
+    ("NuminaMath, OpenR1", {"question": "2 + 2?", "solution": "So 4.", "final_answer": ["4"]},
+     TURNS[:1], "So 4.", ["4"]),
     ("MATH", {"question": "2 + 2?", "solution": "So \\boxed{4}."}, TURNS[:1], "So \\boxed{4}.", "4"),
     ("MATH", {"problem": "2 + 2?", "level": "1", "type": "algebra", "solution": "So \\boxed{4}."},
      TURNS[:1], "So \\boxed{4}.", "4"),

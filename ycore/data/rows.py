@@ -78,6 +78,7 @@ GOLD_COLUMNS = (
     "reward_model.ground_truth",
     "ground_truth",
     "expected_answer",
+    "final_answer",
     "solution",
 )
 """Columns that rewards get as `answer`, in order of preference."""

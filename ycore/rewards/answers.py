@@ -113,11 +113,12 @@ _NUMBER = regex.compile(
     rf"(?P<top>{_START}{_DECIMAL}|(?<!\w)\.\d++)(?:/(?P<bottom>{_DECIMAL}))?+"
     rf"(?:[eE](?P<power_of_ten>[-+]?\d{{1,3}})(?!\d))?+"
     rf"(?:{_EXPONENT}|(?P<times>\s?(?:\\times|\\cdot|[\u00d7\u00b7*x])\s?10){_EXPONENT})?+"
-    r"(?!\^|i\b|\s?(?:\\sqrt|\\?pi\b|[\u03c0\u221a]))(?P<percent>\s?(?:%|per\s?cent\b))?+)",
+    r"(?!\^|\s?(?:\\sqrt|\\?pi\b|[\u03c0\u221a]))(?P<percent>\s?(?:%|per\s?cent\b))?+)",
     regex.V1,
 )
 _UNIT = regex.compile(r"\s{0,2}((?:[\p{L}\u00b0\u00b5][^\s\d]*\s?){1,3})", regex.V1)
 _FORMULA = regex.compile(r"[\\^_<>+*/|!\[\]-]|\p{Sm}")
+_VARIABLE = regex.compile(r"\s?[abciknxyz](?![\p{L}.])")
 _SCALES = (
     dict.fromkeys("\u4e07\u842c\ub9cc", 10**4)
     | dict.fromkeys("\u4ebf\u5104\uc5b5", 10**8)
@@ -243,7 +244,7 @@ def last_number(text: str) -> list[Number]:
     if box is None or numbers_in(text[text.rfind(box) + len(box) :]):
         return numbers_in(text)[-1:]
     if (whole := number_of(box.rpartition("=")[2])) is not None:
-        return [whole]
+        return [] if _VARIABLE.match(whole.unit) else [whole]
     numbers = numbers_in(box)
     is_alone = len(numbers) == 1 and not _FORMULA.search(
         _plain(box).replace(numbers[0].text, "")

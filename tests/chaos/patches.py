@@ -384,7 +384,7 @@ PARTS: tuple[Patch, ...] = (
     _timed(
         "flush and manifest",
         "ycore/run/checkpoints.py",
-        "from ycore.errors import RunFolderError",
+        "from ycore.errors import RunError, RunFolderError, YcoreError",
         "publish",
     ),
 )

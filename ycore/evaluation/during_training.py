@@ -224,10 +224,7 @@ class RolloutEvaluation(Evaluation):
             self._controller.run(self._held_out.scoring.start(timeout_s=timeout_s))
 
     def _row(self, step: int) -> dict[str, Any]:
-        leaders_s = self._run.last_step_s if self._run.leads else 0.0
-        (seconds,) = self._controller.peers.add_up([leaders_s])
-        skipped = float(not self._run.trainer.has_gradient)
-        return {"step": step, "ycore/skipped": skipped, STEP_SECONDS[0]: seconds}
+        return super()._row(step) | {"ycore/skipped": float(not self._run.trainer.has_gradient)}
 
     def _log_with_step(self, figures: dict[str, float]) -> None:
         for name, value in figures.items():

@@ -200,3 +200,25 @@ def test_pictures_are_seen_and_never_written(tmp_path: Path) -> None:
             inputs["input_ids"] = torch.cat([inputs["input_ids"], likeliest.view(1, 1)], dim=1)
             inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     assert len(text.token_ids) == 6
+
+
+@pytest.mark.parametrize("is_half", [True, False])
+def test_it_computes_in_the_trainers_dtype_whatever_the_weights_are_kept_in(
+    parts: tuple[Any, Any], is_half: bool
+) -> None:
+    model, tokenizer = parts
+    assert model.dtype == torch.float32
+    dtypes: list[torch.dtype] = []
+    layer = model.model.layers[0].self_attn.q_proj
+    handle = layer.register_forward_hook(lambda _, __, output: dtypes.append(output.dtype))
+
+    async def work() -> None:
+        engine = TransformersEngine(
+            model, tokenizer, SamplingParams(max_tokens=2), is_half=is_half
+        )
+        await engine.complete([9, 8], 0)
+        await engine.logprobs_of([9], [8])
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+    handle.remove()
+    assert set(dtypes) == {torch.bfloat16 if is_half else torch.float32}

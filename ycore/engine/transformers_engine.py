@@ -116,18 +116,29 @@ class _Request(NamedTuple):
 
 
 class TransformersEngine(Engine):
-    """Collects simultaneous requests into batches for `model.generate`."""
+    """Collects simultaneous requests into batches for `model.generate`.
+
+    Args:
+        is_half: Whether the trainer computes in bfloat16, in which it may not keep the weights.
+    """
 
     name = "transformers"
 
     def __init__(
-        self, model: Any, tokenizer: Any, sampling: SamplingParams, sight: Sight | None = None
+        self,
+        model: Any,
+        tokenizer: Any,
+        sampling: SamplingParams,
+        sight: Sight | None = None,
+        *,
+        is_half: bool = False,
     ) -> None:
         self.version = 0
         self._sight = sight
         self._model = model
         self._tokenizer = tokenizer
         self._sampling = sampling
+        self._is_half = is_half
         self._batches = Batches[_Request](
             self._generate, kind=lambda request: request.kind, most=MAX_BATCH
         )
@@ -212,14 +223,15 @@ class TransformersEngine(Engine):
 
     @contextmanager
     def _inference(self) -> Iterator[None]:
-        """Use evaluation mode without gradients, and autocast as the trainer, which keeps adapters in float32."""
+        """Use evaluation mode without gradients, and autocast as the trainer, which keeps what it trains in float32."""
         was_training = self._model.training
-        is_half = self._model.dtype == torch.bfloat16
         self._model.eval()
         try:
             with (
                 torch.no_grad(),
-                torch.autocast(self._model.device.type, dtype=torch.bfloat16, enabled=is_half),
+                torch.autocast(
+                    self._model.device.type, dtype=torch.bfloat16, enabled=self._is_half
+                ),
             ):
                 yield
         finally:

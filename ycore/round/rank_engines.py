@@ -98,7 +98,8 @@ class RankEngines:
         if not self.kind.has_servers:
             from ycore.engine.transformers_engine import TransformersEngine
 
-            return [TransformersEngine(model, tokenizer, sampling, sight)]
+            is_half = self.config.dtype != "float32"
+            return [TransformersEngine(model, tokenizer, sampling, sight, is_half=is_half)]
         from ycore.engine.vllm_engine import VllmEngine
 
         settings = self.config.engine

@@ -410,7 +410,13 @@ def test_turns_in_a_text_in_a_text_are_turns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ['{"from": "LHR", "to": "JFK"}', '"2 + 2?" he asked.', '{"value": 4}']
+    "text",
+    [
+        '{"from": "LHR", "to": "JFK"}',
+        '[{"name": "add_user", "arguments": {"role": "user", "name": "Bob"}}]',
+        '"2 + 2?" he asked.',
+        '{"value": 4}',
+    ],
 )
 def test_json_that_lists_no_turns_is_text(text: str, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": text, "completion": text}])

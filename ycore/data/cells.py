@@ -45,6 +45,7 @@ _WEIGHT_KEYS = frozenset({"weight", "train", "training", "trainable", "loss", "l
 _ROLES_LISTED = ", ".join(ROLES)
 _BEGINS_TURN = re.compile(r"\s*+\[?\s*+\{\s*+['\"](?:role|from|content|value)['\"]\s*+:")
 _NAMES_WRITER = re.compile(
+    r"""(?=(?s:.{0,999}?)['"](?:content|value)\\*['"]\s*+:)"""
     rf"""(?s:.{{0,500}}?)['"](?:role|from)\\*['"]\s*+:[\s'"\\]*+(?:{"|".join(ROLES)})['"\\]"""
 )
 _SPEAKER = re.compile(r"(Human|Assistant):")

@@ -66,15 +66,14 @@ def visible_gpus() -> tuple[Gpu, ...]:
     chosen: list[Gpu] = []
     for name in (part.strip() for part in visible.split(",")):
         # CUDA ends its list at the first name that it does not know. A UUID may be cut short.
-        matches = [gpu for gpu in present if name == gpu.id or _begins_uuid(gpu, name)]
+        is_uuid = bool(name) and not name.isdigit()
+        matches = [
+            gpu for gpu in present if name == gpu.id or (is_uuid and gpu.uuid.startswith(name))
+        ]
         if len(matches) != 1:
             break
         chosen += matches
     return tuple(chosen)
-
-
-def _begins_uuid(gpu: Gpu, name: str) -> bool:
-    return bool(name) and not name.isdigit() and gpu.uuid.startswith(name)
 
 
 @cache

@@ -328,37 +328,24 @@ def write_stacks(processes: Iterable[psutil.Process], path: Path, *, why: str) -
 
 
 def _stack(pid: int) -> str:
-    wait_channel = _proc(pid, "wchan").strip("0\n")
-    state = f"state {_status(pid, 'State') or 'gone'}"
-    if wait_channel:
-        state += f", in {wait_channel}"
+    values: dict[str, str] = {}
+    with suppress(OSError):  # it has ended
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        values = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+    state = f"state {values.get('State', 'gone')}"
     # A process without a handler would be ended by the signal.
-    has_handler = int(_status(pid, "SigCgt") or "0", 16) >> (signal.SIGUSR2 - 1) & 1
+    has_handler = int(values.get("SigCgt", "0"), 16) >> (signal.SIGUSR2 - 1) & 1
     log = Path(os.path.realpath(f"/proc/{pid}/fd/2"))  # of standard error
     if not has_handler or not os.path.isfile(log):
         return f"cannot be asked for its stack; {state}"
     size_before = log.stat().st_size
     os.kill(pid, signal.SIGUSR2)
-    os.kill(
-        pid, signal.SIGCONT
-    )  # a stopped one is killed next in any case, and can say where it was
+    # A stopped one is killed next in any case, and can say where it was.
+    os.kill(pid, signal.SIGCONT)
     stack = _appended(log, size_before)
     if not stack:
         return f"wrote no stack within {_STACK_WITHIN_S:.0f} s; {state}"
     return f"{state}\n{stack}"
-
-
-def _status(pid: int, name: str) -> str:
-    """Return a value of /proc/PID/status; empty for a process that has ended."""
-    match = re.search(rf"^{name}:\s*(.*)", _proc(pid, "status"), re.MULTILINE)
-    return match[1] if match else ""
-
-
-def _proc(pid: int, name: str) -> str:
-    try:
-        return Path(f"/proc/{pid}/{name}").read_text()
-    except OSError:
-        return ""
 
 
 def _appended(log: Path, size_before: int) -> str:

@@ -55,19 +55,14 @@ class CodeMeter(CountMeter):
         return metrics
 
     def note(self, status: str) -> None:
-        """Count how a program ended; `ok` is counted nowhere, because its values may still be wrong."""
-        name = _COUNTED.get(status)
-        if name is not None:
+        """Count how a program ended; `ok` and `ready` are counted nowhere: its values may still be wrong."""
+        if status not in ("ok", "ready"):
+            name = _COUNTED.get(status, "run_errors")
             setattr(self, name, getattr(self, name) + 1)
 
 
 _COUNTED = {
     "compile_error": "compile_errors",
-    "run_error": "run_errors",
-    "gone": "run_errors",
-    "error": "run_errors",
-    "killed": "run_errors",
-    "output": "run_errors",
     "timeout": "timeouts",
     "memory": "memory",
     "infra_error": "infra_errors",

@@ -1,0 +1,117 @@
+"""Short runs in which one file operation fails, each forked from a process that has imported everything.
+
+`LD_PRELOAD=faults.so python -m tests.chaos.faulty_runs PLACE`, where PLACE has a model: reads a fault a line (as in
+faults.c, or `none`), runs, resumes what did not finish without the fault, and prints an Outcome a line.
+"""
+
+import ctypes
+import json
+import mmap
+import os
+import shutil
+import struct
+import sys
+from dataclasses import asdict, dataclass, field
+from dataclasses import replace as replaced
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ycore_cli.main import main
+
+from tests.chaos import arithmetic_trainer
+from ycore.engine import kinds
+from ycore.launch import launcher
+from ycore.run.paths import RunFolder
+
+KINDS = ("open", "write", "fsync", "rename", "unlink", "mkdir")
+_STATE_BYTES = mmap.PAGESIZE * 3
+
+
+@dataclass
+class Outcome:
+    """How a run with a fault ended, and what it had learned after its resume."""
+
+    status: int
+    shown: str
+    summary: dict[str, Any] | None
+    failed_path: str
+    """The file whose operation failed first; empty where none did."""
+    counts: dict[str, int]
+    """File operations of the run by kind."""
+    resumed: str = ""
+    """What the resume printed, with its exit status, where there was one."""
+    rows: list[Any] = field(default_factory=list)
+    model: str = ""
+
+
+def try_fault(place: Path, fault: str) -> Outcome:
+    """Run with the fault, resume without it where that failed, and return how both went."""
+    folder = RunFolder(place / "run")
+    shutil.rmtree(folder.root, ignore_errors=True)
+    state = place / "state"
+    state.write_bytes(bytes(_STATE_BYTES))
+    os.environ |= {
+        "YCORE_FAULT_ROOT": str(folder.root),
+        "YCORE_FAULT_STATE": str(state),
+        "YCORE_FAULT": fault,
+    }
+    words = ["grpo", "--model", str(place / "model"), "--dataset", "task:addition"]
+    words += ["--reward", "exact_answer", "--engine", "transformers", "--steps", "6"]
+    words += ["--output", str(folder.root)]
+    status, shown = _forked(words, place / "log")
+    counters = struct.unpack_from("<7Q", data := state.read_bytes())
+    outcome = Outcome(
+        status,
+        shown,
+        json.loads(folder.summary.read_text()) if folder.summary.is_file() else None,
+        data[60:].split(b"\0")[0].decode() if counters[-1] else "",
+        dict(zip(KINDS, counters, strict=False)),
+    )
+    if status:
+        os.environ["YCORE_FAULT"] = "none"
+        again = [*words, "--resume"] if folder.config.is_file() else words
+        code, printed = _forked(again, place / "log")
+        outcome.resumed = f"exit status {code}\n{printed}"
+    if folder.metrics.is_file():
+        for line in folder.metrics.read_text().splitlines():
+            row = json.loads(line)
+            outcome.rows.append([row["step"], row["reward"], row["loss"]])
+    model = folder.model / arithmetic_trainer.MODEL
+    outcome.model = model.read_text() if model.is_file() else ""
+    return outcome
+
+
+def _forked(words: list[str], log: Path) -> tuple[int, str]:
+    pid = os.fork()
+    if pid == 0:
+        _run(words, log)
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status), log.read_text(errors="replace")
+
+
+def _run(words: list[str], log: Path) -> NoReturn:
+    status = 99
+    try:
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        for stream in (1, 2):
+            os.dup2(descriptor, stream)
+        ctypes.CDLL(None).ycore_fault_begin()
+        sys.argv = ["ycore", *words]
+        main()
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    launcher.TRAINER = replaced(launcher.TRAINER, module=arithmetic_trainer.MODULE)
+    kinds.is_vllm_installed = lambda: True
+
+    import matplotlib.pyplot  # noqa: F401 -- once for all
+
+    import ycore.api.running  # noqa: F401 -- from now on it knows the trainer above
+
+    for line in sys.stdin:
+        print(json.dumps(asdict(try_fault(Path(sys.argv[1]), line.strip()))), flush=True)

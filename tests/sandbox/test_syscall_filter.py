@@ -21,12 +21,6 @@ ALWAYS: Mapping[str, list[int | None]] = {
 TABLES: list[Mapping[str, Sequence[int | None]]] = [
     ALWAYS,
     *(table for name, table in REFUSED.items() if name != "always"),
-    {
-        "clone": syscall_filter._CLONE,
-        "clone3": syscall_filter._CLONE3,
-        "socket": syscall_filter._SOCKET,
-    },
-    {"ioctl": syscall_filter._IOCTL, "prlimit64": syscall_filter._PRLIMIT},
 ]
 
 

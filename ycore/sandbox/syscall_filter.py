@@ -5,24 +5,19 @@ for other processes, mounts, namespaces, keys, memory that no limit counts, or p
 of holes. The architecture is checked first, because the numbers differ.
 
 syscalls.json has the calls with their numbers on x86-64 and on arm64, null where there is none (Linux's
-arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h): those that are refused at any level, and
-those that Landlock does not hold, which reach files and processes of the same user where there is no namespace.
+arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h): those that are refused at any level,
+those that an argument decides, and those that Landlock does not hold, which reach files and processes of the same user
+where there is no namespace.
 """
 
 import errno
 import json
 import platform
 import struct
-from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ycore.sandbox import Level
 
-_CLONE = (56, 220)
-_CLONE3 = (435, 435)
-_SOCKET = (41, 198)
-_IOCTL = (16, 29)
-_PRLIMIT = (302, 261)
 _NEW_NAMESPACE = 0x7E020080  # every CLONE_NEW* bit that clone takes
 _TERMINAL_INPUT = (0x5412, 0x541C, 0x5423)
 """TIOCSTI, TIOCLINUX, TIOCSETD: typing into the terminal of whoever watches."""
@@ -78,68 +73,52 @@ def filter_bytes(
             f"the filter of system calls knows {', '.join(_ARCHITECTURES)}, not {machine}"
         )
     column, architecture = _ARCHITECTURES[machine]
+    calls = json.loads(Path(__file__).with_name("syscalls.json").read_text(encoding="utf-8"))
+    groups = [(group, errno.EPERM) for group in calls["always"].values()]
+    # The flags of clone3 cannot be read; libc then takes clone.
+    groups.append((calls["clone3"], errno.ENOSYS))
+    families = [_AF_INET, _AF_INET6]
+    if level is Level.LANDLOCK:
+        families = [*families, _AF_NETLINK] if network else []
+        groups.append(
+            (calls["file attributes"], 0)
+        )  # they only seem to work, or shutil.copy fails
+        groups.append((calls["extended attributes"], errno.EOPNOTSUPP))
+        groups.append((calls["shared system"], errno.EPERM))
+        if landlock_abi < 3:
+            groups.append((calls["truncate"], errno.EPERM))
+        if landlock_abi < 6 and not has_own_user:  # a user of its own holds them on any kernel
+            groups.append((calls["signals"], errno.EPERM))
+    else:
+        families += [_AF_UNIX, _AF_NETLINK] if network else [_AF_UNIX]
     program: list[Instruction] = [
         (_LOAD, 0, 0, _ARCHITECTURE_AT), (_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _NUMBER_AT),
     ]  # fmt: skip
     if machine == "x86_64":
         program += [(_AT_LEAST, 0, 1, _X32), _refuse(errno.ENOSYS)]
-    calls = json.loads(Path(__file__).with_name("syscalls.json").read_text(encoding="utf-8"))
-    for group in calls["always"].values():
-        program += _refusals(group, column, errno.EPERM)
-    program += _refusals(
-        {"clone3": _CLONE3}, column, errno.ENOSYS
-    )  # its flags cannot be read; libc then takes clone
-    families = [_AF_INET, _AF_INET6]
-    if level is Level.LANDLOCK:
-        families = [*families, _AF_NETLINK] if network else []
-        program += _refusals(
-            calls["file attributes"], column, 0
-        )  # these only seem to work, or shutil.copy fails
-        program += _refusals(calls["extended attributes"], column, errno.EOPNOTSUPP)
-        program += _refusals(calls["shared system"], column, errno.EPERM)
-        if landlock_abi < 3:
-            program += _refusals(calls["truncate"], column, errno.EPERM)
-        if landlock_abi < 6 and not has_own_user:  # a user of its own holds them on any kernel
-            program += _refusals(calls["signals"], column, errno.EPERM)
-    else:
-        families += [_AF_UNIX, _AF_NETLINK] if network else [_AF_UNIX]
-    program += _refuse_matches(_CLONE[column], 0, _ANY_BIT, [_NEW_NAMESPACE])
-    program += _refuse_matches(_IOCTL[column], 1, _EQUAL, _TERMINAL_INPUT)
-    program += _allow_matches(_SOCKET[column], 0, families)
-    program += _allow_matches(_PRLIMIT[column], 0, [0])  # its own limits only
-    program.append((_RETURN, 0, 0, _ALLOW))
+    # Each is answered at once, because a jump reaches no further than 255 instructions.
+    for group, error in groups:
+        for numbers in group.values():
+            if numbers[column] is not None:
+                program += [(_EQUAL, 0, 1, numbers[column]), _refuse(error)]
+    allow = (_RETURN, 0, 0, _ALLOW)
+    refuse = _refuse(errno.EPERM)
+    for name, argument, test, values, if_any, if_none in (
+        ("clone", 0, _ANY_BIT, (_NEW_NAMESPACE,), refuse, allow),
+        ("ioctl", 1, _EQUAL, _TERMINAL_INPUT, refuse, allow),
+        ("socket", 0, _EQUAL, families, allow, refuse),
+        ("prlimit64", 0, _EQUAL, (0,), allow, refuse),  # its own limits only
+    ):
+        body: list[Instruction] = [
+            (_LOAD, 0, 0, _ARGUMENTS_AT + 8 * argument)
+        ]  # its low 32 bits
+        for value in values:
+            body += [(test, 0, 1, value), if_any]
+        body.append(if_none)
+        program += [(_EQUAL, 0, len(body), calls["by argument"][name][column]), *body]
+    program.append(allow)
     return b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
-
-
-def _refusals(
-    calls: Mapping[str, Sequence[int | None]], column: int, error: int
-) -> Iterable[Instruction]:
-    """Answer each call with an error at once, because a jump reaches no further than 255 instructions."""
-    for numbers in calls.values():
-        number = numbers[column]
-        if number is not None:
-            yield from ((_EQUAL, 0, 1, number), _refuse(error))
-
-
-def _refuse_matches(
-    number: int, argument: int, test: int, values: Sequence[int]
-) -> list[Instruction]:
-    """Refuse one call where the low 32 bits of one argument match a value, and allow it otherwise."""
-    body: list[Instruction] = [(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * argument)]
-    for value in values:
-        body += [(test, 0, 1, value), _refuse(errno.EPERM)]
-    body.append((_RETURN, 0, 0, _ALLOW))
-    return [(_EQUAL, 0, len(body), number), *body]
-
-
-def _allow_matches(number: int, argument: int, values: Sequence[int]) -> list[Instruction]:
-    """Allow one call where the low 32 bits of one argument are one of the values, and refuse it otherwise."""
-    body: list[Instruction] = [(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * argument)]
-    for value in values:
-        body += [(_EQUAL, 0, 1, value), (_RETURN, 0, 0, _ALLOW)]
-    body.append(_refuse(errno.EPERM))
-    return [(_EQUAL, 0, len(body), number), *body]
 
 
 def _refuse(error: int) -> Instruction:

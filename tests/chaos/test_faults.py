@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from ycore.models.tiny import write_tiny_model
 
 HERE = Path(__file__).parent

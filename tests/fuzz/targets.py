@@ -40,7 +40,7 @@ from ycore.run.files import seal
 from ycore.run.metrics import read_metrics
 from ycore.run.resuming import read_round
 from ycore.run.text import printable
-from ycore.sandbox.confined_worker import CallFailed
+from ycore.sandbox.confined_worker import CallFailed, reply_in
 from ycore.types import Prompt
 from ycore.view.progress import PlainProgress, RunView
 from ycore.view.report import make_report, read_run, render_page
@@ -435,13 +435,13 @@ WORKER_REPLY = json.dumps(_WORKER_REPLY).encode()
 
 def read_worker_reply(data: bytes, place: Path) -> None:
     with suppress(CallFailed):
-        scores = scores_in(data, nonce="5f0c", count=2, allowed_range=(0, 5))
+        scores = scores_in(reply_in(data, "5f0c"), count=2, allowed_range=(0, 5))
         assert len(scores) == 2 and all(
             one.value is None or 0 <= one.value <= 5 for one in scores
         )
         assert all((one.problem or "").isprintable() for one in scores)
     with suppress(CallFailed):
-        inputs_in(data, nonce="5f0c", count=1)
+        inputs_in(reply_in(data, "5f0c").get("ready"), count=1)
 
 
 def _draw_worker_reply(chance: random.Random) -> bytes:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ycore.rewards.worker_client import inputs_in, scores_in
-from ycore.sandbox.confined_worker import CallFailed
+from ycore.sandbox.confined_worker import CallFailed, reply_in
 from ycore.types import Score
 
 NONCE = "5f0c"
@@ -19,11 +19,11 @@ def line(**changed: Any) -> bytes:
 
 
 def test_an_answer_in_its_shape_is_believed() -> None:
-    assert scores_in(line(), nonce=NONCE, count=2) == [Score(0.5), Score(None)]
-    assert scores_in(line(values=[1, None]), nonce=NONCE, count=2)[0] == Score(1.0)
-    masked = scores_in(line(problems=["not finite: inf\x1b[2J\n", None]), nonce=NONCE, count=2)[
-        0
-    ]
+    assert scores_in(reply_in(line(), NONCE), count=2) == [Score(0.5), Score(None)]
+    assert scores_in(reply_in(line(values=[1, None]), NONCE), count=2)[0] == Score(1.0)
+    masked = scores_in(
+        reply_in(line(problems=["not finite: inf\x1b[2J\n", None]), NONCE), count=2
+    )[0]
     assert masked == Score(None, problem="not finite: inf?[2J")
 
 
@@ -55,7 +55,7 @@ def test_an_answer_in_its_shape_is_believed() -> None:
 )
 def test_anything_else_masks_the_call(forged: bytes) -> None:
     with pytest.raises(CallFailed, match="no answer of a worker"):
-        scores_in(forged, nonce=NONCE, count=2)
+        scores_in(reply_in(forged, NONCE), count=2)
 
 
 def test_every_flip_of_one_bit_is_refused_or_still_two_numbers() -> None:
@@ -64,7 +64,7 @@ def test_every_flip_of_one_bit_is_refused_or_still_two_numbers() -> None:
         flipped = bytearray(whole)
         flipped[at // 8] ^= 1 << at % 8
         try:
-            scores = scores_in(bytes(flipped), nonce=NONCE, count=2)
+            scores = scores_in(reply_in(bytes(flipped), NONCE), count=2)
         except CallFailed:
             continue
         assert len(scores) == 2
@@ -73,7 +73,7 @@ def test_every_flip_of_one_bit_is_refused_or_still_two_numbers() -> None:
 
 @pytest.mark.parametrize("value", [1e16, -1e300, 10**400])
 def test_a_number_that_would_overflow_masks_its_item_alone(value: float) -> None:
-    scores = scores_in(line(values=[value, 1.0]), nonce=NONCE, count=2)
+    scores = scores_in(reply_in(line(values=[value, 1.0]), NONCE), count=2)
     assert (
         scores[0].value is None
         and scores[0].problem is not None
@@ -83,7 +83,9 @@ def test_a_number_that_would_overflow_masks_its_item_alone(value: float) -> None
 
 
 def test_a_range_that_the_recipe_gives_is_held_outside() -> None:
-    scores = scores_in(line(values=[1.5, 1.0]), nonce=NONCE, count=2, allowed_range=(0.0, 1.0))
+    scores = scores_in(
+        reply_in(line(values=[1.5, 1.0]), NONCE), count=2, allowed_range=(0.0, 1.0)
+    )
     assert scores == [
         Score(None, problem="out of range: 1.5 is not within 0 and 1"),
         Score(1.0),
@@ -98,7 +100,7 @@ def test_a_failure_beside_values_masks_the_call_too() -> None:
 def test_a_failure_is_one_line_of_bounded_length() -> None:
     failed = json.dumps({"nonce": NONCE, "failed": "raised X: " + "y" * 9000}).encode()
     with pytest.raises(CallFailed) as caught:
-        scores_in(failed, nonce=NONCE, count=2)
+        scores_in(reply_in(failed, NONCE), count=2)
     assert len(str(caught.value)) == 300
 
 
@@ -115,4 +117,4 @@ def test_a_failure_is_one_line_of_bounded_length() -> None:
 )
 def test_parameters_of_another_shape_are_refused(ready: Any) -> None:
     with pytest.raises(CallFailed, match="no answer of a worker"):
-        inputs_in(json.dumps({"nonce": NONCE, "ready": ready}).encode(), nonce=NONCE, count=1)
+        inputs_in(ready, count=1)

@@ -1,10 +1,10 @@
-"""`python -m ycore.rewards.worker DESCRIPTOR`: a confined process that loads reward functions and calls them.
+"""`python -m ycore.rewards.worker`: a confined process that loads reward functions and calls them.
 
-JSON lines come on standard input; answers go to the descriptor. The first line is `{"nonce", "specs": [...]}`, answered
-by `{"nonce", "ready": [parameters of each]}` or `{"nonce", "error": line}`. Then each `{"nonce", "source", "step",
-"count", "inputs": {parameter: one value per completion}}` is answered by `{"nonce", "values", "problems"}`, one of each
-per completion, or by `{"nonce", "failed": line}` where the call gave no such list. Deadlines, restarts and doubts about
-what is answered are the parent's (`worker_client`).
+JSON lines come on standard input, a socket, and are answered there. The first line is `{"nonce", "specs": [...]}`,
+answered by `{"nonce", "ready": [parameters of each]}` or `{"nonce", "error": line}`. Then each `{"nonce", "source",
+"step", "count", "inputs": {parameter: one value per completion}}` is answered by `{"nonce", "values", "problems"}`, one
+of each per completion, or by `{"nonce", "failed": line}` where the call gave no such list. Deadlines, restarts and doubts
+about what is answered are the parent's (`worker_client`).
 """
 
 import asyncio
@@ -12,7 +12,6 @@ import importlib
 import inspect
 import json
 import math
-import sys
 import traceback
 from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import asdict
@@ -40,21 +39,16 @@ class LoadedReward(NamedTuple):
 
 
 def main() -> None:
-    channel = Channel(int(sys.argv[1]))
+    channel = Channel()
     requests = iter(channel)
     first = next(requests)
     try:
         sources = [_load(RewardConfig.model_validate(spec)) for spec in first["specs"]]
     except RewardError as error:
-        channel.reply({"nonce": first["nonce"], "error": str(error)})
-        return
-    channel.reply(
-        {"nonce": first["nonce"], "ready": [asdict(source.inputs) for source in sources]}
-    )
+        return channel.reply(error=str(error))
+    channel.reply(ready=[asdict(source.inputs) for source in sources])
     for request in requests:
-        channel.reply(
-            {"nonce": request["nonce"], **call_reward(sources[request["source"]], request)}
-        )
+        channel.reply(**call_reward(sources[request["source"]], request))
 
 
 def _load(spec: RewardConfig) -> LoadedReward:

@@ -7,7 +7,7 @@ also under `--dry-run`, are the same process.
 
 import asyncio
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from ycore.sandbox.confined_worker import (
     START_TIMEOUT_S,
     CallFailed,
     ConfinedWorker,
-    reply_in,
 )
 from ycore.sandbox.user_code import user_code_confinement
 from ycore.types import Score
@@ -138,7 +137,7 @@ class RewardWorker(ConfinedWorker[list[Inputs]]):
     ) -> None:
         super().__init__(
             {"specs": [spec.model_dump(mode="json") for spec in specs]},
-            lambda line, nonce: inputs_in(line, nonce=nonce, count=len(specs)),
+            lambda ready: inputs_in(ready, count=len(specs)),
             confinement,
             log=log,
             name=name,
@@ -152,9 +151,7 @@ class RewardWorker(ConfinedWorker[list[Inputs]]):
         """Return one call's scores; CallFailed where it raised, or hung or ended the process (which is then gone)."""
         return await self.exchange(
             {**request, "source": source, "count": count},
-            lambda line, nonce: scores_in(
-                line, nonce=nonce, count=count, allowed_range=self._ranges[source]
-            ),
+            lambda reply: scores_in(reply, count=count, allowed_range=self._ranges[source]),
             max_bytes=MAX_BYTES + BYTES_PER_VALUE * count,
             timeout_s=deadline_s,
         )
@@ -168,13 +165,15 @@ class RewardWorker(ConfinedWorker[list[Inputs]]):
 
 
 def scores_in(
-    line: bytes, *, nonce: str, count: int, allowed_range: tuple[float, float] | None = None
+    reply: Mapping[str, Any],
+    *,
+    count: int,
+    allowed_range: tuple[float, float] | None = None,
 ) -> list[Score]:
-    """Return the scores of one call; CallFailed where the reward failed, or where the line is anything else.
+    """Return the scores of one call; CallFailed where the reward failed, or where the reply is anything else.
 
     `allowed_range` is the lowest and the highest reward that the recipe allows.
     """
-    reply = reply_in(line, nonce)
     if set(reply) != {"nonce", "values", "problems"}:
         raise CallFailed("no answer of a worker: it has other keys")
     values = reply["values"]
@@ -191,11 +190,10 @@ def scores_in(
     ]
 
 
-def inputs_in(line: bytes, *, nonce: str, count: int) -> list[Inputs]:
-    """Return the parameters of each of `count` rewards, once they are loaded; CallFailed where they could not be."""
-    reply = reply_in(line, nonce)
+def inputs_in(ready: object, *, count: int) -> list[Inputs]:
+    """Return the parameters of each of `count` rewards; CallFailed for anything else."""
     try:
-        inputs = _READY.validate_json(json.dumps(reply.get("ready")), strict=True)
+        inputs = _READY.validate_json(json.dumps(ready), strict=True)
     except ValidationError:
         raise CallFailed("no answer of a worker: no list of parameters") from None
     if len(inputs) != count:

@@ -1,7 +1,7 @@
-"""`python -m ycore.rollout.agent_host DESCRIPTOR`: a confined process with an agent and the OpenAI address it asks.
+"""`python -m ycore.rollout.agent_host`: a confined process with an agent and the OpenAI address it asks.
 
 It imports the standard library alone, starts the agent's command, and serves the address on its own loopback. A call
-goes to the trainer as JSON lines on the process' pipes, so that nothing listens outside of the sandbox. The first line
+goes to the trainer as JSON lines on the process' socket, so that nothing listens outside of the sandbox. The first line
 is `{"nonce", "command", "variables"}`, answered by `{"nonce", "ready": true}`, or `{"nonce", "error": line}` where the
 command cannot be started. Each later line is `{"nonce", "reply"}`, the answer of the last call if there is one. It is
 answered by the next event: `{"nonce", "value": {"call", "body"}}`, or `{"exit", "paid"}` once the agent has ended.
@@ -158,22 +158,20 @@ def start_agent(first: dict[str, Any], server: ChatServer) -> None:
 
 
 def main() -> None:
-    channel = Channel(int(sys.argv[1]))
+    channel = Channel()
     requests = iter(channel)
     first = next(requests)
     server = ChatServer()
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         start_agent(first, server)
-        channel.reply({"nonce": first["nonce"], "ready": True})
+        channel.reply(ready=True)
     except (OSError, ValueError) as error:
-        return channel.reply(
-            {"nonce": first["nonce"], "error": " ".join(str(error).split())[:300]}
-        )
+        return channel.reply(error=" ".join(str(error).split())[:300])
     for request in requests:
         if request["reply"] is not None:
             server.answer(**request["reply"])
-        channel.reply({"nonce": request["nonce"], "value": server.events.get()})
+        channel.reply(value=server.events.get())
 
 
 if __name__ == "__main__":

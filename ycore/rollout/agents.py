@@ -44,7 +44,7 @@ from ycore.rollout.turns import (
 )
 from ycore.sandbox import MIB, Level
 from ycore.sandbox.confine import base_variables
-from ycore.sandbox.confined_worker import CallFailed, ConfinedWorker, reply_in
+from ycore.sandbox.confined_worker import CallFailed, ConfinedWorker
 from ycore.sandbox.level import choose_level
 from ycore.types import Completion, Prompt, Score, Turn
 
@@ -189,7 +189,7 @@ class AgentPool:
         async with self._slots:
             agent = RunningAgent(
                 {"command": self._words, "variables": variables},
-                _read_ready,
+                _require_ready,
                 self._confinement,
                 log=self._log,
                 name=f"agent.{next(self._numbers)}",
@@ -201,13 +201,13 @@ class AgentPool:
                 await agent.close()
 
 
-def _read_ready(line: bytes, nonce: str) -> None:
-    if reply_in(line, nonce).get("ready") is not True:
+def _require_ready(ready: object) -> None:
+    if ready is not True:
         raise CallFailed("no answer of an agent's process")
 
 
-def _read_event(line: bytes, nonce: str) -> AgentCall | AgentExit:
-    match reply_in(line, nonce).get("value"):
+def _read_event(reply: Mapping[str, Any]) -> AgentCall | AgentExit:
+    match reply.get("value"):
         case {"call": int(number), "body": dict(body)}:
             return AgentCall(number, body)
         case {"exit": int(code), "paid": str() | None as paid}:

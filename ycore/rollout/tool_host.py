@@ -1,7 +1,7 @@
-"""`python -m ycore.rollout.tool_host DESCRIPTOR [PYTHON]`: a confined process with tools and one environment.
+"""`python -m ycore.rollout.tool_host [PYTHON]`: a confined process with tools and one environment.
 
 It imports the standard library alone: there are many of them, and another PYTHON can run it. JSON lines come on
-standard input; answers go to the descriptor. The first line is `{"nonce", "tools", "env", "describe"}`, answered by
+standard input, a socket, and are answered there. The first line is `{"nonce", "tools", "env", "describe"}`, answered by
 `{"nonce", "ready": what there is}` or `{"nonce", "error": line}`. Each later one has an `op` and is answered by
 `{"nonce", "value"}`, or by `{"nonce", "failed": line}` where a person's or a model's code raised. The environment is
 TRL's (`environment_factory`): `reset(**row)`, public methods as tools, `get_reward()`. Deadlines are the parent's.
@@ -270,26 +270,24 @@ runpy.run_module("ycore.rollout.tool_host", run_name="__main__", alter_sys=True)
 
 
 def main() -> None:
-    if len(sys.argv) > 2:
+    if len(sys.argv) > 1:
         folder = str(Path(__file__).resolve().parent.parent)
-        os.execv(sys.argv[2], [sys.argv[2], "-I", "-B", "-c", _IN_ANOTHER, folder, sys.argv[1]])
-    channel = Channel(int(sys.argv[1]))
+        os.execv(sys.argv[1], [sys.argv[1], "-I", "-B", "-c", _IN_ANOTHER, folder])
+    channel = Channel()
     requests = iter(channel)
     first = next(requests)
     try:
         host = ToolHost(first["tools"], first["env"])
-        channel.reply(
-            {"nonce": first["nonce"], "ready": host.describe(schemas=first["describe"])}
-        )
+        channel.reply(ready=host.describe(schemas=first["describe"]))
     except UserError as error:
-        return channel.reply({"nonce": first["nonce"], "error": str(error)})
+        return channel.reply(error=str(error))
     for request in requests:
         try:
             answer = {"value": host.answer(request)}
         except BaseException as error:  # noqa: BLE001 (a process boundary: sys.exit in a tool is its failure, not ours)
             traceback.print_exc()
             answer = {"failed": " ".join(str(error).split())[:300] or type(error).__name__}
-        channel.reply({"nonce": request["nonce"], **answer})
+        channel.reply(**answer)
 
 
 if __name__ == "__main__":

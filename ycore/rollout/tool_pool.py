@@ -35,7 +35,6 @@ from ycore.sandbox.confined_worker import (
     START_TIMEOUT_S,
     CallFailed,
     ConfinedWorker,
-    reply_in,
 )
 from ycore.sandbox.level import choose_level, require_sandbox
 from ycore.sandbox.program_pool import PROGRAM_LIMITS
@@ -117,10 +116,8 @@ class ToolWorker(ConfinedWorker[ToolSet]):
         )
 
 
-def _read_tool_set(line: bytes, nonce: str) -> ToolSet:
-    reply = reply_in(line, nonce)
+def _read_tool_set(ready: Any) -> ToolSet:
     try:
-        ready = reply["ready"]
         return ToolSet(
             tuple(map(read_tool, ready["tools"])),
             takes_text=bool(ready["takes_text"]),
@@ -133,8 +130,7 @@ def _read_tool_set(line: bytes, nonce: str) -> ToolSet:
         ) from None
 
 
-def _read_value(line: bytes, nonce: str) -> Any:
-    reply = reply_in(line, nonce)
+def _read_value(reply: Mapping[str, Any]) -> Any:
     value = reply.get("value")
     if "value" not in reply or not (value is None or isinstance(value, str | int | float)):
         raise CallFailed("no answer of a tool worker: no value")

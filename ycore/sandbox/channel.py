@@ -1,4 +1,4 @@
-"""A confined process' side: the two pipes to its parent, and how it loads a person's code by its name.
+"""A confined process' side: its end of the socket to its parent, and how it loads a person's code by its name.
 
 Requests come in and answers go out as a JSON object a line. Only the standard library is imported: any Python runs this.
 """
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any, BinaryIO
+from typing import Any
 
 from ycore.errors import UserError, nearest
 
@@ -21,30 +21,34 @@ _MAX_LINE = 300  # characters
 
 
 class Channel:
-    """The pipes, moved away from the descriptors that Python, C and child processes use.
+    """The socket that the process has as standard input, moved to a descriptor that no child process gets.
 
     Afterwards descriptor 0 is empty, and 1 and 2 are what the process prints, which is no message. On SIGUSR2, by which
     the launcher asks for stacks, it writes them there.
     """
 
-    def __init__(self, answers: int) -> None:
+    def __init__(self) -> None:
         faulthandler.register(signal.SIGUSR2, all_threads=True)
         self._owner = os.getpid()
-        os.set_inheritable(answers, False)
-        self._requests: BinaryIO = os.fdopen(os.dup(0), "rb")
-        self._replies: BinaryIO = os.fdopen(answers, "wb")
+        self._requests = os.fdopen(os.dup(0), "rb")
+        self._replies = os.fdopen(os.dup(0), "wb")
+        self._nonce = ""
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         os.close(nothing)
         sys.stdout = sys.stderr
 
     def __iter__(self) -> Iterator[Any]:
-        return map(json.loads, self._requests)
+        for line in self._requests:
+            request = json.loads(line)
+            self._nonce = request["nonce"]
+            yield request
 
-    def reply(self, answer: dict[str, Any]) -> None:
+    def reply(self, **answer: Any) -> None:
+        """Answer the last request."""
         if os.getpid() != self._owner:  # a person's code forked: its child must not answer too
             os._exit(0)
-        self._replies.write(json.dumps(answer).encode() + b"\n")
+        self._replies.write(json.dumps({"nonce": self._nonce, **answer}).encode() + b"\n")
         self._replies.flush()
 
 

@@ -1,8 +1,8 @@
 """`ConfinedWorker`: a confined process that answers one request after the other, such as a person's reward functions.
 
 The parent is trusted and holds nonces, deadlines, restarts and the log. The process may run any code, so its answers
-are read by their shape alone. Requests go to its standard input, replies come on a socket of their own in lines of
-bounded length, and what it prints comes on a pipe and reaches the log up to a limit.
+are read by their shape alone. A socket, its standard input, takes requests and brings replies in lines of bounded
+length. What it prints comes on a pipe and reaches the log up to a limit.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 import socket
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import PIPE, STDOUT, Process
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Generic, TypeVar
 from ycore.errors import RewardError
 from ycore.foreign import ForeignRefused, foreign_json, foreign_line
 from ycore.run.reports import kill_tree
-from ycore.sandbox import END_S, MIB, Confinement
+from ycore.sandbox import END_S, MIB, Confinement, Limits
 from ycore.sandbox.confine import Launch, confined_launch
 from ycore.sandbox.stage import EXIT_EXCESS
 from ycore.sandbox.watch import Watch
@@ -55,7 +55,7 @@ class ConfinedWorker(Generic[R]):
     def __init__(
         self,
         first: Mapping[str, Any],
-        read_first: Callable[[bytes, str], R],
+        read_ready: Callable[[Any], R],
         confinement: Confinement,
         *,
         log: Path | None,
@@ -65,13 +65,13 @@ class ConfinedWorker(Generic[R]):
         """Start nothing yet.
 
         Args:
-            first: the first request to each new process; `read_first` reads its reply.
+            first: the first request to each new process; `read_ready` reads what it is `ready` with.
             log: takes what the process prints; None drops it.
             name: tells the processes of a run apart.
         """
         self.restarts = 0
         self._first = first
-        self._read_first = read_first
+        self._read_ready = read_ready
         self._confinement = confinement
         self._name = name
         self._start_timeout_s = start_timeout_s
@@ -131,7 +131,7 @@ class ConfinedWorker(Generic[R]):
         try:
             return await self.exchange(
                 self._first,
-                self._read_first,
+                lambda reply: self._read_ready(reply.get("ready")),
                 max_bytes=_MAX_START_REPLY,
                 timeout_s=self._start_timeout_s,
             )
@@ -142,33 +142,25 @@ class ConfinedWorker(Generic[R]):
     async def exchange(
         self,
         request: Mapping[str, Any],
-        read: Callable[[bytes, str], T],
+        read: Callable[[dict[str, Any]], T],
         *,
         max_bytes: int,
         timeout_s: float,
     ) -> T:
-        """Send one line and read the line that answers it; `read` gets it with the nonce of the request.
+        """Send one line and `read` the object that answers it.
 
         A process that gave no answer is killed, and CallFailed says why.
         """
         running = self._running
-        assert running is not None and running.process.stdin is not None, (
-            f"ask a {self.kind} only when it is ready"
-        )
-        stdin = running.process.stdin
+        assert running is not None, f"ask a {self.kind} only when it is ready"
         nonce = secrets.token_hex(_NONCE_BYTES)
         is_answered = False
         try:
             async with asyncio.timeout(timeout_s):
-                stdin.write(json.dumps({**request, "nonce": nonce}).encode() + b"\n")
-                await stdin.drain()
-                line = await running.replies.read_line(max_bytes)
-            if line is None:
-                raise CallFailed(
-                    f"no answer of a worker: more than {max_bytes / 2**20:.1f} MiB"
-                )
+                await running.messages.send_line(json.dumps({**request, "nonce": nonce}))
+                line = await running.messages.read_line(max_bytes)
             is_answered = line.startswith(b"{") and nonce.encode() in line
-            return read(line, nonce)
+            return read(reply_in(line, nonce))
         except TimeoutError:
             raise CallFailed(f"timeout after {timeout_s:g} s") from None
         except (ConnectionError, asyncio.IncompleteReadError):
@@ -225,8 +217,8 @@ def _drop_older_half(log: BinaryIO) -> None:
     log.write(newest)
 
 
-class ReplySocket:
-    """Lines of bounded length on a socket. What comes beyond the awaited line marks the process as unclean."""
+class MessageSocket:
+    """Lines on a socket, of bounded length where they come. What comes beyond the awaited line is not asked for."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
@@ -246,67 +238,50 @@ class ReplySocket:
             pass
         return False
 
-    async def read_line(self, max_bytes: int) -> bytes | None:
-        """Return the next line; None where it is too long, IncompleteReadError where the end closes before it."""
+    async def send_line(self, line: str) -> None:
+        await asyncio.get_running_loop().sock_sendall(self._end, line.encode() + b"\n")
+
+    async def read_line(self, max_bytes: int) -> bytes:
+        """Return the next line; CallFailed where it is too long, IncompleteReadError where the end closes before it."""
         received = bytearray()
-        while b"\n" not in received and len(received) <= max_bytes:
+        while b"\n" not in received:
+            if len(received) > max_bytes:
+                raise CallFailed(
+                    f"no answer of a worker: more than {max_bytes / 2**20:.1f} MiB"
+                )
             part = await asyncio.get_running_loop().sock_recv(
                 self._end, max_bytes + 1 - len(received)
             )
             if not part:
                 raise asyncio.IncompleteReadError(bytes(received), None)
             received += part
-        line, end, more = bytes(received).partition(b"\n")
+        line, _, more = bytes(received).partition(b"\n")
         self._has_more = bool(more)
-        return line if end else None
+        return line
 
     def close(self) -> None:
         self._end.close()
 
 
-class PipeReader:
-    """Passes on what a confined process writes to a pipe, as it comes, on the event loop in which it is made."""
-
-    def __init__(self, descriptor: int, on_data: Callable[[bytes], object]) -> None:
-        self.ended = asyncio.Event()
-        self._descriptor = descriptor
-        self._on_data = on_data
-        os.set_blocking(descriptor, False)
-        asyncio.get_running_loop().add_reader(descriptor, self._read)
-
-    def close(self) -> None:
-        if not self.ended.is_set():
-            asyncio.get_running_loop().remove_reader(self._descriptor)
-            os.close(self._descriptor)
-            self.ended.set()
-
-    def _read(self) -> None:
-        try:
-            data = os.read(self._descriptor, 65536)
-        except BlockingIOError:
-            return
-        if data:
-            self._on_data(data)
-        else:
-            self.close()
-
-
 class WorkerProcess:
-    """A started process, its pipes and its watch."""
+    """A started process, its socket, what it prints, and its watch."""
 
     def __init__(
         self,
         launch: Launch,
         process: Process,
-        replies: ReplySocket,
-        output: PipeReader,
-        watch: Watch,
+        messages: MessageSocket,
+        on_output: Callable[[bytes], None],
+        limits: Limits,
     ) -> None:
         self.launch = launch
         self.process = process
-        self.replies = replies
-        self._output = output
-        self._watch = watch
+        self.messages = messages
+        self._output = asyncio.create_task(_pass_on(process.stdout, on_output))
+        self._watch = Watch(
+            process.pid, limits, lambda: launch.end(process.pid), scratch=launch.scratch
+        )
+        self._watch.start()
 
     @classmethod
     async def start(
@@ -317,46 +292,31 @@ class WorkerProcess:
         name: str,
         on_output: Callable[[bytes], None],
     ) -> "WorkerProcess":
-        """Start `python -m module DESCRIPTOR arguments...`, which replies on the descriptor."""
-        replies, child_replies = socket.socketpair()
-        output, child_output = os.pipe()
-        launch = None
+        """Start `python -m module arguments...`, whose standard input is the socket."""
+        launch = confined_launch(module, arguments, confinement, name=name)
+        end, child_end = socket.socketpair()
         try:
-            launch = confined_launch(
-                module, [str(child_replies.fileno()), *arguments], confinement, name=name
-            )
             process = await asyncio.create_subprocess_exec(
                 *launch.command,
-                stdin=PIPE,
-                stdout=child_output,
-                stderr=child_output,
+                stdin=child_end.fileno(),
+                stdout=PIPE,
+                stderr=STDOUT,
                 env=launch.environment,
                 cwd=launch.working,
-                pass_fds=(child_replies.fileno(),),
                 start_new_session=True,
             )
         except BaseException:
-            replies.close()
-            os.close(output)
-            if launch is not None:
-                launch.clear()
+            end.close()
+            launch.clear()
             raise
         finally:
-            child_replies.close()
-            os.close(child_output)
-        watch = Watch(
-            process.pid,
-            confinement.limits,
-            lambda: launch.end(process.pid),
-            scratch=None if launch.scratch is None else str(launch.scratch),
-        )
-        watch.start()
-        return cls(launch, process, ReplySocket(replies), PipeReader(output, on_output), watch)
+            child_end.close()
+        return cls(launch, process, MessageSocket(end), on_output, confinement.limits)
 
     @property
     def is_clean(self) -> bool:
         """Whether it lives, and has sent nothing that it was not asked for."""
-        return self._is_alive and self.replies.is_silent
+        return self._is_alive and self.messages.is_silent
 
     @property
     def _is_alive(self) -> bool:
@@ -396,12 +356,19 @@ class WorkerProcess:
         with suppress(TimeoutError):
             async with asyncio.timeout(_REAP_TIMEOUT_S + more_s):
                 await self.process.wait()
-                await self._output.ended.wait()
+                await self._output
         if self.process.returncode is None:
             kill_tree(self.process.pid)
-        self.replies.close()
-        self._output.close()
+        self.messages.close()
         self.launch.clear()
+
+
+async def _pass_on(
+    stream: asyncio.StreamReader | None, on_data: Callable[[bytes], None]
+) -> None:
+    assert stream is not None, "the process was started with a pipe"
+    while data := await stream.read(65536):
+        on_data(data)
 
 
 _FAILURES = {"error": 600, "failed": 300}  # characters that are shown

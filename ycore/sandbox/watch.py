@@ -155,7 +155,7 @@ class Watch(threading.Thread):
         limits: Limits,
         kill: Callable[[], object],
         *,
-        scratch: str | None = None,
+        scratch: Path | None = None,
     ) -> None:
         """Start nothing yet.
 
@@ -168,7 +168,7 @@ class Watch(threading.Thread):
         self._pid = pid
         self._limits = limits
         self._kill = kill
-        self._scratch = scratch
+        self._scratch = None if scratch is None else str(scratch)
         self._stopped = threading.Event()
 
     def run(self) -> None:

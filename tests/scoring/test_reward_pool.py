@@ -114,7 +114,7 @@ def scored(pool: RewardPool, completions: list[Any], **columns: Any) -> Any:
     return bounded(run())
 
 
-def bounded(coroutine: Coroutine[Any, Any, Any], *, limit_s: float = 90.0) -> Any:
+def bounded(coroutine: Coroutine[Any, Any, Any], *, limit_s: float = 300.0) -> Any:
     async def run() -> Any:
         async with asyncio.timeout(limit_s):
             return await coroutine

@@ -86,7 +86,7 @@ class ConfinedWorker(Generic[R]):
     @property
     def is_running(self) -> bool:
         """Whether the process of the last request is still there, with its state."""
-        return self._running is not None and self._running.is_silent
+        return self._running is not None and self._running.is_clean
 
     @property
     def last_line(self) -> str:
@@ -271,11 +271,14 @@ class WorkerProcess:
         return cls(launch, process, end, on_output, confinement.limits)
 
     @property
-    def is_silent(self) -> bool:
-        """Whether it has its end of the socket open, and has sent nothing since the last line."""
+    def is_clean(self) -> bool:
+        """Whether it lives, and has sent nothing since the last line."""
         if self._has_more:
             return False
         try:
+            # The kernel knows of an end before the event loop does, and before all hold of the socket is gone.
+            if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                return False
             self._end.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
             return True

@@ -12,6 +12,7 @@ from pathlib import Path
 from ycore.errors import Interrupted
 from ycore.round.journal import Journal
 from ycore.run.checkpoints import checkpoint_of, controller_file, newest_for, step_of
+from ycore.run.claim import check_contents
 from ycore.run.files import (
     make_folder,
     read_json,
@@ -23,7 +24,7 @@ from ycore.run.metrics import MetricsWriter
 from ycore.run.paths import RunFolder
 from ycore.run.trace import TRAIN, Mark, TraceWriter
 from ycore.trainer import __main__ as trainer
-from ycore.trainer.checkpoint_writer import CheckpointWriter, RankGroup, check_contents
+from ycore.trainer.checkpoint_writer import CheckpointWriter, RankGroup
 from ycore.types import Completion, Draw, Group, Prompt, Score
 
 MODULE = "tests.chaos.arithmetic_trainer"

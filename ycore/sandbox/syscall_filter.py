@@ -14,7 +14,9 @@ import errno
 import json
 import platform
 import struct
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ycore.sandbox import Level
 
@@ -46,6 +48,9 @@ _X32 = 0x40000000  # the numbers of x86-64's second, 32-bit set of calls
 
 Instruction = tuple[int, int, int, int]
 """Code, jump if true, jump if false, constant."""
+
+_ALLOWED = (_RETURN, 0, 0, _ALLOW)
+_REFUSED = (_RETURN, 0, 0, _REFUSE | errno.EPERM)
 
 
 def filter_bytes(
@@ -80,15 +85,7 @@ def filter_bytes(
     families = [_AF_INET, _AF_INET6]
     if level is Level.LANDLOCK:
         families = [*families, _AF_NETLINK] if network else []
-        groups.append(
-            (calls["file attributes"], 0)
-        )  # they only seem to work, or shutil.copy fails
-        groups.append((calls["extended attributes"], errno.EOPNOTSUPP))
-        groups.append((calls["shared system"], errno.EPERM))
-        if landlock_abi < 3:
-            groups.append((calls["truncate"], errno.EPERM))
-        if landlock_abi < 6 and not has_own_user:  # a user of its own holds them on any kernel
-            groups.append((calls["signals"], errno.EPERM))
+        groups += _beyond_landlock(calls, landlock_abi, has_own_user=has_own_user)
     else:
         families += [_AF_UNIX, _AF_NETLINK] if network else [_AF_UNIX]
     program: list[Instruction] = [
@@ -102,23 +99,44 @@ def filter_bytes(
         for numbers in group.values():
             if numbers[column] is not None:
                 program += [(_EQUAL, 0, 1, numbers[column]), _refuse(error)]
-    allow = (_RETURN, 0, 0, _ALLOW)
-    refuse = _refuse(errno.EPERM)
-    for name, argument, test, values, if_any, if_none in (
-        ("clone", 0, _ANY_BIT, (_NEW_NAMESPACE,), refuse, allow),
-        ("ioctl", 1, _EQUAL, _TERMINAL_INPUT, refuse, allow),
-        ("socket", 0, _EQUAL, families, allow, refuse),
-        ("prlimit64", 0, _EQUAL, (0,), allow, refuse),  # its own limits only
-    ):
-        body: list[Instruction] = [
-            (_LOAD, 0, 0, _ARGUMENTS_AT + 8 * argument)
-        ]  # its low 32 bits
-        for value in values:
-            body += [(test, 0, 1, value), if_any]
-        body.append(if_none)
-        program += [(_EQUAL, 0, len(body), calls["by argument"][name][column]), *body]
-    program.append(allow)
+    number_of = {name: numbers[column] for name, numbers in calls["by argument"].items()}
+    program += _decide(number_of["clone"], 0, _ANY_BIT, [_NEW_NAMESPACE], _REFUSED, _ALLOWED)
+    program += _decide(number_of["ioctl"], 1, _EQUAL, _TERMINAL_INPUT, _REFUSED, _ALLOWED)
+    program += _decide(number_of["socket"], 0, _EQUAL, families, _ALLOWED, _REFUSED)
+    program += _decide(
+        number_of["prlimit64"], 0, _EQUAL, [0], _ALLOWED, _REFUSED
+    )  # its own only
+    program.append(_ALLOWED)
     return b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
+
+
+def _decide(
+    number: int,
+    argument: int,
+    test: int,
+    values: Sequence[int],
+    if_any: Instruction,
+    if_none: Instruction,
+) -> list[Instruction]:
+    """Answer one call by whether the low 32 bits of an argument match any of the values."""
+    body: list[Instruction] = [(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * argument)]
+    for value in values:
+        body += [(test, 0, 1, value), if_any]
+    body.append(if_none)
+    return [(_EQUAL, 0, len(body), number), *body]
+
+
+def _beyond_landlock(
+    calls: Mapping[str, Any], landlock_abi: int, *, has_own_user: bool
+) -> Iterator[tuple[Any, int]]:
+    """Yield the calls that Landlock does not hold, with the error that answers them."""
+    yield calls["file attributes"], 0  # they only seem to work, or shutil.copy fails
+    yield calls["extended attributes"], errno.EOPNOTSUPP
+    yield calls["shared system"], errno.EPERM
+    if landlock_abi < 3:
+        yield calls["truncate"], errno.EPERM
+    if landlock_abi < 6 and not has_own_user:  # a user of its own holds them on any kernel
+        yield calls["signals"], errno.EPERM
 
 
 def _refuse(error: int) -> Instruction:

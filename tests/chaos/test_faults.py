@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ycore.models.tiny import write_tiny_model
+
+from tests.tiny_model import write_tiny_model
 
 HERE = Path(__file__).parent
 ERRORS = {

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ycore.sandbox import Level, Limits, View
+from ycore.sandbox import Level, Limits, View, confine
 from ycore.sandbox.confine import landlock_refusal, stage_steps
 from ycore.sandbox.importable import python_paths
 from ycore.sandbox.stage import EXIT_EXCESS, landlock_abi
@@ -160,6 +160,59 @@ def test_a_link_in_a_folder_opens_nothing_beyond(scratch: Path, open_path: Path)
             code, scratch, folder, view=View(read=(project,), hidden=hidden)
         )
         assert (status, output) == (1, "") and "PermissionError" in errors
+
+
+OPENS = """
+import ctypes, fcntl, os, sys
+secret, shown = {secret!r}, {shown!r}
+name = os.path.basename(secret)
+
+def by_handle():
+    handle = ctypes.create_string_buffer(b"\\x80" + bytes(135))
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.name_to_handle_at(-100, secret.encode(), handle, ctypes.byref(ctypes.c_int()), 0):
+        raise OSError(ctypes.get_errno(), "refused")
+
+ways = {{
+    "a name": lambda: open(secret),
+    "a name below a descriptor of its folder": lambda: os.open(
+        name, os.O_RDONLY, dir_fd=os.open(os.path.dirname(secret), os.O_PATH)
+    ),
+    "a name from within": lambda: (
+        os.fchdir(os.open(os.path.dirname(secret), os.O_PATH)), open(name)
+    ),
+    "a link to one": lambda: open(f"/proc/self/fd/{{os.open(secret, os.O_PATH)}}"),
+    "a handle": by_handle,
+    "a lock": lambda: fcntl.flock(os.open(secret, os.O_RDONLY), fcntl.LOCK_EX),
+    "a lock on what is shown": lambda: fcntl.flock(os.open(shown, os.O_RDONLY), fcntl.LOCK_EX),
+}}
+for way, attempt in ways.items():
+    try:
+        attempt()
+        print(way)
+    except OSError:
+        pass
+"""
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_what_may_not_be_read_is_reached_by_no_other_way(
+    scratch: Path, open_path: Path, monkeypatch: pytest.MonkeyPatch, is_closed: bool
+) -> None:
+    """Where Python lies in a closed home, root's user keeps a right to read what is closed: it lifts no rule."""
+    if is_closed:
+        monkeypatch.setattr(confine, "closed_path", lambda _paths, roots: Path("/closed"))
+    secret = open_path / "secret" / "key"
+    secret.parent.mkdir()
+    secret.write_text("canary")
+    project = open_path / "project"
+    project.mkdir()
+    (project / "shown").write_text("shown")
+    folder = open_path / "code"
+    folder.mkdir()
+    code = OPENS.format(secret=str(secret), shown=str(project / "shown"))
+    status, output, errors = run(code, scratch, folder, view=View(read=(project,)))
+    assert (status, output) == (0, "a lock on what is shown\n"), errors
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ Nothing heavy is imported until a command runs.
 
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any
 
 import typer
@@ -113,16 +114,17 @@ def main() -> None:
 
 def _run_with_pulse() -> int:
     """Run the command, which says on standard error what it does where it is silent for long."""
-    with command_pulse(sys.stderr, " ".join(["ycore", *sys.argv[1:2]])):
-        return run(sys.argv[1:])
+    words = " ".join(["ycore", *sys.argv[1:2]])
+    return run(sys.argv[1:], pulse=command_pulse(sys.stderr, words))
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run `ycore ARGUMENTS` and return the exit status. A bug keeps its traceback."""
+def run(arguments: Sequence[str], *, pulse: AbstractContextManager[Any] | None = None) -> int:
+    """Run `ycore ARGUMENTS` within the pulse and return the exit status. A bug keeps its traceback."""
     try:
         if arguments and arguments[0] in _MOVED:
             raise ConfigError(f"ycore {arguments[0]} is gone; {_MOVED[arguments[0]]}")
-        status = app(args=list(arguments), prog_name="ycore", standalone_mode=False)
+        with pulse or nullcontext():  # an error is the last line
+            status = app(args=list(arguments), prog_name="ycore", standalone_mode=False)
     except YcoreError as error:
         kind = "interrupted" if isinstance(error, Interrupted) else "error"
         return _fail(kind, str(error), error.exit_code, arguments)

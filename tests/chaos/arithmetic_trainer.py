@@ -4,6 +4,8 @@ It starts at once, and everything that it writes goes through the package: the j
 the model. Its steps are exact, so that a resume can be compared to the bit, a thousand times.
 """
 
+import json
+import os
 import random
 import sys
 import threading
@@ -27,6 +29,9 @@ from ycore.trainer import __main__ as trainer
 from ycore.trainer.checkpoint_writer import CheckpointWriter, RankGroup
 from ycore.types import Completion, Draw, Group, Prompt, Score
 
+CONTENTS = "YCORE_FAULT_CONTENTS"
+"""The variable with what the run learns from, whose fingerprints would take this process seconds."""
+
 MODULE = "tests.chaos.arithmetic_trainer"
 MODEL = "value.safetensors"
 
@@ -40,7 +45,7 @@ class ArithmeticRun:
         self._writer = CheckpointWriter(
             folder, expected_bytes=1000, keep=2, ranks=RankGroup(), journal=self._journal
         )
-        check_contents(folder, {"rows": "the only ones"})
+        check_contents(folder, json.loads(os.environ[CONTENTS]))
         self._metrics = MetricsWriter(folder.metrics)
         self._trace = TraceWriter(folder.trace)
         newest = newest_for(folder.checkpoints, world=1, say=print)

@@ -19,10 +19,15 @@ from typing import Any, NoReturn
 from ycore_cli.main import main
 
 from tests.chaos import arithmetic_trainer
+from ycore.config.schema import RunConfig
+from ycore.data.prompts import load_prompts
 from ycore.engine import kinds
 from ycore.launch import launcher
+from ycore.run.claim import contents_of
 from ycore.run.paths import RunFolder
 
+DATASET = "task:addition"
+REWARD = "exact_answer"
 KINDS = ("open", "write", "fsync", "rename", "unlink", "mkdir")
 _STATE_BYTES = mmap.PAGESIZE * 3
 
@@ -55,8 +60,8 @@ def try_fault(place: Path, fault: str) -> Outcome:
         "YCORE_FAULT_STATE": str(state),
         "YCORE_FAULT": fault,
     }
-    words = ["grpo", "--model", str(place / "model"), "--dataset", "task:addition"]
-    words += ["--reward", "exact_answer", "--engine", "transformers", "--steps", "6"]
+    words = ["grpo", "--model", str(place / "model"), "--dataset", DATASET]
+    words += ["--reward", REWARD, "--engine", "transformers", "--steps", "6"]
     words += ["--output", str(folder.root)]
     status, shown = _forked(words, place / "log")
     counters = struct.unpack_from("<7Q", data := state.read_bytes())
@@ -113,5 +118,11 @@ if __name__ == "__main__":
 
     import ycore.api.running  # noqa: F401 -- from now on it knows the trainer above
 
+    model = Path(sys.argv[1]) / "model"
+    words = {"model": str(model), "dataset": DATASET, "output": str(model)}
+    settings = words | {"rewards": [{"reward": REWARD}]}
+    prompts = load_prompts(RunConfig.model_validate(settings), as_chat=True)
+    contents = contents_of(prompts.identity, model, [])
+    os.environ[arithmetic_trainer.CONTENTS] = json.dumps(contents)
     for line in sys.stdin:
         print(json.dumps(asdict(try_fault(Path(sys.argv[1]), line.strip()))), flush=True)

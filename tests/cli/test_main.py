@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -157,6 +159,19 @@ def test_a_former_command_says_where_it_went(
     assert run([name, "runs/first"]) == 2
     error = capfd.readouterr().err
     assert error.startswith(f"error: ycore {name} is gone; ") and place in error
+
+
+def test_an_error_is_the_last_line(capsys: pytest.CaptureFixture[str]) -> None:
+    @contextmanager
+    def pulse() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            print("the pulse has ended", file=sys.stderr)
+
+    assert run(["report", "no-such-run"], pulse=pulse()) == 2
+    ended, error = capsys.readouterr().err.splitlines()
+    assert ended == "the pulse has ended" and error.startswith("error: ") and ";" in error
 
 
 def test_version_and_bare_command(capfd: pytest.CaptureFixture[str]) -> None:

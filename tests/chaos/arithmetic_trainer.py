@@ -11,6 +11,8 @@ import sys
 import threading
 from pathlib import Path
 
+from ycore.trainer.checkpoint_writer import CheckpointWriter, RankGroup
+
 from ycore.errors import Interrupted
 from ycore.round.journal import Journal
 from ycore.run.checkpoints import checkpoint_of, controller_file, newest_for, step_of
@@ -26,7 +28,6 @@ from ycore.run.metrics import MetricsWriter
 from ycore.run.paths import RunFolder
 from ycore.run.trace import TRAIN, Mark, TraceWriter
 from ycore.trainer import __main__ as trainer
-from ycore.trainer.checkpoint_writer import CheckpointWriter, RankGroup
 from ycore.types import Completion, Draw, Group, Prompt, Score
 
 CONTENTS = "YCORE_FAULT_CONTENTS"

@@ -94,7 +94,7 @@ def test_a_range_that_the_recipe_gives_is_held_outside() -> None:
 
 def test_a_failure_beside_values_masks_the_call_too() -> None:
     with pytest.raises(CallFailed, match="raised"):
-        scores_in(line(failed="raised"), nonce=NONCE, count=2)
+        scores_in(reply_in(line(failed="raised"), NONCE), count=2)
 
 
 def test_a_failure_is_one_line_of_bounded_length() -> None:

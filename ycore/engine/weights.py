@@ -164,8 +164,7 @@ def _checkpoint_names(model: torch.nn.Module) -> Iterable[str]:
     }
     with torch.device("meta"):
         weights = {name: torch.empty(shape) for name, shape in shapes.items()}
-    names: Iterable[str] = revert_weight_conversion(_base_of(model), weights)
-    return names
+    return _as_saved(_base_of(model), weights)
 
 
 class _File:
@@ -287,7 +286,15 @@ def engine_weights(
                 weight = weight.to(
                     dtype, copy=layer is None and "ds_id" in vars(parameter)
                 ).contiguous()
-                yield from revert_weight_conversion(base, {name: weight}).items()
+                yield from _as_saved(base, {name: weight}).items()
+
+
+def _as_saved(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return weights by the names and in the shapes in which transformers saves them."""
+    if getattr(model, "_weight_conversions", None) == []:  # it saves them as they are
+        return weights
+    saved: dict[str, torch.Tensor] = revert_weight_conversion(model, weights)
+    return saved
 
 
 def _base_of(model: torch.nn.Module) -> Any:

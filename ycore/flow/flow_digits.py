@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ycore.flow.flow_inputs import DIGITS_CLASSES
 from ycore.flow.flow_math import noised
@@ -40,7 +41,8 @@ def make(folder: Path, *, steps: int = _STEPS, seed: int = 0) -> None:
     )  # fmt: skip
     optimizer = torch.optim.AdamW(network.parameters(), lr=_RATE, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, steps, pct_start=0.1)
-    average = {name: weight.detach().clone() for name, weight in network.state_dict().items()}
+    average = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(_AVERAGE))
+    average.update_parameters(network)
     for number in range(steps):
         rows = torch.randint(len(pictures), (_BATCH,))
         x0, times = pictures[rows], torch.rand(_BATCH)
@@ -53,13 +55,10 @@ def make(folder: Path, *, steps: int = _STEPS, seed: int = 0) -> None:
         loss.backward()
         optimizer.step()
         schedule.step()
-        with torch.no_grad():
-            for name, weight in network.state_dict().items():
-                average[name].lerp_(weight.to(average[name].dtype), 1 - _AVERAGE)
+        average.update_parameters(network)
         if number % 100 == 0:
             print(f"step {number} of {steps}: loss {loss.item():.4f}", flush=True)
-    network.load_state_dict(average)
-    network.save_pretrained(folder / "unet")
+    average.module.save_pretrained(folder / "unet")
     diffusers.FlowMatchEulerDiscreteScheduler(shift=1.0).save_pretrained(folder / "scheduler")
 
 

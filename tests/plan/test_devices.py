@@ -30,7 +30,7 @@ CORE = Device("core", 24 * GIB, 4e11, 3e10, 1e10, "a test's", on_cpu=True)
 def test_devices_are_a_number_and_a_size_or_name(
     text: str, count: int, name: str, gigabytes: float
 ) -> None:
-    fleet = parse_devices(text, core=CORE, num_cores=2)
+    fleet = parse_devices(text, core=lambda: CORE, num_cores=2)
     assert (fleet.count, fleet.device.name, fleet.device.memory_bytes) == (
         count,
         name,
@@ -40,14 +40,14 @@ def test_devices_are_a_number_and_a_size_or_name(
 
 
 def test_the_machine_here_is_a_fleet_of_cores() -> None:
-    assert parse_devices("cpu", core=CORE, num_cores=2) == Fleet(CORE, 2)
-    assert parse_devices("1xcpu", core=CORE, num_cores=2) == Fleet(CORE, 1)
+    assert parse_devices("cpu", core=lambda: CORE, num_cores=2) == Fleet(CORE, 2)
+    assert parse_devices("1xcpu", core=lambda: CORE, num_cores=2) == Fleet(CORE, 1)
 
 
 @pytest.mark.parametrize("text", ["3xcpu", "0x80GB", "8xh1000", "many", "", "8x"])
 def test_other_devices_are_refused_with_a_way_out(text: str) -> None:
     with pytest.raises(ConfigError, match=r"e\.g\.|did you mean"):
-        parse_devices(text, core=CORE, num_cores=2)
+        parse_devices(text, core=lambda: CORE, num_cores=2)
 
 
 def test_this_processor_is_measured() -> None:

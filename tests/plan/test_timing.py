@@ -60,7 +60,7 @@ def test_a_full_batch_decodes_more_tokens_a_second_than_one_sequence() -> None:
 
 def test_more_engines_generate_faster_and_waves_take_longer() -> None:
     def generate(slots: int, at_once: int) -> float:
-        return timing.generate_s(JOB, WAY, H100, slots=slots, at_once=at_once)
+        return timing.serving_s(JOB, WAY, H100, "rollout", slots=slots, at_once=at_once)
 
     assert generate(8, 256) < generate(4, 256) < generate(4, 16)
 
@@ -72,9 +72,9 @@ def test_lengths_are_spread_about_their_mean() -> None:
 
 
 def test_a_judge_that_is_not_there_takes_no_time() -> None:
-    assert timing.judge_s(JOB, WAY, H100, slots=8, at_once=64) == 0
+    assert timing.serving_s(JOB, WAY, H100, "judge", slots=8, at_once=64) == 0
     judged = replace(JOB, judge=model_facts("Qwen3-8B"))
-    assert timing.judge_s(judged, WAY, H100, slots=8, at_once=64) > 0
+    assert timing.serving_s(judged, WAY, H100, "judge", slots=8, at_once=64) > 0
 
 
 def test_a_published_swap_is_met() -> None:

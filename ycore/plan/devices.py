@@ -86,8 +86,12 @@ _PATTERN = re.compile(r"^(?:(\d+)\s*[xX*]\s*)?([\w.-]+)$")
 _MEMORY = re.compile(r"^(\d+(?:\.\d+)?)\s*(gb|gib|g)$", re.IGNORECASE)
 
 
-def parse_devices(text: str, *, core: Device, num_cores: int) -> Fleet:
-    """Parse `8x80GB`, `4xH100`, `cpu` (every core of this machine) or `2xcpu`; ConfigError for other texts."""
+def parse_devices(text: str, *, core: Callable[[], Device], num_cores: int) -> Fleet:
+    """Parse `8x80GB`, `4xH100`, `cpu` (every core of this machine) or `2xcpu`; ConfigError for other texts.
+
+    Args:
+        core: Measures a core, where the devices are cores.
+    """
     match = _PATTERN.match(text.strip())
     kind = match[2].lower() if match else ""
     memory = _MEMORY.match(kind)
@@ -108,7 +112,7 @@ def parse_devices(text: str, *, core: Device, num_cores: int) -> Fleet:
         raise ConfigError(
             f"--devices {text}: this machine has {num_cores} cores; e.g. --devices {num_cores}xcpu"
         )
-    return Fleet(core, count)
+    return Fleet(core(), count)
 
 
 def _of_memory(gigabytes: float) -> Device:

@@ -164,7 +164,11 @@ def make_plan(
         core: one core of this machine; by default measured where the plan is for cores.
         check: what a launch checks; a strategy that does not pass is not among those that fit.
     """
-    fleet = _parse_fleet(devices or "cpu", config, core)
+    fleet = parse_devices(
+        devices or "cpu",
+        core=lambda: core or measured_core(config.dtype),
+        num_cores=len(usable_cores()),
+    )
     on_cpu = fleet.device.on_cpu
     work = workload_of(
         config.model_copy(update={"dtype": format_on(fleet.device, config.dtype)}),
@@ -189,15 +193,6 @@ def make_plan(
     if not plan.fitting and len(reasons) == 1:
         raise ConfigError(*reasons)  # whatever the strategy, the run itself is refused
     return plan
-
-
-def _parse_fleet(devices: str, config: RunConfig, core: Device | None) -> Fleet:
-    if core is None:
-        if devices.strip().lower().endswith("cpu"):
-            core = measured_core(config.dtype)
-        else:  # measuring takes a moment, and the plan does not need it
-            core = Device("core", GIB, 1e9, 1e9, 1e9, "not measured", on_cpu=True)
-    return parse_devices(devices, core=core, num_cores=len(usable_cores()))
 
 
 def most_ranks(work: Workload, fleet: Fleet) -> int:
@@ -273,13 +268,13 @@ def strategies(work: Workload, fleet: Fleet, *, micro_batch: int) -> list[Strate
     the most completions in one forward pass of a rank.
     """
     bases = _cpu_bases(work, fleet) if fleet.device.on_cpu else _gpu_bases(work, fleet)
-    return [
-        placed
-        for base in bases
-        for placed in _placements(
-            work, replace(base, micro_batch=min(micro_batch, work.completions // base.ranks))
-        )
-    ]
+    found: list[Strategy] = []
+    for base in bases:
+        size = min(micro_batch, work.completions // base.ranks)
+        found.append(replace(base, micro_batch=size))
+        if work.judge is not None and base.slots > 1:
+            found.append(replace(base, micro_batch=size, kind="dynamic"))
+    return found
 
 
 def _cpu_bases(work: Workload, fleet: Fleet) -> Iterator[Strategy]:
@@ -321,12 +316,6 @@ def engine_widths(work: Workload, num_devices: int) -> list[tuple[int, int]]:
         for judge in judge_widths
         if policy == judge or 1 in (policy, judge)
     ]
-
-
-def _placements(work: Workload, base: Strategy) -> Iterator[Strategy]:
-    yield base
-    if work.judge is not None and base.slots > 1:
-        yield replace(base, kind="dynamic")
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------

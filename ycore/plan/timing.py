@@ -100,17 +100,19 @@ def round_seconds(
     Colocated roles take turns on every slot. Dynamic placement also finds the best division of the slots, in which
     judging overlaps generating once the first group has ended: within a few percent, see docs/placement.md.
     """
-    rollout_at_once = at_once[ROLLOUT]
+
+    def busy_s(role: str, num_slots: int) -> float:
+        return serving_s(work, strategy, device, role, slots=num_slots, at_once=at_once[role])
+
     swaps_s = offload_s(work, strategy, device)
     if strategy.sleeps:
         swaps_s += swap_s(work.policy, work, device)
     slots = strategy.slots
-    generate = generate_s(work, strategy, device, slots=slots, at_once=rollout_at_once)
+    generate = busy_s(ROLLOUT, slots)
     if work.judge is None:
         return {"generate": generate, "swaps": swaps_s, "round": generate + swaps_s}
     phase = PHASES[work.judge_role]
-    judge_at_once = at_once[work.judge_role]
-    judge = judge_s(work, strategy, device, slots=slots, at_once=judge_at_once)
+    judge = busy_s(work.judge_role, slots)
     judge_swap_s = swap_s(work.judge, work, device)
     best = {
         "generate": generate,
@@ -119,10 +121,8 @@ def round_seconds(
         "round": generate + judge + swaps_s + judge_swap_s,
     }
     for judge_slots in range(1, slots if strategy.kind == "dynamic" else 1):
-        generate = generate_s(
-            work, strategy, device, slots=slots - judge_slots, at_once=rollout_at_once
-        )
-        judge = judge_s(work, strategy, device, slots=judge_slots, at_once=judge_at_once)
+        generate = busy_s(ROLLOUT, slots - judge_slots)
+        judge = busy_s(work.judge_role, judge_slots)
         shorter, longer = sorted([generate, judge])
         round_s = longer + shorter / max(1, work.prompts_per_step) + swaps_s
         if round_s < best["round"]:
@@ -289,39 +289,28 @@ class Serving:
         return product_s + cache_s + efficiency.decode_s + efficiency.sequence_s * sequences
 
 
-def generate_s(
-    work: Workload, strategy: Strategy, device: Device, *, slots: int, at_once: int
+def serving_s(
+    work: Workload, strategy: Strategy, device: Device, role: str, *, slots: int, at_once: int
 ) -> float:
-    """Return the seconds of all completions of a round, each engine writing `at_once` at a time."""
-    count = slots * strategy.engines_per_slot(ROLLOUT)
-    width = strategy.tensor_parallel
-    engines = Serving(work.policy, device, work.bytes_per_value, width, count, at_once)
-    return engines.round_s(
-        round(work.completions * work.draws),
-        prompt_tokens=work.prompt_tokens / work.group_size,
-        lengths=spread_lengths(work.completion_tokens, work.max_tokens),
-        context=work.prompt_tokens,
-    )
+    """Return the seconds in which the engines of a role write all completions of a round, or a verdict on each.
 
-
-def judge_s(
-    work: Workload, strategy: Strategy, device: Device, *, slots: int, at_once: int
-) -> float:
-    """Return the seconds of a verdict on every completion of a round; 0 without a model that scores.
-
-    The judge reads its instructions, the prompt and the completion.
+    A judge reads its instructions, the prompt and the completion. 0 without a model in that role.
     """
-    if work.judge is None:
+    facts = work.policy if role == ROLLOUT else work.judge
+    if facts is None:
         return 0.0
-    count = slots * strategy.engines_per_slot(work.judge_role)
-    width = strategy.judge_tensor_parallel
-    engines = Serving(work.judge, device, work.bytes_per_value, width, count, at_once)
-    context = work.judge_prompt_tokens + work.completion_tokens
+    context = work.prompt_tokens
+    prompt_tokens = work.prompt_tokens / work.group_size
+    lengths = spread_lengths(work.completion_tokens, work.max_tokens)
+    if role != ROLLOUT:
+        prompt_tokens = context = work.judge_prompt_tokens + work.completion_tokens
+        lengths = [work.judge_tokens]
+    count = slots * strategy.engines_per_slot(role)
+    width = strategy.width(role)
+    engines = Serving(facts, device, work.bytes_per_value, width, count, at_once)
+    num_sequences = round(work.completions * work.draws)
     return engines.round_s(
-        round(work.completions * work.draws),
-        prompt_tokens=context,
-        lengths=[work.judge_tokens],
-        context=context,
+        num_sequences, prompt_tokens=prompt_tokens, lengths=lengths, context=context
     )
 
 

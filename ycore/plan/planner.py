@@ -24,6 +24,7 @@ from ycore.plan.model_facts import model_facts
 from ycore.plan.sharing import sharing_options
 from ycore.plan.timing import step_seconds
 from ycore.plan.workload import SHARDINGS, Strategy, Workload, workload_of
+from ycore.run.claim import flat
 from ycore.scoring.scoring import ServedModel
 
 MAX_ENGINES_ON_CPU = 2
@@ -379,23 +380,19 @@ def _with_width(spec: RewardConfig, strategy: Strategy) -> RewardConfig:
 
 def layout_options(config: RunConfig, planned: RunConfig) -> str:
     """Return the options that make a command of `config` run as `planned`, which `with_layout` gave."""
-    words = []
-    for name in ("processes", "accelerate", "placement"):
-        value = getattr(planned, name)
-        if value != getattr(config, name):
-            words += [f"--{name}", "ddp" if value is None else str(value)]
-    for name in ("gradient_checkpointing", "per_device_train_batch_size"):
-        if planned.trl.get(name) != config.trl.get(name):
-            words += [f"--{name.replace('_', '-')}", str(planned.trl[name]).lower()]
-    keys = {}
-    for name in ("count", "tensor_parallel", "sleep", "offload"):
-        value = getattr(planned.engine, name)
-        if value != getattr(config.engine, name):
-            keys[f"engine.{name}"] = value
-    for number, (spec, before) in enumerate(zip(planned.rewards, config.rewards, strict=True)):
-        width = spec.args.get("tensor_parallel")
-        if width != before.args.get("tensor_parallel"):
-            keys[f"rewards.{number}.args.tensor_parallel"] = width
-    for key, value in keys.items():
-        words += ["--set", f"{key}={str(value).lower()}"]
-    return shlex.join(words)
+    before = _settings_by_name(config)
+    options, sets = list[str](), list[str]()
+    for name, value in _settings_by_name(planned).items():
+        text = "ddp" if value is None else str(value).lower()
+        if value == before.get(name):
+            continue
+        if "." in name and not name.startswith("trl."):
+            sets += ["--set", f"{name}={text}"]
+        else:
+            options += [f"--{name.removeprefix('trl.').replace('_', '-')}", text]
+    return shlex.join([*options, *sets])
+
+
+def _settings_by_name(config: RunConfig) -> dict[str, Any]:
+    settings = config.model_dump(mode="json")
+    return flat({**settings, "rewards": dict(enumerate(settings["rewards"]))})

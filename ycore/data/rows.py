@@ -36,7 +36,7 @@ ANSWERS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # looked up for each row
 class Form:
     """Where a kind of dataset has its question and its answer.
 

@@ -30,13 +30,13 @@ from ycore.run.trace import (
 )
 from ycore.run.work import Work, current, read_work
 
-PHASES: Mapping[str, str] = {
+_PHASE_WORDS: Mapping[str, str] = {
     SYNC: "sending weights",
     ROUND: "generating and scoring",
     TRAIN: "training",
+    EVALUATION: "evaluating",
 }
 """Phases in the order of a step."""
-_PHASE_WORDS = {**PHASES, EVALUATION: "evaluating"}
 
 _ROLE_WORDS = {
     "rollout": "generating",

@@ -36,7 +36,7 @@ from ycore.run.metrics import (
 from ycore.run.paths import RunFolder
 from ycore.run.text import as_duration, printable, topic
 from ycore.run.work import Pulse, progress_bar, quiet, spinning_row
-from ycore.view.activity import PHASES, Activity, RunActivity, Scene, slot_names
+from ycore.view.activity import Activity, RunActivity, Scene, slot_names
 
 _BARS = "▁▂▃▄▅▆▇█"
 MAX_SLOTS = 8
@@ -176,7 +176,6 @@ class RunView:
         if self._evaluated:
             figures = _evaluation_words(self._evaluated).replace("eval/", "")
             lines.append(("held out", f"{figures}  at step {self._evaluated['step']}"))
-        lines.append(("slowest", slowest_part(row)))
         if self._has_masked:
             lines.append(("masked", ", ".join(reward_problems(row)) or "none"))
         lines.append(("workers", restarted_workers(row)))
@@ -276,19 +275,6 @@ def restarted_workers(row: Row) -> str:
     # The mean, where a row is of several steps.
     count = math.ceil(number(row, "ycore/reward_restarts") or 0)
     return f"{count} reward worker{'s' * (count > 1)} started again" if count else ""
-
-
-def slowest_part(row: Row) -> str:
-    """Return `training, 62 % of the step`: what to look at first; nothing where a row has no times of its parts."""
-    seconds: dict[str, float] = {}
-    for name, words in PHASES.items():
-        if (value := number(row, f"ycore/time/{name}")) is not None:
-            seconds[words] = value
-    whole = number(row, *STEP_SECONDS) or math.fsum(seconds.values())
-    if not seconds or whole <= 0:
-        return ""
-    words = max(seconds, key=lambda phase: seconds[phase])
-    return f"{words}, {min(1.0, seconds[words] / whole):.0%} of the step"
 
 
 # -- where a run is shown ------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ LearningRate = o.fraction(
 
 @o.takes(
     """
-    split limit prompts_per_step group_size steps eval_every num_samples lora dynamic_sampling sandbox
+    split limit prompts_per_step group_size eval_every num_samples lora dynamic_sampling sandbox
     keep_journal restarts report_to seed set_ recipe output dry_run resume resume_from accept_changes
     json
     """,
@@ -52,6 +52,7 @@ LearningRate = o.fraction(
     eval_reward=HeldOutJudge,
     method=Method,
     learning_rate=LearningRate,
+    steps=o.whole_number("Optimizer steps [20]."),
 )
 def flow(context: typer.Context, **options: Any) -> None:
     """Train a model that draws on a reward of its pictures.

@@ -176,6 +176,8 @@ def doctor(json: o.Json = False) -> None:
     set_ recipe output dry_run json
     """,
     model=o.Models,
+    temperature=o.text("Temperature of the completions [1.0].", metavar="X"),
+    top_p=o.text("Share of the probability that is sampled from [1.0].", metavar="X"),
 )
 def evaluate_models(
     context: typer.Context, *, output: str | None, dry_run: bool, json: bool, **_: Any
@@ -185,8 +187,7 @@ def evaluate_models(
     \b
     It tells the mean reward, pass@1 and pass@k, and of several models the differences with their intervals.
     pass@k is the unbiased estimate of arXiv 2107.03374.
-    Sampling fields of TRL's GRPOConfig are options too: --temperature 0.7, --top-p 0.95.
-    All of them are in docs/options.md.
+    The other fields of TRL's GRPOConfig for sampling are options too; see docs/options.md.
 
     \b
     ycore eval --model smollm2-135m --dataset 'task:addition?digits=1' --reward exact_answer

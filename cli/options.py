@@ -189,7 +189,7 @@ OPTIONS: Mapping[str, Any] = {
         "Passes over the rows, where --steps is not given [1.0; TRL: num_train_epochs]."
     ),
     # Training
-    "steps": whole_number("Optimizer steps [100 with rollouts; TRL: max_steps]."),
+    "steps": whole_number("Optimizer steps [100; TRL: max_steps]."),
     "lora": flag("Train adapters (the default), or every weight.", "--lora/--full"),
     "quantize": text("Keep the frozen base of a LoRA run in 4 bits: 4bit.", metavar="BITS"),
     "max_staleness": whole_number(
@@ -242,6 +242,7 @@ Models = texts(
 Examples = text(
     "Hub id, or JSONL, CSV or Parquet file, with the columns named above.", "--dataset"
 )
+ExampleSteps = whole_number("Optimizer steps, in place of --epochs; e.g. 200 [TRL: max_steps].")
 StageSet = texts(
     "Any key of a stage; may be repeated; e.g. sft.steps=50.",
     "--set",
@@ -256,7 +257,7 @@ DryRun = OPTIONS["dry_run"]
 Json = OPTIONS["json"]
 ResumeFrom = OPTIONS["resume_from"]
 AcceptChanges = OPTIONS["accept_changes"]
-Steps = OPTIONS["steps"]
+Steps = whole_number("Optimizer steps in all, for a run that is to be longer; e.g. 200.")
 Processes = OPTIONS["processes"]
 
 KEYS: Mapping[str, str] = {

@@ -52,7 +52,7 @@ def training_command(algorithm: Algorithm) -> Callable[..., None]:
     variants = o.trl_options(algorithm)
     data = _ROLLOUTS
     if algorithm.learns_from == "examples":
-        variants["dataset"] = o.Examples
+        variants |= {"dataset": o.Examples, "steps": o.ExampleSteps}
         data = _EXAMPLES
     names = ["model", *data.split(), *_TRAINING.split()]
     taken = " ".join(name for name in names if name not in algorithm.lacks)

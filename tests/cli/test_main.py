@@ -46,7 +46,7 @@ VISIBLE = {
         "--model", "--dataset", "--reward", "--split", "--prompt-column", "--answer-column", "--system-prompt",
         "--trust-remote-code", "--num-samples", "--limit", "--max-tokens", "--engine", "--sandbox", "--seed", "--set",
         "--recipe", "--tools", "--env", "--env-python", "--agent", "--actions", "--max-turns", "--output", "--dry-run",
-        "--benchmark", "--pairs", "--constraint", "--json",
+        "--benchmark", "--pairs", "--constraint", "--json", "--temperature", "--top-p",
     ],
 }  # fmt: skip
 """Of the commands that people meet first; what the others take is held to the docs (tests/docs)."""

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -170,24 +171,20 @@ class _EndedProcess(NamedTuple):
     last_line: str
 
 
+@dataclass(eq=False)
 class RankedTrainer:
     """The trainer's ranks on this machine, and their allocator; the supervisor uses it like a `ManagedProcess`.
 
     torchrun turns every end into its own exit status 1 and a page of text, so each rank reports its end in a file.
     """
 
-    def __init__(
-        self,
-        launcher: ManagedProcess,
-        folder: RunFolder,
-        *,
-        num_ranks: int,
-        allocator: ManagedProcess | None = None,
-    ) -> None:
-        self._launcher = launcher
-        self._allocator = allocator
-        self._folder = folder
-        self._num_ranks = num_ranks
+    launcher: ManagedProcess
+    folder: RunFolder
+    _: KW_ONLY
+    num_ranks: int
+    allocator: ManagedProcess | None = None
+
+    def __post_init__(self) -> None:
         # By process id; None for a rank that had ended at the first look.
         self._ranks: dict[int, psutil.Process | None] = {}
         self._failed_at: float | None = None
@@ -197,7 +194,7 @@ class RankedTrainer:
     def exit_code(self) -> int | None:
         """None while the ranks work; a failed rank's once the others have had time to end."""
         reports = self._reports()
-        code = self._launcher.exit_code
+        code = self.launcher.exit_code
         failed = _first_failed(reports)
         if code is not None:
             if failed is not None:
@@ -227,7 +224,7 @@ class RankedTrainer:
             process.send_signal(number)
         self._interrupted_early |= number == signal.SIGINT and not self._ranks
         if number == signal.SIGKILL or not ranks:
-            self._launcher.send(number)
+            self.launcher.send(number)
 
     def how_it_ended(self) -> str:
         return self._ended().ending
@@ -237,7 +234,7 @@ class RankedTrainer:
 
     def _ended(self) -> _EndedProcess:
         """Return the process whose end explains the trainer's: the allocator, a rank, or torchrun."""
-        process = self._lost_allocator or self._launcher
+        process = self._lost_allocator or self.launcher
         culprit = self._culprit()
         if self._lost_allocator is not None or culprit is None:
             return _EndedProcess(
@@ -248,7 +245,7 @@ class RankedTrainer:
             ending = f"exit status {culprit.exit_code}"
         return _EndedProcess(
             f"{process.name} rank {culprit.number}",
-            self._folder.log(f"trainer-{culprit.number}"),
+            self.folder.log(f"trainer-{culprit.number}"),
             ending,
             culprit.message,
         )
@@ -260,13 +257,13 @@ class RankedTrainer:
     @property
     def _lost_allocator(self) -> ManagedProcess | None:
         """The process that places the ranks' requests, where it has failed. It ends well when all ranks have gone."""
-        has_failed = self._allocator is not None and self._allocator.exit_code
-        return self._allocator if has_failed else None
+        has_failed = self.allocator is not None and self.allocator.exit_code
+        return self.allocator if has_failed else None
 
     def _reports(self) -> list[Report]:
         reports = []
-        for local in range(self._num_ranks):
-            report = read_report(self._folder, local)
+        for local in range(self.num_ranks):
+            report = read_report(self.folder, local)
             if report is None:
                 continue
             reports.append(report)

@@ -298,6 +298,7 @@ def _arguments(text: str) -> Any:
     return arguments if isinstance(arguments, dict) else text
 
 
+@dataclass(eq=False)
 class AgentWriter(SingleTurnWriter):
     """With a user's own agent, which decides what the policy reads, and when a completion ends.
 
@@ -305,16 +306,15 @@ class AgentWriter(SingleTurnWriter):
         dialogue_of: returns how the policy acts with these tools, which are JSON as an agent sent them.
     """
 
-    def __init__(
-        self, dialogue_of: Callable[[str], Dialogue], pool: AgentPool, limits: TurnLimits
-    ) -> None:
+    dialogue_of: Callable[[str], Dialogue]
+    pool: AgentPool
+    limits: TurnLimits
+    several_sequences: bool = True
+    """Whether a completion may have several sequences, which only packed rows keep apart."""
+
+    def __post_init__(self) -> None:
         self.meter = TurnMeter()
         self.meters = [self.meter]
-        self.dialogue_of = dialogue_of
-        self.limits = limits
-        self.several_sequences = True
-        """Whether a completion may have several sequences, which only packed rows keep apart."""
-        self._pool = pool
 
     async def write(
         self, start: GroupStart, index: int, generate: Generate, *, seed: int
@@ -327,7 +327,7 @@ class AgentWriter(SingleTurnWriter):
         served = _ServedCompletion(self, generate, turn_seed)
         earned = Score(None, problem="environment: the agent did not end by itself")
         finish_reason = "failed"
-        async with self._pool.run(start.prompt, position=position, index=index) as agent:
+        async with self.pool.run(start.prompt, position=position, index=index) as agent:
             try:
                 end = await self._serve(agent, served)
                 earned = end.score
@@ -375,21 +375,18 @@ class _Conversation:
         )
 
 
+@dataclass(slots=True, eq=False)
 class _ServedCompletion:
     """The calls of a completion. `finish_reason` is set once no call is answered any more."""
 
-    def __init__(
-        self, writer: AgentWriter, generate: Generate, turn_seed: Callable[[int], int]
-    ) -> None:
-        self.finish_reason: str | None = None
-        self._writer = writer
-        self._limits = writer.limits
-        self._generate = generate
-        self._turn_seed = turn_seed
-        self._conversations: list[_Conversation] = []
-        self._last: _Conversation | None = None
-        self._num_turns = 0
-        self._seconds = 0.0
+    writer: AgentWriter
+    generate: Generate
+    turn_seed: Callable[[int], int]
+    finish_reason: str | None = None
+    conversations: list[_Conversation] = field(default_factory=list)
+    last: _Conversation | None = None
+    num_turns: int = 0
+    seconds: float = 0.0
 
     async def answer(
         self, body: Mapping[str, Any], seconds: float
@@ -409,13 +406,13 @@ class _ServedCompletion:
     def _check_open(self) -> None:
         if self.finish_reason is not None:
             raise CallRejected(f"the completion is over ({self.finish_reason})")
-        if self._last is not None and self._last.builder.finish_reason == "length":
+        if self.last is not None and self.last.builder.finish_reason == "length":
             raise CallRejected(
                 "the turn before was cut off, and the completion ends with it", ends="length"
             )
-        if self._num_turns == self._limits.max_turns:
+        if self.num_turns == self.writer.limits.max_turns:
             raise CallRejected(
-                f"the policy has had its {self._num_turns} turns (max_turns)", ends="turns"
+                f"the policy has had its {self.num_turns} turns (max_turns)", ends="turns"
             )
 
     def _continued(self, request: ChatRequest, seconds: float) -> _Conversation | None:
@@ -423,7 +420,7 @@ class _ServedCompletion:
         conversation = max(
             (
                 conversation
-                for conversation in self._conversations
+                for conversation in self.conversations
                 if conversation.is_continued_by(request)
             ),
             key=lambda conversation: len(conversation.messages),
@@ -439,29 +436,29 @@ class _ServedCompletion:
             num_tokens=0,
             messages=tuple(messages),
             calls=sum(message["role"] == "tool" for message in new),
-            seconds=seconds - self._seconds,
+            seconds=seconds - self.seconds,
         )
         builder.max_tokens = self._max_tokens_of(conversation)
         if not builder.add_answer(turn, dialogue.answer_ids(messages)):
             raise CallRejected(
                 "the messages leave no room for another turn (max_tokens)", ends="length"
             )
-        self._seconds = seconds
+        self.seconds = seconds
         return conversation
 
     def _new(self, request: ChatRequest) -> _Conversation:
         """Begin a conversation that continues no other."""
         if request.messages[-1]["role"] == "assistant":
             raise CallRejected("the last message is the policy's, and nobody answers it")
-        if self._conversations and not self._writer.several_sequences:
+        if self.conversations and not self.writer.several_sequences:
             raise CallRejected(
                 "the messages or tools do not go on from those of the call before",
                 ends="forked",
             )
-        dialogue = self._writer.dialogue_of(request.tools)
+        dialogue = self.writer.dialogue_of(request.tools)
         messages = dialogue.sanitize(request.messages)
         prompt_ids = dialogue.prompt_ids([*messages])
-        num_tokens, limit = len(prompt_ids), self._limits.max_prompt_tokens
+        num_tokens, limit = len(prompt_ids), self.writer.limits.max_prompt_tokens
         if not 0 < num_tokens <= limit:
             raise CallRejected(
                 f"the messages have {num_tokens} tokens, and between 1 and {limit} fit",
@@ -477,9 +474,9 @@ class _ServedCompletion:
 
     def _max_tokens_of(self, conversation: _Conversation | None) -> int:
         """Return how many tokens a conversation may have in all, beside those of the others."""
-        return self._limits.max_tokens - sum(
+        return self.writer.limits.max_tokens - sum(
             other.builder.num_tokens
-            for other in self._conversations
+            for other in self.conversations
             if other is not conversation
         )
 
@@ -489,24 +486,24 @@ class _ServedCompletion:
         """Have the policy write its next turn; return it as the answer to the call."""
         builder = conversation.builder
         num_before = len(builder.token_ids)
-        max_tokens = min(self._limits.turn_tokens, builder.num_left)
-        part = await self._generate(
+        max_tokens = min(self.writer.limits.turn_tokens, builder.num_left)
+        part = await self.generate(
             builder.token_ids,
-            self._turn_seed(self._num_turns),
+            self.turn_seed(self.num_turns),
             max_tokens=min(max_tokens, request.max_tokens or max_tokens),
         )
         message, calls = conversation.dialogue.parse_turn(
             part.token_ids, part.text, prefix=builder.token_ids
         )
         builder.add_policy_turn(part, message)
-        if conversation not in self._conversations:
-            self._conversations.append(conversation)
-        self._last = conversation
+        if conversation not in self.conversations:
+            self.conversations.append(conversation)
+        self.last = conversation
         answer = answer_of(
-            message, calls if part.finish_reason == "stop" else [], turn=self._num_turns
+            message, calls if part.finish_reason == "stop" else [], turn=self.num_turns
         )
         conversation.messages = [*request.messages, _message(answer, {})]
-        self._num_turns += 1
+        self.num_turns += 1
         choice = {
             "index": 0,
             "message": answer,
@@ -514,7 +511,7 @@ class _ServedCompletion:
             "logprobs": None,
         }
         return {
-            "id": f"chatcmpl-{self._num_turns}",
+            "id": f"chatcmpl-{self.num_turns}",
             "object": "chat.completion",
             "created": 0,
             "model": MODEL,
@@ -530,8 +527,8 @@ class _ServedCompletion:
         self, start: GroupStart, finish_reason: str, earned: Score
     ) -> Completion:
         """Build the completion. An agent that made no call gets one masked token."""
-        if self._last is None:
-            part = await self._generate(start.draw.token_ids, self._turn_seed(0), max_tokens=1)
+        if self.last is None:
+            part = await self.generate(start.draw.token_ids, self.turn_seed(0), max_tokens=1)
             num = len(part.token_ids)
             return Completion(
                 token_ids=part.token_ids,
@@ -543,14 +540,14 @@ class _ServedCompletion:
                 turns=(Turn(False, num, ({"role": "assistant", "content": ""},)),),
                 earned=earned,
             )
-        last = self._last.builder
+        last = self.last.builder
         if self.finish_reason is not None:
             last.finish_reason = self.finish_reason
         elif finish_reason != "stop":
             last.finish_reason = finish_reason
         # The last conversation comes last: the completion's finish reason is that of its end.
         first, *later = sorted(
-            self._conversations, key=lambda conversation: conversation is self._last
+            self.conversations, key=lambda conversation: conversation is self.last
         )
         completion = first.builder.completion(earned, first.prompt_ids)
         for conversation in later:

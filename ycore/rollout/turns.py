@@ -7,7 +7,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Protocol
 
 from ycore.errors import ConfigError
@@ -67,6 +67,7 @@ class SingleTurnWriter:
         pass
 
 
+@dataclass(eq=False)
 class GivenPairWriter(SingleTurnWriter):
     """Nobody writes: the completions are a row's better answer and then its worse one.
 
@@ -74,14 +75,13 @@ class GivenPairWriter(SingleTurnWriter):
         encode: returns the token ids of a text, without special tokens.
     """
 
-    def __init__(self, encode: Callable[[str], list[int]]) -> None:
-        self._encode = encode
+    encode: Callable[[str], list[int]]
 
     async def write(
         self, start: GroupStart, index: int, generate: Generate, *, seed: int
     ) -> Completion:
         text = str(start.draw.prompt.columns[("chosen", "rejected")[index]])
-        return Completion(tuple(self._encode(text)), None, text, "stop", 0)
+        return Completion(tuple(self.encode(text)), None, text, "stop", 0)
 
 
 # -- one turn over several rounds --------------------------------------------------------------------------------------
@@ -119,6 +119,7 @@ class _UnfinishedGroup:
     completions: dict[int, Completion] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class CarryWriter(SingleTurnWriter):
     """One turn, which one round begins and a later one may end, under newer weights (APRIL, arXiv 2509.18521).
 
@@ -134,15 +135,15 @@ class CarryWriter(SingleTurnWriter):
         max_age: versions by which a completion's first token may lag behind. An older one begins anew.
     """
 
-    def __init__(
-        self, decode: Callable[[Sequence[int]], str], *, max_tokens: int, max_age: int
-    ) -> None:
-        self._decode = decode
-        self._max_tokens = max_tokens
-        self._max_age = max_age
+    decode: Callable[[Sequence[int]], str]
+    _: KW_ONLY
+    max_tokens: int
+    max_age: int
+
+    def __post_init__(self) -> None:
         self._groups: dict[int, _UnfinishedGroup] = {}  # by position
         self._meter = CarryMeter()
-        self.meters: Sequence[Meter] = (self._meter,)
+        self.meters = [self._meter]
 
     @property
     def unfinished(self) -> list[Draw]:
@@ -165,12 +166,12 @@ class CarryWriter(SingleTurnWriter):
             rest = await generate(
                 (*start.draw.token_ids, *token_ids),
                 completion_seed(seed, position, index, len(token_ids)),
-                max_tokens=self._max_tokens - len(token_ids),
+                max_tokens=self.max_tokens - len(token_ids),
             )
-            is_full = len(token_ids) + len(rest.token_ids) >= self._max_tokens
+            is_full = len(token_ids) + len(rest.token_ids) >= self.max_tokens
             if is_full and rest.finish_reason == ABORTED:
                 rest = replace(rest, finish_reason="length")
-            completions[index] = rest if begun is None else joined(begun, rest, self._decode)
+            completions[index] = rest if begun is None else joined(begun, rest, self.decode)
         if completions[index].finish_reason == ABORTED:
             await asyncio.Event().wait()  # until its group is cancelled
         return completions[index]
@@ -187,7 +188,7 @@ class CarryWriter(SingleTurnWriter):
             for index, completion in list(group.completions.items()):
                 self._count(completion)
                 num_tokens = len(completion.token_ids)
-                if not num_tokens or completion.first_version < version + 1 - self._max_age:
+                if not num_tokens or completion.first_version < version + 1 - self.max_age:
                     meter.dropped += num_tokens > 0
                     del group.completions[index]
                 elif completion.finish_reason == ABORTED:
@@ -315,6 +316,7 @@ class TurnMeter(CountMeter):
         return metrics
 
 
+@dataclass(eq=False)
 class MultiTurnWriter(SingleTurnWriter):
     """With tools or an environment: turn by turn, until the policy asks nothing more, or a limit is reached.
 
@@ -324,38 +326,29 @@ class MultiTurnWriter(SingleTurnWriter):
         reads_state: whether a reward function may look at the environment's attributes.
     """
 
-    def __init__(
-        self,
-        dialogue_of: Callable[[Prompt], Dialogue],
-        pool: ToolPool,
-        limits: TurnLimits,
-        *,
-        pays: bool,
-        pays_turns: bool = False,
-        reads_state: bool = False,
-    ) -> None:
-        self._dialogue_of = dialogue_of
-        self._pool = pool
-        self._limits = limits
-        self._pays = pays
-        self._pays_turns = pays_turns
-        self._reads_state = reads_state
+    dialogue_of: Callable[[Prompt], Dialogue]
+    pool: ToolPool
+    limits: TurnLimits
+    _: KW_ONLY
+    pays: bool
+    pays_turns: bool = False
+    reads_state: bool = False
+
+    def __post_init__(self) -> None:
         self.meter = TurnMeter()
         self.meters = [self.meter]
 
     async def start(self, draw: Draw) -> GroupStart:
         """Reset an environment once, to learn its first observation for this prompt."""
-        async with Episode(
-            self._pool, draw.prompt, position=draw.position, index=-1
-        ) as episode:
+        async with Episode(self.pool, draw.prompt, position=draw.position, index=-1) as episode:
             observation = await episode.begin()
         if observation is None:
             return GroupStart(draw, draw.prompt)
         content = append_observation(draw.prompt, observation)
-        token_ids = self._dialogue_of(draw.prompt).prompt_ids(
+        token_ids = self.dialogue_of(draw.prompt).prompt_ids(
             content, draw.prompt.template_arguments
         )
-        if len(token_ids) > self._limits.max_prompt_tokens:
+        if len(token_ids) > self.limits.max_prompt_tokens:
             # The completions' environments will say what the policy does not read: these are lost.
             return GroupStart(draw, draw.prompt)
         prompt = replace(draw.prompt, content=content)
@@ -367,22 +360,22 @@ class MultiTurnWriter(SingleTurnWriter):
         self, start: GroupStart, index: int, generate: Generate, *, seed: int
     ) -> Completion:
         position = start.draw.position
-        dialogue = self._dialogue_of(start.prompt)
-        builder = CompletionBuilder(start.draw.token_ids, self._limits.max_tokens)
-        async with Episode(self._pool, start.prompt, position=position, index=index) as episode:
+        dialogue = self.dialogue_of(start.prompt)
+        builder = CompletionBuilder(start.draw.token_ids, self.limits.max_tokens)
+        async with Episode(self.pool, start.prompt, position=position, index=index) as episode:
             if await episode.begin() != start.observation:
                 episode.lose(
                     "reset said another thing than the prompt has, or more than fits into it"
                 )
-            for number in range(self._limits.max_turns):
+            for number in range(self.limits.max_turns):
                 turn_seed = completion_seed(seed, position, index, number)
-                max_tokens = min(self._limits.turn_tokens, builder.num_left)
+                max_tokens = min(self.limits.turn_tokens, builder.num_left)
                 part = await generate(builder.token_ids, turn_seed, max_tokens=max_tokens)
-                is_last = number + 1 == self._limits.max_turns
+                is_last = number + 1 == self.limits.max_turns
                 if not await self._turn(builder, episode, dialogue, part, is_last=is_last):
                     break
-            earned = await episode.reward() if self._pays else None
-            env_state = await episode.attributes() if self._reads_state else None
+            earned = await episode.reward() if self.pays else None
+            env_state = await episode.attributes() if self.reads_state else None
         completion = replace(builder.completion(earned), env_state=env_state)
         self.meter.count(completion)
         return completion
@@ -410,7 +403,7 @@ class MultiTurnWriter(SingleTurnWriter):
             goes_on = await _answer(
                 builder, episode, dialogue, part.text, calls, is_last=is_last
             )
-            if self._pays_turns:
+            if self.pays_turns:
                 builder.set_reward(turn, await episode.turn_reward())
         except OutOfTime:
             builder.finish_reason = "deadline"
@@ -422,7 +415,7 @@ class MultiTurnWriter(SingleTurnWriter):
         return goes_on
 
     async def close(self) -> None:
-        await self._pool.close()
+        await self.pool.close()
 
 
 async def _answer(

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -198,12 +199,12 @@ def reward_pool(
     )
 
 
+@dataclass(eq=False)
 class RuleScorer(Scorer):
     """Reward functions in worker processes. They receive whole groups, since a function may compare completions."""
 
-    def __init__(self, pool: RewardPool, images: ImageStore = NO_IMAGES) -> None:
-        self._pool = pool
-        self.images = images
+    pool: RewardPool
+    images: ImageStore = NO_IMAGES
 
     @classmethod
     def check_rows(cls, spec: RewardConfig, config: RunConfig, prompts: PromptSet) -> None:
@@ -220,7 +221,7 @@ class RuleScorer(Scorer):
         return None
 
     async def start(self, *, timeout_s: float) -> None:
-        await self._pool.start()
+        await self.pool.start()
 
     async def score(self, group: PendingGroup) -> list[list[Score]]:
         completions = await group.all()
@@ -231,7 +232,7 @@ class RuleScorer(Scorer):
             contents: list[Any] = [completion.messages for completion in completions]
         else:
             contents = [completion.text for completion in completions]
-        return await self._pool.score(
+        return await self.pool.score(
             [prompt.content] * num,
             contents,
             [list(completion.token_ids) for completion in completions],
@@ -254,4 +255,4 @@ class RuleScorer(Scorer):
         return columns
 
     async def close(self) -> None:
-        await self._pool.close()
+        await self.pool.close()

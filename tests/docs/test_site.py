@@ -16,7 +16,7 @@ from ycore_cli.main import run
 from ycore_cli.pages import explanation, read_order, read_pages, search, sections
 
 ROOT = Path(__file__).resolve().parents[2]
-MAX_LINES = 4501
+MAX_LINES = 4500
 ORDER = read_order((ROOT / "docs" / "index.md").read_text(encoding="utf-8"))
 PAGES = read_pages()
 

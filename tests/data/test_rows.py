@@ -393,12 +393,9 @@ def test_the_plan_counts_prompts_without_an_answer_and_lists_that_are_text(
     rows.append({"prompt": '["Q?", "R?"]', "answer": "3"})
     rows += [{"prompt": "Q?", "answer": answer} for answer in ({"result": 3}, {"value": 3})]
     notes = prompts(write_jsonl(tmp_path / "a.jsonl", rows)).reading["notes"]
-    unknown = notes.pop(0)
-    assert unknown.startswith("1 x answer has none of the keys value, aliases,"), notes
-    assert [note.split(" is ")[0].split(" are ")[0] for note in notes] == [
-        "4 x answer",
-        "1 x questions in brackets",
-    ]
+    unscored, brackets = notes
+    assert unscored.startswith("5 x answer is empty, or has none of the keys value, aliases,")
+    assert brackets.startswith("1 x questions in brackets are")
 
 
 def test_turns_in_a_text_in_a_text_are_turns(tmp_path: Path) -> None:

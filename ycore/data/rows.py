@@ -324,7 +324,9 @@ class RowReader:
         elif self.form is None:
             answers = self._whole_text(row)
         elif self.answer is None:
-            answers = self._conversation(row)
+            turns = self.question(row)
+            assert not isinstance(turns, str)
+            answers = self._cut(turns)
         else:
             answers = self._answered(row)
         if isinstance(answers, Row) and self._for_template:
@@ -411,11 +413,6 @@ class RowReader:
     @property
     def _question_name(self) -> str | None:
         return self.form.question if self.form else None
-
-    def _conversation(self, row: TableRow) -> Row | str:
-        turns = self.question(row)
-        assert not isinstance(turns, str)
-        return self._cut(turns)
 
     def _cut(self, turns: list[Message]) -> Row | str:
         """Cut before the last answer, so that the loss is of that answer and not of what the user said."""
@@ -518,18 +515,16 @@ class RowReader:
         """Count answers that rewards cannot compare, or hardly."""
         if self.answer is None:
             return
-        value = row.cell(self.answer)
-        if golds := golds_of(value):
-            if golds[0].count(" ") > _MAX_SPACES:
-                self.notes[
-                    f"{self.answer} is a long text: rewards that compare it want all of it"
-                ] += 1
-            return
-        is_unknown = isinstance(value, Mapping) and value.keys().isdisjoint(GOLD_KEYS)
-        problem = f"has none of the keys {', '.join(GOLD_KEYS)}" if is_unknown else "is empty"
-        self.notes[
-            f"{self.answer} {problem}: rewards that compare it do not score the row"
-        ] += 1
+        golds = golds_of(row.cell(self.answer))
+        if not golds:
+            self.notes[
+                f"{self.answer} is empty, or has none of the keys {', '.join(GOLD_KEYS)}: "
+                "rewards that compare it do not score the row"
+            ] += 1
+        elif golds[0].count(" ") > _MAX_SPACES:
+            self.notes[
+                f"{self.answer} is a long text: rewards that compare it want all of it"
+            ] += 1
 
     def gold(self, row: TableRow) -> Any:
         """Return what rewards get as `answer`; of a worked solution that boxes its result, the result."""

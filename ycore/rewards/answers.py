@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import regex
 
-from ycore.data.cells import until_closed
+from ycore.data.cells import last_boxed
 from ycore.types import THINKING, Content, after_thinking
 
 _UNSPACED = r"\p{Han}\p{Hiragana}\p{sc=Thai}\p{sc=Lao}\p{sc=Khmer}\p{sc=Myanmar}"
@@ -125,7 +125,6 @@ _SCALES = (
     | {"thousand": 10**3, "lakh": 10**5, "million": 10**6, "crore": 10**7, "billion": 10**9}
 )
 _SCALE = regex.compile(rf"\s*({'|'.join(_SCALES)})(?![a-z])", regex.I)
-_BOX = "\\boxed{"
 
 
 class Number(NamedTuple):
@@ -202,22 +201,14 @@ def _with_text(completion: list[Any], text: str) -> Content:
 def final_answer(text: str) -> str:
     """Return a completion's answer in a form that is equal for equal answers.
 
-    It is a formula in a box, the last number, or the last line without regard to case and closing punctuation.
+    It is the number that it ends with, a formula in a box, or the last line without regard to case and closing punctuation.
     """
     answer = answer_text(text)
-    box = boxed(answer)
-    if box is not None and number_of(box) is None:
-        return " ".join(_plain(box).casefold().split())
-    answer = answer if box is None else box
-    numbers = numbers_in(answer)
-    return str(numbers[-1].value) if numbers else _last_line(answer)
-
-
-def boxed(text: str) -> str | None:
-    """Return what is in the last `\\boxed{...}` of a text; None where there is none."""
-    _, box, inside = text.rpartition(_BOX)
-    closed = until_closed(inside)
-    return (inside if closed is None else closed) if box else None
+    if numbers := last_number(answer):
+        return str(numbers[0].value)
+    if (box := last_boxed(answer)) is None:
+        return _last_line(answer.rpartition(r"\boxed{")[2])
+    return " ".join(_plain(box).casefold().split())
 
 
 def number_of(text: str) -> Number | None:
@@ -240,7 +231,7 @@ def last_number(text: str) -> list[Number]:
     """Return the number that a text is or ends with; none where it is one of several, or of a formula, in a box."""
     if (whole := number_of(text)) is not None:
         return [whole]
-    box = boxed(text)
+    box = last_boxed(text)
     if box is None or numbers_in(text[text.rfind(box) + len(box) :]):
         return numbers_in(text)[-1:]
     if (whole := number_of(box.rpartition("=")[2])) is not None:

@@ -18,11 +18,10 @@ from pydantic import BaseModel, ValidationError
 
 from ycore.config.problems import declared_error
 from ycore.config.schema import RewardConfig, Strict
-from ycore.data.cells import golds_of
+from ycore.data.cells import golds_of, last_boxed
 from ycore.errors import RewardError
 from ycore.rewards.answers import (
     answer_text,
-    boxed,
     completion_text,
     for_math_verify,
     gives,
@@ -102,13 +101,17 @@ def numeric_answer(
     """
     if tolerance < 0:
         raise ValueError(f"tolerance must be 0 or more: {tolerance}")
-    scores: Rewards = []
-    for completion, row_answer in zip(completions, answer, strict=True):
-        known = [number for gold in golds_of(row_answer) if (number := number_of(gold))]
-        numbers = last_number(answer_text(completion))
-        is_right = any(number.equals(right, tolerance) for number in numbers for right in known)
-        scores.append(float(is_right) if known else None)
-    return scores
+    numbers = [
+        [gold for gold in golds_of(row_answer) if number_of(gold)] for row_answer in answer
+    ]
+
+    def is_near(text: str, gold: str) -> bool:
+        right = number_of(gold)
+        return right is not None and any(
+            number.equals(right, tolerance) for number in last_number(text)
+        )
+
+    return _compared(completions, numbers, is_near)
 
 
 def math(
@@ -214,7 +217,7 @@ def _math_score(completion: Content, golds: list[str]) -> float | None:
     if not formulas:
         return None
     text = for_math_verify(answer_text(completion))
-    box = boxed(text)
+    box = last_boxed(text)
     # math-verify's own time limits answer "wrong" when they strike; the worker's deadline masks the item instead.
     parsed = math_verify.parse(text, parsing_timeout=None)
     bare = "" if box is None and _DELIMITED.search(text) else text

@@ -104,8 +104,7 @@ def confined_launch(
         steps["scratch"] = str(scratch)
         if steps["uid"] is not None:
             os.chown(scratch, steps["uid"], steps["uid"])
-    stage = [sys.executable, "-P", "-m", "ycore.sandbox.stage", json.dumps(steps)]
-    command = [*stage, module, *arguments]
+    command = [*_stage_command(steps), module, *arguments]
     if scratch is None:
         command = bwrap_command(command, view, as_root=uid is not None, python=python)
     return Launch(
@@ -114,6 +113,10 @@ def confined_launch(
         working=scratch and (view.working or scratch),
         scratch=scratch,
     )
+
+
+def _stage_command(steps: StageSteps) -> list[str]:
+    return [sys.executable, "-P", "-m", "ycore.sandbox.stage", json.dumps(steps)]
 
 
 def stage_steps(

@@ -11,8 +11,6 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from ycore.errors import ModelError
-
 ADAPTER_CONFIG = "adapter_config.json"
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -101,12 +99,10 @@ def _convert_gguf(source: Path, folder: Path) -> None:
     """Write bfloat16 safetensors, tokenizer and generation config of `source` into `folder`."""
     tokenizer = _tokenizer(source)
     model = _plain_model(source)
-    # Generation stops at the tokenizer's end-of-text token, and at the file's where that is another one.
-    ends = {tokenizer.eos_token_id, model.config.eos_token_id} - {None}
     for config in (model.config, model.generation_config):
         config.bos_token_id = tokenizer.bos_token_id
         config.pad_token_id = tokenizer.pad_token_id
-        config.eos_token_id = sorted(ends) if len(ends) > 1 else tokenizer.eos_token_id
+        config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -156,11 +152,7 @@ def _plain_model(source: Path) -> Any:
     with torch.device("meta"):
         model: Any = type(loaded)(config)
     model.to(torch.bfloat16).to_empty(device="cpu").tie_weights()
-    missing, unexpected = model.load_state_dict(loaded.state_dict(), strict=False)
-    if missing or unexpected:
-        raise ModelError(
-            f"{source}: weights that do not fit {type(loaded).__name__}: {missing or unexpected}"
-        )
+    model.load_state_dict(loaded.state_dict())
     return model
 
 

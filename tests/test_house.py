@@ -27,9 +27,9 @@ SOURCES = sorted(
     ]
 )
 
-MAX_TOKENS = 302_601
+MAX_TOKENS = 302_200
 MAX_TOKENS_PER_LINE = 8.26
-MAX_FILES = 221
+MAX_FILES = 217
 MAX_FUNCTION_TOKENS = 500
 MAX_MEAN_IMPORTS = 5.63
 """Modules of ycore that a file imports: a reader who opens it must know these too."""

@@ -215,11 +215,9 @@ def number_of(text: str) -> Number | None:
     """Return the number that the whole text is (`-4`, `1,234`, `$5`, `20%`, `7.`, `\\frac{1}{2}`, `5 km`), or None."""
     text = _plain(text).strip().strip("$").strip().removesuffix(".")
     text = regex.sub(r"^([-+])\s|\s?(/)\s?", r"\1\2", text)
-    numbers = _read_numbers(text)
-    number = next(numbers, None)
-    if number is None or next(numbers, None) or number.text + number.unit != text.strip():
-        return None
-    return number
+    numbers = list(_read_numbers(text))
+    is_whole = len(numbers) == 1 and numbers[0].text + numbers[0].unit == text.strip()
+    return numbers[0] if is_whole else None
 
 
 def numbers_in(text: str) -> list[Number]:
@@ -252,7 +250,7 @@ def gives(text: str, gold: str) -> bool:
     """
     right = number_of(gold)
     if right is not None:
-        return any(map(_same_quantity(right), last_number(text)))
+        return any(_same_quantity(number, right) for number in last_number(text))
     folded = _folded(gold)
     if not folded:  # the answer is punctuation
         return text.strip().endswith(gold)
@@ -263,7 +261,7 @@ def holds(text: str, gold: str) -> bool:
     """Whether the right answer occurs anywhere in a text: as one of its numbers, or as whole words."""
     right = number_of(gold)
     if right is not None:
-        return any(map(_same_quantity(right), numbers_in(text)))
+        return any(_same_quantity(number, right) for number in numbers_in(text))
     folded = _folded(gold)
     return _word_search(folded, _folded(text), end=_WORD_END) if folded else gold in text
 
@@ -293,17 +291,11 @@ def words_of(text: str) -> list[str]:
     return words
 
 
-def _same_quantity(right: Number) -> Callable[[Number], bool]:
-    def words_of_unit(number: Number) -> list[str]:
-        return _folded(_SCALE.sub("", number.unit, count=1)).split()
-
-    unit = words_of_unit(right)
-
-    def same(number: Number) -> bool:
-        words = words_of_unit(number)
-        return number.equals(right) and (not unit or not words or words[: len(unit)] == unit)
-
-    return same
+def _same_quantity(number: Number, right: Number) -> bool:
+    words, unit = (
+        _folded(_SCALE.sub("", quantity.unit, count=1)).split() for quantity in (number, right)
+    )
+    return number.equals(right) and (not unit or not words or words[: len(unit)] == unit)
 
 
 def _word_search(folded: str, text: str, *, end: str) -> bool:

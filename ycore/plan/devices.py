@@ -129,7 +129,7 @@ def _of_memory(gigabytes: float) -> Device:
     )
 
 
-_SIZE = 1024
+_SIZE = 512
 _COPY_BYTES = 64 * 2**20
 _REPEATS = 3
 _FASTER: tuple[tuple[str, float], ...] = (

@@ -268,8 +268,9 @@ def _training_results(
 def _closing_line(summary: Mapping[str, Any], measure: str) -> str:
     means = [summary[f"{measure}_first"], summary[f"{measure}_last"]]
     change = " -> ".join("?" if mean is None else f"{mean:.3f}" for mean in means)
+    steps = "1 step" if summary["steps"] == 1 else f"{summary['steps']} steps"
     return (
-        f"{summary['status']} after {summary['steps']} steps, {as_duration(summary['wall_s'])}: "
+        f"{summary['status']} after {steps}, {as_duration(summary['wall_s'])}: "
         f"{measure} {change} (means of up to five steps at either end)"
     )
 

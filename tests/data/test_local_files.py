@@ -248,6 +248,13 @@ def test_a_gzip_file_cut_short(tmp_path: Path) -> None:
         assert "cannot be read" in refused(tmp_path / "data.jsonl.gz")
 
 
+def test_a_gzip_file_that_becomes_a_thousand_times_larger(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl.gz"
+    path.write_bytes(gzip.compress(b" " * (80 << 20)))
+    assert path.stat().st_size < 100_000
+    assert "holds more than 64 MB" in refused(path) and "unpack it with gunzip" in refused(path)
+
+
 def test_no_such_file_names_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text(jsonl(ROWS))
     message = refused(tmp_path / "trian.jsonl")

@@ -198,6 +198,9 @@ _BLOCK_BYTES = 1 << 18
 _TEXTS = (".jsonl", ".json", ".csv", ".tsv")
 _SUFFIXES = (*_TEXTS, ".parquet", *(f"{suffix}.gz" for suffix in _TEXTS))
 
+_UNPACKED_BYTES = 64 << 20
+"""Size that a .gz may have in memory however small it is."""
+
 
 def file_suffix(path: Path) -> str | None:
     """Return the suffix that decides how `path` is read, or None."""
@@ -233,7 +236,7 @@ def _read_text(path: Path, suffix: str) -> Table:
     is_zipped = suffix.endswith(".gz")
     if suffix.startswith(".jsonl") and not is_zipped and path.stat().st_size > _IN_MEMORY_BYTES:
         return _lines_table(JsonLines(path, open(path, "rb")))
-    data = gzip.decompress(path.read_bytes()) if is_zipped else path.read_bytes()
+    data = _unpacked(path) if is_zipped else path.read_bytes()
     is_array = data[:4096].removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
     if suffix.startswith((".csv", ".tsv")):
         signs = "\t,;" if suffix.startswith(".tsv") else ",\t;"
@@ -249,6 +252,20 @@ def _read_text(path: Path, suffix: str) -> Table:
 
 def _lines_table(rows: "JsonLines") -> Table:
     return Table(str(rows.path), rows, rows.columns, lines=rows.lines, folder=rows.path.parent)
+
+
+def _unpacked(path: Path) -> bytes:
+    """Unpack a .gz, to 40 times its size at most: a few kilobytes may stand for more than the memory holds."""
+    num_bytes = path.stat().st_size
+    limit = max(_UNPACKED_BYTES, 40 * num_bytes)
+    with gzip.open(path) as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise DataError(
+            f"{path} holds more than {limit >> 20} MB, and has {num_bytes} bytes itself; "
+            "if that is right, unpack it with gunzip: a plain file may have any size"
+        )
+    return data
 
 
 def _decoded(place: str, data: bytes) -> str:

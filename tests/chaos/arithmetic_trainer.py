@@ -11,11 +11,16 @@ import sys
 import threading
 from pathlib import Path
 
-from ycore.trainer.checkpoint_writer import CheckpointWriter, RankGroup
-
 from ycore.errors import Interrupted
 from ycore.round.journal import Journal
-from ycore.run.checkpoints import checkpoint_of, controller_file, newest_for, step_of
+from ycore.run.checkpoints import (
+    CheckpointWriter,
+    RankGroup,
+    checkpoint_of,
+    controller_file,
+    newest_for,
+    step_of,
+)
 from ycore.run.claim import check_contents
 from ycore.run.files import (
     make_folder,
@@ -44,7 +49,7 @@ class ArithmeticRun:
         self._num_steps = int(read_json(folder.config)["config"]["steps"])
         self._journal = Journal(folder.journal, rank=0)
         self._writer = CheckpointWriter(
-            folder, expected_bytes=1000, keep=2, ranks=RankGroup(), journal=self._journal
+            folder, expected_bytes=1000, keep=2, ranks=RankGroup(), prune=self._journal.prune
         )
         check_contents(folder, json.loads(os.environ[CONTENTS]))
         self._metrics = MetricsWriter(folder.metrics)

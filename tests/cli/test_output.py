@@ -223,7 +223,7 @@ def test_a_ctrl_c_does_not_hide_that_another_was_heard_or_that_the_run_failed(
     code = f"""
 import atexit, signal
 from ycore_cli import main
-main.run = lambda words: {status}
+main.run = lambda words, pulse: {status}
 atexit.register(lambda: print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN))
 main.main()
 """

@@ -457,6 +457,7 @@ HARMLESS = {
     "title",
     "style",
     "body",
+    "div",
     "h1",
     "h2",
     "p",

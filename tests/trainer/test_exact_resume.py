@@ -82,10 +82,12 @@ def teacher(model: Path) -> Iterator[str]:
         yield address
 
 
-def words(algorithm: str, model: Path, teacher: str, output: Path) -> list[str]:
+def words(
+    algorithm: str, model: Path, teacher: str, output: Path, *, dataset: str
+) -> list[str]:
     options: dict[str, Any] = {
         "--model": model,
-        "--dataset": "task:addition?digits=1",
+        "--dataset": dataset,
         "--reward": f"{output.parent / 'rewards.py'}:variety",
         "--output": output,
         "--steps": STEPS,
@@ -176,9 +178,9 @@ def test_killed_and_resumed_is_never_killed(
     (tmp_path / "rewards.py").write_text(REWARD)
     sees = algorithm == PICTURES
     algorithm, model = ("grpo", sighted) if sees else (algorithm, model)
-    more = ["--dataset", str(sighted / "pictures" / "rows.jsonl")] if sees else []
+    dataset = str(sighted / "pictures" / "rows.jsonl") if sees else "task:addition?digits=1"
     arguments = {
-        run: [algorithm, *words(algorithm, model, teacher, run), *more]
+        run: [algorithm, *words(algorithm, model, teacher, run, dataset=dataset)]
         for run in (whole, killed)
     }
     with start(arguments[whole], tmp_path / "whole.log") as never_killed:

@@ -192,8 +192,8 @@ class RowReader:
             forms = (*CONVERSATIONS, *(form for form in FORMS if form not in CONVERSATIONS))
         elif self.reads_pairs:
             forms = tuple(form for form in FORMS if form not in CONVERSATIONS)
-            chosen = self.table.row(0).cell("chosen") or ()
-            if isinstance(chosen, str | Mapping) or len(chosen) == 1:
+            chosen = self.table.row(0).cell("chosen") or []
+            if not isinstance(chosen, list) or len(chosen) == 1:
                 forms += CONVERSATIONS  # else they are often the pair's better answer
         return next((form for form in forms if self._fits(form)), None)
 

@@ -60,6 +60,8 @@ class McpServer:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
             )
+            assert self._process.stdin is not None
+            os.set_blocking(self._process.stdin.fileno(), False)
             self.tools = self._start(start_s)
             self.schemas = [_schema(name, tool) for name, tool in self.tools.items()]
             return
@@ -131,12 +133,21 @@ class McpServer:
                 )
 
     def _send(self, message: dict[str, Any]) -> None:
+        """Write a message; a server that reads nothing and asks without end fills the pipe."""
         assert self._process.stdin is not None
+        pipe = self._process.stdin.fileno()
+        data = json.dumps({"jsonrpc": "2.0", **message}).encode() + b"\n"
         with contextlib.suppress(BrokenPipeError):  # `_receive` says that the server has ended
-            self._process.stdin.write(
-                json.dumps({"jsonrpc": "2.0", **message}).encode() + b"\n"
-            )
-            self._process.stdin.flush()
+            while data:
+                if select.select([], [pipe], [], self._wait_s())[1]:
+                    data = data[os.write(pipe, data) :]
+
+    def _wait_s(self) -> float:
+        """Return the seconds to wait at a time; RuntimeError once the server's time is over."""
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0:
+            raise RuntimeError("it did not answer in time")
+        return min(left_s, 1.0)
 
     def _receive(self) -> dict[str, Any]:
         """Return the next message; anything else that the server prints goes to the log."""
@@ -153,14 +164,12 @@ class McpServer:
         assert self._process.stdout is not None
         pipe = self._process.stdout.fileno()
         while True:
-            left_s = self._deadline - time.monotonic()
-            if left_s <= 0:
-                raise RuntimeError("it did not answer in time")
+            wait_s = self._wait_s()
             if b"\n" in self._received:
                 break
             if len(self._received) > _MAX_LINE:
                 raise RuntimeError(f"it wrote a line of more than {_MAX_LINE} bytes")
-            if not select.select([pipe], [], [], min(left_s, 1.0))[0]:
+            if not select.select([pipe], [], [], wait_s)[0]:
                 continue
             part = os.read(pipe, 65536)
             if not part:

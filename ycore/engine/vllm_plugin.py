@@ -24,14 +24,10 @@ SIGHTED = "YCORE_ENGINE_SEES"
 SERVED = ("llava",)
 """The families of models that read pictures, by `model_type`, whose engines were compared with the trainer."""
 
-NAMES = {
-    "vision_tower.vision_model.": "model.vision_tower.",
-    "multi_modal_projector.": "model.multi_modal_projector.",
-    "language_model.model.": "model.language_model.",
-}
-"""The beginnings of LLaVA's weights' names: vLLM's, and the trainer's."""
+NAMES = {"vision_tower.vision_model.": "vision_tower."}
+"""The beginnings of LLaVA's weights' names that differ: vLLM's, and the checkpoint's."""
 
-NOT_LOADED = "model.vision_tower.post_layernorm."
+NOT_LOADED = "vision_tower.post_layernorm."
 """The beginning of the names of weights that vLLM does not load: LLaVA takes features from before that norm."""
 
 _PIXTRAL = "transformers.models.pixtral.image_processing_pixtral"

@@ -173,16 +173,16 @@ def test_a_bias_that_a_cpu_keeps_in_float32_is_known_by_its_value() -> None:
         share(sent.float() * 2)
 
 
-def test_the_eyes_are_named_as_the_trainer_names_them() -> None:
+def test_the_eyes_are_named_as_the_checkpoint_names_them() -> None:
     names = checkpoint_names(
         "vision_tower.vision_model.encoder.layers.0.mlp.fc1.bias", {}, NAMES
     )
-    assert names == ["model.vision_tower.encoder.layers.0.mlp.fc1.bias"]
+    assert names == ["vision_tower.encoder.layers.0.mlp.fc1.bias"]
     fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
     first, *_ = checkpoint_names(
         "language_model.model.layers.0.self_attn.qkv_proj.weight", fused, NAMES
     )
-    assert first == "model.language_model.layers.0.self_attn.q_proj.weight"
+    assert first == "language_model.model.layers.0.self_attn.q_proj.weight"
 
 
 def test_parameters_are_named_as_the_checkpoint_names_them() -> None:

@@ -15,7 +15,7 @@ $(READY): pyproject.toml install.sh
 # A run never writes into another's folder, so an earlier demo is moved aside.
 demo: $(READY)
 	@test ! -e runs/quickstart || mv runs/quickstart "runs/quickstart-$$(date +%Y%m%d-%H%M%S)"
-	@echo "A small chat model now learns one-digit sums. On two cores it takes five to ten minutes; Ctrl-C keeps a checkpoint."
+	@echo "A small chat model now learns one-digit sums. On two cores it takes two to ten minutes; Ctrl-C keeps a checkpoint."
 	@$(BIN)/ycore grpo --recipe quickstart --steps 10 --learning-rate 4e-4 --eval-dataset "task:addition?digits=1" --eval-every 10
 
 check: $(READY)

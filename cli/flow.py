@@ -113,7 +113,7 @@ def flow_plan(config: "FlowConfig", *, resume: bool, how: "Resume") -> dict[str,
         contents = None
         if known is not None:
             weights = known.root / known.part
-            contents = contents_of(prompts.identity, weights, config.code_names)
+            contents = contents_of(prompts.identity, weights, config.code_files)
         check_began_with(home, contents)
     return {
         "config": redact(config.model_dump(mode="json")),

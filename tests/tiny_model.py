@@ -16,12 +16,32 @@ def write_tiny_model(folder: Path, *, seed: int = 0, chat: bool = True) -> Path:
 
     `seed` decides the weights; `chat` gives the tokenizer a chat template.
     """
+    # Llama and not Qwen2: for Qwen2, transformers puts that family's tokenizer in place of the one saved here.
+    return _write(folder, "Llama", seed, chat=chat, tie_word_embeddings=True)
+
+
+def write_tiny_mixture(folder: Path, *, seed: int = 0) -> Path:
+    """Write a Qwen3-MoE of two layers with four experts each into `folder`, and return `folder`."""
+    return _write(
+        folder,
+        "Qwen3Moe",
+        seed,
+        chat=True,
+        tie_word_embeddings=False,
+        moe_intermediate_size=32,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+    )
+
+
+def _write(folder: Path, family: str, seed: int, *, chat: bool, **sizes: Any) -> Path:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
     tokenizer = _tokenizer(chat)
-    # Llama and not Qwen2: for Qwen2, transformers puts that family's tokenizer in place of the one saved here.
-    config = LlamaConfig(
+    config = getattr(transformers, f"{family}Config")(
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=128,
@@ -29,15 +49,15 @@ def write_tiny_model(folder: Path, *, seed: int = 0, chat: bool = True) -> Path:
         num_attention_heads=2,
         num_key_value_heads=2,
         max_position_embeddings=512,
-        tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
+        **sizes,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        LlamaForCausalLM(config).save_pretrained(folder)
+        getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

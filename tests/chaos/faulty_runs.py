@@ -122,7 +122,7 @@ if __name__ == "__main__":
     words = {"model": str(model), "dataset": DATASET, "output": str(model)}
     settings = words | {"rewards": [{"reward": REWARD}]}
     prompts = load_prompts(RunConfig.model_validate(settings), as_chat=True)
-    contents = contents_of(prompts.identity, model, [])
+    contents = contents_of(prompts.identity, model, {})
     os.environ[arithmetic_trainer.CONTENTS] = json.dumps(contents)
     for line in sys.stdin:
         print(json.dumps(asdict(try_fault(Path(sys.argv[1]), line.strip()))), flush=True)

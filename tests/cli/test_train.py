@@ -337,7 +337,7 @@ def saved(stopped: Path, begun: Path) -> Iterator[RunFolder]:
         }
     )
     identity = load_prompts(config, as_chat=True).identity
-    check_contents(folder, contents_of(identity, begun / "model", config.code_names))
+    check_contents(folder, contents_of(identity, begun / "model", config.code_files))
     for step in (2, 4):
         staged = staging(folder.checkpoints, step) / f"checkpoint-{step}"
         staged.mkdir(parents=True)

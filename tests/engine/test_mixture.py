@@ -12,7 +12,7 @@ from peft import get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.tiny_mixture import write_tiny_mixture
+from tests.tiny_model import write_tiny_mixture
 from ycore.config.schema import LoraSettings
 from ycore.engine import SamplingParams
 from ycore.engine.kinds import is_vllm_installed
@@ -26,8 +26,8 @@ PROMPT = [9, 8, 7, 30, 31, 32]
 
 
 @pytest.fixture(scope="module")
-def mixture(tmp_path_factory: pytest.TempPathFactory, chat_model: Path) -> Path:
-    return write_tiny_mixture(tmp_path_factory.mktemp("mixture"), chat_model)
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_mixture(tmp_path_factory.mktemp("mixture"))
 
 
 def policy(mixture: Path, targets: list[str] | str | None) -> Any:

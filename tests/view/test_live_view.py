@@ -53,6 +53,13 @@ def scene(
     return Scene(activity, until, is_over, step_began=1000.0, step_ended=999.0)
 
 
+def test_a_run_that_goes_on_shows_the_step_that_it_goes_on_from() -> None:
+    view = RunView(10, look=lambda: scene(1), first_step=2)
+    assert "step 2/10" in shown(view)
+    view.add(ROW)
+    assert "step 3/10" in shown(view)
+
+
 def test_a_row_is_told_in_full() -> None:
     view = RunView(10)
     view.add({**ROW, "step": 2, "ycore/reward": 0.2})

@@ -165,11 +165,11 @@ def test_a_terminal_shows_what_starts_and_then_the_view(
         Activity(), 1030.0, False, None, None, starting="starting for 9 s: engine-0 \x1b[2J"
     )
     stream = Terminal()
-    LiveProgress(4, "step", stream, lambda: starting).close()
+    open_progress(4, stream=stream, look=lambda: starting).close()
     assert r"starting for 9 s: engine-0 \x1b[2J" in stream.getvalue()
     assert "step 0/4" not in stream.getvalue()
     stream = Terminal()
-    progress = LiveProgress(4, "step", stream, lambda: starting)
+    progress = open_progress(4, stream=stream, look=lambda: starting)
     progress.step(ROW)
     progress.close()
     assert "step 3/4" in stream.getvalue()

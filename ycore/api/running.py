@@ -73,7 +73,7 @@ def checked_plan(
     if resume and not how.accept_changes:
         contents = None
         if model.ready and model.folder is not None:
-            contents = contents_of(rows.identity, model.folder, config.code_names)
+            contents = contents_of(rows.identity, model.folder, config.code_files)
         check_began_with(site.folder, contents)
     plan = {
         "config": redact(config.model_dump(mode="json")),

@@ -287,9 +287,9 @@ class BaseConfig(Strict):
         """Raise ConfigError where two keys contradict each other."""
 
     @property
-    def code_names(self) -> list[tuple[str, str]]:
-        """Kind and name of all that may be in files of a person's: rewards, and what answers the policy."""
-        return []
+    def code_files(self) -> dict[str, str]:
+        """Paths that may be files of a person's code, by what they are for: rewards, and what answers the policy."""
+        return {}
 
 
 class RowSettings(Strict):
@@ -320,8 +320,10 @@ class ScoredConfig(BaseConfig):
     sandbox: SandboxSettings = SandboxSettings()
 
     @property
-    def code_names(self) -> list[tuple[str, str]]:
-        return [("reward", reward.reward) for reward in self.rewards]
+    def code_files(self) -> dict[str, str]:
+        return {
+            f"reward {spec.reward}": spec.reward.rpartition(":")[0] for spec in self.rewards
+        }
 
 
 _PLAIN_SAMPLING = {
@@ -451,10 +453,13 @@ class RunConfig(ScoredConfig, RowSettings):
         return by_name
 
     @property
-    def code_names(self) -> list[tuple[str, str]]:
-        tools = [("tool", name) for name in (*self.tools, *self.environments.values())]
-        agent = [("agent", f"{word}:") for word in shlex.split(self.agent or "")[1:]]
-        return [*super().code_names, *tools, *agent]
+    def code_files(self) -> dict[str, str]:
+        tools = (*self.tools, *self.environments.values())
+        return {
+            **super().code_files,
+            **{f"tool {name}": name.rpartition(":")[0] for name in tools},
+            **{f"agent {word}": word for word in shlex.split(self.agent or "")[1:]},
+        }
 
     def environment_of(self, columns: Mapping[str, Any]) -> str | None:
         """Return the name of a row's environment; None without any."""

@@ -55,7 +55,7 @@ class FlowRun:
         folder = FlowFolder(Path(read_json(self.home.engines)["model"]))
         dataset = load_conditions(config, num_classes=folder.num_classes)
         model = folder.root / folder.part
-        check_contents(self.home, contents_of(dataset.identity, model, config.code_names))
+        check_contents(self.home, contents_of(dataset.identity, model, config.code_files))
         for place in (self.home.images, self.home.trajectories):
             make_folder(place)
         policy = FlowPolicy(

@@ -23,6 +23,7 @@ from ycore.launch.layout import Site, on_machine, site_of
 from ycore.launch.machine_checks import check_run
 from ycore.launch.processes import start_trainer
 from ycore.launch.supervise import Supervisor, TrainerLimits
+from ycore.run.checkpoints import checkpoints_in, step_of
 from ycore.run.claim import claim
 from ycore.run.files import as_run_error, read_json, write_json_atomic
 from ycore.run.interrupt import StopRequests
@@ -87,7 +88,12 @@ def run_worker(
         of_last_run.unlink(missing_ok=True)
     activity = RunActivity(site.folder.root)
     if kind.trains:
-        progress = open_progress(config.steps or num_steps, look=activity.look)
+        whole = checkpoints_in(site.folder.checkpoints)
+        progress = open_progress(
+            config.steps or num_steps,
+            look=activity.look,
+            first_step=step_of(whole[-1]) if whole else 0,
+        )
     else:
         progress = open_progress(None, unit="prompts", look=activity.look)
     run = LocalRun(kind, config, site, progress, began)

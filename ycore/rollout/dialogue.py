@@ -280,7 +280,7 @@ class Dialogue:
                 return_dict=False,
                 **arguments,
             )
-        except Exception as problem:  # templates are programs: raises anything
+        except Exception as problem:  # a template is a program, which may raise anything
             reason = foreign_line(f"{type(problem).__name__}: {problem}")
             raise ConfigError(
                 f"the chat template of {self._tokenizer.name_or_path} cannot show these messages and tools "

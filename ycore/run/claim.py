@@ -397,20 +397,18 @@ def files_fingerprint(files: Iterable[Path]) -> str:
     return f"{size} bytes, sha256 {digest.hexdigest()[:16]}"
 
 
-def contents_of(
-    dataset: str, model: Path, code_names: Iterable[tuple[str, str]]
-) -> dict[str, str]:
+def contents_of(dataset: str, model: Path, code_files: Mapping[str, str]) -> dict[str, str]:
     """Return fingerprints of what a run learns from, by name: its dataset's, its model's, and those of files of code.
 
     Args:
         model: the folder of its weights.
-        code_names: kind and name of what may be code: `file.py:function`.
+        code_files: paths that may be files of code, by what they are for.
     """
     contents = {"dataset": dataset, "model": model_fingerprint(model)}
-    for kind, name in code_names:
-        file = Path(name.rpartition(":")[0]).expanduser()
+    for name, path in code_files.items():
+        file = Path(path).expanduser()
         if file.is_file():
-            contents[f"{kind} {name.removesuffix(':')}"] = files_fingerprint([file])
+            contents[name] = files_fingerprint([file])
     return contents
 
 

@@ -103,9 +103,8 @@ def filter_bytes(
     program += _decide(number_of["clone"], 0, _ANY_BIT, [_NEW_NAMESPACE], _REFUSED, _ALLOWED)
     program += _decide(number_of["ioctl"], 1, _EQUAL, _TERMINAL_INPUT, _REFUSED, _ALLOWED)
     program += _decide(number_of["socket"], 0, _EQUAL, families, _ALLOWED, _REFUSED)
-    program += _decide(
-        number_of["prlimit64"], 0, _EQUAL, [0], _ALLOWED, _REFUSED
-    )  # its own only
+    only_own = [0]
+    program += _decide(number_of["prlimit64"], 0, _EQUAL, only_own, _ALLOWED, _REFUSED)
     program.append(_ALLOWED)
     return b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
 

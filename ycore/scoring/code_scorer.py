@@ -55,7 +55,7 @@ class CodeMeter(CountMeter):
         return metrics
 
     def note(self, status: str) -> None:
-        """Count how a program ended; `ok` and `ready` are counted nowhere: its values may still be wrong."""
+        """Count how a program ended, but for one that ran to its end: its values may still be wrong."""
         if status not in ("ok", "ready"):
             name = _COUNTED.get(status, "run_errors")
             setattr(self, name, getattr(self, name) + 1)

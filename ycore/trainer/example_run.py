@@ -55,7 +55,7 @@ class ExampleRun(TrainingRun):
             RunFolder(Path(started["home"])),
             model=model,
             tokenizer=tokenizer if sight is None else sight.processor,
-            contents=contents_of(examples.identity, model, config.code_names),
+            contents=contents_of(examples.identity, model, config.code_files),
             examples=examples,
         )
         self.stop = threading.Event()

@@ -40,7 +40,7 @@ class RolloutRun(TrainingRun):
             model=parts.started.model,
             tokenizer=parts.tokenizer if parts.sight is None else parts.sight.processor,
             contents=contents_of(
-                parts.prompts.identity, parts.started.model, parts.config.code_names
+                parts.prompts.identity, parts.started.model, parts.config.code_files
             ),
         )
         if parts.sight is not None:

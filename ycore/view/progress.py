@@ -109,9 +109,15 @@ class RunView:
     """A renderable of rich; its arguments are those of `open_progress`: `view.add(row); console.print(view)`."""
 
     def __init__(
-        self, num_steps: int | None, *, unit: str = "step", look: Look = look_at_nothing
+        self,
+        num_steps: int | None,
+        *,
+        unit: str = "step",
+        look: Look = look_at_nothing,
+        first_step: int = 0,
     ) -> None:
         self._num_steps = num_steps
+        self._first_step = first_step
         self._unit = unit
         self._look = look
         self._clock = TimeLeft(num_steps)
@@ -151,7 +157,7 @@ class RunView:
 
     def _head(self, width: int) -> Text:
         """Return `step 3/10  ━━━━━━────────  1 min 10 s left`."""
-        step = int(number(self._last, "step") or 0)
+        step = int(number(self._last, "step") or self._first_step)
         head = f"{self._unit} {step}" + (
             "" if self._num_steps is None else f"/{self._num_steps}"
         )
@@ -286,6 +292,7 @@ def open_progress(
     unit: str = "step",
     stream: TextIO | None = None,
     look: Look = look_at_nothing,
+    first_step: int = 0,
 ) -> "RunProgress":
     """Open the live view where `stream` is a terminal, plain lines elsewhere.
 
@@ -293,11 +300,13 @@ def open_progress(
         num_steps: how many rows there will be; None where nobody knows.
         stream: standard output where it is None.
         look: returns what the run does now; without it, the rows alone are shown.
+        first_step: the last step of an earlier start, which the live view shows until it gets a row.
     """
     stream = sys.stdout if stream is None else stream
     if not stream.isatty():
         return PlainProgress(num_steps, unit, stream, look)
-    return LiveProgress(num_steps, unit, stream, look)
+    view = RunView(num_steps, unit=unit, look=look, first_step=first_step)
+    return LiveProgress(view, stream, look)
 
 
 class PlainProgress:
@@ -350,10 +359,8 @@ class PlainProgress:
 class LiveProgress:
     """The live view, redrawn twice a second beneath the lines about the run as a whole."""
 
-    def __init__(
-        self, num_steps: int | None, unit: str, stream: TextIO, look: Look = look_at_nothing
-    ) -> None:
-        self._view = RunView(num_steps, unit=unit, look=look)
+    def __init__(self, view: RunView, stream: TextIO, look: Look) -> None:
+        self._view = view
         self._look = look
         self._quiet = quiet().__enter__()
         self._spinner = Spinner("dots")

@@ -182,3 +182,5 @@ def test_a_run_that_starts_says_what_its_processes_do(tmp_path: Path) -> None:
     folder.work.write_text('{"words": "loading the model"}')
     assert starting_words(folder, 1012.0).endswith("trainer loading the model")
     assert RunActivity(tmp_path).look().now().startswith("starting for ")
+    folder.config.touch()  # written anew by each start, before the engines
+    assert starting_words(folder, 1012.0) == ""

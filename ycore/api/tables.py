@@ -134,7 +134,8 @@ def _files_in_words(plan: Mapping[str, Any]) -> str:
     if config["merge"]:
         model = "model/ (the adapter; whole in model/merged/)"
     best = "best/, " if config.get("keep_best") else ""
-    files = f"{model}, {best}metrics.jsonl, curve.png, logs/, checkpoints/ (every {trl['save_steps']} steps"
+    every = "step" if trl["save_steps"] == 1 else f"{trl['save_steps']} steps"
+    files = f"{model}, {best}metrics.jsonl, curve.png, logs/, checkpoints/ (every {every}"
     files += f", the last {trl['save_total_limit']})" if trl["save_total_limit"] else ")"
     if config.get("keep_journal"):
         files += ", journal/ (every round)"

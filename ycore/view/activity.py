@@ -248,8 +248,8 @@ def starting_words(folder: RunFolder, now: float) -> str:
     if (of_launcher := current()) is not None:
         return of_launcher.line(now)
     began = _touched(folder.engines)
-    if began is None:
-        return ""
+    if began is None or began < (_touched(folder.config) or 0.0):
+        return ""  # the engines of an earlier start
     plan = read_json(folder.engines)
     names = [
         *plan["engines"],

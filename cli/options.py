@@ -167,7 +167,7 @@ OPTIONS: Mapping[str, Any] = {
     # The algorithm
     "preset": text("A paper's settings, under your own; e.g. dapo.", metavar="NAME"),
     "advantage": text(
-        "How rewards become advantages, e.g. rloo [group]; see docs/algorithms.md.",
+        "How rewards become advantages: rloo, file.py:function, ... [group]; see docs/algorithms.md.",
         metavar="NAME",
     ),
     "divergence": text(

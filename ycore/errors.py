@@ -102,6 +102,7 @@ _RULES: Mapping[str, str] = {
     "less_than": "less than {lt:g}",
     "less_than_equal": "at most {le:g}",
     "literal_error": "{expected}",
+    "string_pattern_mismatch": "file.py:function",
     "too_short": "a list of {min_length} or more",
 }
 

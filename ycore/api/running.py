@@ -75,6 +75,10 @@ def checked_plan(
         if model.ready and model.folder is not None:
             contents = contents_of(rows.identity, model.folder, config.code_files)
         check_began_with(site.folder, contents)
+    if isinstance(config, RunConfig) and config.own_functions:
+        from ycore.trl.own_functions import check_own_functions
+
+        check_own_functions(config, rows.prompts[0])
     plan = {
         "config": redact(config.model_dump(mode="json")),
         **_places(config, model, site),

@@ -7,7 +7,14 @@ from pydantic import Field
 
 from ycore.advantages import TOKEN_ADVANTAGE, TURN_ADVANTAGE
 from ycore.config.presets import Advantage, Divergence, TrustRegion
-from ycore.config.schema import TEACHER, Positive, RewardConfig, RunConfig, Strict
+from ycore.config.schema import (
+    TEACHER,
+    OwnFunctionName,
+    Positive,
+    RewardConfig,
+    RunConfig,
+    Strict,
+)
 from ycore.errors import ConfigError
 
 UNGROUPED_ADVANTAGES = (TOKEN_ADVANTAGE, "remax")
@@ -95,7 +102,12 @@ class PolicyGradientConfig(RunConfig):
 class AdvantageConfig(PolicyGradientConfig):
     """A run whose advantages come from an estimator."""
 
-    advantage: Advantage = "group"  # `group` leaves it to TRL's `scale_rewards`
+    # `group` leaves it to TRL's `scale_rewards`; `file.py:function` is your own.
+    advantage: Advantage | OwnFunctionName = "group"
+
+    @property
+    def own_functions(self) -> dict[str, str]:
+        return {"advantage": self.advantage} if ":" in self.advantage else {}
 
     @property
     def uses_trl_advantages(self) -> bool:
@@ -137,7 +149,9 @@ class GroupConfig(AdvantageConfig):
     def check(self) -> None:
         super().check()
         refuse_teachers(self)
-        if self.group_size == 1 and self.advantage not in UNGROUPED_ADVANTAGES:
+        if self.group_size == 1 and not (
+            self.advantage in UNGROUPED_ADVANTAGES or self.own_functions
+        ):
             raise ConfigError(
                 f"group_size must be 2 or more with advantage {self.advantage}, which compares a completion with the "
                 "others of its group; it is 1; e.g. --group-size 8, or --advantage reinforce++, or ycore ppo"
@@ -287,7 +301,7 @@ class DistillConfig(AdvantageConfig):
         self.check_token_advantages("ycore distill")
 
     def _check_rewards(self) -> None:
-        if self.advantage in (TOKEN_ADVANTAGE, TURN_ADVANTAGE, CRPG):
+        if self.advantage in (TOKEN_ADVANTAGE, TURN_ADVANTAGE, CRPG) or self.own_functions:
             raise ConfigError(
                 f"ycore distill compares rewards within groups, which --advantage {self.advantage} does not"
             )

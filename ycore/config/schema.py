@@ -50,6 +50,10 @@ Said = Annotated[str, AfterValidator(_whole)]
 """Text that the policy reads."""
 
 
+OwnFunctionName = Annotated[str, Field(pattern=r"\.py:\w+$")]
+"""A function of one's own that the trainer calls."""
+
+
 def _as_list(value: Any) -> Any:
     if value is None:
         return []
@@ -409,6 +413,11 @@ class RunConfig(ScoredConfig, RowSettings):
         return False
 
     @property
+    def own_functions(self) -> dict[str, str]:
+        """Functions of one's own that the trainer calls, by the option that names each."""
+        return {}
+
+    @property
     def needs_greedy_baseline(self) -> bool:
         """Whether each prompt also gets a greedy completion, whose reward is the baseline."""
         return False
@@ -457,6 +466,10 @@ class RunConfig(ScoredConfig, RowSettings):
         tools = (*self.tools, *self.environments.values())
         return {
             **super().code_files,
+            **{
+                f"{kind} {name}": name.rpartition(":")[0]
+                for kind, name in self.own_functions.items()
+            },
             **{f"tool {name}": name.rpartition(":")[0] for name in tools},
             **{f"agent {word}": word for word in shlex.split(self.agent or "")[1:]},
         }

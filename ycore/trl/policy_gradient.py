@@ -1,11 +1,12 @@
 """The base of ycore's policy gradients: constraints, trust regions, averages by prompt, the KL in the reward."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ycore.advantages import ESTIMATORS, TOKEN_ADVANTAGE, TURN_ADVANTAGE, Estimator
 from ycore.config.learners import (
@@ -14,7 +15,6 @@ from ycore.config.learners import (
     PolicyGradientConfig,
     PPOConfig,
 )
-from ycore.config.schema import RunConfig
 from ycore.scoring.group_rewards import Constraint, Constraints
 from ycore.trl.batches import loss_mask
 from ycore.trl.importance import (
@@ -23,6 +23,7 @@ from ycore.trl.importance import (
     old_by_completion,
     region_weights,
 )
+from ycore.trl.own_functions import OwnFunction, ScoredGroup, own_functions, scored_groups
 from ycore.trl.returns import AddUp
 from ycore.trl.seam import SeamGRPOTrainer
 
@@ -37,6 +38,7 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
             anchored at the policy that wrote the tokens.
         loss_average: `prompts`: ScaleRL's (arXiv 2510.13786), where the loss itself averages over tokens.
         constraints: what completions must keep beside their rewards (CGPO, arXiv 2409.20370).
+        functions: functions of one's own, by the option that names each.
     """
 
     beta: float
@@ -48,12 +50,14 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
         trust_region: str = "clip",
         loss_average: str = "tokens",
         constraints: Constraints | None = None,
+        functions: Mapping[str, OwnFunction] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._trust_region = trust_region
         self._loss_average = loss_average
         self._constraints = constraints
+        self._functions = functions or {}
         self._kl_in_reward = kl_in == "reward" and self.beta != 0.0
         if self._kl_in_reward:
             self.skips_equal_rewards = False
@@ -67,6 +71,7 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
         }
         if isinstance(config, PolicyGradientConfig):
             settings["divergence"] = config.divergence
+            settings["functions"] = own_functions(config)
             settings["trust_region"] = config.trust_region
             settings["loss_average"] = config.loss_average
         if isinstance(config, GroupConfig | PPOConfig):
@@ -89,6 +94,31 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
             advantages_BT = _by_token(batch["advantages"])
             weights_B = prompt_weights(advantages_BT, mask, self.num_generations, self._add_up)
             batch["advantages"] = advantages_BT * weights_B.unsqueeze(1).float()
+
+    def _replaced_advantages(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+        if "advantage" not in self._functions:
+            return super()._replaced_advantages(batch)
+        by_group = [
+            self._functions["advantage"].advantages(group) for group in self._scored_groups()
+        ]
+        if by_group[0].dim() == 2:
+            width = batch["completion_ids"].size(1)
+            by_group = [pad(values, (0, width - values.size(1))) for values in by_group]
+        advantages = torch.cat(by_group)
+        self.has_gradient = bool(self._add_up(advantages.any().float()))
+        return {"advantages": advantages}
+
+    def _scored_groups(self) -> list[ScoredGroup]:
+        """The groups of this rank's round."""
+        totals_PG = self._totals(self._rewards).double().view(-1, self.num_generations)
+        first = self.accelerator.process_index * len(self._groups)
+        return scored_groups(
+            self._groups,
+            totals_PG[first : first + len(self._groups)],
+            names=self.reward_func_names,
+            batch_rewards=totals_PG,
+            step=self.state.global_step,
+        )
 
     def _totals(self, rewards: Tensor) -> Tensor:
         """The weighted sums, less what broken constraints cost, or gated by them."""
@@ -159,10 +189,10 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
         return total
 
 
-def estimator_of(config: RunConfig) -> Estimator | None:
+def estimator_of(config: Any) -> Estimator | None:
     """The estimator that replaces TRL's; None keeps TRL's, which know of no constraints."""
     advantage = config.advantage if isinstance(config, AdvantageConfig) else "group"
-    if advantage in (TOKEN_ADVANTAGE, TURN_ADVANTAGE):
+    if advantage in (TOKEN_ADVANTAGE, TURN_ADVANTAGE) or ":" in advantage:
         return None
     if advantage != "group":
         return ESTIMATORS[advantage]

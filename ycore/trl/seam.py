@@ -110,6 +110,7 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         self.packs_pictures = self.packed_by is not None and packs_pictures(bare_models[0])
         """Whether prompts with images are packed too."""
         self._offloaded: Offload | None = None
+        self._groups: Sequence[Group] = ()
         self._round: list[FlatSequence] = []
         self.logged_completions: list[dict[str, Any]] = []
         """The first completions of this rank's last round, by TRL's columns and what else is known of them."""
@@ -199,7 +200,7 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         step = self.state.global_step
         num_groups = len(inputs) // self.num_generations
         with self.room_for_engines():
-            groups = self.rounds.next_round(step=step, num_groups=num_groups)
+            groups = self._groups = self.rounds.next_round(step=step, num_groups=num_groups)
         # What follows is the same whether the round was generated or read.
         self._seed_generators("round")
         self._round = flatten(groups, self.open_image)

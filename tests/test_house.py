@@ -378,29 +378,115 @@ FOREIGN_SOURCES = {
         "engine/server.py",  # engines of the run, on sockets of its folder
         *("models/hub.py", "models/fetch.py", "data/source.py"),  # errors of the hub's client
     },
-    **{name: set() for name in ("urllib.request", "http.client", "requests", "aiohttp")},
+    "huggingface_hub": {
+        *("models/hub.py", "models/fetch.py", "data/source.py"),
+        "api/trained.py",  # pushes
+    },
+    "datasets": {
+        "data/source.py",
+        *(
+            "trl/examples.py",
+            "trainer/example_run.py",
+            "trainer/rollout_run.py",
+        ),  # TRL's tables
+    },
+    **{
+        name: set()
+        for name in (
+            *("urllib", "urllib3", "http", "requests", "aiohttp", "ftplib", "smtplib"),
+            *("websockets", "xmlrpc", "telnetlib", "pycurl", "marshal", "shelve"),
+        )
+    },
+    "urllib.parse": {"data/generated.py"},  # words of a dataset's name
+    "http.cookiejar": {"run/address.py"},
     "http.server": {"rollout/agent_host.py"},  # confined
+    "pickle": {"engine/shared_bucket.py"},  # of the trainer, on the engine's own socket
+    "socket": {  # between our own processes, and tries of what must not work
+        *("sandbox/level.py", "sandbox/canaries.py", "sandbox/program_server.py"),
+        *("sandbox/program_pool.py", "sandbox/confined_worker.py"),
+    },
 }
-"""Modules that read what others send, and the files that may import them."""
-READS_JSON_OF_OTHERS = re.compile(r"\b(?:response|answer|reply)\.json\(|json\.loads?\(")
-READ_FOREIGN = {
-    *("run/address.py", "engine/judge_engine.py", "rollout/agents.py", "rollout/dialogue.py"),
-    *("rollout/mcp_server.py", "sandbox/confined_worker.py", "rewards/worker_client.py"),
+"""Modules that read what others send, and the files that may import them; a name stands for what is below it."""
+OPENS_CONNECTIONS = re.compile(
+    r"\b(?:create_connection|open_connection|urlopen|urlretrieve)\(|[\"\'](?:curl|wget|nc)[\"\'],"
+)
+PARSES_JSON = re.compile(r"\b(?:response|answer|reply)\.json\(|\bjson\.loads?\b")
+PARSES_OWN_JSON = {
+    "foreign.py",  # the gate
+    "run/files.py",  # the bounded reader of files
+    *("run/metrics.py", "run/paths.py", "run/resuming.py", "run/secrets.py", "run/trace.py"),
+    *("run/work.py", "view/trackers.py", "evaluation/side_by_side.py"),  # files of a run
+    *("api/functions.py", "api/pipelines.py", "api/shown_rows.py"),
+    *("config/trl_fields.py", "data/generated.py"),  # words of a command line
+    *("data/cells.py", "data/source.py"),  # rows, whose lines and cells are bounded
+    *("plan/devices.py", "plan/model_facts.py", "sandbox/syscall_filter.py"),  # tables of ours
+    *(
+        "placement/service.py",
+        "round/peers.py",
+        "engine/server.py",
+        "types.py",
+    ),  # our processes
+    *("sandbox/level.py", "sandbox/canaries.py", "sandbox/stage.py", "sandbox/channel.py"),
+    *("sandbox/program_pool.py", "sandbox/program_server.py", "sandbox/unit_tests.py"),
+    "sandbox/remote_calls.py",  # confined, as are the next
+    *("rewards/builtin.py", "rewards/code.py", "rewards/worker.py", "rollout/agent_host.py"),
+    *("rollout/tool_host.py", "rollout/tool_pool.py", "rollout/writers.py"),  # what we dumped
+    *("flow/sampler.py", "flow/flow_inputs.py", "models/gguf_file.py", "engine/sight.py"),
 }
-"""Files that read foreign text; they parse it by `foreign_json` alone."""
+"""Files that parse JSON by themselves; all others take `foreign_json`, `parse_json` or `read_json`, which are bounded."""
+
+
+def foreign_readings(source: str, relative: str) -> list[str]:
+    """Name what a file reads past the gate for foreign text and the client of foreign addresses."""
+    readings, names = [], set[str]()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names |= {node.value} & FOREIGN_SOURCES.keys() - {"http", "socket"}
+    for name in sorted(names):
+        modules = [module for module in FOREIGN_SOURCES if f"{name}.".startswith(f"{module}.")]
+        if modules and relative not in FOREIGN_SOURCES[max(modules, key=len)]:
+            readings.append(f"{name} reads what others send: take ycore.run.address")
+    if found := OPENS_CONNECTIONS.search(source):
+        readings.append(f"{found[0]} opens an address: take ycore.run.address")
+    if relative not in PARSES_OWN_JSON and (found := PARSES_JSON.search(source)):
+        readings.append(f"{found[0]} parses JSON: take ycore.foreign.foreign_json")
+    return readings
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_foreign_text_has_one_gate_and_foreign_addresses_one_client(path: Path) -> None:
     relative = path.relative_to(ROOT).as_posix().removeprefix("ycore/")
-    for module, readers in FOREIGN_SOURCES.items():
-        assert module not in imports(path) or relative in readers, (
-            f"{module} reads what others send: take ycore.run.address, whose answers are bounded"
-        )
-    if relative in READ_FOREIGN:
-        assert not READS_JSON_OF_OTHERS.search(path.read_text()), (
-            "foreign JSON is read by ycore.foreign.foreign_json"
-        )
+    assert foreign_readings(path.read_text(), relative) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import httpx",
+        "def f():\n    import urllib.request as u",
+        "from urllib import request",
+        "from urllib.request import urlopen",
+        "import urllib3",
+        "import importlib\nimportlib.import_module('requests')",
+        "from http import client",
+        "import socket\nsocket.socket()",
+        "from datasets import load_dataset",
+        "from huggingface_hub import hf_hub_download",
+        "asyncio.open_connection('a', 1)",
+        "subprocess.run(['curl', 'https://a'])",
+        "import pickle",
+        "from json import loads\njson.loads(text)",
+        "value = reply.json()",
+        "list(map(json.loads, lines))",
+    ],
+)
+def test_what_reads_past_the_gate_is_caught(source: str) -> None:
+    assert len(foreign_readings(source, "rollout/new_file.py")) == 1
+    assert foreign_readings("from ycore.foreign import foreign_json", "rollout/a.py") == []
 
 
 def test_no_file_names_a_machine() -> None:

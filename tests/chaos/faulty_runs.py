@@ -9,11 +9,16 @@ import json
 import mmap
 import os
 import shutil
+import signal
 import struct
+import subprocess
 import sys
+import traceback
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from dataclasses import replace as replaced
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from ycore_cli.main import main
@@ -22,9 +27,11 @@ from tests.chaos import arithmetic_trainer
 from ycore.config.schema import RunConfig
 from ycore.data.prompts import load_prompts
 from ycore.engine import kinds
-from ycore.launch import launcher
+from ycore.launch import launcher, processes
 from ycore.run.claim import contents_of
 from ycore.run.paths import RunFolder
+from ycore.trainer import __main__ as trainer
+from ycore.view.pictures import new_figure, save_png
 
 DATASET = "task:addition"
 REWARD = "exact_answer"
@@ -94,6 +101,56 @@ def _forked(words: list[str], log: Path) -> tuple[int, str]:
     return os.waitstatus_to_exitcode(status), log.read_text(errors="replace")
 
 
+class ForkedTrainer:
+    """Stands for the Popen of a trainer: a fork of the launcher, which has imported all that a trainer needs."""
+
+    def __init__(self, command: Sequence[str], **options: Any) -> None:
+        self._exit_code: int | None = None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            _become_trainer(command[3:], options["env"], options["stdout"].fileno())
+
+    def poll(self) -> int | None:
+        if self._exit_code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._exit_code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._exit_code
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+
+def _become_trainer(
+    arguments: Sequence[str], environment: dict[str, str], log: int
+) -> NoReturn:
+    status = 1
+    try:
+        os.setsid()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        for stream in (1, 2):
+            os.dup2(log, stream)
+        os.closerange(3, 256)  # the launcher's pipes and its claim
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.argv = ["trainer", *arguments]
+        status = trainer.main()
+    except BaseException:  # noqa: BLE001 -- as Python does at the end of a process
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _popen(command: Sequence[str], **options: Any) -> "ForkedTrainer | subprocess.Popen[bytes]":
+    if list(command[1:3]) == ["-m", arithmetic_trainer.MODULE]:
+        return ForkedTrainer(command, **options)
+    return subprocess.Popen(command, **options)
+
+
 def _run(words: list[str], log: Path) -> NoReturn:
     status = 99
     try:
@@ -112,6 +169,9 @@ def _run(words: list[str], log: Path) -> NoReturn:
 
 if __name__ == "__main__":
     launcher.TRAINER = replaced(launcher.TRAINER, module=arithmetic_trainer.MODULE)
+    trainer.open_run = arithmetic_trainer.ArithmeticRun
+    vars(launcher)["draw_curve"] = lambda metrics, path, title: save_png(new_figure(1, 1), path)
+    vars(processes)["subprocess"] = SimpleNamespace(**vars(subprocess) | {"Popen": _popen})
     kinds.is_vllm_installed = lambda: True
 
     import matplotlib.pyplot  # noqa: F401 -- once for all

@@ -1,6 +1,7 @@
 """A long run grows in its rows alone: memory, descriptors, threads and what lies beside it stay as they were."""
 
 import os
+import statistics
 import time
 from pathlib import Path
 
@@ -13,11 +14,28 @@ from ycore.run.metrics import MetricsFollower
 from ycore.run.paths import RunFolder
 from ycore.run.reports import is_alive
 
-STEPS = 500
-SETTLED = 200
+STEPS = 3000
+EVERY = 25
+WINDOW = 300
+"""The run has settled after so many steps: the windows after them and at the end are compared by their medians."""
+WITHIN_S = 4 * HANG_S
+
+ALLOWED = {
+    "processes": 0,
+    "threads": 1,
+    "descriptors": 2,
+    "memory_kb": 20_000,
+    "shared_memory_kb": 16,
+    "temporary_files": 1,
+    "logs_kb": 20,
+    "files": 1,
+}
+"""By how much the last steps' median may be larger than that of the first settled ones."""
+TRACE_KB = 2 * 32 * 1024 + 512
 
 
 @pytest.mark.verify
+@pytest.mark.timeout(WITHIN_S + 2 * HANG_S)
 def test_a_long_run_does_not_grow(tmp_path: Path) -> None:
     job = Job(write_inputs(tmp_path / "inputs"), steps=STEPS, checkpoint_every=50, think_s=0.0)
     folder = RunFolder(tmp_path / "run")
@@ -28,31 +46,27 @@ def test_a_long_run_does_not_grow(tmp_path: Path) -> None:
         scripted_engine={"--think-s": "0"},
     )
     followed = MetricsFollower(folder.metrics, from_the_start=True)
-    step, sizes = 0, dict[int, dict[str, int]]()
-    deadline = time.monotonic() + 3 * HANG_S
+    step, samples = 0, dict[int, dict[str, int]]()
+    deadline = time.monotonic() + WITHIN_S
     while step < STEPS and run.poll() is None and time.monotonic() < deadline:
         step = max((row["step"] for row in followed.read()), default=step)
-        if (step + 75) // 100 > len(sizes):  # between two checkpoints
-            sizes[step] = measure(run.pid, folder)
-            print(step, sizes[step])
+        if step // EVERY > len(samples):
+            samples[step] = measure(run.pid, folder)
+            print(step, samples[step], flush=True)
         time.sleep(0.1)
     assert run.wait(HANG_S) == 0, (tmp_path / "run.log").read_text()[-2000:]
-    settled, last = (sizes[min(at for at in sizes if at >= SETTLED)], sizes[max(sizes)])
-    for name, allowed in ALLOWED.items():
-        assert last[name] <= settled[name] + allowed, f"{name}: {sizes}"
+    first = medians(samples, WINDOW, 2 * WINDOW)
+    last = medians(samples, STEPS - WINDOW, STEPS - 1)
+    print(f"steps {WINDOW} to {2 * WINDOW}: {first}; the last {WINDOW}: {last}")
+    grown = [name for name, allowed in ALLOWED.items() if last[name] > first[name] + allowed]
+    assert not grown, f"{grown}: {first} became {last}"
+    assert last["trace_kb"] <= TRACE_KB
 
 
-ALLOWED = {
-    "processes": 0,
-    "threads": 2,
-    "descriptors": 30,
-    "memory_kb": 60_000,
-    "shared_memory_kb": 64,
-    "temporary_files": 2,
-    "logs_kb": 20,
-    "files": 2,
-}
-"""By how much each may be larger near the last step than after 200: descriptors of connections come and go."""
+def medians(samples: dict[int, dict[str, int]], begin: int, end: int) -> dict[str, float]:
+    """Return the median of each figure over the samples of the steps from `begin` to `end`."""
+    inside = [sample for step, sample in samples.items() if begin <= step <= end]
+    return {name: statistics.median(sample[name] for sample in inside) for name in inside[0]}
 
 
 def measure(pid: int, folder: RunFolder) -> dict[str, int]:
@@ -73,6 +87,7 @@ def measure(pid: int, folder: RunFolder) -> dict[str, int]:
         "shared_memory_kb": size_kb(folder.shared_memory),
         "temporary_files": len(list(folder.temporary.glob("**/*"))),
         "logs_kb": size_kb(folder.logs),
+        "trace_kb": sum(path.stat().st_size for path in folder.root.glob("trace*")) // 1024,
         "files": len(os.listdir(folder.root)),
     }
 

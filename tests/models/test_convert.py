@@ -1,11 +1,16 @@
 """GGUF files and adapters: refused early where they cannot work, made into a whole model once where they can."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from tests.tiny_model import write_tiny_model
@@ -289,3 +294,27 @@ def test_an_adapter_of_tied_embeddings_is_the_same_model_once_merged(
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     with torch.no_grad():
         assert torch.allclose(merged(ids).logits.log_softmax(-1), expected, atol=1e-4)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends it there")
+def test_a_conversion_ends_with_whoever_asked_for_it(tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    os.mkfifo(adapter / "adapter_config.json")  # whoever opens it waits
+    code = "import sys; from pathlib import Path; from ycore.models.fetch import convert\n"
+    code += "a, b = map(Path, sys.argv[1:]); convert('adapter', a, b, base=b)"
+    asks = subprocess.Popen([sys.executable, "-c", code, adapter, tmp_path / "whole"])
+    try:
+        while not (children := psutil.Process(asks.pid).children()):
+            time.sleep(0.05)
+        victim_first = Path(f"/proc/{children[0].pid}/oom_score_adj")
+        for _ in range(1200):  # it says this of itself when it also asks to end
+            if victim_first.read_text() == "1000\n":
+                break
+            time.sleep(0.05)
+        asks.kill()
+        asks.wait()
+        gone, _ = psutil.wait_procs(children, timeout=60)
+        assert gone == children
+    finally:
+        asks.kill()

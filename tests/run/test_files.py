@@ -9,6 +9,7 @@ import pytest
 
 from ycore.errors import RunFolderError
 from ycore.run.files import LineFollower, parse_json, read_json, read_regular, write_json_atomic
+from ycore.view.progress import follow_run
 
 
 def test_written_values_come_back_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -112,3 +113,13 @@ def test_a_line_without_end_does_not_fill_the_memory(tmp_path: Path) -> None:
     with path.open("ab") as file:
         file.write(b"y\nb\n")
     assert follower.read() == [b"x" * 10 + b"y", b"b"]
+
+
+@pytest.mark.parametrize("content", ["null", "[]", '"x"', "5", "[" * 100_000])
+def test_a_file_of_a_run_that_holds_no_object_is_refused(content: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    file.write_text(content)
+    with pytest.raises(RunFolderError, match=r"run\.json.*was not written by ycore"):
+        read_json(file)
+    with pytest.raises(RunFolderError, match=r"run\.json"):
+        follow_run(tmp_path, once=True)

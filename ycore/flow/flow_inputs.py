@@ -21,6 +21,7 @@ from ycore.data.source import read_table
 from ycore.data.table import Table, TableRow
 from ycore.errors import ConfigError, DataError, ModelError, nearest
 from ycore.flow.flow_settings import IMAGES, FlowConfig
+from ycore.models.folder import read_settings
 from ycore.models.hub import build_once, cache_dir
 from ycore.types import Prompt
 
@@ -49,7 +50,8 @@ class FlowFolder:
                 f"{root} is no flow model: it has no transformer/config.json and no unet/config.json; "
                 "give a folder that diffusers saved, or `flow-digits`"
             )
-        name = _read(scheduler).get("_class_name", "none") if scheduler.is_file() else "none"
+        schedule = read_settings(scheduler)
+        name = str(schedule.get("_class_name", "none"))
         if "FlowMatch" not in name:
             raise ModelError(
                 f"{root} is no flow model: its scheduler is {name}, not a FlowMatch one; a model that predicts noise "
@@ -57,8 +59,7 @@ class FlowFolder:
             )
         self.root = root
         self.part = parts[0]
-        self.config = _read(root / self.part / "config.json")
-        self.shift = float(_read(scheduler).get("shift") or 1.0)
+        self.config = read_settings(root / self.part / "config.json")
         self.network = str(self.config.get("_class_name"))
         if self.network not in _NETWORKS:
             raise ModelError(
@@ -70,10 +71,16 @@ class FlowFolder:
             raise ModelError(
                 f"{root} draws without a condition; ycore flow trains models that are asked for a class"
             )
-        self.num_classes = int(classes)
-        size, channels = self.config["sample_size"], int(self.config["in_channels"])
-        height, width = (size, size) if isinstance(size, int) else size
-        self.shape = (channels, int(height), int(width))
+        try:
+            self.shift = float(schedule.get("shift") or 1.0)
+            self.num_classes = int(classes)
+            size, channels = self.config["sample_size"], int(self.config["in_channels"])
+            height, width = (size, size) if isinstance(size, int) else size
+            self.shape = (channels, int(height), int(width))
+        except (KeyError, TypeError, ValueError, OverflowError) as problem:
+            raise ModelError(
+                f"{root} has settings that are not as diffusers writes them ({problem!r:.100}); save it again"
+            ) from None
         if channels not in (1, 3):
             raise ModelError(
                 f"{root} draws {channels} channels, so a latent; ycore flow decodes none: 1 or 3 are taken"
@@ -97,11 +104,6 @@ class FlowFolder:
         import diffusers
 
         return getattr(diffusers, self.network).from_pretrained(self.root / self.part)
-
-
-def _read(file: Path) -> dict[str, Any]:
-    value: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return value
 
 
 def flow_model(name: str) -> Path:

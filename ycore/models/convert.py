@@ -157,4 +157,7 @@ def _plain_model(source: Path) -> Any:
 
 
 if __name__ == "__main__":
+    from ycore.sandbox.stage import end_with_parent
+
+    end_with_parent()
     sys.exit(main())

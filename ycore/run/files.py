@@ -84,10 +84,13 @@ def check_plain(value: Any, *, max_values: int = _MAX_VALUES) -> Any:
     raise ValueError(f"it is nested more than {_MAX_DEPTH} levels deep")
 
 
-def read_json(path: Path) -> Any:
-    """Return the value in `path`; RunFolderError where the file is missing or is not JSON."""
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in `path`; RunFolderError where the file is missing or holds none."""
     try:
-        return parse_json(read_regular(path))
+        value = parse_json(read_regular(path))
+        if isinstance(value, dict):
+            return value
+        raise ValueError(f"it holds a {type(value).__name__} and no object")
     except FileNotFoundError:
         raise RunFolderError(
             f"{path.parent} has no {path.name}, so it is no run's folder; name the folder that --output named"

@@ -23,7 +23,6 @@ from ycore.rewards.code import (
 )
 from ycore.run.metrics import CountMeter
 from ycore.run.reports import this_rank
-from ycore.sandbox import MIB
 from ycore.sandbox.level import choose_level, require_sandbox
 from ycore.sandbox.program_pool import PROGRAM_LIMITS, ProgramPool, ScriptResult, UnitTestResult
 from ycore.scoring.scoring import PendingGroup, Scorer, ScorerContext
@@ -99,7 +98,7 @@ class CodeScorer(Scorer):
             at_once=min(_MAX_AT_ONCE, max(1, num_cores)),
             log=context.folder.log("programs"),
             run_id=context.folder.run_id,
-            limits=replace(PROGRAM_LIMITS, memory=settings.memory_mb * MIB),
+            limits=replace(PROGRAM_LIMITS, memory=settings.memory_mb * 2**20),
             packages=settings.packages,
         )
         return cls(context.names[source], settings, programs, meter=context.meter(CodeMeter))

@@ -130,7 +130,7 @@ class JudgeScorer(Scorer):
         label = f"judge {spec.reward.removeprefix(JUDGE_PREFIX)}"
         form = f"{judge.mode}, verdict by {judge.verdict.kind}"
         if judge.base_url is not None:
-            check_api_key(label, judge)
+            check_api_key(label, judge.api_key_env)
             return [f"{label}: {judge.model} at {judge.address_line}, {form}"]
         model = model_name(judge, config)
         plan = plan_served_model(

@@ -278,7 +278,7 @@ class TeacherScorer(Scorer):
                     f"{label}: distill.divergence={config.teacher_divergence} needs the teacher's weights, and it is "
                     f"at {teacher.base_url}; leave distill.divergence out, or base_url"
                 )
-            check_api_key(label, teacher)
+            check_api_key(label, teacher.api_key_env)
             if policy.ready and policy.folder is not None:
                 check_tokens_at(policy.folder, teacher)
             return [f"{label}: at {teacher.address_line}, the probability of each token"]

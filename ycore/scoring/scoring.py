@@ -21,7 +21,6 @@ from ycore.engine.commands import EngineSpec
 from ycore.engine.kinds import EngineKind
 from ycore.engine.server import Server, restart_timeout_s
 from ycore.errors import ConfigError, ModelError, RewardError
-from ycore.judge.declaration import Served
 from ycore.models.names import ModelPlan, resolve_model
 from ycore.placement.placement import ROLLOUT
 from ycore.placement.slots import SlotLease, Slots
@@ -278,11 +277,11 @@ def plan_served_model(
         raise ModelError(f"{label}: {problem}") from None
 
 
-def check_api_key(label: str, served: Served) -> None:
+def check_api_key(label: str, variable: str | None) -> None:
     """RewardError where the environment lacks the variable with an address's key."""
-    if served.api_key_env is not None and not os.environ.get(served.api_key_env):
+    if variable is not None and not os.environ.get(variable):
         raise RewardError(
-            f"{label}: the environment variable {served.api_key_env} (api_key_env) is not set; export it"
+            f"{label}: the environment variable {variable} (api_key_env) is not set; export it"
         )
 
 

@@ -382,14 +382,7 @@ FOREIGN_SOURCES = {
         *("models/hub.py", "models/fetch.py", "data/source.py"),
         "api/trained.py",  # pushes
     },
-    "datasets": {
-        "data/source.py",
-        *(
-            "trl/examples.py",
-            "trainer/example_run.py",
-            "trainer/rollout_run.py",
-        ),  # TRL's tables
-    },
+    "datasets.load_dataset": {"data/source.py"},
     **{
         name: set()
         for name in (

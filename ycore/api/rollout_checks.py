@@ -11,13 +11,13 @@ from ycore.data.examples import num_overlapping
 from ycore.data.prompts import PromptSet, load_prompts
 from ycore.engine.kinds import REPLAY, EngineKind, choose_kind
 from ycore.errors import ConfigError, RewardError
+from ycore.judge.sources import is_agreement
 from ycore.launch.layout import Site
 from ycore.launch.machine_checks import check_run
 from ycore.models.chat_template import ChatTemplate
 from ycore.models.names import ModelPlan, require_chat_template, require_sight, sighted_family
 from ycore.rewards.builtin import is_environment, is_reference
 from ycore.sandbox.level import choose_level
-from ycore.scoring.judge_scorer import check_agreement, judge_questions, trains_a_judge
 from ycore.scoring.scorers import (
     check_images,
     check_models,
@@ -80,8 +80,10 @@ def check_rollouts(
 
 
 def _load_prompts(config: RunConfig, *, as_chat: bool) -> PromptSet:
-    if not trains_a_judge(config):
+    if not any(map(is_agreement, config.rewards)):
         return load_prompts(config, as_chat=as_chat)
+    from ycore.scoring.judge_scorer import check_agreement, judge_questions
+
     check_agreement(config)
     return judge_questions(config, load_prompts(config, as_chat=as_chat))
 

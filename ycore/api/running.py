@@ -16,7 +16,6 @@ from ycore.config.schema import AnyConfig, BaseConfig, RunConfig, TuneConfig, a_
 from ycore.config.trl_arguments import trl_arguments
 from ycore.data.examples import load_examples
 from ycore.errors import ConfigError
-from ycore.launch.launcher import PREFLIGHT, TRAINER, run_worker
 from ycore.launch.layout import Site, site_of
 from ycore.models.names import (
     ModelPlan,
@@ -196,6 +195,8 @@ def training_plan(
 
 def can_go_on(folder: RunFolder, *, for_longer: bool) -> bool:
     """Whether the folder holds a training run that can go on; a finished one can where it is to go on for longer."""
+    from ycore.launch.launcher import PREFLIGHT
+
     measures = stored_config(folder).get("algorithm") == "eval"
     is_preflight = folder.log(PREFLIGHT.name).is_file()
     return not (measures or is_preflight) and (for_longer or not is_finished(folder))
@@ -212,6 +213,8 @@ def run_training(
     config: BaseConfig, plan: Mapping[str, Any], *, resume: bool, how: Resume
 ) -> dict[str, Any]:
     """Train as the `training_plan` says, and return the run's summary."""
+    from ycore.launch.launcher import TRAINER, run_worker  # a dry run needs none of it
+
     if resume:
         settle(
             RunFolder(Path(config.output)), config, how, world=plan["ranks"]["world"], say=print

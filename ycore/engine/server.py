@@ -25,10 +25,9 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
-
-import httpx
 
 from ycore.config.schema import EngineSettings
 from ycore.errors import EngineError
@@ -36,8 +35,6 @@ from ycore.placement.slots import Sleeper
 
 Process = tuple[int, int]  # the inode and the modification time of its socket
 
-# The server closes a connection after 5 s without a request, as in a training step; ours are dropped well before.
-_LIMITS = httpx.Limits(max_connections=None, keepalive_expiry=1.0)
 _RETRY_PAUSES_S = (
     0.05,
     0.2,
@@ -62,11 +59,13 @@ def is_healthy(socket: Path, *, timeout_s: float = 1.0) -> bool:
 
 def request_succeeds(socket: Path, method: str, path: str, *, timeout_s: float) -> bool:
     """Send one request without a body, for callers without an event loop; True for status 200."""
+    import httpx  # a command that plans asks no server
+
     # `verify=False`, since loading certificates would take 0.1 s.
     transport = httpx.HTTPTransport(uds=str(socket), verify=False)
     try:
         with httpx.Client(transport=transport, timeout=timeout_s) as client:
-            return client.request(method, f"http://engine{path}").status_code == httpx.codes.OK
+            return client.request(method, f"http://engine{path}").status_code == HTTPStatus.OK
     except httpx.HTTPError:
         return False
 
@@ -96,6 +95,8 @@ class Server:
         request_timeout_s: float,
         restart_timeout_s: float = 900.0,
     ) -> None:
+        import httpx
+
         self.name = name
         self.socket = socket
         self.restarts = self.in_flight = 0
@@ -105,8 +106,10 @@ class Server:
         self._prepared: Process | None = None
         self._is_suspect = False
         self._lock = asyncio.Lock()
+        # The server closes a connection after 5 s without a request, as in a training step; ours are dropped well before.
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=1.0)
         self._client = httpx.AsyncClient(
-            transport=httpx.AsyncHTTPTransport(uds=str(socket), limits=_LIMITS, verify=False),
+            transport=httpx.AsyncHTTPTransport(uds=str(socket), limits=limits, verify=False),
             base_url=f"http://{name}",
             timeout=None,  # `request` has the deadline
         )
@@ -172,6 +175,8 @@ class Server:
 
         Returns the answer's JSON, None where it is empty; its text with `is_json=False`.
         """
+        import httpx
+
         try:
             response = await self._client.request(method, path, json=body)
         except httpx.HTTPError as error:
@@ -185,7 +190,7 @@ class Server:
             )
             if response.is_server_error:
                 raise NoAnswer(problem)
-            if response.status_code == httpx.codes.BAD_REQUEST:
+            if response.status_code == HTTPStatus.BAD_REQUEST:
                 raise BadRequest(problem)
             raise EngineError(problem)
         if not is_json:
@@ -254,6 +259,8 @@ class Server:
         return None
 
     async def _wait_healthy(self) -> None:
+        import httpx
+
         while True:
             with contextlib.suppress(httpx.HTTPError):
                 if (

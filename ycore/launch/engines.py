@@ -37,7 +37,6 @@ from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER
 from ycore.run.text import Say
-from ycore.scoring.model_scorers import check_teachers
 from ycore.scoring.scorers import served_models
 from ycore.scoring.scoring import ServedModel
 
@@ -155,6 +154,8 @@ def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch) -> EnginePlan:
         config.engine.max_model_len, model_config, option="engine.max_model_len"
     )
     if config.replay is None or config.teaches_exactly:
+        from ycore.scoring.model_scorers import check_teachers
+
         check_teachers(config, fetch(config.model), fetch)
     if config.replay is not None:
         return EnginePlan(

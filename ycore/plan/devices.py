@@ -130,7 +130,7 @@ def _of_memory(gigabytes: float) -> Device:
 
 
 _SIZE = 512
-_COPY_BYTES = 64 * 2**20
+_COPY_BYTES = 32 * 2**20
 _REPEATS = 3
 _FASTER: tuple[tuple[str, float], ...] = (
     ("amx_bf16", 6.0),

@@ -7,15 +7,15 @@ last received.
 import asyncio
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from http.cookiejar import CookieJar, DefaultCookiePolicy
-from typing import Any, NamedTuple
-
-import httpx
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ycore.foreign import foreign_line
 
+if TYPE_CHECKING:
+    import httpx
+
 _CONNECT_S = 20.0
-_MAY_PASS = (httpx.TimeoutException, httpx.NetworkError, httpx.RemoteProtocolError)
 _PACKINGS = ("identity", "gzip", "deflate")
 """One of them is a thousand times smaller than what it unpacks to; several, one in another, have no such bound."""
 
@@ -48,8 +48,12 @@ class Address:
         *,
         headers: Mapping[str, str] | None = None,
         follow_redirects: bool = False,
-        transport: httpx.AsyncBaseTransport | None = None,
+        transport: "httpx.AsyncBaseTransport | None" = None,
     ) -> None:
+        from http.cookiejar import CookieJar, DefaultCookiePolicy
+
+        import httpx  # a command that plans asks no address
+
         self._client = httpx.AsyncClient(
             base_url=base_url,
             headers={"Accept-Encoding": "gzip", **(headers or {})},
@@ -63,6 +67,9 @@ class Address:
         self, path: str, body: Mapping[str, Any] | None = None, *, max_bytes: int
     ) -> AddressAnswer:
         """Return the answer to this JSON, or to a GET without one; AddressFailed where there is none of `max_bytes`."""
+        import httpx
+
+        may_pass = (httpx.TimeoutException, httpx.NetworkError, httpx.RemoteProtocolError)
         try:
             method = "GET" if body is None else "POST"
             async with self._client.stream(method, path, json=body) as response:
@@ -78,7 +85,7 @@ class Address:
                         raise AddressFailed(f"its answer has more than {max_bytes} bytes")
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as problem:
             raise AddressFailed(
-                str(problem) or type(problem).__name__, may_pass=isinstance(problem, _MAY_PASS)
+                str(problem) or type(problem).__name__, may_pass=isinstance(problem, may_pass)
             ) from None
         after = response.headers.get("retry-after", "")
         return AddressAnswer(
@@ -112,6 +119,6 @@ def fetch_answer(
 
     with ThreadPoolExecutor(1) as thread:
         answer = thread.submit(lambda: asyncio.run(work())).result()
-    if answer.status != httpx.codes.OK:
+    if answer.status != HTTPStatus.OK:
         raise AddressFailed(f"it answered {answer.status}: {answer.line}")
     return answer

@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.data.prompts import PromptSet
 from ycore.rewards.answers import completion_text
-from ycore.rewards.builtin import is_code, settings_of
+from ycore.rewards.builtin import settings_of
 from ycore.rewards.code import (
     CodeSettings,
     StdioTests,
@@ -77,10 +77,6 @@ class CodeScorer(Scorer):
     programs: ProgramPool
     _: KW_ONLY
     meter: CodeMeter = field(default_factory=CodeMeter)
-
-    @classmethod
-    def handles(cls, spec: RewardConfig) -> bool:
-        return is_code(spec)
 
     @classmethod
     def check_rows(cls, spec: RewardConfig, config: RunConfig, prompts: PromptSet) -> None:

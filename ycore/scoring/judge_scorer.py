@@ -27,7 +27,6 @@ from ycore.judge.question import (
 from ycore.judge.sources import (
     JUDGE_PREFIX,
     is_agreement,
-    is_judge,
     judge_of,
     model_name,
     require_columns,
@@ -98,10 +97,6 @@ class JudgeScorer(Scorer):
     seed: int
     text_of: TextOf = plain_text
     images: ImageStore = NO_IMAGES
-
-    @classmethod
-    def handles(cls, spec: RewardConfig) -> bool:
-        return is_judge(spec)
 
     @classmethod
     def models(cls, spec: RewardConfig, config: RunConfig) -> list[ServedModel]:
@@ -341,10 +336,6 @@ class AgreementScorer(Scorer):
     _: KW_ONLY
     meter: JudgeMeter
     text_of: TextOf = plain_text
-
-    @classmethod
-    def handles(cls, spec: RewardConfig) -> bool:
-        return is_agreement(spec)
 
     @classmethod
     def check_rows(cls, spec: RewardConfig, config: RunConfig, prompts: PromptSet) -> None:

@@ -18,7 +18,6 @@ from ycore.judge.question import break_special_tokens, special_tokens
 from ycore.judge.sources import (
     RewardModel,
     Teacher,
-    is_reward_model,
     is_teacher,
     reward_model_of,
     teacher_of,
@@ -30,8 +29,6 @@ from ycore.rewards.builtin import (
     REFERENCE,
     Reference,
     before_the_answer,
-    is_environment,
-    is_reference,
     reference_reward,
     settings_of,
 )
@@ -85,10 +82,6 @@ class RewardModelScorer(Scorer):
 
     def __post_init__(self) -> None:
         self.engines = [engine for member in self.members for engine in member.engines]
-
-    @classmethod
-    def handles(cls, spec: RewardConfig) -> bool:
-        return is_reward_model(spec)
 
     @classmethod
     def models(cls, spec: RewardConfig, config: RunConfig) -> list[ServedModel]:
@@ -246,10 +239,6 @@ class TeacherScorer(Scorer):
     _: KW_ONLY
     max_model_len: int
     meter: TeacherMeter
-
-    @classmethod
-    def handles(cls, spec: RewardConfig) -> bool:
-        return is_teacher(spec)
 
     @classmethod
     def models(cls, spec: RewardConfig, config: RunConfig) -> list[ServedModel]:
@@ -459,10 +448,6 @@ class ReferenceScorer(Scorer):
     policy: Policy
 
     @classmethod
-    def handles(cls, spec: RewardConfig) -> bool:
-        return is_reference(spec)
-
-    @classmethod
     def check_rows(cls, spec: RewardConfig, config: RunConfig, prompts: PromptSet) -> None:
         settings_of(spec, Reference)
         require_reward_columns(REFERENCE, ["answer"], prompts.columns)
@@ -516,10 +501,6 @@ class ReferenceScorer(Scorer):
 
 class EnvironmentScorer(Scorer):
     """`environment`: what a completion's own environment paid at its end."""
-
-    @classmethod
-    def handles(cls, spec: RewardConfig) -> bool:
-        return is_environment(spec)
 
     @classmethod
     def build(cls, spec: RewardConfig, source: int, context: ScorerContext) -> Scorer:

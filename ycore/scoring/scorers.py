@@ -1,27 +1,20 @@
 """The classes that score a run's rewards, and the scoring of a run built from its config."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from ycore.config.algorithms import load_reference
 from ycore.config.schema import RewardConfig, RunConfig, ScoredConfig
 from ycore.data.prompts import PromptSet
 from ycore.engine.kinds import EngineKind
 from ycore.errors import ConfigError
-from ycore.judge.sources import is_teacher, teacher_of
+from ycore.judge.sources import is_agreement, is_judge, is_reward_model, is_teacher, teacher_of
 from ycore.placement.placement import JUDGE, ROLLOUT, check_placement, in_order, parse_placement
+from ycore.rewards.builtin import is_code, is_environment, is_reference
 from ycore.rewards.loading import reward_names
 from ycore.run.images import ImageStore
 from ycore.run.metrics import Meter
 from ycore.run.paths import RunFolder
-from ycore.scoring.code_scorer import CodeScorer
-from ycore.scoring.judge_scorer import AgreementScorer, JudgeScorer
-from ycore.scoring.model_scorers import (
-    EnvironmentScorer,
-    ReferenceScorer,
-    RewardModelScorer,
-    TeacherScorer,
-)
-from ycore.scoring.reward_pool import RuleScorer, reward_pool
 from ycore.scoring.scoring import (
     Policy,
     Scorer,
@@ -31,32 +24,36 @@ from ycore.scoring.scoring import (
     ServedModel,
 )
 
-SCORERS: tuple[type[Scorer], ...] = (
-    JudgeScorer,
-    AgreementScorer,
-    RewardModelScorer,
-    TeacherScorer,
-    ReferenceScorer,
-    EnvironmentScorer,
-    CodeScorer,
-)
-"""The rewards that are no functions in worker processes. A new one is a class, and a line here."""
+SCORERS: dict[Callable[[RewardConfig], bool], str] = {
+    is_judge: "ycore.scoring.judge_scorer:JudgeScorer",
+    is_agreement: "ycore.scoring.judge_scorer:AgreementScorer",
+    is_reward_model: "ycore.scoring.model_scorers:RewardModelScorer",
+    is_teacher: "ycore.scoring.model_scorers:TeacherScorer",
+    is_reference: "ycore.scoring.model_scorers:ReferenceScorer",
+    is_environment: "ycore.scoring.model_scorers:EnvironmentScorer",
+    is_code: "ycore.scoring.code_scorer:CodeScorer",
+}
+"""The rewards that are no functions in worker processes; a class is imported for a run that has such a reward."""
 
 
 def scorer_class(spec: RewardConfig) -> type[Scorer]:
-    return next((scorer for scorer in SCORERS if scorer.handles(spec)), RuleScorer)
+    """Import the class that scores the reward."""
+    references = (reference for handles, reference in SCORERS.items() if handles(spec))
+    scorer: type[Scorer] = load_reference(
+        next(references, "ycore.scoring.reward_pool:RuleScorer")
+    )
+    return scorer
 
 
 def is_rule(spec: RewardConfig) -> bool:
     """Return whether the reward is a plain function, for the worker processes."""
-    return scorer_class(spec) is RuleScorer
+    return not any(handles(spec) for handles in SCORERS)
 
 
 def runs_unknown_code(config: ScoredConfig) -> bool:
     """Return whether a reward runs code that ycore did not bring: a function of the user's, or what the policy wrote."""
     return any(
-        CodeScorer.handles(spec) or (is_rule(spec) and ":" in spec.reward)
-        for spec in config.rewards
+        is_code(spec) or (is_rule(spec) and ":" in spec.reward) for spec in config.rewards
     )
 
 
@@ -161,6 +158,8 @@ def build_scoring(
 
     `started` are the engines of judges, reward models and teachers.
     """
+    from ycore.scoring.reward_pool import RuleScorer, reward_pool
+
     context = ScorerContext(config, folder, policy, started, reward_names(config.rewards))
     scorers: list[tuple[Sequence[int], Scorer]] = []
     meters: list[Meter] = []

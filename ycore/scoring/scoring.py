@@ -156,17 +156,13 @@ class ScorerContext:
 class Scorer:
     """A reward source in a run, or several of one kind.
 
-    The class methods answer before the run which rewards the class scores and what these need. `scorers.SCORERS` lists
-    the classes. `engines` are those that the scorer waits for and closes.
+    The class methods answer before the run what its rewards need. `scorers.SCORERS` lists the classes. `engines` are those
+    that the scorer waits for and closes.
     """
 
     kind: ClassVar[str] = ""
     name: str
     engines: Sequence[ScorerEngine] = ()
-
-    @classmethod
-    def handles(cls, spec: RewardConfig) -> bool:
-        raise NotImplementedError
 
     @classmethod
     def models(cls, spec: RewardConfig, config: RunConfig) -> list[ServedModel]:

@@ -245,7 +245,7 @@ TOOLS = "grpo --tools ycore_recipes.calculator:add --actions calls"
 def test_a_local_dry_run_imports_nothing_heavy(command: str, place: Path) -> None:
     code = (
         "import sys; from ycore_cli.main import run; status = run(sys.argv[1:]); "
-        "heavy = ('torch', 'trl', 'vllm', 'transformers', 'datasets'); "
+        "heavy = ('torch', 'trl', 'vllm', 'transformers', 'datasets', 'httpx', 'rich', 'markdown_it'); "
         "print(status, [name for name in heavy if name in sys.modules])"
     )
     arguments = (GRPO + "--learning-rate 1e-5").format(place=place).split()

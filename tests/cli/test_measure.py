@@ -349,7 +349,7 @@ def test_evaluations_of_several_models_are_one_group_of_trackers(
         groups.append(os.environ.get(TRACKER_GROUP))
         return {}
 
-    monkeypatch.setattr("ycore.api.evaluations.run_worker", noted)
+    monkeypatch.setattr("ycore.launch.launcher.run_worker", noted)
     monkeypatch.setattr("ycore.api.evaluations.compare_evaluations", lambda *_: ({}, []))
     monkeypatch.delenv(TRACKER_GROUP, raising=False)
     if given is not None:

@@ -19,8 +19,8 @@ from ycore.scoring.judge_scorer import (
     agreement_of,
     judge_questions,
     shows_chosen_first,
-    trains_a_judge,
 )
+from ycore.scoring.scorers import trains_a_judge
 from ycore.types import Prompt
 
 PAIRWISE = {"mode": "pairwise", "verdict": {"kind": "score"}, "rubric": "Which is right?"}

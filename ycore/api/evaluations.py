@@ -12,7 +12,6 @@ from ycore.api.tables import aligned, figure_rows
 from ycore.config.recipe_files import load_benchmark
 from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError, DataError
-from ycore.launch.launcher import EVALUATOR, PREFLIGHT, run_worker
 from ycore.run.files import write_json_atomic
 from ycore.run.paths import tracker_group
 
@@ -35,6 +34,8 @@ def evaluation_plan(
 
 def run_evaluations(configs: Sequence[RunConfig]) -> dict[str, dict[str, Any]]:
     """Run the evaluations one after another; the summary of each by its model. Trackers get several as one group."""
+    from ycore.launch.launcher import EVALUATOR, run_worker
+
     several = len(configs) > 1
     with (
         tracker_group(Path(configs[0].output).resolve().parent.name)
@@ -106,6 +107,7 @@ def preflight_config(config: RunConfig) -> RunConfig:
 def run_preflight(config: RunConfig) -> dict[str, Any]:
     """Check and measure; the measurements, a few completions and the verdict, as JSON values."""
     from ycore.evaluation.preflight import parse_measurements, preflight_verdict
+    from ycore.launch.launcher import PREFLIGHT, run_worker
 
     checked_plan(config, trains=False)
     summary = run_worker(PREFLIGHT, config)

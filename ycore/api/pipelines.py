@@ -24,6 +24,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, ValidationError
 
+from ycore.api.evaluations import run_evaluations
 from ycore.api.run_settings import complete_config
 from ycore.api.running import checked_plan, run_training, training_plan
 from ycore.api.tables import plan_rows
@@ -40,7 +41,6 @@ from ycore.errors import (
     YcoreError,
     nearest,
 )
-from ycore.launch.launcher import EVALUATOR, run_worker
 from ycore.run.claim import AS_IT_WAS, Claim, is_finished
 from ycore.run.files import make_private, read_json, write_bytes_atomic, write_json_atomic
 from ycore.run.paths import LOCK, RunFolder, tracker_group
@@ -322,8 +322,9 @@ def run_stage_command(config: AnyConfig, *, resume: bool) -> Mapping[str, Any]:
     """Check a stage's run, do it in the foreground, and return its summary."""
     config = complete_config(config)
     if config.algorithm == "eval":
+        assert isinstance(config, RunConfig)
         checked_plan(config, resume=resume)
-        return run_worker(EVALUATOR, config)
+        return run_evaluations([config])[config.model]
     plan = training_plan(config, resume=resume, how=AS_IT_WAS)
     return run_training(config, plan, resume=resume, how=AS_IT_WAS)
 

@@ -11,7 +11,6 @@ from ycore.data.examples import num_overlapping
 from ycore.data.prompts import PromptSet, load_prompts
 from ycore.engine.kinds import REPLAY, EngineKind, choose_kind
 from ycore.errors import ConfigError, RewardError
-from ycore.judge.sources import is_agreement
 from ycore.launch.layout import Site
 from ycore.launch.machine_checks import check_run
 from ycore.models.chat_template import ChatTemplate
@@ -24,6 +23,7 @@ from ycore.scoring.scorers import (
     check_rows,
     is_rule,
     runs_unknown_code,
+    trains_a_judge,
 )
 
 
@@ -80,7 +80,7 @@ def check_rollouts(
 
 
 def _load_prompts(config: RunConfig, *, as_chat: bool) -> PromptSet:
-    if not any(map(is_agreement, config.rewards)):
+    if not trains_a_judge(config):
         return load_prompts(config, as_chat=as_chat)
     from ycore.scoring.judge_scorer import check_agreement, judge_questions
 

@@ -115,6 +115,7 @@ _CHAT_ENDS = (
 _OPENED = re.compile("|".join([r"\n[ \t]*Assistant:", *map(re.escape, _CHAT_ENDS)]))
 """The marks that open an answer in a text."""
 
+_IN_BRACKETS = re.compile(r"(?!\[INST)(?:\[(?s:.*)\]|\{(?s:.*)\})\Z")
 _MAX_ORDERS = 1000
 _MAX_SPACES = 20  # of an answer that rewards may compare
 
@@ -264,15 +265,14 @@ class RowReader:
         assert self.form is not None
         content = content_of(row, self.form.question, self.roles)
         if isinstance(content, str):
-            is_turns = self.needs.as_chat and is_dialogue(content)
-            if self.form in CONVERSATIONS and not is_turns:
+            if self.form in CONVERSATIONS and not (self.needs.as_chat and is_dialogue(content)):
                 raise DataError(
                     f"{self.form.question!r} is text in {row.place}; it must be a list of {{role, content}} turns"
                 )
             for name in self._joined:
                 if text := _text_of(row, name):
                     content = f"{content}\n\n{text}" if content.strip() else text
-            if content[:1] + content[-1:] in ("[]", "{}") and content[:5] != "[INST":
+            if _IN_BRACKETS.match(content):
                 self.notes[
                     "questions in brackets are taken as text, for they list no turns"
                 ] += 1
@@ -311,10 +311,12 @@ class RowReader:
 
     def may_show(self, content: Content) -> bool:
         """Tell whether a row with this question may have pictures."""
-        return self._has_image_columns or (
-            not isinstance(content, str)
-            and any(IMAGE_MARK in (turn["content"] or "") for turn in content)
-        )
+        if self._has_image_columns or isinstance(content, str):
+            return self._has_image_columns
+        for turn in content:  # noqa: SIM110 -- any() would make a generator for each row
+            if turn["content"] and IMAGE_MARK in turn["content"]:
+                return True
+        return False
 
     def read(self, row: TableRow) -> Row | str:
         """Return what a row says to a trainer that learns from answers, or why nothing can be learned from it."""
@@ -667,14 +669,12 @@ class RoleOrders:
         self._orders: set[Any] = set()
 
     def is_new(self, *contents: Any) -> bool:
-        order = tuple(
-            [
-                turn["role"] if len(turn) == 2 else (turn["role"], *turn)
-                for content in contents
-                if type(content) is list
-                for turn in content
-            ]
-        )
+        roles = []
+        for content in contents:
+            if type(content) is list:
+                for turn in content:
+                    roles.append(turn["role"] if len(turn) == 2 else (turn["role"], *turn))
+        order = tuple(roles)
         if order in self._orders or len(self._orders) == _MAX_ORDERS:
             return False
         self._orders.add(order)

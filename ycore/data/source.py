@@ -295,20 +295,19 @@ class JsonLines(Sequence[Mapping[str, Any]]):
         self._starts = array("Q")
         self._lengths = array("Q")
         self._hashes = array("q")
-        columns: dict[str, None] = {}
+        last_values: dict[str, Any] = {}
         start = 0
         for number, line in enumerate(source, start=1):
-            if line.removeprefix(codecs.BOM_UTF8).strip():
+            row = _quickly_parsed(line)
+            if row is not None or line.removeprefix(codecs.BOM_UTF8).strip():
+                last_values.update(self._parsed(line, number) if row is None else row)
                 self.lines.append(number)
                 self._starts.append(start)
                 self._lengths.append(len(line))
                 if self._memory is None:
                     self._hashes.append(hash(line))
-                row = self._parsed(line, len(self.lines) - 1)
-                if not row.keys() <= columns.keys():
-                    columns |= dict.fromkeys(row)
             start += len(line)
-        self.columns = tuple(columns)
+        self.columns = tuple(last_values)
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -330,27 +329,28 @@ class JsonLines(Sequence[Mapping[str, Any]]):
     def _checked(self, line: bytes, index: int) -> dict[str, Any]:
         if self._memory is None and hash(line) != self._hashes[index]:
             raise DataError(
-                f"{self._place(index)}: the file was changed while it was in use; bring back what it was, and resume"
+                f"{self.path}, line {self.lines[index]}: the file was changed while it was in use; bring back what it was, "
+                "and resume"
             )
-        return self._parsed(line, index)
-
-    def _place(self, index: int) -> str:
-        return f"{self.path}, line {self.lines[index]}"
+        return _quickly_parsed(line) or self._parsed(line, self.lines[index])
 
     def _read(self, start: int, length: int) -> bytes:
         if self._memory is not None:
             return bytes(self._memory[start : start + length])
         return os.pread(self._source.fileno(), length, start)
 
-    def _parsed(self, line: bytes, index: int) -> dict[str, Any]:
-        try:
-            row = from_json(line, cache_strings="keys")
-            if type(row) is dict:
-                return row
-        except ValueError:
-            pass  # half of a character, which json reads, or an error that it words better
-        place = self._place(index)
+    def _parsed(self, line: bytes, number: int) -> dict[str, Any]:
+        place = f"{self.path}, line {number}"
         return _json_object(place, _parse_json(place, _decoded(place, line)))
+
+
+def _quickly_parsed(line: bytes) -> dict[str, Any] | None:
+    """Parse an object; None for half of a character, which `json` reads, and for errors, which it words better."""
+    try:
+        row = from_json(line, cache_strings="keys")
+    except ValueError:
+        return None
+    return row if type(row) is dict else None
 
 
 def _parse_json(place: str, text: str) -> Any:

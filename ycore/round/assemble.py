@@ -25,8 +25,8 @@ from ycore.round.sampling import WHOLE, DrawSource, Rules, Shard, rules_of
 from ycore.round.step import Controller, ControllerAhead, ShareWeights
 from ycore.run.images import ImageStore
 from ycore.run.paths import RunFolder
-from ycore.scoring.judge_scorer import judge_questions, trains_a_judge
-from ycore.scoring.scorers import build_scoring
+from ycore.scoring.judge_scorer import judge_questions
+from ycore.scoring.scorers import build_scoring, trains_a_judge
 from ycore.scoring.scoring import Policy, Scoring
 from ycore.types import Prompt, opens_thinking
 

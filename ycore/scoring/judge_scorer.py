@@ -384,10 +384,6 @@ def agreement_of(spec: RewardConfig) -> Judge:
     return judge
 
 
-def trains_a_judge(config: RunConfig) -> bool:
-    return any(map(is_agreement, config.rewards))
-
-
 def check_agreement(config: RunConfig) -> None:
     """Raise ConfigError where the judge of the run's `agrees:` reward cannot be trained."""
     agreement_of(next(filter(is_agreement, config.rewards)))

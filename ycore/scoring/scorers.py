@@ -57,6 +57,10 @@ def runs_unknown_code(config: ScoredConfig) -> bool:
     )
 
 
+def trains_a_judge(config: RunConfig) -> bool:
+    return any(map(is_agreement, config.rewards))
+
+
 def served_models(config: RunConfig) -> list[ServedModel]:
     """Return the policy, then every model that scores this run in an engine of ycore's.
 

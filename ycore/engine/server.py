@@ -25,7 +25,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +64,7 @@ def request_succeeds(socket: Path, method: str, path: str, *, timeout_s: float) 
     transport = httpx.HTTPTransport(uds=str(socket), verify=False)
     try:
         with httpx.Client(transport=transport, timeout=timeout_s) as client:
-            return client.request(method, f"http://engine{path}").status_code == HTTPStatus.OK
+            return client.request(method, f"http://engine{path}").status_code == httpx.codes.OK
     except httpx.HTTPError:
         return False
 
@@ -190,7 +189,7 @@ class Server:
             )
             if response.is_server_error:
                 raise NoAnswer(problem)
-            if response.status_code == HTTPStatus.BAD_REQUEST:
+            if response.status_code == httpx.codes.BAD_REQUEST:
                 raise BadRequest(problem)
             raise EngineError(problem)
         if not is_json:

@@ -7,7 +7,6 @@ last received.
 import asyncio
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ycore.foreign import foreign_line
@@ -119,6 +118,6 @@ def fetch_answer(
 
     with ThreadPoolExecutor(1) as thread:
         answer = thread.submit(lambda: asyncio.run(work())).result()
-    if answer.status != HTTPStatus.OK:
+    if answer.status != 200:
         raise AddressFailed(f"it answered {answer.status}: {answer.line}")
     return answer

@@ -17,23 +17,62 @@ def write_tiny_model(folder: Path, *, seed: int = 0, chat: bool = True) -> Path:
     `seed` decides the weights; `chat` gives the tokenizer a chat template.
     """
     # Llama and not Qwen2: for Qwen2, transformers puts that family's tokenizer in place of the one saved here.
-    return _write(folder, "Llama", seed, chat=chat, tie_word_embeddings=True)
+    return _write(folder, "llama", seed, chat=chat, tie_word_embeddings=True)
 
 
-def write_tiny_mixture(folder: Path, *, seed: int = 0) -> Path:
-    """Write a Qwen3-MoE of two layers with four experts each into `folder`, and return `folder`."""
-    return _write(
-        folder,
-        "Qwen3Moe",
-        seed,
-        chat=True,
-        tie_word_embeddings=False,
-        moe_intermediate_size=32,
-        head_dim=32,
-        num_experts=4,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-    )
+_SLIDING = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+_LINEAR = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_ROUTED_EXPERTS = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1,
+    "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+_LATENT = {
+    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+}  # fmt: skip
+_MULTIPLIERS = {
+    "embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+}  # fmt: skip
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 32, "tie_word_embeddings": True},
+    "qwen3_moe": _EXPERTS | {"head_dim": 32, "norm_topk_prob": True},
+    "qwen3_next": _EXPERTS | _LINEAR | {"head_dim": 32, "norm_topk_prob": True, "shared_expert_intermediate_size": 32},
+    "qwen3_5_text": _LINEAR | {"head_dim": 32},
+    "gemma2": {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 16},
+    "gemma3_text": _SLIDING | {"head_dim": 32, "query_pre_attn_scalar": 32},
+    "mistral": {"sliding_window": None},
+    "mixtral": _LOCAL_EXPERTS | {"sliding_window": None},
+    "phi3": {},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "olmo2": {},
+    "olmo3": _SLIDING,
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "granite": _MULTIPLIERS,
+    "granitemoe": _MULTIPLIERS | _LOCAL_EXPERTS,
+    "glm4": {"head_dim": 32, "attention_bias": True},
+    "glm4_moe": _ROUTED_EXPERTS | {"head_dim": 32},
+    "gpt_oss": _SLIDING | _LOCAL_EXPERTS | {"head_dim": 32},
+    "deepseek_v2": _ROUTED_EXPERTS | _LATENT | {"topk_method": "greedy"},
+    "deepseek_v3": _ROUTED_EXPERTS | _LATENT,
+}  # fmt: skip
+"""The sizes of a small model by its `model_type`, beside those that all have."""
+
+
+def write_tiny_family(folder: Path, family: str, *, seed: int = 0) -> Path:
+    """Write a model of two layers of one of the `FAMILIES` into `folder`, and return `folder`.
+
+    Its weights are large, so that its distributions are far from flat.
+    """
+    return _write(folder, family, seed, chat=True, initializer_range=0.15, **FAMILIES[family])
 
 
 def _write(folder: Path, family: str, seed: int, *, chat: bool, **sizes: Any) -> Path:
@@ -41,7 +80,8 @@ def _write(folder: Path, family: str, seed: int, *, chat: bool, **sizes: Any) ->
     import transformers
 
     tokenizer = _tokenizer(chat)
-    config = getattr(transformers, f"{family}Config")(
+    config = transformers.AutoConfig.for_model(
+        family,
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=128,
@@ -57,7 +97,7 @@ def _write(folder: Path, family: str, seed: int, *, chat: bool, **sizes: Any) ->
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.tiny_model import write_tiny_mixture, write_tiny_model
+from tests.tiny_model import write_tiny_family, write_tiny_model
 from ycore.engine.kinds import is_vllm_installed
 
 COMMON = "--dataset task:addition?digits=1 --reward exact_answer --max-tokens 8 --engine transformers --json"
@@ -46,7 +46,7 @@ def test_train_then_measure(tmp_path: Path) -> None:
 def test_a_mixture_of_experts_is_trained_merged_and_exported(
     tmp_path: Path, trains: str
 ) -> None:
-    write_tiny_mixture(tmp_path / "model")
+    write_tiny_family(tmp_path / "model", "qwen3_moe")
     (tmp_path / "rewards.py").write_text(
         "def spread(completions, **columns):\n"
         "    return [len(turns[-1]['content']) % 3 / 3 for turns in completions]\n"

@@ -1,6 +1,8 @@
 """The command and environment of an engine, and one real engine from start to nothing left."""
 
+import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -27,6 +29,7 @@ from ycore.engine.server import is_healthy
 from ycore.errors import ConfigError
 from ycore.launch.guardian import RunWatch, remove_leftovers
 from ycore.launch.processes import ManagedProcess
+from ycore.placement.placement import JUDGE, REWARD_MODEL, TEACHER
 from ycore.run.files import make_private
 from ycore.run.paths import RunFolder
 
@@ -346,3 +349,56 @@ def test_what_ycore_sets_is_refused_with_what_to_say_instead(name: str, way_out:
     assert str(refused.value).startswith(
         f"engine.args.{name} is not passed on: "
     ) and way_out in str(refused.value)
+
+
+GPU = replace(CPU, cores=None, devices=("0",), gpu_memory_utilization=0.5, sleeps=True)
+ON_A_DEVICE = {
+    "policy": GPU,
+    "awake": replace(GPU, sleeps=False),
+    "deterministic": replace(GPU, deterministic=True),
+    "adapters": replace(GPU, lora_rank=16, sleeps=False),
+    "float32": replace(GPU, dtype="float32"),
+    "two devices": replace(GPU, devices=("0", "1"), tensor_parallel=2),
+    "pictures": replace(GPU, sees=True),
+    "foreign code": replace(GPU, trust_remote_code=True),
+    "drafts": replace(
+        GPU,
+        arguments=(
+            ("speculative_config", {"method": "ngram", "num_speculative_tokens": 4}),
+            ("max_num_batched_tokens", 4096),
+        ),
+    ),
+    **{role: replace(GPU, role=role) for role in (JUDGE, REWARD_MODEL, TEACHER)},
+}
+
+
+@pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed")
+def test_vllm_on_an_h100_takes_every_command_line(chat_model: Path, tmp_path: Path) -> None:
+    """Its CUDA platform is told that there are devices; what it then makes of our words is its own config."""
+    commands = {
+        purpose: engine_command(replace(engine, model=chat_model))[3:]
+        for purpose, engine in ON_A_DEVICE.items()
+    }
+    (tmp_path / "commands.json").write_text(json.dumps(commands))
+    words = [
+        sys.executable,
+        "-m",
+        "tests.engine.pretended_h100",
+        str(tmp_path / "commands.json"),
+    ]
+    made = subprocess.run(words, capture_output=True, text=True, timeout=600)
+    assert made.returncode == 0, made.stderr[-2000:]
+    configs = json.loads(made.stdout.splitlines()[-1])
+    assert not [one for one in configs.values() if isinstance(one, str)], configs
+    # Drafts from earlier tokens need vLLM's first runner, which waits for each step; a pooling model has no next step.
+    slower = {purpose for purpose, made in configs.items() if not made["asynchronous"]}
+    assert slower == {"drafts", REWARD_MODEL}
+    assert not configs["drafts"]["second runner"]
+    assert configs["two devices"]["devices"] == 2 and configs["adapters"]["adapters"]
+    assert [purpose for purpose in configs if not configs[purpose]["sleeps"]] == [
+        "awake",
+        "adapters",
+    ]
+    assert configs["float32"]["dtype"] == "torch.float32"
+    assert configs[REWARD_MODEL]["runner"] == "pooling"
+    assert configs[JUDGE]["logprobs"] == "raw_logprobs"

@@ -12,7 +12,7 @@ from peft import get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.tiny_model import write_tiny_mixture
+from tests.tiny_model import write_tiny_family
 from ycore.config.schema import LoraSettings
 from ycore.engine import SamplingParams
 from ycore.engine.kinds import is_vllm_installed
@@ -27,7 +27,7 @@ PROMPT = [9, 8, 7, 30, 31, 32]
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_mixture(tmp_path_factory.mktemp("mixture"))
+    return write_tiny_family(tmp_path_factory.mktemp("mixture"), "qwen3_moe")
 
 
 def policy(mixture: Path, targets: list[str] | str | None) -> Any:

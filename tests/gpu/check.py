@@ -47,7 +47,7 @@ PARTS = {
     ),
     "attention": Part(
         "training_parts.attention",
-        180,
+        240,
         "flash attention, 2k to 32k tokens, the device's memory",
     ),
     "sync": Part("training_parts.sync", 90, "1.3 billion weights over the bus"),

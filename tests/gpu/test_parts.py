@@ -1,6 +1,8 @@
 """The parts of the device check, as far as a CPU can do them; `test_on_device` runs them on a GPU."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +34,39 @@ def test_the_stages_of_a_sync_are_measured(
     )
 
 
-def test_both_paths_score_the_same_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_paths_score_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_parts, "_SMOLLM2", TINY)
-    found = [training_parts.forward_cost(600, path) for path in ("mask", "segments")]
-    assert found[0]["mean_logprob"] == pytest.approx(found[1]["mean_logprob"], abs=1e-3)
-    assert all(one["seconds"] > 0 for one in found)
+    costs = [
+        list(training_parts.forward_costs(path, 2, [600, 900])) for path in ("mask", "segments")
+    ]
+    assert [one["tokens"] for one in costs[0]] == [600, 900]
+    for masked, segmented in zip(*costs, strict=True):
+        assert masked["mean_logprob"] == pytest.approx(segmented["mean_logprob"], abs=1e-2)
+        assert segmented["seconds"] > 0
+
+
+def test_attention_ends_within_its_limit_and_keeps_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16 processes of 6 s of imports each, with limits longer than the part's, lost all figures."""
+    longest = len(training_parts.PATHS) * training_parts.PATH_WITHIN_S
+    assert longest < PARTS["attention"].limit_s
+    line = json.dumps({"tokens": 1024, "seconds": 0.5, "gib": 1.0, "mean_logprob": -4.0})
+    script = (
+        f"import sys, time; print('{line}', flush=True); time.sleep(60 * ('mask' in sys.argv))"
+    )
+    monkeypatch.setattr(training_parts, "PATH_WITHIN_S", 2)
+    run = subprocess.run
+
+    def started(command: list[str], **options: Any) -> Any:
+        return run([sys.executable, "-c", script, *command[4:]], **options)
+
+    monkeypatch.setattr(training_parts.subprocess, "run", started)
+    said = training_parts.attention(tmp_path)
+    assert said.startswith(
+        "mask not to its end (no end after 2 s); 1024 tokens: segments 0.500 s"
+    )
+    assert "mask 0.500 s" in said
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,20 @@
 """The parts of the device check that train: a replayed round, packed rows, the stages of a sync, three whole steps.
 
 A part takes a folder of its own, returns its figures in words, and raises RunError where something is wrong.
-`python -m tests.gpu.training_parts 8192 segments [30]` measures one packed row: tokens, path, layers.
+`python -m tests.gpu.training_parts segments 30 8192 16384` measures packed rows: path, layers, tokens of each row.
 """
 
 import json
 import random
 import resource
+import statistics
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import psutil
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig
+from trl.trainer.utils import add_fused_lm_head
 
 from tests.chaos.job import Job, write_inputs
 from tests.chaos.runs import Run, Setting
@@ -35,7 +38,10 @@ from ycore.trl.forward import add_compact_head
 from ycore.trl.packing import attention_inputs, block_mask, pack, plan_blocks, use_segments
 
 GIB = 2**30
-PATHS = ("mask", "segments", "varlen")
+PATHS = ("segments", "varlen", "mask")
+ROWS = {True: (30, 2048, 8192, 16384, 32768), False: (2, 1024)}
+"""On a device, or on a CPU: layers, then tokens of each row."""
+PATH_WITHIN_S = 75
 _SMOLLM2: dict[str, Any] = {
     "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3,
     "num_hidden_layers": 30, "vocab_size": 49152, "tie_word_embeddings": True, "max_position_embeddings": 65536,
@@ -128,83 +134,94 @@ def _replay(folder: Path, *options: str) -> str:
 
 
 def attention(folder: Path) -> str:
-    """Forward and backward of packed rows by each path, each in a process of its own."""
-    lines, on_device = [], torch.cuda.is_available()
-    for tokens in (2048, 8192, 16384, 32768) if on_device else (1024,):
-        found: dict[str, dict[str, float]] = {}
-        words = []
-        for path in PATHS if on_device else PATHS[:2]:
-            command = [
-                sys.executable,
-                "-P",
-                "-m",
-                __spec__.name,
-                str(tokens),
-                path,
-                str(30 if on_device else 2),
-            ]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-            if done.returncode == 0:
-                one = found[path] = json.loads(done.stdout.splitlines()[-1])
-                words.append(f"{path} {one['seconds']:.2f} s {one['gib']:.1f} GiB")
-                continue
-            problem = done.stderr.strip().rpartition("\n")[2]
-            if path == "segments":
-                raise RunError(f"{tokens} tokens by segments: {problem}")
-            words.append(
-                f"{path} not run ({problem[:80]})"
-            )  # e.g. without flash attention, or the mask has no room
-        lines.append(f"{tokens} tokens: {', '.join(words)}")
-        means = [one["mean_logprob"] for one in found.values()]
+    """Forward and backward of packed rows by each path, each in a process of its own that goes through all lengths."""
+    on_device = torch.cuda.is_available()
+    figures: dict[int, dict[str, dict[str, float]]] = {}
+    words = []
+    for path in PATHS if on_device else ("segments", "mask"):
+        command = [sys.executable, "-P", "-m", __spec__.name, path, *map(str, ROWS[on_device])]
+        measured = folder / f"{path}.jsonl"
+        problem = ""
+        with measured.open("w") as file, (folder / f"{path}.log").open("w") as log:
+            try:
+                subprocess.run(
+                    command, stdout=file, stderr=log, timeout=PATH_WITHIN_S, check=True
+                )
+            except subprocess.TimeoutExpired:
+                problem = f"no end after {PATH_WITHIN_S} s"
+            except (
+                subprocess.CalledProcessError
+            ):  # e.g. no flash attention, or no room for the mask
+                problem = Path(log.name).read_text().strip().rpartition("\n")[2][:80]
+        for one in map(json.loads, measured.read_text().splitlines()):
+            figures.setdefault(one["tokens"], {})[path] = one
+        if problem and path == "segments":
+            raise RunError(f"by segments: {problem}")
+        words += [f"{path} not to its end ({problem})"] if problem else []
+    for tokens, by_path in figures.items():
+        costs = [
+            f"{path} {one['seconds']:.3f} s {one['gib']:.1f} GiB"
+            for path, one in by_path.items()
+        ]
+        words.append(f"{tokens} tokens: {', '.join(costs)}")
+        means = [one["mean_logprob"] for one in by_path.values()]
         if max(means) - min(means) > _MEANS_WITHIN:
-            raise RunError(f"{lines[-1]}: the mean log-probabilities differ: {means}")
-    return "; ".join(lines)
+            raise RunError(f"{words[-1]}: the mean log-probabilities differ: {means}")
+    return "; ".join(words)
 
 
-def forward_cost(tokens: int, path: str, layers: int = 30) -> dict[str, float]:
-    """Seconds, and GiB above what was held before, of forward and backward of a row: eight completions of a prompt.
+def forward_costs(path: str, layers: int, lengths: Sequence[int]) -> Iterator[dict[str, float]]:
+    """Of rows of each length: seconds, the median of three after a warm-up, and GiB above what was held before.
 
-    SmolLM2-135M's shape with random weights, LoRA, bfloat16, gradient checkpointing. Flash attention does not share the
-    prompt, so its row is longer. `mask`: one dense mask, made on the host, as long as the row in both directions.
+    A row has eight completions of a prompt. SmolLM2-135M's shape with random weights, LoRA, bfloat16, gradient
+    checkpointing, and the head that a run uses: TRL's on a device. Flash attention does not share the prompt, so its
+    row is longer. `mask`: one dense mask, made on the host, as long as the row in both directions.
     """
     shape = _SMOLLM2 | {"num_hidden_layers": layers}
     policy = _policy("flash_attention_2" if path == "varlen" else "sdpa", shape=shape)
     device, model = policy.device, policy.get_base_model()
-    add_compact_head(model, temperature=1.0)
-    policy.gradient_checkpointing_enable()
+    add_fused_lm_head(model, temperature=1.0, outputs=("log_probs", "entropy"))
+    if device.type == "cpu":
+        add_compact_head(model, temperature=1.0)
+    policy.gradient_checkpointing_enable({"use_reentrant": False})
     policy.enable_input_require_grads()
     policy.train()
     if path == "segments":
         use_segments(model)
 
-    def once(length: int) -> float:
+    def once(length: int, seed: int) -> float:
+        """Other tokens at each call; the completions' lengths differ, as a run's do."""
         shared = length // _PROMPT_SHARE
-        each = (length - shared) // _GROUP
-        draw, words = random.Random(0), range(model.config.vocab_size)
+        draw, words = random.Random(seed), range(model.config.vocab_size)
+        mean = (length - shared) // _GROUP
+        sizes = [mean + mean * place // 20 for place in range(-4, 5) if place]
         prompts = [tuple(draw.choices(words, k=shared + 1))] * _GROUP
-        completions = [tuple(draw.choices(words, k=each)) for _ in range(_GROUP)]
+        completions = [tuple(draw.choices(words, k=size)) for size in sizes]
         blocks = plan_blocks(prompts, completions, share=path != "varlen")
-        row, _ = pack(
-            blocks, prompts, completions, [index * each for index in range(len(completions))]
-        )
+        row, _ = pack(blocks, prompts, completions, [0, *accumulate(sizes[:-1])])
         masked = path == "mask"
         layout = {"attention_mask": block_mask(blocks[0]).to(device)} if masked else None
         layout = layout or attention_inputs(path, blocks, device)
         inputs = {name: one.to(device) for name, one in row.items()}
-        outputs = policy(**inputs, **layout, fused_lm_head=True, use_cache=False)
+        with torch.autocast(device.type, torch.bfloat16):
+            outputs = policy(**inputs, **layout, fused_lm_head=True, use_cache=False)
         outputs.log_probs.sum().backward()
-        return float(outputs.log_probs.detach().sum()) / (_GROUP * each)
+        policy.zero_grad(set_to_none=True)
+        return float(outputs.log_probs.detach().sum()) / sum(sizes)  # waits for the device
 
-    once(128)  # kernels are chosen and compiled
-    held, began, processor = _held(reset=True), time.perf_counter(), time.process_time()
-    mean = once(tokens)
-    seconds, processor = time.perf_counter() - began, time.process_time() - processor
-    return {
-        "seconds": seconds,
-        "processor_s": processor,
-        "gib": (_held() - held) / GIB,
-        "mean_logprob": mean,
-    }
+    for length in lengths:
+        once(length, 0)  # kernels are chosen and compiled
+        held, times = _held(reset=True), []
+        for repeat in range(1, 4):
+            began = time.perf_counter()
+            mean = once(length, repeat)
+            times.append(time.perf_counter() - began)
+        yield {
+            "tokens": length,
+            "seconds": statistics.median(times),
+            "gib": (_held() - held) / GIB,
+            "mean_logprob": mean,
+        }
 
 
 def _held(*, reset: bool = False) -> float:
@@ -376,4 +393,5 @@ def _on_a_device(gpu: Gpu, used_mib: list[float], step: float) -> list[dict[str,
 
 
 if __name__ == "__main__":
-    print(json.dumps(forward_cost(int(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:]))))
+    for cost in forward_costs(sys.argv[1], int(sys.argv[2]), [*map(int, sys.argv[3:])]):
+        print(json.dumps(cost), flush=True)

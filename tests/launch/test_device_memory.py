@@ -1,6 +1,7 @@
 """Described machines: for every process of a run its devices, its turn to start, and its share of the memory."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -277,7 +278,7 @@ def test_states_that_ddp_cannot_hold_are_divided(tmp_path: Path) -> None:
     ("machine", "settings", "way_out"),
     [
         (ONE_24, {"lora": None}, r"take LoRA \(leave --full out\)"),
-        (ONE_24, {"model": FOURTEEN}, "take --quantize 4bit"),
+        (ONE_24, {"model": FOURTEEN}, "take a smaller model"),
         (H100, {"lora": None, "accelerate": "ddp"}, "take --accelerate zero2"),
         (
             ONE_24,
@@ -293,6 +294,98 @@ def test_a_trainer_that_cannot_fit_is_refused_with_what_fits(
     rule = r"holds [\d.]+ GiB on each device before any activations, and [\d.]+ of its"
     with pytest.raises(ConfigError, match=f"{rule} .*; {way_out}"):
         fitted(config, machine)
+
+
+def described(
+    count: int, gib: float, *, host_gb: float, shm_bytes: float | None = None
+) -> Machine:
+    names = tuple(map(str, range(count)))
+    shared = (
+        host_gb * 5e8 if shm_bytes is None else shm_bytes
+    )  # half of the host's memory, Linux's default
+    free_bytes = (gib - 0.4) * GIB
+    host_bytes = host_gb * 1e9
+    return Machine(
+        tuple(range(16)), names, gib * GIB, free_bytes, host_bytes=host_bytes, shm_bytes=shared
+    )
+
+
+DOCKER = 64 * 2.0**20
+MACHINES = {
+    "1x16": described(1, 15.9, host_gb=64),
+    "1x24": described(1, 24, host_gb=64),
+    "2x24": described(2, 24, host_gb=128),
+    "3x24": described(3, 24, host_gb=128),
+    "1x48": described(1, 47.5, host_gb=128),
+    "6x40": described(6, 40, host_gb=512),
+    "8x80": described(8, 79.6, host_gb=1000),
+    "slices of MIG": SLICES,
+    "1x24, Docker's /dev/shm": described(1, 24, host_gb=64, shm_bytes=DOCKER),
+    "8x80, Docker's /dev/shm": described(8, 79.6, host_gb=1000, shm_bytes=DOCKER),
+    "1x24, host of 32 GB": described(1, 24, host_gb=32),
+    "2x24, host of 32 GB": described(2, 24, host_gb=32),
+}
+LARGEST = {
+    "1x16": 3, "1x24": 7, "2x24": 7, "3x24": 7, "1x48": 14, "6x40": 14, "8x80": 32, "slices of MIG": 1.5,
+    "1x24, Docker's /dev/shm": 7, "8x80, Docker's /dev/shm": 0, "1x24, host of 32 GB": 7,
+    "2x24, host of 32 GB": 7,
+}  # fmt: skip
+"""Billions of weights of the largest model that the default command trains, with LoRA."""
+ADVICE = {
+    "--quantize 4bit": {"quantize": "4bit"},
+    "LoRA (leave --full out)": {},
+    "--accelerate zero2": {"accelerate": "zero2"},
+    "--accelerate zero3": {"accelerate": "zero3"},
+}
+
+
+def refusal(machine: Machine, **settings: Any) -> str:
+    """The line that refuses the default command; empty where it has a plan, all of which fits."""
+    try:
+        config = fitted(config_of(**settings), machine)
+        sharing = check_run(config, site_on(config, machine), vllm=True)
+    except ConfigError as error:
+        return str(error)
+    assert sharing is not None and "can be used" not in sharing.line, sharing.line
+    return ""
+
+
+@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("full", [False, True])
+def test_the_default_command_has_a_plan_that_fits_or_one_line_with_what_does(
+    name: str, full: bool
+) -> None:
+    machine = MACHINES[name]
+    trained = {"lora": None} if full else {}
+    for size in (0.5, 1.5, 3, 7, 14, 32):
+        model = f"Qwen/Qwen2.5-{size:g}B-Instruct"
+        line = refusal(machine, model=model, **trained)
+        if not full:
+            assert (line == "") == (size <= LARGEST[name]), line
+        assert not line or ("\n" not in line and re.search(r"; (take|make) ", line)), line
+        way_out = line.rpartition("; take ")[2]
+        if way_out in ADVICE:
+            then = refusal(machine, model=model, **ADVICE[way_out])
+            assert then == "" or then.startswith("/dev/shm must hold"), line
+
+
+def test_advice_is_what_trainer_and_engines_both_fit_with() -> None:
+    """14B on one device of 24 GB was told to take 4 bits, with which its engine of 30 GiB has no room either."""
+    rule = "leaves its engines too little on each device, and 21.6 of its 24.0 GiB can be used"
+    with pytest.raises(ConfigError, match=f"{rule}; take --quantize 4bit"):
+        fitted(config_of(FOURTEEN), MACHINES["2x24"])
+
+
+def test_the_host_must_hold_what_leaves_the_devices() -> None:
+    """The frozen weights of two ranks of 7B are 28 GiB, beside 14 in /dev/shm."""
+    small = MACHINES["2x24, host of 32 GB"]
+    assert fitted(config_of(SEVEN), small).accelerate == "zero3", "each rank has half of them"
+    ddp = config_of(SEVEN, accelerate="ddp")
+    with pytest.raises(
+        ConfigError, match=r"host memory must hold 29\.\d GiB of 2 ranks .*14\.2 of weights"
+    ):
+        check_run(ddp, site_on(ddp, small), vllm=True)
+    assert fitted(config_of(SEVEN), MACHINES["1x24, host of 32 GB"]).engine.sync == "ipc"
 
 
 def test_weights_go_through_the_device_where_dev_shm_is_small() -> None:

@@ -1,10 +1,15 @@
 """Parameter counts are those of the models themselves, and every way to name a config works."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.tiny_model import FAMILIES, write_tiny_family
 from ycore.errors import ModelError
 from ycore.models.names import sighted_family
 from ycore.plan.model_facts import (
@@ -27,6 +32,7 @@ COUNTED = {
     "meta-llama/Llama-2-7b-hf": 6_738_415_616,
     "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
     "mistralai/Mistral-7B-Instruct-v0.3": 7_248_023_552,
+    "HuggingFaceTB/SmolLM3-3B": 3_075_098_624,
 }
 
 
@@ -101,5 +107,38 @@ def test_an_unknown_model_comes_with_the_nearest(monkeypatch: pytest.MonkeyPatch
         model_facts("smollm2-153m")
 
 
+def counted_by_transformers(config: Mapping[str, Any]) -> int:
+    sizes = {key: value for key, value in config.items() if key != "model_type"}
+    settings = AutoConfig.for_model(config["model_type"], **sizes)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(settings)
+    return sum(weight.numel() for weight in model.parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_familys_config_is_read(family: str, tmp_path: Path) -> None:
+    """Norms, which are not counted one by one, are a larger share of so small a model."""
+    path = write_tiny_family(tmp_path, family) / "config.json"
+    config = json.loads(path.read_text())
+    assert model_facts(str(path)).num_params == pytest.approx(
+        counted_by_transformers(config), rel=0.03
+    )
+
+
 def test_every_known_model_can_be_planned() -> None:
+    assert len(KNOWN_CONFIGS) >= 60
     assert all(model_facts(name).num_params > 1e8 for name in KNOWN_CONFIGS)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("name", KNOWN_CONFIGS)
+def test_a_known_model_has_as_many_weights_as_transformers_builds(name: str) -> None:
+    config = KNOWN_CONFIGS[name]
+    counted = facts_of(config, name=name).num_params
+    assert counted == pytest.approx(counted_by_transformers(config), rel=1e-3)
+
+
+def test_what_a_token_leaves_in_the_cache_follows_the_attention() -> None:
+    """Latent attention keeps 576 values a layer; every fourth layer of a hybrid has keys and values."""
+    assert model_facts("DeepSeek-V3").kv_values == 61 * 576
+    assert model_facts("Qwen3-Next-80B-A3B").kv_values == 12 * 2 * 2 * 256

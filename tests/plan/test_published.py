@@ -5,13 +5,13 @@ software: a set of devices on which it trained must not be called too small by o
 step's time must be of the same size.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 
 from ycore.plan.devices import DEVICES, GB, GIB, Fleet
 from ycore.plan.memory import trainer_states
-from ycore.plan.model_facts import ModelFacts, model_facts
+from ycore.plan.model_facts import ModelFacts, facts_of, model_facts
 from ycore.plan.planner import forecast_step, strategies
 from ycore.plan.workload import Sharding, Strategy, Workload
 
@@ -25,10 +25,15 @@ def of_size(num_params: float) -> ModelFacts:
     """A model with about this many parameters, for what depends on nothing else."""
     hidden = 1024
     layers = round(num_params / 12.6e6)
-    facts = ModelFacts("sized", hidden, layers, 16, 16, 64, 2 * hidden, 32, tied=True)
-    return replace(
-        facts, intermediate_size=round((num_params / layers - 4 * hidden**2) / 3 / hidden)
-    )
+    sizes = {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 16,
+        "intermediate_size": round((num_params / layers - 4 * hidden**2) / 3 / hidden),
+        "vocab_size": 32,
+        "tie_word_embeddings": True,
+    }
+    return facts_of(sizes, name="sized")
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,14 @@ def test_model_states_are_those_published(row: States) -> None:
 
 def test_the_cache_of_a_token_is_that_published() -> None:
     """arXiv 2309.06180, section 3: 800 KB a token for OPT-13B, with 40 layers and a hidden size of 5120."""
-    opt = ModelFacts("OPT-13B", 5120, 40, 40, 40, 128, 20480, 50272, tied=True)
+    sizes = {
+        "hidden_size": 5120,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "intermediate_size": 20480,
+        "vocab_size": 50272,
+    }
+    opt = facts_of(sizes, name="OPT-13B")
     assert opt.kv_values * 2 == 800 * 1024
 
 

@@ -10,15 +10,25 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ycore.config.batch import BatchPlan, TuneBatch, derive_batch, micro_batch_sizes
 from ycore.config.schema import LoraSettings, RunConfig, TuneConfig
+from ycore.engine.kinds import choose_kind
 from ycore.errors import ConfigError, ModelError
 from ycore.launch.layout import Layout, Machine, Site, layout_of
+from ycore.models.names import sighted_family
 from ycore.placement.placement import ROLLOUT
 from ycore.plan.devices import GIB
-from ycore.plan.memory import NO_TRAINER, ON_GPU, EngineNeed, TrainerMemory, trainer_memory
+from ycore.plan.memory import (
+    HOST_SHARE,
+    NO_TRAINER,
+    ON_GPU,
+    EngineNeed,
+    TrainerMemory,
+    trainer_memory,
+)
 from ycore.plan.model_facts import ModelFacts, facts_of, model_config
 from ycore.plan.sharing import (
     DeviceSharing,
@@ -29,7 +39,8 @@ from ycore.plan.sharing import (
     usable_bytes,
 )
 from ycore.plan.workload import Strategy, workload_of
-from ycore.scoring.scorers import own_teachers
+from ycore.run.paths import RunFolder
+from ycore.scoring.scorers import own_teachers, served_models
 from ycore.scoring.scoring import ServedModel
 
 FactsOf = Callable[[str], ModelFacts | None]
@@ -84,11 +95,12 @@ def max_sequences(
 def fit_devices(config: RunConfig, machine: Machine) -> RunConfig:
     """Return the config with what it leaves open chosen by the devices' memory: sharding, micro-batch, sync.
 
-    It is the first of ddp, zero2 and zero3 of which weights, gradients and optimizer fit, and the largest micro-batch
-    up to the usual one that fits beside them. On cores, and where a size is not known, nothing is changed.
+    It is the first of ddp, zero2 and zero3 of which weights, gradients and optimizer fit and leave room for engines,
+    and the largest micro-batch up to the usual one that fits beside them. On cores, and where a size is not known,
+    nothing is changed.
 
     Raises:
-        ConfigError: weights, gradients and optimizer alone are more than a device holds.
+        ConfigError: weights, gradients and optimizer alone are more than a device holds, or leave engines no room.
     """
     policy = facts_here(config.model)
     if not machine.devices or policy is None or config.algorithm == "eval":
@@ -112,7 +124,7 @@ def fit_devices(config: RunConfig, machine: Machine) -> RunConfig:
         for candidate in _with_micro_batches(config, machine, name)
     ]
     for candidate, trainer in candidates:
-        if trainer.peak <= room:
+        if trainer.peak <= room and _leaves_room(candidate, machine):
             return candidate
     # What activations take is not certain: of the first sharding that holds the rest, the smallest micro-batch may run.
     smallest = {
@@ -120,15 +132,48 @@ def fit_devices(config: RunConfig, machine: Machine) -> RunConfig:
         for candidate, trainer in candidates
         if trainer.held <= room
     }
+    for candidate in smallest.values():
+        if _leaves_room(candidate, machine):
+            return candidate
+    changes = _changes(config)
+    fitting = (
+        words
+        for words, changed in changes.items()
+        if trainer_of(changed).held <= room and _leaves_room(changed, machine)
+    )
+    way_out = next(fitting, None)
+    if smallest and way_out is None:
+        return next(
+            iter(smallest.values())
+        )  # the check of its engines says why they do not fit
+    takes = f"training {config.model} holds {trainer_of(config).held / GIB:.1f} GiB on each device before any activations"
     if smallest:
-        return next(iter(smallest.values()))
-    raise _too_large_error(config, machine, trainer_of, room)
+        takes = f"training {config.model} leaves its engines too little on each device"
+    raise ConfigError(
+        f"{takes}, and {room / GIB:.1f} of its {machine.device_bytes / GIB:.1f} GiB can be used; take "
+        f"{way_out or 'a smaller model, or larger or more devices'}"
+    )
+
+
+def _leaves_room(config: RunConfig, machine: Machine) -> bool:
+    """Whether engines have room on the devices, and the host for what leaves them; True of a run without engines."""
+    kind, _ = choose_kind(config.engine.kind, family=sighted_family(config.model))
+    if not kind.has_servers:
+        return True
+    site = Site(RunFolder(Path(config.output)), layout_of(config, machine), machine)
+    memory = RunMemory(config, site, facts_here)
+    with suppress(ConfigError):
+        models = memory.with_widths(served_models(config))
+        memory.share(models, num_slots=len(machine.devices) // slot_width(models))
+        return True
+    return False
 
 
 def _needs_ipc(config: RunConfig, machine: Machine, policy: ModelFacts) -> bool:
-    """Whether /dev/shm cannot hold the policy's weights, and one device both trains and has all engines."""
+    """Whether /dev/shm has no room for the policy's weights, or the host beside frozen ones, and one device does all."""
     size = policy.num_params * config.value_bytes
-    is_small = machine.shm_bytes is not None and machine.shm_bytes < size
+    host_bytes = HOST_SHARE * (machine.host_bytes or math.inf)
+    is_small = min(machine.shm_bytes or math.inf, host_bytes / 2) < size
     return is_small and len(machine.devices) == 1 and config.processes == 1
 
 
@@ -143,13 +188,8 @@ def _with_micro_batches(
     return [config, *(config.model_copy(update={"trl": trl}) for trl in named)]
 
 
-def _too_large_error(
-    config: RunConfig,
-    machine: Machine,
-    trainer_of: Callable[[RunConfig], TrainerMemory],
-    room: float,
-) -> ConfigError:
-    """Say what the trainer takes of a device, and the first change with which it fits."""
+def _changes(config: RunConfig) -> dict[str, RunConfig]:
+    """Return what takes less of a device, by the option."""
     changes: dict[str, dict[str, Any]] = {}
     if config.processes != 1:
         changes |= {f"--accelerate {name}": {"accelerate": name} for name in ("zero2", "zero3")}
@@ -157,17 +197,7 @@ def _too_large_error(
         changes["LoRA (leave --full out)"] = {"lora": LoraSettings()}
     elif config.quantize is None:
         changes["--quantize 4bit"] = {"quantize": "4bit"}
-    fitting = (
-        f"take {words}"
-        for words, change in changes.items()
-        if trainer_of(config.model_copy(update=change)).held <= room
-    )
-    way_out = next(fitting, "take a smaller model, or larger or more devices")
-    assert machine.device_bytes is not None
-    return ConfigError(
-        f"training {config.model} holds {trainer_of(config).held / GIB:.1f} GiB on each device before any activations, and "
-        f"{room / GIB:.1f} of its {machine.device_bytes / GIB:.1f} can be used; {way_out}"
-    )
+    return {words: config.model_copy(update=change) for words, change in changes.items()}
 
 
 def rank_strategy(
@@ -300,8 +330,7 @@ class RunMemory:
             need = self._engine_need(model, facts, num_policy=num_engines[0], num_engines=count)
             needs.setdefault(model.role, []).append(need)
         assert device_bytes is not None
-
-        return share_device(
+        sharing = share_device(
             needs,
             self._trainer,
             self.options,
@@ -309,6 +338,26 @@ class RunMemory:
             free_bytes=machine.free_bytes,
             share=share,
         )
+        self._check_host(sharing)
+        return sharing
+
+    def _check_host(self, sharing: DeviceSharing) -> None:
+        """Check that the host has room for what leaves the devices, and for the weights of a sync by files."""
+        site, config = self._site, self._config
+        resting = self._trainer.resting
+        away = site.layout.local * (resting["none"] - resting[sharing.offload])
+        policy = self._known(config.model)
+        by_files = (
+            site.trains and config.engine.sync in ("auto", "merged") and policy is not None
+        )
+        files = policy.num_params * config.value_bytes if by_files and policy else 0
+        room = HOST_SHARE * (site.machine.host_bytes or math.inf)
+        if away and away + files > room:
+            raise ConfigError(
+                f"host memory must hold {away / GIB:.1f} GiB of {site.layout.local} ranks during a round and "
+                f"{files / GIB:.1f} of weights in /dev/shm, and {room / GIB:.1f} of this machine's can be used; take "
+                "fewer --processes, a smaller model, or a machine with more memory"
+            )
 
     def _engine_need(
         self, model: ServedModel, facts: ModelFacts, *, num_policy: int, num_engines: int

@@ -20,7 +20,7 @@ Parts = Mapping[str, float]
 HEAD_TILE = 512
 """Positions whose logits exist at a time (`TILE` in ycore/trl/forward.py)."""
 
-DEVICE_SHARE, _HOST_SHARE = 0.95, 0.9
+DEVICE_SHARE, HOST_SHARE = 0.95, 0.9
 """Shares of a GPU's and of the host's memory that a plan may use."""
 
 _LOGIT_BYTES = (
@@ -397,7 +397,7 @@ def _fill(needs: Sequence[EngineNeed], room: float) -> list[EngineMemory]:
 
 def capacity_of(fleet: Fleet) -> float:
     """Return the bytes that a plan may use of a device, or of the machine for a CPU."""
-    return fleet.device.memory_bytes * (_HOST_SHARE if fleet.device.on_cpu else DEVICE_SHARE)
+    return fleet.device.memory_bytes * (HOST_SHARE if fleet.device.on_cpu else DEVICE_SHARE)
 
 
 def step_memory(

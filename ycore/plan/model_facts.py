@@ -31,11 +31,20 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Model types with weights that their config.json does not mention.
 _BIASED = ("qwen2", "qwen2_moe")  # biases on queries, keys and values
 _NORMED_HEADS = ("qwen3", "qwen3_moe")  # a norm over every query's and key's head
+_GATED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # a gate as large as the queries
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Sizes under the names of config.json; with experts, `intermediate_size` is that of one expert."""
+    """Sizes under the names of config.json; with experts, `intermediate_size` is that of one expert.
+
+    Attributes:
+        attention_params: Weights of one layer's attention, the mean of all layers.
+        kv_values: Values that one token leaves in the KV cache: a key and a value a layer (arXiv 2309.06180, section
+            3), or what both are made of (arXiv 2405.04434, section 2.1).
+        shared_size: Columns of the experts that work on every token.
+        dense_layers: Layers without experts, of `dense_size` columns.
+    """
 
     name: str
     hidden_size: int
@@ -46,10 +55,14 @@ class ModelFacts:
     intermediate_size: int
     vocab_size: int
     tied: bool
+    attention_params: int
+    kv_values: int
     context_length: int | None = None
     num_experts: int = 1
     num_experts_per_token: int = 1
-    attention_bias: bool = False
+    shared_size: int = 0
+    dense_layers: int = 0
+    dense_size: int = 0
     head_norms: bool = False
 
     @property
@@ -59,12 +72,6 @@ class ModelFacts:
     @property
     def kv_size(self) -> int:
         return self.num_key_value_heads * self.head_dim
-
-    @property
-    def attention_params(self) -> int:
-        """Queries, keys, values and output of one layer, with biases."""
-        biases = self.query_size + 2 * self.kv_size if self.attention_bias else 0
-        return self.hidden_size * (2 * self.query_size + 2 * self.kv_size) + biases
 
     @property
     def expert_params(self) -> int:
@@ -81,24 +88,32 @@ class ModelFacts:
         """One layer with all experts, their router, and the norms."""
         router = self.hidden_size * self.num_experts if self.num_experts > 1 else 0
         norms = 2 * self.hidden_size + (2 * self.head_dim if self.head_norms else 0)
-        return self.attention_params + self.num_experts * self.expert_params + router + norms
+        return self.attention_params + self._mlp_params(self.num_experts) + router + norms
 
     @property
     def num_params(self) -> int:
         """All weights; tied embeddings count once."""
         embeddings = self.head_params * (1 if self.tied else 2)
-        return embeddings + self.num_hidden_layers * self.layer_params + self.hidden_size
+        layers = self.num_hidden_layers * self.layer_params + self._less_in_dense_layers(
+            self.num_experts
+        )
+        return embeddings + layers + self.hidden_size
 
     @property
     def linear_params(self) -> int:
         """Weights of all layers that one token is multiplied with: of experts the chosen ones; without the head."""
-        active = self.attention_params + self.num_experts_per_token * self.expert_params
-        return self.num_hidden_layers * active
+        active = self.attention_params + self._mlp_params(self.num_experts_per_token)
+        return self.num_hidden_layers * active + self._less_in_dense_layers(
+            self.num_experts_per_token
+        )
 
-    @property
-    def kv_values(self) -> int:
-        """Values that one token leaves in the KV cache: a key and a value a layer (arXiv 2309.06180, section 3)."""
-        return 2 * self.num_hidden_layers * self.kv_size
+    def _mlp_params(self, num_experts: int) -> int:
+        """So many experts, and the shared ones."""
+        return num_experts * self.expert_params + 3 * self.hidden_size * self.shared_size
+
+    def _less_in_dense_layers(self, num_experts: int) -> int:
+        dense = 3 * self.hidden_size * self.dense_size
+        return self.dense_layers * (dense - self._mlp_params(num_experts))
 
     def undivided(self, width: int) -> str:
         """Return the size that so many workers of an engine cannot divide; empty where there is none."""
@@ -133,25 +148,65 @@ def facts_of(config: Mapping[str, Any], *, name: str) -> ModelFacts:
     text: Mapping[str, Any] = {**config, **nested} if isinstance(nested, Mapping) else config
     heads = _size(text, "num_attention_heads", name)
     hidden = _size(text, "hidden_size", name)
+    layers = _size(text, "num_hidden_layers", name)
     experts = next((int(text[key]) for key in _EXPERTS if text.get(key)), 1)
     inner = text.get("moe_intermediate_size") if experts > 1 else None
+    inner = int(inner or _size(text, "intermediate_size", name))
     kind = str(text.get("model_type", ""))
+    head_dim = int(text.get("head_dim") or hidden // heads)
+    if text.get("kv_lora_rank"):
+        head_dim = int(text["qk_nope_head_dim"]) + int(text["qk_rope_head_dim"])
+    attention, cached = _attention(text, kind, heads, head_dim)
+    # A latent of keys and values is one for all heads.
+    kv_heads = 1 if text.get("kv_lora_rank") else int(text.get("num_key_value_heads") or heads)
+    shared = int(text.get("n_shared_experts") or 0) * inner
     return ModelFacts(
         name=name,
         hidden_size=hidden,
-        num_hidden_layers=_size(text, "num_hidden_layers", name),
+        num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=int(text.get("num_key_value_heads") or heads),
-        head_dim=int(text.get("head_dim") or hidden // heads),
-        intermediate_size=int(inner or _size(text, "intermediate_size", name)),
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=inner,
         vocab_size=_size(text, "vocab_size", name),
         tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
+        attention_params=attention,
+        kv_values=cached,
         context_length=text.get("max_position_embeddings"),
         num_experts=experts,
         num_experts_per_token=int(text.get("num_experts_per_tok") or 1) if experts > 1 else 1,
-        attention_bias=bool(text.get("attention_bias")) or kind in _BIASED,
+        shared_size=int(text.get("shared_expert_intermediate_size") or shared),
+        dense_layers=int(text.get("first_k_dense_replace") or 0) if experts > 1 else 0,
+        dense_size=int(text.get("intermediate_size") or 0),
         head_norms=kind in _NORMED_HEADS,
     )
+
+
+def _attention(text: Any, kind: str, heads: int, head_dim: int) -> tuple[int, int]:
+    """Return `attention_params` and `kv_values` of these sizes."""
+    hidden = text["hidden_size"]
+    layers = text["num_hidden_layers"]
+    queries = heads * head_dim
+    if rank := text.get("kv_lora_rank"):  # multi-head latent attention (arXiv 2405.04434)
+        narrow = text.get("q_lora_rank")
+        query_params = narrow * (hidden + queries) if narrow else hidden * queries
+        latent = rank + text["qk_rope_head_dim"]
+        key_params = hidden * latent + rank * heads * (
+            text["qk_nope_head_dim"] + text["v_head_dim"]
+        )
+        return query_params + key_params + heads * text["v_head_dim"] * hidden, layers * latent
+    keys = (text.get("num_key_value_heads") or heads) * head_dim
+    biases = queries + 2 * keys if text.get("attention_bias") or kind in _BIASED else 0
+    full = hidden * ((3 if kind in _GATED else 2) * queries + 2 * keys) + biases
+    if not (linear_heads := text.get("linear_num_value_heads")):
+        return full, 2 * layers * keys
+    # Gated DeltaNet (arXiv 2412.06464) in all layers but some.
+    linear_keys = text["linear_num_key_heads"] * text["linear_key_head_dim"]
+    linear_values = linear_heads * text["linear_value_head_dim"]
+    linear = hidden * (2 * linear_keys + 3 * linear_values + 2 * linear_heads)
+    kinds = text.get("layer_types") or ["full_attention"] * (layers // 4)
+    num_full = kinds.count("full_attention")
+    return linear + num_full * (full - linear) // layers, 2 * num_full * keys
 
 
 def _size(config: Mapping[str, Any], key: str, name: str) -> int:

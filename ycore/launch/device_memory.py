@@ -10,15 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from ycore.config.batch import BatchPlan, TuneBatch, derive_batch, micro_batch_sizes
 from ycore.config.schema import LoraSettings, RunConfig, TuneConfig
-from ycore.engine.kinds import choose_kind
 from ycore.errors import ConfigError, ModelError
-from ycore.launch.layout import Layout, Machine, Site, layout_of
-from ycore.models.names import sighted_family
+from ycore.launch.layout import Layout, Machine, Site, layout_of, planned_site
 from ycore.placement.placement import ROLLOUT
 from ycore.plan.devices import GIB
 from ycore.plan.memory import (
@@ -39,7 +36,6 @@ from ycore.plan.sharing import (
     usable_bytes,
 )
 from ycore.plan.workload import Strategy, workload_of
-from ycore.run.paths import RunFolder
 from ycore.scoring.scorers import own_teachers, served_models
 from ycore.scoring.scoring import ServedModel
 
@@ -157,11 +153,9 @@ def fit_devices(config: RunConfig, machine: Machine) -> RunConfig:
 
 def _leaves_room(config: RunConfig, machine: Machine) -> bool:
     """Whether engines have room on the devices, and the host for what leaves them; True of a run without engines."""
-    kind, _ = choose_kind(config.engine.kind, family=sighted_family(config.model))
-    if not kind.has_servers:
+    if config.engine.kind == "transformers":
         return True
-    site = Site(RunFolder(Path(config.output)), layout_of(config, machine), machine)
-    memory = RunMemory(config, site, facts_here)
+    memory = RunMemory(config, planned_site(config, machine), facts_here)
     with suppress(ConfigError):
         models = memory.with_widths(served_models(config))
         memory.share(models, num_slots=len(machine.devices) // slot_width(models))

@@ -292,6 +292,11 @@ def site_of(config: BaseConfig, *, trains: bool = True) -> Site:
     return Site(folder, layout, machine, trains)
 
 
+def planned_site(config: RunConfig, machine: Machine) -> Site:
+    """Return the site of a run that is only planned there."""
+    return Site(RunFolder(Path(config.output)), layout_of(config, machine), machine)
+
+
 def check_ranks_fit(config: BaseConfig, layout: Layout, machine: Machine) -> None:
     """Check that every rank has a device or a core; else ConfigError with the nearest number that works."""
     count = layout.local

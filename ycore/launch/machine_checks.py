@@ -6,7 +6,6 @@ still run out of memory.
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 from ycore.config.batch import BatchPlan, derive_batch
 from ycore.config.schema import RunConfig
@@ -15,14 +14,13 @@ from ycore.engine.kinds import INSTALL_VLLM, EngineKind, choose_kind
 from ycore.errors import ConfigError
 from ycore.launch import engines
 from ycore.launch.device_memory import FactsOf, facts_here, slot_width
-from ycore.launch.layout import Machine, Site, check_deepspeed, layout_of, on_machine
+from ycore.launch.layout import Machine, Site, check_deepspeed, on_machine, planned_site
 from ycore.models.names import sighted_family
 from ycore.placement.placement import REWARD_MODEL
 from ycore.plan.devices import GIB, Fleet
 from ycore.plan.memory import engine_weight_bytes
 from ycore.plan.model_facts import ModelFacts
 from ycore.plan.sharing import DeviceSharing
-from ycore.run.paths import RunFolder
 from ycore.scoring.scorers import check_run_placement, served_models
 from ycore.scoring.scoring import ServedModel
 
@@ -121,10 +119,9 @@ def check_described(config: RunConfig, fleet: Fleet, *, known: FactsOf = facts_h
     device = fleet.device
     machine = described(fleet)
     config = on_machine(config, machine)
-    layout = layout_of(config, machine)
+    site = planned_site(config, machine)
     if device.on_cpu:
-        check_deepspeed(config, layout)
-    site = Site(RunFolder(Path(config.output)), layout, machine)
+        check_deepspeed(config, site.layout)
     check_run(config, site, known=known, vllm=None if device.on_cpu else True)
 
 

@@ -108,7 +108,7 @@ class ModelFacts:
         )
 
     def _mlp_params(self, num_experts: int) -> int:
-        """So many experts, and the shared ones."""
+        """Count the weights of these experts and of the shared ones in a layer."""
         return num_experts * self.expert_params + 3 * self.hidden_size * self.shared_size
 
     def _less_in_dense_layers(self, num_experts: int) -> int:

@@ -9,7 +9,6 @@ import pytest
 
 from ycore.errors import RunFolderError
 from ycore.run.files import LineFollower, parse_json, read_json, read_regular, write_json_atomic
-from ycore.view.progress import follow_run
 
 
 def test_written_values_come_back_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -121,5 +120,3 @@ def test_a_file_of_a_run_that_holds_no_object_is_refused(content: str, tmp_path:
     file.write_text(content)
     with pytest.raises(RunFolderError, match=r"run\.json.*was not written by ycore"):
         read_json(file)
-    with pytest.raises(RunFolderError, match=r"run\.json"):
-        follow_run(tmp_path, once=True)

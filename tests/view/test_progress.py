@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from ycore_cli.main import run as ycore
 
+from ycore.errors import RunFolderError
 from ycore.run.metrics import MetricsWriter
 from ycore.run.work import Work
 from ycore.view.activity import Activity, Scene
@@ -257,3 +258,21 @@ def test_a_damaged_row_is_named_while_watching(run: Path) -> None:
         f"line 1 of {metrics} is damaged" in stream.getvalue()
         and "step 2/4" in stream.getvalue()
     )
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        "null",
+        '{"config": NaN}',
+        '{"config": {"steps": [[]]}}',
+        '{"config": {"model": {}}}',
+        '{"config": {"env": 5}}',
+    ],
+)
+def test_a_run_that_ycore_did_not_write_is_refused_in_a_line(
+    description: str, tmp_path: Path
+) -> None:
+    (tmp_path / "run.json").write_text(description)
+    with pytest.raises(RunFolderError, match=r"run\.json"):
+        follow_run(tmp_path, once=True)

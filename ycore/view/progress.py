@@ -24,7 +24,6 @@ from rich.table import Table
 from rich.text import Text
 
 from ycore.run.claim import is_held
-from ycore.run.files import read_json
 from ycore.run.metrics import (
     REWARD,
     STEP_SECONDS,
@@ -37,6 +36,7 @@ from ycore.run.paths import RunFolder
 from ycore.run.text import as_duration, printable, topic
 from ycore.run.work import Pulse, progress_bar, quiet, spinning_row
 from ycore.view.activity import Activity, RunActivity, Scene, slot_names
+from ycore.view.report import read_description, read_summary
 
 _BARS = "▁▂▃▄▅▆▇█"
 MAX_SLOTS = 8
@@ -441,19 +441,17 @@ def _formats(row: Row) -> list[tuple[str, ...]]:
 def follow_run(root: Path, *, stream: TextIO | None = None, once: bool = False) -> None:
     """Show every step of the run in `root`, from its first, until it has ended, or `once` those that are there."""
     folder = RunFolder(root)
-    config = read_json(folder.config).get("config", {})
+    config = read_description(folder).config
     activity = RunActivity(root, goes_on=lambda: is_held(folder))
-    evaluates = config.get("algorithm") == "eval"
+    evaluates = config.algorithm == "eval"
     progress = open_progress(
-        None if evaluates else config.get("steps"),
+        None if evaluates else config.steps,
         unit="prompts" if evaluates else "step",
         stream=stream,
         look=activity.look,
     )
     try:
-        progress.say(
-            f"{root}: {config.get('algorithm')} of {config.get('model')} on {topic(config)}"
-        )
+        progress.say(f"{root}: {config.algorithm} of {config.model} on {topic(vars(config))}")
         follower = MetricsFollower(folder.metrics, from_the_start=True, say=progress.say)
         while True:
             # Before reading: what the run wrote last is then read too.
@@ -474,7 +472,7 @@ def _ending(folder: RunFolder) -> str:
     if not folder.summary.is_file():
         run = shlex.quote(str(folder.root))
         return f"over without a summary, as after a kill; `ycore resume {run}` goes on"
-    summary = read_json(folder.summary)
-    steps = f"{summary.get('status', 'ended')} after {summary.get('steps', 0)} steps"
-    duration = f", {as_duration(summary['wall_s'])}" if "wall_s" in summary else ""
-    return steps + duration + (f": {summary['error']}" if summary.get("error") else "")
+    summary = read_summary(folder)
+    steps = f"{summary.status or 'ended'} after {summary.steps} steps"
+    duration = f", {as_duration(summary.wall_s)}" if summary.wall_s else ""
+    return steps + duration + (f": {summary.error}" if summary.error else "")

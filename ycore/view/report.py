@@ -89,6 +89,11 @@ class _Reward(_Checked):
 
 
 class _Settings(_Checked):
+    algorithm: str = ""
+    model: str = ""
+    dataset: str | None = None
+    env: list[str] = []
+    steps: int | None = None
     prompts_per_step: int = Field(default=1, ge=1, le=1_000_000)
     rewards: list[_Reward] = []
 
@@ -108,6 +113,7 @@ class _Summary(_Checked):
     status: str = ""
     steps: int = 0
     wall_s: float = 0.0
+    error: str = ""
     reward_first: float | None = None
     reward_last: float | None = None
 
@@ -137,7 +143,7 @@ _File = TypeVar("_File", bound=_Checked)
 def read_run(root: Path) -> RecordedRun:
     """Read what a report shows of a run, finished or not; RunFolderError where no step is finished."""
     folder = RunFolder(root)
-    description = _check(_Description, read_json(folder.config), folder.config)
+    description = read_description(folder)
     config = description.config
     problems: list[str] = []
     metrics = read_metrics(folder.metrics, say=problems.append)
@@ -166,6 +172,14 @@ def read_run(root: Path) -> RecordedRun:
         pictures=folder.pictures if folder.pictures.is_file() else None,
         problems=problems,
     )
+
+
+def read_description(folder: RunFolder) -> _Description:
+    return _check(_Description, read_json(folder.config), folder.config)
+
+
+def read_summary(folder: RunFolder) -> _Summary:
+    return _check(_Summary, read_json(folder.summary), folder.summary)
 
 
 def _check(kind: type[_File], value: Any, file: Path) -> _File:

@@ -10,6 +10,7 @@ from ycore_cli import options as o
 from ycore_cli.output import before_and_after
 from ycore_cli.train import train_as_typed
 
+from ycore.api.tables import folded
 from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
 
@@ -57,14 +58,14 @@ LearningRate = o.fraction(
 def flow(context: typer.Context, **options: Any) -> None:
     """Train a model that draws on a reward of its pictures.
 
-    \b
     A round draws a group of pictures of each condition, reward functions look at them as PIL images, and
     DiffusionNFT or Flow-GRPO makes the better ones likelier. Rows have the class in the column label.
     See docs/pictures.md.
 
     \b
     ycore flow --recipe digits
-    ycore flow --model my-model --dataset prompts.jsonl --reward rewards.py:score --eval-reward judge.py:reads
+    ycore flow --model my-model --dataset prompts.jsonl \\
+               --reward rewards.py:score --eval-reward judge.py:reads
     """
     train_as_typed(context, "flow", options)
 
@@ -152,7 +153,7 @@ def flow_plan_rows(
     pictures = f"{config.prompts_per_step} conditions x {config.group_size} pictures a step"
     rate = f"learning rate {config.rate:g}"
     measured = f"{config.num_samples} pictures of each class, every {config.every} steps"
-    return [
+    rows = [
         ("model", f"{config.model}: {network}"),
         ("dataset", f"{config.dataset}: {num_rows} rows, the class in {column}"),
         ("rewards", ", ".join(rewards)),
@@ -164,6 +165,7 @@ def flow_plan_rows(
         ("held out", f"{', '.join(judges)}, {measured}"),
         ("output", config.output + (", going on from its last checkpoint" if resume else "")),
     ]
+    return list(folded(rows))
 
 
 def flow_closing_rows(config: "FlowConfig") -> list[tuple[str, str]]:

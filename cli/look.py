@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from textwrap import fill, indent
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -112,7 +113,6 @@ def recipes(
 ) -> int:
     """List the recipes, or run one with several seeds and compare.
 
-    \b
     The comparison is with the recipe's band: where one more run falls with 95 %, from at least three
     seeds. Runs that are finished in --output are not run again. Exit status 1 where a run is outside.
 
@@ -162,11 +162,11 @@ def _list_recipes(*, json: bool) -> None:
     if json:
         print_json({"recipes": [{**asdict(entry), "band": band} for entry, band in entries]})
         return
-    print_table((entry.line, entry.description + _mark(entry, band)) for entry, band in entries)
+    for entry, band in entries:
+        print(entry.line)
+        print(indent(fill(entry.description + _mark(entry, band), 76), "    "))
     print("Run one with `ycore` before its line; a path to your own YAML file works too.")
-    print(
-        "[band]: several seeds are on record, and `ycore recipes NAME` compares with them; the others have none."
-    )
+    print("[band]: several seeds are on record; `ycore recipes NAME` compares with them.")
 
 
 def _mark(entry: "RecipeEntry", band: Mapping[str, Any] | None) -> str:

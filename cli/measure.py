@@ -38,12 +38,11 @@ def plan(
 ) -> None:
     """Memory and time of a run, before it starts, on any devices.
 
-    \b
     Reads the model's config.json alone, see docs/plan.md. Fields of TRL's GRPOConfig are options too.
     With --dataset or --show-rows it also shows rows of the dataset as the model will see them.
 
     \b
-    ycore plan --model Qwen/Qwen2.5-7B-Instruct --devices 8x80GB --max-tokens 1024 --prompts-per-step 64
+    ycore plan --model Qwen/Qwen2.5-7B-Instruct --devices 8x80GB --max-tokens 1024
     ycore plan --recipe quickstart --devices cpu --show-rows 3
     """
     from ycore.api.planning import make_run_plan, plan_in_words
@@ -101,13 +100,13 @@ def _planned_config(context: typer.Context, recipe: str | None) -> "tuple[RunCon
 def preflight(context: typer.Context, *, dry_run: bool, json: bool, **_: Any) -> None:
     """Will this run learn? Find out before it starts.
 
-    \b
     Takes the options of `ycore grpo`, samples completions of 16 prompts with the run's own engines,
     scores them, and lists what would keep it from learning. Exit status 1 where something would.
 
     \b
     ycore preflight --recipe quickstart
-    ycore preflight --model smollm2-135m --dataset train.jsonl --reward rewards.py:score
+    ycore preflight --model smollm2-135m --dataset train.jsonl \\
+                    --reward rewards.py:score
     """
     from ycore.api.evaluations import preflight_config, preflight_lines, run_preflight
     from ycore.api.running import checked_plan
@@ -138,7 +137,6 @@ def preflight(context: typer.Context, *, dry_run: bool, json: bool, **_: Any) ->
 def doctor(json: o.Json = False) -> None:
     """Try out what a run needs, and say how to fix it.
 
-    \b
     Versions, devices, memory, disk, sockets, locks, sandbox and imports.
     Exit status 1 where something is broken.
 
@@ -184,17 +182,17 @@ def evaluate_models(
 ) -> None:
     """Measure a model, or several on the same prompts.
 
-    \b
     It tells the mean reward, pass@1 and pass@k, and of several models the differences with their intervals.
     pass@k is the unbiased estimate of arXiv 2107.03374.
     The other fields of TRL's GRPOConfig for sampling are options too; see docs/options.md.
 
     \b
-    ycore eval --model smollm2-135m --dataset 'task:addition?digits=1' --reward exact_answer
-    ycore eval --model runs/first/model --benchmark gsm8k --num-samples 8 --limit 200
+    ycore eval --model smollm2-135m --dataset test.jsonl --reward exact_answer
+    ycore eval --model runs/first/model --benchmark gsm8k --limit 200
     ycore eval --model smollm2-135m --model runs/quickstart/model \\
                --dataset 'task:addition?digits=1' --reward exact_answer
-    ycore eval --model smollm2-135m --pairs --dataset pairs.jsonl --reward rm:runs/rm/model
+    ycore eval --model smollm2-135m --pairs \\
+               --dataset pairs.jsonl --reward rm:runs/rm/model
     """
     from ycore.api.evaluations import compare_evaluations, evaluation_plan, run_evaluations
     from ycore.api.tables import figure_rows, plan_rows

@@ -9,7 +9,7 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ycore.api.tables import aligned
+from ycore.api.tables import aligned, folded
 from ycore.errors import ConfigError
 from ycore.run.files import json_safe, read_json
 from ycore.run.paths import RunFolder
@@ -70,16 +70,15 @@ def print_closing(config: "RunConfig") -> None:
     if folder.samples.is_file():
         _print_samples(read_json(folder.samples))
     summary = read_json(folder.summary) if folder.summary.is_file() else {}
-    print_table(
-        [
-            *evaluation_rows(folder, summary),
-            ("model", str(folder.model)),
-            ("curve", str(folder.curve)),
-            ("metrics", str(folder.metrics)),
-            *([("advice", str(summary["advice"]))] if "advice" in summary else []),
-            *_numbered("try next", _next_commands(config)),
-        ]
-    )
+    rows = [
+        *evaluation_rows(folder, summary),
+        ("model", str(folder.model)),
+        ("curve", str(folder.curve)),
+        ("metrics", str(folder.metrics)),
+    ]
+    if "advice" in summary:
+        rows += folded([("advice", str(summary["advice"]))])
+    print_table([*rows, *_numbered("try next", _next_commands(config))])
 
 
 def _numbered(name: str, lines: Iterable[str]) -> Iterator[tuple[str, str]]:

@@ -57,7 +57,7 @@ def training_command(algorithm: Algorithm) -> Callable[..., None]:
     names = ["model", *data.split(), *_TRAINING.split()]
     taken = " ".join(name for name in names if name not in algorithm.lacks)
     examples = "\n".join(f"ycore {algorithm.name} {example}" for example in algorithm.examples)
-    command.__doc__ = f"{algorithm.summary}\n\n\b\n{algorithm.help}\n\n\b\n{examples}"
+    command.__doc__ = f"{algorithm.summary}\n\n{algorithm.help}\n\n\b\n{examples}"
     o.takes(taken, **variants)(command)
     return command
 
@@ -92,7 +92,6 @@ def resume(
 ) -> None:
     """Continue a stopped run from its newest checkpoint.
 
-    \b
     The run continues exactly, to the bit. A change that would make it another run (settings, dataset,
     model, rewards) is an error that names it; --accept-changes goes on all the same.
     Fields of TRL's config of that run are options too; see docs/reliability.md.

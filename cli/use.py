@@ -83,7 +83,6 @@ def chat(
 ) -> None:
     """Talk to a run's model, or to two side by side. Ctrl-D ends.
 
-    \b
     The conversation begins with the system prompt and the examples that the run trained with.
 
     \b
@@ -164,7 +163,6 @@ def serve(
 ) -> int:
     """Serve a run's model with OpenAI's interface, by vLLM.
 
-    \b
     Adapters are merged first. Clients that reach the port need a key only if VLLM_API_KEY is set.
 
     \b
@@ -205,7 +203,6 @@ def export(
 ) -> None:
     """Write a run's model for others, or push it to the hub.
 
-    \b
     A merged folder or a GGUF file; or with --push the adapter, or with --format merged the whole model, and a card
     with the settings, the command, the curve and the evaluation. --dry-run shows what would be pushed.
 

@@ -127,12 +127,13 @@ class Draw:
 class Score:
     """One reward source's answer for one completion; `value` None means masked, and `problem` says why.
 
-    `logprobs` are a teacher's, of every token of the completion.
+    `logprobs` are a teacher's, of every token of the completion. `verdict` is what a judge of it wrote, cut short.
     """
 
     value: float | None
     problem: str | None = None
     logprobs: tuple[float, ...] | None = None
+    verdict: str | None = None
 
 
 def said(message: Mapping[str, Any]) -> str:
@@ -364,7 +365,7 @@ def draw_from_json(value: Mapping[str, Any]) -> Draw:
 
 
 def _score(value: Mapping[str, Any]) -> Score:
-    return Score(value["value"], value["problem"], _optional_tuple(value["logprobs"]))
+    return Score(**{**value, "logprobs": _optional_tuple(value["logprobs"])})
 
 
 def _optional_tuple(values: list[Any] | None) -> tuple[Any, ...] | None:

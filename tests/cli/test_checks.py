@@ -11,6 +11,7 @@ from ycore_cli.main import run
 
 from tests.chaos.command_lines import GRPO, command_words
 from tests.tiny_model import write_tiny_model
+from ycore.api.tables import folded
 from ycore.config.resolve import resolve
 from ycore.run.claim import claim
 from ycore.run.paths import RunFolder
@@ -129,6 +130,28 @@ def test_the_plan_says_what_is_not_at_its_default_and_what_is_written(
     written = " ".join(out.split("output")[1].split())
     for part in ("model/merged/", "best/", "metrics.jsonl", "every 8 steps", "sent to wandb"):
         assert part in written, written
+
+
+def test_a_plan_fits_80_columns_and_cuts_nothing_to_paste(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (place / "held_out_rows_of_an_evaluation.jsonl").write_text(
+        (place / "train.jsonl").read_text()
+    )
+    more = "--eval-dataset held_out_rows_of_an_evaluation.jsonl --eval-reward exact_answer"
+    assert run(command_words(more, place)) == 0
+    out = capfd.readouterr().out
+    assert {"held", "warning"} <= {line.split()[0] for line in out.splitlines()}
+    assert max(map(len, out.splitlines())) <= 80
+    rows = folded(
+        [("warning", f"{'word ' * 13}`ycore grpo --dry-run`, and {'x' * 90} ends it")]
+    )
+    assert list(rows) == [
+        ("warning", "word " * 12 + "word"),
+        ("", "  `ycore grpo --dry-run`, and"),
+        ("", "  " + "x" * 90),
+        ("", "  ends it"),
+    ]
 
 
 @pytest.mark.parametrize("passes", [1, 2])

@@ -69,15 +69,19 @@ def test_the_visible_options_are_these(name: str) -> None:
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
-def test_help_teaches(command: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+def test_help_teaches(
+    command: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     assert run([*command, "--help"]) == 0
     out, err = capfd.readouterr()
+    assert max(map(len, out.splitlines())) <= 80
     assert run([*command, "-h"]) == 0
     assert capfd.readouterr().out == out
     assert err == ""
     assert out.count("  ycore ") >= 2, "two full examples"
     if command in (["grpo"], ["eval"]):
-        assert "docs/options.md" in out
+        assert "docs/options.md" in " ".join(out.split())
 
 
 def test_no_line_of_the_command_list_is_cut_off(capfd: pytest.CaptureFixture[str]) -> None:

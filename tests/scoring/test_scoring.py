@@ -146,6 +146,15 @@ def test_pointwise_scores_are_scaled_to_rewards() -> None:
     assert values(rows) == [-1.0, 0.0, 1.0]
 
 
+def test_a_score_keeps_what_its_judge_wrote() -> None:
+    engine = ScriptedJudge("judge-0", lambda text: "Short and right. <score>8</score>")
+    ((score,),) = run(scores_of(make_scorer(make_judge(), [engine]), ["four"]))
+    assert score.value == 0.8 and (score.verdict or "").startswith("Short and right.")
+    pairs = make_judge(mode="pairwise", against="reference", reference_column="answer")
+    rows = run(scores_of(make_scorer(pairs, [engine]), ["four"], columns={"answer": "4"}))
+    assert (rows[0][0].verdict or "").count("Short and right.") == 2
+
+
 def test_a_judge_sees_the_pictures_of_the_prompt(tmp_path: Path) -> None:
     engine, store = ScriptedJudge("judge-0", by_length), ImageStore(tmp_path)
     image = store.put(png_of(Pillow.new("RGB", (2, 2), "red")), "row 0")

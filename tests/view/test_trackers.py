@@ -135,6 +135,7 @@ def test_trackers_get_what_their_users_look_for(tmp_path: Path) -> None:
         "--eval-every": 3,
         "--log-every": 2,
         "--preset": "rloo",
+        "--keep-best": "reward",
     }
     options = {"--model": write_tiny_model(tmp_path / "model")} | SMALL | sizes | tracked
     run(["grpo", *words_of(options)], tmp_path)
@@ -163,17 +164,25 @@ def test_trackers_get_what_their_users_look_for(tmp_path: Path) -> None:
         "advantage",
         "finish_reason",
         "problem",
+        "verdict",
     ]
     assert len(table["data"]) == 4
     for row in table["data"]:
-        step, prompt, completion, reward, advantage, reason, problem = row
+        step, prompt, completion, reward, advantage, reason, problem, verdict = row
         assert step == 1 and isinstance(prompt, str) and isinstance(completion, str)
         assert (
             isinstance(reward, float)
             and isinstance(advantage, float)
             and reason in ("stop", "length")
-            and problem == ""
+            and problem == verdict == ""
         )
+    models = [record.artifact for record in records_of(file) if record.HasField("artifact")]
+    models = [artifact for artifact in models if artifact.type == "model"]
+    for artifact, alias, folder in zip(
+        models, ("best", "latest"), ("best", "model"), strict=True
+    ):
+        assert alias in artifact.aliases
+        assert (output / folder).resolve().as_uri() in str(artifact.manifest)
 
     page = trackio_page(tmp_path)
     assert (page["name"], page["group"]) == ("run", None), "one page, named like the folder"

@@ -1,15 +1,17 @@
 """Put plans and figures into the rows of the tables that a person reads."""
 
 import json
+import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ycore.run.text import as_duration
+from ycore.run.text import as_duration, text_columns
 
 Rows = list[tuple[str, str]]
-_LINE = 68  # characters of a row's text, so that a plan fits into 80 columns
+_LONGEST = 34  # characters of a setting's value
+_COMMAND = re.compile("`[^`]*`")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -29,6 +31,23 @@ def aligned(rows: Iterable[Sequence[str]]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
     for row in rows:
         yield "  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip()
+
+
+def folded(rows: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Cut texts that are too wide at their spaces; paths, and commands in backticks, stay whole."""
+    columns = text_columns()
+    wrapper = textwrap.TextWrapper(
+        columns,
+        subsequent_indent="  ",
+        replace_whitespace=False,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    for name, text in rows:
+        glued = _COMMAND.sub(lambda match: match[0].replace(" ", "\0"), text)
+        lines = wrapper.wrap(glued) if len(text) > columns else [text]
+        for index, line in enumerate(lines):
+            yield "" if index else name, line.replace("\0", " ")
 
 
 def figure_rows(summary: Mapping[str, Any]) -> list[list[str]]:
@@ -68,10 +87,10 @@ def plan_rows(plan: Mapping[str, Any], *, resume: bool = False) -> Rows:
     if has_rollouts:
         rows += _engine_rows(plan)
     goes_on = ", going on from its last checkpoint" if resume else ""
-    output = [config["output"] + goes_on]
+    rows.append(("output", config["output"] + goes_on))
     if plan["length"] is not None:
-        output += textwrap.wrap(_files_in_words(plan), _LINE)
-    return rows + _block("output", output)
+        rows.append(("", f"  {_files_in_words(plan)}"))
+    return list(folded(rows))
 
 
 def _length_rows(plan: Mapping[str, Any]) -> Rows:
@@ -111,12 +130,12 @@ def _time_lines(length: Mapping[str, Any]) -> list[str]:
 
 
 def _changed_rows(changed: Mapping[str, Sequence[Any]]) -> Rows:
-    """Show what is not at its default, as many as fit on a line."""
+    """Show what is not at its default."""
     texts = [
         f"{name} {_shown(value)} (default {_shown(default)})"
         for name, (value, default) in changed.items()
     ]
-    return _block("changed", textwrap.wrap(", ".join(texts), _LINE))
+    return [("changed", ", ".join(texts))] if texts else []
 
 
 def _shown(value: Any) -> str:
@@ -124,7 +143,7 @@ def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= _LINE // 2 else f"{text[: _LINE // 2]}..."
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def _files_in_words(plan: Mapping[str, Any]) -> str:

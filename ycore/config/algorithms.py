@@ -171,7 +171,8 @@ _ROWS = (
         ),
         examples=(
             "--recipe distill-quickstart --teacher runs/quickstart",
-            "--model smollm2-135m --teacher HuggingFaceTB/SmolLM2-1.7B-Instruct --dataset prompts.jsonl",
+            "--model smollm2-135m --dataset prompts.jsonl \\\n"
+            "              --teacher HuggingFaceTB/SmolLM2-1.7B-Instruct",
         ),
         config_class="ycore.config.learners:DistillConfig",
         trainer="ycore.trl.distill:Trainer",

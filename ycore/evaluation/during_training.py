@@ -176,7 +176,8 @@ class Evaluation(TrainerCallback, ABC):
         if metric_score(figures, metric) <= metric_score(best, metric):
             return
         fresh, old = (self._folder.root / f".best.{name}" for name in ("new", "old"))
-        self._save(fresh)
+        with working("saving the best model"):
+            self._save(fresh)
         if self._run.leads:
             write_json_atomic(fresh / _RECORD, {"step": step, **figures})
             shutil.rmtree(old, ignore_errors=True)

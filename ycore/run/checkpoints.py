@@ -33,6 +33,7 @@ from ycore.run.files import (
 )
 from ycore.run.paths import RunFolder
 from ycore.run.text import Say
+from ycore.run.work import working
 
 SCHEMA = 2
 MIN_KEPT = 2  # checkpoints that are kept whatever the settings say: one may turn out damaged
@@ -351,20 +352,21 @@ class CheckpointWriter:
         staged, ranks = staging(self._folder, step), self._ranks
         leads = ranks.rank == 0
         try:
-            if leads:
-                self._stage(staged, step)
-            ranks.meet()
-            if not staged.is_dir() and ranks.is_first_of_machine:
-                leads = True  # a machine that does not share the run folder publishes what its ranks wrote
-                self._stage(staged, step)
-            ranks.meet()
-            yield staged
-            ranks.meet()
-            if leads:
-                sync(self._metrics)  # its steps are not taken again from here on
-                publish(self._folder, step, world=ranks.world)
-                drop_oldest(self._folder, keep=self._keep)
-            ranks.meet()
+            with working("saving a checkpoint"):
+                if leads:
+                    self._stage(staged, step)
+                ranks.meet()
+                if not staged.is_dir() and ranks.is_first_of_machine:
+                    leads = True  # a machine that does not share the run folder publishes what its ranks wrote
+                    self._stage(staged, step)
+                ranks.meet()
+                yield staged
+                ranks.meet()
+                if leads:
+                    sync(self._metrics)  # its steps are not taken again from here on
+                    publish(self._folder, step, world=ranks.world)
+                    drop_oldest(self._folder, keep=self._keep)
+                ranks.meet()
         except YcoreError:
             raise
         except (OSError, RuntimeError, SafetensorError) as error:

@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 V = TypeVar("V")
+_MAX_VERDICT = 1000  # characters of a judge's replies that a score keeps
 
 
 @dataclass
@@ -196,12 +197,17 @@ class JudgeScorer(Scorer):
 
     async def score_one(self, group: PendingGroup, index: int) -> Score:
         completion = await group.tasks_G[index]
+        replies: list[str] = []
         try:
-            return Score(self.judge.reward(await self._fraction_of(group, completion)))
+            share = await self._fraction_of(group, completion, replies)
         except Unreadable as problem:
             return self.masked(str(problem))
+        verdict = "\n".join(replies)[:_MAX_VERDICT]
+        return Score(self.judge.reward(share), verdict=verdict)
 
-    async def _fraction_of(self, group: PendingGroup, completion: Completion) -> float:
+    async def _fraction_of(
+        self, group: PendingGroup, completion: Completion, replies: list[str]
+    ) -> float:
         """Return the verdict on a completion, or on it against the row's reference, from 0 to 1."""
         prompt = group.draw.prompt
         text = self.text_of(completion)
@@ -210,9 +216,10 @@ class JudgeScorer(Scorer):
             reference = as_text(prompt.columns.get(self.judge.reference_column))
             if not reference.strip():
                 raise Unreadable("the row has no reference")
-            return await self._win_share(group, text, reference, key=key)
+            return await self._win_share(group, text, reference, replies, key=key)
         question = self.questioner.pointwise(prompt, text, key=key)
-        return await self._verdict(question, group, key=key, read=self._read_fraction(key))
+        read = self._read_fraction(key, replies)
+        return await self._verdict(question, group, key=key, read=read)
 
     async def _compare_siblings(self, group: PendingGroup) -> list[Score]:
         pairs = ring_pairs(len(group), self.judge.opponents)
@@ -232,20 +239,20 @@ class JudgeScorer(Scorer):
         key = self._key(group, completion, other)
         try:
             return await self._win_share(
-                group, self.text_of(completion), self.text_of(other), key=key
+                group, self.text_of(completion), self.text_of(other), [], key=key
             )
         except Unreadable:
             return None
 
     async def _win_share(
-        self, group: PendingGroup, text: str, other: str, *, key: str
+        self, group: PendingGroup, text: str, other: str, replies: list[str], *, key: str
     ) -> float:
         """Return the share of wins of `text`, judged in both orders, so that a preference for a position cancels out."""
         verdicts = []
         for number, texts in enumerate([(text, other), (other, text)]):
             order_key = f"{key}/{number}"
             question = self.questioner.pairwise(group.draw.prompt, *texts, key=order_key)
-            read = self._read_fraction(order_key)
+            read = self._read_fraction(order_key, replies)
             verdicts.append(self._verdict(question, group, key=order_key, read=read))
         when_first, when_second = await together(verdicts)
         self.meter.pairs += 1
@@ -308,9 +315,15 @@ class JudgeScorer(Scorer):
         self.meter.tokens += reply.num_tokens
         return reply
 
-    def _read_fraction(self, key: str) -> Callable[[Reply], float]:
-        code = verdict_code(key)
-        return lambda reply: self.judge.fraction(read_value(self.judge, reply, code=code))
+    def _read_fraction(self, key: str, replies: list[str]) -> Callable[[Reply], float]:
+        """Return what reads a verdict, and adds the reply it stands in to the `replies`."""
+
+        def read(reply: Reply) -> float:
+            value = read_value(self.judge, reply, code=verdict_code(key))
+            replies.append(reply.text)
+            return self.judge.fraction(value)
+
+        return read
 
     def _key(self, group: PendingGroup, *completions: Completion) -> str:
         """Identify what is judged, also in a resumed run. The key depends on the text: no policy can predict it."""

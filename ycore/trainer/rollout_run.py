@@ -156,7 +156,8 @@ class RolloutRun(TrainingRun):
         if self._parts.config.replay is not None:
             return
         self._evaluation.finish()
-        self._samples["after"] = self._sample(version=self.trainer.state.global_step)
+        with working("sampling after training"):
+            self._samples["after"] = self._sample(version=self.trainer.state.global_step)
         if self.leads:
             write_json_atomic(self.home.samples, self._samples)
 

@@ -236,6 +236,7 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
                 "advantage": advantage,
                 "finish_reason": completion.finish_reason,
                 "problem": "; ".join(score.problem for score in scores if score.problem),
+                "verdict": "\n".join(score.verdict for score in scores if score.verdict),
             }
             for advantage, (prompt, completion, scores) in zip(
                 advantages.tolist(), completions, strict=False

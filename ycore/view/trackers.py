@@ -1,9 +1,9 @@
 """Send trackers what they show of a run beside the numbers that transformers' callbacks send them.
 
 At a run's start: its settings, without secrets; during it: completions with their rewards; once its model is saved:
-completions before and after. A run without such callbacks (`ycore flow`) sends its numbers too (`OwnPage`), and
-`ycore eval` figures and completions. wandb and trackio share an interface; tensorboard keeps numbers and
-text. `python -m ycore.view.trackers RUN_FOLDER` sends an alert on why the run failed.
+completions before and after, and where the models are. A run without such callbacks (`ycore flow`) sends its numbers
+too (`OwnPage`), and `ycore eval` figures and completions. wandb and trackio share an interface; tensorboard keeps
+numbers and text. `python -m ycore.view.trackers RUN_FOLDER` sends an alert on why the run failed.
 """
 
 import importlib
@@ -137,24 +137,16 @@ class TrackerPage(TrainerCallback):
         return [writer for writer in writers if writer is not None]
 
     def close(self) -> None:
-        """Send completions before and after training, to the same prompts. On the first rank only."""
-        if not self._folder.samples.is_file():
-            return
-        samples = read_json(self._folder.samples)
-        rows = [
-            {
-                "prompt": content_text(before["prompt"]),
-                "before": before["completion"],
-                "after": after["completion"],
-            }
-            for before, after in zip(samples["before"], samples["after"], strict=True)
-        ]
+        """Send completions before and after training, to the same prompts, and the models. On the first rank only."""
+        rows = _samples(self._folder) if self._folder.samples.is_file() else []
         for tracker in self._trackers:
             with _tolerate_failure(tracker.__name__):
                 # transformers closes trackio's page with the last step; opened again, it has none of the settings.
                 _open(tracker, self._config, self._folder)
                 tracker.config.update(self._settings, allow_val_change=True)
-                tracker.log({_SAMPLES: _as_table(tracker, rows)})
+                if rows:
+                    tracker.log({_SAMPLES: _as_table(tracker, rows)})
+                _refer_to_models(tracker, self._folder)
                 tracker.finish()
 
 
@@ -188,10 +180,11 @@ class OwnPage:
             _add_numbers(self._writer, numbers, step=step)
 
     def send(self) -> None:
-        """Send the pictures of a finished run."""
+        """Send the pictures of a finished run, and its model."""
         for tracker in self._trackers:
             with _tolerate_failure(tracker.__name__):
                 tracker.log({_PICTURES: tracker.Image(str(self._folder.pictures))})
+                _refer_to_models(tracker, self._folder)
 
     def close(self) -> None:
         if self._writer is not None:
@@ -349,6 +342,27 @@ def _log_evaluations_apart(
 def _shortened(content: Any) -> str:
     text = content_text(content)
     return text if len(text) <= _MAX_LETTERS else f"{text[:_MAX_LETTERS]} ..."
+
+
+def _samples(folder: RunFolder) -> Rows:
+    samples = read_json(folder.samples)
+    return [
+        {
+            "prompt": content_text(before["prompt"]),
+            "before": before["completion"],
+            "after": after["completion"],
+        }
+        for before, after in zip(samples["before"], samples["after"], strict=True)
+    ]
+
+
+def _refer_to_models(tracker: Any, folder: RunFolder) -> None:
+    """Log where the run's models are, as `best` and `latest`; no weight leaves the machine."""
+    for model, alias in ((folder.best, "best"), (folder.model, "latest")):
+        if model.is_dir():
+            artifact = tracker.Artifact(f"{folder.run_id}-model", type="model")
+            artifact.add_reference(model.resolve().as_uri(), checksum=False)
+            tracker.log_artifact(artifact, aliases=[alias])
 
 
 def _as_table(tracker: Any, rows: Rows) -> Any:

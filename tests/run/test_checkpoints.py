@@ -17,6 +17,8 @@ import pytest
 from ycore.errors import RunFolderError
 from ycore.run import checkpoints
 from ycore.run.checkpoints import (
+    CheckpointWriter,
+    RankGroup,
     checkpoint_of,
     checkpoint_problem,
     checkpoints_in,
@@ -30,6 +32,9 @@ from ycore.run.checkpoints import (
     step_of,
 )
 from ycore.run.files import seal
+from ycore.run.paths import RunFolder
+from ycore.run.work import read_work
+from ycore.view.activity import Activity, Scene
 
 FILES = {
     "adapter_model.safetensors": b"w" * 5000,
@@ -170,6 +175,21 @@ def test_a_second_save_of_a_step_takes_the_place_of_the_first(tmp_path: Path) ->
     flip(first / "optimizer.pt")
     assert checkpoint_problem(save(tmp_path, 2)) is None
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+
+
+def test_a_save_says_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = RunFolder(tmp_path)
+    monkeypatch.setattr("ycore.run.work._board", home.work)
+    home.metrics.touch()
+    writer = CheckpointWriter(home, expected_bytes=1, keep=2, ranks=RankGroup())
+    with writer.saving(2) as staged:
+        (staged / "checkpoint-2").mkdir()
+        (staged / "checkpoint-2" / "trainer_state.json").write_text("{}")
+        work = read_work(home.work)
+        assert work is not None and work.words == "saving a checkpoint"
+        scene = Scene(Activity(), 9.0, False, step_began=1.0, step_ended=2.0, work=work)
+        assert scene.now().startswith("saving a checkpoint for ")
+    assert read_work(home.work) is None
 
 
 WRITER = """

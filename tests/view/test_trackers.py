@@ -176,6 +176,7 @@ def test_trackers_get_what_their_users_look_for(tmp_path: Path) -> None:
             and reason in ("stop", "length")
             and problem == verdict == ""
         )
+    assert "did not take" not in (output / "logs" / "trainer.log").read_text()
     models = [record.artifact for record in records_of(file) if record.HasField("artifact")]
     models = [artifact for artifact in models if artifact.type == "model"]
     for artifact, alias, folder in zip(

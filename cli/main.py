@@ -19,7 +19,7 @@ from ycore_cli.use import chat, export, serve
 
 from ycore import __version__
 from ycore.config.algorithms import ALGORITHMS, families, load_reference
-from ycore.errors import ConfigError, Interrupted, YcoreError, must_be, nearest
+from ycore.errors import Interrupted, YcoreError, must_be, nearest
 from ycore.run.files import file_problem
 from ycore.run.interrupt import keep_printing, run_command
 from ycore.run.text import printable
@@ -50,18 +50,6 @@ for name, command in {
 for command in (pipeline, recipes, doctor, report, chat, serve, export, docs):
     app.command(cls=PanelCommand)(command)
 
-_MOVED = {
-    "agents": "ycore docs skill prints it",
-    "env": "ycore doctor says it",
-    "push": "say ycore export RUN --push REPO",
-    "reproduce": "say ycore recipes NAME --seeds 3",
-    "rloo": "say ycore grpo --preset rloo",
-    "selftest": "it is a test of the repository: python -m pytest tests/chaos/test_selftest.py",
-    "simulate": "it is a benchmark of the repository: docs/benchmarks/simulate.py",
-    "watch": "say ycore report RUN --live",
-}
-"""Former commands, and where they went."""
-
 
 @app.callback(invoke_without_command=True)
 def ycore(
@@ -83,7 +71,7 @@ def ycore(
     """Reinforcement learning for language models from one command.
 
     \b
-    ycore grpo --recipe quickstart      a small model learns addition, on two CPU cores
+    ycore grpo --recipe quickstart      a small model learns addition
     ycore eval --help                   measure a model on a reward
     """
     if version:
@@ -121,8 +109,6 @@ def _run_with_pulse() -> int:
 def run(arguments: Sequence[str], *, pulse: AbstractContextManager[Any] | None = None) -> int:
     """Run `ycore ARGUMENTS` within the pulse and return the exit status. A bug keeps its traceback."""
     try:
-        if arguments and arguments[0] in _MOVED:
-            raise ConfigError(f"ycore {arguments[0]} is gone; {_MOVED[arguments[0]]}")
         with pulse or nullcontext():  # an error is the last line
             status = app(args=list(arguments), prog_name="ycore", standalone_mode=False)
     except YcoreError as error:

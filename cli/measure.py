@@ -12,7 +12,7 @@ from ycore_cli.output import print_json, print_line, print_table, stdout_for_jso
 if TYPE_CHECKING:
     from ycore.config.schema import RunConfig
 
-Top = Annotated[int | None, typer.Option(metavar="N", help="Ways to show.", min=1)]
+Top = o.whole_number("Ways to show.", least=1)
 
 
 @o.takes(

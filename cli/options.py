@@ -6,7 +6,7 @@ Options that a command does not declare are fields of TRL's config, by TRL's nam
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,8 +23,8 @@ def text(help: str, *names: str, metavar: str | None = None) -> Any:
     return Annotated[str | None, typer.Option(*names, metavar=metavar, help=help)]
 
 
-def whole_number(help: str) -> Any:
-    return Annotated[int | None, typer.Option(metavar="N", help=help)]
+def whole_number(help: str, *, least: int | None = None) -> Any:
+    return Annotated[int | None, typer.Option(metavar="N", min=least, help=help)]
 
 
 def fraction(help: str) -> Any:
@@ -37,11 +37,6 @@ def texts(help: str, *names: str, metavar: str) -> Any:
 
 def flag(help: str, name: str) -> Any:
     return Annotated[bool | None, typer.Option(name, help=help)]
-
-
-def switch(help: str, name: str) -> Any:
-    """Annotate a parameter that is false where it was not given."""
-    return Annotated[bool, typer.Option(name, help=help)]
 
 
 OPTIONS: Mapping[str, Any] = {
@@ -58,11 +53,11 @@ OPTIONS: Mapping[str, Any] = {
         metavar="KEY=VALUE",
     ),
     "seed": whole_number("Fixes the data's order and the sampling [0; TRL: seed]."),
-    "dry_run": switch("Check everything, show the plan, start nothing.", "--dry-run"),
+    "dry_run": flag("Check everything, show the plan, start nothing.", "--dry-run"),
     "show_rows": whole_number(
-        "Rows of the dataset that the plan shows as the model sees them [1]."
+        "Rows of the dataset that the plan shows as the model sees them [1].", least=1
     ),
-    "json": switch("One JSON object on standard output.", "--json"),
+    "json": flag("One JSON object on standard output.", "--json"),
     # Prompts and rewards
     "dataset": text(
         "Hub id, JSONL, CSV or Parquet file, or a task; e.g. task:addition?digits=2."
@@ -216,11 +211,11 @@ OPTIONS: Mapping[str, Any] = {
         "Steps between tables of completions in trackers [10]; see also TRL's --log-completions."
     ),
     "restarts": whole_number("How often a trainer that dies is started again [0]."),
-    "resume": switch("Go on from the newest whole checkpoint in --output.", "--resume"),
+    "resume": flag("Go on from the newest whole checkpoint in --output.", "--resume"),
     "resume_from": text(
         "Go on from this checkpoint; 0 is the beginning; e.g. 40.", metavar="STEP|PATH"
     ),
-    "accept_changes": switch(
+    "accept_changes": flag(
         "Go on even though settings, dataset, model or rewards have changed.",
         "--accept-changes",
     ),
@@ -248,7 +243,7 @@ StageSet = texts(
     "--set",
     metavar="STAGE.KEY=VALUE",
 )
-StageResume = switch("Skip what is finished, go on with what was begun.", "--resume")
+StageResume = flag("Skip what is finished, go on with what was begun.", "--resume")
 
 Model = OPTIONS["model"]
 Output = OPTIONS["output"]
@@ -319,10 +314,9 @@ def takes(names: str, **variants: Any) -> Callable[[Callable[..., None]], Callab
         )
     ]
     for name, option in options.items():
-        default = False if get_args(option)[0] is bool else None
         parameters.append(
             inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, annotation=option, default=default
+                name, inspect.Parameter.KEYWORD_ONLY, annotation=option, default=None
             )
         )
 

@@ -118,19 +118,12 @@ def _print_samples(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from ycore.view.report import content_text
+
     table = Table("prompt", "before", "after", show_lines=True)
     for before, after in zip(samples["before"], samples["after"], strict=True):
-        prompt = (
-            before["prompt"]
-            if isinstance(before["prompt"], str)
-            else before["prompt"][-1]["content"]
-        )
-        table.add_row(
-            *(
-                Text(printable(text.strip()))
-                for text in (prompt, before["completion"], after["completion"])
-            )
-        )
+        texts = content_text(before["prompt"]), before["completion"], after["completion"]
+        table.add_row(*(Text(printable(text.strip())) for text in texts))
     Console().print(table)
 
 

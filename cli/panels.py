@@ -34,6 +34,8 @@ PANELS: Mapping[str, tuple[str, str]] = {
 }  # fmt: skip
 """Parameters of the commands, by panel: the ones of `--help`, and the ones that only `--help-all` adds."""
 
+_EMPTY = ("--system-prompt", "--prompt")  # options that may be empty
+
 
 class PanelCommand(TyperCommand):
     """A command that lists its options in panels."""
@@ -67,6 +69,8 @@ class PanelCommand(TyperCommand):
                 raise ConfigError(
                     f"{option} takes one value, and it is given {count} times; leave one out"
                 )
+            if "" in (value if isinstance(value, list) else [value]) and option not in _EMPTY:
+                raise ConfigError(f"{option} is empty; say {option} VALUE, or leave it out")
             if option.startswith("-") and isinstance(value, str) and value in known:
                 raise ConfigError(
                     f"{option} needs a value, and {value} follows it; say {option} VALUE"

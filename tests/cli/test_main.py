@@ -154,17 +154,6 @@ def test_the_usual_fields_of_trl_say_ycores_default(name: str) -> None:
     assert f"{entry.lora_learning_rate:g}" in helps["learning_rate"]
 
 
-@pytest.mark.parametrize(
-    ("name", "place"), [("env", "ycore doctor"), ("rloo", "--preset rloo"), ("watch", "--live")]
-)
-def test_a_former_command_says_where_it_went(
-    name: str, place: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert run([name, "runs/first"]) == 2
-    error = capfd.readouterr().err
-    assert error.startswith(f"error: ycore {name} is gone; ") and place in error
-
-
 def test_an_error_is_the_last_line(capsys: pytest.CaptureFixture[str]) -> None:
     @contextmanager
     def pulse() -> Iterator[None]:

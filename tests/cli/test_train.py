@@ -121,6 +121,7 @@ def test_the_plan_in_words(place: Path, capfd: pytest.CaptureFixture[str]) -> No
         "output",
         "Nothing",
     ]
+    out = " ".join(out.split())
     assert "18 rows to train on, 2 held out, chats, columns prompt, chosen, rejected" in out
     assert "3 steps, 1 epochs, of LoRA r=16, bfloat16, learning rate 0.0001, seed 0" in out
 
@@ -159,7 +160,7 @@ def test_held_out_rows_that_are_also_trained_on_are_counted_in_a_warning(
     (place / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = [*line(place, words), "--eval-dataset", f"{place}/held.jsonl"]
     assert run(command) == 0
-    out = capfd.readouterr().out
+    out = " ".join(capfd.readouterr().out.split())
     assert ("warning" in out) == (said is not None) and (said or "") in out
     assert run([*command, "--json"]) == 0
     assert len(json.loads(capfd.readouterr().out)["warnings"]) == (said is not None)

@@ -20,6 +20,7 @@ from ycore.types import IMAGE_MARK, Completion, Draw, Group, Prompt, Score, Turn
 from ycore.view.report import (
     ScoredCompletion,
     chosen,
+    draw_measures,
     make_report,
     read_run,
     render_page,
@@ -252,7 +253,9 @@ def test_several_runs_side_by_side(
     assert ycore(["report", str(run), str(other), "--output", str(page), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["runs"]
     assert told[0]["device_seconds_per_informative_group"] == pytest.approx(5.0)
-    assert "Reward over device seconds" in page.read_text()
+    assert "One run a setting" in page.read_text()
+    figure = draw_measures([read_run(run), read_run(other)])
+    assert [axes.get_xlabel() for axes in figure.axes[:3]] == ["step", "device seconds", "step"]
 
 
 @pytest.mark.parametrize("problem", ["no run.json", "no step"])

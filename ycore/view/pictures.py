@@ -80,9 +80,9 @@ def points(metrics: Sequence[Row], *names: str) -> Points:
     return steps, values
 
 
-def smooth(values: Sequence[float], *, window: int | None = None) -> list[float]:
-    """Average within half a window (by default a tenth of all) on either side; shorter at the ends: never shifted."""
-    half = (max(3, len(values) // 10) if window is None else window) // 2
+def smooth(values: Sequence[float]) -> list[float]:
+    """Average within a twentieth of all on either side; shorter at the ends: never shifted."""
+    half = max(3, len(values) // 10) // 2
     sums = [0.0, *accumulate(values)]
     means = []
     for index in range(len(values)):

@@ -29,7 +29,6 @@ from ycore.view.pictures import (
     HELD_OUT,
     HELD_OUT_LOSS,
     Points,
-    literal,
     new_figure,
     points,
     smooth,
@@ -445,9 +444,6 @@ def report_json(runs: Sequence[RecordedRun]) -> dict[str, Any]:
                 "device_seconds": dict(run.spent.seconds),
                 "device_seconds_per_informative_group": run.spent.per_informative_group,
                 "problems": list(run.problems),
-                "command": list(run.command),
-                "versions": dict(run.versions),
-                "config": dict(run.config),
             }
             for run in runs
         ]
@@ -463,6 +459,7 @@ def render_page(runs: Sequence[RecordedRun]) -> str:
     )
     environment.filters |= {
         "short": _short,
+        "topic": topic,
         "last_step": _last_step,
         "duration": as_duration,
         "shell": shlex.join,
@@ -475,13 +472,10 @@ def render_page(runs: Sequence[RecordedRun]) -> str:
     }
     source = files("ycore.view").joinpath("page.html.j2").read_text(encoding="utf-8")
     measures = draw_measures(runs)
-    over_seconds = draw_reward_over_seconds(runs) if len(runs) > 1 else None
     return environment.from_string(source).render(
         runs=runs,
         colours=RUN_COLOURS,
-        same_question=len({(run.config.get("model"), topic(run.config)) for run in runs}) == 1,
         curves=None if measures is None else as_svg(measures),
-        over_seconds=None if over_seconds is None else as_svg(over_seconds),
         parts=[part for part in PARTS if any(run.spent.seconds[part] for run in runs)],
     )
 
@@ -537,38 +531,33 @@ def _short(value: Any) -> str:
 
 
 def draw_measures(runs: Sequence[RecordedRun]) -> Any | None:
-    """Draw a panel for each measure that some run has, a colour a run; None without any."""
-    panels = []
-    for title, names in _PANELS:
-        series = [points(run.metrics, *names) for run in runs]
-        if any(steps for steps, _ in series):
-            panels.append((title, series))
+    """Draw a panel for each measure that some run has, a colour a run; None without any.
+
+    Reward over device seconds compares runs whose steps cost different time.
+    """
+    panels = [
+        (title, "step", [points(run.metrics, *names) for run in runs])
+        for title, names in _PANELS
+    ]
+    if len(runs) > 1:
+        series = [
+            reward_over_seconds(run.metrics, num_slots=run.spent.num_slots) for run in runs
+        ]
+        panels.insert(1, ("reward over device seconds", "device seconds", series))
+    panels = [panel for panel in panels if any(steps for steps, _ in panel[2])]
     if not panels:
         return None
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
     figure = new_figure(4.2 * columns, 2.5 * rows)
-    for place, (title, series) in enumerate(panels, 1):
+    for place, (title, below, series) in enumerate(panels, 1):
         axes = figure.add_subplot(rows, columns, place)
-        for index, run_points in enumerate(series):
-            _draw_smoothed(axes, run_points, index)
+        for index, (steps, values) in enumerate(series):
+            colour = RUN_COLOURS[index % len(RUN_COLOURS)]
+            axes.plot(steps, values, color=colour, linewidth=0.8, alpha=0.35)
+            axes.plot(steps, smooth(values), color=colour, linewidth=2)
         axes.set_title(title, fontsize=10, loc="left")
-        style(axes)
-    return figure
-
-
-def draw_reward_over_seconds(runs: Sequence[RecordedRun]) -> Any | None:
-    """Draw reward over device seconds, which compares runs whose steps cost different time."""
-    curves = [reward_over_seconds(run.metrics, num_slots=run.spent.num_slots) for run in runs]
-    if not any(rewards for _, rewards in curves):
-        return None
-    figure = new_figure(11, 3.6)
-    axes = figure.add_subplot()
-    for index, (run, curve) in enumerate(zip(runs, curves, strict=True)):
-        _draw_smoothed(axes, curve, index, label=literal(run.name))
-    axes.set_ylabel("reward")
-    axes.legend(frameon=False)
-    style(axes, below="device seconds")
+        style(axes, below=below)
     return figure
 
 
@@ -583,16 +572,6 @@ def reward_over_seconds(metrics: Sequence[Row], *, num_slots: int) -> Points:
             times.append(device_s)
             rewards.append(reward)
     return times, rewards
-
-
-def _draw_smoothed(axes: Any, series: Points, index: int, *, label: str = "") -> None:
-    steps, values = series
-    axes.plot(steps, values, color=_colour(index), linewidth=0.8, alpha=0.35)
-    axes.plot(steps, smooth(values), color=_colour(index), linewidth=2, label=label)
-
-
-def _colour(index: int) -> str:
-    return RUN_COLOURS[index % len(RUN_COLOURS)]
 
 
 def as_svg(figure: Any) -> str:

@@ -3,7 +3,7 @@ measures a model on held-out prompts with the engines and rewards that training 
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from ycore_cli import options as o

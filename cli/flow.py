@@ -10,7 +10,6 @@ from ycore_cli import options as o
 from ycore_cli.output import before_and_after
 from ycore_cli.train import train_as_typed
 
-from ycore.api.tables import folded
 from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
 
@@ -153,7 +152,7 @@ def flow_plan_rows(
     pictures = f"{config.prompts_per_step} conditions x {config.group_size} pictures a step"
     rate = f"learning rate {config.rate:g}"
     measured = f"{config.num_samples} pictures of each class, every {config.every} steps"
-    rows = [
+    return [
         ("model", f"{config.model}: {network}"),
         ("dataset", f"{config.dataset}: {num_rows} rows, the class in {column}"),
         ("rewards", ", ".join(rewards)),
@@ -165,7 +164,6 @@ def flow_plan_rows(
         ("held out", f"{', '.join(judges)}, {measured}"),
         ("output", config.output + (", going on from its last checkpoint" if resume else "")),
     ]
-    return list(folded(rows))
 
 
 def flow_closing_rows(config: "FlowConfig") -> list[tuple[str, str]]:

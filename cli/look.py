@@ -129,6 +129,7 @@ def recipes(
     from ycore.run.paths import tracker_group
 
     name = Path(recipe).stem
+    known = stored_band(name) if band is None else read_json(band)
     root = output or Path("runs") / f"reproduce-{name}"
     with stdout_for_json(json), tracker_group(root.resolve().name):
         for seed in range(seeds):
@@ -145,7 +146,6 @@ def recipes(
             print(f"{seeds} runs of {recipe} in {root}.")
             print("Nothing was started; leave out --dry-run to run them.")
         return 0
-    known = stored_band(name) if band is None else read_json(band)
     result, lines = compare_seeds(root, seeds, known, sets=set_ or ())
     if json:
         print_json(result)

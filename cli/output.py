@@ -118,11 +118,12 @@ def _print_samples(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from ycore.view.report import content_text
-
     table = Table("prompt", "before", "after", show_lines=True)
     for before, after in zip(samples["before"], samples["after"], strict=True):
-        texts = content_text(before["prompt"]), before["completion"], after["completion"]
+        prompt = before["prompt"]
+        if not isinstance(prompt, str):
+            prompt = prompt[-1]["content"]
+        texts = prompt, before["completion"], after["completion"]
         table.add_row(*(Text(printable(text.strip())) for text in texts))
     Console().print(table)
 

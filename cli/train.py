@@ -177,7 +177,7 @@ def train(
 ) -> None:
     """Check, show the plan, and unless it is a dry run train in the foreground."""
     from ycore.api.running import run_training, training_plan
-    from ycore.api.tables import plan_rows
+    from ycore.api.tables import folded, plan_rows
     from ycore.config.schema import RunConfig, TuneConfig
     from ycore.run.claim import Resume
     from ycore.run.resuming import outlook, parse_checkpoint
@@ -200,7 +200,8 @@ def train(
                 rows = plan_rows(result, resume=resume)
             else:
                 rows = load_reference(family.plan_rows)(config, result, resume=resume)
-            print_table([*rows, *(("resume", line) for line in result.get("resume", ()))])
+            resumed = (("resume", line) for line in result.get("resume", ()))
+            print_table([*folded(rows), *folded(resumed)])
         if not dry_run:
             result = run_training(config, result, resume=resume, how=how)
     if json:

@@ -12,10 +12,10 @@ from ycore.data.prompts import PromptSet, load_prompts
 from ycore.errors import DataError, ModelError
 from ycore.models.chat_template import ChatTemplate
 from ycore.models.names import ModelPlan, resolve_model
-from ycore.run.text import text_columns
 from ycore.types import Content, Prompt, said
 
 _ANSWERS = {"completion": "learned", "chosen": "better", "rejected": "worse"}
+_WIDTH = 68
 _MAX_LINES = 3
 _MEASURED_ROWS = 16  # whose length stands for all
 _TOKEN_CHARACTERS = 4  # a rough mean, for the forecast of seconds alone
@@ -69,10 +69,9 @@ def reading_rows(reading: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _lines_of(text: str) -> Iterator[str]:
     r"""Cut a text into lines, with its own line breaks as `\n`; the middle of a long one is left out."""
     text = text.replace("\n", "\\n")
-    width = text_columns()
-    lines = [text[start : start + width] for start in range(0, len(text), width)] or [""]
-    if (num_left_out := len(text) - _MAX_LINES * width) > 0:
-        lines[_MAX_LINES - 1 :] = [f"... {num_left_out} characters ...", text[-width:]]
+    lines = [text[start : start + _WIDTH] for start in range(0, len(text), _WIDTH)] or [""]
+    if (num_left_out := len(text) - _MAX_LINES * _WIDTH) > 0:
+        lines[_MAX_LINES - 1 :] = [f"... {num_left_out} characters ...", text[-_WIDTH:]]
     yield from lines
 
 

@@ -5,9 +5,10 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from shutil import get_terminal_size
 from typing import Any
 
-from ycore.run.text import as_duration, text_columns
+from ycore.run.text import as_duration
 
 Rows = list[tuple[str, str]]
 _LONGEST = 34  # characters of a setting's value
@@ -34,8 +35,8 @@ def aligned(rows: Iterable[Sequence[str]]) -> Iterator[str]:
 
 
 def folded(rows: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Cut texts that are too wide at their spaces; paths, and commands in backticks, stay whole."""
-    columns = text_columns()
+    """Cut texts that are too wide for the terminal, or for 80 columns, at spaces; paths and `commands` stay whole."""
+    columns = min(80, get_terminal_size().columns) - 10
     wrapper = textwrap.TextWrapper(
         columns,
         subsequent_indent="  ",

@@ -23,7 +23,6 @@ from ycore.launch.layout import Gpu, this_machine, visible_gpus
 from ycore.models.hub import cache_dir
 from ycore.run.claim import installed_versions
 from ycore.run.reports import RUN_MARKER
-from ycore.run.work import working
 from ycore.sandbox.level import choose_level
 
 TESTED = {
@@ -233,14 +232,13 @@ def check_imports(code: str = _IMPORTS) -> Check:
     """Import the trainer's libraries in a process of their own; a broken one gives the last line of its error."""
     mend = "pip install --force-reinstall ycore, in a new virtual environment"
     try:
-        with working("importing torch, TRL and PEFT"):
-            done = subprocess.run(
-                [sys.executable, "-P", "-c", code],
-                capture_output=True,
-                text=True,
-                timeout=_IMPORTS_WITHIN_S,
-                env={**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1"},
-            )
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=_IMPORTS_WITHIN_S,
+            env={**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1"},
+        )
     except subprocess.TimeoutExpired:
         return check("imports", f"no end after {_IMPORTS_WITHIN_S:.0f} s", ok=False, mend=mend)
     if done.returncode == 0:

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Mapping
-from shutil import get_terminal_size
 from typing import Any
 
 Say = Callable[[str], None]
@@ -31,11 +30,6 @@ def printable(text: str, *, one_line: bool = False) -> str:
 def topic(config: Mapping[str, Any]) -> str:
     """Return the source of a run's prompts: its dataset, or its environments where it has none."""
     return config.get("dataset") or ", ".join(config.get("env") or ())
-
-
-def text_columns() -> int:
-    """Return how wide the text of a plan's row may be, so that it fits the terminal, and 80 columns elsewhere."""
-    return min(80, get_terminal_size().columns) - 10
 
 
 def as_duration(seconds: float) -> str:

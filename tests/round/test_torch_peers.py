@@ -163,14 +163,14 @@ def test_a_stop_on_one_rank_stops_both(tmp_path: Path, scenario: str) -> None:
 
 def test_a_rank_that_does_not_come_to_a_collective_is_an_error_in_time(tmp_path: Path) -> None:
     waited, _ = run(tmp_path, "absent")["absent"]
-    said = "rank 0: adding up did not end; another rank is gone, or did not come within 1 s (collective_timeout_s)"
-    assert waited["message"].startswith(said)
+    assert "rank 0: adding up did not end" in waited["message"]
+    assert "within 1 s (collective_timeout_s)" in waited["message"]
 
 
 def test_a_failure_on_one_rank_ends_the_other_within_seconds(tmp_path: Path) -> None:
     waiting, failed = run(tmp_path, "broken")["broken"]
     assert (failed["error"], failed["message"]) == ("EngineError", "scripted: gone")
-    assert waiting["error"] == "RunError"
+    assert waiting["error"] == "PeerError"
     assert waiting["message"] == "another rank failed: rank 1: EngineError: scripted: gone"
     assert waiting["after_s"] < failed["after_s"] + 5
 

@@ -69,10 +69,10 @@ def checked_plan(
     batch, rows = details.pop("batch"), details.pop("contents")
     check_needs(config)
     check_claim(site.folder, config, resume=resume, resume_options=how)
+    contents = None
+    if model.ready and model.folder is not None and (resume or site.layout.num_machines > 1):
+        contents = contents_of(rows.identity, model.folder, config.code_files)
     if resume and not how.accept_changes:
-        contents = None
-        if model.ready and model.folder is not None:
-            contents = contents_of(rows.identity, model.folder, config.code_files)
         check_began_with(site.folder, contents)
     if isinstance(config, RunConfig) and config.own_functions:
         from ycore.trl.own_functions import check_own_functions
@@ -82,6 +82,7 @@ def checked_plan(
         "config": redact(config.model_dump(mode="json")),
         **_places(config, model, site),
         **details,
+        "contents": contents,
         "batch": asdict(batch) | {"in_words": str(batch)},
         "main": main_settings(config),
         "changed": changed_settings(config, trains=trains),
@@ -224,4 +225,5 @@ def run_training(
         config,
         resume=resume,
         num_steps=plan["trl"]["max_steps"],
+        contents=plan.get("contents"),
     )

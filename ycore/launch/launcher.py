@@ -21,10 +21,10 @@ from ycore.launch.engines import fetch_for_run, plan_engines
 from ycore.launch.guardian import guarded
 from ycore.launch.layout import Site, on_machine, site_of
 from ycore.launch.machine_checks import check_run
-from ycore.launch.processes import start_trainer
-from ycore.launch.supervise import Supervisor, TrainerLimits
+from ycore.launch.machines import Machines, meeting
+from ycore.launch.supervise import RunKind, Supervisor, TrainerLimits
 from ycore.run.checkpoints import checkpoints_in, step_of
-from ycore.run.claim import claim
+from ycore.run.claim import claim, run_facts
 from ycore.run.files import as_run_error, read_json, write_json_atomic
 from ycore.run.interrupt import StopRequests
 from ycore.run.metrics import Status, read_metrics, summarise
@@ -39,19 +39,6 @@ from ycore.view.report import advice
 _ALERT_WITHIN_S = 60.0  # a tracker may wait for a network
 
 
-@dataclass(frozen=True, slots=True)
-class RunKind:
-    """The process that does a run's work. `result_file` has the results of one that trains nothing."""
-
-    name: str
-    module: str
-    result_file: str | None = None
-
-    @property
-    def trains(self) -> bool:
-        return self.result_file is None
-
-
 TRAINER = RunKind("trainer", "ycore.trainer")
 EVALUATOR = RunKind("evaluator", "ycore.evaluation.evaluator", result_file="eval.json")
 PREFLIGHT = RunKind("preflight", "ycore.evaluation.preflight", result_file="preflight.json")
@@ -63,6 +50,7 @@ def run_worker(
     *,
     resume: bool = False,
     num_steps: int | None = None,
+    contents: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Run a trainer or its like, with the engines of its run, in the foreground.
 
@@ -71,6 +59,7 @@ def run_worker(
     Args:
         kind: TRAINER trains, EVALUATOR evaluates, PREFLIGHT runs one small round before any training.
         num_steps: what the progress bar counts to, where the config does not say it.
+        contents: fingerprints of what the run learns from, which must be the same on all its machines.
 
     Returns:
         The content of summary.json; with `stop_asked` when the run finished although it was asked to stop.
@@ -81,37 +70,38 @@ def run_worker(
     began = time.monotonic()
     config = on_machine(config)
     site = site_of(config, trains=kind.trains)
-    if isinstance(config, RunConfig):
-        check_run(config, site)
-    folder_claim = claim(site.folder, config, resume=resume)
-    for of_last_run in (site.folder.step_began, site.folder.work):
-        of_last_run.unlink(missing_ok=True)
-    activity = RunActivity(site.folder.root)
-    if kind.trains:
-        whole = checkpoints_in(site.folder.checkpoints)
-        progress = open_progress(
-            config.steps or num_steps,
-            look=activity.look,
-            first_step=step_of(whole[-1]) if whole else 0,
-        )
-    else:
-        progress = open_progress(None, unit="prompts", look=activity.look)
-    run = LocalRun(kind, config, site, progress, began)
-    try:
-        with StopRequests() as stops, guarded(site.folder, folder_claim):
-            run.work(stops)
-        summary = run.sum_up("finished")
-        return summary | {"stop_asked": True} if stops.count else summary
-    except (YcoreError, KeyboardInterrupt) as error:
-        run.end(error)
-        raise
-    except Exception as error:  # noqa: BLE001 -- a defect ends in one line too
-        known = run.known_error(error)
-        run.end(known)
-        raise known from None
-    finally:
-        progress.close()
-        folder_claim.release()
+    with meeting(site.layout, run_facts(config, contents or {}), say=print) as machines:
+        if isinstance(config, RunConfig):
+            check_run(config, site)
+        folder_claim = claim(site.folder, config, resume=resume)
+        for of_last_run in (site.folder.step_began, site.folder.work):
+            of_last_run.unlink(missing_ok=True)
+        activity = RunActivity(site.folder.root)
+        if kind.trains:
+            whole = checkpoints_in(site.folder.checkpoints)
+            progress = open_progress(
+                config.steps or num_steps,
+                look=activity.look,
+                first_step=step_of(whole[-1]) if whole else 0,
+            )
+        else:
+            progress = open_progress(None, unit="prompts", look=activity.look)
+        run = LocalRun(kind, config, site, progress, began)
+        try:
+            with StopRequests() as stops, guarded(site.folder, folder_claim):
+                run.work(stops, machines)
+            summary = run.sum_up("finished")
+            return summary | {"stop_asked": True} if stops.count else summary
+        except (YcoreError, KeyboardInterrupt) as error:
+            run.end(error)
+            raise
+        except Exception as error:  # noqa: BLE001 -- a defect ends in one line too
+            known = run.known_error(error)
+            run.end(known)
+            raise known from None
+        finally:
+            progress.close()
+            folder_claim.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,26 +114,25 @@ class LocalRun:
     progress: RunProgress
     began: float
 
-    def work(self, stops: StopRequests) -> None:
+    def work(self, stops: StopRequests, machines: Machines) -> None:
         """Fetch the models, start engines and trainer, and return when the trainer has finished."""
+        machines.on_end = stops.wake
         with stops.at_once():
-            engines = self.start_engines()
+            try:
+                engines = self.start_engines()
+            except Interrupted:
+                machines.check()
+                raise
         Supervisor(
-            start=partial(
-                start_trainer,
-                self.config,
-                self.site,
-                name=self.kind.name,
-                module=self.kind.module,
-                say=self.progress.say,
-            ),
+            kind=self.kind,
+            config=self.config,
+            site=self.site,
+            machines=machines,
             engines=engines,
-            folder=self.site.folder,
             home=RunFolder(Path(self.config.output)),
             progress=self.progress,
             stops=stops,
             limits=limits_of(self.config),
-            saves=self.kind.trains,
         ).watch()
 
     def start_engines(self) -> EngineWatch:

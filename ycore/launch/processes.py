@@ -87,6 +87,9 @@ class ManagedProcess:
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 psutil.Process(self.pid).cpu_affinity(list(cores))
 
+    is_cause = True
+    """Whether its end explains itself, and does not follow from another process's."""
+
     @property
     def pid(self) -> int:
         return self._popen.pid
@@ -199,6 +202,9 @@ class RankedTrainer:
         if code is not None:
             if failed is not None:
                 return failed.exit_code
+            ends = [report.exit_code for report in reports]
+            if ends == [0] * self.num_ranks:  # torchrun may still wait for other machines
+                return 0
             return Interrupted.exit_code if code and self._interrupted_early else code
         has_failed = failed is not None and failed.exit_code != Interrupted.exit_code
         if not has_failed and self._lost(reports) is None and self._lost_allocator is None:
@@ -223,7 +229,7 @@ class RankedTrainer:
         for process in ranks:
             process.send_signal(number)
         self._interrupted_early |= number == signal.SIGINT and not self._ranks
-        if number == signal.SIGKILL or not ranks:
+        if number == signal.SIGKILL or not self._ranks:
             self.launcher.send(number)
 
     def how_it_ended(self) -> str:
@@ -249,6 +255,11 @@ class RankedTrainer:
             ending,
             culprit.message,
         )
+
+    @property
+    def is_cause(self) -> bool:
+        culprit = self._culprit()
+        return culprit is not None and (culprit.exit_code is None or culprit.expected)
 
     def user_error(self) -> str | None:
         failed = _first_failed(self._reports())

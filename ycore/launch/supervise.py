@@ -4,17 +4,21 @@ import re
 import shlex
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from ycore.config.schema import BaseConfig
 from ycore.errors import Interrupted, RunError, TrainerError, UserError
 from ycore.launch.engine_watch import EngineWatch
 from ycore.launch.guardian import RunWatch
+from ycore.launch.layout import Site
+from ycore.launch.machines import Machines
 from ycore.launch.processes import (
     ManagedProcess,
     RankedTrainer,
+    start_trainer,
     write_stacks,
 )
 from ycore.run.checkpoints import checkpoints_in, step_of
@@ -25,14 +29,26 @@ from ycore.run.reports import forget_reports
 from ycore.view.activity import RunActivity
 from ycore.view.progress import RunProgress
 
-TrainerProcess = ManagedProcess | RankedTrainer
-
 _POLL_S = 0.2
 _BLAME_WITHIN_S = (
     2.0  # a trainer may notice an engine's end before the engine's process is gone
 )
+_CAUSE_WITHIN_S = 7.0  # what a network's end takes to be known
 _END_WITHIN_S = 60.0  # after Ctrl-C when there is nothing to save
 _DEADLINE_MISSED = re.compile(r"\bwithin \d+ s\b|timed out", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class RunKind:
+    """The process that does a run's work. `result_file` has the results of one that trains nothing."""
+
+    name: str
+    module: str
+    result_file: str | None = None
+
+    @property
+    def trains(self) -> bool:
+        return self.result_file is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +66,23 @@ class TrainerLimits:
 class Supervisor:
     """Starts a run's trainer, and watches it and the engines until the trainer ends for good.
 
-    `start` starts the trainer, which resumes from its newest checkpoint by itself. `home` is the folder that has the
-    run's checkpoints; `folder` is this machine's. `saves`: the trainer saves checkpoints, as no evaluation does.
+    A trainer resumes from its newest checkpoint by itself. `home` is the folder that has the run's checkpoints; the
+    site's is this machine's.
     """
 
-    start: Callable[[], TrainerProcess]
+    kind: RunKind
+    config: BaseConfig
+    site: Site
+    machines: Machines
     engines: EngineWatch
-    folder: RunFolder
     home: RunFolder
     progress: RunProgress
     stops: StopRequests
     limits: TrainerLimits
-    saves: bool
 
     def __post_init__(self) -> None:
+        self.folder = self.site.folder
+        self.saves = self.kind.trains
         self._follower = MetricsFollower(self.folder.metrics, say=self.progress.say)
         root = shlex.quote(str(self.home.root))
         self._hint = f"; `ycore resume {root}` continues" if self.saves else ""
@@ -75,22 +94,45 @@ class Supervisor:
         """Return when the trainer has finished; raise for every other end."""
         while True:
             try:
-                return self._watch_trainer()
+                self._watch_trainer()
+                # A first Ctrl-C comes too late now.
+                self.machines.gather("trained", look=partial(self._look, max_stops=1))
+                return
             except TrainerError as error:
-                if self.stops.count or self._num_restarts >= self.limits.restarts:
+                if self._num_stops or self._num_restarts >= self.limits.restarts:
                     raise TrainerError(f"{error}{self._hint}") from None
                 self._restart(error)
             except RunError as error:
                 raise type(error)(f"{error}{self._hint}") from None
 
-    def _start_trainer(self) -> TrainerProcess:
+    def _start_trainer(self) -> ManagedProcess | RankedTrainer:
         self.folder.step_began.unlink(missing_ok=True)
         self.folder.work.unlink(missing_ok=True)
         self._step_began_ns = 0  # 0 before the first step of this trainer
         self._progressed = time.monotonic()
         checkpoints = checkpoints_in(self.folder.checkpoints)
         self._step = step_of(checkpoints[-1]) if checkpoints else 0
-        return self.start()
+        # The ranks meet where an earlier start's did, which must be gone everywhere.
+        self.machines.gather(
+            f"start {self._num_restarts}", look=partial(self._look, max_stops=0)
+        )
+        return start_trainer(
+            self.config,
+            self.site,
+            name=self.kind.name,
+            module=self.kind.module,
+            say=self.progress.say,
+        )
+
+    def _look(self, max_stops: int) -> None:
+        """Raise what ends the wait for other machines: a failure of theirs, or more requests to stop."""
+        self._check_others()
+        if self._num_stops > max_stops:
+            raise Interrupted(f"stopped after step {self._step}{self._hint}")
+
+    @property
+    def _num_stops(self) -> int:
+        return max(self.stops.count, self.machines.num_stops)
 
     def _restart(self, error: TrainerError) -> None:
         """Kill what the trainer left, reward workers and other ranks included, and start it again."""
@@ -107,11 +149,18 @@ class Supervisor:
             self._show_progress()
             self.engines.look()
             self._check_limits()
-            if self.stops.count:
+            self._check_others()
+            if self._num_stops:
                 self._stop()
             time.sleep(_POLL_S)
         self._show_progress()
         self._raise_for_exit()
+
+    def _check_others(self) -> None:
+        """Raise TrainerError where the trainer of another machine has failed, RunError where its command has."""
+        if failure := self.machines.failure(self._num_restarts):
+            raise TrainerError(failure)
+        self.machines.check()
 
     def _show_progress(self) -> None:
         for row in self._follower.read():
@@ -146,6 +195,7 @@ class Supervisor:
         what_happens = "there is nothing to save"
         if self._will_save:
             what_happens = "the trainer finishes its step and saves a checkpoint"
+        self.machines.tell("stop 1")
         self.progress.say(f"stopping: {what_happens}; press Ctrl-C again to stop at once")
         self._trainer.send(signal.SIGINT)
         began = time.monotonic()
@@ -156,8 +206,11 @@ class Supervisor:
             if self._step_began_ns > signalled_ns:
                 self._trainer.send(signal.SIGINT)
                 signalled_ns = time.time_ns()
+            self._check_others()
             waited_s = time.monotonic() - began
-            if self.stops.count > 1 or (not self._will_save and waited_s > _END_WITHIN_S):
+            is_late = waited_s > _END_WITHIN_S or self.machines.has_ended
+            if self._num_stops > 1 or (not self._will_save and is_late):
+                self.machines.tell("stop 2")
                 self._trainer.send(signal.SIGKILL)
                 raise Interrupted(f"stopped at once in step {self._step + 1}{self._hint}")
             silent_s = time.monotonic() - self._progressed
@@ -181,7 +234,7 @@ class Supervisor:
             raise UserError(message)
         # Asked to stop before its first step, it may have no handler yet and end in any way, such as a broken import.
         may_have_no_handler = code == -signal.SIGINT or self._step_began_ns == 0
-        if code == Interrupted.exit_code or (self.stops.count and may_have_no_handler):
+        if code == Interrupted.exit_code or (self._num_stops and may_have_no_handler):
             raise Interrupted(f"stopped after step {self._step}{self._hint}")
         deadline = time.monotonic() + _BLAME_WITHIN_S
         while self.engines.processes() and time.monotonic() < deadline:
@@ -197,15 +250,23 @@ class Supervisor:
             error += f", in step {self._step + 1}"
         if _DEADLINE_MISSED.search(error):
             error += f" (the stack of every process is in {self._write_stacks(error)})"
+        self._fail(error, is_cause=self._trainer.is_cause)
+
+    def _fail(self, error: str, *, is_cause: bool) -> NoReturn:
+        """Tell the other machines; raise the error, or that of the machine which explains it."""
+        self.machines.tell(f"failed {self._num_restarts}", [error, is_cause])
+        deadline = time.monotonic() + _CAUSE_WITHIN_S
+        while not is_cause and self.machines.count > 1 and time.monotonic() < deadline:
+            self._check_others()
+            time.sleep(_POLL_S)
         raise TrainerError(error)
 
     def _give_up(self, why: str) -> NoReturn:
         # Read first: stopped processes are continued to write their stacks.
         activity = self._activity()
         stacks = self._write_stacks(why)
-        raise TrainerError(
-            f"{why}, in step {self._step + 1} (it was {activity}; the stack of every process is in {stacks})"
-        )
+        error = f"{why}, in step {self._step + 1} (it was {activity}; the stack of every process is in {stacks})"
+        self._fail(error, is_cause=True)
 
     def _write_stacks(self, why: str) -> Path:
         path = self.folder.logs / f"stacks-step-{self._step + 1}.txt"

@@ -8,17 +8,14 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Awaitable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from ycore.errors import Interrupted, PeerError, RunError, YcoreError
+from ycore.errors import Interrupted, PeerError, YcoreError
 from ycore.run.tasks import ending
 from ycore.types import Group, from_bytes, to_bytes
 
@@ -134,6 +131,11 @@ _FIELD = (
 )  # of a round's three counts, which share one 64-bit number so that one request reads and changes all
 
 
+def _pause_s(began: float) -> float:
+    """Return how long to wait to the next look at what others have done, after having waited since `began`."""
+    return min(_LAST_LOOK_S, max(_FIRST_LOOK_S, _PATIENCE * (time.monotonic() - began)))
+
+
 class TorchTally(Tally):
     def __init__(
         self, store: dist.Store, key: str, *, need: int, ready: int, starts: int
@@ -155,16 +157,17 @@ class TorchTally(Tally):
 
 
 class TorchPeers(Peers):
-    """All ranks of a run, over the process group that training uses. `bytes_sent` counts the groups that it sent."""
+    """All ranks of a run, over the store in which they met. `bytes_sent` counts the groups that it sent.
+
+    A process group of its own would connect all ranks to each other once more.
+    """
 
     def __init__(self, *, timeout_s: float = 300.0) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self._timeout_s = timeout_s
         self.bytes_sent = 0
         self._store = dist.PrefixStore("ycore/", _get_default_store())
-        # Groups live in host memory, whatever the devices.
-        self._on_cpu = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        self._num_rounds = self._num_meetings = self._num_deals = 0
+        self._num_rounds = self._num_meetings = self._num_gathered = 0
 
     async def open_tally(self, *, need: int, ready: int, starts: int) -> Tally:
         self._num_rounds += 1
@@ -174,10 +177,8 @@ class TorchPeers(Peers):
         tally = TorchTally(
             self._store, f"round{self._num_rounds}", need=all_need, ready=ready, starts=starts
         )
-        with self._in_time("beginning a round"):
-            dist.barrier(
-                self._on_cpu
-            )  # no rank reads counts to which another has not yet added
+        # No rank reads counts to which another has not yet added.
+        self._gather("beginning a round", None)
         return tally
 
     async def meet(self, *, stopping: bool) -> bool:
@@ -188,12 +189,7 @@ class TorchPeers(Peers):
         began = time.monotonic()
         while arrived % _FIELD < self.world:
             self._check()
-            await asyncio.sleep(
-                min(
-                    _LAST_LOOK_S,
-                    max(_FIRST_LOOK_S, _PATIENCE * (time.monotonic() - began)),
-                )
-            )
+            await asyncio.sleep(_pause_s(began))
             arrived = int(self._store.add(f"meeting{number}", 0))
         if self.rank == 0 and number > 1:
             self._store.delete_key(
@@ -202,17 +198,8 @@ class TorchPeers(Peers):
         return arrived >= _FIELD
 
     def gather_summaries(self, summaries: Sequence[GroupSummary]) -> list[GroupSummary]:
-        self._num_deals += 1
         rows = [[s.index, s.position, s.cost, s.teaches, s.stats] for s in summaries]
-        self._store.set(f"deal{self._num_deals}/{self.rank}", json.dumps(rows))
-        with self._in_time("dealing out a round"):
-            dist.barrier(self._on_cpu)
-        if self._num_deals > 1:  # all have read it, since all have come to this one
-            self._store.delete_key(f"deal{self._num_deals - 1}/{self.rank}")
-        tables = [
-            json.loads(self._store.get(f"deal{self._num_deals}/{rank}"))
-            for rank in range(self.world)
-        ]
+        tables = self._gather("dealing out a round", rows)
         return [
             GroupSummary(rank, index, position, cost, teaches, tuple(stats) if stats else None)
             for rank, rows in enumerate(tables)
@@ -230,34 +217,46 @@ class TorchPeers(Peers):
                 self._store.set(f"group{summary.key}", data)
                 self.bytes_sent += len(data)
         received: dict[tuple[int, int], Group] = {}
-        with self._in_time("exchanging groups"):
-            dist.barrier(self._on_cpu)
-            for summary, receiver in moves:
-                if receiver == self.rank:
-                    received[summary.key] = from_bytes(self._store.get(f"group{summary.key}"))
-                    self._store.delete_key(f"group{summary.key}")
+        self._gather("exchanging groups", None)
+        for summary, receiver in moves:
+            if receiver == self.rank:
+                received[summary.key] = from_bytes(self._store.get(f"group{summary.key}"))
+                self._store.delete_key(f"group{summary.key}")
         return received
 
     def add_up(self, values: Sequence[float]) -> list[float]:
-        total = torch.tensor(list(values), dtype=torch.float64)
-        with self._in_time("adding up"):
-            dist.all_reduce(total, group=self._on_cpu)
-        added: list[float] = total.tolist()
-        return added
+        tables = self._gather("adding up", list(values))
+        return [float(sum(column)) for column in zip(*tables, strict=True)]
 
-    @contextmanager
-    def _in_time(self, doing: str) -> Iterator[None]:
-        """Around collectives: torch's error about a rank that does not take part becomes one that names the call."""
+    def _gather(self, doing: str, value: Any) -> list[Any]:
+        """Wait until every rank has come, and return the values of all; PeerError where one does not come."""
+        self._num_gathered += 1
+        key = f"gathered{self._num_gathered}"
+        began = time.monotonic()
         try:
-            yield
-        except RuntimeError as error:
-            with suppress(dist.DistError):  # the store is gone with the first rank
+            self._store.set(f"{key}/{self.rank}", json.dumps(value))
+            self._store.add(key, 1)
+            while int(self._store.add(key, 0)) < self.world:
                 self._check()
+                time.sleep(_pause_s(began))
+                if time.monotonic() - began > self._timeout_s:
+                    raise PeerError(
+                        f"rank {self.rank}: {doing} did not end: another rank did not come within "
+                        f"{self._timeout_s:.0f} s (collective_timeout_s)"
+                    )
+            keys = [f"{key}/{rank}" for rank in range(self.world)]
+            tables = [json.loads(table) for table in self._store.multi_get(keys)]
+            if self._num_gathered > 1:  # all have read it, since all have come to this one
+                old = f"gathered{self._num_gathered - 1}"
+                self._store.delete_key(f"{old}/{self.rank}")
+                if self.rank == 0:
+                    self._store.delete_key(old)
+        except dist.DistError as error:
             reason = str(error).partition("\n")[0][:200]
             raise PeerError(
-                f"rank {self.rank}: {doing} did not end; another rank is gone, or did not come within "
-                f"{self._timeout_s:.0f} s (collective_timeout_s): {reason}"
+                f"rank {self.rank}: {doing} did not end: the first rank is gone: {reason}"
             ) from error
+        return tables
 
     def ask_to_stop(self) -> None:
         self._store.set(_STOP, str(self.rank))
@@ -272,7 +271,7 @@ class TorchPeers(Peers):
 
     def _check(self) -> None:
         if self._store.check([_FAILURE]):
-            raise RunError(f"another rank failed: {self._store.get(_FAILURE).decode()}")
+            raise PeerError(f"another rank failed: {self._store.get(_FAILURE).decode()}")
 
 
 # -- the deal ----------------------------------------------------------------------------------------------------------

@@ -260,6 +260,14 @@ def installed_versions() -> dict[str, str | None]:
     return versions
 
 
+def run_facts(config: BaseModel, contents: Mapping[str, str]) -> dict[str, Any]:
+    """Return what must be the same on all machines of a run: settings, packages, and fingerprints of its `contents`."""
+    versions = installed_versions()
+    del versions["python"]
+    settings = redact(config.model_dump(mode="json"))
+    return {"config": settings, "contents": {**versions, **contents}}
+
+
 def stored_config(folder: RunFolder) -> dict[str, Any]:
     """Return the settings in run.json, secrets hidden; RunFolderError where it is missing or is not a run's."""
     description = read_json(folder.config)

@@ -132,6 +132,11 @@ class StopRequests:
         finally:
             self._raises = False
 
+    def wake(self) -> None:
+        """End what `at_once` surrounds, as a signal would, from another thread."""
+        if self._raises:
+            os.kill(os.getpid(), signal.SIGINT)
+
     def _count(self, number: int, frame: FrameType | None) -> None:
         from ycore.errors import Interrupted
 

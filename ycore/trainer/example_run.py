@@ -1,7 +1,6 @@
 """A run that learns from given examples, and measures the model on held-out ones."""
 
 import copy
-import os
 import threading
 import time
 from pathlib import Path
@@ -89,14 +88,6 @@ class ExampleRun(TrainingRun):
     ) -> None:
         if self.should_stop():
             raise Interrupted("stopped while the held-out rows were measured")
-
-    def fail_others(self, error: BaseException) -> None:
-        """The others wait in a collective: torchrun ends them, or the collective's timeout does."""
-        if self.trainer.accelerator.num_processes > 1:
-            print(
-                f"rank {os.environ.get('RANK')} failed: {type(error).__name__}: {error}",
-                flush=True,
-            )
 
     def begin(self, *, resumes: bool) -> None:
         """Nothing: it is measured once the trainer is set up. Earlier, DeepSpeed measures only under ZeRO-3."""

@@ -1,0 +1,152 @@
+"""Machines with a network between them: network namespaces that a bridge joins, as a person with root may make them.
+
+`with network(2) as hosts:` gives hosts `node0` and `node1`, each with an address of its own (IPv4 and IPv6), a hostname,
+and a file of hosts in which, as on Debian, its own name is 127.0.1.1. All share this machine's files. Every process in
+them and every interface is gone at the end.
+"""
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+_NAMED_FILES = Path("/etc/netns")
+_AS = 'hostname "$0"; exec "$@"'
+
+
+@dataclass(frozen=True)
+class Host:
+    """One machine. `space`: the name of its namespace."""
+
+    name: str
+    space: str
+    address: str
+    address6: str
+
+    def start(
+        self,
+        command: Sequence[str],
+        *,
+        cwd: Path,
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> "subprocess.Popen[bytes]":
+        """Start a command on it, whose process is the one that is returned; what it prints goes to `log`."""
+        inside = ["ip", "netns", "exec", self.space, "unshare", "-u", "sh", "-c", _AS]
+        with log.open("ab") as output:
+            return subprocess.Popen(
+                [*inside, self.name, *command],
+                cwd=cwd,
+                env={**os.environ, **(environment or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def cut(self) -> None:
+        """Pull the cable."""
+        _ip("-n", self.space, "link", "set", "eth0", "down")
+
+    def join(self) -> None:
+        """Plug it in again."""
+        _ip("-n", self.space, "link", "set", "eth0", "up")
+
+    def shape(self, words: str) -> None:
+        """What it sends goes through this queue: `netem delay 5ms rate 1gbit`."""
+        command = f"tc qdisc replace dev eth0 root {words}"
+        _run("ip", "netns", "exec", self.space, *command.split())
+
+    def pids(self) -> list[int]:
+        """All processes on it."""
+        return [int(pid) for pid in _run("ip", "netns", "pids", self.space).split()]
+
+
+@contextmanager
+def network(count: int) -> Iterator[list[Host]]:
+    """Make the machines; the test is skipped where this process may not."""
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    key = secrets.token_hex(3)
+    hosts = [
+        Host(f"node{n}", f"y{key}-{n}", f"10.41.0.{n + 1}", f"fd41::{n + 1}")
+        for n in range(count)
+    ]
+    try:
+        _ip("link", "add", f"y{key}", "type", "bridge")
+        _ip("link", "set", f"y{key}", "up")
+        for host in hosts:
+            _make(host, hosts, bridge=f"y{key}")
+        yield hosts
+    finally:
+        for host in hosts:
+            _remove(host)
+        with suppress(subprocess.CalledProcessError):
+            _ip("link", "del", f"y{key}")
+
+
+def _make(host: Host, hosts: Sequence[Host], *, bridge: str) -> None:
+    files = _NAMED_FILES / host.space
+    files.mkdir(parents=True)
+    names = "".join(
+        f"{other.address if other is not host else '127.0.1.1'} {other.name}\n"
+        for other in hosts
+    )
+    (files / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
+    _ip("netns", "add", host.space)
+    _ip("link", "add", host.space, "type", "veth", "peer", "name", "eth0", "netns", host.space)
+    _ip("link", "set", host.space, "master", bridge, "up")
+    _ip("-n", host.space, "address", "add", f"{host.address}/24", "dev", "eth0")
+    _ip("-n", host.space, "address", "add", f"{host.address6}/64", "dev", "eth0", "nodad")
+    for name in ("lo", "eth0"):
+        _ip("-n", host.space, "link", "set", name, "up")
+
+
+def _remove(host: Host) -> None:
+    with suppress(subprocess.CalledProcessError):
+        for pid in host.pids():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        _ip("netns", "del", host.space)
+    shutil.rmtree(_NAMED_FILES / host.space, ignore_errors=True)
+    with suppress(subprocess.CalledProcessError):
+        _ip("link", "del", host.space)
+
+
+@cache
+def why_not() -> str | None:
+    """Return why no namespaces can be made here."""
+    for tool in ("ip", "unshare", "hostname"):
+        if shutil.which(tool) is None:
+            return f"{tool} is not installed"
+    name = f"y{secrets.token_hex(3)}"
+    try:
+        _ip("netns", "add", name)
+    except subprocess.CalledProcessError as error:
+        return f"network namespaces need root: {error.stderr.strip()}"
+    try:
+        _ip("link", "add", name, "type", "bridge")
+        _ip("link", "del", name)
+    except subprocess.CalledProcessError as error:
+        return f"no bridge can be made: {error.stderr.strip()}"
+    finally:
+        _ip("netns", "del", name)
+    return None
+
+
+def _ip(*words: str) -> None:
+    _run("ip", *words)
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=30
+    ).stdout

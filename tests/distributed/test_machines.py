@@ -1,0 +1,287 @@
+"""Machines with a network between them (namespaces): one run, and one fate, whatever ends on any of them.
+
+Whole commands run on every machine, with the scripted engine. Where a test is about ends, ranks are light ones
+(`light_rank`); one run is real but for its engines.
+"""
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from subprocess import Popen
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.distributed.light_rank import FAILS_WITH, MODULE, write_launcher
+from tests.distributed.network import Host, network
+from tests.harness import ENVIRONMENT, HANG_S, command_line
+from tests.tiny_model import write_tiny_model
+from ycore.run.metrics import read_metrics
+from ycore.run.paths import RunFolder
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+PORT = 29500
+NODES = f"""
+compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_GPU
+num_machines: $NODES
+num_processes: $NODES
+machine_rank: $NODE
+main_process_ip: $MAIN
+main_process_port: {PORT}
+rdzv_backend: static
+same_network: true
+use_cpu: true
+"""
+WORDS = (
+    "grpo --model model --dataset rows.jsonl --reward their_rewards.py:spread --max-tokens 8 --group-size 2 "
+    "--prompts-per-step 12 --set dtype=float32 --set engine.count=1 --accelerate nodes.yaml --output run --steps"
+)
+REWARD = "def spread(completion_ids, **columns):\n    return [sum(ids) % 7 / 7 for ids in completion_ids]\n"
+KNOWN_WITHIN_S = 10.0
+ENDED_WITHIN_S = 60.0  # on a busy machine
+
+
+class Machines:
+    """The same command on each host; `place` is the folder that they share."""
+
+    def __init__(self, hosts: list[Host], place: Path) -> None:
+        self.hosts, self.place = hosts, place
+        self.folder = RunFolder(place / "run")
+        self.nodes: list[Popen[bytes]] = []
+
+    def start(
+        self,
+        *,
+        steps: int,
+        main: str | None = None,
+        ranks: str | None = MODULE,
+        folders: list[Path] | None = None,
+    ) -> None:
+        options = {} if ranks is None else {"trainer": ranks}
+        paths = [str(ROOT)] if ranks is None else [str(self.place / "light"), str(ROOT)]
+        for number, host in enumerate(self.hosts):
+            environment = {
+                **ENVIRONMENT,
+                "NODE": str(number),
+                "NODES": str(len(self.hosts)),
+                "MAIN": main or self.hosts[0].address,
+                "PYTHONPATH": os.pathsep.join(paths),
+                "OMP_NUM_THREADS": "1",
+            }
+            command = command_line(f"{WORDS} {steps}", scripted_engine=options)
+            log = self.place / f"{host.name}.log"
+            cwd = self.place if folders is None else folders[number]
+            self.nodes.append(host.start(command, cwd=cwd, log=log, environment=environment))
+
+    def said(self, number: int) -> str:
+        return (self.place / f"{self.hosts[number].name}.log").read_text()
+
+    def wait(
+        self, numbers: list[int] | None = None, within_s: float = HANG_S
+    ) -> list[int | None]:
+        """Wait until these commands have ended, and return the exit statuses of all."""
+        deadline = time.monotonic() + within_s
+        for number in range(len(self.nodes)) if numbers is None else numbers:
+            self.nodes[number].wait(max(0.1, deadline - time.monotonic()))
+        return [node.poll() for node in self.nodes]
+
+    def wait_for_steps(self, count: int) -> None:
+        deadline = time.monotonic() + HANG_S
+        while len(read_metrics(self.folder.metrics)) < count:
+            ends = [node.poll() for node in self.nodes]
+            assert ends == [None] * len(ends), [self.said(n) for n in range(len(ends))]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    def rank(self, number: int) -> psutil.Process:
+        """The process of a machine's rank."""
+        for pid in self.hosts[number].pids():
+            process = psutil.Process(pid)
+            if process.environ().get("RANK") == str(number) and MODULE in process.cmdline():
+                return process
+        raise AssertionError("it has no rank")
+
+    def assert_nothing_is_left(self, numbers: list[int]) -> None:
+        deadline = time.monotonic() + ENDED_WITHIN_S
+        while any(self.hosts[number].pids() for number in numbers):
+            assert time.monotonic() < deadline, "processes are left"
+            time.sleep(0.1)
+        for number in numbers:
+            home = self.folder.root if number == 0 else self.folder.root / f"node-{number}"
+            assert not RunFolder(home).sockets.exists()
+            assert not RunFolder(home).shared_memory.exists()
+
+
+Make = Callable[..., Machines]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Make machines, each time in a folder of their own."""
+    write_tiny_model(tmp_path / "model")
+    with network(3) as hosts:
+        count = 0
+
+        def made(num_hosts: int = 2) -> Machines:
+            nonlocal count
+            count += 1
+            place = tmp_path / str(count)
+            place.mkdir()
+            (place / "model").symlink_to(tmp_path / "model")
+            (place / "nodes.yaml").write_text(NODES)
+            (place / "their_rewards.py").write_text(REWARD)
+            rows = [json.dumps({"prompt": f"{n} + 1 ="}) + "\n" for n in range(24)]
+            (place / "rows.jsonl").write_text("".join(rows))
+            write_launcher(place / "light")
+            for host in hosts:
+                host.join()
+            return Machines(hosts[:num_hosts], place)
+
+        yield made
+
+
+def kill_command(machines: Machines, victim: int) -> None:
+    machines.nodes[victim].kill()
+
+
+def kill_rank(machines: Machines, victim: int) -> None:
+    machines.rank(victim).kill()
+
+
+def fail_in_rank(machines: Machines, victim: int) -> None:
+    (machines.folder.root / f"fail-{victim}").touch()
+
+
+def interrupt(machines: Machines, victim: int) -> None:
+    machines.nodes[victim].send_signal(signal.SIGINT)
+
+
+def cut_network(machines: Machines, victim: int) -> None:
+    machines.hosts[victim].cut()
+
+
+def cut_power(machines: Machines, victim: int) -> None:
+    """No packet of its end leaves it."""
+    machines.hosts[victim].cut()
+    for pid in machines.hosts[victim].pids():
+        os.kill(pid, signal.SIGKILL)
+
+
+FAULTS: dict[Callable[[Machines, int], None], tuple[int, str]] = {
+    kill_command: (1, "its command was killed"),
+    kill_rank: (1, "a signal"),
+    fail_in_rank: (1, FAILS_WITH),
+    interrupt: (130, "stopped"),
+    cut_network: (1, "silent for"),
+    cut_power: (1, "silent for"),
+}
+"""Faults, with the exit status of the machines that learn of it and the reason that they name."""
+
+
+def known_after(machines: Machines, numbers: list[int], reason: str, began: float) -> float:
+    """Seconds until each of the machines has named the reason."""
+    while True:
+        said = [machines.said(number) for number in numbers]
+        if all(reason in text for text in said):
+            return time.monotonic() - began
+        assert time.monotonic() < began + ENDED_WITHIN_S, said
+        time.sleep(0.05)
+
+
+def one_fault(machines: Machines, fault: Any, victim: int) -> float:
+    """Let it happen; check every end, and return the seconds until all others had named it."""
+    exit_code, reason = FAULTS[fault]
+    others = [number for number in range(len(machines.hosts)) if number != victim]
+    began = time.monotonic()
+    fault(machines, victim)
+    seconds = known_after(machines, others, reason, began)
+    ends = machines.wait(others, ENDED_WITHIN_S)
+    assert {ends[number] for number in others} == {exit_code}, ends
+    if exit_code == 1:
+        name = f"machine {victim} (node{victim})"
+        for number in others:
+            line = next(
+                line for line in machines.said(number).splitlines() if line.startswith("error:")
+            )
+            # Of a cut in a line of several machines each end is right.
+            assert name in line or fault in (cut_network, cut_power), line
+    if fault not in (kill_command, cut_power):
+        machines.wait([victim], ENDED_WITHIN_S)
+        assert machines.nodes[victim].returncode == exit_code, machines.said(victim)
+    if fault is not cut_power:
+        others.append(victim)
+    machines.assert_nothing_is_left(others)
+    return seconds
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_an_end_on_one_machine_is_the_end_on_all(make: Make, fault: Any) -> None:
+    machines = make(2)
+    machines.start(steps=10_000)
+    machines.wait_for_steps(2)
+    one_fault(machines, fault, victim=1)
+
+
+@pytest.mark.verify
+def test_faults_at_random_moments(make: Make) -> None:
+    """`YCORE_NUM_FAULTS` of them, each of another kind, on another of two or three machines."""
+    generator = random.Random(41)
+    seconds: dict[str, list[float]] = {}
+    for number in range(int(os.environ.get("YCORE_NUM_FAULTS", "18"))):
+        fault = list(FAULTS)[number % len(FAULTS)]
+        machines = make(generator.choice([2, 3]))
+        victim = generator.randrange(len(machines.hosts))
+        machines.start(steps=10_000)
+        machines.wait_for_steps(1)
+        time.sleep(generator.uniform(0, 3))
+        seconds.setdefault(fault.__name__, []).append(one_fault(machines, fault, victim))
+        print(number, fault.__name__, len(machines.hosts), victim, seconds[fault.__name__][-1])
+    print({name: (len(times), max(times)) for name, times in seconds.items()})
+
+
+def test_ctrl_c_on_all_after_the_last_step_is_no_failure(make: Make) -> None:
+    machines = make(2)
+    machines.start(steps=5)
+    machines.wait_for_steps(5)
+    for node in machines.nodes:
+        node.send_signal(signal.SIGINT)
+    assert set(machines.wait()) <= {0, 130}, [machines.said(n) for n in range(2)]
+    assert "failed" not in machines.said(0) + machines.said(1)
+
+
+def test_machines_that_differ_do_not_start(make: Make) -> None:
+    machines = make(2)
+    other = machines.place / "other"
+    other.mkdir()
+    for name in ("model", "nodes.yaml", "their_rewards.py", "light"):
+        (other / name).symlink_to(machines.place / name)
+    rows = (machines.place / "rows.jsonl").read_text()
+    (other / "rows.jsonl").write_text(rows + '{"prompt": "7 + 7 ="}\n')
+    (other / "run").symlink_to(machines.folder.root)
+    machines.start(steps=5, folders=[machines.place, other])
+    assert machines.wait() == [2, 2], [machines.said(n) for n in range(2)]
+    for number in range(2):
+        said = machines.said(number)
+        assert "24 rows" in said and "25 rows" in said and "node1" in said
+        assert "the machines differ in dataset" in said
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("version", [4, 6])
+def test_a_real_run_over_a_network_as_debian_names_hosts(make: Make, version: int) -> None:
+    """Every host's own name is 127.0.1.1, which is what gloo would tell the other ranks."""
+    machines = make(2)
+    main = machines.hosts[0].address if version == 4 else machines.hosts[0].address6
+    machines.start(steps=3, main=main, ranks=None)
+    assert machines.wait() == [0, 0], [machines.said(n) for n in range(2)]
+    assert f"2 machines have met at {main}: node0, node1" in machines.said(1)
+    assert [row["step"] for row in read_metrics(machines.folder.metrics)] == [1, 2, 3]
+    machines.assert_nothing_is_left([0, 1])

@@ -91,6 +91,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(
             ["--set", "trl.beta=0.1"],
             "ycore flow takes report_to and project of TRL's fields, not beta",
         ),
+        (["--report-to", "mlflow.x"], "--report-to takes wandb, trackio, tensorboard"),
         (
             ["--reward", "judge:here.yaml"],
             "would be served here, where judges read text only; give it a base_url",

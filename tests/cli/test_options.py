@@ -51,6 +51,13 @@ def test_one_line_says_the_rule_the_value_and_the_way_out(
             "eval --model m --dataset d --reward r --temprature 1",
             "did you mean '--temperature'?",
         ),
+        ("eval --benchmark= --model m", "--benchmark is empty; say --benchmark VALUE"),
+        ("grpo --set=", "--set is empty; say --set VALUE"),
+        (
+            "grpo --recipe quickstart --show-rows -1 --dry-run",
+            "--show-rows must be at least 1; it is '-1'",
+        ),
+        ("recipes quickstart --band nope.json --dry-run", "nope.json"),
         ("grop", "no such command 'grop'; did you mean 'grpo'?"),
         ("recipes --jsn", "no option --jsn; "),
         ("recipes extra", "extra"),

@@ -103,6 +103,7 @@ def test_it_is_said_what_a_step_waits_for(events: list[Event], said: str) -> Non
 def test_before_and_between_steps() -> None:
     assert scene(began=None).now() == "starting"
     assert scene(began=T, ended=T + 12).now() == "between steps for 18 s"
+    assert scene(began=T, ended=T).now() == "30 s into the step"
 
 
 def test_names_say_the_rank_where_there_are_several() -> None:

@@ -68,6 +68,7 @@ _NOT_TAKEN: Mapping[str, Any] = {
     "trust_remote_code": False,
 }
 _OF_TRACKERS = ("report_to", "project")
+_TRACKERS = ("wandb", "trackio", "tensorboard", "all", "none")
 
 
 class FlowConfig(ScoredConfig):
@@ -106,6 +107,12 @@ class FlowConfig(ScoredConfig):
             if field not in _OF_TRACKERS:
                 raise ConfigError(
                     f"ycore flow takes {' and '.join(_OF_TRACKERS)} of TRL's fields, not {field}; leave it out"
+                )
+        report_to = self.trl.get("report_to", [])
+        for name in [report_to] if isinstance(report_to, str) else report_to:
+            if name not in _TRACKERS:
+                raise ConfigError(
+                    f"--report-to takes {', '.join(_TRACKERS)} in ycore flow; it is {name!r}"
                 )
         if self.lora is not None and self.lora != LoraSettings(
             r=self.lora.r, alpha=self.lora.alpha, target_modules=self.lora.target_modules

@@ -157,7 +157,8 @@ class Scene:
             return self.starting or "starting"
         if self.work is not None:
             return self.work.line(self.until)
-        if self.step_ended is not None and self.step_ended >= self.step_began:
+        # A file's time has the grain of the clock's tick: of two that are equal, the next step's beginning is the later.
+        if self.step_ended is not None and self.step_ended > self.step_began:
             return f"between steps for {self._time_since(self.step_ended)}"
         elapsed = f"{self._time_since(self.step_began)} into the step"
         order = [*_PHASE_WORDS]

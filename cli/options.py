@@ -165,6 +165,14 @@ OPTIONS: Mapping[str, Any] = {
         "How rewards become advantages: rloo, file.py:function, ... [group]; see docs/algorithms.md.",
         metavar="NAME",
     ),
+    "keep": text(
+        "What is trained on, with what weight, by a function of your own; see docs/own-functions.md.",
+        metavar="FILE.py:FUNCTION",
+    ),
+    "loss": text(
+        "A loss of your own in place of TRL's; see docs/own-functions.md.",
+        metavar="FILE.py:FUNCTION",
+    ),
     "divergence": text(
         "Distance to the reference that --beta weighs: reverse-kl, forward-kl or js [reverse-kl].",
         metavar="NAME",

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _ROLLOUTS = """
     dataset teacher reward constraint tools env env_python agent max_turns actions prompt_column answer_column
     system_prompt prompts_per_step group_size max_tokens engine sandbox dynamic_sampling curriculum
-    max_staleness oversample placement preset advantage divergence trust_region keep_journal replay restarts
+    max_staleness oversample placement preset advantage keep loss divergence trust_region keep_journal replay restarts
     eval_dataset eval_split eval_every eval_reward keep_best stop_when log_every
 """
 _EXAMPLES = """

@@ -35,6 +35,7 @@ METRICS: dict[str, dict[str, tuple[str, str]]] = {
         "rewards/NAME/mean, rewards/NAME/std": ("reward", "one reward over the completions trained on"),
         "ycore/reward/NAME": ("reward", "the mean of one reward over all completions drawn, where there are several"),
         "frac_reward_zero_std": ("share", "groups of the step whose rewards are all equal: they teach nothing"),
+        "ycore/kept": ("share", "completions that `--keep` keeps ([own-functions.md](own-functions.md))"),
         "ycore/masked": ("completions", "completions that no reward could score"),
         "ycore/reward_problems": ("counts", "why, by reward"),
         "ycore/foreign_texts_changed": ("texts", "texts of tools, environments, agents and judges that were no whole Unicode or too long, and were made so"),

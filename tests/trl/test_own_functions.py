@@ -2,6 +2,7 @@
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,15 @@ from ycore_cli.main import run as ycore
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 from tests.tiny_model import write_tiny_model
-from tests.trl.test_other_advantages import REWARDS, trainer
+from tests.trl.small_trainer import small_trainer
+from tests.trl.test_other_advantages import REWARDS, Fixed, trainer
 from ycore.advantages import ESTIMATORS
 from ycore.config.learners import GroupConfig
 from ycore.config.resolve import resolve
 from ycore.errors import ConfigError
 from ycore.trl.grpo import Trainer
 from ycore.trl.own_functions import OwnFunction, check_own_functions
-from ycore.types import Prompt
+from ycore.types import Group, Prompt
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "own-functions.md"
 TICKS = [{"prompt": "tick"}] * 8
@@ -75,17 +77,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("model"))
 
 
+def on_page(definition: str) -> str:
+    """The page's file with a definition."""
+    texts = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    (text,) = [text for text in texts if definition in text]
+    return text
+
+
 @pytest.fixture
 def mine(tmp_path: Path) -> Path:
     """The file of the page, in a folder outside of the repository."""
     path = tmp_path / "mine.py"
-    (text,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    path.write_text(text)
+    path.write_text(on_page("def rloo"))
     return path
 
 
-def written(tmp_path: Path, body: str) -> str:
-    (tmp_path / "own.py").write_text(f"import torch\n\n\ndef own(group):\n    {body}\n")
+def written(tmp_path: Path, body: str, *, of: str = "group") -> str:
+    (tmp_path / "own.py").write_text(f"import torch\n\n\ndef own({of}):\n    {body}\n")
     return f"{tmp_path / 'own.py'}:own"
 
 
@@ -197,6 +205,141 @@ def test_other_names_are_refused(algorithm: str, advantage: str, said: str) -> N
     with pytest.raises(ConfigError, match=said):
         resolve(options={**options, "algorithm": algorithm, "teacher": "t",
                          "advantage": advantage})  # fmt: skip
+
+
+def keeping(tmp_path: Path, body: str) -> dict[str, Any]:
+    return {"functions": {"keep": OwnFunction("keep", written(tmp_path, body, of="groups"))}}
+
+
+def test_what_is_left_out_has_no_advantage_and_counts_nowhere(
+    model: Path, tmp_path: Path
+) -> None:
+    made = trainer(Trainer, model, tmp_path,
+                   **keeping(tmp_path, "return [[0, 1, 2, 1], [1, 1, 1, 1]]"))  # fmt: skip
+    made.model.train()
+    batch = made._generate_and_score_completions(TICKS)
+    rewards = torch.tensor(REWARDS)
+    rewards[0, 0] = torch.nan
+    expected = ESTIMATORS["group"](rewards, ~rewards.isnan()).flatten()
+    expected[2] *= 2
+    torch.testing.assert_close(batch["advantages"], expected)
+    assert made._metrics["train"]["ycore/kept"] == [7 / 8]
+
+
+@pytest.mark.parametrize("advantage", ["group", "rloo"])
+def test_to_keep_everything_changes_nothing(
+    advantage: str, model: Path, tmp_path: Path
+) -> None:
+    estimator = None if advantage == "group" else ESTIMATORS[advantage]
+    keeps = keeping(tmp_path, "return [torch.ones(4) for group in groups]")
+    assert_same(trainer(Trainer, model, tmp_path / "a", advantage=estimator),
+                trainer(Trainer, model, tmp_path / "b", advantage=estimator, **keeps))  # fmt: skip
+
+
+def test_the_pages_filter_keeps_the_best_and_the_worst(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "filters.py").write_text(on_page("def best_and_worst"))
+    name = f"{tmp_path / 'filters.py'}:best_and_worst"
+    check(keep=name)
+    made = trainer(Trainer, model, tmp_path, functions={"keep": OwnFunction("keep", name)})
+    advantages = made._generate_and_score_completions(TICKS)["advantages"].view(2, 4)
+    assert advantages[1, 0] > 0 and (advantages[1] < 0).sum() == 1, "one of three equal ones"
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("return [[1, 1, 1, 1]]", r"each completion of each group, \(2, 4\); it returned \[\["),
+        ("return [[-1, 1, 1, 1]] * 2", "a weight of 0 or more"),
+        ("return [[float('nan')] * 4] * 2", "a weight of 0 or more"),
+        ("return None", "no numbers: TypeError"),
+    ],
+)
+def test_weights_that_are_none_are_refused_before_the_run(
+    body: str, said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check(keep=written(tmp_path, body, of="groups"))
+
+
+LOSSES = """
+import torch
+
+
+def grpo(logprobs, old_logprobs, ref_logprobs, advantages, mask, engine_weights):
+    ratio = torch.exp(logprobs - old_logprobs)
+    bounded = torch.clamp(ratio, 0.8, 1.2)
+    loss = -torch.min(ratio * advantages, bounded * advantages) * engine_weights
+    gap = ref_logprobs - logprobs
+    loss = loss + 0.04 * ((torch.exp(gap) - gap - 1) * ratio)
+    return ((loss * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean(), {}
+"""
+
+
+@pytest.mark.parametrize("use_vllm", [True, False], ids=["engine", "own"])
+@pytest.mark.parametrize(("name", "settings"), [
+    ("clipped", {"loss_type": "dapo", "num_iterations": 2}),
+    ("grpo", {"loss_type": "grpo", "beta": 0.04}),
+])  # fmt: skip
+def test_a_loss_written_again_is_trls_to_the_bit(
+    name: str, settings: dict[str, Any], use_vllm: bool, model: Path, tmp_path: Path
+) -> None:
+    """Over several micro-batches and, where clipping shows, several passes over a round."""
+    (tmp_path / "losses.py").write_text(LOSSES if name == "grpo" else on_page("def clipped"))
+    settings |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
+                 "max_steps": 4, "learning_rate": 1e-2, "logging_steps": 1}  # fmt: skip
+    functions = {"loss": OwnFunction("loss", f"{tmp_path / 'losses.py'}:{name}")}
+    rounds = Fixed() if use_vllm else WithoutLogprobs()
+    histories = []
+    for output, own in (("a", {}), ("b", {"functions": functions})):
+        made = small_trainer(Trainer, model, tmp_path / output, rounds, own=own, **settings)
+        made.train()
+        histories.append([(row["loss"], row["grad_norm"], row["entropy"])
+                          for row in made.state.log_history if "loss" in row])  # fmt: skip
+        assert ("clipped" in made.state.log_history[0]) == (output == "b" and name == "clipped")
+    assert histories[0] == histories[1] and len(set(histories[0])) == 4
+
+
+class WithoutLogprobs(Fixed):
+    """Rounds that the trainer's own model wrote."""
+
+    def next_round(self, *, step: int, num_groups: int) -> list[Group]:
+        return [
+            replace(
+                group, completions=tuple(replace(c, logprobs=None) for c in group.completions)
+            )
+            for group in super().next_round(step=step, num_groups=num_groups)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("return logprobs.sum(1), {}", r"one for each token, \(4, 4\); it returned .*\[4\]"),
+        ("return logprobs.detach().sum(), {}", "depends on logprobs"),
+        ("return logprobs.sum() / 0, {}", "finite"),
+        ("return logprobs.nothing", r"own\.py:5 raised AttributeError"),
+    ],
+)
+def test_a_loss_that_is_none_is_refused_before_the_run(
+    body: str, said: str, tmp_path: Path
+) -> None:
+    name = written(tmp_path, body, of="logprobs")
+    with pytest.raises(ConfigError, match=said):
+        check(loss=name)
+
+
+def test_what_bounds_trls_losses_is_refused_beside_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "losses.py").write_text(on_page("def reinforce"))
+    name = f"{tmp_path / 'losses.py'}:reinforce"
+    check(loss=name)
+    check(loss=name, preset="dapo")
+    with pytest.raises(ConfigError, match="--trust-region dppo-tv takes the place of the clip"):
+        check(loss=name, trust_region="dppo-tv")
+    with pytest.raises(
+        ConfigError, match=f"calls no functions of your own; leave --loss {name}"
+    ):
+        options = {"model": "m", "dataset": "d", "output": "o", "teacher": "t", "loss": name}
+        resolve(options={"algorithm": "distill", **options})
 
 
 @pytest.mark.slow

@@ -176,7 +176,7 @@ _ROWS = (
         ),
         config_class="ycore.config.learners:DistillConfig",
         trainer="ycore.trl.distill:Trainer",
-        lacks=("constraint",),
+        lacks=("constraint", "keep", "loss"),
         lora_learning_rate=1e-4,  # as in Thinking Machines' on-policy distillation
         settings={"trl": {"loss_type": "dapo", "scale_rewards": "none"}},
     ),
@@ -194,7 +194,7 @@ _ROWS = (
         ),
         config_class="ycore.config.learners:OnlineDPOConfig",
         trainer="ycore.trl.online_dpo:Trainer",
-        lacks=("teacher", "advantage", "preset", "divergence", "trust_region"),
+        lacks=("teacher", "advantage", "keep", "loss", "preset", "divergence", "trust_region"),
         settings={"trl": {"beta": 0.1, "scale_rewards": "none"}},
     ),
     _SFT,

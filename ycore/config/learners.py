@@ -40,11 +40,19 @@ class PolicyGradientConfig(RunConfig):
     trust_region: TrustRegion = "clip"
     # For the losses `dapo` and `cispo`: the mean over all tokens, or over each prompt's tokens and then over the prompts.
     loss_average: Literal["tokens", "prompts"] = "tokens"
+    # A function of your own: the weight of each scored completion, of which 0 leaves it out.
+    keep: OwnFunctionName | None = None
+    loss: OwnFunctionName | None = None  # another, in place of TRL's loss
+
+    @property
+    def own_functions(self) -> dict[str, str]:
+        functions = {"keep": self.keep, "loss": self.loss}
+        return {kind: name for kind, name in functions.items() if name is not None}
 
     @property
     def loss_name(self) -> str:
-        """TRL's name of the loss."""
-        return str(self.trl.get("loss_type", "dapo"))
+        """The name of the loss, TRL's or one's own."""
+        return self.loss or str(self.trl.get("loss_type", "dapo"))
 
     @property
     def masks_whole_completions(self) -> bool:
@@ -107,7 +115,8 @@ class AdvantageConfig(PolicyGradientConfig):
 
     @property
     def own_functions(self) -> dict[str, str]:
-        return {"advantage": self.advantage} if ":" in self.advantage else {}
+        advantage = {"advantage": self.advantage} if ":" in self.advantage else {}
+        return super().own_functions | advantage
 
     @property
     def uses_trl_advantages(self) -> bool:
@@ -144,13 +153,13 @@ class GroupConfig(AdvantageConfig):
 
     @property
     def loss_name(self) -> str:
-        return super().loss_name if self.loss_from == "grpo" else self.loss_from
+        return super().loss_name if self.loss_from == "grpo" or self.loss else self.loss_from
 
     def check(self) -> None:
         super().check()
         refuse_teachers(self)
         if self.group_size == 1 and not (
-            self.advantage in UNGROUPED_ADVANTAGES or self.own_functions
+            self.advantage in UNGROUPED_ADVANTAGES or ":" in self.advantage
         ):
             raise ConfigError(
                 f"group_size must be 2 or more with advantage {self.advantage}, which compares a completion with the "
@@ -283,6 +292,13 @@ class DistillConfig(AdvantageConfig):
 
     def check(self) -> None:
         super().check()
+        if self.own_functions:
+            named = " and ".join(
+                f"--{kind} {name}" for kind, name in self.own_functions.items()
+            )
+            raise ConfigError(
+                f"ycore distill calls no functions of your own; leave {named} out, or take ycore grpo"
+            )
         teachers = [reward for reward in self.rewards if reward.reward.startswith(TEACHER)]
         if not teachers:
             raise ConfigError(
@@ -301,7 +317,7 @@ class DistillConfig(AdvantageConfig):
         self.check_token_advantages("ycore distill")
 
     def _check_rewards(self) -> None:
-        if self.advantage in (TOKEN_ADVANTAGE, TURN_ADVANTAGE, CRPG) or self.own_functions:
+        if self.advantage in (TOKEN_ADVANTAGE, TURN_ADVANTAGE, CRPG):
             raise ConfigError(
                 f"ycore distill compares rewards within groups, which --advantage {self.advantage} does not"
             )

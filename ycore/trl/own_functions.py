@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ycore.errors import ConfigError
-from ycore.rewards.loading import reward_names
+from ycore.rewards.loading import inputs_of, reward_names
 from ycore.sandbox.channel import exception_line, load_named
 from ycore.types import Completion, Draw, Group, Prompt, Score
 
@@ -49,9 +49,9 @@ class OwnFunction:
         self._file = Path(name.rpartition(":")[0]).expanduser().absolute()
         self._function: Callable[..., Any] = load_named(name, kind=kind, error=ConfigError)
 
-    def __call__(self, *values: Any) -> Any:
+    def __call__(self, *values: Any, **named: Any) -> Any:
         try:
-            return self._function(*values)
+            return self._function(*values, **named)
         except Exception as problem:
             frames = traceback.extract_tb(problem.__traceback__)[1:]
             lines = [frame.lineno for frame in frames if Path(frame.filename) == self._file]
@@ -63,12 +63,7 @@ class OwnFunction:
 
     def advantages(self, group: ScoredGroup) -> Tensor:
         """The group's advantages, (G,) or by token (G, T), float32; 0 where no reward scored the completion."""
-        returned = self(group)
-        try:
-            values = torch.as_tensor(returned, dtype=torch.float32).detach()
-        except (TypeError, ValueError, RuntimeError) as problem:
-            raise self.error(f"no numbers: {exception_line(problem)}") from problem
-        values = values.to(group.mask.device)
+        values = self._numbers(self(group)).to(group.mask.device)
         if values.shape not in (group.mask.shape, group.mask.shape[:1]):
             num, width = group.mask.shape
             raise self.error(
@@ -81,6 +76,43 @@ class OwnFunction:
         if not values[is_counted].isfinite().all():
             raise self.error("an advantage is not finite")
         return values.where(is_counted, 0)
+
+    def weights(self, groups: Sequence[ScoredGroup]) -> Tensor:
+        """The weight of each completion of the groups, (N,) float32, of which 0 leaves it out."""
+        weights_PG = self._numbers(self(groups))
+        expected = (len(groups), len(groups[0].completions))
+        if (
+            weights_PG.shape != expected
+            or not (weights_PG.isfinite() & (weights_PG >= 0)).all()
+        ):
+            raise self.error(
+                f"it returns a weight of 0 or more for each completion of each group, {expected}; it returned "
+                f"{weights_PG.tolist()}"[:300]
+            )
+        return weights_PG.flatten().to(groups[0].mask.device)
+
+    def loss(self, *, mask: Tensor, **offered: Any) -> tuple[Tensor, dict[str, Any]]:
+        """The loss of a micro-batch, a number or by token (B, T), and its metrics, from what the function takes."""
+        offered["mask"] = mask
+        inputs = inputs_of(self._function)
+        returned = self(**{name: offered[name] for name in offered if inputs.accepts(name)})
+        loss, metrics = returned if isinstance(returned, tuple) else (returned, {})
+        if not isinstance(loss, Tensor) or loss.shape not in ((), mask.shape):
+            raise self.error(
+                f"it returns a loss and its metrics; a loss is a tensor of one number, or of one for each token, "
+                f"{tuple(mask.shape)}; it returned {getattr(loss, 'shape', loss)}"
+            )
+        if not loss.requires_grad or not loss.isfinite().all():
+            raise self.error("a loss is finite and depends on logprobs")
+        return loss, dict(metrics)
+
+    def _numbers(self, rows: Any) -> Tensor:
+        try:
+            return torch.stack(
+                [torch.as_tensor(row, dtype=torch.float32) for row in rows]
+            ).detach()
+        except (TypeError, ValueError, RuntimeError) as problem:
+            raise self.error(f"it returned no numbers: {exception_line(problem)}") from problem
 
 
 def scored_groups(
@@ -121,8 +153,25 @@ def own_functions(config: Any) -> dict[str, OwnFunction]:
 def check_own_functions(config: Any, prompt: Prompt) -> None:
     """Call each function once on made-up completions of a prompt; ConfigError where one does not work."""
     functions = own_functions(config)
+    group = _made_up_group(config, prompt)
+    if "keep" in functions:
+        functions["keep"].weights([group, group])
+    if "loss" in functions:
+        likely_BT = torch.full(group.mask.shape, -1.0)
+        functions["loss"].loss(
+            logprobs=likely_BT.clone().requires_grad_(),
+            old_logprobs=likely_BT,
+            ref_logprobs=likely_BT if config.trl.get("beta") else None,
+            engine_weights=torch.ones_like(likely_BT),
+            entropies=-likely_BT,
+            advantages=likely_BT,
+            rewards=group.rewards.float(),
+            mask=group.mask.long(),
+            group_size=config.group_size,
+            step=0,
+        )
     if "advantage" in functions:
-        advantages = functions["advantage"].advantages(_made_up_group(config, prompt))
+        advantages = functions["advantage"].advantages(group)
         if advantages.dim() == 2:
             config.check_token_advantages(f"--advantage {config.own_functions['advantage']}")
 

@@ -1,12 +1,15 @@
 """The base of ycore's policy gradients: constraints, trust regions, averages by prompt, the KL in the reward."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather
 from torch import Tensor
 from torch.nn.functional import pad
+from trl import GRPOTrainer
 
 from ycore.advantages import ESTIMATORS, TOKEN_ADVANTAGE, TURN_ADVANTAGE, Estimator
 from ycore.config.learners import (
@@ -26,6 +29,9 @@ from ycore.trl.importance import (
 from ycore.trl.own_functions import OwnFunction, ScoredGroup, own_functions, scored_groups
 from ycore.trl.returns import AddUp
 from ycore.trl.seam import SeamGRPOTrainer
+
+_PICTURES = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters.keys()
+"""The keys of a batch with pictures that the forward takes by their names, among its other parameters."""
 
 
 class PolicyGradientTrainer(SeamGRPOTrainer):
@@ -58,8 +64,9 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
         self._loss_average = loss_average
         self._constraints = constraints
         self._functions = functions or {}
+        self._weights = torch.empty(0)
         self._kl_in_reward = kl_in == "reward" and self.beta != 0.0
-        if self._kl_in_reward:
+        if self._kl_in_reward or "loss" in self._functions:
             self.skips_equal_rewards = False
 
     @classmethod
@@ -87,8 +94,55 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
         finally:
             self.beta = beta
 
+    def _calculate_rewards(self, *inputs: Any) -> Tensor:
+        rewards = super()._calculate_rewards(*inputs)
+        if "keep" in self._functions:
+            self._weights = self._functions["keep"].weights(self._scored_groups())
+            is_kept = gather(self._weights > 0)
+            self.record("ycore/kept", is_kept.float().mean().item())
+            self._rewards = rewards = rewards.where(is_kept.unsqueeze(1), torch.nan)
+        return rewards
+
+    def _batch_loss(self, model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
+        """TRL's loss, or one's own over the same forward.
+
+        One by token is averaged over the tokens of the optimizer step, as TRL's `dapo`; a number over micro-batches.
+        """
+        if "loss" not in self._functions:
+            return super()._batch_loss(model, batch)
+        pictures = {name: batch[name] for name in _PICTURES & batch.keys()}
+        ids, attention_mask = whole_sequences(batch)
+        width = batch["completion_ids"].size(1)
+        logps, entropies, _ = self._get_per_token_logps_and_entropies(
+            model, ids, attention_mask, width, compute_entropy=True, **pictures
+        )
+        mask = loss_mask(batch)
+        loss, metrics = self._functions["loss"].loss(
+            logprobs=logps,
+            old_logprobs=batch.get("old_per_token_logps", logps.detach()),
+            ref_logprobs=batch.get("ref_per_token_logps"),
+            engine_weights=batch.get("importance_sampling_ratio", torch.ones_like(logps)),
+            entropies=entropies,
+            advantages=_by_token(batch["advantages"]),
+            rewards=batch["totals"],
+            mask=mask,
+            group_size=self.num_generations,
+            step=self.state.global_step,
+        )
+        metrics["entropy"] = (entropies * mask).sum() / mask.sum().clamp(min=1)
+        for name, value in metrics.items():
+            self.record(name, float(value))
+        if loss.dim():
+            return (loss * mask).sum() / self._step_tokens(batch)
+        return loss / self.current_gradient_accumulation_steps
+
     def _complete(self, batch: dict[str, Any], step: int) -> None:
         super()._complete(batch, step)
+        if "loss" in self._functions:
+            batch["totals"] = self._of_this_rank(self._totals(self._rewards))
+        if "keep" in self._functions:
+            weighted = torch.einsum("n...,n->n...", batch["advantages"], self._weights)
+            batch["advantages"] = weighted
         if self._loss_average == "prompts":
             mask = loss_mask(batch)
             advantages_BT = _by_token(batch["advantages"])

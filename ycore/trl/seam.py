@@ -427,9 +427,12 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         # A copy: the buffer keeps the round's values for the next use.
         self._micro_batch = dict(inputs)
         try:
-            loss: Tensor = super()._compute_loss(model, self._micro_batch)
+            return self._batch_loss(model, self._micro_batch)
         finally:
             self._micro_batch = None
+
+    def _batch_loss(self, model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
+        loss: Tensor = super()._compute_loss(model, batch)
         return loss
 
     def _get_per_token_logps_and_entropies(

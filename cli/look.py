@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from textwrap import fill, indent
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from ycore_cli import options as o
@@ -29,6 +29,12 @@ Live = Annotated[
 Once = Annotated[
     bool, typer.Option("--once", help="Show one run in the terminal as it is now, and return.")
 ]
+Fit = Annotated[
+    Literal["steps", "seconds"] | None,
+    typer.Option(
+        "--fit", help="Fit the reward's curve over steps or seconds, and say where it leads."
+    ),
+]
 Recipe = Annotated[
     str | None,
     typer.Argument(metavar="RECIPE", help="Run this one, a shipped recipe or a YAML file."),
@@ -51,6 +57,7 @@ def report(
     output: Page = None,
     live: Live = False,
     once: Once = False,
+    fit: Fit = None,
     json: o.Json = False,
 ) -> None:
     """Look at a run: one page of curves and completions, or live.
@@ -61,6 +68,7 @@ def report(
     ycore report runs/quickstart
     ycore report runs/dapo runs/grpo --output dapo-and-grpo.html
     ycore report runs/quickstart --live
+    ycore report runs/dapo runs/grpo --fit steps
     """
     if not runs:
         can_use = (lambda _: True) if live or once else _has_a_step
@@ -68,7 +76,7 @@ def report(
     if live or once:
         _follow(runs, once=once)
         return
-    from ycore.view.report import make_report, read_run, report_json, write_report
+    from ycore.view.report import fit_lines, make_report, read_run, report_json, write_report
 
     page = output or runs[0] / "report.html"
     if page.suffix != ".html":
@@ -78,11 +86,12 @@ def report(
         )
     made = make_report([read_run(root) for root in runs])
     write_report(made, page)
+    fits = [] if fit is None else fit_lines(made, over=fit)
     if json:
-        print_json(report_json(made))
+        print_json(report_json(made) | ({"fits": dict(fits)} if fit else {}))
     else:
         problems = [("damaged", problem) for run in made for problem in run.problems]
-        print_table([("page", str(page)), *problems])
+        print_table([("page", str(page)), *fits, *problems])
 
 
 def _has_a_step(run: RunFolder) -> bool:

@@ -314,7 +314,7 @@ class WithoutLogprobs(Fixed):
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ("return logprobs.sum(1), {}", r"one for each token, \(4, 4\); it returned .*\[4\]"),
+        ("return logprobs.sum(1), {}", r"one for each token, \(4, 4\); it returned tensor"),
         ("return logprobs.detach().sum(), {}", "depends on logprobs"),
         ("return logprobs.sum() / 0, {}", "finite"),
         ("return logprobs.nothing", r"own\.py:5 raised AttributeError"),

@@ -96,15 +96,15 @@ class OwnFunction:
         offered["mask"] = mask
         inputs = inputs_of(self._function)
         returned = self(**{name: offered[name] for name in offered if inputs.accepts(name)})
-        loss, metrics = returned if isinstance(returned, tuple) else (returned, {})
+        loss, metrics = returned if isinstance(returned, tuple) else (returned, None)
         if not isinstance(loss, Tensor) or loss.shape not in ((), mask.shape):
             raise self.error(
                 f"it returns a loss and its metrics; a loss is a tensor of one number, or of one for each token, "
-                f"{tuple(mask.shape)}; it returned {getattr(loss, 'shape', loss)}"
+                f"{tuple(mask.shape)}; it returned {loss}"[:300]
             )
         if not loss.requires_grad or not loss.isfinite().all():
             raise self.error("a loss is finite and depends on logprobs")
-        return loss, dict(metrics)
+        return loss, dict(metrics or {})
 
     def _numbers(self, rows: Any) -> Tensor:
         try:

@@ -46,7 +46,10 @@ class PolicyGradientConfig(RunConfig):
 
     @property
     def own_functions(self) -> dict[str, str]:
-        functions = {"keep": self.keep, "loss": self.loss}
+        functions = {
+            "keep": self.keep,
+            "loss": self.loss,
+        }
         return {kind: name for kind, name in functions.items() if name is not None}
 
     @property

@@ -179,7 +179,13 @@ def check_own_functions(config: Any, prompt: Prompt) -> None:
 def _made_up_group(config: Any, prompt: Prompt) -> ScoredGroup:
     """A group whose completions have one token, two, and so on, and the rewards 0 and 1 in turn."""
     completions = [
-        Completion((0,) * length, (-1.0,) * length, "made up", "stop", 0)
+        Completion(
+            token_ids=(0,) * length,
+            logprobs=(-1.0,) * length,
+            text="made up",
+            finish_reason="stop",
+            policy_version=0,
+        )
         for length in range(1, config.group_size + 1)
     ]
     names = reward_names(config.rewards)
@@ -187,6 +193,10 @@ def _made_up_group(config: Any, prompt: Prompt) -> ScoredGroup:
     group = Group(Draw(0, prompt, (0,)), tuple(completions), tuple(scores_GR))
     totals_PG = torch.arange(config.group_size).view(1, -1) % 2
     (scored,) = scored_groups(
-        [group], totals_PG, names=names, batch_rewards=totals_PG.double(), step=0
+        [group],
+        totals_PG,
+        names=names,
+        batch_rewards=totals_PG.double(),
+        step=0,
     )
     return scored

@@ -114,7 +114,12 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
         ids, attention_mask = whole_sequences(batch)
         width = batch["completion_ids"].size(1)
         logps, entropies, _ = self._get_per_token_logps_and_entropies(
-            model, ids, attention_mask, width, compute_entropy=True, **pictures
+            model,
+            ids,
+            attention_mask,
+            width,
+            compute_entropy=True,
+            **pictures,
         )
         mask = loss_mask(batch)
         loss, metrics = self._functions["loss"].loss(

@@ -25,24 +25,32 @@ from rich.console import Console
 from rich.text import Text
 
 from tests.fuzz.mutations import TEXTS, changed_value, mutated
+from ycore.api.pipelines import parse_pipeline
 from ycore.config.recipe_files import load_recipe
 from ycore.config.schema import RewardConfig, RunConfig, TuneConfig
+from ycore.config.trl_fields import coerce, fields_of
 from ycore.data.examples import load_examples
+from ycore.data.generated import parse_name, typed_arguments
 from ycore.data.prompts import load_prompts
+from ycore.engine.judge_engine import parse_reply, prompt_logprobs
 from ycore.errors import YcoreError
+from ycore.flow.flow_inputs import FlowFolder
+from ycore.foreign import ForeignRefused, foreign_json
 from ycore.judge.declaration import Judge
 from ycore.judge.question import Questioner, verdict_code
 from ycore.judge.sources import judge_of
 from ycore.judge.verdict import Reply, Unreadable, read_ranking, read_value
 from ycore.models.names import resolve_model
 from ycore.rewards.worker_client import inputs_in, scores_in
+from ycore.rollout.agents import CallRejected, read_request
+from ycore.run.checkpoints import checkpoint_problem, newest_whole
 from ycore.run.files import seal
 from ycore.run.metrics import read_metrics
 from ycore.run.resuming import read_round
 from ycore.run.text import printable
 from ycore.sandbox.confined_worker import CallFailed, reply_in
 from ycore.types import Prompt
-from ycore.view.progress import PlainProgress, RunView
+from ycore.view.progress import PlainProgress, RunView, follow_run
 from ycore.view.report import make_report, read_run, render_page
 
 Draw = Callable[[random.Random], bytes]
@@ -552,6 +560,154 @@ def _draw_rows_of_metrics(chance: random.Random) -> bytes:
     )
 
 
+# -- checkpoints, pipelines, words, answers of servers ----------------------------------------------------------------
+
+_MANIFEST = {
+    "step": 4,
+    "world": 1,
+    "files": {
+        name: {"bytes": 1, "sha256": "0" * 64}
+        for name in ("trainer_state.json", "rng_state.pth", "a.safetensors")
+    },
+}
+MANIFEST = seal({"schema": 2}, _MANIFEST)
+
+
+def read_manifest(data: bytes, place: Path) -> None:
+    checkpoint = place / "checkpoint-4"
+    checkpoint.mkdir()
+    (checkpoint / "manifest.json").write_bytes(data)
+    assert checkpoint_problem(checkpoint), "a file that is not there"
+    with suppress(YcoreError):
+        newest_whole(place, say=lambda line: None)
+
+
+def _draw_manifest(chance: random.Random) -> bytes:
+    return seal({"schema": 2}, changed_value(_MANIFEST, chance))
+
+
+PIPELINE = b"""
+model: smollm2-135m
+stages:
+  sft: {dataset: chats.jsonl, steps: 2}
+  pairs: {dataset: prompts.jsonl, rewards: [exact_answer]}
+  dpo: {dataset: "${pairs.dataset}"}
+"""
+
+
+def read_pipeline(data: bytes, place: Path) -> None:
+    path = place / "stages.yaml"
+    path.write_bytes(data)
+    parse_pipeline(load_recipe(str(path), command="pipeline"), name="stages")
+
+
+WORDS = [
+    b"task:addition?digits=1",
+    b"gym:leg_counting?size=3",
+    b'{"a": [1]}',
+    b"[" * 5000,
+    b"task:addition?digits=" + b"[" * 5000,
+]
+
+
+def read_words(data: bytes, place: Path) -> None:
+    """A dataset's name and a field's value, as a command line or a recipe has them."""
+    text = _text_of(data)
+    with suppress(YcoreError):
+        typed_arguments(parse_name(text)[1])
+    for field in {field.kinds: field for field in fields_of("GRPOConfig").values()}.values():
+        with suppress(YcoreError):
+            coerce(field, text)
+
+
+_CHOICE = {
+    "message": {"content": "7"},
+    "logprobs": {
+        "content": [{"token": "a", "top_logprobs": [{"token": "a", "logprob": -1.0}]}]
+    },
+    "prompt_logprobs": [None, {"2": {"logprob": -0.5}}],
+}
+ANSWERS = {"choices": [_CHOICE], "usage": {"total_tokens": 3}}
+
+
+def read_answer(data: bytes, place: Path) -> None:
+    """What a judge's, a teacher's and a tool server's address send."""
+    with suppress(ForeignRefused):
+        answer = foreign_json(data)
+        with suppress(ForeignRefused):
+            reply = parse_reply(answer)
+            reply.text.encode()
+            assert reply.num_tokens >= 0
+        (logprob,) = prompt_logprobs(answer, [1], [2])
+        assert logprob < 1
+
+
+def _draw_answer(chance: random.Random) -> bytes:
+    return _dump(changed_value(ANSWERS, chance))
+
+
+_CALL = {"type": "function", "id": "c", "function": {"name": "f", "arguments": "{}"}}
+_TOOL = {"name": "f", "description": "x", "parameters": {"properties": {"a": {}}}}
+REQUEST = {
+    "messages": [
+        {"role": "system", "content": [{"type": "text", "text": "Hi"}]},
+        {"role": "assistant", "content": None, "tool_calls": [_CALL]},
+        {"role": "tool", "tool_call_id": "c", "content": "1"},
+    ],
+    "tools": [{"type": "function", "function": _TOOL}],
+    "max_tokens": 5,
+}
+
+
+def read_call(data: bytes, place: Path) -> None:
+    """A call of an agent's client."""
+    with suppress(ForeignRefused, CallRejected):
+        body = foreign_json(data)
+        if isinstance(body, dict):
+            request = read_request(body)
+            json.dumps(request.messages, ensure_ascii=False).encode()
+
+
+def _draw_call(chance: random.Random) -> bytes:
+    return _dump(changed_value(REQUEST, chance))
+
+
+_SCHEDULE = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 1.0}
+_NETWORK = {
+    "_class_name": "UNet2DModel",
+    "num_class_embeds": 3,
+    "sample_size": 4,
+    "in_channels": 1,
+}
+
+
+def read_flow_folder(data: bytes, place: Path) -> None:
+    """The first line is the scheduler, the second the network."""
+    schedule, _, network = data.partition(b"\n")
+    for name, content in (
+        ("scheduler/scheduler_config.json", schedule),
+        ("unet/config.json", network),
+    ):
+        (place / name).parent.mkdir()
+        (place / name).write_bytes(content)
+    FlowFolder(place)
+
+
+def _draw_flow_folder(chance: random.Random) -> bytes:
+    return b"\n".join(_dump(changed_value(value, chance)) for value in (_SCHEDULE, _NETWORK))
+
+
+def read_as_it_goes_on(data: bytes, place: Path) -> None:
+    """A run's folder in the terminal."""
+    with suppress(YcoreError):
+        read_folder(data, place)
+    out = io.StringIO()
+    try:
+        follow_run(place, stream=out, once=True)
+    finally:
+        assert not (found := _UNSEEN.search(out.getvalue())), f"{found!r} reaches the terminal"
+
+
 def targets() -> list[Target]:
     lines = [
         name.encode() + b"\n" + json.dumps(value).encode()
@@ -584,6 +740,21 @@ def targets() -> list[Target]:
             [_dump(FOLDER["metrics.jsonl"]), *JSONL],
             read_rows,
             _draw_rows_of_metrics,
+        ),
+        Target("live-view", lines, read_as_it_goes_on, _draw_folder, rounds=300, flips=False),
+        Target("manifest", [MANIFEST], read_manifest, _draw_manifest, rounds=500),
+        Target(
+            "pipeline", [PIPELINE, *YAMLS], read_pipeline, _draw_yaml(PIPELINE), flips=False
+        ),
+        Target("words", WORDS, read_words, rounds=500, flips=False),
+        Target("answer", [_dump(ANSWERS)], read_answer, _draw_answer),
+        Target("agent-call", [_dump(REQUEST)], read_call, _draw_call),
+        Target(
+            "flow-folder",
+            [b"\n".join(map(_dump, (_SCHEDULE, _NETWORK)))],
+            read_flow_folder,
+            _draw_flow_folder,
+            rounds=500,
         ),
         Target("report-page", lines, read_page, _draw_folder, rounds=15, flips=False),
     ]

@@ -65,7 +65,16 @@ def test_every_bit_is_flipped_once() -> None:
 
 def test_the_seeds_are_right_themselves() -> None:
     """A target that refuses what it should read would show nothing."""
-    for name in ("safetensors", "recipe", "judge-file", "run-folder", "report-page"):
+    for name in (
+        "safetensors",
+        "recipe",
+        "judge-file",
+        "run-folder",
+        "report-page",
+        "pipeline",
+        "answer",
+        "flow-folder",
+    ):
         target = TARGETS[name]
         outcome = attack(target, target.seeds[:1])
         assert (outcome.tried, outcome.refused, outcome.defects) == (1, 0, {}), name

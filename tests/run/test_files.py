@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 from ycore.errors import RunFolderError
+from ycore.run import files
 from ycore.run.files import LineFollower, parse_json, read_json, read_regular, write_json_atomic
+from ycore.run.metrics import read_metrics
+from ycore.run.resuming import read_label, read_round
+from ycore.view.activity import read_work
 
 
 def test_written_values_come_back_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -73,7 +77,7 @@ def make_strange(path: Path, kind: str) -> Path:
 def test_what_is_no_file_is_not_read(kind: str, tmp_path: Path) -> None:
     path = make_strange(tmp_path / "run.json", kind)
     with pytest.raises(ValueError, match=f"it is .*{kind}.* and not a file"):
-        read_regular(path)
+        read_regular(path, max_bytes=2**20)
     with pytest.raises(RunFolderError, match=r"run\.json is not JSON \(it is a"):
         read_json(path)
     assert LineFollower(path).read() == []
@@ -120,3 +124,54 @@ def test_a_file_of_a_run_that_holds_no_object_is_refused(content: str, tmp_path:
     file.write_text(content)
     with pytest.raises(RunFolderError, match=r"run\.json.*was not written by ycore"):
         read_json(file)
+
+
+def test_a_run_that_somebody_else_wrote_is_read_in_bounds(tmp_path: Path) -> None:
+    for name in ("run.json", "metrics.jsonl", "round-000001-rank-0.json", "work.json"):
+        (tmp_path / name).touch()
+        os.truncate(tmp_path / name, 20 * 2**30)
+    with pytest.raises(RunFolderError, match=r"run\.json.*at most"):
+        read_json(tmp_path / "run.json")
+    with pytest.raises(RunFolderError, match=r"metrics\.jsonl.*at most"):
+        read_metrics(tmp_path / "metrics.jsonl")
+    with pytest.raises(RunFolderError, match="at most"):
+        read_round(tmp_path / "round-000001-rank-0.json")
+    with pytest.raises(RunFolderError, match="first line is not JSON"):
+        read_label(tmp_path / "round-000001-rank-0.json")
+    assert read_work(tmp_path / "work.json") is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "null",
+        "[" * 5000,
+        '{"words": "x", "total": "a", "done": 1}',
+        '{"words": "x", "began": []}',
+        '{"words": "x", "count": [1]}',
+    ],
+)
+def test_what_a_process_did_not_publish_is_nothing(content: str, tmp_path: Path) -> None:
+    (tmp_path / "work.json").write_text(content)
+    assert read_work(tmp_path / "work.json") is None
+
+
+def test_pipes_in_a_runs_folder_are_not_waited_for(tmp_path: Path) -> None:
+    for name in ("work.json", "round-000001-rank-0.json"):
+        os.mkfifo(tmp_path / name)
+    assert read_work(tmp_path / "work.json") is None
+    with pytest.raises(RunFolderError, match="first line is not JSON"):
+        read_label(tmp_path / "round-000001-rank-0.json")
+
+
+def test_a_line_without_end_takes_no_more_memory_than_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_MAX_LINE_BYTES", 100)
+    path = tmp_path / "lines"
+    path.write_bytes(b"a\n" + b"x" * 250 + b"\nb\nhal")
+    follower = LineFollower(path)
+    assert follower.read() == [b"a", b"?", b"?", b"x" * 50, b"b"]
+    with path.open("ab") as file:
+        file.write(b"f\n")
+    assert follower.read() == [b"half"]

@@ -19,9 +19,9 @@ from ycore.run.work import (
     current,
     publish_work,
     quiet,
-    read_work,
     working,
 )
+from ycore.view.activity import read_work
 
 
 @pytest.fixture(autouse=True)

@@ -128,7 +128,7 @@ def _parse(field: TrlField, text: str) -> Any:
         return word == "true"
     is_list = "list[str]" in kinds or "list[float]" in kinds
     if ("dict" in kinds and text.startswith("{")) or (is_list and text.startswith("[")):
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             return json.loads(text)
     return (
         [part.strip() for part in text.split(",")]

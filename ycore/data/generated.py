@@ -117,7 +117,7 @@ def typed_arguments(texts: Mapping[str, str]) -> dict[str, Any]:
     """Read numbers, true and false, and lists as JSON writes them; anything else is text."""
     arguments: dict[str, Any] = dict(texts)
     for key, value in texts.items():
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             arguments[key] = json.loads(value)
     return arguments
 

@@ -1,4 +1,4 @@
-"""Convert a built-in GGUF file and adapters to model folders: `python -m ycore.models.convert KIND SOURCE FOLDER [BASE]`.
+"""Convert built-in GGUF files and adapters to folders: `python -m ycore.models.convert ASKED_BY KIND SOURCE FOLDER [BASE]`.
 
 It is a process because it loads torch, transformers and a whole model. Of a GGUF file, transformers reads two things
 wrong that no later step would notice: the end-of-text token, and how a byte-pair tokenizer splits text before it
@@ -160,4 +160,6 @@ if __name__ == "__main__":
     from ycore.sandbox.stage import end_with_parent
 
     end_with_parent()
+    if os.getppid() != int(sys.argv.pop(1)):
+        sys.exit("whoever asked for this conversion is gone")
     sys.exit(main())

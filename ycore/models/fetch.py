@@ -67,7 +67,8 @@ def convert(
         log: The file to which the child's output is appended.
     """
     paths = [str(path.absolute()) for path in (source, folder, base) if path is not None]
-    command = [sys.executable, "-P", "-m", "ycore.models.convert", kind, *paths]
+    module = "ycore.models.convert"
+    command = [sys.executable, "-P", "-m", module, str(os.getpid()), kind, *paths]
     status, lines = _run_child(
         f"converting {source.name}",
         command,

@@ -47,12 +47,22 @@ def check_regular(path: Path) -> int:
     return status.st_size
 
 
-def read_regular(path: Path, *, max_bytes: int | None = None) -> bytes:
+def read_regular(path: Path, *, max_bytes: int) -> bytes:
     """Return a file's content; ValueError where it is no file, or has more than `max_bytes`."""
     size = check_regular(path)
-    if max_bytes is not None and size > max_bytes:
+    if size > max_bytes:
         raise ValueError(f"it has {size} bytes, and at most {max_bytes} are read")
     return path.read_bytes()
+
+
+def read_own(path: Path, *, max_bytes: int) -> bytes:
+    """Return the content of a run's file; RunFolderError where it has more than any run writes."""
+    try:
+        return read_regular(path, max_bytes=max_bytes)
+    except ValueError as problem:
+        raise RunFolderError(
+            f"{path} cannot be read ({problem}); it was not written by ycore"
+        ) from None
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -87,7 +97,7 @@ def check_plain(value: Any, *, max_values: int = _MAX_VALUES) -> Any:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in `path`; RunFolderError where the file is missing or holds none."""
     try:
-        value = parse_json(read_regular(path))
+        value = parse_json(read_regular(path, max_bytes=MAX_SETTINGS_BYTES))
         if isinstance(value, dict):
             return value
         raise ValueError(f"it holds a {type(value).__name__} and no object")
@@ -259,11 +269,13 @@ class LineFollower:
                 self._inode = inode
                 self.num_lines = 0
             file.seek(self._offset)
-            lines = list(iter(lambda: file.readline(_MAX_LINE_BYTES), b""))
-        if lines and not lines[-1].endswith(b"\n") and len(lines[-1]) < _MAX_LINE_BYTES:
-            lines.pop()  # it is still being written
-        self._offset += sum(map(len, lines))
-        lines = [line.removesuffix(b"\n") for line in lines]
+            lines = []
+            for line in iter(lambda: file.readline(_MAX_LINE_BYTES), b""):
+                is_part = len(line) == _MAX_LINE_BYTES  # of a line that ycore did not write
+                if not line.endswith(b"\n") and not is_part:
+                    break  # it is still being written
+                self._offset += len(line)
+                lines.append(b"?" if is_part else line.removesuffix(b"\n"))
         self.num_lines += len(lines)
         return lines
 

@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO
 
-from ycore.run.files import LineFollower, json_safe, read_regular, sync, write_bytes_atomic
+from ycore.run.files import LineFollower, json_safe, read_own, sync, write_bytes_atomic
 from ycore.run.text import Say
 
 Row = Mapping[str, Any]
@@ -26,6 +26,8 @@ STEP_SECONDS = ("ycore/time/step", "step_time")
 EVALUATION = "ycore/eval/"
 """Before the figures of an evaluation on held-out rows; `/low` and `/high` after a figure are its interval."""
 
+_MAX_BYTES = 2**30
+"""Metrics of half a million steps have no more."""
 _HUGE = 2**1000
 """An integer of a damaged row may be too large for a float."""
 
@@ -83,7 +85,7 @@ def read_metrics(path: Path, *, say: Say = warn) -> list[dict[str, Any]]:
     """
     if not path.is_file():
         return []
-    *lines, last_line = read_regular(path).split(b"\n")
+    *lines, last_line = read_own(path, max_bytes=_MAX_BYTES).split(b"\n")
     rows = _rows(enumerate(lines, 1), path, say)
     last = _row(last_line)
     return rows if last is None else [*rows, last]

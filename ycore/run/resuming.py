@@ -34,11 +34,13 @@ from ycore.run.claim import (
     in_words,
     write_description,
 )
-from ycore.run.files import read_regular, seal, sync, unseal, write_bytes_atomic
+from ycore.run.files import check_regular, read_regular, seal, sync, unseal, write_bytes_atomic
 from ycore.run.paths import RunFolder
 from ycore.run.text import Say
 
 _ROUND_SCHEMA = 1
+_MAX_ROUND_BYTES = 2**33
+_MAX_LABEL_BYTES = 2**16
 _ROUND_NAME = re.compile(r"round-(\d+)-rank-(\d+)\.json")
 
 
@@ -60,16 +62,17 @@ def write_round(path: Path, label: Mapping[str, int], content: Mapping[str, Any]
 def read_round(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the header and the round of a file of `write_round`; RunFolderError where it is damaged."""
     try:
-        return unseal(read_regular(path), schema=_ROUND_SCHEMA)
+        return unseal(read_regular(path, max_bytes=_MAX_ROUND_BYTES), schema=_ROUND_SCHEMA)
     except ValueError as problem:
         raise damaged_round(path, str(problem)) from None
 
 
 def read_label(path: Path) -> dict[str, Any]:
     """Return the header alone, unverified; RunFolderError where it is none."""
-    with path.open("rb") as file:
-        line = file.readline()
     try:
+        check_regular(path)
+        with path.open("rb") as file:
+            line = file.readline(_MAX_LABEL_BYTES)
         label: dict[str, Any] = json.loads(line)
         is_label = int(label["world"]) > 0
     except (ValueError, TypeError, KeyError, RecursionError):

@@ -115,15 +115,6 @@ def publish_work(board: Path) -> None:
     _publish()
 
 
-def read_work(board: Path) -> Work | None:
-    """Return what a process has published; None where it has nothing to say."""
-    try:
-        content: dict[str, Any] = json.loads(board.read_bytes())
-        return Work(**content)
-    except (OSError, ValueError, TypeError):
-        return None
-
-
 def _publish(*, within_s: float = 0.0) -> None:
     """Write the innermost work down, unless it was within the last seconds."""
     global _published

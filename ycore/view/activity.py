@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ycore.errors import RunFolderError
 from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
 from ycore.run.text import as_duration
@@ -28,7 +29,7 @@ from ycore.run.trace import (
     Span,
     TraceFollower,
 )
-from ycore.run.work import Work, current, read_work
+from ycore.run.work import Work, current
 
 _PHASE_WORDS: Mapping[str, str] = {
     SYNC: "sending weights",
@@ -239,6 +240,16 @@ class RunActivity:
             starting=starting,
             work=work,
         )
+
+
+def read_work(board: Path) -> Work | None:
+    """Return what a process has published; None where it has nothing to say."""
+    try:
+        work = Work(**read_json(board))
+        work.line(time.time())  # which needs numbers
+        return work
+    except (OSError, ValueError, TypeError, OverflowError, RunFolderError):
+        return None
 
 
 def starting_words(folder: RunFolder, now: float) -> str:

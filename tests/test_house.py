@@ -500,3 +500,24 @@ def test_no_file_names_a_machine() -> None:
         if private.search(path.read_text(errors="ignore"))
     ]
     assert offenders == []
+
+
+def is_broad(handler: ast.ExceptHandler) -> bool:
+    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    broad = {"Exception", "BaseException", "BaseExceptionGroup", "ExceptionGroup"}
+    return any(kind is None or getattr(kind, "id", None) in broad for kind in kinds)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_whoever_catches_everything_says_why_or_raises_it_again(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    silent = [
+        f"{path.relative_to(ROOT)}:{handler.lineno}"
+        for handler in ast.walk(tree_of(path))
+        if isinstance(handler, ast.ExceptHandler)
+        and is_broad(handler)
+        # A bare `raise` at the end only clears up first.
+        and not (isinstance(end := handler.body[-1], ast.Raise) and end.exc is None)
+        and not re.search(r"#.*\w+ \w+ \w+", lines[handler.lineno - 1])
+    ]
+    assert silent == []

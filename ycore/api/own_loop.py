@@ -228,7 +228,7 @@ class Round:
     def _serve(self, request: "Callable[[RolloutRun], Any]") -> None:
         try:
             self._answers.put(request(self._run))
-        except Exception as error:  # noqa: BLE001 (the same)
+        except Exception as error:  # noqa: BLE001 (raised in the thread that waits)
             self._answers.put(error)
 
     def _ask(self, run: "RolloutRun", num_prompts: int) -> "list[Group]":

@@ -39,7 +39,7 @@ class TextArena:
             raise ConfigError(f"TextArena has no game {self._id!r}{way_out}")
         try:
             self.reset()
-        except Exception as error:
+        except Exception as error:  # whatever a game of textarena's raises
             raise ConfigError(
                 f"the game {self.name!r} does not start here with one player: {exception_line(error)}; "
                 "take another: some need more players, or texts or models from the network"

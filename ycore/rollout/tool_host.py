@@ -214,7 +214,7 @@ def _environment(env: str) -> Any:
         return factory()
     except UserError:
         raise
-    except BaseException as error:
+    except BaseException as error:  # whatever a user's class raises, sys.exit too
         raise ConfigError(
             f"environment {env!r}: {env.rpartition(':')[2]}() raised {exception_line(error)}"
         ) from error
@@ -242,7 +242,7 @@ def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:
         ) from error
     try:
         schema: dict[str, Any] = get_json_schema(tool)
-    except Exception as error:
+    except Exception as error:  # whatever transformers raises of a user's function
         raise ConfigError(
             f"tool {tool.__name__!r} cannot be shown to a model: {exception_line(error)}; "
             "give it a docstring with `Args:` that describes every argument, and a type for each"

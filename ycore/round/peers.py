@@ -429,7 +429,7 @@ class RankEventLoop:
             try:
                 done, _ = await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
                 return task.result() if task in done else watch.result()
-            except BaseExceptionGroup as group:
+            except BaseExceptionGroup as group:  # a TaskGroup raises nothing else
                 raise _first_error(group) from group
 
     async def _watch(self, stop: threading.Event) -> Any:

@@ -47,7 +47,7 @@ def run_command(command: Callable[[], int]) -> int:
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, interrupt)
         status = command()
-    except BaseException:
+    except BaseException:  # only after Ctrl-C; else it is raised again
         if not interrupts:
             raise
         status = _EXIT_STATUS  # an import that Ctrl-C broke fails in its own way

@@ -14,8 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ycore.errors import RunFolderError
-from ycore.run.files import read_json
+from ycore.run.files import MAX_SETTINGS_BYTES, parse_json, read_json, read_regular
 from ycore.run.paths import RunFolder
 from ycore.run.text import as_duration
 from ycore.run.trace import (
@@ -245,10 +244,10 @@ class RunActivity:
 def read_work(board: Path) -> Work | None:
     """Return what a process has published; None where it has nothing to say."""
     try:
-        work = Work(**read_json(board))
+        work = Work(**parse_json(read_regular(board, max_bytes=MAX_SETTINGS_BYTES)))
         work.line(time.time())  # which needs numbers
         return work
-    except (OSError, ValueError, TypeError, OverflowError, RunFolderError):
+    except (OSError, ValueError, TypeError, OverflowError):
         return None
 
 

@@ -89,7 +89,7 @@ def load_named(name: str, *, kind: str, error: type[UserError]) -> Any:
             if names_file(name)
             else importlib.import_module(source)
         )
-    except (Exception, SystemExit) as problem:
+    except (Exception, SystemExit) as problem:  # whatever a person's module raises
         absent = problem.name if isinstance(problem, ModuleNotFoundError) else None
         if absent is None or not f"{source}.".startswith(f"{absent}."):
             raise error(

@@ -52,7 +52,7 @@ class OwnFunction:
     def __call__(self, *values: Any, **named: Any) -> Any:
         try:
             return self._function(*values, **named)
-        except Exception as problem:
+        except Exception as problem:  # whatever a person's function raises
             frames = traceback.extract_tb(problem.__traceback__)[1:]
             lines = [frame.lineno for frame in frames if Path(frame.filename) == self._file]
             place = f"{self._file}:{lines[-1]}" if lines else "its call"

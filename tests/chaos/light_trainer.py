@@ -9,9 +9,9 @@ import mmap
 import threading
 from pathlib import Path
 
+from ycore.config.resolve import read_config
 from ycore.config.schema import RunConfig
 from ycore.errors import Interrupted, RunError
-from ycore.run.files import read_json
 from ycore.run.interrupt import on_stop
 from ycore.run.metrics import MetricsWriter
 from ycore.run.paths import RunFolder
@@ -28,7 +28,8 @@ def work(root: Path) -> None:
     stop = threading.Event()
     on_stop(stop.set)
     folder = RunFolder(root)
-    config = RunConfig.model_validate(read_json(folder.config)["config"])
+    config = read_config(folder)
+    assert isinstance(config, RunConfig)
     with (
         Path(config.dataset).open("rb") as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ),

@@ -114,9 +114,6 @@ class ArithmeticRun:
         write_bytes_atomic(self._folder.model / MODEL, b"%d" % self._value)
         sync_tree(self._folder.model)
 
-    def fail_others(self, error: BaseException) -> None:
-        pass
-
     def close(self) -> None:
         self._metrics.close()
 

@@ -265,6 +265,7 @@ def test_machines_that_differ_do_not_start(make: Make) -> None:
         (other / name).symlink_to(machines.place / name)
     rows = (machines.place / "rows.jsonl").read_text()
     (other / "rows.jsonl").write_text(rows + '{"prompt": "7 + 7 ="}\n')
+    machines.folder.root.mkdir()
     (other / "run").symlink_to(machines.folder.root)
     machines.start(steps=5, folders=[machines.place, other])
     assert machines.wait() == [2, 2], [machines.said(n) for n in range(2)]

@@ -301,3 +301,77 @@ def test_cores_without_bfloat16_compute_in_float32_unless_told() -> None:
     assert (
         layout_of(config(accelerate="zero2", processes=2, dtype="auto"), old).accelerate or {}
     )["mixed_precision"] == "no"
+
+
+PLAIN = "distributed_type: {kind}\nnum_processes: 2\nuse_cpu: {cpu}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "machine", "why"),
+    [
+        (PLAIN.format(kind="FSDP", cpu="true"), CORES, r"nodes.yaml: FSDP needs GPUs.*zero3"),
+        (
+            PLAIN.format(kind="FSDP", cpu="false")
+            + "parallelism_config:\n  parallelism_config_cp_size: 2\n",
+            EIGHT,
+            r"parallelism_config_cp_size is 2.*say 1.*zero3",
+        ),
+    ],
+)
+def test_files_that_trl_cannot_train_with_are_refused(
+    tmp_path: Path, text: str, machine: Machine, why: str
+) -> None:
+    with pytest.raises(ConfigError, match=why):
+        layout_of(config(accelerate=written(tmp_path, text)), machine)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29511"},
+        {
+            "PET_NNODES": "2",
+            "PET_NODE_RANK": "1",
+            "PET_MASTER_ADDR": "10.0.0.1",
+            "PET_MASTER_PORT": "29511",
+        },
+        {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29511"},
+        {
+            "SLURM_STEP_NUM_NODES": "2",
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_NODEID": "1",
+            "SLURM_STEP_NODELIST": "a[1-2]",
+            "MASTER_PORT": "29511",
+        },
+    ],
+    ids=["by hand", "kubernetes", "pods", "slurm"],
+)
+@pytest.mark.parametrize("accelerate", [None, "zero3"])
+def test_a_machine_finds_its_place_by_itself(
+    variables: dict[str, str],
+    accelerate: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/sh\ntest $3 = 'a[1-2]' && echo 10.0.0.1 && echo a2\n")
+    scontrol.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found = layout_of(config(accelerate=accelerate, prompts_per_step=16), EIGHT)
+    assert (found.world, found.num_machines, found.machine_rank, found.local) == (16, 2, 1, 8)
+    settings = found.accelerate or {}
+    assert (settings["main_process_ip"], settings["main_process_port"]) == ("10.0.0.1", 29511)
+    assert settings["num_processes"] == 16
+    if accelerate is not None:
+        assert settings["deepspeed_config"]["deepspeed_multinode_launcher"] == "standard"
+    monkeypatch.setenv("LOCAL_RANK", "0")  # a rank of torchrun's is no machine
+    assert layout_of(config(prompts_per_step=16), EIGHT).num_machines == 1
+
+
+def test_a_slurm_job_with_several_tasks_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"NUM_NODES": "2", "NUM_TASKS": "16", "NODELIST": "a[1-2]"}.items():
+        monkeypatch.setenv(f"SLURM_STEP_{name}", value)
+    with pytest.raises(ConfigError, match=r"once on each machine.*--ntasks-per-node=1"):
+        layout_of(config(), EIGHT)

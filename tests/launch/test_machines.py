@@ -178,6 +178,12 @@ def test_an_interrupt_is_asked_of_all_and_is_no_failure(three: Meeting) -> None:
     until(lambda: three.machines[0].num_stops == 2)
 
 
+def test_a_failure_is_no_request_to_stop(three: Meeting) -> None:
+    three.leave(1, RunError("the disk is full"))
+    until(lambda: three.machines[0].has_ended)
+    assert three.machines[0].num_stops == 0
+
+
 def test_of_several_failures_the_cause_is_shown(three: Meeting) -> None:
     three.machines[0].tell("failed 0", ["another rank failed", False])
     three.machines[1].tell("failed 0", ["rank 1: out of memory", True])

@@ -5,6 +5,7 @@ import pytest
 from ycore.errors import ConfigError
 from ycore.plan import devices
 from ycore.plan.devices import (
+    DEVICES,
     GB,
     GIB,
     Device,
@@ -98,3 +99,15 @@ def test_auto_is_bfloat16_where_the_cores_multiply_it(
 ) -> None:
     core = Device("core", 2**30, 1e9, 1e9, 1e9, "told", on_cpu=True, has_bfloat16=has_bfloat16)
     assert format_on(core, dtype) == computes_in
+
+
+def test_devices_of_several_machines_are_as_far_apart_as_their_network() -> None:
+    def fleet(text: str) -> Fleet:
+        return parse_devices(text, core=lambda: CORE, num_cores=2)
+
+    assert (fleet("4x8xH100").count, fleet("4x8xH100").machines) == (32, 4)
+    assert fleet("4x8xH100").device.link == 100e9 / 8
+    assert fleet("2 x 8 x 80GB, 400Gb").device.link == 400e9 / 8
+    assert fleet("8xH100").device.link == DEVICES["h100"].link
+    with pytest.raises(ConfigError, match=r"2x2xcpu.*cores of several machines"):
+        fleet("2x2xcpu")

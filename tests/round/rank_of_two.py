@@ -244,15 +244,6 @@ def carried(peers: TorchPeers, folder: Path) -> dict[str, Any]:
     }
 
 
-def broken(peers: TorchPeers, folder: Path) -> dict[str, Any]:
-    engine = (
-        ScriptedEngine(wait_s=0.05, breaks_after=3)
-        if peers.rank
-        else ScriptedEngine(hangs=True)
-    )
-    return fails(peers, engine, folder)
-
-
 def absent(peers: TorchPeers, folder: Path) -> dict[str, Any]:
     """Rank 1 does not come to a collective in time."""
     if peers.rank:
@@ -281,26 +272,16 @@ def stops(peers: TorchPeers, engine: ScriptedEngine, folder: Path) -> dict[str, 
     try:
         if peers.rank == 1:
             threading.Timer(0.5, rounds.stop.set).start()
-        return outcome(rounds, peers, tells=False)
+        return outcome(rounds)
     finally:
         rounds.close()
 
 
-def fails(peers: TorchPeers, engine: ScriptedEngine, folder: Path) -> dict[str, Any]:
-    rounds = make_rounds(peers, engine, folder)
-    try:
-        return outcome(rounds, peers, tells=True)
-    finally:
-        rounds.close()
-
-
-def outcome(rounds: Controller, peers: TorchPeers, *, tells: bool) -> dict[str, Any]:
+def outcome(rounds: Controller) -> dict[str, Any]:
     began = time.monotonic()
     try:
         rounds.next_round(step=0, num_groups=4)
     except YcoreError as error:
-        if tells:
-            peers.fail(f"{type(error).__name__}: {error}")
         return {
             "error": type(error).__name__,
             "message": str(error),

@@ -167,14 +167,6 @@ def test_a_rank_that_does_not_come_to_a_collective_is_an_error_in_time(tmp_path:
     assert "within 1 s (collective_timeout_s)" in waited["message"]
 
 
-def test_a_failure_on_one_rank_ends_the_other_within_seconds(tmp_path: Path) -> None:
-    waiting, failed = run(tmp_path, "broken")["broken"]
-    assert (failed["error"], failed["message"]) == ("EngineError", "scripted: gone")
-    assert waiting["error"] == "PeerError"
-    assert waiting["message"] == "another rank failed: rank 1: EngineError: scripted: gone"
-    assert waiting["after_s"] < failed["after_s"] + 5
-
-
 def test_unfinished_groups_go_on_with_the_rank_that_began_them(tmp_path: Path) -> None:
     ranks = run(tmp_path, "carried")["carried"]
     trained = [group["position"] for rank in ranks for step in rank["steps"] for group in step]

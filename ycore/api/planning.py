@@ -279,7 +279,12 @@ def _lines(made: Plan, *, top: int) -> Iterator[str]:
         shown = sorted(fastest.items(), key=lambda pair: pair[1].step_s)[:2]
         yield from (f"  {forecast.strategy.in_words}: {why}" for why, forecast in shown)
     if made.options is not None:
-        yield from ["", "the first runs with these options", f"  {made.options or 'none'}"]
+        where = f" on each of {made.fleet.machines} machines" if made.fleet.machines > 1 else ""
+        yield from [
+            "",
+            f"the first runs with these options{where}",
+            f"  {made.options or 'none'}",
+        ]
     else:
         yield (
             "take a smaller --per-device-train-batch-size, --lora or --quantize 4bit, fewer --max-tokens, more devices "
@@ -293,7 +298,10 @@ def _job_lines(made: Plan) -> Iterator[str]:
     yield f"model    {work.policy.name}: {work.policy.num_params / 1e9:.2f} billion parameters, {trained}"
     if work.judge is not None:
         yield f"{_SCORER[work.judge_role]:<8} {work.judge.name}: {work.judge.num_params / 1e9:.2f} billion parameters"
-    yield f"devices  {made.fleet.count} x {device.name}: {device.memory_bytes / _GIB:.0f} GiB; {device.in_words}"
+    count = f"{made.fleet.count // made.fleet.machines} x {device.name}"
+    if made.fleet.machines > 1:
+        count = f"{made.fleet.machines} machines of {count}, {8 * device.link / 1e9:.0f} Gb a second between them"
+    yield f"devices  {count}: {device.memory_bytes / _GIB:.0f} GiB; {device.in_words}"
     yield (
         f"step     {work.prompts_per_step} prompts of {work.prompt_tokens} tokens x {work.group_size} completions "
         f"of {work.completion_tokens}, {work.max_tokens} at most; {work.draws:g} groups for each kept"

@@ -112,6 +112,8 @@ def _places(config: AnyConfig, model: ModelPlan, site: Site) -> dict[str, Any]:
             "world": layout.world,
             "here": layout.local,
             "machines": layout.num_machines,
+            "machine": layout.machine_rank,
+            "meet": (layout.accelerate or {}).get("main_process_ip"),
         },
     }
 

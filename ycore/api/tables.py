@@ -81,6 +81,9 @@ def plan_rows(plan: Mapping[str, Any], *, resume: bool = False) -> Rows:
     rows += [("warning", line) for line in plan["warnings"]]
     if config["algorithm"] != "eval":
         rows.append(("batch", plan["batch"]["in_words"]))
+    if (ranks := plan["ranks"]).get("machines", 1) > 1:
+        words = f"{ranks['machines']}, of which this is machine {ranks['machine']}; all meet at {ranks['meet']}"
+        rows.append(("machines", words))
     rows.append(("run", f"{_run_in_words(plan)}, seed {config['seed']}"))
     if plan["length"] is not None:
         rows += _length_rows(plan)

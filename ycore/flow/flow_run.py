@@ -247,9 +247,6 @@ class FlowRun:
         self._state = read_json(checkpoint / controller_file(0))["controller"]
         self.controller.restore(self._state)
 
-    def fail_others(self, error: BaseException) -> None:
-        """Do nothing: there are no other ranks."""
-
     def close(self) -> None:
         if self._judge is not None:
             self.controller.run(self._judge.close())

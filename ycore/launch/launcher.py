@@ -70,7 +70,7 @@ def run_worker(
     began = time.monotonic()
     config = on_machine(config)
     site = site_of(config, trains=kind.trains)
-    with meeting(site.layout, run_facts(config, contents or {}), say=print) as machines:
+    with meeting(site.layout, run_facts(config, contents or {}), say=_say) as machines:
         if isinstance(config, RunConfig):
             check_run(config, site)
         folder_claim = claim(site.folder, config, resume=resume)
@@ -102,6 +102,9 @@ def run_worker(
         finally:
             progress.close()
             folder_claim.release()
+
+
+_say = partial(print, flush=True)
 
 
 @dataclass(frozen=True, slots=True)

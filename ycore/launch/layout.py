@@ -8,6 +8,7 @@ import importlib.metadata
 import os
 import re
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -138,6 +139,7 @@ def _ask(question: Callable[..., Any], *arguments: Any) -> Any:
 Dtype = Literal["float32", "bfloat16"]
 
 _SHM = "/dev/shm"
+_TAKE_ZERO3 = "take --accelerate zero3 to shard"
 _PINNED_AS_IT_IS = "pinned_max_round_threshold_mb:1"
 """Stops torch from rounding pinned memory up to powers of two: 15 GB of weights would take 29."""
 _MIXED_PRECISION: Mapping[Dtype, str] = {"float32": "no", "bfloat16": "bf16"}
@@ -273,10 +275,12 @@ def _num_ranks(config: BaseConfig, num_devices: int) -> int:
     """Return the most ranks, up to the devices, that can have whole groups of a step each."""
     if not isinstance(config, RunConfig):
         return num_devices
+    num_machines = place_here().get("num_machines", 1)
+    numbers = range(1, num_devices + 1)
     dividing = (
-        number for number in range(1, num_devices + 1) if config.prompts_per_step % number == 0
+        number for number in numbers if config.prompts_per_step % (number * num_machines) == 0
     )
-    return max(dividing)
+    return max(dividing, default=1)
 
 
 def site_of(config: BaseConfig, *, trains: bool = True) -> Site:
@@ -360,20 +364,22 @@ def _is_cpu_build() -> bool:
 def layout_of(config: BaseConfig, machine: Machine) -> Layout:
     """Return the run's ranks, from `processes` and `accelerate`; ConfigError for what cannot work on the machine."""
     config = on_machine(config, machine)
-    if config.accelerate is None and config.processes == 1:
+    place = place_here()
+    if config.accelerate is None and config.processes == 1 and not place:
         return ONE_RANK
     dtype = format_of(config.dtype, has_bfloat16=machine.has_bfloat16)
     name = next((name for name in SHARDINGS if name == (config.accelerate or "ddp")), None)
     if name is None:
         layout = _layout_from_file(
-            Path(str(config.accelerate)).expanduser(), config, dtype=dtype
+            Path(str(config.accelerate)).expanduser(), config, machine, dtype=dtype
         )
     else:
-        world = int(config.processes)
+        num_machines = place.get("num_machines", 1)
+        world = int(config.processes) * num_machines
         settings = accelerate_config(
             name, processes=world, on_cpu=not machine.devices, dtype=dtype
         )
-        layout = Layout(world, accelerate=settings)
+        layout = Layout(world, num_machines, place.get("machine_rank", 0), settings | place)
     check_ranks_fit(config, layout, machine)
     return layout
 
@@ -384,7 +390,7 @@ def accelerate_config(
     """Return the content of the file for `accelerate launch --config_file`; ConfigError for fsdp2 on a CPU."""
     if name == "fsdp2" and on_cpu:
         raise ConfigError(
-            "--accelerate fsdp2 needs GPUs: on CPU accelerate would shard nothing; take zero3"
+            f"--accelerate fsdp2 needs GPUs: on CPU accelerate would shard nothing; {_TAKE_ZERO3}"
         )
     run_settings = {
         "mixed_precision": _MIXED_PRECISION[dtype],
@@ -402,7 +408,48 @@ def _accelerate_files() -> dict[str, dict[str, Any]]:
     return settings
 
 
-def _layout_from_file(path: Path, config: BaseConfig, *, dtype: Dtype) -> Layout:
+_PLACES = (
+    ("NNODES", "NODE_RANK"),
+    ("PET_NNODES", "PET_NODE_RANK"),
+    ("WORLD_SIZE", "RANK"),
+    ("SLURM_STEP_NUM_NODES", "SLURM_NODEID"),
+)
+"""Variables of the number of machines, and of which this is: by hand, torchrun's, Kubernetes', Slurm's in a step."""
+_PORT = "29500"
+
+
+def place_here() -> dict[str, Any]:
+    """Return accelerate's keys for this machine among several, as the environment says them; {} where it is alone."""
+    variables = os.environ
+    is_rank = "LOCAL_RANK" in variables  # of torchrun's
+    for count, rank in () if is_rank else _PLACES:
+        num_machines = int(variables.get(count) or 1)
+        address = variables.get("MASTER_ADDR") or variables.get("PET_MASTER_ADDR")
+        if address is None and count.startswith("SLURM") and num_machines > 1:
+            address = _first_of_slurm()
+        if num_machines > 1 and address and rank in variables:
+            port = variables.get("MASTER_PORT") or variables.get("PET_MASTER_PORT") or _PORT
+            return {
+                "num_machines": num_machines,
+                "machine_rank": int(variables[rank]),
+                "main_process_ip": address,
+                "main_process_port": int(port),
+            }
+    return {}
+
+
+def _first_of_slurm() -> str:
+    if os.environ.get("SLURM_STEP_NUM_TASKS") != os.environ["SLURM_STEP_NUM_NODES"]:
+        raise ConfigError(
+            "ycore runs once on each machine of a Slurm job; say srun --ntasks-per-node=1"
+        )
+    command = ["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[0]
+
+
+def _layout_from_file(
+    path: Path, config: BaseConfig, machine: Machine, *, dtype: Dtype
+) -> Layout:
     if not path.is_file():
         raise ConfigError(
             f"--accelerate takes {', '.join(SHARDINGS)} or an accelerate config file; there is no file {str(path)!r}"
@@ -428,6 +475,16 @@ def _layout_from_file(path: Path, config: BaseConfig, *, dtype: Dtype) -> Layout
         )
     if machines > 1:
         _check_machines_meet(settings, path)
+    if settings["distributed_type"] == "FSDP" and not machine.devices:
+        raise ConfigError(
+            f"{path}: FSDP needs GPUs: on CPU accelerate would shard nothing; {_TAKE_ZERO3}"
+        )
+    for name, value in {**settings, **(settings.get("parallelism_config") or {})}.items():
+        if name.endswith(("cp_size", "sp_size", "tp_size")) and value != 1:
+            rule = "every rank trains on prompts of its own, with whole layers and sequences"
+            raise ConfigError(
+                f"{path}: {name} is {value}, and {rule}; say 1, and {_TAKE_ZERO3}"
+            )
     if config.processes not in ("auto", world // machines):
         raise ConfigError(
             f"--processes {config.processes} is not what {path} says: {world} processes on {machines} "

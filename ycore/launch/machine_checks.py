@@ -126,9 +126,9 @@ def check_described(config: RunConfig, fleet: Fleet, *, known: FactsOf = facts_h
 
 
 def described(fleet: Fleet) -> Machine:
-    """Return the machine that has the fleet's devices or cores."""
+    """Return a machine of the fleet, with its devices or cores."""
     device = fleet.device
-    numbers = tuple(range(fleet.count))
+    numbers = tuple(range(fleet.count // fleet.machines))
     if device.on_cpu:
         return Machine(
             numbers, (), host_bytes=device.memory_bytes, cores_have_bfloat16=device.has_bfloat16

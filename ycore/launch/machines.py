@@ -89,7 +89,10 @@ class Machines:
         """How often another machine was asked to stop: once, or a second time, which means at once."""
         if self._of_others("stop 2"):
             return 2
-        return int(bool(self._of_others("stop 1") or self._of_others("end")))
+        has_stopped = any(
+            code == Interrupted.exit_code for code, _ in self._of_others("end").values()
+        )
+        return int(has_stopped or bool(self._of_others("stop 1")))
 
     @property
     def has_ended(self) -> bool:

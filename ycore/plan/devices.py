@@ -45,8 +45,11 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
+    """`count` devices, equally many on each of the machines, whose network the device's link is no faster than."""
+
     device: Device
     count: int
+    machines: int = 1
 
 
 DEVICES: Mapping[str, Device] = {
@@ -82,32 +85,47 @@ def device_called(driver_name: str) -> Device | None:
 _COMMON = ("t4", "a10", "a100-40gb", "l40s", "a100", "h20", "h200")
 """Devices of which the nearest in size is taken, where only the size is given."""
 
-_PATTERN = re.compile(r"^(?:(\d+)\s*[xX*]\s*)?([\w.-]+)$")
+_PATTERN = re.compile(
+    r"^(?:(\d+)\s*[xX*]\s*(?=\d+\s*[xX*]))?(?:(\d+)\s*[xX*]\s*)?([\w.-]+)(?:,\s*(\d+)\s*Gb)?$"
+)
+_NETWORK_GBIT = 100  # a second, of a machine's network where it is not said
 _MEMORY = re.compile(r"^(\d+(?:\.\d+)?)\s*(gb|gib|g)$", re.IGNORECASE)
 
 
 def parse_devices(text: str, *, core: Callable[[], Device], num_cores: int) -> Fleet:
-    """Parse `8x80GB`, `4xH100`, `cpu` (every core of this machine) or `2xcpu`; ConfigError for other texts.
+    """Parse `8x80GB`, `4x8xH100,400Gb`, `cpu` (every core of this machine) or `2xcpu`; ConfigError for other texts.
+
+    The first of two numbers counts machines; the network between them is in gigabits a second.
 
     Args:
         core: Measures a core, where the devices are cores.
     """
     match = _PATTERN.match(text.strip())
-    kind = match[2].lower() if match else ""
+    kind = match[3].lower() if match else ""
     memory = _MEMORY.match(kind)
     if match is None or not (kind == "cpu" or memory or kind in DEVICES):
         names = ", ".join(device.name for device in DEVICES.values())
         raise ConfigError(
-            f"--devices takes a number and a size or a name, e.g. 8x80GB, 4xH100, cpu; it is {text!r}"
+            f"--devices takes a number and a size or a name, e.g. 8x80GB, 4xH100, 2x8xH100,400Gb (2 machines), cpu; "
+            f"it is {text!r}"
             + (nearest(text.lower().rpartition("x")[2], DEVICES) or f"; names: {names}")
         )
-    count = int(match[1] or (num_cores if kind == "cpu" else 1))
-    if count == 0:
+    count = int(match[2] or (num_cores if kind == "cpu" else 1))
+    machines = int(match[1] or 1)
+    if count * machines == 0:
         raise ConfigError(
             f"--devices {text}: a plan needs one device or more; e.g. --devices 1x80GB"
         )
     if kind != "cpu":
-        return Fleet(_of_memory(float(memory[1])) if memory else DEVICES[kind], count)
+        device = _of_memory(float(memory[1])) if memory else DEVICES[kind]
+        if machines > 1:  # the ranks of a machine share its network
+            network = int(match[4] or _NETWORK_GBIT) * GB / 8
+            device = replace(device, link=min(device.link, network))
+        return Fleet(device, count * machines, machines)
+    if machines > 1:
+        raise ConfigError(
+            f"--devices {text}: cores of several machines are not planned; e.g. 2xcpu"
+        )
     if count > num_cores:
         raise ConfigError(
             f"--devices {text}: this machine has {num_cores} cores; e.g. --devices {num_cores}xcpu"

@@ -132,7 +132,8 @@ class Plan:
         return {
             "model": asdict(self.work.policy) | {"num_params": self.work.policy.num_params},
             "judge": None if self.work.judge is None else self.work.judge.name,
-            "devices": asdict(self.fleet.device) | {"count": self.fleet.count},
+            "devices": asdict(self.fleet.device)
+            | {"count": self.fleet.count, "machines": self.fleet.machines},
             "work": work,
             "fits": [forecast.as_json() for forecast in self.fitting[:top]],
             "does_not_fit": [
@@ -199,7 +200,12 @@ def make_plan(
 def most_ranks(work: Workload, fleet: Fleet) -> int:
     """Return the most devices that can train with equally many prompts."""
     return max(
-        ranks for ranks in range(1, fleet.count + 1) if not work.prompts_per_step % ranks
+        (
+            ranks
+            for ranks in range(fleet.machines, fleet.count + 1, fleet.machines)
+            if not work.prompts_per_step % ranks
+        ),
+        default=fleet.machines,
     )
 
 
@@ -289,7 +295,7 @@ def _cpu_bases(work: Workload, fleet: Fleet) -> Iterator[Strategy]:
 def _gpu_bases(work: Workload, fleet: Fleet) -> Iterator[Strategy]:
     ranks = most_ranks(work, fleet)
     for sharding in SHARDINGS if ranks > 1 else SHARDINGS[:1]:
-        for policy_width, judge_width in engine_widths(work, fleet.count):
+        for policy_width, judge_width in engine_widths(work, fleet.count // fleet.machines):
             for checkpointing in (True, False):
                 base = Strategy(
                     ranks,
@@ -331,7 +337,7 @@ def with_layout(config: RunConfig, forecast: StepForecast, fleet: Fleet) -> RunC
     strategy = forecast.strategy
     on_cpu = fleet.device.on_cpu
     changes: dict[str, Any] = {
-        "processes": strategy.ranks,
+        "processes": strategy.ranks // fleet.machines,
         "accelerate": None,
         "engine": _engine_settings(config, strategy, on_cpu),
         "rewards": [_with_width(spec, strategy) for spec in config.rewards],

@@ -87,7 +87,7 @@ class Peers:
     async def meet(self, *, stopping: bool) -> bool:
         """Wait until every rank calls this; returns whether any of them is stopping, the same on all ranks.
 
-        Unlike a collective it does not block the event loop, and it raises RunError when a rank has failed.
+        Unlike a collective it does not block the event loop.
         """
         return stopping
 
@@ -114,16 +114,13 @@ class Peers:
         """Make `stop_asked` true on every rank."""
 
     def stop_asked(self) -> bool:
-        """Whether any rank called `ask_to_stop`; raises RunError when a rank has failed."""
+        """Whether any rank called `ask_to_stop`."""
         return False
-
-    def fail(self, message: str) -> None:
-        """Make the other ranks raise RunError with this message."""
 
 
 # -- over torch.distributed: counts, meetings, summaries and the groups that move, in its store ----------------------
 
-_FAILURE, _STOP = "failure", "stop"
+_STOP = "stop"
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.005, 0.2
 _PATIENCE = 0.05  # of the time waited so far, to the next look: waiting long costs little, waiting short ends soon
 _FIELD = (
@@ -188,7 +185,6 @@ class TorchPeers(Peers):
         arrived = int(self._store.add(f"meeting{number}", 1 + _FIELD * int(stopping)))
         began = time.monotonic()
         while arrived % _FIELD < self.world:
-            self._check()
             await asyncio.sleep(_pause_s(began))
             arrived = int(self._store.add(f"meeting{number}", 0))
         if self.rank == 0 and number > 1:
@@ -237,7 +233,6 @@ class TorchPeers(Peers):
             self._store.set(f"{key}/{self.rank}", json.dumps(value))
             self._store.add(key, 1)
             while int(self._store.add(key, 0)) < self.world:
-                self._check()
                 time.sleep(_pause_s(began))
                 if time.monotonic() - began > self._timeout_s:
                     raise PeerError(
@@ -262,16 +257,7 @@ class TorchPeers(Peers):
         self._store.set(_STOP, str(self.rank))
 
     def stop_asked(self) -> bool:
-        self._check()
         return bool(self._store.check([_STOP]))
-
-    def fail(self, message: str) -> None:
-        if not self._store.check([_FAILURE]):
-            self._store.set(_FAILURE, f"rank {self.rank}: {message}")
-
-    def _check(self) -> None:
-        if self._store.check([_FAILURE]):
-            raise PeerError(f"another rank failed: {self._store.get(_FAILURE).decode()}")
 
 
 # -- the deal ----------------------------------------------------------------------------------------------------------
@@ -422,7 +408,7 @@ class RankEventLoop:
         self._runner.close()
 
     async def _until_stopped(self, work: Awaitable[T]) -> T:
-        """Return the work's result; Interrupted as soon as any rank is to stop, RunError as soon as one has failed."""
+        """Return the work's result; Interrupted as soon as any rank is to stop."""
         task = asyncio.ensure_future(work)
         watch = asyncio.ensure_future(self._watch(self.ends_at))
         async with ending([task, watch]):

@@ -40,9 +40,6 @@ class AlgorithmRun(Protocol):
     def save_checkpoint(self) -> None:
         """Save a checkpoint of the last finished step, unless it has one."""
 
-    def fail_others(self, error: BaseException) -> None:
-        """Tell the other ranks why this one fails."""
-
     def close(self) -> None: ...
 
 
@@ -141,8 +138,7 @@ def _train_and_save(run: AlgorithmRun, report: Callable[[BaseException], None]) 
     except Exception as error:
         report(
             error
-        )  # the launcher first: the other ranks then fail with errors that are not the cause
-        run.fail_others(error)
+        )  # before it closes: then other ranks fail too, with errors that are not the cause
         raise
     finally:
         run.close()

@@ -130,10 +130,6 @@ class RolloutRun(TrainingRun):
     def should_stop(self) -> bool:
         return self.controller.should_stop()
 
-    def fail_others(self, error: BaseException) -> None:
-        """The others stop at once, instead of at a collective's timeout."""
-        self._peers.fail(f"{type(error).__name__}: {error}")
-
     def begin(self, *, resumes: bool) -> None:
         """Wait for the engines, and take the first samples."""
         self.checkpoints.writer.check_room()

@@ -360,9 +360,6 @@ class TrainingRun(ABC, TrainerCallback):
     def should_stop(self) -> bool:
         """Whether any rank was asked to stop; all ranks call it together and get the same answer."""
 
-    def fail_others(self, error: BaseException) -> None:
-        """Let the other ranks know that this one cannot go on; those that only train are ended by the launchers."""
-
     @abstractmethod
     def begin(self, *, resumes: bool) -> None:
         """Before the first step."""

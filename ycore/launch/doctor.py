@@ -22,7 +22,6 @@ from ycore.engine.kinds import INSTALL_VLLM_ON_CPU, INSTALL_VLLM_ON_GPU
 from ycore.launch.layout import Gpu, this_machine, visible_gpus
 from ycore.models.hub import cache_dir
 from ycore.run.claim import installed_versions
-from ycore.run.reports import RUN_MARKER
 from ycore.sandbox.level import choose_level
 
 TESTED = {
@@ -190,7 +189,6 @@ def machine_checks(folder: Path) -> list[Check]:
         _check_disk("disk here", folder),
         _check_disk("disk of the cache", cache_dir()),
         check("sandbox", sandbox.line, ok=sandbox.remedy is None, mend=sandbox.remedy),
-        _check_leftovers(),
     ]
 
 
@@ -209,23 +207,6 @@ def _check_disk(name: str, folder: Path) -> Check:
     free = shutil.disk_usage(existing).free / _GIB
     mend = "make room: a checkpoint of a full model is six times its weights in bfloat16"
     return check(name, f"{free:.1f} GiB free", ok=free >= 5.0, mend=mend)
-
-
-def _check_leftovers() -> Check:
-    """Check that there is no shared memory of runs of which no process is left."""
-    run_ids = set()
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):  # gone, or another user's
-            run_ids.add(process.environ().get(RUN_MARKER))
-    folders = sorted(
-        str(path)
-        for path in Path("/dev/shm").glob("ycore-*")
-        if path.name.removeprefix("ycore-") not in run_ids
-    )
-    if not folders:
-        return check("leftovers", "none in shared memory")
-    value = f"{len(folders)} in shared memory, of runs that are over"
-    return check("leftovers", value, ok=False, mend=f"rm -r {' '.join(folders)}")
 
 
 def check_imports(code: str = _IMPORTS) -> Check:

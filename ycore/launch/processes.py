@@ -358,17 +358,13 @@ def _stack(pid: int) -> str:
 
 def _appended(log: Path, size_before: int) -> str:
     """Return what was added to a log, once it has stopped growing."""
-    deadline = time.monotonic() + _STACK_WITHIN_S
     size = size_before
-    grew = time.monotonic()
-    while time.monotonic() < deadline:
-        now = log.stat().st_size
-        if now > size:
-            size = now
-            grew = time.monotonic()
-        elif size > size_before and time.monotonic() - grew > _STACK_ENDS_AFTER_S:
+    for _ in range(int(_STACK_WITHIN_S / _STACK_ENDS_AFTER_S)):
+        time.sleep(_STACK_ENDS_AFTER_S)
+        last_size = size
+        size = log.stat().st_size
+        if size == last_size > size_before:
             break
-        time.sleep(0.01)
     with log.open("rb") as file:
         file.seek(size_before)
         return file.read(size - size_before).decode(errors="replace").rstrip()

@@ -34,7 +34,7 @@ PANELS: Mapping[str, tuple[str, str]] = {
 }  # fmt: skip
 """Parameters of the commands, by panel: the ones of `--help`, and the ones that only `--help-all` adds."""
 
-_EMPTY = ("--system-prompt", "--prompt")  # options that may be empty
+_EMPTY = ("--system-prompt", "--prompt", "--dataset")  # options that may be empty
 
 
 class PanelCommand(TyperCommand):

@@ -103,7 +103,7 @@ LINE = "grpo --model model --dataset task:addition --max-tokens 32 --output run 
             "--dataset= --env acts.py:Paying",
             "'acts.py:Paying' says nothing at its reset, and there is no dataset",
         ),
-        ("--dataset= --reward exact_answer", "--dataset is empty; say --dataset VALUE"),
+        ("--dataset= --reward exact_answer", "--dataset is empty; give a file"),
         (
             "--reward acts.py:score",
             "needs the column 'environments', and the dataset has answer",

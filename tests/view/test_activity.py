@@ -103,6 +103,8 @@ def test_it_is_said_what_a_step_waits_for(events: list[Event], said: str) -> Non
 def test_before_and_between_steps() -> None:
     assert scene(began=None).now() == "starting"
     assert scene(began=T, ended=T + 12).now() == "between steps for 18 s"
+    over = Scene(Activity(), T + 30, False, T, T + 12, saved=T + 20)
+    assert over.now() == "ending for 10 s"
     assert scene(began=T, ended=T).now() == "30 s into the step"
 
 
@@ -178,7 +180,7 @@ def test_a_run_that_starts_says_what_its_processes_do(tmp_path: Path) -> None:
     folder.log("engine-1").write_text("INFO Available routes are:\n")
     folder.log("trainer").touch()
     assert starting_words(folder, 1012.0) == (
-        "starting for 12 s: engine-0 loading weights, engine-1 ready, trainer loading its libraries"
+        "starting for 12 s: engine-0 loading weights, engine-1 ready, trainer getting ready"
     )
     folder.work.write_text('{"words": "loading the model"}')
     assert starting_words(folder, 1012.0).endswith("trainer loading the model")

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Self, TextIO
 
 from ycore.run.text import as_duration, printable
 
-FIRST_S = 2.0
+FIRST_S = 1.5  # the command itself takes a while to start
 EVERY_S = 5.0
 _LOOK_S = 0.2
 _PUBLISH_S = 0.5

@@ -103,6 +103,7 @@ class Scene:
     step_ended: float | None
     starting: str = ""  # what the processes of a run that has not begun do
     work: Work | None = None  # of the trainer, beside its steps
+    saved: float | None = None  # when the model was
 
     @property
     def has_begun(self) -> bool:
@@ -159,6 +160,8 @@ class Scene:
             return self.work.line(self.until)
         # A file's time has the grain of the clock's tick: of two that are equal, the next step's beginning is the later.
         if self.step_ended is not None and self.step_ended > self.step_began:
+            if self.saved is not None and self.saved > self.step_ended:
+                return f"ending for {self._time_since(self.saved)}"
             return f"between steps for {self._time_since(self.step_ended)}"
         elapsed = f"{self._time_since(self.step_began)} into the step"
         order = [*_PHASE_WORDS]
@@ -238,6 +241,7 @@ class RunActivity:
             step_ended=ended,
             starting=starting,
             work=work,
+            saved=_touched(self._folder.model),
         )
 
 
@@ -278,7 +282,7 @@ def starting_words(folder: RunFolder, now: float) -> str:
     if work is not None:
         words.append(f"trainer {work.words}")
     elif folder.log("trainer").is_file():
-        words.append("trainer loading its libraries")
+        words.append("trainer getting ready")
     return ": ".join(
         [f"starting for {as_duration(now - began)}", *filter(None, [", ".join(words)])]
     )

@@ -731,7 +731,9 @@ def test_what_a_reward_is_called_with_is_documented() -> None:
 
 def test_shipped_recipes_and_tasks_are_documented() -> None:
     rows = table("docs/recipes.md", "## Shipped recipes")
-    assert {name for cell, *_ in rows for name in quoted(cell)} == {entry.name for entry in list_recipes()}
+    assert {name for cell, *_ in rows for name in quoted(cell)} == {
+        entry.name for entry in list_recipes()
+    }
     rows = table("docs/options.md", "### Generated tasks")
     tasks = {quoted(name)[0]: quoted(arguments) for name, arguments, _ in rows}
     arguments = {name: ["digits=1"] for name in TASKS} | {

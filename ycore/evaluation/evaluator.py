@@ -33,12 +33,13 @@ _PROMPTS_AT_ONCE = 64  # enough to keep the engines busy, few enough to hold
 
 
 def _evaluate(root: Path) -> None:
-    from ycore.round.assemble import assemble
-
     publish_work(RunFolder(root).work)
-    parts = assemble(root)
-    config = parts.config
-    engines = [] if config.given_pairs else parts.engines(own_model(parts))
+    with working("loading the model"):
+        from ycore.round.assemble import assemble
+
+        parts = assemble(root)
+        config = parts.config
+        engines = [] if config.given_pairs else parts.engines(own_model(parts))
     controller = parts.controller(engines)
     recorded: list[tuple[str, float]] = []
     controller.record = lambda name, value: recorded.append((name, value))

@@ -103,7 +103,7 @@ class Scene:
     step_ended: float | None
     starting: str = ""  # what the processes of a run that has not begun do
     work: Work | None = None  # of the trainer, beside its steps
-    saved: float | None = None  # when the model was
+    saved: float | None = None  # when the model was, or the result of an evaluation
 
     @property
     def has_begun(self) -> bool:
@@ -241,7 +241,7 @@ class RunActivity:
             step_ended=ended,
             starting=starting,
             work=work,
-            saved=_touched(self._folder.model),
+            saved=_touched(self._folder.model) or _touched(self._folder.root / "eval.json"),
         )
 
 

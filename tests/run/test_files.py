@@ -9,8 +9,10 @@ import pytest
 
 from ycore.errors import RunFolderError
 from ycore.run import files
+from ycore.run.claim import is_held
 from ycore.run.files import LineFollower, parse_json, read_json, read_regular, write_json_atomic
 from ycore.run.metrics import read_metrics
+from ycore.run.paths import RunFolder
 from ycore.run.resuming import read_label, read_round
 from ycore.view.activity import read_work
 
@@ -157,8 +159,9 @@ def test_what_a_process_did_not_publish_is_nothing(content: str, tmp_path: Path)
 
 
 def test_pipes_in_a_runs_folder_are_not_waited_for(tmp_path: Path) -> None:
-    for name in ("work.json", "round-000001-rank-0.json"):
+    for name in ("work.json", ".lock", "round-000001-rank-0.json"):
         os.mkfifo(tmp_path / name)
+    assert not is_held(RunFolder(tmp_path))
     assert read_work(tmp_path / "work.json") is None
     with pytest.raises(RunFolderError, match="first line is not JSON"):
         read_label(tmp_path / "round-000001-rank-0.json")

@@ -65,11 +65,10 @@ class Claim:
 
 def is_held(folder: RunFolder) -> bool:
     """Whether a run goes on in the folder; its guardian's clearing away counts too."""
-    try:
-        with open(folder.lock, "rb") as lock:
-            return not _try_lock(lock.fileno(), fcntl.LOCK_SH)
-    except (FileNotFoundError, IsADirectoryError):
+    if not folder.lock.is_file():
         return False
+    with folder.lock.open("rb") as lock:
+        return not _try_lock(lock.fileno(), fcntl.LOCK_SH)
 
 
 def _try_lock(descriptor: int, kind: int) -> bool:

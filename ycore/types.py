@@ -128,12 +128,14 @@ class Score:
     """One reward source's answer for one completion; `value` None means masked, and `problem` says why.
 
     `logprobs` are a teacher's, of every token of the completion. `verdict` is what a judge of it wrote, cut short.
+    `logged` is what a reward function said beside: a number is a metric, and text a column of tables of completions.
     """
 
     value: float | None
     problem: str | None = None
     logprobs: tuple[float, ...] | None = None
     verdict: str | None = None
+    logged: Mapping[str, float | str] = field(default_factory=dict)
 
 
 def said(message: Mapping[str, Any]) -> str:

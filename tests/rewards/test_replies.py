@@ -27,6 +27,12 @@ def test_an_answer_in_its_shape_is_believed() -> None:
     assert masked == Score(None, problem="not finite: inf?[2J")
 
 
+def test_what_a_reward_logged_comes_in_plain_words() -> None:
+    logged = [{"counted": 2, "why\x1b": "a\nb"}, {}]
+    scores = scores_in(reply_in(line(logged=logged), NONCE), count=2)
+    assert [score.logged for score in scores] == [{"counted": 2, "why?": "a b"}, {}]
+
+
 @pytest.mark.parametrize(
     "forged",
     [
@@ -50,6 +56,11 @@ def test_an_answer_in_its_shape_is_believed() -> None:
         line(values=[[1.0], 1.0]),
         line(problems=[1, None]),
         line(extra=1),
+        line(logged=[{}]),
+        line(logged=[{"a": []}, {}]),
+        line(logged=["a", "b"]),
+        line(logged=None),
+        line(logged=[{"a": 1e999}, {}]),
         b'{"nonce": "5f0c", "values": [' + b"9" * 5000 + b', 1], "problems": [null, null]}',
     ],
 )

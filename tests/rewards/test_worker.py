@@ -51,7 +51,18 @@ def test_a_reward_gets_trls_keywords_and_only_what_it_takes() -> None:
         log_metric("counted", 1.0)
         return [trainer_state.global_step, len(completions)]
 
-    assert ask(reward, answer=["1", "2"]) == {"values": [3.0, 2.0], "problems": [None, None]}
+    logged = [{"shown": "a", "counted": 1.0}, {"shown": "b"}]
+    expected = {"values": [3.0, 2.0], "problems": [None, None], "logged": logged}
+    assert ask(reward, answer=["1", "2"]) == expected
+    assert "logged" not in ask(lambda completions: [1, 2])
+
+
+def test_logged_texts_are_one_for_each_completion() -> None:
+    def reward(completions: Any, log_extra: Any) -> Any:
+        log_extra("shown", ["only one"])
+        return [1.0, 2.0]
+
+    assert "ValueError" in ask(reward)["failed"]
 
 
 def test_an_array_a_generator_and_an_async_function_are_all_rewards() -> None:

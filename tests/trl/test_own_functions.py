@@ -19,6 +19,7 @@ from ycore.advantages import ESTIMATORS
 from ycore.config.learners import GroupConfig
 from ycore.config.resolve import resolve
 from ycore.errors import ConfigError
+from ycore.run.metrics import read_metrics
 from ycore.trl.grpo import Trainer
 from ycore.trl.own_functions import OwnFunction, check_own_functions
 from ycore.types import Group, Prompt
@@ -156,10 +157,10 @@ def test_an_advantage_by_token_is_learned_from(mine: Path, model: Path, tmp_path
 def test_a_group_has_what_the_page_says(model: Path, tmp_path: Path) -> None:
     body = (
         "assert [group.step, group.prompt.content] in ([0, 'prompt 0'], [0, 'prompt 1'])\n"
-        "    assert group.completions[1].token_ids == (10, 12) and group.lengths.tolist() == [2] * 4\n"
+        "    assert group.completions[1].token_ids == (10, 12) and group.mask.sum(1).tolist() == [2] * 4\n"
         "    assert group.rewards_by_source['mine'].equal(group.rewards) or group.rewards.isnan().any()\n"
         "    assert group.batch_rewards.shape == (2, 4) and group.mask.shape == (4, 2)\n"
-        "    return group.lengths"
+        "    return group.mask.sum(1)"
     )
     functions = {"advantage": OwnFunction("advantage", written(tmp_path, body))}
     batch = trainer(
@@ -316,7 +317,7 @@ class WithoutLogprobs(Fixed):
     [
         ("return logprobs.sum(1), {}", r"one for each token, \(4, 4\); it returned tensor"),
         ("return logprobs.detach().sum(), {}", "depends on logprobs"),
-        ("return logprobs.sum() / 0, {}", "finite"),
+        ("return logprobs.sum() / 0, {}", "one finite number"),
         ("return logprobs.nothing", r"own\.py:5 raised AttributeError"),
     ],
 )
@@ -342,17 +343,35 @@ def test_what_bounds_trls_losses_is_refused_beside_ones_own(tmp_path: Path) -> N
         resolve(options={"algorithm": "distill", **options})
 
 
+REWARD = """
+def spread(completion_ids, log_metric, log_extra):
+    log_metric("mine/longest", max(map(len, completion_ids)))
+    log_extra("first", [ids[0] for ids in completion_ids])
+    return [sum(ids) % 7 / 7 for ids in completion_ids]
+"""
+
+
 @pytest.mark.slow
-def test_a_run_with_a_file_of_ones_own_and_its_resume(
+def test_a_run_with_files_of_ones_own_and_its_resume(
     mine: Path, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
+    (tmp_path / "filters.py").write_text(on_page("def best_and_worst"))
+    (tmp_path / "losses.py").write_text(on_page("def clipped"))
+    (tmp_path / "rewards.py").write_text(REWARD)
     command = ["grpo", "--model", str(model), "--dataset", "task:addition?digits=1"]
-    command += ["--reward", "length", "--advantage", f"{mine}:early", "--output", str(folder)]
+    command += ["--reward", f"{tmp_path}/rewards.py:spread", "--output", str(folder)]
+    command += ["--advantage", f"{mine}:early", "--loss", f"{tmp_path}/losses.py:clipped"]
+    command += ["--keep", f"{tmp_path}/filters.py:best_and_worst"]
     command += ["--engine", "transformers", "--steps", "2", "--prompts-per-step", "2"]
     command += ["--group-size", "4", "--max-tokens", "8", "--set", "dtype=float32"]
     assert ycore(command) == 0, capfd.readouterr().err
     assert f'"advantage {mine}:early"' in (folder / "identity.json").read_text()
+    row = read_metrics(folder / "metrics.jsonl")[-1]
+    assert 1 <= row["mine/longest"] <= 8, "from the confined process"
+    assert row["ycore/kept"] == 0.5 and row["clipped"] == 0 and row["grad_norm"] > 0
+    journal = (folder / "journal" / "round-000001-rank-0.json").read_text()
+    assert '"logged": {"mine/longest": ' in journal and '"first": "' in journal
     mine.write_text(mine.read_text().replace("0.99", "0.9"))
     capfd.readouterr()
     again = ["resume", str(folder), "--steps", "3"]

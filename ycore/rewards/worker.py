@@ -3,8 +3,8 @@
 JSON lines come on standard input, a socket, and are answered there. The first line is `{"nonce", "specs": [...]}`,
 answered by `{"nonce", "ready": [parameters of each]}` or `{"nonce", "error": line}`. Then each `{"nonce", "source",
 "step", "count", "inputs": {parameter: one value per completion}}` is answered by `{"nonce", "values", "problems"}`, one
-of each per completion, or by `{"nonce", "failed": line}` where the call gave no such list. Deadlines, restarts and doubts
-about what is answered are the parent's (`worker_client`).
+of each per completion, with `"logged"` where the reward logged something, or by `{"nonce", "failed": line}` where the call
+gave no such list. Deadlines, restarts and doubts about what is answered are the parent's (`worker_client`).
 """
 
 import asyncio
@@ -27,6 +27,8 @@ from ycore.rewards.loading import IN_THINKING, Inputs, inputs_of, load_reward
 from ycore.run.images import ImageStore
 from ycore.sandbox.channel import Channel, exception_line
 from ycore.types import in_blocks
+
+_LONGEST_LOGGED = 300  # characters
 
 
 class LoadedReward(NamedTuple):
@@ -62,8 +64,9 @@ def _load(spec: RewardConfig) -> LoadedReward:
 
 def call_reward(source: LoadedReward, request: Mapping[str, Any]) -> dict[str, Any]:
     """Call one reward; whatever it does, short of ending the process, becomes an answer."""
+    logged: list[dict[str, Any]] = [{} for _ in range(request["count"])]
     try:
-        result: object = source.function(**_arguments(source, request))
+        result: object = source.function(**_arguments(source, request, logged))
         if inspect.isawaitable(result):
             result = asyncio.run(_awaited(result))
         if isinstance(result, str | bytes | dict | set) or not isinstance(result, Iterable):
@@ -80,7 +83,10 @@ def call_reward(source: LoadedReward, request: Mapping[str, Any]) -> dict[str, A
         }
     values = [value for value, _ in scores]
     problems = [problem for _, problem in scores]
-    return {"values": values, "problems": problems}
+    answer: dict[str, Any] = {"values": values, "problems": problems}
+    if any(logged):
+        answer["logged"] = logged
+    return answer
 
 
 def reward_in(value: object) -> tuple[float | None, str | None]:
@@ -98,8 +104,21 @@ def reward_in(value: object) -> tuple[float | None, str | None]:
     return (None, None) if math.isnan(reward) else (reward, None)
 
 
-def _arguments(source: LoadedReward, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments of one call: those offered inputs that the function takes."""
+def _arguments(
+    source: LoadedReward, request: Mapping[str, Any], logged: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return the keyword arguments of one call: those offered inputs that the function takes.
+
+    TRL's `log_metric` and `log_extra` write into `logged`, which has a mapping for each completion.
+    """
+
+    def log_extra(column: str, values: Iterable[Any]) -> None:
+        for texts, value in zip(logged, values, strict=True):
+            texts[column] = str(value)[:_LONGEST_LOGGED]
+
+    def log_metric(name: str, value: float) -> None:
+        logged[0][name] = float(value)
+
     offered = dict(request["inputs"])
     if source.strips_thinking or source.reads_answers:
         in_thinking = offered.get(IN_THINKING) or [False] * request["count"]
@@ -120,7 +139,8 @@ def _arguments(source: LoadedReward, request: Mapping[str, Any]) -> dict[str, An
         if any(isinstance(names, list) for names in request["inputs"]["images"]):
             offered["prompts"] = [in_blocks(prompt) for prompt in offered.get("prompts", ())]
     offered["trainer_state"] = SimpleNamespace(global_step=request["step"])
-    offered["log_extra"] = offered["log_metric"] = _ignore
+    offered["log_extra"] = log_extra
+    offered["log_metric"] = log_metric
     return {name: value for name, value in offered.items() if source.inputs.accepts(name)}
 
 
@@ -130,10 +150,6 @@ def _images(names: str | list[str]) -> Any:
         return [_images(name) for name in names]
     path = Path(names)
     return ImageStore(path.parent).open(path.name)
-
-
-def _ignore(*_args: Any, **_kwargs: Any) -> None:
-    """Stand in for TRL's `log_extra` and `log_metric`, which rewards may call; a worker keeps no tables."""
 
 
 async def _awaited(result: Awaitable[object]) -> object:

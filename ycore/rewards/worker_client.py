@@ -8,10 +8,11 @@ also under `--dry-run`, are the same process.
 import asyncio
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import AfterValidator, FiniteFloat, TypeAdapter, ValidationError
 
 from ycore.config.schema import RewardConfig, RewardSettings, SandboxSettings
 from ycore.errors import RewardError
@@ -37,9 +38,11 @@ AUTO = SandboxSettings()
 MAX_BYTES = 4096
 """Bytes of a reply, besides `BYTES_PER_VALUE` for each completion."""
 
-BYTES_PER_VALUE = 2048
-"""A problem has 150 characters, of twelve bytes at most as JSON."""
+BYTES_PER_VALUE = 8192
+"""A problem has 150 characters and a logged text 300, each of twelve bytes at most as JSON."""
 _READY = TypeAdapter(list[Inputs])
+_Line = Annotated[str, AfterValidator(foreign_line)]
+_LOGGED = TypeAdapter(list[dict[_Line, FiniteFloat | _Line]])
 
 
 def reward_confinement(
@@ -174,7 +177,7 @@ def scores_in(
 
     `allowed_range` is the lowest and the highest reward that the recipe allows.
     """
-    if set(reply) != {"nonce", "values", "problems"}:
+    if set(reply) - {"logged"} != {"nonce", "values", "problems"}:
         raise CallFailed("no answer of a worker: it has other keys")
     values = reply["values"]
     problems = reply["problems"]
@@ -184,9 +187,17 @@ def scores_in(
         or not len(values) == len(problems) == count
     ):
         raise CallFailed(f"no answer of a worker: not {count} values and {count} problems")
+    nothing: list[Any] = [{}] * count
+    try:
+        logged = _LOGGED.validate_python(reply.get("logged", nothing), strict=True)
+        rows = list(zip(values, problems, logged, strict=True))
+    except ValueError:
+        raise CallFailed(
+            "no answer of a worker: what is logged is numbers or texts for each completion"
+        ) from None
     return [
-        _score(value, problem, allowed_range)
-        for value, problem in zip(values, problems, strict=True)
+        replace(_score(value, problem, allowed_range), logged=named)
+        for value, problem, named in rows
     ]
 
 

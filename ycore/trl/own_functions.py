@@ -35,11 +35,6 @@ class ScoredGroup:
     mask: Tensor  # (G, T) of bools: the policy's tokens
     batch_rewards: Tensor  # (P, G): `rewards` of all prompts of all ranks
 
-    @property
-    def lengths(self) -> Tensor:
-        """(G,): tokens that the policy wrote."""
-        return self.mask.sum(dim=1)
-
 
 class OwnFunction:
     """A function named `file.py:function`; `kind` is the option that named it."""
@@ -97,13 +92,17 @@ class OwnFunction:
         inputs = inputs_of(self._function)
         returned = self(**{name: offered[name] for name in offered if inputs.accepts(name)})
         loss, metrics = returned if isinstance(returned, tuple) else (returned, None)
-        if not isinstance(loss, Tensor) or loss.shape not in ((), mask.shape):
+        is_loss = (
+            isinstance(loss, Tensor)
+            and loss.shape in ((), mask.shape)
+            and loss.requires_grad
+            and loss.isfinite().all()
+        )
+        if not is_loss:
             raise self.error(
-                f"it returns a loss and its metrics; a loss is a tensor of one number, or of one for each token, "
-                f"{tuple(mask.shape)}; it returned {loss}"[:300]
+                "it returns a loss and its metrics; a loss is one finite number that depends on logprobs, or one for "
+                f"each token, {tuple(mask.shape)}; it returned {loss}"[:300]
             )
-        if not loss.requires_grad or not loss.isfinite().all():
-            raise self.error("a loss is finite and depends on logprobs")
         return loss, dict(metrics or {})
 
     def _numbers(self, rows: Any) -> Tensor:

@@ -8,6 +8,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -204,6 +205,11 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         # What follows is the same whether the round was generated or read.
         self._seed_generators("round")
         self._round = flatten(groups, self.open_image)
+        for group in groups:
+            for score in chain(*group.scores_GR):
+                for name, value in score.logged.items():
+                    if not isinstance(value, str):
+                        self.record(name, value)
         self.use_vllm = self._round[0].logprobs is not None
         self._last_loaded_step = step  # TRL would sync its own engine otherwise
         rows = [sequence.row for sequence in self._round]
@@ -237,6 +243,11 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
                 "finish_reason": completion.finish_reason,
                 "problem": "; ".join(score.problem for score in scores if score.problem),
                 "verdict": "\n".join(score.verdict for score in scores if score.verdict),
+                "logged": "\n".join(
+                    f"{name}: {value}"
+                    for score in scores
+                    for name, value in score.logged.items()
+                ),
             }
             for advantage, (prompt, completion, scores) in zip(
                 advantages.tolist(), completions, strict=False

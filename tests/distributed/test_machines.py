@@ -65,6 +65,7 @@ class Machines:
         main: str | None = None,
         ranks: str | None = MODULE,
         folders: list[Path] | None = None,
+        more: str = "",
     ) -> None:
         options = {} if ranks is None else {"trainer": ranks}
         paths = [str(ROOT)] if ranks is None else [str(self.place / "light"), str(ROOT)]
@@ -77,7 +78,7 @@ class Machines:
                 "PYTHONPATH": os.pathsep.join(paths),
                 "OMP_NUM_THREADS": "1",
             }
-            command = command_line(f"{WORDS} {steps}", scripted_engine=options)
+            command = command_line(f"{WORDS} {steps} {more}", scripted_engine=options)
             log = self.place / f"{host.name}.log"
             cwd = self.place if folders is None else folders[number]
             self.nodes.append(host.start(command, cwd=cwd, log=log, environment=environment))
@@ -250,6 +251,17 @@ def test_faults_at_random_moments(make: Make) -> None:
         seconds.setdefault(fault.__name__, []).append(one_fault(machines, fault, victim))
         print(number, fault.__name__, len(machines.hosts), victim, seconds[fault.__name__][-1])
     print({name: (len(times), max(times)) for name, times in seconds.items()})
+
+
+def test_a_restart_is_one_of_all_machines(make: Make) -> None:
+    machines = make(2)
+    machines.start(steps=30, more="--restarts 1")
+    machines.wait_for_steps(2)
+    kill_rank(machines, 1)
+    assert machines.wait() == [0, 0], [machines.said(n) for n in range(2)]
+    for number in range(2):
+        assert machines.said(number).count("resuming from the newest checkpoint (1 of 1)") == 1
+    assert "machine 1 (node1)" in machines.said(0)
 
 
 def test_ctrl_c_on_all_after_the_last_step_is_no_failure(make: Make) -> None:

@@ -23,7 +23,7 @@ from ycore.launch.layout import Layout
 from ycore.run.claim import contents_that_differ, settings_that_differ
 
 _BEAT_S = 1.0
-_SILENT_S = 6.0
+_SILENT_S = 5.0
 _NAMED_EVERY_S = 10.0  # machines that have not come yet
 _MEET_WITHIN_S = 300.0
 _CONNECT_S = 3.0
@@ -75,7 +75,11 @@ class Machines:
         """Raise RunError where another machine has failed, or is gone."""
         for machine, (exit_code, reason) in self._of_others("end").items():
             if exit_code != Interrupted.exit_code:
-                raise RunError(f"{self.name(machine)}: {reason}")
+                error = RunError(f"{self.name(machine)}: {reason}")
+                self.say(
+                    f"{error}; this machine ends too"
+                )  # at once: to clear up takes seconds
+                raise error
 
     def failure(self, attempt: int) -> str | None:
         """Return why another machine's trainer failed at this attempt, where that does not follow from others' ends."""

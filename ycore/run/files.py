@@ -271,11 +271,16 @@ class LineFollower:
             file.seek(self._offset)
             lines = []
             for line in iter(lambda: file.readline(_MAX_LINE_BYTES), b""):
-                is_part = len(line) == _MAX_LINE_BYTES  # of a line that ycore did not write
-                if not line.endswith(b"\n") and not is_part:
+                if (
+                    len(line) == _MAX_LINE_BYTES
+                ):  # ycore did not write this; the rest is not read
+                    self._offset = size
+                    lines.append(b"?")
+                    break
+                if not line.endswith(b"\n"):
                     break  # it is still being written
                 self._offset += len(line)
-                lines.append(b"?" if is_part else line.removesuffix(b"\n"))
+                lines.append(line.removesuffix(b"\n"))
         self.num_lines += len(lines)
         return lines
 

@@ -52,6 +52,8 @@ def test_a_dry_run_shows_every_stages_plan(
     names = [line.split(" ")[1] for line in shown.splitlines() if line.startswith("stage ")]
     assert names == ["sft", "pairs", "dpo"]
     assert "6 completions of each prompt" in shown
+    of_pairs = shown.split("stage pairs")[1].split("stage dpo")[0]
+    assert "checkpoints/" not in of_pairs and "tokens a step" not in of_pairs
     assert "it takes what an earlier stage makes" in shown
     assert not Path("out").exists()
 

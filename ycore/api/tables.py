@@ -36,7 +36,7 @@ def aligned(rows: Iterable[Sequence[str]]) -> Iterator[str]:
 
 def folded(rows: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     """Cut texts that are too wide for the terminal, or for 80 columns, at spaces; paths and `commands` stay whole."""
-    columns = min(80, get_terminal_size().columns) - 10
+    columns = min(80, get_terminal_size().columns) - 12
     wrapper = textwrap.TextWrapper(
         columns,
         subsequent_indent="  ",
@@ -79,20 +79,21 @@ def plan_rows(plan: Mapping[str, Any], *, resume: bool = False) -> Rows:
     if plan.get("evaluation"):
         rows.append(("held out", _evaluation_in_words(plan["evaluation"])))
     rows += [("warning", line) for line in plan["warnings"]]
-    if config["algorithm"] != "eval":
+    trains = config["algorithm"] != "eval"
+    if trains:
         rows.append(("batch", plan["batch"]["in_words"]))
     if (ranks := plan["ranks"]).get("machines", 1) > 1:
         words = f"{ranks['machines']}, of which this is machine {ranks['machine']}; all meet at {ranks['meet']}"
         rows.append(("machines", words))
     rows.append(("run", f"{_run_in_words(plan)}, seed {config['seed']}"))
-    if plan["length"] is not None:
+    if trains and plan["length"] is not None:
         rows += _length_rows(plan)
     rows += _changed_rows(plan["changed"])
     if has_rollouts:
         rows += _engine_rows(plan)
     goes_on = ", going on from its last checkpoint" if resume else ""
     rows.append(("output", config["output"] + goes_on))
-    if plan["length"] is not None:
+    if trains and plan["length"] is not None:
         rows.append(("", f"  {_files_in_words(plan)}"))
     return list(folded(rows))
 

@@ -239,7 +239,7 @@ def test_ycore_lines_work(page: Path, line: str, tmp_path: Path) -> None:
         write_stand_in(tmp_path / "runs" / "quickstart")
     if words[1] == "report":
         for run in [word for word in words[2:] if word.startswith("runs/")]:
-            write_first_step(tmp_path / run)
+            write_first_steps(tmp_path / run)
     if words[1] in USES:
         for run in {word for word in words[2:] if word.startswith("runs/")}:
             write_trained_run(tmp_path / run)
@@ -308,14 +308,17 @@ def write_unfinished_run(page: Path, output: str, folder: Path) -> None:
     )
 
 
-def write_first_step(folder: Path) -> None:
+def write_first_steps(folder: Path) -> None:
     """As much of a run as somebody who looks at it needs."""
     folder.mkdir(parents=True)
     (folder / "run.json").write_text(
         json.dumps({"config": {"steps": 1, "model": "tiny", "prompts_per_step": 1}})
     )
     (folder / "metrics.jsonl").write_text(
-        json.dumps({"step": 1, "reward": 0.5, "step_time": 1.0}) + "\n"
+        "".join(
+            json.dumps({"step": step, "reward": 0.5, "step_time": 1.0}) + "\n"
+            for step in range(1, 13)
+        )
     )
 
 

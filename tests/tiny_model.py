@@ -97,7 +97,11 @@ def _write(folder: Path, family: str, seed: int, *, chat: bool, **sizes: Any) ->
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # zeros, until something is learned
+                buffer.normal_(std=0.1)
+        model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -31,6 +31,7 @@ from ycore.engine.weight_proof import Part, PartSums, Piece, part_sums, pieces_o
 from ycore.run.reports import dump_stacks_on_signal
 
 _BLOCK = 16  # rows
+_ROUTERS_BIAS = "e_score_correction_bias"  # sent in float32
 _AS_IT_IS: Mapping[str, str] = {}
 PACKED_SUMS: dict[Any, list[PartSums]] = {}  # by layer, the sums of its weight as it was packed
 EXPERTS: dict[Any, list[Piece]] = {}  # by layer, the pieces of its experts as they were loaded
@@ -113,14 +114,14 @@ def held_pieces(model: Any, *, dtype: Any, workers: int = 1) -> list[Piece]:
             name = f"{module_name}.{leaf}"
             if parameter.numel():
                 name = first_name.setdefault(parameter.data_ptr(), name)
-            if leaf == "bias" and parameter.dtype == torch.float32:
-                parameter = parameter.to(
-                    dtype
-                )  # a CPU keeps it in float32, with the same value
+            if parameter.dtype == torch.float32 and leaf != _ROUTERS_BIAS:
+                # What vLLM keeps in float32 has the values that it was sent: a CPU's biases, a router.
+                parameter = parameter.to(dtype)
             packed = PACKED_SUMS.get(module) if leaf == "weight" else None
-            is_norm = leaf in ("weight", "bias")
+            is_norm = leaf in ("weight", "bias", _ROUTERS_BIAS)
             is_known = workers == 1 or hasattr(module, "tp_rank") or is_norm
-            if parameter.dtype == dtype and is_known and (packed or parameter.numel()):
+            is_sent = parameter.dtype == dtype or leaf == _ROUTERS_BIAS
+            if is_sent and is_known and (packed or parameter.numel()):
                 sums = packed or part_sums(parameter, parts_of(module))
                 names = checkpoint_names(name, fused_parts, renamed)
                 pieces += pieces_of(names, sums, column_shard=column_shard_of(module, leaf))

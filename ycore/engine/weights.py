@@ -164,7 +164,7 @@ def _checkpoint_names(model: torch.nn.Module) -> Iterable[str]:
     }
     with torch.device("meta"):
         weights = {name: torch.empty(shape) for name, shape in shapes.items()}
-    return _as_saved(_base_of(model), weights)
+    return [*_as_saved(_base_of(model), weights), *dict(_base_of(model).named_buffers())]
 
 
 class _File:
@@ -287,6 +287,15 @@ def engine_weights(
                     dtype, copy=layer is None and "ds_id" in vars(parameter)
                 ).contiguous()
                 yield from _as_saved(base, {name: weight}).items()
+    if writes:  # what is not trained and still a weight, e.g. the bias by which experts are chosen, in its own dtype
+        yield from _saved_buffers(base)
+
+
+def _saved_buffers(base: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    buffers = dict(base.named_buffers())
+    for name in base.state_dict():
+        if name in buffers and not name.startswith("critic."):
+            yield name, buffers[name].contiguous()
 
 
 def _as_saved(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

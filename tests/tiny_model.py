@@ -31,8 +31,8 @@ _ROUTED_EXPERTS = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1,
     "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1,
 }  # fmt: skip
-_LATENT = {
-    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32,
+_LATENT = {  # vLLM's kernels take a latent of 576 values alone
+    "q_lora_rank": 32, "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64,
     "v_head_dim": 32,
 }  # fmt: skip
 _MULTIPLIERS = {
@@ -62,7 +62,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": _ROUTED_EXPERTS | {"head_dim": 32},
     "gpt_oss": _SLIDING | _LOCAL_EXPERTS | {"head_dim": 32},
     "deepseek_v2": _ROUTED_EXPERTS | _LATENT | {"topk_method": "greedy"},
-    "deepseek_v3": _ROUTED_EXPERTS | _LATENT,
+    "deepseek_v3": _ROUTED_EXPERTS | _LATENT | {"topk_method": "noaux_tc"},
 }  # fmt: skip
 """The sizes of a small model by its `model_type`, beside those that all have."""
 

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -171,6 +171,59 @@ def test_a_bias_that_a_cpu_keeps_in_float32_is_known_by_its_value() -> None:
     assert share(sent.float()) == 1.0
     with pytest.raises(SyncError, match="not the trainer's"):
         share(sent.float() * 2)
+
+
+class Fused(torch.nn.Module):
+    packed_modules_mapping: ClassVar = {"gate_up_proj": ["gate_proj", "up_proj"]}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = torch.nn.Linear(4, 6, bias=False)
+        self.gate_up_proj.output_partition_sizes = [3, 3]  # type: ignore[assignment]
+
+
+class InheritsIt(Fused):
+    """As vLLM's Mistral inherits it of Llama, which refused every Mistral at its first sync."""
+
+
+class HasItsOwn(Fused):
+    """As vLLM's backend for transformers' models (SmolLM3, OLMo 2 and 3)."""
+
+    packed_modules_mapping: ClassVar = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed_modules_mapping = Fused.packed_modules_mapping
+
+
+@pytest.mark.parametrize("kind", [Fused, InheritsIt, HasItsOwn])
+def test_what_vllm_fuses_is_known_by_the_checkpoints_names(kind: type[Fused]) -> None:
+    """Whether the checkpoint has it apart, or in one as vLLM has (GLM-4)."""
+    model = kind()
+    whole = model.gate_up_proj.weight
+    gate, up = whole.chunk(2)
+    pieces = held_pieces(model, dtype=torch.float32)
+    for sent in (
+        {"gate_proj.weight": gate, "up_proj.weight": up},
+        {"gate_up_proj.weight": whole},
+    ):
+        sums = {name: tensor_sums(weight) for name, weight in sent.items()}
+        assert check_read_back(sums, pieces) == 1.0
+    with pytest.raises(SyncError, match="not the trainer's"):
+        check_read_back({"gate_up_proj.weight": tensor_sums(whole.flip(0))}, pieces)
+
+
+def test_a_routers_bias_is_proved_in_float32_and_its_weights_in_the_engines_dtype() -> None:
+    router = torch.nn.Linear(4, 8, bias=False)  # vLLM keeps a router in float32
+    router.weight.data = router.weight.data.bfloat16().float()
+    router.e_score_correction_bias = torch.nn.Parameter(torch.randn(8))
+    sent = {
+        "0.weight": router.weight.bfloat16(),
+        "0.e_score_correction_bias": router.e_score_correction_bias,
+    }
+    pieces = held_pieces(torch.nn.Sequential(router), dtype=torch.bfloat16)
+    sums = {name: tensor_sums(weight) for name, weight in sent.items()}
+    assert check_read_back(sums, pieces) == 1.0
 
 
 def test_the_eyes_are_named_as_the_checkpoint_names_them() -> None:

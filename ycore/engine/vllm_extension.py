@@ -102,10 +102,10 @@ def held_pieces(model: Any, *, dtype: Any, workers: int = 1) -> list[Piece]:
     A tied head has the name of the embedding, and the sums of its own packed copy. With several workers, what is left
     out is a parameter of which it is not known how they divide it.
     """
-    fused_parts = vars(type(model)).get("packed_modules_mapping") or {}
+    fused_parts = getattr(model, "packed_modules_mapping", {})
     renamed = NAMES if os.environ.get(SIGHTED) == "1" else {}
     pieces: list[Piece] = []
-    first_name: dict[int, str] = {}
+    first_name: dict[tuple[int, torch.Size], str] = {}
     for module_name, module in model.named_modules():
         if module in EXPERTS:
             pieces += EXPERTS[module]
@@ -113,7 +113,8 @@ def held_pieces(model: Any, *, dtype: Any, workers: int = 1) -> list[Piece]:
         for leaf, parameter in module.named_parameters(recurse=False):
             name = f"{module_name}.{leaf}"
             if parameter.numel():
-                name = first_name.setdefault(parameter.data_ptr(), name)
+                # A tied head is the embedding; a view of another shape, as latent attention makes, is not.
+                name = first_name.setdefault((parameter.data_ptr(), parameter.shape), name)
             if parameter.dtype == torch.float32 and leaf != _ROUTERS_BIAS:
                 # What vLLM keeps in float32 has the values that it was sent: a CPU's biases, a router.
                 parameter = parameter.to(dtype)
@@ -123,14 +124,18 @@ def held_pieces(model: Any, *, dtype: Any, workers: int = 1) -> list[Piece]:
             is_sent = parameter.dtype == dtype or leaf == _ROUTERS_BIAS
             if is_sent and is_known and (packed or parameter.numel()):
                 sums = packed or part_sums(parameter, parts_of(module))
+                shard = column_shard_of(module, leaf)
                 names = checkpoint_names(name, fused_parts, renamed)
-                pieces += pieces_of(names, sums, column_shard=column_shard_of(module, leaf))
+                pieces += pieces_of(names, sums, column_shard=shard)
+                if len(names) > 1:  # a checkpoint may have them in one, as vLLM has
+                    fused = checkpoint_names(name, {}, renamed)
+                    pieces += pieces_of(fused, sums, column_shard=shard)
     return pieces
 
 
 def adapter_pieces(model: Any) -> list[Piece]:
     """Return the sums of the adapters that linear layers multiply with, in vLLM's first and only slot for adapters."""
-    fused_parts = vars(type(model)).get("packed_modules_mapping") or {}
+    fused_parts = getattr(model, "packed_modules_mapping", {})
     pieces: list[Piece] = []
     for module_name, module in model.named_modules():
         stacks = [getattr(module, f"lora_{side}_stacked", None) for side in "ab"]
@@ -204,7 +209,7 @@ def record_packed_sums() -> None:
 
     def pack_and_record(layer: Any, remove_weight: bool) -> None:
         weight = layer.weight
-        if not weight.is_meta and weight.dim() == 2:
+        if not weight.is_meta:  # of a convolution too, which is packed in place
             PACKED_SUMS[layer] = part_sums(weight, parts_of(layer))
         pack(layer, remove_weight=remove_weight)
 

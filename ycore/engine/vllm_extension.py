@@ -127,9 +127,9 @@ def held_pieces(model: Any, *, dtype: Any, workers: int = 1) -> list[Piece]:
                 shard = column_shard_of(module, leaf)
                 names = checkpoint_names(name, fused_parts, renamed)
                 pieces += pieces_of(names, sums, column_shard=shard)
-                if len(names) > 1:  # a checkpoint may have them in one, as vLLM has
-                    fused = checkpoint_names(name, {}, renamed)
-                    pieces += pieces_of(fused, sums, column_shard=shard)
+                # A checkpoint may have them in one, as vLLM has.
+                fused = checkpoint_names(name, {}, renamed)
+                pieces += pieces_of(fused, sums, column_shard=shard) if fused != names else []
     return pieces
 
 

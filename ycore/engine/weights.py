@@ -287,15 +287,13 @@ def engine_weights(
                     dtype, copy=layer is None and "ds_id" in vars(parameter)
                 ).contiguous()
                 yield from _as_saved(base, {name: weight}).items()
-    if writes:  # what is not trained and still a weight, e.g. the bias by which experts are chosen, in its own dtype
-        yield from _saved_buffers(base)
-
-
-def _saved_buffers(base: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    buffers = dict(base.named_buffers())
-    for name in base.state_dict():
-        if name in buffers and not name.startswith("critic."):
-            yield name, buffers[name].contiguous()
+    saved = base.state_dict() if writes else ()
+    for (
+        name,
+        buffer,
+    ) in base.named_buffers():  # e.g. the bias by which experts are chosen, in its own dtype
+        if name in saved and not name.startswith("critic."):
+            yield name, buffer.contiguous()
 
 
 def _as_saved(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -131,10 +131,9 @@ def fit_devices(config: RunConfig, machine: Machine) -> RunConfig:
     for candidate in smallest.values():
         if _leaves_room(candidate, machine):
             return candidate
-    changes = _changes(config)
     fitting = (
         words
-        for words, changed in changes.items()
+        for words, changed in _changes(config).items()
         if trainer_of(changed).held <= room and _leaves_room(changed, machine)
     )
     way_out = next(fitting, None)
@@ -142,12 +141,13 @@ def fit_devices(config: RunConfig, machine: Machine) -> RunConfig:
         return next(
             iter(smallest.values())
         )  # the check of its engines says why they do not fit
-    takes = f"training {config.model} holds {trainer_of(config).held / GIB:.1f} GiB on each device before any activations"
-    if smallest:
-        takes = f"training {config.model} leaves its engines too little on each device"
+    takes = "leaves its engines too little on each device"
+    if not smallest:
+        held = trainer_of(config).held / GIB
+        takes = f"holds {held:.1f} GiB on each device before any activations"
     raise ConfigError(
-        f"{takes}, and {room / GIB:.1f} of its {machine.device_bytes / GIB:.1f} GiB can be used; take "
-        f"{way_out or 'a smaller model, or larger or more devices'}"
+        f"training {config.model} {takes}, and {room / GIB:.1f} of its {machine.device_bytes / GIB:.1f} GiB can be used; "
+        f"take {way_out or 'a smaller model, or larger or more devices'}"
     )
 
 
@@ -337,20 +337,21 @@ class RunMemory:
 
     def _check_host(self, sharing: DeviceSharing) -> None:
         """Check that the host has room for what leaves the devices, and for the weights of a sync by files."""
-        site, config = self._site, self._config
+        machine = self._site.machine
+        ranks = self._site.layout.local
         resting = self._trainer.resting
-        away = site.layout.local * (resting["none"] - resting[sharing.offload])
-        policy = self._known(config.model)
-        by_files = (
-            site.trains and config.engine.sync in ("auto", "merged") and policy is not None
-        )
-        files = policy.num_params * config.value_bytes if by_files and policy else 0
-        room = HOST_SHARE * (site.machine.host_bytes or math.inf)
-        if away and away + files > room:
+        away = ranks * (resting["none"] - resting[sharing.offload])
+        policy = self._known(self._config.model)
+        if not away or policy is None or machine.host_bytes is None:
+            return
+        by_files = self._config.engine.sync != "ipc"
+        files = by_files * policy.num_params * self._config.value_bytes
+        room = HOST_SHARE * machine.host_bytes
+        if away + files > room:
             raise ConfigError(
-                f"host memory must hold {away / GIB:.1f} GiB of {site.layout.local} ranks during a round and "
-                f"{files / GIB:.1f} of weights in /dev/shm, and {room / GIB:.1f} of this machine's can be used; take "
-                "fewer --processes, a smaller model, or a machine with more memory"
+                f"host memory must hold {away / GIB:.1f} GiB of {ranks} ranks during a round and {files / GIB:.1f} of "
+                f"weights in /dev/shm, and {room / GIB:.1f} of this machine's can be used; take fewer --processes, a "
+                "smaller model, or a machine with more memory"
             )
 
     def _engine_need(

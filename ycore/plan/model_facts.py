@@ -94,26 +94,24 @@ class ModelFacts:
     def num_params(self) -> int:
         """All weights; tied embeddings count once."""
         embeddings = self.head_params * (1 if self.tied else 2)
-        layers = self.num_hidden_layers * self.layer_params + self._less_in_dense_layers(
-            self.num_experts
+        return (
+            embeddings + self._in_layers(self.layer_params, self.num_experts) + self.hidden_size
         )
-        return embeddings + layers + self.hidden_size
 
     @property
     def linear_params(self) -> int:
         """Weights of all layers that one token is multiplied with: of experts the chosen ones; without the head."""
         active = self.attention_params + self._mlp_params(self.num_experts_per_token)
-        return self.num_hidden_layers * active + self._less_in_dense_layers(
-            self.num_experts_per_token
-        )
+        return self._in_layers(active, self.num_experts_per_token)
 
     def _mlp_params(self, num_experts: int) -> int:
         """Count the weights of these experts and of the shared ones in a layer."""
         return num_experts * self.expert_params + 3 * self.hidden_size * self.shared_size
 
-    def _less_in_dense_layers(self, num_experts: int) -> int:
-        dense = 3 * self.hidden_size * self.dense_size
-        return self.dense_layers * (dense - self._mlp_params(num_experts))
+    def _in_layers(self, layer: int, num_experts: int) -> int:
+        """Sum up all layers, each as large as `layer`; some have one dense MLP in place of so many experts."""
+        less = self._mlp_params(num_experts) - 3 * self.hidden_size * self.dense_size
+        return self.num_hidden_layers * layer - self.dense_layers * less
 
     def undivided(self, width: int) -> str:
         """Return the size that so many workers of an engine cannot divide; empty where there is none."""

@@ -143,8 +143,8 @@ def fit_devices(config: RunConfig, machine: Machine) -> RunConfig:
         )  # the check of its engines says why they do not fit
     takes = "leaves its engines too little on each device"
     if not smallest:
-        held = trainer_of(config).held / GIB
-        takes = f"holds {held:.1f} GiB on each device before any activations"
+        size_gib = trainer_of(config).held / GIB
+        takes = f"holds {size_gib:.1f} GiB on each device before any activations"
     raise ConfigError(
         f"training {config.model} {takes}, and {room / GIB:.1f} of its {machine.device_bytes / GIB:.1f} GiB can be used; "
         f"take {way_out or 'a smaller model, or larger or more devices'}"

@@ -615,7 +615,9 @@ def read_words(data: bytes, place: Path) -> None:
     text = _text_of(data)
     with suppress(YcoreError):
         typed_arguments(parse_name(text)[1])
-    for field in {field.kinds: field for field in fields_of("GRPOConfig").values()}.values():
+    for field in {
+        tuple(field.kinds): field for field in fields_of("GRPOConfig").values()
+    }.values():
         with suppress(YcoreError):
             coerce(field, text)
 

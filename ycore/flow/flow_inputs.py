@@ -54,7 +54,7 @@ class FlowFolder:
         name = str(schedule.get("_class_name", "none"))
         if "FlowMatch" not in name:
             raise ModelError(
-                f"{root} is no flow model: its scheduler is {name}, not a FlowMatch one; a model that predicts noise "
+                f"{root} is no flow model: its scheduler is {name:.100}, not a FlowMatch one; a model that predicts noise "
                 "cannot be trained as a velocity"
             )
         self.root = root
@@ -63,7 +63,7 @@ class FlowFolder:
         self.network = str(self.config.get("_class_name"))
         if self.network not in _NETWORKS:
             raise ModelError(
-                f"{root} has a {self.network}, which asks for more than a class; ycore flow takes "
+                f"{root} has a {self.network:.100}, which asks for more than a class; ycore flow takes "
                 f"{' and '.join(_NETWORKS)}"
             )
         classes = self.config.get(_NETWORKS[self.network])

@@ -63,7 +63,7 @@ class Manifest(BaseModel):
     model_config = ConfigDict(strict=True)
 
     step: Annotated[int, Field(ge=0)]
-    world: Annotated[int, Field(ge=1)]
+    world: Annotated[int, Field(ge=1, le=100_000)]
     files: dict[str, Fingerprint]
 
 

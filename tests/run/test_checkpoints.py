@@ -33,8 +33,7 @@ from ycore.run.checkpoints import (
 )
 from ycore.run.files import seal
 from ycore.run.paths import RunFolder
-from ycore.run.work import read_work
-from ycore.view.activity import Activity, Scene
+from ycore.view.activity import Activity, Scene, read_work
 
 FILES = {
     "adapter_model.safetensors": b"w" * 5000,

@@ -3,6 +3,7 @@
 Nothing heavy is imported until a command runs.
 """
 
+import gc
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -97,6 +98,7 @@ def main() -> None:
     if (problem := output_problem()) and not status:
         print(f"error: what was printed is not whole ({problem.strerror})", file=sys.stderr)
         status = 1
+    gc.freeze()  # else the interpreter searches all modules and rows for cycles once more before it ends
     sys.exit(status)
 
 

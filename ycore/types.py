@@ -31,12 +31,13 @@ THINKING = "<think>\n"
 THOUGHT_TAG = re.compile(
     r"</?(?:(?:seed:)?think|thinking|thought|reasoning)>|\[/?THINK\]|\u25c1/?think\u25b7"
     r"|<\|(?:begin|end)_of_thought\|>|<\|(?:START|END)_THINKING\|>"
+    r"|<\|channel\|>(?:analysis|final)<\|message\|>"
 )
 """The tags around the thinking of the published families."""
 
 
 def _ends_thinking(tag: str) -> bool:
-    return "/" in tag or "end_" in tag.lower()
+    return "/" in tag or "end_" in tag.lower() or "final" in tag
 
 
 def opens_thinking(rendered_prompt: str) -> bool:

@@ -1,5 +1,6 @@
 """One cell of a table: dialogues in one text, JSON in text, roles, and what is no text and no list of turns."""
 
+import json
 import time
 from typing import Any
 
@@ -92,6 +93,22 @@ def test_names_of_writers_stand_for_roles_and_are_told() -> None:
         DataError, match=r"turn 0 of 'messages' has the role 'critic' in row 0.*rename"
     ):
         content_of(row_of([{"role": "critic", "content": "a"}]), "messages", {})
+
+
+def test_calls_that_are_json_in_a_text_are_read() -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    turns = [
+        {"role": "assistant", "content": None, "tool_calls": json.dumps([call])},
+        {"role": "assistant", "content": "a", "tool_calls": "[]"},
+    ]
+    assert content_of(row_of(turns), "messages", {}) == [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "assistant", "content": "a"},
+    ]
+    with pytest.raises(
+        DataError, match=r"turn 0 of 'messages' is a call in row 0.*'f\(1\)'.*JSON"
+    ):
+        content_of(row_of([{**turns[0], "tool_calls": "f(1)"}]), "messages", {})
 
 
 def test_all_keys_of_a_turn_are_kept_and_a_weight_is_refused() -> None:

@@ -797,3 +797,11 @@ def test_what_a_plan_says_of_pairs_that_are_prompts(tmp_path: Path) -> None:
     assert reading["in_words"] == "question from chosen"
     assert (reading["unused"], reading["expected"]) == (["rejected", "weight"], ["weight"])
     assert reading["notes"] == ["1 x last answers are cut, for the policy writes them"]
+
+
+def test_a_nan_of_pandas_is_an_empty_cell(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("instruction,input,output\nAdd.,nan,x\nSub.,1 2,nan\nMul.,3,NaN\n")
+    found = examples(path, "sft")
+    assert [row["prompt"] for row in found.train] == [[user("Add.")]]
+    assert found.left_out == {"no answer": 2}

@@ -55,6 +55,8 @@ SETTINGS = {"pattern", "target", "n", "max_penalty", "max_tokens", "cache_tokens
         ("it is 7.0", "7", 1.0),
         ("it is 1,234 apples", "1234", 1.0),
         ("10-7=3", "3", 1.0),
+        ("10-15", "15", 0.0),
+        ("It takes 10\u201315 minutes.", "15", 0.0),
         ("5 - 9 = \N{MINUS SIGN}4", "-4", 1.0),
         ("4 - 7", "-7", 0.0),
         ("costs $5.00", "5", 1.0),

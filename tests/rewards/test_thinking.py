@@ -6,12 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
 from tests.harness import ycore
+from ycore.rewards.answers import without_thinking
 from ycore.rewards.builtin import BUILTIN
 from ycore.rewards.code import StdioTests, program_of
 from ycore.rewards.loading import IN_THINKING, inputs_of
 from ycore.rewards.worker import LoadedReward, call_reward
+from ycore.round.assemble import Assembly
 from ycore.scoring.scoring import text_without_thinking
 from ycore.types import Completion, Turn, opens_thinking
 
@@ -36,6 +42,47 @@ WHOLE = "Two and three make five.\n</think>\n\n5"
 )
 def test_the_end_of_the_prompt_says_whether_thinking_is_open(prompt: str, opened: bool) -> None:
     assert opens_thinking(prompt) is opened
+
+
+MAGISTRAL = ["[THINK]", "[/THINK]"]
+COMMAND = ["<|START_THINKING|>", "<|END_THINKING|>"]
+HARMONY = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>"]
+
+
+@pytest.mark.parametrize(
+    ("special", "written", "answer"),
+    [
+        (MAGISTRAL, "[THINK] maybe 5 [/THINK] 4 </s>", "4"),
+        (MAGISTRAL, "[THINK] maybe 5", ""),
+        (MAGISTRAL, "maybe 5 </s>", "maybe 5"),
+        (COMMAND, "<|START_THINKING|> maybe 5 <|END_THINKING|> 4 </s>", "4"),
+        (
+            HARMONY,
+            "<|channel|> analysis <|message|> maybe 5 <|end|> <|start|> assistant <|channel|> final <|message|> 4 </s>",
+            "4",
+        ),
+        (HARMONY, "<|channel|> analysis <|message|> maybe 5", ""),
+    ],
+)
+def test_tags_that_are_special_tokens_are_seen(
+    special: list[str], written: str, answer: str
+) -> None:
+    words = ["maybe", "4", "5", "analysis", "final", "assistant", "</s>", "?"]
+    model = WordLevel({word: number for number, word in enumerate(words)}, unk_token="?")
+    base = Tokenizer(model)
+    base.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=base, eos_token="</s>", additional_special_tokens=special
+    )
+    token_ids = tuple(tokenizer(written, add_special_tokens=False)["input_ids"])
+    nothing: Any = None
+    parts = Assembly(nothing, nothing, nothing, tokenizer, nothing, nothing)
+    engine_text = tokenizer.decode(token_ids, skip_special_tokens=True)
+    completion = parts.with_thinking(
+        Completion(token_ids, None, engine_text, "stop", policy_version=0), (2,)
+    )
+    assert without_thinking(completion.full_text) == answer
+    assert "</s>" not in completion.text and "<|end|>" not in completion.text
 
 
 def builtin(name: str, completion: Any, *, in_thinking: bool) -> Any:

@@ -63,7 +63,9 @@ def _as_list(value: Any) -> Any:
 class Strict(BaseModel):
     """Unknown keys are refused, and values cannot be assigned."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True
+    )
 
 
 class RewardSandbox(Strict):

@@ -143,6 +143,9 @@ def _turn(turn: Any, label: str, row: TableRow, aliases: dict[str, str]) -> Mess
         aliases[name] = role
     if rest:
         _refuse_weights(rest, role, label, row)
+    if isinstance(rest.get("tool_calls"), str):
+        calls = _calls(rest.pop("tool_calls") or "[]", label, row)
+        rest |= {"tool_calls": calls} if calls else {}
     if name in _CALLS:
         return {"role": role, "content": "", **rest, "tool_calls": _calls(content, label, row)}
     if not isinstance(content, str) and not (content is None and "tool_calls" in rest):
@@ -168,12 +171,14 @@ def _refuse_weights(rest: dict[str, Any], role: str, label: str, row: TableRow) 
 
 
 def _calls(content: Any, label: str, row: TableRow) -> list[dict[str, Any]]:
-    """Return the calls of a turn of ShareGPT's role function_call: JSON with name and arguments."""
+    """Return calls that are JSON in a text: OpenAI's, or of ShareGPT's role function_call, with name and arguments."""
     try:
         value = parse_literal(content)
         calls = value if isinstance(value, list) else [value]
         return [
-            {
+            call
+            if "function" in call
+            else {
                 "type": "function",
                 "function": {"name": call["name"], "arguments": call["arguments"]},
             }

@@ -89,6 +89,8 @@ EXPECTED = frozenset(
         *("history", "tools", "functions", "context", "input", "starter_code"),
         *("documents", "chat_template_kwargs", "weight", "weights", "loss_mask", "margin"),
         *("inputs", "choices", "options", "passage", "role", "context_messages", "trajectory"),
+        *("instruction", "system_message", "score_chosen", "score_rejected", "rationale"),
+        *("thought", "chain_of_thought", "cot", "thinking_trajectories", "deepseek_reasoning"),
         *IMAGE_COLUMNS,
     }
 )
@@ -607,9 +609,9 @@ class RowReader:
 
 
 def _text_of(row: TableRow, column: str | None) -> str:
-    """Return a cell of text without the white space around it; empty where there is none."""
+    """Return a cell of text; empty where there is none, or pandas' `nan`."""
     value = None if column is None else row.cell(column)
-    if value is None:
+    if value is None or value != value:
         return ""
     if not isinstance(value, str):
         raise DataError(
@@ -617,7 +619,7 @@ def _text_of(row: TableRow, column: str | None) -> str:
             "write it as text, or rename the column"
         )
     check_characters(value, repr(column), row)
-    return value.strip() and value
+    return "" if _is_blank(value) else value
 
 
 def _history(row: TableRow) -> list[Message]:
@@ -690,9 +692,14 @@ def last_text(content: Content) -> str:
 
 def _is_empty(content: Content) -> bool:
     """Tell whether there is nothing to learn from: no turns, blank text, or a last turn that is blank."""
-    if last_text(content).strip():
-        return False
-    return isinstance(content, str) or not content or not content[-1].get("tool_calls")
+    if isinstance(content, str):
+        return _is_blank(content)
+    return not last_text(content).strip() and not (content and content[-1].get("tool_calls"))
+
+
+def _is_blank(text: str) -> bool:
+    """Tell whether a cell of text is empty, or `nan` as pandas writes an empty one."""
+    return not text.strip() or text.strip().lower() == "nan"
 
 
 def _split_answer(

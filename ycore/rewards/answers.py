@@ -226,12 +226,17 @@ def numbers_in(text: str) -> list[Number]:
 
 
 def last_number(text: str) -> list[Number]:
-    """Return the number that a text is or ends with; none where it is one of several, or of a formula, in a box."""
+    """Return the number that a text is or ends with; none where it ends a range or difference (`10-15`).
+
+    None also where it is one of several, or of a formula, in a box.
+    """
     if (whole := number_of(text)) is not None:
         return [whole]
     box = last_boxed(text)
     if box is None or numbers_in(text[text.rfind(box) + len(box) :]):
-        return numbers_in(text)[-1:]
+        last = numbers_in(text)[-1:]
+        before = _plain(text).rpartition(last[0].text)[0] if last else ""
+        return [] if regex.search(r"\d-\Z", before) else last
     if (whole := number_of(box.rpartition("=")[2])) is not None:
         return [] if _VARIABLE.match(whole.unit) else [whole]
     numbers = numbers_in(box)

@@ -1,8 +1,9 @@
 """From a run's folder to the parts of its controller: prompts, engines, scorers, slots."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ from ycore.run.paths import RunFolder
 from ycore.scoring.judge_scorer import judge_questions
 from ycore.scoring.scorers import build_scoring, trains_a_judge
 from ycore.scoring.scoring import Policy, Scoring
-from ycore.types import Prompt, opens_thinking
+from ycore.types import THOUGHT_TAG, Completion, Prompt, opens_thinking
+
+_PARTS_OF_TAGS = ("<|channel|>", "<|message|>")  # of gpt-oss
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class Assembly:
             journal=journal,
             max_surplus_age=config.sampling.max_age,
             slots=slots,
-            opens_thinking=self.opens_thinking,
+            with_thinking=self.with_thinking,
             writer=build_writer(
                 config,
                 self.folder,
@@ -164,8 +167,29 @@ class Assembly:
         )
         return tuple(ids)
 
-    def opens_thinking(self, prompt_ids: Sequence[int]) -> bool:
-        return opens_thinking(self.tokenizer.decode(list(prompt_ids[-16:])))
+    def with_thinking(self, completion: Completion, prompt_ids: Sequence[int]) -> Completion:
+        """Say whether the prompt opened the thinking, and put tags into the text that engines skip as special tokens."""
+        in_thinking = opens_thinking(self.tokenizer.decode(list(prompt_ids[-16:])))
+        text = completion.text
+        if not completion.turns and not self._thought_ids.isdisjoint(completion.token_ids):
+            text = "".join(
+                str(self.tokenizer.decode(list(token_ids), skip_special_tokens=not are_tags))
+                for are_tags, token_ids in groupby(
+                    completion.token_ids, key=self._thought_ids.__contains__
+                )
+            )
+        return replace(completion, text=text, in_thinking=in_thinking)
+
+    @cached_property
+    def _thought_ids(self) -> frozenset[int]:
+        """The special tokens that are tags around the thinking, or the parts of one."""
+        tokens: Mapping[int, Any] = self.tokenizer.added_tokens_decoder
+        return frozenset(
+            number
+            for number, token in tokens.items()
+            if token.special
+            and (THOUGHT_TAG.fullmatch(token.content) or token.content in _PARTS_OF_TAGS)
+        )
 
     def sampling(self) -> SamplingParams:
         return sampling_of(self.config, self.started.model, self.tokenizer)

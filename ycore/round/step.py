@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,6 +43,7 @@ from ycore.types import Completion, Draw, Finished, Group, Prompt
 T = TypeVar("T")
 
 ShareWeights = Callable[[int], Path]
+WithThinking = Callable[[Completion, Sequence[int]], Completion]
 """Writes the policy's weights, as this version, to a folder that engines can read. All ranks call it together."""
 
 _ABORT_EVERY_S = 0.02  # a request may have been on its way when the others were ended
@@ -75,7 +76,7 @@ class Controller:
         slots: Slots | None = None,
         writer: SingleTurnWriter | None = None,
         event_loop: RankEventLoop | None = None,
-        opens_thinking: Callable[[Sequence[int]], bool] = lambda token_ids: False,
+        with_thinking: WithThinking = lambda completion, prompt_ids: completion,
     ) -> None:
         """
         Args:
@@ -87,7 +88,7 @@ class Controller:
             slots: None for one slot an engine, without placement.
             writer: of completions; None for one turn, without tools.
             event_loop: of a controller over the same engines; None for a new one.
-            opens_thinking: whether what follows a prompt of these token ids begins inside the thinking.
+            with_thinking: says of a completion, which follows a prompt of these token ids, what of it is thinking.
         """
         self.record: Callable[[str, float], None] = lambda name, value: None
         self.engines = engines
@@ -97,7 +98,7 @@ class Controller:
         peers = peers or Peers()
         self.peers = peers
         self.slots = slots or Slots(len(engines))
-        self.opens_thinking = opens_thinking
+        self.with_thinking = with_thinking
         self.writer = writer or SingleTurnWriter()
         self.leftover_groups = LeftoverGroups(max_age=max_surplus_age)
         self.acceptance = AcceptanceRate()
@@ -225,8 +226,7 @@ class Controller:
         write = partial(self.write, greedy=greedy, prompt=start.draw.prompt)
         completion = await self.writer.write(start, index, write, seed=self.rules.seed)
         self.meter.note_written()
-        in_thinking = self.opens_thinking(completion.prompt_ids or start.draw.token_ids)
-        return replace(completion, in_thinking=True) if in_thinking else completion
+        return self.with_thinking(completion, completion.prompt_ids or start.draw.token_ids)
 
     async def write(
         self,
@@ -395,7 +395,7 @@ class Controller:
             slots=self.slots,
             writer=self._writer_apart(),
             event_loop=self._event_loop,
-            opens_thinking=self.opens_thinking,
+            with_thinking=self.with_thinking,
         )
 
     def run_round(self, work: Coroutine[Any, Any, T], *, step: int, trains: bool = True) -> T:

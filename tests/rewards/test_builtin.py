@@ -275,11 +275,6 @@ def test_a_group_of_one_has_nothing_to_agree_with() -> None:
     assert similarity([""], ["7"]) == [None]
 
 
-def test_similarity_wants_n_of_at_least_one() -> None:
-    with pytest.raises(ValueError, match="n must be above 0: 0"):
-        similarity([""] * 2, ["a", "b"], n=0)
-
-
 @given(
     st.lists(st.text("ab ", max_size=8), min_size=2, max_size=6),
     st.randoms(use_true_random=False),

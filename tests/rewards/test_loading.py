@@ -90,7 +90,7 @@ def test_a_module_that_makes_its_names_on_demand_works(folder: Path) -> None:
             "reward 'length': target must be a whole number; it is 'long'",
         ),
         ("length", {"target": True}, "target must be a whole number; it is True"),
-        ("length", {"target": 0}, "target must be above 0: 0"),
+        ("length", {"target": 0}, "'length': target must be greater than 0; it is 0"),
         ("format", {"pattern": "("}, "pattern must be a regular expression"),
         ("overlong", {"max_tokens": 10}, "reward 'overlong': cache_tokens is missing"),
         ("overlong", {"max_tokens": 10, "cache_tokens": 20}, "cache_tokens"),

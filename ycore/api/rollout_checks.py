@@ -82,9 +82,8 @@ def check_rollouts(
 def _load_prompts(config: RunConfig, *, as_chat: bool) -> PromptSet:
     if not trains_a_judge(config):
         return load_prompts(config, as_chat=as_chat)
-    from ycore.scoring.judge_scorer import check_agreement, judge_questions
+    from ycore.scoring.judge_scorer import judge_questions
 
-    check_agreement(config)
     return judge_questions(config, load_prompts(config, as_chat=as_chat))
 
 

@@ -90,7 +90,7 @@ EXPECTED = frozenset(
         *("documents", "chat_template_kwargs", "weight", "weights", "loss_mask", "margin"),
         *("inputs", "choices", "options", "passage", "role", "context_messages", "trajectory"),
         *("instruction", "system_message", "score_chosen", "score_rejected", "rationale"),
-        *("thought", "chain_of_thought", "cot", "thinking_trajectories", "deepseek_reasoning"),
+        *("thought", "chain_of_thought", "thinking_trajectories"),
         *IMAGE_COLUMNS,
     }
 )
@@ -121,8 +121,6 @@ _IN_BRACKETS = re.compile(r"(?!\[INST)(?:\[(?s:.*)\]|\{(?s:.*)\})\Z")
 _MAX_ORDERS = 1000
 _MAX_SPACES = 20  # of an answer that rewards may compare
 
-_NO_TOOLS: tuple[Any, ...] = ()
-
 
 @dataclass(frozen=True, slots=True)
 class RowNeeds:
@@ -149,7 +147,7 @@ class Row:
 
     question: Content | None
     answers: dict[str, Content]
-    tools: Sequence[Any] = _NO_TOOLS
+    tools: Sequence[Any] = ()
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -492,7 +490,7 @@ class RowReader:
         """Return the tools that the chat template lists before the question."""
         value = self._template_cell(row, "tools")
         if value is None:
-            return _NO_TOOLS
+            return ()
         if not isinstance(value, Sequence) or not all(
             isinstance(tool, Mapping) for tool in value
         ):
@@ -611,7 +609,7 @@ class RowReader:
 def _text_of(row: TableRow, column: str | None) -> str:
     """Return a cell of text; empty where there is none, or pandas' `nan`."""
     value = None if column is None else row.cell(column)
-    if value is None or value != value:
+    if value is None:
         return ""
     if not isinstance(value, str):
         raise DataError(
@@ -699,7 +697,7 @@ def _is_empty(content: Content) -> bool:
 
 def _is_blank(text: str) -> bool:
     """Tell whether a cell of text is empty, or `nan` as pandas writes an empty one."""
-    return not text.strip() or text.strip().lower() == "nan"
+    return text.strip().lower() in ("", "nan")
 
 
 def _split_answer(

@@ -299,8 +299,8 @@ class JsonLines(Sequence[Mapping[str, Any]]):
         start = 0
         for number, line in enumerate(source, start=1):
             row = _quickly_parsed(line)
-            if row is not None or line.removeprefix(codecs.BOM_UTF8).strip():
-                last_values.update(self._parsed(line, number) if row is None else row)
+            if row or line.removeprefix(codecs.BOM_UTF8).strip():
+                last_values.update(row or self._parsed(line, number))
                 self.lines.append(number)
                 self._starts.append(start)
                 self._lengths.append(len(line))

@@ -106,9 +106,12 @@ class Server:
         self._is_suspect = False
         self._lock = asyncio.Lock()
         # The server closes a connection after 5 s without a request, as in a training step; ours are dropped well before.
-        limits = httpx.Limits(max_connections=None, keepalive_expiry=1.0)
         self._client = httpx.AsyncClient(
-            transport=httpx.AsyncHTTPTransport(uds=str(socket), limits=limits, verify=False),
+            transport=httpx.AsyncHTTPTransport(
+                uds=str(socket),
+                limits=httpx.Limits(max_connections=None, keepalive_expiry=1.0),
+                verify=False,
+            ),
             base_url=f"http://{name}",
             timeout=None,  # `request` has the deadline
         )

@@ -14,10 +14,10 @@ from math import exp
 from statistics import fmean
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, PositiveFloat, ValidationError
 
 from ycore.config.problems import declared_error
-from ycore.config.schema import RewardConfig, Strict
+from ycore.config.schema import Positive, RewardConfig, Strict
 from ycore.data.cells import golds_of, last_boxed
 from ycore.errors import RewardError
 from ycore.rewards.answers import (
@@ -291,10 +291,9 @@ def format(
 
 
 def length(
-    prompts: Contents, completions: Contents, *, target: int = 100, **_columns: Any
+    prompts: Contents, completions: Contents, *, target: Positive = 100, **_columns: Any
 ) -> Rewards:
     """1 at `target` words, falling linearly to 0 at no words and at twice as many."""
-    _require_positive("target", target)
     counts = [len(words_of(completion_text(completion))) for completion in completions]
     return [max(0.0, 1 - abs(count - target) / target) for count in counts]
 
@@ -303,13 +302,11 @@ def repetition(
     prompts: Contents,
     completions: Contents,
     *,
-    n: int = 3,
-    max_penalty: float = 1.0,
+    n: Positive = 3,
+    max_penalty: PositiveFloat = 1.0,
     **_columns: Any,
 ) -> Rewards:
     """Minus the share of a completion's word n-grams that repeat an earlier one, times `max_penalty`."""
-    _require_positive("n", n)
-    _require_positive("max_penalty", max_penalty)
     grams = [_ngrams(words_of(completion_text(completion)), n) for completion in completions]
     return [-max_penalty * (1 - len(set(mine)) / len(mine)) if mine else 0.0 for mine in grams]
 
@@ -320,14 +317,13 @@ def overlong(
     completion_ids: list[list[int]],
     *,
     max_tokens: int,
-    cache_tokens: int,
+    cache_tokens: Positive,
     **_columns: Any,
 ) -> Rewards:
     """DAPO's soft punishment of long completions (arXiv 2503.14476, equation 13).
 
     0 up to `max_tokens - cache_tokens`, then falling linearly to -1 at `max_tokens` and beyond.
     """
-    _require_positive("cache_tokens", cache_tokens)
     if cache_tokens >= max_tokens:
         raise ValueError(
             f"cache_tokens must be below max_tokens: {cache_tokens} and {max_tokens}"
@@ -336,20 +332,14 @@ def overlong(
     return [min(0.0, max(-1.0, (free - len(ids)) / cache_tokens)) for ids in completion_ids]
 
 
-def _require_positive(name: str, value: float) -> None:
-    if value <= 0:
-        raise ValueError(f"{name} must be above 0: {value}")
-
-
 def similarity(
-    prompts: Contents, completions: Contents, *, n: int = 1, **_columns: Any
+    prompts: Contents, completions: Contents, *, n: Positive = 1, **_columns: Any
 ) -> Rewards:
     """A completion's mean similarity to the others of its group, from 0 to 1; None for a group of one.
 
     The similarity of two is the F1 of the word `n`-grams of their answers, counted with repetition, without regard to
     case. It rewards agreement within a group, as Con-RAG's PS-GRPO does (with BLEU over paraphrases).
     """
-    _require_positive("n", n)
     if len(completions) < 2:
         return [None] * len(completions)
     words = [words_of(answer_text(completion).casefold()) for completion in completions]

@@ -34,9 +34,6 @@ _SETUP_COLUMNS = ("test_imports", "test_setup_code")
 _NAME_COLUMNS = ("entry_point", "fn_name", "function")
 _MAX_TIMEOUTS = 10  # a program may take this many times `timeout_s` for all of its tests
 _PYTHON = frozenset({"python", "py", "python3"})
-_PICKLED_OBJECTS = frozenset(
-    {"GLOBAL", "STACK_GLOBAL", "INST", "OBJ", "REDUCE", "NEWOBJ", "NEWOBJ_EX", "BUILD"}
-)
 _MAX_PRIVATE = 2**28  # bytes of a row's private tests
 # The testers of APPS and LiveCodeBench give programs names of these modules without an import.
 _GIVEN_IMPORTS = """\
@@ -379,11 +376,11 @@ def _private_tests(value: Any) -> list[Any]:
         try:
             packed = base64.b64decode(tests, validate=True)
             pickled = zlib.decompressobj().decompress(packed, _MAX_PRIVATE)
-            operations = [(code.name, value) for code, value, _ in pickletools.genops(pickled)]
+            values = [value for _, value, _ in pickletools.genops(pickled)]
         except (ValueError, zlib.error) as error:
             raise ValueError(f"{_PRIVATE_COLUMN} cannot be read: {error}") from None
-        texts = [value for _, value in operations if isinstance(value, str)]
-        if len(texts) != 1 or any(name in _PICKLED_OBJECTS for name, _ in operations):
+        texts = [value for value in values if isinstance(value, str)]
+        if len(texts) != 1:  # an object has the names of its module and class
             raise ValueError(
                 f"{_PRIVATE_COLUMN} pickles more than one text; give the tests as JSON"
             )
@@ -396,9 +393,12 @@ def _private_tests(value: Any) -> list[Any]:
 def _zipped(tests: Mapping[str, Any]) -> list[dict[str, Any]]:
     inputs = tests.get("inputs")
     outputs = tests.get("outputs")
-    if not isinstance(inputs, list) or not inputs or not isinstance(outputs, list):
-        inputs = outputs = []
-    if not inputs or len(inputs) != len(outputs):
+    if (
+        not isinstance(inputs, list)
+        or not isinstance(outputs, list)
+        or not inputs
+        or len(inputs) != len(outputs)
+    ):
         raise ValueError("its tests need inputs and outputs, lists of the same length")
     pairs = zip(inputs, outputs, strict=True)
     return [{"input": stdin, "output": stdout} for stdin, stdout in pairs]

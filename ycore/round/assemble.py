@@ -1,6 +1,6 @@
 """From a run's folder to the parts of its controller: prompts, engines, scorers, slots."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby
@@ -30,8 +30,6 @@ from ycore.scoring.judge_scorer import judge_questions
 from ycore.scoring.scorers import build_scoring, trains_a_judge
 from ycore.scoring.scoring import Policy, Scoring
 from ycore.types import THOUGHT_TAG, Completion, Prompt, opens_thinking
-
-_PARTS_OF_TAGS = ("<|channel|>", "<|message|>")  # of gpt-oss
 
 
 @dataclass(frozen=True)
@@ -183,12 +181,15 @@ class Assembly:
     @cached_property
     def _thought_ids(self) -> frozenset[int]:
         """The special tokens that are tags around the thinking, or the parts of one."""
-        tokens: Mapping[int, Any] = self.tokenizer.added_tokens_decoder
         return frozenset(
             number
-            for number, token in tokens.items()
+            for number, token in self.tokenizer.added_tokens_decoder.items()
             if token.special
-            and (THOUGHT_TAG.fullmatch(token.content) or token.content in _PARTS_OF_TAGS)
+            # gpt-oss has tags of two special tokens and a word
+            and (
+                THOUGHT_TAG.fullmatch(token.content)
+                or token.content in ("<|channel|>", "<|message|>")
+            )
         )
 
     def sampling(self) -> SamplingParams:

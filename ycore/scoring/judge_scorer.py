@@ -397,11 +397,6 @@ def agreement_of(spec: RewardConfig) -> Judge:
     return judge
 
 
-def check_agreement(config: RunConfig) -> None:
-    """Raise ConfigError where the judge of the run's `agrees:` reward cannot be trained."""
-    agreement_of(next(filter(is_agreement, config.rewards)))
-
-
 def judge_questions(
     config: RunConfig, pairs: PromptSet, *, tokenizer: "PreTrainedTokenizerBase | None" = None
 ) -> PromptSet:

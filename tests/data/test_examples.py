@@ -230,7 +230,7 @@ def test_held_out_rows_share_no_prompt_with_the_others_and_the_seed_decides(
     other = load(tmp_path, "sft", rows, as_chat=False, held_out=10, seed=1)
     assert 10 <= len(one.held_out) < 13 and len(one.train) + len(one.held_out) == 60
     assert not {row["prompt"] for row in one.train} & {row["prompt"] for row in one.held_out}
-    assert one.fingerprint == again.fingerprint != other.fingerprint
+    assert one.identity == again.identity != other.identity
     assert len(load(tmp_path, "sft", rows, as_chat=False, held_out=None).held_out) == 6
 
 
@@ -277,10 +277,7 @@ def test_rows_with_pictures_are_in_blocks_and_rows_without_have_none(tmp_path: P
         {"prompt": "2 + 2?", "completion": "4", "image": None},
     ]
     found = load(tmp_path, "sft", rows)
-    assert (
-        found.shows
-        and found.fingerprint != load(tmp_path, "sft", [rows[1], rows[1]]).fingerprint
-    )
+    assert found.shows and found.identity != load(tmp_path, "sft", [rows[1], rows[1]]).identity
     by_answer = {row["completion"][0]["content"][0]["text"]: row for row in found.train}
     kinds = [
         [block["type"] for block in by_answer[name]["prompt"][0]["content"]]

@@ -80,7 +80,7 @@ def test_every_kind_of_file_reads_the_same(tmp_path: Path, suffix: str) -> None:
     assert [prompt.columns for prompt in found.prompts] == [{"answer": "a"}, {"answer": "b"}]
     assert [prompt.row for prompt in found.prompts] == [0, 1]
     assert found.columns == ("answer",) and not found.is_chat
-    assert found.fingerprint == load(write(tmp_path / "same.jsonl")).fingerprint
+    assert found.identity == load(write(tmp_path / "same.jsonl")).identity
 
 
 EDIT_AND_READ = """

@@ -127,7 +127,7 @@ def test_paths_begin_at_the_dataset(tmp_path: Path) -> None:
 
 def test_the_fingerprint_has_the_pictures() -> None:
     one, other, none = (
-        prompts({"prompt": "?", "image": image}).fingerprint for image in (RED, BLUE, None)
+        prompts({"prompt": "?", "image": image}).identity for image in (RED, BLUE, None)
     )
     assert len({one, other, none}) == 3
 

@@ -178,7 +178,7 @@ def read_dataset(suffix: str) -> Callable[[bytes, Path], None]:
             with suppress(YcoreError):
                 _ = load_examples(
                     TuneConfig(**config, algorithm=algorithm), as_chat=algorithm == "dpo"
-                ).fingerprint
+                ).identity
 
     return read
 

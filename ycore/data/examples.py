@@ -75,17 +75,14 @@ class ExampleSet:
         return tuple(self.train[0])
 
     @property
-    def fingerprint(self) -> str:
-        """A digest that changes with any example and with their order."""
+    def identity(self) -> str:
+        """Return the words by which a resumed run knows its rows and their order again."""
         digest = hashlib.sha256()
         for example in (*self.train, *self.held_out):
             digest.update(repr(example).encode("utf-8", "surrogatepass"))
-        return digest.hexdigest()
-
-    @property
-    def identity(self) -> str:
-        """Return the words by which a resumed run knows its rows again."""
-        return f"{len(self.train)} + {len(self.held_out)} rows, sha256 {self.fingerprint[:16]}"
+        return (
+            f"{len(self.train)} + {len(self.held_out)} rows, sha256 {digest.hexdigest()[:16]}"
+        )
 
     @property
     def overlap(self) -> int:

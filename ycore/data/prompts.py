@@ -33,7 +33,7 @@ class PromptSet:
 
     Attributes:
         columns: The columns that rewards may ask for.
-        digest: Makes the `fingerprint`.
+        digest: Returns a digest that changes with any prompt, column or their order.
         shows: The first row with a picture; None where no row has one.
         reading: What was read from which column, for the plan.
         samples: The first row of each order of roles, by its place in the file, for the plan to try its template on.
@@ -48,14 +48,9 @@ class PromptSet:
     samples: Mapping[str, int] = field(default_factory=dict)
 
     @property
-    def fingerprint(self) -> str:
-        """A digest that changes with any prompt, column or their order."""
-        return self.digest()
-
-    @property
     def identity(self) -> str:
         """Return the words by which a resumed run knows its rows again."""
-        return f"{len(self.prompts)} rows, sha256 {self.fingerprint[:16]}"
+        return f"{len(self.prompts)} rows, sha256 {self.digest()[:16]}"
 
 
 def load_prompts(

@@ -89,8 +89,7 @@ EXPECTED = frozenset(
         *("history", "tools", "functions", "context", "input", "starter_code"),
         *("documents", "chat_template_kwargs", "weight", "weights", "loss_mask", "margin"),
         *("inputs", "choices", "options", "passage", "role", "context_messages", "trajectory"),
-        *("instruction", "system_message", "score_chosen", "score_rejected", "rationale"),
-        *("thought", "chain_of_thought", "thinking_trajectories"),
+        *("instruction", "system_message"),
         *IMAGE_COLUMNS,
     }
 )

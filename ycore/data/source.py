@@ -19,8 +19,8 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from ycore.data.generated import DIGIT_QUESTIONS, TASKS, gym_table, task_table
-from ycore.data.table import Table, columns_of
+from ycore.data.generated import gym_table, task_table
+from ycore.data.table import Table
 from ycore.errors import DataError, nearest
 from ycore.models.hub import ANSWER_WITHIN_S, ask_hub, first_line
 
@@ -89,8 +89,6 @@ def _refuse_mistyped_schemes(name: str) -> None:
     if colon and "/" not in scheme and (near := nearest(scheme, ("task", "gym"), limit=1)):
         near = near.split("'")[1]
         raise DataError(f"no dataset {name!r}; did you mean {f'{near}:{rest}'!r}?")
-    if name.partition("?")[0] in (*TASKS, *DIGIT_QUESTIONS):
-        raise DataError(f"no dataset {name!r}; did you mean {f'task:{name}'!r}?")
 
 
 def _hub_table(text: str, *, split: str, limit: int | None) -> Table:
@@ -247,7 +245,12 @@ def _read_text(path: Path, suffix: str) -> Table:
     objects = [
         _json_object(f"{path}, entry {number}", entry) for number, entry in enumerate(entries)
     ]
-    return Table(str(path), objects, columns_of(objects), folder=path.parent)
+    return Table(
+        str(path),
+        objects,
+        tuple(dict.fromkeys(name for row in objects for name in row)),
+        folder=path.parent,
+    )
 
 
 def _lines_table(rows: "JsonLines") -> Table:

@@ -65,8 +65,3 @@ class TableRow:
         for key in column.split("."):
             value = value.get(key) if isinstance(value, Mapping) else None
         return value
-
-
-def columns_of(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Return every column that some row has, in order of first appearance."""
-    return tuple(dict.fromkeys(name for row in rows for name in row))

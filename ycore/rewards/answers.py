@@ -234,9 +234,8 @@ def last_number(text: str) -> list[Number]:
         return [whole]
     box = last_boxed(text)
     if box is None or numbers_in(text[text.rfind(box) + len(box) :]):
-        last = numbers_in(text)[-1:]
-        before = _plain(text).rpartition(last[0].text)[0] if last else ""
-        return [] if regex.search(r"\d-\Z", before) else last
+        is_range = regex.search(r"\d-[\d.,]+\D*\Z", _plain(text))
+        return [] if is_range else numbers_in(text)[-1:]
     if (whole := number_of(box.rpartition("=")[2])) is not None:
         return [] if _VARIABLE.match(whole.unit) else [whole]
     numbers = numbers_in(box)

@@ -43,7 +43,6 @@ from ycore.types import Completion, Draw, Finished, Group, Prompt
 T = TypeVar("T")
 
 ShareWeights = Callable[[int], Path]
-WithThinking = Callable[[Completion, Sequence[int]], Completion]
 """Writes the policy's weights, as this version, to a folder that engines can read. All ranks call it together."""
 
 _ABORT_EVERY_S = 0.02  # a request may have been on its way when the others were ended
@@ -76,7 +75,9 @@ class Controller:
         slots: Slots | None = None,
         writer: SingleTurnWriter | None = None,
         event_loop: RankEventLoop | None = None,
-        with_thinking: WithThinking = lambda completion, prompt_ids: completion,
+        with_thinking: Callable[
+            [Completion, Sequence[int]], Completion
+        ] = lambda completion, prompt_ids: completion,
     ) -> None:
         """
         Args:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.data.prompts import PromptOrder, PromptSet, load_prompts, to_prompts
-from ycore.data.table import Table, columns_of
+from ycore.data.table import Table
 from ycore.errors import DataError
 from ycore.types import Prompt
 
@@ -226,7 +226,11 @@ SYSTEM = {"role": "system", "content": "be brief"}
 def prompts_of(
     *rows: dict[str, Any], as_chat: bool = False, **options: Any
 ) -> tuple[tuple[Prompt, ...], tuple[str, ...]]:
-    table = Table(name="data", rows=rows, columns=columns_of(rows))
+    table = Table(
+        name="data",
+        rows=rows,
+        columns=tuple(dict.fromkeys(name for row in rows for name in row)),
+    )
     found = to_prompts(table, config("data", **options), as_chat=as_chat)
     return tuple(found.prompts), found.columns
 

@@ -234,8 +234,7 @@ def last_number(text: str) -> list[Number]:
         return [whole]
     box = last_boxed(text)
     if box is None or numbers_in(text[text.rfind(box) + len(box) :]):
-        is_range = regex.search(r"\d-[\d.,]+\D*\Z", _plain(text))
-        return [] if is_range else numbers_in(text)[-1:]
+        return [] if regex.search(r"\d-[\d.,]+\D*\Z", _plain(text)) else numbers_in(text)[-1:]
     if (whole := number_of(box.rpartition("=")[2])) is not None:
         return [] if _VARIABLE.match(whole.unit) else [whole]
     numbers = numbers_in(box)

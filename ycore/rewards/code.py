@@ -376,10 +376,11 @@ def _private_tests(value: Any) -> list[Any]:
         try:
             packed = base64.b64decode(tests, validate=True)
             pickled = zlib.decompressobj().decompress(packed, _MAX_PRIVATE)
-            values = [value for _, value, _ in pickletools.genops(pickled)]
+            texts = [
+                value for _, value, _ in pickletools.genops(pickled) if isinstance(value, str)
+            ]
         except (ValueError, zlib.error) as error:
             raise ValueError(f"{_PRIVATE_COLUMN} cannot be read: {error}") from None
-        texts = [value for value in values if isinstance(value, str)]
         if len(texts) != 1:  # an object has the names of its module and class
             raise ValueError(
                 f"{_PRIVATE_COLUMN} pickles more than one text; give the tests as JSON"

@@ -86,10 +86,10 @@ EXPECTED = frozenset(
     {
         *SYSTEM_COLUMNS,
         *REASONING_COLUMNS,
-        *("history", "tools", "functions", "context", "input", "starter_code"),
+        *("history", "tools", "functions", "context", "input", "starter_code", "instruction"),
         *("documents", "chat_template_kwargs", "weight", "weights", "loss_mask", "margin"),
+        "system_message",
         *("inputs", "choices", "options", "passage", "role", "context_messages", "trajectory"),
-        *("instruction", "system_message"),
         *IMAGE_COLUMNS,
     }
 )

@@ -5,6 +5,7 @@ folder: a stop that one of them has heard of is a file in it, and so is the orde
 """
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -59,6 +60,9 @@ def main() -> int:
     take_place(folder, rank, cores=None)
     stop = threading.Event()
     on_stop(stop.set)
+    signal.signal(
+        signal.SIGTERM, signal.SIG_IGN
+    )  # of the clearing up; others see the file at once
     home = Path(read_json(folder.engines)["home"])
     stopped = home / "stopped"
     metrics = MetricsWriter(home / "metrics.jsonl")

@@ -176,7 +176,9 @@ class Machines:
         places = self._said["place"]
         with ExitStack() as door:
             if self.rank == 0:
-                door.enter_context(self._open_door())
+                server = door.enter_context(self._open_door())
+                # Before it is closed: a thread that still waits for a guest would keep the port.
+                door.callback(server.shutdown, socket.SHUT_RDWR)
                 self.tell("place", place)
             began = named = time.monotonic()
             while len(places) < self.count:

@@ -167,7 +167,7 @@ def flow_plan_rows(
 
 
 def flow_closing_rows(config: "FlowConfig") -> list[tuple[str, str]]:
-    """The measurements, the places of the results, and a command to try next."""
+    """The measurements, the places of the results, and the command of the report."""
     folder = RunFolder(Path(config.output))
     summary = read_json(folder.held_out) if folder.held_out.is_file() else {}
     rows = []
@@ -186,14 +186,10 @@ def flow_closing_rows(config: "FlowConfig") -> list[tuple[str, str]]:
         rows.append(("diversity", f"{before[key]:.2f} -> {after[key]:.2f}{note}"))
     if "over_optimised" in summary:
         rows.append(("warning", summary["over_optimised"]))
-    words = ["ycore", "flow", "--model", str(folder.model), "--dataset", config.dataset]
-    for spec in config.rewards:
-        words += ["--reward", spec.reward]
     return [
         *rows,
         ("pictures", str(folder.pictures)),
         ("model", str(folder.model)),
         ("curve", str(folder.curve)),
         ("report", f"ycore report {shlex.quote(str(folder.root))}"),
-        ("try next", shlex.join(words)),
     ]

@@ -1,8 +1,7 @@
 """The commands that tell whether a run will run and learn, `plan`, `doctor` and `preflight`, and `ycore eval`, which
 measures a model on held-out prompts with the engines and rewards that training uses."""
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -210,7 +209,6 @@ def evaluate_models(
                 print_table(plan_rows(plan))
         if not dry_run:
             results = run_evaluations(configs)
-    advice = [] if dry_run else _length_advice(configs, results)
     result: Mapping[str, Any] = results
     lines: list[list[str]] = []
     if len(configs) == 1:
@@ -224,25 +222,6 @@ def evaluate_models(
         print("Nothing was started; leave out --dry-run to measure.")
     else:
         print_table(lines)
-    for line in advice:
-        print_line(line, stream=sys.stderr)
-
-
-def _length_advice(
-    configs: "Sequence[RunConfig]", summaries: Mapping[str, Mapping[str, Any]]
-) -> list[str]:
-    """Advise a longer `--max-tokens` for each model of whose completions as many are cut off as a preflight warns of."""
-    from ycore.evaluation.preflight import TRUNCATED_WARNS
-
-    lines = []
-    for config in configs:
-        cut_off = summaries[config.model].get("cut_off", 0.0)
-        if cut_off > TRUNCATED_WARNS:
-            lines.append(
-                f"{cut_off:.0%} of the completions of {config.model} are cut off at {config.max_tokens} tokens; a "
-                f"longer --max-tokens would let more of them end, e.g. --max-tokens {4 * config.max_tokens}"
-            )
-    return lines
 
 
 def _evaluation_configs(context: typer.Context, output: str | None) -> "list[RunConfig]":

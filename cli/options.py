@@ -298,8 +298,7 @@ TRL_FIELDS: Mapping[str, str] = {
 def trl_options(algorithm: Algorithm) -> dict[str, Any]:
     """Declare the usual fields of the algorithm's config class of TRL, with their defaults in ycore."""
     fields = fields_of(algorithm.trl_config)
-    defaults = {name: field.default for name, field in fields.items()}
-    defaults |= algorithm.settings.get("trl", {})
+    defaults = algorithm.trl_defaults
     defaults["learning_rate"] = (
         f"{algorithm.lora_learning_rate:g}, with --full {algorithm.learning_rate:g}"
     )

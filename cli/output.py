@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ycore.api.tables import aligned, folded
+from ycore.config.algorithms import find_algorithm
 from ycore.errors import ConfigError
 from ycore.run.files import json_safe, read_json
 from ycore.run.paths import RunFolder
-from ycore.run.text import printable
+from ycore.run.text import named_first, printable
 
 if TYPE_CHECKING:
-    from ycore.config.schema import RunConfig
+    from ycore.config.schema import RunConfig, TuneConfig
 
 
 @contextmanager
@@ -64,35 +65,37 @@ def newest_run(command: str, can_use: Callable[[RunFolder], bool], *, need: str)
     )
 
 
-def print_closing(config: "RunConfig") -> None:
-    """Print the end of a run with rollouts: samples before and after, where its files are, what to try next."""
+def print_closing(config: "RunConfig | TuneConfig") -> None:
+    """Print the end of a training run: samples before and after, where its files are, what to try next."""
     folder = RunFolder(Path(config.output))
     if folder.samples.is_file():
         _print_samples(read_json(folder.samples))
     summary = read_json(folder.summary) if folder.summary.is_file() else {}
     rows = [
-        *evaluation_rows(folder, summary),
+        *evaluation_rows(folder, summary, find_algorithm(config.algorithm).figures),
         ("model", str(folder.model)),
         ("curve", str(folder.curve)),
         ("metrics", str(folder.metrics)),
     ]
     if "advice" in summary:
         rows += folded([("advice", str(summary["advice"]))])
-    print_table([*rows, *_numbered("try next", _next_commands(config))])
+    print_table([*rows, *named_first("try next", _next_commands(config))])
 
 
-def _numbered(name: str, lines: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Name the first of the lines."""
-    for index, line in enumerate(lines):
-        yield "" if index else name, line
-
-
-def _next_commands(config: "RunConfig") -> Iterator[str]:
+def _next_commands(config: "RunConfig | TuneConfig") -> Iterator[str]:
     """Yield what a user does next with the model: talk to it, measure it as the run did, train on own data.
 
     A measurement is given where its words say all of it: turns, judges' files and arguments are the recipe's.
     """
+    from ycore.config.schema import TuneConfig
+
     folder = RunFolder(Path(config.output))
+    if isinstance(config, TuneConfig):
+        words = ["eval", "--model", str(folder.model), "--reward", "exact_answer"]
+        if find_algorithm(config.algorithm).trains_reward_model:
+            words = ["grpo", "--model", config.model, "--reward", f"rm:{folder.model}"]
+        yield shlex.join(["ycore", *words, "--dataset", "FILE"])
+        return
     yield shlex.join(["ycore", "chat", str(folder.root)])
     rewards = config.eval_rewards or config.rewards
     in_words = not (config.has_turns or config.few_shot or any(spec.args for spec in rewards))
@@ -145,9 +148,8 @@ def evaluation_rows(
                 if name in before and f"{name}/low" in after
             }
             known = list(reversed(pairs.values()))
-        rows += _numbered(
-            "held out", (f"{name} {before_and_after(ends, name)}" for name in known)
-        )
+        lines = (f"{name} {before_and_after(ends, name)}" for name in known)
+        rows += named_first("held out", lines)
     if best := summary.get("best"):
         rows.append(("best model", f"{folder.best}, of step {best['step']}"))
     return rows

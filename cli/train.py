@@ -1,7 +1,6 @@
 """Commands that train: one for each row of the table of algorithms, `ycore resume`, and `ycore pipeline`."""
 
 import os
-import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from ycore_cli import options as o
 from ycore_cli.output import (
-    evaluation_rows,
     newest_run,
     print_closing,
     print_json,
@@ -18,13 +16,13 @@ from ycore_cli.output import (
     stdout_for_json,
 )
 
-from ycore.config.algorithms import Algorithm, families, find_algorithm, load_reference
+from ycore.config.algorithms import Algorithm, families, load_reference
 from ycore.errors import ConfigError, RunFolderError
 from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
 
 if TYPE_CHECKING:
-    from ycore.config.schema import BaseConfig, TuneConfig
+    from ycore.config.schema import BaseConfig
 
 
 _ROLLOUTS = """
@@ -210,26 +208,8 @@ def train(
         print("Nothing was started; leave out --dry-run to train.")
     elif family is not None:
         print_table(load_reference(family.closing_rows)(config))
-    elif isinstance(config, RunConfig):
+    elif isinstance(config, RunConfig | TuneConfig):
         print_closing(config)
-    elif isinstance(config, TuneConfig):
-        print_table(_closing_rows(config, result))
-
-
-def _closing_rows(config: "TuneConfig", summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """List what was measured, where files are, what to try next."""
-    folder = RunFolder(Path(config.output))
-    if find_algorithm(config.algorithm).trains_reward_model:
-        try_next = ["grpo", "--model", config.model, "--reward", f"rm:{folder.model}"]
-    else:
-        try_next = ["eval", "--model", str(folder.model), "--reward", "exact_answer"]
-    return [
-        *evaluation_rows(folder, summary, find_algorithm(config.algorithm).figures),
-        ("model", str(folder.model)),
-        ("curve", str(folder.curve)),
-        ("metrics", str(folder.metrics)),
-        ("try next", shlex.join(["ycore", *try_next, "--dataset", "FILE"])),
-    ]
 
 
 PipelineFile = Annotated[

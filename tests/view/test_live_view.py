@@ -1,17 +1,15 @@
-"""The live view: what it says of a row, that it fits a terminal, and its bars."""
+"""The live view: what it says of a row, and that it fits a terminal."""
 
 import io
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
 from ycore.run.trace import IN_FLIGHT, ROUND, SWAP, WAITING, Event, Levels, Mark, Span
 from ycore.view.activity import Activity, Scene
-from ycore.view.progress import RunView, restarted_workers, sparkline
+from ycore.view.progress import RunView, restarted_workers
 
 ROW: dict[str, Any] = {
     "step": 3,
@@ -72,7 +70,7 @@ def test_a_row_is_told_in_full() -> None:
     for part in (
         "step 3/10",
         "1 min 10 s left",
-        "0.417 ± 0.210  ▁█",
+        "0.417 ± 0.210  first 0.200",
         "zero-variance 25%",
         "drawn 24",
         "432 a second",
@@ -148,7 +146,9 @@ def test_an_evaluation_of_held_out_rows_is_shown_beside_the_loss() -> None:
         }
     )
     lines = [line.strip().split(maxsplit=1) for line in shown(view).splitlines()]
-    assert lines[1] == ["loss", "2.250  █▁"], "the last step's, which the evaluation is not"
+    assert lines[1] == ["loss", "2.250  first 2.500"], (
+        "the last step's, which the evaluation is not"
+    )
     assert lines[2] == ["held", "out  loss 2.3750  accuracy 75%  at step 2"]
 
 
@@ -195,16 +195,5 @@ def test_it_fits_and_cuts_no_name_and_no_figure(width: int, num_ranks: int) -> N
     assert words >= LABELS and "held out" in text
     assert "slot 7" in text and f"and {12 * num_ranks - 8} more" in text
     whole = {word.rstrip(",") for word in shown(view, width=200).split()}
-    drawn = set("▁▂▃▄▅▆▇█━─")
+    drawn = set("━─")
     assert all(word.rstrip(",") in whole or set(word) <= drawn for word in words)
-
-
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.integers(1, 60))
-def test_a_sparkline_is_never_wider_than_it_may_be(values: list[float], width: int) -> None:
-    assert len(sparkline(values, width=width)) == min(len(values), width)
-
-
-def test_a_sparkline_rises_with_its_values() -> None:
-    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], width=8) == "▁▂▃▄▅▆▇█"
-    assert sparkline([0.0] * 8 + [1.0] * 8, width=4) == "▁▁██"
-    assert sparkline([2, 2], width=8) == "▄▄"

@@ -20,7 +20,6 @@ from ycore.types import IMAGE_MARK, Completion, Draw, Group, Prompt, Score, Turn
 from ycore.view.report import (
     ScoredCompletion,
     chosen,
-    draw_measures,
     make_report,
     read_run,
     render_page,
@@ -191,7 +190,7 @@ def test_completions_are_chosen_from_one_end_to_the_other() -> None:
     assert [one.reward for one in chosen(written[:3])] == [0, 1, 2] and chosen([]) == []
 
 
-def test_samples_judges_and_versions_are_shown(run: Path) -> None:
+def test_samples_and_versions_are_shown(run: Path) -> None:
     asked = [{"role": "user", "content": "3 + 3?"}]
     samples = {
         "before": [{"prompt": asked, "completion": "5"}],
@@ -199,14 +198,12 @@ def test_samples_judges_and_versions_are_shown(run: Path) -> None:
     }
     (run / "samples.json").write_text(json.dumps(samples))
     with closing(MetricsWriter(run / "metrics.jsonl")) as writer:
-        writer.write({"step": 13, "reward": 1.0, "ycore/judge/fair/tokens": 1.5})
+        writer.write({"step": 13, "reward": 1.0})
     page = render_page(make_report([read_run(run)]))
     for cell in (
         "<pre>3 + 3?</pre>",
         "<pre>5</pre>",
         "<pre>&lt;6&gt;</pre>",
-        "<td>fair/tokens</td>",
-        "1.5 a step",
     ):
         assert cell in page
     assert (
@@ -254,8 +251,6 @@ def test_several_runs_side_by_side(
     told = json.loads(capsys.readouterr().out)["runs"]
     assert told[0]["device_seconds_per_informative_group"] == pytest.approx(5.0)
     assert "One run a setting" in page.read_text()
-    figure = draw_measures([read_run(run), read_run(other)])
-    assert [axes.get_xlabel() for axes in figure.axes[:3]] == ["step", "device seconds", "step"]
 
 
 def test_a_report_says_where_the_curves_lead(

@@ -1,4 +1,4 @@
-"""What a report counts: where device seconds went, runs at equal device seconds, rewards that did not rise."""
+"""What a report counts: where device seconds went, rewards that did not rise."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,6 @@ from ycore.view.report import (
     PARTS,
     advice,
     count_device_seconds,
-    reward_over_seconds,
 )
 
 STEP = {
@@ -98,20 +97,6 @@ def test_every_second_is_counted_once(
     told = count_device_seconds([row], prompts_per_step=8, num_slots=slots)
     assert told.total == pytest.approx(sum(parts) * slots)
     assert set(told.seconds) == set(PARTS) and min(told.seconds.values()) >= 0
-
-
-def rows(seconds: float, *rewards: float) -> list[dict[str, float]]:
-    return [
-        {"step": n, "ycore/time/step": seconds, "reward": reward}
-        for n, reward in enumerate(rewards, 1)
-    ]
-
-
-def test_steps_without_a_reward_or_a_time_are_left_out() -> None:
-    found = reward_over_seconds(
-        [{"step": 1, "reward": 1.0}, *rows(1, 2.0), {"step": 3, "step_time": 1.0}], num_slots=1
-    )
-    assert found == ([1.0], [2.0])
 
 
 CONFIG = RunConfig(

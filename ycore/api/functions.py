@@ -31,7 +31,6 @@ from ycore.api.running import checked_plan, run_training, training_plan
 from ycore.api.tables import Planned, aligned, plan_rows
 from ycore.config.algorithms import find_algorithm
 from ycore.config.resolve import require_rollouts
-from ycore.config.trl_fields import fields_of
 from ycore.errors import RunFolderError
 from ycore.run.claim import AS_IT_WAS
 from ycore.run.files import read_json
@@ -85,7 +84,6 @@ class Run:
         from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
         from ycore.api.trained import trained_model
-        from ycore.config.algorithms import find_algorithm
 
         scores = find_algorithm(self.config["algorithm"]).trains_reward_model
         loader: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
@@ -264,17 +262,14 @@ def _show_keys(function: Callable[..., Run], algorithm: str) -> None:
     row = find_algorithm(algorithm)
     signature = inspect.signature(function)
     *named, settings = signature.parameters.values()
-    fields = fields_of(row.trl_config)
-    own_defaults = {**row.settings, **row.settings.get("trl", {})}
-    own_defaults["learning_rate"] = row.lora_learning_rate
+    trl_defaults = row.trl_defaults | {"learning_rate": row.lora_learning_rate}
     shown = ("temperature",) if algorithm == "eval" else ("learning_rate", *MAIN_FIELDS)
-    defaults = {name: fields[name].default for name in shown if name in fields}
+    defaults = {name: trl_defaults[name] for name in shown if name in trl_defaults}
     defaults |= {
         name: _plain_default(field)
         for name, field in row.config.model_fields.items()
         if name not in ("algorithm", "model", "dataset", "rewards", "trl")
     }
-    defaults |= {name: own_defaults[name] for name in defaults.keys() & own_defaults.keys()}
     keys = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
         for name, default in defaults.items()

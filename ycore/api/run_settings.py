@@ -122,7 +122,7 @@ def changed_settings(config: AnyConfig, *, trains: bool) -> dict[str, list[Any]]
     measurement reads those of sampling alone.
     """
     defaults = _by_name(type(config).model_construct().model_dump(mode="json"))
-    defaults |= _trl_defaults(config)
+    defaults |= find_algorithm(config.algorithm).trl_defaults
     settings = redact(config.model_dump(mode="json"))
     in_other_rows = _IN_OTHER_ROWS
     if trains:
@@ -143,16 +143,9 @@ def _by_name(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**flat({**settings, "trl": {}}), **settings["trl"]}
 
 
-def _trl_defaults(config: AnyConfig) -> dict[str, Any]:
-    """Return the defaults of TRL's fields, as the algorithm changes them."""
-    row = find_algorithm(config.algorithm)
-    defaults = {name: field.default for name, field in fields_of(row.trl_config).items()}
-    return {**defaults, **row.settings.get("trl", {})}
-
-
 def main_settings(config: AnyConfig) -> dict[str, Any]:
     """Return the loss and TRL's main fields of the run, also where they are at their defaults."""
-    values = _trl_defaults(config) | config.trl
+    values = find_algorithm(config.algorithm).trl_defaults | config.trl
     loss_from = getattr(config, "loss_from", "grpo")
     if loss_from != "grpo":
         values["loss_type"] = loss_from

@@ -192,7 +192,10 @@ def training_plan(
     if resume:
         check_world(folder, how, world=plan["ranks"]["world"])
     if isinstance(config, RunConfig):
-        _check_kept_rounds(config)
+        check_num_kept(config.trl.get("save_total_limit"))
+        if config.replay is not None:
+            replayed = RunFolder(Path(config.replay).expanduser())
+            check_replay(replayed.root, replayed.journal)
     return plan
 
 
@@ -203,13 +206,6 @@ def can_go_on(folder: RunFolder, *, for_longer: bool) -> bool:
     measures = stored_config(folder).get("algorithm") == "eval"
     is_preflight = folder.log(PREFLIGHT.name).is_file()
     return not (measures or is_preflight) and (for_longer or not is_finished(folder))
-
-
-def _check_kept_rounds(config: RunConfig) -> None:
-    check_num_kept(config.trl.get("save_total_limit"))
-    if config.replay is not None:
-        replayed = RunFolder(Path(config.replay).expanduser())
-        check_replay(replayed.root, replayed.journal)
 
 
 def run_training(

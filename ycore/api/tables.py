@@ -1,6 +1,5 @@
 """Put plans and figures into the rows of the tables that a person reads."""
 
-import json
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -8,10 +7,9 @@ from dataclasses import dataclass
 from shutil import get_terminal_size
 from typing import Any
 
-from ycore.run.text import as_duration
+from ycore.run.text import as_duration, named_first, setting_in_words
 
 Rows = list[tuple[str, str]]
-_LONGEST = 34  # characters of a setting's value
 _COMMAND = re.compile("`[^`]*`")
 
 
@@ -47,8 +45,7 @@ def folded(rows: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     for name, text in rows:
         glued = _COMMAND.sub(lambda match: match[0].replace(" ", "\0"), text)
         lines = wrapper.wrap(glued) if len(text) > columns else [text]
-        for index, line in enumerate(lines):
-            yield "" if index else name, line.replace("\0", " ")
+        yield from named_first(name, (line.replace("\0", " ") for line in lines))
 
 
 def figure_rows(summary: Mapping[str, Any]) -> list[list[str]]:
@@ -102,7 +99,7 @@ def _length_rows(plan: Mapping[str, Any]) -> Rows:
     """Show the main settings, epochs, tokens and seconds of a run that trains."""
     length, steps = plan["length"], plan["length"]["steps"]
     main = [
-        f"{name.removeprefix('loss_type')} {_shown(value)}".lstrip()
+        f"{name.removeprefix('loss_type')} {setting_in_words(value)}".lstrip()
         for name, value in plan["main"].items()
         if value is not None
     ]
@@ -138,18 +135,10 @@ def _time_lines(length: Mapping[str, Any]) -> list[str]:
 def _changed_rows(changed: Mapping[str, Sequence[Any]]) -> Rows:
     """Show what is not at its default."""
     texts = [
-        f"{name} {_shown(value)} (default {_shown(default)})"
+        f"{name} {setting_in_words(value)} (default {setting_in_words(default)})"
         for name, (value, default) in changed.items()
     ]
     return [("changed", ", ".join(texts))] if texts else []
-
-
-def _shown(value: Any) -> str:
-    """Write a setting as YAML does, and cut a long one."""
-    if isinstance(value, float):
-        return f"{value:g}"
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def _files_in_words(plan: Mapping[str, Any]) -> str:

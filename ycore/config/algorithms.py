@@ -11,6 +11,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
+from ycore.config.trl_fields import fields_of
 from ycore.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -62,6 +63,13 @@ class Algorithm(AlgorithmEntry):
     trains_reward_model: bool = (
         False  # whether the result is a reward model instead of a policy
     )
+
+    @property
+    def trl_defaults(self) -> dict[str, Any]:
+        """The defaults of TRL's fields, as the algorithm changes them."""
+        fields = fields_of(self.trl_config)
+        defaults = {name: field.default for name, field in fields.items()}
+        return {**defaults, **self.settings.get("trl", {})}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,10 +57,6 @@ class PolicyGradientConfig(RunConfig):
         """The name of the loss, TRL's or one's own."""
         return self.loss or str(self.trl.get("loss_type", "dapo"))
 
-    @property
-    def masks_whole_completions(self) -> bool:
-        return self.trust_region in ("clip", "clip-completion") and self.loss_name != "gmpo"
-
     def check(self) -> None:
         super().check()
         penalty = self.changed_sampling.get("repetition_penalty")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ycore.advantages import ADVANTAGES
 from ycore.errors import ConfigError, nearest
 from ycore.run.claim import flat
+from ycore.run.text import setting_in_words
 
 if TYPE_CHECKING:
     Advantage = str
@@ -71,16 +72,10 @@ def preset_lines(
     lines = [f"{preset.title} ({preset.source})"]
     for settings, resolved in ((preset.trl, trl), (flat(preset.run), flat(run))):
         for name, value in settings.items():
-            line = f"{name} {_shown(resolved[name])}"
+            line = f"{name} {setting_in_words(resolved[name])}"
             if resolved[name] != value:
-                line += f", yours; the preset says {_shown(value)}"
+                line += f", yours; the preset says {setting_in_words(value)}"
             lines.append(line)
     if preset.overlong_share is not None:
         lines.append(f"reward overlong, over the last {preset.overlong_share:g} of max_tokens")
     return [*lines, *(f"note: {note}" for note in preset.notes)]
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -439,11 +439,6 @@ class RunConfig(ScoredConfig, RowSettings):
         return False
 
     @property
-    def masks_whole_completions(self) -> bool:
-        """Whether the loss leaves out completions by their importance weight, where TRL's `sequence_mask` says so."""
-        return False
-
-    @property
     def teaches_alone(self) -> bool:
         """Whether every scored completion teaches, also in a group whose rewards are all equal.
 

@@ -7,7 +7,7 @@ kept. Where the interval is above 0 or below it, the models differ by more than 
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,16 +75,8 @@ def write_differences(results: Mapping[str, Results], file: Path) -> None:
     rows = sorted(set.intersection(*(set(of_model) for of_model in results.values())))
     lines = []
     for row in sorted(rows, key=lambda row: (-_spread(results, row), row)):
-        by_model = {name: of_model[row] for name, of_model in results.items()}
-        models = {
-            name: {
-                "reward": result.reward,
-                "right": result.right,
-                "completions": result.completions,
-            }
-            for name, result in by_model.items()
-        }
-        prompt = next(iter(by_model.values())).prompt
+        models = {name: asdict(of_model[row]) for name, of_model in results.items()}
+        prompt, *_ = [result.pop("prompt") for result in models.values()]
         line = {"row": row, "spread": _spread(results, row), "prompt": prompt, "models": models}
         lines.append(json.dumps(line, ensure_ascii=False) + "\n")
     write_bytes_atomic(file, "".join(lines).encode())

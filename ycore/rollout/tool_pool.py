@@ -184,8 +184,6 @@ async def _describe(config: RunConfig, env: str | None, confinement: Confinement
         raise ConfigError(
             f"environment {env!r} says nothing at its reset, and there is no dataset; say --dataset"
         )
-    if not tool_set.tools and not tool_set.takes_text and env is None:
-        raise ConfigError("there is no tool and no environment; name one with --tools or --env")
     return tool_set
 
 

@@ -1,11 +1,14 @@
 """Text for a person: durations, and text of unknown origin that can do nothing to a terminal."""
 
+import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 Say = Callable[[str], None]
 """Shows a line to whoever follows the run."""
+
+_LONGEST = 34  # characters of a setting's value
 
 # Control characters but newline and tab, Unicode's separators, its marks and switches of direction and its tags, which
 # nobody sees, and lone surrogates, which cannot be encoded at all.
@@ -30,6 +33,20 @@ def printable(text: str, *, one_line: bool = False) -> str:
 def topic(config: Mapping[str, Any]) -> str:
     """Return the source of a run's prompts: its dataset, or its environments where it has none."""
     return config.get("dataset") or ", ".join(config.get("env") or ())
+
+
+def setting_in_words(value: Any) -> str:
+    """Write a setting as YAML does, and cut a long one."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def named_first(name: str, lines: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Put the lines beneath each other, and the name before the first."""
+    for index, line in enumerate(lines):
+        yield "" if index else name, line
 
 
 def as_duration(seconds: float) -> str:

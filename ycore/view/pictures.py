@@ -51,15 +51,15 @@ def save_png(figure: Any, path: Path) -> None:
     partial.replace(path)
 
 
-def style(axes: Any, *, below: str = "step") -> None:
-    """Remove the frame, and put whole numbers on the x axis, which is named `below`."""
+def style(axes: Any) -> None:
+    """Remove the frame, and put whole steps on the x axis."""
     from matplotlib.ticker import MaxNLocator
 
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e6e8eb", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=10, integer=True))
-    axes.set_xlabel(below, fontsize=10)
+    axes.set_xlabel("step", fontsize=10)
     axes.margins(x=0.01)
 
 

@@ -13,7 +13,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import TextIO
 
@@ -38,7 +37,6 @@ from ycore.run.work import Pulse, progress_bar, quiet, spinning_row
 from ycore.view.activity import Activity, RunActivity, Scene, slot_names
 from ycore.view.report import read_description, read_summary
 
-_BARS = "▁▂▃▄▅▆▇█"
 MAX_SLOTS = 8
 
 # The numbers of a step, line by line: how each is written, and its names in a row of metrics.jsonl.
@@ -89,10 +87,8 @@ _STEP = (
     ("logprob_gap {:.4f}", "ycore/logprob_gap"),
 )
 _LINE_COLUMNS = 80
-_MAX_SPARKLINE = 60
 _MAX_BAR = 40
 _WORK_BAR = 16
-_LABEL_COLUMNS = 10  # `rank 12, 3` is the longest
 _ENDS_OF_PARTS = re.compile(r",? {2,}|, ")
 
 Look = Callable[[], Scene]
@@ -153,7 +149,7 @@ class RunView:
     ) -> Iterator[RenderableType]:
         width = options.max_width
         yield self._head(width)
-        yield _block(self._lines(width) + self._scene_lines(self._look()), width)
+        yield _block(self._lines() + self._scene_lines(self._look()), width)
 
     def _head(self, width: int) -> Text:
         """Return `step 3/10  ━━━━━━────────  1 min 10 s left`."""
@@ -169,15 +165,13 @@ class RunView:
             part for part in (Text(head), Text(bar, "green"), Text(self._time_left)) if part
         )
 
-    def _lines(self, width: int) -> list[Line]:
+    def _lines(self) -> list[Line]:
         row = self._last
         lines: list[Line] = []
         if self._values:
             spread = number(row, "reward_std")
             last = f"{self._values[-1]:.3f}" + ("" if spread is None else f" ± {spread:.3f}")
-            columns = min(_MAX_SPARKLINE, width - _LABEL_COLUMNS - len(last) - 2)
-            bars = sparkline(self._values, width=max(1, columns))
-            lines.append((self._watched, Text.assemble(f"{last}  ", (bars, "green"))))
+            lines.append((self._watched, f"{last}  first {self._values[0]:.3f}"))
         lines += [(name, "  ".join(parts(row, formats))) for name, formats in _NUMBERS.items()]
         if self._evaluated:
             figures = _evaluation_words(self._evaluated).replace("eval/", "")
@@ -251,18 +245,6 @@ def parts(row: Row, formats: Sequence[Sequence[str]]) -> list[str]:
         if (value := number(row, *names)) is not None:
             words.append(form.format(value))
     return words
-
-
-def sparkline(values: Sequence[float], *, width: int) -> str:
-    """Draw the values as bars of eight heights; where there are more than `width`, means of neighbours."""
-    if len(values) > width:
-        edges = [len(values) * place // width for place in range(width + 1)]
-        values = [math.fsum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-    low, high = min(values), max(values)
-    if high == low:
-        return _BARS[3] * len(values)
-    top = len(_BARS) - 1
-    return "".join(_BARS[round((value - low) / (high - low) * top)] for value in values)
 
 
 def reward_problems(row: Row) -> list[str]:

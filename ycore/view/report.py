@@ -36,7 +36,6 @@ from ycore.types import IMAGE_MARK, Group, said
 from ycore.view.pictures import (
     HELD_OUT,
     HELD_OUT_LOSS,
-    Points,
     new_figure,
     points,
     smooth,
@@ -505,7 +504,6 @@ def render_page(runs: Sequence[RecordedRun]) -> str:
         "prompt": content_text,
         "beside": zip,
         "chosen": chosen,
-        "judges": _judge_rows,
         "seen": _pictures_of,
         "base64": _as_base64,
     }
@@ -537,16 +535,6 @@ def _pictures_of(sample: Mapping[str, Any], run: RecordedRun) -> list[Path]:
     ]
 
 
-def _judge_rows(metrics: Sequence[Row]) -> list[tuple[str, str]]:
-    prefix = "ycore/judge/"
-    rows = []
-    for name in sorted({name for row in metrics for name in row if name.startswith(prefix)}):
-        _, values = points(metrics, name)
-        if values:
-            rows.append((name.removeprefix(prefix), f"{fmean(values):.4g} a step"))
-    return rows
-
-
 def _as_data(value: Any) -> Any:
     """Make text printable; the pictures, which are markup, are ours."""
     return printable(value) if type(value) is str else value
@@ -570,47 +558,25 @@ def _short(value: Any) -> str:
 
 
 def draw_measures(runs: Sequence[RecordedRun]) -> Any | None:
-    """Draw a panel for each measure that some run has, a colour a run; None without any.
-
-    Reward over device seconds compares runs whose steps cost different time.
-    """
+    """Draw a panel for each measure that some run has, a colour a run; None without any."""
     panels = [
-        (title, "step", [points(run.metrics, *names) for run in runs])
-        for title, names in _PANELS
+        (title, [points(run.metrics, *names) for run in runs]) for title, names in _PANELS
     ]
-    if len(runs) > 1:
-        series = [
-            reward_over_seconds(run.metrics, num_slots=run.spent.num_slots) for run in runs
-        ]
-        panels.insert(1, ("reward over device seconds", "device seconds", series))
-    panels = [panel for panel in panels if any(steps for steps, _ in panel[2])]
+    panels = [panel for panel in panels if any(steps for steps, _ in panel[1])]
     if not panels:
         return None
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
     figure = new_figure(4.2 * columns, 2.5 * rows)
-    for place, (title, below, series) in enumerate(panels, 1):
+    for place, (title, series) in enumerate(panels, 1):
         axes = figure.add_subplot(rows, columns, place)
         for index, (steps, values) in enumerate(series):
             colour = RUN_COLOURS[index % len(RUN_COLOURS)]
             axes.plot(steps, values, color=colour, linewidth=0.8, alpha=0.35)
             axes.plot(steps, smooth(values), color=colour, linewidth=2)
         axes.set_title(title, fontsize=10, loc="left")
-        style(axes, below=below)
+        style(axes)
     return figure
-
-
-def reward_over_seconds(metrics: Sequence[Row], *, num_slots: int) -> Points:
-    """Return device seconds, and the reward at them, of every step that has both."""
-    times, rewards = [], []
-    device_s = 0.0
-    for row in metrics:
-        seconds, reward = number(row, *STEP_SECONDS), number(row, *REWARD)
-        if seconds is not None and reward is not None:
-            device_s += seconds * num_slots
-            times.append(device_s)
-            rewards.append(reward)
-    return times, rewards
 
 
 def as_svg(figure: Any) -> str:

@@ -123,12 +123,9 @@ def _time_lines(length: Mapping[str, Any]) -> list[str]:
     time = length["time"]
     quickest, slowest = map(as_duration, time["run_s"])
     low, high = time["step_s"]
-    step = f"{low:.1f} to {high:.1f} s"
-    if high >= 10:
-        step = f"{as_duration(low)} to {as_duration(high)}"
     return [
         f"{quickest} to {slowest} on an idle machine, without evaluations",
-        f"start {time['start_s']:.0f} s, a step {step}",
+        f"start {time['start_s']:.0f} s, a step {low:.1f} to {high:.1f} s",
     ]
 
 

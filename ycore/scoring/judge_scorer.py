@@ -292,11 +292,9 @@ class JudgeScorer(Scorer):
         question = with_pictures(question, urls)
         for attempt in range(1 + self.judge.retries):
             try:
-                reply = await self._ask(question, group, key=key, attempt=attempt)
+                return read(await self._ask(question, group, key=key, attempt=attempt))
             except QuestionRefused as refusal:
                 raise Unreadable(str(refusal)) from None
-            try:
-                return read(reply)
             except Unreadable:
                 self.meter.parse_failures += 1
                 if attempt == self.judge.retries:

@@ -5,7 +5,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from ycore.run.metrics import REWARD, Row, number
+from ycore.run.metrics import REWARD, STEP_SECONDS, Row, number
 from ycore.run.text import printable
 
 Points = tuple[list[float], list[float]]
@@ -14,12 +14,11 @@ Points = tuple[list[float], list[float]]
 BLUE, GREY, GREEN = "#2456a6", "#8a8f98", "#3f8f5f"
 HELD_OUT, HELD_OUT_LOSS = "ycore/eval/reward", "ycore/eval/loss"
 
-_PHASES = (
-    ("ycore/time/sync", "sync", "#d9a441"),
-    ("ycore/time/round", "generate and score", BLUE),
-    ("ycore/time/train", "train", GREEN),
+# Beneath the curve, left and right: of each panel the first series that the run has, and its title.
+_BENEATH_A_REWARD = (
+    {"completions/mean_length": "completion length (tokens)"},
+    {STEP_SECONDS[0]: "seconds a step"},
 )
-# Beneath a loss, left and right: of each panel the first series that the run has, and its title.
 _BENEATH_A_LOSS = (
     {
         "rewards/accuracies": "pairs in the right order",
@@ -108,29 +107,21 @@ def draw_curve(metrics: Sequence[Row], path: Path, title: str) -> bool:
     if has_reward:
         _draw_held_out(main, metrics, HELD_OUT)
         _draw_main(main, points(metrics, *REWARD), "reward")
-        _draw_series(
-            left, points(metrics, "completions/mean_length"), "completion length (tokens)"
-        )
-        left.set_ylim(bottom=0)
-        _draw_time(right, metrics)
     else:
         _draw_held_out(main, metrics, HELD_OUT_LOSS)
         _draw_main(main, points(metrics, "loss"), "loss")
-        for axes, titles in zip((left, right), _BENEATH_A_LOSS, strict=True):
-            name = next((name for name in titles if points(metrics, name)[0]), None)
-            axes.set_visible(name is not None)
-            if name is not None:
-                _draw_series(axes, points(metrics, name), titles[name])
+    beneath = _BENEATH_A_REWARD if has_reward else _BENEATH_A_LOSS
+    for axes, titles in zip((left, right), beneath, strict=True):
+        name = next((name for name in titles if points(metrics, name)[0]), None)
+        axes.set_visible(name is not None)
+        if name is not None:
+            axes.plot(*points(metrics, name), color=GREY, linewidth=1.5)
+            axes.set_title(titles[name], fontsize=11, loc="left")
     for axes in figure.axes:
         style(axes)
     figure.suptitle(literal(title), fontsize=14, fontweight="bold", x=0.01, ha="left")
     save_png(figure, path)
     return True
-
-
-def _draw_series(axes: Any, series: Points, title: str) -> None:
-    axes.plot(*series, color=GREY, linewidth=1.5)
-    axes.set_title(title, fontsize=11, loc="left")
 
 
 def _draw_main(axes: Any, series: Points, name: str) -> None:
@@ -162,11 +153,3 @@ def _draw_held_out(axes: Any, metrics: Sequence[Row], name: str) -> None:
         )
     axes.errorbar(steps, values, yerr=spread, color=GREEN, capsize=4, marker="s", linewidth=1.8,
                   label="held out")  # fmt: skip
-
-
-def _draw_time(axes: Any, metrics: Sequence[Row]) -> None:
-    for name, label, colour in _PHASES:
-        axes.plot(*points(metrics, name), color=colour, linewidth=1.5, label=label)
-    axes.set_title("seconds a step", fontsize=11, loc="left")
-    axes.set_ylim(bottom=0)
-    axes.legend(loc="upper right", frameon=False, fontsize=9, ncols=3)

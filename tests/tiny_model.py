@@ -79,7 +79,7 @@ def _write(folder: Path, family: str, seed: int, *, chat: bool, **sizes: Any) ->
     import torch
     import transformers
 
-    tokenizer = _tokenizer(chat)
+    tokenizer = tiny_tokenizer(chat)
     config = transformers.AutoConfig.for_model(
         family,
         vocab_size=len(tokenizer),
@@ -106,7 +106,7 @@ def _write(folder: Path, family: str, seed: int, *, chat: bool, **sizes: Any) ->
     return folder
 
 
-def _tokenizer(chat: bool) -> Any:
+def tiny_tokenizer(chat: bool) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -14,8 +14,11 @@ import pytest
 
 from tests.models.test_hub import write_adapter
 from tests.tiny_model import write_tiny_model
+from tests.tiny_vision import write_tiny_vision_model
 from ycore.api import trained
 from ycore.api.trained import ChatSettings
+from ycore.engine.commands import engine_environment
+from ycore.engine.vllm_plugin import SIGHTED
 from ycore.errors import ModelError, RunError, RunFolderError
 from ycore.run.reports import is_alive
 
@@ -351,6 +354,15 @@ def test_a_server_listens_where_it_is_told_and_cannot_be_changed(run: Path) -> N
         and "PolicyWorker" not in line
         and spec.max_model_len == 512
     )
+
+
+def test_a_server_of_a_model_that_sees_reads_pictures(tmp_path: Path) -> None:
+    """By its own chat, and not by the route for the trainer, which no key guards."""
+    folder = write_tiny_vision_model(tmp_path)
+    words, spec = trained.serve_command(
+        folder, name="eyes", host="127.0.0.1", port=9000, template_arguments={}
+    )
+    assert engine_environment(spec)[SIGHTED] == "1" and "--enable-scale-out" not in words
 
 
 def test_an_export_never_writes_over_anything(run: Path, tmp_path: Path) -> None:

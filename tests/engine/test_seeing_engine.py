@@ -13,12 +13,14 @@ import torch
 from PIL import Image as Pillow
 from transformers import AutoModelForImageTextToText
 
+from tests.harness import write_rows, ycore
 from tests.tiny_vision import write_tiny_vision_model
 from ycore.engine import NEVER, SamplingParams
 from ycore.engine.judge_engine import VllmJudge
 from ycore.engine.kinds import is_vllm_installed
 from ycore.engine.sight import Sight, image_token_ids, load_sight
 from ycore.engine.vllm_engine import VllmEngine
+from ycore.engine.vllm_plugin import SERVED
 from ycore.engine.weights import write_weights
 from ycore.judge.declaration import Judge
 from ycore.judge.question import with_pictures
@@ -26,6 +28,7 @@ from ycore.judge.verdict import Reply
 from ycore.placement.placement import JUDGE
 from ycore.round.assemble import load_tokenizer
 from ycore.run.images import ImageStore, png_of
+from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
 from ycore.trl.forward import never_write
 from ycore.types import IMAGE_MARK, Completion, Prompt
@@ -42,13 +45,14 @@ SAMPLING = SamplingParams(max_tokens=8, stop_token_ids=(2,))
 
 
 def prompts_of(sight: Sight) -> list[Prompt]:
-    """Two pictures under the same words, two side by side, and none."""
-    red, blue = (
-        sight.store.put(png_of(Pillow.new("RGB", (12, 9), name)), "")
-        for name in ("red", "blue")
+    """Two pictures under the same words, two of other sizes side by side, and none."""
+    sizes = {"red": (12, 9), "blue": (12, 9), "lime": (90, 50)}
+    red, blue, lime = (
+        sight.store.put(png_of(Pillow.new("RGB", size, name)), "")
+        for name, size in sizes.items()
     )
     one, two = f"Which is {IMAGE_MARK}?", f"{IMAGE_MARK}{IMAGE_MARK} alike?"
-    asked = [(one, (red,)), (one, (blue,)), (two, (red, blue)), ("Which?", ())]
+    asked = [(one, (red,)), (one, (blue,)), (two, (red, lime)), ("Which?", ())]
     return [
         Prompt(row, [{"role": "user", "content": text}], {}, images)
         for row, (text, images) in enumerate(asked)
@@ -68,31 +72,38 @@ async def written(
     )
 
 
-def largest_gap(
-    model: Any, sight: Sight, prompts: Sequence[Prompt], completions: Sequence[Completion]
-) -> float:
-    gaps = []
-    for prompt, completion in zip([*prompts] * 4, completions, strict=True):
-        inputs = (
-            sight.inputs([prompt])
-            if prompt.images
-            else {"input_ids": torch.tensor([sight.prompt_ids(prompt)])}
-        )
-        ids = torch.tensor([completion.token_ids])
-        whole = torch.cat([inputs["input_ids"], ids], dim=1)
-        with torch.no_grad():
-            logits = model(input_ids=whole, pixel_values=inputs.get("pixel_values")).logits[
-                0, -ids.size(1) - 1 : -1
-            ]
-        logps = logits.float().log_softmax(-1).gather(-1, ids[0][:, None])[:, 0]
-        gaps.append((logps - torch.tensor(completion.logprobs)).abs().max().item())
-    return max(gaps)
+def logprobs(model: Any, sight: Sight, prompt: Prompt, token_ids: Sequence[int]) -> Any:
+    """The trainer's log-probabilities of a completion."""
+    inputs = {"input_ids": torch.tensor([sight.prompt_ids(prompt)])}
+    if prompt.images:
+        inputs = dict(sight.inputs([prompt]))
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    ids = torch.tensor([token_ids])
+    more = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    for name in inputs:
+        if name in more or name.endswith("token_type_ids"):
+            inputs[name] = torch.cat([inputs[name], more.get(name, ids * 0)], dim=1)
+    with torch.no_grad():
+        logits = model(**inputs).logits[0, -ids.size(1) - 1 : -1]
+    return logits.float().log_softmax(-1).gather(-1, ids[0][:, None])[:, 0]
 
 
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=[] if family == "llava" else pytest.mark.verify)
+        for family in SERVED
+    ],
+)
 def test_what_vllm_sees_is_what_the_trainer_sees(
-    tmp_path: Path, serve: Any, cpu_engine: Any
+    family: str, tmp_path: Path, serve: Any, cpu_engine: Any
 ) -> None:
-    folder, run = write_tiny_vision_model(tmp_path / "model"), RunFolder(tmp_path / "run")
+    if family == "smolvlm":
+        pytest.importorskip("num2words")
+    folder, run = (
+        write_tiny_vision_model(tmp_path / "model", family),
+        RunFolder(tmp_path / "run"),
+    )
     run.root.mkdir()
     sight = load_sight(
         folder, ImageStore(run.images), load_tokenizer(folder, trust_remote_code=False)
@@ -102,26 +113,32 @@ def test_what_vllm_sees_is_what_the_trainer_sees(
     never_write(model, never)
     sampling = replace(SAMPLING, logit_bias=dict.fromkeys(never, NEVER))
     prompts = prompts_of(sight)
-    spec = cpu_engine(run, folder, max_model_len=64, sees=True)
+    spec = cpu_engine(run, folder, max_model_len=192, sees=True)
+    draw = torch.Generator().manual_seed(1)
 
     async def work() -> None:
         engine = VllmEngine(
             "rollout-0", spec.socket, sampling, request_timeout_s=60, sight=sight
         )
         for version in (0, 1):
-            with torch.no_grad():
-                for name, weight in model.named_parameters():
-                    weight.mul_(
-                        1.5
-                        if version and weight.ndim > 1 and "embed_tokens" not in name
-                        else 1.0
-                    )
+            if version:
+                with torch.no_grad():
+                    for weight in model.parameters():
+                        weight.add_(0.05 * torch.randn(weight.shape, generator=draw))
             write_weights(model, tmp_path / "sent", dtype=torch.float32, version=version)
             await engine.load_weights(tmp_path / "sent", version)
             completions = await written(engine, sight, prompts)
             assert engine.verified_share == 1.0
-            assert largest_gap(model, sight, prompts, completions) < 0.001
             assert not any(set(one.token_ids) & set(never) for one in completions)
+            gaps = [
+                logprobs(model, sight, prompt, one.token_ids) - torch.tensor(one.logprobs)
+                for prompt, one in zip(prompts * 4, completions, strict=True)
+            ]
+            gap = max(gap.abs().max() for gap in gaps)
+            assert gap < 0.001, gap
+            ids = completions[0].token_ids
+            red, blue = (logprobs(model, sight, prompt, ids) for prompt in prompts[:2])
+            assert (red - blue).abs().max() > 0.01
         await engine.close()
         of_text = VllmEngine(
             "rollout-0", spec.socket, sampling, request_timeout_s=60
@@ -134,14 +151,53 @@ def test_what_vllm_sees_is_what_the_trainer_sees(
         asyncio.run(asyncio.wait_for(work(), 200))
 
 
+@pytest.mark.slow
+@pytest.mark.verify
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("family", SERVED)
+def test_a_family_learns_by_its_engine(family: str, full: bool, tmp_path: Path) -> None:
+    """Two steps on prompts of several pictures of other sizes, beside one without, whose engine reads what is trained."""
+    folder = write_tiny_vision_model(tmp_path / "model", family)
+    for number in range(4):
+        picture = Pillow.new("RGB", (20 + 30 * number, 40), (80 * number, 200, 90))
+        picture.save(tmp_path / f"{number}.png")
+    rows = [
+        {"prompt": "Is <image> as <image>?", "images": [f"{number}.png", f"{number - 1}.png"]}
+        for number in range(1, 4)
+    ]
+    write_rows(tmp_path / "rows.jsonl", [*rows, {"prompt": "Why?", "images": []}])
+    (tmp_path / "rewards.py").write_text(VARIETY)
+    ycore(
+        f"grpo --model {folder} --dataset rows.jsonl --reward rewards.py:variety --output out --engine vllm --steps 2 "
+        "--prompts-per-step 4 --group-size 4 --max-tokens 8 --learning-rate 1e-2 --per-device-train-batch-size 4 "
+        "--set dtype=float32 --set sampling.dynamic=false --set engine.count=1"
+        + (" --full" if full else ""),
+        cwd=tmp_path,
+    )
+    steps = read_metrics(tmp_path / "out" / "metrics.jsonl")
+    assert len(steps) == 2 and all(step["grad_norm"] > 0 for step in steps)
+    assert max(step["ycore/logprob_gap"] for step in steps) < 0.001
+
+
+VARIETY = """
+def variety(completions, **columns):
+    return [len(set(completion[0]["content"])) / 8 for completion in completions]
+"""
 SIMPLE_CHAT = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
 
 
 @pytest.mark.verify
-def test_a_judge_that_is_served_sees(tmp_path: Path, serve: Any, cpu_engine: Any) -> None:
+@pytest.mark.parametrize("family", SERVED)
+def test_a_judge_that_is_served_sees(
+    family: str, tmp_path: Path, serve: Any, cpu_engine: Any
+) -> None:
     """The same question about two pictures: two distributions, and the same one for the same picture."""
-    folder, run = write_tiny_vision_model(tmp_path / "model"), RunFolder(tmp_path / "run")
-    (folder / "chat_template.jinja").write_text(SIMPLE_CHAT)
+    folder, run = (
+        write_tiny_vision_model(tmp_path / "model", family),
+        RunFolder(tmp_path / "run"),
+    )
+    if family == "llava":
+        (folder / "chat_template.jinja").write_text(SIMPLE_CHAT)
     run.root.mkdir()
     spec = replace(cpu_engine(run, folder, max_model_len=512, sees=True), role=JUDGE)
     labels = {"kind": "labels", "labels": {"yes": 1.0, "no": 0.0}}

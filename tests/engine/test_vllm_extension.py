@@ -22,9 +22,9 @@ from ycore.engine.vllm_extension import (
     held_pieces,
     multiply_rows_alike,
     parts_of,
+    saved_names,
     use_faster_sampler,
 )
-from ycore.engine.vllm_plugin import NAMES
 from ycore.engine.weight_proof import check_read_back, part_sums, pieces_of, tensor_sums
 from ycore.errors import SyncError
 
@@ -226,28 +226,21 @@ def test_a_routers_bias_is_proved_in_float32_and_its_weights_in_the_engines_dtyp
     assert check_read_back(sums, pieces) == 1.0
 
 
-def test_the_eyes_are_named_as_the_checkpoint_names_them() -> None:
-    names = checkpoint_names(
-        "vision_tower.vision_model.encoder.layers.0.mlp.fc1.bias", {}, NAMES
+def test_parameters_are_named_as_checkpoints_name_them() -> None:
+    """By vLLM's own table of a model: LLaVA's of today and of before, of which one is sent."""
+    mapper = SimpleNamespace(
+        orig_to_new_prefix={"model.vision_tower.": "vision_tower.", "lm_head.": None}
     )
-    assert names == ["vision_tower.encoder.layers.0.mlp.fc1.bias"]
+    model = SimpleNamespace(hf_to_vllm_mapper=mapper)
     fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
-    first, *_ = checkpoint_names(
-        "language_model.model.layers.0.self_attn.qkv_proj.weight", fused, NAMES
-    )
-    assert first == "language_model.model.layers.0.self_attn.q_proj.weight"
-
-
-def test_parameters_are_named_as_the_checkpoint_names_them() -> None:
-    parts = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
-    attention = "model.layers.0.self_attn"
-    assert checkpoint_names(f"{attention}.qkv_proj.weight", parts) == [
-        f"{attention}.{part}_proj.weight" for part in "qkv"
+    layer = "vision_tower.layers.0"
+    saved = saved_names(f"{layer}.qkv_proj.weight", model)
+    assert [checkpoint_names(name, fused) for name in saved] == [
+        [f"{beginning}{layer}.{part}_proj.weight" for part in "qkv"]
+        for beginning in ("", "model.")
     ]
-    assert checkpoint_names(f"{attention}.o_proj.weight", parts) == [
-        f"{attention}.o_proj.weight"
-    ]
-    assert checkpoint_names("lm_head.weight", parts) == ["lm_head.weight"]
+    assert saved_names("lm_head.weight", model) == ["lm_head.weight"]
+    assert saved_names("weight", torch.nn.Linear(1, 1)) == ["weight"]
 
 
 # -- shards of several workers ------------------------------------------------------------------------------------

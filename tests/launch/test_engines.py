@@ -7,6 +7,7 @@ import pytest
 
 from ycore.config.schema import EngineSettings, RewardConfig, RunConfig
 from ycore.engine.kinds import TRANSFORMERS, VLLM, choose_kind
+from ycore.engine.vllm_plugin import SERVED
 from ycore.errors import ConfigError
 from ycore.launch.engine_watch import start_order
 from ycore.launch.engines import EnginePlan, model_length, plan_engines
@@ -138,13 +139,14 @@ def test_without_vllm_transformers_is_chosen_and_said(plan: Plan) -> None:
 
 
 def test_of_policies_that_see_vllm_serves_what_was_held_to_the_trainer(plan: Plan) -> None:
-    assert choose_kind("auto", is_installed=True, family="llava")[0] is VLLM
-    kind, note = choose_kind("auto", is_installed=True, family="idefics3")
-    assert kind is TRANSFORMERS and "not for idefics3" in note
+    for family in SERVED:
+        assert choose_kind("auto", is_installed=True, family=family)[0] is VLLM
+    kind, note = choose_kind("auto", is_installed=True, family="internvl")
+    assert kind is TRANSFORMERS and "not for internvl" in note
     with pytest.raises(
-        ConfigError, match="for llava, not for idefics3; take --engine transformers"
+        ConfigError, match=r"for llava, .*, not for internvl; take --engine transformers"
     ):
-        choose_kind("vllm", is_installed=True, family="idefics3")
+        choose_kind("vllm", is_installed=True, family="internvl")
 
 
 def test_an_evaluation_holds_its_samples_at_once(plan: Plan) -> None:

@@ -192,6 +192,7 @@ def serve_command(
         max_num_seqs=_SERVED_SEQUENCES, seed=0,
         cores=None if machine.devices else machine.cores, devices=machine.devices[:1],
         memory_gib=kv_cache_gib(settings, length * _SERVED_SEQUENCES), gpu_memory_utilization=0.9, role=JUDGE,
+        sees="vision_config" in settings,
     )  # fmt: skip
     words = engine_command(spec)
     socket = words.index("--uds")

@@ -179,8 +179,9 @@ def engine_command(engine: EngineSpec) -> list[str]:
     else:
         options["--gpu-memory-utilization"] = engine.gpu_memory_utilization
         flags += ["--enable-sleep-mode"] if engine.sleeps else []
-    if engine.sees:
+    if engine.sees and engine.role == ROLLOUT:
         flags.append("--enable-scale-out")  # the route that takes token ids with pictures
+        options["--limit-mm-per-prompt"] = '{"video": 0}'  # no memory is kept for any
     if engine.trust_remote_code:
         flags.append("--trust-remote-code")
     words = [word for option, value in options.items() for word in (option, str(value))]

@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ycore.engine.vllm_plugin import use_pillow
 from ycore.errors import ModelError
 from ycore.run.images import ImageStore
 from ycore.types import Prompt, in_blocks
@@ -74,9 +75,10 @@ class Sight:
         return tuple(self._processed([text], [images])["input_ids"][0].tolist())
 
     def _processed(self, texts: list[str], images: Sequence[Sequence[Any]]) -> Any:
+        opened = [[self.store.open(image.sha256) for image in row] for row in images]
         return self.processor(
             text=texts,
-            images=[[self.store.open(image.sha256) for image in row] for row in images],
+            images=opened if any(opened) else None,
             add_special_tokens=False,
             padding=True,
             padding_side="left",
@@ -95,6 +97,7 @@ def load_sight(
     """Load the processor of a vision-language model, with this tokenizer; ModelError where it has none."""
     from transformers import AutoProcessor, ProcessorMixin
 
+    use_pillow()
     try:
         processor = AutoProcessor.from_pretrained(model, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as problem:

@@ -100,7 +100,7 @@ class VllmEngine(Server, Engine):
             "logprobs": 0,
         }
         if prompt is not None:
-            return await self._complete_seen(prompt, sampling, version)
+            return await self._complete_seen(prompt_ids, prompt, sampling, version)
         request = {
             "request_id": request_id,
             "model": self._model,
@@ -129,7 +129,11 @@ class VllmEngine(Server, Engine):
             await self.request("POST", "/abort_requests", {"request_ids": ids})
 
     async def _complete_seen(
-        self, prompt: Prompt, sampling: Mapping[str, Any], version: int
+        self,
+        prompt_ids: Sequence[int],
+        prompt: Prompt,
+        sampling: Mapping[str, Any],
+        version: int,
     ) -> Completion:
         """Sample a completion of a prompt with pictures, which go beside ids that have one token for each."""
         assert self._sight is not None
@@ -139,8 +143,15 @@ class VllmEngine(Server, Engine):
             "token_ids": list(self._sight.short_ids(prompt)),
             "content_parts": [{"type": "image_url", "url": url} for url in urls],
             "sampling_params": {**sampling, "detokenize": False},
+            "return_token_ids": True,
         }
-        choice = (await self.request("POST", "/inference/v1/generate", request))["choices"][0]
+        answer = await self.request("POST", "/inference/v1/generate", request)
+        if (read_ids := answer["prompt_token_ids"]) != list(prompt_ids):
+            raise EngineError(
+                f"{self.name} reads row {prompt.row} with its pictures as {len(read_ids)} tokens, which are not the "
+                f"{len(prompt_ids)} that the trainer reads; take --engine transformers"
+            )
+        choice = answer["choices"][0]
         token_ids = tuple(choice["token_ids"])
         return Completion(
             token_ids=token_ids,

@@ -26,13 +26,11 @@ from vllm.platforms import current_platform
 
 from ycore.engine.commands import REPEATABLE
 from ycore.engine.shared_bucket import Entry, opened, weights_in
-from ycore.engine.vllm_plugin import NAMES, SIGHTED
 from ycore.engine.weight_proof import Part, PartSums, Piece, part_sums, pieces_of, tensor_sums
 from ycore.run.reports import dump_stacks_on_signal
 
 _BLOCK = 16  # rows
 _ROUTERS_BIAS = "e_score_correction_bias"  # sent in float32
-_AS_IT_IS: Mapping[str, str] = {}
 PACKED_SUMS: dict[Any, list[PartSums]] = {}  # by layer, the sums of its weight as it was packed
 EXPERTS: dict[Any, list[Piece]] = {}  # by layer, the pieces of its experts as they were loaded
 
@@ -103,7 +101,6 @@ def held_pieces(model: Any, *, dtype: Any, workers: int = 1) -> list[Piece]:
     out is a parameter of which it is not known how they divide it.
     """
     fused_parts = getattr(model, "packed_modules_mapping", {})
-    renamed = NAMES if os.environ.get(SIGHTED) == "1" else {}
     pieces: list[Piece] = []
     first_name: dict[tuple[int, torch.Size], str] = {}
     for module_name, module in model.named_modules():
@@ -125,11 +122,14 @@ def held_pieces(model: Any, *, dtype: Any, workers: int = 1) -> list[Piece]:
             if is_sent and is_known and (packed or parameter.numel()):
                 sums = packed or part_sums(parameter, parts_of(module))
                 shard = column_shard_of(module, leaf)
-                names = checkpoint_names(name, fused_parts, renamed)
-                pieces += pieces_of(names, sums, column_shard=shard)
-                # A checkpoint may have them in one, as vLLM has.
-                fused = checkpoint_names(name, {}, renamed)
-                pieces += pieces_of(fused, sums, column_shard=shard) if fused != names else []
+                for saved in saved_names(name, model):
+                    names = checkpoint_names(saved, fused_parts)
+                    pieces += pieces_of(names, sums, column_shard=shard)
+                    # A checkpoint may have them in one, as vLLM has.
+                    fused = checkpoint_names(saved, {})
+                    pieces += (
+                        pieces_of(fused, sums, column_shard=shard) if fused != names else []
+                    )
     return pieces
 
 
@@ -186,18 +186,19 @@ def _divides_columns(layer: Any) -> bool:
     return size is not None and size != layer.input_size
 
 
-def checkpoint_names(
-    name: str, fused_parts: dict[str, list[str]], renamed: Mapping[str, str] = _AS_IT_IS
-) -> list[str]:
-    """Return `a.q_proj.weight`, `a.k_proj.weight` and `a.v_proj.weight` for `a.qkv_proj.weight`.
+def saved_names(name: str, model: Any) -> list[str]:
+    """Return a parameter's names in the checkpoints that vLLM knows of its model, by the model's own table."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    beginnings = {} if mapper is None else mapper.orig_to_new_prefix
+    return [name] + [
+        saved + name.removeprefix(loaded)
+        for saved, loaded in beginnings.items()
+        if loaded is not None and name.startswith(loaded)
+    ]
 
-    Args:
-        renamed: The beginnings of names in the checkpoint, by vLLM's.
-    """
-    for beginning, renamed_beginning in renamed.items():
-        if name.startswith(beginning):
-            name = renamed_beginning + name.removeprefix(beginning)
-            break
+
+def checkpoint_names(name: str, fused_parts: dict[str, list[str]]) -> list[str]:
+    """Return `a.q_proj.weight`, `a.k_proj.weight` and `a.v_proj.weight` for `a.qkv_proj.weight`."""
     *owner, module, leaf = name.replace(".base_layer.", ".").split(".")
     return [".".join([*owner, part, leaf]) for part in fused_parts.get(module, [module])]
 

@@ -4,15 +4,15 @@ Fork the engine core: on a CPU vLLM spawns it, so that it imports again what the
 AMD EPYC an engine of SmolLM2-135M starts in 17 s instead of 28 s. A fork is unsafe where torch has run on several
 threads; until then the server has not. vLLM's default is a fork too, but for CPUs.
 
-Serve LLaVA: vLLM 0.31 asks transformers for a function of Pixtral's that needs
-torchvision, also for LLaVA, which it does not; the same function is in the file that needs Pillow alone. And it knows a
-SigLIP tower's weights by names that transformers 5.17 does not write.
+Read pictures where torchvision is missing: transformers 5.17 and vLLM 0.31 import it for processors that Pillow is enough
+for. And vLLM knows a SigLIP tower's weights by names that transformers 5.17 does not write.
 """
 
 import importlib
 import multiprocessing
 import os
 import sys
+from functools import cache
 from importlib.util import find_spec
 
 FORKED = "YCORE_ENGINE_FORKS"
@@ -21,16 +21,12 @@ FORKED = "YCORE_ENGINE_FORKS"
 SIGHTED = "YCORE_ENGINE_SEES"
 """The environment variable of a server whose model reads pictures."""
 
-SERVED = ("llava",)
+SERVED = ("llava", "qwen2_5_vl", "qwen3_vl", "idefics3")
 """The families of models that read pictures, by `model_type`, whose engines were compared with the trainer."""
-
-NAMES = {"vision_tower.vision_model.": "vision_tower."}
-"""The beginnings of LLaVA's weights' names that differ: vLLM's, and the checkpoint's."""
 
 NOT_LOADED = "vision_tower.post_layernorm."
 """The beginning of the names of weights that vLLM does not load: LLaVA takes features from before that norm."""
 
-_PIXTRAL = "transformers.models.pixtral.image_processing_pixtral"
 _OF_TOWER = ("embeddings.", "encoder.", "post_layernorm.", "head.")
 
 
@@ -38,7 +34,8 @@ def register() -> None:
     if os.environ.get(FORKED) == "1":
         _fork_the_core()
     if os.environ.get(SIGHTED) == "1":
-        _serve_llava()
+        use_pillow()
+        _rename_tower()
 
 
 def _fork_the_core() -> None:
@@ -46,11 +43,34 @@ def _fork_the_core() -> None:
     core.get_mp_context = lambda: multiprocessing.get_context("fork")  # type: ignore[attr-defined]
 
 
-def _serve_llava() -> None:
-    if find_spec("torchvision") is None:
-        sys.modules[_PIXTRAL] = importlib.import_module(
-            "transformers.models.pixtral.image_processing_pil_pixtral"
-        )
+@cache
+def use_pillow() -> None:
+    """Have transformers read pictures by Pillow, and load no processors of videos, where torchvision is missing."""
+    if find_spec("torchvision") is not None:
+        return
+    from transformers.models import idefics3
+    from transformers.models.idefics3.image_processing_pil_idefics3 import (
+        Idefics3ImageProcessorPil,
+    )
+    from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+    from transformers.processing_utils import ProcessorMixin
+
+    for family in ("pixtral", "qwen2_vl"):  # vLLM imports Pixtral's for LLaVA
+        stock = f"transformers.models.{family}.image_processing_{family}"
+        pillow = stock.replace("image_processing_", "image_processing_pil_")
+        sys.modules[stock] = importlib.import_module(pillow)
+    # transformers hides it, since its file has the word torchvision.
+    idefics3.Idefics3ImageProcessorPil = Idefics3ImageProcessorPil
+    # vLLM asks it for sizes also where there is no video.
+    Qwen3VLProcessor.video_processor = Qwen3VLVideoProcessor()
+    parts = ProcessorMixin.get_attributes.__func__
+    ProcessorMixin.get_attributes = classmethod(
+        lambda kind: [part for part in parts(kind) if part != "video_processor"]
+    )
+
+
+def _rename_tower() -> None:
     from vllm.model_executor.models.llava import LlavaForConditionalGeneration
 
     known = LlavaForConditionalGeneration.hf_to_vllm_mapper.orig_to_new_prefix

@@ -6,6 +6,7 @@ merges.
 """
 
 import os
+import shutil
 import sys
 import traceback
 from pathlib import Path
@@ -59,17 +60,18 @@ def _merge_adapter(source: Path, folder: Path, base: Path) -> None:
         AutoConfig,
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
-        AutoProcessor,
         AutoTokenizer,
     )
 
     sees = hasattr(AutoConfig.from_pretrained(base), "vision_config")
     model_class = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-    tokenizer_class = AutoProcessor if sees else AutoTokenizer
     model = PeftModel.from_pretrained(model_class.from_pretrained(base, dtype="auto"), source)
     _merge_untied(model).save_pretrained(folder)
-    has_tokenizer = (source / "tokenizer_config.json").is_file()
-    tokenizer_class.from_pretrained(source if has_tokenizer else base).save_pretrained(folder)
+    prepared = source if (source / "tokenizer_config.json").is_file() else base
+    AutoTokenizer.from_pretrained(prepared).save_pretrained(folder)
+    for pattern in ("*processor_config.json", "chat_template.*"):
+        for file in prepared.glob(pattern):
+            shutil.copy(file, folder)
 
 
 def _merge_untied(model: Any) -> Any:

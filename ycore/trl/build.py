@@ -220,7 +220,8 @@ def refuse_lost_adapters(model: torch.nn.Module) -> None:
     """
     inner = bare(model)
     fixed = [inner.get_output_embeddings()]
-    if inner.config.get_text_config().tie_word_embeddings:
+    text = inner.config.get_text_config()  # Qwen2.5-VL's does not say
+    if getattr(text, "tie_word_embeddings", inner.config.tie_word_embeddings):
         fixed.append(inner.get_input_embeddings())
     for name, layer in inner.named_modules():
         if layer in fixed and isinstance(layer, LoraLayer):

@@ -183,6 +183,28 @@ def never_write(model: PreTrainedModel, token_ids: Sequence[int]) -> None:
     head.register_buffer("bias", bias, persistent=False)
 
 
+def skip_absent_pictures(model: PreTrainedModel, token_ids: Sequence[int]) -> None:
+    """Call the model without pixels where no row shows a picture: towers of Qwen and Idefics take no empty batch.
+
+    Args:
+        token_ids: The tokens that stand for pictures.
+    """
+
+    def without(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if kwargs.get("pixel_values") is None or any(
+            (kwargs["input_ids"] == token_id).any() for token_id in token_ids
+        ):
+            return None
+        return args, {
+            name: value
+            for name, value in kwargs.items()
+            if not name.startswith(("pixel_", "image_"))
+        }
+
+    # peft calls the outer forward past its hooks.
+    model.base_model.register_forward_pre_hook(without, with_kwargs=True)
+
+
 def needs_compact_head(trainer: Any) -> bool:
     """Whether TRL's own head would score every position of this trainer's batches, and ours can take its place.
 

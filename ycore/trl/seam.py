@@ -43,6 +43,7 @@ from ycore.trl.forward import (
     needs_compact_head,
     never_write,
     packed_scores,
+    skip_absent_pictures,
 )
 from ycore.trl.importance import absolute_gap, importance_ratio
 from ycore.trl.offload import Offload
@@ -128,7 +129,9 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
             # TRL loads it like the policy, whose weights in training are in float32.
             self.ref_model.to(torch.bfloat16)
         for model in bare_models:
-            never_write(model, image_token_ids(model.config.to_dict()))
+            picture_ids = image_token_ids(model.config.to_dict())
+            never_write(model, picture_ids)
+            skip_absent_pictures(model, picture_ids)
             if self.packed_by == "segments":
                 use_segments(model)
             if self.packed_by is not None and is_plain and needs_compact_head(self):

@@ -1,24 +1,26 @@
 """The patches of vLLM: parameter names, and a sampler with the right distribution, a function of the seed alone."""
 
+import functools
 import inspect
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
 
 import torch
+from vllm import ir
+from vllm.v1.sample.ops import logprobs as logprobs_ops
 from vllm.v1.sample.ops import topk_topp_sampler as stock
 
 from ycore.engine.commands import REPEATABLE
 from ycore.engine.vllm_extension import (
     checkpoint_names,
     column_shard_of,
+    draw_tokens,
     expert_pieces,
-    fill_with_exponentials,
     held_pieces,
     multiply_rows_alike,
     parts_of,
@@ -49,9 +51,9 @@ def test_what_it_replaces_is_as_it_was_when_this_was_written() -> None:
         "k",
         "p",
     ]
-    assert list(inspect.signature(stock.sample_with_exponential_noise).parameters) == [
-        "probs",
-        "q",
+    assert list(inspect.signature(logprobs_ops.batched_count_greater_than).parameters) == [
+        "x",
+        "values",
     ]
 
 
@@ -147,13 +149,58 @@ def test_requests_without_a_seed_may_stand_beside_others(
     assert tokens[1] == alone[0]
 
 
-def test_nobody_wins_by_a_zero() -> None:
-    rows = np.empty((40, 50_000), dtype=np.float32)
-    fill_with_exponentials(rows, list(range(40)))
-    assert (
-        rows.min() > 0
-        and abs(rows.mean() - 1) < 0.01
-        and abs((rows < 0.001).mean() - 0.001) < 0.0002
+def test_a_token_is_drawn_by_its_share_and_never_without_one() -> None:
+    shares = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2, 0.0])
+    numbers = torch.linspace(0, 1, 10_001, dtype=torch.float64)[:-1].unsqueeze(1)
+    drawn = draw_tokens(shares.repeat(10_000, 1), numbers)
+    counts = torch.bincount(drawn, minlength=6) / 10_000
+    assert torch.allclose(counts, shares, atol=2e-4) and counts[[0, 2, 5]].sum() == 0
+
+
+def test_the_largest_number_draws_the_last_token_that_has_a_share() -> None:
+    probabilities = torch.nn.functional.pad(torch.rand(200, 5_000).softmax(-1), (0, 3))
+    largest = torch.full((200, 1), 1 - 2**-53, dtype=torch.float64)
+    drawn = draw_tokens(probabilities, largest)
+    assert drawn.max() < 5_000 and drawn.min() > 4_990
+
+
+@pytest.fixture
+def norms() -> Iterator[list[Any]]:
+    """The operations as a worker chooses them; importing the patches has registered the kernels."""
+    ops = [ir.ops.rms_norm, ir.ops.fused_add_rms_norm]
+    priorities = [op.get_priority() for op in ops]
+    for op in ops:
+        op.set_default(["native"])
+    yield ops
+    for op, priority in zip(ops, priorities, strict=True):
+        type(op).set_default(op, priority)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_norm_in_c_is_pytorchs(norms: list[Any], dtype: torch.dtype) -> None:
+    plain, added = norms
+    x, residual = torch.randn(2, 37, 64, dtype=dtype)
+    weight = torch.rand(64, dtype=dtype)
+    close = functools.partial(torch.testing.assert_close, rtol=1e-2, atol=1e-2)
+    close(plain(x, weight, 1e-6), plain.impls["native"].impl_fn(x, weight, 1e-6))
+    expected = added.impls["native"].impl_fn(x, residual, weight, 1e-6)
+    for got, wanted in zip(
+        added(x.clone(), residual.clone(), weight, 1e-6), expected, strict=True
+    ):
+        close(got, wanted)
+
+
+def test_rows_that_lie_apart_keep_pytorchs_norm(norms: list[Any]) -> None:
+    """As the queries of Qwen3 lie, between keys and values."""
+    plain, _ = norms
+    rows = torch.randn(5, 3, 64)[:, 1]
+    weight = torch.rand(64)
+    assert plain.dispatch(rows, weight, 1e-6).provider == "native"
+    assert plain.dispatch(rows.contiguous(), weight, 1e-6).provider == "ycore_c"
+    assert torch.allclose(
+        plain(rows, weight, 1e-6),
+        torch.nn.functional.rms_norm(rows, (64,), weight, 1e-6),
+        atol=1e-5,
     )
 
 

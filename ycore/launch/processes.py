@@ -18,7 +18,7 @@ from typing import NamedTuple
 import psutil
 import yaml
 
-from ycore.config.schema import BaseConfig, TuneConfig
+from ycore.config.schema import BaseConfig
 from ycore.engine.kinds import KINDS
 from ycore.errors import Interrupted, RunError
 from ycore.launch.layout import Site
@@ -465,7 +465,7 @@ def worker_environment(config: BaseConfig, *, on_cpu: bool = False) -> dict[str,
     return {
         # Threads that wait for each other by spinning take ten times as long where another process wants a core too.
         "GOMP_SPINCOUNT": "10000",
-        **(_KEEP_FREED if on_cpu and isinstance(config, TuneConfig) else {}),
+        **(_KEEP_FREED if on_cpu else {}),
         **os.environ,
         "PYTHONUNBUFFERED": "1",
         "SPT_NOENV": "1",

@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     TrainerCallback,
 )
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ycore.config.algorithms import find_algorithm, load_reference
 from ycore.config.batch import derive_batch, derive_tune_batch
@@ -30,7 +31,7 @@ from ycore.models.folder import context_length, read_settings
 from ycore.rewards.loading import reward_names
 from ycore.run.paths import RunFolder
 from ycore.trl.base import BaseTrainer, bare
-from ycore.trl.forward import add_compact_head, needs_compact_head
+from ycore.trl.forward import add_compact_head, fuse_adapters, needs_compact_head
 
 VISION_MODULES = "vision|visual|projector|connector|merger|aligner"
 """Substrings of the names of vision modules, in all families that TRL trains."""
@@ -103,6 +104,8 @@ def build_trainer(
         refuse_lost_adapters(trainer.bare_model)
     if examples is not None and is_language_model and needs_compact_head(trainer):
         _add_compact_heads(trainer)
+    if trainer.accelerator.device.type == "cpu" and not is_deepspeed_zero3_enabled():
+        fuse_adapters(trainer.model)
     return trainer
 
 

@@ -8,9 +8,10 @@ included, and repeats the projection in its backward. `score_tokens` projects on
 import functools
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
+from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -21,7 +22,10 @@ from ycore.errors import RunError
 from ycore.trl.packing import IGNORE, Block, attention_inputs, pack, plan_blocks
 
 TILE = 512
-"""Tokens projected at a time: a tile of 512 x 49,152 float32 logits is 100 MB."""
+"""Tokens projected at a time: a tile of 512 x 49,152 float32 logits is 100 MB, of bfloat16 ones half of it."""
+
+CACHED = 2**18
+"""Logits that are worked on at a time: in float32 they fit in a core's cache, which is five times as fast."""
 
 NEVER = -1e4
 """A logit whose probability is 0 in float32 beside any other; an infinite one would make an entropy NaN."""
@@ -205,6 +209,66 @@ def skip_absent_pictures(model: PreTrainedModel, token_ids: Sequence[int]) -> No
     model.base_model.register_forward_pre_hook(without, with_kwargs=True)
 
 
+def fuse_adapters(model: torch.nn.Module) -> None:
+    """Let plain LoRA layers on cores add to their base layer's output in place; the others stay peft's."""
+    for layer in model.modules():
+        if type(layer) is LoraLinear and not layer.lora_variant and len(layer.lora_A) == 1:
+            (name,) = layer.lora_A
+            has_bias = layer.lora_B[name].bias is not None
+            if isinstance(layer.lora_dropout[name], torch.nn.Identity) and not has_bias:
+                layer.forward = types.MethodType(_fused_forward, layer)
+
+
+def _fused_forward(self: LoraLinear, x: Tensor) -> Tensor:
+    if self.disable_adapters or self.merged:
+        return cast(Tensor, type(self).forward(self, x))
+    (name,) = self.lora_A
+    return cast(
+        Tensor,
+        _AddAdapter.apply(
+            self.base_layer(x),
+            x,
+            self.lora_A[name].weight,
+            self.lora_B[name].weight,
+            self.scaling[name],
+        ),
+    )
+
+
+class _AddAdapter(torch.autograd.Function):
+    """A LoRA layer's output, `base + scaling * B A x`, written over the base layer's.
+
+    peft's own makes four passes more over tensors of the output's size, in forward and backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, base: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float
+    ) -> Tensor:
+        a_cast = a.to(base.dtype)
+        b_scaled = (b * scaling).to(base.dtype)
+        rows = x.reshape(-1, x.size(-1)).to(base.dtype)
+        hidden = rows @ a_cast.t()
+        base.view(-1, base.size(-1)).addmm_(hidden, b_scaled.t())
+        ctx.mark_dirty(base)
+        ctx.save_for_backward(rows, hidden, a_cast, b_scaled)
+        ctx.scaling = scaling
+        ctx.shape = x.shape
+        ctx.dtype = x.dtype
+        return base
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, hidden, a_cast, b_scaled = ctx.saved_tensors
+        (grad,) = grads
+        grad_rows = grad.reshape(-1, grad.size(-1))
+        grad_hidden = grad_rows @ b_scaled
+        grad_x = (grad_hidden @ a_cast).view(ctx.shape).to(ctx.dtype)
+        grad_a = (grad_hidden.t() @ rows).float()
+        grad_b = (grad_rows.t() @ hidden).float() * ctx.scaling
+        return grad, grad_x, grad_a, grad_b, None
+
+
 def needs_compact_head(trainer: Any) -> bool:
     """Whether TRL's own head would score every position of this trainer's batches, and ours can take its place.
 
@@ -354,7 +418,8 @@ def _first_tokens(log_p: Tensor, size: int) -> Tensor:
 class _FrozenHead(torch.autograd.Function):
     """d logp / d hidden = (weight[target] - softmax @ weight) / temperature, known as soon as the softmax is.
 
-    With the gradient computed in the forward, tile by tile, each product with the vocabulary is done once.
+    With the gradient computed in the forward, tile by tile, each product with the vocabulary is done once. The softmax
+    of a tile is taken a few rows at a time.
     """
 
     @staticmethod
@@ -369,15 +434,20 @@ class _FrozenHead(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         tiles = []
         slopes = []
+        num_rows = max(1, CACHED // len(weight))
         for states, ids in zip(hidden.split(TILE), targets.split(TILE), strict=True):
-            logits = _logits(states, weight, bias, temperature)
-            statistics = _logit_statistics(logits, ids) if with_logits else []
-            log_p = logits.log_softmax(-1)
-            probabilities = log_p.exp()
-            logps = log_p.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-            tiles.append([logps, -(probabilities * log_p).sum(-1), *statistics])
-            expected = probabilities.to(weight.dtype) @ weight
-            slopes.append((weight[ids] - expected) / temperature)
+            projected = torch.nn.functional.linear(states, weight, bias)
+            probabilities = torch.empty_like(projected)
+            for start in range(0, len(ids), num_rows):
+                rows = slice(start, start + num_rows)
+                logits = projected[rows].float() / temperature
+                log_p = logits.log_softmax(-1)
+                p = log_p.exp()
+                probabilities[rows] = p
+                logps = log_p.gather(-1, ids[rows].unsqueeze(-1)).squeeze(-1)
+                statistics = _logit_statistics(logits, ids[rows]) if with_logits else []
+                tiles.append([logps, -(p * log_p).sum(-1), *statistics])
+            slopes.append((weight[ids] - probabilities @ weight) / temperature)
         ctx.save_for_backward(torch.cat(slopes))
         logps, *detached = (torch.cat(parts) for parts in zip(*tiles, strict=True))
         ctx.mark_non_differentiable(*detached)

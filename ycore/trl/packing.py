@@ -29,6 +29,9 @@ SEGMENTS = "ycore_segments"
 WHOLE = 512
 """Tokens of a block up to which one call with a mask is faster than a call for each of its sequences."""
 
+WIDENED = 256
+"""Queries of a call up to which float32 is the faster on cores, where the backward of bfloat16 is slow."""
+
 _FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 
 
@@ -196,9 +199,7 @@ def segment_attention(
     A short block is one call with a mask. In others, the prompt and the first completion are one causal sequence.
     Every other completion attends to the prompt's keys and its own, aligned at the last token.
     """
-    attend: Callable[..., tuple[Tensor, None]] = functools.partial(
-        sdpa_attention_forward, module, **kwargs
-    )
+    attend: Callable[..., tuple[Tensor, None]] = functools.partial(_attend, module, **kwargs)
     if segments is None:
         return attend(query, key, value, attention_mask)
     segments.num_served += 1
@@ -220,6 +221,25 @@ def segment_attention(
     if not outputs:  # nothing to score
         return attend(query, key, value, None)
     return torch.cat(outputs, dim=1), None
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention with PyTorch's function, in float32 where that is the faster."""
+    stock: Callable[..., tuple[Tensor, None]] = functools.partial(
+        sdpa_attention_forward, module, attention_mask=attention_mask, **kwargs
+    )
+    if query.device.type != "cpu" or query.size(2) > WIDENED:
+        return stock(query, key, value)
+    with torch.autocast("cpu", enabled=False):
+        output, weights = stock(query.float(), key.float(), value.float())
+    return output.to(value.dtype), weights
 
 
 def _attend_by_member(

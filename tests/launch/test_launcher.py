@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ycore.config.schema import EngineSettings, RewardConfig, RunConfig, TuneConfig
+from ycore.config.schema import EngineSettings, RewardConfig, RunConfig
 from ycore.engine import commands
 from ycore.errors import EngineError, Interrupted, RunError, TrainerError, UserError
 from ycore.launch import launcher, layout, supervise
@@ -156,23 +156,14 @@ def test_a_lock_that_ranks_would_wait_for_ends_the_run_before_they_start(
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
-def test_training_on_given_examples_keeps_what_it_frees_on_a_cpu(
-    on_cpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_trainer_keeps_what_it_frees_on_a_cpu(
+    on_cpu: bool, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MALLOC_TOP_PAD_", raising=False)
     monkeypatch.setenv("MALLOC_MMAP_MAX_", "7")
-    told = worker_environment(
-        TuneConfig(algorithm="sft", model="m", dataset="d", output=str(tmp_path)), on_cpu=on_cpu
-    )
-    assert ("MALLOC_TOP_PAD_" in told) == on_cpu
-    assert told["MALLOC_MMAP_MAX_"] == "7", "what the user has set counts first"
-
-
-def test_a_run_with_engines_leaves_malloc_alone(
-    config: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("MALLOC_TOP_PAD_", raising=False)
-    assert "MALLOC_TOP_PAD_" not in worker_environment(config, on_cpu=True)
+    environment = worker_environment(config, on_cpu=on_cpu)
+    assert ("MALLOC_TOP_PAD_" in environment) == on_cpu
+    assert environment["MALLOC_MMAP_MAX_"] == "7", "what the user has set counts first"
 
 
 def test_run_json_has_the_number_of_processes(

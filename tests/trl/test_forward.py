@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import Linear as LoraLinear
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
@@ -17,6 +19,7 @@ from ycore.trl import forward, packing
 from ycore.trl.forward import (
     PaddedRows,
     add_compact_head,
+    fuse_adapters,
     packed_scores,
     score_tokens,
 )
@@ -352,3 +355,48 @@ def test_entropies_carry_no_gradient() -> None:
             temperature=1.0,
         )
         assert not entropies.requires_grad
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_fused_adapters_give_pefts_values_and_gradients(
+    checkpointing: bool, tmp_path: Path
+) -> None:
+    ids = torch.randint(5, 60, (2, 9), generator=torch.Generator().manual_seed(1))
+    weights = torch.linspace(-1, 1, 2 * 9).view(2, 9, 1)
+    by_side = {}
+    for side in ("peft", "fused"):
+        adapted = with_adapters(_loaded(write_tiny_model(tmp_path / side)))
+        if side == "fused":
+            fuse_adapters(adapted)
+        if checkpointing:
+            adapted.get_base_model().gradient_checkpointing_enable()
+            adapted.train()
+        logits = adapted(ids).logits
+        (logits * weights).sum().backward()
+        gradients = [p.grad for p in adapted.parameters() if p.grad is not None]
+        with adapted.disable_adapter():
+            bare_logits = adapted(ids).logits
+        adapted.merge_adapter()
+        by_side[side] = [logits, bare_logits, adapted(ids).logits, *gradients]
+    assert len(by_side["peft"]) == len(by_side["fused"]) > 10
+    for expected, got in zip(by_side["peft"], by_side["fused"], strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(by_side["fused"][0], by_side["fused"][1], atol=1e-3)
+
+
+def test_adapters_with_dropout_stay_pefts(tmp_path: Path) -> None:
+    adapted = with_adapters(_loaded(write_tiny_model(tmp_path)), lora_dropout=0.1)
+    fuse_adapters(adapted)
+    layers = [module for module in adapted.modules() if isinstance(module, LoraLinear)]
+    assert layers and not any("forward" in vars(layer) for layer in layers)
+
+
+def with_adapters(model: PreTrainedModel, **settings: Any) -> Any:
+    adapted = get_peft_model(
+        model, LoraConfig(r=4, lora_alpha=12, target_modules="all-linear", **settings)
+    )
+    generator = torch.Generator().manual_seed(3)
+    for name, weight in adapted.named_parameters():
+        if "lora_" in name:
+            weight.data = torch.randn(weight.shape, generator=generator) * 0.1
+    return adapted

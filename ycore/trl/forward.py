@@ -438,7 +438,7 @@ class _FrozenHead(torch.autograd.Function):
         for states, ids in zip(hidden.split(TILE), targets.split(TILE), strict=True):
             projected = torch.nn.functional.linear(states, weight, bias)
             probabilities = torch.empty_like(projected)
-            for start in range(0, len(ids), num_rows):
+            for start in range(0, max(1, len(ids)), num_rows):
                 rows = slice(start, start + num_rows)
                 logits = projected[rows].float() / temperature
                 log_p = logits.log_softmax(-1)

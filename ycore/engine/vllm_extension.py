@@ -31,7 +31,7 @@ from ycore.run.reports import dump_stacks_on_signal
 
 _BLOCK = 16  # rows
 _ROUTERS_BIAS = "e_score_correction_bias"  # sent in float32
-_C_NORM = "ycore_c"  # the name of the kernels of `use_norms_in_c`
+_C_NORM = "vllm_c"
 PACKED_SUMS: dict[Any, list[PartSums]] = {}  # by layer, the sums of its weight as it was packed
 EXPERTS: dict[Any, list[Piece]] = {}  # by layer, the pieces of its experts as they were loaded
 
@@ -349,51 +349,26 @@ def leave_out_ranks() -> None:
 
 
 def use_norms_in_c() -> None:
-    """Let RMSNorm take vLLM's C kernels, which vLLM keeps for GPUs: a fifth of the time of PyTorch's operations.
+    """Let the norms between layers take vLLM's C kernel, which vLLM keeps for GPUs: a fifth of PyTorch's time.
 
     A CPU's kernel reads its rows one behind the other, so other layouts stay with PyTorch's. Must come before the
     worker, which chooses the kernels, is built.
     """
     from vllm import ir
 
-    def is_plain(x: Any, weight: Any, epsilon: float, variance_size: int | None = None) -> bool:
-        return (
-            variance_size is None
-            and weight is not None
-            and weight.dtype == x.dtype
-            and x.is_contiguous()
+    op = ir.ops.fused_add_rms_norm
+    kernel = op.impls[_C_NORM]
+    takes = kernel.supports_args
+    choose = op.set_default
+
+    def takes_packed(x: Any, x_residual: Any, *rest: Any) -> bool:
+        return bool(
+            x.is_contiguous() and x_residual.is_contiguous() and takes(x, x_residual, *rest)
         )
 
-    def is_plain_sum(
-        x: Any, x_residual: Any, weight: Any, epsilon: float, variance_size: int | None = None
-    ) -> bool:
-        return is_plain(x, weight, epsilon, variance_size) and x_residual.is_contiguous()
-
-    @ir.ops.rms_norm.register_impl(_C_NORM, supports_args=is_plain)
-    def rms_norm(
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        epsilon: float,
-        variance_size: int | None = None,
-    ) -> torch.Tensor:
-        output = torch.empty_like(x)
-        torch.ops._C.rms_norm(output, x, weight, epsilon)
-        return output
-
-    @ir.ops.fused_add_rms_norm.register_impl(_C_NORM, supports_args=is_plain_sum, inplace=True)
-    def fused_add_rms_norm(
-        x: torch.Tensor,
-        x_residual: torch.Tensor,
-        weight: torch.Tensor | None,
-        epsilon: float,
-        variance_size: int | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        torch.ops._C.fused_add_rms_norm(x, x_residual, weight, epsilon)
-        return x, x_residual
-
-    for op in (ir.ops.rms_norm, ir.ops.fused_add_rms_norm):
-        choose = op.set_default
-        op.set_default = lambda priority, choose=choose: choose([_C_NORM, *priority])
+    kernel.supported = True
+    kernel.supports_args = takes_packed
+    op.set_default = lambda priority: choose([_C_NORM, *priority])
 
 
 def sample_drafted_positions() -> None:

@@ -8,7 +8,7 @@ included, and repeats the projection in its backward. `score_tokens` projects on
 import functools
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.lora import Linear as LoraLinear
@@ -212,27 +212,19 @@ def skip_absent_pictures(model: PreTrainedModel, token_ids: Sequence[int]) -> No
 def fuse_adapters(model: torch.nn.Module) -> None:
     """Let plain LoRA layers on cores add to their base layer's output in place; the others stay peft's."""
     for layer in model.modules():
-        if type(layer) is LoraLinear and not layer.lora_variant and len(layer.lora_A) == 1:
+        if type(layer) is LoraLinear and len(layer.lora_A) == 1:
             (name,) = layer.lora_A
-            has_bias = layer.lora_B[name].bias is not None
-            if isinstance(layer.lora_dropout[name], torch.nn.Identity) and not has_bias:
+            if isinstance(layer.lora_dropout[name], torch.nn.Identity):
                 layer.forward = types.MethodType(_fused_forward, layer)
 
 
-def _fused_forward(self: LoraLinear, x: Tensor) -> Tensor:
+def _fused_forward(self: LoraLinear, x: Tensor) -> Any:
     if self.disable_adapters or self.merged:
-        return cast(Tensor, type(self).forward(self, x))
+        return type(self).forward(self, x)
     (name,) = self.lora_A
-    return cast(
-        Tensor,
-        _AddAdapter.apply(
-            self.base_layer(x),
-            x,
-            self.lora_A[name].weight,
-            self.lora_B[name].weight,
-            self.scaling[name],
-        ),
-    )
+    a = self.lora_A[name].weight
+    b = self.lora_B[name].weight
+    return _AddAdapter.apply(self.base_layer(x), x, a, b, self.scaling[name])
 
 
 class _AddAdapter(torch.autograd.Function):

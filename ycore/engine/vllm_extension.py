@@ -296,15 +296,7 @@ def use_faster_sampler() -> None:
     """Patch vLLM's CPU sampler; must come before the engine's model runner is built."""
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
-    stock = TopKTopPSampler.forward_cpu
-
-    def forward_cpu(
-        self: Any, logits: Any, generators: Mapping[int, Any], k: Any, p: Any
-    ) -> tuple[Any, Any]:
-        sample = stock if not generators or self.use_fp64_gumbel else _sample
-        return tuple(sample(self, logits, generators, k, p))
-
-    TopKTopPSampler.forward_cpu = forward_cpu
+    TopKTopPSampler.forward_cpu = _sample
 
 
 def _sample(
@@ -314,7 +306,7 @@ def _sample(
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
     logits = apply_top_k_top_p(logits, k, p)
-    returned = logits if self.logprobs_mode == "processed_logits" else None
+    returned = None
     if self.logprobs_mode == "processed_logprobs":
         returned = logits.log_softmax(dim=-1, dtype=torch.float32)
     # A request without a seed has no generator; the process's own gives its number.
@@ -333,10 +325,9 @@ def draw_tokens(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Ten
     It is the first token at which the sum of the probabilities so far passes the number's share of the whole sum.
     """
     sums = probabilities.cumsum(dim=-1)
-    total = sums[:, -1:]
-    wanted = (uniform * total).to(sums.dtype)
-    below_total = torch.nextafter(total, torch.zeros_like(total))
-    return torch.searchsorted(sums, torch.minimum(wanted, below_total), right=True).flatten()
+    # A little less than the sum, so that rounding does not reach its end.
+    wanted = uniform * sums[:, -1:] * (1 - 2**-23)
+    return torch.searchsorted(sums, wanted.to(sums.dtype), right=True).flatten()
 
 
 def leave_out_ranks() -> None:

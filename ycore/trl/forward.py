@@ -246,7 +246,6 @@ class _AddAdapter(torch.autograd.Function):
         ctx.save_for_backward(rows, hidden, a_cast, b_scaled)
         ctx.scaling = scaling
         ctx.shape = x.shape
-        ctx.dtype = x.dtype
         return base
 
     @staticmethod
@@ -255,7 +254,7 @@ class _AddAdapter(torch.autograd.Function):
         (grad,) = grads
         grad_rows = grad.reshape(-1, grad.size(-1))
         grad_hidden = grad_rows @ b_scaled
-        grad_x = (grad_hidden @ a_cast).view(ctx.shape).to(ctx.dtype)
+        grad_x = (grad_hidden @ a_cast).view(ctx.shape)
         grad_a = (grad_hidden.t() @ rows).float()
         grad_b = (grad_rows.t() @ hidden).float() * ctx.scaling
         return grad, grad_x, grad_a, grad_b, None

@@ -23,7 +23,7 @@ PANELS: Mapping[str, tuple[str, str]] = {
     ),
     "Algorithm": (
         "learning_rate method beta temperature num_iterations epsilon loss_type lora preset",
-        "lr_scheduler_type warmup_steps weight_decay top_p top_k scale_rewards advantage divergence trust_region",
+        "lr_scheduler_type warmup_steps weight_decay top_p top_k scale_rewards advantage keep loss divergence trust_region",
     ),
     "Engine": ("engine processes", "accelerate quantize placement deterministic"),
     "Evaluation": ("eval_dataset eval_every keep_best", "eval_split held_out eval_reward stop_when"),

@@ -101,11 +101,11 @@ IN_PLACE = Patch(
     (
         Edit(
             "ycore/run/checkpoints.py",
-            "            if leads:\n                self._stage(staged, step)\n",
-            "            if leads:\n                self._stage(staged, step)\n"
-            "                place = checkpoint_of(self._folder, step)\n"
-            "                place.mkdir(exist_ok=True)\n"
-            "                (staged / place.name).symlink_to(place.resolve())\n",
+            "                if leads:\n                    self._stage(staged, step)\n",
+            "                if leads:\n                    self._stage(staged, step)\n"
+            "                    place = checkpoint_of(self._folder, step)\n"
+            "                    place.mkdir(exist_ok=True)\n"
+            "                    (staged / place.name).symlink_to(place.resolve())\n",
         ),
         Edit(
             _FOLDER,
@@ -313,7 +313,7 @@ POINTS: tuple[Point, ...] = (
     Point(
         "checkpoint published, older ones there",
         _WRITER,
-        "                publish(self._folder, step, world=ranks.world)\n",
+        "                    publish(self._folder, step, world=ranks.world)\n",
         before=False,
         each_step=False,
     ),

@@ -149,7 +149,7 @@ def test_a_dry_run_refuses_the_placements_that_a_launch_would(
             "with or without prompt; it has prompt, answer; name yours, e.g. --set columns.chosen=",
         ),
         (
-            "--reward agrees:good.yaml",
+            "--reward agrees:good.yaml --set columns.chosen=answer --set columns.rejected=prompt",
             "agrees:good is pointwise, with a verdict by score; say mode: pairwise",
         ),
         ("--reward rm:model", "must be a sequence classifier with one label"),

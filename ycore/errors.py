@@ -102,7 +102,7 @@ _RULES: Mapping[str, str] = {
     "less_than": "less than {lt:g}",
     "less_than_equal": "at most {le:g}",
     "literal_error": "{expected}",
-    "string_pattern_mismatch": "file.py:function",
+    "string_pattern_mismatch": "text of the form {pattern}",
     "too_short": "a list of {min_length} or more",
 }
 

@@ -42,7 +42,10 @@ def messages(*texts: str) -> list[dict[str, str]]:
             {"verdict": {"kind": "score", "max": float("inf")}},
             "verdict.max must be a finite number",
         ),
-        ({"verdict": {"kind": "score", "tag": "b>"}}, "verdict.tag"),
+        (
+            {"verdict": {"kind": "score", "tag": "b>"}},
+            "verdict.tag must be text of the form ^[a-z]",
+        ),
         (
             {"verdict": {"kind": "labels", "labels": {True: 1, False: 0}}},
             'quote the labels: {"yes": 1, "no": 0}',

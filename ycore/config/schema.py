@@ -17,6 +17,7 @@ from pydantic import (
     Field,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from ycore.errors import ConfigError
 from ycore.foreign import foreign_text
@@ -50,7 +51,13 @@ Said = Annotated[str, AfterValidator(_whole)]
 """Text that the policy reads."""
 
 
-OwnFunctionName = Annotated[str, Field(pattern=r"\.py:\w+$")]
+def _names_function(name: str) -> str:
+    if not re.search(r"\.py:\w+$", name):
+        raise PydanticCustomError("function_name", "file.py:function")
+    return name
+
+
+OwnFunctionName = Annotated[str, AfterValidator(_names_function)]
 """A function of one's own that the trainer calls."""
 
 
@@ -460,14 +467,11 @@ class RunConfig(ScoredConfig, RowSettings):
 
     @property
     def code_files(self) -> dict[str, str]:
-        tools = (*self.tools, *self.environments.values())
+        tools = [("tool", name) for name in (*self.tools, *self.environments.values())]
+        functions = [*self.own_functions.items(), *tools]
         return {
             **super().code_files,
-            **{
-                f"{kind} {name}": name.rpartition(":")[0]
-                for kind, name in self.own_functions.items()
-            },
-            **{f"tool {name}": name.rpartition(":")[0] for name in tools},
+            **{f"{kind} {name}": name.rpartition(":")[0] for kind, name in functions},
             **{f"agent {word}": word for word in shlex.split(self.agent or "")[1:]},
         }
 

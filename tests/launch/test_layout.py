@@ -375,3 +375,27 @@ def test_a_slurm_job_with_several_tasks_a_machine(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv(f"SLURM_STEP_{name}", value)
     with pytest.raises(ConfigError, match=r"once on each machine.*--ntasks-per-node=1"):
         layout_of(config(), EIGHT)
+
+
+@pytest.mark.parametrize(
+    ("variables", "problem"),
+    [
+        ({"PET_NNODES": "1:2", "PET_NODE_RANK": "0"}, "PET_NNODES must be a whole number; it is '1:2'"),
+        (
+            {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "tcp://a:1"},
+            "MASTER_PORT or PET_MASTER_PORT must be a whole number; it is 'tcp://a:1'",
+        ),
+        (
+            {f"SLURM_STEP_{name}": "2" for name in ("NUM_NODES", "NUM_TASKS", "NODELIST")},
+            r"`scontrol show hostnames 2` does not say .*; set MASTER_ADDR",
+        ),
+    ],
+)  # fmt: skip
+def test_an_environment_that_says_no_place_is_one_line(
+    variables: dict[str, str], problem: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=problem):
+        layout_of(config(), EIGHT)

@@ -415,27 +415,38 @@ _PLACES = (
     ("SLURM_STEP_NUM_NODES", "SLURM_NODEID"),
 )
 """Variables of the number of machines, and of which this is: by hand, torchrun's, Kubernetes', Slurm's in a step."""
-_PORT = "29500"
 
 
 def place_here() -> dict[str, Any]:
     """Return accelerate's keys for this machine among several, as the environment says them; {} where it is alone."""
     variables = os.environ
-    is_rank = "LOCAL_RANK" in variables  # of torchrun's
-    for count, rank in () if is_rank else _PLACES:
-        num_machines = int(variables.get(count) or 1)
+    if "LOCAL_RANK" in variables:  # a rank of torchrun's
+        return {}
+    for count, rank in _PLACES:
+        num_machines = _whole_number(count)
         address = variables.get("MASTER_ADDR") or variables.get("PET_MASTER_ADDR")
         if address is None and count.startswith("SLURM") and num_machines > 1:
             address = _first_of_slurm()
         if num_machines > 1 and address and rank in variables:
-            port = variables.get("MASTER_PORT") or variables.get("PET_MASTER_PORT") or _PORT
             return {
                 "num_machines": num_machines,
-                "machine_rank": int(variables[rank]),
+                "machine_rank": _whole_number(rank),
                 "main_process_ip": address,
-                "main_process_port": int(port),
+                "main_process_port": _whole_number(
+                    "MASTER_PORT", "PET_MASTER_PORT", default="29500"
+                ),
             }
     return {}
+
+
+def _whole_number(*variables: str, default: str = "1") -> int:
+    """Return the first that is set."""
+    text = next((os.environ[name] for name in variables if os.environ.get(name)), default)
+    if not text.isdecimal():
+        raise ConfigError(
+            f"the environment's {' or '.join(variables)} must be a whole number; it is {text!r}; correct or unset it"
+        )
+    return int(text)
 
 
 def _first_of_slurm() -> str:
@@ -444,7 +455,13 @@ def _first_of_slurm() -> str:
             "ycore runs once on each machine of a Slurm job; say srun --ntasks-per-node=1"
         )
     command = ["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[0]
+    try:
+        answer = subprocess.run(command, check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as problem:
+        raise ConfigError(
+            f"`{' '.join(command)}` does not say where the machines meet ({problem}); set MASTER_ADDR"
+        ) from None
+    return answer.stdout.split()[0]
 
 
 def _layout_from_file(

@@ -142,3 +142,21 @@ def test_what_a_token_leaves_in_the_cache_follows_the_attention() -> None:
     """Latent attention keeps 576 values a layer; every fourth layer of a hybrid has keys and values."""
     assert model_facts("DeepSeek-V3").kv_values == 61 * 576
     assert model_facts("Qwen3-Next-80B-A3B").kv_values == 12 * 2 * 2 * 256
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"kv_lora_rank": 512},
+        {"kv_lora_rank": "x", "qk_nope_head_dim": 1, "qk_rope_head_dim": 1, "v_head_dim": 1},
+        {"linear_num_value_heads": 4},
+        {"num_key_value_heads": "eight"},
+        {"head_dim": float("inf")},
+        {"num_attention_heads": None},
+    ],
+)
+def test_sizes_that_cannot_be_read_are_one_line(changed: dict[str, Any]) -> None:
+    config = dict(known_config("smollm2-135m") or {}) | changed
+    with pytest.raises(ModelError, match=r"mine.*only text decoders can be planned") as caught:
+        facts_of(config, name="mine")
+    assert "\n" not in str(caught.value)

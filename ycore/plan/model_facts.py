@@ -142,6 +142,17 @@ class ModelFacts:
 
 def facts_of(config: Mapping[str, Any], *, name: str) -> ModelFacts:
     """Read the sizes in a config.json, of a multimodal model in its `text_config`; ModelError where one is missing."""
+    try:
+        return _read_facts(config, name)
+    except ModelError:
+        raise
+    except (KeyError, TypeError, ValueError, ArithmeticError) as problem:
+        raise ModelError(
+            f"config.json of {name} has sizes that no plan can read ({problem!r:.100}); only text decoders can be planned"
+        ) from None
+
+
+def _read_facts(config: Mapping[str, Any], name: str) -> ModelFacts:
     nested = config.get("text_config")
     text: Mapping[str, Any] = {**config, **nested} if isinstance(nested, Mapping) else config
     heads = _size(text, "num_attention_heads", name)

@@ -384,8 +384,9 @@ def test_fused_adapters_give_pefts_values_and_gradients(
     assert not torch.allclose(by_side["fused"][0], by_side["fused"][1], atol=1e-3)
 
 
-def test_adapters_with_dropout_stay_pefts(tmp_path: Path) -> None:
-    adapted = with_adapters(_loaded(write_tiny_model(tmp_path)), lora_dropout=0.1)
+@pytest.mark.parametrize("settings", [{"lora_dropout": 0.1}, {"use_dora": True}], ids=str)
+def test_adapters_that_do_more_stay_pefts(settings: dict[str, Any], tmp_path: Path) -> None:
+    adapted = with_adapters(_loaded(write_tiny_model(tmp_path)), **settings)
     fuse_adapters(adapted)
     layers = [module for module in adapted.modules() if isinstance(module, LoraLinear)]
     assert layers and not any("forward" in vars(layer) for layer in layers)

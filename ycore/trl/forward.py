@@ -212,7 +212,7 @@ def skip_absent_pictures(model: PreTrainedModel, token_ids: Sequence[int]) -> No
 def fuse_adapters(model: torch.nn.Module) -> None:
     """Let plain LoRA layers on cores add to their base layer's output in place; the others stay peft's."""
     for layer in model.modules():
-        if type(layer) is LoraLinear and len(layer.lora_A) == 1:
+        if type(layer) is LoraLinear and len(layer.lora_A) == 1 and not layer.lora_variant:
             (name,) = layer.lora_A
             if isinstance(layer.lora_dropout[name], torch.nn.Identity):
                 layer.forward = types.MethodType(_fused_forward, layer)

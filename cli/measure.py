@@ -136,7 +136,7 @@ def preflight(context: typer.Context, *, dry_run: bool, json: bool, **_: Any) ->
 def doctor(json: o.Json = False) -> None:
     """Try out what a run needs, and say how to fix it.
 
-    Versions, devices, memory, disk, sockets, locks, sandbox and imports.
+    Versions, devices, memory, disk, sandbox and imports.
     Exit status 1 where something is broken.
 
     \b

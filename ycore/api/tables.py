@@ -109,8 +109,7 @@ def _length_rows(plan: Mapping[str, Any]) -> Rows:
         num_prompts = length["rounds"] * length["prompts_per_round"]
         data = f"{num_prompts:,} prompts"
         if length["epochs"] is not None:
-            places = 0 if length["epochs"] >= 10 else 1
-            data += f" = {length['epochs']:,.{places}f} epochs"
+            data += f" = {round(length['epochs'], 1):,g} epochs"
         data += f"; at most {tokens:,} tokens a step, {steps * tokens:,} in all"
     else:
         data = f"{length['epochs']:g} epochs; about {tokens:,} tokens a step, {steps * tokens:,} in all"

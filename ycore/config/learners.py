@@ -46,11 +46,9 @@ class PolicyGradientConfig(RunConfig):
 
     @property
     def own_functions(self) -> dict[str, str]:
-        functions = {
-            "keep": self.keep,
-            "loss": self.loss,
-        }
-        return {kind: name for kind, name in functions.items() if name is not None}
+        advantage = getattr(self, "advantage", None)  # of those that have an estimator
+        names = {"advantage": advantage, "keep": self.keep, "loss": self.loss}
+        return {kind: name for kind, name in names.items() if name and ":" in name}
 
     @property
     def loss_name(self) -> str:
@@ -111,11 +109,6 @@ class AdvantageConfig(PolicyGradientConfig):
 
     # `group` leaves it to TRL's `scale_rewards`; `file.py:function` is your own.
     advantage: Advantage | OwnFunctionName = "group"
-
-    @property
-    def own_functions(self) -> dict[str, str]:
-        advantage = {"advantage": self.advantage} if ":" in self.advantage else {}
-        return super().own_functions | advantage
 
     @property
     def uses_trl_advantages(self) -> bool:
@@ -292,9 +285,7 @@ class DistillConfig(AdvantageConfig):
     def check(self) -> None:
         super().check()
         if self.own_functions:
-            named = " and ".join(
-                f"--{kind} {name}" for kind, name in self.own_functions.items()
-            )
+            named = ", ".join(f"--{kind} {name}" for kind, name in self.own_functions.items())
             raise ConfigError(
                 f"ycore distill calls no functions of your own; leave {named} out, or take ycore grpo"
             )

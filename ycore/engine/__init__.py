@@ -52,6 +52,7 @@ class Engine:
         is_home: Whether this client sends the engine its weights and reports its metrics; one rank's does.
         verified_share: The share of the tensors and bytes sent last that were read back and were right.
         sleeper: Puts the engine to sleep and wakes it; None where it cannot sleep.
+        version: The policy version of its weights.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Engine:
     is_home = False
     verified_share = 0.0
     sleeper: Sleeper | None = None
+    version = 0
 
     async def wait_ready(self, *, timeout_s: float) -> None:
         """Return once the engine answers; EngineError where it does not in time."""
@@ -96,7 +98,7 @@ class Engine:
             folder: The output of `weights.write_weights`, with its manifest.
             version: The policy version of these weights; SyncError where the folder or then the engine holds another.
         """
-        raise NotImplementedError
+        self.version = version  # the trainer's own
 
     async def abort(self) -> None:
         """Have `complete` return what was written so far, with the finish reason `abort`, for all in flight."""

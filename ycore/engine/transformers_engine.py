@@ -6,7 +6,6 @@ It is slower. It needs no weights sent, and reports no logprobs: they are the tr
 import asyncio
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -133,7 +132,6 @@ class TransformersEngine(Engine):
         *,
         is_half: bool = False,
     ) -> None:
-        self.version = 0
         self._sight = sight
         self._model = model
         self._tokenizer = tokenizer
@@ -142,9 +140,6 @@ class TransformersEngine(Engine):
         self._batches = Batches[_Request](
             self._generate, kind=lambda request: request.kind, most=MAX_BATCH
         )
-
-    async def load_weights(self, folder: Path, version: int) -> None:
-        self.version = version
 
     async def complete(
         self,

@@ -69,7 +69,6 @@ class VllmEngine(Server, Engine):
             request_timeout_s=request_timeout_s,
             restart_timeout_s=restart_timeout_s,
         )
-        self.version = 0
         self._sleeping = SleepingEngine(self, refill=self._refill) if sleeps else None
         self.sleeper = self._sleeping
         self.is_home = is_home

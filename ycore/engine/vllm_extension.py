@@ -124,13 +124,11 @@ def held_pieces(model: Any, *, dtype: Any, workers: int = 1) -> list[Piece]:
                 sums = packed or part_sums(parameter, parts_of(module))
                 shard = column_shard_of(module, leaf)
                 for saved in saved_names(name, model):
-                    names = checkpoint_names(saved, fused_parts)
-                    pieces += pieces_of(names, sums, column_shard=shard)
-                    # A checkpoint may have them in one, as vLLM has.
+                    # A checkpoint has the parts of a fused weight, or all in one, as vLLM has.
+                    parts = checkpoint_names(saved, fused_parts)
                     fused = checkpoint_names(saved, {})
-                    pieces += (
-                        pieces_of(fused, sums, column_shard=shard) if fused != names else []
-                    )
+                    for names in [parts] if parts == fused else [parts, fused]:
+                        pieces += pieces_of(names, sums, column_shard=shard)
     return pieces
 
 
@@ -293,10 +291,17 @@ def multiply_rows_alike() -> None:
 
 
 def use_faster_sampler() -> None:
-    """Patch vLLM's CPU sampler; must come before the engine's model runner is built."""
+    """Patch vLLM's CPU sampler; must come before the engine's model runner is built.
+
+    Every sampled token gets the rank 0: nobody reads it, and counting is a pass over all logits.
+    """
+    from vllm.v1.sample import sampler
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
     TopKTopPSampler.forward_cpu = _sample
+    sampler.batched_count_greater_than = lambda logprobs, _: torch.zeros(
+        len(logprobs), dtype=torch.int64
+    )
 
 
 def _sample(
@@ -328,15 +333,6 @@ def draw_tokens(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Ten
     # A little less than the sum, so that rounding does not reach its end.
     wanted = uniform * sums[:, -1:] * (1 - 2**-23)
     return torch.searchsorted(sums, wanted.to(sums.dtype), right=True).flatten()
-
-
-def leave_out_ranks() -> None:
-    """Give every sampled token the rank 0: nobody reads it, and counting is a pass over all logits."""
-    from vllm.v1.sample import sampler
-
-    sampler.batched_count_greater_than = lambda logprobs, _: torch.zeros(
-        len(logprobs), dtype=torch.int64
-    )
 
 
 def use_norms_in_c() -> None:
@@ -382,7 +378,6 @@ pack_experts()
 if current_platform.is_cpu():
     sample_drafted_positions()
     use_faster_sampler()
-    leave_out_ranks()
     use_norms_in_c()
     record_packed_sums()
     multiply_rows_alike()

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ycore.config.algorithms import find_algorithm
-from ycore.config.schema import AnyConfig, RewardConfig, RunConfig, TuneConfig, a_fifth
+from ycore.config.schema import AnyConfig, RunConfig, TuneConfig, a_fifth
 from ycore.errors import ConfigError, nearest
 from ycore.rewards.answers import final_answer
 from ycore.rewards.loading import reward_names
@@ -63,14 +63,10 @@ def figure_names(config: AnyConfig) -> list[str]:
     names += [f"pass@{k}" for k in powers]
     if any(reward.constraint for reward in config.rewards):
         names += [f"cot-pass@{k}" for k in powers]
-    if _has_majority(config.rewards, config.num_samples):
+    # Where the first reward looks for a final answer, answers can be compared.
+    if config.num_samples > 1 and config.rewards[0].reward in _COMPARABLE:
         names.append(f"majority@{config.num_samples}")
     return names
-
-
-def _has_majority(rewards: Sequence[RewardConfig], num_samples: int) -> bool:
-    """Tell whether answers can be compared: the first reward looks for a final answer, and there are several."""
-    return num_samples > 1 and rewards[0].reward in _COMPARABLE
 
 
 def evaluate_policy(

@@ -247,7 +247,6 @@ class PictureEngine(Engine):
         *,
         batch: int,
     ) -> None:
-        self.version = 0
         self.weights: Weights | None = None
         """Weights to draw with; None for the policy's own."""
         self.num_drawn = 0
@@ -260,9 +259,6 @@ class PictureEngine(Engine):
         self._batches = Batches[_Request](
             self._draw, kind=lambda request: request.measures, most=batch, wait_s=JOIN_S
         )
-
-    async def load_weights(self, folder: Path, version: int) -> None:
-        self.version = version
 
     async def complete(
         self,

@@ -119,16 +119,14 @@ def fit_devices(config: RunConfig, machine: Machine) -> RunConfig:
         for name in shardings
         for candidate in _with_micro_batches(config, machine, name)
     ]
-    for candidate, trainer in candidates:
-        if trainer.peak <= room and _leaves_room(candidate, machine):
-            return candidate
+    fits = [candidate for candidate, trainer in candidates if trainer.peak <= room]
     # What activations take is not certain: of the first sharding that holds the rest, the smallest micro-batch may run.
     smallest = {
         candidate.accelerate: candidate
         for candidate, trainer in candidates
         if trainer.held <= room
     }
-    for candidate in smallest.values():
+    for candidate in [*fits, *smallest.values()]:
         if _leaves_room(candidate, machine):
             return candidate
     fitting = (

@@ -37,7 +37,7 @@ from ycore.view.progress import RunProgress, open_progress
 from ycore.view.report import advice
 
 _ALERT_WITHIN_S = 60.0  # a tracker may wait for a network
-
+_say = partial(print, flush=True)
 
 TRAINER = RunKind("trainer", "ycore.trainer")
 EVALUATOR = RunKind("evaluator", "ycore.evaluation.evaluator", result_file="eval.json")
@@ -102,9 +102,6 @@ def run_worker(
         finally:
             progress.close()
             folder_claim.release()
-
-
-_say = partial(print, flush=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,9 @@ class ManagedProcess:
         cores: keep the process, its threads and children on these cores (Linux).
     """
 
+    is_cause = True
+    """Whether its end explains itself, and does not follow from another process's."""
+
     def __init__(
         self,
         name: str,
@@ -86,9 +89,6 @@ class ManagedProcess:
             # It may have ended, which the caller notices; or the container forbids it, which only costs speed.
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 psutil.Process(self.pid).cpu_affinity(list(cores))
-
-    is_cause = True
-    """Whether its end explains itself, and does not follow from another process's."""
 
     @property
     def pid(self) -> int:
@@ -258,6 +258,7 @@ class RankedTrainer:
 
     @property
     def is_cause(self) -> bool:
+        """Whether the end of the rank explains itself: the first to end may have lost the others."""
         culprit = self._culprit()
         return culprit is not None and (culprit.exit_code is None or culprit.expected)
 

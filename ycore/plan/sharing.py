@@ -156,7 +156,9 @@ class _Split:
 
     def check(self) -> None:
         """Raise ConfigError for engines that take too much together, or for one that has no room for a sequence."""
-        engines_need = max(self._engine_bytes(roles) for roles in self._phases.values())
+        engines_need = max(
+            sum(roles[role] for role in self._needs) for roles in self._phases.values()
+        )
         if self._share is not None and engines_need > self._capacity:
             raise ConfigError(
                 f"engines take {engines_need / GIB:.1f} GiB at once with engine.gpu_memory_utilization="
@@ -166,9 +168,6 @@ class _Split:
         for role, need, engine in self._placed:
             if engine.at_once < 1:
                 raise ConfigError(self._why_no_room(role, need))
-
-    def _engine_bytes(self, roles: Parts) -> float:
-        return sum(roles[role] for role in self._needs)
 
     def _why_no_room(self, role: str, need: EngineNeed) -> str:
         """Say which engine does not fit, what it needs, what there is, and the way out."""

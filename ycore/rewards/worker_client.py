@@ -187,9 +187,8 @@ def scores_in(
         or not len(values) == len(problems) == count
     ):
         raise CallFailed(f"no answer of a worker: not {count} values and {count} problems")
-    nothing: list[Any] = [{}] * count
     try:
-        logged = _LOGGED.validate_python(reply.get("logged", nothing), strict=True)
+        logged = _LOGGED.validate_python(reply.get("logged", [{}] * count), strict=True)
         rows = list(zip(values, problems, logged, strict=True))
     except ValueError:
         raise CallFailed(

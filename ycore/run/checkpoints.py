@@ -373,7 +373,9 @@ class CheckpointWriter:
             if leads:
                 # This makes room for the last lines of logs and summary.
                 shutil.rmtree(staged, ignore_errors=True)
-            if is_disk_full(error) or self._is_nearly_full():
+            # torch reports that a write failed, but not why.
+            is_nearly_full = self._free_bytes() < (self._last_bytes() or self._expected_bytes)
+            if is_disk_full(error) or is_nearly_full:
                 raise RunError(self._no_room(step)) from error
             raise
         self.saved_step = step
@@ -399,10 +401,6 @@ class CheckpointWriter:
         last_bytes = self._last_bytes()
         if last_bytes is not None and self._free_bytes() < int(_SPARE * last_bytes):
             raise RunError(self._no_room(step))
-
-    def _is_nearly_full(self) -> bool:
-        """torch reports that a write failed, but not why."""
-        return self._free_bytes() < (self._last_bytes() or self._expected_bytes)
 
     def _no_room(self, step: int) -> str:
         whole = checkpoints_in(self._folder)

@@ -271,9 +271,8 @@ class LineFollower:
             file.seek(self._offset)
             lines = []
             for line in iter(lambda: file.readline(_MAX_LINE_BYTES), b""):
-                if (
-                    len(line) == _MAX_LINE_BYTES
-                ):  # ycore did not write this; the rest is not read
+                if len(line) == _MAX_LINE_BYTES:
+                    # ycore did not write this; the rest is not read.
                     self._offset = size
                     lines.append(b"?")
                     break

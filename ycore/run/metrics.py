@@ -252,48 +252,47 @@ def fit_sigmoid(
     import numpy as np
 
     x = np.asarray(spent, float)
-    y = np.asarray(rewards, float)
     rates = np.geomspace(0.25, 8, 60)
     midpoints = np.geomspace(x.min(), 4 * x.max(), 60)
-    fit: dict[str, Interval] = {}
-
-    def interval(values: Any, halves: Any) -> Interval:
-        """The value where the squares are least, and its reach where they are within the limit."""
-        best = values.flat[squares.argmin()]
-        low = (values - halves)[is_near].min()
-        high = (values + halves)[is_near].max()
-        return float(best), float(low), float(high)
-
     for _ in range(3):
-        rate, midpoint = np.meshgrid(rates, midpoints, indexing="ij")
-        distances = midpoint[..., None] / x
-        shares = 1 / (1 + distances ** rate[..., None])
-        mean = shares.mean(axis=-1)
-        centred = shares - mean[..., None]
-        spread = np.maximum((centred**2).sum(axis=-1), 1e-9)
-        slope = centred @ y / spread
-        explained = slope**2 * spread
-        squares = np.maximum(len(x) * y.var() - explained, 0)
-        freedom = len(x) - 4
-        limit = squares.min() * (1 + _CHI_SQUARE_95 / freedom)
-        is_near = squares <= limit
-        room = np.maximum(limit - squares, 0)
-        places = {
-            "start": 0.0,
-            "asymptote": 1.0,
-            "at_end": 1 / (1 + (midpoint / end) ** rate),
-        }
-        for name, place in places.items():
-            distance = place - mean
-            variance = 1 / len(x) + distance**2 / spread
-            values = y.mean() + slope * distance
-            fit[name] = interval(values, np.sqrt(room * variance))
-        fit["rate"] = interval(rate, 0 * rate)
-        fit["midpoint"] = interval(midpoint, 0 * rate)
+        fit = _fit_on_grid(x, np.asarray(rewards, float), rates, midpoints, end)
         rates, midpoints = (
             np.geomspace(low / _GRID_STEP, high * _GRID_STEP, 60)
             for _, low, high in (fit["rate"], fit["midpoint"])
         )
+    return fit
+
+
+def _fit_on_grid(x: Any, y: Any, rates: Any, midpoints: Any, end: float) -> dict[str, Interval]:
+    """Fit the curve with each rate and midpoint, and return the best, with the reach of those that are nearly as good."""
+    import numpy as np
+
+    rate, midpoint = np.meshgrid(rates, midpoints, indexing="ij")
+    shares = 1 / (1 + (midpoint[..., None] / x) ** rate[..., None])
+    mean = shares.mean(axis=-1)
+    centred = shares - mean[..., None]
+    spread = np.maximum((centred**2).sum(axis=-1), 1e-9)
+    slope = centred @ y / spread
+    squares = np.maximum(len(x) * y.var() - slope**2 * spread, 0)
+    limit = squares.min() * (1 + _CHI_SQUARE_95 / (len(x) - 4))
+    near = squares <= limit
+    best = squares.argmin()
+
+    def interval(values: Any, halves: Any) -> Interval:
+        """The value where the squares are least, and its reach where they are within the limit."""
+        low = (values - halves)[near].min()
+        high = (values + halves)[near].max()
+        return float(values.flat[best]), float(low), float(high)
+
+    fit = {}
+    places = {"start": 0.0, "asymptote": 1.0, "at_end": 1 / (1 + (midpoint / end) ** rate)}
+    for name, place in places.items():
+        distance = place - mean
+        variance = 1 / len(x) + distance**2 / spread
+        half = np.sqrt(np.maximum(limit - squares, 0) * variance)
+        fit[name] = interval(y.mean() + slope * distance, half)
+    fit["rate"] = interval(rate, 0 * rate)
+    fit["midpoint"] = interval(midpoint, 0 * rate)
     return fit
 
 

@@ -505,7 +505,7 @@ def render_page(runs: Sequence[RecordedRun]) -> str:
         "beside": zip,
         "chosen": chosen,
         "seen": _pictures_of,
-        "base64": _as_base64,
+        "base64": lambda file: base64.b64encode(file.read_bytes()).decode(),
     }
     source = files("ycore.view").joinpath("page.html.j2").read_text(encoding="utf-8")
     measures = draw_measures(runs)
@@ -538,10 +538,6 @@ def _pictures_of(sample: Mapping[str, Any], run: RecordedRun) -> list[Path]:
 def _as_data(value: Any) -> Any:
     """Make text printable; the pictures, which are markup, are ours."""
     return printable(value) if type(value) is str else value
-
-
-def _as_base64(file: Path) -> str:
-    return base64.b64encode(file.read_bytes()).decode()
 
 
 def _last_step(metrics: Sequence[Row]) -> int:

@@ -28,22 +28,9 @@ from ycore.run.paths import RunFolder
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-PORT = 29500
-NODES = f"""
-compute_environment: LOCAL_MACHINE
-distributed_type: MULTI_GPU
-num_machines: $NODES
-num_processes: $NODES
-machine_rank: $NODE
-main_process_ip: $MAIN
-main_process_port: {PORT}
-rdzv_backend: static
-same_network: true
-use_cpu: true
-"""
 WORDS = (
     "grpo --model model --dataset rows.jsonl --reward their_rewards.py:spread --max-tokens 8 --group-size 2 "
-    "--prompts-per-step 12 --set dtype=float32 --set engine.count=1 --accelerate nodes.yaml --output run --steps"
+    "--prompts-per-step 12 --set dtype=float32 --set engine.count=1 --output run --steps"
 )
 REWARD = "def spread(completion_ids, **columns):\n    return [sum(ids) % 7 / 7 for ids in completion_ids]\n"
 KNOWN_WITHIN_S = 10.0
@@ -72,9 +59,9 @@ class Machines:
         for number, host in enumerate(self.hosts):
             environment = {
                 **ENVIRONMENT,
-                "NODE": str(number),
-                "NODES": str(len(self.hosts)),
-                "MAIN": main or self.hosts[0].address,
+                "NODE_RANK": str(number),
+                "NNODES": str(len(self.hosts)),
+                "MASTER_ADDR": main or self.hosts[0].address,
                 "PYTHONPATH": os.pathsep.join(paths),
                 "OMP_NUM_THREADS": "1",
             }
@@ -138,7 +125,6 @@ def make(tmp_path: Path) -> Iterator[Make]:
             place = tmp_path / str(count)
             place.mkdir()
             (place / "model").symlink_to(tmp_path / "model")
-            (place / "nodes.yaml").write_text(NODES)
             (place / "their_rewards.py").write_text(REWARD)
             rows = [json.dumps({"prompt": f"{n} + 1 ="}) + "\n" for n in range(24)]
             (place / "rows.jsonl").write_text("".join(rows))
@@ -278,7 +264,7 @@ def test_machines_that_differ_do_not_start(make: Make) -> None:
     machines = make(2)
     other = machines.place / "other"
     other.mkdir()
-    for name in ("model", "nodes.yaml", "their_rewards.py", "light"):
+    for name in ("model", "their_rewards.py", "light"):
         (other / name).symlink_to(machines.place / name)
     rows = (machines.place / "rows.jsonl").read_text()
     (other / "rows.jsonl").write_text(rows + '{"prompt": "7 + 7 ="}\n')

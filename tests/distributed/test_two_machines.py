@@ -24,20 +24,8 @@ pytestmark = pytest.mark.slow
 REWARD = "def spread(completion_ids, **columns):\n    return [sum(ids) % 7 / 7 for ids in completion_ids]\n"
 COMMON = (
     "--model model --dataset rows.jsonl --reward their_rewards.py:spread --max-tokens 8 --engine transformers "
-    "--prompts-per-step 4 --group-size 4 --set dtype=float32 --accelerate nodes.yaml"
+    "--prompts-per-step 4 --group-size 4 --set dtype=float32"
 )
-NODES = """
-compute_environment: LOCAL_MACHINE
-distributed_type: MULTI_GPU
-num_machines: 2
-num_processes: 2
-machine_rank: $NODE
-main_process_ip: 127.0.0.1
-main_process_port: {port}
-rdzv_backend: static
-same_network: true
-use_cpu: true
-"""
 WITHIN_S = 400
 
 
@@ -45,9 +33,6 @@ WITHIN_S = 400
 def place(tmp_path: Path) -> Iterator[Path]:
     write_tiny_model(tmp_path / "model")
     (tmp_path / "their_rewards.py").write_text(REWARD)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        (tmp_path / "nodes.yaml").write_text(NODES.format(port=free.getsockname()[1]))
     yield tmp_path
 
 
@@ -64,6 +49,9 @@ def run(
         "".join(json.dumps({"prompt": ask}) + "\n" for ask in asked)
     )
     nodes = []
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     for number, output in enumerate(outputs):
         command = [
             sys.executable,
@@ -76,7 +64,10 @@ def run(
             **os.environ,
             "HF_HUB_OFFLINE": "1",
             "CUDA_VISIBLE_DEVICES": "",
-            "NODE": str(number),
+            "NNODES": "2",
+            "NODE_RANK": str(number),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
         }
         node = subprocess.Popen(
             [*command, "--output", output, "--steps", str(steps)],

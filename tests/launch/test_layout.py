@@ -38,8 +38,8 @@ compute_environment: LOCAL_MACHINE
 distributed_type: MULTI_GPU
 num_machines: 2
 num_processes: 4
-machine_rank: ${NODE}
-main_process_ip: $MAIN
+machine_rank: 0
+main_process_ip: 10.0.0.1
 main_process_port: 29500
 """
 
@@ -154,23 +154,23 @@ def test_only_zero3_and_fsdp_leave_no_rank_the_whole_policy(name: str, shards: b
     assert layout_of(config(processes=2, accelerate=name), EIGHT).shards_weights is shards
 
 
-def test_a_file_serves_every_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NODE", "1")
-    monkeypatch.setenv("MAIN", "10.0.0.1")
-    found = layout_of(config(accelerate=written(tmp_path, FILE)), EIGHT)
+def test_the_environment_says_a_machines_place_before_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = config(accelerate=written(tmp_path, FILE))
+    assert layout_of(file, EIGHT).machine_rank == 0
+    for name, value in {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.2"}.items():
+        monkeypatch.setenv(name, value)
+    found = layout_of(file, EIGHT)
     assert (found.world, found.local, found.num_machines, found.machine_rank) == (4, 2, 2, 1)
     assert found.accelerate is not None
     assert (found.accelerate["main_process_ip"], found.accelerate["mixed_precision"]) == (
-        "10.0.0.1",
+        "10.0.0.2",
         "no",
     )
 
 
 BAD = [
-    (
-        FILE.replace("$MAIN", "$NOT_SET_ANYWHERE"),
-        "names the environment variable NOT_SET_ANYWHERE, which is not set",
-    ),
     (
         FILE + "mixed_precision: bf16\n",
         "mixed_precision is 'bf16', and the run computes in float32",
@@ -197,8 +197,6 @@ BAD = [
 def test_a_file_that_cannot_work(
     text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("NODE", "0")
-    monkeypatch.setenv("MAIN", "10.0.0.1")
     with pytest.raises(ConfigError, match=message):
         layout_of(config(accelerate=written(tmp_path, text)), EIGHT)
 

@@ -252,8 +252,9 @@ class RunMemory:
 
     def _with_width(self, model: ServedModel, models: Sequence[ServedModel]) -> ServedModel:
         facts = self._known(model.name)
+        machine = self._site.machine
         max_width = self._max_width()
-        must_divide = bool(self._site.machine.devices) and self._config.engine.count == "auto"
+        must_divide = bool(machine.devices) and self._config.engine.count == "auto"
         widths = [
             width
             for width in range(1, max_width + 1)
@@ -267,7 +268,15 @@ class RunMemory:
                     return replace(model, width=width)
             return replace(model, width=widths[-1])
         if wanted not in widths:
-            raise _width_error(model, wanted, facts, widths, self._site.machine, max_width)
+            heads = facts.undivided(wanted) if facts is not None else ""
+            kind = machine.parts[1]
+            rule = f"does not divide the {heads or f'{max_width} {kind}'}"
+            if wanted > max_width:
+                rule = f"is more than the {max_width} {kind} that an engine can span here"
+            near = min(widths, key=lambda width: (abs(width - wanted), width))
+            raise ConfigError(
+                f"{model.option('tensor_parallel')} {wanted} {rule}; the nearest that works is {near}"
+            )
         return replace(model, width=wanted)
 
     def _max_width(self) -> int:
@@ -372,27 +381,6 @@ class RunMemory:
         return EngineNeed(
             facts, config.value_bytes, model.width, num_sequences, mean_len, max_len
         )
-
-
-def _width_error(
-    model: ServedModel,
-    width: int,
-    facts: ModelFacts | None,
-    widths: Sequence[int],
-    machine: Machine,
-    max_width: int,
-) -> ConfigError:
-    parts, kind = machine.parts
-    nearest = min(widths, key=lambda other: (abs(other - width), other))
-    if facts is not None and (size := facts.undivided(width)):
-        rule = f"does not divide the {size} of {facts.name}"
-    elif width > max_width:
-        rule = f"is more than the {max_width} {kind} that an engine can span here"
-    else:
-        rule = f"does not divide the {len(parts)} {kind} of this machine"
-    return ConfigError(
-        f"{model.option('tensor_parallel')} {width} {rule}; the nearest that works is {nearest}"
-    )
 
 
 def _allowed_options(options: list[SharingOption], config: RunConfig) -> list[SharingOption]:

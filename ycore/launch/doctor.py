@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,6 @@ TESTED = {
 _DRIVERS = {"12": "525.60.13", "13": "580.65.06"}
 """The oldest Linux driver by CUDA's major version (CUDA Toolkit release notes, minor version compatibility)."""
 
-_BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
 _FREE_MEMORY_GIB = 3.0  # a small model's trainer and engine on a CPU
 _GIB = 2**30
 _IMPORTS = "import torch, trl, peft, accelerate; torch.ones(2, 2) @ torch.ones(2, 2)"
@@ -60,13 +58,9 @@ def doctor_report() -> dict[str, Any]:
 
 def environment_checks() -> list[Check]:
     """Check versions and devices without importing the stack."""
-    beside_torch = {}
-    for name in _BESIDE_TORCH:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            beside_torch[name] = importlib.metadata.version(name)
     gpus = visible_gpus()
     return [
-        *check_versions(installed_versions(), beside_torch, on_gpu=bool(gpus)),
+        *check_versions(installed_versions(), on_gpu=bool(gpus)),
         *gpu_checks(gpus, torch_cuda=torch_cuda()),
     ]
 
@@ -76,9 +70,7 @@ def check(name: str, value: str, *, ok: bool = True, mend: str | None = None) ->
     return {"name": name, "ok": ok, "value": value, "mend": None if ok else mend}
 
 
-def check_versions(
-    versions: Mapping[str, str | None], beside_torch: Mapping[str, str], *, on_gpu: bool
-) -> list[Check]:
+def check_versions(versions: Mapping[str, str | None], *, on_gpu: bool) -> list[Check]:
     """Compare installed versions with those that were tested together."""
     checks = [
         check(name, versions.get(name) or "not installed") for name in ("ycore", "python")
@@ -94,8 +86,9 @@ def check_versions(
     else:
         checks.append(_check_version(vllm, TESTED["vllm"], versions))
     torch = versions.get("torch") or ""
-    if torch.endswith("+cpu"):
-        checks += _check_cpu_build(torch, beside_torch, on_gpu=on_gpu)
+    if on_gpu and torch.endswith("+cpu"):
+        value = f"{torch} is a CPU build"
+        checks.append(check("torch on GPU", value, ok=False, mend="pip install 'ycore[gpu]'"))
     return checks
 
 
@@ -107,26 +100,6 @@ def _check_version(name: str, rule: str, versions: Mapping[str, str | None]) -> 
     if version.startswith(rule.removesuffix("*")):
         return check(name, version)
     return check(name, f"{version}, tested with {rule}", ok=False, mend=mend)
-
-
-def _check_cpu_build(
-    torch: str, beside_torch: Mapping[str, str], *, on_gpu: bool
-) -> list[Check]:
-    """Check what does not go with a CPU build of torch."""
-    checks = []
-    cuda_builds = [
-        f"{name} {version}"
-        for name, version in beside_torch.items()
-        if not version.endswith("+cpu")
-    ]
-    if cuda_builds:
-        value = f"{', '.join(cuda_builds)}: no CPU builds as torch is, so transformers fails with them"
-        mend = f"pip uninstall -y {' '.join(_BESIDE_TORCH)}"
-        checks.append(check("beside torch", value, ok=False, mend=mend))
-    if on_gpu:
-        value = f"{torch} is a CPU build"
-        checks.append(check("torch on GPU", value, ok=False, mend="pip install 'ycore[gpu]'"))
-    return checks
 
 
 def gpu_checks(gpus: Sequence[Gpu], *, torch_cuda: str | None) -> list[Check]:
@@ -185,21 +158,10 @@ def machine_checks(folder: Path) -> list[Check]:
             ok=free_memory >= _FREE_MEMORY_GIB,
             mend="stop other programs, or take a smaller model; `ycore plan` says what a run needs",
         ),
-        _check_shared_memory(),
         _check_disk("disk here", folder),
         _check_disk("disk of the cache", cache_dir()),
         check("sandbox", sandbox.line, ok=sandbox.remedy is None, mend=sandbox.remedy),
     ]
-
-
-def _check_shared_memory() -> Check:
-    if not os.path.isdir("/dev/shm"):
-        return check("shared memory", "no /dev/shm; weights pass through the run folder")
-    free = shutil.disk_usage("/dev/shm").free / _GIB
-    mend = (
-        "make /dev/shm larger (docker run --shm-size=8g); a sync of weights passes through it"
-    )
-    return check("shared memory", f"{free:.1f} GiB free", ok=free >= 1.0, mend=mend)
 
 
 def _check_disk(name: str, folder: Path) -> Check:

@@ -6,7 +6,6 @@ such list: WSL2 has none, and a GPU that MIG divides is one file and several dev
 
 import importlib.metadata
 import os
-import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
@@ -238,11 +237,11 @@ class Site:
         """
         if not self.machine.devices:
             return {}
-        is_old_name = "PYTORCH_CUDA_ALLOC_CONF" in os.environ
-        allocator = "PYTORCH_CUDA_ALLOC_CONF" if is_old_name else "PYTORCH_ALLOC_CONF"
-        of_user = os.environ.get(allocator)
+        of_user = os.environ.get("PYTORCH_ALLOC_CONF")
         environment = {
-            allocator: f"{of_user},{_PINNED_AS_IT_IS}" if of_user else _PINNED_AS_IT_IS
+            "PYTORCH_ALLOC_CONF": f"{of_user},{_PINNED_AS_IT_IS}"
+            if of_user
+            else _PINNED_AS_IT_IS
         }
         if (self.layout.accelerate or {}).get("gpu_ids", "all") in ("all", None):
             environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
@@ -511,19 +510,15 @@ def _layout_from_file(
 
 
 def _read_accelerate_file(path: Path) -> dict[str, Any]:
-    """Read the file's mapping. `$NAME` and `${NAME}` come from the environment, so that one file serves all nodes."""
+    """Read the file's mapping; the environment's place comes before the file's, so that one file serves all machines."""
     way_out = "`accelerate config` writes one"
-    text = os.path.expandvars(read_yaml_file(path, what="accelerate", way_out=way_out))
-    if unset := re.search(r"\$\{?(\w+)", text):
-        raise ConfigError(
-            f"{path} names the environment variable {unset[1]}, which is not set; export {unset[1]}=..."
-        )
+    text = read_yaml_file(path, what="accelerate", way_out=way_out)
     settings = parse_yaml(text, what=str(path), example="distributed_type")
     if "distributed_type" not in settings:
         raise ConfigError(
             f"{path} is no accelerate config: it has no distributed_type; {way_out}"
         )
-    return settings
+    return settings | place_here()
 
 
 def _check_machines_meet(settings: Mapping[str, Any], path: Path) -> None:

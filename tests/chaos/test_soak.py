@@ -25,6 +25,7 @@ ALLOWED = {
     "threads": 1,
     "descriptors": 2,
     "memory_kb": 20_000,
+    "launcher_kb": 4_000,
     "shared_memory_kb": 16,
     "temporary_files": 1,
     "logs_kb": 20,
@@ -73,6 +74,7 @@ def measure(pid: int, folder: RunFolder) -> dict[str, int]:
     """Add up what the run's processes hold and what its folders have."""
     sums = dict.fromkeys(("processes", "threads", "descriptors", "memory_kb"), 0)
     leader = psutil.Process(pid)
+    sums["launcher_kb"] = leader.memory_info().rss // 1024
     for process in (leader, *leader.children(recursive=True)):
         try:
             if is_alive(process):

@@ -1,5 +1,6 @@
 """Health checks without an event loop, against real servers on unix sockets; retries are in test_vllm_engine."""
 
+import gc
 import http.server
 import socketserver
 import tempfile
@@ -66,6 +67,18 @@ def test_a_request_without_a_body_succeeds_with_status_200(socket: Path) -> None
     with serving(socket, 200) as seen:
         assert request_succeeds(socket, "POST", "/sleep?level=2", timeout_s=5)
     assert seen == ["POST /sleep?level=2"]
+
+
+def test_requests_leave_nothing_that_waits_for_a_collection(socket: Path) -> None:
+    with serving(socket, 200):
+        assert is_healthy(socket)
+        gc.collect()
+        gc.disable()
+        try:
+            assert all(is_healthy(socket) for _ in range(10))
+            assert gc.collect() < 100  # objects; every answer of httpx left 61
+        finally:
+            gc.enable()
 
 
 def test_a_server_that_hangs_is_not_healthy_and_costs_no_more_than_the_timeout(

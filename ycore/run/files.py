@@ -240,8 +240,8 @@ class LineFollower:
 
     Args:
         path: The file; it may be missing, and may be replaced by another.
-        tail_bytes: How far before the end of a file the first look begins; None reads every file from its start,
-            also one that has become shorter.
+        tail_bytes: How far before the end of a file a look begins at most, so that one after a long time takes no more
+            memory than others; None reads every line, also of a file that has become shorter.
     """
 
     def __init__(self, path: Path, *, tail_bytes: int | None = None) -> None:
@@ -263,11 +263,12 @@ class LineFollower:
             inode = os.fstat(file.fileno()).st_ino
             size = file.seek(0, os.SEEK_END)
             if inode != self._inode or size < self._offset:
-                tail = size if self._tail_bytes is None else self._tail_bytes
                 is_cut = inode == self._inode and self._tail_bytes is not None
-                self._offset = size if is_cut else max(0, size - tail)
+                self._offset = size if is_cut else 0
                 self._inode = inode
                 self.num_lines = 0
+            if self._tail_bytes is not None:
+                self._offset = max(self._offset, size - self._tail_bytes)
             file.seek(self._offset)
             lines = []
             for line in iter(lambda: file.readline(_MAX_LINE_BYTES), b""):

@@ -391,6 +391,7 @@ FOREIGN_SOURCES = {
         )
     },
     "urllib.parse": {"data/generated.py"},  # words of a dataset's name
+    "http.client": {"engine/server.py"},
     "http.cookiejar": {"run/address.py"},
     "http.server": {"rollout/agent_host.py"},  # confined
     "pickle": {"engine/shared_bucket.py"},  # of the trainer, on the engine's own socket
@@ -398,6 +399,7 @@ FOREIGN_SOURCES = {
         *("sandbox/level.py", "sandbox/canaries.py", "sandbox/program_server.py"),
         *("sandbox/program_pool.py", "sandbox/confined_worker.py"),
         "launch/machines.py",  # the run's own, whose messages pass the gate
+        "engine/server.py",
     },
 }
 """Modules that read what others send, and the files that may import them; a name stands for what is below it."""

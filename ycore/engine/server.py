@@ -25,7 +25,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from socket import AF_UNIX
@@ -71,7 +70,7 @@ def request_succeeds(socket: Path, method: str, path: str, *, timeout_s: float) 
     with contextlib.suppress(OSError, HTTPException), contextlib.closing(connection):
         connection.sock.connect(str(socket))
         connection.request(method, path)
-        return connection.getresponse().status == HTTPStatus.OK
+        return connection.getresponse().status == 200
     return False
 
 
